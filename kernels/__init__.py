@@ -1,0 +1,18 @@
+"""The low layer of gpubuf: operations on tensors, with no buffer in sight.
+
+Each family of operations is a package of four files that share one vocabulary:
+
+* ``__init__.py``: the schema of every operation, its documentation and its fake (meta) implementation;
+* ``_launch.py``: validates, allocates, picks the grid and launches the Triton kernels;
+* ``_triton.py``: ``@triton.jit`` functions only;
+* ``_numba.py``: the CPU twin.
+
+Operations are registered with ``torch.library``, so PyTorch's dispatcher picks the backend by the
+tensors' device. Nothing here imports from the rest of gpubuf.
+"""
+
+if __name__ != "gpubuf.kernels":
+    raise ImportError(
+        f"this package was imported as {__name__!r}; its import name is 'gpubuf.kernels' "
+        "(a top-level 'kernels' would overwrite another well-known package)"
+    )

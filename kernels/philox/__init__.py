@@ -1,0 +1,41 @@
+"""Random numbers: Philox4x32-10, the same variates from Triton and from the CPU.
+
+State lives in a tensor ``rng``, int64 ``[3]`` = (seed, offset, ticket), so that a captured CUDA graph
+draws new numbers at every replay. Variate ``i`` of a call is a pure function of (seed, offset + i):
+key = the 64-bit seed (low word, high word), counter = (low and high word of offset + i, 0, 0); its
+uniform takes the first two output words ``(hi, lo)`` as ``((hi << 32 | lo) >> 11) * 2**-53``, a float64
+in [0, 1) with all its 53 bits random. A call of ``n`` variates moves the offset by ``n``.
+
+The ticket is scratch of the GPU kernels: the last program to finish advances the offset (see
+``advance_when_last`` in ``_triton.py``). It is zero between calls.
+
+Reference: Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gpubuf.kernels._registry import define
+
+SEED, OFFSET, TICKET = range(3)
+
+
+def new_state(seed: int, device: torch.device | str) -> Tensor:
+    """A fresh random state: int64 ``[3]`` on ``device`` at offset 0. Any 64-bit seed."""
+    signed = (seed + 2**63) % 2**64 - 2**63
+    return torch.tensor([signed, 0, 0], dtype=torch.int64).to(device)
+
+
+def _uniform_fake(rng: Tensor, n: int) -> Tensor:
+    return rng.new_empty(n, dtype=torch.float64)
+
+
+uniform = define(
+    "philox_uniform(Tensor(a!) rng, int n) -> Tensor",
+    cpu="gpubuf.kernels.philox._numba:uniform",
+    cuda="gpubuf.kernels.philox._launch:uniform",
+    fake=_uniform_fake,
+)
+"""``uniform(rng, n)``: ``n`` float64 uniforms in [0, 1), ``[n]``; advances ``rng`` by ``n``. No host sync."""

@@ -1,0 +1,129 @@
+"""Rows: gather a batch of all keys in one launch, write a batch into ring positions in one launch.
+
+A storage keeps one contiguous tensor per key, ``[capacity, ...]``. The kernels see bytes, through
+
+* ``table``: int64 ``[K, 2]`` = (address, bytes of one row) per key, on the device that does the work. The
+  addresses may point to that device's memory or to pinned host memory;
+* ``ring``: int64 ``[4]`` = (written, size, ticket, faults). ``written`` counts all rows ever written, modulo
+  nothing; the cursor is ``written % capacity``; ``size`` rows are valid, at positions ``0 .. size - 1``.
+  ``ticket`` is scratch and zero between calls; ``faults`` counts rows refused on a GPU, where an
+  exception would need a host sync.
+
+Storage tensors are reached by address, so that the schema cannot name them: ``ring`` is annotated as
+mutated by every operation that writes rows and so orders reads after writes, also under ``torch.compile``.
+
+The *generation* of a row is the number of times that its position has been written,
+``(written - position + capacity - 1) // capacity``: derived, never stored.
+
+A gathered batch is one uint8 allocation, the *arena*: key ``k`` occupies ``n * row_bytes[k]`` bytes from
+the ``k``-th offset, the running sum of the sizes before it, each rounded up to ``ALIGNMENT``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gpubuf.kernels._registry import define
+
+WRITTEN, SIZE, TICKET, FAULTS = range(4)
+
+ALIGNMENT = 64
+"""Bytes to which every key's offset in an arena is rounded up."""
+
+
+def arena_offsets(row_bytes: Sequence[int], n: int) -> tuple[list[int], int]:
+    """Offset of every key in an arena of ``n`` rows, and the arena's size, in bytes."""
+    offsets, end = [], 0
+    for width in row_bytes:
+        offsets.append(end)
+        end += -(-n * width // ALIGNMENT) * ALIGNMENT
+    return offsets, end
+
+
+def new_ring(device: torch.device | str) -> Tensor:
+    """The counters of an empty ring: int64 ``[4]`` of zeros on ``device``."""
+    return torch.zeros(4, dtype=torch.int64, device=device)
+
+
+def _gather_fake(table: Tensor, ring: Tensor, index: Tensor, capacity: int, arena_bytes: int) -> tuple[Tensor, Tensor]:
+    return table.new_empty(arena_bytes, dtype=torch.uint8), torch.empty_like(index)
+
+
+gather = define(
+    "rows_gather(Tensor table, Tensor ring, Tensor index, int capacity, int arena_bytes) -> (Tensor, Tensor)",
+    cpu="gpubuf.kernels.rows._numba:gather",
+    cuda="gpubuf.kernels.rows._launch:gather",
+    fake=_gather_fake,
+)
+"""``gather(table, ring, index, capacity, arena_bytes) -> (arena, generation)``: copy rows ``index`` of every key.
+
+``index`` is int64 ``[n]``, contiguous, with values in ``[-capacity, capacity)``; negative ones count from the
+end of the storage. ``generation`` is int64 ``[n]``. No host sync.
+
+Raises:
+    IndexError: an index is out of range (CPU). On a GPU such a row reads as zeros and counts in ``ring[FAULTS]``.
+"""
+
+
+def _sample_fake(
+    table: Tensor, ring: Tensor, rng: Tensor, n: int, capacity: int, arena_bytes: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    arena = table.new_empty(arena_bytes, dtype=torch.uint8)
+    return arena, ring.new_empty(n), ring.new_empty(n)
+
+
+sample = define(
+    "rows_sample(Tensor table, Tensor ring, Tensor(a!) rng, int n, int capacity, int arena_bytes)"
+    " -> (Tensor, Tensor, Tensor)",
+    cpu="gpubuf.kernels.rows._numba:sample",
+    cuda="gpubuf.kernels.rows._launch:sample",
+    fake=_sample_fake,
+)
+"""``sample(table, ring, rng, n, capacity, arena_bytes) -> (arena, index, generation)``: ``n`` rows uniformly.
+
+Drawn with replacement from the valid rows in the same launch that copies them: draw ``i`` is
+``min(floor(u_i * size), size - 1)`` with the ``i``-th Philox uniform. The ring must not be empty (on an empty
+ring the CPU raises RuntimeError; a GPU counts a fault per row and reads zeros). No host sync.
+"""
+
+
+def _extend_fake(table: Tensor, sources: list[Tensor], ring: Tensor, n: int, capacity: int) -> Tensor:
+    return ring.new_empty(n)
+
+
+extend = define(
+    "rows_extend(Tensor table, Tensor[] sources, Tensor(a!) ring, int n, int capacity) -> Tensor",
+    cpu="gpubuf.kernels.rows._numba:extend",
+    cuda="gpubuf.kernels.rows._launch:extend",
+    fake=_extend_fake,
+)
+"""``extend(table, sources, ring, n, capacity) -> index``: write ``n`` rows at the cursor, and move it.
+
+``sources[k]`` holds the rows of key ``k`` on the ring's device: any dtype, ``[n, ...]``, each row contiguous
+(the rows themselves may be strided; others are copied first). Row ``i`` goes to position
+``(written + i) % capacity``; of more rows than the capacity only the newest are written. ``index`` is int64
+``[n]``, the position of every row given, also of those that did not survive. No host sync.
+"""
+
+
+def _write_fake(table: Tensor, sources: list[Tensor], ring: Tensor, index: Tensor, capacity: int) -> None:
+    return None
+
+
+write = define(
+    "rows_write(Tensor table, Tensor[] sources, Tensor(a!) ring, Tensor index, int capacity) -> ()",
+    cpu="gpubuf.kernels.rows._numba:write",
+    cuda="gpubuf.kernels.rows._launch:write",
+    fake=_write_fake,
+)
+"""``write(table, sources, ring, index, capacity)``: overwrite the rows at ``index`` in place; no counter moves.
+
+``index`` as in :data:`gather`; where it names a row twice the last one wins, on both backends. A source of
+stride 0 along its first dimension (an expanded row) is fine.
+
+Raises:
+    IndexError: as :data:`gather`; nothing is written (CPU). On a GPU the row is skipped and counted.
+"""
