@@ -28,6 +28,21 @@ def new_state(seed: int, device: torch.device | str) -> Tensor:
     return torch.tensor([signed, 0, 0], dtype=torch.int64).to(device)
 
 
+def check_state(rng: Tensor) -> None:
+    """Raise unless ``rng`` is a random state that a kernel may address: int64 ``[3]``, contiguous."""
+    if rng.dtype is not torch.int64:
+        raise TypeError(f"the random state must be int64, not {rng.dtype}")
+    if rng.shape != (3,) or not rng.is_contiguous():
+        raise ValueError(f"the random state must be contiguous, of shape [3], not of shape {list(rng.shape)}")
+
+
+def check_request(rng: Tensor, n: int) -> None:
+    """Raise unless ``n`` variates can be drawn from ``rng``."""
+    check_state(rng)
+    if n < 0:
+        raise ValueError(f"the number of draws must not be negative, but is {n}")
+
+
 def _uniform_fake(rng: Tensor, n: int) -> Tensor:
     return rng.new_empty(n, dtype=torch.float64)
 
