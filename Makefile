@@ -1,0 +1,83 @@
+# Every target does its own set-up, and does it once: a stamp in the environment says what it holds, and goes stale
+# with the two files that decide it. PYTHON is any interpreter from 3.11 to 3.13.
+
+PYTHON ?= python3
+ARGS ?=
+JOBS ?= 2
+VENV := .venv
+PEERS := .peers
+DECIDES := pyproject.toml constraints.txt
+
+# pip splits these on blanks, so a checkout under "my code/" needs the URL form. pip 25.3 and later read the second one
+# for isolated builds, earlier ones the first; both are exported so that no step escapes the constraints.
+empty :=
+blank := $(empty) $(empty)
+export PIP_CONSTRAINT := file://$(subst $(blank),%20,$(CURDIR))/constraints.txt
+export PIP_BUILD_CONSTRAINT := $(PIP_CONSTRAINT)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help train test bench gpu report clean
+
+help:
+	@echo "make train   train SAC on Pendulum-v1; options: ARGS='--env NAME --uniform --seed 1 ...'"
+	@echo "make test    ruff, mypy and the tests; ARGS go to pytest"
+	@echo "make bench   the benchmarks, beside TorchRL and cpprb; writes benchmarks/results/<device>-<date>.json"
+	@echo "make gpu     the gpu-marked tests and the benchmarks on an NVIDIA GPU; writes one such file"
+	@echo "             (make gpu PYTHON=python3 uses that interpreter's own packages: for a machine without an index)"
+	@echo "make report  write the figures of benchmarks/results/ into README.md and docs/performance.md"
+	@echo "make clean   remove environments, caches and build products"
+
+train: $(VENV)/.train
+	$(VENV)/bin/python -m gpubuf train $(ARGS)
+
+test: $(VENV)/.test
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/mypy
+	$(VENV)/bin/python -m pytest -n $(JOBS) $(ARGS)
+
+bench: $(PEERS)/.bench
+	$(PEERS)/bin/python -m benchmarks.run cpu $(ARGS)
+
+# An interpreter named on the command line is used as it is, with whatever torch it has.
+ifeq ($(origin PYTHON),command line)
+gpu:
+	$(PYTHON) -m benchmarks.run gpu $(ARGS)
+else
+gpu: $(VENV)/.test
+	$(VENV)/bin/python -m benchmarks.run gpu $(ARGS)
+endif
+
+report: $(VENV)/.test
+	$(VENV)/bin/python -m benchmarks.report
+
+clean:
+	rm -rf $(VENV) $(PEERS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks .coverage
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+define create_venv
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+  { echo "gpubuf needs Python 3.11 or newer; name one with make PYTHON=..." >&2; exit 2; }
+$(PYTHON) -m venv --clear $(@D)
+@touch $@
+endef
+
+$(VENV)/.created $(PEERS)/.created:
+	$(create_venv)
+
+# One environment, two stamps: training needs no test tools. The tests train, so theirs holds both.
+$(VENV)/.train: $(VENV)/.created $(DECIDES)
+	$(VENV)/bin/python -m pip install -q -e '.[train]'
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.created $(DECIDES)
+	$(VENV)/bin/python -m pip install -q -e '.[train,test]'
+	@touch $@ $(VENV)/.train
+
+# TorchRL's wheel asks for an older tensordict than ours, and works with it: without its dependencies, then, so that both
+# libraries are measured on one torch and one tensordict.
+$(PEERS)/.bench: $(PEERS)/.created $(DECIDES) benchmarks/peers.txt benchmarks/peers-no-deps.txt
+	$(PEERS)/bin/python -m pip install -q -e '.[train,test]' -r benchmarks/peers.txt
+	$(PEERS)/bin/python -m pip install -q --no-deps -r benchmarks/peers-no-deps.txt
+	@touch $@

@@ -1,0 +1,1 @@
+"""Benchmarks of gpubuf beside its peers: ``make bench``, ``make gpu``."""
