@@ -34,7 +34,7 @@ train: $(VENV)/.train
 test: $(VENV)/.test
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
-	$(VENV)/bin/mypy
+	$(VENV)/bin/python -m mypy
 	$(VENV)/bin/python -m pytest -n $(JOBS) $(ARGS)
 
 bench: $(PEERS)/.bench

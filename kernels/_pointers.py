@@ -61,6 +61,6 @@ def prefetch(typingctx, address):  # type: ignore[no-untyped-def]
 
 
 #: Compile ahead of the first call from the explicit signature, keep the machine code on disk, release the GIL.
-OPTIONS = {"nogil": True, "cache": True, "error_model": "numpy"}
+OPTIONS: dict[str, Any] = {"nogil": True, "cache": True, "error_model": "numpy"}
 
 jit = numba.njit

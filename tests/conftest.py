@@ -6,10 +6,10 @@ import os
 if os.environ.get("GPUBUF_TEST_GPU") != "1":
     os.environ["TRITON_INTERPRET"] = "1"
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
+import pytest
+import torch
 
-from gpubuf.kernels._registry import triton_on_cpu  # noqa: E402
+from gpubuf.kernels._registry import triton_on_cpu
 
 torch.set_num_threads(1)
 
