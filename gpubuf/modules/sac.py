@@ -1,0 +1,135 @@
+"""Builders of the usual networks of soft actor-critic, as modules on TensorDicts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from tensordict.nn import (
+    InteractionType,
+    NormalParamExtractor,
+    ProbabilisticTensorDictModule,
+    ProbabilisticTensorDictSequential,
+    TensorDictModule,
+)
+from tensordict.utils import NestedKey
+from torch import nn
+
+from gpubuf.modules.mlp import MLP, EnsembleMLP
+from gpubuf.modules.tanh_normal import TanhNormal
+
+
+class TanhNormalHead(ProbabilisticTensorDictModule):
+    """Draws an action from a :class:`TanhNormal` whose bounds differ between the components.
+
+    The bounds are buffers, so that they follow the module to another device.
+    """
+
+    low: torch.Tensor
+    high: torch.Tensor
+
+    def __init__(self, low: torch.Tensor, high: torch.Tensor, **kwargs: Any) -> None:
+        super().__init__(distribution_class=TanhNormal, **kwargs)
+        self.register_buffer("low", low)
+        self.register_buffer("high", high)
+
+    def get_dist(self, tensordict: Any) -> TanhNormal:
+        loc, scale = (tensordict.get(key) for key in self.in_keys)
+        return TanhNormal(loc, scale, low=self.low, high=self.high)
+
+    build_dist_from_params = get_dist
+
+
+def make_sac_actor(
+    obs_dim: int,
+    action_dim: int,
+    num_cells: Sequence[int] = (256, 256),
+    *,
+    low: float | Sequence[float] | Any = -1.0,
+    high: float | Sequence[float] | Any = 1.0,
+    activation: Callable[[], nn.Module] = nn.ReLU,
+    in_keys: Sequence[NestedKey] = ("observation",),
+    action_key: NestedKey = "action",
+    scale_lb: float = 1e-4,
+    return_log_prob: bool = False,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> ProbabilisticTensorDictSequential:
+    """A Gaussian policy squashed by tanh: MLP, mean and standard deviation, :class:`TanhNormal`.
+
+    Calling it on a TensorDict writes ``"loc"``, ``"scale"`` and the action; the action is drawn at random unless
+    within ``tensordict.nn.set_interaction_type(InteractionType.DETERMINISTIC)``. Its ``get_dist`` serves
+    :class:`~gpubuf.objectives.SACLoss`.
+
+    Args:
+        obs_dim: width of all inputs together.
+        action_dim: number of action components, A.
+        num_cells: widths of the hidden layers.
+        low: lower bound of the actions: a number or ``[A]`` numbers (``env.action_space.low``).
+        high: upper bound of the actions, as ``low``.
+        activation: factory of the activation modules.
+        in_keys: keys of the inputs, each ``[*batch, width]``.
+        action_key: key of the action, ``[*batch, A]``. Where it is nested, the parameters of the distribution stand
+            beside it, for example ``("agents", "loc")``.
+        scale_lb: least standard deviation.
+        return_log_prob: also write the log-density of the action.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Raises:
+        ValueError: a bound is infinite, ``low >= high``, or the bounds are not ``[A]``.
+    """
+    lows = torch.as_tensor(low, dtype=torch.float64).cpu().expand(action_dim)
+    highs = torch.as_tensor(high, dtype=torch.float64).cpu().expand(action_dim)
+    if not bool((lows < highs).all() and lows.isfinite().all() and highs.isfinite().all()):
+        raise ValueError(f"actions need finite bounds with low < high, got low={lows.tolist()}, high={highs.tolist()}")
+    prefix = action_key[:-1] if isinstance(action_key, tuple) else ()
+    params: list[NestedKey] = [(*prefix, name) if prefix else name for name in ("loc", "scale")]
+    network = nn.Sequential(
+        MLP(obs_dim, 2 * action_dim, num_cells, activation, device=device, dtype=dtype),
+        NormalParamExtractor(scale_lb=scale_lb),  # type: ignore[arg-type]
+    )
+    head_kwargs: dict[str, Any] = {
+        "in_keys": params,
+        "out_keys": [action_key],
+        "default_interaction_type": InteractionType.RANDOM,
+        "return_log_prob": return_log_prob,
+    }
+    head: ProbabilisticTensorDictModule
+    if bool((lows == lows[0]).all() and (highs == highs[0]).all()):
+        bounds = {"low": lows[0].item(), "high": highs[0].item()}
+        head = ProbabilisticTensorDictModule(distribution_class=TanhNormal, distribution_kwargs=bounds, **head_kwargs)
+    else:
+        dtype_ = dtype or torch.get_default_dtype()
+        head = TanhNormalHead(lows.to(device, dtype_), highs.to(device, dtype_), **head_kwargs)
+    return ProbabilisticTensorDictSequential(TensorDictModule(network, list(in_keys), params), head)
+
+
+def make_sac_critic(
+    obs_dim: int,
+    action_dim: int,
+    num_cells: Sequence[int] = (256, 256),
+    *,
+    num_nets: int = 2,
+    activation: Callable[[], nn.Module] = nn.ReLU,
+    in_keys: Sequence[NestedKey] = ("observation", "action"),
+    out_key: NestedKey = "state_action_value",
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> TensorDictModule:
+    """An ensemble of action-value networks, for ``SACLoss(actor, critic, num_qvalue_nets=num_nets)``.
+
+    Args:
+        obs_dim: width of all observations among ``in_keys`` together.
+        action_dim: number of action components.
+        num_cells: widths of the hidden layers.
+        num_nets: number of networks, N.
+        activation: factory of the activation modules.
+        in_keys: keys of the inputs, each ``[*batch, width]``.
+        out_key: key of the values, ``[N, *batch, 1]``.
+        device: of the parameters.
+        dtype: of the parameters.
+    """
+    network = EnsembleMLP(num_nets, obs_dim + action_dim, 1, num_cells, activation, device=device, dtype=dtype)
+    return TensorDictModule(network, list(in_keys), [out_key])
