@@ -1,3 +1,75 @@
-"""GPU-resident replay buffers for PyTorch, built on Triton kernels."""
+"""GPU-resident replay buffers for PyTorch, built on Triton kernels.
+
+The names below are imported when they are first used: ``import gpubuf`` itself loads neither torch nor any backend.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from gpubuf.data import (
+        LazyTensorStorage,
+        PrioritizedReplayBuffer,
+        PrioritizedSampler,
+        RandomSampler,
+        ReplayBuffer,
+        RoundRobinWriter,
+        SamplerWithoutReplacement,
+        SumTree,
+        TensorDictPrioritizedReplayBuffer,
+        TensorDictReplayBuffer,
+        TensorDictRoundRobinWriter,
+        TensorStorage,
+    )
+    from gpubuf.objectives import HardUpdate, SACLoss, SoftUpdate
+
+_MODULES = {
+    "gpubuf.data": (
+        "LazyTensorStorage",
+        "PrioritizedReplayBuffer",
+        "PrioritizedSampler",
+        "RandomSampler",
+        "ReplayBuffer",
+        "RoundRobinWriter",
+        "SamplerWithoutReplacement",
+        "SumTree",
+        "TensorDictPrioritizedReplayBuffer",
+        "TensorDictReplayBuffer",
+        "TensorDictRoundRobinWriter",
+        "TensorStorage",
+    ),
+    "gpubuf.objectives": ("HardUpdate", "SACLoss", "SoftUpdate"),
+}
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = [
+    "HardUpdate",
+    "LazyTensorStorage",
+    "PrioritizedReplayBuffer",
+    "PrioritizedSampler",
+    "RandomSampler",
+    "ReplayBuffer",
+    "RoundRobinWriter",
+    "SACLoss",
+    "SamplerWithoutReplacement",
+    "SoftUpdate",
+    "SumTree",
+    "TensorDictPrioritizedReplayBuffer",
+    "TensorDictReplayBuffer",
+    "TensorDictRoundRobinWriter",
+    "TensorStorage",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,0 +1,35 @@
+"""Replay buffers: storages, writers, samplers, and the buffers made of them."""
+
+from gpubuf.data.buffers import ReplayBuffer
+from gpubuf.data.prioritized import PrioritizedSampler
+from gpubuf.data.random import RandomState
+from gpubuf.data.samplers import RandomSampler, Sampler, SamplerWithoutReplacement
+from gpubuf.data.storages import LazyTensorStorage, Storage, TensorStorage
+from gpubuf.data.sum_tree import SumTree
+from gpubuf.data.tensordict_buffers import (
+    PrioritizedReplayBuffer,
+    TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
+)
+from gpubuf.data.transforms import Compose
+from gpubuf.data.writers import RoundRobinWriter, TensorDictRoundRobinWriter, Writer
+
+__all__ = [
+    "Compose",
+    "LazyTensorStorage",
+    "PrioritizedReplayBuffer",
+    "PrioritizedSampler",
+    "RandomSampler",
+    "RandomState",
+    "ReplayBuffer",
+    "RoundRobinWriter",
+    "Sampler",
+    "SamplerWithoutReplacement",
+    "Storage",
+    "SumTree",
+    "TensorDictPrioritizedReplayBuffer",
+    "TensorDictReplayBuffer",
+    "TensorDictRoundRobinWriter",
+    "TensorStorage",
+    "Writer",
+]

@@ -1,0 +1,228 @@
+"""What a row looks like: the keys of a transition, and the way between TensorDicts and bytes.
+
+A :class:`RowLayout` is derived once from the first batch. It checks every later batch against itself, hands
+the kernels a flat list of tensors, and cuts the arena that a gather returns into a TensorDict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase, is_tensorclass
+from torch import Tensor
+
+from gpubuf.kernels.rows import ALIGNMENT, arena_offsets
+
+Data = Any  # a Tensor, a TensorDictBase or a tensorclass: tensordict exports no common type for the three
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One key of a row. ``shape`` is that of a single row, contiguous."""
+
+    key: tuple[str, ...]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] = field(init=False)
+    n_elements: int = field(init=False)
+    row_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        strides, n_elements = [], 1
+        for length in reversed(self.shape):
+            strides.append(n_elements)
+            n_elements *= length
+        object.__setattr__(self, "strides", tuple(reversed(strides)))
+        object.__setattr__(self, "n_elements", n_elements)
+        object.__setattr__(self, "row_bytes", n_elements * self.dtype.itemsize)
+
+    @property
+    def name(self) -> str:
+        """The key as its user writes it: ``'reward'`` or ``('next', 'reward')``."""
+        return repr(self.key[0]) if len(self.key) == 1 else repr(self.key)
+
+
+@dataclass(frozen=True)
+class Node:
+    """One level of a nested row: children by name, each a position in ``RowLayout.leaves`` or another node."""
+
+    children: dict[str, int | Node]
+    batch_suffix: tuple[int, ...]  # batch dimensions beyond the storage's, as in ("agents",) of shape [B, n_agents]
+    tensorclass: type | None
+
+
+def _tensordict_of(data: Data) -> TensorDictBase:
+    return data._tensordict if is_tensorclass(data) else data
+
+
+class RowLayout:
+    """Keys, shapes and dtypes of a row, fixed for the life of a storage.
+
+    Args:
+        example: data whose leading ``batch_dims`` dimensions are batch dimensions.
+        batch_dims: number of leading dimensions that are not part of a row.
+        ignored: root keys that are not stored, whether a batch has them or not.
+
+    Raises:
+        TypeError: the data is neither a tensor nor made of tensors.
+    """
+
+    def __init__(self, example: Data, batch_dims: int, ignored: frozenset[str] = frozenset()) -> None:
+        self.ignored = ignored
+        self.leaves: list[Leaf] = []
+        self.root = self._describe(example, (), batch_dims)
+        self.row_bytes = [leaf.row_bytes for leaf in self.leaves]
+        self._arenas: dict[int, tuple[list[int], int]] = {}
+
+    def _describe(self, data: Data, path: tuple[str, ...], batch_dims: int) -> int | Node:
+        if isinstance(data, Tensor):
+            self.leaves.append(Leaf(path, data.dtype, tuple(data.shape[batch_dims:])))
+            return len(self.leaves) - 1
+        if not isinstance(data, TensorDictBase) and not is_tensorclass(data):
+            where = f"key {path!r} holds" if path else "the data is"
+            raise TypeError(
+                f"only tensors, TensorDicts and tensorclasses can be stored; {where} a {type(data).__name__}"
+            )
+        children = {
+            name: self._describe(value, (*path, name), batch_dims)
+            for name, value in _tensordict_of(data).items()
+            if path or name not in self.ignored
+        }
+        return Node(children, tuple(data.batch_size[batch_dims:]), type(data) if is_tensorclass(data) else None)
+
+    # From a batch to tensors
+
+    def collect(self, data: Data, batch_dims: int) -> list[Tensor]:
+        """The batch's tensors in the order of ``leaves``, checked. ``batch_dims`` leading dimensions are free.
+
+        Raises:
+            ValueError: a key is missing or unknown, or has another shape or dtype; the text states both sides.
+        """
+        out: list[Tensor] = []
+        self._collect(self.root, data, (), batch_dims, out)
+        return out
+
+    def _collect(self, node: int | Node, data: Data, path: tuple[str, ...], batch_dims: int, out: list[Tensor]) -> None:
+        if isinstance(node, int):
+            leaf = self.leaves[node]
+            if not isinstance(data, Tensor):
+                raise ValueError(f"key {leaf.name}: the storage holds a tensor, the batch a {type(data).__name__}")
+            if data.dtype is not leaf.dtype or data.shape[batch_dims:] != leaf.shape:
+                raise ValueError(
+                    f"key {leaf.name}: the storage holds rows of shape {leaf.shape} and {leaf.dtype}, "
+                    f"the batch rows of shape {tuple(data.shape[batch_dims:])} and {data.dtype}"
+                )
+            out.append(data)
+            return
+        if not isinstance(data, TensorDictBase) and not is_tensorclass(data):
+            raise ValueError(f"key {path or 'root'}: the storage holds a TensorDict, the batch a {type(data).__name__}")
+        found: dict[str, Any] = dict(_tensordict_of(data).items())
+        if not path:
+            for name in self.ignored & found.keys():
+                del found[name]
+        if found.keys() != node.children.keys():
+            missing = [(*path, name) for name in node.children if name not in found]
+            extra = [(*path, name) for name in found if name not in node.children]
+            stored, given = sorted(node.children), sorted(found)
+            raise ValueError(
+                f"the batch's keys differ from the storage's: missing {missing}, extra {extra} "
+                f"(storage: {stored}, batch: {given}{f', under {path}' if path else ''})"
+            )
+        for name, child in node.children.items():
+            self._collect(child, found[name], (*path, name), batch_dims, out)
+
+    # From tensors to a batch
+
+    def assemble(
+        self,
+        tensors: list[Tensor],
+        batch_size: tuple[int, ...],
+        device: torch.device | None,
+        extra: dict[str, Tensor] | None = None,
+    ) -> Data:
+        """Tensors in the order of ``leaves``, put together as the data that this layout describes.
+
+        ``extra`` entries are added at the root, which must then be a TensorDict.
+        """
+        root = self.root
+        if not extra:
+            return self._assemble(root, tensors, batch_size, device)
+        assert isinstance(root, Node)
+        assert root.tensorclass is None
+        source = {name: self._assemble(child, tensors, batch_size, device) for name, child in root.children.items()}
+        source.update(extra)
+        return TensorDict._new_unsafe(source=source, batch_size=torch.Size(batch_size), device=device)
+
+    @property
+    def is_tensordict(self) -> bool:
+        """Whether a batch is a plain TensorDict, rather than a tensor or a tensorclass."""
+        return isinstance(self.root, Node) and self.root.tensorclass is None
+
+    def _assemble(
+        self, node: int | Node, tensors: list[Tensor], batch_size: tuple[int, ...], device: torch.device | None
+    ) -> Data:
+        if isinstance(node, int):
+            return tensors[node]
+        source = {name: self._assemble(child, tensors, batch_size, device) for name, child in node.children.items()}
+        # The public constructor checks every shape again: 7 µs for a nested batch, against 2 µs.
+        td = TensorDict._new_unsafe(
+            source=source, batch_size=torch.Size((*batch_size, *node.batch_suffix)), device=device
+        )
+        return td if node.tensorclass is None else node.tensorclass._from_tensordict(td)  # type: ignore[attr-defined]
+
+    def arena_bytes(self, n: int) -> int:
+        """Size in bytes of the arena of a batch of ``n`` rows."""
+        return self._arena(n)[1]
+
+    def _arena(self, n: int) -> tuple[list[int], int]:
+        found = self._arenas.get(n)
+        if found is None:
+            # Users ask for a few batch sizes over and over; the bound serves those who ask for thousands.
+            if len(self._arenas) >= 64:
+                self._arenas.clear()
+            found = self._arenas[n] = arena_offsets(self.row_bytes, n)
+        return found
+
+    def cut(self, arena: Tensor, n: int) -> list[Tensor]:
+        """Views of an arena of ``n`` rows, one per leaf, each contiguous and aligned to ``ALIGNMENT`` bytes.
+
+        In eager mode every view has a version counter of its own, so that changing one key in place does not
+        break a backward pass through another.
+        """
+        return list(self._views(arena, n))
+
+    def _views(self, arena: Tensor, n: int) -> Iterator[Tensor]:
+        offsets, _ = self._arena(n)
+        if torch.compiler.is_compiling() or type(arena) is not Tensor:
+            # Tracing can't follow set_(); traced code is functional, so that version counters don't matter there.
+            for leaf, offset in zip(self.leaves, offsets, strict=True):
+                flat = arena[offset : offset + n * leaf.row_bytes].view(leaf.dtype)
+                yield flat.view(n, *leaf.shape)
+            return
+        memory, device = arena.untyped_storage(), arena.device
+        for leaf, offset in zip(self.leaves, offsets, strict=True):
+            yield torch.empty(0, dtype=leaf.dtype, device=device).set_(  # type: ignore[call-overload]
+                memory, offset // leaf.dtype.itemsize, (n, *leaf.shape), (leaf.n_elements, *leaf.strides)
+            )
+
+    # Storage
+
+    def allocate(self, batch_size: tuple[int, ...], device: torch.device) -> list[Tensor]:
+        """Uninitialised tensors for rows of shape ``batch_size``, one per leaf."""
+        return [torch.empty(*batch_size, *leaf.shape, dtype=leaf.dtype, device=device) for leaf in self.leaves]
+
+    def table(self, tensors: list[Tensor], device: torch.device) -> Tensor:
+        """The kernels' address table of ``tensors``: int64 ``[K, 2]`` = (address, row bytes) on ``device``."""
+        rows = [[_address(t), leaf.row_bytes] for t, leaf in zip(tensors, self.leaves, strict=True)]
+        return torch.tensor(rows, dtype=torch.int64).reshape(-1, 2).to(device)
+
+
+def _address(tensor: Tensor) -> int:
+    # A fake tensor has a shape and a device but no memory; its kernels never run.
+    return tensor.data_ptr() if type(tensor) is Tensor else 0
+
+
+assert ALIGNMENT % 16 == 0, "every dtype's size must divide the alignment of an arena's views"

@@ -1,0 +1,313 @@
+"""Proportional prioritized sampling (Schaul et al., "Prioritized Experience Replay", ICLR 2016)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpubuf.data.samplers import Draw, Sampler, tensor_storage
+from gpubuf.data.storages import Storage, TensorStorage
+from gpubuf.data.sum_tree import SumTree
+
+REDUCTIONS = ("max", "min", "mean", "median")
+
+
+class PrioritizedSampler(Sampler):
+    """Draws row i with probability ``q_i / sum(q)``, where ``q_i = (priority_i + eps) ** alpha``.
+
+    The importance weight of a draw is ``(q_i / q_min) ** -beta``, with q_min the smallest positive weight in the
+    buffer: the largest importance weight is 1. A new row gets priority 1.0 until the first priority is given, and
+    from then on the running maximum of those given. A row of weight zero is legal, and never drawn.
+
+    Priorities that are NaN, infinite or negative are refused: on CPU by a ValueError before anything changes; on
+    a GPU, where an exception would need a host sync, the old priority stays and :meth:`raise_if_refused`, called by
+    everything that synchronises anyway (``state_dict``, setting ``alpha``), raises.
+
+    Args:
+        max_capacity: number of rows; at least the storage's.
+        alpha: exponent of the priorities, at least 0. Setting the attribute re-transforms every row, O(capacity).
+        beta: exponent of the importance weights, at least 0. The attribute may be set to a float or a 0-dim tensor,
+            also between replays of a captured graph.
+        eps: added to every priority.
+        dtype: accepted for compatibility. Weights are float32 at the leaves and float64 in all sums.
+        reduction: how a priority with more dimensions than its batch becomes one number a row: ``"max"``,
+            ``"min"``, ``"mean"`` or ``"median"``.
+        max_priority_within_buffer: new rows get the largest priority now in the buffer, in O(1), instead of the
+            largest ever given.
+        device: accepted for compatibility: the tree lives where the storage lives.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        max_capacity: int,
+        alpha: float,
+        beta: float,
+        eps: float = 1e-8,
+        dtype: torch.dtype = torch.float,
+        reduction: str = "max",
+        max_priority_within_buffer: bool = False,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if max_capacity < 1:
+            raise ValueError(f"max_capacity must be at least 1, got {max_capacity}")
+        for name, value in (("alpha", alpha), ("beta", beta), ("eps", eps)):
+            if not value >= 0:
+                raise ValueError(f"{name} must be at least 0, got {value}")
+        if reduction not in REDUCTIONS:
+            raise ValueError(f"reduction must be one of {REDUCTIONS}, got {reduction!r}")
+        self.max_capacity = int(max_capacity)
+        self.reduction = reduction
+        self.max_priority_within_buffer = max_priority_within_buffer
+        self._alpha, self._beta, self._eps = float(alpha), beta, float(eps)
+        self._tree: SumTree | None = None
+
+    # Hyperparameters
+
+    @property
+    def alpha(self) -> float:
+        """Exponent of the priorities."""
+        return self._alpha
+
+    @alpha.setter
+    def alpha(self, value: float) -> None:
+        if not value >= 0:
+            raise ValueError(f"alpha must be at least 0, got {value}")
+        if self._tree is not None:
+            self.raise_if_refused()
+            self._tree.set_alpha(value)
+        self._alpha = float(value)
+
+    @property
+    def beta(self) -> float | Tensor:
+        """Exponent of the importance weights, as it was set."""
+        return self._beta
+
+    @beta.setter
+    def beta(self, value: float | Tensor) -> None:
+        if not isinstance(value, Tensor) and not value >= 0:
+            raise ValueError(f"beta must be at least 0, got {value}")
+        if self._tree is not None:
+            self._tree.set_beta(value)
+        self._beta = value
+
+    @property
+    def eps(self) -> float:
+        """What is added to every priority."""
+        return self._eps
+
+    @property
+    def default_priority(self) -> Tensor | float:
+        """Priority of the next new row, before the transformation: a 0-dim device tensor. No host sync."""
+        return 1.0 if self._tree is None else self._tree.max_priority
+
+    @property
+    def tree(self) -> SumTree:
+        """The sum tree.
+
+        Raises:
+            RuntimeError: nothing has been written yet.
+        """
+        if self._tree is None:
+            raise RuntimeError("the sampler has no tree before the first write")
+        return self._tree
+
+    def tree_for(self, storage: TensorStorage) -> SumTree:
+        """The tree over ``storage``, made at the first use; rows that are there already count as new."""
+        if self._tree is None:
+            if storage.max_size > max(self.max_capacity, storage.requested_size):
+                raise ValueError(
+                    f"max_capacity is {self.max_capacity}, but the storage has room for {storage.max_size} rows"
+                )
+            self._tree = SumTree(storage.max_size, alpha=self._alpha, eps=self._eps, device=storage.device)
+            self._tree.set_beta(self._beta)
+        return self._tree
+
+    # Sampling
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
+        """Indices by priority, and ``"priority_weight"``, float32 ``[n]``. One launch, no host sync."""
+        storage = tensor_storage(storage)
+        flat, weight = self._choose(storage, batch_size)
+        return storage.unravel(flat), {"priority_weight": weight}
+
+    def draw(self, storage: TensorStorage, batch_size: int) -> Draw:
+        """Choose by priority, and gather: two launches, no host sync."""
+        storage = tensor_storage(storage)
+        flat, weight = self._choose(storage, batch_size)
+        tensors, generation = storage.gather(flat)
+        return Draw(tensors, flat, generation, {"priority_weight": weight})
+
+    def _choose(self, storage: TensorStorage, n: int) -> tuple[Tensor, Tensor]:
+        return self.tree_for(storage).draw(n, self.random_state(storage.device))
+
+    # Priorities
+
+    def on_write(self, index: Tensor, storage: TensorStorage, priority: Tensor | None) -> None:
+        """Give the rows of one write their priority, in one tree update."""
+        tree = self.tree_for(storage)
+        if priority is None:
+            tree.mark(index, within_buffer=self.max_priority_within_buffer)
+            return
+        if index.device.type != "cpu":
+            # These rows are new: a refused priority must not leave them with that of the row before.
+            bad = ~(priority >= 0) | torch.isinf(priority)
+            tree.refused.add_(bad.sum())
+            priority = torch.where(bad, tree.max_priority.to(priority.dtype), priority)
+        tree.update(index, priority, ring=storage.ring)
+
+    def update_priority(
+        self, index: Any, priority: Any, *, storage: Storage | None = None, generation: Tensor | None = None
+    ) -> None:
+        """Set the priorities of rows; of duplicates the last one wins. No host sync.
+
+        Args:
+            index: as sampled: ``[n]``, ``[n, ndim]`` or a tuple of one tensor per dimension. -1 is ignored.
+            priority: ``[n]``, any shape with n elements, or a number for all rows; any real dtype.
+            storage: the storage that the index refers to; the buffer passes its own.
+            generation: ``"index_generation"`` of the sample. Rows overwritten since are left alone.
+
+        Raises:
+            RuntimeError: the priorities are not as many as the indices, or nothing has been written yet.
+            ValueError: a priority is NaN, infinite or negative (CPU).
+            IndexError: an index is out of range (CPU).
+        """
+        if not isinstance(storage, TensorStorage):
+            raise TypeError("update_priority needs the storage that the index refers to: pass storage=")
+        if not storage.initialized:
+            raise RuntimeError("cannot update priorities in a storage to which nothing has been written")
+        flat = _flat_positions(index, storage)
+        n = flat.numel()
+        if generation is not None:
+            generation = generation.reshape(-1)
+            if generation.numel() != n:
+                raise RuntimeError(f"{n} rows are addressed, but {generation.numel()} generations given")
+        self.tree_for(storage).update(
+            flat, vector_of(priority, n, flat.device), ring=storage.ring, generation=generation
+        )
+
+    def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
+        """Rows were written elsewhere: give them the priority of new rows. No host sync."""
+        if not isinstance(storage, TensorStorage):
+            raise TypeError("mark_update needs the storage that the index refers to: pass storage=")
+        self.on_write(_flat_positions(index, storage), storage, None)
+
+    def reduce(self, priority: Tensor, n: int) -> Tensor:
+        """A priority of more dimensions than the batch, as one number for each of ``n`` rows."""
+        if priority.numel() == n:
+            return priority.reshape(n)
+        rows = priority.reshape(n, -1)
+        if self.reduction == "mean":
+            return rows.mean(-1)
+        if self.reduction == "median":
+            return rows.median(-1).values
+        return rows.amax(-1) if self.reduction == "max" else rows.amin(-1)
+
+    def check_priority(self, priority: Tensor) -> None:
+        """Raise for priorities that come with a write, before anything is written.
+
+        Raises:
+            ValueError: a priority on the CPU is NaN, infinite or negative. A GPU refuses it later, without a sync.
+        """
+        if priority.device.type == "cpu" and not bool(((priority >= 0) & priority.isfinite()).all()):
+            raise ValueError("priorities must be finite and non-negative; nothing was written")
+
+    def raise_if_refused(self) -> None:
+        """Report priorities that a GPU has refused since the last call. Synchronises.
+
+        Raises:
+            ValueError: there were any. The count starts again from zero.
+        """
+        if self._tree is None:
+            return
+        refused = int(self._tree.refused)
+        if refused:
+            self._tree.refused.zero_()
+            raise ValueError(
+                f"{refused} priorities were NaN, infinite or negative, and were refused; the rows kept their old ones"
+            )
+
+    # State
+
+    def empty(self) -> None:
+        super().empty()
+        if self._tree is not None:
+            self._tree.clear(reset=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        self.raise_if_refused()
+        return {
+            **super().state_dict(),
+            "alpha": self._alpha,
+            "beta": float(self._beta),
+            "eps": self._eps,
+            "tree": self._tree.state_dict() if self._tree is not None else None,
+        }
+
+    def load_state_dict(self, state: dict[str, Any], storage: TensorStorage, order: Tensor | None = None) -> None:
+        tree = state["tree"]
+        if tree is None:
+            self.empty()
+        else:
+            if order is not None:
+                leaves = torch.zeros(storage.max_size, dtype=torch.float32)
+                leaves[: order.numel()] = tree["leaves"].cpu()[order]
+                tree = {**tree, "leaves": leaves, "capacity": storage.max_size}
+            self.tree_for(storage).load_state_dict(tree)
+        super().load_state_dict(state, storage, order)
+        self._alpha, self._beta, self._eps = state["alpha"], state["beta"], state["eps"]
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(alpha={self._alpha}, beta={float(self._beta)}, eps={self._eps}, tree={self._tree})"
+        )
+
+
+def vector_of(priority: Any, n: int, device: torch.device) -> Tensor:
+    """Priorities as users give them, as float32 ``[n]`` on ``device``.
+
+    Raises:
+        RuntimeError: the number of elements is neither 1 nor n.
+    """
+    if not isinstance(priority, Tensor):
+        priority = torch.as_tensor(priority)
+    elif priority.requires_grad:
+        priority = priority.detach()
+    if priority.dtype is not torch.float32 or priority.device != device:
+        priority = priority.to(device, torch.float32)
+    if priority.ndim == 1 and priority.shape[0] == n:
+        return priority.contiguous()
+    if priority.numel() == n:
+        return priority.reshape(n).contiguous()
+    if priority.numel() == 1:
+        return priority.reshape(1).expand(n).contiguous()
+    raise RuntimeError(
+        f"{n} rows are addressed, but {priority.numel()} priorities given (shape {tuple(priority.shape)})"
+    )
+
+
+def _flat_positions(index: Any, storage: TensorStorage) -> Tensor:
+    """An index as samples carry it, as int64 ``[n]`` flat positions on the storage's device. -1 stays -1."""
+    if (
+        isinstance(index, Tensor)
+        and index.ndim == 1
+        and index.dtype is torch.int64
+        and index.device == storage.device
+        and index.is_contiguous()
+    ):
+        return index
+    if isinstance(index, tuple):
+        index = torch.stack([torch.as_tensor(i) for i in index], -1)
+    index = torch.as_tensor(index)
+    if index.dtype is torch.bool or index.is_floating_point():
+        raise TypeError(f"rows are indexed by integers, got {index.dtype}")
+    index = index.to(storage.device, torch.int64)
+    if storage.ndim > 1 and index.ndim > 1:
+        ignored = (index < 0).any(-1)
+        index = torch.where(ignored, -1, storage.ravel(index))
+    return index.reshape(-1).contiguous()

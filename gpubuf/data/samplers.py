@@ -1,0 +1,205 @@
+"""Samplers: which rows a batch is made of."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gpubuf.data.random import RandomState
+from gpubuf.data.storages import Storage, TensorStorage
+
+
+class Draw(NamedTuple):
+    """What a sampler hands to its buffer: gathered rows, where they lie, and what is known about them."""
+
+    tensors: list[Tensor]
+    index: Tensor  # int64 [n], flat positions
+    generation: Tensor  # int64 [n]
+    info: dict[str, Tensor]
+
+
+def tensor_storage(storage: Storage) -> TensorStorage:
+    """``storage``, checked to be one that can be sampled now.
+
+    Raises:
+        TypeError: it is not tensor-backed.
+        RuntimeError: it is empty.
+    """
+    if not isinstance(storage, TensorStorage):
+        raise TypeError(f"gpubuf's samplers need a TensorStorage, got {type(storage).__name__}")
+    if len(storage) == 0:
+        raise RuntimeError("cannot sample from an empty storage")
+    return storage
+
+
+class Sampler:
+    """Base class of samplers. A sampler of one's own implements :meth:`sample`.
+
+    Attributes:
+        ran_out: whether an epoch has ended with the last batch; iteration over the buffer stops there.
+    """
+
+    ran_out: bool = False
+
+    def __init__(self) -> None:
+        self._random: RandomState | None = None
+        self._generator: torch.Generator | None = None
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[Any, dict[str, Any]]:
+        """Choose rows.
+
+        Args:
+            storage: the storage to choose from.
+            batch_size: number of rows.
+
+        Returns:
+            The index of the rows (int64 ``[n]``; ``[n, ndim]`` for storages of several dimensions), and a dict of
+            what else there is to say about each of them, by key.
+        """
+        raise NotImplementedError
+
+    def draw(self, storage: TensorStorage, batch_size: int) -> Draw:
+        """Choose rows and gather them; overridden where one launch does both."""
+        index, info = self.sample(storage, batch_size)
+        flat = storage.flat_index(index)
+        tensors, generation = storage.gather(flat)
+        return Draw(tensors, flat, generation, dict(info))
+
+    def random_state(self, device: torch.device | str) -> RandomState:
+        """The random stream, created at its first use: seeded by ``set_rng``, else by torch's global generator."""
+        if self._random is None:
+            self._random = RandomState(generator=self._generator, device=device)
+        return self._random
+
+    def set_rng(self, generator: torch.Generator | None) -> None:
+        """Start a new random stream, seeded by ``generator`` (None: by torch's global one)."""
+        self._generator, self._random = generator, None
+
+    def on_write(self, index: Tensor, storage: TensorStorage, priority: Tensor | None) -> None:
+        """Called once for every write, with the flat positions of its surviving rows."""
+
+    def update_priority(
+        self, index: Any, priority: Any, *, storage: Storage | None = None, generation: Tensor | None = None
+    ) -> None:
+        """Warns: this sampler has no priorities."""
+        warnings.warn(f"update_priority() was called on a {type(self).__name__}, which has no priorities", stacklevel=2)
+
+    def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
+        """Rows were written elsewhere: nothing to do without priorities."""
+
+    def empty(self) -> None:
+        """Forget everything about the rows."""
+        self.ran_out = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the sampler needs to go on with the same batches. Synchronises."""
+        return {"type": type(self).__name__, "random": self._random.state_dict() if self._random else None}
+
+    def load_state_dict(self, state: dict[str, Any], storage: TensorStorage, order: Tensor | None = None) -> None:
+        """Restore :meth:`state_dict`.
+
+        Args:
+            state: the state.
+            storage: the storage, restored before.
+            order: what :meth:`TensorStorage.load_state_dict` returned.
+        """
+        if state["random"] is not None:
+            self.random_state(storage.device).load_state_dict(state["random"])
+
+
+class RandomSampler(Sampler):
+    """Rows drawn uniformly, with replacement, in the launch that copies them."""
+
+    def __new__(cls, *args: Any, replacement: bool = True, **kwargs: Any) -> Any:
+        if cls is RandomSampler and not replacement:
+            return SamplerWithoutReplacement(*args, **kwargs)
+        return super().__new__(cls)
+
+    def __init__(self, *, replacement: bool = True) -> None:
+        super().__init__()
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
+        """Uniform indices. No host sync."""
+        storage = tensor_storage(storage)
+        uniform = self.random_state(storage.device).uniform(batch_size)
+        flat = (uniform * len(storage)).to(torch.int64).clamp_(max=len(storage) - 1)
+        return storage.unravel(flat), {}
+
+    def draw(self, storage: TensorStorage, batch_size: int) -> Draw:
+        """Choose and gather in one launch. No host sync."""
+        storage = tensor_storage(storage)
+        tensors, index, generation = storage.sample_uniform(self.random_state(storage.device).state, batch_size)
+        return Draw(tensors, index, generation, {})
+
+
+class SamplerWithoutReplacement(Sampler):
+    """Every row once an epoch.
+
+    A permutation is used up batch by batch, and a new one drawn when it ends (which sets ``ran_out``) or when the
+    number of stored rows changes.
+
+    Args:
+        drop_last: end the epoch before a batch that could not be filled. Otherwise the last batch of an epoch is
+            topped up from the next permutation, so that every batch has the size asked for.
+        shuffle: False visits the rows in storage order.
+    """
+
+    def __init__(self, drop_last: bool = False, shuffle: bool = True) -> None:
+        super().__init__()
+        self.drop_last = drop_last
+        self.shuffle = shuffle
+        self._remaining: Tensor | None = None
+        self._size = 0
+
+    def _permutation(self, storage: TensorStorage) -> Tensor:
+        if not self.shuffle:
+            return torch.arange(len(storage), device=storage.device)
+        # Sorting independent uniforms gives every order the same probability, and the same order on every device.
+        return self.random_state(storage.device).uniform(len(storage)).argsort()
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
+        """The next rows of the epoch. No host sync.
+
+        Raises:
+            ValueError: ``drop_last`` is set and fewer than ``batch_size`` rows are stored.
+        """
+        storage = tensor_storage(storage)
+        if self.drop_last and len(storage) < batch_size:
+            raise ValueError(
+                f"batch size {batch_size} exceeds the {len(storage)} stored rows, and drop_last=True forbids repeats"
+            )
+        if self._remaining is None or self._size != len(storage):
+            self._remaining, self._size = self._permutation(storage), len(storage)
+        parts = [self._remaining[:batch_size]]
+        self._remaining = self._remaining[batch_size:]
+        missing = batch_size - parts[0].numel()
+        self.ran_out = self._remaining.numel() == 0 or (self.drop_last and self._remaining.numel() < batch_size)
+        while missing:
+            # A batch larger than the storage goes through several epochs.
+            fresh = self._permutation(storage)
+            parts.append(fresh[:missing])
+            self._remaining = fresh[missing:]
+            missing -= parts[-1].numel()
+        if self._remaining.numel() == 0 or (self.drop_last and self.ran_out):
+            self._remaining = self._permutation(storage)
+        return storage.unravel(torch.cat(parts) if len(parts) > 1 else parts[0]), {}
+
+    def empty(self) -> None:
+        super().empty()
+        self._remaining, self._size = None, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "remaining": self._remaining, "size": self._size, "ran_out": self.ran_out}
+
+    def load_state_dict(self, state: dict[str, Any], storage: TensorStorage, order: Tensor | None = None) -> None:
+        super().load_state_dict(state, storage, order)
+        remaining = state["remaining"]
+        if order is not None or remaining is None:
+            # The rows lie elsewhere now: begin a new epoch.
+            self._remaining, self._size = None, 0
+        else:
+            self._remaining, self._size = remaining.to(storage.device, copy=True), state["size"]
+        self.ran_out = state["ran_out"]

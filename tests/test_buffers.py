@@ -1,0 +1,476 @@
+"""Buffers at large: writing, reading, sampling, the interface that TorchRL's users bring along."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+
+import pytest
+import torch
+from tensordict import TensorDict, tensorclass
+from torch import nn
+
+from gpubuf.data import (
+    LazyTensorStorage,
+    RandomSampler,
+    ReplayBuffer,
+    RoundRobinWriter,
+    SamplerWithoutReplacement,
+    TensorDictReplayBuffer,
+    TensorDictRoundRobinWriter,
+    TensorStorage,
+)
+from tests.transitions import same, transitions
+
+
+def buffer_of(capacity: int, **kwargs) -> TensorDictReplayBuffer:
+    return TensorDictReplayBuffer(storage=LazyTensorStorage(capacity), **kwargs)
+
+
+@pytest.mark.usefixtures("backend")
+class TestWriting:
+    def test_rows_come_back_as_they_were_written(self):
+        buffer = buffer_of(10)
+        data = transitions(7)
+        index = buffer.extend(data)
+        assert index.tolist() == list(range(7))
+        assert index.dtype is torch.int64
+        assert len(buffer) == 7
+        assert same(buffer[:], data)
+        assert same(buffer[torch.tensor([4, 2])], data[torch.tensor([4, 2])])
+
+    @pytest.mark.parametrize("n", [1, 4, 5, 9, 10, 11, 25])
+    def test_a_write_keeps_the_newest_rows(self, n):
+        """CASES 15: larger than the capacity, ending at the seam, wrapping."""
+        buffer, written = buffer_of(10), 0
+        for _ in range(4):
+            index = buffer.extend(transitions(n, written))
+            assert index.tolist() == [(written + i) % 10 for i in range(n)]
+            written += n
+        newest = range(max(0, written - 10), written)
+        assert len(buffer) == len(newest)
+        assert buffer[:]["next", "step"].sort().values.tolist() == list(newest)
+        assert all(buffer[i % 10]["next", "step"] == i for i in newest)
+
+    def test_empty_writes_change_nothing(self):
+        """CASES 15: a write of zero rows."""
+        buffer = buffer_of(4)
+        assert buffer.extend(transitions(0)).shape == (0,)
+        assert not buffer.initialized
+        buffer.extend(transitions(3))
+        assert buffer.extend(transitions(0)).shape == (0,)
+        assert (len(buffer), buffer.write_count) == (3, 3)
+
+    def test_thousands_of_wraps_and_counters_beyond_int32(self):
+        """CASES 15: TorchRL's counters are int32 and wrap silently at 2**31."""
+        buffer = buffer_of(3)
+        buffer.extend(transitions(2))
+        far = 3 * 2**40 + 1
+        buffer.storage.ring[0] = far
+        buffer.storage.refresh()
+        assert buffer.write_count == far
+        assert buffer.extend(transitions(4)).tolist() == [1, 2, 0, 1]
+        assert buffer.write_count == far + 4
+
+    def test_the_callers_tensordict_is_never_changed(self):
+        data = transitions(4)
+        before = data.clone()
+        buffer = buffer_of(8, transform=_Doubling())
+        buffer.extend(data)
+        buffer.sample(4)
+        assert same(data, before)
+        assert buffer.storage[:]["observation"].equal(before["observation"] * 2)
+
+    def test_add_returns_the_position(self):
+        buffer = buffer_of(2)
+        assert [buffer.add(transitions(1, i)[0]) for i in range(3)] == [0, 1, 0]
+        assert buffer[:]["next", "step"].tolist() == [2, 1]
+
+    def test_a_list_of_rows_is_stacked(self):
+        buffer = buffer_of(4)
+        buffer.extend([transitions(3)[i] for i in range(3)])
+        assert same(buffer[:], transitions(3))
+
+    def test_strided_and_expanded_batches(self):
+        buffer = buffer_of(8)
+        buffer.extend(transitions(8)[::2])
+        buffer.extend(transitions(1).expand(3))
+        assert buffer[:]["next", "step"].tolist() == [0, 2, 4, 6, 0, 0, 0]
+
+    def test_rows_that_require_grad_are_stored_detached(self):
+        buffer = buffer_of(4)
+        data = TensorDict({"x": torch.randn(2, 3, requires_grad=True)}, [2])
+        buffer.extend(data)
+        assert not buffer.sample(2)["x"].requires_grad
+
+    @pytest.mark.parametrize(
+        ("change", "words"),
+        [
+            (lambda td: td.exclude("action"), ["missing", "action"]),
+            (lambda td: td.exclude(("next", "reward")), ["missing", "next", "reward"]),
+            (lambda td: td.set("surplus", torch.zeros(2)), ["extra", "surplus"]),
+            (lambda td: td.set(("next", "surplus"), torch.zeros(2)), ["extra", "next", "surplus"]),
+            (lambda td: td.set("action", torch.zeros(2, 1)), ["action", "float64", "float32"]),
+            (lambda td: td.set("action", torch.zeros(2, 3, dtype=torch.float64)), ["action", "(1,)", "(3,)"]),
+            (lambda td: td.set("next", torch.zeros(2)), ["next", "TensorDict", "Tensor"]),
+        ],
+    )
+    def test_a_batch_that_does_not_fit_is_refused_whole(self, change, words):
+        buffer = buffer_of(8)
+        buffer.extend(transitions(3))
+        before, counters = buffer[:].clone(), buffer.storage.ring.clone()
+        with pytest.raises(ValueError) as raised:
+            buffer.extend(change(transitions(2, 100)))
+        assert all(word in str(raised.value) for word in words)
+        assert same(buffer[:], before)
+        assert torch.equal(buffer.storage.ring, counters)
+        assert buffer.extend(transitions(1)).tolist() == [3]
+
+    def test_empty_forgets_the_rows(self):
+        buffer = buffer_of(4)
+        buffer.extend(transitions(6))
+        buffer.empty()
+        assert len(buffer) == 0
+        with pytest.raises(RuntimeError, match="empty"):
+            buffer.sample(1)
+        assert buffer.extend(transitions(2, 50)).tolist() == [0, 1]
+        assert same(buffer[:], transitions(2, 50))
+
+    def test_rows_are_overwritten_in_place(self):
+        buffer = buffer_of(6)
+        buffer.extend(transitions(5))
+        buffer[torch.tensor([1, 3])] = transitions(2, 70)
+        buffer[0] = transitions(1, 90)[0]
+        assert buffer[:]["next", "step"].tolist() == [90, 70, 2, 71, 4]
+        assert buffer.write_count == 5
+        with pytest.raises(IndexError):
+            buffer[5] = transitions(1)[0]
+        with pytest.raises(ValueError, match="action"):
+            buffer[0] = transitions(1)[0].exclude("action")
+
+
+class _Doubling(nn.Module):
+    """A transform with an inverse that works in place, as TorchRL's do."""
+
+    def forward(self, td):
+        return td
+
+    def inv(self, td):
+        return td.set("observation", td["observation"].mul(2))
+
+
+@pytest.mark.usefixtures("backend")
+class TestSampling:
+    def test_a_sample_is_made_of_stored_rows(self):
+        buffer = buffer_of(10, batch_size=32)
+        buffer.extend(transitions(13))
+        batch = buffer.sample()
+        assert batch.batch_size == (32,)
+        assert same(batch.exclude("index"), transitions(20)[batch["next", "step"]])
+        assert torch.equal(batch["next", "step"] % 10, batch["index"])
+        assert set(batch["next", "step"].tolist()) <= set(range(3, 13))
+
+    def test_samples_differ_and_a_seed_repeats_them(self):
+        def draws(seed):
+            torch.manual_seed(seed)
+            buffer = buffer_of(100, batch_size=20)
+            buffer.extend(transitions(100))
+            return [buffer.sample()["index"].tolist() for _ in range(3)]
+
+        first = draws(0)
+        assert first[0] != first[1] != first[2]
+        assert draws(0) == first
+        assert draws(1) != first
+
+    def test_a_generator_fixes_the_stream(self):
+        def draws(reset):
+            buffer = buffer_of(50, batch_size=10, generator=torch.Generator().manual_seed(3))
+            buffer.extend(transitions(50))
+            if reset:
+                buffer.sample()
+                buffer.set_rng(torch.Generator().manual_seed(3))
+            return buffer.sample()["index"].tolist()
+
+        assert draws(False) == draws(True)
+
+    def test_a_partly_filled_buffer_yields_only_what_was_written(self):
+        """CASES 4."""
+        buffer = buffer_of(1000)
+        buffer.extend(transitions(3))
+        assert set(buffer.sample(200)["index"].tolist()) == {0, 1, 2}
+
+    @pytest.mark.parametrize("capacity", [1, 3, 4, 7])
+    def test_any_capacity_exactly_full(self, capacity):
+        """CASES 5: not a power of two, 1, exactly full."""
+        buffer = buffer_of(capacity)
+        buffer.extend(transitions(capacity))
+        assert set(buffer.sample(100)["index"].tolist()) == set(range(capacity))
+
+    def test_info(self):
+        buffer = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=4)
+        buffer.extend(transitions(10))
+        batch, info = buffer.sample(return_info=True)
+        assert set(info) == {"index"}
+        assert "index" not in batch.keys()
+        assert torch.equal(batch["next", "step"], info["index"])
+        tracking = ReplayBuffer(storage=LazyTensorStorage(3), writer=RoundRobinWriter(track_generations=True))
+        tracking.extend(transitions(4))
+        _, info = tracking.sample(50, return_info=True)
+        assert all(g == (2 if i == 0 else 1) for i, g in zip(info["index"], info["index_generation"], strict=True))
+
+    def test_a_batch_is_owned_by_the_caller(self):
+        """CASES 35: a batch kept by the user is never overwritten by later samples or writes."""
+        buffer = buffer_of(10)
+        buffer.extend(transitions(10))
+        kept = buffer.sample(6)
+        copy = kept.clone()
+        buffer.sample(6)
+        buffer.extend(transitions(10, 500))
+        assert same(kept, copy)
+
+    def test_changing_one_key_in_place_leaves_backward_through_another_intact(self):
+        """CASES 35: the keys of a batch share one allocation, but no version counter."""
+        buffer = buffer_of(10)
+        buffer.extend(transitions(10))
+        batch = buffer.sample(4)
+        weight = torch.ones(3, requires_grad=True)
+        loss = (batch["observation"] * weight).square().sum()
+        step = batch["next", "step"].clone()
+        batch["pixels"].zero_()
+        batch["next", "reward"].fill_(7)
+        loss.backward()
+        assert torch.equal(weight.grad, 2 * batch["observation"].square().sum(0))
+        assert torch.equal(batch["next", "step"], step)
+
+    def test_every_key_is_contiguous_and_aligned(self):
+        buffer = buffer_of(10)
+        buffer.extend(transitions(10))
+        for value in buffer.sample(3).values(True, True):
+            assert value.is_contiguous()
+            assert value.data_ptr() % 16 == 0
+
+    def test_tensorclasses_tensors_and_nested_batch_dimensions(self):
+        @tensorclass
+        class Step:
+            x: torch.Tensor
+            y: torch.Tensor
+
+        buffer = ReplayBuffer(storage=LazyTensorStorage(5), batch_size=8)
+        buffer.extend(Step(x=torch.arange(4.0), y=torch.arange(4), batch_size=[4]))
+        batch = buffer.sample()
+        assert isinstance(batch, Step)
+        assert torch.equal(batch.x, batch.y.float())
+
+        plain = ReplayBuffer(storage=LazyTensorStorage(5))
+        plain.extend(torch.arange(6.0).reshape(3, 2))
+        assert plain.sample(4).shape == (4, 2)
+
+        agents = TensorDict({"x": torch.randn(3, 2, 4)}, [3, 2])
+        team = buffer_of(5)
+        team.extend(TensorDict({"agents": agents}, [3]))
+        assert team.sample(6)["agents"].batch_size == (6, 2)
+
+    def test_without_replacement_every_row_comes_once(self):
+        buffer = ReplayBuffer(storage=LazyTensorStorage(10), sampler=SamplerWithoutReplacement(), batch_size=3)
+        buffer.extend(transitions(10))
+        batches = [batch["next", "step"].tolist() for batch in buffer]
+        assert [len(b) for b in batches] == [3, 3, 3, 3]
+        assert sorted(sum(batches, [])[:10]) == list(range(10))
+        assert len(set(sum(batches[-1:], []))) == 3 or len(batches[-1]) == 3
+        dropping = ReplayBuffer(
+            storage=LazyTensorStorage(10), sampler=SamplerWithoutReplacement(drop_last=True), batch_size=3
+        )
+        dropping.extend(transitions(10))
+        seen = sum((batch["next", "step"].tolist() for batch in dropping), [])
+        assert len(seen) == len(set(seen)) == 9
+        ordered = ReplayBuffer(
+            storage=LazyTensorStorage(4), sampler=RandomSampler(replacement=False, shuffle=False), batch_size=4
+        )
+        ordered.extend(transitions(4))
+        assert ordered.sample()["next", "step"].tolist() == [0, 1, 2, 3]
+
+    def test_without_replacement_a_batch_larger_than_the_buffer(self):
+        buffer = ReplayBuffer(storage=LazyTensorStorage(3), sampler=SamplerWithoutReplacement())
+        buffer.extend(transitions(3))
+        counts = torch.bincount(buffer.sample(7)["next", "step"])
+        assert counts.sum() == 7
+        assert counts.min() >= 2
+        with pytest.raises(ValueError, match="drop_last"):
+            ReplayBuffer(storage=buffer.storage, sampler=SamplerWithoutReplacement(drop_last=True)).sample(7)
+
+
+class TestInterface:
+    def test_defaults(self):
+        buffer = ReplayBuffer()
+        assert buffer.storage.max_size == 1000
+        assert isinstance(buffer.sampler, RandomSampler)
+        assert isinstance(buffer.writer, RoundRobinWriter)
+        assert isinstance(TensorDictReplayBuffer().writer, TensorDictRoundRobinWriter)
+
+    def test_components_may_be_factories_and_are_checked(self):
+        buffer = ReplayBuffer(storage=lambda: LazyTensorStorage(3), sampler=RandomSampler, writer=RoundRobinWriter)
+        assert buffer.storage.max_size == 3
+        for name in ("storage", "sampler", "writer"):
+            with pytest.raises(TypeError, match=name.capitalize()):
+                ReplayBuffer(**{name: object()})
+        with pytest.raises(TypeError):
+            TensorDictReplayBuffer(storage=LazyTensorStorage(3)).extend(torch.zeros(3))
+
+    def test_batch_size(self):
+        buffer = buffer_of(4, batch_size=2)
+        buffer.extend(transitions(4))
+        with pytest.warns(UserWarning, match="batch_size=3"):
+            assert buffer.sample(3).batch_size == (3,)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            buffer.sample(3)
+        free = buffer_of(4)
+        free.extend(transitions(4))
+        with pytest.raises(RuntimeError, match="batch_size"):
+            free.sample()
+        with pytest.raises(RuntimeError, match="batch_size"):
+            next(iter(free))
+        with pytest.raises(ValueError, match="prefetch"):
+            ReplayBuffer(prefetch=2)
+
+    def test_sampling_before_the_first_write_raises(self):
+        with pytest.raises(RuntimeError, match="empty"):
+            buffer_of(4).sample(1)
+        with pytest.raises(RuntimeError, match="not initialized"):
+            buffer_of(4)[0]
+
+    def test_update_priority_without_priorities(self):
+        with pytest.raises(NotImplementedError):
+            ReplayBuffer(storage=LazyTensorStorage(3)).extend(transitions(1), update_priority=False)
+        buffer = buffer_of(3)
+        buffer.extend(transitions(3))
+        with pytest.warns(UserWarning, match="no priorities"):
+            buffer.update_priority(torch.tensor([0]), 1.0)
+        buffer.update_tensordict_priority(buffer.sample(2))
+
+    def test_what_is_out_of_scope_says_so(self):
+        for argument in ("shared", "consume_after_n_samples", "sample_unit"):
+            with pytest.raises(NotImplementedError, match=argument):
+                ReplayBuffer(**{argument: 1})
+
+    def test_transforms(self):
+        buffer = buffer_of(8, transform=lambda td: td.set("twice", td["observation"] * 2))
+        buffer.append_transform(nn.Identity()).append_transform(lambda td: td.select("twice"))
+        buffer.insert_transform(0, lambda td: td.set("observation", td["observation"] + 1))
+        buffer.extend(transitions(8))
+        batch = buffer.sample(5)
+        assert set(batch.keys()) == {"twice", "index"}
+        assert torch.equal(batch["twice"][:, 0], (batch["index"] + 1) * 2.0)
+        assert set(buffer[torch.tensor([1])].keys()) == {"twice"}
+        inverted = buffer_of(8).append_transform(lambda td: td.select("observation"), invert=True)
+        inverted.extend(transitions(3))
+        assert set(inverted[:].keys()) == {"observation"}
+
+    def test_collate_fn(self):
+        buffer = ReplayBuffer(storage=LazyTensorStorage(4), collate_fn=lambda td: td["observation"], batch_size=3)
+        buffer.extend(transitions(4))
+        assert buffer.sample().shape == (3, 3)
+
+    def test_indexing(self):
+        buffer = buffer_of(10)
+        buffer.extend(transitions(6))
+        assert buffer[2]["next", "step"] == 2
+        assert buffer[-1]["next", "step"] == 5
+        assert buffer[1:4]["next", "step"].tolist() == [1, 2, 3]
+        assert buffer[[0, -2]]["next", "step"].tolist() == [0, 4]
+        assert buffer[torch.arange(6) % 2 == 0]["next", "step"].tolist() == [0, 2, 4]
+        assert buffer[range(0, 6, 3)]["next", "step"].tolist() == [0, 3]
+        for beyond in (6, -7, [6], torch.tensor([-7])):
+            with pytest.raises(IndexError):
+                buffer[beyond]
+        with pytest.raises(IndexError):
+            buffer[torch.tensor([0.5])]
+
+    def test_a_full_storage_can_be_given(self):
+        data = transitions(5)
+        buffer = TensorDictReplayBuffer(storage=TensorStorage(data))
+        assert len(buffer) == 5
+        assert same(buffer[:], data)
+        assert buffer.storage[:]["observation"].data_ptr() != 0
+        assert buffer.extend(transitions(1, 9)).tolist() == [0]
+        with pytest.raises(ValueError, match="max_size"):
+            TensorStorage(data, max_size=4)
+
+    def test_only_tensors_can_be_stored(self):
+        with pytest.raises(TypeError, match="NonTensor"):
+            buffer_of(3).extend(TensorDict({"x": torch.zeros(2), "name": "text"}, [2]))
+
+    def test_an_index_in_the_data_is_not_stored(self):
+        buffer = buffer_of(8)
+        buffer.extend(transitions(4))
+        buffer.extend(buffer.sample(3))
+        assert len(buffer) == 7
+        assert "index" not in buffer.storage[:].keys()
+
+    def test_pin_memory_without_an_accelerator_warns_once(self, monkeypatch):
+        monkeypatch.setattr("gpubuf.data.buffers._warned_about_pinning", False)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        buffer = buffer_of(4, pin_memory=True)
+        buffer.extend(transitions(4))
+        with pytest.warns(UserWarning, match="accelerator"):
+            buffer.sample(2)
+        buffer.sample(2)
+
+    def test_writer_and_sampler_in_two_threads(self):
+        buffer = buffer_of(64, batch_size=16)
+        buffer.extend(transitions(64))
+        failures = []
+
+        def write():
+            for i in range(200):
+                buffer.extend(transitions(5, 64 + 5 * i))
+
+        def read():
+            for _ in range(200):
+                batch = buffer.sample()
+                if not torch.equal(batch["observation"][:, 0].long(), batch["next", "step"]):
+                    failures.append(batch)
+
+        threads = [threading.Thread(target=f) for f in (write, read)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failures
+        assert buffer.write_count == 64 + 1000
+
+    def test_repr_is_readable(self):
+        buffer = buffer_of(4)
+        assert "not initialized" in repr(buffer)
+        buffer.extend(transitions(2))
+        assert "2/4 rows" in repr(buffer)
+        assert "('next', 'reward')" in repr(buffer)
+
+
+@pytest.mark.usefixtures("backend")
+class TestTwoDimensions:
+    """``ndim=2``: batches ``[E, T]``, storage time-first ``[T, E]``."""
+
+    @staticmethod
+    def steps(first: int, n: int, envs: int = 3) -> TensorDict:
+        time = torch.arange(first, first + n).expand(envs, n)
+        env = torch.arange(envs).unsqueeze(-1).expand(envs, n)
+        return TensorDict({"time": time, "env": env}, [envs, n])
+
+    def test_write_read_sample(self):
+        buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(10, ndim=2), batch_size=64)
+        index = buffer.extend(self.steps(0, 3))
+        assert buffer.storage.shape == (4, 3)
+        assert buffer.storage.max_size == 12
+        assert index.tolist() == [[t, e] for t in range(3) for e in range(3)]
+        assert len(buffer) == 9
+        buffer.extend(self.steps(3, 2))
+        batch = buffer.sample()
+        assert batch["index"].shape == (64, 2)
+        assert torch.equal(batch["index"][:, 1], batch["env"])
+        assert torch.equal(batch["index"][:, 0], batch["time"] % 4)
+        assert set(batch["time"].tolist()) == {1, 2, 3, 4}
+        assert buffer[:].shape == (4, 3)
+        assert buffer[batch["index"]]["time"].equal(batch["time"])
+        with pytest.raises(ValueError, match="shape"):
+            buffer.extend(self.steps(5, 1, envs=2))
