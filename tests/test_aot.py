@@ -1,0 +1,61 @@
+"""Every kernel compiles to machine code for four targets, within the register file of NVIDIA's."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import gpubuf.kernels
+from tests.aot import TARGETS, all_specs, compile_in_subprocess
+
+pytest.importorskip("triton")
+
+
+def is_triton_jit(decorator: ast.expr) -> bool:
+    return ast.unparse(decorator).partition("(")[0] in ("triton.jit", "jit")
+
+
+def kernels_in_the_tree() -> set[str]:
+    """``"module:function"`` of every ``*_kernel`` that ``@triton.jit`` decorates under ``gpubuf.kernels``."""
+    found = set()
+    root = Path(gpubuf.kernels.__path__[0])
+    for path in root.rglob("*.py"):
+        module = ".".join(["gpubuf.kernels", *path.relative_to(root).with_suffix("").parts])
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
+                assert any(map(is_triton_jit, node.decorator_list)), f"{module}:{node.name} is a kernel in name only"
+                found.add(f"{module}:{node.name}")
+    return found
+
+
+def test_every_kernel_has_a_spec():
+    """No kernel escapes the gate, and no spec outlives its kernel."""
+    kernels = kernels_in_the_tree()
+    assert len(kernels) >= 1
+    assert kernels == {spec.kernel for spec in all_specs()}
+
+
+def test_no_spec_is_there_twice():
+    specs = [(spec.kernel, str(spec.signature), str(spec)) for spec in all_specs()]
+    assert len(specs) == len(set(specs))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_kernel_compiles(target: str):
+    """Each spec compiles; for NVIDIA targets no register is spilled."""
+    results = compile_in_subprocess(target)
+    assert len(results) == len(all_specs())
+    failed = [f"{r.spec}: {r.error}" for r in results if r.error]
+    assert not failed, f"{target} refused:\n" + "\n".join(failed)
+    assert all(r.registers > 0 for r in results)
+    if target.startswith("sm_"):
+        spilled = [f"{r.spec}: {r.spill_bytes} bytes, {r.registers} registers" for r in results if r.spill_bytes]
+        assert not spilled, f"spills on {target}:\n" + "\n".join(spilled)
+
+
+def test_the_gate_refuses_what_it_should():
+    """A spill is seen, and so is code that only the interpreter accepts."""
+    spilling, changing_type = compile_in_subprocess("sm_80", "tests.faulty_kernels")
+    assert not spilling.error
+    assert spilling.spill_bytes > 0
+    assert "total" in changing_type.error

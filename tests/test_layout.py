@@ -1,0 +1,101 @@
+"""The structure that the rest relies on: who imports whom, what an import does, how large a file gets."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gpubuf.kernels
+
+ROOT = Path(__file__).parent.parent
+KERNELS = Path(gpubuf.kernels.__path__[0])
+SOURCES = sorted(
+    {
+        path.resolve()
+        for folder in ("gpubuf", "gpubuf/kernels", "tests", "benchmarks")
+        for path in (ROOT / folder).rglob("*.py")
+    }
+)
+
+
+def run(program: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def imported_modules(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports hide what they reach"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def test_kernels_refuse_another_name():
+    """A top-level `kernels` would overwrite another well-known package."""
+    if not (ROOT / "kernels").exists():
+        pytest.skip("not a checkout: an sdist has no kernels/ at the top")
+    result = run("import kernels")
+    assert result.returncode != 0
+    assert "its import name is 'gpubuf.kernels'" in result.stderr
+    assert run("import gpubuf.kernels").returncode == 0
+
+
+def test_import_has_no_side_effects():
+    """No compiler, no environment, no device, no training stack, no change to torch's global state."""
+    program = """
+import json, os, sys, warnings
+import torch, tensordict
+before = set(sys.modules), dict(os.environ), torch.get_rng_state(), torch.get_num_threads(), list(warnings.filters)
+import gpubuf, gpubuf.data, gpubuf.modules, gpubuf.objectives
+import gpubuf.kernels.philox, gpubuf.kernels.rows, gpubuf.kernels.sac, gpubuf.kernels.sum_tree
+print(json.dumps({
+    "modules": sorted({name.partition(".")[0] for name in set(sys.modules) - before[0]}),
+    "environment": dict(os.environ) == before[1],
+    "random state": bool((torch.get_rng_state() == before[2]).all()),
+    "threads": torch.get_num_threads() == before[3],
+    "warnings": list(warnings.filters) == before[4],
+    "no device": not torch.cuda.is_initialized(),
+}))
+"""
+    result = run(program)
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    heavy = {"numba", "llvmlite", "triton", "gymnasium", "mujoco", "matplotlib", "rich", "typer", "pytest", "torchrl"}
+    assert not heavy & set(found.pop("modules"))
+    assert all(found.values()), found
+
+
+@pytest.mark.parametrize("path", sorted(KERNELS.rglob("*.py")), ids=lambda p: str(p.relative_to(KERNELS)))
+def test_the_low_layer_stands_alone(path: Path):
+    """Nothing under gpubuf.kernels imports from the rest of gpubuf."""
+    reached = {name for name in imported_modules(path) if name.partition(".")[0] == "gpubuf"}
+    assert not [name for name in reached if not name.startswith("gpubuf.kernels")]
+
+
+@pytest.mark.parametrize("path", sorted(KERNELS.rglob("_triton.py")), ids=lambda p: p.parent.name)
+def test_kernel_files_hold_kernels_only(path: Path):
+    """Every function is `@triton.jit`; configuration is chosen elsewhere, never by autotuning at run time."""
+    for node in ast.parse(path.read_text()).body:
+        assert not isinstance(node, ast.ClassDef), f"{node.name} is no kernel"
+        if isinstance(node, ast.FunctionDef):
+            decorators = [ast.unparse(d) for d in node.decorator_list]
+            assert decorators == ["triton.jit"], f"{node.name} is decorated with {decorators}"
+
+
+def test_files_stay_readable():
+    """About 400 lines."""
+    assert len(SOURCES) > 20
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in SOURCES}
+    assert not {name: n for name, n in lengths.items() if n > 450}
+
+
+def test_nothing_collects_garbage():
+    """A library that calls gc.collect() stalls its user's training loop by milliseconds."""
+    library = [path for path in SOURCES if ROOT / "tests" not in path.parents]
+    assert not [path for path in library if "gc.collect(" in path.read_text()]

@@ -1,0 +1,141 @@
+"""Wheel and sdist hold what they should: a checkout without symlinks would silently lose the kernels."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs")
+TUNED = "gpubuf/kernels/tuned/a-device.json"
+
+
+def build(source: Path, *what: str) -> None:
+    """Build into ``source/dist`` with the tools installed here: no isolation, so no network."""
+    command = [sys.executable, "-m", "build", "--no-isolation", *what, str(source)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the source tree with a tuned configuration in it, wheel and sdist built in ``dist/``.
+
+    A copy, because setuptools leaves build/ behind, and puts what it finds there into the next wheel.
+    """
+    copy = tmp_path_factory.mktemp("tree") / "gpubuf"
+    shutil.copytree(ROOT, copy, symlinks=True, ignore=LEFT_OUT)
+    for hidden in (".ci", ".gitignore"):
+        (shutil.copytree if (ROOT / hidden).is_dir() else shutil.copy)(ROOT / hidden, copy / hidden)
+    (copy / TUNED).parent.mkdir(exist_ok=True)
+    (copy / TUNED).write_text("{}")
+    build(copy, "--wheel", "--sdist")
+    return copy
+
+
+def wheel_names(folder: Path) -> list[str]:
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        return archive.namelist()
+
+
+@pytest.fixture(scope="module")
+def wheel_files(tree: Path) -> list[str]:
+    return wheel_names(tree / "dist")
+
+
+@pytest.fixture(scope="module")
+def sdist_files(tree: Path) -> list[str]:
+    (sdist,) = (tree / "dist").glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        members = archive.getmembers()
+    assert all(m.isfile() or m.isdir() for m in members), "a link in an sdist points nowhere on the other side"
+    return [m.name.partition("/")[2] for m in members if m.isfile()]
+
+
+def package_files() -> set[str]:
+    """Every file of the package, the kernels under their import path."""
+    walked = os.walk(ROOT / "gpubuf", followlinks=True)
+    files = {Path(folder, name).relative_to(ROOT).as_posix() for folder, _, names in walked for name in names}
+    return {name for name in files if name.endswith((".py", "py.typed", ".json"))}
+
+
+def test_wheel_holds_the_package_and_nothing_else(wheel_files: list[str]):
+    """The kernels are inside, once, under gpubuf; no top-level `kernels`, no tests."""
+    inside = {name for name in wheel_files if not name.partition("/")[0].endswith(".dist-info")}
+    assert inside == package_files() | {TUNED}
+    assert "gpubuf/py.typed" in inside
+    assert "gpubuf/kernels/__init__.py" in inside
+    assert {name.partition("/")[0] for name in inside} == {"gpubuf"}
+
+
+def test_wheel_metadata(tree: Path):
+    (wheel,) = (tree / "dist").glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (metadata_name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        metadata = Parser().parsestr(archive.read(metadata_name).decode())
+        info = metadata_name.partition("/")[0]
+        assert b"MIT License" in archive.read(f"{info}/licenses/LICENSE")
+        assert "gpubuf = gpubuf.cli:main" in archive.read(f"{info}/entry_points.txt").decode()
+    assert metadata["License-Expression"] == "MIT"
+    assert metadata["Requires-Python"] == ">=3.11"
+    needed = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
+    assert not [line for line in needed if "pytest" in line or "gymnasium" in line]
+
+
+def test_sdist_holds_the_project(sdist_files: list[str]):
+    """Package, tests, benchmarks, documentation, and what the two commands need."""
+    present = set(sdist_files)
+    assert package_files() | {TUNED} <= present
+    for folder in ("tests", "benchmarks", "docs"):
+        expected = {p.relative_to(ROOT).as_posix() for p in (ROOT / folder).rglob("*.[pm][yd]")}
+        assert expected
+        assert expected <= present
+    assert {"LICENSE", "Makefile", "README.md", "constraints.txt", "pyproject.toml", ".ci/run"} <= present
+    assert not [name for name in present if name.startswith("kernels/") or "__pycache__" in name]
+
+
+def test_wheel_from_the_sdist_is_the_same(tree: Path, wheel_files: list[str], tmp_path: Path):
+    (sdist,) = (tree / "dist").glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (unpacked,) = tmp_path.iterdir()
+    build(unpacked, "--wheel")
+    assert sorted(wheel_names(unpacked / "dist")) == sorted(wheel_files)
+
+
+def test_wheel_works_away_from_the_checkout(tree: Path, tmp_path: Path):
+    """An operation of the low layer runs from the wheel's own files."""
+    (wheel,) = (tree / "dist").glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    program = (
+        "import torch, gpubuf.kernels\n"
+        "from gpubuf.kernels import philox\n"
+        "assert philox.uniform(philox.new_state(1, 'cpu'), 3).shape == (3,)\n"
+        "print(gpubuf.kernels.__file__)"
+    )
+    # -P: the working directory is no place to import from
+    run = subprocess.run(
+        [sys.executable, "-P", "-c", program],
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "TRITON_INTERPRET": "0"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == str(tmp_path / "gpubuf" / "kernels" / "__init__.py")
+
+
+def test_the_kernels_are_reached_through_a_relative_link():
+    """In a checkout; an sdist holds the kernels themselves."""
+    if not (ROOT / "kernels").exists():
+        pytest.skip("not a checkout: an sdist has no kernels/ at the top")
+    assert os.readlink(ROOT / "gpubuf" / "kernels") == os.path.join("..", "kernels")
