@@ -180,12 +180,13 @@ class ReplayBuffer:
 
     # Writing
 
-    def extend(self, data: Data) -> Tensor:
+    def extend(self, data: Data, *, update_priority: bool | None = None) -> Tensor:
         """Write a batch at the cursor; of more rows than the capacity the newest stay.
 
         Args:
             data: ``[n]`` rows (for storages of two dimensions ``[E, T]``, see ``dim_extend``), or a list of rows. It
                 is never changed.
+            update_priority: not for this class (NotImplementedError): see :class:`TensorDictReplayBuffer`.
 
         Returns:
             The rows' index, int64 ``[n]`` on the storage's device (``[n, ndim]`` for several dimensions).
@@ -194,6 +195,8 @@ class ReplayBuffer:
             ValueError: a key is missing or unknown, or has another shape or dtype; nothing is written.
             No host sync.
         """
+        if update_priority is not None:
+            raise NotImplementedError("update_priority is for TensorDictReplayBuffer, whose batches carry priorities")
         with self._lock:
             return self._extend(data, None)
 

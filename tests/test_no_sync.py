@@ -1,0 +1,114 @@
+"""No host synchronisation on the hot path, shown without a GPU: on fake CUDA tensors ``.item()`` and its like raise.
+
+The buffer is made and filled under FakeTensorMode, where tensors have a device and a shape but no data, so that any
+step which needs a value on the host fails.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from gpubuf.data import (
+    LazyTensorStorage,
+    PrioritizedSampler,
+    RandomSampler,
+    SamplerWithoutReplacement,
+    TensorDictReplayBuffer,
+)
+
+
+def batch(n: int) -> TensorDict:
+    device = "cuda"
+    return TensorDict(
+        {
+            "observation": torch.empty(n, 17, device=device),
+            "action": torch.empty(n, 6, device=device),
+            "next": {
+                "observation": torch.empty(n, 17, device=device),
+                "reward": torch.empty(n, 1, device=device),
+                "done": torch.empty(n, 1, dtype=torch.bool, device=device),
+            },
+        },
+        [n],
+        device=device,
+    )
+
+
+@pytest.fixture
+def fake_cuda():
+    with FakeTensorMode():
+        yield
+
+
+@pytest.mark.usefixtures("fake_cuda")
+def test_the_method_detects_a_sync():
+    with pytest.raises(DataDependentOutputException):
+        torch.ones(1, device="cuda").item()
+
+
+@pytest.mark.usefixtures("fake_cuda")
+@pytest.mark.parametrize("sampler", ["uniform", "without replacement", "prioritized", "maximum within buffer"])
+def test_write_sample_update(sampler):
+    """CASES 28: indices are drawn where the storage is (skrl and ManiSkill draw them on the CPU)."""
+    samplers = {
+        "uniform": RandomSampler,
+        "without replacement": SamplerWithoutReplacement,
+        "prioritized": lambda: PrioritizedSampler(1000, alpha=0.6, beta=0.4),
+        "maximum within buffer": lambda: PrioritizedSampler(1000, 0.6, 0.4, max_priority_within_buffer=True),
+    }
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(1000, device="cuda"), sampler=samplers[sampler](), batch_size=64
+    )
+    for n in (1, 256, 2000):
+        index = buffer.extend(batch(n))
+        assert index.device.type == "cuda"
+        sample = buffer.sample()
+        assert all(value.device.type == "cuda" for value in sample.values(True, True))
+        assert sample["observation"].shape == (64, 17)
+    buffer.add(batch(1)[0])
+    buffer[:]
+    if sampler in ("prioritized", "maximum within buffer"):
+        sample["td_error"] = torch.empty(64, 1, device="cuda")
+        buffer.update_tensordict_priority(sample)
+        buffer.update_priority(sample["index"], sample["td_error"])
+        buffer.update_priority(sample["index"], 2.0)
+        buffer.mark_update(sample["index"])
+        buffer.sampler.beta = torch.empty((), device="cuda")
+        buffer.sampler.beta = 0.5
+        assert buffer.sampler.default_priority.device.type == "cuda"
+    buffer.empty()
+    buffer.extend(batch(3))
+    assert len(buffer) == 3
+
+
+@pytest.mark.usefixtures("fake_cuda")
+def test_priorities_that_come_with_a_write():
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(100, device="cuda"), sampler=PrioritizedSampler(100, 0.6, 0.4), batch_size=8
+    )
+    for n in (5, 250):
+        buffer.extend(batch(n).set("td_error", torch.empty(n, 1, device="cuda")))
+    buffer.sample()
+
+
+@pytest.mark.usefixtures("fake_cuda")
+def test_storage_is_allocated_once_and_on_its_own_device(monkeypatch):
+    """CASES 27: the full CPU buffer first allocated on the GPU (TorchRL 2187)."""
+    allocated = []
+    empty = torch.empty
+
+    def recording(*size, **kwargs):
+        tensor = empty(*size, **kwargs)
+        if tensor.numel() >= 1000:
+            allocated.append((tensor.device.type, tuple(tensor.shape)))
+        return tensor
+
+    monkeypatch.setattr(torch, "empty", recording)
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(1000, device="cpu"), batch_size=8)
+    data = batch(4)
+    allocated.clear()
+    buffer.extend(data)
+    assert sorted(allocated) == sorted(("cpu", (1000, *data[key].shape[1:])) for key in data.keys(True, True))
