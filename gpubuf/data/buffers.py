@@ -290,7 +290,7 @@ class ReplayBuffer:
         return (data, info) if return_info else data
 
     def _info(self, draw: Draw) -> dict[str, Tensor]:
-        info = {"index": self._storage.unravel(draw.index), **draw.info}
+        info = {"index": self._storage.unravel(draw.positions), **draw.info}
         if isinstance(self._sampler, PrioritizedSampler) or getattr(self._writer, "track_generations", False):
             info["index_generation"] = draw.generation
         return info
@@ -352,7 +352,7 @@ class ReplayBuffer:
     def set_storage(self, storage: Storage) -> None:
         """Replace the storage; the sampler starts afresh."""
         self._writer.register_storage(storage)
-        self._storage = component(storage, Storage, LazyTensorStorage)
+        self._storage = component(storage, Storage, default_storage)
         self._sampler.empty()
 
     def set_sampler(self, sampler: Sampler) -> None:

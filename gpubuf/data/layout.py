@@ -152,7 +152,9 @@ class RowLayout:
             return self._assemble(root, tensors, batch_size, device)
         assert isinstance(root, Node)
         assert root.tensorclass is None
-        source = {name: self._assemble(child, tensors, batch_size, device) for name, child in root.children.items()}
+        source: dict[Any, Any] = {
+            name: self._assemble(child, tensors, batch_size, device) for name, child in root.children.items()
+        }
         source.update(extra)
         return TensorDict._new_unsafe(source=source, batch_size=torch.Size(batch_size), device=device)
 
@@ -166,7 +168,9 @@ class RowLayout:
     ) -> Data:
         if isinstance(node, int):
             return tensors[node]
-        source = {name: self._assemble(child, tensors, batch_size, device) for name, child in node.children.items()}
+        source: dict[Any, Any] = {
+            name: self._assemble(child, tensors, batch_size, device) for name, child in node.children.items()
+        }
         # The public constructor checks every shape again: 7 µs for a nested batch, against 2 µs.
         td = TensorDict._new_unsafe(
             source=source, batch_size=torch.Size((*batch_size, *node.batch_suffix)), device=device

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpubuf.data.indexing import as_positions
 from gpubuf.data.samplers import Draw, Sampler, tensor_storage
 from gpubuf.data.storages import Storage, TensorStorage
 from gpubuf.data.sum_tree import SumTree
@@ -64,7 +65,8 @@ class PrioritizedSampler(Sampler):
         self.max_capacity = int(max_capacity)
         self.reduction = reduction
         self.max_priority_within_buffer = max_priority_within_buffer
-        self._alpha, self._beta, self._eps = float(alpha), beta, float(eps)
+        self._alpha, self._eps = float(alpha), float(eps)
+        self._beta: float | Tensor = beta
         self._tree: SumTree | None = None
 
     # Hyperparameters
@@ -181,7 +183,7 @@ class PrioritizedSampler(Sampler):
             raise TypeError("update_priority needs the storage that the index refers to: pass storage=")
         if not storage.initialized:
             raise RuntimeError("cannot update priorities in a storage to which nothing has been written")
-        flat = _flat_positions(index, storage)
+        flat = as_positions(index, storage.shape, storage.device)
         n = flat.numel()
         if generation is not None:
             generation = generation.reshape(-1)
@@ -195,7 +197,7 @@ class PrioritizedSampler(Sampler):
         """Rows were written elsewhere: give them the priority of new rows. No host sync."""
         if not isinstance(storage, TensorStorage):
             raise TypeError("mark_update needs the storage that the index refers to: pass storage=")
-        self.on_write(_flat_positions(index, storage), storage, None)
+        self.on_write(as_positions(index, storage.shape, storage.device), storage, None)
 
     def reduce(self, priority: Tensor, n: int) -> Tensor:
         """A priority of more dimensions than the batch, as one number for each of ``n`` rows."""
@@ -289,25 +291,3 @@ def vector_of(priority: Any, n: int, device: torch.device) -> Tensor:
     raise RuntimeError(
         f"{n} rows are addressed, but {priority.numel()} priorities given (shape {tuple(priority.shape)})"
     )
-
-
-def _flat_positions(index: Any, storage: TensorStorage) -> Tensor:
-    """An index as samples carry it, as int64 ``[n]`` flat positions on the storage's device. -1 stays -1."""
-    if (
-        isinstance(index, Tensor)
-        and index.ndim == 1
-        and index.dtype is torch.int64
-        and index.device == storage.device
-        and index.is_contiguous()
-    ):
-        return index
-    if isinstance(index, tuple):
-        index = torch.stack([torch.as_tensor(i) for i in index], -1)
-    index = torch.as_tensor(index)
-    if index.dtype is torch.bool or index.is_floating_point():
-        raise TypeError(f"rows are indexed by integers, got {index.dtype}")
-    index = index.to(storage.device, torch.int64)
-    if storage.ndim > 1 and index.ndim > 1:
-        ignored = (index < 0).any(-1)
-        index = torch.where(ignored, -1, storage.ravel(index))
-    return index.reshape(-1).contiguous()

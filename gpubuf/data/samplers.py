@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gpubuf.data.indexing import as_positions
 from gpubuf.data.random import RandomState
 from gpubuf.data.storages import Storage, TensorStorage
 
@@ -16,7 +17,7 @@ class Draw(NamedTuple):
     """What a sampler hands to its buffer: gathered rows, where they lie, and what is known about them."""
 
     tensors: list[Tensor]
-    index: Tensor  # int64 [n], flat positions
+    positions: Tensor  # int64 [n], flat
     generation: Tensor  # int64 [n]
     info: dict[str, Tensor]
 
@@ -64,7 +65,7 @@ class Sampler:
     def draw(self, storage: TensorStorage, batch_size: int) -> Draw:
         """Choose rows and gather them; overridden where one launch does both."""
         index, info = self.sample(storage, batch_size)
-        flat = storage.flat_index(index)
+        flat = as_positions(index, storage.shape, storage.device)
         tensors, generation = storage.gather(flat)
         return Draw(tensors, flat, generation, dict(info))
 

@@ -14,6 +14,7 @@ import torch
 from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
 
+from gpubuf.data.indexing import stored_positions, unravel
 from gpubuf.data.layout import Data, RowLayout
 from gpubuf.kernels import rows
 
@@ -107,7 +108,8 @@ class TensorStorage(Storage):
         return device
 
     def _adopt(self, layout: RowLayout, tensors: list[Tensor], shape: tuple[int, ...], device: torch.device) -> None:
-        self._layout, self._tensors, self._shape, self._device = layout, tensors, shape, device
+        self._layout, self._tensors, self._device = layout, tensors, device
+        self._shape = torch.Size(shape)
         self.max_size = math.prod(shape)
         self.ring = rows.new_ring(device)
         self.table = layout.table(tensors, device)
@@ -135,16 +137,22 @@ class TensorStorage(Storage):
         return self._layout
 
     @property
-    def device(self) -> torch.device | str:
-        """The device of the rows; ``"auto"`` before the first write of a storage that was asked to decide then."""
+    def device(self) -> torch.device:
+        """The device of the rows.
+
+        Raises:
+            RuntimeError: it is ``"auto"``, and nothing has been written yet.
+        """
         if self._layout is not None:
             return self._device
-        return "auto" if self._requested_device == "auto" else torch.device(self._requested_device)
+        if self._requested_device == "auto":
+            raise RuntimeError("device='auto' is decided by the first write")
+        return torch.device(self._requested_device)
 
     @property
     def shape(self) -> torch.Size:
         """Shape of the full storage, ``[max_size]`` or ``[T, E]``."""
-        return torch.Size(self._shape if self._layout is not None else (self.max_size,))
+        return self._shape if self._layout is not None else torch.Size((self.max_size,))
 
     @property
     def cursor(self) -> int:
@@ -288,56 +296,20 @@ class TensorStorage(Storage):
             first = self._shape[1:] if isinstance(index, int) else (len(range(filled)[index]), *self._shape[1:])
             assert len(first) == dims
             return layout.assemble(tensors, tuple(first), self._device)
-        return self.assemble(self.gather(self.flat_index(index))[0])
+        return self.assemble(self.gather(self._positions(index))[0])
 
-    def flat_index(self, index: Any) -> Tensor:
-        """An index as users give it, as flat positions: int64 ``[n]`` on the storage's device.
-
-        Accepts an int, a slice, a sequence of ints, a boolean mask or an integer tensor ``[n]``; for
-        ``ndim > 1`` also a tensor ``[n, ndim]`` and a tuple of one tensor per dimension. Bounds are checked where the
-        data is on the host, against the rows written.
-        """
-        if self.ndim > 1 and isinstance(index, tuple) and len(index) == self.ndim:
-            index = torch.stack([torch.as_tensor(i) for i in index], -1)
-        if isinstance(index, int):
-            index = [index]
-        elif isinstance(index, slice):
-            index = range(*index.indices(self._size))
-        if isinstance(index, range):
-            index = torch.arange(index.start, index.stop, index.step)
-        index = torch.as_tensor(index)
-        if index.dtype is torch.bool:
-            index = index.nonzero().squeeze(-1)
-        elif index.is_floating_point():
-            raise IndexError(f"rows are indexed by integers, got {index.dtype}")
-        index = index.to(torch.int64)
-        if self.ndim > 1 and index.ndim > 1 and index.shape[-1] == self.ndim:
-            index = self.ravel(index)
-        index = index.flatten()
-        if index.device.type == "cpu" and index.numel():
-            if int(index.max()) >= self._size or int(index.min()) < -self._size:
-                raise IndexError(f"index out of range: {self._size} rows are stored, got {index.tolist()[:8]}")
-            index = torch.where(index < 0, index + self._size, index)
-        return index.to(self._device).contiguous()
-
-    def ravel(self, index: Tensor) -> Tensor:
-        """``[n, ndim]`` coordinates as ``[n]`` flat positions."""
-        flat = index[..., 0]
-        for dim in range(1, self.ndim):
-            flat = flat * self._shape[dim] + index[..., dim]
-        return flat
+    def _positions(self, index: Any) -> Tensor:
+        return stored_positions(index, self._shape, self._size, self._device)
 
     def unravel(self, flat: Tensor) -> Tensor:
         """``[n]`` flat positions as ``[n, ndim]`` coordinates; ``[n]`` itself for ``ndim=1``."""
-        if self.ndim == 1:
-            return flat
-        return torch.stack(torch.unravel_index(flat, self._shape), -1)
+        return flat if self.ndim == 1 else unravel(flat, self._shape)
 
     def __getitem__(self, index: Any) -> Data:
         return self.get(index)
 
     def __setitem__(self, index: Any, data: Data) -> None:
-        self.write(self.flat_index(index), data)
+        self.write(self._positions(index), data)
 
     def set(self, cursor: Any, data: Data, *, set_cursor: bool = False) -> None:
         """``storage[cursor] = data``. ``set_cursor`` is refused: the ring's cursor belongs to its writer."""
@@ -414,12 +386,13 @@ class TensorStorage(Storage):
             self._written, self._size = self.ring[: rows.TICKET].tolist()
 
     def __repr__(self) -> str:
+        device = self._device if self.initialized else self._requested_device
         keys = (
             ", ".join(f"{leaf.name}: {list(leaf.shape)} {leaf.dtype}" for leaf in self._layout.leaves)
             if (self._layout)
             else "not initialized"
         )
-        return f"{type(self).__name__}({self._size}/{self.max_size} rows, device={self.device}, {{{keys}}})"
+        return f"{type(self).__name__}({self._size}/{self.max_size} rows, device={device}, {{{keys}}})"
 
 
 class LazyTensorStorage(TensorStorage):

@@ -1,0 +1,77 @@
+"""Between the indices that users write and flat positions in a storage.
+
+A storage of shape ``[T, E]`` holds row ``t * E + e`` at ``[t, e]``. Rows are filled in this order, so that the rows
+written are always the positions ``0 .. size - 1``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def ravel(index: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """``[n, ndim]`` coordinates as ``[n]`` flat positions; -1 where a coordinate is negative."""
+    flat = index[..., 0]
+    for dim in range(1, len(shape)):
+        flat = flat * shape[dim] + index[..., dim]
+    return torch.where((index < 0).any(-1), -1, flat)
+
+
+def unravel(flat: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """``[n]`` flat positions as ``[n, ndim]`` coordinates; ``[n]`` itself for one dimension."""
+    return flat if len(shape) == 1 else torch.stack(torch.unravel_index(flat, shape), -1)
+
+
+def as_positions(index: Any, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """An integer index as samples carry it, as int64 ``[n]`` flat positions on ``device``, contiguous.
+
+    Accepts an int, a sequence, a tensor ``[n]``; with several dimensions also a tensor ``[n, ndim]`` and a tuple of one
+    tensor per dimension. Negative ones stay negative. No host sync.
+
+    Raises:
+        TypeError: the index is not made of integers.
+    """
+    if (
+        isinstance(index, Tensor)
+        and index.ndim == 1
+        and index.dtype is torch.int64
+        and index.device == device
+        and index.is_contiguous()
+    ):
+        return index
+    if isinstance(index, tuple) and len(index) == len(shape) and len(shape) > 1:
+        index = torch.stack([torch.as_tensor(i) for i in index], -1)
+    index = torch.as_tensor(index)
+    if index.dtype is torch.bool or index.is_floating_point() or index.is_complex():
+        raise TypeError(f"rows are indexed by integers, got {index.dtype}")
+    index = index.to(device, torch.int64)
+    if len(shape) > 1 and index.ndim > 1 and index.shape[-1] == len(shape):
+        index = ravel(index, shape)
+    return index.reshape(-1).contiguous()
+
+
+def stored_positions(index: Any, shape: tuple[int, ...], size: int, device: torch.device) -> Tensor:
+    """Any index into ``size`` stored rows, as int64 ``[n]`` flat positions on ``device``.
+
+    Accepts what :func:`as_positions` does, and slices, ranges and boolean masks. Negative indices count from the last
+    row stored. Bounds are checked where the index is on the CPU; a mask on a GPU synchronises.
+
+    Raises:
+        TypeError: the index is not made of integers.
+        IndexError: an index is beyond the rows stored.
+    """
+    if isinstance(index, slice):
+        index = range(*index.indices(size))
+    if isinstance(index, range):
+        index = torch.arange(index.start, index.stop, index.step)
+    if isinstance(index, Tensor) and index.dtype is torch.bool:
+        index = index.nonzero().squeeze(-1)
+    flat = as_positions(index, shape, index.device if isinstance(index, Tensor) else torch.device("cpu"))
+    if flat.device.type == "cpu" and flat.numel():
+        if int(flat.max()) >= size or int(flat.min()) < -size:
+            raise IndexError(f"index out of range: {size} rows are stored, got {flat.tolist()[:8]}")
+        flat = torch.where(flat < 0, flat + size, flat)
+    return flat.to(device)
