@@ -7,9 +7,9 @@ from tests.aot import AotSpec
 
 
 @triton.jit
-def spilling(x_ptr, BLOCK: tl.constexpr):
+def spilling(x_ptr, block: tl.constexpr):
     """Holds more values at once than one warp has registers."""
-    offsets = tl.arange(0, BLOCK)
+    offsets = tl.arange(0, block)
     tl.store(x_ptr + offsets, tl.load(x_ptr + offsets) + tl.sum(tl.load(x_ptr + offsets * 3)))
 
 
@@ -23,6 +23,6 @@ def changing_type(x_ptr, n):
 
 
 SPECS = [
-    AotSpec("tests.faulty_kernels:spilling", {"x_ptr": "*fp32"}, {"BLOCK": 16384}, num_warps=1),
+    AotSpec("tests.faulty_kernels:spilling", {"x_ptr": "*fp32"}, {"block": 16384}, num_warps=1),
     AotSpec("tests.faulty_kernels:changing_type", {"x_ptr": "*fp32", "n": "i32"}),
 ]

@@ -1,0 +1,192 @@
+"""Writes the measured figures into README.md and docs/performance.md, so that none of them is typed by hand.
+
+``python -m benchmarks.report`` reads the newest file of ``benchmarks/results/`` for every kind of device and rewrites
+what stands between the markers ``<!-- figures: NAME -->`` and ``<!-- end of figures -->``. With ``--check`` it changes
+nothing, and fails where a page is out of date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.workloads import WORKLOADS
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = ("README.md", "docs/performance.md")
+TITLES = {"gpubuf": "gpubuf", "torchrl": "TorchRL", "cpprb": "cpprb", "plain": "plain PyTorch"}
+OPEN = "open"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One file of results.
+
+    Attributes:
+        source: the file's path from the root of the project.
+        data: its content, as pytest-benchmark writes it.
+    """
+
+    source: str
+    data: dict[str, Any]
+
+    @property
+    def machine(self) -> dict[str, Any]:
+        """What the run says about its machine."""
+        return self.data["machine_info"]
+
+    def entry(self, workload: str, library: str) -> dict[str, Any] | None:
+        """The statistics of one library on one workload, in seconds a call, or None."""
+        for benchmark in self.data["benchmarks"]:
+            extra = benchmark["extra_info"]
+            if (extra.get("workload"), extra.get("library")) == (workload, library):
+                return {name: benchmark["stats"][name] / extra["calls"] for name in ("median", "iqr", "min")}
+        return None
+
+    def libraries(self) -> list[str]:
+        """Which libraries were measured, gpubuf first."""
+        measured = {benchmark["extra_info"].get("library") for benchmark in self.data["benchmarks"]}
+        return [name for name in TITLES if name in measured]
+
+    def workloads(self) -> list[str]:
+        """Which workloads were measured, in their registered order."""
+        measured = {benchmark["extra_info"].get("workload") for benchmark in self.data["benchmarks"]}
+        known = [name for name in WORKLOADS if name in measured]
+        return known + sorted(name for name in measured if name and name not in WORKLOADS)
+
+
+def newest_runs(folder: Path = RESULTS) -> dict[str, Run]:
+    """The newest run of every kind of device (``cpu``, ``cuda``)."""
+    runs: dict[str, Run] = {}
+    for path in sorted(folder.glob("*.json")):
+        data = json.loads(path.read_text())
+        if "benchmarks" not in data:
+            continue
+        kind = data["machine_info"]["device"]["kind"]
+        if kind not in runs or data["datetime"] > runs[kind].data["datetime"]:
+            runs[kind] = Run(path.relative_to(folder.parent.parent).as_posix(), data)
+    return runs
+
+
+def microseconds(seconds: float) -> str:
+    """Three significant digits, or all digits before the point: ``9.17``, ``76.2``, ``1062``."""
+    value = seconds * 1e6
+    return f"{value:.{max(0, 2 - len(str(int(value))) + 1)}f}"
+
+
+def label(workload: str) -> str:
+    """``uniform-sample-256`` as ``uniform sample, 256``."""
+    title, _, batch = workload.rpartition("-")
+    return f"{title.replace('-', ' ')}, {batch}"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table whose first column is text and the others numbers."""
+    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def described(run: Run) -> str:
+    """Device, versions and conditions of a run, in one sentence."""
+    machine = run.machine
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if name != "gpubuf")
+    threads = f"{machine['threads']} thread" + ("s" if machine["threads"] != 1 else "")
+    return (
+        f"{machine['device']['name']}, Python {machine['python_version']}, {threads}; {versions}; "
+        f"{run.data['datetime'][:10]}, [`{run.source}`]({{root}}{run.source})."
+    )
+
+
+def replay_table(runs: dict[str, Run]) -> str:
+    """README: median time a call, and how many times as long the peers take."""
+    cpu, gpu = runs.get("cpu"), runs.get("cuda")
+    peers = [name for name in cpu.libraries() if name != "gpubuf"] if cpu else []
+    workloads = cpu.workloads() if cpu else list(WORKLOADS)
+    rows = []
+    for workload in workloads:
+        ours = cpu.entry(workload, "gpubuf") if cpu else None
+        row = [label(workload), microseconds(ours["median"]) if ours else OPEN]
+        for peer in peers:
+            theirs = cpu.entry(workload, peer) if cpu else None
+            ratio = f" ({theirs['median'] / ours['median']:.1f}x)" if ours and theirs else ""
+            row.append(microseconds(theirs["median"]) + ratio if theirs else "")
+        on_gpu = gpu.entry(workload, "gpubuf") if gpu else None
+        rows.append([*row, microseconds(on_gpu["median"]) if on_gpu else OPEN])
+    head = ["median µs a call", "gpubuf", *(TITLES[name] for name in peers), "gpubuf on a GPU"]
+    notes = [described(run) for run in (cpu, gpu) if run]
+    return "\n\n".join([table(head, rows), *notes])
+
+
+def spread_table(runs: dict[str, Run], kind: str) -> str:
+    """docs/performance.md: median, interquartile range and minimum of every library on one kind of device."""
+    run = runs.get(kind)
+    if run is None:
+        return f"No run on this kind of device is committed: {OPEN}."
+    rows = []
+    for workload in run.workloads():
+        for library in run.libraries():
+            entry = run.entry(workload, library)
+            if entry:
+                numbers = [microseconds(entry[name]) for name in ("median", "iqr", "min")]
+                rows.append([label(workload), TITLES[library], *numbers])
+    head = ["µs a call", "library", "median", "interquartile range", "minimum"]
+    machine = run.machine
+    load = f"Load of the machine before the run: {machine['load_before']:.2f} on {machine['cores']} cores."
+    parts = [table(head, rows), described(run), load]
+    if "gpu_tests" in run.data:
+        tests = run.data["gpu_tests"]
+        parts.append(f"GPU tests: {tests['passed']} passed, {tests['failed']} failed, {tests['skipped']} skipped.")
+    return "\n\n".join(parts)
+
+
+FIGURES: dict[str, Callable[[dict[str, Run]], str]] = {
+    "replay": replay_table,
+    "cpu": lambda runs: spread_table(runs, "cpu"),
+    "gpu": lambda runs: spread_table(runs, "cuda"),
+}
+
+_BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+
+
+def rewritten(page: str, runs: dict[str, Run], root: str) -> str:
+    """The page with every block of figures as the runs have it; ``root`` is the way to the project's root.
+
+    Raises:
+        ValueError: a block asks for figures that nobody knows.
+    """
+
+    def block(match: re.Match[str]) -> str:
+        if match[2] not in FIGURES:
+            raise ValueError(f"figures {match[2]!r} are unknown; there are {sorted(FIGURES)}")
+        return f"{match[1]}\n{FIGURES[match[2]](runs).replace('{root}', root)}\n\n{match[3]}"
+
+    return _BLOCK.sub(block, page)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="change nothing; fail where a page is out of date")
+    options = parser.parse_args(arguments)
+    runs = newest_runs()
+    stale = []
+    for name in PAGES:
+        path = ROOT / name
+        old = path.read_text()
+        new = rewritten(old, runs, "../" * name.count("/"))
+        if new != old:
+            stale.append(name)
+            if not options.check:
+                path.write_text(new)
+    print(f"{'out of date' if options.check else 'rewritten'}: {', '.join(stale) or 'none'}")
+    return 1 if options.check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

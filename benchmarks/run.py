@@ -1,0 +1,94 @@
+"""Runs the benchmarks and writes one file of results, named after the device and the day.
+
+``python -m benchmarks.run cpu`` is what ``make bench`` runs, ``python -m benchmarks.run gpu`` what ``make gpu`` runs:
+the gpu-marked tests, then the benchmarks on the GPU. Further arguments go to the benchmarks' pytest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks.conftest import device_name
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def result_path(device: str) -> Path:
+    """``benchmarks/results/nvidia-h200-2026-11-21.json`` and the like."""
+    prefix = "" if device == "cuda" else "cpu-"
+    slug = re.sub(r"[^a-z0-9]+", "-", device_name(device).lower()).strip("-")
+    return RESULTS / f"{prefix}{slug}-{datetime.date.today().isoformat()}.json"
+
+
+def run_pytest(*arguments: str, environment: dict[str, str] | None = None) -> int:
+    """Another process: the compiled kernels and the interpreted ones exclude each other."""
+    # Peers warn about themselves, and other versions of torch about other things: shown, but no error here.
+    command = [sys.executable, "-m", "pytest", "-W", "default", *arguments]
+    return subprocess.run(command, cwd=ROOT, env={**os.environ, **(environment or {})}, check=False).returncode
+
+
+def run_benchmarks(device: str, out: Path, *arguments: str) -> int:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    columns = "--benchmark-columns=median,iqr,min,rounds"
+    return run_pytest(
+        "benchmarks", "--benchmark-enable", columns, f"--device={device}", f"--benchmark-json={out}", *arguments
+    )
+
+
+def outcomes(report: Path) -> dict[str, object]:
+    """Counts and the names of failed tests, from a JUnit file."""
+    found: dict[str, list[str]] = {"passed": [], "failed": [], "skipped": []}
+    for case in ElementTree.parse(report).iter("testcase"):
+        kinds = {child.tag for child in case}
+        outcome = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+        found[outcome].append(f"{case.get('classname')}::{case.get('name')}")
+    return {**{outcome: len(names) for outcome, names in found.items()}, "failures": found["failed"]}
+
+
+def run_on_gpu(out: Path, *arguments: str) -> int:
+    if not torch.cuda.is_available():
+        print(
+            f"make gpu needs an NVIDIA GPU, and torch {torch.__version__} of {sys.executable} sees none. On a machine "
+            "that has one, name an interpreter whose torch is built for it: make gpu PYTHON=python3",
+            file=sys.stderr,
+        )
+        return 2
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "gpu-tests.xml")
+        tested = run_pytest("tests", "-m", "gpu", f"--junitxml={report}", environment={"GPUBUF_TEST_GPU": "1"})
+        measured = run_benchmarks("cuda", out, *arguments)
+        results = json.loads(out.read_text())
+        results["gpu_tests"] = outcomes(report)
+        out.write_text(json.dumps(results, indent=1))
+    return tested or measured
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__.partition("\n")[0])
+    parser.add_argument("device", choices=("cpu", "gpu"))
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/<device>-<date>.json")
+    options, rest = parser.parse_known_args(arguments)
+    if options.device == "gpu":
+        out = options.out or (result_path("cuda") if torch.cuda.is_available() else Path())
+        return run_on_gpu(out, *rest)
+    out = options.out or result_path("cpu")
+    code = run_benchmarks("cpu", out, *rest)
+    print(f"results: {out}")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
