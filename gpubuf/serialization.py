@@ -1,0 +1,227 @@
+"""Checkpoints: a tree of tensors and plain values in one safetensors file, without pickle.
+
+The tensors are the file's tensors, named by their dotted path for people who look into it
+(``optimizer.state.0.exp_avg``). The tree itself, with every value that is not a tensor, is JSON in the file's
+metadata, and is what decides where a tensor belongs. One file, so that replacing it is atomic: a save that is
+killed leaves the previous checkpoint whole. A checksum over the file is stored as its last tensor, so that a flipped
+bit is found before anything is restored. Loading runs no code.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+_FORMAT = "gpubuf-state"
+_VERSION = "1"
+_CHECKSUM = "#crc32"
+_CHECKSUM_BYTES = 4
+_CHUNK_BYTES = 1 << 26
+_ALIGNMENT = 8
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+
+
+def save(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
+    """Write ``state`` to ``path``, replacing what is there only once the new file is complete and on the disk.
+
+    Args:
+        path: The file to write. ``path`` + ``.tmp`` is used on the way.
+        state: A tree of dictionaries, lists and tuples whose leaves are tensors of any device and stride, integers
+            of any size, floats, strings, booleans or None. Dictionary keys are strings, integers, floats, booleans
+            or None. Nothing in it is changed, and no tensor that is contiguous on the CPU is copied.
+
+    Raises:
+        TypeError: A leaf is of another type; the message gives its path. Nothing was written.
+
+    Synchronises with the host where tensors are on a GPU.
+    """
+    target = Path(path)
+    tensors: dict[str, Tensor] = {}
+    tree = _encode(state, "", tensors)
+    # Widest elements first: the format allows no gaps, and this keeps every tensor aligned in the mapped file.
+    ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
+    header = _header(ordered, json.dumps(tree, separators=(",", ":"), allow_nan=False))
+    temporary = target.with_name(target.name + ".tmp")
+    try:
+        with open(temporary, "wb") as file:
+            _write(file, header, ordered)
+        os.replace(temporary, target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _sync_folder(target.parent)
+
+
+def load(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read what `save` wrote.
+
+    Args:
+        path: The file to read.
+
+    Returns:
+        The tree, with dictionaries, lists, tuples and values of the types they had. The tensors are on the CPU; they
+        are private, writable views of the mapped file, so that a large buffer is not read before it is copied into
+        place. Don't truncate the file while they live (`save` never does, it replaces the file).
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: The file is not a checkpoint of this library, or is damaged.
+    """
+    if not os.path.exists(path):
+        raise FileNotFoundError(f"there is no checkpoint at {os.fspath(path)}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != _FORMAT:
+                raise ValueError(f"{os.fspath(path)} is a safetensors file, but not a gpubuf checkpoint")
+            if metadata.get("version") != _VERSION:
+                raise ValueError(
+                    f"{os.fspath(path)} is a checkpoint of version {metadata.get('version')}, this is {_VERSION}"
+                )
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    except (SafetensorError, OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{os.fspath(path)} is damaged or not a checkpoint: {error}") from None
+    stored = tensors.pop(_CHECKSUM, None)
+    if stored is None or int.from_bytes(bytes(stored.tolist()), "little") != _checksum(path):
+        raise ValueError(f"{os.fspath(path)} is damaged: its checksum does not match")
+    try:
+        tree = _decode(json.loads(metadata["state"]), tensors)
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{os.fspath(path)} is damaged: its tree cannot be read: {error!r}") from None
+    if not isinstance(tree, dict):
+        raise ValueError(f"{os.fspath(path)} is damaged: its tree is a {type(tree).__name__}, not a dictionary")
+    return tree
+
+
+def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    """The JSON form of ``value``; its tensors go into ``tensors`` under a unique name."""
+    if isinstance(value, Tensor):
+        if value.dtype not in _DTYPES or value.layout is not torch.strided:
+            raise TypeError(f"cannot save {path or 'the state'}: a {value.layout} tensor of dtype {value.dtype}")
+        name = path or "tensor"
+        # The keys "a.b" and "a" -> "b" have the same dotted path.
+        while name in tensors or name == _CHECKSUM:
+            name += "'"
+        tensors[name] = value.detach()
+        return {"$tensor": name}
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"$float": repr(value)}
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        items = [_encode(item, f"{path}.{i}" if path else str(i), tensors) for i, item in enumerate(value)]
+        return items if isinstance(value, list) else {"$tuple": items}
+    if isinstance(value, Mapping):
+        for key in value:
+            if not (key is None or isinstance(key, (str, bool, int, float))):
+                raise TypeError(f"cannot save {path or 'the state'}: it has a key of type {type(key).__name__}")
+        pairs = [(key, _encode(item, f"{path}.{key}" if path else str(key), tensors)) for key, item in value.items()]
+        if all(isinstance(key, str) and not key.startswith("$") for key, _ in pairs):
+            return dict(pairs)
+        return {"$dict": [[_encode(key, "", {}), item] for key, item in pairs]}
+    raise TypeError(f"cannot save {path or 'the state'}: it is of type {type(value).__name__}")
+
+
+def _decode(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(tree, list):
+        return [_decode(item, tensors) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if "$tensor" in tree:
+        return tensors[tree["$tensor"]]
+    if "$float" in tree:
+        return float(tree["$float"])
+    if "$tuple" in tree:
+        return tuple(_decode(item, tensors) for item in tree["$tuple"])
+    if "$dict" in tree:
+        return {_decode(key, tensors): _decode(item, tensors) for key, item in tree["$dict"]}
+    return {key: _decode(item, tensors) for key, item in tree.items()}
+
+
+def _header(tensors: Mapping[str, Tensor], tree: str) -> bytes:
+    """The safetensors header: its length as eight bytes, then JSON that gives each tensor's place in the data."""
+    entries: dict[str, Any] = {"__metadata__": {"format": _FORMAT, "version": _VERSION, "state": tree}}
+    offset = 0
+    for name, tensor in tensors.items():
+        end = offset + tensor.numel() * tensor.element_size()
+        entries[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    checksum_place = [offset, offset + _CHECKSUM_BYTES]
+    entries[_CHECKSUM] = {"dtype": "U8", "shape": [_CHECKSUM_BYTES], "data_offsets": checksum_place}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _write(file: BinaryIO, header: bytes, tensors: Mapping[str, Tensor]) -> None:
+    file.write(header)
+    checksum = zlib.crc32(header)
+    for tensor in tensors.values():
+        for chunk in _chunks(tensor):
+            checksum = zlib.crc32(chunk, checksum)
+            file.write(chunk)
+    file.write(checksum.to_bytes(_CHECKSUM_BYTES, "little"))
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _chunks(tensor: Tensor) -> Iterator[memoryview]:
+    """The bytes of ``tensor``, piece by piece, so that no more than a piece of a GPU's tensor is on the host."""
+    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+    for start in range(0, flat.numel(), _CHUNK_BYTES):
+        yield memoryview(flat[start : start + _CHUNK_BYTES].cpu().numpy())
+
+
+def _checksum(path: str | os.PathLike[str]) -> int:
+    """The checksum of the file up to the place where its own is stored."""
+    remaining = os.path.getsize(path) - _CHECKSUM_BYTES
+    checksum = 0
+    with open(path, "rb") as file:
+        while remaining > 0:
+            chunk = file.read(min(remaining, _CHUNK_BYTES))
+            if not chunk:
+                break
+            checksum = zlib.crc32(chunk, checksum)
+            remaining -= len(chunk)
+    return checksum
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the new name survive a power cut, where the system can do it (POSIX)."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

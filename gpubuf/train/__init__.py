@@ -1,0 +1,31 @@
+"""Training: soft actor-critic on a Gymnasium environment, on this library's buffers, modules and losses.
+
+`train` is what ``gpubuf train`` runs. The names are loaded when they are used, so that importing `gpubuf.train.config`
+for the command line does not import PyTorch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from gpubuf.train.config import TrainConfig, UsageError
+
+if TYPE_CHECKING:
+    from gpubuf.train.agent import load_actor
+    from gpubuf.train.run import TrainResult, resume, train
+
+__all__ = ["TrainConfig", "TrainResult", "UsageError", "load_actor", "resume", "train"]
+
+_LAZY = {
+    "TrainResult": "gpubuf.train.run",
+    "load_actor": "gpubuf.train.agent",
+    "resume": "gpubuf.train.run",
+    "train": "gpubuf.train.run",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_LAZY[name]), name)

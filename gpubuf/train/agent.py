@@ -1,0 +1,115 @@
+"""The SAC agent: networks, loss, optimiser and target update, built from the parts that the library exports."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import TensorDict
+from tensordict.nn import ProbabilisticTensorDictSequential
+from torch import Tensor
+
+from gpubuf.modules import make_sac_actor, make_sac_critic
+from gpubuf.objectives import SACLoss, SoftUpdate
+from gpubuf.serialization import load, save
+from gpubuf.train.config import TrainConfig
+
+MODEL_FILE = "model.safetensors"
+
+#: What `SACAgent.update` returns, in this order.
+LOSS_NAMES = ("loss_qvalue", "loss_actor", "loss_alpha", "alpha", "entropy")
+
+
+class SACAgent:
+    """Soft actor-critic (Haarnoja et al. 2018, arXiv:1812.05905) with a learnt temperature.
+
+    Args:
+        config: The run's settings.
+        observation_size: Numbers in an observation, `O`.
+        action_size: Numbers in an action, `A`; each is in [-1, 1].
+        device: Of the networks.
+    """
+
+    def __init__(self, config: TrainConfig, observation_size: int, action_size: int, device: torch.device) -> None:
+        self.device = device
+        self._shape = {
+            "observation_size": observation_size,
+            "action_size": action_size,
+            "hidden": list(config.hidden),
+        }
+        self.actor = make_sac_actor(observation_size, action_size, config.hidden, device=device)
+        critic = make_sac_critic(
+            observation_size, action_size, config.hidden, num_nets=config.critics, device=device
+        )
+        self.loss = SACLoss(
+            self.actor,
+            critic,
+            num_qvalue_nets=config.critics,
+            loss_function="l2",
+            target_entropy=-float(action_size),
+        ).to(device)
+        self.loss.make_value_estimator(gamma=config.gamma)
+        self._updater = SoftUpdate(self.loss, tau=config.tau)
+        parameters = [parameter for parameter in self.loss.parameters() if parameter.requires_grad]
+        self._optimizer = torch.optim.Adam(parameters, lr=config.learning_rate, fused=True)
+
+    def act(self, observation: NDArray[np.float32], deterministic: bool = False) -> NDArray[np.float32]:
+        """Actions `[E, A]` in [-1, 1] for observations `[E, O]`: drawn, or the tanh of the mean.
+
+        Synchronises with the host, which steps the environments.
+        """
+        with torch.no_grad():
+            inputs = TensorDict({"observation": torch.from_numpy(observation).to(self.device)}, observation.shape[:1])
+            distribution = self.actor.get_dist(inputs)
+            action = distribution.deterministic_sample if deterministic else distribution.sample()
+        return action.cpu().numpy()
+
+    def update(self, batch: TensorDict) -> Tensor:
+        """Take one step with every optimiser on ``batch``, which receives its ``"td_error"``.
+
+        Returns:
+            The values of `LOSS_NAMES`, `[5]` float32 on the device. Does not synchronise.
+        """
+        losses = self.loss(batch)
+        self._optimizer.zero_grad(set_to_none=True)
+        # The losses have no parameters in common, so that their sum gives each its own gradient.
+        (losses["loss_qvalue"] + losses["loss_actor"] + losses["loss_alpha"]).backward()
+        self._optimizer.step()
+        self._updater.step()
+        return torch.stack([losses[name].detach().reshape(()) for name in LOSS_NAMES])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Networks, temperature and optimiser."""
+        return {"loss": self.loss.state_dict(), "optimizer": self._optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned; its tensors may be on any device."""
+        self.loss.load_state_dict(state["loss"])
+        self._optimizer.load_state_dict(state["optimizer"])
+
+    def save_model(self, path: str | os.PathLike[str]) -> None:
+        """Write the policy to ``path``, for `load_actor`."""
+        save(path, {**self._shape, "actor": self.actor.state_dict()})
+
+
+def load_actor(
+    path: str | os.PathLike[str], device: torch.device | str = "cpu"
+) -> ProbabilisticTensorDictSequential:
+    """The trained policy in ``path``: it reads ``"observation"`` `[*, O]` and writes ``"action"`` `[*, A]` in [-1, 1].
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: The file does not hold a policy, or is damaged.
+    """
+    model = load(path)
+    try:
+        hidden: Sequence[int] = model["hidden"]
+        actor = make_sac_actor(model["observation_size"], model["action_size"], hidden, device=device)
+        actor.load_state_dict(model["actor"])
+    except (KeyError, TypeError, RuntimeError) as error:
+        raise ValueError(f"{os.fspath(path)} does not hold a policy: {error!r}") from None
+    return actor

@@ -1,0 +1,197 @@
+"""What a run shows while it goes on: a bar on a terminal, and now and then a plain line anywhere else."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from typing import Protocol, TextIO
+
+_PLAIN_LINES = 10
+_REFRESH_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Status:
+    """Where a run stands.
+
+    Attributes:
+        step: Transitions collected.
+        mean_return: Of the last episodes; None before the first has ended.
+        critic_loss: Mean since the last record; None before the first.
+        actor_loss: As ``critic_loss``.
+    """
+
+    step: int
+    mean_return: float | None
+    critic_loss: float | None
+    actor_loss: float | None
+
+
+class Reporter(Protocol):
+    """Shows a run to its user."""
+
+    def start(self, step: int, total: int) -> None:
+        """Training begins, at ``step`` of ``total``."""
+
+    def update(self, status: Status) -> None:
+        """Training has gone on; called after every step, so it returns at once unless there is something to show."""
+
+    def message(self, text: str) -> None:
+        """Something else to say, in a line."""
+
+    def stop(self) -> None:
+        """Training is over, or was interrupted."""
+
+
+class Speed:
+    """Steps a second over the last few seconds, so that the time left is right also after the random warm-up."""
+
+    def __init__(self, step: int, total: int, span: float = 5.0) -> None:
+        self._total = total
+        self._span = span
+        self._marks = [(time.monotonic(), step)]
+
+    def update(self, step: int) -> float:
+        """Note the time of ``step``. Returns steps a second, 0 while unknown."""
+        now = time.monotonic()
+        self._marks.append((now, step))
+        while len(self._marks) > 2 and self._marks[1][0] < now - self._span:
+            self._marks.pop(0)
+        then, first = self._marks[0]
+        return (step - first) / (now - then) if now > then else 0.0
+
+    def left(self, step: int, rate: float) -> str:
+        """The time that the remaining steps take at ``rate``, for people."""
+        if rate <= 0:
+            return "-:--"
+        seconds = round(max(0, self._total - step) / rate)
+        hours, rest = divmod(seconds, 3600)
+        minutes, seconds = divmod(rest, 60)
+        return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def describe(status: Status) -> str:
+    """Return and losses in a few words; dashes for what is not known yet."""
+    return (
+        f"return {_number(status.mean_return, '.1f')}  "
+        f"critic {_number(status.critic_loss, '.3g')}  actor {_number(status.actor_loss, '.3g')}"
+    )
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+class PlainReporter:
+    """Ten lines a run, without control sequences: for logs."""
+
+    def __init__(self, file: TextIO | None = None) -> None:
+        self._file = file
+        self._total = 0
+        self._due = 0
+        self._speed = Speed(0, 0)
+
+    def start(self, step: int, total: int) -> None:
+        self._total = total
+        self._due = self._next(step)
+        self._speed = Speed(step, total, span=float("inf"))
+
+    def update(self, status: Status) -> None:
+        if status.step < self._due:
+            return
+        rate = self._speed.update(status.step)
+        self._due = self._next(status.step)
+        self.message(
+            f"step {status.step:,}/{self._total:,}  {describe(status)}  {rate:.0f} steps/s  "
+            f"{self._speed.left(status.step, rate)} left"
+        )
+        self._speed = Speed(status.step, self._total, span=float("inf"))
+
+    def _next(self, step: int) -> int:
+        interval = max(1, self._total // _PLAIN_LINES)
+        return min((step // interval + 1) * interval, self._total)
+
+    def message(self, text: str) -> None:
+        print(text, file=self._file or sys.stdout, flush=True)
+
+    def stop(self) -> None:
+        pass
+
+
+class QuietReporter:
+    """Nothing but messages."""
+
+    def start(self, step: int, total: int) -> None:
+        pass
+
+    def update(self, status: Status) -> None:
+        pass
+
+    def message(self, text: str) -> None:
+        print(text, flush=True)
+
+    def stop(self) -> None:
+        pass
+
+
+class BarReporter:
+    """A progress bar, drawn by rich."""
+
+    def __init__(self) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        self._progress = Progress(
+            BarColumn(bar_width=24),
+            TextColumn("{task.completed:,.0f}/{task.total:,.0f}"),
+            TextColumn("[cyan]{task.fields[description_]}"),
+            TextColumn("{task.fields[rate]:.0f} steps/s  {task.fields[left]} left"),
+        )
+        self._speed = Speed(0, 0)
+        self._shown = 0.0
+        self._latest: Status | None = None
+        self._task = self._progress.add_task("", total=None, start=False, description_="", rate=0.0, left="-:--")
+
+    def start(self, step: int, total: int) -> None:
+        self._speed = Speed(step, total)
+        self._progress.update(self._task, completed=step, total=total)
+        self._progress.start_task(self._task)
+        self._progress.start()
+
+    def update(self, status: Status) -> None:
+        self._latest = status
+        now = time.monotonic()
+        if now - self._shown >= _REFRESH_SECONDS:
+            self._shown = now
+            self._show(status)
+
+    def _show(self, status: Status) -> None:
+        rate = self._speed.update(status.step)
+        self._progress.update(
+            self._task,
+            completed=status.step,
+            description_=describe(status),
+            rate=rate,
+            left=self._speed.left(status.step, rate),
+        )
+
+    def message(self, text: str) -> None:
+        self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def stop(self) -> None:
+        if self._latest is not None:
+            self._show(self._latest)
+        self._progress.stop()
+
+
+def choose_reporter(quiet: bool = False) -> Reporter:
+    """A bar on a terminal, plain lines elsewhere, or nothing but messages."""
+    if quiet:
+        return QuietReporter()
+    # rich alone would let FORCE_COLOR put control sequences into a log.
+    if sys.stdout.isatty():
+        from rich.console import Console
+
+        if not Console().is_dumb_terminal:
+            return BarReporter()
+    return PlainReporter()

@@ -1,0 +1,356 @@
+"""A run in its folder: begin or resume it, see it through or stop it cleanly, and leave everything on the disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import statistics
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from gpubuf.serialization import load, save
+from gpubuf.train.agent import MODEL_FILE
+from gpubuf.train.config import CONFIG_FILE, TrainConfig, UsageError
+from gpubuf.train.metrics import METRICS_FILE, TIMING_FILE, JsonLines, read
+from gpubuf.train.plotting import CURVE_FILE, draw_curve
+from gpubuf.train.progress import QuietReporter, Reporter
+from gpubuf.train.trainer import Trainer
+
+CHECKPOINT_FILE = "checkpoint.safetensors"
+RESULT_FILE = "result.json"
+
+_FILES = (CONFIG_FILE, CHECKPOINT_FILE, MODEL_FILE, METRICS_FILE, TIMING_FILE, CURVE_FILE, RESULT_FILE)
+
+# Products of matrices below this size are over before a second thread has woken up.
+_ONE_THREAD_WORK = 1 << 25
+_MOST_THREADS = 8
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a run, or the part of it that ended now, went.
+
+    Attributes:
+        folder: Where everything is.
+        steps: Transitions collected since the run began.
+        returns: Of the episodes of the final evaluation; empty if the run was interrupted.
+        seconds: That training took, evaluations for the curve included, since the run began.
+        signal: The signal that interrupted it, or None.
+    """
+
+    folder: Path
+    steps: int
+    returns: tuple[float, ...]
+    seconds: float
+    signal: int | None
+
+    @property
+    def mean_return(self) -> float:
+        """The mean of ``returns``; NaN if the run was interrupted."""
+        return statistics.fmean(self.returns) if self.returns else float("nan")
+
+
+def train(
+    config: TrainConfig, folder: str | os.PathLike[str], *, overwrite: bool = False, reporter: Reporter | None = None
+) -> TrainResult:
+    """Train an agent, and write metrics, curve, model and checkpoint into ``folder``.
+
+    SIGINT and SIGTERM end the run after the current step, with everything saved; a second one ends it at once. Seeds
+    PyTorch's global random generator, and sets its number of threads while it runs.
+
+    Args:
+        config: What to train on, and how.
+        folder: Where to; made if it doesn't exist.
+        overwrite: Replace a run that is in ``folder``.
+        reporter: Shows the progress; by default only messages are printed.
+
+    Raises:
+        UsageError: The environment, the device or the folder can't be used. Nothing was written.
+        DivergedError: A loss became infinite or NaN.
+    """
+    path = Path(folder)
+    device = _resolve_device(config.device)
+    if not overwrite and holds_run(path):
+        raise UsageError(f"{path} already holds a run: resume it, overwrite it, or choose another folder")
+    with _threads(config, device):
+        run = _Run(config, path, device, reporter or QuietReporter())
+        run.begin()
+        return run.finish()
+
+
+def resume(
+    folder: str | os.PathLike[str], changes: Mapping[str, Any] | None = None, *, reporter: Reporter | None = None
+) -> TrainResult:
+    """Go on with the run in ``folder`` where its checkpoint was taken, as if it had never stopped.
+
+    On the CPU, and if the environment's randomness all comes from its ``np_random``, the metrics are those of a run
+    without the interruption, byte for byte.
+
+    Args:
+        folder: The folder of the run, or the checkpoint in it.
+        changes: Settings stated again. Only those in `config.CHANGEABLE_ON_RESUME` may differ from the run's.
+        reporter: As for `train`.
+
+    Raises:
+        UsageError: There is no checkpoint, it is damaged, the run is complete, or ``changes`` contradict it. Nothing
+            was changed.
+        DivergedError: A loss became infinite or NaN.
+    """
+    path = Path(folder)
+    if path.name == CHECKPOINT_FILE:
+        path = path.parent
+    stored = TrainConfig.read(path)
+    config = stored.resumed_with(changes or {})
+    device = _resolve_device(config.device)
+    try:
+        checkpoint = load(path / CHECKPOINT_FILE)
+    except FileNotFoundError:
+        raise UsageError(f"{path} cannot be resumed: it was stopped before its first checkpoint") from None
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    with _threads(config, device):
+        run = _Run(config, path, device, reporter or QuietReporter())
+        run.restore(checkpoint)
+        return run.finish()
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether there is a run in ``folder``."""
+    return any((folder / name).exists() for name in _FILES)
+
+
+def free_folder(config: TrainConfig) -> Path:
+    """A folder under ``runs/`` that is named after the run and holds none yet."""
+    mode = "prioritized" if config.prioritized else "uniform"
+    environment = config.env.replace("/", "-").replace(":", "-")
+    name = f"{environment}-{mode}-seed{config.seed}"
+    number = 1
+    while True:
+        folder = Path("runs") / (name if number == 1 else f"{name}-{number}")
+        if not holds_run(folder):
+            return folder
+        number += 1
+
+
+class _Run:
+    """One run and its files, from `begin` or `restore` to `finish`."""
+
+    def __init__(self, config: TrainConfig, folder: Path, device: torch.device, reporter: Reporter) -> None:
+        self._config = config
+        self._folder = folder
+        self._reporter = reporter
+        self._trainer = Trainer(config, device, self._record)
+        self._metrics: JsonLines | None = None
+        self._timing: JsonLines | None = None
+        self._seconds = 0.0
+        self._began = 0.0
+
+    def begin(self) -> None:
+        """Claim the folder for a new run."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            for name in _FILES:
+                (self._folder / name).unlink(missing_ok=True)
+        except OSError as error:
+            raise UsageError(f"cannot write to {self._folder}: {error}") from None
+        self._open(metrics_lines=0, timing_lines=0)
+
+    def restore(self, checkpoint: dict[str, Any]) -> None:
+        """Take up the run that ``checkpoint`` belongs to."""
+        if (self._folder / RESULT_FILE).exists() and checkpoint["trainer"]["step"] >= self._config.total_steps:
+            raise UsageError(
+                f"the run in {self._folder} is complete, with {checkpoint['trainer']['step']:,} steps; "
+                "ask for more of them to go on"
+            )
+        lost = self._trainer.load_state_dict(checkpoint["trainer"])
+        self._seconds = checkpoint["seconds"]
+        self._open(checkpoint["metrics_lines"], checkpoint["timing_lines"])
+        (self._folder / RESULT_FILE).unlink(missing_ok=True)
+        if lost:
+            self._reporter.message(
+                f"{len(lost)} open episode(s) could not be played again and begin anew: the run goes on, "
+                "but not exactly as it would have"
+            )
+
+    def _open(self, metrics_lines: int, timing_lines: int) -> None:
+        self._metrics = JsonLines(self._folder / METRICS_FILE, keep=metrics_lines)
+        self._timing = JsonLines(self._folder / TIMING_FILE, keep=timing_lines)
+        (self._folder / CONFIG_FILE).write_text(self._config.to_json(), encoding="utf-8")
+
+    def _record(self, record: dict[str, Any]) -> None:
+        assert self._metrics is not None
+        assert self._timing is not None
+        self._metrics.write(record)
+        if record["kind"] == "update":
+            self._timing.write({"step": record["step"], "seconds": round(self._elapsed(), 3)})
+
+    def _elapsed(self) -> float:
+        return self._seconds + time.monotonic() - self._began
+
+    def finish(self) -> TrainResult:
+        """Train to the end or to the interruption, evaluate, and write everything that is left to write."""
+        trainer = self._trainer
+        self._began = time.monotonic()
+        try:
+            with _interruption() as interruption:
+                self._train(interruption)
+                self._seconds = self._elapsed()
+                self._save()
+                final = None
+                if not interruption.requested():
+                    final = trainer.final_evaluation(interruption.requested)
+                if final is not None:
+                    self._record(final)
+                    self._write_result(final)
+                draw_curve(read(self._folder / METRICS_FILE), self._title(), self._folder / CURVE_FILE)
+            result = TrainResult(
+                folder=self._folder,
+                steps=trainer.step,
+                returns=() if final is None else tuple(final["returns"]),
+                seconds=self._seconds,
+                signal=None if final is not None else interruption.signal,
+            )
+            self._reporter.message(_summary(result))
+            return result
+        finally:
+            trainer.close()
+            for file in (self._metrics, self._timing):
+                if file is not None:
+                    file.close()
+
+    def _train(self, interruption: _Interruption) -> None:
+        trainer, config = self._trainer, self._config
+        self._reporter.start(trainer.step, config.total_steps)
+        try:
+            while trainer.step < config.total_steps and not interruption.requested():
+                before = trainer.step
+                trainer.advance()
+                self._reporter.update(trainer.status())
+                if trainer.checkpoint_due(before):
+                    self._save()
+        finally:
+            self._reporter.stop()
+
+    def _save(self) -> None:
+        assert self._metrics is not None
+        assert self._timing is not None
+        state = {
+            "trainer": self._trainer.state_dict(),
+            "metrics_lines": self._metrics.lines,
+            "timing_lines": self._timing.lines,
+            "seconds": self._seconds,
+        }
+        save(self._folder / CHECKPOINT_FILE, state)
+        self._trainer.agent.save_model(self._folder / MODEL_FILE)
+
+    def _write_result(self, final: dict[str, Any]) -> None:
+        returns = final["returns"]
+        result = {
+            "env": self._config.env,
+            "prioritized": self._config.prioritized,
+            "seed": self._config.seed,
+            "steps": self._trainer.step,
+            "episodes": len(returns),
+            "mean_return": final["mean_return"],
+            "std_return": statistics.pstdev(returns),
+            "timing": {
+                "seconds": round(self._seconds, 1),
+                "steps_per_second": round(self._trainer.step / self._seconds, 1),
+                "torch_threads": torch.get_num_threads(),
+            },
+        }
+        (self._folder / RESULT_FILE).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+    def _title(self) -> str:
+        mode = "prioritized" if self._config.prioritized else "uniform"
+        return f"SAC on {self._config.env}, {mode} replay, seed {self._config.seed}"
+
+
+def _summary(result: TrainResult) -> str:
+    rate = result.steps / result.seconds if result.seconds else 0.0
+    steps = f"{result.steps:,} steps in {result.seconds:.0f} s ({rate:.0f} steps/s)"
+    if result.signal is not None:
+        command = f"gpubuf train --resume {shlex.quote(str(result.folder))}"
+        return f"interrupted after {steps}; saved, go on with: {command}"
+    return (
+        f"{steps}, saved in {result.folder}\n"
+        f"evaluation over {len(result.returns)} episodes: mean return {result.mean_return:.1f} "
+        f"(from {min(result.returns):.1f} to {max(result.returns):.1f})"
+    )
+
+
+class _Interruption:
+    """Remembers the first signal; lets the second have its way."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+
+    def requested(self) -> bool:
+        return self.signal is not None
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None:
+            raise KeyboardInterrupt
+        self.signal = number
+
+
+@contextmanager
+def _interruption() -> Iterator[_Interruption]:
+    """Turn SIGINT and SIGTERM into a wish to stop. Only the main thread may; elsewhere signals do what they did."""
+    interruption = _Interruption()
+    if threading.current_thread() is not threading.main_thread():
+        yield interruption
+        return
+    previous = {number: signal.signal(number, interruption.handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield interruption
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _resolve_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise UsageError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise UsageError(f"there is no device {name}: PyTorch {torch.__version__} sees {count} CUDA device(s)")
+    return device
+
+
+@contextmanager
+def _threads(config: TrainConfig, device: torch.device) -> Iterator[None]:
+    """Set PyTorch's threads for the run, and put them back."""
+    before = torch.get_num_threads()
+    threads = config.threads
+    if threads is None and device.type == "cpu":
+        threads = default_threads(config)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def default_threads(config: TrainConfig) -> int:
+    """One thread for small networks, where more only get in each other's way; else the cores, at most eight."""
+    work = config.batch_size * max(config.hidden) ** 2
+    return 1 if work <= _ONE_THREAD_WORK else min(_MOST_THREADS, os.cpu_count() or 1)
