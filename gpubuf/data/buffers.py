@@ -247,10 +247,13 @@ class ReplayBuffer:
     def __getitem__(self, index: Any) -> Data:
         """Rows by index, transformed. Ints and slices give views of the storage, all else copies."""
         with self._lock:
-            data = self._storage[index]
+            data = self._read(index)
             if self._collate_fn is not None and not isinstance(index, int):
                 data = self._collate_fn(data)
             return self._transform(data) if len(self._transform) else data
+
+    def _read(self, index: Any) -> Data:
+        return self._storage[index]
 
     def _resolve_batch_size(self, batch_size: int | None) -> int:
         own = self._batch_size

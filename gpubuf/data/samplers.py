@@ -144,7 +144,7 @@ class SamplerWithoutReplacement(Sampler):
 
     Args:
         drop_last: end the epoch before a batch that could not be filled. Otherwise the last batch of an epoch is
-            topped up from the next permutation, so that every batch has the size asked for.
+            what remains, and may be shorter than asked for.
         shuffle: False visits the rows in storage order.
     """
 
@@ -174,19 +174,12 @@ class SamplerWithoutReplacement(Sampler):
             )
         if self._remaining is None or self._size != len(storage):
             self._remaining, self._size = self._permutation(storage), len(storage)
-        parts = [self._remaining[:batch_size]]
-        self._remaining = self._remaining[batch_size:]
-        missing = batch_size - parts[0].numel()
-        self.ran_out = self._remaining.numel() == 0 or (self.drop_last and self._remaining.numel() < batch_size)
-        while missing:
-            # A batch larger than the storage goes through several epochs.
-            fresh = self._permutation(storage)
-            parts.append(fresh[:missing])
-            self._remaining = fresh[missing:]
-            missing -= parts[-1].numel()
-        if self._remaining.numel() == 0 or (self.drop_last and self.ran_out):
+        flat, self._remaining = self._remaining[:batch_size], self._remaining[batch_size:]
+        left = self._remaining.numel()
+        self.ran_out = left == 0 or (self.drop_last and left < batch_size)
+        if self.ran_out:
             self._remaining = self._permutation(storage)
-        return storage.unravel(torch.cat(parts) if len(parts) > 1 else parts[0]), {}
+        return storage.unravel(flat), {}
 
     def empty(self) -> None:
         super().empty()

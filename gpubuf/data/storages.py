@@ -155,6 +155,11 @@ class TensorStorage(Storage):
         return self._shape if self._layout is not None else torch.Size((self.max_size,))
 
     @property
+    def _steps_filled(self) -> int:
+        """How much of the first dimension has been written."""
+        return self._size // math.prod(self.shape[1:])
+
+    @property
     def cursor(self) -> int:
         """Position that the next row goes to."""
         return self._written % self.max_size
@@ -287,19 +292,27 @@ class TensorStorage(Storage):
         Raises:
             IndexError: an index is beyond the rows written.
         """
+        layout = self.layout
         if isinstance(index, (int, slice)):
-            # Only the first dimension is indexed, and only as far as it has been written.
-            filled = -(-self._size // math.prod(self._shape[1:])) if self.initialized else 0
-            layout = self.layout
-            tensors = [t[:filled][index] for t in self._tensors]
-            dims = self.ndim - isinstance(index, int)
-            first = self._shape[1:] if isinstance(index, int) else (len(range(filled)[index]), *self._shape[1:])
-            assert len(first) == dims
-            return layout.assemble(tensors, tuple(first), self._device)
+            tensors = [t[: self._steps_filled][index] for t in self._tensors]
+            steps = () if isinstance(index, int) else (len(range(self._steps_filled)[index]),)
+            return layout.assemble(tensors, (*steps, *self._shape[1:]), self._device)
         return self.assemble(self.gather(self._positions(index))[0])
 
     def _positions(self, index: Any) -> Tensor:
         return stored_positions(index, self._shape, self._size, self._device)
+
+    def coordinates(self, index: Any) -> Tensor:
+        """Where the rows of ``storage[index]`` lie: int64 of that data's batch shape (``[..., ndim]`` if above 1)."""
+        if not isinstance(index, (int, slice)):
+            return self.unravel(self._positions(index))
+        steps = torch.arange(self._steps_filled, device=self._device)[index]
+        if self.ndim == 1:
+            return steps
+        rest = [torch.arange(length, device=self._device) for length in self._shape[1:]]
+        grid = torch.meshgrid(steps.reshape(-1), *rest, indexing="ij")
+        grids = torch.stack(grid, -1)
+        return grids[0] if isinstance(index, int) else grids
 
     def unravel(self, flat: Tensor) -> Tensor:
         """``[n]`` flat positions as ``[n, ndim]`` coordinates; ``[n]`` itself for ``ndim=1``."""
@@ -328,7 +341,7 @@ class TensorStorage(Storage):
         if self._layout is None:
             return {"initialized": False, "max_size": self.max_size}
         self.refresh()
-        filled = -(-self._size // math.prod(self._shape[1:]))
+        filled = self._steps_filled
         return {
             "initialized": True,
             "max_size": self.max_size,

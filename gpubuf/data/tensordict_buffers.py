@@ -61,6 +61,11 @@ class TensorDictReplayBuffer(ReplayBuffer):
         self._sampler.check_priority(priority)
         return priority
 
+    def _read(self, index: Any) -> Data:
+        data = super()._read(index)
+        coordinates = self._storage.coordinates(index)
+        return data.set("index", coordinates) if isinstance(data, TensorDictBase) else data
+
     def sample(self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None) -> Any:
         """A batch of transitions that carries its ``"index"`` and what else the sampler knows.
 
