@@ -1,0 +1,85 @@
+"""Argument checks of the sum tree's operations, shared by both backends. They are cheap, and read no values."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from gpubuf.kernels.sum_tree import level_sizes
+
+
+@lru_cache(maxsize=256)
+def tree_shape(capacity: int, fan_out: int) -> tuple[int, int, int]:
+    """``(n_leaves, n_nodes, depth)`` of a tree; depth counts the inner levels.
+
+    Raises:
+        ValueError: the capacity is not positive, or the fan-out is not a power of two of at least 2.
+    """
+    if capacity < 1:
+        raise ValueError(f"the capacity must be at least 1, but is {capacity}")
+    if fan_out < 2 or fan_out & (fan_out - 1):
+        raise ValueError(f"the fan-out must be a power of two of at least 2, but is {fan_out}")
+    sizes = level_sizes(capacity, fan_out)
+    return -(-capacity // fan_out) * fan_out, sum(sizes), len(sizes)
+
+
+def check_tree(leaves: Tensor, nodes: Tensor, capacity: int, fan_out: int) -> None:
+    """Raise TypeError or ValueError unless ``leaves`` and ``nodes`` hold a tree of that shape."""
+    n_leaves, n_nodes, _ = tree_shape(capacity, fan_out)
+    # One condition on the hot path; what is wrong is only looked for when something is.
+    if (
+        leaves.dtype is torch.float32
+        and nodes.dtype is torch.float64
+        and leaves.numel() == n_leaves
+        and nodes.numel() == 3 * n_nodes
+        and leaves.is_contiguous()
+        and nodes.is_contiguous()
+    ):
+        return
+    _demand("leaves", leaves, torch.float32, (n_leaves,))
+    _demand("nodes", nodes, torch.float64, (3, n_nodes))
+
+
+def check_hyper(hyper: Tensor) -> None:
+    """Raise TypeError or ValueError unless ``hyper`` is float64 ``[5]``."""
+    if hyper.dtype is not torch.float64 or hyper.numel() != 5 or not hyper.is_contiguous():
+        _demand("hyper", hyper, torch.float64, (5,))
+
+
+def check_index(index: Tensor) -> int:
+    """Number of entries of ``index``; raise TypeError or ValueError unless it is a contiguous int64 vector."""
+    if index.dtype is not torch.int64 or index.dim() != 1 or not index.is_contiguous():
+        _demand("index", index, torch.int64, (index.numel(),))
+    return index.numel()
+
+
+def check_update(ring: Tensor, index: Tensor, priority: Tensor, generation: Tensor | None) -> int:
+    """Number of entries of an update; raise TypeError or ValueError unless its tensors fit together."""
+    n = check_index(index)
+    if ring.dtype is not torch.int64 or ring.numel() != 4 or not ring.is_contiguous():
+        _demand("ring", ring, torch.int64, (4,))
+    if priority.dtype is not torch.float32 or priority.shape != index.shape or not priority.is_contiguous():
+        _demand("priority", priority, torch.float32, (n,))
+    if generation is not None and (
+        generation.dtype is not torch.int64 or generation.shape != index.shape or not generation.is_contiguous()
+    ):
+        _demand("generation", generation, torch.int64, (n,))
+    return n
+
+
+def check_devices(*tensors: Tensor | None) -> None:
+    """Raise ValueError unless all tensors are on one device."""
+    devices = {tensor.device for tensor in tensors if tensor is not None}
+    if len(devices) > 1:
+        raise ValueError(f"all tensors of an operation must be on one device, not on {sorted(map(str, devices))}")
+
+
+def _demand(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    if tensor.dtype is not dtype:
+        raise TypeError(f"{name} must be {dtype}, not {tensor.dtype}")
+    if tensor.shape != shape:
+        raise ValueError(f"{name} must have shape {list(shape)}, not {list(tensor.shape)}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, but has strides {tensor.stride()}")

@@ -1,0 +1,218 @@
+"""Launches the sum tree's kernels."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+from torch import Tensor
+
+from gpubuf.kernels import config
+from gpubuf.kernels.philox import check_request
+from gpubuf.kernels.sum_tree import _triton_update as kernels
+from gpubuf.kernels.sum_tree._check import (
+    check_devices,
+    check_hyper,
+    check_index,
+    check_tree,
+    check_update,
+    tree_shape,
+)
+from gpubuf.kernels.sum_tree._triton import sum_tree_draw_kernel
+
+
+@functools.lru_cache(maxsize=64)
+def _device_name(device: torch.device) -> str | None:
+    """Name under which configurations are tuned; None for CPU tensors, which run through the interpreter."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else None
+
+
+def _shift(fan_out: int) -> int:
+    return fan_out.bit_length() - 1
+
+
+def _refresh(
+    leaves: Tensor | None,
+    nodes: Tensor,
+    index: Tensor,
+    n: int,
+    capacity: int,
+    fan_out: int,
+    chosen: config.UpdateConfig,
+) -> None:
+    """One launch a level, from the leaves (None: from level 2) to the root, above ``n`` rows."""
+    _, n_nodes, depth = tree_shape(capacity, fan_out)
+    shift = _shift(fan_out)
+    common = {"SHIFT": shift, "BLOCK_NODES": chosen.block_nodes, "num_warps": chosen.num_warps}
+    if leaves is not None:
+        grid = (triton.cdiv(min(n, -(-capacity // fan_out)), chosen.block_nodes),)
+        kernels.sum_tree_refresh_leaves_kernel[grid](leaves, nodes, index, n, capacity, n_nodes, **common)
+    for level in range(2, depth + 1):
+        count = -(-capacity // fan_out**level)
+        grid = (triton.cdiv(min(n, count), chosen.block_nodes),)
+        kernels.sum_tree_refresh_kernel[grid](nodes, index, n, capacity, n_nodes, LEVEL=level, **common)
+
+
+def build(leaves: Tensor, nodes: Tensor, fan_out: int) -> None:
+    """See :data:`gpubuf.kernels.sum_tree.build`."""
+    # The padding weighs nothing, so that the number of leaves serves as the capacity.
+    capacity = leaves.numel()
+    check_tree(leaves, nodes, capacity, fan_out)
+    check_devices(leaves, nodes)
+    # As many entries as rows: every level is recomputed as a whole, and the index is never read.
+    chosen = config.tree_update(fan_out, max(capacity, 1025), _device_name(leaves.device))
+    _refresh(leaves, nodes, nodes.view(torch.int64), capacity, capacity, fan_out, chosen)
+
+
+def update(
+    leaves: Tensor,
+    nodes: Tensor,
+    hyper: Tensor,
+    ring: Tensor,
+    index: Tensor,
+    priority: Tensor,
+    generation: Tensor | None,
+    capacity: int,
+    fan_out: int,
+) -> None:
+    """See :data:`gpubuf.kernels.sum_tree.update`."""
+    check_tree(leaves, nodes, capacity, fan_out)
+    check_hyper(hyper)
+    n = check_update(ring, index, priority, generation)
+    check_devices(leaves, nodes, hyper, ring, index, priority, generation)
+    if n == 0:
+        return
+    if n >= 2**31:
+        raise ValueError(f"an update takes fewer than 2**31 entries, but got {n}")
+    _, n_nodes, depth = tree_shape(capacity, fan_out)
+    shift = _shift(fan_out)
+    chosen = config.tree_update(fan_out, n, _device_name(leaves.device))
+    has_generation = generation is not None
+    entries = (ring, index, priority, index if generation is None else generation)
+    if chosen.single_program:
+        kernels.sum_tree_update_small_kernel[(1,)](
+            leaves,
+            nodes,
+            hyper,
+            *entries,
+            n,
+            capacity,
+            n_nodes,
+            HAS_GENERATION=has_generation,
+            DEPTH=depth,
+            SHIFT=shift,
+            BLOCK_ENTRIES=chosen.block_entries,
+            BLOCK_NODES=chosen.block_nodes,
+            num_warps=chosen.num_warps,
+        )
+        return
+    kernels.sum_tree_claim_kernel[(triton.cdiv(n, chosen.block_entries),)](
+        leaves,
+        hyper,
+        *entries,
+        n,
+        capacity,
+        HAS_GENERATION=has_generation,
+        BLOCK_ENTRIES=chosen.block_entries,
+        num_warps=chosen.num_warps,
+    )
+    grid = (triton.cdiv(min(n, -(-capacity // fan_out)), chosen.block_nodes),)
+    kernels.sum_tree_commit_kernel[grid](
+        leaves,
+        nodes,
+        hyper,
+        index,
+        priority,
+        n,
+        capacity,
+        n_nodes,
+        SHIFT=shift,
+        BLOCK_NODES=chosen.block_nodes,
+        num_warps=chosen.num_warps,
+    )
+    _refresh(None, nodes, index, n, capacity, fan_out, chosen)
+
+
+def mark(
+    leaves: Tensor, nodes: Tensor, hyper: Tensor, index: Tensor, capacity: int, fan_out: int, within_buffer: bool
+) -> None:
+    """See :data:`gpubuf.kernels.sum_tree.mark`."""
+    check_tree(leaves, nodes, capacity, fan_out)
+    check_hyper(hyper)
+    n = check_index(index)
+    check_devices(leaves, nodes, hyper, index)
+    if n == 0:
+        return
+    _, n_nodes, depth = tree_shape(capacity, fan_out)
+    chosen = config.tree_update(fan_out, n, _device_name(leaves.device))
+    if chosen.single_program:
+        kernels.sum_tree_mark_small_kernel[(1,)](
+            leaves,
+            nodes,
+            hyper,
+            index,
+            n,
+            capacity,
+            n_nodes,
+            WITHIN_BUFFER=within_buffer,
+            DEPTH=depth,
+            SHIFT=_shift(fan_out),
+            BLOCK_ENTRIES=chosen.block_entries,
+            BLOCK_NODES=chosen.block_nodes,
+            num_warps=chosen.num_warps,
+        )
+        return
+    kernels.sum_tree_mark_kernel[(triton.cdiv(n, chosen.block_entries),)](
+        leaves,
+        nodes,
+        hyper,
+        index,
+        n,
+        capacity,
+        n_nodes,
+        WITHIN_BUFFER=within_buffer,
+        BLOCK_ENTRIES=chosen.block_entries,
+        num_warps=chosen.num_warps,
+    )
+    _refresh(leaves, nodes, index, n, capacity, fan_out, chosen)
+
+
+def draw(
+    leaves: Tensor,
+    nodes: Tensor,
+    hyper: Tensor,
+    rng: Tensor,
+    n: int,
+    capacity: int,
+    fan_out: int,
+    stratified: bool,
+) -> tuple[Tensor, Tensor]:
+    """See :data:`gpubuf.kernels.sum_tree.draw`."""
+    check_tree(leaves, nodes, capacity, fan_out)
+    check_hyper(hyper)
+    check_request(rng, n)
+    check_devices(leaves, nodes, hyper, rng)
+    index = torch.empty(n, dtype=torch.int64, device=leaves.device)
+    weight = torch.empty(n, dtype=torch.float32, device=leaves.device)
+    if n == 0:
+        return index, weight
+    _, n_nodes, depth = tree_shape(capacity, fan_out)
+    chosen = config.tree_draw(fan_out, n, _device_name(leaves.device))
+    sum_tree_draw_kernel[(triton.cdiv(n, chosen.block_draws),)](
+        leaves,
+        nodes,
+        hyper,
+        rng,
+        index,
+        weight,
+        n,
+        capacity,
+        n_nodes,
+        STRATIFIED=stratified,
+        DEPTH=depth,
+        SHIFT=_shift(fan_out),
+        BLOCK_DRAWS=chosen.block_draws,
+        num_warps=chosen.num_warps,
+    )
+    return index, weight

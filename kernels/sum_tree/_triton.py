@@ -1,0 +1,108 @@
+"""The sum tree on the GPU: its geometry and arithmetic, and the draw.
+
+Arguments that all kernels share:
+
+* ``leaves_ptr``: float32 [n_leaves], the capacity rounded up to a multiple of the fan-out F = 1 << SHIFT;
+* ``nodes_ptr``: float64 [3, n_nodes], planes sum, minimum, maximum; level 1 first, the root last;
+* ``hyper_ptr``: float64 [5] = (alpha, beta, eps, max_priority, refused);
+"""
+
+import triton
+import triton.language as tl
+
+from gpubuf.kernels.philox._triton import advance_when_last, philox_uniform_f64
+
+
+@triton.jit
+def level_count(capacity, LEVEL: tl.constexpr, SHIFT: tl.constexpr):
+    """Number of nodes of a level that cover rows: ceil(capacity / F**LEVEL). ``capacity`` is int64."""
+    return (capacity + ((1 << (LEVEL * SHIFT)) - 1)) >> (LEVEL * SHIFT)
+
+
+@triton.jit
+def level_start(capacity, LEVEL: tl.constexpr, SHIFT: tl.constexpr):
+    """Position of inner level ``LEVEL`` (1: the parents of the leaves) in a plane; the levels below are padded."""
+    start = capacity * 0
+    for below in tl.static_range(1, LEVEL):
+        start += level_count(capacity, below + 1, SHIFT) << SHIFT
+    return start
+
+
+@triton.jit
+def weight_of(priority, alpha, eps):
+    """(priority + eps) ** alpha in float64, to be rounded once; not beyond the range of float32."""
+    base = priority.to(tl.float64) + eps
+    positive = base > 0.0
+    # The power saturates long before float64 does, and far beyond float32.
+    power = tl.exp2(tl.minimum(tl.log2(tl.where(positive, base, 1.0)) * alpha, 1000.0))
+    weight = tl.where(positive, power, 0.0)
+    weight = tl.where(alpha == 0.0, 1.0, tl.where(alpha == 1.0, base, weight))
+    # abs: a priority of -0.0 must not leave its sign bit in a leaf, where it would read as a tag.
+    return tl.abs(tl.minimum(weight, 3.4028234663852886e38))
+
+
+@triton.jit
+def choose_child(weight, mass, lane, FAN_OUT: tl.constexpr):
+    """Per row of ``weight`` [R, F]: the first child of positive weight whose inclusive prefix sum exceeds ``mass``.
+
+    Returns (child, mass left in it, clamped at 0). Where rounding has carried the mass past the last prefix
+    sum, the last child of positive weight; child 0 where all are zero.
+    """
+    prefix = tl.cumsum(weight, axis=1)
+    # A parallel scan rounds every prefix in its own order: the weight itself tells whether a child is empty.
+    positive = weight > 0.0
+    first = tl.min(tl.where(positive & (prefix > mass[:, None]), lane[None, :], FAN_OUT), axis=1)
+    last = tl.max(tl.where(positive, lane[None, :], 0), axis=1)
+    child = tl.where(first < FAN_OUT, first, last)
+    before = tl.sum(tl.where(lane[None, :] == child[:, None] - 1, prefix, 0.0), axis=1)
+    return child, tl.maximum(mass - before, 0.0)
+
+
+@triton.jit(do_not_specialize=["n", "capacity", "n_nodes"])
+def sum_tree_draw_kernel(
+    leaves_ptr,
+    nodes_ptr,
+    hyper_ptr,
+    rng_ptr,  # int64 [3] = (seed, offset, ticket); advanced by n
+    index_ptr,  # int64 [n]
+    weight_ptr,  # float32 [n]
+    n,
+    capacity,
+    n_nodes,
+    STRATIFIED: tl.constexpr,
+    DEPTH: tl.constexpr,
+    SHIFT: tl.constexpr,
+    BLOCK_DRAWS: tl.constexpr,
+):
+    """Draw rows in proportion to their weights, with weight (q / q_min) ** -beta; -1 and 0 in an all-zero tree.
+
+    Grid: (cdiv(n, BLOCK_DRAWS),).
+    """
+    fan_out: tl.constexpr = 1 << SHIFT
+    capacity = capacity.to(tl.int64)
+    n_nodes = n_nodes.to(tl.int64)
+    i = tl.program_id(0).to(tl.int64) * BLOCK_DRAWS + tl.arange(0, BLOCK_DRAWS)
+    uniform = philox_uniform_f64(tl.load(rng_ptr), tl.load(rng_ptr + 1) + i)
+    total = tl.load(nodes_ptr + n_nodes - 1)
+    mass = ((i.to(tl.float64) + uniform) / n.to(tl.float64) if STRATIFIED else uniform) * total
+
+    lane = tl.arange(0, fan_out)
+    node = i * 0
+    for down in tl.static_range(0, DEPTH - 1):
+        start = level_start(capacity, DEPTH - 1 - down, SHIFT)
+        children = nodes_ptr + start + (node << SHIFT)[:, None] + lane[None, :]
+        child, mass = choose_child(tl.load(children), mass, lane, fan_out)
+        node = (node << SHIFT) + child
+    weight = tl.load(leaves_ptr + (node << SHIFT)[:, None] + lane[None, :]).to(tl.float64)
+    child, mass = choose_child(weight, mass, lane, fan_out)
+    row = (node << SHIFT) + child
+    drawn = tl.sum(tl.where(lane[None, :] == child[:, None], weight, 0.0), axis=1)
+
+    some = total > 0.0
+    ratio = tl.where(some, drawn / tl.load(nodes_ptr + 2 * n_nodes - 1), 1.0)
+    beta = tl.load(hyper_ptr + 1)
+    # Both special cases come out exactly: log2(1) is 0, and so is any finite number times 0.
+    importance = tl.exp2(tl.log2(ratio) * -beta)
+    tl.store(index_ptr + i, tl.where(some, row, -1), mask=i < n)
+    tl.store(weight_ptr + i, tl.where(some, importance, 0.0).to(tl.float32), mask=i < n)
+    advance_when_last(rng_ptr, n)
