@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import RESULTS
 from benchmarks.workloads import WORKLOADS
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 PAGES = ("README.md", "docs/performance.md")
 TITLES = {"gpubuf": "gpubuf", "torchrl": "TorchRL", "cpprb": "cpprb", "plain": "plain PyTorch"}
 OPEN = "open"
@@ -63,13 +63,11 @@ class Run:
 
 
 def newest_runs(folder: Path = RESULTS) -> dict[str, Run]:
-    """The newest run of every kind of device (``cpu``, ``cuda``)."""
+    """The newest run of every kind: benchmarks by device (``cpu``, ``cuda``), and ``training``."""
     runs: dict[str, Run] = {}
     for path in sorted(folder.glob("*.json")):
         data = json.loads(path.read_text())
-        if "benchmarks" not in data:
-            continue
-        kind = data["machine_info"]["device"]["kind"]
+        kind = "training" if "training" in data else data["machine_info"]["device"]["kind"]
         if kind not in runs or data["datetime"] > runs[kind].data["datetime"]:
             runs[kind] = Run(path.relative_to(folder.parent.parent).as_posix(), data)
     return runs
@@ -146,10 +144,31 @@ def spread_table(runs: dict[str, Run], kind: str) -> str:
     return "\n\n".join(parts)
 
 
+def training_table(runs: dict[str, Run]) -> str:
+    """README: mean return of the final evaluation for every seed, time and speed of training."""
+    run = runs.get("training")
+    if run is None:
+        return f"No training runs are committed: {OPEN}."
+    modes: dict[str, list[dict[str, Any]]] = {}
+    for result in run.data["training"]:
+        mode = "prioritized" if result["prioritized"] else "uniform"
+        modes.setdefault(f"{result['env']}, {mode}, {result['steps']:,} steps", []).append(result)
+    rows = []
+    for mode, results in modes.items():
+        returns = ", ".join(f"{r['mean_return']:.1f} (seed {r['seed']})" for r in results)
+        minutes = sum(r["timing"]["seconds"] for r in results) / len(results) / 60
+        speed = sum(r["timing"]["steps_per_second"] for r in results) / len(results)
+        rows.append([mode, returns, f"{minutes:.1f}", f"{speed:.0f}"])
+    episodes = run.data["training"][0]["episodes"]
+    head = ["`make train`", f"mean return of {episodes} episodes", "minutes", "steps a second"]
+    return "\n\n".join([table(head, rows), described(run)])
+
+
 FIGURES: dict[str, Callable[[dict[str, Run]], str]] = {
     "replay": replay_table,
     "cpu": lambda runs: spread_table(runs, "cpu"),
     "gpu": lambda runs: spread_table(runs, "cuda"),
+    "training": training_table,
 }
 
 _BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)

@@ -7,10 +7,8 @@ the gpu-marked tests, then the benchmarks on the GPU. Further arguments go to th
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -20,17 +18,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.conftest import device_name
+from benchmarks.machine import result_path
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
-
-
-def result_path(device: str) -> Path:
-    """``benchmarks/results/nvidia-h200-2026-11-21.json`` and the like."""
-    prefix = "" if device == "cuda" else "cpu-"
-    slug = re.sub(r"[^a-z0-9]+", "-", device_name(device).lower()).strip("-")
-    return RESULTS / f"{prefix}{slug}-{datetime.date.today().isoformat()}.json"
 
 
 def run_pytest(*arguments: str, environment: dict[str, str] | None = None) -> int:
@@ -40,11 +30,12 @@ def run_pytest(*arguments: str, environment: dict[str, str] | None = None) -> in
     return subprocess.run(command, cwd=ROOT, env={**os.environ, **(environment or {})}, check=False).returncode
 
 
-def run_benchmarks(device: str, out: Path, *arguments: str) -> int:
+def run_benchmarks(kind: str, out: Path, *arguments: str) -> int:
+    """Run the benchmarks on a kind of device; returns pytest's exit code."""
     out.parent.mkdir(parents=True, exist_ok=True)
     columns = "--benchmark-columns=median,iqr,min,rounds"
     return run_pytest(
-        "benchmarks", "--benchmark-enable", columns, f"--device={device}", f"--benchmark-json={out}", *arguments
+        "benchmarks", "--benchmark-enable", columns, f"--device={kind}", f"--benchmark-json={out}", *arguments
     )
 
 
@@ -58,7 +49,8 @@ def outcomes(report: Path) -> dict[str, object]:
     return {**{outcome: len(names) for outcome, names in found.items()}, "failures": found["failed"]}
 
 
-def run_on_gpu(out: Path, *arguments: str) -> int:
+def run_on_gpu(out: Path | None, *arguments: str) -> int:
+    """Run the gpu-marked tests, then the benchmarks; both go into one file. 2 without a GPU."""
     if not torch.cuda.is_available():
         print(
             f"make gpu needs an NVIDIA GPU, and torch {torch.__version__} of {sys.executable} sees none. On a machine "
@@ -66,6 +58,7 @@ def run_on_gpu(out: Path, *arguments: str) -> int:
             file=sys.stderr,
         )
         return 2
+    out = out or result_path("cuda")
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "gpu-tests.xml")
         tested = run_pytest("tests", "-m", "gpu", f"--junitxml={report}", environment={"GPUBUF_TEST_GPU": "1"})
@@ -73,6 +66,7 @@ def run_on_gpu(out: Path, *arguments: str) -> int:
         results = json.loads(out.read_text())
         results["gpu_tests"] = outcomes(report)
         out.write_text(json.dumps(results, indent=1))
+    print(f"results: {out}")
     return tested or measured
 
 
@@ -82,8 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/<device>-<date>.json")
     options, rest = parser.parse_known_args(arguments)
     if options.device == "gpu":
-        out = options.out or (result_path("cuda") if torch.cuda.is_available() else Path())
-        return run_on_gpu(out, *rest)
+        return run_on_gpu(options.out, *rest)
     out = options.out or result_path("cpu")
     code = run_benchmarks("cpu", out, *rest)
     print(f"results: {out}")
