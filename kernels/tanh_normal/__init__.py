@@ -1,0 +1,111 @@
+"""The normal distribution squashed by tanh: a sample and its log-density, forward and backward, one kernel each.
+
+``A`` is the number of action components. Arithmetic is float64 where ``loc`` or ``scale`` is, and float32 otherwise,
+also for float16 and bfloat16; the log-density comes out in that *computing dtype*, actions and gradients in the dtype
+of their arguments. Nothing here synchronises with the host.
+
+Reference: Haarnoja et al., "Soft Actor-Critic", ICML 2018, appendix C.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpubuf.kernels._differentiable import computing_dtype, register_autograd
+from gpubuf.kernels._registry import define
+
+
+def check_arguments(
+    loc: Tensor, scale: Tensor, noise: Tensor, low: Tensor | None, high: Tensor | None, event_dims: int
+) -> int:
+    """Raise ValueError unless the shapes fit; return how many components have their own bounds."""
+    if not loc.shape == scale.shape == noise.shape:
+        raise ValueError(
+            f"loc, scale and noise must have the same shape, got {list(loc.shape)}, {list(scale.shape)} and "
+            f"{list(noise.shape)}"
+        )
+    if not 0 <= event_dims <= loc.ndim:
+        raise ValueError(f"event_dims must be in [0, {loc.ndim}] for loc of shape {list(loc.shape)}, got {event_dims}")
+    if low is None or high is None:
+        if low is not high:
+            raise ValueError("low and high must both be tensors, or both None")
+        return 1
+    last = loc.shape[-1] if loc.ndim else 1
+    if low.shape != (last,) or high.shape != (last,):
+        raise ValueError(
+            f"bounds must have the shape [{last}] of the last dimension of loc, got {list(low.shape)} and "
+            f"{list(high.shape)}"
+        )
+    return last
+
+
+def _sample_fake(
+    loc: Tensor,
+    scale: Tensor,
+    noise: Tensor,
+    low: Tensor | None,
+    high: Tensor | None,
+    low_value: float,
+    high_value: float,
+    event_dims: int,
+) -> tuple[Tensor, Tensor]:
+    action = loc.new_empty(loc.shape, dtype=torch.promote_types(loc.dtype, scale.dtype))
+    return action, loc.new_empty(loc.shape[: loc.ndim - event_dims], dtype=computing_dtype(loc, scale))
+
+
+def _sample_backward_fake(
+    grad_action: Tensor | None, grad_log_prob: Tensor | None, loc: Tensor, scale: Tensor, *_: Any
+) -> tuple[Tensor, Tensor]:
+    return loc.new_empty(loc.shape), scale.new_empty(scale.shape)
+
+
+sample = define(
+    "tanh_normal_sample(Tensor loc, Tensor scale, Tensor noise, Tensor? low, Tensor? high, float low_value,"
+    " float high_value, int event_dims) -> (Tensor, Tensor)",
+    cpu="gpubuf.kernels.tanh_normal._numba:sample",
+    cuda="gpubuf.kernels.tanh_normal._launch:sample",
+    fake=_sample_fake,
+)
+"""``(action, log_prob)`` of a normal squashed by tanh: x = loc + scale * noise, action = centre + half * tanh(x).
+
+``loc``, ``scale`` and ``noise`` have the same shape ``[*batch, A]``; ``noise`` is standard normal and a constant to
+autograd. The bounds are the tensors ``low`` and ``high``, both ``[M]`` with M the last dimension of ``loc``, or the
+numbers where the tensors are None; half = (high - low) / 2. ``log_prob`` is summed over the last ``event_dims``
+dimensions:
+
+    -noise^2/2 - log(scale) - log(2 pi)/2 - log(half) - 2 * (log 2 - |x| - log(1 + exp(-2|x|)))
+
+whose last term is log(1 - tanh(x)^2) without overflow or cancellation. Differentiable in ``loc`` and ``scale``.
+"""
+
+sample_backward = define(
+    "tanh_normal_sample_backward(Tensor? grad_action, Tensor? grad_log_prob, Tensor loc, Tensor scale, Tensor noise,"
+    " Tensor? low, Tensor? high, float low_value, float high_value, int event_dims) -> (Tensor, Tensor)",
+    cpu="gpubuf.kernels.tanh_normal._numba:sample_backward",
+    cuda="gpubuf.kernels.tanh_normal._launch:sample_backward",
+    fake=_sample_backward_fake,
+)
+"""Gradients of :data:`sample` by ``loc`` and ``scale``; a gradient that is None counts as zero.
+
+By x: grad_action * half * sech(x)^2 + grad_log_prob * 2 tanh(x), with sech(x)^2 = 4 e / (1 + e)^2, e = exp(-2|x|),
+which keeps its relative precision where 1 - tanh(x)^2 would round to zero.
+"""
+
+
+def _sample_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    loc, scale, noise, low, high, *ctx.constants = inputs
+    ctx.save_for_backward(loc, scale, noise, low, high)
+    ctx.set_materialize_grads(False)
+
+
+def _sample_gradient(ctx: Any, grad_action: Tensor | None, grad_log_prob: Tensor | None) -> tuple[Any, ...]:
+    by_loc = by_scale = None
+    if grad_action is not None or grad_log_prob is not None:
+        by_loc, by_scale = sample_backward(grad_action, grad_log_prob, *ctx.saved_tensors, *ctx.constants)
+    return by_loc, by_scale, None, None, None, None, None, None
+
+
+register_autograd("tanh_normal_sample", _sample_setup, _sample_gradient)

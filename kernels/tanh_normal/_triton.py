@@ -1,0 +1,124 @@
+"""The tanh-normal distribution on the GPU. Computes in REAL, float32 or float64, whatever the arguments are."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tanh_sech2(x):
+    """tanh(x), sech(x)^2 and log(1 - tanh(x)^2), finite and precise for every finite x."""
+    magnitude = tl.abs(x)
+    decay = tl.exp(-2 * magnitude)
+    tanh = (1 - decay) / (1 + decay)
+    tanh = tl.where(x < 0, -tanh, tanh)
+    sech2 = 4 * decay / ((1 + decay) * (1 + decay))
+    log_sech2 = 2 * (0.6931471805599453 - magnitude - tl.log(1 + decay))
+    return tanh, sech2, log_sech2
+
+
+@triton.jit
+def action_bounds(
+    low_ptr,
+    high_ptr,
+    column,
+    inside,
+    REAL: tl.constexpr,
+    HAS_BOUNDS: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+):
+    """(low, high) of each action component."""
+    low = tl.full(column.shape, LOW, REAL)
+    high = tl.full(column.shape, HIGH, REAL)
+    if HAS_BOUNDS:
+        low = tl.load(low_ptr + column, mask=inside, other=-1).to(REAL)
+        high = tl.load(high_ptr + column, mask=inside, other=1).to(REAL)
+    return low, high
+
+
+@triton.jit
+def tanh_normal_sample_kernel(
+    loc_ptr,  # any float [n, width]
+    scale_ptr,  # any float [n, width]
+    noise_ptr,  # any float [n, width]
+    low_ptr,  # any float [last], read where HAS_BOUNDS
+    high_ptr,  # any float [last], read where HAS_BOUNDS
+    action_ptr,  # any float [n, width], out
+    log_prob_ptr,  # REAL [n], out
+    n,
+    width,  # components whose log-densities are summed
+    last,  # components that have their own bounds; divides the flat index
+    REAL: tl.constexpr,
+    HAS_BOUNDS: tl.constexpr,
+    LOW: tl.constexpr,  # the bounds without HAS_BOUNDS; a run-time float would be rounded to float32
+    HIGH: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+):
+    """action = centre + half * tanh(x), x = loc + scale * noise, and its log-density.
+
+    Grid: (cdiv(n, BLOCK_ROWS),); BLOCK_WIDTH >= width.
+    """
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    column = tl.arange(0, BLOCK_WIDTH)
+    inside = (row < n)[:, None] & (column < width)[None, :]
+    offset = row[:, None] * width + column[None, :]
+    scale = tl.load(scale_ptr + offset, mask=inside, other=1).to(REAL)
+    noise = tl.load(noise_ptr + offset, mask=inside, other=0).to(REAL)
+    x = tl.load(loc_ptr + offset, mask=inside, other=0).to(REAL) + scale * noise
+    low, high = action_bounds(low_ptr, high_ptr, offset % last, inside, REAL, HAS_BOUNDS, LOW, HIGH)
+    half = (high - low) * 0.5
+    tanh, _, log_sech2 = tanh_sech2(x)
+    action = (high + low) * 0.5 + half * tanh
+    # Rounding may step over a bound. Not tl.minimum, which would turn a NaN into the bound.
+    action = tl.where(action > high, high, tl.where(action < low, low, action))
+    tl.store(action_ptr + offset, action, mask=inside)
+    each = -0.5 * noise * noise - tl.log(scale) - 0.9189385332046727 - tl.log(half) - log_sech2
+    tl.store(log_prob_ptr + row, tl.sum(tl.where(inside, each, 0.0), 1), mask=row < n)
+
+
+@triton.jit
+def tanh_normal_sample_backward_kernel(
+    grad_action_ptr,  # any float [n, width], read where HAS_GRAD_ACTION
+    grad_log_prob_ptr,  # any float [n], read where HAS_GRAD_LOG_PROB
+    loc_ptr,  # any float [n, width]
+    scale_ptr,  # any float [n, width]
+    noise_ptr,  # any float [n, width]
+    low_ptr,  # any float [last], read where HAS_BOUNDS
+    high_ptr,  # any float [last], read where HAS_BOUNDS
+    grad_loc_ptr,  # any float [n, width], out
+    grad_scale_ptr,  # any float [n, width], out
+    total,  # n * width
+    width,
+    last,
+    REAL: tl.constexpr,
+    HAS_GRAD_ACTION: tl.constexpr,
+    HAS_GRAD_LOG_PROB: tl.constexpr,
+    HAS_BOUNDS: tl.constexpr,
+    LOW: tl.constexpr,  # the bounds without HAS_BOUNDS; a run-time float would be rounded to float32
+    HIGH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Gradients by loc, grad_action * half * sech(x)^2 + grad_log_prob * 2 tanh(x), and by scale.
+
+    The latter is the former times noise, less grad_log_prob / scale.
+
+    Grid: (cdiv(total, BLOCK),).
+    """
+    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offset < total
+    scale = tl.load(scale_ptr + offset, mask=inside, other=1).to(REAL)
+    noise = tl.load(noise_ptr + offset, mask=inside, other=0).to(REAL)
+    x = tl.load(loc_ptr + offset, mask=inside, other=0).to(REAL) + scale * noise
+    tanh, sech2, _ = tanh_sech2(x)
+    by_loc = tl.zeros([BLOCK], REAL)
+    by_scale = tl.zeros([BLOCK], REAL)
+    if HAS_GRAD_LOG_PROB:
+        grad_log_prob = tl.load(grad_log_prob_ptr + offset // width, mask=inside, other=0).to(REAL)
+        by_loc += grad_log_prob * 2 * tanh
+        by_scale -= grad_log_prob / scale
+    if HAS_GRAD_ACTION:
+        low, high = action_bounds(low_ptr, high_ptr, offset % last, inside, REAL, HAS_BOUNDS, LOW, HIGH)
+        by_loc += tl.load(grad_action_ptr + offset, mask=inside, other=0).to(REAL) * (high - low) * 0.5 * sech2
+    tl.store(grad_loc_ptr + offset, by_loc, mask=inside)
+    tl.store(grad_scale_ptr + offset, by_scale + by_loc * noise, mask=inside)
