@@ -1,0 +1,57 @@
+"""Every case of docs/cases.md has a test that names it. ``python -m tests.test_cases`` prints which."""
+
+import ast
+import re
+from pathlib import Path
+
+HERE = Path(__file__).parent
+PAGE = HERE.parent / "docs" / "cases.md"
+# one number or several: "CASES 8", "CASES.md 10, 18", "CASES 11 and 12", "CASES 1 to 3"
+MENTION = re.compile(r"\bCASES(?:\.md)?\s+(\d+(?:(?:\s*,\s*|\s+and\s+|\s+to\s+)\d+)*)")
+
+
+def numbers(text: str) -> set[int]:
+    """The cases that a docstring names."""
+    found: set[int] = set()
+    for mention in MENTION.findall(text):
+        for part in re.split(r"\s*,\s*|\s+and\s+", mention):
+            first, *last = (int(n) for n in re.findall(r"\d+", part))
+            found |= set(range(first, (last[0] if last else first) + 1))
+    return found
+
+
+def covering_tests() -> dict[int, list[str]]:
+    """``file::test`` of every test by the case that its docstring, or its module's, names."""
+    found: dict[int, list[str]] = {}
+    for path in sorted(HERE.glob("test_*.py")):
+        module = ast.parse(path.read_text())
+        tests = [n for n in ast.walk(module) if isinstance(n, ast.FunctionDef) and n.name.startswith("test_")]
+        for node, name in [(module, path.name), *((test, f"{path.name}::{test.name}") for test in tests)]:
+            for number in numbers(ast.get_docstring(node) or ""):
+                found.setdefault(number, []).append(name)
+    return found
+
+
+def listed_cases() -> dict[int, bool]:
+    """Number of every case on the page, and whether it has to have a test by now."""
+    rows = re.findall(r"^\| (\d+) \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
+    return {int(number): "*later*" not in text for number, text in rows}
+
+
+def test_mentions_are_read():
+    assert numbers("x (CASES 8)") == {8}
+    assert numbers("CASES.md 10, 18: and CASES 1 to 3.") == {1, 2, 3, 10, 18}
+    assert numbers("CASES 11 and 12 in 100 runs; 13 cases") == {11, 12}
+
+
+def test_every_case_has_a_test():
+    cases = listed_cases()
+    assert sorted(cases) == list(range(1, 36))
+    covered = covering_tests()
+    assert not [number for number, due in cases.items() if due and number not in covered]
+    assert not [number for number in covered if number not in cases]
+
+
+if __name__ == "__main__":
+    for number, tests in sorted(covering_tests().items()):
+        print(f"{number:3}  {', '.join(tests)}")
