@@ -70,7 +70,7 @@ def _resume_folder(resumed: Path | bool, out: Path | None) -> Path:
     """The folder that ``--resume [FOLDER]`` and ``--out FOLDER`` mean together."""
     if isinstance(resumed, Path):
         if out is not None and out.resolve() != resumed.resolve():
-            raise UsageError(f"a run goes on in its own folder: --resume {resumed} and --out {out} contradict each other")
+            raise UsageError(f"a run goes on in its own folder: --resume {resumed} contradicts --out {out}")
         return resumed
     if out is None:
         raise UsageError("--resume needs the folder of the run, after it or in --out")

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 _FORMAT = "gpubuf-state"
@@ -52,9 +53,9 @@ def save(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
 
     Args:
         path: The file to write. ``path`` + ``.tmp`` is used on the way.
-        state: A tree of dictionaries, lists and tuples whose leaves are tensors of any device and stride, integers
-            of any size, floats, strings, booleans or None. Dictionary keys are strings, integers, floats, booleans
-            or None. Nothing in it is changed, and no tensor that is contiguous on the CPU is copied.
+        state: A tree of dictionaries, TensorDicts, lists and tuples whose leaves are tensors of any device and
+            stride, integers of any size, floats, strings, booleans or None. Dictionary keys are strings, integers,
+            floats, booleans or None. Nothing in it is changed, and no tensor that is contiguous on the CPU is copied.
 
     Raises:
         TypeError: A leaf is of another type; the message gives its path. Nothing was written.
@@ -85,9 +86,9 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
         path: The file to read.
 
     Returns:
-        The tree, with dictionaries, lists, tuples and values of the types they had. The tensors are on the CPU; they
-        are private, writable views of the mapped file, so that a large buffer is not read before it is copied into
-        place. Don't truncate the file while they live (`save` never does, it replaces the file).
+        The tree, with dictionaries, TensorDicts, lists, tuples and values of the types they had. The tensors are on
+        the CPU; they are private, writable views of the mapped file, so that a large buffer is not read before it is
+        copied into place. Don't truncate the file while they live (`save` never does, it replaces the file).
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -104,7 +105,7 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
                 raise ValueError(
                     f"{os.fspath(path)} is a checkpoint of version {metadata.get('version')}, this is {_VERSION}"
                 )
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
     except (SafetensorError, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{os.fspath(path)} is damaged or not a checkpoint: {error}") from None
     stored = tensors.pop(_CHECKSUM, None)
@@ -112,7 +113,7 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ValueError(f"{os.fspath(path)} is damaged: its checksum does not match")
     try:
         tree = _decode(json.loads(metadata["state"]), tensors)
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{os.fspath(path)} is damaged: its tree cannot be read: {error!r}") from None
     if not isinstance(tree, dict):
         raise ValueError(f"{os.fspath(path)} is damaged: its tree is a {type(tree).__name__}, not a dictionary")
@@ -137,6 +138,9 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, (list, tuple)):
         items = [_encode(item, f"{path}.{i}" if path else str(i), tensors) for i, item in enumerate(value)]
         return items if isinstance(value, list) else {"$tuple": items}
+    if isinstance(value, TensorDictBase):
+        rows = {key: _encode(item, f"{path}.{key}" if path else key, tensors) for key, item in value.items()}
+        return {"$tensordict": rows, "batch_size": list(value.batch_size)}
     if isinstance(value, Mapping):
         for key in value:
             if not (key is None or isinstance(key, (str, bool, int, float))):
@@ -155,6 +159,9 @@ def _decode(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
         return tree
     if "$tensor" in tree:
         return tensors[tree["$tensor"]]
+    if "$tensordict" in tree:
+        rows = {key: _decode(item, tensors) for key, item in tree["$tensordict"].items()}
+        return TensorDict(rows, tree["batch_size"])
     if "$float" in tree:
         return float(tree["$float"])
     if "$tuple" in tree:
@@ -199,7 +206,7 @@ def _chunks(tensor: Tensor) -> Iterator[memoryview]:
     """The bytes of ``tensor``, piece by piece, so that no more than a piece of a GPU's tensor is on the host."""
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
     for start in range(0, flat.numel(), _CHUNK_BYTES):
-        yield memoryview(flat[start : start + _CHUNK_BYTES].cpu().numpy())
+        yield flat[start : start + _CHUNK_BYTES].cpu().numpy().data
 
 
 def _checksum(path: str | os.PathLike[str]) -> int:

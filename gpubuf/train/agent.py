@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from tensordict.nn import ProbabilisticTensorDictSequential
 from torch import Tensor
 
-from gpubuf.modules import make_sac_actor, make_sac_critic
+from gpubuf.modules import TanhNormal, make_sac_actor, make_sac_critic
 from gpubuf.objectives import SACLoss, SoftUpdate
 from gpubuf.serialization import load, save
 from gpubuf.train.config import TrainConfig
@@ -42,9 +42,7 @@ class SACAgent:
             "hidden": list(config.hidden),
         }
         self.actor = make_sac_actor(observation_size, action_size, config.hidden, device=device)
-        critic = make_sac_critic(
-            observation_size, action_size, config.hidden, num_nets=config.critics, device=device
-        )
+        critic = make_sac_critic(observation_size, action_size, config.hidden, num_nets=config.critics, device=device)
         self.loss = SACLoss(
             self.actor,
             critic,
@@ -65,6 +63,7 @@ class SACAgent:
         with torch.no_grad():
             inputs = TensorDict({"observation": torch.from_numpy(observation).to(self.device)}, observation.shape[:1])
             distribution = self.actor.get_dist(inputs)
+            assert isinstance(distribution, TanhNormal)
             action = distribution.deterministic_sample if deterministic else distribution.sample()
         return action.cpu().numpy()
 
@@ -96,9 +95,7 @@ class SACAgent:
         save(path, {**self._shape, "actor": self.actor.state_dict()})
 
 
-def load_actor(
-    path: str | os.PathLike[str], device: torch.device | str = "cpu"
-) -> ProbabilisticTensorDictSequential:
+def load_actor(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> ProbabilisticTensorDictSequential:
     """The trained policy in ``path``: it reads ``"observation"`` `[*, O]` and writes ``"action"`` `[*, A]` in [-1, 1].
 
     Raises:

@@ -165,7 +165,7 @@ class TrainConfig:
         if contradictions:
             raise UsageError("the run cannot be resumed with other settings: " + "; ".join(contradictions))
         # The buffer keeps its size when more steps are asked for.
-        return dataclasses.replace(self, buffer_size=self.capacity, **given)
+        return dataclasses.replace(self, **{**given, "buffer_size": self.capacity})
 
 
 def _typed(name: str, value: Any, default: Any) -> Any:

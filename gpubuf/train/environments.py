@@ -56,12 +56,9 @@ def make(name: str) -> gym.Env[NDArray[Any], NDArray[Any]]:
     if not (np.isfinite(space.low).all() and np.isfinite(space.high).all()):
         raise EnvironmentUnusableError(f"{name} has actions without bounds, {space}; SAC needs bounded ones")
     if not isinstance(env.observation_space, Box) or len(env.observation_space.shape) != 1:
-        try:
-            return gym.wrappers.FlattenObservation(env)
-        except (NotImplementedError, ValueError, TypeError) as error:
-            raise EnvironmentUnusableError(
-                f"{name} has observations that can't be flattened, {env.observation_space}: {error}"
-            ) from None
+        if not env.observation_space.is_np_flattenable:
+            raise EnvironmentUnusableError(f"{name} has observations that can't be flattened, {env.observation_space}")
+        return gym.wrappers.FlattenObservation(env)
     return env
 
 

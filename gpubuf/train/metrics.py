@@ -12,7 +12,7 @@ TIMING_FILE = "timing.jsonl"
 
 
 class JsonLines:
-    """A file of JSON objects, one a line, that is written to the end.
+    """A file of JSON objects, one a line, that is added to at its end.
 
     Args:
         path: The file; its folder exists.
@@ -20,16 +20,13 @@ class JsonLines:
             write the later ones again.
 
     Raises:
-        ValueError: The file has fewer lines than that.
+        ValueError: The file has fewer lines than that; it is left alone. See `check_lines`.
     """
 
     def __init__(self, path: Path, keep: int = 0) -> None:
-        lines = path.read_bytes().splitlines(keepends=True) if keep > 0 and path.exists() else []
-        if len(lines) < keep:
-            raise ValueError(f"{path} has {len(lines)} lines, the checkpoint was taken after {keep}")
-        self._file = open(path, "wb")  # noqa: SIM115 (closed by close)
-        self._file.writelines(lines[:keep])
-        self._file.flush()
+        kept = check_lines(path, keep)
+        self._file = open(path, "ab")  # noqa: SIM115 (closed by close)
+        self._file.truncate(kept)
         self.lines = keep
 
     def write(self, record: dict[str, Any]) -> None:
@@ -41,6 +38,18 @@ class JsonLines:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def check_lines(path: Path, keep: int) -> int:
+    """The size in bytes of the first ``keep`` lines of ``path``.
+
+    Raises:
+        ValueError: There are fewer.
+    """
+    lines = path.read_bytes().splitlines(keepends=True) if keep > 0 and path.exists() else []
+    if len(lines) < keep:
+        raise ValueError(f"{path} has {len(lines)} lines, the checkpoint was taken after {keep}")
+    return sum(map(len, lines[:keep]))
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:

@@ -21,7 +21,7 @@ import torch
 from gpubuf.serialization import load, save
 from gpubuf.train.agent import MODEL_FILE
 from gpubuf.train.config import CONFIG_FILE, TrainConfig, UsageError
-from gpubuf.train.metrics import METRICS_FILE, TIMING_FILE, JsonLines, read
+from gpubuf.train.metrics import METRICS_FILE, TIMING_FILE, JsonLines, check_lines, read
 from gpubuf.train.plotting import CURVE_FILE, draw_curve
 from gpubuf.train.progress import QuietReporter, Reporter
 from gpubuf.train.trainer import Trainer
@@ -163,18 +163,27 @@ class _Run:
                 (self._folder / name).unlink(missing_ok=True)
         except OSError as error:
             raise UsageError(f"cannot write to {self._folder}: {error}") from None
-        self._open(metrics_lines=0, timing_lines=0)
+        self._open({METRICS_FILE: 0, TIMING_FILE: 0})
 
     def restore(self, checkpoint: dict[str, Any]) -> None:
         """Take up the run that ``checkpoint`` belongs to."""
-        if (self._folder / RESULT_FILE).exists() and checkpoint["trainer"]["step"] >= self._config.total_steps:
+        try:
+            state, seconds = checkpoint["trainer"], checkpoint["seconds"]
+            step, lines = state["step"], {file: checkpoint["lines"][file] for file in (METRICS_FILE, TIMING_FILE)}
+        except (KeyError, TypeError) as error:
+            raise UsageError(f"the checkpoint in {self._folder} does not fit this run: it lacks {error}") from None
+        if (self._folder / RESULT_FILE).exists() and step >= self._config.total_steps:
             raise UsageError(
-                f"the run in {self._folder} is complete, with {checkpoint['trainer']['step']:,} steps; "
-                "ask for more of them to go on"
+                f"the run in {self._folder} is complete, with {step:,} steps; ask for more of them to go on"
             )
-        lost = self._trainer.load_state_dict(checkpoint["trainer"])
-        self._seconds = checkpoint["seconds"]
-        self._open(checkpoint["metrics_lines"], checkpoint["timing_lines"])
+        try:
+            for file, keep in lines.items():
+                check_lines(self._folder / file, keep)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        lost = self._trainer.load_state_dict(state)
+        self._seconds = seconds
+        self._open(lines)
         (self._folder / RESULT_FILE).unlink(missing_ok=True)
         if lost:
             self._reporter.message(
@@ -182,9 +191,9 @@ class _Run:
                 "but not exactly as it would have"
             )
 
-    def _open(self, metrics_lines: int, timing_lines: int) -> None:
-        self._metrics = JsonLines(self._folder / METRICS_FILE, keep=metrics_lines)
-        self._timing = JsonLines(self._folder / TIMING_FILE, keep=timing_lines)
+    def _open(self, lines: Mapping[str, int]) -> None:
+        self._metrics = JsonLines(self._folder / METRICS_FILE, keep=lines[METRICS_FILE])
+        self._timing = JsonLines(self._folder / TIMING_FILE, keep=lines[TIMING_FILE])
         (self._folder / CONFIG_FILE).write_text(self._config.to_json(), encoding="utf-8")
 
     def _record(self, record: dict[str, Any]) -> None:
@@ -246,8 +255,7 @@ class _Run:
         assert self._timing is not None
         state = {
             "trainer": self._trainer.state_dict(),
-            "metrics_lines": self._metrics.lines,
-            "timing_lines": self._timing.lines,
+            "lines": {METRICS_FILE: self._metrics.lines, TIMING_FILE: self._timing.lines},
             "seconds": self._seconds,
         }
         save(self._folder / CHECKPOINT_FILE, state)

@@ -11,9 +11,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from tensordict import TensorDict
-from torch import Tensor
 
-from gpubuf.data import LazyTensorStorage, TensorDictPrioritizedReplayBuffer, TensorDictReplayBuffer
+from gpubuf.data import (
+    LazyTensorStorage,
+    PrioritizedSampler,
+    TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
+)
 from gpubuf.train.agent import LOSS_NAMES, SACAgent
 from gpubuf.train.config import TrainConfig, UsageError
 from gpubuf.train.environments import Environments, evaluate
@@ -121,14 +125,15 @@ class Trainer:
             self._record({"kind": "episode", "step": self.step, "return": value, "length": length})
 
     def _learn(self) -> None:
-        if self.config.prioritized:
-            self.buffer.sampler.beta = self._beta()
+        sampler = self.buffer.sampler
+        if isinstance(sampler, PrioritizedSampler):
+            sampler.beta = self._beta()
         batch = self.buffer.sample()
         self._sums += self.agent.update(batch)
         self._summed += 1
         self._updates += 1
-        if self.config.prioritized:
-            self.buffer.update_tensordict_priority(batch)
+        # Without effect on a buffer that draws uniformly.
+        self.buffer.update_tensordict_priority(batch)
 
     def _beta(self) -> float:
         start = self.config.priority_beta

@@ -1,0 +1,231 @@
+"""The gpubuf command: exit codes, messages, and what it shows on a terminal and elsewhere."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+import gpubuf
+from gpubuf import cli
+from gpubuf.cli import main
+from gpubuf.train import progress
+from gpubuf.train.progress import BarReporter, PlainReporter, QuietReporter, Speed, Status, choose_reporter
+from tests import train_environments
+from tests.train_environments import PREFIX
+
+TINY = [
+    *("--total-steps", "120", "--learning-starts", "40", "--batch-size", "8", "--hidden", "8", "--eval-episodes", "2"),
+    *("--env", PREFIX + "Signalling-v0", "--eval-every", "0", "--log-every", "20"),
+]
+
+
+@pytest.fixture(autouse=True)
+def no_signals():
+    train_environments.signals_at.clear()
+    train_environments.steps_taken = 0
+
+
+def refused(capsys, *arguments):
+    """The message with which a command is refused, in one line and with exit code 2."""
+    try:
+        code = main(["train", *arguments])
+    except SystemExit as error:  # argparse's own way out
+        code = error.code
+    captured = capsys.readouterr()
+    assert code == 2
+    assert "Traceback" not in captured.err
+    line = captured.err.splitlines()[-1]
+    assert line.startswith("gpubuf train: error: ")
+    return line
+
+
+def test_version_and_help_answer_without_importing_torch():
+    code = (
+        "import sys; from gpubuf.cli import main\n"
+        "for arguments in (['--version'], ['--help'], ['train', '--help']):\n"
+        "    try: main(arguments)\n"
+        "    except SystemExit as error: assert error.code == 0\n"
+        "assert main(['train', '--gamma', '2']) == 2\n"
+        "assert not {'torch', 'gymnasium', 'matplotlib', 'rich', 'numba'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert f"gpubuf {gpubuf.__version__}" in done.stdout
+    for option in ("--env", "--prioritized", "--uniform", "--device", "--seed", "--total-steps", "--num-envs", "--out"):
+        assert option in done.stdout
+
+
+def test_python_m_gpubuf_is_the_command():
+    done = subprocess.run([sys.executable, "-m", "gpubuf", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"gpubuf {gpubuf.__version__}\n"
+    done = subprocess.run([sys.executable, "-m", "gpubuf"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "COMMAND" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--env", "Pendlum-v1"], "unknown environment 'Pendlum-v1'"),
+        (["--env", "CartPole-v1"], "CartPole-v1 has a discrete action space"),
+        (["--env", PREFIX + "NeedsPackage-v0"], "needs a package that is not installed"),
+        (["--device", "cuda"], "there is no device cuda"),
+        (["--device", "tpu"], "device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
+        (["--gamma", "1.5"], "gamma must be in [0, 1), got 1.5"),
+        (["--gamma", "high"], "argument --gamma: invalid float value: 'high'"),
+        (["--total-steps", "0"], "total_steps must be at least 1, got 0"),
+        (["--total-steps", "100"], "learning_starts must be below total_steps (100), got 1000"),
+        (["--hidden", "64,x"], "expected widths such as 256,256, got '64,x'"),
+        (["--hidden", "0"], "hidden must be one or more widths above 0"),
+        (["--prioritized", "--uniform"], "not allowed with argument"),
+        (["--resume"], "--resume needs the folder of the run"),
+        (["--resume", "a", "--out", "b"], "--resume a contradicts --out b"),
+        (["--resume", "a", "--overwrite"], "--resume and --overwrite contradict each other"),
+        (["--resume", "no/such/folder"], "holds no run"),
+        (["--total", "100"], "unrecognized arguments"),
+    ],
+)
+def test_what_cannot_be_done_is_said_with_exit_code_2(capsys, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    if arguments == ["--total", "100"]:
+        with pytest.raises(SystemExit) as caught:
+            main(["train", *arguments])
+        assert caught.value.code == 2
+        assert message in capsys.readouterr().err
+    else:
+        assert message in refused(capsys, *arguments)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_missing_packages_name_the_extra(capsys, monkeypatch):
+    monkeypatch.setattr(cli, "_NEEDED", ("gymnasium", "no_such_package"))
+    assert refused(capsys).endswith('training needs no_such_package; pip install "gpubuf[train]"')
+
+
+def test_train_interrupt_resume(capsys, tmp_path, monkeypatch):
+    """Ctrl-C: exit code 130 and a run to go on with; the folder is named once more, or not at all."""
+    monkeypatch.chdir(tmp_path)
+    train_environments.signals_at[60] = [signal.SIGINT]
+    assert main(["train", *TINY, "--out", "run", "--uniform"]) == 130
+    assert "interrupted after 60 steps" in capsys.readouterr().out
+    assert "already holds a run" in refused(capsys, *TINY, "--out", "run")
+    assert "seed is 0 in the run, 5 was asked for" in refused(capsys, "--out", "run", "--resume", "--seed", "5")
+    assert "prioritized is False in the run, True" in refused(capsys, "--resume", "run", "--prioritized")
+    assert main(["train", "--resume", "run", "--seed", "0", "--uniform"]) == 0
+    assert "evaluation over 2 episodes: mean return" in capsys.readouterr().out
+    assert "the run in run is complete" in refused(capsys, "--resume", "run")
+    assert main(["train", "--out", "run", "--resume", "--total-steps", "140", "--quiet"]) == 0
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["steps"] == 140
+    assert main(["train", *TINY, "--out", "run", "--overwrite", "--quiet", "--seed", "9"]) == 0
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["seed"] == 9
+
+
+def test_the_default_folder_is_a_new_one(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        assert main(["train", *TINY, "--quiet"]) == 0
+    assert len(list((tmp_path / "runs").iterdir())) == 2
+
+
+def test_sigterm_exits_with_143(tmp_path):
+    train_environments.signals_at[60] = [signal.SIGTERM]
+    assert main(["train", *TINY, "--out", str(tmp_path / "run"), "--quiet"]) == 143
+
+
+def test_a_second_interrupt_exits_at_once(capsys, tmp_path):
+    train_environments.signals_at[60] = [signal.SIGINT, signal.SIGINT]
+    assert main(["train", *TINY, "--out", str(tmp_path / "run")]) == 130
+    assert "stopped at once" in capsys.readouterr().err
+
+
+def test_divergence_exits_with_1(capsys, tmp_path):
+    arguments = [*TINY, "--env", PREFIX + "Infinite-v0", "--uniform", "--out", str(tmp_path / "run")]
+    assert main(["train", *arguments]) == 1
+    assert "training diverged by step 60" in capsys.readouterr().err
+
+
+def test_a_log_gets_plain_lines(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert main(["train", *TINY, "--out", str(tmp_path / "run")]) == 0
+    output = capsys.readouterr().out
+    assert "\x1b" not in output
+    assert "\r" not in output
+    lines = output.splitlines()
+    assert len(lines) == 12
+    assert lines[9].startswith("step 120/120  return -")
+    assert "steps/s" in lines[9]
+    assert "critic -" in lines[0]
+    assert "critic -" not in lines[9]
+
+
+def test_a_terminal_gets_a_bar(monkeypatch):
+    written = io.StringIO()
+    written.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdout", written)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "160")
+    reporter = choose_reporter()
+    assert isinstance(reporter, BarReporter)
+    reporter.start(0, 1000)
+    reporter.update(Status(500, -123.4, 0.5, 60.0))
+    reporter.message("a message")
+    reporter.stop()
+    output = written.getvalue()
+    assert "500/1,000" in output
+    assert "return -123.4" in output
+    assert "steps/s" in output
+    assert "left" in output
+    assert "a message" in output
+
+
+def test_other_places_get_no_bar(monkeypatch):
+    assert isinstance(choose_reporter(quiet=True), QuietReporter)
+    written = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", written)
+    assert isinstance(choose_reporter(), PlainReporter)
+    written.isatty = lambda: True
+    monkeypatch.setenv("TERM", "dumb")
+    assert isinstance(choose_reporter(), PlainReporter)
+
+
+def test_speed_and_time_left(monkeypatch):
+    clock = iter([0.0, 1.0, 2.0, 10.0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    speed = Speed(0, 10_000)
+    assert speed.update(100) == 100
+    assert speed.update(300) == 150
+    # The marks older than five seconds are gone, but for the last.
+    assert speed.update(1100) == 100
+    assert speed.left(1100, 100) == "1:29"
+    assert speed.left(1100, 1) == "2:28:20"
+    assert speed.left(1100, 0) == "-:--"
+    assert speed.left(20_000, 10) == "0:00"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals between processes")
+def test_ctrl_c_in_a_process_of_its_own(tmp_path):
+    """The real thing: SIGINT to the process, exit code 130, a checkpoint, and no traceback."""
+    command = [sys.executable, "-m", "gpubuf", "train", "--total-steps", "1000000", "--hidden", "8", "--out", "run"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(
+        [*command, "--learning-starts", "999999", "--checkpoint-every", "500", "--buffer-size", "5000"],
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        while not (tmp_path / "run" / "checkpoint.safetensors").exists():
+            assert process.poll() is None, process.communicate()
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, errors
+    assert "interrupted after" in output
+    assert "Traceback" not in errors

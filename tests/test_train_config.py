@@ -1,0 +1,99 @@
+"""Settings of a run: checked when they are made, the same again from JSON, and which of them a resumed run may change."""
+
+import dataclasses
+import json
+
+import pytest
+
+from gpubuf.train.config import CHANGEABLE_ON_RESUME, TrainConfig, UsageError
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("env", "", "must name a Gymnasium environment"),
+        ("total_steps", 0, "at least 1, got 0"),
+        ("num_envs", 0, "at least 1"),
+        ("batch_size", -3, "at least 1, got -3"),
+        ("buffer_size", 0, "at least 1"),
+        ("threads", 0, "at least 1"),
+        ("critics", 0, "at least 1"),
+        ("eval_episodes", 0, "at least 1"),
+        ("log_every", 0, "at least 1"),
+        ("seed", -1, "at least 0"),
+        ("learning_starts", -1, "at least 0"),
+        ("learning_starts", 10_000, r"below total_steps \(10000\), got 10000"),
+        ("eval_every", -1, "at least 0"),
+        ("checkpoint_every", -1, "at least 0"),
+        ("update_ratio", 0.0, "above 0"),
+        ("learning_rate", float("nan"), "above 0 and finite, got nan"),
+        ("learning_rate", float("inf"), "finite"),
+        ("gamma", 1.0, r"in \[0, 1\), got 1.0"),
+        ("gamma", float("nan"), "gamma"),
+        ("tau", 0.0, r"in \(0, 1\]"),
+        ("priority_alpha", 1.5, r"in \[0, 1\], got 1.5"),
+        ("priority_beta", -0.5, r"in \[0, 1\]"),
+        ("hidden", (), "one or more widths"),
+        ("hidden", (64, 0), r"one or more widths above 0, got \(64, 0\)"),
+    ],
+)
+def test_nonsense_is_refused_with_both_sides(name, value, message):
+    with pytest.raises(UsageError, match=message) as caught:
+        TrainConfig(**{name: value})
+    assert name in str(caught.value)
+
+
+def test_json_there_and_back(tmp_path):
+    config = TrainConfig(hidden=(3, 4), buffer_size=7, gamma=0.5, prioritized=False)
+    (tmp_path / "config.json").write_text(config.to_json())
+    assert TrainConfig.read(tmp_path) == config
+    assert TrainConfig.from_mapping({"gamma": 0}).gamma == 0.0
+    assert isinstance(TrainConfig.from_mapping({"gamma": 0}).gamma, float)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "holds no run"),
+        ("{", "cannot be read as JSON"),
+        ("[1]", "must hold a JSON object, got list"),
+        ('{"colour": 1}', r"unknown settings \['colour'\]"),
+        ('{"seed": "0"}', "seed must be of type int, got '0'"),
+        ('{"seed": true}', "seed must be of type int, got True"),
+        ('{"seed": 1.5}', "seed must be of type int"),
+        ('{"hidden": 256}', "hidden must be a list of integers"),
+        ('{"hidden": [2.5]}', "hidden must be a list of integers"),
+        ('{"buffer_size": "all"}', "buffer_size must be an integer or null"),
+        ('{"gamma": 2}', r"config.json: gamma must be in \[0, 1\)"),
+    ],
+)
+def test_other_files_are_refused(tmp_path, content, message):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(UsageError, match=message):
+        TrainConfig.read(tmp_path)
+
+
+def test_the_capacity_is_bounded_by_the_steps_and_a_million():
+    assert TrainConfig(total_steps=5_000).capacity == 5_000
+    assert TrainConfig(total_steps=5_000_000).capacity == 1_000_000
+    assert TrainConfig(total_steps=5_000_000, buffer_size=2_000_000).capacity == 2_000_000
+
+
+@pytest.mark.parametrize("name", sorted(field.name for field in dataclasses.fields(TrainConfig)))
+def test_which_settings_a_resumed_run_may_change(name):
+    values = json.loads(TrainConfig().to_json())
+    other = {"env": "Other-v0", "prioritized": False, "device": "cpu", "hidden": (3,)}.get(name)
+    if other is None:
+        other = 0.5 if isinstance(values[name], float) else 20_000 if name == "total_steps" else 3
+    config = TrainConfig(buffer_size=1000)
+    assert config.resumed_with({name: getattr(config, name)}) == config
+    if name in CHANGEABLE_ON_RESUME:
+        assert getattr(config.resumed_with({name: other}), name) == other
+    else:
+        with pytest.raises(UsageError, match=f"{name} is .* in the run, .* was asked for"):
+            config.resumed_with({name: other})
+
+
+def test_a_longer_run_keeps_the_size_of_its_buffer():
+    assert TrainConfig(total_steps=5_000).resumed_with({"total_steps": 9_000}).capacity == 5_000
