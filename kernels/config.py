@@ -166,10 +166,10 @@ def tree_update(fan_out: int, n: int, device_name: str | None = None, directory:
 def tree_draw(fan_out: int, n: int, device_name: str | None = None, directory: Path = TUNED) -> DrawConfig:
     """Launch configuration of ``n`` draws.
 
-    The rule: many small programs while they fit the processor side by side, then up to 1024 children a program.
+    The rule: many small programs while they fit the processor side by side, then up to 512 children a program.
     """
     found = tuned("sum_tree_draw", {"fan_out": fan_out, "n": n}, device_name, exact=["fan_out"], directory=directory)
     if found is not None:
         return DrawConfig(**found)
-    block_draws = max(1, min(4 if n <= 512 else 16, 1024 // fan_out))
-    return DrawConfig(block_draws=block_draws, num_warps=max(1, min(4, block_draws * fan_out // 128)))
+    block_draws = max(1, min(4 if n <= 512 else 16, 512 // fan_out))
+    return DrawConfig(block_draws=block_draws, num_warps=max(1, min(4, block_draws * fan_out // 256)))

@@ -33,7 +33,7 @@ def _shift(fan_out: int) -> int:
 
 
 def _refresh(
-    leaves: Tensor | None,
+    leaves: Tensor,
     nodes: Tensor,
     index: Tensor,
     n: int,
@@ -41,17 +41,16 @@ def _refresh(
     fan_out: int,
     chosen: config.UpdateConfig,
 ) -> None:
-    """One launch a level, from the leaves (None: from level 2) to the root, above ``n`` rows."""
+    """Recompute the nodes above ``n`` rows, one launch a level."""
     _, n_nodes, depth = tree_shape(capacity, fan_out)
     shift = _shift(fan_out)
     common = {"SHIFT": shift, "BLOCK_NODES": chosen.block_nodes, "num_warps": chosen.num_warps}
-    if leaves is not None:
-        grid = (triton.cdiv(min(n, -(-capacity // fan_out)), chosen.block_nodes),)
-        kernels.sum_tree_refresh_leaves_kernel[grid](leaves, nodes, index, n, capacity, n_nodes, **common)
+    grid = (triton.cdiv(min(n, -(-capacity // fan_out)), chosen.block_nodes),)
+    kernels.sum_tree_refresh_leaves_kernel[grid](leaves, nodes, index, n, capacity, n_nodes, **common)
     for level in range(2, depth + 1):
         count = -(-capacity // fan_out**level)
         grid = (triton.cdiv(min(n, count), chosen.block_nodes),)
-        kernels.sum_tree_refresh_kernel[grid](nodes, index, n, capacity, n_nodes, LEVEL=level, **common)
+        kernels.sum_tree_refresh_kernel[grid](nodes, index, n, capacity, n_nodes, level, **common)
 
 
 def build(leaves: Tensor, nodes: Tensor, fan_out: int) -> None:
@@ -99,8 +98,8 @@ def update(
             n,
             capacity,
             n_nodes,
+            depth,
             HAS_GENERATION=has_generation,
-            DEPTH=depth,
             SHIFT=shift,
             BLOCK_ENTRIES=chosen.block_entries,
             BLOCK_NODES=chosen.block_nodes,
@@ -117,21 +116,17 @@ def update(
         BLOCK_ENTRIES=chosen.block_entries,
         num_warps=chosen.num_warps,
     )
-    grid = (triton.cdiv(min(n, -(-capacity // fan_out)), chosen.block_nodes),)
-    kernels.sum_tree_commit_kernel[grid](
+    kernels.sum_tree_resolve_kernel[(triton.cdiv(n, chosen.block_entries),)](
         leaves,
-        nodes,
         hyper,
         index,
         priority,
         n,
         capacity,
-        n_nodes,
-        SHIFT=shift,
-        BLOCK_NODES=chosen.block_nodes,
+        BLOCK_ENTRIES=chosen.block_entries,
         num_warps=chosen.num_warps,
     )
-    _refresh(None, nodes, index, n, capacity, fan_out, chosen)
+    _refresh(leaves, nodes, index, n, capacity, fan_out, chosen)
 
 
 def mark(
@@ -155,8 +150,8 @@ def mark(
             n,
             capacity,
             n_nodes,
+            depth,
             WITHIN_BUFFER=within_buffer,
-            DEPTH=depth,
             SHIFT=_shift(fan_out),
             BLOCK_ENTRIES=chosen.block_entries,
             BLOCK_NODES=chosen.block_nodes,
@@ -209,8 +204,8 @@ def draw(
         n,
         capacity,
         n_nodes,
+        depth,
         STRATIFIED=stratified,
-        DEPTH=depth,
         SHIFT=_shift(fan_out),
         BLOCK_DRAWS=chosen.block_draws,
         num_warps=chosen.num_warps,

@@ -14,17 +14,23 @@ from gpubuf.kernels.philox._triton import advance_when_last, philox_uniform_f64
 
 
 @triton.jit
-def level_count(capacity, LEVEL: tl.constexpr, SHIFT: tl.constexpr):
-    """Number of nodes of a level that cover rows: ceil(capacity / F**LEVEL). ``capacity`` is int64."""
-    return (capacity + ((1 << (LEVEL * SHIFT)) - 1)) >> (LEVEL * SHIFT)
+def level_up(count, SHIFT: tl.constexpr):
+    """Number of parents of ``count`` nodes, the last of which may have fewer children."""
+    return (count + ((1 << SHIFT) - 1)) >> SHIFT
 
 
 @triton.jit
-def level_start(capacity, LEVEL: tl.constexpr, SHIFT: tl.constexpr):
-    """Position of inner level ``LEVEL`` (1: the parents of the leaves) in a plane; the levels below are padded."""
+def level_start(capacity, level, SHIFT: tl.constexpr):
+    """Position of inner level ``level`` (1: the parents of the leaves) in a plane. ``capacity`` is int64.
+
+    The levels below are padded to a multiple of the fan-out, which makes them as long as all their parents'
+    children.
+    """
     start = capacity * 0
-    for below in tl.static_range(1, LEVEL):
-        start += level_count(capacity, below + 1, SHIFT) << SHIFT
+    count = level_up(capacity, SHIFT)
+    for _ in range(1, level):
+        count = level_up(count, SHIFT)
+        start += count << SHIFT
     return start
 
 
@@ -58,7 +64,7 @@ def choose_child(weight, mass, lane, FAN_OUT: tl.constexpr):
     return child, tl.maximum(mass - before, 0.0)
 
 
-@triton.jit(do_not_specialize=["n", "capacity", "n_nodes"])
+@triton.jit(do_not_specialize=["n", "capacity", "n_nodes", "depth"])
 def sum_tree_draw_kernel(
     leaves_ptr,
     nodes_ptr,
@@ -69,8 +75,8 @@ def sum_tree_draw_kernel(
     n,
     capacity,
     n_nodes,
+    depth,  # inner levels
     STRATIFIED: tl.constexpr,
-    DEPTH: tl.constexpr,
     SHIFT: tl.constexpr,
     BLOCK_DRAWS: tl.constexpr,
 ):
@@ -88,8 +94,8 @@ def sum_tree_draw_kernel(
 
     lane = tl.arange(0, fan_out)
     node = i * 0
-    for down in tl.static_range(0, DEPTH - 1):
-        start = level_start(capacity, DEPTH - 1 - down, SHIFT)
+    for down in range(1, depth):
+        start = level_start(capacity, depth - down, SHIFT)
         children = nodes_ptr + start + (node << SHIFT)[:, None] + lane[None, :]
         child, mass = choose_child(tl.load(children), mass, lane, fan_out)
         node = (node << SHIFT) + child

@@ -15,34 +15,24 @@ Arguments that all kernels share:
 import triton
 import triton.language as tl
 
-from gpubuf.kernels.sum_tree._triton import level_count, level_start, weight_of
+from gpubuf.kernels.sum_tree._triton import level_start, level_up, weight_of
 
 
 @triton.jit
-def _nodes_above(index_ptr, i, n, capacity, LEVEL: tl.constexpr, SHIFT: tl.constexpr):
-    """The node of ``LEVEL`` that entry ``i`` has to recompute, and whether it has to.
+def _nodes_above(index_ptr, i, n, capacity, level_shift, count):
+    """The node that entry ``i`` has to recompute in a level of ``count`` nodes, and whether it has to.
 
     An entry leaves a node to the entry right before it if that has the same one. A level with no more nodes
     than there are entries is recomputed as a whole: then ``i`` is the node itself.
     """
-    count = level_count(capacity, LEVEL, SHIFT)
     dense = count <= n
     listed = (i < n) & (count > n)
     row = tl.load(index_ptr + i, mask=listed, other=-1)
     row_before = tl.load(index_ptr + i - 1, mask=listed & (i > 0), other=-1)
-    node = tl.where((row >= 0) & (row < capacity), row >> (LEVEL * SHIFT), -1)
-    node_before = tl.where((row_before >= 0) & (row_before < capacity), row_before >> (LEVEL * SHIFT), -1)
+    node = tl.where((row >= 0) & (row < capacity), row >> level_shift, -1)
+    node_before = tl.where((row_before >= 0) & (row_before < capacity), row_before >> level_shift, -1)
     needed = tl.where(dense, i < count, (node >= 0) & (node != node_before))
     return tl.where(dense, i, node), needed
-
-
-@triton.jit
-def _store_parents(nodes_ptr, node, needed, weight, n_nodes):
-    """Write the level-1 nodes whose leaves weigh ``weight`` (float64 [R, F])."""
-    tl.store(nodes_ptr + node, tl.sum(weight, axis=1), mask=needed)
-    least = tl.min(tl.where(weight > 0.0, weight, float("inf")), axis=1)
-    tl.store(nodes_ptr + n_nodes + node, least, mask=needed)
-    tl.store(nodes_ptr + 2 * n_nodes + node, tl.max(weight, axis=1), mask=needed)
 
 
 @triton.jit
@@ -83,34 +73,16 @@ def _stage_claim(
 
 
 @triton.jit
-def _stage_commit(
-    leaves_ptr,
-    nodes_ptr,
-    hyper_ptr,
-    index_ptr,
-    priority_ptr,
-    i,
-    n,
-    capacity,
-    n_nodes,
-    SHIFT: tl.constexpr,
-):
-    """Replace the tags among the leaves of a level-1 node by weights, and recompute the node.
-
-    Several programs may do the same node: whether they read a tag or the weight that another one has put
-    in its place, they come to the same values.
-    """
-    fan_out: tl.constexpr = 1 << SHIFT
-    node, needed = _nodes_above(index_ptr, i, n, capacity, 1, SHIFT)
-    leaf = (node << SHIFT)[:, None] + tl.arange(0, fan_out)[None, :]
+def _stage_resolve(leaves_ptr, hyper_ptr, index_ptr, priority_ptr, i, n, capacity):
+    """The entry whose tag has stayed puts its weight in the tag's place; what anyone reads is a tag or a weight."""
+    row = tl.load(index_ptr + i, mask=i < n, other=-1)
+    in_range = (row >= 0) & (row < capacity)
     bits_ptr = leaves_ptr.to(tl.pointer_type(tl.uint32), bitcast=True)
-    bits = tl.load(bits_ptr + leaf, mask=needed[:, None], other=0)
-    tagged = (bits >> 31) != 0
-    priority = tl.load(priority_ptr + (bits & 0x7FFFFFFF).to(tl.int64), mask=tagged, other=0.0)
-    given = weight_of(priority, tl.load(hyper_ptr), tl.load(hyper_ptr + 2)).to(tl.float32)
-    weight = tl.where(tagged, given, (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True))
-    tl.store(leaves_ptr + leaf, weight, mask=tagged)
-    _store_parents(nodes_ptr, node, needed, weight.to(tl.float64), n_nodes)
+    bits = tl.load(bits_ptr + row, mask=in_range, other=0)
+    last = in_range & (bits == (i.to(tl.uint32) | 0x80000000))
+    priority = tl.load(priority_ptr + i, mask=last, other=0.0)
+    weight = weight_of(priority, tl.load(hyper_ptr), tl.load(hyper_ptr + 2))
+    tl.store(leaves_ptr + row, weight.to(tl.float32), mask=last)
 
 
 @triton.jit
@@ -124,21 +96,22 @@ def _stage_mark(leaves_ptr, index_ptr, weight, i, n, capacity):
 def _stage_refresh_leaves(leaves_ptr, nodes_ptr, index_ptr, i, n, capacity, n_nodes, SHIFT: tl.constexpr):
     """Recompute level-1 nodes from their leaves."""
     fan_out: tl.constexpr = 1 << SHIFT
-    node, needed = _nodes_above(index_ptr, i, n, capacity, 1, SHIFT)
+    node, needed = _nodes_above(index_ptr, i, n, capacity, SHIFT, level_up(capacity, SHIFT))
     leaf = (node << SHIFT)[:, None] + tl.arange(0, fan_out)[None, :]
-    weight = tl.load(leaves_ptr + leaf, mask=needed[:, None], other=0.0)
-    _store_parents(nodes_ptr, node, needed, weight.to(tl.float64), n_nodes)
+    weight = tl.load(leaves_ptr + leaf, mask=needed[:, None], other=0.0).to(tl.float64)
+    tl.store(nodes_ptr + node, tl.sum(weight, axis=1), mask=needed)
+    least = tl.min(tl.where(weight > 0.0, weight, float("inf")), axis=1)
+    tl.store(nodes_ptr + n_nodes + node, least, mask=needed)
+    tl.store(nodes_ptr + 2 * n_nodes + node, tl.max(weight, axis=1), mask=needed)
 
 
 @triton.jit
-def _stage_refresh(nodes_ptr, index_ptr, i, n, capacity, n_nodes, LEVEL: tl.constexpr, SHIFT: tl.constexpr):
-    """Recompute nodes of ``LEVEL`` (2 or more) from the level below."""
+def _stage_refresh(nodes_ptr, index_ptr, i, n, capacity, n_nodes, level, below, count, SHIFT: tl.constexpr):
+    """Recompute nodes of ``level`` (2 or more), which has ``count`` of them, from the level that starts ``below``."""
     fan_out: tl.constexpr = 1 << SHIFT
-    node, needed = _nodes_above(index_ptr, i, n, capacity, LEVEL, SHIFT)
-    below = level_start(capacity, LEVEL - 1, SHIFT)
-    here = below + (level_count(capacity, LEVEL, SHIFT) << SHIFT)
+    node, needed = _nodes_above(index_ptr, i, n, capacity, level * SHIFT, count)
     child = nodes_ptr + below + (node << SHIFT)[:, None] + tl.arange(0, fan_out)[None, :]
-    target = nodes_ptr + here + node
+    target = nodes_ptr + below + (count << SHIFT) + node
     total = tl.load(child, mask=needed[:, None], other=0.0)
     tl.store(target, tl.sum(total, axis=1), mask=needed)
     least = tl.load(child + n_nodes, mask=needed[:, None], other=float("inf"))
@@ -148,23 +121,31 @@ def _stage_refresh(nodes_ptr, index_ptr, i, n, capacity, n_nodes, LEVEL: tl.cons
 
 
 @triton.jit
-def _stage_refresh_above(
+def _stage_refresh_all(
+    leaves_ptr,
     nodes_ptr,
     index_ptr,
     n,
     capacity,
     n_nodes,
-    DEPTH: tl.constexpr,
+    depth,
     SHIFT: tl.constexpr,
     BLOCK_NODES: tl.constexpr,
 ):
-    """All levels from 2 to the root, by one program; its level-1 nodes are written."""
+    """All levels, by one program, which has written the leaves and has read the old root."""
     block = tl.arange(0, BLOCK_NODES).to(tl.int64)
-    for level in tl.static_range(2, DEPTH + 1):
+    count = level_up(capacity, SHIFT)
+    tl.debug_barrier()
+    for start in range(0, tl.minimum(count, n), BLOCK_NODES):
+        _stage_refresh_leaves(leaves_ptr, nodes_ptr, index_ptr, start + block, n, capacity, n_nodes, SHIFT)
+    below = capacity * 0
+    for level in range(2, depth + 1):
         # The level below is complete.
         tl.debug_barrier()
-        for start in range(0, tl.minimum(level_count(capacity, level, SHIFT), n), BLOCK_NODES):
-            _stage_refresh(nodes_ptr, index_ptr, start + block, n, capacity, n_nodes, level, SHIFT)
+        count = level_up(count, SHIFT)
+        for start in range(0, tl.minimum(count, n), BLOCK_NODES):
+            _stage_refresh(nodes_ptr, index_ptr, start + block, n, capacity, n_nodes, level, below, count, SHIFT)
+        below += count << SHIFT
 
 
 @triton.jit
@@ -213,33 +194,19 @@ def sum_tree_claim_kernel(
     )
 
 
-@triton.jit(do_not_specialize=["n", "capacity", "n_nodes"])
-def sum_tree_commit_kernel(
+@triton.jit(do_not_specialize=["n", "capacity"])
+def sum_tree_resolve_kernel(
     leaves_ptr,
-    nodes_ptr,
     hyper_ptr,
     index_ptr,
     priority_ptr,  # float32 [n]
     n,
     capacity,
-    n_nodes,
-    SHIFT: tl.constexpr,
-    BLOCK_NODES: tl.constexpr,
+    BLOCK_ENTRIES: tl.constexpr,
 ):
-    """Second launch of an update: tags become weights, level 1 follows. Grid: (cdiv(min(n, nodes), BLOCK_NODES),)."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK_NODES + tl.arange(0, BLOCK_NODES)
-    _stage_commit(
-        leaves_ptr,
-        nodes_ptr,
-        hyper_ptr,
-        index_ptr,
-        priority_ptr,
-        i,
-        n,
-        capacity.to(tl.int64),
-        n_nodes.to(tl.int64),
-        SHIFT,
-    )
+    """Second launch of an update: tags become weights. Grid: (cdiv(n, BLOCK_ENTRIES),)."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK_ENTRIES + tl.arange(0, BLOCK_ENTRIES)
+    _stage_resolve(leaves_ptr, hyper_ptr, index_ptr, priority_ptr, i, n, capacity.to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["n", "capacity", "n_nodes"])
@@ -276,23 +243,26 @@ def sum_tree_refresh_leaves_kernel(
     _stage_refresh_leaves(leaves_ptr, nodes_ptr, index_ptr, i, n, capacity.to(tl.int64), n_nodes.to(tl.int64), SHIFT)
 
 
-@triton.jit(do_not_specialize=["n", "capacity", "n_nodes"])
+@triton.jit(do_not_specialize=["n", "capacity", "n_nodes", "level"])
 def sum_tree_refresh_kernel(
     nodes_ptr,
     index_ptr,  # not read where the whole level is recomputed
     n,
     capacity,
     n_nodes,
-    LEVEL: tl.constexpr,
+    level,
     SHIFT: tl.constexpr,
     BLOCK_NODES: tl.constexpr,
 ):
     """Recompute a level from 2 up above rows ``index``. Grid: (cdiv(min(n, nodes of the level), BLOCK_NODES),)."""
+    capacity = capacity.to(tl.int64)
     i = tl.program_id(0).to(tl.int64) * BLOCK_NODES + tl.arange(0, BLOCK_NODES)
-    _stage_refresh(nodes_ptr, index_ptr, i, n, capacity.to(tl.int64), n_nodes.to(tl.int64), LEVEL, SHIFT)
+    below = level_start(capacity, level - 1, SHIFT)
+    count = (capacity + ((tl.full((), 1, tl.int64) << (level * SHIFT)) - 1)) >> (level * SHIFT)
+    _stage_refresh(nodes_ptr, index_ptr, i, n, capacity, n_nodes.to(tl.int64), level, below, count, SHIFT)
 
 
-@triton.jit(do_not_specialize=["n", "capacity", "n_nodes"])
+@triton.jit(do_not_specialize=["n", "capacity", "n_nodes", "depth"])
 def sum_tree_update_small_kernel(
     leaves_ptr,
     nodes_ptr,
@@ -304,8 +274,8 @@ def sum_tree_update_small_kernel(
     n,
     capacity,
     n_nodes,
+    depth,  # inner levels
     HAS_GENERATION: tl.constexpr,
-    DEPTH: tl.constexpr,
     SHIFT: tl.constexpr,
     BLOCK_ENTRIES: tl.constexpr,
     BLOCK_NODES: tl.constexpr,
@@ -329,24 +299,12 @@ def sum_tree_update_small_kernel(
         )
     # All tags are set.
     tl.debug_barrier()
-    block = tl.arange(0, BLOCK_NODES).to(tl.int64)
-    for start in range(0, tl.minimum(level_count(capacity, 1, SHIFT), n), BLOCK_NODES):
-        _stage_commit(
-            leaves_ptr,
-            nodes_ptr,
-            hyper_ptr,
-            index_ptr,
-            priority_ptr,
-            start + block,
-            n,
-            capacity,
-            n_nodes,
-            SHIFT,
-        )
-    _stage_refresh_above(nodes_ptr, index_ptr, n, capacity, n_nodes, DEPTH, SHIFT, BLOCK_NODES)
+    for start in range(0, n, BLOCK_ENTRIES):
+        _stage_resolve(leaves_ptr, hyper_ptr, index_ptr, priority_ptr, start + entries, n, capacity)
+    _stage_refresh_all(leaves_ptr, nodes_ptr, index_ptr, n, capacity, n_nodes, depth, SHIFT, BLOCK_NODES)
 
 
-@triton.jit(do_not_specialize=["n", "capacity", "n_nodes"])
+@triton.jit(do_not_specialize=["n", "capacity", "n_nodes", "depth"])
 def sum_tree_mark_small_kernel(
     leaves_ptr,
     nodes_ptr,
@@ -355,8 +313,8 @@ def sum_tree_mark_small_kernel(
     n,
     capacity,
     n_nodes,
+    depth,  # inner levels
     WITHIN_BUFFER: tl.constexpr,
-    DEPTH: tl.constexpr,
     SHIFT: tl.constexpr,
     BLOCK_ENTRIES: tl.constexpr,
     BLOCK_NODES: tl.constexpr,
@@ -368,9 +326,4 @@ def sum_tree_mark_small_kernel(
     entries = tl.arange(0, BLOCK_ENTRIES).to(tl.int64)
     for start in range(0, n, BLOCK_ENTRIES):
         _stage_mark(leaves_ptr, index_ptr, weight, start + entries, n, capacity)
-    # All leaves are written, and every thread has read the root.
-    tl.debug_barrier()
-    block = tl.arange(0, BLOCK_NODES).to(tl.int64)
-    for start in range(0, tl.minimum(level_count(capacity, 1, SHIFT), n), BLOCK_NODES):
-        _stage_refresh_leaves(leaves_ptr, nodes_ptr, index_ptr, start + block, n, capacity, n_nodes, SHIFT)
-    _stage_refresh_above(nodes_ptr, index_ptr, n, capacity, n_nodes, DEPTH, SHIFT, BLOCK_NODES)
+    _stage_refresh_all(leaves_ptr, nodes_ptr, index_ptr, n, capacity, n_nodes, depth, SHIFT, BLOCK_NODES)

@@ -1,0 +1,95 @@
+"""Specialisations of the sum tree's kernels, as their launcher chooses them by rule."""
+
+from gpubuf.kernels import config
+from tests.aot import AotSpec
+
+DRAW = "gpubuf.kernels.sum_tree._triton:"
+UPDATE = "gpubuf.kernels.sum_tree._triton_update:"
+
+TREE = {"leaves_ptr": "*fp32", "nodes_ptr": "*fp64", "hyper_ptr": "*fp64"}
+ENTRIES = {"ring_ptr": "*i64", "index_ptr": "*i64", "priority_ptr": "*fp32", "generation_ptr": "*i64"}
+SIZES = {"n": "i32", "capacity": "i32", "n_nodes": "i32"}
+HUGE = {"n": "i32", "capacity": "i64", "n_nodes": "i64"}
+
+
+def pick(source: dict[str, str], *names: str) -> dict[str, str]:
+    return {name: source[name] for name in names}
+
+
+def specs_of(fan_out: int, sizes: dict[str, str], flags: tuple[bool, ...]) -> list[AotSpec]:
+    """Every kernel for one shape of tree: small and large batches."""
+    small, large = config.tree_update(fan_out, 256), config.tree_update(fan_out, 65536)
+    shift = fan_out.bit_length() - 1
+    entries = {"BLOCK_ENTRIES": large.block_entries}
+    nodes = {"SHIFT": shift, "BLOCK_NODES": large.block_nodes}
+    one_program = {
+        "SHIFT": shift,
+        "BLOCK_ENTRIES": small.block_entries,
+        "BLOCK_NODES": small.block_nodes,
+    }
+    index = pick(ENTRIES, "index_ptr")
+    specs = [
+        AotSpec(
+            UPDATE + "sum_tree_resolve_kernel",
+            pick(TREE, "leaves_ptr", "hyper_ptr")
+            | pick(ENTRIES, "index_ptr", "priority_ptr")
+            | pick(sizes, "n", "capacity"),
+            entries,
+            large.num_warps,
+        ),
+        AotSpec(
+            UPDATE + "sum_tree_refresh_leaves_kernel",
+            pick(TREE, "leaves_ptr", "nodes_ptr") | index | sizes,
+            nodes,
+            large.num_warps,
+        ),
+        AotSpec(
+            UPDATE + "sum_tree_refresh_kernel",
+            pick(TREE, "nodes_ptr") | index | sizes | {"level": "i32"},
+            nodes,
+            large.num_warps,
+        ),
+    ]
+    for flag in flags:
+        specs += [
+            AotSpec(
+                UPDATE + "sum_tree_claim_kernel",
+                pick(TREE, "leaves_ptr", "hyper_ptr") | ENTRIES | pick(sizes, "n", "capacity"),
+                entries | {"HAS_GENERATION": flag},
+                large.num_warps,
+            ),
+            AotSpec(
+                UPDATE + "sum_tree_mark_kernel",
+                TREE | index | sizes,
+                entries | {"WITHIN_BUFFER": flag},
+                large.num_warps,
+            ),
+            AotSpec(
+                UPDATE + "sum_tree_update_small_kernel",
+                TREE | ENTRIES | sizes | {"depth": "i32"},
+                one_program | {"HAS_GENERATION": flag},
+                small.num_warps,
+            ),
+            AotSpec(
+                UPDATE + "sum_tree_mark_small_kernel",
+                TREE | index | sizes | {"depth": "i32"},
+                one_program | {"WITHIN_BUFFER": flag},
+                small.num_warps,
+            ),
+        ]
+    for n in (256, 4096):
+        draw = config.tree_draw(fan_out, n)
+        specs += [
+            AotSpec(
+                DRAW + "sum_tree_draw_kernel",
+                TREE | {"rng_ptr": "*i64", "index_ptr": "*i64", "weight_ptr": "*fp32"} | sizes | {"depth": "i32"},
+                {"STRATIFIED": stratified, "SHIFT": shift, "BLOCK_DRAWS": draw.block_draws},
+                draw.num_warps,
+            )
+            for stratified in flags
+        ]
+    return specs
+
+
+# The tree of a million rows, and one with more rows than an int32 counts.
+SPECS = [*specs_of(32, SIZES, (False, True)), *specs_of(64, HUGE, (True,))]
