@@ -352,9 +352,7 @@ class TestState:
         with pytest.raises(ValueError, match="reduction"):
             PrioritizedSampler(4, alpha=1.0, beta=1.0, reduction="sum")
         with pytest.raises(ValueError, match="max_capacity"):
-            ReplayBuffer(
-                storage=LazyTensorStorage(5), sampler=PrioritizedSampler(4, alpha=1.0, beta=1.0), batch_size=1
-            ).extend(transitions(1))
+            ReplayBuffer(storage=LazyTensorStorage(5), sampler=PrioritizedSampler(4, alpha=1.0, beta=1.0))
         with pytest.raises(NotImplementedError, match="sync"):
             PrioritizedReplayBuffer(alpha=1.0, beta=1.0, sync=False)
 

@@ -117,6 +117,7 @@ class ReplayBuffer:
         self._sampler: Sampler = component(sampler, Sampler, RandomSampler)
         self._writer: Writer = component(writer, Writer, self._default_writer)
         self._writer.register_storage(self._storage)
+        self._sampler.register_storage(self._storage)
         if dim_extend is not None and not 0 <= dim_extend < self._storage.ndim:
             raise ValueError(f"dim_extend is {dim_extend}, but the storage has {self._storage.ndim} dimension(s)")
         self._dim_extend = dim_extend
@@ -354,18 +355,22 @@ class ReplayBuffer:
 
     def set_storage(self, storage: Storage) -> None:
         """Replace the storage; the sampler starts afresh."""
+        self._sampler.register_storage(storage)
         self._writer.register_storage(storage)
         self._storage = component(storage, Storage, default_storage)
         self._sampler.empty()
 
     def set_sampler(self, sampler: Sampler) -> None:
         """Replace the sampler; rows already stored count as new to it."""
-        self._sampler = component(sampler, Sampler, RandomSampler)
+        sampler = component(sampler, Sampler, RandomSampler)
+        sampler.register_storage(self._storage)
+        self._sampler = sampler
 
     def set_writer(self, writer: Writer) -> None:
         """Replace the writer."""
+        writer = component(writer, Writer, self._default_writer)
         writer.register_storage(self._storage)
-        self._writer = component(writer, Writer, self._default_writer)
+        self._writer = writer
 
     # State
 

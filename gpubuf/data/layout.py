@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase, is_tensorclass
+from tensordict import TensorDict, TensorDictBase, is_non_tensor, is_tensorclass
 from torch import Tensor
 
 from gpubuf.kernels.rows import ALIGNMENT, arena_offsets
@@ -81,7 +81,7 @@ class RowLayout:
         if isinstance(data, Tensor):
             self.leaves.append(Leaf(path, data.dtype, tuple(data.shape[batch_dims:])))
             return len(self.leaves) - 1
-        if not isinstance(data, TensorDictBase) and not is_tensorclass(data):
+        if is_non_tensor(data) or not (isinstance(data, TensorDictBase) or is_tensorclass(data)):
             where = f"key {path!r} holds" if path else "the data is"
             raise TypeError(
                 f"only tensors, TensorDicts and tensorclasses can be stored; {where} a {type(data).__name__}"

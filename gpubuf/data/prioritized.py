@@ -68,6 +68,7 @@ class PrioritizedSampler(Sampler):
         self._alpha, self._eps = float(alpha), float(eps)
         self._beta: float | Tensor = beta
         self._tree: SumTree | None = None
+        self._storage: Storage | None = None
 
     # Hyperparameters
 
@@ -119,15 +120,27 @@ class PrioritizedSampler(Sampler):
             raise RuntimeError("the sampler has no tree before the first write")
         return self._tree
 
-    def tree_for(self, storage: TensorStorage) -> SumTree:
-        """The tree over ``storage``, made at the first use; rows that are there already count as new."""
+    def register_storage(self, storage: Storage) -> None:
+        """Check that the storage fits. Another storage than before begins with a tree of its own.
+
+        Raises:
+            ValueError: it has room for more than ``max_capacity`` rows.
+        """
+        if isinstance(storage, TensorStorage) and storage.requested_size > self.max_capacity:
+            raise ValueError(f"max_capacity is {self.max_capacity}, the storage's capacity {storage.requested_size}")
+        if storage is not self._storage:
+            self._storage, self._tree = storage, None
+
+    def tree_for(self, storage: TensorStorage, n_new: int = 0) -> SumTree:
+        """The tree over ``storage``, made at the first use.
+
+        Rows that are there already count as new, except for ``n_new`` that the caller is about to treat.
+        """
         if self._tree is None:
-            if storage.max_size > max(self.max_capacity, storage.requested_size):
-                raise ValueError(
-                    f"max_capacity is {self.max_capacity}, but the storage has room for {storage.max_size} rows"
-                )
             self._tree = SumTree(storage.max_size, alpha=self._alpha, eps=self._eps, device=storage.device)
             self._tree.set_beta(self._beta)
+            if len(storage) > n_new:
+                self._tree.mark(torch.arange(len(storage), device=storage.device))
         return self._tree
 
     # Sampling
@@ -152,7 +165,7 @@ class PrioritizedSampler(Sampler):
 
     def on_write(self, index: Tensor, storage: TensorStorage, priority: Tensor | None) -> None:
         """Give the rows of one write their priority, in one tree update."""
-        tree = self.tree_for(storage)
+        tree = self.tree_for(storage, index.numel())
         if priority is None:
             tree.mark(index, within_buffer=self.max_priority_within_buffer)
             return

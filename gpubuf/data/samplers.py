@@ -79,6 +79,9 @@ class Sampler:
         """Start a new random stream, seeded by ``generator`` (None: by torch's global one)."""
         self._generator, self._random = generator, None
 
+    def register_storage(self, storage: Storage) -> None:
+        """Called when the sampler becomes part of a buffer: raise if it can't serve ``storage``."""
+
     def on_write(self, index: Tensor, storage: TensorStorage, priority: Tensor | None) -> None:
         """Called once for every write, with the flat positions of its surviving rows."""
 
