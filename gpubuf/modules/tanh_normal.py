@@ -10,6 +10,9 @@ from torch import Tensor
 from torch.distributions import Distribution, constraints
 from torch.nn.functional import softplus
 
+from gpubuf.kernels import tanh_normal
+from gpubuf.kernels._differentiable import computing_dtype
+
 
 class TanhNormal(Distribution):
     """``a = low + (high - low) * (tanh(x) + 1) / 2`` with ``x ~ Normal(loc, scale)``.
@@ -54,6 +57,15 @@ class TanhNormal(Distribution):
         self.loc = torch.tanh(loc / upscale) * upscale if tanh_loc else loc
         self.scale = scale
         self.low, self.high = low, high
+        self._bounds: tuple[Tensor | None, Tensor | None, float, float]
+        if isinstance(low, Tensor) or isinstance(high, Tensor):
+            last = loc.shape[-1:] or (1,)
+            low_row, high_row = (
+                torch.as_tensor(b, dtype=scale.dtype, device=loc.device).expand(last) for b in (low, high)
+            )
+            self._bounds = (low_row, high_row, -1.0, 1.0)
+        else:
+            self._bounds = (None, None, float(low), float(high))
         self._drawn: tuple[Tensor, Tensor] | None = None
         split = loc.ndim - event_dims
         super().__init__(loc.shape[:split], loc.shape[split:], validate_args=False)
@@ -81,11 +93,13 @@ class TanhNormal(Distribution):
 
         The noise comes from ``torch.randn`` of the default generator.
         """
-        noise = torch.randn(self._extended_shape(sample_shape), dtype=self.loc.dtype, device=self.loc.device)
-        x = self.loc + self.scale * noise
-        action, log_prob = self._action(x), self._log_prob_from(x, noise)
-        self._drawn = (action, log_prob)
-        return action, log_prob
+        loc, scale = self.loc, self.scale
+        if sample_shape:
+            shape = self._extended_shape(sample_shape)
+            loc, scale = loc.expand(shape), scale.expand(shape)
+        noise = torch.randn(loc.shape, dtype=computing_dtype(loc, scale), device=loc.device)
+        self._drawn = tanh_normal.sample(loc, scale, noise, *self._bounds, len(self.event_shape))
+        return self._drawn
 
     def rsample(self, sample_shape: torch.Size | tuple[int, ...] = ()) -> Tensor:  # type: ignore[override]
         """A differentiable sample, ``[*sample_shape, *batch, A]``."""

@@ -1,0 +1,455 @@
+"""The loss of soft actor-critic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import InteractionType, TensorDictModule, TensorDictParams, dispatch, set_interaction_type
+from tensordict.utils import NestedKey, unravel_key
+from torch import Tensor, nn
+
+from gpubuf.kernels import sac
+from gpubuf.objectives.common import LOSS_FUNCTIONS, REDUCTIONS, LossModule, lookup, refuse_deprecated, warn
+from gpubuf.objectives.networks import Critics, Replica, leaves, paths, target_parameters
+from gpubuf.objectives.shapes import per_row, rows_of
+from gpubuf.objectives.values import TD0Estimator, ValueEstimators
+
+DEFAULT_GAMMA = 0.99
+
+
+def _next(key: NestedKey) -> NestedKey:
+    return unravel_key(("next", key))
+
+
+class SACLoss(LossModule):
+    """Soft actor-critic without a value network (Haarnoja et al., arXiv 1812.05905).
+
+    With S the batch shape of the log-density of the actions (agents included), N critics and ``terminated``, not
+    ``done``, to stop bootstrapping:
+
+    * ``loss_qvalue``: sum over critics of ``loss_function`` between Q(s, a) and
+      ``y = r + gamma^steps (1 - terminated) (min_k Qtarget_k(s', a') - alpha log pi(a'|s'))``;
+    * ``loss_actor``: ``alpha log pi(a|s) - min_k Q_k(s, a)``, with gradients to the actor only;
+    * ``loss_alpha``: ``-log_alpha (log pi(a|s) + target_entropy)``, on log_alpha, as in TorchRL.
+
+    Call it with a TensorDict: it returns a TensorDict of ``loss_actor``, ``loss_qvalue``, ``loss_alpha``, ``alpha`` and
+    ``entropy``, all ``[]``, and writes ``"td_error"``, ``max_k |Q_k - y|`` of shape S, into its input, the priority of
+    each row. Or call it with keyword arguments named after ``in_keys`` (nested keys joined by ``_``): it returns a
+    tuple in the order of ``out_keys``. Nothing synchronises with the host. The losses share no graph: one backward of
+    their sum gives the gradients of separate ones.
+
+    Where the batch has ``"priority_weight"``, every loss is ``sum(w l) / sum(w)`` (Schaul et al., 2016, but normalised
+    over the batch); where it has ``("collector", "mask")`` or ``"shifted_valid"``, rows marked false are left out.
+    Reward, done flags, weights and masks may have fewer or more dimensions than S: dimensions are added on the right,
+    and trailing ones of size 1 dropped. ``"steps_to_next_obs"`` gives the number of steps that a reward spans.
+
+    Args:
+        actor_network: the policy, with a method ``get_dist(tensordict)``. A distribution that offers
+            ``rsample_and_log_prob()``, as :class:`~gpubuf.modules.TanhNormal` does, is asked for both at once; of any
+            other, ``rsample()`` and ``log_prob()`` are called.
+        qvalue_network: one network, which is copied ``num_qvalue_nets`` times and drawn anew; a list of networks; or a
+            natively batched ensemble such as :func:`~gpubuf.modules.make_sac_critic` builds, whose values are
+            ``[num_qvalue_nets, *S, 1]`` and which runs as it is.
+        value_network: not supported.
+        num_qvalue_nets: number of critics, N.
+        loss_function: "smooth_l1", "l2", "l1" or "huber" (the same as "smooth_l1").
+        alpha_init: first temperature.
+        min_alpha: bounds of the temperature, applied at each call.
+        max_alpha: see ``min_alpha``.
+        action_spec: anything with a ``shape``, for ``target_entropy="auto"``: a Gymnasium space, a TorchRL spec, or a
+            composite one that holds the action at its key.
+        fixed_alpha: keep the temperature as a buffer instead of a parameter.
+        target_entropy: a number, or "auto": minus the number of action components, without batch and agent dimensions.
+            Taken from ``action_spec`` if given, otherwise from the first batch.
+        delay_actor: draw the next actions from target parameters of the actor.
+        delay_qvalue: evaluate the next values with target parameters of the critics.
+        delay_value: of no effect without a value network.
+        gamma: refused; see :meth:`make_value_estimator`.
+        priority_key: refused; see :meth:`set_keys`.
+        separate_losses: parameters that critics and actor share get gradients from the actor's loss only.
+        reduction: "mean" (default), "sum", or "none" for losses of shape S, weighted, 0 where masked.
+        skip_done_states: rows that terminated show every network their own observation in place of the next one, which
+            may then be anything, NaN included. Truncated rows bootstrap from the real next observation. Shapes stay.
+        deactivate_vmap: run several critics one after the other.
+        use_prioritized_weights: False, True (a batch without weights is an error), or "auto".
+        scalar_output_mode: what becomes of ``alpha`` and ``entropy`` when ``reduction="none"``: "exclude" (also for
+            None, with a warning) or "non_tensor".
+
+    Attributes:
+        actor_network_params: parameters of the actor, the very ones of ``actor_network``.
+        qvalue_network_params: parameters of the critics; stacked ``[N, ...]`` unless the ensemble is natively batched.
+        target_qvalue_network_params: their targets, as buffers; updated by :class:`~gpubuf.objectives.SoftUpdate`.
+        log_alpha: logarithm of the temperature, ``[]``.
+
+    Raises:
+        NotImplementedError: a value network is given.
+        TypeError: ``gamma`` is given.
+        RuntimeError: ``priority_key`` is given.
+        ValueError: an argument is out of range, or the critics are not ``num_qvalue_nets``.
+    """
+
+    @dataclass
+    class _AcceptedKeys:
+        action: NestedKey = "action"
+        value: NestedKey = "state_value"
+        state_action_value: NestedKey = "state_action_value"
+        log_prob: NestedKey = "action_log_prob"
+        priority: NestedKey = "td_error"
+        reward: NestedKey = "reward"
+        done: NestedKey = "done"
+        terminated: NestedKey = "terminated"
+        priority_weight: NestedKey = "priority_weight"
+
+    default_keys = _AcceptedKeys
+    default_value_estimator = ValueEstimators.TD0
+    _schedulable_buffers = frozenset({"alpha_init", "min_log_alpha", "max_log_alpha", "log_alpha"})
+
+    actor_network_params: TensorDictParams
+    qvalue_network_params: TensorDictParams
+    log_alpha: Tensor
+    _target_entropy: Tensor
+
+    def __init__(
+        self,
+        actor_network: Any,
+        qvalue_network: TensorDictModule | Sequence[TensorDictModule],
+        value_network: Any = None,
+        *,
+        num_qvalue_nets: int = 2,
+        loss_function: str = "smooth_l1",
+        alpha_init: float = 1.0,
+        min_alpha: float | None = None,
+        max_alpha: float | None = None,
+        action_spec: Any = None,
+        fixed_alpha: bool = False,
+        target_entropy: str | float = "auto",
+        delay_actor: bool = False,
+        delay_qvalue: bool = True,
+        delay_value: bool = True,
+        gamma: float | None = None,
+        priority_key: str | None = None,
+        separate_losses: bool = False,
+        reduction: str | None = None,
+        skip_done_states: bool = False,
+        deactivate_vmap: bool = False,
+        use_prioritized_weights: str | bool = "auto",
+        scalar_output_mode: str | None = None,
+    ) -> None:
+        if value_network is not None:
+            raise NotImplementedError(
+                "SACLoss is version 2 of SAC, which has no value network: leave value_network out"
+            )
+        if gamma is not None:
+            raise TypeError("gamma is not an argument of the loss: call loss.make_value_estimator(gamma=...)")
+        refuse_deprecated(priority_key=priority_key)
+        if alpha_init <= 0:
+            raise ValueError(f"alpha_init must be positive, got {alpha_init}")
+        super().__init__()
+        self.reduction = "mean" if reduction is None else reduction
+        self.loss_function = loss_function
+        lookup(REDUCTIONS, self.reduction, "reduction")
+        lookup(LOSS_FUNCTIONS, loss_function, "loss_function")
+        self.num_qvalue_nets = num_qvalue_nets
+        self.fixed_alpha = fixed_alpha
+        self.delay_actor, self.delay_qvalue, self.delay_value = delay_actor, delay_qvalue, delay_value
+        self.skip_done_states, self.deactivate_vmap = skip_done_states, deactivate_vmap
+        self.use_prioritized_weights = use_prioritized_weights
+        if self.reduction == "none" and scalar_output_mode is None:
+            warn(
+                "SACLoss with reduction='none' leaves alpha and entropy, which are scalars, out of its output. Pass "
+                "scalar_output_mode='exclude' to silence this warning, or 'non_tensor' to have them as non-tensor data."
+            )
+            scalar_output_mode = "exclude"
+        self.scalar_output_mode = scalar_output_mode
+        self._set_networks(actor_network, qvalue_network, separate_losses)
+        self._set_temperature(alpha_init, min_alpha, max_alpha)
+        self._set_target_entropy(target_entropy, action_spec)
+        self.make_value_estimator()
+        names = {"log_prob": "log_prob_keys", "action": "dist_sample_keys"}
+        found = {key: getattr(actor_network, name, None) for key, name in names.items()}
+        self.set_keys(**{key: next(iter(value)) for key, value in found.items() if value})
+
+    def _set_networks(self, actor_network: Any, qvalue_network: Any, separate_losses: bool) -> None:
+        shared: dict[int, Tensor] = {id(p): p for p in actor_network.parameters()} if separate_losses else {}
+        # Modules and replicas are no submodules: their tensors are registered once, as the `*_params`.
+        self.__dict__["actor_network"] = actor_network
+        self.actor_network_params = TensorDictParams(TensorDict.from_module(actor_network), no_convert=True)
+        critics = Critics(qvalue_network, self.num_qvalue_nets, use_vmap=not self.deactivate_vmap, shared=shared)
+        self.__dict__["_critics"], self.__dict__["qvalue_network"] = critics, critics.network
+        self.qvalue_network_params = critics.params
+        self.__dict__["_delayed_actor"] = None
+        if self.delay_actor:
+            self.target_actor_network_params = target_parameters(self.actor_network_params)
+            self.__dict__["_delayed_actor"] = Replica(actor_network, paths(self.actor_network_params))
+        if self.delay_qvalue:
+            self.target_qvalue_network_params = target_parameters(self.qvalue_network_params)
+        self.refresh_links()
+
+    def refresh_links(self) -> None:
+        super().refresh_links()
+        if "_delayed_actor" not in self.__dict__:
+            return
+        self._critics.refresh(self._modules.get("target_qvalue_network_params"))  # type: ignore[arg-type]
+        if self._delayed_actor is not None:
+            self._delayed_actor.slots.fill(leaves(self.target_actor_network_params))
+
+    def _set_temperature(self, alpha_init: float, min_alpha: float | None, max_alpha: float | None) -> None:
+        first = next((p for p in self.actor_network_params.parameters()), None)
+        dtype = torch.float64 if first is not None and first.dtype is torch.float64 else torch.get_default_dtype()
+        device = None if first is None else first.device
+        self.register_buffer("alpha_init", torch.tensor(alpha_init, dtype=dtype, device=device))
+        if min_alpha or max_alpha:
+            low, high = min_alpha or 0.0, max_alpha or math.inf
+            if not 0 <= low <= high:
+                raise ValueError(f"the temperature needs 0 <= min_alpha <= max_alpha, got {min_alpha} and {max_alpha}")
+            logs = (math.log(low) if low else -math.inf, math.log(high))
+        for i, name in enumerate(("min_log_alpha", "max_log_alpha")):
+            bound = torch.tensor(logs[i], dtype=dtype, device=device) if min_alpha or max_alpha else None
+            self.register_buffer(name, bound)
+        log_alpha = torch.tensor(math.log(alpha_init), dtype=dtype, device=device)
+        if self.fixed_alpha:
+            self.register_buffer("log_alpha", log_alpha)
+        else:
+            self.log_alpha = nn.Parameter(log_alpha)
+
+    def _set_target_entropy(self, target_entropy: str | float, action_spec: Any) -> None:
+        # Always a buffer, so that every state_dict has it; NaN until it is known.
+        self.register_buffer("_target_entropy", torch.full_like(self.alpha_init, math.nan))
+        self._target_entropy_known = False
+        if isinstance(target_entropy, str):
+            if target_entropy != "auto":
+                raise ValueError(f"target_entropy must be a number or 'auto', got {target_entropy!r}")
+            spec = action_spec if action_spec is not None else getattr(self.actor_network, "spec", None)
+            shape = _action_shape(spec, self.tensor_keys.action)
+            if shape is None:
+                return
+            target_entropy = -float(math.prod(shape))
+        self.target_entropy = target_entropy  # type: ignore[assignment]
+
+    @property
+    def target_entropy(self) -> Tensor:
+        """The entropy that the temperature aims at, ``[]``. Assign a number to change it, also within a captured graph.
+
+        Raises:
+            RuntimeError: it is "auto", there was no ``action_spec``, and no batch has been seen yet.
+        """
+        if not self._target_entropy_known:
+            raise RuntimeError(
+                "Cannot infer the dimensionality of the action before the first batch. Provide the target entropy "
+                "explicitly, or an action_spec."
+            )
+        return self._target_entropy
+
+    @target_entropy.setter
+    def target_entropy(self, value: float) -> None:
+        self._target_entropy.fill_(value)
+        self._target_entropy_known = True
+
+    @property
+    def alpha(self) -> Tensor:
+        """The temperature, within its bounds, ``[]``, without gradient."""
+        if self.min_log_alpha is not None:
+            self.log_alpha.detach().clamp_(self.min_log_alpha, self.max_log_alpha)
+        return self.log_alpha.detach().exp()
+
+    _alpha = alpha
+
+    @property
+    def device(self) -> torch.device:
+        """Where the temperature is."""
+        return self.log_alpha.device
+
+    @property
+    def vmap_randomness(self) -> str:
+        """How random operations behave among stacked critics: "error", "same" or "different"."""
+        return self._critics.vmap_randomness
+
+    def set_vmap_randomness(self, value: str) -> None:
+        """Choose "error", "same" or "different"; see ``torch.vmap``. By default "different" where there is dropout."""
+        self._critics.randomness = value
+
+    def make_value_estimator(self, value_type: Any = None, **hyperparams: Any) -> SACLoss:
+        """Choose how targets are made: TD(0) with discount ``gamma`` (0.99).
+
+        Args:
+            value_type: None, or "TD0" or the member of an enum of that name.
+            **hyperparams: ``gamma``.
+
+        Returns:
+            The loss itself.
+
+        Raises:
+            NotImplementedError: another estimator.
+            TypeError: another hyperparameter.
+            ValueError: an unknown estimator, or a discount out of [0, 1].
+        """
+        if value_type is not None and ValueEstimators.parse(value_type) is not ValueEstimators.TD0:
+            raise NotImplementedError(f"SACLoss bootstraps with TD0 only, got value_type={value_type!r}")
+        gamma = hyperparams.pop("gamma", DEFAULT_GAMMA)
+        if hyperparams:
+            raise TypeError(f"TD0 has one hyperparameter, gamma, got {sorted(hyperparams)}")
+        self.value_estimator = TD0Estimator(float(gamma), self.device)
+        return self
+
+    @property
+    def in_keys(self) -> list[NestedKey]:
+        """The entries that :meth:`forward` reads."""
+        keys = self.tensor_keys
+        actor = list(self.actor_network.in_keys)
+        wanted = [
+            keys.action,
+            *(_next(key) for key in (keys.reward, keys.done, keys.terminated)),
+            *actor,
+            *map(_next, actor),
+            *self.qvalue_network.in_keys,
+            *(_next(key) for key in self.qvalue_network.in_keys if unravel_key(key) != unravel_key(keys.action)),
+        ]
+        return list(dict.fromkeys(map(unravel_key, wanted)))
+
+    @in_keys.setter
+    def in_keys(self, value: Any) -> None:
+        raise AttributeError("in_keys follow from the networks and from set_keys()")
+
+    @property
+    def out_keys(self) -> list[NestedKey]:
+        """The entries that :meth:`forward` returns."""
+        losses: list[NestedKey] = ["loss_actor", "loss_qvalue", "loss_alpha"]
+        return losses if self._scalars_left_out else [*losses, "alpha", "entropy"]
+
+    @out_keys.setter
+    def out_keys(self, value: Any) -> None:
+        raise AttributeError("out_keys are fixed")
+
+    @property
+    def _scalars_left_out(self) -> bool:
+        return self.reduction == "none" and self.scalar_output_mode != "non_tensor"
+
+    @dispatch
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:  # type: ignore[override]
+        """The losses of a batch; see the class. Writes the priority entry into ``tensordict``."""
+        alpha = self.alpha
+        with set_interaction_type(InteractionType.RANDOM):
+            loss_qvalue, td_error = self._critic_loss(tensordict)
+            loss_actor, loss_alpha, entropy = self._actor_and_temperature_loss(tensordict)
+        tensordict.set(self.tensor_keys.priority, td_error)
+        losses = {"loss_actor": loss_actor, "loss_qvalue": loss_qvalue, "loss_alpha": loss_alpha}
+        if self.reduction != "none":
+            return TensorDict({**losses, "alpha": alpha, "entropy": entropy}, batch_size=[])
+        out = TensorDict(losses, batch_size=tensordict.batch_size)
+        if self.scalar_output_mode == "non_tensor":
+            out.set_non_tensor("alpha", alpha)
+            out.set_non_tensor("entropy", entropy)
+        return out
+
+    def _draw(self, actor: Any, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
+        """(actions, log-densities) that can be differentiated by the parameters of ``actor``."""
+        dist = actor.get_dist(tensordict)
+        fused = getattr(dist, "rsample_and_log_prob", None)
+        if fused is not None:
+            return fused()
+        if not dist.has_rsample:
+            raise TypeError(f"SAC differentiates through the action: {type(dist).__name__} has no rsample")
+        action = dist.rsample()
+        log_prob = dist.log_prob(action)
+        if not isinstance(log_prob, Tensor):
+            raise TypeError(f"the log-density of an action must be one tensor, got {type(log_prob).__name__}")
+        return action, log_prob
+
+    def _checked(self, q: Tensor, shape: torch.Size) -> Tensor:
+        if q.shape[1:] not in (shape, (*shape, 1)):
+            raise ValueError(
+                f"the critics' {self.tensor_keys.state_action_value!r} must be {[q.shape[0], *shape, 1]} to go with "
+                f"log-densities of shape {list(shape)}, got {list(q.shape)}"
+            )
+        return q
+
+    def _entry(self, tensordict: TensorDictBase, key: NestedKey) -> Tensor:
+        value = tensordict.get(key, None)
+        if value is None:
+            raise KeyError(f"SACLoss needs the entry {key!r}; the batch has {sorted(map(str, tensordict.keys(True)))}")
+        return value
+
+    def _terminated(self, tensordict: TensorDictBase) -> Tensor:
+        value = tensordict.get(_next(self.tensor_keys.terminated), None)
+        return self._entry(tensordict, _next(self.tensor_keys.done)) if value is None else value
+
+    def _next_state(self, tensordict: TensorDictBase, terminated: Tensor) -> TensorDictBase:
+        """The entries of the next step, in a TensorDict of their own, without those that must not be seen."""
+        state = tensordict.get("next").copy()
+        if self.skip_done_states:
+            ended = terminated.bool()
+            action = unravel_key(self.tensor_keys.action)
+            keys = map(unravel_key, (*self.actor_network.in_keys, *self.qvalue_network.in_keys))
+            for key in dict.fromkeys(key for key in keys if key != action):
+                own, after = self._entry(tensordict, key), self._entry(tensordict, _next(key))
+                state.set(key, torch.where(rows_of(ended, after), own, after))
+        return state
+
+    @torch.no_grad()
+    def _target(self, tensordict: TensorDictBase) -> Tensor:
+        keys = self.tensor_keys
+        terminated = self._terminated(tensordict)
+        state = self._next_state(tensordict, terminated)
+        delayed = self._delayed_actor
+        if delayed is not None:
+            delayed.follow_mode()
+        action, log_prob = self._draw(self.actor_network if delayed is None else delayed.module, state)
+        state.set(keys.action, action)
+        shape = log_prob.shape
+        next_q = self._checked(self._critics.target(state, keys.state_action_value), shape)
+        reward = self._entry(tensordict, _next(keys.reward))
+        steps = tensordict.get("steps_to_next_obs", None)
+        return self.value_estimator.soft_target(
+            next_q,
+            log_prob,
+            self.log_alpha,
+            per_row(reward, shape, str(keys.reward)),
+            per_row(terminated, shape, str(keys.terminated)),
+            None if steps is None else per_row(steps, shape, "steps_to_next_obs"),
+        )
+
+    def _critic_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
+        """(loss, |td_error| of every row)."""
+        target = self._target(tensordict)
+        q = self._checked(self._critics.online(tensordict, self.tensor_keys.state_action_value), target.shape)
+        weight, mask = self._row_weights(tensordict, target.shape)
+        code = LOSS_FUNCTIONS[self.loss_function]
+        loss, td_error, _ = sac.td_loss(q, target, weight, mask, code, REDUCTIONS[self.reduction])
+        return loss, td_error
+
+    def _actor_and_temperature_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor, Tensor]:
+        """(actor's loss, temperature's loss, entropy)."""
+        state = tensordict.copy()
+        action, log_prob = self._draw(self.actor_network, state)
+        state.set(self.tensor_keys.action, action)
+        shape, code = log_prob.shape, REDUCTIONS[self.reduction]
+        q = self._checked(self._critics.detached(state, self.tensor_keys.state_action_value), shape)
+        weight, mask = self._row_weights(tensordict, shape)
+        loss_actor, entropy, _ = sac.actor_loss(q, log_prob, self.log_alpha, weight, mask, code)
+        if not self._target_entropy_known:
+            self.target_entropy = -float(action.shape[len(shape) :].numel())  # type: ignore[assignment]
+        # A tensor without graph: the temperature's backward must not run through, and free, the actor's.
+        loss_alpha, _ = sac.temperature_loss(
+            self.log_alpha, log_prob.detach(), self._target_entropy, weight, mask, code
+        )
+        return loss_actor, loss_alpha, entropy
+
+
+def _action_shape(spec: Any, key: NestedKey) -> Sequence[int] | None:
+    """Shape of one action in ``spec``, without the dimensions of the containers that hold it; None if unknown."""
+    if spec is None:
+        return None
+    path = unravel_key(key)
+    container: Sequence[int] = ()
+    for name in path if isinstance(path, tuple) else (path,):
+        if not hasattr(spec, "keys"):
+            break
+        container = getattr(spec, "shape", None) or ()
+        spec = spec[name]
+    shape = getattr(spec, "shape", None)
+    return None if shape is None else tuple(shape)[len(container) :]

@@ -1,0 +1,44 @@
+"""Per-row quantities that come with fewer or more dimensions than the loss, brought to its shape."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def per_row(tensor: Tensor, shape: torch.Size, name: str) -> Tensor:
+    """``tensor`` with one element for every row of a loss of ``shape``.
+
+    Trailing dimensions of size 1 beyond those of the loss are dropped; missing ones are added on the right; dimensions
+    of size 1 are broadcast. So a loss ``[B, n_agents]`` accepts ``[B]``, ``[B, 1]``, ``[B, n_agents]``,
+    ``[B, n_agents, 1]`` and ``[B, 1, 1]``. A tensor that already has one element per row is returned as it is, whatever
+    its trailing dimensions of size 1: the operations read rows, not shapes.
+
+    Raises:
+        ValueError: no such reading exists.
+    """
+    own = list(tensor.shape)
+    while len(own) > len(shape) and own[-1] == 1:
+        own.pop()
+    if own == list(shape):
+        return tensor
+    own += [1] * (len(shape) - len(own))
+    if len(own) != len(shape) or any(a not in (1, b) for a, b in zip(own, shape, strict=True)):
+        raise ValueError(
+            f"{name!r} of shape {list(tensor.shape)} does not fit a loss of shape {list(shape)}: it may lack "
+            "dimensions on the right, have dimensions of size 1, and have trailing dimensions of size 1"
+        )
+    return tensor.reshape(own).expand(shape)
+
+
+def rows_of(flag: Tensor, like: Tensor) -> Tensor:
+    """A flag per row, shaped to broadcast against an observation ``like``, ``[*batch, *features]``.
+
+    Trailing dimensions of size 1 of the flag are dropped. A flag with more batch dimensions than the observation (one
+    per agent, for a state that agents share) holds for a row where it holds for all of them.
+    """
+    while flag.ndim > 1 and flag.shape[-1] == 1:
+        flag = flag.squeeze(-1)
+    while flag.ndim > max(like.ndim - 1, 1):
+        flag = flag.all(-1)
+    return flag.reshape(flag.shape + (1,) * (like.ndim - flag.ndim))

@@ -1,0 +1,160 @@
+"""Updates of target parameters: by exponential averaging, and by copies at intervals."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpubuf.objectives.common import LossModule
+
+
+class TargetNetUpdater:
+    """Base class of the updates. Making one sets the targets to the present parameters.
+
+    Args:
+        loss_module: the loss whose ``target_*_params`` follow their ``*_params``.
+
+    Raises:
+        ValueError: ``loss_module`` is no :class:`LossModule`.
+        RuntimeError: it has no target parameters.
+    """
+
+    def __init__(self, loss_module: LossModule) -> None:
+        if not isinstance(loss_module, LossModule):
+            raise ValueError(f"The loss_module must be a LossModule instance, got {type(loss_module).__name__}.")
+        self.loss_module = loss_module
+        self.initialized = False
+        self._version = -1
+        self.init_()
+
+    def init_(self) -> None:
+        """Set the targets to the present parameters. The constructor has done it once; again warns."""
+        if self.initialized:
+            warnings.warn("The updater is already initialized.", category=UserWarning, stacklevel=2)
+        self._gather()
+        self._copy_all()
+        self.initialized = True
+
+    def _gather(self) -> None:
+        """Look the tensors up, in lists that one call of ``torch._foreach_*`` takes, if they have changed."""
+        if self._version == self.loss_module.links_version:
+            return
+        pairs = self.loss_module.target_pairs()
+        # Counters (of batch normalisation, say) can't be averaged.
+        averaged = [pair for pair in pairs if pair[0].is_floating_point()]
+        copied = [pair for pair in pairs if not pair[0].is_floating_point()]
+        self._targets, self._sources = _columns(averaged)
+        self._copied_targets, self._copied_sources = _columns(copied)
+        self._version = self.loss_module.links_version
+
+    @torch.no_grad()
+    def _copy_all(self) -> None:
+        torch._foreach_copy_(self._targets, self._sources)
+        self._copy_counters()
+
+    def _copy_counters(self) -> None:
+        if self._copied_targets:
+            torch._foreach_copy_(self._copied_targets, self._copied_sources)
+
+    def step(self) -> None:
+        """Update the targets. To be called after each step of the optimiser. No host sync."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the updater itself has to remember; the targets are in the loss's own state."""
+        return {"initialized": self.initialized}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        self.initialized = state_dict["initialized"]
+
+
+def _columns(pairs: list[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
+    return [target for target, _ in pairs], [source for _, source in pairs]
+
+
+class SoftUpdate(TargetNetUpdater):
+    """``target = eps * target + (1 - eps) * parameter`` at every step (Lillicrap et al., 2016).
+
+    All tensors in one ``torch._foreach_lerp_``.
+
+    Args:
+        loss_module: as in :class:`TargetNetUpdater`.
+        eps: share of the target that is kept; exclusive with ``tau``.
+        tau: ``1 - eps``.
+
+    Raises:
+        RuntimeError: neither ``eps`` nor ``tau`` is given.
+        ValueError: both are, or they are not in [0, 1].
+    """
+
+    def __init__(self, loss_module: LossModule, *, eps: float | None = None, tau: float | None = None) -> None:
+        if eps is None and tau is None:
+            raise RuntimeError("Neither eps nor tau was provided.")
+        if eps is not None and tau is not None:
+            raise ValueError("One and only one argument (tau or eps) can be specified.")
+        name, value = ("eps", eps) if eps is not None else ("tau", tau)
+        assert value is not None
+        if not 0 <= value <= 1:
+            raise ValueError(f"{name} must be in [0, 1], got {value}")
+        # Kept as given: 1 - (1 - tau) is not tau.
+        self._weight = 1 - value if name == "eps" else value
+        if self._weight > 0.5:
+            warnings.warn(
+                f"{name}={value} replaces more than half of the target at every step; eps is the share that is kept, "
+                "tau the share that is replaced.",
+                category=UserWarning,
+                stacklevel=2,
+            )
+        super().__init__(loss_module)
+
+    @property
+    def eps(self) -> float:
+        """The share of the target that is kept at a step."""
+        return 1 - self._weight
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update the targets. To be called after each step of the optimiser. No host sync."""
+        self._gather()
+        torch._foreach_lerp_(self._targets, self._sources, self._weight)
+        self._copy_counters()
+
+
+class HardUpdate(TargetNetUpdater):
+    """The targets become the parameters at every ``value_network_update_interval``-th step (Mnih et al., 2015).
+
+    TorchRL counts one step more between two copies than it is told.
+
+    Args:
+        loss_module: as in :class:`TargetNetUpdater`.
+        value_network_update_interval: number of steps between two copies.
+
+    Raises:
+        ValueError: the interval is less than 1.
+    """
+
+    def __init__(self, loss_module: LossModule, *, value_network_update_interval: float = 1000) -> None:
+        if value_network_update_interval < 1:
+            raise ValueError(f"value_network_update_interval must be at least 1, got {value_network_update_interval}")
+        super().__init__(loss_module)
+        self.value_network_update_interval = value_network_update_interval
+        self.counter = 0
+
+    def step(self) -> None:
+        """Count the step, and copy where it is due. No host sync."""
+        self.counter += 1
+        if self.counter >= self.value_network_update_interval:
+            self._gather()
+            self._copy_all()
+            self.counter = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "counter": self.counter}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.counter = state_dict["counter"]
