@@ -44,8 +44,7 @@ def check_tree(leaves: Tensor, nodes: Tensor, capacity: int, fan_out: int) -> No
 
 def check_hyper(hyper: Tensor) -> None:
     """Raise TypeError or ValueError unless ``hyper`` is float64 ``[5]``."""
-    if hyper.dtype is not torch.float64 or hyper.numel() != 5 or not hyper.is_contiguous():
-        _demand("hyper", hyper, torch.float64, (5,))
+    _check_vector("hyper", hyper, torch.float64, 5)
 
 
 def check_index(index: Tensor) -> int:
@@ -58,14 +57,10 @@ def check_index(index: Tensor) -> int:
 def check_update(ring: Tensor, index: Tensor, priority: Tensor, generation: Tensor | None) -> int:
     """Number of entries of an update; raise TypeError or ValueError unless its tensors fit together."""
     n = check_index(index)
-    if ring.dtype is not torch.int64 or ring.numel() != 4 or not ring.is_contiguous():
-        _demand("ring", ring, torch.int64, (4,))
-    if priority.dtype is not torch.float32 or priority.shape != index.shape or not priority.is_contiguous():
-        _demand("priority", priority, torch.float32, (n,))
-    if generation is not None and (
-        generation.dtype is not torch.int64 or generation.shape != index.shape or not generation.is_contiguous()
-    ):
-        _demand("generation", generation, torch.int64, (n,))
+    _check_vector("ring", ring, torch.int64, 4)
+    _check_vector("priority", priority, torch.float32, n)
+    if generation is not None:
+        _check_vector("generation", generation, torch.int64, n)
     return n
 
 
@@ -74,6 +69,11 @@ def check_devices(*tensors: Tensor | None) -> None:
     devices = {tensor.device for tensor in tensors if tensor is not None}
     if len(devices) > 1:
         raise ValueError(f"all tensors of an operation must be on one device, not on {sorted(map(str, devices))}")
+
+
+def _check_vector(name: str, tensor: Tensor, dtype: torch.dtype, n: int) -> None:
+    if tensor.dtype is not dtype or tensor.dim() != 1 or tensor.numel() != n or not tensor.is_contiguous():
+        _demand(name, tensor, dtype, (n,))
 
 
 def _demand(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:

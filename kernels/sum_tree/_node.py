@@ -130,7 +130,7 @@ _choose_node = _chooser(_load_f64)
 def stats_of_leaves(address, fan_out):  # type: ignore[no-untyped-def]
     """(sum, least positive, maximum) of the ``fan_out`` float32 leaves at ``address``."""
     if fan_out == WIDTH:
-        return _stats_of_leaves(address)
+        return _stats_of_leaves(address)  # type: ignore[call-arg]
     weights = carray(as_f32(address), fan_out)
     total, minimum, maximum = 0.0, np.inf, 0.0
     for j in range(fan_out):
@@ -145,7 +145,7 @@ def stats_of_leaves(address, fan_out):  # type: ignore[no-untyped-def]
 def stats_of_nodes(address, plane_bytes, fan_out):  # type: ignore[no-untyped-def]
     """(sum, minimum, maximum) over ``fan_out`` inner nodes; their sums are at ``address``."""
     if fan_out == WIDTH:
-        return _stats_of_nodes(address, plane_bytes)
+        return _stats_of_nodes(address, plane_bytes)  # type: ignore[call-arg]
     sums = carray(as_f64(address), fan_out)
     minima = carray(as_f64(address + plane_bytes), fan_out)
     maxima = carray(as_f64(address + 2 * plane_bytes), fan_out)

@@ -1,0 +1,88 @@
+"""A random stream whose state is a tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpubuf.kernels import philox
+
+
+class RandomState:
+    """The state of a Philox4x32-10 stream, as a tensor that the kernels advance.
+
+    The same seed gives the same variates on every device. A CUDA graph that was captured with this state draws
+    new numbers at every replay, and sees :meth:`manual_seed` and :meth:`load_state_dict`, which work in place.
+
+    Args:
+        seed: any 64-bit seed. None draws one from ``generator``, so that ``torch.manual_seed`` makes a run
+            repeatable.
+        generator: where a seed is drawn from; None is torch's global CPU generator.
+        device: where the state lives; draws happen there.
+
+    Attributes:
+        state: int64 ``[3]`` = (seed, offset, scratch); see :mod:`gpubuf.kernels.philox`.
+
+    Raises:
+        ValueError: both a seed and a generator are given.
+    """
+
+    def __init__(
+        self,
+        seed: int | None = None,
+        generator: torch.Generator | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if seed is None:
+            origin = "cpu" if generator is None else generator.device
+            seed = int(torch.empty((), dtype=torch.int64, device=origin).random_(generator=generator))
+        elif generator is not None:
+            raise ValueError("give a seed or a generator to draw one from, not both")
+        self.state: Tensor = philox.new_state(seed, device)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the state lives."""
+        return self.state.device
+
+    def uniform(self, n: int) -> Tensor:
+        """``n`` uniforms in [0, 1), float64 ``[n]`` on :attr:`device`, of 53 random bits each. No host sync.
+
+        Raises:
+            ValueError: ``n`` is negative.
+        """
+        return philox.uniform(self.state, n)
+
+    def manual_seed(self, seed: int) -> RandomState:
+        """Start the stream of ``seed``, in place, and return self."""
+        self.state.copy_(philox.new_state(seed, "cpu"))
+        return self
+
+    def to(self, device: torch.device | str) -> RandomState:
+        """This stream on ``device``: self if it is there, else a copy that goes on from the same point."""
+        moved = self.state.to(device)
+        if moved is self.state:
+            return self
+        copy = object.__new__(type(self))
+        copy.state = moved
+        return copy
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of the state."""
+        return {"state": self.state.clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from the point at which ``state`` was taken, in place.
+
+        Raises:
+            KeyError: ``state`` has no ``"state"``.
+            TypeError: the state is not int64.
+            ValueError: the state has another shape than ``[3]``.
+        """
+        philox.check_state(state["state"])
+        self.state.copy_(state["state"])
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(device={str(self.device)!r})"

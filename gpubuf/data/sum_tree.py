@@ -1,0 +1,323 @@
+"""The sum tree as an object: priorities in, indices and importance weights out."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpubuf.data.random import RandomState
+from gpubuf.kernels import config, rows, sum_tree
+from gpubuf.kernels.sum_tree import ALPHA, BETA, EPS, MAX_PRIORITY, MAXIMUM, MINIMUM, REFUSED, SUM
+
+# Leaves that a change of alpha holds in float64 at a time.
+_CHUNK = 1 << 24
+
+
+class SumTree:
+    """Weights of ``capacity`` rows, drawn from in proportion, updated in O(log capacity).
+
+    A row's weight is ``q = (priority + eps) ** alpha``; a draw of row i comes with the importance weight
+    ``(q_i / q_min) ** -beta``, q_min the smallest positive weight (Schaul, Quan, Antonoglou, Silver, "Prioritized
+    Experience Replay", ICLR 2016). A row that was never given a priority weighs zero, and is never drawn. Nothing
+    here synchronises with the device unless it says so.
+
+    Args:
+        capacity: number of rows.
+        alpha: exponent of the priorities, at least 0.
+        beta: exponent of the importance weights, at least 0; a number or a 0-dim tensor.
+        eps: added to every priority, at least 0.
+        device: where the tree lives.
+        fan_out: children per node, a power of two; None chooses by device and capacity.
+
+    Attributes:
+        capacity: number of rows.
+        fan_out: children per node.
+        leaves: float32 weights, ``[capacity]`` rounded up to a multiple of the fan-out.
+        nodes: float64 ``[3, n_nodes]``: sums, minima and maxima of the inner nodes.
+        hyper: float64 ``[5]`` = (alpha, beta, eps, max_priority, refused).
+
+    Raises:
+        ValueError: an argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        *,
+        alpha: float = 1.0,
+        beta: float | Tensor = 1.0,
+        eps: float = 0.0,
+        device: torch.device | str = "cpu",
+        fan_out: int | None = None,
+    ) -> None:
+        if capacity < 1:
+            raise ValueError(f"the capacity must be at least 1, but is {capacity}")
+        self._alpha = _exponent("alpha", alpha)
+        device = torch.device(device)
+        name = None
+        if device.type == "cuda" and torch.cuda.is_available():
+            name = torch.cuda.get_device_name(device)
+        self.capacity = int(capacity)
+        self.fan_out = config.tree_fan_out(self.capacity, device.type, name, fan_out)
+        self.leaves, self.nodes = sum_tree.new_tree(self.capacity, self.fan_out, device)
+        self.hyper = torch.zeros(5, dtype=torch.float64, device=device)
+        self.hyper[ALPHA].fill_(self._alpha)
+        self.hyper[EPS].fill_(_exponent("eps", eps))
+        self.hyper[MAX_PRIORITY].fill_(-1.0)
+        self.set_beta(beta)
+        # For standalone use: a ring in which every row is valid, and was written once.
+        self._full_ring = rows.new_ring(device)
+        self._full_ring[: rows.SIZE + 1].fill_(self.capacity)
+
+    # What the tree says. The tensors are views: they follow the tree; clone one to keep it.
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tree lives."""
+        return self.leaves.device
+
+    @property
+    def total(self) -> Tensor:
+        """Sum of all weights: float64, 0-dim, a view."""
+        return self.nodes[SUM, -1]
+
+    @property
+    def minimum(self) -> Tensor:
+        """Smallest positive weight, +inf where there is none: float64, 0-dim, a view."""
+        return self.nodes[MINIMUM, -1]
+
+    @property
+    def maximum(self) -> Tensor:
+        """Largest weight: float64, 0-dim, a view."""
+        return self.nodes[MAXIMUM, -1]
+
+    @property
+    def max_priority(self) -> Tensor:
+        """Largest priority ever given, before the transformation; 1.0 until there was one: float64, 0-dim."""
+        largest = self.hyper[MAX_PRIORITY]
+        return torch.where(largest < 0, 1.0, largest)
+
+    @property
+    def refused(self) -> Tensor:
+        """Number of priorities and indices that a GPU has refused: float64, 0-dim, a view."""
+        return self.hyper[REFUSED]
+
+    @property
+    def alpha(self) -> float:
+        """Exponent of the priorities."""
+        return self._alpha
+
+    @property
+    def beta(self) -> Tensor:
+        """Exponent of the importance weights: float64, 0-dim, a view."""
+        return self.hyper[BETA]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors of the tree."""
+        return sum(tensor.nbytes for tensor in (self.leaves, self.nodes, self.hyper, self._full_ring))
+
+    # What one does with it.
+
+    def update(
+        self,
+        index: Tensor,
+        priority: Tensor | float,
+        *,
+        ring: Tensor | None = None,
+        generation: Tensor | None = None,
+    ) -> None:
+        """Set priorities; of duplicates the last one wins. No host sync.
+
+        Args:
+            index: rows, any integer dtype, B elements; -1 is ignored.
+            priority: B elements in any shape and real dtype, or one number for all. Transformed here.
+            ring: counters of the storage, int64 ``[4]``; None: all rows are valid and were written once.
+            generation: int64, B elements: the rows' write generations at the time they were sampled. A row
+                overwritten since then is left alone.
+
+        Raises:
+            IndexError: an index is outside ``[-1, capacity)`` (CPU; a GPU counts it in :attr:`refused`).
+            ValueError: a priority is NaN, infinite or negative (CPU; a GPU keeps the old one, and counts it in
+                :attr:`refused`), or the arguments have different numbers of elements. Nothing has changed.
+        """
+        index = self._vector(index, torch.int64)
+        n = index.numel()
+        if not isinstance(priority, Tensor):
+            priority = torch.full((n,), priority, dtype=torch.float32, device=self.device)
+        elif priority.numel() == 1 and n != 1:
+            priority = priority.reshape(1).expand(n)
+        priority = self._vector(priority, torch.float32)
+        if generation is not None:
+            generation = self._vector(generation, torch.int64)
+        if priority.numel() != n or (generation is not None and generation.numel() != n):
+            given = {"priorities": priority.numel()}
+            if generation is not None:
+                given["generations"] = generation.numel()
+            raise ValueError(f"{n} rows are addressed, but given are {given}")
+        sum_tree.update(
+            self.leaves,
+            self.nodes,
+            self.hyper,
+            self._full_ring if ring is None else ring,
+            index,
+            priority,
+            generation,
+            self.capacity,
+            self.fan_out,
+        )
+
+    def mark(self, index: Tensor, within_buffer: bool = False) -> None:
+        """Give rows the weight of new ones: that of the running maximum of the priorities. No host sync.
+
+        Args:
+            index: rows, any integer dtype, any shape; -1 is ignored.
+            within_buffer: use the largest weight in the tree instead of the maximum ever given.
+
+        Raises:
+            IndexError: an index is outside ``[-1, capacity)`` (CPU; a GPU ignores it).
+        """
+        index = self._vector(index, torch.int64)
+        sum_tree.mark(self.leaves, self.nodes, self.hyper, index, self.capacity, self.fan_out, within_buffer)
+
+    def draw(self, n: int, rng: RandomState, stratified: bool = False) -> tuple[Tensor, Tensor]:
+        """Draw rows in proportion to their weights, with replacement. No host sync.
+
+        Args:
+            n: number of draws.
+            rng: the random stream, on the tree's device; advanced by ``n``.
+            stratified: draw number i comes from the i-th of n equal parts of the total weight.
+
+        Returns:
+            The rows, int64 ``[n]``, and their importance weights, float32 ``[n]``; the caller's to keep.
+
+        Raises:
+            RuntimeError: all weights are zero (CPU; on a GPU every index is then -1 and every weight 0).
+            ValueError: ``n`` is negative.
+        """
+        return sum_tree.draw(self.leaves, self.nodes, self.hyper, rng.state, n, self.capacity, self.fan_out, stratified)
+
+    def rebuild(self) -> None:
+        """Recompute every inner node from the leaves, after these were written to. No host sync."""
+        sum_tree.build(self.leaves, self.nodes, self.fan_out)
+
+    def set_alpha(self, alpha: float) -> None:
+        """Change the exponent of the priorities, and the weights with it: ``q ** (new / old)``. No host sync.
+
+        Rows of weight zero keep it. With alpha = 0 all priorities became 1, and stay so: a warning says that.
+
+        Raises:
+            ValueError: ``alpha`` is negative or not finite. Nothing has changed.
+        """
+        alpha = _exponent("alpha", alpha)
+        old = self._alpha
+        if alpha == old:
+            return
+        self._alpha = alpha
+        self.hyper[ALPHA].fill_(alpha)
+        if old == 0.0:
+            warnings.warn(
+                "with alpha = 0 every priority was reduced to weight 1; the rows keep that weight until they are "
+                "given new priorities",
+                UserWarning,
+                stacklevel=2,
+            )
+            return
+        limit = torch.finfo(torch.float32).max
+        for leaves in self.leaves.split(_CHUNK):
+            weight = leaves.double()
+            leaves.copy_(torch.where(weight > 0, (weight ** (alpha / old)).clamp_(max=limit), 0.0))
+        self.rebuild()
+
+    def set_beta(self, beta: float | Tensor) -> None:
+        """Change the exponent of the importance weights, in place, so that a captured graph sees it. No host sync.
+
+        Args:
+            beta: a number, or a 0-dim tensor, whose value is not checked.
+
+        Raises:
+            ValueError: ``beta`` is negative or not finite, or a tensor of several elements.
+        """
+        if isinstance(beta, Tensor):
+            if beta.numel() != 1:
+                raise ValueError(f"beta must be a single number, not of shape {list(beta.shape)}")
+            self.hyper[BETA].copy_(beta.detach().reshape(()))
+        else:
+            self.hyper[BETA].fill_(_exponent("beta", beta))
+
+    def clear(self, reset: bool = False) -> None:
+        """Give every row weight zero. No host sync.
+
+        Args:
+            reset: forget the running maximum and the count of refusals too; the exponents stay.
+        """
+        self.leaves.zero_()
+        self.nodes.zero_()
+        self.nodes[MINIMUM].fill_(math.inf)
+        if reset:
+            self.hyper[MAX_PRIORITY].fill_(-1.0)
+            self.hyper[REFUSED].fill_(0.0)
+
+    # State.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of all that is not derived; independent of the fan-out, hence of the device."""
+        return {"capacity": self.capacity, "leaves": self.leaves[: self.capacity].clone(), "hyper": self.hyper.clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore :meth:`state_dict`, in place. Synchronises.
+
+        Raises:
+            KeyError: an entry is missing.
+            TypeError: a tensor has another dtype.
+            ValueError: the capacity differs, or a shape or a value is impossible. Nothing has changed.
+        """
+        leaves, hyper = state["leaves"], state["hyper"]
+        if state["capacity"] != self.capacity:
+            raise ValueError(f"the state is of a tree of {state['capacity']} rows, this tree has {self.capacity}")
+        for name, tensor, like in (("leaves", leaves, self.leaves[: self.capacity]), ("hyper", hyper, self.hyper)):
+            if tensor.dtype != like.dtype:
+                raise TypeError(f"{name} must be {like.dtype}, not {tensor.dtype}")
+            if tensor.shape != like.shape:
+                raise ValueError(f"{name} must have shape {list(like.shape)}, not {list(tensor.shape)}")
+        if not bool(((leaves >= 0) & leaves.isfinite()).all()):
+            raise ValueError("leaves must be finite and not negative")
+        numbers = hyper.tolist()
+        for name, position in (("alpha", ALPHA), ("beta", BETA), ("eps", EPS), ("the number refused", REFUSED)):
+            _exponent(name, numbers[position])
+        if not math.isfinite(numbers[MAX_PRIORITY]):
+            raise ValueError(f"the largest priority must be finite, but is {numbers[MAX_PRIORITY]}")
+        self._alpha = numbers[ALPHA]
+        # abs: of -0.0, which the kernels would take for a tag.
+        self.leaves[: self.capacity].copy_(leaves.abs())
+        self.hyper.copy_(hyper)
+        self.rebuild()
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(capacity={self.capacity}, alpha={self._alpha:g}, fan_out={self.fan_out}, "
+            f"device={str(self.device)!r}, nbytes={self.nbytes})"
+        )
+
+    def _vector(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        """``values`` as the operations want them, contiguous, ``[n]``; as they are where they are so already."""
+        if (
+            values.dtype is not dtype
+            or values.dim() != 1
+            or values.requires_grad
+            or values.device != self.leaves.device
+        ):
+            if dtype is torch.int64 and (values.is_floating_point() or values.dtype is torch.bool):
+                raise TypeError(f"rows and generations are integers, not {values.dtype}")
+            values = values.detach().to(self.leaves.device, dtype).reshape(-1)
+        return values.contiguous()
+
+
+def _exponent(name: str, value: float) -> float:
+    if not 0.0 <= value < math.inf:
+        raise ValueError(f"{name} must be finite and not negative, but is {value}")
+    return float(value)
