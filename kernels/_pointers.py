@@ -45,19 +45,28 @@ def copy_bytes(typingctx, destination, source, n_bytes):  # type: ignore[no-unty
     return types.void(types.int64, types.int64, types.int64), codegen
 
 
-@intrinsic
-def prefetch(typingctx, address):  # type: ignore[no-untyped-def]
-    """Ask the processor to load the cache line at ``address``; never faults."""
+def _prefetch_into(level: int) -> Any:
+    @intrinsic
+    def prefetch_line(typingctx, address):  # type: ignore[no-untyped-def]
+        def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+            byte_pointer, i32 = ir.IntType(8).as_pointer(), ir.IntType(32)
+            signature_type = ir.FunctionType(ir.VoidType(), [byte_pointer, i32, i32, i32])
+            function = cgutils.get_or_insert_function(builder.module, signature_type, "llvm.prefetch.p0")
+            # read access; LLVM's locality of 3 is the first-level cache; data cache
+            locality = i32(4 - level)
+            builder.call(function, [builder.inttoptr(args[0], byte_pointer), i32(0), locality, i32(1)])
+            return context.get_dummy_value()
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        byte_pointer, i32 = ir.IntType(8).as_pointer(), ir.IntType(32)
-        signature_type = ir.FunctionType(ir.VoidType(), [byte_pointer, i32, i32, i32])
-        function = cgutils.get_or_insert_function(builder.module, signature_type, "llvm.prefetch.p0")
-        # read access, keep in all cache levels, data cache
-        builder.call(function, [builder.inttoptr(args[0], byte_pointer), i32(0), i32(3), i32(1)])
-        return context.get_dummy_value()
+        return types.void(types.int64), codegen
 
-    return types.void(types.int64), codegen
+    return prefetch_line
+
+
+#: ``prefetch(address)``: ask the processor to load a cache line, into all cache levels; never faults.
+prefetch = _prefetch_into(1)
+
+#: The same into the second level only, which has room for several times as many outstanding misses.
+prefetch_l2 = _prefetch_into(2)
 
 
 #: Compile ahead of the first call from the explicit signature, keep the machine code on disk, release the GIL.

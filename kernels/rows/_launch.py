@@ -1,0 +1,268 @@
+"""Launches the rows kernels: one launch an operation, whatever the number of keys (up to 128 for writes).
+
+Nothing here waits for the GPU, and nothing assumes that the addresses in a table are device memory: pinned
+host memory is read and written by the same kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from gpubuf.kernels.philox import check_state
+from gpubuf.kernels.rows import ALIGNMENT
+from gpubuf.kernels.rows._check import (
+    Source,
+    check_count,
+    check_devices,
+    check_index,
+    check_source_count,
+    check_storage,
+    strided_source,
+)
+from gpubuf.kernels.rows._triton import (
+    rows_extend_kernel,
+    rows_gather_kernel,
+    rows_sample_kernel,
+    rows_write_kernel,
+)
+
+MAX_SOURCES = 128
+"""Keys that one launch can write: their addresses are kernel arguments, of which 4 KiB fit everywhere."""
+
+MAX_ROW_BYTES = 2**30
+"""Bytes of one row, all keys together: elements within a row are counted in 32 bits."""
+
+
+@dataclass(frozen=True)
+class RowsConfig:
+    """How a copy is cut up.
+
+    Attributes:
+        span: bytes that one program copies; a multiple of 16.
+        tile: elements that a program copies at a time, and rows of which it writes the index.
+        num_warps: warps per program.
+    """
+
+    span: int
+    tile: int
+    num_warps: int
+
+
+def choose_config(n_bytes: int) -> RowsConfig:
+    """The configuration for a copy of ``n_bytes`` bytes.
+
+    Up to 1 MiB the time is that of a few dependent memory accesses, and small spans put more
+    multiprocessors to work. Beyond, long spans spread the cost of finding the key, and four elements a thread keep
+    enough bytes in flight.
+    """
+    return RowsConfig(1024, 256, 4) if n_bytes <= 2**20 else RowsConfig(8192, 512, 4)
+
+
+def padded_keys(n_keys: int) -> int:
+    """Size of the search over keys: a power of two, at least a warp, so that few variants are compiled."""
+    return max(32, triton.next_power_of_2(n_keys))
+
+
+def copying_programs(n_keys: int, n_bytes: int, span: int) -> int:
+    """Upper bound of the number of spans in ``n_keys`` keys of ``n_bytes`` bytes together.
+
+    The sum of cdiv(b, span) is at most the sum of 1 + b // span; the exact number would need the row sizes,
+    which are on the device. Surplus programs find no key.
+    """
+    return n_keys + n_bytes // span
+
+
+def encode_arguments(values: Sequence[int], bias: int) -> tuple[int, ...]:
+    """``2 * value + bias``, padded to a power of two by repeating the last.
+
+    With an odd bias the numbers are odd and, for addresses and for strides biased by 3, not 1: Triton compiles a
+    variant for each combination of integers in a tuple that are 1 or multiples of 16, and offers no way not to.
+    """
+    padding = triton.next_power_of_2(len(values)) - len(values)
+    return tuple(2 * value + bias for value in (*values, *values[-1:] * padding))
+
+
+def _check_row_bytes(n_bytes: int, n: int) -> None:
+    if n_bytes > MAX_ROW_BYTES * n:
+        raise ValueError(f"a row may take {MAX_ROW_BYTES} bytes at most, but takes {n_bytes // n}")
+
+
+def gather(table: Tensor, ring: Tensor, index: Tensor, capacity: int, arena_bytes: int) -> tuple[Tensor, Tensor]:
+    """See :data:`gpubuf.kernels.rows.gather`."""
+    n_keys, n = check_storage(table, ring, capacity), check_index(index)
+    check_devices(table, (ring, index))
+    arena = torch.empty(arena_bytes, dtype=torch.uint8, device=table.device)
+    generation = torch.empty_like(index)
+    if n == 0:
+        return arena, generation
+    _check_row_bytes(arena_bytes, n)
+    config = choose_config(arena_bytes)
+    row_programs = triton.cdiv(n, config.tile)
+    rows_gather_kernel[(row_programs + copying_programs(n_keys, arena_bytes, config.span),)](
+        table,
+        ring,
+        index,
+        arena,
+        generation,
+        n_keys,
+        n,
+        capacity,
+        row_programs,
+        KEYS=padded_keys(n_keys),
+        SPAN=config.span,
+        TILE=config.tile,
+        ALIGNMENT=ALIGNMENT,
+        num_warps=config.num_warps,
+    )
+    return arena, generation
+
+
+def sample(
+    table: Tensor, ring: Tensor, rng: Tensor, n: int, capacity: int, arena_bytes: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See :data:`gpubuf.kernels.rows.sample`."""
+    n_keys = check_storage(table, ring, capacity)
+    check_count(n)
+    check_state(rng)
+    check_devices(table, (ring, rng))
+    arena = torch.empty(arena_bytes, dtype=torch.uint8, device=table.device)
+    index = torch.empty(n, dtype=torch.int64, device=table.device)
+    generation = torch.empty_like(index)
+    if n == 0:
+        return arena, index, generation
+    _check_row_bytes(arena_bytes, n)
+    config = choose_config(arena_bytes)
+    row_programs = triton.cdiv(n, config.tile)
+    rows_sample_kernel[(row_programs + copying_programs(n_keys, arena_bytes, config.span),)](
+        table,
+        ring,
+        rng,
+        arena,
+        index,
+        generation,
+        n_keys,
+        n,
+        capacity,
+        row_programs,
+        KEYS=padded_keys(n_keys),
+        SPAN=config.span,
+        TILE=config.tile,
+        ALIGNMENT=ALIGNMENT,
+        num_warps=config.num_warps,
+    )
+    return arena, index, generation
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The keys of a write that one launch takes."""
+
+    table: Tensor
+    n_keys: int
+    addresses: tuple[int, ...]
+    strides: tuple[int, ...]
+    n_bytes: int
+
+
+def _parts(table: Tensor, sources: Sequence[Source], n: int) -> Iterator[_Part]:
+    """Cut a write into launches. There is one even without keys: the counters move all the same."""
+    for start in range(0, max(len(sources), 1), MAX_SOURCES):
+        some = sources[start : start + MAX_SOURCES]
+        yield _Part(
+            table[start : start + MAX_SOURCES],
+            len(some),
+            encode_arguments([s.rows.data_ptr() for s in some] or [0], 1),
+            encode_arguments([s.stride for s in some] or [0], 3),
+            n * sum(s.row_bytes for s in some),
+        )
+
+
+def _checked_sources(table: Tensor, sources: Sequence[Tensor], n_keys: int, n: int) -> list[Source]:
+    check_source_count(sources, n_keys)
+    check_devices(table, sources)
+    rows = [strided_source(source, n) for source in sources]
+    _check_row_bytes(n * sum(source.row_bytes for source in rows), n)
+    return rows
+
+
+def extend(table: Tensor, sources: Sequence[Tensor], ring: Tensor, n: int, capacity: int) -> Tensor:
+    """See :data:`gpubuf.kernels.rows.extend`."""
+    n_keys = check_storage(table, ring, capacity)
+    check_count(n)
+    check_devices(table, (ring,))
+    index = torch.empty(n, dtype=torch.int64, device=table.device)
+    if n == 0:
+        check_source_count(sources, n_keys)
+        return index
+    parts = list(_parts(table, _checked_sources(table, sources, n_keys, n), n))
+    for part in parts:
+        config = choose_config(part.n_bytes)
+        # The index is written by the first launch, the counters move in the last.
+        row_programs = triton.cdiv(n, config.tile) if part is parts[0] else 0
+        grid = max(row_programs + copying_programs(part.n_keys, part.n_bytes, config.span), 1)
+        rows_extend_kernel[(grid,)](
+            part.table,
+            part.addresses,
+            part.strides,
+            ring,
+            index,
+            part.n_keys,
+            n,
+            max(n - capacity, 0),
+            capacity,
+            n if part is parts[-1] else 0,
+            row_programs,
+            KEYS=padded_keys(part.n_keys),
+            SPAN=config.span,
+            TILE=config.tile,
+            ALIGNMENT=ALIGNMENT,
+            num_warps=config.num_warps,
+        )
+    return index
+
+
+def _last_of_duplicates(index: Tensor, capacity: int) -> Tensor:
+    """bool ``[n]``: whether no later entry names the same row. Sorts, since results may not depend on scheduling."""
+    position = torch.where(index < 0, index + capacity, index)
+    ordered, order = position.sort(stable=True)
+    last = torch.ones_like(ordered, dtype=torch.bool)
+    torch.ne(ordered[1:], ordered[:-1], out=last[:-1])
+    return torch.empty_like(last).scatter_(0, order, last)
+
+
+def write(table: Tensor, sources: Sequence[Tensor], ring: Tensor, index: Tensor, capacity: int) -> None:
+    """See :data:`gpubuf.kernels.rows.write`."""
+    n_keys, n = check_storage(table, ring, capacity), check_index(index)
+    check_devices(table, (ring, index))
+    if n == 0:
+        check_source_count(sources, n_keys)
+        return
+    parts = list(_parts(table, _checked_sources(table, sources, n_keys, n), n))
+    winner = _last_of_duplicates(index, capacity)
+    for part in parts:
+        config = choose_config(part.n_bytes)
+        # Faults are counted by the first launch alone.
+        row_programs = triton.cdiv(n, config.tile) if part is parts[0] else 0
+        grid = max(row_programs + copying_programs(part.n_keys, part.n_bytes, config.span), 1)
+        rows_write_kernel[(grid,)](
+            part.table,
+            part.addresses,
+            part.strides,
+            ring,
+            index,
+            winner,
+            part.n_keys,
+            n,
+            capacity,
+            row_programs,
+            KEYS=padded_keys(part.n_keys),
+            SPAN=config.span,
+            TILE=config.tile,
+            ALIGNMENT=ALIGNMENT,
+            num_warps=config.num_warps,
+        )
