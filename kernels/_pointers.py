@@ -33,9 +33,7 @@ as_u8 = _pointer_cast(types.uint8)
 
 
 @intrinsic
-def copy_bytes(typingctx, destination, source, n_bytes):  # type: ignore[no-untyped-def]
-    """``memcpy(destination, source, n_bytes)`` on integer addresses; the regions must not overlap."""
-
+def _copy_bytes(typingctx, destination, source, n_bytes):  # type: ignore[no-untyped-def]
     def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
         byte_pointer = ir.IntType(8).as_pointer()
         target, origin = (builder.inttoptr(a, byte_pointer) for a in args[:2])
@@ -43,6 +41,11 @@ def copy_bytes(typingctx, destination, source, n_bytes):  # type: ignore[no-unty
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64), codegen
+
+
+#: ``copy_bytes(destination, source, n_bytes)``: memcpy on integer addresses; the regions must not overlap.
+#: A copy of a constant, small size is inlined.
+copy_bytes: Any = _copy_bytes
 
 
 def _prefetch_into(level: int) -> Any:

@@ -336,7 +336,8 @@ def _describe(sources: list[Tensor], n: int) -> tuple[array, list[Tensor]]:
 
     An array of its own for each call: two threads may write to two storages at the same time.
     """
-    words, alive = [], []
+    words: list[int] = []
+    alive: list[Tensor] = []
     for source in sources:
         if source.is_contiguous():
             words += (source.data_ptr(), _CONTIGUOUS, source.nbytes)

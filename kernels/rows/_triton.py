@@ -286,8 +286,8 @@ def rows_extend_kernel(
             table_ptr, n_keys, kept, program - row_programs, KEYS, SPAN, ALIGNMENT
         )
         if key < n_keys:
-            source_address = select(key, source_addresses) >> 1
             stride = (select(key, source_strides) - 3) >> 1
+            source_address = (select(key, source_addresses) >> 1) + skipped * stride
             unit = element_unit(address | row_bytes | source_address | stride)
             words, first_row, first_column, count = split_span(first_byte, row_bytes, kept, unit, SPAN)
             cursor = (written + skipped) % capacity
@@ -298,7 +298,7 @@ def rows_extend_kernel(
                 column = ((first_column + element) % words).to(tl.int64) * unit
                 position = cursor + row
                 position = tl.where(position < capacity, position, position - capacity)
-                source = source_address + (skipped + row) * stride + column
+                source = source_address + row * stride + column
                 copy_elements(source, address + position * row_bytes + column, unit, mask, mask)
     advance_ring_when_last(ring_ptr, advance, capacity)
 
