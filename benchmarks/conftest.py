@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.machine import describe
+
+#: On a GPU a call only queues work: what is timed is many of them, and the wait for the last.
+CALLS_ON_GPU = 100
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -25,6 +29,24 @@ def device(request: pytest.FixtureRequest) -> str:
     if chosen == "cuda" and not torch.cuda.is_available():
         pytest.fail("--device cuda, and torch sees no CUDA device")
     return chosen
+
+
+@pytest.fixture
+def measure(benchmark, device: str) -> Callable[[str, str, Callable[[], object]], None]:
+    """``measure(workload, library, call)`` times the call, in the group of its workload."""
+
+    def run(workload: str, library: str, call: Callable[[], object]) -> None:
+        def many() -> None:
+            for _ in range(CALLS_ON_GPU):
+                call()
+            torch.cuda.synchronize()
+
+        calls = CALLS_ON_GPU if device == "cuda" else 1
+        benchmark.group = workload
+        benchmark.extra_info.update(workload=workload, library=library, device=device, calls=calls)
+        benchmark(many if device == "cuda" else call)
+
+    return run
 
 
 def pytest_benchmark_generate_machine_info(config: pytest.Config) -> dict[str, Any]:

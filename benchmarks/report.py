@@ -102,11 +102,15 @@ def described(run: Run) -> str:
     )
 
 
-def replay_table(runs: dict[str, Run]) -> str:
+def comparison_table(runs: dict[str, Run], replay: bool) -> str:
     """README: median time a call, and how many times as long the peers take."""
     cpu, gpu = runs.get("cpu"), runs.get("cuda")
-    peers = [name for name in cpu.libraries() if name != "gpubuf"] if cpu else []
-    workloads = cpu.workloads() if cpu else list(WORKLOADS)
+    workloads = [name for name in (cpu.workloads() if cpu else WORKLOADS) if (name in WORKLOADS) == replay]
+    peers = [
+        name
+        for name in (cpu.libraries() if cpu else [])
+        if name != "gpubuf" and any(cpu.entry(workload, name) for workload in workloads)
+    ]
     rows = []
     for workload in workloads:
         ours = cpu.entry(workload, "gpubuf") if cpu else None
@@ -118,8 +122,12 @@ def replay_table(runs: dict[str, Run]) -> str:
         on_gpu = gpu.entry(workload, "gpubuf") if gpu else None
         rows.append([*row, microseconds(on_gpu["median"]) if on_gpu else OPEN])
     head = ["median µs a call", "gpubuf", *(TITLES[name] for name in peers), "gpubuf on a GPU"]
-    notes = [described(run) for run in (cpu, gpu) if run]
-    return "\n\n".join([table(head, rows), *notes])
+    return table(head, rows)
+
+
+def conditions(runs: dict[str, Run]) -> str:
+    """README: the machines and versions of the runs of benchmarks."""
+    return "\n\n".join(described(runs[kind]) for kind in ("cpu", "cuda") if kind in runs) or f"{OPEN}."
 
 
 def spread_table(runs: dict[str, Run], kind: str) -> str:
@@ -165,7 +173,9 @@ def training_table(runs: dict[str, Run]) -> str:
 
 
 FIGURES: dict[str, Callable[[dict[str, Run]], str]] = {
-    "replay": replay_table,
+    "replay": lambda runs: comparison_table(runs, replay=True),
+    "loss": lambda runs: comparison_table(runs, replay=False),
+    "conditions": conditions,
     "cpu": lambda runs: spread_table(runs, "cpu"),
     "gpu": lambda runs: spread_table(runs, "cuda"),
     "training": training_table,

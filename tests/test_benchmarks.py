@@ -125,14 +125,22 @@ def test_report_writes_medians_and_ratios():
     page = "a\n<!-- figures: replay -->\nold\n<!-- end of figures -->\nz\n"
     text = rewritten(page, {"cpu": cpu}, "../")
     assert "| uniform sample, 256 | 20.0 | 150 (7.5x) | open |" in text
-    assert "some cpu, Python 3.11.7, 1 thread; torch 2.13.0; 2026-11-21" in text
-    assert "(../benchmarks/results/x.json)" in text
     assert "old" not in text
     assert text.startswith("a\n")
     assert text.endswith("z\n")
     assert rewritten(text, {"cpu": cpu}, "../") == text
     both = {"cpu": cpu, "cuda": a_run("cuda", entry("uniform-sample-256", "gpubuf", 5e-6, calls=100))}
     assert "| uniform sample, 256 | 20.0 | 150 (7.5x) | 5.00 |" in rewritten(page, both, "")
+
+
+def test_report_keeps_losses_apart_and_names_the_machine():
+    cpu = a_run("cpu", entry("SAC-loss-and-backward-256", "gpubuf", 5e-3), entry("extend-256", "gpubuf", 5e-6))
+    text = rewritten("<!-- figures: loss -->\n<!-- end of figures -->", {"cpu": cpu}, "")
+    assert "| SAC loss and backward, 256 | 5000 | open |" in text
+    assert "extend" not in text
+    text = rewritten("<!-- figures: conditions -->\n<!-- end of figures -->", {"cpu": cpu}, "../")
+    assert "some cpu, Python 3.11.7, 1 thread; torch 2.13.0; 2026-11-21" in text
+    assert "(../benchmarks/results/x.json)" in text
 
 
 def test_report_refuses_unknown_figures():
