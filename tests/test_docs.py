@@ -70,6 +70,17 @@ def test_links_lead_somewhere(document: Path):
             assert (document.parent / target).exists(), target
 
 
+def test_architecture_names_every_module():
+    """Every package, and every module of the layers that a newcomer looks for."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    package = ROOT / "gpubuf"
+    modules = [m for f in ("", "data", "objectives", "kernels") for m in (package / f).glob("*.py")]
+    packages = [init.parent for f in ("", "kernels") for init in (package / f).glob("*/__init__.py")]
+    names = {m.name for m in modules if m.name != "__init__.py"} | {f"{p.name}/" for p in packages}
+    assert len(names) > 20
+    assert not [name for name in sorted(names) if name not in page]
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_figures_are_those_of_the_committed_runs(page: str):
     """`make report` would change nothing."""
