@@ -47,7 +47,9 @@ def as_positions(index: Any, shape: tuple[int, ...], device: torch.device) -> Te
     index = torch.as_tensor(index)
     if index.dtype is torch.bool or index.is_floating_point() or index.is_complex():
         raise TypeError(f"rows are indexed by integers, got {index.dtype}")
-    index = index.to(device, torch.int64)
+    index = index.to(torch.int64)
+    if index.device != device:
+        index = index.to(device)
     if len(shape) > 1 and index.ndim > 1 and index.shape[-1] == len(shape):
         index = ravel(index, shape)
     return index.reshape(-1).contiguous()

@@ -6,9 +6,8 @@ the kernels a flat list of tensors, and cuts the arena that a gather returns int
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDict, TensorDictBase, is_non_tensor, is_tensorclass
@@ -54,6 +53,13 @@ class Node:
     tensorclass: type | None
 
 
+class ArenaPlan(NamedTuple):
+    """The arena of a batch: its size, and dtype, offset (in elements), size and stride of every key's view."""
+
+    n_bytes: int
+    views: list[tuple[torch.dtype, int, tuple[int, ...], tuple[int, ...]]]
+
+
 def _tensordict_of(data: Data) -> TensorDictBase:
     return data._tensordict if is_tensorclass(data) else data
 
@@ -74,8 +80,9 @@ class RowLayout:
         self.ignored = ignored
         self.leaves: list[Leaf] = []
         self.root = self._describe(example, (), batch_dims)
-        self.row_bytes = [leaf.row_bytes for leaf in self.leaves]
-        self._arenas: dict[int, tuple[list[int], int]] = {}
+        self._arenas: dict[int, ArenaPlan] = {}
+        self._device: torch.device | None = None
+        self._empties: dict[torch.dtype, Tensor] = {}
 
     def _describe(self, data: Data, path: tuple[str, ...], batch_dims: int) -> int | Node:
         if isinstance(data, Tensor):
@@ -177,18 +184,23 @@ class RowLayout:
         )
         return td if node.tensorclass is None else node.tensorclass._from_tensordict(td)  # type: ignore[attr-defined]
 
-    def arena_bytes(self, n: int) -> int:
-        """Size in bytes of the arena of a batch of ``n`` rows."""
-        return self._arena(n)[1]
-
-    def _arena(self, n: int) -> tuple[list[int], int]:
-        found = self._arenas.get(n)
-        if found is None:
+    def arena(self, n: int) -> ArenaPlan:
+        """How a batch of ``n`` rows lies in its arena."""
+        plan = self._arenas.get(n)
+        if plan is None:
             # Users ask for a few batch sizes over and over; the bound serves those who ask for thousands.
             if len(self._arenas) >= 64:
                 self._arenas.clear()
-            found = self._arenas[n] = arena_offsets(self.row_bytes, n)
-        return found
+            plan = self._arenas[n] = self._plan(n)
+        return plan
+
+    def _plan(self, n: int) -> ArenaPlan:
+        offsets, n_bytes = arena_offsets([leaf.row_bytes for leaf in self.leaves], n)
+        views = [
+            (leaf.dtype, offset // leaf.dtype.itemsize, (n, *leaf.shape), (leaf.n_elements, *leaf.strides))
+            for leaf, offset in zip(self.leaves, offsets, strict=True)
+        ]
+        return ArenaPlan(n_bytes, views)
 
     def cut(self, arena: Tensor, n: int) -> list[Tensor]:
         """Views of an arena of ``n`` rows, one per leaf, each contiguous and aligned to ``ALIGNMENT`` bytes.
@@ -196,21 +208,20 @@ class RowLayout:
         In eager mode every view has a version counter of its own, so that changing one key in place does not
         break a backward pass through another.
         """
-        return list(self._views(arena, n))
-
-    def _views(self, arena: Tensor, n: int) -> Iterator[Tensor]:
-        offsets, _ = self._arena(n)
+        views = self.arena(n).views
         if torch.compiler.is_compiling() or type(arena) is not Tensor:
             # Tracing can't follow set_(); traced code is functional, so that version counters don't matter there.
-            for leaf, offset in zip(self.leaves, offsets, strict=True):
-                flat = arena[offset : offset + n * leaf.row_bytes].view(leaf.dtype)
-                yield flat.view(n, *leaf.shape)
-            return
+            return [arena.view(dtype).as_strided(size, stride, offset) for dtype, offset, size, stride in views]
         memory, device = arena.untyped_storage(), arena.device
-        for leaf, offset in zip(self.leaves, offsets, strict=True):
-            yield torch.empty(0, dtype=leaf.dtype, device=device).set_(  # type: ignore[call-overload]
-                memory, offset // leaf.dtype.itemsize, (n, *leaf.shape), (leaf.n_elements, *leaf.strides)
-            )
+        if device != self._device:
+            self._device = device
+            self._empties = {leaf.dtype: torch.empty(0, dtype=leaf.dtype, device=device) for leaf in self.leaves}
+        empties = self._empties
+        # `.data` makes a tensor with a version counter of its own, at less cost than any factory function.
+        return [
+            empties[dtype].data.set_(memory, offset, size, stride)  # type: ignore[call-overload]
+            for dtype, offset, size, stride in views
+        ]
 
     # Storage
 

@@ -173,7 +173,7 @@ class PrioritizedSampler(Sampler):
             # These rows are new: a refused priority must not leave them with that of the row before.
             bad = ~(priority >= 0) | torch.isinf(priority)
             tree.refused.add_(bad.sum())
-            priority = torch.where(bad, tree.max_priority.to(priority.dtype), priority)
+            priority = torch.where(bad, tree.max_priority.float(), priority)
         tree.update(index, priority, ring=storage.ring)
 
     def update_priority(
@@ -293,8 +293,10 @@ def vector_of(priority: Any, n: int, device: torch.device) -> Tensor:
         priority = torch.as_tensor(priority)
     elif priority.requires_grad:
         priority = priority.detach()
-    if priority.dtype is not torch.float32 or priority.device != device:
-        priority = priority.to(device, torch.float32)
+    if priority.device != device:
+        priority = priority.to(device)
+    if priority.dtype is not torch.float32:
+        priority = priority.to(torch.float32)
     if priority.ndim == 1 and priority.shape[0] == n:
         return priority.contiguous()
     if priority.numel() == n:

@@ -35,12 +35,17 @@ class RandomState:
         generator: torch.Generator | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        if seed is None:
-            origin = "cpu" if generator is None else generator.device
-            seed = int(torch.empty((), dtype=torch.int64, device=origin).random_(generator=generator))
-        elif generator is not None:
-            raise ValueError("give a seed or a generator to draw one from, not both")
-        self.state: Tensor = philox.new_state(seed, device)
+        self.state: Tensor
+        if seed is not None:
+            if generator is not None:
+                raise ValueError("give a seed or a generator to draw one from, not both")
+            self.state = philox.new_state(seed, device)
+            return
+        origin = "cpu" if generator is None else generator.device
+        drawn = torch.empty((), dtype=torch.int64, device=origin).random_(generator=generator)
+        # Copied as a tensor: the host need not know the seed, so that this never synchronises with a GPU.
+        self.state = torch.zeros(3, dtype=torch.int64, device=device)
+        self.state[philox.SEED].copy_(drawn)
 
     @property
     def device(self) -> torch.device:

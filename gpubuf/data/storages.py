@@ -262,7 +262,7 @@ class TensorStorage(Storage):
             One tensor ``[n, ...]`` per key (see :meth:`assemble`), and the generations, int64 ``[n]``.
         """
         layout, n = self.layout, index.numel()
-        arena, generation = rows.gather(self.table, self.ring, index, self.max_size, layout.arena_bytes(n))
+        arena, generation = rows.gather(self.table, self.ring, index, self.max_size, layout.arena(n).n_bytes)
         return layout.cut(arena, n), generation
 
     def sample_uniform(self, rng: Tensor, n: int) -> tuple[list[Tensor], Tensor, Tensor]:
@@ -276,7 +276,7 @@ class TensorStorage(Storage):
             One tensor ``[n, ...]`` per key, the flat positions and the write generations, int64 ``[n]`` each.
         """
         layout = self.layout
-        arena, index, generation = rows.sample(self.table, self.ring, rng, n, self.max_size, layout.arena_bytes(n))
+        arena, index, generation = rows.sample(self.table, self.ring, rng, n, self.max_size, layout.arena(n).n_bytes)
         return layout.cut(arena, n), index, generation
 
     def assemble(self, tensors: list[Tensor], extra: dict[str, Tensor] | None = None) -> Data:

@@ -57,7 +57,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
             return None
         assert isinstance(self._sampler, PrioritizedSampler)
         n = data.batch_size[: self._storage.ndim].numel()
-        priority = self._sampler.reduce(priority.detach(), n).to(torch.float32)
+        priority = self._sampler.reduce(priority.detach(), n).float()
         self._sampler.check_priority(priority)
         return priority
 

@@ -55,7 +55,8 @@ class Compose(nn.Module):
         self.steps.insert(index, _Step(transform, invert))
 
     def __len__(self) -> int:
-        return len(self.steps)
+        # Past nn.Module.__getattr__, which costs 1 µs: every sample asks.
+        return len(self._modules["steps"]._modules)  # type: ignore[union-attr]
 
     def forward(self, data: Data) -> Data:
         """Transform a sampled batch."""

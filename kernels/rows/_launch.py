@@ -199,7 +199,9 @@ def extend(table: Tensor, sources: Sequence[Tensor], ring: Tensor, n: int, capac
     if n == 0:
         check_source_count(sources, n_keys)
         return index
-    parts = list(_parts(table, _checked_sources(table, sources, n_keys, n), n))
+    # Kept until the launch: some may be copies, which only this list keeps alive.
+    checked = _checked_sources(table, sources, n_keys, n)
+    parts = list(_parts(table, checked, n))
     for part in parts:
         config = choose_config(part.n_bytes)
         # The index is written by the first launch, the counters move in the last.
@@ -242,7 +244,9 @@ def write(table: Tensor, sources: Sequence[Tensor], ring: Tensor, index: Tensor,
     if n == 0:
         check_source_count(sources, n_keys)
         return
-    parts = list(_parts(table, _checked_sources(table, sources, n_keys, n), n))
+    # Kept until the launch: some may be copies, which only this list keeps alive.
+    checked = _checked_sources(table, sources, n_keys, n)
+    parts = list(_parts(table, checked, n))
     winner = _last_of_duplicates(index, capacity)
     for part in parts:
         config = choose_config(part.n_bytes)

@@ -1,0 +1,73 @@
+"""CUDA tensors on a machine without CUDA, on which every host synchronisation raises.
+
+Under ``FakeTensorMode`` a tensor has a shape and a device but no data, so that ``.item()`` and its like raise
+:class:`DataDependentOutputException`. In a CPU build of torch one obstacle remains: a few methods, ``x[i]`` among
+them, are bound in C++ to code that switches to the tensor's device before anything else, which such a build cannot do.
+:class:`_PlainBindings` says the same with ordinary operations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["DataDependentOutputException", "fake_cuda"]
+
+
+def _indexed(x: Tensor, index: Any) -> Tensor:
+    dim = 0
+    for part in index if isinstance(index, tuple) else (index,):
+        if part is None:
+            x, dim = x.unsqueeze(dim), dim + 1
+        elif part is Ellipsis:
+            dim = x.ndim - sum(p is not None for p in index[index.index(part) + 1 :])
+        elif isinstance(part, slice):
+            start, stop, step = part.indices(x.shape[dim])
+            assert step == 1, "a step has no counterpart among the operations"
+            x, dim = x.narrow(dim, start, max(stop - start, 0)), dim + 1
+        elif isinstance(part, int):
+            x = x.select(dim, part)
+        else:
+            assert not isinstance(index, tuple), "an index tensor among others has no counterpart here"
+            x = torch.ops.aten.index.Tensor(x, [part])
+    return x
+
+
+def _assign(x: Tensor, index: Any, value: Any) -> None:
+    target = _indexed(x, index)
+    if isinstance(value, Tensor):
+        target.copy_(value)
+    else:
+        target.fill_(value)
+
+
+def _contiguous(x: Tensor) -> Tensor:
+    return x if x.is_contiguous() else torch.ops.aten.clone(x, memory_format=torch.contiguous_format)
+
+
+#: Methods of Tensor whose binding begins with a switch of devices, in terms of operations.
+_PLAIN = {
+    Tensor.__getitem__: _indexed,
+    Tensor.__setitem__: _assign,
+    Tensor.contiguous: _contiguous,
+    Tensor.__invert__: torch.ops.aten.bitwise_not,
+    Tensor.copy_: torch.ops.aten.copy_,
+}
+
+
+class _PlainBindings(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _PLAIN.get(func, func)(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def fake_cuda() -> Iterator[None]:
+    """Make every tensor a fake one, so that ``device="cuda"`` works anywhere and reading a value raises."""
+    with FakeTensorMode(), _PlainBindings():
+        yield
