@@ -155,11 +155,25 @@ def test_a_log_gets_plain_lines(capsys, tmp_path, monkeypatch):
     assert "\x1b" not in output
     assert "\r" not in output
     lines = output.splitlines()
-    assert len(lines) == 12
-    assert lines[9].startswith("step 120/120  return -")
-    assert "steps/s" in lines[9]
-    assert "critic -" in lines[0]
-    assert "critic -" not in lines[9]
+    assert len(lines) == 13
+    assert lines[0].startswith("SAC on tests.train_environments:Signalling-v0, prioritized replay, seed 0; in ")
+    assert lines[10].startswith("step 120/120  return -")
+    assert "steps/s" in lines[10]
+    assert "critic -" in lines[1]
+    assert "critic -" not in lines[10]
+    assert lines[12].startswith("evaluation over 2 episodes: mean return -")
+
+
+def test_a_long_run_gets_a_line_a_minute(capsys, monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    reporter = PlainReporter()
+    reporter.start(0, 1000)
+    for step in range(1, 31):
+        now = 10.0 * step
+        reporter.update(Status(step, None, None, None))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines] == [f"{step}/1,000" for step in (6, 12, 18, 24, 30)]
 
 
 def test_a_terminal_gets_a_bar(monkeypatch):
@@ -212,7 +226,7 @@ def test_ctrl_c_in_a_process_of_its_own(tmp_path):
     command = [sys.executable, "-m", "gpubuf", "train", "--total-steps", "1000000", "--hidden", "8", "--out", "run"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
-        [*command, "--learning-starts", "999999", "--checkpoint-every", "500", "--buffer-size", "5000"],
+        [*command, "--learning-starts", "999999", "--checkpoint-every", "200", "--buffer-size", "1000"],
         cwd=tmp_path,
         env=environment,
         stdout=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""Settings of a run: checked when they are made, the same again from JSON, and which of them a resumed run may change."""
+"""Settings of a run: checked when made, the same again from JSON, and which of them a resumed run may change."""
 
 import dataclasses
 import json

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol, TextIO
 
 _PLAIN_LINES = 10
+_PLAIN_SECONDS = 60.0
 _REFRESH_SECONDS = 0.1
 
 
@@ -84,22 +85,26 @@ def _number(value: float | None, form: str) -> str:
 
 
 class PlainReporter:
-    """Ten lines a run, without control sequences: for logs."""
+    """Ten lines a run, more if it takes longer than ten minutes, without control sequences: for logs."""
 
     def __init__(self, file: TextIO | None = None) -> None:
         self._file = file
         self._total = 0
         self._due = 0
+        self._shown = 0.0
         self._speed = Speed(0, 0)
 
     def start(self, step: int, total: int) -> None:
         self._total = total
         self._due = self._next(step)
+        self._shown = time.monotonic()
         self._speed = Speed(step, total, span=float("inf"))
 
     def update(self, status: Status) -> None:
-        if status.step < self._due:
+        now = time.monotonic()
+        if status.step < self._due and now < self._shown + _PLAIN_SECONDS:
             return
+        self._shown = now
         rate = self._speed.update(status.step)
         self._due = self._next(status.step)
         self.message(

@@ -239,6 +239,7 @@ class _Run:
 
     def _train(self, interruption: _Interruption) -> None:
         trainer, config = self._trainer, self._config
+        self._reporter.message(f"{self._title()}; in {self._folder}")
         self._reporter.start(trainer.step, config.total_steps)
         try:
             while trainer.step < config.total_steps and not interruption.requested():
@@ -291,7 +292,7 @@ def _summary(result: TrainResult) -> str:
         command = f"gpubuf train --resume {shlex.quote(str(result.folder))}"
         return f"interrupted after {steps}; saved, go on with: {command}"
     return (
-        f"{steps}, saved in {result.folder}\n"
+        f"{steps}\n"
         f"evaluation over {len(result.returns)} episodes: mean return {result.mean_return:.1f} "
         f"(from {min(result.returns):.1f} to {max(result.returns):.1f})"
     )

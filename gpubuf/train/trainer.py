@@ -132,8 +132,11 @@ class Trainer:
         self._sums += self.agent.update(batch)
         self._summed += 1
         self._updates += 1
-        # Without effect on a buffer that draws uniformly.
-        self.buffer.update_tensordict_priority(batch)
+        try:
+            # Without effect on a buffer that draws uniformly.
+            self.buffer.update_tensordict_priority(batch)
+        except ValueError as error:
+            raise DivergedError(f"training diverged by step {self.step:,}: {error}") from error
 
     def _beta(self) -> float:
         start = self.config.priority_beta
