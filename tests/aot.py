@@ -60,11 +60,12 @@ class Compiled:
 
 
 def all_specs() -> list[AotSpec]:
-    """The specs of every family in ``tests/aot_specs/``."""
+    """The specs of every family in ``tests/aot_specs/``, each once: different launches may share one."""
     from tests import aot_specs
 
     modules = [f"{aot_specs.__name__}.{found.name}" for found in pkgutil.iter_modules(aot_specs.__path__)]
-    return [spec for module in sorted(modules) for spec in importlib.import_module(module).SPECS]
+    specs = [spec for module in sorted(modules) for spec in importlib.import_module(module).SPECS]
+    return list({repr(spec): spec for spec in specs}.values())
 
 
 def compile_in_subprocess(target: str, specs: str = "all") -> list[Compiled]:
