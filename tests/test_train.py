@@ -3,6 +3,7 @@
 None of these runs learns anything worth having; docs/training.md has the runs that do.
 """
 
+import dataclasses
 import json
 import signal
 import threading
@@ -292,6 +293,18 @@ def test_the_stored_transitions_are_those_of_the_environment():
     assert torch.equal(rows["next", "reward"], following[:, 1:])
     assert rows["action"].abs().max() <= 1
     trainer.close()
+
+
+def test_a_mujoco_environment(tmp_path, monkeypatch):
+    """Observations in float64, six actions; MuJoCo writes a log into the current folder."""
+    pytest.importorskip("mujoco")
+    pytest.importorskip("imageio")
+    monkeypatch.chdir(tmp_path)
+    config = tiny("HalfCheetah-v5", eval_every=0, eval_episodes=1)
+    whole = train(config, tmp_path / "whole")
+    assert np.isfinite(whole.mean_return)
+    train(dataclasses.replace(config, total_steps=80), tmp_path / "parts")
+    assert resume(tmp_path / "parts", {"total_steps": 120}).steps == 120
 
 
 @pytest.mark.parametrize(("ratio", "envs", "updates"), [(1.0, 1, 80), (0.5, 1, 40), (2.0, 1, 160), (1.0, 4, 80)])
