@@ -1,7 +1,7 @@
 """Networks and distributions that the losses know how to run fast."""
 
 from gpubuf.modules.mlp import MLP, EnsembleLinear, EnsembleMLP
-from gpubuf.modules.sac import TanhNormalHead, make_sac_actor, make_sac_critic
+from gpubuf.modules.sac import TanhNormalActor, TanhNormalHead, make_sac_actor, make_sac_critic
 from gpubuf.modules.tanh_normal import TanhNormal
 
 __all__ = [
@@ -9,6 +9,7 @@ __all__ = [
     "EnsembleLinear",
     "EnsembleMLP",
     "TanhNormal",
+    "TanhNormalActor",
     "TanhNormalHead",
     "make_sac_actor",
     "make_sac_critic",

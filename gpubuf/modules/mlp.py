@@ -14,6 +14,14 @@ def _joined(inputs: tuple[Tensor, ...]) -> Tensor:
     return inputs[0] if len(inputs) == 1 else torch.cat(inputs, -1)
 
 
+def _activation(factory: Callable[[], nn.Module]) -> nn.Module:
+    """An activation that follows a layer. A ReLU works in place: nobody else sees that layer's output."""
+    module = factory()
+    if type(module) is nn.ReLU:
+        module.inplace = True
+    return module
+
+
 class MLP(nn.Sequential):
     """Linear layers with an activation between them; none after the last.
 
@@ -42,7 +50,7 @@ class MLP(nn.Sequential):
         sizes = [in_features, *num_cells, out_features]
         layers: list[nn.Module] = []
         for fan_in, fan_out in itertools.pairwise(sizes):
-            layers += [nn.Linear(fan_in, fan_out, device=device, dtype=dtype), activation()]
+            layers += [nn.Linear(fan_in, fan_out, device=device, dtype=dtype), _activation(activation)]
         super().__init__(*layers[:-1])
 
     def forward(self, *inputs: Tensor) -> Tensor:
@@ -124,7 +132,7 @@ class EnsembleMLP(nn.Module):
         sizes = [in_features, *num_cells, out_features]
         layers: list[nn.Module] = []
         for fan_in, fan_out in itertools.pairwise(sizes):
-            layers += [EnsembleLinear(num_nets, fan_in, fan_out, device=device, dtype=dtype), activation()]
+            layers += [EnsembleLinear(num_nets, fan_in, fan_out, device=device, dtype=dtype), _activation(activation)]
         self.layers = nn.Sequential(*layers[:-1])
 
     def forward(self, *inputs: Tensor) -> Tensor:

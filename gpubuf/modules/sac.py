@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from tensordict import TensorDictBase
 from tensordict.nn import (
     InteractionType,
     NormalParamExtractor,
@@ -17,6 +18,7 @@ from tensordict.utils import NestedKey
 from torch import nn
 
 from gpubuf.modules.mlp import MLP, EnsembleMLP
+from gpubuf.modules.plain import entry, is_plain
 from gpubuf.modules.tanh_normal import TanhNormal
 
 
@@ -34,11 +36,28 @@ class TanhNormalHead(ProbabilisticTensorDictModule):
         self.register_buffer("low", low)
         self.register_buffer("high", high)
 
-    def get_dist(self, tensordict: Any) -> TanhNormal:
+    def get_dist(self, tensordict: TensorDictBase) -> TanhNormal:
         loc, scale = (tensordict.get(key) for key in self.in_keys)
         return TanhNormal(loc, scale, low=self.low, high=self.high)
 
     build_dist_from_params = get_dist
+
+
+class TanhNormalActor(ProbabilisticTensorDictSequential):
+    """A network that returns mean and standard deviation, and the head that draws the action.
+
+    A ``ProbabilisticTensorDictSequential``, but for :meth:`get_dist`, which leaves its input as it is.
+    """
+
+    def get_dist(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> TanhNormal:
+        """The distribution of the action given the observation in ``tensordict``."""
+        network, head = self.module
+        if args or kwargs or not is_plain(network, outputs=2):
+            return super().get_dist(tensordict, *args, **kwargs)  # type: ignore[return-value]
+        loc, scale = network.module(*(entry(tensordict, key) for key in network.in_keys))
+        if isinstance(head, TanhNormalHead):
+            return TanhNormal(loc, scale, low=head.low, high=head.high)
+        return TanhNormal(loc, scale, **head.distribution_kwargs)
 
 
 def make_sac_actor(
@@ -55,7 +74,7 @@ def make_sac_actor(
     return_log_prob: bool = False,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
-) -> ProbabilisticTensorDictSequential:
+) -> TanhNormalActor:
     """A Gaussian policy squashed by tanh: MLP, mean and standard deviation, :class:`TanhNormal`.
 
     Calling it on a TensorDict writes ``"loc"``, ``"scale"`` and the action; the action is drawn at random unless
@@ -103,7 +122,7 @@ def make_sac_actor(
     else:
         dtype_ = dtype or torch.get_default_dtype()
         head = TanhNormalHead(lows.to(device, dtype_), highs.to(device, dtype_), **head_kwargs)
-    return ProbabilisticTensorDictSequential(TensorDictModule(network, list(in_keys), params), head)
+    return TanhNormalActor(TensorDictModule(network, list(in_keys), params), head)
 
 
 def make_sac_critic(

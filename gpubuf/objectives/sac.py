@@ -14,8 +14,10 @@ from tensordict.utils import NestedKey, unravel_key
 from torch import Tensor, nn
 
 from gpubuf.kernels import sac
+from gpubuf.modules.plain import entry
 from gpubuf.objectives.common import LOSS_FUNCTIONS, REDUCTIONS, LossModule, lookup, refuse_deprecated, warn
-from gpubuf.objectives.networks import Critics, Replica, leaves, paths, target_parameters
+from gpubuf.objectives.critics import make_critics
+from gpubuf.objectives.networks import Replica, leaves, paths, target_parameters
 from gpubuf.objectives.shapes import per_row, rows_of
 from gpubuf.objectives.values import TD0Estimator, ValueEstimators
 
@@ -179,7 +181,7 @@ class SACLoss(LossModule):
         # Modules and replicas are no submodules: their tensors are registered once, as the `*_params`.
         self.__dict__["actor_network"] = actor_network
         self.actor_network_params = TensorDictParams(TensorDict.from_module(actor_network), no_convert=True)
-        critics = Critics(qvalue_network, self.num_qvalue_nets, use_vmap=not self.deactivate_vmap, shared=shared)
+        critics = make_critics(qvalue_network, self.num_qvalue_nets, use_vmap=not self.deactivate_vmap, shared=shared)
         self.__dict__["_critics"], self.__dict__["qvalue_network"] = critics, critics.network
         self.qvalue_network_params = critics.params
         self.__dict__["_delayed_actor"] = None
@@ -368,15 +370,9 @@ class SACLoss(LossModule):
             )
         return q
 
-    def _entry(self, tensordict: TensorDictBase, key: NestedKey) -> Tensor:
-        value = tensordict.get(key, None)
-        if value is None:
-            raise KeyError(f"SACLoss needs the entry {key!r}; the batch has {sorted(map(str, tensordict.keys(True)))}")
-        return value
-
     def _terminated(self, tensordict: TensorDictBase) -> Tensor:
         value = tensordict.get(_next(self.tensor_keys.terminated), None)
-        return self._entry(tensordict, _next(self.tensor_keys.done)) if value is None else value
+        return entry(tensordict, _next(self.tensor_keys.done)) if value is None else value
 
     def _next_state(self, tensordict: TensorDictBase, terminated: Tensor) -> TensorDictBase:
         """The entries of the next step, in a TensorDict of their own, without those that must not be seen."""
@@ -386,7 +382,7 @@ class SACLoss(LossModule):
             action = unravel_key(self.tensor_keys.action)
             keys = map(unravel_key, (*self.actor_network.in_keys, *self.qvalue_network.in_keys))
             for key in dict.fromkeys(key for key in keys if key != action):
-                own, after = self._entry(tensordict, key), self._entry(tensordict, _next(key))
+                own, after = entry(tensordict, key), entry(tensordict, _next(key))
                 state.set(key, torch.where(rows_of(ended, after), own, after))
         return state
 
@@ -402,7 +398,7 @@ class SACLoss(LossModule):
         state.set(keys.action, action)
         shape = log_prob.shape
         next_q = self._checked(self._critics.target(state, keys.state_action_value), shape)
-        reward = self._entry(tensordict, _next(keys.reward))
+        reward = entry(tensordict, _next(keys.reward))
         steps = tensordict.get("steps_to_next_obs", None)
         return self.value_estimator.soft_target(
             next_q,

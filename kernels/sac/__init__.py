@@ -129,7 +129,7 @@ def _td_loss_backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]
     return by_q, None, None, None, None, None
 
 
-register_autograd("td_loss", _td_loss_setup, _td_loss_backward)
+register_autograd(td_loss, _td_loss_setup, _td_loss_backward)
 
 
 # --- actor objective --------------------------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ def _actor_loss_backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, .
     return by_q, by_log_prob, None, None, None, None
 
 
-register_autograd("sac_actor_loss", _actor_loss_setup, _actor_loss_backward)
+register_autograd(actor_loss, _actor_loss_setup, _actor_loss_backward)
 
 
 # --- temperature ------------------------------------------------------------------------------------------------------
@@ -232,4 +232,4 @@ def _temperature_loss_backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[
     return by_log_alpha, None, None, None, None, None
 
 
-register_autograd("sac_temperature_loss", _temperature_loss_setup, _temperature_loss_backward)
+register_autograd(temperature_loss, _temperature_loss_setup, _temperature_loss_backward)

@@ -108,4 +108,4 @@ def _sample_gradient(ctx: Any, grad_action: Tensor | None, grad_log_prob: Tensor
     return by_loc, by_scale, None, None, None, None, None, None
 
 
-register_autograd("tanh_normal_sample", _sample_setup, _sample_gradient)
+register_autograd(sample, _sample_setup, _sample_gradient)

@@ -1,0 +1,40 @@
+"""Modules on TensorDicts that are plain functions of tensors, so that they can be called without the TensorDict."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModule
+from tensordict.utils import NestedKey
+from torch import Tensor, nn
+
+
+def hooked(module: nn.Module) -> bool:
+    """Whether something else runs when ``module`` itself is called."""
+    return any(
+        getattr(module, name)
+        for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    )
+
+
+def is_plain(network: Any, outputs: int = 1) -> bool:
+    """Whether to call ``network`` is to call ``network.module`` on the tensors at its keys, for so many outputs."""
+    return (
+        type(network) is TensorDictModule
+        and len(network.out_keys) == outputs
+        and network._kwargs is None
+        and not (network.method_kwargs or network._get_kwargs or hooked(network))
+    )
+
+
+def entry(tensordict: TensorDictBase, key: NestedKey) -> Tensor:
+    """The tensor at ``key``.
+
+    Raises:
+        KeyError: there is none.
+    """
+    value = tensordict.get(key, None)
+    if value is None:
+        raise KeyError(f"the entry {key!r} is missing; there are {sorted(map(str, tensordict.keys(True)))}")
+    return value

@@ -1,0 +1,99 @@
+"""Stacked networks that are nothing but linear layers and activations: one ``torch.baddbmm`` per layer, no vmap."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpubuf.modules.mlp import MLP
+from gpubuf.modules.plain import hooked, is_plain
+
+_ELEMENTWISE = (
+    nn.CELU,
+    nn.ELU,
+    nn.GELU,
+    nn.Hardswish,
+    nn.Hardtanh,
+    nn.Identity,
+    nn.LeakyReLU,
+    nn.Mish,
+    nn.ReLU,
+    nn.ReLU6,
+    nn.SELU,
+    nn.SiLU,
+    nn.Sigmoid,
+    nn.Softplus,
+    nn.Softsign,
+    nn.Tanh,
+)
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Where the parameters of a linear layer stand in the list of stacked tensors."""
+
+    weight: int
+    bias: int | None
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Layers of N networks, applied in order to inputs that the networks share."""
+
+    layers: tuple[Linear | nn.Module, ...]
+
+    def __call__(self, tensors: Sequence[Tensor], inputs: Sequence[Tensor]) -> Tensor:
+        """``[N, *batch, out]`` of inputs ``[*batch, in_i]``, joined along the last dimension.
+
+        Args:
+            tensors: stacked parameters, weights ``[N, out, in]`` and biases ``[N, out]``.
+            inputs: as above.
+        """
+        x = inputs[0] if len(inputs) == 1 else torch.cat(list(inputs), -1)
+        batch = x.shape[:-1]
+        x = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+        for layer in self.layers:
+            if not isinstance(layer, Linear):
+                x = layer(x)
+                continue
+            weight = tensors[layer.weight].transpose(1, 2)
+            x = x if x.ndim == 3 else x.expand(weight.shape[0], -1, -1)
+            if layer.bias is None:
+                x = torch.bmm(x, weight)
+            else:
+                x = torch.baddbmm(tensors[layer.bias].unsqueeze(1), x, weight)
+        return x if len(batch) == 1 else x.reshape(x.shape[0], *batch, -1)
+
+
+def linear_chain(network: Any, where: Sequence[tuple[str, ...]]) -> Chain | None:
+    """``network`` as a :class:`Chain` over the parameters at ``where``; None if it is anything more.
+
+    It must be a plain TensorDictModule with one output around an ``nn.Sequential`` (nested ones too) or an
+    :class:`~gpubuf.modules.MLP` of ``nn.Linear`` layers and elementwise activations, without hooks; of these very
+    types, since a subclass may do something else.
+    """
+    if not is_plain(network) or any(map(hooked, network.modules())):
+        return None
+    core = network.module
+    if type(core) is not MLP and (type(core) is not nn.Sequential or len(network.in_keys) != 1):
+        return None
+    index = {path: i for i, path in enumerate(where)}
+    layers: list[Linear | nn.Module] = []
+    linear: set[int] = set()
+    # An activation may stand in several places.
+    for name, part in network.named_modules(remove_duplicate=False):
+        if part is network or part is core or type(part) is nn.Sequential:
+            continue
+        path = tuple(name.split("."))
+        if type(part) is nn.Linear and id(part) not in linear:
+            linear.add(id(part))
+            layers.append(Linear(index[(*path, "weight")], index.get((*path, "bias"))))
+        elif type(part) in _ELEMENTWISE:
+            layers.append(part)
+        else:
+            return None
+    return Chain(tuple(layers)) if linear else None

@@ -1,0 +1,205 @@
+"""Ensembles of critics that run on their own, on detached, or on target parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictParams
+from tensordict.utils import NestedKey
+from torch import Tensor, nn
+
+from gpubuf.modules.plain import entry, is_plain
+from gpubuf.objectives.chains import Chain, linear_chain
+from gpubuf.objectives.networks import (
+    Replica,
+    Slots,
+    distinct,
+    ensemble_size,
+    leaves,
+    paths,
+    redrawn_copies,
+    stacked_parameters,
+)
+
+_RANDOM_MODULES = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+class Critics:
+    """Base class: N action-value networks, ``[*batch, ...] -> [N, *batch, 1]``.
+
+    Attributes:
+        size: number of networks, N.
+        network: the network whose structure is used.
+        params: the parameters.
+        randomness: how random operations behave among the networks, see ``torch.vmap``; None for the default.
+    """
+
+    def __init__(
+        self, size: int, network: Any, params: TensorDictParams, shared: dict[tuple[str, ...], Tensor]
+    ) -> None:
+        self.size, self.network, self.params = size, network, params
+        self.randomness: str | None = None
+        self._shared = shared
+        self._tensors: list[Tensor] = []
+        self._target_tensors: list[Tensor] | None = None
+
+    def refresh(self, target_params: TensorDictBase | None) -> None:
+        """Take up the tensors anew, after they were moved to another device or replaced."""
+        for path, tensor in self._shared.items():
+            entry, alias = self.params.get(path), tensor.detach()
+            entry.data = alias if entry.shape == alias.shape else alias.expand(entry.shape)
+        self._tensors = leaves(self.params)
+        self._target_tensors = None
+        if target_params is not None:
+            self._target_tensors = [target_params.get(path) for path in paths(self.params)]
+
+    def online(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
+        """Values with gradients to parameters and inputs."""
+        raise NotImplementedError
+
+    def detached(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
+        """Values with gradients to the inputs only."""
+        raise NotImplementedError
+
+    def target(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
+        """Values of the target parameters, or, where there are none, of the detached ones."""
+        raise NotImplementedError
+
+    @property
+    def vmap_randomness(self) -> str:
+        """How random operations behave among stacked networks: as set, else "different" where there is dropout."""
+        if self.randomness is not None:
+            return self.randomness
+        random = any(isinstance(part, _RANDOM_MODULES) for part in self.network.modules())
+        return "different" if random else "error"
+
+
+class BatchedCritics(Critics):
+    """One natively batched ensemble (see :func:`ensemble_size`), which runs as it is."""
+
+    def __init__(self, network: Any, size: int, shared: dict[int, Tensor]) -> None:
+        own = TensorDict.from_module(network)
+        aliases = {path: own.get(path) for path in paths(own) if id(own.get(path)) in shared}
+        for path, tensor in aliases.items():
+            own.set(path, tensor.detach())
+        super().__init__(size, network, TensorDictParams(own, no_convert=True), aliases)
+        where = paths(self.params)
+        self._detached, self._target = Replica(network, where), Replica(network, where)
+        # Without shared parameters the network itself will do, and keeps its hooks.
+        self._own_slots = Slots(network, where)
+        self._online = Replica(network, where) if aliases else None
+        self.refresh(None)
+
+    def refresh(self, target_params: TensorDictBase | None) -> None:
+        super().refresh(target_params)
+        (self._own_slots if self._online is None else self._online.slots).fill(self._tensors)
+        self._detached.slots.fill([tensor.detach() for tensor in self._tensors])
+        if self._target_tensors is not None:
+            self._target.slots.fill(self._target_tensors)
+
+    def online(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
+        if self._online is None:
+            return self._run(self.network, inputs, key)
+        self._online.follow_mode()
+        return self._run(self._online.module, inputs, key)
+
+    def detached(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
+        self._detached.follow_mode()
+        if not torch.compiler.is_compiling():
+            # A parameter whose `.data` was replaced has another memory now.
+            self._detached.slots.fill([tensor.detach() for tensor in self._tensors])
+        return self._run(self._detached.module, inputs, key)
+
+    def target(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
+        if self._target_tensors is None:
+            return self.detached(inputs, key)
+        self._target.follow_mode()
+        return self._run(self._target.module, inputs, key)
+
+    def _run(self, module: Any, inputs: TensorDictBase, key: NestedKey) -> Tensor:
+        entries = [entry(inputs, name) for name in self.network.in_keys]
+        if is_plain(module):
+            value = module.module(*entries)
+        else:
+            # The nets come first in the output: no batch size would fit inputs and output alike.
+            data = TensorDict(dict(zip(self.network.in_keys, entries, strict=True)), batch_size=[])
+            value = module(data).get(key)
+        if value.shape[:1] != (self.size,):
+            raise ValueError(
+                f"an ensemble of {self.size} networks must return them along the first dimension, got {key!r} of shape "
+                f"{list(value.shape)}"
+            )
+        return value
+
+
+class StackedCritics(Critics):
+    """Networks of the same structure, their parameters stacked ``[N, ...]``.
+
+    Linear layers with activations between them run as one ``torch.baddbmm`` per layer; anything else through
+    ``torch.vmap``, or one after the other without ``use_vmap``.
+    """
+
+    def __init__(self, members: list[Any], use_vmap: bool, shared: dict[int, Tensor]) -> None:
+        first = TensorDict.from_module(members[0])
+        aliases = {path: first.get(path) for path in paths(first) if id(first.get(path)) in shared}
+        super().__init__(len(members), members[0], stacked_parameters(distinct(members), shared), aliases)
+        self._use_vmap = use_vmap
+        where = paths(self.params)
+        self._replica = Replica(self.network, where)
+        self._chain: Chain | None = linear_chain(self.network, where)
+        self.refresh(None)
+
+    def online(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
+        return self._run(self._tensors, inputs, key)
+
+    def detached(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
+        return self._run([tensor.detach() for tensor in self._tensors], inputs, key)
+
+    def target(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
+        if self._target_tensors is None:
+            return self.detached(inputs, key)
+        return self._run(self._target_tensors, inputs, key)
+
+    def _run(self, tensors: list[Tensor], inputs: TensorDictBase, key: NestedKey) -> Tensor:
+        if self._chain is not None:
+            return self._chain(tensors, [entry(inputs, name) for name in self.network.in_keys])
+        replica = self._replica
+        replica.follow_mode()
+
+        def single(*own: Tensor) -> Tensor:
+            replica.slots.fill(own)
+            return replica.module(inputs.copy()).get(key)
+
+        try:
+            if self._use_vmap:
+                return torch.vmap(single, randomness=self.vmap_randomness)(*tensors)
+            return torch.stack([single(*own) for own in zip(*(t.unbind(0) for t in tensors), strict=True)])
+        finally:
+            replica.slots.clear()
+
+
+def make_critics(networks: Any, size: int, *, use_vmap: bool, shared: dict[int, Tensor]) -> Critics:
+    """The ensemble that ``networks`` stand for.
+
+    Args:
+        networks: one natively batched ensemble (see :func:`ensemble_size`), one network to be copied ``size`` times
+            and drawn anew, or a list of ``size`` networks of the same structure.
+        size: number of networks, N.
+        use_vmap: run networks that need it through ``torch.vmap``; otherwise one after the other.
+        shared: parameters, by id, that get no gradient from the critics.
+
+    Raises:
+        ValueError: the networks are not ``size``.
+    """
+    if isinstance(networks, list | tuple | nn.ModuleList):
+        if len(networks) != size:
+            raise ValueError(f"num_qvalue_nets={size}, but {len(networks)} networks were given")
+        return StackedCritics(list(networks), use_vmap, shared)
+    batched = ensemble_size(networks)
+    if batched is None:
+        return StackedCritics(redrawn_copies(networks, size, shared), use_vmap, shared)
+    if batched != size:
+        raise ValueError(f"num_qvalue_nets={size}, but the network is an ensemble of {batched}")
+    return BatchedCritics(networks, size, shared)
