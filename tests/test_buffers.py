@@ -126,6 +126,19 @@ class TestWriting:
         assert torch.equal(buffer.storage.ring, counters)
         assert buffer.extend(transitions(1)).tolist() == [3]
 
+    def test_rows_out_of_range_are_reported_by_whatever_synchronises(self, backend):
+        """A GPU can't raise without a sync; the interpreter shows what it does instead."""
+        if backend == "numba":
+            pytest.skip("the CPU raises at once: see test_indexing")
+        buffer = buffer_of(4)
+        buffer.extend(transitions(4))
+        tensors, generation = buffer.storage.gather(torch.tensor([3, 9]))
+        assert generation.tolist() == [1, -1]
+        assert all(not t[1].any() for t in tensors)
+        with pytest.raises(IndexError, match="1 rows"):
+            buffer.state_dict()
+        assert buffer.state_dict()["_storage"]["size"] == 4
+
     def test_empty_forgets_the_rows(self):
         buffer = buffer_of(4)
         buffer.extend(transitions(6))

@@ -394,9 +394,19 @@ class TensorStorage(Storage):
         return order
 
     def refresh(self) -> None:
-        """Read the device's counters into the host's mirror: after the replay of a captured graph. Synchronises."""
-        if self._layout is not None:
-            self._written, self._size = self.ring[: rows.TICKET].tolist()
+        """Read the device's counters into the host's mirror: after the replay of a captured graph. Synchronises.
+
+        Raises:
+            IndexError: since the last call a GPU, which can't raise without a sync, has refused to read or write rows
+                out of range (they read as zeros). The counters are up to date all the same.
+        """
+        if self._layout is None:
+            return
+        counters = self.ring.tolist()
+        self._written, self._size = counters[rows.WRITTEN], counters[rows.SIZE]
+        if counters[rows.FAULTS]:
+            self.ring[rows.FAULTS].zero_()
+            raise IndexError(f"{counters[rows.FAULTS]} rows that were read or written are out of range")
 
     def __repr__(self) -> str:
         device = self._device if self.initialized else self._requested_device
