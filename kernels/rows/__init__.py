@@ -15,6 +15,9 @@ mutated by every operation that writes rows and so orders reads after writes, al
 The *generation* of a row is the number of times that its position has been written,
 ``(written - position + capacity - 1) // capacity``: derived, never stored.
 
+A row of all keys together may take up to 1 GiB. Addresses need no alignment; the wider their common one, the faster a
+GPU copies. The rows of a write must not overlap the storage.
+
 A gathered batch is one uint8 allocation, the *arena*: key ``k`` occupies ``n * row_bytes[k]`` bytes from
 the ``k``-th offset, the running sum of the sizes before it, each rounded up to ``ALIGNMENT``.
 """
@@ -61,10 +64,12 @@ gather = define(
 """``gather(table, ring, index, capacity, arena_bytes) -> (arena, generation)``: copy rows ``index`` of every key.
 
 ``index`` is int64 ``[n]``, contiguous, with values in ``[-capacity, capacity)``; negative ones count from the
-end of the storage. ``generation`` is int64 ``[n]``. No host sync.
+end of the storage. ``generation`` is int64 ``[n]``. ``arena_bytes`` is what :func:`arena_offsets` says. No host sync.
 
 Raises:
-    IndexError: an index is out of range (CPU). On a GPU such a row reads as zeros and counts in ``ring[FAULTS]``.
+    IndexError: an index is out of range (CPU). On a GPU such a row reads as zeros, has generation -1, which no
+        row has, and counts in ``ring[FAULTS]``.
+    ValueError: ``arena_bytes`` does not fit the table (CPU; on a GPU the sizes are not known to the host).
 """
 
 
@@ -86,7 +91,8 @@ sample = define(
 
 Drawn with replacement from the valid rows in the same launch that copies them: draw ``i`` is
 ``min(floor(u_i * size), size - 1)`` with the ``i``-th Philox uniform. The ring must not be empty (on an empty
-ring the CPU raises RuntimeError; a GPU counts a fault per row and reads zeros). No host sync.
+ring the CPU raises RuntimeError; a GPU counts a fault per row, reads zeros, and says -1 for index and generation).
+No draw is made for ``n`` = 0. No host sync.
 """
 
 
@@ -105,7 +111,12 @@ extend = define(
 ``sources[k]`` holds the rows of key ``k`` on the ring's device: any dtype, ``[n, ...]``, each row contiguous
 (the rows themselves may be strided; others are copied first). Row ``i`` goes to position
 ``(written + i) % capacity``; of more rows than the capacity only the newest are written. ``index`` is int64
-``[n]``, the position of every row given, also of those that did not survive. No host sync.
+``[n]``, the position of every row given, also of those that did not survive. On a GPU there is one launch for
+every 128 keys. No host sync.
+
+Raises:
+    ValueError: there are not as many sources as keys, or one does not hold ``n`` rows, or not of its key's size
+        (the last on CPU only: on a GPU the sizes are not known to the host); nothing is written.
 """
 
 
@@ -126,4 +137,5 @@ stride 0 along its first dimension (an expanded row) is fine.
 
 Raises:
     IndexError: as :data:`gather`; nothing is written (CPU). On a GPU the row is skipped and counted.
+    ValueError: as :data:`extend`.
 """

@@ -6,13 +6,16 @@ host memory is read and written by the same kernels.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import triton
 from torch import Tensor
 
+from gpubuf.kernels import config as configurations
 from gpubuf.kernels.philox import check_state
 from gpubuf.kernels.rows import ALIGNMENT
 from gpubuf.kernels.rows._check import (
@@ -53,14 +56,22 @@ class RowsConfig:
     num_warps: int
 
 
-def choose_config(n_bytes: int) -> RowsConfig:
-    """The configuration for a copy of ``n_bytes`` bytes.
+def choose_config(n_bytes: int, device_name: str | None = None, directory: Path = configurations.TUNED) -> RowsConfig:
+    """The configuration for a copy of ``n_bytes`` bytes: from the device's tuned file, else by rule.
 
-    Up to 1 MiB the time is that of a few dependent memory accesses, and small spans put more
+    The rule: up to 1 MiB the time is that of a few dependent memory accesses, and small spans put more
     multiprocessors to work. Beyond, long spans spread the cost of finding the key, and four elements a thread keep
     enough bytes in flight.
     """
+    found = configurations.tuned("rows_copy", {"n_bytes": n_bytes}, device_name, directory=directory)
+    if found is not None:
+        return RowsConfig(**found)
     return RowsConfig(1024, 256, 4) if n_bytes <= 2**20 else RowsConfig(8192, 512, 4)
+
+
+@functools.lru_cache(maxsize=256)
+def _config(n_bytes: int, device: torch.device) -> RowsConfig:
+    return choose_config(n_bytes, torch.cuda.get_device_name(device) if device.type == "cuda" else None)
 
 
 def padded_keys(n_keys: int) -> int:
@@ -101,7 +112,7 @@ def gather(table: Tensor, ring: Tensor, index: Tensor, capacity: int, arena_byte
     if n == 0:
         return arena, generation
     _check_row_bytes(arena_bytes, n)
-    config = choose_config(arena_bytes)
+    config = _config(arena_bytes, table.device)
     row_programs = triton.cdiv(n, config.tile)
     rows_gather_kernel[(row_programs + copying_programs(n_keys, arena_bytes, config.span),)](
         table,
@@ -136,7 +147,7 @@ def sample(
     if n == 0:
         return arena, index, generation
     _check_row_bytes(arena_bytes, n)
-    config = choose_config(arena_bytes)
+    config = _config(arena_bytes, table.device)
     row_programs = triton.cdiv(n, config.tile)
     rows_sample_kernel[(row_programs + copying_programs(n_keys, arena_bytes, config.span),)](
         table,
@@ -170,7 +181,7 @@ class _Part:
 
 
 def _parts(table: Tensor, sources: Sequence[Source], n: int) -> Iterator[_Part]:
-    """Cut a write into launches. There is one even without keys: the counters move all the same."""
+    """Cut a write of ``n`` rows into launches. There is one even without keys: the counters move all the same."""
     for start in range(0, max(len(sources), 1), MAX_SOURCES):
         some = sources[start : start + MAX_SOURCES]
         yield _Part(
@@ -203,7 +214,7 @@ def extend(table: Tensor, sources: Sequence[Tensor], ring: Tensor, n: int, capac
     checked = _checked_sources(table, sources, n_keys, n)
     parts = list(_parts(table, checked, n))
     for part in parts:
-        config = choose_config(part.n_bytes)
+        config = _config(part.n_bytes, table.device)
         # The index is written by the first launch, the counters move in the last.
         row_programs = triton.cdiv(n, config.tile) if part is parts[0] else 0
         grid = max(row_programs + copying_programs(part.n_keys, part.n_bytes, config.span), 1)
@@ -249,7 +260,7 @@ def write(table: Tensor, sources: Sequence[Tensor], ring: Tensor, index: Tensor,
     parts = list(_parts(table, checked, n))
     winner = _last_of_duplicates(index, capacity)
     for part in parts:
-        config = choose_config(part.n_bytes)
+        config = _config(part.n_bytes, table.device)
         # Faults are counted by the first launch alone.
         row_programs = triton.cdiv(n, config.tile) if part is parts[0] else 0
         grid = max(row_programs + copying_programs(part.n_keys, part.n_bytes, config.span), 1)

@@ -271,7 +271,7 @@ def rows_extend_kernel(
     write. Addresses and strides are odd numbers: Triton would compile a variant for every combination of those
     that are 1 or divisible by 16.
 
-    Grid: (row_programs + at most n_keys + (bytes of all sources) // SPAN,); row_programs = cdiv(n, TILE) or 0.
+    Grid: (row_programs + at most n_keys + (bytes to copy) // SPAN,), row_programs = cdiv(n, TILE) or 0; at least 1.
     """
     program = tl.program_id(0).to(tl.int64)
     n = n.to(tl.int64)

@@ -1,0 +1,127 @@
+"""A storage of plain tensors, and what plain torch indexing says about it: the oracle of the rows operations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gpubuf.kernels import rows
+
+Row = tuple[torch.dtype, tuple[int, ...]]
+
+#: Rows of every dtype, and of 1, 3, 7, 8, 24 and 68 bytes.
+ROWS: tuple[Row, ...] = (
+    (torch.float32, (17,)),
+    (torch.bool, (1,)),
+    (torch.uint8, (3,)),
+    (torch.uint8, (7,)),
+    (torch.float16, (4,)),
+    (torch.bfloat16, (3, 5)),
+    (torch.float64, (2,)),
+    (torch.complex64, ()),
+    (torch.int64, (3,)),
+    (torch.float32, (6,)),
+    (torch.int16, ()),
+    (torch.float32, (0, 4)),
+)
+
+
+def random_rows(n: int, row: Row, seed: int, device: str = "cpu") -> Tensor:
+    """``n`` rows of random bytes, NaNs among them; only booleans are limited to 0 and 1."""
+    dtype, shape = row
+    generator = torch.Generator().manual_seed(seed)
+    width = math.prod(shape) * dtype.itemsize
+    high = 2 if dtype is torch.bool else 256
+    flat = torch.randint(high, (n * width,), dtype=torch.uint8, generator=generator)
+    return flat.view(dtype).view(n, *shape).to(device)
+
+
+def bytes_of(x: Tensor) -> Tensor:
+    """The bytes of a tensor, uint8 ``[all]``; bitwise comparison is the one in which NaN equals NaN."""
+    return x.contiguous().reshape(-1).view(torch.uint8) if x.numel() else x.new_empty(0, dtype=torch.uint8)
+
+
+class Store:
+    """A storage with its table and ring, filled with random rows, as if ``written`` rows had been written."""
+
+    def __init__(
+        self, row_types: Sequence[Row], capacity: int, *, written: int = 0, device: str = "cpu", seed: int = 0
+    ) -> None:
+        self.rows, self.capacity = list(row_types), capacity
+        self.tensors = [random_rows(capacity, row, seed + k, device) for k, row in enumerate(self.rows)]
+        self.attach(device)
+        self.ring = rows.new_ring(device)
+        self.ring[rows.WRITTEN], self.ring[rows.SIZE] = written, min(written, capacity)
+
+    def attach(self, device: str) -> None:
+        """Make the table anew from the tensors."""
+        entries = [[t.data_ptr(), self.row_bytes[k]] for k, t in enumerate(self.tensors)]
+        self.table = torch.tensor(entries, dtype=torch.int64).reshape(-1, 2).to(device)
+
+    @property
+    def row_bytes(self) -> list[int]:
+        return [math.prod(shape) * dtype.itemsize for dtype, shape in self.rows]
+
+    @property
+    def counters(self) -> list[int]:
+        """written, size, ticket, faults"""
+        return self.ring.tolist()
+
+    def arena_bytes(self, n: int) -> int:
+        return rows.arena_offsets(self.row_bytes, n)[1]
+
+    def batch(self, n: int, seed: int) -> list[Tensor]:
+        """``n`` random rows of every key."""
+        return [random_rows(n, row, 1000 * seed + k, str(self.table.device)) for k, row in enumerate(self.rows)]
+
+    def cut(self, arena: Tensor, n: int) -> list[Tensor]:
+        offsets, size = rows.arena_offsets(self.row_bytes, n)
+        assert (arena.dtype, arena.shape, arena.device) == (torch.uint8, (size,), self.table.device)
+        return [
+            arena[offset : offset + n * width].view(dtype).view(n, *shape) if width else arena.new_empty(n, *shape)
+            for offset, width, (dtype, shape) in zip(offsets, self.row_bytes, self.rows, strict=True)
+        ]
+
+    def gather(self, index: Tensor) -> tuple[list[Tensor], Tensor]:
+        n = index.numel()
+        arena, generation = rows.gather(self.table, self.ring, index, self.capacity, self.arena_bytes(n))
+        return self.cut(arena, n), generation
+
+    def sample(self, rng: Tensor, n: int) -> tuple[list[Tensor], Tensor, Tensor]:
+        arena, index, generation = rows.sample(
+            self.table, self.ring, rng, n, self.capacity, self.arena_bytes(n)
+        )
+        return self.cut(arena, n), index, generation
+
+    def extend(self, sources: list[Tensor], n: int) -> Tensor:
+        return rows.extend(self.table, sources, self.ring, n, self.capacity)
+
+    def write(self, sources: list[Tensor], index: Tensor) -> None:
+        rows.write(self.table, sources, self.ring, index, self.capacity)
+
+    def snapshot(self) -> list[Tensor]:
+        return [t.clone() for t in self.tensors]
+
+
+def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    """Bitwise equality, key by key."""
+    assert len(found) == len(expected)
+    for k, (a, b) in enumerate(zip(found, expected, strict=True)):
+        assert a.numel() == b.numel(), f"key {k}: {a.shape} and {b.shape}"
+        assert torch.equal(bytes_of(a), bytes_of(b)), f"key {k} ({b.dtype}, {tuple(b.shape)}) differs"
+
+
+def assert_gathered(store: Store, found: Sequence[Tensor], index: Tensor) -> None:
+    """``found`` is what indexing the storage's tensors gives."""
+    assert_same(found, [t[index] for t in store.tensors])
+
+
+def counted_generations(written: int, capacity: int) -> list[int]:
+    """How often each position has been written, by counting."""
+    times = [0] * capacity
+    for i in range(written):
+        times[i % capacity] += 1
+    return times
