@@ -1,0 +1,108 @@
+"""What a sum tree should hold and draw, in plain Python: lists, and exact sums."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+import struct
+from dataclasses import dataclass, field
+
+import pytest
+
+from gpubuf.data.sum_tree import SumTree
+
+
+def float32(value: float) -> float:
+    return struct.unpack("f", struct.pack("f", value))[0]
+
+
+@dataclass
+class Model:
+    """The documented semantics of a sum tree, one row at a time."""
+
+    capacity: int
+    alpha: float = 1.0
+    beta: float = 1.0
+    eps: float = 0.0
+    weights: list[float] = field(default_factory=list)
+    given: float | None = None
+
+    def __post_init__(self) -> None:
+        self.weights = [0.0] * self.capacity
+
+    def weight(self, priority: float) -> float:
+        return float32((priority + self.eps) ** self.alpha)
+
+    def update(self, index, priority, generation=None, written=None, size=None) -> None:
+        """``written`` and ``size`` are those of a ring; by default all rows are valid and were written once."""
+        size = self.capacity if size is None else size
+        written = self.capacity if written is None else written
+        for i, (row, value) in enumerate(zip(index, priority, strict=True)):
+            if row == -1 or row >= size:
+                continue
+            times_written = len(range(row, written, self.capacity))
+            if generation is not None and generation[i] != times_written:
+                continue
+            self.weights[row] = self.weight(float32(value))
+            self.given = max(float32(value), self.given if self.given is not None else 0.0)
+
+    def mark(self, index, within_buffer=False) -> None:
+        weight = self.weight(1.0 if self.given is None or within_buffer else self.given)
+        if within_buffer and max(self.weights) > 0:
+            weight = max(self.weights)
+        for row in index:
+            if row != -1:
+                self.weights[row] = weight
+
+    def importance(self, row: int) -> float:
+        return (self.weights[row] / min(w for w in self.weights if w > 0)) ** -self.beta
+
+    def drawn(self, uniforms, stratified=False) -> list[int]:
+        """Rows that these uniforms draw. Exact where the weights are integers."""
+        prefix = list(itertools.accumulate(self.weights))
+        last = max(i for i, w in enumerate(self.weights) if w > 0)
+        n = len(uniforms)
+        parts = [(i + u) / n if stratified else u for i, u in enumerate(uniforms)]
+        return [min(bisect.bisect_right(prefix, part * prefix[-1]), last) for part in parts]
+
+
+def assert_consistent(tree: SumTree) -> None:
+    """Every inner node is the sum, least positive and largest of its children, and the root of all leaves."""
+    leaves = tree.leaves.tolist()
+    assert min(leaves) >= 0
+    assert not any(math.copysign(1.0, leaf) < 0 for leaf in leaves), "a sign bit was left behind"
+    assert not any(leaves[tree.capacity :]), "the padding has weight"
+    sums, minima, maxima = tree.nodes.tolist()
+    below = (leaves, [leaf or math.inf for leaf in leaves], leaves)
+    start, count = 0, tree.capacity
+    while True:
+        count = -(-count // tree.fan_out)
+        length = 1 if count == 1 else -(-count // tree.fan_out) * tree.fan_out
+        here = tuple(plane[start : start + length] for plane in (sums, minima, maxima))
+        for node in range(count):
+            children = slice(node * tree.fan_out, (node + 1) * tree.fan_out)
+            assert here[0][node] == pytest.approx(math.fsum(below[0][children]), rel=1e-12, abs=0)
+            assert here[1][node] == min(below[1][children])
+            assert here[2][node] == max(below[2][children])
+        for node in range(count, length):
+            assert [plane[node] for plane in here] == [0, math.inf, 0], "the padding was written to"
+        below, start = here, start + length
+        if count == 1:
+            break
+    assert start == tree.nodes.shape[1]
+    assert tree.total.item() == pytest.approx(math.fsum(leaves), rel=1e-12, abs=0)
+
+
+def chi_square_bound(degrees: int, deviations: float = 4.0) -> float:
+    """Value that a chi-square statistic exceeds as rarely as a normal variate so many standard deviations.
+
+    Wilson and Hilferty, "The Distribution of Chi-Square", PNAS 1931.
+    """
+    spread = 2 / (9 * degrees)
+    return degrees * (1 - spread + deviations * math.sqrt(spread)) ** 3
+
+
+def chi_square(counts, probabilities) -> float:
+    total = sum(counts)
+    return sum((c - total * p) ** 2 / (total * p) for c, p in zip(counts, probabilities, strict=True) if p > 0)
