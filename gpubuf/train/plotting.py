@@ -13,18 +13,21 @@ _WINDOW = 10
 def draw_curve(records: Iterable[dict[str, Any]], title: str, path: Path) -> None:
     """Draw the returns in ``records`` (see docs/training.md) over the steps, and write them to ``path``.
 
-    Episodes are those of the training itself, with random actions; evaluations are deterministic, mean and range.
+    Episodes are those of the training itself, with random actions; evaluations are deterministic.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     episodes: list[tuple[int, float]] = []
     evaluations: list[tuple[int, list[float]]] = []
+    final: tuple[int, float] | None = None
     for record in records:
         if record["kind"] == "episode":
             episodes.append((record["step"], record["return"]))
-        elif record["kind"] in ("evaluation", "final_evaluation"):
+        elif record["kind"] == "evaluation":
             evaluations.append((record["step"], record["returns"]))
+        elif record["kind"] == "final_evaluation":
+            final = record["step"], record["mean_return"]
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     FigureCanvasAgg(figure)
@@ -46,11 +49,13 @@ def draw_curve(records: Iterable[dict[str, Any]], title: str, path: Path) -> Non
         )
         means = [sum(returns) / len(returns) for _, returns in evaluations]
         axes.plot(steps, means, color="tab:orange", marker=".", label="evaluation: mean and range")
+    if final is not None:
+        axes.plot(*final, color="tab:red", marker="*", linestyle="", label=f"final evaluation: {final[1]:.1f}")
     axes.set_title(title)
     axes.set_xlabel("environment steps")
     axes.set_ylabel("return of an episode")
     axes.grid(alpha=0.3)
-    if episodes or evaluations:
+    if episodes or evaluations or final:
         axes.legend(loc="best")
     figure.savefig(path, dpi=120)
 
