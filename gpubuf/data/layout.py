@@ -18,6 +18,31 @@ from gpubuf.kernels.rows import ALIGNMENT, arena_offsets
 Data = Any  # a Tensor, a TensorDictBase or a tensorclass: tensordict exports no common type for the three
 
 
+def batch_shape(data: Data, ndim: int) -> tuple[int, ...]:
+    """The leading ``ndim`` dimensions of a batch.
+
+    Raises:
+        TypeError: ``data`` has no batch dimensions.
+        ValueError: it has fewer than ``ndim``.
+    """
+    if isinstance(data, Tensor):
+        shape = data.shape
+    elif isinstance(data, TensorDictBase) or is_tensorclass(data):
+        shape = data.batch_size
+    else:
+        raise TypeError(f"expected a TensorDict, a tensorclass or a tensor, got {type(data).__name__}")
+    if len(shape) < ndim:
+        raise ValueError(f"the storage has {ndim} batch dimension(s), the batch has shape {tuple(shape)}")
+    return tuple(shape[:ndim])
+
+
+def device_of(data: Data) -> torch.device:
+    """Where a batch is: the device that it claims, or that of its first tensor."""
+    if isinstance(data, Tensor) or data.device is not None:
+        return data.device
+    return next(iter(data.values(True, True))).device
+
+
 @dataclass(frozen=True)
 class Leaf:
     """One key of a row. ``shape`` is that of a single row, contiguous."""

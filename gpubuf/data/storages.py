@@ -11,30 +11,14 @@ import math
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
 
 from gpubuf.data.indexing import stored_positions, unravel
-from gpubuf.data.layout import Data, RowLayout
+from gpubuf.data.layout import Data, RowLayout, batch_shape, device_of
+from gpubuf.data.ring import Ring
 from gpubuf.kernels import rows
 
-
-def batch_shape(data: Data, ndim: int) -> tuple[int, ...]:
-    """The leading ``ndim`` dimensions of a batch.
-
-    Raises:
-        TypeError: ``data`` has no batch dimensions.
-        ValueError: it has fewer than ``ndim``.
-    """
-    if isinstance(data, Tensor):
-        shape = data.shape
-    elif isinstance(data, TensorDictBase) or is_tensorclass(data):
-        shape = data.batch_size
-    else:
-        raise TypeError(f"expected a TensorDict, a tensorclass or a tensor, got {type(data).__name__}")
-    if len(shape) < ndim:
-        raise ValueError(f"the storage has {ndim} batch dimension(s), the batch has shape {tuple(shape)}")
-    return tuple(shape[:ndim])
+NOT_INITIALIZED = "the storage is not initialized: write a batch first"
 
 
 class Storage:
@@ -76,8 +60,7 @@ class TensorStorage(Storage):
         resolved = self._resolve_device(storage)
         tensors = [t.detach().to(resolved).contiguous() for t in layout.collect(storage, ndim)]
         self._adopt(layout, tensors, shape, resolved)
-        self._count(math.prod(shape))
-        self.ring.copy_(torch.tensor([self._written, self._size, 0, 0]))
+        self.counters.set(self.max_size, self.max_size)
 
     def _configure(self, max_size: int, device: torch.device | str, ndim: int) -> None:
         if max_size < 1:
@@ -90,33 +73,23 @@ class TensorStorage(Storage):
         self._requested_device = device
         self._layout: RowLayout | None = None
         self._tensors: list[Tensor] = []
-        self._written = 0
-        self._size = 0
+        self._ring: Ring | None = None
         #: Root keys that are derived and therefore not stored; set by writers that own them.
         self.ignored_keys: frozenset[str] = frozenset()
 
     def _resolve_device(self, data: Data) -> torch.device:
         if self._requested_device == "auto":
-            if isinstance(data, Tensor) or data.device is not None:
-                return data.device
-            tensors = data.values(True, True)
-            return next(iter(tensors)).device
+            return device_of(data)
         device = torch.device(self._requested_device)
-        if device.type == "cuda" and device.index is None:
-            # Tensors report an index; a device without one would compare unequal to theirs.
-            device = torch.empty(0, device=device).device
-        return device
+        # Tensors report an index; a device without one would compare unequal to theirs.
+        return torch.empty(0, device=device).device if device.type == "cuda" and device.index is None else device
 
     def _adopt(self, layout: RowLayout, tensors: list[Tensor], shape: tuple[int, ...], device: torch.device) -> None:
         self._layout, self._tensors, self._device = layout, tensors, device
         self._shape = torch.Size(shape)
         self.max_size = math.prod(shape)
-        self.ring = rows.new_ring(device)
+        self._ring = Ring(self.max_size, device)
         self.table = layout.table(tensors, device)
-
-    def _count(self, n: int) -> None:
-        self._written += n
-        self._size = min(self._size + n, self.max_size)
 
     # Properties
 
@@ -133,7 +106,7 @@ class TensorStorage(Storage):
             RuntimeError: nothing has been written yet.
         """
         if self._layout is None:
-            raise RuntimeError("the storage is not initialized: write a batch first")
+            raise RuntimeError(NOT_INITIALIZED)
         return self._layout
 
     @property
@@ -155,22 +128,38 @@ class TensorStorage(Storage):
         return self._shape if self._layout is not None else torch.Size((self.max_size,))
 
     @property
-    def _steps_filled(self) -> int:
-        """How much of the first dimension has been written."""
-        return self._size // math.prod(self.shape[1:])
+    def counters(self) -> Ring:
+        """The ring's counters.
+
+        Raises:
+            RuntimeError: nothing has been written yet.
+        """
+        if self._ring is None:
+            raise RuntimeError(NOT_INITIALIZED)
+        return self._ring
+
+    @property
+    def ring(self) -> Tensor:
+        """The ring's counters on the device, int64 ``[4]``; see :mod:`gpubuf.kernels.rows`."""
+        return self.counters.counters
 
     @property
     def cursor(self) -> int:
         """Position that the next row goes to."""
-        return self._written % self.max_size
+        return 0 if self._ring is None else self._ring.cursor
 
     @property
     def written(self) -> int:
         """Number of rows ever written; :meth:`empty` moves it on to a multiple of ``max_size``."""
-        return self._written
+        return 0 if self._ring is None else self._ring.written
 
     def __len__(self) -> int:
-        return self._size
+        return 0 if self._ring is None else self._ring.size
+
+    @property
+    def _steps_filled(self) -> int:
+        """How much of the first dimension has been written."""
+        return len(self) // math.prod(self.shape[1:])
 
     @property
     def nbytes(self) -> int:
@@ -213,7 +202,7 @@ class TensorStorage(Storage):
         if self.ndim > 1 and shape[1:] != self._shape[1:]:
             raise ValueError(f"the storage's shape is {self._shape}, the batch's {shape}: all but the first must agree")
         index = rows.extend(self.table, self._local(sources, self.ndim), self.ring, n, self.max_size)
-        self._count(n)
+        self.counters.count(n)
         return index
 
     def write(self, index: Tensor, data: Data) -> None:
@@ -241,14 +230,9 @@ class TensorStorage(Storage):
         return local if ndim == 1 else [t.flatten(0, ndim - 1) for t in local]
 
     def empty(self) -> None:
-        """Forget every row, in O(1). Generations go on, so that priorities still under way are dropped. No sync."""
-        if self._layout is not None:
-            # On the device, since the mirror is behind after the replay of a captured graph.
-            written = self.ring[rows.WRITTEN]
-            written.add_(self.max_size - 1).div_(self.max_size, rounding_mode="floor").mul_(self.max_size)
-            self.ring[rows.SIZE].zero_()
-        self._written = -(-self._written // self.max_size) * self.max_size
-        self._size = 0
+        """Forget every row, in O(1); memory stays allocated. No host sync."""
+        if self._ring is not None:
+            self._ring.empty()
 
     # Reading
 
@@ -300,7 +284,7 @@ class TensorStorage(Storage):
         return self.assemble(self.gather(self._positions(index))[0])
 
     def _positions(self, index: Any) -> Tensor:
-        return stored_positions(index, self._shape, self._size, self._device)
+        return stored_positions(index, self._shape, len(self), self._device)
 
     def coordinates(self, index: Any) -> Tensor:
         """Where the rows of ``storage[index]`` lie: int64 of that data's batch shape (``[..., ndim]`` if above 1)."""
@@ -332,7 +316,7 @@ class TensorStorage(Storage):
 
     def contains(self, index: int) -> bool:
         """Whether a row is stored at ``index``."""
-        return -self._size <= index < self._size
+        return -len(self) <= index < len(self)
 
     # State
 
@@ -346,8 +330,8 @@ class TensorStorage(Storage):
             "initialized": True,
             "max_size": self.max_size,
             "shape": list(self._shape),
-            "written": self._written,
-            "size": self._size,
+            "written": self.written,
+            "size": len(self),
             "rows": self.layout.assemble([t[:filled] for t in self._tensors], (filled, *self._shape[1:]), self._device),
         }
 
@@ -381,32 +365,21 @@ class TensorStorage(Storage):
             self.initialize(data)
         order = None
         if self.max_size == old_max:
-            self._written, self._size = state["written"], size
+            self.counters.set(state["written"], size)
         else:
             first = state["written"] % old_max if size == old_max else 0
             order = (torch.arange(size) + first) % old_max
-            self._written = self._size = size
+            self.counters.set(size, size)
         per_step = math.prod(shape[1:])
         for target, source in zip(self._tensors, sources, strict=True):
             steps = source if order is None else source[order[::per_step].to(source.device) // per_step]
             target[: steps.shape[0]].copy_(steps)
-        self.ring.copy_(torch.tensor([self._written, self._size, 0, 0]))
         return order
 
     def refresh(self) -> None:
-        """Read the device's counters into the host's mirror: after the replay of a captured graph. Synchronises.
-
-        Raises:
-            IndexError: since the last call a GPU, which can't raise without a sync, has refused to read or write rows
-                out of range (they read as zeros). The counters are up to date all the same.
-        """
-        if self._layout is None:
-            return
-        counters = self.ring.tolist()
-        self._written, self._size = counters[rows.WRITTEN], counters[rows.SIZE]
-        if counters[rows.FAULTS]:
-            self.ring[rows.FAULTS].zero_()
-            raise IndexError(f"{counters[rows.FAULTS]} rows that were read or written are out of range")
+        """Bring ``len()`` up to date after the replay of a captured graph. Synchronises. See :meth:`Ring.refresh`."""
+        if self._ring is not None:
+            self._ring.refresh()
 
     def __repr__(self) -> str:
         device = self._device if self.initialized else self._requested_device
@@ -415,7 +388,7 @@ class TensorStorage(Storage):
             if (self._layout)
             else "not initialized"
         )
-        return f"{type(self).__name__}({self._size}/{self.max_size} rows, device={device}, {{{keys}}})"
+        return f"{type(self).__name__}({len(self)}/{self.max_size} rows, device={device}, {{{keys}}})"
 
 
 class LazyTensorStorage(TensorStorage):

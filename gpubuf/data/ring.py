@@ -1,0 +1,68 @@
+"""The counters of a ring of rows: a device tensor that the kernels advance, and the host's mirror of it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gpubuf.kernels import rows
+
+
+class Ring:
+    """How many rows were ever written to ``capacity`` positions, and how many are valid.
+
+    The mirror makes ``len()`` free of synchronisation in eager use. The replay of a captured CUDA graph moves the
+    device's counters alone; :meth:`refresh` then brings the mirror up to date.
+
+    Args:
+        capacity: number of positions.
+        device: where the counters live.
+
+    Attributes:
+        counters: int64 ``[4]``; see :mod:`gpubuf.kernels.rows`.
+        written: number of rows ever written (mirror). :meth:`empty` moves it on to a multiple of the capacity.
+        size: number of valid rows, at positions ``0 .. size - 1`` (mirror).
+    """
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        self.capacity = capacity
+        self.counters: Tensor = rows.new_ring(device)
+        self.written = 0
+        self.size = 0
+
+    @property
+    def cursor(self) -> int:
+        """Position that the next row goes to."""
+        return self.written % self.capacity
+
+    def count(self, n: int) -> None:
+        """Note in the mirror that an operation has written ``n`` rows."""
+        self.written += n
+        self.size = min(self.size + n, self.capacity)
+
+    def set(self, written: int, size: int) -> None:
+        """Set mirror and counters."""
+        self.written, self.size = written, size
+        self.counters.copy_(torch.tensor([written, size, 0, 0]))
+
+    def empty(self) -> None:
+        """Forget every row. Generations go on, so that priorities still under way are dropped. No host sync."""
+        # On the device too by arithmetic, not from the mirror: that is behind after the replay of a captured graph.
+        written = self.counters[rows.WRITTEN]
+        written.add_(self.capacity - 1).div_(self.capacity, rounding_mode="floor").mul_(self.capacity)
+        self.counters[rows.SIZE].zero_()
+        self.written = -(-self.written // self.capacity) * self.capacity
+        self.size = 0
+
+    def refresh(self) -> None:
+        """Read the device's counters into the mirror. Synchronises.
+
+        Raises:
+            IndexError: since the last call a GPU, which can't raise without a sync, has refused to read or write rows
+                out of range (they read as zeros). The mirror is up to date all the same.
+        """
+        counters = self.counters.tolist()
+        self.written, self.size = counters[rows.WRITTEN], counters[rows.SIZE]
+        if counters[rows.FAULTS]:
+            self.counters[rows.FAULTS].zero_()
+            raise IndexError(f"{counters[rows.FAULTS]} rows that were read or written are out of range")
