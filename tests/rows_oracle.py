@@ -91,9 +91,7 @@ class Store:
         return self.cut(arena, n), generation
 
     def sample(self, rng: Tensor, n: int) -> tuple[list[Tensor], Tensor, Tensor]:
-        arena, index, generation = rows.sample(
-            self.table, self.ring, rng, n, self.capacity, self.arena_bytes(n)
-        )
+        arena, index, generation = rows.sample(self.table, self.ring, rng, n, self.capacity, self.arena_bytes(n))
         return self.cut(arena, n), index, generation
 
     def extend(self, sources: list[Tensor], n: int) -> Tensor:

@@ -185,7 +185,7 @@ def _parts(table: Tensor, sources: Sequence[Source], n: int) -> Iterator[_Part]:
     for start in range(0, max(len(sources), 1), MAX_SOURCES):
         some = sources[start : start + MAX_SOURCES]
         yield _Part(
-            table[start : start + MAX_SOURCES],
+            table[start : start + MAX_SOURCES] if len(some) < len(sources) else table,
             len(some),
             encode_arguments([s.rows.data_ptr() for s in some] or [0], 1),
             encode_arguments([s.stride for s in some] or [0], 3),

@@ -1,0 +1,271 @@
+"""Around the rows kernels: configurations, grids, argument checks, torch.library's own checks, no host sync."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gpubuf.kernels import philox, rows
+from gpubuf.kernels.rows import _launch
+from gpubuf.kernels.rows._launch import RowsConfig, choose_config, copying_programs, encode_arguments, padded_keys
+from tests.fake_cuda import DataDependentOutputException, fake_cuda
+from tests.rows_oracle import ROWS, Store, assert_same
+
+TWO_KEYS = [(torch.float32, (3,)), (torch.bool, (1,))]
+
+
+class TestConfiguration:
+    @pytest.mark.parametrize("n_bytes", [0, 1, 2**20, 2**20 + 1, 2**40])
+    def test_the_rule(self, n_bytes):
+        config = choose_config(n_bytes)
+        assert config.span % 16 == 0
+        assert config.tile & (config.tile - 1) == 0
+        assert config.span >= config.tile
+        assert config == (RowsConfig(1024, 256, 4) if n_bytes <= 2**20 else RowsConfig(8192, 512, 4))
+
+    def test_a_tuned_file_comes_first(self, tmp_path):
+        points = [
+            {"sizes": {"n_bytes": 2**n}, "config": {"span": 16 * n, "tile": 128, "num_warps": 2}} for n in (10, 30)
+        ]
+        (tmp_path / "some-gpu-80gb.json").write_text(json.dumps({"rows_copy": points}))
+        assert choose_config(1500, "Some GPU 80GB", tmp_path) == RowsConfig(160, 128, 2)
+        assert choose_config(2**28, "Some GPU 80GB", tmp_path) == RowsConfig(480, 128, 2)
+        assert choose_config(1500, "another", tmp_path) == choose_config(1500)
+
+    def test_the_grid_is_never_too_small_and_hardly_too_large(self):
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(200):
+            sizes = torch.randint(0, 5000, (7,), generator=generator).tolist()
+            exact = sum(-(-size // 1024) for size in sizes)
+            assert exact <= copying_programs(7, sum(sizes), 1024) <= exact + 7
+
+    def test_keys_are_padded(self):
+        assert [padded_keys(n) for n in (0, 1, 32, 33, 500)] == [32, 32, 32, 64, 512]
+
+    @pytest.mark.parametrize("bias", [1, 3])
+    def test_arguments_give_triton_nothing_to_specialise_on(self, bias):
+        values = [0, 8, 16, 2**47, 68]
+        encoded = encode_arguments(values, bias)
+        assert [(e - bias) >> 1 for e in encoded] == [*values, 68, 68, 68]
+        assert all(e % 16 for e in encoded)
+        assert 1 not in encode_arguments([4096], 1) + encode_arguments([0, 1], 3)
+
+
+class TestArguments:
+    """Both backends refuse the same things, and nothing is written."""
+
+    @pytest.fixture
+    def store(self, backend):
+        store = Store(TWO_KEYS, 5, written=3)
+        before = store.snapshot()
+        yield store
+        assert_same(store.tensors, before)
+        assert store.counters == [3, 3, 0, 0]
+
+    def test_index(self, store):
+        sources = store.batch(4, 1)
+        for refused, error, text in (
+            (torch.zeros(4), TypeError, "index must be int64, not torch.float32"),
+            (torch.zeros(4, dtype=torch.int32), TypeError, "not torch.int32"),
+            (torch.zeros(2, 2, dtype=torch.int64), ValueError, r"shape \[4\], not \[2, 2\]"),
+            (torch.zeros(8, dtype=torch.int64)[::2], ValueError, "contiguous"),
+        ):
+            with pytest.raises(error, match=text):
+                store.gather(refused)
+            with pytest.raises(error, match=text):
+                store.write(sources, refused)
+
+    def test_sources(self, store):
+        floats, bools = store.batch(2, 1)
+        for refused, text in (
+            ([floats], "2 keys, but there are 1 sources"),
+            ([floats, bools, bools], "2 keys, but there are 3 sources"),
+            ([floats, bools[:1]], r"\[1, 1\]"),
+            ([floats[:0], bools], r"\[0, 3\]"),
+            ([floats, bools[0, 0]], r"\[\]"),
+            ([floats[0].expand(3, 3), bools], r"\[3, 3\]"),
+        ):
+            with pytest.raises(ValueError, match=text):
+                store.extend(refused, 2)
+            with pytest.raises(ValueError, match=text):
+                store.write(refused, torch.tensor([1, 0]))
+        with pytest.raises(ValueError, match="2 keys, but there are 0 sources"):
+            store.extend([], 0)
+
+    def test_ring_and_table(self, store):
+        index = torch.tensor([0])
+        size = store.arena_bytes(1)
+        for table, ring, capacity, error, text in (
+            (store.table.int(), store.ring, 5, TypeError, "table must be int64, not torch.int32"),
+            (store.table.t(), store.ring, 5, ValueError, "contiguous"),
+            (store.table.flatten(), store.ring, 5, ValueError, r"shape \[2, 2\], not \[4\]"),
+            (store.table, store.ring.double(), 5, TypeError, "ring must be int64, not torch.float64"),
+            (store.table, store.ring[:3], 5, ValueError, r"shape \[4\], not \[3\]"),
+            (store.table, store.ring.repeat(2)[::2], 5, ValueError, "contiguous"),
+            (store.table, store.ring, 0, ValueError, "at least 1, but is 0"),
+        ):
+            with pytest.raises(error, match=text):
+                rows.gather(table, ring, index, capacity, size)
+            with pytest.raises(error, match=text):
+                rows.sample(table, ring, philox.new_state(0, "cpu"), 1, capacity, size)
+            with pytest.raises(error, match=text):
+                rows.extend(table, store.batch(1, 1), ring, 1, capacity)
+            with pytest.raises(error, match=text):
+                rows.write(table, store.batch(1, 1), ring, index, capacity)
+
+    def test_counts(self, store):
+        with pytest.raises(ValueError, match="negative, but is -1"):
+            store.extend(store.batch(1, 1), -1)
+        with pytest.raises(ValueError, match="negative, but is -2"):
+            rows.sample(store.table, store.ring, philox.new_state(0, "cpu"), -2, 5, 0)
+        with pytest.raises(TypeError, match="random state"):
+            rows.sample(store.table, store.ring, torch.zeros(3), 1, 5, 128)
+
+
+def test_sizes_that_only_the_cpu_can_check():
+    """On a GPU the table's values are out of the host's reach."""
+    store = Store(TWO_KEYS, 5, written=3)
+    before = store.snapshot()
+    with pytest.raises(ValueError, match=r"an arena of 64 bytes does not fit 2 rows of \[12, 1\] bytes"):
+        rows.gather(store.table, store.ring, torch.tensor([0, 1]), 5, 64)
+    rng = philox.new_state(0, "cpu")
+    with pytest.raises(ValueError, match="an arena of 192 bytes does not fit 2 rows"):
+        rows.sample(store.table, store.ring, rng, 2, 5, 192)
+    wide = [torch.zeros(2, 4), torch.zeros(2, 1, dtype=torch.bool)]
+    with pytest.raises(ValueError, match=r"key 0: expected 2 rows of 12 bytes, .* shape \[2, 4\] and 32 bytes"):
+        store.extend(wide, 2)
+    with pytest.raises(ValueError, match="key 0: expected 2 rows of 12 bytes"):
+        store.write(wide, torch.tensor([0, 1]))
+    assert rng.tolist() == [0, 0, 0]
+    assert_same(store.tensors, before)
+    assert store.counters == [3, 3, 0, 0]
+
+
+def test_rows_too_large_for_32_bits():
+    with pytest.raises(ValueError, match="at most, but takes 1073741825"):
+        _launch._check_row_bytes(2**30 * 3 + 3, 3)
+    _launch._check_row_bytes(2**30 * 3, 3)
+
+
+class TestLibrary:
+    """torch.library.opcheck: schema, fake implementation, autograd registration, torch.compile with dynamic shapes."""
+
+    # opcheck compares whole arenas, and their padding is not defined
+    UNPADDED = ((torch.float32, (16,)), (torch.uint8, (64,)))
+
+    def test_gather(self, backend):
+        store = Store(self.UNPADDED, 5, written=7)
+        arguments = (store.table, store.ring, torch.tensor([3, -1, 0]), 5, store.arena_bytes(3))
+        torch.library.opcheck(torch.ops.gpubuf.rows_gather.default, arguments)
+
+    def test_sample(self, backend):
+        store = Store(self.UNPADDED, 5, written=7)
+        arguments = (store.table, store.ring, philox.new_state(3, "cpu"), 6, 5, store.arena_bytes(6))
+        torch.library.opcheck(torch.ops.gpubuf.rows_sample.default, arguments)
+
+    def test_extend(self, backend):
+        store = Store(self.UNPADDED, 5, written=7)
+        arguments = (store.table, store.batch(3, 1), store.ring, 3, 5)
+        torch.library.opcheck(torch.ops.gpubuf.rows_extend.default, arguments)
+
+    def test_write(self, backend):
+        store = Store(self.UNPADDED, 5, written=7)
+        arguments = (store.table, store.batch(3, 1), store.ring, torch.tensor([3, -1, 0]), 5)
+        torch.library.opcheck(torch.ops.gpubuf.rows_write.default, arguments)
+
+
+class TestNoSync:
+    """On fake CUDA tensors, where reading a value on the host raises."""
+
+    def test_operations(self):
+        with fake_cuda():
+            table = torch.zeros(2, 2, dtype=torch.int64, device="cuda")
+            ring, rng = rows.new_ring("cuda"), torch.zeros(3, dtype=torch.int64, device="cuda")
+            sources = [torch.zeros(4, 3, device="cuda"), torch.zeros(4, 1, dtype=torch.bool, device="cuda")]
+            index = rows.extend(table, sources, ring, 4, 9)
+            rows.write(table, sources, ring, index, 9)
+            arena, generation = rows.gather(table, ring, index, 9, 128)
+            batch, drawn, _ = rows.sample(table, ring, rng, 6, 9, 256)
+        for x, shape, dtype in (
+            (index, (4,), torch.int64),
+            (arena, (128,), torch.uint8),
+            (generation, (4,), torch.int64),
+            (batch, (256,), torch.uint8),
+            (drawn, (6,), torch.int64),
+        ):
+            assert (x.device.type, tuple(x.shape), x.dtype) == ("cuda", shape, dtype)
+
+    def test_launchers(self, monkeypatch):
+        """What the launchers do around their kernels; the fake implementations above never run them."""
+        launched = []
+
+        class Recorder:
+            def __init__(self, name):
+                self.name = name
+
+            def __getitem__(self, grid):
+                launched.append((self.name, *grid))
+                return lambda *_, **__: None
+
+        for name in ("gather", "sample", "extend", "write"):
+            monkeypatch.setattr(_launch, f"rows_{name}_kernel", Recorder(name))
+        # a fake tensor has no address, and an absent device no name
+        monkeypatch.setattr(torch.Tensor, "data_ptr", lambda _: 4096)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "none")
+        with fake_cuda():
+            table = torch.zeros(130, 2, dtype=torch.int64, device="cuda")
+            ring, rng = rows.new_ring("cuda"), torch.zeros(3, dtype=torch.int64, device="cuda")
+            sources = [torch.zeros(4, 3, device="cuda"), torch.zeros(3, device="cuda").expand(4, 3)] * 65
+            index = _launch.extend(table, sources, ring, 4, 9)
+            _launch.write(table, sources, ring, index, 9)
+            _launch.gather(table, ring, index, 9, 130 * 64)
+            _launch.sample(table, ring, rng, 4, 9, 130 * 64)
+            with pytest.raises(DataDependentOutputException):
+                ring[0].item()
+        # 48 bytes a key: a program for each, one for the rows, and one for each KiB that the keys could fill
+        assert launched == [
+            ("extend", 1 + 128 + 6),
+            ("extend", 2),
+            ("write", 1 + 128 + 6),
+            ("write", 2),
+            ("gather", 1 + 130 + 8),
+            ("sample", 1 + 130 + 8),
+        ]
+
+    def test_devices_must_agree(self):
+        with fake_cuda():
+            table = torch.zeros(1, 2, dtype=torch.int64, device="cuda")
+            other = SimpleNamespace(device=torch.device("cpu"))
+            with pytest.raises(ValueError, match="the table is on cuda:0, another tensor of the operation on cpu"):
+                _launch.check_devices(table, [other])
+
+
+def test_duplicates_are_resolved_by_sorting():
+    """CASES 11."""
+    index = torch.tensor([4, 1, -2, 9, 1, 0, 4, -1, -7])
+    last = _launch._last_of_duplicates(index, 6)
+    # -2 is 4 and -1 is 5; 9 and -7 are out of range, equal to no other
+    assert last.tolist() == [False, False, False, True, True, True, True, True, True]
+
+
+def test_all_keys_share_one_launch():
+    """The kernels are launched once for each operation, whatever the number of keys."""
+    launched = []
+
+    class Counting:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            launched.append(self.kernel)
+            return self.kernel[grid]
+
+    store = Store(ROWS, 5, written=5)
+    arguments = (store.table, store.ring, torch.tensor([1]), 5, store.arena_bytes(1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_launch, "rows_gather_kernel", Counting(_launch.rows_gather_kernel))
+        _launch.gather(*arguments)
+    assert len(launched) == 1
