@@ -35,7 +35,7 @@ test: $(VENV)/.test
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/python -m mypy
-	$(VENV)/bin/python -m pytest -n $(JOBS) $(ARGS)
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 bench: $(PEERS)/.bench
 	$(PEERS)/bin/python -m benchmarks.run cpu $(ARGS)
