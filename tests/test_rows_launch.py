@@ -251,6 +251,17 @@ def test_duplicates_are_resolved_by_sorting():
     assert last.tolist() == [False, False, False, True, True, True, True, True, True]
 
 
+def test_the_kernel_writes_winners_only(monkeypatch):
+    """The interpreter's order would let the last duplicate win anyway; here another entry is told to."""
+    monkeypatch.setattr(_launch, "_last_of_duplicates", lambda index, capacity: torch.tensor([False, True, False]))
+    store = Store(TWO_KEYS, 5)
+    sources, expected = store.batch(3, 1), store.snapshot()
+    for tensor, source in zip(expected, sources, strict=True):
+        tensor[2] = source[1]
+    _launch.write(store.table, sources, store.ring, torch.tensor([2, 2, 2]), 5)
+    assert_same(store.tensors, expected)
+
+
 def test_all_keys_share_one_launch():
     """The kernels are launched once for each operation, whatever the number of keys."""
     launched = []
