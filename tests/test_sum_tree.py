@@ -10,6 +10,7 @@ import torch
 from gpubuf.data.random import RandomState
 from gpubuf.data.sum_tree import SumTree
 from gpubuf.kernels import rows, sum_tree
+from gpubuf.kernels._registry import triton_on_cpu
 from tests.sum_tree_oracle import Model, assert_consistent
 
 
@@ -235,6 +236,9 @@ def test_extreme_priorities(backend):
     assert tree.leaves[:3].tolist() == [0.0, 0.0, largest]
     assert_consistent(tree)
     assert tree.draw(3, RandomState(0))[0].tolist() == [2, 2, 2]
+    tree = SumTree(8, eps=-0.0)
+    tree.update(torch.arange(2), torch.tensor([-0.0, 1.0]))
+    assert_consistent(tree)
 
 
 @pytest.mark.parametrize("bad", [-2, 10, 2**40])
@@ -252,6 +256,17 @@ def test_indices_out_of_range(backend, bad):
     assert tree.refused.item() == 1
     assert tree.leaves.tolist() == [0, 2] + [0] * 14
     assert_consistent(tree)
+
+
+def test_an_index_out_of_range_does_not_speak_for_its_neighbour():
+    """The padding of the leaves shares a parent with the last rows."""
+    tree, model = matching(98, 4)
+    with triton_on_cpu():
+        tree.update(torch.tensor([98, 97]), 3.0)
+        tree.mark(torch.tensor([99, 96]))
+    model.update([97], [3.0])
+    model.mark([96])
+    assert_same(tree, model)
 
 
 @pytest.mark.parametrize("n", [40, 1300])
@@ -310,7 +325,7 @@ def test_a_captured_graph_would_see_new_exponents(backend):
 
 
 def test_all_weights_zero(backend):
-    """Nothing to draw: an exception on CPU, index -1 and weight 0 on a GPU."""
+    """Nothing to draw: an exception on CPU, no row and weight 0 on a GPU."""
     rng = RandomState(1)
     for tree in (SumTree(1), SumTree(300, fan_out=4)):
         if backend == "numba":
@@ -318,7 +333,7 @@ def test_all_weights_zero(backend):
                 tree.draw(3, rng)
         else:
             index, weight = tree.draw(3, rng)
-            assert (index.tolist(), weight.tolist()) == ([-1] * 3, [0.0] * 3)
+            assert (index.tolist(), weight.tolist()) == ([sum_tree.NO_ROW] * 3, [0.0] * 3)
 
 
 class TestArguments:

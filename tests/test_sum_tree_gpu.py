@@ -9,6 +9,7 @@ import torch
 
 from gpubuf.data.random import RandomState
 from gpubuf.data.sum_tree import SumTree
+from gpubuf.kernels.sum_tree import NO_ROW
 from tests.sum_tree_oracle import assert_consistent, chi_square, chi_square_bound
 
 pytestmark = [
@@ -109,7 +110,7 @@ def test_distribution():
 
 def test_all_weights_zero():
     index, weight = SumTree(1000, device="cuda").draw(5, RandomState(1, device="cuda"))
-    assert (index.tolist(), weight.tolist()) == ([-1] * 5, [0.0] * 5)
+    assert (index.tolist(), weight.tolist()) == ([NO_ROW] * 5, [0.0] * 5)
 
 
 def test_a_captured_graph():
