@@ -255,6 +255,13 @@ class TestPriorities:
         if backend == "numba":
             with pytest.raises(RuntimeError, match="zero"):
                 buffer.sample(2)
+            return
+        # A GPU can't raise without a sync: zeros of weight zero, and the next step that synchronises reports them.
+        batch = buffer.sample(2)
+        assert not batch["observation"].any()
+        assert batch["priority_weight"].tolist() == [0, 0]
+        with pytest.raises(IndexError, match="2 rows"):
+            buffer.state_dict()
 
     @pytest.mark.parametrize(("reduction", "due"), [("max", 4.0), ("min", 2.0), ("mean", 3.0), ("median", 2.0)])
     def test_priorities_with_more_dimensions_are_reduced(self, reduction, due):

@@ -196,7 +196,7 @@ class SumTree:
             The rows, int64 ``[n]``, and their importance weights, float32 ``[n]``; the caller's to keep.
 
         Raises:
-            RuntimeError: all weights are zero (CPU; on a GPU every index is then -1 and every weight 0).
+            RuntimeError: all weights are zero (CPU; on a GPU every index is then ``NO_ROW`` and every weight 0).
             ValueError: ``n`` is negative.
         """
         return sum_tree.draw(self.leaves, self.nodes, self.hyper, rng.state, n, self.capacity, self.fan_out, stratified)

@@ -28,6 +28,9 @@ from gpubuf.kernels._registry import define
 SUM, MINIMUM, MAXIMUM = range(3)
 ALPHA, BETA, EPS, MAX_PRIORITY, REFUSED = range(5)
 
+NO_ROW = -(2**62)
+"""What a GPU draws from an empty tree: out of range everywhere, so that reading it yields zeros and counts as a fault."""
+
 
 def level_sizes(capacity: int, fan_out: int) -> list[int]:
     """Padded length of every inner level, parents of the leaves first, the root (1) last."""
@@ -117,5 +120,5 @@ float64, and descends by prefix sums of the F children to the first child whose 
 child of weight zero is never entered, at either edge, also where rounding carries the mass past the last prefix.
 
 Raises:
-    RuntimeError: the total is zero (CPU). On a GPU every index is then -1 and every weight 0. No host sync.
+    RuntimeError: the total is zero (CPU). On a GPU every index is then ``NO_ROW`` and every weight 0. No host sync.
 """

@@ -80,7 +80,7 @@ def sum_tree_draw_kernel(
     SHIFT: tl.constexpr,
     BLOCK_DRAWS: tl.constexpr,
 ):
-    """Draw rows in proportion to their weights, with weight (q / q_min) ** -beta; -1 and 0 in an all-zero tree.
+    """Draw rows in proportion to their weights, with weight (q / q_min) ** -beta; NO_ROW and 0 in an all-zero tree.
 
     Grid: (cdiv(n, BLOCK_DRAWS),).
     """
@@ -109,6 +109,6 @@ def sum_tree_draw_kernel(
     beta = tl.load(hyper_ptr + 1)
     # Both special cases come out exactly: log2(1) is 0, and so is any finite number times 0.
     importance = tl.exp2(tl.log2(ratio) * -beta)
-    tl.store(index_ptr + i, tl.where(some, row, -1), mask=i < n)
+    tl.store(index_ptr + i, tl.where(some, row, -(1 << 62)), mask=i < n)
     tl.store(weight_ptr + i, tl.where(some, importance, 0.0).to(tl.float32), mask=i < n)
     advance_when_last(rng_ptr, n)
