@@ -6,6 +6,7 @@ step which needs a value on the host fails.
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -93,17 +94,23 @@ def test_priorities_that_come_with_a_write():
 def test_storage_is_allocated_once_and_on_its_own_device(monkeypatch):
     """CASES 27: the full CPU buffer first allocated on the GPU (TorchRL 2187)."""
     allocated = []
-    empty = torch.empty
+    torch_empty, numpy_empty = torch.empty, np.empty
 
-    def recording(*size, **kwargs):
-        tensor = empty(*size, **kwargs)
+    def on_device(*size, **kwargs):
+        tensor = torch_empty(*size, **kwargs)
         if tensor.numel() >= 1000:
-            allocated.append((tensor.device.type, tuple(tensor.shape)))
+            allocated.append((tensor.device.type, tensor.nbytes))
         return tensor
 
-    monkeypatch.setattr(torch, "empty", recording)
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(1000, device="cpu"), batch_size=8)
+    def on_host(size, dtype):
+        allocated.append(("cpu", size * np.dtype(dtype).itemsize))
+        return numpy_empty(size, dtype)
+
+    monkeypatch.setattr(torch, "empty", on_device)
+    monkeypatch.setattr(np, "empty", on_host)
     data = batch(4)
-    allocated.clear()
-    buffer.extend(data)
-    assert sorted(allocated) == sorted(("cpu", (1000, *data[key].shape[1:])) for key in data.keys(True, True))
+    due = sorted(1000 * data[key][0].nbytes for key in data.keys(True, True))
+    for device in ("cpu", "cuda"):
+        allocated.clear()
+        TensorDictReplayBuffer(storage=LazyTensorStorage(1000, device=device), batch_size=8).extend(data)
+        assert sorted(allocated) == [(device, n_bytes) for n_bytes in due]

@@ -29,7 +29,7 @@ SUM, MINIMUM, MAXIMUM = range(3)
 ALPHA, BETA, EPS, MAX_PRIORITY, REFUSED = range(5)
 
 NO_ROW = -(2**62)
-"""What a GPU draws from an empty tree: out of range everywhere, so that reading it yields zeros and counts as a fault."""
+"""What a GPU draws from an empty tree: out of range, so that reading it yields zeros and counts as a fault."""
 
 
 def level_sizes(capacity: int, fan_out: int) -> list[int]:
