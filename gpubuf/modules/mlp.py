@@ -10,8 +10,37 @@ import torch
 from torch import Tensor, nn
 
 
-def _joined(inputs: tuple[Tensor, ...]) -> Tensor:
-    return inputs[0] if len(inputs) == 1 else torch.cat(inputs, -1)
+def _joined(inputs: Sequence[Tensor]) -> Tensor:
+    return inputs[0] if len(inputs) == 1 else torch.cat(list(inputs), -1)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+
+
+def ensemble_input_layer(inputs: Sequence[Tensor], weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The first layer of N nets on inputs that they share, joined along the last dimension: ``[N, rows, out]``.
+
+    Where gradients go to some inputs and not to the weights (an actor trained through its critics), the product is
+    taken apart, so that no gradient is computed for the inputs that need none.
+
+    Args:
+        inputs: each ``[*batch, in_i]``; ``rows`` is the size of the batch.
+        weight: ``[N, in, out]``.
+        bias: ``[N, 1, out]`` or None.
+    """
+    n = weight.shape[0]
+    constant = [x for x in inputs if not x.requires_grad]
+    if weight.requires_grad or len(constant) in (0, len(inputs)) or not torch.is_grad_enabled():
+        x = _rows(_joined(inputs)).expand(n, -1, -1)
+        return torch.bmm(x, weight) if bias is None else torch.baddbmm(bias, x, weight)
+    out = bias
+    pieces = list(zip(inputs, weight.split([x.shape[-1] for x in inputs], 1), strict=True))
+    for x, part in sorted(pieces, key=lambda piece: piece[0].requires_grad):
+        rows = _rows(x).expand(n, -1, -1)
+        out = torch.bmm(rows, part) if out is None else torch.baddbmm(out, rows, part)
+    assert out is not None
+    return out
 
 
 def _activation(factory: Callable[[], nn.Module]) -> nn.Module:
@@ -74,7 +103,12 @@ class EnsembleLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.num_nets, self.in_features, self.out_features = num_nets, in_features, out_features
-        self.weight = nn.Parameter(torch.empty(num_nets, in_features, out_features, device=device, dtype=dtype))
+        weight = torch.empty(num_nets, in_features, out_features, device=device, dtype=dtype)
+        if out_features == 1:
+            # The same elements, but a last stride of in_features instead of 1: MKL takes it for the leading dimension
+            # of the matrix, and is seven times slower with 1.
+            weight = weight.view(num_nets, 1, in_features).transpose(1, 2)
+        self.weight = nn.Parameter(weight)
         self.bias = nn.Parameter(torch.empty(num_nets, 1, out_features, device=device, dtype=dtype))
         self.reset_parameters()
 
@@ -136,17 +170,20 @@ class EnsembleMLP(nn.Module):
         self.layers = nn.Sequential(*layers[:-1])
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        x = _joined(inputs)
         if self.shared_input:
-            batch = x.shape[:-1]
-            x = (x if x.ndim == 2 else x.reshape(-1, x.shape[-1])).expand(self.ensemble_size, -1, -1)
+            batch = inputs[0].shape[:-1]
+            first, *others = self.layers
+            assert isinstance(first, EnsembleLinear)
+            x = ensemble_input_layer(inputs, first.weight, first.bias)
+            for layer in others:
+                x = layer(x)
         else:
+            x = _joined(inputs)
             if x.ndim < 2 or x.shape[0] != self.ensemble_size:
                 raise ValueError(
                     f"with shared_input=False the first dimension of the input is the net: expected "
                     f"[{self.ensemble_size}, *batch, in_features], got {list(x.shape)}"
                 )
             batch = x.shape[1:-1]
-            x = x if x.ndim == 3 else x.reshape(self.ensemble_size, -1, x.shape[-1])
-        y = self.layers(x)
-        return y if len(batch) == 1 else y.reshape(self.ensemble_size, *batch, -1)
+            x = self.layers(x if x.ndim == 3 else x.reshape(self.ensemble_size, -1, x.shape[-1]))
+        return x if len(batch) == 1 else x.reshape(self.ensemble_size, *batch, -1)

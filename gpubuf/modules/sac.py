@@ -2,24 +2,49 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import (
     InteractionType,
-    NormalParamExtractor,
     ProbabilisticTensorDictModule,
     ProbabilisticTensorDictSequential,
     TensorDictModule,
 )
 from tensordict.utils import NestedKey
 from torch import nn
+from torch.nn.functional import softplus
 
 from gpubuf.modules.mlp import MLP, EnsembleMLP
 from gpubuf.modules.plain import entry, is_plain
 from gpubuf.modules.tanh_normal import TanhNormal
+
+
+class GaussianParameters(nn.Module):
+    """Splits the last dimension in two: the mean, and what becomes the standard deviation.
+
+    ``scale = softplus(raw + c) + scale_lb``, with c such that a raw 0 gives 1.
+
+    Args:
+        scale_lb: lower bound of the standard deviation, in [0, 1).
+
+    Raises:
+        ValueError: the bound is out of range.
+    """
+
+    def __init__(self, scale_lb: float = 1e-4) -> None:
+        super().__init__()
+        if not 0 <= scale_lb < 1:
+            raise ValueError(f"scale_lb must be in [0, 1), got {scale_lb}")
+        self.scale_lb = scale_lb
+        self.shift = math.log(math.expm1(1 - scale_lb))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        loc, raw = x.chunk(2, -1)
+        return loc, softplus(raw + self.shift) + self.scale_lb
 
 
 class TanhNormalHead(ProbabilisticTensorDictModule):
@@ -51,7 +76,7 @@ class TanhNormalActor(ProbabilisticTensorDictSequential):
 
     def get_dist(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> TanhNormal:
         """The distribution of the action given the observation in ``tensordict``."""
-        network, head = self.module
+        network, head = cast("list[Any]", self.module)
         if args or kwargs or not is_plain(network, outputs=2):
             return super().get_dist(tensordict, *args, **kwargs)  # type: ignore[return-value]
         loc, scale = network.module(*(entry(tensordict, key) for key in network.in_keys))
@@ -91,7 +116,7 @@ def make_sac_actor(
         in_keys: keys of the inputs, each ``[*batch, width]``.
         action_key: key of the action, ``[*batch, A]``. Where it is nested, the parameters of the distribution stand
             beside it, for example ``("agents", "loc")``.
-        scale_lb: least standard deviation.
+        scale_lb: lower bound of the standard deviation, which starts near 1.
         return_log_prob: also write the log-density of the action.
         device: of the parameters.
         dtype: of the parameters.
@@ -107,7 +132,7 @@ def make_sac_actor(
     params: list[NestedKey] = [(*prefix, name) if prefix else name for name in ("loc", "scale")]
     network = nn.Sequential(
         MLP(obs_dim, 2 * action_dim, num_cells, activation, device=device, dtype=dtype),
-        NormalParamExtractor(scale_lb=scale_lb),  # type: ignore[arg-type]
+        GaussianParameters(scale_lb),
     )
     head_kwargs: dict[str, Any] = {
         "in_keys": params,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpubuf.modules.mlp import MLP
+from gpubuf.modules.mlp import MLP, ensemble_input_layer
 from gpubuf.modules.plain import hooked, is_plain
 
 _ELEMENTWISE = (
@@ -42,7 +42,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Chain:
-    """Layers of N networks, applied in order to inputs that the networks share."""
+    """Layers of N networks, a linear one first, applied in order to inputs that the networks share."""
 
     layers: tuple[Linear | nn.Module, ...]
 
@@ -53,19 +53,19 @@ class Chain:
             tensors: stacked parameters, weights ``[N, out, in]`` and biases ``[N, out]``.
             inputs: as above.
         """
-        x = inputs[0] if len(inputs) == 1 else torch.cat(list(inputs), -1)
-        batch = x.shape[:-1]
-        x = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+        x: Tensor | None = None
         for layer in self.layers:
             if not isinstance(layer, Linear):
                 x = layer(x)
                 continue
             weight = tensors[layer.weight].transpose(1, 2)
-            x = x if x.ndim == 3 else x.expand(weight.shape[0], -1, -1)
-            if layer.bias is None:
-                x = torch.bmm(x, weight)
+            bias = None if layer.bias is None else tensors[layer.bias].unsqueeze(1)
+            if x is None:
+                x = ensemble_input_layer(inputs, weight, bias)
             else:
-                x = torch.baddbmm(tensors[layer.bias].unsqueeze(1), x, weight)
+                x = torch.bmm(x, weight) if bias is None else torch.baddbmm(bias, x, weight)
+        assert x is not None
+        batch = inputs[0].shape[:-1]
         return x if len(batch) == 1 else x.reshape(x.shape[0], *batch, -1)
 
 
@@ -96,4 +96,4 @@ def linear_chain(network: Any, where: Sequence[tuple[str, ...]]) -> Chain | None
             layers.append(part)
         else:
             return None
-    return Chain(tuple(layers)) if linear else None
+    return Chain(tuple(layers)) if layers and isinstance(layers[0], Linear) else None

@@ -152,6 +152,7 @@ class SACLoss(LossModule):
         if alpha_init <= 0:
             raise ValueError(f"alpha_init must be positive, got {alpha_init}")
         super().__init__()
+        self._in_keys: list[NestedKey] | None = None
         self.reduction = "mean" if reduction is None else reduction
         self.loss_function = loss_function
         lookup(REDUCTIONS, self.reduction, "reduction")
@@ -301,6 +302,28 @@ class SACLoss(LossModule):
     @property
     def in_keys(self) -> list[NestedKey]:
         """The entries that :meth:`forward` reads."""
+        # Read at every call.
+        if self._in_keys is None:
+            self._in_keys = self._find_in_keys()
+        return self._in_keys
+
+    @in_keys.setter
+    def in_keys(self, value: Any) -> None:
+        raise AttributeError("in_keys follow from the networks and from set_keys()")
+
+    def set_keys(self, **kwargs: NestedKey | None) -> None:
+        """Set where the loss reads and writes; None restores the default of that key.
+
+        The keys are action, state_action_value, reward, done, terminated, priority and priority_weight; value and
+        log_prob are accepted, as TorchRL's, and not used.
+
+        Raises:
+            ValueError: there is no such key.
+        """
+        super().set_keys(**kwargs)
+        self._in_keys = None
+
+    def _find_in_keys(self) -> list[NestedKey]:
         keys = self.tensor_keys
         actor = list(self.actor_network.in_keys)
         wanted = [
@@ -312,10 +335,6 @@ class SACLoss(LossModule):
             *(_next(key) for key in self.qvalue_network.in_keys if unravel_key(key) != unravel_key(keys.action)),
         ]
         return list(dict.fromkeys(map(unravel_key, wanted)))
-
-    @in_keys.setter
-    def in_keys(self, value: Any) -> None:
-        raise AttributeError("in_keys follow from the networks and from set_keys()")
 
     @property
     def out_keys(self) -> list[NestedKey]:

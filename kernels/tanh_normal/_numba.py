@@ -8,13 +8,18 @@ is float64 either way.
 
 import math
 
+import numpy as np
 import torch
 from numba import carray
 from torch import Tensor
 
 from gpubuf.kernels._differentiable import computing_dtype, dense
+from gpubuf.kernels._elementary import exp_of_negative, is_positive_normal, log1p_of_fraction, log_of_normal
 from gpubuf.kernels._pointers import OPTIONS, as_f32, as_f64, jit
 from gpubuf.kernels.tanh_normal import check_arguments
+
+#: Elements that are worked on at a time, in buffers that stay in the first cache.
+_CHUNK = 256
 
 _LOG_2 = math.log(2)
 _HALF_LOG_2_PI = 0.5 * math.log(2 * math.pi)
@@ -37,31 +42,71 @@ def write(address, wide, i, value):  # type: ignore[no-untyped-def]
         carray(as_f32(address), i + 1)[i] = value
 
 
+@jit(inline="always")
+def _load(address, wide, start, buffer, count):  # type: ignore[no-untyped-def]
+    """Copy ``count`` elements from ``start`` on into a float64 buffer. Two loops, so that each is vectorised."""
+    if wide:
+        source = carray(as_f64(address), start + count)
+        for j in range(count):
+            buffer[j] = source[start + j]
+    else:
+        narrow = carray(as_f32(address), start + count)
+        for j in range(count):
+            buffer[j] = narrow[start + j]
+
+
+@jit(inline="always")
+def _store(address, wide, start, buffer, count):  # type: ignore[no-untyped-def]
+    if wide:
+        target = carray(as_f64(address), start + count)
+        for j in range(count):
+            target[start + j] = buffer[j]
+    else:
+        narrow = carray(as_f32(address), start + count)
+        for j in range(count):
+            narrow[start + j] = buffer[j]
+
+
 @jit("void(int64, int64, int64, int64, int64, float64, float64, int64, int64, int64, boolean, int64, int64)", **OPTIONS)
 def _sample(loc, scale, noise, low, high, low_value, high_value, n, width, last, wide, action, log_prob):  # type: ignore[no-untyped-def]
-    lowest, highest = low_value, high_value
-    half = (highest - lowest) * 0.5
-    log_half = math.log(half)
-    i = 0
-    for row in range(n):
-        total = 0.0
-        for _ in range(width):
-            deviation, z = read(scale, wide, i), read(noise, wide, i)
-            x = read(loc, wide, i) + deviation * z
-            if low:
-                lowest, highest = read(low, wide, i % last), read(high, wide, i % last)
-                half = (highest - lowest) * 0.5
-                log_half = math.log(half)
-            magnitude = abs(x)
-            decay = math.exp(-2 * magnitude)
-            tanh = math.copysign((1 - decay) / (1 + decay), x)
-            a = (highest + lowest) * 0.5 + half * tanh
+    lows, highs, constants = np.empty(last), np.empty(last), np.empty(last)
+    for i in range(last):
+        lows[i] = read(low, wide, i) if low else low_value
+        highs[i] = read(high, wide, i) if low else high_value
+        constants[i] = -_HALF_LOG_2_PI - math.log((highs[i] - lows[i]) * 0.5)
+    mean, deviation, z = np.empty(_CHUNK), np.empty(_CHUNK), np.empty(_CHUNK)
+    density, tanh = np.empty(_CHUNK), np.empty(_CHUNK)
+    total, row, column, bound = 0.0, 0, 0, 0
+    for start in range(0, n * width, _CHUNK):
+        count = min(_CHUNK, n * width - start)
+        _load(loc, wide, start, mean, count)
+        _load(scale, wide, start, deviation, count)
+        _load(noise, wide, start, z, count)
+        for j in range(count):
+            x = mean[j] + deviation[j] * z[j]
+            decay = exp_of_negative(-2 * abs(x))
+            tanh[j] = math.copysign((1 - decay) / (1 + decay), x)
+            log_sech2 = 2 * (_LOG_2 - abs(x) - log1p_of_fraction(decay))
+            density[j] = -0.5 * z[j] * z[j] - log_of_normal(deviation[j]) - log_sech2
+        for j in range(count):
+            if not is_positive_normal(deviation[j]):
+                density[j] += log_of_normal(deviation[j]) - math.log(deviation[j])
+            lowest, highest = lows[bound], highs[bound]
+            a = (highest + lowest) * 0.5 + (highest - lowest) * 0.5 * tanh[j]
             # Rounding may step over a bound; a NaN stays one.
-            write(action, wide, i, highest if a > highest else lowest if a < lowest else a)
-            log_sech2 = 2 * (_LOG_2 - magnitude - math.log(1 + decay))
-            total += -0.5 * z * z - math.log(deviation) - _HALF_LOG_2_PI - log_half - log_sech2
-            i += 1
-        write(log_prob, wide, row, total)
+            tanh[j] = highest if a > highest else lowest if a < lowest else a
+            total += density[j] + constants[bound]
+            bound += 1
+            if bound == last:
+                bound = 0
+            column += 1
+            if column == width:
+                write(log_prob, wide, row, total)
+                total, column, row = 0.0, 0, row + 1
+        _store(action, wide, start, tanh, count)
+    if not width:
+        for i in range(n):
+            write(log_prob, wide, i, 0.0)
 
 
 @jit(
@@ -71,21 +116,40 @@ def _sample(loc, scale, noise, low, high, low_value, high_value, n, width, last,
 def _sample_backward(  # type: ignore[no-untyped-def]
     grad_action, grad_log_prob, loc, scale, noise, low, high, half, n, width, last, wide, by_loc, by_scale
 ):
-    i = 0
-    for row in range(n):
-        by_density = read(grad_log_prob, wide, row) if grad_log_prob else 0.0
-        for _ in range(width):
-            deviation, z = read(scale, wide, i), read(noise, wide, i)
-            x = read(loc, wide, i) + deviation * z
-            decay = math.exp(-2 * abs(x))
-            slope = by_density * 2 * math.copysign((1 - decay) / (1 + decay), x)
-            if grad_action:
-                if low:
-                    half = (read(high, wide, i % last) - read(low, wide, i % last)) * 0.5
-                slope += read(grad_action, wide, i) * half * 4 * decay / ((1 + decay) * (1 + decay))
-            write(by_loc, wide, i, slope)
-            write(by_scale, wide, i, slope * z - by_density / deviation)
-            i += 1
+    halves = np.empty(last)
+    for i in range(last):
+        halves[i] = (read(high, wide, i) - read(low, wide, i)) * 0.5 if low else half
+    mean, deviation, z = np.empty(_CHUNK), np.empty(_CHUNK), np.empty(_CHUNK)
+    by_action, by_density = np.zeros(_CHUNK), np.zeros(_CHUNK)
+    row, column, bound = 0, 0, 0
+    for start in range(0, n * width, _CHUNK):
+        count = min(_CHUNK, n * width - start)
+        _load(loc, wide, start, mean, count)
+        _load(scale, wide, start, deviation, count)
+        _load(noise, wide, start, z, count)
+        if grad_action:
+            _load(grad_action, wide, start, by_action, count)
+            for j in range(count):
+                by_action[j] *= halves[bound]
+                bound += 1
+                if bound == last:
+                    bound = 0
+        if grad_log_prob:
+            for j in range(count):
+                by_density[j] = read(grad_log_prob, wide, row)
+                column += 1
+                if column == width:
+                    column, row = 0, row + 1
+        for j in range(count):
+            x = mean[j] + deviation[j] * z[j]
+            decay = exp_of_negative(-2 * abs(x))
+            inverse = 1 / (1 + decay)
+            tanh = math.copysign((1 - decay) * inverse, x)
+            slope = by_density[j] * 2 * tanh + by_action[j] * 4 * decay * inverse * inverse
+            mean[j] = slope
+            deviation[j] = slope * z[j] - by_density[j] / deviation[j]
+        _store(by_loc, wide, start, mean, count)
+        _store(by_scale, wide, start, deviation, count)
 
 
 def _address(tensor: Tensor | None) -> int:
