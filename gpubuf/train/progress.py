@@ -114,8 +114,7 @@ class PlainReporter:
         self._speed = Speed(status.step, self._total, span=float("inf"))
 
     def _next(self, step: int) -> int:
-        interval = max(1, self._total // _PLAIN_LINES)
-        return min((step // interval + 1) * interval, self._total)
+        return min(step + max(1, self._total // _PLAIN_LINES), self._total)
 
     def message(self, text: str) -> None:
         print(text, file=self._file or sys.stdout, flush=True)
