@@ -67,6 +67,19 @@ def _lazy(target: str) -> Callable[..., Any]:
     return call
 
 
+def _on_its_device(launch: Callable[..., Any]) -> Callable[..., Any]:
+    """``launch`` with the device of its first argument as the current one, where Triton launches."""
+
+    def call(*args: Any) -> Any:
+        device = args[0].device
+        if device.index == torch.cuda.current_device():
+            return launch(*args)
+        with torch.cuda.device(device):
+            return launch(*args)
+
+    return call
+
+
 def define(schema: str, *, cpu: str, cuda: str, fake: Callable[..., Any]) -> Any:
     """Define ``gpubuf::<name>`` and return its overload, ready to be called.
 
@@ -87,6 +100,6 @@ def define(schema: str, *, cpu: str, cuda: str, fake: Callable[..., Any]) -> Any
 
     library.define(schema)
     library.impl(name, cpu_or_interpreter, "CPU")
-    library.impl(name, on_cuda, "CUDA")
+    library.impl(name, _on_its_device(on_cuda), "CUDA")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
     return getattr(getattr(torch.ops, NAMESPACE), name).default

@@ -9,8 +9,8 @@ A storage keeps one contiguous tensor per key, ``[capacity, ...]``. The kernels 
   ``ticket`` is scratch and zero between calls; ``faults`` counts rows refused on a GPU, where an
   exception would need a host sync.
 
-Storage tensors are reached by address, so that the schema cannot name them: ``ring`` is annotated as
-mutated by every operation that writes rows and so orders reads after writes, also under ``torch.compile``.
+Storage tensors are reached by address, so that the schema cannot name them. ``ring`` stands for them: every operation
+is annotated as mutating it, reads too, so that reads and writes keep their order, also under ``torch.compile``.
 
 The *generation* of a row is the number of times that its position has been written,
 ``(written - position + capacity - 1) // capacity``: derived, never stored.
@@ -56,7 +56,7 @@ def _gather_fake(table: Tensor, ring: Tensor, index: Tensor, capacity: int, aren
 
 
 gather = define(
-    "rows_gather(Tensor table, Tensor ring, Tensor index, int capacity, int arena_bytes) -> (Tensor, Tensor)",
+    "rows_gather(Tensor table, Tensor(a!) ring, Tensor index, int capacity, int arena_bytes) -> (Tensor, Tensor)",
     cpu="gpubuf.kernels.rows._numba:gather",
     cuda="gpubuf.kernels.rows._launch:gather",
     fake=_gather_fake,
@@ -81,7 +81,7 @@ def _sample_fake(
 
 
 sample = define(
-    "rows_sample(Tensor table, Tensor ring, Tensor(a!) rng, int n, int capacity, int arena_bytes)"
+    "rows_sample(Tensor table, Tensor(a!) ring, Tensor(b!) rng, int n, int capacity, int arena_bytes)"
     " -> (Tensor, Tensor, Tensor)",
     cpu="gpubuf.kernels.rows._numba:sample",
     cuda="gpubuf.kernels.rows._launch:sample",
