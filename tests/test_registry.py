@@ -30,9 +30,14 @@ def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch, index,
 
 def test_the_switch_is_restored_after_an_error():
     assert not _registry.triton_on_cpu_enabled()
-    with pytest.raises(KeyError), _registry.triton_on_cpu():
-        assert _registry.triton_on_cpu_enabled()
-        raise KeyError
+
+    def fail():
+        with _registry.triton_on_cpu():
+            assert _registry.triton_on_cpu_enabled()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
     assert not _registry.triton_on_cpu_enabled()
 
 
