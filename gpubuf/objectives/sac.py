@@ -296,8 +296,13 @@ class SACLoss(LossModule):
         gamma = hyperparams.pop("gamma", DEFAULT_GAMMA)
         if hyperparams:
             raise TypeError(f"TD0 has one hyperparameter, gamma, got {sorted(hyperparams)}")
-        self.value_estimator = TD0Estimator(float(gamma), self.device)
+        self._value_estimator = TD0Estimator(float(gamma), self.device)
         return self
+
+    @property
+    def value_estimator(self) -> TD0Estimator:
+        """What makes the targets; its ``gamma`` is the discount."""
+        return self._value_estimator
 
     @property
     def in_keys(self) -> list[NestedKey]:
@@ -419,7 +424,7 @@ class SACLoss(LossModule):
         next_q = self._checked(self._critics.target(state, keys.state_action_value), shape)
         reward = entry(tensordict, _next(keys.reward))
         steps = tensordict.get("steps_to_next_obs", None)
-        return self.value_estimator.soft_target(
+        return self._value_estimator.soft_target(
             next_q,
             log_prob,
             self.log_alpha,

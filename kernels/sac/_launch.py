@@ -47,7 +47,7 @@ class RowPlan:
 def plan_rows(n: int) -> RowPlan:
     """One program up to LARGEST_BLOCK rows, the usual batch; beyond that one for every LARGEST_BLOCK rows."""
     block = min(max(triton.next_power_of_2(max(n, 1)), 32), LARGEST_BLOCK)
-    return RowPlan(block, max(triton.cdiv(n, block), 1), min(max(block // 128, 1), 8))
+    return RowPlan(block, max(triton.cdiv(n, block), 1), min(max(block // 64, 1), 16))
 
 
 def _optional(tensor: Tensor | None, stand_in: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ def smallest_critic(q_ptr, row, inside, n, n_nets, REAL: tl.constexpr):
     """(min_k q[k], the first k that attains it) of each row; a NaN is the smallest, so that it is seen."""
     q_ptr += row
     smallest = tl.load(q_ptr, mask=inside, other=0).to(REAL)
-    which = row * 0
+    which = tl.zeros(row.shape, tl.int32)
     for net in range(1, n_nets):
         # Stepping the pointer keeps net * n out of 32-bit arithmetic.
         q_ptr += n
