@@ -108,6 +108,19 @@ def test_distribution():
     assert chi_square(counts.tolist(), probabilities) < chi_square_bound(sum(p > 0 for p in probabilities) - 1)
 
 
+@pytest.mark.parametrize("fan_out", [16, 32, 64])
+def test_rounding_never_carries_a_draw_into_an_empty_leaf(fan_out):
+    """CASES 4: a parallel scan rounds every prefix sum in its own order; the interpreter adds from left to right."""
+    generator = torch.Generator().manual_seed(fan_out)
+    weights = 10.0 ** (torch.rand(5000, generator=generator) * 14 - 7)
+    weights[torch.rand(5000, generator=generator) < 0.6] = 0.0
+    tree = SumTree(5000, device="cuda", fan_out=fan_out)
+    tree.update(torch.arange(5000), weights)
+    index, _ = tree.draw(4_000_000, RandomState(5, device="cuda"))
+    assert index.min() >= 0
+    assert (tree.leaves[index] > 0).all()
+
+
 def test_all_weights_zero():
     index, weight = SumTree(1000, device="cuda").draw(5, RandomState(1, device="cuda"))
     assert (index.tolist(), weight.tolist()) == ([NO_ROW] * 5, [0.0] * 5)
