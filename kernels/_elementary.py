@@ -4,9 +4,10 @@
 are within a few units in the last place of float64.
 """
 
-# Numba reads annotations of nothing here: no `from __future__ import annotations`.
+# Numba's intrinsics need real types: no `from __future__ import annotations`.
 
 import math
+from typing import Any
 
 from llvmlite import ir
 from numba import types
@@ -15,25 +16,19 @@ from numba.extending import intrinsic
 from gpubuf.kernels._pointers import jit
 
 
-@intrinsic
-def _bits_of(typingctx, value):  # type: ignore[no-untyped-def]
-    """The bits of a float64, as int64."""
+def _bitcast(source: Any, target: Any, ir_type: ir.Type) -> Any:
+    @intrinsic
+    def cast(typingctx, value):  # type: ignore[no-untyped-def]
+        def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+            return builder.bitcast(args[0], ir_type)
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        return builder.bitcast(args[0], ir.IntType(64))
+        return target(source), codegen
 
-    return types.int64(types.float64), codegen
+    return cast
 
 
-@intrinsic
-def _float_of(typingctx, bits):  # type: ignore[no-untyped-def]
-    """The float64 of the bits in an int64."""
-
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        return builder.bitcast(args[0], ir.DoubleType())
-
-    return types.float64(types.int64), codegen
-
+_bits_of = _bitcast(types.float64, types.int64, ir.IntType(64))
+_float_of = _bitcast(types.int64, types.float64, ir.DoubleType())
 
 # Adding 1.5 * 2**52 leaves the nearest integer in the low bits of the significand.
 _SHIFTER = 1.5 * 2.0**52

@@ -196,15 +196,15 @@ class PrioritizedSampler(Sampler):
             raise TypeError("update_priority needs the storage that the index refers to: pass storage=")
         if not storage.initialized:
             raise RuntimeError("cannot update priorities in a storage to which nothing has been written")
-        flat = as_positions(index, storage.shape, storage.device)
-        n = flat.numel()
-        if generation is not None:
-            generation = generation.reshape(-1)
-            if generation.numel() != n:
-                raise RuntimeError(f"{n} rows are addressed, but {generation.numel()} generations given")
-        self.tree_for(storage).update(
-            flat, vector_of(priority, n, flat.device), ring=storage.ring, generation=generation
-        )
+        positions = as_positions(index, storage.shape, storage.device)
+        n = positions.numel()
+        if not isinstance(priority, Tensor):
+            priority = torch.as_tensor(priority)
+        if priority.numel() not in (n, 1):
+            raise RuntimeError(f"{n} rows are addressed, but the priorities have shape {tuple(priority.shape)}")
+        if generation is not None and generation.numel() != n:
+            raise RuntimeError(f"{n} rows are addressed, but the generations have shape {tuple(generation.shape)}")
+        self.tree_for(storage).update(positions, priority, ring=storage.ring, generation=generation)
 
     def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
         """Rows were written elsewhere: give them the priority of new rows. No host sync."""
@@ -281,28 +281,3 @@ class PrioritizedSampler(Sampler):
         return (
             f"{type(self).__name__}(alpha={self._alpha}, beta={float(self._beta)}, eps={self._eps}, tree={self._tree})"
         )
-
-
-def vector_of(priority: Any, n: int, device: torch.device) -> Tensor:
-    """Priorities as users give them, as float32 ``[n]`` on ``device``.
-
-    Raises:
-        RuntimeError: the number of elements is neither 1 nor n.
-    """
-    if not isinstance(priority, Tensor):
-        priority = torch.as_tensor(priority)
-    elif priority.requires_grad:
-        priority = priority.detach()
-    if priority.device != device:
-        priority = priority.to(device)
-    if priority.dtype is not torch.float32:
-        priority = priority.to(torch.float32)
-    if priority.ndim == 1 and priority.shape[0] == n:
-        return priority.contiguous()
-    if priority.numel() == n:
-        return priority.reshape(n).contiguous()
-    if priority.numel() == 1:
-        return priority.reshape(1).expand(n).contiguous()
-    raise RuntimeError(
-        f"{n} rows are addressed, but {priority.numel()} priorities given (shape {tuple(priority.shape)})"
-    )

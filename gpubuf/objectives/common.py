@@ -95,6 +95,10 @@ class LossModule(TensorDictModuleBase):
         """Take up parameters anew after they were moved or replaced. A subclass extends it."""
         self.links_version += 1
 
+    def take_up_loaded(self) -> None:
+        """Called after ``load_state_dict``."""
+        self.refresh_links()
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         out = super()._apply(fn, recurse)
         self.refresh_links()
@@ -136,7 +140,7 @@ class LossModule(TensorDictModuleBase):
 
 
 def _take_up_loaded(loss: LossModule, _: Any) -> None:
-    loss.refresh_links()
+    loss.take_up_loaded()
 
 
 def refuse_deprecated(**kwargs: Any) -> None:

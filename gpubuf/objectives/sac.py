@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,14 +10,15 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import InteractionType, TensorDictModule, TensorDictParams, dispatch, set_interaction_type
 from tensordict.utils import NestedKey, unravel_key
-from torch import Tensor, nn
+from torch import Tensor
 
 from gpubuf.kernels import sac
 from gpubuf.modules.plain import entry
-from gpubuf.objectives.common import LOSS_FUNCTIONS, REDUCTIONS, LossModule, lookup, refuse_deprecated, warn
+from gpubuf.objectives.common import LOSS_FUNCTIONS, REDUCTIONS, lookup, refuse_deprecated, warn
 from gpubuf.objectives.critics import make_critics
 from gpubuf.objectives.networks import Replica, leaves, paths, target_parameters
 from gpubuf.objectives.shapes import per_row, rows_of
+from gpubuf.objectives.temperature import TemperatureLossModule
 from gpubuf.objectives.values import TD0Estimator, ValueEstimators
 
 DEFAULT_GAMMA = 0.99
@@ -28,7 +28,7 @@ def _next(key: NestedKey) -> NestedKey:
     return unravel_key(("next", key))
 
 
-class SACLoss(LossModule):
+class SACLoss(TemperatureLossModule):
     """Soft actor-critic without a value network (Haarnoja et al., arXiv 1812.05905).
 
     With S the batch shape of the log-density of the actions (agents included), N critics and ``terminated``, not
@@ -109,12 +109,9 @@ class SACLoss(LossModule):
 
     default_keys = _AcceptedKeys
     default_value_estimator = ValueEstimators.TD0
-    _schedulable_buffers = frozenset({"alpha_init", "min_log_alpha", "max_log_alpha", "log_alpha"})
 
     actor_network_params: TensorDictParams
     qvalue_network_params: TensorDictParams
-    log_alpha: Tensor
-    _target_entropy: Tensor
 
     def __init__(
         self,
@@ -149,8 +146,6 @@ class SACLoss(LossModule):
         if gamma is not None:
             raise TypeError("gamma is not an argument of the loss: call loss.make_value_estimator(gamma=...)")
         refuse_deprecated(priority_key=priority_key)
-        if alpha_init <= 0:
-            raise ValueError(f"alpha_init must be positive, got {alpha_init}")
         super().__init__()
         self._in_keys: list[NestedKey] | None = None
         self.reduction = "mean" if reduction is None else reduction
@@ -158,7 +153,6 @@ class SACLoss(LossModule):
         lookup(REDUCTIONS, self.reduction, "reduction")
         lookup(LOSS_FUNCTIONS, loss_function, "loss_function")
         self.num_qvalue_nets = num_qvalue_nets
-        self.fixed_alpha = fixed_alpha
         self.delay_actor, self.delay_qvalue, self.delay_value = delay_actor, delay_qvalue, delay_value
         self.skip_done_states, self.deactivate_vmap = skip_done_states, deactivate_vmap
         self.use_prioritized_weights = use_prioritized_weights
@@ -170,12 +164,15 @@ class SACLoss(LossModule):
             scalar_output_mode = "exclude"
         self.scalar_output_mode = scalar_output_mode
         self._set_networks(actor_network, qvalue_network, separate_losses)
-        self._set_temperature(alpha_init, min_alpha, max_alpha)
-        self._set_target_entropy(target_entropy, action_spec)
-        self.make_value_estimator()
         names = {"log_prob": "log_prob_keys", "action": "dist_sample_keys"}
         found = {key: getattr(actor_network, name, None) for key, name in names.items()}
         self.set_keys(**{key: next(iter(value)) for key, value in found.items() if value})
+        first = next((p for p in self.actor_network_params.parameters()), None)
+        self._set_temperature(first, alpha_init, min_alpha, max_alpha, fixed_alpha)
+        if action_spec is None:
+            action_spec = getattr(actor_network, "spec", None)
+        self._set_target_entropy(target_entropy, action_spec, self.tensor_keys.action)
+        self.make_value_estimator()
 
     def _set_networks(self, actor_network: Any, qvalue_network: Any, separate_losses: bool) -> None:
         shared: dict[int, Tensor] = {id(p): p for p in actor_network.parameters()} if separate_losses else {}
@@ -200,72 +197,6 @@ class SACLoss(LossModule):
         self._critics.refresh(self._modules.get("target_qvalue_network_params"))  # type: ignore[arg-type]
         if self._delayed_actor is not None:
             self._delayed_actor.slots.fill(leaves(self.target_actor_network_params))
-
-    def _set_temperature(self, alpha_init: float, min_alpha: float | None, max_alpha: float | None) -> None:
-        first = next((p for p in self.actor_network_params.parameters()), None)
-        dtype = torch.float64 if first is not None and first.dtype is torch.float64 else torch.get_default_dtype()
-        device = None if first is None else first.device
-        self.register_buffer("alpha_init", torch.tensor(alpha_init, dtype=dtype, device=device))
-        if min_alpha or max_alpha:
-            low, high = min_alpha or 0.0, max_alpha or math.inf
-            if not 0 <= low <= high:
-                raise ValueError(f"the temperature needs 0 <= min_alpha <= max_alpha, got {min_alpha} and {max_alpha}")
-            logs = (math.log(low) if low else -math.inf, math.log(high))
-        for i, name in enumerate(("min_log_alpha", "max_log_alpha")):
-            bound = torch.tensor(logs[i], dtype=dtype, device=device) if min_alpha or max_alpha else None
-            self.register_buffer(name, bound)
-        log_alpha = torch.tensor(math.log(alpha_init), dtype=dtype, device=device)
-        if self.fixed_alpha:
-            self.register_buffer("log_alpha", log_alpha)
-        else:
-            self.log_alpha = nn.Parameter(log_alpha)
-
-    def _set_target_entropy(self, target_entropy: str | float, action_spec: Any) -> None:
-        # Always a buffer, so that every state_dict has it; NaN until it is known.
-        self.register_buffer("_target_entropy", torch.full_like(self.alpha_init, math.nan))
-        self._target_entropy_known = False
-        if isinstance(target_entropy, str):
-            if target_entropy != "auto":
-                raise ValueError(f"target_entropy must be a number or 'auto', got {target_entropy!r}")
-            spec = action_spec if action_spec is not None else getattr(self.actor_network, "spec", None)
-            shape = _action_shape(spec, self.tensor_keys.action)
-            if shape is None:
-                return
-            target_entropy = -float(math.prod(shape))
-        self.target_entropy = target_entropy  # type: ignore[assignment]
-
-    @property
-    def target_entropy(self) -> Tensor:
-        """The entropy that the temperature aims at, ``[]``. Assign a number to change it, also within a captured graph.
-
-        Raises:
-            RuntimeError: it is "auto", there was no ``action_spec``, and no batch has been seen yet.
-        """
-        if not self._target_entropy_known:
-            raise RuntimeError(
-                "Cannot infer the dimensionality of the action before the first batch. Provide the target entropy "
-                "explicitly, or an action_spec."
-            )
-        return self._target_entropy
-
-    @target_entropy.setter
-    def target_entropy(self, value: float) -> None:
-        self._target_entropy.fill_(value)
-        self._target_entropy_known = True
-
-    @property
-    def alpha(self) -> Tensor:
-        """The temperature, within its bounds, ``[]``, without gradient."""
-        if self.min_log_alpha is not None:
-            self.log_alpha.detach().clamp_(self.min_log_alpha, self.max_log_alpha)
-        return self.log_alpha.detach().exp()
-
-    _alpha = alpha
-
-    @property
-    def device(self) -> torch.device:
-        """Where the temperature is."""
-        return self.log_alpha.device
 
     @property
     def vmap_randomness(self) -> str:
@@ -360,8 +291,8 @@ class SACLoss(LossModule):
         """The losses of a batch; see the class. Writes the priority entry into ``tensordict``."""
         alpha = self.alpha
         with set_interaction_type(InteractionType.RANDOM):
-            loss_qvalue, td_error = self._critic_loss(tensordict)
-            loss_actor, loss_alpha, entropy = self._actor_and_temperature_loss(tensordict)
+            loss_qvalue, td_error = self._critic_loss(tensordict, alpha)
+            loss_actor, loss_alpha, entropy = self._actor_and_temperature_loss(tensordict, alpha)
         tensordict.set(self.tensor_keys.priority, td_error)
         losses = {"loss_actor": loss_actor, "loss_qvalue": loss_qvalue, "loss_alpha": loss_alpha}
         if self.reduction != "none":
@@ -411,7 +342,7 @@ class SACLoss(LossModule):
         return state
 
     @torch.no_grad()
-    def _target(self, tensordict: TensorDictBase) -> Tensor:
+    def _target(self, tensordict: TensorDictBase, alpha: Tensor) -> Tensor:
         keys = self.tensor_keys
         terminated = self._terminated(tensordict)
         state = self._next_state(tensordict, terminated)
@@ -427,22 +358,22 @@ class SACLoss(LossModule):
         return self._value_estimator.soft_target(
             next_q,
             log_prob,
-            self.log_alpha,
+            alpha,
             per_row(reward, shape, str(keys.reward)),
             per_row(terminated, shape, str(keys.terminated)),
             None if steps is None else per_row(steps, shape, "steps_to_next_obs"),
         )
 
-    def _critic_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
+    def _critic_loss(self, tensordict: TensorDictBase, alpha: Tensor) -> tuple[Tensor, Tensor]:
         """(loss, |td_error| of every row)."""
-        target = self._target(tensordict)
+        target = self._target(tensordict, alpha)
         q = self._checked(self._critics.online(tensordict, self.tensor_keys.state_action_value), target.shape)
         weight, mask = self._row_weights(tensordict, target.shape)
         code = LOSS_FUNCTIONS[self.loss_function]
         loss, td_error, _ = sac.td_loss(q, target, weight, mask, code, REDUCTIONS[self.reduction])
         return loss, td_error
 
-    def _actor_and_temperature_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor, Tensor]:
+    def _actor_and_temperature_loss(self, tensordict: TensorDictBase, alpha: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(actor's loss, temperature's loss, entropy)."""
         state = tensordict.copy()
         action, log_prob = self._draw(self.actor_network, state)
@@ -450,7 +381,7 @@ class SACLoss(LossModule):
         shape, code = log_prob.shape, REDUCTIONS[self.reduction]
         q = self._checked(self._critics.detached(state, self.tensor_keys.state_action_value), shape)
         weight, mask = self._row_weights(tensordict, shape)
-        loss_actor, entropy, _ = sac.actor_loss(q, log_prob, self.log_alpha, weight, mask, code)
+        loss_actor, entropy, _ = sac.actor_loss(q, log_prob, alpha, weight, mask, code)
         if not self._target_entropy_known:
             self.target_entropy = -float(action.shape[len(shape) :].numel())  # type: ignore[assignment]
         # A tensor without graph: the temperature's backward must not run through, and free, the actor's.
@@ -458,18 +389,3 @@ class SACLoss(LossModule):
             self.log_alpha, log_prob.detach(), self._target_entropy, weight, mask, code
         )
         return loss_actor, loss_alpha, entropy
-
-
-def _action_shape(spec: Any, key: NestedKey) -> Sequence[int] | None:
-    """Shape of one action in ``spec``, without the dimensions of the containers that hold it; None if unknown."""
-    if spec is None:
-        return None
-    path = unravel_key(key)
-    container: Sequence[int] = ()
-    for name in path if isinstance(path, tuple) else (path,):
-        if not hasattr(spec, "keys"):
-            break
-        container = getattr(spec, "shape", None) or ()
-        spec = spec[name]
-    shape = getattr(spec, "shape", None)
-    return None if shape is None else tuple(shape)[len(container) :]

@@ -68,10 +68,10 @@ class TD0Estimator(nn.Module):
         self,
         next_q: Tensor,
         next_log_prob: Tensor,
-        log_alpha: Tensor,
+        alpha: Tensor,
         reward: Tensor,
         terminated: Tensor,
         steps: Tensor | None,
     ) -> Tensor:
         """See :data:`gpubuf.kernels.sac.soft_td_target`."""
-        return sac.soft_td_target(next_q, next_log_prob, log_alpha, reward, terminated, self.gamma, steps)
+        return sac.soft_td_target(next_q, next_log_prob, alpha, reward, terminated, self.gamma, steps)

@@ -49,7 +49,7 @@ def check_critics(q: Tensor, n: int) -> None:
 def _soft_td_target_fake(
     next_q: Tensor,
     next_log_prob: Tensor,
-    log_alpha: Tensor,
+    alpha: Tensor,
     reward: Tensor,
     terminated: Tensor,
     gamma: Tensor,
@@ -59,17 +59,17 @@ def _soft_td_target_fake(
 
 
 soft_td_target = define(
-    "soft_td_target(Tensor next_q, Tensor next_log_prob, Tensor log_alpha, Tensor reward, Tensor terminated,"
+    "soft_td_target(Tensor next_q, Tensor next_log_prob, Tensor alpha, Tensor reward, Tensor terminated,"
     " Tensor gamma, Tensor? steps) -> Tensor",
     cpu="gpubuf.kernels.sac._numba:soft_td_target",
     cuda="gpubuf.kernels.sac._launch:soft_td_target",
     fake=_soft_td_target_fake,
 )
-"""``y = reward + gamma^steps * (min_k next_q[k] - exp(log_alpha) * next_log_prob)``, ``y = reward`` where terminated.
+"""``y = reward + gamma^steps * (min_k next_q[k] - alpha * next_log_prob)``, ``y = reward`` where terminated.
 
 The shape is that of ``next_log_prob``. ``terminated`` is true where it is not zero, ``steps`` (any dtype; 1 where it is
 None) is the number of steps that the reward spans. A terminated row is selected, not multiplied: a NaN in its next
-value does no harm. ``log_alpha`` and ``gamma`` have one element and are read on the device. Not differentiable.
+value does no harm. ``alpha`` and ``gamma`` have one element and are read on the device. Not differentiable.
 """
 
 
@@ -136,7 +136,7 @@ register_autograd(td_loss, _td_loss_setup, _td_loss_backward)
 
 
 def _actor_loss_fake(
-    q: Tensor, log_prob: Tensor, log_alpha: Tensor, weight: Tensor | None, mask: Tensor | None, reduction: int
+    q: Tensor, log_prob: Tensor, alpha: Tensor, weight: Tensor | None, mask: Tensor | None, reduction: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = computing_dtype(q)
     return (
@@ -147,20 +147,20 @@ def _actor_loss_fake(
 
 
 actor_loss = define(
-    "sac_actor_loss(Tensor q, Tensor log_prob, Tensor log_alpha, Tensor? weight, Tensor? mask, int reduction)"
+    "sac_actor_loss(Tensor q, Tensor log_prob, Tensor alpha, Tensor? weight, Tensor? mask, int reduction)"
     " -> (Tensor, Tensor, Tensor)",
     cpu="gpubuf.kernels.sac._numba:actor_loss",
     cuda="gpubuf.kernels.sac._launch:actor_loss",
     fake=_actor_loss_fake,
 )
-"""``(loss, entropy, norm)``: ``l_i = exp(log_alpha) * log_prob[i] - min_k q[k, i]``.
+"""``(loss, entropy, norm)``: ``l_i = alpha * log_prob[i] - min_k q[k, i]``.
 
 ``entropy`` is the plain mean of ``-log_prob`` over all rows, for the log. Differentiable in ``q`` (the first critic
-that attains the minimum) and ``log_prob``, through ``loss``; ``log_alpha`` is a constant here.
+that attains the minimum) and ``log_prob``, through ``loss``; ``alpha`` is a constant.
 """
 
 actor_loss_backward = define(
-    "sac_actor_loss_backward(Tensor grad, Tensor q, Tensor log_prob, Tensor log_alpha, Tensor? weight, Tensor? mask,"
+    "sac_actor_loss_backward(Tensor grad, Tensor q, Tensor log_prob, Tensor alpha, Tensor? weight, Tensor? mask,"
     " Tensor norm, int reduction) -> (Tensor, Tensor)",
     cpu="gpubuf.kernels.sac._numba:actor_loss_backward",
     cuda="gpubuf.kernels.sac._launch:actor_loss_backward",
@@ -170,9 +170,9 @@ actor_loss_backward = define(
 
 
 def _actor_loss_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    q, log_prob, log_alpha, weight, mask, ctx.reduction = inputs
+    q, log_prob, alpha, weight, mask, ctx.reduction = inputs
     _, entropy, norm = output
-    ctx.save_for_backward(q, log_prob, log_alpha, weight, mask, norm)
+    ctx.save_for_backward(q, log_prob, alpha, weight, mask, norm)
     ctx.mark_non_differentiable(entropy, norm)
     ctx.set_materialize_grads(False)
 

@@ -58,7 +58,7 @@ def _optional(tensor: Tensor | None, stand_in: Tensor) -> Tensor:
 def soft_td_target(
     next_q: Tensor,
     next_log_prob: Tensor,
-    log_alpha: Tensor,
+    alpha: Tensor,
     reward: Tensor,
     terminated: Tensor,
     gamma: Tensor,
@@ -68,7 +68,7 @@ def soft_td_target(
     n = next_log_prob.numel()
     check_critics(next_q, n)
     check_rows(n, reward=reward, terminated=terminated, steps=steps)
-    check_rows(1, log_alpha=log_alpha, gamma=gamma)
+    check_rows(1, alpha=alpha, gamma=gamma)
     real = computing_dtype(next_q)
     target = torch.empty(next_log_prob.shape, dtype=real, device=next_q.device)
     if n:
@@ -76,7 +76,7 @@ def soft_td_target(
         soft_td_target_kernel[(plan.programs,)](
             dense(next_q),
             dense(next_log_prob),
-            log_alpha,
+            alpha,
             dense(reward),
             dense(terminated),
             gamma,
@@ -193,13 +193,13 @@ def td_loss_backward(
 
 
 def actor_loss(
-    q: Tensor, log_prob: Tensor, log_alpha: Tensor, weight: Tensor | None, mask: Tensor | None, reduction: int
+    q: Tensor, log_prob: Tensor, alpha: Tensor, weight: Tensor | None, mask: Tensor | None, reduction: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :data:`gpubuf.kernels.sac.actor_loss`."""
     n = log_prob.numel()
     check_critics(q, n)
     check_rows(n, weight=weight, mask=mask)
-    check_rows(1, log_alpha=log_alpha)
+    check_rows(1, alpha=alpha)
     real, plan = computing_dtype(q), plan_rows(n)
     new: dict[str, Any] = {"dtype": real, "device": q.device}
     loss = torch.empty(log_prob.shape if reduction == NONE else (), **new)
@@ -210,7 +210,7 @@ def actor_loss(
     actor_loss_kernel[(plan.programs,)](
         dense(q),
         dense(log_prob),
-        log_alpha,
+        alpha,
         _optional(weight, q),
         _optional(mask, q),
         loss,
@@ -236,7 +236,7 @@ def actor_loss_backward(
     grad: Tensor,
     q: Tensor,
     log_prob: Tensor,
-    log_alpha: Tensor,
+    alpha: Tensor,
     weight: Tensor | None,
     mask: Tensor | None,
     norm: Tensor,
@@ -251,7 +251,7 @@ def actor_loss_backward(
         actor_loss_backward_kernel[(plan.programs,)](
             dense(grad),
             dense(q),
-            log_alpha,
+            alpha,
             _optional(weight, q),
             _optional(mask, q),
             norm,

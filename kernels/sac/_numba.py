@@ -48,15 +48,15 @@ def _smallest_critic(q, wide, n, nets, row):  # type: ignore[no-untyped-def]
     "void(int64, int64, int64, int64, int64, int64, int64, int64, int64, boolean, int64)",
     **OPTIONS,
 )
-def _soft_td_target(next_q, next_log_prob, log_alpha, reward, terminated, gamma, steps, n, nets, wide, target):  # type: ignore[no-untyped-def]
-    alpha, discount = math.exp(read(log_alpha, wide, 0)), read(gamma, True, 0)
+def _soft_td_target(next_q, next_log_prob, alpha, reward, terminated, gamma, steps, n, nets, wide, target):  # type: ignore[no-untyped-def]
+    temperature, discount = read(alpha, wide, 0), read(gamma, True, 0)
     ended = carray(as_u8(terminated), n)
     for row in range(n):
         y = read(reward, wide, row)
         if not ended[row]:
             smallest, _ = _smallest_critic(next_q, wide, n, nets, row)
             power = discount ** read(steps, wide, row) if steps else discount
-            y += power * (smallest - alpha * read(next_log_prob, wide, row))
+            y += power * (smallest - temperature * read(next_log_prob, wide, row))
         write(target, wide, row, y)
 
 
@@ -119,15 +119,15 @@ def _td_loss_backward(grad, q, target, weight, mask, norm, loss_function, reduct
     "void(int64, int64, int64, int64, int64, int64, int64, int64, boolean, int64, int64, int64)",
     **OPTIONS,
 )
-def _actor_loss(q, log_prob, log_alpha, weight, mask, reduction, n, nets, wide, loss_out, entropy, norm_out):  # type: ignore[no-untyped-def]
-    alpha = math.exp(read(log_alpha, wide, 0))
+def _actor_loss(q, log_prob, alpha, weight, mask, reduction, n, nets, wide, loss_out, entropy, norm_out):  # type: ignore[no-untyped-def]
+    temperature = read(alpha, wide, 0)
     total = mass = surprise = 0.0
     for row in range(n):
         smallest, _ = _smallest_critic(q, wide, n, nets, row)
         density = read(log_prob, wide, row)
         surprise += density
         w, counts = _weight_of(weight, mask, wide, row)
-        product = w * (alpha * density - smallest) if counts else 0.0
+        product = w * (temperature * density - smallest) if counts else 0.0
         if reduction == NONE:
             write(loss_out, wide, row, product)
         total += product
@@ -143,12 +143,12 @@ def _actor_loss(q, log_prob, log_alpha, weight, mask, reduction, n, nets, wide, 
     "void(int64, int64, int64, int64, int64, int64, int64, int64, int64, boolean, int64, int64)",
     **OPTIONS,
 )
-def _actor_loss_backward(grad, q, log_alpha, weight, mask, norm, reduction, n, nets, wide, by_q, by_log_prob):  # type: ignore[no-untyped-def]
-    alpha, scale = math.exp(read(log_alpha, wide, 0)), read(norm, wide, 0)
+def _actor_loss_backward(grad, q, alpha, weight, mask, norm, reduction, n, nets, wide, by_q, by_log_prob):  # type: ignore[no-untyped-def]
+    temperature, scale = read(alpha, wide, 0), read(norm, wide, 0)
     for row in range(n):
         w, _ = _weight_of(weight, mask, wide, row)
         factor = read(grad, wide, row if reduction == NONE else 0) * scale * w
-        write(by_log_prob, wide, row, factor * alpha)
+        write(by_log_prob, wide, row, factor * temperature)
         _, which = _smallest_critic(q, wide, n, nets, row)
         for net in range(nets):
             write(by_q, wide, net * n + row, -factor if net == which else 0.0)
@@ -187,7 +187,7 @@ def _weighting(weight: Tensor | None, mask: Tensor | None, real: torch.dtype) ->
 def soft_td_target(
     next_q: Tensor,
     next_log_prob: Tensor,
-    log_alpha: Tensor,
+    alpha: Tensor,
     reward: Tensor,
     terminated: Tensor,
     gamma: Tensor,
@@ -197,16 +197,16 @@ def soft_td_target(
     n = next_log_prob.numel()
     check_critics(next_q, n)
     check_rows(n, reward=reward, terminated=terminated, steps=steps)
-    check_rows(1, log_alpha=log_alpha, gamma=gamma)
+    check_rows(1, alpha=alpha, gamma=gamma)
     real = computing_dtype(next_q)
     target = torch.empty(next_log_prob.shape, dtype=real)
-    next_q, next_log_prob, log_alpha = dense(next_q, real), dense(next_log_prob, real), dense(log_alpha, real)
+    next_q, next_log_prob, alpha = dense(next_q, real), dense(next_log_prob, real), dense(alpha, real)
     reward, terminated, gamma = dense(reward, real), dense(terminated, torch.bool), dense(gamma, torch.float64)
     steps = None if steps is None else dense(steps, real)
     _soft_td_target(
         next_q.data_ptr(),
         next_log_prob.data_ptr(),
-        log_alpha.data_ptr(),
+        alpha.data_ptr(),
         reward.data_ptr(),
         terminated.data_ptr(),
         gamma.data_ptr(),
@@ -281,22 +281,22 @@ def td_loss_backward(
 
 
 def actor_loss(
-    q: Tensor, log_prob: Tensor, log_alpha: Tensor, weight: Tensor | None, mask: Tensor | None, reduction: int
+    q: Tensor, log_prob: Tensor, alpha: Tensor, weight: Tensor | None, mask: Tensor | None, reduction: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :data:`gpubuf.kernels.sac.actor_loss`."""
     n = log_prob.numel()
     check_critics(q, n)
     check_rows(n, weight=weight, mask=mask)
-    check_rows(1, log_alpha=log_alpha)
+    check_rows(1, alpha=alpha)
     real = computing_dtype(q)
     loss = torch.empty(log_prob.shape if reduction == NONE else (), dtype=real)
     entropy, norm = torch.empty((), dtype=real), torch.empty((), dtype=real)
-    q, log_prob, log_alpha = dense(q, real), dense(log_prob, real), dense(log_alpha, real)
+    q, log_prob, alpha = dense(q, real), dense(log_prob, real), dense(alpha, real)
     weight, mask = _weighting(weight, mask, real)
     _actor_loss(
         q.data_ptr(),
         log_prob.data_ptr(),
-        log_alpha.data_ptr(),
+        alpha.data_ptr(),
         _address(weight),
         _address(mask),
         reduction,
@@ -314,7 +314,7 @@ def actor_loss_backward(
     grad: Tensor,
     q: Tensor,
     log_prob: Tensor,
-    log_alpha: Tensor,
+    alpha: Tensor,
     weight: Tensor | None,
     mask: Tensor | None,
     norm: Tensor,
@@ -323,12 +323,12 @@ def actor_loss_backward(
     """See :data:`gpubuf.kernels.sac.actor_loss_backward`."""
     real = computing_dtype(q)
     by_q, by_log_prob = torch.empty(q.shape, dtype=real), torch.empty(log_prob.shape, dtype=real)
-    grad, critics, log_alpha = dense(grad, real), dense(q, real), dense(log_alpha, real)
+    grad, critics, alpha = dense(grad, real), dense(q, real), dense(alpha, real)
     weight, mask = _weighting(weight, mask, real)
     _actor_loss_backward(
         grad.data_ptr(),
         critics.data_ptr(),
-        log_alpha.data_ptr(),
+        alpha.data_ptr(),
         _address(weight),
         _address(mask),
         norm.data_ptr(),

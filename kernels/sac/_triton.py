@@ -49,7 +49,7 @@ def smallest_critic(q_ptr, row, inside, n, n_nets, REAL: tl.constexpr):
 def soft_td_target_kernel(
     next_q_ptr,  # any float [n_nets, n]
     next_log_prob_ptr,  # any float [n]
-    log_alpha_ptr,  # any float [1]
+    alpha_ptr,  # any float [1]
     reward_ptr,  # any number [n]
     terminated_ptr,  # bool as uint8, or any number [n]
     gamma_ptr,  # any float [1]
@@ -61,14 +61,14 @@ def soft_td_target_kernel(
     HAS_STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """target = reward + (terminated ? 0 : gamma^steps * (min_k next_q[k] - exp(log_alpha) * next_log_prob)).
+    """target = reward + (terminated ? 0 : gamma^steps * (min_k next_q[k] - alpha * next_log_prob)).
 
     Grid: (cdiv(n, BLOCK),).
     """
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = row < n
     smallest, _ = smallest_critic(next_q_ptr, row, inside, n, n_nets, REAL)
-    alpha = tl.exp(tl.load(log_alpha_ptr).to(REAL))
+    alpha = tl.load(alpha_ptr).to(REAL)
     value = smallest - alpha * tl.load(next_log_prob_ptr + row, mask=inside, other=0).to(REAL)
     gamma = tl.load(gamma_ptr).to(tl.float64)
     discount = gamma + tl.zeros([BLOCK], tl.float64)
@@ -274,7 +274,7 @@ def row_factor(
 def actor_loss_kernel(
     q_ptr,  # any float [n_nets, n]
     log_prob_ptr,  # any float [n]
-    log_alpha_ptr,  # any float [1]
+    alpha_ptr,  # any float [1]
     weight_ptr,  # any float [n], read where HAS_WEIGHT
     mask_ptr,  # uint8 [n], read where HAS_MASK
     loss_ptr,  # REAL [n] or [1], out
@@ -290,12 +290,12 @@ def actor_loss_kernel(
     SINGLE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """l_i = exp(log_alpha) * log_prob[i] - min_k q[k, i], and the entropy -mean(log_prob). Grid: (cdiv(n, BLOCK),)."""
+    """l_i = alpha * log_prob[i] - min_k q[k, i], and the entropy -mean(log_prob). Grid: (cdiv(n, BLOCK),)."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = row < n
     smallest, _ = smallest_critic(q_ptr, row, inside, n, n_nets, REAL)
     log_prob = tl.load(log_prob_ptr + row, mask=inside, other=0).to(REAL)
-    loss = tl.exp(tl.load(log_alpha_ptr).to(REAL)) * log_prob - smallest
+    loss = tl.load(alpha_ptr).to(REAL) * log_prob - smallest
     store_reduced(
         loss, weight_ptr, mask_ptr, loss_ptr, norm_ptr, partial_ptr, row, inside, REAL, REDUCTION, HAS_WEIGHT, HAS_MASK,
         SINGLE,
@@ -311,7 +311,7 @@ def actor_loss_kernel(
 def actor_loss_backward_kernel(
     grad_ptr,  # any float [n] where REDUCTION is 0, else [1]
     q_ptr,  # any float [n_nets, n]
-    log_alpha_ptr,  # any float [1]
+    alpha_ptr,  # any float [1]
     weight_ptr,  # any float [n], read where HAS_WEIGHT
     mask_ptr,  # uint8 [n], read where HAS_MASK
     norm_ptr,  # REAL [1]
@@ -325,14 +325,14 @@ def actor_loss_backward_kernel(
     HAS_MASK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """grad_log_prob = f_i * exp(log_alpha); grad_q = -f_i at the critic that attains the minimum, else 0.
+    """grad_log_prob = f_i * alpha; grad_q = -f_i at the critic that attains the minimum, else 0.
 
     f_i = grad * norm * w_i. Grid: (cdiv(n, BLOCK),).
     """
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = row < n
     factor, _ = row_factor(grad_ptr, weight_ptr, mask_ptr, norm_ptr, row, inside, REAL, REDUCTION, HAS_WEIGHT, HAS_MASK)
-    alpha = tl.exp(tl.load(log_alpha_ptr).to(REAL))
+    alpha = tl.load(alpha_ptr).to(REAL)
     tl.store(grad_log_prob_ptr + row, factor * alpha, mask=inside)
     _, which = smallest_critic(q_ptr, row, inside, n, n_nets, REAL)
     grad_q_ptr += row

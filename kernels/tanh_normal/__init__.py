@@ -56,9 +56,7 @@ def _sample_fake(
     return action, loc.new_empty(loc.shape[: loc.ndim - event_dims], dtype=computing_dtype(loc, scale))
 
 
-def _sample_backward_fake(
-    grad_action: Tensor | None, grad_log_prob: Tensor | None, loc: Tensor, scale: Tensor, *_: Any
-) -> tuple[Tensor, Tensor]:
+def _sample_backward_fake(loc: Tensor, scale: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return loc.new_empty(loc.shape), scale.new_empty(scale.shape)
 
 
@@ -82,8 +80,9 @@ whose last term is log(1 - tanh(x)^2) without overflow or cancellation. Differen
 """
 
 sample_backward = define(
-    "tanh_normal_sample_backward(Tensor? grad_action, Tensor? grad_log_prob, Tensor loc, Tensor scale, Tensor noise,"
-    " Tensor? low, Tensor? high, float low_value, float high_value, int event_dims) -> (Tensor, Tensor)",
+    "tanh_normal_sample_backward(Tensor loc, Tensor scale, Tensor noise, Tensor? low, Tensor? high,"
+    " Tensor? grad_action, Tensor? grad_log_prob, float low_value, float high_value, int event_dims)"
+    " -> (Tensor, Tensor)",
     cpu="gpubuf.kernels.tanh_normal._numba:sample_backward",
     cuda="gpubuf.kernels.tanh_normal._launch:sample_backward",
     fake=_sample_backward_fake,
@@ -104,7 +103,7 @@ def _sample_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _sample_gradient(ctx: Any, grad_action: Tensor | None, grad_log_prob: Tensor | None) -> tuple[Any, ...]:
     by_loc = by_scale = None
     if grad_action is not None or grad_log_prob is not None:
-        by_loc, by_scale = sample_backward(grad_action, grad_log_prob, *ctx.saved_tensors, *ctx.constants)
+        by_loc, by_scale = sample_backward(*ctx.saved_tensors, grad_action, grad_log_prob, *ctx.constants)
     return by_loc, by_scale, None, None, None, None, None, None
 
 

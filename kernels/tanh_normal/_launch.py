@@ -80,13 +80,13 @@ def sample(
 
 
 def sample_backward(
-    grad_action: Tensor | None,
-    grad_log_prob: Tensor | None,
     loc: Tensor,
     scale: Tensor,
     noise: Tensor,
     low: Tensor | None,
     high: Tensor | None,
+    grad_action: Tensor | None,
+    grad_log_prob: Tensor | None,
     low_value: float,
     high_value: float,
     event_dims: int,

@@ -30,7 +30,7 @@ def family(
         {
             "next_q_ptr": q,
             "next_log_prob_ptr": computed,
-            "log_alpha_ptr": "*fp32",
+            "alpha_ptr": "*fp32",
             "reward_ptr": "*fp32",
             "terminated_ptr": "*i1",
             "gamma_ptr": "*fp64",
@@ -59,7 +59,7 @@ def family(
         },
         {**reduce, "LOSS": loss},
     )
-    actor = {"q_ptr": q, "log_alpha_ptr": "*fp32", **weighting}
+    actor = {"q_ptr": q, "alpha_ptr": "*fp32", **weighting}
     yield spec(
         "actor_loss_kernel",
         {**actor, "log_prob_ptr": computed, **outputs, "entropy_ptr": computed, **ENSEMBLE},
