@@ -53,6 +53,12 @@ def triton_on_cpu(enabled: bool = True) -> Iterator[None]:
         _triton_on_cpu = previous
 
 
+def _imported(target: str) -> Callable[..., Any]:
+    """The function named ``"module:function"``."""
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
 def _lazy(target: str) -> Callable[..., Any]:
     """A callable that imports ``"module:function"`` at its first call and forwards to it."""
     loaded: Callable[..., Any] | None = None
@@ -60,8 +66,7 @@ def _lazy(target: str) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         nonlocal loaded
         if loaded is None:
-            module, _, name = target.partition(":")
-            loaded = getattr(importlib.import_module(module), name)
+            loaded = _imported(target)
         return loaded(*args)
 
     return call
@@ -93,10 +98,17 @@ def define(schema: str, *, cpu: str, cuda: str, fake: Callable[..., Any]) -> Any
     ``Library.impl`` is used, not ``torch.library.custom_op``: 1.5 µs against 10 µs a call (DESIGN.md 3.1).
     """
     name = schema.partition("(")[0]
-    on_cpu, on_cuda = _lazy(cpu), _lazy(cuda)
+    on_cuda = _lazy(cuda)
+    on_cpu: Callable[..., Any] | None = None
 
+    # `_lazy` spelled out: a call less for what takes a few microseconds in all.
     def cpu_or_interpreter(*args: Any) -> Any:
-        return (on_cuda if _triton_on_cpu else on_cpu)(*args)
+        nonlocal on_cpu
+        if _triton_on_cpu:
+            return on_cuda(*args)
+        if on_cpu is None:
+            on_cpu = _imported(cpu)
+        return on_cpu(*args)
 
     library.define(schema)
     library.impl(name, cpu_or_interpreter, "CPU")

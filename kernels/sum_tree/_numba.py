@@ -9,6 +9,7 @@ import torch
 from numba import carray
 from torch import Tensor
 
+from gpubuf.kernels._elementary import exp_of_negative, log_of_normal
 from gpubuf.kernels._pointers import OPTIONS, as_f32, as_f64, as_i64, jit, prefetch
 from gpubuf.kernels.philox import check_request
 from gpubuf.kernels.philox._numba import philox_uniform_f64
@@ -272,8 +273,10 @@ def _draw(  # type: ignore[no-untyped-def]
             first_child = index[first + i] << shift
             row = first_child + choose_leaf(leaves_address + 4 * first_child, left[i], fan_out)
             index[first + i] = row
-            ratio = np.float64(leaves[row]) / least
-            weight[first + i] = np.float32(1.0 if ratio == 1.0 or beta == 0.0 else ratio ** (-beta))
+            left[i] = np.float64(leaves[row]) / least
+        # A loop of its own, without calls, so that it is vectorised: (q / q_min) ** -beta, of ratios of at least 1.
+        for i in range(together):
+            weight[first + i] = np.float32(exp_of_negative(-beta * log_of_normal(left[i])))
     rng[1] = offset + n
     return 0
 
