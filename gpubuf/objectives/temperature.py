@@ -1,0 +1,119 @@
+"""The temperature of maximum-entropy losses, and the entropy that it aims at."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tensordict.utils import NestedKey, unravel_key
+from torch import Tensor, nn
+
+from gpubuf.objectives.common import LossModule
+
+
+class TemperatureLossModule(LossModule):
+    """A loss with a temperature, learnt or fixed.
+
+    Attributes:
+        log_alpha: logarithm of the temperature, ``[]``: a parameter, or a buffer where it is fixed.
+    """
+
+    log_alpha: Tensor
+    _target_entropy: Tensor
+    _schedulable_buffers = frozenset({"alpha_init", "min_log_alpha", "max_log_alpha", "log_alpha"})
+
+    def _set_temperature(
+        self,
+        like: Tensor | None,
+        alpha_init: float,
+        min_alpha: float | None,
+        max_alpha: float | None,
+        fixed_alpha: bool,
+    ) -> None:
+        """Register the temperature and its bounds, on the device of ``like``, a parameter of the policy."""
+        if alpha_init <= 0:
+            raise ValueError(f"alpha_init must be positive, got {alpha_init}")
+        self.fixed_alpha = fixed_alpha
+        dtype = torch.float64 if like is not None and like.dtype is torch.float64 else torch.get_default_dtype()
+        device = None if like is None else like.device
+        self.register_buffer("alpha_init", torch.tensor(alpha_init, dtype=dtype, device=device))
+        if min_alpha or max_alpha:
+            low, high = min_alpha or 0.0, max_alpha or math.inf
+            if not 0 <= low <= high:
+                raise ValueError(f"the temperature needs 0 <= min_alpha <= max_alpha, got {min_alpha} and {max_alpha}")
+            logs = (math.log(low) if low else -math.inf, math.log(high))
+        for i, name in enumerate(("min_log_alpha", "max_log_alpha")):
+            bound = torch.tensor(logs[i], dtype=dtype, device=device) if min_alpha or max_alpha else None
+            self.register_buffer(name, bound)
+        log_alpha = torch.tensor(math.log(alpha_init), dtype=dtype, device=device)
+        if self.fixed_alpha:
+            self.register_buffer("log_alpha", log_alpha)
+        else:
+            self.log_alpha = nn.Parameter(log_alpha)
+
+    def _set_target_entropy(self, target_entropy: str | float, action_spec: Any, action_key: NestedKey) -> None:
+        # Always a buffer, so that every state_dict has it; NaN until it is known.
+        self.register_buffer("_target_entropy", torch.full_like(self.alpha_init, math.nan))
+        self._target_entropy_known = False
+        if isinstance(target_entropy, str):
+            if target_entropy != "auto":
+                raise ValueError(f"target_entropy must be a number or 'auto', got {target_entropy!r}")
+            shape = _action_shape(action_spec, action_key)
+            if shape is None:
+                return
+            target_entropy = -float(math.prod(shape))
+        self.target_entropy = target_entropy  # type: ignore[assignment]
+
+    def take_up_loaded(self) -> None:
+        super().take_up_loaded()
+        self._target_entropy_known = not bool(self._target_entropy.isnan())
+
+    @property
+    def target_entropy(self) -> Tensor:
+        """The entropy that the temperature aims at, ``[]``. Assign a number to change it, also within a captured graph.
+
+        Raises:
+            RuntimeError: it is "auto", there was no ``action_spec``, and no batch has been seen yet.
+        """
+        if not self._target_entropy_known:
+            raise RuntimeError(
+                "Cannot infer the dimensionality of the action before the first batch. Provide the target entropy "
+                "explicitly, or an action_spec."
+            )
+        return self._target_entropy
+
+    @target_entropy.setter
+    def target_entropy(self, value: float) -> None:
+        self._target_entropy.fill_(value)
+        self._target_entropy_known = True
+
+    @property
+    def alpha(self) -> Tensor:
+        """The temperature, within its bounds, ``[]``, without gradient."""
+        if self.min_log_alpha is not None:
+            self.log_alpha.detach().clamp_(self.min_log_alpha, self.max_log_alpha)
+        return self.log_alpha.detach().exp()
+
+    _alpha = alpha
+
+    @property
+    def device(self) -> torch.device:
+        """Where the temperature is."""
+        return self.log_alpha.device
+
+
+def _action_shape(spec: Any, key: NestedKey) -> Sequence[int] | None:
+    """Shape of one action in ``spec``, without the dimensions of the containers that hold it; None if unknown."""
+    if spec is None:
+        return None
+    path = unravel_key(key)
+    container: Sequence[int] = ()
+    for name in path if isinstance(path, tuple) else (path,):
+        if not hasattr(spec, "keys"):
+            break
+        container = getattr(spec, "shape", None) or ()
+        spec = spec[name]
+    shape = getattr(spec, "shape", None)
+    return None if shape is None else tuple(shape)[len(container) :]
