@@ -32,15 +32,15 @@ def weights(buffer: ReplayBuffer) -> list[float]:
 
 
 class OperationCounter(TorchDispatchMode):
-    """Counts gpubuf's operations by name."""
+    """Counts operations by name: gpubuf's in ``calls``, all others in ``others``."""
 
     def __init__(self):
         super().__init__()
-        self.calls = Counter()
+        self.calls, self.others = Counter(), Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "gpubuf":
-            self.calls[func._schema.name.removeprefix("gpubuf::")] += 1
+        counted = self.calls if func.namespace == "gpubuf" else self.others
+        counted[func._schema.name.removeprefix("gpubuf::")] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -89,6 +89,20 @@ class TestPriorities:
             explicit.extend(transitions(2).set("td_error", torch.tensor([4.0, 9.0])))
         assert counter.calls == {"rows_extend": 1, "sum_tree_update": 1}
         assert weights(explicit) == [2, 3]
+
+    def test_a_write_is_the_same_few_operations_whatever_its_size(self):
+        """CASES 31: adding two rows a thousand times slower than one (flashbax 62). Seconds are in benchmarks/."""
+        buffer = buffer_of(500)
+        buffer.extend(transitions(499))
+        counted = []
+        for n in (1, 2, 3, 64, 300, 500):
+            data = transitions(n)
+            with OperationCounter() as counter:
+                buffer.extend(data)
+            assert counter.calls == {"rows_extend": 1, "sum_tree_mark": 1}
+            counted.append(counter.others)
+        assert counted == [counted[0]] * len(counted)
+        assert sum(counted[0].values()) < 5
 
     def test_rows_never_written_do_not_count_in_the_minimum(self):
         """CASES 7: the largest importance weight is 1 also in a partly filled buffer."""

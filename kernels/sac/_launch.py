@@ -141,6 +141,9 @@ def _finish(
     real: torch.dtype,
     reduction: int,
 ) -> None:
+    if reduction == NONE and entropy is None:
+        # The rows are the result: nothing is left to add.
+        return
     finish_loss_kernel[(1,)](
         partial,
         loss,

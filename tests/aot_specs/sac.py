@@ -95,7 +95,7 @@ def family(
         return
     finish = {"partial_ptr": computed, "loss_ptr": computed, "count": "i32"}
     constants = {"REAL": real, "REDUCTION": reduction, "BLOCK": FINISH_BLOCK}
-    for entropy in (False, True):
+    for entropy in (False, True) if reduction != NONE else (True,):
         yield AotSpec(
             MODULE + "finish_loss_kernel",
             {**finish, "norm_ptr": computed, "entropy_ptr": computed, "n": "i32"},
