@@ -63,7 +63,7 @@ def tanh_normal_sample_kernel(
     column = tl.arange(0, BLOCK_WIDTH)
     inside = (row < n)[:, None] & (column < width)[None, :]
     offset = row[:, None] * width + column[None, :]
-    scale = tl.load(scale_ptr + offset, mask=inside, other=1).to(REAL)
+    scale = tl.where(inside, tl.load(scale_ptr + offset, mask=inside, other=0).to(REAL), 1.0)
     noise = tl.load(noise_ptr + offset, mask=inside, other=0).to(REAL)
     x = tl.load(loc_ptr + offset, mask=inside, other=0).to(REAL) + scale * noise
     low, high = action_bounds(low_ptr, high_ptr, offset % last, inside, REAL, HAS_BOUNDS, LOW, HIGH)
@@ -73,7 +73,8 @@ def tanh_normal_sample_kernel(
     # Rounding may step over a bound. Not tl.minimum, which would turn a NaN into the bound.
     action = tl.where(action > high, high, tl.where(action < low, low, action))
     tl.store(action_ptr + offset, action, mask=inside)
-    each = -0.5 * noise * noise - tl.log(scale) - 0.9189385332046727 - tl.log(half) - log_sech2
+    # One logarithm of both, of a harmless 1 outside.
+    each = -0.5 * noise * noise - tl.log(tl.where(inside, scale * half, 1.0)) - 0.9189385332046727 - log_sech2
     tl.store(log_prob_ptr + row, tl.sum(tl.where(inside, each, 0.0), 1), mask=row < n)
 
 
@@ -107,7 +108,7 @@ def tanh_normal_sample_backward_kernel(
     """
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offset < total
-    scale = tl.load(scale_ptr + offset, mask=inside, other=1).to(REAL)
+    scale = tl.where(inside, tl.load(scale_ptr + offset, mask=inside, other=0).to(REAL), 1.0)
     noise = tl.load(noise_ptr + offset, mask=inside, other=0).to(REAL)
     x = tl.load(loc_ptr + offset, mask=inside, other=0).to(REAL) + scale * noise
     tanh, sech2, _ = tanh_sech2(x)
