@@ -38,18 +38,16 @@ def _padded(count, fan_out):  # type: ignore[no-untyped-def]
     return count if count == 1 else -(-count // fan_out) * fan_out
 
 
-@jit
+@jit(inline="always")
 def _weight_of(priority, alpha, eps):  # type: ignore[no-untyped-def]
-    """(priority + eps) ** alpha in float64, to be rounded once; not beyond the range of float32."""
+    """(priority + eps) ** alpha in float64, to be rounded once; not beyond the range of float32. No branch, no call."""
     base = priority + eps
-    if alpha == 1.0:
-        weight = base
-    elif alpha == 0.0:
-        weight = 1.0
-    else:
-        weight = base**alpha
+    exponent = alpha * log_of_normal(base)
+    inverse = exp_of_negative(-abs(exponent))
+    weight = (1.0 / inverse if exponent > 0.0 else inverse) if base > 0.0 else 0.0
+    weight = base if alpha == 1.0 else (1.0 if alpha == 0.0 else weight)
     # abs: a priority of -0.0 must not leave its sign bit in a leaf, which the GPU reads as a tag.
-    return abs(min(weight, _LARGEST))
+    return abs(weight if weight < _LARGEST else _LARGEST)
 
 
 @jit
@@ -177,14 +175,17 @@ def _update(  # type: ignore[no-untyped-def]
             return i + 1
 
     alpha, eps = hyper[ALPHA], hyper[EPS]
+    # All of them in a loop of their own, which is vectorised: a power a time takes five times as long.
+    weight = np.empty(n, np.float32)
+    for i in range(n):
+        weight[i] = np.float32(_weight_of(np.float64(priority[i]), alpha, eps))
     largest = hyper[MAX_PRIORITY]
     for i in range(n):
         row = index[i]
         stale = has_generation and generation[i] != laps + (row < cursor)
         if row >= 0 and row < size and not stale:
-            given = np.float64(priority[i])
-            leaves[row] = np.float32(_weight_of(given, alpha, eps))
-            largest = max(largest, abs(given))
+            leaves[row] = weight[i]
+            largest = max(largest, abs(np.float64(priority[i])))
     hyper[MAX_PRIORITY] = largest
     _refresh_above(leaves_address, nodes_address, capacity, fan_out, n_nodes, index, n)
     return 0
