@@ -99,6 +99,11 @@ class LossModule(TensorDictModuleBase):
         """Called after ``load_state_dict``."""
         self.refresh_links()
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A TensorDict is copied (or unpickled) apart from the modules that share its tensors.
+        super().__setstate__(state)
+        self.refresh_links()
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         out = super()._apply(fn, recurse)
         self.refresh_links()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from gpubuf.modules.plain import entry, is_plain
 from gpubuf.objectives.chains import Chain, linear_chain
 from gpubuf.objectives.networks import (
+    Path,
     Replica,
     Slots,
     distinct,
@@ -36,19 +37,17 @@ class Critics:
         randomness: how random operations behave among the networks, see ``torch.vmap``; None for the default.
     """
 
-    def __init__(
-        self, size: int, network: Any, params: TensorDictParams, shared: dict[tuple[str, ...], Tensor]
-    ) -> None:
+    def __init__(self, size: int, network: Any, params: TensorDictParams, shared: dict[Path, Path]) -> None:
         self.size, self.network, self.params = size, network, params
         self.randomness: str | None = None
         self._shared = shared
         self._tensors: list[Tensor] = []
         self._target_tensors: list[Tensor] | None = None
 
-    def refresh(self, target_params: TensorDictBase | None) -> None:
+    def refresh(self, target_params: TensorDictBase | None, actor_params: TensorDictBase) -> None:
         """Take up the tensors anew, after they were moved to another device or replaced."""
-        for path, tensor in self._shared.items():
-            entry, alias = self.params.get(path), tensor.detach()
+        for path, owner in self._shared.items():
+            entry, alias = self.params.get(path), actor_params.get(owner).detach()
             entry.data = alias if entry.shape == alias.shape else alias.expand(entry.shape)
         self._tensors = leaves(self.params)
         self._target_tensors = None
@@ -79,21 +78,20 @@ class Critics:
 class BatchedCritics(Critics):
     """One natively batched ensemble (see :func:`ensemble_size`), which runs as it is."""
 
-    def __init__(self, network: Any, size: int, shared: dict[int, Tensor]) -> None:
+    def __init__(self, network: Any, size: int, shared: dict[int, Path]) -> None:
         own = TensorDict.from_module(network)
-        aliases = {path: own.get(path) for path in paths(own) if id(own.get(path)) in shared}
-        for path, tensor in aliases.items():
-            own.set(path, tensor.detach())
-        super().__init__(size, network, TensorDictParams(own, no_convert=True), aliases)
+        owners = _owners(own, shared)
+        for path in owners:
+            own.set(path, own.get(path).detach())
+        super().__init__(size, network, TensorDictParams(own, no_convert=True), owners)
         where = paths(self.params)
         self._detached, self._target = Replica(network, where), Replica(network, where)
         # Without shared parameters the network itself will do, and keeps its hooks.
         self._own_slots = Slots(network, where)
-        self._online = Replica(network, where) if aliases else None
-        self.refresh(None)
+        self._online = Replica(network, where) if owners else None
 
-    def refresh(self, target_params: TensorDictBase | None) -> None:
-        super().refresh(target_params)
+    def refresh(self, target_params: TensorDictBase | None, actor_params: TensorDictBase) -> None:
+        super().refresh(target_params, actor_params)
         (self._own_slots if self._online is None else self._online.slots).fill(self._tensors)
         self._detached.slots.fill([tensor.detach() for tensor in self._tensors])
         if self._target_tensors is not None:
@@ -141,15 +139,13 @@ class StackedCritics(Critics):
     ``torch.vmap``, or one after the other without ``use_vmap``.
     """
 
-    def __init__(self, members: list[Any], use_vmap: bool, shared: dict[int, Tensor]) -> None:
-        first = TensorDict.from_module(members[0])
-        aliases = {path: first.get(path) for path in paths(first) if id(first.get(path)) in shared}
-        super().__init__(len(members), members[0], stacked_parameters(distinct(members), shared), aliases)
+    def __init__(self, members: list[Any], use_vmap: bool, shared: dict[int, Path]) -> None:
+        owners = _owners(TensorDict.from_module(members[0]), shared)
+        super().__init__(len(members), members[0], stacked_parameters(distinct(members), shared), owners)
         self._use_vmap = use_vmap
         where = paths(self.params)
         self._replica = Replica(self.network, where)
         self._chain: Chain | None = linear_chain(self.network, where)
-        self.refresh(None)
 
     def online(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
         return self._run(self._tensors, inputs, key)
@@ -180,7 +176,12 @@ class StackedCritics(Critics):
             replica.slots.clear()
 
 
-def make_critics(networks: Any, size: int, *, use_vmap: bool, shared: dict[int, Tensor]) -> Critics:
+def _owners(params: TensorDictBase, shared: dict[int, Path]) -> dict[Path, Path]:
+    """Where in the actor each of those parameters stands that are ``shared``."""
+    return {path: shared[id(params.get(path))] for path in paths(params) if id(params.get(path)) in shared}
+
+
+def make_critics(networks: Any, size: int, *, use_vmap: bool, shared: dict[int, Path]) -> Critics:
     """The ensemble that ``networks`` stand for.
 
     Args:
@@ -188,7 +189,9 @@ def make_critics(networks: Any, size: int, *, use_vmap: bool, shared: dict[int, 
             and drawn anew, or a list of ``size`` networks of the same structure.
         size: number of networks, N.
         use_vmap: run networks that need it through ``torch.vmap``; otherwise one after the other.
-        shared: parameters, by id, that get no gradient from the critics.
+        shared: parameters, by id, that get no gradient from the critics, and where the actor has them.
+
+    The ensemble is ready after its first :meth:`Critics.refresh`.
 
     Raises:
         ValueError: the networks are not ``size``.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -94,10 +94,10 @@ def _redraw(module: nn.Module) -> None:
                 parameter.copy_(low + (high - low) * torch.rand_like(parameter))
 
 
-def redrawn_copies(module: nn.Module, n: int, shared: dict[int, Tensor]) -> list[nn.Module]:
+def redrawn_copies(module: nn.Module, n: int, shared: Collection[int]) -> list[nn.Module]:
     """``n`` copies of ``module`` with parameters drawn anew, but for the ``shared`` ones, which stay what they are."""
     kept = [(p, p.detach().clone()) for p in module.parameters() if id(p) in shared]
-    out = [copy.deepcopy(module, dict(shared)) for _ in range(n)]
+    out = [copy.deepcopy(module, {id(p): p for p, _ in kept}) for _ in range(n)]
     for each in out:
         _redraw(each)
     with torch.no_grad():
@@ -117,7 +117,7 @@ def distinct(modules: Sequence[nn.Module]) -> list[nn.Module]:
     return out
 
 
-def stacked_parameters(modules: Sequence[nn.Module], shared: dict[int, Tensor]) -> TensorDictParams:
+def stacked_parameters(modules: Sequence[nn.Module], shared: Collection[int]) -> TensorDictParams:
     """The parameters and buffers of ``modules``, all of the same structure, stacked along a new first dimension.
 
     A parameter among ``shared`` (by id) is not copied but viewed ``len(modules)`` times, without gradient.

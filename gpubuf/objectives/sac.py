@@ -16,7 +16,7 @@ from gpubuf.kernels import sac
 from gpubuf.modules.plain import entry
 from gpubuf.objectives.common import LOSS_FUNCTIONS, REDUCTIONS, lookup, refuse_deprecated, warn
 from gpubuf.objectives.critics import make_critics
-from gpubuf.objectives.networks import Replica, leaves, paths, target_parameters
+from gpubuf.objectives.networks import Replica, Slots, leaves, paths, target_parameters
 from gpubuf.objectives.shapes import per_row, rows_of
 from gpubuf.objectives.temperature import TemperatureLossModule
 from gpubuf.objectives.values import TD0Estimator, ValueEstimators
@@ -175,17 +175,21 @@ class SACLoss(TemperatureLossModule):
         self.make_value_estimator()
 
     def _set_networks(self, actor_network: Any, qvalue_network: Any, separate_losses: bool) -> None:
-        shared: dict[int, Tensor] = {id(p): p for p in actor_network.parameters()} if separate_losses else {}
         # Modules and replicas are no submodules: their tensors are registered once, as the `*_params`.
         self.__dict__["actor_network"] = actor_network
-        self.actor_network_params = TensorDictParams(TensorDict.from_module(actor_network), no_convert=True)
+        params = TensorDictParams(TensorDict.from_module(actor_network), no_convert=True)
+        self.actor_network_params = params
+        where = paths(params)
+        self.__dict__["_actor_slots"] = Slots(actor_network, where)
+        trained = {id(t): path for path, t in zip(where, leaves(params), strict=True) if t.requires_grad}
+        shared = trained if separate_losses else {}
         critics = make_critics(qvalue_network, self.num_qvalue_nets, use_vmap=not self.deactivate_vmap, shared=shared)
         self.__dict__["_critics"], self.__dict__["qvalue_network"] = critics, critics.network
         self.qvalue_network_params = critics.params
         self.__dict__["_delayed_actor"] = None
         if self.delay_actor:
             self.target_actor_network_params = target_parameters(self.actor_network_params)
-            self.__dict__["_delayed_actor"] = Replica(actor_network, paths(self.actor_network_params))
+            self.__dict__["_delayed_actor"] = Replica(actor_network, where)
         if self.delay_qvalue:
             self.target_qvalue_network_params = target_parameters(self.qvalue_network_params)
         self.refresh_links()
@@ -194,7 +198,9 @@ class SACLoss(TemperatureLossModule):
         super().refresh_links()
         if "_delayed_actor" not in self.__dict__:
             return
-        self._critics.refresh(self._modules.get("target_qvalue_network_params"))  # type: ignore[arg-type]
+        self._actor_slots.fill(leaves(self.actor_network_params))
+        targets: Any = self._modules.get("target_qvalue_network_params")
+        self._critics.refresh(targets, self.actor_network_params)
         if self._delayed_actor is not None:
             self._delayed_actor.slots.fill(leaves(self.target_actor_network_params))
 
