@@ -107,6 +107,8 @@ class RowLayout:
         self.ignored = ignored
         self.leaves: list[Leaf] = []
         self.root = self._describe(example, (), batch_dims)
+        #: Whether a batch is a plain TensorDict, rather than a tensor or a tensorclass.
+        self.is_tensordict = isinstance(self.root, Node) and self.root.tensorclass is None
         self._arenas: dict[int, ArenaPlan] = {}
         self._device: torch.device | None = None
         self._empties: dict[torch.dtype, Tensor] = {}
@@ -181,34 +183,28 @@ class RowLayout:
 
         ``extra`` entries are added at the root, which must then be a TensorDict.
         """
-        root = self.root
-        if not extra:
-            return self._assemble(root, tensors, batch_size, device)
-        assert isinstance(root, Node)
-        assert root.tensorclass is None
-        source: dict[Any, Any] = {
-            name: self._assemble(child, tensors, batch_size, device) for name, child in root.children.items()
-        }
-        source.update(extra)
-        return TensorDict._new_unsafe(source=source, batch_size=torch.Size(batch_size), device=device)
-
-    @property
-    def is_tensordict(self) -> bool:
-        """Whether a batch is a plain TensorDict, rather than a tensor or a tensorclass."""
-        return isinstance(self.root, Node) and self.root.tensorclass is None
+        if isinstance(self.root, int):
+            return tensors[self.root]
+        return self._assemble(self.root, tensors, torch.Size(batch_size), device, extra)
 
     def _assemble(
-        self, node: int | Node, tensors: list[Tensor], batch_size: tuple[int, ...], device: torch.device | None
+        self,
+        node: Node,
+        tensors: list[Tensor],
+        batch_size: torch.Size,
+        device: torch.device | None,
+        extra: dict[str, Tensor] | None = None,
     ) -> Data:
-        if isinstance(node, int):
-            return tensors[node]
         source: dict[Any, Any] = {
-            name: self._assemble(child, tensors, batch_size, device) for name, child in node.children.items()
+            name: tensors[child] if isinstance(child, int) else self._assemble(child, tensors, batch_size, device)
+            for name, child in node.children.items()
         }
+        if extra:
+            source.update(extra)
+        if node.batch_suffix:
+            batch_size = torch.Size((*batch_size, *node.batch_suffix))
         # The public constructor checks every shape again: 7 µs for a nested batch, against 2 µs.
-        td = TensorDict._new_unsafe(
-            source=source, batch_size=torch.Size((*batch_size, *node.batch_suffix)), device=device
-        )
+        td = TensorDict._new_unsafe(source=source, batch_size=batch_size, device=device)
         return td if node.tensorclass is None else node.tensorclass._from_tensordict(td)  # type: ignore[attr-defined]
 
     def arena(self, n: int) -> ArenaPlan:

@@ -71,9 +71,10 @@ class Sampler:
 
     def random_state(self, device: torch.device | str) -> RandomState:
         """The random stream, created at its first use: seeded by ``set_rng``, else by torch's global generator."""
-        if self._random is None:
-            self._random = RandomState(generator=self._generator, device=device)
-        return self._random
+        state = self._random
+        if state is None:
+            state = self._random = RandomState(generator=self._generator, device=device)
+        return state
 
     def set_rng(self, generator: torch.Generator | None) -> None:
         """Start a new random stream, seeded by ``generator`` (None: by torch's global one)."""
