@@ -6,7 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from tensordict import TensorDictBase
 from tensordict.nn import (
     InteractionType,
@@ -85,6 +87,14 @@ class TanhNormalActor(ProbabilisticTensorDictSequential):
         return TanhNormal(loc, scale, **head.distribution_kwargs)
 
 
+def _per_component(bound: Any, action_dim: int) -> NDArray[np.float64]:
+    """A bound for each of ``action_dim`` components, from a number, an array or a tensor."""
+    values = np.asarray(bound.tolist() if isinstance(bound, torch.Tensor) else bound, dtype=np.float64)
+    if values.shape not in ((), (1,), (action_dim,)):
+        raise ValueError(f"a bound must be a number or have the shape [{action_dim}], got {list(values.shape)}")
+    return np.broadcast_to(values, (action_dim,))
+
+
 def make_sac_actor(
     obs_dim: int,
     action_dim: int,
@@ -124,9 +134,8 @@ def make_sac_actor(
     Raises:
         ValueError: a bound is infinite, ``low >= high``, or the bounds are not ``[A]``.
     """
-    lows = torch.as_tensor(low, dtype=torch.float64).cpu().expand(action_dim)
-    highs = torch.as_tensor(high, dtype=torch.float64).cpu().expand(action_dim)
-    if not bool((lows < highs).all() and lows.isfinite().all() and highs.isfinite().all()):
+    lows, highs = (_per_component(bound, action_dim) for bound in (low, high))
+    if not ((lows < highs).all() and np.isfinite(lows).all() and np.isfinite(highs).all()):
         raise ValueError(f"actions need finite bounds with low < high, got low={lows.tolist()}, high={highs.tolist()}")
     prefix = action_key[:-1] if isinstance(action_key, tuple) else ()
     params: list[NestedKey] = [(*prefix, name) if prefix else name for name in ("loc", "scale")]
@@ -141,12 +150,13 @@ def make_sac_actor(
         "return_log_prob": return_log_prob,
     }
     head: ProbabilisticTensorDictModule
-    if bool((lows == lows[0]).all() and (highs == highs[0]).all()):
-        bounds = {"low": lows[0].item(), "high": highs[0].item()}
+    if (lows == lows[0]).all() and (highs == highs[0]).all():
+        bounds = {"low": float(lows[0]), "high": float(highs[0])}
         head = ProbabilisticTensorDictModule(distribution_class=TanhNormal, distribution_kwargs=bounds, **head_kwargs)
     else:
         dtype_ = dtype or torch.get_default_dtype()
-        head = TanhNormalHead(lows.to(device, dtype_), highs.to(device, dtype_), **head_kwargs)
+        tensors = [torch.tensor(bound.tolist(), dtype=dtype_, device=device) for bound in (lows, highs)]
+        head = TanhNormalHead(*tensors, **head_kwargs)
     return TanhNormalActor(TensorDictModule(network, list(in_keys), params), head)
 
 

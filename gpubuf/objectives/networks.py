@@ -94,10 +94,22 @@ def _redraw(module: nn.Module) -> None:
                 parameter.copy_(low + (high - low) * torch.rand_like(parameter))
 
 
+def _copied(module: nn.Module, shared: Collection[int] = ()) -> nn.Module:
+    """A copy of ``module`` with parameters and buffers of its own, but for the ``shared`` ones."""
+
+    def own(tensor: Tensor) -> Tensor:
+        if id(tensor) in shared:
+            return tensor
+        clone = tensor.detach().clone()
+        return nn.Parameter(clone, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else clone
+
+    return copy.deepcopy(module, {id(t): own(t) for t in (*module.parameters(), *module.buffers())})
+
+
 def redrawn_copies(module: nn.Module, n: int, shared: Collection[int]) -> list[nn.Module]:
     """``n`` copies of ``module`` with parameters drawn anew, but for the ``shared`` ones, which stay what they are."""
     kept = [(p, p.detach().clone()) for p in module.parameters() if id(p) in shared]
-    out = [copy.deepcopy(module, {id(p): p for p, _ in kept}) for _ in range(n)]
+    out = [_copied(module, shared) for _ in range(n)]
     for each in out:
         _redraw(each)
     with torch.no_grad():
@@ -111,7 +123,7 @@ def distinct(modules: Sequence[nn.Module]) -> list[nn.Module]:
     out: list[nn.Module] = []
     for module in modules:
         if any(module is other for other in out):
-            module = copy.deepcopy(module)
+            module = _copied(module)
             _redraw(module)
         out.append(module)
     return out
