@@ -9,7 +9,7 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from gpubuf.kernels._elementary import exp_of_negative, log_of_normal
+from gpubuf.kernels._elementary import exp_of_negative, is_positive_normal, log_of_normal
 from gpubuf.kernels._pointers import OPTIONS, as_f32, as_f64, as_i64, jit, prefetch
 from gpubuf.kernels.philox import check_request
 from gpubuf.kernels.philox._numba import philox_uniform_f64
@@ -44,7 +44,7 @@ def _weight_of(priority, alpha, eps):  # type: ignore[no-untyped-def]
     base = priority + eps
     exponent = alpha * log_of_normal(base)
     inverse = exp_of_negative(-abs(exponent))
-    weight = (1.0 / inverse if exponent > 0.0 else inverse) if base > 0.0 else 0.0
+    weight = (1.0 / inverse if exponent > 0.0 else inverse) if is_positive_normal(base) else 0.0
     weight = base if alpha == 1.0 else (1.0 if alpha == 0.0 else weight)
     # abs: a priority of -0.0 must not leave its sign bit in a leaf, which the GPU reads as a tag.
     return abs(weight if weight < _LARGEST else _LARGEST)
