@@ -26,7 +26,8 @@ class TanhNormal(Distribution):
         loc: mean of the normal, ``[*batch, A]``.
         scale: standard deviation of the normal, positive, ``[*batch, A]``.
         upscale: with ``tanh_loc``, the bound of the mean.
-        low: lower bound of the support: a number, or a tensor that broadcasts against ``loc``.
+        low: lower bound of the support: a number, or a tensor that broadcasts against the last dimension of ``loc``
+            and lives on its device (another would be copied at every use).
         high: upper bound of the support, as ``low``.
         event_dims: number of trailing dimensions whose log-densities are summed.
         tanh_loc: replace ``loc`` by ``upscale * tanh(loc / upscale)``.
