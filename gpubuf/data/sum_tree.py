@@ -309,12 +309,13 @@ class SumTree:
             values.dtype is not dtype
             or values.dim() != 1
             or values.requires_grad
-            or values.device != self.leaves.device
+            # the number of the device, -1 for the CPU: cheaper to compare than torch.device
+            or values.get_device() != self.leaves.get_device()
         ):
             if dtype is torch.int64 and (values.is_floating_point() or values.dtype is torch.bool):
                 raise TypeError(f"rows and generations are integers, not {values.dtype}")
             values = values.detach().to(self.leaves.device, dtype).reshape(-1)
-        return values.contiguous()
+        return values if values.is_contiguous() else values.contiguous()
 
 
 def _exponent(name: str, value: float) -> float:

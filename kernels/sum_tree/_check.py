@@ -49,16 +49,29 @@ def check_hyper(hyper: Tensor) -> None:
 
 def check_index(index: Tensor) -> int:
     """Number of entries of ``index``; raise TypeError or ValueError unless it is a contiguous int64 vector."""
-    if index.dtype is not torch.int64 or index.dim() != 1 or not index.is_contiguous():
+    if index.dtype is not torch.int64 or not index.is_contiguous():
         _demand("index", index, torch.int64, (index.numel(),))
     return index.numel()
 
 
 def check_update(ring: Tensor, index: Tensor, priority: Tensor, generation: Tensor | None) -> int:
     """Number of entries of an update; raise TypeError or ValueError unless its tensors fit together."""
-    n = check_index(index)
-    _check_vector("ring", ring, torch.int64, 4)
-    _check_vector("priority", priority, torch.float32, n)
+    n = index.numel()
+    # As in check_tree: one condition, and the reasons only when it fails. A contiguous tensor of n elements is read
+    # alike whatever its shape.
+    if not (
+        index.dtype is torch.int64
+        and ring.dtype is torch.int64
+        and priority.dtype is torch.float32
+        and ring.numel() == 4
+        and priority.numel() == n
+        and index.is_contiguous()
+        and ring.is_contiguous()
+        and priority.is_contiguous()
+    ):
+        _demand("index", index, torch.int64, (n,))
+        _demand("ring", ring, torch.int64, (4,))
+        _demand("priority", priority, torch.float32, (n,))
     if generation is not None:
         _check_vector("generation", generation, torch.int64, n)
     return n
@@ -72,7 +85,7 @@ def check_devices(*tensors: Tensor | None) -> None:
 
 
 def _check_vector(name: str, tensor: Tensor, dtype: torch.dtype, n: int) -> None:
-    if tensor.dtype is not dtype or tensor.dim() != 1 or tensor.numel() != n or not tensor.is_contiguous():
+    if tensor.dtype is not dtype or tensor.numel() != n or not tensor.is_contiguous():
         _demand(name, tensor, dtype, (n,))
 
 
