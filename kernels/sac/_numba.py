@@ -109,7 +109,8 @@ def _td_loss_backward(grad, q, target, weight, mask, norm, loss_function, reduct
                 slope = read(q, wide, net * n + row) - y
                 if loss_function == L2:
                     slope *= 2
-                elif (loss_function == L1 and slope != 0) or abs(slope) >= 1:
+                # By comparisons that a NaN fails, so that it stays one.
+                elif (loss_function == L1 and abs(slope) > 0) or abs(slope) >= 1:
                     slope = math.copysign(1.0, slope)
                 slope *= factor
             write(by_q, wide, net * n + row, slope)
