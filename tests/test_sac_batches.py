@@ -7,10 +7,12 @@ import math
 import pytest
 import torch
 from tensordict.nn import (
+    InteractionType,
     NormalParamExtractor,
     ProbabilisticTensorDictModule,
     ProbabilisticTensorDictSequential,
     TensorDictModule,
+    set_interaction_type,
 )
 from torch import nn
 from torch.distributions import Independent, Normal
@@ -18,6 +20,7 @@ from torch.distributions import Independent, Normal
 from gpubuf.data import LazyTensorStorage, PrioritizedSampler, TensorDictReplayBuffer
 from gpubuf.modules import TanhNormal, make_sac_critic
 from gpubuf.objectives import SACLoss
+from gpubuf.objectives.shapes import rows_of
 from tests.sac_setup import (
     ACTION,
     CELLS,
@@ -224,3 +227,92 @@ def test_vmap_and_loop_agree():
     one, other = run_loss(looped, batch, 2), run_loss(mapped, batch, 2)
     torch.testing.assert_close(one, other)
     torch.testing.assert_close(gradients(looped, total(one)), gradients(mapped, total(other)))
+
+
+def test_a_latent_inside_the_actor_is_drawn_at_random():
+    """The loss asks for random draws, also of what precedes the action, whatever the context says."""
+    latent = TensorDictModule(
+        nn.Sequential(nn.Linear(OBSERVATION, 8, dtype=F64), NormalParamExtractor()),
+        ["observation"],
+        ["latent_loc", "latent_scale"],
+    )
+    actor = ProbabilisticTensorDictSequential(
+        latent,
+        ProbabilisticTensorDictModule(
+            {"loc": "latent_loc", "scale": "latent_scale"},
+            ["latent"],
+            distribution_class=independent_normal,
+            default_interaction_type=InteractionType.DETERMINISTIC,
+        ),
+        TensorDictModule(
+            nn.Sequential(nn.Linear(4, 2 * ACTION, dtype=F64), NormalParamExtractor()), ["latent"], ["loc", "scale"]
+        ),
+        ProbabilisticTensorDictModule(["loc", "scale"], ["action"], distribution_class=TanhNormal),
+        return_composite=False,
+    )
+    loss, batch = make_loss(actor=actor, target_entropy=-1.0), make_batch(6)
+    random = run_loss(loss, batch, 0)
+    with set_interaction_type(InteractionType.RANDOM):
+        torch.testing.assert_close(run_loss(loss, batch, 0), random)
+    with set_interaction_type(InteractionType.DETERMINISTIC):
+        torch.testing.assert_close(run_loss(loss, batch, 0), random)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for state in (batch["next"], batch):
+            loc, scale = latent.module(state["observation"])
+            drawn = loc + scale * torch.randn(6, 4, dtype=F64)
+            dist = TanhNormal(*actor[2].module(drawn))
+            _, log_prob = dist.rsample_and_log_prob()
+    torch.testing.assert_close(random["entropy"], -log_prob.mean())
+
+
+@pytest.mark.parametrize(
+    ("flag", "features", "expected"),
+    [
+        ([[True], [False]], (2, 5), [[True], [False]]),
+        ([True, False], (2, 5), [[True], [False]]),
+        ([[True, True], [True, False]], (2, 5), [[True], [False]]),
+        ([[[True], [True]], [[False], [True]]], (2, 5), [[True], [False]]),
+        ([[True], [False]], (2, 3, 5), [[[True]], [[False]]]),
+        ([[True, False], [False, True]], (2, 2, 5), [[[True], [False]], [[False], [True]]]),
+        ([[True], [False]], (2, 3, 4, 4), [[[[True]]], [[[False]]]]),
+    ],
+)
+def test_a_flag_against_an_observation(flag, features, expected):
+    """CASES 29: a state that agents share has ended where all of them have."""
+    found = rows_of(torch.tensor(flag), torch.zeros(features))
+    assert found.tolist() == expected
+    assert torch.broadcast_shapes(found.shape, features) == features
+
+
+def test_an_observation_that_agents_share():
+    """CASES 29: the critics see a common state next to the agents' own; rows of one agent that ended keep it."""
+    state, shape = 4, (5, 2)
+    batch = make_batch(*shape)
+    batch.batch_size = [5]
+    batch["next"].batch_size = [5]
+    batch["state"], batch["next", "state"] = (torch.randn(5, state, dtype=F64) for _ in range(2))
+    ended = torch.tensor([[True, True], [True, False], [False, False], [False, True], [True, True]])
+    batch["next", "terminated"], batch["next", "done"] = ended.unsqueeze(-1), ended.unsqueeze(-1)
+
+    class WithState(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = linear_critic().module
+            self.state = nn.Linear(state, 1, dtype=F64)
+
+        def forward(self, observation, action, shared):
+            return self.net(observation, action) + self.state(shared).unsqueeze(-2)
+
+    keys = ["observation", "action", "state"]
+    members = [TensorDictModule(WithState(), keys, ["state_action_value"]) for _ in range(2)]
+    plain, skipping = (SACLoss(make_actor(), members, skip_done_states=flag) for flag in (False, True))
+    skipping.load_state_dict(plain.state_dict())
+    truth = run_loss(plain, batch, 3)
+    torch.testing.assert_close(run_loss(skipping, batch, 3), truth)
+    # Where both agents ended, the next state may be anything; the others' must be seen as it is.
+    gone = batch.clone()
+    gone["next", "state"][ended.all(-1)] = math.nan
+    found = run_loss(skipping, gone, 3)
+    torch.testing.assert_close(found, truth)
+    assert all(gradient.isfinite().all() for gradient in gradients(skipping, total(found)).values())
