@@ -63,7 +63,9 @@ def test_separate_losses(ensemble):
     encoder, actor, critic = shared_networks(ensemble)
     loss = SACLoss(actor, critic, separate_losses=True, deactivate_vmap=not ensemble)
     batch = make_batch(6)
-    for moved in (loss, copy.deepcopy(loss)):
+    for moved in (loss, copy.deepcopy(loss), copy.deepcopy(loss).to(torch.float32)):
+        dtype = moved.log_alpha.dtype
+        batch = batch.apply(lambda t, dtype=dtype: t.to(dtype) if t.is_floating_point() else t)
         mine = moved.actor_network[0].module[0].weight
         out = run_loss(moved, batch, 0)
         assert torch.autograd.grad(out["loss_qvalue"], mine, allow_unused=True, retain_graph=True)[0] is None

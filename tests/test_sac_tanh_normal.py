@@ -123,12 +123,15 @@ def test_saturation(backend, dtype):
     torch.testing.assert_close(log_prob.double(), true_log_prob.squeeze(-1), rtol=1e-6, atol=1e-6)
 
 
-def test_actions_stay_within_their_bounds(backend):
-    """Rounding may not carry an action over a bound."""
-    loc = torch.tensor([[-30.0, 30.0, 0.0]]).expand(50, 3).contiguous()
-    low = torch.tensor([-0.1, -0.7, -1e-3])
-    high = torch.tensor([0.3, 1.1, 1e3])
-    action, _ = tanh_normal.sample(loc, torch.ones_like(loc), torch.randn(50, 3), low, high, 0.0, 0.0, 1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_actions_stay_within_their_bounds(backend, dtype):
+    """Rounding may not carry an action over a bound: centre + half is above the upper one for a tenth of these."""
+    generator = torch.Generator().manual_seed(0)
+    low = -torch.rand(400, generator=generator, dtype=dtype)
+    high = torch.rand(400, generator=generator, dtype=dtype)
+    assert ((low + high) * 0.5 + (high - low) * 0.5 > high).sum() > 10
+    loc = torch.tensor([[-30.0], [30.0]], dtype=dtype).expand(2, 400).contiguous()
+    action, _ = tanh_normal.sample(loc, torch.ones_like(loc), torch.zeros_like(loc), low, high, 0.0, 0.0, 1)
     assert (action >= low).all()
     assert (action <= high).all()
 

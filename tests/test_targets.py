@@ -99,17 +99,17 @@ def test_making_an_updater_synchronises():
 
 
 def test_the_update_follows_its_parameters():
-    """After .to() and load_state_dict the same updater works on what the loss holds now."""
+    """After .to() and load_state_dict the same updater works on what the loss holds now; so does a copy of both."""
     loss = make_loss()
     updater = SoftUpdate(loss, tau=0.5)
-    other = make_loss()
-    loss.load_state_dict(copy.deepcopy(other.state_dict()), assign=True)
+    loss.load_state_dict(copy.deepcopy(make_loss().state_dict()), assign=True)
     loss.to(torch.float32)
-    move(loss)
-    expected = [target.detach().lerp(source.detach(), 0.5) for target, source in loss.target_pairs()]
-    updater.step()
-    assert all(torch.equal(target, truth) for (target, _), truth in zip(loss.target_pairs(), expected, strict=True))
-    assert expected[0].dtype is torch.float32
+    for mine, its in ((loss, updater), copy.deepcopy((loss, updater))):
+        move(mine)
+        expected = [target.detach().lerp(source.detach(), 0.5) for target, source in mine.target_pairs()]
+        its.step()
+        assert all(torch.equal(target, truth) for (target, _), truth in zip(mine.target_pairs(), expected, strict=True))
+        assert expected[0].dtype is torch.float32
 
 
 def test_buffers_of_networks():
