@@ -63,16 +63,20 @@ class _FrozenInput(torch.autograd.Function):
         return None, None, *gradients
 
 
-def _special(x: Tensor) -> bool:
-    """Whether autocast, which a backward would have to undo, or functorch, with rules of its own, is at work."""
-    return torch.is_autocast_enabled(x.device.type) or torch._C._are_functorch_transforms_active()
+def _hand_written_gradients(like: Tensor) -> bool:
+    """Whether to use the functions above: neither autocast, functorch nor a compiler has gradients of its own to add."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch.is_autocast_enabled(like.device.type)
+        or torch._C._are_functorch_transforms_active()
+    )
 
 
 def ensemble_layer(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """A layer of N nets: ``[N, rows, in]`` by ``[N, in, out]``, plus ``[N, 1, out]``, as one batched product."""
     if bias is None:
         return torch.bmm(x, weight)
-    if weight.shape[2] == 1 and weight.requires_grad and not _special(x):
+    if weight.shape[2] == 1 and weight.requires_grad and _hand_written_gradients(x):
         return _SingleOutput.apply(bias, x, weight)
     return torch.baddbmm(bias, x, weight)
 
@@ -88,9 +92,9 @@ def ensemble_input_layer(inputs: Sequence[Tensor], weight: Tensor, bias: Tensor 
         weight: ``[N, in, out]``.
         bias: ``[N, 1, out]`` or None.
     """
-    if bias is not None and len(inputs) > 1 and not weight.requires_grad and not bias.requires_grad:
-        if torch.is_grad_enabled() and not _special(weight):
-            return _FrozenInput.apply(bias, weight, *inputs)
+    frozen = bias is not None and torch.is_grad_enabled() and not (weight.requires_grad or bias.requires_grad)
+    if frozen and len(inputs) > 1 and _hand_written_gradients(weight):
+        return _FrozenInput.apply(bias, weight, *inputs)
     return ensemble_layer(_rows(_joined(inputs)).expand(weight.shape[0], -1, -1), weight, bias)
 
 
