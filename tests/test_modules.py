@@ -71,30 +71,6 @@ def test_ensemble_joins_its_inputs(frozen, wanted):
         assert not y.requires_grad
 
 
-def test_ensemble_in_other_hands():
-    """Second derivatives, functorch's transforms, autocast."""
-    net = EnsembleMLP(2, 3, 1, (4,), nn.Tanh, dtype=torch.float64)
-    x = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
-    inputs = (x, *net.parameters())
-    assert torch.autograd.gradcheck(lambda x, *_: net(x), inputs)
-    assert torch.autograd.gradgradcheck(lambda x, *_: net(x), inputs)
-    params = dict(net.named_parameters())
-
-    def value(params, x):
-        return torch.func.functional_call(net, params, (x,)).sum()
-
-    each = torch.func.vmap(torch.func.grad(value), (None, 0))(params, x.detach().unsqueeze(1))
-    together = torch.autograd.grad(net(x).sum(), list(params.values()))
-    for one, other in zip(each.values(), together, strict=True):
-        torch.testing.assert_close(one.sum(0), other)
-    single = EnsembleMLP(2, 3, 1, (4,))
-    with torch.autocast("cpu", torch.bfloat16):
-        y = single(torch.randn(5, 3))
-    assert y.dtype is torch.bfloat16
-    y.sum().backward()
-    assert all(p.grad.dtype is torch.float32 for p in single.parameters())
-
-
 def test_ensemble_with_an_input_for_each_net():
     net = EnsembleMLP(2, 5, 1, (7,), shared_input=False)
     for batch in ((4,), (2, 3)):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,83 +18,29 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
 
 
-class _SingleOutput(torch.autograd.Function):
-    """``baddbmm`` with one output, and the gradient of its weights as ``(g^T x)^T`` instead of ``x^T g``.
-
-    The two are the same, but MKL takes ten times as long for a batch of matrices times vectors as for vectors times
-    matrices.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, bias: Tensor, x: Tensor, weight: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.save_for_backward(x, weight)
-        return torch.baddbmm(bias, x, weight)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, weight = ctx.saved_tensors
-        for_bias, for_x, for_weight = ctx.needs_input_grad
-        return (
-            grad.sum(1, keepdim=True) if for_bias else None,
-            torch.bmm(grad, weight.transpose(1, 2)) if for_x else None,
-            torch.bmm(grad.transpose(1, 2), x).transpose(1, 2) if for_weight else None,
-        )
-
-
-class _FrozenInput(torch.autograd.Function):
-    """The first layer of an ensemble whose weights get no gradient; no more than the inputs that need one get one."""
-
-    @staticmethod
-    def forward(ctx: Any, bias: Tensor, weight: Tensor, *inputs: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.save_for_backward(weight)
-        ctx.shapes = [x.shape for x in inputs]
-        return torch.baddbmm(bias, _rows(_joined(inputs)).expand(weight.shape[0], -1, -1), weight)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        (weight,) = ctx.saved_tensors
-        gradients: list[Tensor | None] = []
-        first = 0
-        for needed, shape in zip(ctx.needs_input_grad[2:], ctx.shapes, strict=True):
-            part = weight.narrow(1, first, shape[-1])
-            first += shape[-1]
-            gradients.append(torch.bmm(grad, part.transpose(1, 2)).sum(0).reshape(shape) if needed else None)
-        return None, None, *gradients
-
-
-def _hand_written_gradients(like: Tensor) -> bool:
-    """Whether to use the functions above: neither autocast, functorch nor a compiler has gradients of its own to add."""
-    return not (
-        torch.compiler.is_compiling()
-        or torch.is_autocast_enabled(like.device.type)
-        or torch._C._are_functorch_transforms_active()
-    )
-
-
-def ensemble_layer(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A layer of N nets: ``[N, rows, in]`` by ``[N, in, out]``, plus ``[N, 1, out]``, as one batched product."""
-    if bias is None:
-        return torch.bmm(x, weight)
-    if weight.shape[2] == 1 and weight.requires_grad and _hand_written_gradients(x):
-        return _SingleOutput.apply(bias, x, weight)
-    return torch.baddbmm(bias, x, weight)
-
-
 def ensemble_input_layer(inputs: Sequence[Tensor], weight: Tensor, bias: Tensor | None) -> Tensor:
     """The first layer of N nets on inputs that they share, joined along the last dimension: ``[N, rows, out]``.
 
-    Where gradients go to some inputs and not to the weights (an actor trained through its critics), none is computed
-    for the inputs that need none.
+    Where gradients go to some inputs and not to the weights (an actor trained through its critics), the product is
+    taken apart, so that no gradient is computed for the inputs that need none.
 
     Args:
         inputs: each ``[*batch, in_i]``; ``rows`` is the size of the batch.
         weight: ``[N, in, out]``.
         bias: ``[N, 1, out]`` or None.
     """
-    frozen = bias is not None and torch.is_grad_enabled() and not (weight.requires_grad or bias.requires_grad)
-    if frozen and len(inputs) > 1 and _hand_written_gradients(weight):
-        return _FrozenInput.apply(bias, weight, *inputs)
-    return ensemble_layer(_rows(_joined(inputs)).expand(weight.shape[0], -1, -1), weight, bias)
+    n = weight.shape[0]
+    constant = [x for x in inputs if not x.requires_grad]
+    if weight.requires_grad or len(constant) in (0, len(inputs)) or not torch.is_grad_enabled():
+        x = _rows(_joined(inputs)).expand(n, -1, -1)
+        return torch.bmm(x, weight) if bias is None else torch.baddbmm(bias, x, weight)
+    out = bias
+    pieces = list(zip(inputs, weight.split([x.shape[-1] for x in inputs], 1), strict=True))
+    for x, part in sorted(pieces, key=lambda piece: piece[0].requires_grad):
+        rows = _rows(x).expand(n, -1, -1)
+        out = torch.bmm(rows, part) if out is None else torch.baddbmm(out, rows, part)
+    assert out is not None
+    return out
 
 
 def _activation(factory: Callable[[], nn.Module]) -> nn.Module:
@@ -174,7 +119,7 @@ class EnsembleLinear(nn.Module):
         nn.init.uniform_(self.bias, -bound, bound)
 
     def forward(self, x: Tensor) -> Tensor:
-        return ensemble_layer(x, self.weight, self.bias)
+        return torch.baddbmm(self.bias, x, self.weight)
 
     def extra_repr(self) -> str:
         return f"num_nets={self.num_nets}, in_features={self.in_features}, out_features={self.out_features}"
