@@ -1,0 +1,221 @@
+"""The trajectory index: where trajectories end, which of them a slice fits into, and their bounds, in O(log N).
+
+Rows form a ring of ``steps`` steps (T) of ``envs`` environments (E); row ``t * E + e`` is step ``t`` of environment
+``e``. A trajectory is a run of steps of one environment up to and including a step whose end flag is set. Two more
+limits are derived from the ring's counters and never stored: nothing is older than the oldest step (the cursor of a
+full ring, else step 0), and the newest step (just before the cursor) is the *virtual end* of every trajectory still
+in progress.
+
+* ``ends``: int64 ``[sum(bit_levels(T, E)) ]``, a bitmap of the end flags with summaries. In level 0, bit ``t % 64`` of
+  word ``(t // 64) * E + e`` is the flag of row ``t * E + e``; 64 steps of an environment a word, so that the words of
+  a step lie side by side and a write touches contiguous memory. In level k + 1, bit ``j % 64`` of word
+  ``(j // 64) * E + e`` says whether word ``j * E + e`` of level k is not zero. The last level has one word for each
+  environment. The search for the next or previous end goes up and down these levels: O(log64 T).
+* ``sums``: int64 ``[sum(level_sizes(...))]``, an F-ary sum tree. Its leaves (level 0, padded to a multiple of F) are
+  the *weights* of the words of level 0 of ``ends``: the sum, over the ends in the word (the virtual end included), of
+  the weight of the trajectory that ends there. The root is last. Integers: sums are exact.
+* ``signals``: int64 ``[K, 2]`` = (address, bytes of one row) of the stored keys that tell where trajectories end: rows
+  of the address table of :mod:`gpubuf.kernels.rows`. With ``by_id`` False they are flags: a step ends a trajectory
+  where any byte of any of them is not zero. With ``by_id`` True (K = 1) they are identifiers: a step ends a trajectory
+  where the next step of its environment has other bytes; the newest step has no next one, and never ends one.
+* ``ring``: int64 ``[4]``, as in :mod:`gpubuf.kernels.rows`; it counts rows, E a step. It stands for the storage, which
+  is reached by address: operations that read signals are annotated as mutating it.
+
+Memory: 1/8 byte a row for the bits, 1/8 for the weights, and a little for what is above them.
+
+A :class:`Rule` says which slices of a trajectory are legal. Sums hold for one rule: after it has changed, or after
+rows have been changed elsewhere, call :data:`resum` or :data:`update` over all steps.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gpubuf.kernels._registry import define
+from gpubuf.kernels.sum_tree import NO_ROW
+
+__all__ = ["NO_ROW", "Rule", "bit_levels", "bounds", "draw", "legal_words", "level_sizes", "mark_legal", "new_index"]
+__all__ += ["resum", "slices", "update"]
+
+
+class Rule(NamedTuple):
+    """Which slices are legal, and with which probability. Operations take it as five arguments.
+
+    A trajectory of length ``n >= min_len`` gives slices of ``m = min(slice_len, n)`` steps from the virtual offsets
+    ``-min(before, m - 1) .. n - m + min(after, m - 1)``; the steps that lie outside the trajectory are cut off.
+
+    Attributes:
+        slice_len: steps of a slice, at least 1.
+        min_len: length of the shortest eligible trajectory: ``slice_len`` (strict) or 1.
+        before: by how many steps a slice may begin before its trajectory.
+        after: by how many steps it may go on behind it.
+        by_transition: a trajectory weighs as many as it has offsets, so that all of them are equally likely;
+            otherwise every eligible trajectory weighs 1.
+    """
+
+    slice_len: int
+    min_len: int = 1
+    before: int = 0
+    after: int = 0
+    by_transition: bool = False
+
+    def offsets(self, length: int) -> int:
+        """Number of offsets of a trajectory; 0 where it is not eligible."""
+        if length < self.min_len:
+            return 0
+        m = min(self.slice_len, length)
+        return length - m + 1 + min(self.before, m - 1) + min(self.after, m - 1)
+
+
+def bit_levels(steps: int, envs: int) -> list[int]:
+    """Words of every level of ``ends``: the flags first, one word for each environment last."""
+    per_env = -(-steps // 64)
+    sizes = [per_env * envs]
+    while per_env > 1:
+        per_env = -(-per_env // 64)
+        sizes.append(per_env * envs)
+    return sizes
+
+
+def level_sizes(steps: int, envs: int, fan_out: int) -> list[int]:
+    """Length of every level of ``sums``, padded to a multiple of the fan-out: the words first, the root (1) last."""
+    count = -(-steps // 64) * envs
+    sizes = [-(-count // fan_out) * fan_out]
+    while (count := -(-count // fan_out)) > 1:
+        sizes.append(-(-count // fan_out) * fan_out)
+    return [*sizes, 1]
+
+
+def new_index(steps: int, envs: int, fan_out: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """``(ends, sums)`` of an empty ring."""
+    ends = torch.zeros(sum(bit_levels(steps, envs)), dtype=torch.int64, device=device)
+    return ends, torch.zeros(sum(level_sizes(steps, envs, fan_out)), dtype=torch.int64, device=device)
+
+
+def legal_words(rows: int) -> int:
+    """Words of a bitmap over ``rows`` rows, bit ``row % 64`` of word ``row // 64``."""
+    return -(-rows // 64)
+
+
+update = define(
+    "trajectories_update(Tensor(a!) ends, Tensor(b!) sums, Tensor(c!) ring, Tensor signals, bool by_id, int n, int steps,"
+    " int envs, int fan_out, int slice_len, int min_len, int before, int after, bool by_transition) -> ()",
+    cpu="gpubuf.kernels.trajectories._numba:update",
+    cuda="gpubuf.kernels.trajectories._launch:update",
+    fake=lambda *_: None,
+)
+"""``update(ends, sums, ring, signals, by_id, n, steps, envs, fan_out, *rule)``: the newest ``n`` steps were written.
+
+Called after the rows are in the storage and the ring has moved on; reads the signals of those steps (all steps that
+are in the ring where ``n >= steps``: that is a rebuild, whatever the index held before; bits of steps that are not in
+the ring become zero). What it recomputes besides the words of these steps: the word of the virtual end of before, and
+that of the first end after the cursor, whose trajectory may have lost its head. O(n log N), no host sync.
+"""
+
+
+resum = define(
+    "trajectories_resum(Tensor ends, Tensor(a!) sums, Tensor ring, int steps, int envs, int fan_out, int slice_len,"
+    " int min_len, int before, int after, bool by_transition) -> ()",
+    cpu="gpubuf.kernels.trajectories._numba:resum",
+    cuda="gpubuf.kernels.trajectories._launch:resum",
+    fake=lambda *_: None,
+)
+"""``resum(ends, sums, ring, steps, envs, fan_out, *rule)``: recompute all sums, for another rule.
+
+O(N / 64 + trajectories). No host sync.
+"""
+
+
+def _slices_of(like: Tensor, n: int, slice_len: int) -> tuple[Tensor, Tensor, Tensor]:
+    rows = n * slice_len
+    return like.new_empty(rows), like.new_empty(n), like.new_empty(rows, dtype=torch.bool)
+
+
+draw = define(
+    "trajectories_draw(Tensor ends, Tensor sums, Tensor ring, Tensor(a!) rng, Tensor? rank, int n, int steps, int envs,"
+    " int fan_out, int slice_len, int min_len, int before, int after, bool by_transition) -> (Tensor, Tensor, Tensor)",
+    cpu="gpubuf.kernels.trajectories._numba:draw",
+    cuda="gpubuf.kernels.trajectories._launch:draw",
+    fake=lambda ends, sums, ring, rng, rank, n, steps, envs, fan_out, slice_len, *_: _slices_of(ends, n, slice_len),
+)
+"""``draw(ends, sums, ring, rng, rank, n, steps, envs, fan_out, *rule) -> (index, length, last)``: ``n`` legal slices.
+
+Slice i uses the uniforms ``u`` and ``v`` at random offsets ``2 i`` and ``2 i + 1``; the offset moves on by ``2 n``.
+Unit ``k = rank[i]`` of the total weight, or ``min(floor(u * total), total - 1)`` where ``rank`` (int64 ``[n]``) is None,
+selects the trajectory: units are counted word by word, and by rising step within a word. The slice's virtual offset is
+the unit's place in its trajectory (``by_transition``), or ``min(floor(v * offsets), offsets - 1)``, counted from the
+first legal one.
+
+Returns:
+    ``index`` int64 ``[n * slice_len]``, flat rows in order of time, wrapped around the ring; where a slice is shorter
+    than ``slice_len`` its last row is repeated. ``length`` int64 ``[n]``, steps of each slice. ``last`` bool
+    ``[n * slice_len]``, set at the last step of each slice (position ``length - 1``), nowhere else.
+
+Raises:
+    RuntimeError: no trajectory is eligible (CPU); the text states the longest length and ``min_len``.
+    IndexError: a rank is not in ``[0, total)`` (CPU). On a GPU such a slice has ``NO_ROW`` in every row, length 0 and
+        no last step. No host sync.
+"""
+
+
+slices = define(
+    "trajectories_slices(Tensor ends, Tensor ring, Tensor start, int slice_len, int steps, int envs)"
+    " -> (Tensor, Tensor, Tensor)",
+    cpu="gpubuf.kernels.trajectories._numba:slices",
+    cuda="gpubuf.kernels.trajectories._launch:slices",
+    fake=lambda ends, ring, start, slice_len, steps, envs: _slices_of(start, start.shape[0], slice_len),
+)
+"""``slices(ends, ring, start, slice_len, steps, envs) -> (index, length, last)``: slices from given rows.
+
+``start`` int64 ``[n]``, flat rows. A slice goes to the end of its trajectory or for ``slice_len`` steps, whichever
+comes first. Returns as :data:`draw`.
+
+Raises:
+    IndexError: a row is not stored (CPU). On a GPU the slice has ``NO_ROW`` in every row, and length 0. No host sync.
+"""
+
+
+bounds = define(
+    "trajectories_bounds(Tensor ends, Tensor ring, Tensor row, int steps, int envs) -> Tensor",
+    cpu="gpubuf.kernels.trajectories._numba:bounds",
+    cuda="gpubuf.kernels.trajectories._launch:bounds",
+    fake=lambda ends, ring, row, steps, envs: row.new_empty(3, row.shape[0]),
+)
+"""``bounds(ends, ring, row, steps, envs)``: int64 ``[3, n]`` = (first row, last row, length) of the trajectory of each row.
+
+``row`` int64 ``[n]``, flat. The slice-boundary search: previous and next end from any row, O(log64 T).
+
+Raises:
+    IndexError: a row is not stored (CPU). On a GPU the result is (NO_ROW, NO_ROW, 0). No host sync.
+"""
+
+
+def touched_rows(n: int, need: int, steps: int, envs: int) -> int:
+    """How many rows :data:`mark_legal` returns."""
+    return min(n + need, steps) * envs
+
+
+mark_legal = define(
+    "trajectories_mark_legal(Tensor(a!) legal, Tensor ends, Tensor ring, int n, int need, bool starts_too, int steps,"
+    " int envs) -> Tensor",
+    cpu="gpubuf.kernels.trajectories._numba:mark_legal",
+    cuda="gpubuf.kernels.trajectories._launch:mark_legal",
+    fake=lambda legal, ends, ring, n, need, starts_too, steps, envs: legal.new_empty(
+        touched_rows(n, need, steps, envs)
+    ),
+)
+"""``mark_legal(legal, ends, ring, n, need, starts_too, steps, envs) -> rows``: which rows a slice may start at.
+
+Called after :data:`update` for the newest ``n`` steps. Row r is legal where it is stored and either ``need`` or more
+steps remain in its trajectory, itself included, or (``starts_too``) it is the first of its trajectory. Bit
+``r % 64`` of ``legal[r // 64]`` (int64 ``[legal_words(T * E)]``) says so. What can have changed are the ``n`` steps
+written, the ``need - 1`` before them (their trajectory has grown) and the one after them (the oldest, which may have
+become a first one); the bits of these, and no others that are wrong, are recomputed.
+
+Returns:
+    int64 ``[touched_rows(n, need, T, E)]``: the rows of these steps, contiguous in the ring, for the refresh of a tree.
+    With ``n >= steps`` all rows are recomputed. No host sync.
+"""
