@@ -35,10 +35,7 @@ import torch
 from torch import Tensor
 
 from gpubuf.kernels._registry import define
-from gpubuf.kernels.sum_tree import NO_ROW
-
-__all__ = ["NO_ROW", "Rule", "bit_levels", "bounds", "draw", "legal_words", "level_sizes", "mark_legal", "new_index"]
-__all__ += ["resum", "slices", "update"]
+from gpubuf.kernels.sum_tree import NO_ROW as NO_ROW
 
 
 class Rule(NamedTuple):
@@ -101,8 +98,8 @@ def legal_words(rows: int) -> int:
 
 
 update = define(
-    "trajectories_update(Tensor(a!) ends, Tensor(b!) sums, Tensor(c!) ring, Tensor signals, bool by_id, int n, int steps,"
-    " int envs, int fan_out, int slice_len, int min_len, int before, int after, bool by_transition) -> ()",
+    "trajectories_update(Tensor(a!) ends, Tensor(b!) sums, Tensor(c!) ring, Tensor signals, bool by_id, int n,"
+    " int steps, int envs, int fan_out, int slice_len, int min_len, int before, int after, bool by_transition) -> ()",
     cpu="gpubuf.kernels.trajectories._numba:update",
     cuda="gpubuf.kernels.trajectories._launch:update",
     fake=lambda *_: None,
@@ -144,10 +141,10 @@ draw = define(
 """``draw(ends, sums, ring, rng, rank, n, steps, envs, fan_out, *rule) -> (index, length, last)``: ``n`` legal slices.
 
 Slice i uses the uniforms ``u`` and ``v`` at random offsets ``2 i`` and ``2 i + 1``; the offset moves on by ``2 n``.
-Unit ``k = rank[i]`` of the total weight, or ``min(floor(u * total), total - 1)`` where ``rank`` (int64 ``[n]``) is None,
-selects the trajectory: units are counted word by word, and by rising step within a word. The slice's virtual offset is
-the unit's place in its trajectory (``by_transition``), or ``min(floor(v * offsets), offsets - 1)``, counted from the
-first legal one.
+Unit ``k = rank[i]`` (int64 ``[n]``) of the total weight, or, where ``rank`` is None, ``min(floor(u * total), total -
+1)``, selects the trajectory: units are counted word by word, and by rising step within a word. The slice's virtual
+offset is the unit's place in its trajectory (``by_transition``), or ``min(floor(v * offsets), offsets - 1)``, counted
+from the first legal one.
 
 Returns:
     ``index`` int64 ``[n * slice_len]``, flat rows in order of time, wrapped around the ring; where a slice is shorter
@@ -184,7 +181,7 @@ bounds = define(
     cuda="gpubuf.kernels.trajectories._launch:bounds",
     fake=lambda ends, ring, row, steps, envs: row.new_empty(3, row.shape[0]),
 )
-"""``bounds(ends, ring, row, steps, envs)``: int64 ``[3, n]`` = (first row, last row, length) of the trajectory of each row.
+"""``bounds(ends, ring, row, steps, envs)``: (first row, last row, length) of the trajectory of each row, int64 ``[3, n]``.
 
 ``row`` int64 ``[n]``, flat. The slice-boundary search: previous and next end from any row, O(log64 T).
 
