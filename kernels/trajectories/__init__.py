@@ -181,7 +181,7 @@ bounds = define(
     cuda="gpubuf.kernels.trajectories._launch:bounds",
     fake=lambda ends, ring, row, steps, envs: row.new_empty(3, row.shape[0]),
 )
-"""``bounds(ends, ring, row, steps, envs)``: (first row, last row, length) of the trajectory of each row, int64 ``[3, n]``.
+"""``bounds(ends, ring, row, steps, envs)``: first row, last row and length of each row's trajectory, int64 ``[3, n]``.
 
 ``row`` int64 ``[n]``, flat. The slice-boundary search: previous and next end from any row, O(log64 T).
 
