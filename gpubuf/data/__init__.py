@@ -2,8 +2,11 @@
 
 from gpubuf.data.buffers import ReplayBuffer
 from gpubuf.data.prioritized import PrioritizedSampler
+from gpubuf.data.prioritized_slices import PrioritizedSliceSampler
 from gpubuf.data.random import RandomState
 from gpubuf.data.samplers import RandomSampler, Sampler, SamplerWithoutReplacement
+from gpubuf.data.slices import SliceSampler
+from gpubuf.data.slices_without_replacement import SliceSamplerWithoutReplacement
 from gpubuf.data.storages import LazyTensorStorage, Storage, TensorStorage
 from gpubuf.data.sum_tree import SumTree
 from gpubuf.data.tensordict_buffers import (
@@ -11,6 +14,7 @@ from gpubuf.data.tensordict_buffers import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
+from gpubuf.data.trajectories import Trajectories, TrajectoryIndex
 from gpubuf.data.transforms import Compose
 from gpubuf.data.writers import RoundRobinWriter, TensorDictRoundRobinWriter, Writer
 
@@ -19,17 +23,22 @@ __all__ = [
     "LazyTensorStorage",
     "PrioritizedReplayBuffer",
     "PrioritizedSampler",
+    "PrioritizedSliceSampler",
     "RandomSampler",
     "RandomState",
     "ReplayBuffer",
     "RoundRobinWriter",
     "Sampler",
     "SamplerWithoutReplacement",
+    "SliceSampler",
+    "SliceSamplerWithoutReplacement",
     "Storage",
     "SumTree",
     "TensorDictPrioritizedReplayBuffer",
     "TensorDictReplayBuffer",
     "TensorDictRoundRobinWriter",
     "TensorStorage",
+    "Trajectories",
+    "TrajectoryIndex",
     "Writer",
 ]

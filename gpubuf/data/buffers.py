@@ -289,14 +289,17 @@ class ReplayBuffer:
         with self._lock:
             draw = self._sampler.draw(self._storage, n)
             info = self._info(draw)
-            data = self._storage.assemble(draw.tensors)
+            data = self._storage.assemble(draw.tensors, None, draw.batch_size)
         data = self._finish(data)
         return (data, info) if return_info else data
 
-    def _info(self, draw: Draw) -> dict[str, Tensor]:
-        info = {"index": self._storage.unravel(draw.positions), **draw.info}
+    def _info(self, draw: Draw) -> dict[Any, Tensor]:
+        index, generation, shape = self._storage.unravel(draw.positions), draw.generation, draw.batch_size
+        if shape is not None:
+            index, generation = index.view(*shape, *index.shape[1:]), generation.view(shape)
+        info = {"index": index, **draw.info}
         if isinstance(self._sampler, PrioritizedSampler) or getattr(self._writer, "track_generations", False):
-            info["index_generation"] = draw.generation
+            info["index_generation"] = generation
         return info
 
     def _finish(self, data: Data) -> Data:

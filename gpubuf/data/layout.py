@@ -7,6 +7,7 @@ the kernels a flat list of tensors, and cuts the arena that a gather returns int
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,6 +19,17 @@ from torch import Tensor
 from gpubuf.kernels.rows import ALIGNMENT, arena_offsets
 
 Data = Any  # a Tensor, a TensorDictBase or a tensorclass: tensordict exports no common type for the three
+Key = tuple[str, ...]
+
+
+def as_key(key: Any) -> Key:
+    """A key as its user writes it (``"reward"``, ``("next", "reward")``, nested further) as a flat tuple of names."""
+    return (key,) if isinstance(key, str) else tuple(name for part in key for name in as_key(part))
+
+
+def as_written(key: Key) -> str | Key:
+    """The shortest way to write a key: the name alone where there is only one."""
+    return key[0] if len(key) == 1 else key
 
 
 def batch_shape(data: Data, ndim: int) -> tuple[int, ...]:
@@ -49,7 +61,7 @@ def device_of(data: Data) -> torch.device:
 class Leaf:
     """One key of a row. ``shape`` is that of a single row, contiguous."""
 
-    key: tuple[str, ...]
+    key: Key
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...] = field(init=False)
@@ -68,7 +80,7 @@ class Leaf:
     @property
     def name(self) -> str:
         """The key as its user writes it: ``'reward'`` or ``('next', 'reward')``."""
-        return repr(self.key[0]) if len(self.key) == 1 else repr(self.key)
+        return repr(as_written(self.key))
 
 
 @dataclass(frozen=True)
@@ -109,6 +121,7 @@ class RowLayout:
         self.root = self._describe(example, (), batch_dims)
         #: Whether a batch is a plain TensorDict, rather than a tensor or a tensorclass.
         self.is_tensordict = isinstance(self.root, Node) and self.root.tensorclass is None
+        self._positions = {leaf.key: position for position, leaf in enumerate(self.leaves)}
         self._arenas: dict[int, ArenaPlan] = {}
         self._device: torch.device | None = None
         self._empties: dict[torch.dtype, Tensor] = {}
@@ -128,6 +141,15 @@ class RowLayout:
             if path or name not in self.ignored
         }
         return Node(children, tuple(data.batch_size[batch_dims:]), type(data) if is_tensorclass(data) else None)
+
+    @property
+    def nested_batch(self) -> tuple[int, ...]:
+        """Batch dimensions of the rows themselves: those of the data beyond the storage's."""
+        return () if isinstance(self.root, int) else self.root.batch_suffix
+
+    def position(self, key: Key) -> int | None:
+        """Where a key is in ``leaves``; None where it is not stored."""
+        return self._positions.get(key)
 
     # From a batch to tensors
 
@@ -177,11 +199,12 @@ class RowLayout:
         tensors: list[Tensor],
         batch_size: tuple[int, ...],
         device: torch.device | None,
-        extra: dict[str, Tensor] | None = None,
+        extra: Mapping[Any, Tensor] | None = None,
     ) -> Data:
         """Tensors in the order of ``leaves``, put together as the data that this layout describes.
 
-        ``extra`` entries are added at the root, which must then be a TensorDict.
+        ``extra`` entries, under names or tuples of names, are added, or replace what is there. The root must then be a
+        TensorDict.
         """
         if isinstance(self.root, int):
             return tensors[self.root]
@@ -193,14 +216,26 @@ class RowLayout:
         tensors: list[Tensor],
         batch_size: torch.Size,
         device: torch.device | None,
-        extra: dict[str, Tensor] | None = None,
+        extra: Mapping[Any, Tensor] | None = None,
     ) -> Data:
+        nested: dict[str, dict[Key, Tensor]] = {}
+        own: dict[str, Tensor] = {}
+        for key, value in extra.items() if extra else ():
+            if isinstance(key, str):
+                own[key] = value
+            elif len(key) == 1:
+                own[key[0]] = value
+            else:
+                nested.setdefault(key[0], {})[key[1:]] = value
         source: dict[Any, Any] = {
-            name: tensors[child] if isinstance(child, int) else self._assemble(child, tensors, batch_size, device)
+            name: tensors[child]
+            if isinstance(child, int)
+            else self._assemble(child, tensors, batch_size, device, nested.pop(name, None))
             for name, child in node.children.items()
         }
-        if extra:
-            source.update(extra)
+        source.update(own)
+        for name, entries in nested.items():
+            source[name] = self._assemble(Node({}, (), None), tensors, batch_size, device, entries)
         if node.batch_suffix:
             batch_size = torch.Size((*batch_size, *node.batch_suffix))
         # The public constructor checks every shape again: 7 µs for a nested batch, against 2 µs.

@@ -19,7 +19,8 @@ class Draw(NamedTuple):
     tensors: list[Tensor]
     positions: Tensor  # int64 [n], flat
     generation: Tensor  # int64 [n]
-    info: dict[str, Tensor]
+    info: dict[Any, Tensor]
+    batch_size: tuple[int, ...] | None = None  # of tensors and info where it is not [n]
 
 
 def tensor_storage(storage: Storage) -> TensorStorage:

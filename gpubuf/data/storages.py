@@ -263,10 +263,16 @@ class TensorStorage(Storage):
         arena, index, generation = rows.sample(self.table, self.ring, rng, n, self.max_size, layout.arena(n).n_bytes)
         return layout.cut(arena, n), index, generation
 
-    def assemble(self, tensors: list[Tensor], extra: dict[str, Tensor] | None = None) -> Data:
-        """What :meth:`gather` returned, as a batch like those that were written, with ``extra`` root entries."""
-        n = tensors[0].shape[0] if tensors else 0
-        return self.layout.assemble(tensors, (n,), self._device, extra)
+    def assemble(
+        self, tensors: list[Tensor], extra: dict[Any, Tensor] | None = None, batch_size: tuple[int, ...] | None = None
+    ) -> Data:
+        """What :meth:`gather` returned, as a batch like those that were written, with ``extra`` entries.
+
+        ``batch_size`` is the shape of the batch dimensions of ``tensors``; None: the length of the first dimension.
+        """
+        if batch_size is None:
+            batch_size = (tensors[0].shape[0] if tensors else 0,)
+        return self.layout.assemble(tensors, batch_size, self._device, extra)
 
     def get(self, index: Any) -> Data:
         """Rows by index, as ``storage[index]``: an int, a slice, a sequence, a tensor, or a tuple of tensors.

@@ -84,7 +84,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
             # Without anything in between, the entries go in with the keys; else behind the last transform.
             direct = self._collate_fn is None and not len(self._transform) and self._storage.layout.is_tensordict
             extra = info if direct and include_info is not False else None
-            data = self._storage.assemble(draw.tensors, extra)
+            data = self._storage.assemble(draw.tensors, extra, draw.batch_size)
         data = self._finish(data)
         if extra is None and include_info is not False:
             for key, value in info.items():

@@ -1,0 +1,148 @@
+"""Slices whose first step is drawn by priority."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpubuf.data.prioritized import PrioritizedSampler
+from gpubuf.data.slices import SliceSampler
+from gpubuf.data.storages import Storage, TensorStorage
+from gpubuf.data.trajectories import TrajectoryIndex
+from gpubuf.kernels.trajectories import legal_words
+
+
+class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
+    """Draws where a slice starts by priority, among the rows from which a slice can start.
+
+    A start is legal where ``slice_len`` steps of its trajectory are left (fewer, by the right ``span``) or, with
+    ``strict_length=False``, at the first row of a trajectory too. A bitmap, which every write keeps up to date, tells
+    the sum tree which rows these are; the priorities of the others stay what they are, and count again as soon as
+    their trajectory has grown. ``"priority_weight"`` is that of the start, for every step of its slice. Weights are
+    normalised by the smallest of the legal starts.
+
+    Args:
+        max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer: as for
+            :class:`PrioritizedSampler`.
+        num_slices, slice_len, end_key, end_keys, traj_key, ends, trajectories, cache_values, truncated_key, init_key,
+            strict_length, compile, stack: as for :class:`SliceSampler`.
+        span: as for :class:`SliceSampler`, but slices never begin before their trajectory: the first entry of a pair is
+            ignored, with a warning.
+    """
+
+    def __init__(
+        self,
+        max_capacity: int,
+        alpha: float,
+        beta: float,
+        eps: float = 1e-8,
+        dtype: torch.dtype = torch.float,
+        reduction: str = "max",
+        *,
+        num_slices: int | None = None,
+        slice_len: int | None = None,
+        end_key: Any = None,
+        end_keys: Sequence[Any] | None = None,
+        traj_key: Any = None,
+        ends: Tensor | None = None,
+        trajectories: Tensor | None = None,
+        cache_values: bool = False,
+        truncated_key: Any = ("next", "truncated"),
+        init_key: Any = "is_init",
+        strict_length: bool = True,
+        compile: bool | dict[str, Any] = False,
+        span: bool | int | tuple[bool | int, bool | int] = False,
+        max_priority_within_buffer: bool = False,
+        stack: bool = False,
+    ) -> None:
+        before, after = span if isinstance(span, tuple) else (span, span)
+        if before:
+            warnings.warn(f"{type(self).__name__} draws the first step itself: the left span is ignored", stacklevel=2)
+        PrioritizedSampler.__init__(self, max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer)
+        SliceSampler.__init__(
+            self,
+            num_slices=num_slices,
+            slice_len=slice_len,
+            end_key=end_key,
+            end_keys=end_keys,
+            traj_key=traj_key,
+            ends=ends,
+            trajectories=trajectories,
+            truncated_key=truncated_key,
+            init_key=init_key,
+            strict_length=strict_length,
+            span=(False, after),
+            stack=stack,
+        )
+        # How many steps must be left, and the rows of which that is true.
+        self._need = 0
+        self._legal: Tensor | None = None
+
+    def register_storage(self, storage: Storage) -> None:
+        """Check that the storage fits. Another storage than before begins with a tree and an index of its own.
+
+        Raises:
+            ValueError: it has room for more than ``max_capacity`` rows.
+        """
+        if storage is not self._storage:
+            self._index, self._legal, self._check_order_at = None, None, 2
+        PrioritizedSampler.register_storage(self, storage)
+
+    def _steps_needed(self, length: int) -> int:
+        return length - self._rule(length).after
+
+    def _restrict(self, storage: TensorStorage, index: TrajectoryIndex, need: int) -> Tensor:
+        """Tell the tree which starts are legal, of slices that need ``need`` steps. O(capacity)."""
+        legal = self._legal
+        if legal is None:
+            legal = torch.zeros(legal_words(storage.max_size), dtype=torch.int64, device=storage.device)
+        index.mark_legal(legal, index.steps, need, not self.strict_length)
+        self.tree_for(storage).restrict(legal)
+        self._need, self._legal = need, legal
+        return legal
+
+    def _choose_slices(
+        self, storage: TensorStorage, index: TrajectoryIndex, n: int, length: int
+    ) -> tuple[Tensor, Tensor, Tensor, dict[Any, Tensor]]:
+        need = self._steps_needed(length)
+        if self._legal is None or need != self._need:
+            self._restrict(storage, index, need)
+        try:
+            start, weight = self._choose(storage, n)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"no slice can start anywhere: {need} steps are needed, the stored trajectories are "
+                f"{index.trajectories()}, and the sum tree has no legal row of positive weight"
+            ) from error
+        return *index.slices(start, length), {"priority_weight": weight}
+
+    def on_write(self, index: Tensor, storage: TensorStorage, priority: Tensor | None) -> None:
+        """Index the steps of one write, and give them their priority, in one tree update."""
+        trajectories = self.index_for(storage)
+        n = index.numel() // trajectories.envs
+        trajectories.write(n)
+        legal = self._legal
+        if legal is None:
+            legal = self._restrict(storage, trajectories, self._steps_needed(self.slice_len) if self.slice_len else 1)
+        touched = trajectories.mark_legal(legal, n, self._need, not self.strict_length)
+        PrioritizedSampler.on_write(self, index, storage, priority)
+        self.tree_for(storage).refresh(touched)
+
+    def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
+        """Rows were written elsewhere: index all of them anew, and give these the priority of new ones. O(capacity)."""
+        self.rebuild()
+        PrioritizedSampler.mark_update(self, index, storage=storage)
+
+    def rebuild(self) -> None:
+        super().rebuild()
+        if self._index is not None and self._legal is not None:
+            self._restrict(self._index.storage, self._index, self._need)
+
+    def empty(self) -> None:
+        super().empty()
+        if self._legal is not None:
+            self._legal.zero_()

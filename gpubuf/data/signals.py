@@ -1,0 +1,137 @@
+"""What tells where trajectories end: stored flags, stored identifiers, or a fixed tensor of either."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpubuf.data.layout import Key, as_key
+from gpubuf.data.storages import TensorStorage
+
+#: Where identifiers of trajectories are looked for, in this order, when no key is given.
+TRAJECTORY_KEYS: tuple[Key, ...] = (("collector", "traj_ids"), ("episode",))
+END_KEY: Key = ("next", "done")
+
+# How much of a storage is compared to find out whether its rows are in order.
+_ROWS, _BYTES = 512, 1 << 20
+
+
+@dataclass(frozen=True)
+class Signal:
+    """What tells where the trajectories of a storage end.
+
+    Attributes:
+        table: int64 ``[K, 2]`` = (address, bytes of one row), on the storage's device.
+        by_id: the rows are identifiers, whose change ends a trajectory, instead of flags.
+        assumed: nobody said that these flags are what separates the rows.
+        tensor: what the table points to, where that is not the storage.
+    """
+
+    table: Tensor
+    by_id: bool
+    assumed: bool = False
+    tensor: Tensor | None = None
+
+
+def stored_signal(storage: TensorStorage, end_keys: Sequence[Any] | None = None, traj_key: Any | None = None) -> Signal:
+    """The stored keys that tell where trajectories end.
+
+    Identifiers come first where a key for them is given, or nothing is: then :data:`TRAJECTORY_KEYS` are tried, and
+    :data:`END_KEY`. Where what was asked for is not stored, the other kind is used, with a warning.
+
+    Raises:
+        KeyError: neither is stored.
+        ValueError: the rows of the storage are themselves batches.
+    """
+    layout = storage.layout
+    if layout.nested_batch:
+        raise ValueError(
+            f"the rows of the storage have batch dimensions of their own, {list(layout.nested_batch)}: to keep the "
+            f"steps of several environments, give the storage ndim={storage.ndim + len(layout.nested_batch)}"
+        )
+    asked = traj_key is not None or end_keys is not None
+    by_ends = (False, tuple(as_key(key) for key in end_keys) if end_keys is not None else (END_KEY,))
+    by_ids = [(True, (as_key(traj_key),))] if traj_key is not None else [(True, (key,)) for key in TRAJECTORY_KEYS]
+    choices = [by_ends, *by_ids] if end_keys is not None and traj_key is None else [*by_ids, by_ends]
+    for by_id, keys in choices:
+        positions = [position for key in keys if (position := layout.position(key)) is not None]
+        if not positions:
+            continue
+        if asked and (by_id, keys) != choices[0]:
+            warnings.warn(
+                f"{list(choices[0][1])} is not stored: trajectories are told apart by {list(keys)} instead",
+                stacklevel=2,
+            )
+        table = torch.stack([storage.table[position] for position in positions])
+        return Signal(table, by_id, assumed=not asked and not by_id)
+    raise KeyError(
+        f"nothing tells where trajectories end: none of {[key for _, keys in choices for key in keys]} is stored; the "
+        f"storage has {[leaf.key for leaf in layout.leaves]}"
+    )
+
+
+def fixed_signal(storage: TensorStorage, values: Tensor, by_id: bool) -> Signal:
+    """A tensor ``[n]`` with an entry for each of the storage's first n rows.
+
+    Raises:
+        ValueError: it has fewer entries than rows are stored, or more than there is room for.
+    """
+    n = values.numel()
+    if not len(storage) <= n <= storage.max_size:
+        raise ValueError(
+            f"a fixed signal has an entry for every row: it has {n}, the storage {len(storage)} rows of at most "
+            f"{storage.max_size}"
+        )
+    full = torch.zeros(storage.max_size, dtype=values.dtype, device=storage.device)
+    full[:n].copy_(values.reshape(-1))
+    address = full.data_ptr() if type(full) is Tensor else 0
+    table = torch.tensor([[address, full.element_size()]]).to(storage.device)
+    return Signal(table, by_id, tensor=full)
+
+
+def interleaved_environments(storage: TensorStorage, end_keys: Sequence[Any] | None = None) -> int | None:
+    """How many environments take turns in a 1-D storage.
+
+    Told by the observations: what comes next after row p is stored again as row p + 1 or, of E environments in turn, as
+    row p + E. Synchronises where the storage is not on the CPU.
+
+    Returns:
+        1 where rows follow each other, E where they do E rows apart; None where nothing tells (yet): no key is stored
+        both at the root and under ``"next"``, or next steps are several steps ahead.
+    """
+    layout = storage.layout
+    if storage.ndim > 1 or layout.position(("steps_to_next_obs",)) is not None:
+        return None
+    pairs = [
+        leaf.key
+        for leaf in layout.leaves
+        if leaf.key[0] == "next" and layout.position(leaf.key[1:]) is not None and leaf.dtype is not torch.bool
+    ]
+    width = sum(layout.leaves[layout.position(key) or 0].row_bytes for key in pairs)
+    n = min(len(storage), _ROWS, _BYTES // max(width, 1))
+    if width == 0 or n < 2:
+        return None
+    data = storage[:n].cpu()
+
+    def of(keys: list[Key]) -> Tensor:
+        return torch.cat([data.get(key).reshape(n, -1).contiguous().view(torch.uint8) for key in keys], 1)
+
+    coming, now = of(pairs), of([key[1:] for key in pairs])
+    ended = torch.zeros(n, dtype=torch.bool)
+    for key in [END_KEY] if end_keys is None else end_keys:
+        if layout.position(as_key(key)) is not None:
+            ended |= data.get(as_key(key)).reshape(n, -1).any(1)
+    going_on = (~ended).nonzero().squeeze(-1)
+    if (coming[going_on[going_on < n - 1]] == now[going_on[going_on < n - 1] + 1]).all(1).any():
+        return 1
+    for start in going_on[:1].tolist():
+        for apart in ((coming[start] == now[start:]).all(1).nonzero().squeeze(-1)).tolist():
+            rows = going_on[going_on < n - apart]
+            if apart > 1 and len(rows) > 1 and bool((coming[rows] == now[rows + apart]).all()):
+                return int(apart)
+    return None

@@ -1,0 +1,207 @@
+"""The trajectory index of a storage: which slices there are, and where they begin and end."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gpubuf.data.random import RandomState
+from gpubuf.data.signals import Signal
+from gpubuf.data.storages import TensorStorage
+from gpubuf.kernels import config, trajectories
+from gpubuf.kernels.trajectories import Rule
+
+
+@dataclass(frozen=True)
+class Trajectories:
+    """The trajectories of a storage: environment by environment, the oldest first.
+
+    Attributes:
+        first: flat row of the first step of each, int64 ``[M]``.
+        last: flat row of the last step of each, int64 ``[M]``. Below ``first`` where the trajectory lies across the
+            end of the ring.
+        length: number of steps of each, int64 ``[M]``.
+        ended: whether an end was recorded (bool ``[M]``); otherwise it stops at the newest step.
+    """
+
+    first: Tensor
+    last: Tensor
+    length: Tensor
+    ended: Tensor
+
+    def __len__(self) -> int:
+        return self.length.numel()
+
+    @property
+    def longest(self) -> int:
+        """Length of the longest trajectory; 0 where there is none."""
+        return int(self.length.max()) if len(self) else 0
+
+    def __repr__(self) -> str:
+        some = f", lengths {int(self.length.min())} to {self.longest}" if len(self) else ""
+        return f"{type(self).__name__}({len(self)} trajectories, {int(self.length.sum())} rows{some})"
+
+
+class TrajectoryIndex:
+    """Where the trajectories of a storage end, kept up to date by :meth:`write` in O(n log capacity).
+
+    A trajectory never goes over an end, over the storage's cursor, or from one environment to another; the newest row
+    of an environment is the last one of its trajectory in progress. Rows are flat positions, as everywhere in storages.
+    Nothing here synchronises with the device unless it says so.
+
+    Args:
+        storage: an initialised storage. Rows that it already has are indexed.
+        signal: what tells where trajectories end.
+        rule: which slices are legal; may be changed by :meth:`use`.
+
+    Attributes:
+        steps: steps of the ring, the first dimension of the storage.
+        envs: environments, the product of its other dimensions.
+        ends: bitmap of the ends and what is above it; see :mod:`gpubuf.kernels.trajectories`.
+        sums: weights of the words of the bitmap, and their sums.
+        rule: which slices are legal now.
+    """
+
+    def __init__(self, storage: TensorStorage, signal: Signal, rule: Rule | None = None) -> None:
+        self.storage = storage
+        self.signal = signal
+        self.steps, self.envs = storage.shape[0], math.prod(storage.shape[1:])
+        self.rule = Rule(1) if rule is None else rule
+        device = storage.device
+        name = None
+        if device.type == "cuda" and torch.cuda.is_available():
+            name = torch.cuda.get_device_name(device)
+        words = -(-self.steps // 64) * self.envs
+        self.fan_out = config.trajectory_fan_out(words, device.type, name)
+        self.ends, self.sums = trajectories.new_index(self.steps, self.envs, self.fan_out, device)
+        if len(storage):
+            self.rebuild()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the index."""
+        return self.ends.nbytes + self.sums.nbytes
+
+    @property
+    def total(self) -> Tensor:
+        """Number of eligible trajectories (of legal starts, ``by_transition``): int64, 0-dim, a view."""
+        return self.sums[-1]
+
+    # Writing
+
+    def write(self, n: int) -> None:
+        """Index the newest ``n`` steps, after they have been written."""
+        signal = self.signal
+        trajectories.update(
+            self.ends,
+            self.sums,
+            self.storage.ring,
+            signal.table,
+            signal.by_id,
+            n,
+            self.steps,
+            self.envs,
+            self.fan_out,
+            *self.rule,
+        )
+
+    def rebuild(self) -> None:
+        """Index all rows anew, after they were changed by others. O(capacity)."""
+        self.write(self.steps)
+
+    def use(self, rule: Rule) -> None:
+        """Change the rule; free where it stays the same, else O(capacity / 64)."""
+        if rule != self.rule:
+            self.rule = rule
+            trajectories.resum(self.ends, self.sums, self.storage.ring, self.steps, self.envs, self.fan_out, *rule)
+
+    def clear(self) -> None:
+        """Forget every trajectory."""
+        self.ends.zero_()
+        self.sums.zero_()
+
+    # Slices
+
+    def draw(self, n: int, rng: RandomState, rank: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """``n`` legal slices: index, length and last, as :data:`gpubuf.kernels.trajectories.draw` gives them.
+
+        Raises:
+            RuntimeError: no trajectory is eligible (CPU).
+        """
+        ring, rule = self.storage.ring, self.rule
+        try:
+            return trajectories.draw(
+                self.ends, self.sums, ring, rng.state, rank, n, self.steps, self.envs, self.fan_out, *rule
+            )
+        except RuntimeError as error:
+            raise RuntimeError(self.nothing_eligible()) from error
+
+    def nothing_eligible(self) -> str:
+        """What to tell a user where no slice can be drawn. Synchronises."""
+        found = self.trajectories()
+        text = f"no trajectory is long enough: {self.rule.min_len} steps are needed, the longest of {found} has "
+        text += f"{found.longest}"
+        if self.signal.by_id and self.envs == 1 and found.longest == 1 and len(found) > 1:
+            text += (
+                ". Every row has another identifier than the one before: if several environments take turns, use a "
+                "storage with ndim=2 and batches of shape [envs, steps]"
+            )
+        return text
+
+    def slices(self, start: Tensor, slice_len: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Slices from given rows, as :data:`gpubuf.kernels.trajectories.slices` gives them."""
+        return trajectories.slices(self.ends, self.storage.ring, start, slice_len, self.steps, self.envs)
+
+    def mark_legal(self, legal: Tensor, n: int, need: int, starts_too: bool) -> Tensor:
+        """See :data:`gpubuf.kernels.trajectories.mark_legal`."""
+        return trajectories.mark_legal(legal, self.ends, self.storage.ring, n, need, starts_too, self.steps, self.envs)
+
+    # Inspection
+
+    def bounds(self, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """First row, last row and length of the trajectories that rows belong to.
+
+        Args:
+            row: int64 ``[n]``, flat, on the storage's device.
+
+        Raises:
+            IndexError: a row is not stored (CPU; on a GPU its rows are ``NO_ROW``, and its length 0).
+        """
+        first, last, length = trajectories.bounds(self.ends, self.storage.ring, row, self.steps, self.envs)
+        return first, last, length
+
+    def trajectories(self) -> Trajectories:
+        """All trajectories. O(capacity / 64 + trajectories); synchronises."""
+        self.storage.refresh()
+        device = self.ends.device
+        size = len(self.storage) // self.envs
+        if size == 0:
+            nothing = torch.empty(0, dtype=torch.int64, device=device)
+            return Trajectories(nothing, nothing, nothing, nothing.bool())
+        words = self.ends[: -(-self.steps // 64) * self.envs]
+        place = words.nonzero().squeeze(-1)
+        bit = (words[place, None] >> torch.arange(64, device=device)) & 1
+        which, step = bit.nonzero(as_tuple=True)
+        step = step + place[which] // self.envs * 64
+        env = place[which] % self.envs
+        newest = (self.storage.cursor // self.envs - 1) % self.steps
+        ended_now = torch.zeros(self.envs, dtype=torch.bool, device=device)
+        ended_now[env[step == newest]] = True
+        open_ = (~ended_now).nonzero().squeeze(-1)
+        row = torch.cat([step * self.envs + env, newest * self.envs + open_])
+        ended = torch.ones_like(row, dtype=torch.bool)
+        ended[step.numel() :] = False
+        first, last, length = self.bounds(row)
+        oldest = (newest + 1) % self.steps if size == self.steps else 0
+        age = (first // self.envs - oldest) % self.steps
+        order = ((first % self.envs) * self.steps + age).argsort()
+        return Trajectories(first[order], last[order], length[order], ended[order])
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(steps={self.steps}, envs={self.envs}, {self.rule}, fan_out={self.fan_out}, "
+            f"nbytes={self.nbytes})"
+        )
