@@ -25,6 +25,9 @@ class SumTree:
     Experience Replay", ICLR 2016). A row that was never given a priority weighs zero, and is never drawn. Nothing
     here synchronises with the device unless it says so.
 
+    Draws can be restricted to *legal* rows (:meth:`restrict`). Illegal rows keep their weights, and take new ones, but
+    are not drawn, and count neither in :attr:`total` nor in :attr:`minimum` (hence q_min) nor in :attr:`maximum`.
+
     Args:
         capacity: number of rows.
         alpha: exponent of the priorities, at least 0.
@@ -39,6 +42,8 @@ class SumTree:
         leaves: float32 weights, ``[capacity]`` rounded up to a multiple of the fan-out.
         nodes: float64 ``[3, n_nodes]``: sums, minima and maxima of the inner nodes.
         hyper: float64 ``[5]`` = (alpha, beta, eps, max_priority, refused).
+        legal: None, where every row is legal, or int64 ``[ceil(capacity / 64)]``: row r is bit ``r % 64`` of word
+            ``r // 64``. The caller's, who changes it in place and tells :meth:`refresh`; set by :meth:`restrict`.
 
     Raises:
         ValueError: an argument is out of its range.
@@ -64,6 +69,7 @@ class SumTree:
         self.capacity = int(capacity)
         self.fan_out = config.tree_fan_out(self.capacity, device.type, name, fan_out)
         self.leaves, self.nodes = sum_tree.new_tree(self.capacity, self.fan_out, device)
+        self.legal: Tensor | None = None
         self.hyper = torch.zeros(5, dtype=torch.float64, device=device)
         self.hyper[ALPHA].fill_(self._alpha)
         self.hyper[EPS].fill_(_exponent("eps", eps))
@@ -82,17 +88,17 @@ class SumTree:
 
     @property
     def total(self) -> Tensor:
-        """Sum of all weights: float64, 0-dim, a view."""
+        """Sum of the weights of legal rows: float64, 0-dim, a view."""
         return self.nodes[SUM, -1]
 
     @property
     def minimum(self) -> Tensor:
-        """Smallest positive weight, +inf where there is none: float64, 0-dim, a view."""
+        """Smallest positive weight of a legal row, +inf where there is none: float64, 0-dim, a view."""
         return self.nodes[MINIMUM, -1]
 
     @property
     def maximum(self) -> Tensor:
-        """Largest weight: float64, 0-dim, a view."""
+        """Largest weight of a legal row: float64, 0-dim, a view."""
         return self.nodes[MAXIMUM, -1]
 
     @property
@@ -118,7 +124,7 @@ class SumTree:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors of the tree."""
+        """Bytes of all tensors of the tree, :attr:`legal` not among them."""
         return sum(tensor.nbytes for tensor in (self.leaves, self.nodes, self.hyper, self._full_ring))
 
     # What one does with it.
@@ -169,6 +175,7 @@ class SumTree:
             generation,
             self.capacity,
             self.fan_out,
+            self.legal,
         )
 
     def mark(self, index: Tensor, within_buffer: bool = False) -> None:
@@ -176,16 +183,18 @@ class SumTree:
 
         Args:
             index: rows, any integer dtype, any shape; -1 is ignored.
-            within_buffer: use the largest weight in the tree instead of the maximum ever given.
+            within_buffer: use the largest weight of a legal row instead of the maximum ever given.
 
         Raises:
             IndexError: an index is outside ``[-1, capacity)`` (CPU; a GPU ignores it).
         """
         index = self._vector(index, torch.int64)
-        sum_tree.mark(self.leaves, self.nodes, self.hyper, index, self.capacity, self.fan_out, within_buffer)
+        sum_tree.mark(
+            self.leaves, self.nodes, self.hyper, index, self.capacity, self.fan_out, within_buffer, self.legal
+        )
 
     def draw(self, n: int, rng: RandomState, stratified: bool = False) -> tuple[Tensor, Tensor]:
-        """Draw rows in proportion to their weights, with replacement. No host sync.
+        """Draw legal rows in proportion to their weights, with replacement. No host sync.
 
         Args:
             n: number of draws.
@@ -196,14 +205,53 @@ class SumTree:
             The rows, int64 ``[n]``, and their importance weights, float32 ``[n]``; the caller's to keep.
 
         Raises:
-            RuntimeError: all weights are zero (CPU; on a GPU every index is then ``NO_ROW`` and every weight 0).
+            RuntimeError: no legal row has a weight (CPU; on a GPU every index is then ``NO_ROW`` and every weight 0).
             ValueError: ``n`` is negative.
         """
-        return sum_tree.draw(self.leaves, self.nodes, self.hyper, rng.state, n, self.capacity, self.fan_out, stratified)
+        return sum_tree.draw(
+            self.leaves, self.nodes, self.hyper, rng.state, n, self.capacity, self.fan_out, stratified, self.legal
+        )
 
     def rebuild(self) -> None:
-        """Recompute every inner node from the leaves, after these were written to. No host sync."""
-        sum_tree.build(self.leaves, self.nodes, self.fan_out)
+        """Recompute every inner node, after leaves or bits of :attr:`legal` were written to. No host sync."""
+        sum_tree.build(self.leaves, self.nodes, self.fan_out, self.legal)
+
+    def restrict(self, legal: Tensor | None) -> None:
+        """Draw from legal rows only, from now on. Recomputes every inner node. No host sync.
+
+        Args:
+            legal: the bitmap :attr:`legal`, which is kept, not copied; None: all rows are legal again.
+
+        Raises:
+            TypeError: ``legal`` is not int64.
+            ValueError: it has another shape than ``[ceil(capacity / 64)]``, is not contiguous, or is on another device.
+                Nothing has changed.
+        """
+        if legal is not None:
+            if legal.dtype is not torch.int64:
+                raise TypeError(f"legal must be torch.int64, not {legal.dtype}")
+            shape = [sum_tree.legal_words(self.capacity)]
+            if list(legal.shape) != shape or not legal.is_contiguous():
+                raise ValueError(
+                    f"legal must be contiguous and have shape {shape}, not {list(legal.shape)} "
+                    f"with strides {list(legal.stride())}"
+                )
+            if legal.device != self.device:
+                raise ValueError(f"legal must be on {self.device}, as the tree is, not on {legal.device}")
+        self.legal = legal
+        self.rebuild()
+
+    def refresh(self, index: Tensor) -> None:
+        """Recompute the nodes above rows, after bits of :attr:`legal` or leaves were changed there. No host sync.
+
+        Args:
+            index: the rows, any integer dtype, any shape; -1 is ignored.
+
+        Raises:
+            IndexError: an index is outside ``[-1, capacity)`` (CPU; a GPU ignores it).
+        """
+        index = self._vector(index, torch.int64)
+        sum_tree.refresh(self.leaves, self.nodes, index, self.capacity, self.fan_out, self.legal)
 
     def set_alpha(self, alpha: float) -> None:
         """Change the exponent of the priorities, and the weights with it: ``q ** (new / old)``. No host sync.
@@ -250,7 +298,7 @@ class SumTree:
             self.hyper[BETA].fill_(_exponent("beta", beta))
 
     def clear(self, reset: bool = False) -> None:
-        """Give every row weight zero. No host sync.
+        """Give every row weight zero; :attr:`legal` stays. No host sync.
 
         Args:
             reset: forget the running maximum and the count of refusals too; the exponents stay.
@@ -265,11 +313,14 @@ class SumTree:
     # State.
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of all that is not derived; independent of the fan-out, hence of the device."""
+        """Copies of all that is not derived; independent of the fan-out, hence of the device.
+
+        Without :attr:`legal`, which belongs to whoever maintains it.
+        """
         return {"capacity": self.capacity, "leaves": self.leaves[: self.capacity].clone(), "hyper": self.hyper.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`, in place. Synchronises.
+        """Restore :meth:`state_dict`, in place, under the present :attr:`legal`. Synchronises.
 
         Raises:
             KeyError: an entry is missing.

@@ -9,6 +9,12 @@
 * ``hyper``: float64 ``[5]`` = (alpha, beta, eps, max_priority, refused): the exponents as tensors, so that a
   captured graph sees them change; the running maximum of the raw priorities given, negative before
   the first; the number of priorities refused on a GPU, where an exception would need a host sync.
+* ``legal``: int64 ``[legal_words(capacity)]`` or None, a bitmap of the rows that may be drawn: row r is bit ``r % 64``
+  of word ``r // 64``. It is only read here (:data:`gpubuf.kernels.trajectories.mark_legal` maintains it). Leaves hold
+  their true weights whether legal or not; every inner node, hence total, q_min and largest weight, counts legal
+  leaves only, and a draw takes no other. None: all rows are legal. The nodes above a row hold for the bitmap they
+  were computed with: whoever changes a bit calls :data:`refresh` for that row, or :data:`build`, before the next
+  draw.
 
 Precision: a parent is always recomputed from its children, never corrected by a difference, and inner nodes are
 float64: the root equals the sum of the leaves to 1e-12 whatever the history. Inner nodes are 1/F of the leaves,
@@ -25,6 +31,7 @@ from torch import Tensor
 
 from gpubuf.kernels._registry import define
 
+ROWS_PER_WORD = 64
 SUM, MINIMUM, MAXIMUM = range(3)
 ALPHA, BETA, EPS, MAX_PRIORITY, REFUSED = range(5)
 
@@ -42,6 +49,11 @@ def level_sizes(capacity: int, fan_out: int) -> list[int]:
     return [*sizes, 1]
 
 
+def legal_words(capacity: int) -> int:
+    """Length of the bitmap ``legal`` of ``capacity`` rows."""
+    return -(-capacity // ROWS_PER_WORD)
+
+
 def new_tree(capacity: int, fan_out: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
     """``(leaves, nodes)`` of an empty tree: every weight 0, sum 0, minimum +inf, maximum 0."""
     leaves = torch.zeros(-(-capacity // fan_out) * fan_out, dtype=torch.float32, device=device)
@@ -51,17 +63,32 @@ def new_tree(capacity: int, fan_out: int, device: torch.device | str) -> tuple[T
 
 
 build = define(
-    "sum_tree_build(Tensor leaves, Tensor(a!) nodes, int fan_out) -> ()",
+    "sum_tree_build(Tensor leaves, Tensor(a!) nodes, int fan_out, Tensor? legal=None) -> ()",
     cpu="gpubuf.kernels.sum_tree._numba:build",
     cuda="gpubuf.kernels.sum_tree._launch:build",
-    fake=lambda leaves, nodes, fan_out: None,
+    fake=lambda *_: None,
 )
-"""``build(leaves, nodes, fan_out)``: recompute every inner node from the leaves. No host sync."""
+"""``build(leaves, nodes, fan_out, legal=None)``: recompute every inner node from the leaves. No host sync."""
+
+
+refresh = define(
+    "sum_tree_refresh(Tensor leaves, Tensor(a!) nodes, Tensor index, int capacity, int fan_out, Tensor? legal=None)"
+    " -> ()",
+    cpu="gpubuf.kernels.sum_tree._numba:refresh",
+    cuda="gpubuf.kernels.sum_tree._launch:refresh",
+    fake=lambda *_: None,
+)
+"""Recompute the nodes above rows ``index`` (int64 ``[n]``), after leaves or bits of ``legal`` were changed there.
+
+-1 is ignored, duplicates are harmless. Any other index outside ``[0, capacity)`` raises IndexError on CPU, before
+anything changes, and is ignored on a GPU. The nodes are then equal to the bit to what :data:`build` makes. No host
+sync.
+"""
 
 
 update = define(
     "sum_tree_update(Tensor(a!) leaves, Tensor(b!) nodes, Tensor(c!) hyper, Tensor ring, Tensor index,"
-    " Tensor priority, Tensor? generation, int capacity, int fan_out) -> ()",
+    " Tensor priority, Tensor? generation, int capacity, int fan_out, Tensor? legal=None) -> ()",
     cpu="gpubuf.kernels.sum_tree._numba:update",
     cuda="gpubuf.kernels.sum_tree._launch:update",
     fake=lambda *_: None,
@@ -78,6 +105,8 @@ as in :mod:`gpubuf.kernels.rows`. In this order:
 * where an index remains more than once, the last entry wins, on both backends;
 * ``hyper[MAX_PRIORITY]`` becomes the maximum of itself and of every priority neither dropped nor refused.
 
+The weight of an illegal row is set like any other; it counts once the row is legal.
+
 The power is evaluated in float64 and rounded once. Any other index outside ``[0, capacity)`` raises IndexError on
 CPU and is refused on a GPU. No host sync.
 """
@@ -85,7 +114,7 @@ CPU and is refused on a GPU. No host sync.
 
 mark = define(
     "sum_tree_mark(Tensor(a!) leaves, Tensor(b!) nodes, Tensor hyper, Tensor index, int capacity, int fan_out,"
-    " bool within_buffer) -> ()",
+    " bool within_buffer, Tensor? legal=None) -> ()",
     cpu="gpubuf.kernels.sum_tree._numba:mark",
     cuda="gpubuf.kernels.sum_tree._launch:mark",
     fake=lambda *_: None,
@@ -93,32 +122,42 @@ mark = define(
 """Give rows ``index`` (int64 ``[B]``) the weight of a new row.
 
 That is ``(p + eps) ** alpha`` with p the running maximum, or 1.0 while no priority has been given; with
-``within_buffer`` it is the largest weight in the tree, as it is (it was transformed when it came), or that of p = 1.0
-in an empty tree. -1 is ignored, duplicates are harmless. Neither the running maximum nor any other row
-changes. No host sync.
+``within_buffer`` it is the largest weight of a legal row, as it is (it was transformed when it came), or that of
+p = 1.0 where no legal row has a weight. -1 is ignored, duplicates are harmless. Neither the running maximum nor any
+other row changes. No host sync.
 """
 
 
 def _draw_fake(
-    leaves: Tensor, nodes: Tensor, hyper: Tensor, rng: Tensor, n: int, capacity: int, fan_out: int, stratified: bool
+    leaves: Tensor,
+    nodes: Tensor,
+    hyper: Tensor,
+    rng: Tensor,
+    n: int,
+    capacity: int,
+    fan_out: int,
+    stratified: bool,
+    legal: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     return rng.new_empty(n), leaves.new_empty(n)
 
 
 draw = define(
     "sum_tree_draw(Tensor leaves, Tensor nodes, Tensor hyper, Tensor(a!) rng, int n, int capacity, int fan_out,"
-    " bool stratified) -> (Tensor, Tensor)",
+    " bool stratified, Tensor? legal=None) -> (Tensor, Tensor)",
     cpu="gpubuf.kernels.sum_tree._numba:draw",
     cuda="gpubuf.kernels.sum_tree._launch:draw",
     fake=_draw_fake,
 )
-"""``draw(...) -> (index, weight)``: ``n`` rows in proportion to their weights, with their importance weights.
+"""``draw(...) -> (index, weight)``: ``n`` legal rows in proportion to their weights, with their importance weights.
 
 ``index`` int64 ``[n]``; ``weight`` float32 ``[n]`` = ``(q_i / q_min) ** -beta``, q_min the smallest positive
-weight in the tree. Draw ``i`` looks for the mass ``u_i * total`` or, stratified, ``(i + u_i) / n * total``, all in
+weight of a legal row. Draw ``i`` looks for the mass ``u_i * total`` or, stratified, ``(i + u_i) / n * total``, all in
 float64, and descends by prefix sums of the F children to the first child whose inclusive prefix sum exceeds it; a
-child of weight zero is never entered, at either edge, also where rounding carries the mass past the last prefix.
+child of weight zero is never entered, at either edge, also where rounding carries the mass past the last prefix; an
+illegal leaf counts as one of weight zero.
 
 Raises:
-    RuntimeError: the total is zero (CPU). On a GPU every index is then ``NO_ROW`` and every weight 0. No host sync.
+    RuntimeError: the total is zero: no legal row has a weight (CPU). On a GPU every index is then ``NO_ROW`` and every
+        weight 0. No host sync.
 """

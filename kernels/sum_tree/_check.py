@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from gpubuf.kernels.sum_tree import level_sizes
+from gpubuf.kernels.sum_tree import ROWS_PER_WORD, legal_words, level_sizes
 
 
 @lru_cache(maxsize=256)
@@ -75,6 +75,29 @@ def check_update(ring: Tensor, index: Tensor, priority: Tensor, generation: Tens
     if generation is not None:
         _check_vector("generation", generation, torch.int64, n)
     return n
+
+
+def check_legal(legal: Tensor, capacity: int) -> None:
+    """Raise TypeError or ValueError unless ``legal`` is a bitmap of that many rows."""
+    _check_vector("legal", legal, torch.int64, legal_words(capacity))
+
+
+def rows_to_build(leaves: Tensor, fan_out: int, legal: Tensor | None) -> int:
+    """A capacity for a build, which is not told: any that the leaves fit, and the bitmap covers.
+
+    The padding of the leaves weighs nothing, so that without a bitmap the number of leaves serves.
+
+    Raises:
+        TypeError, ValueError: ``legal`` is not a bitmap of as many rows as the leaves are for.
+    """
+    n_leaves = leaves.numel()
+    if legal is None:
+        return n_leaves
+    capacity = min(n_leaves, ROWS_PER_WORD * legal.numel())
+    if capacity <= n_leaves - fan_out:
+        capacity = n_leaves
+    check_legal(legal, capacity)
+    return capacity
 
 
 def check_devices(*tensors: Tensor | None) -> None:

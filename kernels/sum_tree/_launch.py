@@ -15,8 +15,10 @@ from gpubuf.kernels.sum_tree._check import (
     check_devices,
     check_hyper,
     check_index,
+    check_legal,
     check_tree,
     check_update,
+    rows_to_build,
     tree_shape,
 )
 from gpubuf.kernels.sum_tree._triton import sum_tree_draw_kernel
@@ -28,6 +30,16 @@ def _device_name(device: torch.device) -> str | None:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else None
 
 
+def _check_legal(legal: Tensor | None, capacity: int) -> None:
+    if legal is not None:
+        check_legal(legal, capacity)
+
+
+def _or(given: Tensor | None, index: Tensor) -> Tensor:
+    """``given``, or another int64 tensor in the place of one that the kernel does not read."""
+    return index if given is None else given
+
+
 def _shift(fan_out: int) -> int:
     return fan_out.bit_length() - 1
 
@@ -35,6 +47,7 @@ def _shift(fan_out: int) -> int:
 def _refresh(
     leaves: Tensor,
     nodes: Tensor,
+    legal: Tensor | None,
     index: Tensor,
     n: int,
     capacity: int,
@@ -46,22 +59,54 @@ def _refresh(
     shift = _shift(fan_out)
     common = {"SHIFT": shift, "BLOCK_NODES": chosen.block_nodes, "num_warps": chosen.num_warps}
     grid = (triton.cdiv(min(n, -(-capacity // fan_out)), chosen.block_nodes),)
-    kernels.sum_tree_refresh_leaves_kernel[grid](leaves, nodes, index, n, capacity, n_nodes, **common)
+    kernels.sum_tree_refresh_leaves_kernel[grid](
+        leaves, nodes, _or(legal, index), index, n, capacity, n_nodes, HAS_LEGAL=legal is not None, **common
+    )
     for level in range(2, depth + 1):
         count = -(-capacity // fan_out**level)
         grid = (triton.cdiv(min(n, count), chosen.block_nodes),)
         kernels.sum_tree_refresh_kernel[grid](nodes, index, n, capacity, n_nodes, level, **common)
 
 
-def build(leaves: Tensor, nodes: Tensor, fan_out: int) -> None:
+def build(leaves: Tensor, nodes: Tensor, fan_out: int, legal: Tensor | None = None) -> None:
     """See :data:`gpubuf.kernels.sum_tree.build`."""
-    # The padding weighs nothing, so that the number of leaves serves as the capacity.
-    capacity = leaves.numel()
+    capacity = rows_to_build(leaves, fan_out, legal)
     check_tree(leaves, nodes, capacity, fan_out)
-    check_devices(leaves, nodes)
+    check_devices(leaves, nodes, legal)
     # As many entries as rows: every level is recomputed as a whole, and the index is never read.
     chosen = config.tree_update(fan_out, max(capacity, 1025), _device_name(leaves.device))
-    _refresh(leaves, nodes, nodes.view(torch.int64), capacity, capacity, fan_out, chosen)
+    _refresh(leaves, nodes, legal, nodes.view(torch.int64), capacity, capacity, fan_out, chosen)
+
+
+def refresh(
+    leaves: Tensor, nodes: Tensor, index: Tensor, capacity: int, fan_out: int, legal: Tensor | None = None
+) -> None:
+    """See :data:`gpubuf.kernels.sum_tree.refresh`."""
+    check_tree(leaves, nodes, capacity, fan_out)
+    _check_legal(legal, capacity)
+    n = check_index(index)
+    check_devices(leaves, nodes, index, legal)
+    if n == 0:
+        return
+    _, n_nodes, depth = tree_shape(capacity, fan_out)
+    chosen = config.tree_update(fan_out, n, _device_name(leaves.device))
+    if chosen.single_program:
+        kernels.sum_tree_refresh_small_kernel[(1,)](
+            leaves,
+            nodes,
+            _or(legal, index),
+            index,
+            n,
+            capacity,
+            n_nodes,
+            depth,
+            HAS_LEGAL=legal is not None,
+            SHIFT=_shift(fan_out),
+            BLOCK_NODES=chosen.block_nodes,
+            num_warps=chosen.num_warps,
+        )
+        return
+    _refresh(leaves, nodes, legal, index, n, capacity, fan_out, chosen)
 
 
 def update(
@@ -74,12 +119,14 @@ def update(
     generation: Tensor | None,
     capacity: int,
     fan_out: int,
+    legal: Tensor | None = None,
 ) -> None:
     """See :data:`gpubuf.kernels.sum_tree.update`."""
     check_tree(leaves, nodes, capacity, fan_out)
     check_hyper(hyper)
+    _check_legal(legal, capacity)
     n = check_update(ring, index, priority, generation)
-    check_devices(leaves, nodes, hyper, ring, index, priority, generation)
+    check_devices(leaves, nodes, hyper, ring, index, priority, generation, legal)
     if n == 0:
         return
     if n >= 2**31:
@@ -88,17 +135,19 @@ def update(
     shift = _shift(fan_out)
     chosen = config.tree_update(fan_out, n, _device_name(leaves.device))
     has_generation = generation is not None
-    entries = (ring, index, priority, index if generation is None else generation)
+    entries = (ring, index, priority, _or(generation, index))
     if chosen.single_program:
         kernels.sum_tree_update_small_kernel[(1,)](
             leaves,
             nodes,
+            _or(legal, index),
             hyper,
             *entries,
             n,
             capacity,
             n_nodes,
             depth,
+            HAS_LEGAL=legal is not None,
             HAS_GENERATION=has_generation,
             SHIFT=shift,
             BLOCK_ENTRIES=chosen.block_entries,
@@ -126,17 +175,25 @@ def update(
         BLOCK_ENTRIES=chosen.block_entries,
         num_warps=chosen.num_warps,
     )
-    _refresh(leaves, nodes, index, n, capacity, fan_out, chosen)
+    _refresh(leaves, nodes, legal, index, n, capacity, fan_out, chosen)
 
 
 def mark(
-    leaves: Tensor, nodes: Tensor, hyper: Tensor, index: Tensor, capacity: int, fan_out: int, within_buffer: bool
+    leaves: Tensor,
+    nodes: Tensor,
+    hyper: Tensor,
+    index: Tensor,
+    capacity: int,
+    fan_out: int,
+    within_buffer: bool,
+    legal: Tensor | None = None,
 ) -> None:
     """See :data:`gpubuf.kernels.sum_tree.mark`."""
     check_tree(leaves, nodes, capacity, fan_out)
     check_hyper(hyper)
+    _check_legal(legal, capacity)
     n = check_index(index)
-    check_devices(leaves, nodes, hyper, index)
+    check_devices(leaves, nodes, hyper, index, legal)
     if n == 0:
         return
     _, n_nodes, depth = tree_shape(capacity, fan_out)
@@ -145,12 +202,14 @@ def mark(
         kernels.sum_tree_mark_small_kernel[(1,)](
             leaves,
             nodes,
+            _or(legal, index),
             hyper,
             index,
             n,
             capacity,
             n_nodes,
             depth,
+            HAS_LEGAL=legal is not None,
             WITHIN_BUFFER=within_buffer,
             SHIFT=_shift(fan_out),
             BLOCK_ENTRIES=chosen.block_entries,
@@ -170,7 +229,7 @@ def mark(
         BLOCK_ENTRIES=chosen.block_entries,
         num_warps=chosen.num_warps,
     )
-    _refresh(leaves, nodes, index, n, capacity, fan_out, chosen)
+    _refresh(leaves, nodes, legal, index, n, capacity, fan_out, chosen)
 
 
 def draw(
@@ -182,12 +241,14 @@ def draw(
     capacity: int,
     fan_out: int,
     stratified: bool,
+    legal: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See :data:`gpubuf.kernels.sum_tree.draw`."""
     check_tree(leaves, nodes, capacity, fan_out)
     check_hyper(hyper)
+    _check_legal(legal, capacity)
     check_request(rng, n)
-    check_devices(leaves, nodes, hyper, rng)
+    check_devices(leaves, nodes, hyper, rng, legal)
     index = torch.empty(n, dtype=torch.int64, device=leaves.device)
     weight = torch.empty(n, dtype=torch.float32, device=leaves.device)
     if n == 0:
@@ -198,6 +259,7 @@ def draw(
         leaves,
         nodes,
         hyper,
+        _or(legal, index),
         rng,
         index,
         weight,
@@ -205,6 +267,7 @@ def draw(
         capacity,
         n_nodes,
         depth,
+        HAS_LEGAL=legal is not None,
         STRATIFIED=stratified,
         SHIFT=_shift(fan_out),
         BLOCK_DRAWS=chosen.block_draws,

@@ -4,6 +4,10 @@ A node of 16 children, the fan-out of the CPU, is handled in vector registers, w
 find this form by itself (measured: an update takes 2.3 times as long with plain loops, a draw 1.6 times). The
 order of the additions is fixed by the shuffles below, so that every machine, and build and update alike, get
 the same bits. Other fan-outs, which only trees made for a GPU have, take plain loops.
+
+Arguments that the functions on leaves share: ``leaves_address``; ``legal_address``, that of the bitmap of legal rows,
+or 0 where all rows are legal; ``first``, the row of the node's first leaf. An illegal leaf counts as one of weight
+zero.
 """
 
 # Numba needs the real signatures: no `from __future__ import annotations`.
@@ -16,11 +20,12 @@ from llvmlite import ir
 from numba import carray, types
 from numba.extending import intrinsic
 
-from gpubuf.kernels._pointers import as_f32, as_f64, jit
+from gpubuf.kernels._pointers import as_f32, as_f64, as_i64, jit
 
 WIDTH = 16
 
 _F32, _F64, _I1, _I32, _I64 = ir.FloatType(), ir.DoubleType(), ir.IntType(1), ir.IntType(32), ir.IntType(64)
+_BITS = ir.IntType(WIDTH)
 _VECTOR = ir.VectorType(_F64, WIDTH)
 _ZERO = ir.Constant(_VECTOR, [0.0] * WIDTH)
 _INFINITY = ir.Constant(_VECTOR, [float("inf")] * WIDTH)
@@ -35,9 +40,11 @@ def _load_f64(builder: Any, address: Any) -> Any:
     return builder.load(builder.inttoptr(address, _VECTOR.as_pointer()), align=8)
 
 
-def _load_f32(builder: Any, address: Any) -> Any:
+def _load_legal_f32(builder: Any, address: Any, legal: Any) -> Any:
+    """The leaves at ``address`` whose bit in ``legal`` is set, zero elsewhere; nothing is masked where all are set."""
     narrow = builder.load(builder.inttoptr(address, ir.VectorType(_F32, WIDTH).as_pointer()), align=4)
-    return builder.fpext(narrow, _VECTOR)
+    mask = builder.bitcast(builder.trunc(legal, _BITS), ir.VectorType(_I1, WIDTH))
+    return builder.select(mask, builder.fpext(narrow, _VECTOR), _ZERO)
 
 
 def _reduce(builder: Any, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
@@ -59,9 +66,19 @@ def _maximum(builder: Any) -> Callable[[Any, Any], Any]:
 
 
 @intrinsic
-def _stats_of_leaves(typingctx, address):  # type: ignore[no-untyped-def]
+def _bits_at(typingctx, address):  # type: ignore[no-untyped-def]
+    """The legal bits of 16 rows, which are one aligned piece of a word; the lowest is that of the first row."""
+
     def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        weight = _load_f32(builder, args[0])
+        return builder.zext(builder.load(builder.inttoptr(args[0], _BITS.as_pointer()), align=2), _I64)
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def _stats_of_leaves(typingctx, address, legal):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        weight = _load_legal_f32(builder, *args)
         positive = builder.select(builder.fcmp_ordered(">", weight, _ZERO), weight, _INFINITY)
         return context.make_tuple(
             builder,
@@ -73,7 +90,7 @@ def _stats_of_leaves(typingctx, address):  # type: ignore[no-untyped-def]
             ],
         )
 
-    return types.UniTuple(types.float64, 3)(types.int64), codegen
+    return types.UniTuple(types.float64, 3)(types.int64, types.int64), codegen
 
 
 @intrinsic
@@ -95,49 +112,68 @@ def _stats_of_nodes(typingctx, address, plane_bytes):  # type: ignore[no-untyped
     return types.UniTuple(types.float64, 3)(types.int64, types.int64), codegen
 
 
-def _chooser(load: Callable[[Any, Any], Any]) -> Any:
-    @intrinsic
-    def choose(typingctx, address, mass):  # type: ignore[no-untyped-def]
-        def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-            def shifted(vector: Any, by: int) -> Any:
-                """Every element moved up by ``by`` lanes, zeros below."""
-                return builder.shuffle_vector(vector, _ZERO, _lanes((j - by) % (2 * WIDTH) for j in range(WIDTH)))
+def _choose(context: Any, builder: Any, signature: Any, weight: Any, mass: Any) -> Any:
+    """(first child of positive weight whose inclusive prefix sum exceeds ``mass``, or 16; the prefix before it)."""
 
-            weight = load(builder, args[0])
-            prefix = weight
-            for by in (1, 2, 4, 8):
-                prefix = builder.fadd(prefix, shifted(prefix, by))
-            mass = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), args[1], _I32(0))
-            mass = builder.shuffle_vector(mass, mass, _lanes([0] * WIDTH))
-            # These prefix sums are rounded in different orders: the weight itself tells whether a child is empty.
-            eligible = builder.and_(builder.fcmp_ordered(">", prefix, mass), builder.fcmp_ordered(">", weight, _ZERO))
-            first = builder.cttz(builder.bitcast(eligible, ir.IntType(WIDTH)), _I1(0))
-            before = builder.extract_element(
-                shifted(prefix, 1), builder.zext(builder.and_(first, first.type(15)), _I32)
-            )
-            return context.make_tuple(builder, signature.return_type, [builder.zext(first, _I64), before])
+    def shifted(vector: Any, by: int) -> Any:
+        """Every element moved up by ``by`` lanes, zeros below."""
+        return builder.shuffle_vector(vector, _ZERO, _lanes((j - by) % (2 * WIDTH) for j in range(WIDTH)))
 
-        return types.Tuple((types.int64, types.float64))(types.int64, types.float64), codegen
-
-    return choose
+    prefix = weight
+    for by in (1, 2, 4, 8):
+        prefix = builder.fadd(prefix, shifted(prefix, by))
+    mass = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), mass, _I32(0))
+    mass = builder.shuffle_vector(mass, mass, _lanes([0] * WIDTH))
+    # These prefix sums are rounded in different orders: the weight itself tells whether a child is empty.
+    eligible = builder.and_(builder.fcmp_ordered(">", prefix, mass), builder.fcmp_ordered(">", weight, _ZERO))
+    first = builder.cttz(builder.bitcast(eligible, _BITS), _I1(0))
+    before = builder.extract_element(shifted(prefix, 1), builder.zext(builder.and_(first, first.type(15)), _I32))
+    return context.make_tuple(builder, signature.return_type, [builder.zext(first, _I64), before])
 
 
-_choose_leaf = _chooser(_load_f32)
-_choose_node = _chooser(_load_f64)
+_CHOICE = types.Tuple((types.int64, types.float64))
+
+
+@intrinsic
+def _choose_leaf(typingctx, address, legal, mass):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return _choose(context, builder, signature, _load_legal_f32(builder, *args[:2]), args[2])
+
+    return _CHOICE(types.int64, types.int64, types.float64), codegen
+
+
+@intrinsic
+def _choose_node(typingctx, address, mass):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return _choose(context, builder, signature, _load_f64(builder, args[0]), args[1])
+
+    return _CHOICE(types.int64, types.float64), codegen
+
+
+@jit(inline="always")
+def _counts(weight, legal_address, row):  # type: ignore[no-untyped-def]
+    """Whether a leaf counts. The bits of padding, which weighs nothing, are not read: there may be none."""
+    if legal_address == 0 or not weight > 0.0:
+        return weight > 0.0
+    return (carray(as_i64(legal_address), (row >> 6) + 1)[row >> 6] >> (row & 63)) & 1 == 1
 
 
 @jit
-def stats_of_leaves(address, fan_out):  # type: ignore[no-untyped-def]
-    """(sum, least positive, maximum) of the ``fan_out`` float32 leaves at ``address``."""
+def stats_of_leaves(leaves_address, legal_address, first, fan_out):  # type: ignore[no-untyped-def]
+    """(sum, least positive, maximum) of ``fan_out`` leaves."""
+    address = leaves_address + 4 * first
     if fan_out == WIDTH:
-        return _stats_of_leaves(address)  # type: ignore[call-arg]
+        if legal_address == 0:
+            return _stats_of_leaves(address, -1)  # type: ignore[call-arg]
+        return _stats_of_leaves(address, _bits_at(legal_address + (first >> 3)))  # type: ignore[call-arg]
     weights = carray(as_f32(address), fan_out)
     total, minimum, maximum = 0.0, np.inf, 0.0
     for j in range(fan_out):
         weight = np.float64(weights[j])
-        total += weight
-        minimum = min(minimum, weight if weight > 0.0 else np.inf)
-        maximum = max(maximum, weight)
+        if _counts(weight, legal_address, first + j):
+            total += weight
+            minimum = min(minimum, weight)
+            maximum = max(maximum, weight)
     return total, minimum, maximum
 
 
@@ -195,13 +231,22 @@ def choose_node(address, mass, fan_out):  # type: ignore[no-untyped-def]
 
 
 @jit
-def choose_leaf(address, mass, fan_out):  # type: ignore[no-untyped-def]
-    """Child among the ``fan_out`` float32 leaves at ``address``, as in :func:`choose_node`."""
-    weights = carray(as_f32(address), fan_out)
+def choose_leaf(leaves_address, legal_address, first, mass, fan_out):  # type: ignore[no-untyped-def]
+    """Child among ``fan_out`` leaves, as in :func:`choose_node`."""
+    address = leaves_address + 4 * first
     if fan_out == WIDTH:
-        child, _ = _choose_leaf(address, mass)
-    else:
-        child, _ = _scan(weights, mass, fan_out)
-    if child == fan_out:
-        child = _last_positive(weights, fan_out)
-    return child
+        if legal_address == 0:
+            child, _ = _choose_leaf(address, -1, mass)
+        else:
+            child, _ = _choose_leaf(address, _bits_at(legal_address + (first >> 3)), mass)
+        if child < fan_out:
+            return child
+    weights = carray(as_f32(address), fan_out)
+    prefix, last = 0.0, 0
+    for j in range(fan_out):
+        if _counts(weights[j], legal_address, first + j):
+            prefix += weights[j]
+            if prefix > mass:
+                return j
+            last = j
+    return last

@@ -15,27 +15,22 @@ from gpubuf.kernels.philox import check_request
 from gpubuf.kernels.philox._numba import philox_uniform_f64
 from gpubuf.kernels.rows import SIZE, WRITTEN
 from gpubuf.kernels.sum_tree import ALPHA, BETA, EPS, MAX_PRIORITY
-from gpubuf.kernels.sum_tree._check import check_hyper, check_index, check_tree, check_update, tree_shape
-from gpubuf.kernels.sum_tree._node import choose_leaf, choose_node, stats_of_leaves, stats_of_nodes
+from gpubuf.kernels.sum_tree._check import (
+    check_hyper,
+    check_index,
+    check_legal,
+    check_tree,
+    check_update,
+    rows_to_build,
+    tree_shape,
+)
+from gpubuf.kernels.sum_tree._levels import padded, refresh_above, refresh_all, shift_of
+from gpubuf.kernels.sum_tree._node import choose_leaf, choose_node
 
 _LARGEST = float(np.finfo(np.float32).max)
 
 # Draws that go down the tree together: enough to hide the latency of memory, few enough to stay in the L1 cache.
 _TOGETHER = 512
-
-
-@jit(inline="always")
-def _shift_of(fan_out):  # type: ignore[no-untyped-def]
-    shift = 0
-    while (1 << shift) < fan_out:
-        shift += 1
-    return shift
-
-
-@jit(inline="always")
-def _padded(count, fan_out):  # type: ignore[no-untyped-def]
-    """Length of a level of ``count`` nodes; the root alone is not padded."""
-    return count if count == 1 else -(-count // fan_out) * fan_out
 
 
 @jit(inline="always")
@@ -50,95 +45,40 @@ def _weight_of(priority, alpha, eps):  # type: ignore[no-untyped-def]
     return abs(weight if weight < _LARGEST else _LARGEST)
 
 
-@jit
-def _refresh_all(leaves_address, nodes_address, capacity, fan_out, n_nodes):  # type: ignore[no-untyped-def]
-    """Recompute every inner node from its children, level by level."""
-    count = -(-capacity // fan_out)
-    sums = carray(as_f64(nodes_address), n_nodes)
-    minima = carray(as_f64(nodes_address + 8 * n_nodes), n_nodes)
-    maxima = carray(as_f64(nodes_address + 16 * n_nodes), n_nodes)
-    for node in range(count):
-        sums[node], minima[node], maxima[node] = stats_of_leaves(leaves_address + 4 * node * fan_out, fan_out)
-    below, here = 0, _padded(count, fan_out)
-    while count > 1:
-        count = -(-count // fan_out)
-        for node in range(count):
-            children = nodes_address + 8 * (below + node * fan_out)
-            at = here + node
-            sums[at], minima[at], maxima[at] = stats_of_nodes(children, 8 * n_nodes, fan_out)
-        below, here = here, here + _padded(count, fan_out)
-
-
-@jit
-def _refresh_above(leaves_address, nodes_address, capacity, fan_out, n_nodes, index, n):  # type: ignore[no-untyped-def]
-    """Recompute the nodes above rows ``index`` from their children, level by level.
-
-    A node that follows itself in the list is skipped (a contiguous run of rows costs 1/F of its length), and a
-    level with no more nodes than the list is recomputed as a whole, in order.
-    """
-    shift = _shift_of(fan_out)
-    plane_bytes = 8 * n_nodes
-    sums = carray(as_f64(nodes_address), n_nodes)
-    minima = carray(as_f64(nodes_address + plane_bytes), n_nodes)
-    maxima = carray(as_f64(nodes_address + 2 * plane_bytes), n_nodes)
-    touched = np.empty(n, np.int64)
-
-    n_touched = 0
-    previous = -1
+@jit(inline="always")
+def _outside(index, n, capacity):  # type: ignore[no-untyped-def]
+    """0, or minus (position + 1) of the first index that is neither a row nor -1."""
     for i in range(n):
-        node = index[i] >> shift
-        if node >= 0 and node != previous:
-            previous = node
-            touched[n_touched] = node
-            n_touched += 1
-            # The siblings, which the next level reads.
-            siblings = nodes_address + 8 * ((node >> shift) << shift)
-            for plane in range(3):
-                prefetch(siblings + plane * plane_bytes)
-                prefetch(siblings + plane * plane_bytes + 64)
-
-    count = -(-capacity // fan_out)
-    if n_touched >= count:
-        _refresh_all(leaves_address, nodes_address, capacity, fan_out, n_nodes)
-        return
-    for i in range(n_touched):
-        node = touched[i]
-        sums[node], minima[node], maxima[node] = stats_of_leaves(leaves_address + 4 * (node << shift), fan_out)
-
-    below, here = 0, _padded(count, fan_out)
-    while count > 1:
-        count = -(-count // fan_out)
-        n_below, n_touched = n_touched, 0
-        previous = -1
-        for i in range(n_below):
-            node = touched[i] >> shift
-            if node != previous:
-                previous = node
-                touched[n_touched] = node
-                n_touched += 1
-        if n_touched >= count:
-            n_touched = count
-            for i in range(count):
-                touched[i] = i
-        for i in range(n_touched):
-            children = nodes_address + 8 * (below + (touched[i] << shift))
-            at = here + touched[i]
-            sums[at], minima[at], maxima[at] = stats_of_nodes(children, plane_bytes, fan_out)
-        below, here = here, here + _padded(count, fan_out)
+        if index[i] < -1 or index[i] >= capacity:
+            return -(i + 1)
+    return 0
 
 
-@jit("void(int64, int64, int64, int64, int64)", **OPTIONS)
-def _build(leaves_address, nodes_address, capacity, fan_out, n_nodes):  # type: ignore[no-untyped-def]
-    _refresh_all(leaves_address, nodes_address, capacity, fan_out, n_nodes)
+@jit("void(int64, int64, int64, int64, int64, int64)", **OPTIONS)
+def _build(leaves_address, nodes_address, legal_address, capacity, fan_out, n_nodes):  # type: ignore[no-untyped-def]
+    refresh_all(leaves_address, nodes_address, legal_address, capacity, fan_out, n_nodes)
+
+
+@jit("int64(int64, int64, int64, int64, int64, int64, int64, int64)", **OPTIONS)
+def _refresh(  # type: ignore[no-untyped-def]
+    leaves_address, nodes_address, legal_address, index_address, n, capacity, fan_out, n_nodes
+):
+    """0, or minus (position + 1) of the first index out of range."""
+    index = carray(as_i64(index_address), n)
+    outside = _outside(index, n, capacity)
+    if outside == 0:
+        refresh_above(leaves_address, nodes_address, legal_address, capacity, fan_out, n_nodes, index, n)
+    return outside
 
 
 @jit(
-    "int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64)",
+    "int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64)",
     **OPTIONS,
 )
 def _update(  # type: ignore[no-untyped-def]
     leaves_address,
     nodes_address,
+    legal_address,
     hyper_address,
     ring_address,
     index_address,
@@ -187,21 +127,30 @@ def _update(  # type: ignore[no-untyped-def]
             leaves[row] = weight[i]
             largest = max(largest, abs(np.float64(priority[i])))
     hyper[MAX_PRIORITY] = largest
-    _refresh_above(leaves_address, nodes_address, capacity, fan_out, n_nodes, index, n)
+    refresh_above(leaves_address, nodes_address, legal_address, capacity, fan_out, n_nodes, index, n)
     return 0
 
 
-@jit("int64(int64, int64, int64, int64, int64, int64, int64, int64, boolean)", **OPTIONS)
+@jit("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, boolean)", **OPTIONS)
 def _mark(  # type: ignore[no-untyped-def]
-    leaves_address, nodes_address, hyper_address, index_address, n, capacity, fan_out, n_nodes, within_buffer
+    leaves_address,
+    nodes_address,
+    legal_address,
+    hyper_address,
+    index_address,
+    n,
+    capacity,
+    fan_out,
+    n_nodes,
+    within_buffer,
 ):
     """0, or minus (position + 1) of the first index out of range."""
     leaves = carray(as_f32(leaves_address), capacity)
     hyper = carray(as_f64(hyper_address), 5)
     index = carray(as_i64(index_address), n)
-    for i in range(n):
-        if index[i] < -1 or index[i] >= capacity:
-            return -(i + 1)
+    outside = _outside(index, n, capacity)
+    if outside != 0:
+        return outside
     largest_weight = carray(as_f64(nodes_address), 3 * n_nodes)[3 * n_nodes - 1]
     given = hyper[MAX_PRIORITY]
     if within_buffer and largest_weight > 0.0:
@@ -211,14 +160,15 @@ def _mark(  # type: ignore[no-untyped-def]
     for i in range(n):
         if index[i] >= 0:
             leaves[index[i]] = np.float32(weight)
-    _refresh_above(leaves_address, nodes_address, capacity, fan_out, n_nodes, index, n)
+    refresh_above(leaves_address, nodes_address, legal_address, capacity, fan_out, n_nodes, index, n)
     return 0
 
 
-@jit("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, boolean)", **OPTIONS)
+@jit("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, boolean)", **OPTIONS)
 def _draw(  # type: ignore[no-untyped-def]
     leaves_address,
     nodes_address,
+    legal_address,
     hyper_address,
     rng_address,
     index_address,
@@ -240,12 +190,12 @@ def _draw(  # type: ignore[no-untyped-def]
     if not total > 0.0:
         return 1
 
-    shift = _shift_of(fan_out)
+    shift = shift_of(fan_out)
     level_start = np.empty(64, np.int64)
     count, start, depth = -(-capacity // fan_out), 0, 0
     level_start[0] = 0
     while count > 1:
-        start += _padded(count, fan_out)
+        start += padded(count, fan_out)
         depth += 1
         level_start[depth] = start
         count = -(-count // fan_out)
@@ -270,9 +220,11 @@ def _draw(  # type: ignore[no-untyped-def]
                 index[first + i] = node
                 prefetch(next_address + (node << shift) * width)
                 prefetch(next_address + (node << shift) * width + 64)
+                if legal_address != 0 and level == 0:
+                    prefetch(legal_address + ((node << shift) >> 3))
         for i in range(together):
             first_child = index[first + i] << shift
-            row = first_child + choose_leaf(leaves_address + 4 * first_child, left[i], fan_out)
+            row = first_child + choose_leaf(leaves_address, legal_address, first_child, left[i], fan_out)
             index[first + i] = row
             left[i] = np.float64(leaves[row]) / least
         # A loop of its own, without calls, so that it is vectorised: (q / q_min) ** -beta, of ratios of at least 1.
@@ -282,12 +234,32 @@ def _draw(  # type: ignore[no-untyped-def]
     return 0
 
 
-def build(leaves: Tensor, nodes: Tensor, fan_out: int) -> None:
+def build(leaves: Tensor, nodes: Tensor, fan_out: int, legal: Tensor | None = None) -> None:
     """See :data:`gpubuf.kernels.sum_tree.build`."""
-    # The padding weighs nothing, so that the number of leaves serves as the capacity.
-    capacity = leaves.numel()
+    capacity = rows_to_build(leaves, fan_out, legal)
     check_tree(leaves, nodes, capacity, fan_out)
-    _build(leaves.data_ptr(), nodes.data_ptr(), capacity, fan_out, nodes.numel() // 3)
+    legal_address = 0 if legal is None else _address(legal, capacity)
+    _build(leaves.data_ptr(), nodes.data_ptr(), legal_address, capacity, fan_out, nodes.numel() // 3)
+
+
+def refresh(
+    leaves: Tensor, nodes: Tensor, index: Tensor, capacity: int, fan_out: int, legal: Tensor | None = None
+) -> None:
+    """See :data:`gpubuf.kernels.sum_tree.refresh`."""
+    check_tree(leaves, nodes, capacity, fan_out)
+    legal_address = 0 if legal is None else _address(legal, capacity)
+    code = _refresh(
+        leaves.data_ptr(),
+        nodes.data_ptr(),
+        legal_address,
+        index.data_ptr(),
+        check_index(index),
+        capacity,
+        fan_out,
+        tree_shape(capacity, fan_out)[1],
+    )
+    if code:
+        _raise_index(index, -code - 1, capacity)
 
 
 def update(
@@ -300,14 +272,17 @@ def update(
     generation: Tensor | None,
     capacity: int,
     fan_out: int,
+    legal: Tensor | None = None,
 ) -> None:
     """See :data:`gpubuf.kernels.sum_tree.update`."""
     check_tree(leaves, nodes, capacity, fan_out)
     check_hyper(hyper)
+    legal_address = 0 if legal is None else _address(legal, capacity)
     n = check_update(ring, index, priority, generation)
     code = _update(
         leaves.data_ptr(),
         nodes.data_ptr(),
+        legal_address,
         hyper.data_ptr(),
         ring.data_ptr(),
         index.data_ptr(),
@@ -328,14 +303,23 @@ def update(
 
 
 def mark(
-    leaves: Tensor, nodes: Tensor, hyper: Tensor, index: Tensor, capacity: int, fan_out: int, within_buffer: bool
+    leaves: Tensor,
+    nodes: Tensor,
+    hyper: Tensor,
+    index: Tensor,
+    capacity: int,
+    fan_out: int,
+    within_buffer: bool,
+    legal: Tensor | None = None,
 ) -> None:
     """See :data:`gpubuf.kernels.sum_tree.mark`."""
     check_tree(leaves, nodes, capacity, fan_out)
     check_hyper(hyper)
+    legal_address = 0 if legal is None else _address(legal, capacity)
     code = _mark(
         leaves.data_ptr(),
         nodes.data_ptr(),
+        legal_address,
         hyper.data_ptr(),
         index.data_ptr(),
         check_index(index),
@@ -357,15 +341,18 @@ def draw(
     capacity: int,
     fan_out: int,
     stratified: bool,
+    legal: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See :data:`gpubuf.kernels.sum_tree.draw`."""
     check_tree(leaves, nodes, capacity, fan_out)
     check_hyper(hyper)
+    legal_address = 0 if legal is None else _address(legal, capacity)
     check_request(rng, n)
     index, weight = torch.empty(n, dtype=torch.int64), torch.empty(n, dtype=torch.float32)
     if n and _draw(
         leaves.data_ptr(),
         nodes.data_ptr(),
+        legal_address,
         hyper.data_ptr(),
         rng.data_ptr(),
         index.data_ptr(),
@@ -376,8 +363,14 @@ def draw(
         tree_shape(capacity, fan_out)[1],
         stratified,
     ):
-        raise RuntimeError("nothing can be drawn: every row of the sum tree has weight zero")
+        illegal = "" if legal is None else " or is illegal"
+        raise RuntimeError(f"nothing can be drawn: every row of the sum tree has weight zero{illegal}")
     return index, weight
+
+
+def _address(legal: Tensor, capacity: int) -> int:
+    check_legal(legal, capacity)
+    return legal.data_ptr()
 
 
 def _raise_index(index: Tensor, position: int, capacity: int) -> Never:

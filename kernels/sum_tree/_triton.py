@@ -5,6 +5,7 @@ Arguments that all kernels share:
 * ``leaves_ptr``: float32 [n_leaves], the capacity rounded up to a multiple of the fan-out F = 1 << SHIFT;
 * ``nodes_ptr``: float64 [3, n_nodes], planes sum, minimum, maximum; level 1 first, the root last;
 * ``hyper_ptr``: float64 [5] = (alpha, beta, eps, max_priority, refused);
+* ``legal_ptr``: int64 [cdiv(capacity, 64)], row r is bit r % 64 of word r // 64; not read without HAS_LEGAL.
 """
 
 import triton
@@ -32,6 +33,12 @@ def level_start(capacity, level, SHIFT: tl.constexpr):
         count = level_up(count, SHIFT)
         start += count << SHIFT
     return start
+
+
+@triton.jit
+def counting(weight, word, row):
+    """``weight`` of rows whose bit in their ``word`` of the bitmap is set, zero elsewhere."""
+    return tl.where(((word >> (row & 63)) & 1) != 0, weight, 0.0)
 
 
 @triton.jit
@@ -69,6 +76,7 @@ def sum_tree_draw_kernel(
     leaves_ptr,
     nodes_ptr,
     hyper_ptr,
+    legal_ptr,
     rng_ptr,  # int64 [3] = (seed, offset, ticket); advanced by n
     index_ptr,  # int64 [n]
     weight_ptr,  # float32 [n]
@@ -76,11 +84,12 @@ def sum_tree_draw_kernel(
     capacity,
     n_nodes,
     depth,  # inner levels
+    HAS_LEGAL: tl.constexpr,
     STRATIFIED: tl.constexpr,
     SHIFT: tl.constexpr,
     BLOCK_DRAWS: tl.constexpr,
 ):
-    """Draw rows in proportion to their weights, with weight (q / q_min) ** -beta; NO_ROW and 0 in an all-zero tree.
+    """Draw legal rows in proportion to their weights, with weight (q / q_min) ** -beta; NO_ROW and 0 if all are 0.
 
     Grid: (cdiv(n, BLOCK_DRAWS),).
     """
@@ -99,7 +108,10 @@ def sum_tree_draw_kernel(
         children = nodes_ptr + start + (node << SHIFT)[:, None] + lane[None, :]
         child, mass = choose_child(tl.load(children), mass, lane, fan_out)
         node = (node << SHIFT) + child
-    weight = tl.load(leaves_ptr + (node << SHIFT)[:, None] + lane[None, :]).to(tl.float64)
+    leaf = (node << SHIFT)[:, None] + lane[None, :]
+    weight = tl.load(leaves_ptr + leaf).to(tl.float64)
+    if HAS_LEGAL:
+        weight = counting(weight, tl.load(legal_ptr + (leaf >> 6), mask=leaf < capacity, other=0), leaf)
     child, mass = choose_child(weight, mass, lane, fan_out)
     row = (node << SHIFT) + child
     drawn = tl.sum(tl.where(lane[None, :] == child[:, None], weight, 0.0), axis=1)

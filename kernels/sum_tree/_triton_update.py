@@ -8,6 +8,7 @@ Arguments that all kernels share:
 * ``leaves_ptr``: float32 [n_leaves], the capacity rounded up to a multiple of the fan-out F = 1 << SHIFT;
 * ``nodes_ptr``: float64 [3, n_nodes], planes sum, minimum, maximum; level 1 first, the root last;
 * ``hyper_ptr``: float64 [5] = (alpha, beta, eps, max_priority, refused);
+* ``legal_ptr``: int64 [cdiv(capacity, 64)], row r is bit r % 64 of word r // 64; not read without HAS_LEGAL;
 * ``ring_ptr``: int64 [4] = (written, size, ticket, faults);
 * ``index_ptr``: int64 [n], rows; -1 is ignored.
 """
@@ -15,7 +16,7 @@ Arguments that all kernels share:
 import triton
 import triton.language as tl
 
-from gpubuf.kernels.sum_tree._triton import level_start, level_up, weight_of
+from gpubuf.kernels.sum_tree._triton import counting, level_start, level_up, weight_of
 
 
 @triton.jit
@@ -93,12 +94,27 @@ def _stage_mark(leaves_ptr, index_ptr, weight, i, n, capacity):
 
 
 @triton.jit
-def _stage_refresh_leaves(leaves_ptr, nodes_ptr, index_ptr, i, n, capacity, n_nodes, SHIFT: tl.constexpr):
+def _stage_refresh_leaves(
+    leaves_ptr,
+    nodes_ptr,
+    legal_ptr,
+    index_ptr,
+    i,
+    n,
+    capacity,
+    n_nodes,
+    HAS_LEGAL: tl.constexpr,
+    SHIFT: tl.constexpr,
+):
     """Recompute level-1 nodes from their leaves."""
     fan_out: tl.constexpr = 1 << SHIFT
     node, needed = _nodes_above(index_ptr, i, n, capacity, SHIFT, level_up(capacity, SHIFT))
     leaf = (node << SHIFT)[:, None] + tl.arange(0, fan_out)[None, :]
     weight = tl.load(leaves_ptr + leaf, mask=needed[:, None], other=0.0).to(tl.float64)
+    if HAS_LEGAL:
+        # The bits of the padding, which weighs nothing, may not exist.
+        word = tl.load(legal_ptr + (leaf >> 6), mask=needed[:, None] & (leaf < capacity), other=0)
+        weight = counting(weight, word, leaf)
     tl.store(nodes_ptr + node, tl.sum(weight, axis=1), mask=needed)
     least = tl.min(tl.where(weight > 0.0, weight, float("inf")), axis=1)
     tl.store(nodes_ptr + n_nodes + node, least, mask=needed)
@@ -124,11 +140,13 @@ def _stage_refresh(nodes_ptr, index_ptr, i, n, capacity, n_nodes, level, below, 
 def _stage_refresh_all(
     leaves_ptr,
     nodes_ptr,
+    legal_ptr,
     index_ptr,
     n,
     capacity,
     n_nodes,
     depth,
+    HAS_LEGAL: tl.constexpr,
     SHIFT: tl.constexpr,
     BLOCK_NODES: tl.constexpr,
 ):
@@ -137,7 +155,9 @@ def _stage_refresh_all(
     count = level_up(capacity, SHIFT)
     tl.debug_barrier()
     for start in range(0, tl.minimum(count, n), BLOCK_NODES):
-        _stage_refresh_leaves(leaves_ptr, nodes_ptr, index_ptr, start + block, n, capacity, n_nodes, SHIFT)
+        _stage_refresh_leaves(
+            leaves_ptr, nodes_ptr, legal_ptr, index_ptr, start + block, n, capacity, n_nodes, HAS_LEGAL, SHIFT
+        )
     below = capacity * 0
     for level in range(2, depth + 1):
         # The level below is complete.
@@ -231,16 +251,20 @@ def sum_tree_mark_kernel(
 def sum_tree_refresh_leaves_kernel(
     leaves_ptr,
     nodes_ptr,
+    legal_ptr,
     index_ptr,  # not read where the whole level is recomputed
     n,
     capacity,
     n_nodes,
+    HAS_LEGAL: tl.constexpr,
     SHIFT: tl.constexpr,
     BLOCK_NODES: tl.constexpr,
 ):
     """Recompute level 1 above rows ``index``. Grid: (cdiv(min(n, nodes of level 1), BLOCK_NODES),)."""
     i = tl.program_id(0).to(tl.int64) * BLOCK_NODES + tl.arange(0, BLOCK_NODES)
-    _stage_refresh_leaves(leaves_ptr, nodes_ptr, index_ptr, i, n, capacity.to(tl.int64), n_nodes.to(tl.int64), SHIFT)
+    capacity = capacity.to(tl.int64)
+    n_nodes = n_nodes.to(tl.int64)
+    _stage_refresh_leaves(leaves_ptr, nodes_ptr, legal_ptr, index_ptr, i, n, capacity, n_nodes, HAS_LEGAL, SHIFT)
 
 
 @triton.jit(do_not_specialize=["n", "capacity", "n_nodes", "level"])
@@ -266,6 +290,7 @@ def sum_tree_refresh_kernel(
 def sum_tree_update_small_kernel(
     leaves_ptr,
     nodes_ptr,
+    legal_ptr,
     hyper_ptr,
     ring_ptr,
     index_ptr,
@@ -275,6 +300,7 @@ def sum_tree_update_small_kernel(
     capacity,
     n_nodes,
     depth,  # inner levels
+    HAS_LEGAL: tl.constexpr,
     HAS_GENERATION: tl.constexpr,
     SHIFT: tl.constexpr,
     BLOCK_ENTRIES: tl.constexpr,
@@ -301,19 +327,23 @@ def sum_tree_update_small_kernel(
     tl.debug_barrier()
     for start in range(0, n, BLOCK_ENTRIES):
         _stage_resolve(leaves_ptr, hyper_ptr, index_ptr, priority_ptr, start + entries, n, capacity)
-    _stage_refresh_all(leaves_ptr, nodes_ptr, index_ptr, n, capacity, n_nodes, depth, SHIFT, BLOCK_NODES)
+    _stage_refresh_all(
+        leaves_ptr, nodes_ptr, legal_ptr, index_ptr, n, capacity, n_nodes, depth, HAS_LEGAL, SHIFT, BLOCK_NODES
+    )
 
 
 @triton.jit(do_not_specialize=["n", "capacity", "n_nodes", "depth"])
 def sum_tree_mark_small_kernel(
     leaves_ptr,
     nodes_ptr,
+    legal_ptr,
     hyper_ptr,
     index_ptr,
     n,
     capacity,
     n_nodes,
     depth,  # inner levels
+    HAS_LEGAL: tl.constexpr,
     WITHIN_BUFFER: tl.constexpr,
     SHIFT: tl.constexpr,
     BLOCK_ENTRIES: tl.constexpr,
@@ -326,4 +356,28 @@ def sum_tree_mark_small_kernel(
     entries = tl.arange(0, BLOCK_ENTRIES).to(tl.int64)
     for start in range(0, n, BLOCK_ENTRIES):
         _stage_mark(leaves_ptr, index_ptr, weight, start + entries, n, capacity)
-    _stage_refresh_all(leaves_ptr, nodes_ptr, index_ptr, n, capacity, n_nodes, depth, SHIFT, BLOCK_NODES)
+    _stage_refresh_all(
+        leaves_ptr, nodes_ptr, legal_ptr, index_ptr, n, capacity, n_nodes, depth, HAS_LEGAL, SHIFT, BLOCK_NODES
+    )
+
+
+@triton.jit(do_not_specialize=["n", "capacity", "n_nodes", "depth"])
+def sum_tree_refresh_small_kernel(
+    leaves_ptr,
+    nodes_ptr,
+    legal_ptr,
+    index_ptr,
+    n,
+    capacity,
+    n_nodes,
+    depth,  # inner levels
+    HAS_LEGAL: tl.constexpr,
+    SHIFT: tl.constexpr,
+    BLOCK_NODES: tl.constexpr,
+):
+    """All levels above rows ``index`` by one program. Grid: (1,)."""
+    capacity = capacity.to(tl.int64)
+    n_nodes = n_nodes.to(tl.int64)
+    _stage_refresh_all(
+        leaves_ptr, nodes_ptr, legal_ptr, index_ptr, n, capacity, n_nodes, depth, HAS_LEGAL, SHIFT, BLOCK_NODES
+    )
