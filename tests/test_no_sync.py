@@ -14,8 +14,11 @@ from tensordict import TensorDict
 from gpubuf.data import (
     LazyTensorStorage,
     PrioritizedSampler,
+    PrioritizedSliceSampler,
     RandomSampler,
     SamplerWithoutReplacement,
+    SliceSampler,
+    SliceSamplerWithoutReplacement,
     TensorDictReplayBuffer,
 )
 from tests.fake_cuda import DataDependentOutputException, fake_cuda
@@ -80,6 +83,49 @@ def test_write_sample_update(sampler):
     buffer.empty()
     buffer.extend(batch(3))
     assert len(buffer) == 3
+
+
+SLICES = {
+    "uniform": lambda: SliceSampler(slice_len=4),
+    "by transition": lambda: SliceSampler(num_slices=16, weighting="transition", init_key=None),
+    "padded": lambda: SliceSampler(slice_len=4, strict_length=False, pad_output=True, span=1),
+    "by identifier": lambda: SliceSampler(slice_len=4, traj_key=("next", "reward"), stack=True),
+    "fixed": lambda: SliceSampler(slice_len=4, ends=torch.empty(1000, dtype=torch.bool, device="cuda")),
+    "prioritized": lambda: PrioritizedSliceSampler(1000, 0.6, 0.4, slice_len=4),
+}
+
+
+@pytest.mark.parametrize("envs", [1, 10])
+@pytest.mark.parametrize("kind", SLICES)
+def test_slices(kind, envs):
+    """The index is kept up to date, and slices are drawn, without the host."""
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(1000, device="cuda", ndim=1 if envs == 1 else 2),
+        sampler=SLICES[kind](),
+        batch_size=64,
+    )
+    for n in (10, 250, 2000):
+        data = batch(n)
+        buffer.extend(data if envs == 1 else data.view(envs, n // envs))
+        sample = buffer.sample()
+        assert all(value.device.type == "cuda" for value in sample.values(True, True))
+        assert sample["next", "truncated"].shape == (*sample.batch_size, 1)
+        assert sample.numel() == 64
+    buffer.sampler.rebuild()
+    if kind == "prioritized":
+        buffer.update_tensordict_priority(sample.set("td_error", torch.empty(64, 1, device="cuda")))
+        buffer.mark_update(sample["index"])
+    buffer.empty()
+
+
+def test_an_epoch_of_slices_synchronises_once():
+    """As documented: the number of eligible trajectories is known to the device alone."""
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(1000, device="cuda"), sampler=SliceSamplerWithoutReplacement(slice_len=4)
+    )
+    buffer.extend(batch(100))
+    with pytest.raises(DataDependentOutputException):
+        buffer.sample(8)
 
 
 def test_priorities_that_come_with_a_write():

@@ -103,7 +103,8 @@ class SliceSampler(Sampler):
         if end_key is not None and end_keys is not None:
             raise RuntimeError("end_key and end_keys exclude each other")
         static = [name for name, value in (("ends", ends), ("trajectories", trajectories)) if value is not None]
-        keys = [name for name in ("end_key", "end_keys", "traj_key") if locals()[name] is not None]
+        stored = {"end_key": end_key, "end_keys": end_keys, "traj_key": traj_key}
+        keys = [name for name, value in stored.items() if value is not None]
         if len(static) == 2 or (static and keys):
             raise RuntimeError(f"{' and '.join(static + keys)} exclude each other")
         if pad_output and strict_length:
