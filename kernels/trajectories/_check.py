@@ -1,0 +1,144 @@
+"""Argument checks of the trajectory index's operations, shared by both backends. They are cheap, and read no values."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from gpubuf.kernels.philox import check_request
+from gpubuf.kernels.trajectories import bit_levels, legal_words, level_sizes
+
+
+@lru_cache(maxsize=256)
+def index_shape(steps: int, envs: int, fan_out: int) -> tuple[int, int]:
+    """Words of ``ends`` and of ``sums`` for a ring of that shape.
+
+    Raises:
+        ValueError: the ring has no rows, or the fan-out is not a power of two of at least 2.
+    """
+    check_ring_shape(steps, envs)
+    if fan_out < 2 or fan_out & (fan_out - 1):
+        raise ValueError(f"the fan-out must be a power of two of at least 2, but is {fan_out}")
+    return sum(bit_levels(steps, envs)), sum(level_sizes(steps, envs, fan_out))
+
+
+def check_ring_shape(steps: int, envs: int) -> None:
+    """Raise ValueError unless a ring can have that many steps and environments."""
+    if steps < 1 or envs < 1:
+        raise ValueError(f"a ring needs at least 1 step of 1 environment, not {steps} steps of {envs}")
+
+
+@lru_cache(maxsize=256)
+def ends_words(steps: int, envs: int) -> int:
+    """Words of ``ends``; raise ValueError for a ring without rows."""
+    check_ring_shape(steps, envs)
+    return sum(bit_levels(steps, envs))
+
+
+def check_ends(ends: Tensor, ring: Tensor, steps: int, envs: int) -> None:
+    """Raise TypeError or ValueError unless ``ends`` and ``ring`` belong to a ring of that shape."""
+    words = ends_words(steps, envs)
+    # One condition on the hot path; what is wrong is only looked for when something is.
+    if (
+        ends.dtype is torch.int64
+        and ring.dtype is torch.int64
+        and ends.numel() == words
+        and ring.numel() == 4
+        and ends.is_contiguous()
+        and ring.is_contiguous()
+    ):
+        return
+    _demand("ends", ends, (words,))
+    _demand("ring", ring, (4,))
+
+
+def check_index(ends: Tensor, sums: Tensor, ring: Tensor, steps: int, envs: int, fan_out: int) -> None:
+    """Raise TypeError or ValueError unless ``ends``, ``sums`` and ``ring`` belong to a ring of that shape."""
+    n_ends, n_sums = index_shape(steps, envs, fan_out)
+    # As in check_ends.
+    if (
+        ends.dtype is torch.int64
+        and sums.dtype is torch.int64
+        and ring.dtype is torch.int64
+        and ends.numel() == n_ends
+        and sums.numel() == n_sums
+        and ring.numel() == 4
+        and ends.is_contiguous()
+        and sums.is_contiguous()
+        and ring.is_contiguous()
+    ):
+        return
+    _demand("ends", ends, (n_ends,))
+    _demand("sums", sums, (n_sums,))
+    _demand("ring", ring, (4,))
+
+
+def check_rule(slice_len: int, min_len: int, before: int, after: int) -> None:
+    """Raise ValueError unless the numbers make a :class:`gpubuf.kernels.trajectories.Rule`."""
+    if slice_len < 1 or min_len < 1 or before < 0 or after < 0:
+        raise ValueError(
+            "a rule needs slice_len and min_len of at least 1, before and after of at least 0, not "
+            f"slice_len={slice_len}, min_len={min_len}, before={before}, after={after}"
+        )
+
+
+def check_signals(signals: Tensor, by_id: bool, n: int) -> int:
+    """Number of keys in ``signals``; raise TypeError or ValueError unless they can tell the ends of ``n`` steps."""
+    if (
+        signals.dtype is not torch.int64
+        or signals.dim() != 2
+        or signals.shape[1] != 2
+        or not signals.is_contiguous()
+        or (by_id and signals.shape[0] != 1)
+        or n < 0
+    ):
+        _demand("signals", signals, (1 if by_id else signals.numel() // 2, 2))
+        raise ValueError(f"the number of steps must not be negative, but is {n}")
+    return signals.numel() // 2
+
+
+def check_draw(rng: Tensor, rank: Tensor | None, n: int) -> None:
+    """Raise TypeError or ValueError unless ``n`` slices can be drawn from ``rng``, by ``rank`` where it is given."""
+    check_request(rng, n)
+    if rank is not None and (rank.dtype is not torch.int64 or rank.numel() != n or not rank.is_contiguous()):
+        _demand("rank", rank, (n,))
+
+
+def check_rows(name: str, rows: Tensor) -> int:
+    """Number of entries of ``rows``; raise TypeError or ValueError unless it is a contiguous int64 vector."""
+    if rows.dtype is not torch.int64 or rows.dim() != 1 or not rows.is_contiguous():
+        _demand(name, rows, (rows.numel(),))
+    return rows.numel()
+
+
+def check_slice_len(slice_len: int) -> None:
+    """Raise ValueError unless a slice can have that many steps."""
+    if slice_len < 1:
+        raise ValueError(f"slice_len must be at least 1, but is {slice_len}")
+
+
+def check_legal(legal: Tensor, n: int, need: int, steps: int, envs: int) -> None:
+    """Raise TypeError or ValueError unless ``legal`` is a bitmap over the ring, and ``n`` and ``need`` make sense."""
+    if n < 0 or need < 1:
+        raise ValueError(f"n must be at least 0 and need at least 1, not n={n} and need={need}")
+    words = legal_words(steps * envs)
+    if legal.dtype is not torch.int64 or legal.numel() != words or not legal.is_contiguous():
+        _demand("legal", legal, (words,))
+
+
+def check_devices(*tensors: Tensor | None) -> None:
+    """Raise ValueError unless all tensors are on one device."""
+    devices = {tensor.device for tensor in tensors if tensor is not None}
+    if len(devices) > 1:
+        raise ValueError(f"all tensors of an operation must be on one device, not on {sorted(map(str, devices))}")
+
+
+def _demand(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tensor.dtype is not torch.int64:
+        raise TypeError(f"{name} must be int64, not {tensor.dtype}")
+    if tensor.shape != shape:
+        raise ValueError(f"{name} must have shape {list(shape)}, not {list(tensor.shape)}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, but has strides {tensor.stride()}")
