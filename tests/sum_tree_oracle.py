@@ -6,15 +6,31 @@ import bisect
 import itertools
 import math
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import pytest
+import torch
 
 from gpubuf.data.sum_tree import SumTree
 
 
 def float32(value: float) -> float:
     return struct.unpack("f", struct.pack("f", value))[0]
+
+
+def bitmap(legal: Iterable[bool]) -> torch.Tensor:
+    """int64 words: row r is bit r % 64 of word r // 64; the bits after the last row are clear."""
+    legal = list(legal)
+    words = -(-len(legal) // 64)
+    number = sum(1 << row for row, bit in enumerate(legal) if bit)
+    return torch.tensor(struct.unpack(f"<{words}q", number.to_bytes(8 * words, "little")))
+
+
+def bits_of(words: torch.Tensor, rows: int) -> list[bool]:
+    """The first ``rows`` bits of a bitmap, by arithmetic on Python's integers."""
+    numbers = words.tolist()
+    return [numbers[row // 64] // 2 ** (row % 64) % 2 == 1 for row in range(rows)]
 
 
 @dataclass
@@ -27,9 +43,17 @@ class Model:
     eps: float = 0.0
     weights: list[float] = field(default_factory=list)
     given: float | None = None
+    legal: list[bool] | None = None
 
     def __post_init__(self) -> None:
         self.weights = [0.0] * self.capacity
+
+    @property
+    def counting(self) -> list[float]:
+        """The weights of legal rows, zero elsewhere."""
+        if self.legal is None:
+            return self.weights
+        return [weight if legal else 0.0 for weight, legal in zip(self.weights, self.legal, strict=True)]
 
     def weight(self, priority: float) -> float:
         return float32((priority + self.eps) ** self.alpha)
@@ -49,30 +73,33 @@ class Model:
 
     def mark(self, index, within_buffer=False) -> None:
         weight = self.weight(1.0 if self.given is None or within_buffer else self.given)
-        if within_buffer and max(self.weights) > 0:
-            weight = max(self.weights)
+        if within_buffer and max(self.counting) > 0:
+            weight = max(self.counting)
         for row in index:
             if row != -1:
                 self.weights[row] = weight
 
     def importance(self, row: int) -> float:
-        return (self.weights[row] / min(w for w in self.weights if w > 0)) ** -self.beta
+        return (self.weights[row] / min(w for w in self.counting if w > 0)) ** -self.beta
 
     def drawn(self, uniforms, stratified=False) -> list[int]:
         """Rows that these uniforms draw. Exact where the weights are integers."""
-        prefix = list(itertools.accumulate(self.weights))
-        last = max(i for i, w in enumerate(self.weights) if w > 0)
+        prefix = list(itertools.accumulate(self.counting))
+        last = max(i for i, w in enumerate(self.counting) if w > 0)
         n = len(uniforms)
         parts = [(i + u) / n if stratified else u for i, u in enumerate(uniforms)]
         return [min(bisect.bisect_right(prefix, part * prefix[-1]), last) for part in parts]
 
 
 def assert_consistent(tree: SumTree) -> None:
-    """Every inner node is the sum, least positive and largest of its children, and the root of all leaves."""
+    """Every inner node is the sum, least positive and largest of its legal children, the root of all legal leaves."""
     leaves = tree.leaves.tolist()
     assert min(leaves) >= 0
     assert not any(math.copysign(1.0, leaf) < 0 for leaf in leaves), "a sign bit was left behind"
     assert not any(leaves[tree.capacity :]), "the padding has weight"
+    if tree.legal is not None:
+        legal = bits_of(tree.legal, tree.capacity)
+        leaves = [leaf if row < tree.capacity and legal[row] else 0.0 for row, leaf in enumerate(leaves)]
     sums, minima, maxima = tree.nodes.tolist()
     below = (leaves, [leaf or math.inf for leaf in leaves], leaves)
     start, count = 0, tree.capacity

@@ -391,9 +391,12 @@ def test_opcheck(backend):
     tree = SumTree(40, fan_out=4)
     tree.update(torch.arange(40), torch.arange(1.0, 41.0))
     rng = RandomState(1).state
-    index = torch.tensor([3, -1, 7])
+    index, legal = torch.tensor([3, -1, 7]), torch.tensor([0xFFF0])
+    restricted = SumTree(40, fan_out=4)
+    restricted.update(torch.arange(40), torch.arange(1.0, 41.0))
+    restricted.restrict(legal)
     shape = (tree.capacity, tree.fan_out)
-    state = (tree.leaves, tree.nodes, tree.hyper)
+    state, masked = ((of.leaves, of.nodes, of.hyper) for of in (tree, restricted))
     operations = torch.ops.gpubuf
     for operation, arguments in (
         (operations.sum_tree_build, (*state[:2], tree.fan_out)),
@@ -401,5 +404,11 @@ def test_opcheck(backend):
         (operations.sum_tree_update, (*state, ring_of(40, 40), index, torch.ones(3), index, *shape)),
         (operations.sum_tree_mark, (*state, index, *shape, False)),
         (operations.sum_tree_draw, (*state, rng, 5, *shape, False)),
+        (operations.sum_tree_refresh, (*state[:2], index, *shape)),
+        (operations.sum_tree_build, (*masked[:2], tree.fan_out, legal)),
+        (operations.sum_tree_update, (*masked, ring_of(40, 40), index, torch.ones(3), None, *shape, legal)),
+        (operations.sum_tree_mark, (*masked, index, *shape, False, legal)),
+        (operations.sum_tree_draw, (*masked, rng, 5, *shape, False, legal)),
+        (operations.sum_tree_refresh, (*masked[:2], index, *shape, legal)),
     ):
         torch.library.opcheck(operation.default, arguments)

@@ -53,6 +53,39 @@ def test_random_operations(capacity, fan_out):
         assert_consistent(on_gpu)
 
 
+@pytest.mark.parametrize("fan_out", [2, 16, 64, 128, None])
+@pytest.mark.parametrize("capacity", [1, 100, 70_001])
+def test_legal_rows(capacity, fan_out):
+    """Masked updates, refreshes and draws as on the CPU; illegal rows are not drawn."""
+    generator = torch.Generator().manual_seed(capacity)
+    on_gpu, on_cpu = twins(capacity, fan_out)
+    words = torch.randint(-(2**63), 2**63 - 1, (-(-capacity // 64),), generator=generator) | 1
+    on_gpu.restrict(words.cuda())
+    on_cpu.restrict(words.clone())
+    gpu_rng, cpu_rng = RandomState(3, device="cuda"), RandomState(3)
+    for n in (1, 1000, 5000):
+        index = torch.cat([torch.zeros(1, dtype=torch.int64), torch.randint(-1, capacity, (n,), generator=generator)])
+        priority = torch.randint(1, 9, (n + 1,), generator=generator).float()
+        words = torch.randint(-(2**63), 2**63 - 1, words.shape, generator=generator) | 1
+        changed = torch.randint(-1, capacity, (n,), generator=generator)
+        every = torch.arange(capacity)
+        for tree in (on_gpu, on_cpu):
+            tree.update(index, priority)
+            tree.legal.copy_(words)
+            # all of them, in as many calls of n rows as it takes
+            for rows in torch.cat([changed, every]).split(n if n > 1 else capacity):
+                tree.refresh(rows)
+            tree.mark(changed, within_buffer=True)
+        torch.testing.assert_close(on_gpu.nodes.cpu()[:, -1], on_cpu.nodes[:, -1], rtol=1e-12, atol=0)
+        gpu_index, gpu_weight = on_gpu.draw(4096, gpu_rng)
+        cpu_index, cpu_weight = on_cpu.draw(4096, cpu_rng)
+        assert torch.equal(gpu_index.cpu(), cpu_index)
+        torch.testing.assert_close(gpu_weight.cpu(), cpu_weight, rtol=1e-6, atol=0)
+        assert (words[cpu_index // 64] >> (cpu_index % 64) & 1 == 1).all()
+    on_gpu.restrict(torch.zeros_like(words).cuda())
+    assert on_gpu.draw(3, gpu_rng)[0].tolist() == [NO_ROW] * 3
+
+
 @pytest.mark.parametrize("n", [64, 1024, 1025, 100_000])
 def test_duplicates(n):
     """CASES 11: heavy contention; the last entry wins in each of 100 runs."""

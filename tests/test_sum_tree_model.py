@@ -12,7 +12,7 @@ from gpubuf.data.sum_tree import SumTree
 from gpubuf.kernels import rows
 from gpubuf.kernels._registry import triton_on_cpu
 from tests.philox_oracle import expected_uniforms
-from tests.sum_tree_oracle import Model, assert_consistent
+from tests.sum_tree_oracle import Model, assert_consistent, bitmap
 
 
 @st.composite
@@ -30,6 +30,8 @@ def sequences(draw, max_operations: int):
         st.tuples(st.just("mark"), st.lists(row, max_size=12), st.booleans()),
         st.tuples(st.just("mark run"), row, st.integers(1, capacity)),
         st.tuples(st.just("draw"), st.integers(1, 8), st.booleans()),
+        st.tuples(st.just("restrict"), st.one_of(st.none(), st.integers(0, 2**capacity - 1))),
+        st.tuples(st.just("flip"), st.lists(row, max_size=12)),
         st.tuples(st.just("rebuild")),
         st.tuples(st.just("clear")),
     )
@@ -68,7 +70,17 @@ def run(capacity: int, fan_out: int, operations) -> None:
             run_of_rows = [(first + i) % capacity for i in range(length)]
             tree.mark(torch.tensor(run_of_rows))
             model.mark(run_of_rows)
-        elif name == "draw" and any(model.weights):
+        elif name == "restrict":
+            (bits,) = arguments
+            model.legal = None if bits is None else [bits >> row & 1 == 1 for row in range(capacity)]
+            tree.restrict(None if model.legal is None else bitmap(model.legal))
+        elif name == "flip" and model.legal is not None:
+            for row in set(arguments[0]) - {-1}:
+                model.legal[row] = not model.legal[row]
+            assert tree.legal is not None
+            tree.legal.copy_(bitmap(model.legal))
+            tree.refresh(torch.tensor(arguments[0], dtype=torch.int64))
+        elif name == "draw" and any(model.counting):
             n, stratified = arguments
             index, weight = tree.draw(n, rng, stratified)
             assert index.tolist() == model.drawn(expected_uniforms(17, offset, n), stratified)

@@ -245,6 +245,16 @@ def test_no_sync():
         tree.set_beta(torch.ones((), device="cuda"))
         tree.set_alpha(0.7)
         tree.rebuild()
+        legal = torch.zeros(16, dtype=torch.int64, device="cuda")
+        tree.restrict(legal)
+        for rows in (index, torch.zeros(2000, dtype=torch.int32, device="cuda")):
+            tree.refresh(rows)
+            tree.mark(rows)
+            tree.update(rows, 1.0)
+        assert tree.draw(32, rng)[0].shape == (32,)
+        tree.rebuild()
+        tree.restrict(None)
+        tree.refresh(index)
         tree.clear(reset=True)
         tree.state_dict()
         for value in (tree.total, tree.minimum, tree.maximum, tree.max_priority, tree.refused):

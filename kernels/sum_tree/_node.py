@@ -24,6 +24,9 @@ from gpubuf.kernels._pointers import as_f32, as_f64, as_i64, jit
 
 WIDTH = 16
 
+# To mypy the typing context would be an argument of the calls.
+_intrinsic: Any = intrinsic
+
 _F32, _F64, _I1, _I32, _I64 = ir.FloatType(), ir.DoubleType(), ir.IntType(1), ir.IntType(32), ir.IntType(64)
 _BITS = ir.IntType(WIDTH)
 _VECTOR = ir.VectorType(_F64, WIDTH)
@@ -65,7 +68,7 @@ def _maximum(builder: Any) -> Callable[[Any, Any], Any]:
     return lambda a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
-@intrinsic
+@_intrinsic
 def _bits_at(typingctx, address):  # type: ignore[no-untyped-def]
     """The legal bits of 16 rows, which are one aligned piece of a word; the lowest is that of the first row."""
 
@@ -75,7 +78,7 @@ def _bits_at(typingctx, address):  # type: ignore[no-untyped-def]
     return types.int64(types.int64), codegen
 
 
-@intrinsic
+@_intrinsic
 def _stats_of_leaves(typingctx, address, legal):  # type: ignore[no-untyped-def]
     def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
         weight = _load_legal_f32(builder, *args)
@@ -93,7 +96,7 @@ def _stats_of_leaves(typingctx, address, legal):  # type: ignore[no-untyped-def]
     return types.UniTuple(types.float64, 3)(types.int64, types.int64), codegen
 
 
-@intrinsic
+@_intrinsic
 def _stats_of_nodes(typingctx, address, plane_bytes):  # type: ignore[no-untyped-def]
     def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
         at_sum, plane_bytes = args
@@ -134,7 +137,7 @@ def _choose(context: Any, builder: Any, signature: Any, weight: Any, mass: Any) 
 _CHOICE = types.Tuple((types.int64, types.float64))
 
 
-@intrinsic
+@_intrinsic
 def _choose_leaf(typingctx, address, legal, mass):  # type: ignore[no-untyped-def]
     def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
         return _choose(context, builder, signature, _load_legal_f32(builder, *args[:2]), args[2])
@@ -142,7 +145,7 @@ def _choose_leaf(typingctx, address, legal, mass):  # type: ignore[no-untyped-de
     return _CHOICE(types.int64, types.int64, types.float64), codegen
 
 
-@intrinsic
+@_intrinsic
 def _choose_node(typingctx, address, mass):  # type: ignore[no-untyped-def]
     def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
         return _choose(context, builder, signature, _load_f64(builder, args[0]), args[1])
@@ -164,8 +167,8 @@ def stats_of_leaves(leaves_address, legal_address, first, fan_out):  # type: ign
     address = leaves_address + 4 * first
     if fan_out == WIDTH:
         if legal_address == 0:
-            return _stats_of_leaves(address, -1)  # type: ignore[call-arg]
-        return _stats_of_leaves(address, _bits_at(legal_address + (first >> 3)))  # type: ignore[call-arg]
+            return _stats_of_leaves(address, -1)
+        return _stats_of_leaves(address, _bits_at(legal_address + (first >> 3)))
     weights = carray(as_f32(address), fan_out)
     total, minimum, maximum = 0.0, np.inf, 0.0
     for j in range(fan_out):
@@ -181,7 +184,7 @@ def stats_of_leaves(leaves_address, legal_address, first, fan_out):  # type: ign
 def stats_of_nodes(address, plane_bytes, fan_out):  # type: ignore[no-untyped-def]
     """(sum, minimum, maximum) over ``fan_out`` inner nodes; their sums are at ``address``."""
     if fan_out == WIDTH:
-        return _stats_of_nodes(address, plane_bytes)  # type: ignore[call-arg]
+        return _stats_of_nodes(address, plane_bytes)
     sums = carray(as_f64(address), fan_out)
     minima = carray(as_f64(address + plane_bytes), fan_out)
     maxima = carray(as_f64(address + 2 * plane_bytes), fan_out)

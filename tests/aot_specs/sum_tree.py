@@ -7,6 +7,7 @@ DRAW = "gpubuf.kernels.sum_tree._triton:"
 UPDATE = "gpubuf.kernels.sum_tree._triton_update:"
 
 TREE = {"leaves_ptr": "*fp32", "nodes_ptr": "*fp64", "hyper_ptr": "*fp64"}
+LEGAL = {"legal_ptr": "*i64"}
 ENTRIES = {"ring_ptr": "*i64", "index_ptr": "*i64", "priority_ptr": "*fp32", "generation_ptr": "*i64"}
 SIZES = {"n": "i32", "capacity": "i32", "n_nodes": "i32"}
 HUGE = {"n": "i32", "capacity": "i64", "n_nodes": "i64"}
@@ -16,8 +17,12 @@ def pick(source: dict[str, str], *names: str) -> dict[str, str]:
     return {name: source[name] for name in names}
 
 
-def specs_of(fan_out: int, sizes: dict[str, str], flags: tuple[bool, ...]) -> list[AotSpec]:
-    """Every kernel for one shape of tree: small and large batches."""
+def specs_of(fan_out: int, sizes: dict[str, str], flags: tuple[tuple[bool, bool], ...]) -> list[AotSpec]:
+    """Every kernel for one shape of tree: small and large batches.
+
+    ``flags`` are pairs: whether there is a bitmap of legal rows, and the value of a kernel's other flag, if it has one.
+    A spec that comes twice is compiled once.
+    """
     small, large = config.tree_update(fan_out, 256), config.tree_update(fan_out, 65536)
     shift = fan_out.bit_length() - 1
     entries = {"BLOCK_ENTRIES": large.block_entries}
@@ -38,20 +43,27 @@ def specs_of(fan_out: int, sizes: dict[str, str], flags: tuple[bool, ...]) -> li
             large.num_warps,
         ),
         AotSpec(
-            UPDATE + "sum_tree_refresh_leaves_kernel",
-            pick(TREE, "leaves_ptr", "nodes_ptr") | index | sizes,
-            nodes,
-            large.num_warps,
-        ),
-        AotSpec(
             UPDATE + "sum_tree_refresh_kernel",
             pick(TREE, "nodes_ptr") | index | sizes | {"level": "i32"},
             nodes,
             large.num_warps,
         ),
     ]
-    for flag in flags:
+    for legal, flag in flags:
+        has_legal = {"HAS_LEGAL": legal}
         specs += [
+            AotSpec(
+                UPDATE + "sum_tree_refresh_leaves_kernel",
+                pick(TREE, "leaves_ptr", "nodes_ptr") | LEGAL | index | sizes,
+                has_legal | nodes,
+                large.num_warps,
+            ),
+            AotSpec(
+                UPDATE + "sum_tree_refresh_small_kernel",
+                pick(TREE, "leaves_ptr", "nodes_ptr") | LEGAL | index | sizes | {"depth": "i32"},
+                has_legal | {"SHIFT": shift, "BLOCK_NODES": small.block_nodes},
+                small.num_warps,
+            ),
             AotSpec(
                 UPDATE + "sum_tree_claim_kernel",
                 pick(TREE, "leaves_ptr", "hyper_ptr") | ENTRIES | pick(sizes, "n", "capacity"),
@@ -66,14 +78,14 @@ def specs_of(fan_out: int, sizes: dict[str, str], flags: tuple[bool, ...]) -> li
             ),
             AotSpec(
                 UPDATE + "sum_tree_update_small_kernel",
-                TREE | ENTRIES | sizes | {"depth": "i32"},
-                one_program | {"HAS_GENERATION": flag},
+                TREE | LEGAL | ENTRIES | sizes | {"depth": "i32"},
+                one_program | has_legal | {"HAS_GENERATION": flag},
                 small.num_warps,
             ),
             AotSpec(
                 UPDATE + "sum_tree_mark_small_kernel",
-                TREE | index | sizes | {"depth": "i32"},
-                one_program | {"WITHIN_BUFFER": flag},
+                TREE | LEGAL | index | sizes | {"depth": "i32"},
+                one_program | has_legal | {"WITHIN_BUFFER": flag},
                 small.num_warps,
             ),
         ]
@@ -82,14 +94,21 @@ def specs_of(fan_out: int, sizes: dict[str, str], flags: tuple[bool, ...]) -> li
         specs += [
             AotSpec(
                 DRAW + "sum_tree_draw_kernel",
-                TREE | {"rng_ptr": "*i64", "index_ptr": "*i64", "weight_ptr": "*fp32"} | sizes | {"depth": "i32"},
-                {"STRATIFIED": stratified, "SHIFT": shift, "BLOCK_DRAWS": draw.block_draws},
+                TREE
+                | LEGAL
+                | {"rng_ptr": "*i64", "index_ptr": "*i64", "weight_ptr": "*fp32"}
+                | sizes
+                | {"depth": "i32"},
+                {"HAS_LEGAL": legal, "STRATIFIED": stratified, "SHIFT": shift, "BLOCK_DRAWS": draw.block_draws},
                 draw.num_warps,
             )
-            for stratified in flags
+            for legal, stratified in flags
         ]
     return specs
 
 
 # The tree of a million rows, and one with more rows than an int32 counts.
-SPECS = [*specs_of(32, SIZES, (False, True)), *specs_of(64, HUGE, (True,))]
+SPECS = [
+    *specs_of(32, SIZES, ((False, False), (True, True))),
+    *specs_of(64, HUGE, ((False, True), (True, False))),
+]
