@@ -58,6 +58,40 @@ class DrawConfig:
     num_warps: int
 
 
+@dataclass(frozen=True)
+class IndexConfig:
+    """How an update of the trajectory index is launched.
+
+    Attributes:
+        block_envs: environments of which one program computes all bits and weights; 0: every stage is a launch.
+        block_words: words of end flags that a program computes at a time.
+        block_weights: weights that a program computes at a time.
+        block_nodes: sums that a program recomputes at a time.
+        num_warps: warps of a program.
+    """
+
+    block_envs: int
+    block_words: int
+    block_weights: int
+    block_nodes: int
+    num_warps: int
+
+
+@dataclass(frozen=True)
+class SliceConfig:
+    """How slices are launched.
+
+    Attributes:
+        block_slices: slices of one program.
+        block_steps: steps of them that it writes at a time.
+        num_warps: warps of a program.
+    """
+
+    block_slices: int
+    block_steps: int
+    num_warps: int
+
+
 def slug(device_name: str) -> str:
     """File name, without extension, of a device: lower case, everything but letters and digits as one hyphen."""
     return re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
@@ -117,6 +151,7 @@ def tree_fan_out(
     device_name: str | None = None,
     explicit: int | None = None,
     directory: Path = TUNED,
+    family: str = "sum_tree",
 ) -> int:
     """Fan-out of a sum tree: children per node, a power of two.
 
@@ -132,7 +167,7 @@ def tree_fan_out(
         return explicit
     if device_type == "cpu":
         return CPU_FAN_OUT
-    found = tuned("sum_tree", {"capacity": capacity}, device_name, directory=directory)
+    found = tuned(family, {"capacity": capacity}, device_name, directory=directory)
     if found is not None:
         return int(found["fan_out"])
 
@@ -173,3 +208,82 @@ def tree_draw(fan_out: int, n: int, device_name: str | None = None, directory: P
         return DrawConfig(**found)
     block_draws = max(1, min(4 if n <= 512 else 16, 512 // fan_out))
     return DrawConfig(block_draws=block_draws, num_warps=max(1, min(4, block_draws * fan_out // 256)))
+
+
+def index_fan_out(
+    steps: int,
+    envs: int,
+    device_type: str,
+    device_name: str | None = None,
+    explicit: int | None = None,
+    directory: Path = TUNED,
+) -> int:
+    """Fan-out of the sums of a trajectory index, over one leaf for 64 steps; see :func:`tree_fan_out`.
+
+    Raises:
+        ValueError: ``explicit`` is not a power of two of at least 2.
+    """
+    words = -(-steps // 64) * envs
+    return tree_fan_out(words, device_type, device_name, explicit, directory, family="trajectories")
+
+
+def _floor_power(number: int) -> int:
+    return 1 << (number.bit_length() - 1)
+
+
+def _ceil_power(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+def index_span(n: int) -> int:
+    """Bits of a word that a lane looks at in an update of ``n`` steps: those of the run, or all 64.
+
+    One step changes two bits at most on every level: its own, and (identifiers) that of the step before it.
+    """
+    return 2 if n == 1 else 64
+
+
+def index_update(
+    fan_out: int, n: int, run_words: int, envs: int, device_name: str | None = None, directory: Path = TUNED
+) -> IndexConfig:
+    """Launch configuration of an update of ``n`` steps, which lie in ``run_words`` words of each environment.
+
+    The rule: one program does all stages of some environments, up to 512 words, as long as these environments are
+    enough for memory accesses side by side; a tile of bits or of children has up to 1024 or 2048 elements.
+    """
+    sizes = {"fan_out": fan_out, "n": n, "envs": envs}
+    found = tuned("trajectories_update", sizes, device_name, exact=["fan_out"], directory=directory)
+    if found is not None:
+        return IndexConfig(**found)
+    block_envs = min(_ceil_power(envs), _floor_power(max(512 // run_words, 1)), 128)
+    if run_words > 512 or block_envs < min(_ceil_power(envs), 32):
+        block_envs = 0
+    return IndexConfig(
+        block_envs=block_envs,
+        block_words=128 if index_span(n) == 2 else 16,
+        block_weights=128,
+        block_nodes=max(1, 2048 // fan_out),
+        num_warps=4,
+    )
+
+
+def index_draw(
+    fan_out: int, n: int, slice_len: int, device_name: str | None = None, directory: Path = TUNED
+) -> SliceConfig:
+    """Launch configuration of ``n`` drawn slices: as :func:`tree_draw`, and up to 64 steps written at a time."""
+    sizes = {"fan_out": fan_out, "n": n, "slice_len": slice_len}
+    found = tuned("trajectories_draw", sizes, device_name, exact=["fan_out"], directory=directory)
+    if found is not None:
+        return SliceConfig(**found)
+    block_slices = max(1, min(4 if n <= 512 else 16, 512 // fan_out))
+    return SliceConfig(
+        block_slices=block_slices,
+        block_steps=min(64, _ceil_power(max(slice_len, 8))),
+        num_warps=max(1, min(4, block_slices * fan_out // 256)),
+    )
+
+
+def index_slices(n: int, slice_len: int) -> SliceConfig:
+    """Launch configuration of ``n`` slices from given rows: a warp for up to 32, and up to 512 elements of output."""
+    block_steps = min(64, _ceil_power(max(slice_len, 8)))
+    return SliceConfig(block_slices=min(32, 512 // block_steps), block_steps=block_steps, num_warps=1)

@@ -1,0 +1,354 @@
+"""Launches the trajectory index's kernels.
+
+Grids follow from the number of steps written or of slices asked for: where the cursor is, and what the flags are, only
+the device knows.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from gpubuf.kernels import config
+from gpubuf.kernels.trajectories import _triton as readers
+from gpubuf.kernels.trajectories import _triton_update as writers
+from gpubuf.kernels.trajectories import bit_levels, legal_words, level_sizes, touched_rows
+
+TOP_ENTRIES = 512
+"""A level of sums with no more entries than this is left to the one program that also does the levels above."""
+
+
+class Shape(NamedTuple):
+    """Sizes of an index.
+
+    Attributes:
+        slots: words of an environment on every level of ``ends``.
+        words: words of level 0, all environments.
+        depth: levels of ``sums`` above the weights.
+        root: the place of the root in ``sums``.
+        shift: log2 of the fan-out.
+    """
+
+    slots: tuple[int, ...]
+    words: int
+    depth: int
+    root: int
+    shift: int
+
+    def entries(self, level: int, run: int, n_others: int) -> int:
+        """As ``sums_entries`` of the kernels: what has to be recomputed on a level of ``sums``."""
+        shift = level * self.shift
+        return min(-(-self.words // (1 << shift)), ((run - 1) >> shift) + 3 + n_others)
+
+
+@functools.lru_cache(maxsize=256)
+def shape_of(steps: int, envs: int, fan_out: int) -> Shape:
+    """Sizes of an index over ``steps`` steps of ``envs`` environments."""
+    sizes = level_sizes(steps, envs, fan_out)
+    slots = tuple(words // envs for words in bit_levels(steps, envs))
+    return Shape(slots, slots[0] * envs, len(sizes) - 1, sum(sizes) - 1, fan_out.bit_length() - 1)
+
+
+def run_bounds(n: int, slots: tuple[int, ...]) -> list[int]:
+    """For every level of ``ends``, in how many slots ``n`` steps and the one before them can lie, wherever they are.
+
+    Partial ones are the first, the last, and that before the seam.
+    """
+    bounds, positions = [], n + 1
+    for count in slots:
+        positions = min(positions, (positions + 125) // 64 + 1, count)
+        bounds.append(positions)
+    return bounds
+
+
+@functools.lru_cache(maxsize=64)
+def _device_name(device: torch.device) -> str | None:
+    """Name under which configurations are tuned; None for CPU tensors, which run through the interpreter."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else None
+
+
+def _launch_sums(
+    sums: Tensor,
+    ring: Tensor,
+    others: Tensor,
+    n: int,
+    run: int,
+    n_others: int,
+    steps: int,
+    envs: int,
+    shape: Shape,
+    chosen: config.IndexConfig,
+) -> None:
+    """Recompute the sums above the weights: a launch for each wide level, one for all the others."""
+    constants = {"SHIFT": shape.shift, "BLOCK_NODES": chosen.block_nodes, "num_warps": chosen.num_warps}
+    level = 1
+    while level < shape.depth and (entries := shape.entries(level, run, n_others)) > TOP_ENTRIES:
+        writers.trajectories_sums_kernel[(triton.cdiv(entries, chosen.block_nodes),)](
+            sums, ring, others, n, run, n_others, level, shape.words, steps, envs, **constants
+        )
+        level += 1
+    writers.trajectories_top_kernel[(1,)](
+        sums, ring, others, n, run, n_others, level, shape.depth, shape.words, steps, envs, **constants
+    )
+
+
+def update(
+    ends: Tensor,
+    sums: Tensor,
+    ring: Tensor,
+    signals: Tensor,
+    by_id: bool,
+    n: int,
+    steps: int,
+    envs: int,
+    fan_out: int,
+    slice_len: int,
+    min_len: int,
+    before: int,
+    after: int,
+    by_transition: bool,
+) -> None:
+    """See :data:`gpubuf.kernels.trajectories.update`."""
+    if n == 0:
+        return
+    n = min(n, steps)
+    shape = shape_of(steps, envs, fan_out)
+    runs = run_bounds(n, shape.slots)
+    n_signals = signals.shape[0]
+    # With all words in the run none of the others matters.
+    n_others = 0 if n == steps else envs
+    others = ring if n == steps else torch.empty(envs, dtype=torch.int64, device=ends.device)
+    chosen = config.index_update(fan_out, n, runs[0], envs, _device_name(ends.device))
+    rule = (slice_len, min_len, before, after)
+    span = config.index_span(n)
+    if chosen.block_envs:
+        single = envs <= chosen.block_envs
+        writers.trajectories_update_envs_kernel[(triton.cdiv(envs, chosen.block_envs),)](
+            ends,
+            sums,
+            ring,
+            signals,
+            others,
+            n_signals,
+            n,
+            runs[0],
+            n_others,
+            shape.words,
+            shape.depth,
+            steps,
+            envs,
+            len(shape.slots),
+            *rule,
+            BY_ID=by_id,
+            BY_TRANSITION=by_transition,
+            SUMS=single,
+            SPAN=span,
+            SHIFT=shape.shift,
+            BLOCK_ENVS=chosen.block_envs,
+            BLOCK_WORDS=chosen.block_words,
+            BLOCK_WEIGHTS=chosen.block_weights,
+            BLOCK_NODES=chosen.block_nodes,
+            num_warps=chosen.num_warps,
+        )
+        if not single:
+            _launch_sums(sums, ring, others, n, runs[0] * envs, n_others, steps, envs, shape, chosen)
+        return
+    bits: dict[str, Any] = {"SPAN": span, "BLOCK_WORDS": chosen.block_words, "num_warps": chosen.num_warps}
+    writers.trajectories_bits_kernel[(triton.cdiv(runs[0] * envs, chosen.block_words),)](
+        ends, ring, signals, n_signals, n, runs[0], steps, envs, BY_ID=by_id, **bits
+    )
+    for level, run in enumerate(runs[1:], 1):
+        writers.trajectories_bits_above_kernel[(triton.cdiv(run * envs, chosen.block_words),)](
+            ends, ring, n, run, level, steps, envs, **bits
+        )
+    _launch_weights(ends, sums, ring, others, n, runs[0], n_others, steps, envs, rule, by_transition, shape, chosen)
+
+
+def _launch_weights(
+    ends: Tensor,
+    sums: Tensor,
+    ring: Tensor,
+    others: Tensor,
+    n: int,
+    run_words: int,
+    n_others: int,
+    steps: int,
+    envs: int,
+    rule: tuple[int, int, int, int],
+    by_transition: bool,
+    shape: Shape,
+    chosen: config.IndexConfig,
+) -> None:
+    """Recompute weights, and the sums above them."""
+    run = run_words * envs
+    writers.trajectories_weights_kernel[(triton.cdiv(run + n_others, chosen.block_weights),)](
+        ends,
+        sums,
+        ring,
+        others,
+        n,
+        run_words,
+        n_others,
+        steps,
+        envs,
+        len(shape.slots),
+        *rule,
+        BY_TRANSITION=by_transition,
+        BLOCK_WEIGHTS=chosen.block_weights,
+        num_warps=chosen.num_warps,
+    )
+    _launch_sums(sums, ring, others, n, run, n_others, steps, envs, shape, chosen)
+
+
+def resum(
+    ends: Tensor,
+    sums: Tensor,
+    ring: Tensor,
+    steps: int,
+    envs: int,
+    fan_out: int,
+    slice_len: int,
+    min_len: int,
+    before: int,
+    after: int,
+    by_transition: bool,
+) -> None:
+    """See :data:`gpubuf.kernels.trajectories.resum`."""
+    shape = shape_of(steps, envs, fan_out)
+    run_words = shape.slots[0]
+    chosen = config.index_update(fan_out, steps, run_words, envs, _device_name(ends.device))
+    rule = (slice_len, min_len, before, after)
+    # Nothing but the run, which is everything: `ring` stands for the list that is not read.
+    _launch_weights(ends, sums, ring, ring, steps, run_words, 0, steps, envs, rule, by_transition, shape, chosen)
+
+
+def _new_slices(like: Tensor, n: int, slice_len: int) -> tuple[Tensor, Tensor, Tensor]:
+    rows = n * slice_len
+    return (
+        torch.empty(rows, dtype=torch.int64, device=like.device),
+        torch.empty(n, dtype=torch.int64, device=like.device),
+        torch.empty(rows, dtype=torch.bool, device=like.device),
+    )
+
+
+def draw(
+    ends: Tensor,
+    sums: Tensor,
+    ring: Tensor,
+    rng: Tensor,
+    rank: Tensor | None,
+    n: int,
+    steps: int,
+    envs: int,
+    fan_out: int,
+    slice_len: int,
+    min_len: int,
+    before: int,
+    after: int,
+    by_transition: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See :data:`gpubuf.kernels.trajectories.draw`."""
+    outputs = _new_slices(ends, n, slice_len)
+    if n == 0:
+        return outputs
+    shape = shape_of(steps, envs, fan_out)
+    chosen = config.index_draw(fan_out, n, slice_len, _device_name(ends.device))
+    readers.trajectories_draw_kernel[(triton.cdiv(n, chosen.block_slices),)](
+        ends,
+        sums,
+        ring,
+        rng,
+        ring if rank is None else rank,
+        *outputs,
+        n,
+        shape.words,
+        shape.root,
+        shape.depth,
+        steps,
+        envs,
+        len(shape.slots),
+        slice_len,
+        min_len,
+        before,
+        after,
+        HAS_RANK=rank is not None,
+        BY_TRANSITION=by_transition,
+        SHIFT=shape.shift,
+        BLOCK_SLICES=chosen.block_slices,
+        BLOCK_STEPS=chosen.block_steps,
+        num_warps=chosen.num_warps,
+    )
+    return outputs
+
+
+def slices(
+    ends: Tensor, ring: Tensor, start: Tensor, slice_len: int, steps: int, envs: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See :data:`gpubuf.kernels.trajectories.slices`."""
+    n = start.numel()
+    outputs = _new_slices(ends, n, slice_len)
+    if n:
+        chosen = config.index_slices(n, slice_len)
+        readers.trajectories_slices_kernel[(triton.cdiv(n, chosen.block_slices),)](
+            ends,
+            ring,
+            start,
+            *outputs,
+            n,
+            slice_len,
+            steps,
+            envs,
+            len(bit_levels(steps, envs)),
+            BLOCK_SLICES=chosen.block_slices,
+            BLOCK_STEPS=chosen.block_steps,
+            num_warps=chosen.num_warps,
+        )
+    return outputs
+
+
+BLOCK_ROWS = 128
+
+
+def bounds(ends: Tensor, ring: Tensor, row: Tensor, steps: int, envs: int) -> Tensor:
+    """See :data:`gpubuf.kernels.trajectories.bounds`."""
+    n = row.numel()
+    out = torch.empty((3, n), dtype=torch.int64, device=ends.device)
+    if n:
+        readers.trajectories_bounds_kernel[(triton.cdiv(n, BLOCK_ROWS),)](
+            ends, ring, row, out, n, steps, envs, len(bit_levels(steps, envs)), BLOCK_ROWS=BLOCK_ROWS
+        )
+    return out
+
+
+LEGAL_WORDS = 8
+"""Words of the bitmap of legal starts that a program computes, 64 searches each."""
+
+
+def mark_legal(
+    legal: Tensor, ends: Tensor, ring: Tensor, n: int, need: int, starts_too: bool, steps: int, envs: int
+) -> Tensor:
+    """See :data:`gpubuf.kernels.trajectories.mark_legal`."""
+    n_rows = touched_rows(n, need, steps, envs)
+    rows = torch.empty(n_rows, dtype=torch.int64, device=legal.device)
+    # Partial at both ends, and before the seam.
+    run = min((n_rows - 1) // 64 + 3, legal_words(steps * envs))
+    writers.trajectories_mark_legal_kernel[(triton.cdiv(run, LEGAL_WORDS),)](
+        legal,
+        ends,
+        ring,
+        rows,
+        n_rows,
+        n_rows // envs,
+        need,
+        run,
+        steps,
+        envs,
+        len(bit_levels(steps, envs)),
+        STARTS_TOO=starts_too,
+        BLOCK_WORDS=LEGAL_WORDS,
+    )
+    return rows

@@ -1,0 +1,383 @@
+"""The trajectory index on the GPU: its geometry, searches and walks, and the kernels that only read it.
+
+Terms. A *slot* is the place of a word within its environment; word ``slot * E + env`` of level 0 covers steps
+``64 * slot .. 64 * slot + 63``. The *order* of a step is its age rank: 0 for the oldest step in the ring, ``filled -
+1`` for the newest. Steps and slots are int64, and so are the words, whose sign bit is a bit like the others.
+
+Arguments that all kernels share:
+
+* ``ends_ptr``: int64 [sum of the bit levels], the end flags and their summaries;
+* ``sums_ptr``: int64 [root + 1], the weights of the words and the sums above them, fan-out F = 1 << SHIFT;
+* ``ring_ptr``: int64 [4] = (written, size, ticket, faults), in rows;
+* ``steps``, ``envs``, ``levels``: T, E, and the number of levels of ``ends``.
+"""
+
+import triton
+import triton.language as tl
+
+from gpubuf.kernels.philox._triton import advance_when_last, philox_uniform_f64
+
+# Arithmetic: these helpers neither load nor store.
+
+
+@triton.jit
+def lowest_bit(word):
+    """Position of the lowest set bit of int64 words; some position in 0..63 where there is none."""
+    # A power of two is exact in float32, whose exponent (biased by 127) then is the position. 127 is -1 modulo 64.
+    exponent = (word & -word).to(tl.float32).to(tl.int32, bitcast=True) >> 23
+    return ((exponent + 1) & 63).to(tl.int64)
+
+
+@triton.jit
+def highest_bit(word):
+    """Position of the highest set bit of int64 words; some position in 0..63 where there is none."""
+    # Without two ones in a row below the highest bit, rounding to float32 cannot carry into the next power of two.
+    exponent = (word & ~(word >> 1)).to(tl.float32).to(tl.int32, bitcast=True) >> 23
+    return tl.where(word < 0, 63, (exponent + 1) & 63).to(tl.int64)
+
+
+@triton.jit
+def bit(position):
+    """The word in which only bit ``position % 64`` is set."""
+    return tl.full((), 1, tl.int64) << (position & 63)
+
+
+@triton.jit
+def words_of(steps, level):
+    """Words of an environment in ``level`` of ``ends``."""
+    shift = (level + 1) * 6
+    return (steps + ((tl.full((), 1, tl.int64) << shift) - 1)) >> shift
+
+
+@triton.jit
+def nodes_of(words, level, SHIFT: tl.constexpr):
+    """Nodes of ``level`` of ``sums`` over ``words`` words, without the padding."""
+    shift = level * SHIFT
+    return (words + ((tl.full((), 1, tl.int64) << shift) - 1)) >> shift
+
+
+@triton.jit
+def order_of(step, oldest, steps):
+    """Order of a step; at least ``filled`` for a step that is not in the ring."""
+    return tl.where(step < oldest, step - oldest + steps, step - oldest)
+
+
+@triton.jit
+def step_of(order, oldest, steps):
+    """The step of an order: the inverse of :func:`order_of`."""
+    step = order + oldest
+    return tl.where(step < steps, step, step - steps)
+
+
+@triton.jit
+def offsets_of(length, slice_len, min_len, before, after):
+    """``Rule.offsets``: how many slices a trajectory of ``length`` steps gives."""
+    longest = tl.minimum(slice_len, length)
+    count = length - longest + 1 + tl.minimum(before, longest - 1) + tl.minimum(after, longest - 1)
+    return tl.where(length >= min_len, count, 0)
+
+
+@triton.jit
+def units_of(length, slice_len, min_len, before, after, BY_TRANSITION: tl.constexpr):
+    """Weight of a trajectory."""
+    if BY_TRANSITION:
+        return offsets_of(length, slice_len, min_len, before, after)
+    return (length >= min_len).to(tl.int64)
+
+
+@triton.jit
+def scaled(uniform, count):
+    """min(floor(uniform * count), count - 1); uniform is float64."""
+    return tl.minimum((uniform * count.to(tl.float64)).to(tl.int64), count - 1)
+
+
+# Memory
+
+
+@triton.jit
+def load_ring(ring_ptr, steps, envs):
+    """(cursor, steps in the ring, oldest step)."""
+    written = tl.load(ring_ptr) // envs
+    filled = tl.minimum(tl.load(ring_ptr + 1) // envs, steps)
+    cursor = written % steps
+    return cursor, filled, tl.where(filled < steps, 0, cursor)
+
+
+@triton.jit
+def load_word(ends_ptr, slot, env, active, filled, oldest, steps, envs):
+    """A word of end flags, the virtual end included; 0 where it is not ``active``."""
+    word = tl.load(ends_ptr + slot * envs + env, mask=active, other=0)
+    newest = step_of(filled - 1, oldest, steps)
+    return word | tl.where(active & (filled > 0) & (slot == newest >> 6), bit(newest), 0)
+
+
+@triton.jit
+def nearest_end(ends_ptr, step, env, active, steps, envs, levels, FORWARD: tl.constexpr):
+    """The first end flag at ``step`` or after it (FORWARD), or at it or before it, going round the ring.
+
+    ``step`` int64 [R], -1 .. T - 1. Returns its step, -1 where the environment has none. One walk does the seam as
+    well: the last level is one word for each environment, and what is not in it to one side of ``step`` is to the
+    other side.
+    """
+    start = steps * 0
+    at = step
+    height = step * 0 + levels
+    searching = active
+    for level in range(levels):
+        top = level == levels - 1
+        slot = at >> 6
+        # Next to the first or the last word there is none; but the word of the last level is always read.
+        place = tl.where(top, 0, slot)
+        inside = searching & (place >= 0) & (place < words_of(steps, level))
+        word = tl.load(ends_ptr + start + place * envs + env, mask=inside, other=0)
+        if FORWARD:
+            side = word & (tl.full((), -1, tl.int64) << (at & 63))
+        else:
+            side = word & ~(tl.full((), -2, tl.int64) << (at & 63))
+        side = tl.where(place == slot, side, 0)
+        side = tl.where(top & (side == 0), word, side)
+        hit = searching & (side != 0)
+        nearest = (place << 6) + (lowest_bit(side) if FORWARD else highest_bit(side))
+        at = tl.where(hit, nearest, tl.where(searching, (slot + 1) if FORWARD else (slot - 1), at))
+        height = tl.where(hit, level, height)
+        searching = searching & ~hit
+        start += words_of(steps, level) * envs
+    found = active & ~searching
+    start -= envs
+    for down in range(1, levels):
+        level = levels - 1 - down
+        start -= words_of(steps, level) * envs
+        descends = found & (height > level)
+        word = tl.load(ends_ptr + start + at * envs + env, mask=descends, other=0)
+        at = tl.where(descends, (at << 6) + (lowest_bit(word) if FORWARD else highest_bit(word)), at)
+    return tl.where(found, at, -1)
+
+
+@triton.jit
+def last_order(ends_ptr, step, env, order, active, filled, oldest, steps, envs, levels):
+    """Order of the last step of the trajectory that ``step``, of that order, is in."""
+    end = nearest_end(ends_ptr, step, env, active, steps, envs, levels, True)
+    found = order_of(end, oldest, steps)
+    return tl.where((end >= 0) & (found >= order) & (found < filled), found, filled - 1)
+
+
+@triton.jit
+def first_order(ends_ptr, step, env, order, active, oldest, steps, envs, levels):
+    """Order of the first step of the trajectory that ``step``, of that order, is in."""
+    end = nearest_end(ends_ptr, step - 1, env, active, steps, envs, levels, False)
+    found = order_of(end, oldest, steps)
+    return tl.where((end >= 0) & (found < order), found + 1, 0)
+
+
+@triton.jit
+def next_in_word(rest, slot, first, oldest, steps):
+    """The lowest end of ``rest``: (order, length of its trajectory, what else is in ``rest``).
+
+    ``first`` is the order after that of the end before it.
+    """
+    order = order_of((slot << 6) + lowest_bit(rest), oldest, steps)
+    # The oldest step lies between the two ends where the one before it is the newer one.
+    return order, tl.where(first <= order, order - first, order) + 1, rest & (rest - 1)
+
+
+@triton.jit
+def first_of_word(ends_ptr, slot, env, active, oldest, steps, envs, levels):
+    """Order of the first step of the trajectory that ends first in a word: what :func:`next_in_word` begins with."""
+    end = nearest_end(ends_ptr, (slot << 6) - 1, env, active, steps, envs, levels, False)
+    return tl.where(end < 0, 0, order_of(end, oldest, steps) + 1)
+
+
+@triton.jit
+def locate(row, active, filled, oldest, steps, envs):
+    """(step, environment, order, whether it is in the ring) of flat rows."""
+    inside = active & (row >= 0) & (row < steps * envs)
+    row = tl.where(inside, row, 0)
+    step = row // envs
+    order = order_of(step, oldest, steps)
+    return step, row - step * envs, order, inside & (order < filled)
+
+
+@triton.jit
+def store_slices(
+    index_ptr,
+    length_ptr,
+    last_ptr,
+    i,
+    n,
+    begin,
+    length,
+    env,
+    slice_len,
+    oldest,
+    steps,
+    envs,
+    BLOCK_STEPS: tl.constexpr,
+):
+    """Write slices ``i`` from orders ``begin`` of environments ``env``; one of length 0 has NO_ROW everywhere."""
+    tl.store(length_ptr + i, length, mask=i < n)
+    for start in range(0, slice_len, BLOCK_STEPS):
+        x = (start + tl.arange(0, BLOCK_STEPS)).to(tl.int64)[None, :]
+        order = begin[:, None] + tl.minimum(x, length[:, None] - 1)
+        row = step_of(order, oldest, steps) * envs + env[:, None]
+        target = i[:, None] * slice_len + x
+        mask = (i < n)[:, None] & (x < slice_len)
+        tl.store(index_ptr + target, tl.where(length[:, None] > 0, row, -(1 << 62)), mask=mask)
+        tl.store(last_ptr + target, x == length[:, None] - 1, mask=mask)
+
+
+# Kernels
+
+
+@triton.jit(
+    do_not_specialize=[
+        "n", "words", "root", "depth", "steps", "envs", "levels", "slice_len", "min_len", "before", "after"
+    ]
+)  # fmt: skip
+def trajectories_draw_kernel(
+    ends_ptr,
+    sums_ptr,
+    ring_ptr,
+    rng_ptr,  # int64 [3] = (seed, offset, ticket); advanced by 2 n
+    rank_ptr,  # int64 [n]; not read without HAS_RANK
+    index_ptr,  # int64 [n * slice_len]
+    length_ptr,  # int64 [n]
+    last_ptr,  # bool [n * slice_len]
+    n,
+    words,  # of level 0
+    root,  # its place in sums
+    depth,  # levels above the weights
+    steps,
+    envs,
+    levels,
+    slice_len,
+    min_len,
+    before,
+    after,
+    HAS_RANK: tl.constexpr,
+    BY_TRANSITION: tl.constexpr,
+    SHIFT: tl.constexpr,
+    BLOCK_SLICES: tl.constexpr,
+    BLOCK_STEPS: tl.constexpr,
+):
+    """Draw slices: down the sums to a word, along its ends to a trajectory, then an offset within it.
+
+    Grid: (cdiv(n, BLOCK_SLICES),).
+    """
+    fan_out: tl.constexpr = 1 << SHIFT
+    steps = steps.to(tl.int64)
+    envs = envs.to(tl.int64)
+    words = words.to(tl.int64)
+    slice_len = slice_len.to(tl.int64)
+    n = n.to(tl.int64)
+    _, filled, oldest = load_ring(ring_ptr, steps, envs)
+    i = tl.program_id(0).to(tl.int64) * BLOCK_SLICES + tl.arange(0, BLOCK_SLICES)
+    seed = tl.load(rng_ptr)
+    counter = tl.load(rng_ptr + 1) + 2 * i
+    total = tl.load(sums_ptr + root)
+    drawn = scaled(philox_uniform_f64(seed, counter), total)
+    unit = tl.load(rank_ptr + i, mask=i < n, other=-1) if HAS_RANK else drawn
+    legal = (i < n) & (unit >= 0) & (unit < total)
+    unit = tl.where(legal, unit, 0)
+
+    lane = tl.arange(0, fan_out)
+    node = i * 0
+    start = words * 0 + root
+    for down in range(1, depth + 1):
+        start -= nodes_of(words, depth - down + 1, SHIFT) << SHIFT
+        child = tl.load(sums_ptr + start + (node << SHIFT)[:, None] + lane[None, :])
+        prefix = tl.cumsum(child, axis=1)
+        # A child that weighs nothing never holds the unit: its prefix sum is that of the child before it.
+        passed = prefix <= unit[:, None]
+        chosen = tl.minimum(tl.sum(passed.to(tl.int64), axis=1), fan_out - 1)
+        unit -= tl.max(tl.where(passed, prefix, 0), axis=1)
+        # Only sums that do not fit together lead into the padding.
+        node = tl.minimum((node << SHIFT) + chosen, nodes_of(words, depth - down, SHIFT) - 1)
+
+    slot = node // envs
+    env = node - slot * envs
+    rest = load_word(ends_ptr, slot, env, legal, filled, oldest, steps, envs)
+    first = first_of_word(ends_ptr, slot, env, rest != 0, oldest, steps, envs, levels)
+    begin = i * 0
+    length = i * 0
+    more = tl.max((rest != 0).to(tl.int32), 0)
+    while more > 0:
+        order, long, others = next_in_word(rest, slot, first, oldest, steps)
+        weight = units_of(long, slice_len, min_len, before, after, BY_TRANSITION)
+        here = (rest != 0) & (unit < weight)
+        begin = tl.where(here, order - long + 1, begin)
+        length = tl.where(here, long, length)
+        unit = tl.where((rest != 0) & (unit >= weight), unit - weight, unit)
+        first = order + 1
+        rest = tl.where(here, 0, others)
+        more = tl.max((rest != 0).to(tl.int32), 0)
+
+    longest = tl.minimum(slice_len, length)
+    if not BY_TRANSITION:
+        offsets = offsets_of(length, slice_len, min_len, before, after)
+        unit = scaled(philox_uniform_f64(seed, counter + 1), offsets)
+    offset = unit - tl.minimum(before, longest - 1)
+    stop = tl.minimum(offset + longest, length)
+    offset = tl.maximum(offset, 0)
+    taken = tl.where(length > 0, stop - offset, 0)
+    store_slices(
+        index_ptr, length_ptr, last_ptr, i, n, begin + offset, taken, env, slice_len, oldest, steps, envs, BLOCK_STEPS
+    )
+    advance_when_last(rng_ptr, 2 * n)
+
+
+@triton.jit(do_not_specialize=["n", "slice_len", "steps", "envs", "levels"])
+def trajectories_slices_kernel(
+    ends_ptr,
+    ring_ptr,
+    start_ptr,  # int64 [n], flat rows
+    index_ptr,  # int64 [n * slice_len]
+    length_ptr,  # int64 [n]
+    last_ptr,  # bool [n * slice_len]
+    n,
+    slice_len,
+    steps,
+    envs,
+    levels,
+    BLOCK_SLICES: tl.constexpr,
+    BLOCK_STEPS: tl.constexpr,
+):
+    """Slices from given rows to the ends of their trajectories. Grid: (cdiv(n, BLOCK_SLICES),)."""
+    steps = steps.to(tl.int64)
+    envs = envs.to(tl.int64)
+    slice_len = slice_len.to(tl.int64)
+    _, filled, oldest = load_ring(ring_ptr, steps, envs)
+    i = tl.program_id(0).to(tl.int64) * BLOCK_SLICES + tl.arange(0, BLOCK_SLICES)
+    row = tl.load(start_ptr + i, mask=i < n, other=-1)
+    step, env, order, stored = locate(row, i < n, filled, oldest, steps, envs)
+    last = last_order(ends_ptr, step, env, order, stored, filled, oldest, steps, envs, levels)
+    length = tl.where(stored, tl.minimum(last - order + 1, slice_len), 0)
+    store_slices(index_ptr, length_ptr, last_ptr, i, n, order, length, env, slice_len, oldest, steps, envs, BLOCK_STEPS)
+
+
+@triton.jit(do_not_specialize=["n", "steps", "envs", "levels"])
+def trajectories_bounds_kernel(
+    ends_ptr,
+    ring_ptr,
+    row_ptr,  # int64 [n], flat rows
+    bounds_ptr,  # int64 [3, n] = (first row, last row, length)
+    n,
+    steps,
+    envs,
+    levels,
+    BLOCK_ROWS: tl.constexpr,
+):
+    """The trajectory of each row; (NO_ROW, NO_ROW, 0) of one that is not stored. Grid: (cdiv(n, BLOCK_ROWS),)."""
+    steps = steps.to(tl.int64)
+    envs = envs.to(tl.int64)
+    n = n.to(tl.int64)
+    _, filled, oldest = load_ring(ring_ptr, steps, envs)
+    i = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    row = tl.load(row_ptr + i, mask=i < n, other=-1)
+    step, env, order, stored = locate(row, i < n, filled, oldest, steps, envs)
+    first = first_order(ends_ptr, step, env, order, stored, oldest, steps, envs, levels)
+    last = last_order(ends_ptr, step, env, order, stored, filled, oldest, steps, envs, levels)
+    first_row = step_of(first, oldest, steps) * envs + env
+    last_row = step_of(last, oldest, steps) * envs + env
+    tl.store(bounds_ptr + i, tl.where(stored, first_row, -(1 << 62)), mask=i < n)
+    tl.store(bounds_ptr + n + i, tl.where(stored, last_row, -(1 << 62)), mask=i < n)
+    tl.store(bounds_ptr + 2 * n + i, tl.where(stored, last - first + 1, 0), mask=i < n)
