@@ -159,6 +159,23 @@ def test_refresh_of_every_size(backend, n, fan_out):
     assert torch.equal(tree.leaves[:capacity], weights), "weights are masked by structure, not written"
 
 
+@pytest.mark.parametrize("n", [1024, 1500])
+def test_large_batches(backend, n):
+    """Updates and marks of more rows than one program takes."""
+    capacity = 5003
+    tree, model = restricted(torch.zeros(capacity), random_bits(capacity, 0.5, n))
+    index = torch.randint(-1, capacity, (n,), generator=seeded(n))
+    priority = torch.rand(n, generator=seeded(n)) + 0.1
+    tree.update(index, priority)
+    model.update(index.tolist(), priority.tolist())
+    assert_built(tree)
+    marked = torch.randint(-1, capacity, (n,), generator=seeded(n + 1))
+    tree.mark(marked, within_buffer=True)
+    model.mark(marked.tolist(), within_buffer=True)
+    assert_built(tree)
+    assert tree.leaves[:capacity].tolist() == model.weights
+
+
 def test_refresh_after_leaves_were_written(backend):
     """Without a bitmap as well; any shape and integer type; nothing at all."""
     tree = SumTree(100, fan_out=4)
