@@ -114,11 +114,14 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         try:
             start, weight = self._choose(storage, n)
         except RuntimeError as error:
-            raise RuntimeError(
-                f"no slice can start anywhere: {need} steps are needed, the stored trajectories are "
-                f"{index.trajectories()}, and the sum tree has no legal row of positive weight"
-            ) from error
+            raise RuntimeError(self._nothing_legal(index)) from error
         return *index.slices(start, length), {"priority_weight": weight}
+
+    def _nothing_legal(self, index: TrajectoryIndex) -> str:
+        return (
+            f"no slice can start anywhere: {self._need} steps are needed, the stored trajectories are "
+            f"{index.trajectories()}, and no row with so many left has a positive priority"
+        )
 
     def on_write(self, index: Tensor, storage: TensorStorage, priority: Tensor | None) -> None:
         """Index the steps of one write, and give them their priority, in one tree update."""

@@ -243,7 +243,7 @@ class SliceSampler(Sampler):
         index = self.index_for(storage)
         if self._check_order_at is not None and len(storage) >= self._check_order_at and storage.device.type == "cpu":
             self._check_order(storage, index)
-        return self._read(storage, *self._choose_slices(storage, index, n, length), length)
+        return self._read(storage, index, *self._choose_slices(storage, index, n, length), length)
 
     def _choose_slices(
         self, storage: TensorStorage, index: TrajectoryIndex, n: int, length: int
@@ -252,9 +252,14 @@ class SliceSampler(Sampler):
         index.use(self._rule(length))
         return *index.draw(n, self.random_state(storage.device)), {}
 
+    def _nothing_legal(self, index: TrajectoryIndex) -> str:
+        """What to tell a user where no slice can be drawn. Synchronises."""
+        return index.nothing_eligible()
+
     def _read(
         self,
         storage: TensorStorage,
+        index: TrajectoryIndex,
         rows: Tensor,
         lengths: Tensor,
         last: Tensor,
@@ -270,6 +275,8 @@ class SliceSampler(Sampler):
                 info["collector", "mask"] = real
             else:
                 kept = real.nonzero().squeeze(-1)
+                if kept.numel() == 0:
+                    raise RuntimeError(self._nothing_legal(index))
                 rows, last = rows[kept], last[kept]
                 info = {key: value[kept] for key, value in info.items()}
         tensors, generation = storage.gather(rows)

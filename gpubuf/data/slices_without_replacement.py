@@ -86,7 +86,7 @@ class SliceSamplerWithoutReplacement(SliceSampler):
 
     def _begin(self, storage: TensorStorage, index: TrajectoryIndex) -> None:
         """Begin an epoch. Synchronises."""
-        rng, total = self.random_state(storage.device), int(index.total)
+        rng, total = self.random_state(storage.device), int(index.total.item())
         if total == 0:
             raise RuntimeError(index.nothing_eligible())
         if self.shuffle:

@@ -74,8 +74,7 @@ class TrajectoryIndex:
         name = None
         if device.type == "cuda" and torch.cuda.is_available():
             name = torch.cuda.get_device_name(device)
-        words = -(-self.steps // 64) * self.envs
-        self.fan_out = config.trajectory_fan_out(words, device.type, name)
+        self.fan_out = config.index_fan_out(self.steps, self.envs, device.type, name)
         self.ends, self.sums = trajectories.new_index(self.steps, self.envs, self.fan_out, device)
         if len(storage):
             self.rebuild()
