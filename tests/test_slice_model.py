@@ -127,11 +127,14 @@ class SliceMachine(RuleBasedStateMachine):
         if self.triton and self.kind != "without replacement":
             # As on a GPU, where an exception would need the host: the faults are reported by what synchronises next.
             with self.on(), pytest.raises((IndexError, RuntimeError), match=r"out of range|longest|stored trajector"):
-                self.buffer.sample(self.slice_len)
-                self.buffer.storage.refresh()
+                self.sample_and_synchronise()
         else:
             with self.on(), pytest.raises(RuntimeError, match=r"longest|stored trajectories"):
                 self.buffer.sample(self.slice_len)
+
+    def sample_and_synchronise(self):
+        self.buffer.sample(self.slice_len)
+        self.buffer.storage.refresh()
 
     def check_flags(self, batch, slices):
         rows = {row.number: row for rows in self.model.rows for row in rows}
