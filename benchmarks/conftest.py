@@ -16,6 +16,7 @@ CALLS_ON_GPU = 100
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", choices=("cpu", "cuda"), help="where the buffers live")
+    parser.addoption("--huge", action="store_true", help="also the buffers that take gigabytes and minutes")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -34,7 +34,7 @@ def run_benchmarks(kind: str, out: Path, *arguments: str) -> int:
     """Run the benchmarks on a kind of device; returns pytest's exit code."""
     out.parent.mkdir(parents=True, exist_ok=True)
     options = ["--benchmark-enable", "--benchmark-columns=median,iqr,min,rounds", "--benchmark-max-time=2"]
-    return run_pytest("benchmarks", *options, f"--device={kind}", f"--benchmark-json={out}", *arguments)
+    return run_pytest("benchmarks", *options, "--huge", f"--device={kind}", f"--benchmark-json={out}", *arguments)
 
 
 def outcomes(report: Path) -> dict[str, object]:
