@@ -1,0 +1,178 @@
+"""The bits of ends and their summaries on the CPU: read from the stored signals, written word by word."""
+
+# Numba needs the real signatures: no `from __future__ import annotations`.
+
+from numba import carray
+
+from gpubuf.kernels._pointers import as_i64, as_u8, jit
+from gpubuf.kernels.trajectories._search import load_i64, store_i64
+
+# Of eight bytes: the lowest seven bits, the lowest bit, and what moves the lowest bits into one byte.
+_LOW_SEVEN = 0x7F7F7F7F7F7F7F7F
+_LOW_ONE = 0x0101010101010101
+_COLLECT = 0x0102040810204080
+
+
+@jit(inline="always")
+def _mask(first, last):  # type: ignore[no-untyped-def]
+    """Bits ``first .. last`` of a word."""
+    return (-1 << first) & ((2 << last) - 1)
+
+
+@jit(inline="always")
+def _any_byte(address, row_bytes):  # type: ignore[no-untyped-def]
+    found = 0
+    whole = row_bytes & ~7
+    for i in range(0, whole, 8):
+        found |= load_i64(address + i)
+    view = carray(as_u8(address), row_bytes)
+    for i in range(whole, row_bytes):
+        found |= view[i]
+    return found != 0
+
+
+@jit(inline="always")
+def _differ(a, b, row_bytes):  # type: ignore[no-untyped-def]
+    if row_bytes == 8:
+        return load_i64(a) != load_i64(b)
+    found = 0
+    whole = row_bytes & ~7
+    for i in range(0, whole, 8):
+        found |= load_i64(a + i) ^ load_i64(b + i)
+    view_a, view_b = carray(as_u8(a), row_bytes), carray(as_u8(b), row_bytes)
+    for i in range(whole, row_bytes):
+        found |= view_a[i] ^ view_b[i]
+    return found != 0
+
+
+@jit(inline="always")
+def _bits_of_64_bytes(address):  # type: ignore[no-untyped-def]
+    """Bit i says whether byte i is not zero."""
+    found = 0
+    for i in range(0, 64, 8):
+        found |= load_i64(address + i)
+    # Ends are rare: most words have none.
+    if found == 0:
+        return 0
+    bits = 0
+    for i in range(8):
+        x = load_i64(address + 8 * i)
+        lowest = ((((x & _LOW_SEVEN) + _LOW_SEVEN) | x) >> 7) & _LOW_ONE
+        bits |= (((lowest * _COLLECT) >> 56) & 255) << (8 * i)
+    return bits
+
+
+@jit(inline="always")
+def _read_single(signals, n_keys, by_id, steps, slot, first, last):  # type: ignore[no-untyped-def]
+    """The bits ``first .. last`` of a word where there is one environment."""
+    table = carray(as_i64(signals), 2 * n_keys)
+    bits = 0
+    for k in range(n_keys):
+        address, row_bytes = table[2 * k], table[2 * k + 1]
+        at = address + 64 * slot * row_bytes
+        if by_id:
+            for bit in range(first, last + 1):
+                here = at + bit * row_bytes
+                following = here + row_bytes if 64 * slot + bit + 1 < steps else address
+                if _differ(here, following, row_bytes):
+                    bits |= 1 << bit
+        elif row_bytes == 1:
+            if first == 0 and last == 63:
+                bits |= _bits_of_64_bytes(at)
+            else:
+                view = carray(as_u8(at), 64)
+                for bit in range(first, last + 1):
+                    if view[bit] != 0:
+                        bits |= 1 << bit
+        else:
+            for bit in range(first, last + 1):
+                if _any_byte(at + bit * row_bytes, row_bytes):
+                    bits |= 1 << bit
+    return bits
+
+
+@jit(inline="always")
+def _read_many(ends, signals, n_keys, by_id, steps, envs, slot, first, last):  # type: ignore[no-untyped-def]
+    """Set the bits ``first .. last``, zero so far, of the words of all environments, in the order of the rows."""
+    table = carray(as_i64(signals), 2 * n_keys)
+    words = carray(as_i64(ends + 8 * slot * envs), envs)
+    for k in range(n_keys):
+        address, row_bytes = table[2 * k], table[2 * k + 1]
+        for bit in range(first, last + 1):
+            place = 64 * slot + bit
+            here = address + place * envs * row_bytes
+            if by_id:
+                following = here + envs * row_bytes if place + 1 < steps else address
+                for env in range(envs):
+                    if _differ(here + env * row_bytes, following + env * row_bytes, row_bytes):
+                        words[env] |= 1 << bit
+            elif row_bytes == 1:
+                view = carray(as_u8(here), envs)
+                one = 1 << bit
+                for env in range(envs):
+                    words[env] |= one if view[env] != 0 else 0
+            else:
+                for env in range(envs):
+                    if _any_byte(here + env * row_bytes, row_bytes):
+                        words[env] |= 1 << bit
+
+
+@jit
+def read_places(ends, signals, n_keys, by_id, steps, envs, first, last):  # type: ignore[no-untyped-def]
+    """Read the flags of places ``first .. last``, and write them into level 0; other bits of the words remain."""
+    for slot in range(first >> 6, (last >> 6) + 1):
+        low = first & 63 if slot == first >> 6 else 0
+        high = last & 63 if slot == last >> 6 else 63
+        kept = ~_mask(low, high)
+        if envs == 1:
+            word = load_i64(ends + 8 * slot) & kept
+            store_i64(ends + 8 * slot, word | _read_single(signals, n_keys, by_id, steps, slot, low, high))
+        else:
+            words = carray(as_i64(ends + 8 * slot * envs), envs)
+            for env in range(envs):
+                words[env] &= kept
+            _read_many(ends, signals, n_keys, by_id, steps, envs, slot, low, high)
+
+
+@jit
+def clear_place(ends, envs, place):  # type: ignore[no-untyped-def]
+    """Clear the flag of one place in all environments."""
+    words = carray(as_i64(ends + 8 * (place >> 6) * envs), envs)
+    kept = ~(1 << (place & 63))
+    for env in range(envs):
+        words[env] &= kept
+
+
+@jit
+def summarise(ends, steps, envs, first_slot, last_slot):  # type: ignore[no-untyped-def]
+    """Recompute the summaries of slots ``first_slot .. last_slot`` of level 0 in all levels above."""
+    level, slots = ends, (steps + 63) >> 6
+    while slots > 1:
+        above = level + 8 * slots * envs
+        for parent in range(first_slot >> 6, (last_slot >> 6) + 1):
+            low = first_slot & 63 if parent == first_slot >> 6 else 0
+            high = last_slot & 63 if parent == last_slot >> 6 else 63
+            kept = ~_mask(low, high)
+            words = carray(as_i64(above + 8 * parent * envs), envs)
+            for env in range(envs):
+                words[env] &= kept
+            for bit in range(low, high + 1):
+                children = carray(as_i64(level + 8 * (64 * parent + bit) * envs), envs)
+                one = 1 << bit
+                for env in range(envs):
+                    words[env] |= one if children[env] != 0 else 0
+        level, slots = above, (slots + 63) >> 6
+        first_slot >>= 6
+        last_slot >>= 6
+
+
+@jit
+def clear_all(ends, steps, envs):  # type: ignore[no-untyped-def]
+    """Clear all levels."""
+    level, slots = ends, (steps + 63) >> 6
+    while True:
+        words = carray(as_i64(level), slots * envs)
+        words[:] = 0
+        if slots == 1:
+            return
+        level, slots = level + 8 * slots * envs, (slots + 63) >> 6

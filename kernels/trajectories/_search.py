@@ -1,0 +1,178 @@
+"""Searches in the bitmap of ends on the CPU: bit tricks, the next and previous end, and what follows from the ring.
+
+Steps are found by their *place* in the ring, 0 .. T - 1, and compared by their *age*, 0 for the oldest step that is
+in the ring. A word covers the places ``64 * slot .. 64 * slot + 63`` of one environment.
+"""
+
+# Numba needs the real signatures: no `from __future__ import annotations`.
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from gpubuf.kernels._pointers import jit, prefetch
+
+_I1, _I64 = ir.IntType(1), ir.IntType(64)
+
+
+def _bit_intrinsic(emit: Callable[[Any, Any], Any]) -> Any:
+    @intrinsic
+    def apply(typingctx, word):  # type: ignore[no-untyped-def]
+        def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+            return emit(builder, args[0])
+
+        return types.int64(types.int64), codegen
+
+    return apply
+
+
+#: ``lowest_bit(word)``: position of the lowest set bit of an int64; 64 where there is none.
+lowest_bit: Any = _bit_intrinsic(lambda builder, word: builder.cttz(word, _I1(0)))
+
+#: ``highest_bit(word)``: position of the highest set bit of an int64; -1 where there is none.
+highest_bit: Any = _bit_intrinsic(lambda builder, word: builder.sub(_I64(63), builder.ctlz(word, _I1(0))))
+
+
+@intrinsic
+def _load_i64(typingctx, address):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return builder.load(builder.inttoptr(args[0], _I64.as_pointer()), align=1)
+
+    return types.int64(types.int64), codegen
+
+
+#: ``load_i64(address)``: eight bytes from an address of any alignment.
+load_i64: Any = _load_i64
+
+
+@intrinsic
+def _store_i64(typingctx, address, value):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        builder.store(args[1], builder.inttoptr(args[0], _I64.as_pointer()), align=1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+#: ``store_i64(address, value)``: eight bytes to an address of any alignment.
+store_i64: Any = _store_i64
+
+
+@jit(inline="always")
+def next_set(ends, steps, envs, env, place):  # type: ignore[no-untyped-def]
+    """The first set place from ``place`` on, or -1; no wrap."""
+    slot = place >> 6
+    word = load_i64(ends + 8 * (slot * envs + env)) & (-1 << (place & 63))
+    level, slots, shift = ends, (steps + 63) >> 6, 6
+    while word == 0:
+        if slots == 1:
+            return -1
+        level += 8 * slots * envs
+        slots = (slots + 63) >> 6
+        shift += 6
+        bit = slot & 63
+        slot >>= 6
+        word = load_i64(level + 8 * (slot * envs + env)) & (-2 << bit)
+    slot = slot * 64 + lowest_bit(word)
+    while shift > 6:
+        shift -= 6
+        level -= 8 * envs * ((steps + (1 << shift) - 1) >> shift)
+        slot = slot * 64 + lowest_bit(load_i64(level + 8 * (slot * envs + env)))
+    return slot
+
+
+@jit(inline="always")
+def previous_set(ends, steps, envs, env, place):  # type: ignore[no-untyped-def]
+    """The last set place up to ``place``, or -1; no wrap. ``place`` may be -1."""
+    if place < 0:
+        return -1
+    slot = place >> 6
+    # 2 << 63 is 0, and the mask then all ones.
+    word = load_i64(ends + 8 * (slot * envs + env)) & ((2 << (place & 63)) - 1)
+    level, slots, shift = ends, (steps + 63) >> 6, 6
+    while word == 0:
+        if slots == 1:
+            return -1
+        level += 8 * slots * envs
+        slots = (slots + 63) >> 6
+        shift += 6
+        bit = slot & 63
+        slot >>= 6
+        word = load_i64(level + 8 * (slot * envs + env)) & ((1 << bit) - 1)
+    slot = slot * 64 + highest_bit(word)
+    while shift > 6:
+        shift -= 6
+        level -= 8 * envs * ((steps + (1 << shift) - 1) >> shift)
+        slot = slot * 64 + highest_bit(load_i64(level + 8 * (slot * envs + env)))
+    return slot
+
+
+@jit(inline="always")
+def ring_view(written, size, steps, envs):  # type: ignore[no-untyped-def]
+    """(place of the oldest step, number of steps in the ring, cursor) from the ring's counters of rows."""
+    stored = min(size // envs, steps)
+    cursor = (written // envs) % steps
+    return (cursor if stored == steps else 0), stored, cursor
+
+
+@jit(inline="always")
+def age_of(place, oldest, steps):  # type: ignore[no-untyped-def]
+    return place - oldest if place >= oldest else place - oldest + steps
+
+
+@jit(inline="always")
+def place_of(age, oldest, steps):  # type: ignore[no-untyped-def]
+    place = age + oldest
+    return place if place < steps else place - steps
+
+
+@jit(inline="always")
+def end_age(ends, steps, envs, env, place, oldest, stored):  # type: ignore[no-untyped-def]
+    """Age of the last step of the trajectory of a step in the ring."""
+    found = next_set(ends, steps, envs, env, place)
+    if place >= oldest:
+        if found >= 0:
+            return found - oldest
+        if oldest == 0:
+            return stored - 1
+        found = next_set(ends, steps, envs, env, 0)
+    return found - oldest + steps if 0 <= found < oldest else stored - 1
+
+
+@jit(inline="always")
+def end_age_before(ends, steps, envs, env, place, oldest):  # type: ignore[no-untyped-def]
+    """Age of the last end before a step in the ring, -1 where its trajectory is the oldest one."""
+    found = previous_set(ends, steps, envs, env, place - 1)
+    if place < oldest:
+        if found >= 0:
+            return found - oldest + steps
+        found = previous_set(ends, steps, envs, env, steps - 1)
+    return found - oldest if found >= oldest else -1
+
+
+@jit(inline="always")
+def prefetch_word(ends, steps, envs, env, slot):  # type: ignore[no-untyped-def]
+    """Ask for a word and its summary, with which every search from one of its places begins."""
+    prefetch(ends + 8 * (slot * envs + env))
+    prefetch(ends + 8 * (((steps + 63) >> 6) * envs + (slot >> 6) * envs + env))
+
+
+@jit(inline="always")
+def prefetch_neighbours(ends, steps, envs, env, slot, before, after):  # type: ignore[no-untyped-def]
+    """Ask for the previous and next words that have ends, as far as the summary of this word knows them."""
+    slots = (steps + 63) >> 6
+    if slots == 1:
+        return
+    summary = load_i64(ends + 8 * (slots * envs + (slot >> 6) * envs + env))
+    first = slot & ~63
+    if before:
+        earlier = summary & ((1 << (slot & 63)) - 1)
+        if earlier != 0:
+            prefetch(ends + 8 * ((first + highest_bit(earlier)) * envs + env))
+    if after:
+        later = summary & (-2 << (slot & 63))
+        if later != 0:
+            prefetch(ends + 8 * ((first + lowest_bit(later)) * envs + env))

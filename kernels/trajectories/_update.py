@@ -1,0 +1,129 @@
+"""Keeping the trajectory index up to date on the CPU: the stages of ``update`` and of ``mark_legal``."""
+
+# Numba needs the real signatures: no `from __future__ import annotations`.
+
+import numpy as np
+from numba import carray
+
+from gpubuf.kernels._pointers import as_i64, jit
+from gpubuf.kernels.trajectories._bits import clear_all, clear_place, read_places, summarise
+from gpubuf.kernels.trajectories._search import age_of, end_age, load_i64, place_of
+from gpubuf.kernels.trajectories._weights import sum_above, weigh_all, weigh_slots, weigh_word
+
+
+@jit
+def _read_ages(ends, signals, n_keys, by_id, steps, envs, first, last):  # type: ignore[no-untyped-def]
+    """Flags and summaries of the places ``first .. last``, round the end of the ring where ``last < first``."""
+    top = last if first <= last else steps - 1
+    read_places(ends, signals, n_keys, by_id, steps, envs, first, top)
+    if last < first:
+        read_places(ends, signals, n_keys, by_id, steps, envs, 0, last)
+    if by_id:
+        # `last` is the newest step, which has no next one.
+        clear_place(ends, envs, last)
+    summarise(ends, steps, envs, first >> 6, top >> 6)
+    if last < first:
+        summarise(ends, steps, envs, 0, last >> 6)
+
+
+@jit
+def _rebuild(  # type: ignore[no-untyped-def]
+    ends, sums, signals, n_keys, by_id, steps, envs, oldest, stored, rule, shift
+):
+    clear_all(ends, steps, envs)
+    if stored > 0:
+        newest = place_of(stored - 1, oldest, steps)
+        _read_ages(ends, signals, n_keys, by_id, steps, envs, oldest, newest)
+    weigh_all(ends, sums, steps, envs, oldest, stored, rule, shift)
+
+
+@jit
+def update_index(  # type: ignore[no-untyped-def]
+    ends, sums, signals, n_keys, by_id, n, steps, envs, oldest, stored, cursor, rule, shift
+):
+    """See :data:`gpubuf.kernels.trajectories.update`."""
+    if n >= steps:
+        _rebuild(ends, sums, signals, n_keys, by_id, steps, envs, oldest, stored, rule, shift)
+        return
+    n = min(n, stored)
+    if n == 0:
+        return
+    # With identifiers, the step before the write has got a next one, which may make it an end.
+    first = place_of(max(stored - n - (1 if by_id else 0), 0), oldest, steps)
+    newest = place_of(stored - 1, oldest, steps)
+    _read_ages(ends, signals, n_keys, by_id, steps, envs, first, newest)
+
+    # Slots a .. b, and where the write goes round the end of the ring, 0 .. c too.
+    a, b = first >> 6, (newest if first <= newest else steps - 1) >> 6
+    c = -1 if first <= newest else newest >> 6
+    touched = np.empty((b - a + c + 4) * envs, np.int64)
+    n_touched = weigh_slots(ends, sums, steps, envs, a, b, oldest, stored, rule, touched, 0, shift)
+    if c >= 0:
+        n_touched = weigh_slots(ends, sums, steps, envs, 0, c, oldest, stored, rule, touched, n_touched, shift)
+    if stored > n:
+        # The virtual end of before.
+        slot = place_of(stored - n - 1, oldest, steps) >> 6
+        if not (a <= slot <= b or slot <= c):
+            n_touched = weigh_slots(
+                ends, sums, steps, envs, slot, slot, oldest, stored, rule, touched, n_touched, shift
+            )
+    if stored == steps:
+        # The first end after the cursor, whose trajectory may have lost its head.
+        for env in range(envs):
+            age = end_age(ends, steps, envs, env, oldest, oldest, stored)
+            slot = place_of(age, oldest, steps) >> 6
+            if not (a <= slot <= b or slot <= c):
+                n_touched = weigh_word(
+                    ends, sums, steps, envs, env, slot, oldest, stored, rule, touched, n_touched, shift
+                )
+    sum_above(sums, ((steps + 63) >> 6) * envs, shift, touched, n_touched)
+
+
+@jit
+def longest_trajectory(ends, steps, envs, oldest, stored):  # type: ignore[no-untyped-def]
+    """Length of the longest trajectory in the ring, 0 where it is empty."""
+    longest = 0
+    for env in range(envs):
+        age = -1
+        while age < stored - 1:
+            place = place_of(age + 1, oldest, steps)
+            last = end_age(ends, steps, envs, env, place, oldest, stored)
+            longest = max(longest, last - age)
+            age = last
+    return longest
+
+
+@jit(inline="always")
+def _is_end(ends, envs, env, place):  # type: ignore[no-untyped-def]
+    return (load_i64(ends + 8 * ((place >> 6) * envs + env)) >> (place & 63)) & 1
+
+
+@jit
+def mark_legal_steps(  # type: ignore[no-untyped-def]
+    legal_address, ends, count, need, starts_too, steps, envs, oldest, stored, cursor, rows_address
+):
+    """Recompute the legality of the ``count`` steps up to the cursor's, and list their rows."""
+    rows = carray(as_i64(rows_address), count * envs)
+    legal = carray(as_i64(legal_address), (steps * envs + 63) >> 6)
+    # Age of the last step of the trajectory that goes on behind the step in hand.
+    last_age = np.full(envs, stored - 1, np.int64)
+    # From the newest step down; the cursor's own step, the oldest of a full ring, comes last.
+    for i in range(count - 2, -2, -1):
+        at = i if i >= 0 else count - 1
+        place = cursor + 1 - count + at
+        place = place if place >= 0 else place + steps
+        age = age_of(place, oldest, steps)
+        before = place - 1 if place > 0 else steps - 1
+        for env in range(envs):
+            row = place * envs + env
+            rows[at * envs + env] = row
+            is_legal = 0
+            if age < stored:
+                if i < 0 and count < steps:
+                    last_age[env] = end_age(ends, steps, envs, env, place, oldest, stored)
+                elif _is_end(ends, envs, env, place):
+                    last_age[env] = age
+                is_first = age == 0 or _is_end(ends, envs, env, before) == 1
+                is_legal = 1 if last_age[env] - age + 1 >= need or (starts_too and is_first) else 0
+            word = legal[row >> 6] & ~(1 << (row & 63))
+            legal[row >> 6] = word | (is_legal << (row & 63))
