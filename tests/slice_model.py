@@ -115,7 +115,7 @@ def batch_of(table: Sequence[Sequence[Row]]) -> TensorDict:
     return TensorDict(
         {
             "number": number,
-            "episode": column([[row.episode for row in rows] for rows in table], torch.int64),
+            "trajectory": column([[row.episode for row in rows] for rows in table], torch.int64),
             "is_init": number.unsqueeze(-1) % 7 == 0,
             "next": {"done": done, "terminated": done & (number % 2 == 0).unsqueeze(-1)},
         },

@@ -45,7 +45,7 @@ class SliceMachine(RuleBasedStateMachine):
         common = {
             "slice_len": slice_len,
             "strict_length": strict,
-            "traj_key": "episode" if by_id else None,
+            "traj_key": "trajectory" if by_id else None,
             "end_key": None if by_id else ("next", "done"),
         }
         before, after = ((slice_len - 1 if s is True else min(int(s), slice_len - 1)) for s in span)

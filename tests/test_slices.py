@@ -180,7 +180,7 @@ def test_a_plain_buffer_keeps_its_batches_as_stored():
     buffer = ReplayBuffer(storage=LazyTensorStorage(100), sampler=SliceSampler(num_slices=5), batch_size=20)
     buffer.extend(model.write(episodes(6, 5, 8)))
     batch, info = buffer.sample(return_info=True)
-    assert set(batch.keys(True, True)) == {"number", "episode", "is_init", ("next", "done"), ("next", "terminated")}
+    assert set(batch.keys(True, True)) == {"number", "trajectory", "is_init", ("next", "done"), ("next", "terminated")}
     assert torch.equal(batch["next", "done"], buffer.storage[info["index"]]["next", "done"])
     assert info["next", "truncated"].sum() == 5
 

@@ -17,7 +17,7 @@ SAMPLERS = {
     "trajectory": lambda: SliceSampler(slice_len=5),
     "transition": lambda: SliceSampler(slice_len=5, weighting="transition"),
     "padded": lambda: SliceSampler(slice_len=5, strict_length=False, pad_output=True),
-    "by identifier": lambda: SliceSampler(slice_len=5, traj_key="episode"),
+    "by identifier": lambda: SliceSampler(slice_len=5, traj_key="trajectory"),
     "prioritized": lambda: PrioritizedSliceSampler(3000, 1.0, 1.0, eps=0.0, slice_len=5),
 }
 
