@@ -2,21 +2,25 @@
 
 # Numba needs the real signatures: no `from __future__ import annotations`.
 
+import numpy as np
 from numba import carray
 
 from gpubuf.kernels._pointers import as_i64, as_u8, jit
 from gpubuf.kernels.trajectories._search import load_i64, store_i64
 
-# Of eight bytes: the lowest seven bits, the lowest bit, and what moves the lowest bits into one byte.
-_LOW_SEVEN = 0x7F7F7F7F7F7F7F7F
-_LOW_ONE = 0x0101010101010101
-_COLLECT = 0x0102040810204080
+# Of eight bytes: the lowest seven bits, the lowest bit, and what moves the lowest bits into the highest byte. All
+# operands are uint64: an int64 sum that overflows is not defined, and Numba makes a mix of the two into floats.
+_LOW_SEVEN = np.uint64(0x7F7F7F7F7F7F7F7F)
+_LOW_ONE = np.uint64(0x0101010101010101)
+_COLLECT = np.uint64(0x0102040810204080)
+_SEVEN = np.uint64(7)
+_HIGHEST_BYTE = np.uint64(56)
 
 
 @jit(inline="always")
 def _mask(first, last):  # type: ignore[no-untyped-def]
     """Bits ``first .. last`` of a word."""
-    return (-1 << first) & ((2 << last) - 1)
+    return (-1 << first) & ~(-2 << last)
 
 
 @jit(inline="always")
@@ -56,9 +60,9 @@ def _bits_of_64_bytes(address):  # type: ignore[no-untyped-def]
         return 0
     bits = 0
     for i in range(8):
-        x = load_i64(address + 8 * i)
-        lowest = ((((x & _LOW_SEVEN) + _LOW_SEVEN) | x) >> 7) & _LOW_ONE
-        bits |= (((lowest * _COLLECT) >> 56) & 255) << (8 * i)
+        x = np.uint64(load_i64(address + 8 * i))
+        lowest = ((((x & _LOW_SEVEN) + _LOW_SEVEN) | x) >> _SEVEN) & _LOW_ONE
+        bits |= np.int64((lowest * _COLLECT) >> _HIGHEST_BYTE) << (8 * i)
     return bits
 
 

@@ -1,7 +1,8 @@
 """Searches in the bitmap of ends on the CPU: bit tricks, the next and previous end, and what follows from the ring.
 
 Steps are found by their *place* in the ring, 0 .. T - 1, and compared by their *age*, 0 for the oldest step that is
-in the ring. A word covers the places ``64 * slot .. 64 * slot + 63`` of one environment.
+in the ring. A word covers the places ``64 * slot .. 64 * slot + 63`` of one environment. Masks are made by shifts and
+complements alone: Numba tells LLVM that int64 sums do not overflow, which ``(1 << 63) - 1`` does.
 """
 
 # Numba needs the real signatures: no `from __future__ import annotations`.
@@ -90,8 +91,7 @@ def previous_set(ends, steps, envs, env, place):  # type: ignore[no-untyped-def]
     if place < 0:
         return -1
     slot = place >> 6
-    # 2 << 63 is 0, and the mask then all ones.
-    word = load_i64(ends + 8 * (slot * envs + env)) & ((2 << (place & 63)) - 1)
+    word = load_i64(ends + 8 * (slot * envs + env)) & ~(-2 << (place & 63))
     level, slots, shift = ends, (steps + 63) >> 6, 6
     while word == 0:
         if slots == 1:
@@ -101,7 +101,7 @@ def previous_set(ends, steps, envs, env, place):  # type: ignore[no-untyped-def]
         shift += 6
         bit = slot & 63
         slot >>= 6
-        word = load_i64(level + 8 * (slot * envs + env)) & ((1 << bit) - 1)
+        word = load_i64(level + 8 * (slot * envs + env)) & ~(-1 << bit)
     slot = slot * 64 + highest_bit(word)
     while shift > 6:
         shift -= 6
@@ -116,6 +116,15 @@ def ring_view(written, size, steps, envs):  # type: ignore[no-untyped-def]
     stored = min(size // envs, steps)
     cursor = (written // envs) % steps
     return (cursor if stored == steps else 0), stored, cursor
+
+
+@jit(inline="always")
+def divided(number, envs):  # type: ignore[no-untyped-def]
+    """(quotient, remainder) of a row or a word by the number of environments; no division where there is one."""
+    if envs == 1:
+        return number, 0
+    quotient = number // envs
+    return quotient, number - quotient * envs
 
 
 @jit(inline="always")
@@ -169,7 +178,7 @@ def prefetch_neighbours(ends, steps, envs, env, slot, before, after):  # type: i
     summary = load_i64(ends + 8 * (slots * envs + (slot >> 6) * envs + env))
     first = slot & ~63
     if before:
-        earlier = summary & ((1 << (slot & 63)) - 1)
+        earlier = summary & ~(-1 << (slot & 63))
         if earlier != 0:
             prefetch(ends + 8 * ((first + highest_bit(earlier)) * envs + env))
     if after:

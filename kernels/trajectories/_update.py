@@ -68,11 +68,14 @@ def update_index(  # type: ignore[no-untyped-def]
                 ends, sums, steps, envs, slot, slot, oldest, stored, rule, touched, n_touched, shift
             )
     if stored == steps:
-        # The first end after the cursor, whose trajectory may have lost its head.
+        # The first end after the cursor, whose trajectory may have lost its head, of up to n steps.
+        min_len, by_transition = rule[1], rule[4]
         for env in range(envs):
             age = end_age(ends, steps, envs, env, oldest, oldest, stored)
             slot = place_of(age, oldest, steps) >> 6
-            if not (a <= slot <= b or slot <= c):
+            length = age + 1
+            may_change = length + n >= min_len and (by_transition or length < min_len)
+            if may_change and not (a <= slot <= b or slot <= c):
                 n_touched = weigh_word(
                     ends, sums, steps, envs, env, slot, oldest, stored, rule, touched, n_touched, shift
                 )

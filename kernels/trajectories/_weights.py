@@ -3,7 +3,9 @@
 # Numba needs the real signatures: no `from __future__ import annotations`.
 
 import numpy as np
-from numba import carray
+from llvmlite import ir
+from numba import carray, types
+from numba.extending import intrinsic
 
 from gpubuf.kernels._pointers import as_i64, jit, prefetch
 from gpubuf.kernels.trajectories._search import (
@@ -53,7 +55,7 @@ def word_weight(  # type: ignore[no-untyped-def]
     weight = 0
     while bits != 0:
         place = 64 * slot + lowest_bit(bits)
-        bits &= bits - 1
+        bits ^= 1 << (place & 63)
         age = age_of(place, oldest, steps)
         if before_age == _UNKNOWN:
             before_age = end_age_before(ends, steps, envs, env, place, oldest)
@@ -201,6 +203,36 @@ def sum_above(sums, n_words, shift, touched, n_touched):  # type: ignore[no-unty
                 touched[i] = i
 
 
+@intrinsic
+def _choose_of_16(typingctx, address, unit):  # type: ignore[no-untyped-def]
+    """(child that holds a unit, units of the children before it) of a node of 16, in vector registers, no branch.
+
+    LLVM does not find this form by itself.
+    """
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        i1, i32, i64, width = ir.IntType(1), ir.IntType(32), ir.IntType(64), 16
+        vector = ir.VectorType(i64, width)
+        zero = ir.Constant(vector, [0] * width)
+
+        def shuffled(value, lanes):  # type: ignore[no-untyped-def]
+            return builder.shuffle_vector(value, zero, ir.Constant(ir.VectorType(i32, width), lanes))
+
+        def moved_up(value, by):  # type: ignore[no-untyped-def]
+            return shuffled(value, [(lane - by) % (2 * width) for lane in range(width)])
+
+        prefix = builder.load(builder.inttoptr(args[0], vector.as_pointer()), align=8)
+        for by in (1, 2, 4, 8):
+            prefix = builder.add(prefix, moved_up(prefix, by))
+        units = shuffled(builder.insert_element(ir.Constant(vector, ir.Undefined), args[1], i32(0)), [0] * width)
+        beyond = builder.bitcast(builder.icmp_signed(">", prefix, units), ir.IntType(width))
+        child = builder.zext(builder.cttz(beyond, i1(0)), i64)
+        before = builder.extract_element(moved_up(prefix, 1), builder.trunc(builder.and_(child, i64(15)), i32))
+        return context.make_tuple(builder, signature.return_type, [child, before])
+
+    return types.UniTuple(types.int64, 2)(types.int64, types.int64), codegen
+
+
 @jit(inline="always")
 def root_of(sums, n_words, shift):  # type: ignore[no-untyped-def]
     """The total weight."""
@@ -232,24 +264,17 @@ def choose_unit(sums, n_words, shift, node, left, n):  # type: ignore[no-untyped
         below = level_start[level - 1] if level > 0 else 0
         for i in range(n):
             first = node[i] << shift
-            rest = left[i]
-            child = 0
             if shift == 4:
-                view = carray(as_i64(here + 8 * first), 16)
-                # Branch-free: the children whose prefix sum does not exceed the unit are counted.
-                prefix, passed = 0, 0
-                for c in range(15):
-                    prefix += view[c]
-                    inside = prefix <= left[i]
-                    child += inside
-                    passed = prefix if inside else passed
-                rest -= passed
+                child, passed = _choose_of_16(here + 8 * first, left[i])
+                node[i] = first + child
+                left[i] -= passed
             else:
-                while rest >= load_i64(here + 8 * (first + child)):
-                    rest -= load_i64(here + 8 * (first + child))
+                child, rest = first, left[i]
+                while rest >= load_i64(here + 8 * child):
+                    rest -= load_i64(here + 8 * child)
                     child += 1
-            node[i] = first + child
-            left[i] = rest
+                node[i] = child
+                left[i] = rest
             if level > 0:
                 prefetch(below + ((8 * node[i]) << shift))
                 prefetch(below + ((8 * node[i]) << shift) + 64)
