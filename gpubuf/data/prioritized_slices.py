@@ -89,7 +89,8 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
             ValueError: it has room for more than ``max_capacity`` rows.
         """
         if storage is not self._storage:
-            self._index, self._legal, self._check_order_at = None, None, 2
+            self._legal = None
+            self._forget_storage()
         PrioritizedSampler.register_storage(self, storage)
 
     def _steps_needed(self, length: int) -> int:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.data.layout import Key, as_key, as_written
 from gpubuf.data.samplers import Draw, Sampler, tensor_storage
 from gpubuf.data.signals import Signal, fixed_signal, interleaved_environments, stored_signal
+from gpubuf.data.slice_flags import SliceFlags
 from gpubuf.data.storages import Storage, TensorStorage
 from gpubuf.data.trajectories import Trajectories, TrajectoryIndex
 from gpubuf.kernels.trajectories import Rule
@@ -120,18 +120,16 @@ class SliceSampler(Sampler):
         self.weighting, self.stack = weighting, stack
         if any(not isinstance(s, bool) and (s < 0 or (slice_len is not None and s >= slice_len)) for s in self.span):
             raise ValueError(f"a span must be smaller than the slice, got span={span} and slice_len={slice_len}")
+        self._may_be_short = not strict_length or any(self.span)
         if stack and self._may_be_short and not pad_output:
             raise ValueError("stack=True needs slices of equal lengths: no span, and strict_length or pad_output")
         self._index: TrajectoryIndex | None = None
+        self._flags: SliceFlags | None = None
         self._storage: Storage | None = None
         # Whether rows follow each other is looked at again when this many are stored; None: no more.
         self._check_order_at: int | None = 2
 
     # Which slices
-
-    @property
-    def _may_be_short(self) -> bool:
-        return not self.strict_length or any(self.span)
 
     def _rule(self, length: int) -> Rule:
         before, after = (length - 1 if s is True else int(s) for s in self.span)
@@ -154,13 +152,22 @@ class SliceSampler(Sampler):
     def register_storage(self, storage: Storage) -> None:
         """Another storage than before gets an index of its own."""
         if storage is not self._storage:
-            self._storage, self._index, self._check_order_at = storage, None, 2
+            self._storage = storage
+            self._forget_storage()
+
+    def _forget_storage(self) -> None:
+        self._index, self._flags, self._check_order_at = None, None, 2
 
     def index_for(self, storage: TensorStorage) -> TrajectoryIndex:
         """The index of ``storage``, made at the first use, with all rows that are there by then."""
         if self._index is None:
             self._index = TrajectoryIndex(storage, self._signal(storage), self._rule(self.slice_len or 1))
         return self._index
+
+    def _flags_of(self, storage: TensorStorage) -> SliceFlags:
+        if self._flags is None:
+            self._flags = SliceFlags(storage.layout, self.truncated_key, self.init_key)
+        return self._flags
 
     def _signal(self, storage: TensorStorage) -> Signal:
         if self.ends is not None:
@@ -280,44 +287,13 @@ class SliceSampler(Sampler):
                 rows, last = rows[kept], last[kept]
                 info = {key: value[kept] for key, value in info.items()}
         tensors, generation = storage.gather(rows)
-        info |= self._flags(storage, tensors, last, kept, length)
+        info |= self._flags_of(storage).entries(tensors, last, length, kept)
         if not self.stack:
             return Draw(tensors, rows, generation, info)
         shape = (n, length)
         tensors = [t.view(*shape, *t.shape[1:]) for t in tensors]
         info = {key: value.view(*shape, *value.shape[1:]) for key, value in info.items()}
         return Draw(tensors, rows, generation, info, shape)
-
-    def _flags(
-        self, storage: TensorStorage, tensors: list[Tensor], last: Tensor, kept: Tensor | None, length: int
-    ) -> dict[Any, Tensor]:
-        """Where slices start and end, combined with what is stored."""
-        info: dict[Any, Tensor] = {}
-
-        def stored(key: Key) -> Tensor | None:
-            position = storage.layout.position(key)
-            return None if position is None else tensors[position]
-
-        if self.truncated_key is not None:
-            truncated_key = as_key(self.truncated_key)
-            done_key, terminated_key = (*truncated_key[:-1], "done"), (*truncated_key[:-1], "terminated")
-            done, terminated = stored(done_key), stored(terminated_key)
-            # Flags of several elements a row (agents) keep their shape: all of them see where the slice ends.
-            like = stored(truncated_key) if done is None else done
-            truncated = last.unsqueeze(-1)
-            if like is not None and like.shape != truncated.shape:
-                truncated = last.view(-1, *[1] * (like.ndim - 1)).expand(like.shape).contiguous()
-            info[as_written(truncated_key)] = truncated
-            info[as_written(done_key)] = truncated.clone() if done is None else done | truncated
-            info[as_written(terminated_key)] = torch.zeros_like(truncated) if terminated is None else terminated
-        if self.init_key is not None and (flags := stored(as_key(self.init_key))) is not None:
-            started = flags.clone()
-            if kept is None:
-                started.view(-1, length, *flags.shape[1:])[:, 0] = True
-            else:
-                started |= (kept % length == 0).view(-1, *[1] * (flags.ndim - 1))
-            info[as_written(as_key(self.init_key))] = started
-        return info
 
     # State
 
