@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.report`` reads the newest file of ``benchmarks/results/`` for every kind of device and rewrites
 what stands between the markers ``<!-- figures: NAME -->`` and ``<!-- end of figures -->``. With ``--check`` it changes
-nothing, and fails where a page is out of date.
+nothing, and fails where a page is out of date. The plot of the slices is drawn from the same runs.
 """
 
 from __future__ import annotations
@@ -17,11 +17,21 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import RESULTS
+from benchmarks.slices import SIZES, SLICES, short
 from benchmarks.workloads import WORKLOADS
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "docs/performance.md")
-TITLES = {"gpubuf": "gpubuf", "torchrl": "TorchRL", "cpprb": "cpprb", "plain": "plain PyTorch"}
+PLOT = "docs/slices.png"
+TITLES = {
+    "gpubuf": "gpubuf",
+    "gpubuf-random": "gpubuf without an index",
+    "torchrl": "TorchRL",
+    "torchrl-uncached": "TorchRL, uncached",
+    "cpprb": "cpprb",
+    "plain": "plain PyTorch",
+}
+KINDS = {"cpu": "CPU", "cuda": "GPU"}
 OPEN = "open"
 
 
@@ -50,16 +60,34 @@ class Run:
                 return {name: benchmark["stats"][name] / extra["calls"] for name in ("median", "iqr", "min")}
         return None
 
+    def median(self, workload: str, library: str) -> float | None:
+        """Seconds a call, or None."""
+        entry = self.entry(workload, library)
+        return entry["median"] if entry else None
+
     def libraries(self) -> list[str]:
         """Which libraries were measured, gpubuf first."""
         measured = {benchmark["extra_info"].get("library") for benchmark in self.data["benchmarks"]}
         return [name for name in TITLES if name in measured]
 
     def workloads(self) -> list[str]:
-        """Which workloads were measured, in their registered order."""
-        measured = {benchmark["extra_info"].get("workload") for benchmark in self.data["benchmarks"]}
+        """Which workloads were measured, in their registered order; slices are not among them."""
+        measured = {benchmark["extra_info"].get("workload") for benchmark in self.data["benchmarks"]} - SLICES.keys()
         known = [name for name in WORKLOADS if name in measured]
         return known + sorted(name for name in measured if name and name not in WORKLOADS)
+
+    def index_bytes(self, workload: str) -> str:
+        """Bytes of gpubuf's trajectory index for a row that there is room for."""
+        for benchmark in self.data["benchmarks"]:
+            extra = benchmark["extra_info"]
+            if extra.get("workload") == workload and "index_bytes_per_row" in extra:
+                return f"{extra['index_bytes_per_row']:.3f}"
+        return OPEN
+
+    def slices(self) -> list[str]:
+        """Which workloads of slices were measured, in their registered order."""
+        measured = {benchmark["extra_info"].get("workload") for benchmark in self.data["benchmarks"]}
+        return [name for name in SLICES if name in measured]
 
 
 def newest_runs(folder: Path = RESULTS) -> dict[str, Run]:
@@ -81,6 +109,8 @@ def microseconds(seconds: float) -> str:
 
 def label(workload: str) -> str:
     """``uniform-sample-256`` as ``uniform sample, 256``."""
+    if workload in SLICES:
+        return SLICES[workload].title
     title, _, batch = workload.rpartition("-")
     return f"{title.replace('-', ' ')}, {batch}"
 
@@ -130,22 +160,26 @@ def conditions(runs: dict[str, Run]) -> str:
     return "\n\n".join(described(runs[kind]) for kind in ("cpu", "cuda") if kind in runs) or f"{OPEN}."
 
 
-def spread_table(runs: dict[str, Run], kind: str) -> str:
-    """docs/performance.md: median, interquartile range and minimum of every library on one kind of device."""
-    run = runs.get(kind)
-    if run is None:
-        return f"No run on this kind of device is committed: {OPEN}."
+def spreads(run: Run, workloads: Sequence[str]) -> str:
+    """Median, interquartile range and minimum of every library."""
     rows = []
-    for workload in run.workloads():
+    for workload in workloads:
         for library in run.libraries():
             entry = run.entry(workload, library)
             if entry:
                 numbers = [microseconds(entry[name]) for name in ("median", "iqr", "min")]
                 rows.append([label(workload), TITLES[library], *numbers])
-    head = ["µs a call", "library", "median", "interquartile range", "minimum"]
+    return table(["µs a call", "library", "median", "interquartile range", "minimum"], rows)
+
+
+def spread_table(runs: dict[str, Run], kind: str) -> str:
+    """docs/performance.md: median, interquartile range and minimum of every library on one kind of device."""
+    run = runs.get(kind)
+    if run is None:
+        return f"No run on this kind of device is committed: {OPEN}."
     machine = run.machine
     load = f"Load of the machine before the run: {machine['load_before']:.2f} on {machine['cores']} cores."
-    parts = [table(head, rows), described(run), load]
+    parts = [spreads(run, run.workloads()), described(run), load]
     if "gpu_tests" in run.data:
         tests = run.data["gpu_tests"]
         parts.append(f"GPU tests: {tests['passed']} passed, {tests['failed']} failed, {tests['skipped']} skipped.")
@@ -172,6 +206,100 @@ def training_table(runs: dict[str, Run]) -> str:
     return "\n\n".join([table(head, rows), described(run)])
 
 
+def against(ours: float | None, theirs: float | None) -> str:
+    """``402000 (2010x)``, or ``open``."""
+    if theirs is None:
+        return OPEN
+    return microseconds(theirs) + (f" ({theirs / ours:.1f}x)" if ours else "")
+
+
+def sizes_table(run: Run) -> str:
+    """Slices from buffers of rising size, and by how much gpubuf's time rises."""
+    rows, medians = [], {"sample": [], "write-and-sample": []}
+    for stored, capacity in SIZES:
+        name = f"slices-{short(stored)}-in-{short(capacity)}"
+        row = [f"{short(stored)} in {short(capacity)}"]
+        for operation, found in medians.items():
+            workload = f"{name}-{operation}"
+            ours = run.median(workload, "gpubuf")
+            if ours is not None:
+                found.append(ours)
+            row += [OPEN if ours is None else microseconds(ours), against(ours, run.median(workload, "torchrl"))]
+            if operation == "sample":
+                row.append(against(ours, run.median(workload, "torchrl-uncached")))
+        rows.append([*row, run.index_bytes(f"{name}-sample")])
+    head = ["rows stored, in room for", "sample", "TorchRL, cached", "TorchRL, uncached"]
+    head += ["write a row and sample", "TorchRL, cached", "bytes of index a row"]
+    rises = [f"{operation.replace('-', ' ')} {max(m) / min(m):.2f}" for operation, m in medians.items() if m]
+    rise = f"gpubuf, largest median over smallest, of all these sizes: {', '.join(rises)}."
+    return "\n\n".join([table(head, rows), rise])
+
+
+def other_slices_table(run: Run) -> str:
+    """What else there is about slices: filling, many environments, priorities."""
+    rows = []
+    for name in run.slices():
+        if SLICES[name].scene.capacity in dict(SIZES).values() and SLICES[name].variants[0] == "gpubuf":
+            continue
+        ours, without = run.median(name, "gpubuf"), run.median(name, "gpubuf-random")
+        plain = f"{microseconds(without)} (index: {(ours / without - 1) * 100:+.0f} %)" if ours and without else ""
+        theirs = run.median(name, "torchrl")
+        rows.append([label(name), OPEN if ours is None else microseconds(ours), plain, against(ours, theirs)])
+    return table(["median µs a call", "gpubuf", TITLES["gpubuf-random"], "TorchRL"], rows)
+
+
+def slices_section(runs: dict[str, Run]) -> str:
+    """docs/performance.md: slices on every kind of device."""
+    measured = {kind: run for kind, run in runs.items() if kind in KINDS and run.slices()}
+    if not measured:
+        return f"No run with slices is committed: {OPEN}."
+    parts = [f"![Time to write a row and sample, by rows stored]({{root}}{PLOT})"]
+    for kind, run in measured.items():
+        parts += [f"**{KINDS[kind]}**, median µs a call:", sizes_table(run), other_slices_table(run)]
+        parts += ["Medians and spread:", spreads(run, run.slices()), described(run)]
+    return "\n\n".join(parts)
+
+
+def plot_source(runs: dict[str, Run]) -> str:
+    """Which runs the plot shows; it says so itself, in its metadata. Empty where none has slices."""
+    shown = [run for kind, run in sorted(runs.items()) if kind in KINDS and run.slices()]
+    named = ", ".join(f"{run.source} of {run.data['datetime']}" for run in shown)
+    return f"Drawn from {named}." if named else ""
+
+
+def is_plot_of(path: Path, runs: dict[str, Run]) -> bool:
+    """Whether the plot at ``path`` was drawn from these runs. True where there is nothing to draw."""
+    source = plot_source(runs)
+    return not source or (path.exists() and f"Source\0{source}".encode("latin-1") in path.read_bytes())
+
+
+def draw_plot(path: Path, runs: dict[str, Run]) -> None:
+    """Time to write a row and draw a batch of slices over the rows stored, by library and device, as a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for kind, style in (("cpu", "-"), ("cuda", "--")):
+        for library, color in (("gpubuf", "tab:blue"), ("torchrl", "tab:orange")):
+            points = []
+            for stored, capacity in SIZES if kind in runs else ():
+                workload = f"slices-{short(stored)}-in-{short(capacity)}-write-and-sample"
+                median = runs[kind].median(workload, library)
+                if median is not None:
+                    points.append((stored, median * 1e6))
+            if points:
+                title = f"{TITLES[library]}, {KINDS[kind]}"
+                axes.loglog(*zip(*points, strict=True), style, color=color, marker="o", label=title)
+    axes.set_title("write a row, then sample 256 slices of 4")
+    axes.set_xlabel("rows stored")
+    axes.set_ylabel("µs")
+    axes.grid(alpha=0.3, which="both")
+    axes.legend(loc="best")
+    figure.savefig(path, dpi=120, metadata={"Source": plot_source(runs)})
+
+
 FIGURES: dict[str, Callable[[dict[str, Run]], str]] = {
     "replay": lambda runs: comparison_table(runs, replay=True),
     "loss": lambda runs: comparison_table(runs, replay=False),
@@ -179,6 +307,7 @@ FIGURES: dict[str, Callable[[dict[str, Run]], str]] = {
     "cpu": lambda runs: spread_table(runs, "cpu"),
     "gpu": lambda runs: spread_table(runs, "cuda"),
     "training": training_table,
+    "slices": slices_section,
 }
 
 _BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
@@ -213,6 +342,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stale.append(name)
             if not options.check:
                 path.write_text(new)
+    if not is_plot_of(ROOT / PLOT, runs):
+        stale.append(PLOT)
+        if not options.check:
+            draw_plot(ROOT / PLOT, runs)
     print(f"{'out of date' if options.check else 'rewritten'}: {', '.join(stale) or 'none'}")
     return 1 if options.check and stale else 0
 

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
-from benchmarks.slices import SLICES, VARIANTS, Scene, SliceBuffer, UnavailableError
+from benchmarks.libraries import UnavailableError
+from benchmarks.slice_buffers import VARIANTS, Scene, SliceBuffer
+from benchmarks.slices import SLICES
+
+
+def contents(variant: str, scene: Scene) -> tuple[str, bool, Scene]:
+    """What two benchmarks of one buffer have in common: a sampler's options may change, its kind may not."""
+    return VARIANTS[variant].module, VARIANTS[variant].slices, scene
 
 
 class LastFilled:
     """The buffer that was filled last, for benchmarks in a row that begin with the same; one at a time in memory."""
 
     def __init__(self) -> None:
-        self.key: tuple[str, Scene] | None = None
+        self.contents: tuple[str, bool, Scene] | None = None
         self.buffer: SliceBuffer | None = None
 
     def get(self, variant: str, scene: Scene, device: str) -> SliceBuffer:
         """A buffer of that scene, sampled that way. The one before is gone by then."""
-        key = VARIANTS[variant].module, scene
-        if self.key != key:
-            self.key = self.buffer = None
+        wanted = contents(variant, scene)
+        if self.contents != wanted:
+            self.contents = self.buffer = None
             self.buffer = SliceBuffer(variant, scene, device)
-            self.key = key
+            self.contents = wanted
         assert self.buffer is not None
         self.buffer.use(variant)
         return self.buffer
@@ -33,17 +40,14 @@ def last_filled() -> LastFilled:
     return LastFilled()
 
 
-def in_order() -> Iterator[object]:
-    """Workloads of one buffer in a row; those that leave it as it was come first."""
-    for scene in dict.fromkeys(workload.scene for workload in SLICES.values()):
-        workloads = [workload for workload in SLICES.values() if workload.scene is scene]
-        for variant in VARIANTS:
-            for workload in workloads:
-                if variant in workload.variants:
-                    yield pytest.param(workload.name, variant, id=f"{workload.name}-{variant}")
+def in_order() -> list[tuple[str, str]]:
+    """Names of workloads and variants: those of one buffer in a row, in the order in which they are registered."""
+    pairs = [(workload.name, variant) for workload in SLICES.values() for variant in workload.variants]
+    places = {key: i for i, key in enumerate(dict.fromkeys(contents(v, SLICES[name].scene) for name, v in pairs))}
+    return sorted(pairs, key=lambda pair: places[contents(pair[1], SLICES[pair[0]].scene)])
 
 
-@pytest.mark.parametrize(("workload", "variant"), [*in_order()])
+@pytest.mark.parametrize(("workload", "variant"), in_order())
 def test_slices(
     measure: Callable[..., None],
     benchmark,
@@ -61,6 +65,7 @@ def test_slices(
         filled = last_filled.get(variant, chosen.scene, device)
     except UnavailableError as reason:
         pytest.skip(str(reason))
+    call = chosen.operation(filled)
     if variant == "gpubuf":
         benchmark.extra_info["index_bytes_per_row"] = filled.index_bytes()
-    measure(workload, variant, chosen.operation(filled))
+    measure(workload, variant, call)
