@@ -7,7 +7,7 @@ from llvmlite import ir
 from numba import carray, types
 from numba.extending import intrinsic
 
-from gpubuf.kernels._pointers import as_i64, jit, prefetch
+from gpubuf.kernels._pointers import as_i64, jit, prefetch_l2
 from gpubuf.kernels.trajectories._search import (
     age_of,
     end_age_before,
@@ -196,7 +196,7 @@ def sum_above(sums, n_words, shift, touched, n_touched):  # type: ignore[no-unty
             if n_touched == 0 or touched[n_touched - 1] != node:
                 touched[n_touched] = node
                 n_touched += 1
-                prefetch(below + ((8 * node) << shift))
+                prefetch_l2(below + ((8 * node) << shift))
         if n_touched >= count:
             n_touched = count
             for i in range(count):
@@ -276,5 +276,5 @@ def choose_unit(sums, n_words, shift, node, left, n):  # type: ignore[no-untyped
                 node[i] = child
                 left[i] = rest
             if level > 0:
-                prefetch(below + ((8 * node[i]) << shift))
-                prefetch(below + ((8 * node[i]) << shift) + 64)
+                prefetch_l2(below + ((8 * node[i]) << shift))
+                prefetch_l2(below + ((8 * node[i]) << shift) + 64)
