@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import RESULTS
-from benchmarks.slices import SIZES, SLICES, short
+from benchmarks.slices import OPERATIONS, SIZES, SLICES, short, sized
 from benchmarks.workloads import WORKLOADS
 
 ROOT = Path(__file__).parent.parent
@@ -215,31 +215,30 @@ def against(ours: float | None, theirs: float | None) -> str:
 
 def sizes_table(run: Run) -> str:
     """Slices from buffers of rising size, and by how much gpubuf's time rises."""
-    rows, medians = [], {"sample": [], "write-and-sample": []}
+    rows, medians = [], {operation: [] for operation in OPERATIONS}
     for stored, capacity in SIZES:
-        name = f"slices-{short(stored)}-in-{short(capacity)}"
         row = [f"{short(stored)} in {short(capacity)}"]
         for operation, found in medians.items():
-            workload = f"{name}-{operation}"
+            workload = sized(stored, capacity, operation)
             ours = run.median(workload, "gpubuf")
             if ours is not None:
                 found.append(ours)
             row += [OPEN if ours is None else microseconds(ours), against(ours, run.median(workload, "torchrl"))]
-            if operation == "sample":
+            if "torchrl-uncached" in SLICES[workload].variants:
                 row.append(against(ours, run.median(workload, "torchrl-uncached")))
-        rows.append([*row, run.index_bytes(f"{name}-sample")])
+        rows.append([*row, run.index_bytes(sized(stored, capacity, "sample"))])
     head = ["rows stored, in room for", "sample", "TorchRL, cached", "TorchRL, uncached"]
     head += ["write a row and sample", "TorchRL, cached", "bytes of index a row"]
-    rises = [f"{operation.replace('-', ' ')} {max(m) / min(m):.2f}" for operation, m in medians.items() if m]
+    rises = [f"{OPERATIONS[operation]} {max(m) / min(m):.2f}" for operation, m in medians.items() if m]
     rise = f"gpubuf, largest median over smallest, of all these sizes: {', '.join(rises)}."
     return "\n\n".join([table(head, rows), rise])
 
 
 def other_slices_table(run: Run) -> str:
     """What else there is about slices: filling, many environments, priorities."""
-    rows = []
+    rows, of_sizes = [], {sized(*size, operation) for size in SIZES for operation in OPERATIONS}
     for name in run.slices():
-        if SLICES[name].scene.capacity in dict(SIZES).values() and SLICES[name].variants[0] == "gpubuf":
+        if name in of_sizes:
             continue
         ours, without = run.median(name, "gpubuf"), run.median(name, "gpubuf-random")
         plain = f"{microseconds(without)} (index: {(ours / without - 1) * 100:+.0f} %)" if ours and without else ""
@@ -285,8 +284,7 @@ def draw_plot(path: Path, runs: dict[str, Run]) -> None:
         for library, color in (("gpubuf", "tab:blue"), ("torchrl", "tab:orange")):
             points = []
             for stored, capacity in SIZES if kind in runs else ():
-                workload = f"slices-{short(stored)}-in-{short(capacity)}-write-and-sample"
-                median = runs[kind].median(workload, library)
+                median = runs[kind].median(sized(stored, capacity, "write-and-sample"), library)
                 if median is not None:
                     points.append((stored, median * 1e6))
             if points:

@@ -148,6 +148,14 @@ def short(n: int) -> str:
     return f"{n / 1e6:g}M" if n >= 1_000_000 else f"{n / 1e3:g}k"
 
 
+OPERATIONS = {"sample": "sample", "write-and-sample": "write a row and sample"}
+
+
+def sized(stored: int, capacity: int, operation: str) -> str:
+    """The name of one of :data:`OPERATIONS` on one of :data:`SIZES`: ``slices-5M-in-6M-sample``."""
+    return f"slices-{short(stored)}-in-{short(capacity)}-{operation}"
+
+
 #: (rows stored, capacity) of the buffers of 500-step episodes, of which slices of 4 are drawn, 1024 rows a batch.
 SIZES = (
     (100_000, 120_000),
@@ -158,20 +166,21 @@ SIZES = (
     (100_000_000, 120_000_000),
     (346_000_000, 600_000_000),
 )
-#: From so many rows on, a workload is run on request only.
+#: From room for so many rows on, a workload is run on request only.
 HUGE = 50_000_000
 ENVS, ENV_STEPS = 4096, 244
 
 
 def _of_size(stored: int, capacity: int) -> Iterator[SliceWorkload]:
     scene = Scene(lambda: thin_stream(1_000_000), capacity, stored, n_slices=256, slice_len=4)
-    size, huge = f"{short(stored)}-in-{short(capacity)}", capacity >= HUGE
-    title = f"slices, {short(stored)} in {short(capacity)}"
-    both = ("gpubuf", "torchrl")
-    yield SliceWorkload(f"slices-{size}-sample", f"{title}: sample", scene, sampling, (*both, "torchrl-uncached"), huge)
-    yield SliceWorkload(
-        f"slices-{size}-write-and-sample", f"{title}: write a row and sample", scene, writing_and_sampling, both, huge
-    )
+    title, huge = f"slices, {short(stored)} in {short(capacity)}", capacity >= HUGE
+    for name, operation, variants in (
+        ("sample", sampling, ("gpubuf", "torchrl", "torchrl-uncached")),
+        ("write-and-sample", writing_and_sampling, ("gpubuf", "torchrl")),
+    ):
+        yield SliceWorkload(
+            sized(stored, capacity, name), f"{title}: {OPERATIONS[name]}", scene, operation, variants, huge
+        )
 
 
 def _filling(name: str, title: str, stream: Callable[[], Stream], capacity: int) -> SliceWorkload:
