@@ -235,36 +235,48 @@ def _ceil_power(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def index_span(n: int) -> int:
-    """Bits of a word that a lane looks at in an update of ``n`` steps: those of the run, or all 64.
+def index_span(n: int, steps: int) -> int:
+    """Bits of a word that a lane looks at in an update of ``n`` of ``steps`` steps: those of the run, or all 64.
 
-    One step changes two bits at most on every level: its own, and (identifiers) that of the step before it.
+    One step changes two bits at most on every level: its own, and (identifiers) that of the step before it. In a ring
+    of one step these are the same.
     """
-    return 2 if n == 1 else 64
+    return 2 if n == 1 < steps else 64
 
 
 def index_update(
-    fan_out: int, n: int, run_words: int, envs: int, device_name: str | None = None, directory: Path = TUNED
+    fan_out: int,
+    n: int,
+    run_words: int,
+    envs: int,
+    by_id: bool = False,
+    device_name: str | None = None,
+    directory: Path = TUNED,
 ) -> IndexConfig:
     """Launch configuration of an update of ``n`` steps, which lie in ``run_words`` words of each environment.
 
     The rule: one program does all stages of some environments, up to 512 words, as long as these environments are
-    enough for memory accesses side by side; a tile of bits or of children has up to 1024 or 2048 elements.
+    enough for memory accesses side by side. Tiles have up to 1024 bits or children, half as
+    many bits where each takes two loads (identifiers); for the few words of a
+    small write of few environments, about as many as these need.
     """
     sizes = {"fan_out": fan_out, "n": n, "envs": envs}
     found = tuned("trajectories_update", sizes, device_name, exact=["fan_out"], directory=directory)
     if found is not None:
         return IndexConfig(**found)
-    block_envs = min(_ceil_power(envs), _floor_power(max(512 // run_words, 1)), 128)
+    one_step = n == 1
+    block_envs = min(_ceil_power(envs), _floor_power(max(512 // run_words, 1)), 32)
+    if (run_words + 1) * _ceil_power(envs) <= 16:
+        block_nodes = max(1, 128 // fan_out)
+        if one_step:
+            return IndexConfig(block_envs, 16, 16, block_nodes, num_warps=1)
+        return IndexConfig(block_envs, *((8, 32, block_nodes, 2) if by_id else (16, 32, block_nodes, 4)))
     if run_words > 512 or block_envs < min(_ceil_power(envs), 32):
         block_envs = 0
-    return IndexConfig(
-        block_envs=block_envs,
-        block_words=128 if index_span(n) == 2 else 16,
-        block_weights=128,
-        block_nodes=max(1, 2048 // fan_out),
-        num_warps=4,
-    )
+    block_nodes = max(1, 1024 // fan_out)
+    if one_step:
+        return IndexConfig(block_envs, 32, 64, block_nodes, num_warps=2)
+    return IndexConfig(block_envs, *((8, 64, block_nodes, 2) if by_id else (16, 128, block_nodes, 4)))
 
 
 def index_draw(

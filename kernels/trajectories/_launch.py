@@ -17,9 +17,23 @@ from gpubuf.kernels import config
 from gpubuf.kernels.trajectories import _triton as readers
 from gpubuf.kernels.trajectories import _triton_update as writers
 from gpubuf.kernels.trajectories import bit_levels, legal_words, level_sizes, touched_rows
+from gpubuf.kernels.trajectories._check import (
+    check_devices,
+    check_draw,
+    check_ends,
+    check_index,
+    check_legal,
+    check_rows,
+    check_rule,
+    check_signals,
+    check_slice_len,
+)
 
 TOP_ENTRIES = 512
 """A level of sums with no more entries than this is left to the one program that also does the levels above."""
+
+SUMS_WARPS = 4
+"""Warps of a program that computes sums, and nothing else."""
 
 
 class Shape(NamedTuple):
@@ -84,7 +98,7 @@ def _launch_sums(
     chosen: config.IndexConfig,
 ) -> None:
     """Recompute the sums above the weights: a launch for each wide level, one for all the others."""
-    constants = {"SHIFT": shape.shift, "BLOCK_NODES": chosen.block_nodes, "num_warps": chosen.num_warps}
+    constants = {"SHIFT": shape.shift, "BLOCK_NODES": chosen.block_nodes, "num_warps": SUMS_WARPS}
     level = 1
     while level < shape.depth and (entries := shape.entries(level, run, n_others)) > TOP_ENTRIES:
         writers.trajectories_sums_kernel[(triton.cdiv(entries, chosen.block_nodes),)](
@@ -113,18 +127,21 @@ def update(
     by_transition: bool,
 ) -> None:
     """See :data:`gpubuf.kernels.trajectories.update`."""
+    check_index(ends, sums, ring, steps, envs, fan_out)
+    check_rule(slice_len, min_len, before, after)
+    n_signals = check_signals(signals, by_id, n)
+    check_devices(ends, sums, ring, signals)
     if n == 0:
         return
     n = min(n, steps)
     shape = shape_of(steps, envs, fan_out)
     runs = run_bounds(n, shape.slots)
-    n_signals = signals.shape[0]
     # With all words in the run none of the others matters.
     n_others = 0 if n == steps else envs
     others = ring if n == steps else torch.empty(envs, dtype=torch.int64, device=ends.device)
-    chosen = config.index_update(fan_out, n, runs[0], envs, _device_name(ends.device))
+    chosen = config.index_update(fan_out, n, runs[0], envs, by_id, _device_name(ends.device))
     rule = (slice_len, min_len, before, after)
-    span = config.index_span(n)
+    span = config.index_span(n, steps)
     if chosen.block_envs:
         single = envs <= chosen.block_envs
         writers.trajectories_update_envs_kernel[(triton.cdiv(envs, chosen.block_envs),)](
@@ -218,9 +235,12 @@ def resum(
     by_transition: bool,
 ) -> None:
     """See :data:`gpubuf.kernels.trajectories.resum`."""
+    check_index(ends, sums, ring, steps, envs, fan_out)
+    check_rule(slice_len, min_len, before, after)
+    check_devices(ends, sums, ring)
     shape = shape_of(steps, envs, fan_out)
     run_words = shape.slots[0]
-    chosen = config.index_update(fan_out, steps, run_words, envs, _device_name(ends.device))
+    chosen = config.index_update(fan_out, steps, run_words, envs, False, _device_name(ends.device))
     rule = (slice_len, min_len, before, after)
     # Nothing but the run, which is everything: `ring` stands for the list that is not read.
     _launch_weights(ends, sums, ring, ring, steps, run_words, 0, steps, envs, rule, by_transition, shape, chosen)
@@ -252,6 +272,10 @@ def draw(
     by_transition: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :data:`gpubuf.kernels.trajectories.draw`."""
+    check_index(ends, sums, ring, steps, envs, fan_out)
+    check_rule(slice_len, min_len, before, after)
+    check_draw(rng, rank, n)
+    check_devices(ends, sums, ring, rng, rank)
     outputs = _new_slices(ends, n, slice_len)
     if n == 0:
         return outputs
@@ -289,7 +313,10 @@ def slices(
     ends: Tensor, ring: Tensor, start: Tensor, slice_len: int, steps: int, envs: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :data:`gpubuf.kernels.trajectories.slices`."""
-    n = start.numel()
+    check_ends(ends, ring, steps, envs)
+    check_slice_len(slice_len)
+    n = check_rows("start", start)
+    check_devices(ends, ring, start)
     outputs = _new_slices(ends, n, slice_len)
     if n:
         chosen = config.index_slices(n, slice_len)
@@ -315,7 +342,9 @@ BLOCK_ROWS = 128
 
 def bounds(ends: Tensor, ring: Tensor, row: Tensor, steps: int, envs: int) -> Tensor:
     """See :data:`gpubuf.kernels.trajectories.bounds`."""
-    n = row.numel()
+    check_ends(ends, ring, steps, envs)
+    n = check_rows("row", row)
+    check_devices(ends, ring, row)
     out = torch.empty((3, n), dtype=torch.int64, device=ends.device)
     if n:
         readers.trajectories_bounds_kernel[(triton.cdiv(n, BLOCK_ROWS),)](
@@ -332,6 +361,9 @@ def mark_legal(
     legal: Tensor, ends: Tensor, ring: Tensor, n: int, need: int, starts_too: bool, steps: int, envs: int
 ) -> Tensor:
     """See :data:`gpubuf.kernels.trajectories.mark_legal`."""
+    check_ends(ends, ring, steps, envs)
+    check_legal(legal, n, need, steps, envs)
+    check_devices(legal, ends, ring)
     n_rows = touched_rows(n, need, steps, envs)
     rows = torch.empty(n_rows, dtype=torch.int64, device=legal.device)
     # Partial at both ends, and before the seam.

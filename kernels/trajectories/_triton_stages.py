@@ -89,27 +89,30 @@ def run_bits(slot, first, last, count, SPAN: tl.constexpr):
 
 
 @triton.jit
-def _differs(address, row, following, row_bytes, active, DTYPE: tl.constexpr, BY_ID: tl.constexpr):
-    """Whether an element of a row is not zero, or not as in another row."""
-    value = tl.load((address + row * row_bytes).to(tl.pointer_type(DTYPE)), mask=active, other=0)
+def _differs(address, next_address, active, DTYPE: tl.constexpr, BY_ID: tl.constexpr):
+    """Whether an element is not zero, or not as that of the next step."""
+    value = tl.load(address.to(tl.pointer_type(DTYPE)), mask=active, other=0)
     if BY_ID:
-        return value != tl.load((address + following * row_bytes).to(tl.pointer_type(DTYPE)), mask=active, other=0)
+        return value != tl.load(next_address.to(tl.pointer_type(DTYPE)), mask=active, other=0)
     return value != 0
 
 
 @triton.jit
-def _load_flags(signals_ptr, n_signals, row, following, active, BY_ID: tl.constexpr):
-    """Whether trajectories end at rows."""
+def _load_flags(signals_ptr, n_signals, row, seam, active, steps, envs, BY_ID: tl.constexpr):
+    """Whether trajectories end at rows; the next step of one at the ``seam`` is in the first rows."""
     flag = active & (row < 0)
     for k in range(0, n_signals):
-        address = tl.load(signals_ptr + 2 * k)
         row_bytes = tl.load(signals_ptr + 2 * k + 1)
-        if ((address | row_bytes) & 7) == 0:
+        base = tl.load(signals_ptr + 2 * k)
+        address = base + row * row_bytes
+        next_address = address + tl.where(seam, envs - steps * envs, envs) * row_bytes
+        # Identifiers are words as a rule, and flags single bytes.
+        if BY_ID and ((base | row_bytes) & 7) == 0:
             for byte in range(0, row_bytes, 8):
-                flag |= _differs(address + byte, row, following, row_bytes, active, tl.int64, BY_ID)
+                flag |= _differs(address + byte, next_address + byte, active, tl.int64, BY_ID)
         else:
             for byte in range(0, row_bytes):
-                flag |= _differs(address + byte, row, following, row_bytes, active, tl.uint8, BY_ID)
+                flag |= _differs(address + byte, next_address + byte, active, tl.uint8, BY_ID)
     return flag
 
 
@@ -133,15 +136,16 @@ def stage_bits(
     head, _, count = run_above(first, last, words)
     slot = wrapped(head + j, words)
     active = active & (j < count)
-    if not BY_ID:
-        first, last = run_of_steps(cursor, n, steps)
-    step, touched = run_bits(slot, first, last, steps, SPAN)
-    touched = touched & active[:, None]
+    lane = tl.arange(0, SPAN).to(tl.int64)[None, :]
+    step = (slot[:, None] << 6) + lane if SPAN == 64 else wrapped(cursor - 1 - lane, steps) + (slot * 0)[:, None]
     order = order_of(step, oldest, steps)
-    stored = touched & (order < filled - 1 if BY_ID else order < filled)
+    touched = (active[:, None] & (step < steps) & (order < filled)) & (step >> 6 == slot[:, None])
+    touched = touched & (order >= filled - n - (1 if BY_ID else 0))
+    # The newest step is followed by none.
+    stored = touched & (order < filled - (1 if BY_ID else 0))
     row = step * envs + env[:, None]
-    following = wrapped(step + 1, steps) * envs + env[:, None]
-    flag = _load_flags(signals_ptr, n_signals, row, following, stored, BY_ID)
+    seam = step == steps - 1
+    flag = _load_flags(signals_ptr, n_signals, row, seam, stored, steps, envs, BY_ID)
     _store_bits(ends_ptr + slot * envs + env, touched, flag, step, active, n >= steps)
 
 
@@ -260,15 +264,19 @@ def sums_entries(run, n_others, words, level, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def stage_sums(
-    sums_ptr, ring_ptr, others_ptr, n, run, n_others, i, level, below, words, steps, envs, SHIFT: tl.constexpr
-):
-    """Entries ``i`` of a level of sums, from the level that starts ``below``."""
-    fan_out: tl.constexpr = 1 << SHIFT
-    count, listed, entries, dense = sums_entries(run, n_others, words, level, SHIFT)
+def first_word(ring_ptr, n, steps, envs):
+    """Where the words of the run begin, of all environments on level 0."""
     cursor, _, _ = load_ring(ring_ptr, steps, envs)
     first, _ = run_of_steps(cursor, n + 1, steps)
-    node = wrapped(((first >> 6) * envs >> (level * SHIFT)) + tl.minimum(i, listed - 1), count)
+    return (first >> 6) * envs
+
+
+@triton.jit
+def stage_sums(sums_ptr, others_ptr, begin, run, n_others, i, level, below, words, SHIFT: tl.constexpr):
+    """Entries ``i`` of a level of sums, from the level that starts ``below``; ``begin`` is that of the run."""
+    fan_out: tl.constexpr = 1 << SHIFT
+    count, listed, entries, dense = sums_entries(run, n_others, words, level, SHIFT)
+    node = wrapped((begin >> (level * SHIFT)) + tl.minimum(i, listed - 1), count)
     from_others = (i >= listed) & (i < entries) & (dense == 0)
     other = tl.load(others_ptr + i - listed, mask=from_others, other=0)
     # An entry leaves a node to the entry right before it if that has the same one.
@@ -298,16 +306,13 @@ def sums_start(words, level, SHIFT: tl.constexpr):
 @triton.jit
 def all_sums(
     sums_ptr,
-    ring_ptr,
     others_ptr,
-    n,
+    begin,
     run,
     n_others,
     first_level,
     depth,
     words,
-    steps,
-    envs,
     SHIFT: tl.constexpr,
     BLOCK_NODES: tl.constexpr,
 ):
@@ -319,7 +324,5 @@ def all_sums(
         tl.debug_barrier()
         count, _, entries, _ = sums_entries(run, n_others, words, level, SHIFT)
         for start in range(0, entries, BLOCK_NODES):
-            stage_sums(
-                sums_ptr, ring_ptr, others_ptr, n, run, n_others, start + block, level, below, words, steps, envs, SHIFT
-            )
+            stage_sums(sums_ptr, others_ptr, begin, run, n_others, start + block, level, below, words, SHIFT)
         below += count << SHIFT

@@ -10,6 +10,7 @@ from gpubuf.kernels.trajectories._triton import bit, last_order, load_ring, loca
 from gpubuf.kernels.trajectories._triton_stages import (
     all_sums,
     bits_bound,
+    first_word,
     stage_bits,
     stage_bits_above,
     stage_sums,
@@ -108,21 +109,8 @@ def trajectories_update_envs_kernel(
             BY_TRANSITION,
         )
     if SUMS:
-        all_sums(
-            sums_ptr,
-            ring_ptr,
-            others_ptr,
-            n,
-            run_words * envs,
-            n_others,
-            1,
-            depth,
-            words,
-            steps,
-            envs,
-            SHIFT,
-            BLOCK_NODES,
-        )
+        begin = first_word(ring_ptr, n, steps, envs)
+        all_sums(sums_ptr, others_ptr, begin, run_words * envs, n_others, 1, depth, words, SHIFT, BLOCK_NODES)
 
 
 @triton.jit(do_not_specialize=["n_signals", "n", "run_words", "steps", "envs"])
@@ -238,21 +226,9 @@ def trajectories_sums_kernel(
     """A wide level of sums. Grid: (cdiv(entries, BLOCK_NODES),), entries as ``sums_entries`` has them."""
     words = words.to(tl.int64)
     i = tl.program_id(0).to(tl.int64) * BLOCK_NODES + tl.arange(0, BLOCK_NODES)
-    stage_sums(
-        sums_ptr,
-        ring_ptr,
-        others_ptr,
-        n.to(tl.int64),
-        run.to(tl.int64),
-        n_others,
-        i,
-        level,
-        sums_start(words, level - 1, SHIFT),
-        words,
-        steps.to(tl.int64),
-        envs.to(tl.int64),
-        SHIFT,
-    )
+    begin = first_word(ring_ptr, n.to(tl.int64), steps.to(tl.int64), envs.to(tl.int64))
+    below = sums_start(words, level - 1, SHIFT)
+    stage_sums(sums_ptr, others_ptr, begin, run.to(tl.int64), n_others, i, level, below, words, SHIFT)
 
 
 @triton.jit(do_not_specialize=["n", "run", "n_others", "first_level", "depth", "words", "steps", "envs"])
@@ -272,21 +248,9 @@ def trajectories_top_kernel(
     BLOCK_NODES: tl.constexpr,
 ):
     """The narrow levels of sums, from ``first_level`` up to the root. Grid: (1,)."""
-    all_sums(
-        sums_ptr,
-        ring_ptr,
-        others_ptr,
-        n.to(tl.int64),
-        run.to(tl.int64),
-        n_others,
-        first_level,
-        depth,
-        words.to(tl.int64),
-        steps.to(tl.int64),
-        envs.to(tl.int64),
-        SHIFT,
-        BLOCK_NODES,
-    )
+    begin = first_word(ring_ptr, n.to(tl.int64), steps.to(tl.int64), envs.to(tl.int64))
+    words = words.to(tl.int64)
+    all_sums(sums_ptr, others_ptr, begin, run.to(tl.int64), n_others, first_level, depth, words, SHIFT, BLOCK_NODES)
 
 
 @triton.jit(do_not_specialize=["n_rows", "touched", "need", "run", "steps", "envs", "levels"])
