@@ -140,7 +140,7 @@ def test_counters_beyond_32_bits(backend, laps):
 @pytest.mark.parametrize("fan_out", [2, 4, 16, 32, 64])
 def test_every_fan_out(backend, fan_out):
     index = Index(700, 3, OracleRule(4, min_len=4, by_transition=True), fan_out=fan_out, seed=fan_out)
-    for n in (1, 300, 500, 1):
+    for n in (1, 300, 500, 1) if backend == "numba" else (750, 1):
         index.write(n, 0.05)
         index.assert_state()
     index.assert_draws(300 if backend == "numba" else 5)
@@ -177,11 +177,11 @@ def test_resum_for_another_rule(backend):
     index = Index(130, 2, seed=6)
     index.write(100, 0.1)
     index.write(60, 0.1)
-    for rule in RULES.values():
+    for rule in RULES.values() if backend == "numba" else list(RULES.values())[-2:]:
         index.rule = rule
         index.resum()
         index.assert_state()
-        index.assert_draws(5)
+        index.assert_draws(5 if backend == "numba" else 2)
 
 
 @pytest.mark.parametrize("starts_too", [False, True])

@@ -2,6 +2,8 @@
 
 # Numba needs the real signatures: no `from __future__ import annotations`.
 
+from typing import Any
+
 import numpy as np
 from numba import carray
 
@@ -58,7 +60,7 @@ def _bits_of_64_bytes(address):  # type: ignore[no-untyped-def]
     # Ends are rare: most words have none.
     if found == 0:
         return 0
-    bits = 0
+    bits: Any = 0
     for i in range(8):
         x = np.uint64(load_i64(address + 8 * i))
         lowest = ((((x & _LOW_SEVEN) + _LOW_SEVEN) | x) >> _SEVEN) & _LOW_ONE

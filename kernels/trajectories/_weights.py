@@ -2,6 +2,8 @@
 
 # Numba needs the real signatures: no `from __future__ import annotations`.
 
+from typing import Any
+
 import numpy as np
 from llvmlite import ir
 from numba import carray, types
@@ -204,7 +206,7 @@ def sum_above(sums, n_words, shift, touched, n_touched):  # type: ignore[no-unty
 
 
 @intrinsic
-def _choose_of_16(typingctx, address, unit):  # type: ignore[no-untyped-def]
+def _choose(typingctx, address, unit):  # type: ignore[no-untyped-def]
     """(child that holds a unit, units of the children before it) of a node of 16, in vector registers, no branch.
 
     LLVM does not find this form by itself.
@@ -231,6 +233,9 @@ def _choose_of_16(typingctx, address, unit):  # type: ignore[no-untyped-def]
         return context.make_tuple(builder, signature.return_type, [child, before])
 
     return types.UniTuple(types.int64, 2)(types.int64, types.int64), codegen
+
+
+_choose_of_16: Any = _choose
 
 
 @jit(inline="always")
