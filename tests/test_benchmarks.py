@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -18,9 +15,6 @@ from benchmarks import report, run
 from benchmarks.libraries import LIBRARIES, Gpubuf, UnavailableError
 from benchmarks.machine import RESULTS
 from benchmarks.report import Run, label, microseconds, newest_runs, rewritten
-from benchmarks.slice_buffers import Scene, SliceBuffer, environments_stream, thin_stream, wide_stream
-from benchmarks.slices import SLICES, short
-from benchmarks.test_slices import contents, in_order
 from benchmarks.workloads import WORKLOADS, transitions
 
 CAPACITY = 10_000
@@ -103,169 +97,6 @@ def test_a_peer_that_is_absent_says_so(source: TensorDict, monkeypatch: pytest.M
         LIBRARIES["cpprb"](source, False, "cuda")
 
 
-THIN = Scene(lambda: thin_stream(64_000), 12_000, 10_000, n_slices=256, slice_len=4, chunk=3_000)
-FILLING = Scene(lambda: thin_stream(64_000), 6_000, 0, n_slices=256, slice_len=4, at_a_time=512)
-ENVS = Scene(lambda: environments_stream(90, 16, 20, 60), 60, 70, n_slices=256, slice_len=8, chunk=30)
-PRIORITIZED = Scene(lambda: wide_stream(2_000, 100), 2_000, 2_000, n_slices=32, slice_len=8, prioritized=True)
-#: Every kind of workload of slices, on a buffer of some thousand rows.
-SMALL = {
-    "slices-5M-in-6M-sample": THIN,
-    "slices-5M-in-6M-write-and-sample": THIN,
-    "filling-4096": FILLING,
-    "filling-transitions-4096": replace(FILLING, stream=lambda: wide_stream(64_000, 500)),
-    "slices-envs-sample": ENVS,
-    "slices-envs-write-and-sample": ENVS,
-    "prioritized-slices-sample": PRIORITIZED,
-    "prioritized-slices-sample-and-update": PRIORITIZED,
-    "prioritized-slices-write-and-sample": PRIORITIZED,
-}
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_slice_workload_runs_and_agrees_with_its_oracle(name: str):
-    """With every way to set gpubuf up; the timed call can be repeated, and leaves a buffer that is still right."""
-    torch.manual_seed(0)
-    for variant in SLICES[name].variants:
-        if not variant.startswith("gpubuf"):
-            continue
-        filled = SliceBuffer(variant, SMALL[name], "cpu")
-        call = SLICES[name].operation(filled)
-        before = filled.buffer.write_count
-        for _ in range(3):
-            call()
-        filled.written += (filled.buffer.write_count - before) // filled.stream.envs
-        filled.check_newest(2)
-        if filled.variant.slices:
-            filled.check_slices()
-            assert filled.index_bytes() > 0
-
-
-def test_small_workloads_are_of_every_kind():
-    """Each operation, on each kind of scene that is registered."""
-    kinds = {(workload.operation, workload.variants[0], workload.scene.prioritized) for workload in SLICES.values()}
-    small = {name: SLICES[name] for name in SMALL}
-    assert {(w.operation, w.variants[0], w.scene.prioritized) for w in small.values()} == kinds
-
-
-class MixesSliceRows(SliceBuffer):
-    """Returns every observation one row off."""
-
-    def draw(self) -> dict[str, np.ndarray]:
-        drawn = super().draw()
-        return {**drawn, "observation": np.roll(drawn["observation"], 1, 0)}
-
-
-class ForgetsTruncation(SliceBuffer):
-    """Reports no slice as truncated."""
-
-    def draw(self) -> dict[str, np.ndarray]:
-        drawn = super().draw()
-        return {**drawn, "next.truncated": np.zeros_like(drawn["next.truncated"])}
-
-
-class RepeatsOneSlice(SliceBuffer):
-    """Draws the same slice all over."""
-
-    def draw(self) -> dict[str, np.ndarray]:
-        length = self.scene.slice_len
-        return {name: np.concatenate([c[:length]] * self.scene.n_slices) for name, c in super().draw().items()}
-
-
-class CrossesTheCursor(SliceBuffer):
-    """Begins every slice two steps before the cursor."""
-
-    def draw(self) -> dict[str, np.ndarray]:
-        n, length = self.scene.n_slices, self.scene.slice_len
-        step = np.tile((self.written - 2 + np.arange(length)) % self.scene.capacity, n)
-        index = np.stack([step, (np.arange(n) % self.stream.envs).repeat(length)], -1)
-        rows = self.columns(self.buffer.storage[torch.from_numpy(index).unbind(-1)])
-        return {**super().draw(), **rows, "index": index}
-
-
-class IgnoresEnds(SliceBuffer):
-    """Samples as if all rows were one trajectory."""
-
-    def sampler(self, variant: Any) -> Any:
-        ends = torch.zeros(self.scene.capacity, dtype=torch.bool)
-        return self.library.SliceSampler(slice_len=self.scene.slice_len, ends=ends)
-
-
-class DropsSliceWrites(SliceBuffer):
-    """Forgets all rows but those of a new buffer."""
-
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self.fill(max(self.written, 1_000))
-        self.buffer.extend = lambda rows: None
-
-
-class IgnoresPriorities(SliceBuffer):
-    """All rows keep the priority of new ones."""
-
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self.buffer.update_priority = lambda index, priority: None
-
-
-class IgnoresSteps(SliceBuffer):
-    """Takes priorities, but not those of the rows of a batch."""
-
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self.buffer.update_tensordict_priority = lambda batch: None
-
-
-@pytest.mark.parametrize(
-    ("faulty", "name"),
-    [
-        (MixesSliceRows, "slices-5M-in-6M-sample"),
-        (MixesSliceRows, "slices-envs-sample"),
-        (MixesSliceRows, "prioritized-slices-sample"),
-        (ForgetsTruncation, "slices-5M-in-6M-sample"),
-        (RepeatsOneSlice, "slices-5M-in-6M-sample"),
-        (CrossesTheCursor, "slices-envs-sample"),
-        (IgnoresEnds, "slices-5M-in-6M-write-and-sample"),
-        (DropsSliceWrites, "slices-5M-in-6M-write-and-sample"),
-        (DropsSliceWrites, "slices-envs-write-and-sample"),
-        (DropsSliceWrites, "filling-4096"),
-        (IgnoresPriorities, "prioritized-slices-sample"),
-        (IgnoresSteps, "prioritized-slices-sample-and-update"),
-    ],
-)
-def test_oracle_of_slices_refuses_a_faulty_library(faulty: type[SliceBuffer], name: str):
-    torch.manual_seed(0)
-    filled = faulty("gpubuf", SMALL[name], "cpu")
-    with pytest.raises(AssertionError):
-        SLICES[name].operation(filled)
-
-
-def test_slice_benchmarks_fill_each_buffer_once():
-    """Every registered pair is run, and pairs of one buffer follow each other, reads before writes."""
-    runs = in_order()
-    assert sorted(runs) == sorted((w.name, v) for w in SLICES.values() for v in w.variants)
-    fills = [contents(variant, SLICES[name].scene) for name, variant in runs]
-    changes = 1 + sum(a != b for a, b in pairwise(fills))
-    assert changes == len(set(fills))
-    writes = [(fill, "write" in name) for fill, (name, _) in zip(fills, runs, strict=True)]
-    for (fill, wrote), (following, _) in pairwise(writes):
-        assert fill != following or not wrote
-
-
-def test_streams_fit_their_rings():
-    """What the ring holds after a wrap goes on where the newest rows end, and the huge buffers are marked."""
-    for workload in SLICES.values():
-        if workload.scene.capacity >= 100_000:
-            assert workload.scene.capacity % 500 == 0, workload.name
-        assert workload.huge == (workload.scene.capacity > 50_000_000), workload.name
-
-
-def test_slices_of_an_absent_peer_say_so(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "torchrl", None)
-    monkeypatch.setitem(sys.modules, "torchrl.data", None)
-    with pytest.raises(UnavailableError, match="not installed"):
-        SliceBuffer("torchrl", THIN, "cpu")
-
-
 def entry(workload: str, library: str, median: float, calls: int = 1) -> dict[str, Any]:
     stats = {"median": median * calls, "iqr": median * calls / 10, "min": median * calls / 2}
     return {"extra_info": {"workload": workload, "library": library, "calls": calls}, "stats": stats}
@@ -315,6 +146,7 @@ def test_report_keeps_losses_apart_and_names_the_machine():
 def of_slices(factor: float = 1.0) -> list[dict[str, Any]]:
     entries = [
         entry("slices-5M-in-6M-sample", "gpubuf", 80e-6 * factor),
+        entry("slices-100k-in-120k-sample", "gpubuf", 40e-6 * factor),
         entry("slices-5M-in-6M-sample", "torchrl-uncached", 4e-3),
         entry("slices-5M-in-6M-write-and-sample", "gpubuf", 100e-6 * factor),
         entry("slices-5M-in-6M-write-and-sample", "torchrl", 4e-3),
@@ -334,7 +166,7 @@ def test_report_of_slices():
     cpu = a_run("cpu", *of_slices(), entry("extend-256", "gpubuf", 5e-6))
     text = rewritten(page, {"cpu": cpu}, "../")
     assert "| 5M in 6M | 80.0 | open | 4000 (50.0x) | 100 | 4000 (40.0x) | 0.260 |" in text
-    assert "write a row and sample 1.25" in text
+    assert "smallest: sample 2.00, write a row and sample 1.25; of those with 5M rows and more: sample 1.00, " in text
     # once for every library that was measured, no more
     assert text.count("slices, 5M in 6M: sample") == 2
     assert "| write 4096 rows of 2 bytes | 26.0 | 20.0 (index: +30 %) | 80.0 (3.1x) |" in text
@@ -359,11 +191,6 @@ def test_plot_says_which_runs_it_shows(tmp_path: Path):
 def test_plot_is_that_of_the_committed_runs():
     """`make report` would draw the same."""
     assert report.is_plot_of(report.ROOT / report.PLOT, newest_runs())
-
-
-@pytest.mark.parametrize(("n", "text"), [(100_000, "100k"), (1_200_000, "1.2M"), (600_000_000, "600M")])
-def test_short(n: int, text: str):
-    assert short(n) == text
 
 
 def test_report_refuses_unknown_figures():
