@@ -176,7 +176,11 @@ class TensorStorage(Storage):
             raise ValueError(f"can't derive the storage's shape from a batch of shape {shape}")
         layout, device = RowLayout(data, self.ndim, self.ignored_keys), self._resolve_device(data)
         full = (-(-self.max_size // per_step), *shape[1:])
-        self._adopt(layout, layout.allocate(full, device), full, device)
+        self._adopt(layout, self._allocate(layout, full, device), full, device)
+
+    def _allocate(self, layout: RowLayout, shape: tuple[int, ...], device: torch.device) -> list[Tensor]:
+        """Row memory, uninitialised, one tensor a key; overridden where it lies elsewhere."""
+        return layout.allocate(shape, device)
 
     def append(self, data: Data) -> Tensor:
         """Write a batch at the cursor, the oldest rows first to go; returns the rows' flat positions.
