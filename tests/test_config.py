@@ -111,6 +111,69 @@ class TestLaunches:
             config.tree_draw(32, 256).num_warps = 3  # type: ignore[misc]
 
 
+class TestIndex:
+    """The trajectory index."""
+
+    def test_fan_out_is_that_of_a_tree_over_words(self):
+        assert config.index_fan_out(10**6, 1, "cuda") == config.tree_fan_out(15625, "cuda")
+        assert config.index_fan_out(65, 100, "cuda") == config.tree_fan_out(200, "cuda")
+        assert config.index_fan_out(10**6, 4, "cpu") == 16
+        assert config.index_fan_out(10, 1, "cuda", explicit=4) == 4
+        with pytest.raises(ValueError, match="power of two"):
+            config.index_fan_out(10, 1, "cuda", explicit=5)
+
+    def test_fan_out_has_its_own_tuned_points(self, tmp_path):
+        points = {"trajectories": [{"sizes": {"capacity": 100}, "config": {"fan_out": 128}}]}
+        (tmp_path / "nvidia-h100-80gb-hbm3.json").write_text(json.dumps(points))
+        assert config.index_fan_out(6400, 1, "cuda", DEVICE, directory=tmp_path) == 128
+        assert config.tree_fan_out(100, "cuda", DEVICE, directory=tmp_path) == 16
+
+    def test_tuned_launches(self, tmp_path):
+        update = {"block_envs": 4, "block_words": 2, "block_weights": 8, "block_nodes": 1, "num_warps": 1}
+        draw = {"block_slices": 2, "block_steps": 8, "num_warps": 1}
+        points = {
+            "trajectories_update": [{"sizes": {"fan_out": 32, "n": 1, "envs": 9}, "config": update}],
+            "trajectories_draw": [{"sizes": {"fan_out": 32, "n": 64, "slice_len": 4}, "config": draw}],
+        }
+        (tmp_path / "nvidia-h100-80gb-hbm3.json").write_text(json.dumps(points))
+        found = config.index_update(32, 2, 1, 8, False, DEVICE, tmp_path)
+        assert found == config.IndexConfig(4, 2, 8, 1, 1)
+        assert config.index_draw(32, 100, 5, DEVICE, tmp_path) == config.SliceConfig(2, 8, 1)
+        assert config.index_draw(64, 100, 5, DEVICE, tmp_path) == config.index_draw(64, 100, 5)
+
+    def test_span_holds_the_run(self):
+        """One step changes its own bit and perhaps that of the step before; they must be two bits."""
+        assert [config.index_span(n, 10) for n in (1, 2, 10)] == [2, 64, 64]
+        assert config.index_span(1, 1) == 64
+
+    @pytest.mark.parametrize("by_id", [False, True])
+    @pytest.mark.parametrize("envs", [1, 3, 32, 33, 4096])
+    @pytest.mark.parametrize(("n", "run_words"), [(1, 1), (1, 2), (64, 3), (4096, 66), (32000, 502), (10**6, 15627)])
+    @pytest.mark.parametrize("fan_out", [2, 16, 64, 4096])
+    def test_update_rules(self, fan_out, n, run_words, envs, by_id):
+        """Powers of two; many environments stay side by side; no program has more than 512 words of bits."""
+        chosen = config.index_update(fan_out, n, run_words, envs, by_id)
+        for value in (chosen.block_words, chosen.block_weights, chosen.block_nodes, chosen.num_warps):
+            assert value > 0
+            assert value & (value - 1) == 0
+        assert chosen.block_envs & (chosen.block_envs - 1) == 0
+        assert chosen.block_envs * run_words <= 512
+        assert chosen.block_envs == 0 or chosen.block_envs >= min(envs, 32)
+        assert chosen.block_words * config.index_span(n, 10**7) <= 1024
+        assert chosen.block_nodes * fan_out <= max(1024, fan_out)
+        assert (chosen.block_envs > 0) == (run_words * min(1 << (envs - 1).bit_length(), 32) <= 512)
+
+    @pytest.mark.parametrize("slice_len", [1, 4, 9, 1000])
+    @pytest.mark.parametrize("n", [1, 512, 513, 10**6])
+    def test_slice_rules(self, n, slice_len):
+        for chosen in (config.index_draw(32, n, slice_len), config.index_slices(n, slice_len)):
+            for value in (chosen.block_slices, chosen.block_steps, chosen.num_warps):
+                assert value > 0
+                assert value & (value - 1) == 0
+            assert chosen.block_steps == max(8, min(64, 1 << (slice_len - 1).bit_length()))
+            assert chosen.block_slices * chosen.block_steps <= 1024
+
+
 def test_every_tuned_file_that_ships_is_usable():
     for path in config.TUNED.glob("*.json"):
         content = json.loads(path.read_text())
@@ -121,3 +184,5 @@ def test_every_tuned_file_that_ships_is_usable():
             assert config.tree_update(**point["sizes"], device_name=content["device"])
         for point in content.get("sum_tree", []):
             assert config.tree_fan_out(point["sizes"]["capacity"], "cuda", content["device"])
+        for point in content.get("trajectories_draw", []):
+            assert config.index_draw(**point["sizes"], device_name=content["device"])
