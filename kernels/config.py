@@ -256,27 +256,23 @@ def index_update(
     """Launch configuration of an update of ``n`` steps, which lie in ``run_words`` words of each environment.
 
     The rule: one program does all stages of some environments, up to 512 words, as long as these environments are
-    enough for memory accesses side by side. Tiles have up to 1024 bits or children, half as
-    many bits where each takes two loads (identifiers); for the few words of a
-    small write of few environments, about as many as these need.
+    enough for memory accesses side by side. Tiles have up to 1024 bits, half as many where each takes two loads
+    (identifiers), or children; for the few words of a small write of few environments, about as many as these need.
     """
     sizes = {"fan_out": fan_out, "n": n, "envs": envs}
     found = tuned("trajectories_update", sizes, device_name, exact=["fan_out"], directory=directory)
     if found is not None:
         return IndexConfig(**found)
-    one_step = n == 1
     block_envs = min(_ceil_power(envs), _floor_power(max(512 // run_words, 1)), 32)
-    if (run_words + 1) * _ceil_power(envs) <= 16:
-        block_nodes = max(1, 128 // fan_out)
-        if one_step:
-            return IndexConfig(block_envs, 16, 16, block_nodes, num_warps=1)
-        return IndexConfig(block_envs, *((8, 32, block_nodes, 2) if by_id else (16, 32, block_nodes, 4)))
+    few = (run_words + 1) * _ceil_power(envs) <= (96 if n == 1 else 16)
     if run_words > 512 or block_envs < min(_ceil_power(envs), 32):
         block_envs = 0
-    block_nodes = max(1, 1024 // fan_out)
-    if one_step:
-        return IndexConfig(block_envs, 32, 64, block_nodes, num_warps=2)
-    return IndexConfig(block_envs, *((8, 64, block_nodes, 2) if by_id else (16, 128, block_nodes, 4)))
+    block_nodes = max(1, min(4, 128 // fan_out) if few else (1024 if n == 1 else 512) // fan_out)
+    if n == 1:
+        block_words, num_warps = (16, 1) if few else (32, 2)
+        return IndexConfig(block_envs, block_words, 16 if few else 64, block_nodes, num_warps)
+    block_words, num_warps = (8, 2) if by_id else (16, 4)
+    return IndexConfig(block_envs, block_words, 32 if few else 32 * num_warps, block_nodes, num_warps)
 
 
 def index_draw(

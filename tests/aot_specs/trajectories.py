@@ -142,6 +142,8 @@ SPECS = [
     *writers(32, 256, 10**6, 1, False, (False, True)),
     *writers(16, 1, 1000, 24, False, (False, True)),
     *writers(16, 64, 1000, 24, False, (False, True)),
+    *writers(64, 1, 1000, 24, False, (False, True)),
+    *writers(32, 1, 1000, 24, False, (False, True)),
     *writers(32, 1, 1000, 4096, False, (False, True)),
     *writers(32, 64, 1000, 4096, False, (False, True)),
     *writers(32, 10**6, 10**6, 1, False, (False, True)),
