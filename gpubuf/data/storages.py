@@ -17,6 +17,9 @@ from gpubuf.data.indexing import stored_positions, unravel
 from gpubuf.data.layout import Data, RowLayout, batch_shape, device_of
 from gpubuf.data.ring import Ring
 from gpubuf.kernels import rows
+from gpubuf.kernels._registry import without_dispatch
+
+_extend, _gather, _sample = (without_dispatch(op) for op in (rows.extend, rows.gather, rows.sample))
 
 NOT_INITIALIZED = "the storage is not initialized: write a batch first"
 
@@ -205,7 +208,7 @@ class TensorStorage(Storage):
         sources = layout.collect(data, self.ndim)
         if self.ndim > 1 and shape[1:] != self._shape[1:]:
             raise ValueError(f"the storage's shape is {self._shape}, the batch's {shape}: all but the first must agree")
-        index = rows.extend(self.table, self._local(sources, self.ndim), self.ring, n, self.max_size)
+        index = _extend(self.table, self._local(sources, self.ndim), self.ring, n, self.max_size)
         self.counters.count(n)
         return index
 
@@ -250,7 +253,7 @@ class TensorStorage(Storage):
             One tensor ``[n, ...]`` per key (see :meth:`assemble`), and the generations, int64 ``[n]``.
         """
         layout, n = self.layout, index.numel()
-        arena, generation = rows.gather(self.table, self.ring, index, self.max_size, layout.arena(n).n_bytes)
+        arena, generation = _gather(self.table, self.ring, index, self.max_size, layout.arena(n).n_bytes)
         return layout.cut(arena, n), generation
 
     def sample_uniform(self, rng: Tensor, n: int) -> tuple[list[Tensor], Tensor, Tensor]:
@@ -264,7 +267,7 @@ class TensorStorage(Storage):
             One tensor ``[n, ...]`` per key, the flat positions and the write generations, int64 ``[n]`` each.
         """
         layout = self.layout
-        arena, index, generation = rows.sample(self.table, self.ring, rng, n, self.max_size, layout.arena(n).n_bytes)
+        arena, index, generation = _sample(self.table, self.ring, rng, n, self.max_size, layout.arena(n).n_bytes)
         return layout.cut(arena, n), index, generation
 
     def assemble(

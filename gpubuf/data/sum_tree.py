@@ -11,7 +11,12 @@ from torch import Tensor
 
 from gpubuf.data.random import RandomState
 from gpubuf.kernels import config, rows, sum_tree
+from gpubuf.kernels._registry import without_dispatch
 from gpubuf.kernels.sum_tree import ALPHA, BETA, EPS, MAX_PRIORITY, MAXIMUM, MINIMUM, REFUSED, SUM
+
+_update, _mark, _draw, _refresh = (
+    without_dispatch(op) for op in (sum_tree.update, sum_tree.mark, sum_tree.draw, sum_tree.refresh)
+)
 
 # Leaves that a change of alpha holds in float64 at a time.
 _CHUNK = 1 << 24
@@ -165,7 +170,7 @@ class SumTree:
             if generation is not None:
                 given["generations"] = generation.numel()
             raise ValueError(f"{n} rows are addressed, but given are {given}")
-        sum_tree.update(
+        _update(
             self.leaves,
             self.nodes,
             self.hyper,
@@ -189,9 +194,7 @@ class SumTree:
             IndexError: an index is outside ``[-1, capacity)`` (CPU; a GPU ignores it).
         """
         index = self._vector(index, torch.int64)
-        sum_tree.mark(
-            self.leaves, self.nodes, self.hyper, index, self.capacity, self.fan_out, within_buffer, self.legal
-        )
+        _mark(self.leaves, self.nodes, self.hyper, index, self.capacity, self.fan_out, within_buffer, self.legal)
 
     def draw(self, n: int, rng: RandomState, stratified: bool = False) -> tuple[Tensor, Tensor]:
         """Draw legal rows in proportion to their weights, with replacement. No host sync.
@@ -208,7 +211,7 @@ class SumTree:
             RuntimeError: no legal row has a weight (CPU; on a GPU every index is then ``NO_ROW`` and every weight 0).
             ValueError: ``n`` is negative.
         """
-        return sum_tree.draw(
+        return _draw(
             self.leaves, self.nodes, self.hyper, rng.state, n, self.capacity, self.fan_out, stratified, self.legal
         )
 
@@ -251,7 +254,7 @@ class SumTree:
             IndexError: an index is outside ``[-1, capacity)`` (CPU; a GPU ignores it).
         """
         index = self._vector(index, torch.int64)
-        sum_tree.refresh(self.leaves, self.nodes, index, self.capacity, self.fan_out, self.legal)
+        _refresh(self.leaves, self.nodes, index, self.capacity, self.fan_out, self.legal)
 
     def set_alpha(self, alpha: float) -> None:
         """Change the exponent of the priorities, and the weights with it: ``q ** (new / old)``. No host sync.

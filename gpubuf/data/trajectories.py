@@ -12,7 +12,13 @@ from gpubuf.data.random import RandomState
 from gpubuf.data.signals import Signal
 from gpubuf.data.storages import TensorStorage
 from gpubuf.kernels import config, trajectories
+from gpubuf.kernels._registry import without_dispatch
 from gpubuf.kernels.trajectories import Rule
+
+_update, _draw, _slices, _mark_legal = (
+    without_dispatch(op)
+    for op in (trajectories.update, trajectories.draw, trajectories.slices, trajectories.mark_legal)
+)
 
 
 @dataclass(frozen=True)
@@ -94,7 +100,7 @@ class TrajectoryIndex:
     def write(self, n: int) -> None:
         """Index the newest ``n`` steps, after they have been written."""
         signal = self.signal
-        trajectories.update(
+        _update(
             self.ends,
             self.sums,
             self.storage.ring,
@@ -132,9 +138,7 @@ class TrajectoryIndex:
         """
         ring, rule = self.storage.ring, self.rule
         try:
-            return trajectories.draw(
-                self.ends, self.sums, ring, rng.state, rank, n, self.steps, self.envs, self.fan_out, *rule
-            )
+            return _draw(self.ends, self.sums, ring, rng.state, rank, n, self.steps, self.envs, self.fan_out, *rule)
         except RuntimeError as error:
             raise RuntimeError(self.nothing_eligible()) from error
 
@@ -152,11 +156,11 @@ class TrajectoryIndex:
 
     def slices(self, start: Tensor, slice_len: int) -> tuple[Tensor, Tensor, Tensor]:
         """Slices from given rows, as :data:`gpubuf.kernels.trajectories.slices` gives them."""
-        return trajectories.slices(self.ends, self.storage.ring, start, slice_len, self.steps, self.envs)
+        return _slices(self.ends, self.storage.ring, start, slice_len, self.steps, self.envs)
 
     def mark_legal(self, legal: Tensor, n: int, need: int, starts_too: bool) -> Tensor:
         """See :data:`gpubuf.kernels.trajectories.mark_legal`."""
-        return trajectories.mark_legal(legal, self.ends, self.storage.ring, n, need, starts_too, self.steps, self.envs)
+        return _mark_legal(legal, self.ends, self.storage.ring, n, need, starts_too, self.steps, self.envs)
 
     # Inspection
 
