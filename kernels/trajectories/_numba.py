@@ -23,36 +23,35 @@ from gpubuf.kernels.trajectories._check import (
 )
 from gpubuf.kernels.trajectories._read import DONE, EMPTY, bounds_kernel, draw_kernel, slices_kernel
 from gpubuf.kernels.trajectories._search import lowest_bit, ring_view
-from gpubuf.kernels.trajectories._update import longest_trajectory, mark_legal_steps, update_index
+from gpubuf.kernels.trajectories._update import longest_trajectory, mark_legal_steps, rebuild_index, update_index
 from gpubuf.kernels.trajectories._weights import weigh_all
 
 
-@jit(
-    "void(int64, int64, int64, int64, int64, boolean, int64, int64, int64, int64, int64, int64, int64, int64, boolean)",
-    **OPTIONS,
+_UPDATE = (
+    "void(int64, int64, int64, int64, int64, boolean, int64, int64, int64, int64, int64, int64, int64, int64, boolean)"
 )
+
+
+@jit(_UPDATE, **OPTIONS)
 def _update(  # type: ignore[no-untyped-def]
-    ends,
-    sums,
-    ring_address,
-    signals,
-    n_keys,
-    by_id,
-    n,
-    steps,
-    envs,
-    fan_out,
-    slice_len,
-    min_len,
-    before,
-    after,
-    by_transition,
+    ends, sums, ring, signals, n_keys, by_id, n, steps, envs, fan_out, slice_len, min_len, before, after, by_transition
 ):
-    ring = carray(as_i64(ring_address), 4)
-    oldest, stored, cursor = ring_view(ring[WRITTEN], ring[SIZE], steps, envs)
+    counters = carray(as_i64(ring), 4)
+    oldest, stored, cursor = ring_view(counters[WRITTEN], counters[SIZE], steps, envs)
     rule = (slice_len, min_len, before, after, by_transition)
     shift = lowest_bit(fan_out)
     update_index(ends, sums, signals, n_keys, by_id, n, steps, envs, oldest, stored, cursor, rule, shift)
+
+
+# A kernel of its own: as a part of the other it takes LLVM seconds more.
+@jit(_UPDATE, **OPTIONS)
+def _rebuild(  # type: ignore[no-untyped-def]
+    ends, sums, ring, signals, n_keys, by_id, n, steps, envs, fan_out, slice_len, min_len, before, after, by_transition
+):
+    counters = carray(as_i64(ring), 4)
+    oldest, stored, _ = ring_view(counters[WRITTEN], counters[SIZE], steps, envs)
+    rule = (slice_len, min_len, before, after, by_transition)
+    rebuild_index(ends, sums, signals, n_keys, by_id, steps, envs, oldest, stored, rule, lowest_bit(fan_out))
 
 
 @jit("void(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, boolean)", **OPTIONS)
@@ -100,7 +99,7 @@ def update(
     """See :data:`gpubuf.kernels.trajectories.update`."""
     check_index(ends, sums, ring, steps, envs, fan_out)
     check_rule(slice_len, min_len, before, after)
-    _update(
+    (_update if n < steps else _rebuild)(
         ends.data_ptr(),
         sums.data_ptr(),
         ring.data_ptr(),

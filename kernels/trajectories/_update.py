@@ -10,6 +10,9 @@ from gpubuf.kernels.trajectories._bits import clear_all, clear_place, read_place
 from gpubuf.kernels.trajectories._search import age_of, end_age, load_i64, place_of
 from gpubuf.kernels.trajectories._weights import sum_above, weigh_all, weigh_slots, weigh_word
 
+# Numba compiles a function anew for an argument that is a literal, which this is not.
+_ZERO = np.int64(0)
+
 
 @jit
 def _read_ages(ends, signals, n_keys, by_id, steps, envs, first, last):  # type: ignore[no-untyped-def]
@@ -17,19 +20,20 @@ def _read_ages(ends, signals, n_keys, by_id, steps, envs, first, last):  # type:
     top = last if first <= last else steps - 1
     read_places(ends, signals, n_keys, by_id, steps, envs, first, top)
     if last < first:
-        read_places(ends, signals, n_keys, by_id, steps, envs, 0, last)
+        read_places(ends, signals, n_keys, by_id, steps, envs, _ZERO, last)
     if by_id:
         # `last` is the newest step, which has no next one.
         clear_place(ends, envs, last)
     summarise(ends, steps, envs, first >> 6, top >> 6)
     if last < first:
-        summarise(ends, steps, envs, 0, last >> 6)
+        summarise(ends, steps, envs, _ZERO, last >> 6)
 
 
 @jit
-def _rebuild(  # type: ignore[no-untyped-def]
+def rebuild_index(  # type: ignore[no-untyped-def]
     ends, sums, signals, n_keys, by_id, steps, envs, oldest, stored, rule, shift
 ):
+    """:data:`gpubuf.kernels.trajectories.update` over all steps."""
     clear_all(ends, steps, envs)
     if stored > 0:
         newest = place_of(stored - 1, oldest, steps)
@@ -41,10 +45,7 @@ def _rebuild(  # type: ignore[no-untyped-def]
 def update_index(  # type: ignore[no-untyped-def]
     ends, sums, signals, n_keys, by_id, n, steps, envs, oldest, stored, cursor, rule, shift
 ):
-    """See :data:`gpubuf.kernels.trajectories.update`."""
-    if n >= steps:
-        _rebuild(ends, sums, signals, n_keys, by_id, steps, envs, oldest, stored, rule, shift)
-        return
+    """:data:`gpubuf.kernels.trajectories.update` over fewer steps than the ring has."""
     n = min(n, stored)
     if n == 0:
         return
@@ -57,9 +58,9 @@ def update_index(  # type: ignore[no-untyped-def]
     a, b = first >> 6, (newest if first <= newest else steps - 1) >> 6
     c = -1 if first <= newest else newest >> 6
     touched = np.empty((b - a + c + 4) * envs, np.int64)
-    n_touched = weigh_slots(ends, sums, steps, envs, a, b, oldest, stored, rule, touched, 0, shift)
+    n_touched = weigh_slots(ends, sums, steps, envs, a, b, oldest, stored, rule, touched, _ZERO, shift)
     if c >= 0:
-        n_touched = weigh_slots(ends, sums, steps, envs, 0, c, oldest, stored, rule, touched, n_touched, shift)
+        n_touched = weigh_slots(ends, sums, steps, envs, _ZERO, c, oldest, stored, rule, touched, n_touched, shift)
     if stored > n:
         # The virtual end of before.
         slot = place_of(stored - n - 1, oldest, steps) >> 6
