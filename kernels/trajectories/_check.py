@@ -57,11 +57,12 @@ def check_ends(ends: Tensor, ring: Tensor, steps: int, envs: int) -> None:
 def check_index(ends: Tensor, sums: Tensor, ring: Tensor, steps: int, envs: int, fan_out: int) -> None:
     """Raise TypeError or ValueError unless ``ends``, ``sums`` and ``ring`` belong to a ring of that shape."""
     n_ends, n_sums = index_shape(steps, envs, fan_out)
+    int64 = torch.int64
     # As in check_ends.
     if (
-        ends.dtype is torch.int64
-        and sums.dtype is torch.int64
-        and ring.dtype is torch.int64
+        ends.dtype is int64
+        and sums.dtype is int64
+        and ring.dtype is int64
         and ends.numel() == n_ends
         and sums.numel() == n_sums
         and ring.numel() == 4
@@ -86,17 +87,18 @@ def check_rule(slice_len: int, min_len: int, before: int, after: int) -> None:
 
 def check_signals(signals: Tensor, by_id: bool, n: int) -> int:
     """Number of keys in ``signals``; raise TypeError or ValueError unless they can tell the ends of ``n`` steps."""
+    n_words = signals.numel()
+    # As in check_ends; a contiguous tensor of rows of two words is read alike whatever its shape.
     if (
-        signals.dtype is not torch.int64
-        or signals.dim() != 2
-        or signals.shape[1] != 2
-        or not signals.is_contiguous()
-        or (by_id and signals.shape[0] != 1)
-        or n < 0
+        signals.dtype is torch.int64
+        and n_words % 2 == 0
+        and (n_words == 2 or not by_id)
+        and signals.is_contiguous()
+        and n >= 0
     ):
-        _demand("signals", signals, (1 if by_id else signals.numel() // 2, 2))
-        raise ValueError(f"the number of steps must not be negative, but is {n}")
-    return signals.numel() // 2
+        return n_words // 2
+    _demand("signals", signals, (1 if by_id else n_words // 2, 2))
+    raise ValueError(f"the number of steps must not be negative, but is {n}")
 
 
 def check_draw(rng: Tensor, rank: Tensor | None, n: int) -> None:
