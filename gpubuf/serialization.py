@@ -13,14 +13,16 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
+
+Buffer = bytes | memoryview
 
 _FORMAT = "gpubuf-state"
 _VERSION = "1"
@@ -63,27 +65,70 @@ def save(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
     Synchronises with the host where tensors are on a GPU.
     """
     target = Path(path)
+    pieces = contents(state)
+    temporary = target.with_name(target.name + ".tmp")
+    try:
+        write(temporary, pieces)
+        os.replace(temporary, target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(target.parent)
+
+
+def contents(state: Mapping[str, Any]) -> Iterator[Buffer]:
+    """The bytes of the file that `save` writes, piece by piece; the last piece is the checksum of all others.
+
+    Raises:
+        TypeError: As `save`, at the call.
+    """
     tensors: dict[str, Tensor] = {}
     tree = _encode(state, "", tensors)
     # Widest elements first: the format allows no gaps, and this keeps every tensor aligned in the mapped file.
     ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
     header = _header(ordered, json.dumps(tree, separators=(",", ":"), allow_nan=False))
-    temporary = target.with_name(target.name + ".tmp")
-    try:
-        with open(temporary, "wb") as file:
-            _write(file, header, ordered)
-        os.replace(temporary, target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    _sync_folder(target.parent)
+
+    def pieces() -> Iterator[Buffer]:
+        yield header
+        checksum = zlib.crc32(header)
+        for tensor in ordered.values():
+            for chunk in _chunks(tensor):
+                checksum = zlib.crc32(chunk, checksum)
+                yield chunk
+        yield checksum.to_bytes(_CHECKSUM_BYTES, "little")
+
+    return pieces()
 
 
-def load(path: str | os.PathLike[str]) -> dict[str, Any]:
+def write(path: str | os.PathLike[str], pieces: Iterable[Buffer]) -> tuple[int, int]:
+    """Write the `contents` of a state to a new file and to the disk. Not atomic.
+
+    Returns:
+        The size of the file, and its checksum.
+    """
+    size = 0
+    last: Buffer = b""
+    with open(path, "wb") as file:
+        for piece in pieces:
+            size += file.write(piece)
+            last = piece
+        file.flush()
+        os.fsync(file.fileno())
+    return size, int.from_bytes(last, "little")
+
+
+def holds(path: str | os.PathLike[str], pieces: Iterable[Buffer]) -> bool:
+    """Whether a file has just these `contents`, byte for byte."""
+    with open(path, "rb") as file:
+        return all(file.read(len(piece)) == piece for piece in pieces) and not file.read(1)
+
+
+def load(path: str | os.PathLike[str], checksum: int | None = None) -> dict[str, Any]:
     """Read what `save` wrote.
 
     Args:
         path: The file to read.
+        checksum: What `write` returned; None takes any file that agrees with the checksum in itself.
 
     Returns:
         The tree, with dictionaries, TensorDicts, lists, tuples and values of the types they had. The tensors are on
@@ -109,8 +154,11 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     except (SafetensorError, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{os.fspath(path)} is damaged or not a checkpoint: {error}") from None
     stored = tensors.pop(_CHECKSUM, None)
-    if stored is None or int.from_bytes(bytes(stored.tolist()), "little") != _checksum(path):
+    found = None if stored is None else int.from_bytes(bytes(stored.tolist()), "little")
+    if found is None or found != _checksum(path):
         raise ValueError(f"{os.fspath(path)} is damaged: its checksum does not match")
+    if checksum is not None and found != checksum:
+        raise ValueError(f"{os.fspath(path)} is another file: its checksum is {found:08x}, {checksum:08x} was expected")
     try:
         tree = _decode(json.loads(metadata["state"]), tensors)
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
@@ -190,18 +238,6 @@ def _header(tensors: Mapping[str, Tensor], tree: str) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _write(file: BinaryIO, header: bytes, tensors: Mapping[str, Tensor]) -> None:
-    file.write(header)
-    checksum = zlib.crc32(header)
-    for tensor in tensors.values():
-        for chunk in _chunks(tensor):
-            checksum = zlib.crc32(chunk, checksum)
-            file.write(chunk)
-    file.write(checksum.to_bytes(_CHECKSUM_BYTES, "little"))
-    file.flush()
-    os.fsync(file.fileno())
-
-
 def _chunks(tensor: Tensor) -> Iterator[memoryview]:
     """The bytes of ``tensor``, piece by piece, so that no more than a piece of a GPU's tensor is on the host."""
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
@@ -223,7 +259,7 @@ def _checksum(path: str | os.PathLike[str]) -> int:
     return checksum
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Make the new name survive a power cut, where the system can do it (POSIX)."""
     if os.name != "posix":
         return
