@@ -22,7 +22,16 @@ def ravel(index: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 def unravel(flat: Tensor, shape: tuple[int, ...]) -> Tensor:
     """``[n]`` flat positions as ``[n, ndim]`` coordinates; ``[n]`` itself for one dimension."""
-    return flat if len(shape) == 1 else torch.stack(torch.unravel_index(flat, shape), -1)
+    if len(shape) == 1:
+        return flat
+    # Into the columns of the result, the last dimension first; a third of the time of torch.unravel_index and stack.
+    coordinates = flat.new_empty(*flat.shape, len(shape))
+    for dim in range(len(shape) - 1, 0, -1):
+        rest = torch.div(flat, shape[dim], rounding_mode="trunc")
+        torch.sub(flat, rest, alpha=shape[dim], out=coordinates.select(-1, dim))
+        flat = rest
+    coordinates.select(-1, 0).copy_(flat)
+    return coordinates
 
 
 def as_positions(index: Any, shape: tuple[int, ...], device: torch.device) -> Tensor:

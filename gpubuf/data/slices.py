@@ -123,6 +123,7 @@ class SliceSampler(Sampler):
         self._may_be_short = not strict_length or any(self.span)
         if stack and self._may_be_short and not pad_output:
             raise ValueError("stack=True needs slices of equal lengths: no span, and strict_length or pad_output")
+        self._rules: dict[int, Rule] = {}
         self._index: TrajectoryIndex | None = None
         self._flags: SliceFlags | None = None
         self._storage: Storage | None = None
@@ -132,6 +133,13 @@ class SliceSampler(Sampler):
     # Which slices
 
     def _rule(self, length: int) -> Rule:
+        """What is legal for slices of ``length`` steps."""
+        rule = self._rules.get(length)
+        if rule is None:
+            rule = self._rules[length] = self._new_rule(length)
+        return rule
+
+    def _new_rule(self, length: int) -> Rule:
         before, after = (length - 1 if s is True else int(s) for s in self.span)
         if max(before, after) >= length > 1:
             raise ValueError(f"a span must be smaller than the slice, got span={self.span} and slices of {length}")
