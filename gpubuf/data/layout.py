@@ -7,7 +7,7 @@ the kernels a flat list of tensors, and cuts the arena that a gather returns int
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -97,6 +97,18 @@ class ArenaPlan(NamedTuple):
 
     n_bytes: int
     views: list[tuple[torch.dtype, int, tuple[int, ...], tuple[int, ...]]]
+
+
+class Pieces(NamedTuple):
+    """Rows that come a piece at a time, as from the files of a checkpoint.
+
+    Attributes:
+        example: what all pieces look like; it may have no rows.
+        parts: the first step of every piece, and the piece.
+    """
+
+    example: Data
+    parts: Iterable[tuple[int, Data]]
 
 
 def _tensordict_of(data: Data) -> TensorDictBase:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.indexing import stored_positions, unravel
-from gpubuf.data.layout import Data, RowLayout, batch_shape, device_of
+from gpubuf.data.layout import Data, Pieces, RowLayout, batch_shape, device_of
 from gpubuf.data.ring import Ring
 from gpubuf.kernels import rows
 from gpubuf.kernels._registry import without_dispatch
@@ -79,6 +79,8 @@ class TensorStorage(Storage):
         self._ring: Ring | None = None
         #: Root keys that are derived and therefore not stored; set by writers that own them.
         self.ignored_keys: frozenset[str] = frozenset()
+        #: How many times :meth:`write` overwrote rows in place, so that a checkpoint knows whether rows have changed.
+        self.overwrites = 0
 
     def _resolve_device(self, data: Data) -> torch.device:
         if self._requested_device == "auto":
@@ -228,6 +230,7 @@ class TensorStorage(Storage):
             data = data.expand(index.numel())
         if batch_shape(data, 1) != (index.numel(),):
             raise ValueError(f"{index.numel()} rows are addressed, the batch has shape {batch_shape(data, 1)}")
+        self.overwrites += 1
         rows.write(self.table, self._local(layout.collect(data, 1), 1), self.ring, index, self.max_size)
 
     def _local(self, sources: list[Tensor], ndim: int) -> list[Tensor]:
@@ -352,6 +355,7 @@ class TensorStorage(Storage):
         """Restore :meth:`state_dict`, copying into this storage's own memory.
 
         A storage of the same capacity continues exactly. One with more room takes the rows oldest first.
+        ``state["rows"]`` may be :class:`Pieces`.
 
         Returns:
             None, or, where the capacity differs, int64 ``[size]`` on the CPU: the old position of every row, in
@@ -363,11 +367,12 @@ class TensorStorage(Storage):
         if not state["initialized"]:
             self.empty()
             return None
-        data, size, old_max = state["rows"], state["size"], state["max_size"]
+        pieces = state["rows"] if isinstance(state["rows"], Pieces) else Pieces(state["rows"], [(0, state["rows"])])
+        data, size, old_max = pieces.example, state["size"], state["max_size"]
         shape = tuple(state["shape"])
         fresh = self._layout is None
         layout = RowLayout(data, self.ndim, self.ignored_keys) if fresh else self.layout
-        sources = layout.collect(data, self.ndim)
+        layout.collect(data, self.ndim)
         own = self._shape[1:] if not fresh else shape[1:]
         if own != shape[1:]:
             raise ValueError(f"the checkpoint's rows have shape {shape}, the storage's {self._shape}")
@@ -376,7 +381,7 @@ class TensorStorage(Storage):
             raise ValueError(f"the checkpoint holds {size} rows, the storage has room for {room}")
         if fresh:
             self.initialize(data)
-        order = None
+        order, first = None, 0
         if self.max_size == old_max:
             self.counters.set(state["written"], size)
         else:
@@ -384,9 +389,13 @@ class TensorStorage(Storage):
             order = (torch.arange(size) + first) % old_max
             self.counters.set(size, size)
         per_step = math.prod(shape[1:])
-        for target, source in zip(self._tensors, sources, strict=True):
-            steps = source if order is None else source[order[::per_step].to(source.device) // per_step]
-            target[: steps.shape[0]].copy_(steps)
+        for start, part in pieces.parts:
+            # The oldest step comes to lie first: all others turn with it.
+            place = (start - first // per_step) % (old_max // per_step)
+            for target, source in zip(self._tensors, self.layout.collect(part, self.ndim), strict=True):
+                before_seam = min(source.shape[0], old_max // per_step - place)
+                target[place : place + before_seam].copy_(source[:before_seam])
+                target[: source.shape[0] - before_seam].copy_(source[before_seam:])
         return order
 
     def refresh(self) -> None:
