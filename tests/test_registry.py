@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpubuf.kernels import _registry
 
@@ -47,3 +49,51 @@ def test_the_switch_needs_the_interpreter(monkeypatch):
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     with pytest.raises(RuntimeError, match="TRITON_INTERPRET"), _registry.triton_on_cpu():
         pass
+
+
+def on_cpu(x: torch.Tensor, n: int) -> torch.Tensor:
+    return x + n
+
+
+def on_triton(x: torch.Tensor, n: int) -> torch.Tensor:
+    return x - n
+
+
+class Recorded(TorchDispatchMode):
+    """Which operations reach the dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_without_dispatch():
+    """The dispatcher is passed by where it has nothing to decide, and only there."""
+    operation = _registry.define(
+        "test_shift(Tensor x, int n) -> Tensor",
+        cpu="tests.test_registry:on_cpu",
+        cuda="tests.test_registry:on_triton",
+        fake=lambda x, n: x.new_empty(x.shape),
+    )
+    call = _registry.without_dispatch(operation)
+    x = torch.arange(3)
+    with torch.profiler.profile() as profile:
+        assert call(x, 2).tolist() == [2, 3, 4]
+    assert "gpubuf::test_shift" not in {event.key for event in profile.key_averages()}
+    with Recorded() as recorded:
+        assert call(x, 2).tolist() == [2, 3, 4]
+    assert recorded.seen[0] == "gpubuf::test_shift"
+    with _registry.triton_on_cpu():
+        assert call(x, 2).tolist() == [-2, -1, 0]
+    with FakeTensorMode() as mode:
+        assert call(mode.from_tensor(x), 2).shape == (3,)
+        assert call(torch.empty(5, device="cuda"), 2).device.type == "cuda"
+    with torch.device("meta"):
+        assert call(x, 2).tolist() == [2, 3, 4]
+    assert call(x.to("meta"), 2).device.type == "meta"
+    compiled = torch.compile(call, fullgraph=True, backend="eager")
+    assert compiled(x, 2).tolist() == [2, 3, 4]

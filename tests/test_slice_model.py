@@ -217,4 +217,4 @@ class TritonSliceMachine(SliceMachine):
 TestSliceModel = SliceMachine.TestCase
 TestSliceModel.settings = settings(max_examples=80, stateful_step_count=25, deadline=None)
 TestTritonSliceModel = TritonSliceMachine.TestCase
-TestTritonSliceModel.settings = settings(max_examples=4, stateful_step_count=8, deadline=None)
+TestTritonSliceModel.settings = settings(max_examples=12, stateful_step_count=8, deadline=None)
