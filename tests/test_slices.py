@@ -53,6 +53,35 @@ def test_distribution_of_many_environments():
     check_distribution(buffer, 3, model.slices(3), 8000)
 
 
+@pytest.mark.parametrize("weighting", ["trajectory", "transition"])
+def test_distribution_in_a_large_buffer(weighting):
+    """Chi-square over trajectories, and over the places in them, where a ring of 400 000 rows has wrapped."""
+    generator = torch.Generator().manual_seed(0)
+    done = torch.rand(600_000, 1, generator=generator) < 0.02
+    sampler = SliceSampler(slice_len=8, weighting=weighting)
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(400_000), sampler=sampler)
+    buffer.set_rng(generator)
+    buffer.extend(TensorDict({"number": torch.arange(600_000), "next": {"done": done}}, [600_000]))
+    found = sampler.trajectories()
+    assert found.length.sum() == 400_000
+    eligible = found.length >= 8
+    starts = torch.where(eligible, found.length - 7, 0)
+    share = starts if weighting == "transition" else eligible.long()
+    n, groups = 100_000, 200
+    first = buffer.sample(8 * n)["number"].view(n, 8)[:, 0].contiguous()
+    oldest = torch.cat([torch.zeros(1, dtype=torch.int64), found.length.cumsum(0)])[:-1] + 200_000
+    which = torch.searchsorted(oldest, first, right=True) - 1
+    assert eligible[which].all()
+    group = torch.arange(len(found)) * groups // len(found)
+    counts = torch.zeros(groups).index_add_(0, group[which], torch.ones(n))
+    expected = torch.zeros(groups).index_add_(0, group, share.float()) / share.sum()
+    assert chi_square(counts.tolist(), expected.tolist()) < chi_square_bound(groups - 1)
+    # The place among the legal starts of its trajectory, with a random rest, is uniform in [0, 1).
+    place = (first - oldest[which] + torch.rand(n, generator=generator)) / starts[which]
+    counts = torch.histc(place, 50, 0, 1)
+    assert chi_square(counts.tolist(), [1 / 50] * 50) < chi_square_bound(49)
+
+
 def test_distribution_of_priorities():
     """The start of a slice is drawn in proportion to its priority among legal starts; equal ones are uniform."""
     torch.manual_seed(0)
