@@ -26,7 +26,6 @@ from gpubuf.kernels.trajectories._search import lowest_bit, ring_view
 from gpubuf.kernels.trajectories._update import longest_trajectory, mark_legal_steps, rebuild_index, update_index
 from gpubuf.kernels.trajectories._weights import weigh_all
 
-
 _UPDATE = (
     "void(int64, int64, int64, int64, int64, boolean, int64, int64, int64, int64, int64, int64, int64, int64, boolean)"
 )
