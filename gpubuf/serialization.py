@@ -31,7 +31,7 @@ _CHECKSUM_BYTES = 4
 _CHUNK_BYTES = 1 << 26
 _ALIGNMENT = 8
 
-_DTYPES = {
+NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -48,6 +48,7 @@ _DTYPES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 
 def save(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
@@ -171,7 +172,7 @@ def load(path: str | os.PathLike[str], checksum: int | None = None) -> dict[str,
 def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     """The JSON form of ``value``; its tensors go into ``tensors`` under a unique name."""
     if isinstance(value, Tensor):
-        if value.dtype not in _DTYPES or value.layout is not torch.strided:
+        if value.dtype not in NAMES or value.layout is not torch.strided:
             raise TypeError(f"cannot save {path or 'the state'}: a {value.layout} tensor of dtype {value.dtype}")
         name = path or "tensor"
         # The keys "a.b" and "a" -> "b" have the same dotted path.
@@ -226,7 +227,7 @@ def _header(tensors: Mapping[str, Tensor], tree: str) -> bytes:
     for name, tensor in tensors.items():
         end = offset + tensor.numel() * tensor.element_size()
         entries[name] = {
-            "dtype": _DTYPES[tensor.dtype],
+            "dtype": NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [offset, end],
         }

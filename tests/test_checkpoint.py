@@ -56,7 +56,7 @@ def raw(tensor):
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-@pytest.mark.parametrize("dtype", sorted(serialization._DTYPES, key=str), ids=str)
+@pytest.mark.parametrize("dtype", sorted(serialization.NAMES, key=str), ids=str)
 def test_every_dtype_shape_and_stride(tmp_path, dtype):
     base = (torch.rand(6, 4) * 100).to(dtype)
     state = {"strided": base.T, "scalar": base[0, 0], "none": base[:0], "row": base[1]}

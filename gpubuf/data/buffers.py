@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpubuf.data import checkpoints
 from gpubuf.data.layout import Data
 from gpubuf.data.prioritized import PrioritizedSampler
 from gpubuf.data.samplers import Draw, RandomSampler, Sampler
@@ -403,6 +405,17 @@ class ReplayBuffer:
             self._writer.load_state_dict(state["_writer"])
             self._transform.load_state_dict(state["_transforms"])
             self._batch_size = state["_batch_size"]
+
+    def save(self, path: str | os.PathLike[str], **options: Any) -> checkpoints.Saved:
+        """Save everything to a folder, atomically; see :func:`gpubuf.data.checkpoints.save`. Synchronises."""
+        return checkpoints.save(self, path, **options)
+
+    def load(self, path: str | os.PathLike[str], **options: Any) -> None:
+        """Restore what :meth:`save` wrote; see :func:`gpubuf.data.checkpoints.load`. Synchronises."""
+        checkpoints.load(self, path, **options)
+
+    dump = dumps = save
+    loads = load
 
     def __repr__(self) -> str:
         return (

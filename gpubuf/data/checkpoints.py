@@ -1,0 +1,347 @@
+"""Checkpoints of a buffer: saved in files of which only those that changed are written again, restored exactly.
+
+See :mod:`gpubuf.data.checkpoint_files` for the files, and :mod:`gpubuf.data.checkpoint_checks` for what is verified.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import secrets
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+
+from gpubuf import serialization
+from gpubuf.data import checkpoint_files as files
+from gpubuf.data.checkpoint_checks import check
+from gpubuf.data.checkpoint_files import DamagedError, File, LeafSpec, Manifest, RowFiles, TensorFiles
+from gpubuf.data.checkpoint_reading import Advance, pieces, read
+from gpubuf.data.layout import Key, Node
+from gpubuf.data.storages import TensorStorage
+
+if TYPE_CHECKING:
+    from gpubuf.data.buffers import ReplayBuffer
+
+_MOST_BYTES = 1 << 26
+_LEAST_BYTES = 1 << 20
+_FILES = 128
+_BAR_BYTES = 1 << 30
+_MARKS = 8
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a save did: bytes and files written by it, and those that the checkpoint is made of."""
+
+    bytes_written: int
+    files_written: int
+    bytes: int
+    files: int
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """When a storage's rows were what a checkpoint holds."""
+
+    written: int
+    overwrites: int
+    addresses: tuple[int, ...]
+    #: PyTorch counts what it writes in place, also through views; None where it doesn't (tensors of inference mode).
+    versions: tuple[int, ...] | None
+
+
+#: The checkpoints that hold what a storage held at some time, by their random ids.
+_marks: WeakKeyDictionary[TensorStorage, dict[str, _Mark]] = WeakKeyDictionary()
+
+
+def save(
+    buffer: ReplayBuffer,
+    path: str | os.PathLike[str],
+    *,
+    incremental: bool = True,
+    progress: bool | None = None,
+    file_bytes: int | None = None,
+) -> Saved:
+    """Save everything that ``buffer`` needs to go on with the same batches.
+
+    The checkpoint at ``path`` is replaced in one step, when the new one is on the disk: a save that is killed leaves
+    the previous one whole. Rows that are still as in the checkpoint of this buffer at ``path`` are not written again.
+    Other threads that use the buffer wait meanwhile.
+
+    Args:
+        buffer: the buffer.
+        path: a folder, created where it doesn't exist. Other files in it are left alone.
+        incremental: False writes everything. It is needed after rows were changed in a way that nothing can notice:
+            through NumPy, or by the replay of a captured graph that overwrites rows in place.
+        progress: show a bar (needs ``rich``); default: on a terminal, for 1 GiB and more.
+        file_bytes: size of a file of rows; default: a 128th of the buffer, between 1 MiB and 64 MiB.
+
+    Returns:
+        How much was written.
+
+    Raises:
+        TypeError: something in the state is neither a tensor nor a plain value; the text names it.
+        ValueError: the folder holds a ``manifest.json`` of another program, or ``file_bytes`` is below 1.
+        OSError: the files can't be written. In all of these cases the previous checkpoint is whole. Synchronises.
+    """
+    if file_bytes is not None and file_bytes < 1:
+        raise ValueError(f"file_bytes must be at least 1, got {file_bytes}")
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    with files.locked(folder, exclusive=True), buffer._lock:
+        storage = buffer.storage
+        if storage.initialized:
+            # A stream that is seeded only later would not be the same in the restored buffer.
+            buffer.sampler.random_state(storage.device)
+        state = buffer.state_dict()
+        marks = _marks.setdefault(storage, {})
+        previous = _previous(folder)
+        if not incremental or (previous is not None and previous.id not in marks):
+            previous = None
+        mark = _mark(storage)
+        rows = state["_storage"].get("rows")
+        # The storage's own memory is what takes space; the views of it that `rows` holds are cut into files.
+        tensors = [] if rows is None else storage.layout.collect(rows, storage.ndim)
+        large = _take_large(state)
+        save_id = secrets.token_hex(8)
+        total = sum(t.nbytes for t in tensors) + sum(t.nbytes for _, t in large)
+        with _bar("saving", total, progress) as advance:
+            writer = _Writer(folder, save_id, advance)
+            row_files = None
+            if rows is not None:
+                state["_storage"] = {key: value for key, value in state["_storage"].items() if key != "rows"}
+                since = marks[previous.id] if previous is not None else None
+                row_files = writer.rows(storage, tensors, previous, since, mark, file_bytes)
+            tensor_files = writer.tensors(large, previous, file_bytes)
+            state_file = writer.write("state", [0], state, 0, 0)
+        manifest = Manifest(
+            save_id, storage.written, len(storage), storage.max_size, row_files, tensor_files, state_file
+        )
+        manifest_bytes = files.write_manifest(folder, manifest)
+        files.remove_others(folder, manifest)
+        _remember(marks, save_id, mark)
+    return Saved(
+        bytes_written=writer.bytes + manifest_bytes,
+        files_written=writer.files + 1,
+        bytes=sum(file.size for file in manifest.files) + manifest_bytes,
+        files=len(manifest.files) + 1,
+    )
+
+
+def load(buffer: ReplayBuffer, path: str | os.PathLike[str], *, progress: bool | None = None) -> None:
+    """Restore what :func:`save` wrote, into the memory that the buffer has.
+
+    Everything is read and verified before anything changes. The buffer may be on another device than the saved one was,
+    and may have more room; with the same capacity it goes on with the same batches. No code is run, and no file outside
+    of ``path`` is read.
+
+    Args:
+        buffer: the buffer, with a sampler of the same class and transforms with the same entries.
+        path: the folder.
+        progress: as for :func:`save`.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+        ValueError: the checkpoint is damaged, incomplete, foreign, or of a newer version, or doesn't fit the buffer.
+            The buffer is as it was. Synchronises.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"there is no checkpoint at {folder}")
+    with files.locked(folder, exclusive=False):
+        manifest = files.read_manifest(folder)
+        with _bar("loading", 2 * sum(file.size for file in manifest.files), progress) as advance:
+            state, parts = read(folder, manifest, advance)
+            with buffer._lock:
+                check(buffer, manifest, state)
+                if manifest.rows is not None:
+                    state["_storage"]["rows"] = pieces(buffer.storage, manifest.rows, parts, advance)
+                buffer.load_state_dict(state)
+                if buffer.storage.max_size == manifest.capacity and manifest.rows is not None:
+                    _remember(_marks.setdefault(buffer.storage, {}), manifest.id, _mark(buffer.storage))
+
+
+# What has changed
+
+
+def _previous(folder: Path) -> Manifest | None:
+    """The checkpoint that is there, if it can be built upon."""
+    try:
+        return files.read_manifest(folder)
+    except FileNotFoundError:
+        return None
+    except DamagedError as error:
+        if "is not the manifest of a gpubuf checkpoint" in str(error):
+            raise ValueError(f"{error}; it would be overwritten") from None
+        return None
+
+
+def _mark(storage: TensorStorage) -> _Mark:
+    tensors = storage._tensors
+    versions = None if any(t.is_inference() for t in tensors) else tuple(t._version for t in tensors)
+    return _Mark(storage.written, storage.overwrites, tuple(t.data_ptr() for t in tensors), versions)
+
+
+def _remember(marks: dict[str, _Mark], checkpoint: str, mark: _Mark) -> None:
+    marks[checkpoint] = mark
+    while len(marks) > _MARKS:
+        del marks[next(iter(marks))]
+
+
+def _unchanged(since: _Mark, now: _Mark, start: int, stop: int, capacity: int) -> bool:
+    """Whether the rows at positions ``start .. stop`` are certainly those of the earlier mark."""
+    if now.versions is None or replace(now, written=since.written) != since or now.written < since.written:
+        return False
+    n_new = now.written - since.written
+    first = since.written % capacity
+    # The rows written since lie from `first` on, and beyond the seam from 0 on.
+    return not any(max(start, first - turn) < min(stop, first - turn + n_new) for turn in (0, capacity))
+
+
+# Writing
+
+
+class _Writer:
+    """Writes the files of one save, except for those that are there already."""
+
+    def __init__(self, folder: Path, save_id: str, advance: Advance) -> None:
+        self._folder, self._id, self._advance = folder, save_id, advance
+        self.bytes = self.files = 0
+
+    def write(self, kind: files.Kind, numbers: list[int], state: Mapping[str, Any], start: int, stop: int) -> File:
+        name = files.file_name(kind, numbers, self._id)
+        size, checksum = serialization.write(self._folder / name, serialization.contents(state))
+        self.bytes, self.files = self.bytes + size, self.files + 1
+        return File(name, size, checksum, start, stop)
+
+    def _file(
+        self,
+        kind: files.Kind,
+        numbers: list[int],
+        tensors: list[Tensor],
+        span: tuple[int, int],
+        earlier: Mapping[tuple[int, int], File],
+        unchanged: bool,
+    ) -> File:
+        """The file of ``start .. stop`` of some tensors: the earlier one, if it holds the same."""
+        start, stop = span
+        parts = [tensor[start:stop] for tensor in tensors]
+        file = earlier.get(span)
+        if file is None or not self._holds(file, {"parts": parts}, unchanged):
+            file = self.write(kind, numbers, {"parts": parts}, start, stop)
+        self._advance(sum(part.nbytes for part in parts))
+        return file
+
+    def _holds(self, file: File, state: Mapping[str, Any], unchanged: bool) -> bool:
+        path = self._folder / file.name
+        if not path.is_file() or path.stat().st_size != file.size:
+            return False
+        return unchanged or serialization.holds(path, serialization.contents(state))
+
+    def rows(
+        self,
+        storage: TensorStorage,
+        tensors: list[Tensor],
+        previous: Manifest | None,
+        since: _Mark | None,
+        now: _Mark,
+        file_bytes: int | None,
+    ) -> RowFiles:
+        layout, shape = storage.layout, storage.shape
+        per_step = math.prod(shape[1:])
+        steps = len(storage) // per_step
+        spans = _spans(steps, shape[0], per_step * sum(leaf.row_bytes for leaf in layout.leaves), file_bytes)
+        leaves = tuple(LeafSpec(leaf.key, serialization.NAMES[leaf.dtype], leaf.shape) for leaf in layout.leaves)
+        nested = tuple(_nested_batch(layout.root, ()))
+        earlier: dict[tuple[int, int], File] = {}
+        if previous is not None and previous.rows is not None and previous.rows.leaves == leaves:
+            earlier = {(file.start, file.stop): file for file in previous.rows.files}
+        out = []
+        for number, (start, stop) in enumerate(spans):
+            same = since is not None and _unchanged(since, now, start * per_step, stop * per_step, storage.max_size)
+            out.append(self._file("rows", [number], tensors, (start, stop), earlier, same))
+        return RowFiles(leaves, nested, (steps, *shape[1:]), tuple(out))
+
+    def tensors(
+        self, large: list[tuple[Key, Tensor]], previous: Manifest | None, file_bytes: int | None
+    ) -> tuple[TensorFiles, ...]:
+        before = {} if previous is None else {tensor.path: tensor for tensor in previous.tensors}
+        out = []
+        for number, (path, tensor) in enumerate(large):
+            spans = _spans(len(tensor), len(tensor), tensor.nbytes // len(tensor), file_bytes)
+            name, shape = serialization.NAMES[tensor.dtype], tuple(tensor.shape)
+            known = before.get(path)
+            same_form = known is not None and (known.dtype, known.shape[1:]) == (name, shape[1:])
+            earlier = {(file.start, file.stop): file for file in known.files} if known and same_form else {}
+            parts = [self._file("tensor", [number, i], [tensor], s, earlier, False) for i, s in enumerate(spans)]
+            out.append(TensorFiles(path, name, shape, tuple(parts)))
+        return tuple(out)
+
+
+def _spans(length: int, capacity: int, item_bytes: int, file_bytes: int | None) -> list[tuple[int, int]]:
+    """``0 .. length`` in pieces. Where they are cut depends on the capacity alone, not on how much of it is filled."""
+    if file_bytes is None:
+        file_bytes = min(max(capacity * item_bytes // _FILES, _LEAST_BYTES), _MOST_BYTES)
+    step = max(1, file_bytes // max(1, item_bytes))
+    return [(start, min(start + step, length)) for start in range(0, length, step)]
+
+
+def _take_large(state: dict[str, Any]) -> list[tuple[Key, Tensor]]:
+    """Take the large tensors other than rows out of ``state`` (None stands in for them), with their paths."""
+    large: list[tuple[Key, Tensor]] = []
+
+    def without(value: Any, path: Key) -> Any:
+        if isinstance(value, Tensor) and value.dim() > 0 and value.nbytes >= _LEAST_BYTES:
+            large.append((path, value.detach()))
+            return None
+        if path == ("_storage",) or not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+            return value
+        return {key: without(item, (*path, key)) for key, item in value.items()}
+
+    for key, value in list(state.items()):
+        state[key] = without(value, (key,))
+    return large
+
+
+def _nested_batch(node: int | Node, path: Key) -> Iterator[tuple[Key, tuple[int, ...]]]:
+    if isinstance(node, int):
+        return
+    if node.batch_suffix:
+        yield path, node.batch_suffix
+    for name, child in node.children.items():
+        yield from _nested_batch(child, (*path, name))
+
+
+# Progress
+
+
+@contextlib.contextmanager
+def _bar(what: str, total: int, wanted: bool | None) -> Iterator[Advance]:
+    """A progress bar on the error output, if wanted; gives what is called with the bytes done."""
+    if wanted is None:
+        wanted = total >= _BAR_BYTES and sys.stderr.isatty() and _has_rich()
+    if not wanted:
+        yield lambda done: None
+        return
+    if not _has_rich():
+        raise ImportError("progress=True needs rich: pip install rich")
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda done: bar.advance(task, done)
+
+
+def _has_rich() -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec("rich") is not None
