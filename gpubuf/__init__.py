@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from gpubuf.data import (
+        LazyMemmapStorage,
         LazyTensorStorage,
         PrioritizedReplayBuffer,
         PrioritizedSampler,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "gpubuf.data": (
+        "LazyMemmapStorage",
         "LazyTensorStorage",
         "PrioritizedReplayBuffer",
         "PrioritizedSampler",
@@ -54,6 +56,7 @@ _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "HardUpdate",
+    "LazyMemmapStorage",
     "LazyTensorStorage",
     "PrioritizedReplayBuffer",
     "PrioritizedSampler",

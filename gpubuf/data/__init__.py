@@ -1,6 +1,7 @@
 """Replay buffers: storages, writers, samplers, and the buffers made of them."""
 
 from gpubuf.data.buffers import ReplayBuffer
+from gpubuf.data.memmap_storage import LazyMemmapStorage
 from gpubuf.data.prioritized import PrioritizedSampler
 from gpubuf.data.prioritized_slices import PrioritizedSliceSampler
 from gpubuf.data.random import RandomState
@@ -20,6 +21,7 @@ from gpubuf.data.writers import RoundRobinWriter, TensorDictRoundRobinWriter, Wr
 
 __all__ = [
     "Compose",
+    "LazyMemmapStorage",
     "LazyTensorStorage",
     "PrioritizedReplayBuffer",
     "PrioritizedSampler",
