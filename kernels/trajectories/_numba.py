@@ -21,7 +21,7 @@ from gpubuf.kernels.trajectories._check import (
     check_signals,
     check_slice_len,
 )
-from gpubuf.kernels.trajectories._read import DONE, EMPTY, bounds_kernel, draw_kernel, slices_kernel
+from gpubuf.kernels.trajectories._read import DONE, EMPTY, bounds_of_rows, draw_slices, slices_from_rows
 from gpubuf.kernels.trajectories._search import lowest_bit, ring_view
 from gpubuf.kernels.trajectories._update import longest_trajectory, mark_legal_steps, rebuild_index, update_index
 from gpubuf.kernels.trajectories._weights import weigh_all
@@ -160,7 +160,7 @@ def draw(
     index, length, last = _new_slices(n, slice_len)
     if n == 0:
         return index, length, last
-    code = draw_kernel(
+    code = draw_slices(
         ends.data_ptr(),
         sums.data_ptr(),
         ring.data_ptr(),
@@ -199,7 +199,7 @@ def slices(
     check_slice_len(slice_len)
     n = check_rows("start", start)
     index, length, last = _new_slices(n, slice_len)
-    code = slices_kernel(
+    code = slices_from_rows(
         ends.data_ptr(),
         ring.data_ptr(),
         start.data_ptr(),
@@ -221,7 +221,7 @@ def bounds(ends: Tensor, ring: Tensor, row: Tensor, steps: int, envs: int) -> Te
     check_ends(ends, ring, steps, envs)
     n = check_rows("row", row)
     out = torch.empty(3, n, dtype=torch.int64)
-    code = bounds_kernel(ends.data_ptr(), ring.data_ptr(), row.data_ptr(), n, steps, envs, out.data_ptr())
+    code = bounds_of_rows(ends.data_ptr(), ring.data_ptr(), row.data_ptr(), n, steps, envs, out.data_ptr())
     if code != DONE:
         _raise_row(row, code, ring)
     return out

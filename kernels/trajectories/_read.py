@@ -50,7 +50,7 @@ def _lay_out(index, last, at, slice_len, row, length, steps, envs):  # type: ign
     " int64, int64)",
     **OPTIONS,
 )
-def draw_kernel(  # type: ignore[no-untyped-def]
+def draw_slices(  # type: ignore[no-untyped-def]
     ends,
     sums,
     ring_address,
@@ -170,7 +170,7 @@ def _fetch(ends, rows, n, steps, envs, before, after):  # type: ignore[no-untype
 
 
 @jit("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64)", **OPTIONS)
-def slices_kernel(  # type: ignore[no-untyped-def]
+def slices_from_rows(  # type: ignore[no-untyped-def]
     ends, ring_address, start_address, n, slice_len, steps, envs, index_address, length_address, last_address
 ):
     """-1, or the position of a row that is not stored."""
@@ -195,7 +195,7 @@ def slices_kernel(  # type: ignore[no-untyped-def]
 
 
 @jit("int64(int64, int64, int64, int64, int64, int64, int64)", **OPTIONS)
-def bounds_kernel(ends, ring_address, row_address, n, steps, envs, out_address):  # type: ignore[no-untyped-def]
+def bounds_of_rows(ends, ring_address, row_address, n, steps, envs, out_address):  # type: ignore[no-untyped-def]
     """-1, or the position of a row that is not stored."""
     ring = carray(as_i64(ring_address), 4)
     rows = carray(as_i64(row_address), n)
