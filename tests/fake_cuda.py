@@ -51,12 +51,24 @@ def _contiguous(x: Tensor) -> Tensor:
     return x if x.is_contiguous() else torch.ops.aten.clone(x, memory_format=torch.contiguous_format)
 
 
+_to_method = Tensor.to
+
+
+def _to(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    target = torch.device(args[0]) if args and isinstance(args[0], (str, torch.device)) else x.device
+    if x.device.type == "cpu" or target.type == x.device.type:
+        return _to_method(x, *args, **kwargs)
+    dtype = args[1] if len(args) > 1 else kwargs.get("dtype", x.dtype)
+    return torch.ops.aten._to_copy(x, device=target, dtype=dtype)
+
+
 #: Methods of Tensor whose binding begins with a switch of devices, in terms of operations.
 _PLAIN = {
     Tensor.__getitem__: _indexed,
     Tensor.__setitem__: _assign,
     Tensor.contiguous: _contiguous,
     Tensor.__invert__: torch.ops.aten.bitwise_not,
+    Tensor.to: _to,
     Tensor.copy_: torch.ops.aten.copy_,
 }
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gpubuf.data import checkpoints
 from gpubuf.data.layout import Data
+from gpubuf.data.moving import Movable
 from gpubuf.data.prioritized import PrioritizedSampler
 from gpubuf.data.samplers import Draw, RandomSampler, Sampler
 from gpubuf.data.storages import LazyTensorStorage, Storage, TensorStorage
@@ -38,7 +39,7 @@ def default_storage() -> LazyTensorStorage:
     return LazyTensorStorage(DEFAULT_CAPACITY)
 
 
-class ReplayBuffer:
+class ReplayBuffer(Movable):
     """A replay buffer whose rows, counters and random numbers stay on the storage's device.
 
     ``extend``, ``sample`` and ``update_priority`` never synchronise with the host. All of them may be called from
@@ -120,6 +121,7 @@ class ReplayBuffer:
         self._writer: Writer = component(writer, Writer, self._default_writer)
         self._writer.register_storage(self._storage)
         self._sampler.register_storage(self._storage)
+        self._storage.index_bytes = self._sampler.index_bytes
         if dim_extend is not None and not 0 <= dim_extend < self._storage.ndim:
             raise ValueError(f"dim_extend is {dim_extend}, but the storage has {self._storage.ndim} dimension(s)")
         self._dim_extend = dim_extend
@@ -363,12 +365,14 @@ class ReplayBuffer:
         self._sampler.register_storage(storage)
         self._writer.register_storage(storage)
         self._storage = component(storage, Storage, default_storage)
+        self._storage.index_bytes = self._sampler.index_bytes
         self._sampler.empty()
 
     def set_sampler(self, sampler: Sampler) -> None:
         """Replace the sampler; rows already stored count as new to it."""
         sampler = component(sampler, Sampler, RandomSampler)
         sampler.register_storage(self._storage)
+        self._storage.index_bytes = sampler.index_bytes
         self._sampler = sampler
 
     def set_writer(self, writer: Writer) -> None:

@@ -6,12 +6,10 @@ the kernels a flat list of tensors, and cuts the arena that a gather returns int
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase, is_non_tensor, is_tensorclass
 from torch import Tensor
@@ -295,22 +293,10 @@ class RowLayout:
 
     # Storage
 
-    def allocate(self, batch_size: tuple[int, ...], device: torch.device) -> list[Tensor]:
-        """Uninitialised tensors for rows of shape ``batch_size``, one per leaf."""
-        return [_allocate((*batch_size, *leaf.shape), leaf.dtype, device) for leaf in self.leaves]
-
     def table(self, tensors: list[Tensor], device: torch.device) -> Tensor:
         """The kernels' address table of ``tensors``: int64 ``[K, 2]`` = (address, row bytes) on ``device``."""
         rows = [[_address(t), leaf.row_bytes] for t, leaf in zip(tensors, self.leaves, strict=True)]
         return torch.tensor(rows, dtype=torch.int64).reshape(-1, 2).to(device)
-
-
-def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    if device.type != "cpu":
-        return torch.empty(shape, dtype=dtype, device=device)
-    # Unlike PyTorch, NumPy asks Linux for huge pages: random rows of a large storage then miss the TLB less.
-    memory = np.empty(math.prod(shape) * dtype.itemsize, np.uint8)
-    return torch.from_numpy(memory).view(dtype).view(shape)
 
 
 def _address(tensor: Tensor) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gpubuf.data.indexing import as_positions
+from gpubuf.data.placement import IndexBytes
 from gpubuf.data.samplers import Draw, Sampler, tensor_storage
 from gpubuf.data.storages import Storage, TensorStorage
 from gpubuf.data.sum_tree import SumTree
@@ -253,6 +255,23 @@ class PrioritizedSampler(Sampler):
         super().empty()
         if self._tree is not None:
             self._tree.clear(reset=True)
+
+    def free(self) -> None:
+        super().free()
+        self._tree = None
+
+    def index_bytes(self, shape: tuple[int, ...], device_type: str) -> IndexBytes:
+        tree = SumTree.bytes_for(math.prod(shape), device_type)
+        return IndexBytes(tree=tree) + super().index_bytes(shape, device_type)
+
+    def memory(self) -> IndexBytes:
+        return IndexBytes(tree=0 if self._tree is None else self._tree.nbytes) + super().memory()
+
+    def move(self, storage: TensorStorage) -> None:
+        """Take the tree along. Priorities that a GPU has refused stay counted. Synchronises."""
+        super().move(storage)
+        if self._tree is not None and self._tree.device != storage.device:
+            self._tree = self._tree.to(storage.device)
 
     def state_dict(self) -> dict[str, Any]:
         self.raise_if_refused()

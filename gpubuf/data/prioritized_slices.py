@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpubuf.data.placement import IndexBytes
 from gpubuf.data.prioritized import PrioritizedSampler
 from gpubuf.data.slices import SliceSampler
 from gpubuf.data.storages import Storage, TensorStorage
@@ -150,3 +152,19 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         super().empty()
         if self._legal is not None:
             self._legal.zero_()
+
+    def free(self) -> None:
+        super().free()
+        self._legal = None
+
+    def index_bytes(self, shape: tuple[int, ...], device_type: str) -> IndexBytes:
+        return IndexBytes(index=8 * legal_words(math.prod(shape))) + super().index_bytes(shape, device_type)
+
+    def memory(self) -> IndexBytes:
+        return IndexBytes(index=0 if self._legal is None else self._legal.nbytes) + super().memory()
+
+    def move(self, storage: TensorStorage) -> None:
+        super().move(storage)
+        if self._index is not None and self._legal is not None and self._legal.device != storage.device:
+            self._legal = None
+            self._restrict(storage, self._index, self._need)

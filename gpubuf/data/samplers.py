@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.indexing import as_positions
+from gpubuf.data.placement import IndexBytes
 from gpubuf.data.random import RandomState
 from gpubuf.data.storages import Storage, TensorStorage
 
@@ -100,6 +102,28 @@ class Sampler:
         """Forget everything about the rows."""
         self.ran_out = False
 
+    def free(self) -> None:
+        """Forget everything about the rows, and release its memory."""
+        self.empty()
+
+    def index_bytes(self, shape: tuple[int, ...], device_type: str) -> IndexBytes:
+        """What the sampler takes for a storage of ``shape`` (``[rows]`` or ``[steps, envs]``), before it exists."""
+        return IndexBytes()
+
+    def memory(self) -> IndexBytes:
+        """What the sampler takes now."""
+        return IndexBytes()
+
+    @property
+    def random_bytes(self) -> int:
+        """Bytes of the random state, once there is one."""
+        return 0 if self._random is None else self._random.state.nbytes
+
+    def move(self, storage: TensorStorage) -> None:
+        """Go on where ``storage`` has moved to: called after its rows are in their new place. May synchronise."""
+        if self._random is not None:
+            self._random = self._random.to(storage.device)
+
     def state_dict(self) -> dict[str, Any]:
         """Everything that the sampler needs to go on with the same batches. Synchronises."""
         return {"type": type(self).__name__, "random": self._random.state_dict() if self._random else None}
@@ -189,6 +213,18 @@ class SamplerWithoutReplacement(Sampler):
     def empty(self) -> None:
         super().empty()
         self._remaining, self._size = None, 0
+
+    def index_bytes(self, shape: tuple[int, ...], device_type: str) -> IndexBytes:
+        return IndexBytes(index=8 * math.prod(shape))
+
+    def memory(self) -> IndexBytes:
+        # What is left of an epoch is a view of the whole.
+        return IndexBytes(index=0 if self._remaining is None else self._remaining.untyped_storage().nbytes())
+
+    def move(self, storage: TensorStorage) -> None:
+        super().move(storage)
+        if self._remaining is not None:
+            self._remaining = self._remaining.to(storage.device)
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "remaining": self._remaining, "size": self._size, "ran_out": self.ran_out}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,12 +31,24 @@ class Signal:
         by_id: the rows are identifiers, whose change ends a trajectory, instead of flags.
         assumed: nobody said that these flags are what separates the rows.
         tensor: what the table points to, where that is not the storage.
+        positions: which keys of the storage the table points to, otherwise.
     """
 
     table: Tensor
     by_id: bool
     assumed: bool = False
     tensor: Tensor | None = None
+    positions: tuple[int, ...] = ()
+
+    def moved(self, storage: TensorStorage) -> Signal:
+        """The same signal, after the storage has moved."""
+        if self.tensor is not None:
+            return fixed_signal(storage, self.tensor, self.by_id)
+        return dataclasses.replace(self, table=_addresses(storage, self.positions))
+
+
+def _addresses(storage: TensorStorage, positions: Sequence[int]) -> Tensor:
+    return torch.stack([storage.table[position] for position in positions])
 
 
 def stored_signal(storage: TensorStorage, end_keys: Sequence[Any] | None = None, traj_key: Any | None = None) -> Signal:
@@ -67,8 +80,8 @@ def stored_signal(storage: TensorStorage, end_keys: Sequence[Any] | None = None,
                 f"{list(choices[0][1])} is not stored: trajectories are told apart by {list(keys)} instead",
                 stacklevel=2,
             )
-        table = torch.stack([storage.table[position] for position in positions])
-        return Signal(table, by_id, assumed=not asked and not by_id)
+        table = _addresses(storage, positions)
+        return Signal(table, by_id, assumed=not asked and not by_id, positions=tuple(positions))
     raise KeyError(
         f"nothing tells where trajectories end: none of {[key for _, keys in choices for key in keys]} is stored; the "
         f"storage has {[leaf.key for leaf in layout.leaves]}"

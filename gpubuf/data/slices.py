@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpubuf.data.placement import IndexBytes
 from gpubuf.data.samplers import Draw, Sampler, tensor_storage
 from gpubuf.data.signals import Signal, fixed_signal, interleaved_environments, stored_signal
 from gpubuf.data.slice_flags import SliceFlags
@@ -236,6 +238,36 @@ class SliceSampler(Sampler):
         super().empty()
         if self._index is not None:
             self._index.clear()
+
+    def free(self) -> None:
+        super().free()
+        self._forget_storage()
+
+    def index_bytes(self, shape: tuple[int, ...], device_type: str) -> IndexBytes:
+        fixed = self.ends if self.ends is not None else self.fixed_trajectories
+        signal = 0 if fixed is None else math.prod(shape) * fixed.element_size()
+        index = TrajectoryIndex.bytes_for(shape, device_type)
+        return IndexBytes(index=index + signal) + super().index_bytes(shape, device_type)
+
+    def memory(self) -> IndexBytes:
+        index = self._index
+        n_bytes = 0 if index is None else index.nbytes
+        if index is not None and index.signal.tensor is not None:
+            n_bytes += index.signal.tensor.nbytes
+        return IndexBytes(index=n_bytes) + super().memory()
+
+    def move(self, storage: TensorStorage) -> None:
+        """Read the signals where they are now; on another device the index, which is derived, is made anew."""
+        super().move(storage)
+        index = self._index
+        if index is None:
+            return
+        if index.ends.device == storage.device:
+            if index.signal.tensor is None:
+                # In place: a captured graph reads the addresses from here.
+                index.signal.table.copy_(index.signal.moved(storage).table)
+        else:
+            self._index = TrajectoryIndex(storage, index.signal.moved(storage), index.rule)
 
     # Sampling
 

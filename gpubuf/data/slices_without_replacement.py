@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpubuf.data.placement import IndexBytes
 from gpubuf.data.slices import SliceSampler
 from gpubuf.data.storages import TensorStorage
 from gpubuf.data.trajectories import TrajectoryIndex
@@ -103,6 +104,19 @@ class SliceSamplerWithoutReplacement(SliceSampler):
     def empty(self) -> None:
         super().empty()
         self._ranks = None
+
+    def free(self) -> None:
+        super().free()
+        self._epoch = None
+
+    def memory(self) -> IndexBytes:
+        order = 0 if self._ranks is None else self._ranks.untyped_storage().nbytes()
+        return IndexBytes(index=order) + super().memory()
+
+    def move(self, storage: TensorStorage) -> None:
+        super().move(storage)
+        if self._ranks is not None:
+            self._ranks = self._ranks.to(storage.device)
 
     def state_dict(self) -> dict[str, Any]:
         left = None if self._ranks is None else self._ranks.clone()

@@ -13,37 +13,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpubuf.data import memory
 from gpubuf.data.indexing import stored_positions, unravel
 from gpubuf.data.layout import Data, Pieces, RowLayout, batch_shape, device_of
-from gpubuf.data.ring import Ring
+from gpubuf.data.placement import AUTO, IndexBytes, place, readable
+from gpubuf.data.row_memory import RowMemory
+from gpubuf.data.row_memory import Storage as Storage
 from gpubuf.kernels import rows
 from gpubuf.kernels._registry import without_dispatch
 
 _extend, _gather, _sample = (without_dispatch(op) for op in (rows.extend, rows.gather, rows.sample))
 
-NOT_INITIALIZED = "the storage is not initialized: write a batch first"
 
-
-class Storage:
-    """Base class of storages (the type that buffers accept)."""
-
-    max_size: int
-    ndim: int = 1
-
-
-class TensorStorage(Storage):
+class TensorStorage(RowMemory):
     """Rows in one contiguous tensor per key.
 
     Args:
         storage: a TensorDict, tensorclass or tensor of shape ``[max_size, ...]`` whose tensors become the storage
             (contiguous ones are used as they are, not copied). The storage is full from the start.
         max_size: checked against ``storage`` when given.
-        device: ``"cpu"``, ``"cuda"``, a ``torch.device``, or ``"auto"`` for the data's own device.
+        device: ``"cpu"``, ``"cuda"``, a ``torch.device``, ``"pinned"`` for rows in pinned host memory that the GPU
+            reads, or ``"auto"`` for the data's own device: it has been allocated already.
         ndim: number of leading dimensions of ``storage`` that index rows.
         compilable: accepted for compatibility; every operation can be compiled.
 
     Raises:
         ValueError: ``max_size`` contradicts ``storage``.
+        RuntimeError: there is no such device.
     """
 
     def __init__(
@@ -60,132 +56,13 @@ class TensorStorage(Storage):
             raise ValueError(f"max_size is {max_size}, but the storage has {math.prod(shape)} rows (shape {shape})")
         self._configure(math.prod(shape), device, ndim)
         layout = RowLayout(storage, ndim)
-        resolved = self._resolve_device(storage)
-        tensors = [t.detach().to(resolved).contiguous() for t in layout.collect(storage, ndim)]
-        self._adopt(layout, tensors, shape, resolved)
+        requested = device_of(storage) if device == AUTO else device
+        self._placement = place(requested, 0, IndexBytes(), self.max_size, device_of(storage))
+        tensors = [self._owned(t.detach(), self._placement) for t in layout.collect(storage, ndim)]
+        self._adopt(layout, tensors, shape, self._placement.device)
         self.counters.set(self.max_size, self.max_size)
 
-    def _configure(self, max_size: int, device: torch.device | str, ndim: int) -> None:
-        if max_size < 1:
-            raise ValueError(f"a storage needs room for at least one row, got max_size={max_size}")
-        if ndim < 1:
-            raise ValueError(f"a storage has at least one dimension, got ndim={ndim}")
-        self.max_size = int(max_size)
-        self.requested_size = self.max_size  # before rounding up to whole steps
-        self.ndim = ndim
-        self._requested_device = device
-        self._layout: RowLayout | None = None
-        self._tensors: list[Tensor] = []
-        self._ring: Ring | None = None
-        #: Root keys that are derived and therefore not stored; set by writers that own them.
-        self.ignored_keys: frozenset[str] = frozenset()
-        #: How many times :meth:`write` overwrote rows in place, so that a checkpoint knows whether rows have changed.
-        self.overwrites = 0
-
-    def _resolve_device(self, data: Data) -> torch.device:
-        if self._requested_device == "auto":
-            return device_of(data)
-        device = torch.device(self._requested_device)
-        # Tensors report an index; a device without one would compare unequal to theirs.
-        return torch.empty(0, device=device).device if device.type == "cuda" and device.index is None else device
-
-    def _adopt(self, layout: RowLayout, tensors: list[Tensor], shape: tuple[int, ...], device: torch.device) -> None:
-        self._layout, self._tensors, self._device = layout, tensors, device
-        self._shape = torch.Size(shape)
-        self.max_size = math.prod(shape)
-        self._ring = Ring(self.max_size, device)
-        self.table = layout.table(tensors, device)
-
-    # Properties
-
-    @property
-    def initialized(self) -> bool:
-        """Whether the tensors have been allocated."""
-        return self._layout is not None
-
-    @property
-    def layout(self) -> RowLayout:
-        """The keys, shapes and dtypes of a row.
-
-        Raises:
-            RuntimeError: nothing has been written yet.
-        """
-        if self._layout is None:
-            raise RuntimeError(NOT_INITIALIZED)
-        return self._layout
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the rows.
-
-        Raises:
-            RuntimeError: it is ``"auto"``, and nothing has been written yet.
-        """
-        if self._layout is not None:
-            return self._device
-        if self._requested_device == "auto":
-            raise RuntimeError("device='auto' is decided by the first write")
-        return torch.device(self._requested_device)
-
-    @property
-    def shape(self) -> torch.Size:
-        """Shape of the full storage, ``[max_size]`` or ``[T, E]``."""
-        return self._shape if self._layout is not None else torch.Size((self.max_size,))
-
-    @property
-    def counters(self) -> Ring:
-        """The ring's counters.
-
-        Raises:
-            RuntimeError: nothing has been written yet.
-        """
-        if self._ring is None:
-            raise RuntimeError(NOT_INITIALIZED)
-        return self._ring
-
-    @property
-    def ring(self) -> Tensor:
-        """The ring's counters on the device, int64 ``[4]``; see :mod:`gpubuf.kernels.rows`."""
-        return self.counters.counters
-
-    @property
-    def cursor(self) -> int:
-        """Position that the next row goes to."""
-        return 0 if self._ring is None else self._ring.cursor
-
-    @property
-    def written(self) -> int:
-        """Number of rows ever written; :meth:`empty` moves it on to a multiple of ``max_size``."""
-        return 0 if self._ring is None else self._ring.written
-
-    def __len__(self) -> int:
-        return 0 if self._ring is None else self._ring.size
-
-    @property
-    def _steps_filled(self) -> int:
-        """How much of the first dimension has been written."""
-        return len(self) // math.prod(self.shape[1:])
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of row memory."""
-        return sum(t.nbytes for t in self._tensors)
-
     # Writing
-
-    def initialize(self, data: Data) -> None:
-        """Allocate for rows like those of ``data`` (a batch of ``ndim`` dimensions). Writes nothing."""
-        shape = batch_shape(data, self.ndim)
-        per_step = math.prod(shape[1:])
-        if per_step == 0:
-            raise ValueError(f"can't derive the storage's shape from a batch of shape {shape}")
-        layout, device = RowLayout(data, self.ndim, self.ignored_keys), self._resolve_device(data)
-        full = (-(-self.max_size // per_step), *shape[1:])
-        self._adopt(layout, self._allocate(layout, full, device), full, device)
-
-    def _allocate(self, layout: RowLayout, shape: tuple[int, ...], device: torch.device) -> list[Tensor]:
-        """Row memory, uninitialised, one tensor a key; overridden where it lies elsewhere."""
-        return layout.allocate(shape, device)
 
     def append(self, data: Data) -> Tensor:
         """Write a batch at the cursor, the oldest rows first to go; returns the rows' flat positions.
@@ -239,11 +116,6 @@ class TensorStorage(Storage):
         local = [t if t.device == device else t.to(device, non_blocking=True) for t in sources]
         return local if ndim == 1 else [t.flatten(0, ndim - 1) for t in local]
 
-    def empty(self) -> None:
-        """Forget every row, in O(1); memory stays allocated. No host sync."""
-        if self._ring is not None:
-            self._ring.empty()
-
     # Reading
 
     def gather(self, index: Tensor) -> tuple[list[Tensor], Tensor]:
@@ -287,12 +159,19 @@ class TensorStorage(Storage):
     def get(self, index: Any) -> Data:
         """Rows by index, as ``storage[index]``: an int, a slice, a sequence, a tensor, or a tuple of tensors.
 
-        Ints and slices give views of the storage, as they do on tensors; all else gives copies.
+        Ints and slices give views of the storage, as they do on tensors; all else gives copies. Of rows in pinned host
+        memory there are only copies, on the GPU, for that orders them with what was launched before.
 
         Raises:
             IndexError: an index is beyond the rows written.
         """
         layout = self.layout
+        if isinstance(index, (int, slice)) and self.rows_device != self._device:
+            chosen = torch.arange(self._steps_filled, device=self._device)[index]
+            batch: tuple[int, ...] = (*chosen.shape, *self._shape[1:])
+            per_step = torch.arange(math.prod(self._shape[1:]), device=self._device)
+            flat = (chosen.reshape(-1, 1) * per_step.numel() + per_step).reshape(-1)
+            return self.assemble([t.view((*batch, *t.shape[1:])) for t in self.gather(flat)[0]], None, batch)
         if isinstance(index, (int, slice)):
             tensors = [t[: self._steps_filled][index] for t in self._tensors]
             steps = () if isinstance(index, int) else (len(range(self._steps_filled)[index]),)
@@ -348,7 +227,9 @@ class TensorStorage(Storage):
             "shape": list(self._shape),
             "written": self.written,
             "size": len(self),
-            "rows": self.layout.assemble([t[:filled] for t in self._tensors], (filled, *self._shape[1:]), self._device),
+            "rows": self.layout.assemble(
+                [t[:filled] for t in self._tensors], (filled, *self._shape[1:]), self.rows_device
+            ),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> Tensor | None:
@@ -389,6 +270,9 @@ class TensorStorage(Storage):
             order = (torch.arange(size) + first) % old_max
             self.counters.set(size, size)
         per_step = math.prod(shape[1:])
+        if self.rows_device != self._device:
+            # The host is about to write where the GPU may still be reading.
+            memory.synchronize(self._device)
         for start, part in pieces.parts:
             # The oldest step comes to lie first: all others turn with it.
             place = (start - first // per_step) % (old_max // per_step)
@@ -398,19 +282,14 @@ class TensorStorage(Storage):
                 target[: source.shape[0] - before_seam].copy_(source[before_seam:])
         return order
 
-    def refresh(self) -> None:
-        """Bring ``len()`` up to date after the replay of a captured graph. Synchronises. See :meth:`Ring.refresh`."""
-        if self._ring is not None:
-            self._ring.refresh()
-
     def __repr__(self) -> str:
-        device = self._device if self.initialized else self._requested_device
-        keys = (
-            ", ".join(f"{leaf.name}: {list(leaf.shape)} {leaf.dtype}" for leaf in self._layout.leaves)
-            if (self._layout)
-            else "not initialized"
-        )
-        return f"{type(self).__name__}({len(self)}/{self.max_size} rows, device={device}, {{{keys}}})"
+        device: Any = self.requested_device
+        keys = "not initialized"
+        if self._layout is not None:
+            device = f"{self._device}, rows pinned" if self.rows_device != self._device else self._device
+            leaves = (f"{leaf.name}: {list(leaf.shape)} {leaf.dtype}" for leaf in self._layout.leaves)
+            keys = f"{readable(self.nbytes)}, {{{', '.join(leaves)}}}"
+        return f"{type(self).__name__}({len(self)}/{self.max_size} rows, device={device}, {keys})"
 
 
 class LazyTensorStorage(TensorStorage):
@@ -418,13 +297,18 @@ class LazyTensorStorage(TensorStorage):
 
     Args:
         max_size: capacity in transitions. With ``ndim > 1`` it is rounded up to whole steps of all environments.
-        device: ``"cpu"``, ``"cuda"``, a ``torch.device``, or ``"auto"`` for the device of the first batch.
+        device: ``"cpu"``, ``"cuda"`` or a ``torch.device``; ``"pinned"`` for rows in pinned host memory that the GPU
+            gathers from, with counters, tree and index on the GPU; ``"auto"`` for the first of ``"cuda"`` and
+            ``"pinned"`` that has room for rows and index, and ``"cpu"`` on a machine without CUDA. What it chose, and
+            why, is in :attr:`placement`, and is logged (``logging.getLogger("gpubuf")``, level INFO).
         ndim: number of batch dimensions: 1, or 2 for time-first ``[T, E]`` storage.
         compilable: accepted for compatibility; every operation can be compiled.
         consolidated, shared_init, cleanup_memmap: accepted at their defaults; process sharing is out of scope.
 
     Raises:
         ValueError: ``max_size`` or ``ndim`` below 1.
+        RuntimeError: at the first write: there is no such device, or ``"auto"`` finds room nowhere
+            (:class:`gpubuf.data.placement.NothingFitsError`).
     """
 
     def __init__(

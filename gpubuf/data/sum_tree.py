@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpubuf.data.placement import device_name
 from gpubuf.data.random import RandomState
 from gpubuf.kernels import config, rows, sum_tree
 from gpubuf.kernels._registry import without_dispatch
@@ -20,6 +21,8 @@ _update, _mark, _draw, _refresh = (
 
 # Leaves that a change of alpha holds in float64 at a time.
 _CHUNK = 1 << 24
+
+_HYPER, _RING = 5, 4  # elements of `hyper` and of the ring for standalone use
 
 
 class SumTree:
@@ -75,7 +78,7 @@ class SumTree:
         self.fan_out = config.tree_fan_out(self.capacity, device.type, name, fan_out)
         self.leaves, self.nodes = sum_tree.new_tree(self.capacity, self.fan_out, device)
         self.legal: Tensor | None = None
-        self.hyper = torch.zeros(5, dtype=torch.float64, device=device)
+        self.hyper = torch.zeros(_HYPER, dtype=torch.float64, device=device)
         self.hyper[ALPHA].fill_(self._alpha)
         self.hyper[EPS].fill_(_exponent("eps", eps))
         self.hyper[MAX_PRIORITY].fill_(-1.0)
@@ -131,6 +134,22 @@ class SumTree:
     def nbytes(self) -> int:
         """Bytes of all tensors of the tree, :attr:`legal` not among them."""
         return sum(tensor.nbytes for tensor in (self.leaves, self.nodes, self.hyper, self._full_ring))
+
+    @staticmethod
+    def bytes_for(capacity: int, device_type: str) -> int:
+        """:attr:`nbytes` of a tree of ``capacity`` rows on the current device of a type, before it exists."""
+        fan_out = config.tree_fan_out(capacity, device_type, device_name(device_type))
+        leaves = -(-capacity // fan_out) * fan_out
+        return 4 * leaves + 3 * 8 * sum(sum_tree.level_sizes(capacity, fan_out)) + 8 * (_HYPER + _RING)
+
+    def to(self, device: torch.device) -> SumTree:
+        """A copy on ``device``, with the fan-out that suits it, and without :attr:`legal`."""
+        copy = SumTree(self.capacity, device=device)
+        copy._alpha = self._alpha
+        copy.leaves[: self.capacity].copy_(self.leaves[: self.capacity])
+        copy.hyper.copy_(self.hyper)
+        copy.rebuild()
+        return copy
 
     # What one does with it.
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gpubuf.data.placement import device_name
 from gpubuf.data.random import RandomState
 from gpubuf.data.signals import Signal
 from gpubuf.data.storages import TensorStorage
@@ -89,6 +90,13 @@ class TrajectoryIndex:
     def nbytes(self) -> int:
         """Bytes of the index."""
         return self.ends.nbytes + self.sums.nbytes
+
+    @staticmethod
+    def bytes_for(shape: tuple[int, ...], device_type: str) -> int:
+        """:attr:`nbytes` of the index of a storage of ``shape`` on the current device of a type, before it exists."""
+        steps, envs = shape[0], math.prod(shape[1:])
+        fan_out = config.index_fan_out(steps, envs, device_type, device_name(device_type))
+        return 8 * (sum(trajectories.bit_levels(steps, envs)) + sum(trajectories.level_sizes(steps, envs, fan_out)))
 
     @property
     def total(self) -> Tensor:

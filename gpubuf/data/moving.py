@@ -1,0 +1,162 @@
+"""What a buffer takes, and moving it while it is in use: rows key by key, in chunks, then what its sampler keeps."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from gpubuf.data import memory
+from gpubuf.data.placement import AUTO, IndexBytes, MemoryReport, Placement, allocate, place, readable
+from gpubuf.data.samplers import Sampler
+from gpubuf.data.storages import TensorStorage
+
+CHUNK_BYTES = 1 << 28
+"""What is copied at a time."""
+
+LARGE_BYTES = 1 << 30
+"""From this size on a move shows a progress bar, on a terminal."""
+
+Advance = Callable[[int], None]
+
+
+class Movable:
+    """What a buffer offers about the memory of its storage and sampler."""
+
+    _storage: TensorStorage
+    _sampler: Sampler
+    _lock: AbstractContextManager[Any]
+
+    def memory(self) -> MemoryReport:
+        """What lies where, in bytes. No host sync."""
+        with self._lock:
+            return report(self._storage, self._sampler)
+
+    def free(self) -> None:
+        """Forget everything, and release the memory of rows and index; the next write allocates anew. Synchronises."""
+        with self._lock:
+            self._storage.free()
+            self._sampler.free()
+
+    def to(self, device: torch.device | str, *, progress: bool | None = None) -> Self:
+        """Move rows, index, counters and random state, while the buffer is in use. Batches go on as if it had not.
+
+        One key after the other, in chunks: of no more than one key there are two copies at a time, and never two on one
+        device. Batches that were prefetched before come from where the buffer was.
+
+        Args:
+            device: ``"cpu"``, ``"cuda"``, ``"pinned"`` or a ``torch.device``.
+            progress: whether to show a bar; default: for a GiB and more, on a terminal.
+
+        Returns:
+            The buffer itself. Synchronises.
+
+        Raises:
+            RuntimeError: there is no such device, or no room there: the buffer is then where it was.
+        """
+        with self._lock:
+            move(self._storage, self._sampler, device, progress)
+        return self
+
+
+def move(storage: TensorStorage, sampler: Sampler, requested: torch.device | str, progress: bool | None = None) -> None:
+    """Move a storage and what ``sampler`` keeps about it. See :meth:`gpubuf.ReplayBuffer.to`.
+
+    Raises:
+        ValueError: ``requested`` is ``"auto"``.
+        NotImplementedError: the storage has a place of its own.
+        RuntimeError: there is no such device, or not enough memory there; all is then where it was.
+    """
+    if requested == AUTO:
+        raise ValueError("a buffer moves to 'cpu', 'cuda', 'pinned' or a torch.device; 'auto' is for new ones")
+    if not storage.relocatable:
+        raise NotImplementedError(f"the rows of a {type(storage).__name__} stay where they are")
+    before, target = storage.placement, place(requested, 0, IndexBytes(), storage.max_size, torch.device("cpu"))
+    if before is not None and (before.kind, before.device) != (target.kind, target.device):
+        _move(storage, sampler, before, target, progress)
+    storage.requested_device = requested
+
+
+def _move(
+    storage: TensorStorage, sampler: Sampler, before: Placement, target: Placement, progress: bool | None
+) -> None:
+    storage.refresh()
+    for device in {before.device, target.device}:
+        if device.type == "cuda":
+            # The host is about to copy, too: nothing that was launched may still write rows.
+            memory.synchronize(device)
+    rows = _Rows(storage, before)
+    try:
+        with _shown(rows.n_bytes, target, progress) as advance:
+            rows.to(target, advance)
+        storage.relocated(target)
+        sampler.move(storage)
+    except BaseException:
+        rows.to(before, _silent)
+        storage.relocated(before)
+        sampler.move(storage)
+        raise
+
+
+class _Rows:
+    """The rows of a storage, key by key, and where each key is."""
+
+    def __init__(self, storage: TensorStorage, placement: Placement) -> None:
+        self._tensors = storage.row_tensors
+        self._steps = len(storage) // math.prod(storage.shape[1:])
+        self._places = [placement] * len(self._tensors)
+        self.n_bytes = sum(t[: self._steps].nbytes for t in self._tensors)
+
+    def to(self, target: Placement, advance: Advance) -> None:
+        """Move every key that is not there yet, and release its memory before the next is allocated."""
+        for key in range(len(self._tensors)):
+            if self._places[key] is not target:
+                self._tensors[key] = self._copied(self._tensors[key], target, advance)
+                self._places[key] = target
+
+    def _copied(self, tensor: Tensor, target: Placement, advance: Advance) -> Tensor:
+        copy = allocate(tuple(tensor.shape), tensor.dtype, target)
+        step_bytes = tensor[:1].nbytes
+        steps = max(CHUNK_BYTES // max(step_bytes, 1), 1)
+        for start in range(0, self._steps, steps):
+            stop = min(start + steps, self._steps)
+            copy[start:stop].copy_(tensor[start:stop])
+            advance((stop - start) * step_bytes)
+        return copy
+
+
+def _silent(n_bytes: int) -> None:
+    """Show nothing."""
+
+
+@contextmanager
+def _shown(total: int, target: Placement, progress: bool | None) -> Iterator[Advance]:
+    """A progress bar where there is much to move and somebody to see it (or where it was asked for)."""
+    if progress is None:
+        progress = total >= LARGE_BYTES and sys.stderr.isatty() and importlib.util.find_spec("rich") is not None
+    if not progress:
+        yield _silent
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
+    with Progress(*columns, TransferSpeedColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as bar:
+        task = bar.add_task(f"moving {readable(total)} to {target.kind}", total=total)
+        yield lambda n_bytes: bar.advance(task, n_bytes)
+
+
+def report(storage: TensorStorage, sampler: Sampler) -> MemoryReport:
+    """What a storage and its sampler take, and where."""
+    placement = storage.placement
+    if placement is None:
+        return MemoryReport(None, None, 0, 0, 0, 0)
+    taken = sampler.memory()
+    counters = storage.ring.nbytes + storage.table.nbytes + sampler.random_bytes
+    return MemoryReport(placement.kind, str(placement.device), storage.nbytes, taken.tree, taken.index, counters)

@@ -1,0 +1,215 @@
+"""Where a buffer's memory lies: on the GPU, in pinned host memory that the GPU reads, or on the CPU."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpubuf.data import memory
+from gpubuf.data.memory import Free
+
+logger = logging.getLogger("gpubuf")
+
+AUTO, PINNED = "auto", "pinned"
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def readable(n_bytes: int) -> str:
+    """A number of bytes for people: ``"1.5 GiB"``."""
+    unit = min(max(n_bytes.bit_length() - 1, 0) // 10, len(_UNITS) - 1)
+    return f"{n_bytes} bytes" if unit == 0 else f"{n_bytes / 1024**unit:.4g} {_UNITS[unit]}"
+
+
+@dataclass(frozen=True)
+class IndexBytes:
+    """Bytes that a sampler takes beside the rows.
+
+    Attributes:
+        tree: of the sum tree over the priorities.
+        index: of the trajectory index, of legal starts, of the order of an epoch.
+    """
+
+    tree: int = 0
+    index: int = 0
+
+    @property
+    def total(self) -> int:
+        """Both."""
+        return self.tree + self.index
+
+    def __add__(self, other: IndexBytes) -> IndexBytes:
+        return IndexBytes(self.tree + other.tree, self.index + other.index)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a storage lies.
+
+    Attributes:
+        kind: ``"cpu"``, ``"cuda"``, ``"pinned"``, or the type of another device.
+        device: where the work is done, ring, tree and index are, and batches come out.
+        why: why it lies there.
+    """
+
+    kind: str
+    device: torch.device
+    why: str = "asked for"
+
+    @property
+    def rows_device(self) -> torch.device:
+        """Where the rows are."""
+        return torch.device("cpu") if self.kind == PINNED else self.device
+
+    def __str__(self) -> str:
+        where = f"rows in pinned host memory, all else on {self.device}" if self.kind == PINNED else str(self.device)
+        return f"{where} ({self.why})"
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """What lies where, in bytes.
+
+    Attributes:
+        placement: where the rows are (``"cpu"``, ``"cuda"``, ``"pinned"``); None before the first write.
+        device: where all else is; None before the first write.
+        rows: of the rows.
+        tree: of the sum tree.
+        index: of the trajectory index, of legal starts, of the order of an epoch.
+        counters: of the ring's counters, the table of addresses and the random state.
+    """
+
+    placement: str | None
+    device: str | None
+    rows: int
+    tree: int
+    index: int
+    counters: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.rows + self.tree + self.index + self.counters
+
+    def __str__(self) -> str:
+        if self.placement is None:
+            return "nothing is allocated before the first write"
+        rows = "pinned host memory" if self.placement == PINNED else self.device
+        lines = [f"rows      {readable(self.rows)} in {rows}"]
+        lines += [
+            f"{name:<9} {readable(n_bytes)} on {self.device}"
+            for name, n_bytes in (("tree", self.tree), ("index", self.index), ("counters", self.counters))
+        ]
+        return "\n".join(lines)
+
+
+class NothingFitsError(MemoryError, RuntimeError):
+    """There is no room for a buffer anywhere; the text says how much there is, and what to do."""
+
+
+def choose(rows: int, index: int, capacity: int, free: Free) -> tuple[str, str]:
+    """Where ``device="auto"`` puts a buffer, and why. A pure function.
+
+    On the GPU if rows and index fit there; else the rows go to pinned host memory, and the index to the GPU. Only a
+    machine without CUDA uses its ordinary memory.
+
+    Args:
+        rows: bytes of the rows.
+        index: bytes of tree, trajectory index and the like.
+        capacity: number of rows.
+        free: what may be taken.
+
+    Returns:
+        ``"cuda"``, ``"pinned"`` or ``"cpu"``, and the reason.
+
+    Raises:
+        NothingFitsError: none of them has room.
+    """
+    need = f"{readable(rows)} of rows and {readable(index)} of index"
+    host = f"{readable(free.host)} free on the host"
+    if free.device is None:
+        if rows + index <= free.host:
+            return "cpu", f"there is no CUDA device; {need}, {host}"
+        found, most = host, free.host - index
+    else:
+        device = f"{readable(free.device)} free on the GPU"
+        if rows + index <= free.device:
+            return "cuda", f"{need}, {device}"
+        if index <= free.device and rows <= free.host:
+            return PINNED, f"{need} exceed {device}; {host}"
+        found, most = f"{device} and {host}", max(free.host if index <= free.device else 0, free.device - index)
+    fitting = max(most, 0) * capacity // max(rows, 1)
+    raise NothingFitsError(
+        f"a buffer of {capacity} rows fits nowhere: {need} are needed, there are {found} (a tenth of all memory is "
+        f"left to others). Ways out: a smaller capacity (about {min(fitting, capacity)} rows fit); smaller rows, such "
+        "as uint8 images and fewer keys (gpubuf.plan says what each takes); or rows on disk, in a LazyMemmapStorage"
+    )
+
+
+def named(requested: torch.device | str) -> torch.device:
+    """The device that does the work for a placement asked for by name, checked to exist.
+
+    Raises:
+        RuntimeError: there is no such device.
+    """
+    device = torch.device("cuda" if requested == PINNED else requested)
+    if device.type != "cuda":
+        return device
+    try:
+        # Tensors report an index; a device without one would compare unequal to theirs.
+        return torch.empty(0, device=device).device
+    except (AssertionError, RuntimeError) as error:
+        raise RuntimeError(
+            f"device={str(requested)!r} was asked for, but this machine has no {device}: {error}. 'auto' takes what "
+            "there is"
+        ) from error
+
+
+def place(
+    requested: torch.device | str, rows: int, index: IndexBytes, capacity: int, data_device: torch.device
+) -> Placement:
+    """Where a buffer goes that is about to be allocated. An automatic choice is logged.
+
+    Args:
+        requested: ``"auto"``, ``"pinned"``, or a device.
+        rows, index, capacity: as for :func:`choose`.
+        data_device: where the first batch is: of several GPUs ``"auto"`` takes that one, else the current one.
+
+    Raises:
+        NothingFitsError: ``"auto"``, and there is no room anywhere.
+        RuntimeError: the device that was asked for does not exist.
+    """
+    if requested == PINNED:
+        return Placement(PINNED, named(PINNED))
+    if requested != AUTO:
+        device = named(requested)
+        return Placement(device.type, device)
+    if memory.cuda_present():
+        device = named(data_device if data_device.type == "cuda" else "cuda")
+        kind, why = choose(rows, index.total, capacity, memory.free(device))
+    else:
+        device = torch.device("cpu")
+        kind, why = choose(rows, index.total, capacity, memory.free())
+    placement = Placement(kind, device, f"chosen automatically: {why}")
+    logger.info("replay buffer of %d rows: %s", capacity, placement)
+    return placement
+
+
+def allocate(shape: tuple[int, ...], dtype: torch.dtype, placement: Placement) -> Tensor:
+    """Uninitialised row memory of one key, exactly as large as its rows."""
+    n_bytes = math.prod(shape) * dtype.itemsize
+    if placement.kind == PINNED:
+        return torch.from_numpy(memory.pinned(n_bytes)).view(dtype).view(shape)
+    if placement.kind != "cpu":
+        return torch.empty(shape, dtype=dtype, device=placement.device)
+    # Unlike PyTorch, NumPy asks Linux for huge pages: random rows of a large storage then miss the TLB less.
+    return torch.from_numpy(np.empty(n_bytes, np.uint8)).view(dtype).view(shape)
+
+
+def device_name(device_type: str) -> str | None:
+    """Name of the current GPU, by which tuned configurations are found; None on the CPU."""
+    return torch.cuda.get_device_name() if device_type == "cuda" and memory.cuda_present() else None

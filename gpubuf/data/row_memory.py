@@ -1,0 +1,233 @@
+"""The memory of a storage: how it is laid out, where it lies, and the counters of the ring that the rows form."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from gpubuf.data import memory
+from gpubuf.data.layout import Data, RowLayout, batch_shape, device_of
+from gpubuf.data.placement import AUTO, PINNED, IndexBytes, Placement, allocate, place
+from gpubuf.data.ring import Ring
+
+NOT_INITIALIZED = "the storage is not initialized: write a batch first"
+
+
+class Storage:
+    """Base class of storages (the type that buffers accept)."""
+
+    max_size: int
+    ndim: int = 1
+
+
+class RowMemory(Storage):
+    """The memory of a :class:`TensorStorage`: one tensor a key, allocated once, where it is to stay."""
+
+    _placement: Placement | None
+
+    def _configure(self, max_size: int, device: torch.device | str, ndim: int) -> None:
+        if max_size < 1:
+            raise ValueError(f"a storage needs room for at least one row, got max_size={max_size}")
+        if ndim < 1:
+            raise ValueError(f"a storage has at least one dimension, got ndim={ndim}")
+        self.max_size = int(max_size)
+        self.requested_size = self.max_size  # before rounding up to whole steps
+        self.ndim = ndim
+        self.requested_device = device
+        self._layout: RowLayout | None = None
+        self._tensors: list[Tensor] = []
+        self._ring: Ring | None = None
+        self._placement = None
+        self._laps = 0  # how often the ring went round before the memory was last released
+        #: What the sampler takes beside the rows, for their shape and a type of device; set by buffers.
+        self.index_bytes: Callable[[tuple[int, ...], str], IndexBytes] = lambda shape, device_type: IndexBytes()
+        #: Root keys that are derived and therefore not stored; set by writers that own them.
+        self.ignored_keys: frozenset[str] = frozenset()
+        #: How many times :meth:`write` overwrote rows in place, so that a checkpoint knows whether rows have changed.
+        self.overwrites = 0
+
+    # Properties
+
+    @property
+    def initialized(self) -> bool:
+        """Whether the tensors have been allocated."""
+        return self._layout is not None
+
+    @property
+    def layout(self) -> RowLayout:
+        """The keys, shapes and dtypes of a row.
+
+        Raises:
+            RuntimeError: nothing has been written yet.
+        """
+        if self._layout is None:
+            raise RuntimeError(NOT_INITIALIZED)
+        return self._layout
+
+    @property
+    def device(self) -> torch.device:
+        """Where the work is done, counters and index are, and batches come out.
+
+        Raises:
+            RuntimeError: it is ``"auto"``, and nothing has been written yet.
+        """
+        if self._layout is not None:
+            return self._device
+        if self.requested_device == AUTO:
+            raise RuntimeError("device='auto' is decided by the first write")
+        return torch.device("cuda" if self.requested_device == PINNED else self.requested_device)
+
+    @property
+    def rows_device(self) -> torch.device:
+        """Where the rows are: the CPU for ``device="pinned"``, else :attr:`device`. Raises as :attr:`device`."""
+        return self.device if self._placement is None else self._placement.rows_device
+
+    @property
+    def placement(self) -> Placement | None:
+        """Where the storage lies, and why; None before the first write."""
+        return self._placement
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the full storage, ``[max_size]`` or ``[T, E]``."""
+        return self._shape if self._layout is not None else torch.Size((self.max_size,))
+
+    @property
+    def counters(self) -> Ring:
+        """The ring's counters.
+
+        Raises:
+            RuntimeError: nothing has been written yet.
+        """
+        if self._ring is None:
+            raise RuntimeError(NOT_INITIALIZED)
+        return self._ring
+
+    @property
+    def ring(self) -> Tensor:
+        """The ring's counters on the device, int64 ``[4]``; see :mod:`gpubuf.kernels.rows`."""
+        return self.counters.counters
+
+    @property
+    def cursor(self) -> int:
+        """Position that the next row goes to."""
+        return 0 if self._ring is None else self._ring.cursor
+
+    @property
+    def written(self) -> int:
+        """Number of rows ever written; :meth:`empty` moves it on to a multiple of ``max_size``."""
+        return 0 if self._ring is None else self._ring.written
+
+    def __len__(self) -> int:
+        return 0 if self._ring is None else self._ring.size
+
+    @property
+    def _steps_filled(self) -> int:
+        """How much of the first dimension has been written."""
+        return len(self) // math.prod(self.shape[1:])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of row memory."""
+        return sum(t.nbytes for t in self._tensors)
+
+    # Memory
+
+    def initialize(self, data: Data) -> None:
+        """Allocate for rows like those of ``data`` (a batch of ``ndim`` dimensions). Writes nothing."""
+        shape = batch_shape(data, self.ndim)
+        per_step = math.prod(shape[1:])
+        if per_step == 0:
+            raise ValueError(f"can't derive the storage's shape from a batch of shape {shape}")
+        layout = RowLayout(data, self.ndim, self.ignored_keys)
+        full = (-(-self.max_size // per_step), *shape[1:])
+        self._placement = placement = self._place(data, layout, full)
+        try:
+            tensors = self._allocate(layout, full, placement.device)
+        except BaseException:
+            self._placement = None
+            raise
+        self._adopt(layout, tensors, full, placement.device)
+
+    @staticmethod
+    def _owned(tensor: Tensor, placement: Placement) -> Tensor:
+        """``tensor`` where the placement wants it, contiguous: itself where it is so already."""
+        if placement.kind != PINNED:
+            return tensor.to(placement.device).contiguous()
+        return allocate(tuple(tensor.shape), tensor.dtype, placement).copy_(tensor)
+
+    def _place(self, data: Data, layout: RowLayout, shape: tuple[int, ...]) -> Placement:
+        """Where rows of ``shape`` like those of ``data`` go."""
+        capacity = math.prod(shape)
+        n_bytes = capacity * sum(leaf.row_bytes for leaf in layout.leaves)
+        index = IndexBytes()
+        if self.requested_device == AUTO:
+            index = self.index_bytes(shape, "cuda" if memory.cuda_present() else "cpu")
+        return place(self.requested_device, n_bytes, index, capacity, device_of(data))
+
+    def _adopt(self, layout: RowLayout, tensors: list[Tensor], shape: tuple[int, ...], device: torch.device) -> None:
+        self._layout, self._tensors, self._device = layout, tensors, device
+        if self._placement is None:
+            self._placement = Placement(device.type, device)
+        self._shape = torch.Size(shape)
+        self.max_size = math.prod(shape)
+        self._ring = Ring(self.max_size, device)
+        if self._laps:
+            self._ring.set(self._laps * self.max_size, 0)
+        self.table = layout.table(tensors, device)
+
+    def _allocate(self, layout: RowLayout, shape: tuple[int, ...], device: torch.device) -> list[Tensor]:
+        """Row memory, uninitialised, one tensor a key; overridden where it lies elsewhere."""
+        placement = self._placement or Placement(device.type, device)
+        return [allocate((*shape, *leaf.shape), leaf.dtype, placement) for leaf in layout.leaves]
+
+    @property
+    def relocatable(self) -> bool:
+        """Whether the rows can be moved, and their memory be released: not where a subclass has its own."""
+        return type(self)._allocate is RowMemory._allocate
+
+    @property
+    def row_tensors(self) -> list[Tensor]:
+        """The rows: ``[*shape, ...]`` for each of ``layout.leaves``. Those beyond ``len()`` are uninitialised."""
+        return self._tensors
+
+    def relocated(self, placement: Placement) -> None:
+        """Go on after all of :attr:`row_tensors` have been replaced by copies at ``placement``."""
+        table = self.layout.table(self._tensors, placement.device)
+        if placement.device == self._device:
+            # In place: a captured graph reads the addresses from here.
+            self.table.copy_(table)
+        else:
+            self.table, self._device = table, placement.device
+            self.counters.counters = self.ring.to(placement.device)
+        self._placement = placement
+
+    def empty(self) -> None:
+        """Forget every row, in O(1); memory stays allocated. No host sync."""
+        if self._ring is not None:
+            self._ring.empty()
+
+    def free(self) -> None:
+        """Forget every row, and release all memory; the next write allocates anew. Synchronises.
+
+        Priorities that return for rows of before are recognised as late, as they are after :meth:`empty`.
+        """
+        if not self.relocatable:
+            raise NotImplementedError(f"a {type(self).__name__} keeps its rows: empty() forgets them")
+        if self._layout is None:
+            return
+        try:
+            self.refresh()
+        finally:
+            self._laps = -(-self.written // self.max_size)
+            self._layout, self._tensors, self._ring, self._placement = None, [], None, None
+            self.max_size = self.requested_size
+            del self.table
+
+    def refresh(self) -> None:
+        """Bring ``len()`` up to date after the replay of a captured graph. Synchronises. See :meth:`Ring.refresh`."""
+        if self._ring is not None:
+            self._ring.refresh()
