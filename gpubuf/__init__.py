@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         TensorStorage,
     )
     from gpubuf.objectives import HardUpdate, SACLoss, SoftUpdate
+    from gpubuf.planning import plan
 
 _MODULES = {
     "gpubuf.data": (
@@ -50,6 +51,7 @@ _MODULES = {
         "TensorDictRoundRobinWriter",
         "TensorStorage",
     ),
+    "gpubuf.planning": ("plan",),
     "gpubuf.objectives": ("HardUpdate", "SACLoss", "SoftUpdate"),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
@@ -74,6 +76,7 @@ __all__ = [
     "TensorDictReplayBuffer",
     "TensorDictRoundRobinWriter",
     "TensorStorage",
+    "plan",
 ]
 
 

@@ -1,7 +1,7 @@
 """The ``gpubuf`` command.
 
-Exit codes: 0 done; 1 training failed; 2 what was asked for can't be done (the message says why); 130 and 143
-interrupted by Ctrl-C or SIGTERM, with everything saved.
+Exit codes: 0 done; 1 training failed, or a planned buffer fits nowhere; 2 what was asked for can't be done (the message
+says why); 130 and 143 interrupted by Ctrl-C or SIGTERM, with everything saved.
 """
 
 from __future__ import annotations
@@ -11,12 +11,21 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gpubuf
 from gpubuf.train.config import CHANGEABLE_ON_RESUME, TrainConfig, UsageError
 
+if TYPE_CHECKING:
+    from gpubuf.planning import Plan
+
 _NEEDED = ("gymnasium", "rich", "matplotlib")
+#: Samplers by the name of their option, and what each becomes with --slices.
+_SLICED = {
+    "uniform": "slices",
+    "without-replacement": "slices-without-replacement",
+    "prioritized": "prioritized-slices",
+}
 _SIGNAL_EXIT = 128
 _SIGINT = 2
 
@@ -27,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = vars(parser.parse_args(arguments))
     command = options.pop("command")
     try:
-        return _train(options)
+        return {"train": _train, "plan": _plan}[command](options)
     except UsageError as error:
         print(f"gpubuf {command}: error: {error}", file=sys.stderr)
         return 2
@@ -66,6 +75,39 @@ def _train(options: dict[str, Any]) -> int:
     return 0 if result.signal is None else _SIGNAL_EXIT + result.signal
 
 
+def _plan(options: dict[str, Any]) -> int:
+    sampler = _SLICED[options["sampler"]] if options["slices"] else options["sampler"]
+
+    from gpubuf.planning import parse_entry, plan
+
+    try:
+        entries = [parse_entry(text) for text in options["spec"]]
+        spec = {key: (shape, dtype) for key, dtype, shape in entries}
+        if len(spec) < len(entries):
+            raise ValueError("a key is given twice")
+        made = plan(spec, options["capacity"], sampler=sampler, budget=options["budget"], envs=options["envs"])
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
+        _print_tables(made)
+    else:
+        print(made)
+    return 0 if made.auto else 1
+
+
+def _print_tables(made: Plan) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    for heading, *lines in (made.key_table(), made.fit_table()):
+        table = Table(*heading)
+        for line in lines:
+            table.add_row(*line)
+        console.print(table)
+    console.print(made.summary, markup=False, soft_wrap=True)
+
+
 def _resume_folder(resumed: Path | bool, out: Path | None) -> Path:
     """The folder that ``--resume [FOLDER]`` and ``--out FOLDER`` mean together."""
     if isinstance(resumed, Path):
@@ -82,7 +124,33 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"gpubuf {gpubuf.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_train(commands)
+    _add_plan(commands)
     return parser
+
+
+def _add_plan(commands: Any) -> None:
+    parser = commands.add_parser(
+        "plan",
+        help="say how much memory a buffer takes, and where it fits",
+        description="Say how much memory a buffer takes, key by key, and where it fits on this machine.",
+        epilog="Exit codes: 0 it fits, 1 it fits nowhere, 2 what was asked for makes no sense.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--spec",
+        action="append",
+        required=True,
+        metavar="KEY=SHAPE:DTYPE",
+        help="a key of a row, such as pixels=3x84x84:uint8 or next.reward=1:float32; once for each key",
+    )
+    size = parser.add_mutually_exclusive_group(required=True)
+    size.add_argument("--capacity", type=int, metavar="N", help="transitions")
+    size.add_argument("--budget", metavar="BYTES", help="plan for as many transitions as fit, such as into 24GiB")
+    parser.add_argument(
+        "--sampler", choices=_SLICED, default="uniform", help="how batches are drawn (default: uniform)"
+    )
+    parser.add_argument("--slices", action="store_true", help="draw slices of trajectories")
+    parser.add_argument("--envs", type=int, default=1, metavar="N", help="environments side by side (default: 1)")
 
 
 def _add_train(commands: Any) -> None:

@@ -1,0 +1,324 @@
+"""How much memory a buffer takes, before it exists, and where it fits."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase, is_tensorclass
+from torch import Tensor
+
+from gpubuf.data import memory
+from gpubuf.data.layout import Key, Leaf, RowLayout, as_key, batch_shape
+from gpubuf.data.memory import Free
+from gpubuf.data.placement import IndexBytes, NothingFitsError, choose, readable
+from gpubuf.data.prioritized import PrioritizedSampler
+from gpubuf.data.prioritized_slices import PrioritizedSliceSampler
+from gpubuf.data.samplers import RandomSampler, Sampler, SamplerWithoutReplacement
+from gpubuf.data.slices import SliceSampler
+from gpubuf.data.slices_without_replacement import SliceSamplerWithoutReplacement
+from gpubuf.data.writers import DERIVED_KEYS
+
+#: Samplers by name. What they take depends on no other argument.
+SAMPLERS: dict[str, Callable[[], Sampler]] = {
+    "uniform": RandomSampler,
+    "without-replacement": SamplerWithoutReplacement,
+    "prioritized": lambda: PrioritizedSampler(1, 1.0, 1.0),
+    "slices": lambda: SliceSampler(slice_len=1),
+    "slices-without-replacement": lambda: SliceSamplerWithoutReplacement(slice_len=1),
+    "prioritized-slices": lambda: PrioritizedSliceSampler(1, 1.0, 1.0, slice_len=1),
+}
+
+_UNITS = {"": 1} | {
+    f"{prefix}{kind}": base ** (power + 1)
+    for power, prefix in enumerate("KMGTP")
+    for kind, base in (("", 1000), ("B", 1000), ("iB", 1024))
+}
+_COUNTERS = 32 + 24  # the ring's counters and the random state; each key has an entry of 16 in the table of addresses
+
+
+@dataclass(frozen=True)
+class KeyPlan:
+    """What one key takes.
+
+    Attributes:
+        name: the key, nested ones with dots.
+        dtype: of its elements.
+        shape: of one row.
+        row_bytes: bytes of one row.
+        n_bytes: bytes of all rows.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    row_bytes: int
+    n_bytes: int
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Whether a buffer fits at a placement, on this machine, now.
+
+    Attributes:
+        placement: ``"cuda"``, ``"pinned"`` or ``"cpu"``.
+        device_bytes: bytes on the GPU.
+        host_bytes: bytes on the host.
+        index: bytes of tree and index there; the shape of a tree depends on the device.
+        fits: whether there is room.
+    """
+
+    placement: str
+    device_bytes: int
+    host_bytes: int
+    index: IndexBytes
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a buffer takes, and where it fits; ``str()`` gives a table.
+
+    Attributes:
+        capacity: transitions; with several environments rounded up to whole steps, as storages do.
+        keys: what every key takes.
+        row_bytes: bytes of one row of all keys.
+        rows: bytes of all rows.
+        counters: bytes of the ring's counters, the table of addresses and the random state.
+        free: what this machine has free, a reserve for others already subtracted.
+        fits: one entry a placement.
+        auto: what ``device="auto"`` would choose here now; None where nothing fits.
+        why: the reason for that, or the way out.
+        budget: the budget that the capacity was made for, if it was.
+    """
+
+    capacity: int
+    keys: tuple[KeyPlan, ...]
+    row_bytes: int
+    rows: int
+    counters: int
+    free: Free
+    fits: tuple[Fit, ...]
+    auto: str | None
+    why: str
+    budget: int | None = None
+
+    def fit(self, placement: str) -> Fit:
+        """The entry of a placement.
+
+        Raises:
+            KeyError: there is no such placement.
+        """
+        for fit in self.fits:
+            if fit.placement == placement:
+                return fit
+        raise KeyError(f"no placement {placement!r}: there are {[fit.placement for fit in self.fits]}")
+
+    def key_table(self) -> list[tuple[str, str, str, str, str]]:
+        """Rows of a table, under a heading: what each key takes."""
+        lines = [("key", "shape", "dtype", "bytes a row", f"{self.capacity:,} rows")]
+        for key in self.keys:
+            shape = "x".join(map(str, key.shape)) or "-"
+            dtype = str(key.dtype).removeprefix("torch.")
+            lines.append((key.name, shape, dtype, f"{key.row_bytes:,}", readable(key.n_bytes)))
+        lines.append(("all rows", "", "", f"{self.row_bytes:,}", readable(self.rows)))
+        return lines
+
+    def fit_table(self) -> list[tuple[str, str, str, str, str, str]]:
+        """Rows of a table, under a heading: what is where at each placement, and whether it fits."""
+        lines = [("placement", "tree", "index", "on the GPU", "on the host", "fits")]
+        for fit in self.fits:
+            fits = "yes" if fit.fits else "no"
+            if self.free.device is None and fit.placement != "cpu":
+                fits = "no GPU"
+            lines.append(
+                (
+                    fit.placement,
+                    readable(fit.index.tree),
+                    readable(fit.index.index),
+                    readable(fit.device_bytes),
+                    readable(fit.host_bytes),
+                    fits,
+                )
+            )
+        return lines
+
+    @property
+    def summary(self) -> str:
+        """What there is, and what ``device="auto"`` would make of it, in a few words."""
+        device = "no GPU" if self.free.device is None else f"{readable(self.free.device)} on the GPU"
+        chosen = f'device="auto" would choose "{self.auto}"' if self.auto else self.why
+        text = f"Free here, without the tenth that is left to others: {device}, {readable(self.free.host)} on the host."
+        return f"{text}\n{chosen}."
+
+    def __str__(self) -> str:
+        return "\n\n".join((_aligned(self.key_table()), _aligned(self.fit_table()), self.summary))
+
+
+def _aligned(lines: list[Any]) -> str:
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return "\n".join(
+        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+
+
+def plan(
+    spec: Any,
+    capacity: int | None = None,
+    *,
+    sampler: str | Sampler | Callable[[], Sampler] = "uniform",
+    budget: int | str | None = None,
+    envs: int = 1,
+) -> Plan:
+    """What a buffer takes in memory, and where it fits on this machine now. Nothing is allocated. No host sync.
+
+    Args:
+        spec: what a row is made of: an example batch (a TensorDict, tensorclass or tensor of shape ``[n, ...]``), or a
+            mapping from keys to ``"3x84x84:uint8"`` or ``((3, 84, 84), torch.uint8)``.
+        capacity: number of transitions.
+        sampler: a sampler, a function that returns one, or a name out of :data:`SAMPLERS`.
+        budget: bytes, or text such as ``"24GiB"``, for rows, index and counters together, instead of ``capacity``: the
+            plan is for as many transitions as fit, and for no more than one would if it were added.
+        envs: environments, for storages with ``ndim=2``.
+
+    Returns:
+        The plan. What it counts of tree and index is exact; samplers without replacement of slices take 8 bytes a
+        trajectory more.
+
+    Raises:
+        TypeError: neither or both of ``capacity`` and ``budget`` are given, or the spec is of another type.
+        ValueError: an argument makes no sense, or not one transition fits into the budget.
+    """
+    if (capacity is None) == (budget is None):
+        raise TypeError(f"give either capacity or budget, got capacity={capacity} and budget={budget!r}")
+    if envs < 1 or (capacity is not None and capacity < 1):
+        raise ValueError(f"capacity and envs must be at least 1, got capacity={capacity} and envs={envs}")
+    leaves = _leaves(spec)
+    chosen = _sampler(sampler)
+    free = memory.free()
+    device_type = "cpu" if free.device is None else "cuda"
+    limit = None
+    if budget is not None:
+        limit = parse_bytes(budget)
+        capacity = _largest(leaves, chosen, limit, envs, device_type)
+    assert capacity is not None
+    steps = -(-capacity // envs)
+    return _plan(leaves, chosen, steps, envs, free, limit)
+
+
+def _plan(leaves: list[Leaf], sampler: Sampler, steps: int, envs: int, free: Free, budget: int | None) -> Plan:
+    capacity, shape = steps * envs, (steps,) if envs == 1 else (steps, envs)
+    keys = tuple(
+        KeyPlan(".".join(leaf.key) or "(tensor)", leaf.dtype, leaf.shape, leaf.row_bytes, leaf.row_bytes * capacity)
+        for leaf in leaves
+    )
+    row_bytes = sum(leaf.row_bytes for leaf in leaves)
+    rows, counters = row_bytes * capacity, _counters(leaves)
+    on_host, on_device = (sampler.index_bytes(shape, device_type) for device_type in ("cpu", "cuda"))
+    beside = on_device.total + counters
+    room = -1 if free.device is None else free.device
+    fits = (
+        Fit("cuda", rows + beside, 0, on_device, rows + on_device.total <= room),
+        Fit("pinned", beside, rows, on_device, on_device.total <= room and rows <= free.host),
+        Fit("cpu", 0, rows + on_host.total + counters, on_host, rows + on_host.total <= free.host),
+    )
+    auto: str | None = None
+    try:
+        auto, why = choose(rows, (on_host if free.device is None else on_device).total, capacity, free)
+    except NothingFitsError as error:
+        why = str(error)
+    return Plan(capacity, keys, row_bytes, rows, counters, free, fits, auto, why, budget)
+
+
+def _counters(leaves: list[Leaf]) -> int:
+    return _COUNTERS + 16 * len(leaves)
+
+
+def _largest(leaves: list[Leaf], sampler: Sampler, budget: int, envs: int, device_type: str) -> int:
+    """A number of whole steps of ``envs`` rows that fit, of which one more doesn't."""
+    row_bytes, fixed = sum(leaf.row_bytes for leaf in leaves), _counters(leaves)
+    if row_bytes == 0:
+        raise ValueError("rows of no bytes fit without end")
+
+    def fits(steps: int) -> bool:
+        index = sampler.index_bytes((steps,) if envs == 1 else (steps, envs), device_type)
+        return steps * envs * row_bytes + index.total + fixed <= budget
+
+    if not fits(1):
+        raise ValueError(f"not one step of {envs} row(s) of {row_bytes} bytes fits into {readable(budget)}")
+    low, high = 1, budget // (row_bytes * envs) + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low * envs
+
+
+def _sampler(given: str | Sampler | Callable[[], Sampler]) -> Sampler:
+    if isinstance(given, str):
+        if given not in SAMPLERS:
+            raise ValueError(f"sampler must be one of {sorted(SAMPLERS)}, got {given!r}")
+        return SAMPLERS[given]()
+    sampler = given if isinstance(given, Sampler) else given()
+    if not isinstance(sampler, Sampler):
+        raise TypeError(f"expected a sampler, its name or a function that returns one, got {type(sampler).__name__}")
+    return sampler
+
+
+def _leaves(spec: Any) -> list[Leaf]:
+    if isinstance(spec, (Tensor, TensorDictBase)) or is_tensorclass(spec):
+        batch_shape(spec, 1)
+        return RowLayout(spec, 1, DERIVED_KEYS).leaves
+    if not isinstance(spec, Mapping):
+        raise TypeError(f"expected an example batch or a mapping from keys to shapes, got {type(spec).__name__}")
+    if not spec:
+        raise ValueError("the spec has no keys")
+    return [Leaf(as_key(key), *_shape_and_dtype(key, value)) for key, value in spec.items()]
+
+
+def _shape_and_dtype(key: Any, value: Any) -> tuple[torch.dtype, tuple[int, ...]]:
+    if isinstance(value, str):
+        return parse_entry(f"{key}={value}")[1:]
+    try:
+        shape, dtype = value
+        lengths = tuple(map(int, shape))
+    except (TypeError, ValueError):
+        raise ValueError(f"key {key!r}: expected 'SHAPE:DTYPE' or (shape, dtype), got {value!r}") from None
+    if not isinstance(dtype, torch.dtype) or min(lengths, default=0) < 0:
+        raise ValueError(f"key {key!r}: expected lengths of at least 0 and a torch.dtype, got {value!r}")
+    return dtype, lengths
+
+
+def parse_entry(text: str) -> tuple[Key, torch.dtype, tuple[int, ...]]:
+    """``KEY=SHAPE:DTYPE``, as in ``next.pixels=3x84x84:uint8``; ``reward=:float32`` is one number a row.
+
+    Raises:
+        ValueError: the text is of another form, or there is no such dtype.
+    """
+    match = re.fullmatch(r"([^=]+)=((?:\d+(?:x\d+)*)?):(\w+)", text)
+    if match is None:
+        raise ValueError(f"expected KEY=SHAPE:DTYPE, such as pixels=3x84x84:uint8, got {text!r}")
+    key, shape, name = match.groups()
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{text!r}: there is no dtype {name!r}")
+    return tuple(key.split(".")), dtype, tuple(int(length) for length in shape.split("x") if length)
+
+
+def parse_bytes(budget: int | str) -> int:
+    """A number of bytes: ``24_000_000_000``, ``"24GB"`` (10^9) or ``"24GiB"`` (2^30).
+
+    Raises:
+        ValueError: it is of another form, or not positive.
+    """
+    n_bytes = budget if isinstance(budget, int) else 0
+    if isinstance(budget, str):
+        match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGTP]?(?:i?B)?)", budget.strip())
+        if match is not None:
+            n_bytes = math.floor(float(match[1]) * _UNITS.get(match[2].removeprefix("B") or "", 0))
+    if n_bytes < 1:
+        raise ValueError(f"expected a number of bytes such as 24GiB or 500MB, got {budget!r}")
+    return n_bytes
