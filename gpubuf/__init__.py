@@ -28,6 +28,8 @@ if TYPE_CHECKING:
         TensorDictReplayBuffer,
         TensorDictRoundRobinWriter,
         TensorStorage,
+        load_torchrl,
+        save_torchrl,
     )
     from gpubuf.objectives import HardUpdate, SACLoss, SoftUpdate
     from gpubuf.planning import plan
@@ -50,6 +52,8 @@ _MODULES = {
         "TensorDictReplayBuffer",
         "TensorDictRoundRobinWriter",
         "TensorStorage",
+        "load_torchrl",
+        "save_torchrl",
     ),
     "gpubuf.planning": ("plan",),
     "gpubuf.objectives": ("HardUpdate", "SACLoss", "SoftUpdate"),
@@ -76,7 +80,9 @@ __all__ = [
     "TensorDictReplayBuffer",
     "TensorDictRoundRobinWriter",
     "TensorStorage",
+    "load_torchrl",
     "plan",
+    "save_torchrl",
 ]
 
 

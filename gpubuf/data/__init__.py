@@ -15,6 +15,7 @@ from gpubuf.data.tensordict_buffers import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
+from gpubuf.data.torchrl_format import load_torchrl, save_torchrl
 from gpubuf.data.trajectories import Trajectories, TrajectoryIndex
 from gpubuf.data.transforms import Compose
 from gpubuf.data.writers import RoundRobinWriter, TensorDictRoundRobinWriter, Writer
@@ -43,4 +44,6 @@ __all__ = [
     "Trajectories",
     "TrajectoryIndex",
     "Writer",
+    "load_torchrl",
+    "save_torchrl",
 ]

@@ -259,6 +259,8 @@ def _read_level(folder: Path, batch: tuple[int, ...], writable: bool, depth: int
         if name in _RESERVED:
             continue
         if isinstance(entry, dict) and "type" in entry:
+            if "NonTensor" in str(entry["type"]):
+                raise ValueError(f"{path}: {name!r} holds non-tensor data, which can't be stored")
             source[name] = _read_level(folder / encoded(name), shape, writable, depth + 1)
         else:
             dtype, size = _described(entry, shape, path, name)
