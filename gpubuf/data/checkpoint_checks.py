@@ -17,6 +17,7 @@ from gpubuf.data.prioritized import PrioritizedSampler
 from gpubuf.data.samplers import SamplerWithoutReplacement
 from gpubuf.data.slices_without_replacement import SliceSamplerWithoutReplacement
 from gpubuf.data.sum_tree import SumTree
+from gpubuf.kernels.sum_tree import REFUSED
 from gpubuf.kernels.trajectories import Rule
 
 if TYPE_CHECKING:
@@ -30,12 +31,13 @@ def check(buffer: ReplayBuffer, manifest: Manifest, state: dict[str, Any]) -> No
         ValueError: it can't; the text states both sides.
     """
     try:
+        for name in ("_storage", "_sampler", "_writer", "_transforms"):
+            need(isinstance(state[name], dict), f"the checkpoint's {name} is a {type(state[name]).__name__}")
         _check_storage(buffer, manifest, state["_storage"])
         _check_sampler(buffer, state["_storage"], state["_sampler"])
         _check_transforms(buffer, state["_transforms"])
         batch_size = state["_batch_size"]
         need(batch_size is None or _is_count(batch_size, 1), f"the checkpoint's batch size is {batch_size!r}")
-        need(isinstance(state["_writer"], dict), "the checkpoint's writer has no state")
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         raise ValueError(f"the checkpoint's state can't be used: {error!r}") from None
 
@@ -78,7 +80,8 @@ def _check_sampler(buffer: ReplayBuffer, storage: dict[str, Any], state: dict[st
     need(state["type"] == own, f"the checkpoint is of a buffer with a {state['type']}, this buffer has a {own}")
     random = state["random"]
     if random is not None:
-        need(_is_tensor(random["state"], torch.int64, (3,)), "the checkpoint's random state is not int64 [3]")
+        is_state = isinstance(random, dict) and _is_tensor(random["state"], torch.int64, (3,))
+        need(is_state, "the checkpoint's random state is not int64 [3]")
     if isinstance(sampler, PrioritizedSampler):
         _check_priorities(storage["max_size"], state)
     if isinstance(sampler, SamplerWithoutReplacement):
@@ -104,14 +107,16 @@ def _check_priorities(capacity: int, state: dict[str, Any]) -> None:
     tree = state["tree"]
     if tree is None:
         return
+    need(isinstance(tree, dict), "the checkpoint's tree is damaged")
     leaves = tree["leaves"]
     need(
         tree["capacity"] == capacity and _is_tensor(leaves, torch.float32, (capacity,)),
         f"the checkpoint's priorities are not those of {capacity} rows",
     )
     need(bool(((leaves >= 0) & leaves.isfinite()).all()), "the checkpoint's priorities must be finite and not negative")
-    # Its exponents are checked by a tree.
+    # Its exponents are checked by a tree; one that has refused priorities is never saved.
     SumTree(1).load_state_dict({"capacity": 1, "leaves": torch.zeros(1), "hyper": tree["hyper"]})
+    need(float(tree["hyper"][REFUSED]) == 0, "the checkpoint's tree has refused priorities")
 
 
 def _check_transforms(buffer: ReplayBuffer, state: dict[str, Any]) -> None:

@@ -81,7 +81,7 @@ def save(
         incremental: False writes everything. It is needed after rows were changed in a way that nothing can notice:
             through NumPy, or by the replay of a captured graph that overwrites rows in place.
         progress: show a bar (needs ``rich``); default: on a terminal, for 1 GiB and more.
-        file_bytes: size of a file of rows; default: a 128th of the buffer, between 1 MiB and 64 MiB.
+        file_bytes: size of a file of rows, or of another large tensor; default: a 128th of it, between 1 and 64 MiB.
 
     Returns:
         How much was written.
@@ -109,7 +109,7 @@ def save(
         rows = state["_storage"].get("rows")
         # The storage's own memory is what takes space; the views of it that `rows` holds are cut into files.
         tensors = [] if rows is None else storage.layout.collect(rows, storage.ndim)
-        large = _take_large(state)
+        large = _take_large(state, _LEAST_BYTES if file_bytes is None else file_bytes)
         save_id = secrets.token_hex(8)
         total = sum(t.nbytes for t in tensors) + sum(t.nbytes for _, t in large)
         with _bar("saving", total, progress) as advance:
@@ -293,12 +293,12 @@ def _spans(length: int, capacity: int, item_bytes: int, file_bytes: int | None) 
     return [(start, min(start + step, length)) for start in range(0, length, step)]
 
 
-def _take_large(state: dict[str, Any]) -> list[tuple[Key, Tensor]]:
+def _take_large(state: dict[str, Any], at_least: int) -> list[tuple[Key, Tensor]]:
     """Take the large tensors other than rows out of ``state`` (None stands in for them), with their paths."""
     large: list[tuple[Key, Tensor]] = []
 
     def without(value: Any, path: Key) -> Any:
-        if isinstance(value, Tensor) and value.dim() > 0 and value.nbytes >= _LEAST_BYTES:
+        if isinstance(value, Tensor) and value.dim() > 0 and value.nbytes >= max(1, at_least):
             large.append((path, value.detach()))
             return None
         if path == ("_storage",) or not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
