@@ -243,6 +243,8 @@ def test_what_can_not_be_moved(tmp_path):
     with pytest.raises(NotImplementedError, match="keeps its rows"):
         mapped.free()
     assert len(mapped) == 3
+    assert mapped.memory().placement == "disk"
+    assert "in mapped files" in str(mapped.memory())
 
 
 # Freeing
@@ -259,8 +261,10 @@ def test_a_freed_buffer_has_no_memory_and_can_be_used_again(kind):
     parts = (getattr(buffer.sampler, name, None) for name in ("_tree", "_index"))
     held += [weakref.ref(part) for part in parts if part is not None]
     assert buffer.memory().rows > 0
+    overwrites = buffer.storage.overwrites
     buffer.free()
     buffer.free()
+    assert buffer.storage.overwrites > overwrites  # an incremental checkpoint sees that
     assert not [ref() for ref in held if ref() is not None]
     assert buffer.memory().total == 0
     assert len(buffer) == 0
@@ -306,7 +310,7 @@ def test_memory_report():
     assert taken.tree == tree.nbytes
     assert taken.index == index.nbytes + 8
     assert taken.counters == 32 + 16 * len(buffer.storage.layout.leaves) + 24
-    assert str(taken).splitlines()[0] == "rows      3.398 KiB in cpu"
+    assert str(taken).splitlines()[0] == "rows      3.398 KiB on cpu"
     assert "3.398 KiB" in repr(buffer)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gpubuf.data import memory
-from gpubuf.data.placement import AUTO, IndexBytes, MemoryReport, Placement, allocate, place, readable
+from gpubuf.data.placement import AUTO, DISK, IndexBytes, MemoryReport, Placement, allocate, place, readable
 from gpubuf.data.samplers import Sampler
 from gpubuf.data.storages import TensorStorage
 
@@ -159,4 +159,5 @@ def report(storage: TensorStorage, sampler: Sampler) -> MemoryReport:
         return MemoryReport(None, None, 0, 0, 0, 0)
     taken = sampler.memory()
     counters = storage.ring.nbytes + storage.table.nbytes + sampler.random_bytes
-    return MemoryReport(placement.kind, str(placement.device), storage.nbytes, taken.tree, taken.index, counters)
+    kind = placement.kind if storage.relocatable else DISK
+    return MemoryReport(kind, str(placement.device), storage.nbytes, taken.tree, taken.index, counters)

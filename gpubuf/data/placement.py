@@ -15,7 +15,7 @@ from gpubuf.data.memory import Free
 
 logger = logging.getLogger("gpubuf")
 
-AUTO, PINNED = "auto", "pinned"
+AUTO, PINNED, DISK = "auto", "pinned", "disk"
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -75,7 +75,8 @@ class MemoryReport:
     """What lies where, in bytes.
 
     Attributes:
-        placement: where the rows are (``"cpu"``, ``"cuda"``, ``"pinned"``); None before the first write.
+        placement: where the rows are: ``"cpu"``, ``"cuda"``, ``"pinned"``, or ``"disk"`` for mapped files; None before
+            the first write.
         device: where all else is; None before the first write.
         rows: of the rows.
         tree: of the sum tree.
@@ -98,8 +99,8 @@ class MemoryReport:
     def __str__(self) -> str:
         if self.placement is None:
             return "nothing is allocated before the first write"
-        rows = "pinned host memory" if self.placement == PINNED else self.device
-        lines = [f"rows      {readable(self.rows)} in {rows}"]
+        rows = {PINNED: "in pinned host memory", DISK: "in mapped files"}.get(self.placement, f"on {self.device}")
+        lines = [f"rows      {readable(self.rows)} {rows}"]
         lines += [
             f"{name:<9} {readable(n_bytes)} on {self.device}"
             for name, n_bytes in (("tree", self.tree), ("index", self.index), ("counters", self.counters))

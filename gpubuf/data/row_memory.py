@@ -46,7 +46,8 @@ class RowMemory(Storage):
         self.index_bytes: Callable[[tuple[int, ...], str], IndexBytes] = lambda shape, device_type: IndexBytes()
         #: Root keys that are derived and therefore not stored; set by writers that own them.
         self.ignored_keys: frozenset[str] = frozenset()
-        #: How many times :meth:`write` overwrote rows in place, so that a checkpoint knows whether rows have changed.
+        #: How many times :meth:`write` overwrote rows in place, or :meth:`free` gave them up, so that a checkpoint
+        #: knows whether rows have changed.
         self.overwrites = 0
 
     # Properties
@@ -225,6 +226,7 @@ class RowMemory(Storage):
             self._laps = -(-self.written // self.max_size)
             self._layout, self._tensors, self._ring, self._placement = None, [], None, None
             self.max_size = self.requested_size
+            self.overwrites += 1
             del self.table
 
     def refresh(self) -> None:
