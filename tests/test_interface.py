@@ -60,6 +60,8 @@ def test_batch_size():
         next(iter(free))
     with pytest.raises(ValueError, match="prefetch"):
         ReplayBuffer(prefetch=2)
+    with pytest.raises(ValueError, match="prefetch"):
+        ReplayBuffer(prefetch=-1, batch_size=4)
 
 
 def test_sampling_before_the_first_write_raises():
@@ -152,16 +154,6 @@ def test_an_index_in_the_data_is_not_stored():
     buffer.extend(buffer.sample(3))
     assert len(buffer) == 7
     assert "index" not in buffer.storage[:].keys()
-
-
-def test_pin_memory_without_an_accelerator_warns_once(monkeypatch):
-    monkeypatch.setattr("gpubuf.data.buffers._warned_about_pinning", False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    buffer = buffer_of(4, pin_memory=True)
-    buffer.extend(transitions(4))
-    with pytest.warns(UserWarning, match="accelerator"):
-        buffer.sample(2)
-    buffer.sample(2)
 
 
 def test_writer_and_sampler_in_two_threads():

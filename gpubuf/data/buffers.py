@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,9 +11,11 @@ from torch import Tensor
 
 from gpubuf.data import checkpoints
 from gpubuf.data.layout import Data
+from gpubuf.data.locking import Turn
 from gpubuf.data.moving import Movable
-from gpubuf.data.prioritized import PrioritizedSampler
-from gpubuf.data.samplers import Draw, RandomSampler, Sampler
+from gpubuf.data.prefetch import Prefetcher
+from gpubuf.data.samplers import RandomSampler, Sampler
+from gpubuf.data.sampling import Sampling
 from gpubuf.data.storages import LazyTensorStorage, Storage, TensorStorage
 from gpubuf.data.transforms import Compose
 from gpubuf.data.writers import RoundRobinWriter, Writer
@@ -39,11 +39,12 @@ def default_storage() -> LazyTensorStorage:
     return LazyTensorStorage(DEFAULT_CAPACITY)
 
 
-class ReplayBuffer(Movable):
+class ReplayBuffer(Movable, Sampling):
     """A replay buffer whose rows, counters and random numbers stay on the storage's device.
 
     ``extend``, ``sample`` and ``update_priority`` never synchronise with the host. All of them may be called from
-    several threads: a lock makes each of them one step.
+    several threads, and on several CUDA streams: a lock makes each of them one step, and each waits on its stream for
+    the one before it.
 
     Args:
         storage: where the rows live: a storage or a function that returns one. Default: a
@@ -51,9 +52,11 @@ class ReplayBuffer(Movable):
         sampler: which rows a batch is made of. Default: :class:`RandomSampler`.
         writer: where new rows go. Default: :class:`RoundRobinWriter`.
         collate_fn: applied to every gathered batch, before the transforms.
-        pin_memory: put every tensor of a CPU batch into pinned memory, after the transforms. Without an
-            accelerator this warns once and does nothing.
-        prefetch: accepted where ``batch_size`` is given. Batches are drawn when they are asked for.
+        pin_memory: put every CPU tensor of a batch and of its info into pinned memory, after the transforms. Without
+            an accelerator this warns once and does nothing.
+        prefetch: number of batches, of ``batch_size`` transitions, that are prepared while the consumer has one: by a
+            thread, or, with the rows on a GPU, on a stream of its own. Their order, and what they hold, is the same
+            as if each were drawn when it was asked for; a batch asked for ahead holds the rows of that moment.
         transform: a callable on a batch, or a module; also applied by indexing.
         transform_factory: a function that returns one; excludes ``transform``.
         batch_size: number of transitions in a batch; :meth:`sample` may override it.
@@ -112,6 +115,8 @@ class ReplayBuffer(Movable):
                 raise NotImplementedError(f"{name}={value!r} is not supported by gpubuf")
         if prefetch and batch_size is None:
             raise ValueError("prefetch needs the batch_size given to the constructor")
+        if prefetch is not None and prefetch < 0:
+            raise ValueError(f"prefetch must not be negative, got {prefetch}")
         if transform is not None and transform_factory is not None:
             raise TypeError("transform and transform_factory exclude each other")
         if batch_size is not None and batch_size < 1:
@@ -134,7 +139,8 @@ class ReplayBuffer(Movable):
             transform = transform_factory()
         if transform is not None:
             self._transform.append(transform)
-        self._lock = threading.RLock()
+        self._lock = Turn(self._storage)
+        self._ahead = Prefetcher(prefetch or 0, self._lock)
         if generator is not None:
             self.set_rng(generator)
 
@@ -242,8 +248,9 @@ class ReplayBuffer(Movable):
             self._storage[index] = data
 
     def empty(self) -> None:
-        """Forget every row and priority, in O(1) for the rows; memory stays allocated."""
+        """Forget every row, priority and prefetched batch, in O(1) for the rows; memory stays allocated."""
         with self._lock:
+            self._ahead.discard()
             self._storage.empty()
             self._sampler.empty()
 
@@ -260,21 +267,6 @@ class ReplayBuffer(Movable):
     def _read(self, index: Any) -> Data:
         return self._storage[index]
 
-    def _resolve_batch_size(self, batch_size: int | None) -> int:
-        own = self._batch_size
-        if batch_size is None:
-            if own is None:
-                raise RuntimeError("batch_size must be given to sample() or to the constructor")
-            return own
-        if own is not None and own != batch_size and not self._warned_batch_size:
-            self._warned_batch_size = True
-            warnings.warn(
-                f"sample() got batch_size={batch_size}, the constructor {own}; the first is used", stacklevel=3
-            )
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-        return batch_size
-
     def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
         """A batch of transitions.
 
@@ -289,38 +281,18 @@ class ReplayBuffer(Movable):
         Raises:
             RuntimeError: the buffer is empty, or no batch size is known. No host sync.
         """
-        n = self._resolve_batch_size(batch_size)
-        with self._lock:
-            draw = self._sampler.draw(self._storage, n)
-            info = self._info(draw)
-            data = self._storage.assemble(draw.tensors, None, draw.batch_size)
-        data = self._finish(data)
-        return (data, info) if return_info else data
-
-    def _info(self, draw: Draw) -> dict[Any, Tensor]:
-        index, generation, shape = self._storage.unravel(draw.positions), draw.generation, draw.batch_size
-        if shape is not None:
-            index, generation = index.view(*shape, *index.shape[1:]), generation.view(shape)
-        info = {"index": index, **draw.info}
-        if isinstance(self._sampler, PrioritizedSampler) or getattr(self._writer, "track_generations", False):
-            info["index_generation"] = generation
-        return info
-
-    def _finish(self, data: Data) -> Data:
-        """Collate, transform and pin a gathered batch."""
-        if self._collate_fn is not None:
-            data = self._collate_fn(data)
-        if len(self._transform):
-            data = self._transform(data)
-        return pin(data) if self._pin_memory else data
+        batch = self._next(batch_size, False)
+        return (batch.data, batch.info) if return_info else batch.data
 
     def __iter__(self) -> Iterator[Any]:
         """Batches of the constructor's ``batch_size``, until the sampler has run out (one epoch) or for ever."""
         if self._batch_size is None:
             raise RuntimeError("iteration needs the batch_size given to the constructor")
-        self._sampler.ran_out = False
-        while not self._sampler.ran_out:
-            yield self.sample()
+        ran_out = False
+        while not ran_out:
+            batch = self._next(None, self._samples_have_info)
+            ran_out = batch.ran_out
+            yield batch.data
 
     def next(self) -> Any:
         """The next batch, or None where the sampler has run out."""
@@ -347,51 +319,66 @@ class ReplayBuffer(Movable):
     # Composition
 
     def append_transform(self, transform: Callable[[Data], Data], *, invert: bool = False) -> ReplayBuffer:
-        """Add a transform behind the others; ``invert=True`` applies it to written batches instead."""
-        self._transform.append(transform, invert=invert)
-        return self
+        """Add a transform behind the others; ``invert=True`` applies it to written batches instead.
+
+        Batches that were prefetched stay as they are.
+        """
+        return self.insert_transform(len(self._transform), transform, invert=invert)
 
     def insert_transform(self, index: int, transform: Callable[[Data], Data], *, invert: bool = False) -> ReplayBuffer:
-        """Add a transform before the one at ``index``."""
-        self._transform.insert(index, transform, invert=invert)
+        """Add a transform before the one at ``index``. Batches that were prefetched stay as they are."""
+        with self._lock, self._ahead.quiet():
+            self._transform.insert(index, transform, invert=invert)
         return self
 
     def set_rng(self, generator: torch.Generator | None) -> None:
-        """Start a new random stream, seeded by ``generator``."""
-        self._sampler.set_rng(generator)
+        """Start a new random stream, seeded by ``generator``. Like the setters below, it drops prefetched batches."""
+        with self._lock:
+            self._ahead.discard()
+            self._sampler.set_rng(generator)
 
     def set_storage(self, storage: Storage) -> None:
         """Replace the storage; the sampler starts afresh."""
-        self._sampler.register_storage(storage)
-        self._writer.register_storage(storage)
-        self._storage = component(storage, Storage, default_storage)
-        self._storage.index_bytes = self._sampler.index_bytes
-        self._sampler.empty()
+        with self._lock:
+            self._ahead.discard()
+            self._sampler.register_storage(storage)
+            self._writer.register_storage(storage)
+            self._storage = self._lock.storage = component(storage, Storage, default_storage)
+            self._storage.index_bytes = self._sampler.index_bytes
+            self._sampler.empty()
 
     def set_sampler(self, sampler: Sampler) -> None:
         """Replace the sampler; rows already stored count as new to it."""
-        sampler = component(sampler, Sampler, RandomSampler)
-        sampler.register_storage(self._storage)
-        self._storage.index_bytes = sampler.index_bytes
-        self._sampler = sampler
+        with self._lock:
+            self._ahead.discard()
+            sampler = component(sampler, Sampler, RandomSampler)
+            sampler.register_storage(self._storage)
+            self._storage.index_bytes = sampler.index_bytes
+            self._sampler = sampler
 
     def set_writer(self, writer: Writer) -> None:
         """Replace the writer."""
-        writer = component(writer, Writer, self._default_writer)
-        writer.register_storage(self._storage)
-        self._writer = writer
+        with self._lock:
+            self._ahead.discard()
+            writer = component(writer, Writer, self._default_writer)
+            writer.register_storage(self._storage)
+            self._writer = writer
 
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that is needed to go on with the same batches. Row tensors are views. Synchronises."""
-        with self._lock:
+        """Everything that is needed to go on with the same batches. Row tensors are views. Synchronises.
+
+        Waits until the batches in preparation are finished; they are part of the state.
+        """
+        with self._lock, self._ahead.quiet():
             return {
                 "_storage": self._storage.state_dict(),
                 "_sampler": self._sampler.state_dict(),
                 "_writer": self._writer.state_dict(),
                 "_transforms": self._transform.state_dict(),
                 "_batch_size": self._batch_size,
+                "_prefetch": self._ahead.state_dict(),
             }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -404,11 +391,13 @@ class ReplayBuffer(Movable):
             kind = state["_sampler"]["type"]
             if kind != type(self._sampler).__name__:
                 raise ValueError(f"the state is that of a {kind}, this buffer has a {type(self._sampler).__name__}")
+            self._ahead.discard()
             order = self._storage.load_state_dict(state["_storage"])
             self._sampler.load_state_dict(state["_sampler"], self._storage, order)
             self._writer.load_state_dict(state["_writer"])
             self._transform.load_state_dict(state["_transforms"])
             self._batch_size = state["_batch_size"]
+            self._ahead.load_state_dict(state.get("_prefetch", []), self._pin_memory)
 
     def save(self, path: str | os.PathLike[str], **options: Any) -> checkpoints.Saved:
         """Save everything to a folder, atomically; see :func:`gpubuf.data.checkpoints.save`. Synchronises."""
@@ -426,19 +415,3 @@ class ReplayBuffer(Movable):
             f"{type(self).__name__}(\n  storage={self._storage!r},\n  sampler={self._sampler!r},\n"
             f"  batch_size={self._batch_size})"
         )
-
-
-_warned_about_pinning = False
-
-
-def pin(data: Data) -> Data:
-    """``data`` with every CPU tensor in pinned memory, whatever device its TensorDict claims to be on."""
-    global _warned_about_pinning
-    if not torch.cuda.is_available():
-        if not _warned_about_pinning:
-            _warned_about_pinning = True
-            warnings.warn("pin_memory=True has no effect without an accelerator", stacklevel=3)
-        return data
-    if isinstance(data, Tensor):
-        return data.pin_memory() if data.device.type == "cpu" else data
-    return data.apply(lambda t: t.pin_memory() if t.device.type == "cpu" else t)

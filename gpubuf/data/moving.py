@@ -6,14 +6,16 @@ import importlib.util
 import math
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Self
+from contextlib import contextmanager
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from gpubuf.data import memory
+from gpubuf.data.locking import Turn
 from gpubuf.data.placement import AUTO, DISK, IndexBytes, MemoryReport, Placement, allocate, place, readable
+from gpubuf.data.prefetch import Prefetcher
 from gpubuf.data.samplers import Sampler
 from gpubuf.data.storages import TensorStorage
 
@@ -31,7 +33,9 @@ class Movable:
 
     _storage: TensorStorage
     _sampler: Sampler
-    _lock: AbstractContextManager[Any]
+    _lock: Turn
+    _ahead: Prefetcher
+    _pin_memory: bool
 
     def memory(self) -> MemoryReport:
         """What lies where, in bytes. No host sync."""
@@ -41,6 +45,7 @@ class Movable:
     def free(self) -> None:
         """Forget everything, and release the memory of rows and index; the next write allocates anew. Synchronises."""
         with self._lock:
+            self._ahead.discard()
             self._storage.free()
             self._sampler.free()
 
@@ -60,7 +65,7 @@ class Movable:
         Raises:
             RuntimeError: there is no such device, or no room there: the buffer is then where it was.
         """
-        with self._lock:
+        with self._lock, self._ahead.carried(self._pin_memory):
             move(self._storage, self._sampler, device, progress)
         return self
 

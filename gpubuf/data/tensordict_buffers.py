@@ -25,6 +25,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
     """
 
     _default_writer = TensorDictRoundRobinWriter
+    _samples_have_info = True
 
     def __init__(self, *, priority_key: str | tuple[str, ...] = "td_error", **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -77,19 +78,8 @@ class TensorDictReplayBuffer(ReplayBuffer):
         Returns:
             As :meth:`ReplayBuffer.sample`; the caller owns the batch. No host sync.
         """
-        n = self._resolve_batch_size(batch_size)
-        with self._lock:
-            draw = self._sampler.draw(self._storage, n)
-            info = self._info(draw)
-            # Without anything in between, the entries go in with the keys; else behind the last transform.
-            direct = self._collate_fn is None and not len(self._transform) and self._storage.layout.is_tensordict
-            extra = info if direct and include_info is not False else None
-            data = self._storage.assemble(draw.tensors, extra, draw.batch_size)
-        data = self._finish(data)
-        if extra is None and include_info is not False:
-            for key, value in info.items():
-                data.set(key, value)
-        return (data, info) if return_info else data
+        batch = self._next(batch_size, include_info is not False)
+        return (batch.data, batch.info) if return_info else batch.data
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
         """Take over the priorities that a sampled batch carries under ``priority_key``. No host sync.

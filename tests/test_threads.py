@@ -1,0 +1,369 @@
+"""Writers, samplers and savers in several threads, and on several CUDA streams."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from gpubuf import (
+    LazyTensorStorage,
+    PrioritizedSampler,
+    PrioritizedSliceSampler,
+    SliceSampler,
+    TensorDictReplayBuffer,
+)
+from gpubuf.data.locking import StreamOrder, Turn
+from gpubuf.data.prefetch import Batch, SideStream
+
+CAPACITY = 2000
+EPISODE = 13
+SLICE = 5
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def steps(start: int, n: int, device: str = "cpu") -> TensorDict:
+    """Row i is made of the number ``start + i`` in several keys; an episode ends after every 13 rows."""
+    i = torch.arange(start, start + n, device=device)
+    column = i.unsqueeze(-1)
+    return TensorDict(
+        {
+            "number": i,
+            "wide": column.to(torch.float64).expand(n, 40),
+            "next": {"number": i + 1, "done": column % EPISODE == EPISODE - 1, "bytes": (column % 251).to(torch.uint8)},
+        },
+        [n],
+    )
+
+
+def check_rows(batch: TensorDict) -> None:
+    """Every row is whole, and it is the one that its index and generation say."""
+    number = batch["number"]
+    assert (batch["wide"] == number.unsqueeze(-1)).all()
+    assert torch.equal(batch["next", "number"], number + 1)
+    assert torch.equal(batch["next", "bytes"].squeeze(-1).long(), number % 251)
+    assert torch.equal(batch["index"], number % CAPACITY)
+
+
+def check_slices(batch: TensorDict) -> None:
+    number = batch["number"].view(-1, SLICE)
+    assert torch.equal(number, number[:, :1] + torch.arange(SLICE, device=number.device))
+    assert (number[:, 0] // EPISODE == number[:, -1] // EPISODE).all()
+
+
+def check_state(state: dict) -> None:
+    """A state is that of one moment: as many rows as its counters say, the newest ones, all of them whole."""
+    storage = state["_storage"]
+    rows, written, size = storage["rows"], storage["written"], storage["size"]
+    assert size == min(written, CAPACITY)
+    position = torch.arange(size)
+    newest = written - 1 - (written - 1 - position) % CAPACITY
+    assert torch.equal(rows["number"], newest)
+    assert (rows["wide"][:, -1] == newest).all()
+
+
+SAMPLERS: dict[str, tuple[Callable, bool]] = {
+    "prioritized": (lambda: PrioritizedSampler(CAPACITY, 0.7, 0.5), False),
+    "slices": (lambda: SliceSampler(slice_len=SLICE), True),
+    "prioritized slices": (lambda: PrioritizedSliceSampler(CAPACITY, 0.7, 0.5, slice_len=SLICE), True),
+}
+
+
+def together(*jobs: Callable[[], None]) -> None:
+    """Run the jobs in threads of their own until all are done, and raise what the first to fail raised."""
+    failures: list[BaseException] = []
+
+    def run(job: Callable[[], None]) -> None:
+        try:
+            job()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(job,)) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+@pytest.mark.parametrize("prefetch", [None, 3])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_writer_sampler_and_saver(sampler, prefetch):
+    """CASES 32: rows are whole, slices stay in their episode, sums fit the leaves, a state is of one moment."""
+    make, by_slices = SAMPLERS[sampler]
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(CAPACITY), sampler=make(), batch_size=60, prefetch=prefetch
+    )
+    buffer.extend(steps(0, 300))
+    writing = threading.Event()
+    writing.set()
+
+    def write():
+        start = 300
+        sizes = torch.randint(0, 40, (400,), generator=torch.Generator().manual_seed(0)).tolist()
+        try:
+            for n in [*sizes, CAPACITY + 7, *sizes]:
+                buffer.extend(steps(start, n))
+                start += n
+        finally:
+            writing.clear()
+
+    def sample():
+        generator = torch.Generator().manual_seed(1)
+        n = 0
+        while writing.is_set() or n < 50:
+            n += 1
+            batch = buffer.sample()
+            check_rows(batch)
+            if by_slices:
+                check_slices(batch)
+            if "prioritized" in sampler:
+                batch["td_error"] = torch.rand(60, generator=generator) * 10.0 ** (n % 7 - 3)
+                buffer.update_tensordict_priority(batch)
+
+    def save():
+        n = 0
+        while writing.is_set() or n < 5:
+            n += 1
+            with buffer._lock:  # as saving to a file does: the rows of a state are views
+                check_state(buffer.state_dict())
+
+    together(write, sample, sample, save)
+    check_state(buffer.state_dict())
+    if "prioritized" in sampler:
+        leaves = buffer.sampler.tree.state_dict()["leaves"].double()
+        assert (leaves[: len(buffer)] > 0).all()
+        total, due = float(buffer.sampler.tree.total), float(leaves.sum())
+        if by_slices:
+            # Only legal starts count: which these are is found anew, and with it every sum.
+            buffer.sampler.rebuild()
+            assert 0 < total < due
+            due = float(buffer.sampler.tree.total)
+        assert abs(total - due) <= 1e-12 * total
+
+
+def test_turns_are_reentrant_and_give_way():
+    turn = Turn(LazyTensorStorage(4))
+    made = []
+
+    class Asked:
+        def __init__(self, name):
+            self.name = name
+
+        def perform(self):
+            made.append(self.name)
+
+    turn.pending.extend([Asked("first"), Asked("second")])
+    with turn, turn:
+        assert made == ["first", "second"]
+        other = threading.Thread(target=lambda: (turn.__enter__() and made.append("other")) or turn.__exit__())
+        other.start()
+        with turn.released():
+            other.join(30)
+        assert made == ["first", "second", "other"]
+    assert not turn.pending
+
+
+def test_an_error_before_a_turn_leaves_it_free():
+    turn = Turn(LazyTensorStorage(4))
+
+    class Interrupted:
+        def perform(self):
+            raise KeyboardInterrupt
+
+    turn.pending.append(Interrupted())
+    with pytest.raises(KeyboardInterrupt), turn:
+        pytest.fail("the turn began")
+    turn.pending.clear()
+    together(lambda: turn.__enter__() and None)
+
+
+# Streams, on a machine that has none
+
+
+class Stream:
+    def __init__(self, name: str, log: list) -> None:
+        self.name, self.log = name, log
+
+    def wait_stream(self, other: Stream) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event: Event) -> None:
+        self.log.append(f"{self.name} waits for {event.at}")
+
+
+class Event:
+    at = "nothing"
+
+    def record(self, stream: Stream) -> None:
+        stream.log.append(f"event on {stream.name}")
+        self.at = f"event on {stream.name}"
+
+
+class Machine:
+    """CUDA streams that only note what they are told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[str] = []
+        self.default, self.other = Stream("default", self.log), Stream("other", self.log)
+        self.current, self.capturing = self.default, False
+        cuda = torch.cuda
+        monkeypatch.setattr(cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(cuda, "current_stream", lambda device=None: self.current)
+        monkeypatch.setattr(cuda, "is_current_stream_capturing", lambda: self.capturing)
+        monkeypatch.setattr(cuda, "Event", Event)
+        monkeypatch.setattr(cuda, "Stream", lambda device=None: Stream("side", self.log))
+        monkeypatch.setattr(cuda, "stream", self.on)
+
+    @contextlib.contextmanager
+    def on(self, stream: Stream):
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def said(self) -> list[str]:
+        log = self.log.copy()
+        self.log.clear()
+        return log
+
+
+DEVICE = torch.device("cuda", 0)
+
+
+def test_streams_wait_for_each_other(monkeypatch):
+    """CASES 32: one stream alone records nothing; a second one waits, and from then on for events alone."""
+    machine, order = Machine(monkeypatch), StreamOrder()
+
+    def operation(stream: Stream) -> list[str]:
+        with machine.on(stream):
+            order.begin(DEVICE)
+            order.end(DEVICE)
+        return machine.said()
+
+    assert operation(machine.default) == []
+    assert operation(machine.default) == []
+    assert operation(machine.other) == ["other waits for default", "event on other"]
+    assert operation(machine.other) == ["event on other"]
+    assert operation(machine.default) == ["default waits for event on other", "event on default"]
+    machine.capturing = True
+    assert operation(machine.other) == []
+    machine.capturing = False
+    assert operation(machine.other) == ["other waits for event on default", "event on other"]
+
+
+def test_work_ahead_is_tied_to_the_consumer(monkeypatch):
+    """Behind what the consumer's stream had when the batch was asked for; and the consumer waits for the batch."""
+    machine, side = Machine(monkeypatch), SideStream()
+    recorded = []
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+        device = DEVICE
+
+        def record_stream(self, stream):
+            recorded.append(stream.name)
+
+    batch = Batch({"x": torch.zeros(2).as_subclass(OnGpu)}, {"index": torch.zeros(2)}, False)
+    fork = side.fork(None)
+    with side.running(fork):
+        assert machine.current.name == "side"
+        ready = side.ready(batch)
+    assert machine.current is machine.default
+    assert machine.said() == ["event on default", "side waits for event on default", "event on side"]
+    with machine.on(machine.other):
+        side.join(batch, ready)
+    assert machine.said() == ["other waits for event on side"]
+    assert recorded == ["other"]
+
+
+# Streams, on a GPU
+
+
+def new_on_gpu(sampler: str, prefetch: int | None = None) -> TensorDictReplayBuffer:
+    storage = LazyTensorStorage(CAPACITY, device="cuda")
+    return TensorDictReplayBuffer(storage=storage, sampler=SAMPLERS[sampler][0](), batch_size=60, prefetch=prefetch)
+
+
+@pytest.mark.parametrize("sampler", [pytest.param(s, marks=gpu) for s in SAMPLERS])
+def test_two_streams_on_a_gpu(sampler):
+    """CASES 32: a write that is late on its stream is complete in the sample on another, and the other way round."""
+    buffer = new_on_gpu(sampler)
+    writer, reader = torch.cuda.Stream(), torch.cuda.Stream()
+    batches = []
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        start = 0
+        for n in (300, 7, 64, CAPACITY, 1, 500) * 4:
+            with torch.cuda.stream(writer):
+                data = steps(start, n, "cuda")
+                torch.cuda._sleep(2_000_000)
+                buffer.extend(data)
+            with torch.cuda.stream(reader):
+                batch = buffer.sample()
+                batches.append((start + n, batch))
+                torch.cuda._sleep(2_000_000)
+                if "prioritized" in sampler:
+                    batch["td_error"] = torch.rand(60, device="cuda")
+                    buffer.update_tensordict_priority(batch)
+            start += n
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    for written, batch in batches:
+        check_rows(batch)
+        assert (batch["number"] < written).all()
+        assert (batch["number"] >= written - CAPACITY).all()
+        if SAMPLERS[sampler][1]:
+            check_slices(batch)
+
+
+@pytest.mark.parametrize("sampler", [pytest.param(s, marks=gpu) for s in SAMPLERS])
+def test_prefetch_on_a_gpu(sampler):
+    """The same batches as without, with writes in between, without a host sync."""
+    plain, ahead = new_on_gpu(sampler), new_on_gpu(sampler, prefetch=2)
+    for buffer in (plain, ahead):
+        buffer.set_rng(torch.Generator().manual_seed(0))
+        buffer.append_transform(lambda batch: (torch.cuda._sleep(500_000), batch.set("double", batch["number"] * 2))[1])
+    queue: list[TensorDict] = []
+    pairs = []
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for i in range(12):
+            for buffer in (plain, ahead):
+                buffer.extend(steps(300 * i, 300, "cuda"))
+            while len(queue) < 3:
+                queue.append(plain.sample())
+            pairs.append((queue.pop(0), ahead.sample()))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    for due, batch in pairs:
+        check_rows(batch)
+        assert torch.equal(batch["number"], due["number"])
+        assert torch.equal(batch["double"], 2 * batch["number"])
+
+
+@pytest.mark.parametrize("sampler", [pytest.param("prioritized", marks=gpu)])
+def test_a_captured_sample_on_a_prefetching_buffer(sampler):
+    """Inside a graph a batch is drawn by the graph, not taken from the queue."""
+    buffer = new_on_gpu(sampler, prefetch=2)
+    buffer.extend(steps(0, 300, "cuda"))
+    buffer.sample()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        batch = buffer.sample()
+    drawn = set()
+    for _ in range(5):
+        graph.replay()
+        check_rows(batch)
+        drawn.add(tuple(batch["index"].tolist()))
+    assert len(drawn) == 5
