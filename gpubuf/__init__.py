@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         TensorDictReplayBuffer,
         TensorDictRoundRobinWriter,
         TensorStorage,
+        from_minari,
         load_torchrl,
         save_torchrl,
     )
@@ -52,6 +53,7 @@ _MODULES = {
         "TensorDictReplayBuffer",
         "TensorDictRoundRobinWriter",
         "TensorStorage",
+        "from_minari",
         "load_torchrl",
         "save_torchrl",
     ),
@@ -80,6 +82,7 @@ __all__ = [
     "TensorDictReplayBuffer",
     "TensorDictRoundRobinWriter",
     "TensorStorage",
+    "from_minari",
     "load_torchrl",
     "plan",
     "save_torchrl",

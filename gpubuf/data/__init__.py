@@ -2,6 +2,7 @@
 
 from gpubuf.data.buffers import ReplayBuffer
 from gpubuf.data.memmap_storage import LazyMemmapStorage
+from gpubuf.data.minari import from_minari
 from gpubuf.data.prioritized import PrioritizedSampler
 from gpubuf.data.prioritized_slices import PrioritizedSliceSampler
 from gpubuf.data.random import RandomState
@@ -44,6 +45,7 @@ __all__ = [
     "Trajectories",
     "TrajectoryIndex",
     "Writer",
+    "from_minari",
     "load_torchrl",
     "save_torchrl",
 ]
