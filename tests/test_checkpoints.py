@@ -1,5 +1,6 @@
 """Checkpoints of buffers: what is saved comes back, into which buffers, and how little is written again."""
 
+import json
 import sys
 import types
 from collections.abc import Callable
@@ -10,7 +11,9 @@ import torch
 from tensordict import TensorDict, tensorclass
 from torch import nn
 
+from benchmarks import checkpoints as benchmark
 from gpubuf import (
+    LazyMemmapStorage,
     LazyTensorStorage,
     PrioritizedSampler,
     PrioritizedSliceSampler,
@@ -550,3 +553,38 @@ def test_between_devices(tmp_path):
         assert torch.equal(buffer.sample(20)["index"].cpu(), other.sample(20)["index"].cpu())
         other.extend(transitions(1, device=target))
         assert other.save(tmp_path / source, file_bytes=300).files_written < 6
+
+
+def test_the_benchmark_runs(tmp_path, capsys):
+    benchmark.main(["--rows", "2000", "--repeats", "1", "--folder", str(tmp_path), "--out", str(tmp_path / "out.json")])
+    out = capsys.readouterr().out
+    assert "1 % changed: " in out
+    names = [row["operation"] for row in json.loads((tmp_path / "out.json").read_text())["results"]]
+    assert names == ["save", "disk: write", "save after 1 %", "load, from the disk", "load, from memory", "disk: read"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
+
+
+def test_memory_mapped_rows(tmp_path):
+    def make(name: str) -> ReplayBuffer:
+        return ReplayBuffer(storage=LazyMemmapStorage(CAPACITY, scratch_dir=str(tmp_path / name)))
+
+    buffer, other = make("a"), make("b")
+    for start in (0, 50):
+        buffer.extend(transitions(50, start=start))
+        buffer.save(tmp_path / "c", file_bytes=300)
+        other.load(tmp_path / "c")
+        assert numbers(other) == numbers(buffer)
+        assert same(buffer.sample(8), other.sample(8))
+
+
+def test_saving_goes_on_after_a_buffer_was_freed(tmp_path):
+    buffer, other = used(), new()
+    buffer.save(tmp_path, file_bytes=300)
+    buffer.free()
+    buffer.extend(transitions(60, start=300))
+    buffer.save(tmp_path, file_bytes=300)
+    other.load(tmp_path)
+    assert numbers(other) == list(range(300, 360))
+    other.free()
+    other.load(tmp_path)
+    assert numbers(other) == list(range(300, 360))

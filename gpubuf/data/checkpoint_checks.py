@@ -38,7 +38,8 @@ def check(buffer: ReplayBuffer, manifest: Manifest, state: dict[str, Any]) -> No
         _check_transforms(buffer, state["_transforms"])
         batch_size = state["_batch_size"]
         need(batch_size is None or _is_count(batch_size, 1), f"the checkpoint's batch size is {batch_size!r}")
-    except (AttributeError, IndexError, KeyError, TypeError) as error:
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
+        # Of another type than all that a save writes.
         raise ValueError(f"the checkpoint's state can't be used: {error!r}") from None
 
 
