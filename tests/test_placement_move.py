@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 
 import pytest
@@ -136,6 +137,34 @@ def test_everything_moves_off_the_gpu(kind):
         found += [index.ends, index.sums, index.signal.table] if index is not None else []
         found += [t for name in ("_legal", "_remaining", "_ranks") if (t := getattr(sampler, name, None)) is not None]
         assert {t.device.type for t in found} == {"cpu"}
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_while_another_thread_samples(machine, prefetch):
+    """CASES 32: batches are whole, and carry what was written at their index."""
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(500), batch_size=64, prefetch=prefetch)
+    buffer.extend(transitions(500))
+    enough, stop, wrong = threading.Semaphore(0), threading.Event(), []
+
+    def sample():
+        while not stop.is_set():
+            batch = buffer.sample()
+            if not same(batch.exclude("index"), transitions(500)[batch["index"]]):
+                wrong.append(batch)
+            enough.release()
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        for place in ("pinned", "cpu") * 5:
+            assert enough.acquire(timeout=30)
+            buffer.to(place)
+        for _ in range(20):
+            assert enough.acquire(timeout=30)
+    finally:
+        stop.set()
+        thread.join()
+    assert not wrong
 
 
 def test_keys_are_released_one_by_one(machine, monkeypatch):

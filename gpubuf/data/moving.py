@@ -52,8 +52,8 @@ class Movable:
     def to(self, device: torch.device | str, *, progress: bool | None = None) -> Self:
         """Move rows, index, counters and random state, while the buffer is in use. Batches go on as if it had not.
 
-        One key after the other, in chunks: of no more than one key there are two copies at a time, and never two on one
-        device. Batches that were prefetched before come from where the buffer was.
+        One key after the other, in chunks: no more than one key is there twice at a time. Batches that were prefetched go
+        along. Other threads wait until it is done.
 
         Args:
             device: ``"cpu"``, ``"cuda"``, ``"pinned"`` or a ``torch.device``.
