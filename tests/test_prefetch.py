@@ -454,6 +454,19 @@ def test_states_without_a_queue_load():
         assert identical(ahead.sample(), plain.sample())
 
 
+@pytest.mark.parametrize("queue", [{"data": 1}, [{}], [3]])
+def test_a_damaged_queue_is_refused_before_anything_changes(queue):
+    plain, ahead = new("uniform", None), new("uniform", 2)
+    for buffer in (plain, ahead):
+        buffer.extend(transitions(50))
+    other = new("uniform", None)
+    other.extend(transitions(20, 500))
+    with pytest.raises(ValueError, match="prefetched batch 0"):
+        ahead.load_state_dict({**other.state_dict(), "_prefetch": queue})
+    for _ in range(4):
+        assert identical(ahead.sample(), plain.sample())
+
+
 # Threads
 
 

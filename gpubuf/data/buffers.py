@@ -391,6 +391,7 @@ class ReplayBuffer(Movable, Sampling):
             kind = state["_sampler"]["type"]
             if kind != type(self._sampler).__name__:
                 raise ValueError(f"the state is that of a {kind}, this buffer has a {type(self._sampler).__name__}")
+            self._ahead.check(state.get("_prefetch", []))
             self._ahead.discard()
             order = self._storage.load_state_dict(state["_storage"])
             self._sampler.load_state_dict(state["_sampler"], self._storage, order)

@@ -86,8 +86,9 @@ class Turn:
 
     def on_gpu(self) -> bool:
         """Whether operations are launches on a real GPU; fake tensors claim to be on one where there is none."""
-        storage = self.storage
-        if not storage.initialized or not storage.ring.is_cuda:
+        # Past the properties, which would cost more than all else in a turn.
+        ring = self.storage._ring
+        if ring is None or not ring.counters.is_cuda:
             return False
         if self._has_cuda is None:
             self._has_cuda = torch.cuda.is_available()

@@ -24,6 +24,8 @@ from gpubuf.data.layout import Data
 from gpubuf.data.locking import Turn
 from gpubuf.data.pinning import copied, pin, tensors_of
 
+_STATE_KEYS = ("data", "info", "ran_out", "device", "claimed")
+
 
 class Batch(NamedTuple):
     """A batch on its way to the consumer."""
@@ -250,7 +252,9 @@ class Prefetcher:
         slot = _Slot(draw, finish, self._side.fork(self._turn.storage.ring.device if on_gpu else None))
         if not on_gpu:
             if self._executor is None:
-                self._executor = ThreadPoolExecutor(1, thread_name_prefix="gpubuf-prefetch")
+                # OpenMP and MKL keep a number of threads for every thread that calls them: this one's is the caller's.
+                threads = torch.get_num_threads()
+                self._executor = ThreadPoolExecutor(1, "gpubuf-prefetch", torch.set_num_threads, (threads,))
             self._executor.submit(self._prepare, slot)
             self._turn.pending.append(slot)
         self._unfinished += 1
@@ -315,6 +319,20 @@ class Prefetcher:
             with self._condition:
                 self._held -= 1
                 self._condition.notify_all()
+
+    @staticmethod
+    def check(state: Any) -> None:
+        """Raise where :meth:`load_state_dict` would fail, before anything has changed.
+
+        Raises:
+            ValueError: ``state`` is not what :meth:`state_dict` returns.
+        """
+        for number, entry in enumerate(state if isinstance(state, list) else [state]):
+            found = sorted(entry) if isinstance(entry, dict) else type(entry).__name__
+            if found != sorted(_STATE_KEYS):
+                raise ValueError(
+                    f"prefetched batch {number} of the state should have {sorted(_STATE_KEYS)}, has {found}"
+                )
 
     def discard(self) -> None:
         """Drop the queue. To be used inside a turn."""
