@@ -306,6 +306,17 @@ def test_a_freed_buffer_has_no_memory_and_can_be_used_again(kind):
     assert alike(buffer, fresh)
 
 
+def test_faults_of_before_don_t_keep_the_memory():
+    buffer = twin("prioritized")
+    write(buffer, 75, 0)
+    buffer.storage.ring[3] = 2
+    with pytest.raises(IndexError, match="2 rows"):
+        buffer.free()
+    assert buffer.memory().total == 0
+    write(buffer, 10, 0)
+    assert int((buffer.sampler.tree.leaves > 0).sum()) == 10
+
+
 def test_other_rows_may_follow():
     buffer = twin("uniform", ndim=2)
     buffer.extend(TensorDict({"x": torch.zeros(7, 2)}, [7, 2]))

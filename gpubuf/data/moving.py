@@ -43,11 +43,19 @@ class Movable:
             return report(self._storage, self._sampler)
 
     def free(self) -> None:
-        """Forget everything, and release the memory of rows and index; the next write allocates anew. Synchronises."""
+        """Forget everything, and release the memory of rows and index; the next write allocates anew. Synchronises.
+
+        Raises:
+            NotImplementedError: the rows lie in files; ``empty()`` forgets them.
+            IndexError: a GPU has refused rows out of range before. The memory is released all the same.
+        """
         with self._lock:
             self._ahead.discard()
-            self._storage.free()
-            self._sampler.free()
+            try:
+                self._storage.free()
+            finally:
+                if not self._storage.initialized:
+                    self._sampler.free()
 
     def to(self, device: torch.device | str, *, progress: bool | None = None) -> Self:
         """Move rows, index, counters and random state, while the buffer is in use. Batches go on as if it had not.
