@@ -60,8 +60,8 @@ class Movable:
     def to(self, device: torch.device | str, *, progress: bool | None = None) -> Self:
         """Move rows, index, counters and random state, while the buffer is in use. Batches go on as if it had not.
 
-        One key after the other, in chunks: no more than one key is there twice at a time. Batches that were prefetched go
-        along. Other threads wait until it is done.
+        One key after the other, in chunks: no more than one key is there twice at a time. Prefetched batches go along.
+        Other threads wait until it is done.
 
         Args:
             device: ``"cpu"``, ``"cuda"``, ``"pinned"`` or a ``torch.device``.
