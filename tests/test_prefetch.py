@@ -184,6 +184,24 @@ def test_late_priorities_of_overwritten_rows_are_dropped():
     assert torch.equal(buffer.sampler.tree.state_dict()["leaves"], before)
 
 
+def test_hyperparameters_apply_to_batches_asked_for_later():
+    """Also where the worker is behind: setting one makes the draws that are due first."""
+    gate = Gate()
+    reference, ahead = Reference(new("prioritized", None), 3), new("prioritized", 3, transform=gate)
+    for i in range(8):
+        for buffer in (reference.buffer, ahead):
+            if i == 0:
+                buffer.extend(transitions(60))
+                buffer.update_priority(torch.arange(60), torch.arange(60.0))
+            buffer.sampler.beta = 0.1 * i
+            buffer.sampler.alpha = 0.5 + 0.1 * i
+        gate.permits.release()
+        batch, due = ahead.sample(), reference.sample()
+        assert identical(batch, due)
+        assert torch.equal(batch["priority_weight"], due["priority_weight"])
+    gate.permits.release(100)
+
+
 def test_preparation_runs_beside_the_consumer():
     """The next batch is being transformed while the consumer has this one."""
     entered = threading.Semaphore(0)
@@ -454,14 +472,23 @@ def test_states_without_a_queue_load():
         assert identical(ahead.sample(), plain.sample())
 
 
-@pytest.mark.parametrize("queue", [{"data": 1}, [{}], [3]])
+@pytest.mark.parametrize(
+    "queue",
+    [
+        {"data": 1},
+        [{}],
+        [3],
+        [{"data": torch.ones(1), "info": [["index", 3]], "ran_out": False, "device": None, "claimed": False}],
+        [{"data": torch.ones(1), "info": [], "ran_out": False, "device": 7, "claimed": False}],
+    ],
+)
 def test_a_damaged_queue_is_refused_before_anything_changes(queue):
     plain, ahead = new("uniform", None), new("uniform", 2)
     for buffer in (plain, ahead):
         buffer.extend(transitions(50))
     other = new("uniform", None)
     other.extend(transitions(20, 500))
-    with pytest.raises(ValueError, match="prefetched batch 0"):
+    with pytest.raises(ValueError, match="prefetched batches"):
         ahead.load_state_dict({**other.state_dict(), "_prefetch": queue})
     for _ in range(4):
         assert identical(ahead.sample(), plain.sample())

@@ -139,7 +139,7 @@ class ReplayBuffer(Movable, Sampling):
             transform = transform_factory()
         if transform is not None:
             self._transform.append(transform)
-        self._lock = Turn(self._storage)
+        self._lock = self._sampler.turn = Turn(self._storage)
         self._ahead = Prefetcher(prefetch or 0, self._lock)
         if generator is not None:
             self.set_rng(generator)
@@ -354,6 +354,7 @@ class ReplayBuffer(Movable, Sampling):
             sampler = component(sampler, Sampler, RandomSampler)
             sampler.register_storage(self._storage)
             self._storage.index_bytes = sampler.index_bytes
+            sampler.turn = self._lock
             self._sampler = sampler
 
     def set_writer(self, writer: Writer) -> None:

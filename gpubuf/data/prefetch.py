@@ -27,6 +27,18 @@ from gpubuf.data.pinning import copied, pin, tensors_of
 _STATE_KEYS = ("data", "info", "ran_out", "device", "claimed")
 
 
+def _is_entry(entry: Any) -> bool:
+    """Whether ``entry`` is a batch in the queue's state."""
+    if not isinstance(entry, dict) or sorted(entry) != sorted(_STATE_KEYS):
+        return False
+    info, device = entry["info"], entry["device"]
+    pairs = isinstance(info, list) and all(
+        isinstance(pair, (list, tuple)) and len(pair) == 2 and isinstance(pair[1], Tensor) for pair in info
+    )
+    flags = isinstance(entry["ran_out"], bool) and isinstance(entry["claimed"], bool)
+    return pairs and flags and (device is None or isinstance(device, str))
+
+
 class Batch(NamedTuple):
     """A batch on its way to the consumer."""
 
@@ -327,12 +339,8 @@ class Prefetcher:
         Raises:
             ValueError: ``state`` is not what :meth:`state_dict` returns.
         """
-        for number, entry in enumerate(state if isinstance(state, list) else [state]):
-            found = sorted(entry) if isinstance(entry, dict) else type(entry).__name__
-            if found != sorted(_STATE_KEYS):
-                raise ValueError(
-                    f"prefetched batch {number} of the state should have {sorted(_STATE_KEYS)}, has {found}"
-                )
+        if not isinstance(state, list) or not all(map(_is_entry, state)):
+            raise ValueError(f"the prefetched batches of a state are a list of dicts of {_STATE_KEYS}, got {state!r}")
 
     def discard(self) -> None:
         """Drop the queue. To be used inside a turn."""

@@ -83,10 +83,11 @@ class PrioritizedSampler(Sampler):
     def alpha(self, value: float) -> None:
         if not value >= 0:
             raise ValueError(f"alpha must be at least 0, got {value}")
-        if self._tree is not None:
-            self.raise_if_refused()
-            self._tree.set_alpha(value)
-        self._alpha = float(value)
+        with self.turn:
+            if self._tree is not None:
+                self.raise_if_refused()
+                self._tree.set_alpha(value)
+            self._alpha = float(value)
 
     @property
     def beta(self) -> float | Tensor:
@@ -97,9 +98,10 @@ class PrioritizedSampler(Sampler):
     def beta(self, value: float | Tensor) -> None:
         if not isinstance(value, Tensor) and not value >= 0:
             raise ValueError(f"beta must be at least 0, got {value}")
-        if self._tree is not None:
-            self._tree.set_beta(value)
-        self._beta = value
+        with self.turn:
+            if self._tree is not None:
+                self._tree.set_beta(value)
+            self._beta = value
 
     @property
     def eps(self) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -44,9 +45,11 @@ class Sampler:
 
     Attributes:
         ran_out: whether an epoch has ended with the last batch; iteration over the buffer stops there.
+        turn: the lock of the sampler's buffer, for what users call on the sampler itself.
     """
 
     ran_out: bool = False
+    turn: AbstractContextManager[Any] = nullcontext()
 
     def __init__(self) -> None:
         self._random: RandomState | None = None
