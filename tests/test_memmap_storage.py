@@ -326,8 +326,11 @@ def test_only_the_same_storage_is_opened(tmp_path: Path):
     with pytest.raises(ValueError, match="keys differ"):
         again.extend(transitions(2).exclude("step"))
     assert len(again) == 10
-    with pytest.raises(ValueError, match="is missing"):
+    with pytest.raises(ValueError, match="there is no storage"):
         LazyMemmapStorage.open(tmp_path / "nowhere")
+    (tmp_path / "rows" / "gpubuf.json").unlink()
+    with pytest.raises(ValueError, match="load_torchrl"):
+        LazyMemmapStorage.open(tmp_path / "rows")
 
 
 def edit(path: Path, **changes) -> None:

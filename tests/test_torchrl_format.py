@@ -6,6 +6,8 @@ need: `test_writes_what_torchrl_writes` compares with its files instead.
 
 import json
 import os
+import random
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -338,6 +340,30 @@ def test_damage_is_an_error(tmp_path: Path, damage: str):
     spoil(folder)
     with pytest.raises(ValueError, match=message):
         load_torchrl(folder)
+
+
+PIECES = ("0", "-1", "8", "1e99", "9" * 25, "NaN", "null", "true", '"x"', '"../x"', "[]", "[8]", "[8, 2]", "{}", "")
+
+
+def test_mutated_dumps(tmp_path: Path):
+    """Whatever a value of the metadata is replaced by: a ValueError, or a buffer that works."""
+    chance = random.Random(4)
+    outcomes = []
+    for trial in range(200):
+        name = chance.choice(sorted(path.name for path in DUMPS.iterdir()))
+        folder = copied(name, tmp_path / str(trial))
+        path = chance.choice(sorted(folder.rglob("*.json")))
+        text = path.read_text()
+        token = chance.choice(list(re.finditer(r'[\d.]+|"[^"]*"|true|false|null|\[[^\]]*\]', text)))
+        path.write_text(text[: token.start()] + chance.choice(PIECES) + text[token.end() :])
+        try:
+            buffer = load_torchrl(folder)
+            if len(buffer):
+                buffer.sample(buffer.batch_size or 2)
+            outcomes.append("loaded")
+        except ValueError:
+            outcomes.append("refused")
+    assert set(outcomes) == {"loaded", "refused"}
 
 
 def test_foreign_folders(tmp_path: Path):

@@ -209,6 +209,9 @@ def _create(path: Path, dtype: torch.dtype, shape: tuple[int, ...], created: lis
 
 def _manifest(folder: Path) -> dict[str, Any]:
     path = folder / GPUBUF_FILE
+    if not path.exists():
+        hint = "; load_torchrl() reads what TorchRL has saved" if (folder / files.STORAGE_FILE).exists() else ""
+        raise ValueError(f"there is no storage in {folder}: {GPUBUF_FILE} is missing{hint}")
     content = files.read_json(path)
     if content.get("format") != FORMAT:
         raise ValueError(f"{path} is not that of a memory-mapped storage of gpubuf")
