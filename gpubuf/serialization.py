@@ -70,6 +70,7 @@ def save(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
     temporary = target.with_name(target.name + ".tmp")
     try:
         write(temporary, pieces)
+        sync(temporary)
         os.replace(temporary, target)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -102,7 +103,7 @@ def contents(state: Mapping[str, Any]) -> Iterator[Buffer]:
 
 
 def write(path: str | os.PathLike[str], pieces: Iterable[Buffer]) -> tuple[int, int]:
-    """Write the `contents` of a state to a new file and to the disk. Not atomic.
+    """Write the `contents` of a state to a new file. Neither atomic nor yet on the disk: see `sync`.
 
     Returns:
         The size of the file, and its checksum.
@@ -113,8 +114,6 @@ def write(path: str | os.PathLike[str], pieces: Iterable[Buffer]) -> tuple[int, 
         for piece in pieces:
             size += file.write(piece)
             last = piece
-        file.flush()
-        os.fsync(file.fileno())
     return size, int.from_bytes(last, "little")
 
 
@@ -262,9 +261,13 @@ def _checksum(path: str | os.PathLike[str]) -> int:
 
 def sync_folder(folder: Path) -> None:
     """Make the new name survive a power cut, where the system can do it (POSIX)."""
-    if os.name != "posix":
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
+    if os.name == "posix":
+        sync(folder)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or a folder is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         os.fsync(descriptor)
     finally:

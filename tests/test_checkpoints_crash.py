@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -34,15 +35,16 @@ class PowerCutError(BaseException):
 
 def steps_of_a_save(monkeypatch: pytest.MonkeyPatch, fail_at: int | None) -> list[int]:
     """Count the calls that change the disk, and fail before one of them."""
-    calls = [0]
+    calls, lock = [0], threading.Lock()
 
     def counted(module, name):
         original = getattr(module, name)
 
         def call(*args, **kwargs):
-            if calls[0] == fail_at:
-                raise PowerCutError
-            calls[0] += 1
+            with lock:
+                if calls[0] == fail_at:
+                    raise PowerCutError
+                calls[0] += 1
             return original(*args, **kwargs)
 
         monkeypatch.setattr(module, name, call)

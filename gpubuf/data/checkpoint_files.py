@@ -120,6 +120,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> int:
     # The names of the files that the manifest refers to must be on the disk before it is.
     serialization.sync_folder(folder)
     serialization.write(temporary, [text])
+    serialization.sync(temporary)
     os.replace(temporary, folder / MANIFEST)
     serialization.sync_folder(folder)
     return len(text)

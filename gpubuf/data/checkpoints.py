@@ -11,6 +11,7 @@ import os
 import secrets
 import sys
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ _LEAST_BYTES = 1 << 20
 _FILES = 128
 _BAR_BYTES = 1 << 30
 _MARKS = 8
+_FLUSHING = 4
 
 
 @dataclass(frozen=True)
@@ -112,8 +114,7 @@ def save(
         large = _take_large(state, _LEAST_BYTES if file_bytes is None else file_bytes)
         save_id = secrets.token_hex(8)
         total = sum(t.nbytes for t in tensors) + sum(t.nbytes for _, t in large)
-        with _bar("saving", total, progress) as advance:
-            writer = _Writer(folder, save_id, advance)
+        with _bar("saving", total, progress) as advance, _Writer(folder, save_id, advance) as writer:
             row_files = None
             if rows is not None:
                 state["_storage"] = {key: value for key, value in state["_storage"].items() if key != "rows"}
@@ -121,6 +122,7 @@ def save(
                 row_files = writer.rows(storage, tensors, previous, since, mark, file_bytes)
             tensor_files = writer.tensors(large, previous, file_bytes)
             state_file = writer.write("state", [0], state, 0, 0)
+            writer.finish()
         manifest = Manifest(
             save_id, storage.written, len(storage), storage.max_size, row_files, tensor_files, state_file
         )
@@ -214,10 +216,26 @@ class _Writer:
     def __init__(self, folder: Path, save_id: str, advance: Advance) -> None:
         self._folder, self._id, self._advance = folder, save_id, advance
         self.bytes = self.files = 0
+        # A file system that waits for one file at a time would take twice as long.
+        self._disk = ThreadPoolExecutor(_FLUSHING)
+        self._flushes: list[Future[None]] = []
+
+    def __enter__(self) -> _Writer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._disk.shutdown()
+
+    def finish(self) -> None:
+        """Wait until all that was written is on the disk."""
+        for flush in self._flushes:
+            flush.result()
 
     def write(self, kind: files.Kind, numbers: list[int], state: Mapping[str, Any], start: int, stop: int) -> File:
         name = files.file_name(kind, numbers, self._id)
-        size, checksum = serialization.write(self._folder / name, serialization.contents(state))
+        path = self._folder / name
+        size, checksum = serialization.write(path, serialization.contents(state))
+        self._flushes.append(self._disk.submit(serialization.sync, path))
         self.bytes, self.files = self.bytes + size, self.files + 1
         return File(name, size, checksum, start, stop)
 
