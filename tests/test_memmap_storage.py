@@ -47,7 +47,7 @@ def transitions(n: int, first: int = 0) -> TensorDict:
     )
 
 
-def filled(folder: Path | None, n: int = 13, capacity: int = 10, **kwargs) -> TensorDictReplayBuffer:
+def filled(folder: Path, n: int = 13, capacity: int = 10, **kwargs) -> TensorDictReplayBuffer:
     buffer = TensorDictReplayBuffer(storage=LazyMemmapStorage(capacity, scratch_dir=folder), batch_size=4, **kwargs)
     for first in range(0, n, 4):
         buffer.extend(transitions(min(4, n - first), first))
@@ -240,13 +240,13 @@ def test_warns_of_a_disk_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_temporary_files_go_with_the_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    buffer = filled(None)
-    folder = buffer.storage.scratch_dir
-    assert list(tmp_path.iterdir()) == [folder]
-    view = buffer[:]
-    del buffer
+    storage = LazyMemmapStorage(10)
+    storage.append(transitions(4))
+    assert list(tmp_path.iterdir()) == [storage.scratch_dir]
+    view = storage[:]
+    del storage
     assert list(tmp_path.iterdir()) == []
-    assert view["step"].tolist() == [10, 11, 12, 3, 4, 5, 6, 7, 8, 9]
+    assert view["step"].tolist() == [0, 1, 2, 3]
 
 
 def test_temporary_files_go_with_the_process(tmp_path: Path):
