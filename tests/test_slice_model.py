@@ -40,8 +40,10 @@ class SliceMachine(RuleBasedStateMachine):
         strict=st.booleans(),
         span=st.sampled_from([(False, False), (True, True), (1, False), (False, 1), (False, True)]),
         weighting=st.sampled_from(["trajectory", "transition"]),
+        laps=st.sampled_from([0, 0.5, 1, 1.3]),
+        seed=st.integers(0, 2**32),
     )
-    def build(self, kind, steps, envs, by_id, slice_len, strict, span, weighting):
+    def build(self, kind, steps, envs, by_id, slice_len, strict, span, weighting, laps, seed):
         self.kind, self.slice_len, self.strict = kind, slice_len, strict
         self.model = SliceModel(steps, envs, by_id)
         common = {
@@ -65,6 +67,7 @@ class SliceMachine(RuleBasedStateMachine):
         self.buffer = self.new_buffer()
         self.priority: dict[int, float] = {}
         self.maximum: float | None = None
+        self.extend(seed, int(laps * steps), 1, 0.05)
 
     def new_buffer(self) -> TensorDictReplayBuffer:
         model = self.model
@@ -82,7 +85,7 @@ class SliceMachine(RuleBasedStateMachine):
     )
     def extend(self, seed, n, times, end):
         flags = random.Random(seed)
-        for _ in range(times):
+        for _ in range(times if n else 0):
             self.write([[flags.random() < end for _ in range(self.model.envs)] for _ in range(n)])
 
     def write(self, flags):

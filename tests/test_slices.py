@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections import Counter
 from fractions import Fraction
 
@@ -176,6 +177,30 @@ def test_heads_that_were_overwritten():
         oldest = written
         assert min(min(one) for one in split(buffer.sample(3000))) >= oldest
         assert set(split(buffer.sample(3000))) == set(model.slices(3))
+
+
+@pytest.mark.parametrize("weighting", ["trajectory", "transition"])
+@pytest.mark.parametrize("by_id", [False, True])
+@pytest.mark.parametrize(("steps", "envs", "end"), [(200, 1, 0.02), (200, 1, 0.3), (130, 3, 0.02), (300, 2, 0.004)])
+def test_the_index_stays_exact(steps, envs, end, by_id, weighting):
+    """After each of hundreds of small writes, in rings of several words, it counts what the model counts (CASES 15)."""
+    flags = random.Random(0)
+    keys = {"traj_key": "trajectory"} if by_id else {"end_key": ("next", "done")}
+    sampler = SliceSampler(slice_len=3, weighting=weighting, **keys)
+    model = SliceModel(steps, envs, by_id)
+    storage = LazyTensorStorage(steps * envs, ndim=1 if envs == 1 else 2)
+    buffer = TensorDictReplayBuffer(storage=storage, sampler=sampler)
+    for _ in range(200):
+        n = flags.choice([1, 1, 2, 5, 40])
+        buffer.extend(model.write([[flags.random() < end for _ in range(envs)] for _ in range(n)]))
+        index = sampler.index_for(buffer.storage)
+        offsets = [index.rule.offsets(len(t)) for t in model.trajectories()]
+        assert int(index.total) == (sum(offsets) if weighting == "transition" else sum(map(bool, offsets)))
+    # A rebuild changes nothing.
+    before = index.ends.clone(), index.sums.clone()
+    index.rebuild()
+    assert torch.equal(index.sums, before[1])
+    assert by_id or torch.equal(index.ends, before[0])
 
 
 # What is said about it
