@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -42,8 +43,7 @@ class RowMemory(Storage):
         self._ring: Ring | None = None
         self._placement = None
         self._laps = 0  # how often the ring went round before the memory was last released
-        #: What the sampler takes beside the rows, for their shape and a type of device; set by buffers.
-        self.index_bytes: Callable[[tuple[int, ...], str], IndexBytes] = lambda shape, device_type: IndexBytes()
+        self._index_bytes: weakref.WeakMethod | None = None
         #: Root keys that are derived and therefore not stored; set by writers that own them.
         self.ignored_keys: frozenset[str] = frozenset()
         #: How many times :meth:`write` overwrote rows in place, or :meth:`free` gave them up, so that a checkpoint
@@ -136,6 +136,19 @@ class RowMemory(Storage):
         return sum(t.nbytes for t in self._tensors)
 
     # Memory
+
+    @property
+    def index_bytes(self) -> Callable[[tuple[int, ...], str], IndexBytes]:
+        """What the sampler takes beside the rows, for their shape and a type of device; a method, set by buffers.
+
+        Held weakly: the sampler knows the storage too, and a dropped buffer must not wait for the garbage collector.
+        """
+        method = None if self._index_bytes is None else self._index_bytes()
+        return method or (lambda shape, device_type: IndexBytes())
+
+    @index_bytes.setter
+    def index_bytes(self, method: Callable[[tuple[int, ...], str], IndexBytes]) -> None:
+        self._index_bytes = weakref.WeakMethod(method)
 
     def initialize(self, data: Data) -> None:
         """Allocate for rows like those of ``data`` (a batch of ``ndim`` dimensions). Writes nothing."""
