@@ -57,6 +57,10 @@ def test_choice_of_key():
     buffer = ReplayBuffer(storage=LazyTensorStorage(12), sampler=SliceSampler(slice_len=2))
     with pytest.raises(KeyError, match="nothing tells"):
         buffer.extend(TensorDict({"number": torch.arange(12)}, [12]))
+    # Nothing was written: other rows may come.
+    assert len(buffer) == 0
+    buffer.extend(data())
+    assert len(buffer) == 12
 
 
 def test_a_storage_that_was_full_before():

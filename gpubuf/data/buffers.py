@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gpubuf.data import checkpoints
-from gpubuf.data.layout import Data
+from gpubuf.data.layout import Data, RowLayout
 from gpubuf.data.locking import Turn
 from gpubuf.data.moving import Movable
 from gpubuf.data.prefetch import Prefetcher
@@ -221,6 +221,8 @@ class ReplayBuffer(Movable, Sampling):
         if storage.ndim > 1 and self.dim_extend != 0:
             data = data.transpose(0, self.dim_extend)
         given = priority(data) if priority is not None else None
+        if not storage.initialized:
+            self._sampler.check_rows(RowLayout(data, storage.ndim, storage.ignored_keys), storage.ndim)
         index = self._writer.extend(data)
         if index.numel() == 0:
             return storage.unravel(index) if storage.ndim > 1 and storage.initialized else index

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.indexing import as_positions
+from gpubuf.data.layout import RowLayout
 from gpubuf.data.placement import IndexBytes
 from gpubuf.data.random import RandomState
 from gpubuf.data.storages import Storage, TensorStorage
@@ -88,6 +89,9 @@ class Sampler:
 
     def register_storage(self, storage: Storage) -> None:
         """Called when the sampler becomes part of a buffer: raise if it can't serve ``storage``."""
+
+    def check_rows(self, layout: RowLayout, ndim: int) -> None:
+        """Called before the first rows are written: raise if they lack what the sampler needs."""
 
     def on_write(self, index: Tensor, storage: TensorStorage, priority: Tensor | None) -> None:
         """Called once for every write, with the flat positions of its surviving rows."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.data.layout import Key, as_key
+from gpubuf.data.layout import Key, RowLayout, as_key
 from gpubuf.data.storages import TensorStorage
 
 #: Where identifiers of trajectories are looked for, in this order, when no key is given.
@@ -51,28 +51,29 @@ def _addresses(storage: TensorStorage, positions: Sequence[int]) -> Tensor:
     return torch.stack([storage.table[position] for position in positions])
 
 
-def stored_signal(storage: TensorStorage, end_keys: Sequence[Any] | None = None, traj_key: Any | None = None) -> Signal:
-    """The stored keys that tell where trajectories end.
+def signal_keys(
+    layout: RowLayout, ndim: int, end_keys: Sequence[Any] | None = None, traj_key: Any | None = None
+) -> tuple[tuple[int, ...], bool]:
+    """Which keys of a row tell where trajectories end: their positions in the layout, and whether they are identifiers.
 
     Identifiers come first where a key for them is given, or nothing is: then :data:`TRAJECTORY_KEYS` are tried, and
-    :data:`END_KEY`. Where what was asked for is not stored, the other kind is used, with a warning.
+    :data:`END_KEY`. Where what was asked for is not there, the other kind is used, with a warning.
 
     Raises:
-        KeyError: neither is stored.
-        ValueError: the rows of the storage are themselves batches.
+        KeyError: neither is there.
+        ValueError: the rows are themselves batches.
     """
-    layout = storage.layout
     if layout.nested_batch:
         raise ValueError(
             f"the rows of the storage have batch dimensions of their own, {list(layout.nested_batch)}: to keep the "
-            f"steps of several environments, give the storage ndim={storage.ndim + len(layout.nested_batch)}"
+            f"steps of several environments, give the storage ndim={ndim + len(layout.nested_batch)}"
         )
     asked = traj_key is not None or end_keys is not None
     by_ends = (False, tuple(as_key(key) for key in end_keys) if end_keys is not None else (END_KEY,))
     by_ids = [(True, (as_key(traj_key),))] if traj_key is not None else [(True, (key,)) for key in TRAJECTORY_KEYS]
     choices = [by_ends, *by_ids] if end_keys is not None and traj_key is None else [*by_ids, by_ends]
     for by_id, keys in choices:
-        positions = [position for key in keys if (position := layout.position(key)) is not None]
+        positions = tuple(position for key in keys if (position := layout.position(key)) is not None)
         if not positions:
             continue
         if asked and (by_id, keys) != choices[0]:
@@ -80,12 +81,18 @@ def stored_signal(storage: TensorStorage, end_keys: Sequence[Any] | None = None,
                 f"{list(choices[0][1])} is not stored: trajectories are told apart by {list(keys)} instead",
                 stacklevel=2,
             )
-        table = _addresses(storage, positions)
-        return Signal(table, by_id, assumed=not asked and not by_id, positions=tuple(positions))
+        return positions, by_id
     raise KeyError(
         f"nothing tells where trajectories end: none of {[key for _, keys in choices for key in keys]} is stored; the "
         f"storage has {[leaf.key for leaf in layout.leaves]}"
     )
+
+
+def stored_signal(storage: TensorStorage, end_keys: Sequence[Any] | None = None, traj_key: Any | None = None) -> Signal:
+    """The stored keys that :func:`signal_keys` names, and where they are."""
+    positions, by_id = signal_keys(storage.layout, storage.ndim, end_keys, traj_key)
+    assumed = end_keys is None and traj_key is None and not by_id
+    return Signal(_addresses(storage, positions), by_id, assumed, positions=positions)
 
 
 def fixed_signal(storage: TensorStorage, values: Tensor, by_id: bool) -> Signal:

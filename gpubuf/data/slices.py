@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpubuf.data.layout import RowLayout
 from gpubuf.data.placement import IndexBytes
 from gpubuf.data.samplers import Draw, Sampler, tensor_storage
-from gpubuf.data.signals import Signal, fixed_signal, interleaved_environments, stored_signal
+from gpubuf.data.signals import Signal, fixed_signal, interleaved_environments, signal_keys, stored_signal
 from gpubuf.data.slice_flags import SliceFlags
 from gpubuf.data.storages import Storage, TensorStorage
 from gpubuf.data.trajectories import Trajectories, TrajectoryIndex
@@ -185,6 +186,14 @@ class SliceSampler(Sampler):
         if self.fixed_trajectories is not None:
             return fixed_signal(storage, self.fixed_trajectories, by_id=True)
         return stored_signal(storage, self._end_keys, self.traj_key)
+
+    def check_rows(self, layout: RowLayout, ndim: int) -> None:
+        """Raise where nothing in the rows tells where trajectories end."""
+        if self.ends is None and self.fixed_trajectories is None:
+            with warnings.catch_warnings():
+                # Said when the index is made.
+                warnings.simplefilter("ignore")
+                signal_keys(layout, ndim, self._end_keys, self.traj_key)
 
     @property
     def _end_keys(self) -> Sequence[Any] | None:
