@@ -108,6 +108,15 @@ def test_the_choice_is_said_once(monkeypatch, caplog):
     assert "no CUDA device" in str(storage.placement)
 
 
+def test_rows_that_do_not_fit_on_the_gpu_are_a_warning(monkeypatch, caplog):
+    Machine(device=GIB, host=100 * GIB).install(monkeypatch)
+    with fake_cuda():
+        chosen = place("auto", 10 * GIB, IndexBytes(), 1000, torch.device("cpu"))
+    assert chosen.kind == "pinned"
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+
+
 def test_auto_counts_what_the_sampler_takes(monkeypatch):
     """Rows alone would fit on the GPU; with tree and index they don't."""
     data = transitions(4)

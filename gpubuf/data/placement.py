@@ -196,7 +196,9 @@ def place(
         device = torch.device("cpu")
         kind, why = choose(rows, index.total, capacity, memory.free())
     placement = Placement(kind, device, f"chosen automatically: {why}")
-    logger.info("replay buffer of %d rows: %s", capacity, placement)
+    # Rows that did not fit on the GPU cost speed: that is shown also where nobody has set up logging.
+    level = logging.WARNING if kind == PINNED else logging.INFO
+    logger.log(level, "replay buffer of %d rows: %s", capacity, placement)
     return placement
 
 
