@@ -106,7 +106,6 @@ def test_the_threads_report_what_breaks(tmp_path: Path):
 
     made.buffer.sample = torn
     result = made.run(30.0)
-    assert made.stop.is_set()
     assert result.counts["samples"] == 19
     assert [type(error) for error in result.failures] == [BrokenInvariantError]
     assert "checksum" in result.problems()[0]
