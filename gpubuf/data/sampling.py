@@ -87,6 +87,8 @@ class Sampling:
 
     def _finish(self, batch: Batch) -> Batch:
         """Collate, transform and pin."""
+        if self._collate_fn is None and not self._pin_memory and not len(self._transform):
+            return batch
         data, info, ran_out, has_info = batch
         if self._collate_fn is not None:
             data = self._collate_fn(data)

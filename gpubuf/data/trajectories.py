@@ -83,6 +83,8 @@ class TrajectoryIndex:
             name = torch.cuda.get_device_name(device)
         self.fan_out = config.index_fan_out(self.steps, self.envs, device.type, name)
         self.ends, self.sums = trajectories.new_index(self.steps, self.envs, self.fan_out, device)
+        # The last arguments of the operations, put together once.
+        self._shape_and_rule = (self.steps, self.envs, self.fan_out, *self.rule)
         if len(storage):
             self.rebuild()
 
@@ -115,10 +117,7 @@ class TrajectoryIndex:
             signal.table,
             signal.by_id,
             n,
-            self.steps,
-            self.envs,
-            self.fan_out,
-            *self.rule,
+            *self._shape_and_rule,
         )
 
     def rebuild(self) -> None:
@@ -129,7 +128,8 @@ class TrajectoryIndex:
         """Change the rule; free where it stays the same, else O(capacity / 64)."""
         if rule != self.rule:
             self.rule = rule
-            trajectories.resum(self.ends, self.sums, self.storage.ring, self.steps, self.envs, self.fan_out, *rule)
+            self._shape_and_rule = (self.steps, self.envs, self.fan_out, *rule)
+            trajectories.resum(self.ends, self.sums, self.storage.ring, *self._shape_and_rule)
 
     def clear(self) -> None:
         """Forget every trajectory."""
@@ -144,9 +144,8 @@ class TrajectoryIndex:
         Raises:
             RuntimeError: no trajectory is eligible (CPU).
         """
-        ring, rule = self.storage.ring, self.rule
         try:
-            return _draw(self.ends, self.sums, ring, rng.state, rank, n, self.steps, self.envs, self.fan_out, *rule)
+            return _draw(self.ends, self.sums, self.storage.ring, rng.state, rank, n, *self._shape_and_rule)
         except RuntimeError as error:
             raise RuntimeError(self.nothing_eligible()) from error
 
