@@ -254,15 +254,16 @@ def other_slices_table(run: Run) -> str:
     return table(["median µs a call", "gpubuf", TITLES["gpubuf-random"], "TorchRL"], rows)
 
 
-def slices_section(runs: dict[str, Run]) -> str:
-    """docs/performance.md: slices on every kind of device."""
+def slices_section(runs: dict[str, Run], spread: bool = True) -> str:
+    """Slices on every kind of device: docs/performance.md, and without the spread README.md."""
     measured = {kind: run for kind, run in runs.items() if kind in KINDS and run.slices()}
     if not measured:
         return f"No run with slices is committed: {OPEN}."
     parts = [f"![Time to write a row and sample, by rows stored]({{root}}{PLOT})"]
     for kind, run in measured.items():
         parts += [f"**{KINDS[kind]}**, median µs a call:", sizes_table(run), other_slices_table(run)]
-        parts += ["Medians and spread:", spreads(run, run.slices()), described(run)]
+        if spread:
+            parts += ["Medians and spread:", spreads(run, run.slices()), described(run)]
     return "\n\n".join(parts)
 
 
@@ -313,6 +314,7 @@ FIGURES: dict[str, Callable[[dict[str, Run]], str]] = {
     "gpu": lambda runs: spread_table(runs, "cuda"),
     "training": training_table,
     "slices": slices_section,
+    "slices_in_short": lambda runs: slices_section(runs, spread=False),
 }
 
 _BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
