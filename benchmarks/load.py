@@ -73,8 +73,10 @@ def resident() -> int:
 
 
 def tracked() -> int:
-    """Number of objects that the garbage collector knows of, garbage included. Not by ``gc.get_objects``: its references to tuples that
-    another thread is still building make that thread fail (SystemError from tupleobject.c).
+    """Number of objects that the garbage collector knows of, garbage included.
+
+    Not by ``gc.get_objects``: its references to tuples that another thread is still building make that thread fail
+    (SystemError from tupleobject.c).
     """
     gc.freeze()
     count = gc.get_freeze_count()
