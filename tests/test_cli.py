@@ -10,8 +10,8 @@ import sys
 import pytest
 
 import gpubuf
-from gpubuf import cli
 from gpubuf.cli import main
+from gpubuf.commands import train as train_command
 from gpubuf.train import progress
 from gpubuf.train.progress import BarReporter, PlainReporter, QuietReporter, Speed, Status, choose_reporter
 from tests import train_environments
@@ -102,7 +102,7 @@ def test_what_cannot_be_done_is_said_with_exit_code_2(capsys, tmp_path, monkeypa
 
 
 def test_missing_packages_name_the_extra(capsys, monkeypatch):
-    monkeypatch.setattr(cli, "_NEEDED", ("gymnasium", "no_such_package"))
+    monkeypatch.setattr(train_command, "_NEEDED", ("gymnasium", "no_such_package"))
     assert refused(capsys).endswith('training needs no_such_package; pip install "gpubuf[train]"')
 
 

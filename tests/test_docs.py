@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks.report import PAGES, newest_runs, rewritten
+from gpubuf.cli import COMMANDS
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -57,7 +58,7 @@ def test_commands_exist(document: Path):
     inline = "\n".join(re.findall(r"`([^`\n]+(?:\n[^`\n]+)?)`", BLOCK.sub("", document.read_text())))
     commands = re.sub(r"\s*\n\s*(?=ARGS)", " ", f"{shell}\n{inline}")
     assert set(re.findall(r"^make (\w+)", commands, re.MULTILINE)) <= make_targets()
-    assert set(re.findall(r"^gpubuf (\w+)", commands, re.MULTILINE)) <= {"train", "plan"}
+    assert set(re.findall(r"^gpubuf (\w+)", commands, re.MULTILINE)) <= set(COMMANDS)
     for module in re.findall(r"python -m ([\w.]+)", commands):
         path = ROOT.joinpath(*module.split("."))
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module

@@ -380,7 +380,7 @@ class TestArguments:
             SumTree(3).draw(-1, RandomState(1))
 
     def test_devices(self, backend):
-        from gpubuf.kernels.sum_tree._check import check_devices
+        from gpubuf.kernels._check import check_devices
 
         with pytest.raises(ValueError, match=r"on one device, not on \['cpu', 'meta'\]"):
             check_devices(torch.empty(1), None, torch.empty(1, device="meta"))

@@ -28,35 +28,9 @@ from gpubuf import (
     load_torchrl,
     save_torchrl,
 )
+from tests.data.torchrl_rows import filled, transitions
 
 DUMPS = Path(__file__).parent / "data" / "torchrl"
-
-
-def transitions(n: int, first: int = 0) -> TensorDict:
-    """The rows that tests/data/make_torchrl.py writes."""
-    step = torch.arange(first, first + n)
-    return TensorDict(
-        {
-            "observation": step[:, None] + torch.tensor([0.0, 0.25, 0.5]),
-            "action": step[:, None].double() / 4,
-            "pixels": step[:, None, None].expand(n, 2, 2).to(torch.uint8),
-            "collector": {"traj_ids": step // 4},
-            "next": {
-                "observation": step[:, None] + torch.tensor([1.0, 1.25, 1.5]),
-                "reward": -step[:, None].bfloat16(),
-                "done": ((step + 1) % 4 == 0)[:, None],
-            },
-        },
-        [n],
-    )
-
-
-def filled(buffer: ReplayBuffer, *sizes: int) -> ReplayBuffer:
-    first = 0
-    for n in sizes:
-        buffer.extend(transitions(n, first))
-        first += n
-    return buffer
 
 
 def expected(*steps: int) -> TensorDict:

@@ -179,7 +179,7 @@ def test_no_host_sync(monkeypatch):
         for name in dir(module):
             if name.startswith("trajectories_") and name.endswith("_kernel"):
                 monkeypatch.setattr(module, name, Nothing())
-    monkeypatch.setattr(_launch, "_device_name", lambda device: None)
+    monkeypatch.setattr(_launch, "device_name", lambda device: None)
     with fake_cuda():
         for steps, envs, n in ((1000, 1, 1), (1000, 4096, 1), (10**6, 1, 10**6), (100, 3, 0)):
             ends, sums = trajectories.new_index(steps, envs, 32, "cuda")

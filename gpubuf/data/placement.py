@@ -213,6 +213,7 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype, placement: Placement) -
     return torch.from_numpy(np.empty(n_bytes, np.uint8)).view(dtype).view(shape)
 
 
-def device_name(device_type: str) -> str | None:
-    """Name of the current GPU, by which tuned configurations are found; None on the CPU."""
-    return torch.cuda.get_device_name() if device_type == "cuda" and memory.cuda_present() else None
+def device_name(device: torch.device | str) -> str | None:
+    """Name of a GPU (of the current one, without an index), by which tuned configurations are found; None elsewhere."""
+    device = torch.device(device)
+    return torch.cuda.get_device_name(device) if device.type == "cuda" and memory.cuda_present() else None

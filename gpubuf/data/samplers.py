@@ -83,6 +83,13 @@ class Sampler:
             state = self._random = RandomState(generator=self._generator, device=device)
         return state
 
+    def order_of(self, n: int, device: torch.device, shuffle: bool) -> Tensor:
+        """The numbers below ``n``, int64 ``[n]``: in an order from the random stream, or else rising. No host sync."""
+        if not shuffle:
+            return torch.arange(n, device=device)
+        # Sorting independent uniforms gives every order the same probability, and the same order on every device.
+        return self.random_state(device).uniform(n).argsort()
+
     def set_rng(self, generator: torch.Generator | None) -> None:
         """Start a new random stream, seeded by ``generator`` (None: by torch's global one)."""
         self._generator, self._random = generator, None
@@ -192,10 +199,7 @@ class SamplerWithoutReplacement(Sampler):
         self._size = 0
 
     def _permutation(self, storage: TensorStorage) -> Tensor:
-        if not self.shuffle:
-            return torch.arange(len(storage), device=storage.device)
-        # Sorting independent uniforms gives every order the same probability, and the same order on every device.
-        return self.random_state(storage.device).uniform(len(storage)).argsort()
+        return self.order_of(len(storage), storage.device, self.shuffle)
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
         """The next rows of the epoch. No host sync.

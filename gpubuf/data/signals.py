@@ -147,11 +147,19 @@ def interleaved_environments(storage: TensorStorage, end_keys: Sequence[Any] | N
         if layout.position(as_key(key)) is not None:
             ended |= data.get(as_key(key)).reshape(n, -1).any(1)
     going_on = (~ended).nonzero().squeeze(-1)
-    if (coming[going_on[going_on < n - 1]] == now[going_on[going_on < n - 1] + 1]).all(1).any():
+
+    def follow(apart: int) -> Tensor:
+        """Which of the rows that go on, and have a row so far behind them, go on there."""
+        rows = going_on[going_on < n - apart]
+        return (coming[rows] == now[rows + apart]).all(1)
+
+    if follow(1).any():
         return 1
-    for start in going_on[:1].tolist():
-        for apart in ((coming[start] == now[start:]).all(1).nonzero().squeeze(-1)).tolist():
-            rows = going_on[going_on < n - apart]
-            if apart > 1 and len(rows) > 1 and bool((coming[rows] == now[rows + apart]).all()):
-                return int(apart)
+    if len(going_on) == 0:
+        return None
+    first = int(going_on[0])
+    candidates = (coming[first] == now[first:]).all(1).nonzero().squeeze(-1).tolist()
+    for apart in candidates:
+        if apart > 1 and len(found := follow(apart)) > 1 and bool(found.all()):
+            return int(apart)
     return None

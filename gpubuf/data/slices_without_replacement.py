@@ -87,14 +87,10 @@ class SliceSamplerWithoutReplacement(SliceSampler):
 
     def _begin(self, storage: TensorStorage, index: TrajectoryIndex) -> None:
         """Begin an epoch. Synchronises."""
-        rng, total = self.random_state(storage.device), int(index.total.item())
+        total = int(index.total.item())
         if total == 0:
             raise RuntimeError(index.nothing_eligible())
-        if self.shuffle:
-            # Sorting independent uniforms gives every order the same probability, and the same one on every device.
-            self._ranks = rng.uniform(total).argsort()
-        else:
-            self._ranks = torch.arange(total, device=storage.device)
+        self._ranks = self.order_of(total, storage.device, self.shuffle)
         self._epoch = (storage.written, index.rule)
 
     def rebuild(self) -> None:
@@ -107,7 +103,7 @@ class SliceSamplerWithoutReplacement(SliceSampler):
 
     def free(self) -> None:
         super().free()
-        self._epoch = None
+        self._ranks = self._epoch = None
 
     def memory(self) -> IndexBytes:
         order = 0 if self._ranks is None else self._ranks.untyped_storage().nbytes()

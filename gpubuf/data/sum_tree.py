@@ -71,11 +71,8 @@ class SumTree:
             raise ValueError(f"the capacity must be at least 1, but is {capacity}")
         self._alpha = _exponent("alpha", alpha)
         device = torch.device(device)
-        name = None
-        if device.type == "cuda" and torch.cuda.is_available():
-            name = torch.cuda.get_device_name(device)
         self.capacity = int(capacity)
-        self.fan_out = config.tree_fan_out(self.capacity, device.type, name, fan_out)
+        self.fan_out = config.tree_fan_out(self.capacity, device.type, device_name(device), fan_out)
         self.leaves, self.nodes = sum_tree.new_tree(self.capacity, self.fan_out, device)
         self.legal: Tensor | None = None
         self.hyper = torch.zeros(_HYPER, dtype=torch.float64, device=device)

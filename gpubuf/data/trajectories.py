@@ -78,10 +78,7 @@ class TrajectoryIndex:
         self.steps, self.envs = storage.shape[0], math.prod(storage.shape[1:])
         self.rule = Rule(1) if rule is None else rule
         device = storage.device
-        name = None
-        if device.type == "cuda" and torch.cuda.is_available():
-            name = torch.cuda.get_device_name(device)
-        self.fan_out = config.index_fan_out(self.steps, self.envs, device.type, name)
+        self.fan_out = config.index_fan_out(self.steps, self.envs, device.type, device_name(device))
         self.ends, self.sums = trajectories.new_index(self.steps, self.envs, self.fan_out, device)
         # The last arguments of the operations, put together once.
         self._shape_and_rule = (self.steps, self.envs, self.fan_out, *self.rule)

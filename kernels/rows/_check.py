@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gpubuf.kernels._check import demand_int64
+
 
 def check_storage(table: Tensor, ring: Tensor, capacity: int) -> int:
     """Number of keys in ``table``; raise TypeError or ValueError unless the arguments describe a storage."""
@@ -24,15 +26,15 @@ def check_storage(table: Tensor, ring: Tensor, capacity: int) -> int:
     ):
         if capacity < 1:
             raise ValueError(f"the capacity must be at least 1, but is {capacity}")
-        _demand("table", table, (table.numel() // 2, 2))
-        _demand("ring", ring, (4,))
+        demand_int64("table", table, (table.numel() // 2, 2))
+        demand_int64("ring", ring, (4,))
     return table.numel() // 2
 
 
 def check_index(index: Tensor) -> int:
     """Number of entries of ``index``; raise TypeError or ValueError unless it is a contiguous int64 vector."""
     if index.dtype is not torch.int64 or index.dim() != 1 or not index.is_contiguous():
-        _demand("index", index, (index.numel(),))
+        demand_int64("index", index, (index.numel(),))
     return index.numel()
 
 
@@ -76,12 +78,3 @@ def check_source_count(sources: Sequence[Tensor], n_keys: int) -> None:
     """Raise ValueError unless there is one source for each key."""
     if len(sources) != n_keys:
         raise ValueError(f"the storage has {n_keys} keys, but there are {len(sources)} sources")
-
-
-def _demand(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    if tensor.dtype is not torch.int64:
-        raise TypeError(f"{name} must be int64, not {tensor.dtype}")
-    if tensor.shape != shape:
-        raise ValueError(f"{name} must have shape {list(shape)}, not {list(tensor.shape)}")
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name} must be contiguous, but has strides {tensor.stride()}")

@@ -16,6 +16,7 @@ import triton
 from torch import Tensor
 
 from gpubuf.kernels import config as configurations
+from gpubuf.kernels._check import device_name
 from gpubuf.kernels.philox import check_state
 from gpubuf.kernels.rows import ALIGNMENT
 from gpubuf.kernels.rows._check import (
@@ -71,7 +72,7 @@ def choose_config(n_bytes: int, device_name: str | None = None, directory: Path 
 
 @functools.lru_cache(maxsize=256)
 def _config(n_bytes: int, device: torch.device) -> RowsConfig:
-    return choose_config(n_bytes, torch.cuda.get_device_name(device) if device.type == "cuda" else None)
+    return choose_config(n_bytes, device_name(device))
 
 
 def padded_keys(n_keys: int) -> int:

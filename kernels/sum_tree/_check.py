@@ -100,13 +100,6 @@ def rows_to_build(leaves: Tensor, fan_out: int, legal: Tensor | None) -> int:
     return capacity
 
 
-def check_devices(*tensors: Tensor | None) -> None:
-    """Raise ValueError unless all tensors are on one device."""
-    devices = {tensor.device for tensor in tensors if tensor is not None}
-    if len(devices) > 1:
-        raise ValueError(f"all tensors of an operation must be on one device, not on {sorted(map(str, devices))}")
-
-
 def _check_vector(name: str, tensor: Tensor, dtype: torch.dtype, n: int) -> None:
     if tensor.dtype is not dtype or tensor.numel() != n or not tensor.is_contiguous():
         _demand(name, tensor, dtype, (n,))

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 from torch import Tensor
 
 from gpubuf.kernels import config
+from gpubuf.kernels._check import check_devices, device_name
 from gpubuf.kernels.philox import check_request
 from gpubuf.kernels.sum_tree import _triton_update as kernels
 from gpubuf.kernels.sum_tree._check import (
-    check_devices,
     check_hyper,
     check_index,
     check_legal,
@@ -22,12 +20,6 @@ from gpubuf.kernels.sum_tree._check import (
     tree_shape,
 )
 from gpubuf.kernels.sum_tree._triton import sum_tree_draw_kernel
-
-
-@functools.lru_cache(maxsize=64)
-def _device_name(device: torch.device) -> str | None:
-    """Name under which configurations are tuned; None for CPU tensors, which run through the interpreter."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else None
 
 
 def _check_legal(legal: Tensor | None, capacity: int) -> None:
@@ -74,7 +66,7 @@ def build(leaves: Tensor, nodes: Tensor, fan_out: int, legal: Tensor | None = No
     check_tree(leaves, nodes, capacity, fan_out)
     check_devices(leaves, nodes, legal)
     # As many entries as rows: every level is recomputed as a whole, and the index is never read.
-    chosen = config.tree_update(fan_out, max(capacity, 1025), _device_name(leaves.device))
+    chosen = config.tree_update(fan_out, max(capacity, 1025), device_name(leaves.device))
     _refresh(leaves, nodes, legal, nodes.view(torch.int64), capacity, capacity, fan_out, chosen)
 
 
@@ -89,7 +81,7 @@ def refresh(
     if n == 0:
         return
     _, n_nodes, depth = tree_shape(capacity, fan_out)
-    chosen = config.tree_update(fan_out, n, _device_name(leaves.device))
+    chosen = config.tree_update(fan_out, n, device_name(leaves.device))
     if chosen.single_program:
         kernels.sum_tree_refresh_small_kernel[(1,)](
             leaves,
@@ -133,7 +125,7 @@ def update(
         raise ValueError(f"an update takes fewer than 2**31 entries, but got {n}")
     _, n_nodes, depth = tree_shape(capacity, fan_out)
     shift = _shift(fan_out)
-    chosen = config.tree_update(fan_out, n, _device_name(leaves.device))
+    chosen = config.tree_update(fan_out, n, device_name(leaves.device))
     has_generation = generation is not None
     entries = (ring, index, priority, _or(generation, index))
     if chosen.single_program:
@@ -197,7 +189,7 @@ def mark(
     if n == 0:
         return
     _, n_nodes, depth = tree_shape(capacity, fan_out)
-    chosen = config.tree_update(fan_out, n, _device_name(leaves.device))
+    chosen = config.tree_update(fan_out, n, device_name(leaves.device))
     if chosen.single_program:
         kernels.sum_tree_mark_small_kernel[(1,)](
             leaves,
@@ -254,7 +246,7 @@ def draw(
     if n == 0:
         return index, weight
     _, n_nodes, depth = tree_shape(capacity, fan_out)
-    chosen = config.tree_draw(fan_out, n, _device_name(leaves.device))
+    chosen = config.tree_draw(fan_out, n, device_name(leaves.device))
     sum_tree_draw_kernel[(triton.cdiv(n, chosen.block_draws),)](
         leaves,
         nodes,

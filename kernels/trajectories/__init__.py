@@ -36,6 +36,7 @@ from torch import Tensor
 
 from gpubuf.kernels._registry import define
 from gpubuf.kernels.sum_tree import NO_ROW as NO_ROW
+from gpubuf.kernels.sum_tree import legal_words as legal_words
 
 
 class Rule(NamedTuple):
@@ -92,11 +93,6 @@ def new_index(steps: int, envs: int, fan_out: int, device: torch.device | str) -
     return ends, torch.zeros(sum(level_sizes(steps, envs, fan_out)), dtype=torch.int64, device=device)
 
 
-def legal_words(rows: int) -> int:
-    """Words of a bitmap over ``rows`` rows, bit ``row % 64`` of word ``row // 64``."""
-    return -(-rows // 64)
-
-
 update = define(
     "trajectories_update(Tensor(a!) ends, Tensor(b!) sums, Tensor(c!) ring, Tensor signals, bool by_id, int n,"
     " int steps, int envs, int fan_out, int slice_len, int min_len, int before, int after, bool by_transition) -> ()",
@@ -126,7 +122,8 @@ O(N / 64 + trajectories). No host sync.
 """
 
 
-def _slices_of(like: Tensor, n: int, slice_len: int) -> tuple[Tensor, Tensor, Tensor]:
+def new_slices(like: Tensor, n: int, slice_len: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Uninitialised ``(index, length, last)`` of ``n`` slices, on the device of an int64 tensor."""
     rows = n * slice_len
     return like.new_empty(rows), like.new_empty(n), like.new_empty(rows, dtype=torch.bool)
 
@@ -136,7 +133,7 @@ draw = define(
     " int fan_out, int slice_len, int min_len, int before, int after, bool by_transition) -> (Tensor, Tensor, Tensor)",
     cpu="gpubuf.kernels.trajectories._numba:draw",
     cuda="gpubuf.kernels.trajectories._launch:draw",
-    fake=lambda ends, sums, ring, rng, rank, n, steps, envs, fan_out, slice_len, *_: _slices_of(ends, n, slice_len),
+    fake=lambda ends, sums, ring, rng, rank, n, steps, envs, fan_out, slice_len, *_: new_slices(ends, n, slice_len),
 )
 """``draw(ends, sums, ring, rng, rank, n, steps, envs, fan_out, *rule) -> (index, length, last)``: ``n`` legal slices.
 
@@ -163,7 +160,7 @@ slices = define(
     " -> (Tensor, Tensor, Tensor)",
     cpu="gpubuf.kernels.trajectories._numba:slices",
     cuda="gpubuf.kernels.trajectories._launch:slices",
-    fake=lambda ends, ring, start, slice_len, steps, envs: _slices_of(start, start.shape[0], slice_len),
+    fake=lambda ends, ring, start, slice_len, steps, envs: new_slices(start, start.shape[0], slice_len),
 )
 """``slices(ends, ring, start, slice_len, steps, envs) -> (index, length, last)``: slices from given rows.
 

@@ -7,6 +7,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from gpubuf.kernels._check import demand_int64
 from gpubuf.kernels.philox import check_request
 from gpubuf.kernels.trajectories import bit_levels, legal_words, level_sizes
 
@@ -50,8 +51,8 @@ def check_ends(ends: Tensor, ring: Tensor, steps: int, envs: int) -> None:
         and ring.is_contiguous()
     ):
         return
-    _demand("ends", ends, (words,))
-    _demand("ring", ring, (4,))
+    demand_int64("ends", ends, (words,))
+    demand_int64("ring", ring, (4,))
 
 
 def check_index(ends: Tensor, sums: Tensor, ring: Tensor, steps: int, envs: int, fan_out: int) -> None:
@@ -71,12 +72,12 @@ def check_index(ends: Tensor, sums: Tensor, ring: Tensor, steps: int, envs: int,
         and ring.is_contiguous()
     ):
         return
-    _demand("ends", ends, (n_ends,))
-    _demand("sums", sums, (n_sums,))
-    _demand("ring", ring, (4,))
+    demand_int64("ends", ends, (n_ends,))
+    demand_int64("sums", sums, (n_sums,))
+    demand_int64("ring", ring, (4,))
 
 
-def check_rule(slice_len: int, min_len: int, before: int, after: int) -> None:
+def check_rule(slice_len: int, min_len: int, before: int, after: int, by_transition: int) -> None:
     """Raise ValueError unless the numbers make a :class:`gpubuf.kernels.trajectories.Rule`."""
     if slice_len < 1 or min_len < 1 or before < 0 or after < 0:
         raise ValueError(
@@ -97,7 +98,7 @@ def check_signals(signals: Tensor, by_id: bool, n: int) -> int:
         and n >= 0
     ):
         return n_words // 2
-    _demand("signals", signals, (1 if by_id else n_words // 2, 2))
+    demand_int64("signals", signals, (1 if by_id else n_words // 2, 2))
     raise ValueError(f"the number of steps must not be negative, but is {n}")
 
 
@@ -105,13 +106,13 @@ def check_draw(rng: Tensor, rank: Tensor | None, n: int) -> None:
     """Raise TypeError or ValueError unless ``n`` slices can be drawn from ``rng``, by ``rank`` where it is given."""
     check_request(rng, n)
     if rank is not None and (rank.dtype is not torch.int64 or rank.numel() != n or not rank.is_contiguous()):
-        _demand("rank", rank, (n,))
+        demand_int64("rank", rank, (n,))
 
 
 def check_rows(name: str, rows: Tensor) -> int:
     """Number of entries of ``rows``; raise TypeError or ValueError unless it is a contiguous int64 vector."""
     if rows.dtype is not torch.int64 or rows.dim() != 1 or not rows.is_contiguous():
-        _demand(name, rows, (rows.numel(),))
+        demand_int64(name, rows, (rows.numel(),))
     return rows.numel()
 
 
@@ -127,20 +128,4 @@ def check_legal(legal: Tensor, n: int, need: int, steps: int, envs: int) -> None
         raise ValueError(f"n must be at least 0 and need at least 1, not n={n} and need={need}")
     words = legal_words(steps * envs)
     if legal.dtype is not torch.int64 or legal.numel() != words or not legal.is_contiguous():
-        _demand("legal", legal, (words,))
-
-
-def check_devices(*tensors: Tensor | None) -> None:
-    """Raise ValueError unless all tensors are on one device."""
-    devices = {tensor.device for tensor in tensors if tensor is not None}
-    if len(devices) > 1:
-        raise ValueError(f"all tensors of an operation must be on one device, not on {sorted(map(str, devices))}")
-
-
-def _demand(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    if tensor.dtype is not torch.int64:
-        raise TypeError(f"{name} must be int64, not {tensor.dtype}")
-    if tensor.shape != shape:
-        raise ValueError(f"{name} must have shape {list(shape)}, not {list(tensor.shape)}")
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name} must be contiguous, but has strides {tensor.stride()}")
+        demand_int64("legal", legal, (words,))

@@ -14,11 +14,11 @@ import triton
 from torch import Tensor
 
 from gpubuf.kernels import config
+from gpubuf.kernels._check import check_devices, device_name
 from gpubuf.kernels.trajectories import _triton as readers
 from gpubuf.kernels.trajectories import _triton_update as writers
-from gpubuf.kernels.trajectories import bit_levels, legal_words, level_sizes, touched_rows
+from gpubuf.kernels.trajectories import bit_levels, legal_words, level_sizes, new_slices, touched_rows
 from gpubuf.kernels.trajectories._check import (
-    check_devices,
     check_draw,
     check_ends,
     check_index,
@@ -79,12 +79,6 @@ def run_bounds(n: int, slots: tuple[int, ...]) -> list[int]:
     return bounds
 
 
-@functools.lru_cache(maxsize=64)
-def _device_name(device: torch.device) -> str | None:
-    """Name under which configurations are tuned; None for CPU tensors, which run through the interpreter."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else None
-
-
 def _launch_sums(
     sums: Tensor,
     ring: Tensor,
@@ -120,15 +114,11 @@ def update(
     steps: int,
     envs: int,
     fan_out: int,
-    slice_len: int,
-    min_len: int,
-    before: int,
-    after: int,
-    by_transition: bool,
+    *rule: int,
 ) -> None:
     """See :data:`gpubuf.kernels.trajectories.update`."""
     check_index(ends, sums, ring, steps, envs, fan_out)
-    check_rule(slice_len, min_len, before, after)
+    check_rule(*rule)
     n_signals = check_signals(signals, by_id, n)
     check_devices(ends, sums, ring, signals)
     if n == 0:
@@ -139,8 +129,7 @@ def update(
     # With all words in the run none of the others matters.
     n_others = 0 if n == steps else envs
     others = ring if n == steps else torch.empty(envs, dtype=torch.int64, device=ends.device)
-    chosen = config.index_update(fan_out, n, runs[0], envs, by_id, _device_name(ends.device))
-    rule = (slice_len, min_len, before, after)
+    chosen = config.index_update(fan_out, n, runs[0], envs, by_id, device_name(ends.device))
     span = config.index_span(n, steps)
     if chosen.block_envs:
         single = envs <= chosen.block_envs
@@ -159,9 +148,9 @@ def update(
             steps,
             envs,
             len(shape.slots),
-            *rule,
+            *rule[:4],
             BY_ID=by_id,
-            BY_TRANSITION=by_transition,
+            BY_TRANSITION=rule[4],
             SUMS=single,
             SPAN=span,
             SHIFT=shape.shift,
@@ -182,7 +171,7 @@ def update(
         writers.trajectories_bits_above_kernel[(triton.cdiv(run * envs, chosen.block_words),)](
             ends, ring, n, run, level, steps, envs, **bits
         )
-    _launch_weights(ends, sums, ring, others, n, runs[0], n_others, steps, envs, rule, by_transition, shape, chosen)
+    _launch_weights(ends, sums, ring, others, n, runs[0], n_others, steps, envs, rule, shape, chosen)
 
 
 def _launch_weights(
@@ -195,8 +184,7 @@ def _launch_weights(
     n_others: int,
     steps: int,
     envs: int,
-    rule: tuple[int, int, int, int],
-    by_transition: bool,
+    rule: tuple[int, ...],
     shape: Shape,
     chosen: config.IndexConfig,
 ) -> None:
@@ -213,8 +201,8 @@ def _launch_weights(
         steps,
         envs,
         len(shape.slots),
-        *rule,
-        BY_TRANSITION=by_transition,
+        *rule[:4],
+        BY_TRANSITION=rule[4],
         BLOCK_WEIGHTS=chosen.block_weights,
         num_warps=chosen.num_warps,
     )
@@ -228,31 +216,17 @@ def resum(
     steps: int,
     envs: int,
     fan_out: int,
-    slice_len: int,
-    min_len: int,
-    before: int,
-    after: int,
-    by_transition: bool,
+    *rule: int,
 ) -> None:
     """See :data:`gpubuf.kernels.trajectories.resum`."""
     check_index(ends, sums, ring, steps, envs, fan_out)
-    check_rule(slice_len, min_len, before, after)
+    check_rule(*rule)
     check_devices(ends, sums, ring)
     shape = shape_of(steps, envs, fan_out)
     run_words = shape.slots[0]
-    chosen = config.index_update(fan_out, steps, run_words, envs, False, _device_name(ends.device))
-    rule = (slice_len, min_len, before, after)
+    chosen = config.index_update(fan_out, steps, run_words, envs, False, device_name(ends.device))
     # Nothing but the run, which is everything: `ring` stands for the list that is not read.
-    _launch_weights(ends, sums, ring, ring, steps, run_words, 0, steps, envs, rule, by_transition, shape, chosen)
-
-
-def _new_slices(like: Tensor, n: int, slice_len: int) -> tuple[Tensor, Tensor, Tensor]:
-    rows = n * slice_len
-    return (
-        torch.empty(rows, dtype=torch.int64, device=like.device),
-        torch.empty(n, dtype=torch.int64, device=like.device),
-        torch.empty(rows, dtype=torch.bool, device=like.device),
-    )
+    _launch_weights(ends, sums, ring, ring, steps, run_words, 0, steps, envs, rule, shape, chosen)
 
 
 def draw(
@@ -265,22 +239,19 @@ def draw(
     steps: int,
     envs: int,
     fan_out: int,
-    slice_len: int,
-    min_len: int,
-    before: int,
-    after: int,
-    by_transition: bool,
+    *rule: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :data:`gpubuf.kernels.trajectories.draw`."""
     check_index(ends, sums, ring, steps, envs, fan_out)
-    check_rule(slice_len, min_len, before, after)
+    check_rule(*rule)
     check_draw(rng, rank, n)
     check_devices(ends, sums, ring, rng, rank)
-    outputs = _new_slices(ends, n, slice_len)
+    slice_len, *others, by_transition = rule
+    outputs = new_slices(ends, n, slice_len)
     if n == 0:
         return outputs
     shape = shape_of(steps, envs, fan_out)
-    chosen = config.index_draw(fan_out, n, slice_len, _device_name(ends.device))
+    chosen = config.index_draw(fan_out, n, slice_len, device_name(ends.device))
     readers.trajectories_draw_kernel[(triton.cdiv(n, chosen.block_slices),)](
         ends,
         sums,
@@ -296,9 +267,7 @@ def draw(
         envs,
         len(shape.slots),
         slice_len,
-        min_len,
-        before,
-        after,
+        *others,
         HAS_RANK=rank is not None,
         BY_TRANSITION=by_transition,
         SHIFT=shape.shift,
@@ -317,7 +286,7 @@ def slices(
     check_slice_len(slice_len)
     n = check_rows("start", start)
     check_devices(ends, ring, start)
-    outputs = _new_slices(ends, n, slice_len)
+    outputs = new_slices(ends, n, slice_len)
     if n:
         chosen = config.index_slices(n, slice_len)
         readers.trajectories_slices_kernel[(triton.cdiv(n, chosen.block_slices),)](

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gpubuf.kernels._pointers import OPTIONS, as_i64, jit
 from gpubuf.kernels.rows import SIZE, WRITTEN
-from gpubuf.kernels.trajectories import touched_rows
+from gpubuf.kernels.trajectories import new_slices, touched_rows
 from gpubuf.kernels.trajectories._check import (
     check_draw,
     check_ends,
@@ -89,15 +89,11 @@ def update(
     steps: int,
     envs: int,
     fan_out: int,
-    slice_len: int,
-    min_len: int,
-    before: int,
-    after: int,
-    by_transition: bool,
+    *rule: int,
 ) -> None:
     """See :data:`gpubuf.kernels.trajectories.update`."""
     check_index(ends, sums, ring, steps, envs, fan_out)
-    check_rule(slice_len, min_len, before, after)
+    check_rule(*rule)
     (_update if n < steps else _rebuild)(
         ends.data_ptr(),
         sums.data_ptr(),
@@ -109,11 +105,7 @@ def update(
         steps,
         envs,
         fan_out,
-        slice_len,
-        min_len,
-        before,
-        after,
-        by_transition,
+        *rule,
     )
 
 
@@ -124,17 +116,13 @@ def resum(
     steps: int,
     envs: int,
     fan_out: int,
-    slice_len: int,
-    min_len: int,
-    before: int,
-    after: int,
-    by_transition: bool,
+    *rule: int,
 ) -> None:
     """See :data:`gpubuf.kernels.trajectories.resum`."""
     check_index(ends, sums, ring, steps, envs, fan_out)
-    check_rule(slice_len, min_len, before, after)
+    check_rule(*rule)
     addresses = ends.data_ptr(), sums.data_ptr(), ring.data_ptr()
-    _resum(*addresses, steps, envs, fan_out, slice_len, min_len, before, after, by_transition)
+    _resum(*addresses, steps, envs, fan_out, *rule)
 
 
 def draw(
@@ -147,17 +135,13 @@ def draw(
     steps: int,
     envs: int,
     fan_out: int,
-    slice_len: int,
-    min_len: int,
-    before: int,
-    after: int,
-    by_transition: bool,
+    *rule: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :data:`gpubuf.kernels.trajectories.draw`."""
     check_index(ends, sums, ring, steps, envs, fan_out)
-    check_rule(slice_len, min_len, before, after)
+    check_rule(*rule)
     check_draw(rng, rank, n)
-    index, length, last = _new_slices(n, slice_len)
+    index, length, last = new_slices(ends, n, rule[0])
     if n == 0:
         return index, length, last
     code = draw_slices(
@@ -170,11 +154,7 @@ def draw(
         steps,
         envs,
         fan_out,
-        slice_len,
-        min_len,
-        before,
-        after,
-        by_transition,
+        *rule,
         index.data_ptr(),
         length.data_ptr(),
         last.data_ptr(),
@@ -182,8 +162,8 @@ def draw(
     if code == EMPTY:
         longest = _longest(ends.data_ptr(), ring.data_ptr(), steps, envs)
         raise RuntimeError(
-            f"no trajectory is long enough: the longest has {longest} steps, but at least {min_len} are needed "
-            f"(min_len={min_len})"
+            f"no trajectory is long enough: the longest has {longest} steps, but at least {rule[1]} are needed "
+            f"(min_len={rule[1]})"
         )
     if code != DONE:
         assert rank is not None, "only given ranks can be out of range"
@@ -198,7 +178,7 @@ def slices(
     check_ends(ends, ring, steps, envs)
     check_slice_len(slice_len)
     n = check_rows("start", start)
-    index, length, last = _new_slices(n, slice_len)
+    index, length, last = new_slices(start, n, slice_len)
     code = slices_from_rows(
         ends.data_ptr(),
         ring.data_ptr(),
@@ -238,15 +218,6 @@ def mark_legal(
     addresses = legal.data_ptr(), ends.data_ptr(), ring.data_ptr()
     _mark_legal(*addresses, count // envs, need, starts_too, steps, envs, rows.data_ptr())
     return rows
-
-
-def _new_slices(n: int, slice_len: int) -> tuple[Tensor, Tensor, Tensor]:
-    rows = n * slice_len
-    return (
-        torch.empty(rows, dtype=torch.int64),
-        torch.empty(n, dtype=torch.int64),
-        torch.empty(rows, dtype=torch.bool),
-    )
 
 
 def _raise_row(rows: Tensor, position: int, ring: Tensor) -> Never:

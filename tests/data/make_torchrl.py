@@ -4,9 +4,9 @@ import sys
 from pathlib import Path
 
 import torch
-from tensordict import TensorDict
 from torchrl.data import LazyMemmapStorage, LazyTensorStorage, PrioritizedSampler, ReplayBuffer, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.samplers import prioritized
+from torchrl_rows import filled, transitions
 
 
 class Tree(dict):
@@ -23,32 +23,6 @@ class Tree(dict):
 for dtype in ("Fp32", "Fp64"):
     setattr(prioritized, f"SumSegmentTree{dtype}", lambda n: Tree(n, 0.0))
     setattr(prioritized, f"MinSegmentTree{dtype}", lambda n: Tree(n, torch.finfo(torch.float32).max))
-
-
-def transitions(n: int, first: int = 0) -> TensorDict:
-    step = torch.arange(first, first + n)
-    return TensorDict(
-        {
-            "observation": step[:, None] + torch.tensor([0.0, 0.25, 0.5]),
-            "action": step[:, None].double() / 4,
-            "pixels": step[:, None, None].expand(n, 2, 2).to(torch.uint8),
-            "collector": {"traj_ids": step // 4},
-            "next": {
-                "observation": step[:, None] + torch.tensor([1.0, 1.25, 1.5]),
-                "reward": -step[:, None].bfloat16(),
-                "done": ((step + 1) % 4 == 0)[:, None],
-            },
-        },
-        [n],
-    )
-
-
-def filled(buffer: ReplayBuffer, *sizes: int) -> ReplayBuffer:
-    first = 0
-    for n in sizes:
-        buffer.extend(transitions(n, first))
-        first += n
-    return buffer
 
 
 folder = Path(sys.argv[1])

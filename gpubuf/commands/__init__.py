@@ -1,0 +1,1 @@
+"""The commands of ``gpubuf``, a module each: ``add`` describes its options, ``run`` returns the exit code."""

@@ -1,0 +1,77 @@
+"""``gpubuf plan``: the tables of `gpubuf.plan`."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from typing import TYPE_CHECKING, Any
+
+from gpubuf.train.config import UsageError
+
+if TYPE_CHECKING:
+    from gpubuf.planning import Plan
+
+#: Samplers by the name of their option, and what each becomes with --slices.
+_SLICED = {
+    "uniform": "slices",
+    "without-replacement": "slices-without-replacement",
+    "prioritized": "prioritized-slices",
+}
+
+
+def run(options: dict[str, Any]) -> int:
+    sampler = _SLICED[options["sampler"]] if options["slices"] else options["sampler"]
+
+    from gpubuf.planning import parse_entry, plan
+
+    try:
+        entries = [parse_entry(text) for text in options["spec"]]
+        spec = {key: (shape, dtype) for key, dtype, shape in entries}
+        if len(spec) < len(entries):
+            raise ValueError("a key is given twice")
+        made = plan(spec, options["capacity"], sampler=sampler, budget=options["budget"], envs=options["envs"])
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
+        _print_tables(made)
+    else:
+        print(made)
+    return 0 if made.auto else 1
+
+
+def _print_tables(made: Plan) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    for heading, *lines in (made.key_table(), made.fit_table()):
+        table = Table(*heading)
+        for line in lines:
+            table.add_row(*line)
+        console.print(table)
+    console.print(made.summary, markup=False, soft_wrap=True)
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "plan",
+        help="say how much memory a buffer takes, and where it fits",
+        description="Say how much memory a buffer takes, key by key, and where it fits on this machine.",
+        epilog="Exit codes: 0 it fits, 1 it fits nowhere, 2 what was asked for makes no sense.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--spec",
+        action="append",
+        required=True,
+        metavar="KEY=SHAPE:DTYPE",
+        help="a key of a row, such as pixels=3x84x84:uint8 or next.reward=1:float32; once for each key",
+    )
+    size = parser.add_mutually_exclusive_group(required=True)
+    size.add_argument("--capacity", type=int, metavar="N", help="transitions")
+    size.add_argument("--budget", metavar="BYTES", help="plan for as many transitions as fit, such as into 24GiB")
+    parser.add_argument(
+        "--sampler", choices=_SLICED, default="uniform", help="how batches are drawn (default: uniform)"
+    )
+    parser.add_argument("--slices", action="store_true", help="draw slices of trajectories")
+    parser.add_argument("--envs", type=int, default=1, metavar="N", help="environments side by side (default: 1)")

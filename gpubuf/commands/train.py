@@ -1,0 +1,136 @@
+"""``gpubuf train``: the options, which are the settings of `TrainConfig`, and what they start."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+from gpubuf.train.config import CHANGEABLE_ON_RESUME, TrainConfig, UsageError
+
+SIGNAL_EXIT = 128
+"""Added to a signal's number: the exit code of what it has ended."""
+
+_NEEDED = ("gymnasium", "rich", "matplotlib")
+
+
+def run(options: dict[str, Any]) -> int:
+    out: Path | None = options.pop("out", None)
+    resumed = options.pop("resume", None)
+    overwrite = options.pop("overwrite", False)
+    quiet = options.pop("quiet", False)
+    # Options that make no sense are refused before PyTorch is imported, which takes seconds.
+    config = TrainConfig.from_mapping(options) if resumed is None else None
+    if resumed is not None and overwrite:
+        raise UsageError("--resume and --overwrite contradict each other")
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(f'training needs {", ".join(missing)}; pip install "gpubuf[train]"')
+
+    from gpubuf.train.progress import choose_reporter
+    from gpubuf.train.run import free_folder, resume, train
+    from gpubuf.train.trainer import DivergedError
+
+    reporter = choose_reporter(quiet)
+    try:
+        if config is None:
+            result = resume(_resume_folder(resumed, out), options, reporter=reporter)
+        else:
+            folder = out or free_folder(config)
+            result = train(config, folder, overwrite=overwrite, reporter=reporter)
+    except DivergedError as error:
+        print(f"gpubuf train: {error}", file=sys.stderr)
+        return 1
+    return 0 if result.signal is None else SIGNAL_EXIT + result.signal
+
+
+def _resume_folder(resumed: Path | bool, out: Path | None) -> Path:
+    """The folder that ``--resume [FOLDER]`` and ``--out FOLDER`` mean together."""
+    if isinstance(resumed, Path):
+        if out is not None and out.resolve() != resumed.resolve():
+            raise UsageError(f"a run goes on in its own folder: --resume {resumed} contradicts --out {out}")
+        return resumed
+    if out is None:
+        raise UsageError("--resume needs the folder of the run, after it or in --out")
+    return out
+
+
+def add(commands: Any) -> None:
+    # An option that is not given is absent, so that --resume can tell what was stated from what is default.
+    parser = commands.add_parser(
+        "train",
+        help="train soft actor-critic on a Gymnasium environment",
+        description="Train soft actor-critic on a Gymnasium environment with continuous actions, and evaluate it.",
+        epilog="Exit codes: 0 done, 1 training diverged, 2 what was asked for can't be done, 130 interrupted by Ctrl-C "
+        f"and saved. With --resume, only {', '.join(_option(name) for name in sorted(CHANGEABLE_ON_RESUME))} may be "
+        "changed.",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    run = parser.add_argument_group("the run")
+    _setting(run, "env", "NAME", "Gymnasium id; module:id imports the module first")
+    mode = run.add_mutually_exclusive_group()
+    mode.add_argument("--prioritized", action="store_true", help="draw batches by priority (the default)")
+    mode.add_argument("--uniform", dest="prioritized", action="store_false", help="draw batches uniformly")
+    _setting(run, "device", "NAME", "auto (CUDA if there is one), cpu, cuda or cuda:N")
+    _setting(run, "seed", "N", "of everything random")
+    _setting(run, "total_steps", "N", "transitions to collect")
+    _setting(run, "num_envs", "N", "environments stepped together")
+    _setting(run, "threads", "N", "CPU threads of PyTorch (default: 1 for small networks)")
+    run.add_argument("--out", type=Path, metavar="FOLDER", help="where to (default: a new folder under runs/)")
+    run.add_argument(
+        "--resume",
+        type=Path,
+        nargs="?",
+        const=True,
+        metavar="FOLDER",
+        help="go on with the run in FOLDER (default: that of --out)",
+    )
+    run.add_argument("--overwrite", action="store_true", help="replace the run that is in --out")
+    run.add_argument("--quiet", action="store_true", help="no progress, only the result")
+
+    learning = parser.add_argument_group("learning")
+    _setting(learning, "batch_size", "N", "transitions an update draws")
+    _setting(learning, "buffer_size", "N", "capacity in transitions (default: --total-steps, at most 1,000,000)")
+    _setting(learning, "learning_starts", "N", "transitions collected at random before the first update")
+    _setting(learning, "update_ratio", "X", "updates a transition")
+    _setting(learning, "learning_rate", "X", "of Adam, for actor, critics and temperature")
+    _setting(learning, "gamma", "X", "discount")
+    _setting(learning, "tau", "X", "share of the critics that enters their targets at each update")
+    _setting(learning, "critics", "N", "Q functions in the ensemble")
+    learning.add_argument(
+        "--hidden",
+        type=_widths,
+        metavar="N,N",
+        help=f"widths of the hidden layers (default: {','.join(map(str, TrainConfig.hidden))})",
+    )
+    _setting(learning, "priority_alpha", "X", "exponent of the priorities")
+    _setting(learning, "priority_beta", "X", "exponent of the importance weights at the start; 1 at the end")
+
+    records = parser.add_argument_group("records")
+    _setting(records, "eval_episodes", "N", "episodes of the final evaluation")
+    _setting(records, "eval_every", "N", "transitions between evaluations for the curve; 0 for none")
+    _setting(records, "log_every", "N", "transitions between records of the losses")
+    _setting(records, "checkpoint_every", "N", "transitions between checkpoints; 0 for one at the end only")
+
+
+def _setting(group: Any, name: str, metavar: str, text: str) -> None:
+    """The option for the setting ``name``, whose type and default `TrainConfig` knows."""
+    default = getattr(TrainConfig, name)
+    kind = int if default is None else type(default)
+    if default is not None:
+        text = f"{text} (default: {default})"
+    group.add_argument(_option(name), type=kind, metavar=metavar, help=text)
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _widths(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(width) for width in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected widths such as 256,256, got {text!r}") from None

@@ -1,0 +1,31 @@
+"""Argument checks that several families of operations share. They read no values."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+
+def demand_int64(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    """Raise TypeError or ValueError unless ``tensor`` is contiguous, int64 and of that shape."""
+    if tensor.dtype is not torch.int64:
+        raise TypeError(f"{name} must be int64, not {tensor.dtype}")
+    if tensor.shape != shape:
+        raise ValueError(f"{name} must have shape {list(shape)}, not {list(tensor.shape)}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, but has strides {tensor.stride()}")
+
+
+def check_devices(*tensors: Tensor | None) -> None:
+    """Raise ValueError unless all tensors are on one device."""
+    devices = {tensor.device for tensor in tensors if tensor is not None}
+    if len(devices) > 1:
+        raise ValueError(f"all tensors of an operation must be on one device, not on {sorted(map(str, devices))}")
+
+
+@functools.lru_cache(maxsize=64)
+def device_name(device: torch.device) -> str | None:
+    """Name under which configurations are tuned; None for CPU tensors, which run through the interpreter."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else None
