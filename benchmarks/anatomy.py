@@ -1,71 +1,98 @@
-"""Where the time of a uniform sample goes on the CPU: every part timed on its own.
+"""Where the time of a uniform sample goes on the CPU, and how many operations a loss dispatches.
 
-``python -m benchmarks.anatomy`` prints a table of medians; the last row is the whole call.
+``python -m benchmarks.anatomy`` times every part on its own, and writes the medians into one file of results.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from tensordict import TensorDict
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.machine import describe
+from benchmarks.plain_sac import ACTION, OBSERVATION, PlainSAC, forward_backward, make_batch
+from benchmarks.runs import write_results
+from benchmarks.tables import microseconds
+from benchmarks.workloads import CAPACITY, transitions
+from gpubuf import SACLoss
 from gpubuf.data import LazyTensorStorage, TensorDictReplayBuffer
 from gpubuf.kernels import rows
 from gpubuf.kernels._registry import without_dispatch
 from gpubuf.kernels.rows import _numba
+from gpubuf.modules import make_sac_actor, make_sac_critic
 
-CAPACITY, BATCH = 1_000_000, 256
+BATCH = 256
+#: So few rows that all of them stay in the cache.
+CACHED = 1_000
 
 
-def median_us(call: Callable[[], object], repeats: int = 5_000) -> float:
-    """Median time of a call in microseconds, after a warm-up."""
-    for _ in range(200):
+def median(call: Callable[[], object], repeats: int) -> float:
+    """Median time of a call in seconds, after a warm-up."""
+    for _ in range(min(200, repeats)):
         call()
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
         call()
         times.append(time.perf_counter() - start)
-    return statistics.median(times) * 1e6
+    return statistics.median(times)
 
 
-def filled_buffer() -> TensorDictReplayBuffer:
+def filled_buffer(capacity: int) -> TensorDictReplayBuffer:
     """A full buffer of the benchmarks' transitions."""
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(CAPACITY), batch_size=BATCH)
-    n = CAPACITY // 10
-    after = {"observation": torch.randn(n, 17), "reward": torch.randn(n, 1)}
-    flags = {name: torch.zeros(n, 1, dtype=torch.bool) for name in ("done", "terminated")}
-    data = {"observation": torch.randn(n, 17), "action": torch.randn(n, 6), "next": {**after, **flags}}
-    for _ in range(10):
-        buffer.extend(TensorDict(data, [n]))
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(capacity), batch_size=BATCH)
+    block: TensorDict = transitions(min(capacity, 100_000))
+    while len(buffer) < capacity:
+        buffer.extend(block[: capacity - len(buffer)])
     return buffer
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    buffer = filled_buffer()
+def kernel_of(buffer: TensorDictReplayBuffer) -> Callable[[], object]:
+    """The compiled code that draws and copies a batch, with nothing around it."""
+    storage, rng = buffer.storage, buffer.sampler.random_state("cpu").state
+    table, ring, layout = storage.table, storage.ring, storage.layout
+    n_bytes = layout.arena(BATCH).n_bytes
+    batch = rows.sample(table, ring, rng, BATCH, storage.max_size, n_bytes)
+    arena, index, generation = batch
+    addresses = (arena.data_ptr(), n_bytes, index.data_ptr(), generation.data_ptr())
+
+    # The batch is an argument only so that it stays alive: what is written to is given by address.
+    def call(owners: object = batch) -> object:
+        return _numba._sample(
+            table.data_ptr(), len(layout.leaves), ring.data_ptr(), rng.data_ptr(), BATCH, storage.max_size, *addresses
+        )
+
+    return call
+
+
+def sampling_parts(capacity: int = CAPACITY, repeats: int = 5_000) -> dict[str, Any]:
+    """Seconds of every part of a uniform sample, and of the whole."""
+    buffer = filled_buffer(capacity)
     buffer.sample()
     storage, rng = buffer.storage, buffer.sampler.random_state("cpu").state
     table, ring, layout = storage.table, storage.ring, storage.layout
     n_bytes = layout.arena(BATCH).n_bytes
-    arena, index, generation = rows.sample(table, ring, rng, BATCH, CAPACITY, n_bytes)
-    tensors = layout.cut(arena, BATCH)
-    addresses = (arena.data_ptr(), n_bytes, index.data_ptr(), generation.data_ptr())
-    kernel = median_us(
-        lambda: _numba._sample(
-            table.data_ptr(), len(layout.leaves), ring.data_ptr(), rng.data_ptr(), BATCH, CAPACITY, *addresses
-        )
-    )
-    launcher = median_us(lambda: _numba.sample(table, ring, rng, BATCH, CAPACITY, n_bytes))
-    direct = without_dispatch(rows.sample)
-    operation = median_us(lambda: direct(table, ring, rng, BATCH, CAPACITY, n_bytes))
-    dispatched = median_us(lambda: rows.sample(table, ring, rng, BATCH, CAPACITY, n_bytes))
-    cut = median_us(lambda: layout.cut(arena, BATCH))
-    assemble = median_us(lambda: storage.assemble(tensors, {"index": index}))
-    whole = median_us(buffer.sample)
+    arena, index, _ = rows.sample(table, ring, rng, BATCH, capacity, n_bytes)
+    tensors, direct = layout.cut(arena, BATCH), without_dispatch(rows.sample)
+
+    def timed(call: Callable[[], object]) -> float:
+        return median(call, repeats)
+
+    kernel = timed(kernel_of(buffer))
+    launcher = timed(lambda: _numba.sample(table, ring, rng, BATCH, capacity, n_bytes))
+    operation = timed(lambda: direct(table, ring, rng, BATCH, capacity, n_bytes))
+    dispatched = timed(lambda: rows.sample(table, ring, rng, BATCH, capacity, n_bytes))
+    cut = timed(lambda: layout.cut(arena, BATCH))
+    assemble = timed(lambda: storage.assemble(tensors, {"index": index}))
+    whole = timed(buffer.sample)
     parts = {
         "finding out that PyTorch's dispatcher is not needed": operation - launcher,
         "three allocations, argument checks, addresses": launcher - kernel,
@@ -73,12 +100,60 @@ def main() -> None:
         "six tensors with version counters of their own, over one allocation": cut,
         "the nested TensorDict": assemble,
         "everything else: lock, layout, info, random state": whole - operation - cut - assemble,
-        "`buffer.sample()`": whole,
     }
-    print("| part | µs |\n| --- | ---: |")
-    for name, value in parts.items():
-        print(f"| {name} | {value:.1f} |")
-    print(f"\nThrough the dispatcher it would be {dispatched - operation:.1f} µs more.")
+    return {
+        "capacity": capacity,
+        "batch": BATCH,
+        "parts": parts,
+        "whole": whole,
+        "dispatcher": dispatched - operation,
+        "kernel_cached": timed(kernel_of(filled_buffer(CACHED))),
+    }
+
+
+class Counted(TorchDispatchMode):
+    """Counts the operations that reach the dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operations() -> dict[str, int]:
+    """Operations of forward and backward of the soft actor-critic losses, two critics, 256 rows."""
+    actor, critics = make_sac_actor(OBSERVATION, ACTION), make_sac_critic(OBSERVATION, ACTION)
+    losses: dict[str, nn.Module] = {
+        "gpubuf": SACLoss(actor, critics, target_entropy=-float(ACTION)),
+        "plain": PlainSAC(),
+    }
+    found, batch = {}, make_batch(256)
+    for name, loss in losses.items():
+        forward_backward(loss, batch)
+        loss.zero_grad()
+        with Counted() as counted:
+            forward_backward(loss, batch)
+        found[name] = counted.operations
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.anatomy", description=__doc__.partition("\n")[0])
+    parser.add_argument("--capacity", type=int, default=CAPACITY, help=f"default: {CAPACITY}")
+    parser.add_argument("--repeats", type=int, default=5_000, help="calls of each part; default: 5000")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/anatomy-<device>-<date>.json")
+    options = parser.parse_args(arguments)
+    if options.capacity < 1 or options.repeats < 1:
+        parser.error("needs room for at least one row, and one call")
+    torch.set_num_threads(1)
+    machine = describe("cpu")
+    found = {**sampling_parts(options.capacity, options.repeats), "operations": operations()}
+    for name, seconds in [*found["parts"].items(), ("buffer.sample()", found["whole"])]:
+        print(f"{microseconds(seconds):>8} µs  {name}")
+    write_results("anatomy", found, machine, options.out)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ memory. The disk's own speed is that of one file of the same size, written in pi
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import tempfile
@@ -21,6 +20,7 @@ import torch
 from tensordict import TensorDict
 
 from benchmarks.machine import describe
+from benchmarks.runs import write_results
 from gpubuf import LazyTensorStorage, TensorDictPrioritizedReplayBuffer
 
 BATCH = 256
@@ -130,10 +130,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=5, help="default: 5")
     parser.add_argument("--device", default="cpu", help="default: cpu")
     parser.add_argument("--folder", type=Path, help="on the disk to measure; default: the temporary folder")
-    parser.add_argument("--out", type=Path, help="a JSON file for the results and the machine")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/checkpoints-<device>-<date>.json")
     options = parser.parse_args(arguments)
     if options.rows < BATCH or options.repeats < 1:
         parser.error(f"needs at least {BATCH} rows and one repeat")
+    machine = describe(torch.device(options.device).type)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         results = measure(options.rows, options.device, Path(folder), options.repeats)
     print(f"{options.rows:,} prioritized rows on {options.device}, median of {options.repeats}")
@@ -144,9 +145,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     full, update = (next(row for row in results if row["operation"] == name) for name in ("save", "save after 1 %"))
     print(f"1 % changed: {update['bytes'] / full['bytes']:.1%} of the bytes")
-    if options.out is not None:
-        machine = describe(torch.device(options.device).type)
-        options.out.write_text(json.dumps({"machine": machine, "rows": options.rows, "results": results}, indent=1))
+    found = {"rows": options.rows, "repeats": options.repeats, "results": results}
+    write_results("checkpoints", found, machine, options.out)
 
 
 if __name__ == "__main__":

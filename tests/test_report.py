@@ -1,0 +1,236 @@
+"""What the report writes into the pages: goals, anatomy, checkpoints, training; and which files count."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import anatomy, checkpoints, runs, training
+from benchmarks.goals import GOALS, Goal, goals_table
+from benchmarks.report import rewritten
+from benchmarks.runs import Run, kind_of, newest_runs, write_results
+from benchmarks.slices import SLICES
+from benchmarks.tables import digits
+from benchmarks.workloads import WORKLOADS
+
+MACHINE = {
+    "device": {"kind": "cpu", "name": "some processor"},
+    "versions": {"torch": "2.13.0"},
+    "python_version": "3.11.7",
+    "threads": 1,
+    "cores": 2,
+    "load_before": 0.25,
+}
+
+
+def a_run(device: str = "cpu", **subject: Any) -> Run:
+    machine = {**MACHINE, "device": {"kind": device, "name": f"some {device}"}}
+    return Run("benchmarks/results/x.json", {"datetime": "2026-11-21T00:00:00", "machine_info": machine, **subject})
+
+
+def medians(**seconds: float) -> Run:
+    """A run of benchmarks; ``extend_256__torchrl`` is TorchRL on ``extend-256``."""
+    benchmarks = []
+    for name, value in seconds.items():
+        workload, _, library = name.partition("__")
+        extra = {"workload": workload.replace("_", "-"), "library": library or "gpubuf", "calls": 1}
+        benchmarks.append({"extra_info": extra, "stats": {"median": value, "iqr": 0.0, "min": value}})
+    return a_run(benchmarks=benchmarks)
+
+
+def block(name: str, found: dict[str, Run]) -> str:
+    return rewritten(f"<!-- figures: {name} -->\n<!-- end of figures -->", found, "../")
+
+
+def line(text: str, start: str) -> list[str]:
+    """The cells behind the first one, in the only line of a table that starts so."""
+    (found,) = [row for row in text.splitlines() if row.startswith(f"| {start} |")]
+    return [cell.strip() for cell in found.strip("|").split("|")][1:]
+
+
+def test_goals_are_judged_by_the_runs():
+    """Met, missed and open ones are told apart, and counted."""
+    found = {"cpu": medians(extend_256=30e-6, extend_256__torchrl=120e-6, priority_update_256=20e-6)}
+    text = goals_table(found)
+    assert line(text, "extend, 256") == ["at most 40 µs", "30.0 µs", "yes"]
+    assert line(text, "extend, 256: times less than TorchRL") == ["at least 8x", "4.00x", "no"]
+    assert line(text, "priority update, 256") == ["at most 17 µs", "20.0 µs", "no"]
+    assert line(text, "priority update, 256: times less than TorchRL") == ["at least 5x", "open", "open"]
+    assert f"Of {len(GOALS)} goals 1 are met, 2 are missed and {len(GOALS) - 3} are open." in text
+    assert goals_table({}).count("| open | open |") == len(GOALS)
+
+
+@pytest.mark.parametrize(("value", "answer"), [(4.999, "no"), (5.0, "yes"), (5.001, "yes")])
+def test_a_goal_is_judged_before_rounding(value: float, answer: str):
+    goal = Goal("x", 5.0, "times", "cpu", lambda run: value, least=True)
+    assert goal.row({"cpu": a_run()}) == ["x", "at least 5x", "5.00x", answer]
+
+
+def test_goals_of_sizes_need_all_of_them():
+    """Largest over smallest says nothing about buffers of which some were not measured."""
+    sizes = ["5M-in-6M", "5M-in-600M", "10M-in-12M", "100M-in-120M", "346M-in-600M"]
+    seconds = {f"slices-{size}-write-and-sample": (80 + 10 * i) * 1e-6 for i, size in enumerate(sizes)}
+    what = "slices: write a row and sample, 5M to 346M rows stored: longest over shortest"
+    assert line(goals_table({"cpu": medians(**seconds)}), what) == ["at most 1.5x", "1.50x", "yes"]
+    del seconds["slices-10M-in-12M-write-and-sample"]
+    assert line(goals_table({"cpu": medians(**seconds)}), what) == ["at most 1.5x", "open", "open"]
+
+
+def test_goals_name_workloads_that_exist():
+    """A goal whose workload was renamed would stay open for ever."""
+    asked: list[str] = []
+
+    class Asked(Run):
+        def median(self, workload: str, library: str) -> float | None:
+            asked.append(workload)
+            return 1.0
+
+        def index_bytes(self, workload: str) -> float | None:
+            asked.append(workload)
+            return None
+
+    found = Asked("", a_run(anatomy={"operations": {"gpubuf": 1}}, checkpoints=CHECKPOINTS, training=[]).data)
+    for goal in GOALS:
+        goal.figure(found)
+    assert len(set(asked)) > 15
+    assert not [name for name in asked if name not in WORKLOADS.keys() | SLICES.keys() and not name.startswith("SAC")]
+
+
+ROWS = [("save", 200e6, 0.5), ("disk: write", 200e6, 0.1), ("save after 1 %", 7e6, 0.05)]
+CHECKPOINTS = {
+    "rows": 1_000_000,
+    "repeats": 5,
+    "results": [
+        {"operation": name, "bytes": n, "seconds": s, "least": s / 2, "most": 2 * s, "MB/s": n / s / 1e6}
+        for name, n, s in ROWS
+    ],
+}
+
+
+def test_checkpoints():
+    """Sizes, times and speeds of every operation; the share of an incremental save; the goal of it."""
+    assert "committed: open" in block("checkpoints", {})
+    found = {"checkpoints": a_run(checkpoints=CHECKPOINTS)}
+    text = block("checkpoints", found)
+    assert line(text, "save") == ["200", "0.500", "0.250 to 1.000", "400"]
+    assert line(text, "save after 1 %") == ["7.00", "0.050", "0.025 to 0.100", "140"]
+    assert "1,000,000 prioritized rows, median of 5" in text
+    assert "wrote 3.5 % of the bytes" in text
+    assert "some cpu, Python 3.11.7" in text
+    assert "0.25 on 2 cores" in text
+    goal = "checkpoint after 1 % new rows: bytes of a full one"
+    assert line(goals_table(found), goal) == ["at most 5 %", "3.5 %", "yes"]
+    found["checkpoints on cuda"] = a_run("cuda", checkpoints=CHECKPOINTS)
+    assert block("checkpoints", found).count("| save | 200 |") == 2
+
+
+def test_anatomy():
+    assert "committed: open" in block("anatomy", {})
+    parts = {"drawing": 9.2e-6, "the rest": 12.3e-6}
+    found = {
+        "parts": parts,
+        "whole": 21.5e-6,
+        "dispatcher": 2.8e-6,
+        "kernel_cached": 4e-6,
+        "operations": {"gpubuf": 250},
+    }
+    text = block("anatomy", {"anatomy": a_run(anatomy=found)})
+    assert line(text, "drawing") == ["9.20"]
+    assert line(text, "`buffer.sample()`") == ["21.5"]
+    assert "Through the dispatcher it would be 2.80 µs more. The kernel takes 4.00 µs" in text
+    goal = "SAC loss and backward, 256: dispatched operations"
+    assert line(goals_table({"anatomy": a_run(anatomy=found)}), goal) == ["at most 199", "250", "no"]
+
+
+def trained(seed: int, mean: float, env: str = "Pendulum-v1", prioritized: bool = True) -> dict[str, Any]:
+    timing = {"seconds": 90.0, "steps_per_second": 111.0, "torch_threads": 1}
+    result = {"env": env, "prioritized": prioritized, "seed": seed, "steps": 10_000, "episodes": 20}
+    return {**result, "mean_return": mean, "std_return": 80.0, "timing": timing}
+
+
+def test_training():
+    """One line for a mode in the README, one for a run in the manual; the worst seed counts for the goal."""
+    assert "committed: open" in block("training", {})
+    assert "committed: open" in block("training_runs", {})
+    results = [trained(0, -150), trained(1, -260), trained(0, -120, prioritized=False), trained(0, 700, "Cheetah-v5")]
+    found = {"training": a_run(training=results)}
+    short = line(block("training", found), "Pendulum-v1, prioritized, 10,000 steps")
+    assert short == ["-150.0 (seed 0), -260.0 (seed 1)", "1.5", "111"]
+    text = block("training_runs", found)
+    assert "| Pendulum-v1 | prioritized | 1 | 10,000 | -260.0 | 80.0 | 1.5 | 111 |" in text
+    assert "| Pendulum-v1 | uniform | 0 | 10,000 | -120.0 | 80.0 | 1.5 | 111 |" in text
+    assert line(goals_table(found), "Pendulum-v1: mean return of the worst seed") == ["at least -250", "-260.0", "no"]
+
+
+@pytest.mark.parametrize(
+    ("device", "subject", "kind"),
+    [
+        ("cpu", "benchmarks", "cpu"),
+        ("cuda", "benchmarks", "cuda"),
+        ("cpu", "anatomy", "anatomy"),
+        ("cuda", "checkpoints", "checkpoints on cuda"),
+        ("cpu", "what somebody else reads", None),
+    ],
+)
+def test_kinds(device: str, subject: str, kind: str | None):
+    assert kind_of(a_run(device, **{subject: []}).data) == kind
+
+
+def test_written_results_are_found(tmp_path: Path):
+    """The newest of each kind, and no other."""
+    folder = tmp_path / "benchmarks" / "results"
+    old = write_results("anatomy", {"whole": 1}, MACHINE, folder / "z.json")
+    new = write_results("anatomy", {"whole": 2}, MACHINE, folder / "a.json", arguments=["x"])
+    write_results("checkpoints", CHECKPOINTS, MACHINE, folder / "c.json")
+    assert json.loads(old.read_text())["datetime"] < json.loads(new.read_text())["datetime"]
+    found = newest_runs(folder)
+    assert sorted(found) == ["anatomy", "checkpoints"]
+    assert found["anatomy"].data["anatomy"] == {"whole": 2}
+    assert found["anatomy"].source == "benchmarks/results/a.json"
+    with pytest.raises(ValueError, match="'weather'"):
+        write_results("weather", {}, MACHINE, folder / "w.json")
+
+
+@pytest.mark.parametrize(("value", "text"), [(9.174, "9.17"), (31.57, "31.6"), (176.2, "176"), (0.4, "0.40")])
+def test_digits(value: float, text: str):
+    assert digits(value) == text
+
+
+def test_anatomy_measures_what_the_report_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """A short run on a small buffer: the parts add up to the whole, and the loss dispatches what the goal allows."""
+    anatomy.main(["--capacity", "2000", "--repeats", "30", "--out", str(tmp_path / "anatomy.json")])
+    data = json.loads((tmp_path / "anatomy.json").read_text())
+    found = data["anatomy"]
+    assert sum(found["parts"].values()) == pytest.approx(found["whole"])
+    assert 100 < found["operations"]["gpubuf"] < 200
+    assert found["operations"]["gpubuf"] < found["operations"]["plain"]
+    text = block("anatomy", {"anatomy": Run("x", data)})
+    assert all(f"| {name} |" in text for name in found["parts"])
+    assert "buffer.sample()" in capsys.readouterr().out
+
+
+def test_checkpoints_measure_what_the_report_reads(tmp_path: Path):
+    """A short run on a small buffer."""
+    out = tmp_path / "results" / "checkpoints.json"
+    checkpoints.main(["--rows", "20000", "--repeats", "1", "--folder", str(tmp_path), "--out", str(out)])
+    data = json.loads(out.read_text())
+    names = [row["operation"] for row in data["checkpoints"]["results"]]
+    assert {"save", "save after 1 %", "load, from the disk", "load, from memory", "disk: write"} <= set(names)
+    text = block("checkpoints", {"checkpoints": Run("x", data)})
+    assert all(line(text, name) for name in names)
+
+
+def test_training_records_what_the_report_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """One short run of each mode, with its command and the returns of its episodes."""
+    monkeypatch.setattr(runs, "result_path", lambda kind, subject: tmp_path / f"{subject}-{kind}.json")
+    training.main(["--seeds", "3", "--no-cheetah", "--total-steps", "400", "--learning-starts", "390"])
+    data = json.loads((tmp_path / "training-cpu.json").read_text())
+    assert [(r["prioritized"], r["seed"]) for r in data["training"]] == [(True, 3), (False, 3)]
+    for result in data["training"]:
+        assert [episode["step"] for episode in result["episodes_in_training"]] == [200, 400]
+        assert result["command"].startswith("gpubuf train --")
+        assert "--total-steps 400" in result["command"]
+    assert "| Pendulum-v1 | uniform | 3 | 400 |" in block("training_runs", {"training": Run("x", data)})
