@@ -4,12 +4,14 @@ CASES.md 30: a documentation example that raises NameError.
 """
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.report import BLOCK as FIGURES
 from benchmarks.report import newest_runs, pages, rewritten
 from gpubuf.cli import COMMANDS
 
@@ -80,6 +82,61 @@ def test_architecture_names_every_module():
     names = {m.name for m in modules if m.name != "__init__.py"} | {f"{p.name}/" for p in packages}
     assert len(names) > 20
     assert not [name for name in sorted(names) if name not in page]
+
+
+WORD = "half|one|two|three|four|five|six|seven|eight|nine|ten|hundred|thousand|quarter|thirds?|tenths?"
+UNIT = (
+    r"(?:[nµum]?s|min|h|(?:nano|micro|milli)?seconds?|minutes?|hours?|[kKMGT]i?B|(?:kilo|mega|giga)?bytes?|%|per\s+cent|"
+    r"x|times|fold)(?:/s)?(?![\w*])"
+)
+#: "4.3 µs", "5x", "30 %", "half a second", "a quarter of a byte", "seven times".
+FIGURE = re.compile(rf"(?<![\w.^])(?:\d[\d.,]*\s?|(?:{WORD})(?:\s+of)?(?:\s+an?)?[\s-]+){UNIT}", re.IGNORECASE)
+#: Numbers with units that nobody measured: sizes that the code chooses, and the descriptions of others' faults.
+DEFINED = {
+    "docs/cases.md": ["a thousand times slower"],
+    "docs/checkpoints.md": ["between 1 MiB and 64 MiB", "of 1 MiB and more", "for 1 GiB and more"],
+    "docs/performance.md": ["an\n  observation of one byte"],
+}
+
+
+def typed_figures(page: str, defined: Sequence[str] = ()) -> list[str]:
+    """Every figure with its surroundings that is neither in a code block nor between the report's markers."""
+    for pattern in (BLOCK, FIGURES, re.compile(r"`[^`]*`")):
+        page = pattern.sub(" ", page)
+    for phrase in defined:
+        assert phrase in page, f"{phrase!r} is no longer there"
+        page = page.replace(phrase, " ")
+    return [page[max(0, m.start() - 30) : m.end() + 10] for m in FIGURE.finditer(page)]
+
+
+@pytest.mark.parametrize("document", [d for d in DOCUMENTS if d.name != "training.md"], ids=name)
+def test_no_figure_is_typed_by_hand(document: Path):
+    """Times, bytes and ratios come from files of results, through the report, or stay out."""
+    assert not typed_figures(document.read_text(), DEFINED.get(name(document), []))
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("It takes 34.0 µs.", True),
+        ("It takes 34 µs a call", True),
+        ("at 1,700 MB/s", True),
+        ("5x faster", True),
+        ("rises by 30 %", True),
+        ("about half a second to", True),
+        ("in 3\nminutes", True),
+        ("a quarter of a byte a row", True),
+        ("takes seven times that", True),
+        ("three per cent", True),
+        ("| a | 9 ms |", True),
+        ("`sleep(3 s)` and 600 million rows, 4 steps, 2^31 states, 3x84x84 pixels", False),
+        ("Its second half, ten sums, 20 episodes, on one thread, as 17 others, version 2.13.0", False),
+        ("```sh\ntook 3 s\n```\n", False),
+        ("<!-- figures: cpu -->\n\n| 3 µs |\n\n<!-- end of figures -->\n", False),
+    ],
+)
+def test_typed_figures_are_recognised(text: str, found: bool):
+    assert bool(typed_figures(text)) == found
 
 
 @pytest.mark.parametrize("page", pages())
