@@ -1,148 +1,127 @@
-"""The choice of launch configurations: an explicit argument, else a tuned file, else a rule.
+"""The choice of launch configurations: an explicit one, else a tuned file's, else a rule.
 
-Everything here is a pure function of its arguments and of the JSON files in ``tuned/``; no device is probed.
-A tuned file is named after its device, ``tuned/<slug of the name>.json``, and holds per operation a list of
-points that were measured::
-
-    {"device": "NVIDIA H100 80GB HBM3",
-     "sum_tree_draw": [{"sizes": {"fan_out": 32, "n": 256}, "config": {"block_draws": 4, "num_warps": 1}}]}
-
-The point nearest in log space is taken. Points on which a rule of correctness depends (see each function) are
-only taken where they match exactly.
+The choices are pure functions of their arguments and of the tuned files; no device is probed. Files are looked for in
+the user's folder first, then among those that ship (:mod:`gpubuf.kernels._tuned` says where they are).
+Of each file the point nearest in log space is taken, if it is near enough, and if it agrees in what must agree exactly
+(:mod:`gpubuf.kernels._spaces` says what that is).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import json
-import math
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-TUNED = Path(__file__).parent / "tuned"
+from gpubuf.kernels._spaces import (
+    SPACES,
+    BlockConfig,
+    DrawConfig,
+    FanOut,
+    IndexConfig,
+    RowsConfig,
+    SliceConfig,
+    UpdateConfig,
+)
+from gpubuf.kernels._tuned import TunedFile, folders, nearest, read, said, slug
 
 CPU_FAN_OUT = 16
 GPU_FAN_OUTS = (16, 32, 64)
 
+SAC_BLOCK = 1024
+"""Rows of one program of a loss, at most, by rule: it reduces a usual batch in one launch."""
 
-@dataclass(frozen=True)
-class UpdateConfig:
-    """How an update or a mark of the sum tree is launched.
+TANH_NORMAL_BLOCK = 512
+"""Elements of one program of the tanh-normal kernels, by rule."""
 
-    Attributes:
-        single_program: one program runs all stages, in one launch.
-        block_entries: entries of the batch that a program takes at a time.
-        block_nodes: nodes that a program recomputes at a time.
-        num_warps: warps of a program.
+_explicit: dict[str, Any] = {}
+
+
+@contextlib.contextmanager
+def using(**configurations: Any) -> Iterator[None]:
+    """Make every launch take these configurations, by the names of :data:`SPACES`: for timing, and for tests.
+
+    It holds for the whole process, all threads included. Fan-outs are given to the operations instead.
     """
-
-    single_program: bool
-    block_entries: int
-    block_nodes: int
-    num_warps: int
-
-
-@dataclass(frozen=True)
-class DrawConfig:
-    """How a draw from the sum tree is launched.
-
-    Attributes:
-        block_draws: draws of one program.
-        num_warps: warps of a program.
-    """
-
-    block_draws: int
-    num_warps: int
+    before = dict(_explicit)
+    _explicit.update(configurations)
+    try:
+        yield
+    finally:
+        _explicit.clear()
+        _explicit.update(before)
 
 
-@dataclass(frozen=True)
-class IndexConfig:
-    """How an update of the trajectory index is launched.
-
-    Attributes:
-        block_envs: environments of which one program computes all bits and weights; 0: every stage is a launch.
-        block_words: words of end flags that a program computes at a time.
-        block_weights: weights that a program computes at a time.
-        block_nodes: sums that a program recomputes at a time.
-        num_warps: warps of a program.
-    """
-
-    block_envs: int
-    block_words: int
-    block_weights: int
-    block_nodes: int
-    num_warps: int
+@functools.cache
+def _load(path: Path, device_name: str) -> TunedFile:
+    return said(read(path, SPACES, device_name))
 
 
-@dataclass(frozen=True)
-class SliceConfig:
-    """How slices are launched.
-
-    Attributes:
-        block_slices: slices of one program.
-        block_steps: steps of them that it writes at a time.
-        num_warps: warps of a program.
-    """
-
-    block_slices: int
-    block_steps: int
-    num_warps: int
+@functools.lru_cache(maxsize=4096)
+def _found(operation: str, device_name: str, directory: Path | None, sizes: tuple[tuple[str, int], ...]) -> Any:
+    for folder in folders() if directory is None else [directory]:
+        points = _load(folder / f"{slug(device_name)}.json", device_name).points.get(operation, ())
+        point = nearest(points, dict(sizes), SPACES[operation].exact)
+        if point is not None:
+            return point.config
+    return None
 
 
-def slug(device_name: str) -> str:
-    """File name, without extension, of a device: lower case, everything but letters and digits as one hyphen."""
-    return re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
+def forget() -> None:
+    """Read the tuned files again when they are needed next: after one was written."""
+    _load.cache_clear()
+    _found.cache_clear()
 
 
-@functools.lru_cache(maxsize=16)
-def _load(path: Path) -> Mapping[str, Any]:
-    return json.loads(path.read_text()) if path.is_file() else {}
-
-
-def nearest(points: Sequence[Mapping[str, Any]], sizes: Mapping[str, int]) -> Mapping[str, Any] | None:
-    """The point whose ``"sizes"`` lie nearest to ``sizes`` in log space; None where no point names the same sizes.
-
-    A tie goes to the point listed first.
-    """
-
-    def distance(point: Mapping[str, Any]) -> float:
-        return math.dist(
-            [math.log(max(point["sizes"][name], 1)) for name in sizes], [math.log(max(v, 1)) for v in sizes.values()]
-        )
-
-    comparable = [point for point in points if point["sizes"].keys() == sizes.keys()]
-    return min(comparable, key=distance, default=None)
-
-
-def tuned(
-    operation: str,
-    sizes: Mapping[str, int],
-    device_name: str | None,
-    *,
-    exact: Sequence[str] = (),
-    directory: Path = TUNED,
-) -> Mapping[str, Any] | None:
-    """The tuned configuration of an operation on a device, or None.
+def tuned(operation: str, device_name: str | None, directory: Path | None = None, **sizes: int) -> Any:
+    """The configuration of an operation that :func:`using` or a tuned file gives, or None.
 
     Args:
-        operation: key in the tuned file.
-        sizes: what the configuration depends on.
+        operation: a name of :data:`SPACES`.
         device_name: as ``torch.cuda.get_device_name`` gives it; None for the CPU and the interpreter.
-        exact: names of the sizes that must agree; the others need only be near.
-        directory: where the tuned files are.
+        directory: where the tuned files are; None: see :func:`gpubuf.kernels._tuned.folders`.
+        sizes: what the configuration depends on.
     """
-    if device_name is None:
-        return None
-    points = [
-        point
-        for point in _load(directory / f"{slug(device_name)}.json").get(operation, [])
-        if all(point["sizes"].get(name) == sizes[name] for name in exact)
-    ]
-    point = nearest(points, sizes)
-    return None if point is None else point["config"]
+    if operation in _explicit:
+        return _explicit[operation]
+    return None if device_name is None else _found(operation, device_name, directory, tuple(sizes.items()))
+
+
+# The choices
+
+
+def rows_copy(n_bytes: int, device_name: str | None = None, directory: Path | None = None) -> RowsConfig:
+    """Launch configuration of a copy of ``n_bytes`` bytes.
+
+    The rule: up to 1 MiB the time is that of a few dependent memory accesses, and small spans put more
+    multiprocessors to work. Beyond, long spans spread the cost of finding the key, and four elements a thread keep
+    enough bytes in flight.
+    """
+    found = tuned("rows_copy", device_name, directory, n_bytes=n_bytes)
+    if found is not None:
+        return found
+    return RowsConfig(1024, 256, 4) if n_bytes <= 2**20 else RowsConfig(8192, 512, 4)
+
+
+def _fan_out(count: int, device_type: str, explicit: int | None, found: FanOut | None) -> int:
+    """Fan-out of a tree over ``count`` leaves; the choice that all trees share."""
+    if explicit is not None:
+        if explicit < 2 or explicit & (explicit - 1):
+            raise ValueError(f"the fan-out must be a power of two of at least 2, but is {explicit}")
+        return explicit
+    if device_type == "cpu":
+        return CPU_FAN_OUT
+    if found is not None:
+        return found.fan_out
+
+    def depth(fan_out: int) -> int:
+        levels, nodes = 1, -(-count // fan_out)
+        while nodes > 1:
+            levels, nodes = levels + 1, -(-nodes // fan_out)
+        return levels
+
+    return next(fan_out for fan_out in GPU_FAN_OUTS if depth(fan_out) == depth(GPU_FAN_OUTS[-1]))
 
 
 def tree_fan_out(
@@ -150,8 +129,7 @@ def tree_fan_out(
     device_type: str,
     device_name: str | None = None,
     explicit: int | None = None,
-    directory: Path = TUNED,
-    family: str = "sum_tree",
+    directory: Path | None = None,
 ) -> int:
     """Fan-out of a sum tree: children per node, a power of two.
 
@@ -161,34 +139,18 @@ def tree_fan_out(
     Raises:
         ValueError: ``explicit`` is not a power of two of at least 2.
     """
-    if explicit is not None:
-        if explicit < 2 or explicit & (explicit - 1):
-            raise ValueError(f"the fan-out must be a power of two of at least 2, but is {explicit}")
-        return explicit
-    if device_type == "cpu":
-        return CPU_FAN_OUT
-    found = tuned(family, {"capacity": capacity}, device_name, directory=directory)
-    if found is not None:
-        return int(found["fan_out"])
-
-    def depth(fan_out: int) -> int:
-        levels, count = 1, -(-capacity // fan_out)
-        while count > 1:
-            levels, count = levels + 1, -(-count // fan_out)
-        return levels
-
-    return next(fan_out for fan_out in GPU_FAN_OUTS if depth(fan_out) == depth(GPU_FAN_OUTS[-1]))
+    return _fan_out(capacity, device_type, explicit, tuned("sum_tree", device_name, directory, capacity=capacity))
 
 
-def tree_update(fan_out: int, n: int, device_name: str | None = None, directory: Path = TUNED) -> UpdateConfig:
+def tree_update(fan_out: int, n: int, device_name: str | None = None, directory: Path | None = None) -> UpdateConfig:
     """Launch configuration of an update or a mark of ``n`` rows.
 
     The rule: up to 1024 entries one launch by one program beats the latency of one launch a level; a program
     holds as many children at a time as fit its registers.
     """
-    found = tuned("sum_tree_update", {"fan_out": fan_out, "n": n}, device_name, exact=["fan_out"], directory=directory)
+    found = tuned("sum_tree_update", device_name, directory, fan_out=fan_out, n=n)
     if found is not None:
-        return UpdateConfig(**found)
+        return found
     single = n <= 1024
     return UpdateConfig(
         single_program=single,
@@ -198,16 +160,21 @@ def tree_update(fan_out: int, n: int, device_name: str | None = None, directory:
     )
 
 
-def tree_draw(fan_out: int, n: int, device_name: str | None = None, directory: Path = TUNED) -> DrawConfig:
+def tree_draw(fan_out: int, n: int, device_name: str | None = None, directory: Path | None = None) -> DrawConfig:
     """Launch configuration of ``n`` draws.
 
     The rule: many small programs while they fit the processor side by side, then up to 512 children a program.
     """
-    found = tuned("sum_tree_draw", {"fan_out": fan_out, "n": n}, device_name, exact=["fan_out"], directory=directory)
+    found = tuned("sum_tree_draw", device_name, directory, fan_out=fan_out, n=n)
     if found is not None:
-        return DrawConfig(**found)
+        return found
     block_draws = max(1, min(4 if n <= 512 else 16, 512 // fan_out))
     return DrawConfig(block_draws=block_draws, num_warps=max(1, min(4, block_draws * fan_out // 256)))
+
+
+def index_words(steps: int, envs: int) -> int:
+    """Leaves of the sums of a trajectory index: one for 64 steps of an environment."""
+    return -(-steps // 64) * envs
 
 
 def index_fan_out(
@@ -216,23 +183,24 @@ def index_fan_out(
     device_type: str,
     device_name: str | None = None,
     explicit: int | None = None,
-    directory: Path = TUNED,
+    directory: Path | None = None,
 ) -> int:
-    """Fan-out of the sums of a trajectory index, over one leaf for 64 steps; see :func:`tree_fan_out`.
+    """Fan-out of the sums of a trajectory index, over its words; see :func:`tree_fan_out`.
 
     Raises:
         ValueError: ``explicit`` is not a power of two of at least 2.
     """
-    words = -(-steps // 64) * envs
-    return tree_fan_out(words, device_type, device_name, explicit, directory, family="trajectories")
+    words = index_words(steps, envs)
+    return _fan_out(words, device_type, explicit, tuned("trajectories", device_name, directory, words=words))
 
 
 def _floor_power(number: int) -> int:
     return 1 << (number.bit_length() - 1)
 
 
-def _ceil_power(number: int) -> int:
-    return 1 << (number - 1).bit_length()
+def ceil_power(number: int) -> int:
+    """The smallest power of two that is at least ``number`` and at least 1."""
+    return 1 << max(number - 1, 0).bit_length()
 
 
 def index_span(n: int, steps: int) -> int:
@@ -251,7 +219,7 @@ def index_update(
     envs: int,
     by_id: bool = False,
     device_name: str | None = None,
-    directory: Path = TUNED,
+    directory: Path | None = None,
 ) -> IndexConfig:
     """Launch configuration of an update of ``n`` steps, which lie in ``run_words`` words of each environment.
 
@@ -259,13 +227,12 @@ def index_update(
     enough for memory accesses side by side. Tiles have up to 1024 bits, half as many where each takes two loads
     (identifiers), or children; for the few words of a small write of few environments, about as many as these need.
     """
-    sizes = {"fan_out": fan_out, "n": n, "envs": envs}
-    found = tuned("trajectories_update", sizes, device_name, exact=["fan_out"], directory=directory)
+    found = tuned("trajectories_update", device_name, directory, fan_out=fan_out, n=n, envs=envs, by_id=int(by_id))
     if found is not None:
-        return IndexConfig(**found)
-    block_envs = min(_ceil_power(envs), _floor_power(max(512 // run_words, 1)), 32)
-    few = (run_words + 1) * _ceil_power(envs) <= (96 if n == 1 else 16)
-    if run_words > 512 or block_envs < min(_ceil_power(envs), 32):
+        return found
+    block_envs = min(ceil_power(envs), _floor_power(max(512 // run_words, 1)), 32)
+    few = (run_words + 1) * ceil_power(envs) <= (96 if n == 1 else 16)
+    if run_words > 512 or block_envs < min(ceil_power(envs), 32):
         block_envs = 0
     block_nodes = max(1, min(4, 128 // fan_out) if few else (1024 if n == 1 else 512) // fan_out)
     if n == 1:
@@ -276,22 +243,48 @@ def index_update(
 
 
 def index_draw(
-    fan_out: int, n: int, slice_len: int, device_name: str | None = None, directory: Path = TUNED
+    fan_out: int, n: int, slice_len: int, device_name: str | None = None, directory: Path | None = None
 ) -> SliceConfig:
     """Launch configuration of ``n`` drawn slices: as :func:`tree_draw`, and up to 64 steps written at a time."""
-    sizes = {"fan_out": fan_out, "n": n, "slice_len": slice_len}
-    found = tuned("trajectories_draw", sizes, device_name, exact=["fan_out"], directory=directory)
+    found = tuned("trajectories_draw", device_name, directory, fan_out=fan_out, n=n, slice_len=slice_len)
     if found is not None:
-        return SliceConfig(**found)
+        return found
     block_slices = max(1, min(4 if n <= 512 else 16, 512 // fan_out))
     return SliceConfig(
         block_slices=block_slices,
-        block_steps=min(64, _ceil_power(max(slice_len, 8))),
+        block_steps=min(64, ceil_power(max(slice_len, 8))),
         num_warps=max(1, min(4, block_slices * fan_out // 256)),
     )
 
 
 def index_slices(n: int, slice_len: int) -> SliceConfig:
     """Launch configuration of ``n`` slices from given rows: a warp for up to 32, and up to 512 elements of output."""
-    block_steps = min(64, _ceil_power(max(slice_len, 8)))
+    block_steps = min(64, ceil_power(max(slice_len, 8)))
     return SliceConfig(block_slices=min(32, 512 // block_steps), block_steps=block_steps, num_warps=1)
+
+
+def tanh_normal_sample(
+    n: int, width: int, device_name: str | None = None, directory: Path | None = None
+) -> BlockConfig:
+    """Launch configuration of ``n`` samples of ``width`` numbers. The rule: no more elements than there are."""
+    found = tuned("tanh_normal_sample", device_name, directory, n=n, width=width)
+    if found is not None:
+        return found
+    row = ceil_power(width)
+    block = row * min(max(TANH_NORMAL_BLOCK // row, 1), ceil_power(n))
+    return BlockConfig(block, min(max(block // 256, 1), 8))
+
+
+def tanh_normal_backward(n: int, device_name: str | None = None, directory: Path | None = None) -> BlockConfig:
+    """Launch configuration of the gradients of ``n`` elements."""
+    found = tuned("tanh_normal_backward", device_name, directory, n=n)
+    return BlockConfig(TANH_NORMAL_BLOCK, 4) if found is None else found
+
+
+def sac_rows(n: int, device_name: str | None = None, directory: Path | None = None) -> BlockConfig:
+    """Launch configuration of a kernel of soft actor-critic over ``n`` rows. The rule: one program while it can."""
+    found = tuned("sac_rows", device_name, directory, n=n)
+    if found is not None:
+        return found
+    block = min(max(ceil_power(n), 32), SAC_BLOCK)
+    return BlockConfig(block, min(max(block // 64, 1), 16))

@@ -2,51 +2,75 @@
 
 from __future__ import annotations
 
-import json
+import functools
 
 import pytest
 
-from gpubuf.kernels import config
+from gpubuf.kernels import _tuned, config
+from gpubuf.kernels._spaces import BlockConfig, DrawConfig, IndexConfig, RowsConfig, SliceConfig, UpdateConfig
+from tests.tuned_files import DEVICE, draw, point, write_file
 
-DEVICE = "NVIDIA H100 80GB HBM3"
+
+@pytest.fixture(autouse=True)
+def no_files_remembered():
+    config.forget()
+    yield
+    config.forget()
 
 
 @pytest.fixture
-def directory(tmp_path):
+def write(tmp_path):
+    """Writes the tuned file of a folder."""
+    return functools.partial(write_file, tmp_path)
+
+
+@pytest.fixture
+def directory(write):
     """A folder with one tuned file."""
-    points = {
-        "device": DEVICE,
-        "sum_tree": [
-            {"sizes": {"capacity": 1_000}, "config": {"fan_out": 16}},
-            {"sizes": {"capacity": 1_000_000}, "config": {"fan_out": 128}},
-        ],
-        "sum_tree_draw": [
-            {"sizes": {"fan_out": 32, "n": 256}, "config": {"block_draws": 2, "num_warps": 1}},
-            {"sizes": {"fan_out": 32, "n": 65536}, "config": {"block_draws": 64, "num_warps": 8}},
-        ],
-        "sum_tree_update": [
-            {
-                "sizes": {"fan_out": 64, "n": 512},
-                "config": {"single_program": False, "block_entries": 128, "block_nodes": 8, "num_warps": 2},
-            }
-        ],
-    }
-    (tmp_path / "nvidia-h100-80gb-hbm3.json").write_text(json.dumps(points))
-    return tmp_path
+    update = {"single_program": False, "block_entries": 128, "block_nodes": 8, "num_warps": 2}
+    return write(
+        {
+            "rows_copy": [point({"span": 16 * n, "tile": 128, "num_warps": 2}, n_bytes=2**n) for n in (10, 30)],
+            "sum_tree": [point({"fan_out": 16}, capacity=1_000), point({"fan_out": 128}, capacity=1_000_000)],
+            "sum_tree_draw": [draw(2), draw(64, 8, n=65536)],
+            "sum_tree_update": [point(update, fan_out=64, n=512)],
+            "tanh_normal_sample": [point({"block": 64, "num_warps": 2}, n=256, width=6)],
+            "tanh_normal_backward": [point({"block": 128, "num_warps": 2}, n=1536)],
+            "sac_rows": [point({"block": 256, "num_warps": 8}, n=256)],
+        }
+    )
 
 
 def test_slug():
-    assert config.slug(DEVICE) == "nvidia-h100-80gb-hbm3"
-    assert config.slug("AMD Instinct MI300X (VF)") == "amd-instinct-mi300x-vf"
+    assert _tuned.slug(DEVICE) == "nvidia-h100-80gb-hbm3"
+    assert _tuned.slug("AMD Instinct MI300X (VF)") == "amd-instinct-mi300x-vf"
 
 
-def test_nearest_is_in_log_space():
-    points = [{"sizes": {"n": n}, "config": {"n": n}} for n in (1, 100, 10_000)]
-    for n, due in ((1, 1), (9, 1), (11, 100), (900, 100), (1100, 10_000), (10**9, 10_000), (0, 1)):
-        assert config.nearest(points, {"n": n})["config"]["n"] == due
-    assert config.nearest([], {"n": 1}) is None
-    assert config.nearest(points, {"m": 1}) is None
-    assert config.nearest(points, {"n": 10})["config"]["n"] == 1, "a tie goes to the first"
+class TestNearest:
+    POINTS = tuple(_tuned.Point({"n": n}, n) for n in (1, 100, 10_000))
+
+    def found(self, n: int) -> int | None:
+        point = _tuned.nearest(self.POINTS, {"n": n})
+        return None if point is None else point.config
+
+    def test_in_log_space(self):
+        due_of = {0: 1, 1: 1, 9: 1, 11: 100, 900: 100, 1100: 10_000, 160_000: 10_000, 160_001: None, 10**30: None}
+        assert {n: self.found(n) for n in due_of} == due_of
+        assert _tuned.nearest([], {"n": 1}) is None
+
+    def test_a_tie_goes_to_the_first(self):
+        assert self.found(10) == 1
+
+    def test_all_sizes_count(self):
+        points = [_tuned.Point({"n": n, "m": m}, (n, m)) for n, m in ((1, 1), (4, 16), (16, 1))]
+        for sizes, due in (((2, 2), (1, 1)), ((4, 8), (4, 16)), ((9, 1), (16, 1)), ((1, 1000), None)):
+            found = _tuned.nearest(points, dict(zip("nm", sizes, strict=True)))
+            assert (None if found is None else found.config) == due
+
+    def test_some_must_be_equal(self):
+        points = [_tuned.Point({"n": n, "m": m}, (n, m)) for n, m in ((1, 1), (4, 2))]
+        assert _tuned.nearest(points, {"n": 1, "m": 2}, exact=("m",)).config == (4, 2)  # type: ignore[union-attr]
+        assert _tuned.nearest(points, {"n": 1, "m": 3}, exact=("m",)) is None
 
 
 class TestFanOut:
@@ -59,7 +83,8 @@ class TestFanOut:
 
     def test_tuned(self, directory):
         assert config.tree_fan_out(900_000, "cuda", DEVICE, directory=directory) == 128
-        assert config.tree_fan_out(2, "cuda", DEVICE, directory=directory) == 16
+        assert config.tree_fan_out(400, "cuda", DEVICE, directory=directory) == 16
+        assert config.tree_fan_out(10**9, "cuda", DEVICE, directory=directory) == 64, "out of reach"
         assert config.tree_fan_out(900_000, "cuda", "another device", directory=directory) == 32
         assert config.tree_fan_out(900_000, "cpu", DEVICE, directory=directory) == 16
 
@@ -83,15 +108,35 @@ class TestFanOut:
 
 class TestLaunches:
     def test_tuned_draw(self, directory):
-        assert config.tree_draw(32, 300, DEVICE, directory) == config.DrawConfig(2, 1)
-        assert config.tree_draw(32, 10**6, DEVICE, directory) == config.DrawConfig(64, 8)
+        assert config.tree_draw(32, 300, DEVICE, directory) == DrawConfig(2, 1)
+        assert config.tree_draw(32, 10**6, DEVICE, directory) == DrawConfig(64, 8)
+        assert config.tree_draw(32, 10**7, DEVICE, directory) == config.tree_draw(32, 10**7), "out of reach"
 
     def test_points_of_another_fan_out_do_not_count(self, directory):
         assert config.tree_draw(64, 300, DEVICE, directory) == config.tree_draw(64, 300)
         assert config.tree_update(32, 512, DEVICE, directory) == config.tree_update(32, 512)
 
     def test_tuned_update(self, directory):
-        assert config.tree_update(64, 10_000, DEVICE, directory) == config.UpdateConfig(False, 128, 8, 2)
+        assert config.tree_update(64, 5_000, DEVICE, directory) == UpdateConfig(False, 128, 8, 2)
+
+    def test_tuned_rows(self, directory):
+        assert config.rows_copy(1500, DEVICE, directory) == RowsConfig(160, 128, 2)
+        assert config.rows_copy(2**28, DEVICE, directory) == RowsConfig(480, 128, 2)
+        assert config.rows_copy(1500, "another", directory) == config.rows_copy(1500)
+
+    def test_tuned_blocks(self, directory):
+        assert config.tanh_normal_sample(256, 6, DEVICE, directory) == BlockConfig(64, 2)
+        assert config.tanh_normal_backward(1000, DEVICE, directory) == BlockConfig(128, 2)
+        assert config.sac_rows(300, DEVICE, directory) == BlockConfig(256, 8)
+        assert config.sac_rows(300) == BlockConfig(512, 8)
+
+    @pytest.mark.parametrize("n_bytes", [0, 1, 2**20, 2**20 + 1, 2**40])
+    def test_rows_rule(self, n_bytes):
+        chosen = config.rows_copy(n_bytes)
+        assert chosen.span % 16 == 0
+        assert chosen.tile & (chosen.tile - 1) == 0
+        assert chosen.span >= chosen.tile
+        assert chosen == (RowsConfig(1024, 256, 4) if n_bytes <= 2**20 else RowsConfig(8192, 512, 4))
 
     @pytest.mark.parametrize("fan_out", [2, 16, 32, 64, 1024, 4096])
     @pytest.mark.parametrize("n", [1, 256, 1024, 1025, 10**7])
@@ -122,24 +167,31 @@ class TestIndex:
         with pytest.raises(ValueError, match="power of two"):
             config.index_fan_out(10, 1, "cuda", explicit=5)
 
-    def test_fan_out_has_its_own_tuned_points(self, tmp_path):
-        points = {"trajectories": [{"sizes": {"capacity": 100}, "config": {"fan_out": 128}}]}
-        (tmp_path / "nvidia-h100-80gb-hbm3.json").write_text(json.dumps(points))
-        assert config.index_fan_out(6400, 1, "cuda", DEVICE, directory=tmp_path) == 128
-        assert config.tree_fan_out(100, "cuda", DEVICE, directory=tmp_path) == 16
+    def test_fan_out_has_its_own_tuned_points(self, write):
+        folder = write({"trajectories": [point({"fan_out": 128}, words=100)]})
+        assert config.index_fan_out(6400, 1, "cuda", DEVICE, directory=folder) == 128
+        assert config.tree_fan_out(100, "cuda", DEVICE, directory=folder) == 16
 
-    def test_tuned_launches(self, tmp_path):
-        update = {"block_envs": 4, "block_words": 2, "block_weights": 8, "block_nodes": 1, "num_warps": 1}
+    def test_tuned_launches(self, write):
+        update = {"block_envs": 0, "block_words": 2, "block_weights": 8, "block_nodes": 1, "num_warps": 1}
         draw = {"block_slices": 2, "block_steps": 8, "num_warps": 1}
-        points = {
-            "trajectories_update": [{"sizes": {"fan_out": 32, "n": 1, "envs": 9}, "config": update}],
-            "trajectories_draw": [{"sizes": {"fan_out": 32, "n": 64, "slice_len": 4}, "config": draw}],
-        }
-        (tmp_path / "nvidia-h100-80gb-hbm3.json").write_text(json.dumps(points))
-        found = config.index_update(32, 2, 1, 8, False, DEVICE, tmp_path)
-        assert found == config.IndexConfig(4, 2, 8, 1, 1)
-        assert config.index_draw(32, 100, 5, DEVICE, tmp_path) == config.SliceConfig(2, 8, 1)
-        assert config.index_draw(64, 100, 5, DEVICE, tmp_path) == config.index_draw(64, 100, 5)
+        folder = write(
+            {
+                "trajectories_update": [point(update, fan_out=32, n=1, envs=9, by_id=0)],
+                "trajectories_draw": [point(draw, fan_out=32, n=64, slice_len=4)],
+            }
+        )
+        assert config.index_update(32, 2, 1, 8, False, DEVICE, folder) == IndexConfig(0, 2, 8, 1, 1)
+        assert config.index_update(32, 2, 1, 8, True, DEVICE, folder) == config.index_update(32, 2, 1, 8, True)
+        assert config.index_draw(32, 100, 5, DEVICE, folder) == SliceConfig(2, 8, 1)
+        assert config.index_draw(64, 100, 5, DEVICE, folder) == config.index_draw(64, 100, 5)
+
+    def test_a_rebuild_is_out_of_reach_of_single_steps(self, write):
+        """A configuration for one step makes one program do all: for millions of steps that would take seconds."""
+        update = {"block_envs": 1, "block_words": 16, "block_weights": 16, "block_nodes": 1, "num_warps": 1}
+        folder = write({"trajectories_update": [point(update, fan_out=32, n=1, envs=1, by_id=0)]})
+        assert config.index_update(32, 1, 1, 1, False, DEVICE, folder).block_envs == 1
+        assert config.index_update(32, 10**8, 10**8 // 64, 1, False, DEVICE, folder).block_envs == 0
 
     def test_span_holds_the_run(self):
         """One step changes its own bit and perhaps that of the step before; they must be two bits."""
@@ -174,15 +226,18 @@ class TestIndex:
             assert chosen.block_slices * chosen.block_steps <= 1024
 
 
-def test_every_tuned_file_that_ships_is_usable():
-    for path in config.TUNED.glob("*.json"):
-        content = json.loads(path.read_text())
-        assert path.stem == config.slug(content["device"])
-        for point in content.get("sum_tree_draw", []):
-            assert config.tree_draw(**point["sizes"], device_name=content["device"])
-        for point in content.get("sum_tree_update", []):
-            assert config.tree_update(**point["sizes"], device_name=content["device"])
-        for point in content.get("sum_tree", []):
-            assert config.tree_fan_out(point["sizes"]["capacity"], "cuda", content["device"])
-        for point in content.get("trajectories_draw", []):
-            assert config.index_draw(**point["sizes"], device_name=content["device"])
+class TestUsing:
+    def test_before_files_and_rules_until_left(self, directory):
+        forced, rule = DrawConfig(8, 4), config.tree_draw(32, 256)
+        with config.using(sum_tree_draw=forced):
+            assert config.tree_draw(32, 256) == config.tree_draw(32, 256, DEVICE, directory) == forced
+            with config.using(sum_tree_draw=DrawConfig(1, 1), sac_rows=BlockConfig(32, 1)):
+                assert config.tree_draw(32, 256) == DrawConfig(1, 1)
+            assert config.tree_draw(32, 256) == forced
+            assert config.sac_rows(300) != BlockConfig(32, 1)
+        assert config.tree_draw(32, 256) == rule
+
+    def test_left_by_an_error(self):
+        with pytest.raises(RuntimeError), config.using(sac_rows=BlockConfig(32, 1)):
+            raise RuntimeError
+        assert config.sac_rows(300) != BlockConfig(32, 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -10,31 +9,14 @@ import torch
 
 from gpubuf.kernels import philox, rows
 from gpubuf.kernels.rows import _launch
-from gpubuf.kernels.rows._launch import RowsConfig, choose_config, copying_programs, encode_arguments, padded_keys
+from gpubuf.kernels.rows._launch import copying_programs, encode_arguments, padded_keys
 from tests.fake_cuda import DataDependentOutputException, fake_cuda
 from tests.rows_oracle import ROWS, Store, assert_same
 
 TWO_KEYS = [(torch.float32, (3,)), (torch.bool, (1,))]
 
 
-class TestConfiguration:
-    @pytest.mark.parametrize("n_bytes", [0, 1, 2**20, 2**20 + 1, 2**40])
-    def test_the_rule(self, n_bytes):
-        config = choose_config(n_bytes)
-        assert config.span % 16 == 0
-        assert config.tile & (config.tile - 1) == 0
-        assert config.span >= config.tile
-        assert config == (RowsConfig(1024, 256, 4) if n_bytes <= 2**20 else RowsConfig(8192, 512, 4))
-
-    def test_a_tuned_file_comes_first(self, tmp_path):
-        points = [
-            {"sizes": {"n_bytes": 2**n}, "config": {"span": 16 * n, "tile": 128, "num_warps": 2}} for n in (10, 30)
-        ]
-        (tmp_path / "some-gpu-80gb.json").write_text(json.dumps({"rows_copy": points}))
-        assert choose_config(1500, "Some GPU 80GB", tmp_path) == RowsConfig(160, 128, 2)
-        assert choose_config(2**28, "Some GPU 80GB", tmp_path) == RowsConfig(480, 128, 2)
-        assert choose_config(1500, "another", tmp_path) == choose_config(1500)
-
+class TestGrid:
     def test_the_grid_is_never_too_small_and_hardly_too_large(self):
         generator = torch.Generator().manual_seed(0)
         for _ in range(200):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gpubuf.kernels import sac
 from gpubuf.kernels._registry import triton_on_cpu
-from gpubuf.kernels.sac._launch import LARGEST_BLOCK
+from gpubuf.kernels.config import SAC_BLOCK as LARGEST_BLOCK
 from tests.fake_cuda import fake_cuda
 from tests.sac_reference import assert_no_worse, distance, reduce, td_target
 

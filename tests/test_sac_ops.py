@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from gpubuf.kernels import sac
-from gpubuf.kernels.sac._launch import LARGEST_BLOCK, plan_rows
+from gpubuf.kernels.config import SAC_BLOCK as LARGEST_BLOCK
+from gpubuf.kernels.sac._launch import plan_rows
 from tests import sac_reference as reference
 from tests.sac_reference import assert_no_worse
 

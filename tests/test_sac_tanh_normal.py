@@ -11,7 +11,8 @@ import torch
 
 from gpubuf.kernels import tanh_normal
 from gpubuf.kernels._elementary import exp_of_negative, log1p_of_fraction, log_of_normal
-from gpubuf.kernels.tanh_normal._launch import BLOCK, plan_sample
+from gpubuf.kernels.config import TANH_NORMAL_BLOCK
+from gpubuf.kernels.tanh_normal._launch import plan_sample
 from tests.sac_reference import assert_no_worse
 from tests.sac_reference import tanh_normal as reference
 
@@ -201,7 +202,7 @@ def test_plan_covers_every_element(n, width):
     plan = plan_sample(n, width)
     assert plan.block_width >= width
     assert plan.block_rows * plan.programs >= n
-    assert plan.block_rows * plan.block_width <= max(BLOCK, plan.block_width)
+    assert plan.block_rows * plan.block_width <= max(TANH_NORMAL_BLOCK, plan.block_width)
     assert plan.num_warps in (1, 2, 4, 8)
 
 

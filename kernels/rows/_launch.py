@@ -6,17 +6,15 @@ host memory is read and written by the same kernels.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import triton
 from torch import Tensor
 
-from gpubuf.kernels import config as configurations
 from gpubuf.kernels._check import device_name
+from gpubuf.kernels.config import RowsConfig, rows_copy
 from gpubuf.kernels.philox import check_state
 from gpubuf.kernels.rows import ALIGNMENT
 from gpubuf.kernels.rows._check import (
@@ -42,37 +40,8 @@ MAX_ROW_BYTES = 2**30
 """Bytes of one row, all keys together: elements within a row are counted in 32 bits."""
 
 
-@dataclass(frozen=True)
-class RowsConfig:
-    """How a copy is cut up.
-
-    Attributes:
-        span: bytes that one program copies; a multiple of 16.
-        tile: elements that a program copies at a time, and rows of which it writes the index.
-        num_warps: warps per program.
-    """
-
-    span: int
-    tile: int
-    num_warps: int
-
-
-def choose_config(n_bytes: int, device_name: str | None = None, directory: Path = configurations.TUNED) -> RowsConfig:
-    """The configuration for a copy of ``n_bytes`` bytes: from the device's tuned file, else by rule.
-
-    The rule: up to 1 MiB the time is that of a few dependent memory accesses, and small spans put more
-    multiprocessors to work. Beyond, long spans spread the cost of finding the key, and four elements a thread keep
-    enough bytes in flight.
-    """
-    found = configurations.tuned("rows_copy", {"n_bytes": n_bytes}, device_name, directory=directory)
-    if found is not None:
-        return RowsConfig(**found)
-    return RowsConfig(1024, 256, 4) if n_bytes <= 2**20 else RowsConfig(8192, 512, 4)
-
-
-@functools.lru_cache(maxsize=256)
 def _config(n_bytes: int, device: torch.device) -> RowsConfig:
-    return choose_config(n_bytes, device_name(device))
+    return rows_copy(n_bytes, device_name(device))
 
 
 def padded_keys(n_keys: int) -> int:

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gpubuf.kernels import config
+from gpubuf.kernels._check import device_name
 from gpubuf.kernels._differentiable import computing_dtype, dense
 from gpubuf.kernels.sac import NONE, check_critics, check_rows
 from gpubuf.kernels.sac._triton import (
@@ -25,7 +27,6 @@ from gpubuf.kernels.sac._triton import (
 
 REAL = {torch.float32: tl.float32, torch.float64: tl.float64}
 
-LARGEST_BLOCK = 1024
 FINISH_BLOCK = 256
 """Partial sums that the finishing kernel adds at a time."""
 
@@ -44,10 +45,10 @@ class RowPlan:
         return self.programs == 1
 
 
-def plan_rows(n: int) -> RowPlan:
-    """One program up to LARGEST_BLOCK rows, the usual batch; beyond that one for every LARGEST_BLOCK rows."""
-    block = min(max(triton.next_power_of_2(max(n, 1)), 32), LARGEST_BLOCK)
-    return RowPlan(block, max(triton.cdiv(n, block), 1), min(max(block // 64, 1), 16))
+def plan_rows(n: int, device_name: str | None = None) -> RowPlan:
+    """As many programs as the configuration for ``n`` rows needs, at least one."""
+    chosen = config.sac_rows(n, device_name)
+    return RowPlan(chosen.block, max(triton.cdiv(n, chosen.block), 1), chosen.num_warps)
 
 
 def _optional(tensor: Tensor | None, stand_in: Tensor) -> Tensor:
@@ -72,7 +73,7 @@ def soft_td_target(
     real = computing_dtype(next_q)
     target = torch.empty(next_log_prob.shape, dtype=real, device=next_q.device)
     if n:
-        plan = plan_rows(n)
+        plan = plan_rows(n, device_name(next_q.device))
         soft_td_target_kernel[(plan.programs,)](
             dense(next_q),
             dense(next_log_prob),
@@ -99,7 +100,7 @@ def td_loss(
     n = target.numel()
     check_critics(q, n)
     check_rows(n, weight=weight, mask=mask)
-    real, plan = computing_dtype(q), plan_rows(n)
+    real, plan = computing_dtype(q), plan_rows(n, device_name(q.device))
     new: dict[str, Any] = {"dtype": real, "device": q.device}
     loss = torch.empty(target.shape if reduction == NONE else (), **new)
     td_error, norm = torch.empty(target.shape, **new), torch.empty((), **new)
@@ -173,7 +174,7 @@ def td_loss_backward(
     n = target.numel()
     by_q = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if n:
-        plan = plan_rows(n)
+        plan = plan_rows(n, device_name(q.device))
         td_loss_backward_kernel[(plan.programs,)](
             dense(grad),
             dense(q),
@@ -203,7 +204,7 @@ def actor_loss(
     check_critics(q, n)
     check_rows(n, weight=weight, mask=mask)
     check_rows(1, alpha=alpha)
-    real, plan = computing_dtype(q), plan_rows(n)
+    real, plan = computing_dtype(q), plan_rows(n, device_name(q.device))
     new: dict[str, Any] = {"dtype": real, "device": q.device}
     loss = torch.empty(log_prob.shape if reduction == NONE else (), **new)
     entropy, norm = torch.empty((), **new), torch.empty((), **new)
@@ -250,7 +251,7 @@ def actor_loss_backward(
     by_q = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     by_log_prob = torch.empty(log_prob.shape, dtype=log_prob.dtype, device=q.device)
     if n:
-        plan = plan_rows(n)
+        plan = plan_rows(n, device_name(q.device))
         actor_loss_backward_kernel[(plan.programs,)](
             dense(grad),
             dense(q),
@@ -284,7 +285,7 @@ def temperature_loss(
     n = log_prob.numel()
     check_rows(n, weight=weight, mask=mask)
     check_rows(1, log_alpha=log_alpha, target_entropy=target_entropy)
-    real, plan = computing_dtype(log_prob), plan_rows(n)
+    real, plan = computing_dtype(log_prob), plan_rows(n, device_name(log_prob.device))
     new: dict[str, Any] = {"dtype": real, "device": log_prob.device}
     shape = log_prob.shape if reduction == NONE else torch.Size()
     loss, slope = torch.empty(shape, **new), torch.empty(shape, **new)

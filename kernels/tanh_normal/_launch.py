@@ -9,14 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gpubuf.kernels import config
+from gpubuf.kernels._check import device_name
 from gpubuf.kernels._differentiable import computing_dtype, dense
 from gpubuf.kernels.tanh_normal import check_arguments
 from gpubuf.kernels.tanh_normal._triton import tanh_normal_sample_backward_kernel, tanh_normal_sample_kernel
 
 REAL = {torch.float32: tl.float32, torch.float64: tl.float64}
-
-BLOCK = 512
-"""Elements of one program."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +28,12 @@ class SamplePlan:
     num_warps: int
 
 
-def plan_sample(n: int, width: int) -> SamplePlan:
-    """Whole rows in every program, about BLOCK elements each, no more rows than there are."""
-    block_width = triton.next_power_of_2(max(width, 1))
-    block_rows = min(max(BLOCK // block_width, 1), triton.next_power_of_2(max(n, 1)))
-    num_warps = min(max(block_rows * block_width // 256, 1), 8)
-    return SamplePlan(block_rows, block_width, triton.cdiv(n, block_rows), num_warps)
+def plan_sample(n: int, width: int, device_name: str | None = None) -> SamplePlan:
+    """Whole rows in every program, as many as its configuration has elements for."""
+    chosen = config.tanh_normal_sample(n, width, device_name)
+    block_width = config.ceil_power(width)
+    block_rows = max(chosen.block // block_width, 1)
+    return SamplePlan(block_rows, block_width, triton.cdiv(n, block_rows), chosen.num_warps)
 
 
 def sample(
@@ -56,7 +55,7 @@ def sample(
     if not n:
         return action, log_prob
     width = loc.numel() // n
-    plan = plan_sample(n, width)
+    plan = plan_sample(n, width, device_name(loc.device))
     tanh_normal_sample_kernel[(plan.programs,)](
         dense(loc),
         dense(scale),
@@ -98,7 +97,8 @@ def sample_backward(
     total = loc.numel()
     if not total:
         return by_loc, by_scale
-    tanh_normal_sample_backward_kernel[(triton.cdiv(total, BLOCK),)](
+    chosen = config.tanh_normal_backward(total, device_name(loc.device))
+    tanh_normal_sample_backward_kernel[(triton.cdiv(total, chosen.block),)](
         loc if grad_action is None else dense(grad_action),
         loc if grad_log_prob is None else dense(grad_log_prob),
         dense(loc),
@@ -117,7 +117,7 @@ def sample_backward(
         HAS_BOUNDS=low is not None,
         LOW=low_value,
         HIGH=high_value,
-        BLOCK=BLOCK,
-        num_warps=4,
+        BLOCK=chosen.block,
+        num_warps=chosen.num_warps,
     )
     return by_loc, by_scale

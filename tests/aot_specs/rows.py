@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from gpubuf.kernels.config import rows_copy
 from gpubuf.kernels.rows import ALIGNMENT
-from gpubuf.kernels.rows._launch import MAX_SOURCES, choose_config, padded_keys
+from gpubuf.kernels.rows._launch import MAX_SOURCES, padded_keys
 from tests.aot import AotSpec
 
 MODULE = "gpubuf.kernels.rows._triton:"
@@ -16,7 +17,7 @@ BATCH = {"arena_ptr": "*u8", "index_ptr": "*i64", "generation_ptr": "*i64"}
 
 def specs_of(n_bytes: int, n_keys: int, capacity: str) -> list[AotSpec]:
     """Every kernel for one size of batch and one number of keys. ``capacity`` is the type of counts of rows."""
-    config = choose_config(n_bytes)
+    config = rows_copy(n_bytes)
     constants = {"KEYS": padded_keys(n_keys), "SPAN": config.span, "TILE": config.tile, "ALIGNMENT": ALIGNMENT}
     sizes: dict[str, Any] = {"n_keys": "i32", "n": "i32", "capacity": capacity, "row_programs": "i32"}
     # Addresses don't fit int32, and the strides of rows do; both are padded to a power of two.

@@ -2,7 +2,8 @@
 
 import triton.language as tl
 
-from gpubuf.kernels.tanh_normal._launch import BLOCK, plan_sample
+from gpubuf.kernels import config
+from gpubuf.kernels.tanh_normal._launch import plan_sample
 from tests.aot import AotSpec
 
 MODULE = "gpubuf.kernels.tanh_normal._triton:"
@@ -33,7 +34,7 @@ def sample(n: int, width: int, given: str, real: tl.dtype, bounds: bool) -> AotS
 def backward(given: str, real: tl.dtype, bounds: bool, action: bool, log_prob: bool) -> AotSpec:
     """The backward kernel."""
     names = ("grad_action_ptr", "loc_ptr", "scale_ptr", "low_ptr", "high_ptr", "grad_loc_ptr", "grad_scale_ptr")
-    computed = f"*{real.name}"
+    computed, chosen = f"*{real.name}", config.tanh_normal_backward(256 * 6)
     return AotSpec(
         MODULE + "tanh_normal_sample_backward_kernel",
         {
@@ -50,9 +51,9 @@ def backward(given: str, real: tl.dtype, bounds: bool, action: bool, log_prob: b
             "HAS_BOUNDS": bounds,
             "LOW": -1.0,
             "HIGH": 1.0,
-            "BLOCK": BLOCK,
+            "BLOCK": chosen.block,
         },
-        4,
+        chosen.num_warps,
     )
 
 

@@ -1,0 +1,238 @@
+"""Tuned files: where they are, what they say, and which of it can be used.
+
+``gpubuf tune`` writes one file for each kind of device, named after it: ``<slug of the name>.json``. It holds, for each
+operation, points that were measured::
+
+    {"format": 1, "device": "NVIDIA H100 80GB HBM3", "made": {"date": "2026-11-21", ...},
+     "kernels": {"sum_tree": "0d1f5a...", ...},
+     "points": {"sum_tree_draw": [{"sizes": {"fan_out": 32, "n": 256}, "config": {"block_draws": 4, "num_warps": 1}}]}}
+
+A point is used only if its configuration is one that the kernels can run: nothing in a file leads to an error or to a
+wrong result. What can't be used is ignored, and :func:`said` once for each file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import logging
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+"""Of the files. Higher where old timings would mislead, although every configuration could still be run."""
+
+TUNED = Path(__file__).parent / "tuned"
+"""The files that ship with gpubuf."""
+
+REACH = 16
+"""A point counts for sizes up to so many times as large or as small as its own; the rule knows better beyond."""
+
+logger = logging.getLogger("gpubuf")
+
+
+@dataclass(frozen=True)
+class Space:
+    """What can be tuned about an operation.
+
+    Attributes:
+        family: the package of the operation's kernels.
+        sizes: names of what the configuration depends on.
+        config: the frozen dataclass that holds it; all fields are powers of two or booleans, unless ``refusal`` says
+            otherwise.
+        exact: those of the sizes that must agree for a point to count; the others need only be near.
+        refusal: why a configuration can't be run at these sizes; "" if it can.
+        free: fields that need not be powers of two.
+    """
+
+    family: str
+    sizes: tuple[str, ...]
+    config: type
+    exact: tuple[str, ...] = ()
+    refusal: Callable[[Mapping[str, int], Any], str] = lambda sizes, config: ""
+    free: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Point:
+    """A configuration, and the sizes that it was measured at."""
+
+    sizes: Mapping[str, int]
+    config: Any
+
+
+@dataclass(frozen=True)
+class TunedFile:
+    """What can be used of a file.
+
+    Attributes:
+        path: where it is.
+        device: the device it names; "" where it can't be read.
+        made: when it was made, and with what, as the file says.
+        points: those that can be used, by operation.
+        problems: what can't be used, and why; empty if everything can.
+    """
+
+    path: Path
+    device: str = ""
+    made: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    points: Mapping[str, tuple[Point, ...]] = dataclasses.field(default_factory=dict)
+    problems: tuple[str, ...] = ()
+
+    @property
+    def n_points(self) -> int:
+        """Number of points that can be used."""
+        return sum(map(len, self.points.values()))
+
+
+def slug(device_name: str) -> str:
+    """File name, without extension, of a device: lower case, everything but letters and digits as one hyphen."""
+    return re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
+
+
+def user_folder() -> Path | None:
+    """Where a user's own tuned files are: ``$XDG_CACHE_HOME/gpubuf/tuned``; None where there is no home.
+
+    Below ``~/.cache`` where ``XDG_CACHE_HOME`` is not set to an absolute path.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not cache.is_absolute():
+        try:
+            cache = Path.home() / ".cache"
+        except RuntimeError:
+            return None
+    return cache / "gpubuf" / "tuned"
+
+
+def folders() -> list[Path]:
+    """Where tuned files are looked for: the user's folder first, then what ships with gpubuf."""
+    own = user_folder()
+    return [TUNED] if own is None else [own, TUNED]
+
+
+@functools.cache
+def stamp(family: str) -> str:
+    """Identifies what can be configured about the kernels of a family: their names and compile-time arguments."""
+    parameters = []
+    for path in sorted((Path(__file__).parent / family).glob("_triton*.py")):
+        kernel = ""
+        for function, constant in re.findall(r"^def (\w+)\(|^    (\w+): tl\.constexpr", path.read_text(), re.MULTILINE):
+            kernel = function or kernel
+            if kernel.endswith("_kernel"):
+                parameters.append(function or constant)
+    return hashlib.sha256(" ".join(parameters).encode()).hexdigest()[:12]
+
+
+def invalid(space: Space, sizes: Any, config: Any) -> str:
+    """Why a point, as a file gives it, can't be used; "" if it can."""
+    if not isinstance(sizes, Mapping) or sizes.keys() != set(space.sizes):
+        return f"its sizes must be {list(space.sizes)}"
+    if not all(type(value) is int and 0 <= value < 2**63 for value in sizes.values()):
+        return "its sizes must be whole numbers in 0 .. 2**63 - 1"
+    fields = {field.name: field.type for field in dataclasses.fields(space.config)}
+    if not isinstance(config, Mapping) or config.keys() != fields.keys():
+        return f"its configuration must give {list(fields)}"
+    for name, value in config.items():
+        kind = bool if fields[name] == "bool" else int
+        if type(value) is not kind:
+            return f"{name} must be of type {kind.__name__}, not {value!r}"
+        if kind is int and name not in space.free and (value < 1 or value & (value - 1)):
+            return f"{name} must be a power of two, not {value}"
+    return space.refusal(sizes, space.config(**config))
+
+
+def read(path: Path, spaces: Mapping[str, Space], device_name: str | None = None) -> TunedFile:
+    """What can be used of a file. Never raises; a file that is not there is empty.
+
+    Args:
+        path: where it is.
+        spaces: what can be tuned, by operation.
+        device_name: the device that the file must be for; None takes any.
+    """
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError:
+        return TunedFile(path)
+    except (OSError, ValueError, RecursionError) as error:
+        return TunedFile(path, problems=(f"it can't be read: {error}",))
+    if not isinstance(content, dict) or not isinstance(content.get("device"), str):
+        return TunedFile(path, problems=("it is no tuned file: it names no device",))
+    device, made = content["device"], content.get("made")
+    head = TunedFile(path, device, made if isinstance(made, dict) else {})
+    if device_name is not None and device != device_name:
+        return dataclasses.replace(head, problems=(f"it is for {device!r}, not for {device_name!r}",))
+    if content.get("format") != FORMAT:
+        problem = f"it is stale: its format is {content.get('format')!r}, that of this version {FORMAT}"
+        return dataclasses.replace(head, problems=(problem,))
+    points, problems = _usable(content.get("points"), content.get("kernels"), spaces)
+    return dataclasses.replace(head, points=points, problems=tuple(problems))
+
+
+def _usable(given: Any, stamps: Any, spaces: Mapping[str, Space]) -> tuple[dict[str, tuple[Point, ...]], list[str]]:
+    """The points of a file that can be used, and what is wrong with the others."""
+    if not isinstance(given, dict) or not isinstance(stamps, dict):
+        return {}, ["it is damaged: it has no points"]
+    points, problems = {}, []
+    for operation, entries in given.items():
+        space = spaces.get(operation)
+        if space is None:
+            problems.append(f"{operation}: there is no such operation")
+        elif stamps.get(space.family) != stamp(space.family):
+            problems.append(f"{operation}: stale, it was tuned for other kernels")
+        elif not isinstance(entries, list):
+            problems.append(f"{operation}: damaged, it has no list of points")
+        else:
+            good, wrong = _points(entries, space)
+            points[operation] = good
+            problems += [f"{operation}: {reason}" for reason in wrong]
+    return points, problems
+
+
+def _points(entries: Iterable[Any], space: Space) -> tuple[tuple[Point, ...], list[str]]:
+    good, wrong = [], []
+    for entry in entries:
+        given: dict[str, Any] = entry if isinstance(entry, dict) else {}
+        sizes, config = given.get("sizes", {}), given.get("config", {})
+        reason = invalid(space, sizes, config)
+        if reason:
+            wrong.append(f"of a point {sizes}, {reason}")
+        else:
+            good.append(Point(sizes, space.config(**config)))
+    return tuple(good), wrong
+
+
+def nearest(points: Iterable[Point], sizes: Mapping[str, int], exact: Iterable[str] = ()) -> Point | None:
+    """The point whose sizes lie nearest to ``sizes`` in log space; None where none is within :data:`REACH`.
+
+    Sizes named in ``exact`` must be equal. A tie goes to the point listed first.
+    """
+
+    def steps(point: Point) -> list[float]:
+        return [abs(math.log(max(point.sizes[name], 1) / max(size, 1))) for name, size in sizes.items()]
+
+    def counts(point: Point) -> bool:
+        # A hair more, for sizes that are exactly that many times as large.
+        near = max(steps(point), default=0.0) <= math.log(REACH) * (1 + 1e-12)
+        return near and all(point.sizes[name] == sizes[name] for name in exact)
+
+    return min(filter(counts, points), key=lambda point: math.hypot(*steps(point)), default=None)
+
+
+def said(file: TunedFile) -> TunedFile:
+    """The file, after one message where something in it is not used."""
+    if file.problems:
+        more = f" (and {len(file.problems) - 1} more)" if len(file.problems) > 1 else ""
+        logger.warning(
+            "not all of the tuned file %s is used: %s%s; `gpubuf tune` makes a new one",
+            file.path,
+            file.problems[0],
+            more,
+        )
+    return file
