@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         load_torchrl,
         save_torchrl,
     )
+    from gpubuf.graphs import CaptureError, capture
     from gpubuf.objectives import HardUpdate, SACLoss, SoftUpdate
     from gpubuf.planning import plan
 
@@ -57,12 +58,14 @@ _MODULES = {
         "load_torchrl",
         "save_torchrl",
     ),
+    "gpubuf.graphs": ("CaptureError", "capture"),
     "gpubuf.planning": ("plan",),
     "gpubuf.objectives": ("HardUpdate", "SACLoss", "SoftUpdate"),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
+    "CaptureError",
     "HardUpdate",
     "LazyMemmapStorage",
     "LazyTensorStorage",
@@ -82,6 +85,7 @@ __all__ = [
     "TensorDictReplayBuffer",
     "TensorDictRoundRobinWriter",
     "TensorStorage",
+    "capture",
     "from_minari",
     "load_torchrl",
     "plan",

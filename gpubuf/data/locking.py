@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from gpubuf.data.capturing import used
 from gpubuf.data.storages import TensorStorage
 
 
@@ -28,8 +29,8 @@ class StreamOrder:
     alone.
 
     While a graph is captured nothing is recorded and nothing waits: an event of another stream can't be part of the
-    graph. ``torch.cuda.graph`` synchronises before it captures; around replays, which the buffer can't see, ordering
-    is up to who replays.
+    graph. ``torch.cuda.graph`` synchronises before it captures. What :func:`gpubuf.capture` returns takes its turn at
+    each replay; around replays of other graphs, which the buffer can't see, ordering is up to who replays.
     """
 
     def __init__(self) -> None:
@@ -59,6 +60,10 @@ class StreamOrder:
         if self._event is not None:
             self._event.record(stream)
         self._last = stream
+
+    def joined(self, stream: torch.cuda.Stream) -> None:
+        """``stream`` has waited for everything so far: begin anew, as if all operations had been on it."""
+        self._last, self._event = stream, None
 
 
 class Turn:
@@ -94,7 +99,18 @@ class Turn:
             self._has_cuda = torch.cuda.is_available()
         return self._has_cuda
 
+    @property
+    def device(self) -> torch.device | None:
+        """Where the buffer works; None before its first write."""
+        ring = self.storage._ring
+        return None if ring is None else ring.counters.device
+
+    def joined(self, stream: torch.cuda.Stream) -> None:
+        """See :meth:`StreamOrder.joined`."""
+        self._streams.joined(stream)
+
     def _begin(self) -> None:
+        used(self)
         if self.on_gpu():
             self._streams.begin(self.storage.ring.device)
 

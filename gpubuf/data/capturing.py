@@ -1,0 +1,136 @@
+"""What a buffer has to know about the capture of a CUDA graph, and a graph about the buffers that it uses.
+
+A graph repeats launches and nothing else. What an operation does on the host besides (counting rows for ``len()``, say)
+is noted in a :class:`Recording` while the graph is captured, and done again at each replay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, Protocol
+
+import torch
+
+
+class CaptureError(RuntimeError):
+    """A step that can't be captured in a CUDA graph, or a graph that no longer fits what it was captured with."""
+
+
+class Lock(Protocol):
+    """The lock of a buffer: see :class:`gpubuf.data.locking.Turn`."""
+
+    def __enter__(self) -> Any:
+        """Begin an operation."""
+
+    def __exit__(self, *exception: object) -> None:
+        """End it."""
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where the buffer works; None before its first write."""
+
+    def joined(self, stream: torch.cuda.Stream) -> None:
+        """All operations so far come before what ``stream`` is given from now on."""
+
+
+class Recording:
+    """What goes with the replays of one graph, on the host.
+
+    Attributes:
+        locks: those of the buffers that the graph uses.
+    """
+
+    def __init__(self) -> None:
+        self.locks: list[Lock] = []
+        self._before: dict[Hashable, Callable[[], None]] = {}
+        self._after: list[Callable[[], None]] = []
+        self._held: dict[tuple[int, str], tuple[Any, str, Any]] = {}
+
+    def before(self, key: Hashable, action: Callable[[], None]) -> None:
+        """Do ``action`` before each replay; of several with the same key, the first."""
+        self._before.setdefault(key, action)
+
+    def after(self, action: Callable[[], None]) -> None:
+        """Do ``action`` after each replay, as often as it was noted."""
+        self._after.append(action)
+
+    def holds(self, owner: Any, *attributes: str) -> None:
+        """The graph works on what these attributes are now: refuse replays once they are replaced."""
+        for name in attributes:
+            self._held.setdefault((id(owner), name), (owner, name, getattr(owner, name)))
+
+    @contextlib.contextmanager
+    def replay(self) -> Iterator[None]:
+        """Around a replay: one operation of all the buffers, and what else belongs to it on the host.
+
+        Raises:
+            CaptureError: what the graph works on is no longer that of its buffers.
+        """
+        with contextlib.ExitStack() as stack:
+            for lock in self.locks:
+                stack.enter_context(lock)
+            for owner, name, value in self._held.values():
+                if getattr(owner, name, None) is not value:
+                    raise CaptureError(
+                        f"a {type(owner).__name__} was moved, freed or given other parts since its step was captured: "
+                        "call reset() on the captured step, and it is captured anew"
+                    )
+            for action in self._before.values():
+                action()
+            yield
+            for action in self._after:
+                action()
+
+
+class _Now(threading.local):
+    recording: Recording | None = None
+    locks: list[Lock] | None = None
+
+
+_now = _Now()
+
+
+def recording() -> Recording | None:
+    """The recording of the graph that :func:`gpubuf.capture` is capturing in this thread, if it is."""
+    # Compiled code is traced before, and can't look: its operations note things when they run.
+    return None if torch.compiler.is_compiling() else _now.recording
+
+
+@contextlib.contextmanager
+def recorded(into: Recording) -> Iterator[None]:
+    """Note in ``into`` what operations do from now on, in this thread."""
+    with watched(into.locks):
+        previous, _now.recording = _now.recording, into
+        try:
+            yield
+        finally:
+            _now.recording = previous
+
+
+@contextlib.contextmanager
+def watched(locks: list[Lock]) -> Iterator[None]:
+    """Enter into ``locks`` those of the buffers that are used from now on, in this thread."""
+    previous, _now.locks = _now.locks, locks
+    try:
+        yield
+    finally:
+        _now.locks = previous
+
+
+def used(lock: Lock) -> None:
+    """An operation on a buffer begins."""
+    locks = _now.locks
+    if locks is not None and lock not in locks:
+        locks.append(lock)
+
+
+def refuse(reason: str) -> None:
+    """Raise if a graph is being captured in this thread by :func:`gpubuf.capture`.
+
+    Raises:
+        CaptureError: so it is.
+    """
+    if recording() is not None:
+        raise CaptureError(f"this can't be captured in a CUDA graph: {reason}")

@@ -1,0 +1,217 @@
+"""A training step as one CUDA graph: ``step = gpubuf.capture(step)``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from gpubuf.data.capturing import CaptureError, Lock, Recording, recorded, watched
+from gpubuf.graph_checks import NoHostWork, host_random_state, refuse_host_random
+from gpubuf.graph_values import Arguments, Unchanged, checked_results, devices_of, fresh
+
+__all__ = ["CaptureError", "Captured", "capture"]
+
+GRAPH_DEVICES = frozenset({"cuda"})
+"""Types of devices whose work can be captured."""
+
+
+def capture(step: Callable[..., Any], *, warmup: int = 3, device: torch.device | str | None = None) -> Captured:
+    """A step that, on a GPU, is captured in a CUDA graph and from then on replayed: one launch instead of hundreds.
+
+    The first ``warmup`` calls run as they are, on a side stream; the next one captures the step, and it and all later
+    ones replay the graph. n calls are n steps, with the results of n calls of ``step`` itself. Without a GPU, or where
+    the step works on the CPU, every call runs ``step``, with the same results, and under the same rules:
+
+    * Tensors (in TensorDicts, tensorclasses, lists, tuples and dictionaries too) may have other values at each call,
+      not other shapes, dtypes or devices. All other arguments are part of the graph: they must stay what they were.
+    * The step must not change a tensor that it was given. Containers are passed as copies: entries that the step adds
+      to a TensorDict are seen by nobody else. It returns what its caller is to have.
+    * It returns tensors, or TensorDicts, tuples, lists or dictionaries of them, or None. They come without gradient. A
+      replay returns the same tensors every time, with new values: ``clone()`` what is to be kept.
+    * What it does on the host beside launching happens once, at the capture; what its buffers do there (``len()``, the
+      order of threads and streams) is taken care of at each replay. So it must not read a value of a tensor (that would
+      wait for the GPU), branch on one, or draw random numbers on the CPU.
+
+    Called by one thread at a time. A call doesn't synchronise, but for the one that captures. ``docs/graphs.md`` has a
+    whole training step, and what can't be captured.
+
+    Args:
+        step: the function. It reaches networks, optimisers and buffers itself, not as arguments.
+        warmup: number of calls before the capture, at least 1: whatever is allocated at first use must exist by then.
+        device: where the step works; ``"cpu"`` never captures. None: a GPU, if there is one among the arguments, the
+            results and the buffers of the first call.
+
+    Returns:
+        The captured step, to be called as ``step``.
+
+    Raises:
+        ValueError: ``warmup`` is less than 1.
+        RuntimeError: there is no such device.
+    """
+    return Captured(step, warmup=warmup, device=device)
+
+
+class Captured:
+    """What :func:`capture` returns: a step that is captured, once it is warm, and replayed."""
+
+    def __init__(self, step: Callable[..., Any], *, warmup: int = 3, device: torch.device | str | None = None) -> None:
+        if warmup < 1:
+            raise ValueError(f"warmup must be at least 1, got {warmup}: the first call allocates what the graph uses")
+        self._requested = None if device is None else torch.device(device)
+        if self._requested is not None and self._requested.type == "cuda" and not torch.cuda.is_available():
+            raise RuntimeError(f"device={str(device)!r} was requested, but CUDA is not available")
+        self._step = step
+        self._warmup = warmup
+        self._stream: torch.cuda.Stream | None = None
+        self.reset()
+
+    @property
+    def captured(self) -> bool:
+        """Whether calls replay a graph by now."""
+        return self._graph is not None
+
+    def reset(self) -> None:
+        """Drop the graph and what is known about the arguments: the next call is the first of the warm-up again."""
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._arguments: Arguments | None = None
+        self._device: torch.device | None = None
+        self._left = self._warmup
+        self._results: Any = None
+        self._recording = Recording()
+        self._kept: Any = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """One step.
+
+        Raises:
+            ValueError: an argument is not like that of the first call, or the step breaks the rules of
+                :func:`capture`.
+            CaptureError: the step can't be captured; nothing has run. Or a buffer was moved since the capture.
+        """
+        if self._arguments is None:
+            return self._first(args, kwargs)
+        if self._graph is None:
+            if self._left or not self._can_capture:
+                return self._eager(self._arguments, args, kwargs)
+            self._capture(self._arguments, args, kwargs)
+        return self._replay(self._arguments, args, kwargs)
+
+    @property
+    def _can_capture(self) -> bool:
+        return self._device is not None and self._device.type in GRAPH_DEVICES
+
+    # Before the capture
+
+    def _first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The first call: it also shows where the step works."""
+        arguments = Arguments(args, kwargs)
+        unchanged = Unchanged(arguments.tensors(args, kwargs))
+        locks: list[Lock] = []
+        with watched(locks):
+            results = self._eager(arguments, args, kwargs)
+        unchanged.check()
+        self._arguments = arguments
+        self._device = self._requested
+        if self._device is None:
+            found = arguments.devices | devices_of(results) | {lock.device for lock in locks if lock.device is not None}
+            devices = sorted((d for d in found if d.type in GRAPH_DEVICES), key=str)
+            if len(devices) > 1:
+                raise ValueError(f"the step works on {' and '.join(map(str, devices))}: give capture() a device")
+            self._device = devices[0] if devices else torch.device("cpu")
+        return results
+
+    def _eager(self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        arguments.tensors(args, kwargs)
+        given, named = arguments.passed(args, kwargs)
+        with self._aside():
+            results = checked_results(self._step(*given, **named))
+        if self._left:
+            self._left -= 1
+        return results
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        """On the side stream, behind all before and ahead of all after; not where nothing will be captured.
+
+        What autograd and libraries keep for each stream is made on the stream that captures.
+        """
+        device = self._device or self._requested
+        if not torch.cuda.is_available() or (device is not None and device.type not in GRAPH_DEVICES):
+            yield
+            return
+        current = torch.cuda.current_stream(device)
+        side = self._side(device)
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            yield
+        current.wait_stream(side)
+
+    def _side(self, device: torch.device | None) -> torch.cuda.Stream:
+        stream = self._stream
+        if stream is None or (device is not None and device.index not in (None, stream.device.index)):
+            stream = self._stream = torch.cuda.Stream(device)
+        return stream
+
+    # The capture
+
+    def _capture(self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        assert self._device is not None
+        arguments.tensors(args, kwargs)
+        stray = [device for device in arguments.devices if device.type != self._device.type]
+        if stray:
+            raise CaptureError(
+                f"a tensor was passed that is on {stray[0]}, but the step works on {self._device}: move it there "
+                "before the call, for a graph reads from one place"
+            )
+        recording, checks, graph = Recording(), NoHostWork(self._device), torch.cuda.CUDAGraph()
+        given, named = arguments.static(args, kwargs)
+        unchanged = Unchanged(arguments.inputs)
+        random_state = host_random_state()
+        current, side = torch.cuda.current_stream(self._device), self._side(self._device)
+        side.wait_stream(current)
+        try:
+            with recorded(recording), torch.cuda.graph(graph, stream=side), checks:
+                results = checked_results(self._step(*given, **named))
+        except Exception as error:
+            _explain(error)
+            raise
+        current.wait_stream(side)
+        refuse_host_random(random_state)
+        unchanged.check()
+        for lock in recording.locks:
+            lock.joined(current)
+        self._graph, self._results, self._recording, self._kept = graph, results, recording, checks.kept
+
+    # After it
+
+    def _replay(self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert self._graph is not None
+        arguments.fill(args, kwargs)
+        with self._recording.replay():
+            self._graph.replay()
+        return fresh(self._results)
+
+    def __repr__(self) -> str:
+        name = getattr(self._step, "__qualname__", repr(self._step))
+        state = "captured" if self.captured else f"{self._left} calls before the capture"
+        if self._device is not None and not self._can_capture:
+            state = f"runs eagerly on {self._device}"
+        return f"{type(self).__name__}({name}, {state})"
+
+
+def _explain(error: BaseException) -> None:
+    """Raise a :class:`CaptureError` for what is the capture's fault."""
+    # Ending a capture that has failed fails too: the reason is what came before.
+    reason: BaseException | None = error
+    while reason is not None:
+        if isinstance(reason, CaptureError):
+            if reason is error:
+                return
+            raise reason from None
+        reason = reason.__context__
+    if isinstance(error, RuntimeError) and "captur" in str(error):
+        first = error.__context__ if isinstance(error.__context__, RuntimeError) else error
+        raise CaptureError(f"the step can't be captured in a CUDA graph: {first}") from error
