@@ -183,6 +183,8 @@ class Captured:
         unchanged.check()
         for lock in recording.locks:
             lock.joined(current)
+            recording.holds(lock, "storage")
+            recording.holds(lock.storage, "table", "_ring")
         self._graph, self._results, self._recording, self._kept = graph, results, recording, checks.kept
 
     # After it

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gpubuf.data import checkpoints
+from gpubuf.data.capturing import refuse
 from gpubuf.data.layout import Data, RowLayout
 from gpubuf.data.locking import Turn
 from gpubuf.data.moving import Movable
@@ -222,6 +223,7 @@ class ReplayBuffer(Movable, Sampling):
             data = data.transpose(0, self.dim_extend)
         given = priority(data) if priority is not None else None
         if not storage.initialized:
+            refuse("the first write allocates the storage: write before")
             self._sampler.check_rows(RowLayout(data, storage.ndim, storage.ignored_keys), storage.ndim)
         index = self._writer.extend(data)
         if index.numel() == 0:

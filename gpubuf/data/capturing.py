@@ -21,6 +21,8 @@ class CaptureError(RuntimeError):
 class Lock(Protocol):
     """The lock of a buffer: see :class:`gpubuf.data.locking.Turn`."""
 
+    storage: Any
+
     def __enter__(self) -> Any:
         """Begin an operation."""
 
@@ -96,6 +98,11 @@ def recording() -> Recording | None:
     """The recording of the graph that :func:`gpubuf.capture` is capturing in this thread, if it is."""
     # Compiled code is traced before, and can't look: its operations note things when they run.
     return None if torch.compiler.is_compiling() else _now.recording
+
+
+def capturing() -> bool:
+    """Whether work on the current CUDA stream goes into a graph, whoever captures it."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 @contextlib.contextmanager

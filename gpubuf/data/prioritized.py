@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpubuf.data.capturing import recording, refuse
 from gpubuf.data.indexing import as_positions
 from gpubuf.data.placement import IndexBytes
 from gpubuf.data.samplers import Draw, Sampler, tensor_storage
@@ -83,6 +84,7 @@ class PrioritizedSampler(Sampler):
     def alpha(self, value: float) -> None:
         if not value >= 0:
             raise ValueError(f"alpha must be at least 0, got {value}")
+        refuse("alpha is set, which transforms every priority: set it between calls of the step")
         with self.turn:
             if self._tree is not None:
                 self.raise_if_refused()
@@ -98,6 +100,8 @@ class PrioritizedSampler(Sampler):
     def beta(self, value: float | Tensor) -> None:
         if not isinstance(value, Tensor) and not value >= 0:
             raise ValueError(f"beta must be at least 0, got {value}")
+        if not isinstance(value, Tensor):
+            refuse("beta is set to a number, which would stay: set it to a tensor on the device, or between calls")
         with self.turn:
             if self._tree is not None:
                 self._tree.set_beta(value)
@@ -140,11 +144,15 @@ class PrioritizedSampler(Sampler):
 
         Rows that are there already count as new, except for ``n_new`` that the caller is about to treat.
         """
+        noted = recording()
         if self._tree is None:
+            refuse("the first write or sample makes the tree: do it before")
             self._tree = SumTree(storage.max_size, alpha=self._alpha, eps=self._eps, device=storage.device)
             self._tree.set_beta(self._beta)
             if len(storage) > n_new:
                 self._tree.mark(torch.arange(len(storage), device=storage.device))
+        if noted is not None:
+            noted.holds(self, "_tree")
         return self._tree
 
     # Sampling

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpubuf.data.capturing import recording, refuse
 from gpubuf.data.placement import IndexBytes
 from gpubuf.data.prioritized import PrioritizedSampler
 from gpubuf.data.slices import SliceSampler
@@ -101,19 +103,33 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
     def _restrict(self, storage: TensorStorage, index: TrajectoryIndex, need: int) -> Tensor:
         """Tell the tree which starts are legal, of slices that need ``need`` steps. O(capacity)."""
         legal = self._legal
+        noted = recording()
+        if noted is not None:
+            noted.after(functools.partial(setattr, self, "_need", need))
         if legal is None:
+            refuse("the first write or sample finds the legal starts: do it before")
             legal = torch.zeros(legal_words(storage.max_size), dtype=torch.int64, device=storage.device)
         index.mark_legal(legal, index.steps, need, not self.strict_length)
         self.tree_for(storage).restrict(legal)
         self._need, self._legal = need, legal
         return legal
 
+    def _require(self, storage: TensorStorage, index: TrajectoryIndex, need: int) -> None:
+        if self._legal is None or need != self._need:
+            self._restrict(storage, index, need)
+
+    def _note_need(self, storage: TensorStorage, index: TrajectoryIndex) -> None:
+        """A graph that is captured now finds the starts that are legal now, at each replay."""
+        noted = recording()
+        if noted is not None:
+            noted.holds(self, "_legal")
+            noted.before(self, functools.partial(self._require, storage, index, self._need))
+
     def _choose_slices(
         self, storage: TensorStorage, index: TrajectoryIndex, n: int, length: int
     ) -> tuple[Tensor, Tensor, Tensor, dict[Any, Tensor]]:
-        need = self._steps_needed(length)
-        if self._legal is None or need != self._need:
-            self._restrict(storage, index, need)
+        self._note_need(storage, index)
+        self._require(storage, index, self._steps_needed(length))
         try:
             start, weight = self._choose(storage, n)
         except RuntimeError as error:
@@ -130,6 +146,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         """Index the steps of one write, and give them their priority, in one tree update."""
         trajectories = self.index_for(storage)
         n = index.numel() // trajectories.envs
+        self._note_need(storage, trajectories)
         trajectories.write(n)
         legal = self._legal
         if legal is None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
+from gpubuf.data.capturing import capturing, recording
 from gpubuf.kernels import rows
 
 
 class Ring:
     """How many rows were ever written to ``capacity`` positions, and how many are valid.
 
-    The mirror makes ``len()`` free of synchronisation in eager use. The replay of a captured CUDA graph moves the
-    device's counters alone; :meth:`refresh` then brings the mirror up to date.
+    The mirror makes ``len()`` free of synchronisation. Replays of a step captured by :func:`gpubuf.capture` count too.
+    Those of other CUDA graphs move the device's counters alone; :meth:`refresh` then brings the mirror up to date.
 
     Args:
         capacity: number of positions.
@@ -37,6 +40,12 @@ class Ring:
 
     def count(self, n: int) -> None:
         """Note in the mirror that an operation has written ``n`` rows."""
+        noted = recording()
+        if noted is not None:
+            noted.after(functools.partial(self.count, n))
+            return
+        if self.counters.is_cuda and capturing():
+            return
         self.written += n
         self.size = min(self.size + n, self.capacity)
 
@@ -51,6 +60,13 @@ class Ring:
         written = self.counters[rows.WRITTEN]
         written.add_(self.capacity - 1).div_(self.capacity, rounding_mode="floor").mul_(self.capacity)
         self.counters[rows.SIZE].zero_()
+        self._empty_mirror()
+
+    def _empty_mirror(self) -> None:
+        noted = recording()
+        if noted is not None:
+            noted.after(self._empty_mirror)
+            return
         self.written = -(-self.written // self.capacity) * self.capacity
         self.size = 0
 

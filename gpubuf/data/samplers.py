@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gpubuf.data.capturing import recording, refuse
 from gpubuf.data.indexing import as_positions
 from gpubuf.data.layout import RowLayout
 from gpubuf.data.placement import IndexBytes
 from gpubuf.data.random import RandomState
 from gpubuf.data.storages import Storage, TensorStorage
+from gpubuf.kernels.rows import SIZE
 
 
 class Draw(NamedTuple):
@@ -80,7 +82,11 @@ class Sampler:
         """The random stream, created at its first use: seeded by ``set_rng``, else by torch's global generator."""
         state = self._random
         if state is None:
+            refuse("the sampler draws for the first time, which seeds its random stream: sample once before")
             state = self._random = RandomState(generator=self._generator, device=device)
+        noted = recording()
+        if noted is not None:
+            noted.holds(self, "_random")
         return state
 
     def order_of(self, n: int, device: torch.device, shuffle: bool) -> Tensor:
@@ -169,7 +175,9 @@ class RandomSampler(Sampler):
         """Uniform indices. No host sync."""
         storage = tensor_storage(storage)
         uniform = self.random_state(storage.device).uniform(batch_size)
-        flat = (uniform * len(storage)).to(torch.int64).clamp_(max=len(storage) - 1)
+        # The device's count: the host's is that of the capture where this is part of a CUDA graph.
+        size = storage.ring[SIZE]
+        flat = torch.minimum((uniform * size).to(torch.int64), size - 1)
         return storage.unravel(flat), {}
 
     def draw(self, storage: TensorStorage, batch_size: int) -> Draw:
@@ -208,6 +216,7 @@ class SamplerWithoutReplacement(Sampler):
             ValueError: ``drop_last`` is set and fewer than ``batch_size`` rows are stored.
         """
         storage = tensor_storage(storage)
+        refuse("the host decides which rows of an epoch come next: sample without replacement outside of the step")
         if self.drop_last and len(storage) < batch_size:
             raise ValueError(
                 f"batch size {batch_size} exceeds the {len(storage)} stored rows, and drop_last=True forbids repeats"

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from gpubuf.data.capturing import refuse
 from gpubuf.data.layout import Data
 from gpubuf.data.locking import Turn
 from gpubuf.data.pinning import pin
@@ -54,6 +55,7 @@ class Sampling:
         n = self._resolve_batch_size(batch_size)
         batch, ahead = None, self._ahead
         if ahead.active:
+            refuse("batches are prepared ahead: use a buffer without prefetch")
             # The queue holds batches without their info, so that it serves those who want it and those who don't.
             take = ahead.take if n == self._batch_size else ahead.take_other
             batch = take(lambda: self._draw(n, False), self._finish)
@@ -95,5 +97,6 @@ class Sampling:
         if len(self._transform):
             data = self._transform(data)
         if self._pin_memory:
+            refuse("pin_memory=True puts batches into the host's memory")
             data, info = pin((data, info))
         return Batch(data, info, ran_out, has_info)

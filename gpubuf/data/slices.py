@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpubuf.data.capturing import recording, refuse
 from gpubuf.data.layout import RowLayout
 from gpubuf.data.placement import IndexBytes
 from gpubuf.data.samplers import Draw, Sampler, tensor_storage
@@ -172,7 +173,11 @@ class SliceSampler(Sampler):
     def index_for(self, storage: TensorStorage) -> TrajectoryIndex:
         """The index of ``storage``, made at the first use, with all rows that are there by then."""
         if self._index is None:
+            refuse("the first write or sample makes the index: do it before")
             self._index = TrajectoryIndex(storage, self._signal(storage), self._rule(self.slice_len or 1))
+        noted = recording()
+        if noted is not None:
+            noted.holds(self, "_index")
         return self._index
 
     def _flags_of(self, storage: TensorStorage) -> SliceFlags:
@@ -330,6 +335,7 @@ class SliceSampler(Sampler):
             if self.pad_output:
                 info["collector", "mask"] = real
             else:
+                refuse("slices of unequal lengths make batches whose size only the GPU knows: set pad_output=True")
                 kept = real.nonzero().squeeze(-1)
                 if kept.numel() == 0:
                     raise RuntimeError(self._nothing_legal(index))

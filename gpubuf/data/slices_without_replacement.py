@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpubuf.data.capturing import refuse
 from gpubuf.data.placement import IndexBytes
 from gpubuf.data.slices import SliceSampler
 from gpubuf.data.storages import TensorStorage
@@ -68,6 +69,7 @@ class SliceSamplerWithoutReplacement(SliceSampler):
     def _choose_slices(
         self, storage: TensorStorage, index: TrajectoryIndex, n: int, length: int
     ) -> tuple[Tensor, Tensor, Tensor, dict[Any, Tensor]]:
+        refuse("an epoch begins when the host says so: sample slices without replacement outside of the step")
         rule = self._rule(length)
         index.use(rule)
         rng = self.random_state(storage.device)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from gpubuf.data.capturing import recording
 from gpubuf.data.placement import device_name
 from gpubuf.data.random import RandomState
 from gpubuf.data.signals import Signal
@@ -106,6 +108,7 @@ class TrajectoryIndex:
 
     def write(self, n: int) -> None:
         """Index the newest ``n`` steps, after they have been written."""
+        self._note_rule()
         signal = self.signal
         _update(
             self.ends,
@@ -123,10 +126,23 @@ class TrajectoryIndex:
 
     def use(self, rule: Rule) -> None:
         """Change the rule; free where it stays the same, else O(capacity / 64)."""
+        self._note_rule(rule)
         if rule != self.rule:
-            self.rule = rule
-            self._shape_and_rule = (self.steps, self.envs, self.fan_out, *rule)
+            self._assume(rule)
             trajectories.resum(self.ends, self.sums, self.storage.ring, *self._shape_and_rule)
+
+    def _note_rule(self, new: Rule | None = None) -> None:
+        """A graph that is captured now goes from the rule of now to a new one, or stays with it, at each replay."""
+        noted = recording()
+        if noted is not None:
+            # Whichever rule was used by others since the last replay.
+            noted.before(self, functools.partial(self.use, self.rule))
+            if new is not None:
+                noted.after(functools.partial(self._assume, new))
+
+    def _assume(self, rule: Rule) -> None:
+        self.rule = rule
+        self._shape_and_rule = (self.steps, self.envs, self.fan_out, *rule)
 
     def clear(self) -> None:
         """Forget every trajectory."""

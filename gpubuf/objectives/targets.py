@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpubuf.data.capturing import recording
 from gpubuf.objectives.common import LossModule
 
 
@@ -129,6 +130,9 @@ class HardUpdate(TargetNetUpdater):
 
     TorchRL counts one step more between two copies than it is told.
 
+    The host counts the steps. In a step captured by :func:`gpubuf.capture` a counter on the device does, and every
+    step reads and writes all targets; the two agree whichever is used.
+
     Args:
         loss_module: as in :class:`TargetNetUpdater`.
         value_network_update_interval: number of steps between two copies.
@@ -144,13 +148,52 @@ class HardUpdate(TargetNetUpdater):
         self.value_network_update_interval = value_network_update_interval
         self.counter = 0
 
+    def _gather(self) -> None:
+        before = self._version
+        super()._gather()
+        if self._version != before:
+            targets = [*self._targets, *self._copied_targets]
+            self._device_counter = torch.zeros((), dtype=torch.int64, device=targets[0].device)
+            self._on_device = 0  # what the device's counter is
+
     def step(self) -> None:
         """Count the step, and copy where it is due. No host sync."""
-        self.counter += 1
-        if self.counter >= self.value_network_update_interval:
+        noted = recording()
+        if noted is not None:
+            self._gather()
+            noted.holds(self, "_device_counter")
+            noted.before(self, self._tell_device)
+            noted.after(self._count_replay)
+            self._step_on_device()
+        elif self._count():
             self._gather()
             self._copy_all()
+
+    def _count(self) -> bool:
+        """Count a step; whether a copy is due."""
+        self.counter += 1
+        due = self.counter >= self.value_network_update_interval
+        if due:
             self.counter = 0
+        return due
+
+    def _tell_device(self) -> None:
+        if self._on_device != self.counter:
+            self._device_counter.fill_(self.counter)
+            self._on_device = self.counter
+
+    def _count_replay(self) -> None:
+        self._count()
+        self._on_device = self.counter
+
+    @torch.no_grad()
+    def _step_on_device(self) -> None:
+        counter = self._device_counter.add_(1)
+        due = counter >= self.value_network_update_interval
+        pairs = zip((*self._targets, *self._copied_targets), (*self._sources, *self._copied_sources), strict=True)
+        for target, source in pairs:
+            target.copy_(torch.where(due, source, target))
+        counter.masked_fill_(due, 0)
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "counter": self.counter}
