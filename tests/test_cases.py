@@ -32,6 +32,22 @@ def covering_tests() -> dict[int, list[str]]:
     return found
 
 
+def needs_a_gpu(name: str) -> bool:
+    """Whether ``file::test`` runs on a GPU only."""
+    file, _, test = name.partition("::")
+    module = ast.parse((HERE / file).read_text())
+
+    def marked(decorators: list[ast.expr]) -> bool:
+        return any(re.search(r"\bgpu\b", ast.unparse(each)) for each in decorators)
+
+    if marked(
+        [n.value for n in module.body if isinstance(n, ast.Assign) and "pytestmark" in ast.unparse(n.targets[0])]
+    ):
+        return True
+    found = [n for n in ast.walk(module) if isinstance(n, ast.FunctionDef) and n.name == test]
+    return any(marked(node.decorator_list) for node in found)
+
+
 def listed_cases() -> dict[int, bool]:
     """Number of every case on the page, and whether it has to have a test by now."""
     rows = re.findall(r"^\| (\d+) \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
@@ -50,6 +66,15 @@ def test_every_case_has_a_test():
     covered = covering_tests()
     assert not [number for number, due in cases.items() if due and number not in covered]
     assert not [number for number in covered if number not in cases]
+    only_on_a_gpu = [n for n, due in cases.items() if due and all(map(needs_a_gpu, covered[n]))]
+    assert not only_on_a_gpu, "nothing tests these where there is no GPU"
+
+
+def test_tests_that_need_a_gpu_are_known():
+    assert needs_a_gpu("test_rows_gpu.py::test_no_sync_and_graph_capture")
+    assert needs_a_gpu("test_threads.py::test_two_streams_on_a_gpu")
+    assert not needs_a_gpu("test_threads.py::test_streams_wait_for_each_other")
+    assert not needs_a_gpu("test_slice_model.py")
 
 
 if __name__ == "__main__":
