@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from gpubuf.kernels._tuned import Space
-
-LARGEST_TILE = 2**14
-"""Elements that a program may hold at a time: beyond, a kernel spills, and takes minutes to compile."""
-
-LARGEST_WARPS = 16
-"""Warps of a program: a block has 1024 threads at most, and a warp 64 of them on some GPUs."""
 
 
 @dataclass(frozen=True)
@@ -121,75 +114,76 @@ class BlockConfig:
 # What can be tuned
 
 
-def _refusal(largest: Callable[[Mapping[str, int], Any], int]) -> Callable[[Mapping[str, int], Any], str]:
-    """Refuses configurations whose largest tile, in elements, is too large."""
-
-    def refusal(sizes: Mapping[str, int], config: Any) -> str:
-        # A file may name any fan-out.
-        if not 1 <= sizes.get("fan_out", 1) <= LARGEST_TILE:
-            return f"there is no fan-out {sizes['fan_out']}"
-        if getattr(config, "num_warps", 1) > LARGEST_WARPS:
-            return f"num_warps may be {LARGEST_WARPS} at most, not {config.num_warps}"
-        elements = largest(sizes, config)
-        return f"its tiles have {elements} elements, at most {LARGEST_TILE} are allowed" * (elements > LARGEST_TILE)
-
-    return refusal
+def _rows_refusal(config: RowsConfig) -> str:
+    fits = 16 <= config.span <= 2**24 and config.span % 16 == 0
+    return "" if fits else f"span must be a multiple of 16 up to 2**24, not {config.span}"
 
 
-def _rows_refusal(sizes: Mapping[str, int], config: RowsConfig) -> str:
-    if config.span < 16 or config.span % 16 or config.span > 2**24:
-        return f"span must be a multiple of 16 up to 2**24, not {config.span}"
-    return _refusal(lambda sizes, config: config.tile)(sizes, config)
+def _index_refusal(config: IndexConfig) -> str:
+    fits = config.block_envs >= 0 and config.block_envs & (config.block_envs - 1) == 0
+    return "" if fits else f"block_envs must be 0 or a power of two, not {config.block_envs}"
 
 
-def _index_refusal(sizes: Mapping[str, int], config: IndexConfig) -> str:
-    if config.block_envs and (config.block_envs < 0 or config.block_envs & (config.block_envs - 1)):
-        return f"block_envs must be 0 or a power of two, not {config.block_envs}"
-    tiles = (64 * config.block_words, config.block_weights, config.block_envs, sizes["fan_out"] * config.block_nodes)
-    return _refusal(lambda sizes, config: max(tiles))(sizes, config)
-
-
-def _fan_out_refusal(sizes: Mapping[str, int], config: FanOut) -> str:
+def _fan_out_refusal(config: FanOut) -> str:
     return "" if 2 <= config.fan_out <= 1024 else f"the fan-out must be in 2 .. 1024, not {config.fan_out}"
 
 
-_block_refusal = _refusal(lambda sizes, config: config.block)
+def _index_tile(sizes: Mapping[str, int], config: IndexConfig) -> int:
+    # The lanes of a word are 64, or 2 for a single step; but a point for one step counts for a few as well.
+    return max(64 * config.block_words, config.block_weights, config.block_envs, sizes["fan_out"] * config.block_nodes)
+
+
+def _slices_tile(sizes: Mapping[str, int], config: SliceConfig) -> int:
+    return config.block_slices * max(config.block_steps, sizes["fan_out"])
+
+
+def _block_tile(sizes: Mapping[str, int], config: BlockConfig) -> int:
+    return config.block
+
 
 SPACES: dict[str, Space] = {
-    "rows_copy": Space("rows", ("n_bytes",), RowsConfig, refusal=_rows_refusal, free=("span",)),
-    "sum_tree": Space("sum_tree", ("capacity",), FanOut, refusal=_fan_out_refusal),
+    "rows_copy": Space(
+        "rows",
+        ("n_bytes",),
+        RowsConfig,
+        tile=lambda sizes, config: config.tile,
+        free=("span",),
+        refusal=_rows_refusal,
+    ),
+    "sum_tree": Space(
+        "sum_tree", ("capacity",), FanOut, tile=lambda sizes, config: config.fan_out, refusal=_fan_out_refusal
+    ),
     "sum_tree_update": Space(
         "sum_tree",
         ("fan_out", "n"),
         UpdateConfig,
+        tile=lambda sizes, config: max(config.block_entries, config.block_nodes * sizes["fan_out"]),
         exact=("fan_out",),
-        refusal=_refusal(lambda sizes, config: max(config.block_entries, config.block_nodes * sizes["fan_out"])),
     ),
     "sum_tree_draw": Space(
         "sum_tree",
         ("fan_out", "n"),
         DrawConfig,
+        tile=lambda sizes, config: config.block_draws * sizes["fan_out"],
         exact=("fan_out",),
-        refusal=_refusal(lambda sizes, config: config.block_draws * sizes["fan_out"]),
     ),
-    "trajectories": Space("trajectories", ("words",), FanOut, refusal=_fan_out_refusal),
+    "trajectories": Space(
+        "trajectories", ("words",), FanOut, tile=lambda sizes, config: config.fan_out, refusal=_fan_out_refusal
+    ),
     "trajectories_update": Space(
         "trajectories",
         ("fan_out", "n", "envs", "by_id"),
         IndexConfig,
+        tile=_index_tile,
         exact=("fan_out", "by_id"),
-        refusal=_index_refusal,
         free=("block_envs",),
+        refusal=_index_refusal,
     ),
     "trajectories_draw": Space(
-        "trajectories",
-        ("fan_out", "n", "slice_len"),
-        SliceConfig,
-        exact=("fan_out",),
-        refusal=_refusal(lambda sizes, config: config.block_slices * max(config.block_steps, sizes["fan_out"])),
+        "trajectories", ("fan_out", "n", "slice_len"), SliceConfig, tile=_slices_tile, exact=("fan_out",)
     ),
-    "tanh_normal_sample": Space("tanh_normal", ("n", "width"), BlockConfig, refusal=_block_refusal),
-    "tanh_normal_backward": Space("tanh_normal", ("n",), BlockConfig, refusal=_block_refusal),
-    "sac_rows": Space("sac", ("n",), BlockConfig, refusal=_block_refusal),
+    "tanh_normal_sample": Space("tanh_normal", ("n", "width"), BlockConfig, tile=_block_tile),
+    "tanh_normal_backward": Space("tanh_normal", ("n",), BlockConfig, tile=_block_tile),
+    "sac_rows": Space("sac", ("n",), BlockConfig, tile=_block_tile),
 }
 """What can be tuned, by the name under which it stands in tuned files."""

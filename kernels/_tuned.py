@@ -38,6 +38,13 @@ REACH = 16
 logger = logging.getLogger("gpubuf")
 
 
+LARGEST_TILE = 2**14
+"""Elements that a program may hold at a time: beyond, a kernel spills, and takes minutes to compile."""
+
+LARGEST_WARPS = 16
+"""Warps of a program: a block has 1024 threads at most, and a warp 64 of them on some GPUs."""
+
+
 @dataclass(frozen=True)
 class Space:
     """What can be tuned about an operation.
@@ -45,19 +52,20 @@ class Space:
     Attributes:
         family: the package of the operation's kernels.
         sizes: names of what the configuration depends on.
-        config: the frozen dataclass that holds it; all fields are powers of two or booleans, unless ``refusal`` says
-            otherwise.
+        config: the frozen dataclass that holds it. Its fields are powers of two, or booleans.
+        tile: elements of the largest tile that a program holds, by sizes and configuration.
         exact: those of the sizes that must agree for a point to count; the others need only be near.
-        refusal: why a configuration can't be run at these sizes; "" if it can.
-        free: fields that need not be powers of two.
+        free: fields that need not be powers of two; ``refusal`` says what they may be.
+        refusal: why the kernels can't run a configuration, for what the rest does not cover; "" if they can.
     """
 
     family: str
     sizes: tuple[str, ...]
     config: type
+    tile: Callable[[Mapping[str, int], Any], int]
     exact: tuple[str, ...] = ()
-    refusal: Callable[[Mapping[str, int], Any], str] = lambda sizes, config: ""
     free: tuple[str, ...] = ()
+    refusal: Callable[[Any], str] = lambda config: ""
 
 
 @dataclass(frozen=True)
@@ -145,7 +153,16 @@ def invalid(space: Space, sizes: Any, config: Any) -> str:
             return f"{name} must be of type {kind.__name__}, not {value!r}"
         if kind is int and name not in space.free and (value < 1 or value & (value - 1)):
             return f"{name} must be a power of two, not {value}"
-    return space.refusal(sizes, space.config(**config))
+    if config.get("num_warps", 1) > LARGEST_WARPS:
+        return f"num_warps may be {LARGEST_WARPS} at most, not {config['num_warps']}"
+    fan_out = sizes.get("fan_out", 2)
+    if fan_out < 2 or fan_out & (fan_out - 1):
+        return f"there is no fan-out {fan_out}"
+    made = space.config(**config)
+    elements = space.tile(sizes, made)
+    if elements > LARGEST_TILE:
+        return f"a program would hold {elements} elements, and may hold {LARGEST_TILE}"
+    return space.refusal(made)
 
 
 def read(path: Path, spaces: Mapping[str, Space], device_name: str | None = None) -> TunedFile:

@@ -36,6 +36,7 @@ TANH_NORMAL_BLOCK = 512
 """Elements of one program of the tanh-normal kernels, by rule."""
 
 _explicit: dict[str, Any] = {}
+_use_files = True
 
 
 @contextlib.contextmanager
@@ -51,6 +52,17 @@ def using(**configurations: Any) -> Iterator[None]:
     finally:
         _explicit.clear()
         _explicit.update(before)
+
+
+@contextlib.contextmanager
+def without_files() -> Iterator[None]:
+    """Choose as if there were no tuned files: for tuning. It holds for the whole process, all threads included."""
+    global _use_files
+    before, _use_files = _use_files, False
+    try:
+        yield
+    finally:
+        _use_files = before
 
 
 @functools.cache
@@ -85,7 +97,9 @@ def tuned(operation: str, device_name: str | None, directory: Path | None = None
     """
     if operation in _explicit:
         return _explicit[operation]
-    return None if device_name is None else _found(operation, device_name, directory, tuple(sizes.items()))
+    if device_name is None or not _use_files:
+        return None
+    return _found(operation, device_name, directory, tuple(sizes.items()))
 
 
 # The choices

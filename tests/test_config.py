@@ -237,6 +237,12 @@ class TestUsing:
             assert config.sac_rows(300) != BlockConfig(32, 1)
         assert config.tree_draw(32, 256) == rule
 
+    def test_without_files(self, directory):
+        assert config.tree_draw(32, 256, DEVICE, directory) == DrawConfig(2, 1)
+        with config.without_files():
+            assert config.tree_draw(32, 256, DEVICE, directory) == config.tree_draw(32, 256)
+        assert config.tree_draw(32, 256, DEVICE, directory) == DrawConfig(2, 1)
+
     def test_left_by_an_error(self):
         with pytest.raises(RuntimeError), config.using(sac_rows=BlockConfig(32, 1)):
             raise RuntimeError
