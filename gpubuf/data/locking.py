@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Iterator
+from threading import get_ident
 from typing import Protocol
 
 import torch
@@ -67,7 +68,7 @@ class StreamOrder:
 
 
 class Turn:
-    """A reentrant lock of a buffer, ``with turn:``.
+    """A reentrant lock of a buffer, ``with turn:``. Threads have their turns in the order in which they asked.
 
     Draws that were asked for earlier are made before anything else happens in a turn, so that what a batch holds
     depends on the order of the calls and not on how threads happen to run. Operations on a GPU are ordered across
@@ -84,7 +85,11 @@ class Turn:
     def __init__(self, storage: TensorStorage) -> None:
         self.storage = storage
         self.pending: deque[Draw] = deque()
-        self._lock = threading.RLock()
+        # A lock alone goes to who comes first when it is free, which is the thread that has just let go of it: one that
+        # writes in a loop would keep all others out.
+        self._lock = threading.Lock()
+        self._waiting: deque[threading.Lock] = deque()
+        self._owner = 0
         self._depth = 0
         self._streams = StreamOrder()
         self._has_cuda: bool | None = None
@@ -114,45 +119,93 @@ class Turn:
         if self.on_gpu():
             self._streams.begin(self.storage.ring.device)
 
-    def _end(self) -> None:
-        if self.on_gpu():
-            self._streams.end(self.storage.ring.device)
+    def _acquire(self) -> None:
+        if self._waiting or not self._lock.acquire(False):
+            self._stand_in_line()
+        self._owner = get_ident()
+
+    def _stand_in_line(self) -> None:
+        """Wait until the lock is handed over, locked."""
+        gate = threading.Lock()
+        gate.acquire()
+        self._waiting.append(gate)
+        try:
+            # Whoever had the lock may have let go of it before there was anybody in line.
+            if self._lock.acquire(False):
+                self._pass_on()
+            gate.acquire()
+        except BaseException:
+            try:
+                self._waiting.remove(gate)
+            except ValueError:
+                # It was this thread's turn already.
+                self._pass_on()
+            raise
+
+    def _pass_on(self) -> None:
+        """Hand the lock over to the thread that has waited longest; with nobody in line, let go of it."""
+        while True:
+            try:
+                self._waiting.popleft().release()
+                return
+            except IndexError:
+                self._lock.release()
+            # A thread that stood in line before the release has found the lock taken, and would wait for ever.
+            if not self._waiting or not self._lock.acquire(False):
+                return
+
+    def _leave(self) -> None:
+        self._owner = 0
+        if self._waiting:
+            self._pass_on()
+            return
+        self._lock.release()
+        # As in `_pass_on`.
+        if self._waiting and self._lock.acquire(False):
+            self._pass_on()
 
     def __enter__(self) -> Turn:
-        self._lock.acquire()
-        self._depth += 1
-        if self._depth == 1:
-            try:
-                self._begin()
-                while self.pending:
-                    self.pending[0].perform()
-                    self.pending.popleft()
-            except BaseException:
-                self._depth = 0
-                self._lock.release()
-                raise
+        if self._owner == get_ident():
+            self._depth += 1
+            return self
+        self._acquire()
+        self._depth = 1
+        try:
+            self._begin()
+            while self.pending:
+                self.pending[0].perform()
+                self.pending.popleft()
+        except BaseException:
+            self._leave()
+            raise
         return self
 
     def __exit__(self, *exception: object) -> None:
-        try:
-            if self._depth == 1:
-                self._end()
-        finally:
+        if self._depth > 1:
             self._depth -= 1
-            self._lock.release()
+            return
+        try:
+            if self.on_gpu():
+                self._streams.end(self.storage.ring.device)
+        finally:
+            self._leave()
 
     @contextlib.contextmanager
     def released(self) -> Iterator[None]:
         """Let others have their turns for a while, from within one's own, however deep."""
-        depth = self._depth
-        self._end()
-        self._depth = 0
-        for _ in range(depth):
-            self._lock.release()
+        depth, self._depth = self._depth, 1
+        self.__exit__()
         try:
             yield
         finally:
-            for _ in range(depth):
-                self._lock.acquire()
+            interrupt = None
+            while self._owner != get_ident():
+                try:
+                    self._acquire()
+                except BaseException as error:
+                    # Whoever began the turn is going to end it, and must have it then.
+                    interrupt = error
             self._depth = depth
             self._begin()
+            if interrupt is not None:
+                raise interrupt
