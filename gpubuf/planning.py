@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,13 +14,23 @@ from torch import Tensor
 from gpubuf.data import memory
 from gpubuf.data.layout import Key, Leaf, RowLayout, as_key, batch_shape
 from gpubuf.data.memory import Free
-from gpubuf.data.placement import IndexBytes, NothingFitsError, choose, readable
+from gpubuf.data.placement import (
+    PINNED,
+    SPLIT,
+    IndexBytes,
+    NothingFitsError,
+    choose,
+    near_steps,
+    readable,
+)
+from gpubuf.data.placement import parse_bytes as parse_bytes
 from gpubuf.data.prioritized import PrioritizedSampler
 from gpubuf.data.prioritized_slices import PrioritizedSliceSampler
 from gpubuf.data.samplers import RandomSampler, Sampler, SamplerWithoutReplacement
 from gpubuf.data.slices import SliceSampler
 from gpubuf.data.slices_without_replacement import SliceSamplerWithoutReplacement
 from gpubuf.data.writers import DERIVED_KEYS
+from gpubuf.kernels.rows import ENTRY
 
 #: Samplers by name. What they take depends on no other argument.
 SAMPLERS: dict[str, Callable[[], Sampler]] = {
@@ -33,12 +42,7 @@ SAMPLERS: dict[str, Callable[[], Sampler]] = {
     "prioritized-slices": lambda: PrioritizedSliceSampler(1, 1.0, 1.0, slice_len=1),
 }
 
-_UNITS = {"": 1} | {
-    f"{prefix}{kind}": base ** (power + 1)
-    for power, prefix in enumerate("KMGTP")
-    for kind, base in (("", 1000), ("B", 1000), ("iB", 1024))
-}
-_COUNTERS = 32 + 24  # the ring's counters and the random state; each key has an entry of 16 in the table of addresses
+_COUNTERS = 32 + 24  # the ring's counters and the random state; each key has an entry in the table of addresses
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,8 @@ class Fit:
     """Whether a buffer fits at a placement, on this machine, now.
 
     Attributes:
-        placement: ``"cuda"``, ``"pinned"`` or ``"cpu"``.
+        placement: ``"cuda"``, ``"pinned"``, ``"split"`` or ``"cpu"``. A split is that of this machine now: as many
+            rows as there is room for on the GPU.
         device_bytes: bytes on the GPU.
         host_bytes: bytes on the host.
         index: bytes of tree and index there; the shape of a tree depends on the device.
@@ -221,9 +226,11 @@ def _plan(leaves: list[Leaf], sampler: Sampler, steps: int, envs: int, free: Fre
     on_host, on_device = (sampler.index_bytes(shape, device_type) for device_type in ("cpu", "cuda"))
     beside = on_device.total + counters
     room = -1 if free.device is None else free.device
+    near = near_steps(SPLIT, rows, steps, room - on_device.total) * rows // steps
     fits = (
         Fit("cuda", rows + beside, 0, on_device, rows + on_device.total <= room),
-        Fit("pinned", beside, rows, on_device, on_device.total <= room and rows <= free.host),
+        Fit(PINNED, beside, rows, on_device, on_device.total <= room and rows <= free.host),
+        Fit(SPLIT, near + beside, rows - near, on_device, on_device.total <= room and rows - near <= free.host),
         Fit("cpu", 0, rows + on_host.total + counters, on_host, rows + on_host.total <= free.host),
     )
     auto: str | None = None
@@ -235,7 +242,7 @@ def _plan(leaves: list[Leaf], sampler: Sampler, steps: int, envs: int, free: Fre
 
 
 def _counters(leaves: list[Leaf]) -> int:
-    return _COUNTERS + 16 * len(leaves)
+    return _COUNTERS + 8 * ENTRY * len(leaves)
 
 
 def _largest(leaves: list[Leaf], sampler: Sampler, budget: int, envs: int, device_type: str) -> int:
@@ -306,19 +313,3 @@ def parse_entry(text: str) -> tuple[Key, torch.dtype, tuple[int, ...]]:
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{text!r}: there is no dtype {name!r}")
     return tuple(key.split(".")), dtype, tuple(int(length) for length in shape.split("x") if length)
-
-
-def parse_bytes(budget: int | str) -> int:
-    """A number of bytes: ``24_000_000_000``, ``"24GB"`` (10^9) or ``"24GiB"`` (2^30).
-
-    Raises:
-        ValueError: it is of another form, or not positive.
-    """
-    n_bytes = budget if isinstance(budget, int) else 0
-    if isinstance(budget, str):
-        match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGTP]?(?:i?B)?)", budget.strip())
-        if match is not None:
-            n_bytes = math.floor(float(match[1]) * _UNITS.get(match[2].removeprefix("B") or "", 0))
-    if n_bytes < 1:
-        raise ValueError(f"expected a number of bytes such as 24GiB or 500MB, got {budget!r}")
-    return n_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,8 +59,8 @@ class Store:
 
     def attach(self, device: str) -> None:
         """Make the table anew from the tensors."""
-        entries = [[t.data_ptr(), self.row_bytes[k]] for k, t in enumerate(self.tensors)]
-        self.table = torch.tensor(entries, dtype=torch.int64).reshape(-1, 2).to(device)
+        entries = [rows.table_entry(t.data_ptr(), self.row_bytes[k]) for k, t in enumerate(self.tensors)]
+        self.table = torch.tensor(entries, dtype=torch.int64).reshape(-1, rows.ENTRY).to(device)
 
     @property
     def row_bytes(self) -> list[int]:
@@ -102,6 +103,30 @@ class Store:
 
     def snapshot(self) -> list[Tensor]:
         return [t.clone() for t in self.tensors]
+
+
+class SplitStore(Store):
+    """A storage of which the rows from ``split`` on lie in another memory than those before."""
+
+    def __init__(self, row_types: Sequence[Row], capacity: int, split: int, **others: Any) -> None:
+        self.split = split
+        super().__init__(row_types, capacity, **others)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All rows of every key, copied together."""
+        return [torch.cat(parts) for parts in self.parts]
+
+    @tensors.setter
+    def tensors(self, whole: list[Tensor]) -> None:
+        self.parts = [(t[: self.split].clone(), t[self.split :].clone()) for t in whole]
+
+    def attach(self, device: str) -> None:
+        entries = [
+            rows.table_entry(near.data_ptr(), row_bytes, self.split, far.data_ptr())
+            for (near, far), row_bytes in zip(self.parts, self.row_bytes, strict=True)
+        ]
+        self.table = torch.tensor(entries, dtype=torch.int64).reshape(-1, rows.ENTRY).to(device)
 
 
 def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:

@@ -36,6 +36,8 @@ from tests.transitions import same, transitions
         (9, 1, Free(100, 10), "cuda"),
         (10, 1, Free(100, 10), "pinned"),
         (100, 10, Free(100, 10), "pinned"),
+        (101, 1, Free(100, 10), "split"),
+        (109, 1, Free(100, 10), "split"),
         (9, 1, Free(0, 10), "cuda"),
         (9, 1, Free(10), "cpu"),
         (0, 0, Free(0, 0), "cuda"),
@@ -52,7 +54,7 @@ def test_the_first_place_with_room_is_chosen(rows, index, free, expected):
 @pytest.mark.parametrize(
     ("rows", "index", "free"),
     [
-        (101, 1, Free(100, 10)),  # more than the host has
+        (110, 1, Free(100, 10)),  # more than GPU and host have
         (50, 11, Free(100, 10)),  # the index stays on the GPU, where it does not fit
         (10, 1, Free(10)),  # rows and index share the host
     ],
@@ -83,11 +85,11 @@ def test_a_machine_with_cuda_never_uses_pageable_memory(monkeypatch):
         assert machine.device is not None
         for rows in (1, GIB // 2, 2 * GIB, 100 * GIB):
             try:
-                chosen = place("auto", rows, IndexBytes(), 100, torch.device("cpu"))
+                chosen = place("auto", rows, IndexBytes(), (100,), torch.device("cpu"))
             except NothingFitsError:
-                assert rows > max(machine.host, machine.device)
+                assert rows > machine.host + machine.device
             else:
-                assert chosen.kind == ("cuda" if rows <= GIB else "pinned")
+                assert chosen.kind == ("cuda" if rows <= GIB else "pinned" if rows <= machine.host else "split")
                 assert chosen.device.type == "cuda"
 
 
@@ -111,7 +113,7 @@ def test_the_choice_is_said_once(monkeypatch, caplog):
 def test_rows_that_do_not_fit_on_the_gpu_are_a_warning(monkeypatch, caplog):
     Machine(device=GIB, host=100 * GIB).install(monkeypatch)
     with fake_cuda():
-        chosen = place("auto", 10 * GIB, IndexBytes(), 1000, torch.device("cpu"))
+        chosen = place("auto", 10 * GIB, IndexBytes(), (1000,), torch.device("cpu"))
     assert chosen.kind == "pinned"
     (record,) = caplog.records
     assert record.levelno == logging.WARNING

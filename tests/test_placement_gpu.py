@@ -79,16 +79,43 @@ def test_pinned_rows_beside_rows_on_the_gpu(kind):
     assert (report.placement, report.rows) == ("pinned", 1000 * 50)
 
 
+@pytest.mark.parametrize("share", ["1%", "30%", "99%"])
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_rows_in_both_memories_beside_rows_on_the_gpu(kind, share):
+    """Issue 4, split mode: one buffer, the same batches, without a sync."""
+    on_gpu, split = twin(kind, "cuda"), twin(kind, f"split:{share}")
+    for start, n in ((0, 700), (700, 900)):
+        data = transitions(n, start).to("cuda")
+        for buffer in (on_gpu, split):
+            buffer.extend(data)
+        assert alike(on_gpu, split)
+    if share == "1%":
+        assert split.storage.placement.kind == "pinned"  # less than the 64 steps that go together
+    else:
+        assert split.storage.placement.kind == "split"
+        assert {t.device.type for t in split.storage.row_tensors} == {"cuda", "cpu"}
+        assert all(t.is_cuda or t.is_pinned() for t in split.storage.row_tensors)
+    assert same(on_gpu[:], split[:])
+    data = transitions(50, 5000).to("cuda")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        split.extend(data)
+        split.sample()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.parametrize("kind", SAMPLERS)
 def test_moves(kind):
     stays, moves = twin(kind, "cuda"), twin(kind, "cuda")
-    for number, place in enumerate(("pinned", "cuda", "cpu", "pinned", "cpu", "cuda")):
+    for number, place in enumerate(("pinned", "cuda", "cpu", "pinned", "split:50%", "cpu", "split:20%", "cuda")):
         data = transitions(400, 400 * number)
         for buffer in (stays, moves):
             buffer.extend(data)
         assert alike(stays, moves)
         moves.to(place)
-        assert moves.storage.placement.kind == place
+        assert moves.storage.placement.kind == place.partition(":")[0]
         assert moves.storage.device.type == ("cpu" if place == "cpu" else "cuda")
         assert alike(stays, moves)
 
@@ -137,7 +164,8 @@ def test_real_figures():
 
 
 def test_a_state_goes_from_one_placement_to_another():
-    for source, target in (("pinned", "cuda"), ("cuda", "pinned"), ("cpu", "pinned"), ("pinned", "cpu")):
+    places = [("pinned", "cuda"), ("cuda", "pinned"), ("cpu", "pinned"), ("pinned", "cpu")]
+    for source, target in (*places, ("split:40%", "cuda"), ("cpu", "split:40%")):
         saved, restored = twin("prioritized", source), twin("prioritized", target)
         for start in (0, 700):
             saved.extend(transitions(700, start))

@@ -23,6 +23,7 @@ from gpubuf.data import (
     moving,
     placement,
 )
+from gpubuf.data.columns import Column
 from gpubuf.data.placement import Placement
 from tests.fake_cuda import fake_cuda
 from tests.placements import Machine
@@ -128,7 +129,7 @@ def test_everything_moves_off_the_gpu(kind):
             sampler._ranks = torch.zeros(3, dtype=torch.int64, device="cuda")
         else:
             buffer.sample()
-        storage.row_tensors[:] = [t.to("cpu") for t in storage.row_tensors]
+        storage.columns[:] = [Column(t.to("cpu")) for t in storage.row_tensors]
         storage.relocated(Placement("cpu", torch.device("cpu")))
         sampler.move(storage)
         tree, index = getattr(sampler, "_tree", None), getattr(sampler, "_index", None)
@@ -173,13 +174,13 @@ def test_keys_are_released_one_by_one(machine, monkeypatch):
     write(buffer, 30, 0)
     sizes = [t.nbytes for t in buffer.storage.row_tensors]
     assert sum(machine.pinned.values()) == sum(sizes)
-    allocate, left = moving.allocate, []
+    allocate, left = moving.new_column, []
 
     def watched(*arguments):
         left.append(sum(machine.pinned.values()))
         return allocate(*arguments)
 
-    monkeypatch.setattr(moving, "allocate", watched)
+    monkeypatch.setattr(moving, "new_column", watched)
     buffer.to("cpu")
     assert left == [sum(sizes[key:]) for key in range(len(sizes))]
     assert machine.pinned == {}
@@ -221,7 +222,7 @@ def test_a_move_that_fails_leaves_everything_where_it_was(machine, monkeypatch, 
     stays, moves = twin(kind), twin(kind)
     for buffer in (stays, moves):
         write(buffer, 75, 0)
-    allocate, calls = moving.allocate, []
+    allocate, calls = moving.new_column, []
     move = type(moves.sampler).move
 
     def scarce(*arguments):
@@ -235,7 +236,7 @@ def test_a_move_that_fails_leaves_everything_where_it_was(machine, monkeypatch, 
         if storage.placement.kind == "pinned" and where == "sampler":
             raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(moving, "allocate", scarce)
+    monkeypatch.setattr(moving, "new_column", scarce)
     monkeypatch.setattr(type(moves.sampler), "move", failing)
     with pytest.raises(RuntimeError, match="out of memory"):
         moves.to("pinned")
@@ -349,7 +350,7 @@ def test_memory_report():
     tree, index = buffer.sampler.tree, buffer.sampler.index_for(buffer.storage)
     assert taken.tree == tree.nbytes
     assert taken.index == index.nbytes + 8
-    assert taken.counters == 32 + 16 * len(buffer.storage.layout.leaves) + 24
+    assert taken.counters == 32 + 32 * len(buffer.storage.layout.leaves) + 24
     assert str(taken).splitlines()[0] == "rows      3.398 KiB on cpu"
     assert "3.398 KiB" in repr(buffer)
 

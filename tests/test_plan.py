@@ -59,9 +59,9 @@ def test_a_plan_is_what_is_then_taken(name, capacity):
     assert taken.total == due.host_bytes
 
 
-@pytest.mark.parametrize("kind", ["cuda", "pinned"])
+@pytest.mark.parametrize("kind", ["cuda", "pinned", "split"])
 def test_a_plan_is_what_is_then_taken_on_a_gpu(monkeypatch, kind):
-    machine = Machine().install(monkeypatch)
+    machine = Machine(device=100_000 if kind == "split" else GIB).install(monkeypatch)
     made = gpubuf.plan(transitions(3), 3000, sampler="prioritized-slices", envs=7)
     assert made.capacity == 3003
     with fake_cuda():
@@ -75,24 +75,27 @@ def test_a_plan_is_what_is_then_taken_on_a_gpu(monkeypatch, kind):
         taken = buffer.memory()
     due = made.fit(kind)
     assert taken.total == due.device_bytes + due.host_bytes
-    assert due.host_bytes == (made.rows if kind == "pinned" else 0) == sum(machine.ever_pinned)
+    assert due.host_bytes == sum(machine.ever_pinned)
+    assert (due.host_bytes == made.rows, due.host_bytes > 0) == (kind == "pinned", kind != "cuda")
 
 
 @pytest.mark.parametrize(
     ("device", "host", "auto", "fits"),
     [
-        (64 * GIB, 64 * GIB, "cuda", [True, True, True]),
-        (GIB, 64 * GIB, "pinned", [False, True, True]),
-        (GIB, GIB, None, [False, False, False]),
-        (64 * GIB, GIB, "cuda", [True, False, False]),
-        (None, 64 * GIB, "cpu", [False, False, True]),
-        (None, GIB, None, [False, False, False]),
+        (64 * GIB, 64 * GIB, "cuda", [True, True, True, True]),
+        (GIB, 64 * GIB, "pinned", [False, True, True, True]),
+        (GIB, GIB, None, [False, False, False, False]),
+        (64 * GIB, GIB, "cuda", [True, False, True, False]),
+        (16 * GIB, 16 * GIB, "split", [False, False, True, False]),
+        (None, 64 * GIB, "cpu", [False, False, False, True]),
+        (None, GIB, None, [False, False, False, False]),
     ],
 )
 def test_what_fits_where(monkeypatch, device, host, auto, fits):
     Machine(host=host, device=device).install(monkeypatch)
     made = gpubuf.plan(SPEC, 1_000_000, sampler="prioritized")
-    assert [(fit.placement, fit.fits) for fit in made.fits] == list(zip(["cuda", "pinned", "cpu"], fits, strict=True))
+    places = ["cuda", "pinned", "split", "cpu"]
+    assert [(fit.placement, fit.fits) for fit in made.fits] == list(zip(places, fits, strict=True))
     assert made.auto == auto
     assert ("fits nowhere" in str(made)) == (auto is None)
     assert f'would choose "{auto}"' in str(made) or auto is None

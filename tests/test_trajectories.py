@@ -54,6 +54,19 @@ def test_every_rule(backend, rule):
         index.assert_draws(9)
 
 
+@pytest.mark.parametrize("by_id", [False, True], ids=["flags", "ids"])
+@pytest.mark.parametrize("envs", [1, 3])
+@pytest.mark.parametrize("split", [0, 64, 128])
+def test_steps_in_two_memories(backend, split, envs, by_id):
+    """Issue 4, split mode: the flags of the first steps lie elsewhere than the others."""
+    row_bytes = 3 if split else 8
+    index = Index(150, envs, OracleRule(4), by_id=by_id, row_bytes=row_bytes, seed=split, split=split)
+    for n in (62, 3, 100, 1, 40, 150) if backend == "numba" else (65, 100):
+        index.write(n, chance=0.2)
+        index.assert_state()
+    index.assert_draws(20)
+
+
 def test_one_step_at_a_time(backend):
     """CASES 15, 21: hundreds of wraps; the trajectory in progress grows, the oldest one shrinks."""
     steps = 66

@@ -22,7 +22,9 @@ class Twin:
     def __init__(self, steps: int, envs: int, fan_out: int, rule: Rule, by_id: bool, device: str) -> None:
         self.steps, self.envs, self.fan_out, self.rule, self.by_id = steps, envs, fan_out, rule, by_id
         self.storage = torch.zeros(steps * envs, dtype=torch.int64 if by_id else torch.bool, device=device)
-        self.signals = torch.tensor([[self.storage.data_ptr(), self.storage.element_size()]], device=device)
+        self.signals = torch.tensor(
+            [rows.table_entry(self.storage.data_ptr(), self.storage.element_size())], device=device
+        )
         self.ends, self.sums = trajectories.new_index(steps, envs, fan_out, device)
         self.ring = rows.new_ring(device)
         self.rng = philox.new_state(7, device)
@@ -32,7 +34,7 @@ class Twin:
         """Rows ``[n, E]``."""
         batch = batch.to(self.storage.device)
         rows.extend(
-            torch.tensor([[self.storage.data_ptr(), self.storage.element_size()]], device=batch.device),
+            torch.tensor([rows.table_entry(self.storage.data_ptr(), self.storage.element_size())], device=batch.device),
             [batch.reshape(-1)],
             self.ring,
             batch.numel(),

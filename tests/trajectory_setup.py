@@ -16,7 +16,8 @@ from tests.trajectory_oracle import Model, OracleRule
 class Index:
     """The tensors of an index and its storage, written through the operations, and the model.
 
-    Flags take ``row_bytes`` bytes, of which a random one is not zero; identifiers are little-endian numbers.
+    Flags take ``row_bytes`` bytes, of which a random one is not zero; identifiers are little-endian numbers. With
+    ``split``, the steps from there on lie in another memory: behind a gap.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class Index:
         fan_out: int = 16,
         laps: int = 0,
         seed: int = 0,
+        split: int | None = None,
     ) -> None:
         self.steps, self.envs, self.fan_out = steps, envs, fan_out
         self.rule = rule or OracleRule(4)
@@ -38,9 +40,17 @@ class Index:
         self.model = Model(steps, envs, by_id, written=laps * steps)
         self.ends, self.sums = trajectories.new_index(steps, envs, fan_out, "cpu")
         # What was never written may hold anything.
-        self.storage = [torch.full((steps * envs, row_bytes), 205, dtype=torch.uint8) for _ in range(keys)]
-        table = [[key.data_ptr(), row_bytes] for key in self.storage]
-        self.signals = torch.tensor(table, dtype=torch.int64).reshape(keys, 2)
+        self.split = steps * envs if split is None else split * envs
+        self.gap = 0 if split is None else 24
+        n = steps * envs + self.gap
+        self.storage = [torch.full((n, row_bytes), 205, dtype=torch.uint8) for _ in range(keys)]
+        entries = [
+            rows.table_entry(key.data_ptr(), row_bytes)
+            if split is None
+            else rows.table_entry(key.data_ptr(), row_bytes, self.split, key[self.split + self.gap :].data_ptr())
+            for key in self.storage
+        ]
+        self.signals = torch.tensor(entries)
         self.ring = rows.new_ring("cpu")
         self.ring[rows.WRITTEN] = laps * steps * envs
         self.legal = torch.zeros(trajectories.legal_words(steps * envs), dtype=torch.int64)
@@ -62,11 +72,13 @@ class Index:
         for step in batch:
             place = self.model.written % self.steps
             for env, value in enumerate(step):
+                row = place * self.envs + env
+                row += 0 if row < self.split else self.gap
                 for key in self.storage:
-                    key[place * self.envs + env] = 0
+                    key[row] = 0
                 key = self.random.choice(self.storage)
                 at = 0 if self.by_id else self.random.randrange(self.row_bytes)
-                key[place * self.envs + env, at] = value
+                key[row, at] = value
             self.model.write([step])
         self.ring[rows.WRITTEN] += n * self.envs
         self.ring[rows.SIZE] = self.model.size * self.envs

@@ -10,7 +10,7 @@ import math
 import os
 import secrets
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from gpubuf.data import checkpoint_files as files
 from gpubuf.data.checkpoint_checks import check
 from gpubuf.data.checkpoint_files import DamagedError, File, LeafSpec, Manifest, RowFiles, TensorFiles
 from gpubuf.data.checkpoint_reading import Advance, pieces, read
+from gpubuf.data.columns import Column
 from gpubuf.data.layout import Key, Node
 from gpubuf.data.storages import TensorStorage
 
@@ -109,17 +110,16 @@ def save(
             previous = None
         mark = _mark(storage)
         rows = state["_storage"].get("rows")
-        # The storage's own memory is what takes space; the views of it that `rows` holds are cut into files.
-        tensors = [] if rows is None else storage.layout.collect(rows, storage.ndim)
+        n_bytes = 0 if rows is None else len(storage) * storage.layout.row_bytes
         large = _take_large(state, _LEAST_BYTES if file_bytes is None else file_bytes)
         save_id = secrets.token_hex(8)
-        total = sum(t.nbytes for t in tensors) + sum(t.nbytes for _, t in large)
+        total = n_bytes + sum(t.nbytes for _, t in large)
         with _bar("saving", total, progress) as advance, _Writer(folder, save_id, advance) as writer:
             row_files = None
             if rows is not None:
                 state["_storage"] = {key: value for key, value in state["_storage"].items() if key != "rows"}
                 since = marks[previous.id] if previous is not None else None
-                row_files = writer.rows(storage, tensors, previous, since, mark, file_bytes)
+                row_files = writer.rows(storage, previous, since, mark, file_bytes)
             tensor_files = writer.tensors(large, previous, file_bytes)
             state_file = writer.write("state", [0], state, 0, 0)
             writer.finish()
@@ -186,7 +186,7 @@ def _previous(folder: Path) -> Manifest | None:
 
 
 def _mark(storage: TensorStorage) -> _Mark:
-    tensors = storage._tensors
+    tensors = storage.row_tensors
     versions = None if any(t.is_inference() for t in tensors) else tuple(t._version for t in tensors)
     return _Mark(storage.written, storage.overwrites, tuple(t.data_ptr() for t in tensors), versions)
 
@@ -243,7 +243,7 @@ class _Writer:
         self,
         kind: files.Kind,
         numbers: list[int],
-        tensors: list[Tensor],
+        tensors: Sequence[Tensor | Column],
         span: tuple[int, int],
         earlier: Mapping[tuple[int, int], File],
         unchanged: bool,
@@ -266,7 +266,6 @@ class _Writer:
     def rows(
         self,
         storage: TensorStorage,
-        tensors: list[Tensor],
         previous: Manifest | None,
         since: _Mark | None,
         now: _Mark,
@@ -275,7 +274,7 @@ class _Writer:
         layout, shape = storage.layout, storage.shape
         per_step = math.prod(shape[1:])
         steps = len(storage) // per_step
-        spans = _spans(steps, shape[0], per_step * sum(leaf.row_bytes for leaf in layout.leaves), file_bytes)
+        spans = _spans(steps, shape[0], per_step * layout.row_bytes, file_bytes)
         leaves = tuple(LeafSpec(leaf.key, serialization.NAMES[leaf.dtype], leaf.shape) for leaf in layout.leaves)
         nested = tuple(_nested_batch(layout.root, ()))
         earlier: dict[tuple[int, int], File] = {}
@@ -284,7 +283,7 @@ class _Writer:
         out = []
         for number, (start, stop) in enumerate(spans):
             same = since is not None and _unchanged(since, now, start * per_step, stop * per_step, storage.max_size)
-            out.append(self._file("rows", [number], tensors, (start, stop), earlier, same))
+            out.append(self._file("rows", [number], storage.columns, (start, stop), earlier, same))
         return RowFiles(leaves, nested, (steps, *shape[1:]), tuple(out))
 
     def tensors(

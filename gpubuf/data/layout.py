@@ -108,6 +108,17 @@ class Pieces(NamedTuple):
     example: Data
     parts: Iterable[tuple[int, Data]]
 
+    @classmethod
+    def of(cls, rows: Any, ndim: int) -> Pieces:
+        """Rows as a state has them: one batch, a list of batches that follow each other, or pieces already."""
+        if isinstance(rows, Pieces):
+            return rows
+        parts, start = [], 0
+        for batch in rows if isinstance(rows, list) else [rows]:
+            parts.append((start, batch))
+            start += batch_shape(batch, ndim)[0]
+        return cls(parts[0][1], parts)
+
 
 def _tensordict_of(data: Data) -> TensorDictBase:
     return data._tensordict if is_tensorclass(data) else data
@@ -252,6 +263,11 @@ class RowLayout:
         td = TensorDict._new_unsafe(source=source, batch_size=batch_size, device=device)
         return td if node.tensorclass is None else node.tensorclass._from_tensordict(td)  # type: ignore[attr-defined]
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row of all keys."""
+        return sum(leaf.row_bytes for leaf in self.leaves)
+
     def arena(self, n: int) -> ArenaPlan:
         """How a batch of ``n`` rows lies in its arena."""
         plan = self._arenas.get(n)
@@ -293,14 +309,9 @@ class RowLayout:
 
     # Storage
 
-    def table(self, tensors: list[Tensor], device: torch.device) -> Tensor:
-        """The kernels' address table of ``tensors``: int64 ``[K, 2]`` = (address, row bytes) on ``device``."""
-        rows = [[_address(t), leaf.row_bytes] for t, leaf in zip(tensors, self.leaves, strict=True)]
-        return torch.tensor(rows, dtype=torch.int64).reshape(-1, 2).to(device)
 
-
-def _address(tensor: Tensor) -> int:
-    # A fake tensor has a shape and a device but no memory; its kernels never run.
+def address(tensor: Tensor) -> int:
+    """Where a tensor lies; a fake one has a shape and a device but no memory, and its kernels never run."""
     return tensor.data_ptr() if type(tensor) is Tensor else 0
 
 

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from gpubuf.data import memmap_files as files
+from gpubuf.data.columns import Column
 from gpubuf.data.layout import RowLayout, batch_shape
+from gpubuf.data.placement import Placement
 from gpubuf.data.storages import LazyTensorStorage
 from gpubuf.kernels import rows
 
@@ -121,20 +123,21 @@ class LazyMemmapStorage(LazyTensorStorage):
         if not 0 <= size <= min(written, math.prod(shape)):
             raise ValueError(f"{folder / COUNTERS_FILE} is damaged: {size} rows of {written} written, room for {shape}")
         self._mapped_counters = counters
-        self._adopt(layout, layout.collect(data, self.ndim), shape, torch.device("cpu"))
+        columns = [Column(tensor) for tensor in layout.collect(data, self.ndim)]
+        self._adopt(layout, columns, shape, Placement("cpu", torch.device("cpu")))
         self.counters.set(written, size)
 
-    def _allocate(self, layout: RowLayout, shape: tuple[int, ...], device: torch.device) -> list[Tensor]:
+    def _allocate(self, layout: RowLayout, shape: tuple[int, ...], placement: Placement) -> list[Column]:
         files.check_names(layout)
         if self.scratch_dir is None:
             self.scratch_dir = Path(tempfile.mkdtemp(prefix="gpubuf-"))
         folder = self.scratch_dir
         folder.mkdir(parents=True, exist_ok=True)
-        _warn_of_full_disk(folder, math.prod(shape) * sum(leaf.row_bytes for leaf in layout.leaves))
+        _warn_of_full_disk(folder, math.prod(shape) * layout.row_bytes)
         created: list[Path] = []
         try:
-            tensors = [
-                _create(files.tensor_file(folder, leaf.key), leaf.dtype, (*shape, *leaf.shape), created)
+            columns = [
+                Column(_create(files.tensor_file(folder, leaf.key), leaf.dtype, (*shape, *leaf.shape), created))
                 for leaf in layout.leaves
             ]
             self._mapped_counters = _create(folder / COUNTERS_FILE, torch.int64, (4,), created)
@@ -154,10 +157,10 @@ class LazyMemmapStorage(LazyTensorStorage):
             for path in created:
                 path.unlink(missing_ok=True)
             raise
-        return tensors
+        return columns
 
-    def _adopt(self, layout: RowLayout, tensors: list[Tensor], shape: tuple[int, ...], device: torch.device) -> None:
-        super()._adopt(layout, tensors, shape, device)
+    def _adopt(self, layout: RowLayout, columns: list[Column], shape: tuple[int, ...], placement: Placement) -> None:
+        super()._adopt(layout, columns, shape, placement)
         # The kernels advance the counters in the file.
         self.counters.counters = self._mapped_counters
         assert self.scratch_dir is not None

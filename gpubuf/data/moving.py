@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from typing import Self
 
 import torch
-from torch import Tensor
 
 from gpubuf.data import memory
+from gpubuf.data.columns import Column, new_column
 from gpubuf.data.locking import Turn
-from gpubuf.data.placement import AUTO, DISK, IndexBytes, MemoryReport, Placement, allocate, place, readable
+from gpubuf.data.placement import AUTO, DISK, SPLIT, IndexBytes, MemoryReport, Placement, place, readable
 from gpubuf.data.prefetch import Prefetcher
 from gpubuf.data.samplers import Sampler
 from gpubuf.data.storages import TensorStorage
@@ -64,7 +64,7 @@ class Movable:
         Other threads wait until it is done.
 
         Args:
-            device: ``"cpu"``, ``"cuda"``, ``"pinned"`` or a ``torch.device``.
+            device: ``"cpu"``, ``"cuda"``, ``"pinned"``, ``"split"`` or a ``torch.device``.
             progress: whether to show a bar; default: for a GiB and more, on a terminal.
 
         Returns:
@@ -87,11 +87,16 @@ def move(storage: TensorStorage, sampler: Sampler, requested: torch.device | str
         RuntimeError: there is no such device, or not enough memory there; all is then where it was.
     """
     if requested == AUTO:
-        raise ValueError("a buffer moves to 'cpu', 'cuda', 'pinned' or a torch.device; 'auto' is for new ones")
+        raise ValueError("a buffer moves to 'cpu', 'cuda', 'pinned', 'split' or a torch.device; 'auto' is for new ones")
     if not storage.relocatable:
         raise NotImplementedError(f"the rows of a {type(storage).__name__} stay where they are")
-    before, target = storage.placement, place(requested, 0, IndexBytes(), storage.max_size, torch.device("cpu"))
-    if before is not None and (before.kind, before.device) != (target.kind, target.device):
+    before, shape = storage.placement, tuple(storage.shape)
+    on_gpu = before is not None and before.device.type == "cuda"
+    index = IndexBytes() if on_gpu else storage.index_bytes(shape, "cuda")
+    # What the rows take on the GPU now is room for a split there.
+    held = sum(part.nbytes for part in storage.row_tensors if part.is_cuda)
+    target = place(requested, storage.nbytes, index, shape, torch.device("cpu"), held)
+    if before is not None and not before.same_place(target):
         _move(storage, sampler, before, target, progress)
     storage.requested_device = requested
 
@@ -121,25 +126,25 @@ class _Rows:
     """The rows of a storage, key by key, and where each key is."""
 
     def __init__(self, storage: TensorStorage, placement: Placement) -> None:
-        self._tensors = storage.row_tensors
+        self._columns = storage.columns
         self._steps = len(storage) // math.prod(storage.shape[1:])
-        self._places = [placement] * len(self._tensors)
-        self.n_bytes = sum(t[: self._steps].nbytes for t in self._tensors)
+        self._places = [placement] * len(self._columns)
+        self.n_bytes = len(storage) * storage.layout.row_bytes
 
     def to(self, target: Placement, advance: Advance) -> None:
         """Move every key that is not there yet, and release its memory before the next is allocated."""
-        for key in range(len(self._tensors)):
+        for key in range(len(self._columns)):
             if self._places[key] is not target:
-                self._tensors[key] = self._copied(self._tensors[key], target, advance)
+                self._columns[key] = self._copied(self._columns[key], target, advance)
                 self._places[key] = target
 
-    def _copied(self, tensor: Tensor, target: Placement, advance: Advance) -> Tensor:
-        copy = allocate(tuple(tensor.shape), tensor.dtype, target)
-        step_bytes = tensor[:1].nbytes
+    def _copied(self, column: Column, target: Placement, advance: Advance) -> Column:
+        copy = new_column(column.shape, column.dtype, target)
+        step_bytes = column.nbytes // len(column)
         steps = max(CHUNK_BYTES // max(step_bytes, 1), 1)
         for start in range(0, self._steps, steps):
             stop = min(start + steps, self._steps)
-            copy[start:stop].copy_(tensor[start:stop])
+            copy.write(start, column[start:stop])
             advance((stop - start) * step_bytes)
         return copy
 
@@ -173,4 +178,5 @@ def report(storage: TensorStorage, sampler: Sampler) -> MemoryReport:
     taken = sampler.memory()
     counters = storage.ring.nbytes + storage.table.nbytes + sampler.random_bytes
     kind = placement.kind if storage.relocatable else DISK
-    return MemoryReport(kind, str(placement.device), storage.nbytes, taken.tree, taken.index, counters)
+    on_host = sum(column.parts[1].nbytes for column in storage.columns) if placement.kind == SPLIT else 0
+    return MemoryReport(kind, str(placement.device), storage.nbytes, taken.tree, taken.index, counters, on_host)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from gpubuf.data import memory
+from gpubuf.data.columns import Column, address_table, new_column
 from gpubuf.data.layout import Data, RowLayout, batch_shape, device_of
-from gpubuf.data.placement import AUTO, PINNED, IndexBytes, Placement, allocate, place
+from gpubuf.data.placement import AUTO, IndexBytes, Placement, place, working_device
 from gpubuf.data.ring import Ring
 
 NOT_INITIALIZED = "the storage is not initialized: write a batch first"
@@ -25,7 +26,7 @@ class Storage:
 
 
 class RowMemory(Storage):
-    """The memory of a :class:`TensorStorage`: one tensor a key, allocated once, where it is to stay."""
+    """The memory of a :class:`TensorStorage`: a column a key, allocated once, where it is to stay."""
 
     _placement: Placement | None
 
@@ -39,7 +40,7 @@ class RowMemory(Storage):
         self.ndim = ndim
         self.requested_device = device
         self._layout: RowLayout | None = None
-        self._tensors: list[Tensor] = []
+        self._columns: list[Column] = []
         self._ring: Ring | None = None
         self._placement = None
         self._laps = 0  # how often the ring went round before the memory was last released
@@ -79,12 +80,19 @@ class RowMemory(Storage):
             return self._device
         if self.requested_device == AUTO:
             raise RuntimeError("device='auto' is decided by the first write")
-        return torch.device("cuda" if self.requested_device == PINNED else self.requested_device)
+        return working_device(self.requested_device)
 
     @property
     def rows_device(self) -> torch.device:
-        """Where the rows are: the CPU for ``device="pinned"``, else :attr:`device`. Raises as :attr:`device`."""
+        """Where the rows are, of ``"split"`` the first ones: the CPU for ``"pinned"``, else :attr:`device`.
+
+        Raises as :attr:`device`.
+        """
         return self.device if self._placement is None else self._placement.rows_device
+
+    @property
+    def _rows_on_host(self) -> bool:
+        return self._placement is not None and self._placement.rows_on_host
 
     @property
     def placement(self) -> Placement | None:
@@ -133,7 +141,7 @@ class RowMemory(Storage):
     @property
     def nbytes(self) -> int:
         """Bytes of row memory."""
-        return sum(t.nbytes for t in self._tensors)
+        return sum(column.nbytes for column in self._columns)
 
     # Memory
 
@@ -160,43 +168,33 @@ class RowMemory(Storage):
         full = (-(-self.max_size // per_step), *shape[1:])
         self._placement = placement = self._place(data, layout, full)
         try:
-            tensors = self._allocate(layout, full, placement.device)
+            columns = self._allocate(layout, full, placement)
         except BaseException:
             self._placement = None
             raise
-        self._adopt(layout, tensors, full, placement.device)
-
-    @staticmethod
-    def _owned(tensor: Tensor, placement: Placement) -> Tensor:
-        """``tensor`` where the placement wants it, contiguous: itself where it is so already."""
-        if placement.kind != PINNED:
-            return tensor.to(placement.device).contiguous()
-        return allocate(tuple(tensor.shape), tensor.dtype, placement).copy_(tensor)
+        self._adopt(layout, columns, full, placement)
 
     def _place(self, data: Data, layout: RowLayout, shape: tuple[int, ...]) -> Placement:
         """Where rows of ``shape`` like those of ``data`` go."""
-        capacity = math.prod(shape)
-        n_bytes = capacity * sum(leaf.row_bytes for leaf in layout.leaves)
-        index = IndexBytes()
-        if self.requested_device == AUTO:
-            index = self.index_bytes(shape, "cuda" if memory.cuda_present() else "cpu")
-        return place(self.requested_device, n_bytes, index, capacity, device_of(data))
+        rows = math.prod(shape) * layout.row_bytes
+        index = self.index_bytes(shape, "cuda" if memory.cuda_present() else "cpu")
+        return place(self.requested_device, rows, index, shape, device_of(data))
 
-    def _adopt(self, layout: RowLayout, tensors: list[Tensor], shape: tuple[int, ...], device: torch.device) -> None:
-        self._layout, self._tensors, self._device = layout, tensors, device
-        if self._placement is None:
-            self._placement = Placement(device.type, device)
+    def _adopt(self, layout: RowLayout, columns: list[Column], shape: tuple[int, ...], placement: Placement) -> None:
+        self._layout, self._columns, self._placement, self._device = layout, columns, placement, placement.device
         self._shape = torch.Size(shape)
         self.max_size = math.prod(shape)
-        self._ring = Ring(self.max_size, device)
+        self._ring = Ring(self.max_size, self._device)
         if self._laps:
             self._ring.set(self._laps * self.max_size, 0)
-        self.table = layout.table(tensors, device)
+        self.table = self._addresses(self._device)
 
-    def _allocate(self, layout: RowLayout, shape: tuple[int, ...], device: torch.device) -> list[Tensor]:
-        """Row memory, uninitialised, one tensor a key; overridden where it lies elsewhere."""
-        placement = self._placement or Placement(device.type, device)
-        return [allocate((*shape, *leaf.shape), leaf.dtype, placement) for leaf in layout.leaves]
+    def _addresses(self, device: torch.device) -> Tensor:
+        return address_table(self._columns, [leaf.row_bytes for leaf in self.layout.leaves], device)
+
+    def _allocate(self, layout: RowLayout, shape: tuple[int, ...], placement: Placement) -> list[Column]:
+        """Row memory, uninitialised, for each key; overridden where it lies elsewhere."""
+        return [new_column((*shape, *leaf.shape), leaf.dtype, placement) for leaf in layout.leaves]
 
     @property
     def relocatable(self) -> bool:
@@ -204,13 +202,18 @@ class RowMemory(Storage):
         return type(self)._allocate is RowMemory._allocate
 
     @property
-    def row_tensors(self) -> list[Tensor]:
+    def columns(self) -> list[Column]:
         """The rows: ``[*shape, ...]`` for each of ``layout.leaves``. Those beyond ``len()`` are uninitialised."""
-        return self._tensors
+        return self._columns
+
+    @property
+    def row_tensors(self) -> list[Tensor]:
+        """The tensors that the rows are in: one a key, or two where rows are in two places."""
+        return [part for column in self._columns for part in column.parts]
 
     def relocated(self, placement: Placement) -> None:
-        """Go on after all of :attr:`row_tensors` have been replaced by copies at ``placement``."""
-        table = self.layout.table(self._tensors, placement.device)
+        """Go on after all of :attr:`columns` have been replaced by copies at ``placement``."""
+        table = self._addresses(placement.device)
         if placement.device == self._device:
             # In place: a captured graph reads the addresses from here.
             self.table.copy_(table)
@@ -237,7 +240,7 @@ class RowMemory(Storage):
             self.refresh()
         finally:
             self._laps = -(-self.written // self.max_size)
-            self._layout, self._tensors, self._ring, self._placement = None, [], None, None
+            self._layout, self._columns, self._ring, self._placement = None, [], None, None
             self.max_size = self.requested_size
             self.overwrites += 1
             del self.table

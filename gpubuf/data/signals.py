@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.data.layout import Key, RowLayout, as_key
+from gpubuf.data.layout import Key, RowLayout, address, as_key
 from gpubuf.data.storages import TensorStorage
+from gpubuf.kernels.rows import table_entry
 
 #: Where identifiers of trajectories are looked for, in this order, when no key is given.
 TRAJECTORY_KEYS: tuple[Key, ...] = (("collector", "traj_ids"), ("episode",))
@@ -27,7 +28,7 @@ class Signal:
     """What tells where the trajectories of a storage end.
 
     Attributes:
-        table: int64 ``[K, 2]`` = (address, bytes of one row), on the storage's device.
+        table: int64 ``[K, 4]``, entries of a table of :mod:`gpubuf.kernels.rows`, on the storage's device.
         by_id: the rows are identifiers, whose change ends a trajectory, instead of flags.
         assumed: nobody said that these flags are what separates the rows.
         tensor: what the table points to, where that is not the storage.
@@ -109,8 +110,7 @@ def fixed_signal(storage: TensorStorage, values: Tensor, by_id: bool) -> Signal:
         )
     full = torch.zeros(storage.max_size, dtype=values.dtype, device=storage.device)
     full[:n].copy_(values.reshape(-1))
-    address = full.data_ptr() if type(full) is Tensor else 0
-    table = torch.tensor([[address, full.element_size()]]).to(storage.device)
+    table = torch.tensor([table_entry(address(full), full.element_size())]).to(storage.device)
     return Signal(table, by_id, tensor=full)
 
 

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from gpubuf.data import memory
+from gpubuf.data.columns import owned_column
 from gpubuf.data.indexing import stored_positions, unravel
 from gpubuf.data.layout import Data, Pieces, RowLayout, batch_shape, device_of
-from gpubuf.data.placement import AUTO, IndexBytes, place, readable
+from gpubuf.data.placement import AUTO, PINNED, SPLIT, IndexBytes, place, readable
 from gpubuf.data.row_memory import RowMemory
 from gpubuf.data.row_memory import Storage as Storage
 from gpubuf.kernels import rows
@@ -57,9 +58,9 @@ class TensorStorage(RowMemory):
         self._configure(math.prod(shape), device, ndim)
         layout = RowLayout(storage, ndim)
         requested = device_of(storage) if device == AUTO else device
-        self._placement = place(requested, 0, IndexBytes(), self.max_size, device_of(storage))
-        tensors = [self._owned(t.detach(), self._placement) for t in layout.collect(storage, ndim)]
-        self._adopt(layout, tensors, shape, self._placement.device)
+        placement = place(requested, self.max_size * layout.row_bytes, IndexBytes(), shape, device_of(storage))
+        columns = [owned_column(t.detach(), placement) for t in layout.collect(storage, ndim)]
+        self._adopt(layout, columns, shape, placement)
         self.counters.set(self.max_size, self.max_size)
 
     # Writing
@@ -159,21 +160,21 @@ class TensorStorage(RowMemory):
     def get(self, index: Any) -> Data:
         """Rows by index, as ``storage[index]``: an int, a slice, a sequence, a tensor, or a tuple of tensors.
 
-        Ints and slices give views of the storage, as they do on tensors; all else gives copies. Of rows in pinned host
-        memory there are only copies, on the GPU, for that orders them with what was launched before.
+        Ints and slices give views of the storage, as they do on tensors; all else gives copies. Where rows are in
+        pinned host memory there are only copies, on the GPU, for that orders them with what was launched before.
 
         Raises:
             IndexError: an index is beyond the rows written.
         """
         layout = self.layout
-        if isinstance(index, (int, slice)) and self.rows_device != self._device:
+        if isinstance(index, (int, slice)) and self._rows_on_host:
             chosen = torch.arange(self._steps_filled, device=self._device)[index]
             batch: tuple[int, ...] = (*chosen.shape, *self._shape[1:])
             per_step = torch.arange(math.prod(self._shape[1:]), device=self._device)
             flat = (chosen.reshape(-1, 1) * per_step.numel() + per_step).reshape(-1)
             return self.assemble([t.view((*batch, *t.shape[1:])) for t in self.gather(flat)[0]], None, batch)
         if isinstance(index, (int, slice)):
-            tensors = [t[: self._steps_filled][index] for t in self._tensors]
+            tensors = [column.whole[: self._steps_filled][index] for column in self._columns]
             steps = () if isinstance(index, int) else (len(range(self._steps_filled)[index]),)
             return layout.assemble(tensors, (*steps, *self._shape[1:]), self._device)
         return self.assemble(self.gather(self._positions(index))[0])
@@ -216,27 +217,38 @@ class TensorStorage(RowMemory):
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Rows (views, not copies), counters and shape. Synchronises with the device, and refreshes ``len()``."""
+        """Rows (views, not copies), counters and shape. Synchronises with the device, and refreshes ``len()``.
+
+        The rows of a storage in two places are a list of two batches, which follow each other.
+        """
         if self._layout is None:
             return {"initialized": False, "max_size": self.max_size}
         self.refresh()
-        filled = self._steps_filled
+        parts = [self._filled_part(part) for part in range(len(self._columns[0].parts) if self._columns else 1)]
         return {
             "initialized": True,
             "max_size": self.max_size,
             "shape": list(self._shape),
             "written": self.written,
             "size": len(self),
-            "rows": self.layout.assemble(
-                [t[:filled] for t in self._tensors], (filled, *self._shape[1:]), self.rows_device
-            ),
+            "rows": parts[0] if len(parts) == 1 else parts,
         }
+
+    def _filled_part(self, part: int) -> Data:
+        """The rows stored in one of the places that the storage is in: views."""
+        tensors = [column.parts[part] for column in self._columns]
+        before = sum(len(other) for other in self._columns[0].parts[:part]) if self._columns else 0
+        filled = max(self._steps_filled - before, 0)
+        if tensors:
+            filled = min(filled, len(tensors[0]))
+        device = self.rows_device if part == 0 else torch.device("cpu")
+        return self.layout.assemble([t[:filled] for t in tensors], (filled, *self._shape[1:]), device)
 
     def load_state_dict(self, state: dict[str, Any]) -> Tensor | None:
         """Restore :meth:`state_dict`, copying into this storage's own memory.
 
         A storage of the same capacity continues exactly. One with more room takes the rows oldest first.
-        ``state["rows"]`` may be :class:`Pieces`.
+        ``state["rows"]`` may be one batch, batches that follow each other, or :class:`Pieces`.
 
         Returns:
             None, or, where the capacity differs, int64 ``[size]`` on the CPU: the old position of every row, in
@@ -248,7 +260,7 @@ class TensorStorage(RowMemory):
         if not state["initialized"]:
             self.empty()
             return None
-        pieces = state["rows"] if isinstance(state["rows"], Pieces) else Pieces(state["rows"], [(0, state["rows"])])
+        pieces = Pieces.of(state["rows"], self.ndim)
         data, size, old_max = pieces.example, state["size"], state["max_size"]
         shape = tuple(state["shape"])
         fresh = self._layout is None
@@ -270,23 +282,25 @@ class TensorStorage(RowMemory):
             order = (torch.arange(size) + first) % old_max
             self.counters.set(size, size)
         per_step = math.prod(shape[1:])
-        if self.rows_device != self._device:
+        if self._rows_on_host:
             # The host is about to write where the GPU may still be reading.
             memory.synchronize(self._device)
         for start, part in pieces.parts:
             # The oldest step comes to lie first: all others turn with it.
             place = (start - first // per_step) % (old_max // per_step)
-            for target, source in zip(self._tensors, self.layout.collect(part, self.ndim), strict=True):
+            for column, source in zip(self._columns, self.layout.collect(part, self.ndim), strict=True):
                 before_seam = min(source.shape[0], old_max // per_step - place)
-                target[place : place + before_seam].copy_(source[:before_seam])
-                target[: source.shape[0] - before_seam].copy_(source[before_seam:])
+                column.write(place, source[:before_seam])
+                column.write(0, source[before_seam:])
         return order
 
     def __repr__(self) -> str:
         device: Any = self.requested_device
         keys = "not initialized"
         if self._layout is not None:
-            device = f"{self._device}, rows pinned" if self.rows_device != self._device else self._device
+            device = {PINNED: f"{self._device}, rows pinned", SPLIT: f"{self._device}, rows split"}.get(
+                self._placement.kind if self._placement else "", self._device
+            )
             leaves = (f"{leaf.name}: {list(leaf.shape)} {leaf.dtype}" for leaf in self._layout.leaves)
             keys = f"{readable(self.nbytes)}, {{{', '.join(leaves)}}}"
         return f"{type(self).__name__}({len(self)}/{self.max_size} rows, device={device}, {keys})"
@@ -298,9 +312,11 @@ class LazyTensorStorage(TensorStorage):
     Args:
         max_size: capacity in transitions. With ``ndim > 1`` it is rounded up to whole steps of all environments.
         device: ``"cpu"``, ``"cuda"`` or a ``torch.device``; ``"pinned"`` for rows in pinned host memory that the GPU
-            gathers from, with counters, tree and index on the GPU; ``"auto"`` for the first of ``"cuda"`` and
-            ``"pinned"`` that has room for rows and index, and ``"cpu"`` on a machine without CUDA. What it chose, and
-            why, is in :attr:`placement`, and is logged (``logging.getLogger("gpubuf")``, level INFO).
+            gathers from, with counters, tree and index on the GPU; ``"split"`` for as many rows as there is room for on
+            the GPU and the others in pinned host memory (``"split:20GiB"``, ``"split:30%"`` for so many); ``"auto"``
+            for the first of ``"cuda"``, ``"pinned"`` and ``"split"`` that has room for rows and index, and ``"cpu"`` on
+            a machine without CUDA. What it chose, and why, is in :attr:`placement`, and is logged
+            (``logging.getLogger("gpubuf")``, level INFO, or WARNING where rows are on the host).
         ndim: number of batch dimensions: 1, or 2 for time-first ``[T, E]`` storage.
         compilable: accepted for compatibility; every operation can be compiled.
         consolidated, shared_init, cleanup_memmap: accepted at their defaults; process sharing is out of scope.

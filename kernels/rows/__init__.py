@@ -2,8 +2,8 @@
 
 A storage keeps one contiguous tensor per key, ``[capacity, ...]``. The kernels see bytes, through
 
-* ``table``: int64 ``[K, 2]`` = (address, bytes of one row) per key, on the device that does the work. The
-  addresses may point to that device's memory or to pinned host memory;
+* ``table``: int64 ``[K, 4]``, a :func:`table_entry` per key, on the device that does the work. The addresses may
+  point to that device's memory or to pinned host memory, and the first rows may lie in one and the others in the other;
 * ``ring``: int64 ``[4]`` = (written, size, ticket, faults). ``written`` counts all rows ever written, modulo
   nothing; the cursor is ``written % capacity``; ``size`` rows are valid, at positions ``0 .. size - 1``.
   ``ticket`` is scratch and zero between calls; ``faults`` counts rows refused on a GPU, where an
@@ -33,6 +33,12 @@ from gpubuf.kernels._registry import define
 
 WRITTEN, SIZE, TICKET, FAULTS = range(4)
 
+NEAR, ROW_BYTES, SPLIT, FAR = range(4)
+"""Columns of a table: row ``p`` is at ``near + p * row_bytes`` for ``p < split``, else at ``far + p * row_bytes``."""
+ENTRY = 4
+
+_WHOLE = 2**63 - 1
+
 ALIGNMENT = 64
 """Bytes to which every key's offset in an arena is rounded up."""
 
@@ -44,6 +50,21 @@ def arena_offsets(row_bytes: Sequence[int], n: int) -> tuple[list[int], int]:
         offsets.append(end)
         end += -(-n * width // ALIGNMENT) * ALIGNMENT
     return offsets, end
+
+
+def table_entry(address: int, row_bytes: int, split: int | None = None, beyond: int = 0) -> list[int]:
+    """The entry of a key in a table.
+
+    Args:
+        address: of row 0.
+        row_bytes: bytes of one row.
+        split: rows that lie there; None: all of them.
+        beyond: address of row ``split``.
+    """
+    if split is None:
+        return [address, row_bytes, _WHOLE, address]
+    # As if all rows lay there: a kernel then only has to choose between two addresses.
+    return [address, row_bytes, split, beyond - split * row_bytes]
 
 
 def new_ring(device: torch.device | str) -> Tensor:

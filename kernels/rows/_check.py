@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gpubuf.kernels._check import demand_int64
+from gpubuf.kernels.rows import ENTRY
 
 
 def check_storage(table: Tensor, ring: Tensor, capacity: int) -> int:
@@ -22,13 +23,13 @@ def check_storage(table: Tensor, ring: Tensor, capacity: int) -> int:
         or not table.is_contiguous()
         or not ring.is_contiguous()
         or table.dim() != 2
-        or table.shape[1] != 2
+        or table.shape[1] != ENTRY
     ):
         if capacity < 1:
             raise ValueError(f"the capacity must be at least 1, but is {capacity}")
-        demand_int64("table", table, (table.numel() // 2, 2))
+        demand_int64("table", table, (table.numel() // ENTRY, ENTRY))
         demand_int64("ring", ring, (4,))
-    return table.numel() // 2
+    return table.numel() // ENTRY
 
 
 def check_index(index: Tensor) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 from gpubuf.kernels._pointers import OPTIONS, as_i64, copy_bytes, jit, prefetch_l2
 from gpubuf.kernels.philox import OFFSET, SEED, check_state
 from gpubuf.kernels.philox._numba import philox_uniform_f64
-from gpubuf.kernels.rows import ALIGNMENT, SIZE, WRITTEN
+from gpubuf.kernels.rows import ALIGNMENT, ENTRY, FAR, NEAR, ROW_BYTES, SIZE, SPLIT, WRITTEN
 from gpubuf.kernels.rows._check import (
     check_count,
     check_index,
@@ -24,6 +24,7 @@ from gpubuf.kernels.rows._check import (
     check_storage,
     strided_source,
 )
+from gpubuf.kernels.rows._table import row_address
 
 #: Rows between a prefetch and its copy: time for a miss at the rate of one small row in 6 ns.
 _AHEAD = 32
@@ -104,22 +105,32 @@ def _gather_key(target, address, row_bytes, position, n, next_address, next_byte
         _copy_row(target + i * row_bytes, address + position[i] * row_bytes, row_bytes)
 
 
-@jit("void(int64, int64, int64, int64, int64)", **OPTIONS)
-def _gather_keys(table_address, n_keys, position_address, n, arena_address):  # type: ignore[no-untyped-def]
+@jit(inline="always")
+def _gather_split_key(target, entry, position, n):  # type: ignore[no-untyped-def]
+    """As :func:`_gather_key`, for a key whose rows lie in two memories."""
+    row_bytes = entry[ROW_BYTES]
+    for i in range(n):
+        _copy_row(target + i * row_bytes, row_address(entry, position[i]), row_bytes)
+
+
+@jit("void(int64, int64, int64, int64, int64, int64)", **OPTIONS)
+def _gather_keys(table_address, n_keys, position_address, n, capacity, arena_address):  # type: ignore[no-untyped-def]
     """Copy the rows of all keys. Prefetches run on from the end of one key into the next."""
-    table = carray(as_i64(table_address), 2 * n_keys)
+    table = carray(as_i64(table_address), (n_keys, ENTRY))
     position = carray(as_i64(position_address), n)
     if n_keys == 0:
         return
     for i in range(min(_AHEAD, n)):
-        _prefetch_row(table[0] + position[i] * table[1], table[1])
+        _prefetch_row(table[0, NEAR] + position[i] * table[0, ROW_BYTES], table[0, ROW_BYTES])
     target = arena_address
     for k in range(n_keys):
-        address, row_bytes = table[2 * k], table[2 * k + 1]
+        address, row_bytes = table[k, NEAR], table[k, ROW_BYTES]
         following = min(k + 1, n_keys - 1)
-        next_address, next_bytes = table[2 * following], table[2 * following + 1]
+        next_address, next_bytes = table[following, NEAR], table[following, ROW_BYTES]
         # The commonest widths get loops of their own, in which the width is a constant.
-        if row_bytes == 4:
+        if table[k, SPLIT] < capacity:
+            _gather_split_key(target, table[k], position, n)
+        elif row_bytes == 4:
             _gather_key(target, address, 4, position, n, next_address, next_bytes)
         elif row_bytes == 1:
             _gather_key(target, address, 1, position, n, next_address, next_bytes)
@@ -130,10 +141,10 @@ def _gather_keys(table_address, n_keys, position_address, n, arena_address):  # 
 
 @jit(inline="always")
 def _arena_size(table_address, n_keys, n):  # type: ignore[no-untyped-def]
-    table = carray(as_i64(table_address), 2 * n_keys)
+    table = carray(as_i64(table_address), (n_keys, ENTRY))
     size = 0
     for k in range(n_keys):
-        size += (n * table[2 * k + 1] + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+        size += (n * table[k, ROW_BYTES] + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
     return size
 
 
@@ -159,7 +170,7 @@ def _gather(  # type: ignore[no-untyped-def]
     # The memory of the generations holds the positions until the rows are copied.
     for i in range(n):
         generation[i] = index[i] + capacity if index[i] < 0 else index[i]
-    _gather_keys(table_address, n_keys, generation_address, n, arena_address)
+    _gather_keys(table_address, n_keys, generation_address, n, capacity, arena_address)
     _write_generations(carray(as_i64(ring_address), 4)[WRITTEN], capacity, generation, n, generation)
     return _DONE
 
@@ -189,7 +200,7 @@ def _sample(  # type: ignore[no-untyped-def]
     for i in range(n):
         index[i] = min(int(philox_uniform_f64(seed, offset + i) * size), size - 1)
     rng[OFFSET] = offset + n
-    _gather_keys(table_address, n_keys, index_address, n, arena_address)
+    _gather_keys(table_address, n_keys, index_address, n, capacity, arena_address)
     _write_generations(ring[WRITTEN], capacity, index, n, carray(as_i64(generation_address), n))
     return _DONE
 
@@ -198,7 +209,7 @@ def _sample(  # type: ignore[no-untyped-def]
 def _first_misfit(table, n_keys, sources, n):  # type: ignore[no-untyped-def]
     """The first key whose source has rows of another size than the storage, or -1."""
     for k in range(n_keys):
-        if sources[3 * k + 2] != n * table[2 * k + 1]:
+        if sources[3 * k + 2] != n * table[k, ROW_BYTES]:
             return k
     return -1
 
@@ -219,9 +230,18 @@ def _copy_rows(target, source, stride, row_bytes, n):  # type: ignore[no-untyped
             _copy_row(target + i * row_bytes, source + i * stride, row_bytes)
 
 
+@jit(inline="always")
+def _write_run(entry, position, source, stride, n):  # type: ignore[no-untyped-def]
+    """Copy ``n`` rows to consecutive positions, some of which may lie in one memory and some in another."""
+    row_bytes = entry[ROW_BYTES]
+    near = min(max(entry[SPLIT] - position, 0), n)
+    _copy_rows(entry[NEAR] + position * row_bytes, source, stride, row_bytes, near)
+    _copy_rows(entry[FAR] + (position + near) * row_bytes, source + near * stride, stride, row_bytes, n - near)
+
+
 @jit("int64(int64, int64, int64, int64, int64, int64, int64)", **OPTIONS)
 def _extend(table_address, n_keys, sources_address, ring_address, n, capacity, index_address):  # type: ignore[no-untyped-def]
-    table = carray(as_i64(table_address), 2 * n_keys)
+    table = carray(as_i64(table_address), (n_keys, ENTRY))
     sources = carray(as_i64(sources_address), 3 * n_keys)
     ring = carray(as_i64(ring_address), 4)
     index = carray(as_i64(index_address), n)
@@ -237,11 +257,10 @@ def _extend(table_address, n_keys, sources_address, ring_address, n, capacity, i
     first = (written + n - kept) % capacity
     before_seam = min(kept, capacity - first)
     for k in range(n_keys):
-        address, row_bytes = table[2 * k], table[2 * k + 1]
-        stride = _stride(sources, k, row_bytes)
+        stride = _stride(sources, k, table[k, ROW_BYTES])
         source = sources[3 * k] + (n - kept) * stride
-        _copy_rows(address + first * row_bytes, source, stride, row_bytes, before_seam)
-        _copy_rows(address, source + before_seam * stride, stride, row_bytes, kept - before_seam)
+        _write_run(table[k], first, source, stride, before_seam)
+        _write_run(table[k], 0, source + before_seam * stride, stride, kept - before_seam)
     ring[WRITTEN] = written + n
     ring[SIZE] = min(ring[SIZE] + n, capacity)
     return _DONE
@@ -249,7 +268,7 @@ def _extend(table_address, n_keys, sources_address, ring_address, n, capacity, i
 
 @jit("int64(int64, int64, int64, int64, int64, int64)", **OPTIONS)
 def _write(table_address, n_keys, sources_address, index_address, n, capacity):  # type: ignore[no-untyped-def]
-    table = carray(as_i64(table_address), 2 * n_keys)
+    table = carray(as_i64(table_address), (n_keys, ENTRY))
     sources = carray(as_i64(sources_address), 3 * n_keys)
     index = carray(as_i64(index_address), n)
     # Offending keys and indices share the result: keys come first.
@@ -261,13 +280,13 @@ def _write(table_address, n_keys, sources_address, index_address, n, capacity): 
         return n_keys + invalid
     ahead = min(_AHEAD, n)
     for k in range(n_keys):
-        address, row_bytes = table[2 * k], table[2 * k + 1]
+        entry, row_bytes = table[k], table[k, ROW_BYTES]
         source, stride = sources[3 * k], _stride(sources, k, row_bytes)
         for i in range(n):
             coming = index[min(i + ahead, n - 1)]
-            _prefetch_row(address + (coming + capacity if coming < 0 else coming) * row_bytes, row_bytes)
+            _prefetch_row(row_address(entry, coming + capacity if coming < 0 else coming), row_bytes)
             position = index[i] + capacity if index[i] < 0 else index[i]
-            _copy_row(address + position * row_bytes, source + i * stride, row_bytes)
+            _copy_row(row_address(entry, position), source + i * stride, row_bytes)
     return _DONE
 
 
@@ -276,7 +295,7 @@ def _out_of_range(index: Tensor, place: int, capacity: int) -> IndexError:
 
 
 def _arena_misfit(table: Tensor, n: int, arena_bytes: int) -> ValueError:
-    return ValueError(f"an arena of {arena_bytes} bytes does not fit {n} rows of {table[:, 1].tolist()} bytes")
+    return ValueError(f"an arena of {arena_bytes} bytes does not fit {n} rows of {table[:, ROW_BYTES].tolist()} bytes")
 
 
 def gather(table: Tensor, ring: Tensor, index: Tensor, capacity: int, arena_bytes: int) -> tuple[Tensor, Tensor]:
@@ -350,7 +369,7 @@ def _describe(sources: list[Tensor], n: int) -> tuple[array, list[Tensor]]:
 
 def _source_misfit(table: Tensor, source: Tensor, key: int, n: int) -> ValueError:
     return ValueError(
-        f"key {key}: expected {n} rows of {int(table[key, 1])} bytes, "
+        f"key {key}: expected {n} rows of {int(table[key, ROW_BYTES])} bytes, "
         f"the source has shape {list(source.shape)} and {source.nbytes} bytes"
     )
 

@@ -61,6 +61,12 @@ def draw_position(seed, counter, size):
 
 
 @triton.jit
+def row_address(position, near, row_bytes, split, far):
+    """Addresses of rows: the first ``split`` of a key lie in one memory, the others in another."""
+    return tl.where(position < split, near, far) + position * row_bytes
+
+
+@triton.jit
 def generation_of(position, valid, written, capacity):
     """(written - position + capacity - 1) // capacity, with scalar divisions only; -1 where invalid."""
     laps = written // capacity
@@ -82,13 +88,17 @@ def select(key, values):
 
 @triton.jit
 def load_span(table_ptr, n_keys, n, program, KEYS: tl.constexpr, SPAN: tl.constexpr, ALIGNMENT: tl.constexpr):
-    """What copying program ``program`` works on: (key, its address, its row bytes, first byte of the span, offset)."""
+    """What copying program ``program`` works on: (key, its entry in the table, first byte of the span, offset)."""
     lanes = tl.arange(0, KEYS)
-    addresses = tl.load(table_ptr + 2 * lanes, mask=lanes < n_keys, other=0)
-    row_bytes = tl.load(table_ptr + 2 * lanes + 1, mask=lanes < n_keys, other=0)
-    key, first_byte, offset = find_key(row_bytes, lanes, n, program, SPAN, ALIGNMENT)
-    chosen = lanes == key
-    return key, tl.sum(tl.where(chosen, addresses, 0), 0), tl.sum(tl.where(chosen, row_bytes, 0), 0), first_byte, offset
+    sizes = tl.load(table_ptr + 4 * lanes + 1, mask=lanes < n_keys, other=0)
+    key, first_byte, offset = find_key(sizes, lanes, n, program, SPAN, ALIGNMENT)
+    # The search has brought the whole table into the cache.
+    entry_ptr = table_ptr + 4 * tl.minimum(key, n_keys - 1)
+    near = tl.load(entry_ptr)
+    row_bytes = tl.load(entry_ptr + 1)
+    split = tl.load(entry_ptr + 2)
+    far = tl.load(entry_ptr + 3)
+    return key, near, row_bytes, split, far, first_byte, offset
 
 
 @triton.jit
@@ -149,7 +159,7 @@ def advance_ring_when_last(ring_ptr, n, capacity):
 
 @triton.jit(do_not_specialize=["n_keys", "n", "capacity", "row_programs"])
 def rows_gather_kernel(
-    table_ptr,  # int64 [n_keys, 2]: (address, row bytes)
+    table_ptr,  # int64 [n_keys, 4]: (near, row bytes, split, far), see gpubuf.kernels.rows
     ring_ptr,  # int64 [4]: (written, size, ticket, faults)
     index_ptr,  # int64 [n]
     arena_ptr,  # uint8 [arena_bytes], 64-byte aligned
@@ -177,11 +187,11 @@ def rows_gather_kernel(
         tl.store(generation_ptr + row, generation, mask=row < n)
         count_faults(ring_ptr, (row < n) & ~valid)
     else:
-        key, address, row_bytes, first_byte, offset = load_span(
+        key, near, row_bytes, split, far, first_byte, offset = load_span(
             table_ptr, n_keys, n, program - row_programs, KEYS, SPAN, ALIGNMENT
         )
         if key < n_keys:
-            unit = element_unit(address | row_bytes)
+            unit = element_unit(near | far | row_bytes)
             words, first_row, first_column, count = split_span(first_byte, row_bytes, n, unit, SPAN)
             target = arena_ptr.to(tl.int64) + offset + first_byte
             for start in range(0, count, TILE):
@@ -190,13 +200,13 @@ def rows_gather_kernel(
                 row = first_row + (first_column + element) // words
                 column = (first_column + element) % words
                 position, valid = normalise(tl.load(index_ptr + row, mask=mask, other=0), capacity)
-                source = address + position * row_bytes + column.to(tl.int64) * unit
+                source = row_address(position, near, row_bytes, split, far) + column.to(tl.int64) * unit
                 copy_elements(source, target + element.to(tl.int64) * unit, unit, mask & valid, mask)
 
 
 @triton.jit(do_not_specialize=["n_keys", "n", "capacity", "row_programs"])
 def rows_sample_kernel(
-    table_ptr,  # int64 [n_keys, 2]: (address, row bytes)
+    table_ptr,  # int64 [n_keys, 4]: (near, row bytes, split, far), see gpubuf.kernels.rows
     ring_ptr,  # int64 [4]: (written, size, ticket, faults)
     rng_ptr,  # int64 [3]: (seed, offset, ticket), advanced by n
     arena_ptr,  # uint8 [arena_bytes], 64-byte aligned
@@ -229,11 +239,11 @@ def rows_sample_kernel(
         tl.store(generation_ptr + row, generation, mask=row < n)
         count_faults(ring_ptr, (row < n) & (position < 0))
     else:
-        key, address, row_bytes, first_byte, offset = load_span(
+        key, near, row_bytes, split, far, first_byte, offset = load_span(
             table_ptr, n_keys, n, program - row_programs, KEYS, SPAN, ALIGNMENT
         )
         if key < n_keys:
-            unit = element_unit(address | row_bytes)
+            unit = element_unit(near | far | row_bytes)
             words, first_row, first_column, count = split_span(first_byte, row_bytes, n, unit, SPAN)
             target = arena_ptr.to(tl.int64) + offset + first_byte
             for start in range(0, count, TILE):
@@ -242,14 +252,14 @@ def rows_sample_kernel(
                 row = first_row + (first_column + element) // words
                 column = (first_column + element) % words
                 position = draw_position(seed, rng_offset + row, size)
-                source = address + position * row_bytes + column.to(tl.int64) * unit
+                source = row_address(position, near, row_bytes, split, far) + column.to(tl.int64) * unit
                 copy_elements(source, target + element.to(tl.int64) * unit, unit, mask & (position >= 0), mask)
     advance_when_last(rng_ptr, n)
 
 
 @triton.jit(do_not_specialize=["n_keys", "n", "skipped", "capacity", "advance", "row_programs"])
 def rows_extend_kernel(
-    table_ptr,  # int64 [n_keys, 2]: (address, row bytes)
+    table_ptr,  # int64 [n_keys, 4]: (near, row bytes, split, far), see gpubuf.kernels.rows
     source_addresses,  # tuple of at least n_keys integers: 2 * address + 1
     source_strides,  # as many integers: 2 * (bytes from row to row) + 3
     ring_ptr,  # int64 [4]: (written, size, ticket, faults); written and size are advanced
@@ -282,13 +292,13 @@ def rows_extend_kernel(
         tl.store(index_ptr + row, (written % capacity + row) % capacity, mask=row < n)
     else:
         kept = n - skipped
-        key, address, row_bytes, first_byte, _ = load_span(
+        key, near, row_bytes, split, far, first_byte, _ = load_span(
             table_ptr, n_keys, kept, program - row_programs, KEYS, SPAN, ALIGNMENT
         )
         if key < n_keys:
             stride = (select(key, source_strides) - 3) >> 1
             source_address = (select(key, source_addresses) >> 1) + skipped * stride
-            unit = element_unit(address | row_bytes | source_address | stride)
+            unit = element_unit(near | far | row_bytes | source_address | stride)
             words, first_row, first_column, count = split_span(first_byte, row_bytes, kept, unit, SPAN)
             cursor = (written + skipped) % capacity
             for start in range(0, count, TILE):
@@ -299,13 +309,14 @@ def rows_extend_kernel(
                 position = cursor + row
                 position = tl.where(position < capacity, position, position - capacity)
                 source = source_address + row * stride + column
-                copy_elements(source, address + position * row_bytes + column, unit, mask, mask)
+                target = row_address(position, near, row_bytes, split, far) + column
+                copy_elements(source, target, unit, mask, mask)
     advance_ring_when_last(ring_ptr, advance, capacity)
 
 
 @triton.jit(do_not_specialize=["n_keys", "n", "capacity", "row_programs"])
 def rows_write_kernel(
-    table_ptr,  # int64 [n_keys, 2]: (address, row bytes)
+    table_ptr,  # int64 [n_keys, 4]: (near, row bytes, split, far), see gpubuf.kernels.rows
     source_addresses,  # tuple of at least n_keys integers: 2 * address + 1
     source_strides,  # as many integers: 2 * (bytes from row to row) + 3
     ring_ptr,  # int64 [4]: (written, size, ticket, faults)
@@ -332,13 +343,13 @@ def rows_write_kernel(
         position, valid = normalise(tl.load(index_ptr + row, mask=row < n, other=0), capacity)
         count_faults(ring_ptr, (row < n) & ~valid)
     else:
-        key, address, row_bytes, first_byte, _ = load_span(
+        key, near, row_bytes, split, far, first_byte, _ = load_span(
             table_ptr, n_keys, n, program - row_programs, KEYS, SPAN, ALIGNMENT
         )
         if key < n_keys:
             source_address = select(key, source_addresses) >> 1
             stride = (select(key, source_strides) - 3) >> 1
-            unit = element_unit(address | row_bytes | source_address | stride)
+            unit = element_unit(near | far | row_bytes | source_address | stride)
             words, first_row, first_column, count = split_span(first_byte, row_bytes, n, unit, SPAN)
             for start in range(0, count, TILE):
                 element = start + tl.arange(0, TILE)
@@ -349,4 +360,5 @@ def rows_write_kernel(
                 winner = tl.load(winner_ptr + row, mask=mask, other=0).to(tl.int1)
                 source = source_address + row * stride + column
                 chosen = mask & valid & winner
-                copy_elements(source, address + position * row_bytes + column, unit, chosen, chosen)
+                target = row_address(position, near, row_bytes, split, far) + column
+                copy_elements(source, target, unit, chosen, chosen)

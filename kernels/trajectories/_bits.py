@@ -8,6 +8,8 @@ import numpy as np
 from numba import carray
 
 from gpubuf.kernels._pointers import as_i64, as_u8, jit
+from gpubuf.kernels.rows import ENTRY, ROW_BYTES
+from gpubuf.kernels.rows._table import row_address
 from gpubuf.kernels.trajectories._search import load_i64, store_i64
 
 # Of eight bytes: the lowest seven bits, the lowest bit, and what moves the lowest bits into the highest byte. All
@@ -71,15 +73,17 @@ def _bits_of_64_bytes(address):  # type: ignore[no-untyped-def]
 @jit(inline="always")
 def _read_single(signals, n_keys, by_id, steps, slot, first, last):  # type: ignore[no-untyped-def]
     """The bits ``first .. last`` of a word where there is one environment."""
-    table = carray(as_i64(signals), 2 * n_keys)
+    table = carray(as_i64(signals), (n_keys, ENTRY))
     bits = 0
     for k in range(n_keys):
-        address, row_bytes = table[2 * k], table[2 * k + 1]
-        at = address + 64 * slot * row_bytes
+        row_bytes = table[k, ROW_BYTES]
+        # The two memories of a split storage meet between two words.
+        at = row_address(table[k], 64 * slot)
         if by_id:
             for bit in range(first, last + 1):
                 here = at + bit * row_bytes
-                following = here + row_bytes if 64 * slot + bit + 1 < steps else address
+                coming = 64 * slot + bit + 1
+                following = row_address(table[k], coming if coming < steps else 0)
                 if _differ(here, following, row_bytes):
                     bits |= 1 << bit
         elif row_bytes == 1:
@@ -100,15 +104,15 @@ def _read_single(signals, n_keys, by_id, steps, slot, first, last):  # type: ign
 @jit(inline="always")
 def _read_many(ends, signals, n_keys, by_id, steps, envs, slot, first, last):  # type: ignore[no-untyped-def]
     """Set the bits ``first .. last``, zero so far, of the words of all environments, in the order of the rows."""
-    table = carray(as_i64(signals), 2 * n_keys)
+    table = carray(as_i64(signals), (n_keys, ENTRY))
     words = carray(as_i64(ends + 8 * slot * envs), envs)
     for k in range(n_keys):
-        address, row_bytes = table[2 * k], table[2 * k + 1]
+        row_bytes = table[k, ROW_BYTES]
         for bit in range(first, last + 1):
             place = 64 * slot + bit
-            here = address + place * envs * row_bytes
+            here = row_address(table[k], place * envs)
             if by_id:
-                following = here + envs * row_bytes if place + 1 < steps else address
+                following = row_address(table[k], (place + 1) * envs if place + 1 < steps else 0)
                 for env in range(envs):
                     if _differ(here + env * row_bytes, following + env * row_bytes, row_bytes):
                         words[env] |= 1 << bit

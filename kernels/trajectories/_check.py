@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gpubuf.kernels._check import demand_int64
 from gpubuf.kernels.philox import check_request
+from gpubuf.kernels.rows import ENTRY
 from gpubuf.kernels.trajectories import bit_levels, legal_words, level_sizes
 
 
@@ -89,16 +90,16 @@ def check_rule(slice_len: int, min_len: int, before: int, after: int, by_transit
 def check_signals(signals: Tensor, by_id: bool, n: int) -> int:
     """Number of keys in ``signals``; raise TypeError or ValueError unless they can tell the ends of ``n`` steps."""
     n_words = signals.numel()
-    # As in check_ends; a contiguous tensor of rows of two words is read alike whatever its shape.
+    # As in check_ends; a contiguous tensor of entries is read alike whatever its shape.
     if (
         signals.dtype is torch.int64
-        and n_words % 2 == 0
-        and (n_words == 2 or not by_id)
+        and n_words % ENTRY == 0
+        and (n_words == ENTRY or not by_id)
         and signals.is_contiguous()
         and n >= 0
     ):
-        return n_words // 2
-    demand_int64("signals", signals, (1 if by_id else n_words // 2, 2))
+        return n_words // ENTRY
+    demand_int64("signals", signals, (1 if by_id else n_words // ENTRY, ENTRY))
     raise ValueError(f"the number of steps must not be negative, but is {n}")
 
 

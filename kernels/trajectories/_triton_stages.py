@@ -10,7 +10,7 @@ one program does all stages of its environments, a barrier between; else every s
 
 Arguments that all kernels share are those of :mod:`gpubuf.kernels.trajectories._triton`, and
 
-* ``signals_ptr``: int64 [n_signals, 2] = (address, bytes of one row);
+* ``signals_ptr``: int64 [n_signals, 4] = (near, row bytes, split, far), a table of :mod:`gpubuf.kernels.rows`;
 * ``others_ptr``: int64 [E], scratch: the word of the first end after the cursor of every environment, or -1;
 * ``n``: steps written; ``run_words``: words of one environment that they can lie in, a bound.
 """
@@ -18,6 +18,7 @@ Arguments that all kernels share are those of :mod:`gpubuf.kernels.trajectories.
 import triton
 import triton.language as tl
 
+from gpubuf.kernels.rows._triton import row_address
 from gpubuf.kernels.trajectories._triton import (
     bit,
     first_of_word,
@@ -102,12 +103,15 @@ def _load_flags(signals_ptr, n_signals, row, seam, active, steps, envs, BY_ID: t
     """Whether trajectories end at rows; the next step of one at the ``seam`` is in the first rows."""
     flag = active & (row < 0)
     for k in range(0, n_signals):
-        row_bytes = tl.load(signals_ptr + 2 * k + 1)
-        base = tl.load(signals_ptr + 2 * k)
-        address = base + row * row_bytes
-        next_address = address + tl.where(seam, envs - steps * envs, envs) * row_bytes
+        near = tl.load(signals_ptr + 4 * k)
+        row_bytes = tl.load(signals_ptr + 4 * k + 1)
+        split = tl.load(signals_ptr + 4 * k + 2)
+        far = tl.load(signals_ptr + 4 * k + 3)
+        address = row_address(row, near, row_bytes, split, far)
+        next_row = row + tl.where(seam, envs - steps * envs, envs)
+        next_address = row_address(next_row, near, row_bytes, split, far)
         # Identifiers are words as a rule, and flags single bytes.
-        if BY_ID and ((base | row_bytes) & 7) == 0:
+        if BY_ID and ((near | far | row_bytes) & 7) == 0:
             for byte in range(0, row_bytes, 8):
                 flag |= _differs(address + byte, next_address + byte, active, tl.int64, BY_ID)
         else:
