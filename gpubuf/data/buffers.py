@@ -12,7 +12,7 @@ from torch import Tensor
 from gpubuf.data import checkpoints
 from gpubuf.data.capturing import refuse
 from gpubuf.data.layout import Data, RowLayout
-from gpubuf.data.locking import Turn
+from gpubuf.data.locking import Turn, turn_of
 from gpubuf.data.moving import Movable
 from gpubuf.data.prefetch import Prefetcher
 from gpubuf.data.samplers import RandomSampler, Sampler
@@ -209,7 +209,7 @@ class ReplayBuffer(Movable, Sampling):
         """
         if update_priority is not None:
             raise NotImplementedError("update_priority is for TensorDictReplayBuffer, whose batches carry priorities")
-        with self._lock:
+        with turn_of(self._lock):
             return self._extend(data, None)
 
     def _extend(self, data: Data, priority: Callable[[Data], Tensor | None] | None) -> Tensor:
@@ -312,12 +312,12 @@ class ReplayBuffer(Movable, Sampling):
             priority: ``[n]``, or a number for all.
             generation: ``info["index_generation"]``; rows overwritten since the sample are then left alone.
         """
-        with self._lock:
+        with turn_of(self._lock):
             self._sampler.update_priority(index, priority, storage=self._storage, generation=generation)
 
     def mark_update(self, index: Any) -> None:
         """Rows were written elsewhere (``buffer[i] = ...``, or through the storage): treat them as new."""
-        with self._lock:
+        with turn_of(self._lock):
             self._sampler.mark_update(index, storage=self._storage)
 
     # Composition

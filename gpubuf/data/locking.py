@@ -6,8 +6,9 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from threading import get_ident
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -65,6 +66,14 @@ class StreamOrder:
     def joined(self, stream: torch.cuda.Stream) -> None:
         """``stream`` has waited for everything so far: begin anew, as if all operations had been on it."""
         self._last, self._event = stream, None
+
+
+def turn_of(turn: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
+    """``with turn_of(turn):``, for what may be compiled: there are no turns while code is traced.
+
+    When compiled code runs, what its operations read and write orders them, but not against other threads.
+    """
+    return contextlib.nullcontext() if torch.compiler.is_compiling() else turn
 
 
 class Turn:

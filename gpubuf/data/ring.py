@@ -3,12 +3,38 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import weakref
 
 import torch
 from torch import Tensor
 
 from gpubuf.data.capturing import capturing, recording
 from gpubuf.kernels import rows
+from gpubuf.kernels._registry import define
+
+_rings: weakref.WeakValueDictionary[int, Ring] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def count_by_number(counters: Tensor, number: int, n: int) -> None:
+    """Note ``n`` rows in the mirror of a ring that is known by its number."""
+    ring = _rings.get(number)
+    if ring is not None:
+        ring.count(n)
+
+
+_count_compiled = define(
+    "ring_count(Tensor(a!) counters, int number, int n) -> ()",
+    cpu="gpubuf.data.ring:count_by_number",
+    cuda="gpubuf.data.ring:count_by_number",
+    fake=lambda counters, number, n: None,
+)
+"""What :meth:`Ring.count` is in compiled code.
+
+The mirror changes with every write, and code that is traced may not depend on it: it would be compiled anew each time.
+As an operation it is done when the code runs. It is annotated as changing the counters, so that it is not removed.
+"""
 
 
 class Ring:
@@ -32,6 +58,8 @@ class Ring:
         self.counters: Tensor = rows.new_ring(device)
         self.written = 0
         self.size = 0
+        self._number = next(_numbers)
+        _rings[self._number] = self
 
     @property
     def cursor(self) -> int:
@@ -40,6 +68,9 @@ class Ring:
 
     def count(self, n: int) -> None:
         """Note in the mirror that an operation has written ``n`` rows."""
+        if torch.compiler.is_compiling():
+            _count_compiled(self.counters, self._number, n)
+            return
         noted = recording()
         if noted is not None:
             noted.after(functools.partial(self.count, n))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gpubuf.data.capturing import refuse
 from gpubuf.data.layout import Data
-from gpubuf.data.locking import Turn
+from gpubuf.data.locking import Turn, turn_of
 from gpubuf.data.pinning import pin
 from gpubuf.data.prefetch import Batch, Prefetcher
 from gpubuf.data.prioritized import PrioritizedSampler
@@ -68,7 +68,7 @@ class Sampling:
 
     def _draw(self, n: int, include_info: bool) -> Batch:
         """Draw and gather, in one turn. Info goes into the batch here if nothing else is to change it."""
-        with self._lock:
+        with turn_of(self._lock):
             if self._sampler.ran_out:
                 self._sampler.ran_out = False
             draw = self._sampler.draw(self._storage, n)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gpubuf.data.buffers import ReplayBuffer, component, default_storage
 from gpubuf.data.layout import Data
+from gpubuf.data.locking import turn_of
 from gpubuf.data.prioritized import PrioritizedSampler
 from gpubuf.data.storages import Storage, TensorStorage
 from gpubuf.data.writers import TensorDictRoundRobinWriter
@@ -49,7 +50,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         if not isinstance(first, TensorDictBase) and not is_tensorclass(first):
             raise TypeError(f"{type(self).__name__} stores TensorDicts, got a {type(first).__name__}")
         wanted = update_priority is not False and isinstance(self._sampler, PrioritizedSampler)
-        with self._lock:
+        with turn_of(self._lock):
             return self._extend(data, self._given_priority if wanted else None)
 
     def _given_priority(self, data: TensorDictBase) -> Tensor | None:
