@@ -13,15 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tensordict import TensorDict
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.checkpoints import rows as transitions
 from benchmarks.machine import describe
 from benchmarks.plain_sac import ACTION, OBSERVATION, PlainSAC, forward_backward, make_batch
 from benchmarks.runs import write_results
 from benchmarks.tables import microseconds
-from benchmarks.workloads import CAPACITY, transitions
 from gpubuf import SACLoss
 from gpubuf.data import LazyTensorStorage, TensorDictReplayBuffer
 from gpubuf.kernels import rows
@@ -29,7 +28,7 @@ from gpubuf.kernels._registry import without_dispatch
 from gpubuf.kernels.rows import _numba
 from gpubuf.modules import make_sac_actor, make_sac_critic
 
-BATCH = 256
+CAPACITY, BATCH = 1_000_000, 256
 #: So few rows that all of them stay in the cache.
 CACHED = 1_000
 
@@ -49,7 +48,7 @@ def median(call: Callable[[], object], repeats: int) -> float:
 def filled_buffer(capacity: int) -> TensorDictReplayBuffer:
     """A full buffer of the benchmarks' transitions."""
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(capacity), batch_size=BATCH)
-    block: TensorDict = transitions(min(capacity, 100_000))
+    block = transitions(min(capacity, 100_000))
     while len(buffer) < capacity:
         buffer.extend(block[: capacity - len(buffer)])
     return buffer

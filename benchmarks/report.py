@@ -67,6 +67,18 @@ def conditions(runs: Runs) -> str:
     return "\n\n".join(described(runs[kind]) for kind in ("cpu", "cuda") if kind in runs) or f"{OPEN}."
 
 
+def status(runs: Runs) -> str:
+    """README: what the figures are worth to somebody with a GPU."""
+    if "cuda" in runs:
+        name = runs["cuda"].machine["device"]["name"]
+        return f"Measured on the CPU and on a GPU ({name}): [the figures](#what-is-measured-where)."
+    return (
+        "Measured on the CPU; no run on a GPU is committed yet, and what has to be measured there is marked open. The "
+        "kernels are tested through Triton's interpreter, and compiled ahead of time for the GPUs "
+        "[named below](#what-is-measured-where)."
+    )
+
+
 def spreads(run: Run, names: Sequence[str]) -> str:
     """Median, interquartile range and minimum of every library."""
     rows = []
@@ -280,6 +292,7 @@ def draw_plot(path: Path, runs: Runs) -> None:
 FIGURES: dict[str, Callable[[Runs], str]] = {
     "replay": lambda runs: comparison_table(runs, replay=True),
     "loss": lambda runs: comparison_table(runs, replay=False),
+    "status": status,
     "conditions": conditions,
     "cpu": lambda runs: spread_table(runs, "cpu"),
     "gpu": lambda runs: spread_table(runs, "cuda"),
