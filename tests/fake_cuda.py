@@ -56,7 +56,7 @@ _to_method = Tensor.to
 
 def _to(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     target = torch.device(args[0]) if args and isinstance(args[0], (str, torch.device)) else x.device
-    if x.device.type == "cpu" or target.type == x.device.type:
+    if target.type == x.device.type:
         return _to_method(x, *args, **kwargs)
     dtype = args[1] if len(args) > 1 else kwargs.get("dtype", x.dtype)
     return torch.ops.aten._to_copy(x, device=target, dtype=dtype)

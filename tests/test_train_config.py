@@ -11,7 +11,7 @@ from gpubuf.train.config import CHANGEABLE_ON_RESUME, TrainConfig, UsageError
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("env", "", "must name a Gymnasium environment"),
+        ("env", "", "must name an environment"),
         ("total_steps", 0, "at least 1, got 0"),
         ("num_envs", 0, "at least 1"),
         ("batch_size", -3, "at least 1, got -3"),

@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gpubuf.train.config import CHANGEABLE_ON_RESUME, TrainConfig, UsageError
+from gpubuf.train.config import CHANGEABLE_ON_RESUME, TORCH_PREFIX, TrainConfig, UsageError, defaults
 
 SIGNAL_EXIT = 128
 """Added to a signal's number: the exit code of what it has ended."""
 
-_NEEDED = ("gymnasium", "rich", "matplotlib")
+_NEEDED = ("rich", "matplotlib")
 
 
 def run(options: dict[str, Any]) -> int:
@@ -25,7 +25,9 @@ def run(options: dict[str, Any]) -> int:
     config = TrainConfig.from_mapping(options) if resumed is None else None
     if resumed is not None and overwrite:
         raise UsageError("--resume and --overwrite contradict each other")
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    on_device = config is not None and config.env.startswith(TORCH_PREFIX)
+    needed = _NEEDED if on_device or config is None else ("gymnasium", *_NEEDED)
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise UsageError(f'training needs {", ".join(missing)}; pip install "gpubuf[train]"')
 
@@ -61,8 +63,9 @@ def add(commands: Any) -> None:
     # An option that is not given is absent, so that --resume can tell what was stated from what is default.
     parser = commands.add_parser(
         "train",
-        help="train soft actor-critic on a Gymnasium environment",
-        description="Train soft actor-critic on a Gymnasium environment with continuous actions, and evaluate it.",
+        help="train soft actor-critic on an environment",
+        description="Train soft actor-critic on an environment with continuous actions, Gymnasium's or one made of "
+        "tensor operations, and evaluate it.",
         epilog="Exit codes: 0 done, 1 training diverged, 2 what was asked for can't be done, 130 interrupted by Ctrl-C "
         f"and saved. With --resume, only {', '.join(_option(name) for name in sorted(CHANGEABLE_ON_RESUME))} may be "
         "changed.",
@@ -70,7 +73,7 @@ def add(commands: Any) -> None:
         allow_abbrev=False,
     )
     run = parser.add_argument_group("the run")
-    _setting(run, "env", "NAME", "Gymnasium id; module:id imports the module first")
+    _setting(run, "env", "NAME", "Gymnasium id (module:id imports the module first), or torch/Pendulum on the device")
     mode = run.add_mutually_exclusive_group()
     mode.add_argument("--prioritized", action="store_true", help="draw batches by priority (the default)")
     mode.add_argument("--uniform", dest="prioritized", action="store_false", help="draw batches uniformly")
@@ -79,6 +82,8 @@ def add(commands: Any) -> None:
     _setting(run, "total_steps", "N", "transitions to collect")
     _setting(run, "num_envs", "N", "environments stepped together")
     _setting(run, "threads", "N", "CPU threads of PyTorch (default: 1 for small networks)")
+    _switch(run, "cuda_graph", "capture updates, and steps on the device, into CUDA graphs (default: on CUDA)")
+    _switch(run, "compile", "compile losses and gradients with torch.compile")
     run.add_argument("--out", type=Path, metavar="FOLDER", help="where to (default: a new folder under runs/)")
     run.add_argument(
         "--resume",
@@ -116,13 +121,32 @@ def add(commands: Any) -> None:
     _setting(records, "checkpoint_every", "N", "transitions between checkpoints; 0 for one at the end only")
 
 
+#: How the default of a setting follows from the number of environments on a device, in words.
+_ON_DEVICE = {
+    "num_envs": "64",
+    "total_steps": "500 an environment if that is more",
+    "learning_starts": "10 an environment if that is more",
+    "update_ratio": "16 updates whenever all have stepped",
+    "eval_every": "50 an environment if that is more",
+    "eval_episodes": "256",
+    "log_every": "25 an environment if that is more",
+}
+
+
 def _setting(group: Any, name: str, metavar: str, text: str) -> None:
     """The option for the setting ``name``, whose type and default `TrainConfig` knows."""
     default = getattr(TrainConfig, name)
-    kind = int if default is None else type(default)
-    if default is not None:
+    if name in _ON_DEVICE:
+        default = defaults(TrainConfig.env)[name]
+        text = f"{text} (default: {default}; with torch/ environments {_ON_DEVICE[name]})"
+    elif default is not None:
         text = f"{text} (default: {default})"
-    group.add_argument(_option(name), type=kind, metavar=metavar, help=text)
+    group.add_argument(_option(name), type=int if default is None else type(default), metavar=metavar, help=text)
+
+
+def _switch(group: Any, name: str, text: str) -> None:
+    """The pair of options ``--name`` and ``--no-name``."""
+    group.add_argument(_option(name), action=argparse.BooleanOptionalAction, help=text)
 
 
 def _option(name: str) -> str:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from tensordict import TensorDict
 from tensordict.nn import ProbabilisticTensorDictSequential
 from torch import Tensor
@@ -16,7 +15,7 @@ from torch import Tensor
 from gpubuf.modules import TanhNormal, make_sac_actor, make_sac_critic
 from gpubuf.objectives import SACLoss, SoftUpdate
 from gpubuf.serialization import load, save
-from gpubuf.train.config import TrainConfig
+from gpubuf.train.config import TrainConfig, UsageError
 
 MODEL_FILE = "model.safetensors"
 
@@ -32,9 +31,19 @@ class SACAgent:
         observation_size: Numbers in an observation, `O`.
         action_size: Numbers in an action, `A`; each is in [-1, 1].
         device: Of the networks.
+        compiled: Compile the losses with `torch.compile`; their gradients are compiled with them. False: don't. None:
+            try, and go on without, with a warning, if the compiler fails.
     """
 
-    def __init__(self, config: TrainConfig, observation_size: int, action_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        observation_size: int,
+        action_size: int,
+        device: torch.device,
+        *,
+        compiled: bool | None = False,
+    ) -> None:
         self.device = device
         self._shape = {
             "observation_size": observation_size,
@@ -53,33 +62,68 @@ class SACAgent:
         self.loss.make_value_estimator(gamma=config.gamma)
         self._updater = SoftUpdate(self.loss, tau=config.tau)
         parameters = [parameter for parameter in self.loss.parameters() if parameter.requires_grad]
-        self._optimizer = torch.optim.Adam(parameters, lr=config.learning_rate, fused=True)
+        self._optimizer = torch.optim.Adam(parameters, lr=config.learning_rate, fused=True, capturable=self._capturable)
+        self._may_fall_back = compiled is None
+        self._losses = self._eager_losses if compiled is False else torch.compile(self._eager_losses, fullgraph=True)
 
-    def act(self, observation: NDArray[np.float32], deterministic: bool = False) -> NDArray[np.float32]:
-        """Actions `[E, A]` in [-1, 1] for observations `[E, O]`: drawn, or the tanh of the mean.
+    @property
+    def _capturable(self) -> bool:
+        """Whether the optimiser keeps off the host, as a graph demands. On a CPU PyTorch has no such thing."""
+        return self.device.type == "cuda"
 
-        Synchronises with the host, which steps the environments.
+    def act(self, observation: Tensor, deterministic: bool = False) -> Tensor:
+        """Actions `[E, A]` in [-1, 1], on the networks' device: drawn, or the tanh of the mean.
+
+        Does not synchronise, unless the observations have to be brought there.
+
+        Args:
+            observation: `[E, O]` float32.
+            deterministic: Whether to take the tanh of the mean.
         """
         with torch.no_grad():
-            inputs = TensorDict({"observation": torch.from_numpy(observation).to(self.device)}, observation.shape[:1])
+            inputs = TensorDict({"observation": observation.to(self.device)}, observation.shape[:1])
             distribution = self.actor.get_dist(inputs)
             assert isinstance(distribution, TanhNormal)
-            action = distribution.deterministic_sample if deterministic else distribution.sample()
-        return action.cpu().numpy()
+            return distribution.deterministic_sample if deterministic else distribution.sample()
 
     def update(self, batch: TensorDict) -> Tensor:
         """Take one step with every optimiser on ``batch``, which receives its ``"td_error"``.
 
         Returns:
-            The values of `LOSS_NAMES`, `[5]` float32 on the device. Does not synchronise.
+            The values of `LOSS_NAMES`, `[5]` float32 on the device. Does not synchronise, and can be captured into a
+            CUDA graph.
         """
-        losses = self.loss(batch)
-        self._optimizer.zero_grad(set_to_none=True)
-        # The losses have no parameters in common, so that their sum gives each its own gradient.
-        (losses["loss_qvalue"] + losses["loss_actor"] + losses["loss_alpha"]).backward()
+        try:
+            values = self._gradients(batch)
+        except RuntimeError as error:
+            # Imported here, for it takes seconds that nothing else needs.
+            from torch._dynamo.exc import TorchDynamoException
+
+            # The compiler's errors come at the first call alone, before a parameter has changed.
+            if not isinstance(error, TorchDynamoException):
+                raise
+            if not self._may_fall_back:
+                raise UsageError(f"torch.compile failed, --no-compile does without it: {error}") from error
+            warnings.warn(f"torch.compile failed, going on without it: {error}", stacklevel=2)
+            self._losses = self._eager_losses
+            values = self._gradients(batch)
         self._optimizer.step()
         self._updater.step()
-        return torch.stack([losses[name].detach().reshape(()) for name in LOSS_NAMES])
+        return values
+
+    def _gradients(self, batch: TensorDict) -> Tensor:
+        """Give every parameter its gradient. Returns the values of `LOSS_NAMES`."""
+        total, values = self._losses(batch)
+        self._optimizer.zero_grad(set_to_none=True)
+        total.backward()
+        return values
+
+    def _eager_losses(self, batch: TensorDict) -> tuple[Tensor, Tensor]:
+        """What to minimise, and the values of `LOSS_NAMES`."""
+        losses = self.loss(batch)
+        # The losses have no parameters in common, so that their sum gives each its own gradient.
+        total = losses["loss_qvalue"] + losses["loss_actor"] + losses["loss_alpha"]
+        return total, torch.stack([losses[name].detach().reshape(()) for name in LOSS_NAMES])
 
     def state_dict(self) -> dict[str, Any]:
         """Networks, temperature and optimiser."""
@@ -89,6 +133,9 @@ class SACAgent:
         """Restore what `state_dict` returned; its tensors may be on any device."""
         self.loss.load_state_dict(state["loss"])
         self._optimizer.load_state_dict(state["optimizer"])
+        # It depends on the device, not on the run.
+        for group in self._optimizer.param_groups:
+            group["capturable"] = self._capturable
 
     def save_model(self, path: str | os.PathLike[str]) -> None:
         """Write the policy to ``path``, for `load_actor`."""

@@ -16,10 +16,48 @@ CONFIG_FILE = "config.json"
 
 #: Options that a resumed run may change: they touch how long and where it runs, never what it has already learnt.
 CHANGEABLE_ON_RESUME = frozenset(
-    {"total_steps", "device", "threads", "eval_episodes", "checkpoint_every"},
+    {"total_steps", "device", "threads", "cuda_graph", "compile", "eval_episodes", "checkpoint_every"},
 )
 
+#: Names of environments that are made of tensor operations, and live on the device, begin with it.
+TORCH_PREFIX = "torch/"
+
 _DEFAULT_CAPACITY = 1_000_000
+
+# At most so many updates every time that all environments are stepped, unless the user says otherwise.
+_UPDATES_A_STEP = 16
+
+# None here stands for a default of `defaults`.
+_BY_ENVIRONMENT: Any = None
+
+
+def defaults(env: str, num_envs: int | None = None) -> dict[str, int | float]:
+    """What the settings are by default that depend on the kind of environment, and on how many of them there are.
+
+    Gymnasium's environments are slow, and every transition is worth an update. Thousands of environments on a device
+    yield more transitions than updates would be good for: there, updates and intervals are counted by the times that
+    all environments are stepped.
+    """
+    if not env.startswith(TORCH_PREFIX):
+        return {
+            "num_envs": 1 if num_envs is None else num_envs,
+            "total_steps": 10_000,
+            "learning_starts": 1_000,
+            "update_ratio": 1.0,
+            "eval_every": 1_000,
+            "eval_episodes": 20,
+            "log_every": 500,
+        }
+    n = 64 if num_envs is None else num_envs
+    return {
+        "num_envs": n,
+        "total_steps": max(10_000, 500 * n),
+        "learning_starts": max(1_000, 10 * n),
+        "update_ratio": min(1.0, _UPDATES_A_STEP / n),
+        "eval_every": max(1_000, 50 * n),
+        "eval_episodes": 256,
+        "log_every": max(500, 25 * n),
+    }
 
 
 class UsageError(ValueError):
@@ -30,12 +68,14 @@ class UsageError(ValueError):
 class TrainConfig:
     """The settings of one run of SAC on one environment.
 
+    Settings that are None where the configuration is made, and depend on the environment, become those of `defaults`.
+
     Attributes:
         env: Gymnasium id of an environment with a bounded continuous action space; ``module:id`` imports the
-            module first.
+            module first. ``torch/Pendulum`` for one whose copies live on the device.
         prioritized: Draw by priority (Schaul et al. 2016) or uniformly.
         device: ``"auto"`` (CUDA if there is one), ``"cpu"``, ``"cuda"`` or ``"cuda:N"``. Networks, buffer and
-            update live there; the environments run on the CPU.
+            update live there; Gymnasium's environments run on the CPU.
         seed: Seeds PyTorch's global generator and the environments.
         total_steps: Transitions to collect, over all environments.
         num_envs: Environments stepped together.
@@ -56,18 +96,22 @@ class TrainConfig:
         log_every: Transitions between two records of the losses.
         checkpoint_every: Transitions between two checkpoints on the way; 0 for one at the end only.
         threads: CPU threads of PyTorch; ``None`` chooses by the size of the networks.
+        cuda_graph: Capture the update into a CUDA graph, and with environments on the device their step too; ``None``
+            means where the device is CUDA.
+        compile: Compile the losses and their gradients with `torch.compile`; ``None`` means where the device is CUDA
+            and the run long enough to be worth a minute of compiling.
     """
 
     env: str = "Pendulum-v1"
     prioritized: bool = True
     device: str = "auto"
     seed: int = 0
-    total_steps: int = 10_000
-    num_envs: int = 1
+    total_steps: int = _BY_ENVIRONMENT
+    num_envs: int = _BY_ENVIRONMENT
     batch_size: int = 256
     buffer_size: int | None = None
-    learning_starts: int = 1_000
-    update_ratio: float = 1.0
+    learning_starts: int = _BY_ENVIRONMENT
+    update_ratio: float = _BY_ENVIRONMENT
     learning_rate: float = 1e-3
     gamma: float = 0.99
     tau: float = 0.005
@@ -75,16 +119,23 @@ class TrainConfig:
     critics: int = 2
     priority_alpha: float = 0.6
     priority_beta: float = 0.4
-    eval_every: int = 1_000
-    eval_episodes: int = 20
-    log_every: int = 500
+    eval_every: int = _BY_ENVIRONMENT
+    eval_episodes: int = _BY_ENVIRONMENT
+    log_every: int = _BY_ENVIRONMENT
     checkpoint_every: int = 0
     threads: int | None = None
+    cuda_graph: bool | None = None
+    compile: bool | None = None
 
     def __post_init__(self) -> None:
         if not self.env:
-            raise UsageError("env must name a Gymnasium environment, got an empty string")
-        for name in ("total_steps", "num_envs", "batch_size", "critics", "log_every", "eval_episodes"):
+            raise UsageError("env must name an environment, got an empty string")
+        if self.num_envs is not None:
+            self._require("num_envs", self.num_envs >= 1, "at least 1")
+        for name, value in defaults(self.env, self.num_envs).items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        for name in ("total_steps", "batch_size", "critics", "log_every", "eval_episodes"):
             self._require(name, getattr(self, name) >= 1, "at least 1")
         for name in ("learning_starts", "eval_every", "checkpoint_every", "seed"):
             self._require(name, getattr(self, name) >= 0, "at least 0")
@@ -112,6 +163,11 @@ class TrainConfig:
         """Transitions that the buffer holds."""
         return self.buffer_size if self.buffer_size is not None else min(self.total_steps, _DEFAULT_CAPACITY)
 
+    @property
+    def updates(self) -> int:
+        """Updates in the whole run."""
+        return math.floor((self.total_steps - self.learning_starts) * self.update_ratio)
+
     def to_json(self) -> str:
         """The settings as JSON text, in the order of the attributes."""
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
@@ -127,7 +183,8 @@ class TrainConfig:
         unknown = sorted(set(values) - set(fields))
         if unknown:
             raise UsageError(f"unknown settings {unknown}; known are {sorted(fields)}")
-        return cls(**{name: _typed(name, value, fields[name].default) for name, value in values.items()})
+        known = {**{name: field.default for name, field in fields.items()}, **defaults(cls.env)}
+        return cls(**{name: _typed(name, value, known[name]) for name, value in values.items()})
 
     @classmethod
     def read(cls, folder: Path) -> TrainConfig:
@@ -178,6 +235,10 @@ def _typed(name: str, value: Any, default: Any) -> Any:
         if value is None or type(value) is int:
             return value
         raise UsageError(f"{name} must be an integer or null, got {value!r}")
+    if name in ("cuda_graph", "compile"):
+        if value is None or type(value) is bool:
+            return value
+        raise UsageError(f"{name} must be true, false or null, got {value!r}")
     if isinstance(default, float) and type(value) is int:
         return float(value)
     if type(value) is not type(default):

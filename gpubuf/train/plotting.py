@@ -13,7 +13,8 @@ _WINDOW = 10
 def draw_curve(records: Iterable[dict[str, Any]], title: str, path: Path) -> None:
     """Draw the returns in ``records`` (see docs/training.md) over the steps, and write them to ``path``.
 
-    Episodes are those of the training itself, with random actions; evaluations are deterministic.
+    Episodes are those of the training itself, with random actions, or means of many that ended together; evaluations
+    are deterministic.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -24,6 +25,8 @@ def draw_curve(records: Iterable[dict[str, Any]], title: str, path: Path) -> Non
     for record in records:
         if record["kind"] == "episode":
             episodes.append((record["step"], record["return"]))
+        elif record["kind"] == "episodes":
+            episodes.append((record["step"], record["mean_return"]))
         elif record["kind"] == "evaluation":
             evaluations.append((record["step"], record["returns"]))
         elif record["kind"] == "final_evaluation":

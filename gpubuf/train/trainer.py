@@ -7,10 +7,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from tensordict import TensorDict
+from torch import Tensor
 
 from gpubuf.data import (
     LazyTensorStorage,
@@ -18,13 +17,19 @@ from gpubuf.data import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
+from gpubuf.graphs import capture
 from gpubuf.train.agent import LOSS_NAMES, SACAgent
 from gpubuf.train.config import TrainConfig, UsageError
-from gpubuf.train.environments import Environments, evaluate
+from gpubuf.train.environments import Evaluation, make_environments
 from gpubuf.train.progress import Status
 
-_RECENT_EPISODES = 10
-_CURVE_EPISODES = 5
+# Of an evaluation for the curve: on the host they take time, on a device nearly none.
+_CURVE_EPISODES, _CURVE_EPISODES_ON_DEVICE = 5, 64
+
+# Updates from which a minute of compiling is little beside the whole run.
+_COMPILING_PAYS = 200_000
+
+_Wrap = Callable[[Callable[[], None]], Callable[[], Any]]
 
 # Environments for training, curve and final evaluation: the second word of their seeds.
 _TRAINING, _CURVE, _FINAL = range(3)
@@ -39,13 +44,18 @@ class Trainer:
 
     Seeds PyTorch's global generator, from which networks, exploration and buffer draw.
 
+    With environments on the device nothing in the loop waits for it: the host launches, counts steps and updates, and
+    reads the losses and the returns only where they are recorded. Two functions of fixed shapes do the work, a step of
+    all environments and an update, and each becomes a CUDA graph where graphs are wanted. They are two because the
+    number of updates between two steps is any number, also a fraction.
+
     Args:
         config: The run's settings.
         device: Where networks and buffer live.
         record: Called with each record of the metrics.
 
     Raises:
-        UsageError: The environment can't be trained on.
+        UsageError: The environment can't be trained on, or the device can't do what was asked for.
     """
 
     def __init__(self, config: TrainConfig, device: torch.device, record: Callable[[dict[str, Any]], None]) -> None:
@@ -53,27 +63,43 @@ class Trainer:
         self.step = 0
         self._record = record
         self._device = device
-        self._environments = Environments(config.env, config.num_envs, (config.seed, _TRAINING))
-        self._curve_environments: Environments | None = None
+        on_cuda = device.type == "cuda"
+        graphs = on_cuda if config.cuda_graph is None else config.cuda_graph
+        if graphs and not on_cuda:
+            raise UsageError(f"--cuda-graph needs a CUDA device, the run is on {device.type}: say --no-cuda-graph")
+        compiled = config.compile
+        if compiled is None and not (on_cuda and config.updates >= _COMPILING_PAYS):
+            compiled = False
+        self._wrap: _Wrap = capture if graphs else _as_it_is
+        self._environments = make_environments(config.env, config.num_envs, (config.seed, _TRAINING), device)
+        self._curve: Evaluation | None = None
         torch.manual_seed(config.seed)
-        self.agent = SACAgent(config, self._environments.observation_size, self._environments.action_size, device)
+        sizes = self._environments.observation_size, self._environments.action_size
+        self.agent = SACAgent(config, *sizes, device, compiled=compiled)
         self.buffer = _make_buffer(config, device)
-        self._observation = self._environments.reset()
+        # Written in place, for graphs read it where it is.
+        self._observation = self._environments.reset().to(device)
         self._updates = 0
         self._sums = torch.zeros(len(LOSS_NAMES), device=device)
         self._summed = 0
-        self._returns: deque[float] = deque(maxlen=_RECENT_EPISODES)
+        self._returns: deque[float] = deque(maxlen=self._environments.shown_records)
         self._losses: dict[str, float] = {}
+        self._step_by_policy = self._wrap(self._act_and_store) if self._environments.capturable else self._act_and_store
+        self._update = self._wrap(self._sample_and_update)
 
     def advance(self) -> None:
         """Step every environment once, and learn as much as that gives reason to."""
         before = self.step
-        self._collect()
+        if self.step < self.config.learning_starts:
+            self._explore()
+        else:
+            self._step_by_policy()
+        self.step += self.config.num_envs
+        log_due = self._crossed(before, self.config.log_every)
+        self._record_episodes(log_due)
         if self.step > self.config.learning_starts:
-            due = math.floor((self.step - self.config.learning_starts) * self.config.update_ratio)
-            while self._updates < due:
-                self._learn()
-        if self._crossed(before, self.config.log_every):
+            self._learn(math.floor((self.step - self.config.learning_starts) * self.config.update_ratio))
+        if log_due:
             self._log_losses()
         if self._crossed(before, self.config.eval_every):
             self._evaluate_for_curve()
@@ -94,49 +120,62 @@ class Trainer:
             actor_loss=self._losses.get("loss_actor"),
         )
 
-    def _collect(self) -> None:
-        observation = self._observation
-        if self.step < self.config.learning_starts:
-            shape = (self.config.num_envs, self._environments.action_size)
-            action: NDArray[np.float32] = torch.rand(shape).mul_(2).sub_(1).numpy()
-        else:
-            action = self.agent.act(observation)
-        steps = self._environments.step(action)
-        self._observation = steps.observation
-        self.step += self.config.num_envs
-        self.buffer.extend(
-            TensorDict(
-                {
-                    "observation": torch.from_numpy(observation),
-                    "action": torch.from_numpy(action),
-                    "next": {
-                        "observation": torch.from_numpy(steps.next_observation),
-                        "reward": torch.from_numpy(steps.reward),
-                        "done": torch.from_numpy(steps.terminated | steps.truncated),
-                        "terminated": torch.from_numpy(steps.terminated),
-                        "truncated": torch.from_numpy(steps.truncated),
-                    },
-                },
-                [self.config.num_envs],
-            ).to(self._device)
-        )
-        for value, length in steps.finished:
-            self._returns.append(value)
-            self._record({"kind": "episode", "step": self.step, "return": value, "length": length})
+    def _explore(self) -> None:
+        """A step with random actions."""
+        shape = self.config.num_envs, self._environments.action_size
+        self._store(torch.rand(shape, device=self._environments.device).mul_(2).sub_(1))
 
-    def _learn(self) -> None:
+    def _act_and_store(self) -> None:
+        """A step with the policy's actions."""
+        self._store(self.agent.act(self._observation))
+
+    def _store(self, action: Tensor) -> None:
+        """Act in every environment, and store what comes of it."""
+        steps = self._environments.step(action)
+        rows = TensorDict(
+            {
+                "observation": self._observation,
+                "action": action,
+                "next": {
+                    "observation": steps.next_observation,
+                    "reward": steps.reward,
+                    "done": steps.terminated | steps.truncated,
+                    "terminated": steps.terminated,
+                    "truncated": steps.truncated,
+                },
+            },
+            [self.config.num_envs],
+        )
+        self.buffer.extend(rows.to(self._device))
+        self._observation.copy_(steps.observation)
+
+    def _record_episodes(self, due: bool) -> None:
+        for fields in self._environments.take_episodes(due):
+            kind = fields.pop("kind")
+            self._returns.append(fields["return"] if kind == "episode" else fields["mean_return"])
+            self._record({"kind": kind, "step": self.step, **fields})
+
+    def _learn(self, due: int) -> None:
+        """Update until there have been ``due`` updates."""
+        if self._updates >= due:
+            return
         sampler = self.buffer.sampler
         if isinstance(sampler, PrioritizedSampler):
+            # Before the update, not in it: a graph would go on with the number that it was captured with.
             sampler.beta = self._beta()
-        batch = self.buffer.sample()
-        self._sums += self.agent.update(batch)
-        self._summed += 1
-        self._updates += 1
         try:
-            # Without effect on a buffer that draws uniformly.
-            self.buffer.update_tensordict_priority(batch)
+            while self._updates < due:
+                self._summed += 1
+                self._updates += 1
+                self._update()
         except ValueError as error:
             raise DivergedError(f"training diverged by step {self.step:,}: {error}") from error
+
+    def _sample_and_update(self) -> None:
+        batch = self.buffer.sample()
+        self._sums += self.agent.update(batch)
+        # Without effect on a buffer that draws uniformly.
+        self.buffer.update_tensordict_priority(batch)
 
     def _beta(self) -> float:
         start = self.config.priority_beta
@@ -157,23 +196,25 @@ class Trainer:
         self._record(record)
 
     def _evaluate_for_curve(self) -> None:
-        if self._curve_environments is None:
-            self._curve_environments = Environments(self.config.env, _CURVE_EPISODES, (self.config.seed, _CURVE))
-        returns = evaluate(self._curve_environments, self._act_best)
-        self._record(_evaluation("evaluation", self.step, returns))
+        if self._curve is None:
+            episodes = _CURVE_EPISODES_ON_DEVICE if self._environments.capturable else _CURVE_EPISODES
+            self._curve = self._evaluation(episodes, _CURVE)
+        self._record(_evaluation_record("evaluation", self.step, self._curve.run()))
 
     def final_evaluation(self, should_stop: Callable[[], bool]) -> dict[str, Any] | None:
         """The record of the evaluation that ends a run; None if it was stopped."""
         episodes = self.config.eval_episodes
-        environments = Environments(self.config.env, episodes, (self.config.seed, _FINAL))
+        evaluation = self._evaluation(episodes, _FINAL)
         try:
-            returns = evaluate(environments, self._act_best, stop=should_stop)
+            returns = evaluation.run(stop=should_stop)
         finally:
-            environments.close()
-        return None if len(returns) < episodes else _evaluation("final_evaluation", self.step, returns)
+            evaluation.close()
+        return None if len(returns) < episodes else _evaluation_record("final_evaluation", self.step, returns)
 
-    def _act_best(self, observation: NDArray[np.float32]) -> NDArray[np.float32]:
-        return self.agent.act(observation, deterministic=True)
+    def _evaluation(self, episodes: int, stream: int) -> Evaluation:
+        environments = make_environments(self.config.env, episodes, (self.config.seed, stream), self._device)
+        wrap = self._wrap if environments.capturable else _as_it_is
+        return Evaluation(environments, lambda observation: self.agent.act(observation, deterministic=True), wrap)
 
     def state_dict(self) -> dict[str, Any]:
         """All that the rest of the run depends on, as tensors and plain values."""
@@ -185,11 +226,18 @@ class Trainer:
             "returns": list(self._returns),
             "losses": dict(self._losses),
             "agent": self.agent.state_dict(),
-            "buffer": self.buffer.state_dict(),
+            "buffer": self._buffer_state(),
             "environments": self._environments.state(),
             "generator": torch.get_rng_state(),
             "cuda_generator": torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None,
         }
+
+    def _buffer_state(self) -> dict[str, Any]:
+        try:
+            return self.buffer.state_dict()
+        except ValueError as error:
+            # A GPU has refused priorities that are no numbers, and says so now.
+            raise DivergedError(f"training diverged by step {self.step:,}: {error}") from error
 
     def load_state_dict(self, state: dict[str, Any]) -> list[int]:
         """Continue from what `state_dict` returned.
@@ -209,11 +257,13 @@ class Trainer:
             self._losses = state["losses"]
             self.agent.load_state_dict(state["agent"])
             self.buffer.load_state_dict(state["buffer"])
-            self._observation, lost = self._environments.restore(state["environments"])
-            # Last, for what comes before may have drawn from them.
-            torch.set_rng_state(state["generator"])
+            observation, lost = self._environments.restore(state["environments"])
+            self._observation.copy_(observation)
+            # Last, for what comes before may have drawn from them. Cloned: PyTorch reads the state as a structure, and a
+            # tensor of a mapped file need not begin where a structure may.
+            torch.set_rng_state(state["generator"].clone())
             if self._device.type == "cuda" and state["cuda_generator"] is not None:
-                torch.cuda.set_rng_state(state["cuda_generator"], self._device)
+                torch.cuda.set_rng_state(state["cuda_generator"].clone(), self._device)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise UsageError(f"the checkpoint does not fit this run: {error!r}") from error
         return lost
@@ -221,11 +271,15 @@ class Trainer:
     def close(self) -> None:
         """Close the environments."""
         self._environments.close()
-        if self._curve_environments is not None:
-            self._curve_environments.close()
+        if self._curve is not None:
+            self._curve.close()
 
 
-def _evaluation(kind: str, step: int, returns: list[float]) -> dict[str, Any]:
+def _as_it_is(function: Callable[[], None]) -> Callable[[], Any]:
+    return function
+
+
+def _evaluation_record(kind: str, step: int, returns: list[float]) -> dict[str, Any]:
     mean = sum(returns) / len(returns)
     return {"kind": kind, "step": step, "mean_return": mean, "returns": returns}
 

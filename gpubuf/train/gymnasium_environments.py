@@ -1,0 +1,267 @@
+"""Gymnasium environments, as the training loop wants them.
+
+`make` checks that an environment can be trained on and says clearly why not. `GymnasiumEnvironments` steps several
+copies together, with actions in [-1, 1], and keeps what Gymnasium's vector environments make easy to lose: the last
+observation of an episode, which the automatic reset would put the next episode's first one in the place of.
+`EpisodeRecorder` makes an open episode resumable.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gpubuf.train.config import UsageError
+from gpubuf.train.environments import Steps
+
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+#: An open episode that has grown longer than this is not recorded any further, and can't be resumed within.
+MAX_RECORDED_STEPS = 100_000
+
+
+class EnvironmentUnusableError(UsageError):
+    """The environment doesn't exist, lacks a package, or isn't one that this agent can be trained on."""
+
+
+def make(name: str) -> gym.Env[NDArray[Any], NDArray[Any]]:
+    """Make the environment ``name``, with a flat observation.
+
+    Raises:
+        EnvironmentUnusableError: It is unknown, needs a package that is not installed, has no continuous action
+            space, or one without bounds.
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        env = _make(name)
+    for warning in caught:
+        # Gymnasium colours its warnings even where there is no terminal.
+        warnings.warn(_COLOURS.sub("", str(warning.message)), warning.category, stacklevel=2)
+    space = env.action_space
+    if not isinstance(space, Box) or not np.issubdtype(space.dtype, np.floating):
+        discrete = isinstance(space, (Box, Discrete, MultiDiscrete, MultiBinary))
+        kind = "discrete" if discrete else type(space).__name__
+        raise EnvironmentUnusableError(
+            f"{name} has a {kind} action space, {space}; SAC here needs a continuous one (Box)"
+        )
+    if not (np.isfinite(space.low).all() and np.isfinite(space.high).all()):
+        raise EnvironmentUnusableError(f"{name} has actions without bounds, {space}; SAC needs bounded ones")
+    if not isinstance(env.observation_space, Box) or len(env.observation_space.shape) != 1:
+        if not env.observation_space.is_np_flattenable:
+            raise EnvironmentUnusableError(f"{name} has observations that can't be flattened, {env.observation_space}")
+        return gym.wrappers.FlattenObservation(env)
+    return env
+
+
+def _make(name: str) -> gym.Env[Any, Any]:
+    try:
+        return gym.make(name, disable_env_checker=True)
+    except gym.error.DependencyNotInstalled as error:
+        raise EnvironmentUnusableError(f"{name} needs a package that is not installed: {error}") from None
+    except ModuleNotFoundError as error:
+        hint = '; pip install "gpubuf[mujoco]"' if _is_mujoco(name) else ""
+        raise EnvironmentUnusableError(f"{name} needs a package that is not installed: {error}{hint}") from None
+    except gym.error.Error as error:
+        raise EnvironmentUnusableError(f"unknown environment {name!r}: {error}") from None
+
+
+def _is_mujoco(name: str) -> bool:
+    try:
+        return "mujoco" in str(gym.spec(name).entry_point)
+    except (gym.error.Error, ImportError):
+        return False
+
+
+class EpisodeRecorder(gym.Wrapper[Any, Any, Any, Any]):
+    """Remembers how the current episode began and what was done in it, so that it can be played again.
+
+    Replaying is exact for every environment whose randomness comes from its ``np_random``, and needs nothing else of
+    it: no pickling, no knowledge of its insides.
+    """
+
+    def __init__(self, env: gym.Env[Any, Any]) -> None:
+        super().__init__(env)
+        self._start: dict[str, Any] = {}
+        self._actions: list[NDArray[Any]] = []
+        self._observation: NDArray[Any] | None = None
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        # A generator's state is a new dictionary at each access, so it stays as it is here.
+        self._start = {"seed": seed} if seed is not None else {"generator": self.np_random.bit_generator.state}
+        self._actions = []
+        self._observation, info = super().reset(seed=seed, options=options)
+        return self._observation, info
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        if len(self._actions) <= MAX_RECORDED_STEPS:
+            self._actions.append(np.array(action))
+        result = super().step(action)
+        self._observation = result[0]
+        return result
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` needs: tensors and plain values."""
+        return {
+            "start": self._start,
+            "actions": torch.from_numpy(np.stack(self._actions)) if self._actions else None,
+            "observation": torch.from_numpy(np.array(self._observation)),
+        }
+
+    def restore(self, state: dict[str, Any]) -> bool:
+        """Play the recorded episode up to where it was.
+
+        Returns:
+            Whether the environment is there; if not (too long, or random beyond its ``np_random``), it is somewhere
+            else, and has to be reset.
+        """
+        start = state["start"]
+        actions = [] if state["actions"] is None else state["actions"].numpy()
+        if len(actions) > MAX_RECORDED_STEPS:
+            return False
+        if "seed" in start:
+            self.reset(seed=start["seed"])
+        else:
+            self.np_random.bit_generator.state = start["generator"]
+            self.reset()
+        for action in actions:
+            _, _, terminated, truncated, _ = self.step(action)
+            if terminated or truncated:
+                return False
+        return np.array_equal(np.asarray(self._observation), state["observation"].numpy(), equal_nan=True)
+
+
+class GymnasiumEnvironments:
+    """``num_envs`` copies of an environment, stepped together, each reset as soon as its episode ends.
+
+    Args:
+        name: The environment's Gymnasium id.
+        num_envs: How many.
+        seed: One or more words. Environment i gets the i-th number of their `numpy.random.SeedSequence`, so that runs
+            with neighbouring seeds share none.
+        make_env: How to make one; for tests.
+
+    Raises:
+        EnvironmentUnusableError: See `make`.
+    """
+
+    device = torch.device("cpu")
+    time_limit = None
+    capturable = False
+    shown_records = 10
+
+    def __init__(
+        self, name: str, num_envs: int, seed: int | Sequence[int], make_env: Callable[[str], gym.Env[Any, Any]] = make
+    ) -> None:
+        self._recorders: list[EpisodeRecorder] = []
+        self._vector = SyncVectorEnv(
+            [lambda: self._recorded(make_env(name))] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP
+        )
+        space = self._vector.single_action_space
+        assert isinstance(space, Box)
+        self.num_envs = num_envs
+        self.observation_size = int(np.prod(self._vector.single_observation_space.shape or (1,)))
+        self.action_size = int(np.prod(space.shape))
+        self._action_shape = space.shape
+        self._action_dtype = space.dtype
+        low, high = space.low.astype(np.float64), space.high.astype(np.float64)
+        self._centre, self._scale = (high + low) / 2, (high - low) / 2
+        self._seeds = [int(word) for word in np.random.SeedSequence(seed).generate_state(num_envs)]
+        self._returns = np.zeros(num_envs)
+        self._lengths = np.zeros(num_envs, dtype=np.int64)
+        self._ended: list[dict[str, Any]] = []
+
+    def _recorded(self, env: gym.Env[Any, Any]) -> EpisodeRecorder:
+        recorder = EpisodeRecorder(env)
+        self._recorders.append(recorder)
+        return recorder
+
+    def reset(self) -> Tensor:
+        """Begin the first episodes again, the same at every call. Returns the observations, `[E, O]` float32."""
+        observation, _ = self._vector.reset(seed=list(self._seeds))
+        self._returns[:] = 0
+        self._lengths[:] = 0
+        self._ended = []
+        return torch.from_numpy(self._flat(observation))
+
+    def step(self, action: Tensor) -> Steps:
+        """Act in every environment. Synchronises with the device that the actions are on.
+
+        Args:
+            action: `[E, A]` float32 in [-1, 1], stretched here to the bounds of the action space.
+        """
+        observation, reward, terminated, truncated, info = self._vector.step(self._stretched(action.cpu().numpy()))
+        flat = self._flat(observation)
+        next_observation = flat
+        self._returns += reward
+        self._lengths += 1
+        if "final_obs" in info:
+            next_observation = flat.copy()
+            for i in np.flatnonzero(info["_final_obs"]):
+                next_observation[i] = np.asarray(info["final_obs"][i], dtype=np.float32).reshape(-1)
+                ended = {"return": float(self._returns[i]), "length": int(self._lengths[i])}
+                self._ended.append({"kind": "episode", **ended})
+                self._returns[i] = 0
+                self._lengths[i] = 0
+        return Steps(
+            next_observation=torch.from_numpy(next_observation),
+            observation=torch.from_numpy(flat),
+            reward=torch.from_numpy(reward.astype(np.float32)[:, None]),
+            terminated=torch.from_numpy(terminated[:, None].copy()),
+            truncated=torch.from_numpy(truncated[:, None].copy()),
+        )
+
+    def take_episodes(self, due: bool) -> list[dict[str, Any]]:
+        """A record of every episode that has ended since the last call, in the order of the environments."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _stretched(self, action: NDArray[np.float32]) -> NDArray[Any]:
+        scaled = self._centre + self._scale * action.reshape(self.num_envs, *self._action_shape)
+        return scaled.astype(self._action_dtype)
+
+    def _flat(self, observation: NDArray[Any]) -> NDArray[np.float32]:
+        return observation.reshape(self.num_envs, -1).astype(np.float32)
+
+    def state(self) -> dict[str, Any]:
+        """The open episodes, as tensors and plain values."""
+        return {
+            "episodes": [recorder.state() for recorder in self._recorders],
+            "returns": self._returns.tolist(),
+            "lengths": self._lengths.tolist(),
+        }
+
+    def restore(self, state: dict[str, Any]) -> tuple[Tensor, list[int]]:
+        """Bring the environments to where `state` was taken, by playing the open episodes again.
+
+        Returns:
+            The observations to act on, `[E, O]` float32, and the numbers of the environments that didn't get there
+            and have begun a new episode instead.
+        """
+        self.reset()
+        self._returns[:] = state["returns"]
+        self._lengths[:] = state["lengths"]
+        lost: list[int] = []
+        observations: list[NDArray[Any]] = []
+        for i, (recorder, episode) in enumerate(zip(self._recorders, state["episodes"], strict=True)):
+            if recorder.restore(episode):
+                observations.append(episode["observation"].numpy())
+            else:
+                lost.append(i)
+                self._returns[i] = 0
+                self._lengths[i] = 0
+                observations.append(np.asarray(recorder.reset()[0]))
+        return torch.from_numpy(self._flat(np.stack(observations))), lost
+
+    def close(self) -> None:
+        """Close the environments."""
+        self._vector.close()

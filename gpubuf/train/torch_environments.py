@@ -1,0 +1,237 @@
+"""Environments made of tensor operations: thousands of copies, stepped together on the device of the training.
+
+To add one: write a subclass of `TorchEnvironments` with its three methods, and name it in `TORCH_ENVIRONMENTS`. The
+base class does the rest: the time limit, the reset in the same step, the random stream, the sums of rewards, saving.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpubuf.data.random import RandomState
+from gpubuf.train.config import UsageError
+from gpubuf.train.environments import Steps
+
+
+@dataclass(frozen=True)
+class Transition:
+    """What an action leads to, before anything is reset.
+
+    Attributes:
+        state: `[E, S]` float64.
+        reward: `[E]` float64.
+        terminated: `[E]` bool, the task has ended.
+    """
+
+    state: Tensor
+    reward: Tensor
+    terminated: Tensor
+
+
+class TorchEnvironments(abc.ABC):
+    """``num_envs`` copies of an environment as tensors on a device.
+
+    A step is a fixed sequence of operations that change the same tensors in place, and never synchronises: it can be
+    captured into a CUDA graph. Every copy whose episode ends is reset in the same step, and draws its new beginning
+    from a Philox stream whose state is a tensor, so that replays of a graph draw new ones.
+
+    Args:
+        num_envs: How many, `E`.
+        seed: One or more words.
+        device: Where they live.
+    """
+
+    #: Numbers in an observation, an action, and a state.
+    observation_size: ClassVar[int]
+    action_size: ClassVar[int]
+    state_size: ClassVar[int]
+    #: Random numbers that the beginning of an episode takes.
+    random_numbers: ClassVar[int]
+    #: Steps after which an episode is truncated.
+    time_limit: ClassVar[int]
+
+    capturable = True
+    shown_records = 1
+
+    def __init__(self, num_envs: int, seed: int | Sequence[int], device: torch.device | str) -> None:
+        self.num_envs = num_envs
+        self.device = torch.device(device)
+        self._seed = int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0])
+        self._random = RandomState(self._seed, device=self.device)
+        self._state = torch.zeros(num_envs, self.state_size, dtype=torch.float64, device=self.device)
+        self._returns = torch.zeros(num_envs, dtype=torch.float64, device=self.device)
+        self._lengths = torch.zeros(num_envs, dtype=torch.int64, device=self.device)
+        # Of the episodes that have ended: how many, the sum of their returns, the sum of their lengths.
+        self._ended = torch.zeros(3, dtype=torch.float64, device=self.device)
+
+    # What an environment is
+
+    @abc.abstractmethod
+    def begin(self, uniform: Tensor) -> Tensor:
+        """First states `[E, S]` float64, from ``uniform`` `[E, random_numbers]` float64 in [0, 1)."""
+
+    @abc.abstractmethod
+    def transition(self, state: Tensor, action: Tensor) -> Transition:
+        """Act.
+
+        Args:
+            state: `[E, S]` float64.
+            action: `[E, A]` float32 in [-1, 1], to be stretched to what the environment takes.
+        """
+
+    @abc.abstractmethod
+    def observe(self, state: Tensor) -> Tensor:
+        """Observations `[E, O]` float32 of states `[E, S]`."""
+
+    # What all have in common
+
+    def reset(self) -> Tensor:
+        """Begin the first episodes again, the same at every call. Returns the observations, `[E, O]` float32."""
+        self._random.manual_seed(self._seed)
+        self._state.copy_(self._fresh())
+        for tensor in (self._returns, self._lengths, self._ended):
+            tensor.zero_()
+        return self.observe(self._state)
+
+    def _fresh(self) -> Tensor:
+        count = self.random_numbers
+        return self.begin(self._random.uniform(self.num_envs * count).view(self.num_envs, count))
+
+    def step(self, action: Tensor) -> Steps:
+        """Act in every environment. No host sync.
+
+        Args:
+            action: `[E, A]` float32 in [-1, 1] on the environments' device.
+        """
+        after = self.transition(self._state, action)
+        self._returns += after.reward
+        self._lengths += 1
+        truncated = self._lengths >= self.time_limit
+        over = after.terminated | truncated
+        # Every copy draws at every step, whether it uses it or not: shapes must not depend on values.
+        self._state.copy_(torch.where(over[:, None], self._fresh(), after.state))
+        self._count(over)
+        return Steps(
+            next_observation=self.observe(after.state),
+            observation=self.observe(self._state),
+            reward=after.reward.float()[:, None],
+            terminated=after.terminated[:, None],
+            truncated=truncated[:, None],
+        )
+
+    def _count(self, over: Tensor) -> None:
+        """Add the episodes that are over to the sums, and start theirs from zero."""
+        each = torch.stack([over.double(), self._returns, self._lengths.double()])
+        self._ended += torch.where(over, each, 0.0).sum(1)
+        self._returns.masked_fill_(over, 0.0)
+        self._lengths.masked_fill_(over, 0)
+
+    def take_episodes(self, due: bool) -> list[dict[str, Any]]:
+        """One record on all episodes that have ended since the last that was due; none if none has. Synchronises then.
+
+        Args:
+            due: Whether to look at all.
+        """
+        if not due:
+            return []
+        count, returns, lengths = self._ended.tolist()
+        if count == 0:
+            return []
+        self._ended.zero_()
+        means = {"mean_return": returns / count, "mean_length": lengths / count}
+        return [{"kind": "episodes", "episodes": int(count), **means}]
+
+    def state(self) -> dict[str, Any]:
+        """The open episodes and the random stream: copies of the tensors."""
+        return {name: tensor.clone() for name, tensor in self._tensors().items()}
+
+    def restore(self, state: dict[str, Any]) -> tuple[Tensor, list[int]]:
+        """Go on from where `state` was taken, in place. Returns the observations, `[E, O]`, and an empty list.
+
+        Raises:
+            KeyError: A tensor is missing.
+            RuntimeError: A tensor has another shape; that of other environments.
+        """
+        for name, tensor in self._tensors().items():
+            if state[name].shape != tensor.shape:
+                raise RuntimeError(f"{name} must be {list(tensor.shape)}, the state has {list(state[name].shape)}")
+            tensor.copy_(state[name])
+        return self.observe(self._state), []
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {
+            "state": self._state,
+            "returns": self._returns,
+            "lengths": self._lengths,
+            "ended": self._ended,
+            "random": self._random.state,
+        }
+
+    def close(self) -> None:  # noqa: B027 (no duty of an environment)
+        """There is nothing to close."""
+
+
+class Pendulum(TorchEnvironments):
+    """Gymnasium's ``Pendulum-v1``: swing a pendulum up, and hold it there.
+
+    The state is (angle, angular velocity), 0 upright; the observation (cos, sin, velocity). As in Gymnasium, the state
+    is float64, and what the torque contributes is computed in float32.
+    """
+
+    observation_size = 3
+    action_size = 1
+    state_size = 2
+    random_numbers = 2
+    time_limit = 200
+
+    _GRAVITY, _MASS, _LENGTH, _SECONDS = 10.0, 1.0, 1.0, 0.05
+    _MOST_TORQUE, _MOST_SPEED = 2.0, 8.0
+    _FIRST_ANGLE, _FIRST_SPEED = math.pi, 1.0
+
+    def begin(self, uniform: Tensor) -> Tensor:
+        """Angles in [-pi, pi), velocities in [-1, 1)."""
+        angle, speed = (2 * uniform - 1).unbind(1)
+        return torch.stack([angle * self._FIRST_ANGLE, speed * self._FIRST_SPEED], 1)
+
+    def transition(self, state: Tensor, action: Tensor) -> Transition:
+        """Semi-implicit Euler: the velocity first, then the angle with the new velocity."""
+        angle, speed = state.unbind(1)
+        torque = (action[:, 0] * self._MOST_TORQUE).clamp(-self._MOST_TORQUE, self._MOST_TORQUE)
+        # The angle in [-pi, pi), as far as it is from upright.
+        tilt = torch.remainder(angle + math.pi, 2 * math.pi) - math.pi
+        cost = tilt.square() + 0.1 * speed.square() + 0.001 * torque.square()
+        pull = 3 * self._GRAVITY / (2 * self._LENGTH) * angle.sin()
+        push = 3.0 / (self._MASS * self._LENGTH**2) * torque
+        speed = (speed + (pull + push) * self._SECONDS).clamp(-self._MOST_SPEED, self._MOST_SPEED)
+        angle = angle + speed * self._SECONDS
+        return Transition(torch.stack([angle, speed], 1), -cost, torch.zeros_like(cost, dtype=torch.bool))
+
+    def observe(self, state: Tensor) -> Tensor:
+        """(cos, sin, velocity)."""
+        angle, speed = state.unbind(1)
+        return torch.stack([angle.cos(), angle.sin(), speed], 1).float()
+
+
+#: By the name that ``--env`` takes.
+TORCH_ENVIRONMENTS: dict[str, type[TorchEnvironments]] = {"torch/Pendulum": Pendulum}
+
+
+def make_torch_environments(
+    name: str, num_envs: int, seed: int | Sequence[int], device: torch.device | str
+) -> TorchEnvironments:
+    """Make ``num_envs`` copies of the environment ``name`` of `TORCH_ENVIRONMENTS` on ``device``.
+
+    Raises:
+        UsageError: There is no such environment.
+    """
+    if name not in TORCH_ENVIRONMENTS:
+        raise UsageError(f"unknown environment {name!r}; in torch there are {sorted(TORCH_ENVIRONMENTS)}")
+    return TORCH_ENVIRONMENTS[name](num_envs, seed, device)
