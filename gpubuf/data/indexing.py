@@ -24,6 +24,9 @@ def unravel(flat: Tensor, shape: tuple[int, ...]) -> Tensor:
     """``[n]`` flat positions as ``[n, ndim]`` coordinates; ``[n]`` itself for one dimension."""
     if len(shape) == 1:
         return flat
+    if torch.compiler.is_compiling():
+        # What is below writes into columns, which the compiler doesn't take.
+        return torch.stack(torch.unravel_index(flat, shape), -1)
     # Into the columns of the result, the last dimension first; a third of the time of torch.unravel_index and stack.
     coordinates = flat.new_empty(*flat.shape, len(shape))
     for dim in range(len(shape) - 1, 0, -1):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gpubuf.data.capturing import recording, refuse
 from gpubuf.data.indexing import as_positions
+from gpubuf.data.locking import turn_of
 from gpubuf.data.placement import IndexBytes
 from gpubuf.data.samplers import Draw, Sampler, tensor_storage
 from gpubuf.data.storages import Storage, TensorStorage
@@ -102,7 +103,7 @@ class PrioritizedSampler(Sampler):
             raise ValueError(f"beta must be at least 0, got {value}")
         if not isinstance(value, Tensor):
             refuse("beta is set to a number, which would stay: set it to a tensor on the device, or between calls")
-        with self.turn:
+        with turn_of(self.turn):
             if self._tree is not None:
                 self._tree.set_beta(value)
             self._beta = value

@@ -56,6 +56,8 @@ class Sampler:
     turn: AbstractContextManager[Any] = nullcontext()
 
     def __init__(self) -> None:
+        # Not only in the class: compiled code depends on where an attribute is.
+        self.ran_out = False
         self._random: RandomState | None = None
         self._generator: torch.Generator | None = None
 

@@ -302,7 +302,13 @@ class SliceSampler(Sampler):
         storage = tensor_storage(storage)
         n, length = self._partition(batch_size)
         index = self.index_for(storage)
-        if self._check_order_at is not None and len(storage) >= self._check_order_at and storage.device.type == "cpu":
+        # On the CPU alone, for it reads rows; and only where the number of rows may be looked at.
+        if (
+            storage.device.type == "cpu"
+            and not torch.compiler.is_compiling()
+            and self._check_order_at is not None
+            and len(storage) >= self._check_order_at
+        ):
             self._check_order(storage, index)
         return self._read(storage, index, *self._choose_slices(storage, index, n, length), length)
 

@@ -1,0 +1,174 @@
+"""CUDA graphs played on the CPU: what a step dispatches is recorded once, and done again in order on the same memory.
+
+What the host decided at the capture (a cursor that is a Python int, a beta that is a float, a shape that depends on
+data) then goes wrong as it does in a CUDA graph. As on a GPU, what is captured is not run: the recorder undoes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gpubuf import graphs
+from gpubuf.data import memory
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from tensors_in(part)
+
+
+def _as_called(value: Any) -> Any:
+    """The arguments of a call, safe from changes of the caller's lists."""
+    return [_as_called(part) for part in value] if isinstance(value, list) else value
+
+
+class Call(NamedTuple):
+    operation: Any
+    args: Any
+    kwargs: dict[str, Any]
+    results: list[Tensor]  # those whose memory the operation allocated
+
+
+def _written(schema: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from tensors_in(args[position] if position < len(args) else kwargs.get(argument.name))
+
+
+class GraphRecorder(TorchDispatchMode):
+    """Records the operations of one call of a step.
+
+    Args:
+        memory: tensors that operations reach by address (a storage's rows), which the capture must leave as they were.
+    """
+
+    def __init__(self, memory: list[Tensor] | None = None) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+        self._before = [(tensor, tensor.clone()) for tensor in memory or []]
+        self._random = torch.get_rng_state()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        schema = func._schema
+        written = list(_written(schema, args, kwargs))
+        if schema.name not in ("aten::set_", "aten::resize_"):
+            self._before += [(tensor, tensor.detach().clone()) for tensor in written]
+        args = tuple(_as_called(argument) for argument in args)
+        out = func(*args, **kwargs)
+        returned = out if isinstance(out, tuple) else (out,)
+        fresh = [t for value, r in zip(returned, schema.returns, strict=False) if not r.alias_info for t in tensors_in(value)]
+        if (written or fresh) and not schema.name.startswith("aten::empty"):
+            self.calls.append(Call(func, args, kwargs, fresh))
+        return out
+
+    def undo(self) -> None:
+        """Leave everything as it was before the capture."""
+        with torch.no_grad():
+            for tensor, value in reversed(self._before):
+                tensor.copy_(value)
+        self._before.clear()
+        torch.set_rng_state(self._random)
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        for operation, args, kwargs, results in self.calls:
+            out = operation(*args, **kwargs)
+            returned = out if isinstance(out, tuple) else (out,)
+            schema = operation._schema
+            fresh = [
+                t for value, r in zip(returned, schema.returns, strict=False) if not r.alias_info for t in tensors_in(value)
+            ]
+            for recorded, value in zip(results, fresh, strict=True):
+                assert recorded.shape == value.shape, f"{operation.name()} has another shape than at the capture"
+                recorded.copy_(value)
+
+
+@contextlib.contextmanager
+def recorded(memory: list[Tensor] | None = None) -> Iterator[GraphRecorder]:
+    """Record a step without running it, as ``torch.cuda.graph`` does."""
+    recorder = GraphRecorder(memory)
+    try:
+        with recorder:
+            yield recorder
+    finally:
+        recorder.undo()
+
+
+class _Stream:
+    """A stream that notes what it waited for."""
+
+    def __init__(self, device: Any = None, name: str = "side", log: list[str] | None = None) -> None:
+        self.device, self.name, self._log = torch.device("cpu"), name, log if log is not None else []
+
+    def wait_stream(self, other: _Stream) -> None:
+        self._log.append(f"{self.name} waits for {other.name}")
+
+
+class RecordedCuda:
+    """A machine whose GPU is the CPU, and whose CUDA graphs are recordings.
+
+    Attributes:
+        log: what was asked of streams and graphs, in order.
+        memory: of what a capture must leave alone although it is reached by address.
+    """
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.memory: list[Tensor] = []
+        self._current = _Stream(name="main", log=self.log)
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> RecordedCuda:
+        machine = self
+
+        class Graph:
+            recorder: GraphRecorder | None = None
+
+            def replay(self) -> None:
+                machine.log.append("replay")
+                assert self.recorder is not None, "nothing was captured"
+                self.recorder.replay()
+
+        @contextlib.contextmanager
+        def graph(into: Graph, stream: _Stream) -> Iterator[None]:
+            machine.log.append(f"capture on {stream.name}")
+            with recorded(machine.memory) as into.recorder:
+                yield
+
+        @contextlib.contextmanager
+        def on(stream: _Stream) -> Iterator[None]:
+            previous, machine._current = machine._current, stream
+            try:
+                yield
+            finally:
+                machine._current = previous
+
+        replacements: dict[str, Callable[..., Any]] = {
+            "is_available": lambda: True,
+            "CUDAGraph": Graph,
+            "graph": graph,
+            "Stream": lambda device=None: _Stream(device, log=machine.log),
+            "stream": on,
+            "current_stream": lambda device=None: machine._current,
+        }
+        for name, replacement in replacements.items():
+            monkeypatch.setattr(torch.cuda, name, replacement)
+        monkeypatch.setattr(graphs, "GRAPH_DEVICES", frozenset({"cpu"}))
+        # For everything but graphs there is no GPU.
+        monkeypatch.setattr(memory, "cuda_present", lambda: False)
+        return self
+
+
+@pytest.fixture
+def recorded_cuda(monkeypatch: pytest.MonkeyPatch) -> RecordedCuda:
+    return RecordedCuda().install(monkeypatch)
