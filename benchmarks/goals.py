@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from benchmarks.runs import Run, Runs
 from benchmarks.slices import OPERATIONS, SIZES, short, sized
 from benchmarks.tables import OPEN, TITLES, digits, label, table
+from gpubuf.kernels.config import tree_fan_out
+from gpubuf.kernels.sum_tree import level_sizes
 
 #: How a figure is written, and what comes behind it, by unit.
 UNITS: dict[str, tuple[Callable[[float], str], str]] = {
@@ -20,6 +22,7 @@ UNITS: dict[str, tuple[Callable[[float], str], str]] = {
     "%": ("{:.1f}".format, " %"),
     "bytes": ("{:.2f}".format, " bytes"),
     "operations": ("{:.0f}".format, ""),
+    "launches": ("{:.0f}".format, ""),
     "return": ("{:.1f}".format, ""),
 }
 
@@ -136,6 +139,20 @@ def sac_loss(rows: int) -> Goal:
     )
 
 
+def tree_depth() -> int:
+    """Levels of sums above the leaves of a million rows, with the fan-out of a GPU."""
+    return len(level_sizes(1_000_000, tree_fan_out(1_000_000, "cuda"))) - 1
+
+
+def launches(call: str, most: int) -> Goal:
+    """A call launches no more kernels than so many."""
+
+    def figure(run: Run) -> float | None:
+        return next((each["total"] for each in run.data["kernels"]["launches"] if each["call"] == call), None)
+
+    return Goal(f"launches, {call}", most, "launches", "kernels", figure)
+
+
 CACHED = [sized(*size, "sample") for size in SIZES if size in ((5_000_000, 6_000_000), (346_000_000, 600_000_000))]
 
 GOALS: tuple[Goal, ...] = (
@@ -165,6 +182,9 @@ GOALS: tuple[Goal, ...] = (
     ),
     Goal("checkpoint after 1 % new rows: bytes of a full one", 5, "%", "checkpoints", incremental),
     Goal("Pendulum-v1: mean return of the worst seed", -250, "return", "training", worst_return, least=True),
+    launches("uniform: sample, 256", 1),
+    launches("prioritized: sample, 256", 2),
+    launches("prioritized: priority update, 256", tree_depth() + 1),
     flat("write-and-sample", 1.5, "cuda"),
 )
 

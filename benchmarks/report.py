@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.goals import goals_table, incremental
+from benchmarks.kernels import launches_table, resources_table
 from benchmarks.runs import Run, Runs, newest_runs
 from benchmarks.slices import OPERATIONS, SIZES, SLICES, short, sized
 from benchmarks.tables import OPEN, TITLES, against, described, digits, label, load_before, microseconds, or_open, table
@@ -300,6 +301,8 @@ FIGURES: dict[str, Callable[[Runs], str]] = {
     "training": training_table,
     "training_runs": training_runs_table,
     "anatomy": anatomy_table,
+    "launches": launches_table,
+    "resources": resources_table,
     "checkpoints": checkpoints_section,
     "slices": slices_section,
     "slices_in_short": lambda runs: slices_section(runs, spread=False),

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton.runtime.interpreter import GridExecutor
 
+from benchmarks.kernels import counted_launches
 from gpubuf.data import (
     LazyTensorStorage,
     PrioritizedSampler,
@@ -151,30 +151,15 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Triton kernels launched so far, by name."""
-    found: Counter[str] = Counter()
-    launch = GridExecutor.__call__
-
-    def counting(self: GridExecutor, *args: Any, **kwargs: Any) -> Any:
-        found[self.fn.__name__] += 1
-        return launch(self, *args, **kwargs)
-
-    monkeypatch.setattr(GridExecutor, "__call__", counting)
-    return found
-
-
 @pytest.mark.parametrize("kind", SAMPLERS)
-def test_a_write_is_smooth_in_its_size(backend: str, kind: str, launches: Counter[str]):
+def test_a_write_is_smooth_in_its_size(backend: str, kind: str):
     """CASES 31: two rows a thousand times slower than one (flashbax 62): here as many operations and launches."""
     buffer = new(kind, 300)
     buffer.extend(transitions(299))
     operations, launched = [], []
     for n in (1, 2, 3, 7, 64, 150):
         data = transitions(n)
-        launches.clear()
-        with Operations() as counted:
+        with Operations() as counted, counted_launches() as launches:
             buffer.extend(data)
         operations.append(counted.calls)
         launched.append(dict(launches))

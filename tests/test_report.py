@@ -92,7 +92,8 @@ def test_goals_name_workloads_that_exist():
             asked.append(workload)
             return None
 
-    found = Asked("", a_run(anatomy={"operations": {"gpubuf": 1}}, checkpoints=CHECKPOINTS, training=[]).data)
+    subjects = {"anatomy": {"operations": {"gpubuf": 1}}, "checkpoints": CHECKPOINTS, "kernels": {"launches": []}}
+    found = Asked("", a_run(**subjects, training=[]).data)
     for goal in GOALS:
         goal.figure(found)
     assert len(set(asked)) > 15
