@@ -56,9 +56,11 @@ _to_method = Tensor.to
 
 def _to(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     target = torch.device(args[0]) if args and isinstance(args[0], (str, torch.device)) else x.device
-    if target.type == x.device.type:
+    if not (args and isinstance(args[0], (str, torch.device))):
         return _to_method(x, *args, **kwargs)
     dtype = args[1] if len(args) > 1 else kwargs.get("dtype", x.dtype)
+    if target.type == x.device.type and dtype == x.dtype:
+        return x
     return torch.ops.aten._to_copy(x, device=target, dtype=dtype)
 
 
@@ -70,6 +72,9 @@ _PLAIN = {
     Tensor.__invert__: torch.ops.aten.bitwise_not,
     Tensor.to: _to,
     Tensor.copy_: torch.ops.aten.copy_,
+    # These set values, and there are none.
+    torch.nn.init.kaiming_uniform_: lambda tensor, *_, **__: tensor,
+    torch.nn.init.uniform_: lambda tensor, *_, **__: tensor,
 }
 
 

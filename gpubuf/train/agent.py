@@ -58,7 +58,7 @@ class SACAgent:
             num_qvalue_nets=config.critics,
             loss_function="l2",
             target_entropy=-float(action_size),
-        ).to(device)
+        )
         self.loss.make_value_estimator(gamma=config.gamma)
         self._updater = SoftUpdate(self.loss, tau=config.tau)
         parameters = [parameter for parameter in self.loss.parameters() if parameter.requires_grad]

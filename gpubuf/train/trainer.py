@@ -11,13 +11,13 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from gpubuf import graphs
 from gpubuf.data import (
     LazyTensorStorage,
     PrioritizedSampler,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
-from gpubuf.graphs import capture
 from gpubuf.train.agent import LOSS_NAMES, SACAgent
 from gpubuf.train.config import TrainConfig, UsageError
 from gpubuf.train.environments import Evaluation, make_environments
@@ -63,14 +63,14 @@ class Trainer:
         self.step = 0
         self._record = record
         self._device = device
-        on_cuda = device.type == "cuda"
-        graphs = on_cuda if config.cuda_graph is None else config.cuda_graph
-        if graphs and not on_cuda:
+        can_capture = device.type in graphs.GRAPH_DEVICES
+        captured = can_capture if config.cuda_graph is None else config.cuda_graph
+        if captured and not can_capture:
             raise UsageError(f"--cuda-graph needs a CUDA device, the run is on {device.type}: say --no-cuda-graph")
         compiled = config.compile
-        if compiled is None and not (on_cuda and config.updates >= _COMPILING_PAYS):
+        if compiled is None and not (device.type == "cuda" and config.updates >= _COMPILING_PAYS):
             compiled = False
-        self._wrap: _Wrap = capture if graphs else _as_it_is
+        self._wrap: _Wrap = graphs.capture if captured else _as_it_is
         self._environments = make_environments(config.env, config.num_envs, (config.seed, _TRAINING), device)
         self._curve: Evaluation | None = None
         torch.manual_seed(config.seed)
@@ -132,21 +132,23 @@ class Trainer:
     def _store(self, action: Tensor) -> None:
         """Act in every environment, and store what comes of it."""
         steps = self._environments.step(action)
-        rows = TensorDict(
-            {
-                "observation": self._observation,
-                "action": action,
-                "next": {
-                    "observation": steps.next_observation,
-                    "reward": steps.reward,
-                    "done": steps.terminated | steps.truncated,
-                    "terminated": steps.terminated,
-                    "truncated": steps.truncated,
+        # The buffer brings to its device what is not there.
+        self.buffer.extend(
+            TensorDict(
+                {
+                    "observation": self._observation,
+                    "action": action,
+                    "next": {
+                        "observation": steps.next_observation,
+                        "reward": steps.reward,
+                        "done": steps.terminated | steps.truncated,
+                        "terminated": steps.terminated,
+                        "truncated": steps.truncated,
+                    },
                 },
-            },
-            [self.config.num_envs],
+                [self.config.num_envs],
+            )
         )
-        self.buffer.extend(rows.to(self._device))
         self._observation.copy_(steps.observation)
 
     def _record_episodes(self, due: bool) -> None:
@@ -259,8 +261,8 @@ class Trainer:
             self.buffer.load_state_dict(state["buffer"])
             observation, lost = self._environments.restore(state["environments"])
             self._observation.copy_(observation)
-            # Last, for what comes before may have drawn from them. Cloned: PyTorch reads the state as a structure, and a
-            # tensor of a mapped file need not begin where a structure may.
+            # Last, for what comes before may have drawn from them. Cloned: PyTorch reads the state as a structure, and
+            # a tensor of a mapped file need not begin where a structure may.
             torch.set_rng_state(state["generator"].clone())
             if self._device.type == "cuda" and state["cuda_generator"] is not None:
                 torch.cuda.set_rng_state(state["cuda_generator"].clone(), self._device)
