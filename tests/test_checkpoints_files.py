@@ -265,7 +265,7 @@ def test_the_benchmark_runs(tmp_path, capsys):
     benchmark.main(["--rows", "2000", "--repeats", "1", "--folder", str(tmp_path), "--out", str(tmp_path / "out.json")])
     out = capsys.readouterr().out
     assert "1 % changed: " in out
-    names = [row["operation"] for row in json.loads((tmp_path / "out.json").read_text())["results"]]
+    names = [row["operation"] for row in json.loads((tmp_path / "out.json").read_text())["checkpoints"]["results"]]
     assert names == ["save", "disk: write", "save after 1 %", "load, from the disk", "load, from memory", "disk: read"]
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
 

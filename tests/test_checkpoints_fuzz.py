@@ -51,7 +51,7 @@ def filled(kind: str, start: int) -> TensorDictReplayBuffer:
 def contents(buffer: TensorDictReplayBuffer) -> list[bytes]:
     """Everything in a buffer that a load can change."""
     state = buffer.state_dict()
-    out = [t.contiguous().view(torch.uint8).numpy().tobytes() for t in buffer.storage._tensors]
+    out = [t.contiguous().view(torch.uint8).numpy().tobytes() for t in buffer.storage.row_tensors]
     out.append(bytes(buffer.storage.ring.tolist().__repr__(), "utf8"))
     del state["_storage"]["rows"]
     return [*out, b"".join(bytes(piece) for piece in serialization.contents(state))]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.data import checkpoints
+from gpubuf.data import checkpoint_loading, checkpoints
 from gpubuf.data.capturing import refuse
 from gpubuf.data.layout import Data, RowLayout
 from gpubuf.data.locking import Turn, turn_of
@@ -387,23 +387,17 @@ class ReplayBuffer(Movable, Sampling):
             }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict` into this buffer's own memory.
+        """Restore :meth:`state_dict` into this buffer's own memory: all of it, or nothing. Synchronises.
+
+        Where a transform, a sampler or a writer of one's own raises, the buffer is put back as it was; for the two
+        latter its rows are copied to the host beforehand. Where these don't fit there, or the process is interrupted
+        while rows are replaced, the buffer is left empty, and a note in the error says so.
 
         Raises:
             ValueError: the state is that of another sampler, or its rows don't fit; the buffer is left as it was.
         """
         with self._lock:
-            kind = state["_sampler"]["type"]
-            if kind != type(self._sampler).__name__:
-                raise ValueError(f"the state is that of a {kind}, this buffer has a {type(self._sampler).__name__}")
-            self._ahead.check(state.get("_prefetch", []))
-            self._ahead.discard()
-            order = self._storage.load_state_dict(state["_storage"])
-            self._sampler.load_state_dict(state["_sampler"], self._storage, order)
-            self._writer.load_state_dict(state["_writer"])
-            self._transform.load_state_dict(state["_transforms"])
-            self._batch_size = state["_batch_size"]
-            self._ahead.load_state_dict(state.get("_prefetch", []), self._pin_memory)
+            checkpoint_loading.restore(self, state)
 
     def save(self, path: str | os.PathLike[str], **options: Any) -> checkpoints.Saved:
         """Save everything to a folder, atomically; see :func:`gpubuf.data.checkpoints.save`. Synchronises."""

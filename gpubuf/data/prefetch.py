@@ -159,7 +159,7 @@ class Prefetcher:
 
     Args:
         depth: number of batches in preparation while the consumer has one. With 0 the queue only delivers batches
-            that :meth:`load_state_dict` put there.
+            that :meth:`replace` put there.
         turn: the buffer's lock.
     """
 
@@ -334,7 +334,7 @@ class Prefetcher:
 
     @staticmethod
     def check(state: Any) -> None:
-        """Raise where :meth:`load_state_dict` would fail, before anything has changed.
+        """Raise unless :meth:`prepared` can take ``state``.
 
         Raises:
             ValueError: ``state`` is not what :meth:`state_dict` returns.
@@ -357,8 +357,7 @@ class Prefetcher:
             before, state = self._home, self.state_dict()
             yield
             if self._home != before:
-                self.discard()
-                self.load_state_dict(state, pinned)
+                self.replace(self.prepared(state, pinned))
 
     @property
     def _home(self) -> torch.device | None:
@@ -385,18 +384,23 @@ class Prefetcher:
                 )
         return state
 
-    def load_state_dict(self, state: list[dict[str, Any]], pinned: bool) -> None:
-        """Put copies of the batches of :meth:`state_dict` into the queue, which :meth:`discard` has emptied.
+    def prepared(self, state: list[dict[str, Any]], pinned: bool) -> list[_Slot]:
+        """Copies of the batches of :meth:`state_dict`, for :meth:`replace`.
 
         Batches that lay where the storage was then come to where it is now.
         """
-        home = self._home
+        home, slots = self._home, []
         for entry in state:
             device = home if entry["device"] == "storage" else entry["device"]
             data = copied(entry["data"], device, claim=entry["claimed"])
             info = {k if isinstance(k, str) else tuple(k): copied(v, home) for k, v in entry["info"]}
             if pinned:
                 data, info = pin((data, info))
-            slot = _Slot.finished(Batch(data, info, entry["ran_out"]))
-            with self._condition:
-                self._queue.append(slot)
+            slots.append(_Slot.finished(Batch(data, info, entry["ran_out"])))
+        return slots
+
+    def replace(self, slots: list[_Slot]) -> None:
+        """Make these the queue; used inside :meth:`quiet`. Can't fail."""
+        with self._condition:
+            self._queue.clear()
+            self._queue.extend(slots)

@@ -1,0 +1,137 @@
+"""Turns: whose it is, in which order, and that nobody keeps one that is not his."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import zlib
+
+import pytest
+import torch
+
+from gpubuf import LazyTensorStorage
+from gpubuf.data.locking import Turn
+from tests.test_threads import together
+
+
+def test_turns_are_reentrant_and_give_way():
+    turn = Turn(LazyTensorStorage(4))
+    made = []
+
+    class Asked:
+        def __init__(self, name):
+            self.name = name
+
+        def perform(self):
+            made.append(self.name)
+
+    turn.pending.extend([Asked("first"), Asked("second")])
+    with turn, turn:
+        assert made == ["first", "second"]
+        other = threading.Thread(target=lambda: (turn.__enter__() and made.append("other")) or turn.__exit__())
+        other.start()
+        with turn.released():
+            other.join(30)
+        assert made == ["first", "second", "other"]
+    assert not turn.pending
+
+
+def wait_for_line(turn: Turn, n: int) -> None:
+    """Until so many threads wait for their turns."""
+    while len(turn._waiting) < n:
+        os.sched_yield()
+
+
+def test_turns_come_in_the_order_in_which_they_were_asked_for():
+    """Also before the thread that has just had one and asks again at once."""
+    turn, order = Turn(LazyTensorStorage(4)), []
+
+    def wait(number):
+        with turn:
+            order.append(number)
+
+    threads = [threading.Thread(target=wait, args=(number,)) for number in range(5)]
+    with turn:
+        for n, thread in enumerate(threads):
+            thread.start()
+            wait_for_line(turn, n + 1)
+    with turn:
+        assert order == [0, 1, 2, 3, 4]
+        order.append("again")
+    for thread in threads:
+        thread.join()
+    assert order == [0, 1, 2, 3, 4, "again"]
+    assert not turn._lock.locked()
+
+
+def test_a_tight_writer_and_a_tight_sampler_have_equal_shares():
+    """CASES.md 43: neither has a second turn while the other one waits, as the one would that has just had the lock."""
+    turn, written, before, done = Turn(LazyTensorStorage(4)), [0], [], threading.Event()
+    work = bytes(1 << 16)  # enough for zlib to let other threads run
+
+    def write():
+        while not done.is_set():
+            with turn:
+                zlib.crc32(work)
+                written[0] += 1
+
+    def sample():
+        try:
+            for _ in range(300):
+                with turn:
+                    zlib.crc32(work)
+                    before.append(written[0])
+        finally:
+            done.set()
+
+    together(write, sample)
+    shares = torch.tensor(before).diff()
+    # Not all of them: the interpreter may halt a thread between two of its turns.
+    assert (shares == 1).float().mean() > 0.8
+
+
+def test_a_wait_that_is_interrupted_gives_up_its_place():
+    turn, waiting = Turn(LazyTensorStorage(4)), threading.Event()
+    main = threading.get_ident()
+
+    class StoppedError(Exception):
+        pass
+
+    def stop(*_):
+        raise StoppedError
+
+    def hold():
+        with turn:
+            waiting.set()
+            wait_for_line(turn, 1)
+            signal.pthread_kill(main, signal.SIGUSR1)
+            released.wait()
+
+    released, before = threading.Event(), signal.signal(signal.SIGUSR1, stop)
+    holder = threading.Thread(target=hold)
+    try:
+        holder.start()
+        waiting.wait()
+        with pytest.raises(StoppedError), turn:
+            pytest.fail("the turn began")
+        assert not turn._waiting
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        released.set()
+        holder.join()
+    together(lambda: turn.__enter__() and None)
+
+
+def test_an_error_before_a_turn_leaves_it_free():
+    turn = Turn(LazyTensorStorage(4))
+
+    class Interrupted:
+        def perform(self):
+            raise KeyboardInterrupt
+
+    turn.pending.append(Interrupted())
+    with pytest.raises(KeyboardInterrupt), turn:
+        pytest.fail("the turn began")
+    turn.pending.clear()
+    together(lambda: turn.__enter__() and None)
