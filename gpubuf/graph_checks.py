@@ -99,8 +99,18 @@ class NoHostWork(TorchDispatchMode):
         self.kept: dict[int, Any] = {}
         self._made: set[int] = set()
 
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """True: compiled code runs in it as it is, instead of what it was compiled from."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if not isinstance(func, torch._ops.OpOverload):
+            # One that calls others: of compiled code, which has been checked when it was compiled.
+            return func(*args, **kwargs)
         given = list(_tensors((*args, *kwargs.values())))
         self._check_before(func, args, kwargs, given)
         self._keep(given)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from gpubuf.data.capturing import CaptureError, Lock, Recording, recorded, watched
+from gpubuf.data.memory import cuda_present
 from gpubuf.graph_checks import NoHostWork, host_random_state, refuse_host_random
 from gpubuf.graph_values import Arguments, Unchanged, checked_results, devices_of, fresh
 
@@ -61,7 +62,7 @@ class Captured:
         if warmup < 1:
             raise ValueError(f"warmup must be at least 1, got {warmup}: the first call allocates what the graph uses")
         self._requested = None if device is None else torch.device(device)
-        if self._requested is not None and self._requested.type == "cuda" and not torch.cuda.is_available():
+        if self._requested is not None and self._requested.type == "cuda" and not cuda_present():
             raise RuntimeError(f"device={str(device)!r} was requested, but CUDA is not available")
         self._step = step
         self._warmup = warmup
@@ -139,7 +140,7 @@ class Captured:
         What autograd and libraries keep for each stream is made on the stream that captures.
         """
         device = self._device or self._requested
-        if not torch.cuda.is_available() or (device is not None and device.type not in GRAPH_DEVICES):
+        if not cuda_present() or (device is not None and device.type not in GRAPH_DEVICES):
             yield
             return
         current = torch.cuda.current_stream(device)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpubuf import graphs
-from gpubuf.data import memory
+from gpubuf.data import capturing
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -39,10 +39,24 @@ class Call(NamedTuple):
     results: list[Tensor]  # those whose memory the operation allocated
 
 
-def _written(schema: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    for position, argument in enumerate(schema.arguments):
+def _written(operation: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that a call changes."""
+    # Operations that call others, in compiled code, have no schema, and are functional.
+    arguments = operation._schema.arguments if isinstance(operation, torch._ops.OpOverload) else []
+    changed: list[Tensor] = []
+    for position, argument in enumerate(arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from tensors_in(args[position] if position < len(args) else kwargs.get(argument.name))
+            changed += tensors_in(args[position] if position < len(args) else kwargs.get(argument.name))
+    return changed
+
+
+def _made(operation: Any, out: Any) -> list[Tensor]:
+    """The tensors in what a call returned that have memory of their own."""
+    if not isinstance(operation, torch._ops.OpOverload):
+        return list(tensors_in(out))
+    returned = out if isinstance(out, tuple) else (out,)
+    described = zip(returned, operation._schema.returns, strict=False)
+    return [tensor for value, kind in described if not kind.alias_info for tensor in tensors_in(value)]
 
 
 class GraphRecorder(TorchDispatchMode):
@@ -58,18 +72,23 @@ class GraphRecorder(TorchDispatchMode):
         self._before = [(tensor, tensor.clone()) for tensor in memory or []]
         self._random = torch.get_rng_state()
 
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        schema = func._schema
-        written = list(_written(schema, args, kwargs))
-        if schema.name not in ("aten::set_", "aten::resize_"):
+        name = func.name()
+        written = _written(func, args, kwargs)
+        if name.partition(".")[0] not in ("aten::set_", "aten::resize_"):
             self._before += [(tensor, tensor.detach().clone()) for tensor in written]
         args = tuple(_as_called(argument) for argument in args)
         out = func(*args, **kwargs)
-        returned = out if isinstance(out, tuple) else (out,)
-        fresh = [t for value, r in zip(returned, schema.returns, strict=False) if not r.alias_info for t in tensors_in(value)]
-        if (written or fresh) and not schema.name.startswith("aten::empty"):
-            self.calls.append(Call(func, args, kwargs, fresh))
+        results = _made(func, out)
+        if (written or results) and not name.startswith("aten::empty"):
+            self.calls.append(Call(func, args, kwargs, results))
         return out
 
     def undo(self) -> None:
@@ -82,16 +101,13 @@ class GraphRecorder(TorchDispatchMode):
 
     @torch.no_grad()
     def replay(self) -> None:
-        for operation, args, kwargs, results in self.calls:
-            out = operation(*args, **kwargs)
-            returned = out if isinstance(out, tuple) else (out,)
-            schema = operation._schema
-            fresh = [
-                t for value, r in zip(returned, schema.returns, strict=False) if not r.alias_info for t in tensors_in(value)
-            ]
-            for recorded, value in zip(results, fresh, strict=True):
-                assert recorded.shape == value.shape, f"{operation.name()} has another shape than at the capture"
-                recorded.copy_(value)
+        # What an operation does on the host (counting rows, in compiled code) is not part of a CUDA graph: it is lost.
+        with capturing.recorded(capturing.Recording()):
+            for operation, args, kwargs, results in self.calls:
+                made = _made(operation, operation(*args, **kwargs))
+                for result, value in zip(results, made, strict=True):
+                    assert result.shape == value.shape, f"{operation.name()} has another shape than at the capture"
+                    result.copy_(value)
 
 
 @contextlib.contextmanager
@@ -154,7 +170,6 @@ class RecordedCuda:
                 machine._current = previous
 
         replacements: dict[str, Callable[..., Any]] = {
-            "is_available": lambda: True,
             "CUDAGraph": Graph,
             "graph": graph,
             "Stream": lambda device=None: _Stream(device, log=machine.log),
@@ -164,8 +179,7 @@ class RecordedCuda:
         for name, replacement in replacements.items():
             monkeypatch.setattr(torch.cuda, name, replacement)
         monkeypatch.setattr(graphs, "GRAPH_DEVICES", frozenset({"cpu"}))
-        # For everything but graphs there is no GPU.
-        monkeypatch.setattr(memory, "cuda_present", lambda: False)
+        monkeypatch.setattr(graphs, "cuda_present", lambda: True)
         return self
 
 
