@@ -1,7 +1,7 @@
 """The ``gpubuf`` command.
 
-Exit codes: 0 done; 1 training failed, or a planned buffer fits nowhere; 2 what was asked for can't be done (the message
-says why); 130 and 143 interrupted by Ctrl-C or SIGTERM, with everything saved.
+Exit codes: 0 done; 1 training or the GPU failed, or a planned buffer fits nowhere; 2 what was asked for can't be done
+(the message says why); 130 and 143 interrupted by Ctrl-C or SIGTERM, with everything saved.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import sys
 from collections.abc import Sequence
 
 import gpubuf
-from gpubuf.commands import plan, train
+from gpubuf.commands import info, plan, train, tune
 from gpubuf.train.config import UsageError
 
 #: What imports PyTorch or takes time is imported by a command's ``run``: help and mistyped options answer at once.
-COMMANDS = {"train": train, "plan": plan}
+COMMANDS = {"train": train, "plan": plan, "tune": tune, "info": info}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -31,6 +31,7 @@ from gpubuf.data.slices import SliceSampler
 from gpubuf.data.slices_without_replacement import SliceSamplerWithoutReplacement
 from gpubuf.data.writers import DERIVED_KEYS
 from gpubuf.kernels.rows import ENTRY
+from gpubuf.tables import aligned
 
 #: Samplers by name. What they take depends on no other argument.
 SAMPLERS: dict[str, Callable[[], Sampler]] = {
@@ -161,14 +162,7 @@ class Plan:
         return f"{text}\n{chosen}."
 
     def __str__(self) -> str:
-        return "\n\n".join((_aligned(self.key_table()), _aligned(self.fit_table()), self.summary))
-
-
-def _aligned(lines: list[Any]) -> str:
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in lines
-    )
+        return "\n\n".join((aligned(self.key_table()), aligned(self.fit_table()), self.summary))
 
 
 def plan(

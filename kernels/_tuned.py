@@ -70,10 +70,11 @@ class Space:
 
 @dataclass(frozen=True)
 class Point:
-    """A configuration, and the sizes that it was measured at."""
+    """A configuration, the sizes that it is for, and what was measured there, for people."""
 
     sizes: Mapping[str, int]
     config: Any
+    measured: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -221,7 +222,8 @@ def _points(entries: Iterable[Any], space: Space) -> tuple[tuple[Point, ...], li
         if reason:
             wrong.append(f"of a point {sizes}, {reason}")
         else:
-            good.append(Point(sizes, space.config(**config)))
+            measured = given.get("measured")
+            good.append(Point(sizes, space.config(**config), measured if isinstance(measured, dict) else {}))
     return tuple(good), wrong
 
 

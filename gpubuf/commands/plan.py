@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from gpubuf.tables import show
 from gpubuf.train.config import UsageError
-
-if TYPE_CHECKING:
-    from gpubuf.planning import Plan
 
 #: Samplers by the name of their option, and what each becomes with --slices.
 _SLICED = {
@@ -32,24 +28,10 @@ def run(options: dict[str, Any]) -> int:
         made = plan(spec, options["capacity"], sampler=sampler, budget=options["budget"], envs=options["envs"])
     except ValueError as error:
         raise UsageError(str(error)) from error
-    if sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
-        _print_tables(made)
-    else:
-        print(made)
+    show(made.key_table())
+    show(made.fit_table())
+    print(made.summary)
     return 0 if made.auto else 1
-
-
-def _print_tables(made: Plan) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False)
-    for heading, *lines in (made.key_table(), made.fit_table()):
-        table = Table(*heading)
-        for line in lines:
-            table.add_row(*line)
-        console.print(table)
-    console.print(made.summary, markup=False, soft_wrap=True)
 
 
 def add(commands: Any) -> None:

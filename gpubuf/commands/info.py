@@ -1,0 +1,32 @@
+"""``gpubuf info``: devices, versions, tuned files, and what works here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def run(options: dict[str, Any]) -> int:
+    import json
+
+    from gpubuf.info import info
+    from gpubuf.tables import show
+
+    found = info()
+    if options["json"]:
+        print(json.dumps(found.as_json(), indent=1))
+        return 0
+    for lines in found.tables():
+        show(lines)
+    return 0
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "info",
+        help="say what gpubuf finds on this machine",
+        description="Say what gpubuf finds on this machine: devices, versions, tuned files, whether CUDA graphs and "
+        "gathers from pinned memory work (both are tried), and where compiled kernels are kept.",
+        epilog="Exit code: 0.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--json", action="store_true", help="as JSON, bytes as numbers")

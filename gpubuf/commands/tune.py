@@ -1,0 +1,139 @@
+"""``gpubuf tune``: the fastest configurations of the kernels on this GPU, into a file that gpubuf then goes by."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from gpubuf.train.config import UsageError
+
+
+def run(options: dict[str, Any]) -> int:
+    import torch
+
+    from gpubuf.info import why_no_gpu
+    from gpubuf.kernels._tuned import user_folder
+
+    missing = why_no_gpu()
+    if missing:
+        raise UsageError(f"tuning needs a GPU: {missing}")
+    folder = options["out"] or user_folder()
+    if folder is None:
+        raise UsageError("there is no home folder to put the tuned file into: say where with --out FOLDER")
+
+    from gpubuf.data.memory import device_memory
+    from gpubuf.tables import show
+    from gpubuf.tuning import tune_device
+    from gpubuf.tuning.files import caveat
+    from gpubuf.tuning.progress import choose_reporter
+    from gpubuf.tuning.report import notes, table
+    from gpubuf.tuning.timing import DeviceError, GraphTimer, UnusableError
+
+    shapes = _shapes(options)
+    device = torch.device(options["device"])
+    if device.type != "cuda":
+        raise UsageError(f"only GPUs are tuned, not {device}")
+    device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    if device.index >= torch.cuda.device_count():
+        raise UsageError(f"there is no {device}: there are {torch.cuda.device_count()} GPUs")
+    thorough = options["thorough"]
+    reporter = choose_reporter()
+    with torch.cuda.device(device):
+        try:
+            tuned = tune_device(
+                shapes,
+                device,
+                torch.cuda.get_device_name(device),
+                folder,
+                GraphTimer(device, *((5e-3, 11) if thorough else (2e-3, 5))),
+                thorough=thorough,
+                seconds=options["seconds"],
+                # Rows to read, rows to write, and what a tree or an index of the capacity takes.
+                memory=min(2**33, device_memory(device)[0] // 8),
+                reporter=reporter,
+            )
+        except (DeviceError, UnusableError) as error:
+            print(f"gpubuf tune: {error}", file=sys.stderr)
+            return 1
+        except OSError as error:
+            raise UsageError(f"the tuned file can't be written ({error}); say where with --out FOLDER") from error
+        finally:
+            reporter.stop()
+    show(table(tuned.results, tuned.limits))
+    for note in notes(tuned.results):
+        print(note)
+    print(
+        f"A copy on this GPU moves {tuned.limits.copy / 1e9:,.0f} GB/s, read and written; "
+        f"an empty kernel in a graph takes {1e6 * tuned.limits.launch:.2f} µs."
+    )
+    print(f"Written: {tuned.path}. {caveat(tuned.path) or 'gpubuf goes by it from now on'}.")
+    return 0
+
+
+def _shapes(options: dict[str, Any]) -> Any:
+    from gpubuf.planning import parse_entry
+    from gpubuf.tuning.shapes import Shapes
+
+    given = {name: options[name] for name in ("envs", "slice_len") if options[name] is not None}
+    given |= {name: tuple(options[name]) for name in ("capacities", "batch_sizes") if options[name]}
+    try:
+        if options["spec"]:
+            given["row"] = tuple(parse_entry(text) for text in options["spec"])
+        return Shapes(**given)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "tune",
+        help="find the fastest configurations of the kernels on this GPU",
+        description="Time the configurations of every kernel on this GPU, for the sizes that you have, and write the "
+        "fastest into a file that gpubuf goes by from then on. What was tuned before for other sizes stays.",
+        epilog="Exit codes: 0 done, 1 the GPU failed, 2 what was asked for can't be done, such as without a GPU.",
+        allow_abbrev=False,
+    )
+    sizes = parser.add_argument_group("sizes")
+    sizes.add_argument(
+        "--capacity",
+        dest="capacities",
+        type=int,
+        action="append",
+        metavar="N",
+        help="transitions of a buffer; once for each (default: 1,000,000)",
+    )
+    sizes.add_argument(
+        "--batch-size",
+        dest="batch_sizes",
+        type=int,
+        action="append",
+        metavar="N",
+        help="transitions of a batch; once for each (default: 256, 4096 and 32768)",
+    )
+    sizes.add_argument(
+        "--spec",
+        action="append",
+        metavar="KEY=SHAPE:DTYPE",
+        help="a key of a row, such as pixels=3x84x84:uint8; once for each key (default: those of a MuJoCo task)",
+    )
+    sizes.add_argument("--envs", type=int, metavar="N", help="environments side by side (default: 1)")
+    sizes.add_argument("--slice-len", type=int, metavar="N", help="steps of a slice (default: 4)")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--quick", action="store_false", dest="thorough", help="about 90 seconds (the default)")
+    mode.add_argument("--thorough", action="store_true", help="many more configurations, up to half an hour")
+    parser.set_defaults(thorough=False)
+    parser.add_argument("--seconds", type=_seconds, metavar="N", help="time for all; 0 for no limit")
+    parser.add_argument("--device", default="cuda", metavar="NAME", help="cuda or cuda:N (default: the current GPU)")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where to (default: the user's cache folder)")
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number of seconds, got {text!r}")
+    return seconds

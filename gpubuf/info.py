@@ -1,0 +1,273 @@
+"""What gpubuf finds on this machine: devices, versions, tuned files, and what works."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+import gpubuf
+from gpubuf.data import memory
+from gpubuf.data.placement import readable
+from gpubuf.data.storages import LazyTensorStorage
+from gpubuf.kernels import _tuned
+from gpubuf.kernels._spaces import SPACES
+from gpubuf.tables import aligned
+
+PACKAGES = ("torch", "triton", "tensordict", "numba", "numpy", "safetensors")
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU.
+
+    Attributes:
+        name: as its driver says; tuned files go by it.
+        capability: its architecture, such as ``"sm_90"`` or ``"gfx942"``.
+        processors: number of its multiprocessors.
+        free: bytes of its memory that can be had.
+        total: bytes of its memory.
+    """
+
+    name: str
+    capability: str
+    processors: int
+    free: int
+    total: int
+
+
+@dataclass(frozen=True)
+class TunedFile:
+    """A file of tuned configurations.
+
+    Attributes:
+        path: where it is.
+        device: the device it is for; "" where it can't be read.
+        date: when it was made, as it says.
+        points: number of its points that can be used.
+        state: whether it is used here, and what of it is not.
+    """
+
+    path: Path
+    device: str
+    date: str
+    points: int
+    state: str
+
+
+@dataclass(frozen=True)
+class Check:
+    """Something that was tried.
+
+    Attributes:
+        name: what.
+        works: None where it could not be tried.
+        why: what is wrong, or why it could not be tried; "" where it works.
+    """
+
+    name: str
+    works: bool | None
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Info:
+    """What there is; ``str()`` gives tables, :meth:`as_json` the same for programs.
+
+    Attributes:
+        versions: of Python and the packages; None of what is not installed.
+        devices: the GPUs.
+        no_gpu: why there is none; "" where there is.
+        host: (free, total) bytes of host memory.
+        tuned: tuned files, in the order in which they are looked at.
+        folders: where tuned files are looked for.
+        checks: what was tried on the current GPU.
+        caches: where compiled kernels are kept, by compiler.
+    """
+
+    versions: dict[str, str | None]
+    devices: tuple[Device, ...]
+    no_gpu: str
+    host: tuple[int, int]
+    tuned: tuple[TunedFile, ...]
+    folders: tuple[Path, ...]
+    checks: tuple[Check, ...]
+    caches: dict[str, str]
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it as JSON has it: bytes as numbers, paths as text."""
+        return _plain(dataclasses.asdict(self))
+
+    def tables(self) -> list[list[tuple[str, ...]]]:
+        """Lines of cells, each table under its heading."""
+        versions = [(name, version or "not installed") for name, version in self.versions.items()]
+        devices = [
+            (device.name, device.capability, f"{device.processors}", readable(device.free), readable(device.total))
+            for device in self.devices
+        ]
+        host = [("host", platform.machine(), "", *map(readable, self.host))]
+        none = [] if self.devices else [("no GPU", self.no_gpu, "", "", "")]
+        tuned = [(str(file.path), file.device, file.date, f"{file.points}", file.state) for file in self.tuned]
+        if not tuned:
+            tuned = [(f"none in {folder}", "", "", "", "") for folder in self.folders]
+        works = {None: "not tried", True: "yes", False: "no"}
+        checks = [(check.name, works[check.works], check.why) for check in self.checks]
+        return [
+            [("package", "version"), *versions],
+            [("device", "architecture", "processors", "free", "memory"), *devices, *none, *host],
+            [("tuned file", "device", "made", "points", "used"), *tuned],
+            [("on this GPU", "works", "why not"), *checks],
+            [("compiled kernels", "are kept in"), *self.caches.items()],
+        ]
+
+    def __str__(self) -> str:
+        return "\n\n".join(map(aligned, self.tables()))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def info() -> Info:
+    """Look at this machine. On a GPU it tries a CUDA graph and a gather from pinned memory, and synchronises."""
+    no_gpu = why_no_gpu()
+    devices = () if no_gpu else tuple(_device(number) for number in range(torch.cuda.device_count()))
+    return Info(
+        versions=_versions(),
+        devices=devices,
+        no_gpu=no_gpu,
+        host=memory.host_memory(),
+        tuned=tuned_files({device.name for device in devices}),
+        folders=tuple(_tuned.folders()),
+        checks=(
+            _check("CUDA graphs", _try_graph, no_gpu),
+            _check("gathers from pinned memory", _try_pinned_gather, no_gpu),
+        ),
+        caches={"Numba": _of(_numba_cache), "Triton": _of(_triton_cache)},
+    )
+
+
+def why_no_gpu() -> str:
+    """Why there is no GPU to work on; "" where there is one."""
+    if torch.cuda.is_available():
+        return ""
+    if torch.version.cuda is None and torch.version.hip is None:
+        return f"torch {torch.__version__} is built without CUDA"
+    return f"torch {torch.__version__} finds no GPU"
+
+
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {"gpubuf": gpubuf.__version__, "Python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    built_for = torch.version.cuda or torch.version.hip
+    found["torch is built for"] = "CPUs only" if built_for is None else built_for
+    return found
+
+
+def _device(number: int) -> Device:
+    device = torch.device("cuda", number)
+    properties = torch.cuda.get_device_properties(device)
+    architecture = getattr(properties, "gcnArchName", "") if torch.version.hip else ""
+    free, total = memory.device_memory(device)
+    return Device(
+        torch.cuda.get_device_name(device),
+        architecture.partition(":")[0] or f"sm_{properties.major}{properties.minor}",
+        properties.multi_processor_count,
+        free,
+        total,
+    )
+
+
+def tuned_files(devices: set[str]) -> tuple[TunedFile, ...]:
+    """All tuned files, those of the user first, and whether they are used on a machine with these devices."""
+    found: list[TunedFile] = []
+    for folder in _tuned.folders():
+        for path in sorted(folder.glob("*.json")):
+            file = _tuned.read(path, SPACES)
+            before = any(other.path.name == path.name and other.points for other in found)
+            date = str(file.made.get("date", ""))
+            found.append(TunedFile(path, file.device, date, file.n_points, _state(file, devices, before)))
+    return tuple(found)
+
+
+def _state(file: _tuned.TunedFile, devices: set[str], before: bool) -> str:
+    if file.device and _tuned.slug(file.device) != file.path.stem:
+        return "no: it is not named after its device"
+    if not file.n_points:
+        return f"no: {file.problems[0] if file.problems else 'it has no points'}"
+    if file.device not in devices:
+        used = "no: for a device that is not here"
+    else:
+        used = "where the file above has no point" if before else "yes"
+    return used + (f"; ignored: {'; '.join(file.problems)}" if file.problems else "")
+
+
+def _check(name: str, attempt: Callable[[], None], no_gpu: str) -> Check:
+    if no_gpu:
+        return Check(name, None, no_gpu)
+    try:
+        attempt()
+    # Whatever it is that does not work here: that is the answer.
+    except Exception as error:
+        return Check(name, False, f"{type(error).__name__}: {error}".partition("\n")[0])
+    return Check(name, True)
+
+
+def _try_graph() -> None:
+    counter = torch.zeros(1, device="cuda")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        counter.add_(1)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        counter.add_(1)
+    graph.replay()
+    graph.replay()
+    if counter.item() != 3:
+        raise RuntimeError(f"a graph that adds 1 was replayed twice on 1, and made {counter.item()}")
+
+
+def _try_pinned_gather() -> None:
+    storage = LazyTensorStorage(64, device="pinned")
+    storage.append(TensorDict({"row": torch.arange(64)}, [64]))
+    index = torch.tensor([5, 63, 0, 5], device="cuda")
+    (found,), _ = storage.gather(index)
+    if found.tolist() != index.tolist():
+        raise RuntimeError(f"rows {index.tolist()} were gathered as {found.tolist()}")
+
+
+def _of(where: Callable[[], str]) -> str:
+    try:
+        return where()
+    except Exception as error:
+        return f"unknown ({type(error).__name__}: {error})".partition("\n")[0]
+
+
+def _numba_cache() -> str:
+    # What a compiled kernel says: Numba decides it by what is writable.
+    from gpubuf.kernels.philox import _numba
+
+    return _numba._uniform.stats.cache_path
+
+
+def _triton_cache() -> str:
+    import triton
+
+    return triton.knobs.cache.dir

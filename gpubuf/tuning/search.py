@@ -1,0 +1,271 @@
+"""Tries the configurations of every point, and chooses."""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from gpubuf.kernels import config
+from gpubuf.kernels._spaces import SPACES, FanOut
+from gpubuf.tuning.candidates import candidates
+from gpubuf.tuning.shapes import Job, Shapes
+from gpubuf.tuning.timing import Timer, Timing, UnusableError
+from gpubuf.tuning.workloads import Workload
+
+MARGIN = 0.02
+"""How much better than one tried before it a configuration must be: less is noise."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A configuration that was timed: the timing of every workload, by name."""
+
+    config: Any
+    timings: dict[str, Timing] = field(hash=False)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a job.
+
+    Attributes:
+        job: the point.
+        sizes: what its configuration depends on, with the fan-out.
+        rule: the configuration that is chosen without a tuned file.
+        trials: what was timed.
+        chosen: the best of them; None where there is none.
+        n_bytes: bytes that every workload has to move, by name, with the chosen configuration.
+        rejected: configurations that can't be used, and why.
+        untried: how many were left out for want of time.
+    """
+
+    job: Job
+    sizes: dict[str, int]
+    rule: Any
+    trials: tuple[Trial, ...] = ()
+    chosen: Trial | None = None
+    n_bytes: dict[str, int] = field(default_factory=dict)
+    rejected: tuple[tuple[Any, str], ...] = ()
+    untried: int = 0
+
+    @property
+    def by_rule(self) -> Trial | None:
+        """The trial of the rule's configuration; None where it can't be used."""
+        return next((trial for trial in self.trials if trial.config == self.rule), None)
+
+
+class Reporter(Protocol):
+    """Shows how far the tuning is."""
+
+    def start(self, n_jobs: int) -> None:
+        """So many points are to be tuned."""
+
+    def job(self, job: Job, n_candidates: int) -> None:
+        """A point is next, of which so many configurations are tried."""
+
+    def tried(self) -> None:
+        """One of them was."""
+
+    def done(self, result: Result) -> None:
+        """The point is tuned."""
+
+    def stop(self) -> None:
+        """That was all, or it was interrupted."""
+
+
+class Workbench(Protocol):
+    """Makes the workloads of a job, for a tree of a fan-out."""
+
+    def workloads(self, job: Job, fan_out: int = 0) -> list[Workload]: ...
+
+
+def choose(trials: Sequence[Trial]) -> Trial | None:
+    """The best trial: by the mean of the logarithms of its times; an earlier one unless a later is 2 % better.
+
+    All workloads count the same, however long they take.
+    """
+    if not trials:
+        return None
+    scores = [
+        sum(math.log(max(timing.seconds, 1e-12)) for timing in trial.timings.values()) / max(len(trial.timings), 1)
+        for trial in trials
+    ]
+    good_enough = min(scores) + math.log1p(MARGIN)
+    return next(trial for trial, score in zip(trials, scores, strict=True) if score <= good_enough)
+
+
+def disagreement(expected: Sequence[Tensor], found: Sequence[Tensor]) -> str:
+    """How results differ from the rule's; "" where they don't.
+
+    Integers and booleans must be equal. So must floating-point numbers, but for rounding: sums are added in another
+    order. One in a thousand elements may differ all the same, because a draw on the edge of two rows falls to either
+    side, and its weight with it.
+    """
+    if len(expected) != len(found):
+        return f"{len(found)} results instead of {len(expected)}"
+    for a, b in zip(expected, found, strict=True):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return f"a result of shape {list(b.shape)} and {b.dtype} instead of {list(a.shape)} and {a.dtype}"
+        same = torch.isclose(a, b, rtol=1e-4, atol=1e-6, equal_nan=True) if a.is_floating_point() else a == b
+        wrong = a.numel() - int(same.sum())
+        if wrong > a.numel() // 1000:
+            return f"{wrong} of {a.numel()} elements of a result differ from the rule's"
+    return ""
+
+
+def tune(
+    todo: Sequence[Job],
+    shapes: Shapes,
+    bench: Workbench,
+    timer: Timer,
+    *,
+    thorough: bool = False,
+    budget: float = math.inf,
+    clock: Callable[[], float] = time.monotonic,
+    reporter: Reporter | None = None,
+    keep: Callable[[Result], Any] = lambda result: None,
+) -> list[Result]:
+    """Tune all points, one after the other, each with its share of the time that is left.
+
+    Args:
+        todo: the points; the fan-out of a tree before what depends on it.
+        shapes: the user's sizes.
+        bench: makes what is timed.
+        timer: times it.
+        thorough: try more configurations.
+        budget: seconds for all. Of every point the rule's configuration is timed in any case.
+        clock: the time, in seconds.
+        reporter: shows the progress.
+        keep: called with every result as soon as it is there.
+
+    Raises:
+        gpubuf.tuning.timing.DeviceError: the device has stopped working.
+    """
+    end = clock() + budget
+    fan_outs: dict[tuple[str, int], int] = {}
+    results = []
+    if reporter is not None:
+        reporter.start(len(todo))
+    with config.without_files():
+        for number, job in enumerate(todo):
+            now = clock()
+            share = _WEIGHTS.get(job.operation, 1) / sum(_WEIGHTS.get(other.operation, 1) for other in todo[number:])
+            deadline = now + (end - now) * share
+            sizes = _sizes(job, fan_outs)
+            tried = candidates(job.operation, sizes, shapes.steps(job.capacity), thorough)
+            if reporter is not None:
+                reporter.job(job, len(tried))
+            result = _tune_job(job, sizes, tried, bench, timer, functools.partial(_before, clock, deadline), reporter)
+            if result.chosen is not None and isinstance(result.chosen.config, FanOut):
+                fan_outs[job.operation, job.capacity] = result.chosen.config.fan_out
+            results.append(result)
+            keep(result)
+            if reporter is not None:
+                reporter.done(result)
+    return results
+
+
+#: Shares of the time: by how many kernels a configuration compiles, and how much depends on the choice.
+_WEIGHTS = {
+    "sum_tree": 8,
+    "trajectories": 6,
+    "sum_tree_update": 4,
+    "trajectories_update": 3,
+    "rows_copy": 3,
+    "sum_tree_draw": 2,
+    "trajectories_draw": 2,
+}
+
+
+def _before(clock: Callable[[], float], deadline: float) -> bool:
+    return clock() < deadline
+
+
+def _sizes(job: Job, fan_outs: dict[tuple[str, int], int]) -> dict[str, int]:
+    """The sizes that the configuration depends on. Where no fan-out was chosen it is the rule's."""
+    sizes = dict(job.sizes)
+    if job.tree is not None:
+        leaves = job.capacity
+        if job.tree == "trajectories":
+            envs = sizes.get("envs", 1)
+            leaves = config.index_words(-(-job.capacity // envs), envs)
+        by_rule = config.tree_fan_out(leaves, "cuda")
+        sizes["fan_out"] = fan_outs.get((job.tree, job.capacity), by_rule)
+    return {name: sizes[name] for name in SPACES[job.operation].sizes}
+
+
+def _tune_job(
+    job: Job,
+    sizes: dict[str, int],
+    tried: Sequence[Any],
+    bench: Workbench,
+    timer: Timer,
+    in_time: Callable[[], bool],
+    reporter: Reporter | None,
+) -> Result:
+    trials: list[Trial] = []
+    rejected: list[tuple[Any, str]] = []
+    expected: dict[str, list[Tensor]] = {}
+    workloads: list[Workload] = []
+    n_bytes: dict[Any, dict[str, int]] = {}
+    untried = 0
+    for candidate in tried:
+        if trials and not in_time():
+            untried += 1
+            continue
+        try:
+            # A tree is built anew for every fan-out; launches are tried on the same one.
+            if isinstance(candidate, FanOut) or not workloads:
+                workloads = []
+                workloads = bench.workloads(job, getattr(candidate, "fan_out", sizes.get("fan_out", 0)))
+            timings = _timings(job.operation, candidate, workloads, timer, expected)
+        except UnusableError as error:
+            rejected.append((candidate, str(error)))
+        except torch.OutOfMemoryError:
+            rejected.append((candidate, "the GPU's memory does not suffice"))
+        else:
+            trials.append(Trial(candidate, timings))
+            n_bytes[candidate] = {workload.name: workload.n_bytes for workload in workloads}
+        if reporter is not None:
+            reporter.tried()
+    chosen = choose(trials)
+    moved = {} if chosen is None else n_bytes[chosen.config]
+    return Result(job, sizes, tried[0], tuple(trials), chosen, moved, tuple(rejected), untried)
+
+
+def _timings(
+    operation: str, candidate: Any, workloads: list[Workload], timer: Timer, expected: dict[str, list[Tensor]]
+) -> dict[str, Timing]:
+    """Time a candidate, after its results were found to be those of the first that could be used.
+
+    Raises:
+        UnusableError: it can't be used.
+    """
+    # A fan-out is a property of the tree, not of the launch.
+    launch = {} if isinstance(candidate, FanOut) else {operation: candidate}
+    found = {}
+    with config.using(**launch):
+        for workload in workloads:
+            timing = timer.time(workload.calls)
+            results = _results(workload)
+            differs = disagreement(expected.setdefault(workload.name, results), results)
+            if differs:
+                raise UnusableError(f"{workload.name}: {differs}")
+            found[workload.name] = timing
+    return found
+
+
+def _results(workload: Workload) -> list[Tensor]:
+    try:
+        return workload.result()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise UnusableError(f"{workload.name}: {type(error).__name__}: {error}".partition("\n")[0]) from error
