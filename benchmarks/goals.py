@@ -15,6 +15,8 @@ from benchmarks.tables import OPEN, TITLES, digits, label, table
 from gpubuf.kernels.config import tree_fan_out
 from gpubuf.kernels.sum_tree import level_sizes
 
+#: gpubuf, called inside a captured graph.
+GRAPH = "gpubuf-graph"
 #: How a figure is written, and what comes behind it, by unit.
 UNITS: dict[str, tuple[Callable[[float], str], str]] = {
     "µs": (digits, " µs"),
@@ -81,14 +83,35 @@ def less_than(peer: str, factor: float, workload: str) -> Goal:
     return Goal(f"{label(workload)}: times less than {TITLES[peer]}", factor, "times", "cpu", figure, least=True)
 
 
-def at_most(microseconds: float, workload: str, kind: str = "cpu") -> Goal:
+def at_most(microseconds: float, workload: str) -> Goal:
     """gpubuf takes no longer than so many microseconds."""
 
     def figure(run: Run) -> float | None:
         seconds = run.median(workload, "gpubuf")
         return None if seconds is None else seconds * 1e6
 
-    return Goal(label(workload), microseconds, "µs", kind, figure)
+    return Goal(label(workload), microseconds, "µs", "cpu", figure)
+
+
+def replay_at_most(microseconds: float, workload: str) -> Goal:
+    """On a GPU, the replay of a graph takes no longer than so many microseconds."""
+
+    def figure(run: Run) -> float | None:
+        seconds = run.median(workload, GRAPH)
+        return None if seconds is None else seconds * 1e6
+
+    return Goal(f"{label(workload)}, as a graph", microseconds, "µs", "cuda", figure)
+
+
+def share(percent: float, workload: str, library: str, what: str, moved: str, speed: str) -> Goal:
+    """On a GPU, a call moves its bytes at no less than a share of a bandwidth that the same run has measured."""
+
+    def figure(run: Run) -> float | None:
+        median, most = run.median(workload, library), run.machine.get("floor", {}).get(speed)
+        n_bytes = run.extra(workload, library).get(moved)
+        return None if median is None or most is None or n_bytes is None else n_bytes / median / most * 100
+
+    return Goal(f"{label(workload)}: {what}", percent, "%", "cuda", figure, least=True)
 
 
 def flat(operation: str, most: float, kind: str = "cpu") -> Goal:
@@ -185,7 +208,17 @@ GOALS: tuple[Goal, ...] = (
     launches("uniform: sample, 256", 1),
     launches("prioritized: sample, 256", 2),
     launches("prioritized: priority update, 256", tree_depth() + 1),
+    replay_at_most(20, "sample-and-update-256"),
+    share(80, "placement-4096", "gpubuf-pinned", "share of the bus", "bus", "bus_bytes_per_second"),
     flat("write-and-sample", 1.5, "cuda"),
+    Goal(
+        f"{label('SAC-update-256')}: eager over one graph",
+        1.0,
+        "times",
+        "cuda",
+        lambda run: ratio(run.median("SAC-update-256", "gpubuf"), run.median("SAC-update-256", GRAPH)),
+        least=True,
+    ),
 )
 
 

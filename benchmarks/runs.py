@@ -32,13 +32,20 @@ class Run:
         """What the run says about its machine."""
         return self.data["machine_info"]
 
-    def entry(self, workload: str, library: str) -> dict[str, Any] | None:
-        """The statistics of one library on one workload, in seconds a call, or None."""
+    def benchmark(self, workload: str, library: str) -> dict[str, Any] | None:
+        """What pytest-benchmark says about one library on one workload, or None."""
         for benchmark in self.data["benchmarks"]:
             extra = benchmark["extra_info"]
             if (extra.get("workload"), extra.get("library")) == (workload, library):
-                return {name: benchmark["stats"][name] / extra["calls"] for name in ("median", "iqr", "min")}
+                return benchmark
         return None
+
+    def entry(self, workload: str, library: str) -> dict[str, Any] | None:
+        """The statistics of one library on one workload, in seconds a call, or None."""
+        found = self.benchmark(workload, library)
+        if found is None:
+            return None
+        return {name: found["stats"][name] / found["extra_info"]["calls"] for name in ("median", "iqr", "min")}
 
     def median(self, workload: str, library: str) -> float | None:
         """Seconds a call, or None."""
@@ -48,6 +55,11 @@ class Run:
     def measured(self, what: str) -> set[str]:
         """Every ``workload`` or every ``library`` that was measured."""
         return {b["extra_info"][what] for b in self.data["benchmarks"] if what in b["extra_info"]}
+
+    def extra(self, workload: str, library: str) -> dict[str, Any]:
+        """What else the file says about one library on one workload; empty where it was not measured."""
+        found = self.benchmark(workload, library)
+        return {} if found is None else found["extra_info"]
 
     def index_bytes(self, workload: str) -> float | None:
         """Bytes of gpubuf's trajectory index for a row that there is room for, or None."""

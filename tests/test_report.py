@@ -79,14 +79,31 @@ def test_goals_of_sizes_need_all_of_them():
     assert line(goals_table({"cpu": medians(**seconds)}), what) == ["at most 1.5x", "open", "open"]
 
 
+def test_goals_on_a_gpu():
+    """Replays of a graph, and shares of the bandwidth that the run has measured."""
+    names = {"sample-and-update-256": 15e-6, "SAC-update-256": 900e-6, "placement-4096": 400e-6}
+    seconds = {f"{name}__gpubuf-graph": value for name, value in names.items()}
+    seconds |= {"SAC-update-256": 2e-3, "placement-4096__gpubuf-pinned": 400e-6}
+    run = medians(**seconds)
+    text = goals_table({"cuda": run})
+    assert line(text, "sample and update, 256, as a graph, on a GPU") == ["at most 20 µs", "15.0 µs", "yes"]
+    assert line(text, "SAC update, 256: eager over one graph, on a GPU") == ["at least 1x", "2.22x", "yes"]
+    bus = "placement, 4096: share of the bus, on a GPU"
+    assert line(text, bus) == ["at least 80 %", "open", "open"]
+    run.machine["floor"] = {"bus_bytes_per_second": 50e9}
+    run.data["benchmarks"][-1]["extra_info"]["bus"] = 4096 * 4096
+    assert line(goals_table({"cuda": run}), bus) == ["at least 80 %", "83.9 %", "yes"]
+    assert line(goals_table({"cpu": run}), bus)[-1] == "open"
+
+
 def test_goals_name_workloads_that_exist():
     """A goal whose workload was renamed would stay open for ever."""
     asked: list[str] = []
 
     class Asked(Run):
-        def median(self, workload: str, library: str) -> float | None:
+        def benchmark(self, workload: str, library: str) -> dict[str, Any] | None:
             asked.append(workload)
-            return 1.0
+            return None
 
         def index_bytes(self, workload: str) -> float | None:
             asked.append(workload)
@@ -97,7 +114,10 @@ def test_goals_name_workloads_that_exist():
     for goal in GOALS:
         goal.figure(found)
     assert len(set(asked)) > 15
-    assert not [name for name in asked if name not in WORKLOADS.keys() | SLICES.keys() and not name.startswith("SAC")]
+    elsewhere = ("SAC-", "placement-")
+    assert not [
+        name for name in asked if name not in WORKLOADS.keys() | SLICES.keys() and not name.startswith(elsewhere)
+    ]
 
 
 ROWS = [("save", 200e6, 0.5), ("disk: write", 200e6, 0.1), ("save after 1 %", 7e6, 0.05)]
