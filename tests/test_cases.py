@@ -68,6 +68,7 @@ def test_every_case_has_a_test():
     assert not [number for number in covered if number not in cases]
     only_on_a_gpu = [n for n, due in cases.items() if due and all(map(needs_a_gpu, covered[n]))]
     assert not only_on_a_gpu, "nothing tests these where there is no GPU"
+    assert not [n for n, due in cases.items() if not due and n in covered], "these have come"
 
 
 def test_tests_that_need_a_gpu_are_known():

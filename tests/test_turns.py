@@ -66,7 +66,7 @@ def test_turns_come_in_the_order_in_which_they_were_asked_for():
 
 
 def test_a_tight_writer_and_a_tight_sampler_have_equal_shares():
-    """CASES.md 43: neither has a second turn while the other one waits, as the one would that has just had the lock."""
+    """CASES.md 32: neither has a second turn while the other one waits, as the one would that has just had the lock."""
     turn, written, before, done = Turn(LazyTensorStorage(4)), [0], [], threading.Event()
     work = bytes(1 << 16)  # enough for zlib to let other threads run
 
