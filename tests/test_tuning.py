@@ -1,0 +1,437 @@
+"""What `gpubuf tune` tunes for, what it tries, and how it chooses: all without a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from gpubuf.kernels import _tuned, config
+from gpubuf.kernels._spaces import SPACES, BlockConfig, DrawConfig, FanOut
+from gpubuf.kernels.trajectories._launch import run_bounds
+from gpubuf.tuning.candidates import candidates, rule
+from gpubuf.tuning.files import caveat, path_for, save
+from gpubuf.tuning.report import HEADING, Limits, notes, table
+from gpubuf.tuning.search import MARGIN, Result, Trial, choose, disagreement, tune
+from gpubuf.tuning.shapes import Job, Shapes, jobs
+from gpubuf.tuning.timing import Timing, UnusableError
+from gpubuf.tuning.workloads import Workload
+from tests.aot import compile_in_subprocess
+from tests.candidate_specs import SPECS, with_fan_out
+
+LARGE = Shapes((10**6, 6 * 10**8), (1, 256, 100_000), envs=4096, slice_len=100)
+
+
+class TestShapes:
+    @pytest.mark.parametrize(
+        "wrong",
+        [
+            {"capacities": ()},
+            {"batch_sizes": ()},
+            {"row": ()},
+            {"capacities": (0,)},
+            {"batch_sizes": (256, -1)},
+            {"envs": 0},
+            {"slice_len": 0},
+            {"row": ((("x",), torch.uint8, (0,)),)},
+            {"row": ((("x",), torch.uint8, (1,)), (("x",), torch.uint8, (2,)))},
+        ],
+        ids=str,
+    )
+    def test_what_makes_no_sense_is_refused(self, wrong):
+        with pytest.raises(ValueError, match=r"must|twice|no bytes"):
+            Shapes(**wrong)
+
+    def test_row(self):
+        shapes = Shapes(row=((("a", "action"), torch.float64, (2, 3)), (("pixels",), torch.uint8, (3, 84, 84))))
+        assert shapes.row_bytes == 48 + 3 * 84 * 84
+        assert shapes.action_width == 6
+        assert shapes.describe()["row"] == {"a.action": "2x3:float64", "pixels": "3x84x84:uint8"}
+        json.dumps(shapes.describe())
+
+    @pytest.mark.parametrize("shapes", [Shapes(), LARGE, Shapes((1,), (1,))], ids=["default", "large", "one"])
+    @pytest.mark.parametrize("thorough", [False, True])
+    def test_jobs(self, shapes, thorough):
+        """Every operation, every size once, the fan-out of a tree before what depends on it."""
+        found = jobs(shapes, thorough)
+        assert {job.operation for job in found} == SPACES.keys()
+        assert len({str(job) + str(job.capacity) for job in found}) == len(found)
+        for number, job in enumerate(found):
+            assert set(SPACES[job.operation].sizes) <= {*job.sizes, *(["fan_out"] if job.tree else [])}
+            if job.tree:
+                assert (job.tree, job.capacity) in [(before.operation, before.capacity) for before in found[:number]]
+        for operation in ("sum_tree_draw", "rows_copy", "sac_rows"):
+            assert {job.sizes["n"] for job in found if job.operation == operation} == set(shapes.batch_sizes)
+
+
+class TestCandidates:
+    """A pure function; whatever it names is something that a tuned file may hold."""
+
+    @pytest.mark.parametrize("shapes", [Shapes(), LARGE, Shapes((1,), (1,))], ids=["default", "large", "one"])
+    @pytest.mark.parametrize("fan_out", [2, 32, 1024])
+    @pytest.mark.parametrize("thorough", [False, True])
+    def test_all_can_be_run(self, shapes, fan_out, thorough):
+        for job in jobs(shapes, thorough):
+            sizes = with_fan_out(job, fan_out)
+            tried = candidates(job.operation, sizes, shapes.steps(job.capacity), thorough)
+            assert len(set(tried)) == len(tried)
+            assert tried[0] == rule(job.operation, sizes, shapes.steps(job.capacity))
+            # The rule's own may be larger than what is worth trying, with a fan-out that nobody would choose.
+            for made in tried[1:]:
+                assert not _tuned.invalid(SPACES[job.operation], sizes, dataclasses.asdict(made))
+
+    def test_the_rule_is_that_of_the_launchers(self):
+        sizes = {"fan_out": 32, "n": 1, "envs": 4096, "by_id": 1}
+        assert rule("trajectories_update", sizes, 250) == config.index_update(32, 1, run_bounds(1, (4,))[0], 4096, True)
+        assert rule("rows_copy", {"n_bytes": 2**21}) == config.rows_copy(2**21)
+        with pytest.raises(ValueError, match="no operation 'x'"):
+            rule("x", {})
+
+    def test_quick_ones_change_one_field(self):
+        found = candidates("sum_tree_draw", {"fan_out": 32, "n": 256})
+        assert found == [DrawConfig(4, 1), DrawConfig(8, 1), DrawConfig(2, 1), DrawConfig(4, 2)]
+
+    def test_thorough_ones_change_two(self):
+        sizes = {"fan_out": 32, "n": 256}
+        quick, thorough = (candidates("sum_tree_draw", sizes, thorough=some) for some in (False, True))
+        assert set(quick) < set(thorough)
+        assert DrawConfig(16, 4) in thorough
+        assert DrawConfig(32, 1) not in thorough, "three doublings"
+
+    def test_fan_outs(self):
+        found = {made.fan_out for made in candidates("sum_tree", {"capacity": 10**6})}
+        assert found == {8, 16, 32, 64, 128}
+
+    def test_both_ways_to_update(self):
+        """Where one program is faster than a launch a level depends on the device."""
+        for n, both in ((256, True), (4096, True), (10**6, False)):
+            tried = candidates("sum_tree_update", {"fan_out": 32, "n": n})
+            assert len({made.single_program for made in tried}) == 1 + both
+
+
+class FakeTimer:
+    """Says what ``seconds`` says of the configuration in force; calls nothing."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+        self.seen: list[Any] = []
+
+    def time(self, calls):
+        (made,) = config._explicit.values() if config._explicit else [calls[0]()]
+        self.seen.append(made)
+        return Timing(self.seconds(made), 1)
+
+
+class FakeBench:
+    """A workload whose result is ``result`` of the configuration in force."""
+
+    def __init__(self, result=lambda made: torch.zeros(3)):
+        self.result = result
+        self.fan_outs: list[int] = []
+
+    def workloads(self, job, fan_out=0):
+        self.fan_outs.append(fan_out)
+
+        def result():
+            made = next(iter(config._explicit.values()), FanOut(fan_out))
+            return [self.result(made)]
+
+        return [Workload(name, [lambda: FanOut(fan_out)], 100, result) for name in ("one", "two")]
+
+
+def tuned(todo: list[Job], timer: FakeTimer, bench: FakeBench | None = None, **options: Any) -> list[Result]:
+    return tune(todo, Shapes(), bench or FakeBench(), timer, **options)
+
+
+DRAW = Job("sum_tree_draw", 10**6, {"n": 256}, "sum_tree")
+FAN_OUT = Job("sum_tree", 10**6, {"capacity": 10**6})
+BLOCK = Job("sac_rows", 0, {"n": 256})
+
+
+def draw_seconds(best: DrawConfig):
+    return lambda made: 1.0 + abs(made.block_draws - best.block_draws) + abs(made.num_warps - best.num_warps)
+
+
+class TestChoice:
+    def trial(self, *seconds: float) -> Trial:
+        return Trial(seconds, {str(number): Timing(value) for number, value in enumerate(seconds)})
+
+    def test_the_fastest(self):
+        trials = [self.trial(s) for s in (3.0, 1.0, 2.0)]
+        assert choose(trials) is trials[1]
+        assert choose([]) is None
+
+    def test_an_earlier_one_unless_clearly_worse(self):
+        trials = [self.trial(s) for s in (1.0 + 0.9 * MARGIN, 1.0)]
+        assert choose(trials) is trials[0]
+        trials = [self.trial(s) for s in (1.0 + 1.1 * MARGIN, 1.0)]
+        assert choose(trials) is trials[1]
+
+    def test_all_calls_count_the_same(self):
+        """Twice as fast for a small batch makes up for half as much again for a large one."""
+        assert choose([self.trial(1e-6, 1e-3), (best := self.trial(0.5e-6, 1.5e-3))]) is best
+
+    def test_no_time_at_all(self):
+        assert choose([self.trial(0.0), self.trial(1.0)]) is not None
+
+
+class TestDisagreement:
+    def test_rounding_is_none(self):
+        a = torch.rand(100, dtype=torch.float64)
+        assert not disagreement([a], [a * (1 + 1e-9)])
+        assert not disagreement([torch.full((3,), math.nan)], [torch.full((3,), math.nan)])
+
+    @pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bool])
+    def test_one_wrong_element_of_a_few(self, dtype):
+        a = torch.zeros(300, dtype=dtype)
+        b = a.clone()
+        b[7] = 1
+        assert "1 of 300" in disagreement([a], [b])
+
+    def test_one_in_a_thousand_may_lie_on_an_edge(self):
+        a, b = torch.zeros(2000, dtype=torch.int64), torch.zeros(2000, dtype=torch.int64)
+        b[:2] = 1
+        assert not disagreement([a], [b])
+        b[:3] = 1
+        assert disagreement([a], [b])
+
+    def test_another_shape_dtype_or_number(self):
+        a = torch.zeros(3)
+        for other in ([a, a], [], [torch.zeros(4)], [a.double()]):
+            assert disagreement([a], other)
+
+
+class TestSearch:
+    def test_the_fastest_is_chosen(self):
+        best = DrawConfig(8, 1)
+        (result,) = tuned([DRAW], timer := FakeTimer(draw_seconds(best)))
+        assert result.chosen is not None
+        assert result.chosen.config == best
+        assert result.sizes == {"fan_out": 32, "n": 256}
+        assert result.rule == DrawConfig(4, 1)
+        assert result.by_rule is result.trials[0]
+        assert result.n_bytes == {"one": 100, "two": 100}
+        assert not result.rejected
+        # Both workloads of every candidate were timed with it in force.
+        tried = candidates("sum_tree_draw", result.sizes)
+        assert timer.seen == [made for made in tried for _ in range(2)]
+        assert config.tree_draw(32, 256) == DrawConfig(4, 1), "nothing stays in force"
+
+    def test_the_chosen_fan_out_is_what_the_rest_is_tuned_for(self):
+        bench = FakeBench()
+        timer = FakeTimer(lambda made: abs(made.fan_out - 65) + 1 if isinstance(made, FanOut) else 1.0)
+        fan_out, draw = tuned([FAN_OUT, DRAW], timer, bench)
+        assert fan_out.chosen is not None
+        assert fan_out.chosen.config == FanOut(64)
+        assert draw.sizes == {"fan_out": 64, "n": 256}
+        assert bench.fan_outs == [32, 64, 16, 128, 8, 64], "a tree for every fan-out, then one for all launches"
+
+    @pytest.mark.parametrize("failing", [DrawConfig(8, 1), DrawConfig(4, 1)], ids=["another", "the rule's"])
+    def test_what_does_not_run_is_left_out(self, failing):
+        def seconds(made):
+            if made == failing:
+                raise UnusableError("spills registers")
+            return draw_seconds(failing)(made)
+
+        (result,) = tuned([DRAW], FakeTimer(seconds))
+        assert result.rejected == ((failing, "spills registers"),)
+        assert result.chosen is not None
+        assert result.chosen.config != failing
+        assert failing not in [trial.config for trial in result.trials]
+        assert (result.by_rule is None) == (failing == result.rule)
+
+    def test_what_gives_other_results_is_left_out(self):
+        wrong = DrawConfig(8, 1)
+        bench = FakeBench(lambda made: torch.full((3,), float(made == wrong)))
+        (result,) = tuned([DRAW], FakeTimer(draw_seconds(wrong)), bench)
+        assert [made for made, _ in result.rejected] == [wrong]
+        assert "3 of 3 elements" in result.rejected[0][1]
+
+    def test_errors_of_results_count_as_failures(self):
+        def result(made):
+            if made == DrawConfig(8, 1):
+                raise RuntimeError("out of resources\nmore")
+            return torch.zeros(3)
+
+        (found,) = tuned([DRAW], FakeTimer(draw_seconds(DrawConfig(8, 1))), FakeBench(result))
+        assert found.rejected == ((DrawConfig(8, 1), "one: RuntimeError: out of resources"),)
+
+    def test_too_little_memory(self):
+        class Full(FakeBench):
+            def workloads(self, job, fan_out=0):
+                raise torch.OutOfMemoryError("8 GiB")
+
+        fan_out, draw = tuned([FAN_OUT, DRAW], FakeTimer(lambda made: 1.0), Full())
+        assert fan_out.chosen is draw.chosen is None
+        assert {reason for _, reason in fan_out.rejected} == {"the GPU's memory does not suffice"}
+        assert draw.sizes["fan_out"] == 32, "the rule's"
+
+    def test_little_time(self):
+        """The rule is timed whatever it takes, and what is left is shared among the points to come."""
+        now = [0.0]
+
+        def seconds(made):
+            now[0] += 1.0
+            return 1.0
+
+        results = tuned([BLOCK, BLOCK, BLOCK], FakeTimer(seconds), budget=18.0, clock=lambda: now[0])
+        # Two workloads a candidate: three candidates in the six seconds of the first.
+        assert [len(result.trials) for result in results] == [3, 3, 3]
+        assert [result.untried for result in results] == [2, 2, 2]
+        results = tuned([BLOCK, BLOCK], FakeTimer(seconds), budget=0.5, clock=lambda: now[0])
+        assert [len(result.trials) for result in results] == [1, 1]
+        assert all(result.chosen is not None for result in results)
+
+    def test_results_are_kept_one_by_one(self):
+        kept: list[Result] = []
+
+        def seconds(made):
+            if kept:
+                raise KeyboardInterrupt
+            return 1.0
+
+        with pytest.raises(KeyboardInterrupt):
+            tuned([BLOCK, DRAW], FakeTimer(seconds), keep=kept.append)
+        assert [result.job for result in kept] == [BLOCK]
+        assert not config._explicit
+
+    def test_tuned_files_have_no_say(self, monkeypatch):
+        """Fan-outs are compared by rule: an older file must not favour one of them."""
+        asked = []
+        monkeypatch.setattr(config, "_found", lambda *arguments: asked.append(arguments))
+
+        def seconds(made):
+            config.tree_update(made.fan_out, 100, "Some GPU")
+            return 1.0
+
+        tuned([FAN_OUT], FakeTimer(seconds))
+        assert not asked
+        config.tree_update(16, 100, "Some GPU")
+        assert asked
+
+
+class TestFiles:
+    DEVICE = "Some GPU 80GB"
+
+    def results(self, seconds=None, todo=(DRAW,)) -> list[Result]:
+        return tuned(list(todo), FakeTimer(seconds or draw_seconds(DrawConfig(8, 1))))
+
+    def test_what_is_written_is_what_is_chosen(self, tmp_path):
+        """Also by a choice made before: saving makes the process read the file anew."""
+        folder = tmp_path / "new" / "folder"
+        assert config.tree_draw(32, 256, self.DEVICE, folder) == DrawConfig(4, 1)
+        path = save(folder, self.DEVICE, self.results(), {"date": "today"})
+        assert path == path_for(folder, self.DEVICE) == folder / "some-gpu-80gb.json"
+        assert config.tree_draw(32, 256, self.DEVICE, folder) == DrawConfig(8, 1)
+        found = _tuned.read(path, SPACES, self.DEVICE)
+        assert not found.problems
+        assert found.made == {"date": "today"}
+        (point,) = found.points["sum_tree_draw"]
+        assert point.measured["one"] == {"us": 1e6, "us_by_rule": 5e6, "bytes": 100, "launches": 1}
+        assert [other.name for other in folder.iterdir()] == [path.name], "no temporary file is left"
+        assert path.stat().st_mode & 0o777 == 0o644
+
+    def test_points_for_other_sizes_stay(self, tmp_path):
+        save(tmp_path, self.DEVICE, self.results(), {})
+        more = Job("sum_tree_draw", 10**6, {"n": 4096}, "sum_tree")
+        save(tmp_path, self.DEVICE, self.results(lambda made: 1.0, (more, BLOCK)), {})
+        assert config.tree_draw(32, 256, self.DEVICE, tmp_path) == DrawConfig(8, 1)
+        assert config.sac_rows(256, self.DEVICE, tmp_path) == BlockConfig(256, 4)
+        points = _tuned.read(path_for(tmp_path, self.DEVICE), SPACES).points["sum_tree_draw"]
+        assert [point.sizes["n"] for point in points] == [256, 4096]
+        assert all(point.measured for point in points)
+
+    def test_points_for_the_same_sizes_are_replaced(self, tmp_path):
+        save(tmp_path, self.DEVICE, self.results(), {})
+        save(tmp_path, self.DEVICE, self.results(draw_seconds(DrawConfig(2, 1))), {})
+        assert config.tree_draw(32, 256, self.DEVICE, tmp_path) == DrawConfig(2, 1)
+
+    @pytest.mark.parametrize("before", ["", '{"format": 0, "device": "Some GPU 80GB", "points": {}}', "[]"])
+    def test_a_file_that_can_not_be_used_is_replaced(self, tmp_path, before):
+        path_for(tmp_path, self.DEVICE).write_text(before)
+        save(tmp_path, self.DEVICE, self.results(), {})
+        assert config.tree_draw(32, 256, self.DEVICE, tmp_path) == DrawConfig(8, 1)
+
+    def test_what_was_not_tuned_is_not_written(self, tmp_path):
+        def never(made):
+            raise UnusableError("no")
+
+        path = save(tmp_path, self.DEVICE, self.results(never), {})
+        assert json.loads(path.read_text())["points"] == {}
+
+    def test_a_failed_write_leaves_the_file_as_it_was(self, tmp_path, monkeypatch):
+        path = save(tmp_path, self.DEVICE, self.results(), {})
+        before = path.read_bytes()
+
+        def fail(*_):
+            raise OSError("disk full")
+
+        monkeypatch.setattr("os.replace", fail)
+        with pytest.raises(OSError, match="disk full"):
+            save(tmp_path, self.DEVICE, self.results(draw_seconds(DrawConfig(2, 1))), {})
+        assert path.read_bytes() == before
+        assert len(list(tmp_path.iterdir())) == 1
+
+    def test_caveats(self, tmp_path, monkeypatch):
+        own, shipped = tmp_path / "cache" / "gpubuf" / "tuned", tmp_path / "shipped"
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        monkeypatch.setattr(_tuned, "TUNED", shipped)
+        own.mkdir(parents=True)
+        assert caveat(own / "a.json") == ""
+        assert caveat(shipped / "a.json") == ""
+        assert f"reads tuned files from {own} and {shipped} only" in caveat(tmp_path / "a.json")
+        (own / "a.json").touch()
+        assert caveat(own / "a.json") == ""
+        assert f"{own / 'a.json'} comes first" in caveat(shipped / "a.json")
+
+
+class TestReport:
+    def test_table(self):
+        results = tuned([DRAW, BLOCK], FakeTimer(lambda made: 2e-6 if made == DrawConfig(4, 1) else 1e-6))
+        lines = table(results, Limits(copy=1e9, launch=0.25e-6))
+        assert lines[0] == HEADING
+        assert lines[1] == ("sum_tree_draw", "one", "block_draws 8, num_warps 1", "1.00", "2.00", "100", "10.0", "25")
+        assert lines[2][:3] == ("", "two", "")
+        assert len(lines) == 5
+        assert {len(line) for line in lines} == {len(HEADING)}
+
+    def test_what_is_not_known_is_not_shown(self):
+        def seconds(made):
+            if made == DrawConfig(4, 1):
+                raise UnusableError("spills")
+            return 1.0
+
+        class Silent(FakeTimer):
+            def time(self, calls):
+                return dataclasses.replace(super().time(calls), launches=None)
+
+        lines = table(tuned([DRAW], Silent(seconds)), Limits(1.0, 1.0))
+        assert lines[1][4] == lines[1][7] == ""
+
+    def test_what_was_not_tuned_is_named(self):
+        def never(made):
+            raise UnusableError("does not compile")
+
+        results = tuned([DRAW], FakeTimer(never))
+        assert table(results, Limits(1.0, 1.0))[1][:3] == ("sum_tree_draw", "sum_tree_draw (n 256)", "not tuned")
+        (note,) = notes(results)
+        assert note.startswith("sum_tree_draw (n 256): block_draws 4, num_warps 1; ")
+        assert note.endswith(": does not compile")
+
+    def test_what_there_was_no_time_for(self):
+        (result,) = tuned([BLOCK], FakeTimer(lambda made: 1.0), budget=-1.0)
+        assert notes([result]) == ["sac_rows (n 256): 4 configurations not tried for want of time"]
+
+
+def test_candidates_at_the_corners_compile():
+    """For sm_90: all compile, and the tool itself finds out about spills, on the device."""
+    pytest.importorskip("triton")
+    results = compile_in_subprocess("sm_90", "tests.candidate_specs")
+    assert len(results) == len(SPECS)
+    modules = [spec.kernel.split(".") for spec in SPECS]
+    assert {names[2] for names in modules if names[1] == "kernels"} == {space.family for space in SPACES.values()}
+    assert not [f"{r.spec}: {r.error}" for r in results if r.error]
