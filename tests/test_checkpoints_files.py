@@ -15,7 +15,7 @@ from gpubuf import (
     ReplayBuffer,
     TensorStorage,
 )
-from gpubuf.data import checkpoint_files, checkpoints
+from gpubuf.data import checkpoint_files, checkpoint_snapshot, checkpoints
 from tests.test_checkpoints import CAPACITY, new, numbers, used
 from tests.transitions import same, transitions
 
@@ -256,7 +256,7 @@ def test_a_bar_by_default_for_large_ones_on_a_terminal(tmp_path, monkeypatch):
     ],
 )
 def test_how_rows_are_cut(length, capacity, item, file_bytes, pieces):
-    spans = checkpoints._spans(length, capacity, item, file_bytes)
+    spans = checkpoint_snapshot.spans(length, capacity, item, file_bytes)
     assert abs(len(spans) - pieces) <= pieces // 50
     assert [0, *(stop for _, stop in spans)] == [*(start for start, _ in spans), length]
 

@@ -27,6 +27,8 @@ MANIFEST = "manifest.json"
 FORMAT = "gpubuf-checkpoint"
 VERSION = 1
 
+Kind = Literal["rows", "tensor", "state"]
+
 _NAME = re.compile(r"(?:rows|tensor|state)(?:-\d{1,9})+-[0-9a-f]{16}\.safetensors")
 _ID = re.compile(r"[0-9a-f]{16}")
 
@@ -113,8 +115,9 @@ def need(condition: bool, what: str) -> None:
 def write_manifest(folder: Path, manifest: Manifest) -> int:
     """Put the manifest in place: from here on the checkpoint is this one. Returns its size."""
     content = asdict(manifest)
+    # Not indented: that takes an encoder whose functions refer to each other, and stay until garbage is collected.
     text = json.dumps(
-        {"format": FORMAT, "version": VERSION, "checksum": _checksum(content), "content": content}, indent=1
+        {"format": FORMAT, "version": VERSION, "checksum": _checksum(content), "content": content}
     ).encode()
     temporary = folder / f"{MANIFEST}.tmp"
     # The names of the files that the manifest refers to must be on the disk before it is.
@@ -273,9 +276,6 @@ def _dtype(raw: Any) -> str:
 def _text(raw: Any, pattern: re.Pattern[str]) -> str:
     need(isinstance(raw, str) and pattern.fullmatch(raw) is not None, f"{raw!r} is not a name in a checkpoint")
     return raw
-
-
-Kind = Literal["rows", "tensor", "state"]
 
 
 def file_name(kind: Kind, numbers: list[int], save: str) -> str:

@@ -99,21 +99,20 @@ def _batch(rows: RowFiles, tensors: list[Tensor]) -> Data:
     """Tensors in the order of ``rows.leaves`` as a tensor, or a TensorDict."""
     if [leaf.key for leaf in rows.leaves] == [()]:
         return tensors[0]
-    batch = (0, *rows.batch_shape[1:])
-    nested = dict(rows.nested_batch)
-
-    def level(path: Key) -> TensorDict:
-        found: dict[str, Any] = {}
-        for leaf, tensor in zip(rows.leaves, tensors, strict=True):
-            if leaf.key[: len(path)] == path:
-                name = leaf.key[len(path)]
-                if len(leaf.key) == len(path) + 1:
-                    found[name] = tensor
-                elif name not in found:
-                    found[name] = level((*path, name))
-        return TensorDict(found, (*batch, *nested.get(path, ())))
-
     try:
-        return level(())
+        return _level(rows, tensors, ())
     except RuntimeError as error:
         raise DamagedError(f"the rows' shapes contradict each other: {error}") from None
+
+
+def _level(rows: RowFiles, tensors: list[Tensor], path: Key) -> TensorDict:
+    found: dict[str, Any] = {}
+    for leaf, tensor in zip(rows.leaves, tensors, strict=True):
+        if leaf.key[: len(path)] == path:
+            name = leaf.key[len(path)]
+            if len(leaf.key) == len(path) + 1:
+                found[name] = tensor
+            elif name not in found:
+                found[name] = _level(rows, tensors, (*path, name))
+    nested = dict(rows.nested_batch).get(path, ())
+    return TensorDict(found, (0, *rows.batch_shape[1:], *nested))

@@ -1,39 +1,36 @@
 """Checkpoints of a buffer: saved in files of which only those that changed are written again, restored exactly.
 
-See :mod:`gpubuf.data.checkpoint_files` for the files, and :mod:`gpubuf.data.checkpoint_checks` for what is verified.
+See :mod:`gpubuf.data.checkpoint_snapshot` for what is written, :mod:`gpubuf.data.checkpoint_files` for the files, and
+:mod:`gpubuf.data.checkpoint_checks` for what is verified.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
+import functools
 import os
 import secrets
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from torch import Tensor
-
 from gpubuf import serialization
 from gpubuf.data import checkpoint_files as files
 from gpubuf.data.checkpoint_checks import check
-from gpubuf.data.checkpoint_files import DamagedError, File, LeafSpec, Manifest, RowFiles, TensorFiles
+from gpubuf.data.checkpoint_files import DamagedError, File, Manifest
 from gpubuf.data.checkpoint_reading import Advance, pieces, read
-from gpubuf.data.columns import Column
-from gpubuf.data.layout import Key, Node
+from gpubuf.data.checkpoint_snapshot import Piece, Snapshot
 from gpubuf.data.storages import TensorStorage
 
 if TYPE_CHECKING:
     from gpubuf.data.buffers import ReplayBuffer
 
-_MOST_BYTES = 1 << 26
-_LEAST_BYTES = 1 << 20
-_FILES = 128
+#: Up to so much is copied, so that the buffer can be used while it is written.
+_COPY_BYTES = 1 << 28
 _BAR_BYTES = 1 << 30
 _MARKS = 8
 _FLUSHING = 4
@@ -76,7 +73,8 @@ def save(
 
     The checkpoint at ``path`` is replaced in one step, when the new one is on the disk: a save that is killed leaves
     the previous one whole. Rows that are still as in the checkpoint of this buffer at ``path`` are not written again.
-    Other threads that use the buffer wait meanwhile.
+    Other threads that use the buffer wait while what has to be written is copied. Above 256 MiB nothing is copied, and
+    they wait until all of it is on the disk.
 
     Args:
         buffer: the buffer.
@@ -98,7 +96,8 @@ def save(
         raise ValueError(f"file_bytes must be at least 1, got {file_bytes}")
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    with files.locked(folder, exclusive=True), buffer._lock:
+    with files.locked(folder, exclusive=True), contextlib.ExitStack() as turn:
+        turn.enter_context(buffer._lock)
         storage = buffer.storage
         if storage.initialized:
             # A stream that is seeded only later would not be the same in the restored buffer.
@@ -109,26 +108,20 @@ def save(
         if not incremental or (previous is not None and previous.id not in marks):
             previous = None
         mark = _mark(storage)
-        rows = state["_storage"].get("rows")
-        n_bytes = 0 if rows is None else len(storage) * storage.layout.row_bytes
-        large = _take_large(state, _LEAST_BYTES if file_bytes is None else file_bytes)
+        since = None if previous is None else marks[previous.id]
+        same = functools.partial(_unchanged, since, mark, storage.max_size)
+        snapshot = Snapshot(folder, storage, state, previous, same, file_bytes)
+        if snapshot.n_bytes_read <= _COPY_BYTES:
+            snapshot.copy()
+            turn.close()
         save_id = secrets.token_hex(8)
-        total = n_bytes + sum(t.nbytes for _, t in large)
-        with _bar("saving", total, progress) as advance, _Writer(folder, save_id, advance) as writer:
-            row_files = None
-            if rows is not None:
-                state["_storage"] = {key: value for key, value in state["_storage"].items() if key != "rows"}
-                since = marks[previous.id] if previous is not None else None
-                row_files = writer.rows(storage, previous, since, mark, file_bytes)
-            tensor_files = writer.tensors(large, previous, file_bytes)
-            state_file = writer.write("state", [0], state, 0, 0)
+        with _bar("saving", snapshot.n_bytes, progress) as advance, _Writer(folder, save_id, advance) as writer:
+            manifest = snapshot.manifest(save_id, writer.put, lambda: writer.write("state", [0], snapshot.state, 0, 0))
             writer.finish()
-        manifest = Manifest(
-            save_id, storage.written, len(storage), storage.max_size, row_files, tensor_files, state_file
-        )
         manifest_bytes = files.write_manifest(folder, manifest)
         files.remove_others(folder, manifest)
-        _remember(marks, save_id, mark)
+        with buffer._lock:
+            _remember(marks, save_id, mark)
     return Saved(
         bytes_written=writer.bytes + manifest_bytes,
         files_written=writer.files + 1,
@@ -197,9 +190,11 @@ def _remember(marks: dict[str, _Mark], checkpoint: str, mark: _Mark) -> None:
         del marks[next(iter(marks))]
 
 
-def _unchanged(since: _Mark, now: _Mark, start: int, stop: int, capacity: int) -> bool:
+def _unchanged(since: _Mark | None, now: _Mark, capacity: int, start: int, stop: int) -> bool:
     """Whether the rows at positions ``start .. stop`` are certainly those of the earlier mark."""
-    if now.versions is None or replace(now, written=since.written) != since or now.written < since.written:
+    if since is None or now.versions is None or now.written < since.written:
+        return False
+    if replace(now, written=since.written) != since:
         return False
     n_new = now.written - since.written
     first = since.written % capacity
@@ -239,101 +234,17 @@ class _Writer:
         self.bytes, self.files = self.bytes + size, self.files + 1
         return File(name, size, checksum, start, stop)
 
-    def _file(
-        self,
-        kind: files.Kind,
-        numbers: list[int],
-        tensors: Sequence[Tensor | Column],
-        span: tuple[int, int],
-        earlier: Mapping[tuple[int, int], File],
-        unchanged: bool,
-    ) -> File:
-        """The file of ``start .. stop`` of some tensors: the earlier one, if it holds the same."""
-        start, stop = span
-        parts = [tensor[start:stop] for tensor in tensors]
-        file = earlier.get(span)
-        if file is None or not self._holds(file, {"parts": parts}, unchanged):
-            file = self.write(kind, numbers, {"parts": parts}, start, stop)
-        self._advance(sum(part.nbytes for part in parts))
+    def put(self, piece: Piece) -> File:
+        """The file of a piece: the earlier one, if it holds the same, or a new one."""
+        file, state = piece.earlier, {"parts": piece.parts}
+        held = file is not None and (
+            piece.certain or serialization.holds(self._folder / file.name, serialization.contents(state))
+        )
+        if file is None or not held:
+            file = self.write(piece.kind, piece.numbers, state, *piece.span)
+        piece.parts = []
+        self._advance(piece.n_bytes)
         return file
-
-    def _holds(self, file: File, state: Mapping[str, Any], unchanged: bool) -> bool:
-        path = self._folder / file.name
-        if not path.is_file() or path.stat().st_size != file.size:
-            return False
-        return unchanged or serialization.holds(path, serialization.contents(state))
-
-    def rows(
-        self,
-        storage: TensorStorage,
-        previous: Manifest | None,
-        since: _Mark | None,
-        now: _Mark,
-        file_bytes: int | None,
-    ) -> RowFiles:
-        layout, shape = storage.layout, storage.shape
-        per_step = math.prod(shape[1:])
-        steps = len(storage) // per_step
-        spans = _spans(steps, shape[0], per_step * layout.row_bytes, file_bytes)
-        leaves = tuple(LeafSpec(leaf.key, serialization.NAMES[leaf.dtype], leaf.shape) for leaf in layout.leaves)
-        nested = tuple(_nested_batch(layout.root, ()))
-        earlier: dict[tuple[int, int], File] = {}
-        if previous is not None and previous.rows is not None and previous.rows.leaves == leaves:
-            earlier = {(file.start, file.stop): file for file in previous.rows.files}
-        out = []
-        for number, (start, stop) in enumerate(spans):
-            same = since is not None and _unchanged(since, now, start * per_step, stop * per_step, storage.max_size)
-            out.append(self._file("rows", [number], storage.columns, (start, stop), earlier, same))
-        return RowFiles(leaves, nested, (steps, *shape[1:]), tuple(out))
-
-    def tensors(
-        self, large: list[tuple[Key, Tensor]], previous: Manifest | None, file_bytes: int | None
-    ) -> tuple[TensorFiles, ...]:
-        before = {} if previous is None else {tensor.path: tensor for tensor in previous.tensors}
-        out = []
-        for number, (path, tensor) in enumerate(large):
-            spans = _spans(len(tensor), len(tensor), tensor.nbytes // len(tensor), file_bytes)
-            name, shape = serialization.NAMES[tensor.dtype], tuple(tensor.shape)
-            known = before.get(path)
-            same_form = known is not None and (known.dtype, known.shape[1:]) == (name, shape[1:])
-            earlier = {(file.start, file.stop): file for file in known.files} if known and same_form else {}
-            parts = [self._file("tensor", [number, i], [tensor], s, earlier, False) for i, s in enumerate(spans)]
-            out.append(TensorFiles(path, name, shape, tuple(parts)))
-        return tuple(out)
-
-
-def _spans(length: int, capacity: int, item_bytes: int, file_bytes: int | None) -> list[tuple[int, int]]:
-    """``0 .. length`` in pieces. Where they are cut depends on the capacity alone, not on how much of it is filled."""
-    if file_bytes is None:
-        file_bytes = min(max(capacity * item_bytes // _FILES, _LEAST_BYTES), _MOST_BYTES)
-    step = max(1, file_bytes // max(1, item_bytes))
-    return [(start, min(start + step, length)) for start in range(0, length, step)]
-
-
-def _take_large(state: dict[str, Any], at_least: int) -> list[tuple[Key, Tensor]]:
-    """Take the large tensors other than rows out of ``state`` (None stands in for them), with their paths."""
-    large: list[tuple[Key, Tensor]] = []
-
-    def without(value: Any, path: Key) -> Any:
-        if isinstance(value, Tensor) and value.dim() > 0 and value.nbytes >= max(1, at_least):
-            large.append((path, value.detach()))
-            return None
-        if path == ("_storage",) or not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-            return value
-        return {key: without(item, (*path, key)) for key, item in value.items()}
-
-    for key, value in list(state.items()):
-        state[key] = without(value, (key,))
-    return large
-
-
-def _nested_batch(node: int | Node, path: Key) -> Iterator[tuple[Key, tuple[int, ...]]]:
-    if isinstance(node, int):
-        return
-    if node.batch_suffix:
-        yield path, node.batch_suffix
-    for name, child in node.children.items():
-        yield from _nested_batch(child, (*path, name))
 
 
 # Progress
