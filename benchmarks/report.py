@@ -123,9 +123,8 @@ def training_table(runs: Runs) -> str:
         returns = ", ".join(f"{r['mean_return']:.1f} (seed {r['seed']})" for r in results)
         minutes = sum(r["timing"]["seconds"] for r in results) / len(results) / 60
         speed = sum(r["timing"]["steps_per_second"] for r in results) / len(results)
-        rows.append([mode, returns, f"{minutes:.1f}", f"{speed:.0f}"])
-    episodes = run.data["training"][0]["episodes"]
-    head = ["`make train`", f"mean return of {episodes} episodes", "minutes", "steps a second"]
+        rows.append([mode, returns, str(results[0]["episodes"]), f"{minutes:.1f}", f"{speed:.0f}"])
+    head = ["`gpubuf train`", "mean return", "of episodes", "minutes", "steps a second"]
     return "\n\n".join([table(head, rows), described(run)])
 
 
@@ -142,12 +141,23 @@ def training_runs_table(runs: Runs) -> str:
             f"{result['steps']:,}",
             f"{result['mean_return']:.1f}",
             f"{result['std_return']:.1f}",
+            str(result["episodes"]),
             f"{result['timing']['seconds'] / 60:.1f}",
             f"{result['timing']['steps_per_second']:.0f}",
         ]
         for result in run.data["training"]
     ]
-    head = ["environment", "replay", "seed", "steps", "mean return", "deviation", "minutes", "steps a second"]
+    head = [
+        "environment",
+        "replay",
+        "seed",
+        "steps",
+        "mean return",
+        "deviation",
+        "of episodes",
+        "minutes",
+        "steps a second",
+    ]
     return "\n\n".join([table(head, rows), described(run), load_before(run)])
 
 

@@ -1,7 +1,8 @@
 """Trains with several seeds, by priority and uniformly, and writes the returns into one file of results.
 
 ``python -m benchmarks.training`` runs ``gpubuf train`` as a user does, one run after the other, on the CPU: Pendulum-v1
-with every seed in both modes, and the beginning of learning on HalfCheetah-v5 where MuJoCo is installed.
+with every seed in both modes, torch/Pendulum with every seed, and the beginning of learning on HalfCheetah-v5 where
+MuJoCo is installed.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ CHEETAH = ("--env", "HalfCheetah-v5", "--total-steps", "20000", "--eval-every", 
 
 
 def episodes(metrics: Path) -> list[dict[str, float]]:
-    """Step and return of every episode of training."""
+    """Step and return of every episode of training; on the device, the mean of all that ended between two records."""
+    names = {"episode": "return", "episodes": "mean_return"}
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
-    return [{"step": r["step"], "return": round(r["return"], 1)} for r in records if r["kind"] == "episode"]
+    return [{"step": r["step"], "return": round(r[names[r["kind"]]], 1)} for r in records if r["kind"] in names]
 
 
 def train(mode: str, seed: int, folder: Path, *arguments: str) -> dict[str, Any]:
@@ -48,14 +50,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         epilog="Further options go to the runs on Pendulum-v1.",
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default: 0 1 2")
-    parser.add_argument("--no-cheetah", action="store_true", help="leave HalfCheetah-v5 out")
+    parser.add_argument("--short", action="store_true", help="Pendulum-v1 only")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/training-<device>-<date>.json")
     options, rest = parser.parse_known_args(arguments)
     runs = [(mode, seed, tuple(rest)) for mode in MODES for seed in options.seeds]
     # the threads are each run's own choice, and stand in its result
     machine = describe("cpu")
     mujoco = version("mujoco")
-    if mujoco is None or options.no_cheetah:
+    if not options.short:
+        runs += [("prioritized", seed, ("--env", "torch/Pendulum")) for seed in options.seeds]
+    if options.short or mujoco is None:
         print("left out: HalfCheetah-v5" + ("" if mujoco else ", which needs pip install 'gpubuf[train,mujoco]'"))
     else:
         machine["versions"]["mujoco"] = mujoco

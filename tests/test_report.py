@@ -179,10 +179,10 @@ def test_training():
     results = [trained(0, -150), trained(1, -260), trained(0, -120, prioritized=False), trained(0, 700, "Cheetah-v5")]
     found = {"training": a_run(training=results)}
     short = line(block("training", found), "Pendulum-v1, prioritized, 10,000 steps")
-    assert short == ["-150.0 (seed 0), -260.0 (seed 1)", "1.5", "111"]
+    assert short == ["-150.0 (seed 0), -260.0 (seed 1)", "20", "1.5", "111"]
     text = block("training_runs", found)
-    assert "| Pendulum-v1 | prioritized | 1 | 10,000 | -260.0 | 80.0 | 1.5 | 111 |" in text
-    assert "| Pendulum-v1 | uniform | 0 | 10,000 | -120.0 | 80.0 | 1.5 | 111 |" in text
+    assert "| Pendulum-v1 | prioritized | 1 | 10,000 | -260.0 | 80.0 | 20 | 1.5 | 111 |" in text
+    assert "| Pendulum-v1 | uniform | 0 | 10,000 | -120.0 | 80.0 | 20 | 1.5 | 111 |" in text
     assert line(goals_table(found), "Pendulum-v1: mean return of the worst seed") == ["at least -250", "-260.0", "no"]
 
 
@@ -244,10 +244,19 @@ def test_checkpoints_measure_what_the_report_reads(tmp_path: Path):
     assert all(line(text, name) for name in names)
 
 
+def test_episodes_of_both_kinds_of_environments(tmp_path: Path):
+    """Gymnasium's are recorded one by one, those on the device together."""
+    lines = ['{"kind": "episode", "step": 5, "return": 1.26, "length": 5}', '{"kind": "update", "step": 6}']
+    lines += ['{"kind": "episodes", "step": 9, "episodes": 4, "mean_return": -3.0, "mean_length": 9.0}']
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("\n".join(lines))
+    assert training.episodes(path) == [{"step": 5, "return": 1.3}, {"step": 9, "return": -3.0}]
+
+
 def test_training_records_what_the_report_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """One short run of each mode, with its command and the returns of its episodes."""
     monkeypatch.setattr(runs, "result_path", lambda kind, subject: tmp_path / f"{subject}-{kind}.json")
-    training.main(["--seeds", "3", "--no-cheetah", "--total-steps", "400", "--learning-starts", "390"])
+    training.main(["--seeds", "3", "--short", "--total-steps", "400", "--learning-starts", "390"])
     data = json.loads((tmp_path / "training-cpu.json").read_text())
     assert [(r["prioritized"], r["seed"]) for r in data["training"]] == [(True, 3), (False, 3)]
     for result in data["training"]:
