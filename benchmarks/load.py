@@ -37,6 +37,8 @@ from benchmarks.load_checks import (
     require,
     update_late,
 )
+from benchmarks.machine import describe
+from benchmarks.runs import write_results
 from gpubuf import (
     LazyTensorStorage,
     PrioritizedSampler,
@@ -287,6 +289,23 @@ class Load:
         return self.result
 
 
+def recorded(result: Result, options: argparse.Namespace) -> dict[str, object]:
+    """What a file of results says about a run."""
+    return {
+        "sampler": options.sampler,
+        "capacity": options.capacity,
+        "prefetch": options.prefetch,
+        "seconds": result.seconds,
+        "counts": dict(result.counts),
+        "hours_of_training": result.counts["rows"] / RATE / 3600,
+        "rate": RATE,
+        "resident": result.resident,
+        "growth_bytes": growth(result.times, result.resident),
+        "growth_objects": growth(result.check_times, result.objects),
+        "problems": result.problems(),
+    }
+
+
 def show(result: Result, title: str) -> None:
     """A table of what was done."""
     from rich.console import Console
@@ -326,15 +345,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sampler", choices=SAMPLERS, default="prioritized", help="default: prioritized")
     parser.add_argument("--prefetch", type=int, default=2, help="default: 2")
     parser.add_argument("--seed", type=int, default=0, help="default: 0")
+    parser.add_argument("--record", action="store_true", help="write benchmarks/results/load-<device>-<date>.json")
     options = parser.parse_args(arguments)
     if options.minutes <= 0 or options.prefetch < 0 or options.capacity < 4 * BATCH:
         parser.error(f"needs a time above 0, a prefetch of at least 0 and room for {4 * BATCH} rows")
-    seconds = 60 * options.minutes
+    seconds, machine = 60 * options.minutes, describe("cpu")
     with tempfile.TemporaryDirectory() as folder, Progress(console=Console(stderr=True)) as bar:
         load = Load(options.capacity, options.sampler, options.prefetch, options.seed, Path(folder))
         task = bar.add_task(options.sampler, total=seconds)
         result = load.run(seconds, lambda passed: bar.update(task, completed=passed))
     show(result, f"{options.sampler}, {options.capacity:,} rows, prefetch {options.prefetch}")
+    if options.record:
+        write_results("load", recorded(result, options), machine, None)
     return 1 if result.problems() else 0
 
 

@@ -206,6 +206,24 @@ def checkpoints_section(runs: Runs) -> str:
     return "\n\n".join(checkpoints_table(run) for run in found)
 
 
+def load_table(runs: Runs) -> str:
+    """docs/checkpoints.md: what a buffer under load has done, and what became of its memory."""
+    run = runs.get("load")
+    if run is None:
+        return f"No run of `python -m benchmarks.load --record` is committed: {OPEN}."
+    found = run.data["load"]
+    first, last = (found["resident"][i] / 2**20 for i in (0, -1)) if found["resident"] else (0.0, 0.0)
+    sentences = (
+        f"{found['sampler']}, {found['capacity']:,} rows, prefetch {found['prefetch']}, {found['seconds'] / 60:.1f} "
+        f"minutes: the rows of {found['hours_of_training']:.2f} hours of training at {found['rate']:,} steps a second. "
+        f"Memory: {first:.1f} MiB after the warm-up, {last:.1f} MiB at the end; in the second half "
+        f"{found['growth_bytes'] / 2**20:+.2f} MiB and {found['growth_objects']:+.0f} Python objects. "
+    )
+    sentences += f"Broken: {'; '.join(found['problems'])}." if found["problems"] else "No invariant broke."
+    rows = [[name, f"{n:,}", f"{n / found['seconds']:,.1f}"] for name, n in found["counts"].items()]
+    return "\n\n".join([table(["what", "number", "a second"], rows), sentences, described(run), load_before(run)])
+
+
 def sizes_table(run: Run) -> str:
     """Slices from buffers of rising size, and by how much gpubuf's time rises."""
     rows: list[list[str]] = []
@@ -314,6 +332,7 @@ FIGURES: dict[str, Callable[[Runs], str]] = {
     "launches": launches_table,
     "resources": resources_table,
     "checkpoints": checkpoints_section,
+    "load": load_table,
     "slices": slices_section,
     "slices_in_short": lambda runs: slices_section(runs, spread=False),
 }

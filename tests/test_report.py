@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import anatomy, checkpoints, runs, training
+from benchmarks import anatomy, checkpoints, load, runs, training
 from benchmarks.goals import GOALS, Goal, goals_table
 from benchmarks.report import rewritten
 from benchmarks.runs import Run, kind_of, newest_runs, write_results
@@ -148,6 +148,21 @@ def test_checkpoints():
     assert block("checkpoints", found).count("| save | 200 |") == 2
 
 
+def test_load():
+    assert "committed: open" in block("load", {})
+    found = {"sampler": "prioritized", "capacity": 20_000, "prefetch": 2, "seconds": 180.0, "rate": 1000}
+    found |= {"counts": {"rows": 3_600_000, "saves": 90}, "hours_of_training": 1.0, "problems": []}
+    found |= {"resident": [100 * 2**20, 101 * 2**20], "growth_bytes": 2**19, "growth_objects": -3.0}
+    text = block("load", {"load": a_run(load=found)})
+    assert line(text, "rows") == ["3,600,000", "20,000.0"]
+    assert line(text, "saves") == ["90", "0.5"]
+    assert "prioritized, 20,000 rows, prefetch 2, 3.0 minutes: the rows of 1.00 hours" in text
+    assert "100.0 MiB after the warm-up, 101.0 MiB at the end; in the second half +0.50 MiB and -3 Python" in text
+    assert "No invariant broke." in text
+    found["problems"] = ["memory grew"]
+    assert "Broken: memory grew." in block("load", {"load": a_run(load=found)})
+
+
 def test_anatomy():
     assert "committed: open" in block("anatomy", {})
     parts = {"drawing": 9.2e-6, "the rest": 12.3e-6}
@@ -251,6 +266,15 @@ def test_episodes_of_both_kinds_of_environments(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("\n".join(lines))
     assert training.episodes(path) == [{"step": 5, "return": 1.3}, {"step": 9, "return": -3.0}]
+
+
+def test_load_records_what_the_report_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A run of a second."""
+    monkeypatch.setattr(runs, "result_path", lambda kind, subject: tmp_path / f"{subject}-{kind}.json")
+    load.main(["--minutes", "0.02", "--capacity", "3000", "--sampler", "uniform", "--record"])
+    data = json.loads((tmp_path / "load-cpu.json").read_text())
+    assert data["load"]["counts"]["rows"] > 0
+    assert line(block("load", {"load": Run("x", data)}), "rows")
 
 
 def test_training_records_what_the_report_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
