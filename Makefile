@@ -3,9 +3,13 @@
 
 PYTHON ?= python3
 ARGS ?=
+OUT ?=
+INTO := $(if $(OUT),--out '$(OUT)')
 JOBS ?= 2
 VENV := .venv
 PEERS := .peers
+PEER_NAMES := torchrl cpprb flashbax sb3
+READY := $(PEER_NAMES:%=$(PEERS)/%/.ready)
 DECIDES := pyproject.toml constraints.txt
 
 # pip splits these on blanks, so a checkout under "my code/" needs the URL form. pip 25.3 and later read the second one
@@ -22,8 +26,9 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help:
 	@echo "make train   train SAC on Pendulum-v1; options: ARGS='--env NAME --uniform --seed 1 ...'"
 	@echo "make test    ruff, mypy and the tests; ARGS go to pytest"
-	@echo "make bench   the benchmarks, beside TorchRL and cpprb; writes benchmarks/results/<device>-<date>.json"
-	@echo "make gpu     the gpu-marked tests and the benchmarks on an NVIDIA GPU; writes one such file"
+	@echo "make bench   all benchmarks beside TorchRL, cpprb, flashbax and Stable-Baselines3, each in its environment;"
+	@echo "             writes benchmarks/results/<device>-<date>.json and curves/, or into OUT=folder"
+	@echo "make gpu     gpu-marked tests, tuning, benchmarks and report on an NVIDIA GPU, within ten minutes; OUT=folder"
 	@echo "             (make gpu PYTHON=python3 uses that interpreter's own packages: for a machine without an index)"
 	@echo "make report  write the figures of benchmarks/results/ into README.md and docs/performance.md"
 	@echo "make clean   remove environments, caches and build products"
@@ -37,16 +42,16 @@ test: $(VENV)/.test
 	$(VENV)/bin/python -m mypy
 	$(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
-bench: $(PEERS)/.bench
-	$(PEERS)/bin/python -m benchmarks.run cpu $(ARGS)
+bench: $(VENV)/.test $(READY)
+	$(VENV)/bin/python -m benchmarks.run cpu --huge --curves $(INTO) $(ARGS)
 
 # An interpreter named on the command line is used as it is, with whatever torch it has.
 ifeq ($(origin PYTHON),command line)
 gpu:
-	$(PYTHON) -m benchmarks.run gpu $(ARGS)
+	$(PYTHON) -m benchmarks.run gpu $(INTO) $(ARGS)
 else
 gpu: $(VENV)/.test
-	$(VENV)/bin/python -m benchmarks.run gpu $(ARGS)
+	$(VENV)/bin/python -m benchmarks.run gpu $(INTO) $(ARGS)
 endif
 
 report: $(VENV)/.test
@@ -63,7 +68,7 @@ $(PYTHON) -m venv --clear $(@D)
 @touch $@
 endef
 
-$(VENV)/.created $(PEERS)/.created:
+$(VENV)/.created:
 	$(create_venv)
 
 # One environment, two stamps: training needs no test tools. The tests train, so theirs holds both.
@@ -75,9 +80,13 @@ $(VENV)/.test: $(VENV)/.created $(DECIDES)
 	$(VENV)/bin/python -m pip install -q -e '.[train,test]'
 	@touch $@ $(VENV)/.train
 
-# TorchRL's wheel asks for an older tensordict than ours, and works with it: without its dependencies, then, so that both
-# libraries are measured on one torch and one tensordict.
-$(PEERS)/.bench: $(PEERS)/.created $(DECIDES) benchmarks/peers.txt benchmarks/peers-no-deps.txt
-	$(PEERS)/bin/python -m pip install -q -e '.[train,test]' -r benchmarks/peers.txt
-	$(PEERS)/bin/python -m pip install -q --no-deps -r benchmarks/peers-no-deps.txt
-	@touch $@
+# A peer's environment holds what the peer needs beside ours, and sees the rest there, so that all are measured on one
+# torch. TorchRL's wheel asks for an older tensordict, and works with ours: without its dependencies, then. A peer that
+# can't be installed stops nobody: its benchmarks say that they are missing.
+$(PEERS)/%/.ready: benchmarks/peers/%.txt $(DECIDES) | $(VENV)/.test
+	@rm -rf $(@D)
+	@if $(VENV)/bin/python -m venv $(@D) && $(VENV)/bin/python benchmarks/peers/share.py $(@D) \
+	  && $(@D)/bin/python -m pip install -q -r $< \
+	  && { [ ! -e benchmarks/peers/$*-no-deps.txt ] || \
+	       $(@D)/bin/python -m pip install -q --no-deps -r benchmarks/peers/$*-no-deps.txt; }; \
+	then touch $@; else rm -rf $(@D); echo "$* can't be installed here: its benchmarks will be left out" >&2; fi

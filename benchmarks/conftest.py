@@ -1,53 +1,173 @@
-"""What every benchmark run shares: the device, one thread, and the versions beside the numbers."""
+"""What every benchmark run shares: which workloads, the clock, one thread, and the versions beside the numbers."""
 
 from __future__ import annotations
 
+import fnmatch
+import json
+import os
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks import clocks
 from benchmarks.machine import describe
+from benchmarks.registry import REGISTRY, TITLES, Entry, environment, in_order
 
-#: On a GPU a call only queues work: what is timed is many of them, and the wait for the last.
-CALLS_ON_GPU = 100
+#: Seconds that a benchmark is repeated for: those of the tables, and the points of curves.
+SECONDS, POINT_SECONDS = 2.0, 0.25
+SKIPPED = pytest.StashKey[list[dict[str, str]]]()
+DONE = pytest.StashKey[list[float]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--device", default="cpu", choices=("cpu", "cuda"), help="where the buffers live")
-    parser.addoption("--huge", action="store_true", help="also the buffers that take gigabytes and minutes")
+    group = parser.getgroup("gpubuf")
+    group.addoption("--device", default="cpu", choices=("cpu", "cuda"), help="where the buffers live")
+    group.addoption("--huge", action="store_true", help="also the buffers that take gigabytes and minutes")
+    group.addoption("--quick", action="store_true", help="fewer workloads, and less time for each")
+    group.addoption("--curves", action="store_true", help="also the points of the curves")
+    group.addoption("--workload", action="append", metavar="PATTERN", help="only workloads of such a name")
+    group.addoption("--library", action="append", metavar="NAME", help="only these libraries")
+    group.addoption("--environment", action="append", metavar="NAME", help="only libraries of these environments")
+    group.addoption("--seconds", type=float, help="how long a benchmark of the tables is repeated")
+    group.addoption("--deadline", type=float, help="time.time() after which nothing more is begun")
+    group.addoption("--skipped", type=Path, help="a JSON file for what was not measured, and why")
+    group.addoption("--progress", action="store_true", help="a line for each benchmark, no table at the end")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     # One thread: what is compared is the work, not how many cores a library takes for it.
     torch.set_num_threads(1)
+    os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1")
+    # JAX would take most of the GPU's memory when it starts.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    config.stash[SKIPPED] = []
+    config.stash[DONE] = []
+
+
+def chosen(config: pytest.Config) -> list[Entry]:
+    """The workloads that the options ask for."""
+    option = config.getoption
+    return [
+        entry
+        for entry in REGISTRY.values()
+        if option("--device") in entry.devices
+        and (option("--curves") or not entry.axis)
+        and (option("--huge") or not entry.huge or entry.axis)
+        and (not option("--quick") or entry.quick)
+        and (not option("--workload") or any(fnmatch.fnmatch(entry.name, p) for p in option("--workload")))
+    ]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "workload" not in metafunc.fixturenames:
+        return
+    config = metafunc.config
+    libraries, environments = config.getoption("--library"), config.getoption("--environment")
+
+    def wanted(library: str) -> bool:
+        of_these = not environments or environment(library) in environments
+        return of_these and (not libraries or library in libraries)
+
+    parameters = []
+    for workload, library in in_order(chosen(config), wanted):
+        # Microseconds on the GPU's clock are exact after fewer rounds.
+        seconds = config.getoption("--seconds") or (SECONDS if config.getoption("--device") == "cpu" else 0.5)
+        if config.getoption("--quick"):
+            seconds = min(seconds, 0.1)
+        if REGISTRY[workload].axis:
+            seconds = min(seconds, POINT_SECONDS)
+        options = {"max_time": seconds, "min_rounds": 5}
+        parameters.append(pytest.param(workload, library, marks=pytest.mark.benchmark(**options)))
+    metafunc.parametrize(("workload", "library"), parameters)
 
 
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> str:
-    chosen = request.config.getoption("--device")
-    if chosen == "cuda" and not torch.cuda.is_available():
+    kind = request.config.getoption("--device")
+    if kind == "cuda" and not torch.cuda.is_available():
         pytest.fail("--device cuda, and torch sees no CUDA device")
-    return chosen
+    return kind
+
+
+def in_time(deadline: float | None) -> None:
+    """Skip what would begin too late."""
+    if deadline is not None and time.time() > deadline:
+        pytest.skip("the time for this run was over")
+
+
+@pytest.fixture(autouse=True)
+def within_the_deadline(request: pytest.FixtureRequest) -> None:
+    in_time(request.config.getoption("--deadline"))
 
 
 @pytest.fixture
-def measure(benchmark, device: str) -> Callable[[str, str, Callable[[], object]], None]:
-    """``measure(workload, library, call)`` times the call, in the group of its workload."""
+def measure(benchmark, device: str) -> Callable[[Entry, str, Any, Callable[[], object]], None]:
+    """``measure(entry, library, filled, call)`` times the call, in the group of its workload."""
 
-    def run(workload: str, library: str, call: Callable[[], object]) -> None:
-        def many() -> None:
-            for _ in range(CALLS_ON_GPU):
-                call()
-            torch.cuda.synchronize()
-
-        calls = CALLS_ON_GPU if device == "cuda" else 1
-        benchmark.group = workload
-        benchmark.extra_info.update(workload=workload, library=library, device=device, calls=calls)
-        benchmark(many if device == "cuda" else call)
+    def run(entry: Entry, library: str, filled: Any, call: Callable[[], object]) -> None:
+        clock = clocks.of(filled, device)
+        many, calls = clocks.repeated(call, clock)
+        traffic = entry.traffic(library, device) if entry.traffic else None
+        benchmark.group = entry.name
+        benchmark.extra_info.update(
+            workload=entry.name,
+            library=library,
+            device=device,
+            calls=calls,
+            clock=clock.name,
+            title=entry.title,
+            operation=entry.operation,
+            capacity=entry.sizes.capacity,
+            batch=entry.sizes.batch,
+            row_bytes=entry.sizes.row_bytes,
+            **({"axis": entry.axis, "value": entry.value} if entry.axis else {}),
+            **({"bytes": traffic.bytes, "launches": traffic.launches, "bus": traffic.bus} if traffic else {}),
+            **entry.extra(filled, library),
+        )
+        benchmark._timer = clock.timer
+        benchmark(many)
 
     return run
+
+
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
+    """Remember what was not measured, and say what was."""
+    named = getattr(item, "callspec", None)
+    if named is None or call.when == "teardown" or (call.when == "setup" and call.excinfo is None):
+        return
+    workload, library = named.params["workload"], named.params["library"]
+    benchmark = getattr(item, "funcargs", {}).get("benchmark")
+    if call.excinfo is not None:
+        skipped = call.excinfo.errisinstance(pytest.skip.Exception)
+        reason = str(call.excinfo.value) if skipped else f"failed: {call.excinfo.exconly()}"
+        item.config.stash[SKIPPED].append({"workload": workload, "library": library, "reason": reason})
+        outcome = f"not measured: {reason.splitlines()[0][:90]}" if skipped else "FAILED"
+    elif benchmark is None or benchmark.stats is None:
+        return
+    else:
+        outcome = f"{benchmark.stats.stats.median / benchmark.extra_info['calls'] * 1e6:.2f} µs"
+    item.config.stash[DONE].append(0.0)
+    reporter = item.config.pluginmanager.get_plugin("terminalreporter")
+    if item.config.getoption("--progress") and reporter is not None:
+        count = f"{len(item.config.stash[DONE])}/{item.session.testscollected}"
+        reporter.write_line(f"{count:>9}  {REGISTRY[workload].title:<46} {TITLES[library]:<26} {outcome}")
+
+
+def pytest_report_teststatus(report: pytest.TestReport, config: pytest.Config) -> tuple[str, str, str] | None:
+    """No dots between the lines of progress."""
+    if config.getoption("--progress") and not report.failed:
+        return ("skipped" if report.skipped else "passed" if report.when == "call" else "", "", "")
+    return None
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    path = session.config.getoption("--skipped")
+    if path is not None:
+        path.write_text(json.dumps(session.config.stash[SKIPPED], indent=1))
 
 
 def pytest_benchmark_generate_machine_info(config: pytest.Config) -> dict[str, Any]:

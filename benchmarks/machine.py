@@ -12,7 +12,10 @@ from typing import Any
 
 import torch
 
-PACKAGES = ("torch", "triton", "tensordict", "numba", "numpy", "gymnasium", "torchrl", "cpprb")
+PACKAGES = (
+    *("torch", "triton", "tensordict", "numba", "numpy", "gymnasium"),
+    *("torchrl", "cpprb", "flashbax", "jax", "jaxlib", "stable-baselines3"),
+)
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -47,8 +50,8 @@ def describe(kind: str) -> dict[str, Any]:
     }
 
 
-def result_path(kind: str, subject: str = "") -> Path:
+def result_path(kind: str, subject: str = "", folder: Path = RESULTS) -> Path:
     """``benchmarks/results/nvidia-h200-2026-11-21.json``, ``.../training-cpu-epyc-2026-11-21.json`` and the like."""
     named = f"{subject} {'' if kind == 'cuda' else kind} {device_name(kind)}"
     slug = re.sub(r"[^a-z0-9]+", "-", named.lower()).strip("-")
-    return RESULTS / f"{slug}-{datetime.date.today().isoformat()}.json"
+    return folder / f"{slug}-{datetime.date.today().isoformat()}.json"

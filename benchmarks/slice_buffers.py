@@ -18,7 +18,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from benchmarks.libraries import ALPHA, BETA, EPS, UnavailableError
-from benchmarks.workloads import transitions
+from benchmarks.sources import transitions
 
 END_KEY = ("next", "done")
 
@@ -97,6 +97,8 @@ class Scene:
         at_a_time: steps of a write that is timed.
         chunk: steps of a write that fills the buffer.
         prioritized: slices start by priority.
+        envs: environments of the stream.
+        row_bytes: bytes of a row of it.
     """
 
     stream: Callable[[], Stream]
@@ -107,6 +109,8 @@ class Scene:
     at_a_time: int = 1
     chunk: int = 1_000_000
     prioritized: bool = False
+    envs: int = 1
+    row_bytes: int = 2
 
     @property
     def batch_size(self) -> int:

@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.libraries import ALPHA, BETA, EPS
 from benchmarks.slice_buffers import Scene, SliceBuffer, Stream, environments_stream, thin_stream, wide_stream
+from benchmarks.sources import TRANSITIONS
 from benchmarks.workloads import OVERWHELMING, POOL
 
 
@@ -183,8 +184,8 @@ def _of_size(stored: int, capacity: int) -> Iterator[SliceWorkload]:
         )
 
 
-def _filling(name: str, title: str, stream: Callable[[], Stream], capacity: int) -> SliceWorkload:
-    scene = Scene(stream, capacity, stored=0, n_slices=256, slice_len=4, at_a_time=4096)
+def _filling(name: str, title: str, stream: Callable[[], Stream], capacity: int, row_bytes: int) -> SliceWorkload:
+    scene = Scene(stream, capacity, stored=0, n_slices=256, slice_len=4, at_a_time=4096, row_bytes=row_bytes)
     return SliceWorkload(name, title, scene, filling, ("gpubuf-random", "gpubuf", "torchrl"))
 
 
@@ -195,6 +196,8 @@ _ENVS = Scene(
     n_slices=1024,
     slice_len=8,
     chunk=50,
+    envs=ENVS,
+    row_bytes=TRANSITIONS.row_bytes,
 )
 _PRIORITIZED = Scene(
     lambda: wide_stream(1_000_000, 100),
@@ -204,11 +207,18 @@ _PRIORITIZED = Scene(
     slice_len=8,
     chunk=100_000,
     prioritized=True,
+    row_bytes=TRANSITIONS.row_bytes,
 )
 _ALL = (
     *(workload for size in SIZES for workload in _of_size(*size)),
-    _filling("filling-4096", "write 4096 rows of 2 bytes", lambda: thin_stream(512_000), 6_000_000),
-    _filling("filling-transitions-4096", "write 4096 transitions", lambda: wide_stream(512_000, 500), 1_000_000),
+    _filling("filling-4096", "write 4096 rows of 2 bytes", lambda: thin_stream(512_000), 6_000_000, 2),
+    _filling(
+        "filling-transitions-4096",
+        "write 4096 transitions",
+        lambda: wide_stream(512_000, 500),
+        1_000_000,
+        TRANSITIONS.row_bytes,
+    ),
     SliceWorkload("slices-envs-sample", f"{ENVS} environments: sample", _ENVS, sampling),
     SliceWorkload(
         "slices-envs-write-and-sample", f"{ENVS} environments: write a step and sample", _ENVS, writing_and_sampling

@@ -4,19 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from benchmarks.registry import TITLES as TITLES
 from benchmarks.runs import Run
 from benchmarks.slices import SLICES
 
 OPEN = "open"
-#: By the names that stand in the files.
-TITLES = {
-    "gpubuf": "gpubuf",
-    "gpubuf-random": "gpubuf without an index",
-    "torchrl": "TorchRL",
-    "torchrl-uncached": "TorchRL, uncached",
-    "cpprb": "cpprb",
-    "plain": "plain PyTorch",
-}
 
 
 def digits(value: float) -> str:

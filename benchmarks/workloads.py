@@ -1,44 +1,33 @@
-"""The workloads: what is done, to how many transitions, and how its result is checked before it is timed.
+"""Replay: what is done, to how many rows, and how its result is checked before it is timed.
 
-Every library gets the same transitions, in the same order, and the same indices and priorities. The transitions carry
-their row number in the first action, so that a batch tells which rows it was made of.
+Every library gets the same rows, in the same order, and the same indices and priorities. The rows carry their number,
+so that a batch tells which rows it was made of.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import cycle
 from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
+from benchmarks import floor
+from benchmarks.floor import Traffic
 from benchmarks.libraries import ALPHA, BETA, EPS, Library
+from benchmarks.sources import TRANSITIONS, Layout, Source
 
 CAPACITY = 1_000_000
 #: Different batches that a benchmark goes through in turn, so that none of them stays in the caches.
 POOL = 64
-
-
-def transitions(n: int, seed: int = 0) -> TensorDict:
-    """``n`` transitions of 17 + 6 + 17 float32, reward, done and terminated; ``action[:, 0]`` is the row number."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(width: int) -> Tensor:
-        return torch.randn(n, width, generator=generator)
-
-    action = normal(6)
-    # exact in float32 up to 2**24 rows
-    action[:, 0] = torch.arange(n)
-    terminated = torch.rand(n, 1, generator=generator) < 0.001
-    done = terminated | (torch.rand(n, 1, generator=generator) < 0.001)
-    after = {"observation": normal(17), "reward": normal(1), "done": done, "terminated": terminated}
-    return TensorDict(
-        {"observation": normal(17), "action": action, "next": TensorDict(after, batch_size=[n])}, batch_size=[n]
-    )
+#: Rows after which priorities that all rows are given repeat, a prime; and rows of one update.
+PERIOD, AT_A_TIME = 1009, 1_000_000
+#: So far above the others that nothing else is drawn.
+OVERWHELMING = 1e20
 
 
 def draws(n: int, capacity: int) -> list[tuple[Tensor, Tensor]]:
@@ -52,33 +41,56 @@ def draws(n: int, capacity: int) -> list[tuple[Tensor, Tensor]]:
 
 def row_numbers(library: Library, batch: Any) -> np.ndarray:
     """Which rows a sampled batch is made of."""
-    return library.columns(batch)["action"][:, 0].astype(np.int64)
+    return library.columns(batch)[library.source.layout.number][:, 0].astype(np.int64)
 
 
-def check_rows(columns: dict[str, np.ndarray], source: TensorDict, n: int) -> np.ndarray:
-    """Assert that a batch holds ``n`` whole transitions of the source; return their row numbers."""
-    row = columns["action"][:, 0].astype(np.int64)
+def check_contents(library: Library, columns: dict[str, np.ndarray], row: np.ndarray) -> None:
+    """Assert that these are the whole rows of these numbers, but for columns that the library doesn't give back."""
+    for name, expected in library.source.columns(row).items():
+        if name not in library.lacks:
+            np.testing.assert_array_equal(columns[name], expected, err_msg=name)
+
+
+def check_rows(library: Library, columns: dict[str, np.ndarray], n: int) -> np.ndarray:
+    """Assert that a batch holds ``n`` whole rows of the source, where it says; return their numbers."""
+    row = columns[library.source.layout.number][:, 0].astype(np.int64)
     assert row.shape == (n,)
-    for name, column in source.flatten_keys(".").items():
-        np.testing.assert_array_equal(columns[name], column.numpy()[row], err_msg=name)
+    assert ((row >= 0) & (row < len(library.source))).all()
+    check_contents(library, columns, row)
     if "index" in columns:
         np.testing.assert_array_equal(columns["index"], row)
     return row
 
 
-def set_all_priorities(library: Library, source: TensorDict) -> np.ndarray:
-    """Give every row a priority of its own; returns them."""
-    priority = torch.rand(len(source), generator=torch.Generator().manual_seed(2)) + 0.1
-    library.update(*library.priorities(torch.arange(len(source)), priority))
-    return priority.numpy().astype(np.float64)
+@lru_cache(maxsize=1)
+def priorities() -> np.ndarray:
+    """Priorities of the first :data:`PERIOD` rows, float32; the next rows have the same again."""
+    return (torch.rand(PERIOD, generator=torch.Generator().manual_seed(2)) + 0.1).numpy()
 
 
-def check_weights(library: Library, priority: np.ndarray, source: TensorDict, n: int) -> None:
-    """Assert that a prioritized batch has whole rows and the weights of the formula (Schaul et al., 2016)."""
+def set_known_priorities(library: Library, n: int) -> None:
+    """Give the first ``n`` rows their :func:`priorities`."""
+    for start in range(0, n, AT_A_TIME):
+        index = np.arange(start, min(start + AT_A_TIME, n))
+        library.update(*library.priorities(torch.from_numpy(index), torch.from_numpy(priorities()[index % PERIOD])))
+
+
+def know_priorities(library: Library) -> None:
+    """Make sure that all rows have their :func:`priorities`: of a large buffer, once."""
+    if not library.priorities_known:
+        set_known_priorities(library, len(library.source))
+        library.priorities_known = True
+
+
+def check_weights(library: Library, n: int) -> None:
+    """Assert that a batch has whole rows, and weights by the formula (Schaul et al., 2016) for :func:`priorities`."""
     columns = library.columns(library.sample(n))
-    row = check_rows(columns, source, n)
-    weight = (priority + EPS) ** ALPHA
-    np.testing.assert_allclose(columns["weight"].ravel(), (weight[row] / weight.min()) ** -BETA, rtol=1e-5)
+    row = check_rows(library, columns, n)
+    weight = (priorities()[: len(library.source)].astype(np.float64) + EPS) ** ALPHA
+    expected = (weight[row % PERIOD] / weight.min()) ** -BETA
+    if library.weights_over == "batch":
+        expected /= expected.max()
+    np.testing.assert_allclose(columns["weight"].ravel(), expected, rtol=1e-5)
 
 
 def check_draws_only(library: Library, rows: np.ndarray, n: int) -> None:
@@ -88,103 +100,160 @@ def check_draws_only(library: Library, rows: np.ndarray, n: int) -> None:
     assert np.unique(drawn).size > 1
 
 
-def sampling(library: Library, source: TensorDict, n: int) -> Callable[[], object]:
+def sampling(library: Library, n: int) -> Callable[[], object]:
     """Draw a batch."""
     if library.prioritized:
-        check_weights(library, set_all_priorities(library, source), source, n)
+        know_priorities(library)
+        check_weights(library, n)
     else:
-        row = check_rows(library.columns(library.sample(n)), source, n)
-        assert np.unique(row).size > n // 2
+        row = check_rows(library, library.columns(library.sample(n)), n)
+        assert np.unique(row).size > min(n, len(library.source)) // 2
     sample = library.sample
     return lambda: sample(n)
 
 
-#: So far above the others that nothing else is drawn.
-OVERWHELMING = 1e20
-
-
-def updating(library: Library, source: TensorDict, n: int) -> Callable[[], object]:
+def updating(library: Library, n: int) -> Callable[[], object]:
     """Set the priorities of a batch of rows."""
-    set_all_priorities(library, source)
-    pool = [library.priorities(index, priority) for index, priority in draws(n, len(source))]
-    index, priority = draws(n, len(source))[0]
-    library.update(*library.priorities(index, torch.full_like(priority, OVERWHELMING)))
-    check_draws_only(library, index.numpy(), n)
-    library.update(*pool[0])
+    library.priorities_known = False
+    chosen = draws(n, len(library.source))
+    pool = [library.priorities(index, priority) for index, priority in chosen]
+    for index, priority in chosen[:2]:
+        library.update(*library.priorities(index, torch.full_like(priority, OVERWHELMING)))
+        check_draws_only(library, index.numpy(), n)
+        library.update(*library.priorities(index, priority))
     batches, update = cycle(pool), library.update
     return lambda: update(*next(batches))
 
 
-def stepping(library: Library, source: TensorDict, n: int) -> Callable[[], object]:
+def stepping(library: Library, n: int) -> Callable[[], object]:
     """Draw a batch, then set the priorities of the rows drawn."""
-    priority = set_all_priorities(library, source)
-    check_weights(library, priority, source, n)
-    pool = [library.priorities(index, priority)[1] for index, priority in draws(n, len(source))]
+    know_priorities(library)
+    check_weights(library, n)
+    pool = [library.priorities(index, priority)[1] for index, priority in draws(n, len(library.source))]
     # twice the rows that a batch draws, so that half of them at least keep their overwhelming priority
     library.update(*library.priorities(torch.arange(2 * n), torch.full((2 * n,), OVERWHELMING)))
     drawn = row_numbers(library, library.step(n, pool[0]))
     assert (drawn < 2 * n).all()
     check_draws_only(library, np.setdiff1d(np.arange(2 * n), drawn), n)
-    set_all_priorities(library, source)
+    set_known_priorities(library, 2 * n)
+    library.priorities_known = False
     batches, step = cycle(pool), library.step
     return lambda: step(n, next(batches))
 
 
-def extending(library: Library, source: TensorDict, n: int) -> Callable[[], object]:
+def extending(library: Library, n: int) -> Callable[[], object]:
     """Write a batch of rows at the cursor. Written are rows that were there before, so that each stays whole."""
+    source = library.source
+    library.extend(library.rows(source.rows(n, n)))
+    # Where the first rows were, there are now those after them, and nothing else has changed.
+    position = np.arange(min(3 * n, len(source)))
+    check_contents(library, library.stored(position), np.where(position < n, position + n, position))
     starts = range(0, min(POOL * n, len(source) - n + 1), n)
-    pool = [library.rows(source[start : start + n].clone()) for start in starts]
-    marked = source[:n].clone()
-    marked["next", "reward"] += 1.0
-    library.extend(library.rows(marked))
-    read_back(library, source, marked, n)
-    batches, extend = cycle(pool), library.extend
+    batches, extend = cycle([library.rows(source.rows(start, n)) for start in starts]), library.extend
     return lambda: extend(next(batches))
 
 
-def read_back(library: Library, source: TensorDict, marked: TensorDict, n: int) -> None:
-    """Assert that exactly the first ``n`` rows are the marked ones."""
-    reward = torch.cat([marked["next", "reward"], source["next", "reward"][n:]])
-    expected = TensorDict({**source, "next": TensorDict({**source["next"], "reward": reward})}, [len(source)])
-    # enough draws that some of the rows written come up
-    seen = np.concatenate([check_rows(library.columns(library.sample(4096)), expected, 4096) for _ in range(64)])
-    assert (seen < n).any()
-    assert (seen >= n).any()
+@dataclass(frozen=True)
+class Operation:
+    """What is done to a batch.
+
+    Attributes:
+        title: what it is, for people.
+        prepare: checks the library against the oracle, and returns what is timed.
+        prioritized: which of the two buffers.
+        traffic: what one call has to do, of (batch, layout, capacity, device).
+        last: nothing else can be checked on the buffer afterwards.
+    """
+
+    title: str
+    prepare: Callable[[Library, int], Callable[[], object]]
+    prioritized: bool
+    traffic: Callable[[int, Layout, int, str], Traffic]
+    last: bool = False
+
+
+UNIFORM_SAMPLE = Operation(
+    "uniform sample", sampling, False, lambda n, layout, capacity, device: floor.gather(n, layout.row_bytes)
+)
+EXTEND = Operation(
+    "extend", extending, False, lambda n, layout, capacity, device: floor.write(n, layout.row_bytes), last=True
+)
+PRIORITIZED_SAMPLE = Operation(
+    "prioritized sample",
+    sampling,
+    True,
+    lambda n, layout, capacity, device: floor.draw(n) + floor.gather(n, layout.row_bytes),
+)
+PRIORITY_UPDATE = Operation(
+    "priority update",
+    updating,
+    True,
+    lambda n, layout, capacity, device: floor.set_priorities(n, capacity, device),
+)
+SAMPLE_AND_UPDATE = Operation(
+    "sample and update",
+    stepping,
+    True,
+    lambda n, layout, capacity, device: (
+        PRIORITIZED_SAMPLE.traffic(n, layout, capacity, device) + PRIORITY_UPDATE.traffic(n, layout, capacity, device)
+    ),
+)
+PRIORITIZED_EXTEND = Operation(
+    "prioritized extend",
+    extending,
+    True,
+    lambda n, layout, capacity, device: floor.write(n, layout.row_bytes) + floor.set_priorities(n, capacity, device),
+    last=True,
+)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One operation on a batch of one size.
+    """One operation on a full buffer.
 
     Attributes:
-        title: what it is, for people.
-        operation: checks the library against the oracle, and returns what is timed.
-        batch: number of transitions.
-        prioritized: which of the two buffers.
+        operation: what is done.
+        batch: number of rows.
+        capacity: rows of the buffer.
+        layout: what a row is made of.
     """
 
-    title: str
-    operation: Callable[[Library, TensorDict, int], Callable[[], object]]
+    operation: Operation
     batch: int
-    prioritized: bool
+    capacity: int = CAPACITY
+    layout: Layout = TRANSITIONS
 
     @property
     def name(self) -> str:
         """``uniform-sample-256`` for "uniform sample" and 256."""
-        return f"{self.title.replace(' ', '-')}-{self.batch}"
+        return f"{self.operation.title.replace(' ', '-')}-{self.batch}"
+
+    def source(self) -> Source:
+        """What the buffer is filled with."""
+        return Source(self.layout, self.capacity)
+
+    def prepare(self, library: Library) -> Callable[[], object]:
+        """Check the library against the oracle, and return what is timed."""
+        call = self.operation.prepare(library, self.batch)
+        library.settle(call)
+        return call
+
+    def traffic(self, device: str) -> Traffic:
+        """What one call has to do."""
+        return self.operation.traffic(self.batch, self.layout, self.capacity, device)
 
 
 _ALL = (
-    Workload("uniform sample", sampling, 256, prioritized=False),
-    Workload("uniform sample", sampling, 4096, prioritized=False),
-    Workload("extend", extending, 256, prioritized=False),
-    Workload("prioritized sample", sampling, 256, prioritized=True),
-    Workload("prioritized sample", sampling, 4096, prioritized=True),
-    Workload("priority update", updating, 256, prioritized=True),
-    Workload("priority update", updating, 4096, prioritized=True),
-    Workload("sample and update", stepping, 256, prioritized=True),
-    Workload("sample and update", stepping, 4096, prioritized=True),
-    Workload("prioritized extend", extending, 256, prioritized=True),
+    Workload(UNIFORM_SAMPLE, 256),
+    Workload(UNIFORM_SAMPLE, 4096),
+    Workload(EXTEND, 256),
+    Workload(PRIORITIZED_SAMPLE, 256),
+    Workload(PRIORITIZED_SAMPLE, 4096),
+    Workload(PRIORITY_UPDATE, 256),
+    Workload(PRIORITY_UPDATE, 4096),
+    Workload(SAMPLE_AND_UPDATE, 256),
+    Workload(SAMPLE_AND_UPDATE, 4096),
+    Workload(PRIORITIZED_EXTEND, 256),
 )
 #: By name.
 WORKLOADS = {workload.name: workload for workload in _ALL}

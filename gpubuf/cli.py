@@ -12,11 +12,11 @@ import sys
 from collections.abc import Sequence
 
 import gpubuf
-from gpubuf.commands import info, plan, train, tune
+from gpubuf.commands import bench, info, plan, train, tune
 from gpubuf.train.config import UsageError
 
 #: What imports PyTorch or takes time is imported by a command's ``run``: help and mistyped options answer at once.
-COMMANDS = {"train": train, "plan": plan, "tune": tune, "info": info}
+COMMANDS = {"train": train, "plan": plan, "tune": tune, "info": info, "bench": bench}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

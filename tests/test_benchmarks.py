@@ -1,100 +1,16 @@
-"""The benchmarks check what they time, and the pages say what was measured."""
+"""The pages say what was measured, and the files of results where."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tensordict import TensorDict
 
-from benchmarks import report, run
-from benchmarks.libraries import LIBRARIES, Gpubuf, UnavailableError
+from benchmarks import report
 from benchmarks.machine import RESULTS
 from benchmarks.report import Run, label, microseconds, newest_runs, rewritten
-from benchmarks.workloads import WORKLOADS, transitions
-
-CAPACITY = 10_000
-
-
-@pytest.fixture(scope="module")
-def source() -> TensorDict:
-    return transitions(CAPACITY)
-
-
-@pytest.mark.parametrize("workload", WORKLOADS.values(), ids=lambda workload: workload.name)
-def test_workload_runs_and_agrees_with_its_oracle(workload: Any, source: TensorDict):
-    """Every workload on a small buffer of ours: the check passes, and the timed call can be repeated."""
-    call = workload.operation(Gpubuf(source, workload.prioritized, "cpu"), source, workload.batch)
-    for _ in range(3):
-        call()
-
-
-class MixesRows(Gpubuf):
-    """Returns every reward one row off."""
-
-    def columns(self, batch: Any) -> Any:
-        columns = super().columns(batch)
-        columns["next.reward"] = columns["next.reward"][::-1]
-        return columns
-
-
-class IgnoresUpdates(Gpubuf):
-    """Forgets all priorities but the first ones."""
-
-    def open(self, capacity: int) -> None:
-        super().open(capacity)
-        update, calls = self.update, []
-        self.update = lambda *given: calls or calls.append(update(*given))
-
-
-class DropsWrites(Gpubuf):
-    """Forgets all rows but those of a new buffer."""
-
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self.extend = lambda rows: None
-
-
-class IgnoresWeights(Gpubuf):
-    """Importance weights of one throughout."""
-
-    def columns(self, batch: Any) -> Any:
-        columns = super().columns(batch)
-        if "weight" in columns:
-            columns["weight"] = columns["weight"] * 0 + 1
-        return columns
-
-
-@pytest.mark.parametrize(
-    ("faulty", "workload"),
-    [
-        (MixesRows, "uniform-sample-256"),
-        (MixesRows, "prioritized-sample-256"),
-        (IgnoresWeights, "prioritized-sample-256"),
-        (IgnoresUpdates, "priority-update-256"),
-        (IgnoresUpdates, "sample-and-update-256"),
-        (DropsWrites, "extend-256"),
-    ],
-)
-def test_oracle_refuses_a_faulty_library(faulty: type[Gpubuf], workload: str, source: TensorDict):
-    chosen = WORKLOADS[workload]
-    library = faulty(source, chosen.prioritized, "cpu")
-    with pytest.raises(AssertionError):
-        chosen.operation(library, source, chosen.batch)
-
-
-def test_a_peer_that_is_absent_says_so(source: TensorDict, monkeypatch: pytest.MonkeyPatch):
-    """A benchmark of it is skipped with the reason, and does not fail."""
-    for module, name in (("cpprb", "cpprb"), ("torchrl", "torchrl"), ("torchrl.data", "torchrl")):
-        monkeypatch.setitem(sys.modules, module, None)
-        with pytest.raises(UnavailableError, match="not installed"):
-            LIBRARIES[name](source, False, "cpu")
-    with pytest.raises(UnavailableError, match="no buffer on cuda"):
-        LIBRARIES["cpprb"](source, False, "cuda")
 
 
 def entry(workload: str, library: str, median: float, calls: int = 1) -> dict[str, Any]:
@@ -229,24 +145,3 @@ def test_committed_results_say_where_they_come_from():
         for benchmark in data.get("benchmarks", []):
             assert {"workload", "library", "device", "calls"} <= benchmark["extra_info"].keys(), path
             assert "data" not in benchmark["stats"], path
-
-
-def test_outcomes_are_read_from_the_report(tmp_path: Path):
-    report = tmp_path / "report.xml"
-    report.write_text(
-        '<testsuites><testsuite><testcase classname="t" name="good"/>'
-        '<testcase classname="t" name="bad"><failure message="no"/></testcase>'
-        '<testcase classname="t" name="broken"><error message="no"/></testcase>'
-        '<testcase classname="t" name="left"><skipped message="no"/></testcase></testsuite></testsuites>'
-    )
-    expected = {"passed": 1, "failed": 2, "skipped": 1, "failures": ["t::bad", "t::broken"]}
-    assert run.outcomes(report) == expected
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_without_a_gpu_the_gpu_run_says_so(capsys: pytest.CaptureFixture[str]):
-    """Exit code 2, and what to do about it; nothing is written."""
-    before = set(RESULTS.glob("*"))
-    assert run.main(["gpu"]) == 2
-    assert "make gpu PYTHON=python3" in capsys.readouterr().err
-    assert set(RESULTS.glob("*")) == before

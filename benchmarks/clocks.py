@@ -1,0 +1,83 @@
+"""What calls are timed with.
+
+On a CPU that is the wall clock around one call. On a GPU a call only queues work: many calls are timed together, on the
+GPU's own clock, between an event before the first and an event after the last of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+#: A round on a GPU takes about so long, and has so many calls at most.
+ROUND_SECONDS, MOST_CALLS = 0.005, 100
+
+
+@dataclass(frozen=True)
+class Clock:
+    """How a call is timed.
+
+    Attributes:
+        name: ``"wall"`` or ``"events"``.
+        timer: seconds since some moment, once everything queued so far is done.
+        wait: returns once everything queued so far is done; None: nothing is ever queued.
+    """
+
+    name: str
+    timer: Callable[[], float]
+    wait: Callable[[], None] | None = None
+
+
+class EventTimer:
+    """Seconds on the GPU's clock since the first call, by CUDA events on the current stream. Every call waits.
+
+    Steps between calls are added up: an event tells milliseconds in float32, which is exact over a round and not over
+    hours.
+    """
+
+    def __init__(self) -> None:
+        self.last: Any = None
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        event.synchronize()
+        if self.last is not None:
+            self.seconds += self.last.elapsed_time(event) / 1e3
+        self.last = event
+        return self.seconds
+
+
+def of(filled: Any, device: str) -> Clock:
+    """The clock for calls on what was filled: a library that has a stream of its own is not on PyTorch's events."""
+    if device == "cpu":
+        return Clock("wall", time.perf_counter)
+    if getattr(filled, "clock", "events") == "events":
+        return Clock("events", EventTimer(), torch.cuda.synchronize)
+    return Clock("wall", time.perf_counter, filled.wait)
+
+
+def repeated(call: Callable[[], object], clock: Clock) -> tuple[Callable[[], object], int]:
+    """What is timed as one round, and how many calls it has: one on a CPU, many where calls are queued."""
+    if clock.wait is None:
+        return call, 1
+    call()
+    clock.wait()
+    start = time.perf_counter()
+    call()
+    clock.wait()
+    took = max(time.perf_counter() - start, 1e-9)
+    calls = max(1, min(MOST_CALLS, int(ROUND_SECONDS / took)))
+    wait = clock.wait
+
+    def many() -> None:
+        for _ in range(calls):
+            call()
+        wait()
+
+    return many, calls
