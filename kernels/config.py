@@ -45,24 +45,31 @@ def using(**configurations: Any) -> Iterator[None]:
 
     It holds for the whole process, all threads included. Fan-outs are given to the operations instead.
     """
-    before = dict(_explicit)
-    _explicit.update(configurations)
+    with _restored():
+        _explicit.update(configurations)
+        yield
+
+
+@contextlib.contextmanager
+def by_rule() -> Iterator[None]:
+    """Choose by rule alone, whatever files or a :func:`using` around this say: for tuning. As far-reaching as that."""
+    global _use_files
+    with _restored():
+        _explicit.clear()
+        _use_files = False
+        yield
+
+
+@contextlib.contextmanager
+def _restored() -> Iterator[None]:
+    global _use_files
+    before = dict(_explicit), _use_files
     try:
         yield
     finally:
         _explicit.clear()
-        _explicit.update(before)
-
-
-@contextlib.contextmanager
-def without_files() -> Iterator[None]:
-    """Choose as if there were no tuned files: for tuning. It holds for the whole process, all threads included."""
-    global _use_files
-    before, _use_files = _use_files, False
-    try:
-        yield
-    finally:
-        _use_files = before
+        _explicit.update(before[0])
+        _use_files = before[1]
 
 
 @functools.cache

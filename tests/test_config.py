@@ -237,10 +237,16 @@ class TestUsing:
             assert config.sac_rows(300) != BlockConfig(32, 1)
         assert config.tree_draw(32, 256) == rule
 
-    def test_without_files(self, directory):
-        assert config.tree_draw(32, 256, DEVICE, directory) == DrawConfig(2, 1)
-        with config.without_files():
-            assert config.tree_draw(32, 256, DEVICE, directory) == config.tree_draw(32, 256)
+    def test_by_rule(self, directory):
+        """Neither files nor what is in force around it; but what is said inside."""
+        rule = config.tree_draw(32, 256)
+        with config.using(sum_tree_draw=DrawConfig(8, 4)):
+            with config.by_rule():
+                assert config.tree_draw(32, 256, DEVICE, directory) == rule
+                with config.using(sum_tree_draw=DrawConfig(1, 2)):
+                    assert config.tree_draw(32, 256, DEVICE, directory) == DrawConfig(1, 2)
+                assert config.tree_draw(32, 256, DEVICE, directory) == rule
+            assert config.tree_draw(32, 256) == DrawConfig(8, 4)
         assert config.tree_draw(32, 256, DEVICE, directory) == DrawConfig(2, 1)
 
     def test_left_by_an_error(self):

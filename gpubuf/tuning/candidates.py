@@ -16,8 +16,9 @@ THREAD_ELEMENTS = 64
 """Elements of a tile that a thread may hold in a candidate: with more, the registers can't suffice."""
 
 
+@config.by_rule()
 def rule(operation: str, sizes: dict[str, int], steps: int = 0) -> Any:
-    """What is chosen without a tuned file.
+    """What is chosen where nothing else is said.
 
     Args:
         operation: a name of :data:`gpubuf.kernels._spaces.SPACES`.

@@ -153,7 +153,7 @@ def tune(
     results = []
     if reporter is not None:
         reporter.start(len(todo))
-    with config.without_files():
+    with config.by_rule():
         for number, job in enumerate(todo):
             now = clock()
             share = _WEIGHTS.get(job.operation, 1) / sum(_WEIGHTS.get(other.operation, 1) for other in todo[number:])

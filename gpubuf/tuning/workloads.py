@@ -96,9 +96,8 @@ class Bench:
             rows_of = TensorDict(batch_size=[n], device=self.device)
             for key, dtype, shape in self.shapes.row:
                 # Bytes of 0 and 1 are valid whatever the dtype, booleans included, and never a NaN.
-                n_bytes = math.prod(shape) * dtype.itemsize
-                tensor = torch.empty((n, n_bytes), dtype=torch.uint8, device=self.device)
-                tensor.random_(0, 2, generator=generator)
+                n_bytes = n * math.prod(shape) * dtype.itemsize
+                tensor = torch.empty(n_bytes, dtype=torch.uint8, device=self.device).random_(0, 2, generator=generator)
                 rows_of[key] = tensor.view(dtype).view(n, *shape)
             self._storages[use, n] = TensorStorage(rows_of, device=self.device)
         return self._storages[use, n]
@@ -287,7 +286,8 @@ class _Index:
     ) -> None:
         self.steps, self.envs, self.fan_out = shapes.steps(capacity), shapes.envs, fan_out
         self.by_id, self.rotations = by_id, rotations
-        self.rule = trajectories.Rule(shapes.slice_len, shapes.slice_len)
+        # Short trajectories count as well: a small ring may have no others.
+        self.rule = trajectories.Rule(shapes.slice_len)
         row = torch.arange(self.steps * self.envs, device=device)
         # As 37 steps lie between the ends of neighbours, no step ends all trajectories.
         place = row // self.envs + 37 * (row % self.envs)
@@ -344,6 +344,8 @@ class _Index:
     def draws(self, n: int) -> Workload:
         """Draws of ``n`` slices."""
         rng, ring = RandomState(0, device=self.ends.device), self._ring(0)
+        # What is timed must find trajectories.
+        self._rebuild(ring)
         draw = functools.partial(
             trajectories.draw,
             self.ends,
