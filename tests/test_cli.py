@@ -13,6 +13,7 @@ import gpubuf
 from gpubuf.cli import main
 from gpubuf.commands import train as train_command
 from gpubuf.train import progress
+from gpubuf.train.config import defaults
 from gpubuf.train.progress import BarReporter, PlainReporter, QuietReporter, Speed, Status, choose_reporter
 from tests import train_environments
 from tests.train_environments import PREFIX
@@ -73,6 +74,8 @@ def test_python_m_gpubuf_is_the_command():
         (["--env", "CartPole-v1"], "CartPole-v1 has a discrete action space"),
         (["--env", PREFIX + "NeedsPackage-v0"], "needs a package that is not installed"),
         (["--device", "cuda"], "there is no device cuda"),
+        (["--env", "torch/Pendlum"], "unknown environment 'torch/Pendlum'; in torch there are ['torch/Pendulum']"),
+        (["--cuda-graph"], "--cuda-graph needs a CUDA device, the run is on cpu: say --no-cuda-graph"),
         (["--device", "tpu"], "device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
         (["--gamma", "1.5"], "gamma must be in [0, 1), got 1.5"),
         (["--gamma", "high"], "argument --gamma: invalid float value: 'high'"),
@@ -104,6 +107,41 @@ def test_what_cannot_be_done_is_said_with_exit_code_2(capsys, tmp_path, monkeypa
 def test_missing_packages_name_the_extra(capsys, monkeypatch):
     monkeypatch.setattr(train_command, "_NEEDED", ("gymnasium", "no_such_package"))
     assert refused(capsys).endswith('training needs no_such_package; pip install "gpubuf[train]"')
+
+
+def test_environments_on_the_device_need_no_gymnasium(tmp_path):
+    """Nor is it imported; Matplotlib draws the curve, and rich is there for terminals."""
+    code = (
+        "import sys; sys.modules['gymnasium'] = None\n"
+        "from gpubuf.cli import main\n"
+        "arguments = '--env torch/Pendulum --num-envs 4 --total-steps 40 --learning-starts 20 --hidden 8 --out run'\n"
+        "assert main(['train', *arguments.split(), '--batch-size', '8', '--eval-episodes', '2']) == 0\n"
+        "assert main(['train', '--total-steps', '40', '--out', 'other', '--learning-starts', '20']) == 2\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "needs gymnasium" in done.stderr
+    assert "evaluation over 2 episodes: mean return -" in done.stdout
+
+
+def test_defaults_that_depend_on_the_environment_are_in_the_help(capsys):
+    """Those of a thousand environments on the device, counted by the environment, are what the help says."""
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    n = 1024
+    on_device, elsewhere = defaults("torch/Pendulum", n), defaults("Pendulum-v1")
+    for name, words in train_command.ON_DEVICE.items():
+        assert f"(default: {elsewhere[name]}; with torch/ environments {words})" in text
+        if words.endswith("an environment if that is more"):
+            assert on_device[name] == int(words.split()[0]) * n
+            assert defaults("torch/Pendulum", 1)[name] == elsewhere[name]
+    assert on_device["update_ratio"] * n == int(train_command.ON_DEVICE["update_ratio"].split()[0])
+    assert defaults("torch/Pendulum")["num_envs"] == int(train_command.ON_DEVICE["num_envs"])
+    assert on_device["eval_episodes"] == int(train_command.ON_DEVICE["eval_episodes"])
+    assert train_command.ON_DEVICE.keys() == on_device.keys()
 
 
 def test_train_interrupt_resume(capsys, tmp_path, monkeypatch):

@@ -64,6 +64,9 @@ def test_json_there_and_back(tmp_path):
         ('{"hidden": 256}', "hidden must be a list of integers"),
         ('{"hidden": [2.5]}', "hidden must be a list of integers"),
         ('{"buffer_size": "all"}', "buffer_size must be an integer or null"),
+        ('{"total_steps": "10"}', "total_steps must be of type int, got '10'"),
+        ('{"update_ratio": true}', "update_ratio must be of type float, got True"),
+        ('{"cuda_graph": 1}', "cuda_graph must be true, false or null, got 1"),
         ('{"gamma": 2}', r"config.json: gamma must be in \[0, 1\)"),
     ],
 )
@@ -72,6 +75,20 @@ def test_other_files_are_refused(tmp_path, content, message):
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(UsageError, match=message):
         TrainConfig.read(tmp_path)
+
+
+def test_settings_that_depend_on_the_environment():
+    """Gymnasium's stay as they are, however many there are; on the device they grow with their number."""
+    assert {TrainConfig(num_envs=n).total_steps for n in (1, 8, 4096)} == {10_000}
+    config = TrainConfig(env="torch/Pendulum", num_envs=4096)
+    assert (config.total_steps, config.learning_starts, config.log_every) == (4096 * 500, 4096 * 10, 4096 * 25)
+    assert config.updates == 490 * 16
+    assert (config.update_ratio * 4096, config.eval_every) == (16, 4096 * 50)
+    few = TrainConfig(env="torch/Pendulum", num_envs=1, eval_episodes=7)
+    assert (few.total_steps, few.update_ratio, few.updates, few.eval_episodes) == (10_000, 1.0, 9_000, 7)
+    # Stored as what they have become, so that a later version's defaults don't change a run that is resumed.
+    assert TrainConfig.from_mapping(json.loads(config.to_json())) == config
+    assert json.loads(config.to_json())["total_steps"] == 2_048_000
 
 
 def test_the_capacity_is_bounded_by_the_steps_and_a_million():

@@ -6,16 +6,19 @@ import signal
 
 import pytest
 import torch
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gpubuf.graphs import Captured
 from gpubuf.train import TrainConfig, UsageError, resume, train
+from gpubuf.train.agent import SACAgent
 from gpubuf.train.metrics import read
 from gpubuf.train.run import CHECKPOINT_FILE
 from gpubuf.train.torch_environments import Pendulum
 from gpubuf.train.trainer import DivergedError, Trainer
 from tests.fake_cuda import DataDependentOutputException, fake_cuda
-from tests.graph_recorder import RecordedCuda, recorded_cuda  # noqa: F401
+from tests.graph_recorder import RecordedCuda
 
 CPU = torch.device("cpu")
 
@@ -125,9 +128,10 @@ def test_losses_that_are_no_numbers_end_the_run(monkeypatch):
 
     monkeypatch.setattr(Pendulum, "transition", transition)
     trainer = Trainer(tiny(), CPU, lambda record: None)
+    for _ in range(5):
+        trainer.advance()
     with pytest.raises(DivergedError, match="training diverged by step 96:"):
-        for _ in range(30):
-            trainer.advance()
+        trainer.advance()
 
 
 def test_checkpoints_of_other_numbers_of_environments_are_refused(tmp_path):
@@ -191,6 +195,12 @@ def test_an_iteration_with_its_gradients_reads_no_value(prioritized):
 # Graphs
 
 
+@pytest.fixture
+def recorded_cuda(monkeypatch):
+    """A machine whose CUDA graphs are recordings of what the CPU did."""
+    return RecordedCuda().install(monkeypatch)
+
+
 def state_of(trainer):
     """Every tensor that the rest of a run depends on, by a name."""
     found = {}
@@ -221,7 +231,7 @@ def run(config, iterations=20, machine=None):
 
 
 @pytest.mark.parametrize("prioritized", [True, False])
-def test_graphs_do_what_the_trainer_does(prioritized, short_episodes, recorded_cuda: RecordedCuda):  # noqa: F811
+def test_graphs_do_what_the_trainer_does(prioritized, short_episodes, recorded_cuda: RecordedCuda):
     """CASES 33: steps and updates that are replayed give the same run, bit for bit; beta is annealed between them."""
     config = tiny(prioritized=prioritized, log_every=16 * 2)
     eager, expected = run(dataclasses.replace(config, cuda_graph=False))
@@ -238,7 +248,7 @@ def test_graphs_do_what_the_trainer_does(prioritized, short_episodes, recorded_c
     assert recorded_cuda.log.count("replay") == (15 - 3) + (30 - 3) + evaluation_replays
 
 
-def test_a_gymnasium_environment_has_its_updates_captured(recorded_cuda: RecordedCuda):  # noqa: F811
+def test_a_gymnasium_environment_has_its_updates_captured(recorded_cuda: RecordedCuda):
     config = tiny(env="Pendulum-v1", num_envs=4, total_steps=80, learning_starts=40, update_ratio=0.5, eval_every=0)
     eager, expected = run(dataclasses.replace(config, cuda_graph=False))
     captured, records = run(config, machine=recorded_cuda)
@@ -247,7 +257,7 @@ def test_a_gymnasium_environment_has_its_updates_captured(recorded_cuda: Recorde
     assert recorded_cuda.log.count("replay") == 20 - 3
 
 
-def test_graphs_are_refused_where_there_are_none_and_used_by_default_where_there_are(recorded_cuda: RecordedCuda):  # noqa: F811
+def test_graphs_are_refused_where_there_are_none_and_used_by_default_where_there_are(recorded_cuda: RecordedCuda):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("gpubuf.graphs.GRAPH_DEVICES", frozenset({"cuda"}))
         with pytest.raises(
@@ -261,3 +271,69 @@ def test_graphs_are_refused_where_there_are_none_and_used_by_default_where_there
     gymnasium = Trainer(tiny(env="Pendulum-v1"), CPU, print)
     assert isinstance(gymnasium._update, Captured)
     assert not isinstance(gymnasium._step_by_policy, Captured)
+
+
+# Compiling
+
+
+def update_twice(compiled):
+    torch.manual_seed(0)
+    trainer = Trainer(tiny(), CPU, print)
+    trainer.agent = SACAgent(tiny(), 3, 1, CPU, compiled=compiled)
+    for _ in range(7):
+        trainer.advance()
+    assert trainer._updates == 4
+    return trainer
+
+
+def test_a_compiled_update_has_no_graph_break_and_is_compiled_once(monkeypatch):
+    """By the tracer and AOTAutograd, that is; what Inductor makes of it takes a minute or more."""
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **options: compile_(f, backend="aot_eager", **options))
+    torch._dynamo.reset()
+    counters.clear()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        trainer = update_twice(compiled=True)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert all(torch.isfinite(parameter).all() for parameter in trainer.agent.loss.parameters())
+    plain = update_twice(compiled=False)
+    assert trainer._sums == pytest.approx(plain._sums, rel=1e-4)
+
+
+def test_a_compiler_that_fails_is_done_without_unless_it_was_asked_for(monkeypatch):
+    def failing(batch):
+        raise BackendCompilerFailed(failing, RuntimeError("no such instruction"), None)
+
+    monkeypatch.setattr(torch, "compile", lambda function, **options: failing)
+    with pytest.warns(UserWarning, match=r"(?s)torch.compile failed, going on without it: .*no such instruction"):
+        fallen_back = update_twice(compiled=None)
+    assert torch.equal(fallen_back._sums, update_twice(compiled=False)._sums)
+    with pytest.raises(UsageError, match=r"(?s)torch.compile failed, --no-compile .*no such instruction"):
+        update_twice(compiled=True)
+
+
+@pytest.mark.parametrize(
+    ("device", "setting", "steps", "expected"),
+    [
+        ("cpu", None, 3_000_000, False),
+        ("cpu", True, 480, True),
+        ("cuda", None, 480, False),
+        ("cuda", None, 3_000_000, None),
+        ("cuda", False, 3_000_000, False),
+        ("cuda", True, 480, True),
+    ],
+)
+def test_long_runs_on_cuda_are_compiled_by_default(monkeypatch, device, setting, steps, expected):
+    asked = []
+
+    class Stopped(Exception):  # noqa: N818
+        pass
+
+    def agent(*args, compiled):
+        asked.append(compiled)
+        raise Stopped
+
+    monkeypatch.setattr("gpubuf.train.trainer.SACAgent", agent)
+    with fake_cuda(), pytest.raises(Stopped):
+        Trainer(tiny(compile=setting, total_steps=steps), torch.device(device), print)
+    assert asked == [expected]

@@ -25,8 +25,8 @@ def run(options: dict[str, Any]) -> int:
     config = TrainConfig.from_mapping(options) if resumed is None else None
     if resumed is not None and overwrite:
         raise UsageError("--resume and --overwrite contradict each other")
-    on_device = config is not None and config.env.startswith(TORCH_PREFIX)
-    needed = _NEEDED if on_device or config is None else ("gymnasium", *_NEEDED)
+    # A run that goes on has its environment in its folder: it is looked at there.
+    needed = _NEEDED if config is None or config.env.startswith(TORCH_PREFIX) else ("gymnasium", *_NEEDED)
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise UsageError(f'training needs {", ".join(missing)}; pip install "gpubuf[train]"')
@@ -122,7 +122,7 @@ def add(commands: Any) -> None:
 
 
 #: How the default of a setting follows from the number of environments on a device, in words.
-_ON_DEVICE = {
+ON_DEVICE = {
     "num_envs": "64",
     "total_steps": "500 an environment if that is more",
     "learning_starts": "10 an environment if that is more",
@@ -136,9 +136,9 @@ _ON_DEVICE = {
 def _setting(group: Any, name: str, metavar: str, text: str) -> None:
     """The option for the setting ``name``, whose type and default `TrainConfig` knows."""
     default = getattr(TrainConfig, name)
-    if name in _ON_DEVICE:
+    if name in ON_DEVICE:
         default = defaults(TrainConfig.env)[name]
-        text = f"{text} (default: {default}; with torch/ environments {_ON_DEVICE[name]})"
+        text = f"{text} (default: {default}; with torch/ environments {ON_DEVICE[name]})"
     elif default is not None:
         text = f"{text} (default: {default})"
     group.add_argument(_option(name), type=int if default is None else type(default), metavar=metavar, help=text)

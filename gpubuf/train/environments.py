@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from gpubuf.train.config import TORCH_PREFIX
+from gpubuf.train.config import TORCH_PREFIX, UsageError
 
 #: Where an episode of an evaluation ends if the environment never ends it.
 _MOST_STEPS = 10_000
@@ -115,7 +115,12 @@ def make_environments(name: str, num_envs: int, seed: int | Sequence[int], devic
         from gpubuf.train.torch_environments import make_torch_environments
 
         return make_torch_environments(name, num_envs, seed, device)
-    from gpubuf.train.gymnasium_environments import GymnasiumEnvironments
+    try:
+        from gpubuf.train.gymnasium_environments import GymnasiumEnvironments
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f'{name} needs a package that is not installed: {error}; pip install "gpubuf[train]"'
+        ) from None
 
     return GymnasiumEnvironments(name, num_envs, seed)
 

@@ -165,19 +165,19 @@ class Trainer:
         if isinstance(sampler, PrioritizedSampler):
             # Before the update, not in it: a graph would go on with the number that it was captured with.
             sampler.beta = self._beta()
-        try:
-            while self._updates < due:
-                self._summed += 1
-                self._updates += 1
-                self._update()
-        except ValueError as error:
-            raise DivergedError(f"training diverged by step {self.step:,}: {error}") from error
+        while self._updates < due:
+            self._summed += 1
+            self._updates += 1
+            self._update()
 
     def _sample_and_update(self) -> None:
         batch = self.buffer.sample()
         self._sums += self.agent.update(batch)
-        # Without effect on a buffer that draws uniformly.
-        self.buffer.update_tensordict_priority(batch)
+        try:
+            # Without effect on a buffer that draws uniformly.
+            self.buffer.update_tensordict_priority(batch)
+        except ValueError as error:
+            raise DivergedError(f"training diverged by step {self.step:,}: {error}") from error
 
     def _beta(self) -> float:
         start = self.config.priority_beta
