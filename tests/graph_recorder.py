@@ -181,8 +181,3 @@ class RecordedCuda:
         monkeypatch.setattr(graphs, "GRAPH_DEVICES", frozenset({"cpu"}))
         monkeypatch.setattr(graphs, "cuda_present", lambda: True)
         return self
-
-
-@pytest.fixture
-def recorded_cuda(monkeypatch: pytest.MonkeyPatch) -> RecordedCuda:
-    return RecordedCuda().install(monkeypatch)

@@ -20,8 +20,9 @@ from gpubuf import (
     SoftUpdate,
     TensorDictReplayBuffer,
 )
+from gpubuf.modules import make_sac_actor, make_sac_critic
 from gpubuf.objectives import SACLoss
-from tests.sac_setup import make_batch, make_loss, total
+from tests.sac_setup import ACTION, CELLS, OBSERVATION, make_batch, total
 
 CAPACITY, BATCH, WRITTEN = 48, 16, 6  # WRITTEN steps at a time: the ring wraps every eighth call
 
@@ -59,7 +60,9 @@ class World:
         self.buffer = TensorDictReplayBuffer(storage=storage, sampler=SAMPLERS[self.sampler](), batch_size=BATCH)
         self.beta = torch.tensor(0.4, dtype=torch.float64, device=self.device)
         if self.learn is not None:
-            self.loss = make_loss(target_entropy=-3.0).to(self.device)
+            on_device: dict[str, Any] = {"dtype": torch.float64, "device": self.device}
+            actor = make_sac_actor(OBSERVATION, ACTION, CELLS, **on_device)
+            self.loss = SACLoss(actor, make_sac_critic(OBSERVATION, ACTION, CELLS, **on_device), target_entropy=-3.0)
             parameters = [parameter for parameter in self.loss.parameters() if parameter.requires_grad]
             self.optimizer = torch.optim.Adam(parameters, lr=1e-2, fused=True, capturable=True)
             self.updater: Any = {
@@ -76,7 +79,7 @@ class World:
         # Trajectories of about ten steps.
         data["next", "done"] = torch.zeros(*shape, 1, dtype=torch.bool)
         data["next", "done"][..., -1, :] = number % 2 == 0
-        return data.to(self.device)
+        return data.apply(lambda tensor: tensor.to(self.device), device=torch.device(self.device))
 
     def step(self, data: TensorDict) -> tuple[Tensor, TensorDict]:
         """Draw, write, learn, and set priorities; the index of what was written, and the batch."""

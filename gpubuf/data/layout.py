@@ -270,6 +270,9 @@ class RowLayout:
 
     def arena(self, n: int) -> ArenaPlan:
         """How a batch of ``n`` rows lies in its arena."""
+        if torch.compiler.is_compiling():
+            # Compiled code may not depend on which batch sizes were asked for before.
+            return self._plan(n)
         plan = self._arenas.get(n)
         if plan is None:
             # Users ask for a few batch sizes over and over; the bound serves those who ask for thousands.

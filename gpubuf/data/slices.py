@@ -138,6 +138,9 @@ class SliceSampler(Sampler):
 
     def _rule(self, length: int) -> Rule:
         """What is legal for slices of ``length`` steps."""
+        if torch.compiler.is_compiling():
+            # Compiled code may not depend on which lengths were asked for before.
+            return self._new_rule(length)
         rule = self._rules.get(length)
         if rule is None:
             rule = self._rules[length] = self._new_rule(length)
@@ -181,9 +184,12 @@ class SliceSampler(Sampler):
         return self._index
 
     def _flags_of(self, storage: TensorStorage) -> SliceFlags:
-        if self._flags is None:
-            self._flags = SliceFlags(storage.layout, self.truncated_key, self.init_key)
-        return self._flags
+        flags = self._flags
+        if flags is None or torch.compiler.is_compiling():
+            flags = SliceFlags(storage.layout, self.truncated_key, self.init_key)
+            if not torch.compiler.is_compiling():
+                self._flags = flags
+        return flags
 
     def _signal(self, storage: TensorStorage) -> Signal:
         if self.ends is not None:

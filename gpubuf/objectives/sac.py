@@ -147,7 +147,6 @@ class SACLoss(TemperatureLossModule):
             raise TypeError("gamma is not an argument of the loss: call loss.make_value_estimator(gamma=...)")
         refuse_deprecated(priority_key=priority_key)
         super().__init__()
-        self._in_keys: list[NestedKey] | None = None
         self.reduction = "mean" if reduction is None else reduction
         self.loss_function = loss_function
         lookup(REDUCTIONS, self.reduction, "reduction")
@@ -244,9 +243,6 @@ class SACLoss(TemperatureLossModule):
     @property
     def in_keys(self) -> list[NestedKey]:
         """The entries that :meth:`forward` reads."""
-        # Read at every call.
-        if self._in_keys is None:
-            self._in_keys = self._find_in_keys()
         return self._in_keys
 
     @in_keys.setter
@@ -263,7 +259,8 @@ class SACLoss(TemperatureLossModule):
             ValueError: there is no such key.
         """
         super().set_keys(**kwargs)
-        self._in_keys = None
+        # Read at every call.
+        self._in_keys: list[NestedKey] = self._find_in_keys()
 
     def _find_in_keys(self) -> list[NestedKey]:
         keys = self.tensor_keys
