@@ -1,5 +1,7 @@
 """Environments for training: what is stored at the end of an episode, resuming inside one, and what is refused."""
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -182,6 +184,13 @@ def test_a_missing_mujoco_names_the_extra(monkeypatch):
     monkeypatch.setattr(gymnasium_environments.gym, "make", fail)
     with pytest.raises(UsageError, match=r'No module named .mujoco.; pip install "gpubuf\[mujoco\]"'):
         make("HalfCheetah-v5")
+
+
+def test_a_missing_gymnasium_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "gymnasium", None)
+    monkeypatch.delitem(sys.modules, "gpubuf.train.gymnasium_environments")
+    with pytest.raises(UsageError, match=r'Pendulum-v1 needs .*gymnasium.*; pip install "gpubuf\[train\]"'):
+        make_environments("Pendulum-v1", 1, 0, torch.device("cpu"))
 
 
 def test_warnings_carry_no_control_sequences():
