@@ -244,6 +244,24 @@ class TestSearch:
         assert failing not in [trial.config for trial in result.trials]
         assert (result.by_rule is None) == (failing == result.rule)
 
+    @pytest.mark.parametrize("spilling", [DrawConfig(8, 1), DrawConfig(4, 1), FanOut(64)], ids=str)
+    def test_what_spills_is_left_out(self, spilling):
+        """But for the rule's, which is what there is otherwise, and fan-outs, whose launches are still to be tuned."""
+
+        class Spilling(FakeTimer):
+            def time(self, calls):
+                timing = super().time(calls)
+                return dataclasses.replace(timing, spilled="kernel 12" if self.seen[-1] == spilling else "")
+
+        job = FAN_OUT if isinstance(spilling, FanOut) else DRAW
+        (result,) = tuned([job], Spilling(lambda made: 1.0 if made == spilling else 2.0))
+        assert result.chosen is not None
+        if spilling == DrawConfig(8, 1):
+            assert result.rejected == ((spilling, "spills registers: kernel 12"),)
+        else:
+            assert result.chosen.config == spilling
+            assert notes([result]) == [f"{job}: spills registers: kernel 12"] * 2
+
     def test_what_gives_other_results_is_left_out(self):
         wrong = DrawConfig(8, 1)
         bench = FakeBench(lambda made: torch.full((3,), float(made == wrong)))

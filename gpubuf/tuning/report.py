@@ -58,9 +58,11 @@ def table(results: Iterable[Result], limits: Limits) -> list[tuple[str, ...]]:
 
 
 def notes(results: Iterable[Result]) -> list[str]:
-    """What could not be tried, and why: a line for each kind of reason."""
+    """What could not be used or tried, and why: a line for each kind of reason. And what spills although it is used."""
     found = []
     for result in results:
+        timings = {} if result.chosen is None else result.chosen.timings
+        found += [f"{result.job}: spills registers: {timing.spilled}" for timing in timings.values() if timing.spilled]
         reasons: dict[str, list[str]] = {}
         for made, reason in result.rejected:
             reasons.setdefault(reason, []).append(describe(made))

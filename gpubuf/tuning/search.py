@@ -226,6 +226,10 @@ def _tune_job(
                 workloads = []
                 workloads = bench.workloads(job, getattr(candidate, "fan_out", sizes.get("fan_out", 0)))
             timings = _timings(job.operation, candidate, workloads, timer, expected)
+            # A fan-out is timed with the rule's launches, which are still to be tuned; and what the rule says is what
+            # there is otherwise.
+            if candidate != tried[0] and not isinstance(candidate, FanOut):
+                _refuse_spills(timings)
         except UnusableError as error:
             rejected.append((candidate, str(error)))
         except torch.OutOfMemoryError:
@@ -238,6 +242,12 @@ def _tune_job(
     chosen = choose(trials)
     moved = {} if chosen is None else n_bytes[chosen.config]
     return Result(job, sizes, tried[0], tuple(trials), chosen, moved, tuple(rejected), untried)
+
+
+def _refuse_spills(timings: dict[str, Timing]) -> None:
+    spilled = next((timing.spilled for timing in timings.values() if timing.spilled), "")
+    if spilled:
+        raise UnusableError(f"spills registers: {spilled}")
 
 
 def _timings(
