@@ -209,6 +209,7 @@ GOALS: tuple[Goal, ...] = (
     launches("prioritized: sample, 256", 2),
     launches("prioritized: priority update, 256", tree_depth() + 1),
     replay_at_most(20, "sample-and-update-256"),
+    share(70, "uniform-sample-32768", GRAPH, "share of the copy bandwidth", "bytes", "copy_bytes_per_second"),
     share(80, "placement-4096", "gpubuf-pinned", "share of the bus", "bus", "bus_bytes_per_second"),
     flat("write-and-sample", 1.5, "cuda"),
     Goal(

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.goals import goals_table, incremental
+from benchmarks.goals import GRAPH, goals_table, incremental
 from benchmarks.kernels import launches_table, resources_table
 from benchmarks.runs import Run, Runs, newest_runs
 from benchmarks.slices import OPERATIONS, SIZES, SLICES, short, sized
@@ -58,8 +58,11 @@ def comparison_table(runs: Runs, replay: bool) -> str:
         ours = cpu.median(workload, "gpubuf") if cpu else None
         compared = [against(ours, cpu.median(workload, peer), missing="") for peer in peers] if cpu else []
         on_gpu = gpu.median(workload, "gpubuf") if gpu else None
-        rows.append([label(workload), or_open(ours), *compared, or_open(on_gpu)])
+        replayed = gpu.median(workload, GRAPH) if gpu else None
+        in_graph = [] if gpu is None else ["" if replayed is None else microseconds(replayed)]
+        rows.append([label(workload), or_open(ours), *compared, or_open(on_gpu), *in_graph])
     head = ["median µs a call", "gpubuf", *(TITLES[name] for name in peers), "gpubuf on a GPU"]
+    head += [] if gpu is None else ["in a graph there"]
     return table(head, rows)
 
 

@@ -102,14 +102,19 @@ def check_draws_only(library: Library, rows: np.ndarray, n: int) -> None:
 
 def sampling(library: Library, n: int) -> Callable[[], object]:
     """Draw a batch."""
+    sample = library.sample
+
+    def call() -> object:
+        return sample(n)
+
+    library.settle(call)
     if library.prioritized:
         know_priorities(library)
         check_weights(library, n)
     else:
         row = check_rows(library, library.columns(library.sample(n)), n)
         assert np.unique(row).size > min(n, len(library.source)) // 2
-    sample = library.sample
-    return lambda: sample(n)
+    return call
 
 
 def updating(library: Library, n: int) -> Callable[[], object]:
@@ -127,9 +132,18 @@ def updating(library: Library, n: int) -> Callable[[], object]:
 
 def stepping(library: Library, n: int) -> Callable[[], object]:
     """Draw a batch, then set the priorities of the rows drawn."""
+    sample, step = library.sample, library.step
+    pool = [library.priorities(index, priority)[1] for index, priority in draws(n, len(library.source))]
+    batches = cycle(pool)
+
+    def call() -> object:
+        return step(n, next(batches))
+
+    library.settle(lambda: sample(n))
+    library.settle(call)
+    library.priorities_known = False
     know_priorities(library)
     check_weights(library, n)
-    pool = [library.priorities(index, priority)[1] for index, priority in draws(n, len(library.source))]
     # twice the rows that a batch draws, so that half of them at least keep their overwhelming priority
     library.update(*library.priorities(torch.arange(2 * n), torch.full((2 * n,), OVERWHELMING)))
     drawn = row_numbers(library, library.step(n, pool[0]))
@@ -137,17 +151,39 @@ def stepping(library: Library, n: int) -> Callable[[], object]:
     check_draws_only(library, np.setdiff1d(np.arange(2 * n), drawn), n)
     set_known_priorities(library, 2 * n)
     library.priorities_known = False
-    batches, step = cycle(pool), library.step
-    return lambda: step(n, next(batches))
+    return call
+
+
+#: Rows of a write that is checked begin so far into a batch: where no batch that is timed begins.
+ODD = 7
+
+
+def check_write(library: Library, n: int) -> None:
+    """Assert that a write of ``n`` rows leaves these rows, whole and in order, in one run, and all others as they were.
+
+    Of a buffer as it was filled the run is the first, and only its surroundings are looked at: it can be a large one.
+    """
+    source, number = library.source, library.source.layout.number
+    first = n + ODD
+    position = np.arange(min(3 * n, len(source)) if library.untouched else len(source))
+    before = library.stored(position)[number][:, 0].astype(np.int64)
+    library.extend(library.rows(source.rows(first, n)))
+    stored = library.stored(position)
+    after = stored[number][:, 0].astype(np.int64)
+    changed = np.flatnonzero(before != after)
+    start = changed[after[changed] == first]
+    assert start.size == 1, "the first row was not written, or more than once"
+    assert not library.untouched or start[0] == 0, "the write did not begin at the cursor"
+    run = (start[0] + np.arange(n)) % len(source)
+    np.testing.assert_array_equal(np.sort(run), changed)
+    check_contents(library, {name: column[run] for name, column in stored.items()}, np.arange(first, first + n))
+    library.untouched = False
 
 
 def extending(library: Library, n: int) -> Callable[[], object]:
     """Write a batch of rows at the cursor. Written are rows that were there before, so that each stays whole."""
     source = library.source
-    library.extend(library.rows(source.rows(n, n)))
-    # Where the first rows were, there are now those after them, and nothing else has changed.
-    position = np.arange(min(3 * n, len(source)))
-    check_contents(library, library.stored(position), np.where(position < n, position + n, position))
+    check_write(library, n)
     starts = range(0, min(POOL * n, len(source) - n + 1), n)
     batches, extend = cycle([library.rows(source.rows(start, n)) for start in starts]), library.extend
     return lambda: extend(next(batches))
@@ -234,9 +270,7 @@ class Workload:
 
     def prepare(self, library: Library) -> Callable[[], object]:
         """Check the library against the oracle, and return what is timed."""
-        call = self.operation.prepare(library, self.batch)
-        library.settle(call)
-        return call
+        return self.operation.prepare(library, self.batch)
 
     def traffic(self, device: str) -> Traffic:
         """What one call has to do."""
@@ -246,6 +280,7 @@ class Workload:
 _ALL = (
     Workload(UNIFORM_SAMPLE, 256),
     Workload(UNIFORM_SAMPLE, 4096),
+    Workload(UNIFORM_SAMPLE, 32768),
     Workload(EXTEND, 256),
     Workload(PRIORITIZED_SAMPLE, 256),
     Workload(PRIORITIZED_SAMPLE, 4096),

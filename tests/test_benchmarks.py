@@ -45,8 +45,11 @@ def test_report_writes_medians_and_ratios():
     assert text.startswith("a\n")
     assert text.endswith("z\n")
     assert rewritten(text, {"cpu": cpu}, "../") == text
-    both = {"cpu": cpu, "cuda": a_run("cuda", entry("uniform-sample-256", "gpubuf", 5e-6, calls=100))}
-    assert "| uniform sample, 256 | 20.0 | 150 (7.5x) | 5.00 |" in rewritten(page, both, "")
+    ours = entry("uniform-sample-256", "gpubuf", 5e-6, calls=100)
+    both = {"cpu": cpu, "cuda": a_run("cuda", ours)}
+    assert "| uniform sample, 256 | 20.0 | 150 (7.5x) | 5.00 |  |" in rewritten(page, both, "")
+    both["cuda"] = a_run("cuda", ours, entry("uniform-sample-256", "gpubuf-graph", 3e-6))
+    assert "| uniform sample, 256 | 20.0 | 150 (7.5x) | 5.00 | 3.00 |" in rewritten(page, both, "")
 
 
 def test_report_keeps_losses_apart_and_names_the_machine():
