@@ -228,8 +228,8 @@ def _check(name: str, attempt: Callable[[], None], no_gpu: str) -> Check:
     return Check(name, True)
 
 
-def _try_graph() -> None:
-    counter = torch.zeros(1, device="cuda")
+def _try_graph(device: str = "cuda") -> None:
+    counter = torch.zeros(1, device=device)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -247,7 +247,7 @@ def _try_graph() -> None:
 def _try_pinned_gather() -> None:
     storage = LazyTensorStorage(64, device="pinned")
     storage.append(TensorDict({"row": torch.arange(64)}, [64]))
-    index = torch.tensor([5, 63, 0, 5], device="cuda")
+    index = torch.tensor([5, 63, 0, 5], device=storage.device)
     (found,), _ = storage.gather(index)
     if found.tolist() != index.tolist():
         raise RuntimeError(f"rows {index.tolist()} were gathered as {found.tolist()}")

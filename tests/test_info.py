@@ -1,0 +1,248 @@
+"""`gpubuf info`: what is said of a machine, with a GPU and without."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gpubuf import info as module
+from gpubuf.cli import main
+from gpubuf.data import memory
+from gpubuf.data.placement import readable
+from gpubuf.info import info, tuned_files, why_no_gpu
+from gpubuf.kernels import _tuned
+from tests.tuned_files import DEVICE, FILE, content, draw, write_file
+
+NO_GPU = not torch.cuda.is_available()
+
+
+@pytest.fixture(autouse=True)
+def folders(tmp_path, monkeypatch):
+    """(the user's folder, the one that ships), both empty."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(_tuned, "TUNED", tmp_path / "shipped")
+    return tmp_path / "cache" / "gpubuf" / "tuned", tmp_path / "shipped"
+
+
+@pytest.mark.skipif(not NO_GPU, reason="there is a GPU")
+class TestWithoutGpu:
+    def test_it_says_why(self):
+        found = info()
+        assert found.devices == ()
+        assert found.no_gpu == why_no_gpu()
+        assert f"torch {torch.__version__}" in found.no_gpu
+        for check in found.checks:
+            assert (check.works, check.why) == (None, found.no_gpu)
+
+    def test_table(self, capsys):
+        assert main(["info"]) == 0
+        said = capsys.readouterr().out
+        for text in (f"torch               {torch.__version__}", "no GPU", "not tried", "none in ", "GiB", "Numba"):
+            assert text in said
+
+    def test_json(self, capsys, folders):
+        assert main(["info", "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["versions"]["torch"] == torch.__version__
+        assert found["devices"] == []
+        assert found["folders"] == [str(folder) for folder in folders]
+        assert 0 < found["host"][0] <= found["host"][1]
+        assert {check["name"] for check in found["checks"]} == {"CUDA graphs", "gathers from pinned memory"}
+        assert set(found["caches"]) == {"Numba", "Triton"}
+        assert not any(text.startswith("unknown") for text in found["caches"].values())
+
+
+@pytest.mark.parametrize(
+    ("built", "said"),
+    [((None, None), "is built without CUDA"), (("13.0", None), "finds no GPU"), ((None, "7"), "finds")],
+)
+def test_why_there_is_no_gpu(monkeypatch, built, said):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name, version in zip(("cuda", "hip"), built, strict=True):
+        monkeypatch.setattr(torch.version, name, version)
+    assert said in why_no_gpu()
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A machine with one GPU, on which nothing that is tried works."""
+
+    def fail(*_):
+        raise RuntimeError("CUDA error: initialization error\nfor debugging ...")
+
+    properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132, gcnArchName="")
+    for name, fake in {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "get_device_name": lambda device=None: DEVICE,
+        "get_device_properties": lambda device=None: properties,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(memory, "device_memory", lambda device=None: (60 * 2**30, 80 * 2**30))
+    monkeypatch.setattr(module, "_try_graph", fail)
+    monkeypatch.setattr(module, "_try_pinned_gather", lambda: None)
+    return properties
+
+
+class TestWithGpu:
+    def test_device_and_what_works(self, gpu):
+        found = info()
+        assert found.no_gpu == ""
+        (device,) = found.devices
+        assert (device.name, device.capability, device.processors) == (DEVICE, "sm_90", 132)
+        graphs, pinned = found.checks
+        assert (graphs.works, graphs.why) == (False, "RuntimeError: CUDA error: initialization error")
+        assert (pinned.works, pinned.why) == (True, "")
+        assert f"132         {readable(60 * 2**30)}" in str(found)
+
+    def test_amd(self, gpu, monkeypatch):
+        monkeypatch.setattr(torch.version, "hip", "7.0")
+        gpu.gcnArchName = "gfx942:sramecc+:xnack-"
+        assert info().devices[0].capability == "gfx942"
+
+    def test_tuned_files_in_use(self, gpu, folders, capsys):
+        write_file(folders[0], {"sum_tree_draw": [draw(2)]}, made={"date": "2026-11-21"})
+        (file,) = info().tuned
+        assert (file.path, file.device, file.date, file.points, file.state) == (
+            folders[0] / FILE,
+            DEVICE,
+            "2026-11-21",
+            1,
+            "yes",
+        )
+        assert main(["info"]) == 0
+        assert "2026-11-21  1       yes" in capsys.readouterr().out
+
+
+class TestTunedFiles:
+    POINTS = {"sum_tree_draw": [draw(2)]}  # noqa: RUF012
+
+    def states(self) -> list[str]:
+        return [file.state for file in tuned_files({DEVICE})]
+
+    def test_none(self):
+        assert tuned_files({DEVICE}) == ()
+
+    def test_the_users_comes_first(self, folders):
+        for folder in folders:
+            write_file(folder, self.POINTS)
+        assert [file.path.parent for file in tuned_files({DEVICE})] == list(folders)
+        assert self.states() == ["yes", "where the file above has no point"]
+
+    def test_one_that_says_nothing_does_not_come_first(self, folders):
+        write_file(folders[0], {})
+        write_file(folders[1], self.POINTS)
+        assert self.states() == ["no: it has no points", "yes"]
+
+    def test_for_another_device(self, folders):
+        write_file(folders[0], self.POINTS)
+        assert [file.state for file in tuned_files(set())] == ["no: for a device that is not here"]
+
+    def test_stale(self, folders):
+        write_file(folders[0], self.POINTS, format=0)
+        assert "no: it is stale" in self.states()[0]
+        write_file(folders[0], self.POINTS, kernels={})
+        assert "no: sum_tree_draw: stale" in self.states()[0]
+
+    def test_partly_damaged(self, folders):
+        write_file(folders[0], {"sum_tree_draw": [draw(2), draw(3)]})
+        (state,) = self.states()
+        assert state.startswith("yes; ignored: sum_tree_draw: of a point")
+        assert "power of two, not 3" in state
+
+    def test_damaged(self, folders):
+        folders[0].mkdir(parents=True)
+        (folders[0] / "broken.json").write_text("{")
+        (file,) = tuned_files({DEVICE})
+        assert file.state.startswith("no: it can't be read")
+        assert file.device == file.date == ""
+
+    def test_under_another_name(self, folders):
+        folders[0].mkdir(parents=True)
+        (folders[0] / "other.json").write_text(json.dumps(content(self.POINTS)))
+        assert self.states() == ["no: it is not named after its device"]
+
+
+class FakeGraph:
+    """Records additions to a tensor; a real capture does not run what it captures."""
+
+    def __init__(self):
+        self.added = 0.0
+
+    def replay(self):
+        FakeGraph.counter.add_(self.added)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def capture(graph):
+        before = FakeGraph.counter.clone()
+        yield
+        graph.added = (FakeGraph.counter - before).item()
+        FakeGraph.counter.copy_(before)
+
+    counter = torch.zeros(1)
+
+
+class TestChecks:
+    """What is tried on a GPU, with the CPU in its place."""
+
+    @pytest.fixture
+    def graph(self, monkeypatch):
+        zeros, stream = torch.zeros, SimpleNamespace(wait_stream=lambda other: None)
+
+        def counter(*shape, device):
+            FakeGraph.counter = zeros(*shape)
+            return FakeGraph.counter
+
+        monkeypatch.setattr(torch, "zeros", counter)
+        for name, fake in {
+            "Stream": lambda: stream,
+            "current_stream": lambda: stream,
+            "stream": lambda stream: contextlib.nullcontext(),
+            "CUDAGraph": FakeGraph,
+            "graph": FakeGraph.capture,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+
+    def test_a_graph_that_works(self, graph):
+        module._try_graph("cpu")
+        assert FakeGraph.counter == 3
+
+    def test_a_graph_that_does_nothing(self, graph, monkeypatch):
+        monkeypatch.setattr(FakeGraph, "replay", lambda self: None)
+        with pytest.raises(RuntimeError, match="and made 1"):
+            module._try_graph("cpu")
+
+    @pytest.fixture
+    def storage(self, monkeypatch):
+        """Pinned storage is on the CPU."""
+        real = module.LazyTensorStorage
+        monkeypatch.setattr(module, "LazyTensorStorage", lambda size, device: real(size))
+        return real
+
+    def test_a_gather_that_works(self, storage):
+        module._try_pinned_gather()
+
+    def test_a_gather_of_other_rows(self, storage, monkeypatch):
+        gather = storage.gather
+        monkeypatch.setattr(storage, "gather", lambda self, index: gather(self, index.flip(0)))
+        with pytest.raises(RuntimeError, match=r"rows \[5, 63, 0, 5\] were gathered as \[5, 0, 63, 5\]"):
+            module._try_pinned_gather()
+
+
+def test_what_is_not_installed_is_said(monkeypatch):
+    monkeypatch.setattr(module, "PACKAGES", ("torch", "no-such-package"))
+    found = module._versions()
+    assert found["no-such-package"] is None
+    assert found["torch"] == torch.__version__
+
+
+def test_a_cache_that_can_not_be_found_is_no_error():
+    def fail():
+        raise ImportError("no numba")
+
+    assert module._of(fail) == "unknown (ImportError: no numba)"

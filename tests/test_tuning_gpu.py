@@ -1,0 +1,81 @@
+"""`gpubuf tune` and `gpubuf info` on a real GPU."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from gpubuf.cli import main
+from gpubuf.info import info
+from gpubuf.kernels import _tuned, config
+from gpubuf.kernels._spaces import SPACES, RowsConfig
+from gpubuf.tuning.timing import GraphTimer, copy_bandwidth, launch_seconds, launches, spills_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def test_tune_and_go_by_it(tmp_path, monkeypatch, capsys):
+    """A quick tuning of a small buffer, into the user's folder; the choices are those of the file from then on."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert main(["tune", "--capacity=10000", "--batch-size=256", "--seconds=20"]) == 0
+    name = torch.cuda.get_device_name()
+    path = tmp_path / "gpubuf" / "tuned" / f"{_tuned.slug(name)}.json"
+    said = capsys.readouterr().out
+    assert str(path) in said
+    found = _tuned.read(path, SPACES, name)
+    assert not found.problems
+    assert found.points.keys() == SPACES.keys(), said
+    for operation, points in found.points.items():
+        for point in points:
+            assert config.tuned(operation, name, **point.sizes) == point.config
+            assert all(entry["us"] > 0 and entry["launches"] >= 1 for entry in point.measured.values())
+    made = json.loads(path.read_text())["made"]
+    # From a laptop's to beyond today's: what matters is that something was measured at all.
+    assert 1e10 < made["copy_bytes_per_second"] < 1e14
+    assert 1e-7 < made["launch_seconds"] < 1e-4
+    (file,) = [file for file in info().tuned if file.path == path]
+    assert file.state == "yes"
+
+
+def test_what_triton_tells():
+    """Launches are counted, and their kernels found, so that spills are seen."""
+    from gpubuf.tuning._triton import empty_kernel
+
+    tensor = torch.zeros(1, device="cuda")
+    with launches() as seen:
+        for _ in range(3):
+            empty_kernel[(1,)](tensor)
+    torch.cuda.synchronize()
+    assert len(seen) == 3
+    assert spills_of({handle for _, handle in seen}) == {"empty_kernel": 0}
+
+
+def test_timer():
+    timer = GraphTimer(torch.device("cuda", torch.cuda.current_device()))
+    assert 0 < launch_seconds(timer, timer.device) < 1e-3
+    assert copy_bandwidth(timer, timer.device, 2**26) > 0
+
+
+def test_what_is_in_force_is_what_is_launched():
+    """However a copy is cut up, the same rows come out."""
+    from gpubuf import LazyTensorStorage
+
+    storage = LazyTensorStorage(1000, device="cuda")
+    storage.append(torch.arange(5000, device="cuda").view(1000, 5))
+    index = torch.arange(999, -1, -1, device="cuda")
+    expected = storage.gather(index)[0][0].clone()
+    for made in (RowsConfig(512, 128, 1), RowsConfig(65536, 1024, 8)):
+        with config.using(rows_copy=made):
+            assert storage.gather(index)[0][0].equal(expected)
+
+
+def test_info():
+    found = info()
+    assert found.devices[0].name == torch.cuda.get_device_name(0)
+    assert 0 < found.devices[0].free <= found.devices[0].total
+    assert [check.works for check in found.checks] == [True, True], str(found)
