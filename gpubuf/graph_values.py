@@ -55,7 +55,7 @@ class Constant:
     __hash__ = None  # type: ignore[assignment]
 
     def __str__(self) -> str:
-        return f"{self.value!r}, which is part of the graph"
+        return repr(self.value)
 
 
 def _is_tensordict(value: Any) -> bool:
@@ -167,10 +167,10 @@ class Arguments:
         for path in dict.fromkeys((*self._kinds, *kinds)):
             was, now = (found.get(path) for found in (self._kinds, kinds))
             if was != now:
-                before = "missing" if was is None else str(was)
-                raise ValueError(
-                    f"{path} was {before} at the first call, now it is {'missing' if now is None else now}"
-                )
+                before, after = ("missing" if kind is None else str(kind) for kind in (was, now))
+                fixed = isinstance(was, Constant) or isinstance(now, Constant)
+                reason = "; what is no tensor is part of the graph, or reset() the step" if fixed else ""
+                raise ValueError(f"{path} was {before} at the first call, now it is {after}{reason}")
         raise AssertionError("two different sets of arguments have a difference")
 
     def passed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:

@@ -211,7 +211,10 @@ class PrioritizedSampler(Sampler):
             raise RuntimeError("cannot update priorities in a storage to which nothing has been written")
         positions = as_positions(index, storage.shape, storage.device)
         n = positions.numel()
-        if not isinstance(priority, Tensor):
+        if isinstance(priority, int | float):
+            # Made where it is used: a copy from the host can't be captured in a graph.
+            priority = torch.full((), priority, dtype=torch.float32, device=storage.device)
+        elif not isinstance(priority, Tensor):
             priority = torch.as_tensor(priority)
         if priority.numel() not in (n, 1):
             raise RuntimeError(f"{n} rows are addressed, but the priorities have shape {tuple(priority.shape)}")
