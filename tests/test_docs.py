@@ -94,7 +94,7 @@ FIGURE = re.compile(rf"(?<![\w.^])(?:\d[\d.,]*\s?|(?:{WORD})(?:\s+of)?(?:\s+an?)
 #: Numbers with units that nobody measured: sizes that the code chooses, and the descriptions of others' faults.
 DEFINED = {
     "docs/cases.md": ["a thousand times slower"],
-    "docs/checkpoints.md": ["between 1 MiB and 64 MiB", "of 1 MiB and more", "for 1 GiB and more"],
+    "docs/checkpoints.md": ["between 1 MiB and 64 MiB", "than 256 MiB", "of 1 MiB and more", "for 1 GiB and more"],
     "docs/performance.md": ["an\n  observation of one byte"],
 }
 
