@@ -109,7 +109,7 @@ def typed_figures(page: str, defined: Sequence[str] = ()) -> list[str]:
     return [page[max(0, m.start() - 30) : m.end() + 10] for m in FIGURE.finditer(page)]
 
 
-@pytest.mark.parametrize("document", [d for d in DOCUMENTS if d.name != "training.md"], ids=name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
 def test_no_figure_is_typed_by_hand(document: Path):
     """Times, bytes and ratios come from files of results, through the report, or stay out."""
     assert not typed_figures(document.read_text(), DEFINED.get(name(document), []))
