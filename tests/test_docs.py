@@ -73,6 +73,12 @@ def test_links_lead_somewhere(document: Path):
             assert (document.parent / target).exists(), target
 
 
+def test_readme_lists_every_page():
+    """What is not linked is not found."""
+    listed = (ROOT / "README.md").read_text().partition("## More")[2]
+    assert [page for page in DOCUMENTS[1:] if f"- [{name(page)}]({name(page)}): " not in listed] == []
+
+
 def test_architecture_names_every_module():
     """Every package, and every module of the layers that a newcomer looks for."""
     page = (ROOT / "docs" / "architecture.md").read_text()

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import kernels
 from benchmarks.goals import GOALS, tree_depth
-from benchmarks.runs import Run
+from benchmarks.runs import Run, newest_runs
 from tests.aot import Compiled, all_specs
 from tests.test_report import a_run, block, line
 
@@ -42,6 +42,17 @@ def test_launches_of_a_write(counted: dict[str, dict[str, int]]):
     assert all(launched["rows_extend_kernel"] == 1 for launched in writes.values())
     assert sum(writes["uniform: extend, 256"].values()) == 1
     assert max(sum(launched.values()) for launched in writes.values()) <= 5
+
+
+def test_the_committed_counts_are_those_of_the_kernels(counted: dict[str, dict[str, int]]):
+    """Whoever changes what a call launches, or adds a kernel, runs `python -m benchmarks.kernels` again."""
+    if "kernels" not in newest_runs():
+        pytest.skip("no run of python -m benchmarks.kernels is committed")
+    found = newest_runs()["kernels"].data["kernels"]
+    assert {each["call"]: each["kernels"] for each in found["launches"]} == counted
+    assert {each["kernel"] for each in found["resources"]} == {spec.kernel.partition(":")[2] for spec in all_specs()}
+    on_nvidia = [most for each in found["resources"] for target, most in each["targets"].items() if "sm_" in target]
+    assert not any(most["spill_bytes"] for most in on_nvidia)
 
 
 def test_large_updates_take_a_launch_a_level():
