@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from gpubuf.kernels._spaces import (
     SPACES,
@@ -38,6 +38,21 @@ TANH_NORMAL_BLOCK = 512
 _explicit: dict[str, Any] = {}
 _use_files = True
 
+_Choice = TypeVar("_Choice", bound=Callable[..., Any])
+_remembering: list[Any] = []
+
+
+def _remembered(choice: _Choice) -> _Choice:
+    """The choice, made once for the same arguments: launches ask every time, and a rule takes microseconds."""
+    cached = functools.lru_cache(maxsize=1024)(choice)
+    _remembering.append(cached)
+    return cast(_Choice, cached)
+
+
+def _forget_choices() -> None:
+    for cached in _remembering:
+        cached.cache_clear()
+
 
 @contextlib.contextmanager
 def using(**configurations: Any) -> Iterator[None]:
@@ -47,6 +62,7 @@ def using(**configurations: Any) -> Iterator[None]:
     """
     with _restored():
         _explicit.update(configurations)
+        _forget_choices()
         yield
 
 
@@ -57,6 +73,7 @@ def by_rule() -> Iterator[None]:
     with _restored():
         _explicit.clear()
         _use_files = False
+        _forget_choices()
         yield
 
 
@@ -70,6 +87,7 @@ def _restored() -> Iterator[None]:
         _explicit.clear()
         _explicit.update(before[0])
         _use_files = before[1]
+        _forget_choices()
 
 
 @functools.cache
@@ -77,20 +95,10 @@ def _load(path: Path, device_name: str) -> TunedFile:
     return said(read(path, SPACES, device_name))
 
 
-@functools.lru_cache(maxsize=4096)
-def _found(operation: str, device_name: str, directory: Path | None, sizes: tuple[tuple[str, int], ...]) -> Any:
-    for folder in folders() if directory is None else [directory]:
-        points = _load(folder / f"{slug(device_name)}.json", device_name).points.get(operation, ())
-        point = nearest(points, dict(sizes), SPACES[operation].exact)
-        if point is not None:
-            return point.config
-    return None
-
-
 def forget() -> None:
     """Read the tuned files again when they are needed next: after one was written."""
     _load.cache_clear()
-    _found.cache_clear()
+    _forget_choices()
 
 
 def tuned(operation: str, device_name: str | None, directory: Path | None = None, **sizes: int) -> Any:
@@ -106,12 +114,18 @@ def tuned(operation: str, device_name: str | None, directory: Path | None = None
         return _explicit[operation]
     if device_name is None or not _use_files:
         return None
-    return _found(operation, device_name, directory, tuple(sizes.items()))
+    for folder in folders() if directory is None else [directory]:
+        points = _load(folder / f"{slug(device_name)}.json", device_name).points.get(operation, ())
+        point = nearest(points, sizes, SPACES[operation].exact)
+        if point is not None:
+            return point.config
+    return None
 
 
 # The choices
 
 
+@_remembered
 def rows_copy(n_bytes: int, device_name: str | None = None, directory: Path | None = None) -> RowsConfig:
     """Launch configuration of a copy of ``n_bytes`` bytes.
 
@@ -145,6 +159,7 @@ def _fan_out(count: int, device_type: str, explicit: int | None, found: FanOut |
     return next(fan_out for fan_out in GPU_FAN_OUTS if depth(fan_out) == depth(GPU_FAN_OUTS[-1]))
 
 
+@_remembered
 def tree_fan_out(
     capacity: int,
     device_type: str,
@@ -163,6 +178,7 @@ def tree_fan_out(
     return _fan_out(capacity, device_type, explicit, tuned("sum_tree", device_name, directory, capacity=capacity))
 
 
+@_remembered
 def tree_update(fan_out: int, n: int, device_name: str | None = None, directory: Path | None = None) -> UpdateConfig:
     """Launch configuration of an update or a mark of ``n`` rows.
 
@@ -181,6 +197,7 @@ def tree_update(fan_out: int, n: int, device_name: str | None = None, directory:
     )
 
 
+@_remembered
 def tree_draw(fan_out: int, n: int, device_name: str | None = None, directory: Path | None = None) -> DrawConfig:
     """Launch configuration of ``n`` draws.
 
@@ -198,6 +215,7 @@ def index_words(steps: int, envs: int) -> int:
     return -(-steps // 64) * envs
 
 
+@_remembered
 def index_fan_out(
     steps: int,
     envs: int,
@@ -233,6 +251,7 @@ def index_span(n: int, steps: int) -> int:
     return 2 if n == 1 < steps else 64
 
 
+@_remembered
 def index_update(
     fan_out: int,
     n: int,
@@ -263,6 +282,7 @@ def index_update(
     return IndexConfig(block_envs, block_words, 32 if few else 32 * num_warps, block_nodes, num_warps)
 
 
+@_remembered
 def index_draw(
     fan_out: int, n: int, slice_len: int, device_name: str | None = None, directory: Path | None = None
 ) -> SliceConfig:
@@ -278,12 +298,14 @@ def index_draw(
     )
 
 
+@_remembered
 def index_slices(n: int, slice_len: int) -> SliceConfig:
     """Launch configuration of ``n`` slices from given rows: a warp for up to 32, and up to 512 elements of output."""
     block_steps = min(64, ceil_power(max(slice_len, 8)))
     return SliceConfig(block_slices=min(32, 512 // block_steps), block_steps=block_steps, num_warps=1)
 
 
+@_remembered
 def tanh_normal_sample(
     n: int, width: int, device_name: str | None = None, directory: Path | None = None
 ) -> BlockConfig:
@@ -296,12 +318,14 @@ def tanh_normal_sample(
     return BlockConfig(block, min(max(block // 256, 1), 8))
 
 
+@_remembered
 def tanh_normal_backward(n: int, device_name: str | None = None, directory: Path | None = None) -> BlockConfig:
     """Launch configuration of the gradients of ``n`` elements."""
     found = tuned("tanh_normal_backward", device_name, directory, n=n)
     return BlockConfig(TANH_NORMAL_BLOCK, 4) if found is None else found
 
 
+@_remembered
 def sac_rows(n: int, device_name: str | None = None, directory: Path | None = None) -> BlockConfig:
     """Launch configuration of a kernel of soft actor-critic over ``n`` rows. The rule: one program while it can."""
     found = tuned("sac_rows", device_name, directory, n=n)

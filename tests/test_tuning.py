@@ -320,7 +320,7 @@ class TestSearch:
     def test_tuned_files_have_no_say(self, monkeypatch):
         """Fan-outs are compared by rule: an older file must not favour one of them."""
         asked = []
-        monkeypatch.setattr(config, "_found", lambda *arguments: asked.append(arguments))
+        monkeypatch.setattr(config, "folders", lambda: asked.append("folders") or [])
 
         def seconds(made):
             config.tree_update(made.fan_out, 100, "Some GPU")
