@@ -191,6 +191,8 @@ class StableBaselines(Library):
         }
 
     def rows(self, source: TensorDict) -> list[tuple[Any, ...]]:
+        if len(source) % self.envs:
+            raise UnavailableError(f"it writes steps of all its {self.envs} environments, not {len(source)} rows")
         columns = list(self.arrays(source).values())
         infos: list[dict[str, bool]] = [{}, {"TimeLimit.truncated": True}]
         steps = []

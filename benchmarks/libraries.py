@@ -41,6 +41,7 @@ class Library(ABC):
         weights_over: the largest importance weight of the ``"buffer"`` is 1, or that of the ``"batch"``.
         lacks: columns of transitions that its batches don't have.
         priorities_known: all rows have the priorities that the benchmarks give them.
+        untouched: nothing was written since it was filled.
 
     Raises:
         UnavailableError: the library is missing, has no such buffer here, or the buffer no room.
@@ -57,6 +58,7 @@ class Library(ABC):
         self.prioritized = prioritized
         self.device = device
         self.priorities_known = False
+        self.untouched = True
         self.load()
         self.check_room()
         self.open()

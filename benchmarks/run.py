@@ -10,6 +10,7 @@ import argparse
 import datetime
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -25,12 +26,13 @@ import torch
 from benchmarks import floor
 from benchmarks.machine import PACKAGES, RESULTS, describe, result_path
 from benchmarks.registry import PEERS, REGISTRY, TITLES
+from gpubuf.kernels._tuned import slug, user_folder
 
 ROOT = Path(__file__).parent.parent
 #: Where `make bench` makes the environments of the peers.
 ENVIRONMENTS = ROOT / ".peers"
 #: Seconds of each stage of a run on a GPU: together less than ten minutes. What is late is left out, and said.
-TESTS, TUNING, MEASURING = 150, 120, 270
+TESTS, TUNING, MEASURING = 180, 110, 240
 
 
 def run_pytest(python: Path, *arguments: str, seconds: float | None = None, **environment: str) -> int:
@@ -182,7 +184,9 @@ def run_on_gpu(out: Path | None, *arguments: str) -> int:
     tested = run_pytest(
         python, *files, "-m", "gpu", f"--junitxml={report}", "--maxfail=20", seconds=TESTS, GPUBUF_TEST_GPU="1"
     )
-    tuned = run_limited([sys.executable, "-m", "gpubuf", "tune", "--quick"], TUNING)
+    tune = [sys.executable, "-m", "gpubuf", "tune", "--quick", f"--seconds={TUNING - 30}"]
+    tuned = run_limited(tune, TUNING)
+    keep_tuned(path)
     until = f"--deadline={time.time() + MEASURING}"
     measured = run_benchmarks("cuda", path, "--curves", "--huge", until, *arguments)
     if path.exists():
@@ -191,6 +195,14 @@ def run_on_gpu(out: Path | None, *arguments: str) -> int:
         path.write_text(json.dumps(results, indent=1))
     draw(path)
     return tested or tuned or measured
+
+
+def keep_tuned(path: Path) -> None:
+    """Copy the tuned file that the benchmarks go by beside the results."""
+    folder, name = user_folder(), f"{slug(torch.cuda.get_device_name())}.json"
+    if folder is not None and (folder / name).exists():
+        (path.parent / "tuned").mkdir(exist_ok=True)
+        shutil.copy(folder / name, path.parent / "tuned" / name)
 
 
 def draw(path: Path) -> None:

@@ -17,7 +17,15 @@ from benchmarks.libraries import Gpubuf, GpubufGraph, Library, UnavailableError
 from benchmarks.placements import PLACEMENTS, Placed
 from benchmarks.registry import LIBRARIES, PEERS, REGISTRY, TITLES, LastFilled, environment, in_order
 from benchmarks.sources import TINY, TRANSITIONS, Source, transitions_layout
-from benchmarks.workloads import POOL, PRIORITIZED_SAMPLE, SAMPLE_AND_UPDATE, UNIFORM_SAMPLE, WORKLOADS, Workload
+from benchmarks.workloads import (
+    EXTEND,
+    POOL,
+    PRIORITIZED_SAMPLE,
+    SAMPLE_AND_UPDATE,
+    UNIFORM_SAMPLE,
+    WORKLOADS,
+    Workload,
+)
 from tests.placements import Machine
 
 CAPACITY = 2_560
@@ -47,10 +55,9 @@ def filled(workload: Workload, kind: type[Library] = Gpubuf) -> Any:
 def test_workload_runs_and_agrees_with_its_oracle(name: str, library: str):
     """On a small buffer of every library that there is here: the check passes, and the timed call can be repeated."""
     try:
-        buffer = filled(SMALL[name], LIBRARIES[library])
+        call = SMALL[name].prepare(filled(SMALL[name], LIBRARIES[library]))
     except UnavailableError as reason:
         pytest.skip(str(reason))
-    call = SMALL[name].prepare(buffer)
     for _ in range(3):
         call()
     assert SMALL[name].traffic("cpu").bytes > 0
@@ -88,6 +95,15 @@ def test_placements_agree_with_the_oracle(name: str, monkeypatch: pytest.MonkeyP
     workload = small(REGISTRY["placement-256"].workload)
     workload.prepare(filled(workload, on_cpu(PLACEMENTS[name])))
     assert machine.ever_pinned
+
+
+def test_writes_are_checked_wherever_the_cursor_is():
+    """Batches of several sizes written into one buffer, one benchmark after the other, over its end as well."""
+    library = filled(Workload(UNIFORM_SAMPLE, 64, CAPACITY))
+    for n in (64, 16, 256, 16):
+        call = Workload(EXTEND, n, CAPACITY).prepare(library)
+        for _ in range(CAPACITY // n + 3):
+            call()
 
 
 # What the oracles are for
