@@ -57,7 +57,7 @@ def saved_while_used(buffer: TensorDictReplayBuffer, folder: Path, waits: bool) 
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_save_is_of_one_moment(waits, tmp_path, monkeypatch):
-    """CASES.md 43: while it is written others go on, or, where it is too much to be copied, wait."""
+    """CASES.md 32: while it is written others go on, or, where it is too much to be copied, wait."""
     if waits:
         monkeypatch.setattr(checkpoints, "_COPY_BYTES", 0)
     buffer, due = used(), new()
