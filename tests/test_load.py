@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import load
-from benchmarks.load import BATCH, MOST_BYTES, MOST_OBJECTS, Load, Result, growth, tracked
+from benchmarks.load import BATCH, MOST_IN_USE, MOST_OBJECTS, MOST_RESIDENT, Load, Result
 from benchmarks.load_checks import (
     SLICE,
     BrokenInvariantError,
@@ -20,6 +20,7 @@ from benchmarks.load_checks import (
     counters,
     update_late,
 )
+from benchmarks.load_memory import WINDOWS, growth, in_use, resident, tracked
 
 CAPACITY = 1500
 PRIORITIZED = ["prioritized", "prioritized-slices"]
@@ -48,8 +49,8 @@ def test_a_few_seconds(sampler: str, prefetch: int, tmp_path: Path):
 
 def test_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """Status 0 where all went well, 1 where something broke."""
-    monkeypatch.setattr(load, "MOST_BYTES", 1 << 40)
-    monkeypatch.setattr(load, "MOST_OBJECTS", 1 << 40)
+    for name in ("MOST_RESIDENT", "MOST_IN_USE", "MOST_OBJECTS"):
+        monkeypatch.setattr(load, name, 1 << 40)
     arguments = ["--minutes", "0.01", "--capacity", "1100", "--sampler", "uniform"]
     assert load.main(arguments) == 0
     assert "samples" in capsys.readouterr().out
@@ -237,25 +238,43 @@ def test_a_checkpoint_of_another_moment_is_caught(sampler: str, tmp_path: Path):
 
 
 def test_growth_is_that_of_the_second_half():
-    times = [float(t) for t in range(100)]
-    assert growth(times, [7.0] * 100) == 0.0
-    assert growth(times, [100.0 * (t < 50) for t in times]) == 0.0
-    assert growth(times, [2.0 * t for t in times]) == pytest.approx(98.0)
-    assert growth(times[:4], [1.0, 2.0, 3.0, 4.0]) == 0.0
-    noise = torch.randn(100, generator=torch.Generator().manual_seed(0)).tolist()
+    times = [float(t) for t in range(160)]
+    assert growth(times, [7.0] * 160) == 0.0
+    assert growth(times, [100.0 * (t < 70) for t in times]) == 0.0
+    assert growth(times, [2.0 * t for t in times]) == pytest.approx(160.0, rel=0.05)
+    assert growth(times[: 2 * WINDOWS - 1], times[: 2 * WINDOWS - 1]) == 0.0
+    assert growth(times[: 2 * WINDOWS], times[: 2 * WINDOWS]) == pytest.approx(8.0, rel=0.05)
+
+
+def test_what_is_given_back_is_no_growth():
+    """Noise above a floor, and a floor that rises below it."""
+    times = [float(t) for t in range(800)]
+    noise = (40 * torch.rand(800, generator=torch.Generator().manual_seed(0))).tolist()
     assert abs(growth(times, noise)) < 2.0
+    leak = [value + 0.05 * t for value, t in zip(noise, times, strict=True)]
+    assert growth(times, leak) == pytest.approx(20.0, abs=2.0)
 
 
 def test_growing_memory_is_a_problem():
-    times = [float(t) for t in range(20)]
-    flat = Result(times=times, resident=[5e8] * 20, check_times=times, objects=[1e5] * 20)
-    assert flat.problems() == []
-    for name, most in (("resident", MOST_BYTES), ("objects", MOST_OBJECTS)):
-        values = [1e5 + 2 * most * t / 9 for t in times]
-        leaking = Result(
-            times=times, check_times=times, **{"resident": [0.0] * 20, "objects": [0.0] * 20, name: values}
-        )
+    times = [float(t) for t in range(40)]
+    flat = {"resident": [5e8] * 40, "in_use": [2e8] * 40, "objects": [1e5] * 40}
+    assert Result(times=times, check_times=times, **flat).problems() == []
+    # Without a C library that says what is in use, the others count.
+    assert Result(times=times, check_times=times, **{**flat, "in_use": []}).problems() == []
+    for name, most in (("resident", MOST_RESIDENT), ("in_use", MOST_IN_USE), ("objects", MOST_OBJECTS)):
+        values = [1e5 + 2 * most * t / 20 for t in times]
+        leaking = Result(times=times, check_times=times, **{**flat, name: values})
         assert len(leaking.problems()) == 1
+
+
+def test_memory_is_measured():
+    before, used = resident(), in_use()
+    kept = torch.ones(1 << 23)
+    assert resident() - before > 30 << 20
+    assert used is None or in_use() - used >= 32 << 20
+    del kept
+    assert resident() - before < 16 << 20
+    assert used is None or in_use() - used < 16 << 20
 
 
 def test_objects_are_counted():

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -37,6 +38,22 @@ def _is_entry(entry: Any) -> bool:
     )
     flags = isinstance(entry["ran_out"], bool) and isinstance(entry["claimed"], bool)
     return pairs and flags and (device is None or isinstance(device, str))
+
+
+def _forget_locals(error: BaseException) -> None:
+    """Empty the functions that an error has come through.
+
+    They refer to the buffer, whose queue keeps the error until its batch is asked for: neither would be freed before
+    garbage is collected.
+    """
+    seen: set[int] = set()
+    chain: list[BaseException | None] = [error]
+    while chain:
+        one = chain.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            traceback.clear_frames(one.__traceback__)
+            chain += [one.__cause__, one.__context__]
 
 
 class Batch(NamedTuple):
@@ -288,16 +305,18 @@ class Prefetcher:
                 slot.ready = self._side.ready(batch)
             future.set_result(batch)
         except BaseException as error:
+            _forget_locals(error)
             future.set_exception(error)
             if not isinstance(error, Exception):
                 raise
         finally:
             slot.let_go()
             self._preparing.discard(thread)
-            with self._condition:
+            condition = self._condition
+            with condition:
                 self._unfinished -= 1
-                self._condition.notify_all()
-            del slot, future
+                condition.notify_all()
+            del slot, future, self
 
     # For the buffer
 

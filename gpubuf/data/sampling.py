@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -58,7 +59,8 @@ class Sampling:
             refuse("batches are prepared ahead: use a buffer without prefetch")
             # The queue holds batches without their info, so that it serves those who want it and those who don't.
             take = ahead.take if n == self._batch_size else ahead.take_other
-            batch = take(lambda: self._draw(n, False), self._finish)
+            # Not a lambda: the traceback of a failed draw would keep its closure, and with it the buffer.
+            batch = take(functools.partial(self._draw, n, False), self._finish)
         if batch is None:
             batch = self._finish(self._draw(n, include_info))
         if include_info and not batch.has_info:
