@@ -278,7 +278,7 @@ def index_update(
     if n == 1:
         block_words, num_warps = (16, 1) if few else (32, 2)
         return IndexConfig(block_envs, block_words, 16 if few else 64, block_nodes, num_warps)
-    block_words, num_warps = (8, 2) if by_id else (16, 4)
+    block_words, num_warps = (4 if few else 8, 2) if by_id else (16, 4)
     return IndexConfig(block_envs, block_words, 32 if few else 32 * num_warps, block_nodes, num_warps)
 
 

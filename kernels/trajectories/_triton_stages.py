@@ -107,7 +107,11 @@ def _load_flags(signals_ptr, n_signals, row, seam, active, steps, envs, BY_ID: t
         row_bytes = tl.load(signals_ptr + 4 * k + 1)
         split = tl.load(signals_ptr + 4 * k + 2)
         far = tl.load(signals_ptr + 4 * k + 3)
-        address = row_address(row, near, row_bytes, split, far)
+        if BY_ID:
+            address = row_address(row, near, row_bytes, split, far)
+        else:
+            # As there, in the form that needs fewer registers here.
+            address = near + row * row_bytes + tl.where(row < split, 0, far - near)
         next_row = row + tl.where(seam, envs - steps * envs, envs)
         next_address = row_address(next_row, near, row_bytes, split, far)
         # Identifiers are words as a rule, and flags single bytes.
