@@ -189,10 +189,12 @@ def tree_update(fan_out: int, n: int, device_name: str | None = None, directory:
     if found is not None:
         return found
     single = n <= 1024
+    # Wide nodes leave fewer registers for the rest: with more of them ptxas spills, on sm_90 at least.
+    children = 2048 if single else 1024 if fan_out < 64 else 512
     return UpdateConfig(
         single_program=single,
         block_entries=256,
-        block_nodes=max(1, (2048 if single else 1024) // fan_out),
+        block_nodes=max(1, children // fan_out),
         num_warps=8 if single else 4,
     )
 

@@ -107,8 +107,9 @@ def specs_of(fan_out: int, sizes: dict[str, str], flags: tuple[tuple[bool, bool]
     return specs
 
 
-# The tree of a million rows, and one with more rows than an int32 counts.
+# The tree of a million rows, one with more rows than an int32 counts, and what needs most registers in between.
 SPECS = [
     *specs_of(32, SIZES, ((False, False), (True, True))),
     *specs_of(64, HUGE, ((False, True), (True, False))),
+    *(spec for spec in specs_of(64, SIZES, ((False, True),)) if "refresh" in spec.kernel),
 ]
