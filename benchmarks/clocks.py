@@ -6,6 +6,7 @@ GPU's own clock, between an event before the first and an event after the last o
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -66,12 +67,21 @@ def of(filled: Any, device: str) -> Clock:
     return Clock("wall", time.perf_counter, filled.wait)
 
 
+def warm_up(call: Callable[[], object], clock: Clock, seconds: float) -> None:
+    """Call for so long, and twice at least: pytest-benchmark decides on the number of rounds by its first call."""
+    until = time.perf_counter() + seconds
+    for calls in itertools.count(1):
+        call()
+        if clock.wait is not None:
+            clock.wait()
+        if calls >= 2 and time.perf_counter() > until:
+            return
+
+
 def repeated(call: Callable[[], object], clock: Clock) -> tuple[Callable[[], object], int]:
-    """What is timed as one round, and how many calls it has: one on a CPU, many where calls are queued."""
+    """What is timed as one round, and how many (warm) calls it has: one on a CPU, many where calls are queued."""
     if clock.wait is None:
         return call, 1
-    call()
-    clock.wait()
     start = time.perf_counter()
     call()
     clock.wait()

@@ -19,6 +19,8 @@ from benchmarks.registry import REGISTRY, TITLES, Entry, environment, in_order
 
 #: Seconds that a benchmark is repeated for: those of the tables, and the points of curves.
 SECONDS, POINT_SECONDS = 2.0, 0.25
+#: Seconds of calls beforehand on a huge buffer: its first rows come from memory that the machine has to find again.
+HUGE_WARM_UP = 1.0
 SKIPPED = pytest.StashKey[list[dict[str, str]]]()
 DONE = pytest.StashKey[list[float]]()
 
@@ -110,6 +112,7 @@ def measure(benchmark, device: str) -> Callable[[Entry, str, Any, Callable[[], o
 
     def run(entry: Entry, library: str, filled: Any, call: Callable[[], object]) -> None:
         clock = clocks.of(filled, device)
+        clocks.warm_up(call, clock, HUGE_WARM_UP if entry.huge else benchmark._max_time / 4)
         many, calls = clocks.repeated(call, clock)
         traffic = entry.traffic(library, device) if entry.traffic else None
         benchmark.group = entry.name

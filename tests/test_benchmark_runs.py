@@ -111,6 +111,16 @@ def test_event_timer_tells_seconds_of_the_gpu(monkeypatch: pytest.MonkeyPatch):
     assert timer() - start == pytest.approx(3.0)
 
 
+def test_calls_are_warm_before_they_are_timed():
+    done: list[str] = []
+    clock = clocks.Clock("events", lambda: 0.0, lambda: done.append("wait"))
+    clocks.warm_up(lambda: done.append("call"), clock, 0.0)
+    assert done == ["call", "wait"] * 2
+    until = time.perf_counter() + 0.05
+    clocks.warm_up(lambda: None, clocks.of(None, "cpu"), 0.05)
+    assert time.perf_counter() >= until
+
+
 def test_calls_on_a_gpu_are_timed_many_at_a_time_and_waited_for(monkeypatch: pytest.MonkeyPatch):
     done: list[str] = []
     clock = clocks.Clock("events", lambda: 0.0, lambda: done.append("wait"))
