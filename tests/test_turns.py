@@ -10,9 +10,16 @@ import zlib
 import pytest
 import torch
 
-from gpubuf import LazyTensorStorage
+from gpubuf import (
+    LazyTensorStorage,
+    PrioritizedSliceSampler,
+    SliceSampler,
+    SliceSamplerWithoutReplacement,
+    TensorDictReplayBuffer,
+)
 from gpubuf.data.locking import Turn
 from tests.test_threads import together
+from tests.transitions import transitions
 
 
 def test_turns_are_reentrant_and_give_way():
@@ -135,3 +142,27 @@ def test_an_error_before_a_turn_leaves_it_free():
         pytest.fail("the turn began")
     turn.pending.clear()
     together(lambda: turn.__enter__() and None)
+
+
+SLICE_SAMPLERS = {
+    "slices": lambda: SliceSampler(slice_len=2),
+    "slices in turn": lambda: SliceSamplerWithoutReplacement(slice_len=2),
+    "prioritized slices": lambda: PrioritizedSliceSampler(40, 0.7, 0.5, slice_len=2),
+}
+
+
+@pytest.mark.parametrize("method", ["rebuild", "trajectories"])
+@pytest.mark.parametrize("sampler", SLICE_SAMPLERS)
+def test_what_is_called_on_a_sampler_takes_its_turn(sampler, method):
+    """CASES.md 43: nothing is indexed anew while a row is being written."""
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(40), sampler=SLICE_SAMPLERS[sampler]())
+    buffer.extend(transitions(30))
+    turn = buffer._lock
+    thread = threading.Thread(target=getattr(buffer.sampler, method))
+    with turn:
+        thread.start()
+        while thread.is_alive() and not turn._waiting:
+            os.sched_yield()
+        assert len(turn._waiting) == 1
+    thread.join()
+    assert not turn._lock.locked()

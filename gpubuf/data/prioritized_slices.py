@@ -161,9 +161,10 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         PrioritizedSampler.mark_update(self, index, storage=storage)
 
     def rebuild(self) -> None:
-        super().rebuild()
-        if self._index is not None and self._legal is not None:
-            self._restrict(self._index.storage, self._index, self._need)
+        with self.turn:
+            super().rebuild()
+            if self._index is not None and self._legal is not None:
+                self._restrict(self._index.storage, self._index, self._need)
 
     def empty(self) -> None:
         super().empty()

@@ -241,8 +241,9 @@ class SliceSampler(Sampler):
 
     def rebuild(self) -> None:
         """Index all rows anew, after they were filled or changed by others than ``extend``. O(capacity)."""
-        if self._index is not None:
-            self._index.rebuild()
+        with self.turn:
+            if self._index is not None:
+                self._index.rebuild()
 
     def trajectories(self) -> Trajectories:
         """All stored trajectories: their bounds and lengths, for inspection. Synchronises.
@@ -250,9 +251,10 @@ class SliceSampler(Sampler):
         Raises:
             RuntimeError: nothing has been written yet.
         """
-        if not isinstance(self._storage, TensorStorage) or not self._storage.initialized:
-            raise RuntimeError("there are no trajectories before the first write")
-        return self.index_for(self._storage).trajectories()
+        with self.turn:
+            if not isinstance(self._storage, TensorStorage) or not self._storage.initialized:
+                raise RuntimeError("there are no trajectories before the first write")
+            return self.index_for(self._storage).trajectories()
 
     def empty(self) -> None:
         super().empty()

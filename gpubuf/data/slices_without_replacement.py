@@ -96,8 +96,9 @@ class SliceSamplerWithoutReplacement(SliceSampler):
         self._epoch = (storage.written, index.rule)
 
     def rebuild(self) -> None:
-        super().rebuild()
-        self._ranks = None
+        with self.turn:
+            super().rebuild()
+            self._ranks = None
 
     def empty(self) -> None:
         super().empty()
