@@ -58,7 +58,8 @@ class World:
         torch.manual_seed(0)
         storage = LazyTensorStorage(CAPACITY, device=self.device, ndim=1 if self.envs == 1 else 2)
         self.buffer = TensorDictReplayBuffer(storage=storage, sampler=SAMPLERS[self.sampler](), batch_size=BATCH)
-        self.beta = torch.tensor(0.4, dtype=torch.float64, device=self.device)
+        # Not float64: compiled code leaves changes in place of such a number on the CPU out (PyTorch 2.13).
+        self.beta = torch.full((), 0.4, dtype=torch.float32, device=self.device)
         if self.learn is not None:
             on_device: dict[str, Any] = {"dtype": torch.float64, "device": self.device}
             actor = make_sac_actor(OBSERVATION, ACTION, CELLS, **on_device)

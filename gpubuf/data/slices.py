@@ -184,12 +184,11 @@ class SliceSampler(Sampler):
         return self._index
 
     def _flags_of(self, storage: TensorStorage) -> SliceFlags:
-        flags = self._flags
-        if flags is None or torch.compiler.is_compiling():
-            flags = SliceFlags(storage.layout, self.truncated_key, self.init_key)
-            if not torch.compiler.is_compiling():
-                self._flags = flags
-        return flags
+        if torch.compiler.is_compiling():
+            return SliceFlags(storage.layout, self.truncated_key, self.init_key)
+        if self._flags is None:
+            self._flags = SliceFlags(storage.layout, self.truncated_key, self.init_key)
+        return self._flags
 
     def _signal(self, storage: TensorStorage) -> Signal:
         if self.ends is not None:
