@@ -216,11 +216,14 @@ def load_table(runs: Runs) -> str:
         return f"No run of `python -m benchmarks.load --record` is committed: {OPEN}."
     found = run.data["load"]
     first, last = (found["resident"][i] / 2**20 for i in (0, -1)) if found["resident"] else (0.0, 0.0)
+    in_use = found["growth_in_use_bytes"]
     sentences = (
         f"{found['sampler']}, {found['capacity']:,} rows, prefetch {found['prefetch']}, {found['seconds'] / 60:.1f} "
         f"minutes: the rows of {found['hours_of_training']:.2f} hours of training at {found['rate']:,} steps a second. "
         f"Memory: {first:.1f} MiB after the warm-up, {last:.1f} MiB at the end; in the second half "
-        f"{found['growth_bytes'] / 2**20:+.2f} MiB and {found['growth_objects']:+.0f} Python objects. "
+        f"{found['growth_bytes'] / 2**20:+.2f} MiB, "
+        + ("" if in_use is None else f"{in_use / 2**20:+.2f} MiB of them in use, ")
+        + f"and {found['growth_objects']:+.0f} Python objects. "
     )
     sentences += f"Broken: {'; '.join(found['problems'])}." if found["problems"] else "No invariant broke."
     rows = [[name, f"{n:,}", f"{n / found['seconds']:,.1f}"] for name, n in found["counts"].items()]

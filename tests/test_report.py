@@ -151,13 +151,16 @@ def test_load():
     found = {"sampler": "prioritized", "capacity": 20_000, "prefetch": 2, "seconds": 180.0, "rate": 1000}
     found |= {"counts": {"rows": 3_600_000, "saves": 90}, "hours_of_training": 1.0, "problems": []}
     found |= {"resident": [100 * 2**20, 101 * 2**20], "growth_bytes": 2**19, "growth_objects": -3.0}
+    found |= {"growth_in_use_bytes": 2**18}
     text = block("load", {"load": a_run(load=found)})
     assert line(text, "rows") == ["3,600,000", "20,000.0"]
     assert line(text, "saves") == ["90", "0.5"]
     assert "prioritized, 20,000 rows, prefetch 2, 3.0 minutes: the rows of 1.00 hours" in text
-    assert "100.0 MiB after the warm-up, 101.0 MiB at the end; in the second half +0.50 MiB and -3 Python" in text
+    assert "100.0 MiB after the warm-up, 101.0 MiB at the end; in the second half +0.50 MiB, +0.25 MiB" in text
+    assert "MiB of them in use, and -3 Python objects." in text
     assert "No invariant broke." in text
-    found["problems"] = ["memory grew"]
+    found |= {"problems": ["memory grew"], "growth_in_use_bytes": None}
+    assert "+0.50 MiB, and -3 Python" in block("load", {"load": a_run(load=found)})
     assert "Broken: memory grew." in block("load", {"load": a_run(load=found)})
 
 
