@@ -178,13 +178,13 @@ class Arguments:
         return self._mapped(args, kwargs, _same)
 
     def static(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """The arguments as the graph gets them: their tensors are copies, which :meth:`fill` overwrites."""
-
-        def copied(path: str, tensor: Tensor) -> Tensor:
-            self.inputs[path] = tensor.clone(memory_format=torch.contiguous_format)
-            return self.inputs[path]
-
-        return self._mapped(args, kwargs, copied)
+        """The arguments as the graph gets them: their tensors are in :attr:`inputs`, which :meth:`fill` overwrites."""
+        if self.inputs:
+            self.fill(args, kwargs)
+        else:
+            for path, tensor in self.tensors(args, kwargs).items():
+                self.inputs[path] = tensor.clone(memory_format=torch.contiguous_format)
+        return self._mapped(args, kwargs, lambda path, tensor: self.inputs[path])
 
     @staticmethod
     def _mapped(args: tuple[Any, ...], kwargs: dict[str, Any], of_tensor: Map) -> Call:

@@ -125,8 +125,12 @@ class Captured:
         return results
 
     def _eager(self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        arguments.tensors(args, kwargs)
-        given, named = arguments.passed(args, kwargs)
+        if self._can_capture:
+            # What is captured will find these: kernels are compiled for the alignment of what they are given.
+            given, named = arguments.static(args, kwargs)
+        else:
+            arguments.tensors(args, kwargs)
+            given, named = arguments.passed(args, kwargs)
         with self._aside():
             results = checked_results(self._step(*given, **named))
         if self._left:
@@ -160,7 +164,6 @@ class Captured:
 
     def _capture(self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         assert self._device is not None
-        arguments.tensors(args, kwargs)
         stray = [device for device in arguments.devices if device.type != self._device.type]
         if stray:
             raise CaptureError(
