@@ -65,6 +65,12 @@ class TestShapes:
         for operation in ("sum_tree_draw", "rows_copy", "sac_rows"):
             assert {job.sizes["n"] for job in found if job.operation == operation} == set(shapes.batch_sizes)
 
+    def test_what_a_step_writes_is_marked(self):
+        """Where it is many rows: for a few there is little to choose, unless time does not matter."""
+        for envs, thorough, due in ((1, False, False), (1, True, True), (4096 * 16, False, True)):
+            found = jobs(Shapes(envs=envs), thorough)
+            assert due == any(job.operation == "sum_tree_update" and job.sizes["n"] == envs for job in found)
+
 
 class TestCandidates:
     """A pure function; whatever it names is something that a tuned file may hold."""

@@ -123,7 +123,9 @@ def jobs(shapes: Shapes, thorough: bool = False) -> list[Job]:
 def _tree_jobs(shapes: Shapes, capacity: int, thorough: bool) -> Iterator[Job]:
     steps = shapes.steps(capacity)
     yield Job("sum_tree", capacity, {"capacity": capacity})
-    for n in sorted({*shapes.batch_sizes, shapes.envs}):
+    # What a step writes is marked. For a few rows there is little to choose.
+    marked = {shapes.envs} if thorough or shapes.envs >= 64 else set()
+    for n in sorted({*shapes.batch_sizes} | marked):
         yield Job("sum_tree_update", capacity, {"n": n}, "sum_tree")
     for n in shapes.batch_sizes:
         yield Job("sum_tree_draw", capacity, {"n": n}, "sum_tree")

@@ -177,7 +177,8 @@ def spills_of(handles: set[Any]) -> dict[str, int]:
     found: dict[str, int] = {}
     for function in functions.values():
         for cache in getattr(function, "device_caches", {}).values():
-            for kernel in cache[0].values():
+            compiled = cache[0] if isinstance(cache, tuple) else cache
+            for kernel in compiled.values() if isinstance(compiled, dict) else ():
                 if getattr(kernel, "function", None) in handles:
                     found[kernel.name] = max(found.get(kernel.name, 0), getattr(kernel, "n_spills", None) or 0)
     return found
