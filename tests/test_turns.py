@@ -154,7 +154,7 @@ SLICE_SAMPLERS = {
 @pytest.mark.parametrize("method", ["rebuild", "trajectories"])
 @pytest.mark.parametrize("sampler", SLICE_SAMPLERS)
 def test_what_is_called_on_a_sampler_takes_its_turn(sampler, method):
-    """CASES.md 43: nothing is indexed anew while a row is being written."""
+    """CASES.md 32: nothing is indexed anew while a row is being written."""
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(40), sampler=SLICE_SAMPLERS[sampler]())
     buffer.extend(transitions(30))
     turn = buffer._lock

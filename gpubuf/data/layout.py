@@ -259,7 +259,7 @@ class RowLayout:
             source[name] = self._assemble(Node({}, (), None), tensors, batch_size, device, entries)
         if node.batch_suffix:
             batch_size = torch.Size((*batch_size, *node.batch_suffix))
-        # The public constructor checks every shape again: 7 µs for a nested batch, against 2 µs.
+        # The public constructor checks every shape again, which takes several times as long for a nested batch.
         td = TensorDict._new_unsafe(source=source, batch_size=batch_size, device=device)
         return td if node.tensorclass is None else node.tensorclass._from_tensordict(td)  # type: ignore[attr-defined]
 

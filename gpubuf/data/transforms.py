@@ -55,7 +55,7 @@ class Compose(nn.Module):
         self.steps.insert(index, _Step(transform, invert))
 
     def __len__(self) -> int:
-        # Past nn.Module.__getattr__, which costs 1 µs: every sample asks.
+        # Past nn.Module.__getattr__, which is slow: every sample asks.
         return len(self._modules["steps"]._modules)  # type: ignore[union-attr]
 
     def forward(self, data: Data) -> Data:
