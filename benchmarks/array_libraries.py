@@ -27,6 +27,7 @@ class Flashbax(Library):
     # the sum tree has two float32 for each leaf of the next power of two
     tree_bytes = 16
     weights_over = "batch"
+    exact_sums = False
 
     def load(self) -> None:
         try:

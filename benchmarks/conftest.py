@@ -143,6 +143,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     if named is None or call.when == "teardown" or (call.when == "setup" and call.excinfo is None):
         return
     workload, library = named.params["workload"], named.params["library"]
+    if workload not in REGISTRY:
+        # What pytest makes of a parameter without values: nothing was chosen.
+        return
     benchmark = getattr(item, "funcargs", {}).get("benchmark")
     if call.excinfo is not None:
         skipped = call.excinfo.errisinstance(pytest.skip.Exception)

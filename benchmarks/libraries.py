@@ -39,6 +39,7 @@ class Library(ABC):
         title: the same for people.
         tree_bytes: what prioritization takes for a row, about.
         weights_over: the largest importance weight of the ``"buffer"`` is 1, or that of the ``"batch"``.
+        exact_sums: a row of next to no weight is never drawn; not so where sums are float32.
         lacks: columns of transitions that its batches don't have.
         priorities_known: all rows have the priorities that the benchmarks give them.
         untouched: nothing was written since it was filled.
@@ -51,6 +52,7 @@ class Library(ABC):
     title: ClassVar[str]
     tree_bytes: ClassVar[int] = 8
     weights_over: ClassVar[str] = "buffer"
+    exact_sums: ClassVar[bool] = True
     lacks: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, source: Source, prioritized: bool, device: str) -> None:
@@ -238,6 +240,7 @@ class TorchRL(TorchRLInterface):
     name = "torchrl"
     title = "TorchRL"
     tree_bytes = 16
+    exact_sums = False
 
     def classes(self) -> tuple[Any, Any, Any]:
         try:
@@ -263,6 +266,7 @@ class Cpprb(Library):
     name = "cpprb"
     title = "cpprb"
     tree_bytes = 24
+    exact_sums = False
 
     def load(self) -> None:
         if self.device != "cpu":

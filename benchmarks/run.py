@@ -25,7 +25,7 @@ import torch
 
 from benchmarks import floor
 from benchmarks.machine import PACKAGES, RESULTS, describe, result_path
-from benchmarks.registry import PEERS, REGISTRY, TITLES
+from benchmarks.registry import PEERS, REGISTRY, TITLES, environment
 from gpubuf.kernels._tuned import slug, user_folder
 
 ROOT = Path(__file__).parent.parent
@@ -144,7 +144,12 @@ def run_benchmarks(kind: str, out: Path, *arguments: str) -> int:
     torch.set_num_threads(1)
     machine = {**describe(kind), "floor": floor.measure(kind)}
     print(f"this machine: {floor.describe(machine['floor'])}", flush=True)
-    parts = [measure_part(python, names, kind, arguments) for python, names in interpreters().items()]
+    asked = {environment(given.partition("=")[2]) for given in arguments if given.startswith("--library=")}
+    parts = [
+        measure_part(python, names, kind, arguments)
+        for python, names in interpreters().items()
+        if not asked or asked & set(names)
+    ]
     data = merged(parts, machine)
     for path, curves in ((out, False), (curves_path(out), True)):
         chosen = of_curves(data, curves)

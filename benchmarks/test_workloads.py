@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 
 import pytest
@@ -29,5 +30,6 @@ def test_workload(
         if environment(library) == "gpubuf":
             raise
         # A peer that is wrong has no time; that it is wrong is said.
-        pytest.skip(f"wrong results: {' '.join(str(error).split())[:200]}")
+        said = " ".join(str(error).split()) or traceback.extract_tb(error.__traceback__)[-1].line
+        pytest.skip(f"wrong results: {said[:200]}")
     measure(entry, library, filled, call)

@@ -94,10 +94,11 @@ def check_weights(library: Library, n: int) -> None:
 
 
 def check_draws_only(library: Library, rows: np.ndarray, n: int) -> None:
-    """Assert that a batch is made of these rows alone."""
+    """Assert that a batch is made of these rows alone; nearly, where sums of priorities are rounded to float32."""
     drawn = row_numbers(library, library.sample(n))
-    assert np.isin(drawn, rows).all()
-    assert np.unique(drawn).size > 1
+    share = np.isin(drawn, rows).mean()
+    assert share == 1 if library.exact_sums else share > 0.99, f"{1 - share:.1%} of a batch are rows of no weight"
+    assert np.unique(drawn).size > 1, "a batch is one row all over"
 
 
 def sampling(library: Library, n: int) -> Callable[[], object]:
@@ -113,7 +114,7 @@ def sampling(library: Library, n: int) -> Callable[[], object]:
         check_weights(library, n)
     else:
         row = check_rows(library, library.columns(library.sample(n)), n)
-        assert np.unique(row).size > min(n, len(library.source)) // 2
+        assert np.unique(row).size > min(n, len(library.source)) // 2, "a batch repeats few rows"
     return call
 
 
@@ -147,7 +148,7 @@ def stepping(library: Library, n: int) -> Callable[[], object]:
     # twice the rows that a batch draws, so that half of them at least keep their overwhelming priority
     library.update(*library.priorities(torch.arange(2 * n), torch.full((2 * n,), OVERWHELMING)))
     drawn = row_numbers(library, library.step(n, pool[0]))
-    assert (drawn < 2 * n).all()
+    assert (drawn < 2 * n).mean() >= (1 if library.exact_sums else 0.99), "priorities had no effect"
     check_draws_only(library, np.setdiff1d(np.arange(2 * n), drawn), n)
     set_known_priorities(library, 2 * n)
     library.priorities_known = False

@@ -330,6 +330,49 @@ def test_without_a_gpu_the_gpu_run_says_so(capsys: pytest.CaptureFixture[str]):
     assert set(RESULTS.rglob("*")) == before
 
 
+def test_a_run_on_a_gpu_leaves_everything_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Tests, tuning, benchmarks and report, each with a limit, together less than ten minutes; failures are told."""
+    stages: list[tuple[str, float]] = []
+    tuned = tmp_path / "cache" / "some-gpu.json"
+    tuned.parent.mkdir()
+
+    def run_limited(command: list[str], seconds: float, **environment: str) -> int:
+        stages.append((command[3], seconds))
+        if command[3] == "tune":
+            tuned.write_text("{}")
+            return 0
+        assert environment == {"GPUBUF_TEST_GPU": "1"}
+        junit = next(word for word in command if word.startswith("--junitxml=")).partition("=")[2]
+        case = '<testcase classname="t" name="bad"><failure message="no"/></testcase>'
+        Path(junit).write_text(f"<testsuites><testsuite>{case}</testsuite></testsuites>")
+        return 1
+
+    def run_benchmarks(kind: str, out: Path, *arguments: str) -> int:
+        deadline = next(word for word in arguments if word.startswith("--deadline=")).partition("=")[2]
+        stages.append((kind, float(deadline) - time.time()))
+        assert {"--curves", "--huge", "-x"} < set(arguments)
+        for path, curves in ((out, False), (run.curves_path(out), True)):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(run.of_curves(a_full_run().data, curves)))
+        return 0
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *given: "Some GPU")
+    monkeypatch.setattr(run, "user_folder", lambda: tuned.parent)
+    monkeypatch.setattr(run, "run_limited", run_limited)
+    monkeypatch.setattr(run, "run_benchmarks", run_benchmarks)
+    assert run.main(["gpu", "--out", str(tmp_path / "out"), "-x"]) == 1
+    assert [name for name, _ in stages] == ["-W", "tune", "cuda"]
+    assert sum(seconds for _, seconds in stages) < 600
+    names = {path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    (results,) = (name for name in names if re.fullmatch(r"some-gpu-[\d-]+\.json", name))
+    stem = f"curves/{results.removesuffix('.json')}"
+    drawn = {f"{stem}{end}" for end in (".json", ".html", "-capacity.png", "-batch.png", "-row.png")}
+    assert names == {results, "gpu-tests.xml", "tuned/some-gpu.json", *drawn}
+    found = json.loads((tmp_path / "out" / results).read_text())
+    assert found["gpu_tests"] == {"passed": 0, "failed": 1, "skipped": 0, "failures": ["t::bad"]}
+
+
 def test_a_stage_that_takes_too_long_is_ended(capsys: pytest.CaptureFixture[str]):
     assert run.run_limited([sys.executable, "-c", "import time; time.sleep(60)"], 0.1) == 124
     assert "ended after 0 s" in capsys.readouterr().err

@@ -1,0 +1,1 @@
+"""What is measured beside gpubuf, an environment each; never dependencies of it."""
