@@ -1,6 +1,7 @@
 """Checkpoints of buffers: what is saved comes back, into which buffers, and how little is written again."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from tensordict import TensorDict, tensorclass
 from torch import nn
 
 from gpubuf import (
+    LazyMemmapStorage,
     LazyTensorStorage,
     PrioritizedSampler,
     PrioritizedSliceSampler,
@@ -183,6 +185,30 @@ def test_rows_that_are_one_tensor(tmp_path):
     buffer.save(tmp_path, file_bytes=20)
     other.load(tmp_path)
     assert torch.equal(other[:], buffer[:])
+
+
+@pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage])
+@pytest.mark.parametrize("keys", ["some", "all"])
+@pytest.mark.parametrize("on", [nullcontext, triton_on_cpu])
+def test_keys_of_no_width(storage, keys, on, tmp_path):
+    """Keys whose rows have no elements are stored, sampled, overwritten and saved, also where all keys are so."""
+
+    def rows(n: int, start: int = 0) -> TensorDict:
+        found = TensorDict({"none": torch.zeros(n, 0), "inner": torch.zeros(n, 3, 0, 2, dtype=torch.int64)}, [n])
+        return found.set("number", torch.arange(start, start + n)) if keys == "some" else found
+
+    buffer, other = (ReplayBuffer(storage=storage(10), batch_size=4) for _ in range(2))
+    with on():
+        buffer.extend(rows(7))
+        buffer.extend(rows(6, start=7))
+        buffer[2:4] = rows(2, start=100)
+        buffer.save(tmp_path, file_bytes=50)
+        other.load(tmp_path)
+        for batch, n in ((buffer.sample(), 4), (other.sample(), 4), (other[:], 10), (other[[1, 2]], 2)):
+            assert (batch["none"].shape, batch["inner"].shape) == ((n, 0), (n, 3, 0, 2))
+    assert (len(other), other.write_count) == (10, 13)
+    if keys == "some":
+        assert other[:]["number"].tolist() == [10, 11, 100, 101, 4, 5, 6, 7, 8, 9]
 
 
 def test_nested_batch_dimensions(tmp_path):

@@ -262,6 +262,55 @@ assert buffer.storage.scratch_dir.exists()
     assert [path for path in tmp_path.iterdir() if path.name.startswith("gpubuf-")] == []
 
 
+def test_what_a_killed_process_leaves_goes_with_the_next_temporary_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """But nothing of processes that live, of others, or that is not of a storage."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    living = LazyMemmapStorage(10)
+    living.append(transitions(4))
+    for name in ("left", "noted", "empty"):
+        (tmp_path / f"gpubuf-{name}" / "next").mkdir(parents=True)
+        for path in ("gpubuf.lock", "gpubuf.json", "meta.json", "next/step.memmap", "next/meta.json.tmp"):
+            (tmp_path / f"gpubuf-{name}" / path).touch()
+    (tmp_path / "gpubuf-noted" / "next" / "notes.txt").touch()
+    # Without a lock it is another's, or kept by its owner.
+    (tmp_path / "gpubuf-empty" / "gpubuf.lock").unlink()
+    (tmp_path / "gpubuf-link").symlink_to(tmp_path / "gpubuf-empty")
+    kept = LazyMemmapStorage(10, auto_cleanup=False)
+    kept.append(transitions(4))
+    before = {path.relative_to(tmp_path) for path in tmp_path.rglob("*")}
+    gone = {Path("gpubuf-left"), *(path for path in before if path.parts[0] == "gpubuf-left")}
+    gone |= {path for path in before if path.parts[0] == "gpubuf-noted" and path.suffix in (".json", ".memmap", ".tmp")}
+    new = LazyMemmapStorage(10)
+    new.append(transitions(4))
+    after = {path.relative_to(tmp_path) for path in tmp_path.rglob("*") if new.scratch_dir not in (path, *path.parents)}
+    assert before - after == gone | {Path("gpubuf-noted/gpubuf.lock")}
+    assert living[:]["step"].tolist() == [0, 1, 2, 3]
+    del living, new
+    assert {path.name for path in tmp_path.iterdir()} == {"gpubuf-noted", "gpubuf-empty", "gpubuf-link"} | {
+        kept.scratch_dir.name
+    }
+
+
+def test_files_of_a_process_that_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    script = """
+import os, signal, torch
+from gpubuf import LazyMemmapStorage, ReplayBuffer
+buffer = ReplayBuffer(storage=LazyMemmapStorage(10))
+buffer.extend(torch.zeros(3))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    assert subprocess.run([sys.executable, "-c", script], env=environment).returncode == -signal.SIGKILL
+    (left,) = tmp_path.glob("gpubuf-*")
+    assert (left / "gpubuf.counters").exists()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    storage = LazyMemmapStorage(10)
+    storage.append(transitions(4))
+    assert list(tmp_path.glob("gpubuf-*")) == [storage.scratch_dir]
+
+
 def test_cleanup_leaves_the_files_of_others(tmp_path: Path):
     keep = LazyMemmapStorage(4, scratch_dir=tmp_path / "keep")
     ReplayBuffer(storage=keep).extend(transitions(2))
@@ -279,7 +328,7 @@ def test_a_forked_child_removes_nothing(tmp_path: Path):
     from gpubuf.data.memmap_storage import _remove
 
     (tmp_path / "rows").write_text("")
-    _remove(tmp_path, [tmp_path / "rows"], os.getpid() + 1)
+    _remove(tmp_path, [tmp_path / "rows"], os.getpid() + 1, None)
     assert (tmp_path / "rows").exists()
 
 

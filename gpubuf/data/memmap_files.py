@@ -24,6 +24,8 @@ from gpubuf.data.layout import Data, Key, Node, RowLayout
 
 META_FILE = "meta.json"
 STORAGE_FILE = "storage_metadata.json"
+GPUBUF_FILE = "gpubuf.json"
+COUNTERS_FILE = "gpubuf.counters"
 TENSOR_NAME = "_-single-tensor-_"  # of the only file of a storage that holds a plain tensor
 
 _TENSORCLASS_FOLDER = "_tensordict"
@@ -55,6 +57,12 @@ def tensor_file(folder: Path, key: Key) -> Path:
     """The file of a key; the empty key is that of a plain tensor."""
     names = [encoded(name) for name in key] or [TENSOR_NAME]
     return folder.joinpath(*names[:-1], f"{names[-1]}.memmap")
+
+
+def is_own(name: str) -> bool:
+    """Whether a file of this name may be one of a storage."""
+    known = (META_FILE, STORAGE_FILE, GPUBUF_FILE, COUNTERS_FILE)
+    return name.endswith(".memmap") or name.removesuffix(".tmp") in known
 
 
 # Mapping

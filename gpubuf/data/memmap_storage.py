@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 
 from gpubuf.data import memmap_files as files
+from gpubuf.data import memmap_temporary as temporary
 from gpubuf.data.columns import Column
 from gpubuf.data.layout import RowLayout, batch_shape
+from gpubuf.data.memmap_files import COUNTERS_FILE, GPUBUF_FILE
 from gpubuf.data.placement import Placement
 from gpubuf.data.storages import LazyTensorStorage
 from gpubuf.kernels import rows
 
 FORMAT = "gpubuf-memmap"
 VERSION = 1
-GPUBUF_FILE = "gpubuf.json"
-COUNTERS_FILE = "gpubuf.counters"
 
 
 class LazyMemmapStorage(LazyTensorStorage):
@@ -51,8 +51,9 @@ class LazyMemmapStorage(LazyTensorStorage):
         existsok: open the storage that is in ``scratch_dir`` already, if there is one, with the rows it holds.
         compilable: accepted for compatibility; every operation can be compiled.
         shared_init: accepted as False; process sharing is out of scope.
-        auto_cleanup: remove the files when the storage is dropped or the process exits (not when it is killed).
-            Default: for temporary folders only. Nothing but the storage's own files is ever removed.
+        auto_cleanup: remove the files when the storage is dropped or the process exits. Default: for temporary folders
+            only; what a process leaves in those when it is killed, the next one removes that makes one. Nothing but the
+            storage's own files is ever removed.
 
     Raises:
         ValueError: the device is another, ``max_size`` or ``ndim`` is below 1, or differs from that of the storage in
@@ -82,6 +83,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         self.auto_cleanup = scratch_dir is None if auto_cleanup is None else auto_cleanup
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir).absolute()
         self._finalizer: weakref.finalize | None = None
+        self._hold: int | None = None  # of a temporary folder
         if self.scratch_dir is not None and (self.scratch_dir / GPUBUF_FILE).exists():
             if not existsok:
                 raise RuntimeError(
@@ -130,7 +132,10 @@ class LazyMemmapStorage(LazyTensorStorage):
     def _allocate(self, layout: RowLayout, shape: tuple[int, ...], placement: Placement) -> list[Column]:
         files.check_names(layout)
         if self.scratch_dir is None:
-            self.scratch_dir = Path(tempfile.mkdtemp(prefix="gpubuf-"))
+            if self.auto_cleanup:
+                self.scratch_dir, self._hold = temporary.new_folder()
+            else:
+                self.scratch_dir = Path(tempfile.mkdtemp(prefix=temporary.PREFIX))
         folder = self.scratch_dir
         folder.mkdir(parents=True, exist_ok=True)
         _warn_of_full_disk(folder, math.prod(shape) * layout.row_bytes)
@@ -165,7 +170,9 @@ class LazyMemmapStorage(LazyTensorStorage):
         self.counters.counters = self._mapped_counters
         assert self.scratch_dir is not None
         if self.auto_cleanup:
-            self._finalizer = weakref.finalize(self, _remove, self.scratch_dir, self._own_files(), os.getpid())
+            self._finalizer = weakref.finalize(
+                self, _remove, self.scratch_dir, self._own_files(), os.getpid(), self._hold
+            )
 
     def _own_files(self) -> list[Path]:
         """All files of the storage, those that are deepest first."""
@@ -175,6 +182,8 @@ class LazyMemmapStorage(LazyTensorStorage):
         levels = {parent for path in tensors for parent in path.parents if parent.is_relative_to(folder)} | {folder}
         metadata = [level / files.META_FILE for level in levels]
         own = [folder / name for name in (files.STORAGE_FILE, GPUBUF_FILE, COUNTERS_FILE)]
+        if self._hold is not None:
+            own.append(folder / temporary.LOCK_FILE)
         return sorted(tensors + metadata + own, key=lambda path: -len(path.parts))
 
     def flush(self) -> None:
@@ -194,7 +203,8 @@ class LazyMemmapStorage(LazyTensorStorage):
         """Remove the files now. The rows can be used until the storage is dropped."""
         if self._layout is not None:
             assert self.scratch_dir is not None
-            _remove(self.scratch_dir, self._own_files(), os.getpid())
+            _remove(self.scratch_dir, self._own_files(), os.getpid(), self._hold)
+            self._hold = None
         if self._finalizer is not None:
             self._finalizer.detach()
 
@@ -234,13 +244,14 @@ def _warn_of_full_disk(folder: Path, n_bytes: int) -> None:
         )
 
 
-def _remove(folder: Path, paths: list[Path], owner: int) -> None:
+def _remove(folder: Path, paths: list[Path], owner: int, hold: int | None) -> None:
     """Remove files, and the folders that are empty then. A forked child leaves its parent's files alone."""
-    if os.getpid() != owner:
-        return
-    for path in paths:
-        path.unlink(missing_ok=True)
-    for level in sorted({path.parent for path in paths} | {folder}, key=lambda path: -len(path.parts)):
-        # Not empty: somebody else's files are there, too.
-        with contextlib.suppress(OSError):
-            level.rmdir()
+    if os.getpid() == owner:
+        for path in paths:
+            path.unlink(missing_ok=True)
+        for level in sorted({path.parent for path in paths} | {folder}, key=lambda path: -len(path.parts)):
+            # Not empty: somebody else's files are there, too.
+            with contextlib.suppress(OSError):
+                level.rmdir()
+    if hold is not None:
+        os.close(hold)
