@@ -225,8 +225,6 @@ def load_table(runs: Runs) -> str:
         + ("" if in_use is None else f"{in_use / 2**20:+.2f} MiB of them in use, ")
         + f"and {found['growth_objects']:+.0f} Python objects. "
     )
-    if found.get("growth_in_use_bytes") is not None:
-        sentences += f"What is in use of it: {found['growth_in_use_bytes'] / 2**20:+.2f} MiB in the second half. "
     sentences += f"Broken: {'; '.join(found['problems'])}." if found["problems"] else "No invariant broke."
     rows = [[name, f"{n:,}", f"{n / found['seconds']:,.1f}"] for name, n in found["counts"].items()]
     return "\n\n".join([table(["what", "number", "a second"], rows), sentences, described(run), load_before(run)])
