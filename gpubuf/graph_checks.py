@@ -83,7 +83,35 @@ def refuse_host_random(before: dict[str, bytes]) -> None:
             raise CaptureError(f"the step can't be captured in a CUDA graph: it draws from {name}, {_HOST}")
 
 
-class NoHostWork(TorchDispatchMode):
+class _Watch(TorchDispatchMode):
+    """A mode that leaves operations as they are, and compiled code too."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """True: compiled code runs in it as it is, instead of what it was compiled from."""
+        return True
+
+
+class Devices(_Watch):
+    """Notes where the tensors of all operations are.
+
+    Attributes:
+        found: those devices.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[torch.device] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.found |= {tensor.device for tensor in _tensors((*args, out))}
+        return out
+
+
+class NoHostWork(_Watch):
     """Refuses every operation that a graph on ``device`` can't hold, at the line of the step that calls it.
 
     Attributes:
@@ -98,13 +126,6 @@ class NoHostWork(TorchDispatchMode):
         self._type = device.type
         self.kept: dict[int, Any] = {}
         self._made: set[int] = set()
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """True: compiled code runs in it as it is, instead of what it was compiled from."""
-        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -10,7 +10,7 @@ import torch
 
 from gpubuf.data.capturing import CaptureError, Lock, Recording, recorded, watched
 from gpubuf.data.memory import cuda_present
-from gpubuf.graph_checks import NoHostWork, host_random_state, refuse_host_random
+from gpubuf.graph_checks import Devices, NoHostWork, host_random_state, refuse_host_random
 from gpubuf.graph_values import Arguments, Unchanged, checked_results, devices_of, fresh
 
 __all__ = ["CaptureError", "Captured", "capture"]
@@ -42,8 +42,8 @@ def capture(step: Callable[..., Any], *, warmup: int = 3, device: torch.device |
     Args:
         step: the function. It reaches networks, optimisers and buffers itself, not as arguments.
         warmup: number of calls before the capture, at least 1: whatever is allocated at first use must exist by then.
-        device: where the step works; ``"cpu"`` never captures. None: a GPU, if there is one among the arguments, the
-            results and the buffers of the first call.
+        device: where the step works; ``"cpu"`` never captures. None: found out from the arguments, the results and the
+            buffers of the first call, or else from all that the second one does.
 
     Returns:
         The captured step, to be called as ``step``.
@@ -94,6 +94,8 @@ class Captured:
         """
         if self._arguments is None:
             return self._first(args, kwargs)
+        if self._device is None:
+            return self._watched(self._arguments, args, kwargs)
         if self._graph is None:
             if self._left or not self._can_capture:
                 return self._eager(self._arguments, args, kwargs)
@@ -115,13 +117,18 @@ class Captured:
             results = self._eager(arguments, args, kwargs)
         unchanged.check()
         self._arguments = arguments
-        self._device = self._requested
-        if self._device is None:
-            found = arguments.devices | devices_of(results) | {lock.device for lock in locks if lock.device is not None}
-            devices = sorted((d for d in found if d.type in GRAPH_DEVICES), key=str)
-            if len(devices) > 1:
-                raise ValueError(f"the step works on {' and '.join(map(str, devices))}: give capture() a device")
-            self._device = devices[0] if devices else torch.device("cpu")
+        of_locks = {lock.device for lock in locks if lock.device is not None}
+        self._device = self._requested or _graph_device(arguments.devices | devices_of(results) | of_locks)
+        if self._device is None and not cuda_present():
+            self._device = torch.device("cpu")
+        return results
+
+    def _watched(self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The second call, where the first has not shown where the step works: by all that it does."""
+        # Not the first one, in which code may be compiled.
+        with Devices() as seen:
+            results = self._eager(arguments, args, kwargs)
+        self._device = _graph_device(seen.found) or torch.device("cpu")
         return results
 
     def _eager(self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -206,6 +213,14 @@ class Captured:
         if self._device is not None and not self._can_capture:
             state = f"runs eagerly on {self._device}"
         return f"{type(self).__name__}({name}, {state})"
+
+
+def _graph_device(found: set[torch.device]) -> torch.device | None:
+    """The one device of ``found`` whose work can be captured, if there is one."""
+    devices = sorted((device for device in found if device.type in GRAPH_DEVICES), key=str)
+    if len(devices) > 1:
+        raise ValueError(f"the step works on {' and '.join(map(str, devices))}: give capture() a device")
+    return devices[0] if devices else None
 
 
 def _explain(error: BaseException) -> None:

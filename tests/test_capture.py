@@ -162,7 +162,7 @@ def test_arguments_of_the_constructor():
 
 
 def test_where_a_step_works_is_found_out(machine):
-    """By its arguments, its results, or its buffers."""
+    """By its arguments, its results, or its buffers; or else by what it does."""
     world = World("uniform")
     machine.memory = world.buffer.storage.row_tensors
     x = torch.zeros(2)
@@ -175,6 +175,21 @@ def test_where_a_step_works_is_found_out(machine):
         for _ in range(2):
             run(*arguments)
         assert run.captured
+
+    def add_one() -> None:
+        x.add_(1)
+
+    for warmup in (1, 2, 3):
+        run = capture(add_one, warmup=warmup)
+        for _ in range(max(warmup, 2) + 1):
+            assert not run.captured
+            run()
+        assert run.captured
+    idle = capture(lambda: None, warmup=1)
+    for _ in range(4):
+        idle()
+    assert not idle.captured
+    assert x.tolist() == [10.0] * 2
 
 
 def prioritized() -> TensorDictReplayBuffer:
