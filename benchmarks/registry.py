@@ -77,7 +77,7 @@ class Entry:
         value: where on the axis.
         quick: part of a quick run.
         huge: takes gigabytes and minutes.
-        last: leaves a buffer on which nothing else can be checked.
+        turn: when, among those that share a buffer.
         devices: where it makes sense.
         extra: what else goes into the file of results, of (what was filled, library).
         workload: of replay: what the buffer is, and what is done with it.
@@ -96,7 +96,7 @@ class Entry:
     value: int = 0
     quick: bool = True
     huge: bool = False
-    last: bool = False
+    turn: int = 0
     devices: tuple[str, ...] = ("cpu", "cuda")
     extra: Callable[[Any, str], dict[str, Any]] = field(default=lambda filled, library: {})
     workload: Workload | None = None
@@ -126,7 +126,7 @@ def _replay(workload: Workload, libraries: tuple[str, ...], **more: Any) -> Entr
         more.pop("traffic", lambda library, device: workload.traffic(device)),
         operation=workload.operation.title,
         quick=more.pop("quick", workload.batch <= 256),
-        last=workload.operation.last,
+        turn=workload.operation.turn,
         workload=workload,
         **more,
     )
@@ -234,7 +234,7 @@ def _slices(workload: SliceWorkload) -> Entry:
         operation="slices",
         quick=scene.capacity * scene.envs <= 200_000,
         huge=workload.huge,
-        last="write" in workload.name,
+        turn=int("write" in workload.name),
         extra=_index_bytes,
     )
 
@@ -260,7 +260,7 @@ def in_order(entries: list[Entry], libraries: Callable[[str], bool] = lambda lib
     places: dict[Hashable, int] = {}
     for entry, library in pairs:
         places.setdefault(entry.contents(library), len(places))
-    pairs.sort(key=lambda pair: (places[pair[0].contents(pair[1])], pair[0].last))
+    pairs.sort(key=lambda pair: (places[pair[0].contents(pair[1])], pair[0].turn))
     return [(entry.name, library) for entry, library in pairs]
 
 

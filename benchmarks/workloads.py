@@ -93,6 +93,11 @@ def check_weights(library: Library, n: int) -> None:
     np.testing.assert_allclose(columns["weight"].ravel(), expected, rtol=1e-5)
 
 
+def overwhelming(library: Library) -> float:
+    """A priority beside which the others hardly count; less where it would stay in the sums after it is gone."""
+    return OVERWHELMING if library.exact_sums else 1e12
+
+
 def check_draws_only(library: Library, rows: np.ndarray, n: int) -> None:
     """Assert that a batch is made of these rows alone; nearly, where sums of priorities are rounded to float32."""
     drawn = row_numbers(library, library.sample(n))
@@ -124,7 +129,7 @@ def updating(library: Library, n: int) -> Callable[[], object]:
     chosen = draws(n, len(library.source))
     pool = [library.priorities(index, priority) for index, priority in chosen]
     for index, priority in chosen[:2]:
-        library.update(*library.priorities(index, torch.full_like(priority, OVERWHELMING)))
+        library.update(*library.priorities(index, torch.full_like(priority, overwhelming(library))))
         check_draws_only(library, index.numpy(), n)
         library.update(*library.priorities(index, priority))
     batches, update = cycle(pool), library.update
@@ -146,7 +151,7 @@ def stepping(library: Library, n: int) -> Callable[[], object]:
     know_priorities(library)
     check_weights(library, n)
     # twice the rows that a batch draws, so that half of them at least keep their overwhelming priority
-    library.update(*library.priorities(torch.arange(2 * n), torch.full((2 * n,), OVERWHELMING)))
+    library.update(*library.priorities(torch.arange(2 * n), torch.full((2 * n,), overwhelming(library))))
     drawn = row_numbers(library, library.step(n, pool[0]))
     assert (drawn < 2 * n).mean() >= (1 if library.exact_sums else 0.99), "priorities had no effect"
     check_draws_only(library, np.setdiff1d(np.arange(2 * n), drawn), n)
@@ -199,21 +204,21 @@ class Operation:
         prepare: checks the library against the oracle, and returns what is timed.
         prioritized: which of the two buffers.
         traffic: what one call has to do, of (batch, layout, capacity, device).
-        last: nothing else can be checked on the buffer afterwards.
+        turn: when, among the operations on one buffer: the more it changes, the later.
     """
 
     title: str
     prepare: Callable[[Library, int], Callable[[], object]]
     prioritized: bool
     traffic: Callable[[int, Layout, int, str], Traffic]
-    last: bool = False
+    turn: int = 0
 
 
 UNIFORM_SAMPLE = Operation(
     "uniform sample", sampling, False, lambda n, layout, capacity, device: floor.gather(n, layout.row_bytes)
 )
 EXTEND = Operation(
-    "extend", extending, False, lambda n, layout, capacity, device: floor.write(n, layout.row_bytes), last=True
+    "extend", extending, False, lambda n, layout, capacity, device: floor.write(n, layout.row_bytes), turn=3
 )
 PRIORITIZED_SAMPLE = Operation(
     "prioritized sample",
@@ -226,6 +231,7 @@ PRIORITY_UPDATE = Operation(
     updating,
     True,
     lambda n, layout, capacity, device: floor.set_priorities(n, capacity, device),
+    turn=2,
 )
 SAMPLE_AND_UPDATE = Operation(
     "sample and update",
@@ -234,13 +240,14 @@ SAMPLE_AND_UPDATE = Operation(
     lambda n, layout, capacity, device: (
         PRIORITIZED_SAMPLE.traffic(n, layout, capacity, device) + PRIORITY_UPDATE.traffic(n, layout, capacity, device)
     ),
+    turn=1,
 )
 PRIORITIZED_EXTEND = Operation(
     "prioritized extend",
     extending,
     True,
     lambda n, layout, capacity, device: floor.write(n, layout.row_bytes) + floor.set_priorities(n, capacity, device),
-    last=True,
+    turn=3,
 )
 
 

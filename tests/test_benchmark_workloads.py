@@ -307,7 +307,7 @@ def test_each_buffer_is_filled_once_and_read_before_it_is_written():
     assert 1 + sum(a != b for a, b in pairwise(fills)) == len(set(fills))
     for (name, library), (following, after) in pairwise(runs):
         if REGISTRY[name].contents(library) == REGISTRY[following].contents(after):
-            assert REGISTRY[name].last <= REGISTRY[following].last
+            assert REGISTRY[name].turn <= REGISTRY[following].turn
 
 
 def test_what_was_filled_is_kept_for_the_next():
