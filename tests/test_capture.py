@@ -185,10 +185,6 @@ def test_where_a_step_works_is_found_out(machine):
             assert not run.captured
             run()
         assert run.captured
-    idle = capture(lambda: None, warmup=1)
-    for _ in range(4):
-        idle()
-    assert not idle.captured
     assert x.tolist() == [10.0] * 2
 
 
@@ -374,3 +370,17 @@ def test_what_is_changed_in_place_is_seen_by_the_graph(machine):
     drawn = step()["index"].tolist()
     buffer.sampler.random_state("cpu").load_state_dict(state)
     assert step()["index"].tolist() == drawn
+
+
+def test_a_graph_does_not_outlive_the_rows(machine):
+    """Although nothing but the storage has changed."""
+    buffer = ReplayBuffer(storage=LazyTensorStorage(20), batch_size=4)
+    buffer.extend(transitions(8))
+    machine.memory = buffer.storage.row_tensors
+    step = capture(buffer.sample, warmup=1)
+    for _ in range(2):
+        step()
+    buffer.storage.free()
+    buffer.extend(transitions(8))
+    with pytest.raises(CaptureError, match="moved, freed"):
+        step()

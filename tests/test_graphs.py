@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -129,18 +130,19 @@ def test_a_recording_runs_nothing():
     assert (x > 0).all()
 
 
+@pytest.mark.parametrize("before", [0, 1, 2])
 @pytest.mark.parametrize("name", ["prioritized", "slices", "prioritized slices"])
-def test_replays_and_other_use_take_turns(name, machine):
-    """Writes, draws (of slices of another length, too) and priorities between the calls of the step."""
+def test_replays_and_other_use_take_turns(name, before, machine):
+    """Writes, and draws (of slices of another length, too) between the calls; the first before the capture or after."""
     results = []
     for graphs in (False, True):
         world = WORLDS[name]("cpu")
         step = captured(world, machine) if graphs else world.step
-        results.append(run(world, step, WARMUP))
-        for number in range(WARMUP, CALLS):
+        results.append(run(world, step, WARMUP + before))
+        for number in range(WARMUP + before, CALLS):
             # Slices of 4 become slices of 2 and 8 where their number is what is given.
             world.buffer.sampler.slice_len, world.buffer.sampler.num_slices = None, 4
-            with pytest.warns(UserWarning, match="batch_size") if number == WARMUP else nothing():
+            with pytest.warns(UserWarning, match="batch_size") if number == WARMUP + before else nullcontext():
                 other = world.buffer.sample(8 if number % 2 else 32)
             world.buffer.sampler.slice_len, world.buffer.sampler.num_slices = 4, None
             if number % 3 == 0:
@@ -148,16 +150,6 @@ def test_replays_and_other_use_take_turns(name, machine):
             results[-1].append(other.clone())
             results[-1] += run(world, step, 1)
     assert not differences(results[1], results[0])
-
-
-class nothing:  # noqa: N801
-    """``contextlib.nullcontext`` without its argument."""
-
-    def __enter__(self) -> None:
-        """Nothing."""
-
-    def __exit__(self, *exception: object) -> None:
-        """Nothing."""
 
 
 def test_a_captured_step_may_empty_its_buffer(machine):
