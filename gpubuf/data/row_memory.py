@@ -177,7 +177,9 @@ class RowMemory(Storage):
     def _place(self, data: Data, layout: RowLayout, shape: tuple[int, ...]) -> Placement:
         """Where rows of ``shape`` like those of ``data`` go."""
         rows = math.prod(shape) * layout.row_bytes
-        index = self.index_bytes(shape, "cuda" if memory.cuda_present() else "cpu")
+        # Rows that are to be on the CPU must not wake CUDA up: a forked worker could not use it.
+        on_gpu = str(self.requested_device) != "cpu" and memory.cuda_present()
+        index = self.index_bytes(shape, "cuda" if on_gpu else "cpu")
         return place(self.requested_device, rows, index, shape, device_of(data))
 
     def _adopt(self, layout: RowLayout, columns: list[Column], shape: tuple[int, ...], placement: Placement) -> None:
