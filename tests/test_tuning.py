@@ -5,6 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -301,3 +305,27 @@ def test_candidates_at_the_corners_compile():
     modules = [spec.kernel.split(".") for spec in SPECS]
     assert {names[2] for names in modules if names[1] == "kernels"} == {space.family for space in SPACES.values()}
     assert not [f"{r.spec}: {r.error}" for r in results if r.error]
+
+
+def test_what_is_timed_compiles_as_it_is_launched():
+    """For sm_90, through the launchers and Triton's JIT: with the types and alignments that real arguments have."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.jit_without_gpu"],
+        env=environment,
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout.splitlines()[-1])
+    launches = found["launches"]
+    assert {name.partition(":")[0] for name in launches} == SPACES.keys()
+    for name, number in launches.items():
+        # A batch of thousands is updated stage by stage: claim, resolve, and the four levels of 100,000 rows.
+        stages = {"update 4,096": 6, "loss 4,096": 2, "actor loss 4,096": 2}.get(name.partition(": ")[2], 1)
+        # Of 64 environments every program does some; the sums are left to one more.
+        assert number == (2 if "write" in name else stages), name
+    # Spills are looked for among these.
+    assert {"rows_gather_kernel", "sum_tree_draw_kernel", "trajectories_draw_kernel"} <= set(found["kernels"])
