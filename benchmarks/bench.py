@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from benchmarks import page
-from benchmarks.comparison import missing, names, table
+from benchmarks.comparison import missing, names, placements, table
 from benchmarks.machine import result_path
 from benchmarks.registry import REGISTRY, TITLES
 from benchmarks.run import curves_path, run_benchmarks
@@ -99,9 +99,14 @@ def measured(options: dict[str, Any]) -> int:
     workloads = [name for axis in (None, *(axis.name for axis in AXES)) for name in names(results, axis)]
     if workloads:
         show(table(results, workloads))
+    placed = placements(results)
+    if placed:
+        show(placed)
     left_out = missing(results)
     if left_out:
         print("Not measured:\n" + "\n".join(f"  {line}" for line in left_out))
+    if any("not installed" in line for line in left_out):
+        print("`make bench` makes the environments of those that are not installed.")
     if options["report"]:
         drawn(paths, curves_path(path).with_suffix(".html"))
     return 1 if code else 0

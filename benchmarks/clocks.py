@@ -44,6 +44,10 @@ class EventTimer:
         self.last: Any = None
         self.seconds = 0.0
 
+    def __repr__(self) -> str:
+        # in files of results
+        return "CUDA events"
+
     def __call__(self) -> float:
         event = torch.cuda.Event(enable_timing=True)
         event.record()

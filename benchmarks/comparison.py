@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 from benchmarks import floor
 from benchmarks.floor import Traffic
+from benchmarks.placements import PLACEMENTS
 from benchmarks.registry import PEERS, TITLES, environment
 from benchmarks.runs import Run
 from benchmarks.slices import SIZES, sized
 from benchmarks.sweeps import AXES, Axis
-from benchmarks.tables import OPEN, against, microseconds
+from benchmarks.tables import OPEN, against, microseconds, or_open
 
 OURS = "gpubuf"
 #: What slices draw from grows as well; they are part of the tables.
@@ -34,8 +35,15 @@ def combined(runs: Sequence[Run]) -> Run:
 
 
 def names(run: Run, axis: str | None = None) -> list[str]:
-    """Workloads that were tried: the points of an axis, or (None) those of the tables; as the run lists them."""
-    found = {b["extra_info"]["workload"]: b["extra_info"].get("axis") for b in run.data["benchmarks"]}
+    """Workloads that were tried: the points of an axis, or (None) those of the tables; as the run lists them.
+
+    Placements are not among them: :func:`placements` has those.
+    """
+    found = {
+        b["extra_info"]["workload"]: b["extra_info"].get("axis")
+        for b in run.data["benchmarks"]
+        if b["extra_info"]["library"] not in PLACEMENTS
+    }
     return [name for name, of in found.items() if of == axis]
 
 
@@ -50,16 +58,21 @@ def libraries(run: Run, workloads: Iterable[str]) -> list[str]:
 def floor_of(run: Run, workload: str, library: str = OURS) -> float | None:
     """The least time of a workload in seconds; None where it is not counted, or the run measured no bandwidth.
 
-    It is the same for all libraries, but for replays of graphs, whose launches take less.
+    It is the same for all libraries, but for replays of graphs, whose launches take less, and for rows on the host.
     """
     measured, graph = run.machine.get("floor"), library.endswith("-graph")
-    for benchmark in run.data["benchmarks"]:
-        extra = benchmark["extra_info"]
-        counted = extra["workload"] == workload and "bytes" in extra and measured
-        if counted and extra["library"].endswith("-graph") == graph:
-            traffic = Traffic(extra["bytes"], extra["launches"], extra.get("bus", 0))
-            return floor.seconds(traffic, measured, "graph_launch_seconds" if graph else "launch_seconds")
-    return None
+    counted = [
+        benchmark["extra_info"]
+        for benchmark in run.data["benchmarks"]
+        if benchmark["extra_info"]["workload"] == workload
+        and "bytes" in benchmark["extra_info"]
+        and benchmark["extra_info"]["library"].endswith("-graph") == graph
+    ]
+    if not counted or not measured:
+        return None
+    extra = next((extra for extra in counted if extra["library"] == library), counted[0])
+    traffic = Traffic(extra["bytes"], extra["launches"], extra.get("bus", 0))
+    return floor.seconds(traffic, measured, "graph_launch_seconds" if graph else "launch_seconds")
 
 
 def table(run: Run, workloads: Sequence[str]) -> list[list[str]]:
@@ -75,6 +88,21 @@ def table(run: Run, workloads: Sequence[str]) -> list[list[str]]:
         times = f"{ours / least:.1f}x" if ours and least else "-"
         lines.append([titles[name] or name, *cells, microseconds(least) if least else "-", times])
     return lines
+
+
+def placements(run: Run) -> list[list[str]]:
+    """Head and rows: batches by where their rows lie, each with a floor of its own; empty where none were measured."""
+    lines = []
+    for benchmark in run.data["benchmarks"]:
+        extra = benchmark["extra_info"]
+        workload, library = extra["workload"], extra["library"]
+        if library in PLACEMENTS:
+            seconds, least = run.median(workload, library), floor_of(run, workload, library)
+            times = f"{seconds / least:.1f}x" if seconds and least else "-"
+            lines.append([f"{extra['batch']:,} rows", TITLES[library], or_open(seconds), or_open(least), times])
+    return (
+        [["rows of 4 KiB to the GPU", "they lie", "median µs a call", "floor", "of the floor"], *lines] if lines else []
+    )
 
 
 def missing(run: Run, workloads: Iterable[str] | None = None) -> list[str]:

@@ -10,7 +10,7 @@ from io import BytesIO
 from pathlib import Path
 
 from benchmarks import floor
-from benchmarks.comparison import Panel, combined, environments, missing, names, panels, table
+from benchmarks.comparison import Panel, combined, environments, missing, names, panels, placements, table
 from benchmarks.registry import TITLES
 from benchmarks.runs import Run
 from benchmarks.sweeps import AXES, Axis
@@ -140,6 +140,9 @@ def rendered(run: Run, images: dict[str, bytes]) -> str:
         parts += ["<h2>Workloads</h2>", html_table(table(run, tables))]
         left_out = missing(run, {skip["workload"] for skip in run.data.get("skipped", [])} - points)
         parts += ["<p>Not measured:</p>" if left_out else "", html_list(left_out, "missing")]
+    placed = placements(run)
+    if placed:
+        parts += ["<h2>Where the rows lie</h2>", html_table(placed)]
     return "\n".join([*parts, "</body></html>", ""])
 
 

@@ -14,6 +14,7 @@ GPU_FLOOR = {**FLOOR, "bus_bytes_per_second": 5e10, "graph_launch_seconds": 1e-6
 def entry(workload: str, library: str, seconds: float) -> dict[str, Any]:
     known = REGISTRY[workload]
     extra: dict[str, Any] = {"workload": workload, "library": library, "calls": 10, "title": known.title}
+    extra["batch"] = known.sizes.batch
     extra |= {"axis": known.axis, "value": known.value} if known.axis else {}
     if known.traffic is not None:
         traffic = known.traffic(library, "cpu")

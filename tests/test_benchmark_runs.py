@@ -156,6 +156,17 @@ def test_table_has_ratios_and_the_floor():
     assert missing(found) == ["Stable-Baselines3: not today (uniform-sample-256)"]
 
 
+def test_rows_on_the_host_have_floors_of_their_own():
+    entries = [entry("placement-256", name, 1e-4) for name in ("gpubuf-cuda", "gpubuf-pinned")]
+    found = a_run([*entries, entry("extend-256", "gpubuf", 1e-5)], [], "cuda")
+    _, on_gpu, pinned = comparison.placements(found)
+    # 256 rows of 4106 bytes read and written, and an index; at 10 GB/s, and at 50 GB/s over the bus
+    assert on_gpu == ["256 rows", "rows on the GPU", "100", "212", "0.5x"]
+    assert pinned == ["256 rows", "rows in pinned memory", "100", "128", "0.8x"]
+    assert comparison.names(found) == ["extend-256"]
+    assert comparison.placements(a_full_run()) == []
+
+
 def test_every_curve_is_there_and_no_peer_is_missing_silently():
     found = a_full_run(without="flashbax", reason="flashbax is not installed here")
     for axis in AXES:
