@@ -16,6 +16,7 @@ from gpubuf.data import (
 )
 from gpubuf.data.placement import NothingFitsError
 from tests.transitions import same, transitions
+from tests.waiting import no_waiting
 
 pytestmark = [
     pytest.mark.gpu,
@@ -67,14 +68,10 @@ def test_pinned_rows_beside_rows_on_the_gpu(kind):
     assert same(on_gpu[:], pinned[:])
     assert {t.device.type for t in pinned[3:9].values(True, True)} == {"cuda"}
     data = transitions(50, 5000).to("cuda")
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         pinned.extend(data)
         pinned.sample()
         pinned[2:9]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     report = pinned.memory()
     assert (report.placement, report.rows) == ("pinned", 1000 * 50)
 
@@ -97,13 +94,9 @@ def test_rows_in_both_memories_beside_rows_on_the_gpu(kind, share):
         assert all(t.is_cuda or t.is_pinned() for t in split.storage.row_tensors)
     assert same(on_gpu[:], split[:])
     data = transitions(50, 5000).to("cuda")
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         split.extend(data)
         split.sample()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("kind", SAMPLERS)

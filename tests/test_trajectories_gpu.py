@@ -7,6 +7,7 @@ import torch
 
 from gpubuf.kernels import philox, rows, trajectories
 from gpubuf.kernels.trajectories import Rule
+from tests.waiting import no_waiting
 
 pytestmark = [
     pytest.mark.gpu,
@@ -148,12 +149,9 @@ def test_no_sync():
     twin = Twin(500, 7, 32, Rule(4), False, "cuda")
     batch = torch.zeros(500, 7, dtype=torch.bool, device="cuda")
     table, row = twin.signals, torch.arange(10, device="cuda")
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         for n in (500, 1, 64):
             rows.extend(table, [batch[:n].reshape(-1)], twin.ring, n * 7, 3500)
             twin.update(n)
             twin.queries(32, n, row)
             trajectories.resum(twin.ends, twin.sums, twin.ring, 500, 7, 32, *twin.rule)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
