@@ -92,12 +92,13 @@ class _Now(threading.local):
 
 
 _now = _Now()
+_compiling = torch.compiler.is_compiling
 
 
 def recording() -> Recording | None:
     """The recording of the graph that :func:`gpubuf.capture` is capturing in this thread, if it is."""
     # Compiled code is traced before, and can't look: its operations note things when they run.
-    return None if torch.compiler.is_compiling() else _now.recording
+    return None if _compiling() else _now.recording
 
 
 def capturing() -> bool:

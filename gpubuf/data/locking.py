@@ -68,12 +68,15 @@ class StreamOrder:
         self._last, self._event = stream, None
 
 
+_compiling = torch.compiler.is_compiling
+
+
 def turn_of(turn: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
     """``with turn_of(turn):``, for what may be compiled: there are no turns while code is traced.
 
     When compiled code runs, what its operations read and write orders them, but not against other threads.
     """
-    return contextlib.nullcontext() if torch.compiler.is_compiling() else turn
+    return contextlib.nullcontext() if _compiling() else turn
 
 
 class Turn:

@@ -311,10 +311,10 @@ class SliceSampler(Sampler):
         index = self.index_for(storage)
         # On the CPU alone, for it reads rows; and only where the number of rows may be looked at.
         if (
-            storage.device.type == "cpu"
-            and not torch.compiler.is_compiling()
+            not torch.compiler.is_compiling()
             and self._check_order_at is not None
             and len(storage) >= self._check_order_at
+            and storage.device.type == "cpu"
         ):
             self._check_order(storage, index)
         return self._read(storage, index, *self._choose_slices(storage, index, n, length), length)
