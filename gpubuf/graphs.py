@@ -186,12 +186,13 @@ class Captured:
         try:
             with recorded(recording), torch.cuda.graph(graph, stream=side), checks:
                 results = checked_results(self._step(*given, **named))
+            refuse_host_random(random_state)
+            unchanged.check()
         except Exception as error:
+            recording.abandon()
             _explain(error)
             raise
         current.wait_stream(side)
-        refuse_host_random(random_state)
-        unchanged.check()
         for lock in recording.locks:
             lock.joined(current)
             recording.holds(lock, "storage")

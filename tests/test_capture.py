@@ -308,6 +308,40 @@ def test_a_refused_step_has_done_nothing(machine):
     assert (len(world.buffer), world.buffer.write_count) == (length, written)
 
 
+@pytest.mark.parametrize("name", ["slices", "prioritized slices"])
+def test_a_refused_step_leaves_the_rule_of_slices(name, machine):
+    """The index was to be computed for slices of another length, and has not been."""
+    drawn = []
+    for graphs in (False, True):
+        world = World(name)
+        machine.memory = world.buffer.storage.row_tensors
+        sampler = world.buffer.sampler
+
+        def step(world: World = world, sampler: Any = sampler) -> None:
+            sampler.slice_len = 2
+            world.buffer.sample()["observation"].sum().item()
+            sampler.slice_len = 8
+            world.buffer.sample()
+
+        sampler.slice_len = 4
+        world.buffer.sample()
+        if graphs:
+            run = capture(step, warmup=1, device="cpu")
+            run()
+            state = [v for _, v in world.state()]
+            with pytest.raises(CaptureError, match="reads a value"):
+                run()
+            assert all(torch.equal(a, b) for a, (_, b) in zip(state, world.state(), strict=True))
+        else:
+            step()
+        sampler.slice_len = 2
+        drawn.append(world.buffer.sample()["index"])
+        sampler.slice_len = 8
+        drawn.append(world.buffer.sample()["index"])
+    assert torch.equal(drawn[0], drawn[2])
+    assert torch.equal(drawn[1], drawn[3])
+
+
 def test_an_error_of_cuda_is_explained(machine):
     """What only CUDA finds out (here: the optimiser's own check) is said to be about the capture."""
 

@@ -48,6 +48,7 @@ class Recording:
         self.locks: list[Lock] = []
         self._before: dict[Hashable, Callable[[], None]] = {}
         self._after: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], None]] = []
         self._held: dict[tuple[int, str], tuple[Any, str, Any]] = {}
 
     def before(self, key: Hashable, action: Callable[[], None]) -> None:
@@ -57,6 +58,15 @@ class Recording:
     def after(self, action: Callable[[], None]) -> None:
         """Do ``action`` after each replay, as often as it was noted."""
         self._after.append(action)
+
+    def undo(self, action: Callable[[], None]) -> None:
+        """Do ``action`` if nothing comes of the capture: what was launched is then not run."""
+        self._undo.append(action)
+
+    def abandon(self) -> None:
+        """Nothing comes of the capture."""
+        for action in reversed(self._undo):
+            action()
 
     def holds(self, owner: Any, *attributes: str) -> None:
         """The graph works on what these attributes are now: refuse replays once they are replaced."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -101,6 +102,9 @@ class PrioritizedSampler(Sampler):
     def beta(self, value: float | Tensor) -> None:
         if not isinstance(value, Tensor) and not value >= 0:
             raise ValueError(f"beta must be at least 0, got {value}")
+        noted = recording()
+        if noted is not None:
+            noted.undo(functools.partial(setattr, self, "_beta", self._beta))
         if not isinstance(value, Tensor):
             refuse("beta is set to a number, which would stay: set it to a tensor on the device, or between calls")
         with turn_of(self.turn):

@@ -106,6 +106,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         noted = recording()
         if noted is not None:
             noted.after(functools.partial(setattr, self, "_need", need))
+            noted.undo(functools.partial(setattr, self, "_need", self._need))
         if legal is None:
             refuse("the first write or sample finds the legal starts: do it before")
             legal = torch.zeros(legal_words(storage.max_size), dtype=torch.int64, device=storage.device)

@@ -139,6 +139,7 @@ class TrajectoryIndex:
             noted.before(self, functools.partial(self.use, self.rule))
             if new is not None:
                 noted.after(functools.partial(self._assume, new))
+                noted.undo(functools.partial(self._assume, self.rule))
 
     def _assume(self, rule: Rule) -> None:
         self.rule = rule
