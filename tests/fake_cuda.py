@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -86,5 +87,11 @@ class _PlainBindings(TorchFunctionMode):
 @contextlib.contextmanager
 def fake_cuda() -> Iterator[None]:
     """Make every tensor a fake one, so that ``device="cuda"`` works anywhere and reading a value raises."""
-    with FakeTensorMode(), _PlainBindings():
+    with contextlib.ExitStack() as stack:
+        if not torch.cuda.is_available():
+            # Launchers ask for it, to find what was tuned for the device.
+            name = "a GPU that nobody has tuned for"
+            stack.enter_context(mock.patch.object(torch.cuda, "get_device_name", return_value=name))
+        stack.enter_context(FakeTensorMode())
+        stack.enter_context(_PlainBindings())
         yield

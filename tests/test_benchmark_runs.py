@@ -292,8 +292,10 @@ def test_every_peer_can_be_installed():
         assert any("==" in path.read_text() for path in files), peer
 
 
-def test_benchmarks_run(capfd: pytest.CaptureFixture[str]):
+def test_benchmarks_run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     """One that is measured, with all that belongs beside it, and one that is not there."""
+    # pytest-benchmark would take the process for one of those that share the tests of this run.
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     chosen = ["--quick", "--workload=capacity/uniform-sample/10000", "--curves"]
     part = run.measure_part(
         Path(sys.executable), ["gpubuf"], "cpu", [*chosen, "--library=gpubuf", "--library=gpubuf-graph"]
