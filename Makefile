@@ -21,7 +21,7 @@ export PIP_BUILD_CONSTRAINT := $(PIP_CONSTRAINT)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test bench gpu report clean
+.PHONY: help train test bench gpu sanitize report clean
 
 help:
 	@echo "make train   train SAC on Pendulum-v1; options: ARGS='--env NAME --uniform --seed 1 ...'"
@@ -30,7 +30,8 @@ help:
 	@echo "             writes benchmarks/results/<device>-<date>.json and curves/, or into OUT=folder"
 	@echo "make gpu     gpu-marked tests, tuning, benchmarks and report on an NVIDIA GPU, within ten minutes; OUT=folder"
 	@echo "             (make gpu PYTHON=python3 uses that interpreter's own packages: for a machine without an index)"
-	@echo "make report  write the figures of benchmarks/results/ into README.md and docs/performance.md"
+	@echo "make sanitize  the gpu-marked tests of the kernels under NVIDIA's compute-sanitizer"
+	@echo "make report  write the figures of benchmarks/results/ into README.md and the pages of docs/"
 	@echo "make clean   remove environments, caches and build products"
 
 train: $(VENV)/.train
@@ -47,12 +48,24 @@ bench: $(VENV)/.test $(READY)
 
 # An interpreter named on the command line is used as it is, with whatever torch it has.
 ifeq ($(origin PYTHON),command line)
-gpu:
-	$(PYTHON) -m benchmarks.run gpu $(INTO) $(ARGS)
+GPU_PYTHON := $(PYTHON)
+gpu sanitize:
 else
-gpu: $(VENV)/.test
-	$(VENV)/bin/python -m benchmarks.run gpu $(INTO) $(ARGS)
+GPU_PYTHON := $(VENV)/bin/python
+gpu sanitize: $(VENV)/.test
 endif
+
+gpu:
+	$(GPU_PYTHON) -m benchmarks.run gpu $(INTO) $(ARGS)
+
+# Without PyTorch's cache of memory, so that an access beyond a tensor is one beyond an allocation.
+SANITIZED := tests/test_rows_gpu.py tests/test_sum_tree_gpu.py tests/test_trajectories_gpu.py
+sanitize: export GPUBUF_TEST_GPU := 1
+sanitize: export PYTORCH_NO_CUDA_MEMORY_CACHING := 1
+sanitize:
+	for tool in memcheck racecheck; do \
+	  compute-sanitizer --tool $$tool --error-exitcode 1 $(GPU_PYTHON) -m pytest $(SANITIZED) -m gpu $(ARGS) || exit 1; \
+	done
 
 report: $(VENV)/.test
 	$(VENV)/bin/python -m benchmarks.report
