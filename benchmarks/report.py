@@ -16,6 +16,7 @@ from typing import Any
 
 from benchmarks.goals import GRAPH, goals_table, incremental
 from benchmarks.kernels import launches_table, resources_table
+from benchmarks.machine import RESULTS
 from benchmarks.runs import Run, Runs, newest_runs
 from benchmarks.slices import OPERATIONS, SIZES, SLICES, short, sized
 from benchmarks.tables import OPEN, TITLES, against, described, digits, label, load_before, microseconds, or_open, table
@@ -324,6 +325,20 @@ def draw_plot(path: Path, runs: Runs) -> None:
     figure.savefig(path, dpi=120, metadata={"Source": plot_source(runs)})
 
 
+def curves_section(runs: Runs, folder: Path = RESULTS / "curves") -> str:
+    """The pictures that the newest run of every kind of device has drawn."""
+    parts = []
+    for kind, title in KINDS.items():
+        run = runs.get(kind)
+        drawn = sorted(folder.glob(f"{Path(run.source).stem}-*.png")) if run else []
+        if not drawn:
+            parts.append(f"**{title}**: {OPEN}.")
+            continue
+        parts.append(f"**{title}**, by capacity, batch and row; all numbers are in the page beside the pictures.")
+        parts += [f"![Latency by {p.stem.rpartition('-')[2]}]({{root}}{p.relative_to(ROOT).as_posix()})" for p in drawn]
+    return "\n\n".join(parts)
+
+
 FIGURES: dict[str, Callable[[Runs], str]] = {
     "replay": lambda runs: comparison_table(runs, replay=True),
     "loss": lambda runs: comparison_table(runs, replay=False),
@@ -341,6 +356,7 @@ FIGURES: dict[str, Callable[[Runs], str]] = {
     "load": load_table,
     "slices": slices_section,
     "slices_in_short": lambda runs: slices_section(runs, spread=False),
+    "curves": curves_section,
 }
 
 BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
