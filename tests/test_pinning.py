@@ -120,7 +120,8 @@ def test_structures_keep_their_types(accelerator):
 def test_tensors_on_a_gpu_stay(accelerator):
     meta = torch.empty(3, device="meta")  # stands for any other device
     assert pin(TensorDict({"x": meta}, [3]))["x"] is meta
-    assert not accelerator
+    # Others may be there: batches that a buffer of the test before was still preparing.
+    assert not any(tensor.is_meta for tensor in accelerator.values())
 
 
 def test_without_an_accelerator_one_warning(monkeypatch):
