@@ -273,7 +273,8 @@ def test_memory_is_measured():
     # Not from malloc, which may have as much left over from what was freed before.
     with mmap.mmap(-1, size) as fresh:
         fresh.write(bytes(size))
-        assert resident() - before > size // 2
+        assert resident() - before > size - (2 << 20)
+    assert resident() - before < 16 << 20
     used = in_use()
     if used is not None:
         kept = torch.ones(1 << 23)

@@ -110,10 +110,10 @@ def test_no_sync_and_graph_capture():
     store.sample(rng, 64)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        written = store.extend(sources, 30)
-        found, index, _ = store.sample(rng, 64)
     with no_waiting():
+        with torch.cuda.graph(graph):
+            written = store.extend(sources, 30)
+            found, index, _ = store.sample(rng, 64)
         for _ in range(4):
             graph.replay()
     torch.cuda.synchronize()

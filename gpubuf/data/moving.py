@@ -91,9 +91,9 @@ def move(storage: TensorStorage, sampler: Sampler, requested: torch.device | str
     if not storage.relocatable:
         raise NotImplementedError(f"the rows of a {type(storage).__name__} stay where they are")
     before, shape = storage.placement, tuple(storage.shape)
+    # What is on the GPU already needs no room there, and what the rows take there is room for a split.
     on_gpu = before is not None and before.device.type == "cuda"
-    index = IndexBytes() if on_gpu else storage.index_bytes(shape, "cuda")
-    # What the rows take on the GPU now is room for a split there.
+    index = IndexBytes() if on_gpu else storage.index_beside(requested, shape)
     held = sum(part.nbytes for part in storage.row_tensors if part.is_cuda)
     target = place(requested, storage.nbytes, index, shape, torch.device("cpu"), held)
     if before is not None and not before.same_place(target):

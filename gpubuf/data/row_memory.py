@@ -12,7 +12,7 @@ from torch import Tensor
 from gpubuf.data import memory
 from gpubuf.data.columns import Column, address_table, new_column
 from gpubuf.data.layout import Data, RowLayout, batch_shape, device_of
-from gpubuf.data.placement import AUTO, IndexBytes, Placement, place, working_device
+from gpubuf.data.placement import AUTO, IndexBytes, Placement, place, wants_split, working_device
 from gpubuf.data.ring import Ring
 
 NOT_INITIALIZED = "the storage is not initialized: write a batch first"
@@ -177,10 +177,17 @@ class RowMemory(Storage):
     def _place(self, data: Data, layout: RowLayout, shape: tuple[int, ...]) -> Placement:
         """Where rows of ``shape`` like those of ``data`` go."""
         rows = math.prod(shape) * layout.row_bytes
-        # Rows that are to be on the CPU must not wake CUDA up: a forked worker could not use it.
-        on_gpu = str(self.requested_device) != "cpu" and memory.cuda_present()
-        index = self.index_bytes(shape, "cuda" if on_gpu else "cpu")
+        index = self.index_beside(self.requested_device, shape)
         return place(self.requested_device, rows, index, shape, device_of(data))
+
+    def index_beside(self, requested: torch.device | str, shape: tuple[int, ...]) -> IndexBytes:
+        """What the sampler takes, where it counts for a placement: nothing for one that doesn't go by what fits.
+
+        The machine is then not asked for its GPU: a process that CUDA woke up in can't be forked to use it.
+        """
+        if requested != AUTO and not wants_split(requested):
+            return IndexBytes()
+        return self.index_bytes(shape, "cuda" if memory.cuda_present() else "cpu")
 
     def _adopt(self, layout: RowLayout, columns: list[Column], shape: tuple[int, ...], placement: Placement) -> None:
         self._layout, self._columns, self._placement, self._device = layout, columns, placement, placement.device
