@@ -58,14 +58,14 @@ def copying_programs(n_keys: int, n_bytes: int, span: int) -> int:
     return n_keys + n_bytes // span
 
 
-def encode_arguments(values: Sequence[int], bias: int) -> tuple[int, ...]:
-    """``2 * value + bias``, padded to a power of two by repeating the last.
+def encode_arguments(values: Sequence[int]) -> tuple[int, ...]:
+    """``2 * value + 3`` of addresses or strides (0 or more), padded to a power of two by repeating the last.
 
-    With an odd bias the numbers are odd and, for addresses and for strides biased by 3, not 1: Triton compiles a
-    variant for each combination of integers in a tuple that are 1 or multiples of 16, and offers no way not to.
+    Triton compiles a variant for each combination of integers in a tuple that are 1 or multiples of 16, and can't
+    compile those with a 1. These numbers are odd and at least 3. Address 0, of an empty tensor, is one of the values.
     """
     padding = triton.next_power_of_2(len(values)) - len(values)
-    return tuple(2 * value + bias for value in (*values, *values[-1:] * padding))
+    return tuple(2 * value + 3 for value in (*values, *values[-1:] * padding))
 
 
 def _check_row_bytes(n_bytes: int, n: int) -> None:
@@ -157,8 +157,8 @@ def _parts(table: Tensor, sources: Sequence[Source], n: int) -> Iterator[_Part]:
         yield _Part(
             table[start : start + MAX_SOURCES] if len(some) < len(sources) else table,
             len(some),
-            encode_arguments([s.rows.data_ptr() for s in some] or [0], 1),
-            encode_arguments([s.stride for s in some] or [0], 3),
+            encode_arguments([s.rows.data_ptr() for s in some] or [0]),
+            encode_arguments([s.stride for s in some] or [0]),
             n * sum(s.row_bytes for s in some),
         )
 

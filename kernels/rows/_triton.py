@@ -260,7 +260,7 @@ def rows_sample_kernel(
 @triton.jit(do_not_specialize=["n_keys", "n", "skipped", "capacity", "advance", "row_programs"])
 def rows_extend_kernel(
     table_ptr,  # int64 [n_keys, 4]: (near, row bytes, split, far), see gpubuf.kernels.rows
-    source_addresses,  # tuple of at least n_keys integers: 2 * address + 1
+    source_addresses,  # tuple of at least n_keys integers: 2 * address + 3
     source_strides,  # as many integers: 2 * (bytes from row to row) + 3
     ring_ptr,  # int64 [4]: (written, size, ticket, faults); written and size are advanced
     index_ptr,  # int64 [n], output
@@ -297,7 +297,7 @@ def rows_extend_kernel(
         )
         if key < n_keys:
             stride = (select(key, source_strides) - 3) >> 1
-            source_address = (select(key, source_addresses) >> 1) + skipped * stride
+            source_address = ((select(key, source_addresses) - 3) >> 1) + skipped * stride
             unit = element_unit(near | far | row_bytes | source_address | stride)
             words, first_row, first_column, count = split_span(first_byte, row_bytes, kept, unit, SPAN)
             cursor = (written + skipped) % capacity
@@ -317,7 +317,7 @@ def rows_extend_kernel(
 @triton.jit(do_not_specialize=["n_keys", "n", "capacity", "row_programs"])
 def rows_write_kernel(
     table_ptr,  # int64 [n_keys, 4]: (near, row bytes, split, far), see gpubuf.kernels.rows
-    source_addresses,  # tuple of at least n_keys integers: 2 * address + 1
+    source_addresses,  # tuple of at least n_keys integers: 2 * address + 3
     source_strides,  # as many integers: 2 * (bytes from row to row) + 3
     ring_ptr,  # int64 [4]: (written, size, ticket, faults)
     index_ptr,  # int64 [n]
@@ -347,7 +347,7 @@ def rows_write_kernel(
             table_ptr, n_keys, n, program - row_programs, KEYS, SPAN, ALIGNMENT
         )
         if key < n_keys:
-            source_address = select(key, source_addresses) >> 1
+            source_address = (select(key, source_addresses) - 3) >> 1
             stride = (select(key, source_strides) - 3) >> 1
             unit = element_unit(near | far | row_bytes | source_address | stride)
             words, first_row, first_column, count = split_span(first_byte, row_bytes, n, unit, SPAN)

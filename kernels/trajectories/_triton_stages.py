@@ -163,7 +163,8 @@ def stage_bits_above(ends_ptr, ring_ptr, n, level, j, env, active, steps, envs, 
     cursor, _, _ = load_ring(ring_ptr, steps, envs)
     first, last = run_of_steps(cursor, n + 1, steps)
     start = steps * 0
-    below = start
+    # A value of its own: the compiler carries no name that enters a loop as another one and becomes it there.
+    below = steps * 0
     for lower in range(0, level):
         first, last, _ = run_above(first, last, words_of(steps, lower))
         below = start
