@@ -6,8 +6,8 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "cases.md"
-# one number or several: "CASES 8", "CASES.md 10, 18", "CASES 11 and 12", "CASES 1 to 3"
-MENTION = re.compile(r"\bCASES(?:\.md)?\s+(\d+(?:(?:\s*,\s*|\s+and\s+|\s+to\s+)\d+)*)")
+# one number or several: "Case 47", "CASES 8", "CASES.md 10, 18", "CASES 11 and 12", "CASES 1 to 3"
+MENTION = re.compile(r"\b(?:CASES(?:\.md)?|Cases?)\s+(\d+(?:(?:\s*,\s*|\s+and\s+|\s+to\s+)\d+)*)")
 
 
 def numbers(text: str) -> set[int]:
@@ -58,11 +58,13 @@ def test_mentions_are_read():
     assert numbers("x (CASES 8)") == {8}
     assert numbers("CASES.md 10, 18: and CASES 1 to 3.") == {1, 2, 3, 10, 18}
     assert numbers("CASES 11 and 12 in 100 runs; 13 cases") == {11, 12}
+    assert numbers("Case 47: x. Cases 48 and 49: y; in case 3") == {47, 48, 49}
 
 
 def test_every_case_has_a_test():
     cases = listed_cases()
-    assert sorted(cases) == list(range(1, 36))
+    # 36 to 46 are kept for n-step returns, shared observations and mixed buffers.
+    assert sorted(cases) == [*range(1, 36), *range(47, 57)]
     covered = covering_tests()
     assert not [number for number, due in cases.items() if due and number not in covered]
     assert not [number for number in covered if number not in cases]
