@@ -129,6 +129,56 @@ class SplitStore(Store):
         self.table = torch.tensor(entries, dtype=torch.int64).reshape(-1, rows.ENTRY).to(device)
 
 
+class RecordStore(Store):
+    """A storage whose keys of a row lie side by side in one record, with bytes of nobody's before, between and after.
+
+    Args:
+        gap: bytes between two keys.
+        unit: to which the offset of a key in a record, and the size of a record, are rounded up.
+    """
+
+    def __init__(self, row_types: Sequence[Row], capacity: int, *, gap: int = 3, unit: int = 16, **others: Any) -> None:
+        self.gap, self.unit = gap, unit
+        super().__init__(row_types, capacity, **others)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The rows of every key: views of the records."""
+        return [
+            self.records[:, at : at + width].view(dtype).view(self.capacity, *shape)
+            if width
+            else self.records.new_empty(self.capacity, *shape, dtype=dtype)
+            for at, width, (dtype, shape) in zip(self.offsets, self.row_bytes, self.rows, strict=True)
+        ]
+
+    @tensors.setter
+    def tensors(self, whole: list[Tensor]) -> None:
+        self.offsets, end = [], self.gap
+        for width in self.row_bytes:
+            self.offsets.append(-(-end // self.unit) * self.unit)
+            end = self.offsets[-1] + width + self.gap
+        size = -(-end // self.unit) * self.unit
+        self.records = torch.full((self.capacity, size), 205, dtype=torch.uint8, device=whole[0].device)
+        for view, rows_of_key in zip(self.tensors, whole, strict=True):
+            view.copy_(rows_of_key)
+
+    def attach(self, device: str) -> None:
+        size = self.records.shape[1]
+        entries = [
+            rows.table_entry(self.records.data_ptr() + at, width, stride=size)
+            for at, width in zip(self.offsets, self.row_bytes, strict=True)
+        ]
+        self.table = torch.tensor(entries, dtype=torch.int64).reshape(-1, rows.ENTRY).to(device)
+
+    @property
+    def gaps(self) -> Tensor:
+        """The bytes of the records that are no key's."""
+        owned = torch.zeros(self.records.shape[1], dtype=torch.bool)
+        for at, width in zip(self.offsets, self.row_bytes, strict=True):
+            owned[at : at + width] = True
+        return self.records[:, ~owned.to(self.records.device)]
+
+
 def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
     """Bitwise equality, key by key."""
     assert len(found) == len(expected)

@@ -82,7 +82,7 @@ class TestArguments:
         for table, ring, capacity, error, text in (
             (store.table.int(), store.ring, 5, TypeError, "table must be int64, not torch.int32"),
             (store.table.t().contiguous().t(), store.ring, 5, ValueError, "contiguous"),
-            (store.table.flatten(), store.ring, 5, ValueError, r"shape \[2, 4\], not \[8\]"),
+            (store.table.flatten(), store.ring, 5, ValueError, r"shape \[2, 5\], not \[10\]"),
             (store.table, store.ring.double(), 5, TypeError, "ring must be int64, not torch.float64"),
             (store.table, store.ring[:3], 5, ValueError, r"shape \[4\], not \[3\]"),
             (store.table, store.ring.repeat(2)[::2], 5, ValueError, "contiguous"),
@@ -163,7 +163,7 @@ class TestNoSync:
 
     def test_operations(self):
         with fake_cuda():
-            table = torch.zeros(2, 4, dtype=torch.int64, device="cuda")
+            table = torch.zeros(2, 5, dtype=torch.int64, device="cuda")
             ring, rng = rows.new_ring("cuda"), torch.zeros(3, dtype=torch.int64, device="cuda")
             sources = [torch.zeros(4, 3, device="cuda"), torch.zeros(4, 1, dtype=torch.bool, device="cuda")]
             index = rows.extend(table, sources, ring, 4, 9)
@@ -197,7 +197,7 @@ class TestNoSync:
         monkeypatch.setattr(torch.Tensor, "data_ptr", lambda _: 4096)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "none")
         with fake_cuda():
-            table = torch.zeros(130, 4, dtype=torch.int64, device="cuda")
+            table = torch.zeros(130, 5, dtype=torch.int64, device="cuda")
             ring, rng = rows.new_ring("cuda"), torch.zeros(3, dtype=torch.int64, device="cuda")
             sources = [torch.zeros(4, 3, device="cuda"), torch.zeros(3, device="cuda").expand(4, 3)] * 65
             index = _launch.extend(table, sources, ring, 4, 9)
@@ -218,7 +218,7 @@ class TestNoSync:
 
     def test_devices_must_agree(self):
         with fake_cuda():
-            table = torch.zeros(1, 4, dtype=torch.int64, device="cuda")
+            table = torch.zeros(1, 5, dtype=torch.int64, device="cuda")
             other = SimpleNamespace(device=torch.device("cpu"))
             with pytest.raises(ValueError, match="the table is on cuda:0, another tensor of the operation on cpu"):
                 _launch.check_devices(table, [other])

@@ -106,6 +106,18 @@ def test_signals_of_any_width(backend, row_bytes, by_id, keys):
             index.assert_state()
 
 
+@pytest.mark.parametrize("row_bytes", [1, 2, 8])
+@pytest.mark.parametrize("record", [11, 16])
+@pytest.mark.parametrize("by_id", [False, True], ids=["flags", "ids"])
+def test_signals_inside_wider_records(backend, row_bytes, record, by_id):
+    """The bytes of a record that belong to other keys tell nothing."""
+    for envs in (1, 2) if backend == "numba" else (2,):
+        index = Index(70, envs, by_id=by_id, row_bytes=row_bytes, record=record, seed=record)
+        for n in (5, 70, 40) if backend == "numba" else (75,):
+            index.write(n, chance=0.1)
+            index.assert_state()
+
+
 @pytest.mark.parametrize("byte", range(8))
 def test_last_byte_of_an_identifier(backend, byte):
     index = Index(3, by_id=True, row_bytes=8)

@@ -122,7 +122,7 @@ def test_numbers_out_of_range(backend):
 
 def test_identifiers_are_one_key(backend):
     index = Index(20, by_id=True, keys=2)
-    with pytest.raises(ValueError, match=r"signals must have shape \[1, 4\]"):
+    with pytest.raises(ValueError, match=r"signals must have shape \[1, 5\]"):
         index.update(1)
 
 

@@ -156,7 +156,7 @@ def test_launches(monkeypatch):
         before = next(count)
         ends = torch.empty(sum(trajectories.bit_levels(steps, envs)), dtype=torch.int64, device="meta")
         sums = torch.empty(sum(trajectories.level_sizes(steps, envs, fan_out)), dtype=torch.int64, device="meta")
-        ring, signals = (torch.empty(shape, dtype=torch.int64, device="meta") for shape in (4, (1, 4)))
+        ring, signals = (torch.empty(shape, dtype=torch.int64, device="meta") for shape in (4, (1, 5)))
         _launch.update(ends, sums, ring, signals, False, n, steps, envs, fan_out, 4, 1, 0, 0, False)
         return next(count) - before - 1
 
@@ -184,7 +184,7 @@ def test_no_host_sync(monkeypatch):
         for steps, envs, n in ((1000, 1, 1), (1000, 4096, 1), (10**6, 1, 10**6), (100, 3, 0)):
             ends, sums = trajectories.new_index(steps, envs, 32, "cuda")
             ring, rng = rows.new_ring("cuda"), torch.zeros(3, dtype=torch.int64, device="cuda")
-            signals = torch.zeros(1, 4, dtype=torch.int64, device="cuda")
+            signals = torch.zeros(1, 5, dtype=torch.int64, device="cuda")
             rule = trajectories.Rule(4)
             _launch.update(ends, sums, ring, signals, True, n, steps, envs, 32, *rule)
             _launch.resum(ends, sums, ring, steps, envs, 32, *rule)

@@ -33,6 +33,7 @@ class Index:
         laps: int = 0,
         seed: int = 0,
         split: int | None = None,
+        record: int = 0,
     ) -> None:
         self.steps, self.envs, self.fan_out = steps, envs, fan_out
         self.rule = rule or OracleRule(4)
@@ -43,11 +44,15 @@ class Index:
         self.split = steps * envs if split is None else split * envs
         self.gap = 0 if split is None else 24
         n = steps * envs + self.gap
-        self.storage = [torch.full((n, row_bytes), 205, dtype=torch.uint8) for _ in range(keys)]
+        # The rows of a key may lie inside records that are wider than they are.
+        stride = max(record, row_bytes)
+        self.storage = [torch.full((n, stride), 205, dtype=torch.uint8)[:, :row_bytes] for _ in range(keys)]
         entries = [
-            rows.table_entry(key.data_ptr(), row_bytes)
+            rows.table_entry(key.data_ptr(), row_bytes, stride=stride)
             if split is None
-            else rows.table_entry(key.data_ptr(), row_bytes, self.split, key[self.split + self.gap :].data_ptr())
+            else rows.table_entry(
+                key.data_ptr(), row_bytes, self.split, key[self.split + self.gap :].data_ptr(), stride=stride
+            )
             for key in self.storage
         ]
         self.signals = torch.tensor(entries)

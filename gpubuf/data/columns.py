@@ -72,17 +72,22 @@ class Column:
         for at, view in self._within(start, start + len(data)):
             view.copy_(data[at : at + len(view)])
 
-    def entry(self, row_bytes: int) -> list[int]:
-        """The entry of the kernels' table."""
+    def entry(self, row_bytes: int, rows_per_step: int) -> list[int]:
+        """The entry of the kernels' table. All parts have the same stride from row to row."""
         near, *far = self.parts
-        if not far or row_bytes == 0:
-            return table_entry(address(near), row_bytes)
-        return table_entry(address(near), row_bytes, near.nbytes // row_bytes, address(far[0]))
+        if row_bytes == 0:
+            return table_entry(address(near), 0)
+        stride = near.stride(0) * near.itemsize // rows_per_step
+        if not far:
+            return table_entry(address(near), row_bytes, stride=stride)
+        return table_entry(address(near), row_bytes, near.nbytes // row_bytes, address(far[0]), stride=stride)
 
 
-def address_table(columns: Sequence[Column], row_bytes: Sequence[int], device: torch.device) -> Tensor:
-    """The kernels' table of addresses: int64 ``[K, 4]`` on ``device``, see :mod:`gpubuf.kernels.rows`."""
-    entries = [column.entry(n_bytes) for column, n_bytes in zip(columns, row_bytes, strict=True)]
+def address_table(
+    columns: Sequence[Column], row_bytes: Sequence[int], rows_per_step: int, device: torch.device
+) -> Tensor:
+    """The kernels' table of addresses: int64 ``[K, 5]`` on ``device``, see :mod:`gpubuf.kernels.rows`."""
+    entries = [column.entry(n_bytes, rows_per_step) for column, n_bytes in zip(columns, row_bytes, strict=True)]
     return torch.tensor(entries, dtype=torch.int64).reshape(-1, ENTRY).to(device)
 
 

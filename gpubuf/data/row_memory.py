@@ -199,7 +199,8 @@ class RowMemory(Storage):
         self.table = self._addresses(self._device)
 
     def _addresses(self, device: torch.device) -> Tensor:
-        return address_table(self._columns, [leaf.row_bytes for leaf in self.layout.leaves], device)
+        row_bytes = [leaf.row_bytes for leaf in self.layout.leaves]
+        return address_table(self._columns, row_bytes, math.prod(self._shape[1:]), device)
 
     def _allocate(self, layout: RowLayout, shape: tuple[int, ...], placement: Placement) -> list[Column]:
         """Row memory, uninitialised, for each key; overridden where it lies elsewhere."""

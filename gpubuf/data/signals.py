@@ -28,7 +28,7 @@ class Signal:
     """What tells where the trajectories of a storage end.
 
     Attributes:
-        table: int64 ``[K, 4]``, entries of a table of :mod:`gpubuf.kernels.rows`, on the storage's device.
+        table: int64 ``[K, 5]``, entries of a table of :mod:`gpubuf.kernels.rows`, on the storage's device.
         by_id: the rows are identifiers, whose change ends a trajectory, instead of flags.
         assumed: nobody said that these flags are what separates the rows.
         tensor: what the table points to, where that is not the storage.

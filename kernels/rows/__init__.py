@@ -1,9 +1,10 @@
 """Rows: gather a batch of all keys in one launch, write a batch into ring positions in one launch.
 
-A storage keeps one contiguous tensor per key, ``[capacity, ...]``. The kernels see bytes, through
+A storage keeps one tensor per key, ``[capacity, ...]``, each row contiguous. The kernels see bytes, through
 
-* ``table``: int64 ``[K, 4]``, a :func:`table_entry` per key, on the device that does the work. The addresses may
-  point to that device's memory or to pinned host memory, and the first rows may lie in one and the others in the other;
+* ``table``: int64 ``[K, 5]``, a :func:`table_entry` per key, on the device that does the work. The addresses may
+  point to that device's memory or to pinned host memory, and the first rows may lie in one and the others in the other.
+  The rows of a key follow each other in steps of its row stride: they may lie inside wider records;
 * ``ring``: int64 ``[4]`` = (written, size, ticket, faults). ``written`` counts all rows ever written, modulo
   nothing; the cursor is ``written % capacity``; ``size`` rows are valid, at positions ``0 .. size - 1``.
   ``ticket`` is scratch and zero between calls; ``faults`` counts rows refused on a GPU, where an
@@ -33,9 +34,9 @@ from gpubuf.kernels._registry import define
 
 WRITTEN, SIZE, TICKET, FAULTS = range(4)
 
-NEAR, ROW_BYTES, SPLIT, FAR = range(4)
-"""Columns of a table: row ``p`` is at ``near + p * row_bytes`` for ``p < split``, else at ``far + p * row_bytes``."""
-ENTRY = 4
+NEAR, ROW_BYTES, SPLIT, FAR, ROW_STRIDE = range(5)
+"""Columns of a table: the ``row_bytes`` of row ``p`` are at ``(near if p < split else far) + p * row_stride``."""
+ENTRY = 5
 
 _WHOLE = 2**63 - 1
 
@@ -52,7 +53,9 @@ def arena_offsets(row_bytes: Sequence[int], n: int) -> tuple[list[int], int]:
     return offsets, end
 
 
-def table_entry(address: int, row_bytes: int, split: int | None = None, beyond: int = 0) -> list[int]:
+def table_entry(
+    address: int, row_bytes: int, split: int | None = None, beyond: int = 0, *, stride: int | None = None
+) -> list[int]:
     """The entry of a key in a table.
 
     Args:
@@ -60,11 +63,13 @@ def table_entry(address: int, row_bytes: int, split: int | None = None, beyond: 
         row_bytes: bytes of one row.
         split: rows that lie there; None: all of them.
         beyond: address of row ``split``.
+        stride: bytes from a row to the next, in both memories; None: ``row_bytes``, no gaps.
     """
+    step = row_bytes if stride is None else stride
     if split is None:
-        return [address, row_bytes, _WHOLE, address]
+        return [address, row_bytes, _WHOLE, address, step]
     # As if all rows lay there: a kernel then only has to choose between two addresses.
-    return [address, row_bytes, split, beyond - split * row_bytes]
+    return [address, row_bytes, split, beyond - split * step, step]
 
 
 def new_ring(device: torch.device | str) -> Tensor:

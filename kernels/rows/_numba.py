@@ -16,7 +16,7 @@ from torch import Tensor
 from gpubuf.kernels._pointers import OPTIONS, as_i64, copy_bytes, jit, prefetch_l2
 from gpubuf.kernels.philox import OFFSET, SEED, check_state
 from gpubuf.kernels.philox._numba import philox_uniform_f64
-from gpubuf.kernels.rows import ALIGNMENT, ENTRY, FAR, NEAR, ROW_BYTES, SIZE, SPLIT, WRITTEN
+from gpubuf.kernels.rows import ALIGNMENT, ENTRY, FAR, NEAR, ROW_BYTES, ROW_STRIDE, SIZE, SPLIT, WRITTEN
 from gpubuf.kernels.rows._check import (
     check_count,
     check_index,
@@ -95,14 +95,16 @@ def _first_invalid(index, n, capacity):  # type: ignore[no-untyped-def]
 
 
 @jit(inline="always")
-def _gather_key(target, address, row_bytes, position, n, next_address, next_bytes):  # type: ignore[no-untyped-def]
+def _gather_key(target, entry, row_bytes, position, n, following):  # type: ignore[no-untyped-def]
+    address, stride = entry[NEAR], entry[ROW_STRIDE]
+    next_address, next_stride, next_bytes = following[NEAR], following[ROW_STRIDE], following[ROW_BYTES]
     ahead = min(_AHEAD, n)
     for i in range(n - ahead):
-        _prefetch_row(address + position[i + ahead] * row_bytes, row_bytes)
-        _copy_row(target + i * row_bytes, address + position[i] * row_bytes, row_bytes)
+        _prefetch_row(address + position[i + ahead] * stride, row_bytes)
+        _copy_row(target + i * row_bytes, address + position[i] * stride, row_bytes)
     for i in range(n - ahead, n):
-        _prefetch_row(next_address + position[i - n + ahead] * next_bytes, next_bytes)
-        _copy_row(target + i * row_bytes, address + position[i] * row_bytes, row_bytes)
+        _prefetch_row(next_address + position[i - n + ahead] * next_stride, next_bytes)
+        _copy_row(target + i * row_bytes, address + position[i] * stride, row_bytes)
 
 
 @jit(inline="always")
@@ -121,21 +123,20 @@ def _gather_keys(table_address, n_keys, position_address, n, capacity, arena_add
     if n_keys == 0:
         return
     for i in range(min(_AHEAD, n)):
-        _prefetch_row(table[0, NEAR] + position[i] * table[0, ROW_BYTES], table[0, ROW_BYTES])
+        _prefetch_row(table[0, NEAR] + position[i] * table[0, ROW_STRIDE], table[0, ROW_BYTES])
     target = arena_address
     for k in range(n_keys):
-        address, row_bytes = table[k, NEAR], table[k, ROW_BYTES]
-        following = min(k + 1, n_keys - 1)
-        next_address, next_bytes = table[following, NEAR], table[following, ROW_BYTES]
+        row_bytes = table[k, ROW_BYTES]
+        following = table[min(k + 1, n_keys - 1)]
         # The commonest widths get loops of their own, in which the width is a constant.
         if table[k, SPLIT] < capacity:
             _gather_split_key(target, table[k], position, n)
         elif row_bytes == 4:
-            _gather_key(target, address, 4, position, n, next_address, next_bytes)
+            _gather_key(target, table[k], 4, position, n, following)
         elif row_bytes == 1:
-            _gather_key(target, address, 1, position, n, next_address, next_bytes)
+            _gather_key(target, table[k], 1, position, n, following)
         else:
-            _gather_key(target, address, row_bytes, position, n, next_address, next_bytes)
+            _gather_key(target, table[k], row_bytes, position, n, following)
         target += (n * row_bytes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
 
 
@@ -215,28 +216,28 @@ def _first_misfit(table, n_keys, sources, n):  # type: ignore[no-untyped-def]
 
 
 @jit(inline="always")
-def _stride(sources, k, row_bytes):  # type: ignore[no-untyped-def]
+def _source_stride(sources, k, row_bytes):  # type: ignore[no-untyped-def]
     stride = sources[3 * k + 1]
     return row_bytes if stride == _CONTIGUOUS else stride
 
 
 @jit(inline="always")
-def _copy_rows(target, source, stride, row_bytes, n):  # type: ignore[no-untyped-def]
+def _copy_rows(target, target_stride, source, stride, row_bytes, n):  # type: ignore[no-untyped-def]
     """Copy ``n`` rows to consecutive places."""
-    if stride == row_bytes:
+    if stride == row_bytes and target_stride == row_bytes:
         copy_bytes(target, source, n * row_bytes)
     else:
         for i in range(n):
-            _copy_row(target + i * row_bytes, source + i * stride, row_bytes)
+            _copy_row(target + i * target_stride, source + i * stride, row_bytes)
 
 
 @jit(inline="always")
 def _write_run(entry, position, source, stride, n):  # type: ignore[no-untyped-def]
     """Copy ``n`` rows to consecutive positions, some of which may lie in one memory and some in another."""
-    row_bytes = entry[ROW_BYTES]
+    row_bytes, step = entry[ROW_BYTES], entry[ROW_STRIDE]
     near = min(max(entry[SPLIT] - position, 0), n)
-    _copy_rows(entry[NEAR] + position * row_bytes, source, stride, row_bytes, near)
-    _copy_rows(entry[FAR] + (position + near) * row_bytes, source + near * stride, stride, row_bytes, n - near)
+    _copy_rows(entry[NEAR] + position * step, step, source, stride, row_bytes, near)
+    _copy_rows(entry[FAR] + (position + near) * step, step, source + near * stride, stride, row_bytes, n - near)
 
 
 @jit("int64(int64, int64, int64, int64, int64, int64, int64)", **OPTIONS)
@@ -257,7 +258,7 @@ def _extend(table_address, n_keys, sources_address, ring_address, n, capacity, i
     first = (written + n - kept) % capacity
     before_seam = min(kept, capacity - first)
     for k in range(n_keys):
-        stride = _stride(sources, k, table[k, ROW_BYTES])
+        stride = _source_stride(sources, k, table[k, ROW_BYTES])
         source = sources[3 * k] + (n - kept) * stride
         _write_run(table[k], first, source, stride, before_seam)
         _write_run(table[k], 0, source + before_seam * stride, stride, kept - before_seam)
@@ -281,7 +282,7 @@ def _write(table_address, n_keys, sources_address, index_address, n, capacity): 
     ahead = min(_AHEAD, n)
     for k in range(n_keys):
         entry, row_bytes = table[k], table[k, ROW_BYTES]
-        source, stride = sources[3 * k], _stride(sources, k, row_bytes)
+        source, stride = sources[3 * k], _source_stride(sources, k, row_bytes)
         for i in range(n):
             coming = index[min(i + ahead, n - 1)]
             _prefetch_row(row_address(entry, coming + capacity if coming < 0 else coming), row_bytes)

@@ -3,10 +3,10 @@
 # Numba needs the real signatures: no `from __future__ import annotations`.
 
 from gpubuf.kernels._pointers import jit
-from gpubuf.kernels.rows import FAR, NEAR, ROW_BYTES, SPLIT
+from gpubuf.kernels.rows import FAR, NEAR, ROW_STRIDE, SPLIT
 
 
 @jit(inline="always")
 def row_address(entry, position):  # type: ignore[no-untyped-def]
     """Address of the row at a position: the first of a key lie in one memory, the others may lie in another."""
-    return (entry[NEAR] if position < entry[SPLIT] else entry[FAR]) + position * entry[ROW_BYTES]
+    return (entry[NEAR] if position < entry[SPLIT] else entry[FAR]) + position * entry[ROW_STRIDE]

@@ -61,9 +61,9 @@ def draw_position(seed, counter, size):
 
 
 @triton.jit
-def row_address(position, near, row_bytes, split, far):
+def row_address(position, near, split, far, stride):
     """Addresses of rows: the first ``split`` of a key lie in one memory, the others in another."""
-    return tl.where(position < split, near, far) + position * row_bytes
+    return tl.where(position < split, near, far) + position * stride
 
 
 @triton.jit
@@ -90,15 +90,16 @@ def select(key, values):
 def load_span(table_ptr, n_keys, n, program, KEYS: tl.constexpr, SPAN: tl.constexpr, ALIGNMENT: tl.constexpr):
     """What copying program ``program`` works on: (key, its entry in the table, first byte of the span, offset)."""
     lanes = tl.arange(0, KEYS)
-    sizes = tl.load(table_ptr + 4 * lanes + 1, mask=lanes < n_keys, other=0)
+    sizes = tl.load(table_ptr + 5 * lanes + 1, mask=lanes < n_keys, other=0)
     key, first_byte, offset = find_key(sizes, lanes, n, program, SPAN, ALIGNMENT)
     # The search has brought the whole table into the cache.
-    entry_ptr = table_ptr + 4 * tl.minimum(key, n_keys - 1)
+    entry_ptr = table_ptr + 5 * tl.minimum(key, n_keys - 1)
     near = tl.load(entry_ptr)
     row_bytes = tl.load(entry_ptr + 1)
     split = tl.load(entry_ptr + 2)
     far = tl.load(entry_ptr + 3)
-    return key, near, row_bytes, split, far, first_byte, offset
+    stride = tl.load(entry_ptr + 4)
+    return key, near, row_bytes, split, far, stride, first_byte, offset
 
 
 @triton.jit
@@ -159,7 +160,7 @@ def advance_ring_when_last(ring_ptr, n, capacity):
 
 @triton.jit(do_not_specialize=["n_keys", "n", "capacity", "row_programs"])
 def rows_gather_kernel(
-    table_ptr,  # int64 [n_keys, 4]: (near, row bytes, split, far), see gpubuf.kernels.rows
+    table_ptr,  # int64 [n_keys, 5]: (near, row bytes, split, far, row stride), see gpubuf.kernels.rows
     ring_ptr,  # int64 [4]: (written, size, ticket, faults)
     index_ptr,  # int64 [n]
     arena_ptr,  # uint8 [arena_bytes], 64-byte aligned
@@ -187,11 +188,11 @@ def rows_gather_kernel(
         tl.store(generation_ptr + row, generation, mask=row < n)
         count_faults(ring_ptr, (row < n) & ~valid)
     else:
-        key, near, row_bytes, split, far, first_byte, offset = load_span(
+        key, near, row_bytes, split, far, stride, first_byte, offset = load_span(
             table_ptr, n_keys, n, program - row_programs, KEYS, SPAN, ALIGNMENT
         )
         if key < n_keys:
-            unit = element_unit(near | far | row_bytes)
+            unit = element_unit(near | far | row_bytes | stride)
             words, first_row, first_column, count = split_span(first_byte, row_bytes, n, unit, SPAN)
             target = arena_ptr.to(tl.int64) + offset + first_byte
             for start in range(0, count, TILE):
@@ -200,13 +201,13 @@ def rows_gather_kernel(
                 row = first_row + (first_column + element) // words
                 column = (first_column + element) % words
                 position, valid = normalise(tl.load(index_ptr + row, mask=mask, other=0), capacity)
-                source = row_address(position, near, row_bytes, split, far) + column.to(tl.int64) * unit
+                source = row_address(position, near, split, far, stride) + column.to(tl.int64) * unit
                 copy_elements(source, target + element.to(tl.int64) * unit, unit, mask & valid, mask)
 
 
 @triton.jit(do_not_specialize=["n_keys", "n", "capacity", "row_programs"])
 def rows_sample_kernel(
-    table_ptr,  # int64 [n_keys, 4]: (near, row bytes, split, far), see gpubuf.kernels.rows
+    table_ptr,  # int64 [n_keys, 5]: (near, row bytes, split, far, row stride), see gpubuf.kernels.rows
     ring_ptr,  # int64 [4]: (written, size, ticket, faults)
     rng_ptr,  # int64 [3]: (seed, offset, ticket), advanced by n
     arena_ptr,  # uint8 [arena_bytes], 64-byte aligned
@@ -239,11 +240,11 @@ def rows_sample_kernel(
         tl.store(generation_ptr + row, generation, mask=row < n)
         count_faults(ring_ptr, (row < n) & (position < 0))
     else:
-        key, near, row_bytes, split, far, first_byte, offset = load_span(
+        key, near, row_bytes, split, far, stride, first_byte, offset = load_span(
             table_ptr, n_keys, n, program - row_programs, KEYS, SPAN, ALIGNMENT
         )
         if key < n_keys:
-            unit = element_unit(near | far | row_bytes)
+            unit = element_unit(near | far | row_bytes | stride)
             words, first_row, first_column, count = split_span(first_byte, row_bytes, n, unit, SPAN)
             target = arena_ptr.to(tl.int64) + offset + first_byte
             for start in range(0, count, TILE):
@@ -252,14 +253,14 @@ def rows_sample_kernel(
                 row = first_row + (first_column + element) // words
                 column = (first_column + element) % words
                 position = draw_position(seed, rng_offset + row, size)
-                source = row_address(position, near, row_bytes, split, far) + column.to(tl.int64) * unit
+                source = row_address(position, near, split, far, stride) + column.to(tl.int64) * unit
                 copy_elements(source, target + element.to(tl.int64) * unit, unit, mask & (position >= 0), mask)
     advance_when_last(rng_ptr, n)
 
 
 @triton.jit(do_not_specialize=["n_keys", "n", "skipped", "capacity", "advance", "row_programs"])
 def rows_extend_kernel(
-    table_ptr,  # int64 [n_keys, 4]: (near, row bytes, split, far), see gpubuf.kernels.rows
+    table_ptr,  # int64 [n_keys, 5]: (near, row bytes, split, far, row stride), see gpubuf.kernels.rows
     source_addresses,  # tuple of at least n_keys integers: 2 * address + 3
     source_strides,  # as many integers: 2 * (bytes from row to row) + 3
     ring_ptr,  # int64 [4]: (written, size, ticket, faults); written and size are advanced
@@ -292,13 +293,13 @@ def rows_extend_kernel(
         tl.store(index_ptr + row, (written % capacity + row) % capacity, mask=row < n)
     else:
         kept = n - skipped
-        key, near, row_bytes, split, far, first_byte, _ = load_span(
+        key, near, row_bytes, split, far, stride, first_byte, _ = load_span(
             table_ptr, n_keys, kept, program - row_programs, KEYS, SPAN, ALIGNMENT
         )
         if key < n_keys:
-            stride = (select(key, source_strides) - 3) >> 1
-            source_address = ((select(key, source_addresses) - 3) >> 1) + skipped * stride
-            unit = element_unit(near | far | row_bytes | source_address | stride)
+            source_stride = (select(key, source_strides) - 3) >> 1
+            source_address = ((select(key, source_addresses) - 3) >> 1) + skipped * source_stride
+            unit = element_unit(near | far | row_bytes | stride | source_address | source_stride)
             words, first_row, first_column, count = split_span(first_byte, row_bytes, kept, unit, SPAN)
             cursor = (written + skipped) % capacity
             for start in range(0, count, TILE):
@@ -308,15 +309,15 @@ def rows_extend_kernel(
                 column = ((first_column + element) % words).to(tl.int64) * unit
                 position = cursor + row
                 position = tl.where(position < capacity, position, position - capacity)
-                source = source_address + row * stride + column
-                target = row_address(position, near, row_bytes, split, far) + column
+                source = source_address + row * source_stride + column
+                target = row_address(position, near, split, far, stride) + column
                 copy_elements(source, target, unit, mask, mask)
     advance_ring_when_last(ring_ptr, advance, capacity)
 
 
 @triton.jit(do_not_specialize=["n_keys", "n", "capacity", "row_programs"])
 def rows_write_kernel(
-    table_ptr,  # int64 [n_keys, 4]: (near, row bytes, split, far), see gpubuf.kernels.rows
+    table_ptr,  # int64 [n_keys, 5]: (near, row bytes, split, far, row stride), see gpubuf.kernels.rows
     source_addresses,  # tuple of at least n_keys integers: 2 * address + 3
     source_strides,  # as many integers: 2 * (bytes from row to row) + 3
     ring_ptr,  # int64 [4]: (written, size, ticket, faults)
@@ -343,13 +344,13 @@ def rows_write_kernel(
         position, valid = normalise(tl.load(index_ptr + row, mask=row < n, other=0), capacity)
         count_faults(ring_ptr, (row < n) & ~valid)
     else:
-        key, near, row_bytes, split, far, first_byte, _ = load_span(
+        key, near, row_bytes, split, far, stride, first_byte, _ = load_span(
             table_ptr, n_keys, n, program - row_programs, KEYS, SPAN, ALIGNMENT
         )
         if key < n_keys:
             source_address = (select(key, source_addresses) - 3) >> 1
-            stride = (select(key, source_strides) - 3) >> 1
-            unit = element_unit(near | far | row_bytes | source_address | stride)
+            source_stride = (select(key, source_strides) - 3) >> 1
+            unit = element_unit(near | far | row_bytes | stride | source_address | source_stride)
             words, first_row, first_column, count = split_span(first_byte, row_bytes, n, unit, SPAN)
             for start in range(0, count, TILE):
                 element = start + tl.arange(0, TILE)
@@ -358,7 +359,7 @@ def rows_write_kernel(
                 column = ((first_column + element) % words).to(tl.int64) * unit
                 position, valid = normalise(tl.load(index_ptr + row, mask=mask, other=0), capacity)
                 winner = tl.load(winner_ptr + row, mask=mask, other=0).to(tl.int1)
-                source = source_address + row * stride + column
+                source = source_address + row * source_stride + column
                 chosen = mask & valid & winner
-                target = row_address(position, near, row_bytes, split, far) + column
+                target = row_address(position, near, split, far, stride) + column
                 copy_elements(source, target, unit, chosen, chosen)

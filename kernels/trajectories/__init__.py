@@ -14,7 +14,7 @@ in progress.
 * ``sums``: int64 ``[sum(level_sizes(...))]``, an F-ary sum tree. Its leaves (level 0, padded to a multiple of F) are
   the *weights* of the words of level 0 of ``ends``: the sum, over the ends in the word (the virtual end included), of
   the weight of the trajectory that ends there. The root is last. Integers: sums are exact.
-* ``signals``: int64 ``[K, 4]``, the entries of the stored keys that tell where trajectories end in the table of
+* ``signals``: int64 ``[K, 5]``, the entries of the stored keys that tell where trajectories end in the table of
   :mod:`gpubuf.kernels.rows`; rows in two memories must meet at a multiple of 64 steps. With ``by_id`` False they are
   flags: a step ends a trajectory where any byte of any of them is not zero. With ``by_id`` True (K = 1) they are
   identifiers: a step ends a trajectory where the next step of its environment has other bytes; the newest step has no

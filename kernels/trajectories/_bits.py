@@ -8,7 +8,7 @@ import numpy as np
 from numba import carray
 
 from gpubuf.kernels._pointers import as_i64, as_u8, jit
-from gpubuf.kernels.rows import ENTRY, ROW_BYTES
+from gpubuf.kernels.rows import ENTRY, ROW_BYTES, ROW_STRIDE
 from gpubuf.kernels.rows._table import row_address
 from gpubuf.kernels.trajectories._search import load_i64, store_i64
 
@@ -76,27 +76,27 @@ def _read_single(signals, n_keys, by_id, steps, slot, first, last):  # type: ign
     table = carray(as_i64(signals), (n_keys, ENTRY))
     bits = 0
     for k in range(n_keys):
-        row_bytes = table[k, ROW_BYTES]
+        row_bytes, stride = table[k, ROW_BYTES], table[k, ROW_STRIDE]
         # The two memories of a split storage meet between two words.
         at = row_address(table[k], 64 * slot)
         if by_id:
             for bit in range(first, last + 1):
-                here = at + bit * row_bytes
+                here = at + bit * stride
                 coming = 64 * slot + bit + 1
                 following = row_address(table[k], coming if coming < steps else 0)
                 if _differ(here, following, row_bytes):
                     bits |= 1 << bit
         elif row_bytes == 1:
-            if first == 0 and last == 63:
+            if first == 0 and last == 63 and stride == 1:
                 bits |= _bits_of_64_bytes(at)
             else:
-                view = carray(as_u8(at), 64)
+                view = carray(as_u8(at), 64 * stride)
                 for bit in range(first, last + 1):
-                    if view[bit] != 0:
+                    if view[bit * stride] != 0:
                         bits |= 1 << bit
         else:
             for bit in range(first, last + 1):
-                if _any_byte(at + bit * row_bytes, row_bytes):
+                if _any_byte(at + bit * stride, row_bytes):
                     bits |= 1 << bit
     return bits
 
@@ -107,23 +107,23 @@ def _read_many(ends, signals, n_keys, by_id, steps, envs, slot, first, last):  #
     table = carray(as_i64(signals), (n_keys, ENTRY))
     words = carray(as_i64(ends + 8 * slot * envs), envs)
     for k in range(n_keys):
-        row_bytes = table[k, ROW_BYTES]
+        row_bytes, stride = table[k, ROW_BYTES], table[k, ROW_STRIDE]
         for bit in range(first, last + 1):
             place = 64 * slot + bit
             here = row_address(table[k], place * envs)
             if by_id:
                 following = row_address(table[k], (place + 1) * envs if place + 1 < steps else 0)
                 for env in range(envs):
-                    if _differ(here + env * row_bytes, following + env * row_bytes, row_bytes):
+                    if _differ(here + env * stride, following + env * stride, row_bytes):
                         words[env] |= 1 << bit
             elif row_bytes == 1:
-                view = carray(as_u8(here), envs)
+                view = carray(as_u8(here), envs * stride)
                 one = 1 << bit
                 for env in range(envs):
-                    words[env] |= one if view[env] != 0 else 0
+                    words[env] |= one if view[env * stride] != 0 else 0
             else:
                 for env in range(envs):
-                    if _any_byte(here + env * row_bytes, row_bytes):
+                    if _any_byte(here + env * stride, row_bytes):
                         words[env] |= 1 << bit
 
 
