@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
+from gpubuf.kernels._launching import cdiv, launch
 from gpubuf.kernels.philox import check_request
 from gpubuf.kernels.philox._triton import philox_uniform_kernel
 
@@ -17,5 +17,5 @@ def uniform(rng: Tensor, n: int) -> Tensor:
     check_request(rng, n)
     out = torch.empty(n, dtype=torch.float64, device=rng.device)
     if n:
-        philox_uniform_kernel[(triton.cdiv(n, BLOCK),)](rng, out, n, BLOCK=BLOCK)
+        launch(philox_uniform_kernel, cdiv(n, BLOCK), rng, out, n, BLOCK=BLOCK)
     return out

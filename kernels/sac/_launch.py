@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from gpubuf.kernels import config
 from gpubuf.kernels._check import device_name
 from gpubuf.kernels._differentiable import computing_dtype, dense
+from gpubuf.kernels._launching import cdiv, launch
 from gpubuf.kernels.sac import NONE, check_critics, check_rows
 from gpubuf.kernels.sac._triton import (
     actor_loss_backward_kernel,
@@ -48,7 +48,7 @@ class RowPlan:
 def plan_rows(n: int, device_name: str | None = None) -> RowPlan:
     """As many programs as the configuration for ``n`` rows needs, at least one."""
     chosen = config.sac_rows(n, device_name)
-    return RowPlan(chosen.block, max(triton.cdiv(n, chosen.block), 1), chosen.num_warps)
+    return RowPlan(chosen.block, max(cdiv(n, chosen.block), 1), chosen.num_warps)
 
 
 def _optional(tensor: Tensor | None, stand_in: Tensor) -> Tensor:
@@ -74,7 +74,9 @@ def soft_td_target(
     target = torch.empty(next_log_prob.shape, dtype=real, device=next_q.device)
     if n:
         plan = plan_rows(n, device_name(next_q.device))
-        soft_td_target_kernel[(plan.programs,)](
+        launch(
+            soft_td_target_kernel,
+            plan.programs,
             dense(next_q),
             dense(next_log_prob),
             alpha,
@@ -107,7 +109,9 @@ def td_loss(
     if not n:
         return loss.zero_(), td_error, norm.zero_()
     partial = loss if plan.single else torch.empty(2 * plan.programs, **new)
-    td_loss_kernel[(plan.programs,)](
+    launch(
+        td_loss_kernel,
+        plan.programs,
         dense(q),
         dense(target),
         _optional(weight, q),
@@ -145,7 +149,9 @@ def _finish(
     if reduction == NONE and entropy is None:
         # The rows are the result: nothing is left to add.
         return
-    finish_loss_kernel[(1,)](
+    launch(
+        finish_loss_kernel,
+        1,
         partial,
         loss,
         norm,
@@ -175,7 +181,9 @@ def td_loss_backward(
     by_q = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if n:
         plan = plan_rows(n, device_name(q.device))
-        td_loss_backward_kernel[(plan.programs,)](
+        launch(
+            td_loss_backward_kernel,
+            plan.programs,
             dense(grad),
             dense(q),
             dense(target),
@@ -211,7 +219,9 @@ def actor_loss(
     if not n:
         return loss.zero_(), entropy.zero_(), norm.zero_()
     partial = loss if plan.single else torch.empty(3 * plan.programs, **new)
-    actor_loss_kernel[(plan.programs,)](
+    launch(
+        actor_loss_kernel,
+        plan.programs,
         dense(q),
         dense(log_prob),
         alpha,
@@ -252,7 +262,9 @@ def actor_loss_backward(
     by_log_prob = torch.empty(log_prob.shape, dtype=log_prob.dtype, device=q.device)
     if n:
         plan = plan_rows(n, device_name(q.device))
-        actor_loss_backward_kernel[(plan.programs,)](
+        launch(
+            actor_loss_backward_kernel,
+            plan.programs,
             dense(grad),
             dense(q),
             alpha,
@@ -292,7 +304,9 @@ def temperature_loss(
     if not n:
         return loss.zero_(), slope.zero_()
     partial = loss if plan.single else torch.empty(2 * plan.programs, **new)
-    temperature_loss_kernel[(plan.programs,)](
+    launch(
+        temperature_loss_kernel,
+        plan.programs,
         log_alpha,
         dense(log_prob),
         target_entropy,
@@ -311,7 +325,9 @@ def temperature_loss(
         num_warps=plan.num_warps,
     )
     if reduction != NONE and not plan.single:
-        finish_temperature_kernel[(1,)](
+        launch(
+            finish_temperature_kernel,
+            1,
             partial,
             log_alpha,
             loss,

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from gpubuf.kernels import config
 from gpubuf.kernels._check import device_name
 from gpubuf.kernels._differentiable import computing_dtype, dense
+from gpubuf.kernels._launching import cdiv, launch
 from gpubuf.kernels.tanh_normal import check_arguments
 from gpubuf.kernels.tanh_normal._triton import tanh_normal_sample_backward_kernel, tanh_normal_sample_kernel
 
@@ -33,7 +33,7 @@ def plan_sample(n: int, width: int, device_name: str | None = None) -> SamplePla
     chosen = config.tanh_normal_sample(n, width, device_name)
     block_width = config.ceil_power(width)
     block_rows = max(chosen.block // block_width, 1)
-    return SamplePlan(block_rows, block_width, triton.cdiv(n, block_rows), chosen.num_warps)
+    return SamplePlan(block_rows, block_width, cdiv(n, block_rows), chosen.num_warps)
 
 
 def sample(
@@ -56,7 +56,9 @@ def sample(
         return action, log_prob
     width = loc.numel() // n
     plan = plan_sample(n, width, device_name(loc.device))
-    tanh_normal_sample_kernel[(plan.programs,)](
+    launch(
+        tanh_normal_sample_kernel,
+        plan.programs,
         dense(loc),
         dense(scale),
         dense(noise),
@@ -98,7 +100,9 @@ def sample_backward(
     if not total:
         return by_loc, by_scale
     chosen = config.tanh_normal_backward(total, device_name(loc.device))
-    tanh_normal_sample_backward_kernel[(triton.cdiv(total, chosen.block),)](
+    launch(
+        tanh_normal_sample_backward_kernel,
+        cdiv(total, chosen.block),
         loc if grad_action is None else dense(grad_action),
         loc if grad_log_prob is None else dense(grad_log_prob),
         dense(loc),

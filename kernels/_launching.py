@@ -1,0 +1,187 @@
+"""Launches kernels, with less work on the host than ``kernel[grid](...)``.
+
+For every launch Triton binds the arguments, finds out what the kernel has to be specialised on, makes a text of that
+and of the options, looks the compiled kernel up by it, and takes the arguments apart. :func:`launch` lets Triton do so
+once for each configuration, and then calls the compiled kernel's own launcher.
+
+A compiled kernel is found by a key that says at least as much as Triton's own, so that calls with the same key have the
+same specialisation:
+
+===============================  ======================================  ============================================
+argument                         Triton specialises on                   the key has
+===============================  ======================================  ============================================
+tensor                           dtype, address divisible by 16          both, and the index of its device
+``int``                          1, divisible by 16, its width           the value
+``int``, not to be specialised   its width                               its bits from the 31st on, and so its width
+anything else, such as a tuple   what ``native_specialize_impl`` says    that
+constexpr                        the value, as text                      name, type and value
+===============================  ======================================  ============================================
+
+The other parts are the current device, ``num_warps`` and the settings of Triton that go into compilation. A key comes
+into the cache after Triton itself has launched with these arguments. What Triton refuses, such as a tensor in host
+memory, is therefore refused again.
+
+What is not as expected is left to ``kernel[grid](...)``: the interpreter, GPUs other than NVIDIA's (Triton looks at
+more there), hooks, profilers, subclasses of tensors, a ``JITFunction.run`` that somebody has replaced.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.nn import Parameter
+from triton import knobs
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+try:
+    from triton._C.libtriton import native_specialize_impl
+    from triton.backends.nvidia.compiler import CUDABackend
+    from triton.compiler import CompiledKernel
+except ImportError:  # A Triton with other insides, or without NVIDIA's backend.
+    native_specialize_impl = CUDABackend = CompiledKernel = None
+
+KEPT = 1024
+"""Configurations of a kernel that are kept. There are more only where sizes change with every call."""
+
+_run = JITFunction.run if JITFunction.run.__module__ == JITFunction.__module__ else None
+
+
+def cdiv(count: int, block: int) -> int:
+    """How many blocks ``count`` takes, as ``triton.cdiv``, which takes a microsecond on the host."""
+    return -(-count // block)
+
+
+class Compiled(NamedTuple):
+    """What a launch of a compiled kernel needs: its launcher, its handle, and the launcher's constants."""
+
+    run: Callable[..., None]
+    function: int
+    metadata: Any
+    # Held, so that the handle stays valid.
+    kernel: Any
+
+
+class Launches:
+    """The compiled configurations of one kernel.
+
+    Attributes:
+        kernel: as it was decorated. Held, so that its ``id`` can't become that of another.
+        direct: whether launches can be taken over.
+        specialised: for each argument that is not a constexpr, whether Triton specialises on its value.
+        constexprs: names of the other arguments, which come last.
+        compiled: by key.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.compiled: dict[Any, Compiled] = {}
+        self.specialised: tuple[bool, ...] = ()
+        self.constexprs: tuple[str, ...] = ()
+        self.direct = type(kernel) is JITFunction and native_specialize_impl is not None
+        if self.direct:
+            plain = [param for param in kernel.params if not param.is_constexpr]
+            last = kernel.params[len(plain) :]
+            self.specialised = tuple(not param.do_not_specialize for param in plain)
+            self.constexprs = tuple(param.name for param in last)
+            # The type of an annotated argument is its annotation; no kernel here has any.
+            self.direct = all(param.is_constexpr for param in last) and not any(param.annotation for param in plain)
+
+
+_launches: dict[int, Launches] = {}
+
+
+def key_of(arguments: Sequence[Any], specialised: Sequence[bool]) -> tuple[list[Any], list[Any]]:
+    """What decides about the compiled kernel, and the arguments in the form that a launcher takes at the least cost.
+
+    Args:
+        arguments: all that are not constexprs.
+        specialised: for each of them, whether Triton specialises on its value.
+
+    Returns:
+        The key, and the arguments with addresses for tensors. Three entries of the key are about a tensor, one is about
+        any other argument.
+    """
+    key: list[Any] = []
+    values: list[Any] = []
+    for argument, by_value in zip(arguments, specialised, strict=True):
+        kind = type(argument)
+        if kind is Tensor or kind is Parameter:
+            address = argument.data_ptr()
+            key += (argument.dtype, argument.get_device(), not address & 15)
+            values.append(address)
+        elif kind is int:
+            key.append(argument if by_value else argument >> 31)
+            values.append(argument)
+        else:
+            key.append(native_specialize_impl(CUDABackend, argument, False, by_value, True))
+            values.append(argument)
+    return key, values
+
+
+def _is_plain(kernel: Any) -> bool:
+    """Whether nobody wants to hear of a launch."""
+    runtime = knobs.runtime
+    # Hooks of a launch are chains, which are empty where there are none.
+    return not (
+        getattr(runtime.launch_enter_hook, "calls", runtime.launch_enter_hook)
+        or getattr(runtime.launch_exit_hook, "calls", runtime.launch_exit_hook)
+        or runtime.add_stages_inspection_hook
+        or kernel.pre_run_hooks
+    )
+
+
+def launch(kernel: Any, programs: int, *arguments: Any, num_warps: int = 4, **constexprs: Any) -> None:
+    """``kernel[(programs,)](*arguments, num_warps=num_warps, **constexprs)``. Never waits for the GPU.
+
+    Args:
+        kernel: a ``@triton.jit`` function.
+        programs: size of the grid.
+        arguments: those of the kernel, in its order.
+        num_warps: warps of a program.
+        constexprs: those of the kernel, all of them and in its order; another order is slower.
+    """
+    launches = _launches.get(id(kernel))
+    if launches is None:
+        launches = _launches[id(kernel)] = Launches(kernel)
+    if not (launches.direct and JITFunction.run is _run and _is_plain(kernel)):
+        kernel[(programs,)](*arguments, num_warps=num_warps, **constexprs)
+        return
+    parts, values = key_of(arguments, launches.specialised)
+    constants = constexprs.values()
+    device = driver.active.get_current_device()
+    key = (
+        device,
+        num_warps,
+        kernel.debug,
+        knobs.runtime.debug,
+        knobs.compilation.instrumentation_mode,
+        *parts,
+        *constexprs,
+        *map(type, constants),
+        *constants,
+    )
+    compiled = launches.compiled.get(key)
+    if compiled is None:
+        made = kernel[(programs,)](*arguments, num_warps=num_warps, **constexprs)
+        if _can_be_kept(made, launches, constexprs):
+            if len(launches.compiled) >= KEPT:
+                launches.compiled.clear()
+            launches.compiled[key] = Compiled(made.run, made.function, made.packed_metadata, made)
+        return
+    stream = driver.active.get_current_stream(device)
+    compiled.run(programs, 1, 1, stream, compiled.function, compiled.metadata, None, None, None, *values, *constants)
+
+
+def _can_be_kept(made: Any, launches: Launches, constexprs: dict[str, Any]) -> bool:
+    """Whether what Triton has compiled and launched can be launched again by its key."""
+    return (
+        type(made) is CompiledKernel
+        and made.metadata.target.backend == "cuda"
+        and tuple(constexprs) == launches.constexprs
+        # The key can't tell 0.0 from -0.0, and a NaN is never found again.
+        and not any(isinstance(value, float) and (value == 0 or math.isnan(value)) for value in constexprs.values())
+    )
