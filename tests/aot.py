@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
+TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942", "gfx1100")
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,19 @@ class AotSpec:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What became of one spec on one target. ``spill_bytes`` counts stores and loads; ``error`` is empty on success."""
+    """What became of one spec on one target.
+
+    ``spill_bytes`` counts stores and loads. ``irreducible`` counts the loops, on AMD targets, that the compiler had to
+    guard because they are entered in more than one place: around a barrier such a loop may never end. ``error`` is
+    empty on success.
+    """
 
     spec: str
     target: str
     registers: int = 0
     spill_bytes: int = 0
     shared_bytes: int = 0
+    irreducible: int = 0
     error: str = ""
 
 
@@ -131,10 +137,13 @@ def _compile(spec: AotSpec, target: str) -> Compiled:
         arch = int(target.removeprefix("sm_"))
         compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": spec.num_warps})
         registers, spills = _ptxas_resources(compiled.asm["ptx"], arch)
+        irreducible = 0
     else:
-        compiled = triton.compile(source, target=GPUTarget("hip", target, 64), options={"num_warps": spec.num_warps})
+        lanes = 64 if target.startswith("gfx9") else 32
+        compiled = triton.compile(source, target=GPUTarget("hip", target, lanes), options={"num_warps": spec.num_warps})
         registers, spills = _amdgcn_resources(compiled.asm["amdgcn"])
-    return Compiled(str(spec), target, registers, spills, compiled.metadata.shared)
+        irreducible = compiled.asm["amdgcn"].count("%irr.guard")
+    return Compiled(str(spec), target, registers, spills, compiled.metadata.shared, irreducible)
 
 
 def compile_specs(specs: Iterable[AotSpec], target: str) -> list[Compiled]:

@@ -16,7 +16,7 @@ import triton.language as tl
 from gpubuf.kernels import config, philox, rows, trajectories
 from gpubuf.kernels._registry import triton_on_cpu
 from gpubuf.kernels.trajectories import _launch
-from gpubuf.kernels.trajectories._triton import highest_bit, lowest_bit, nodes_of, words_of
+from gpubuf.kernels.trajectories._triton import count_bits, highest_bit, lowest_bit, nodes_of, words_of
 from gpubuf.kernels.trajectories._triton_stages import bits_bound, run_above, run_of_steps
 from tests.fake_cuda import fake_cuda
 from tests.trajectory_oracle import OracleRule
@@ -24,9 +24,10 @@ from tests.trajectory_setup import Index
 
 
 @triton.jit
-def bits_kernel(words_ptr, lowest_ptr, highest_ptr, BLOCK: tl.constexpr):  # noqa: N803
+def bits_kernel(words_ptr, lowest_ptr, highest_ptr, count_ptr, BLOCK: tl.constexpr):  # noqa: N803
     i = tl.arange(0, BLOCK)
     word = tl.load(words_ptr + i)
+    tl.store(count_ptr + i, count_bits(word))
     tl.store(lowest_ptr + i, lowest_bit(word))
     tl.store(highest_ptr + i, highest_bit(word))
 
@@ -53,18 +54,22 @@ def sizes_kernel(size_ptr, n_words, run_words, levels, SHIFT: tl.constexpr):  # 
         tl.store(size_ptr + 3 * level + 2, nodes_of(n_words, level, SHIFT))
 
 
-def test_positions_of_bits():
+def test_positions_and_numbers_of_bits():
     """Each single bit, the sign bit, and words whose bits round up to the next power of two in a float."""
     words = [1 << k for k in range(64)] + [(1 << k) - 1 for k in range(1, 65)]
     words += [((1 << 64) - 1) ^ ((1 << k) - 1) for k in range(64)] + [0b1011 << k for k in range(60)]
     words += [3 << k for k in range(63)] + [0x5555555555555555, 0xAAAAAAAAAAAAAAAA, (1 << 63) | 1]
     words += [1] * (512 - len(words))
     signed = torch.tensor([w - 2**64 if w >> 63 else w for w in words])
-    lowest, highest = torch.full_like(signed, -7), torch.full_like(signed, -7)
+    lowest, highest, count = (torch.full_like(signed, -7) for _ in range(3))
     with triton_on_cpu():
-        bits_kernel[(1,)](signed, lowest, highest, BLOCK=512)
+        bits_kernel[(1,)](signed, lowest, highest, count, BLOCK=512)
     assert lowest.tolist() == [(w & -w).bit_length() - 1 for w in words]
     assert highest.tolist() == [w.bit_length() - 1 for w in words]
+    assert count.tolist() == [w.bit_count() for w in words]
+    with triton_on_cpu():
+        bits_kernel[(1,)](torch.zeros(512, dtype=torch.int64), lowest, highest, count, BLOCK=512)
+    assert not count.any()
 
 
 @pytest.mark.parametrize("steps", [1, 5, 64, 65, 129, 64 * 64 + 1, 64 * 64 * 2])

@@ -37,6 +37,18 @@ def highest_bit(word):
 
 
 @triton.jit
+def count_bits(word):
+    """Number of set bits of int64 words."""
+    # Counts of 2, 4, 8 bits side by side, then the sum of the bytes. The masks drop what the signed shifts bring in.
+    word = (word & 0x5555555555555555) + ((word >> 1) & 0x5555555555555555)
+    word = (word & 0x3333333333333333) + ((word >> 2) & 0x3333333333333333)
+    word = (word + (word >> 4)) & 0x0F0F0F0F0F0F0F0F
+    word += word >> 8
+    word += word >> 16
+    return (word + (word >> 32)) & 127
+
+
+@triton.jit
 def bit(position):
     """The word in which only bit ``position % 64`` is set."""
     return tl.full((), 1, tl.int64) << (position & 63)
@@ -299,8 +311,9 @@ def trajectories_draw_kernel(
     first = first_of_word(ends_ptr, slot, env, rest != 0, oldest, steps, envs, levels)
     begin = i * 0
     length = i * 0
-    more = tl.max((rest != 0).to(tl.int32), 0)
-    while more > 0:
+    # Every turn takes one end from each word. The number of turns is reduced once, before the loop: a reduction that is
+    # the loop's condition puts barriers inside it, which compilers for AMD make irreducible.
+    for _ in range(tl.max(count_bits(rest), 0)):
         order, long, others = next_in_word(rest, slot, first, oldest, steps)
         weight = units_of(long, slice_len, min_len, before, after, BY_TRANSITION)
         here = (rest != 0) & (unit < weight)
@@ -309,7 +322,6 @@ def trajectories_draw_kernel(
         unit = tl.where((rest != 0) & (unit >= weight), unit - weight, unit)
         first = order + 1
         rest = tl.where(here, 0, others)
-        more = tl.max((rest != 0).to(tl.int32), 0)
 
     longest = tl.minimum(slice_len, length)
     if not BY_TRANSITION:

@@ -21,6 +21,7 @@ import triton.language as tl
 from gpubuf.kernels.rows._triton import row_address
 from gpubuf.kernels.trajectories._triton import (
     bit,
+    count_bits,
     first_of_word,
     last_order,
     load_ring,
@@ -201,14 +202,13 @@ def _store_weights(
     rest = load_word(ends_ptr, slot, env, active, filled, oldest, steps, envs)
     first = first_of_word(ends_ptr, slot, env, rest != 0, oldest, steps, envs, levels)
     weight = rest * 0
-    more = tl.max((rest != 0).to(tl.int32), 0)
-    while more > 0:
+    # As in the draw: one reduction, before the loop.
+    for _ in range(tl.max(count_bits(rest), 0)):
         order, length, others = next_in_word(rest, slot, first, oldest, steps)
         units = units_of(length, slice_len, min_len, before, after, BY_TRANSITION)
         weight += tl.where(rest != 0, units, 0)
         first = order + 1
         rest = tl.where(rest != 0, others, 0)
-        more = tl.max((rest != 0).to(tl.int32), 0)
     tl.store(sums_ptr + slot * envs + env, weight, mask=active)
 
 
