@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942", "gfx1100")
+TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def compile_in_subprocess(target: str, specs: str = "all") -> list[Compiled]:
     """Compile specs in a process that is free of the interpreter.
 
     Args:
-        target: one of :data:`TARGETS`.
+        target: one of :data:`TARGETS`, or another one by such a name.
         specs: ``"all"``, or the name of a module that has ``SPECS``.
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -22,7 +22,24 @@ def changing_type(x_ptr, n):
     tl.store(x_ptr, total)
 
 
+@triton.jit
+def irreducible(x_ptr, rounds, block: tl.constexpr):
+    """The condition of a loop is a reduction over the program, and so are barriers inside it."""
+    offsets = tl.arange(0, block)
+    for _ in range(rounds):
+        word = tl.load(x_ptr + offsets)
+        total = word * 0
+        more = tl.max((word != 0).to(tl.int32), 0)
+        while more > 0:
+            total += word & -word
+            word = word & (word - 1)
+            more = tl.max((word != 0).to(tl.int32), 0)
+        tl.store(x_ptr + offsets, total)
+        tl.debug_barrier()
+
+
 SPECS = [
     AotSpec("tests.faulty_kernels:spilling", {"x_ptr": "*fp32"}, {"block": 16384}, num_warps=1),
     AotSpec("tests.faulty_kernels:changing_type", {"x_ptr": "*fp32", "n": "i32"}),
+    AotSpec("tests.faulty_kernels:irreducible", {"x_ptr": "*i64", "rounds": "i32"}, {"block": 128}, num_warps=2),
 ]
