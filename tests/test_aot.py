@@ -51,7 +51,7 @@ def test_every_kernel_compiles(target: str):
 
 
 def test_loops_are_reducible_on_another_amd_gpu():
-    """Case 49: gfx1100 makes irreducible what gfx942 does not; only the trajectory index loops over what it has read."""
+    """Case 49: gfx1100 finds more of them. Only the trajectory index has loops as long as what it has read says."""
     results = compile_in_subprocess("gfx1100", "tests.aot_specs.trajectories")
     assert results
     assert not [f"{r.spec}: {r.error}" for r in results if r.error or r.irreducible]
