@@ -13,7 +13,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from gpubuf.kernels._pointers import jit
+from gpubuf.kernels._jit import jit
 
 
 def _bitcast(source: Any, target: Any, ir_type: ir.Type) -> Any:

@@ -6,11 +6,8 @@
 
 # Numba reads annotations of nothing here, and its intrinsics need real types: no `from __future__ import annotations`.
 
-import functools
-from pathlib import Path
 from typing import Any
 
-import numba
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -72,33 +69,3 @@ prefetch = _prefetch_into(1)
 
 #: The same into the second level only, which has room for several times as many outstanding misses.
 prefetch_l2 = _prefetch_into(2)
-
-
-#: Compile ahead of the first call from the explicit signature, keep the machine code on disk, release the GIL.
-OPTIONS: dict[str, Any] = {"nogil": True, "cache": True, "error_model": "numpy"}
-
-
-@functools.cache
-def source_stamp() -> tuple[Any, ...]:
-    """Names, sizes and times of all files that CPU kernels are compiled from."""
-    files = (path for path in Path(__file__).parent.rglob("*.py") if not path.stem.startswith(("_triton", "_launch")))
-    return tuple((str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(files))
-
-
-def jit(signature: Any = None, **options: Any) -> Any:
-    """``numba.njit``, but machine code on disk is only used while none of the kernels' sources has changed.
-
-    Numba itself compares the file of the function alone: it would go on with the old code of a helper from
-    another file.
-    """
-    if callable(signature) or not options.get("cache"):
-        return numba.njit(signature, **options)
-
-    def compile_now(function: Any) -> Any:
-        dispatcher = numba.njit(**options)(function)
-        dispatcher._cache._cache_file._source_stamp = source_stamp()
-        dispatcher.compile(signature)
-        dispatcher.disable_compile()
-        return dispatcher
-
-    return compile_now

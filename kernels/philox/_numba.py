@@ -7,7 +7,8 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from gpubuf.kernels._pointers import OPTIONS, as_f64, as_i64, jit
+from gpubuf.kernels._jit import OPTIONS, jit
+from gpubuf.kernels._pointers import as_f64, as_i64
 from gpubuf.kernels.philox import check_request
 
 # Unsigned 64-bit throughout: Numba turns a mixture of signed and unsigned operands into floats.

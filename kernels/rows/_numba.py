@@ -13,7 +13,8 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from gpubuf.kernels._pointers import OPTIONS, as_i64, copy_bytes, jit, prefetch_l2
+from gpubuf.kernels._jit import OPTIONS, jit
+from gpubuf.kernels._pointers import as_i64, copy_bytes, prefetch_l2
 from gpubuf.kernels.philox import OFFSET, SEED, check_state
 from gpubuf.kernels.philox._numba import philox_uniform_f64
 from gpubuf.kernels.rows import ALIGNMENT, ENTRY, FAR, NEAR, ROW_BYTES, ROW_STRIDE, SIZE, SPLIT, WRITTEN

@@ -2,7 +2,7 @@
 
 # Numba needs the real signatures: no `from __future__ import annotations`.
 
-from gpubuf.kernels._pointers import jit
+from gpubuf.kernels._jit import jit
 from gpubuf.kernels.rows import FAR, NEAR, ROW_STRIDE, SPLIT
 
 

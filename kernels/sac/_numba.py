@@ -13,7 +13,8 @@ from numba import carray
 from torch import Tensor
 
 from gpubuf.kernels._differentiable import computing_dtype, dense
-from gpubuf.kernels._pointers import OPTIONS, as_u8, jit
+from gpubuf.kernels._jit import OPTIONS, jit
+from gpubuf.kernels._pointers import as_u8
 from gpubuf.kernels.sac import L1, L2, MEAN, NONE, check_critics, check_rows
 from gpubuf.kernels.tanh_normal._numba import read, write
 

@@ -8,7 +8,8 @@
 import numpy as np
 from numba import carray
 
-from gpubuf.kernels._pointers import as_f64, jit, prefetch
+from gpubuf.kernels._jit import jit
+from gpubuf.kernels._pointers import as_f64, prefetch
 from gpubuf.kernels.sum_tree._node import stats_of_leaves, stats_of_nodes
 
 

@@ -20,7 +20,8 @@ from llvmlite import ir
 from numba import carray, types
 from numba.extending import intrinsic
 
-from gpubuf.kernels._pointers import as_f32, as_f64, as_i64, jit
+from gpubuf.kernels._jit import jit
+from gpubuf.kernels._pointers import as_f32, as_f64, as_i64
 
 WIDTH = 16
 

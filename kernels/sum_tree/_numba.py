@@ -10,7 +10,8 @@ from numba import carray
 from torch import Tensor
 
 from gpubuf.kernels._elementary import exp_of_negative, is_positive_normal, log_of_normal
-from gpubuf.kernels._pointers import OPTIONS, as_f32, as_f64, as_i64, jit, prefetch
+from gpubuf.kernels._jit import OPTIONS, jit
+from gpubuf.kernels._pointers import as_f32, as_f64, as_i64, prefetch
 from gpubuf.kernels.philox import check_request
 from gpubuf.kernels.philox._numba import philox_uniform_f64
 from gpubuf.kernels.rows import SIZE, WRITTEN

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from gpubuf.kernels._differentiable import computing_dtype, dense
 from gpubuf.kernels._elementary import exp_of_negative, is_positive_normal, log1p_of_fraction, log_of_normal
-from gpubuf.kernels._pointers import OPTIONS, as_f32, as_f64, jit
+from gpubuf.kernels._jit import OPTIONS, jit
+from gpubuf.kernels._pointers import as_f32, as_f64
 from gpubuf.kernels.tanh_normal import check_arguments
 
 #: Elements that are worked on at a time, in buffers that stay in the first cache.

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from gpubuf.kernels._pointers import as_i64, as_u8, jit
+from gpubuf.kernels._jit import jit
+from gpubuf.kernels._pointers import as_i64, as_u8
 from gpubuf.kernels.rows import ENTRY, ROW_BYTES, ROW_STRIDE
 from gpubuf.kernels.rows._table import row_address
 from gpubuf.kernels.trajectories._search import load_i64, store_i64

@@ -8,7 +8,8 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from gpubuf.kernels._pointers import OPTIONS, as_i64, jit
+from gpubuf.kernels._jit import OPTIONS, jit
+from gpubuf.kernels._pointers import as_i64
 from gpubuf.kernels.rows import SIZE, WRITTEN
 from gpubuf.kernels.trajectories import new_slices, touched_rows
 from gpubuf.kernels.trajectories._check import (

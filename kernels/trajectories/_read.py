@@ -8,7 +8,8 @@ A batch goes through its searches in stages, breadth-first, so that the cache mi
 import numpy as np
 from numba import carray
 
-from gpubuf.kernels._pointers import OPTIONS, as_i64, as_u8, jit
+from gpubuf.kernels._jit import OPTIONS, jit
+from gpubuf.kernels._pointers import as_i64, as_u8
 from gpubuf.kernels.philox._numba import philox_uniform_f64
 from gpubuf.kernels.rows import SIZE, WRITTEN
 from gpubuf.kernels.trajectories._search import (

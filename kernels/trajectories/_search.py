@@ -14,7 +14,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from gpubuf.kernels._pointers import jit, prefetch_l2
+from gpubuf.kernels._jit import jit
+from gpubuf.kernels._pointers import prefetch_l2
 
 _I1, _I64 = ir.IntType(1), ir.IntType(64)
 

@@ -9,7 +9,8 @@ from llvmlite import ir
 from numba import carray, types
 from numba.extending import intrinsic
 
-from gpubuf.kernels._pointers import as_i64, jit, prefetch_l2
+from gpubuf.kernels._jit import jit
+from gpubuf.kernels._pointers import as_i64, prefetch_l2
 from gpubuf.kernels.trajectories._search import (
     age_of,
     end_age_before,

@@ -1,0 +1,122 @@
+"""Compilation of the CPU kernels: at their first call, kept on disk where that is possible."""
+
+import contextlib
+import functools
+import logging
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numba
+from numba.core.compiler_lock import global_compiler_lock
+
+logger = logging.getLogger("gpubuf.kernels")
+
+#: Compile from the explicit signature, keep the machine code on disk, release the GIL.
+OPTIONS: dict[str, Any] = {"nogil": True, "cache": True, "error_model": "numpy"}
+
+# Seconds that a process compiles before it says so.
+_SILENCE = 2.0
+
+_spent = 0.0
+_warned = False
+
+
+@functools.cache
+def source_stamp() -> tuple[Any, ...]:
+    """Names, sizes and times of all files that CPU kernels are compiled from."""
+    files = (path for path in Path(__file__).parent.rglob("*.py") if not path.stem.startswith(("_triton", "_launch")))
+    return tuple((str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(files))
+
+
+def jit(signature: Any = None, **options: Any) -> Any:
+    """``numba.njit``, compiled at the first call, from the signature and not from the arguments of that call.
+
+    A process compiles what it uses: a kernel of a buffer takes from half a second to several. Machine code on disk is
+    only used while none of the kernels' sources has changed; Numba itself compares the file of the function alone, and
+    would go on with the old code of a helper from another file.
+    """
+    if callable(signature) or not options.pop("cache", False):
+        return numba.njit(signature, **options)
+
+    def kernel(function: Any) -> Any:
+        dispatcher = numba.njit(**options)(function)
+        _keep_on_disk(dispatcher)
+
+        def entry_point(*args: Any) -> Any:
+            with global_compiler_lock:
+                if not dispatcher.overloads:
+                    _compile(dispatcher, signature)
+                    dispatcher.disable_compile()
+                return next(iter(dispatcher.overloads.values())).entry_point
+
+        template = dispatcher.get_call_template
+
+        def call_template(args: Any, keywords: Any) -> Any:
+            entry_point()
+            return template(args, keywords)
+
+        # What Numba asks for at a first call from Python, and from another kernel.
+        dispatcher._compile_for_args = entry_point
+        dispatcher.get_call_template = call_template
+        return dispatcher
+
+    return kernel
+
+
+def _keep_on_disk(dispatcher: Any) -> None:
+    try:
+        dispatcher.enable_caching()
+    except RuntimeError as error:
+        # "no locator available": neither beside the source nor in the home directory can files be made.
+        _warn(error)
+    else:
+        dispatcher._cache._cache_file._source_stamp = source_stamp()
+
+
+def _compile(dispatcher: Any, signature: Any) -> None:
+    with _announced(dispatcher.stats.cache_path):
+        try:
+            dispatcher.compile(signature)
+        except OSError as error:
+            # A disk that is full, say, or a folder that somebody else made.
+            _warn(error)
+            dispatcher._cache.disable()
+            dispatcher.compile(signature)
+
+
+def _warn(error: Exception) -> None:
+    """Say once why machine code is not kept."""
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn(
+            f"compiled CPU kernels can't be kept on disk, so that every process compiles them anew ({error}): set "
+            "NUMBA_CACHE_DIR to a folder that can be written to",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+@contextlib.contextmanager
+def _announced(folder: str | None) -> Iterator[None]:
+    """Log a line if this process has compiled for two seconds."""
+    global _spent
+    timer = threading.Timer(max(_SILENCE - _spent, 0.0), _announce, (folder,))
+    timer.daemon = True
+    began = time.monotonic()
+    if _spent < _SILENCE:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        _spent += time.monotonic() - began
+
+
+def _announce(folder: str | None) -> None:
+    kept = "" if folder is None else f"; the next process finds them in {folder}"
+    logger.warning("gpubuf compiles its CPU kernels, which takes some seconds%s", kept)
