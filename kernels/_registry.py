@@ -11,6 +11,7 @@ compiles nothing, probes no device, and needs neither Numba nor Triton until an 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -59,7 +60,7 @@ def _imported(target: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(module), name)
 
 
-def _lazy(target: str) -> Callable[..., Any]:
+def lazy(target: str) -> Callable[..., Any]:
     """A callable that imports ``"module:function"`` at its first call and forwards to it."""
     loaded: Callable[..., Any] | None = None
 
@@ -98,10 +99,10 @@ def define(schema: str, *, cpu: str, cuda: str, fake: Callable[..., Any]) -> Any
     ``Library.impl`` is used, not ``torch.library.custom_op``: 1.5 µs against 10 µs a call (DESIGN.md 3.1).
     """
     name = schema.partition("(")[0]
-    on_cuda = _lazy(cuda)
+    on_cuda = lazy(cuda)
     on_cpu: Callable[..., Any] | None = None
 
-    # `_lazy` spelled out: a call less for what takes a few microseconds in all.
+    # `lazy` spelled out: a call less for what takes a few microseconds in all.
     def cpu_or_interpreter(*args: Any) -> Any:
         nonlocal on_cpu
         if _triton_on_cpu:
@@ -122,31 +123,46 @@ def define(schema: str, *, cpu: str, cuda: str, fake: Callable[..., Any]) -> Any
 _cpu_twins: dict[Any, str] = {}
 
 
-def without_dispatch(operation: Any) -> Callable[..., Any]:
-    """``operation``, called past PyTorch's dispatcher where that has nothing to decide.
+def past_dispatcher(first: torch.Tensor) -> bool:
+    """Whether the CPU twin of an operation on ``first`` and other plain tensors may be called directly.
 
     That is so in eager mode for plain CPU tensors, with no mode (fake tensors, tracing, a default device) active.
     There the dispatcher only boxes the arguments: 2 to 4 µs of a call that takes 5 to 15. Not for operations with
-    gradients, and the caller passes plain tensors: the first argument stands for all of them.
+    gradients. The first argument stands for all of them.
+    """
+    return not (
+        _compiling()
+        or type(first) is not torch.Tensor
+        or not first.is_cpu
+        or _triton_on_cpu
+        or _modes()
+        or _functions()
+    )
+
+
+_compiling = torch.compiler.is_compiling
+_modes, _functions = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+
+
+def without_dispatch(operation: Any, *, trusted: bool = False) -> Callable[..., Any]:
+    """``operation``, called past PyTorch's dispatcher where that has nothing to decide: see :func:`past_dispatcher`.
+
+    Args:
+        operation: what :func:`define` returned.
+        trusted: the caller vouches for dtypes, shapes and strides of all arguments: a CPU twin that takes the keyword
+            ``trusted`` does not look at them again.
     """
     twin: Callable[..., Any] | None = None
     target = _cpu_twins[operation]
-    modes, functions = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
-    compiling = torch.compiler.is_compiling
 
     def call(first: torch.Tensor, *args: Any) -> Any:
         nonlocal twin
-        if (
-            compiling()
-            or type(first) is not torch.Tensor
-            or not first.is_cpu
-            or _triton_on_cpu
-            or modes()
-            or functions()
-        ):
+        if not past_dispatcher(first):
             return operation(first, *args)
         if twin is None:
             twin = _imported(target)
+            if trusted:
+                twin = functools.partial(twin, trusted=True)
         return twin(first, *args)
 
     return call

@@ -120,6 +120,20 @@ class Pieces(NamedTuple):
         return cls(parts[0][1], parts)
 
 
+def _by_level(entries: Mapping[Any, Tensor]) -> tuple[dict[str, Tensor], dict[str, dict[Key, Tensor]]]:
+    """Entries under names or tuples of names: those of this level, and those below it by the name of their node."""
+    own: dict[str, Tensor] = {}
+    nested: dict[str, dict[Key, Tensor]] = {}
+    for key, value in entries.items():
+        if type(key) is str:
+            own[key] = value
+        elif len(key) == 1:
+            own[key[0]] = value
+        else:
+            nested.setdefault(key[0], {})[key[1:]] = value
+    return own, nested
+
+
 def _tensordict_of(data: Data) -> TensorDictBase:
     return data._tensordict if is_tensorclass(data) else data
 
@@ -239,28 +253,21 @@ class RowLayout:
         device: torch.device | None,
         extra: Mapping[Any, Tensor] | None = None,
     ) -> Data:
-        nested: dict[str, dict[Key, Tensor]] = {}
-        own: dict[str, Tensor] = {}
-        for key, value in extra.items() if extra else ():
-            if isinstance(key, str):
-                own[key] = value
-            elif len(key) == 1:
-                own[key[0]] = value
-            else:
-                nested.setdefault(key[0], {})[key[1:]] = value
+        own, nested = _by_level(extra) if extra else ({}, {})
         source: dict[Any, Any] = {
             name: tensors[child]
             if isinstance(child, int)
             else self._assemble(child, tensors, batch_size, device, nested.pop(name, None))
             for name, child in node.children.items()
         }
-        source.update(own)
-        for name, entries in nested.items():
-            source[name] = self._assemble(Node({}, (), None), tensors, batch_size, device, entries)
+        if extra:
+            source.update(own)
+            for name, entries in nested.items():
+                source[name] = self._assemble(Node({}, (), None), tensors, batch_size, device, entries)
         if node.batch_suffix:
             batch_size = torch.Size((*batch_size, *node.batch_suffix))
         # The public constructor checks every shape again, which takes several times as long for a nested batch.
-        td = TensorDict._new_unsafe(source=source, batch_size=batch_size, device=device)
+        td = TensorDict._new_unsafe(source, batch_size, device, nested=False)
         return td if node.tensorclass is None else node.tensorclass._from_tensordict(td)  # type: ignore[attr-defined]
 
     @property

@@ -215,12 +215,14 @@ class PrioritizedSampler(Sampler):
             raise RuntimeError("cannot update priorities in a storage to which nothing has been written")
         positions = as_positions(index, storage.shape, storage.device)
         n = positions.numel()
-        if isinstance(priority, int | float):
-            # Made where it is used: a copy from the host can't be captured in a graph.
-            priority = torch.full((), priority, dtype=torch.float32, device=storage.device)
-        elif not isinstance(priority, Tensor):
-            priority = torch.as_tensor(priority)
-        if priority.numel() not in (n, 1):
+        if not isinstance(priority, Tensor):
+            # A number is put where it is used: a copy from the host can't be captured in a graph.
+            priority = (
+                torch.full((), priority, dtype=torch.float32, device=storage.device)
+                if isinstance(priority, int | float)
+                else torch.as_tensor(priority)
+            )
+        if priority.numel() != n and priority.numel() != 1:
             raise RuntimeError(f"{n} rows are addressed, but the priorities have shape {tuple(priority.shape)}")
         if generation is not None and generation.numel() != n:
             raise RuntimeError(f"{n} rows are addressed, but the generations have shape {tuple(generation.shape)}")
@@ -235,7 +237,7 @@ class PrioritizedSampler(Sampler):
     def reduce(self, priority: Tensor, n: int) -> Tensor:
         """A priority of more dimensions than the batch, as one number for each of ``n`` rows."""
         if priority.numel() == n:
-            return priority.reshape(n)
+            return priority if priority.dim() == 1 else priority.reshape(n)
         rows = priority.reshape(n, -1)
         if self.reduction == "mean":
             return rows.mean(-1)

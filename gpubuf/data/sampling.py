@@ -70,15 +70,17 @@ class Sampling:
 
     def _draw(self, n: int, include_info: bool) -> Batch:
         """Draw and gather, in one turn. Info goes into the batch here if nothing else is to change it."""
+        sampler, storage = self._sampler, self._storage
         with turn_of(self._lock):
-            if self._sampler.ran_out:
-                self._sampler.ran_out = False
-            draw = self._sampler.draw(self._storage, n)
+            if sampler.ran_out:
+                sampler.ran_out = False
+            draw = sampler.draw(storage, n)
             info = self._info(draw)
-            untouched = self._collate_fn is None and not len(self._transform)
-            direct = include_info and untouched and self._storage.layout.is_tensordict
-            data = self._storage.assemble(draw.tensors, info if direct else None, draw.batch_size)
-            return Batch(data, info, self._sampler.ran_out, direct)
+            direct = (
+                include_info and self._collate_fn is None and not len(self._transform) and storage.layout.is_tensordict
+            )
+            data = storage.assemble(draw.tensors, info if direct else None, draw.batch_size)
+            return Batch(data, info, sampler.ran_out, direct)
 
     def _info(self, draw: Draw) -> dict[Any, Tensor]:
         index, generation, shape = self._storage.unravel(draw.positions), draw.generation, draw.batch_size

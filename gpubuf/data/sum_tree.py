@@ -12,11 +12,12 @@ from torch import Tensor
 from gpubuf.data.placement import device_name
 from gpubuf.data.random import RandomState
 from gpubuf.kernels import config, rows, sum_tree
+from gpubuf.kernels._check import demand_int64
 from gpubuf.kernels._registry import without_dispatch
 from gpubuf.kernels.sum_tree import ALPHA, BETA, EPS, MAX_PRIORITY, MAXIMUM, MINIMUM, REFUSED, SUM
 
 _update, _mark, _draw, _refresh = (
-    without_dispatch(op) for op in (sum_tree.update, sum_tree.mark, sum_tree.draw, sum_tree.refresh)
+    without_dispatch(op, trusted=True) for op in (sum_tree.update, sum_tree.mark, sum_tree.draw, sum_tree.refresh)
 )
 
 # Leaves that a change of alpha holds in float64 at a time.
@@ -186,11 +187,15 @@ class SumTree:
             if generation is not None:
                 given["generations"] = generation.numel()
             raise ValueError(f"{n} rows are addressed, but given are {given}")
+        if ring is None:
+            ring = self._full_ring
+        else:
+            demand_int64("ring", ring, (_RING,))
         _update(
             self.leaves,
             self.nodes,
             self.hyper,
-            self._full_ring if ring is None else ring,
+            ring,
             index,
             priority,
             generation,

@@ -23,7 +23,6 @@ from gpubuf.kernels.sum_tree._check import (
     check_tree,
     check_update,
     rows_to_build,
-    tree_shape,
 )
 from gpubuf.kernels.sum_tree._levels import padded, refresh_above, refresh_all, shift_of
 from gpubuf.kernels.sum_tree._node import choose_leaf, choose_node
@@ -238,26 +237,34 @@ def _draw(  # type: ignore[no-untyped-def]
 def build(leaves: Tensor, nodes: Tensor, fan_out: int, legal: Tensor | None = None) -> None:
     """See :data:`gpubuf.kernels.sum_tree.build`."""
     capacity = rows_to_build(leaves, fan_out, legal)
-    check_tree(leaves, nodes, capacity, fan_out)
-    legal_address = 0 if legal is None else _address(legal, capacity)
+    _check(leaves, nodes, capacity, fan_out, legal)
+    legal_address = 0 if legal is None else legal.data_ptr()
     _build(leaves.data_ptr(), nodes.data_ptr(), legal_address, capacity, fan_out, nodes.numel() // 3)
 
 
 def refresh(
-    leaves: Tensor, nodes: Tensor, index: Tensor, capacity: int, fan_out: int, legal: Tensor | None = None
+    leaves: Tensor,
+    nodes: Tensor,
+    index: Tensor,
+    capacity: int,
+    fan_out: int,
+    legal: Tensor | None = None,
+    *,
+    trusted: bool = False,
 ) -> None:
     """See :data:`gpubuf.kernels.sum_tree.refresh`."""
-    check_tree(leaves, nodes, capacity, fan_out)
-    legal_address = 0 if legal is None else _address(legal, capacity)
+    if not trusted:
+        _check(leaves, nodes, capacity, fan_out, legal)
+        check_index(index)
     code = _refresh(
         leaves.data_ptr(),
         nodes.data_ptr(),
-        legal_address,
+        0 if legal is None else legal.data_ptr(),
         index.data_ptr(),
-        check_index(index),
+        index.numel(),
         capacity,
         fan_out,
-        tree_shape(capacity, fan_out)[1],
+        nodes.numel() // 3,
     )
     if code:
         _raise_index(index, -code - 1, capacity)
@@ -274,25 +281,27 @@ def update(
     capacity: int,
     fan_out: int,
     legal: Tensor | None = None,
+    *,
+    trusted: bool = False,
 ) -> None:
     """See :data:`gpubuf.kernels.sum_tree.update`."""
-    check_tree(leaves, nodes, capacity, fan_out)
-    check_hyper(hyper)
-    legal_address = 0 if legal is None else _address(legal, capacity)
-    n = check_update(ring, index, priority, generation)
+    if not trusted:
+        _check(leaves, nodes, capacity, fan_out, legal)
+        check_hyper(hyper)
+        check_update(ring, index, priority, generation)
     code = _update(
         leaves.data_ptr(),
         nodes.data_ptr(),
-        legal_address,
+        0 if legal is None else legal.data_ptr(),
         hyper.data_ptr(),
         ring.data_ptr(),
         index.data_ptr(),
         priority.data_ptr(),
         0 if generation is None else generation.data_ptr(),
-        n,
+        index.numel(),
         capacity,
         fan_out,
-        tree_shape(capacity, fan_out)[1],
+        nodes.numel() // 3,
     )
     if code < 0:
         _raise_index(index, -code - 1, capacity)
@@ -312,21 +321,24 @@ def mark(
     fan_out: int,
     within_buffer: bool,
     legal: Tensor | None = None,
+    *,
+    trusted: bool = False,
 ) -> None:
     """See :data:`gpubuf.kernels.sum_tree.mark`."""
-    check_tree(leaves, nodes, capacity, fan_out)
-    check_hyper(hyper)
-    legal_address = 0 if legal is None else _address(legal, capacity)
+    if not trusted:
+        _check(leaves, nodes, capacity, fan_out, legal)
+        check_hyper(hyper)
+        check_index(index)
     code = _mark(
         leaves.data_ptr(),
         nodes.data_ptr(),
-        legal_address,
+        0 if legal is None else legal.data_ptr(),
         hyper.data_ptr(),
         index.data_ptr(),
-        check_index(index),
+        index.numel(),
         capacity,
         fan_out,
-        tree_shape(capacity, fan_out)[1],
+        nodes.numel() // 3,
         within_buffer,
     )
     if code:
@@ -343,17 +355,19 @@ def draw(
     fan_out: int,
     stratified: bool,
     legal: Tensor | None = None,
+    *,
+    trusted: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """See :data:`gpubuf.kernels.sum_tree.draw`."""
-    check_tree(leaves, nodes, capacity, fan_out)
-    check_hyper(hyper)
-    legal_address = 0 if legal is None else _address(legal, capacity)
+    if not trusted:
+        _check(leaves, nodes, capacity, fan_out, legal)
+        check_hyper(hyper)
     check_request(rng, n)
     index, weight = torch.empty(n, dtype=torch.int64), torch.empty(n, dtype=torch.float32)
     if n and _draw(
         leaves.data_ptr(),
         nodes.data_ptr(),
-        legal_address,
+        0 if legal is None else legal.data_ptr(),
         hyper.data_ptr(),
         rng.data_ptr(),
         index.data_ptr(),
@@ -361,7 +375,7 @@ def draw(
         n,
         capacity,
         fan_out,
-        tree_shape(capacity, fan_out)[1],
+        nodes.numel() // 3,
         stratified,
     ):
         illegal = "" if legal is None else " or is illegal"
@@ -369,9 +383,10 @@ def draw(
     return index, weight
 
 
-def _address(legal: Tensor, capacity: int) -> int:
-    check_legal(legal, capacity)
-    return legal.data_ptr()
+def _check(leaves: Tensor, nodes: Tensor, capacity: int, fan_out: int, legal: Tensor | None) -> None:
+    check_tree(leaves, nodes, capacity, fan_out)
+    if legal is not None:
+        check_legal(legal, capacity)
 
 
 def _raise_index(index: Tensor, position: int, capacity: int) -> Never:
