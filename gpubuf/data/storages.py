@@ -20,6 +20,7 @@ from gpubuf.data.layout import Data, Pieces, RowLayout, batch_shape, device_of
 from gpubuf.data.placement import AUTO, PINNED, SPLIT, IndexBytes, place, readable
 from gpubuf.data.row_memory import RowMemory
 from gpubuf.data.row_memory import Storage as Storage
+from gpubuf.data.staging import to_device
 from gpubuf.kernels import rows
 from gpubuf.kernels._registry import without_dispatch
 
@@ -69,13 +70,16 @@ class TensorStorage(RowMemory):
         """Write a batch at the cursor, the oldest rows first to go; returns the rows' flat positions.
 
         Args:
-            data: a batch of shape ``[n]`` (or ``[T, E]`` for ``ndim=2``). It is never changed.
+            data: a batch of shape ``[n]`` (or ``[T, E]`` for ``ndim=2``). It is never changed. Its tensors on the host
+                may be changed as soon as this returns, whether they are pinned or not.
 
         Returns:
             int64 ``[n]`` (``[T * E]``) on the storage's device. Of more rows than ``max_size`` the newest stay.
 
         Raises:
-            ValueError: a key, shape or dtype differs from the storage's; nothing is written. No host sync.
+            ValueError: a key, shape or dtype differs from the storage's; nothing is written.
+
+        No host sync, but for large batches in pinned memory; see :func:`gpubuf.data.staging.to_device`.
         """
         shape = batch_shape(data, self.ndim)
         n = math.prod(shape)
@@ -113,8 +117,7 @@ class TensorStorage(RowMemory):
 
     def _local(self, sources: list[Tensor], ndim: int) -> list[Tensor]:
         """The sources on the storage's device, with the batch dimensions flattened."""
-        device = self._device
-        local = [t if t.device == device else t.to(device, non_blocking=True) for t in sources]
+        local = to_device(sources, self._device)
         return local if ndim == 1 else [t.flatten(0, ndim - 1) for t in local]
 
     # Reading
