@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from gpubuf.data.capturing import CaptureError, Lock, Recording, recorded, watched
+from gpubuf.data.capturing import CaptureError, Lock, Recording, capture_under_way, recorded, watched
 from gpubuf.data.memory import cuda_present
 from gpubuf.graph_checks import Devices, NoHostWork, host_random_state, refuse_host_random
 from gpubuf.graph_values import Arguments, Unchanged, checked_results, devices_of, fresh
@@ -82,6 +82,7 @@ class Captured:
         self._left = self._warmup
         self._results: Any = None
         self._recording = Recording()
+        self._locks: list[Lock] = []
         self._kept: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -112,12 +113,12 @@ class Captured:
         """The first call: it also shows where the step works."""
         arguments = Arguments(args, kwargs)
         unchanged = Unchanged(arguments.tensors(args, kwargs))
-        locks: list[Lock] = []
-        with watched(locks):
+        self._locks = []
+        with watched(self._locks):
             results = self._eager(arguments, args, kwargs)
         unchanged.check()
         self._arguments = arguments
-        of_locks = {lock.device for lock in locks if lock.device is not None}
+        of_locks = {lock.device for lock in self._locks if lock.device is not None}
         self._device = self._requested or _graph_device(arguments.devices | devices_of(results) | of_locks)
         if self._device is None and not cuda_present():
             self._device = torch.device("cpu")
@@ -182,9 +183,12 @@ class Captured:
         unchanged = Unchanged(arguments.inputs)
         random_state = host_random_state()
         current, side = torch.cuda.current_stream(self._device), self._side(self._device)
+        # What other threads do to these buffers during the capture waits for this stream, not for one that captures.
+        for lock in self._locks:
+            lock.joined(current)
         side.wait_stream(current)
         try:
-            with recorded(recording), torch.cuda.graph(graph, stream=side), checks:
+            with recorded(recording), capture_under_way(), _captured_into(graph, side), checks:
                 results = checked_results(self._step(*given, **named))
             refuse_host_random(random_state)
             unchanged.check()
@@ -214,6 +218,25 @@ class Captured:
         if self._device is not None and not self._can_capture:
             state = f"runs eagerly on {self._device}"
         return f"{type(self).__name__}({name}, {state})"
+
+
+@contextlib.contextmanager
+def _captured_into(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterator[None]:
+    """Capture what is launched in here. Other threads may use CUDA meanwhile.
+
+    After a capture that fails, the stream and the allocator are as before. PyTorch switches neither back where CUDA has
+    invalidated the capture.
+    """
+    pool = torch.cuda.graph_pool_handle()
+    with torch.cuda.stream(stream):
+        try:
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                yield
+        except BaseException:
+            # It says so where the allocator has left the pool by itself.
+            with contextlib.suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(stream.device.index, pool)
+            raise
 
 
 def _graph_device(found: set[torch.device]) -> torch.device | None:

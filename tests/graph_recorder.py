@@ -137,12 +137,17 @@ class RecordedCuda:
     Attributes:
         log: what was asked of streams and graphs, in order.
         memory: of what a capture must leave alone although it is reached by address.
+        capture_error_modes: how strict each capture was to be about other threads.
     """
 
     def __init__(self) -> None:
         self.log: list[str] = []
         self.memory: list[Tensor] = []
+        self.capture_error_modes: list[str] = []
         self._current = _Stream(name="main", log=self.log)
+
+    def _end_allocation(self, device: int | None, pool: object) -> None:
+        self.log.append("allocation leaves the pool")
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> RecordedCuda:
         machine = self
@@ -156,8 +161,9 @@ class RecordedCuda:
                 self.recorder.replay()
 
         @contextlib.contextmanager
-        def graph(into: Graph, stream: _Stream) -> Iterator[None]:
+        def graph(into: Graph, pool: object, stream: _Stream, capture_error_mode: str) -> Iterator[None]:
             machine.log.append(f"capture on {stream.name}")
+            machine.capture_error_modes.append(capture_error_mode)
             with recorded(machine.memory) as into.recorder:
                 yield
 
@@ -174,10 +180,12 @@ class RecordedCuda:
             "graph": graph,
             "Stream": lambda device=None: _Stream(device, log=machine.log),
             "stream": on,
+            "graph_pool_handle": lambda: (0, 1),
             "current_stream": lambda device=None: machine._current,
         }
         for name, replacement in replacements.items():
             monkeypatch.setattr(torch.cuda, name, replacement)
+        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", self._end_allocation, raising=False)
         monkeypatch.setattr(graphs, "GRAPH_DEVICES", frozenset({"cpu"}))
         monkeypatch.setattr(graphs, "cuda_present", lambda: True)
         return self

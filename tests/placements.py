@@ -26,7 +26,7 @@ class Machine:
     pinned: dict[int, int] = field(default_factory=dict)
     ever_pinned: list[int] = field(default_factory=list)
 
-    def _register(self, address: int, n_bytes: int) -> None:
+    def _register(self, address: int, n_bytes: int, device: torch.device) -> None:
         self.pinned[address] = n_bytes
         self.ever_pinned.append(n_bytes)
 
@@ -35,7 +35,7 @@ class Machine:
         monkeypatch.setattr(memory, "cuda_present", lambda: self.device is not None)
         monkeypatch.setattr(memory, "free", lambda device=None: memory.Free(self.host, self.device))
         monkeypatch.setattr(memory, "register", self._register)
-        monkeypatch.setattr(memory, "unregister", self.pinned.pop)
+        monkeypatch.setattr(memory, "unregister", lambda address, device: self.pinned.pop(address))
         monkeypatch.setattr(memory, "synchronize", lambda device=None: None)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a GPU that nobody has tuned for")
         if work_on_cpu:

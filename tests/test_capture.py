@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -354,6 +356,57 @@ def test_an_error_of_cuda_is_explained(machine):
     run(torch.ones(1))
     with pytest.raises(CaptureError, match=r"captured in a CUDA graph: Attempting.* capturable is False"):
         run(torch.ones(1))
+
+
+def test_other_threads_may_use_cuda_during_a_capture(machine):
+    """CUDA's "global" mode would end both the capture and the other thread's allocation with an error."""
+    step = capture(lambda x: x + 1, warmup=1)
+    for _ in range(3):
+        step(torch.ones(1))
+    assert machine.capture_error_modes == ["thread_local"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_garbage_is_not_collected_during_a_capture(machine, fails):
+    """Its finalisers call CUDA, which a capture does not survive."""
+    collecting = []
+
+    def step(x: Tensor) -> Tensor:
+        collecting.append(gc.isenabled())
+        if fails and len(collecting) == 2:
+            raise RuntimeError("no luck")
+        return x + 1
+
+    run = capture(step, warmup=1)
+    run(torch.ones(1))
+    with pytest.raises(RuntimeError, match="no luck") if fails else contextlib.nullcontext():
+        run(torch.ones(1))
+    assert collecting == [True, False]
+    assert gc.isenabled()
+
+
+def test_a_capture_that_cuda_invalidates_leaves_stream_and_allocator_as_they_were(machine, monkeypatch):
+    """PyTorch 2.11 switches neither back, where ending the capture fails too."""
+    graph = torch.cuda.graph
+
+    @contextlib.contextmanager
+    def invalidated(*args: Any, stream: Any, **kwargs: Any) -> Iterator[None]:
+        switched = torch.cuda.stream(stream)
+        switched.__enter__()
+        kept.append(switched)
+        with graph(*args, stream=stream, **kwargs):
+            yield
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+    kept: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "graph", invalidated)
+    step = capture(lambda x: x + 1, warmup=1)
+    before = torch.cuda.current_stream()
+    step(torch.ones(1))
+    with pytest.raises(CaptureError, match="previous error during capture"):
+        step(torch.ones(1))
+    assert torch.cuda.current_stream() is before
+    assert machine.log[-1] == "allocation leaves the pool"
 
 
 @pytest.mark.parametrize(

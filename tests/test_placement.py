@@ -27,6 +27,8 @@ from tests.fake_cuda import fake_cuda
 from tests.placements import GIB, Machine
 from tests.transitions import same, transitions
 
+GPU = torch.device("cuda", 0)
+
 # The decision
 
 
@@ -234,14 +236,14 @@ def test_what_the_allocator_has_cached_is_free(monkeypatch):
 def test_pinned_memory_is_exactly_as_large_as_asked_for_and_released(monkeypatch):
     """PyTorch's own pinned allocator rounds up to a power of two."""
     machine = Machine().install(monkeypatch)
-    array = memory.pinned(1000)
+    array = memory.pinned(1000, GPU)
     view = torch.from_numpy(array).view(torch.float32)
     assert machine.pinned == {view.data_ptr(): 1000}
     del array
     assert machine.pinned
     del view
     assert machine.pinned == {}
-    assert memory.pinned(0).size == 0
+    assert memory.pinned(0, GPU).size == 0
 
 
 # Pinned rows

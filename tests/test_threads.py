@@ -17,7 +17,7 @@ from gpubuf import (
     SliceSampler,
     TensorDictReplayBuffer,
 )
-from gpubuf.data.locking import StreamOrder
+from gpubuf.data.locking import StreamOrder, Turn
 from gpubuf.data.prefetch import Batch, SideStream
 
 CAPACITY = 2000
@@ -222,6 +222,61 @@ def test_streams_wait_for_each_other(monkeypatch):
     assert operation(machine.other) == []
     machine.capturing = False
     assert operation(machine.other) == ["other waits for event on default", "event on other"]
+
+
+def test_a_dropped_buffer_is_waited_for(monkeypatch):
+    """By all streams that its memory may belong to: a draw made ahead still reads it, and moves its random state on."""
+    machine, order = Machine(monkeypatch), StreamOrder()
+    for stream in (machine.default, machine.other):
+        with machine.on(stream):
+            order.begin(DEVICE)
+            order.end(DEVICE)
+    machine.said()
+    order.settle()
+    assert machine.said() == ["default waits for event on other"]
+    order.joined(machine.default)
+    order.settle()
+    assert machine.said() == ["other waits for default"]
+
+    # The turn of a buffer does so when it goes, and the buffer when it gets another storage.
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(10), batch_size=2)
+    settled = []
+    monkeypatch.setattr(buffer._lock._streams, "_last", machine.default)
+    monkeypatch.setattr(StreamOrder, "settle", lambda self: settled.append(self))
+    buffer.set_storage(LazyTensorStorage(10))
+    assert settled == [buffer._lock._streams]
+    other = TensorDictReplayBuffer(storage=LazyTensorStorage(10), batch_size=2, prefetch=1)
+    other.set_sampler(PrioritizedSampler(10, 0.7, 0.5))
+    assert settled[1:] == [other._lock._streams]
+
+
+def test_the_streams_of_a_turn_are_waited_for_when_it_goes(monkeypatch):
+    machine, turn = Machine(monkeypatch), Turn(LazyTensorStorage(10))
+    turn.joined(machine.default)
+    turn.joined(machine.other)
+    machine.said()
+    del turn
+    assert machine.said() == ["default waits for other"]
+
+
+def test_what_another_thread_does_during_a_capture_is_waited_for(monkeypatch):
+    """Its event is no part of the graph, and the replay comes after it."""
+    machine = Machine(monkeypatch)
+    turn = Turn(LazyTensorStorage(10))
+    turn.storage.append(steps(0, 5))
+    monkeypatch.setattr(turn, "on_gpu", lambda: True)
+    with turn:
+        pass
+    # The capture begins: what comes before it is on the stream of whoever captures.
+    turn.joined(machine.default)
+    with machine.on(machine.other), turn:
+        pass
+    assert machine.said() == ["other waits for default", "event on other"]
+    turn.joined(machine.default)
+    assert machine.said()[0] == "default waits for event on other"
+    with turn:
+        pass
+    assert machine.said() == []
 
 
 def test_work_ahead_is_tied_to_the_consumer(monkeypatch):

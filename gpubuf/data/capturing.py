@@ -7,7 +7,9 @@ is noted in a :class:`Recording` while the graph is captured, and done again at 
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Protocol
 
@@ -114,6 +116,50 @@ def recording() -> Recording | None:
 def capturing() -> bool:
     """Whether work on the current CUDA stream goes into a graph, whoever captures it."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+# Captures of `gpubuf.capture` that are under way, in all threads: one entry each.
+_captures: list[None] = []
+_postponed: deque[Callable[[], None]] = deque()
+
+
+@contextlib.contextmanager
+def capture_under_way() -> Iterator[None]:
+    """Around a capture: garbage is not collected, and what would break the capture is put off.
+
+    Finalisers of tensors, graphs and pinned memory call CUDA, and may not while a capture is under way.
+    """
+    gc.collect()
+    collects = gc.isenabled()
+    gc.disable()
+    _captures.append(None)
+    try:
+        yield
+    finally:
+        _captures.pop()
+        if collects:
+            gc.enable()
+        do_postponed()
+
+
+def outside_captures(action: Callable[[], None]) -> None:
+    """Do what a capture would not survive (waiting for a device does not): now, or once none is under way.
+
+    A capture that others have begun is known in its own thread only. What it puts off is done by the next call.
+    """
+    _postponed.append(action)
+    do_postponed()
+
+
+def do_postponed() -> None:
+    """Do what :func:`outside_captures` has put off, if it can be done now."""
+    while _postponed and not _captures and not capturing():
+        try:
+            action = _postponed.popleft()
+        except IndexError:
+            # Another thread, or the finaliser of what was released just now, has done it.
+            return
+        action()
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -12,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from gpubuf.data.capturing import used
+from gpubuf.data.capturing import outside_captures, used
 from gpubuf.data.storages import TensorStorage
 
 
@@ -38,6 +39,7 @@ class StreamOrder:
     def __init__(self) -> None:
         self._last: torch.cuda.Stream | None = None
         self._event: torch.cuda.Event | None = None
+        self._used: list[torch.cuda.Stream] = []
 
     def begin(self, device: torch.device) -> None:
         """Before an operation, on the stream that is current."""
@@ -61,11 +63,33 @@ class StreamOrder:
             self._event = torch.cuda.Event()
         if self._event is not None:
             self._event.record(stream)
-        self._last = stream
+        self._note(stream)
 
     def joined(self, stream: torch.cuda.Stream) -> None:
         """``stream`` has waited for everything so far: begin anew, as if all operations had been on it."""
-        self._last, self._event = stream, None
+        self._note(stream)
+        self._event = None
+
+    def _note(self, stream: torch.cuda.Stream) -> None:
+        if stream != self._last and stream not in self._used:
+            self._used.append(stream)
+        self._last = stream
+
+    def settle(self) -> None:
+        """Before memory is given up: every stream that the buffer was used on waits for its last operation.
+
+        The allocator gives memory back to the stream on which it was made, and knows nothing of the others.
+        """
+        last = self._last
+        if last is None:
+            return
+        for stream in self._used:
+            if stream == last:
+                continue
+            if self._event is None:
+                stream.wait_stream(last)
+            else:
+                stream.wait_event(self._event)
 
 
 _compiling = torch.compiler.is_compiling
@@ -104,6 +128,8 @@ class Turn:
         self._owner = 0
         self._depth = 0
         self._streams = StreamOrder()
+        # The turn holds on to the storage: its memory is released after this.
+        weakref.finalize(self, outside_captures, self._streams.settle).atexit = False
         self._has_cuda: bool | None = None
 
     def on_gpu(self) -> bool:
@@ -123,8 +149,13 @@ class Turn:
         return None if ring is None else ring.counters.device
 
     def joined(self, stream: torch.cuda.Stream) -> None:
-        """See :meth:`StreamOrder.joined`."""
-        self._streams.joined(stream)
+        """See :meth:`StreamOrder.joined`. ``stream``, which is current, waits for what other threads did."""
+        with self:
+            self._streams.joined(stream)
+
+    def settle(self) -> None:
+        """See :meth:`StreamOrder.settle`."""
+        outside_captures(self._streams.settle)
 
     def _begin(self) -> None:
         used(self)

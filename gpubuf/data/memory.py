@@ -5,6 +5,8 @@ Everything here is called through the module (``memory.free()``), so that tests 
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import weakref
 from dataclasses import dataclass
@@ -13,10 +15,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from gpubuf.data.capturing import do_postponed, outside_captures
+
 RESERVE = 10
 """One part in so many of all memory is left to others: networks, activations, batches, other processes."""
 
-_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
+# cudaHostRegisterPortable: pinned for every device of the process; cudaHostRegisterMapped: devices can address it.
+_PORTABLE, _MAPPED = 1, 2
+_CAN_USE_HOST_POINTER = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,7 @@ def free(device: torch.device | None = None) -> Free:
 
     What PyTorch's allocator has cached but not given out counts as free: it returns it before it fails.
     """
+    do_postponed()
     host_free, host_total = host_memory()
     on_host = max(host_free - host_total // RESERVE, 0)
     if not cuda_present():
@@ -113,35 +120,84 @@ def _limit(limit: Path, used: Path, stat: Path, cached: str) -> tuple[int, int] 
     return int(text) - taken, int(text)
 
 
-def pinned(n_bytes: int) -> np.ndarray:
+def staging(n_bytes: int) -> torch.Tensor:
+    """Pinned memory for a copy to a GPU, uint8 ``[n_bytes]``, from PyTorch's cache.
+
+    It goes back to the cache with the last reference to it, but is not given out again before all copies from it that
+    were asked for with ``non_blocking=True`` are done.
+    """
+    return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+def pinned(n_bytes: int, device: torch.device) -> np.ndarray:
     """Host memory, uint8 ``[n_bytes]``, page-locked so that a GPU can read and write it.
 
     Registered rather than taken from PyTorch's pinned allocator, which rounds up to a power of two: up to twice the
-    memory. It is released with the last reference to it.
+    memory. It is released with the last reference to it, once ``device`` has done all that was launched there.
 
     Raises:
-        RuntimeError: the driver refuses to lock so much memory.
+        RuntimeError: the driver refuses to lock so much memory, or ``device`` can't read the host's addresses.
     """
-    memory = np.empty(n_bytes, np.uint8)
+    owner = np.empty(n_bytes, np.uint8)
+    memory = owner[:]
     if n_bytes:
-        register(memory.ctypes.data, n_bytes)
-        # Not at exit: the driver may be gone by then, and takes everything with it.
-        weakref.finalize(memory, unregister, memory.ctypes.data).atexit = False
+        register(owner.ctypes.data, n_bytes, device)
+        # Of a view, so that the memory itself outlives a release that has to be put off. Not at exit: the driver may be
+        # gone by then, and takes everything with it.
+        weakref.finalize(memory, _release, owner, device).atexit = False
     return memory
 
 
-def register(address: int, n_bytes: int) -> None:
-    """Page-lock host memory for all GPUs."""
+def _release(owner: np.ndarray, device: torch.device) -> None:
+    outside_captures(lambda: unregister(owner.ctypes.data, device))
+
+
+def register(address: int, n_bytes: int, device: torch.device) -> None:
+    """Page-lock host memory for all GPUs, under the host's own addresses.
+
+    Raises:
+        RuntimeError: the driver refuses, or ``device`` can't read the host's addresses.
+    """
     torch.cuda.init()
-    failed = int(torch.cuda.cudart().cudaHostRegister(address, n_bytes, _PORTABLE))
+    do_postponed()
+    if not reads_host_addresses(device):
+        raise RuntimeError(
+            f"{torch.cuda.get_device_name(device)} can't read pinned host memory under the host's own addresses "
+            "(cudaDevAttrCanUseHostPointerForRegisteredMem is 0): rows can lie on 'cuda' or 'cpu' here, not 'pinned' "
+            "or 'split'"
+        )
+    failed = int(torch.cuda.cudart().cudaHostRegister(address, n_bytes, _PORTABLE | _MAPPED))
     if failed:
+        _clear_error(device)
         raise RuntimeError(f"the CUDA driver refused to pin {n_bytes} bytes of host memory (error {failed})")
 
 
-def unregister(address: int) -> None:
-    """Undo :func:`register`, once nothing that was launched reads the memory any more."""
-    synchronize()
-    torch.cuda.cudart().cudaHostUnregister(address)
+def _clear_error(device: torch.device) -> None:
+    """Take the error of a failed call away: CUDA would tell it again at the next launch of anybody in this thread."""
+    with contextlib.suppress(RuntimeError):
+        torch.ones((), device=device)
+
+
+def reads_host_addresses(device: torch.device) -> bool:
+    """Whether a GPU addresses pinned memory as the host does. True where the driver can't be asked, as on AMD."""
+    if torch.version.hip is not None:
+        return True
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return True
+    number = torch.cuda.current_device() if device.index is None else device.index
+    handle, found = ctypes.c_int(), ctypes.c_int(1)
+    if driver.cuDeviceGet(ctypes.byref(handle), number) == 0:
+        driver.cuDeviceGetAttribute(ctypes.byref(found), _CAN_USE_HOST_POINTER, handle)
+    return bool(found.value)
+
+
+def unregister(address: int, device: torch.device) -> None:
+    """Undo :func:`register`, once nothing that was launched on ``device`` reads the memory any more."""
+    synchronize(device)
+    if int(torch.cuda.cudart().cudaHostUnregister(address)):
+        _clear_error(device)
 
 
 def synchronize(device: torch.device | None = None) -> None:

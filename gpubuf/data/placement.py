@@ -326,7 +326,7 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype, placement: Placement) -
     if n_bytes == 0:
         return torch.empty(shape, dtype=dtype, device=placement.rows_device)
     if placement.kind == PINNED:
-        return torch.from_numpy(memory.pinned(n_bytes)).view(dtype).view(shape)
+        return torch.from_numpy(memory.pinned(n_bytes, placement.device)).view(dtype).view(shape)
     if placement.kind != "cpu":
         return torch.empty(shape, dtype=dtype, device=placement.device)
     # Unlike PyTorch, NumPy asks Linux for huge pages: random rows of a large storage then miss the TLB less.

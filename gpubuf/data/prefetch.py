@@ -362,10 +362,11 @@ class Prefetcher:
             raise ValueError(f"the prefetched batches of a state are a list of dicts of {_STATE_KEYS}, got {state!r}")
 
     def discard(self) -> None:
-        """Drop the queue. To be used inside a turn."""
+        """Drop the queue, before what it was drawn from is given up. To be used inside a turn."""
         if self.active:
             with self.quiet(discard=True):
                 pass
+        self._turn.settle()
 
     # State
 
