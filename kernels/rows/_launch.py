@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 
 from gpubuf.kernels._check import device_name
-from gpubuf.kernels.config import RowsConfig, rows_copy
+from gpubuf.kernels._launching import cdiv, launch
+from gpubuf.kernels.config import RowsConfig, ceil_power, rows_copy
 from gpubuf.kernels.philox import check_state
 from gpubuf.kernels.rows import ALIGNMENT
 from gpubuf.kernels.rows._check import (
@@ -46,7 +46,7 @@ def _config(n_bytes: int, device: torch.device) -> RowsConfig:
 
 def padded_keys(n_keys: int) -> int:
     """Size of the search over keys: a power of two, at least a warp, so that few variants are compiled."""
-    return max(32, triton.next_power_of_2(n_keys))
+    return max(32, ceil_power(n_keys))
 
 
 def copying_programs(n_keys: int, n_bytes: int, span: int) -> int:
@@ -64,8 +64,8 @@ def encode_arguments(values: Sequence[int]) -> tuple[int, ...]:
     Triton compiles a variant for each combination of integers in a tuple that are 1 or multiples of 16, and can't
     compile those with a 1. These numbers are odd and at least 3. Address 0, of an empty tensor, is one of the values.
     """
-    padding = triton.next_power_of_2(len(values)) - len(values)
-    return tuple(2 * value + 3 for value in (*values, *values[-1:] * padding))
+    padding = ceil_power(len(values)) - len(values)
+    return tuple(2 * value + 3 for value in (*values, *[values[-1]] * padding))
 
 
 def _check_row_bytes(n_bytes: int, n: int) -> None:
@@ -83,8 +83,10 @@ def gather(table: Tensor, ring: Tensor, index: Tensor, capacity: int, arena_byte
         return arena, generation
     _check_row_bytes(arena_bytes, n)
     config = _config(arena_bytes, table.device)
-    row_programs = triton.cdiv(n, config.tile)
-    rows_gather_kernel[(row_programs + copying_programs(n_keys, arena_bytes, config.span),)](
+    row_programs = cdiv(n, config.tile)
+    launch(
+        rows_gather_kernel,
+        row_programs + copying_programs(n_keys, arena_bytes, config.span),
         table,
         ring,
         index,
@@ -118,8 +120,10 @@ def sample(
         return arena, index, generation
     _check_row_bytes(arena_bytes, n)
     config = _config(arena_bytes, table.device)
-    row_programs = triton.cdiv(n, config.tile)
-    rows_sample_kernel[(row_programs + copying_programs(n_keys, arena_bytes, config.span),)](
+    row_programs = cdiv(n, config.tile)
+    launch(
+        rows_sample_kernel,
+        row_programs + copying_programs(n_keys, arena_bytes, config.span),
         table,
         ring,
         rng,
@@ -186,9 +190,11 @@ def extend(table: Tensor, sources: Sequence[Tensor], ring: Tensor, n: int, capac
     for part in parts:
         config = _config(part.n_bytes, table.device)
         # The index is written by the first launch, the counters move in the last.
-        row_programs = triton.cdiv(n, config.tile) if part is parts[0] else 0
+        row_programs = cdiv(n, config.tile) if part is parts[0] else 0
         grid = max(row_programs + copying_programs(part.n_keys, part.n_bytes, config.span), 1)
-        rows_extend_kernel[(grid,)](
+        launch(
+            rows_extend_kernel,
+            grid,
             part.table,
             part.addresses,
             part.strides,
@@ -232,9 +238,11 @@ def write(table: Tensor, sources: Sequence[Tensor], ring: Tensor, index: Tensor,
     for part in parts:
         config = _config(part.n_bytes, table.device)
         # Faults are counted by the first launch alone.
-        row_programs = triton.cdiv(n, config.tile) if part is parts[0] else 0
+        row_programs = cdiv(n, config.tile) if part is parts[0] else 0
         grid = max(row_programs + copying_programs(part.n_keys, part.n_bytes, config.span), 1)
-        rows_write_kernel[(grid,)](
+        launch(
+            rows_write_kernel,
+            grid,
             part.table,
             part.addresses,
             part.strides,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from gpubuf.kernels import config
 from gpubuf.kernels._check import check_devices, device_name
+from gpubuf.kernels._launching import cdiv, launch
 from gpubuf.kernels.philox import check_request
 from gpubuf.kernels.sum_tree import _triton_update as kernels
 from gpubuf.kernels.sum_tree._check import (
@@ -50,14 +50,24 @@ def _refresh(
     _, n_nodes, depth = tree_shape(capacity, fan_out)
     shift = _shift(fan_out)
     common = {"SHIFT": shift, "BLOCK_NODES": chosen.block_nodes, "num_warps": chosen.num_warps}
-    grid = (triton.cdiv(min(n, -(-capacity // fan_out)), chosen.block_nodes),)
-    kernels.sum_tree_refresh_leaves_kernel[grid](
-        leaves, nodes, _or(legal, index), index, n, capacity, n_nodes, HAS_LEGAL=legal is not None, **common
+    programs = cdiv(min(n, -(-capacity // fan_out)), chosen.block_nodes)
+    launch(
+        kernels.sum_tree_refresh_leaves_kernel,
+        programs,
+        leaves,
+        nodes,
+        _or(legal, index),
+        index,
+        n,
+        capacity,
+        n_nodes,
+        HAS_LEGAL=legal is not None,
+        **common,
     )
     for level in range(2, depth + 1):
         count = -(-capacity // fan_out**level)
-        grid = (triton.cdiv(min(n, count), chosen.block_nodes),)
-        kernels.sum_tree_refresh_kernel[grid](nodes, index, n, capacity, n_nodes, level, **common)
+        programs = cdiv(min(n, count), chosen.block_nodes)
+        launch(kernels.sum_tree_refresh_kernel, programs, nodes, index, n, capacity, n_nodes, level, **common)
 
 
 def build(leaves: Tensor, nodes: Tensor, fan_out: int, legal: Tensor | None = None) -> None:
@@ -83,7 +93,9 @@ def refresh(
     _, n_nodes, depth = tree_shape(capacity, fan_out)
     chosen = config.tree_update(fan_out, n, device_name(leaves.device))
     if chosen.single_program:
-        kernels.sum_tree_refresh_small_kernel[(1,)](
+        launch(
+            kernels.sum_tree_refresh_small_kernel,
+            1,
             leaves,
             nodes,
             _or(legal, index),
@@ -129,7 +141,9 @@ def update(
     has_generation = generation is not None
     entries = (ring, index, priority, _or(generation, index))
     if chosen.single_program:
-        kernels.sum_tree_update_small_kernel[(1,)](
+        launch(
+            kernels.sum_tree_update_small_kernel,
+            1,
             leaves,
             nodes,
             _or(legal, index),
@@ -147,7 +161,9 @@ def update(
             num_warps=chosen.num_warps,
         )
         return
-    kernels.sum_tree_claim_kernel[(triton.cdiv(n, chosen.block_entries),)](
+    launch(
+        kernels.sum_tree_claim_kernel,
+        cdiv(n, chosen.block_entries),
         leaves,
         hyper,
         *entries,
@@ -157,7 +173,9 @@ def update(
         BLOCK_ENTRIES=chosen.block_entries,
         num_warps=chosen.num_warps,
     )
-    kernels.sum_tree_resolve_kernel[(triton.cdiv(n, chosen.block_entries),)](
+    launch(
+        kernels.sum_tree_resolve_kernel,
+        cdiv(n, chosen.block_entries),
         leaves,
         hyper,
         index,
@@ -191,7 +209,9 @@ def mark(
     _, n_nodes, depth = tree_shape(capacity, fan_out)
     chosen = config.tree_update(fan_out, n, device_name(leaves.device))
     if chosen.single_program:
-        kernels.sum_tree_mark_small_kernel[(1,)](
+        launch(
+            kernels.sum_tree_mark_small_kernel,
+            1,
             leaves,
             nodes,
             _or(legal, index),
@@ -209,7 +229,9 @@ def mark(
             num_warps=chosen.num_warps,
         )
         return
-    kernels.sum_tree_mark_kernel[(triton.cdiv(n, chosen.block_entries),)](
+    launch(
+        kernels.sum_tree_mark_kernel,
+        cdiv(n, chosen.block_entries),
         leaves,
         nodes,
         hyper,
@@ -247,7 +269,9 @@ def draw(
         return index, weight
     _, n_nodes, depth = tree_shape(capacity, fan_out)
     chosen = config.tree_draw(fan_out, n, device_name(leaves.device))
-    sum_tree_draw_kernel[(triton.cdiv(n, chosen.block_draws),)](
+    launch(
+        sum_tree_draw_kernel,
+        cdiv(n, chosen.block_draws),
         leaves,
         nodes,
         hyper,

@@ -10,11 +10,11 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from gpubuf.kernels import config
 from gpubuf.kernels._check import check_devices, device_name
+from gpubuf.kernels._launching import cdiv, launch
 from gpubuf.kernels.trajectories import _triton as readers
 from gpubuf.kernels.trajectories import _triton_update as writers
 from gpubuf.kernels.trajectories import bit_levels, legal_words, level_sizes, new_slices, touched_rows
@@ -95,12 +95,37 @@ def _launch_sums(
     constants = {"SHIFT": shape.shift, "BLOCK_NODES": chosen.block_nodes, "num_warps": SUMS_WARPS}
     level = 1
     while level < shape.depth and (entries := shape.entries(level, run, n_others)) > TOP_ENTRIES:
-        writers.trajectories_sums_kernel[(triton.cdiv(entries, chosen.block_nodes),)](
-            sums, ring, others, n, run, n_others, level, shape.words, steps, envs, **constants
+        launch(
+            writers.trajectories_sums_kernel,
+            cdiv(entries, chosen.block_nodes),
+            sums,
+            ring,
+            others,
+            n,
+            run,
+            n_others,
+            level,
+            shape.words,
+            steps,
+            envs,
+            **constants,
         )
         level += 1
-    writers.trajectories_top_kernel[(1,)](
-        sums, ring, others, n, run, n_others, level, shape.depth, shape.words, steps, envs, **constants
+    launch(
+        writers.trajectories_top_kernel,
+        1,
+        sums,
+        ring,
+        others,
+        n,
+        run,
+        n_others,
+        level,
+        shape.depth,
+        shape.words,
+        steps,
+        envs,
+        **constants,
     )
 
 
@@ -133,7 +158,9 @@ def update(
     span = config.index_span(n, steps)
     if chosen.block_envs:
         single = envs <= chosen.block_envs
-        writers.trajectories_update_envs_kernel[(triton.cdiv(envs, chosen.block_envs),)](
+        launch(
+            writers.trajectories_update_envs_kernel,
+            cdiv(envs, chosen.block_envs),
             ends,
             sums,
             ring,
@@ -164,12 +191,32 @@ def update(
             _launch_sums(sums, ring, others, n, runs[0] * envs, n_others, steps, envs, shape, chosen)
         return
     bits: dict[str, Any] = {"SPAN": span, "BLOCK_WORDS": chosen.block_words, "num_warps": chosen.num_warps}
-    writers.trajectories_bits_kernel[(triton.cdiv(runs[0] * envs, chosen.block_words),)](
-        ends, ring, signals, n_signals, n, runs[0], steps, envs, BY_ID=by_id, **bits
+    launch(
+        writers.trajectories_bits_kernel,
+        cdiv(runs[0] * envs, chosen.block_words),
+        ends,
+        ring,
+        signals,
+        n_signals,
+        n,
+        runs[0],
+        steps,
+        envs,
+        BY_ID=by_id,
+        **bits,
     )
     for level, run in enumerate(runs[1:], 1):
-        writers.trajectories_bits_above_kernel[(triton.cdiv(run * envs, chosen.block_words),)](
-            ends, ring, n, run, level, steps, envs, **bits
+        launch(
+            writers.trajectories_bits_above_kernel,
+            cdiv(run * envs, chosen.block_words),
+            ends,
+            ring,
+            n,
+            run,
+            level,
+            steps,
+            envs,
+            **bits,
         )
     _launch_weights(ends, sums, ring, others, n, runs[0], n_others, steps, envs, rule, shape, chosen)
 
@@ -190,7 +237,9 @@ def _launch_weights(
 ) -> None:
     """Recompute weights, and the sums above them."""
     run = run_words * envs
-    writers.trajectories_weights_kernel[(triton.cdiv(run + n_others, chosen.block_weights),)](
+    launch(
+        writers.trajectories_weights_kernel,
+        cdiv(run + n_others, chosen.block_weights),
         ends,
         sums,
         ring,
@@ -252,7 +301,9 @@ def draw(
         return outputs
     shape = shape_of(steps, envs, fan_out)
     chosen = config.index_draw(fan_out, n, slice_len, device_name(ends.device))
-    readers.trajectories_draw_kernel[(triton.cdiv(n, chosen.block_slices),)](
+    launch(
+        readers.trajectories_draw_kernel,
+        cdiv(n, chosen.block_slices),
         ends,
         sums,
         ring,
@@ -289,7 +340,9 @@ def slices(
     outputs = new_slices(ends, n, slice_len)
     if n:
         chosen = config.index_slices(n, slice_len)
-        readers.trajectories_slices_kernel[(triton.cdiv(n, chosen.block_slices),)](
+        launch(
+            readers.trajectories_slices_kernel,
+            cdiv(n, chosen.block_slices),
             ends,
             ring,
             start,
@@ -316,8 +369,18 @@ def bounds(ends: Tensor, ring: Tensor, row: Tensor, steps: int, envs: int) -> Te
     check_devices(ends, ring, row)
     out = torch.empty((3, n), dtype=torch.int64, device=ends.device)
     if n:
-        readers.trajectories_bounds_kernel[(triton.cdiv(n, BLOCK_ROWS),)](
-            ends, ring, row, out, n, steps, envs, len(bit_levels(steps, envs)), BLOCK_ROWS=BLOCK_ROWS
+        launch(
+            readers.trajectories_bounds_kernel,
+            cdiv(n, BLOCK_ROWS),
+            ends,
+            ring,
+            row,
+            out,
+            n,
+            steps,
+            envs,
+            len(bit_levels(steps, envs)),
+            BLOCK_ROWS=BLOCK_ROWS,
         )
     return out
 
@@ -337,7 +400,9 @@ def mark_legal(
     rows = torch.empty(n_rows, dtype=torch.int64, device=legal.device)
     # Partial at both ends, and before the seam.
     run = min((n_rows - 1) // 64 + 3, legal_words(steps * envs))
-    writers.trajectories_mark_legal_kernel[(triton.cdiv(run, LEGAL_WORDS),)](
+    launch(
+        writers.trajectories_mark_legal_kernel,
+        cdiv(run, LEGAL_WORDS),
         legal,
         ends,
         ring,
