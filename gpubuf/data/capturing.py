@@ -11,7 +11,7 @@ import gc
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -198,3 +198,18 @@ def refuse(reason: str) -> None:
     """
     if recording() is not None:
         raise CaptureError(f"this can't be captured in a CUDA graph: {reason}")
+
+
+if TYPE_CHECKING:
+    traced_property = property
+else:
+
+    class traced_property(property):  # noqa: N801, used as a decorator
+        """A property that compiled code sets in its place.
+
+        Dynamo of PyTorch 2.11 calls the setter of a plain property only after the compiled code. A ``__set__`` written
+        in Python it traces.
+        """
+
+        def __set__(self, instance: Any, value: Any) -> None:
+            self.fset(instance, value)

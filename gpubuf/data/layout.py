@@ -214,8 +214,8 @@ class RowLayout:
             raise ValueError(f"key {path or 'root'}: the storage holds a TensorDict, the batch a {type(data).__name__}")
         found: dict[str, Any] = dict(_tensordict_of(data).items())
         if not path:
-            for name in self.ignored & found.keys():
-                del found[name]
+            for name in self.ignored:
+                found.pop(name, None)
         if found.keys() != node.children.keys():
             missing = [(*path, name) for name in node.children if name not in found]
             extra = [(*path, name) for name in found if name not in node.children]
@@ -305,7 +305,7 @@ class RowLayout:
         views = self.arena(n).views
         if torch.compiler.is_compiling() or type(arena) is not Tensor:
             # Tracing can't follow set_(); traced code is functional, so that version counters don't matter there.
-            return [arena.view(dtype).as_strided(size, stride, offset) for dtype, offset, size, stride in views]
+            return [_traced_view(arena, *view) for view in views]
         memory, device = arena.untyped_storage(), arena.device
         if device != self._device:
             self._device = device
@@ -318,6 +318,16 @@ class RowLayout:
         ]
 
     # Storage
+
+
+def _traced_view(
+    arena: Tensor, dtype: torch.dtype, offset: int, size: tuple[int, ...], stride: tuple[int, ...]
+) -> Tensor:
+    """A piece of an arena, in the traceable operations that Inductor of all supported versions takes."""
+    if dtype is torch.bool:
+        # Inductor of PyTorch 2.11 refuses a view of bytes as bool. The bytes are 0 and 1.
+        return arena.as_strided(size, stride, offset).ne(0)
+    return arena.view(dtype).as_strided(size, stride, offset)
 
 
 def address(tensor: Tensor) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.data.capturing import recording, refuse
+from gpubuf.data.capturing import recording, refuse, traced_property
 from gpubuf.data.indexing import as_positions
 from gpubuf.data.locking import turn_of
 from gpubuf.data.placement import IndexBytes
@@ -93,7 +93,7 @@ class PrioritizedSampler(Sampler):
                 self._tree.set_alpha(value)
             self._alpha = float(value)
 
-    @property
+    @traced_property
     def beta(self) -> float | Tensor:
         """Exponent of the importance weights, as it was set."""
         return self._beta
