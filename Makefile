@@ -7,6 +7,7 @@ OUT ?=
 INTO := $(if $(OUT),--out '$(OUT)')
 JOBS ?= 2
 VENV := .venv
+COMPAT := .compat
 PEERS := .peers
 PEER_NAMES := torchrl cpprb flashbax sb3
 READY := $(PEER_NAMES:%=$(PEERS)/%/.ready)
@@ -21,11 +22,12 @@ export PIP_BUILD_CONSTRAINT := $(PIP_CONSTRAINT)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test bench gpu sanitize report clean
+.PHONY: help train test compat bench gpu sanitize report clean
 
 help:
 	@echo "make train   train SAC on Pendulum-v1; options: ARGS='--env NAME --uniform --seed 1 ...'"
 	@echo "make test    ruff, mypy and the tests; ARGS go to pytest"
+	@echo "make compat  the tests on the oldest torch and triton supported (downloads gigabytes); ARGS go to pytest"
 	@echo "make bench   all benchmarks beside TorchRL, cpprb, flashbax and Stable-Baselines3, each in its environment;"
 	@echo "             writes benchmarks/results/<device>-<date>.json and curves/, or into OUT=folder"
 	@echo "make gpu     gpu-marked tests, tuning, benchmarks and report on an NVIDIA GPU, within ten minutes; OUT=folder"
@@ -42,6 +44,9 @@ test: $(VENV)/.test
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/python -m mypy
 	$(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+compat: $(COMPAT)/.test
+	$(COMPAT)/bin/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 bench: $(VENV)/.test $(READY)
 	$(VENV)/bin/python -m benchmarks.run cpu --huge --curves $(INTO) $(ARGS)
@@ -71,7 +76,7 @@ report: $(VENV)/.test
 	$(VENV)/bin/python -m benchmarks.report
 
 clean:
-	rm -rf $(VENV) $(PEERS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks .coverage
+	rm -rf $(VENV) $(COMPAT) $(PEERS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks .coverage
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 define create_venv
@@ -81,8 +86,16 @@ $(PYTHON) -m venv --clear $(@D)
 @touch $@
 endef
 
-$(VENV)/.created:
+$(VENV)/.created $(COMPAT)/.created:
 	$(create_venv)
+
+# The oldest torch that is supported has no build for the CPU alone on PyPI: its CUDA packages take about 5 GB.
+$(COMPAT)/.test: export PIP_CONSTRAINT := $(dir $(PIP_CONSTRAINT))$(COMPAT)/constraints.txt
+$(COMPAT)/.test: export PIP_BUILD_CONSTRAINT := $(dir $(PIP_CONSTRAINT))$(COMPAT)/constraints.txt
+$(COMPAT)/.test: $(COMPAT)/.created $(DECIDES) constraints-compat.txt
+	grep -vE '^(torch|triton|numpy)==' constraints.txt | cat - constraints-compat.txt > $(@D)/constraints.txt
+	$(COMPAT)/bin/python -m pip install -q -e '.[train,test]'
+	@touch $@
 
 # One environment, two stamps: training needs no test tools. The tests train, so theirs holds both.
 $(VENV)/.train: $(VENV)/.created $(DECIDES)

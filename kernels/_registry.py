@@ -31,6 +31,25 @@ def triton_on_cpu_enabled() -> bool:
     return _triton_on_cpu
 
 
+class InterpreterUnavailableError(RuntimeError):
+    """The installed Triton has no interpreter that can run these kernels."""
+
+
+def check_interpreter() -> None:
+    """Raise if Triton's interpreter can't run the kernels.
+
+    Raises:
+        InterpreterUnavailableError: Triton is older than 3.7.
+    """
+    import triton
+
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 7):
+        raise InterpreterUnavailableError(
+            f"the interpreter of Triton {triton.__version__} can't loop to a tensor's value with NumPy 2.4 and newer, "
+            "nor make pointers of integers: Triton 3.7 and newer can"
+        )
+
+
 @contextlib.contextmanager
 def triton_on_cpu(enabled: bool = True) -> Iterator[None]:
     """Send every operation on CPU tensors through its Triton launcher instead of its CPU twin.
@@ -40,6 +59,7 @@ def triton_on_cpu(enabled: bool = True) -> Iterator[None]:
 
     Raises:
         RuntimeError: Triton is not in interpreter mode.
+        InterpreterUnavailableError: its interpreter can't run the kernels.
     """
     global _triton_on_cpu
     if enabled:
@@ -47,6 +67,7 @@ def triton_on_cpu(enabled: bool = True) -> Iterator[None]:
 
         if not triton.knobs.runtime.interpret:
             raise RuntimeError("triton_on_cpu needs TRITON_INTERPRET=1, set before Triton is imported")
+        check_interpreter()
     previous, _triton_on_cpu = _triton_on_cpu, enabled
     try:
         yield

@@ -1,6 +1,8 @@
 """Shared fixtures. Triton's interpreter must be chosen before Triton is imported, hence the lines at the top."""
 
 import os
+from collections.abc import Generator
+from typing import Any
 
 # The gpu-marked tests compile for the real device; everything else runs the kernels on CPU tensors.
 if os.environ.get("GPUBUF_TEST_GPU") != "1":
@@ -9,7 +11,7 @@ if os.environ.get("GPUBUF_TEST_GPU") != "1":
 import pytest
 import torch
 
-from gpubuf.kernels._registry import triton_on_cpu
+from gpubuf.kernels._registry import InterpreterUnavailableError, triton_on_cpu
 
 torch.set_num_threads(1)
 
@@ -19,3 +21,15 @@ def backend(request: pytest.FixtureRequest):
     """Run a test through the CPU twins and again through the Triton launchers under the interpreter."""
     with triton_on_cpu(request.param == "triton"):
         yield request.param
+
+
+def _skip_without_interpreter() -> Generator[None, Any, Any]:
+    """A test that asks for the interpreter where none can run the kernels is skipped, with the reason."""
+    try:
+        return (yield)
+    except InterpreterUnavailableError as error:
+        pytest.skip(str(error))
+
+
+pytest_runtest_setup = pytest.hookimpl(wrapper=True)(_skip_without_interpreter)
+pytest_runtest_call = pytest.hookimpl(wrapper=True)(_skip_without_interpreter)

@@ -81,7 +81,7 @@ def test_without_dispatch():
     )
     call = _registry.without_dispatch(operation)
     x = torch.arange(3)
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         assert call(x, 2).tolist() == [2, 3, 4]
     assert "gpubuf::test_shift" not in {event.key for event in profile.key_averages()}
     with Recorded() as recorded:
