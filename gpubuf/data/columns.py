@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gpubuf.data.layout import address
 from gpubuf.data.placement import PINNED, SPLIT, Placement, allocate
+from gpubuf.kernels._registry import in_memory
 from gpubuf.kernels.rows import ENTRY, table_entry
 
 
@@ -108,4 +109,4 @@ def owned_column(tensor: Tensor, placement: Placement) -> Column:
         column = new_column(tuple(tensor.shape), tensor.dtype, placement)
         column.write(0, tensor)
         return column
-    return Column(tensor.to(placement.device).contiguous())
+    return Column(in_memory(tensor.to(placement.device)).contiguous())

@@ -24,7 +24,10 @@ from gpubuf.data.staging import to_device
 from gpubuf.kernels import rows
 from gpubuf.kernels._registry import without_dispatch
 
-_extend, _gather, _sample = (without_dispatch(op) for op in (rows.extend, rows.gather, rows.sample))
+_extend = without_dispatch(rows.extend, given=("sources",))
+_gather = without_dispatch(rows.gather, given=("index",))
+_sample = without_dispatch(rows.sample)
+_write = without_dispatch(rows.write, given=("sources", "index"))
 
 
 class TensorStorage(RowMemory):
@@ -113,7 +116,7 @@ class TensorStorage(RowMemory):
         if batch_shape(data, 1) != (index.numel(),):
             raise ValueError(f"{index.numel()} rows are addressed, the batch has shape {batch_shape(data, 1)}")
         self.overwrites += 1
-        rows.write(self.table, self._local(layout.collect(data, 1), 1), self.ring, index, self.max_size)
+        _write(self.table, self._local(layout.collect(data, 1), 1), self.ring, index, self.max_size)
 
     def _local(self, sources: list[Tensor], ndim: int) -> list[Tensor]:
         """The sources on the storage's device, with the batch dimensions flattened."""

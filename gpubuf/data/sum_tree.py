@@ -13,12 +13,13 @@ from gpubuf.data.placement import device_name
 from gpubuf.data.random import RandomState
 from gpubuf.kernels import config, rows, sum_tree
 from gpubuf.kernels._check import demand_int64
-from gpubuf.kernels._registry import without_dispatch
+from gpubuf.kernels._registry import is_lazy, without_dispatch
 from gpubuf.kernels.sum_tree import ALPHA, BETA, EPS, MAX_PRIORITY, MAXIMUM, MINIMUM, REFUSED, SUM
 
-_update, _mark, _draw, _refresh = (
-    without_dispatch(op, trusted=True) for op in (sum_tree.update, sum_tree.mark, sum_tree.draw, sum_tree.refresh)
-)
+_update = without_dispatch(sum_tree.update, trusted=True, given=("index", "priority", "generation"))
+_mark = without_dispatch(sum_tree.mark, trusted=True, given=("index",))
+_draw = without_dispatch(sum_tree.draw, trusted=True)
+_refresh = without_dispatch(sum_tree.refresh, trusted=True, given=("index",))
 
 # Leaves that a change of alpha holds in float64 at a time.
 _CHUNK = 1 << 24
@@ -248,8 +249,8 @@ class SumTree:
 
         Raises:
             TypeError: ``legal`` is not int64.
-            ValueError: it has another shape than ``[ceil(capacity / 64)]``, is not contiguous, or is on another device.
-                Nothing has changed.
+            ValueError: it has another shape than ``[ceil(capacity / 64)]``, is not contiguous, is negated lazily or has
+                no memory, or is on another device. Nothing has changed.
         """
         if legal is not None:
             if legal.dtype is not torch.int64:
@@ -260,6 +261,8 @@ class SumTree:
                     f"legal must be contiguous and have shape {shape}, not {list(legal.shape)} "
                     f"with strides {list(legal.stride())}"
                 )
+            if is_lazy(legal):
+                raise ValueError("legal must hold its bits in memory, but is negated lazily or a zero without memory")
             if legal.device != self.device:
                 raise ValueError(f"legal must be on {self.device}, as the tree is, not on {legal.device}")
         self.legal = legal

@@ -18,10 +18,11 @@ from gpubuf.kernels import config, trajectories
 from gpubuf.kernels._registry import without_dispatch
 from gpubuf.kernels.trajectories import Rule
 
-_update, _draw, _slices, _mark_legal = (
-    without_dispatch(op)
-    for op in (trajectories.update, trajectories.draw, trajectories.slices, trajectories.mark_legal)
-)
+_update = without_dispatch(trajectories.update)
+_draw = without_dispatch(trajectories.draw, given=("rank",))
+_slices = without_dispatch(trajectories.slices, given=("start",))
+_bounds = without_dispatch(trajectories.bounds, given=("row",))
+_mark_legal = without_dispatch(trajectories.mark_legal)
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,7 @@ class TrajectoryIndex:
         Raises:
             IndexError: a row is not stored (CPU; on a GPU its rows are ``NO_ROW``, and its length 0).
         """
-        first, last, length = trajectories.bounds(self.ends, self.storage.ring, row, self.steps, self.envs)
+        first, last, length = _bounds(self.ends, self.storage.ring, row, self.steps, self.envs)
         return first, last, length
 
     def trajectories(self) -> Trajectories:
