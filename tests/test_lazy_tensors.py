@@ -154,7 +154,7 @@ def test_operations_of_the_loss():
 
 def test_who_names_what_users_have_made_is_checked():
     write = without_dispatch(rows.extend, given=("sources",))
-    table, ring = torch.zeros(0, 4, dtype=torch.int64), rows.new_ring("cpu")
+    table, ring = torch.zeros(0, rows.ENTRY, dtype=torch.int64), rows.new_ring("cpu")
     assert write(table, [], ring, 3, 4).tolist() == [0, 1, 2]
     with pytest.raises(KeyError):
         without_dispatch(sum_tree.mark, given=("priority",))
