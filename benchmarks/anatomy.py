@@ -24,7 +24,7 @@ from benchmarks.tables import microseconds
 from gpubuf import SACLoss
 from gpubuf.data import LazyTensorStorage, TensorDictReplayBuffer
 from gpubuf.kernels import rows
-from gpubuf.kernels._registry import without_dispatch
+from gpubuf.kernels._registry import past_dispatcher
 from gpubuf.kernels.rows import _numba
 from gpubuf.modules import make_sac_actor, make_sac_critic
 
@@ -57,16 +57,15 @@ def filled_buffer(capacity: int) -> TensorDictReplayBuffer:
 def kernel_of(buffer: TensorDictReplayBuffer) -> Callable[[], object]:
     """The compiled code that draws and copies a batch, with nothing around it."""
     storage, rng = buffer.storage, buffer.sampler.random_state("cpu").state
-    table, ring, layout = storage.table, storage.ring, storage.layout
-    n_bytes = layout.arena(BATCH).n_bytes
-    batch = rows.sample(table, ring, rng, BATCH, storage.max_size, n_bytes)
-    arena, index, generation = batch
-    addresses = (arena.data_ptr(), n_bytes, index.data_ptr(), generation.data_ptr())
+    table, ring, tensors = storage.table, storage.ring, storage.layout.allocate(BATCH)
+    targets = _numba.addresses(tensors)
+    index, generation = _numba.sample_into(table, ring, rng, BATCH, storage.max_size, tensors)
+    fixed = (targets.buffer_info()[0], index.data_ptr(), generation.data_ptr())
 
     # The batch is an argument only so that it stays alive: what is written to is given by address.
-    def call(owners: object = batch) -> object:
+    def call(owners: object = (tensors, targets, index, generation)) -> object:
         return _numba._sample(
-            table.data_ptr(), len(layout.leaves), ring.data_ptr(), rng.data_ptr(), BATCH, storage.max_size, *addresses
+            table.data_ptr(), len(tensors), ring.data_ptr(), rng.data_ptr(), BATCH, storage.max_size, *fixed
         )
 
     return call
@@ -79,33 +78,34 @@ def sampling_parts(capacity: int = CAPACITY, repeats: int = 5_000) -> dict[str, 
     storage, rng = buffer.storage, buffer.sampler.random_state("cpu").state
     table, ring, layout = storage.table, storage.ring, storage.layout
     n_bytes = layout.arena(BATCH).n_bytes
-    arena, index, _ = rows.sample(table, ring, rng, BATCH, capacity, n_bytes)
-    tensors, direct = layout.cut(arena, BATCH), without_dispatch(rows.sample)
+    tensors = layout.allocate(BATCH)
+    index, _ = _numba.sample_into(table, ring, rng, BATCH, capacity, tensors)
 
     def timed(call: Callable[[], object]) -> float:
         return median(call, repeats)
 
     kernel = timed(kernel_of(buffer))
-    launcher = timed(lambda: _numba.sample(table, ring, rng, BATCH, capacity, n_bytes))
-    operation = timed(lambda: direct(table, ring, rng, BATCH, capacity, n_bytes))
+    launcher = timed(lambda: _numba.sample_into(table, ring, rng, BATCH, capacity, tensors))
+    arena = timed(lambda: _numba.sample(table, ring, rng, BATCH, capacity, n_bytes))
     dispatched = timed(lambda: rows.sample(table, ring, rng, BATCH, capacity, n_bytes))
-    cut = timed(lambda: layout.cut(arena, BATCH))
+    allocate = timed(lambda: layout.allocate(BATCH))
+    direct = timed(lambda: past_dispatcher(table))
     assemble = timed(lambda: storage.assemble(tensors, {"index": index}))
     whole = timed(buffer.sample)
     parts = {
-        "finding out that PyTorch's dispatcher is not needed": operation - launcher,
-        "three allocations, argument checks, addresses": launcher - kernel,
+        "finding out that PyTorch's dispatcher is not needed": direct,
+        "six tensors of the batch": allocate,
+        "two more for index and generations, and all addresses": launcher - kernel,
         "the kernel: drawing, and six cache-missing reads a row": kernel,
-        "six tensors with version counters of their own, over one allocation": cut,
         "the nested TensorDict": assemble,
-        "everything else: lock, layout, info, random state": whole - operation - cut - assemble,
+        "everything else: lock, layout, info, random state": whole - launcher - allocate - direct - assemble,
     }
     return {
         "capacity": capacity,
         "batch": BATCH,
         "parts": parts,
         "whole": whole,
-        "dispatcher": dispatched - operation,
+        "dispatcher": dispatched - arena,
         "kernel_cached": timed(kernel_of(filled_buffer(CACHED))),
     }
 

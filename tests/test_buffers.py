@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from tensordict import TensorDict, tensorclass
@@ -231,13 +234,13 @@ class TestSampling:
         buffer = buffer_of(10)
         buffer.extend(transitions(10))
         kept = buffer.sample(6)
-        copy = kept.clone()
+        before = kept.clone()
         buffer.sample(6)
         buffer.extend(transitions(10, 500))
-        assert same(kept, copy)
+        assert same(kept, before)
 
     def test_changing_one_key_in_place_leaves_backward_through_another_intact(self):
-        """CASES 35: the keys of a batch share one allocation, but no version counter."""
+        """CASES 35: the keys of a batch may share one allocation, but no version counter."""
         buffer = buffer_of(10)
         buffer.extend(transitions(10))
         batch = buffer.sample(4)
@@ -256,6 +259,16 @@ class TestSampling:
         for value in buffer.sample(3).values(True, True):
             assert value.is_contiguous()
             assert value.data_ptr() % 16 == 0
+
+    def test_copies_of_a_layout_make_batches_too(self):
+        """What a layout keeps of earlier batch sizes has no memory, and is left out of copies."""
+        buffer = buffer_of(10)
+        buffer.extend(transitions(10))
+        buffer.sample(3)
+        layout = buffer.storage.layout
+        for copied in (copy.deepcopy(layout), pickle.loads(pickle.dumps(layout))):
+            assert [t.shape for t in copied.allocate(3)] == [t.shape for t in layout.allocate(3)]
+            assert all(t.is_contiguous() and t.untyped_storage().nbytes() == t.nbytes for t in copied.allocate(3))
 
     def test_tensorclasses_tensors_and_nested_batch_dimensions(self):
         @tensorclass

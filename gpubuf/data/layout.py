@@ -135,7 +135,7 @@ def _by_level(entries: Mapping[Any, Tensor]) -> tuple[dict[str, Tensor], dict[st
 
 
 def _tensordict_of(data: Data) -> TensorDictBase:
-    return data._tensordict if is_tensorclass(data) else data
+    return data if type(data) is TensorDict or not is_tensorclass(data) else data._tensordict
 
 
 class RowLayout:
@@ -158,8 +158,13 @@ class RowLayout:
         self.is_tensordict = isinstance(self.root, Node) and self.root.tensorclass is None
         self._positions = {leaf.key: position for position, leaf in enumerate(self.leaves)}
         self._arenas: dict[int, ArenaPlan] = {}
+        self._models: dict[int, list[Tensor]] = {}
         self._device: torch.device | None = None
         self._empties: dict[torch.dtype, Tensor] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is kept to save time: models of batches have shapes, but no memory that could be copied."""
+        return self.__dict__ | {"_arenas": {}, "_models": {}, "_device": None, "_empties": {}}
 
     def _describe(self, data: Data, path: tuple[str, ...], batch_dims: int) -> int | Node:
         if isinstance(data, Tensor):
@@ -195,22 +200,14 @@ class RowLayout:
             ValueError: a key is missing or unknown, or has another shape or dtype; the text states both sides.
         """
         out: list[Tensor] = []
-        self._collect(self.root, data, (), batch_dims, out)
+        if isinstance(self.root, int):
+            out.append(self._checked(self.leaves[self.root], data, batch_dims))
+        else:
+            self._collect(self.root, data, (), batch_dims, out)
         return out
 
-    def _collect(self, node: int | Node, data: Data, path: tuple[str, ...], batch_dims: int, out: list[Tensor]) -> None:
-        if isinstance(node, int):
-            leaf = self.leaves[node]
-            if not isinstance(data, Tensor):
-                raise ValueError(f"key {leaf.name}: the storage holds a tensor, the batch a {type(data).__name__}")
-            if data.dtype is not leaf.dtype or data.shape[batch_dims:] != leaf.shape:
-                raise ValueError(
-                    f"key {leaf.name}: the storage holds rows of shape {leaf.shape} and {leaf.dtype}, "
-                    f"the batch rows of shape {tuple(data.shape[batch_dims:])} and {data.dtype}"
-                )
-            out.append(data)
-            return
-        if not isinstance(data, TensorDictBase) and not is_tensorclass(data):
+    def _collect(self, node: Node, data: Data, path: tuple[str, ...], batch_dims: int, out: list[Tensor]) -> None:
+        if type(data) is not TensorDict and not isinstance(data, TensorDictBase) and not is_tensorclass(data):
             raise ValueError(f"key {path or 'root'}: the storage holds a TensorDict, the batch a {type(data).__name__}")
         found: dict[str, Any] = dict(_tensordict_of(data).items())
         if not path:
@@ -225,7 +222,21 @@ class RowLayout:
                 f"(storage: {stored}, batch: {given}{f', under {path}' if path else ''})"
             )
         for name, child in node.children.items():
-            self._collect(child, found[name], (*path, name), batch_dims, out)
+            if isinstance(child, int):
+                out.append(self._checked(self.leaves[child], found[name], batch_dims))
+            else:
+                self._collect(child, found[name], (*path, name), batch_dims, out)
+
+    @staticmethod
+    def _checked(leaf: Leaf, data: Data, batch_dims: int) -> Tensor:
+        if not isinstance(data, Tensor):
+            raise ValueError(f"key {leaf.name}: the storage holds a tensor, the batch a {type(data).__name__}")
+        if data.dtype is not leaf.dtype or data.shape[batch_dims:] != leaf.shape:
+            raise ValueError(
+                f"key {leaf.name}: the storage holds rows of shape {leaf.shape} and {leaf.dtype}, "
+                f"the batch rows of shape {tuple(data.shape[batch_dims:])} and {data.dtype}"
+            )
+        return data
 
     # From tensors to a batch
 
@@ -254,12 +265,12 @@ class RowLayout:
         extra: Mapping[Any, Tensor] | None = None,
     ) -> Data:
         own, nested = _by_level(extra) if extra else ({}, {})
-        source: dict[Any, Any] = {
-            name: tensors[child]
-            if isinstance(child, int)
-            else self._assemble(child, tensors, batch_size, device, nested.pop(name, None))
-            for name, child in node.children.items()
-        }
+        source: dict[str, Any] = {}
+        for name, child in node.children.items():
+            if isinstance(child, int):
+                source[name] = tensors[child]
+            else:
+                source[name] = self._assemble(child, tensors, batch_size, device, nested.pop(name, None))
         if extra:
             source.update(own)
             for name, entries in nested.items():
@@ -295,6 +306,19 @@ class RowLayout:
             for leaf, offset in zip(self.leaves, offsets, strict=True)
         ]
         return ArenaPlan(n_bytes, views)
+
+    def allocate(self, n: int) -> list[Tensor]:
+        """Uninitialised memory on the CPU for a batch of ``n`` rows: a contiguous tensor per leaf, none a view."""
+        models = self._models.get(n)
+        if models is None:
+            if len(self._models) >= 64:
+                self._models.clear()
+            models = self._models[n] = [torch.empty((n, *leaf.shape), dtype=leaf.dtype) for leaf in self.leaves]
+            for model in models:
+                # Only their shapes are used.
+                model.untyped_storage().resize_(0)
+        # Half the time of torch.empty, which has to find out what a shape and a dtype are.
+        return list(map(torch.empty_like, models))
 
     def cut(self, arena: Tensor, n: int) -> list[Tensor]:
         """Views of an arena of ``n`` rows, one per leaf, each contiguous and aligned to ``ALIGNMENT`` bytes.

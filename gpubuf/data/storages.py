@@ -22,12 +22,14 @@ from gpubuf.data.row_memory import RowMemory
 from gpubuf.data.row_memory import Storage as Storage
 from gpubuf.data.staging import to_device
 from gpubuf.kernels import rows
-from gpubuf.kernels._registry import without_dispatch
+from gpubuf.kernels._registry import in_memory, lazy, past_dispatcher, without_dispatch
 
 _extend = without_dispatch(rows.extend, given=("sources",))
 _gather = without_dispatch(rows.gather, given=("index",))
-_sample = without_dispatch(rows.sample)
 _write = without_dispatch(rows.write, given=("sources", "index"))
+# The CPU's forms of two operations that no schema can describe: they write into tensors of the caller's.
+_gather_into = lazy("gpubuf.kernels.rows._numba:gather_into")
+_sample_into = lazy("gpubuf.kernels.rows._numba:sample_into")
 
 
 class TensorStorage(RowMemory):
@@ -135,6 +137,9 @@ class TensorStorage(RowMemory):
             One tensor ``[n, ...]`` per key (see :meth:`assemble`), and the generations, int64 ``[n]``.
         """
         layout, n = self.layout, index.numel()
+        if past_dispatcher(self.table):
+            tensors = layout.allocate(n)
+            return tensors, _gather_into(self.table, self.ring, in_memory(index), self.max_size, tensors)
         arena, generation = _gather(self.table, self.ring, index, self.max_size, layout.arena(n).n_bytes)
         return layout.cut(arena, n), generation
 
@@ -149,7 +154,10 @@ class TensorStorage(RowMemory):
             One tensor ``[n, ...]`` per key, the flat positions and the write generations, int64 ``[n]`` each.
         """
         layout = self.layout
-        arena, index, generation = _sample(self.table, self.ring, rng, n, self.max_size, layout.arena(n).n_bytes)
+        if past_dispatcher(self.table):
+            tensors = layout.allocate(n)
+            return tensors, *_sample_into(self.table, self.ring, rng, n, self.max_size, tensors)
+        arena, index, generation = rows.sample(self.table, self.ring, rng, n, self.max_size, layout.arena(n).n_bytes)
         return layout.cut(arena, n), index, generation
 
     def assemble(

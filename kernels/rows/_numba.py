@@ -17,7 +17,7 @@ from gpubuf.kernels._jit import OPTIONS, jit
 from gpubuf.kernels._pointers import as_i64, copy_bytes, prefetch_l2
 from gpubuf.kernels.philox import OFFSET, SEED, check_state
 from gpubuf.kernels.philox._numba import philox_uniform_f64
-from gpubuf.kernels.rows import ALIGNMENT, ENTRY, FAR, NEAR, ROW_BYTES, ROW_STRIDE, SIZE, SPLIT, WRITTEN
+from gpubuf.kernels.rows import ENTRY, FAR, NEAR, ROW_BYTES, ROW_STRIDE, SIZE, SPLIT, WRITTEN, arena_offsets
 from gpubuf.kernels.rows._check import (
     check_count,
     check_index,
@@ -35,8 +35,7 @@ _CONTIGUOUS = -1
 
 # Results of the kernels that are not the position of an offending element.
 _DONE = -1
-_ARENA_SIZE = -2
-_EMPTY = -3
+_EMPTY = -2
 
 
 @jit(inline="always")
@@ -117,17 +116,17 @@ def _gather_split_key(target, entry, position, n):  # type: ignore[no-untyped-de
 
 
 @jit("void(int64, int64, int64, int64, int64, int64)", **OPTIONS)
-def _gather_keys(table_address, n_keys, position_address, n, capacity, arena_address):  # type: ignore[no-untyped-def]
-    """Copy the rows of all keys. Prefetches run on from the end of one key into the next."""
+def _gather_keys(table_address, n_keys, position_address, n, capacity, targets_address):  # type: ignore[no-untyped-def]
+    """Copy the rows of all keys to where they go. Prefetches run on from the end of one key into the next."""
     table = carray(as_i64(table_address), (n_keys, ENTRY))
+    targets = carray(as_i64(targets_address), n_keys)
     position = carray(as_i64(position_address), n)
     if n_keys == 0:
         return
     for i in range(min(_AHEAD, n)):
         _prefetch_row(table[0, NEAR] + position[i] * table[0, ROW_STRIDE], table[0, ROW_BYTES])
-    target = arena_address
     for k in range(n_keys):
-        row_bytes = table[k, ROW_BYTES]
+        target, row_bytes = targets[k], table[k, ROW_BYTES]
         following = table[min(k + 1, n_keys - 1)]
         # The commonest widths get loops of their own, in which the width is a constant.
         if table[k, SPLIT] < capacity:
@@ -138,16 +137,6 @@ def _gather_keys(table_address, n_keys, position_address, n, capacity, arena_add
             _gather_key(target, table[k], 1, position, n, following)
         else:
             _gather_key(target, table[k], row_bytes, position, n, following)
-        target += (n * row_bytes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
-
-
-@jit(inline="always")
-def _arena_size(table_address, n_keys, n):  # type: ignore[no-untyped-def]
-    table = carray(as_i64(table_address), (n_keys, ENTRY))
-    size = 0
-    for k in range(n_keys):
-        size += (n * table[k, ROW_BYTES] + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
-    return size
 
 
 @jit(inline="always")
@@ -158,26 +147,24 @@ def _write_generations(written, capacity, position, n, generation):  # type: ign
         generation[i] = laps + (position[i] < cursor)
 
 
-@jit("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64)", **OPTIONS)
+@jit("int64(int64, int64, int64, int64, int64, int64, int64, int64)", **OPTIONS)
 def _gather(  # type: ignore[no-untyped-def]
-    table_address, n_keys, ring_address, index_address, n, capacity, arena_address, arena_bytes, generation_address
+    table_address, n_keys, ring_address, index_address, n, capacity, targets_address, generation_address
 ):
     index = carray(as_i64(index_address), n)
     generation = carray(as_i64(generation_address), n)
     invalid = _first_invalid(index, n, capacity)
     if invalid >= 0:
         return invalid
-    if _arena_size(table_address, n_keys, n) != arena_bytes:
-        return _ARENA_SIZE
     # The memory of the generations holds the positions until the rows are copied.
     for i in range(n):
         generation[i] = index[i] + capacity if index[i] < 0 else index[i]
-    _gather_keys(table_address, n_keys, generation_address, n, capacity, arena_address)
+    _gather_keys(table_address, n_keys, generation_address, n, capacity, targets_address)
     _write_generations(carray(as_i64(ring_address), 4)[WRITTEN], capacity, generation, n, generation)
     return _DONE
 
 
-@jit("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64)", **OPTIONS)
+@jit("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64)", **OPTIONS)
 def _sample(  # type: ignore[no-untyped-def]
     table_address,
     n_keys,
@@ -185,8 +172,7 @@ def _sample(  # type: ignore[no-untyped-def]
     rng_address,
     n,
     capacity,
-    arena_address,
-    arena_bytes,
+    targets_address,
     index_address,
     generation_address,
 ):
@@ -196,13 +182,11 @@ def _sample(  # type: ignore[no-untyped-def]
     size = ring[SIZE]
     if size == 0:
         return _EMPTY
-    if _arena_size(table_address, n_keys, n) != arena_bytes:
-        return _ARENA_SIZE
     seed, offset = rng[SEED], rng[OFFSET]
     for i in range(n):
         index[i] = min(int(philox_uniform_f64(seed, offset + i) * size), size - 1)
     rng[OFFSET] = offset + n
-    _gather_keys(table_address, n_keys, index_address, n, capacity, arena_address)
+    _gather_keys(table_address, n_keys, index_address, n, capacity, targets_address)
     _write_generations(ring[WRITTEN], capacity, index, n, carray(as_i64(generation_address), n))
     return _DONE
 
@@ -296,60 +280,94 @@ def _out_of_range(index: Tensor, place: int, capacity: int) -> IndexError:
     return IndexError(f"index[{place}] is {int(index[place])}, outside [-{capacity}, {capacity})")
 
 
-def _arena_misfit(table: Tensor, n: int, arena_bytes: int) -> ValueError:
-    return ValueError(f"an arena of {arena_bytes} bytes does not fit {n} rows of {table[:, ROW_BYTES].tolist()} bytes")
+def addresses(tensors: list[Tensor]) -> array:
+    """Where tensors lie, as a kernel reads it."""
+    return array("q", list(map(Tensor.data_ptr, tensors)))
+
+
+def _pieces(table: Tensor, n: int, arena_bytes: int) -> tuple[Tensor, array]:
+    """An arena for ``n`` rows, and the address of each key's piece of it."""
+    offsets, size = arena_offsets(table[:, ROW_BYTES].tolist(), n)
+    if size != arena_bytes:
+        raise ValueError(
+            f"an arena of {arena_bytes} bytes does not fit {n} rows of {table[:, ROW_BYTES].tolist()} bytes"
+        )
+    arena = torch.empty(arena_bytes, dtype=torch.uint8)
+    first = arena.data_ptr()
+    return arena, array("q", [first + offset for offset in offsets])
 
 
 def gather(table: Tensor, ring: Tensor, index: Tensor, capacity: int, arena_bytes: int) -> tuple[Tensor, Tensor]:
     """See :data:`gpubuf.kernels.rows.gather`."""
-    n_keys, n = check_storage(table, ring, capacity), check_index(index)
-    arena = torch.empty(arena_bytes, dtype=torch.uint8)
+    check_storage(table, ring, capacity)
+    arena, pieces = _pieces(table, check_index(index), arena_bytes)
+    return arena, _gather_to(table, ring, index, capacity, pieces)
+
+
+def gather_into(table: Tensor, ring: Tensor, index: Tensor, capacity: int, tensors: list[Tensor]) -> Tensor:
+    """:func:`gather` into one tensor a key, ``[n, ...]`` and contiguous; returns the generations.
+
+    For storages, which vouch for dtypes, shapes and strides: they are not looked at.
+    """
+    return _gather_to(table, ring, index, capacity, addresses(tensors))
+
+
+def _gather_to(table: Tensor, ring: Tensor, index: Tensor, capacity: int, targets: array) -> Tensor:
     generation = torch.empty_like(index)
     result = _gather(
         table.data_ptr(),
-        n_keys,
+        len(targets),
         ring.data_ptr(),
         index.data_ptr(),
-        n,
+        index.numel(),
         capacity,
-        arena.data_ptr(),
-        arena_bytes,
+        targets.buffer_info()[0],
         generation.data_ptr(),
     )
-    if result == _DONE:
-        return arena, generation
-    raise _arena_misfit(table, n, arena_bytes) if result == _ARENA_SIZE else _out_of_range(index, result, capacity)
+    if result != _DONE:
+        raise _out_of_range(index, result, capacity)
+    return generation
 
 
 def sample(
     table: Tensor, ring: Tensor, rng: Tensor, n: int, capacity: int, arena_bytes: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :data:`gpubuf.kernels.rows.sample`."""
-    n_keys = check_storage(table, ring, capacity)
+    check_storage(table, ring, capacity)
     check_count(n)
     check_state(rng)
-    arena = torch.empty(arena_bytes, dtype=torch.uint8)
+    arena, pieces = _pieces(table, n, arena_bytes)
+    return arena, *_sample_to(table, ring, rng, n, capacity, pieces)
+
+
+def sample_into(
+    table: Tensor, ring: Tensor, rng: Tensor, n: int, capacity: int, tensors: list[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """:func:`sample` into one tensor a key, as :func:`gather_into`; returns index and generations."""
+    return _sample_to(table, ring, rng, n, capacity, addresses(tensors))
+
+
+def _sample_to(
+    table: Tensor, ring: Tensor, rng: Tensor, n: int, capacity: int, targets: array
+) -> tuple[Tensor, Tensor]:
     index = torch.empty(n, dtype=torch.int64)
     generation = torch.empty_like(index)
-    if n == 0:
-        return arena, index, generation
-    result = _sample(
-        table.data_ptr(),
-        n_keys,
-        ring.data_ptr(),
-        rng.data_ptr(),
-        n,
-        capacity,
-        arena.data_ptr(),
-        arena_bytes,
-        index.data_ptr(),
-        generation.data_ptr(),
-    )
-    if result == _DONE:
-        return arena, index, generation
+    result = _DONE
+    if n:
+        result = _sample(
+            table.data_ptr(),
+            len(targets),
+            ring.data_ptr(),
+            rng.data_ptr(),
+            n,
+            capacity,
+            targets.buffer_info()[0],
+            index.data_ptr(),
+            generation.data_ptr(),
+        )
     if result == _EMPTY:
         raise RuntimeError("can't sample from an empty storage")
-    raise _arena_misfit(table, n, arena_bytes)
+    return index, generation
 
 
 def _describe(sources: list[Tensor], n: int) -> tuple[array, list[Tensor]]:
