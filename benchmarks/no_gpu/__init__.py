@@ -16,11 +16,34 @@ from pathlib import Path
 
 import torch
 import triton
+from torch.cuda._utils import _get_device_index
 from triton.runtime import driver
 
+from gpubuf.data.locking import Turn
 from gpubuf.kernels import _registry
 
 _kept: list[tempfile.TemporaryDirectory[str]] = []
+
+
+class _Stream:
+    """As ``torch.cuda.Stream``, of which a build for the CPU has no base."""
+
+    def __new__(cls, device: object = None, priority: int = 0, **kwargs: int) -> _Stream:
+        torch.backends.cuda.is_built()
+        stream = super().__new__(cls)
+        stream.key = tuple(kwargs.values())
+        return stream
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream) and self.key == other.key
+
+    __hash__ = None
+
+
+def _current_stream(device: object = None) -> _Stream:
+    torch.cuda._lazy_init()
+    index = _get_device_index(torch.device("cuda", 0), optional=True)
+    return _Stream(stream_id=0, device_index=index, device_type=1)
 
 
 def _build() -> Path:
@@ -55,6 +78,9 @@ def install(capability: tuple[int, int] = (9, 0)) -> ctypes.CDLL:
         setattr(torch._C, name, lambda answer=answer: answer)
     torch._C._cuda_getCurrentRawStream = lambda device: 0
     torch.cuda.get_device_capability = lambda device=None: capability
+    torch.cuda.current_stream = _current_stream
+    torch.cuda.is_current_stream_capturing = lambda: False
+    Turn.on_gpu = lambda self: self.storage._ring is not None
 
     from triton.backends.nvidia.driver import CudaDriver
 

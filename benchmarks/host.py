@@ -1,0 +1,264 @@
+"""Host time of a call on CUDA, measured on a machine without a GPU.
+
+``python -m benchmarks.host`` takes the CUDA path over a driver that does nothing (:mod:`benchmarks.no_gpu`), and
+prints two tables: microseconds of each call, and the parts of a uniform sample. ``--against TREE`` measures another
+checkout, one with this module, at the same time: rounds of both take turns.
+
+Counted is everything that Python, PyTorch and Triton do for a call, up to and including Triton's C launcher. Not
+counted: ``cuLaunchKernelEx`` itself (2 to 4 µs a launch), one ``cuPointerGetAttribute`` for each tensor that Triton is
+given as such, the check which device is current (0.2 µs an operation), and that CUDA's caching allocator is a little
+slower than the allocator of the CPU that stands for it. The stream of a launch is looked up through stand-ins written
+in Python.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from tensordict import TensorDict
+
+from benchmarks.no_gpu import install
+from benchmarks.tables import table
+
+CAPACITY, BATCH, SLICE = 1_000_000, 256, 8
+NUMBER = 100
+"""Calls that are timed together."""
+
+Call = Callable[[], object]
+
+
+def transitions(n: int) -> TensorDict:
+    """The rows of the other benchmarks, all zero."""
+    flags = {name: torch.zeros(n, 1, dtype=torch.bool) for name in ("done", "terminated")}
+    following = {"observation": torch.zeros(n, 17), "reward": torch.zeros(n, 1), **flags}
+    return TensorDict(
+        {
+            "observation": torch.zeros(n, 17),
+            "action": torch.zeros(n, 6),
+            "next": TensorDict(following, [n]),
+        },
+        [n],
+    )
+
+
+def calls() -> dict[str, Call]:
+    """What is timed, by name."""
+    from gpubuf.data import LazyTensorStorage, SliceSampler, TensorDictPrioritizedReplayBuffer, TensorDictReplayBuffer
+
+    rows = transitions(BATCH)
+    uniform = TensorDictReplayBuffer(storage=LazyTensorStorage(CAPACITY), batch_size=BATCH)
+    prioritized = TensorDictPrioritizedReplayBuffer(
+        alpha=0.6, beta=0.4, storage=LazyTensorStorage(CAPACITY), batch_size=BATCH
+    )
+    sampler = SliceSampler(slice_len=SLICE, end_key=("next", "done"))
+    slices = TensorDictReplayBuffer(storage=LazyTensorStorage(CAPACITY), sampler=sampler, batch_size=BATCH)
+    for buffer in (uniform, prioritized, slices):
+        buffer.extend(rows)
+    batch = prioritized.sample()
+    batch["td_error"] = torch.zeros(BATCH)
+    error = torch.zeros(BATCH)
+
+    def step() -> None:
+        drawn = prioritized.sample()
+        drawn["td_error"] = error
+        prioritized.update_tensordict_priority(drawn)
+
+    found: dict[str, Call] = {
+        "uniform sample": uniform.sample,
+        "prioritized sample": prioritized.sample,
+        "priority update": lambda: prioritized.update_tensordict_priority(batch),
+        "sample and update": step,
+        "extend": lambda: uniform.extend(rows),
+        "prioritized extend": lambda: prioritized.extend(rows),
+        f"slice sample ({BATCH // SLICE} of {SLICE})": slices.sample,
+        "extend with an index of trajectories": lambda: slices.extend(rows),
+    }
+    return {**found, **sac_calls(), **parts(uniform)}
+
+
+def sac_calls() -> dict[str, Call]:
+    """The fused pieces of a SAC loss, without their gradients."""
+    from gpubuf.kernels import sac, tanh_normal
+
+    q, column, zero = torch.zeros(2, BATCH), torch.zeros(BATCH), torch.zeros(())
+    flag = torch.zeros(BATCH, dtype=torch.bool)
+    loc, scale, noise = torch.zeros(BATCH, 6), torch.ones(BATCH, 6), torch.zeros(BATCH, 6)
+    return {
+        "tanh-normal sample": lambda: tanh_normal.sample(loc, scale, noise, None, None, -1.0, 1.0, 1),
+        "soft TD target": lambda: sac.soft_td_target(q, column, zero, column, flag, zero, None),
+        "TD loss": lambda: sac.td_loss(q, column, None, None, 1, 1),
+        "actor loss": lambda: sac.actor_loss(q, column, zero, None, None, 1),
+        "temperature loss": lambda: sac.temperature_loss(zero, column, zero, None, None, 1),
+    }
+
+
+def parts(buffer: Any) -> dict[str, Call]:
+    """Parts of a uniform sample that are timed on their own; their names begin with a dot."""
+    from gpubuf.kernels import rows
+    from gpubuf.kernels.rows import _launch
+
+    storage, rng = buffer.storage, buffer.sampler.random_state("cpu").state
+    layout = storage.layout
+    n_bytes = layout.arena(BATCH).n_bytes
+    arguments = (storage.table, storage.ring, rng, BATCH, storage.max_size, n_bytes)
+    arena, index, _ = _launch.sample(*arguments)
+    tensors = layout.cut(arena, BATCH)
+    info = {"index": index}
+
+    def turn() -> None:
+        with buffer._lock:
+            pass
+
+    def allocate() -> None:
+        torch.empty(n_bytes, dtype=torch.uint8, device=rng.device)
+        torch.empty(BATCH, dtype=torch.int64, device=rng.device)
+        torch.empty_like(index)
+
+    return {
+        ".operation": lambda: rows.sample(*arguments),
+        ".launcher": lambda: _launch.sample(*arguments),
+        ".allocation": allocate,
+        ".views": lambda: layout.cut(arena, BATCH),
+        ".batch": lambda: storage.assemble(tensors, info),
+        ".turn": turn,
+    }
+
+
+def timed(call: Call) -> float:
+    """Mean time of a call in microseconds: the thread's own, for nothing here waits, and others may use the machine."""
+    start = time.thread_time()
+    for _ in range(NUMBER):
+        call()
+    return (time.thread_time() - start) / NUMBER * 1e6
+
+
+def muted(call: Call) -> float:
+    """The same where Triton's ``run`` does nothing: the rest is what a launch takes."""
+    run, triton.JITFunction.run = triton.JITFunction.run, lambda *args, **kwargs: None
+    try:
+        return timed(call)
+    finally:
+        triton.JITFunction.run = run
+
+
+def work() -> None:
+    """Measure a round for every line of input, and write it as a line of JSON."""
+    torch.set_num_threads(1)
+    driver = install()
+    named = calls()
+    launches = {}
+    for name, call in named.items():
+        call()
+        before = driver.launches()
+        call()
+        launches[name] = driver.launches() - before
+    for _ in sys.stdin:
+        found = {name: [timed(call), muted(call), launches[name]] for name, call in named.items()}
+        print(json.dumps(found), flush=True)
+
+
+class Worker:
+    """A process that measures one checkout."""
+
+    def __init__(self, tree: Path) -> None:
+        environment = {**os.environ, "PYTHONPATH": str(tree)}
+        environment.pop("TRITON_INTERPRET", None)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.host", "--worker"],
+            cwd=tree,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.rounds: list[dict[str, list[float]]] = []
+
+    def measure(self) -> None:
+        """One round."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        self.rounds.append(json.loads(self.process.stdout.readline()))
+
+    def medians(self) -> dict[str, tuple[float, float, int]]:
+        """By name: the time of a call, that of its launches, and how many these are."""
+        found = {}
+        for name, (_, _, launches) in self.rounds[0].items():
+            whole = statistics.median(measured[name][0] for measured in self.rounds)
+            rest = statistics.median(measured[name][1] for measured in self.rounds)
+            found[name] = (whole, whole - rest, int(launches))
+        return found
+
+
+PARTS = (
+    "turn: lock and order of streams",
+    "dispatcher",
+    "checks, configuration",
+    "three allocations",
+    "launch",
+    "views",
+    "TensorDict",
+    "everything else",
+)
+
+
+def taken_apart(found: dict[str, tuple[float, float, int]]) -> list[float]:
+    """Microseconds of the :data:`PARTS` of a uniform sample."""
+    operation, launcher, allocation, views, batch, turn = (
+        found[name][0] for name in (".operation", ".launcher", ".allocation", ".views", ".batch", ".turn")
+    )
+    launch = found[".launcher"][1]
+    rest = found["uniform sample"][0] - turn - operation - views - batch
+    return [turn, operation - launcher, launcher - launch - allocation, allocation, launch, views, batch, rest]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--against", type=Path, help="another checkout to measure, the first column")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        work()
+        return
+    trees = [Path.cwd()] if arguments.against is None else [arguments.against, Path.cwd()]
+    workers = [Worker(tree) for tree in trees]
+    for _ in range(arguments.rounds):
+        for worker in workers:
+            worker.measure()
+    found = [worker.medians() for worker in workers]
+    names = [name for name in found[-1] if not name.startswith(".")]
+    columns = ["µs a call"] if len(found) == 1 else ["before", "µs a call"]
+    rows = [
+        (name, str(found[-1][name][2]), *(f"{one[name][0]:.1f}" for one in found), f"{found[-1][name][1]:.1f}")
+        for name in names
+    ]
+    print(table((f"{BATCH} rows", "launches", *columns, "of that launching"), rows))
+    print()
+    apart = [taken_apart(one) for one in found]
+    print(
+        table(
+            ("part of a uniform sample", *columns),
+            [(part, *(f"{one[i]:.1f}" for one in apart)) for i, part in enumerate(PARTS)],
+        )
+    )
+    for worker in workers:
+        assert worker.process.stdin is not None
+        worker.process.stdin.close()
+        worker.process.wait()
+
+
+if __name__ == "__main__":
+    main()
