@@ -94,12 +94,19 @@ def lazy(target: str) -> Callable[..., Any]:
     return call
 
 
-def _on_its_device(launch: Callable[..., Any]) -> Callable[..., Any]:
-    """``launch`` with the device of its first argument as the current one, where Triton launches."""
+def _on_its_device(target: str) -> Callable[..., Any]:
+    """A launcher, imported at its first call, with the device of its first argument as the current one.
+
+    Triton launches there. Tensors in host memory, as under :func:`triton_on_cpu`, are on no such device.
+    """
+    launch: Callable[..., Any] | None = None
 
     def call(*args: Any) -> Any:
-        device = args[0].device
-        if device.index == torch.cuda.current_device():
+        nonlocal launch
+        if launch is None:
+            launch = _imported(target)
+        device = args[0].get_device()
+        if device < 0 or device == torch.cuda.current_device():
             return launch(*args)
         with torch.cuda.device(device):
             return launch(*args)
@@ -120,45 +127,39 @@ def define(schema: str, *, cpu: str, cuda: str, fake: Callable[..., Any]) -> Any
     ``Library.impl`` is used, not ``torch.library.custom_op``: 1.5 µs against 10 µs a call (DESIGN.md 3.1).
     """
     name = schema.partition("(")[0]
-    on_cuda = lazy(cuda)
+    on_gpu = _on_its_device(cuda)
     on_cpu: Callable[..., Any] | None = None
 
     # `lazy` spelled out: a call less for what takes a few microseconds in all.
     def cpu_or_interpreter(*args: Any) -> Any:
         nonlocal on_cpu
         if _triton_on_cpu:
-            return on_cuda(*args)
+            return on_gpu(*args)
         if on_cpu is None:
             on_cpu = _imported(cpu)
         return on_cpu(*args)
 
     library.define(schema)
     library.impl(name, cpu_or_interpreter, "CPU")
-    library.impl(name, _on_its_device(on_cuda), "CUDA")
+    library.impl(name, on_gpu, "CUDA")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
     operation = getattr(getattr(torch.ops, NAMESPACE), name).default
-    _cpu_twins[operation] = cpu
+    _implementations[operation] = cpu, on_gpu
     return operation
 
 
-_cpu_twins: dict[Any, str] = {}
+_implementations: dict[Any, tuple[str, Callable[..., Any]]] = {}
+"""By operation: what runs on CPU tensors, by name, and what launches."""
 
 
 def past_dispatcher(first: torch.Tensor) -> bool:
-    """Whether the CPU twin of an operation on ``first`` and other plain tensors may be called directly.
+    """Whether an implementation of an operation on ``first`` and other plain tensors may be called directly.
 
-    That is so in eager mode for plain CPU tensors, with no mode (fake tensors, tracing, a default device) active.
-    There the dispatcher only boxes the arguments: 2 to 4 µs of a call that takes 5 to 15. Not for operations with
-    gradients. The first argument stands for all of them.
+    That is so in eager mode for plain tensors, with no mode (fake tensors, tracing, a default device) active. There the
+    dispatcher only boxes the arguments: 2 to 6 µs of a call that takes 5 to 15. Not for operations with gradients. The
+    first argument stands for all of them.
     """
-    return not (
-        _compiling()
-        or type(first) is not torch.Tensor
-        or not first.is_cpu
-        or _triton_on_cpu
-        or _modes()
-        or _functions()
-    )
+    return not (_compiling() or type(first) is not torch.Tensor or _modes() or _functions())
 
 
 _compiling = torch.compiler.is_compiling
@@ -186,7 +187,7 @@ def without_dispatch(operation: Any, *, given: Sequence[str] = (), trusted: bool
             ``trusted`` does not look at them again.
     """
     twin: Callable[..., Any] | None = None
-    target = _cpu_twins[operation]
+    target, on_gpu = _implementations[operation]
     # Counted from the second argument, as `call` has them.
     positions = {argument.name: i - 1 for i, argument in enumerate(operation._schema.arguments)}
     lists = {argument.name for argument in operation._schema.arguments if isinstance(argument.type, torch.ListType)}
@@ -219,6 +220,8 @@ def without_dispatch(operation: Any, *, given: Sequence[str] = (), trusted: bool
             return call(first, *copied(args))
         if not past_dispatcher(first):
             return operation(first, *args)
+        if not first.is_cpu or _triton_on_cpu:
+            return on_gpu(first, *args) if first.is_cuda or first.is_cpu else operation(first, *args)
         if twin is None:
             twin = _imported(target)
             if trusted:

@@ -13,20 +13,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gpubuf.kernels import _registry
 
 
-@pytest.mark.parametrize(("index", "switches"), [(0, []), (1, [1])])
+def given_back(*args):
+    return args
+
+
+@pytest.mark.parametrize(("index", "switches"), [(0, []), (1, [1]), (-1, [])])
 def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch, index, switches):
-    """Triton launches on the current device, which need not be the one that the tensors are on."""
+    """Triton launches on the current device, which need not be the one that the tensors are on.
+
+    -1 stands for host memory, as in the interpreter: there is nothing to switch to.
+    """
     current = []
 
     @contextlib.contextmanager
     def device(which):
-        current.append(which.index)
+        current.append(which)
         yield
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", device)
-    tensor = SimpleNamespace(device=torch.device("cuda", index))
-    assert _registry._on_its_device(lambda x, n: (x, n))(tensor, 3) == (tensor, 3)
+    tensor = SimpleNamespace(get_device=lambda: index)
+    assert _registry._on_its_device("tests.test_registry:given_back")(tensor, 3) == (tensor, 3)
     assert current == switches
 
 
@@ -87,8 +94,9 @@ def test_without_dispatch():
     with Recorded() as recorded:
         assert call(x, 2).tolist() == [2, 3, 4]
     assert recorded.seen[0] == "gpubuf::test_shift"
-    with _registry.triton_on_cpu():
+    with _registry.triton_on_cpu(), torch.profiler.profile(acc_events=True) as profile:
         assert call(x, 2).tolist() == [-2, -1, 0]
+    assert "gpubuf::test_shift" not in {event.key for event in profile.key_averages()}
     with FakeTensorMode() as mode:
         assert call(mode.from_tensor(x), 2).shape == (3,)
         assert call(torch.empty(5, device="cuda"), 2).device.type == "cuda"
