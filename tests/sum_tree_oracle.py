@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from gpubuf.data.sum_tree import SumTree
+from gpubuf.kernels.sum_tree import LARGEST, SMALLEST
 
 
 def float32(value: float) -> float:
@@ -56,7 +57,12 @@ class Model:
         return [weight if legal else 0.0 for weight, legal in zip(self.weights, self.legal, strict=True)]
 
     def weight(self, priority: float) -> float:
-        return float32((priority + self.eps) ** self.alpha)
+        base = priority + self.eps
+        try:
+            weight = base**self.alpha
+        except OverflowError:
+            weight = math.inf
+        return float32(min(max(weight, SMALLEST), LARGEST)) if base > 0 else weight
 
     def update(self, index, priority, generation=None, written=None, size=None) -> None:
         """``written`` and ``size`` are those of a ring; by default all rows are valid and were written once."""

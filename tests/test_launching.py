@@ -113,7 +113,13 @@ def without_gpu():
 def test_a_direct_launch_passes_what_triton_passes(without_gpu):
     operations = without_gpu["operations"]
     assert operations["differing"] == []
-    assert {name.partition("_")[0] for name in operations["kernels"]} == {"philox", "rows", "sum", "tanh", "trajectories"}
+    assert {name.partition("_")[0] for name in operations["kernels"]} == {
+        "philox",
+        "rows",
+        "sum",
+        "tanh",
+        "trajectories",
+    }
 
 
 def test_every_kernel_is_launched_directly_the_second_time(without_gpu):

@@ -13,11 +13,14 @@ from gpubuf.data import (
     LazyTensorStorage,
     PrioritizedReplayBuffer,
     PrioritizedSampler,
+    PrioritizedSliceSampler,
     ReplayBuffer,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
     TensorStorage,
 )
+from gpubuf.data.sum_tree import SumTree
+from gpubuf.kernels.sum_tree import LARGEST, SMALLEST
 from tests.transitions import same, transitions
 
 
@@ -253,6 +256,17 @@ class TestPriorities:
         with pytest.warns(UserWarning, match="alpha"):
             buffer.sampler.alpha = 0.7
 
+    def test_weights_out_of_range_are_said_once_where_a_gpu_synchronises_anyway(self, monkeypatch):
+        # As on a GPU, which is not asked after every update.
+        monkeypatch.setattr(SumTree, "_look_at_weights", lambda self: None)
+        buffer = buffer_of(4, alpha=2.0)
+        buffer.extend(transitions(4))
+        buffer.update_priority(torch.arange(2), torch.tensor([1e-30, 1e30]))
+        assert weights(buffer)[:2] == [SMALLEST, LARGEST]
+        with pytest.warns(UserWarning, match="out of float32's range"):
+            buffer.state_dict()
+        buffer.state_dict()
+
     def test_a_row_of_weight_zero_is_legal_and_never_drawn(self):
         """CASES 4: first, last, the whole left half."""
         buffer = buffer_of(64)
@@ -364,6 +378,36 @@ class TestState:
         with pytest.raises(ValueError, match="action"):
             other.load_state_dict(buffer.state_dict())
         assert same(other[:], before)
+
+    @pytest.mark.parametrize("value", [math.inf, math.nan, -1.0])
+    @pytest.mark.parametrize("name", ["alpha", "beta", "eps"])
+    def test_exponents_are_checked_by_the_constructor(self, name, value):
+        """Case 53."""
+        arguments = {"alpha": 1.0, "beta": 1.0, name: value}
+        for make in (
+            lambda: PrioritizedSampler(4, **arguments),
+            lambda: PrioritizedReplayBuffer(storage=LazyTensorStorage(4), **arguments),
+            lambda: TensorDictPrioritizedReplayBuffer(storage=LazyTensorStorage(4), **arguments),
+            lambda: PrioritizedSliceSampler(4, slice_len=2, **arguments),
+        ):
+            with pytest.raises(ValueError, match=f"{name} must be finite and not negative, but is {value}"):
+                make()
+
+    @pytest.mark.parametrize("value", [math.inf, math.nan, -1.0, torch.tensor(math.inf), torch.ones(2)])
+    @pytest.mark.parametrize("written", [0, 3])
+    def test_exponents_are_checked_by_the_setters(self, value, written):
+        """Case 53: also before there is a tree."""
+        buffer = buffer_of(4, alpha=0.5, beta=0.25)
+        buffer.extend(transitions(written))
+        with pytest.raises(ValueError, match="beta must be"):
+            buffer.sampler.beta = value
+        if not isinstance(value, torch.Tensor):
+            with pytest.raises(ValueError, match=f"alpha must be finite and not negative, but is {value}"):
+                buffer.sampler.alpha = value
+        assert (buffer.sampler.alpha, buffer.sampler.beta) == (0.5, 0.25)
+        buffer.extend(transitions(3))
+        assert weights(buffer) == [1] * len(buffer)
+        assert len(buffer.sample(8)) == 8
 
     def test_arguments_are_checked(self):
         with pytest.raises(ValueError, match="alpha"):

@@ -63,11 +63,38 @@ def test_constructor():
         ({"alpha_init": 0.0}, ValueError, "alpha_init must be positive"),
         ({"min_alpha": 2.0, "max_alpha": 1.0}, ValueError, "min_alpha <= max_alpha"),
         ({"target_entropy": "low"}, ValueError, "target_entropy"),
+        ({"num_qvalue_nets": 0}, ValueError, "num_qvalue_nets must be at least 1, got 0"),
+        ({"alpha_init": math.nan}, ValueError, "alpha_init must be positive and finite, got nan"),
+        ({"alpha_init": math.inf}, ValueError, "alpha_init must be positive and finite, got inf"),
+        ({"min_alpha": math.nan}, ValueError, "got nan and None"),
+        ({"min_alpha": math.inf}, ValueError, "a finite min_alpha, got inf and None"),
+        ({"max_alpha": math.nan}, ValueError, "got None and nan"),
+        ({"target_entropy": math.nan}, ValueError, "target_entropy must be finite, got nan"),
+        ({"target_entropy": -math.inf}, ValueError, "target_entropy must be finite, got -inf"),
+        ({"use_prioritized_weights": "always"}, ValueError, "one of .False, True, 'auto'., got 'always'"),
+        ({"use_prioritized_weights": None}, ValueError, "use_prioritized_weights must be one of"),
+        ({"scalar_output_mode": "tensor"}, ValueError, "one of .None, 'exclude', 'non_tensor'., got 'tensor'"),
+        ({"reduction": "none", "scalar_output_mode": "drop"}, ValueError, "scalar_output_mode must be one of"),
     ],
 )
 def test_refused_arguments(kwargs, error, message):
+    """Case 53, among others: hyperparameters that are no numbers."""
     with pytest.raises(error, match=message):
         make_loss(**kwargs)
+
+
+def test_setters_refuse_what_is_no_number():
+    """Case 53."""
+    loss = make_loss(target_entropy=-2.0, min_alpha=0.1)
+    with pytest.raises(ValueError, match="target_entropy must be finite, got nan"):
+        loss.target_entropy = math.nan
+    for name in ("log_alpha", "min_log_alpha", "alpha_init"):
+        with pytest.raises(ValueError, match=f"{name} must be a number, got nan"):
+            setattr(loss, name, math.nan)
+    with pytest.raises(ValueError, match=r"gamma must be in \[0, 1\], got nan"):
+        loss.make_value_estimator(gamma=math.nan)
+    assert loss.target_entropy == -2
+    assert loss.alpha == 1
 
 
 def test_a_list_of_another_length_is_refused():

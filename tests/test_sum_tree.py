@@ -225,19 +225,36 @@ def test_a_bad_priority_of_a_dropped_entry_does_not_matter(backend):
 
 
 def test_extreme_priorities(backend):
-    """Zero of either sign, denormal and the largest; a weight beyond float32 is clamped to its range."""
-    largest = torch.finfo(torch.float32).max
+    """Zero of either sign, denormal and the largest; a weight beyond float32 is clamped to its normal range."""
+    largest, smallest = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
     tree = SumTree(8)
-    tree.update(torch.arange(4), torch.tensor([-0.0, 0.0, 1e-44, largest]))
-    assert tree.leaves[:4].tolist() == torch.tensor([0.0, 0.0, 1e-44, largest]).tolist()
+    with pytest.warns(UserWarning, match="out of float32's range"):
+        tree.update(torch.arange(4), torch.tensor([-0.0, 0.0, 1e-44, largest]))
+    assert tree.leaves[:4].tolist() == [0.0, 0.0, smallest, largest]
     assert_consistent(tree)
     tree = SumTree(8, alpha=2.0)
-    tree.update(torch.arange(3), torch.tensor([-0.0, 1e-30, largest]))
-    assert tree.leaves[:3].tolist() == [0.0, 0.0, largest]
+    with pytest.warns(UserWarning, match="alpha = 2 and eps = 0 .* count as 1.18e-38 or 3.4e.38"):
+        tree.update(torch.arange(3), torch.tensor([-0.0, 1e-30, largest]))
+    assert tree.leaves[:3].tolist() == [0.0, smallest, largest]
     assert_consistent(tree)
     assert tree.draw(3, RandomState(0))[0].tolist() == [2, 2, 2]
     tree = SumTree(8, eps=-0.0)
     tree.update(torch.arange(2), torch.tensor([-0.0, 1.0]))
+    assert_consistent(tree)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0, 3.0, 150.0])
+@pytest.mark.parametrize("eps", [0.0, 1e-8])
+@pytest.mark.filterwarnings("ignore:with alpha")
+def test_weights_of_positive_priorities_are_positive_and_finite(backend, alpha, eps):
+    priority = 10.0 ** torch.arange(-44, 39)
+    tree, model = SumTree(100, alpha=alpha, eps=eps), Model(100, alpha=alpha, eps=eps)
+    rows = torch.arange(priority.numel())
+    tree.update(rows, priority)
+    model.update(rows.tolist(), priority.tolist())
+    assert torch.isfinite(tree.leaves).all()
+    assert (tree.leaves[: rows.numel()] >= torch.finfo(torch.float32).tiny).all()
+    assert tree.leaves[:100].tolist() == pytest.approx(model.weights, rel=1e-6, abs=0)
     assert_consistent(tree)
 
 

@@ -141,9 +141,24 @@ class TestAlpha:
 
     def test_beyond_float32(self):
         tree = SumTree(2)
-        tree.update(torch.tensor([0]), 1e30)
-        tree.set_alpha(2.0)
-        assert weights_of(tree)[0] == torch.finfo(torch.float32).max
+        tree.update(torch.tensor([0, 1]), torch.tensor([1e30, 1e-30]))
+        with pytest.warns(UserWarning, match="out of float32's range"):
+            tree.set_alpha(2.0)
+        assert weights_of(tree) == [torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny]
+
+    def test_out_of_range_is_said_once(self, backend):
+        tree = SumTree(4, alpha=3.0)
+        tree.update(torch.arange(2), torch.tensor([1e-12, 1e12]))
+        with pytest.warns(UserWarning, match="alpha = 3 and eps = 0 .* out of float32's range"):
+            tree.update(torch.arange(2), torch.tensor([1.0, 1e-13]))
+        tree.update(torch.arange(2), torch.tensor([1e13, 1e-14]))
+        tree.mark(torch.arange(4))
+
+    def test_out_of_range_does_not_synchronise(self):
+        with fake_cuda():
+            tree = SumTree(4, alpha=3.0, device="cuda")
+            tree.update(torch.arange(2, device="cuda"), torch.ones(2, device="cuda"))
+            tree.mark(torch.arange(2, device="cuda"))
 
     def test_refused(self):
         tree = filled()

@@ -15,7 +15,7 @@ from gpubuf.data.locking import turn_of
 from gpubuf.data.placement import IndexBytes
 from gpubuf.data.samplers import Draw, Sampler, tensor_storage
 from gpubuf.data.storages import Storage, TensorStorage
-from gpubuf.data.sum_tree import SumTree
+from gpubuf.data.sum_tree import SumTree, check_beta, exponent
 
 REDUCTIONS = ("max", "min", "mean", "median")
 
@@ -31,12 +31,16 @@ class PrioritizedSampler(Sampler):
     a GPU, where an exception would need a host sync, the old priority stays and :meth:`raise_if_refused`, called by
     everything that synchronises anyway (``state_dict``, setting ``alpha``), raises.
 
+    Weights are kept within the range of normal float32 numbers, so that a positive one stays positive. Where this
+    changes one, a warning says so, once: on CPU at once, on a GPU where refused priorities raise.
+
     Args:
         max_capacity: number of rows; at least the storage's.
-        alpha: exponent of the priorities, at least 0. Setting the attribute re-transforms every row, O(capacity).
-        beta: exponent of the importance weights, at least 0. The attribute may be set to a float or a 0-dim tensor,
-            also between replays of a captured graph.
-        eps: added to every priority.
+        alpha: exponent of the priorities, finite, at least 0. Setting the attribute re-transforms every row,
+            O(capacity).
+        beta: exponent of the importance weights, finite, at least 0. The attribute may be set to a float or a 0-dim
+            tensor, also between replays of a captured graph. The value of a tensor on a GPU is not checked.
+        eps: added to every priority, finite, at least 0.
         dtype: accepted for compatibility. Weights are float32 at the leaves and float64 in all sums.
         reduction: how a priority with more dimensions than its batch becomes one number a row: ``"max"``,
             ``"min"``, ``"mean"`` or ``"median"``.
@@ -62,15 +66,13 @@ class PrioritizedSampler(Sampler):
         super().__init__()
         if max_capacity < 1:
             raise ValueError(f"max_capacity must be at least 1, got {max_capacity}")
-        for name, value in (("alpha", alpha), ("beta", beta), ("eps", eps)):
-            if not value >= 0:
-                raise ValueError(f"{name} must be at least 0, got {value}")
+        check_beta(beta)
         if reduction not in REDUCTIONS:
             raise ValueError(f"reduction must be one of {REDUCTIONS}, got {reduction!r}")
         self.max_capacity = int(max_capacity)
         self.reduction = reduction
         self.max_priority_within_buffer = max_priority_within_buffer
-        self._alpha, self._eps = float(alpha), float(eps)
+        self._alpha, self._eps = exponent("alpha", alpha), exponent("eps", eps)
         self._beta: float | Tensor = beta
         self._tree: SumTree | None = None
         self._storage: Storage | None = None
@@ -84,14 +86,13 @@ class PrioritizedSampler(Sampler):
 
     @alpha.setter
     def alpha(self, value: float) -> None:
-        if not value >= 0:
-            raise ValueError(f"alpha must be at least 0, got {value}")
+        value = exponent("alpha", value)
         refuse("alpha is set, which transforms every priority: set it between calls of the step")
         with self.turn:
             if self._tree is not None:
                 self.raise_if_refused()
                 self._tree.set_alpha(value)
-            self._alpha = float(value)
+            self._alpha = value
 
     @traced_property
     def beta(self) -> float | Tensor:
@@ -100,8 +101,7 @@ class PrioritizedSampler(Sampler):
 
     @beta.setter
     def beta(self, value: float | Tensor) -> None:
-        if not isinstance(value, Tensor) and not value >= 0:
-            raise ValueError(f"beta must be at least 0, got {value}")
+        check_beta(value)
         noted = recording()
         if noted is not None:
             noted.undo(functools.partial(setattr, self, "_beta", self._beta))
@@ -255,13 +255,14 @@ class PrioritizedSampler(Sampler):
             raise ValueError("priorities must be finite and non-negative; nothing was written")
 
     def raise_if_refused(self) -> None:
-        """Report priorities that a GPU has refused since the last call. Synchronises.
+        """Report priorities that a GPU has refused since the last call, or could only clamp. Synchronises.
 
         Raises:
             ValueError: there were any. The count starts again from zero.
         """
         if self._tree is None:
             return
+        self._tree.warn_of_clamped()
         refused = int(self._tree.refused)
         if refused:
             self._tree.refused.zero_()

@@ -14,7 +14,7 @@ from gpubuf.data.random import RandomState
 from gpubuf.kernels import config, rows, sum_tree
 from gpubuf.kernels._check import demand_int64
 from gpubuf.kernels._registry import is_lazy, without_dispatch
-from gpubuf.kernels.sum_tree import ALPHA, BETA, EPS, MAX_PRIORITY, MAXIMUM, MINIMUM, REFUSED, SUM
+from gpubuf.kernels.sum_tree import ALPHA, BETA, EPS, LARGEST, MAX_PRIORITY, MAXIMUM, MINIMUM, REFUSED, SMALLEST, SUM
 
 _update = without_dispatch(sum_tree.update, trusted=True, given=("index", "priority", "generation"))
 _mark = without_dispatch(sum_tree.mark, trusted=True, given=("index",))
@@ -30,7 +30,8 @@ _HYPER, _RING = 5, 4  # elements of `hyper` and of the ring for standalone use
 class SumTree:
     """Weights of ``capacity`` rows, drawn from in proportion, updated in O(log capacity).
 
-    A row's weight is ``q = (priority + eps) ** alpha``; a draw of row i comes with the importance weight
+    A row's weight is ``q = (priority + eps) ** alpha``, clamped to the range of normal float32 numbers where it is
+    positive (a warning says so, once: :meth:`warn_of_clamped`). A draw of row i comes with the importance weight
     ``(q_i / q_min) ** -beta``, q_min the smallest positive weight (Schaul, Quan, Antonoglou, Silver, "Prioritized
     Experience Replay", ICLR 2016). A row that was never given a priority weighs zero, and is never drawn. Nothing
     here synchronises with the device unless it says so.
@@ -71,7 +72,8 @@ class SumTree:
     ) -> None:
         if capacity < 1:
             raise ValueError(f"the capacity must be at least 1, but is {capacity}")
-        self._alpha = _exponent("alpha", alpha)
+        self._transformed_by(exponent("alpha", alpha), exponent("eps", eps))
+        self._warned_of_clamped = False
         device = torch.device(device)
         self.capacity = int(capacity)
         self.fan_out = config.tree_fan_out(self.capacity, device.type, device_name(device), fan_out)
@@ -79,12 +81,16 @@ class SumTree:
         self.legal: Tensor | None = None
         self.hyper = torch.zeros(_HYPER, dtype=torch.float64, device=device)
         self.hyper[ALPHA].fill_(self._alpha)
-        self.hyper[EPS].fill_(_exponent("eps", eps))
+        self.hyper[EPS].fill_(self._eps)
         self.hyper[MAX_PRIORITY].fill_(-1.0)
         self.set_beta(beta)
         # For standalone use: a ring in which every row is valid, and was written once.
         self._full_ring = rows.new_ring(device)
         self._full_ring[: rows.SIZE + 1].fill_(self.capacity)
+
+    def _transformed_by(self, alpha: float, eps: float) -> None:
+        self._alpha, self._eps = alpha, eps
+        self._may_be_clamped = _may_be_clamped(alpha, eps)
 
     # What the tree says. The tensors are views: they follow the tree; clone one to keep it.
 
@@ -144,7 +150,8 @@ class SumTree:
     def to(self, device: torch.device) -> SumTree:
         """A copy on ``device``, with the fan-out that suits it, and without :attr:`legal`."""
         copy = SumTree(self.capacity, device=device)
-        copy._alpha = self._alpha
+        copy._transformed_by(self._alpha, self._eps)
+        copy._warned_of_clamped = self._warned_of_clamped
         copy.leaves[: self.capacity].copy_(self.leaves[: self.capacity])
         copy.hyper.copy_(self.hyper)
         copy.rebuild()
@@ -204,6 +211,8 @@ class SumTree:
             self.fan_out,
             self.legal,
         )
+        if self._may_be_clamped:
+            self._look_at_weights()
 
     def mark(self, index: Tensor, within_buffer: bool = False) -> None:
         """Give rows the weight of new ones: that of the running maximum of the priorities. No host sync.
@@ -217,6 +226,8 @@ class SumTree:
         """
         index = self._vector(index, torch.int64)
         _mark(self.leaves, self.nodes, self.hyper, index, self.capacity, self.fan_out, within_buffer, self.legal)
+        if self._may_be_clamped:
+            self._look_at_weights()
 
     def draw(self, n: int, rng: RandomState, stratified: bool = False) -> tuple[Tensor, Tensor]:
         """Draw legal rows in proportion to their weights, with replacement. No host sync.
@@ -288,11 +299,11 @@ class SumTree:
         Raises:
             ValueError: ``alpha`` is negative or not finite. Nothing has changed.
         """
-        alpha = _exponent("alpha", alpha)
+        alpha = exponent("alpha", alpha)
         old = self._alpha
         if alpha == old:
             return
-        self._alpha = alpha
+        self._transformed_by(alpha, self._eps)
         self.hyper[ALPHA].fill_(alpha)
         if old == 0.0:
             warnings.warn(
@@ -302,27 +313,51 @@ class SumTree:
                 stacklevel=2,
             )
             return
-        limit = torch.finfo(torch.float32).max
         for leaves in self.leaves.split(_CHUNK):
             weight = leaves.double()
-            leaves.copy_(torch.where(weight > 0, (weight ** (alpha / old)).clamp_(max=limit), 0.0))
+            leaves.copy_(torch.where(weight > 0, (weight ** (alpha / old)).clamp_(SMALLEST, LARGEST), 0.0))
         self.rebuild()
+        if self._may_be_clamped:
+            self._look_at_weights()
 
     def set_beta(self, beta: float | Tensor) -> None:
         """Change the exponent of the importance weights, in place, so that a captured graph sees it. No host sync.
 
         Args:
-            beta: a number, or a 0-dim tensor, whose value is not checked.
+            beta: a number, or a 0-dim tensor, whose value is checked only on the CPU, outside of compiled code.
 
         Raises:
             ValueError: ``beta`` is negative or not finite, or a tensor of several elements.
         """
+        check_beta(beta)
         if isinstance(beta, Tensor):
-            if beta.numel() != 1:
-                raise ValueError(f"beta must be a single number, not of shape {list(beta.shape)}")
             self.hyper[BETA].copy_(beta.detach().reshape(()))
         else:
-            self.hyper[BETA].fill_(_exponent("beta", beta))
+            self.hyper[BETA].fill_(beta)
+
+    def warn_of_clamped(self) -> None:
+        """Warn, once, if weights of legal rows are out of float32's range. Synchronises.
+
+        On the CPU every change of weights does it. On a GPU that would be a host sync: prioritized samplers do it where
+        they synchronise anyway.
+        """
+        if self._warned_of_clamped or not self._may_be_clamped:
+            return
+        least, largest = self.nodes[MINIMUM:, -1].tolist()
+        if least > SMALLEST and largest < LARGEST:
+            return
+        self._warned_of_clamped = True
+        warnings.warn(
+            f"with alpha = {self._alpha:g} and eps = {self._eps:g} some weights (priority + eps) ** alpha are out of "
+            f"float32's range, and count as {SMALLEST:.3g} or {LARGEST:.3g}: rows are not drawn in proportion to their "
+            "priorities",
+            UserWarning,
+            stacklevel=3,
+        )
+
+    def _look_at_weights(self) -> None:
+        if not torch.compiler.is_compiling() and self.nodes.is_cpu and type(self.nodes) is Tensor:
+            self.warn_of_clamped()
 
     def clear(self, reset: bool = False) -> None:
         """Give every row weight zero; :attr:`legal` stays. No host sync.
@@ -366,10 +401,10 @@ class SumTree:
             raise ValueError("leaves must be finite and not negative")
         numbers = hyper.tolist()
         for name, position in (("alpha", ALPHA), ("beta", BETA), ("eps", EPS), ("the number refused", REFUSED)):
-            _exponent(name, numbers[position])
+            exponent(name, numbers[position])
         if not math.isfinite(numbers[MAX_PRIORITY]):
             raise ValueError(f"the largest priority must be finite, but is {numbers[MAX_PRIORITY]}")
-        self._alpha = numbers[ALPHA]
+        self._transformed_by(numbers[ALPHA], numbers[EPS])
         # abs: of -0.0, which the kernels would take for a tag.
         self.leaves[: self.capacity].copy_(leaves.abs())
         self.hyper.copy_(hyper)
@@ -396,7 +431,33 @@ class SumTree:
         return values if values.is_contiguous() else values.contiguous()
 
 
-def _exponent(name: str, value: float) -> float:
+def _may_be_clamped(alpha: float, eps: float) -> bool:
+    """Whether the weight of any float32 priority is out of float32's range."""
+    least = eps or 2.0**-149
+    return alpha * math.log2(LARGEST + eps) > math.log2(LARGEST) or alpha * math.log2(least) < math.log2(SMALLEST)
+
+
+def exponent(name: str, value: float) -> float:
+    """``value``, checked.
+
+    Raises:
+        ValueError: it is not a finite number of at least 0.
+    """
     if not 0.0 <= value < math.inf:
         raise ValueError(f"{name} must be finite and not negative, but is {value}")
     return float(value)
+
+
+def check_beta(beta: float | Tensor) -> None:
+    """Check the exponent of the importance weights; the value of a tensor only where that costs no sync.
+
+    Raises:
+        ValueError: it is negative or not finite, or a tensor of several elements.
+    """
+    if not isinstance(beta, Tensor):
+        exponent("beta", beta)
+        return
+    if beta.numel() != 1:
+        raise ValueError(f"beta must be a single number, not of shape {list(beta.shape)}")
+    if not torch.compiler.is_compiling() and beta.is_cpu and type(beta) is Tensor:
+        exponent("beta", beta.item())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -28,6 +29,14 @@ def lookup(table: dict[str, int], name: str, argument: str) -> int:
     if name not in table:
         raise ValueError(f"{argument} must be one of {sorted(table)}, got {name!r}")
     return table[name]
+
+
+def one_of(choices: tuple[Any, ...], value: Any, argument: str) -> Any:
+    """``value``; ValueError if it is none of ``choices``."""
+    # By type too: 1 is equal to True.
+    if not any(type(value) is type(choice) and value == choice for choice in choices):
+        raise ValueError(f"{argument} must be one of {list(choices)}, got {value!r}")
+    return value
 
 
 class LossModule(TensorDictModuleBase):
@@ -61,6 +70,8 @@ class LossModule(TensorDictModuleBase):
         if name in type(self)._schedulable_buffers and isinstance(value, int | float):
             tensor = self._parameters.get(name, self._buffers.get(name))
             if tensor is not None:
+                if math.isnan(value):
+                    raise ValueError(f"{name} must be a number, got {value}")
                 with torch.no_grad():
                     tensor.fill_(value)
                 return

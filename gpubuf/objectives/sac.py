@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gpubuf.kernels import sac
 from gpubuf.modules.plain import entry
-from gpubuf.objectives.common import LOSS_FUNCTIONS, REDUCTIONS, lookup, refuse_deprecated, warn
+from gpubuf.objectives.common import LOSS_FUNCTIONS, REDUCTIONS, lookup, one_of, refuse_deprecated, warn
 from gpubuf.objectives.critics import make_critics
 from gpubuf.objectives.networks import Replica, Slots, leaves, paths, target_parameters
 from gpubuf.objectives.shapes import per_row, rows_of
@@ -151,10 +151,13 @@ class SACLoss(TemperatureLossModule):
         self.loss_function = loss_function
         lookup(REDUCTIONS, self.reduction, "reduction")
         lookup(LOSS_FUNCTIONS, loss_function, "loss_function")
+        if num_qvalue_nets < 1:
+            raise ValueError(f"num_qvalue_nets must be at least 1, got {num_qvalue_nets}")
         self.num_qvalue_nets = num_qvalue_nets
         self.delay_actor, self.delay_qvalue, self.delay_value = delay_actor, delay_qvalue, delay_value
         self.skip_done_states, self.deactivate_vmap = skip_done_states, deactivate_vmap
-        self.use_prioritized_weights = use_prioritized_weights
+        self.use_prioritized_weights = one_of((False, True, "auto"), use_prioritized_weights, "use_prioritized_weights")
+        one_of((None, "exclude", "non_tensor"), scalar_output_mode, "scalar_output_mode")
         if self.reduction == "none" and scalar_output_mode is None:
             warn(
                 "SACLoss with reduction='none' leaves alpha and entropy, which are scalars, out of its output. Pass "

@@ -33,16 +33,19 @@ class TemperatureLossModule(LossModule):
         fixed_alpha: bool,
     ) -> None:
         """Register the temperature and its bounds, on the device of ``like``, a parameter of the policy."""
-        if alpha_init <= 0:
-            raise ValueError(f"alpha_init must be positive, got {alpha_init}")
+        if not 0 < alpha_init < math.inf:
+            raise ValueError(f"alpha_init must be positive and finite, got {alpha_init}")
         self.fixed_alpha = fixed_alpha
         dtype = torch.float64 if like is not None and like.dtype is torch.float64 else torch.get_default_dtype()
         device = None if like is None else like.device
         self.register_buffer("alpha_init", torch.tensor(alpha_init, dtype=dtype, device=device))
         if min_alpha or max_alpha:
             low, high = min_alpha or 0.0, max_alpha or math.inf
-            if not 0 <= low <= high:
-                raise ValueError(f"the temperature needs 0 <= min_alpha <= max_alpha, got {min_alpha} and {max_alpha}")
+            if not (0 <= low <= high and low < math.inf):
+                raise ValueError(
+                    "the temperature needs 0 <= min_alpha <= max_alpha, and a finite min_alpha, got "
+                    f"{min_alpha} and {max_alpha}"
+                )
             logs = (math.log(low) if low else -math.inf, math.log(high))
         for i, name in enumerate(("min_log_alpha", "max_log_alpha")):
             bound = torch.tensor(logs[i], dtype=dtype, device=device) if min_alpha or max_alpha else None
@@ -76,6 +79,7 @@ class TemperatureLossModule(LossModule):
 
         Raises:
             RuntimeError: it is "auto", there was no ``action_spec``, and no batch has been seen yet.
+            ValueError: the number that is assigned is NaN or infinite. It stays what it was.
         """
         if not self._target_entropy_known:
             raise RuntimeError(
@@ -86,6 +90,8 @@ class TemperatureLossModule(LossModule):
 
     @target_entropy.setter
     def target_entropy(self, value: float) -> None:
+        if isinstance(value, int | float) and not math.isfinite(value):
+            raise ValueError(f"target_entropy must be finite, got {value}")
         self._target_entropy.fill_(value)
         self._target_entropy_known = True
 

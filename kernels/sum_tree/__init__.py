@@ -35,6 +35,9 @@ ROWS_PER_WORD = 64
 SUM, MINIMUM, MAXIMUM = range(3)
 ALPHA, BETA, EPS, MAX_PRIORITY, REFUSED = range(5)
 
+SMALLEST, LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+"""The range of normal float32 numbers, within which positive weights stay."""
+
 NO_ROW = -(2**62)
 """What a GPU draws from an empty tree: out of range, so that reading it yields zeros and counts as a fault."""
 
@@ -107,8 +110,9 @@ as in :mod:`gpubuf.kernels.rows`. In this order:
 
 The weight of an illegal row is set like any other; it counts once the row is legal.
 
-The power is evaluated in float64 and rounded once. Any other index outside ``[0, capacity)`` raises IndexError on
-CPU and is refused on a GPU. No host sync.
+The power is evaluated in float64 and rounded once. Of a positive base it is kept within the normal range of float32,
+``SMALLEST`` to ``LARGEST``, so that it stays positive and finite. Any other index outside ``[0, capacity)`` raises
+IndexError on CPU and is refused on a GPU. No host sync.
 """
 
 

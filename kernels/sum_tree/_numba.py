@@ -15,7 +15,7 @@ from gpubuf.kernels._pointers import as_f32, as_f64, as_i64, prefetch
 from gpubuf.kernels.philox import check_request
 from gpubuf.kernels.philox._numba import philox_uniform_f64
 from gpubuf.kernels.rows import SIZE, WRITTEN
-from gpubuf.kernels.sum_tree import ALPHA, BETA, EPS, MAX_PRIORITY
+from gpubuf.kernels.sum_tree import ALPHA, BETA, EPS, LARGEST, MAX_PRIORITY, SMALLEST
 from gpubuf.kernels.sum_tree._check import (
     check_hyper,
     check_index,
@@ -27,22 +27,21 @@ from gpubuf.kernels.sum_tree._check import (
 from gpubuf.kernels.sum_tree._levels import padded, refresh_above, refresh_all, shift_of
 from gpubuf.kernels.sum_tree._node import choose_leaf, choose_node
 
-_LARGEST = float(np.finfo(np.float32).max)
-
 # Draws that go down the tree together: enough to hide the latency of memory, few enough to stay in the L1 cache.
 _TOGETHER = 512
 
 
 @jit(inline="always")
 def _weight_of(priority, alpha, eps):  # type: ignore[no-untyped-def]
-    """(priority + eps) ** alpha in float64, to be rounded once; not beyond the range of float32. No branch, no call."""
+    """(priority + eps) ** alpha in float64, to be rounded once; 0 or a normal float32. No branch, no call."""
     base = priority + eps
     exponent = alpha * log_of_normal(base)
     inverse = exp_of_negative(-abs(exponent))
     weight = (1.0 / inverse if exponent > 0.0 else inverse) if is_positive_normal(base) else 0.0
     weight = base if alpha == 1.0 else (1.0 if alpha == 0.0 else weight)
+    weight = SMALLEST if base > 0.0 and weight < SMALLEST else weight
     # abs: a priority of -0.0 must not leave its sign bit in a leaf, which the GPU reads as a tag.
-    return abs(weight if weight < _LARGEST else _LARGEST)
+    return abs(weight if weight < LARGEST else LARGEST)
 
 
 @jit(inline="always")
@@ -111,7 +110,7 @@ def _update(  # type: ignore[no-untyped-def]
             return -(i + 1)
         prefetch(leaves_address + 4 * row)
         stale = has_generation and generation[i] != laps + (row < cursor)
-        if row >= 0 and row < size and not stale and not (priority[i] >= 0.0 and priority[i] <= _LARGEST):
+        if row >= 0 and row < size and not stale and not (priority[i] >= 0.0 and priority[i] <= LARGEST):
             return i + 1
 
     alpha, eps = hyper[ALPHA], hyper[EPS]

@@ -43,13 +43,14 @@ def counting(weight, word, row):
 
 @triton.jit
 def weight_of(priority, alpha, eps):
-    """(priority + eps) ** alpha in float64, to be rounded once; not beyond the range of float32."""
+    """(priority + eps) ** alpha in float64, to be rounded once; 0 or a normal float32."""
     base = priority.to(tl.float64) + eps
     positive = base > 0.0
     # The power saturates long before float64 does, and far beyond float32.
     power = tl.exp2(tl.minimum(tl.log2(tl.where(positive, base, 1.0)) * alpha, 1000.0))
     weight = tl.where(positive, power, 0.0)
     weight = tl.where(alpha == 0.0, 1.0, tl.where(alpha == 1.0, base, weight))
+    weight = tl.where(positive, tl.maximum(weight, 1.1754943508222875e-38), weight)
     # abs: a priority of -0.0 must not leave its sign bit in a leaf, where it would read as a tag.
     return tl.abs(tl.minimum(weight, 3.4028234663852886e38))
 
