@@ -265,7 +265,7 @@ class RowLayout:
         extra: Mapping[Any, Tensor] | None = None,
     ) -> Data:
         own, nested = _by_level(extra) if extra else ({}, {})
-        source: dict[str, Any] = {}
+        source: dict[Any, Any] = {}
         for name, child in node.children.items():
             if isinstance(child, int):
                 source[name] = tensors[child]
