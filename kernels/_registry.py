@@ -152,14 +152,19 @@ _implementations: dict[Any, tuple[str, Callable[..., Any]]] = {}
 """By operation: what runs on CPU tensors, by name, and what launches."""
 
 
-def past_dispatcher(first: torch.Tensor) -> bool:
-    """Whether an implementation of an operation on ``first`` and other plain tensors may be called directly.
+def _eager(first: torch.Tensor) -> bool:
+    """Whether PyTorch's dispatcher has nothing to decide in an operation on ``first`` and other plain tensors.
 
     That is so in eager mode for plain tensors, with no mode (fake tensors, tracing, a default device) active. There the
     dispatcher only boxes the arguments: 2 to 6 µs of a call that takes 5 to 15. Not for operations with gradients. The
     first argument stands for all of them.
     """
     return not (_compiling() or type(first) is not torch.Tensor or _modes() or _functions())
+
+
+def past_dispatcher(first: torch.Tensor) -> bool:
+    """Whether the CPU twin of an operation on ``first`` and other plain tensors may be called directly."""
+    return first.is_cpu and not _triton_on_cpu and _eager(first)
 
 
 _compiling = torch.compiler.is_compiling
@@ -177,7 +182,7 @@ def in_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def without_dispatch(operation: Any, *, given: Sequence[str] = (), trusted: bool = False) -> Callable[..., Any]:
-    """``operation``, called past PyTorch's dispatcher where that has nothing to decide: see :func:`past_dispatcher`.
+    """``operation``, called past PyTorch's dispatcher where that has nothing to decide.
 
     Args:
         operation: what :func:`define` returned.
@@ -218,7 +223,7 @@ def without_dispatch(operation: Any, *, given: Sequence[str] = (), trusted: bool
         nonlocal twin
         if not _compiling() and some_are_lazy(args):
             return call(first, *copied(args))
-        if not past_dispatcher(first):
+        if not _eager(first):
             return operation(first, *args)
         if not first.is_cpu or _triton_on_cpu:
             return on_gpu(first, *args) if first.is_cuda or first.is_cpu else operation(first, *args)

@@ -17,6 +17,7 @@ from gpubuf import (
     SliceSampler,
     TensorDictReplayBuffer,
 )
+from gpubuf.data import locking
 from gpubuf.data.locking import StreamOrder, Turn
 from gpubuf.data.prefetch import Batch, SideStream
 
@@ -173,7 +174,7 @@ class Event:
 class Machine:
     """CUDA streams that only note what they are told."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, handles: bool = True) -> None:
         self.log: list[str] = []
         self.default, self.other = Stream("default", self.log), Stream("other", self.log)
         self.current, self.capturing = self.default, False
@@ -181,6 +182,7 @@ class Machine:
         monkeypatch.setattr(cuda, "is_initialized", lambda: True)
         monkeypatch.setattr(cuda, "current_device", lambda: 0)
         monkeypatch.setattr(cuda, "current_stream", lambda device=None: self.current)
+        monkeypatch.setattr(locking, "_raw_stream", (lambda index: id(self.current)) if handles else None)
         monkeypatch.setattr(cuda, "is_current_stream_capturing", lambda: self.capturing)
         monkeypatch.setattr(cuda, "Event", Event)
         monkeypatch.setattr(cuda, "Stream", lambda device=None: Stream("side", self.log))
@@ -203,9 +205,13 @@ class Machine:
 DEVICE = torch.device("cuda", 0)
 
 
-def test_streams_wait_for_each_other(monkeypatch):
-    """CASES 32: one stream alone records nothing; a second one waits, and from then on for events alone."""
-    machine, order = Machine(monkeypatch), StreamOrder()
+@pytest.mark.parametrize("handles", [True, False])
+def test_streams_wait_for_each_other(monkeypatch, handles):
+    """CASES 32: one stream alone records nothing; a second one waits, and from then on for events alone.
+
+    Whether or not torch tells the streams' handles.
+    """
+    machine, order = Machine(monkeypatch, handles), StreamOrder()
 
     def operation(stream: Stream) -> list[str]:
         with machine.on(stream):
@@ -222,6 +228,28 @@ def test_streams_wait_for_each_other(monkeypatch):
     assert operation(machine.other) == []
     machine.capturing = False
     assert operation(machine.other) == ["other waits for event on default", "event on other"]
+
+
+def test_default_streams_of_two_devices_are_two(monkeypatch):
+    """They have the same handle. A buffer may have moved between two operations."""
+    machine, order = Machine(monkeypatch), StreamOrder()
+    monkeypatch.setattr(locking, "_raw_stream", lambda index: 0)
+    order.begin(DEVICE)
+    order.end(DEVICE)
+    with machine.on(machine.other):
+        order.begin(torch.device("cuda", 1))
+    assert machine.said() == ["other waits for default"]
+
+
+def test_one_stream_is_looked_up_once(monkeypatch):
+    """Making an object of a stream takes longer than all else in a turn."""
+    machine, order = Machine(monkeypatch), StreamOrder()
+    order.begin(DEVICE)
+    order.end(DEVICE)
+    monkeypatch.setattr(torch.cuda, "current_stream", None)
+    order.begin(DEVICE)
+    order.end(DEVICE)
+    assert machine.said() == []
 
 
 def test_a_dropped_buffer_is_waited_for(monkeypatch):

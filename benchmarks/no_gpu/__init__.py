@@ -19,7 +19,7 @@ import triton
 from torch.cuda._utils import _get_device_index
 from triton.runtime import driver
 
-from gpubuf.data.locking import Turn
+from gpubuf.data import locking
 from gpubuf.kernels import _registry
 
 _kept: list[tempfile.TemporaryDirectory[str]] = []
@@ -76,11 +76,11 @@ def install(capability: tuple[int, int] = (9, 0)) -> ctypes.CDLL:
     torch.cuda._initialized = True
     for name, answer in {"_cuda_getDevice": 0, "_cuda_isCurrentStreamCapturing": False}.items():
         setattr(torch._C, name, lambda answer=answer: answer)
-    torch._C._cuda_getCurrentRawStream = lambda device: 0
+    torch._C._cuda_getCurrentRawStream = locking._raw_stream = lambda device: 0
     torch.cuda.get_device_capability = lambda device=None: capability
     torch.cuda.current_stream = _current_stream
     torch.cuda.is_current_stream_capturing = lambda: False
-    Turn.on_gpu = lambda self: self.storage._ring is not None
+    locking.Turn.on_gpu = lambda self: self.storage._ring is not None
 
     from triton.backends.nvidia.driver import CudaDriver
 
