@@ -6,6 +6,8 @@ ARGS ?=
 OUT ?=
 INTO := $(if $(OUT),--out '$(OUT)')
 JOBS ?= 2
+STAGE ?= 1
+FROM ?=
 VENV := .venv
 COMPAT := .compat
 PEERS := .peers
@@ -30,10 +32,11 @@ help:
 	@echo "make compat  the tests on the oldest torch and triton supported (downloads gigabytes); ARGS go to pytest"
 	@echo "make bench   all benchmarks beside TorchRL, cpprb, flashbax and Stable-Baselines3, each in its environment;"
 	@echo "             writes benchmarks/results/<device>-<date>.json and curves/, or into OUT=folder"
-	@echo "make gpu     gpu-marked tests, tuning, benchmarks and report on an NVIDIA GPU, within ten minutes; OUT=folder"
+	@echo "make gpu STAGE=1|2|3  tests and benchmarks on an NVIDIA GPU, each stage within nine minutes; OUT=folder"
 	@echo "             (make gpu PYTHON=python3 uses that interpreter's own packages: for a machine without an index)"
 	@echo "make sanitize  the gpu-marked tests of the kernels under NVIDIA's compute-sanitizer"
-	@echo "make report  write the figures of benchmarks/results/ into README.md and the pages of docs/"
+	@echo "make report  write the figures of benchmarks/results/ into README.md and the pages of docs/;"
+	@echo "             FROM='folders' of make gpu are brought there first"
 	@echo "make clean   remove environments, caches and build products"
 
 train: $(VENV)/.train
@@ -49,7 +52,7 @@ compat: $(COMPAT)/.test
 	$(COMPAT)/bin/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 bench: $(VENV)/.test $(READY)
-	$(VENV)/bin/python -m benchmarks.run cpu --huge --curves $(INTO) $(ARGS)
+	$(VENV)/bin/python -m benchmarks.run --huge --curves $(INTO) $(ARGS)
 
 # An interpreter named on the command line is used as it is, with whatever torch it has.
 ifeq ($(origin PYTHON),command line)
@@ -61,7 +64,7 @@ gpu sanitize: $(VENV)/.test
 endif
 
 gpu:
-	$(GPU_PYTHON) -m benchmarks.run gpu $(INTO) $(ARGS)
+	$(GPU_PYTHON) -m benchmarks.stages $(STAGE) $(INTO) $(ARGS)
 
 # Without PyTorch's cache of memory, so that an access beyond a tensor is one beyond an allocation.
 SANITIZED := tests/test_rows_gpu.py tests/test_sum_tree_gpu.py tests/test_trajectories_gpu.py
@@ -73,6 +76,7 @@ sanitize:
 	done
 
 report: $(VENV)/.test
+	$(if $(FROM),$(VENV)/bin/python -m benchmarks.stages --gather $(FROM))
 	$(VENV)/bin/python -m benchmarks.report
 
 clean:

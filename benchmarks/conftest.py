@@ -16,12 +16,13 @@ import torch
 from benchmarks import clocks
 from benchmarks.machine import describe
 from benchmarks.registry import REGISTRY, TITLES, Entry, environment, in_order
+from benchmarks.runs import write_whole
 
 #: Seconds that a benchmark is repeated for: those of the tables, and the points of curves.
 SECONDS, POINT_SECONDS = 2.0, 0.25
 #: Seconds of calls beforehand on a huge buffer: its first rows come from memory that the machine has to find again.
 HUGE_WARM_UP = 1.0
-SKIPPED = pytest.StashKey[list[dict[str, str]]]()
+RESULTS = pytest.StashKey[dict[str, Any]]()
 DONE = pytest.StashKey[list[float]]()
 
 
@@ -36,7 +37,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--environment", action="append", metavar="NAME", help="only libraries of these environments")
     group.addoption("--seconds", type=float, help="how long a benchmark of the tables is repeated")
     group.addoption("--deadline", type=float, help="time.time() after which nothing more is begun")
-    group.addoption("--skipped", type=Path, help="a JSON file for what was not measured, and why")
+    group.addoption(
+        "--into", type=Path, help="a file of results, written after every benchmark; goes on with what it has"
+    )
     group.addoption("--progress", action="store_true", help="a line for each benchmark, no table at the end")
 
 
@@ -46,8 +49,12 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1")
     # JAX would take most of the GPU's memory when it starts.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    config.stash[SKIPPED] = []
     config.stash[DONE] = []
+    path = config.getoption("--into")
+    if path is not None:
+        known = json.loads(path.read_text()) if path.exists() else {}
+        machine = {} if "machine_info" in known else {"machine_info": describe(config.getoption("--device"))}
+        config.stash[RESULTS] = {**machine, "benchmarks": [], "skipped": [], **known}
 
 
 def chosen(config: pytest.Config) -> list[Entry]:
@@ -137,6 +144,14 @@ def measure(benchmark, device: str) -> Callable[[Entry, str, Any, Callable[[], o
     return run
 
 
+def note(config: pytest.Config, kind: str, found: dict[str, Any]) -> None:
+    """Write down what was measured or left out: at once, so that a run that is cut keeps all that came before."""
+    path = config.getoption("--into")
+    if path is not None:
+        config.stash[RESULTS][kind].append(found)
+        write_whole(path, config.stash[RESULTS])
+
+
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
     """Remember what was not measured, and say what was."""
     named = getattr(item, "callspec", None)
@@ -150,11 +165,13 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     if call.excinfo is not None:
         skipped = call.excinfo.errisinstance(pytest.skip.Exception)
         reason = str(call.excinfo.value) if skipped else f"failed: {call.excinfo.exconly()}"
-        item.config.stash[SKIPPED].append({"workload": workload, "library": library, "reason": reason})
+        note(item.config, "skipped", {"workload": workload, "library": library, "reason": reason})
         outcome = f"not measured: {reason.splitlines()[0][:90]}" if skipped else "FAILED"
     elif benchmark is None or benchmark.stats is None:
         return
     else:
+        # Without the single timings: megabytes that nobody reads.
+        note(item.config, "benchmarks", benchmark.stats.as_dict(include_data=False))
         outcome = f"{benchmark.stats.stats.median / benchmark.extra_info['calls'] * 1e6:.2f} µs"
     item.config.stash[DONE].append(0.0)
     reporter = item.config.pluginmanager.get_plugin("terminalreporter")
@@ -168,20 +185,3 @@ def pytest_report_teststatus(report: pytest.TestReport, config: pytest.Config) -
     if config.getoption("--progress") and not report.failed:
         return ("skipped" if report.skipped else "passed" if report.when == "call" else "", "", "")
     return None
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    path = session.config.getoption("--skipped")
-    if path is not None:
-        path.write_text(json.dumps(session.config.stash[SKIPPED], indent=1))
-
-
-def pytest_benchmark_generate_machine_info(config: pytest.Config) -> dict[str, Any]:
-    """In place of the plugin's own, which lists every flag of the processor and no versions."""
-    return describe(config.getoption("--device"))
-
-
-def pytest_benchmark_update_json(config: pytest.Config, benchmarks: list[Any], output_json: dict[str, Any]) -> None:
-    """Keep the statistics, leave out the single timings: megabytes that nobody reads."""
-    for entry in output_json["benchmarks"]:
-        entry["stats"].pop("data", None)

@@ -97,6 +97,13 @@ def newest_runs(folder: Path = RESULTS) -> Runs:
     return runs
 
 
+def write_whole(path: Path, data: dict[str, Any]) -> None:
+    """Write a JSON file that is whole at any moment, whatever ends the process."""
+    beside = path.with_suffix(".part")
+    beside.write_text(json.dumps(data, indent=1, default=str))
+    beside.replace(path)
+
+
 def write_results(subject: str, results: object, machine: dict[str, Any], out: Path | None, **more: object) -> Path:
     """Write one file of results.
 

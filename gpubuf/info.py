@@ -174,6 +174,8 @@ def _versions() -> dict[str, str | None]:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             found[name] = None
+    # Where the package says 2.11.0, this says 2.11.0+cu130.
+    found["torch"] = str(torch.__version__)
     built_for = torch.version.cuda or torch.version.hip
     found["torch is built for"] = "CPUs only" if built_for is None else built_for
     return found

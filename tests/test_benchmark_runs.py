@@ -16,7 +16,6 @@ from benchmarks import clocks, comparison, floor, page, run
 from benchmarks.comparison import combined, missing, panels, table
 from benchmarks.conftest import in_time
 from benchmarks.floor import Traffic
-from benchmarks.machine import RESULTS
 from benchmarks.peers.share import share
 from benchmarks.registry import PEERS, REGISTRY
 from benchmarks.sweeps import AXES
@@ -237,12 +236,14 @@ def test_page_of_nothing_says_so(tmp_path: Path):
 def part(name: str, workloads: list[str], **versions: str) -> run.Part:
     data = a_run([entry(workload, name, 1e-5) for workload in workloads], []).data
     data["machine_info"]["versions"] = {"torch": "2.13.0", **versions}
-    return run.Part((name,), data, [{"workload": "extend-256", "library": name, "reason": "no"}], 0)
+    data["skipped"] = [{"workload": "extend-256", "library": name, "reason": "no"}]
+    return run.Part((name,), data, 0)
 
 
 def test_results_of_all_environments_are_one_file():
     machine = {"device": {"kind": "cpu", "name": "x"}, "versions": {"torch": "2.13.0"}, "floor": FLOOR}
-    absent = run.Part(("sb3",), {}, [{"workload": "extend-256", "library": "sb3", "reason": "absent"}], 0)
+    skipped = {"skipped": [{"workload": "extend-256", "library": "sb3", "reason": "absent"}]}
+    absent = run.Part(("sb3",), {"machine_info": machine, "benchmarks": [], **skipped}, 0)
     parts = [
         part("gpubuf", ["uniform-sample-4096", "uniform-sample-256", "capacity/extend/10000"]),
         part("flashbax", ["uniform-sample-256"], flashbax="0.1.3", jax="0.10.2"),
@@ -308,7 +309,7 @@ def test_benchmarks_run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.M
     assert {"bytes": 4096, "launches": 1, "row_bytes": 4, "batch": 256}.items() <= found["extra_info"].items()
     assert found["stats"]["median"] > 0
     assert "data" not in found["stats"]
-    (skip,) = part.skipped
+    (skip,) = part.data["skipped"]
     assert (skip["library"], "CUDA graphs need a GPU" in skip["reason"]) == ("gpubuf-graph", True)
     shown = capfd.readouterr().out
     assert re.search(r"1/2 +uniform sample, capacity 10,000 +gpubuf +[\d.]+ µs", shown)
@@ -320,73 +321,3 @@ def test_nothing_begins_after_the_deadline():
     in_time(time.time() + 60)
     with pytest.raises(pytest.skip.Exception, match="the time for this run was over"):
         in_time(time.time() - 1)
-
-
-def test_outcomes_are_read_from_the_report(tmp_path: Path):
-    report = tmp_path / "report.xml"
-    report.write_text(
-        '<testsuites><testsuite><testcase classname="t" name="good"/>'
-        '<testcase classname="t" name="bad"><failure message="no"/></testcase>'
-        '<testcase classname="t" name="broken"><error message="no"/></testcase>'
-        '<testcase classname="t" name="left"><skipped message="no"/></testcase></testsuite></testsuites>'
-    )
-    expected = {"passed": 1, "failed": 2, "skipped": 1, "failures": ["t::bad", "t::broken"]}
-    assert run.outcomes(report) == expected
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_without_a_gpu_the_gpu_run_says_so(capsys: pytest.CaptureFixture[str]):
-    """Exit code 2, and what to do about it; nothing is written."""
-    before = set(RESULTS.rglob("*"))
-    assert run.main(["gpu"]) == 2
-    assert "make gpu PYTHON=python3" in capsys.readouterr().err
-    assert set(RESULTS.rglob("*")) == before
-
-
-def test_a_run_on_a_gpu_leaves_everything_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Tests, tuning, benchmarks and report, each with a limit, together less than ten minutes; failures are told."""
-    stages: list[tuple[str, float]] = []
-    tuned = tmp_path / "cache" / "some-gpu.json"
-    tuned.parent.mkdir()
-
-    def run_limited(command: list[str], seconds: float, **environment: str) -> int:
-        stages.append((command[3], seconds))
-        if command[3] == "tune":
-            tuned.write_text("{}")
-            return 0
-        assert environment == {"GPUBUF_TEST_GPU": "1"}
-        junit = next(word for word in command if word.startswith("--junitxml=")).partition("=")[2]
-        case = '<testcase classname="t" name="bad"><failure message="no"/></testcase>'
-        Path(junit).write_text(f"<testsuites><testsuite>{case}</testsuite></testsuites>")
-        return 1
-
-    def run_benchmarks(kind: str, out: Path, *arguments: str) -> int:
-        deadline = next(word for word in arguments if word.startswith("--deadline=")).partition("=")[2]
-        stages.append((kind, float(deadline) - time.time()))
-        assert {"--curves", "--huge", "-x"} < set(arguments)
-        for path, curves in ((out, False), (run.curves_path(out), True)):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(run.of_curves(a_full_run().data, curves)))
-        return 0
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *given: "Some GPU")
-    monkeypatch.setattr(run, "user_folder", lambda: tuned.parent)
-    monkeypatch.setattr(run, "run_limited", run_limited)
-    monkeypatch.setattr(run, "run_benchmarks", run_benchmarks)
-    assert run.main(["gpu", "--out", str(tmp_path / "out"), "-x"]) == 1
-    assert [name for name, _ in stages] == ["-W", "tune", "cuda"]
-    assert sum(seconds for _, seconds in stages) < 600
-    names = {path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*") if path.is_file()}
-    (results,) = (name for name in names if re.fullmatch(r"some-gpu-[\d-]+\.json", name))
-    stem = f"curves/{results.removesuffix('.json')}"
-    drawn = {f"{stem}{end}" for end in (".json", ".html", "-capacity.png", "-batch.png", "-row.png")}
-    assert names == {results, "gpu-tests.xml", "tuned/some-gpu.json", *drawn}
-    found = json.loads((tmp_path / "out" / results).read_text())
-    assert found["gpu_tests"] == {"passed": 0, "failed": 1, "skipped": 0, "failures": ["t::bad"]}
-
-
-def test_a_stage_that_takes_too_long_is_ended(capsys: pytest.CaptureFixture[str]):
-    assert run.run_limited([sys.executable, "-c", "import time; time.sleep(60)"], 0.1) == 124
-    assert "ended after 0 s" in capsys.readouterr().err
-    assert run.run_limited([sys.executable, "-c", "raise SystemExit(3)"], None) == 3

@@ -110,7 +110,6 @@ REFUSED = {
     "nonzero": (lambda x: x.nonzero(), "size only the GPU knows"),
     "copy": (lambda x: x.cpu(), "copies between host and GPU"),
     "host noise": (lambda x: torch.rand(3), "makes a tensor on the CPU"),
-    "synchronize": (lambda x: torch.cuda.synchronize(), "can't be captured"),
 }
 
 

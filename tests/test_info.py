@@ -241,6 +241,12 @@ def test_what_is_not_installed_is_said(monkeypatch):
     assert found["torch"] == torch.__version__
 
 
+def test_the_version_of_torch_says_what_it_is_built_for(monkeypatch):
+    """Its package may be called 2.11.0."""
+    monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
+    assert module._versions()["torch"] == "2.11.0+cu130"
+
+
 def test_a_cache_that_can_not_be_found_is_no_error():
     def fail():
         raise ImportError("no numba")

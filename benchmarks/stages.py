@@ -1,0 +1,359 @@
+"""Runs what has to be run on a GPU, as three stages of less than nine minutes each, the most valuable first.
+
+``python -m benchmarks.stages 1`` is what ``make gpu STAGE=1`` runs. A stage is a list of steps, each a process with a
+limit of its own, so that neither a hanging kernel nor a lost CUDA context takes the rest along. Everything goes into
+one folder of at most eight files, which are whole whenever the stage is cut: a log, a file of results that grows with
+every benchmark, a JUnit file for each run of tests, and the tuned file. ``--gather`` makes of them what ``make report``
+reads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import floor
+from benchmarks.comparison import combined
+from benchmarks.machine import RESULTS, describe
+from benchmarks.run import ROOT, benchmark_options, curves_path, draw, of_curves
+from benchmarks.runs import Run, write_whole
+from gpubuf.kernels._tuned import slug, user_folder
+
+#: Seconds of a stage. A step that would have less than ``LEAST`` is left out, and said.
+LIMIT, LEAST = 520, 15
+#: Seconds between asking a step to end, which lets it write its reports, and ending it.
+GRACE = 15
+#: Processes that share the gpu-marked tests, which mostly compile.
+WORKERS = 8
+
+ALONE = ("test_train_gpu.py", "test_tuning_gpu.py", "test_placement_gpu.py", "test_broken_capture_gpu.py")
+SANITIZED = ("test_rows_gpu.py", "test_sum_tree_gpu.py", "test_trajectories_gpu.py")
+REPLAY = ("uniform-sample-*", "prioritized-sample-*", "priority-update-*", "sample-and-update-*", "*extend-256")
+OTHERS = ("placement-*", "SAC-*")
+SLICES = ("slices-*", "prioritized-slices-*", "filling-*")
+CURVES = ("batch/*", "row/*", "capacity/*")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One process of a stage.
+
+    Attributes:
+        name: for the log and the file of results.
+        command: what is run, from the root of the project; ``{deadline}`` is when it should begin nothing more.
+        seconds: how long it may take.
+        environment: variables beside those of this process.
+        junit: the JUnit file that it writes.
+        needs: a program that must be there, or the step is left out.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    seconds: float
+    environment: dict[str, str] = field(default_factory=dict)
+    junit: Path | None = None
+    needs: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the steps of a stage have in common.
+
+    Attributes:
+        stage: 1, 2 or 3.
+        folder: where everything goes.
+        kind: ``"cuda"``, or ``"cpu"`` for a rehearsal: tests skip, benchmarks are quick.
+    """
+
+    stage: int
+    folder: Path
+    kind: str = "cuda"
+
+    @property
+    def results(self) -> Path:
+        """The stage's file of results."""
+        return self.folder / f"stage-{self.stage}.json"
+
+    @property
+    def log(self) -> Path:
+        """What all steps print."""
+        return self.folder / f"stage-{self.stage}.log"
+
+    def steps(self) -> list[Step]:
+        """The steps, in order."""
+        this = (sys.executable, "-m", "benchmarks.stages", str(self.stage), "--describe", str(self.results))
+        described = Step("environment", (*this, *(["--rehearse"] if self.kind == "cpu" else [])), 45)
+        return [described, *{1: self._first, 2: self._second, 3: self._third}[self.stage]()]
+
+    def _first(self) -> list[Step]:
+        together = [name for name in gpu_files() if name not in ALONE]
+        return [
+            self._tests("tests", together, 240, workers=WORKERS),
+            self._tests("placement", ["test_placement_gpu.py"], 80),
+            # What it does to CUDA ends with its process.
+            self._tests("broken-capture", ["test_broken_capture_gpu.py"], 35),
+            self._benchmarks("by rule", 120, REPLAY),
+        ]
+
+    def _second(self) -> list[Step]:
+        tune = (sys.executable, "-m", "gpubuf", "tune", "--seconds", "150")
+        return [
+            Step("tune", tune, 190),
+            self._benchmarks("replay", 90, REPLAY),
+            self._benchmarks("placement and SAC", 90, OTHERS),
+            self._benchmarks("slices and filling", 105, SLICES),
+        ]
+
+    def _third(self) -> list[Step]:
+        command = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "1")
+        # Without PyTorch's cache, so that an access beyond a tensor is one beyond an allocation.
+        uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        return [
+            self._tests("training-and-tuning", ["test_train_gpu.py", "test_tuning_gpu.py"], 130, workers=WORKERS),
+            self._benchmarks("curves", 190, CURVES, "--curves", "--huge"),
+            self._tests("sanitizer", SANITIZED, LIMIT, before=command, environment=uncached, needs=command[0]),
+        ]
+
+    def _tests(
+        self,
+        name: str,
+        files: Sequence[str],
+        seconds: float,
+        *,
+        workers: int = 0,
+        before: tuple[str, ...] = (),
+        environment: dict[str, str] | None = None,
+        needs: str = "",
+    ) -> Step:
+        junit = self.folder / f"stage-{self.stage}-{name}.xml"
+        options = ["-W", "default", "-p", "no:cacheprovider", "-v", "-rf", "--tb=short", "--maxfail=200"]
+        options += ["-m", "gpu", f"--junitxml={junit}", "-n", str(workers)]
+        command = (*before, sys.executable, "-m", "pytest", *options, *(f"tests/{file}" for file in files))
+        return Step(name, command, seconds, {"GPUBUF_TEST_GPU": "1", **(environment or {})}, junit, needs)
+
+    def _benchmarks(self, name: str, seconds: float, workloads: Sequence[str], *more: str) -> Step:
+        options = [*benchmark_options(self.results, self.kind), "--environment=gpubuf", "--deadline={deadline}"]
+        options += [f"--workload={pattern}" for pattern in workloads]
+        options += ["--quick", "--seconds=0.05"] if self.kind == "cpu" else []
+        return Step(name, (sys.executable, "-m", "pytest", "-W", "default", *options, *more), seconds)
+
+
+def gpu_files() -> list[str]:
+    """The files that have gpu-marked tests: others may import what a bare machine lacks."""
+    files = sorted((ROOT / "tests").glob("test_*.py"))
+    return [file.name for file in files if "pytest.mark.gpu" in file.read_text()]
+
+
+def run_limited(command: Sequence[str], seconds: float, log: Path, environment: dict[str, str]) -> int:
+    """The exit code of a process, its output appended to ``log``; 124 where it took longer than it may, and was ended.
+
+    It is interrupted first, as by Ctrl-C, and ended with all its children where that does not help.
+    """
+    with log.open("a") as out:
+        try:
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except OSError as error:
+            out.write(f"{error}\n")
+            return 127
+        try:
+            return process.wait(max(seconds - GRACE, 0.1))
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return 124
+
+
+def outcomes(report: Path) -> dict[str, Any]:
+    """Counts and the names of failed tests, from a JUnit file; of a run that left none, that it did not end."""
+    found: dict[str, list[str]] = {"passed": [], "failed": [], "skipped": []}
+    try:
+        cases = list(ElementTree.parse(report).iter("testcase"))
+    except (OSError, ElementTree.ParseError):
+        return {"passed": 0, "failed": 0, "skipped": 0, "failures": [f"{report.stem} left no report"]}
+    for case in cases:
+        kinds = {child.tag for child in case}
+        outcome = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+        found[outcome].append(f"{case.get('classname')}::{case.get('name')}")
+    return {**{outcome: len(names) for outcome, names in found.items()}, "failures": found["failed"]}
+
+
+def together(tests: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The sum of several :func:`outcomes`."""
+    counts = {name: sum(each[name] for each in tests) for name in ("passed", "failed", "skipped")}
+    return {**counts, "failures": [name for each in tests for name in each["failures"]]}
+
+
+def run_stage(plan: Plan, steps: Sequence[Step], limit: float = LIMIT) -> int:
+    """Run the steps, each within its own limit and all within that of the stage.
+
+    Returns:
+        The exit code of the first step that failed; 0 where none has.
+    """
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    for path in (plan.results, plan.log):
+        path.unlink(missing_ok=True)
+    started, first = time.monotonic(), 0
+    for step in steps:
+        left = limit - (time.monotonic() - started)
+        reason = f"{left:.0f} s were left" if left < LEAST else f"there is no {step.needs}" if missing(step) else ""
+        begun, allowed = time.monotonic(), min(step.seconds, left)
+        if reason:
+            print(f"{step.name}: left out, {reason}", flush=True)
+            keep(plan, step, {"name": step.name, "left_out": reason})
+            continue
+        deadline = f"{time.time() + allowed - 2 * GRACE}"
+        command = [word.replace("{deadline}", deadline) for word in step.command]
+        with plan.log.open("a") as log:
+            log.write(f"\n=== {step.name}: {' '.join(command)}\n")
+        code = run_limited(command, allowed, plan.log, step.environment)
+        took = round(time.monotonic() - begun, 1)
+        said = keep(plan, step, {"name": step.name, "command": command, "code": code, "seconds": took})
+        print(f"{step.name}: exit code {code} after {took} s of {allowed:.0f}{said}", flush=True)
+        first = first or code
+    return first
+
+
+def missing(step: Step) -> bool:
+    """Whether the program that a step needs is not there."""
+    return bool(step.needs) and shutil.which(step.needs) is None
+
+
+def keep(plan: Plan, step: Step, entry: dict[str, Any]) -> str:
+    """Enter a step into the file of results, and keep what it has tuned; returns what it says about tests."""
+    data = json.loads(plan.results.read_text()) if plan.results.exists() else {}
+    said = ""
+    if step.junit is not None and "code" in entry:
+        entry["tests"] = outcomes(step.junit)
+        said = ", {passed} passed, {failed} failed, {skipped} skipped".format(**entry["tests"])
+    data = {"benchmarks": [], "skipped": [], "steps": [], **data, "stage": plan.stage}
+    data["datetime"] = datetime.datetime.now(datetime.UTC).isoformat()
+    data["steps"].append(entry)
+    tests = [each["tests"] for each in data["steps"] if "tests" in each]
+    if tests:
+        data["gpu_tests"] = together(tests)
+    write_whole(plan.results, data)
+    if step.name == "tune":
+        keep_tuned(data, plan.folder)
+    return said
+
+
+def keep_tuned(data: dict[str, Any], folder: Path) -> None:
+    """Copy the tuned file that the benchmarks go by beside the results."""
+    source = user_folder()
+    if source is None or "machine_info" not in data:
+        return
+    name = f"{slug(data['machine_info']['device']['name'])}.json"
+    if (source / name).exists():
+        (folder / "tuned").mkdir(exist_ok=True)
+        shutil.copy(source / name, folder / "tuned" / name)
+
+
+def describe_machine(path: Path, kind: str) -> None:
+    """Print what the machine has, and begin the file of results with it."""
+    for command in (["nvidia-smi"], [sys.executable, "-m", "pip", "list"], [sys.executable, "-m", "gpubuf", "info"]):
+        with contextlib.suppress(OSError):
+            subprocess.run(command, cwd=ROOT, check=False, timeout=30)
+    machine = {**describe(kind), "floor": floor.measure(kind)}
+    print(f"this machine: {floor.describe(machine['floor'])}")
+    write_whole(path, {"machine_info": machine})
+
+
+def gather(folders: Sequence[Path], out: Path) -> list[Path]:
+    """Make of the files of stages the files that ``make report`` reads: tables, curves with their page, tuned file.
+
+    Of a workload that several stages have measured the last counts: stage 2 goes by the tuned file.
+
+    Raises:
+        ValueError: there are none, or they are of different devices.
+    """
+    found = [path for folder in folders for path in folder.glob("stage-*.json")]
+    runs = [Run(path.name, data) for path in found if "machine_info" in (data := json.loads(path.read_text()))]
+    runs.sort(key=lambda run: (run.data["stage"], run.data["datetime"]))
+    data = combined(runs).data
+    kept = {(b["extra_info"]["workload"], b["extra_info"]["library"]): b for b in data["benchmarks"]}
+    data["benchmarks"] = list(kept.values())
+    data["skipped"] = [skip for skip in data["skipped"] if (skip["workload"], skip["library"]) not in kept]
+    data["steps"] = [{"stage": run.data["stage"], **step} for run in runs for step in run.data["steps"]]
+    data["gpu_tests"] = together([run.data["gpu_tests"] for run in runs if "gpu_tests" in run.data])
+    data["datetime"] = max(run.data["datetime"] for run in runs)
+    del data["stage"]
+    machine = data["machine_info"]
+    machine["environments"] = {"gpubuf": machine["versions"]}
+    path = out / f"{slug(machine['device']['name'])}-{data['datetime'][:10]}.json"
+    written = []
+    for each, curves in ((path, False), (curves_path(path), True)):
+        chosen = of_curves(data, curves)
+        if chosen["benchmarks"]:
+            each.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(each, chosen)
+            written.append(each)
+    for tuned in (each for folder in folders for each in folder.glob("tuned/*.json")):
+        (out / "tuned").mkdir(parents=True, exist_ok=True)
+        written.append(Path(shutil.copy(tuned, out / "tuned" / tuned.name)))
+    if curves_path(path) in written:
+        draw(path)
+    return written
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.stages", description=__doc__.partition("\n")[0])
+    parser.add_argument("stage", type=int, choices=(1, 2, 3), nargs="?", default=1)
+    parser.add_argument("--out", type=Path, help="the folder for everything; default: runs/gpu")
+    parser.add_argument("--list", action="store_true", help="print the commands and their limits, run nothing")
+    parser.add_argument("--rehearse", action="store_true", help="on the CPU: tests skip, benchmarks are quick")
+    parser.add_argument("--gather", type=Path, nargs="+", metavar="FOLDER", help="make files for make report of these")
+    parser.add_argument("--describe", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.gather:
+        for path in gather(options.gather, options.out or RESULTS):
+            print(f"results: {path}")
+        return 0
+    plan = Plan(options.stage, (options.out or Path("runs", "gpu")).absolute(), "cpu" if options.rehearse else "cuda")
+    if options.describe:
+        describe_machine(options.describe, plan.kind)
+        return 0
+    if options.list:
+        for step in plan.steps():
+            print(f"{step.name} ({step.seconds} s): {' '.join(step.command)}")
+        return 0
+    if plan.kind == "cuda" and not torch.cuda.is_available():
+        print(
+            f"make gpu needs an NVIDIA GPU, and torch {torch.__version__} of {sys.executable} sees none. On a machine "
+            "that has one, name an interpreter whose torch is built for it: make gpu PYTHON=python3",
+            file=sys.stderr,
+        )
+        return 2
+    code = run_stage(plan, plan.steps())
+    print(f"results: {plan.results}\nlog: {plan.log}")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
