@@ -105,7 +105,7 @@ def sac_calls() -> dict[str, Call]:
 
 def parts(buffer: Any) -> dict[str, Call]:
     """Parts of a uniform sample that are timed on their own; their names begin with a dot."""
-    from gpubuf.kernels import rows
+    from gpubuf.data import storages
     from gpubuf.kernels.rows import _launch
 
     storage, rng = buffer.storage, buffer.sampler.random_state("cpu").state
@@ -126,7 +126,7 @@ def parts(buffer: Any) -> dict[str, Call]:
         torch.empty_like(index)
 
     return {
-        ".operation": lambda: rows.sample(*arguments),
+        ".operation": lambda: storages._sample(*arguments),
         ".launcher": lambda: _launch.sample(*arguments),
         ".allocation": allocate,
         ".views": lambda: layout.cut(arena, BATCH),

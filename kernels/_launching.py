@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -40,9 +40,10 @@ from triton.runtime.jit import JITFunction
 try:
     from triton._C.libtriton import native_specialize_impl
     from triton.backends.nvidia.compiler import CUDABackend
+    from triton.backends.nvidia.driver import CudaLauncher
     from triton.compiler import CompiledKernel
 except ImportError:  # A Triton with other insides, or without NVIDIA's backend.
-    native_specialize_impl = CUDABackend = CompiledKernel = None
+    native_specialize_impl = CUDABackend = CudaLauncher = CompiledKernel = None
 
 KEPT = 1024
 """Configurations of a kernel that are kept. There are more only where sizes change with every call."""
@@ -55,14 +56,34 @@ def cdiv(count: int, block: int) -> int:
     return -(-count // block)
 
 
-class Compiled(NamedTuple):
-    """What a launch of a compiled kernel needs: its launcher, its handle, and the launcher's constants."""
+Launcher = Callable[[int, int, tuple[Any, ...]], None]
+"""Takes the size of a grid, a stream's handle and all arguments, constexprs included."""
 
-    run: Callable[..., None]
-    function: int
-    metadata: Any
-    # Held, so that the handle stays valid.
-    kernel: Any
+
+def launcher_of(made: Any) -> Launcher:
+    """What launches a compiled kernel, without hooks."""
+    run, function, metadata = made.run, made.function, made.packed_metadata
+    if type(run) is CudaLauncher and hasattr(run, "kernel_signature") and not _scratch(run):
+        # Triton 3.7: what its launcher does for a kernel without scratch memory, which is 1 µs more than this.
+        launch, flags = run.launch, (run.launch_cooperative_grid, run.launch_pdl)
+        described = (run.arg_annotations, run.kernel_signature)
+
+        def directly(programs: int, stream: int, arguments: tuple[Any, ...]) -> None:
+            # Five absent ones: metadata for hooks, two hooks, two scratch memories.
+            launch(
+                programs, 1, 1, stream, function, *flags, metadata, None, None, None, None, None, *described, arguments
+            )
+
+        return directly
+
+    def by_launcher(programs: int, stream: int, arguments: tuple[Any, ...]) -> None:
+        run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
+
+    return by_launcher
+
+
+def _scratch(run: Any) -> int:
+    return int(run.global_scratch_size) + int(run.profile_scratch_size)
 
 
 class Launches:
@@ -73,12 +94,12 @@ class Launches:
         direct: whether launches can be taken over.
         specialised: for each argument that is not a constexpr, whether Triton specialises on its value.
         constexprs: names of the other arguments, which come last.
-        compiled: by key.
+        compiled: launchers and compiled kernels, which hold what their handles name, by key.
     """
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
-        self.compiled: dict[Any, Compiled] = {}
+        self.compiled: dict[Any, tuple[Launcher, Any]] = {}
         self.specialised: tuple[bool, ...] = ()
         self.constexprs: tuple[str, ...] = ()
         self.direct = type(kernel) is JITFunction and native_specialize_impl is not None
@@ -170,10 +191,10 @@ def launch(kernel: Any, programs: int, *arguments: Any, num_warps: int = 4, **co
         if _can_be_kept(made, launches, constexprs):
             if len(launches.compiled) >= KEPT:
                 launches.compiled.clear()
-            launches.compiled[key] = Compiled(made.run, made.function, made.packed_metadata, made)
+            launches.compiled[key] = launcher_of(made), made
         return
     stream = driver.active.get_current_stream(device)
-    compiled.run(programs, 1, 1, stream, compiled.function, compiled.metadata, None, None, None, *values, *constants)
+    compiled[0](programs, stream, (*values, *constants))
 
 
 def _can_be_kept(made: Any, launches: Launches, constexprs: dict[str, Any]) -> bool:

@@ -221,7 +221,7 @@ def without_dispatch(operation: Any, *, given: Sequence[str] = (), trusted: bool
 
     def call(first: torch.Tensor, *args: Any) -> Any:
         nonlocal twin
-        if not _compiling() and some_are_lazy(args):
+        if given and not _compiling() and some_are_lazy(args):
             return call(first, *copied(args))
         if not _eager(first):
             return operation(first, *args)

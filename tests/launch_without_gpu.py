@@ -15,6 +15,7 @@ import triton.language as tl
 from tensordict import TensorDict
 from triton import knobs
 from triton.backends.nvidia.driver import CudaLauncher
+from triton.runtime import driver
 
 import gpubuf
 from benchmarks.no_gpu import install
@@ -44,18 +45,31 @@ class Watch:
     def __init__(self) -> None:
         self.calls: list[Any] = []
         self.by_triton = 0
-        launched, run = CudaLauncher.__call__, triton.JITFunction.run
-        watch = self
+        run, utils, watch = triton.JITFunction.run, driver.active.utils, self
 
-        def call(launcher: Any, *args: Any) -> None:
-            watch.calls.append(plain(args[:6]) + plain(args[9:]))
-            launched(launcher, *args)
+        def noted(launched: Any) -> Any:
+            def call(*args: Any) -> None:
+                watch.calls.append(plain(args))
+                launched(*args)
+
+            return call
+
+        if hasattr(utils, "launch"):
+            utils.launch = noted(utils.launch)
+        else:
+            # Triton 3.6 makes a launcher of each kernel.
+            made = CudaLauncher.__init__
+
+            def made_and_noted(launcher: Any, *args: Any) -> None:
+                made(launcher, *args)
+                launcher.launch = noted(launcher.launch)
+
+            CudaLauncher.__init__ = made_and_noted
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             watch.by_triton += 1
             return run(*args, **kwargs)
 
-        CudaLauncher.__call__ = call
         # As if it were Triton's, so that launches are still taken over.
         triton.JITFunction.run = _launching._run = counted
 
@@ -66,9 +80,13 @@ class Watch:
         return self.calls[before:], self.by_triton - by_triton
 
 
-def plain(values: Any) -> list[Any]:
-    """Tensors as addresses."""
-    return [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in values]
+def plain(value: Any) -> Any:
+    """Tensors as addresses; annotations of arguments, which are objects without equality, and empty hooks left out."""
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr()
+    if isinstance(value, (tuple, list)):
+        return [plain(item) for item in value]
+    return value if isinstance(value, (int, float, bytes, str)) else None
 
 
 def every_operation(watch: Watch) -> dict[str, Any]:
@@ -185,10 +203,10 @@ def fallbacks(watch: Watch) -> dict[str, Any]:
 
 
 def main() -> None:
-    driver = install()
+    stub = install()
     watch = Watch()
     found = {"operations": every_operation(watch), "fallbacks": fallbacks(watch)}
-    found["launches"] = [driver.launches(), len(watch.calls)]
+    found["launches"] = [stub.launches(), len(watch.calls)]
     print(json.dumps(found))
 
 

@@ -26,6 +26,7 @@ from gpubuf.kernels._registry import in_memory, lazy, past_dispatcher, without_d
 
 _extend = without_dispatch(rows.extend, given=("sources",))
 _gather = without_dispatch(rows.gather, given=("index",))
+_sample = without_dispatch(rows.sample)
 _write = without_dispatch(rows.write, given=("sources", "index"))
 # The CPU's forms of two operations that no schema can describe: they write into tensors of the caller's.
 _gather_into = lazy("gpubuf.kernels.rows._numba:gather_into")
@@ -157,7 +158,7 @@ class TensorStorage(RowMemory):
         if past_dispatcher(self.table):
             tensors = layout.allocate(n)
             return tensors, *_sample_into(self.table, self.ring, rng, n, self.max_size, tensors)
-        arena, index, generation = rows.sample(self.table, self.ring, rng, n, self.max_size, layout.arena(n).n_bytes)
+        arena, index, generation = _sample(self.table, self.ring, rng, n, self.max_size, layout.arena(n).n_bytes)
         return layout.cut(arena, n), index, generation
 
     def assemble(
