@@ -1,7 +1,7 @@
 """Runs the benchmarks: every library in its own environment, the results of all of them in one file.
 
-``python -m benchmarks.run`` is what ``make bench`` runs, on the CPU. Further arguments go to the pytest of the benchmarks.
-For a GPU there is :mod:`benchmarks.stages`.
+``python -m benchmarks.run`` is what ``make bench`` runs, on the CPU. Further arguments go to the pytest of the
+benchmarks. For a GPU there is :mod:`benchmarks.stages`.
 """
 
 from __future__ import annotations

@@ -127,9 +127,9 @@ _postponed: deque[Callable[[], None]] = deque()
 def capture_under_way() -> Iterator[None]:
     """Around a capture: garbage is not collected, and what would break the capture is put off.
 
-    Finalisers of tensors, graphs and pinned memory call CUDA, and may not while a capture is under way.
+    Finalisers of tensors, graphs and pinned memory call CUDA, and may not while a capture is under way. What is garbage
+    by then waits until after it.
     """
-    gc.collect()
     collects = gc.isenabled()
     gc.disable()
     _captures.append(None)
