@@ -45,9 +45,10 @@ def runs_kernel(cursor_ptr, n, words_ptr, run_ptr, steps, levels, BLOCK: tl.cons
         tl.store(at + 2, count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_words", "run_words", "levels"])
 def sizes_kernel(size_ptr, n_words, run_words, levels, SHIFT: tl.constexpr):  # noqa: N803
     """Per level: (words of an environment, bound of a run, nodes of the sums)."""
+    n_words = n_words.to(tl.int64)
     for level in range(levels):
         tl.store(size_ptr + 3 * level, words_of(n_words * 64, level))
         tl.store(size_ptr + 3 * level + 1, bits_bound(run_words, words_of(n_words * 64, level), level))

@@ -79,6 +79,9 @@ def _stage_resolve(leaves_ptr, hyper_ptr, index_ptr, priority_ptr, i, n, capacit
     row = tl.load(index_ptr + i, mask=i < n, other=-1)
     in_range = (row >= 0) & (row < capacity)
     bits_ptr = leaves_ptr.to(tl.pointer_type(tl.uint32), bitcast=True)
+    # An entry that has lost reads the last one's tag or weight, and neither is its own tag.
+    # TTIR race (sum_tree_resolve_kernel): so it does not matter which.
+    # TTIR barrier (sum_tree_resolve_kernel, sum_tree_update_small_kernel): so it does not matter which.
     bits = tl.load(bits_ptr + row, mask=in_range, other=0)
     last = in_range & (bits == (i.to(tl.uint32) | 0x80000000))
     priority = tl.load(priority_ptr + i, mask=last, other=0.0)

@@ -1,0 +1,1 @@
+"""Tools that the tests run, too large for a module beside them."""

@@ -1,0 +1,36 @@
+"""Launches of many small programs, whatever the sizes, so that tests of ordinary size see several of every kernel."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+BLOCKS = ("default", "stages", "envs")
+"""What to launch with: the rules of the library; small blocks, with an update of a trajectory index in a launch a
+stage; small blocks, with two environments a program."""
+
+
+@contextlib.contextmanager
+def blocks(which: str) -> Iterator[None]:
+    """Launch with one of :data:`BLOCKS`."""
+    from gpubuf.kernels import config
+    from gpubuf.kernels._spaces import BlockConfig, DrawConfig, IndexConfig, RowsConfig, SliceConfig, UpdateConfig
+    from gpubuf.kernels.trajectories import _launch
+
+    if which == "default":
+        yield
+        return
+    before, _launch.LEGAL_WORDS = _launch.LEGAL_WORDS, 1
+    try:
+        with config.using(
+            rows_copy=RowsConfig(256, 16, 1),
+            sum_tree_update=UpdateConfig(single_program=False, block_entries=8, block_nodes=1, num_warps=1),
+            sum_tree_draw=DrawConfig(4, 1),
+            trajectories_update=IndexConfig(2 if which == "envs" else 0, 2, 2, 1, 1),
+            trajectories_draw=SliceConfig(8, 8, 1),
+            sac_rows=BlockConfig(32, 1),
+            tanh_normal_backward=BlockConfig(32, 1),
+        ):
+            yield
+    finally:
+        _launch.LEGAL_WORDS = before

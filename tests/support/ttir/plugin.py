@@ -1,0 +1,103 @@
+"""``python -m pytest -p tests.support.ttir.plugin -n 0``: Triton's launches on CPU tensors are executed from TTIR."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+# Triton's own functions must be compiled ones, which is decided when it is imported. The tests' conftest.py asks for
+# the interpreter after that.
+os.environ.pop("TRITON_INTERPRET", None)
+
+import pytest
+import torch
+import triton
+import triton.language  # its functions, too, before the line above is undone
+
+from tests.support.ttir.blocks import BLOCKS, blocks
+from tests.support.ttir.launch import Executor
+from tests.support.ttir.machine import POISON
+
+EXECUTOR = pytest.StashKey[Executor]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("ttir")
+    group.addoption("--ttir-seed", type=int, default=0, help="of the order of programs and lanes")
+    group.addoption("--ttir-report", type=Path, default=None, help="JSON of what was executed and found")
+    group.addoption("--ttir-blocks", choices=BLOCKS, nargs="+", default=["default"], help="sizes of programs")
+
+
+def _compiled_functions(jit: Callable[..., Any]) -> Callable[..., Any]:
+    """``triton.jit`` that makes compiled functions also where the tests ask for interpreted ones."""
+
+    def compiled(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+        if function is None:
+            return lambda decorated: compiled(decorated, **options)
+        runtime = triton.knobs.runtime
+        before, runtime.interpret = runtime.interpret, False
+        try:
+            return jit(function, **options)
+        finally:
+            runtime.interpret = before
+
+    return compiled
+
+
+def _poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """``torch.empty`` or the like that fills what it makes with :data:`POISON`."""
+
+    def made(*args: Any, **kwargs: Any) -> torch.Tensor:
+        out = make(*args, **kwargs)
+        plain = type(out) is torch.Tensor and out.is_cpu and out.is_contiguous() and out.numel()
+        watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
+        if plain and not watched and not torch.are_deterministic_algorithms_enabled() and out.data_ptr():
+            start = out.storage_offset() * out.element_size()
+            flat = torch.tensor([], dtype=torch.uint8).set_(out.untyped_storage(), start, (out.nbytes,), (1,))
+            flat.fill_(POISON)
+        return out
+
+    return made
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    executor = config.stash[EXECUTOR] = Executor(config.getoption("--ttir-seed"))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(executor.installed())
+        config.add_cleanup(stack.pop_all().close)
+    triton.jit = _compiled_functions(triton.jit)
+    torch.empty, torch.empty_like = _poisoned(torch.empty), _poisoned(torch.empty_like)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    session.config.stash[EXECUTOR].storages.settle()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    chosen = metafunc.config.getoption("--ttir-blocks")
+    if chosen != ["default"]:
+        metafunc.parametrize("ttir_blocks", chosen, indirect=True, scope="session")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ttir_blocks(request: pytest.FixtureRequest) -> Iterator[None]:
+    with blocks(getattr(request, "param", "default")):
+        yield
+
+
+@pytest.fixture(scope="session")
+def executor(request: pytest.FixtureRequest) -> Executor:
+    return request.config.stash[EXECUTOR]
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    report = config.stash[EXECUTOR].report
+    terminalreporter.section("TTIR")
+    terminalreporter.write_line(report.text())
+    path = config.getoption("--ttir-report")
+    if path is not None:
+        report.write(path)
