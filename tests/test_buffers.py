@@ -12,17 +12,33 @@ from torch import nn
 
 from gpubuf.data import (
     LazyTensorStorage,
+    PrioritizedSampler,
+    PrioritizedSliceSampler,
     RandomSampler,
     ReplayBuffer,
     RoundRobinWriter,
     SamplerWithoutReplacement,
+    SliceSampler,
     TensorDictReplayBuffer,
+    TensorStorage,
 )
 from tests.transitions import same, transitions
 
 
 def buffer_of(capacity: int, **kwargs) -> TensorDictReplayBuffer:
     return TensorDictReplayBuffer(storage=LazyTensorStorage(capacity), **kwargs)
+
+
+def slices() -> SliceSampler:
+    return SliceSampler(slice_len=1)
+
+
+def prioritized() -> PrioritizedSampler:
+    return PrioritizedSampler(8, alpha=0.7, beta=0.5)
+
+
+def prioritized_slices() -> PrioritizedSliceSampler:
+    return PrioritizedSliceSampler(8, alpha=0.7, beta=0.5, slice_len=1)
 
 
 @pytest.mark.usefixtures("backend")
@@ -58,6 +74,37 @@ class TestWriting:
         buffer.extend(transitions(3))
         assert buffer.extend(transitions(0)).shape == (0,)
         assert (len(buffer), buffer.write_count) == (3, 3)
+
+    @pytest.mark.parametrize("ndim", [1, 2])
+    @pytest.mark.parametrize("sampler", [RandomSampler, slices, prioritized, prioritized_slices])
+    @pytest.mark.parametrize("kind", [ReplayBuffer, TensorDictReplayBuffer])
+    def test_an_empty_first_write_settles_nothing(self, kind, sampler, ndim):
+        """CASES 15: an empty list, zero rows, no keys: what rows look like is up to the first that has any."""
+        buffer = kind(storage=LazyTensorStorage(8, ndim=ndim), sampler=sampler())
+        none, some = ((0,), (4,)) if ndim == 1 else ((2, 0), (2, 4))
+        nothing = [
+            [],
+            TensorDict({}, none),
+            TensorDict({"other": torch.zeros(*none, 3)}, none),
+            TensorDict({}, some),
+            TensorDict({"next": TensorDict({}, some)}, some),
+        ]
+        for data in nothing:
+            index = buffer.extend(data)
+            assert index.dtype is torch.int64
+            assert index.shape == ((0,) if ndim == 1 else (0, 2))
+            assert not buffer.initialized
+        index = buffer.extend(transitions(4 * ndim).reshape(some))
+        for data in nothing[:3]:
+            assert buffer.extend(data).shape == (0, *index.shape[1:])
+        assert len(buffer) == buffer.write_count == index.shape[0]
+        with pytest.raises(ValueError, match="missing"):
+            buffer.extend(TensorDict({}, some))
+        assert len(buffer.sample(4)) == 4
+
+    def test_a_storage_of_no_keys_is_refused(self):
+        with pytest.raises(ValueError, match="no keys"):
+            TensorStorage(TensorDict({}, [4]), device="auto")
 
     def test_thousands_of_wraps_and_counters_beyond_int32(self):
         """CASES 15: TorchRL's counters are int32 and wrap silently at 2**31."""

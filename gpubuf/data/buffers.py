@@ -197,7 +197,7 @@ class ReplayBuffer(Movable, Sampling):
 
         Args:
             data: ``[n]`` rows (for storages of two dimensions ``[E, T]``, see ``dim_extend``), or a list of rows. It
-                is never changed.
+                is never changed. An empty list, no rows, or, as the first write, no keys: nothing changes.
             update_priority: not for this class (NotImplementedError): see :class:`TensorDictReplayBuffer`.
 
         Returns:
@@ -215,10 +215,14 @@ class ReplayBuffer(Movable, Sampling):
     def _extend(self, data: Data, priority: Callable[[Data], Tensor | None] | None) -> Tensor:
         storage = self._storage
         if isinstance(data, list):
+            if not data:
+                return self._no_rows()
             data = torch.stack(data, 0)
         if len(self._transform):
             # Inverse transforms may set keys in place; the caller's TensorDict must not see them.
             data = self._transform.inv(data if isinstance(data, Tensor) else data.copy())
+        if not storage.initialized and storage.holds_nothing(data):
+            return self._no_rows()
         if storage.ndim > 1 and self.dim_extend != 0:
             data = data.transpose(0, self.dim_extend)
         given = priority(data) if priority is not None else None
@@ -227,13 +231,19 @@ class ReplayBuffer(Movable, Sampling):
             self._sampler.check_rows(RowLayout(data, storage.ndim, storage.ignored_keys), storage.ndim)
         index = self._writer.extend(data)
         if index.numel() == 0:
-            return storage.unravel(index) if storage.ndim > 1 and storage.initialized else index
+            return self._no_rows()
         # Of more rows than the capacity only the newest are there.
         survivors = index[-storage.max_size :] if index.numel() > storage.max_size else index
         if given is not None:
             given = given[-survivors.numel() :]
         self._sampler.on_write(survivors, storage, given)
         return storage.unravel(index)
+
+    def _no_rows(self) -> Tensor:
+        """The index of an empty write."""
+        storage = self._storage
+        shape = (0,) if storage.ndim == 1 else (0, storage.ndim)
+        return torch.empty(shape, dtype=torch.int64, device=storage.device if storage.initialized else None)
 
     def add(self, data: Data) -> int | Tensor:
         """Write one row (of one step of all environments, for storages of several dimensions).

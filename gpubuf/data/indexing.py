@@ -6,18 +6,52 @@ written are always the positions ``0 .. size - 1``.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gpubuf.kernels.sum_tree import NO_ROW
 
-def ravel(index: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """``[n, ndim]`` coordinates as ``[n]`` flat positions; -1 where a coordinate is negative."""
+
+def ravel(index: Tensor, shape: tuple[int, ...], steps: int | None = None) -> Tensor:
+    """``[n, ndim]`` coordinates as ``[n]`` flat positions. Negative ones count from the end of their own dimension.
+
+    Args:
+        index: the coordinates, int64.
+        shape: of the storage.
+        steps: how much of the first dimension is there to count from the end of; None: all of it. Only known to the
+            host: on a GPU, and in compiled code, it is always all of it.
+
+    Raises:
+        IndexError: a coordinate is out of range. On a GPU, and in compiled code, its position is ``NO_ROW``, which
+            reads as zeros, takes no priority, and counts as a fault.
+    """
+    if torch.compiler.is_compiling() or not index.is_cpu or type(index) is not Tensor:
+        flat, outside = torch.zeros_like(index[..., 0]), torch.zeros_like(index[..., 0], dtype=torch.bool)
+        for length, coordinate in zip(shape, index.unbind(-1), strict=True):
+            outside = outside | (coordinate != coordinate.clamp(-length, length - 1))
+            flat = flat * length + coordinate.remainder(length)
+        return torch.where(outside, NO_ROW, flat)
+    if index.numel() == 0:
+        return index[..., 0]
+    lengths = [shape[0] if steps is None else steps, *shape[1:]]
+    least, largest = (bound.tolist() for bound in index.reshape(-1, len(shape)).aminmax(dim=0))
+    for dim, (low, high) in enumerate(zip(least, largest, strict=True)):
+        if low < -lengths[dim] or high >= shape[dim]:
+            wrong = low if low < -lengths[dim] else high
+            raise IndexError(
+                f"coordinate {wrong} is out of range in dimension {dim}: the storage has the shape {list(shape)}, and "
+                f"{lengths[0]} of its first dimension are stored"
+            )
+    if min(least) < 0:
+        index = torch.where(index < 0, index + torch.tensor(lengths), index)
     flat = index[..., 0]
     for dim in range(1, len(shape)):
         flat = flat * shape[dim] + index[..., dim]
-    return torch.where((index < 0).any(-1), -1, flat)
+    return flat
 
 
 def unravel(flat: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -37,14 +71,18 @@ def unravel(flat: Tensor, shape: tuple[int, ...]) -> Tensor:
     return coordinates
 
 
-def as_positions(index: Any, shape: tuple[int, ...], device: torch.device) -> Tensor:
+def as_positions(
+    index: Any, shape: tuple[int, ...], device: torch.device, steps: Callable[[], int] | None = None
+) -> Tensor:
     """An integer index as samples carry it, as int64 ``[n]`` flat positions on ``device``, contiguous.
 
     Accepts an int, a sequence, a tensor ``[n]``; with several dimensions also a tensor ``[n, ndim]`` and a tuple of one
-    tensor per dimension. Negative ones stay negative. No host sync.
+    tensor per dimension. Negative positions stay negative; negative coordinates count from the end of their dimension,
+    in the first one from the last of ``steps`` (see :func:`ravel`). No host sync.
 
     Raises:
         TypeError: the index is not made of integers.
+        IndexError: as :func:`ravel`.
     """
     if (
         isinstance(index, Tensor)
@@ -60,9 +98,13 @@ def as_positions(index: Any, shape: tuple[int, ...], device: torch.device) -> Te
     if index.dtype is torch.bool or index.is_floating_point() or index.is_complex():
         raise TypeError(f"rows are indexed by integers, got {index.dtype}")
     index = index.to(torch.int64)
+    several = len(shape) > 1 and index.ndim > 1 and index.shape[-1] == len(shape)
+    if several and index.is_cpu:
+        # Before it goes to a GPU: here it can raise.
+        index, several = ravel(index, shape, None if steps is None or torch.compiler.is_compiling() else steps()), False
     if index.device != device:
         index = index.to(device)
-    if len(shape) > 1 and index.ndim > 1 and index.shape[-1] == len(shape):
+    if several:
         index = ravel(index, shape)
     return index.reshape(-1).contiguous()
 
@@ -75,7 +117,7 @@ def stored_positions(index: Any, shape: tuple[int, ...], size: int, device: torc
 
     Raises:
         TypeError: the index is not made of integers.
-        IndexError: an index is beyond the rows stored.
+        IndexError: an index, or a coordinate in its dimension, is beyond the rows stored.
     """
     if isinstance(index, slice):
         index = range(*index.indices(size))
@@ -83,7 +125,8 @@ def stored_positions(index: Any, shape: tuple[int, ...], size: int, device: torc
         index = torch.arange(index.start, index.stop, index.step)
     if isinstance(index, Tensor) and index.dtype is torch.bool:
         index = index.nonzero().squeeze(-1)
-    flat = as_positions(index, shape, index.device if isinstance(index, Tensor) else torch.device("cpu"))
+    where = index.device if isinstance(index, Tensor) else torch.device("cpu")
+    flat = as_positions(index, shape, where, lambda: size // math.prod(shape[1:]))
     if flat.device.type == "cpu" and flat.numel():
         if int(flat.max()) >= size or int(flat.min()) < -size:
             raise IndexError(f"index out of range: {size} rows are stored, got {flat.tolist()[:8]}")

@@ -49,10 +49,16 @@ def batch_shape(data: Data, ndim: int) -> tuple[int, ...]:
 
 
 def device_of(data: Data) -> torch.device:
-    """Where a batch is: the device that it claims, or that of its first tensor."""
+    """Where a batch is: the device that it claims, or that of its first tensor.
+
+    Raises:
+        ValueError: it has no tensors.
+    """
     if isinstance(data, Tensor) or data.device is not None:
         return data.device
-    return next(iter(data.values(True, True))).device
+    for value in data.values(True, True):
+        return value.device
+    raise ValueError("the data has no keys: there is nothing to store")
 
 
 @dataclass(frozen=True)

@@ -199,7 +199,9 @@ class PrioritizedSampler(Sampler):
         """Set the priorities of rows; of duplicates the last one wins. No host sync.
 
         Args:
-            index: as sampled: ``[n]``, ``[n, ndim]`` or a tuple of one tensor per dimension. -1 is ignored.
+            index: as sampled: ``[n]``, ``[n, ndim]`` or a tuple of one tensor per dimension. A position of -1 is
+                ignored; negative coordinates count from the end of their dimension (in the first one, on a CPU, from
+                the last step stored).
             priority: ``[n]``, any shape with n elements, or a number for all rows; any real dtype.
             storage: the storage that the index refers to; the buffer passes its own.
             generation: ``"index_generation"`` of the sample. Rows overwritten since are left alone.
@@ -207,13 +209,14 @@ class PrioritizedSampler(Sampler):
         Raises:
             RuntimeError: the priorities are not as many as the indices, or nothing has been written yet.
             ValueError: a priority is NaN, infinite or negative (CPU).
-            IndexError: an index is out of range (CPU).
+            IndexError: an index, or a coordinate in its dimension, is out of range (CPU; a GPU refuses it as it does a
+                priority).
         """
         if not isinstance(storage, TensorStorage):
             raise TypeError("update_priority needs the storage that the index refers to: pass storage=")
         if not storage.initialized:
             raise RuntimeError("cannot update priorities in a storage to which nothing has been written")
-        positions = as_positions(index, storage.shape, storage.device)
+        positions = as_positions(index, storage.shape, storage.device, lambda: storage.steps_stored)
         n = positions.numel()
         if not isinstance(priority, Tensor):
             # A number is put where it is used: a copy from the host can't be captured in a graph.
@@ -232,7 +235,8 @@ class PrioritizedSampler(Sampler):
         """Rows were written elsewhere: give them the priority of new rows. No host sync."""
         if not isinstance(storage, TensorStorage):
             raise TypeError("mark_update needs the storage that the index refers to: pass storage=")
-        self.on_write(as_positions(index, storage.shape, storage.device), storage, None)
+        positions = as_positions(index, storage.shape, storage.device, lambda: storage.steps_stored)
+        self.on_write(positions, storage, None)
 
     def reduce(self, priority: Tensor, n: int) -> Tensor:
         """A priority of more dimensions than the batch, as one number for each of ``n`` rows."""

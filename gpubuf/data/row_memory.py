@@ -134,8 +134,8 @@ class RowMemory(Storage):
         return 0 if self._ring is None else self._ring.size
 
     @property
-    def _steps_filled(self) -> int:
-        """How much of the first dimension has been written."""
+    def steps_stored(self) -> int:
+        """How much of the first dimension is stored."""
         return len(self) // math.prod(self.shape[1:])
 
     @property

@@ -76,7 +76,8 @@ class TensorStorage(RowMemory):
         """Write a batch at the cursor, the oldest rows first to go; returns the rows' flat positions.
 
         Args:
-            data: a batch of shape ``[n]`` (or ``[T, E]`` for ``ndim=2``). It is never changed. Its tensors on the host
+            data: a batch of shape ``[n]`` (or ``[T, E]`` for ``ndim=2``). One without rows changes nothing, nor does a
+                first one without keys. It is never changed. Its tensors on the host
                 may be changed as soon as this returns, whether they are pinned or not.
 
         Returns:
@@ -89,7 +90,7 @@ class TensorStorage(RowMemory):
         """
         shape = batch_shape(data, self.ndim)
         n = math.prod(shape)
-        if n == 0:
+        if n == 0 or (self._layout is None and self.holds_nothing(data)):
             device = self._device if self.initialized else None
             return torch.empty(0, dtype=torch.int64, device=device)
         if self._layout is None:
@@ -101,6 +102,11 @@ class TensorStorage(RowMemory):
         index = _extend(self.table, self._local(sources, self.ndim), self.ring, n, self.max_size)
         self.counters.count(n)
         return index
+
+    def holds_nothing(self, data: Data) -> bool:
+        """Whether ``data`` has no rows or no keys: as a first batch, it does not tell what rows look like."""
+        empty = math.prod(batch_shape(data, self.ndim)) == 0
+        return empty or not RowLayout(data, self.ndim, self.ignored_keys).leaves
 
     def write(self, index: Tensor, data: Data) -> None:
         """Overwrite rows in place. Neither the cursor nor any row's write generation moves.
@@ -183,14 +189,14 @@ class TensorStorage(RowMemory):
         """
         layout = self.layout
         if isinstance(index, (int, slice)) and self._rows_on_host:
-            chosen = torch.arange(self._steps_filled, device=self._device)[index]
+            chosen = torch.arange(self.steps_stored, device=self._device)[index]
             batch: tuple[int, ...] = (*chosen.shape, *self._shape[1:])
             per_step = torch.arange(math.prod(self._shape[1:]), device=self._device)
             flat = (chosen.reshape(-1, 1) * per_step.numel() + per_step).reshape(-1)
             return self.assemble([t.view((*batch, *t.shape[1:])) for t in self.gather(flat)[0]], None, batch)
         if isinstance(index, (int, slice)):
-            tensors = [column.whole[: self._steps_filled][index] for column in self._columns]
-            steps = () if isinstance(index, int) else (len(range(self._steps_filled)[index]),)
+            tensors = [column.whole[: self.steps_stored][index] for column in self._columns]
+            steps = () if isinstance(index, int) else (len(range(self.steps_stored)[index]),)
             return layout.assemble(tensors, (*steps, *self._shape[1:]), self._device)
         return self.assemble(self.gather(self._positions(index))[0])
 
@@ -201,7 +207,7 @@ class TensorStorage(RowMemory):
         """Where the rows of ``storage[index]`` lie: int64 of that data's batch shape (``[..., ndim]`` if above 1)."""
         if not isinstance(index, (int, slice)):
             return self.unravel(self._positions(index))
-        steps = torch.arange(self._steps_filled, device=self._device)[index]
+        steps = torch.arange(self.steps_stored, device=self._device)[index]
         if self.ndim == 1:
             return steps
         rest = [torch.arange(length, device=self._device) for length in self._shape[1:]]
@@ -253,7 +259,7 @@ class TensorStorage(RowMemory):
         """The rows stored in one of the places that the storage is in: views."""
         tensors = [column.parts[part] for column in self._columns]
         before = sum(len(other) for other in self._columns[0].parts[:part]) if self._columns else 0
-        filled = max(self._steps_filled - before, 0)
+        filled = max(self.steps_stored - before, 0)
         if tensors:
             filled = min(filled, len(tensors[0]))
         device = self.rows_device if part == 0 else torch.device("cpu")

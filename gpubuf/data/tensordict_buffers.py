@@ -47,7 +47,8 @@ class TensorDictReplayBuffer(ReplayBuffer):
             ValueError: as :meth:`ReplayBuffer.extend`, or a priority is NaN, infinite or negative (CPU).
         """
         first = data[0] if isinstance(data, list) and data else data
-        if not isinstance(first, TensorDictBase) and not is_tensorclass(first):
+        # An empty list is an empty write.
+        if not isinstance(first, TensorDictBase | list) and not is_tensorclass(first):
             raise TypeError(f"{type(self).__name__} stores TensorDicts, got a {type(first).__name__}")
         wanted = update_priority is not False and isinstance(self._sampler, PrioritizedSampler)
         with turn_of(self._lock):
