@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["DataDependentOutputException", "fake_cuda"]
+__all__ = ["DataDependentOutputException", "fake_cuda", "no_blocking_copies"]
 
 
 def _indexed(x: Tensor, index: Any) -> Tensor:
@@ -62,7 +63,8 @@ def _to(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     dtype = args[1] if len(args) > 1 else kwargs.get("dtype", x.dtype)
     if target.type == x.device.type and dtype == x.dtype:
         return x
-    return torch.ops.aten._to_copy(x, device=target, dtype=dtype)
+    non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+    return torch.ops.aten._to_copy(x, device=target, dtype=dtype, non_blocking=non_blocking)
 
 
 #: Methods of Tensor whose binding begins with a switch of devices, in terms of operations.
@@ -82,6 +84,25 @@ _PLAIN = {
 class _PlainBindings(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _PLAIN.get(func, func)(*args, **(kwargs or {}))
+
+
+class _NoBlockingCopies(TorchDispatchMode):
+    """Refuses what ``torch.cuda.set_sync_debug_mode("error")`` refuses about copies between host and GPU."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        name = func.name().partition(".")[0]
+        if name in ("aten::_to_copy", "aten::copy_"):
+            asked = kwargs.get("non_blocking", args[2] if name == "aten::copy_" and len(args) > 2 else False)
+            devices = {tensor.device.type for tensor in (*args[:2], out) if isinstance(tensor, Tensor)}
+            assert asked or len(devices) == 1, f"{name} between {devices} waits for the GPU"
+        return out
+
+
+def no_blocking_copies() -> TorchDispatchMode:
+    """``with no_blocking_copies():`` inside of :func:`fake_cuda`: a copy that the host waits for raises."""
+    return _NoBlockingCopies()
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ step which needs a value on the host fails.
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ from gpubuf.data import (
     SliceSamplerWithoutReplacement,
     TensorDictReplayBuffer,
 )
-from tests.fake_cuda import DataDependentOutputException, fake_cuda
+from tests.fake_cuda import DataDependentOutputException, fake_cuda, no_blocking_copies
 
 
 def batch(n: int) -> TensorDict:
@@ -49,13 +50,30 @@ def on_fake_cuda():
         yield
 
 
+@pytest.fixture
+def no_copies(on_fake_cuda):
+    """From the first use on: what is allocated then is filled without waiting."""
+    with no_blocking_copies():
+        yield
+
+
 def test_the_method_detects_a_sync():
     with pytest.raises(DataDependentOutputException):
         torch.ones(1, device="cuda").item()
 
 
+@pytest.mark.parametrize("non_blocking", [False, True])
+def test_the_method_detects_a_copy_that_is_waited_for(no_copies, non_blocking):
+    x = torch.ones(3)
+    with contextlib.nullcontext() if non_blocking else pytest.raises(AssertionError, match="waits for the GPU"):
+        x.to("cuda", non_blocking=non_blocking)
+    y = torch.zeros(3, device="cuda")
+    with contextlib.nullcontext() if non_blocking else pytest.raises(AssertionError, match="waits for the GPU"):
+        y.copy_(x, non_blocking=non_blocking)
+
+
 @pytest.mark.parametrize("sampler", ["uniform", "without replacement", "prioritized", "maximum within buffer"])
-def test_write_sample_update(sampler):
+def test_write_sample_update(sampler, no_copies):
     """CASES 28: indices are drawn where the storage is (skrl and ManiSkill draw them on the CPU)."""
     samplers = {
         "uniform": RandomSampler,
@@ -100,7 +118,7 @@ SLICES = {
 
 @pytest.mark.parametrize("envs", [1, 10])
 @pytest.mark.parametrize("kind", SLICES)
-def test_slices(kind, envs):
+def test_slices(kind, envs, no_copies):
     """The index is kept up to date, and slices are drawn, without the host."""
     buffer = TensorDictReplayBuffer(
         storage=LazyTensorStorage(1000, device="cuda", ndim=1 if envs == 1 else 2),
@@ -131,7 +149,7 @@ def test_an_epoch_of_slices_synchronises_once():
         buffer.sample(8)
 
 
-def test_priorities_that_come_with_a_write():
+def test_priorities_that_come_with_a_write(no_copies):
     buffer = TensorDictReplayBuffer(
         storage=LazyTensorStorage(100, device="cuda"), sampler=PrioritizedSampler(100, 0.6, 0.4), batch_size=8
     )

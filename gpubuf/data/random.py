@@ -43,9 +43,10 @@ class RandomState:
             return
         origin = "cpu" if generator is None else generator.device
         drawn = torch.empty((), dtype=torch.int64, device=origin).random_(generator=generator)
-        # Copied as a tensor: the host need not know the seed, so that this never synchronises with a GPU.
+        # Copied as a tensor: the host need not know the seed, so that this never synchronises with a GPU. Nor does the
+        # host wait for the copy: CUDA has read memory that is not pinned when the call returns.
         self.state = torch.zeros(3, dtype=torch.int64, device=device)
-        self.state[philox.SEED].copy_(drawn)
+        self.state[philox.SEED].copy_(drawn, non_blocking=True)
 
     @property
     def device(self) -> torch.device:

@@ -83,7 +83,7 @@ class Ring:
     def set(self, written: int, size: int) -> None:
         """Set mirror and counters."""
         self.written, self.size = written, size
-        self.counters.copy_(torch.tensor([written, size, 0, 0]))
+        self.counters.copy_(torch.tensor([written, size, 0, 0]), non_blocking=True)
 
     def empty(self) -> None:
         """Forget every row. Generations go on, so that priorities still under way are dropped. No host sync."""

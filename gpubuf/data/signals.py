@@ -110,7 +110,7 @@ def fixed_signal(storage: TensorStorage, values: Tensor, by_id: bool) -> Signal:
         )
     full = torch.zeros(storage.max_size, dtype=values.dtype, device=storage.device)
     full[:n].copy_(values.reshape(-1))
-    table = torch.tensor([table_entry(address(full), full.element_size())]).to(storage.device)
+    table = torch.tensor([table_entry(address(full), full.element_size())]).to(storage.device, non_blocking=True)
     return Signal(table, by_id, tensor=full)
 
 
