@@ -1,12 +1,7 @@
 """Runs the benchmarks: every library in its own environment, the results of all of them in one file.
 
-<<<<<<< HEAD
-``python -m benchmarks.run`` is what ``make bench`` runs, on the CPU. Further arguments go to the pytest of the
-benchmarks. For a GPU there is :mod:`benchmarks.stages`.
-=======
 ``python -m benchmarks.run`` is what ``make bench`` runs, on the CPU. Further arguments go to the benchmarks' pytest.
 For a GPU there is :mod:`benchmarks.stages`.
->>>>>>> ae151c6 (Fill tables, counters and random states at first use without waiting for the GPU)
 """
 
 from __future__ import annotations
