@@ -124,6 +124,60 @@ def test_interleaved_environments():
         buffer_with(ahead).sample(8)
 
 
+def several_steps_ahead(steps: int, ahead: int, length: int, walk: str) -> TensorDict:
+    """One environment whose rows have the observation ``ahead`` steps later, or the last one of their episode."""
+    seen = {
+        "steady": lambda: torch.arange(length + 1.0),
+        "random": lambda: torch.randn(length + 1),
+        "random walk": lambda: torch.randn(length + 1).cumsum(0),
+    }
+    t = torch.arange(steps) % length
+    episodes = [seen[walk]() for _ in range(-(-steps // length))]
+    whole = torch.stack(episodes)[torch.arange(steps) // length]
+    observation = whole.gather(1, t.unsqueeze(-1))
+    following = whole.gather(1, (t + ahead).clamp(max=length).unsqueeze(-1))
+    done = (t + ahead >= length).unsqueeze(-1)
+    return TensorDict({"observation": observation, "next": {"observation": following, "done": done}}, [steps])
+
+
+@pytest.mark.parametrize("walk", ["steady", "random", "random walk"])
+@pytest.mark.parametrize("ahead", [2, 3, 5])
+@pytest.mark.parametrize("length", [12, 300])
+def test_one_environment_that_looks_several_steps_ahead(ahead, length, walk):
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for steps in (10, 100, 400):
+            buffer = ReplayBuffer(storage=LazyTensorStorage(1000), sampler=SliceSampler(slice_len=1))
+            buffer.extend(several_steps_ahead(steps, ahead, length, walk))
+            assert len(buffer.sample(8)) == 8
+        # Flags that only the last step of an episode has, and observations that go on.
+        buffer = ReplayBuffer(storage=LazyTensorStorage(1000), sampler=SliceSampler(slice_len=4))
+        data = interleaved(80, 1)
+        data["next", "observation"] += ahead - 1
+        buffer.extend(data)
+        buffer.sample(8)
+
+
+@pytest.mark.parametrize("walk", [torch.rand, lambda *shape: torch.randn(*shape).cumsum(0)])
+@pytest.mark.parametrize("ends", ["together", "apart", "never"])
+def test_environments_in_turn_are_told_from_one_that_looks_ahead(ends, walk):
+    """CASES 23: by what their ends are like, and by how near rows are to each other."""
+    torch.manual_seed(0)
+    steps, envs = 50, 4
+    observation = walk(steps + 1, envs, 3) + 100 * torch.arange(envs).view(1, envs, 1) * (ends == "never")
+    step, env = torch.arange(steps).view(-1, 1), torch.arange(envs)
+    done = {"together": step % 10 == 9 + 0 * env, "apart": (step + 3 * env) % 10 == 9, "never": 0 * (step + env) > 0}
+    data = TensorDict(
+        {"observation": observation[:-1], "next": {"observation": observation[1:], "done": done[ends].unsqueeze(-1)}},
+        [steps, envs],
+    )
+    buffer = ReplayBuffer(storage=LazyTensorStorage(1000), sampler=SliceSampler(slice_len=4))
+    buffer.extend(data.reshape(-1))
+    with pytest.raises(RuntimeError, match="4 environments take turns"):
+        buffer.sample(8)
+
+
 def test_rows_that_are_batches_themselves():
     buffer = ReplayBuffer(storage=LazyTensorStorage(10), sampler=SliceSampler(slice_len=2))
     with pytest.raises(ValueError, match="ndim=2"):

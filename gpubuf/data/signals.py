@@ -118,11 +118,12 @@ def interleaved_environments(storage: TensorStorage, end_keys: Sequence[Any] | N
     """How many environments take turns in a 1-D storage.
 
     Told by the observations: what comes next after row p is stored again as row p + 1 or, of E environments in turn, as
-    row p + E. Synchronises where the storage is not on the CPU.
+    row p + E. A single environment whose next observations are E steps ahead looks alike, but for what
+    :func:`_take_turns` finds. Synchronises where the storage is not on the CPU.
 
     Returns:
         1 where rows follow each other, E where they do E rows apart; None where nothing tells (yet): no key is stored
-        both at the root and under ``"next"``, or next steps are several steps ahead.
+        both at the root and under ``"next"``, or next steps may be several steps ahead.
     """
     layout = storage.layout
     if storage.ndim > 1 or layout.position(("steps_to_next_obs",)) is not None:
@@ -142,6 +143,7 @@ def interleaved_environments(storage: TensorStorage, end_keys: Sequence[Any] | N
         return torch.cat([data.get(key).reshape(n, -1).contiguous().view(torch.uint8) for key in keys], 1)
 
     coming, now = of(pairs), of([key[1:] for key in pairs])
+    values = torch.cat([_numbers(data.get(key[1:])).reshape(n, -1) for key in pairs], 1)
     ended = torch.zeros(n, dtype=torch.bool)
     for key in [END_KEY] if end_keys is None else end_keys:
         if layout.position(as_key(key)) is not None:
@@ -161,5 +163,33 @@ def interleaved_environments(storage: TensorStorage, end_keys: Sequence[Any] | N
     candidates = (coming[first] == now[first:]).all(1).nonzero().squeeze(-1).tolist()
     for apart in candidates:
         if apart > 1 and len(found := follow(apart)) > 1 and bool(found.all()):
-            return int(apart)
+            return int(apart) if _take_turns(values, coming, ended, apart) else None
     return None
+
+
+def _numbers(values: Tensor) -> Tensor:
+    return (torch.view_as_real(values) if values.is_complex() else values).float()
+
+
+def _take_turns(now: Tensor, coming: Tensor, ended: Tensor, apart: int) -> bool:
+    """Whether rows that go on ``apart`` rows later are of environments in turn, not of one that looks so far ahead.
+
+    Of one environment the last ``apart`` rows of an episode all end it, and have its last observation in common; and
+    rows beside each other are nearer to each other than rows ``apart``. Neither holds of environments in turn.
+
+    Args:
+        now: observations, ``[n, width]``.
+        coming: the next ones, as bytes, ``[n, n_bytes]``.
+        ended: bool ``[n]``, whether a row ends an episode.
+        apart: number of rows, at least 2.
+    """
+    n = len(ended)
+    first_ends = (ended[1:] & ~ended[:-1]).nonzero().squeeze(-1) + 1
+    runs = [slice(start, min(start + apart, n)) for start in first_ends.tolist() if start + 1 < n]
+    in_common = [bool(ended[run].all()) and bool((coming[run] == coming[run][:1]).all()) for run in runs]
+    if runs and all(in_common):
+        return False
+    going_on = (~ended[: n - apart]).nonzero().squeeze(-1)
+    beside, later = ((now[going_on + by] - now[going_on]).abs().mean().item() for by in (1, apart))
+    # Observations without any order are about as far from one row as from the other: then the ends tell.
+    return beside > 2 * later or (bool(runs) and not beside < 0.9 * later)
