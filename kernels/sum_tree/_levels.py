@@ -9,7 +9,7 @@ import numpy as np
 from numba import carray
 
 from gpubuf.kernels._jit import jit
-from gpubuf.kernels._pointers import as_f64, prefetch
+from gpubuf.kernels._pointers import as_f64, prefetch, prefetch_l2
 from gpubuf.kernels.sum_tree._node import stats_of_leaves, stats_of_nodes
 
 
@@ -64,19 +64,26 @@ def refresh_above(  # type: ignore[no-untyped-def]
 
     n_touched = 0
     previous = -1
+    whole = n >= -(-capacity >> (2 * shift))
     for i in range(n):
         node = index[i] >> shift
         if node >= 0 and node != previous:
             previous = node
             touched[n_touched] = node
             n_touched += 1
+            prefetch(leaves_address + 4 * (node << shift))
             if legal_address != 0:
                 prefetch(legal_address + ((node << shift) >> 3))
-            # The siblings, which the next level reads.
-            siblings = nodes_address + 8 * ((node >> shift) << shift)
-            for plane in range(3):
-                prefetch(siblings + plane * plane_bytes)
-                prefetch(siblings + plane * plane_bytes + 64)
+            if whole:
+                # The next level reads all of this one, in order.
+                for plane in range(3):
+                    prefetch(nodes_address + 8 * node + plane * plane_bytes)
+            else:
+                # The siblings, which the next level reads.
+                siblings = nodes_address + 8 * ((node >> shift) << shift)
+                for plane in range(3):
+                    prefetch_l2(siblings + plane * plane_bytes)
+                    prefetch_l2(siblings + plane * plane_bytes + 64)
 
     count = -(-capacity // fan_out)
     if n_touched >= count:

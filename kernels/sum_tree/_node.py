@@ -32,6 +32,7 @@ _F32, _F64, _I1, _I32, _I64 = ir.FloatType(), ir.DoubleType(), ir.IntType(1), ir
 _BITS = ir.IntType(WIDTH)
 _VECTOR = ir.VectorType(_F64, WIDTH)
 _ZERO = ir.Constant(_VECTOR, [0.0] * WIDTH)
+_MINUS_ONE = ir.Constant(_VECTOR, [-1.0] * WIDTH)
 _INFINITY = ir.Constant(_VECTOR, [float("inf")] * WIDTH)
 
 
@@ -116,22 +117,34 @@ def _stats_of_nodes(typingctx, address, plane_bytes):  # type: ignore[no-untyped
     return types.UniTuple(types.float64, 3)(types.int64, types.int64), codegen
 
 
-def _choose(context: Any, builder: Any, signature: Any, weight: Any, mass: Any) -> Any:
-    """(first child of positive weight whose inclusive prefix sum exceeds ``mass``, or 16; the prefix before it)."""
+def _shifted(builder: Any, vector: Any, by: int) -> Any:
+    """Every element moved up by ``by`` lanes, zeros below."""
+    return builder.shuffle_vector(vector, _ZERO, _lanes((j - by) % (2 * WIDTH) for j in range(WIDTH)))
 
-    def shifted(vector: Any, by: int) -> Any:
-        """Every element moved up by ``by`` lanes, zeros below."""
-        return builder.shuffle_vector(vector, _ZERO, _lanes((j - by) % (2 * WIDTH) for j in range(WIDTH)))
 
+def _prefix_sums(builder: Any, weight: Any) -> Any:
+    """Inclusive."""
     prefix = weight
     for by in (1, 2, 4, 8):
-        prefix = builder.fadd(prefix, shifted(prefix, by))
-    mass = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), mass, _I32(0))
-    mass = builder.shuffle_vector(mass, mass, _lanes([0] * WIDTH))
+        prefix = builder.fadd(prefix, _shifted(builder, prefix, by))
+    return prefix
+
+
+def _everywhere(builder: Any, number: Any) -> Any:
+    vector = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), number, _I32(0))
+    return builder.shuffle_vector(vector, vector, _lanes([0] * WIDTH))
+
+
+def _choose(context: Any, builder: Any, signature: Any, weight: Any, mass: Any) -> Any:
+    """(first child of positive weight whose inclusive prefix sum exceeds ``mass``, or 16; the prefix before it)."""
+    prefix = _prefix_sums(builder, weight)
+    mass = _everywhere(builder, mass)
     # These prefix sums are rounded in different orders: the weight itself tells whether a child is empty.
     eligible = builder.and_(builder.fcmp_ordered(">", prefix, mass), builder.fcmp_ordered(">", weight, _ZERO))
     first = builder.cttz(builder.bitcast(eligible, _BITS), _I1(0))
-    before = builder.extract_element(shifted(prefix, 1), builder.zext(builder.and_(first, first.type(15)), _I32))
+    before = builder.extract_element(
+        _shifted(builder, prefix, 1), builder.zext(builder.and_(first, first.type(15)), _I32)
+    )
     return context.make_tuple(builder, signature.return_type, [builder.zext(first, _I64), before])
 
 
@@ -152,6 +165,35 @@ def _choose_node(typingctx, address, mass):  # type: ignore[no-untyped-def]
         return _choose(context, builder, signature, _load_f64(builder, args[0]), args[1])
 
     return _CHOICE(types.int64, types.float64), codegen
+
+
+def _store(builder: Any, vector: Any, address: Any) -> None:
+    builder.store(vector, builder.inttoptr(address, _VECTOR.as_pointer()), align=8)
+
+
+@_intrinsic
+def _store_prefixes(typingctx, address, above, before):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        weight = _load_f64(builder, args[0])
+        prefix = _prefix_sums(builder, weight)
+        # What is not above any mass is never chosen.
+        eligible = builder.select(builder.fcmp_ordered(">", weight, _ZERO), prefix, _MINUS_ONE)
+        _store(builder, eligible, args[1])
+        _store(builder, _shifted(builder, prefix, 1), args[2])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
+
+
+@_intrinsic
+def _first_above(typingctx, address, mass):  # type: ignore[no-untyped-def]
+    """The first of 16 numbers that exceeds ``mass``, or 16."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        found = builder.fcmp_ordered(">", _load_f64(builder, args[0]), _everywhere(builder, args[1]))
+        return builder.zext(builder.cttz(builder.bitcast(found, _BITS), _I1(0)), _I64)
+
+    return types.int64(types.int64, types.float64), codegen
 
 
 @jit(inline="always")
@@ -232,6 +274,27 @@ def choose_node(address, mass, fan_out):  # type: ignore[no-untyped-def]
         child = _last_positive(sums, fan_out)
         before = np.sum(sums[:child])
     return child, max(mass - before, 0.0)
+
+
+@jit(inline="always")
+def store_prefixes(address, n_parents, tables, at):  # type: ignore[no-untyped-def]
+    """Store what :func:`choose_by_table` needs of a level, whose sums are at ``address``, from ``tables[at]`` on.
+
+    32 numbers for each parent of 16: the inclusive prefix sums of its children's sums, or -1 where a child weighs
+    nothing; and the prefix sums before each child.
+    """
+    for parent in range(n_parents):
+        table = tables.ctypes.data + 8 * (at + 2 * WIDTH * parent)
+        _store_prefixes(address + 8 * WIDTH * parent, table, table + 8 * WIDTH)
+
+
+@jit(inline="always")
+def choose_by_table(address, tables, at, mass):  # type: ignore[no-untyped-def]
+    """:func:`choose_node` among the 16 nodes whose prefix sums are at ``tables[at]``: the same to the bit."""
+    child = _first_above(tables.ctypes.data + 8 * at, mass)
+    if child == WIDTH:
+        return choose_node(address, mass, WIDTH)
+    return child, max(mass - tables[at + WIDTH + child], 0.0)
 
 
 @jit

@@ -25,10 +25,13 @@ from gpubuf.kernels.sum_tree._check import (
     rows_to_build,
 )
 from gpubuf.kernels.sum_tree._levels import padded, refresh_above, refresh_all, shift_of
-from gpubuf.kernels.sum_tree._node import choose_leaf, choose_node
+from gpubuf.kernels.sum_tree._node import WIDTH, choose_by_table, choose_leaf, choose_node, store_prefixes
 
 # Draws that go down the tree together: enough to hide the latency of memory, few enough to stay in the L1 cache.
 _TOGETHER = 512
+
+# Draws a parent from which on its prefix sums are worked out beforehand: measured, with room to spare.
+_DRAWS_A_PARENT = 4
 
 
 @jit(inline="always")
@@ -163,6 +166,24 @@ def _mark(  # type: ignore[no-untyped-def]
     return 0
 
 
+@jit(inline="always")
+def _parents(capacity, shift, level):  # type: ignore[no-untyped-def]
+    """Number of nodes above those of a level; level 0 is that above the leaves."""
+    return -(-capacity >> (shift * (level + 2)))
+
+
+@jit(inline="always")
+def _prefetch_children(address, legal_address, level, first):  # type: ignore[no-untyped-def]
+    """Ask for the children from ``first`` on of a node of a level: 128 bytes of sums, or 64 of leaves."""
+    if level > 0:
+        prefetch(address + 8 * first)
+        prefetch(address + 8 * first + 64)
+    else:
+        prefetch(address + 4 * first)
+        if legal_address != 0:
+            prefetch(legal_address + (first >> 3))
+
+
 @jit("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, boolean)", **OPTIONS)
 def _draw(  # type: ignore[no-untyped-def]
     leaves_address,
@@ -199,6 +220,18 @@ def _draw(  # type: ignore[no-untyped-def]
         level_start[depth] = start
         count = -(-count // fan_out)
 
+    # Of levels with far fewer parents than there are draws, prefix sums are worked out once a parent, not once a draw.
+    table_start, n_tables, level = np.empty(64, np.int64), 0, depth - 1
+    while fan_out == WIDTH and level >= 0 and _DRAWS_A_PARENT * _parents(capacity, shift, level) <= n:
+        table_start[level] = n_tables
+        n_tables += 2 * WIDTH * _parents(capacity, shift, level)
+        level -= 1
+    first_untabled = level
+    tables = np.empty(n_tables)
+    for level in range(first_untabled + 1, depth):
+        sums = nodes_address + 8 * level_start[level]
+        store_prefixes(sums, _parents(capacity, shift, level), tables, table_start[level])
+
     seed, offset = rng[0], rng[1]
     left = np.empty(min(n, _TOGETHER))
     for first in range(0, n, _TOGETHER):
@@ -211,16 +244,21 @@ def _draw(  # type: ignore[no-untyped-def]
         for level in range(depth - 1, -1, -1):
             here = nodes_address + 8 * level_start[level]
             next_address = nodes_address + 8 * level_start[level - 1] if level > 0 else leaves_address
-            width = 8 if level > 0 else 4
-            for i in range(together):
-                first_child = index[first + i] << shift
-                child, left[i] = choose_node(here + 8 * first_child, left[i], fan_out)
-                node = first_child + child
-                index[first + i] = node
-                prefetch(next_address + (node << shift) * width)
-                prefetch(next_address + (node << shift) * width + 64)
-                if legal_address != 0 and level == 0:
-                    prefetch(legal_address + ((node << shift) >> 3))
+            if level > first_untabled:
+                for i in range(together):
+                    first_child = index[first + i] << shift
+                    table = table_start[level] + 2 * first_child
+                    child, left[i] = choose_by_table(here + 8 * first_child, tables, table, left[i])
+                    index[first + i] = first_child + child
+                if level == first_untabled + 1:
+                    for i in range(together):
+                        _prefetch_children(next_address, legal_address, level, index[first + i] << shift)
+            else:
+                for i in range(together):
+                    first_child = index[first + i] << shift
+                    child, left[i] = choose_node(here + 8 * first_child, left[i], fan_out)
+                    index[first + i] = first_child + child
+                    _prefetch_children(next_address, legal_address, level, (first_child + child) << shift)
         for i in range(together):
             first_child = index[first + i] << shift
             row = first_child + choose_leaf(leaves_address, legal_address, first_child, left[i], fan_out)
