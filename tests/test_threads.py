@@ -16,6 +16,7 @@ from gpubuf import (
     PrioritizedSliceSampler,
     SliceSampler,
     TensorDictReplayBuffer,
+    capture,
 )
 from gpubuf.data import locking
 from gpubuf.data.locking import StreamOrder, Turn
@@ -397,6 +398,53 @@ def test_prefetch_on_a_gpu(sampler):
         check_rows(batch)
         assert torch.equal(batch["number"], due["number"])
         assert torch.equal(batch["double"], 2 * batch["number"])
+
+
+@pytest.mark.parametrize("sampler", [pytest.param(s, marks=gpu) for s in SAMPLERS])
+def test_a_buffer_dropped_before_its_draws_on_a_gpu(sampler):
+    """A draw that is still due moves the random state on: that memory must not be somebody else's by then."""
+    buffer = new_on_gpu(sampler, prefetch=2)
+    buffer.append_transform(lambda batch: (torch.cuda._sleep(100_000_000), batch)[1])
+    buffer.extend(steps(0, 300, "cuda"))
+    buffer.sample()
+    del buffer
+    others = [torch.zeros(3, dtype=torch.int64, device="cuda") for _ in range(500)]
+    torch.cuda.synchronize()
+    assert not torch.stack(others).any()
+
+
+@pytest.mark.parametrize("sampler", [pytest.param("prioritized", marks=gpu)])
+def test_another_thread_uses_cuda_during_a_capture(sampler):
+    """It allocates, and writes to the buffer of the step: neither fails, and the replay comes after the write."""
+    buffer = new_on_gpu(sampler)
+    data = steps(CAPACITY, CAPACITY, "cuda")
+    buffer.extend(steps(0, CAPACITY, "cuda"))
+    # All is compiled and allocated before.
+    buffer.extend(steps(0, CAPACITY, "cuda"))
+    captures, written = threading.Event(), threading.Event()
+
+    def step() -> TensorDict:
+        batch = buffer.sample()
+        if torch.cuda.is_current_stream_capturing():
+            captures.set()
+            assert written.wait(60)
+        return batch
+
+    def other() -> None:
+        assert captures.wait(60)
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+                torch.cuda._sleep(50_000_000)
+                buffer.extend(data)
+        finally:
+            written.set()
+
+    run, found = capture(step, warmup=1), []
+    together(lambda: found.extend(run()["number"].clone() for _ in range(3)), other)
+    assert run.captured
+    assert all(number < CAPACITY for number in found[0].tolist())
+    assert all(number >= CAPACITY for number in torch.cat(found[1:]).tolist())
 
 
 @pytest.mark.parametrize("sampler", [pytest.param("prioritized", marks=gpu)])
