@@ -18,11 +18,14 @@ def demand_int64(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
         raise ValueError(f"{name} must be contiguous, but has strides {tensor.stride()}")
 
 
-def check_devices(*tensors: Tensor | None) -> None:
+def check_devices(first: Tensor, *others: Tensor | None) -> None:
     """Raise ValueError unless all tensors are on one device."""
-    devices = {tensor.device for tensor in tensors if tensor is not None}
-    if len(devices) > 1:
-        raise ValueError(f"all tensors of an operation must be on one device, not on {sorted(map(str, devices))}")
+    device = first.device
+    # No set of devices unless it is to be shown: it takes longer than the comparisons.
+    for tensor in others:
+        if tensor is not None and tensor.device != device:
+            found = sorted({str(t.device) for t in (first, *others) if t is not None})
+            raise ValueError(f"all tensors of an operation must be on one device, not on {found}")
 
 
 @functools.lru_cache(maxsize=64)

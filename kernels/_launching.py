@@ -143,16 +143,9 @@ def key_of(arguments: Sequence[Any], specialised: Sequence[bool]) -> tuple[list[
     return key, values
 
 
-def _is_plain(kernel: Any) -> bool:
-    """Whether nobody wants to hear of a launch."""
-    runtime = knobs.runtime
-    # Hooks of a launch are chains, which are empty where there are none.
-    return not (
-        getattr(runtime.launch_enter_hook, "calls", runtime.launch_enter_hook)
-        or getattr(runtime.launch_exit_hook, "calls", runtime.launch_exit_hook)
-        or runtime.add_stages_inspection_hook
-        or kernel.pre_run_hooks
-    )
+def _wants_to_know(hook: Any) -> Any:
+    """Whether a hook of Triton's is set. Those of launches are chains, which are empty where there are none."""
+    return getattr(hook, "calls", hook)
 
 
 def launch(kernel: Any, programs: int, *arguments: Any, num_warps: int = 4, **constexprs: Any) -> None:
@@ -168,7 +161,15 @@ def launch(kernel: Any, programs: int, *arguments: Any, num_warps: int = 4, **co
     launches = _launches.get(id(kernel))
     if launches is None:
         launches = _launches[id(kernel)] = Launches(kernel)
-    if not (launches.direct and JITFunction.run is _run and _is_plain(kernel)):
+    runtime = knobs.runtime
+    if (
+        not launches.direct
+        or JITFunction.run is not _run
+        or _wants_to_know(runtime.launch_enter_hook)
+        or _wants_to_know(runtime.launch_exit_hook)
+        or runtime.add_stages_inspection_hook
+        or kernel.pre_run_hooks
+    ):
         kernel[(programs,)](*arguments, num_warps=num_warps, **constexprs)
         return
     parts, values = key_of(arguments, launches.specialised)
@@ -178,7 +179,7 @@ def launch(kernel: Any, programs: int, *arguments: Any, num_warps: int = 4, **co
         device,
         num_warps,
         kernel.debug,
-        knobs.runtime.debug,
+        runtime.debug,
         knobs.compilation.instrumentation_mode,
         *parts,
         *constexprs,

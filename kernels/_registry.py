@@ -223,7 +223,8 @@ def without_dispatch(operation: Any, *, given: Sequence[str] = (), trusted: bool
         nonlocal twin
         if given and not _compiling() and some_are_lazy(args):
             return call(first, *copied(args))
-        if not _eager(first):
+        # `_eager` spelled out.
+        if type(first) is not torch.Tensor or _compiling() or _modes() or _functions():
             return operation(first, *args)
         if not first.is_cpu or _triton_on_cpu:
             return on_gpu(first, *args) if first.is_cuda or first.is_cpu else operation(first, *args)

@@ -148,15 +148,19 @@ class Turn:
         weakref.finalize(self, outside_captures, self._streams.settle).atexit = False
         self._has_cuda: bool | None = None
 
-    def on_gpu(self) -> bool:
-        """Whether operations are launches on a real GPU; fake tensors claim to be on one where there is none."""
+    def gpu(self) -> torch.device | None:
+        """The GPU that operations are launched on, or None. Fake tensors claim to be on one that is not there."""
         # Past the properties, which would cost more than all else in a turn.
         ring = self.storage._ring
         if ring is None or not ring.counters.is_cuda:
-            return False
+            return None
         if self._has_cuda is None:
             self._has_cuda = torch.cuda.is_available()
-        return self._has_cuda
+        return ring.counters.device if self._has_cuda else None
+
+    def on_gpu(self) -> bool:
+        """Whether operations are launches on a GPU."""
+        return self.gpu() is not None
 
     @property
     def device(self) -> torch.device | None:
@@ -175,8 +179,9 @@ class Turn:
 
     def _begin(self) -> None:
         used(self)
-        if self.on_gpu():
-            self._streams.begin(self.storage.ring.device)
+        device = self.gpu()
+        if device is not None:
+            self._streams.begin(device)
 
     def _acquire(self) -> None:
         if self._waiting or not self._lock.acquire(False):
@@ -244,8 +249,9 @@ class Turn:
             self._depth -= 1
             return
         try:
-            if self.on_gpu():
-                self._streams.end(self.storage.ring.device)
+            device = self.gpu()
+            if device is not None:
+                self._streams.end(device)
         finally:
             self._leave()
 

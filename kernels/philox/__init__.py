@@ -32,7 +32,7 @@ def check_state(rng: Tensor) -> None:
     """Raise unless ``rng`` is a random state that a kernel may address: int64 ``[3]``, contiguous."""
     if rng.dtype is not torch.int64:
         raise TypeError(f"the random state must be int64, not {rng.dtype}")
-    if rng.shape != (3,) or not rng.is_contiguous():
+    if rng.dim() != 1 or rng.numel() != 3 or not rng.is_contiguous():
         raise ValueError(f"the random state must be contiguous, of shape [3], not of shape {list(rng.shape)}")
 
 

@@ -47,8 +47,9 @@ def check_count(n: int) -> None:
 
 def check_devices(table: Tensor, tensors: Sequence[Tensor]) -> None:
     """Raise ValueError unless ``tensors`` are on the table's device."""
+    device = table.device
     for tensor in tensors:
-        if tensor.device != table.device:
+        if tensor.device != device:
             raise ValueError(f"the table is on {table.device}, another tensor of the operation on {tensor.device}")
 
 

@@ -6,6 +6,7 @@ host memory is read and written by the same kernels.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -44,6 +45,7 @@ def _config(n_bytes: int, device: torch.device) -> RowsConfig:
     return rows_copy(n_bytes, device_name(device))
 
 
+@functools.lru_cache(maxsize=256)
 def padded_keys(n_keys: int) -> int:
     """Size of the search over keys: a power of two, at least a warp, so that few variants are compiled."""
     return max(32, ceil_power(n_keys))
