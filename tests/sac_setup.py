@@ -155,12 +155,13 @@ def by_hand(
     action, log_prob = draw(batch["observation"])
     value = torch.stack([critic(batch["observation"], action).squeeze(-1) for critic in detached]).min(0).values
     entropy_gap = log_prob.detach() + float(loss.target_entropy)
+    counted = log_prob.detach() if mask is None else log_prob.detach()[mask.reshape(log_prob.shape)]
     return {
         "loss_qvalue": reference.reduce(rows, weight, mask, reduction),
         "loss_actor": reference.reduce(alpha * log_prob - value, weight, mask, reduction),
         "loss_alpha": reference.reduce(-loss.log_alpha * entropy_gap, weight, mask, reduction),
         "alpha": alpha,
-        "entropy": -log_prob.detach().mean(),
+        "entropy": -counted.mean(),
         "td_error": (q - y).abs().amax(0).detach(),
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -82,6 +83,51 @@ def test_weights_can_be_refused_and_demanded():
     agree(separated(make_loss(use_prioritized_weights=False)), weighted)
     with pytest.raises(KeyError, match="priority_weight"):
         make_loss(use_prioritized_weights=True)(batch)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_masked_rows_hold_reaches_nothing(backend, reduction, bad):
+    """Neither a mean nor, as 0 times NaN, a gradient; and what counts is as if these rows were not there."""
+    options = {} if reduction != "none" else {"scalar_output_mode": "non_tensor"}
+    loss = make_loss(reduction=reduction, target_entropy=-2.0, **options)
+    batch, mask = make_batch(6), torch.tensor([True, False, True, True, False, True])
+    batch.set(("collector", "mask"), mask)
+    keys = ["observation", "action", ("next", "observation"), ("next", "reward")]
+
+    def run(data):
+        loss.zero_grad()
+        torch.manual_seed(0)
+        out = loss(data)
+        sum(out[key].sum() for key in ("loss_actor", "loss_qvalue", "loss_alpha")).backward()
+        return out, [parameter.grad.clone() for parameter in loss.parameters()]
+
+    expected, gradients = run(batch.clone())
+    for key in keys:
+        spoilt = batch.clone()
+        spoilt[key][~mask] = bad
+        before = spoilt.clone()
+        out, got = run(spoilt)
+        for name in loss.out_keys:
+            torch.testing.assert_close(out[name], expected[name])
+        for ours, theirs in zip(got, gradients, strict=True):
+            torch.testing.assert_close(ours, theirs)
+        assert all(torch.equal(spoilt[k].nan_to_num(), before[k].nan_to_num()) for k in keys)
+        assert torch.isfinite(spoilt["td_error"]).all()
+
+
+def test_the_entropy_is_that_of_rows_that_count(backend):
+    loss, batch = make_loss(), make_batch(6)
+    torch.manual_seed(0)
+    whole = loss(batch.clone())["entropy"]
+    masks = torch.arange(6) % 3 == 0, torch.arange(6) % 3 != 0
+    parts = []
+    for mask in masks:
+        torch.manual_seed(0)
+        parts.append(loss(batch.clone().set(("collector", "mask"), mask))["entropy"] * mask.sum())
+    torch.testing.assert_close(sum(parts) / 6, whole)
+    nothing = loss(batch.set(("collector", "mask"), torch.zeros(6, dtype=torch.bool)))
+    assert nothing["entropy"] == nothing["loss_actor"] == 0
 
 
 def test_mask_key():

@@ -135,6 +135,12 @@ class LossModule(TensorDictModuleBase):
             raise RuntimeError("Did not find any target parameters or buffers in the loss module.")
         return pairs
 
+    @property
+    def _mask_keys(self) -> tuple[NestedKey, ...]:
+        """Where masks are looked for."""
+        chosen = self.loss_mask_key
+        return AUTO_LOSS_MASK_KEYS if chosen == "auto" else () if chosen is None else (chosen,)
+
     def _row_weights(self, tensordict: TensorDictBase, shape: torch.Size) -> tuple[Tensor | None, Tensor | None]:
         """(importance weights, mask) of a loss of ``shape``, each with one element per row or None."""
         key = self.tensor_keys.priority_weight
@@ -145,9 +151,7 @@ class LossModule(TensorDictModuleBase):
                 weight = per_row(weight, shape, str(key))
             elif self.use_prioritized_weights is True:
                 raise KeyError(f"use_prioritized_weights=True, but the batch has no {key!r}")
-        chosen = self.loss_mask_key
-        mask_keys = AUTO_LOSS_MASK_KEYS if chosen == "auto" else () if chosen is None else (chosen,)
-        for mask_key in mask_keys:
+        for mask_key in self._mask_keys:
             entry = tensordict.get(mask_key, None)
             if entry is not None:
                 entry = per_row(entry, shape, str(mask_key))

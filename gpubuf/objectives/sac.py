@@ -46,7 +46,8 @@ class SACLoss(TemperatureLossModule):
     their sum gives the gradients of separate ones.
 
     Where the batch has ``"priority_weight"``, every loss is ``sum(w l) / sum(w)`` (Schaul et al., 2016, but normalised
-    over the batch); where it has ``("collector", "mask")`` or ``"shifted_valid"``, rows marked false are left out.
+    over the batch); where it has ``("collector", "mask")`` or ``"shifted_valid"``, rows marked false are left out,
+    also of the entropy, and may hold NaN.
     Reward, done flags, weights and masks may have fewer or more dimensions than S: dimensions are added on the right,
     and trailing ones of size 1 dropped. ``"steps_to_next_obs"`` gives the number of steps that a reward spans.
 
@@ -296,9 +297,10 @@ class SACLoss(TemperatureLossModule):
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:  # type: ignore[override]
         """The losses of a batch; see the class. Writes the priority entry into ``tensordict``."""
         alpha = self.alpha
+        seen = self._without_masked(tensordict)
         with set_interaction_type(InteractionType.RANDOM):
-            loss_qvalue, td_error = self._critic_loss(tensordict, alpha)
-            loss_actor, loss_alpha, entropy = self._actor_and_temperature_loss(tensordict, alpha)
+            loss_qvalue, td_error = self._critic_loss(seen, alpha)
+            loss_actor, loss_alpha, entropy = self._actor_and_temperature_loss(seen, alpha)
         tensordict.set(self.tensor_keys.priority, td_error)
         losses = {"loss_actor": loss_actor, "loss_qvalue": loss_qvalue, "loss_alpha": loss_alpha}
         if self.reduction != "none":
@@ -307,6 +309,33 @@ class SACLoss(TemperatureLossModule):
         if self.scalar_output_mode == "non_tensor":
             out.set_non_tensor("alpha", alpha)
             out.set_non_tensor("entropy", entropy)
+        return out
+
+    def _without_masked(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """The batch as networks and targets see it: in masked rows, no NaN and nothing infinite.
+
+        The gradient of such a row is 0, but 0 times NaN reaches the parameters. What stands there instead is of the
+        first row that counts, so that no network sees what it can't take. The rest of a masked row stays.
+        """
+        masks = [mask for key in self._mask_keys if (mask := tensordict.get(key, None)) is not None]
+        if not masks:
+            return tensordict
+        out = tensordict.copy()
+        action = unravel_key(self.tensor_keys.action)
+        keys = dict.fromkeys(map(unravel_key, (*self.actor_network.in_keys, *self.qvalue_network.in_keys)))
+        for key in (*keys, *(_next(key) for key in keys if key != action), _next(self.tensor_keys.reward)):
+            value = entry(tensordict, key)
+            if not value.is_floating_point():
+                continue
+            counts = None
+            for mask in masks:
+                masked = rows_of(~mask.bool(), value)
+                counts = ~masked if counts is None else counts & ~masked
+            assert counts is not None
+            rows = value.flatten(0, value.ndim - 2) if value.ndim > 1 else value
+            flags = counts.expand(*value.shape[:-1], 1).flatten() if value.ndim > 1 else counts.expand(value.shape)
+            first = rows.index_select(0, flags.int().argmax().reshape(1)).squeeze(0)
+            out.set(key, torch.where(counts | value.isfinite(), value, first))
         return out
 
     def _draw(self, actor: Any, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
@@ -388,6 +417,9 @@ class SACLoss(TemperatureLossModule):
         q = self._checked(self._critics.detached(state, self.tensor_keys.state_action_value), shape)
         weight, mask = self._row_weights(tensordict, shape)
         loss_actor, entropy, _ = sac.actor_loss(q, log_prob, alpha, weight, mask, code)
+        if mask is not None:
+            counts = mask.reshape(shape).bool()
+            entropy = -torch.where(counts, log_prob.detach(), 0.0).sum() / counts.sum().clamp(min=1)
         if not self._target_entropy_known:
             self.target_entropy = -float(action.shape[len(shape) :].numel())  # type: ignore[assignment]
         # A tensor without graph: the temperature's backward must not run through, and free, the actor's.
