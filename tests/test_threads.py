@@ -293,7 +293,7 @@ def test_what_another_thread_does_during_a_capture_is_waited_for(monkeypatch):
     machine = Machine(monkeypatch)
     turn = Turn(LazyTensorStorage(10))
     turn.storage.append(steps(0, 5))
-    monkeypatch.setattr(turn, "on_gpu", lambda: True)
+    monkeypatch.setattr(turn, "gpu", lambda: DEVICE)
     with turn:
         pass
     # The capture begins: what comes before it is on the stream of whoever captures.
