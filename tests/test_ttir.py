@@ -87,8 +87,8 @@ def test_every_kernel_belongs_to_a_run():
     assert sorted(family for run in RUNS.values() for family in run.families) == families
 
 
-@pytest.mark.parametrize("name", ["executor"])
-def test_the_executor_itself(name, tmp_path):
+@pytest.mark.parametrize("name", ["executor", "faults"])
+def test_the_gate_itself(name, tmp_path):
     """Case 47: a name that enters a loop as another one. Case 48: an integer that is 1 in a tuple."""
     done = run_pytest(f"tests/ttir_checks/{name}.py", report=tmp_path / "report.json")
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-8000:]
