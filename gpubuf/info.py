@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import os
 import platform
+import shutil
+import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,6 +92,7 @@ class Info:
         tuned: tuned files, in the order in which they are looked at.
         folders: where tuned files are looked for.
         checks: what was tried on the current GPU.
+        needs: what Triton's first launch on a GPU needs of the host, looked for also where there is no GPU.
         caches: where compiled kernels are kept, by compiler.
     """
 
@@ -99,6 +103,7 @@ class Info:
     tuned: tuple[TunedFile, ...]
     folders: tuple[Path, ...]
     checks: tuple[Check, ...]
+    needs: tuple[Check, ...]
     caches: dict[str, str]
 
     def as_json(self) -> dict[str, Any]:
@@ -118,12 +123,15 @@ class Info:
         if not tuned:
             tuned = [(f"none in {folder}", "", "", "", "") for folder in self.folders]
         works = {None: "not tried", True: "yes", False: "no"}
-        checks = [(check.name, works[check.works], check.why) for check in self.checks]
+        checks, needs = (
+            [(check.name, works[check.works], check.why) for check in some] for some in (self.checks, self.needs)
+        )
         return [
             [("package", "version"), *versions],
             [("device", "architecture", "processors", "free", "memory"), *devices, *none, *host],
             [("tuned file", "device", "made", "points", "used"), *tuned],
             [("on this GPU", "works", "why not"), *checks],
+            [("the first launch needs", "found", "what is missing"), *needs],
             [("compiled kernels", "are kept in"), *self.caches.items()],
         ]
 
@@ -154,6 +162,8 @@ def info() -> Info:
             _check("CUDA graphs", _try_graph, no_gpu),
             _check("gathers from pinned memory", _try_pinned_gather, no_gpu),
         ),
+        # The launcher is a piece of C that Triton compiles then, against Python's headers.
+        needs=(_check("a C compiler", _find_compiler), _check("Python.h", _find_header)),
         caches={"Numba": _of(_numba_cache), "Triton": _of(_triton_cache)},
     )
 
@@ -219,7 +229,7 @@ def _state(file: _tuned.TunedFile, devices: set[str], before: bool) -> str:
     return used + (f"; ignored: {'; '.join(file.problems)}" if file.problems else "")
 
 
-def _check(name: str, attempt: Callable[[], None], no_gpu: str) -> Check:
+def _check(name: str, attempt: Callable[[], None], no_gpu: str = "") -> Check:
     if no_gpu:
         return Check(name, None, no_gpu)
     try:
@@ -253,6 +263,23 @@ def _try_pinned_gather() -> None:
     (found,), _ = storage.gather(index)
     if found.tolist() != index.tolist():
         raise RuntimeError(f"rows {index.tolist()} were gathered as {found.tolist()}")
+
+
+def _find_compiler() -> None:
+    # As Triton looks for it.
+    named = os.environ.get("CC")
+    if named is None and not any(map(shutil.which, ("gcc", "clang"))):
+        raise FileNotFoundError("neither gcc nor clang is on the PATH, and CC is not set")
+    if named is not None and shutil.which(named) is None:
+        raise FileNotFoundError(f"CC is {named!r}, which is no program")
+
+
+def _find_header() -> None:
+    scheme = sysconfig.get_default_scheme()
+    # Where Debian's own Python has its headers, whatever it says; Triton looks there.
+    folder = sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"]
+    if not (Path(folder) / "Python.h").is_file():
+        raise FileNotFoundError(f"{folder} has no Python.h: install the development files of this Python")
 
 
 def _of(where: Callable[[], str]) -> str:

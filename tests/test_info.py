@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sysconfig
 from types import SimpleNamespace
 
 import pytest
@@ -52,8 +53,49 @@ class TestWithoutGpu:
         assert found["folders"] == [str(folder) for folder in folders]
         assert 0 < found["host"][0] <= found["host"][1]
         assert {check["name"] for check in found["checks"]} == {"CUDA graphs", "gathers from pinned memory"}
+        assert {check["name"] for check in found["needs"]} == {"a C compiler", "Python.h"}
         assert set(found["caches"]) == {"Numba", "Triton"}
         assert not any(text.startswith("unknown") for text in found["caches"].values())
+
+
+class TestWhatTheFirstLaunchNeeds:
+    """Triton compiles a piece of C at the first launch: without a compiler or Python's headers there is none."""
+
+    @pytest.fixture(autouse=True)
+    def machine(self, tmp_path, monkeypatch):
+        self.programs, self.include = tmp_path / "bin", tmp_path / "include"
+        for folder in (self.programs, self.include):
+            folder.mkdir()
+        monkeypatch.setenv("PATH", str(self.programs))
+        monkeypatch.delenv("CC", raising=False)
+        monkeypatch.setattr(sysconfig, "get_paths", lambda *scheme: {"include": str(self.include)})
+
+    def program(self, name: str) -> None:
+        (self.programs / name).touch(mode=0o755)
+
+    def found(self) -> dict[str, str]:
+        return {check.name: check.why for check in info().needs}
+
+    @pytest.mark.parametrize("compiler", ["gcc", "clang"])
+    def test_all_there(self, compiler):
+        self.program(compiler)
+        (self.include / "Python.h").touch()
+        assert self.found() == {"a C compiler": "", "Python.h": ""}
+        assert [check.works for check in info().needs] == [True, True]
+
+    def test_nothing_there(self, capsys):
+        found = self.found()
+        assert "neither gcc nor clang" in found["a C compiler"]
+        assert f"{self.include} has no Python.h" in found["Python.h"]
+        assert main(["info"]) == 0
+        assert "the first launch needs" in capsys.readouterr().out
+
+    def test_a_compiler_of_the_users_choice(self, monkeypatch):
+        monkeypatch.setenv("CC", "icx")
+        self.program("gcc")
+        assert "CC is 'icx'" in self.found()["a C compiler"]
+        self.program("icx")
+        assert self.found()["a C compiler"] == ""
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,8 @@ def add(commands: Any) -> None:
         "info",
         help="say what gpubuf finds on this machine",
         description="Say what gpubuf finds on this machine: devices, versions, tuned files, whether CUDA graphs and "
-        "gathers from pinned memory work (both are tried), and where compiled kernels are kept.",
+        "gathers from pinned memory work (both are tried), whether a C compiler and Python.h are there for the first "
+        "launch, and where compiled kernels are kept.",
         epilog="Exit code: 0.",
         allow_abbrev=False,
     )
