@@ -97,7 +97,7 @@ class Plan:
     def steps(self) -> list[Step]:
         """The steps, in order."""
         this = (sys.executable, "-m", "benchmarks.stages", str(self.stage), "--describe", str(self.results))
-        described = Step("environment", (*this, *(["--rehearse"] if self.kind == "cpu" else [])), 45)
+        described = Step("environment", (*this, *(["--rehearse"] if self.kind == "cpu" else [])), 60)
         return [described, *{1: self._first, 2: self._second, 3: self._third}[self.stage]()]
 
     def _first(self) -> list[Step]:
@@ -276,13 +276,13 @@ def keep_tuned(data: dict[str, Any], folder: Path) -> None:
 
 
 def describe_machine(path: Path, kind: str) -> None:
-    """Print what the machine has, and begin the file of results with it."""
+    """Begin the file of results with what the machine has, and print more about it."""
+    machine = {**describe(kind), "floor": floor.measure(kind)}
+    print(f"this machine: {floor.describe(machine['floor'])}", flush=True)
+    write_whole(path, {"machine_info": machine})
     for command in (["nvidia-smi"], [sys.executable, "-m", "pip", "list"], [sys.executable, "-m", "gpubuf", "info"]):
         with contextlib.suppress(OSError):
-            subprocess.run(command, cwd=ROOT, check=False, timeout=30)
-    machine = {**describe(kind), "floor": floor.measure(kind)}
-    print(f"this machine: {floor.describe(machine['floor'])}")
-    write_whole(path, {"machine_info": machine})
+            subprocess.run(command, cwd=ROOT, check=False)
 
 
 def gather(folders: Sequence[Path], out: Path) -> list[Path]:

@@ -220,12 +220,16 @@ class Captured:
         return f"{type(self).__name__}({name}, {state})"
 
 
+#: Graphs of captures that CUDA has invalidated: PyTorch's allocator of pinned memory goes on referring to them.
+_broken: list[torch.cuda.CUDAGraph] = []
+
+
 @contextlib.contextmanager
 def _captured_into(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterator[None]:
     """Capture what is launched in here. Other threads may use CUDA meanwhile.
 
-    After a capture that fails, the stream and the allocator are as before. PyTorch switches neither back where CUDA has
-    invalidated the capture.
+    After a capture that fails, all is as before. Where CUDA has invalidated the capture, PyTorch leaves the stream
+    switched, the allocator in the graph's pool, and its random generator in the belief that it is captured.
     """
     pool = torch.cuda.graph_pool_handle()
     with torch.cuda.stream(stream):
@@ -233,9 +237,16 @@ def _captured_into(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> It
             with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 yield
         except BaseException:
-            # It says so where the allocator has left the pool by itself.
-            with contextlib.suppress(RuntimeError):
+            try:
                 torch._C._cuda_endAllocateToPool(stream.device.index, pool)
+            except RuntimeError:
+                # The capture has ended in order: the allocator has left the pool by itself.
+                pass
+            else:
+                _broken.append(graph)
+                # The end of a capture that succeeds is one for the generator.
+                with contextlib.suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
+                    torch.ones((), device=stream.device)
             raise
 
 

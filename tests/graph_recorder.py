@@ -138,15 +138,20 @@ class RecordedCuda:
         log: what was asked of streams and graphs, in order.
         memory: of what a capture must leave alone although it is reached by address.
         capture_error_modes: how strict each capture was to be about other threads.
+        invalidated: whether the capture under way could not be ended.
     """
 
     def __init__(self) -> None:
         self.log: list[str] = []
         self.memory: list[Tensor] = []
         self.capture_error_modes: list[str] = []
+        self.invalidated = False
         self._current = _Stream(name="main", log=self.log)
 
     def _end_allocation(self, device: int | None, pool: object) -> None:
+        if not self.invalidated:
+            raise RuntimeError("not currently recording to the pool")
+        self.invalidated = False
         self.log.append("allocation leaves the pool")
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> RecordedCuda:
@@ -161,7 +166,7 @@ class RecordedCuda:
                 self.recorder.replay()
 
         @contextlib.contextmanager
-        def graph(into: Graph, pool: object, stream: _Stream, capture_error_mode: str) -> Iterator[None]:
+        def graph(into: Graph, *, stream: _Stream, pool: object = None, capture_error_mode: str = "") -> Iterator[None]:
             machine.log.append(f"capture on {stream.name}")
             machine.capture_error_modes.append(capture_error_mode)
             with recorded(machine.memory) as into.recorder:

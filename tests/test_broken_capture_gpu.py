@@ -18,6 +18,10 @@ pytestmark = [
 def test_a_capture_that_cuda_invalidates():
     """Nothing of ours sees that the step waits for the device. Stream, allocator and later captures are as before."""
     x = torch.ones(4, device="cuda")
+    noise = capture(lambda: torch.rand(4, device="cuda"), warmup=1)
+    for _ in range(2):
+        noise()
+    assert noise.captured
 
     def step() -> Tensor:
         torch.cuda.synchronize()
@@ -35,6 +39,10 @@ def test_a_capture_that_cuda_invalidates():
     assert torch.cuda.memory_allocated() > allocated
     del more
     assert torch.cuda.memory_allocated() == allocated
+    # Noise goes on, and so do earlier graphs that make some.
+    first = noise().clone()
+    assert not torch.equal(first, torch.rand(4, device="cuda"))
+    assert not torch.equal(first, noise())
     y = torch.ones(4, device="cuda")
     fine = capture(lambda: y + 1, warmup=1)
     for _ in range(3):

@@ -385,20 +385,22 @@ def test_garbage_is_not_collected_during_a_capture(machine, fails):
     assert gc.isenabled()
 
 
-def test_a_capture_that_cuda_invalidates_leaves_stream_and_allocator_as_they_were(machine, monkeypatch):
-    """PyTorch 2.11 switches neither back, where ending the capture fails too."""
-    graph = torch.cuda.graph
+def test_a_capture_that_cuda_invalidates_leaves_everything_as_it_was(machine, monkeypatch):
+    """PyTorch does not where ending the capture fails too: neither stream nor allocator nor generator."""
+    graph, kept = torch.cuda.graph, []
 
     @contextlib.contextmanager
     def invalidated(*args: Any, stream: Any, **kwargs: Any) -> Iterator[None]:
         switched = torch.cuda.stream(stream)
         switched.__enter__()
-        kept.append(switched)
         with graph(*args, stream=stream, **kwargs):
             yield
-        raise RuntimeError("operation failed due to a previous error during capture")
+        if not kept:
+            kept.append(switched)
+            machine.invalidated = True
+            raise RuntimeError("operation failed due to a previous error during capture")
+        switched.__exit__(None, None, None)
 
-    kept: list[Any] = []
     monkeypatch.setattr(torch.cuda, "graph", invalidated)
     step = capture(lambda x: x + 1, warmup=1)
     before = torch.cuda.current_stream()
@@ -406,7 +408,22 @@ def test_a_capture_that_cuda_invalidates_leaves_stream_and_allocator_as_they_wer
     with pytest.raises(CaptureError, match="previous error during capture"):
         step(torch.ones(1))
     assert torch.cuda.current_stream() is before
-    assert machine.log[-1] == "allocation leaves the pool"
+    # A capture that succeeds ends the broken one for the generator.
+    assert machine.log[-3:] == ["capture on side", "allocation leaves the pool", "capture on side"]
+    assert step(torch.ones(1)).tolist() == [2.0]
+    assert step.captured
+
+
+def test_a_capture_that_is_refused_needs_no_repair(machine):
+    step = capture(lambda x: x.sum().item(), warmup=1)
+    with pytest.raises(ValueError, match="would be the same"):
+        step(torch.ones(1))
+    step = capture(lambda x: x * x.sum().item(), warmup=1)
+    step(torch.ones(1))
+    with pytest.raises(CaptureError, match="reads a value"):
+        step(torch.ones(1))
+    assert machine.log.count("capture on side") == 1
+    assert not machine.invalidated
 
 
 @pytest.mark.parametrize(
