@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 
@@ -412,3 +413,34 @@ def test_traced_as_one_graph(critics):
     found = torch.autograd.grad(value, list(loss.parameters()))
     for one, other in zip(found, torch.autograd.grad(total(truth), list(loss.parameters())), strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("options", [{}, {"delay_actor": True}, {"delay_qvalue": False}, {"separate_losses": True}])
+def test_functional_call_uses_the_parameters_it_is_given(options):
+    loss, other = (make_loss(target_entropy=-2.0, **options) for _ in range(2))
+    batch = make_batch(5)
+    with torch.no_grad():
+        for tensor in (*other.parameters(), *other.buffers()):
+            if tensor.is_floating_point() and tensor.numel() > 1:
+                tensor.mul_(0.9).add_(0.01)
+    given = {name: tensor.detach().clone() for name, tensor in (*other.named_parameters(), *other.named_buffers())}
+    for name, _ in other.named_parameters():
+        given[name].requires_grad_()
+    before = run_loss(loss, batch, 0)
+    expected = run_loss(other, batch, 0)
+    assert not torch.equal(expected["loss_actor"], before["loss_actor"])
+
+    torch.manual_seed(0)
+    out = torch.func.functional_call(loss, given, (batch.clone(),))
+    for name in OUTPUTS:
+        torch.testing.assert_close(out[name], expected[name])
+    losses = ("loss_actor", "loss_qvalue", "loss_alpha")
+    sum(out[name] for name in losses).backward()
+    other.zero_grad()
+    sum(expected[name] for name in losses).backward()
+    for name, parameter in other.named_parameters():
+        torch.testing.assert_close(given[name].grad, parameter.grad)
+    assert all(parameter.grad is None for parameter in loss.parameters())
+    # Afterwards the loss has its own again, also in a copy.
+    torch.testing.assert_close(run_loss(loss, batch, 0), before)
+    torch.testing.assert_close(run_loss(copy.deepcopy(loss), batch, 0), before)

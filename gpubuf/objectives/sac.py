@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from gpubuf.kernels import sac
 from gpubuf.modules.plain import entry
 from gpubuf.objectives.common import LOSS_FUNCTIONS, REDUCTIONS, lookup, one_of, refuse_deprecated, warn
 from gpubuf.objectives.critics import make_critics
+from gpubuf.objectives.functional import Handles
 from gpubuf.objectives.networks import Replica, Slots, leaves, paths, target_parameters
 from gpubuf.objectives.shapes import per_row, rows_of
 from gpubuf.objectives.temperature import TemperatureLossModule
@@ -206,6 +208,24 @@ class SACLoss(TemperatureLossModule):
         self._critics.refresh(targets, self.actor_network_params)
         if self._delayed_actor is not None:
             self._delayed_actor.slots.fill(leaves(self.target_actor_network_params))
+        registered = {name: part for name, part in self._modules.items() if isinstance(part, TensorDictParams)}
+        self.__dict__["_handles"] = Handles(registered)
+
+    @contextlib.contextmanager
+    def _using(self, given: dict[str, TensorDict]) -> Iterator[None]:
+        """Within it the networks run on other parameters."""
+        own = self._critics.params
+        try:
+            actor = given["actor_network_params"]
+            self._actor_slots.fill(leaves(actor))
+            self._critics.params = given["qvalue_network_params"]
+            self._critics.refresh(given.get("target_qvalue_network_params"), actor)
+            if self._delayed_actor is not None:
+                self._delayed_actor.slots.fill(leaves(given["target_actor_network_params"]))
+            yield
+        finally:
+            self._critics.params = own
+            self.refresh_links()
 
     @property
     def vmap_randomness(self) -> str:
@@ -296,6 +316,13 @@ class SACLoss(TemperatureLossModule):
     @dispatch
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:  # type: ignore[override]
         """The losses of a batch; see the class. Writes the priority entry into ``tensordict``."""
+        given = None if torch.compiler.is_compiling() else self._handles.replaced()
+        if given is None:
+            return self._losses(tensordict)
+        with self._using(given):
+            return self._losses(tensordict)
+
+    def _losses(self, tensordict: TensorDictBase) -> TensorDictBase:
         alpha = self.alpha
         seen = self._without_masked(tensordict)
         with set_interaction_type(InteractionType.RANDOM):
