@@ -106,7 +106,7 @@ class Plan:
             self._tests("tests", together, 240, workers=WORKERS),
             self._tests("placement", ["test_placement_gpu.py"], 80),
             # What it does to CUDA ends with its process.
-            self._tests("broken-capture", ["test_broken_capture_gpu.py"], 35),
+            self._tests("broken-capture", ["test_broken_capture_gpu.py"], 50),
             self._benchmarks("by rule", 120, REPLAY),
         ]
 
