@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import os
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -144,11 +145,11 @@ def pinned(n_bytes: int, device: torch.device) -> np.ndarray:
         register(owner.ctypes.data, n_bytes, device)
         # Of a view, so that the memory itself outlives a release that has to be put off. Not at exit: the driver may be
         # gone by then, and takes everything with it.
-        weakref.finalize(memory, _release, owner, device).atexit = False
+        weakref.finalize(memory, _release, unregister, owner, device).atexit = False
     return memory
 
 
-def _release(owner: np.ndarray, device: torch.device) -> None:
+def _release(unregister: Callable[[int, torch.device], None], owner: np.ndarray, device: torch.device) -> None:
     outside_captures(lambda: unregister(owner.ctypes.data, device))
 
 
