@@ -66,6 +66,17 @@ def test_pinned_parts_of_a_batch_that_is_elsewhere_are_waited_for(gpu):
     assert not gpu.queue
 
 
+def test_gradients_end_where_a_batch_is_packed(gpu):
+    """And tensors of inference mode, expanded ones, and ones without elements are packed as others are."""
+    with torch.inference_mode():
+        inferred = torch.arange(3)
+    sources = [torch.ones(3, requires_grad=True), inferred, torch.ones(1, 2).expand(3, 2), torch.zeros(3, 0)]
+    arrived = staging.to_device(sources, GPU)
+    gpu.synchronize()
+    assert not any(t.requires_grad for t in arrived)
+    assert all(torch.equal(a, b) for a, b in zip(arrived, sources, strict=True))
+
+
 def test_what_is_there_already_is_left_alone(gpu):
     sources = [torch.ones(3), torch.zeros(2)]
     assert staging.to_device(sources, torch.device("cpu")) is sources

@@ -45,7 +45,8 @@ def _packable(sources: list[Tensor]) -> bool:
 def _packed(sources: list[Tensor], device: torch.device) -> list[Tensor]:
     offsets, n_bytes = arena_offsets([t.nbytes for t in sources], 1)
     arena = memory.staging(n_bytes)
-    torch._foreach_copy_(_views(arena, sources, offsets), sources)
+    with torch.no_grad():
+        torch._foreach_copy_(_views(arena, sources, offsets), sources)
     # PyTorch notes the copy, and does not give the arena's memory out again before it is done.
     return _views(arena.to(device, non_blocking=True), sources, offsets)
 
