@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import logging
+import sys
 import threading
 import time
 import warnings
@@ -119,4 +120,6 @@ def _announced(folder: str | None) -> Iterator[None]:
 
 def _announce(folder: str | None) -> None:
     kept = "" if folder is None else f"; the next process finds them in {folder}"
-    logger.warning("gpubuf compiles its CPU kernels, which takes some seconds%s", kept)
+    # Above INFO, and thus printed where nobody has set up logging, only where somebody is looking.
+    level = logging.WARNING if sys.stderr.isatty() else logging.INFO
+    logger.log(level, "gpubuf compiles its CPU kernels, which takes some seconds%s", kept)

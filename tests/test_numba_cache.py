@@ -112,6 +112,7 @@ def test_long_compilation_is_announced_once(monkeypatch):
     handler.emit = lambda record: (lines.append(record.getMessage()), said.set())
     monkeypatch.setattr(_jit, "_SILENCE", 0.01)
     monkeypatch.setattr(_jit, "_spent", 0.0)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     _jit.logger.addHandler(handler)
     try:
         with _jit._announced("/the/cache"):
