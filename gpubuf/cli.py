@@ -1,12 +1,14 @@
 """The ``gpubuf`` command.
 
-Exit codes: 0 done; 1 training or the GPU failed, or a planned buffer fits nowhere; 2 what was asked for can't be done
-(the message says why); 130 and 143 interrupted by Ctrl-C or SIGTERM, with everything saved.
+Exit codes: 0 done; 1 training, the GPU or the disk failed, or a planned buffer fits nowhere; 2 what was asked for can't
+be done (the message says why); 130 and 143 interrupted by Ctrl-C or SIGTERM, with everything saved.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -29,7 +31,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = vars(parser.parse_args(arguments))
     command = options.pop("command")
     try:
-        return COMMANDS[command].run(options)
+        code: int = COMMANDS[command].run(options)
+        # A disk that is full, or a reader that has gone, is to show here.
+        sys.stdout.flush()
+        return code
+    except OSError as error:
+        with contextlib.suppress(OSError, ValueError):
+            # What could not be printed is not to be tried again when the process ends.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"gpubuf {command}: {error}", file=sys.stderr)
+        return 1
     except UsageError as error:
         print(f"gpubuf {command}: error: {error}", file=sys.stderr)
         return 2

@@ -277,7 +277,13 @@ def _leaves(spec: Any) -> list[Leaf]:
         raise TypeError(f"expected an example batch or a mapping from keys to shapes, got {type(spec).__name__}")
     if not spec:
         raise ValueError("the spec has no keys")
-    return [Leaf(as_key(key), *_shape_and_dtype(key, value)) for key, value in spec.items()]
+    leaves = [Leaf(as_key(key), *_shape_and_dtype(key, value)) for key, value in spec.items()]
+    keys = {leaf.key for leaf in leaves}
+    for key in keys:
+        inner = next((key[:n] for n in range(1, len(key)) if key[:n] in keys), None)
+        if inner is not None:
+            raise ValueError(f"{'.'.join(inner)} can't be a tensor of its own and hold {'.'.join(key)}, too")
+    return leaves
 
 
 def _shape_and_dtype(key: Any, value: Any) -> tuple[torch.dtype, tuple[int, ...]]:

@@ -15,7 +15,7 @@ import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -67,15 +67,40 @@ def save(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
     """
     target = Path(path)
     pieces = contents(state)
+    replace(target, pieces)
+    sync_folder(target.parent)
+
+
+def replace(target: Path, pieces: Iterable[Buffer]) -> int:
+    """Put a file in the place of ``target`` once it is complete and on the disk. Returns its size.
+
+    Raises:
+        OSError: It can't be written; ``target`` is as it was. So it is where somebody else's folder is in the way, at
+            ``target`` or at ``target`` + ``.tmp``.
+    """
     temporary = target.with_name(target.name + ".tmp")
+    # Of a process that was killed, or a link that somebody has planted: the link goes, not what it points to.
+    temporary.unlink(missing_ok=True)
     try:
-        write(temporary, pieces)
+        size, _ = write(temporary, pieces)
         sync(temporary)
         os.replace(temporary, target)
+    except FileExistsError:
+        # Not ours: it was made in this moment.
+        raise
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync_folder(target.parent)
+    return size
+
+
+def create(path: str | os.PathLike[str]) -> BinaryIO:
+    """A new file, open for writing. Nothing that is there is opened or followed, a link least of all.
+
+    Raises:
+        FileExistsError: There is something at ``path``.
+    """
+    return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), "wb")
 
 
 def contents(state: Mapping[str, Any]) -> Iterator[Buffer]:
@@ -107,10 +132,13 @@ def write(path: str | os.PathLike[str], pieces: Iterable[Buffer]) -> tuple[int, 
 
     Returns:
         The size of the file, and its checksum.
+
+    Raises:
+        FileExistsError: There is something at ``path``.
     """
     size = 0
     last: Buffer = b""
-    with open(path, "wb") as file:
+    with create(path) as file:
         for piece in pieces:
             size += file.write(piece)
             last = piece
@@ -310,7 +338,7 @@ def sync_folder(folder: Path) -> None:
 
 def sync(path: Path) -> None:
     """Wait until a file or a folder is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_NOFOLLOW)
     try:
         os.fsync(descriptor)
     finally:

@@ -14,8 +14,10 @@ from gpubuf import (
     LazyTensorStorage,
     ReplayBuffer,
     TensorStorage,
+    serialization,
 )
 from gpubuf.data import checkpoint_files, checkpoint_snapshot, checkpoints
+from gpubuf.train.metrics import JsonLines
 from tests.test_checkpoints import CAPACITY, new, numbers, used
 from tests.transitions import same, transitions
 
@@ -294,3 +296,68 @@ def test_saving_goes_on_after_a_buffer_was_freed(tmp_path):
     other.free()
     other.load(tmp_path)
     assert numbers(other) == list(range(300, 360))
+
+
+# What others have put there
+
+
+@pytest.mark.parametrize("name", ["manifest.json.tmp", "manifest.json"])
+def test_a_planted_link_is_replaced_and_not_followed(tmp_path, name):
+    """Case 56: the file that it points to stays as it is, also where it does not exist yet."""
+    buffer, folder = used(), tmp_path / "checkpoint"
+    folder.mkdir()
+    precious = tmp_path / "precious"
+    if name.endswith(".tmp"):
+        precious.write_text("precious")
+    (folder / name).symlink_to(precious)
+    buffer.save(folder)
+    assert not (folder / checkpoint_files.MANIFEST).is_symlink()
+    assert not precious.exists() or precious.read_text() == "precious"
+    other = new()
+    other.load(folder)
+    assert numbers(other) == numbers(buffer)
+
+
+def test_a_folder_with_the_name_of_a_row_file_stays(tmp_path):
+    """Case 56: a save that has succeeded says so."""
+    buffer = used()
+    folder = tmp_path / f"rows-00000-{'0' * 16}.safetensors"
+    folder.mkdir()
+    link = tmp_path / f"rows-00000-{'1' * 16}.safetensors"
+    link.symlink_to(folder)
+    buffer.save(tmp_path)
+    assert folder.is_dir()
+    assert not link.is_symlink()
+
+
+def test_a_folder_in_the_way_of_the_manifest_leaves_the_previous_checkpoint(tmp_path):
+    """Case 56."""
+    buffer = used()
+    buffer.save(tmp_path)
+    before = numbers(buffer)
+    (tmp_path / "manifest.json.tmp").mkdir()
+    buffer.extend(transitions(3))
+    with pytest.raises(OSError, match=r"manifest\.json\.tmp"):
+        buffer.save(tmp_path)
+    other = new()
+    other.load(tmp_path)
+    assert numbers(other) == before
+
+
+def test_a_state_and_a_mapped_storage_do_not_follow_links(tmp_path):
+    """Case 56: nor do the files of training and of memory-mapped storages."""
+    precious = tmp_path / "precious"
+    precious.write_text("precious")
+    (tmp_path / "state.tmp").symlink_to(precious)
+    serialization.save(tmp_path / "state", {"x": torch.ones(3)})
+    folder = tmp_path / "mapped"
+    folder.mkdir()
+    (folder / "gpubuf.json.tmp").symlink_to(precious)
+    ReplayBuffer(storage=LazyMemmapStorage(8, scratch_dir=folder)).extend(transitions(3))
+    with pytest.raises(FileExistsError):
+        serialization.write(tmp_path / "precious", [b"x"])
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.symlink_to(precious)
+    with pytest.raises(OSError, match="symbolic link"):
+        JsonLines(metrics)
+    assert precious.read_text() == "precious"

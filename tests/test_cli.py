@@ -1,5 +1,6 @@
 """The gpubuf command: exit codes, messages, and what it shows on a terminal and elsewhere."""
 
+import errno
 import io
 import json
 import os
@@ -79,6 +80,7 @@ def test_python_m_gpubuf_is_the_command():
         (["--device", "tpu"], "device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
         (["--gamma", "1.5"], "gamma must be in [0, 1), got 1.5"),
         (["--gamma", "high"], "argument --gamma: invalid float value: 'high'"),
+        (["--seed", str(2**64)], f"seed must be below 2**64, got {2**64}"),
         (["--total-steps", "0"], "total_steps must be at least 1, got 0"),
         (["--total-steps", "100"], "learning_starts must be below total_steps (100), got 1000"),
         (["--hidden", "64,x"], "expected widths such as 256,256, got '64,x'"),
@@ -184,6 +186,26 @@ def test_divergence_exits_with_1(capsys, tmp_path):
     arguments = [*TINY, "--env", PREFIX + "Infinite-v0", "--uniform", "--out", str(tmp_path / "run")]
     assert main(["train", *arguments]) == 1
     assert "training diverged by step 60" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("where", ["write", "fsync"])
+def test_a_full_disk_exits_with_1_and_one_sentence(capsys, tmp_path, monkeypatch, where):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(*{"write": ("gpubuf.train.metrics.JsonLines.write", full), "fsync": ("os.fsync", full)}[where])
+    assert main(["train", *TINY, "--quiet", "--out", str(tmp_path / "run")]) == 1
+    captured = capsys.readouterr()
+    assert captured.err == "gpubuf train: [Errno 28] No space left on device\n"
+
+
+def test_output_that_cannot_be_written_exits_with_1():
+    """On a full disk; nothing is tried again when the process ends."""
+    command = [sys.executable, "-m", "gpubuf", "plan", "--spec", "x=3:int8", "--capacity", "3"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=300)
+    assert done.returncode == 1
+    assert done.stderr == "gpubuf plan: [Errno 28] No space left on device\n"
 
 
 def test_a_log_gets_plain_lines(capsys, tmp_path, monkeypatch):

@@ -119,12 +119,9 @@ def write_manifest(folder: Path, manifest: Manifest) -> int:
     text = json.dumps(
         {"format": FORMAT, "version": VERSION, "checksum": _checksum(content), "content": content}
     ).encode()
-    temporary = folder / f"{MANIFEST}.tmp"
     # The names of the files that the manifest refers to must be on the disk before it is.
     serialization.sync_folder(folder)
-    serialization.write(temporary, [text])
-    serialization.sync(temporary)
-    os.replace(temporary, folder / MANIFEST)
+    serialization.replace(folder / MANIFEST, [text])
     serialization.sync_folder(folder)
     return len(text)
 
@@ -133,7 +130,9 @@ def remove_others(folder: Path, manifest: Manifest) -> None:
     """Remove the files of earlier and of killed saves. Files of other names are not ours, and stay."""
     named = {file.name for file in manifest.files}
     for entry in folder.iterdir():
-        if _NAME.fullmatch(entry.name) and entry.name not in named:
+        # A folder of such a name is not ours either.
+        ours = _NAME.fullmatch(entry.name) and (entry.is_symlink() or not entry.is_dir())
+        if ours and entry.name not in named:
             entry.unlink(missing_ok=True)
 
 

@@ -20,6 +20,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from gpubuf import serialization
 from gpubuf.data.layout import Data, Key, Node, RowLayout
 
 META_FILE = "meta.json"
@@ -119,7 +120,7 @@ def create_file(path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> Tenso
 def sync_file(path: Path) -> None:
     """Wait until what was written to a file, also through a mapping, is on the disk."""
     if path.exists():
-        descriptor = os.open(path, os.O_RDONLY)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         try:
             os.fsync(descriptor)
         finally:
@@ -131,12 +132,7 @@ def sync_file(path: Path) -> None:
 
 def write_json(path: Path, content: Any) -> None:
     """Write a small JSON file; what is there is replaced by the complete new file only."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        json.dump(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    serialization.replace(path, [json.dumps(content).encode()])
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -139,6 +139,8 @@ class TrainConfig:
             self._require(name, getattr(self, name) >= 1, "at least 1")
         for name in ("learning_starts", "eval_every", "checkpoint_every", "seed"):
             self._require(name, getattr(self, name) >= 0, "at least 0")
+        # What PyTorch's generators take.
+        self._require("seed", self.seed < 2**64, "below 2**64")
         for name in ("buffer_size", "threads"):
             self._require(name, getattr(self, name) is None or getattr(self, name) >= 1, "at least 1")
         for name in ("update_ratio", "learning_rate"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ class JsonLines:
 
     def __init__(self, path: Path, keep: int = 0) -> None:
         kept = check_lines(path, keep)
-        self._file = open(path, "ab")  # noqa: SIM115 (closed by close)
+        self._file = open(path, "ab", opener=_unlinked)  # noqa: SIM115 (closed by close)
         self._file.truncate(kept)
         self.lines = keep
 
@@ -38,6 +39,11 @@ class JsonLines:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _unlinked(path: str, flags: int) -> int:
+    """Open a file, but not through a link that somebody has put in its place."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def check_lines(path: Path, keep: int) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from gpubuf.serialization import load, save
+from gpubuf.serialization import load, replace, save
 from gpubuf.train.agent import MODEL_FILE
 from gpubuf.train.config import CONFIG_FILE, TrainConfig, UsageError
 from gpubuf.train.metrics import METRICS_FILE, TIMING_FILE, JsonLines, check_lines, read
@@ -192,9 +192,19 @@ class _Run:
             )
 
     def _open(self, lines: Mapping[str, int]) -> None:
-        self._metrics = JsonLines(self._folder / METRICS_FILE, keep=lines[METRICS_FILE])
-        self._timing = JsonLines(self._folder / TIMING_FILE, keep=lines[TIMING_FILE])
-        (self._folder / CONFIG_FILE).write_text(self._config.to_json(), encoding="utf-8")
+        try:
+            self._metrics = JsonLines(self._folder / METRICS_FILE, keep=lines[METRICS_FILE])
+            self._timing = JsonLines(self._folder / TIMING_FILE, keep=lines[TIMING_FILE])
+            replace(self._folder / CONFIG_FILE, [self._config.to_json().encode()])
+        except BaseException:
+            self._close()
+            raise
+
+    def _close(self) -> None:
+        self._trainer.close()
+        for file in (self._metrics, self._timing):
+            if file is not None:
+                file.close()
 
     def _record(self, record: dict[str, Any]) -> None:
         assert self._metrics is not None
@@ -232,10 +242,7 @@ class _Run:
             self._reporter.message(_summary(result))
             return result
         finally:
-            trainer.close()
-            for file in (self._metrics, self._timing):
-                if file is not None:
-                    file.close()
+            self._close()
 
     def _train(self, interruption: _Interruption) -> None:
         trainer, config = self._trainer, self._config
@@ -278,7 +285,7 @@ class _Run:
                 "torch_threads": torch.get_num_threads(),
             },
         }
-        (self._folder / RESULT_FILE).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        replace(self._folder / RESULT_FILE, [(json.dumps(result, indent=2) + "\n").encode()])
 
     def _title(self) -> str:
         mode = "prioritized" if self._config.prioritized else "uniform"
