@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -33,15 +34,24 @@ def test_turns_are_reentrant_and_give_way():
         def perform(self):
             made.append(self.name)
 
+    def have_a_turn():
+        with turn:
+            made.append("other")
+
     turn.pending.extend([Asked("first"), Asked("second")])
     with turn, turn:
         assert made == ["first", "second"]
-        other = threading.Thread(target=lambda: (turn.__enter__() and made.append("other")) or turn.__exit__())
+        other = threading.Thread(target=have_a_turn)
         other.start()
-        with turn.released():
-            other.join(30)
+        turn.outside(lambda: other.join(30))
         assert made == ["first", "second", "other"]
     assert not turn.pending
+
+
+def is_free(turn: Turn) -> bool:
+    """Whether another thread can have its turn now."""
+    with ThreadPoolExecutor(1) as other:
+        return not turn._waiting and other.submit(turn._lock.acquire, False).result()
 
 
 def wait_for_line(turn: Turn, n: int) -> None:
@@ -69,7 +79,7 @@ def test_turns_come_in_the_order_in_which_they_were_asked_for():
     for thread in threads:
         thread.join()
     assert order == [0, 1, 2, 3, 4, "again"]
-    assert not turn._lock.locked()
+    assert is_free(turn)
 
 
 def test_a_tight_writer_and_a_tight_sampler_have_equal_shares():
@@ -165,4 +175,4 @@ def test_what_is_called_on_a_sampler_takes_its_turn(sampler, method):
             os.sched_yield()
         assert len(turn._waiting) == 1
     thread.join()
-    assert not turn._lock.locked()
+    assert is_free(turn)

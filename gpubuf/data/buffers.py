@@ -19,6 +19,7 @@ from gpubuf.data.samplers import RandomSampler, Sampler
 from gpubuf.data.sampling import Sampling
 from gpubuf.data.storages import LazyTensorStorage, Storage, TensorStorage
 from gpubuf.data.transforms import Compose
+from gpubuf.data.unfinished import DERIVED, Unfinished
 from gpubuf.data.writers import RoundRobinWriter, Writer
 
 DEFAULT_CAPACITY = 1_000
@@ -140,7 +141,9 @@ class ReplayBuffer(Movable, Sampling):
             transform = transform_factory()
         if transform is not None:
             self._transform.append(transform)
-        self._lock = self._sampler.turn = Turn(self._storage)
+        # The priorities of the write that is under way.
+        self._given: Tensor | None = None
+        self._lock = self._sampler.turn = Turn(self._storage, self._mend)
         self._ahead = Prefetcher(prefetch or 0, self._lock)
         if generator is not None:
             self.set_rng(generator)
@@ -185,10 +188,17 @@ class ReplayBuffer(Movable, Sampling):
     @property
     def write_count(self) -> int:
         """Number of rows ever written."""
+        self._finish_what_was_interrupted()
         return self._storage.written
 
     def __len__(self) -> int:
+        self._finish_what_was_interrupted()
         return len(self._storage)
+
+    def _finish_what_was_interrupted(self) -> None:
+        """Before the host's mirror of the counters is read outside of a turn."""
+        if self._storage.unfinished is not None:
+            self._lock.mend()
 
     # Writing
 
@@ -229,15 +239,52 @@ class ReplayBuffer(Movable, Sampling):
         if not storage.initialized:
             refuse("the first write allocates the storage: write before")
             self._sampler.check_rows(RowLayout(data, storage.ndim, storage.ignored_keys), storage.ndim)
+        self._given = given
         index = self._writer.extend(data)
         if index.numel() == 0:
             return self._no_rows()
         # Of more rows than the capacity only the newest are there.
-        survivors = index[-storage.max_size :] if index.numel() > storage.max_size else index
+        self._tell_sampler(index[-storage.max_size :] if index.numel() > storage.max_size else index)
+        storage.end(None)
+        self._given = None
+        return storage.unravel(index)
+
+    def _tell_sampler(self, survivors: Tensor) -> None:
+        given = self._given
         if given is not None:
             given = given[-survivors.numel() :]
-        self._sampler.on_write(survivors, storage, given)
-        return storage.unravel(index)
+        self._sampler.on_write(survivors, self._storage, given)
+
+    def _mend(self) -> None:
+        """Finish what an interrupted operation has left, in the turn of the next one.
+
+        The device's counters say whether the rows of a write have been written. If so, the write is completed;
+        otherwise there was none. What is derived from rows and priorities is computed anew: O(capacity). Synchronises
+        after a write.
+        """
+        storage, sampler = self._storage, self._sampler
+        left = storage.unfinished
+        if left is None or not storage.initialized:
+            storage.end(None)
+            return
+        if left.empties:
+            storage.empty()
+            sampler.empty()
+        elif left.written is None or self._complete_write(left.written):
+            if not left.counted:
+                storage.refresh()
+            sampler.mend(storage)
+        storage.end(None)
+
+    def _complete_write(self, written: int) -> bool:
+        """Whether an interrupted write has written rows; the sampler knows of them then."""
+        storage = self._storage
+        storage.refresh()
+        n = min(storage.written - written, storage.max_size)
+        if n > 0:
+            first = storage.written - n
+            self._tell_sampler((first + torch.arange(n, device=storage.device)) % storage.max_size)
+        return n > 0
 
     def _no_rows(self) -> Tensor:
         """The index of an empty write."""
@@ -265,8 +312,10 @@ class ReplayBuffer(Movable, Sampling):
         """Forget every row, priority and prefetched batch, in O(1) for the rows; memory stays allocated."""
         with self._lock:
             self._ahead.discard()
+            before = self._storage.begin(Unfinished(empties=True))
             self._storage.empty()
             self._sampler.empty()
+            self._storage.end(before)
 
     # Reading
 
@@ -323,12 +372,16 @@ class ReplayBuffer(Movable, Sampling):
             generation: ``info["index_generation"]``; rows overwritten since the sample are then left alone.
         """
         with turn_of(self._lock):
+            before = self._storage.begin(DERIVED)
             self._sampler.update_priority(index, priority, storage=self._storage, generation=generation)
+            self._storage.end(before)
 
     def mark_update(self, index: Any) -> None:
         """Rows were written elsewhere (``buffer[i] = ...``, or through the storage): treat them as new."""
         with turn_of(self._lock):
+            before = self._storage.begin(DERIVED)
             self._sampler.mark_update(index, storage=self._storage)
+            self._storage.end(before)
 
     # Composition
 

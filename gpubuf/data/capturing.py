@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from gpubuf.data.unfinished import REPLAY
+
 
 class CaptureError(RuntimeError):
     """A step that can't be captured in a CUDA graph, or a graph that no longer fits what it was captured with."""
@@ -25,11 +27,8 @@ class Lock(Protocol):
 
     storage: Any
 
-    def __enter__(self) -> Any:
-        """Begin an operation."""
-
-    def __exit__(self, *exception: object) -> None:
-        """End it."""
+    def taken(self) -> contextlib.AbstractContextManager[None]:
+        """Around an operation."""
 
     @property
     def device(self) -> torch.device | None:
@@ -84,7 +83,7 @@ class Recording:
         """
         with contextlib.ExitStack() as stack:
             for lock in self.locks:
-                stack.enter_context(lock)
+                stack.enter_context(lock.taken())
             for owner, name, value in self._held.values():
                 if getattr(owner, name, None) is not value:
                     raise CaptureError(
@@ -93,9 +92,14 @@ class Recording:
                     )
             for action in self._before.values():
                 action()
+            # Of a replay that is interrupted, the device knows whether it was.
+            storages = [lock.storage for lock in self.locks]
+            before = [storage.begin(REPLAY) for storage in storages]
             yield
             for action in self._after:
                 action()
+            for storage, outer in zip(storages, before, strict=True):
+                storage.end(outer)
 
 
 class _Now(threading.local):

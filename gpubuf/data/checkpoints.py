@@ -97,7 +97,7 @@ def save(
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     with files.locked(folder, exclusive=True), contextlib.ExitStack() as turn:
-        turn.enter_context(buffer._lock)
+        turn.enter_context(buffer._lock.taken())
         storage = buffer.storage
         if storage.initialized:
             # A stream that is seeded only later would not be the same in the restored buffer.

@@ -8,7 +8,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from threading import get_ident
 from typing import Any, Protocol
 
 import torch
@@ -119,34 +118,66 @@ def turn_of(turn: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
     return contextlib.nullcontext() if _compiling() else turn
 
 
+def _nothing(*exception: object) -> None:
+    """How a turn within a turn ends."""
+
+
+class _End:
+    """``Turn.__exit__``: what ends the turn that is about to begin.
+
+    ``with`` looks it up before the turn begins. An interrupt can come when a function of Python is entered, and would
+    keep it from releasing the lock. The lock's own method is none, and can't be interrupted.
+    """
+
+    def __get__(self, turn: Turn | None, kind: type | None = None) -> Callable[..., None]:
+        if turn is None:
+            raise AttributeError("the end of a turn depends on the turn")
+        if turn.held:
+            return _nothing
+        return turn._end_on_gpu if turn.may_launch() else turn._lock.__exit__
+
+
 class Turn:
     """A reentrant lock of a buffer, ``with turn:``. Threads have their turns in the order in which they asked.
 
     Draws that were asked for earlier are made before anything else happens in a turn, so that what a batch holds
     depends on the order of the calls and not on how threads happen to run. Operations on a GPU are ordered across
-    streams.
+    streams. What an operation left unfinished that was interrupted is finished by the next one.
 
     Args:
         storage: the buffer's storage.
+        mend: finishes what was left unfinished; a method, held weakly.
 
     Attributes:
         storage: the buffer's storage; to be set where that is replaced.
         pending: draws that were asked for, in order.
     """
 
-    def __init__(self, storage: TensorStorage) -> None:
+    __exit__ = _End()
+
+    def __init__(self, storage: TensorStorage, mend: Callable[[], None] | None = None) -> None:
         self.storage = storage
         self.pending: deque[Draw] = deque()
-        # A lock alone goes to who comes first when it is free, which is the thread that has just let go of it: one that
-        # writes in a loop would keep all others out.
-        self._lock = threading.Lock()
-        self._waiting: deque[threading.Lock] = deque()
-        self._owner = 0
-        self._depth = 0
+        self._mend = None if mend is None else weakref.WeakMethod(mend)
         self._streams = StreamOrder()
         # The turn holds on to the storage: its memory is released after this.
         weakref.finalize(self, outside_captures, self._streams.settle).atexit = False
         self._has_cuda: bool | None = None
+        self.renew()
+
+    def renew(self) -> None:
+        """Begin with a lock that nobody has: in a copy, and in a forked process."""
+        # Reentrant so that it knows its owner; turns within turns leave it alone.
+        self._lock = threading.RLock()
+        # A lock alone goes to who comes first when it is free, which is the thread that has just let go of it: one that
+        # writes in a loop would keep all others out. Whoever waits holds a lock in this line until it has had its turn.
+        self._waiting: deque[threading.Lock] = deque()
+        self.pending.clear()
+
+    @property
+    def held(self) -> bool:
+        """Whether it is this thread's turn."""
+        return self._lock._is_owned()  # type: ignore[attr-defined, no-any-return]
 
     def gpu(self) -> torch.device | None:
         """The GPU that operations are launched on, or None. Fake tensors claim to be on one that is not there."""
@@ -154,13 +185,21 @@ class Turn:
         ring = self.storage._ring
         if ring is None or not ring.counters.is_cuda:
             return None
-        if self._has_cuda is None:
-            self._has_cuda = torch.cuda.is_available()
-        return ring.counters.device if self._has_cuda else None
+        return ring.counters.device if self._cuda_present() else None
 
     def on_gpu(self) -> bool:
         """Whether operations are launches on a GPU."""
         return self.gpu() is not None
+
+    def may_launch(self) -> bool:
+        """Whether an operation that begins now may launch on a real GPU; the first one decides where the buffer is."""
+        ring = self.storage._ring
+        return (ring is None or ring.counters.is_cuda) and self._cuda_present()
+
+    def _cuda_present(self) -> bool:
+        if self._has_cuda is None:
+            self._has_cuda = torch.cuda.is_available()
+        return self._has_cuda
 
     @property
     def device(self) -> torch.device | None:
@@ -182,95 +221,86 @@ class Turn:
         device = self.gpu()
         if device is not None:
             self._streams.begin(device)
+        if self.storage.unfinished is not None and self._mend is not None:
+            mend = self._mend()
+            if mend is not None:
+                mend()
+        while self.pending:
+            self.pending[0].perform()
+            self.pending.popleft()
 
     def _acquire(self) -> None:
         if self._waiting or not self._lock.acquire(False):
             self._stand_in_line()
-        self._owner = get_ident()
 
     def _stand_in_line(self) -> None:
-        """Wait until the lock is handed over, locked."""
-        gate = threading.Lock()
-        gate.acquire()
-        self._waiting.append(gate)
-        try:
-            # Whoever had the lock may have let go of it before there was anybody in line.
-            if self._lock.acquire(False):
-                self._pass_on()
-            gate.acquire()
-        except BaseException:
+        """Take the lock after all who came before."""
+        line, gate = self._waiting, threading.Lock()
+        with gate:
             try:
-                self._waiting.remove(gate)
-            except ValueError:
-                # It was this thread's turn already.
-                self._pass_on()
-            raise
+                line.append(gate)
+                while (first := line[0]) is not gate:
+                    with first:
+                        # Whoever was first has had its turn or given up; it may have been kept from leaving the line.
+                        if line[0] is first:
+                            line.popleft()
+                self._lock.acquire()
+            finally:
+                with contextlib.suppress(ValueError):
+                    line.remove(gate)
 
-    def _pass_on(self) -> None:
-        """Hand the lock over to the thread that has waited longest; with nobody in line, let go of it."""
-        while True:
-            try:
-                self._waiting.popleft().release()
-                return
-            except IndexError:
-                self._lock.release()
-            # A thread that stood in line before the release has found the lock taken, and would wait for ever.
-            if not self._waiting or not self._lock.acquire(False):
-                return
-
-    def _leave(self) -> None:
-        self._owner = 0
-        if self._waiting:
-            self._pass_on()
-            return
-        self._lock.release()
-        # As in `_pass_on`.
-        if self._waiting and self._lock.acquire(False):
-            self._pass_on()
+    def _release(self) -> None:
+        if self.held:
+            self._lock.release()
 
     def __enter__(self) -> Turn:
-        if self._owner == get_ident():
-            self._depth += 1
+        if self.held:
             return self
-        self._acquire()
-        self._depth = 1
         try:
+            self._acquire()
             self._begin()
-            while self.pending:
-                self.pending[0].perform()
-                self.pending.popleft()
+            return self
         except BaseException:
-            self._leave()
+            self._release()
             raise
-        return self
 
-    def __exit__(self, *exception: object) -> None:
-        if self._depth > 1:
-            self._depth -= 1
-            return
+    def mend(self) -> None:
+        """Finish what an interrupted operation has left; from within a turn, nothing has to be."""
+        with self:
+            pass
+
+    def ended(self) -> None:
+        """Note where on its stream an operation on a GPU ends."""
+        device = self.gpu()
+        if device is not None:
+            self._streams.end(device)
+
+    def _end_on_gpu(self, *exception: object) -> None:
         try:
-            device = self.gpu()
-            if device is not None:
-                self._streams.end(device)
+            self.ended()
         finally:
-            self._leave()
+            self._lock.release()
 
     @contextlib.contextmanager
-    def released(self) -> Iterator[None]:
-        """Let others have their turns for a while, from within one's own, however deep."""
-        depth, self._depth = self._depth, 1
-        self.__exit__()
-        try:
+    def taken(self) -> Iterator[None]:
+        """``with turn:`` for an :class:`contextlib.ExitStack`."""
+        with self:
             yield
+
+    def outside(self, wait: Callable[[], object]) -> None:
+        """Let others have their turns while ``wait`` runs, from within one's own, however deep."""
+        interrupt: BaseException | None = None
+        try:
+            self.ended()
+            self._lock.release()
+            wait()
         finally:
-            interrupt = None
-            while self._owner != get_ident():
+            while not self.held:
                 try:
                     self._acquire()
                 except BaseException as error:
                     # Whoever began the turn is going to end it, and must have it then.
                     interrupt = error
-            self._depth = depth
-            self._begin()
             if interrupt is not None:
                 raise interrupt
+            self._begin()

@@ -21,6 +21,7 @@ from gpubuf.data.columns import Column
 from gpubuf.data.layout import RowLayout, batch_shape
 from gpubuf.data.memmap_files import COUNTERS_FILE, GPUBUF_FILE
 from gpubuf.data.placement import Placement
+from gpubuf.data.ring import Ring
 from gpubuf.data.storages import LazyTensorStorage
 from gpubuf.kernels import rows
 
@@ -166,13 +167,17 @@ class LazyMemmapStorage(LazyTensorStorage):
 
     def _adopt(self, layout: RowLayout, columns: list[Column], shape: tuple[int, ...], placement: Placement) -> None:
         super()._adopt(layout, columns, shape, placement)
-        # The kernels advance the counters in the file.
-        self.counters.counters = self._mapped_counters
         assert self.scratch_dir is not None
         if self.auto_cleanup:
             self._finalizer = weakref.finalize(
                 self, _remove, self.scratch_dir, self._own_files(), os.getpid(), self._hold
             )
+
+    def _new_ring(self, device: torch.device) -> Ring:
+        ring = super()._new_ring(device)
+        # The kernels advance the counters in the file.
+        ring.counters = self._mapped_counters
+        return ring
 
     def _own_files(self) -> list[Path]:
         """All files of the storage, those that are deepest first."""

@@ -75,6 +75,7 @@ class Movable:
         """
         with self._lock, self._ahead.carried(self._pin_memory):
             move(self._storage, self._sampler, device, progress)
+            self._lock.ended()
         return self
 
 

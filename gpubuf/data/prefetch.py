@@ -129,6 +129,8 @@ class _Slot:
         fork: tuple[torch.device, torch.cuda.Event] | None = None,
     ) -> None:
         self.future: Future[Batch] = Future()
+        # Open once the batch is there. A wait for the future itself could be interrupted while it holds its lock.
+        self.gate = threading.Lock()
         self.grad = torch.is_grad_enabled()
         self.fork = fork
         self.ready: dict[torch.device, torch.cuda.Event] = {}
@@ -187,8 +189,10 @@ class Prefetcher:
         self._executor: ThreadPoolExecutor | None = None
         self._side = SideStream()
         # Entered inside a turn or outside of one; no turn begins inside it.
-        self._condition = threading.Condition()
-        self._unfinished = 0
+        # The lock is C's and used as such: an interrupt can't leave it held, as it can a function of Python.
+        self._mutex = threading.RLock()
+        self._condition = threading.Condition(self._mutex)
+        self._unfinished: set[_Slot] = set()
         self._held = 0
         self._preparing: set[int] = set()  # threads that prepare a batch now
 
@@ -222,7 +226,7 @@ class Prefetcher:
             return None
         ahead = self.depth
         while True:
-            with self._condition:
+            with self._mutex:
                 self._condition.wait_for(self._open)
                 fresh = not self._queue
                 if fresh and self.depth == 0:
@@ -253,7 +257,7 @@ class Prefetcher:
         on_gpu = self._turn.on_gpu()
         if self.depth == 0 or on_gpu or self._bypassed(on_gpu):
             return None
-        with self._condition:
+        with self._mutex:
             self._condition.wait_for(self._open)
             slot = self._ask(draw, finish, on_gpu)
         try:
@@ -269,7 +273,8 @@ class Prefetcher:
 
     def _wait(self, slot: _Slot) -> Batch:
         try:
-            batch = slot.future.result()
+            with slot.gate:
+                batch = slot.future.result()
             self._side.join(batch, slot.ready)
             return batch
         finally:
@@ -279,14 +284,22 @@ class Prefetcher:
 
     def _ask(self, draw: Callable[[], Batch], finish: Callable[[Batch], Batch], on_gpu: bool) -> _Slot:
         slot = _Slot(draw, finish, self._side.fork(self._turn.storage.ring.device if on_gpu else None))
-        if not on_gpu:
-            if self._executor is None:
-                # OpenMP and MKL keep a number of threads for every thread that calls them: this one's is the caller's.
-                threads = torch.get_num_threads()
-                self._executor = ThreadPoolExecutor(1, "gpubuf-prefetch", torch.set_num_threads, (threads,))
+        slot.gate.acquire()
+        self._unfinished.add(slot)
+        if on_gpu:
+            return slot
+        if self._executor is None:
+            # OpenMP and MKL keep a number of threads for every thread that calls them: this one's is the caller's.
+            threads = torch.get_num_threads()
+            self._executor = ThreadPoolExecutor(1, "gpubuf-prefetch", torch.set_num_threads, (threads,))
+        try:
             self._executor.submit(self._prepare, slot)
             self._turn.pending.append(slot)
-        self._unfinished += 1
+        except BaseException:
+            # Interrupted: nobody is going to ask for this one.
+            slot.future.cancel()
+            self._unfinished.discard(slot)
+            raise
         return slot
 
     def _prepare(self, slot: _Slot) -> None:
@@ -306,16 +319,20 @@ class Prefetcher:
             future.set_result(batch)
         except BaseException as error:
             _forget_locals(error)
-            future.set_exception(error)
-            if not isinstance(error, Exception):
+            if isinstance(error, Exception):
+                future.set_exception(error)
+            else:
+                # The interrupt is not the batch's: that is drawn anew when it is asked for.
+                slot.undrawable = True
+                future.set_exception(RuntimeError("the preparation of a batch was interrupted"))
                 raise
         finally:
             slot.let_go()
             self._preparing.discard(thread)
-            condition = self._condition
-            with condition:
-                self._unfinished -= 1
-                condition.notify_all()
+            with self._mutex:
+                self._unfinished.discard(slot)
+                self._condition.notify_all()
+            slot.gate.release()
             del slot, future, self
 
     # For the buffer
@@ -334,22 +351,25 @@ class Prefetcher:
         """
         if threading.get_ident() in self._preparing:
             raise RuntimeError("a transform can't do this to its buffer: it would wait for its own batch")
-        with self._condition:
+        with self._mutex:
             self._held += 1
             while discard and self._queue:
                 slot = self._queue.popleft()
                 if slot.future.cancel():
                     slot.let_go()
-                    self._unfinished -= 1
+                    self._unfinished.discard(slot)
         try:
             if self._unfinished:
-                with self._turn.released(), self._condition:
-                    self._condition.wait_for(lambda: self._unfinished == 0)
+                self._turn.outside(self._until_idle)
             yield
         finally:
-            with self._condition:
+            with self._mutex:
                 self._held -= 1
                 self._condition.notify_all()
+
+    def _until_idle(self) -> None:
+        with self._mutex:
+            self._condition.wait_for(lambda: not self._unfinished)
 
     @staticmethod
     def check(state: Any) -> None:
@@ -421,6 +441,6 @@ class Prefetcher:
 
     def replace(self, slots: list[_Slot]) -> None:
         """Make these the queue; used inside :meth:`quiet`. Can't fail."""
-        with self._condition:
+        with self._mutex:
             self._queue.clear()
             self._queue.extend(slots)

@@ -152,10 +152,11 @@ class PrioritizedSampler(Sampler):
         noted = recording()
         if self._tree is None:
             refuse("the first write or sample makes the tree: do it before")
-            self._tree = SumTree(storage.max_size, alpha=self._alpha, eps=self._eps, device=storage.device)
-            self._tree.set_beta(self._beta)
+            tree = SumTree(storage.max_size, alpha=self._alpha, eps=self._eps, device=storage.device)
+            tree.set_beta(self._beta)
             if len(storage) > n_new:
-                self._tree.mark(torch.arange(len(storage), device=storage.device))
+                tree.mark(torch.arange(len(storage), device=storage.device))
+            self._tree = tree
         if noted is not None:
             noted.holds(self, "_tree")
         return self._tree
@@ -273,6 +274,10 @@ class PrioritizedSampler(Sampler):
             raise ValueError(
                 f"{refused} priorities were NaN, infinite or negative, and were refused; the rows kept their old ones"
             )
+
+    def mend(self, storage: TensorStorage) -> None:
+        if self._tree is not None:
+            self._tree.mend()
 
     # State
 

@@ -17,6 +17,7 @@ from gpubuf.data.prioritized import PrioritizedSampler
 from gpubuf.data.slices import SliceSampler
 from gpubuf.data.storages import Storage, TensorStorage
 from gpubuf.data.trajectories import TrajectoryIndex
+from gpubuf.data.unfinished import DERIVED
 from gpubuf.kernels.trajectories import legal_words
 
 
@@ -110,9 +111,11 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         if legal is None:
             refuse("the first write or sample finds the legal starts: do it before")
             legal = torch.zeros(legal_words(storage.max_size), dtype=torch.int64, device=storage.device)
+        before = storage.begin(DERIVED)
         index.mark_legal(legal, index.steps, need, not self.strict_length)
         self.tree_for(storage).restrict(legal)
         self._need, self._legal = need, legal
+        storage.end(before)
         return legal
 
     def _require(self, storage: TensorStorage, index: TrajectoryIndex, need: int) -> None:
@@ -160,6 +163,10 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         """Rows were written elsewhere: index all of them anew, and give these the priority of new ones. O(capacity)."""
         self.rebuild()
         PrioritizedSampler.mark_update(self, index, storage=storage)
+
+    def mend(self, storage: TensorStorage) -> None:
+        PrioritizedSampler.mend(self, storage)
+        self.rebuild()
 
     def rebuild(self) -> None:
         with self.turn:

@@ -88,9 +88,9 @@ class Ring:
     def empty(self) -> None:
         """Forget every row. Generations go on, so that priorities still under way are dropped. No host sync."""
         # On the device too by arithmetic, not from the mirror: that is behind after the replay of a captured graph.
-        written = self.counters[rows.WRITTEN]
-        written.add_(self.capacity - 1).div_(self.capacity, rounding_mode="floor").mul_(self.capacity)
-        self.counters[rows.SIZE].zero_()
+        # In one step, for an interrupt between several would leave rows behind that were never written.
+        lap_end = (self.counters[rows.WRITTEN] + (self.capacity - 1)).div(self.capacity, rounding_mode="floor")
+        self.counters[: rows.SIZE + 1].copy_(torch.stack([lap_end * self.capacity, torch.zeros_like(lap_end)]))
         self._empty_mirror()
 
     def _empty_mirror(self) -> None:

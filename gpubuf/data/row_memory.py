@@ -14,6 +14,9 @@ from gpubuf.data.columns import Column, address_table, new_column
 from gpubuf.data.layout import Data, RowLayout, batch_shape, device_of
 from gpubuf.data.placement import AUTO, IndexBytes, Placement, place, wants_split, working_device
 from gpubuf.data.ring import Ring
+from gpubuf.data.unfinished import Unfinished
+
+_compiling = torch.compiler.is_compiling
 
 NOT_INITIALIZED = "the storage is not initialized: write a batch first"
 
@@ -50,6 +53,9 @@ class RowMemory(Storage):
         #: How many times :meth:`write` overwrote rows in place, or :meth:`free` gave them up, so that a checkpoint
         #: knows whether rows have changed.
         self.overwrites = 0
+        #: What an operation is about to change; still there after it if that was interrupted, and mended then by the
+        #: next one. See :meth:`gpubuf.ReplayBuffer._mend`.
+        self.unfinished: Unfinished | None = None
 
     # Properties
 
@@ -190,16 +196,34 @@ class RowMemory(Storage):
         return self.index_bytes(shape, "cuda" if memory.cuda_present() else "cpu")
 
     def _adopt(self, layout: RowLayout, columns: list[Column], shape: tuple[int, ...], placement: Placement) -> None:
-        self._layout, self._columns, self._placement, self._device = layout, columns, placement, placement.device
+        self._columns, self._placement, self._device = columns, placement, placement.device
         self._shape = torch.Size(shape)
         self.max_size = math.prod(shape)
-        self._ring = Ring(self.max_size, self._device)
+        ring = self._new_ring(placement.device)
         if self._laps:
-            self._ring.set(self._laps * self.max_size, 0)
-        self.table = self._addresses(self._device)
+            ring.set(self._laps * self.max_size, 0)
+        self.table = self._addresses(layout, placement.device)
+        # Last, and in one step: from here on the storage is initialised.
+        self._ring, self._layout = ring, layout
 
-    def _addresses(self, device: torch.device) -> Tensor:
-        row_bytes = [leaf.row_bytes for leaf in self.layout.leaves]
+    def _new_ring(self, device: torch.device) -> Ring:
+        return Ring(self.max_size, device)
+
+    def begin(self, what: Unfinished) -> Unfinished | None:
+        """Say what is about to change; returns what :meth:`end` is to be given."""
+        before = self.unfinished
+        # Compiled code runs its operations as a whole.
+        if before is None and not _compiling():
+            self.unfinished = what
+        return before
+
+    def end(self, before: Unfinished | None) -> None:
+        """All of it is done."""
+        if not _compiling():
+            self.unfinished = before
+
+    def _addresses(self, layout: RowLayout, device: torch.device) -> Tensor:
+        row_bytes = [leaf.row_bytes for leaf in layout.leaves]
         return address_table(self._columns, row_bytes, math.prod(self._shape[1:]), device)
 
     def _allocate(self, layout: RowLayout, shape: tuple[int, ...], placement: Placement) -> list[Column]:
@@ -223,7 +247,7 @@ class RowMemory(Storage):
 
     def relocated(self, placement: Placement) -> None:
         """Go on after all of :attr:`columns` have been replaced by copies at ``placement``."""
-        table = self._addresses(placement.device)
+        table = self._addresses(self.layout, placement.device)
         if placement.device == self._device:
             # In place: a captured graph reads the addresses from here.
             self.table.copy_(table)

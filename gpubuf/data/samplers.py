@@ -125,6 +125,9 @@ class Sampler:
         """Forget everything about the rows."""
         self.ran_out = False
 
+    def mend(self, storage: TensorStorage) -> None:
+        """Compute anew what is derived from rows or priorities: an operation was interrupted that was changing it."""
+
     def free(self) -> None:
         """Forget everything about the rows, and release its memory."""
         self.empty()
@@ -226,11 +229,13 @@ class SamplerWithoutReplacement(Sampler):
             )
         if self._remaining is None or self._size != len(storage):
             self._remaining, self._size = self._permutation(storage), len(storage)
-        flat, self._remaining = self._remaining[:batch_size], self._remaining[batch_size:]
-        left = self._remaining.numel()
-        self.ran_out = left == 0 or (self.drop_last and left < batch_size)
-        if self.ran_out:
-            self._remaining = self._permutation(storage)
+        flat, remaining = self._remaining[:batch_size], self._remaining[batch_size:]
+        left = remaining.numel()
+        ran_out = left == 0 or (self.drop_last and left < batch_size)
+        if ran_out:
+            remaining = self._permutation(storage)
+        # In one step: an interrupt may come at any call.
+        self._remaining, self.ran_out = remaining, ran_out
         return storage.unravel(flat), {}
 
     def empty(self) -> None:

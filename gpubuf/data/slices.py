@@ -244,6 +244,9 @@ class SliceSampler(Sampler):
             if self._index is not None:
                 self._index.rebuild()
 
+    def mend(self, storage: TensorStorage) -> None:
+        self.rebuild()
+
     def trajectories(self) -> Trajectories:
         """All stored trajectories: their bounds and lengths, for inspection. Synchronises.
 

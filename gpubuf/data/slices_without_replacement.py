@@ -80,11 +80,11 @@ class SliceSamplerWithoutReplacement(SliceSampler):
             raise ValueError(
                 f"a batch takes {n} trajectories, {self._ranks.numel()} are eligible, and drop_last=True forbids less"
             )
-        ranks, self._ranks = self._ranks[:n], self._ranks[n:]
+        ranks, left = self._ranks[:n], self._ranks[n:]
         chosen = index.draw(ranks.numel(), rng, ranks)
-        self.ran_out = self._ranks.numel() < (n if self.drop_last else 1)
-        if self.ran_out:
-            self._ranks = None
+        ran_out = left.numel() < (n if self.drop_last else 1)
+        # In one step: an interrupt may come at any call.
+        self._ranks, self.ran_out = None if ran_out else left, ran_out
         return *chosen, {}
 
     def _begin(self, storage: TensorStorage, index: TrajectoryIndex) -> None:

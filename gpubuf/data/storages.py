@@ -21,6 +21,7 @@ from gpubuf.data.placement import AUTO, PINNED, SPLIT, IndexBytes, place, readab
 from gpubuf.data.row_memory import RowMemory
 from gpubuf.data.row_memory import Storage as Storage
 from gpubuf.data.staging import to_device
+from gpubuf.data.unfinished import Unfinished
 from gpubuf.kernels import rows
 from gpubuf.kernels._registry import in_memory, lazy, past_dispatcher, without_dispatch
 
@@ -99,7 +100,11 @@ class TensorStorage(RowMemory):
         sources = layout.collect(data, self.ndim)
         if self.ndim > 1 and shape[1:] != self._shape[1:]:
             raise ValueError(f"the storage's shape is {self._shape}, the batch's {shape}: all but the first must agree")
-        index = _extend(self.table, self._local(sources, self.ndim), self.ring, n, self.max_size)
+        local = self._local(sources, self.ndim)
+        if not torch.compiler.is_compiling():
+            # Until the buffer has told its sampler, too.
+            self.unfinished = Unfinished(self.written)
+        index = _extend(self.table, local, self.ring, n, self.max_size)
         self.counters.count(n)
         return index
 

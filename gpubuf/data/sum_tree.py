@@ -252,6 +252,15 @@ class SumTree:
         """Recompute every inner node, after leaves or bits of :attr:`legal` were written to. No host sync."""
         sum_tree.build(self.leaves, self.nodes, self.fan_out, self.legal)
 
+    def mend(self) -> None:
+        """Recompute what an interrupted operation may have left half done. No host sync.
+
+        A row whose new priority was on its way on a GPU, and has replaced the old one by a tag, counts as new.
+        """
+        new = ((self.max_priority + self.hyper[EPS]) ** self.hyper[ALPHA]).clamp(max=torch.finfo(torch.float32).max)
+        self.leaves.copy_(torch.where(self.leaves.signbit(), new.float(), self.leaves))
+        self.rebuild()
+
     def restrict(self, legal: Tensor | None) -> None:
         """Draw from legal rows only, from now on. Recomputes every inner node. No host sync.
 

@@ -14,6 +14,7 @@ from gpubuf.data.placement import device_name
 from gpubuf.data.random import RandomState
 from gpubuf.data.signals import Signal
 from gpubuf.data.storages import TensorStorage
+from gpubuf.data.unfinished import DERIVED
 from gpubuf.kernels import config, trajectories
 from gpubuf.kernels._registry import without_dispatch
 from gpubuf.kernels.trajectories import Rule
@@ -129,8 +130,10 @@ class TrajectoryIndex:
         """Change the rule; free where it stays the same, else O(capacity / 64)."""
         self._note_rule(rule)
         if rule != self.rule:
+            before = self.storage.begin(DERIVED)
             self._assume(rule)
             trajectories.resum(self.ends, self.sums, self.storage.ring, *self._shape_and_rule)
+            self.storage.end(before)
 
     def _note_rule(self, new: Rule | None = None) -> None:
         """A graph that is captured now goes from the rule of now to a new one, or stays with it, at each replay."""

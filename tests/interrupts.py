@@ -1,0 +1,65 @@
+"""Interrupts at every place at which CPython looks for them, one after the other."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import itertools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import gpubuf
+
+# Where Ctrl-C may strike: in gpubuf itself, and in the context managers that it is made of.
+_FILES = (str(Path(gpubuf.__file__).parent), str(Path(gpubuf.__file__).parents[1] / "kernels"), "contextlib.py")
+
+
+@functools.cache
+def _after_calls(code: CodeType) -> frozenset[int]:
+    """The instructions before which to interrupt: those that follow a call, where CPython looks for signals.
+
+    It does so as a part of the call. A tracer interrupts the next instruction, which must have the same handler.
+    """
+    table = dis._parse_exception_table(code)  # type: ignore[attr-defined]
+
+    def handler(offset: int) -> int | None:
+        return next((entry.target for entry in table if entry.start <= offset < entry.end), None)
+
+    pairs = itertools.pairwise(dis.get_instructions(code))
+    return frozenset(
+        after.offset
+        for call, after in pairs
+        if call.opname.startswith("CALL") and handler(call.offset) == handler(after.offset)
+    )
+
+
+def interrupted(operation: Callable[[], Any], place: int) -> bool:
+    """Run ``operation``, and raise KeyboardInterrupt at the place of this number, if it has so many."""
+    left = place
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal left
+        if event == "call":
+            if not any(part in frame.f_code.co_filename for part in _FILES):
+                return None
+            frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        elif event != "opcode" or frame.f_lasti not in _after_calls(frame.f_code):
+            return trace
+        left -= 1
+        if left < 0:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        operation()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
