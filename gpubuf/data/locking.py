@@ -193,8 +193,7 @@ class Turn:
 
     def may_launch(self) -> bool:
         """Whether an operation that begins now may launch on a real GPU; the first one decides where the buffer is."""
-        ring = self.storage._ring
-        return (ring is None or ring.counters.is_cuda) and self._cuda_present()
+        return self._cuda_present() if self.storage._ring is None else self.gpu() is not None
 
     def _cuda_present(self) -> bool:
         if self._has_cuda is None:
