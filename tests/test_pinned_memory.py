@@ -137,6 +137,15 @@ def test_memory_dropped_during_a_capture_is_given_back_at_its_end(runtime):
     assert runtime.calls == [("wait", GPU), ("unregister",)]
 
 
+def test_a_forked_process_leaves_its_parents_memory_alone(runtime, monkeypatch):
+    """CUDA can't be used there; the registration goes on to be the parent's."""
+    array = memory.pinned(8, GPU)
+    runtime.calls.clear()
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    del array
+    assert not runtime.calls
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_refusal_on_a_gpu_is_not_told_again():

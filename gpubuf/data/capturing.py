@@ -149,8 +149,11 @@ def capture_under_way() -> Iterator[None]:
 def outside_captures(action: Callable[[], None]) -> None:
     """Do what a capture would not survive (waiting for a device does not): now, or once none is under way.
 
-    A capture that others have begun is known in its own thread only. What it puts off is done by the next call.
+    A capture that others have begun is known in its own thread only. What it puts off is done by the next call. Nothing
+    is done in a forked process, which may not use its parent's CUDA.
     """
+    if torch.cuda._is_in_bad_fork():
+        return
     _postponed.append(action)
     do_postponed()
 
