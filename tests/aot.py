@@ -4,7 +4,12 @@ Each family lists its kernels in ``tests/aot_specs/<family>.py`` as ``SPECS``, a
 ``tests/test_aot.py`` compiles them all in subprocesses (a process that runs the interpreter cannot compile) and
 fails on register spills, and fails if a ``*_kernel`` in ``kernels/`` has no spec.
 
-``python -m tests.aot [TARGET ...]`` prints registers, spills and shared memory of every kernel.
+A kernel is compiled as the JIT specialises it for tensors that torch's allocator gives: pointers, and the sizes that
+may be specialised, are multiples of 16. On a target whose name ends in ``:unaligned`` nothing is known of them: this is
+what views at odd addresses and odd sizes run.
+
+``python -m tests.aot [TARGET ...]`` prints for every kernel the registers, spills, shared memory, barriers, atomics
+that order memory, and the bytes that a thread moves in one access to global memory. ``--markdown`` is for docs.
 """
 
 from __future__ import annotations
@@ -18,12 +23,18 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
+
+UNALIGNED = ":unaligned"
+
+GATES = (*TARGETS, f"sm_90{UNALIGNED}")
+"""What the tests compile for. Without alignment for one target only: time."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +62,19 @@ class AotSpec:
 class Compiled:
     """What became of one spec on one target.
 
-    ``spill_bytes`` counts stores and loads. ``irreducible`` counts the loops, on AMD targets, that the compiler had to
-    guard because they are entered in more than one place: around a barrier such a loop may never end. ``error`` is
-    empty on success.
+    Attributes:
+        spec: as text.
+        target: as it was given, with :data:`UNALIGNED` or without.
+        registers: of a thread.
+        spill_bytes: of spill stores and loads, together.
+        shared_bytes: shared memory of a program.
+        irreducible: loops, on AMD targets, that the compiler had to guard because they are entered in more than one
+            place: around a barrier such a loop may never end.
+        barriers: instructions in which the warps of a program wait for each other.
+        ordered: atomics that order other accesses to memory: each waits for those under way.
+        loads: bytes that a thread moves in one load from global memory, with the number of such instructions.
+        stores: likewise.
+        error: empty on success.
     """
 
     spec: str
@@ -62,6 +83,10 @@ class Compiled:
     spill_bytes: int = 0
     shared_bytes: int = 0
     irreducible: int = 0
+    barriers: int = 0
+    ordered: int = 0
+    loads: dict[str, int] = field(default_factory=dict)
+    stores: dict[str, int] = field(default_factory=dict)
     error: str = ""
 
 
@@ -78,7 +103,7 @@ def compile_in_subprocess(target: str, specs: str = "all") -> list[Compiled]:
     """Compile specs in a process that is free of the interpreter.
 
     Args:
-        target: one of :data:`TARGETS`, or another one by such a name.
+        target: one of :data:`GATES`, or another one by such a name.
         specs: ``"all"``, or the name of a module that has ``SPECS``.
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -95,8 +120,17 @@ def compile_in_subprocess(target: str, specs: str = "all") -> list[Compiled]:
     return [Compiled(**result) for result in json.loads(run.stdout.splitlines()[-1])]
 
 
-def _ptxas_resources(ptx: str, arch: int) -> tuple[int, int]:
-    """(registers, bytes of spill stores and loads) that ``ptxas -v`` reports."""
+_PTX_ACCESS = re.compile(r"\b(ld|st)\.[\w.:]*?\bglobal\b[\w.:]*?(?:\.v([248]))?\.[bsuf](8|16|32|64|128)\b")
+_AMD_ACCESS = re.compile(r"\b(?:global|flat|buffer)_(load|store)_(\w+)")
+_AMD_BYTES = {"dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "dword": 4, "short": 2, "ushort": 2, "sshort": 2}
+
+
+def _by_width(widths: Iterable[int]) -> dict[str, int]:
+    return {str(width): count for width, count in sorted(Counter(widths).items(), reverse=True)}
+
+
+def _ptxas_resources(ptx: str, arch: int) -> dict[str, Any]:
+    """What ``ptxas -v`` reports, and what the code says of barriers and accesses."""
     from triton import knobs
 
     ptxas = (knobs.nvidia.ptxas_blackwell if arch >= 100 else knobs.nvidia.ptxas).path
@@ -110,40 +144,88 @@ def _ptxas_resources(ptx: str, arch: int) -> tuple[int, int]:
         log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", log)
     assert len(spills) >= 2, f"ptxas reported no spill counts:\n{log}"
-    return max(int(n) for n in re.findall(r"Used (\d+) registers", log)), sum(map(int, spills))
+    accesses = [(kind, int(vector or 1) * int(bits) // 8) for kind, vector, bits in _PTX_ACCESS.findall(ptx)]
+    return {
+        "registers": max(int(n) for n in re.findall(r"Used (\d+) registers", log)),
+        "spill_bytes": sum(map(int, spills)),
+        "barriers": len(re.findall(r"\bbar(?:rier)?\.sync\b", ptx)),
+        "ordered": len(re.findall(r"\b(?:atom|red)\.[\w.]*\b(?:acq_rel|acquire|release)\b", ptx)),
+        "loads": _by_width(width for kind, width in accesses if kind == "ld"),
+        "stores": _by_width(width for kind, width in accesses if kind == "st"),
+    }
 
 
-def _amdgcn_resources(assembly: str) -> tuple[int, int]:
-    """(vector registers, bytes of spills) from the metadata of an AMD kernel."""
+def _amdgcn_resources(assembly: str) -> dict[str, Any]:
+    """What the metadata and the code of an AMD kernel say. Its fences are apart from atomics, and not counted."""
     counts = {name: int(value) for name, value in re.findall(r"\.(vgpr_count|[sv]gpr_spill_count):\s*(\d+)", assembly)}
-    return counts["vgpr_count"], 4 * (counts["vgpr_spill_count"] + counts["sgpr_spill_count"])
+    accesses = [(kind, _AMD_BYTES.get(what.split("_")[0], 1)) for kind, what in _AMD_ACCESS.findall(assembly)]
+    return {
+        "registers": counts["vgpr_count"],
+        "spill_bytes": 4 * (counts["vgpr_spill_count"] + counts["sgpr_spill_count"]),
+        "irreducible": assembly.count("%irr.guard"),
+        "barriers": len(re.findall(r"\bs_barrier\b", assembly)),
+        "loads": _by_width(width for kind, width in accesses if kind == "load"),
+        "stores": _by_width(width for kind, width in accesses if kind == "store"),
+    }
 
 
-def _compile(spec: AotSpec, target: str) -> Compiled:
-    import triton
+def alignments(kernel: Any, signature: dict[str, Any]) -> dict[tuple[int, ...], list[list[Any]]]:
+    """The attributes that the JIT gives to arguments that are multiples of 16, by their place."""
+    found = {}
+    for place, parameter in enumerate(kernel.params):
+        kind = signature[parameter.name]
+        fixed = parameter.do_not_specialize or parameter.do_not_specialize_on_alignment
+        if isinstance(kind, str) and (kind[0] == "*" or kind in ("i32", "i64")) and not fixed:
+            found[(place,)] = [["tt.divisibility", 16]]
+    return found
+
+
+def assembly(spec: AotSpec, target: str) -> tuple[str, dict[str, Any]]:
+    """(PTX or AMD assembly, the compiler's metadata) of one spec.
+
+    Triton's own pipeline, but for its last stage, in which it would run ``ptxas`` a second time.
+    """
+    from triton._C.libtriton import ir
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+    from triton.compiler import ASTSource, make_backend
 
-    module, _, name = spec.kernel.partition(":")
-    kernel = getattr(importlib.import_module(module), name)
+    name, _, unaligned = target.partition(":")
+    module, _, function = spec.kernel.partition(":")
+    kernel = getattr(importlib.import_module(module), function)
     # in the kernel's own order, which is what the compiler goes by
     missing = [a for a in kernel.arg_names if a not in spec.signature and a not in spec.constexprs]
     extra = [a for a in (*spec.signature, *spec.constexprs) if a not in kernel.arg_names]
     if missing or extra:
         raise ValueError(f"the spec of {spec.kernel} lacks {missing} and names {extra}, which the kernel has not")
     signature = {a: "constexpr" if a in spec.constexprs else spec.signature[a] for a in kernel.arg_names}
-    source = ASTSource(kernel, signature=signature, constexprs=spec.constexprs)
-    if target.startswith("sm_"):
-        arch = int(target.removeprefix("sm_"))
-        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": spec.num_warps})
-        registers, spills = _ptxas_resources(compiled.asm["ptx"], arch)
-        irreducible = 0
+    attributes = {} if unaligned else alignments(kernel, signature)
+    source = ASTSource(kernel, signature=signature, constexprs=spec.constexprs, attrs=attributes)
+    if name.startswith("sm_"):
+        gpu = GPUTarget("cuda", int(name.removeprefix("sm_")), 32)
     else:
-        lanes = 64 if target.startswith("gfx9") else 32
-        compiled = triton.compile(source, target=GPUTarget("hip", target, lanes), options={"num_warps": spec.num_warps})
-        registers, spills = _amdgcn_resources(compiled.asm["amdgcn"])
-        irreducible = compiled.asm["amdgcn"].count("%irr.guard")
-    return Compiled(str(spec), target, registers, spills, compiled.metadata.shared, irreducible)
+        gpu = GPUTarget("hip", name, 64 if name.startswith("gfx9") else 32)
+    backend = make_backend(gpu)
+    options = backend.parse_options({"num_warps": spec.num_warps})
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    codegen = backend.get_codegen_implementation(options)
+    code = source.make_ir(gpu, options, codegen, backend.get_module_map(), context)
+    stages: dict[str, Any] = {}
+    backend.add_stages(stages, options, source.language)
+    metadata: dict[str, Any] = {"target": gpu, **options.__dict__}
+    for stage in list(stages.values())[:-1]:
+        code = stage(code, metadata)
+    return code, metadata
+
+
+def _compile(spec: AotSpec, target: str) -> Compiled:
+    code, metadata = assembly(spec, target)
+    if target.startswith("sm_"):
+        found = _ptxas_resources(code, int(target.partition(":")[0].removeprefix("sm_")))
+    else:
+        found = _amdgcn_resources(code)
+    return Compiled(str(spec), target, shared_bytes=metadata["shared"], **found)
 
 
 def compile_specs(specs: Iterable[AotSpec], target: str) -> list[Compiled]:
@@ -157,20 +239,37 @@ def compile_specs(specs: Iterable[AotSpec], target: str) -> list[Compiled]:
     return results
 
 
+COLUMNS = ("registers", "spills", "shared", "barriers", "ordered", "loads", "stores")
+
+
+def columns(result: Compiled) -> tuple[str, ...]:
+    """What the report shows of a kernel, as :data:`COLUMNS`; accesses as ``bytes x number``."""
+    widths = (" ".join(f"{width}x{count}" for width, count in found.items()) for found in (result.loads, result.stores))
+    numbers = (result.registers, result.spill_bytes, result.shared_bytes, result.barriers, result.ordered)
+    return (*map(str, numbers), *widths)
+
+
+def report(results: Sequence[Compiled], markdown: bool = False) -> str:
+    """A line for every kernel on every target."""
+    if markdown:
+        head = ("kernel", "target", *COLUMNS)
+        lines = [(f"`{r.spec}`", r.target, *columns(r)) for r in results]
+        return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *lines))
+    lines = [("target", *COLUMNS, "kernel"), *((r.target, *columns(r), f"{r.spec} {r.error}".strip()) for r in results)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)][:-1]
+    return "\n".join("  ".join((*map(str.ljust, line, widths), line[-1])) for line in lines)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.aot", description="compile every kernel, no GPU needed")
-    parser.add_argument("targets", nargs="*", default=TARGETS, help=f"default: {' '.join(TARGETS)}")
+    parser.add_argument("targets", nargs="*", default=GATES, help=f"default: {' '.join(GATES)}")
     parser.add_argument("--specs", default="all", help="a module with SPECS instead of tests/aot_specs/")
     parser.add_argument("--json", action="store_true", help="print the results as one line of JSON")
+    parser.add_argument("--markdown", action="store_true", help="print a table for the docs")
     options = parser.parse_args(arguments)
     specs = all_specs() if options.specs == "all" else importlib.import_module(options.specs).SPECS
     results = [result for target in options.targets for result in compile_specs(specs, target)]
-    if options.json:
-        print(json.dumps([asdict(result) for result in results]))
-        return
-    print(f"{'target':8} {'registers':>9} {'spills':>7} {'shared':>7}  kernel")
-    for r in results:
-        print(f"{r.target:8} {r.registers:9} {r.spill_bytes:7} {r.shared_bytes:7}  {r.spec} {r.error}")
+    print(json.dumps([asdict(result) for result in results]) if options.json else report(results, options.markdown))
 
 
 if __name__ == "__main__":
