@@ -13,12 +13,10 @@ class RowsConfig:
     """How a copy of rows is cut up.
 
     Attributes:
-        span: bytes that one program copies; a multiple of 16.
-        tile: elements that a program copies at a time, and rows of which it writes the index.
+        tile: elements of 1 to 16 bytes that a program copies at a time, and rows of which it writes the index.
         num_warps: warps of a program.
     """
 
-    span: int
     tile: int
     num_warps: int
 
@@ -115,8 +113,7 @@ class BlockConfig:
 
 
 def _rows_refusal(config: RowsConfig) -> str:
-    fits = 16 <= config.span <= 2**24 and config.span % 16 == 0
-    return "" if fits else f"span must be a multiple of 16 up to 2**24, not {config.span}"
+    return "" if config.tile >= 16 else f"a tile has at least 16 elements, not {config.tile}"
 
 
 def _index_refusal(config: IndexConfig) -> str:
@@ -147,7 +144,6 @@ SPACES: dict[str, Space] = {
         ("n_bytes",),
         RowsConfig,
         tile=lambda sizes, config: config.tile,
-        free=("span",),
         refusal=_rows_refusal,
     ),
     "sum_tree": Space(

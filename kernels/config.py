@@ -129,14 +129,14 @@ def tuned(operation: str, device_name: str | None, directory: Path | None = None
 def rows_copy(n_bytes: int, device_name: str | None = None, directory: Path | None = None) -> RowsConfig:
     """Launch configuration of a copy of ``n_bytes`` bytes.
 
-    The rule: up to 1 MiB the time is that of a few dependent memory accesses, and small spans put more
-    multiprocessors to work. Beyond, long spans spread the cost of finding the key, and four elements a thread keep
-    enough bytes in flight.
+    The rule: a thread copies two elements, and all of them at once. Up to 1 MiB the time is that of a few dependent
+    memory accesses, and small tiles put more multiprocessors to work. Beyond, four elements a thread keep enough bytes
+    in flight, and spread the cost of finding the key.
     """
     found = tuned("rows_copy", device_name, directory, n_bytes=n_bytes)
     if found is not None:
         return found
-    return RowsConfig(1024, 256, 4) if n_bytes <= 2**20 else RowsConfig(8192, 512, 4)
+    return RowsConfig(256, 4) if n_bytes <= 2**20 else RowsConfig(512, 4)
 
 
 def _fan_out(count: int, device_type: str, explicit: int | None, found: FanOut | None) -> int:

@@ -30,7 +30,7 @@ def directory(write):
     update = {"single_program": False, "block_entries": 128, "block_nodes": 8, "num_warps": 2}
     return write(
         {
-            "rows_copy": [point({"span": 16 * n, "tile": 128, "num_warps": 2}, n_bytes=2**n) for n in (10, 30)],
+            "rows_copy": [point({"tile": 2 ** (n // 5 + 5), "num_warps": 2}, n_bytes=2**n) for n in (10, 30)],
             "sum_tree": [point({"fan_out": 16}, capacity=1_000), point({"fan_out": 128}, capacity=1_000_000)],
             "sum_tree_draw": [draw(2), draw(64, 8, n=65536)],
             "sum_tree_update": [point(update, fan_out=64, n=512)],
@@ -120,8 +120,8 @@ class TestLaunches:
         assert config.tree_update(64, 5_000, DEVICE, directory) == UpdateConfig(False, 128, 8, 2)
 
     def test_tuned_rows(self, directory):
-        assert config.rows_copy(1500, DEVICE, directory) == RowsConfig(160, 128, 2)
-        assert config.rows_copy(2**28, DEVICE, directory) == RowsConfig(480, 128, 2)
+        assert config.rows_copy(1500, DEVICE, directory) == RowsConfig(128, 2)
+        assert config.rows_copy(2**28, DEVICE, directory) == RowsConfig(2048, 2)
         assert config.rows_copy(1500, "another", directory) == config.rows_copy(1500)
 
     def test_tuned_blocks(self, directory):
@@ -133,10 +133,8 @@ class TestLaunches:
     @pytest.mark.parametrize("n_bytes", [0, 1, 2**20, 2**20 + 1, 2**40])
     def test_rows_rule(self, n_bytes):
         chosen = config.rows_copy(n_bytes)
-        assert chosen.span % 16 == 0
         assert chosen.tile & (chosen.tile - 1) == 0
-        assert chosen.span >= chosen.tile
-        assert chosen == (RowsConfig(1024, 256, 4) if n_bytes <= 2**20 else RowsConfig(8192, 512, 4))
+        assert chosen == (RowsConfig(256, 4) if n_bytes <= 2**20 else RowsConfig(512, 4))
 
     @pytest.mark.parametrize("fan_out", [2, 16, 32, 64, 1024, 4096])
     @pytest.mark.parametrize("n", [1, 256, 1024, 1025, 10**7])

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpubuf.kernels import philox, rows
+from gpubuf.kernels import config, philox, rows
+from gpubuf.kernels._spaces import RowsConfig
 from gpubuf.kernels.rows import _launch
 from gpubuf.kernels.rows._launch import copying_programs, encode_arguments, padded_keys
 from tests.fake_cuda import DataDependentOutputException, fake_cuda
@@ -17,12 +18,44 @@ TWO_KEYS = [(torch.float32, (3,)), (torch.bool, (1,))]
 
 
 class TestGrid:
-    def test_the_grid_is_never_too_small_and_hardly_too_large(self):
-        generator = torch.Generator().manual_seed(0)
-        for _ in range(200):
-            sizes = torch.randint(0, 5000, (7,), generator=generator).tolist()
-            exact = sum(-(-size // 1024) for size in sizes)
-            assert exact <= copying_programs(7, sum(sizes), 1024) <= exact + 7
+    @pytest.mark.parametrize("n", [1, 64, 256, 4096, 32768, 65536])
+    def test_every_tile_of_a_usual_batch_has_a_program(self, n):
+        """Rows of 68, 24, 68, 4, 1 and 1 bytes, read in elements of 4, 8, 4, 4, 1 and 1: one tile a program."""
+        widths, units = (68, 24, 68, 4, 1, 1), (4, 8, 4, 4, 1, 1)
+        n_bytes = rows.arena_offsets(widths, n)[1]
+        tile = config.rows_copy(n_bytes).tile
+        tiles = sum(-(-n * width // unit // tile) for width, unit in zip(widths, units, strict=True))
+        assert tiles <= copying_programs(6, n, n_bytes, tile) <= 1.05 * tiles + 7
+
+    @pytest.mark.parametrize("n", [1, 64, 256, 4096])
+    def test_images_have_no_crowd_of_idle_programs(self, n):
+        n_bytes = rows.arena_offsets((28224, 28224, 8, 1), n)[1]
+        tile = config.rows_copy(n_bytes).tile
+        tiles = 2 * -(-n * 28224 // 16 // tile) + 2 * -(-n // tile)
+        assert min(tiles, _launch.MAX_COPYING) - 2 <= copying_programs(4, n, n_bytes, tile) <= 1.05 * tiles + 4
+
+    @pytest.mark.parametrize("programs", [1, 2, 7])
+    def test_fewer_programs_than_tiles_copy_all(self, programs, monkeypatch):
+        """The number of programs is a guess: any will do. Wide and narrow keys, aligned and not."""
+        types = [*ROWS, (torch.uint8, (1000,)), (torch.int64, (130,))]
+        store = Store(types, 50, written=50)
+        index = torch.randint(-50, 50, (40,), generator=torch.Generator().manual_seed(1))
+        monkeypatch.setattr(_launch, "copying_programs", lambda *_: programs)
+        with config.using(rows_copy=RowsConfig(64, 4)):
+            arena, _ = _launch.gather(store.table, store.ring, index, 50, store.arena_bytes(40))
+            assert_same(store.cut(arena, 40), [t[index] for t in store.tensors])
+            rng = philox.new_state(3, "cpu")
+            arena, drawn, _ = _launch.sample(store.table, store.ring, rng, 40, 50, store.arena_bytes(40))
+            assert_same(store.cut(arena, 40), [t[drawn] for t in store.tensors])
+            assert rng[philox.OFFSET] == 40
+            assert rng[2] == 0
+            sources = [torch.cat([s, s])[3:43] for s in store.batch(40, 7)]
+            at = _launch.extend(store.table, sources, store.ring, 40, 50)
+            assert_same([t[at] for t in store.tensors], sources)
+            assert store.counters == [90, 50, 0, 0]
+            order = torch.randperm(50, generator=torch.Generator().manual_seed(2))[:40]
+            _launch.write(store.table, sources, store.ring, order, 50)
+            assert_same([t[order] for t in store.tensors], sources)
 
     def test_keys_are_padded(self):
         assert [padded_keys(n) for n in (0, 1, 32, 33, 500)] == [32, 32, 32, 64, 512]
@@ -206,7 +239,7 @@ class TestNoSync:
             _launch.sample(table, ring, rng, 4, 9, 130 * 64)
             with pytest.raises(DataDependentOutputException):
                 ring[0].item()
-        # 48 bytes a key: a program for each, one for the rows, and one for each KiB that the keys could fill
+        # 48 bytes a key: a program for each, one for the rows, and one for each KiB of elements of 4 bytes
         assert launched == [
             ("extend", 1 + 128 + 6),
             ("extend", 2),

@@ -9,7 +9,7 @@ import logging
 import pytest
 
 from gpubuf.kernels import _tuned, config
-from gpubuf.kernels._spaces import SPACES, DrawConfig
+from gpubuf.kernels._spaces import SPACES, DrawConfig, RowsConfig
 from tests.tuned_files import DEVICE, FILE, draw, point, write_file
 
 
@@ -123,7 +123,7 @@ class TestIgnored:
 
     def test_only_the_kernels_that_changed_are_stale(self, write, caplog):
         stamps = {"sum_tree": _tuned.stamp("sum_tree"), "rows": "another"}
-        rows = point({"span": 160, "tile": 128, "num_warps": 2}, n_bytes=1024)
+        rows = point({"tile": 128, "num_warps": 2}, n_bytes=1024)
         folder = write({"rows_copy": [rows], "sum_tree_draw": [draw(2)]}, kernels=stamps)
         assert config.tree_draw(32, 256, DEVICE, folder) == DrawConfig(2, 1)
         assert config.rows_copy(1024, DEVICE, folder) == config.rows_copy(1024)
@@ -166,11 +166,14 @@ class TestIgnored:
         folder = write({"sum_tree_draw": [wrong, draw(2)]})
         assert config.tree_draw(32, 256, DEVICE, folder) == DrawConfig(2, 1), "the other points count"
 
-    @pytest.mark.parametrize("span", [0, 8, -16, 24, 2**25, 100.0, True])
-    def test_spans(self, write, caplog, span):
-        folder = write({"rows_copy": [point({"span": span, "tile": 128, "num_warps": 2}, n_bytes=1024)]})
-        assert config.rows_copy(1024, DEVICE, folder) == config.rows_copy(1024)
-        assert "span must" in caplog.text
+    def test_tiles_of_rows(self, write, caplog):
+        """The narrowest that the kernels can run, and one that they can't."""
+        for tile in (8, 16):
+            folder = write({"rows_copy": [point({"tile": tile, "num_warps": 2}, n_bytes=1024)]})
+            config.forget()
+            chosen = config.rows_copy(1024, DEVICE, folder)
+            assert chosen == (RowsConfig(16, 2) if tile == 16 else config.rows_copy(1024))
+        assert "a tile has at least 16 elements, not 8" in caplog.text
 
     @pytest.mark.parametrize(
         ("operation", "sizes", "good", "wrong"),

@@ -104,4 +104,4 @@ def _worth_trying(operation: str, sizes: dict[str, int], made: Any) -> bool:
     if invalid(space, own, dataclasses.asdict(made)):
         return False
     threads = 32 * getattr(made, "num_warps", 16)
-    return space.tile(own, made) <= THREAD_ELEMENTS * threads and getattr(made, "span", 512) >= 512
+    return space.tile(own, made) <= THREAD_ELEMENTS * threads

@@ -20,24 +20,52 @@ def philox_uniform_f64(seed, counter):
 
 
 @triton.jit
-def advance_when_last(rng_ptr, n):
-    """Move the random offset by ``n``, once per launch, in the program that gets here last.
+def take_ticket(ticket_ptr):
+    """The number of programs that took a ticket before this one, in the first lane of a block that is else undefined.
 
-    Every program of a one-dimensional grid calls this once, after it has read the offset for the last time.
-
-    rng_ptr: int64 [3] = (seed, offset, ticket); the ticket is zero again afterwards.
+    Every program of a one-dimensional grid calls this once, after it has read the state that the last one changes,
+    and hands the result to :func:`is_last` at its end. The ticket orders these reads only, and nothing is in flight
+    yet that it would have to wait for; taken at the end, it would wait for every store of the program.
     """
-    # All threads of this program have read the offset before its ticket is drawn, and the ticket (acquire and
-    # release) orders the reads of all programs before the one store below.
+    # All threads of the program have read the state. The barrier and the release put their reads before the ticket.
     tl.debug_barrier()
-    ticket = tl.atomic_add(rng_ptr + 2, 1)
-    if ticket == tl.num_programs(0) - 1:
-        offset = tl.load(rng_ptr + 1)
-        tl.store(rng_ptr + 1, offset + n)
-        tl.store(rng_ptr + 2, 0)
+    # A block, as a scalar would be handed to all warps: only one waits for the atomic, where its result is used.
+    lane = tl.arange(0, 128)
+    return tl.atomic_add(ticket_ptr + lane * 0, 1, mask=lane == 0, sem="release")
 
 
 @triton.jit
+def is_last(ticket_ptr, ticket):
+    """bool [128]: true in one lane of the program that took the last ticket. It may store; the tickets start anew."""
+    lane = tl.arange(0, 128)
+    last = (lane == 0) & (ticket == tl.num_programs(0) - 1)
+    # The tickets are one chain of atomics: to acquire its end puts every program's reads before what follows.
+    tl.atomic_xchg(ticket_ptr + lane * 0, lane.to(tl.int64) * 0, mask=last, sem="acquire")
+    return last
+
+
+@triton.jit
+def advance_state(rng_ptr, ticket, offset):
+    """Set the random offset, once per launch, in the program of the last ticket of ``rng_ptr + 2``."""
+    last = is_last(rng_ptr + 2, ticket)
+    lane = tl.arange(0, 128).to(tl.int64) * 0
+    tl.store(rng_ptr + 1 + lane, lane + offset, mask=last)
+
+
+@triton.jit
+def advance_when_last(rng_ptr, n):
+    """Move the random offset by ``n``, once per launch, in the program that gets here last.
+
+    Every program of a one-dimensional grid calls this once, after it has read the offset for the last time, and as
+    early as it can: the ticket waits for what the program has stored before.
+
+    rng_ptr: int64 [3] = (seed, offset, ticket); the ticket is zero again afterwards.
+    """
+    offset = tl.load(rng_ptr + 1)
+    advance_state(rng_ptr, take_ticket(rng_ptr + 2), offset + n)
+
+
+@triton.jit(do_not_specialize=["n"])
 def philox_uniform_kernel(
     rng_ptr,  # int64 [3]: (seed, offset, ticket), advanced
     out_ptr,  # float64 [n]
@@ -47,6 +75,7 @@ def philox_uniform_kernel(
     """out[i] = uniform(seed, offset + i). Grid: (cdiv(n, BLOCK),)."""
     seed = tl.load(rng_ptr)
     offset = tl.load(rng_ptr + 1)
+    ticket = take_ticket(rng_ptr + 2)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out_ptr + i, philox_uniform_f64(seed, offset + i), mask=i < n)
-    advance_when_last(rng_ptr, n)
+    advance_state(rng_ptr, ticket, offset + n)

@@ -40,6 +40,12 @@ MAX_SOURCES = 128
 MAX_ROW_BYTES = 2**30
 """Bytes of one row, all keys together: elements within a row are counted in 32 bits."""
 
+MAX_COPYING = 8192
+"""Copying programs of one launch, at most: four times as many as an H200 holds at a time, so that it ends evenly."""
+
+WIDE_KEY = 256
+"""Bytes of a key's row, on average, from which on elements of 16 bytes are the likelier guess."""
+
 
 def _config(n_bytes: int, device: torch.device) -> RowsConfig:
     return rows_copy(n_bytes, device_name(device))
@@ -51,13 +57,20 @@ def padded_keys(n_keys: int) -> int:
     return max(32, ceil_power(n_keys))
 
 
-def copying_programs(n_keys: int, n_bytes: int, span: int) -> int:
-    """Upper bound of the number of spans in ``n_keys`` keys of ``n_bytes`` bytes together.
+def copying_programs(n_keys: int, n: int, n_bytes: int, tile: int) -> int:
+    """About as many as ``n`` rows of ``n_keys`` keys, ``n_bytes`` bytes together, have tiles; any number will do.
 
-    The sum of cdiv(b, span) is at most the sum of 1 + b // span; the exact number would need the row sizes,
-    which are on the device. Surplus programs find no key.
+    The number itself depends on the alignment of every key, which is on the device. The guess: elements of 4 bytes, and
+    of 16 where keys are wide on average. It is close for both kinds of rows that there are. Rows of 68, 24, 68, 4, 1
+    and 1 bytes have 40 elements of 4.15 bytes: 256, 4096 and 32 768 of them are 40, 640 and 2560 tiles, and get 47, 669
+    and 2661 programs, one tile each. Images are wide and aligned. Where tiles outnumber the programs these go on with
+    further ones; where programs are left over they find no tile, and end after one look at the table.
+
+    Beyond :data:`MAX_COPYING` there are several tiles a program: every multiprocessor is busy then, and its resident
+    warps hide the latency of each other.
     """
-    return n_keys + n_bytes // span
+    element = 16 if n_bytes >= WIDE_KEY * n * n_keys else 4
+    return min(n_keys + n_bytes // (element * tile), MAX_COPYING)
 
 
 def encode_arguments(values: Sequence[int]) -> tuple[int, ...]:
@@ -88,7 +101,7 @@ def gather(table: Tensor, ring: Tensor, index: Tensor, capacity: int, arena_byte
     row_programs = cdiv(n, config.tile)
     launch(
         rows_gather_kernel,
-        row_programs + copying_programs(n_keys, arena_bytes, config.span),
+        row_programs + copying_programs(n_keys, n, arena_bytes, config.tile),
         table,
         ring,
         index,
@@ -99,7 +112,6 @@ def gather(table: Tensor, ring: Tensor, index: Tensor, capacity: int, arena_byte
         capacity,
         row_programs,
         KEYS=padded_keys(n_keys),
-        SPAN=config.span,
         TILE=config.tile,
         ALIGNMENT=ALIGNMENT,
         num_warps=config.num_warps,
@@ -125,7 +137,7 @@ def sample(
     row_programs = cdiv(n, config.tile)
     launch(
         rows_sample_kernel,
-        row_programs + copying_programs(n_keys, arena_bytes, config.span),
+        row_programs + copying_programs(n_keys, n, arena_bytes, config.tile),
         table,
         ring,
         rng,
@@ -137,7 +149,6 @@ def sample(
         capacity,
         row_programs,
         KEYS=padded_keys(n_keys),
-        SPAN=config.span,
         TILE=config.tile,
         ALIGNMENT=ALIGNMENT,
         num_warps=config.num_warps,
@@ -193,7 +204,7 @@ def extend(table: Tensor, sources: Sequence[Tensor], ring: Tensor, n: int, capac
         config = _config(part.n_bytes, table.device)
         # The index is written by the first launch, the counters move in the last.
         row_programs = cdiv(n, config.tile) if part is parts[0] else 0
-        grid = max(row_programs + copying_programs(part.n_keys, part.n_bytes, config.span), 1)
+        grid = max(row_programs + copying_programs(part.n_keys, n, part.n_bytes, config.tile), 1)
         launch(
             rows_extend_kernel,
             grid,
@@ -209,7 +220,6 @@ def extend(table: Tensor, sources: Sequence[Tensor], ring: Tensor, n: int, capac
             n if part is parts[-1] else 0,
             row_programs,
             KEYS=padded_keys(part.n_keys),
-            SPAN=config.span,
             TILE=config.tile,
             ALIGNMENT=ALIGNMENT,
             num_warps=config.num_warps,
@@ -241,7 +251,7 @@ def write(table: Tensor, sources: Sequence[Tensor], ring: Tensor, index: Tensor,
         config = _config(part.n_bytes, table.device)
         # Faults are counted by the first launch alone.
         row_programs = cdiv(n, config.tile) if part is parts[0] else 0
-        grid = max(row_programs + copying_programs(part.n_keys, part.n_bytes, config.span), 1)
+        grid = max(row_programs + copying_programs(part.n_keys, n, part.n_bytes, config.tile), 1)
         launch(
             rows_write_kernel,
             grid,
@@ -256,7 +266,6 @@ def write(table: Tensor, sources: Sequence[Tensor], ring: Tensor, index: Tensor,
             capacity,
             row_programs,
             KEYS=padded_keys(part.n_keys),
-            SPAN=config.span,
             TILE=config.tile,
             ALIGNMENT=ALIGNMENT,
             num_warps=config.num_warps,

@@ -1,50 +1,61 @@
 """Rows on the GPU: table-driven copies of bytes, all keys in one launch.
 
 The grid of every kernel is one-dimensional: first ``row_programs`` programs that deal with what there is once
-per row (index, generation, faults), then programs that copy, each a span of ``SPAN`` bytes of one key's batch. They
-find their key by a search in the running sum of the keys' spans, so that the keys' sizes never reach the host.
+per row (index, generation, faults), then programs that copy. These copy *tiles*: ``TILE`` elements of one key's batch,
+an element being the widest of 16, 8, 4, 2 and 1 bytes that the key's addresses and strides are multiples of. A thread
+moves a few elements whatever their width, so that a tile takes the same time for a key of one byte as for a wide one.
 
-A span is copied in elements of ``unit`` bytes, the widest of 16, 8, 4, 2 and 1 that divides all addresses involved.
+How many tiles there are is in the table, on the device, and the host only guesses: program ``p`` of ``P`` copies the
+tiles ``p``, ``p + P``, ... It finds a tile's key by a search in the running sum of the keys' tiles.
 """
 
 import triton
 import triton.language as tl
 
-from gpubuf.kernels.philox._triton import advance_when_last, philox_uniform_f64
+from gpubuf.kernels.philox._triton import advance_state, is_last, philox_uniform_f64, take_ticket
 
 # Arithmetic: these helpers neither load nor store.
 
 
 @triton.jit
-def find_key(row_bytes, lanes, n, program, SPAN: tl.constexpr, ALIGNMENT: tl.constexpr):
-    """(key, first byte of its span, offset of the key in the arena) of copying program ``program``.
+def unit_shift(alignment):
+    """Binary logarithm of the widest of 16, 8, 4, 2, 1 that divides ``alignment`` (an or of addresses and strides)."""
+    alignment = alignment | 16
+    unit = tl.minimum(alignment & -alignment, 16).to(tl.int32)
+    return (unit > 1).to(tl.int32) + (unit > 2).to(tl.int32) + (unit > 4).to(tl.int32) + (unit > 8).to(tl.int32)
 
-    row_bytes: int64 [KEYS], zero beyond the last key. Programs beyond the last span get a key beyond the last key.
+
+@triton.jit
+def quotient(a, b):
+    """``a // b`` of int64 scalars, at least 0 and at least 1: a 64-bit division takes a hundred instructions."""
+    return (a.to(tl.uint32) // b.to(tl.uint32)).to(tl.int64) if (a | b) < (1 << 31) else a // b
+
+
+@triton.jit
+def find_tile(tiles, sizes, lanes, tile, ALIGNMENT: tl.constexpr):
+    """(key of a tile, its number in the key, offset of the key in the arena).
+
+    tiles, sizes: int64 [KEYS], tiles and bytes of every key's batch, zero beyond the last key.
     """
-    size = row_bytes * n
-    ends = tl.cumsum((size + SPAN - 1) // SPAN, 0)
-    before = ends <= program
+    ends = tl.cumsum(tiles, 0)
+    before = ends <= tile
     key = tl.sum(before.to(tl.int32), 0)
-    first_program = tl.max(tl.where(before, ends, 0), 0)
-    rounded = (size + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
-    offset = tl.sum(tl.where(lanes < key, rounded, 0), 0)
-    return key, (program - first_program) * SPAN, offset
+    first = tl.max(tl.where(before, ends, 0), 0)
+    rounded = (sizes + (ALIGNMENT - 1)) & -ALIGNMENT
+    return key, tile - first, tl.sum(tl.where(lanes < key, rounded, 0), 0)
 
 
 @triton.jit
-def element_unit(alignment):
-    """The widest of 16, 8, 4, 2, 1 that divides ``alignment`` (an or of addresses and strides, int64 scalar)."""
-    return tl.minimum((alignment | 16) & -(alignment | 16), 16)
-
-
-@triton.jit
-def split_span(first_byte, row_bytes, n, unit, SPAN: tl.constexpr):
-    """(elements per row, row and column of the span's first element, number of its elements)."""
-    words = row_bytes // unit
-    first = first_byte // unit
-    row = first // words
-    count = tl.minimum(words * n - first, SPAN // unit)
-    return words.to(tl.int32), row, (first - row * words).to(tl.int32), count.to(tl.int32)
+def rows_and_columns(element, first_column, words, SPAN):
+    """(row, column) int32 of elements below ``SPAN`` after ``first_column`` of row 0, in rows of ``words`` elements."""
+    place = first_column + element
+    if words >= SPAN:
+        row = (place >= words).to(tl.int32)
+    else:
+        # place * ceil(2**31 / words) >> 31 is place // words as long as place * words < 2**31.
+        reciprocal = (2147483647 // words + 1).to(tl.uint32)
+        row = tl.umulhi(place.to(tl.uint32) << 1, reciprocal).to(tl.int32)
+    return row, place - row * words
 
 
 @triton.jit
@@ -61,6 +72,21 @@ def draw_position(seed, counter, size):
 
 
 @triton.jit
+def draw_tile(seed, counter, size, row, words, TILE: tl.constexpr):
+    """Positions drawn for the rows ``row`` [TILE] of a tile, of which row 0 is draw ``counter``.
+
+    Rows of many elements are drawn once each, and handed to the threads that copy them: a draw takes about as many
+    instructions as the rest of the copy of an element.
+    """
+    if words >= 8:
+        drawn = draw_position(seed, counter + tl.arange(0, TILE // 4), size)
+        position = tl.gather(drawn, row, 0)
+    else:
+        position = draw_position(seed, counter + row, size)
+    return position
+
+
+@triton.jit
 def row_address(position, near, split, far, stride):
     """Addresses of rows: the first ``split`` of a key lie in one memory, the others in another."""
     return tl.where(position < split, near, far) + position * stride
@@ -69,7 +95,7 @@ def row_address(position, near, split, far, stride):
 @triton.jit
 def generation_of(position, valid, written, capacity):
     """(written - position + capacity - 1) // capacity, with scalar divisions only; -1 where invalid."""
-    laps = written // capacity
+    laps = quotient(written, capacity)
     cursor = written - laps * capacity
     return tl.where(valid, laps + (position < cursor).to(tl.int64), -1)
 
@@ -87,19 +113,35 @@ def select(key, values):
 
 
 @triton.jit
-def load_span(table_ptr, n_keys, n, program, KEYS: tl.constexpr, SPAN: tl.constexpr, ALIGNMENT: tl.constexpr):
-    """What copying program ``program`` works on: (key, its entry in the table, first byte of the span, offset)."""
+def load_tiles(table_ptr, n_keys, n, KEYS: tl.constexpr, TILE: tl.constexpr):
+    """(tiles, bytes, lanes): what a batch of ``n`` rows is of every key, int64 [KEYS]."""
     lanes = tl.arange(0, KEYS)
-    sizes = tl.load(table_ptr + 5 * lanes + 1, mask=lanes < n_keys, other=0)
-    key, first_byte, offset = find_key(sizes, lanes, n, program, SPAN, ALIGNMENT)
+    entry_ptr = table_ptr + 5 * lanes
+    some = lanes < n_keys
+    near = tl.load(entry_ptr, mask=some, other=0)
+    row_bytes = tl.load(entry_ptr + 1, mask=some, other=0)
+    far = tl.load(entry_ptr + 3, mask=some, other=0)
+    stride = tl.load(entry_ptr + 4, mask=some, other=0)
+    elements = (row_bytes >> unit_shift(near | far | row_bytes | stride)) * n
+    return (elements + (TILE - 1)) // TILE, row_bytes * n, lanes
+
+
+@triton.jit
+def load_key(table_ptr, key, n, number, TILE: tl.constexpr):
+    """(near, split, far, stride, all that must be aligned, bytes of a row, row and byte where a tile begins)."""
     # The search has brought the whole table into the cache.
-    entry_ptr = table_ptr + 5 * tl.minimum(key, n_keys - 1)
+    entry_ptr = table_ptr + 5 * key
     near = tl.load(entry_ptr)
     row_bytes = tl.load(entry_ptr + 1)
     split = tl.load(entry_ptr + 2)
     far = tl.load(entry_ptr + 3)
     stride = tl.load(entry_ptr + 4)
-    return key, near, row_bytes, split, far, stride, first_byte, offset
+    alignment = near | far | row_bytes | stride
+    shift = unit_shift(alignment)
+    words = row_bytes >> shift
+    first = number * TILE
+    row = quotient(first, words)
+    return near, split, far, stride, alignment, row_bytes, row, (first - row * words) << shift
 
 
 @triton.jit
@@ -109,9 +151,9 @@ def copy_as(source, target, read, write, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def copy_elements(source, target, unit, read, write):
-    """Copy elements of ``unit`` bytes between int64 addresses [TILE]; what is written but not read is zero."""
-    if unit == 16:
+def copy_elements(source, target, shift, read, write):
+    """Copy elements of ``1 << shift`` bytes between int64 addresses [TILE]; what is written but not read is zero."""
+    if shift == 4:
         # Two words a thread, side by side, for one 16-byte access.
         half = tl.arange(0, 2)[None, :]
         read2 = read[:, None] & (half >= 0)
@@ -120,11 +162,11 @@ def copy_elements(source, target, unit, read, write):
         target_ptr = tl.multiple_of(target.to(tl.pointer_type(tl.int64)), 16)
         value = tl.load(source_ptr[:, None] + half, mask=read2, other=0)
         tl.store(target_ptr[:, None] + half, value, mask=write2)
-    elif unit == 8:
+    elif shift == 3:
         copy_as(source, target, read, write, tl.int64)
-    elif unit == 4:
+    elif shift == 2:
         copy_as(source, target, read, write, tl.int32)
-    elif unit == 2:
+    elif shift == 1:
         copy_as(source, target, read, write, tl.int16)
     else:
         copy_as(source, target, read, write, tl.int8)
@@ -132,33 +174,28 @@ def copy_elements(source, target, unit, read, write):
 
 @triton.jit
 def count_faults(ring_ptr, fault):
-    """Add the number of true elements of ``fault`` to ring[FAULTS]."""
-    n_faults = tl.sum(fault.to(tl.int64), 0)
-    if n_faults > 0:
-        tl.atomic_add(ring_ptr + 3, n_faults)
+    """Add the number of true elements of ``fault`` to ring[FAULTS]: an atomic each, since there are none as a rule."""
+    zero = fault.to(tl.int64) * 0
+    tl.atomic_add(ring_ptr + 3 + zero, zero + 1, mask=fault, sem="relaxed")
 
 
 @triton.jit
-def advance_ring_when_last(ring_ptr, n, capacity):
-    """Count ``n`` rows as written, once per launch, in the program that gets here last.
-
-    Every program calls this once, after it has read the ring for the last time.
-    """
-    # The ticket (acquire and release) orders the reads of all programs before the stores below.
-    tl.debug_barrier()
-    ticket = tl.atomic_add(ring_ptr + 2, 1)
-    if ticket == tl.num_programs(0) - 1:
-        written = tl.load(ring_ptr)
-        size = tl.load(ring_ptr + 1)
-        tl.store(ring_ptr, written + n)
-        tl.store(ring_ptr + 1, tl.minimum(size + n, capacity))
-        tl.store(ring_ptr + 2, 0)
+def advance_ring(ring_ptr, ticket, written, size, n, capacity):
+    """Count ``n`` rows as written, once per launch, in the program of the last ticket (of ``ring_ptr + 2``)."""
+    last = is_last(ring_ptr + 2, ticket)
+    lane = tl.arange(0, 128).to(tl.int64) * 0
+    tl.store(ring_ptr + lane, lane + (written + n), mask=last)
+    tl.store(ring_ptr + 1 + lane, lane + tl.minimum(size + n, capacity), mask=last)
 
 
 # Kernels
 
 
-@triton.jit(do_not_specialize=["n_keys", "n", "capacity", "row_programs"])
+@triton.jit(
+    do_not_specialize=["n_keys", "n", "capacity", "row_programs"],
+    # Two words of an aligned index fit one access: the compiler would lay out all copies for that.
+    do_not_specialize_on_alignment=["index_ptr", "generation_ptr"],
+)
 def rows_gather_kernel(
     table_ptr,  # int64 [n_keys, 5]: (near, row bytes, split, far, row stride), see gpubuf.kernels.rows
     ring_ptr,  # int64 [4]: (written, size, ticket, faults)
@@ -170,13 +207,12 @@ def rows_gather_kernel(
     capacity,
     row_programs,
     KEYS: tl.constexpr,
-    SPAN: tl.constexpr,
     TILE: tl.constexpr,
     ALIGNMENT: tl.constexpr,
 ):
     """arena[k, i] = storage[k, index[i]]; generation[i] = times that row was written.
 
-    Grid: (row_programs + at most n_keys + arena_bytes // SPAN,), where row_programs = cdiv(n, TILE).
+    Grid: (row_programs + any number of copying programs,), where row_programs = cdiv(n, TILE).
     """
     program = tl.program_id(0).to(tl.int64)
     n = n.to(tl.int64)
@@ -188,24 +224,28 @@ def rows_gather_kernel(
         tl.store(generation_ptr + row, generation, mask=row < n)
         count_faults(ring_ptr, (row < n) & ~valid)
     else:
-        key, near, row_bytes, split, far, stride, first_byte, offset = load_span(
-            table_ptr, n_keys, n, program - row_programs, KEYS, SPAN, ALIGNMENT
-        )
-        if key < n_keys:
-            unit = element_unit(near | far | row_bytes | stride)
-            words, first_row, first_column, count = split_span(first_byte, row_bytes, n, unit, SPAN)
-            target = arena_ptr.to(tl.int64) + offset + first_byte
-            for start in range(0, count, TILE):
-                element = start + tl.arange(0, TILE)
-                mask = element < count
-                row = first_row + (first_column + element) // words
-                column = (first_column + element) % words
-                position, valid = normalise(tl.load(index_ptr + row, mask=mask, other=0), capacity)
-                source = row_address(position, near, split, far, stride) + column.to(tl.int64) * unit
-                copy_elements(source, target + element.to(tl.int64) * unit, unit, mask & valid, mask)
+        tiles, sizes, lanes = load_tiles(table_ptr, n_keys, n, KEYS, TILE)
+        for tile in range(program - row_programs, tl.sum(tiles, 0), tl.num_programs(0) - row_programs):
+            key, number, offset = find_tile(tiles, sizes, lanes, tile, ALIGNMENT)
+            near, split, far, stride, alignment, row_bytes, first_row, first_byte = load_key(
+                table_ptr, key, n, number, TILE
+            )
+            shift = unit_shift(alignment)
+            element = tl.arange(0, TILE)
+            row, column = rows_and_columns(
+                element, (first_byte >> shift).to(tl.int32), (row_bytes >> shift).to(tl.int32), TILE
+            )
+            mask = row < n - first_row
+            position, valid = normalise(tl.load(index_ptr + (first_row + row), mask=mask, other=0), capacity)
+            source = row_address(position, near, split, far, stride) + (column.to(tl.int64) << shift)
+            target = arena_ptr.to(tl.int64) + offset + first_row * row_bytes + first_byte
+            copy_elements(source, target + (element << shift), shift, mask & valid, mask)
 
 
-@triton.jit(do_not_specialize=["n_keys", "n", "capacity", "row_programs"])
+@triton.jit(
+    do_not_specialize=["n_keys", "n", "capacity", "row_programs"],
+    do_not_specialize_on_alignment=["index_ptr", "generation_ptr"],
+)
 def rows_sample_kernel(
     table_ptr,  # int64 [n_keys, 5]: (near, row bytes, split, far, row stride), see gpubuf.kernels.rows
     ring_ptr,  # int64 [4]: (written, size, ticket, faults)
@@ -218,7 +258,6 @@ def rows_sample_kernel(
     capacity,
     row_programs,
     KEYS: tl.constexpr,
-    SPAN: tl.constexpr,
     TILE: tl.constexpr,
     ALIGNMENT: tl.constexpr,
 ):
@@ -230,35 +269,39 @@ def rows_sample_kernel(
     n = n.to(tl.int64)
     capacity = capacity.to(tl.int64)
     size = tl.load(ring_ptr + 1)
-    seed = tl.load(rng_ptr)
     rng_offset = tl.load(rng_ptr + 1)
+    ticket = take_ticket(rng_ptr + 2)
     if program < row_programs:
         row = program * TILE + tl.arange(0, TILE)
-        position = draw_position(seed, rng_offset + row, size)
+        position = draw_position(tl.load(rng_ptr), rng_offset + row, size)
         generation = generation_of(position, position >= 0, tl.load(ring_ptr), capacity)
         tl.store(index_ptr + row, position, mask=row < n)
         tl.store(generation_ptr + row, generation, mask=row < n)
         count_faults(ring_ptr, (row < n) & (position < 0))
     else:
-        key, near, row_bytes, split, far, stride, first_byte, offset = load_span(
-            table_ptr, n_keys, n, program - row_programs, KEYS, SPAN, ALIGNMENT
-        )
-        if key < n_keys:
-            unit = element_unit(near | far | row_bytes | stride)
-            words, first_row, first_column, count = split_span(first_byte, row_bytes, n, unit, SPAN)
-            target = arena_ptr.to(tl.int64) + offset + first_byte
-            for start in range(0, count, TILE):
-                element = start + tl.arange(0, TILE)
-                mask = element < count
-                row = first_row + (first_column + element) // words
-                column = (first_column + element) % words
-                position = draw_position(seed, rng_offset + row, size)
-                source = row_address(position, near, split, far, stride) + column.to(tl.int64) * unit
-                copy_elements(source, target + element.to(tl.int64) * unit, unit, mask & (position >= 0), mask)
-    advance_when_last(rng_ptr, n)
+        tiles, sizes, lanes = load_tiles(table_ptr, n_keys, n, KEYS, TILE)
+        for tile in range(program - row_programs, tl.sum(tiles, 0), tl.num_programs(0) - row_programs):
+            key, number, offset = find_tile(tiles, sizes, lanes, tile, ALIGNMENT)
+            near, split, far, stride, alignment, row_bytes, first_row, first_byte = load_key(
+                table_ptr, key, n, number, TILE
+            )
+            shift = unit_shift(alignment)
+            words = (row_bytes >> shift).to(tl.int32)
+            element = tl.arange(0, TILE)
+            row, column = rows_and_columns(element, (first_byte >> shift).to(tl.int32), words, TILE)
+            mask = row < n - first_row
+            # The seed is loaded anew: its round keys, known before the loop, would take twenty registers through it.
+            position = draw_tile(tl.load(rng_ptr), rng_offset + first_row, size, row, words, TILE)
+            source = row_address(position, near, split, far, stride) + (column.to(tl.int64) << shift)
+            target = arena_ptr.to(tl.int64) + offset + first_row * row_bytes + first_byte
+            copy_elements(source, target + (element << shift), shift, mask & (position >= 0), mask)
+    advance_state(rng_ptr, ticket, rng_offset + n)
 
 
-@triton.jit(do_not_specialize=["n_keys", "n", "skipped", "capacity", "advance", "row_programs"])
+@triton.jit(
+    do_not_specialize=["n_keys", "n", "skipped", "capacity", "advance", "row_programs"],
+    do_not_specialize_on_alignment=["index_ptr"],
+)
 def rows_extend_kernel(
     table_ptr,  # int64 [n_keys, 5]: (near, row bytes, split, far, row stride), see gpubuf.kernels.rows
     source_addresses,  # tuple of at least n_keys integers: 2 * address + 3
@@ -272,7 +315,6 @@ def rows_extend_kernel(
     advance,
     row_programs,
     KEYS: tl.constexpr,
-    SPAN: tl.constexpr,
     TILE: tl.constexpr,
     ALIGNMENT: tl.constexpr,
 ):
@@ -282,40 +324,51 @@ def rows_extend_kernel(
     write. Addresses and strides are odd numbers: Triton would compile a variant for every combination of those
     that are 1 or divisible by 16.
 
-    Grid: (row_programs + at most n_keys + (bytes to copy) // SPAN,), row_programs = cdiv(n, TILE) or 0; at least 1.
+    Grid: (row_programs + any number of copying programs,), row_programs = cdiv(n, TILE) or 0; at least 1.
     """
     program = tl.program_id(0).to(tl.int64)
     n = n.to(tl.int64)
     capacity = capacity.to(tl.int64)
     written = tl.load(ring_ptr)
+    size = tl.load(ring_ptr + 1)
+    ticket = take_ticket(ring_ptr + 2)
     if program < row_programs:
         row = program * TILE + tl.arange(0, TILE)
-        tl.store(index_ptr + row, (written % capacity + row) % capacity, mask=row < n)
+        cursor = written - quotient(written, capacity) * capacity
+        tl.store(index_ptr + row, (cursor + row) % capacity, mask=row < n)
     else:
         kept = n - skipped
-        key, near, row_bytes, split, far, stride, first_byte, _ = load_span(
-            table_ptr, n_keys, kept, program - row_programs, KEYS, SPAN, ALIGNMENT
-        )
-        if key < n_keys:
+        first = written + skipped
+        cursor = first - quotient(first, capacity) * capacity
+        tiles, sizes, lanes = load_tiles(table_ptr, n_keys, kept, KEYS, TILE)
+        for tile in range(program - row_programs, tl.sum(tiles, 0), tl.num_programs(0) - row_programs):
+            key, number, _ = find_tile(tiles, sizes, lanes, tile, ALIGNMENT)
+            near, split, far, stride, alignment, row_bytes, first_row, first_byte = load_key(
+                table_ptr, key, kept, number, TILE
+            )
             source_stride = (select(key, source_strides) - 3) >> 1
             source_address = ((select(key, source_addresses) - 3) >> 1) + skipped * source_stride
-            unit = element_unit(near | far | row_bytes | stride | source_address | source_stride)
-            words, first_row, first_column, count = split_span(first_byte, row_bytes, kept, unit, SPAN)
-            cursor = (written + skipped) % capacity
-            for start in range(0, count, TILE):
-                element = start + tl.arange(0, TILE)
-                mask = element < count
-                row = first_row + (first_column + element) // words
-                column = ((first_column + element) % words).to(tl.int64) * unit
+            # A source that is aligned worse is copied in narrower elements, and takes more than one pass.
+            shift = unit_shift(alignment | source_address | source_stride)
+            words = (row_bytes >> shift).to(tl.int32)
+            passes = 1 << (unit_shift(alignment) - shift)
+            for part in range(0, passes):
+                element = part * TILE + tl.arange(0, TILE)
+                row, column = rows_and_columns(element, (first_byte >> shift).to(tl.int32), words, passes * TILE)
+                row = first_row + row
+                byte = column.to(tl.int64) << shift
                 position = cursor + row
                 position = tl.where(position < capacity, position, position - capacity)
-                source = source_address + row * source_stride + column
-                target = row_address(position, near, split, far, stride) + column
-                copy_elements(source, target, unit, mask, mask)
-    advance_ring_when_last(ring_ptr, advance, capacity)
+                source = source_address + row * source_stride + byte
+                target = row_address(position, near, split, far, stride) + byte
+                copy_elements(source, target, shift, row < kept, row < kept)
+    advance_ring(ring_ptr, ticket, written, size, advance, capacity)
 
 
-@triton.jit(do_not_specialize=["n_keys", "n", "capacity", "row_programs"])
+@triton.jit(
+    do_not_specialize=["n_keys", "n", "capacity", "row_programs"],
+    do_not_specialize_on_alignment=["index_ptr", "winner_ptr"],
+)
 def rows_write_kernel(
     table_ptr,  # int64 [n_keys, 5]: (near, row bytes, split, far, row stride), see gpubuf.kernels.rows
     source_addresses,  # tuple of at least n_keys integers: 2 * address + 3
@@ -328,7 +381,6 @@ def rows_write_kernel(
     capacity,
     row_programs,
     KEYS: tl.constexpr,
-    SPAN: tl.constexpr,
     TILE: tl.constexpr,
     ALIGNMENT: tl.constexpr,
 ):
@@ -341,25 +393,29 @@ def rows_write_kernel(
     capacity = capacity.to(tl.int64)
     if program < row_programs:
         row = program * TILE + tl.arange(0, TILE)
-        position, valid = normalise(tl.load(index_ptr + row, mask=row < n, other=0), capacity)
+        _, valid = normalise(tl.load(index_ptr + row, mask=row < n, other=0), capacity)
         count_faults(ring_ptr, (row < n) & ~valid)
     else:
-        key, near, row_bytes, split, far, stride, first_byte, _ = load_span(
-            table_ptr, n_keys, n, program - row_programs, KEYS, SPAN, ALIGNMENT
-        )
-        if key < n_keys:
+        tiles, sizes, lanes = load_tiles(table_ptr, n_keys, n, KEYS, TILE)
+        for tile in range(program - row_programs, tl.sum(tiles, 0), tl.num_programs(0) - row_programs):
+            key, number, _ = find_tile(tiles, sizes, lanes, tile, ALIGNMENT)
+            near, split, far, stride, alignment, row_bytes, first_row, first_byte = load_key(
+                table_ptr, key, n, number, TILE
+            )
             source_address = (select(key, source_addresses) - 3) >> 1
             source_stride = (select(key, source_strides) - 3) >> 1
-            unit = element_unit(near | far | row_bytes | stride | source_address | source_stride)
-            words, first_row, first_column, count = split_span(first_byte, row_bytes, n, unit, SPAN)
-            for start in range(0, count, TILE):
-                element = start + tl.arange(0, TILE)
-                mask = element < count
-                row = first_row + (first_column + element) // words
-                column = ((first_column + element) % words).to(tl.int64) * unit
+            # As in rows_extend_kernel.
+            shift = unit_shift(alignment | source_address | source_stride)
+            words = (row_bytes >> shift).to(tl.int32)
+            passes = 1 << (unit_shift(alignment) - shift)
+            for part in range(0, passes):
+                element = part * TILE + tl.arange(0, TILE)
+                row, column = rows_and_columns(element, (first_byte >> shift).to(tl.int32), words, passes * TILE)
+                row = first_row + row
+                byte = column.to(tl.int64) << shift
+                mask = row < n
                 position, valid = normalise(tl.load(index_ptr + row, mask=mask, other=0), capacity)
                 winner = tl.load(winner_ptr + row, mask=mask, other=0).to(tl.int1)
-                source = source_address + row * source_stride + column
-                chosen = mask & valid & winner
-                target = row_address(position, near, split, far, stride) + column
-                copy_elements(source, target, unit, chosen, chosen)
+                source = source_address + row * source_stride + byte
+                target = row_address(position, near, split, far, stride) + byte
+                copy_elements(source, target, shift, mask & valid & winner, mask & valid & winner)

@@ -18,7 +18,7 @@ BATCH = {"arena_ptr": "*u8", "index_ptr": "*i64", "generation_ptr": "*i64"}
 def specs_of(n_bytes: int, n_keys: int, capacity: str) -> list[AotSpec]:
     """Every kernel for one size of batch and one number of keys. ``capacity`` is the type of counts of rows."""
     config = rows_copy(n_bytes)
-    constants = {"KEYS": padded_keys(n_keys), "SPAN": config.span, "TILE": config.tile, "ALIGNMENT": ALIGNMENT}
+    constants = {"KEYS": padded_keys(n_keys), "TILE": config.tile, "ALIGNMENT": ALIGNMENT}
     sizes: dict[str, Any] = {"n_keys": "i32", "n": "i32", "capacity": capacity, "row_programs": "i32"}
     # Addresses don't fit int32, and the strides of rows do; both are padded to a power of two.
     sources = {"source_addresses": ("i64",) * n_keys, "source_strides": ("i32",) * n_keys}
