@@ -23,7 +23,7 @@ def blocks(which: str) -> Iterator[None]:
     before, _launch.LEGAL_WORDS = _launch.LEGAL_WORDS, 1
     try:
         with config.using(
-            rows_copy=RowsConfig(256, 16, 1),
+            rows_copy=RowsConfig(16, 1),
             sum_tree_update=UpdateConfig(single_program=False, block_entries=8, block_nodes=1, num_warps=1),
             sum_tree_draw=DrawConfig(4, 1),
             trajectories_update=IndexConfig(2 if which == "envs" else 0, 2, 2, 1, 1),

@@ -279,5 +279,5 @@ def gather(e: Emitter, op: Op) -> None:
     source, index = op.operands
     kinds = e.types[source], e.types[index]
     texts = [f"ar.whole({e.name(v)}, {kind.shape})" for v, kind in zip((source, index), kinds, strict=True)]
-    target = cast_types(op)[1]
+    target = parse_type(op.signature.rpartition(" -> ")[2])
     e.result(op, f"np.take_along_axis({', '.join(texts)}, {number_in(op, 'axis')})", target)

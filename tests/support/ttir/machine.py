@@ -80,8 +80,11 @@ class Access:
 
 
 @dataclass(frozen=True)
-class ScalarAtomic:
-    """A scalar atomic that orders others; ``barrier`` is the step of the last barrier before it."""
+class OneAtomic:
+    """An atomic of one thread that orders others; ``barrier`` is the step of the last barrier before it.
+
+    It is a scalar, or a block of which one lane is active: what that lane does next comes after it, used or not.
+    """
 
     program: int
     step: int
@@ -121,7 +124,7 @@ class Machine:
         self.last_barrier = 0
         self.accesses: list[Access] = []
         self.interval: list[Access] = []  # since the last barrier
-        self.atomics: list[ScalarAtomic] = []
+        self.atomics: list[OneAtomic] = []
 
     def run(self, args: list[Any], order: list[int]) -> None:
         """All programs in an order, then the search for races between them."""
@@ -203,9 +206,10 @@ class Machine:
                 scatter(where, op.size, new.view(f"<u{op.size}"))
             self._log(op, addresses, lanes)
             out.reshape(-1)[slice(None) if lanes is None else lanes] = old
-            if op.scalar and op.ordering != "relaxed":
+            if addresses.size == 1 and op.ordering != "relaxed":
+                used = op.used or not op.scalar
                 self.atomics.append(
-                    ScalarAtomic(self.current, self.now, int(pointer), self.last_barrier, op.ordering, op.used)
+                    OneAtomic(self.current, self.now, int(addresses[0]), self.last_barrier, op.ordering, used)
                 )
         return out[()]
 
