@@ -416,6 +416,7 @@ def rows_write_kernel(
                 mask = row < n
                 position, valid = normalise(tl.load(index_ptr + row, mask=mask, other=0), capacity)
                 winner = tl.load(winner_ptr + row, mask=mask, other=0).to(tl.int1)
+                chosen = mask & valid & winner
                 source = source_address + row * source_stride + byte
                 target = row_address(position, near, split, far, stride) + byte
-                copy_elements(source, target, shift, mask & valid & winner, mask & valid & winner)
+                copy_elements(source, target, shift, chosen, chosen)

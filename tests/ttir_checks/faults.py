@@ -149,10 +149,13 @@ class Fault:
 
 FAULTS = {
     "ticket without order": Fault(
-        "philox._triton:advance_when_last", "rng_ptr + 2, 1)", 'rng_ptr + 2, 1, sem="relaxed")', "race", philox_draws
+        "philox._triton:take_ticket", 'sem="release"', 'sem="relaxed"', "race", philox_draws
+    ),
+    "last ticket without order": Fault(
+        "philox._triton:is_last", 'sem="acquire"', 'sem="relaxed"', "race", philox_draws
     ),
     "every program advances": Fault(
-        "philox._triton:advance_when_last", "tl.num_programs(0) - 1", "ticket", "race", philox_draws
+        "philox._triton:is_last", "tl.num_programs(0) - 1", "ticket", "race", philox_draws
     ),
     "mask one too long": Fault(
         "philox._triton:philox_uniform_kernel", "i < n", "i <= n", "out-of-bounds", philox_draws
@@ -163,7 +166,7 @@ FAULTS = {
         "out-of-bounds", tree_used,
     ),
     "words of any address": Fault(
-        "rows._triton:element_unit", "tl.minimum((alignment", "16 + 0 * tl.minimum((alignment", "misaligned", rows_read
+        "rows._triton:unit_shift", "tl.minimum(", "16 + 0 * tl.minimum(", "misaligned", rows_read
     ),
     "losers write too": Fault(
         "rows._triton:rows_write_kernel", "mask & valid & winner", "mask & valid", "duplicate", rows_written
