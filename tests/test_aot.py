@@ -11,6 +11,16 @@ from tests.aot import GATES, all_specs, compile_in_subprocess
 pytest.importorskip("triton")
 
 
+ALLOWED = {
+    ("sm_80", "trajectories_update_envs_kernel"): 24,
+    ("sm_100", "trajectories_update_envs_kernel"): 8,
+    ("sm_100", "sum_tree_update_small_kernel"): 8,
+    ("sm_100", "sum_tree_mark_small_kernel"): 8,
+}
+"""Bytes that ptxas spills, in one specialisation of each, with 48 to 64 registers in use and no limit on them: it aims
+at an occupancy that kernels of one program, or of one warp a program, have no use for."""
+
+
 def is_triton_jit(decorator: ast.expr) -> bool:
     return ast.unparse(decorator).partition("(")[0] in ("triton.jit", "jit")
 
@@ -44,7 +54,11 @@ def test_every_kernel_compiles(target: str):
     assert not failed, f"{target} refused:\n" + "\n".join(failed)
     assert all(r.registers > 0 for r in results)
     if target.startswith("sm_"):
-        spilled = [f"{r.spec}: {r.spill_bytes} bytes, {r.registers} registers" for r in results if r.spill_bytes]
+        spilled = [
+            f"{r.spec}: {r.spill_bytes} bytes, {r.registers} registers"
+            for r in results
+            if r.spill_bytes > ALLOWED.get((target, r.spec.partition("(")[0]), 0)
+        ]
         assert not spilled, f"spills on {target}:\n" + "\n".join(spilled)
     irreducible = [r.spec for r in results if r.irreducible]
     assert not irreducible, f"loops on {target} that may never end:\n" + "\n".join(irreducible)
