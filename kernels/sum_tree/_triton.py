@@ -56,6 +56,20 @@ def weight_of(priority, alpha, eps):
 
 
 @triton.jit
+def add_halves(x, SHIFT: tl.constexpr):
+    """Sum of each row of ``x`` [R, 1 << SHIFT]: [R]. The upper half is added to the lower until one number is left.
+
+    The order of the additions is written out because that of ``tl.sum`` follows from the layout, and so from the
+    launch: a node has to come out the same to the bit whichever kernel computes it.
+    """
+    rows: tl.constexpr = x.shape[0]
+    for _ in tl.static_range(SHIFT):
+        lower, upper = tl.split(tl.permute(tl.reshape(x, (rows, 2, x.shape[1] // 2)), (0, 2, 1)))
+        x = lower + upper
+    return tl.reshape(x, (rows,))
+
+
+@triton.jit
 def choose_child(weight, mass, lane, FAN_OUT: tl.constexpr):
     """Per row of ``weight`` [R, F]: the first child of positive weight whose inclusive prefix sum exceeds ``mass``.
 
@@ -63,7 +77,8 @@ def choose_child(weight, mass, lane, FAN_OUT: tl.constexpr):
     sum, the last child of positive weight; child 0 where all are zero.
     """
     prefix = tl.cumsum(weight, axis=1)
-    # A parallel scan rounds every prefix in its own order: the weight itself tells whether a child is empty.
+    # A parallel scan rounds every prefix in its own order, and none of them as the node's sum. The weight itself tells
+    # whether a child is empty, and a mass that no prefix exceeds is the last child's.
     positive = weight > 0.0
     first = tl.min(tl.where(positive & (prefix > mass[:, None]), lane[None, :], FAN_OUT), axis=1)
     last = tl.max(tl.where(positive, lane[None, :], 0), axis=1)
@@ -100,6 +115,8 @@ def sum_tree_draw_kernel(
     i = tl.program_id(0).to(tl.int64) * BLOCK_DRAWS + tl.arange(0, BLOCK_DRAWS)
     uniform = philox_uniform_f64(tl.load(rng_ptr), tl.load(rng_ptr + 1) + i)
     total = tl.load(nodes_ptr + n_nodes - 1)
+    # Here nothing is in flight that the ticket would have to wait for, as the stores at the end are.
+    advance_when_last(rng_ptr, n)
     mass = ((i.to(tl.float64) + uniform) / n.to(tl.float64) if STRATIFIED else uniform) * total
 
     lane = tl.arange(0, fan_out)
@@ -124,4 +141,3 @@ def sum_tree_draw_kernel(
     importance = tl.exp2(tl.log2(ratio) * -beta)
     tl.store(index_ptr + i, tl.where(some, row, -(1 << 62)), mask=i < n)
     tl.store(weight_ptr + i, tl.where(some, importance, 0.0).to(tl.float32), mask=i < n)
-    advance_when_last(rng_ptr, n)

@@ -243,7 +243,8 @@ def store_slices(
 @triton.jit(
     do_not_specialize=[
         "n", "words", "root", "depth", "steps", "envs", "levels", "slice_len", "min_len", "before", "after"
-    ]
+    ],
+    do_not_specialize_on_alignment=["rank_ptr"],
 )  # fmt: skip
 def trajectories_draw_kernel(
     ends_ptr,
@@ -286,6 +287,7 @@ def trajectories_draw_kernel(
     seed = tl.load(rng_ptr)
     counter = tl.load(rng_ptr + 1) + 2 * i
     total = tl.load(sums_ptr + root)
+    advance_when_last(rng_ptr, 2 * n)
     drawn = scaled(philox_uniform_f64(seed, counter), total)
     unit = tl.load(rank_ptr + i, mask=i < n, other=-1) if HAS_RANK else drawn
     legal = (i < n) & (unit >= 0) & (unit < total)
@@ -334,10 +336,12 @@ def trajectories_draw_kernel(
     store_slices(
         index_ptr, length_ptr, last_ptr, i, n, begin + offset, taken, env, slice_len, oldest, steps, envs, BLOCK_STEPS
     )
-    advance_when_last(rng_ptr, 2 * n)
 
 
-@triton.jit(do_not_specialize=["n", "slice_len", "steps", "envs", "levels"])
+@triton.jit(
+    do_not_specialize=["n", "slice_len", "steps", "envs", "levels"],
+    do_not_specialize_on_alignment=["start_ptr"],
+)
 def trajectories_slices_kernel(
     ends_ptr,
     ring_ptr,
@@ -366,7 +370,7 @@ def trajectories_slices_kernel(
     store_slices(index_ptr, length_ptr, last_ptr, i, n, order, length, env, slice_len, oldest, steps, envs, BLOCK_STEPS)
 
 
-@triton.jit(do_not_specialize=["n", "steps", "envs", "levels"])
+@triton.jit(do_not_specialize=["n", "steps", "envs", "levels"], do_not_specialize_on_alignment=["row_ptr"])
 def trajectories_bounds_kernel(
     ends_ptr,
     ring_ptr,

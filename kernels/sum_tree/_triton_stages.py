@@ -1,0 +1,211 @@
+"""The sum tree on the GPU: the stages of an update or a mark, and the nodes above them.
+
+A helper whose name starts with ``stage`` is what one launch does to one block of entries or nodes. For large
+batches every stage is a launch of its own; for small ones a single program runs them all, a barrier between.
+
+A node is summed in one order everywhere, whatever the launch: its children lie in parts of ``1 << columns``, the parts
+are added one after the other, and what is left as ``add_halves`` does. Children that are side by side in memory are
+read together, and no thread holds a whole node.
+
+No atomic of these kernels orders anything: the end of a launch or a barrier does. They are relaxed, since a fence would
+wait for all of a program's memory accesses.
+
+Arguments that all kernels share:
+
+* ``leaves_ptr``: float32 [n_leaves], the capacity rounded up to a multiple of the fan-out F = 1 << SHIFT;
+* ``nodes_ptr``: float64 [3, n_nodes], planes sum, minimum, maximum; level 1 first, the root last;
+* ``hyper_ptr``: float64 [5] = (alpha, beta, eps, max_priority, refused);
+* ``legal_ptr``: int64 [cdiv(capacity, 64)], row r is bit r % 64 of word r // 64; not read without HAS_LEGAL;
+* ``ring_ptr``: int64 [4] = (written, size, ticket, faults);
+* ``index_ptr``: int64 [n], rows; -1 is ignored.
+"""
+
+import triton
+import triton.language as tl
+
+from gpubuf.kernels.sum_tree._triton import add_halves, counting, level_up, weight_of
+
+
+@triton.jit
+def _nodes_above(index_ptr, i, n, capacity, level_shift, count):
+    """The node that entry ``i`` has to recompute in a level of ``count`` nodes, and whether it has to.
+
+    An entry leaves a node to the entry right before it if that has the same one. A level with no more nodes
+    than there are entries is recomputed as a whole: then ``i`` is the node itself.
+    """
+    dense = count <= n
+    listed = (i < n) & (count > n)
+    row = tl.load(index_ptr + i, mask=listed, other=-1)
+    row_before = tl.load(index_ptr + i - 1, mask=listed & (i > 0), other=-1)
+    node = tl.where((row >= 0) & (row < capacity), row >> level_shift, -1)
+    node_before = tl.where((row_before >= 0) & (row_before < capacity), row_before >> level_shift, -1)
+    needed = tl.where(dense, i < count, (node >= 0) & (node != node_before))
+    return tl.where(dense, i, node), needed
+
+
+@triton.jit
+def stage_claim(
+    leaves_ptr,
+    hyper_ptr,
+    ring_ptr,
+    index_ptr,
+    priority_ptr,
+    generation_ptr,
+    i,
+    n,
+    capacity,
+    HAS_GENERATION: tl.constexpr,
+):
+    """Every valid entry i tags its leaf with (sign bit | i), by an unsigned maximum: the last one stays.
+
+    Weights are never negative, so that a tag beats every weight, and a later tag an earlier one.
+    """
+    row = tl.load(index_ptr + i, mask=i < n, other=-1)
+    live = (row >= 0) & (row < capacity) & (row < tl.load(ring_ptr + 1))
+    if HAS_GENERATION:
+        written = tl.load(ring_ptr)
+        current = written // capacity + (row < written % capacity).to(tl.int64)
+        live = live & (tl.load(generation_ptr + i, mask=i < n, other=0) == current)
+    priority = tl.load(priority_ptr + i, mask=live, other=0.0)
+    claims = live & (priority >= 0.0) & (priority <= 3.4028234663852886e38)
+    bits_ptr = leaves_ptr.to(tl.pointer_type(tl.uint32), bitcast=True)
+    tl.atomic_max(bits_ptr + row, i.to(tl.uint32) | 0x80000000, mask=claims, sem="relaxed")
+
+    refused = (live ^ claims) | (row < -1) | (row >= capacity)
+    n_refused = tl.sum(refused.to(tl.int32), axis=0)
+    tl.atomic_add(hyper_ptr + 4, n_refused.to(tl.float64), mask=n_refused > 0, sem="relaxed")
+    # Bit patterns of non-negative floats are ordered as the numbers are, above that of the initial -1.0.
+    largest = tl.max(tl.where(claims, tl.abs(priority).to(tl.float64), -1.0), axis=0)
+    order_ptr = hyper_ptr.to(tl.pointer_type(tl.int64), bitcast=True)
+    tl.atomic_max(order_ptr + 3, largest.to(tl.int64, bitcast=True), mask=largest >= 0.0, sem="relaxed")
+
+
+@triton.jit
+def stage_resolve(leaves_ptr, hyper_ptr, index_ptr, priority_ptr, i, n, capacity):
+    """The entry whose tag has stayed puts its weight in the tag's place; what anyone reads is a tag or a weight."""
+    row = tl.load(index_ptr + i, mask=i < n, other=-1)
+    in_range = (row >= 0) & (row < capacity)
+    bits_ptr = leaves_ptr.to(tl.pointer_type(tl.uint32), bitcast=True)
+    # An entry that has lost reads the last one's tag or weight, and neither is its own tag.
+    # TTIR race (sum_tree_resolve_kernel): so it does not matter which.
+    # TTIR barrier (sum_tree_resolve_kernel, sum_tree_update_small_kernel): so it does not matter which.
+    bits = tl.load(bits_ptr + row, mask=in_range, other=0)
+    last = in_range & (bits == (i.to(tl.uint32) | 0x80000000))
+    priority = tl.load(priority_ptr + i, mask=last, other=0.0)
+    weight = weight_of(priority, tl.load(hyper_ptr), tl.load(hyper_ptr + 2))
+    tl.store(leaves_ptr + row, weight.to(tl.float32), mask=last)
+
+
+@triton.jit
+def stage_mark(leaves_ptr, index_ptr, weight, i, n, capacity):
+    """Give rows ``index`` one weight; a row named twice gets it twice."""
+    row = tl.load(index_ptr + i, mask=i < n, other=-1)
+    tl.store(leaves_ptr + row, weight, mask=(row >= 0) & (row < capacity))
+
+
+@triton.jit
+def stage_refresh_leaves(
+    leaves_ptr,
+    nodes_ptr,
+    legal_ptr,
+    index_ptr,
+    i,
+    n,
+    capacity,
+    n_nodes,
+    HAS_LEGAL: tl.constexpr,
+    SHIFT: tl.constexpr,
+):
+    """Recompute level-1 nodes from their leaves."""
+    columns: tl.constexpr = SHIFT if SHIFT < 3 else 3 if SHIFT < 6 else SHIFT - 3
+    node, needed = _nodes_above(index_ptr, i, n, capacity, SHIFT, level_up(capacity, SHIFT))
+    first = (node << SHIFT)[:, None] + tl.arange(0, 1 << columns)[None, :]
+    for part in tl.static_range(1 << (SHIFT - columns)):
+        leaf = first + (part << columns)
+        weight = tl.load(leaves_ptr + leaf, mask=needed[:, None], other=0.0)
+        if HAS_LEGAL:
+            # The bits of the padding, which weighs nothing, may not exist.
+            word = tl.load(legal_ptr + (leaf >> 6), mask=needed[:, None] & (leaf < capacity), other=0)
+            weight = counting(weight, word, leaf)
+        positive = tl.where(weight > 0.0, weight, float("inf"))
+        if part == 0:
+            total, least, largest = weight.to(tl.float64), positive, weight
+        else:
+            total += weight.to(tl.float64)
+            least = tl.minimum(least, positive)
+            largest = tl.maximum(largest, weight)
+    tl.store(nodes_ptr + node, add_halves(total, columns), mask=needed)
+    tl.store(nodes_ptr + n_nodes + node, tl.min(least, axis=1).to(tl.float64), mask=needed)
+    tl.store(nodes_ptr + 2 * n_nodes + node, tl.max(largest, axis=1).to(tl.float64), mask=needed)
+
+
+@triton.jit
+def stage_refresh(nodes_ptr, index_ptr, i, n, capacity, n_nodes, level, below, count, SHIFT: tl.constexpr):
+    """Recompute nodes of ``level`` (2 or more), which has ``count`` of them, from the level that starts ``below``."""
+    columns: tl.constexpr = SHIFT if SHIFT < 3 else 3 if SHIFT < 6 else SHIFT - 3
+    node, needed = _nodes_above(index_ptr, i, n, capacity, level * SHIFT, count)
+    first = (node << SHIFT)[:, None] + tl.arange(0, 1 << columns)[None, :]
+    # Levels are padded to a multiple of the fan-out.
+    first = nodes_ptr + tl.multiple_of(below, 1 << columns) + first
+    mask = needed[:, None]
+    for part in tl.static_range(1 << (SHIFT - columns)):
+        child = first + (part << columns)
+        weight = tl.load(child, mask=mask, other=0.0)
+        low = tl.load(child + n_nodes, mask=mask, other=float("inf"))
+        high = tl.load(child + 2 * n_nodes, mask=mask, other=0.0)
+        if part == 0:
+            total, least, largest = weight, low, high
+        else:
+            total += weight
+            least = tl.minimum(least, low)
+            largest = tl.maximum(largest, high)
+    target = nodes_ptr + below + (count << SHIFT) + node
+    tl.store(target, add_halves(total, columns), mask=needed)
+    tl.store(target + n_nodes, tl.min(least, axis=1), mask=needed)
+    tl.store(target + 2 * n_nodes, tl.max(largest, axis=1), mask=needed)
+
+
+@triton.jit
+def stage_refresh_all(
+    leaves_ptr,
+    nodes_ptr,
+    legal_ptr,
+    index_ptr,
+    n,
+    capacity,
+    n_nodes,
+    depth,
+    HAS_LEGAL: tl.constexpr,
+    SHIFT: tl.constexpr,
+    BLOCK_NODES: tl.constexpr,
+):
+    """All levels, by one program, which has written the leaves and has read the old root."""
+    block = tl.arange(0, BLOCK_NODES).to(tl.int64)
+    count = level_up(capacity, SHIFT)
+    tl.debug_barrier()
+    for start in range(0, tl.minimum(count, n), BLOCK_NODES):
+        stage_refresh_leaves(
+            leaves_ptr, nodes_ptr, legal_ptr, index_ptr, start + block, n, capacity, n_nodes, HAS_LEGAL, SHIFT
+        )
+    below = capacity * 0
+    for level in range(2, depth + 1):
+        # The level below is complete.
+        tl.debug_barrier()
+        count = level_up(count, SHIFT)
+        for start in range(0, tl.minimum(count, n), BLOCK_NODES):
+            stage_refresh(nodes_ptr, index_ptr, start + block, n, capacity, n_nodes, level, below, count, SHIFT)
+        below += count << SHIFT
+
+
+@triton.jit
+def new_weight(nodes_ptr, hyper_ptr, n_nodes, WITHIN_BUFFER: tl.constexpr):
+    """Weight of a new row, float32: of the running maximum, or as the largest in the tree; else of 1.0."""
+    alpha = tl.load(hyper_ptr)
+    eps = tl.load(hyper_ptr + 2)
+    if WITHIN_BUFFER:
+        largest = tl.load(nodes_ptr + 3 * n_nodes - 1)
+        weight = tl.where(largest > 0.0, largest, weight_of(largest * 0.0 + 1.0, alpha, eps))
+    else:
+        given = tl.load(hyper_ptr + 3)
+        weight = weight_of(tl.where(given < 0.0, 1.0, given), alpha, eps)
+    return weight.to(tl.float32)
