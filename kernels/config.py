@@ -182,21 +182,17 @@ def tree_fan_out(
 def tree_update(fan_out: int, n: int, device_name: str | None = None, directory: Path | None = None) -> UpdateConfig:
     """Launch configuration of an update or a mark of ``n`` rows.
 
-    The rule: up to 1024 entries one launch by one program beats the latency of one launch a level; a program
-    holds as many children at a time as fit its registers.
+    The rule: up to 1024 entries one launch by one program beats the latency of one launch a level. That program is as
+    wide as AMD's processors allow, so that a batch of 256 is one turn on each level. Beyond, many small programs.
     """
     found = tuned("sum_tree_update", device_name, directory, fan_out=fan_out, n=n)
     if found is not None:
         return found
-    single = n <= 1024
-    # Wide nodes leave fewer registers for the rest: with more of them ptxas spills, on sm_90 at least.
-    children = 2048 if single else 1024 if fan_out < 64 else 512
-    return UpdateConfig(
-        single_program=single,
-        block_entries=256,
-        block_nodes=max(1, children // fan_out),
-        num_warps=8 if single else 4,
-    )
+    if n > 1024:
+        return UpdateConfig(False, 256, max(1, min(32, 1024 // fan_out)), 4)
+    if n <= 64:
+        return UpdateConfig(True, 64, max(1, min(64, 2048 // fan_out)), 4)
+    return UpdateConfig(True, 256 if n <= 256 else 1024, max(1, min(256, 8192 // fan_out)), 16)
 
 
 @_remembered

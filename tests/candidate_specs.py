@@ -22,7 +22,7 @@ from tests.aot_specs import rows, sac, sum_tree, tanh_normal, trajectories
 ONE_PROGRAM = ("sum_tree_update_small_kernel", "sum_tree_mark_small_kernel")
 ONE_EACH = (
     "sum_tree_claim_kernel",
-    "sum_tree_resolve_kernel",
+    "sum_tree_top_kernel",
     "sum_tree_mark_kernel",
     "sum_tree_refresh_kernel",
     "sum_tree_refresh_leaves_kernel",

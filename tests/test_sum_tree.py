@@ -300,6 +300,17 @@ def test_the_last_duplicate_wins_every_time(backend, n):
         assert tree.leaves[:30].tolist() == due.weights
 
 
+@pytest.mark.parametrize("fan_out", [4, 16])
+def test_entries_that_lie_apart_share_a_node(backend, fan_out):
+    """More nodes than entries, so that they are listed: one node from several programs, and a row twice in it."""
+    tree, model = matching(50 * fan_out, fan_out)
+    index = [0, 9 * fan_out, 1, 9 * fan_out + 1, 2, 0, 20 * fan_out, 1, -1, 9 * fan_out + 3, 3, 40 * fan_out]
+    priority = [float(i + 1) for i in range(len(index))]
+    tree.update(torch.tensor(index), torch.tensor(priority))
+    model.update(index, priority)
+    assert_same(tree, model)
+
+
 @pytest.mark.parametrize("written", [0, 3, 10, 11, 20, 37, 2**33 + 5])
 def test_a_priority_that_returns_too_late_is_dropped(backend, written):
     """CASES 12: rows overwritten since they were sampled, and rows that are not in the buffer, are left alone."""

@@ -36,38 +36,72 @@ def _shift(fan_out: int) -> int:
     return fan_out.bit_length() - 1
 
 
+TOP_NODES = 256
+"""A level with no more nodes to recompute than this is left to the one program that also does the levels above it."""
+
+TOP_WARPS = 8
+"""Warps of that program."""
+
+
+def top_block(fan_out: int) -> int:
+    """Nodes that it recomputes at a time."""
+    return max(1, min(64, 4096 // fan_out))
+
+
 def _refresh(
     leaves: Tensor,
     nodes: Tensor,
     legal: Tensor | None,
+    weight: Tensor | None,
     index: Tensor,
     n: int,
     capacity: int,
     fan_out: int,
     chosen: config.UpdateConfig,
 ) -> None:
-    """Recompute the nodes above ``n`` rows, one launch a level."""
+    """Recompute the nodes above ``n`` rows: a launch for each wide level, one for all the others.
+
+    Where leaves hold tags, ``weight`` has the weights of the entries.
+    """
     _, n_nodes, depth = tree_shape(capacity, fan_out)
-    shift = _shift(fan_out)
-    common = {"SHIFT": shift, "BLOCK_NODES": chosen.block_nodes, "num_warps": chosen.num_warps}
-    programs = cdiv(min(n, -(-capacity // fan_out)), chosen.block_nodes)
+    block, shift = chosen.block_nodes, _shift(fan_out)
+    common = {"SHIFT": shift, "BLOCK_NODES": block, "num_warps": chosen.num_warps}
     launch(
         kernels.sum_tree_refresh_leaves_kernel,
-        programs,
+        cdiv(min(n, cdiv(capacity, fan_out)), block),
         leaves,
         nodes,
         _or(legal, index),
+        leaves if weight is None else weight,
         index,
         n,
         capacity,
         n_nodes,
         HAS_LEGAL=legal is not None,
+        HAS_TAGS=weight is not None,
         **common,
     )
     for level in range(2, depth + 1):
-        count = -(-capacity // fan_out**level)
-        programs = cdiv(min(n, count), chosen.block_nodes)
-        launch(kernels.sum_tree_refresh_kernel, programs, nodes, index, n, capacity, n_nodes, level, **common)
+        needed = min(n, cdiv(capacity, fan_out**level))
+        if needed <= TOP_NODES:
+            launch(
+                kernels.sum_tree_top_kernel,
+                1,
+                nodes,
+                index,
+                n,
+                capacity,
+                n_nodes,
+                level,
+                depth,
+                SHIFT=shift,
+                BLOCK_NODES=top_block(fan_out),
+                num_warps=TOP_WARPS,
+            )
+            return
+        launch(
+            kernels.sum_tree_refresh_kernel, cdiv(needed, block), nodes, index, n, capacity, n_nodes, level, **common
+        )
 
 
 def build(leaves: Tensor, nodes: Tensor, fan_out: int, legal: Tensor | None = None) -> None:
@@ -77,7 +111,7 @@ def build(leaves: Tensor, nodes: Tensor, fan_out: int, legal: Tensor | None = No
     check_devices(leaves, nodes, legal)
     # As many entries as rows: every level is recomputed as a whole, and the index is never read.
     chosen = config.tree_update(fan_out, max(capacity, 1025), device_name(leaves.device))
-    _refresh(leaves, nodes, legal, nodes.view(torch.int64), capacity, capacity, fan_out, chosen)
+    _refresh(leaves, nodes, legal, None, nodes.view(torch.int64), capacity, capacity, fan_out, chosen)
 
 
 def refresh(
@@ -110,7 +144,7 @@ def refresh(
             num_warps=chosen.num_warps,
         )
         return
-    _refresh(leaves, nodes, legal, index, n, capacity, fan_out, chosen)
+    _refresh(leaves, nodes, legal, None, index, n, capacity, fan_out, chosen)
 
 
 def update(
@@ -161,31 +195,21 @@ def update(
             num_warps=chosen.num_warps,
         )
         return
+    weight = torch.empty_like(priority)
     launch(
         kernels.sum_tree_claim_kernel,
         cdiv(n, chosen.block_entries),
         leaves,
         hyper,
         *entries,
+        weight,
         n,
         capacity,
         HAS_GENERATION=has_generation,
         BLOCK_ENTRIES=chosen.block_entries,
         num_warps=chosen.num_warps,
     )
-    launch(
-        kernels.sum_tree_resolve_kernel,
-        cdiv(n, chosen.block_entries),
-        leaves,
-        hyper,
-        index,
-        priority,
-        n,
-        capacity,
-        BLOCK_ENTRIES=chosen.block_entries,
-        num_warps=chosen.num_warps,
-    )
-    _refresh(leaves, nodes, legal, index, n, capacity, fan_out, chosen)
+    _refresh(leaves, nodes, legal, weight, index, n, capacity, fan_out, chosen)
 
 
 def mark(
@@ -243,7 +267,7 @@ def mark(
         BLOCK_ENTRIES=chosen.block_entries,
         num_warps=chosen.num_warps,
     )
-    _refresh(leaves, nodes, legal, index, n, capacity, fan_out, chosen)
+    _refresh(leaves, nodes, legal, None, index, n, capacity, fan_out, chosen)
 
 
 def draw(

@@ -36,6 +36,12 @@ def level_start(capacity, level, SHIFT: tl.constexpr):
 
 
 @triton.jit
+def level_count(capacity, level, SHIFT: tl.constexpr):
+    """Number of nodes of ``level``, without the padding; the leaves are level 0. ``capacity`` is int64."""
+    return (capacity + ((tl.full((), 1, tl.int64) << (level * SHIFT)) - 1)) >> (level * SHIFT)
+
+
+@triton.jit
 def counting(weight, word, row):
     """``weight`` of rows whose bit in their ``word`` of the bitmap is set, zero elsewhere."""
     return tl.where(((word >> (row & 63)) & 1) != 0, weight, 0.0)

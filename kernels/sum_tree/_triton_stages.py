@@ -17,13 +17,14 @@ Arguments that all kernels share:
 * ``hyper_ptr``: float64 [5] = (alpha, beta, eps, max_priority, refused);
 * ``legal_ptr``: int64 [cdiv(capacity, 64)], row r is bit r % 64 of word r // 64; not read without HAS_LEGAL;
 * ``ring_ptr``: int64 [4] = (written, size, ticket, faults);
-* ``index_ptr``: int64 [n], rows; -1 is ignored.
+* ``index_ptr``: int64 [n], rows; -1 is ignored;
+* ``weight_ptr``: float32 [n], scratch: the weights of the entries that have tagged a leaf; not read without HAS_TAGS.
 """
 
 import triton
 import triton.language as tl
 
-from gpubuf.kernels.sum_tree._triton import add_halves, counting, level_up, weight_of
+from gpubuf.kernels.sum_tree._triton import add_halves, counting, level_count, level_start, level_up, weight_of
 
 
 @triton.jit
@@ -58,7 +59,8 @@ def stage_claim(
 ):
     """Every valid entry i tags its leaf with (sign bit | i), by an unsigned maximum: the last one stays.
 
-    Weights are never negative, so that a tag beats every weight, and a later tag an earlier one.
+    Weights are never negative, so that a tag beats every weight, and a later tag an earlier one. Returns the
+    priorities, and whether they are those of valid entries.
     """
     row = tl.load(index_ptr + i, mask=i < n, other=-1)
     live = (row >= 0) & (row < capacity) & (row < tl.load(ring_ptr + 1))
@@ -78,17 +80,17 @@ def stage_claim(
     largest = tl.max(tl.where(claims, tl.abs(priority).to(tl.float64), -1.0), axis=0)
     order_ptr = hyper_ptr.to(tl.pointer_type(tl.int64), bitcast=True)
     tl.atomic_max(order_ptr + 3, largest.to(tl.int64, bitcast=True), mask=largest >= 0.0, sem="relaxed")
+    return priority, claims
 
 
 @triton.jit
 def stage_resolve(leaves_ptr, hyper_ptr, index_ptr, priority_ptr, i, n, capacity):
-    """The entry whose tag has stayed puts its weight in the tag's place; what anyone reads is a tag or a weight."""
+    """The entry whose tag has stayed puts its weight in the tag's place. What the others read is a tag or a weight."""
     row = tl.load(index_ptr + i, mask=i < n, other=-1)
     in_range = (row >= 0) & (row < capacity)
     bits_ptr = leaves_ptr.to(tl.pointer_type(tl.uint32), bitcast=True)
     # An entry that has lost reads the last one's tag or weight, and neither is its own tag.
-    # TTIR race (sum_tree_resolve_kernel): so it does not matter which.
-    # TTIR barrier (sum_tree_resolve_kernel, sum_tree_update_small_kernel): so it does not matter which.
+    # TTIR barrier (sum_tree_update_small_kernel): so it does not matter which.
     bits = tl.load(bits_ptr + row, mask=in_range, other=0)
     last = in_range & (bits == (i.to(tl.uint32) | 0x80000000))
     priority = tl.load(priority_ptr + i, mask=last, other=0.0)
@@ -108,24 +110,41 @@ def stage_refresh_leaves(
     leaves_ptr,
     nodes_ptr,
     legal_ptr,
+    weight_ptr,
     index_ptr,
     i,
     n,
     capacity,
     n_nodes,
     HAS_LEGAL: tl.constexpr,
+    HAS_TAGS: tl.constexpr,
     SHIFT: tl.constexpr,
 ):
-    """Recompute level-1 nodes from their leaves."""
-    columns: tl.constexpr = SHIFT if SHIFT < 3 else 3 if SHIFT < 6 else SHIFT - 3
+    """Recompute level-1 nodes from their leaves.
+
+    With HAS_TAGS leaves may hold tags, each below one of the nodes, and the weights of the entries replace them. Two
+    programs may have the same node: one may then read a leaf while the other stores it. It finds the tag or the weight
+    that this tag stands for, and both compute and store the same.
+    """
+    columns: tl.constexpr = SHIFT if SHIFT < 3 else 3 if SHIFT < 6 else SHIFT - 2
     node, needed = _nodes_above(index_ptr, i, n, capacity, SHIFT, level_up(capacity, SHIFT))
     first = (node << SHIFT)[:, None] + tl.arange(0, 1 << columns)[None, :]
+    if HAS_LEGAL and SHIFT <= 6:
+        # One word has the bits of a whole node.
+        word = tl.load(legal_ptr + ((node << SHIFT) >> 6), mask=needed, other=0)[:, None]
     for part in tl.static_range(1 << (SHIFT - columns)):
         leaf = first + (part << columns)
+        # TTIR race (sum_tree_refresh_leaves_kernel): a tag, or the weight that another program puts in its place.
         weight = tl.load(leaves_ptr + leaf, mask=needed[:, None], other=0.0)
+        if HAS_TAGS:
+            bits = weight.to(tl.int32, bitcast=True)
+            tagged = bits < 0
+            weight = tl.where(tagged, tl.load(weight_ptr + (bits & 0x7FFFFFFF), mask=tagged, other=0.0), weight)
+            tl.store(leaves_ptr + leaf, weight, mask=tagged)
         if HAS_LEGAL:
-            # The bits of the padding, which weighs nothing, may not exist.
-            word = tl.load(legal_ptr + (leaf >> 6), mask=needed[:, None] & (leaf < capacity), other=0)
+            if SHIFT > 6:
+                # The bits of the padding, which weighs nothing, may not exist.
+                word = tl.load(legal_ptr + (leaf >> 6), mask=needed[:, None] & (leaf < capacity), other=0)
             weight = counting(weight, word, leaf)
         positive = tl.where(weight > 0.0, weight, float("inf"))
         if part == 0:
@@ -142,7 +161,7 @@ def stage_refresh_leaves(
 @triton.jit
 def stage_refresh(nodes_ptr, index_ptr, i, n, capacity, n_nodes, level, below, count, SHIFT: tl.constexpr):
     """Recompute nodes of ``level`` (2 or more), which has ``count`` of them, from the level that starts ``below``."""
-    columns: tl.constexpr = SHIFT if SHIFT < 3 else 3 if SHIFT < 6 else SHIFT - 3
+    columns: tl.constexpr = SHIFT if SHIFT < 3 else 3 if SHIFT < 6 else SHIFT - 2
     node, needed = _nodes_above(index_ptr, i, n, capacity, level * SHIFT, count)
     first = (node << SHIFT)[:, None] + tl.arange(0, 1 << columns)[None, :]
     # Levels are padded to a multiple of the fan-out.
@@ -166,7 +185,31 @@ def stage_refresh(nodes_ptr, index_ptr, i, n, capacity, n_nodes, level, below, c
 
 
 @triton.jit
-def stage_refresh_all(
+def levels_above(
+    nodes_ptr,
+    index_ptr,
+    n,
+    capacity,
+    n_nodes,
+    first_level,
+    depth,
+    SHIFT: tl.constexpr,
+    BLOCK_NODES: tl.constexpr,
+):
+    """All levels from ``first_level`` (2 or more) up, by one program."""
+    block = tl.arange(0, BLOCK_NODES)
+    below = level_start(capacity, first_level - 1, SHIFT)
+    for level in range(first_level, depth + 1):
+        # The level below is complete.
+        tl.debug_barrier()
+        count = level_count(capacity, level, SHIFT)
+        for start in range(0, tl.minimum(count, n), BLOCK_NODES):
+            stage_refresh(nodes_ptr, index_ptr, start + block, n, capacity, n_nodes, level, below, count, SHIFT)
+        below += count << SHIFT
+
+
+@triton.jit
+def all_levels(
     leaves_ptr,
     nodes_ptr,
     legal_ptr,
@@ -180,21 +223,24 @@ def stage_refresh_all(
     BLOCK_NODES: tl.constexpr,
 ):
     """All levels, by one program, which has written the leaves and has read the old root."""
-    block = tl.arange(0, BLOCK_NODES).to(tl.int64)
-    count = level_up(capacity, SHIFT)
+    block = tl.arange(0, BLOCK_NODES)
     tl.debug_barrier()
-    for start in range(0, tl.minimum(count, n), BLOCK_NODES):
+    for start in range(0, tl.minimum(level_up(capacity, SHIFT), n), BLOCK_NODES):
         stage_refresh_leaves(
-            leaves_ptr, nodes_ptr, legal_ptr, index_ptr, start + block, n, capacity, n_nodes, HAS_LEGAL, SHIFT
+            leaves_ptr,
+            nodes_ptr,
+            legal_ptr,
+            leaves_ptr,
+            index_ptr,
+            start + block,
+            n,
+            capacity,
+            n_nodes,
+            HAS_LEGAL,
+            False,
+            SHIFT,
         )
-    below = capacity * 0
-    for level in range(2, depth + 1):
-        # The level below is complete.
-        tl.debug_barrier()
-        count = level_up(count, SHIFT)
-        for start in range(0, tl.minimum(count, n), BLOCK_NODES):
-            stage_refresh(nodes_ptr, index_ptr, start + block, n, capacity, n_nodes, level, below, count, SHIFT)
-        below += count << SHIFT
+    levels_above(nodes_ptr, index_ptr, n, capacity, n_nodes, 2, depth, SHIFT, BLOCK_NODES)
 
 
 @triton.jit

@@ -6,13 +6,14 @@ Arguments that kernels share are listed in :mod:`gpubuf.kernels.sum_tree._triton
 import triton
 import triton.language as tl
 
-from gpubuf.kernels.sum_tree._triton import level_start
+from gpubuf.kernels.sum_tree._triton import level_count, level_start, weight_of
 from gpubuf.kernels.sum_tree._triton_stages import (
+    all_levels,
+    levels_above,
     new_weight,
     stage_claim,
     stage_mark,
     stage_refresh,
-    stage_refresh_all,
     stage_refresh_leaves,
     stage_resolve,
 )
@@ -20,7 +21,7 @@ from gpubuf.kernels.sum_tree._triton_stages import (
 
 @triton.jit(
     do_not_specialize=["n", "capacity"],
-    do_not_specialize_on_alignment=["index_ptr", "priority_ptr", "generation_ptr"],
+    do_not_specialize_on_alignment=["index_ptr", "priority_ptr", "generation_ptr", "weight_ptr"],
 )
 def sum_tree_claim_kernel(
     leaves_ptr,
@@ -29,17 +30,19 @@ def sum_tree_claim_kernel(
     index_ptr,
     priority_ptr,  # float32 [n]
     generation_ptr,  # int64 [n]; not read without HAS_GENERATION
+    weight_ptr,
     n,
     capacity,
     HAS_GENERATION: tl.constexpr,
     BLOCK_ENTRIES: tl.constexpr,
 ):
-    """First launch of an update: tag the leaves, count what is refused, move the maximum.
+    """First launch of an update: tag the leaves, compute weights, count what is refused, move the maximum.
 
     Grid: (cdiv(n, BLOCK_ENTRIES),).
     """
     i = tl.program_id(0).to(tl.int64) * BLOCK_ENTRIES + tl.arange(0, BLOCK_ENTRIES)
-    stage_claim(
+    capacity = capacity.to(tl.int64)
+    priority, claims = stage_claim(
         leaves_ptr,
         hyper_ptr,
         ring_ptr,
@@ -48,27 +51,11 @@ def sum_tree_claim_kernel(
         generation_ptr,
         i,
         n,
-        capacity.to(tl.int64),
+        capacity,
         HAS_GENERATION,
     )
-
-
-@triton.jit(
-    do_not_specialize=["n", "capacity"],
-    do_not_specialize_on_alignment=["index_ptr", "priority_ptr"],
-)
-def sum_tree_resolve_kernel(
-    leaves_ptr,
-    hyper_ptr,
-    index_ptr,
-    priority_ptr,  # float32 [n]
-    n,
-    capacity,
-    BLOCK_ENTRIES: tl.constexpr,
-):
-    """Second launch of an update: tags become weights. Grid: (cdiv(n, BLOCK_ENTRIES),)."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK_ENTRIES + tl.arange(0, BLOCK_ENTRIES)
-    stage_resolve(leaves_ptr, hyper_ptr, index_ptr, priority_ptr, i, n, capacity.to(tl.int64))
+    weight = weight_of(priority, tl.load(hyper_ptr), tl.load(hyper_ptr + 2))
+    tl.store(weight_ptr + i, weight.to(tl.float32), mask=claims)
 
 
 @triton.jit(
@@ -100,19 +87,26 @@ def sum_tree_refresh_leaves_kernel(
     leaves_ptr,
     nodes_ptr,
     legal_ptr,
+    weight_ptr,
     index_ptr,  # not read where the whole level is recomputed
     n,
     capacity,
     n_nodes,
     HAS_LEGAL: tl.constexpr,
+    HAS_TAGS: tl.constexpr,
     SHIFT: tl.constexpr,
     BLOCK_NODES: tl.constexpr,
 ):
-    """Recompute level 1 above rows ``index``. Grid: (cdiv(min(n, nodes of level 1), BLOCK_NODES),)."""
+    """Recompute level 1 above rows ``index``. Grid: (cdiv(min(n, nodes of level 1), BLOCK_NODES),).
+
+    With HAS_TAGS it is the second launch of an update: tags become weights.
+    """
     i = tl.program_id(0).to(tl.int64) * BLOCK_NODES + tl.arange(0, BLOCK_NODES)
     capacity = capacity.to(tl.int64)
     n_nodes = n_nodes.to(tl.int64)
-    stage_refresh_leaves(leaves_ptr, nodes_ptr, legal_ptr, index_ptr, i, n, capacity, n_nodes, HAS_LEGAL, SHIFT)
+    stage_refresh_leaves(
+        leaves_ptr, nodes_ptr, legal_ptr, weight_ptr, index_ptr, i, n, capacity, n_nodes, HAS_LEGAL, HAS_TAGS, SHIFT
+    )
 
 
 @triton.jit(
@@ -129,12 +123,33 @@ def sum_tree_refresh_kernel(
     SHIFT: tl.constexpr,
     BLOCK_NODES: tl.constexpr,
 ):
-    """Recompute a level from 2 up above rows ``index``. Grid: (cdiv(min(n, nodes of the level), BLOCK_NODES),)."""
+    """Recompute a wide level from 2 up above rows ``index``. Grid: (cdiv(min(n, nodes of the level), BLOCK_NODES),)."""
     capacity = capacity.to(tl.int64)
     i = tl.program_id(0).to(tl.int64) * BLOCK_NODES + tl.arange(0, BLOCK_NODES)
     below = level_start(capacity, level - 1, SHIFT)
-    count = (capacity + ((tl.full((), 1, tl.int64) << (level * SHIFT)) - 1)) >> (level * SHIFT)
+    count = level_count(capacity, level, SHIFT)
     stage_refresh(nodes_ptr, index_ptr, i, n, capacity, n_nodes.to(tl.int64), level, below, count, SHIFT)
+
+
+@triton.jit(
+    do_not_specialize=["n", "capacity", "n_nodes", "first_level", "depth"],
+    do_not_specialize_on_alignment=["index_ptr"],
+)
+def sum_tree_top_kernel(
+    nodes_ptr,
+    index_ptr,
+    n,
+    capacity,
+    n_nodes,
+    first_level,  # 2 or more
+    depth,  # inner levels
+    SHIFT: tl.constexpr,
+    BLOCK_NODES: tl.constexpr,
+):
+    """Recompute the narrow levels above rows ``index``, from ``first_level`` up to the root. Grid: (1,)."""
+    levels_above(
+        nodes_ptr, index_ptr, n, capacity.to(tl.int64), n_nodes.to(tl.int64), first_level, depth, SHIFT, BLOCK_NODES
+    )
 
 
 @triton.jit(
@@ -181,9 +196,7 @@ def sum_tree_update_small_kernel(
     tl.debug_barrier()
     for start in range(0, n, BLOCK_ENTRIES):
         stage_resolve(leaves_ptr, hyper_ptr, index_ptr, priority_ptr, start + entries, n, capacity)
-    stage_refresh_all(
-        leaves_ptr, nodes_ptr, legal_ptr, index_ptr, n, capacity, n_nodes, depth, HAS_LEGAL, SHIFT, BLOCK_NODES
-    )
+    all_levels(leaves_ptr, nodes_ptr, legal_ptr, index_ptr, n, capacity, n_nodes, depth, HAS_LEGAL, SHIFT, BLOCK_NODES)
 
 
 @triton.jit(
@@ -213,9 +226,7 @@ def sum_tree_mark_small_kernel(
     entries = tl.arange(0, BLOCK_ENTRIES).to(tl.int64)
     for start in range(0, n, BLOCK_ENTRIES):
         stage_mark(leaves_ptr, index_ptr, weight, start + entries, n, capacity)
-    stage_refresh_all(
-        leaves_ptr, nodes_ptr, legal_ptr, index_ptr, n, capacity, n_nodes, depth, HAS_LEGAL, SHIFT, BLOCK_NODES
-    )
+    all_levels(leaves_ptr, nodes_ptr, legal_ptr, index_ptr, n, capacity, n_nodes, depth, HAS_LEGAL, SHIFT, BLOCK_NODES)
 
 
 @triton.jit(
@@ -238,6 +249,4 @@ def sum_tree_refresh_small_kernel(
     """All levels above rows ``index`` by one program. Grid: (1,)."""
     capacity = capacity.to(tl.int64)
     n_nodes = n_nodes.to(tl.int64)
-    stage_refresh_all(
-        leaves_ptr, nodes_ptr, legal_ptr, index_ptr, n, capacity, n_nodes, depth, HAS_LEGAL, SHIFT, BLOCK_NODES
-    )
+    all_levels(leaves_ptr, nodes_ptr, legal_ptr, index_ptr, n, capacity, n_nodes, depth, HAS_LEGAL, SHIFT, BLOCK_NODES)

@@ -1,6 +1,7 @@
 """Specialisations of the sum tree's kernels, as their launcher chooses them by rule."""
 
 from gpubuf.kernels import config
+from gpubuf.kernels.sum_tree._launch import TOP_WARPS, top_block
 from tests.aot import AotSpec
 
 DRAW = "gpubuf.kernels.sum_tree._triton:"
@@ -8,6 +9,7 @@ UPDATE = "gpubuf.kernels.sum_tree._triton_update:"
 
 TREE = {"leaves_ptr": "*fp32", "nodes_ptr": "*fp64", "hyper_ptr": "*fp64"}
 LEGAL = {"legal_ptr": "*i64"}
+WEIGHT = {"weight_ptr": "*fp32"}
 ENTRIES = {"ring_ptr": "*i64", "index_ptr": "*i64", "priority_ptr": "*fp32", "generation_ptr": "*i64"}
 SIZES = {"n": "i32", "capacity": "i32", "n_nodes": "i32"}
 HUGE = {"n": "i32", "capacity": "i64", "n_nodes": "i64"}
@@ -35,18 +37,16 @@ def specs_of(fan_out: int, sizes: dict[str, str], flags: tuple[tuple[bool, bool]
     index = pick(ENTRIES, "index_ptr")
     specs = [
         AotSpec(
-            UPDATE + "sum_tree_resolve_kernel",
-            pick(TREE, "leaves_ptr", "hyper_ptr")
-            | pick(ENTRIES, "index_ptr", "priority_ptr")
-            | pick(sizes, "n", "capacity"),
-            entries,
-            large.num_warps,
-        ),
-        AotSpec(
             UPDATE + "sum_tree_refresh_kernel",
             pick(TREE, "nodes_ptr") | index | sizes | {"level": "i32"},
             nodes,
             large.num_warps,
+        ),
+        AotSpec(
+            UPDATE + "sum_tree_top_kernel",
+            pick(TREE, "nodes_ptr") | index | sizes | {"first_level": "i32", "depth": "i32"},
+            {"SHIFT": shift, "BLOCK_NODES": top_block(fan_out)},
+            TOP_WARPS,
         ),
     ]
     for legal, flag in flags:
@@ -54,8 +54,8 @@ def specs_of(fan_out: int, sizes: dict[str, str], flags: tuple[tuple[bool, bool]
         specs += [
             AotSpec(
                 UPDATE + "sum_tree_refresh_leaves_kernel",
-                pick(TREE, "leaves_ptr", "nodes_ptr") | LEGAL | index | sizes,
-                has_legal | nodes,
+                pick(TREE, "leaves_ptr", "nodes_ptr") | LEGAL | WEIGHT | index | sizes,
+                has_legal | {"HAS_TAGS": flag} | nodes,
                 large.num_warps,
             ),
             AotSpec(
@@ -66,7 +66,7 @@ def specs_of(fan_out: int, sizes: dict[str, str], flags: tuple[tuple[bool, bool]
             ),
             AotSpec(
                 UPDATE + "sum_tree_claim_kernel",
-                pick(TREE, "leaves_ptr", "hyper_ptr") | ENTRIES | pick(sizes, "n", "capacity"),
+                pick(TREE, "leaves_ptr", "hyper_ptr") | ENTRIES | WEIGHT | pick(sizes, "n", "capacity"),
                 entries | {"HAS_GENERATION": flag},
                 large.num_warps,
             ),

@@ -15,12 +15,14 @@ def blocks(which: str) -> Iterator[None]:
     """Launch with one of :data:`BLOCKS`."""
     from gpubuf.kernels import config
     from gpubuf.kernels._spaces import BlockConfig, DrawConfig, IndexConfig, RowsConfig, SliceConfig, UpdateConfig
+    from gpubuf.kernels.sum_tree import _launch as sum_tree_launch
     from gpubuf.kernels.trajectories import _launch
 
     if which == "default":
         yield
         return
     before, _launch.LEGAL_WORDS = _launch.LEGAL_WORDS, 1
+    top_before, sum_tree_launch.TOP_NODES = sum_tree_launch.TOP_NODES, 2
     try:
         with config.using(
             rows_copy=RowsConfig(16, 1),
@@ -34,3 +36,4 @@ def blocks(which: str) -> Iterator[None]:
             yield
     finally:
         _launch.LEGAL_WORDS = before
+        sum_tree_launch.TOP_NODES = top_before
