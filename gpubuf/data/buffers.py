@@ -11,10 +11,10 @@ from torch import Tensor
 
 from gpubuf.data import checkpoint_loading, checkpoints
 from gpubuf.data.capturing import refuse
+from gpubuf.data.copying import Copyable
 from gpubuf.data.layout import Data, RowLayout
-from gpubuf.data.locking import Turn, turn_of
+from gpubuf.data.locking import turn_of
 from gpubuf.data.moving import Movable
-from gpubuf.data.prefetch import Prefetcher
 from gpubuf.data.samplers import RandomSampler, Sampler
 from gpubuf.data.sampling import Sampling
 from gpubuf.data.storages import LazyTensorStorage, Storage, TensorStorage
@@ -41,7 +41,7 @@ def default_storage() -> LazyTensorStorage:
     return LazyTensorStorage(DEFAULT_CAPACITY)
 
 
-class ReplayBuffer(Movable, Sampling):
+class ReplayBuffer(Copyable, Movable, Sampling):
     """A replay buffer whose rows, counters and random numbers stay on the storage's device.
 
     ``extend``, ``sample`` and ``update_priority`` never synchronise with the host. All of them may be called from
@@ -128,7 +128,6 @@ class ReplayBuffer(Movable, Sampling):
         self._writer: Writer = component(writer, Writer, self._default_writer)
         self._writer.register_storage(self._storage)
         self._sampler.register_storage(self._storage)
-        self._storage.index_bytes = self._sampler.index_bytes
         if dim_extend is not None and not 0 <= dim_extend < self._storage.ndim:
             raise ValueError(f"dim_extend is {dim_extend}, but the storage has {self._storage.ndim} dimension(s)")
         self._dim_extend = dim_extend
@@ -143,8 +142,7 @@ class ReplayBuffer(Movable, Sampling):
             self._transform.append(transform)
         # The priorities of the write that is under way.
         self._given: Tensor | None = None
-        self._lock = self._sampler.turn = Turn(self._storage, self._mend)
-        self._ahead = Prefetcher(prefetch or 0, self._lock)
+        self._connect(prefetch or 0)
         if generator is not None:
             self.set_rng(generator)
 

@@ -68,6 +68,10 @@ class Column:
             return found[0] if found else self.parts[0][:0]
         return torch.cat([view.cpu() for view in found])
 
+    def pieces(self) -> Iterator[tuple[int, Tensor]]:
+        """The parts, and at which step each begins."""
+        return self._within(0, len(self))
+
     def write(self, start: int, data: Tensor) -> None:
         """Copy ``data`` to the steps from ``start`` on. Synchronises where it comes from or goes to another device."""
         for at, view in self._within(start, start + len(data)):

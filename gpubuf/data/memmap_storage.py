@@ -167,6 +167,9 @@ class LazyMemmapStorage(LazyTensorStorage):
 
     def _adopt(self, layout: RowLayout, columns: list[Column], shape: tuple[int, ...], placement: Placement) -> None:
         super()._adopt(layout, columns, shape, placement)
+        self._remove_with_self()
+
+    def _remove_with_self(self) -> None:
         assert self.scratch_dir is not None
         if self.auto_cleanup:
             self._finalizer = weakref.finalize(
@@ -178,6 +181,19 @@ class LazyMemmapStorage(LazyTensorStorage):
         # The kernels advance the counters in the file.
         ring.counters = self._mapped_counters
         return ring
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy keeps its rows in files of its own, in a new temporary folder."""
+        state = {**super().__getstate__(), "scratch_dir": None, "auto_cleanup": True, "_hold": None}
+        state.pop("_mapped_counters", None)
+        return {**state, "_finalizer": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self._ring is not None:
+            self._mapped_counters.copy_(self._ring.counters)
+            self._ring.counters = self._mapped_counters
+            self._remove_with_self()
 
     def _own_files(self) -> list[Path]:
         """All files of the storage, those that are deepest first."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,6 +59,12 @@ class Ring:
         self.counters: Tensor = rows.new_ring(device)
         self.written = 0
         self.size = 0
+        self._number = next(_numbers)
+        _rings[self._number] = self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy is another ring, also for compiled code."""
+        vars(self).update(state)
         self._number = next(_numbers)
         _rings[self._number] = self
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,6 +57,22 @@ class RowMemory(Storage):
         #: What an operation is about to change; still there after it if that was interrupted, and mended then by the
         #: next one. See :meth:`gpubuf.ReplayBuffer._mend`.
         self.unfinished: Unfinished | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but addresses, and what belongs to the buffer."""
+        return {**vars(self), "_index_bytes": None, "table": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if self._layout is None or self._placement is None:
+            return
+        # Copies of pinned and of mapped memory are neither.
+        if self._placement.rows_on_host or not self.relocatable:
+            copies, self._columns = self._columns, self._allocate(self._layout, tuple(self._shape), self._placement)
+            for column, copied in zip(self._columns, copies, strict=True):
+                for start, part in copied.pieces():
+                    column.write(start, part)
+        self.table = self._addresses(self._layout, self._device)
 
     # Properties
 

@@ -61,6 +61,10 @@ class Sampler:
         self._random: RandomState | None = None
         self._generator: torch.Generator | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the lock of the buffer, which gives a copy its own."""
+        return {name: value for name, value in vars(self).items() if name != "turn"}
+
     def sample(self, storage: Storage, batch_size: int) -> tuple[Any, dict[str, Any]]:
         """Choose rows.
 

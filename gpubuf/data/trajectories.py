@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,6 +89,11 @@ class TrajectoryIndex:
         self._shape_and_rule = (self.steps, self.envs, self.fan_out, *self.rule)
         if len(storage):
             self.rebuild()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy reads the signals where the copied rows are."""
+        vars(self).update(state)
+        self.signal = self.signal.moved(self.storage)
 
     @property
     def nbytes(self) -> int:
