@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -196,14 +196,38 @@ class Worker:
         self.process.stdin.flush()
         self.rounds.append(json.loads(self.process.stdout.readline()))
 
-    def medians(self) -> dict[str, tuple[float, float, int]]:
-        """By name: the time of a call, that of its launches, and how many these are."""
-        found = {}
-        for name, (_, _, launches) in self.rounds[0].items():
-            whole = statistics.median(measured[name][0] for measured in self.rounds)
-            rest = statistics.median(measured[name][1] for measured in self.rounds)
-            found[name] = (whole, whole - rest, int(launches))
-        return found
+    def close(self) -> None:
+        """End the process."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+class Found(NamedTuple):
+    """Medians of a call over all rounds, in microseconds.
+
+    Attributes:
+        whole: time of a call.
+        least: the same, the minimum: nearer to that of an idle machine.
+        launching: what of the median its launches take.
+        launches: how many there are.
+    """
+
+    whole: float
+    least: float
+    launching: float
+    launches: int
+
+
+def summary(rounds: list[dict[str, list[float]]]) -> dict[str, Found]:
+    """What rounds have measured, by name of the call."""
+    found = {}
+    for name, (_, _, launches) in rounds[0].items():
+        times = [measured[name][0] for measured in rounds]
+        whole = statistics.median(times)
+        rest = statistics.median(measured[name][1] for measured in rounds)
+        found[name] = Found(whole, min(times), whole - rest, int(launches))
+    return found
 
 
 PARTS = (
@@ -218,13 +242,13 @@ PARTS = (
 )
 
 
-def taken_apart(found: dict[str, tuple[float, float, int]]) -> list[float]:
+def taken_apart(found: dict[str, Found]) -> list[float]:
     """Microseconds of the :data:`PARTS` of a uniform sample."""
     operation, launcher, allocation, views, batch, turn = (
-        found[name][0] for name in (".operation", ".launcher", ".allocation", ".views", ".batch", ".turn")
+        found[name].whole for name in (".operation", ".launcher", ".allocation", ".views", ".batch", ".turn")
     )
-    launch = found[".launcher"][1]
-    rest = found["uniform sample"][0] - turn - operation - views - batch
+    launch = found[".launcher"].launching
+    rest = found["uniform sample"].whole - turn - operation - views - batch
     return [turn, operation - launcher, launcher - launch - allocation, allocation, launch, views, batch, rest]
 
 
@@ -242,26 +266,33 @@ def main() -> None:
     for _ in range(arguments.rounds):
         for worker in workers:
             worker.measure()
-    found = [worker.medians() for worker in workers]
-    names = [name for name in found[-1] if not name.startswith(".")]
-    columns = ["µs a call"] if len(found) == 1 else ["before", "µs a call"]
-    rows = [
-        (name, str(found[-1][name][2]), *(f"{one[name][0]:.1f}" for one in found), f"{found[-1][name][1]:.1f}")
-        for name in names
-    ]
-    print(table((f"{BATCH} rows", "launches", *columns, "of that launching"), rows))
-    print()
-    apart = [taken_apart(one) for one in found]
-    print(
-        table(
-            ("part of a uniform sample", *columns),
-            [(part, *(f"{one[i]:.1f}" for one in apart)) for i, part in enumerate(PARTS)],
-        )
-    )
     for worker in workers:
-        assert worker.process.stdin is not None
-        worker.process.stdin.close()
-        worker.process.wait()
+        worker.close()
+    print(tables([summary(worker.rounds) for worker in workers]))
+
+
+def tables(found: list[dict[str, Found]]) -> str:
+    """Both tables. ``found`` is of this checkout, or of another and then this."""
+    now = found[-1]
+    columns = [*(["before", "before, least"] if len(found) > 1 else []), "µs a call", "least"]
+    calls = [
+        (
+            name,
+            str(here.launches),
+            *(f"{value:.1f}" for one in found for value in (one[name].whole, one[name].least)),
+            f"{here.launching:.1f}",
+        )
+        for name, here in now.items()
+        if not name.startswith(".")
+    ]
+    apart = [taken_apart(one) for one in found]
+    parts = [(part, *(f"{one[i]:.1f}" for one in apart)) for i, part in enumerate(PARTS)]
+    return "\n\n".join(
+        [
+            table((f"{BATCH} rows", "launches", *columns, "of that launching"), calls),
+            table(("part of a uniform sample", *(["before"] if len(found) > 1 else []), "µs a call"), parts),
+        ]
+    )
 
 
 if __name__ == "__main__":
