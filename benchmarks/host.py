@@ -28,8 +28,10 @@ import torch
 import triton
 from tensordict import TensorDict
 
+from benchmarks.machine import describe
 from benchmarks.no_gpu import install
-from benchmarks.tables import table
+from benchmarks.runs import Runs, write_results
+from benchmarks.tables import OPEN, described, load_before, table
 
 CAPACITY, BATCH, SLICE = 1_000_000, 256, 8
 NUMBER = 100
@@ -252,15 +254,26 @@ def taken_apart(found: dict[str, Found]) -> list[float]:
     return [turn, operation - launcher, launcher - launch - allocation, allocation, launch, views, batch, rest]
 
 
+def host_section(runs: Runs) -> str:
+    """What the report says of the newest run."""
+    run = runs.get("host")
+    if run is None:
+        return f"No run of `python -m benchmarks.host` is committed: {OPEN}."
+    found = [{name: Found(*values) for name, values in one.items()} for one in run.data["host"]]
+    return "\n\n".join([tables(found), described(run), load_before(run)])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--against", type=Path, help="another checkout to measure, the first column")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/host-<device>-<date>.json")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
         work()
         return
+    machine = describe("cpu")
     trees = [Path.cwd()] if arguments.against is None else [arguments.against, Path.cwd()]
     workers = [Worker(tree) for tree in trees]
     for _ in range(arguments.rounds):
@@ -268,7 +281,9 @@ def main() -> None:
             worker.measure()
     for worker in workers:
         worker.close()
-    print(tables([summary(worker.rounds) for worker in workers]))
+    found = [summary(worker.rounds) for worker in workers]
+    print(tables(found))
+    write_results("host", found, machine, arguments.out, rounds=arguments.rounds, number=NUMBER)
 
 
 def tables(found: list[dict[str, Found]]) -> str:

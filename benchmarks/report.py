@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.goals import GRAPH, goals_table, incremental
+from benchmarks.host import host_section
 from benchmarks.kernels import launches_table, resources_table
 from benchmarks.machine import RESULTS
 from benchmarks.runs import Run, Runs, newest_runs
@@ -350,6 +351,7 @@ FIGURES: dict[str, Callable[[Runs], str]] = {
     "training": training_table,
     "training_runs": training_runs_table,
     "anatomy": anatomy_table,
+    "host": host_section,
     "launches": launches_table,
     "resources": resources_table,
     "checkpoints": checkpoints_section,

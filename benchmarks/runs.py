@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.machine import RESULTS, result_path
 
 #: What a file may hold in place of pytest-benchmark's ``benchmarks``.
-SUBJECTS = ("training", "anatomy", "checkpoints", "kernels", "load")
+SUBJECTS = ("training", "anatomy", "checkpoints", "kernels", "load", "host")
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The measurement of host time on CUDA, without a GPU: it runs, and its parts add up."""
 
+import json
 import os
 import subprocess
 import sys
@@ -7,20 +8,24 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.host import PARTS
+from benchmarks.host import PARTS, host_section
+from benchmarks.runs import Run
 
 ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
-def printed():
-    """The cells of both tables, one round, by the name of the line."""
+def printed(tmp_path_factory):
+    """The cells of both tables as the report has them, of one round, by the name of the line."""
+    results = tmp_path_factory.mktemp("host") / "host.json"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     del environment["TRITON_INTERPRET"]
-    command = [sys.executable, "-m", "benchmarks.host", "--rounds", "1"]
+    command = [sys.executable, "-m", "benchmarks.host", "--rounds", "1", "--out", str(results)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in done.stdout.splitlines() if line]
+    text = host_section({"host": Run("x", json.loads(results.read_text()))})
+    assert text.splitlines()[:10] == done.stdout.splitlines()[:10]
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
     return {cells[0]: cells[1:] for cells in lines if not cells[0].startswith("---")}
 
 
@@ -35,3 +40,7 @@ def test_parts_of_a_sample_add_up(printed):
     assert all(part in printed for part in PARTS)
     whole = float(printed["uniform sample"][1])
     assert sum(float(printed[part][0]) for part in PARTS) == pytest.approx(whole, abs=0.1 * len(PARTS))
+
+
+def test_without_a_run_it_is_open():
+    assert "committed: open" in host_section({})
