@@ -273,6 +273,7 @@ def main() -> None:
     if arguments.worker:
         work()
         return
+    torch.set_num_threads(1)
     machine = describe("cpu")
     trees = [Path.cwd()] if arguments.against is None else [arguments.against, Path.cwd()]
     workers = [Worker(tree) for tree in trees]
