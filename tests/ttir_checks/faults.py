@@ -132,7 +132,7 @@ def test_nothing_is_found_without_a_fault(found, family):
 
 
 @pytest.mark.parametrize(("function", "number"), list(barriers()))
-def test_every_barrier_is_missed(found, function, number):
+def test_a_barrier_that_is_removed(found, function, number):
     with planted(function, BARRIER, "pass", number):
         run(*SCENARIOS[function.partition(".")[0]])
     assert found() & {"race", "barrier", "barrier-scalar"}
