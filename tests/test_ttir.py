@@ -24,7 +24,7 @@ KERNELS = ROOT / "kernels"
 
 LEFT_OUT = (
     "numba opcheck gradcheck reachable million distribution thousands_of_wraps large_rows random_histories drift "
-    "run_of_steps sync test_launches plan_covers repeat_to_the_bit threads"
+    "run_of_steps sync test_launches plan_covers blocked_sums threads"
 )
 """Words in names of tests that reach nothing that the others don't, and are slow, or count what is launched."""
 
