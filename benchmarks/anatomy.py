@@ -60,13 +60,12 @@ def kernel_of(buffer: TensorDictReplayBuffer) -> Callable[[], object]:
     table, ring, tensors = storage.table, storage.ring, storage.layout.allocate(BATCH)
     targets = _numba.addresses(tensors)
     index, generation = _numba.sample_into(table, ring, rng, BATCH, storage.max_size, tensors)
-    fixed = (targets.buffer_info()[0], index.data_ptr(), generation.data_ptr())
+    rows_of_all = (0, BATCH, BATCH, storage.max_size)
+    written = (targets.buffer_info()[0], index.data_ptr(), generation.data_ptr())
 
     # The batch is an argument only so that it stays alive: what is written to is given by address.
     def call(owners: object = (tensors, targets, index, generation)) -> object:
-        return _numba._sample(
-            table.data_ptr(), len(tensors), ring.data_ptr(), rng.data_ptr(), BATCH, storage.max_size, *fixed
-        )
+        return _numba._sample(table.data_ptr(), len(tensors), ring.data_ptr(), rng.data_ptr(), *rows_of_all, *written)
 
     return call
 

@@ -61,6 +61,10 @@ def device_of(data: Data) -> torch.device:
     raise ValueError("the data has no keys: there is nothing to store")
 
 
+#: Bytes of a batch from which on it is one allocation on the CPU too.
+_LARGE_BATCH = 1 << 20
+
+
 @dataclass(frozen=True)
 class Leaf:
     """One key of a row. ``shape`` is that of a single row, contiguous."""
@@ -314,7 +318,14 @@ class RowLayout:
         return ArenaPlan(n_bytes, views)
 
     def allocate(self, n: int) -> list[Tensor]:
-        """Uninitialised memory on the CPU for a batch of ``n`` rows: a contiguous tensor per leaf, none a view."""
+        """Uninitialised memory on the CPU for a batch of ``n`` rows, contiguous: a tensor per leaf.
+
+        Large batches are views of one allocation (:meth:`cut`). The C library gives memory of that size back to the
+        system and asks for it anew, page by page, unless it comes and goes in one piece.
+        """
+        n_bytes = self.arena(n).n_bytes
+        if n_bytes >= _LARGE_BATCH:
+            return self.cut(torch.empty(n_bytes, dtype=torch.uint8), n)
         models = self._models.get(n)
         if models is None:
             if len(self._models) >= 64:

@@ -24,8 +24,15 @@ from torch import Tensor
 from gpubuf.data.layout import Data
 from gpubuf.data.locking import Turn
 from gpubuf.data.pinning import copied, pin, tensors_of
+from gpubuf.kernels._threads import stay_alone
 
 _STATE_KEYS = ("data", "info", "ran_out", "device", "claimed")
+
+
+def _beside_the_consumer(threads: int) -> None:
+    """How a thread begins that prepares batches: with torch's threads of the consumer, and no others."""
+    torch.set_num_threads(threads)
+    stay_alone()
 
 
 def _is_entry(entry: Any) -> bool:
@@ -291,7 +298,7 @@ class Prefetcher:
         if self._executor is None:
             # OpenMP and MKL keep a number of threads for every thread that calls them: this one's is the caller's.
             threads = torch.get_num_threads()
-            self._executor = ThreadPoolExecutor(1, "gpubuf-prefetch", torch.set_num_threads, (threads,))
+            self._executor = ThreadPoolExecutor(1, "gpubuf-prefetch", _beside_the_consumer, (threads,))
         try:
             self._executor.submit(self._prepare, slot)
             self._turn.pending.append(slot)

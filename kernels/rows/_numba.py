@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gpubuf.kernels._jit import OPTIONS, jit
 from gpubuf.kernels._pointers import as_i64, copy_bytes, prefetch_l2
+from gpubuf.kernels._threads import call_in_parts
 from gpubuf.kernels.philox import OFFSET, SEED, check_state
 from gpubuf.kernels.philox._numba import philox_uniform_f64
 from gpubuf.kernels.rows import ENTRY, FAR, NEAR, ROW_BYTES, ROW_STRIDE, SIZE, SPLIT, WRITTEN, arena_offsets
@@ -115,9 +116,12 @@ def _gather_split_key(target, entry, position, n):  # type: ignore[no-untyped-de
         _copy_row(target + i * row_bytes, row_address(entry, position[i]), row_bytes)
 
 
-@jit("void(int64, int64, int64, int64, int64, int64)", **OPTIONS)
-def _gather_keys(table_address, n_keys, position_address, n, capacity, targets_address):  # type: ignore[no-untyped-def]
-    """Copy the rows of all keys to where they go. Prefetches run on from the end of one key into the next."""
+@jit("void(int64, int64, int64, int64, int64, int64, int64)", **OPTIONS)
+def _gather_keys(table_address, n_keys, position_address, first, n, capacity, targets_address):  # type: ignore[no-untyped-def]
+    """Copy ``n`` rows of all keys to where row ``first`` of a batch and those behind it go.
+
+    Prefetches run on from the end of one key into the next.
+    """
     table = carray(as_i64(table_address), (n_keys, ENTRY))
     targets = carray(as_i64(targets_address), n_keys)
     position = carray(as_i64(position_address), n)
@@ -126,7 +130,8 @@ def _gather_keys(table_address, n_keys, position_address, n, capacity, targets_a
     for i in range(min(_AHEAD, n)):
         _prefetch_row(table[0, NEAR] + position[i] * table[0, ROW_STRIDE], table[0, ROW_BYTES])
     for k in range(n_keys):
-        target, row_bytes = targets[k], table[k, ROW_BYTES]
+        row_bytes = table[k, ROW_BYTES]
+        target = targets[k] + first * row_bytes
         following = table[min(k + 1, n_keys - 1)]
         # The commonest widths get loops of their own, in which the width is a constant.
         if table[k, SPLIT] < capacity:
@@ -147,46 +152,53 @@ def _write_generations(written, capacity, position, n, generation):  # type: ign
         generation[i] = laps + (position[i] < cursor)
 
 
-@jit("int64(int64, int64, int64, int64, int64, int64, int64, int64)", **OPTIONS)
+@jit("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64)", **OPTIONS)
 def _gather(  # type: ignore[no-untyped-def]
-    table_address, n_keys, ring_address, index_address, n, capacity, targets_address, generation_address
+    table_address, n_keys, ring_address, index_address, first, n, capacity, targets_address, generation_address
 ):
-    index = carray(as_i64(index_address), n)
+    """Rows ``first .. first + n - 1`` of a batch, whose addresses are given."""
+    index = carray(as_i64(index_address + 8 * first), n)
+    generation_address += 8 * first
     generation = carray(as_i64(generation_address), n)
     invalid = _first_invalid(index, n, capacity)
     if invalid >= 0:
-        return invalid
+        return first + invalid
     # The memory of the generations holds the positions until the rows are copied.
     for i in range(n):
         generation[i] = index[i] + capacity if index[i] < 0 else index[i]
-    _gather_keys(table_address, n_keys, generation_address, n, capacity, targets_address)
+    _gather_keys(table_address, n_keys, generation_address, first, n, capacity, targets_address)
     _write_generations(carray(as_i64(ring_address), 4)[WRITTEN], capacity, generation, n, generation)
     return _DONE
 
 
-@jit("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64)", **OPTIONS)
+@jit("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64)", **OPTIONS)
 def _sample(  # type: ignore[no-untyped-def]
     table_address,
     n_keys,
     ring_address,
     rng_address,
+    first,
     n,
+    of,
     capacity,
     targets_address,
     index_address,
     generation_address,
 ):
+    """As :func:`_gather`, of random rows; the batch has ``of``. Only who makes a whole batch counts random numbers."""
     ring = carray(as_i64(ring_address), 4)
     rng = carray(as_i64(rng_address), 3)
+    index_address, generation_address = index_address + 8 * first, generation_address + 8 * first
     index = carray(as_i64(index_address), n)
     size = ring[SIZE]
     if size == 0:
         return _EMPTY
-    seed, offset = rng[SEED], rng[OFFSET]
+    seed, offset = rng[SEED], rng[OFFSET] + first
     for i in range(n):
         index[i] = min(int(philox_uniform_f64(seed, offset + i) * size), size - 1)
-    rng[OFFSET] = offset + n
-    _gather_keys(table_address, n_keys, index_address, n, capacity, targets_address)
+    if n == of:
+        rng[OFFSET] = offset + n
+    _gather_keys(table_address, n_keys, index_address, first, n, capacity, targets_address)
     _write_generations(ring[WRITTEN], capacity, index, n, carray(as_i64(generation_address), n))
     return _DONE
 
@@ -314,18 +326,12 @@ def gather_into(table: Tensor, ring: Tensor, index: Tensor, capacity: int, tenso
 
 def _gather_to(table: Tensor, ring: Tensor, index: Tensor, capacity: int, targets: array) -> Tensor:
     generation = torch.empty_like(index)
-    result = _gather(
-        table.data_ptr(),
-        len(targets),
-        ring.data_ptr(),
-        index.data_ptr(),
-        index.numel(),
-        capacity,
-        targets.buffer_info()[0],
-        generation.data_ptr(),
-    )
-    if result != _DONE:
-        raise _out_of_range(index, result, capacity)
+    before = (table.data_ptr(), len(targets), ring.data_ptr(), index.data_ptr())
+    behind = (capacity, targets.buffer_info()[0], generation.data_ptr())
+    n = index.numel()
+    for result in call_in_parts(_gather, before, n, behind):
+        if result != _DONE:
+            raise _out_of_range(index, result, capacity)
     return generation
 
 
@@ -352,21 +358,15 @@ def _sample_to(
 ) -> tuple[Tensor, Tensor]:
     index = torch.empty(n, dtype=torch.int64)
     generation = torch.empty_like(index)
-    result = _DONE
-    if n:
-        result = _sample(
-            table.data_ptr(),
-            len(targets),
-            ring.data_ptr(),
-            rng.data_ptr(),
-            n,
-            capacity,
-            targets.buffer_info()[0],
-            index.data_ptr(),
-            generation.data_ptr(),
-        )
-    if result == _EMPTY:
+    if n == 0:
+        return index, generation
+    before = (table.data_ptr(), len(targets), ring.data_ptr(), rng.data_ptr())
+    behind = (n, capacity, targets.buffer_info()[0], index.data_ptr(), generation.data_ptr())
+    results = call_in_parts(_sample, before, n, behind)
+    if _EMPTY in results:
         raise RuntimeError("can't sample from an empty storage")
+    if len(results) > 1:
+        rng[OFFSET] += n
     return index, generation
 
 

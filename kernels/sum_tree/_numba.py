@@ -12,7 +12,8 @@ from torch import Tensor
 from gpubuf.kernels._elementary import exp_of_negative, is_positive_normal, log_of_normal
 from gpubuf.kernels._jit import OPTIONS, jit
 from gpubuf.kernels._pointers import as_f32, as_f64, as_i64, prefetch
-from gpubuf.kernels.philox import check_request
+from gpubuf.kernels._threads import call_in_parts
+from gpubuf.kernels.philox import OFFSET, check_request
 from gpubuf.kernels.philox._numba import philox_uniform_f64
 from gpubuf.kernels.rows import SIZE, WRITTEN
 from gpubuf.kernels.sum_tree import ALPHA, BETA, EPS, LARGEST, MAX_PRIORITY, SMALLEST
@@ -184,7 +185,10 @@ def _prefetch_children(address, legal_address, level, first):  # type: ignore[no
             prefetch(legal_address + (first >> 3))
 
 
-@jit("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, boolean)", **OPTIONS)
+@jit(
+    "int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, boolean)",
+    **OPTIONS,
+)
 def _draw(  # type: ignore[no-untyped-def]
     leaves_address,
     nodes_address,
@@ -193,18 +197,23 @@ def _draw(  # type: ignore[no-untyped-def]
     rng_address,
     index_address,
     weight_address,
+    begin,
     n,
+    of,
     capacity,
     fan_out,
     n_nodes,
     stratified,
 ):
-    """0, or 1 where there is nothing to draw from."""
+    """0, or 1 where there is nothing to draw from.
+
+    Makes draws ``begin .. begin + n - 1`` of ``of``. Only who makes all of them counts the random numbers.
+    """
     leaves = carray(as_f32(leaves_address), capacity)
     nodes = carray(as_f64(nodes_address), 3 * n_nodes)
     rng = carray(as_i64(rng_address), 3)
-    index = carray(as_i64(index_address), n)
-    weight = carray(as_f32(weight_address), n)
+    index = carray(as_i64(index_address + 8 * begin), n)
+    weight = carray(as_f32(weight_address + 4 * begin), n)
     beta = carray(as_f64(hyper_address), 5)[BETA]
     total, least = nodes[n_nodes - 1], nodes[2 * n_nodes - 1]
     if not total > 0.0:
@@ -232,13 +241,13 @@ def _draw(  # type: ignore[no-untyped-def]
         sums = nodes_address + 8 * level_start[level]
         store_prefixes(sums, _parents(capacity, shift, level), tables, table_start[level])
 
-    seed, offset = rng[0], rng[1]
+    seed, offset = rng[0], rng[1] + begin
     left = np.empty(min(n, _TOGETHER))
     for first in range(0, n, _TOGETHER):
         together = min(_TOGETHER, n - first)
         for i in range(together):
             uniform = philox_uniform_f64(seed, offset + first + i)
-            left[i] = (first + i + uniform) / n * total if stratified else uniform * total
+            left[i] = (begin + first + i + uniform) / of * total if stratified else uniform * total
             index[first + i] = 0
         # Down to level 1: node ``index`` of a level becomes one of its children, one level below.
         for level in range(depth - 1, -1, -1):
@@ -267,7 +276,8 @@ def _draw(  # type: ignore[no-untyped-def]
         # A loop of its own, without calls, so that it is vectorised: (q / q_min) ** -beta, of ratios of at least 1.
         for i in range(together):
             weight[first + i] = np.float32(exp_of_negative(-beta * log_of_normal(left[i])))
-    rng[1] = offset + n
+    if n == of:
+        rng[1] = offset + n
     return 0
 
 
@@ -401,7 +411,9 @@ def draw(
         check_hyper(hyper)
     check_request(rng, n)
     index, weight = torch.empty(n, dtype=torch.int64), torch.empty(n, dtype=torch.float32)
-    if n and _draw(
+    if n == 0:
+        return index, weight
+    before = (
         leaves.data_ptr(),
         nodes.data_ptr(),
         0 if legal is None else legal.data_ptr(),
@@ -409,14 +421,13 @@ def draw(
         rng.data_ptr(),
         index.data_ptr(),
         weight.data_ptr(),
-        n,
-        capacity,
-        fan_out,
-        nodes.numel() // 3,
-        stratified,
-    ):
+    )
+    results = call_in_parts(_draw, before, n, (n, capacity, fan_out, nodes.numel() // 3, stratified))
+    if any(results):
         illegal = "" if legal is None else " or is illegal"
         raise RuntimeError(f"nothing can be drawn: every row of the sum tree has weight zero{illegal}")
+    if len(results) > 1:
+        rng[OFFSET] += n
     return index, weight
 
 
