@@ -18,6 +18,7 @@ from benchmarks.goals import GRAPH, goals_table, incremental
 from benchmarks.host import host_section
 from benchmarks.kernels import launches_table, resources_table
 from benchmarks.machine import RESULTS
+from benchmarks.predict import prediction_table
 from benchmarks.runs import Run, Runs, newest_runs
 from benchmarks.slices import OPERATIONS, SIZES, SLICES, short, sized
 from benchmarks.tables import OPEN, TITLES, against, described, digits, label, load_before, microseconds, or_open, table
@@ -354,6 +355,7 @@ FIGURES: dict[str, Callable[[Runs], str]] = {
     "host": host_section,
     "launches": launches_table,
     "resources": resources_table,
+    "prediction": lambda _: prediction_table(),
     "checkpoints": checkpoints_section,
     "load": load_table,
     "slices": slices_section,
