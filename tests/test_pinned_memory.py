@@ -40,7 +40,7 @@ class Runtime:
         monkeypatch.setattr(torch, "ones", launch)
         cuda = torch.cuda
         monkeypatch.setattr(cuda, "init", lambda: None)
-        monkeypatch.setattr(cuda, "is_available", lambda: True)
+        monkeypatch.setattr(cuda, "is_initialized", lambda: True)
         monkeypatch.setattr(cuda, "is_current_stream_capturing", lambda: self.capturing)
         monkeypatch.setattr(cuda, "get_device_name", lambda device: "Some GPU")
         monkeypatch.setattr(cuda, "synchronize", lambda device: self.calls.append(("wait", device)))

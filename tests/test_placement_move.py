@@ -25,6 +25,7 @@ from gpubuf.data import (
 )
 from gpubuf.data.columns import Column
 from gpubuf.data.placement import Placement
+from gpubuf.kernels import rows
 from tests.fake_cuda import fake_cuda
 from tests.placements import Machine
 from tests.transitions import same, transitions
@@ -350,7 +351,7 @@ def test_memory_report():
     tree, index = buffer.sampler.tree, buffer.sampler.index_for(buffer.storage)
     assert taken.tree == tree.nbytes
     assert taken.index == index.nbytes + 8
-    assert taken.counters == 32 + 32 * len(buffer.storage.layout.leaves) + 24
+    assert taken.counters == 32 + 8 * rows.ENTRY * len(buffer.storage.layout.leaves) + 24
     assert str(taken).splitlines()[0] == "rows      3.398 KiB on cpu"
     assert "3.398 KiB" in repr(buffer)
 

@@ -19,7 +19,7 @@ from gpubuf.data.samplers import RandomSampler, Sampler
 from gpubuf.data.sampling import Sampling
 from gpubuf.data.storages import LazyTensorStorage, Storage, TensorStorage
 from gpubuf.data.transforms import Compose
-from gpubuf.data.unfinished import DERIVED, Unfinished
+from gpubuf.data.unfinished import DERIVED, Mending, Unfinished
 from gpubuf.data.writers import RoundRobinWriter, Writer
 
 DEFAULT_CAPACITY = 1_000
@@ -41,7 +41,7 @@ def default_storage() -> LazyTensorStorage:
     return LazyTensorStorage(DEFAULT_CAPACITY)
 
 
-class ReplayBuffer(Copyable, Movable, Sampling):
+class ReplayBuffer(Mending, Copyable, Movable, Sampling):
     """A replay buffer whose rows, counters and random numbers stay on the storage's device.
 
     ``extend``, ``sample`` and ``update_priority`` never synchronise with the host. All of them may be called from
@@ -193,11 +193,6 @@ class ReplayBuffer(Copyable, Movable, Sampling):
         self._finish_what_was_interrupted()
         return len(self._storage)
 
-    def _finish_what_was_interrupted(self) -> None:
-        """Before the host's mirror of the counters is read outside of a turn."""
-        if self._storage.unfinished is not None:
-            self._lock.mend()
-
     # Writing
 
     def extend(self, data: Data, *, update_priority: bool | None = None) -> Tensor:
@@ -252,37 +247,6 @@ class ReplayBuffer(Copyable, Movable, Sampling):
         if given is not None:
             given = given[-survivors.numel() :]
         self._sampler.on_write(survivors, self._storage, given)
-
-    def _mend(self) -> None:
-        """Finish what an interrupted operation has left, in the turn of the next one.
-
-        The device's counters say whether the rows of a write have been written. If so, the write is completed;
-        otherwise there was none. What is derived from rows and priorities is computed anew: O(capacity). Synchronises
-        after a write.
-        """
-        storage, sampler = self._storage, self._sampler
-        left = storage.unfinished
-        if left is None or not storage.initialized:
-            storage.end(None)
-            return
-        if left.empties:
-            storage.empty()
-            sampler.empty()
-        elif left.written is None or self._complete_write(left.written):
-            if not left.counted:
-                storage.refresh()
-            sampler.mend(storage)
-        storage.end(None)
-
-    def _complete_write(self, written: int) -> bool:
-        """Whether an interrupted write has written rows; the sampler knows of them then."""
-        storage = self._storage
-        storage.refresh()
-        n = min(storage.written - written, storage.max_size)
-        if n > 0:
-            first = storage.written - n
-            self._tell_sampler((first + torch.arange(n, device=storage.device)) % storage.max_size)
-        return n > 0
 
     def _no_rows(self) -> Tensor:
         """The index of an empty write."""

@@ -119,7 +119,7 @@ def recording() -> Recording | None:
 
 def capturing() -> bool:
     """Whether work on the current CUDA stream goes into a graph, whoever captures it."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 # Captures of `gpubuf.capture` that are under way, in all threads: one entry each.

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gpubuf.data.kept_errors import forget_locals
 from gpubuf.data.layout import Data
 from gpubuf.data.locking import Turn
 from gpubuf.data.pinning import copied, pin, tensors_of
@@ -45,22 +45,6 @@ def _is_entry(entry: Any) -> bool:
     )
     flags = isinstance(entry["ran_out"], bool) and isinstance(entry["claimed"], bool)
     return pairs and flags and (device is None or isinstance(device, str))
-
-
-def _forget_locals(error: BaseException) -> None:
-    """Empty the functions that an error has come through.
-
-    They refer to the buffer, whose queue keeps the error until its batch is asked for: neither would be freed before
-    garbage is collected.
-    """
-    seen: set[int] = set()
-    chain: list[BaseException | None] = [error]
-    while chain:
-        one = chain.pop()
-        if one is not None and id(one) not in seen:
-            seen.add(id(one))
-            traceback.clear_frames(one.__traceback__)
-            chain += [one.__cause__, one.__context__]
 
 
 class Batch(NamedTuple):
@@ -325,7 +309,7 @@ class Prefetcher:
                 slot.ready = self._side.ready(batch)
             future.set_result(batch)
         except BaseException as error:
-            _forget_locals(error)
+            forget_locals(error)
             if isinstance(error, Exception):
                 future.set_exception(error)
             else:

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.capturing import recording, refuse, traced_property
+from gpubuf.data.exponents import check_beta, exponent
 from gpubuf.data.indexing import as_positions
 from gpubuf.data.locking import turn_of
 from gpubuf.data.placement import IndexBytes
 from gpubuf.data.samplers import Draw, Sampler, tensor_storage
 from gpubuf.data.storages import Storage, TensorStorage
-from gpubuf.data.sum_tree import SumTree, check_beta, exponent
+from gpubuf.data.sum_tree import SumTree
 
 REDUCTIONS = ("max", "min", "mean", "median")
 

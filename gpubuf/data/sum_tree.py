@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpubuf.data.exponents import check_beta, exponent, may_be_clamped
 from gpubuf.data.placement import device_name
 from gpubuf.data.random import RandomState
 from gpubuf.kernels import config, rows, sum_tree
@@ -90,7 +91,7 @@ class SumTree:
 
     def _transformed_by(self, alpha: float, eps: float) -> None:
         self._alpha, self._eps = alpha, eps
-        self._may_be_clamped = _may_be_clamped(alpha, eps)
+        self._may_be_clamped = may_be_clamped(alpha, eps)
 
     # What the tree says. The tensors are views: they follow the tree; clone one to keep it.
 
@@ -438,35 +439,3 @@ class SumTree:
                 raise TypeError(f"rows and generations are integers, not {values.dtype}")
             values = values.detach().to(self.leaves.device, dtype).reshape(-1)
         return values if values.is_contiguous() else values.contiguous()
-
-
-def _may_be_clamped(alpha: float, eps: float) -> bool:
-    """Whether the weight of any float32 priority is out of float32's range."""
-    least = eps or 2.0**-149
-    return alpha * math.log2(LARGEST + eps) > math.log2(LARGEST) or alpha * math.log2(least) < math.log2(SMALLEST)
-
-
-def exponent(name: str, value: float) -> float:
-    """``value``, checked.
-
-    Raises:
-        ValueError: it is not a finite number of at least 0.
-    """
-    if not 0.0 <= value < math.inf:
-        raise ValueError(f"{name} must be finite and not negative, but is {value}")
-    return float(value)
-
-
-def check_beta(beta: float | Tensor) -> None:
-    """Check the exponent of the importance weights; the value of a tensor only where that costs no sync.
-
-    Raises:
-        ValueError: it is negative or not finite, or a tensor of several elements.
-    """
-    if not isinstance(beta, Tensor):
-        exponent("beta", beta)
-        return
-    if beta.numel() != 1:
-        raise ValueError(f"beta must be a single number, not of shape {list(beta.shape)}")
-    if not torch.compiler.is_compiling() and beta.is_cpu and type(beta) is Tensor:
-        exponent("beta", beta.item())

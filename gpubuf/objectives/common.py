@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
-from tensordict.utils import NestedKey
+from tensordict.utils import NestedKey, unravel_key
 from torch import Tensor
 
 from gpubuf.kernels import sac
@@ -29,6 +29,11 @@ def lookup(table: dict[str, int], name: str, argument: str) -> int:
     if name not in table:
         raise ValueError(f"{argument} must be one of {sorted(table)}, got {name!r}")
     return table[name]
+
+
+def next_key(key: NestedKey) -> NestedKey:
+    """Where a transition has the value of ``key`` after its step."""
+    return unravel_key(("next", key))
 
 
 def one_of(choices: tuple[Any, ...], value: Any, argument: str) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gpubuf.kernels import sac
 from gpubuf.modules.plain import entry
-from gpubuf.objectives.common import LOSS_FUNCTIONS, REDUCTIONS, lookup, one_of, refuse_deprecated, warn
+from gpubuf.objectives.common import LOSS_FUNCTIONS, REDUCTIONS, lookup, next_key, one_of, refuse_deprecated, warn
 from gpubuf.objectives.critics import make_critics
 from gpubuf.objectives.functional import Handles
 from gpubuf.objectives.networks import Replica, Slots, leaves, paths, target_parameters
@@ -24,10 +24,6 @@ from gpubuf.objectives.temperature import TemperatureLossModule
 from gpubuf.objectives.values import TD0Estimator, ValueEstimators
 
 DEFAULT_GAMMA = 0.99
-
-
-def _next(key: NestedKey) -> NestedKey:
-    return unravel_key(("next", key))
 
 
 class SACLoss(TemperatureLossModule):
@@ -49,9 +45,9 @@ class SACLoss(TemperatureLossModule):
 
     Where the batch has ``"priority_weight"``, every loss is ``sum(w l) / sum(w)`` (Schaul et al., 2016, but normalised
     over the batch); where it has ``("collector", "mask")`` or ``"shifted_valid"``, rows marked false are left out,
-    also of the entropy, and may hold NaN.
-    Reward, done flags, weights and masks may have fewer or more dimensions than S: dimensions are added on the right,
-    and trailing ones of size 1 dropped. ``"steps_to_next_obs"`` gives the number of steps that a reward spans.
+    also of the entropy, and may hold NaN. Reward, done flags, weights and masks may have fewer or more dimensions than
+    S: dimensions are added on the right, and trailing ones of size 1 dropped. ``"steps_to_next_obs"`` gives the number
+    of steps that a reward spans.
 
     Args:
         actor_network: the policy, with a method ``get_dist(tensordict)``. A distribution that offers
@@ -143,9 +139,7 @@ class SACLoss(TemperatureLossModule):
         scalar_output_mode: str | None = None,
     ) -> None:
         if value_network is not None:
-            raise NotImplementedError(
-                "SACLoss is version 2 of SAC, which has no value network: leave value_network out"
-            )
+            raise NotImplementedError("SACLoss is SAC's version 2, which has no value network: leave value_network out")
         if gamma is not None:
             raise TypeError("gamma is not an argument of the loss: call loss.make_value_estimator(gamma=...)")
         refuse_deprecated(priority_key=priority_key)
@@ -291,11 +285,11 @@ class SACLoss(TemperatureLossModule):
         actor = list(self.actor_network.in_keys)
         wanted = [
             keys.action,
-            *(_next(key) for key in (keys.reward, keys.done, keys.terminated)),
+            *(next_key(key) for key in (keys.reward, keys.done, keys.terminated)),
             *actor,
-            *map(_next, actor),
+            *map(next_key, actor),
             *self.qvalue_network.in_keys,
-            *(_next(key) for key in self.qvalue_network.in_keys if unravel_key(key) != unravel_key(keys.action)),
+            *(next_key(key) for key in self.qvalue_network.in_keys if unravel_key(key) != unravel_key(keys.action)),
         ]
         return list(dict.fromkeys(map(unravel_key, wanted)))
 
@@ -344,13 +338,13 @@ class SACLoss(TemperatureLossModule):
         The gradient of such a row is 0, but 0 times NaN reaches the parameters. What stands there instead is of the
         first row that counts, so that no network sees what it can't take. The rest of a masked row stays.
         """
-        masks = [mask for key in self._mask_keys if (mask := tensordict.get(key, None)) is not None]
+        masks = [mask for mask in (tensordict.get(key, None) for key in self._mask_keys) if mask is not None]
         if not masks:
             return tensordict
         out = tensordict.copy()
         action = unravel_key(self.tensor_keys.action)
         keys = dict.fromkeys(map(unravel_key, (*self.actor_network.in_keys, *self.qvalue_network.in_keys)))
-        for key in (*keys, *(_next(key) for key in keys if key != action), _next(self.tensor_keys.reward)):
+        for key in (*keys, *(next_key(key) for key in keys if key != action), next_key(self.tensor_keys.reward)):
             value = entry(tensordict, key)
             if not value.is_floating_point():
                 continue
@@ -388,8 +382,8 @@ class SACLoss(TemperatureLossModule):
         return q
 
     def _terminated(self, tensordict: TensorDictBase) -> Tensor:
-        value = tensordict.get(_next(self.tensor_keys.terminated), None)
-        return entry(tensordict, _next(self.tensor_keys.done)) if value is None else value
+        value = tensordict.get(next_key(self.tensor_keys.terminated), None)
+        return entry(tensordict, next_key(self.tensor_keys.done)) if value is None else value
 
     def _next_state(self, tensordict: TensorDictBase, terminated: Tensor) -> TensorDictBase:
         """The entries of the next step, in a TensorDict of their own, without those that must not be seen."""
@@ -399,7 +393,7 @@ class SACLoss(TemperatureLossModule):
             action = unravel_key(self.tensor_keys.action)
             keys = map(unravel_key, (*self.actor_network.in_keys, *self.qvalue_network.in_keys))
             for key in dict.fromkeys(key for key in keys if key != action):
-                own, after = entry(tensordict, key), entry(tensordict, _next(key))
+                own, after = entry(tensordict, key), entry(tensordict, next_key(key))
                 state.set(key, torch.where(rows_of(ended, after), own, after))
         return state
 
@@ -415,7 +409,7 @@ class SACLoss(TemperatureLossModule):
         state.set(keys.action, action)
         shape = log_prob.shape
         next_q = self._checked(self._critics.target(state, keys.state_action_value), shape)
-        reward = entry(tensordict, _next(keys.reward))
+        reward = entry(tensordict, next_key(keys.reward))
         steps = tensordict.get("steps_to_next_obs", None)
         return self._value_estimator.soft_target(
             next_q,
