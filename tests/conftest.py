@@ -23,6 +23,13 @@ def backend(request: pytest.FixtureRequest):
         yield request.param
 
 
+@pytest.fixture
+def interpreter():
+    """Triton's interpreter, for a test that launches kernels itself."""
+    with triton_on_cpu():
+        yield
+
+
 def _skip_without_interpreter() -> Generator[None, Any, Any]:
     """A test that asks for the interpreter where none can run the kernels is skipped, with the reason."""
     try:

@@ -27,6 +27,7 @@ def scalars_kernel(out_ptr, a_ptr, b_ptr):
     tl.store(out_ptr + 1, unit_shift(a).to(tl.int64))
 
 
+@pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("tile", [16, 512, 8192])
 def test_division_by_a_reciprocal_is_exact(tile):
     """For rows narrower and wider than a tile, from any column: tiles begin in the middle of rows."""
@@ -40,6 +41,7 @@ def test_division_by_a_reciprocal_is_exact(tile):
             assert torch.equal(column, (first + element) % words), (words, first)
 
 
+@pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("a", [0, 1, 6, 7, 2**31 - 1, 2**31, 2**40 + 12])
 @pytest.mark.parametrize("b", [1, 7, 2**31 - 1, 2**31, 2**35])
 def test_quotients_of_any_width(a, b):

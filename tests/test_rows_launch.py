@@ -34,6 +34,7 @@ class TestGrid:
         tiles = 2 * -(-n * 28224 // 16 // tile) + 2 * -(-n // tile)
         assert min(tiles, _launch.MAX_COPYING) - 2 <= copying_programs(4, n, n_bytes, tile) <= 1.05 * tiles + 4
 
+    @pytest.mark.usefixtures("interpreter")
     @pytest.mark.parametrize("programs", [1, 2, 7])
     def test_fewer_programs_than_tiles_copy_all(self, programs, monkeypatch):
         """The number of programs is a guess: any will do. Wide and narrow keys, aligned and not."""
@@ -265,6 +266,7 @@ def test_duplicates_are_resolved_by_sorting():
     assert last.tolist() == [False, False, False, True, True, True, True, True, True]
 
 
+@pytest.mark.usefixtures("interpreter")
 def test_the_kernel_writes_winners_only(monkeypatch):
     """The interpreter's order would let the last duplicate win anyway; here another entry is told to."""
     monkeypatch.setattr(_launch, "_last_of_duplicates", lambda index, capacity: torch.tensor([False, True, False]))
@@ -276,6 +278,7 @@ def test_the_kernel_writes_winners_only(monkeypatch):
     assert_same(store.tensors, expected)
 
 
+@pytest.mark.usefixtures("interpreter")
 def test_all_keys_share_one_launch():
     """The kernels are launched once for each operation, whatever the number of keys."""
     launched = []

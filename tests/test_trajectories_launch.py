@@ -73,6 +73,7 @@ def test_positions_and_numbers_of_bits():
     assert not count.any()
 
 
+@pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("steps", [1, 5, 64, 65, 129, 64 * 64 + 1, 64 * 64 * 2])
 def test_a_run_of_steps_lies_in_no_more_words_than_the_grids_have(steps):
     """On every level, at every cursor; and the words are those that a set of the steps gives."""
@@ -95,6 +96,7 @@ def test_a_run_of_steps_lies_in_no_more_words_than_the_grids_have(steps):
                 assert len(places) <= bounds[level] <= count
 
 
+@pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize(("steps", "envs", "fan_out"), [(1, 1, 2), (64 * 65, 3, 2), (2**36, 16, 64), (10**9, 1, 16)])
 def test_sizes_agree_with_the_kernels(steps, envs, fan_out):
     """Host and device compute the same levels, also where rows and words need 64 bits."""
