@@ -39,7 +39,7 @@ _LN2_LOW = float.fromhex("0x1.a39ef35793c76p-33")
 _LARGEST_EXPONENT = 708.0
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def exp_of_negative(x):  # type: ignore[no-untyped-def]
     """exp(x) for x <= 0; values below 1e-307 come out as 0, NaN as NaN.
 
@@ -68,7 +68,7 @@ def exp_of_negative(x):  # type: ignore[no-untyped-def]
     return out if x == x else x
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def _twice_atanh(t, terms):  # type: ignore[no-untyped-def]
     """2 atanh(t) = 2 t (1 + t^2/3 + t^4/5 + ...), to so many terms."""
     square = t * t
@@ -78,13 +78,13 @@ def _twice_atanh(t, terms):  # type: ignore[no-untyped-def]
     return 2 * t + 2 * t * p
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def log1p_of_fraction(e):  # type: ignore[no-untyped-def]
     """log(1 + e) for 0 <= e <= 1: 2 atanh(e / (2 + e)), whose argument is at most 1/3."""
     return _twice_atanh(e / (2 + e), 16)
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def log_of_normal(x):  # type: ignore[no-untyped-def]
     """log(x) for positive normal x; anything for any other (see :func:`is_positive_normal`).
 
@@ -98,7 +98,7 @@ def log_of_normal(x):  # type: ignore[no-untyped-def]
     return exponent * _LN2_HIGH + (exponent * _LN2_LOW + _twice_atanh((m - 1) / (m + 1), 10))
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def is_positive_normal(x):  # type: ignore[no-untyped-def]
     """Whether :func:`log_of_normal` may be asked."""
     return x >= 2.2250738585072014e-308 and x <= 1.7976931348623157e308

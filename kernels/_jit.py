@@ -39,6 +39,9 @@ def jit(signature: Any = None, **options: Any) -> Any:
     A process compiles what it uses: a kernel of a buffer takes from half a second to several. Machine code on disk is
     only used while none of the kernels' sources has changed; Numba itself compares the file of the function alone, and
     would go on with the old code of a helper from another file.
+
+    Helpers ask LLVM to inline them (``forceinline``). Numba's own ``inline="always"`` copies a helper into each of its
+    callers before types are known, and infers them anew there: that takes longer than everything else.
     """
     if callable(signature) or not options.pop("cache", False):
         return numba.njit(signature, **options)

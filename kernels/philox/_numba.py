@@ -21,7 +21,7 @@ _WEYL_1 = np.uint64(0xBB67AE85)
 _DROPPED = np.uint64(11)
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def philox_4x32(counter_0, counter_1, counter_2, counter_3, key_0, key_1):  # type: ignore[no-untyped-def]
     """Ten rounds of Philox4x32 on words held in uint64, each below 2**32."""
     for _ in range(10):
@@ -36,7 +36,7 @@ def philox_4x32(counter_0, counter_1, counter_2, counter_3, key_0, key_1):  # ty
     return counter_0, counter_1, counter_2, counter_3
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def philox_uniform_f64(seed, counter):  # type: ignore[no-untyped-def]
     """The uniform of stream position ``counter`` (int64) under ``seed`` (int64); inlined into the drawing kernels."""
     key = np.uint64(seed)

@@ -39,7 +39,7 @@ _DONE = -1
 _EMPTY = -2
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def _copy_row(target, source, row_bytes):  # type: ignore[no-untyped-def]
     """memcpy without the call for rows of up to 128 bytes: two copies of a constant size, which may overlap."""
     if row_bytes == 4:
@@ -70,7 +70,7 @@ def _copy_row(target, source, row_bytes):  # type: ignore[no-untyped-def]
             copy_bytes(target + i, source + i, 1)
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def _prefetch_row(address, row_bytes):  # type: ignore[no-untyped-def]
     """Ask for the first 256 bytes of a row; the hardware follows a longer one by itself."""
     prefetch_l2(address)
@@ -81,7 +81,7 @@ def _prefetch_row(address, row_bytes):  # type: ignore[no-untyped-def]
         prefetch_l2(address + min(row_bytes, 256) - 1)
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def _first_invalid(index, n, capacity):  # type: ignore[no-untyped-def]
     # Counting first is a loop that the compiler vectorises; looking for the place is not.
     invalid = 0
@@ -95,7 +95,7 @@ def _first_invalid(index, n, capacity):  # type: ignore[no-untyped-def]
     return -1
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def _gather_key(target, entry, row_bytes, position, n, following):  # type: ignore[no-untyped-def]
     address, stride = entry[NEAR], entry[ROW_STRIDE]
     next_address, next_stride, next_bytes = following[NEAR], following[ROW_STRIDE], following[ROW_BYTES]
@@ -108,7 +108,7 @@ def _gather_key(target, entry, row_bytes, position, n, following):  # type: igno
         _copy_row(target + i * row_bytes, address + position[i] * stride, row_bytes)
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def _gather_split_key(target, entry, position, n):  # type: ignore[no-untyped-def]
     """As :func:`_gather_key`, for a key whose rows lie in two memories."""
     row_bytes = entry[ROW_BYTES]
@@ -144,7 +144,7 @@ def _gather_keys(table_address, n_keys, position_address, first, n, capacity, ta
             _gather_key(target, table[k], row_bytes, position, n, following)
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def _write_generations(written, capacity, position, n, generation):  # type: ignore[no-untyped-def]
     # (written - position + capacity - 1) // capacity, with one division for the batch instead of one a row
     laps, cursor = written // capacity, written % capacity
@@ -203,7 +203,7 @@ def _sample(  # type: ignore[no-untyped-def]
     return _DONE
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def _first_misfit(table, n_keys, sources, n):  # type: ignore[no-untyped-def]
     """The first key whose source has rows of another size than the storage, or -1."""
     for k in range(n_keys):
@@ -212,13 +212,13 @@ def _first_misfit(table, n_keys, sources, n):  # type: ignore[no-untyped-def]
     return -1
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def _source_stride(sources, k, row_bytes):  # type: ignore[no-untyped-def]
     stride = sources[3 * k + 1]
     return row_bytes if stride == _CONTIGUOUS else stride
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def _copy_rows(target, target_stride, source, stride, row_bytes, n):  # type: ignore[no-untyped-def]
     """Copy ``n`` rows to consecutive places."""
     if stride == row_bytes and target_stride == row_bytes:
@@ -228,7 +228,7 @@ def _copy_rows(target, target_stride, source, stride, row_bytes, n):  # type: ig
             _copy_row(target + i * target_stride, source + i * stride, row_bytes)
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def _write_run(entry, position, source, stride, n):  # type: ignore[no-untyped-def]
     """Copy ``n`` rows to consecutive positions, some of which may lie in one memory and some in another."""
     row_bytes, step = entry[ROW_BYTES], entry[ROW_STRIDE]

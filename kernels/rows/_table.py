@@ -6,7 +6,7 @@ from gpubuf.kernels._jit import jit
 from gpubuf.kernels.rows import FAR, NEAR, ROW_STRIDE, SPLIT
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def row_address(entry, position):  # type: ignore[no-untyped-def]
     """Address of the row at a position: the first of a key lie in one memory, the others may lie in another."""
     return (entry[NEAR] if position < entry[SPLIT] else entry[FAR]) + position * entry[ROW_STRIDE]

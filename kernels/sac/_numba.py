@@ -19,7 +19,7 @@ from gpubuf.kernels.sac import L1, L2, MEAN, NONE, check_critics, check_rows
 from gpubuf.kernels.tanh_normal._numba import read, write
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def _weight_of(weight, mask, wide, row):  # type: ignore[no-untyped-def]
     """(weight of the row, whether it counts)."""
     if mask and not carray(as_u8(mask), row + 1)[row]:
@@ -27,14 +27,14 @@ def _weight_of(weight, mask, wide, row):  # type: ignore[no-untyped-def]
     return (read(weight, wide, row) if weight else 1.0), True
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def _normaliser(total, reduction):  # type: ignore[no-untyped-def]
     if reduction != MEAN:
         return 1.0
     return 1 / total if total else 0.0
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def _smallest_critic(q, wide, n, nets, row):  # type: ignore[no-untyped-def]
     """(min_k q[k, row], the first k that attains it); a NaN is the smallest, so that it is seen."""
     smallest, which = read(q, wide, row), 0

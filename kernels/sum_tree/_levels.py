@@ -13,7 +13,7 @@ from gpubuf.kernels._pointers import as_f64, prefetch, prefetch_l2
 from gpubuf.kernels.sum_tree._node import stats_of_leaves, stats_of_nodes
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def shift_of(fan_out):  # type: ignore[no-untyped-def]
     shift = 0
     while (1 << shift) < fan_out:
@@ -21,7 +21,7 @@ def shift_of(fan_out):  # type: ignore[no-untyped-def]
     return shift
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def padded(count, fan_out):  # type: ignore[no-untyped-def]
     """Length of a level of ``count`` nodes; the root alone is not padded."""
     return count if count == 1 else -(-count // fan_out) * fan_out

@@ -196,7 +196,7 @@ def _first_above(typingctx, address, mass):  # type: ignore[no-untyped-def]
     return types.int64(types.int64, types.float64), codegen
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def _counts(weight, legal_address, row):  # type: ignore[no-untyped-def]
     """Whether a leaf counts. The bits of padding, which weighs nothing, are not read: there may be none."""
     if legal_address == 0 or not weight > 0.0:
@@ -239,7 +239,7 @@ def stats_of_nodes(address, plane_bytes, fan_out):  # type: ignore[no-untyped-de
     return total, minimum, maximum
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def _scan(weights, mass, fan_out):  # type: ignore[no-untyped-def]
     """First child of positive weight whose inclusive prefix sum exceeds ``mass``, and the prefix before it."""
     prefix = 0.0
@@ -251,7 +251,7 @@ def _scan(weights, mass, fan_out):  # type: ignore[no-untyped-def]
     return fan_out, prefix
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def _last_positive(weights, fan_out):  # type: ignore[no-untyped-def]
     j = fan_out - 1
     while j > 0 and weights[j] <= 0.0:
@@ -276,7 +276,7 @@ def choose_node(address, mass, fan_out):  # type: ignore[no-untyped-def]
     return child, max(mass - before, 0.0)
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def store_prefixes(address, n_parents, tables, at):  # type: ignore[no-untyped-def]
     """Store what :func:`choose_by_table` needs of a level, whose sums are at ``address``, from ``tables[at]`` on.
 
@@ -288,7 +288,7 @@ def store_prefixes(address, n_parents, tables, at):  # type: ignore[no-untyped-d
         _store_prefixes(address + 8 * WIDTH * parent, table, table + 8 * WIDTH)
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def choose_by_table(address, tables, at, mass):  # type: ignore[no-untyped-def]
     """:func:`choose_node` among the 16 nodes whose prefix sums are at ``tables[at]``: the same to the bit."""
     child = _first_above(tables.ctypes.data + 8 * at, mass)

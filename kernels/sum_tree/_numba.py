@@ -35,7 +35,7 @@ _TOGETHER = 512
 _DRAWS_A_PARENT = 4
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def _weight_of(priority, alpha, eps):  # type: ignore[no-untyped-def]
     """(priority + eps) ** alpha in float64, to be rounded once; 0 or a normal float32. No branch, no call."""
     base = priority + eps
@@ -48,7 +48,7 @@ def _weight_of(priority, alpha, eps):  # type: ignore[no-untyped-def]
     return abs(weight if weight < LARGEST else LARGEST)
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def _outside(index, n, capacity):  # type: ignore[no-untyped-def]
     """0, or minus (position + 1) of the first index that is neither a row nor -1."""
     for i in range(n):
@@ -167,13 +167,13 @@ def _mark(  # type: ignore[no-untyped-def]
     return 0
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def _parents(capacity, shift, level):  # type: ignore[no-untyped-def]
     """Number of nodes above those of a level; level 0 is that above the leaves."""
     return -(-capacity >> (shift * (level + 2)))
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def _prefetch_children(address, legal_address, level, first):  # type: ignore[no-untyped-def]
     """Ask for the children from ``first`` on of a node of a level: 128 bytes of sums, or 64 of leaves."""
     if level > 0:

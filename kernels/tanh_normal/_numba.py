@@ -26,7 +26,7 @@ _LOG_2 = math.log(2)
 _HALF_LOG_2_PI = 0.5 * math.log(2 * math.pi)
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def read(address, wide, i):  # type: ignore[no-untyped-def]
     """Element ``i`` of the float64 (``wide``) or float32 array at ``address``, as float64."""
     if wide:
@@ -34,7 +34,7 @@ def read(address, wide, i):  # type: ignore[no-untyped-def]
     return float(carray(as_f32(address), i + 1)[i])
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def write(address, wide, i, value):  # type: ignore[no-untyped-def]
     """Set element ``i`` of the float64 (``wide``) or float32 array at ``address``."""
     if wide:
@@ -43,7 +43,7 @@ def write(address, wide, i, value):  # type: ignore[no-untyped-def]
         carray(as_f32(address), i + 1)[i] = value
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def _load(address, wide, start, buffer, count):  # type: ignore[no-untyped-def]
     """Copy ``count`` elements from ``start`` on into a float64 buffer. Two loops, so that each is vectorised."""
     if wide:
@@ -56,7 +56,7 @@ def _load(address, wide, start, buffer, count):  # type: ignore[no-untyped-def]
             buffer[j] = narrow[start + j]
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def _store(address, wide, start, buffer, count):  # type: ignore[no-untyped-def]
     if wide:
         target = carray(as_f64(address), start + count)

@@ -22,13 +22,13 @@ _SEVEN = np.uint64(7)
 _HIGHEST_BYTE = np.uint64(56)
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def _mask(first, last):  # type: ignore[no-untyped-def]
     """Bits ``first .. last`` of a word."""
     return (-1 << first) & ~(-2 << last)
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def _any_byte(address, row_bytes):  # type: ignore[no-untyped-def]
     found = 0
     whole = row_bytes & ~7
@@ -40,7 +40,7 @@ def _any_byte(address, row_bytes):  # type: ignore[no-untyped-def]
     return found != 0
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def _differ(a, b, row_bytes):  # type: ignore[no-untyped-def]
     if row_bytes == 8:
         return load_i64(a) != load_i64(b)
@@ -54,7 +54,7 @@ def _differ(a, b, row_bytes):  # type: ignore[no-untyped-def]
     return found != 0
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def _bits_of_64_bytes(address):  # type: ignore[no-untyped-def]
     """Bit i says whether byte i is not zero."""
     found = 0
@@ -71,7 +71,7 @@ def _bits_of_64_bytes(address):  # type: ignore[no-untyped-def]
     return bits
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def _read_single(signals, n_keys, by_id, steps, slot, first, last):  # type: ignore[no-untyped-def]
     """The bits ``first .. last`` of a word where there is one environment."""
     table = carray(as_i64(signals), (n_keys, ENTRY))
@@ -102,7 +102,7 @@ def _read_single(signals, n_keys, by_id, steps, slot, first, last):  # type: ign
     return bits
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def _read_many(ends, signals, n_keys, by_id, steps, envs, slot, first, last):  # type: ignore[no-untyped-def]
     """Set the bits ``first .. last``, zero so far, of the words of all environments, in the order of the rows."""
     table = carray(as_i64(signals), (n_keys, ENTRY))

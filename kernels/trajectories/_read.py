@@ -33,7 +33,7 @@ DONE = -1
 EMPTY = -2
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def _lay_out(index, last, at, slice_len, row, length, steps, envs):  # type: ignore[no-untyped-def]
     """Write the rows of one slice from ``row`` on, and the flag of its last step."""
     end_of_ring = steps * envs
@@ -144,7 +144,7 @@ def draw_slices(  # type: ignore[no-untyped-def]
     return DONE
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def _first_not_stored(rows, n, stored, envs):  # type: ignore[no-untyped-def]
     """Position of the first row that is not in the ring, or -1. The rows in the ring are the first ones of it."""
     size = stored * envs
@@ -159,7 +159,7 @@ def _first_not_stored(rows, n, stored, envs):  # type: ignore[no-untyped-def]
     return DONE
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def _fetch(ends, rows, n, steps, envs, before, after):  # type: ignore[no-untyped-def]
     """Bring what the searches from some rows read into the cache, all of them at once."""
     for i in range(n):

@@ -63,7 +63,7 @@ def _store_i64(typingctx, address, value):  # type: ignore[no-untyped-def]
 store_i64: Any = _store_i64
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def next_set(ends, steps, envs, env, place):  # type: ignore[no-untyped-def]
     """The first set place from ``place`` on, or -1; no wrap."""
     slot = place >> 6
@@ -86,7 +86,7 @@ def next_set(ends, steps, envs, env, place):  # type: ignore[no-untyped-def]
     return slot
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def previous_set(ends, steps, envs, env, place):  # type: ignore[no-untyped-def]
     """The last set place up to ``place``, or -1; no wrap. ``place`` may be -1."""
     if place < 0:
@@ -111,7 +111,7 @@ def previous_set(ends, steps, envs, env, place):  # type: ignore[no-untyped-def]
     return slot
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def ring_view(written, size, steps, envs):  # type: ignore[no-untyped-def]
     """(place of the oldest step, number of steps in the ring, cursor) from the ring's counters of rows."""
     stored = min(size // envs, steps)
@@ -119,7 +119,7 @@ def ring_view(written, size, steps, envs):  # type: ignore[no-untyped-def]
     return (cursor if stored == steps else 0), stored, cursor
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def divided(number, envs):  # type: ignore[no-untyped-def]
     """(quotient, remainder) of a row or a word by the number of environments; no division where there is one."""
     if envs == 1:
@@ -128,18 +128,18 @@ def divided(number, envs):  # type: ignore[no-untyped-def]
     return quotient, number - quotient * envs
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def age_of(place, oldest, steps):  # type: ignore[no-untyped-def]
     return place - oldest if place >= oldest else place - oldest + steps
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def place_of(age, oldest, steps):  # type: ignore[no-untyped-def]
     place = age + oldest
     return place if place < steps else place - steps
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def end_age(ends, steps, envs, env, place, oldest, stored):  # type: ignore[no-untyped-def]
     """Age of the last step of the trajectory of a step in the ring."""
     found = next_set(ends, steps, envs, env, place)
@@ -152,7 +152,7 @@ def end_age(ends, steps, envs, env, place, oldest, stored):  # type: ignore[no-u
     return found - oldest + steps if 0 <= found < oldest else stored - 1
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def end_age_before(ends, steps, envs, env, place, oldest):  # type: ignore[no-untyped-def]
     """Age of the last end before a step in the ring, -1 where its trajectory is the oldest one."""
     found = previous_set(ends, steps, envs, env, place - 1)
@@ -163,7 +163,7 @@ def end_age_before(ends, steps, envs, env, place, oldest):  # type: ignore[no-un
     return found - oldest if found >= oldest else -1
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def prefetch_word(ends, steps, envs, env, slot):  # type: ignore[no-untyped-def]
     """Ask for a word and its summary, with which every search from one of its places begins.
 
@@ -174,7 +174,7 @@ def prefetch_word(ends, steps, envs, env, slot):  # type: ignore[no-untyped-def]
     prefetch_l2(ends + 8 * (((steps + 63) >> 6) * envs + (slot >> 6) * envs + env))
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def prefetch_neighbours(ends, steps, envs, env, slot, before, after):  # type: ignore[no-untyped-def]
     """Ask for the previous and next words that have ends, as far as the summary of this word knows them."""
     slots = (steps + 63) >> 6

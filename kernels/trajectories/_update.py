@@ -98,7 +98,7 @@ def longest_trajectory(ends, steps, envs, oldest, stored):  # type: ignore[no-un
     return longest
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def _is_end(ends, envs, env, place):  # type: ignore[no-untyped-def]
     return (load_i64(ends + 8 * ((place >> 6) * envs + env)) >> (place & 63)) & 1
 

@@ -24,7 +24,7 @@ from gpubuf.kernels.trajectories._search import (
 _UNKNOWN = -2
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def offsets_of(length, slice_len, min_len, before, after):  # type: ignore[no-untyped-def]
     """``Rule.offsets``: number of virtual offsets of a trajectory; 0 where it is not eligible."""
     if length < min_len:
@@ -33,14 +33,14 @@ def offsets_of(length, slice_len, min_len, before, after):  # type: ignore[no-un
     return length - m + 1 + min(before, m - 1) + min(after, m - 1)
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def weight_of(length, slice_len, min_len, before, after, by_transition):  # type: ignore[no-untyped-def]
     if by_transition:
         return offsets_of(length, slice_len, min_len, before, after)
     return 1 if length >= min_len else 0
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def bits_of(ends, envs, env, slot, oldest, stored, steps):  # type: ignore[no-untyped-def]
     """The ends in a word, the virtual end included. There must be a step in the ring."""
     word = load_i64(ends + 8 * (slot * envs + env))
@@ -49,7 +49,7 @@ def bits_of(ends, envs, env, slot, oldest, stored, steps):  # type: ignore[no-un
     return word | (1 << (newest & 63)) if newest >> 6 == slot else word
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def word_weight(  # type: ignore[no-untyped-def]
     ends, steps, envs, env, slot, bits, before_age, oldest, rule
 ):
@@ -70,7 +70,7 @@ def word_weight(  # type: ignore[no-untyped-def]
     return weight, before_age
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def _set_weight(sums, leaf, weight, touched, n_touched, shift):  # type: ignore[no-untyped-def]
     """Write the weight of a word, and list the node above it where it has changed; the new length of the list."""
     if load_i64(sums + 8 * leaf) == weight:
@@ -139,7 +139,7 @@ def weigh_all(ends, sums, steps, envs, oldest, stored, rule, shift):  # type: ig
     _sum_all(sums, slots * envs, shift)
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def _sum_of_node(children, shift):  # type: ignore[no-untyped-def]
     total = 0
     if shift == 4:
@@ -152,7 +152,7 @@ def _sum_of_node(children, shift):  # type: ignore[no-untyped-def]
     return total
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def _padded(count, shift):  # type: ignore[no-untyped-def]
     """Length of a level of ``count`` nodes: whole nodes, but for the root."""
     return 1 if count == 1 else ((count + (1 << shift) - 1) >> shift) << shift
@@ -239,7 +239,7 @@ def _choose(typingctx, address, unit):  # type: ignore[no-untyped-def]
 _choose_of_16: Any = _choose
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def root_of(sums, n_words, shift):  # type: ignore[no-untyped-def]
     """The total weight."""
     here, count = sums, n_words
