@@ -274,8 +274,8 @@ def index_update(
         block_envs = 0
     block_nodes = max(1, min(4, 128 // fan_out) if few else (1024 if n == 1 else 512) // fan_out)
     if n == 1:
-        block_words, num_warps = (16, 1) if few else (32, 2)
-        return IndexConfig(block_envs, block_words, 16 if few else 64, block_nodes, num_warps)
+        block_words, num_warps = (16, 1) if few else (64, 4)
+        return IndexConfig(block_envs, block_words, 32 * num_warps, block_nodes, num_warps)
     block_words, num_warps = (4 if few else 8, 2) if by_id else (16, 4)
     return IndexConfig(block_envs, block_words, 32 if few else 32 * num_warps, block_nodes, num_warps)
 
