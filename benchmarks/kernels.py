@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -113,16 +114,18 @@ def count(kinds: Sequence[str] = SAMPLERS, sizes: Sequence[int] = (256,)) -> lis
 
 
 def resources() -> list[dict[str, Any]]:
-    """The most that any specialisation of a kernel takes, by kernel and target. Not in a process that interprets."""
-    from tests.aot import TARGETS, all_specs, compile_specs
+    """The most that any specialisation of a kernel takes, by kernel and target. The targets side by side."""
+    from tests.aot import TARGETS, all_specs, compile_in_subprocess
 
     specs = all_specs()
     names = [spec.kernel.partition(":")[2] for spec in specs]
     found: dict[str, dict[str, Any]] = {
         name: {"kernel": name, "specialisations": names.count(name), "targets": {}} for name in dict.fromkeys(names)
     }
-    for target in TARGETS:
-        for name, result in zip(names, compile_specs(specs, target), strict=True):
+    with ThreadPoolExecutor(len(TARGETS)) as threads:
+        compiled = dict(zip(TARGETS, threads.map(compile_in_subprocess, TARGETS), strict=True))
+    for target, results in compiled.items():
+        for name, result in zip(names, results, strict=True):
             if result.error:
                 raise RuntimeError(f"{result.spec} on {target}: {result.error}")
             most = found[name]["targets"].setdefault(target, {"registers": 0, "spill_bytes": 0, "shared_bytes": 0})

@@ -45,7 +45,7 @@ def smallest_critic(q_ptr, row, inside, n, n_nets, REAL: tl.constexpr):
     return smallest, which
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def soft_td_target_kernel(
     next_q_ptr,  # any float [n_nets, n]
     next_log_prob_ptr,  # any float [n]
@@ -107,7 +107,7 @@ def distance_slope(d, LOSS: tl.constexpr):
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def td_loss_kernel(
     q_ptr,  # any float [n_nets, n]
     target_ptr,  # any float [n]
@@ -193,7 +193,7 @@ def add_partials(partial_ptr, count, REAL: tl.constexpr, BLOCK: tl.constexpr):
     return tl.sum(total, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "n"])
 def finish_loss_kernel(
     partial_ptr,  # REAL [3, count] (the third row where HAS_ENTROPY): sums of w * l, of w, of log_prob
     loss_ptr,  # REAL [1], out, where REDUCTION is not 0
@@ -217,7 +217,7 @@ def finish_loss_kernel(
         tl.store(entropy_ptr, -add_partials(partial_ptr + 2 * count, count, REAL, BLOCK) / n)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def td_loss_backward_kernel(
     grad_ptr,  # any float [n] where REDUCTION is 0, else [1]
     q_ptr,  # any float [n_nets, n]
@@ -270,7 +270,7 @@ def row_factor(
     return grad * tl.load(norm_ptr).to(REAL) * weight, counts
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def actor_loss_kernel(
     q_ptr,  # any float [n_nets, n]
     log_prob_ptr,  # any float [n]
@@ -307,7 +307,7 @@ def actor_loss_kernel(
         tl.store(partial_ptr + 2 * tl.num_programs(0) + tl.program_id(0), surprise)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def actor_loss_backward_kernel(
     grad_ptr,  # any float [n] where REDUCTION is 0, else [1]
     q_ptr,  # any float [n_nets, n]
@@ -341,7 +341,7 @@ def actor_loss_backward_kernel(
         grad_q_ptr += n
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def temperature_loss_kernel(
     log_alpha_ptr,  # any float [1]
     log_prob_ptr,  # any float [n]
@@ -383,7 +383,7 @@ def temperature_loss_kernel(
             tl.store(partial_ptr + tl.num_programs(0) + tl.program_id(0), total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def finish_temperature_kernel(
     partial_ptr,  # REAL [2, count]: sums of w * value, of w
     log_alpha_ptr,  # any float [1]

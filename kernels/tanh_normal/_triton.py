@@ -36,7 +36,7 @@ def action_bounds(
     return low, high
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def tanh_normal_sample_kernel(
     loc_ptr,  # any float [n, width]
     scale_ptr,  # any float [n, width]
@@ -78,7 +78,7 @@ def tanh_normal_sample_kernel(
     tl.store(log_prob_ptr + row, tl.sum(tl.where(inside, each, 0.0), 1), mask=row < n)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total"])
 def tanh_normal_sample_backward_kernel(
     grad_action_ptr,  # any float [n, width], read where HAS_GRAD_ACTION
     grad_log_prob_ptr,  # any float [n], read where HAS_GRAD_LOG_PROB
