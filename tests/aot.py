@@ -66,7 +66,7 @@ class Compiled:
         spec: as text.
         target: as it was given, with :data:`UNALIGNED` or without.
         registers: of a thread.
-        spill_bytes: of spill stores and loads, together.
+        spill_bytes: of spill stores and loads, together; on AMD, of the memory that a thread has for them.
         shared_bytes: shared memory of a program.
         irreducible: loops, on AMD targets, that the compiler had to guard because they are entered in more than one
             place: around a barrier such a loop may never end.
@@ -156,12 +156,16 @@ def _ptxas_resources(ptx: str, arch: int) -> dict[str, Any]:
 
 
 def _amdgcn_resources(assembly: str) -> dict[str, Any]:
-    """What the metadata and the code of an AMD kernel say. Its fences are apart from atomics, and not counted."""
-    counts = {name: int(value) for name, value in re.findall(r"\.(vgpr_count|[sv]gpr_spill_count):\s*(\d+)", assembly)}
+    """What the metadata and the code of an AMD kernel say. Its fences are apart from atomics, and not counted.
+
+    Scalar registers spill into lanes of vector registers, not to memory: only a thread's private memory is counted.
+    """
+    names = r"\.(vgpr_count|private_segment_fixed_size):\s*(\d+)"
+    counts = {name: int(value) for name, value in re.findall(names, assembly)}
     accesses = [(kind, _AMD_BYTES.get(what.split("_")[0], 1)) for kind, what in _AMD_ACCESS.findall(assembly)]
     return {
         "registers": counts["vgpr_count"],
-        "spill_bytes": 4 * (counts["vgpr_spill_count"] + counts["sgpr_spill_count"]),
+        "spill_bytes": counts["private_segment_fixed_size"],
         "irreducible": assembly.count("%irr.guard"),
         "barriers": len(re.findall(r"\bs_barrier\b", assembly)),
         "loads": _by_width(width for kind, width in accesses if kind == "load"),

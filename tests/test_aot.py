@@ -35,6 +35,24 @@ def test_every_kernel_has_a_spec():
     assert kernels == {spec.kernel for spec in all_specs()}
 
 
+COUNTS = {"n", "count", "total", "n_rows", "n_others", "n_signals", "n_keys"}
+
+
+def test_no_kernel_is_compiled_again_for_another_number_of_rows():
+    """Triton would compile 1, multiples of 16 and all others each for themselves: in the middle of a training run."""
+    seen = 0
+    for kernel in kernels_in_the_tree():
+        module, _, name = kernel.partition(":")
+        source = Path(*module.split(".")[1:]).with_suffix(".py")
+        tree = ast.parse((Path(gpubuf.kernels.__path__[0]).parent / source).read_text())
+        (found,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
+        named = ast.unparse(found.decorator_list[0])
+        sizes = {argument.arg for argument in found.args.args} & COUNTS
+        assert not [size for size in sizes if f"'{size}'" not in named], kernel
+        seen += len(sizes)
+    assert seen >= len(kernels_in_the_tree())
+
+
 @pytest.mark.parametrize("target", GATES)
 def test_every_kernel_compiles(target: str):
     """Each spec compiles; on NVIDIA no register is spilled, on AMD no loop is irreducible (Case 49)."""
@@ -44,11 +62,7 @@ def test_every_kernel_compiles(target: str):
     assert not failed, f"{target} refused:\n" + "\n".join(failed)
     assert all(r.registers > 0 for r in results)
     if target.startswith("sm_"):
-        spilled = [
-            f"{r.spec}: {r.spill_bytes} bytes, {r.registers} registers"
-            for r in results
-            if r.spill_bytes
-        ]
+        spilled = [f"{r.spec}: {r.spill_bytes} bytes, {r.registers} registers" for r in results if r.spill_bytes]
         assert not spilled, f"spills on {target}:\n" + "\n".join(spilled)
     irreducible = [r.spec for r in results if r.irreducible]
     assert not irreducible, f"loops on {target} that may never end:\n" + "\n".join(irreducible)

@@ -6,7 +6,12 @@ import triton.language as tl
 
 @triton.jit
 def tanh_sech2(x):
-    """tanh(x), sech(x)^2 and log(1 - tanh(x)^2), finite and precise for every finite x."""
+    """tanh(x), sech(x)^2 and log(1 - tanh(x)^2), finite for every finite x, and precise relative to 1 or to log's size.
+
+    NVIDIA's float32 exponential and division (``ex2.approx``, ``div.full``) are off by 2 units in the last place. Such
+    errors, put into exact arithmetic, raise the largest one of tanh from 1.0e-7 to 3.6e-7, and of sech^2 from 1.6e-7 to
+    4.6e-7. Actions are on the scale of their bounds, so that a small relative error near 0 buys nothing.
+    """
     magnitude = tl.abs(x)
     decay = tl.exp(-2 * magnitude)
     tanh = (1 - decay) / (1 + decay)

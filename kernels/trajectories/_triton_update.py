@@ -23,6 +23,7 @@ from gpubuf.kernels.trajectories._triton_stages import (
 @triton.jit
 def lane_of(i, run, envs, ENVS: tl.constexpr):
     """Lane ``i`` of a program that has ``ENVS`` environments: (number in the run, environment, whether it is one)."""
+    # Both divisions are by a constant power of two: shifts. All others by run-time sizes that need not be powers.
     j = i // ENVS
     env = tl.program_id(0).to(tl.int64) * ENVS + i % ENVS
     return j, env, (j < run) & (env < envs)
