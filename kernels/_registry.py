@@ -168,6 +168,7 @@ def past_dispatcher(first: torch.Tensor) -> bool:
 
 
 _compiling = torch.compiler.is_compiling
+_is_neg, _is_conj, _is_zero = torch.Tensor.is_neg, torch.Tensor.is_conj, torch.Tensor._is_zerotensor
 _modes, _functions = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 
 
@@ -206,9 +207,9 @@ def without_dispatch(operation: Any, *, given: Sequence[str] = (), trusted: bool
             if tensor is not None and (tensor.is_neg() or tensor._is_zerotensor()):
                 return True
         for position in rows:
-            for tensor in args[position]:
-                if tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor():
-                    return True
+            tensors = args[position]
+            if True in map(_is_neg, tensors) or True in map(_is_conj, tensors) or True in map(_is_zero, tensors):
+                return True
         return False
 
     def copied(args: tuple[Any, ...]) -> list[Any]:

@@ -219,10 +219,10 @@ class RowLayout:
     def _collect(self, node: Node, data: Data, path: tuple[str, ...], batch_dims: int, out: list[Tensor]) -> None:
         if type(data) is not TensorDict and not isinstance(data, TensorDictBase) and not is_tensorclass(data):
             raise ValueError(f"key {path or 'root'}: the storage holds a TensorDict, the batch a {type(data).__name__}")
-        found: dict[str, Any] = dict(_tensordict_of(data).items())
-        if not path:
-            for name in self.ignored:
-                found.pop(name, None)
+        # A plain TensorDict's own entries, which are only read here: a copy takes as long as the check of a key.
+        found: dict[str, Any] = data._tensordict if type(data) is TensorDict else dict(_tensordict_of(data).items())
+        if not path and not self.ignored.isdisjoint(found):
+            found = {name: value for name, value in found.items() if name not in self.ignored}
         if found.keys() != node.children.keys():
             missing = [(*path, name) for name in node.children if name not in found]
             extra = [(*path, name) for name in found if name not in node.children]
@@ -233,7 +233,12 @@ class RowLayout:
             )
         for name, child in node.children.items():
             if isinstance(child, int):
-                out.append(self._checked(self.leaves[child], found[name], batch_dims))
+                leaf, tensor = self.leaves[child], found[name]
+                # `_checked` spelled out, for it is asked of every key of every write.
+                if type(tensor) is Tensor and tensor.dtype is leaf.dtype and tensor.shape[batch_dims:] == leaf.shape:
+                    out.append(tensor)
+                else:
+                    out.append(self._checked(leaf, tensor, batch_dims))
             else:
                 self._collect(child, found[name], (*path, name), batch_dims, out)
 

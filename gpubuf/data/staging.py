@@ -25,7 +25,10 @@ def to_device(sources: list[Tensor], device: torch.device) -> list[Tensor]:
     a part is on another device, and compiled code. While a CUDA graph is captured the copy from pinned memory becomes
     part of the graph: replays read what is there then.
     """
-    if all(t.device == device for t in sources):
+    for tensor in sources:
+        if tensor.device != device:
+            break
+    else:
         return sources
     if torch.compiler.is_compiling():
         return [t.to(device) for t in sources]

@@ -182,15 +182,16 @@ class SumTree:
             ValueError: a priority is NaN, infinite or negative (CPU; a GPU keeps the old one, and counts it in
                 :attr:`refused`), or the arguments have different numbers of elements. Nothing has changed.
         """
-        index = self._vector(index, torch.int64)
+        number = self.leaves.get_device()
+        index = self._vector(index, torch.int64, number)
         n = index.numel()
         if not isinstance(priority, Tensor):
             priority = torch.full((n,), priority, dtype=torch.float32, device=self.device)
         elif priority.numel() == 1 and n != 1:
             priority = priority.reshape(1).expand(n)
-        priority = self._vector(priority, torch.float32)
+        priority = self._vector(priority, torch.float32, number)
         if generation is not None:
-            generation = self._vector(generation, torch.int64)
+            generation = self._vector(generation, torch.int64, number)
         if priority.numel() != n or (generation is not None and generation.numel() != n):
             given = {"priorities": priority.numel()}
             if generation is not None:
@@ -426,14 +427,17 @@ class SumTree:
             f"device={str(self.device)!r}, nbytes={self.nbytes})"
         )
 
-    def _vector(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        """``values`` as the operations want them, contiguous, ``[n]``; as they are where they are so already."""
+    def _vector(self, values: Tensor, dtype: torch.dtype, number: int | None = None) -> Tensor:
+        """``values`` as the operations want them, contiguous, ``[n]``; as they are where they are so already.
+
+        ``number`` is that of the tree's device, where the caller knows it.
+        """
         if (
             values.dtype is not dtype
             or values.dim() != 1
             or values.requires_grad
             # the number of the device, -1 for the CPU: cheaper to compare than torch.device
-            or values.get_device() != self.leaves.get_device()
+            or values.get_device() != (self.leaves.get_device() if number is None else number)
         ):
             if dtype is torch.int64 and (values.is_floating_point() or values.dtype is torch.bool):
                 raise TypeError(f"rows and generations are integers, not {values.dtype}")
