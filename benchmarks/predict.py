@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from benchmarks.tables import digits, table
 from gpubuf.kernels import config
 from gpubuf.kernels.rows import arena_offsets
+from gpubuf.kernels.sum_tree._launch import TOP_NODES, top_block
 
 BANDWIDTH = 4.1e12
 """Bytes per second that a copy reaches: 85 % of the nominal 4.8 TB/s of HBM3e."""
@@ -52,6 +53,7 @@ class Call:
         trips: dependent accesses to memory, one after the other.
         n_bytes: moved, in whole sectors.
         instructions: of warps.
+        schedulers: the part of the processor that they run on: all of it, or one multiprocessor.
     """
 
     name: str
@@ -59,11 +61,17 @@ class Call:
     trips: float
     n_bytes: float
     instructions: float
+    schedulers: float = 1.0
+
+    @property
+    def issuing(self) -> float:
+        """Seconds of the instructions."""
+        return self.instructions / (ISSUE * self.schedulers)
 
     @property
     def seconds(self) -> float:
         """The prediction, in a graph."""
-        throughput = max(self.n_bytes / BANDWIDTH, self.instructions / ISSUE)
+        throughput = max(self.n_bytes / BANDWIDTH, self.issuing)
         return self.launches * LAUNCH + self.trips * TRIP + throughput
 
 
@@ -79,6 +87,13 @@ GATHER = (44.5, 306.0)
 DRAWN_ONCE = (31.0, 460.0)
 DRAWN_EACH = (93.0, 392.0)
 EXTEND = (40.5, 464.0)
+
+
+CHILD = 18.5
+"""Instructions of a thread for a child that it adds to a node of a tree, from the machine code for sm_90."""
+
+ONE = 1 / 132
+"""One multiprocessor of all."""
 
 
 def copied(n: int, drawn: bool, cost: tuple[float, float] | None = None) -> float:
@@ -120,20 +135,35 @@ def tree(n: int) -> list[Call]:
     node = max(SECTOR, 8 * fan_out)
     draw = Call(f"prioritized draw, {n}", 1, levels + 1.5, n * (node * levels + 24), n * fan_out * levels * 30 / 32)
     setting = config.tree_update(fan_out, n)
-    touched = [min(n, max(1, CAPACITY // fan_out**level)) for level in range(1, levels + 1)]
-    nodes = 3 * sum(touched) * node
-    if setting.single_program:
-        # Claim, resolve and leaves, then every level: a turn reads children and writes parents.
-        turns = 3 * -(-n // setting.block_entries) + sum(-(-count // setting.block_nodes) for count in touched)
-        update = Call(f"priority update, {n}", 1, 0.75 * turns, nodes, 0)
-    else:
-        update = Call(f"priority update, {n}", levels + 2, 1.5 * (levels + 2), nodes, 0)
+    needed = [min(n, -(-CAPACITY // fan_out**level)) for level in range(1, levels + 1)]
     # The rows of a write follow each other: a node of the first level is shared by as many as its children.
     runs = [max(1, -(-n // fan_out**level)) for level in range(1, levels + 1)]
-    turns = -(-n // setting.block_entries) + sum(-(-count // setting.block_nodes) for count in runs)
-    launches = 1 if setting.single_program else levels + 1
-    mark = Call(f"mark, {n}", launches, 0.75 * turns if launches == 1 else 1.5 * launches, 3 * sum(runs) * node, 0)
-    return [draw, update, mark]
+    blocks = sum(-(-count // setting.block_nodes) for count in needed)
+    if setting.single_program:
+        # A turn reads children and writes parents. One that another entry recomputes still takes its part of a turn.
+        entries = -(-n // setting.block_entries)
+        # Claim, resolve and leaves; or the leaves alone.
+        launched = [(1, 0.75 * (3 * entries + blocks), ONE), (1, 0.75 * (entries + blocks), ONE)]
+    else:
+        # The entries, the first level, every other wide one; one program does the narrow ones.
+        narrow = [count for count in needed[1:] if count <= TOP_NODES]
+        wide = levels - len(narrow)
+        turns = sum(-(-count // top_block(fan_out)) for count in narrow)
+        launches = 1 + wide + bool(narrow)
+        launched = [(launches, 1.5 * (1 + wide) + 0.75 * turns, 1.0)] * 2
+    named = [("priority update", needed), ("mark", runs)]
+    calls = [
+        Call(
+            f"{name}, {n}",
+            launches,
+            trips,
+            3 * sum(recomputed) * node,
+            sum(recomputed) * fan_out * CHILD / 32,
+            schedulers,
+        )
+        for (name, recomputed), (launches, trips, schedulers) in zip(named, launched, strict=True)
+    ]
+    return [draw, *calls]
 
 
 def slices(n: int, slice_len: int) -> Call:
@@ -177,7 +207,7 @@ def prediction_table(found: Sequence[Call] | None = None) -> str:
             f"{call.n_bytes / 1e6:.3f}",
             f"{call.instructions / 1e6:.3f}",
             digits(call.n_bytes / BANDWIDTH * 1e6),
-            digits(call.instructions / ISSUE * 1e6),
+            digits(call.issuing * 1e6),
             digits(call.seconds * 1e6),
         ]
         for call in (calls() if found is None else found)

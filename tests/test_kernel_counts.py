@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 
-from benchmarks import kernels
+from benchmarks import kernels, predict
 from benchmarks.goals import GOALS, tree_depth
 from benchmarks.runs import Run, newest_runs
 from tests.aot import Compiled, all_specs
@@ -59,6 +58,8 @@ def test_large_updates_take_a_launch_a_level():
     """What the count above would show if it were wrong: a batch beyond one program launches more."""
     (update,) = [each for each in kernels.count(["prioritized"], [2048]) if "update" in each["call"]]
     assert update["total"] > tree_depth()
+    (predicted,) = [call for call in predict.tree(2048) if "update" in call.name]
+    assert predicted.launches == update["total"]
 
 
 def test_resources_are_the_most_of_any_specialisation(monkeypatch: pytest.MonkeyPatch):
@@ -66,12 +67,11 @@ def test_resources_are_the_most_of_any_specialisation(monkeypatch: pytest.Monkey
     gathers = sum("rows_gather" in spec.kernel for spec in specs)
     assert gathers > 1
 
-    def compiled(given: list[Any], target: str) -> list[Compiled]:
-        assert given == specs
+    def compiled(target: str) -> list[Compiled]:
         return [Compiled(str(spec), target, 10 + i, 4 * i, 100 - i) for i, spec in enumerate(specs)]
 
     monkeypatch.setattr("tests.aot.all_specs", lambda: specs)
-    monkeypatch.setattr("tests.aot.compile_specs", compiled)
+    monkeypatch.setattr("tests.aot.compile_in_subprocess", compiled)
     found = {each["kernel"]: each for each in kernels.resources()}
     assert list(found) == ["philox_uniform_kernel", "rows_gather_kernel"]
     gather = found["rows_gather_kernel"]
@@ -79,7 +79,7 @@ def test_resources_are_the_most_of_any_specialisation(monkeypatch: pytest.Monkey
     most = {"registers": 10 + gathers, "spill_bytes": 4 * gathers, "shared_bytes": 99}
     assert gather["targets"] == dict.fromkeys(("sm_80", "sm_90", "sm_100", "gfx942"), most)
     monkeypatch.setattr(
-        "tests.aot.compile_specs", lambda given, target: [Compiled("x", target, error="no")] * len(specs)
+        "tests.aot.compile_in_subprocess", lambda target: [Compiled("x", target, error="no")] * len(specs)
     )
     with pytest.raises(RuntimeError, match="x on sm_80: no"):
         kernels.resources()
