@@ -152,6 +152,36 @@ def test_a_call_that_fails_waits_for_the_others():
     assert _threads.call_in_parts(lambda first, length: first, (), LARGE, ()) == [0, LARGE // 2]
 
 
+def test_an_interrupt_behind_any_call_leaves_the_workers_free():
+    """A signal is handled when a call returns; that of the lock's ``acquire`` is one of them."""
+    code = _threads._Workers.call.__code__
+    places = 0
+
+    def interrupted_at(place: int) -> bool:
+        returned = 0
+
+        def interrupt(frame, event, argument) -> None:
+            nonlocal returned
+            if event == "c_return" and frame.f_code is code:
+                returned += 1
+                if returned > place:
+                    raise KeyboardInterrupt
+
+        sys.setprofile(interrupt)
+        try:
+            _threads.call_in_parts(lambda first, length: first, (), LARGE, ())
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.setprofile(None)
+        return False
+
+    while interrupted_at(places):
+        assert not _threads._workers._busy.locked()
+        places += 1
+    assert places
+
+
 def test_an_error_in_a_worker_reaches_the_caller():
     begun = threading.Event()
 
