@@ -13,17 +13,13 @@ import pickle
 import secrets
 import weakref
 from multiprocessing.context import get_spawning_popen
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from gpubuf.data.locking import Turn
 from gpubuf.data.prefetch import Prefetcher
 from gpubuf.data.samplers import Sampler
 from gpubuf.data.storages import TensorStorage
 from gpubuf.data.unfinished import REPLAY
-
-if TYPE_CHECKING:
-    pass
-
 
 _BYTES = "_bytes"
 
