@@ -242,6 +242,8 @@ def change_meaning(target: Target, generator: random.Random) -> None:
     else:
         state = copy.deepcopy(serialization.load(folder / file["name"]))
         change_tree(state, generator)
+        # Files are created, never overwritten.
+        (folder / file["name"]).unlink()
         file["size"], file["checksum"] = serialization.write(folder / file["name"], serialization.contents(state))
     reseal(folder, content)
 

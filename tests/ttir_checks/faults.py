@@ -162,7 +162,7 @@ FAULTS = {
     ),
     "no mask": Fault("trajectories._triton:store_slices", ", mask=i < n)", ")", "out-of-bounds", index_used),
     "offset of a level": Fault(
-        "sum_tree._triton_update:_stage_refresh", "below + (node << SHIFT)", "below + 4 + (node << SHIFT)",
+        "sum_tree._triton_stages:stage_refresh", "tl.multiple_of(below, 1 << columns)", "below + 4",
         "out-of-bounds", tree_used,
     ),
     "words of any address": Fault(
@@ -172,11 +172,12 @@ FAULTS = {
         "rows._triton:rows_write_kernel", "mask & valid & winner", "mask & valid", "duplicate", rows_written
     ),
     "store in the place of an atomic": Fault(
-        "sum_tree._triton_update:_stage_claim", "tl.atomic_max(bits_ptr + row, ", "tl.store(bits_ptr + row, ",
-        "duplicate", tree_used,
+        "sum_tree._triton_stages:stage_claim",
+        'tl.atomic_max(bits_ptr + row, i.to(tl.uint32) | 0x80000000, mask=claims, sem="relaxed")',
+        "tl.store(bits_ptr + row, i.to(tl.uint32) | 0x80000000, mask=claims)", "duplicate", tree_used,
     ),
     "weights of a mark differ": Fault(
-        "sum_tree._triton_update:_stage_mark", "leaves_ptr + row, weight,", "leaves_ptr + (row >> 1), weight + i,",
+        "sum_tree._triton_stages:stage_mark", "leaves_ptr + row, weight,", "leaves_ptr + (row >> 1), weight + i,",
         "duplicate", tree_used,
     ),
     "another's word": Fault(
