@@ -199,13 +199,14 @@ def tree_update(fan_out: int, n: int, device_name: str | None = None, directory:
 def tree_draw(fan_out: int, n: int, device_name: str | None = None, directory: Path | None = None) -> DrawConfig:
     """Launch configuration of ``n`` draws.
 
-    The rule: many small programs while they fit the processor side by side, then up to 512 children a program.
+    The rule: many small programs while they fit the processor side by side, then up to 512 children a program, on 4
+    warps: with fewer, wide nodes spill registers.
     """
     found = tuned("sum_tree_draw", device_name, directory, fan_out=fan_out, n=n)
     if found is not None:
         return found
     block_draws = max(1, min(4 if n <= 512 else 16, 512 // fan_out))
-    return DrawConfig(block_draws=block_draws, num_warps=max(1, min(4, block_draws * fan_out // 256)))
+    return DrawConfig(block_draws=block_draws, num_warps=4 if block_draws * fan_out >= 512 else 1)
 
 
 def index_words(steps: int, envs: int) -> int:
