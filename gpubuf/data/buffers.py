@@ -19,7 +19,7 @@ from gpubuf.data.samplers import RandomSampler, Sampler
 from gpubuf.data.sampling import Sampling
 from gpubuf.data.storages import LazyTensorStorage, Storage, TensorStorage
 from gpubuf.data.transforms import Compose
-from gpubuf.data.unfinished import DERIVED, Mending, Unfinished
+from gpubuf.data.unfinished import DERIVED, Unfinished
 from gpubuf.data.writers import RoundRobinWriter, Writer
 
 DEFAULT_CAPACITY = 1_000
@@ -41,7 +41,7 @@ def default_storage() -> LazyTensorStorage:
     return LazyTensorStorage(DEFAULT_CAPACITY)
 
 
-class ReplayBuffer(Mending, Copyable, Movable, Sampling):
+class ReplayBuffer(Copyable, Movable, Sampling):
     """A replay buffer whose rows, counters and random numbers stay on the storage's device.
 
     ``extend``, ``sample`` and ``update_priority`` never synchronise with the host. All of them may be called from

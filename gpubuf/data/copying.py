@@ -17,23 +17,16 @@ from typing import Any, Self
 
 from gpubuf.data.locking import Turn
 from gpubuf.data.prefetch import Prefetcher
-from gpubuf.data.samplers import Sampler
-from gpubuf.data.storages import TensorStorage
-from gpubuf.data.unfinished import REPLAY
+from gpubuf.data.unfinished import REPLAY, Mending
 
 _BYTES = "_bytes"
 
 
-class Copyable:
+class Copyable(Mending):
     """What makes a buffer one that can be pickled, copied and forked."""
 
-    _storage: TensorStorage
-    _sampler: Sampler
     _lock: Turn
     _ahead: Prefetcher
-
-    def _mend(self) -> None:
-        raise NotImplementedError
 
     def _connect(self, prefetch: int) -> None:
         """Give the buffer a lock and a queue, and make them known."""
