@@ -67,7 +67,7 @@ gpu:
 	$(GPU_PYTHON) -m benchmarks.stages $(STAGE) $(INTO) $(ARGS)
 
 # Without PyTorch's cache of memory, so that an access beyond a tensor is one beyond an allocation.
-SANITIZED := tests/test_rows_gpu.py tests/test_sum_tree_gpu.py tests/test_trajectories_gpu.py
+SANITIZED := tests/kernels/test_rows_gpu.py tests/kernels/test_sum_tree_gpu.py tests/kernels/test_trajectories_gpu.py
 sanitize: export GPUBUF_TEST_GPU := 1
 sanitize: export PYTORCH_NO_CUDA_MEMORY_CACHING := 1
 sanitize:

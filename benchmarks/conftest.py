@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import clocks
-from benchmarks.machine import describe
-from benchmarks.registry import REGISTRY, TITLES, Entry, environment, in_order
-from benchmarks.runs import write_whole
+from benchmarks.measure import clocks
+from benchmarks.measure.machine import describe
+from benchmarks.report.runs import write_whole
+from benchmarks.workloads.registry import REGISTRY, TITLES, Entry, environment, in_order
 
 #: Seconds that a benchmark is repeated for: those of the tables, and the points of curves.
 SECONDS, POINT_SECONDS = 2.0, 0.25

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from benchmarks import floor
-from benchmarks.machine import PACKAGES, RESULTS, describe, result_path
-from benchmarks.registry import PEERS, REGISTRY, TITLES, environment
+from benchmarks.measure import roofline
+from benchmarks.measure.machine import PACKAGES, RESULTS, describe, result_path
+from benchmarks.workloads.registry import PEERS, REGISTRY, TITLES, environment
 
 ROOT = Path(__file__).parent.parent
 #: Where `make bench` makes the environments of the peers.
@@ -131,8 +131,8 @@ def run_benchmarks(kind: str, out: Path, *arguments: str) -> int:
         0, or the exit code of the first pytest that failed.
     """
     torch.set_num_threads(1)
-    machine = {**describe(kind), "floor": floor.measure(kind)}
-    print(f"this machine: {floor.describe(machine['floor'])}", flush=True)
+    machine = {**describe(kind), "floor": roofline.measure(kind)}
+    print(f"this machine: {roofline.describe(machine['floor'])}", flush=True)
     asked = {environment(given.partition("=")[2]) for given in arguments if given.startswith("--library=")}
     parts = [
         measure_part(python, names, kind, arguments)
@@ -152,7 +152,7 @@ def run_benchmarks(kind: str, out: Path, *arguments: str) -> int:
 
 def draw(path: Path) -> None:
     """Draw the curves that belong to a file of tables."""
-    from benchmarks import page
+    from benchmarks.report import page
 
     for made in page.write([path, curves_path(path)], curves_path(path).with_suffix(".html")):
         print(f"report: {made}")

@@ -27,11 +27,11 @@ from typing import Any
 
 import torch
 
-from benchmarks import floor
-from benchmarks.comparison import combined
-from benchmarks.machine import RESULTS, describe
+from benchmarks.measure import roofline
+from benchmarks.measure.machine import RESULTS, describe
+from benchmarks.report.comparison import combined
+from benchmarks.report.runs import Run, write_whole
 from benchmarks.run import ROOT, benchmark_options, curves_path, draw, of_curves
-from benchmarks.runs import Run, write_whole
 from gpubuf.kernels._tuned import slug, user_folder
 
 #: Seconds of a stage. A step that would have less than ``LEAST`` is left out, and said.
@@ -41,8 +41,13 @@ GRACE = 15
 #: Processes that share the gpu-marked tests, which mostly compile.
 WORKERS = 8
 
-ALONE = ("test_train_gpu.py", "test_tuning_gpu.py", "test_placement_gpu.py", "test_broken_capture_gpu.py")
-SANITIZED = ("test_rows_gpu.py", "test_sum_tree_gpu.py", "test_trajectories_gpu.py")
+ALONE = (
+    "train/test_train_gpu.py",
+    "tuning/test_tuning_gpu.py",
+    "data/test_placement_gpu.py",
+    "graphs/test_broken_capture_gpu.py",
+)
+SANITIZED = ("kernels/test_rows_gpu.py", "kernels/test_sum_tree_gpu.py", "kernels/test_trajectories_gpu.py")
 REPLAY = ("uniform-sample-*", "prioritized-sample-*", "priority-update-*", "sample-and-update-*", "*extend-256")
 OTHERS = ("placement-*", "SAC-*")
 SLICES = ("slices-*", "prioritized-slices-*", "filling-*")
@@ -104,9 +109,9 @@ class Plan:
         together = [name for name in gpu_files() if name not in ALONE]
         return [
             self._tests("tests", together, 240, workers=WORKERS),
-            self._tests("placement", ["test_placement_gpu.py"], 80),
+            self._tests("placement", ["data/test_placement_gpu.py"], 80),
             # What it does to CUDA ends with its process.
-            self._tests("broken-capture", ["test_broken_capture_gpu.py"], 50),
+            self._tests("broken-capture", ["graphs/test_broken_capture_gpu.py"], 50),
             self._benchmarks("by rule", 120, REPLAY),
         ]
 
@@ -124,7 +129,9 @@ class Plan:
         # Without PyTorch's cache, so that an access beyond a tensor is one beyond an allocation.
         uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         return [
-            self._tests("training-and-tuning", ["test_train_gpu.py", "test_tuning_gpu.py"], 130, workers=WORKERS),
+            self._tests(
+                "training-and-tuning", ["train/test_train_gpu.py", "tuning/test_tuning_gpu.py"], 130, workers=WORKERS
+            ),
             self._benchmarks("curves", 190, CURVES, "--curves", "--huge"),
             self._tests("sanitizer", SANITIZED, LIMIT, before=command, environment=uncached, needs=command[0]),
         ]
@@ -155,8 +162,9 @@ class Plan:
 
 def gpu_files() -> list[str]:
     """The files that have gpu-marked tests: others may import what a bare machine lacks."""
-    files = sorted((ROOT / "tests").glob("test_*.py"))
-    return [file.name for file in files if "pytest.mark.gpu" in file.read_text()]
+    tests = ROOT / "tests"
+    files = sorted(tests.rglob("test_*.py"))
+    return [file.relative_to(tests).as_posix() for file in files if "pytest.mark.gpu" in file.read_text()]
 
 
 def run_limited(command: Sequence[str], seconds: float, log: Path, environment: dict[str, str]) -> int:
@@ -277,8 +285,8 @@ def keep_tuned(data: dict[str, Any], folder: Path) -> None:
 
 def describe_machine(path: Path, kind: str) -> None:
     """Begin the file of results with what the machine has, and print more about it."""
-    machine = {**describe(kind), "floor": floor.measure(kind)}
-    print(f"this machine: {floor.describe(machine['floor'])}", flush=True)
+    machine = {**describe(kind), "floor": roofline.measure(kind)}
+    print(f"this machine: {roofline.describe(machine['floor'])}", flush=True)
     write_whole(path, {"machine_info": machine})
     for command in (["nvidia-smi"], [sys.executable, "-m", "pip", "list"], [sys.executable, "-m", "gpubuf", "info"]):
         with contextlib.suppress(OSError):

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from benchmarks.libraries import UnavailableError
-from benchmarks.registry import REGISTRY, LastFilled, environment
+from benchmarks.peers.libraries import UnavailableError
+from benchmarks.workloads.registry import REGISTRY, LastFilled, environment
 
 
 @pytest.fixture(scope="session")

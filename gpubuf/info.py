@@ -17,9 +17,9 @@ import torch
 from tensordict import TensorDict
 
 import gpubuf
-from gpubuf.data import memory
-from gpubuf.data.placement import readable
-from gpubuf.data.storages import LazyTensorStorage
+from gpubuf.data.storages import host_memory
+from gpubuf.data.storages.placement import readable
+from gpubuf.data.storages.tensor_storage import LazyTensorStorage
 from gpubuf.kernels import _tuned
 from gpubuf.kernels._spaces import SPACES
 from gpubuf.tables import aligned
@@ -155,7 +155,7 @@ def info() -> Info:
         versions=_versions(),
         devices=devices,
         no_gpu=no_gpu,
-        host=memory.host_memory(),
+        host=host_memory.host_memory(),
         tuned=tuned_files({device.name for device in devices}),
         folders=tuple(_tuned.folders()),
         checks=(
@@ -195,7 +195,7 @@ def _device(number: int) -> Device:
     device = torch.device("cuda", number)
     properties = torch.cuda.get_device_properties(device)
     architecture = getattr(properties, "gcnArchName", "") if torch.version.hip else ""
-    free, total = memory.device_memory(device)
+    free, total = host_memory.device_memory(device)
     return Device(
         torch.cuda.get_device_name(device),
         architecture.partition(":")[0] or f"sm_{properties.major}{properties.minor}",

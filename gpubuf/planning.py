@@ -11,10 +11,16 @@ import torch
 from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
 
-from gpubuf.data import memory
-from gpubuf.data.layout import Key, Leaf, RowLayout, as_key, batch_shape
-from gpubuf.data.memory import Free
-from gpubuf.data.placement import (
+from gpubuf.data.buffers.writers import DERIVED_KEYS
+from gpubuf.data.samplers.base import RandomSampler, Sampler, SamplerWithoutReplacement
+from gpubuf.data.samplers.prioritized import PrioritizedSampler
+from gpubuf.data.samplers.prioritized_slices import PrioritizedSliceSampler
+from gpubuf.data.samplers.slices import SliceSampler
+from gpubuf.data.samplers.slices_without_replacement import SliceSamplerWithoutReplacement
+from gpubuf.data.storages import host_memory
+from gpubuf.data.storages.host_memory import Free
+from gpubuf.data.storages.layout import Key, Leaf, RowLayout, as_key, batch_shape
+from gpubuf.data.storages.placement import (
     PINNED,
     SPLIT,
     IndexBytes,
@@ -23,13 +29,7 @@ from gpubuf.data.placement import (
     near_steps,
     readable,
 )
-from gpubuf.data.placement import parse_bytes as parse_bytes
-from gpubuf.data.prioritized import PrioritizedSampler
-from gpubuf.data.prioritized_slices import PrioritizedSliceSampler
-from gpubuf.data.samplers import RandomSampler, Sampler, SamplerWithoutReplacement
-from gpubuf.data.slices import SliceSampler
-from gpubuf.data.slices_without_replacement import SliceSamplerWithoutReplacement
-from gpubuf.data.writers import DERIVED_KEYS
+from gpubuf.data.storages.placement import parse_bytes as parse_bytes
 from gpubuf.kernels.rows import ENTRY
 from gpubuf.tables import aligned
 
@@ -198,7 +198,7 @@ def plan(
         raise ValueError(f"capacity and envs must be at least 1, got capacity={capacity} and envs={envs}")
     leaves = _leaves(spec)
     chosen = _sampler(sampler)
-    free = memory.free()
+    free = host_memory.free()
     device_type = "cpu" if free.device is None else "cuda"
     limit = None
     if budget is not None:

@@ -23,10 +23,10 @@ def numbers(text: str) -> set[int]:
 def covering_tests() -> dict[int, list[str]]:
     """``file::test`` of every test by the case that its docstring, or its module's, names."""
     found: dict[int, list[str]] = {}
-    for path in sorted(HERE.glob("test_*.py")):
-        module = ast.parse(path.read_text())
+    for path in sorted(HERE.rglob("test_*.py")):
+        module, file = ast.parse(path.read_text()), path.relative_to(HERE).as_posix()
         tests = [n for n in ast.walk(module) if isinstance(n, ast.FunctionDef) and n.name.startswith("test_")]
-        for node, name in [(module, path.name), *((test, f"{path.name}::{test.name}") for test in tests)]:
+        for node, name in [(module, file), *((test, f"{file}::{test.name}") for test in tests)]:
             for number in numbers(ast.get_docstring(node) or ""):
                 found.setdefault(number, []).append(name)
     return found

@@ -16,8 +16,8 @@ from gpubuf.commands import train as train_command
 from gpubuf.train import progress
 from gpubuf.train.config import defaults
 from gpubuf.train.progress import BarReporter, PlainReporter, QuietReporter, Speed, Status, choose_reporter
-from tests import train_environments
-from tests.train_environments import PREFIX
+from tests.support import train_environments
+from tests.support.train_environments import PREFIX
 
 TINY = [
     *("--total-steps", "120", "--learning-starts", "40", "--batch-size", "8", "--hidden", "8", "--eval-episodes", "2"),
@@ -216,7 +216,7 @@ def test_a_log_gets_plain_lines(capsys, tmp_path, monkeypatch):
     assert "\r" not in output
     lines = output.splitlines()
     assert len(lines) == 13
-    assert lines[0].startswith("SAC on tests.train_environments:Signalling-v0, prioritized replay, seed 0; in ")
+    assert lines[0].startswith("SAC on tests.support.train_environments:Signalling-v0, prioritized replay, seed 0; in ")
     assert lines[10].startswith("step 120/120  return -")
     assert "steps/s" in lines[10]
     assert "critic -" in lines[1]

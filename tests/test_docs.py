@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.report import BLOCK as FIGURES
-from benchmarks.report import newest_runs, pages, rewritten
+from benchmarks.report.write import BLOCK as FIGURES
+from benchmarks.report.write import newest_runs, pages, rewritten
 from gpubuf.cli import COMMANDS
 
 ROOT = Path(__file__).parent.parent

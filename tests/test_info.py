@@ -12,11 +12,11 @@ import torch
 
 from gpubuf import info as module
 from gpubuf.cli import main
-from gpubuf.data import memory
-from gpubuf.data.placement import readable
+from gpubuf.data.storages import host_memory
+from gpubuf.data.storages.placement import readable
 from gpubuf.info import info, tuned_files, why_no_gpu
 from gpubuf.kernels import _tuned
-from tests.tuned_files import DEVICE, FILE, content, draw, write_file
+from tests.support.tuned_files import DEVICE, FILE, content, draw, write_file
 
 NO_GPU = not torch.cuda.is_available()
 
@@ -124,7 +124,7 @@ def gpu(monkeypatch):
         "get_device_properties": lambda device=None: properties,
     }.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(memory, "device_memory", lambda device=None: (60 * 2**30, 80 * 2**30))
+    monkeypatch.setattr(host_memory, "device_memory", lambda device=None: (60 * 2**30, 80 * 2**30))
     monkeypatch.setattr(module, "_try_graph", fail)
     monkeypatch.setattr(module, "_try_pinned_gather", lambda: None)
     return properties

@@ -88,6 +88,30 @@ def test_kernel_files_hold_kernels_only(path: Path):
             assert [d.partition("(")[0] for d in decorators] == ["triton.jit"], f"{node.name} has {decorators}"
 
 
+ROOMS = ("runtime", "storages", "concurrency", "samplers", "checkpoints", "buffers", "formats")
+"""Folders of gpubuf/data, from the lowest to the highest: each imports from those before it only."""
+
+
+def arrows() -> dict[tuple[str, str], list[str]]:
+    """Imports from one room of gpubuf/data into another, ``"file imports module"`` by the two rooms."""
+    found: dict[tuple[str, str], list[str]] = {}
+    data = ROOT / "gpubuf" / "data"
+    for path in sorted(data.glob("*/*.py")):
+        for name in sorted(imported_modules(path)):
+            top, _, module = name.partition("gpubuf.data.")
+            room = module.partition(".")[0]
+            if not top and room in ROOMS and room != path.parent.name:
+                found.setdefault((path.parent.name, room), []).append(f"{path.relative_to(data)} imports {name}")
+    return found
+
+
+def test_rooms_import_downwards():
+    """Also where the import is for the type checker alone."""
+    assert {path.parent.name for path in (ROOT / "gpubuf" / "data").glob("*/*.py")} == set(ROOMS)
+    upwards = [lines for (a, b), lines in arrows().items() if ROOMS.index(b) > ROOMS.index(a)]
+    assert not upwards
+
+
 def test_files_stay_readable():
     """About 400 lines."""
     assert len(SOURCES) > 20

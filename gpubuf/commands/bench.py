@@ -16,7 +16,7 @@ NEEDS = ("pytest", "pytest_benchmark")
 
 def run(options: dict[str, Any]) -> int:
     root = Path(__file__).absolute().parents[2]
-    if not (root / "benchmarks" / "registry.py").exists():
+    if not (root / "benchmarks" / "run.py").exists():
         raise UsageError(
             "the benchmarks are in the source tree, and not in the installed package: run this in a clone of the "
             f"repository (looked for {root / 'benchmarks'})"
@@ -25,7 +25,7 @@ def run(options: dict[str, Any]) -> int:
     if missing and not options["draw"] and not options["list"]:
         raise UsageError(f"the benchmarks need {' and '.join(missing)}: pip install -e '.[train,test]'")
     sys.path.insert(0, str(root))
-    return importlib.import_module("benchmarks.bench").run(options)
+    return importlib.import_module("benchmarks.command").run(options)
 
 
 def add(commands: Any) -> None:

@@ -23,7 +23,7 @@ def run(options: dict[str, Any]) -> int:
     if folder is None:
         raise UsageError("there is no home folder to put the tuned file into: say where with --out FOLDER")
 
-    from gpubuf.data.memory import device_memory
+    from gpubuf.data.storages.host_memory import device_memory
     from gpubuf.tables import show
     from gpubuf.tuning import tune_device
     from gpubuf.tuning.files import caveat

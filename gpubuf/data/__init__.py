@@ -1,25 +1,25 @@
 """Replay buffers: storages, writers, samplers, and the buffers made of them."""
 
-from gpubuf.data.buffers import ReplayBuffer
-from gpubuf.data.memmap_storage import LazyMemmapStorage
-from gpubuf.data.minari import from_minari
-from gpubuf.data.prioritized import PrioritizedSampler
-from gpubuf.data.prioritized_slices import PrioritizedSliceSampler
-from gpubuf.data.random import RandomState
-from gpubuf.data.samplers import RandomSampler, Sampler, SamplerWithoutReplacement
-from gpubuf.data.slices import SliceSampler
-from gpubuf.data.slices_without_replacement import SliceSamplerWithoutReplacement
-from gpubuf.data.storages import LazyTensorStorage, Storage, TensorStorage
-from gpubuf.data.sum_tree import SumTree
-from gpubuf.data.tensordict_buffers import (
+from gpubuf.data.buffers.replay_buffer import ReplayBuffer
+from gpubuf.data.buffers.tensordict_buffers import (
     PrioritizedReplayBuffer,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
-from gpubuf.data.torchrl_format import load_torchrl, save_torchrl
-from gpubuf.data.trajectories import Trajectories, TrajectoryIndex
-from gpubuf.data.transforms import Compose
-from gpubuf.data.writers import RoundRobinWriter, TensorDictRoundRobinWriter, Writer
+from gpubuf.data.buffers.transforms import Compose
+from gpubuf.data.buffers.writers import RoundRobinWriter, TensorDictRoundRobinWriter, Writer
+from gpubuf.data.formats.minari import from_minari
+from gpubuf.data.formats.torchrl import load_torchrl, save_torchrl
+from gpubuf.data.samplers.base import RandomSampler, Sampler, SamplerWithoutReplacement
+from gpubuf.data.samplers.prioritized import PrioritizedSampler
+from gpubuf.data.samplers.prioritized_slices import PrioritizedSliceSampler
+from gpubuf.data.samplers.random_state import RandomState
+from gpubuf.data.samplers.slices import SliceSampler
+from gpubuf.data.samplers.slices_without_replacement import SliceSamplerWithoutReplacement
+from gpubuf.data.samplers.sum_tree import SumTree
+from gpubuf.data.samplers.trajectory_index import Trajectories, TrajectoryIndex
+from gpubuf.data.storages.memmap_storage import LazyMemmapStorage
+from gpubuf.data.storages.tensor_storage import LazyTensorStorage, Storage, TensorStorage
 
 __all__ = [
     "Compose",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.data.capturing import recording
+from gpubuf.data.runtime.recording import recording
 from gpubuf.objectives.common import LossModule
 
 

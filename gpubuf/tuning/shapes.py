@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gpubuf.data.layout import Key
+from gpubuf.data.storages.layout import Key
 from gpubuf.kernels import config
 
 #: What a key of a row is: its dtype, and the shape of one row.

@@ -17,9 +17,9 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from gpubuf.data.random import RandomState
-from gpubuf.data.storages import TensorStorage
-from gpubuf.data.sum_tree import SumTree
+from gpubuf.data.samplers.random_state import RandomState
+from gpubuf.data.samplers.sum_tree import SumTree
+from gpubuf.data.storages.tensor_storage import TensorStorage
 from gpubuf.kernels import config, rows, sac, sum_tree, tanh_normal, trajectories
 from gpubuf.tuning.candidates import rule
 from gpubuf.tuning.shapes import Job, Shapes

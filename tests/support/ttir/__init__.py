@@ -7,8 +7,8 @@ interpreter hides shows here: values that the compiler does not carry through a 
 specialisation makes of arguments, code that does not compile. :mod:`.detect` looks for races between programs, barriers
 that are missing within one, and accesses out of bounds, misaligned or uninitialised.
 
-``python -m pytest -p tests.support.ttir.plugin -n 0 -k "not numba" tests/test_rows.py`` runs a file of tests so;
-tests/test_ttir.py runs every kernel.
+``python -m pytest -p tests.support.ttir.plugin -n 0 -k "not numba" tests/kernels/test_rows.py`` runs a file of tests
+so; tests/kernels/test_ttir.py runs every kernel.
 
 Not seen: what Triton's later passes, LLVM and ptxas do. Floats are NumPy's: no fused multiply-add, exact functions.
 Programs run one after another, so that a race shows in what is accessed and not in what comes out, and a program that

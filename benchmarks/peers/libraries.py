@@ -1,0 +1,315 @@
+"""One adapter per library: the same five operations, each in the words that a user of that library writes.
+
+An adapter does nothing that is timed: what a benchmark times are the functions that it returns.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from benchmarks.workloads.sources import Source
+
+ALPHA, BETA, EPS = 0.6, 0.4, 1e-8
+#: Bytes, and rows, of a write that fills a buffer.
+CHUNK_BYTES, CHUNK_ROWS = 1 << 25, 1_000_000
+
+
+class UnavailableError(Exception):
+    """The library is not installed, or cannot do this; the message says why."""
+
+
+class Library(ABC):
+    """A replay buffer of some library, filled with the given rows.
+
+    Args:
+        source: the rows. The buffer is exactly full of them afterwards, its cursor at the first.
+        prioritized: proportional prioritization, with exponents :data:`ALPHA` and :data:`BETA`.
+        device: where the buffer keeps its rows, or brings its batches.
+
+    Attributes:
+        name: the library's, in files of results.
+        title: the same for people.
+        tree_bytes: what prioritization takes for a row, about.
+        weights_over: the largest importance weight of the ``"buffer"`` is 1, or that of the ``"batch"``.
+        exact_sums: a row of next to no weight is never drawn; not so where sums are float32.
+        lacks: columns of transitions that its batches don't have.
+        priorities_known: all rows have the priorities that the benchmarks give them.
+        untouched: nothing was written since it was filled.
+
+    Raises:
+        UnavailableError: the library is missing, has no such buffer here, or the buffer no room.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    tree_bytes: ClassVar[int] = 8
+    weights_over: ClassVar[str] = "buffer"
+    exact_sums: ClassVar[bool] = True
+    lacks: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(self, source: Source, prioritized: bool, device: str) -> None:
+        self.source = source
+        self.prioritized = prioritized
+        self.device = device
+        self.priorities_known = False
+        self.untouched = True
+        self.load()
+        self.check_room()
+        self.open()
+        self.fill()
+
+    @abstractmethod
+    def load(self) -> None:
+        """Import the library, and find out whether it can do this at all."""
+
+    @abstractmethod
+    def open(self) -> None:
+        """Create the buffer."""
+
+    @abstractmethod
+    def rows(self, source: TensorDict) -> Any:
+        """Rows in the form that :attr:`extend` takes, made before anything is timed."""
+
+    @abstractmethod
+    def priorities(self, index: Tensor, priority: Tensor) -> tuple[Any, Any]:
+        """An index and its priorities in the form that :attr:`update` takes."""
+
+    @abstractmethod
+    def columns(self, batch: Any) -> dict[str, np.ndarray]:
+        """A sampled batch as arrays by flat name; importance weights are called ``weight``."""
+
+    @abstractmethod
+    def stored(self, position: np.ndarray) -> dict[str, np.ndarray]:
+        """What lies at these positions of the buffer, read past the sampler."""
+
+    #: write rows at the cursor
+    extend: Callable[[Any], Any]
+    #: a batch of ``n`` rows
+    sample: Callable[[int], Any]
+    #: set priorities
+    update: Callable[[Any, Any], Any]
+    #: one step of prioritized training: draw ``n``, give the drawn rows these priorities, return the batch
+    step: Callable[[int, Any], Any]
+
+    def row_bytes(self) -> int:
+        """What a row takes in this library's buffer, about."""
+        return self.source.layout.row_bytes + (self.tree_bytes if self.prioritized else 0)
+
+    def check_room(self) -> None:
+        """Raise where the buffer would leave others less than a quarter of what memory is free."""
+        from gpubuf.data.storages import host_memory
+
+        need = self.row_bytes() * len(self.source)
+        on_gpu = self.device == "cuda" and torch.cuda.is_available()
+        free = host_memory.device_memory()[0] if on_gpu else host_memory.host_memory()[0]
+        if need > free * 3 // 4:
+            raise UnavailableError(f"no room: it takes {need / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free")
+
+    def fill(self) -> None:
+        """Write all rows."""
+        n = max(min(CHUNK_BYTES // self.source.layout.row_bytes, CHUNK_ROWS), 1)
+        for start in range(0, len(self.source), n):
+            self.extend(self.rows(self.source.rows(start, min(n, len(self.source) - start))))
+
+    def settle(self, call: Callable[[], object]) -> None:
+        """Call often enough that nothing happens any more that happens only the first few times."""
+        call()
+
+    def wait(self) -> None:
+        """Wait for what calls have only queued."""
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+    @property
+    def clock(self) -> str:
+        """What its calls are timed with: ``"events"`` of CUDA, where they go to PyTorch's stream; else ``"wall"``."""
+        return "events" if self.device == "cuda" else "wall"
+
+
+class TorchRLInterface(Library):
+    """The interface of TorchRL, which is gpubuf's as well."""
+
+    buffer: Any
+
+    def classes(self) -> tuple[Any, Any, Any]:
+        """The uniform buffer, the prioritized buffer and the storage."""
+        raise NotImplementedError
+
+    def load(self) -> None:
+        self.uniform_class, self.prioritized_class, self.storage_class = self.classes()
+
+    def storage(self) -> Any:
+        """An empty storage."""
+        return self.storage_class(len(self.source), device=self.device)
+
+    def open(self) -> None:
+        if self.prioritized:
+            self.buffer = self.prioritized_class(alpha=ALPHA, beta=BETA, eps=EPS, storage=self.storage())
+        else:
+            self.buffer = self.uniform_class(storage=self.storage())
+        self.extend = self.buffer.extend
+        self.sample = self.buffer.sample
+        self.update = self.buffer.update_priority
+        self.step = self.take_step
+
+    def take_step(self, n: int, priority: Tensor) -> TensorDictBase:
+        batch = self.buffer.sample(n)
+        batch["td_error"] = priority
+        self.buffer.update_tensordict_priority(batch)
+        return batch
+
+    def rows(self, source: TensorDict) -> TensorDictBase:
+        return source.to(self.device)
+
+    def priorities(self, index: Tensor, priority: Tensor) -> tuple[Tensor, Tensor]:
+        return index.to(self.device), priority.to(self.device)
+
+    def columns(self, batch: TensorDictBase) -> dict[str, np.ndarray]:
+        flat = {name: column.cpu().numpy() for name, column in batch.flatten_keys(".").items()}
+        if "priority_weight" in flat:
+            flat["weight"] = flat.pop("priority_weight")
+        return flat
+
+    def stored(self, position: np.ndarray) -> dict[str, np.ndarray]:
+        return self.columns(self.buffer[torch.from_numpy(position).to(self.device)])
+
+
+class Gpubuf(TorchRLInterface):
+    """This library."""
+
+    name = "gpubuf"
+    title = "gpubuf"
+
+    def classes(self) -> tuple[Any, Any, Any]:
+        from gpubuf import LazyTensorStorage, TensorDictPrioritizedReplayBuffer, TensorDictReplayBuffer
+
+        return TensorDictReplayBuffer, TensorDictPrioritizedReplayBuffer, LazyTensorStorage
+
+
+class GpubufGraph(Gpubuf):
+    """This library, every call the replay of a CUDA graph. The buffer is filled and set up by eager calls."""
+
+    name = "gpubuf-graph"
+    title = "gpubuf, graph"
+    #: Calls of each captured function before it replays, and some more: see `gpubuf.capture`.
+    SETTLING = 6
+
+    def load(self) -> None:
+        if self.device != "cuda":
+            raise UnavailableError("CUDA graphs need a GPU: elsewhere gpubuf.capture runs the same calls one by one")
+        super().load()
+
+    def open(self) -> None:
+        super().open()
+        self.captured: dict[Any, Callable[[], Any]] = {}
+        sample, step = self.sample, self.step
+        self.sample = lambda n: self.graph(n, lambda: sample(n))()
+        # A graph for each set of priorities, which the graph reads where they lie.
+        self.step = lambda n, priority: self.graph((n, id(priority)), lambda: step(n, priority))()
+
+    def graph(self, key: Any, call: Callable[[], Any]) -> Callable[[], Any]:
+        """The captured form of a call, captured once; it keeps what the call refers to alive."""
+        if key not in self.captured:
+            from gpubuf import capture
+
+            self.captured[key] = capture(call)
+        return self.captured[key]
+
+    def settle(self, call: Callable[[], object]) -> None:
+        call()
+        known = -1
+        # As long as calls go on to meet functions that were not captured before.
+        while known < len(self.captured):
+            known = len(self.captured)
+            call()
+        for _ in range(self.SETTLING * known):
+            call()
+
+
+class TorchRL(TorchRLInterface):
+    """TorchRL from PyPI. Its trees are compiled for one version of torch, and are missing under any other."""
+
+    name = "torchrl"
+    title = "TorchRL"
+    tree_bytes = 16
+    exact_sums = False
+
+    def classes(self) -> tuple[Any, Any, Any]:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                from torchrl.data import LazyTensorStorage, TensorDictPrioritizedReplayBuffer, TensorDictReplayBuffer
+        except ImportError as error:
+            raise UnavailableError(f"TorchRL is not installed here: {error}") from error
+        return TensorDictReplayBuffer, TensorDictPrioritizedReplayBuffer, LazyTensorStorage
+
+    def open(self) -> None:
+        try:
+            super().open()
+        except RuntimeError as error:
+            if "SegmentTree" not in str(error):
+                raise
+            raise UnavailableError(f"TorchRL's prioritized sampler does not load here: {error}") from error
+
+
+class Cpprb(Library):
+    """cpprb: NumPy arrays on the CPU, sum tree in C++."""
+
+    name = "cpprb"
+    title = "cpprb"
+    tree_bytes = 24
+    exact_sums = False
+
+    def load(self) -> None:
+        if self.device != "cpu":
+            raise UnavailableError(f"cpprb has no buffer on {self.device}")
+        try:
+            import cpprb
+        except ImportError as error:
+            raise UnavailableError(f"cpprb is not installed here: {error}") from error
+        self.library = cpprb
+
+    def open(self) -> None:
+        columns = {
+            column.name: {"shape": column.width, "dtype": torch.empty(0, dtype=column.dtype).numpy().dtype}
+            for column in self.source.layout.columns
+        }
+        if self.prioritized:
+            buffer = self.library.PrioritizedReplayBuffer(len(self.source), columns, alpha=ALPHA, eps=EPS)
+            self.sample = lambda n: buffer.sample(n, beta=BETA)
+            self.update = buffer.update_priorities
+        else:
+            buffer = self.library.ReplayBuffer(len(self.source), columns)
+            self.sample = buffer.sample
+        self.buffer = buffer
+        self.extend = lambda rows: buffer.add(**rows)
+        self.step = self.take_step
+
+    def take_step(self, n: int, priority: np.ndarray) -> dict[str, np.ndarray]:
+        batch = self.buffer.sample(n, beta=BETA)
+        self.buffer.update_priorities(batch["indexes"], priority)
+        return batch
+
+    def rows(self, source: TensorDict) -> dict[str, np.ndarray]:
+        return {name: column.numpy() for name, column in source.flatten_keys(".").items()}
+
+    def priorities(self, index: Tensor, priority: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        return index.numpy().astype(np.uint64), priority.numpy()
+
+    def columns(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        flat = dict(batch)
+        if "weights" in flat:
+            flat["weight"] = flat.pop("weights")
+            flat["index"] = flat.pop("indexes").astype(np.int64)
+        return flat
+
+    def stored(self, position: np.ndarray) -> dict[str, np.ndarray]:
+        return {name: column[position] for name, column in self.buffer.get_all_transitions().items()}

@@ -1,0 +1,132 @@
+"""The files of ``benchmarks/results/``: how each is written, and which of them count."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure.machine import RESULTS, result_path
+
+#: What a file may hold in place of pytest-benchmark's ``benchmarks``.
+SUBJECTS = ("training", "anatomy", "checkpoints", "kernels", "load", "host")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One file of results.
+
+    Attributes:
+        source: the file's path from the root of the project.
+        data: its content: ``datetime``, ``machine_info``, and ``benchmarks`` as pytest-benchmark writes them or one of
+            :data:`SUBJECTS`.
+    """
+
+    source: str
+    data: dict[str, Any]
+
+    @property
+    def machine(self) -> dict[str, Any]:
+        """What the run says about its machine."""
+        return self.data["machine_info"]
+
+    def benchmark(self, workload: str, library: str) -> dict[str, Any] | None:
+        """What pytest-benchmark says about one library on one workload, or None."""
+        for benchmark in self.data["benchmarks"]:
+            extra = benchmark["extra_info"]
+            if (extra.get("workload"), extra.get("library")) == (workload, library):
+                return benchmark
+        return None
+
+    def entry(self, workload: str, library: str) -> dict[str, Any] | None:
+        """The statistics of one library on one workload, in seconds a call, or None."""
+        found = self.benchmark(workload, library)
+        if found is None:
+            return None
+        return {name: found["stats"][name] / found["extra_info"]["calls"] for name in ("median", "iqr", "min")}
+
+    def median(self, workload: str, library: str) -> float | None:
+        """Seconds a call, or None."""
+        entry = self.entry(workload, library)
+        return entry["median"] if entry else None
+
+    def measured(self, what: str) -> set[str]:
+        """Every ``workload`` or every ``library`` that was measured."""
+        return {b["extra_info"][what] for b in self.data["benchmarks"] if what in b["extra_info"]}
+
+    def extra(self, workload: str, library: str) -> dict[str, Any]:
+        """What else the file says about one library on one workload; empty where it was not measured."""
+        found = self.benchmark(workload, library)
+        return {} if found is None else found["extra_info"]
+
+    def index_bytes(self, workload: str) -> float | None:
+        """Bytes of gpubuf's trajectory index for a row that there is room for, or None."""
+        for benchmark in self.data["benchmarks"]:
+            extra = benchmark["extra_info"]
+            if extra.get("workload") == workload and "index_bytes_per_row" in extra:
+                return extra["index_bytes_per_row"]
+        return None
+
+
+#: By kind, see :func:`kind_of`.
+Runs = dict[str, Run]
+
+
+def kind_of(data: dict[str, Any]) -> str | None:
+    """``cpu`` and ``cuda`` for benchmarks, ``training``, ``checkpoints on cuda`` and the like for other subjects.
+
+    None for what is read elsewhere.
+    """
+    device = data["machine_info"]["device"]["kind"]
+    if "benchmarks" in data:
+        return device
+    subject = next((name for name in SUBJECTS if name in data), None)
+    return subject if subject is None or device == "cpu" else f"{subject} on {device}"
+
+
+def newest_runs(folder: Path = RESULTS) -> Runs:
+    """The newest run of every kind."""
+    runs: Runs = {}
+    for path in sorted(folder.glob("*.json")):
+        data = json.loads(path.read_text())
+        kind = kind_of(data)
+        if kind is not None and (kind not in runs or data["datetime"] > runs[kind].data["datetime"]):
+            runs[kind] = Run(path.relative_to(folder.parent.parent).as_posix(), data)
+    return runs
+
+
+def write_whole(path: Path, data: dict[str, Any]) -> None:
+    """Write a JSON file that is whole at any moment, whatever ends the process."""
+    beside = path.with_suffix(".part")
+    beside.write_text(json.dumps(data, indent=1, default=str))
+    beside.replace(path)
+
+
+def write_results(subject: str, results: object, machine: dict[str, Any], out: Path | None, **more: object) -> Path:
+    """Write one file of results.
+
+    Args:
+        subject: one of :data:`SUBJECTS`.
+        results: what was measured.
+        machine: what :func:`benchmarks.measure.machine.describe` said before it was measured.
+        out: where to; None: ``benchmarks/results/<subject>-<device>-<date>.json``.
+        more: further entries of the file.
+
+    Returns:
+        The file's path, which is printed as well.
+    """
+    if subject not in SUBJECTS:
+        raise ValueError(f"results are about one of {SUBJECTS}, not about {subject!r}")
+    out = out or result_path(machine["device"]["kind"], subject)
+    data = {
+        "datetime": datetime.datetime.now(datetime.UTC).isoformat(),
+        "machine_info": machine,
+        **more,
+        subject: results,
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(data, indent=1))
+    print(f"results: {out}")
+    return out

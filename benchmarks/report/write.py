@@ -1,0 +1,419 @@
+"""Writes the measured figures into README.md and the pages of docs/, so that none of them is typed by hand.
+
+``python -m benchmarks.report`` reads the newest file of ``benchmarks/results/`` of every kind and rewrites what stands
+between the markers ``<!-- figures: NAME -->`` and ``<!-- end of figures -->``. With ``--check`` it changes nothing, and
+fails where a page is out of date. The plot of the slices is drawn from the same runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure.machine import RESULTS
+from benchmarks.report.goals import GRAPH, goals_table, incremental
+from benchmarks.report.runs import Run, Runs, newest_runs
+from benchmarks.report.tables import (
+    OPEN,
+    TITLES,
+    against,
+    described,
+    digits,
+    label,
+    load_before,
+    microseconds,
+    or_open,
+    table,
+)
+from benchmarks.studies.host import host_section
+from benchmarks.studies.kernels import launches_table, resources_table
+from benchmarks.studies.predict import prediction_table
+from benchmarks.workloads.replay import WORKLOADS
+from benchmarks.workloads.slices import OPERATIONS, SIZES, SLICES, short, sized
+
+ROOT = Path(__file__).parents[2]
+PLOT = "docs/slices.png"
+KINDS = {"cpu": "CPU", "cuda": "GPU"}
+
+
+def libraries(run: Run) -> list[str]:
+    """Which libraries were measured, gpubuf first."""
+    measured = run.measured("library")
+    return [name for name in TITLES if name in measured]
+
+
+def workloads(run: Run) -> list[str]:
+    """Which workloads were measured, in their registered order; slices are not among them."""
+    measured = run.measured("workload") - SLICES.keys()
+    return [name for name in WORKLOADS if name in measured] + sorted(measured - WORKLOADS.keys())
+
+
+def slice_workloads(run: Run) -> list[str]:
+    """Which workloads of slices were measured, in their registered order."""
+    measured = run.measured("workload")
+    return [name for name in SLICES if name in measured]
+
+
+def comparison_table(runs: Runs, replay: bool) -> str:
+    """README: median time a call, and how many times as long the peers take."""
+    cpu, gpu = runs.get("cpu"), runs.get("cuda")
+    rows_of = [name for name in (workloads(cpu) if cpu else WORKLOADS) if (name in WORKLOADS) == replay]
+    peers = [
+        name
+        for name in (libraries(cpu) if cpu else [])
+        if name != "gpubuf" and any(cpu.entry(workload, name) for workload in rows_of)
+    ]
+    rows = []
+    for workload in rows_of:
+        ours = cpu.median(workload, "gpubuf") if cpu else None
+        compared = [against(ours, cpu.median(workload, peer), missing="") for peer in peers] if cpu else []
+        on_gpu = gpu.median(workload, "gpubuf") if gpu else None
+        replayed = gpu.median(workload, GRAPH) if gpu else None
+        in_graph = [] if gpu is None else ["" if replayed is None else microseconds(replayed)]
+        rows.append([label(workload), or_open(ours), *compared, or_open(on_gpu), *in_graph])
+    head = ["median µs a call", "gpubuf", *(TITLES[name] for name in peers), "gpubuf on a GPU"]
+    head += [] if gpu is None else ["in a graph there"]
+    return table(head, rows)
+
+
+def conditions(runs: Runs) -> str:
+    """README: the machines and versions of the runs of benchmarks."""
+    return "\n\n".join(described(runs[kind]) for kind in ("cpu", "cuda") if kind in runs) or f"{OPEN}."
+
+
+def status(runs: Runs) -> str:
+    """README: what the figures are worth to somebody with a GPU."""
+    if "cuda" in runs:
+        name = runs["cuda"].machine["device"]["name"]
+        return f"Measured on the CPU and on a GPU ({name}): [the figures](#what-is-measured-where)."
+    return (
+        "Measured on the CPU; no run on a GPU is committed yet, and what has to be measured there is marked open. The "
+        "kernels are tested through Triton's interpreter, and compiled ahead of time for the GPUs "
+        "[named below](#what-is-measured-where)."
+    )
+
+
+def spreads(run: Run, names: Sequence[str]) -> str:
+    """Median, interquartile range and minimum of every library."""
+    rows = []
+    for workload in names:
+        for library in libraries(run):
+            entry = run.entry(workload, library)
+            if entry:
+                numbers = [microseconds(entry[name]) for name in ("median", "iqr", "min")]
+                rows.append([label(workload), TITLES[library], *numbers])
+    return table(["µs a call", "library", "median", "interquartile range", "minimum"], rows)
+
+
+def spread_table(runs: Runs, kind: str) -> str:
+    """docs/performance.md: median, interquartile range and minimum of every library on one kind of device."""
+    run = runs.get(kind)
+    if run is None:
+        return f"No run on this kind of device is committed: {OPEN}."
+    parts = [spreads(run, workloads(run)), described(run), load_before(run)]
+    if "gpu_tests" in run.data:
+        tests = run.data["gpu_tests"]
+        parts.append(f"GPU tests: {tests['passed']} passed, {tests['failed']} failed, {tests['skipped']} skipped.")
+    return "\n\n".join(parts)
+
+
+def training_mode(result: dict[str, Any]) -> str:
+    """``prioritized`` or ``uniform``."""
+    return "prioritized" if result["prioritized"] else "uniform"
+
+
+def training_table(runs: Runs) -> str:
+    """README: mean return of the final evaluation for every seed, time and speed of training."""
+    run = runs.get("training")
+    if run is None:
+        return f"No training runs are committed: {OPEN}."
+    modes: dict[str, list[dict[str, Any]]] = {}
+    for result in run.data["training"]:
+        mode = f"{result['env']}, {training_mode(result)}, {result['steps']:,} steps"
+        modes.setdefault(mode, []).append(result)
+    rows = []
+    for mode, results in modes.items():
+        returns = ", ".join(f"{r['mean_return']:.1f} (seed {r['seed']})" for r in results)
+        minutes = sum(r["timing"]["seconds"] for r in results) / len(results) / 60
+        speed = sum(r["timing"]["steps_per_second"] for r in results) / len(results)
+        rows.append([mode, returns, str(results[0]["episodes"]), f"{minutes:.1f}", f"{speed:.0f}"])
+    head = ["`gpubuf train`", "mean return", "of episodes", "minutes", "steps a second"]
+    return "\n\n".join([table(head, rows), described(run)])
+
+
+def training_runs_table(runs: Runs) -> str:
+    """docs/training.md: every run of training on a line of its own."""
+    run = runs.get("training")
+    if run is None:
+        return f"No training runs are committed: {OPEN}."
+    rows = [
+        [
+            result["env"],
+            training_mode(result),
+            str(result["seed"]),
+            f"{result['steps']:,}",
+            f"{result['mean_return']:.1f}",
+            f"{result['std_return']:.1f}",
+            str(result["episodes"]),
+            f"{result['timing']['seconds'] / 60:.1f}",
+            f"{result['timing']['steps_per_second']:.0f}",
+        ]
+        for result in run.data["training"]
+    ]
+    head = [
+        "environment",
+        "replay",
+        "seed",
+        "steps",
+        "mean return",
+        "deviation",
+        "of episodes",
+        "minutes",
+        "steps a second",
+    ]
+    return "\n\n".join([table(head, rows), described(run), load_before(run)])
+
+
+def anatomy_table(runs: Runs) -> str:
+    """docs/performance.md: what a uniform sample consists of."""
+    run = runs.get("anatomy")
+    if run is None:
+        return f"No run of `python -m benchmarks.studies.breakdown` is committed: {OPEN}."
+    found = run.data["anatomy"]
+    parts = [[name, microseconds(seconds)] for name, seconds in found["parts"].items()]
+    sentences = (
+        f"Through the dispatcher it would be {microseconds(found['dispatcher'])} µs more. The kernel takes "
+        f"{microseconds(found['kernel_cached'])} µs where the rows are in the cache; the rest of its time is waiting "
+        "for memory."
+    )
+    whole = ["`buffer.sample()`", microseconds(found["whole"])]
+    return "\n\n".join([table(["part", "µs"], [*parts, whole]), sentences, described(run), load_before(run)])
+
+
+def checkpoints_table(run: Run) -> str:
+    """Saving and loading, against the disk's own speed."""
+    found = run.data["checkpoints"]
+    rows = [
+        [
+            row["operation"],
+            digits(row["bytes"] / 1e6),
+            f"{row['seconds']:.3f}",
+            f"{row['least']:.3f} to {row['most']:.3f}",
+            digits(row["MB/s"]),
+        ]
+        for row in found["results"]
+    ]
+    sentences = (
+        f"{found['rows']:,} prioritized rows, median of {found['repeats']}. Where 1 % of the rows were replaced, the "
+        f"next save wrote {incremental(run):.1f} % of the bytes of a full one."
+    )
+    head = ["operation", "MB", "seconds", "least to most", "MB/s"]
+    return "\n\n".join([table(head, rows), sentences, described(run), load_before(run)])
+
+
+def checkpoints_section(runs: Runs) -> str:
+    """docs/checkpoints.md: every kind of device."""
+    found = [runs[kind] for kind in ("checkpoints", "checkpoints on cuda") if kind in runs]
+    if not found:
+        return f"No run of `python -m benchmarks.studies.checkpoints` is committed: {OPEN}."
+    return "\n\n".join(checkpoints_table(run) for run in found)
+
+
+def load_table(runs: Runs) -> str:
+    """docs/checkpoints.md: what a buffer under load has done, and what became of its memory."""
+    run = runs.get("load")
+    if run is None:
+        return f"No run of `python -m benchmarks.studies.soak --record` is committed: {OPEN}."
+    found = run.data["load"]
+    first, last = (found["resident"][i] / 2**20 for i in (0, -1)) if found["resident"] else (0.0, 0.0)
+    in_use = found["growth_in_use_bytes"]
+    sentences = (
+        f"{found['sampler']}, {found['capacity']:,} rows, prefetch {found['prefetch']}, {found['seconds'] / 60:.1f} "
+        f"minutes: the rows of {found['hours_of_training']:.2f} hours of training at {found['rate']:,} steps a second. "
+        f"Memory: {first:.1f} MiB after the warm-up, {last:.1f} MiB at the end; in the second half "
+        f"{found['growth_bytes'] / 2**20:+.2f} MiB, "
+        + ("" if in_use is None else f"{in_use / 2**20:+.2f} MiB of them in use, ")
+        + f"and {found['growth_objects']:+.0f} Python objects. "
+    )
+    sentences += f"Broken: {'; '.join(found['problems'])}." if found["problems"] else "No invariant broke."
+    rows = [[name, f"{n:,}", f"{n / found['seconds']:,.1f}"] for name, n in found["counts"].items()]
+    return "\n\n".join([table(["what", "number", "a second"], rows), sentences, described(run), load_before(run)])
+
+
+def sizes_table(run: Run) -> str:
+    """Slices from buffers of rising size, and by how much gpubuf's time rises."""
+    rows: list[list[str]] = []
+    medians: dict[str, dict[int, list[float]]] = {operation: {} for operation in OPERATIONS}
+    for stored, capacity in SIZES:
+        row = [f"{short(stored)} in {short(capacity)}"]
+        for operation, found in medians.items():
+            workload = sized(stored, capacity, operation)
+            ours = run.median(workload, "gpubuf")
+            if ours is not None:
+                found.setdefault(stored, []).append(ours)
+            row += [or_open(ours), against(ours, run.median(workload, "torchrl"))]
+            if "torchrl-uncached" in SLICES[workload].variants:
+                row.append(against(ours, run.median(workload, "torchrl-uncached")))
+        index_bytes = run.index_bytes(sized(stored, capacity, "sample"))
+        rows.append([*row, OPEN if index_bytes is None else f"{index_bytes:.3f}"])
+    head = ["rows stored, in room for", "sample", "TorchRL, cached", "TorchRL, uncached"]
+    head += ["write a row and sample", "TorchRL, cached", "bytes of index a row"]
+
+    def rise(least: int) -> str:
+        chosen = {
+            name: [m for stored in found if stored >= least for m in found[stored]] for name, found in medians.items()
+        }
+        return ", ".join(f"{OPERATIONS[name]} {max(m) / min(m):.2f}" for name, m in chosen.items() if m)
+
+    rises = f"gpubuf, largest median over smallest: {rise(0)}; of those with 5M rows and more: {rise(5_000_000)}."
+    return "\n\n".join([table(head, rows), rises])
+
+
+def other_slices_table(run: Run) -> str:
+    """What else there is about slices: filling, many environments, priorities."""
+    rows, of_sizes = [], {sized(*size, operation) for size in SIZES for operation in OPERATIONS}
+    for name in slice_workloads(run):
+        if name in of_sizes:
+            continue
+        ours, without = run.median(name, "gpubuf"), run.median(name, "gpubuf-random")
+        plain = f"{microseconds(without)} (index: {(ours / without - 1) * 100:+.0f} %)" if ours and without else ""
+        theirs = run.median(name, "torchrl")
+        rows.append([label(name), or_open(ours), plain, against(ours, theirs)])
+    return table(["median µs a call", "gpubuf", TITLES["gpubuf-random"], "TorchRL"], rows)
+
+
+def slices_section(runs: Runs, spread: bool = True) -> str:
+    """Slices on every kind of device: docs/performance.md, and without the spread README.md."""
+    measured = {kind: run for kind, run in runs.items() if kind in KINDS and slice_workloads(run)}
+    if not measured:
+        return f"No run with slices is committed: {OPEN}."
+    parts = [f"![Time to write a row and sample, by rows stored]({{root}}{PLOT})"]
+    for kind, run in measured.items():
+        parts += [f"**{KINDS[kind]}**, median µs a call:", sizes_table(run), other_slices_table(run)]
+        if spread:
+            parts += ["Medians and spread:", spreads(run, slice_workloads(run)), described(run)]
+    return "\n\n".join(parts)
+
+
+def plot_source(runs: Runs) -> str:
+    """Which runs the plot shows; it says so itself, in its metadata. Empty where none has slices."""
+    shown = [run for kind, run in sorted(runs.items()) if kind in KINDS and slice_workloads(run)]
+    named = ", ".join(f"{run.source} of {run.data['datetime']}" for run in shown)
+    return f"Drawn from {named}." if named else ""
+
+
+def is_plot_of(path: Path, runs: Runs) -> bool:
+    """Whether the plot at ``path`` was drawn from these runs. True where there is nothing to draw."""
+    source = plot_source(runs)
+    return not source or (path.exists() and f"Source\0{source}".encode("latin-1") in path.read_bytes())
+
+
+def draw_plot(path: Path, runs: Runs) -> None:
+    """Time to write a row and draw a batch of slices over the rows stored, by library and device, as a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for kind, style in (("cpu", "-"), ("cuda", "--")):
+        for library, color in (("gpubuf", "tab:blue"), ("torchrl", "tab:orange")):
+            points = []
+            for stored, capacity in SIZES if kind in runs else ():
+                median = runs[kind].median(sized(stored, capacity, "write-and-sample"), library)
+                if median is not None:
+                    points.append((stored, median * 1e6))
+            if points:
+                title = f"{TITLES[library]}, {KINDS[kind]}"
+                axes.loglog(*zip(*points, strict=True), style, color=color, marker="o", label=title)
+    axes.set_title("write a row, then sample 256 slices of 4")
+    axes.set_xlabel("rows stored")
+    axes.set_ylabel("µs")
+    axes.grid(alpha=0.3, which="both")
+    axes.legend(loc="best")
+    figure.savefig(path, dpi=120, metadata={"Source": plot_source(runs)})
+
+
+def curves_section(runs: Runs, folder: Path = RESULTS / "curves") -> str:
+    """The pictures that the newest run of every kind of device has drawn."""
+    parts = []
+    for kind, title in KINDS.items():
+        run = runs.get(kind)
+        drawn = sorted(folder.glob(f"{Path(run.source).stem}-*.png")) if run else []
+        if not drawn:
+            parts.append(f"**{title}**: {OPEN}.")
+            continue
+        parts.append(f"**{title}**, by capacity, batch and row; all numbers are in the page beside the pictures.")
+        parts += [f"![Latency by {p.stem.rpartition('-')[2]}]({{root}}{p.relative_to(ROOT).as_posix()})" for p in drawn]
+    return "\n\n".join(parts)
+
+
+FIGURES: dict[str, Callable[[Runs], str]] = {
+    "replay": lambda runs: comparison_table(runs, replay=True),
+    "loss": lambda runs: comparison_table(runs, replay=False),
+    "status": status,
+    "conditions": conditions,
+    "cpu": lambda runs: spread_table(runs, "cpu"),
+    "gpu": lambda runs: spread_table(runs, "cuda"),
+    "goals": goals_table,
+    "training": training_table,
+    "training_runs": training_runs_table,
+    "anatomy": anatomy_table,
+    "host": host_section,
+    "launches": launches_table,
+    "resources": resources_table,
+    "prediction": lambda _: prediction_table(),
+    "checkpoints": checkpoints_section,
+    "load": load_table,
+    "slices": slices_section,
+    "slices_in_short": lambda runs: slices_section(runs, spread=False),
+    "curves": curves_section,
+}
+
+BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+
+
+def pages() -> list[str]:
+    """Every page with figures, from the root of the project."""
+    found = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [path.relative_to(ROOT).as_posix() for path in found if BLOCK.search(path.read_text())]
+
+
+def rewritten(page: str, runs: Runs, root: str) -> str:
+    """The page with every block of figures as the runs have it; ``root`` is the way to the project's root.
+
+    Raises:
+        ValueError: a block asks for figures that nobody knows.
+    """
+
+    def block(match: re.Match[str]) -> str:
+        if match[2] not in FIGURES:
+            raise ValueError(f"figures {match[2]!r} are unknown; there are {sorted(FIGURES)}")
+        return f"{match[1]}\n{FIGURES[match[2]](runs).replace('{root}', root)}\n\n{match[3]}"
+
+    return BLOCK.sub(block, page)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="change nothing; fail where a page is out of date")
+    options = parser.parse_args(arguments)
+    runs = newest_runs()
+    stale = []
+    for name in pages():
+        path = ROOT / name
+        old = path.read_text()
+        new = rewritten(old, runs, "../" * name.count("/"))
+        if new != old:
+            stale.append(name)
+            if not options.check:
+                path.write_text(new)
+    if not is_plot_of(ROOT / PLOT, runs):
+        stale.append(PLOT)
+        if not options.check:
+            draw_plot(ROOT / PLOT, runs)
+    print(f"{'out of date' if options.check else 'rewritten'}: {', '.join(stale) or 'none'}")
+    return 1 if options.check and stale else 0

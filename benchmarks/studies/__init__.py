@@ -1,0 +1,1 @@
+"""Measurements of one thing each, beside the comparison with other libraries."""

@@ -1,0 +1,1 @@
+"""What is timed: data, operations, checks."""

@@ -1,0 +1,1 @@
+"""Buffers: a storage, a sampler and a writer behind one interface."""

@@ -1,0 +1,82 @@
+"""Copies of buffers, for pickle and deepcopy, and what a forked process makes of its parent's buffers.
+
+A copy has memory of its own: rows, priorities, index, and a random stream that goes on from the same point. Batches
+that were prepared ahead stay behind, and locks are new. ``torch.multiprocessing`` would move the tensors that it sends
+to shared memory, away from the addresses that the kernels know: it is given those of a copy.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import secrets
+import weakref
+from multiprocessing.context import get_spawning_popen
+from typing import Any, Self
+
+from gpubuf.data.buffers.mending import Mending
+from gpubuf.data.concurrency.locking import Turn
+from gpubuf.data.concurrency.prefetch import Prefetcher
+from gpubuf.data.runtime.interruption import REPLAY
+
+_BYTES = "_bytes"
+
+
+class Copyable(Mending):
+    """What makes a buffer one that can be pickled, copied and forked."""
+
+    _lock: Turn
+    _ahead: Prefetcher
+
+    def _connect(self, prefetch: int) -> None:
+        """Give the buffer a lock and a queue, and make them known."""
+        self._lock = self._sampler.turn = Turn(self._storage, self._mend)
+        self._ahead = Prefetcher(prefetch, self._lock)
+        self._storage.index_bytes = self._sampler.index_bytes
+        _buffers.add(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy of everything, taken in one turn. Synchronises."""
+        with self._lock, self._ahead.quiet():
+            state = {name: value for name, value in vars(self).items() if name not in ("_lock", "_ahead")}
+            state = {**copy.deepcopy(state), "_prefetch": self._ahead.depth}
+        # A process that is being spawned gets bytes: torch would pass it the memory of tensors as open files, and fails
+        # where two tensors have the same.
+        return state if get_spawning_popen() is None else {_BYTES: pickle.dumps(state)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if _BYTES in state:
+            state = pickle.loads(state[_BYTES])
+        prefetch = state.pop("_prefetch")
+        vars(self).update(state)
+        self._connect(prefetch)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        other = type(self).__new__(type(self))
+        other.__setstate__(self.__getstate__())
+        return other
+
+
+_buffers: weakref.WeakSet[Copyable] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """In a forked process: no other thread is there, nor the lock that one had, nor the batches that one prepared.
+
+    The process gets random streams of its own, for all its siblings have the same memory. What a thread of the parent
+    was doing to a buffer is finished by the next operation.
+    """
+    for buffer in list(_buffers):
+        turn, storage = buffer._lock, buffer._storage
+        if not turn.held and not turn._lock.acquire(False) and storage.initialized:
+            storage.unfinished = storage.unfinished or REPLAY
+        turn.renew()
+        buffer._ahead = Prefetcher(buffer._ahead.depth, turn)
+        random = buffer._sampler._random
+        # A process forked from one that uses CUDA can't use it.
+        if random is not None and not random.state.is_cuda:
+            random.manual_seed(secrets.randbits(63))
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,183 @@
+"""What a buffer takes, and moving it while it is in use: rows key by key, in chunks, then what its sampler keeps."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Self
+
+import torch
+
+from gpubuf.data.concurrency.locking import Turn
+from gpubuf.data.concurrency.prefetch import Prefetcher
+from gpubuf.data.samplers.base import Sampler
+from gpubuf.data.storages import host_memory
+from gpubuf.data.storages.columns import Column, new_column
+from gpubuf.data.storages.placement import AUTO, DISK, SPLIT, IndexBytes, MemoryReport, Placement, place, readable
+from gpubuf.data.storages.tensor_storage import TensorStorage
+
+CHUNK_BYTES = 1 << 28
+"""What is copied at a time."""
+
+LARGE_BYTES = 1 << 30
+"""From this size on a move shows a progress bar, on a terminal."""
+
+Advance = Callable[[int], None]
+
+
+class Movable:
+    """What a buffer offers about the memory of its storage and sampler."""
+
+    _storage: TensorStorage
+    _sampler: Sampler
+    _lock: Turn
+    _ahead: Prefetcher
+    _pin_memory: bool
+
+    def memory(self) -> MemoryReport:
+        """What lies where, in bytes. No host sync."""
+        with self._lock:
+            return report(self._storage, self._sampler)
+
+    def free(self) -> None:
+        """Forget everything, and release the memory of rows and index; the next write allocates anew. Synchronises.
+
+        Raises:
+            NotImplementedError: the rows lie in files; ``empty()`` forgets them.
+            IndexError: a GPU has refused rows out of range before. The memory is released all the same.
+        """
+        with self._lock:
+            self._ahead.discard()
+            try:
+                self._storage.free()
+            finally:
+                if not self._storage.initialized:
+                    self._sampler.free()
+
+    def to(self, device: torch.device | str, *, progress: bool | None = None) -> Self:
+        """Move rows, index, counters and random state, while the buffer is in use. Batches go on as if it had not.
+
+        One key after the other, in chunks: no more than one key is there twice at a time. Prefetched batches go along.
+        Other threads wait until it is done.
+
+        Args:
+            device: ``"cpu"``, ``"cuda"``, ``"pinned"``, ``"split"`` or a ``torch.device``.
+            progress: whether to show a bar; default: for a GiB and more, on a terminal.
+
+        Returns:
+            The buffer itself. Synchronises.
+
+        Raises:
+            RuntimeError: there is no such device, or no room there: the buffer is then where it was.
+        """
+        with self._lock, self._ahead.carried(self._pin_memory):
+            move(self._storage, self._sampler, device, progress)
+            self._lock.ended()
+        return self
+
+
+def move(storage: TensorStorage, sampler: Sampler, requested: torch.device | str, progress: bool | None = None) -> None:
+    """Move a storage and what ``sampler`` keeps about it. See :meth:`gpubuf.ReplayBuffer.to`.
+
+    Raises:
+        ValueError: ``requested`` is ``"auto"``.
+        NotImplementedError: the storage has a place of its own.
+        RuntimeError: there is no such device, or not enough memory there; all is then where it was.
+    """
+    if requested == AUTO:
+        raise ValueError("a buffer moves to 'cpu', 'cuda', 'pinned', 'split' or a torch.device; 'auto' is for new ones")
+    if not storage.relocatable:
+        raise NotImplementedError(f"the rows of a {type(storage).__name__} stay where they are")
+    before, shape = storage.placement, tuple(storage.shape)
+    # What is on the GPU already needs no room there, and what the rows take there is room for a split.
+    on_gpu = before is not None and before.device.type == "cuda"
+    index = IndexBytes() if on_gpu else storage.index_beside(requested, shape)
+    held = sum(part.nbytes for part in storage.row_tensors if part.is_cuda)
+    target = place(requested, storage.nbytes, index, shape, torch.device("cpu"), held)
+    if before is not None and not before.same_place(target):
+        _move(storage, sampler, before, target, progress)
+    storage.requested_device = requested
+
+
+def _move(
+    storage: TensorStorage, sampler: Sampler, before: Placement, target: Placement, progress: bool | None
+) -> None:
+    storage.refresh()
+    for device in {before.device, target.device}:
+        if device.type == "cuda":
+            # The host is about to copy, too: nothing that was launched may still write rows.
+            host_memory.synchronize(device)
+    rows = _Rows(storage, before)
+    try:
+        with _shown(rows.n_bytes, target, progress) as advance:
+            rows.to(target, advance)
+        storage.relocated(target)
+        sampler.move(storage)
+    except BaseException:
+        rows.to(before, _silent)
+        storage.relocated(before)
+        sampler.move(storage)
+        raise
+
+
+class _Rows:
+    """The rows of a storage, key by key, and where each key is."""
+
+    def __init__(self, storage: TensorStorage, placement: Placement) -> None:
+        self._columns = storage.columns
+        self._steps = len(storage) // math.prod(storage.shape[1:])
+        self._places = [placement] * len(self._columns)
+        self.n_bytes = len(storage) * storage.layout.row_bytes
+
+    def to(self, target: Placement, advance: Advance) -> None:
+        """Move every key that is not there yet, and release its memory before the next is allocated."""
+        for key in range(len(self._columns)):
+            if self._places[key] is not target:
+                self._columns[key] = self._copied(self._columns[key], target, advance)
+                self._places[key] = target
+
+    def _copied(self, column: Column, target: Placement, advance: Advance) -> Column:
+        copy = new_column(column.shape, column.dtype, target)
+        step_bytes = column.nbytes // len(column)
+        steps = max(CHUNK_BYTES // max(step_bytes, 1), 1)
+        for start in range(0, self._steps, steps):
+            stop = min(start + steps, self._steps)
+            copy.write(start, column[start:stop])
+            advance((stop - start) * step_bytes)
+        return copy
+
+
+def _silent(n_bytes: int) -> None:
+    """Show nothing."""
+
+
+@contextmanager
+def _shown(total: int, target: Placement, progress: bool | None) -> Iterator[Advance]:
+    """A progress bar where there is much to move and somebody to see it (or where it was asked for)."""
+    if progress is None:
+        progress = total >= LARGE_BYTES and sys.stderr.isatty() and importlib.util.find_spec("rich") is not None
+    if not progress:
+        yield _silent
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
+    with Progress(*columns, TransferSpeedColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as bar:
+        task = bar.add_task(f"moving {readable(total)} to {target.kind}", total=total)
+        yield lambda n_bytes: bar.advance(task, n_bytes)
+
+
+def report(storage: TensorStorage, sampler: Sampler) -> MemoryReport:
+    """What a storage and its sampler take, and where."""
+    placement = storage.placement
+    if placement is None:
+        return MemoryReport(None, None, 0, 0, 0, 0)
+    taken = sampler.memory()
+    counters = storage.ring.nbytes + storage.table.nbytes + sampler.random_bytes
+    kind = placement.kind if storage.relocatable else DISK
+    on_host = sum(column.parts[1].nbytes for column in storage.columns) if placement.kind == SPLIT else 0
+    return MemoryReport(kind, str(placement.device), storage.nbytes, taken.tree, taken.index, counters, on_host)

@@ -1,0 +1,442 @@
+"""Replay buffers: a storage, a writer and a sampler behind one interface, that of TorchRL."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpubuf.data.buffers.copying import Copyable
+from gpubuf.data.buffers.moving import Movable
+from gpubuf.data.buffers.sampling import Sampling
+from gpubuf.data.buffers.transforms import Compose
+from gpubuf.data.buffers.writers import RoundRobinWriter, Writer
+from gpubuf.data.checkpoints import restore, saving
+from gpubuf.data.concurrency.locking import turn_of
+from gpubuf.data.runtime.interruption import DERIVED, Unfinished
+from gpubuf.data.runtime.recording import refuse
+from gpubuf.data.samplers.base import RandomSampler, Sampler
+from gpubuf.data.storages.layout import Data, RowLayout
+from gpubuf.data.storages.tensor_storage import LazyTensorStorage, Storage, TensorStorage
+
+DEFAULT_CAPACITY = 1_000
+
+
+def component(given: Any, kind: type, default: Callable[[], Any]) -> Any:
+    """A storage, sampler or writer given as an instance, a factory or None."""
+    if given is None:
+        return default()
+    if not isinstance(given, kind) and callable(given):
+        given = given()
+    if not isinstance(given, kind):
+        raise TypeError(f"expected a {kind.__name__} or a function that returns one, got {type(given).__name__}")
+    return given
+
+
+def default_storage() -> LazyTensorStorage:
+    """The storage of a buffer that was given none."""
+    return LazyTensorStorage(DEFAULT_CAPACITY)
+
+
+class ReplayBuffer(Copyable, Movable, Sampling):
+    """A replay buffer whose rows, counters and random numbers stay on the storage's device.
+
+    ``extend``, ``sample`` and ``update_priority`` never synchronise with the host. All of them may be called from
+    several threads, and on several CUDA streams: a lock makes each of them one step, and each waits on its stream for
+    the one before it.
+
+    Args:
+        storage: where the rows live: a storage or a function that returns one. Default: a
+            :class:`LazyTensorStorage` of 1000 rows on the CPU.
+        sampler: which rows a batch is made of. Default: :class:`RandomSampler`.
+        writer: where new rows go. Default: :class:`RoundRobinWriter`.
+        collate_fn: applied to every gathered batch, before the transforms.
+        pin_memory: put every CPU tensor of a batch and of its info into pinned memory, after the transforms. Without
+            an accelerator this warns once and does nothing.
+        prefetch: number of batches, of ``batch_size`` transitions, that are prepared while the consumer has one: by a
+            thread, or, with the rows on a GPU, on a stream of its own. Their order, and what they hold, is the same
+            as if each were drawn when it was asked for; a batch asked for ahead holds the rows of that moment.
+        transform: a callable on a batch, or a module; also applied by indexing.
+        transform_factory: a function that returns one; excludes ``transform``.
+        batch_size: number of transitions in a batch; :meth:`sample` may override it.
+        dim_extend: the dimension of a written batch along which time runs; it becomes the first. Default: the last
+            of the storage's dimensions.
+        generator: seeds the random stream; default: torch's global generator, at the first use.
+        compilable: accepted for compatibility.
+        shared, sample_unit, checkpointer, consume_after_n_samples, delayed_init, service_backend,
+            service_backend_options, transport, transport_options: accepted at their defaults; out of scope.
+
+    Raises:
+        TypeError: a component has the wrong type.
+        NotImplementedError: an argument that is out of scope was set.
+    """
+
+    _default_writer: type[Writer] = RoundRobinWriter
+
+    def __init__(
+        self,
+        *,
+        storage: Storage | Callable[[], Storage] | None = None,
+        sampler: Sampler | Callable[[], Sampler] | None = None,
+        sample_unit: Any = None,
+        writer: Writer | Callable[[], Writer] | None = None,
+        collate_fn: Callable[[Data], Data] | None = None,
+        pin_memory: bool = False,
+        prefetch: int | None = None,
+        transform: Callable[[Data], Data] | None = None,
+        transform_factory: Callable[[], Callable[[Data], Data]] | None = None,
+        batch_size: int | None = None,
+        dim_extend: int | None = None,
+        checkpointer: Any = None,
+        generator: torch.Generator | None = None,
+        consume_after_n_samples: int | None = None,
+        shared: bool = False,
+        compilable: bool | None = None,
+        delayed_init: bool | None = None,
+        service_backend: str = "direct",
+        service_backend_options: Any = None,
+        transport: str = "auto",
+        transport_options: Any = None,
+    ) -> None:
+        out_of_scope = {
+            "sample_unit": sample_unit,
+            "checkpointer": checkpointer,
+            "consume_after_n_samples": consume_after_n_samples,
+            "shared": shared,
+            "delayed_init": delayed_init,
+            "service_backend": None if service_backend == "direct" else service_backend,
+            "service_backend_options": service_backend_options,
+            "transport": None if transport == "auto" else transport,
+            "transport_options": transport_options,
+        }
+        for name, value in out_of_scope.items():
+            if value:
+                raise NotImplementedError(f"{name}={value!r} is not supported by gpubuf")
+        if prefetch and batch_size is None:
+            raise ValueError("prefetch needs the batch_size given to the constructor")
+        if prefetch is not None and prefetch < 0:
+            raise ValueError(f"prefetch must not be negative, got {prefetch}")
+        if transform is not None and transform_factory is not None:
+            raise TypeError("transform and transform_factory exclude each other")
+        if batch_size is not None and batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        self._storage: TensorStorage = component(storage, Storage, default_storage)
+        self._sampler: Sampler = component(sampler, Sampler, RandomSampler)
+        self._writer: Writer = component(writer, Writer, self._default_writer)
+        self._writer.register_storage(self._storage)
+        self._sampler.register_storage(self._storage)
+        if dim_extend is not None and not 0 <= dim_extend < self._storage.ndim:
+            raise ValueError(f"dim_extend is {dim_extend}, but the storage has {self._storage.ndim} dimension(s)")
+        self._dim_extend = dim_extend
+        self._collate_fn = collate_fn
+        self._pin_memory = pin_memory
+        self._batch_size = batch_size
+        self._warned_batch_size = False
+        self._transform = Compose()
+        if transform_factory is not None:
+            transform = transform_factory()
+        if transform is not None:
+            self._transform.append(transform)
+        # The priorities of the write that is under way.
+        self._given: Tensor | None = None
+        self._connect(prefetch or 0)
+        if generator is not None:
+            self.set_rng(generator)
+
+    # Properties
+
+    @property
+    def storage(self) -> TensorStorage:
+        """The storage."""
+        return self._storage
+
+    @property
+    def sampler(self) -> Sampler:
+        """The sampler."""
+        return self._sampler
+
+    @property
+    def writer(self) -> Writer:
+        """The writer."""
+        return self._writer
+
+    @property
+    def transform(self) -> Compose:
+        """The transforms, in order."""
+        return self._transform
+
+    @property
+    def batch_size(self) -> int | None:
+        """The batch size given to the constructor."""
+        return self._batch_size
+
+    @property
+    def dim_extend(self) -> int:
+        """The dimension of a written batch along which time runs."""
+        return self._storage.ndim - 1 if self._dim_extend is None else self._dim_extend
+
+    @property
+    def initialized(self) -> bool:
+        """Whether the storage has been allocated."""
+        return self._storage.initialized
+
+    @property
+    def write_count(self) -> int:
+        """Number of rows ever written."""
+        self._finish_what_was_interrupted()
+        return self._storage.written
+
+    def __len__(self) -> int:
+        self._finish_what_was_interrupted()
+        return len(self._storage)
+
+    # Writing
+
+    def extend(self, data: Data, *, update_priority: bool | None = None) -> Tensor:
+        """Write a batch at the cursor; of more rows than the capacity the newest stay.
+
+        Args:
+            data: ``[n]`` rows (for storages of two dimensions ``[E, T]``, see ``dim_extend``), or a list of rows. It
+                is never changed. An empty list, no rows, or, as the first write, no keys: nothing changes.
+            update_priority: not for this class (NotImplementedError): see :class:`TensorDictReplayBuffer`.
+
+        Returns:
+            The rows' index, int64 ``[n]`` on the storage's device (``[n, ndim]`` for several dimensions).
+
+        Raises:
+            ValueError: a key is missing or unknown, or has another shape or dtype; nothing is written.
+            No host sync.
+        """
+        if update_priority is not None:
+            raise NotImplementedError("update_priority is for TensorDictReplayBuffer, whose batches carry priorities")
+        with turn_of(self._lock):
+            return self._extend(data, None)
+
+    def _extend(self, data: Data, priority: Callable[[Data], Tensor | None] | None) -> Tensor:
+        storage = self._storage
+        if isinstance(data, list):
+            if not data:
+                return self._no_rows()
+            data = torch.stack(data, 0)
+        if len(self._transform):
+            # Inverse transforms may set keys in place; the caller's TensorDict must not see them.
+            data = self._transform.inv(data if isinstance(data, Tensor) else data.copy())
+        if not storage.initialized and storage.holds_nothing(data):
+            return self._no_rows()
+        if storage.ndim > 1 and self.dim_extend != 0:
+            data = data.transpose(0, self.dim_extend)
+        given = priority(data) if priority is not None else None
+        if not storage.initialized:
+            refuse("the first write allocates the storage: write before")
+            self._sampler.check_rows(RowLayout(data, storage.ndim, storage.ignored_keys), storage.ndim)
+        self._given = given
+        index = self._writer.extend(data)
+        if index.numel() == 0:
+            return self._no_rows()
+        # Of more rows than the capacity only the newest are there.
+        self._tell_sampler(index[-storage.max_size :] if index.numel() > storage.max_size else index)
+        storage.end(None)
+        self._given = None
+        return storage.unravel(index)
+
+    def _tell_sampler(self, survivors: Tensor) -> None:
+        given = self._given
+        if given is not None:
+            given = given[-survivors.numel() :]
+        self._sampler.on_write(survivors, self._storage, given)
+
+    def _no_rows(self) -> Tensor:
+        """The index of an empty write."""
+        storage = self._storage
+        shape = (0,) if storage.ndim == 1 else (0, storage.ndim)
+        return torch.empty(shape, dtype=torch.int64, device=storage.device if storage.initialized else None)
+
+    def add(self, data: Data) -> int | Tensor:
+        """Write one row (of one step of all environments, for storages of several dimensions).
+
+        Returns:
+            Its index: an int, or int64 ``[n, ndim]`` for storages of several dimensions. No host sync.
+        """
+        with self._lock:
+            cursor = self._storage.cursor
+            index = self.extend(data.unsqueeze(self.dim_extend))
+            return cursor if self._storage.ndim == 1 else index
+
+    def __setitem__(self, index: Any, data: Data) -> None:
+        """Overwrite rows in place. Priorities stay as they are: announce the change with :meth:`mark_update`."""
+        with self._lock:
+            self._storage[index] = data
+
+    def empty(self) -> None:
+        """Forget every row, priority and prefetched batch, in O(1) for the rows; memory stays allocated."""
+        with self._lock:
+            self._ahead.discard()
+            before = self._storage.begin(Unfinished(empties=True))
+            self._storage.empty()
+            self._sampler.empty()
+            self._storage.end(before)
+
+    # Reading
+
+    def __getitem__(self, index: Any) -> Data:
+        """Rows by index, transformed. Ints and slices give views of the storage, all else copies."""
+        with self._lock:
+            data = self._read(index)
+            if self._collate_fn is not None and not isinstance(index, int):
+                data = self._collate_fn(data)
+            return self._transform(data) if len(self._transform) else data
+
+    def _read(self, index: Any) -> Data:
+        return self._storage[index]
+
+    def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
+        """A batch of transitions.
+
+        Args:
+            batch_size: number of transitions; default: that of the constructor.
+            return_info: also return the info dict.
+
+        Returns:
+            The batch, which the caller owns; or the batch and a dict with ``"index"`` and what the sampler has to
+            say (``"priority_weight"`` and ``"index_generation"`` of prioritized ones).
+
+        Raises:
+            RuntimeError: the buffer is empty, or no batch size is known. No host sync.
+        """
+        batch = self._next(batch_size, False)
+        return (batch.data, batch.info) if return_info else batch.data
+
+    def __iter__(self) -> Iterator[Any]:
+        """Batches of the constructor's ``batch_size``, until the sampler has run out (one epoch) or for ever."""
+        if self._batch_size is None:
+            raise RuntimeError("iteration needs the batch_size given to the constructor")
+        ran_out = False
+        while not ran_out:
+            batch = self._next(None, self._samples_have_info)
+            ran_out = batch.ran_out
+            yield batch.data
+
+    def next(self) -> Any:
+        """The next batch, or None where the sampler has run out."""
+        return next(iter(self), None)
+
+    # Priorities
+
+    def update_priority(self, index: Any, priority: Any, *, generation: Tensor | None = None) -> None:
+        """Set the priorities of rows. See :meth:`PrioritizedSampler.update_priority`. No host sync.
+
+        Args:
+            index: ``info["index"]`` of a sample.
+            priority: ``[n]``, or a number for all.
+            generation: ``info["index_generation"]``; rows overwritten since the sample are then left alone.
+        """
+        with turn_of(self._lock):
+            before = self._storage.begin(DERIVED)
+            self._sampler.update_priority(index, priority, storage=self._storage, generation=generation)
+            self._storage.end(before)
+
+    def mark_update(self, index: Any) -> None:
+        """Rows were written elsewhere (``buffer[i] = ...``, or through the storage): treat them as new."""
+        with turn_of(self._lock):
+            before = self._storage.begin(DERIVED)
+            self._sampler.mark_update(index, storage=self._storage)
+            self._storage.end(before)
+
+    # Composition
+
+    def append_transform(self, transform: Callable[[Data], Data], *, invert: bool = False) -> ReplayBuffer:
+        """Add a transform behind the others; ``invert=True`` applies it to written batches instead.
+
+        Batches that were prefetched stay as they are.
+        """
+        return self.insert_transform(len(self._transform), transform, invert=invert)
+
+    def insert_transform(self, index: int, transform: Callable[[Data], Data], *, invert: bool = False) -> ReplayBuffer:
+        """Add a transform before the one at ``index``. Batches that were prefetched stay as they are."""
+        with self._lock, self._ahead.quiet():
+            self._transform.insert(index, transform, invert=invert)
+        return self
+
+    def set_rng(self, generator: torch.Generator | None) -> None:
+        """Start a new random stream, seeded by ``generator``. Like the setters below, it drops prefetched batches."""
+        with self._lock:
+            self._ahead.discard()
+            self._sampler.set_rng(generator)
+
+    def set_storage(self, storage: Storage) -> None:
+        """Replace the storage; the sampler starts afresh."""
+        with self._lock:
+            self._ahead.discard()
+            self._sampler.register_storage(storage)
+            self._writer.register_storage(storage)
+            self._storage = self._lock.storage = component(storage, Storage, default_storage)
+            self._storage.index_bytes = self._sampler.index_bytes
+            self._sampler.empty()
+
+    def set_sampler(self, sampler: Sampler) -> None:
+        """Replace the sampler; rows already stored count as new to it."""
+        with self._lock:
+            self._ahead.discard()
+            sampler = component(sampler, Sampler, RandomSampler)
+            sampler.register_storage(self._storage)
+            self._storage.index_bytes = sampler.index_bytes
+            sampler.turn = self._lock
+            self._sampler = sampler
+
+    def set_writer(self, writer: Writer) -> None:
+        """Replace the writer."""
+        with self._lock:
+            self._ahead.discard()
+            writer = component(writer, Writer, self._default_writer)
+            writer.register_storage(self._storage)
+            self._writer = writer
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that is needed to go on with the same batches. Row tensors are views. Synchronises.
+
+        Waits until the batches in preparation are finished; they are part of the state.
+        """
+        with self._lock, self._ahead.quiet():
+            return {
+                "_storage": self._storage.state_dict(),
+                "_sampler": self._sampler.state_dict(),
+                "_writer": self._writer.state_dict(),
+                "_transforms": self._transform.state_dict(),
+                "_batch_size": self._batch_size,
+                "_prefetch": self._ahead.state_dict(),
+            }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore :meth:`state_dict` into this buffer's own memory: all of it, or nothing. Synchronises.
+
+        Where a transform, a sampler or a writer of one's own raises, the buffer is put back as it was; for the two
+        latter its rows are copied to the host beforehand. Where these don't fit there, or the process is interrupted
+        while rows are replaced, the buffer is left empty, and a note in the error says so.
+
+        Raises:
+            ValueError: the state is that of another sampler, or its rows don't fit; the buffer is left as it was.
+        """
+        with self._lock:
+            restore.restore(self, state)
+
+    def save(self, path: str | os.PathLike[str], **options: Any) -> saving.Saved:
+        """Save everything to a folder, atomically; see :func:`gpubuf.data.checkpoints.saving.save`. Synchronises."""
+        return saving.save(self, path, **options)
+
+    def load(self, path: str | os.PathLike[str], **options: Any) -> None:
+        """Restore what :meth:`save` wrote; see :func:`gpubuf.data.checkpoints.saving.load`. Synchronises."""
+        saving.load(self, path, **options)
+
+    dump = dumps = save
+    loads = load
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(\n  storage={self._storage!r},\n  sampler={self._sampler!r},\n"
+            f"  batch_size={self._batch_size})"
+        )

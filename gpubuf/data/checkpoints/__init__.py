@@ -1,0 +1,1 @@
+"""Checkpoints: saving a buffer to a folder, and loading it."""

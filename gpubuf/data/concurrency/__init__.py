@@ -1,0 +1,1 @@
+"""Threads and streams: the lock of a buffer, prefetching, pinned batches."""

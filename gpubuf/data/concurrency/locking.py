@@ -1,0 +1,305 @@
+"""Turns: what makes each operation of a buffer one step, for the threads of the host and for the streams of a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+from gpubuf.data.runtime.recording import outside_captures, used
+from gpubuf.data.storages.tensor_storage import TensorStorage
+
+
+class Draw(Protocol):
+    """A draw that was asked for and has not been made."""
+
+    def perform(self) -> None:
+        """Make it. Raises nothing that belongs to the consumer."""
+
+
+_raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+"""The handle of a device's current stream: 0.1 µs, where ``torch.cuda.current_stream`` takes 1 to 2."""
+
+
+def _handle(device: torch.device) -> tuple[int, int] | None:
+    """What tells the current stream of ``device`` from all others; None in a torch without CUDA."""
+    return None if _raw_stream is None else (device.index, _raw_stream(device.index))
+
+
+class StreamOrder:
+    """Makes an operation on one CUDA stream wait for the one before it on another. Never waits on the host.
+
+    As long as all operations are on one stream, nothing is recorded. The first one on another stream waits for
+    everything on the first; from then on each leaves an event behind, and the next one on another stream waits for that
+    alone.
+
+    While a graph is captured nothing is recorded and nothing waits: an event of another stream can't be part of the
+    graph. ``torch.cuda.graph`` synchronises before it captures. What :func:`gpubuf.capture` returns takes its turn at
+    each replay; around replays of other graphs, which the buffer can't see, ordering is up to who replays.
+    """
+
+    def __init__(self) -> None:
+        self._last: torch.cuda.Stream | None = None
+        self._event: torch.cuda.Event | None = None
+        self._used: list[torch.cuda.Stream] = []
+        # Of the last stream, where that was the current one.
+        self._handle: tuple[int, int] | None = None
+
+    def begin(self, device: torch.device) -> None:
+        """Before an operation, on the stream that is current."""
+        if self._handle is not None and _handle(device) == self._handle:
+            return
+        last = self._last
+        if last is None or torch.cuda.is_current_stream_capturing():
+            return
+        stream = torch.cuda.current_stream(device)
+        if stream == last:
+            return
+        if self._event is None:
+            stream.wait_stream(last)
+        else:
+            stream.wait_event(self._event)
+
+    def end(self, device: torch.device) -> None:
+        """After an operation."""
+        handle = _handle(device)
+        if self._event is None and handle is not None and handle == self._handle:
+            return
+        if torch.cuda.is_current_stream_capturing():
+            return
+        stream = torch.cuda.current_stream(device)
+        if self._event is None and self._last is not None and stream != self._last:
+            self._event = torch.cuda.Event()
+        if self._event is not None:
+            self._event.record(stream)
+        self._note(stream, handle)
+
+    def joined(self, stream: torch.cuda.Stream) -> None:
+        """``stream`` has waited for everything so far: begin anew, as if all operations had been on it."""
+        self._note(stream)
+        self._event = None
+
+    def _note(self, stream: torch.cuda.Stream, handle: tuple[int, int] | None = None) -> None:
+        if stream != self._last and stream not in self._used:
+            self._used.append(stream)
+        self._last, self._handle = stream, handle
+
+    def settle(self) -> None:
+        """Before memory is given up: every stream that the buffer was used on waits for its last operation.
+
+        The allocator gives memory back to the stream on which it was made, and knows nothing of the others.
+        """
+        last = self._last
+        if last is None:
+            return
+        for stream in self._used:
+            if stream == last:
+                continue
+            if self._event is None:
+                stream.wait_stream(last)
+            else:
+                stream.wait_event(self._event)
+
+
+_compiling = torch.compiler.is_compiling
+
+
+def turn_of(turn: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
+    """``with turn_of(turn):``, for what may be compiled: there are no turns while code is traced.
+
+    When compiled code runs, what its operations read and write orders them, but not against other threads.
+    """
+    return contextlib.nullcontext() if _compiling() else turn
+
+
+def _nothing(*exception: object) -> None:
+    """How a turn within a turn ends."""
+
+
+class _End:
+    """``Turn.__exit__``: what ends the turn that is about to begin.
+
+    ``with`` looks it up before the turn begins. An interrupt can come when a function of Python is entered, and would
+    keep it from releasing the lock. The lock's own method is none, and can't be interrupted.
+    """
+
+    def __get__(self, turn: Turn | None, kind: type | None = None) -> Callable[..., None]:
+        if turn is None:
+            raise AttributeError("the end of a turn depends on the turn")
+        if turn.held:
+            return _nothing
+        return turn._end_on_gpu if turn.may_launch() else turn._lock.__exit__
+
+
+class Turn:
+    """A reentrant lock of a buffer, ``with turn:``. Threads have their turns in the order in which they asked.
+
+    Draws that were asked for earlier are made before anything else happens in a turn, so that what a batch holds
+    depends on the order of the calls and not on how threads happen to run. Operations on a GPU are ordered across
+    streams. What an operation left unfinished that was interrupted is finished by the next one.
+
+    Args:
+        storage: the buffer's storage.
+        mend: finishes what was left unfinished; a method, held weakly.
+
+    Attributes:
+        storage: the buffer's storage; to be set where that is replaced.
+        pending: draws that were asked for, in order.
+    """
+
+    __exit__ = _End()
+
+    def __init__(self, storage: TensorStorage, mend: Callable[[], None] | None = None) -> None:
+        self.storage = storage
+        self.pending: deque[Draw] = deque()
+        self._mend = None if mend is None else weakref.WeakMethod(mend)
+        self._streams = StreamOrder()
+        # The turn holds on to the storage: its memory is released after this.
+        weakref.finalize(self, outside_captures, self._streams.settle).atexit = False
+        self._has_cuda: bool | None = None
+        self.renew()
+
+    def renew(self) -> None:
+        """Begin with a lock that nobody has: in a copy, and in a forked process."""
+        # Reentrant so that it knows its owner; turns within turns leave it alone.
+        self._lock = threading.RLock()
+        # A lock alone goes to who comes first when it is free, which is the thread that has just let go of it: one that
+        # writes in a loop would keep all others out. Whoever waits holds a lock in this line until it has had its turn.
+        self._waiting: deque[threading.Lock] = deque()
+        self.pending.clear()
+
+    @property
+    def held(self) -> bool:
+        """Whether it is this thread's turn."""
+        return self._lock._is_owned()  # type: ignore[attr-defined, no-any-return]
+
+    def gpu(self) -> torch.device | None:
+        """The GPU that operations are launched on, or None. Fake tensors claim to be on one that is not there."""
+        # Past the properties, which would cost more than all else in a turn.
+        ring = self.storage._ring
+        if ring is None or not ring.counters.is_cuda:
+            return None
+        return ring.counters.device if self._cuda_present() else None
+
+    def on_gpu(self) -> bool:
+        """Whether operations are launches on a GPU."""
+        return self.gpu() is not None
+
+    def may_launch(self) -> bool:
+        """Whether an operation that begins now may launch on a real GPU; the first one decides where the buffer is."""
+        return self._cuda_present() if self.storage._ring is None else self.gpu() is not None
+
+    def _cuda_present(self) -> bool:
+        if self._has_cuda is None:
+            self._has_cuda = torch.cuda.is_available()
+        return self._has_cuda
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where the buffer works; None before its first write."""
+        ring = self.storage._ring
+        return None if ring is None else ring.counters.device
+
+    def joined(self, stream: torch.cuda.Stream) -> None:
+        """See :meth:`StreamOrder.joined`. ``stream``, which is current, waits for what other threads did."""
+        with self:
+            self._streams.joined(stream)
+
+    def settle(self) -> None:
+        """See :meth:`StreamOrder.settle`."""
+        outside_captures(self._streams.settle)
+
+    def _begin(self) -> None:
+        used(self)
+        device = self.gpu()
+        if device is not None:
+            self._streams.begin(device)
+        if self.storage.unfinished is not None and self._mend is not None:
+            mend = self._mend()
+            if mend is not None:
+                mend()
+        while self.pending:
+            self.pending[0].perform()
+            self.pending.popleft()
+
+    def _acquire(self) -> None:
+        if self._waiting or not self._lock.acquire(False):
+            self._stand_in_line()
+
+    def _stand_in_line(self) -> None:
+        """Take the lock after all who came before."""
+        line, gate = self._waiting, threading.Lock()
+        with gate:
+            try:
+                line.append(gate)
+                while (first := line[0]) is not gate:
+                    with first:
+                        # Whoever was first has had its turn or given up; it may have been kept from leaving the line.
+                        if line[0] is first:
+                            line.popleft()
+                self._lock.acquire()
+            finally:
+                with contextlib.suppress(ValueError):
+                    line.remove(gate)
+
+    def _release(self) -> None:
+        if self.held:
+            self._lock.release()
+
+    def __enter__(self) -> Turn:
+        if self.held:
+            return self
+        try:
+            self._acquire()
+            self._begin()
+            return self
+        except BaseException:
+            self._release()
+            raise
+
+    def mend(self) -> None:
+        """Finish what an interrupted operation has left; from within a turn, nothing has to be."""
+        with self:
+            pass
+
+    def ended(self) -> None:
+        """Note where on its stream an operation on a GPU ends."""
+        device = self.gpu()
+        if device is not None:
+            self._streams.end(device)
+
+    def _end_on_gpu(self, *exception: object) -> None:
+        try:
+            self.ended()
+        finally:
+            self._lock.release()
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        """``with turn:`` for an :class:`contextlib.ExitStack`."""
+        with self:
+            yield
+
+    def outside(self, wait: Callable[[], object]) -> None:
+        """Let others have their turns while ``wait`` runs, from within one's own, however deep."""
+        interrupt: BaseException | None = None
+        try:
+            self.ended()
+            self._lock.release()
+            wait()
+        finally:
+            while not self.held:
+                try:
+                    self._acquire()
+                except BaseException as error:
+                    # Whoever began the turn is going to end it, and must have it then.
+                    interrupt = error
+            if interrupt is not None:
+                raise interrupt
+            self._begin()

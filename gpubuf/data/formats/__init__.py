@@ -1,0 +1,1 @@
+"""Buffers from and to the files of other libraries."""

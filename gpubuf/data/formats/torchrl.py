@@ -1,0 +1,303 @@
+"""Buffers on their way from and to TorchRL: the folders that its ``ReplayBuffer.dumps`` writes and ``loads`` reads.
+
+Rows, cursor and priorities travel; random streams, transforms and prefetched batches, which TorchRL pickles, do not.
+Nothing is unpickled. Written against TorchRL 0.14.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from gpubuf.data.buffers.replay_buffer import ReplayBuffer, component
+from gpubuf.data.buffers.tensordict_buffers import TensorDictReplayBuffer
+from gpubuf.data.samplers.base import Sampler, SamplerWithoutReplacement
+from gpubuf.data.samplers.prioritized import PrioritizedSampler
+from gpubuf.data.storages import memmap_files as files
+from gpubuf.data.storages.layout import Data, RowLayout
+from gpubuf.data.storages.tensor_storage import LazyTensorStorage, Storage, TensorStorage
+from gpubuf.kernels import sum_tree
+
+_SAMPLER_FILE = "sampler_metadata.json"
+_SAMPLER_VERSION = 1
+_WRITER_FILE = "metadata.json"
+_BUFFER_FILE = "buffer_metadata.json"
+_INDEX = ("index",)
+_COPY_BYTES = 1 << 26
+# Steps ever written are a C int in TorchRL.
+_MAX_STEPS = 2**31 - 1
+# What TorchRL's tree of minima holds where there is no row.
+_NO_MINIMUM = torch.finfo(torch.float32).max
+
+
+class _Rows(NamedTuple):
+    """The rows of a dump, and the place of the ring's cursor in them; a step is one index of the first dimension."""
+
+    data: Data
+    shape: tuple[int, ...]
+    size: int
+    written: int
+
+
+class _Priorities(NamedTuple):
+    """The sampler of a dump. ``weights`` are the transformed priorities, float64 ``[max_capacity]``."""
+
+    alpha: float
+    beta: float
+    eps: float
+    max_priority: float | None
+    weights: Tensor
+
+
+def load_torchrl(
+    path: str | os.PathLike[str],
+    *,
+    storage: Storage | Any = None,
+    sampler: Sampler | Any = None,
+    **kwargs: Any,
+) -> ReplayBuffer:
+    """A new buffer with the rows of one that TorchRL saved by ``dumps``.
+
+    The rows are copied from the mapped files straight into the storage. Capacity and batch size are those of the dump,
+    unless given. A prioritized sampler takes its exponents and priorities from the dump.
+
+    Args:
+        path: the folder that was given to ``dumps``.
+        storage: an empty storage, or a function that returns one. Default: a :class:`LazyTensorStorage` on the CPU. One
+            of another capacity takes the rows oldest first. Give it where the rows themselves have dimensions
+            (``[max_size, agents]``) that could be taken for those of the storage.
+        sampler: a sampler, or a function that returns one. Default: uniform, or prioritized where the dump is.
+        **kwargs: further arguments of :class:`TensorDictReplayBuffer` (of :class:`ReplayBuffer`, where the rows are
+            single tensors).
+
+    Returns:
+        The buffer. Rows that were tensorclasses are TensorDicts; the ``"index"`` that TorchRL stores with the rows is
+        left out, since samples carry theirs.
+
+    Raises:
+        ValueError: the folder is not such a dump, is damaged, holds what can't be stored here (non-tensor data, lists
+            of tensors), or does not fit into ``storage``. Synchronises.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder that TorchRL's dumps() has written")
+    storage = component(storage, TensorStorage, lambda: None) if storage is not None else None
+    if storage is not None and len(storage):
+        raise ValueError(f"the storage must be empty, it has {len(storage)} rows")
+    found = _read_rows(folder, None if storage is None else storage.ndim)
+    priorities = _read_priorities(folder / "sampler")
+    settings = files.read_json(folder / _BUFFER_FILE)
+    if (folder / "transform.t").exists():
+        warnings.warn(f"{folder / 'transform.t'} is a pickle: the state of the transforms is not read", stacklevel=2)
+    if storage is None:
+        storage = LazyTensorStorage(math.prod(found.shape), ndim=len(found.shape))
+    if sampler is None and priorities is not None:
+        sampler = PrioritizedSampler(storage.max_size, priorities.alpha, priorities.beta, priorities.eps)
+    if settings.get("batch_size") is not None:
+        kwargs.setdefault("batch_size", files.read_count(settings, "batch_size", folder / _BUFFER_FILE))
+    kind = ReplayBuffer if isinstance(found.data, Tensor) else TensorDictReplayBuffer
+    buffer = kind(storage=storage, sampler=sampler, **kwargs)
+    order = storage.load_state_dict(
+        {
+            "initialized": True,
+            "max_size": math.prod(found.shape),
+            "shape": list(found.shape),
+            "written": found.written,
+            "size": found.size,
+            "rows": found.data[: found.size // math.prod(found.shape[1:])],
+        }
+    )
+    if priorities is not None and isinstance(buffer.sampler, PrioritizedSampler):
+        _restore_priorities(buffer.sampler, storage, priorities, order, found)
+    return buffer
+
+
+def _read_rows(folder: Path, ndim: int | None) -> _Rows:
+    data, size = files.read_rows(folder / "storage", writable=False)
+    path = folder / "writer" / _WRITER_FILE
+    writer = files.read_json(path)
+    cursor = files.read_count(writer, "cursor", path)
+    count = writer.get("write_count")
+    dims = tuple(data.shape)
+    if ndim is None:
+        ndim = 1 if isinstance(data, Tensor) else _guess_ndim(dims, size, count)
+    shape = dims[:ndim]
+    steps, per_step = dims[0] if dims else 0, math.prod(shape[1:])
+    if len(shape) < ndim or steps * per_step == 0:
+        raise ValueError(f"{folder}: rows of shape {dims} are no storage of {ndim} dimension(s)")
+    if size > steps * per_step or size % per_step or cursor >= steps:
+        raise ValueError(
+            f"{folder}: {size} rows and a cursor at step {cursor} are impossible in a storage of shape {shape}"
+        )
+    filled = size // per_step
+    if filled == steps:
+        # TorchRL's count overflows after 2^31 steps, and older versions have none.
+        known = isinstance(count, int) and count >= steps and count % steps == cursor
+        written = count if known else steps + cursor
+    elif filled == cursor or filled == 0:
+        written = filled
+    else:
+        raise ValueError(
+            f"{folder}: the rows are not those of a ring: {filled} steps are filled, the cursor is at {cursor}"
+        )
+    return _Rows(data, shape, size, written * per_step)
+
+
+def _guess_ndim(dims: tuple[int, ...], size: int, count: Any) -> int:
+    """How many dimensions of a TensorDict index rows, which a dump doesn't say: all, unless that can't be."""
+    if isinstance(count, int) and len(dims) > 1 and size == min(count, dims[0]) > 0:
+        return 1
+    return len(dims)
+
+
+def _read_priorities(folder: Path) -> _Priorities | None:
+    path = folder / _SAMPLER_FILE
+    if not path.exists():
+        return None
+    content = files.read_json(path)
+    version = content.get("_schema_version", 0)
+    if version not in (0, _SAMPLER_VERSION):
+        raise ValueError(f"{path} has version {version!r}, this reads up to {_SAMPLER_VERSION}")
+    alpha, beta, eps, capacity = (
+        _number(content.get(f"_{n}"), n, path) for n in ("alpha", "beta", "eps", "max_capacity")
+    )
+    largest = content.get("_max_priority")
+    if not isinstance(largest, list) or len(largest) != 2:
+        raise ValueError(f"{path}: '_max_priority' must be a priority and an index, not {largest!r}")
+    if not capacity.is_integer() or capacity >= 1 << 48:
+        raise ValueError(f"{path}: 'max_capacity' must be a whole number, not {capacity}")
+    weights = files.map_file(folder / "sumtree.memmap", torch.float64, (int(capacity),), writable=False)
+    if not bool(((weights >= 0) & weights.float().isfinite()).all()):
+        raise ValueError(f"{folder / 'sumtree.memmap'} holds weights that are negative or not finite")
+    highest = None if largest[0] is None else _number(largest[0], "max_priority", path)
+    return _Priorities(alpha, beta, eps, highest, weights)
+
+
+def _number(value: Any, name: str, path: Path) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (0 <= value < math.inf):
+        raise ValueError(f"{path}: {name!r} must be a number of at least 0, not {value!r}")
+    return float(value)
+
+
+def _restore_priorities(
+    sampler: PrioritizedSampler, storage: TensorStorage, given: _Priorities, order: Tensor | None, found: _Rows
+) -> None:
+    weights = given.weights[: found.size].float()
+    if weights.numel() < found.size:
+        raise ValueError(f"the sampler of the dump has room for {weights.numel()} rows, the storage holds {found.size}")
+    leaves = torch.zeros(storage.max_size, dtype=torch.float32)
+    leaves[: found.size] = weights if order is None else weights[order]
+    hyper = torch.zeros(5, dtype=torch.float64)
+    hyper[sum_tree.ALPHA], hyper[sum_tree.BETA], hyper[sum_tree.EPS] = given.alpha, given.beta, given.eps
+    hyper[sum_tree.MAX_PRIORITY] = -1.0 if given.max_priority is None else given.max_priority
+    tree = {"capacity": storage.max_size, "leaves": leaves, "hyper": hyper}
+    hyperparameters = {"alpha": given.alpha, "beta": given.beta, "eps": given.eps}
+    sampler.load_state_dict({**sampler.state_dict(), **hyperparameters, "tree": tree}, storage, None)
+
+
+def save_torchrl(buffer: ReplayBuffer, path: str | os.PathLike[str]) -> None:
+    """Write a buffer as TorchRL's ``dumps`` would, for ``loads`` of a TorchRL buffer with the same components.
+
+    The folder appears under its name once it is complete. The random stream and the state of transforms are left out.
+    An epoch of a sampler without replacement begins anew.
+
+    Args:
+        buffer: a buffer that has been written to. Rows on a GPU are copied piece by piece. Tensorclasses become
+            TensorDicts. The buffer may not be written to meanwhile.
+        path: a folder that does not exist yet.
+
+    Raises:
+        RuntimeError: nothing was ever written to the buffer.
+        FileExistsError: there is something at ``path``.
+        ValueError: a key has a name that TorchRL's metadata needs. Synchronises.
+    """
+    target = Path(path).absolute()
+    if target.exists():
+        raise FileExistsError(f"{target} exists: a dump is written into a new folder")
+    temporary = target.with_name(f"{target.name}.tmp-{os.getpid()}")
+    temporary.mkdir(parents=True)
+    try:
+        _write_rows(buffer, temporary)
+        _write_sampler(buffer.sampler, buffer.storage, temporary / "sampler")
+        settings = {"batch_size": buffer.batch_size, "consume_after_n_samples": None}
+        files.write_json(temporary / _BUFFER_FILE, settings)
+        os.rename(temporary, target)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _write_rows(buffer: ReplayBuffer, folder: Path) -> None:
+    storage = buffer.storage
+    state = storage.state_dict()
+    if not state["initialized"]:
+        raise RuntimeError("the buffer is empty: nothing was ever written to it")
+    layout, shape = storage.layout, tuple(storage.shape)
+    files.check_names(layout)
+    (folder / "storage").mkdir()
+    (folder / "writer").mkdir()
+    for leaf, source in zip(layout.leaves, layout.collect(state["rows"], storage.ndim), strict=True):
+        path = files.tensor_file(folder / "storage", leaf.key)
+        _copy(source, files.create_file(path, leaf.dtype, (*shape, *leaf.shape)))
+    # The rows of TorchRL's TensorDict buffers have an index, without which they could not be added to.
+    extra = (_INDEX,) if _stores_index(buffer, layout) else ()
+    for key in extra:
+        index = files.create_file(files.tensor_file(folder / "storage", key), torch.int64, shape)
+        index.copy_(torch.arange(shape[0]).view(-1, *[1] * (len(shape) - 1)))
+    files.write_metadata(folder / "storage", layout, shape, state["size"], extra)
+    steps = state["written"] // math.prod(shape[1:])
+    if steps > _MAX_STEPS:
+        steps = shape[0] + steps % shape[0]
+    files.write_json(folder / "writer" / _WRITER_FILE, {"cursor": steps % shape[0], "write_count": steps})
+
+
+def _stores_index(buffer: ReplayBuffer, layout: RowLayout) -> bool:
+    return isinstance(buffer, TensorDictReplayBuffer) and layout.is_tensordict and layout.position(_INDEX) is None
+
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    """Copy rows into the first rows of a file, so that no more than a piece of a GPU's tensor is on its way."""
+    n = source.shape[0]
+    step = max(1, _COPY_BYTES * n // max(1, source.nbytes))
+    for start in range(0, n, step):
+        target[start : min(start + step, n)].copy_(source[start : start + step])
+
+
+def _write_sampler(sampler: Sampler, storage: TensorStorage, folder: Path) -> None:
+    if isinstance(sampler, SamplerWithoutReplacement):
+        epoch = {"len_storage": 0, "_sample_list": torch.zeros(0, dtype=torch.int64)}
+        TensorDict({**epoch, "drop_last": sampler.drop_last, "_ran_out": False}).memmap(folder)
+    if not isinstance(sampler, PrioritizedSampler):
+        return
+    folder.mkdir()
+    state = sampler.tree_for(storage).state_dict()
+    capacity, leaves, hyper = (
+        max(sampler.max_capacity, storage.max_size),
+        state["leaves"].cpu(),
+        state["hyper"].tolist(),
+    )
+    for name, empty in (("sumtree", 0.0), ("mintree", _NO_MINIMUM)):
+        tree = files.create_file(folder / f"{name}.memmap", torch.float64, (capacity,))
+        tree.fill_(empty)
+        tree[: leaves.numel()] = torch.where(leaves > 0, leaves, empty)
+    # Not null before the first priority: in TorchRL writing a row counts as giving it priority 1.
+    largest = 1.0 if hyper[sum_tree.MAX_PRIORITY] < 0 else hyper[sum_tree.MAX_PRIORITY]
+    files.write_json(
+        folder / _SAMPLER_FILE,
+        {
+            "_alpha": sampler.alpha,
+            "_beta": float(sampler.beta),
+            "_eps": sampler.eps,
+            "_max_priority": [largest, float(leaves.argmax())],
+            "_max_capacity": float(capacity),
+            "_schema_version": _SAMPLER_VERSION,
+        },
+    )

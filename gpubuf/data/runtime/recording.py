@@ -1,0 +1,222 @@
+"""What a buffer has to know about the capture of a CUDA graph, and a graph about the buffers that it uses.
+
+A graph repeats launches and nothing else. What an operation does on the host besides (counting rows for ``len()``, say)
+is noted in a :class:`Recording` while the graph is captured, and done again at each replay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from gpubuf.data.runtime.interruption import REPLAY
+
+
+class CaptureError(RuntimeError):
+    """A step that can't be captured in a CUDA graph, or a graph that no longer fits what it was captured with."""
+
+
+class Lock(Protocol):
+    """The lock of a buffer: see :class:`gpubuf.data.concurrency.locking.Turn`."""
+
+    storage: Any
+
+    def taken(self) -> contextlib.AbstractContextManager[None]:
+        """Around an operation."""
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where the buffer works; None before its first write."""
+
+    def joined(self, stream: torch.cuda.Stream) -> None:
+        """All operations so far come before what ``stream`` is given from now on."""
+
+
+class Recording:
+    """What goes with the replays of one graph, on the host.
+
+    Attributes:
+        locks: those of the buffers that the graph uses.
+    """
+
+    def __init__(self) -> None:
+        self.locks: list[Lock] = []
+        self._before: dict[Hashable, Callable[[], None]] = {}
+        self._after: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], None]] = []
+        self._held: dict[tuple[int, str], tuple[Any, str, Any]] = {}
+
+    def before(self, key: Hashable, action: Callable[[], None]) -> None:
+        """Do ``action`` before each replay; of several with the same key, the first."""
+        self._before.setdefault(key, action)
+
+    def after(self, action: Callable[[], None]) -> None:
+        """Do ``action`` after each replay, as often as it was noted."""
+        self._after.append(action)
+
+    def undo(self, action: Callable[[], None]) -> None:
+        """Do ``action`` if nothing comes of the capture: what was launched is then not run."""
+        self._undo.append(action)
+
+    def abandon(self) -> None:
+        """Nothing comes of the capture."""
+        for action in reversed(self._undo):
+            action()
+
+    def holds(self, owner: Any, *attributes: str) -> None:
+        """The graph works on what these attributes are now: refuse replays once they are replaced."""
+        for name in attributes:
+            self._held.setdefault((id(owner), name), (owner, name, getattr(owner, name)))
+
+    @contextlib.contextmanager
+    def replay(self) -> Iterator[None]:
+        """Around a replay: one operation of all the buffers, and what else belongs to it on the host.
+
+        Raises:
+            CaptureError: what the graph works on is no longer that of its buffers.
+        """
+        with contextlib.ExitStack() as stack:
+            for lock in self.locks:
+                stack.enter_context(lock.taken())
+            for owner, name, value in self._held.values():
+                if getattr(owner, name, None) is not value:
+                    raise CaptureError(
+                        f"a {type(owner).__name__} was moved, freed or given other parts since its step was captured: "
+                        "call reset() on the captured step, and it is captured anew"
+                    )
+            for action in self._before.values():
+                action()
+            # Of a replay that is interrupted, the device knows whether it was.
+            storages = [lock.storage for lock in self.locks]
+            before = [storage.begin(REPLAY) for storage in storages]
+            yield
+            for action in self._after:
+                action()
+            for storage, outer in zip(storages, before, strict=True):
+                storage.end(outer)
+
+
+class _Now(threading.local):
+    recording: Recording | None = None
+    locks: list[Lock] | None = None
+
+
+_now = _Now()
+_compiling = torch.compiler.is_compiling
+
+
+def recording() -> Recording | None:
+    """The recording of the graph that :func:`gpubuf.capture` is capturing in this thread, if it is."""
+    # Compiled code is traced before, and can't look: its operations note things when they run.
+    return None if _compiling() else _now.recording
+
+
+def capturing() -> bool:
+    """Whether work on the current CUDA stream goes into a graph, whoever captures it."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+# Captures of `gpubuf.capture` that are under way, in all threads: one entry each.
+_captures: list[None] = []
+_postponed: deque[Callable[[], None]] = deque()
+
+
+@contextlib.contextmanager
+def capture_under_way() -> Iterator[None]:
+    """Around a capture: garbage is not collected, and what would break the capture is put off.
+
+    Finalisers of tensors, graphs and pinned memory call CUDA, and may not while a capture is under way. What is garbage
+    by then waits until after it.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    _captures.append(None)
+    try:
+        yield
+    finally:
+        _captures.pop()
+        if collects:
+            gc.enable()
+        do_postponed()
+
+
+def outside_captures(action: Callable[[], None]) -> None:
+    """Do what a capture would not survive (waiting for a device does not): now, or once none is under way.
+
+    A capture that others have begun is known in its own thread only. What it puts off is done by the next call. Nothing
+    is done in a forked process, which may not use its parent's CUDA.
+    """
+    if torch.cuda._is_in_bad_fork():
+        return
+    _postponed.append(action)
+    do_postponed()
+
+
+def do_postponed() -> None:
+    """Do what :func:`outside_captures` has put off, if it can be done now."""
+    while _postponed and not _captures and not capturing():
+        try:
+            action = _postponed.popleft()
+        except IndexError:
+            # Another thread, or the finaliser of what was released just now, has done it.
+            return
+        action()
+
+
+@contextlib.contextmanager
+def recorded(into: Recording) -> Iterator[None]:
+    """Note in ``into`` what operations do from now on, in this thread."""
+    with watched(into.locks):
+        previous, _now.recording = _now.recording, into
+        try:
+            yield
+        finally:
+            _now.recording = previous
+
+
+@contextlib.contextmanager
+def watched(locks: list[Lock]) -> Iterator[None]:
+    """Enter into ``locks`` those of the buffers that are used from now on, in this thread."""
+    previous, _now.locks = _now.locks, locks
+    try:
+        yield
+    finally:
+        _now.locks = previous
+
+
+def used(lock: Lock) -> None:
+    """An operation on a buffer begins."""
+    locks = _now.locks
+    if locks is not None and lock not in locks:
+        locks.append(lock)
+
+
+def refuse(reason: str) -> None:
+    """Raise if a graph is being captured in this thread by :func:`gpubuf.capture`.
+
+    Raises:
+        CaptureError: so it is.
+    """
+    if recording() is not None:
+        raise CaptureError(f"this can't be captured in a CUDA graph: {reason}")
+
+
+if TYPE_CHECKING:
+    traced_property = property
+else:
+
+    class traced_property(property):  # noqa: N801, used as a decorator
+        """A property that compiled code sets in its place.
+
+        Dynamo of PyTorch 2.11 calls the setter of a plain property only after the compiled code. A ``__set__`` written
+        in Python it traces.
+        """
+
+        def __set__(self, instance: Any, value: Any) -> None:
+            self.fset(instance, value)

@@ -1,0 +1,1 @@
+"""Samplers: which rows a batch is made of."""

@@ -1,0 +1,195 @@
+"""What tells where trajectories end: stored flags, stored identifiers, or a fixed tensor of either."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpubuf.data.storages.layout import Key, RowLayout, address, as_key
+from gpubuf.data.storages.tensor_storage import TensorStorage
+from gpubuf.kernels.rows import table_entry
+
+#: Where identifiers of trajectories are looked for, in this order, when no key is given.
+TRAJECTORY_KEYS: tuple[Key, ...] = (("collector", "traj_ids"), ("episode",))
+END_KEY: Key = ("next", "done")
+
+# How much of a storage is compared to find out whether its rows are in order.
+_ROWS, _BYTES = 512, 1 << 20
+
+
+@dataclass(frozen=True)
+class Signal:
+    """What tells where the trajectories of a storage end.
+
+    Attributes:
+        table: int64 ``[K, 5]``, entries of a table of :mod:`gpubuf.kernels.rows`, on the storage's device.
+        by_id: the rows are identifiers, whose change ends a trajectory, instead of flags.
+        assumed: nobody said that these flags are what separates the rows.
+        tensor: what the table points to, where that is not the storage.
+        positions: which keys of the storage the table points to, otherwise.
+    """
+
+    table: Tensor
+    by_id: bool
+    assumed: bool = False
+    tensor: Tensor | None = None
+    positions: tuple[int, ...] = ()
+
+    def moved(self, storage: TensorStorage) -> Signal:
+        """The same signal, after the storage has moved."""
+        if self.tensor is not None:
+            return fixed_signal(storage, self.tensor, self.by_id)
+        return dataclasses.replace(self, table=_addresses(storage, self.positions))
+
+
+def _addresses(storage: TensorStorage, positions: Sequence[int]) -> Tensor:
+    return torch.stack([storage.table[position] for position in positions])
+
+
+def signal_keys(
+    layout: RowLayout, ndim: int, end_keys: Sequence[Any] | None = None, traj_key: Any | None = None
+) -> tuple[tuple[int, ...], bool]:
+    """Which keys of a row tell where trajectories end: their positions in the layout, and whether they are identifiers.
+
+    Identifiers come first where a key for them is given, or nothing is: then :data:`TRAJECTORY_KEYS` are tried, and
+    :data:`END_KEY`. Where what was asked for is not there, the other kind is used, with a warning.
+
+    Raises:
+        KeyError: neither is there.
+        ValueError: the rows are themselves batches.
+    """
+    if layout.nested_batch:
+        raise ValueError(
+            f"the rows of the storage have batch dimensions of their own, {list(layout.nested_batch)}: to keep the "
+            f"steps of several environments, give the storage ndim={ndim + len(layout.nested_batch)}"
+        )
+    asked = traj_key is not None or end_keys is not None
+    by_ends = (False, tuple(as_key(key) for key in end_keys) if end_keys is not None else (END_KEY,))
+    by_ids = [(True, (as_key(traj_key),))] if traj_key is not None else [(True, (key,)) for key in TRAJECTORY_KEYS]
+    choices = [by_ends, *by_ids] if end_keys is not None and traj_key is None else [*by_ids, by_ends]
+    for by_id, keys in choices:
+        positions = tuple(position for key in keys if (position := layout.position(key)) is not None)
+        if not positions:
+            continue
+        if asked and (by_id, keys) != choices[0]:
+            warnings.warn(
+                f"{list(choices[0][1])} is not stored: trajectories are told apart by {list(keys)} instead",
+                stacklevel=2,
+            )
+        return positions, by_id
+    raise KeyError(
+        f"nothing tells where trajectories end: none of {[key for _, keys in choices for key in keys]} is stored; the "
+        f"storage has {[leaf.key for leaf in layout.leaves]}"
+    )
+
+
+def stored_signal(storage: TensorStorage, end_keys: Sequence[Any] | None = None, traj_key: Any | None = None) -> Signal:
+    """The stored keys that :func:`signal_keys` names, and where they are."""
+    positions, by_id = signal_keys(storage.layout, storage.ndim, end_keys, traj_key)
+    assumed = end_keys is None and traj_key is None and not by_id
+    return Signal(_addresses(storage, positions), by_id, assumed, positions=positions)
+
+
+def fixed_signal(storage: TensorStorage, values: Tensor, by_id: bool) -> Signal:
+    """A tensor ``[n]`` with an entry for each of the storage's first n rows.
+
+    Raises:
+        ValueError: it has fewer entries than rows are stored, or more than there is room for.
+    """
+    n = values.numel()
+    if not len(storage) <= n <= storage.max_size:
+        raise ValueError(
+            f"a fixed signal has an entry for every row: it has {n}, the storage {len(storage)} rows of at most "
+            f"{storage.max_size}"
+        )
+    full = torch.zeros(storage.max_size, dtype=values.dtype, device=storage.device)
+    full[:n].copy_(values.reshape(-1))
+    table = torch.tensor([table_entry(address(full), full.element_size())]).to(storage.device, non_blocking=True)
+    return Signal(table, by_id, tensor=full)
+
+
+def interleaved_environments(storage: TensorStorage, end_keys: Sequence[Any] | None = None) -> int | None:
+    """How many environments take turns in a 1-D storage.
+
+    Told by the observations: what comes next after row p is stored again as row p + 1 or, of E environments in turn, as
+    row p + E. A single environment whose next observations are E steps ahead looks alike, but for what
+    :func:`_take_turns` finds. Synchronises where the storage is not on the CPU.
+
+    Returns:
+        1 where rows follow each other, E where they do E rows apart; None where nothing tells (yet): no key is stored
+        both at the root and under ``"next"``, or next steps may be several steps ahead.
+    """
+    layout = storage.layout
+    if storage.ndim > 1 or layout.position(("steps_to_next_obs",)) is not None:
+        return None
+    pairs = [
+        leaf.key
+        for leaf in layout.leaves
+        if leaf.key[0] == "next" and layout.position(leaf.key[1:]) is not None and leaf.dtype is not torch.bool
+    ]
+    width = sum(layout.leaves[layout.position(key) or 0].row_bytes for key in pairs)
+    n = min(len(storage), _ROWS, _BYTES // max(width, 1))
+    if width == 0 or n < 2:
+        return None
+    data = storage[:n].cpu()
+
+    def of(keys: list[Key]) -> Tensor:
+        return torch.cat([data.get(key).reshape(n, -1).contiguous().view(torch.uint8) for key in keys], 1)
+
+    coming, now = of(pairs), of([key[1:] for key in pairs])
+    values = torch.cat([_numbers(data.get(key[1:])).reshape(n, -1) for key in pairs], 1)
+    ended = torch.zeros(n, dtype=torch.bool)
+    for key in [END_KEY] if end_keys is None else end_keys:
+        if layout.position(as_key(key)) is not None:
+            ended |= data.get(as_key(key)).reshape(n, -1).any(1)
+    going_on = (~ended).nonzero().squeeze(-1)
+
+    def follow(apart: int) -> Tensor:
+        """Which of the rows that go on, and have a row so far behind them, go on there."""
+        rows = going_on[going_on < n - apart]
+        return (coming[rows] == now[rows + apart]).all(1)
+
+    if follow(1).any():
+        return 1
+    if len(going_on) == 0:
+        return None
+    first = int(going_on[0])
+    candidates = (coming[first] == now[first:]).all(1).nonzero().squeeze(-1).tolist()
+    for apart in candidates:
+        if apart > 1 and len(found := follow(apart)) > 1 and bool(found.all()):
+            return int(apart) if _take_turns(values, coming, ended, apart) else None
+    return None
+
+
+def _numbers(values: Tensor) -> Tensor:
+    return (torch.view_as_real(values) if values.is_complex() else values).float()
+
+
+def _take_turns(now: Tensor, coming: Tensor, ended: Tensor, apart: int) -> bool:
+    """Whether rows that go on ``apart`` rows later are of environments in turn, not of one that looks so far ahead.
+
+    Of one environment the last ``apart`` rows of an episode all end it, and have its last observation in common; and
+    rows beside each other are nearer to each other than rows ``apart``. Neither holds of environments in turn.
+
+    Args:
+        now: observations, ``[n, width]``.
+        coming: the next ones, as bytes, ``[n, n_bytes]``.
+        ended: bool ``[n]``, whether a row ends an episode.
+        apart: number of rows, at least 2.
+    """
+    n = len(ended)
+    first_ends = (ended[1:] & ~ended[:-1]).nonzero().squeeze(-1) + 1
+    runs = [slice(start, min(start + apart, n)) for start in first_ends.tolist() if start + 1 < n]
+    in_common = [bool(ended[run].all()) and bool((coming[run] == coming[run][:1]).all()) for run in runs]
+    if runs and all(in_common):
+        return False
+    going_on = (~ended[: n - apart]).nonzero().squeeze(-1)
+    beside, later = ((now[going_on + by] - now[going_on]).abs().mean().item() for by in (1, apart))
+    # Observations without any order are about as far from one row as from the other: then the ends tell.
+    return beside > 2 * later or (bool(runs) and not beside < 0.9 * later)

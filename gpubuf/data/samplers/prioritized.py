@@ -1,0 +1,333 @@
+"""Proportional prioritized sampling (Schaul et al., "Prioritized Experience Replay", ICLR 2016)."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpubuf.data.concurrency.locking import turn_of
+from gpubuf.data.runtime.recording import recording, refuse, traced_property
+from gpubuf.data.samplers.base import Draw, Sampler, tensor_storage
+from gpubuf.data.samplers.exponents import check_beta, exponent
+from gpubuf.data.samplers.sum_tree import SumTree
+from gpubuf.data.storages.indexing import as_positions
+from gpubuf.data.storages.placement import IndexBytes
+from gpubuf.data.storages.tensor_storage import Storage, TensorStorage
+
+REDUCTIONS = ("max", "min", "mean", "median")
+
+
+class PrioritizedSampler(Sampler):
+    """Draws row i with probability ``q_i / sum(q)``, where ``q_i = (priority_i + eps) ** alpha``.
+
+    The importance weight of a draw is ``(q_i / q_min) ** -beta``, with q_min the smallest positive weight in the
+    buffer: the largest importance weight is 1. A new row gets priority 1.0 until the first priority is given, and
+    from then on the running maximum of those given. A row of weight zero is legal, and never drawn.
+
+    Priorities that are NaN, infinite or negative are refused: on CPU by a ValueError before anything changes; on
+    a GPU, where an exception would need a host sync, the old priority stays and :meth:`raise_if_refused`, called by
+    everything that synchronises anyway (``state_dict``, setting ``alpha``), raises.
+
+    Weights are kept within the range of normal float32 numbers, so that a positive one stays positive. Where this
+    changes one, a warning says so, once: on CPU at once, on a GPU where refused priorities raise.
+
+    Args:
+        max_capacity: number of rows; at least the storage's.
+        alpha: exponent of the priorities, finite, at least 0. Setting the attribute re-transforms every row,
+            O(capacity).
+        beta: exponent of the importance weights, finite, at least 0. The attribute may be set to a float or a 0-dim
+            tensor, also between replays of a captured graph. The value of a tensor on a GPU is not checked.
+        eps: added to every priority, finite, at least 0.
+        dtype: accepted for compatibility. Weights are float32 at the leaves and float64 in all sums.
+        reduction: how a priority with more dimensions than its batch becomes one number a row: ``"max"``,
+            ``"min"``, ``"mean"`` or ``"median"``.
+        max_priority_within_buffer: new rows get the largest priority now in the buffer, in O(1), instead of the
+            largest ever given.
+        device: accepted for compatibility: the tree lives where the storage lives.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        max_capacity: int,
+        alpha: float,
+        beta: float,
+        eps: float = 1e-8,
+        dtype: torch.dtype = torch.float,
+        reduction: str = "max",
+        max_priority_within_buffer: bool = False,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if max_capacity < 1:
+            raise ValueError(f"max_capacity must be at least 1, got {max_capacity}")
+        check_beta(beta)
+        if reduction not in REDUCTIONS:
+            raise ValueError(f"reduction must be one of {REDUCTIONS}, got {reduction!r}")
+        self.max_capacity = int(max_capacity)
+        self.reduction = reduction
+        self.max_priority_within_buffer = max_priority_within_buffer
+        self._alpha, self._eps = exponent("alpha", alpha), exponent("eps", eps)
+        self._beta: float | Tensor = beta
+        self._tree: SumTree | None = None
+        self._storage: Storage | None = None
+
+    # Hyperparameters
+
+    @property
+    def alpha(self) -> float:
+        """Exponent of the priorities."""
+        return self._alpha
+
+    @alpha.setter
+    def alpha(self, value: float) -> None:
+        value = exponent("alpha", value)
+        refuse("alpha is set, which transforms every priority: set it between calls of the step")
+        with self.turn:
+            if self._tree is not None:
+                self.raise_if_refused()
+                self._tree.set_alpha(value)
+            self._alpha = value
+
+    @traced_property
+    def beta(self) -> float | Tensor:
+        """Exponent of the importance weights, as it was set."""
+        return self._beta
+
+    @beta.setter
+    def beta(self, value: float | Tensor) -> None:
+        check_beta(value)
+        noted = recording()
+        if noted is not None:
+            noted.undo(functools.partial(setattr, self, "_beta", self._beta))
+        if not isinstance(value, Tensor):
+            refuse("beta is set to a number, which would stay: set it to a tensor on the device, or between calls")
+        with turn_of(self.turn):
+            if self._tree is not None:
+                self._tree.set_beta(value)
+            self._beta = value
+
+    @property
+    def eps(self) -> float:
+        """What is added to every priority."""
+        return self._eps
+
+    @property
+    def default_priority(self) -> Tensor | float:
+        """Priority of the next new row, before the transformation: a 0-dim device tensor. No host sync."""
+        return 1.0 if self._tree is None else self._tree.max_priority
+
+    @property
+    def tree(self) -> SumTree:
+        """The sum tree.
+
+        Raises:
+            RuntimeError: nothing has been written yet.
+        """
+        if self._tree is None:
+            raise RuntimeError("the sampler has no tree before the first write")
+        return self._tree
+
+    def register_storage(self, storage: Storage) -> None:
+        """Check that the storage fits. Another storage than before begins with a tree of its own.
+
+        Raises:
+            ValueError: it has room for more than ``max_capacity`` rows.
+        """
+        if isinstance(storage, TensorStorage) and storage.requested_size > self.max_capacity:
+            raise ValueError(f"max_capacity is {self.max_capacity}, the storage's capacity {storage.requested_size}")
+        if storage is not self._storage:
+            self._storage, self._tree = storage, None
+
+    def tree_for(self, storage: TensorStorage, n_new: int = 0) -> SumTree:
+        """The tree over ``storage``, made at the first use.
+
+        Rows that are there already count as new, except for ``n_new`` that the caller is about to treat.
+        """
+        noted = recording()
+        if self._tree is None:
+            refuse("the first write or sample makes the tree: do it before")
+            tree = SumTree(storage.max_size, alpha=self._alpha, eps=self._eps, device=storage.device)
+            tree.set_beta(self._beta)
+            if len(storage) > n_new:
+                tree.mark(torch.arange(len(storage), device=storage.device))
+            self._tree = tree
+        if noted is not None:
+            noted.holds(self, "_tree")
+        return self._tree
+
+    # Sampling
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
+        """Indices by priority, and ``"priority_weight"``, float32 ``[n]``. One launch, no host sync."""
+        storage = tensor_storage(storage)
+        flat, weight = self._choose(storage, batch_size)
+        return storage.unravel(flat), {"priority_weight": weight}
+
+    def draw(self, storage: TensorStorage, batch_size: int) -> Draw:
+        """Choose by priority, and gather: two launches, no host sync."""
+        storage = tensor_storage(storage)
+        flat, weight = self._choose(storage, batch_size)
+        tensors, generation = storage.gather(flat)
+        return Draw(tensors, flat, generation, {"priority_weight": weight})
+
+    def _choose(self, storage: TensorStorage, n: int) -> tuple[Tensor, Tensor]:
+        return self.tree_for(storage).draw(n, self.random_state(storage.device))
+
+    # Priorities
+
+    def on_write(self, index: Tensor, storage: TensorStorage, priority: Tensor | None) -> None:
+        """Give the rows of one write their priority, in one tree update."""
+        tree = self.tree_for(storage, index.numel())
+        if priority is None:
+            tree.mark(index, within_buffer=self.max_priority_within_buffer)
+            return
+        if index.device.type != "cpu":
+            # These rows are new: a refused priority must not leave them with that of the row before.
+            bad = ~(priority >= 0) | torch.isinf(priority)
+            tree.refused.add_(bad.sum())
+            priority = torch.where(bad, tree.max_priority.float(), priority)
+        tree.update(index, priority, ring=storage.ring)
+
+    def update_priority(
+        self, index: Any, priority: Any, *, storage: Storage | None = None, generation: Tensor | None = None
+    ) -> None:
+        """Set the priorities of rows; of duplicates the last one wins. No host sync.
+
+        Args:
+            index: as sampled: ``[n]``, ``[n, ndim]`` or a tuple of one tensor per dimension. A position of -1 is
+                ignored; negative coordinates count from the end of their dimension (in the first one, on a CPU, from
+                the last step stored).
+            priority: ``[n]``, any shape with n elements, or a number for all rows; any real dtype.
+            storage: the storage that the index refers to; the buffer passes its own.
+            generation: ``"index_generation"`` of the sample. Rows overwritten since are left alone.
+
+        Raises:
+            RuntimeError: the priorities are not as many as the indices, or nothing has been written yet.
+            ValueError: a priority is NaN, infinite or negative (CPU).
+            IndexError: an index, or a coordinate in its dimension, is out of range (CPU; a GPU refuses it as it does a
+                priority).
+        """
+        if not isinstance(storage, TensorStorage):
+            raise TypeError("update_priority needs the storage that the index refers to: pass storage=")
+        if not storage.initialized:
+            raise RuntimeError("cannot update priorities in a storage to which nothing has been written")
+        positions = as_positions(index, storage.shape, storage.device, lambda: storage.steps_stored)
+        n = positions.numel()
+        if not isinstance(priority, Tensor):
+            # A number is put where it is used: a copy from the host can't be captured in a graph.
+            priority = (
+                torch.full((), priority, dtype=torch.float32, device=storage.device)
+                if isinstance(priority, int | float)
+                else torch.as_tensor(priority)
+            )
+        if priority.numel() != n and priority.numel() != 1:
+            raise RuntimeError(f"{n} rows are addressed, but the priorities have shape {tuple(priority.shape)}")
+        if generation is not None and generation.numel() != n:
+            raise RuntimeError(f"{n} rows are addressed, but the generations have shape {tuple(generation.shape)}")
+        self.tree_for(storage).update(positions, priority, ring=storage.ring, generation=generation)
+
+    def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
+        """Rows were written elsewhere: give them the priority of new rows. No host sync."""
+        if not isinstance(storage, TensorStorage):
+            raise TypeError("mark_update needs the storage that the index refers to: pass storage=")
+        positions = as_positions(index, storage.shape, storage.device, lambda: storage.steps_stored)
+        self.on_write(positions, storage, None)
+
+    def reduce(self, priority: Tensor, n: int) -> Tensor:
+        """A priority of more dimensions than the batch, as one number for each of ``n`` rows."""
+        if priority.numel() == n:
+            return priority if priority.dim() == 1 else priority.reshape(n)
+        rows = priority.reshape(n, -1)
+        if self.reduction == "mean":
+            return rows.mean(-1)
+        if self.reduction == "median":
+            return rows.median(-1).values
+        return rows.amax(-1) if self.reduction == "max" else rows.amin(-1)
+
+    def check_priority(self, priority: Tensor) -> None:
+        """Raise for priorities that come with a write, before anything is written.
+
+        Raises:
+            ValueError: a priority on the CPU is NaN, infinite or negative. A GPU refuses it later, without a sync.
+        """
+        if priority.device.type == "cpu" and not bool(((priority >= 0) & priority.isfinite()).all()):
+            raise ValueError("priorities must be finite and non-negative; nothing was written")
+
+    def raise_if_refused(self) -> None:
+        """Report priorities that a GPU has refused since the last call, or could only clamp. Synchronises.
+
+        Raises:
+            ValueError: there were any. The count starts again from zero.
+        """
+        if self._tree is None:
+            return
+        self._tree.warn_of_clamped()
+        refused = int(self._tree.refused)
+        if refused:
+            self._tree.refused.zero_()
+            raise ValueError(
+                f"{refused} priorities were NaN, infinite or negative, and were refused; the rows kept their old ones"
+            )
+
+    def mend(self, storage: TensorStorage) -> None:
+        if self._tree is not None:
+            self._tree.mend()
+
+    # State
+
+    def empty(self) -> None:
+        super().empty()
+        if self._tree is not None:
+            self._tree.clear(reset=True)
+
+    def free(self) -> None:
+        super().free()
+        self._tree = None
+
+    def index_bytes(self, shape: tuple[int, ...], device_type: str) -> IndexBytes:
+        tree = SumTree.bytes_for(math.prod(shape), device_type)
+        return IndexBytes(tree=tree) + super().index_bytes(shape, device_type)
+
+    def memory(self) -> IndexBytes:
+        return IndexBytes(tree=0 if self._tree is None else self._tree.nbytes) + super().memory()
+
+    def move(self, storage: TensorStorage) -> None:
+        """Take the tree along. Priorities that a GPU has refused stay counted. Synchronises."""
+        super().move(storage)
+        if self._tree is not None and self._tree.device != storage.device:
+            self._tree = self._tree.to(storage.device)
+
+    def state_dict(self) -> dict[str, Any]:
+        self.raise_if_refused()
+        return {
+            **super().state_dict(),
+            "alpha": self._alpha,
+            "beta": float(self._beta),
+            "eps": self._eps,
+            "tree": self._tree.state_dict() if self._tree is not None else None,
+        }
+
+    def load_state_dict(self, state: dict[str, Any], storage: TensorStorage, order: Tensor | None = None) -> None:
+        tree = state["tree"]
+        if tree is None:
+            self.empty()
+        else:
+            if order is not None:
+                leaves = torch.zeros(storage.max_size, dtype=torch.float32)
+                leaves[: order.numel()] = tree["leaves"].cpu()[order]
+                tree = {**tree, "leaves": leaves, "capacity": storage.max_size}
+            self.tree_for(storage).load_state_dict(tree)
+        super().load_state_dict(state, storage, order)
+        self._alpha, self._beta, self._eps = state["alpha"], state["beta"], state["eps"]
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(alpha={self._alpha}, beta={float(self._beta)}, eps={self._eps}, tree={self._tree})"
+        )

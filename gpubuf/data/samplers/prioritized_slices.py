@@ -1,0 +1,196 @@
+"""Slices whose first step is drawn by priority."""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpubuf.data.runtime.interruption import DERIVED
+from gpubuf.data.runtime.recording import recording, refuse
+from gpubuf.data.samplers.prioritized import PrioritizedSampler
+from gpubuf.data.samplers.slices import SliceSampler
+from gpubuf.data.samplers.trajectory_index import TrajectoryIndex
+from gpubuf.data.storages.placement import IndexBytes
+from gpubuf.data.storages.tensor_storage import Storage, TensorStorage
+from gpubuf.kernels.trajectories import legal_words
+
+
+class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
+    """Draws where a slice starts by priority, among the rows from which a slice can start.
+
+    A start is legal where ``slice_len`` steps of its trajectory are left (fewer, by the right ``span``) or, with
+    ``strict_length=False``, at the first row of a trajectory too. A bitmap, which every write keeps up to date, tells
+    the sum tree which rows these are; the priorities of the others stay what they are, and count again as soon as
+    their trajectory has grown. ``"priority_weight"`` is that of the start, for every step of its slice. Weights are
+    normalised by the smallest of the legal starts.
+
+    Args:
+        max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer: as for
+            :class:`PrioritizedSampler`.
+        num_slices, slice_len, end_key, end_keys, traj_key, ends, trajectories, cache_values, truncated_key, init_key,
+            strict_length, compile, stack: as for :class:`SliceSampler`.
+        span: as for :class:`SliceSampler`, but slices never begin before their trajectory: the first entry of a pair is
+            ignored, with a warning.
+    """
+
+    def __init__(
+        self,
+        max_capacity: int,
+        alpha: float,
+        beta: float,
+        eps: float = 1e-8,
+        dtype: torch.dtype = torch.float,
+        reduction: str = "max",
+        *,
+        num_slices: int | None = None,
+        slice_len: int | None = None,
+        end_key: Any = None,
+        end_keys: Sequence[Any] | None = None,
+        traj_key: Any = None,
+        ends: Tensor | None = None,
+        trajectories: Tensor | None = None,
+        cache_values: bool = False,
+        truncated_key: Any = ("next", "truncated"),
+        init_key: Any = "is_init",
+        strict_length: bool = True,
+        compile: bool | dict[str, Any] = False,
+        span: bool | int | tuple[bool | int, bool | int] = False,
+        max_priority_within_buffer: bool = False,
+        stack: bool = False,
+    ) -> None:
+        before, after = span if isinstance(span, tuple) else (span, span)
+        if before:
+            warnings.warn(f"{type(self).__name__} draws the first step itself: the left span is ignored", stacklevel=2)
+        PrioritizedSampler.__init__(self, max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer)
+        SliceSampler.__init__(
+            self,
+            num_slices=num_slices,
+            slice_len=slice_len,
+            end_key=end_key,
+            end_keys=end_keys,
+            traj_key=traj_key,
+            ends=ends,
+            trajectories=trajectories,
+            truncated_key=truncated_key,
+            init_key=init_key,
+            strict_length=strict_length,
+            span=(False, after),
+            stack=stack,
+        )
+        # How many steps must be left, and the rows of which that is true.
+        self._need = 0
+        self._legal: Tensor | None = None
+
+    def register_storage(self, storage: Storage) -> None:
+        """Check that the storage fits. Another storage than before begins with a tree and an index of its own.
+
+        Raises:
+            ValueError: it has room for more than ``max_capacity`` rows.
+        """
+        if storage is not self._storage:
+            self._legal = None
+            self._forget_storage()
+        PrioritizedSampler.register_storage(self, storage)
+
+    def _steps_needed(self, length: int) -> int:
+        return length - self._rule(length).after
+
+    def _restrict(self, storage: TensorStorage, index: TrajectoryIndex, need: int) -> Tensor:
+        """Tell the tree which starts are legal, of slices that need ``need`` steps. O(capacity)."""
+        legal = self._legal
+        noted = recording()
+        if noted is not None:
+            noted.after(functools.partial(setattr, self, "_need", need))
+            noted.undo(functools.partial(setattr, self, "_need", self._need))
+        if legal is None:
+            refuse("the first write or sample finds the legal starts: do it before")
+            legal = torch.zeros(legal_words(storage.max_size), dtype=torch.int64, device=storage.device)
+        before = storage.begin(DERIVED)
+        index.mark_legal(legal, index.steps, need, not self.strict_length)
+        self.tree_for(storage).restrict(legal)
+        self._need, self._legal = need, legal
+        storage.end(before)
+        return legal
+
+    def _require(self, storage: TensorStorage, index: TrajectoryIndex, need: int) -> None:
+        if self._legal is None or need != self._need:
+            self._restrict(storage, index, need)
+
+    def _note_need(self, storage: TensorStorage, index: TrajectoryIndex) -> None:
+        """A graph that is captured now finds the starts that are legal now, at each replay."""
+        noted = recording()
+        if noted is not None:
+            noted.holds(self, "_legal")
+            noted.before(self, functools.partial(self._require, storage, index, self._need))
+
+    def _choose_slices(
+        self, storage: TensorStorage, index: TrajectoryIndex, n: int, length: int
+    ) -> tuple[Tensor, Tensor, Tensor, dict[Any, Tensor]]:
+        self._note_need(storage, index)
+        self._require(storage, index, self._steps_needed(length))
+        try:
+            start, weight = self._choose(storage, n)
+        except RuntimeError as error:
+            raise RuntimeError(self._nothing_legal(index)) from error
+        return *index.slices(start, length), {"priority_weight": weight}
+
+    def _nothing_legal(self, index: TrajectoryIndex) -> str:
+        return (
+            f"no slice can start anywhere: {self._need} steps are needed, the stored trajectories are "
+            f"{index.trajectories()}, and no row with so many left has a positive priority"
+        )
+
+    def on_write(self, index: Tensor, storage: TensorStorage, priority: Tensor | None) -> None:
+        """Index the steps of one write, and give them their priority, in one tree update."""
+        trajectories = self.index_for(storage)
+        n = index.numel() // trajectories.envs
+        self._note_need(storage, trajectories)
+        trajectories.write(n)
+        legal = self._legal
+        if legal is None:
+            legal = self._restrict(storage, trajectories, self._steps_needed(self.slice_len) if self.slice_len else 1)
+        touched = trajectories.mark_legal(legal, n, self._need, not self.strict_length)
+        PrioritizedSampler.on_write(self, index, storage, priority)
+        self.tree_for(storage).refresh(touched)
+
+    def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
+        """Rows were written elsewhere: index all of them anew, and give these the priority of new ones. O(capacity)."""
+        self.rebuild()
+        PrioritizedSampler.mark_update(self, index, storage=storage)
+
+    def mend(self, storage: TensorStorage) -> None:
+        PrioritizedSampler.mend(self, storage)
+        self.rebuild()
+
+    def rebuild(self) -> None:
+        with self.turn:
+            super().rebuild()
+            if self._index is not None and self._legal is not None:
+                self._restrict(self._index.storage, self._index, self._need)
+
+    def empty(self) -> None:
+        super().empty()
+        if self._legal is not None:
+            self._legal.zero_()
+
+    def free(self) -> None:
+        super().free()
+        self._legal = None
+
+    def index_bytes(self, shape: tuple[int, ...], device_type: str) -> IndexBytes:
+        return IndexBytes(index=8 * legal_words(math.prod(shape))) + super().index_bytes(shape, device_type)
+
+    def memory(self) -> IndexBytes:
+        return IndexBytes(index=0 if self._legal is None else self._legal.nbytes) + super().memory()
+
+    def move(self, storage: TensorStorage) -> None:
+        super().move(storage)
+        if self._index is not None and self._legal is not None and self._legal.device != storage.device:
+            self._legal = None
+            self._restrict(storage, self._index, self._need)

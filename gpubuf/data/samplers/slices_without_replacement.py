@@ -1,0 +1,133 @@
+"""Slices of every trajectory in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpubuf.data.runtime.recording import refuse
+from gpubuf.data.samplers.slices import SliceSampler
+from gpubuf.data.samplers.trajectory_index import TrajectoryIndex
+from gpubuf.data.storages.placement import IndexBytes
+from gpubuf.data.storages.tensor_storage import TensorStorage
+from gpubuf.kernels.trajectories import Rule
+
+
+class SliceSamplerWithoutReplacement(SliceSampler):
+    """Every eligible trajectory once an epoch, one slice of it, which starts anywhere in it with equal probability.
+
+    A batch has fewer slices than asked for where no more trajectories are left; then ``ran_out`` is set, and the next
+    batch begins an epoch in another order. So does the first batch after a write. An epoch begins with a
+    synchronisation: how many trajectories there are is known to the device alone.
+
+    Args:
+        drop_last: end the epoch before a batch that could not be filled.
+        shuffle: False visits the trajectories in the order of the index.
+        num_slices, slice_len, end_key, end_keys, traj_key, ends, trajectories, truncated_key, init_key, strict_length,
+            compile, use_gpu, stack: as for :class:`SliceSampler`.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_slices: int | None = None,
+        slice_len: int | None = None,
+        drop_last: bool = False,
+        end_key: Any = None,
+        end_keys: Sequence[Any] | None = None,
+        traj_key: Any = None,
+        ends: Tensor | None = None,
+        trajectories: Tensor | None = None,
+        truncated_key: Any = ("next", "truncated"),
+        init_key: Any = "is_init",
+        strict_length: bool = True,
+        shuffle: bool = True,
+        compile: bool | dict[str, Any] = False,
+        use_gpu: torch.device | bool = False,
+        stack: bool = False,
+    ) -> None:
+        super().__init__(
+            num_slices=num_slices,
+            slice_len=slice_len,
+            end_key=end_key,
+            end_keys=end_keys,
+            traj_key=traj_key,
+            ends=ends,
+            trajectories=trajectories,
+            truncated_key=truncated_key,
+            init_key=init_key,
+            strict_length=strict_length,
+            stack=stack,
+        )
+        self.drop_last, self.shuffle = drop_last, shuffle
+        self._ranks: Tensor | None = None
+        self._epoch: tuple[int, Rule] | None = None
+
+    def _choose_slices(
+        self, storage: TensorStorage, index: TrajectoryIndex, n: int, length: int
+    ) -> tuple[Tensor, Tensor, Tensor, dict[Any, Tensor]]:
+        refuse("an epoch begins when the host says so: sample slices without replacement outside of the step")
+        rule = self._rule(length)
+        index.use(rule)
+        rng = self.random_state(storage.device)
+        if self._ranks is None or self._epoch != (storage.written, rule):
+            self._begin(storage, index)
+        assert self._ranks is not None
+        if self.drop_last and self._ranks.numel() < n:
+            raise ValueError(
+                f"a batch takes {n} trajectories, {self._ranks.numel()} are eligible, and drop_last=True forbids less"
+            )
+        ranks, left = self._ranks[:n], self._ranks[n:]
+        chosen = index.draw(ranks.numel(), rng, ranks)
+        ran_out = left.numel() < (n if self.drop_last else 1)
+        # In one step: an interrupt may come at any call.
+        self._ranks, self.ran_out = None if ran_out else left, ran_out
+        return *chosen, {}
+
+    def _begin(self, storage: TensorStorage, index: TrajectoryIndex) -> None:
+        """Begin an epoch. Synchronises."""
+        total = int(index.total.item())
+        if total == 0:
+            raise RuntimeError(index.nothing_eligible())
+        self._ranks = self.order_of(total, storage.device, self.shuffle)
+        self._epoch = (storage.written, index.rule)
+
+    def rebuild(self) -> None:
+        with self.turn:
+            super().rebuild()
+            self._ranks = None
+
+    def empty(self) -> None:
+        super().empty()
+        self._ranks = None
+
+    def free(self) -> None:
+        super().free()
+        self._ranks = self._epoch = None
+
+    def memory(self) -> IndexBytes:
+        order = 0 if self._ranks is None else self._ranks.untyped_storage().nbytes()
+        return IndexBytes(index=order) + super().memory()
+
+    def move(self, storage: TensorStorage) -> None:
+        super().move(storage)
+        if self._ranks is not None:
+            self._ranks = self._ranks.to(storage.device)
+
+    def state_dict(self) -> dict[str, Any]:
+        left = None if self._ranks is None else self._ranks.clone()
+        epoch = None if self._epoch is None else [self._epoch[0], *self._epoch[1]]
+        return {**super().state_dict(), "ranks": left, "epoch": epoch, "ran_out": self.ran_out}
+
+    def load_state_dict(self, state: dict[str, Any], storage: TensorStorage, order: Tensor | None = None) -> None:
+        super().load_state_dict(state, storage, order)
+        ranks, epoch, self.ran_out = state["ranks"], state["epoch"], state["ran_out"]
+        if ranks is None or order is not None:
+            # Rows that lie elsewhere now begin a new epoch.
+            self._ranks = self._epoch = None
+        else:
+            written, *rule = epoch
+            self._ranks, self._epoch = ranks.to(storage.device, copy=True), (written, Rule(*rule))

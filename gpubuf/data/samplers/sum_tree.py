@@ -1,0 +1,445 @@
+"""The sum tree as an object: priorities in, indices and importance weights out."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpubuf.data.samplers.exponents import check_beta, exponent, may_be_clamped
+from gpubuf.data.samplers.random_state import RandomState
+from gpubuf.data.storages.placement import device_name
+from gpubuf.kernels import config, rows, sum_tree
+from gpubuf.kernels._check import demand_int64
+from gpubuf.kernels._registry import is_lazy, without_dispatch
+from gpubuf.kernels.sum_tree import ALPHA, BETA, EPS, LARGEST, MAX_PRIORITY, MAXIMUM, MINIMUM, REFUSED, SMALLEST, SUM
+
+_update = without_dispatch(sum_tree.update, trusted=True, given=("index", "priority", "generation"))
+_mark = without_dispatch(sum_tree.mark, trusted=True, given=("index",))
+_draw = without_dispatch(sum_tree.draw, trusted=True)
+_refresh = without_dispatch(sum_tree.refresh, trusted=True, given=("index",))
+
+# Leaves that a change of alpha holds in float64 at a time.
+_CHUNK = 1 << 24
+
+_HYPER, _RING = 5, 4  # elements of `hyper` and of the ring for standalone use
+
+
+class SumTree:
+    """Weights of ``capacity`` rows, drawn from in proportion, updated in O(log capacity).
+
+    A row's weight is ``q = (priority + eps) ** alpha``, clamped to the range of normal float32 numbers where it is
+    positive (a warning says so, once: :meth:`warn_of_clamped`). A draw of row i comes with the importance weight
+    ``(q_i / q_min) ** -beta``, q_min the smallest positive weight (Schaul, Quan, Antonoglou, Silver, "Prioritized
+    Experience Replay", ICLR 2016). A row that was never given a priority weighs zero, and is never drawn. Nothing
+    here synchronises with the device unless it says so.
+
+    Draws can be restricted to *legal* rows (:meth:`restrict`). Illegal rows keep their weights, and take new ones, but
+    are not drawn, and count neither in :attr:`total` nor in :attr:`minimum` (hence q_min) nor in :attr:`maximum`.
+
+    Args:
+        capacity: number of rows.
+        alpha: exponent of the priorities, at least 0.
+        beta: exponent of the importance weights, at least 0; a number or a 0-dim tensor.
+        eps: added to every priority, at least 0.
+        device: where the tree lives.
+        fan_out: children per node, a power of two; None chooses by device and capacity.
+
+    Attributes:
+        capacity: number of rows.
+        fan_out: children per node.
+        leaves: float32 weights, ``[capacity]`` rounded up to a multiple of the fan-out.
+        nodes: float64 ``[3, n_nodes]``: sums, minima and maxima of the inner nodes.
+        hyper: float64 ``[5]`` = (alpha, beta, eps, max_priority, refused).
+        legal: None, where every row is legal, or int64 ``[ceil(capacity / 64)]``: row r is bit ``r % 64`` of word
+            ``r // 64``. The caller's, who changes it in place and tells :meth:`refresh`; set by :meth:`restrict`.
+
+    Raises:
+        ValueError: an argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        *,
+        alpha: float = 1.0,
+        beta: float | Tensor = 1.0,
+        eps: float = 0.0,
+        device: torch.device | str = "cpu",
+        fan_out: int | None = None,
+    ) -> None:
+        if capacity < 1:
+            raise ValueError(f"the capacity must be at least 1, but is {capacity}")
+        self._transformed_by(exponent("alpha", alpha), exponent("eps", eps))
+        self._warned_of_clamped = False
+        device = torch.device(device)
+        self.capacity = int(capacity)
+        self.fan_out = config.tree_fan_out(self.capacity, device.type, device_name(device), fan_out)
+        self.leaves, self.nodes = sum_tree.new_tree(self.capacity, self.fan_out, device)
+        self.legal: Tensor | None = None
+        self.hyper = torch.zeros(_HYPER, dtype=torch.float64, device=device)
+        self.hyper[ALPHA].fill_(self._alpha)
+        self.hyper[EPS].fill_(self._eps)
+        self.hyper[MAX_PRIORITY].fill_(-1.0)
+        self.set_beta(beta)
+        # For standalone use: a ring in which every row is valid, and was written once.
+        self._full_ring = rows.new_ring(device)
+        self._full_ring[: rows.SIZE + 1].fill_(self.capacity)
+
+    def _transformed_by(self, alpha: float, eps: float) -> None:
+        self._alpha, self._eps = alpha, eps
+        self._may_be_clamped = may_be_clamped(alpha, eps)
+
+    # What the tree says. The tensors are views: they follow the tree; clone one to keep it.
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tree lives."""
+        return self.leaves.device
+
+    @property
+    def total(self) -> Tensor:
+        """Sum of the weights of legal rows: float64, 0-dim, a view."""
+        return self.nodes[SUM, -1]
+
+    @property
+    def minimum(self) -> Tensor:
+        """Smallest positive weight of a legal row, +inf where there is none: float64, 0-dim, a view."""
+        return self.nodes[MINIMUM, -1]
+
+    @property
+    def maximum(self) -> Tensor:
+        """Largest weight of a legal row: float64, 0-dim, a view."""
+        return self.nodes[MAXIMUM, -1]
+
+    @property
+    def max_priority(self) -> Tensor:
+        """Largest priority ever given, before the transformation; 1.0 until there was one: float64, 0-dim."""
+        largest = self.hyper[MAX_PRIORITY]
+        return torch.where(largest < 0, 1.0, largest)
+
+    @property
+    def refused(self) -> Tensor:
+        """Number of priorities and indices that a GPU has refused: float64, 0-dim, a view."""
+        return self.hyper[REFUSED]
+
+    @property
+    def alpha(self) -> float:
+        """Exponent of the priorities."""
+        return self._alpha
+
+    @property
+    def beta(self) -> Tensor:
+        """Exponent of the importance weights: float64, 0-dim, a view."""
+        return self.hyper[BETA]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors of the tree, :attr:`legal` not among them."""
+        return sum(tensor.nbytes for tensor in (self.leaves, self.nodes, self.hyper, self._full_ring))
+
+    @staticmethod
+    def bytes_for(capacity: int, device_type: str) -> int:
+        """:attr:`nbytes` of a tree of ``capacity`` rows on the current device of a type, before it exists."""
+        fan_out = config.tree_fan_out(capacity, device_type, device_name(device_type))
+        leaves = -(-capacity // fan_out) * fan_out
+        return 4 * leaves + 3 * 8 * sum(sum_tree.level_sizes(capacity, fan_out)) + 8 * (_HYPER + _RING)
+
+    def to(self, device: torch.device) -> SumTree:
+        """A copy on ``device``, with the fan-out that suits it, and without :attr:`legal`."""
+        copy = SumTree(self.capacity, device=device)
+        copy._transformed_by(self._alpha, self._eps)
+        copy._warned_of_clamped = self._warned_of_clamped
+        copy.leaves[: self.capacity].copy_(self.leaves[: self.capacity])
+        copy.hyper.copy_(self.hyper)
+        copy.rebuild()
+        return copy
+
+    # What one does with it.
+
+    def update(
+        self,
+        index: Tensor,
+        priority: Tensor | float,
+        *,
+        ring: Tensor | None = None,
+        generation: Tensor | None = None,
+    ) -> None:
+        """Set priorities; of duplicates the last one wins. No host sync.
+
+        Args:
+            index: rows, any integer dtype, B elements; -1 is ignored.
+            priority: B elements in any shape and real dtype, or one number for all. Transformed here.
+            ring: counters of the storage, int64 ``[4]``; None: all rows are valid and were written once.
+            generation: int64, B elements: the rows' write generations at the time they were sampled. A row
+                overwritten since then is left alone.
+
+        Raises:
+            IndexError: an index is outside ``[-1, capacity)`` (CPU; a GPU counts it in :attr:`refused`).
+            ValueError: a priority is NaN, infinite or negative (CPU; a GPU keeps the old one, and counts it in
+                :attr:`refused`), or the arguments have different numbers of elements. Nothing has changed.
+        """
+        number = self.leaves.get_device()
+        index = self._vector(index, torch.int64, number)
+        n = index.numel()
+        if not isinstance(priority, Tensor):
+            priority = torch.full((n,), priority, dtype=torch.float32, device=self.device)
+        elif priority.numel() == 1 and n != 1:
+            priority = priority.reshape(1).expand(n)
+        priority = self._vector(priority, torch.float32, number)
+        if generation is not None:
+            generation = self._vector(generation, torch.int64, number)
+        if priority.numel() != n or (generation is not None and generation.numel() != n):
+            given = {"priorities": priority.numel()}
+            if generation is not None:
+                given["generations"] = generation.numel()
+            raise ValueError(f"{n} rows are addressed, but given are {given}")
+        if ring is None:
+            ring = self._full_ring
+        else:
+            demand_int64("ring", ring, (_RING,))
+        _update(
+            self.leaves,
+            self.nodes,
+            self.hyper,
+            ring,
+            index,
+            priority,
+            generation,
+            self.capacity,
+            self.fan_out,
+            self.legal,
+        )
+        if self._may_be_clamped:
+            self._look_at_weights()
+
+    def mark(self, index: Tensor, within_buffer: bool = False) -> None:
+        """Give rows the weight of new ones: that of the running maximum of the priorities. No host sync.
+
+        Args:
+            index: rows, any integer dtype, any shape; -1 is ignored.
+            within_buffer: use the largest weight of a legal row instead of the maximum ever given.
+
+        Raises:
+            IndexError: an index is outside ``[-1, capacity)`` (CPU; a GPU ignores it).
+        """
+        index = self._vector(index, torch.int64)
+        _mark(self.leaves, self.nodes, self.hyper, index, self.capacity, self.fan_out, within_buffer, self.legal)
+        if self._may_be_clamped:
+            self._look_at_weights()
+
+    def draw(self, n: int, rng: RandomState, stratified: bool = False) -> tuple[Tensor, Tensor]:
+        """Draw legal rows in proportion to their weights, with replacement. No host sync.
+
+        Args:
+            n: number of draws.
+            rng: the random stream, on the tree's device; advanced by ``n``.
+            stratified: draw number i comes from the i-th of n equal parts of the total weight.
+
+        Returns:
+            The rows, int64 ``[n]``, and their importance weights, float32 ``[n]``; the caller's to keep.
+
+        Raises:
+            RuntimeError: no legal row has a weight (CPU; on a GPU every index is then ``NO_ROW`` and every weight 0).
+            ValueError: ``n`` is negative.
+        """
+        return _draw(
+            self.leaves, self.nodes, self.hyper, rng.state, n, self.capacity, self.fan_out, stratified, self.legal
+        )
+
+    def rebuild(self) -> None:
+        """Recompute every inner node, after leaves or bits of :attr:`legal` were written to. No host sync."""
+        sum_tree.build(self.leaves, self.nodes, self.fan_out, self.legal)
+
+    def mend(self) -> None:
+        """Recompute what an interrupted operation may have left half done. No host sync.
+
+        A row whose new priority was on its way on a GPU, and has replaced the old one by a tag, counts as new.
+        """
+        new = ((self.max_priority + self.hyper[EPS]) ** self.hyper[ALPHA]).clamp(max=torch.finfo(torch.float32).max)
+        self.leaves.copy_(torch.where(self.leaves.signbit(), new.float(), self.leaves))
+        self.rebuild()
+
+    def restrict(self, legal: Tensor | None) -> None:
+        """Draw from legal rows only, from now on. Recomputes every inner node. No host sync.
+
+        Args:
+            legal: the bitmap :attr:`legal`, which is kept, not copied; None: all rows are legal again.
+
+        Raises:
+            TypeError: ``legal`` is not int64.
+            ValueError: it has another shape than ``[ceil(capacity / 64)]``, is not contiguous, is negated lazily or has
+                no memory, or is on another device. Nothing has changed.
+        """
+        if legal is not None:
+            if legal.dtype is not torch.int64:
+                raise TypeError(f"legal must be torch.int64, not {legal.dtype}")
+            shape = [sum_tree.legal_words(self.capacity)]
+            if list(legal.shape) != shape or not legal.is_contiguous():
+                raise ValueError(
+                    f"legal must be contiguous and have shape {shape}, not {list(legal.shape)} "
+                    f"with strides {list(legal.stride())}"
+                )
+            if is_lazy(legal):
+                raise ValueError("legal must hold its bits in memory, but is negated lazily or a zero without memory")
+            if legal.device != self.device:
+                raise ValueError(f"legal must be on {self.device}, as the tree is, not on {legal.device}")
+        self.legal = legal
+        self.rebuild()
+
+    def refresh(self, index: Tensor) -> None:
+        """Recompute the nodes above rows, after bits of :attr:`legal` or leaves were changed there. No host sync.
+
+        Args:
+            index: the rows, any integer dtype, any shape; -1 is ignored.
+
+        Raises:
+            IndexError: an index is outside ``[-1, capacity)`` (CPU; a GPU ignores it).
+        """
+        index = self._vector(index, torch.int64)
+        _refresh(self.leaves, self.nodes, index, self.capacity, self.fan_out, self.legal)
+
+    def set_alpha(self, alpha: float) -> None:
+        """Change the exponent of the priorities, and the weights with it: ``q ** (new / old)``. No host sync.
+
+        Rows of weight zero keep it. With alpha = 0 all priorities became 1, and stay so: a warning says that.
+
+        Raises:
+            ValueError: ``alpha`` is negative or not finite. Nothing has changed.
+        """
+        alpha = exponent("alpha", alpha)
+        old = self._alpha
+        if alpha == old:
+            return
+        self._transformed_by(alpha, self._eps)
+        self.hyper[ALPHA].fill_(alpha)
+        if old == 0.0:
+            warnings.warn(
+                "with alpha = 0 every priority was reduced to weight 1; the rows keep that weight until they are "
+                "given new priorities",
+                UserWarning,
+                stacklevel=2,
+            )
+            return
+        for leaves in self.leaves.split(_CHUNK):
+            weight = leaves.double()
+            leaves.copy_(torch.where(weight > 0, (weight ** (alpha / old)).clamp_(SMALLEST, LARGEST), 0.0))
+        self.rebuild()
+        if self._may_be_clamped:
+            self._look_at_weights()
+
+    def set_beta(self, beta: float | Tensor) -> None:
+        """Change the exponent of the importance weights, in place, so that a captured graph sees it. No host sync.
+
+        Args:
+            beta: a number, or a 0-dim tensor, whose value is checked only on the CPU, outside of compiled code.
+
+        Raises:
+            ValueError: ``beta`` is negative or not finite, or a tensor of several elements.
+        """
+        check_beta(beta)
+        if isinstance(beta, Tensor):
+            self.hyper[BETA].copy_(beta.detach().reshape(()))
+        else:
+            self.hyper[BETA].fill_(beta)
+
+    def warn_of_clamped(self) -> None:
+        """Warn, once, if weights of legal rows are out of float32's range. Synchronises.
+
+        On the CPU every change of weights does it. On a GPU that would be a host sync: prioritized samplers do it where
+        they synchronise anyway.
+        """
+        if self._warned_of_clamped or not self._may_be_clamped:
+            return
+        least, largest = self.nodes[MINIMUM:, -1].tolist()
+        if least > SMALLEST and largest < LARGEST:
+            return
+        self._warned_of_clamped = True
+        warnings.warn(
+            f"with alpha = {self._alpha:g} and eps = {self._eps:g} some weights (priority + eps) ** alpha are out of "
+            f"float32's range, and count as {SMALLEST:.3g} or {LARGEST:.3g}: rows are not drawn in proportion to their "
+            "priorities",
+            UserWarning,
+            stacklevel=3,
+        )
+
+    def _look_at_weights(self) -> None:
+        if not torch.compiler.is_compiling() and self.nodes.is_cpu and type(self.nodes) is Tensor:
+            self.warn_of_clamped()
+
+    def clear(self, reset: bool = False) -> None:
+        """Give every row weight zero; :attr:`legal` stays. No host sync.
+
+        Args:
+            reset: forget the running maximum and the count of refusals too; the exponents stay.
+        """
+        self.leaves.zero_()
+        self.nodes.zero_()
+        self.nodes[MINIMUM].fill_(math.inf)
+        if reset:
+            self.hyper[MAX_PRIORITY].fill_(-1.0)
+            self.hyper[REFUSED].fill_(0.0)
+
+    # State.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of all that is not derived; independent of the fan-out, hence of the device.
+
+        Without :attr:`legal`, which belongs to whoever maintains it.
+        """
+        return {"capacity": self.capacity, "leaves": self.leaves[: self.capacity].clone(), "hyper": self.hyper.clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore :meth:`state_dict`, in place, under the present :attr:`legal`. Synchronises.
+
+        Raises:
+            KeyError: an entry is missing.
+            TypeError: a tensor has another dtype.
+            ValueError: the capacity differs, or a shape or a value is impossible. Nothing has changed.
+        """
+        leaves, hyper = state["leaves"], state["hyper"]
+        if state["capacity"] != self.capacity:
+            raise ValueError(f"the state is of a tree of {state['capacity']} rows, this tree has {self.capacity}")
+        for name, tensor, like in (("leaves", leaves, self.leaves[: self.capacity]), ("hyper", hyper, self.hyper)):
+            if tensor.dtype != like.dtype:
+                raise TypeError(f"{name} must be {like.dtype}, not {tensor.dtype}")
+            if tensor.shape != like.shape:
+                raise ValueError(f"{name} must have shape {list(like.shape)}, not {list(tensor.shape)}")
+        if not bool(((leaves >= 0) & leaves.isfinite()).all()):
+            raise ValueError("leaves must be finite and not negative")
+        numbers = hyper.tolist()
+        for name, position in (("alpha", ALPHA), ("beta", BETA), ("eps", EPS), ("the number refused", REFUSED)):
+            exponent(name, numbers[position])
+        if not math.isfinite(numbers[MAX_PRIORITY]):
+            raise ValueError(f"the largest priority must be finite, but is {numbers[MAX_PRIORITY]}")
+        self._transformed_by(numbers[ALPHA], numbers[EPS])
+        # abs: of -0.0, which the kernels would take for a tag.
+        self.leaves[: self.capacity].copy_(leaves.abs())
+        self.hyper.copy_(hyper)
+        self.rebuild()
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(capacity={self.capacity}, alpha={self._alpha:g}, fan_out={self.fan_out}, "
+            f"device={str(self.device)!r}, nbytes={self.nbytes})"
+        )
+
+    def _vector(self, values: Tensor, dtype: torch.dtype, number: int | None = None) -> Tensor:
+        """``values`` as the operations want them, contiguous, ``[n]``; as they are where they are so already.
+
+        ``number`` is that of the tree's device, where the caller knows it.
+        """
+        if (
+            values.dtype is not dtype
+            or values.dim() != 1
+            or values.requires_grad
+            # the number of the device, -1 for the CPU: cheaper to compare than torch.device
+            or values.get_device() != (self.leaves.get_device() if number is None else number)
+        ):
+            if dtype is torch.int64 and (values.is_floating_point() or values.dtype is torch.bool):
+                raise TypeError(f"rows and generations are integers, not {values.dtype}")
+            values = values.detach().to(self.leaves.device, dtype).reshape(-1)
+        return values if values.is_contiguous() else values.contiguous()

@@ -1,0 +1,117 @@
+"""The memory of one key of a storage: in one piece, or the first steps on the GPU and the others on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from gpubuf.data.storages.layout import address
+from gpubuf.data.storages.placement import PINNED, SPLIT, Placement, allocate
+from gpubuf.kernels._registry import in_memory
+from gpubuf.kernels.rows import ENTRY, table_entry
+
+
+class Column:
+    """The rows of one key, ``[steps, ...]``, in one tensor or in two that follow each other.
+
+    Attributes:
+        parts: the tensors. They are on the device that does the work, in pinned host memory, or in both.
+    """
+
+    def __init__(self, *parts: Tensor) -> None:
+        self.parts = parts
+
+    def __len__(self) -> int:
+        return sum(len(part) for part in self.parts)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """``(steps, ...)``, of all parts together."""
+        return (len(self), *self.parts[0].shape[1:])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the elements."""
+        return self.parts[0].dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def whole(self) -> Tensor:
+        """The only part.
+
+        Raises:
+            ValueError: there are two.
+        """
+        (part,) = self.parts
+        return part
+
+    def _within(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+        """What the parts hold of the steps ``start .. stop``: where it begins in them, and a view."""
+        first = 0
+        for part in self.parts:
+            low, high = max(start - first, 0), min(stop - first, len(part))
+            if low < high:
+                yield first + low - start, part[low:high]
+            first += len(part)
+
+    def __getitem__(self, steps: slice) -> Tensor:
+        """The steps of a slice without a stride: a view where they are in one part, else a copy on the CPU."""
+        start, stop, _ = steps.indices(len(self))
+        found = [view for _, view in self._within(start, stop)]
+        if len(found) < 2:
+            return found[0] if found else self.parts[0][:0]
+        return torch.cat([view.cpu() for view in found])
+
+    def pieces(self) -> Iterator[tuple[int, Tensor]]:
+        """The parts, and at which step each begins."""
+        return self._within(0, len(self))
+
+    def write(self, start: int, data: Tensor) -> None:
+        """Copy ``data`` to the steps from ``start`` on. Synchronises where it comes from or goes to another device."""
+        for at, view in self._within(start, start + len(data)):
+            view.copy_(data[at : at + len(view)])
+
+    def entry(self, row_bytes: int, rows_per_step: int) -> list[int]:
+        """The entry of the kernels' table. All parts have the same stride from row to row."""
+        near, *far = self.parts
+        if row_bytes == 0:
+            return table_entry(address(near), 0)
+        stride = near.stride(0) * near.itemsize // rows_per_step
+        if not far:
+            return table_entry(address(near), row_bytes, stride=stride)
+        return table_entry(address(near), row_bytes, near.nbytes // row_bytes, address(far[0]), stride=stride)
+
+
+def address_table(
+    columns: Sequence[Column], row_bytes: Sequence[int], rows_per_step: int, device: torch.device
+) -> Tensor:
+    """The kernels' table of addresses: int64 ``[K, 5]`` on ``device``, see :mod:`gpubuf.kernels.rows`."""
+    entries = [column.entry(n_bytes, rows_per_step) for column, n_bytes in zip(columns, row_bytes, strict=True)]
+    # Not waited for: CUDA has read memory that is not pinned when the call returns.
+    return torch.tensor(entries, dtype=torch.int64).reshape(-1, ENTRY).to(device, non_blocking=True)
+
+
+def new_column(shape: tuple[int, ...], dtype: torch.dtype, placement: Placement) -> Column:
+    """Uninitialised memory for the rows of one key, ``[steps, ...]``, where a placement wants it."""
+    if placement.kind != SPLIT:
+        return Column(allocate(shape, dtype, placement))
+    near = placement.near_steps
+    return Column(
+        torch.empty((near, *shape[1:]), dtype=dtype, device=placement.device),
+        allocate((shape[0] - near, *shape[1:]), dtype, Placement(PINNED, placement.device)),
+    )
+
+
+def owned_column(tensor: Tensor, placement: Placement) -> Column:
+    """A column with the content of ``tensor``, contiguous: of the tensor itself, where it lies where it should."""
+    if placement.kind in (PINNED, SPLIT):
+        column = new_column(tuple(tensor.shape), tensor.dtype, placement)
+        column.write(0, tensor)
+        return column
+    return Column(in_memory(tensor.to(placement.device)).contiguous())

@@ -1,0 +1,278 @@
+"""A storage whose rows lie in memory-mapped files: larger than memory, and there again after a restart."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shutil
+import tempfile
+import warnings
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpubuf.data.storages import memmap_files as files
+from gpubuf.data.storages import memmap_temporary as temporary
+from gpubuf.data.storages.columns import Column
+from gpubuf.data.storages.layout import RowLayout, batch_shape
+from gpubuf.data.storages.memmap_files import COUNTERS_FILE, GPUBUF_FILE
+from gpubuf.data.storages.placement import Placement
+from gpubuf.data.storages.ring import Ring
+from gpubuf.data.storages.tensor_storage import LazyTensorStorage
+from gpubuf.kernels import rows
+
+FORMAT = "gpubuf-memmap"
+VERSION = 1
+
+
+class LazyMemmapStorage(LazyTensorStorage):
+    """A storage with one memory-mapped file a key, allocated at the first write.
+
+    The operating system keeps in memory what is in use, and the rest on disk. Everything works as on any other storage
+    on the CPU, with the same kernels on the mapped memory, and a batch is a copy in memory like any other. The files
+    are sparse: they take space as rows are written.
+
+    The ring's counters are mapped too, so that the rows are all there again when a process was killed, without
+    :meth:`flush`; only a crash of the machine can lose what was not flushed. (A process that is killed in the middle of
+    a write leaves the rows of that one write half-written at the cursor.) Samplers rebuild what they know from the
+    rows: every row then counts as new to a prioritized one.
+
+    The folder is laid out as TorchRL's ``storage/`` and can be read by ``TensorDict.load_memmap``. Only one process at
+    a time may write to it.
+
+    Args:
+        max_size: capacity in transitions. With ``ndim > 1`` it is rounded up to whole steps of all environments.
+        scratch_dir: folder of the files, made where it is missing. Default: a new temporary folder.
+        device: ``"cpu"``; ``"auto"`` means the same.
+        ndim: number of batch dimensions: 1, or 2 for time-first ``[T, E]`` storage.
+        existsok: open the storage that is in ``scratch_dir`` already, if there is one, with the rows it holds.
+        compilable: accepted for compatibility; every operation can be compiled.
+        shared_init: accepted as False; process sharing is out of scope.
+        auto_cleanup: remove the files when the storage is dropped or the process exits. Default: for temporary folders
+            only; what a process leaves in those when it is killed, the next one removes that makes one. Nothing but the
+            storage's own files is ever removed.
+
+    Raises:
+        ValueError: the device is another, ``max_size`` or ``ndim`` is below 1, or differs from that of the storage in
+            ``scratch_dir``.
+        RuntimeError: there is a storage in ``scratch_dir``, and ``existsok`` is False.
+    """
+
+    def __init__(
+        self,
+        max_size: int,
+        *,
+        scratch_dir: str | os.PathLike[str] | None = None,
+        device: torch.device | str = "cpu",
+        ndim: int = 1,
+        existsok: bool = False,
+        compilable: bool = False,
+        shared_init: bool = False,
+        auto_cleanup: bool | None = None,
+    ) -> None:
+        if device != "auto" and torch.device(device).type != "cpu":
+            raise ValueError(
+                f"memory-mapped rows are on the CPU, the device can't be {device}: move batches in a transform, or "
+                "choose a LazyTensorStorage"
+            )
+        super().__init__(max_size, device="cpu", ndim=ndim, compilable=compilable, shared_init=shared_init)
+        self.existsok = existsok
+        self.auto_cleanup = scratch_dir is None if auto_cleanup is None else auto_cleanup
+        self.scratch_dir = None if scratch_dir is None else Path(scratch_dir).absolute()
+        self._finalizer: weakref.finalize | None = None
+        self._hold: int | None = None  # of a temporary folder
+        if self.scratch_dir is not None and (self.scratch_dir / GPUBUF_FILE).exists():
+            if not existsok:
+                raise RuntimeError(
+                    f"there is a storage in {self.scratch_dir} already: open it with existsok=True or "
+                    "LazyMemmapStorage.open(), or choose another scratch_dir"
+                )
+            self._reopen(self.scratch_dir)
+
+    @classmethod
+    def open(cls, scratch_dir: str | os.PathLike[str]) -> LazyMemmapStorage:
+        """The storage in a folder, with the rows, shape and counters it has. Nothing is copied, nor read before use.
+
+        Rows that were tensorclasses come back as TensorDicts.
+
+        Raises:
+            ValueError: there is no storage, or it is damaged, or was written by a newer version.
+        """
+        folder = Path(scratch_dir)
+        content = _manifest(folder)
+        path = folder / GPUBUF_FILE
+        max_size, ndim = (files.read_count(content, name, path) for name in ("max_size", "ndim"))
+        return cls(max_size, scratch_dir=folder, ndim=ndim, existsok=True)
+
+    def _reopen(self, folder: Path) -> None:
+        content = _manifest(folder)
+        for name, own in (("ndim", self.ndim), ("max_size", self.max_size)):
+            if content.get(name) != own:
+                raise ValueError(f"the storage in {folder} has {name}={content.get(name)}, asked for is {name}={own}")
+        data, _ = files.read_rows(folder, writable=True)
+        shape = batch_shape(data, self.ndim)
+        if math.prod(shape) < self.max_size:
+            raise ValueError(f"the storage in {folder} has shape {shape}, which is less than its {self.max_size} rows")
+        ignored = content.get("ignored")
+        if not isinstance(ignored, list):
+            raise ValueError(f"{folder / GPUBUF_FILE}: 'ignored' must be a list of keys, not {ignored!r}")
+        layout = RowLayout(data, self.ndim, frozenset(map(str, ignored)))
+        counters = files.map_file(folder / COUNTERS_FILE, torch.int64, (4,), writable=True)
+        written, size = int(counters[rows.WRITTEN]), int(counters[rows.SIZE])
+        if not 0 <= size <= min(written, math.prod(shape)):
+            raise ValueError(f"{folder / COUNTERS_FILE} is damaged: {size} rows of {written} written, room for {shape}")
+        self._mapped_counters = counters
+        columns = [Column(tensor) for tensor in layout.collect(data, self.ndim)]
+        self._adopt(layout, columns, shape, Placement("cpu", torch.device("cpu")))
+        self.counters.set(written, size)
+
+    def _allocate(self, layout: RowLayout, shape: tuple[int, ...], placement: Placement) -> list[Column]:
+        files.check_names(layout)
+        if self.scratch_dir is None:
+            if self.auto_cleanup:
+                self.scratch_dir, self._hold = temporary.new_folder()
+            else:
+                self.scratch_dir = Path(tempfile.mkdtemp(prefix=temporary.PREFIX))
+        folder = self.scratch_dir
+        folder.mkdir(parents=True, exist_ok=True)
+        _warn_of_full_disk(folder, math.prod(shape) * layout.row_bytes)
+        created: list[Path] = []
+        try:
+            columns = [
+                Column(_create(files.tensor_file(folder, leaf.key), leaf.dtype, (*shape, *leaf.shape), created))
+                for leaf in layout.leaves
+            ]
+            self._mapped_counters = _create(folder / COUNTERS_FILE, torch.int64, (4,), created)
+            files.write_metadata(folder, layout, shape, 0)
+            # Last, because it makes the folder a storage.
+            files.write_json(
+                folder / GPUBUF_FILE,
+                {
+                    "format": FORMAT,
+                    "version": VERSION,
+                    "max_size": self.requested_size,
+                    "ndim": self.ndim,
+                    "ignored": sorted(layout.ignored),
+                },
+            )
+        except BaseException:
+            for path in created:
+                path.unlink(missing_ok=True)
+            raise
+        return columns
+
+    def _adopt(self, layout: RowLayout, columns: list[Column], shape: tuple[int, ...], placement: Placement) -> None:
+        super()._adopt(layout, columns, shape, placement)
+        self._remove_with_self()
+
+    def _remove_with_self(self) -> None:
+        assert self.scratch_dir is not None
+        if self.auto_cleanup:
+            self._finalizer = weakref.finalize(
+                self, _remove, self.scratch_dir, self._own_files(), os.getpid(), self._hold
+            )
+
+    def _new_ring(self, device: torch.device) -> Ring:
+        ring = super()._new_ring(device)
+        # The kernels advance the counters in the file.
+        ring.counters = self._mapped_counters
+        return ring
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy keeps its rows in files of its own, in a new temporary folder."""
+        state = {**super().__getstate__(), "scratch_dir": None, "auto_cleanup": True, "_hold": None}
+        state.pop("_mapped_counters", None)
+        return {**state, "_finalizer": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self._ring is not None:
+            self._mapped_counters.copy_(self._ring.counters)
+            self._ring.counters = self._mapped_counters
+            self._remove_with_self()
+
+    def _own_files(self) -> list[Path]:
+        """All files of the storage, those that are deepest first."""
+        folder = self.scratch_dir
+        assert folder is not None
+        tensors = [files.tensor_file(folder, leaf.key) for leaf in self.layout.leaves]
+        levels = {parent for path in tensors for parent in path.parents if parent.is_relative_to(folder)} | {folder}
+        metadata = [level / files.META_FILE for level in levels]
+        own = [folder / name for name in (files.STORAGE_FILE, GPUBUF_FILE, COUNTERS_FILE)]
+        if self._hold is not None:
+            own.append(folder / temporary.LOCK_FILE)
+        return sorted(tensors + metadata + own, key=lambda path: -len(path.parts))
+
+    def flush(self) -> None:
+        """Wait until everything written is on the disk, so that it survives a crash of the machine too.
+
+        Rows first, then the counters. Don't write meanwhile.
+        """
+        if self._layout is None:
+            return
+        assert self.scratch_dir is not None
+        for leaf in self._layout.leaves:
+            files.sync_file(files.tensor_file(self.scratch_dir, leaf.key))
+        files.sync_file(self.scratch_dir / COUNTERS_FILE)
+        files.write_metadata(self.scratch_dir, self._layout, tuple(self._shape), len(self))
+
+    def cleanup(self) -> None:
+        """Remove the files now. The rows can be used until the storage is dropped."""
+        if self._layout is not None:
+            assert self.scratch_dir is not None
+            _remove(self.scratch_dir, self._own_files(), os.getpid(), self._hold)
+            self._hold = None
+        if self._finalizer is not None:
+            self._finalizer.detach()
+
+
+def _create(path: Path, dtype: torch.dtype, shape: tuple[int, ...], created: list[Path]) -> Tensor:
+    try:
+        tensor = files.create_file(path, dtype, shape)
+    except FileExistsError:
+        raise RuntimeError(
+            f"{path} exists, but is not part of a storage of gpubuf: choose another scratch_dir"
+        ) from None
+    created.append(path)
+    return tensor
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    path = folder / GPUBUF_FILE
+    if not path.exists():
+        hint = "; load_torchrl() reads what TorchRL has saved" if (folder / files.STORAGE_FILE).exists() else ""
+        raise ValueError(f"there is no storage in {folder}: {GPUBUF_FILE} is missing{hint}")
+    content = files.read_json(path)
+    if content.get("format") != FORMAT:
+        raise ValueError(f"{path} is not that of a memory-mapped storage of gpubuf")
+    if content.get("version") != VERSION:
+        raise ValueError(f"{path} has version {content.get('version')!r}, this reads version {VERSION}")
+    return content
+
+
+def _warn_of_full_disk(folder: Path, n_bytes: int) -> None:
+    """Sparse files may be larger than the disk, but a process that fills it through a mapping is killed."""
+    free = shutil.disk_usage(folder).free
+    if n_bytes > free:
+        warnings.warn(
+            f"the storage takes {n_bytes / 1e9:.1f} GB when it is full, {folder} has {free / 1e9:.1f} GB free: a "
+            "process that runs out of disk while it writes to mapped memory is killed",
+            stacklevel=2,
+        )
+
+
+def _remove(folder: Path, paths: list[Path], owner: int, hold: int | None) -> None:
+    """Remove files, and the folders that are empty then. A forked child leaves its parent's files alone."""
+    if os.getpid() == owner:
+        for path in paths:
+            path.unlink(missing_ok=True)
+        for level in sorted({path.parent for path in paths} | {folder}, key=lambda path: -len(path.parts)):
+            # Not empty: somebody else's files are there, too.
+            with contextlib.suppress(OSError):
+                level.rmdir()
+    if hold is not None:
+        os.close(hold)

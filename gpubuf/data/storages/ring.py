@@ -1,0 +1,122 @@
+"""The counters of a ring of rows: a device tensor that the kernels advance, and the host's mirror of it."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpubuf.data.runtime.recording import capturing, recording
+from gpubuf.kernels import rows
+from gpubuf.kernels._registry import define
+
+_rings: weakref.WeakValueDictionary[int, Ring] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def count_by_number(counters: Tensor, number: int, n: int) -> None:
+    """Note ``n`` rows in the mirror of a ring that is known by its number."""
+    ring = _rings.get(number)
+    if ring is not None:
+        ring.count(n)
+
+
+_count_compiled = define(
+    "ring_count(Tensor(a!) counters, int number, int n) -> ()",
+    cpu="gpubuf.data.storages.ring:count_by_number",
+    cuda="gpubuf.data.storages.ring:count_by_number",
+    fake=lambda counters, number, n: None,
+)
+"""What :meth:`Ring.count` is in compiled code.
+
+The mirror changes with every write, and code that is traced may not depend on it: it would be compiled anew each time.
+As an operation it is done when the code runs. It is annotated as changing the counters, so that it is not removed.
+"""
+
+
+class Ring:
+    """How many rows were ever written to ``capacity`` positions, and how many are valid.
+
+    The mirror makes ``len()`` free of synchronisation. Replays of a step captured by :func:`gpubuf.capture` count too.
+    Those of other CUDA graphs move the device's counters alone; :meth:`refresh` then brings the mirror up to date.
+
+    Args:
+        capacity: number of positions.
+        device: where the counters live.
+
+    Attributes:
+        counters: int64 ``[4]``; see :mod:`gpubuf.kernels.rows`.
+        written: number of rows ever written (mirror). :meth:`empty` moves it on to a multiple of the capacity.
+        size: number of valid rows, at positions ``0 .. size - 1`` (mirror).
+    """
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        self.capacity = capacity
+        self.counters: Tensor = rows.new_ring(device)
+        self.written = 0
+        self.size = 0
+        self._number = next(_numbers)
+        _rings[self._number] = self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy is another ring, also for compiled code."""
+        vars(self).update(state)
+        self._number = next(_numbers)
+        _rings[self._number] = self
+
+    @property
+    def cursor(self) -> int:
+        """Position that the next row goes to."""
+        return self.written % self.capacity
+
+    def count(self, n: int) -> None:
+        """Note in the mirror that an operation has written ``n`` rows."""
+        if torch.compiler.is_compiling():
+            _count_compiled(self.counters, self._number, n)
+            return
+        noted = recording()
+        if noted is not None:
+            noted.after(functools.partial(self.count, n))
+            return
+        if self.counters.is_cuda and capturing():
+            return
+        self.written += n
+        self.size = min(self.size + n, self.capacity)
+
+    def set(self, written: int, size: int) -> None:
+        """Set mirror and counters."""
+        self.written, self.size = written, size
+        self.counters.copy_(torch.tensor([written, size, 0, 0]), non_blocking=True)
+
+    def empty(self) -> None:
+        """Forget every row. Generations go on, so that priorities still under way are dropped. No host sync."""
+        # On the device too by arithmetic, not from the mirror: that is behind after the replay of a captured graph.
+        # In one step, for an interrupt between several would leave rows behind that were never written.
+        lap_end = (self.counters[rows.WRITTEN] + (self.capacity - 1)).div(self.capacity, rounding_mode="floor")
+        self.counters[: rows.SIZE + 1].copy_(torch.stack([lap_end * self.capacity, torch.zeros_like(lap_end)]))
+        self._empty_mirror()
+
+    def _empty_mirror(self) -> None:
+        noted = recording()
+        if noted is not None:
+            noted.after(self._empty_mirror)
+            return
+        self.written = -(-self.written // self.capacity) * self.capacity
+        self.size = 0
+
+    def refresh(self) -> None:
+        """Read the device's counters into the mirror. Synchronises.
+
+        Raises:
+            IndexError: since the last call a GPU, which can't raise without a sync, has refused to read or write rows
+                out of range (they read as zeros). The mirror is up to date all the same.
+        """
+        counters = self.counters.tolist()
+        self.written, self.size = counters[rows.WRITTEN], counters[rows.SIZE]
+        if counters[rows.FAULTS]:
+            self.counters[rows.FAULTS].zero_()
+            raise IndexError(f"{counters[rows.FAULTS]} rows that were read or written are out of range")

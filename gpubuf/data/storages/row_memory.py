@@ -1,0 +1,302 @@
+"""The memory of a storage: how it is laid out, where it lies, and the counters of the ring that the rows form."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpubuf.data.runtime.interruption import Unfinished
+from gpubuf.data.storages import host_memory
+from gpubuf.data.storages.columns import Column, address_table, new_column
+from gpubuf.data.storages.layout import Data, RowLayout, batch_shape, device_of
+from gpubuf.data.storages.placement import AUTO, IndexBytes, Placement, place, wants_split, working_device
+from gpubuf.data.storages.ring import Ring
+
+_compiling = torch.compiler.is_compiling
+
+NOT_INITIALIZED = "the storage is not initialized: write a batch first"
+
+
+class Storage:
+    """Base class of storages (the type that buffers accept)."""
+
+    max_size: int
+    ndim: int = 1
+
+
+class RowMemory(Storage):
+    """The memory of a :class:`TensorStorage`: a column a key, allocated once, where it is to stay."""
+
+    _placement: Placement | None
+
+    def _configure(self, max_size: int, device: torch.device | str, ndim: int) -> None:
+        if max_size < 1:
+            raise ValueError(f"a storage needs room for at least one row, got max_size={max_size}")
+        if ndim < 1:
+            raise ValueError(f"a storage has at least one dimension, got ndim={ndim}")
+        self.max_size = int(max_size)
+        self.requested_size = self.max_size  # before rounding up to whole steps
+        self.ndim = ndim
+        self.requested_device = device
+        self._layout: RowLayout | None = None
+        self._columns: list[Column] = []
+        self._ring: Ring | None = None
+        self._placement = None
+        self._laps = 0  # how often the ring went round before the memory was last released
+        self._index_bytes: weakref.WeakMethod | None = None
+        #: Root keys that are derived and therefore not stored; set by writers that own them.
+        self.ignored_keys: frozenset[str] = frozenset()
+        #: How many times :meth:`write` overwrote rows in place, or :meth:`free` gave them up, so that a checkpoint
+        #: knows whether rows have changed.
+        self.overwrites = 0
+        #: What an operation is about to change; still there after it if that was interrupted, and mended then by the
+        #: next one. See :meth:`gpubuf.ReplayBuffer._mend`.
+        self.unfinished: Unfinished | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but addresses, and what belongs to the buffer."""
+        return {**vars(self), "_index_bytes": None, "table": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if self._layout is None or self._placement is None:
+            return
+        # Copies of pinned and of mapped memory are neither.
+        if self._placement.rows_on_host or not self.relocatable:
+            copies, self._columns = self._columns, self._allocate(self._layout, tuple(self._shape), self._placement)
+            for column, copied in zip(self._columns, copies, strict=True):
+                for start, part in copied.pieces():
+                    column.write(start, part)
+        self.table = self._addresses(self._layout, self._device)
+
+    # Properties
+
+    @property
+    def initialized(self) -> bool:
+        """Whether the tensors have been allocated."""
+        return self._layout is not None
+
+    @property
+    def layout(self) -> RowLayout:
+        """The keys, shapes and dtypes of a row.
+
+        Raises:
+            RuntimeError: nothing has been written yet.
+        """
+        if self._layout is None:
+            raise RuntimeError(NOT_INITIALIZED)
+        return self._layout
+
+    @property
+    def device(self) -> torch.device:
+        """Where the work is done, counters and index are, and batches come out.
+
+        Raises:
+            RuntimeError: it is ``"auto"``, and nothing has been written yet.
+        """
+        if self._layout is not None:
+            return self._device
+        if self.requested_device == AUTO:
+            raise RuntimeError("device='auto' is decided by the first write")
+        return working_device(self.requested_device)
+
+    @property
+    def rows_device(self) -> torch.device:
+        """Where the rows are, of ``"split"`` the first ones: the CPU for ``"pinned"``, else :attr:`device`.
+
+        Raises as :attr:`device`.
+        """
+        return self.device if self._placement is None else self._placement.rows_device
+
+    @property
+    def _rows_on_host(self) -> bool:
+        return self._placement is not None and self._placement.rows_on_host
+
+    @property
+    def placement(self) -> Placement | None:
+        """Where the storage lies, and why; None before the first write."""
+        return self._placement
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the full storage, ``[max_size]`` or ``[T, E]``."""
+        return self._shape if self._layout is not None else torch.Size((self.max_size,))
+
+    @property
+    def counters(self) -> Ring:
+        """The ring's counters.
+
+        Raises:
+            RuntimeError: nothing has been written yet.
+        """
+        if self._ring is None:
+            raise RuntimeError(NOT_INITIALIZED)
+        return self._ring
+
+    @property
+    def ring(self) -> Tensor:
+        """The ring's counters on the device, int64 ``[4]``; see :mod:`gpubuf.kernels.rows`."""
+        return self.counters.counters
+
+    @property
+    def cursor(self) -> int:
+        """Position that the next row goes to."""
+        return 0 if self._ring is None else self._ring.cursor
+
+    @property
+    def written(self) -> int:
+        """Number of rows ever written; :meth:`empty` moves it on to a multiple of ``max_size``."""
+        return 0 if self._ring is None else self._ring.written
+
+    def __len__(self) -> int:
+        return 0 if self._ring is None else self._ring.size
+
+    @property
+    def steps_stored(self) -> int:
+        """How much of the first dimension is stored."""
+        return len(self) // math.prod(self.shape[1:])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of row memory."""
+        return sum(column.nbytes for column in self._columns)
+
+    # Memory
+
+    @property
+    def index_bytes(self) -> Callable[[tuple[int, ...], str], IndexBytes]:
+        """What the sampler takes beside the rows, for their shape and a type of device; a method, set by buffers.
+
+        Held weakly: the sampler knows the storage too, and a dropped buffer must not wait for the garbage collector.
+        """
+        method = None if self._index_bytes is None else self._index_bytes()
+        return method or (lambda shape, device_type: IndexBytes())
+
+    @index_bytes.setter
+    def index_bytes(self, method: Callable[[tuple[int, ...], str], IndexBytes]) -> None:
+        self._index_bytes = weakref.WeakMethod(method)
+
+    def initialize(self, data: Data) -> None:
+        """Allocate for rows like those of ``data`` (a batch of ``ndim`` dimensions). Writes nothing."""
+        shape = batch_shape(data, self.ndim)
+        per_step = math.prod(shape[1:])
+        if per_step == 0:
+            raise ValueError(f"can't derive the storage's shape from a batch of shape {shape}")
+        layout = RowLayout(data, self.ndim, self.ignored_keys)
+        full = (-(-self.max_size // per_step), *shape[1:])
+        self._placement = placement = self._place(data, layout, full)
+        try:
+            columns = self._allocate(layout, full, placement)
+        except BaseException:
+            self._placement = None
+            raise
+        self._adopt(layout, columns, full, placement)
+
+    def _place(self, data: Data, layout: RowLayout, shape: tuple[int, ...]) -> Placement:
+        """Where rows of ``shape`` like those of ``data`` go."""
+        rows = math.prod(shape) * layout.row_bytes
+        index = self.index_beside(self.requested_device, shape)
+        return place(self.requested_device, rows, index, shape, device_of(data))
+
+    def index_beside(self, requested: torch.device | str, shape: tuple[int, ...]) -> IndexBytes:
+        """What the sampler takes, where it counts for a placement: nothing for one that doesn't go by what fits.
+
+        The machine is then not asked for its GPU: a process that CUDA woke up in can't be forked to use it.
+        """
+        if requested != AUTO and not wants_split(requested):
+            return IndexBytes()
+        return self.index_bytes(shape, "cuda" if host_memory.cuda_present() else "cpu")
+
+    def _adopt(self, layout: RowLayout, columns: list[Column], shape: tuple[int, ...], placement: Placement) -> None:
+        self._columns, self._placement, self._device = columns, placement, placement.device
+        self._shape = torch.Size(shape)
+        self.max_size = math.prod(shape)
+        ring = self._new_ring(placement.device)
+        if self._laps:
+            ring.set(self._laps * self.max_size, 0)
+        self.table = self._addresses(layout, placement.device)
+        # Last, and in one step: from here on the storage is initialised.
+        self._ring, self._layout = ring, layout
+
+    def _new_ring(self, device: torch.device) -> Ring:
+        return Ring(self.max_size, device)
+
+    def begin(self, what: Unfinished) -> Unfinished | None:
+        """Say what is about to change; returns what :meth:`end` is to be given."""
+        before = self.unfinished
+        # Compiled code runs its operations as a whole.
+        if before is None and not _compiling():
+            self.unfinished = what
+        return before
+
+    def end(self, before: Unfinished | None) -> None:
+        """All of it is done."""
+        if not _compiling():
+            self.unfinished = before
+
+    def _addresses(self, layout: RowLayout, device: torch.device) -> Tensor:
+        row_bytes = [leaf.row_bytes for leaf in layout.leaves]
+        return address_table(self._columns, row_bytes, math.prod(self._shape[1:]), device)
+
+    def _allocate(self, layout: RowLayout, shape: tuple[int, ...], placement: Placement) -> list[Column]:
+        """Row memory, uninitialised, for each key; overridden where it lies elsewhere."""
+        return [new_column((*shape, *leaf.shape), leaf.dtype, placement) for leaf in layout.leaves]
+
+    @property
+    def relocatable(self) -> bool:
+        """Whether the rows can be moved, and their memory be released: not where a subclass has its own."""
+        return type(self)._allocate is RowMemory._allocate
+
+    @property
+    def columns(self) -> list[Column]:
+        """The rows: ``[*shape, ...]`` for each of ``layout.leaves``. Those beyond ``len()`` are uninitialised."""
+        return self._columns
+
+    @property
+    def row_tensors(self) -> list[Tensor]:
+        """The tensors that the rows are in: one a key, or two where rows are in two places."""
+        return [part for column in self._columns for part in column.parts]
+
+    def relocated(self, placement: Placement) -> None:
+        """Go on after all of :attr:`columns` have been replaced by copies at ``placement``."""
+        table = self._addresses(self.layout, placement.device)
+        if placement.device == self._device:
+            # In place: a captured graph reads the addresses from here.
+            self.table.copy_(table)
+        else:
+            self.table, self._device = table, placement.device
+            self.counters.counters = self.ring.to(placement.device)
+        self._placement = placement
+
+    def empty(self) -> None:
+        """Forget every row, in O(1); memory stays allocated. No host sync."""
+        if self._ring is not None:
+            self._ring.empty()
+
+    def free(self) -> None:
+        """Forget every row, and release all memory; the next write allocates anew. Synchronises.
+
+        Priorities that return for rows of before are recognised as late, as they are after :meth:`empty`.
+        """
+        if not self.relocatable:
+            raise NotImplementedError(f"a {type(self).__name__} keeps its rows: empty() forgets them")
+        if self._layout is None:
+            return
+        try:
+            self.refresh()
+        finally:
+            self._laps = -(-self.written // self.max_size)
+            self._layout, self._columns, self._ring, self._placement = None, [], None, None
+            self.max_size = self.requested_size
+            self.overwrites += 1
+            del self.table
+
+    def refresh(self) -> None:
+        """Bring ``len()`` up to date after the replay of a captured graph. Synchronises. See :meth:`Ring.refresh`."""
+        if self._ring is not None:
+            self._ring.refresh()

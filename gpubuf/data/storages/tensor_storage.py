@@ -1,0 +1,369 @@
+"""Storages: where the rows live, and the counters of the ring that they form.
+
+All rows of a storage are one flat ring of ``max_size`` positions, whatever its dimensions: with ``ndim=2`` a
+storage of shape ``[T, E]`` holds row ``t * E + e`` at ``[t, e]``. The counters are a device tensor that the kernels
+advance; the host keeps a mirror, so that ``len()`` costs nothing and never synchronises.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpubuf.data.runtime.interruption import Unfinished
+from gpubuf.data.storages import host_memory
+from gpubuf.data.storages.columns import owned_column
+from gpubuf.data.storages.indexing import stored_positions, unravel
+from gpubuf.data.storages.layout import Data, Pieces, RowLayout, batch_shape, device_of
+from gpubuf.data.storages.placement import AUTO, PINNED, SPLIT, IndexBytes, place, readable
+from gpubuf.data.storages.row_memory import RowMemory
+from gpubuf.data.storages.row_memory import Storage as Storage
+from gpubuf.data.storages.staging import to_device
+from gpubuf.kernels import rows
+from gpubuf.kernels._registry import in_memory, lazy, past_dispatcher, without_dispatch
+
+_extend = without_dispatch(rows.extend, given=("sources",))
+_gather = without_dispatch(rows.gather, given=("index",))
+_sample = without_dispatch(rows.sample)
+_write = without_dispatch(rows.write, given=("sources", "index"))
+# The CPU's forms of two operations that no schema can describe: they write into tensors of the caller's.
+_gather_into = lazy("gpubuf.kernels.rows._numba:gather_into")
+_sample_into = lazy("gpubuf.kernels.rows._numba:sample_into")
+
+
+class TensorStorage(RowMemory):
+    """Rows in one contiguous tensor per key.
+
+    Args:
+        storage: a TensorDict, tensorclass or tensor of shape ``[max_size, ...]`` whose tensors become the storage
+            (contiguous ones are used as they are, not copied). The storage is full from the start.
+        max_size: checked against ``storage`` when given.
+        device: ``"cpu"``, ``"cuda"``, a ``torch.device``, ``"pinned"`` for rows in pinned host memory that the GPU
+            reads, or ``"auto"`` for the data's own device: it has been allocated already.
+        ndim: number of leading dimensions of ``storage`` that index rows.
+        compilable: accepted for compatibility; every operation can be compiled.
+
+    Raises:
+        ValueError: ``max_size`` contradicts ``storage``.
+        RuntimeError: there is no such device.
+    """
+
+    def __init__(
+        self,
+        storage: Data,
+        max_size: int | None = None,
+        *,
+        device: torch.device | str = "cpu",
+        ndim: int = 1,
+        compilable: bool = False,
+    ) -> None:
+        shape = batch_shape(storage, ndim)
+        if max_size is not None and max_size != math.prod(shape):
+            raise ValueError(f"max_size is {max_size}, but the storage has {math.prod(shape)} rows (shape {shape})")
+        self._configure(math.prod(shape), device, ndim)
+        layout = RowLayout(storage, ndim)
+        requested = device_of(storage) if device == AUTO else device
+        placement = place(requested, self.max_size * layout.row_bytes, IndexBytes(), shape, device_of(storage))
+        columns = [owned_column(t.detach(), placement) for t in layout.collect(storage, ndim)]
+        self._adopt(layout, columns, shape, placement)
+        self.counters.set(self.max_size, self.max_size)
+
+    # Writing
+
+    def append(self, data: Data) -> Tensor:
+        """Write a batch at the cursor, the oldest rows first to go; returns the rows' flat positions.
+
+        Args:
+            data: a batch of shape ``[n]`` (or ``[T, E]`` for ``ndim=2``). One without rows changes nothing, nor does a
+                first one without keys. It is never changed. Its tensors on the host
+                may be changed as soon as this returns, whether they are pinned or not.
+
+        Returns:
+            int64 ``[n]`` (``[T * E]``) on the storage's device. Of more rows than ``max_size`` the newest stay.
+
+        Raises:
+            ValueError: a key, shape or dtype differs from the storage's; nothing is written.
+
+        No host sync, but for large batches in pinned memory; see :func:`gpubuf.data.storages.staging.to_device`.
+        """
+        shape = batch_shape(data, self.ndim)
+        n = math.prod(shape)
+        if n == 0 or (self._layout is None and self.holds_nothing(data)):
+            device = self._device if self.initialized else None
+            return torch.empty(0, dtype=torch.int64, device=device)
+        if self._layout is None:
+            self.initialize(data)
+        layout = self.layout
+        sources = layout.collect(data, self.ndim)
+        if self.ndim > 1 and shape[1:] != self._shape[1:]:
+            raise ValueError(f"the storage's shape is {self._shape}, the batch's {shape}: all but the first must agree")
+        local = self._local(sources, self.ndim)
+        if not torch.compiler.is_compiling():
+            # Until the buffer has told its sampler, too.
+            self.unfinished = Unfinished(self.written)
+        index = _extend(self.table, local, self.ring, n, self.max_size)
+        self.counters.count(n)
+        return index
+
+    def holds_nothing(self, data: Data) -> bool:
+        """Whether ``data`` has no rows or no keys: as a first batch, it does not tell what rows look like."""
+        empty = math.prod(batch_shape(data, self.ndim)) == 0
+        return empty or not RowLayout(data, self.ndim, self.ignored_keys).leaves
+
+    def write(self, index: Tensor, data: Data) -> None:
+        """Overwrite rows in place. Neither the cursor nor any row's write generation moves.
+
+        Args:
+            index: int64 ``[n]`` flat positions on the storage's device; of duplicates the last one wins.
+            data: ``[n]`` rows, or one row without a batch dimension for all of them.
+
+        Raises:
+            ValueError: a key, shape or dtype differs from the storage's.
+            IndexError: an index is out of range (on CPU; a GPU skips the row and counts a fault).
+        """
+        layout = self.layout
+        if not isinstance(data, Tensor) and len(data.batch_size) == 0:
+            data = data.expand(index.numel())
+        if batch_shape(data, 1) != (index.numel(),):
+            raise ValueError(f"{index.numel()} rows are addressed, the batch has shape {batch_shape(data, 1)}")
+        self.overwrites += 1
+        _write(self.table, self._local(layout.collect(data, 1), 1), self.ring, index, self.max_size)
+
+    def _local(self, sources: list[Tensor], ndim: int) -> list[Tensor]:
+        """The sources on the storage's device, with the batch dimensions flattened."""
+        local = to_device(sources, self._device)
+        return local if ndim == 1 else [t.flatten(0, ndim - 1) for t in local]
+
+    # Reading
+
+    def gather(self, index: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Copies of rows, and their write generations. One launch, no host sync.
+
+        Args:
+            index: int64 ``[n]`` flat positions on the storage's device, contiguous.
+
+        Returns:
+            One tensor ``[n, ...]`` per key (see :meth:`assemble`), and the generations, int64 ``[n]``.
+        """
+        layout, n = self.layout, index.numel()
+        if past_dispatcher(self.table):
+            tensors = layout.allocate(n)
+            return tensors, _gather_into(self.table, self.ring, in_memory(index), self.max_size, tensors)
+        arena, generation = _gather(self.table, self.ring, index, self.max_size, layout.arena(n).n_bytes)
+        return layout.cut(arena, n), generation
+
+    def sample_uniform(self, rng: Tensor, n: int) -> tuple[list[Tensor], Tensor, Tensor]:
+        """``n`` rows drawn uniformly with replacement. One launch, no host sync.
+
+        Args:
+            rng: random state as in :mod:`gpubuf.kernels.philox`, on the storage's device.
+            n: number of rows.
+
+        Returns:
+            One tensor ``[n, ...]`` per key, the flat positions and the write generations, int64 ``[n]`` each.
+        """
+        layout = self.layout
+        if past_dispatcher(self.table):
+            tensors = layout.allocate(n)
+            return tensors, *_sample_into(self.table, self.ring, rng, n, self.max_size, tensors)
+        arena, index, generation = _sample(self.table, self.ring, rng, n, self.max_size, layout.arena(n).n_bytes)
+        return layout.cut(arena, n), index, generation
+
+    def assemble(
+        self, tensors: list[Tensor], extra: dict[Any, Tensor] | None = None, batch_size: tuple[int, ...] | None = None
+    ) -> Data:
+        """What :meth:`gather` returned, as a batch like those that were written, with ``extra`` entries.
+
+        ``batch_size`` is the shape of the batch dimensions of ``tensors``; None: the length of the first dimension.
+        """
+        if batch_size is None:
+            batch_size = (tensors[0].shape[0] if tensors else 0,)
+        return self.layout.assemble(tensors, batch_size, self._device, extra)
+
+    def get(self, index: Any) -> Data:
+        """Rows by index, as ``storage[index]``: an int, a slice, a sequence, a tensor, or a tuple of tensors.
+
+        Ints and slices give views of the storage, as they do on tensors; all else gives copies. Where rows are in
+        pinned host memory there are only copies, on the GPU, for that orders them with what was launched before.
+
+        Raises:
+            IndexError: an index is beyond the rows written.
+        """
+        layout = self.layout
+        if isinstance(index, (int, slice)) and self._rows_on_host:
+            chosen = torch.arange(self.steps_stored, device=self._device)[index]
+            batch: tuple[int, ...] = (*chosen.shape, *self._shape[1:])
+            per_step = torch.arange(math.prod(self._shape[1:]), device=self._device)
+            flat = (chosen.reshape(-1, 1) * per_step.numel() + per_step).reshape(-1)
+            return self.assemble([t.view((*batch, *t.shape[1:])) for t in self.gather(flat)[0]], None, batch)
+        if isinstance(index, (int, slice)):
+            tensors = [column.whole[: self.steps_stored][index] for column in self._columns]
+            steps = () if isinstance(index, int) else (len(range(self.steps_stored)[index]),)
+            return layout.assemble(tensors, (*steps, *self._shape[1:]), self._device)
+        return self.assemble(self.gather(self._positions(index))[0])
+
+    def _positions(self, index: Any) -> Tensor:
+        return stored_positions(index, self._shape, len(self), self._device)
+
+    def coordinates(self, index: Any) -> Tensor:
+        """Where the rows of ``storage[index]`` lie: int64 of that data's batch shape (``[..., ndim]`` if above 1)."""
+        if not isinstance(index, (int, slice)):
+            return self.unravel(self._positions(index))
+        steps = torch.arange(self.steps_stored, device=self._device)[index]
+        if self.ndim == 1:
+            return steps
+        rest = [torch.arange(length, device=self._device) for length in self._shape[1:]]
+        grid = torch.meshgrid(steps.reshape(-1), *rest, indexing="ij")
+        grids = torch.stack(grid, -1)
+        return grids[0] if isinstance(index, int) else grids
+
+    def unravel(self, flat: Tensor) -> Tensor:
+        """``[n]`` flat positions as ``[n, ndim]`` coordinates; ``[n]`` itself for ``ndim=1``."""
+        return flat if self.ndim == 1 else unravel(flat, self._shape)
+
+    def __getitem__(self, index: Any) -> Data:
+        return self.get(index)
+
+    def __setitem__(self, index: Any, data: Data) -> None:
+        self.write(self._positions(index), data)
+
+    def set(self, cursor: Any, data: Data, *, set_cursor: bool = False) -> None:
+        """``storage[cursor] = data``. ``set_cursor`` is refused: the ring's cursor belongs to its writer."""
+        if set_cursor:
+            raise NotImplementedError("set_cursor=True is not supported: extend() moves the cursor")
+        self[cursor] = data
+
+    def contains(self, index: int) -> bool:
+        """Whether a row is stored at ``index``."""
+        return -len(self) <= index < len(self)
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Rows (views, not copies), counters and shape. Synchronises with the device, and refreshes ``len()``.
+
+        The rows of a storage in two places are a list of two batches, which follow each other.
+        """
+        if self._layout is None:
+            return {"initialized": False, "max_size": self.max_size}
+        self.refresh()
+        parts = [self._filled_part(part) for part in range(len(self._columns[0].parts) if self._columns else 1)]
+        return {
+            "initialized": True,
+            "max_size": self.max_size,
+            "shape": list(self._shape),
+            "written": self.written,
+            "size": len(self),
+            "rows": parts[0] if len(parts) == 1 else parts,
+        }
+
+    def _filled_part(self, part: int) -> Data:
+        """The rows stored in one of the places that the storage is in: views."""
+        tensors = [column.parts[part] for column in self._columns]
+        before = sum(len(other) for other in self._columns[0].parts[:part]) if self._columns else 0
+        filled = max(self.steps_stored - before, 0)
+        if tensors:
+            filled = min(filled, len(tensors[0]))
+        device = self.rows_device if part == 0 else torch.device("cpu")
+        return self.layout.assemble([t[:filled] for t in tensors], (filled, *self._shape[1:]), device)
+
+    def load_state_dict(self, state: dict[str, Any]) -> Tensor | None:
+        """Restore :meth:`state_dict`, copying into this storage's own memory.
+
+        A storage of the same capacity continues exactly. One with more room takes the rows oldest first.
+        ``state["rows"]`` may be one batch, batches that follow each other, or :class:`Pieces`.
+
+        Returns:
+            None, or, where the capacity differs, int64 ``[size]`` on the CPU: the old position of every row, in
+            the order in which they now lie from position 0. Samplers put their state in the same order.
+
+        Raises:
+            ValueError: the rows have other keys, shapes or dtypes than this storage's, or don't fit.
+        """
+        if not state["initialized"]:
+            self.empty()
+            return None
+        pieces = Pieces.of(state["rows"], self.ndim)
+        data, size, old_max = pieces.example, state["size"], state["max_size"]
+        shape = tuple(state["shape"])
+        fresh = self._layout is None
+        layout = RowLayout(data, self.ndim, self.ignored_keys) if fresh else self.layout
+        layout.collect(data, self.ndim)
+        own = self._shape[1:] if not fresh else shape[1:]
+        if own != shape[1:]:
+            raise ValueError(f"the checkpoint's rows have shape {shape}, the storage's {self._shape}")
+        room = -(-self.max_size // math.prod(shape[1:])) * math.prod(shape[1:])
+        if size > room:
+            raise ValueError(f"the checkpoint holds {size} rows, the storage has room for {room}")
+        if fresh:
+            self.initialize(data)
+        order, first = None, 0
+        if self.max_size == old_max:
+            self.counters.set(state["written"], size)
+        else:
+            first = state["written"] % old_max if size == old_max else 0
+            order = (torch.arange(size) + first) % old_max
+            self.counters.set(size, size)
+        per_step = math.prod(shape[1:])
+        if self._rows_on_host:
+            # The host is about to write where the GPU may still be reading.
+            host_memory.synchronize(self._device)
+        for start, part in pieces.parts:
+            # The oldest step comes to lie first: all others turn with it.
+            place = (start - first // per_step) % (old_max // per_step)
+            for column, source in zip(self._columns, self.layout.collect(part, self.ndim), strict=True):
+                before_seam = min(source.shape[0], old_max // per_step - place)
+                column.write(place, source[:before_seam])
+                column.write(0, source[before_seam:])
+        return order
+
+    def __repr__(self) -> str:
+        device: Any = self.requested_device
+        keys = "not initialized"
+        if self._layout is not None:
+            device = {PINNED: f"{self._device}, rows pinned", SPLIT: f"{self._device}, rows split"}.get(
+                self._placement.kind if self._placement else "", self._device
+            )
+            leaves = (f"{leaf.name}: {list(leaf.shape)} {leaf.dtype}" for leaf in self._layout.leaves)
+            keys = f"{readable(self.nbytes)}, {{{', '.join(leaves)}}}"
+        return f"{type(self).__name__}({len(self)}/{self.max_size} rows, device={device}, {keys})"
+
+
+class LazyTensorStorage(TensorStorage):
+    """A :class:`TensorStorage` that allocates at the first write, from the keys, shapes and dtypes found there.
+
+    Args:
+        max_size: capacity in transitions. With ``ndim > 1`` it is rounded up to whole steps of all environments.
+        device: ``"cpu"``, ``"cuda"`` or a ``torch.device``; ``"pinned"`` for rows in pinned host memory that the GPU
+            gathers from, with counters, tree and index on the GPU; ``"split"`` for as many rows as there is room for on
+            the GPU and the others in pinned host memory (``"split:20GiB"``, ``"split:30%"`` for so many); ``"auto"``
+            for the first of ``"cuda"``, ``"pinned"`` and ``"split"`` that has room for rows and index, and ``"cpu"`` on
+            a machine without CUDA. What it chose, and why, is in :attr:`placement`, and is logged
+            (``logging.getLogger("gpubuf")``, level INFO, or WARNING where rows are on the host).
+        ndim: number of batch dimensions: 1, or 2 for time-first ``[T, E]`` storage.
+        compilable: accepted for compatibility; every operation can be compiled.
+        consolidated, shared_init, cleanup_memmap: accepted at their defaults; process sharing is out of scope.
+
+    Raises:
+        ValueError: ``max_size`` or ``ndim`` below 1.
+        RuntimeError: at the first write: there is no such device, or ``"auto"`` finds room nowhere
+            (:class:`gpubuf.data.storages.placement.NothingFitsError`).
+    """
+
+    def __init__(
+        self,
+        max_size: int,
+        *,
+        device: torch.device | str = "cpu",
+        ndim: int = 1,
+        compilable: bool = False,
+        consolidated: bool = False,
+        shared_init: bool = False,
+        cleanup_memmap: bool = True,
+    ) -> None:
+        if consolidated or shared_init:
+            raise NotImplementedError("consolidated and shared_init storages are not supported")
+        self._configure(max_size, device, ndim)

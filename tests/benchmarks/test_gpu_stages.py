@@ -1,0 +1,267 @@
+"""The stages of a run on a GPU: what they run, in which order, within which limits, and what a cut one leaves."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import stages
+from benchmarks.report.runs import newest_runs
+from benchmarks.stages import ROOT, Plan, Step
+from benchmarks.workloads.registry import REGISTRY
+from tests.support.benchmark_results import GPU_FLOOR, a_run, entry
+
+CODE = (sys.executable, "-c")
+
+
+def planned(stage: int, folder: Path = Path("/out")) -> dict[str, Step]:
+    return {step.name: step for step in Plan(stage, folder).steps()}
+
+
+# What is run
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_stage_fits_into_nine_minutes(stage: int):
+    """Steps with limits come to less than the stage has; only the last may ask for all that is left."""
+    *before, last = Plan(stage, Path("/out")).steps()
+    assert stages.LIMIT + stages.GRACE < 9 * 60
+    assert sum(step.seconds for step in before) <= stages.LIMIT - 2 * stages.LEAST
+    assert last.seconds <= stages.LIMIT
+    assert all(step.seconds > 2 * stages.GRACE for step in (*before, last))
+
+
+def test_the_order_is_by_value():
+    """Correctness before figures, figures by rule before tuned ones, what takes long and says less at the end."""
+    assert list(planned(1)) == ["environment", "tests", "placement", "broken-capture", "by rule"]
+    assert list(planned(2)) == ["environment", "tune", "replay", "placement and SAC", "slices and filling"]
+    assert list(planned(3)) == ["environment", "training-and-tuning", "curves", "sanitizer"]
+
+
+def test_every_test_for_a_gpu_is_run_once():
+    """The large part by eight processes; those that look at the whole device, or break it, by themselves."""
+    run: list[str] = []
+    for step in (*planned(1).values(), *planned(3).values()):
+        if step.junit is None:
+            continue
+        if step.name != "sanitizer":
+            run += [word for word in step.command if word.startswith("tests/")]
+        shared = step.name in ("tests", "training-and-tuning")
+        assert step.command[step.command.index("-n") + 1] == ("8" if shared else "0")
+        assert {"-v", "-rf", "--tb=short", "--maxfail=200", f"--junitxml={step.junit}"} < set(step.command)
+        assert step.environment["GPUBUF_TEST_GPU"] == "1"
+    assert sorted(run) == [f"tests/{name}" for name in stages.gpu_files()]
+    assert len(run) > 12
+
+
+def test_every_workload_is_measured():
+    patterns = [
+        word.partition("=")[2]
+        for stage in (1, 2, 3)
+        for step in planned(stage).values()
+        for word in step.command
+        if word.startswith("--workload=")
+    ]
+    expressions = [re.compile(re.escape(pattern).replace(r"\*", ".*")) for pattern in patterns]
+    assert not [name for name in REGISTRY if not any(each.fullmatch(name) for each in expressions)]
+    assert "{deadline}" in " ".join(planned(1)["by rule"].command)
+    assert "--seconds 150" in " ".join(planned(2)["tune"].command)
+
+
+def test_no_more_files_than_come_back():
+    for stage in (1, 2, 3):
+        plan = Plan(stage, Path("/out"))
+        files = {plan.results, plan.log, *(step.junit for step in plan.steps() if step.junit)}
+        assert len(files) + (stage == 2) <= 8
+
+
+def test_a_bare_machine_has_all_that_tests_and_benchmarks_import():
+    """Beside what fetch.sh brings: neither matplotlib nor rich, neither hypothesis nor the linters."""
+    brought = (ROOT / "benchmarks" / "wheels" / "packages.txt").read_text()
+    absent = ["matplotlib", "rich", "hypothesis", "ruff", "mypy", "mujoco", "minari", "h5py", "imageio", "PIL"]
+    assert not [name for name in absent if re.search(rf"^{name}\\b", brought, re.MULTILINE)]
+    code = f"""
+import sys
+from importlib.machinery import PathFinder
+class Present(PathFinder):
+    def find_spec(name, *rest):
+        return None if name.partition(".")[0] in {absent!r} else PathFinder.find_spec(name, *rest)
+sys.meta_path[sys.meta_path.index(PathFinder)] = Present
+import pytest, benchmarks.stages
+files = [f"tests/{{name}}" for name in benchmarks.stages.gpu_files()]
+sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "benchmarks", *files]))
+"""
+    # Plugins of packages that are here, and would not be there, are not looked for.
+    plugins = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "pytest_benchmark.plugin"}
+    environment = {**os.environ, **plugins}
+    done = subprocess.run([*CODE, code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+# How it is run
+
+
+def test_a_step_that_takes_too_long_is_asked_to_end_and_then_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """By SIGINT, so that pytest writes its reports; its children go with it where that does not help."""
+    log = tmp_path / "log"
+    monkeypatch.setattr(stages, "GRACE", 60)
+    polite = "import time\ntry: print('begun'); time.sleep(600)\nexcept KeyboardInterrupt: print('the report')"
+    assert stages.run_limited([*CODE, polite], 65, log, {}) == 124
+    assert log.read_text().split() == ["begun", "the", "report"]
+    monkeypatch.setattr(stages, "GRACE", 0.2)
+    deaf = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('deaf'); time.sleep(600)"
+    assert stages.run_limited([*CODE, deaf], 5, log, {}) == 124
+    assert stages.run_limited([*CODE, "raise SystemExit(3)"], 60, log, {}) == 3
+    assert stages.run_limited([*CODE, "import os; print(os.environ['GIVEN'])"], 60, log, {"GIVEN": "x"}) == 0
+    assert stages.run_limited(["/no/such/program"], 60, log, {}) == 127
+    assert log.read_text().splitlines()[2:4] == ["deaf", "x"]
+
+
+def reporting(junit: Path, case: str) -> tuple[str, ...]:
+    return (*CODE, f"open({str(junit)!r}, 'w').write({f'<testsuite>{case}</testsuite>'!r}); raise SystemExit(1)")
+
+
+def test_a_stage_leaves_its_files_at_every_moment(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Steps go on after one that fails; what there is no time or no program for is said; a cut one has no report."""
+    plan = Plan(1, tmp_path / "out")
+    junit = [tmp_path / "out" / f"{name}.xml" for name in ("a", "b")]
+    bad = '<testcase classname="t" name="bad"><failure message="no"/></testcase><testcase classname="t" name="good"/>'
+    seen = f"import json; print('steps', len(json.load(open({str(plan.results)!r}))['steps']))"
+    steps = [
+        Step("tests", reporting(junit[0], bad), 60, junit=junit[0]),
+        Step("cut", (*CODE, seen), 60, junit=junit[1]),
+        Step("absent", (*CODE, ""), 60, needs="surely-no-such-program"),
+        Step("last", (*CODE, "import sys; print(sys.argv[1])", "{deadline}"), 60),
+    ]
+    assert stages.run_stage(plan, steps) == 1
+    found = json.loads(plan.results.read_text())
+    assert [step.get("code") for step in found["steps"]] == [1, 0, None, 0]
+    assert found["steps"][2]["left_out"] == "there is no surely-no-such-program"
+    assert found["gpu_tests"] == {"passed": 1, "failed": 1, "skipped": 0, "failures": ["t::bad", "b left no report"]}
+    log = plan.log.read_text()
+    assert "steps 1" in log
+    assert re.search(r"\n\d{9,}\.\d+\n", log)
+    assert {path.name for path in plan.folder.iterdir()} == {"stage-1.json", "stage-1.log", "a.xml"}
+    assert "tests: exit code 1" in capsys.readouterr().out
+
+    assert stages.run_stage(plan, steps[:1], limit=stages.LEAST - 1) == 0
+    assert json.loads(plan.results.read_text())["steps"] == [{"name": "tests", "left_out": "14 s were left"}]
+
+
+def test_the_tuned_file_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    cache, plan = tmp_path / "cache", Plan(2, tmp_path / "out")
+    cache.mkdir()
+    (cache / "some-gpu.json").write_text("{}")
+    monkeypatch.setattr(stages, "user_folder", lambda: cache)
+    machine = json.dumps({"machine_info": {"device": {"name": "Some GPU"}}})
+    begun = f"open({str(plan.results)!r}, 'w').write({machine!r})"
+    assert stages.run_stage(plan, [Step("environment", (*CODE, begun), 60), Step("tune", (*CODE, ""), 60)]) == 0
+    assert (plan.folder / "tuned" / "some-gpu.json").read_text() == "{}"
+
+
+def test_a_stage_is_rehearsed_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The commands themselves: the machine is described, a benchmark is written down, tests are there and skip."""
+    # pytest-benchmark would take the process for one of those that share the tests of this run.
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    plan = Plan(1, tmp_path / "out", "cpu")
+    steps = plan.steps()
+    assert "--rehearse" in steps[0].command
+    one = [word for word in steps[-1].command if not word.startswith("--workload=")]
+    chosen = [
+        steps[0],
+        steps[3],
+        Step("by rule", (*one, "--workload=extend-256", "--workload=placement-256"), 500),
+    ]
+    # However busy this machine is.
+    patient = [dataclasses.replace(step, seconds=1000) for step in chosen]
+    assert stages.run_stage(plan, patient, limit=3000) == 0, plan.log.read_text()[-2000:]
+    found = json.loads(plan.results.read_text())
+    assert [b["extra_info"]["workload"] for b in found["benchmarks"]] == ["extend-256"]
+    assert found["machine_info"]["floor"]["copy_bytes_per_second"] > 0
+    assert found["gpu_tests"] == {"passed": 0, "failed": 0, "skipped": 1, "failures": []}
+    log = plan.log.read_text()
+    assert "this machine: copies at" in log
+    assert re.search(r"extend, 256 +gpubuf +[\d.]+ µs", log)
+
+
+def test_results_grow_with_every_benchmark(tmp_path: Path):
+    """What is killed keeps them: the file is whole after each, and goes on with what it had."""
+    from benchmarks.report.runs import write_whole
+
+    path = tmp_path / "stage-1.json"
+    write_whole(path, {"machine_info": {}, "steps": [1]})
+    assert json.loads(path.read_text())["steps"] == [1]
+    assert [each.name for each in tmp_path.iterdir()] == ["stage-1.json"]
+
+
+# At home
+
+
+def a_stage(folder: Path, stage: int, entries: list[dict[str, Any]], **more: Any) -> None:
+    data = a_run(entries, more.pop("skipped", []), "cuda").data
+    data["machine_info"] |= {"device": {"kind": "cuda", "name": "Some GPU"}, "floor": GPU_FLOOR}
+    data |= {"stage": stage, "steps": [{"name": "environment", "code": 0}], **more}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"stage-{stage}.json").write_text(json.dumps(data))
+
+
+def test_stages_become_files_for_the_report(tmp_path: Path):
+    """Tuned figures replace those by rule; tests are added up; points of curves go where curves are."""
+    passed = {"passed": 3, "failed": 0, "skipped": 1, "failures": []}
+    failed = {"passed": 1, "failed": 1, "skipped": 0, "failures": ["t::bad"]}
+    late = [{"workload": "extend-256", "library": "gpubuf", "reason": "the time for this run was over"}]
+    a_stage(tmp_path / "b", 2, [entry("uniform-sample-256", "gpubuf", 4e-6), entry("extend-256", "gpubuf", 5e-6)])
+    a_stage(tmp_path / "a", 1, [entry("uniform-sample-256", "gpubuf", 9e-6)], skipped=late, gpu_tests=passed)
+    a_stage(tmp_path / "a", 3, [entry("batch/extend/16", "gpubuf", 1e-6)], gpu_tests=failed)
+    (tmp_path / "b" / "tuned").mkdir()
+    (tmp_path / "b" / "tuned" / "some-gpu.json").write_text("{}")
+    results = tmp_path / "home" / "benchmarks" / "results"
+    assert stages.main(["--gather", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(results)]) == 0
+    names = {path.relative_to(results).as_posix() for path in results.rglob("*") if path.is_file()}
+    name = "some-gpu-2026-11-21"
+    drawn = {f"curves/{name}{end}" for end in (".json", ".html", "-batch.png")}
+    assert names == {f"{name}.json", "tuned/some-gpu.json", *drawn}
+    run = newest_runs(results)["cuda"]
+    assert run.median("uniform-sample-256", "gpubuf") == pytest.approx(4e-6)
+    assert run.data["skipped"] == []
+    assert run.data["gpu_tests"] == {"passed": 4, "failed": 1, "skipped": 1, "failures": ["t::bad"]}
+    assert [step["stage"] for step in run.data["steps"]] == [1, 2, 3]
+
+
+def test_of_a_cut_stage_there_may_be_nothing_to_report(tmp_path: Path):
+    (tmp_path / "stage-1.json").write_text(json.dumps({"stage": 1, "steps": [], "benchmarks": []}))
+    with pytest.raises(ValueError, match="no results"):
+        stages.gather([tmp_path], tmp_path)
+
+
+def test_outcomes_are_read_from_the_report(tmp_path: Path):
+    report = tmp_path / "report.xml"
+    report.write_text(
+        '<testsuites><testsuite><testcase classname="t" name="good"/>'
+        '<testcase classname="t" name="bad"><failure message="no"/></testcase>'
+        '<testcase classname="t" name="broken"><error message="no"/></testcase>'
+        '<testcase classname="t" name="left"><skipped message="no"/></testcase></testsuite></testsuites>'
+    )
+    expected = {"passed": 1, "failed": 2, "skipped": 1, "failures": ["t::bad", "t::broken"]}
+    assert stages.outcomes(report) == expected
+    report.write_text("<testsuites><testsuite>")
+    assert stages.outcomes(report)["failures"] == ["report left no report"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_without_a_gpu_a_stage_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Exit code 2, and what to do about it; nothing is written."""
+    assert stages.main(["1", "--out", str(tmp_path)]) == 2
+    assert "make gpu PYTHON=python3" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+    assert stages.main(["2", "--list"]) == 0
+    assert "tune (190 s)" in capsys.readouterr().out

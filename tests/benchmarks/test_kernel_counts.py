@@ -1,0 +1,113 @@
+"""How many kernels a call launches, and that the report of the kernels says what was found."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks.report.goals import GOALS, tree_depth
+from benchmarks.report.runs import Run, newest_runs
+from benchmarks.studies import kernels, predict
+from gpubuf.kernels.aot.compiler import Compiled, all_specs
+from tests.benchmarks.test_report import a_run, block, line
+
+
+@pytest.fixture(scope="module")
+def counted() -> dict[str, dict[str, int]]:
+    """Launches by kernel, of every call."""
+    return {each["call"]: each["kernels"] for each in kernels.count()}
+
+
+def test_launches_of_a_sample(counted: dict[str, dict[str, int]]):
+    """All keys of a batch: one launch, two with priorities or slices."""
+    assert counted["uniform: sample, 256"] == {"rows_sample_kernel": 1}
+    assert sum(counted["prioritized: sample, 256"].values()) <= 2
+    assert sum(counted["slices: sample, 256"].values()) <= 2
+    assert sum(counted["prioritized slices: sample, 256"].values()) <= 3
+
+
+def test_launches_of_a_priority_update(counted: dict[str, dict[str, int]]):
+    """At most one a level of the tree, and one for the leaves."""
+    assert tree_depth() == 3
+    for kind in ("prioritized", "prioritized slices"):
+        assert 1 <= sum(counted[f"{kind}: priority update, 256"].values()) <= tree_depth() + 1
+
+
+def test_launches_of_a_write(counted: dict[str, dict[str, int]]):
+    """One for the rows of all keys; what the sampler knows is brought up to date by at most four more."""
+    writes = {call: launched for call, launched in counted.items() if "extend" in call}
+    assert len(writes) == len(kernels.SAMPLERS)
+    assert all(launched["rows_extend_kernel"] == 1 for launched in writes.values())
+    assert sum(writes["uniform: extend, 256"].values()) == 1
+    assert max(sum(launched.values()) for launched in writes.values()) <= 5
+
+
+def test_the_committed_counts_are_those_of_the_kernels(counted: dict[str, dict[str, int]]):
+    """Whoever changes what a call launches, or adds a kernel, runs `python -m benchmarks.studies.kernels` again."""
+    if "kernels" not in newest_runs():
+        pytest.skip("no run of python -m benchmarks.studies.kernels is committed")
+    found = newest_runs()["kernels"].data["kernels"]
+    assert {each["call"]: each["kernels"] for each in found["launches"]} == counted
+    assert {each["kernel"] for each in found["resources"]} == {spec.kernel.partition(":")[2] for spec in all_specs()}
+    on_nvidia = [most for each in found["resources"] for target, most in each["targets"].items() if "sm_" in target]
+    assert not any(most["spill_bytes"] for most in on_nvidia)
+
+
+def test_large_updates_take_a_launch_a_level():
+    """What the count above would show if it were wrong: a batch beyond one program launches more."""
+    (update,) = [each for each in kernels.count(["prioritized"], [2048]) if "update" in each["call"]]
+    assert update["total"] > tree_depth()
+    (predicted,) = [call for call in predict.tree(2048) if "update" in call.name]
+    assert predicted.launches == update["total"]
+
+
+def test_resources_are_the_most_of_any_specialisation(monkeypatch: pytest.MonkeyPatch):
+    specs = [spec for spec in all_specs() if "philox" in spec.kernel or "rows_gather" in spec.kernel]
+    gathers = sum("rows_gather" in spec.kernel for spec in specs)
+    assert gathers > 1
+
+    def compiled(target: str) -> list[Compiled]:
+        return [Compiled(str(spec), target, 10 + i, 4 * i, 100 - i) for i, spec in enumerate(specs)]
+
+    monkeypatch.setattr("gpubuf.kernels.aot.compiler.all_specs", lambda: specs)
+    monkeypatch.setattr("gpubuf.kernels.aot.compiler.compile_in_subprocess", compiled)
+    found = {each["kernel"]: each for each in kernels.resources()}
+    assert list(found) == ["philox_uniform_kernel", "rows_gather_kernel"]
+    gather = found["rows_gather_kernel"]
+    assert gather["specialisations"] == gathers
+    most = {"registers": 10 + gathers, "spill_bytes": 4 * gathers, "shared_bytes": 99}
+    assert gather["targets"] == dict.fromkeys(("sm_80", "sm_90", "sm_100", "gfx942"), most)
+    monkeypatch.setattr(
+        "gpubuf.kernels.aot.compiler.compile_in_subprocess",
+        lambda target: [Compiled("x", target, error="no")] * len(specs),
+    )
+    with pytest.raises(RuntimeError, match="x on sm_80: no"):
+        kernels.resources()
+
+
+def test_report():
+    """Both tables, and the goals of launches."""
+    assert "committed: open" in block("launches", {})
+    assert "committed: open" in block("resources", {})
+    launches = [{"call": "uniform: sample, 256", "total": 3, "kernels": {"a_kernel": 2, "b_kernel": 1}}]
+    targets = {
+        "sm_80": {"registers": 30, "spill_bytes": 0, "shared_bytes": 8},
+        "gfx942": {"registers": 12, "spill_bytes": 4, "shared_bytes": 16},
+    }
+    resources = [{"kernel": "a_kernel", "specialisations": 2, "targets": targets}]
+    found: dict[str, Run] = {"kernels": a_run(kernels={"launches": launches, "resources": resources})}
+    assert line(block("launches", found), "uniform: sample, 256") == ["3", "`a_kernel`, `b_kernel`"]
+    assert line(block("resources", found), "`a_kernel`") == ["2", "30 / 12", "8 / 16", "0 / 4"]
+    goals = {goal.what: goal for goal in GOALS if goal.kind == "kernels"}
+    assert len(goals) == 3
+    assert goals["launches, uniform: sample, 256"].row(found)[1:] == ["at most 1", "3", "no"]
+    assert goals["launches, prioritized: sample, 256"].row(found)[1:] == ["at most 2", "open", "open"]
+
+
+def test_the_count_of_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """`--count` prints the launches as one line of JSON, which the command reads from its subprocess."""
+    one = kernels.count(["uniform"], [8])
+    monkeypatch.setattr(kernels, "count", lambda: one)
+    kernels.main(["--count"])
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == one

@@ -1,0 +1,395 @@
+"""Buffers at large: writing, reading, sampling, the interface that TorchRL's users bring along."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from tensordict import TensorDict, tensorclass
+from torch import nn
+
+from gpubuf.data import (
+    LazyTensorStorage,
+    PrioritizedSampler,
+    PrioritizedSliceSampler,
+    RandomSampler,
+    ReplayBuffer,
+    RoundRobinWriter,
+    SamplerWithoutReplacement,
+    SliceSampler,
+    TensorDictReplayBuffer,
+    TensorStorage,
+)
+from tests.support.transitions import same, transitions
+
+
+def buffer_of(capacity: int, **kwargs) -> TensorDictReplayBuffer:
+    return TensorDictReplayBuffer(storage=LazyTensorStorage(capacity), **kwargs)
+
+
+def slices() -> SliceSampler:
+    return SliceSampler(slice_len=1)
+
+
+def prioritized() -> PrioritizedSampler:
+    return PrioritizedSampler(8, alpha=0.7, beta=0.5)
+
+
+def prioritized_slices() -> PrioritizedSliceSampler:
+    return PrioritizedSliceSampler(8, alpha=0.7, beta=0.5, slice_len=1)
+
+
+@pytest.mark.usefixtures("backend")
+class TestWriting:
+    def test_rows_come_back_as_they_were_written(self):
+        buffer = buffer_of(10)
+        data = transitions(7)
+        index = buffer.extend(data)
+        assert index.tolist() == list(range(7))
+        assert index.dtype is torch.int64
+        assert len(buffer) == 7
+        assert same(buffer[:], data)
+        assert same(buffer[torch.tensor([4, 2])], data[torch.tensor([4, 2])])
+
+    @pytest.mark.parametrize("n", [1, 4, 5, 9, 10, 11, 25])
+    def test_a_write_keeps_the_newest_rows(self, n):
+        """CASES 15: larger than the capacity, ending at the seam, wrapping."""
+        buffer, written = buffer_of(10), 0
+        for _ in range(4):
+            index = buffer.extend(transitions(n, written))
+            assert index.tolist() == [(written + i) % 10 for i in range(n)]
+            written += n
+        newest = range(max(0, written - 10), written)
+        assert len(buffer) == len(newest)
+        assert buffer[:]["next", "step"].sort().values.tolist() == list(newest)
+        assert all(buffer[i % 10]["next", "step"] == i for i in newest)
+
+    def test_empty_writes_change_nothing(self):
+        """CASES 15: a write of zero rows."""
+        buffer = buffer_of(4)
+        assert buffer.extend(transitions(0)).shape == (0,)
+        assert not buffer.initialized
+        buffer.extend(transitions(3))
+        assert buffer.extend(transitions(0)).shape == (0,)
+        assert (len(buffer), buffer.write_count) == (3, 3)
+
+    @pytest.mark.parametrize("ndim", [1, 2])
+    @pytest.mark.parametrize("sampler", [RandomSampler, slices, prioritized, prioritized_slices])
+    @pytest.mark.parametrize("kind", [ReplayBuffer, TensorDictReplayBuffer])
+    def test_an_empty_first_write_settles_nothing(self, kind, sampler, ndim):
+        """CASES 15: an empty list, zero rows, no keys: what rows look like is up to the first that has any."""
+        buffer = kind(storage=LazyTensorStorage(8, ndim=ndim), sampler=sampler())
+        none, some = ((0,), (4,)) if ndim == 1 else ((2, 0), (2, 4))
+        nothing = [
+            [],
+            TensorDict({}, none),
+            TensorDict({"other": torch.zeros(*none, 3)}, none),
+            TensorDict({}, some),
+            TensorDict({"next": TensorDict({}, some)}, some),
+        ]
+        for data in nothing:
+            index = buffer.extend(data)
+            assert index.dtype is torch.int64
+            assert index.shape == ((0,) if ndim == 1 else (0, 2))
+            assert not buffer.initialized
+        index = buffer.extend(transitions(4 * ndim).reshape(some))
+        for data in nothing[:3]:
+            assert buffer.extend(data).shape == (0, *index.shape[1:])
+        assert len(buffer) == buffer.write_count == index.shape[0]
+        with pytest.raises(ValueError, match="missing"):
+            buffer.extend(TensorDict({}, some))
+        assert len(buffer.sample(4)) == 4
+
+    def test_a_storage_of_no_keys_is_refused(self):
+        with pytest.raises(ValueError, match="no keys"):
+            TensorStorage(TensorDict({}, [4]), device="auto")
+
+    def test_thousands_of_wraps_and_counters_beyond_int32(self):
+        """CASES 15: TorchRL's counters are int32 and wrap silently at 2**31."""
+        buffer = buffer_of(3)
+        buffer.extend(transitions(2))
+        far = 3 * 2**40 + 1
+        buffer.storage.ring[0] = far
+        buffer.storage.refresh()
+        assert buffer.write_count == far
+        assert buffer.extend(transitions(4)).tolist() == [1, 2, 0, 1]
+        assert buffer.write_count == far + 4
+
+    def test_the_callers_tensordict_is_never_changed(self):
+        data = transitions(4)
+        before = data.clone()
+        buffer = buffer_of(8, transform=_Doubling())
+        buffer.extend(data)
+        buffer.sample(4)
+        assert same(data, before)
+        assert buffer.storage[:]["observation"].equal(before["observation"] * 2)
+
+    def test_add_returns_the_position(self):
+        buffer = buffer_of(2)
+        assert [buffer.add(transitions(1, i)[0]) for i in range(3)] == [0, 1, 0]
+        assert buffer[:]["next", "step"].tolist() == [2, 1]
+
+    def test_a_list_of_rows_is_stacked(self):
+        buffer = buffer_of(4)
+        buffer.extend([transitions(3)[i] for i in range(3)])
+        assert same(buffer[:], transitions(3))
+
+    def test_strided_and_expanded_batches(self):
+        buffer = buffer_of(8)
+        buffer.extend(transitions(8)[::2])
+        buffer.extend(transitions(1).expand(3))
+        assert buffer[:]["next", "step"].tolist() == [0, 2, 4, 6, 0, 0, 0]
+
+    def test_rows_that_require_grad_are_stored_detached(self):
+        buffer = buffer_of(4)
+        data = TensorDict({"x": torch.randn(2, 3, requires_grad=True)}, [2])
+        buffer.extend(data)
+        assert not buffer.sample(2)["x"].requires_grad
+
+    @pytest.mark.parametrize(
+        ("change", "words"),
+        [
+            (lambda td: td.exclude("action"), ["missing", "action"]),
+            (lambda td: td.exclude(("next", "reward")), ["missing", "next", "reward"]),
+            (lambda td: td.set("surplus", torch.zeros(2)), ["extra", "surplus"]),
+            (lambda td: td.set(("next", "surplus"), torch.zeros(2)), ["extra", "next", "surplus"]),
+            (lambda td: td.set("action", torch.zeros(2, 1)), ["action", "float64", "float32"]),
+            (lambda td: td.set("action", torch.zeros(2, 3, dtype=torch.float64)), ["action", "(1,)", "(3,)"]),
+            (lambda td: td.set("next", torch.zeros(2)), ["next", "TensorDict", "Tensor"]),
+        ],
+    )
+    def test_a_batch_that_does_not_fit_is_refused_whole(self, change, words):
+        buffer = buffer_of(8)
+        buffer.extend(transitions(3))
+        before, counters = buffer[:].clone(), buffer.storage.ring.clone()
+        with pytest.raises(ValueError, match="storage") as raised:
+            buffer.extend(change(transitions(2, 100)))
+        assert all(word in str(raised.value) for word in words)
+        assert same(buffer[:], before)
+        assert torch.equal(buffer.storage.ring, counters)
+        assert buffer.extend(transitions(1)).tolist() == [3]
+
+    def test_rows_out_of_range_are_reported_by_whatever_synchronises(self, backend):
+        """A GPU can't raise without a sync; the interpreter shows what it does instead."""
+        if backend == "numba":
+            pytest.skip("the CPU raises at once: see test_indexing")
+        buffer = buffer_of(4)
+        buffer.extend(transitions(4))
+        tensors, generation = buffer.storage.gather(torch.tensor([3, 9]))
+        assert generation.tolist() == [1, -1]
+        assert all(not t[1].any() for t in tensors)
+        with pytest.raises(IndexError, match="1 rows"):
+            buffer.state_dict()
+        assert buffer.state_dict()["_storage"]["size"] == 4
+
+    def test_empty_forgets_the_rows(self):
+        buffer = buffer_of(4)
+        buffer.extend(transitions(6))
+        buffer.empty()
+        assert len(buffer) == 0
+        with pytest.raises(RuntimeError, match="empty"):
+            buffer.sample(1)
+        assert buffer.extend(transitions(2, 50)).tolist() == [0, 1]
+        assert same(buffer[:], transitions(2, 50))
+
+    def test_rows_are_overwritten_in_place(self):
+        buffer = buffer_of(6)
+        buffer.extend(transitions(5))
+        buffer[torch.tensor([1, 3])] = transitions(2, 70)
+        buffer[0] = transitions(1, 90)[0]
+        assert buffer[:]["next", "step"].tolist() == [90, 70, 2, 71, 4]
+        assert buffer.write_count == 5
+        with pytest.raises(IndexError):
+            buffer[5] = transitions(1)[0]
+        with pytest.raises(ValueError, match="action"):
+            buffer[0] = transitions(1)[0].exclude("action")
+
+
+class _Doubling(nn.Module):
+    """A transform with an inverse that works in place, as TorchRL's do."""
+
+    def forward(self, td):
+        return td
+
+    def inv(self, td):
+        return td.set("observation", td["observation"].mul(2))
+
+
+@pytest.mark.usefixtures("backend")
+class TestSampling:
+    def test_a_sample_is_made_of_stored_rows(self):
+        buffer = buffer_of(10, batch_size=32)
+        buffer.extend(transitions(13))
+        batch = buffer.sample()
+        assert batch.batch_size == (32,)
+        assert same(batch.exclude("index"), transitions(20)[batch["next", "step"]])
+        assert torch.equal(batch["next", "step"] % 10, batch["index"])
+        assert set(batch["next", "step"].tolist()) <= set(range(3, 13))
+
+    def test_samples_differ_and_a_seed_repeats_them(self):
+        def draws(seed):
+            torch.manual_seed(seed)
+            buffer = buffer_of(100, batch_size=20)
+            buffer.extend(transitions(100))
+            return [buffer.sample()["index"].tolist() for _ in range(3)]
+
+        first = draws(0)
+        assert first[0] != first[1] != first[2]
+        assert draws(0) == first
+        assert draws(1) != first
+
+    def test_a_generator_fixes_the_stream(self):
+        def draws(reset):
+            buffer = buffer_of(50, batch_size=10, generator=torch.Generator().manual_seed(3))
+            buffer.extend(transitions(50))
+            if reset:
+                buffer.sample()
+                buffer.set_rng(torch.Generator().manual_seed(3))
+            return buffer.sample()["index"].tolist()
+
+        assert draws(False) == draws(True)
+
+    def test_a_partly_filled_buffer_yields_only_what_was_written(self):
+        """CASES 4."""
+        buffer = buffer_of(1000)
+        buffer.extend(transitions(3))
+        assert set(buffer.sample(200)["index"].tolist()) == {0, 1, 2}
+
+    @pytest.mark.parametrize("capacity", [1, 3, 4, 7])
+    def test_any_capacity_exactly_full(self, capacity):
+        """CASES 5: not a power of two, 1, exactly full."""
+        buffer = buffer_of(capacity)
+        buffer.extend(transitions(capacity))
+        assert set(buffer.sample(100)["index"].tolist()) == set(range(capacity))
+
+    def test_info(self):
+        buffer = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=4)
+        buffer.extend(transitions(10))
+        batch, info = buffer.sample(return_info=True)
+        assert set(info) == {"index"}
+        assert "index" not in batch.keys()
+        assert torch.equal(batch["next", "step"], info["index"])
+        tracking = ReplayBuffer(storage=LazyTensorStorage(3), writer=RoundRobinWriter(track_generations=True))
+        tracking.extend(transitions(4))
+        _, info = tracking.sample(50, return_info=True)
+        assert all(g == (2 if i == 0 else 1) for i, g in zip(info["index"], info["index_generation"], strict=True))
+
+    def test_a_batch_is_owned_by_the_caller(self):
+        """CASES 35: a batch kept by the user is never overwritten by later samples or writes."""
+        buffer = buffer_of(10)
+        buffer.extend(transitions(10))
+        kept = buffer.sample(6)
+        before = kept.clone()
+        buffer.sample(6)
+        buffer.extend(transitions(10, 500))
+        assert same(kept, before)
+
+    def test_changing_one_key_in_place_leaves_backward_through_another_intact(self):
+        """CASES 35: the keys of a batch may share one allocation, but no version counter."""
+        buffer = buffer_of(10)
+        buffer.extend(transitions(10))
+        batch = buffer.sample(4)
+        weight = torch.ones(3, requires_grad=True)
+        loss = (batch["observation"] * weight).square().sum()
+        step = batch["next", "step"].clone()
+        batch["pixels"].zero_()
+        batch["next", "reward"].fill_(7)
+        loss.backward()
+        assert torch.equal(weight.grad, 2 * batch["observation"].square().sum(0))
+        assert torch.equal(batch["next", "step"], step)
+
+    def test_every_key_is_contiguous_and_aligned(self):
+        buffer = buffer_of(10)
+        buffer.extend(transitions(10))
+        for value in buffer.sample(3).values(True, True):
+            assert value.is_contiguous()
+            assert value.data_ptr() % 16 == 0
+
+    def test_copies_of_a_layout_make_batches_too(self):
+        """What a layout keeps of earlier batch sizes has no memory, and is left out of copies."""
+        buffer = buffer_of(10)
+        buffer.extend(transitions(10))
+        buffer.sample(3)
+        layout = buffer.storage.layout
+        for copied in (copy.deepcopy(layout), pickle.loads(pickle.dumps(layout))):
+            assert [t.shape for t in copied.allocate(3)] == [t.shape for t in layout.allocate(3)]
+            assert all(t.is_contiguous() and t.untyped_storage().nbytes() == t.nbytes for t in copied.allocate(3))
+
+    def test_tensorclasses_tensors_and_nested_batch_dimensions(self):
+        @tensorclass
+        class Step:
+            x: torch.Tensor
+            y: torch.Tensor
+
+        buffer = ReplayBuffer(storage=LazyTensorStorage(5), batch_size=8)
+        buffer.extend(Step(x=torch.arange(4.0), y=torch.arange(4), batch_size=[4]))
+        batch = buffer.sample()
+        assert isinstance(batch, Step)
+        assert torch.equal(batch.x, batch.y.float())
+
+        plain = ReplayBuffer(storage=LazyTensorStorage(5))
+        plain.extend(torch.arange(6.0).reshape(3, 2))
+        assert plain.sample(4).shape == (4, 2)
+
+        agents = TensorDict({"x": torch.randn(3, 2, 4)}, [3, 2])
+        team = buffer_of(5)
+        team.extend(TensorDict({"agents": agents}, [3]))
+        assert team.sample(6)["agents"].batch_size == (6, 2)
+
+    def test_without_replacement_every_row_comes_once(self):
+        buffer = ReplayBuffer(storage=LazyTensorStorage(10), sampler=SamplerWithoutReplacement(), batch_size=3)
+        buffer.extend(transitions(10))
+        batches = [batch["next", "step"] for batch in buffer]
+        assert [b.numel() for b in batches] == [3, 3, 3, 1]
+        assert sorted(torch.cat(batches).tolist()) == list(range(10))
+        assert sorted(torch.cat([batch["next", "step"] for batch in buffer]).tolist()) == list(range(10))
+        dropping = ReplayBuffer(
+            storage=LazyTensorStorage(10), sampler=SamplerWithoutReplacement(drop_last=True), batch_size=3
+        )
+        dropping.extend(transitions(10))
+        seen = torch.cat([batch["next", "step"] for batch in dropping]).tolist()
+        assert len(seen) == len(set(seen)) == 9
+        ordered = ReplayBuffer(
+            storage=LazyTensorStorage(4), sampler=RandomSampler(replacement=False, shuffle=False), batch_size=4
+        )
+        ordered.extend(transitions(4))
+        assert ordered.sample()["next", "step"].tolist() == [0, 1, 2, 3]
+
+    def test_without_replacement_a_batch_larger_than_the_buffer(self):
+        buffer = ReplayBuffer(storage=LazyTensorStorage(3), sampler=SamplerWithoutReplacement())
+        buffer.extend(transitions(3))
+        assert sorted(buffer.sample(7)["next", "step"].tolist()) == [0, 1, 2]
+        buffer.extend(transitions(1, 3))
+        with pytest.raises(ValueError, match="drop_last"):
+            ReplayBuffer(storage=buffer.storage, sampler=SamplerWithoutReplacement(drop_last=True)).sample(7)
+
+
+@pytest.mark.usefixtures("backend")
+class TestTwoDimensions:
+    """``ndim=2``: batches ``[E, T]``, storage time-first ``[T, E]``."""
+
+    @staticmethod
+    def steps(first: int, n: int, envs: int = 3) -> TensorDict:
+        time = torch.arange(first, first + n).expand(envs, n)
+        env = torch.arange(envs).unsqueeze(-1).expand(envs, n)
+        return TensorDict({"time": time, "env": env}, [envs, n])
+
+    def test_write_read_sample(self):
+        buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(10, ndim=2), batch_size=64)
+        index = buffer.extend(self.steps(0, 3))
+        assert buffer.storage.shape == (4, 3)
+        assert buffer.storage.max_size == 12
+        assert index.tolist() == [[t, e] for t in range(3) for e in range(3)]
+        assert len(buffer) == 9
+        buffer.extend(self.steps(3, 2))
+        batch = buffer.sample()
+        assert batch["index"].shape == (64, 2)
+        assert torch.equal(batch["index"][:, 1], batch["env"])
+        assert torch.equal(batch["index"][:, 0], batch["time"] % 4)
+        assert set(batch["time"].tolist()) == {1, 2, 3, 4}
+        assert buffer[:].shape == (4, 3)
+        assert buffer[batch["index"]]["time"].equal(batch["time"])
+        with pytest.raises(ValueError, match="shape"):
+            buffer.extend(self.steps(5, 1, envs=2))

@@ -1,0 +1,327 @@
+"""Checkpoints whose files were changed: refused, or loaded as a whole; the buffer is never left in between.
+
+Two kinds of changes: of bytes, which checksums notice, and of what the files say, with the checksums made right again,
+which leave the checks of structure and values to notice them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import random
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpubuf import (
+    LazyTensorStorage,
+    PrioritizedSliceSampler,
+    SamplerWithoutReplacement,
+    SliceSamplerWithoutReplacement,
+    TensorDictReplayBuffer,
+    serialization,
+)
+from gpubuf.data.checkpoints import manifest
+from tests.support.transitions import transitions
+
+CAPACITY = 40
+FILE_BYTES = 2_000
+SAMPLERS: dict[str, Callable[[], Any]] = {
+    "prioritized": lambda: PrioritizedSliceSampler(CAPACITY, 0.7, 0.5, slice_len=2),
+    "rows": SamplerWithoutReplacement,
+    "slices": lambda: SliceSamplerWithoutReplacement(slice_len=2),
+}
+
+
+def filled(kind: str, start: int) -> TensorDictReplayBuffer:
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(CAPACITY), sampler=SAMPLERS[kind]())
+    buffer.extend(transitions(55, start=start))
+    batch = buffer.sample(6)
+    if kind == "prioritized":
+        buffer.update_priority(batch["index"], torch.rand(6))
+    return buffer
+
+
+def contents(buffer: TensorDictReplayBuffer) -> list[bytes]:
+    """Everything in a buffer that a load can change."""
+    state = buffer.state_dict()
+    out = [t.contiguous().view(torch.uint8).numpy().tobytes() for t in buffer.storage.row_tensors]
+    out.append(bytes(buffer.storage.ring.tolist().__repr__(), "utf8"))
+    del state["_storage"]["rows"]
+    return [*out, b"".join(bytes(piece) for piece in serialization.contents(state))]
+
+
+class Target:
+    """A folder with a checkpoint, to be changed and made whole again, and a buffer that holds something else."""
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        torch.manual_seed(0)
+        self.folder, self.kind = folder, kind
+        saved = filled(kind, 0)
+        saved.save(folder, file_bytes=FILE_BYTES)
+        self.good = {path.name: path.read_bytes() for path in folder.iterdir()}
+        self.names = sorted(self.good)
+        self.buffer = filled(kind, 500)
+        self.before = contents(self.buffer)
+        self.backup = copy.deepcopy({k: v for k, v in self.buffer.state_dict().items() if k != "_storage"})
+        other = filled(kind, 0)
+        other.load(folder)
+        self.after = contents(other)
+        self.other_storage = copy.deepcopy(self.buffer.storage.state_dict())
+        self.path_of_other = folder.parent / "another"
+        filled(kind, 900).save(self.path_of_other, file_bytes=FILE_BYTES)
+
+    def refused(self) -> bool:
+        """Try to load; whether that was refused. The buffer must then be as it was, bit for bit."""
+        try:
+            self.buffer.load(self.folder)
+        except (ValueError, FileNotFoundError) as error:
+            message = str(error)
+        else:
+            return False
+        assert message
+        assert contents(self.buffer) == self.before, message
+        return True
+
+    def put_back(self) -> None:
+        """Make the checkpoint whole, and the buffer what it was."""
+        for name, data in self.good.items():
+            path = self.folder / name
+            if not path.exists() or path.read_bytes() != data:
+                # Truncating a file that is there would make the file system wait for the disk.
+                path.unlink(missing_ok=True)
+                path.write_bytes(data)
+
+    def restore_buffer(self) -> None:
+        self.buffer.load_state_dict(copy.deepcopy({**self.backup, "_storage": self.other_storage}))
+        assert contents(self.buffer) == self.before
+
+
+def change_bytes(data: bytearray, generator: random.Random) -> bytearray:
+    """One change that a disk, a transfer or an editor might make."""
+    at = generator.randrange(len(data))
+    upto = min(len(data), at + generator.choice([1, 2, 8, 100]))
+    kind = generator.randrange(9)
+    if kind == 0:
+        data[at] ^= 1 << generator.randrange(8)
+    elif kind == 1:
+        data[at] = generator.randrange(256)
+    elif kind == 2:
+        del data[at:]
+    elif kind == 3:
+        del data[at:upto]
+    elif kind == 4:
+        data[at:at] = data[at:upto]
+    elif kind == 5:
+        data[at:upto] = bytes(upto - at)
+    elif kind == 6:
+        data += bytes(generator.randrange(256) for _ in range(generator.choice([1, 8, 50])))
+    elif kind == 7:
+        data[at:upto] = generator.randbytes(upto - at)
+    else:
+        # Digits make the shapes, offsets, sizes and counters.
+        digits = [i for i in range(min(len(data), 3_000)) if 48 <= data[i] < 58]
+        if digits:
+            data[generator.choice(digits)] = generator.randrange(48, 58)
+    return data
+
+
+def change_files(target: Target, generator: random.Random) -> None:
+    path = target.folder / generator.choice(target.names)
+    kind = generator.randrange(12)
+    if kind == 0:
+        path.unlink()
+    elif kind == 1:
+        path.write_bytes(target.good[generator.choice(target.names)])
+    elif kind == 2:
+        shutil.copyfile(generator.choice(sorted(target.path_of_other.iterdir())), path)
+    else:
+        path.unlink()
+        path.write_bytes(change_bytes(bytearray(target.good[path.name]), generator))
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_changed_bytes(kind, tmp_path):
+    """Whatever byte of whatever file was changed: refused, unless the files say the same all the same."""
+    target, generator = Target(tmp_path / "c", kind), random.Random(1)
+    n_refused, n = 0, 2_400
+    for _ in range(n):
+        change_files(target, generator)
+        if target.refused():
+            n_refused += 1
+        else:
+            assert contents(target.buffer) == target.after
+            target.restore_buffer()
+        target.put_back()
+    assert n_refused > 0.8 * n
+
+
+# What the files say
+
+ODD: list[Any] = [None, True, -1, 0, 1, 7, 40, 41, 2**31, 2**62, 2**63, 10**30, 1.5, -0.5, 1e308, float("nan")]
+ODD += ["", "0", "F32", [], {}, [0], [2**40, 3], {"a": 1}, "../escape", "/etc/passwd", "RandomSampler"]
+ODD += ["rows-00000-0123456789abcdef.safetensors"]
+
+
+def places(tree: Any) -> list[tuple[Any, Any]]:
+    """Every (container, key) of a tree."""
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    found = []
+    for key, value in items:
+        found += [(tree, key), *places(value)]
+    return found
+
+
+def change_tensor(tensor: torch.Tensor, generator: random.Random) -> torch.Tensor:
+    tensor = tensor.clone()
+    kind = generator.randrange(6)
+    if kind == 0:
+        return tensor.to(generator.choice([torch.float32, torch.int64, torch.float64, torch.uint8]))
+    if kind == 1:
+        return tensor.unsqueeze(generator.randrange(tensor.dim() + 1))
+    if kind == 2 and tensor.dim():
+        return tensor[: generator.randrange(len(tensor) + 1)]
+    if kind == 3 and tensor.dim():
+        return torch.cat([tensor, tensor])
+    if tensor.numel():
+        values: list[float] = [-1, 41, 2**40, -(2**62)] if tensor.dtype is torch.int64 else [0, 1]
+        if tensor.is_floating_point():
+            values = [-1, 0, 41, float("nan"), float("inf"), -0.5, 1e30]
+        value = generator.choice(values)
+        tensor.view(-1)[generator.randrange(tensor.numel())] = value
+    return tensor
+
+
+def change_tree(tree: Any, generator: random.Random) -> None:
+    """Change one value of a tree, or remove, double or rename it."""
+    container, key = generator.choice(places(tree))
+    kind = generator.randrange(8)
+    if isinstance(container[key], torch.Tensor) and kind < 6:
+        container[key] = change_tensor(container[key], generator)
+    elif kind == 0:
+        del container[key]
+    elif kind == 1 and isinstance(container, list):
+        container.insert(key, copy.deepcopy(container[key]))
+    elif kind == 2 and isinstance(container, dict):
+        container[generator.choice(["", "rows", "tree", "x", "$tensor"])] = container.pop(key)
+    elif kind == 3:
+        other, place = generator.choice(places(tree))
+        container[key] = copy.deepcopy(other[place])
+    elif kind == 4 and type(container[key]) is int:
+        container[key] += generator.choice([-1, 1, 40])
+    else:
+        container[key] = copy.deepcopy(generator.choice(ODD))
+
+
+def reseal(folder: Path, content: Any) -> None:
+    try:
+        checksum = manifest._checksum(content)
+    except ValueError:
+        checksum = 0
+    whole = {
+        "format": manifest.FORMAT,
+        "version": manifest.VERSION,
+        "checksum": checksum,
+        "content": content,
+    }
+    (folder / manifest.MANIFEST).write_text(json.dumps(whole))
+
+
+def change_meaning(target: Target, generator: random.Random) -> None:
+    folder = target.folder
+    content = json.loads(target.good[manifest.MANIFEST])["content"]
+    file = generator.choice([None, None, content["state"], content["state"], *content["rows"]["files"]])
+    if file is None:
+        change_tree(content, generator)
+    else:
+        state = copy.deepcopy(serialization.load(folder / file["name"]))
+        change_tree(state, generator)
+        # Files are created, never overwritten.
+        (folder / file["name"]).unlink()
+        file["size"], file["checksum"] = serialization.write(folder / file["name"], serialization.contents(state))
+    reseal(folder, content)
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_changed_meaning(kind, tmp_path):
+    """Contents that no save has written, with all checksums right: refused, or loaded as a whole."""
+    target, generator = Target(tmp_path / "c", kind), random.Random(2)
+    n_refused, n = 0, 1_000
+    for _ in range(n):
+        change_meaning(target, generator)
+        if target.refused():
+            n_refused += 1
+        else:
+            after = contents(target.buffer)
+            assert after != target.before
+            target.buffer._batch_size = None
+            # What an epoch says may have become untrue, but no sample may read outside of the rows.
+            with contextlib.suppress(RuntimeError, ValueError, IndexError):
+                target.buffer.sample(4)
+            target.restore_buffer()
+        target.put_back()
+    assert n_refused > 0.5 * n
+    assert n_refused < n
+
+
+@pytest.mark.parametrize("name", ["../out.safetensors", "/tmp/out.safetensors", "sub/rows.safetensors", "..", ""])
+def test_no_file_outside_of_the_folder_is_named(name, tmp_path):
+    target = Target(tmp_path / "c", "rows")
+    content = json.loads(target.good[manifest.MANIFEST])["content"]
+    content["state"]["name"] = name
+    reseal(target.folder, content)
+    with pytest.raises(ValueError, match="is not a name in a checkpoint"):
+        target.buffer.load(target.folder)
+
+
+def test_links_are_not_followed(tmp_path):
+    target = Target(tmp_path / "c", "rows")
+    name = next(name for name in target.names if name.startswith("state"))
+    (target.folder / name).rename(tmp_path / "elsewhere")
+    (target.folder / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="not a regular file"):
+        target.buffer.load(target.folder)
+
+
+def test_versions_and_formats(tmp_path):
+    target = Target(tmp_path / "c", "rows")
+    found = json.loads(target.good[manifest.MANIFEST])
+    path = target.folder / manifest.MANIFEST
+    path.write_text(json.dumps(found | {"version": 2}))
+    with pytest.raises(ValueError, match="is of version 2; this release of gpubuf reads version 1"):
+        target.buffer.load(target.folder)
+    path.write_text(json.dumps(found | {"format": "torchrl"}))
+    with pytest.raises(ValueError, match="its format is 'torchrl', not 'gpubuf-checkpoint'"):
+        target.buffer.load(target.folder)
+    path.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="is damaged"):
+        target.buffer.load(target.folder)
+    assert contents(target.buffer) == target.before
+
+
+events: list[tuple[str, Any]] | None = None
+
+
+def audit(event: str, arguments: tuple[Any, ...]) -> None:
+    if events is not None and event in ("open", "exec", "pickle.find_class", "subprocess.Popen", "os.system"):
+        events.append((event, arguments[0]))
+
+
+def test_loading_runs_no_code_and_reads_no_other_file(tmp_path):
+    global events
+    target = Target(tmp_path / "c", "prioritized")
+    target.buffer.load(target.folder)
+    sys.addaudithook(audit)
+    events = []
+    try:
+        target.buffer.load(target.folder)
+    finally:
+        seen, events = events, None
+    assert {event for event, _ in seen} == {"open"}
+    assert {str(Path(path).parent) for _, path in seen if Path(path) != target.folder} == {str(target.folder)}

@@ -1,0 +1,149 @@
+"""Case 55: copies of a buffer (pickle, deepcopy, torch.save, another process), and forks of one in use."""
+
+from __future__ import annotations
+
+import copy
+import io
+import multiprocessing
+import os
+import pickle
+import threading
+
+import pytest
+import torch
+import torch.multiprocessing
+
+from gpubuf import LazyMemmapStorage, LazyTensorStorage, TensorDictReplayBuffer
+from tests.data.test_interrupts import CAPACITY, SAMPLERS, check, check_goes_on, steps, written
+
+STORAGES = {"memory": LazyTensorStorage, "files": LazyMemmapStorage}
+
+
+def by_torch(buffer):
+    file = io.BytesIO()
+    torch.save(buffer, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {"pickle": lambda buffer: pickle.loads(pickle.dumps(buffer)), "deepcopy": copy.deepcopy, "torch": by_torch}
+
+
+def used(sampler: str, storage: str = "memory", prefetch: int | None = None) -> TensorDictReplayBuffer:
+    """A buffer that has gone round, and has priorities."""
+    torch.manual_seed(0)
+    buffer = TensorDictReplayBuffer(
+        storage=STORAGES[storage](CAPACITY), sampler=SAMPLERS[sampler](), batch_size=8, prefetch=prefetch
+    )
+    for start in range(0, 90, 30):
+        buffer.extend(steps(start, 30))
+    batch = buffer.sample()
+    buffer.update_tensordict_priority(batch.set("td_error", torch.rand(len(batch))))
+    return buffer
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_a_copy_goes_on_with_the_same_batches_and_shares_nothing(sampler, storage, how):
+    """Case 55: rows, priorities, index and random stream are there."""
+    buffer = used(sampler, storage)
+    other = COPIES[how](buffer)
+    for _ in range(3):
+        assert (other.sample() == buffer.sample()).all()
+    before = buffer[:].clone()
+    check_goes_on(other)
+    assert (buffer[:] == before).all()
+    check(buffer)
+    check_goes_on(buffer)
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_a_copy_of_an_empty_buffer(how):
+    """Case 55."""
+    other = COPIES[how](TensorDictReplayBuffer(storage=LazyTensorStorage(CAPACITY), batch_size=8))
+    check_goes_on(other)
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_batches_prepared_ahead_stay_behind(how):
+    """Case 55: the copy prepares its own."""
+    other = COPIES[how](used("prioritized", prefetch=2))
+    assert len(other._ahead) == 0
+    check_goes_on(other)
+    assert len(other._ahead) == 2
+
+
+def _spawned(buffer, queue):
+    check_goes_on(buffer)
+    queue.put(written(buffer))
+
+
+@pytest.mark.parametrize("sampler", ["prioritized", "prioritized slices"])
+def test_a_spawned_process_gets_a_copy(sampler):
+    """Case 55: also through ``torch.multiprocessing``, which would share the tensors it is given."""
+    buffer = used(sampler, prefetch=1)
+    context = torch.multiprocessing.get_context("spawn")
+    queue = context.SimpleQueue()
+    process = context.Process(target=_spawned, args=(buffer, queue))
+    process.start()
+    assert queue.get() == 99
+    process.join()
+    assert process.exitcode == 0
+    assert written(buffer) == 90
+    check_goes_on(buffer)
+
+
+def in_fork(work) -> object:
+    """What ``work`` returns in a forked process."""
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    child = os.fork()
+    if child == 0:
+        try:
+            sender.send(work())
+        finally:
+            os._exit(0)
+    sender.close()
+    assert receiver.poll(60), "the forked process hangs"
+    result = receiver.recv()
+    os.waitpid(child, 0)
+    return result
+
+
+def test_forks_of_a_buffer_with_prefetch_go_on_and_draw_batches_of_their_own():
+    """Case 55."""
+    buffer = used("prioritized", prefetch=2)
+
+    def work():
+        numbers = buffer.sample()["number"].tolist()
+        check_goes_on(buffer)
+        return numbers
+
+    drawn = {tuple(in_fork(work)) for _ in range(3)}
+    assert len(drawn) == 3
+    check_goes_on(buffer)
+
+
+def test_a_fork_during_another_threads_turn_has_a_lock_of_its_own():
+    """Case 55."""
+    buffer, begun, done = used("prioritized slices"), threading.Event(), threading.Event()
+
+    def hold():
+        with buffer._lock:
+            begun.set()
+            done.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    begun.wait()
+
+    def work():
+        check_goes_on(buffer)
+        return written(buffer)
+
+    try:
+        assert in_fork(work) == 99
+    finally:
+        done.set()
+        thread.join()
+    check(buffer)

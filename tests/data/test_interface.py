@@ -1,0 +1,188 @@
+"""The interface of the buffers: what TorchRL's users bring along, and what it says when something is wrong."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import nn
+
+from gpubuf.data import (
+    LazyTensorStorage,
+    RandomSampler,
+    ReplayBuffer,
+    RoundRobinWriter,
+    TensorDictReplayBuffer,
+    TensorDictRoundRobinWriter,
+    TensorStorage,
+)
+from tests.support.transitions import same, transitions
+
+
+def buffer_of(capacity: int, **kwargs) -> TensorDictReplayBuffer:
+    return TensorDictReplayBuffer(storage=LazyTensorStorage(capacity), **kwargs)
+
+
+def test_defaults():
+    buffer = ReplayBuffer()
+    assert buffer.storage.max_size == 1000
+    assert isinstance(buffer.sampler, RandomSampler)
+    assert isinstance(buffer.writer, RoundRobinWriter)
+    assert isinstance(TensorDictReplayBuffer().writer, TensorDictRoundRobinWriter)
+
+
+def test_components_may_be_factories_and_are_checked():
+    buffer = ReplayBuffer(storage=lambda: LazyTensorStorage(3), sampler=RandomSampler, writer=RoundRobinWriter)
+    assert buffer.storage.max_size == 3
+    for name in ("storage", "sampler", "writer"):
+        with pytest.raises(TypeError, match=name.capitalize()):
+            ReplayBuffer(**{name: object()})
+    with pytest.raises(TypeError):
+        TensorDictReplayBuffer(storage=LazyTensorStorage(3)).extend(torch.zeros(3))
+
+
+def test_batch_size():
+    buffer = buffer_of(4, batch_size=2)
+    buffer.extend(transitions(4))
+    with pytest.warns(UserWarning, match="batch_size=3"):
+        assert buffer.sample(3).batch_size == (3,)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        buffer.sample(3)
+    free = buffer_of(4)
+    free.extend(transitions(4))
+    with pytest.raises(RuntimeError, match="batch_size"):
+        free.sample()
+    with pytest.raises(RuntimeError, match="batch_size"):
+        next(iter(free))
+    with pytest.raises(ValueError, match="prefetch"):
+        ReplayBuffer(prefetch=2)
+    with pytest.raises(ValueError, match="prefetch"):
+        ReplayBuffer(prefetch=-1, batch_size=4)
+
+
+def test_sampling_before_the_first_write_raises():
+    with pytest.raises(RuntimeError, match="empty"):
+        buffer_of(4).sample(1)
+    with pytest.raises(RuntimeError, match="not initialized"):
+        buffer_of(4)[0]
+
+
+def test_update_priority_without_priorities():
+    with pytest.raises(NotImplementedError):
+        ReplayBuffer(storage=LazyTensorStorage(3)).extend(transitions(1), update_priority=False)
+    buffer = buffer_of(3)
+    buffer.extend(transitions(3))
+    with pytest.warns(UserWarning, match="no priorities"):
+        buffer.update_priority(torch.tensor([0]), 1.0)
+    buffer.update_tensordict_priority(buffer.sample(2))
+
+
+def test_what_is_out_of_scope_says_so():
+    for argument in ("shared", "consume_after_n_samples", "sample_unit"):
+        with pytest.raises(NotImplementedError, match=argument):
+            ReplayBuffer(**{argument: 1})
+
+
+def test_transforms():
+    buffer = buffer_of(8, transform=lambda td: td.set("twice", td["observation"] * 2))
+    buffer.append_transform(nn.Identity()).append_transform(lambda td: td.select("twice"))
+    buffer.insert_transform(0, lambda td: td.set("observation", td["observation"] + 1))
+    buffer.extend(transitions(8))
+    batch = buffer.sample(5)
+    assert set(batch.keys()) == {"twice", "index"}
+    assert torch.equal(batch["twice"][:, 0], (batch["index"] + 1) * 2.0)
+    assert set(buffer[torch.tensor([1])].keys()) == {"twice"}
+    inverted = buffer_of(8).append_transform(lambda td: td.select("observation"), invert=True)
+    inverted.extend(transitions(3))
+    assert set(inverted[:].keys()) == {"observation", "index"}
+
+
+def test_collate_fn():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(4), collate_fn=lambda td: td["observation"], batch_size=3)
+    buffer.extend(transitions(4))
+    assert buffer.sample().shape == (3, 3)
+
+
+def test_indexing():
+    buffer = buffer_of(10)
+    buffer.extend(transitions(6))
+    assert buffer[2]["next", "step"] == 2
+    assert buffer[-1]["next", "step"] == 5
+    assert buffer[1:4]["next", "step"].tolist() == [1, 2, 3]
+    assert buffer[[0, -2]]["next", "step"].tolist() == [0, 4]
+    assert buffer[torch.arange(6) % 2 == 0]["next", "step"].tolist() == [0, 2, 4]
+    assert buffer[range(0, 6, 3)]["next", "step"].tolist() == [0, 3]
+    for beyond in (6, -7, [6], torch.tensor([-7])):
+        with pytest.raises(IndexError):
+            buffer[beyond]
+    with pytest.raises(TypeError, match="integers"):
+        buffer[torch.tensor([0.5])]
+
+
+def test_a_full_storage_can_be_given():
+    data = transitions(5)
+    buffer = TensorDictReplayBuffer(storage=TensorStorage(data))
+    assert len(buffer) == 5
+    assert same(buffer[:], data)
+    assert buffer.storage[:]["observation"].data_ptr() != 0
+    assert buffer.extend(transitions(1, 9)).tolist() == [0]
+    with pytest.raises(ValueError, match="max_size"):
+        TensorStorage(data, max_size=4)
+
+
+def test_only_tensors_can_be_stored():
+    with pytest.raises(TypeError, match="NonTensor"):
+        buffer_of(3).extend(TensorDict({"x": torch.zeros(2), "name": "text"}, [2]))
+
+
+def test_reading_by_index_tells_the_index():
+    buffer = buffer_of(8)
+    buffer.extend(transitions(5))
+    assert buffer[3]["index"] == 3
+    assert buffer[-1]["index"] == 4
+    assert buffer[1:3]["index"].tolist() == [1, 2]
+    assert buffer[[4, -5]]["index"].tolist() == [4, 0]
+
+
+def test_an_index_in_the_data_is_not_stored():
+    buffer = buffer_of(8)
+    buffer.extend(transitions(4))
+    buffer.extend(buffer.sample(3))
+    assert len(buffer) == 7
+    assert "index" not in buffer.storage[:].keys()
+
+
+def test_writer_and_sampler_in_two_threads():
+    buffer = buffer_of(64, batch_size=16)
+    buffer.extend(transitions(64))
+    failures = []
+
+    def write():
+        for i in range(200):
+            buffer.extend(transitions(5, 64 + 5 * i))
+
+    def read():
+        for _ in range(200):
+            batch = buffer.sample()
+            if not torch.equal(batch["observation"][:, 0].long(), batch["next", "step"]):
+                failures.append(batch)
+
+    threads = [threading.Thread(target=f) for f in (write, read)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert buffer.write_count == 64 + 1000
+
+
+def test_repr_is_readable():
+    buffer = buffer_of(4)
+    assert "not initialized" in repr(buffer)
+    buffer.extend(transitions(2))
+    assert "2/4 rows" in repr(buffer)
+    assert "('next', 'reward')" in repr(buffer)

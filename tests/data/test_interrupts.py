@@ -1,0 +1,227 @@
+"""Case 54: an operation that is interrupted is either done or not done, and nobody waits for it for ever."""
+
+from __future__ import annotations
+
+import functools
+import random
+import signal
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from gpubuf import (
+    LazyTensorStorage,
+    PrioritizedSampler,
+    PrioritizedSliceSampler,
+    RandomSampler,
+    SamplerWithoutReplacement,
+    SliceSampler,
+    SliceSamplerWithoutReplacement,
+    TensorDictReplayBuffer,
+)
+from gpubuf.kernels.rows import SIZE, WRITTEN
+from tests.support.interrupts import interrupted
+
+CAPACITY = 50
+SAMPLERS = {
+    "uniform": RandomSampler,
+    "without replacement": SamplerWithoutReplacement,
+    "prioritized": lambda: PrioritizedSampler(CAPACITY, 0.7, 0.5),
+    "slices": lambda: SliceSampler(slice_len=2),
+    "slices in turn": lambda: SliceSamplerWithoutReplacement(slice_len=2),
+    "prioritized slices": lambda: PrioritizedSliceSampler(CAPACITY, 0.7, 0.5, slice_len=2),
+}
+
+
+def steps(start: int, n: int, priority: float = 1.0) -> TensorDict:
+    """Rows that are numbered from ``start``; an episode ends after every seventh."""
+    number = torch.arange(start, start + n)
+    done = (number % 7 == 6).unsqueeze(-1)
+    return TensorDict({"number": number, "td_error": torch.full((n,), priority), "next": {"done": done}}, [n])
+
+
+def new_buffer(sampler: str, n: int, prefetch: int | None = None) -> TensorDictReplayBuffer:
+    torch.manual_seed(0)
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(CAPACITY), sampler=SAMPLERS[sampler](), batch_size=8, prefetch=prefetch
+    )
+    if n:
+        buffer.extend(steps(0, n))
+        buffer.sample()
+    return buffer
+
+
+def written(buffer: TensorDictReplayBuffer) -> int:
+    return int(buffer.storage.ring[WRITTEN]) if buffer.initialized else 0
+
+
+def is_free(buffer: TensorDictReplayBuffer) -> bool:
+    """Whether another thread can have its turn."""
+
+    def attempt() -> bool:
+        with buffer._lock:
+            return True
+
+    def try_lock() -> bool:
+        lock = buffer._lock._lock
+        if not lock.acquire(timeout=0.001):
+            return False
+        lock.release()
+        return attempt()
+
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(try_lock).result()
+
+
+def check(buffer: TensorDictReplayBuffer) -> None:
+    """Host and device agree, and so do rows, priorities and index."""
+    assert is_free(buffer)
+    n = len(buffer)
+    storage, sampler = buffer.storage, buffer.sampler
+    if not storage.initialized:
+        return
+    assert [buffer.write_count, n] == storage.ring[[WRITTEN, SIZE]].tolist()
+    with buffer._lock:
+        newest = buffer.write_count
+    if n:
+        position = torch.arange(n)
+        rows = storage[:]
+        expected = newest - 1 - (newest - 1 - position) % CAPACITY
+        assert torch.equal(rows["number"], expected - expected[0] + rows["number"][0])
+    tree = getattr(sampler, "_tree", None)
+    if tree is not None:
+        leaves, nodes = tree.leaves.clone(), tree.nodes.clone()
+        assert (leaves[:n] > 0).all()
+        assert (leaves[n:] == 0).all()
+        tree.rebuild()
+        assert torch.equal(nodes, tree.nodes)
+    index = getattr(sampler, "_index", None)
+    if index is not None:
+        ends, sums = index.ends.clone(), index.sums.clone()
+        sampler.rebuild()
+        assert torch.equal(sums, index.sums)
+        assert torch.equal(ends, index.ends)
+
+
+def check_goes_on(buffer: TensorDictReplayBuffer) -> None:
+    before = written(buffer)
+    buffer.extend(steps(before, 9))
+    assert written(buffer) == before + 9
+    for _ in range(9):
+        assert buffer.sample().numel() > 0
+    check(buffer)
+
+
+#: Operations, and how many rows they write.
+WRITES = {
+    "extend": (lambda buffer, start: buffer.extend(steps(start, 11), update_priority=False), 11),
+    "extend with priorities": (lambda buffer, start: buffer.extend(steps(start, 11, 3.0)), 11),
+    "add": (lambda buffer, start: buffer.add(steps(start, 1)[0]), 1),
+}
+
+
+@pytest.mark.parametrize(("filled", "stride"), [(0, 11), (45, 2)], ids=["first write", "over the seam"])
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_a_write_that_is_interrupted_anywhere(sampler, write, filled, stride):
+    """Case 54: all of a write, or nothing of it; the sampler knows of all rows that are there."""
+    if write == "extend with priorities" and "prioritized" not in sampler:
+        pytest.skip("this sampler has no priorities")
+    operation, grows = WRITES[write]
+    place, outcomes = 0, set()
+    while interrupted(functools.partial(operation, buffer := new_buffer(sampler, filled), filled), place):
+        outcomes.add(written(buffer))
+        check(buffer)
+        tree = getattr(buffer.sampler, "_tree", None)
+        if write == "extend with priorities" and tree is not None and written(buffer) > filled:
+            rows = torch.arange(filled, filled + grows) % CAPACITY
+            torch.testing.assert_close(tree.leaves[rows], torch.full((grows,), 3.0**0.7))
+        check_goes_on(buffer)
+        place += stride
+    assert place > 100
+    assert outcomes == {filled, filled + grows}
+
+
+@pytest.mark.parametrize("prefetch", [None, 2])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_a_sample_that_is_interrupted_anywhere(sampler, prefetch):
+    """Case 54: also where the slices of another length are asked for, and where batches are prepared ahead."""
+
+    def operation(buffer):
+        for size in (8, 4):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                buffer.sample(size if prefetch is None else None)
+
+    place = 0
+    while interrupted(functools.partial(operation, buffer := new_buffer(sampler, 45, prefetch)), place):
+        check_goes_on(buffer)
+        place += 3
+    assert place > 50
+
+
+@pytest.mark.parametrize("name", ["update_priority", "empty", "load_state_dict", "mark_update"])
+@pytest.mark.parametrize("sampler", ["uniform", "prioritized", "slices", "prioritized slices"])
+def test_what_changes_rows_or_priorities_is_interrupted_anywhere(sampler, name):
+    """Case 54: the buffer is consistent afterwards, and its rows are all there, or none is, or those of the state."""
+    if name in ("update_priority", "mark_update") and "prioritized" not in sampler:
+        pytest.skip("this sampler has no priorities")
+    state = new_buffer(sampler, 20).state_dict()
+    operations = {
+        "update_priority": lambda buffer: buffer.update_priority(
+            torch.tensor([0, 3, 44]), torch.tensor([5.0, 6.0, 7.0])
+        ),
+        "empty": lambda buffer: buffer.empty(),
+        "load_state_dict": lambda buffer: buffer.load_state_dict(state),
+        "mark_update": lambda buffer: buffer.mark_update(torch.tensor([0, 3])),
+    }
+    sizes = {"empty": {45, 0}, "load_state_dict": {45, 20, 0}}.get(name, {45})
+    place = 0
+    while interrupted(functools.partial(operations[name], buffer := new_buffer(sampler, 45)), place):
+        assert len(buffer) in sizes
+        check(buffer)
+        check_goes_on(buffer)
+        place += 9 if name == "load_state_dict" else 2
+    assert place > 10
+
+
+def test_signals_at_random_times():
+    """Case 54: two thousand real ones, in a loop that writes, samples and sets priorities, beside a second thread."""
+    buffer = new_buffer("prioritized slices", 45)
+    generator, interrupts, stop = random.Random(0), 0, threading.Event()
+
+    def strike(*_):
+        raise KeyboardInterrupt
+
+    def read():
+        while not stop.is_set():
+            buffer.sample()
+
+    before = signal.signal(signal.SIGALRM, strike)
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        for _ in range(4000):
+            start = written(buffer)
+            try:
+                signal.setitimer(signal.ITIMER_REAL, generator.uniform(1e-6, 6e-4))
+                buffer.extend(steps(start, 3, 2.0))
+                batch = buffer.sample()
+                buffer.update_tensordict_priority(batch.set("td_error", torch.ones(8)))
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                interrupts += 1
+                assert buffer.write_count == written(buffer)
+                assert written(buffer) in (start, start + 3)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        stop.set()
+        reader.join()
+    assert interrupts > 1000
+    check(buffer)
+    check_goes_on(buffer)

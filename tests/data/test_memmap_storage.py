@@ -1,0 +1,430 @@
+"""Memory-mapped storage: rows as on any other storage, there again after a restart, and refused when damaged."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import TensorDict, tensorclass
+
+from gpubuf import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ReplayBuffer,
+    SliceSampler,
+    TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
+)
+from gpubuf.data import RoundRobinWriter
+
+ROOT = Path(__file__).parents[2]
+
+
+def transitions(n: int, first: int = 0) -> TensorDict:
+    """Rows that say which they are, in every dtype and depth; an episode lasts five steps."""
+    step = torch.arange(first, first + n)
+    return TensorDict(
+        {
+            "observation": step[:, None] + torch.tensor([0.0, 0.25, 0.5]),
+            "step": step,
+            "pixels": step[:, None, None].expand(n, 2, 2).to(torch.uint8),
+            "next": {"a/b c": step.bfloat16(), "done": ((step + 1) % 5 == 0)[:, None]},
+            "agents": TensorDict(
+                {
+                    "action": step[:, None, None].expand(n, 2, 1).double(),
+                    "body": TensorDict({"joints": step[:, None, None].expand(n, 2, 3).short()}, [n, 2, 3]),
+                },
+                [n, 2],
+            ),
+        },
+        [n],
+    )
+
+
+def filled(folder: Path, n: int = 13, capacity: int = 10, **kwargs) -> TensorDictReplayBuffer:
+    buffer = TensorDictReplayBuffer(storage=LazyMemmapStorage(capacity, scratch_dir=folder), batch_size=4, **kwargs)
+    for first in range(0, n, 4):
+        buffer.extend(transitions(min(4, n - first), first))
+    return buffer
+
+
+def same(one: TensorDict, other: TensorDict) -> bool:
+    return set(one.keys(True, True)) == set(other.keys(True, True)) and bool((one == other).all())
+
+
+# The same as in memory
+
+
+def test_is_a_storage_like_any_other(tmp_path: Path, backend: str):
+    """The same writes, overwrites and draws as in memory give the same rows, whatever kernels do them."""
+    kinds = {"memory": LazyTensorStorage(10), "files": LazyMemmapStorage(10, scratch_dir=tmp_path / "rows")}
+    drawn = {}
+    for kind, storage in kinds.items():
+        generator = torch.Generator().manual_seed(3)
+        buffer = TensorDictReplayBuffer(storage=storage, batch_size=4, generator=generator)
+        buffer.extend(transitions(7))
+        buffer.extend(transitions(6, 7))
+        buffer[torch.tensor([2, 9])] = transitions(2, 100)
+        drawn[kind] = [buffer[:], buffer.sample(), buffer.sample(), buffer[torch.tensor([0, 9])]]
+        assert (buffer.write_count, storage.cursor, len(buffer)) == (13, 3, 10)
+    assert all(map(same, drawn["memory"], drawn["files"]))
+
+
+def test_prioritized_and_slices(tmp_path: Path):
+    """What samplers know is rebuilt from the rows: priorities begin anew, trajectories are found again."""
+    filled(tmp_path / "rows", 23, 20)
+    storage = LazyMemmapStorage.open(tmp_path / "rows")
+    slices = TensorDictReplayBuffer(storage=storage, sampler=SliceSampler(slice_len=3), batch_size=300)
+    step = slices.sample()["step"].view(100, 3)
+    assert (step.diff(dim=1) == 1).all()
+    assert (step[:, 0] // 5 == step[:, -1] // 5).all()
+    assert set(step.flatten().tolist()) == set(range(5, 23))
+    prioritized = TensorDictPrioritizedReplayBuffer(alpha=1.0, beta=1.0, storage=storage, batch_size=200)
+    batch = prioritized.sample()
+    assert set(batch["step"].tolist()) == set(range(3, 23))
+    assert (batch["priority_weight"] == 1).all()
+    prioritized.update_priority(torch.arange(20), torch.eye(20)[7])
+    prioritized.sampler._eps = 0.0
+    assert storage[7]["step"] in prioritized.sample()["step"]
+
+
+def test_two_dimensions(tmp_path: Path):
+    buffer = ReplayBuffer(storage=LazyMemmapStorage(11, scratch_dir=tmp_path / "rows", ndim=2))
+    buffer.extend(transitions(10).reshape(2, 5))
+    assert buffer.storage.shape == (6, 2)
+    again = LazyMemmapStorage.open(tmp_path / "rows")
+    assert (again.shape, again.ndim, len(again), again.max_size) == ((6, 2), 2, 10, 12)
+    assert again[:]["step"].tolist() == [[0, 5], [1, 6], [2, 7], [3, 8], [4, 9]]
+
+
+def test_tensors_and_tensorclasses(tmp_path: Path):
+    """A plain tensor comes back as one; a tensorclass as a TensorDict, because no class is looked up by name."""
+    ReplayBuffer(storage=LazyMemmapStorage(5, scratch_dir=tmp_path / "tensor")).extend(torch.arange(3.0))
+    assert LazyMemmapStorage.open(tmp_path / "tensor")[:].tolist() == [0, 1, 2]
+
+    @tensorclass
+    class Step:
+        x: torch.Tensor
+
+    buffer = ReplayBuffer(storage=LazyMemmapStorage(5, scratch_dir=tmp_path / "class"))
+    buffer.extend(Step(x=torch.arange(3), batch_size=[3]))
+    assert isinstance(buffer[:], Step)
+    again = ReplayBuffer(storage=LazyMemmapStorage.open(tmp_path / "class"))
+    again.extend(Step(x=torch.arange(3, 5), batch_size=[2]))
+    assert again[:]["x"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_keys_without_elements(tmp_path: Path):
+    """A row of no elements has no bytes, and so no file."""
+    buffer = ReplayBuffer(storage=LazyMemmapStorage(5, scratch_dir=tmp_path))
+    buffer.extend(TensorDict({"x": torch.arange(3), "nothing": torch.zeros(3, 0)}, [3]))
+    again = LazyMemmapStorage.open(tmp_path)[:]
+    assert (again["x"].tolist(), again["nothing"].shape) == ([0, 1, 2], (3, 0))
+
+
+# Reopening
+
+
+def test_reopens_without_flush(tmp_path: Path):
+    before = filled(tmp_path / "rows")
+    rows = before[:].exclude("index").clone()
+    del before
+    storage = LazyMemmapStorage.open(tmp_path / "rows")
+    assert (len(storage), storage.written, storage.cursor, storage.max_size) == (10, 13, 3, 10)
+    assert same(storage[:], rows)
+    buffer = TensorDictReplayBuffer(storage=storage, batch_size=4)
+    assert set(buffer.sample().keys()) == set(rows.keys()) | {"index"}
+    # A sampled batch carries its index, which is not stored.
+    buffer.extend(buffer.sample())
+    buffer.extend(transitions(2, 13))
+    assert LazyMemmapStorage(10, scratch_dir=tmp_path / "rows", existsok=True)[7:9]["step"].tolist() == [13, 14]
+
+
+def test_existsok_makes_what_is_not_there(tmp_path: Path):
+    storage = LazyMemmapStorage(10, scratch_dir=tmp_path / "new", existsok=True)
+    assert not storage.initialized
+    ReplayBuffer(storage=storage).extend(transitions(2))
+    assert len(LazyMemmapStorage.open(tmp_path / "new")) == 2
+
+
+def test_capacity_is_the_requested_one(tmp_path: Path):
+    """With two dimensions the capacity is rounded up; the same argument opens it again."""
+    ReplayBuffer(storage=LazyMemmapStorage(11, scratch_dir=tmp_path, ndim=2)).extend(transitions(4).reshape(2, 2))
+    assert LazyMemmapStorage(11, scratch_dir=tmp_path, ndim=2, existsok=True).max_size == 12
+
+
+def test_nothing_is_copied(tmp_path: Path):
+    """Two storages on one folder see each other's rows: both are the file."""
+    one = filled(tmp_path / "rows").storage
+    other = LazyMemmapStorage.open(tmp_path / "rows")
+    other[torch.tensor([4])] = transitions(1, 77)
+    assert one[4]["step"] == 77
+    assert one[4]["next", "a/b c"] == 77
+
+
+def test_exactly_full(tmp_path: Path):
+    """CASES.md 18."""
+    filled(tmp_path / "rows", 10)
+    again = ReplayBuffer(storage=LazyMemmapStorage.open(tmp_path / "rows"))
+    assert (len(again), again.write_count, again.storage.cursor) == (10, 10, 0)
+    assert again.extend(transitions(1, 10)).tolist() == [0]
+    assert again[:]["step"].tolist() == [10, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+
+
+def test_empty_is_remembered(tmp_path: Path):
+    buffer = filled(tmp_path / "rows")
+    buffer.empty()
+    again = LazyMemmapStorage.open(tmp_path / "rows")
+    assert (len(again), again.written, again.cursor) == (0, 20, 0)
+
+
+def test_tensordict_reads_the_folder(tmp_path: Path):
+    buffer = filled(tmp_path / "rows", 6)
+    buffer.storage.flush()
+    data = TensorDict.load_memmap(tmp_path / "rows")
+    assert same(data[:6], buffer[:].exclude("index"))
+    assert json.loads((tmp_path / "rows" / "storage_metadata.json").read_text())["len"] == 6
+
+
+def test_survives_a_kill(tmp_path: Path):
+    """A process killed between writes loses nothing, although it never flushed."""
+    script = f"""
+import torch
+from gpubuf import LazyMemmapStorage, ReplayBuffer
+buffer = ReplayBuffer(storage=LazyMemmapStorage(1000, scratch_dir={str(tmp_path / "rows")!r}))
+for first in range(0, 1500, 30):
+    buffer.extend(torch.arange(first, first + 30))
+print("written", flush=True)
+input()
+"""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    child = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    )
+    with child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "written\n"
+        child.send_signal(signal.SIGKILL)
+    storage = LazyMemmapStorage.open(tmp_path / "rows")
+    assert (storage.written, len(storage), storage.cursor) == (1500, 1000, 500)
+    assert storage[:].tolist() == [*range(1000, 1500), *range(500, 1000)]
+
+
+# Files
+
+
+def test_files_are_sparse(tmp_path: Path):
+    """A terabyte of capacity takes the space of what was written."""
+    free = shutil.disk_usage(tmp_path).free
+    storage = LazyMemmapStorage(max(1, free // 8 - (1 << 20)), scratch_dir=tmp_path / "rows")
+    buffer = ReplayBuffer(storage=storage)
+    buffer.extend(torch.arange(1000))
+    assert storage.nbytes > free - (1 << 24)
+    assert sum(path.stat().st_blocks * 512 for path in (tmp_path / "rows").iterdir()) < 1 << 17
+    assert buffer.sample(100).max() < 1000
+
+
+def test_warns_of_a_disk_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(100, 70, 30))
+    buffer = ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=tmp_path / "rows"))
+    with pytest.warns(UserWarning, match="when it is full"):
+        buffer.extend(torch.zeros(2))
+
+
+def test_temporary_files_go_with_the_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    storage = LazyMemmapStorage(10)
+    storage.append(transitions(4))
+    assert list(tmp_path.iterdir()) == [storage.scratch_dir]
+    view = storage[:]
+    del storage
+    assert list(tmp_path.iterdir()) == []
+    assert view["step"].tolist() == [0, 1, 2, 3]
+
+
+def test_temporary_files_go_with_the_process(tmp_path: Path):
+    script = """
+import torch
+from gpubuf import LazyMemmapStorage, ReplayBuffer
+buffer = ReplayBuffer(storage=LazyMemmapStorage(10))
+buffer.extend(torch.zeros(3))
+assert buffer.storage.scratch_dir.exists()
+"""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", script], check=True, env=environment)
+    assert [path for path in tmp_path.iterdir() if path.name.startswith("gpubuf-")] == []
+
+
+def test_what_a_killed_process_leaves_goes_with_the_next_temporary_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """But nothing of processes that live, of others, or that is not of a storage."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    living = LazyMemmapStorage(10)
+    living.append(transitions(4))
+    for name in ("left", "noted", "empty"):
+        (tmp_path / f"gpubuf-{name}" / "next").mkdir(parents=True)
+        for path in ("gpubuf.lock", "gpubuf.json", "meta.json", "next/step.memmap", "next/meta.json.tmp"):
+            (tmp_path / f"gpubuf-{name}" / path).touch()
+    (tmp_path / "gpubuf-noted" / "next" / "notes.txt").touch()
+    # Without a lock it is another's, or kept by its owner.
+    (tmp_path / "gpubuf-empty" / "gpubuf.lock").unlink()
+    (tmp_path / "gpubuf-link").symlink_to(tmp_path / "gpubuf-empty")
+    kept = LazyMemmapStorage(10, auto_cleanup=False)
+    kept.append(transitions(4))
+    before = {path.relative_to(tmp_path) for path in tmp_path.rglob("*")}
+    gone = {Path("gpubuf-left"), *(path for path in before if path.parts[0] == "gpubuf-left")}
+    gone |= {path for path in before if path.parts[0] == "gpubuf-noted" and path.suffix in (".json", ".memmap", ".tmp")}
+    new = LazyMemmapStorage(10)
+    new.append(transitions(4))
+    after = {path.relative_to(tmp_path) for path in tmp_path.rglob("*") if new.scratch_dir not in (path, *path.parents)}
+    assert before - after == gone | {Path("gpubuf-noted/gpubuf.lock")}
+    assert living[:]["step"].tolist() == [0, 1, 2, 3]
+    del living, new
+    assert {path.name for path in tmp_path.iterdir()} == {"gpubuf-noted", "gpubuf-empty", "gpubuf-link"} | {
+        kept.scratch_dir.name
+    }
+
+
+def test_files_of_a_process_that_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    script = """
+import os, signal, torch
+from gpubuf import LazyMemmapStorage, ReplayBuffer
+buffer = ReplayBuffer(storage=LazyMemmapStorage(10))
+buffer.extend(torch.zeros(3))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    assert subprocess.run([sys.executable, "-c", script], env=environment).returncode == -signal.SIGKILL
+    (left,) = tmp_path.glob("gpubuf-*")
+    assert (left / "gpubuf.counters").exists()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    storage = LazyMemmapStorage(10)
+    storage.append(transitions(4))
+    assert list(tmp_path.glob("gpubuf-*")) == [storage.scratch_dir]
+
+
+def test_cleanup_leaves_the_files_of_others(tmp_path: Path):
+    keep = LazyMemmapStorage(4, scratch_dir=tmp_path / "keep")
+    ReplayBuffer(storage=keep).extend(transitions(2))
+    del keep
+    assert len(LazyMemmapStorage.open(tmp_path / "keep")) == 2
+    drop = LazyMemmapStorage(4, scratch_dir=tmp_path / "drop", auto_cleanup=True)
+    ReplayBuffer(storage=drop).extend(transitions(2))
+    (tmp_path / "drop" / "next" / "notes.txt").write_text("mine")
+    drop.cleanup()
+    assert [path.name for path in (tmp_path / "drop").rglob("*")] == ["next", "notes.txt"]
+    assert drop[1]["step"] == 1
+
+
+def test_a_forked_child_removes_nothing(tmp_path: Path):
+    from gpubuf.data.storages.memmap_storage import _remove
+
+    (tmp_path / "rows").write_text("")
+    _remove(tmp_path, [tmp_path / "rows"], os.getpid() + 1, None)
+    assert (tmp_path / "rows").exists()
+
+
+# Errors
+
+
+def test_arguments(tmp_path: Path):
+    with pytest.raises(ValueError, match="can't be cuda"):
+        LazyMemmapStorage(10, device="cuda")
+    with pytest.raises(ValueError, match="at least one row"):
+        LazyMemmapStorage(0)
+    with pytest.raises(NotImplementedError):
+        LazyMemmapStorage(10, shared_init=True)
+    assert LazyMemmapStorage(10, device="auto").device.type == "cpu"
+
+
+def test_what_is_there_is_not_overwritten(tmp_path: Path):
+    filled(tmp_path / "rows")
+    with pytest.raises(RuntimeError, match="existsok"):
+        LazyMemmapStorage(10, scratch_dir=tmp_path / "rows")
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "step.memmap").write_text("mine")
+    buffer = ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=tmp_path / "own", existsok=True))
+    with pytest.raises(RuntimeError, match=r"step\.memmap exists"):
+        buffer.extend(transitions(2))
+    # What had been made before the error is gone.
+    assert [path.name for path in (tmp_path / "own").rglob("*") if path.is_file()] == ["step.memmap"]
+    assert not buffer.initialized
+
+
+def test_reserved_names(tmp_path: Path):
+    buffer = ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=tmp_path))
+    with pytest.raises(ValueError, match="'shape' is taken"):
+        buffer.extend(TensorDict({"next": {"shape": torch.zeros(2)}}, [2]))
+
+
+def test_only_the_same_storage_is_opened(tmp_path: Path):
+    filled(tmp_path / "rows")
+    with pytest.raises(ValueError, match=r"max_size=10, asked for is max_size=11"):
+        LazyMemmapStorage(11, scratch_dir=tmp_path / "rows", existsok=True)
+    with pytest.raises(ValueError, match=r"ndim=1, asked for is ndim=2"):
+        LazyMemmapStorage(10, ndim=2, scratch_dir=tmp_path / "rows", existsok=True)
+    again = ReplayBuffer(storage=LazyMemmapStorage.open(tmp_path / "rows"), writer=RoundRobinWriter())
+    with pytest.raises(ValueError, match="keys differ"):
+        again.extend(transitions(2).exclude("step"))
+    assert len(again) == 10
+    with pytest.raises(ValueError, match="there is no storage"):
+        LazyMemmapStorage.open(tmp_path / "nowhere")
+    (tmp_path / "rows" / "gpubuf.json").unlink()
+    with pytest.raises(ValueError, match="load_torchrl"):
+        LazyMemmapStorage.open(tmp_path / "rows")
+
+
+def edit(path: Path, **changes) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def counters(folder: Path) -> Path:
+    return folder / "gpubuf.counters"
+
+
+DAMAGES = {
+    "truncated rows": (lambda f: os.truncate(f / "step.memmap", 79), "79 bytes, but"),
+    "longer rows": (lambda f: os.truncate(f / "step.memmap", 81), "81 bytes, but"),
+    "missing rows": (lambda f: (f / "next" / "done.memmap").unlink(), "is missing"),
+    "missing level": (lambda f: shutil.rmtree(f / "next"), "is missing"),
+    "no metadata": (lambda f: (f / "storage_metadata.json").unlink(), "no storage_metadata"),
+    "torn metadata": (lambda f: os.truncate(f / "meta.json", 50), "can't be read"),
+    "metadata is no text": (lambda f: (f / "meta.json").write_bytes(b"\xff\xfe\x80"), "can't be read"),
+    "metadata is a list": (lambda f: (f / "meta.json").write_text("[1]"), "holds a list"),
+    "deep metadata": (lambda f: (f / "meta.json").write_text("[" * 100_000), "can't be read"),
+    "another dtype": (lambda f: edit(f / "meta.json", step={"dtype": "torch.os", "shape": [10]}), "unknown dtype"),
+    "a smaller dtype": (lambda f: edit(f / "meta.json", step={"dtype": "torch.int8", "shape": [10]}), "80 bytes, but"),
+    "another length": (lambda f: edit(f / "meta.json", step={"dtype": "torch.int32", "shape": [20]}), "rows of shape"),
+    "a shape of text": (lambda f: edit(f / "meta.json", step={"dtype": "torch.int8", "shape": "10"}), "list of int"),
+    "a negative shape": (lambda f: edit(f / "meta.json", shape=[-10]), "list of int"),
+    "an endless shape": (lambda f: edit(f / "meta.json", shape=[10, 1 << 70]), "larger than any"),
+    "not a tensor": (lambda f: edit(f / "meta.json", step=7), "is not a tensor"),
+    "a way out": (lambda f: edit(f / "meta.json", **{"../up": {"type": "TensorDict"}}), r"%2Fup\S* is missing"),
+    "a newer tensordict": (lambda f: edit(f / "meta.json", _format_version=99), "format version 99"),
+    "a newer gpubuf": (lambda f: edit(f / "gpubuf.json", version=2), "version 2"),
+    "not gpubuf's": (lambda f: edit(f / "gpubuf.json", format="x"), "not that of"),
+    "more rows than room": (lambda f: edit(f / "gpubuf.json", max_size=11), "less than its 11"),
+    "no capacity": (lambda f: edit(f / "gpubuf.json", max_size="10"), "must be an integer"),
+    "ignored is no list": (lambda f: edit(f / "gpubuf.json", ignored=5), "must be a list"),
+    "torn counters": (lambda f: os.truncate(f / "gpubuf.counters", 8), "8 bytes, but"),
+    "impossible counters": (lambda f: (f / "gpubuf.counters").write_bytes(b"\xff" * 32), "damaged"),
+    "more rows than written": (lambda f: counters(f).write_bytes(bytes([3, *[0] * 7, 5, *[0] * 23])), "damaged"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_an_error(tmp_path: Path, damage: str):
+    """What doesn't fit its description is refused before it is mapped."""
+    filled(tmp_path / "rows")
+    spoil, message = DAMAGES[damage]
+    spoil(tmp_path / "rows")
+    with pytest.raises(ValueError, match=message):
+        LazyMemmapStorage.open(tmp_path / "rows")

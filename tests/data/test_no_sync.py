@@ -1,0 +1,181 @@
+"""No host synchronisation on the hot path, shown without a GPU: on fake CUDA tensors ``.item()`` and its like raise.
+
+The buffer is made and filled under FakeTensorMode, where tensors have a device and a shape but no data, so that any
+step which needs a value on the host fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from gpubuf.data import (
+    LazyTensorStorage,
+    PrioritizedSampler,
+    PrioritizedSliceSampler,
+    RandomSampler,
+    SamplerWithoutReplacement,
+    SliceSampler,
+    SliceSamplerWithoutReplacement,
+    TensorDictReplayBuffer,
+)
+from tests.support.fake_cuda import DataDependentOutputException, fake_cuda, no_blocking_copies
+
+
+def batch(n: int) -> TensorDict:
+    device = "cuda"
+    return TensorDict(
+        {
+            "observation": torch.empty(n, 17, device=device),
+            "action": torch.empty(n, 6, device=device),
+            "next": {
+                "observation": torch.empty(n, 17, device=device),
+                "reward": torch.empty(n, 1, device=device),
+                "done": torch.empty(n, 1, dtype=torch.bool, device=device),
+            },
+        },
+        [n],
+    )
+
+
+@pytest.fixture(autouse=True)
+def on_fake_cuda():
+    with fake_cuda():
+        yield
+
+
+@pytest.fixture
+def no_copies(on_fake_cuda):
+    """From the first use on: what is allocated then is filled without waiting."""
+    with no_blocking_copies():
+        yield
+
+
+def test_the_method_detects_a_sync():
+    with pytest.raises(DataDependentOutputException):
+        torch.ones(1, device="cuda").item()
+
+
+@pytest.mark.parametrize("non_blocking", [False, True])
+def test_the_method_detects_a_copy_that_is_waited_for(no_copies, non_blocking):
+    x = torch.ones(3)
+    with contextlib.nullcontext() if non_blocking else pytest.raises(AssertionError, match="waits for the GPU"):
+        x.to("cuda", non_blocking=non_blocking)
+    y = torch.zeros(3, device="cuda")
+    with contextlib.nullcontext() if non_blocking else pytest.raises(AssertionError, match="waits for the GPU"):
+        y.copy_(x, non_blocking=non_blocking)
+
+
+@pytest.mark.parametrize("sampler", ["uniform", "without replacement", "prioritized", "maximum within buffer"])
+def test_write_sample_update(sampler, no_copies):
+    """CASES 28: indices are drawn where the storage is (skrl and ManiSkill draw them on the CPU)."""
+    samplers = {
+        "uniform": RandomSampler,
+        "without replacement": SamplerWithoutReplacement,
+        "prioritized": lambda: PrioritizedSampler(1000, alpha=0.6, beta=0.4),
+        "maximum within buffer": lambda: PrioritizedSampler(1000, 0.6, 0.4, max_priority_within_buffer=True),
+    }
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(1000, device="cuda"), sampler=samplers[sampler](), batch_size=64
+    )
+    for n in (1, 256, 2000):
+        index = buffer.extend(batch(n))
+        assert index.device.type == "cuda"
+        sample = buffer.sample()
+        assert all(value.device.type == "cuda" for value in sample.values(True, True))
+        assert sample["observation"].shape[1:] == (17,)
+    buffer.add(batch(1)[0])
+    buffer[:]
+    if sampler in ("prioritized", "maximum within buffer"):
+        sample["td_error"] = torch.empty(64, 1, device="cuda")
+        buffer.update_tensordict_priority(sample)
+        buffer.update_priority(sample["index"], sample["td_error"])
+        buffer.update_priority(sample["index"], 2.0)
+        buffer.mark_update(sample["index"])
+        buffer.sampler.beta = torch.empty((), device="cuda")
+        buffer.sampler.beta = 0.5
+        assert buffer.sampler.default_priority.device.type == "cuda"
+    buffer.empty()
+    buffer.extend(batch(3))
+    assert len(buffer) == 3
+
+
+SLICES = {
+    "uniform": lambda: SliceSampler(slice_len=4),
+    "by transition": lambda: SliceSampler(num_slices=16, weighting="transition", init_key=None),
+    "padded": lambda: SliceSampler(slice_len=4, strict_length=False, pad_output=True, span=1),
+    "by identifier": lambda: SliceSampler(slice_len=4, traj_key=("next", "reward"), stack=True),
+    "fixed": lambda: SliceSampler(slice_len=4, ends=torch.empty(1000, dtype=torch.bool, device="cuda")),
+    "prioritized": lambda: PrioritizedSliceSampler(1000, 0.6, 0.4, slice_len=4),
+}
+
+
+@pytest.mark.parametrize("envs", [1, 10])
+@pytest.mark.parametrize("kind", SLICES)
+def test_slices(kind, envs, no_copies):
+    """The index is kept up to date, and slices are drawn, without the host."""
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(1000, device="cuda", ndim=1 if envs == 1 else 2),
+        sampler=SLICES[kind](),
+        batch_size=64,
+    )
+    for n in (10, 250, 2000):
+        data = batch(n)
+        buffer.extend(data if envs == 1 else data.view(envs, n // envs))
+        sample = buffer.sample()
+        assert all(value.device.type == "cuda" for value in sample.values(True, True))
+        assert sample["next", "truncated"].shape == (*sample.batch_size, 1)
+        assert sample.numel() == 64
+    buffer.sampler.rebuild()
+    if kind == "prioritized":
+        buffer.update_tensordict_priority(sample.set("td_error", torch.empty(64, 1, device="cuda")))
+        buffer.mark_update(sample["index"])
+    buffer.empty()
+
+
+def test_an_epoch_of_slices_synchronises_once():
+    """As documented: the number of eligible trajectories is known to the device alone."""
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(1000, device="cuda"), sampler=SliceSamplerWithoutReplacement(slice_len=4)
+    )
+    buffer.extend(batch(100))
+    with pytest.raises(DataDependentOutputException):
+        buffer.sample(8)
+
+
+def test_priorities_that_come_with_a_write(no_copies):
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(100, device="cuda"), sampler=PrioritizedSampler(100, 0.6, 0.4), batch_size=8
+    )
+    for n in (5, 250):
+        buffer.extend(batch(n).set("td_error", torch.empty(n, 1, device="cuda")))
+    buffer.sample()
+
+
+def test_storage_is_allocated_once_and_on_its_own_device(monkeypatch):
+    """CASES 27: the full CPU buffer first allocated on the GPU (TorchRL 2187)."""
+    allocated = []
+    torch_empty, numpy_empty = torch.empty, np.empty
+
+    def on_device(*size, **kwargs):
+        tensor = torch_empty(*size, **kwargs)
+        if tensor.numel() >= 1000:
+            allocated.append((tensor.device.type, tensor.nbytes))
+        return tensor
+
+    def on_host(size, dtype):
+        allocated.append(("cpu", size * np.dtype(dtype).itemsize))
+        return numpy_empty(size, dtype)
+
+    monkeypatch.setattr(torch, "empty", on_device)
+    monkeypatch.setattr(np, "empty", on_host)
+    data = batch(4)
+    due = sorted(1000 * data[key][0].nbytes for key in data.keys(True, True))
+    for device in ("cpu", "cuda"):
+        allocated.clear()
+        TensorDictReplayBuffer(storage=LazyTensorStorage(1000, device=device), batch_size=8).extend(data)
+        assert sorted(allocated) == [(device, n_bytes) for n_bytes in due]

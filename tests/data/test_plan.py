@@ -1,0 +1,276 @@
+"""``gpubuf.plan`` and ``gpubuf plan``: what a buffer takes, beside what it then took."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+import gpubuf
+from gpubuf.cli import main
+from gpubuf.data import LazyTensorStorage, RandomSampler, SliceSampler, TensorDictReplayBuffer
+from gpubuf.data.storages import host_memory
+from gpubuf.planning import SAMPLERS, parse_bytes, parse_entry
+from tests.support.fake_cuda import fake_cuda
+from tests.support.placements import GIB, Machine
+from tests.support.transitions import transitions
+
+SPEC = {"pixels": "3x84x84:uint8", "action": ((6,), torch.float32), ("next", "reward"): ":float64"}
+
+
+def test_keys_and_rows():
+    made = gpubuf.plan(SPEC, 1000)
+    found = {key.name: (key.shape, key.dtype, key.row_bytes, key.n_bytes) for key in made.keys}
+    assert found == {
+        "pixels": ((3, 84, 84), torch.uint8, 21168, 21168000),
+        "action": ((6,), torch.float32, 24, 24000),
+        "next.reward": ((), torch.float64, 8, 8000),
+    }
+    assert made.row_bytes == 21200
+    assert made.rows == 21_200_000
+    assert made.fit("cpu").host_bytes == made.rows + made.counters
+    with pytest.raises(KeyError, match="tpu"):
+        made.fit("tpu")
+
+
+@pytest.mark.parametrize("name", [name for name in SAMPLERS if "without" not in name])
+@pytest.mark.parametrize("capacity", [1, 17, 5000])
+def test_a_plan_is_what_is_then_taken(name, capacity):
+    """On the CPU, byte for byte, by name and by object, from an example and from shapes."""
+    data = transitions(min(capacity, 50)).set(("next", "done"), torch.zeros(min(capacity, 50), 1, dtype=torch.bool))
+    sampler = SAMPLERS[name]()
+    sampler.max_capacity = capacity
+    made = gpubuf.plan(data, capacity, sampler=name)
+    spec = {key: (data[key].shape[1:], data[key].dtype) for key in data.keys(True, True)}
+    again = gpubuf.plan(spec, capacity, sampler=lambda: sampler)
+    assert sorted(key.name for key in made.keys) == sorted(key.name for key in again.keys)
+    assert (made.rows, made.fits) == (again.rows, again.fits)
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(capacity), sampler=sampler, batch_size=2)
+    buffer.extend(data)
+    if capacity > 1:
+        buffer.sample()
+    else:
+        sampler.random_state("cpu")
+    taken, due = buffer.memory(), made.fit("cpu")
+    assert (taken.rows, taken.tree, taken.index) == (made.rows, due.index.tree, due.index.index)
+    assert taken.counters == made.counters
+    assert taken.total == due.host_bytes
+
+
+@pytest.mark.parametrize("kind", ["cuda", "pinned", "split"])
+def test_a_plan_is_what_is_then_taken_on_a_gpu(monkeypatch, kind):
+    machine = Machine(device=100_000 if kind == "split" else GIB).install(monkeypatch)
+    made = gpubuf.plan(transitions(3), 3000, sampler="prioritized-slices", envs=7)
+    assert made.capacity == 3003
+    with fake_cuda():
+        sampler = SAMPLERS["prioritized-slices"]()
+        sampler.max_capacity = 3000
+        buffer = TensorDictReplayBuffer(
+            storage=LazyTensorStorage(3000, device=kind, ndim=2), sampler=sampler, batch_size=2
+        )
+        buffer.extend(transitions(28).view(7, 4))
+        buffer.sample()
+        taken = buffer.memory()
+    due = made.fit(kind)
+    assert taken.total == due.device_bytes + due.host_bytes
+    assert due.host_bytes == sum(machine.ever_pinned)
+    assert (due.host_bytes == made.rows, due.host_bytes > 0) == (kind == "pinned", kind != "cuda")
+
+
+@pytest.mark.parametrize(
+    ("device", "host", "auto", "fits"),
+    [
+        (64 * GIB, 64 * GIB, "cuda", [True, True, True, True]),
+        (GIB, 64 * GIB, "pinned", [False, True, True, True]),
+        (GIB, GIB, None, [False, False, False, False]),
+        (64 * GIB, GIB, "cuda", [True, False, True, False]),
+        (16 * GIB, 16 * GIB, "split", [False, False, True, False]),
+        (None, 64 * GIB, "cpu", [False, False, False, True]),
+        (None, GIB, None, [False, False, False, False]),
+    ],
+)
+def test_what_fits_where(monkeypatch, device, host, auto, fits):
+    Machine(host=host, device=device).install(monkeypatch)
+    made = gpubuf.plan(SPEC, 1_000_000, sampler="prioritized")
+    places = ["cuda", "pinned", "split", "cpu"]
+    assert [(fit.placement, fit.fits) for fit in made.fits] == list(zip(places, fits, strict=True))
+    assert made.auto == auto
+    assert ("fits nowhere" in str(made)) == (auto is None)
+    assert f'would choose "{auto}"' in str(made) or auto is None
+    assert "19.74 GiB" in str(made)
+    assert ("no GPU" in str(made)) == (device is None)
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("device", [None, GIB])
+@pytest.mark.parametrize("envs", [1, 12])
+def test_the_largest_capacity_for_a_budget(monkeypatch, sampler, device, envs):
+    """It fits, and one more step doesn't; asked for the capacity, the same plan comes out."""
+    Machine(device=device).install(monkeypatch)
+    kind = "cpu" if device is None else "cuda"
+    for budget in (30_000, 1_234_567, 5 * GIB):
+        made = gpubuf.plan({"x": "5:float32"}, budget=budget, sampler=sampler, envs=envs)
+
+        def total(capacity):
+            fit = gpubuf.plan({"x": "5:float32"}, capacity, sampler=sampler, envs=envs).fit(kind)
+            return fit.device_bytes + fit.host_bytes
+
+        assert made.capacity % envs == 0
+        assert total(made.capacity) <= budget < total(made.capacity + envs)
+        assert made.budget == budget
+        assert made.fits == gpubuf.plan({"x": "5:float32"}, made.capacity, sampler=sampler, envs=envs).fits
+
+
+def test_nothing_is_allocated(monkeypatch):
+    def refuse(*arguments, **keywords):
+        raise AssertionError("allocated")
+
+    monkeypatch.setattr("gpubuf.data.storages.placement.allocate", refuse)
+    monkeypatch.setattr(host_memory, "pinned", refuse)
+    monkeypatch.setattr(torch, "zeros", refuse)
+    made = gpubuf.plan(SPEC, 10**9, sampler="prioritized-slices")
+    assert made.rows > 10**13
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((SPEC,), TypeError, "either capacity or budget"),
+        ((SPEC, 0), ValueError, "at least 1"),
+        (({}, 3), ValueError, "no keys"),
+        ((3, 3), TypeError, "example batch or a mapping"),
+        (({"x": "3"}, 3), ValueError, "KEY=SHAPE:DTYPE"),
+        (({"x": "3:float31"}, 3), ValueError, "no dtype 'float31'"),
+        (({"x": 3}, 3), ValueError, "expected 'SHAPE:DTYPE'"),
+        (({"x": ((-1,), torch.int8)}, 3), ValueError, "lengths of at least 0"),
+        (({"x": ((1,), "int8")}, 3), ValueError, r"torch\.dtype"),
+    ],
+)
+def test_bad_arguments(arguments, error, message):
+    with pytest.raises(error, match=message):
+        gpubuf.plan(*arguments)
+
+
+def test_bad_options():
+    with pytest.raises(ValueError, match="sampler must be one of"):
+        gpubuf.plan(SPEC, 3, sampler="random")
+    with pytest.raises(TypeError, match="expected a sampler"):
+        gpubuf.plan(SPEC, 3, sampler=dict)
+    with pytest.raises(ValueError, match="not one step of 4 row"):
+        gpubuf.plan(SPEC, budget="40kB".replace("k", "K"), envs=4)
+    with pytest.raises(ValueError, match="without end"):
+        gpubuf.plan({"x": "0:int8"}, budget=1000)
+    with pytest.raises(ValueError, match="envs"):
+        gpubuf.plan(SPEC, 3, envs=0)
+
+
+def test_samplers_may_be_objects_or_functions():
+    fixed = SliceSampler(slice_len=3, ends=torch.zeros(1000, dtype=torch.bool))
+    named = gpubuf.plan(SPEC, 1000, sampler="slices").fit("cpu").index
+    assert gpubuf.plan(SPEC, 1000, sampler=fixed).fit("cpu").index.index == named.index + 1000
+    assert gpubuf.plan(SPEC, 1000, sampler=RandomSampler).fit("cpu").index.total == 0
+
+
+def test_what_a_buffer_derives_is_not_counted():
+    data = TensorDict({"x": torch.zeros(4), "index": torch.arange(4)}, [4])
+    assert [key.name for key in gpubuf.plan(data, 10).keys] == ["x"]
+    assert [key.name for key in gpubuf.plan(torch.zeros(4, 2), 10).keys] == ["(tensor)"]
+
+
+def test_entries():
+    assert parse_entry("next.pixels=3x84x84:uint8") == (("next", "pixels"), torch.uint8, (3, 84, 84))
+    assert parse_entry("done=:bool") == (("done",), torch.bool, ())
+    for text in ("x", "x=3", "=3:int8", "x=3y3:int8", "x=-3:int8", "x=3:nn", "x=3:"):
+        with pytest.raises(ValueError, match=r"KEY=SHAPE:DTYPE|no dtype"):
+            parse_entry(text)
+
+
+def test_budgets():
+    sizes = {7: 7, "7": 7, "7B": 7, "1.5KiB": 1536, "24 GiB": 24 * GIB, "2GB": 2 * 10**9, "3M": 3 * 10**6}
+    assert {text: parse_bytes(text) for text in sizes} == sizes
+    for text in ("", "GiB", "-3", "0", 0, -1, "3 XB", "3iB", "1e9"):
+        with pytest.raises(ValueError, match="number of bytes"):
+            parse_bytes(text)
+
+
+# The command
+
+ARGUMENTS = ["plan", "--spec", "observation=17:float32", "--spec", "next.reward=1:float32"]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_the_command(monkeypatch, capsys, terminal):
+    pytest.importorskip("rich")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: terminal)
+    monkeypatch.setenv("COLUMNS", "120")
+    Machine(device=None).install(monkeypatch)
+    assert main([*ARGUMENTS, "--capacity", "1000000", "--sampler", "prioritized", "--slices"]) == 0
+    out = capsys.readouterr().out
+    for said in ("observation", "next.reward", "1,000,000 rows", "68.66 MiB", "no GPU", 'would choose "cpu"'):
+        assert said in out
+    assert ("┃" in out) == terminal
+
+
+@pytest.mark.parametrize("sampler", ["uniform", "without-replacement", "prioritized"])
+@pytest.mark.parametrize("slices", [False, True])
+def test_every_sampler_of_the_command(monkeypatch, capsys, sampler, slices):
+    Machine(device=None).install(monkeypatch)
+    assert main([*ARGUMENTS, "--capacity", "5000", "--sampler", sampler, *["--slices"] * slices]) == 0
+    fit = next(line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("cpu "))
+    _, tree, _, index = fit[:4]
+    assert (tree != "0") == (sampler == "prioritized")
+    assert (index != "0") == (slices or sampler == "without-replacement")
+
+
+def test_the_command_plans_for_a_budget_and_says_when_nothing_fits(monkeypatch, capsys):
+    Machine(host=GIB, device=None).install(monkeypatch)
+    assert main([*ARGUMENTS, "--budget", "100MiB", "--envs", "8"]) == 0
+    assert f"{gpubuf.plan({'x': '18:float32'}, budget=100 * 2**20 - 16, envs=8).capacity:,} rows" in (
+        capsys.readouterr().out
+    )
+    assert main([*ARGUMENTS, "--capacity", "1000000000"]) == 1
+    assert "fits nowhere" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--spec", "x=3", "--capacity", "3"], "expected KEY=SHAPE:DTYPE"),
+        (["--spec", "x=3:float31", "--capacity", "3"], "there is no dtype 'float31'"),
+        (["--spec", "x=3:int8", "--spec", "x=4:int8", "--capacity", "3"], "a key is given twice"),
+        (
+            ["--spec", "next=3:int8", "--spec", "next.reward=1:float32", "--capacity", "3"],
+            "next can't be a tensor of its own and hold next.reward, too",
+        ),
+        (["--spec", "x=3:int8", "--capacity", "0"], "at least 1"),
+        (["--spec", "x=3:int8", "--budget", "lots"], "expected a number of bytes"),
+        (["--spec", "x=3:int8"], "one of the arguments --capacity --budget is required"),
+        (["--capacity", "3"], "the following arguments are required: --spec"),
+        (["--spec", "x=3:int8", "--capacity", "3", "--sampler", "best"], "invalid choice: 'best'"),
+    ],
+)
+def test_bad_specs_exit_with_2(capsys, arguments, message):
+    try:
+        code = main(["plan", *arguments])
+    except SystemExit as error:  # argparse's own way out
+        code = error.code
+    captured = capsys.readouterr()
+    assert code == 2
+    assert "Traceback" not in captured.err
+    assert captured.err.splitlines()[-1].startswith("gpubuf plan: error: ")
+    assert message in captured.err
+
+
+def test_help_comes_without_importing_torch():
+    code = (
+        "import sys; from gpubuf.cli import main\n"
+        "try: main(['plan', '--help'])\n"
+        "except SystemExit as error: assert error.code == 0\n"
+        "assert not {'torch', 'rich', 'numba'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    for option in ("--spec", "--capacity", "--budget", "--sampler", "--slices", "--envs"):
+        assert option in done.stdout

@@ -1,0 +1,257 @@
+"""Prefetched batches: the same ones in the same order, as of the moment at which they were asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import traceback
+import weakref
+
+import pytest
+import torch
+
+from gpubuf import (
+    LazyTensorStorage,
+    ReplayBuffer,
+)
+from tests.support.prefetch_setup import SAMPLERS, WAIT, Counter, Gate, Reference, identical, new
+from tests.support.transitions import transitions
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_the_same_batches_in_the_same_order(sampler, depth):
+    plain, ahead = new(sampler, None, transform=Counter()), new(sampler, depth, transform=Counter())
+    for buffer in (plain, ahead):
+        buffer.extend(transitions(50))
+    for _ in range(20):
+        (due, due_info), (batch, info) = (buffer.sample(return_info=True) for buffer in (plain, ahead))
+        assert identical(batch, due)
+        assert set(info) == set(due_info)
+        assert torch.equal(info["index"], batch["index"])
+
+
+@pytest.mark.parametrize("slow", [False, True])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_a_batch_is_drawn_when_it_is_asked_for(sampler, slow):
+    """Whatever the worker's pace: where it is behind, a write makes the draws that are due before itself."""
+    gate = Gate()
+    reference, ahead = Reference(new(sampler, None), 3), new(sampler, 3, transform=gate)
+    if not slow:
+        gate.permits.release(1000)
+    for i in range(25):
+        for buffer in (reference.buffer, ahead):
+            buffer.extend(transitions(9, 20 * i))
+            if i % 3 == 0 and "prioritized" in sampler and i:
+                buffer.update_priority(torch.arange(i % 20), 0.1 + i)
+        if i == 12:
+            reference.queue.clear()
+            gate.permits.release(10)  # the batch in the transform is waited for
+            for buffer in (reference.buffer, ahead):
+                buffer.set_rng(torch.Generator().manual_seed(3))
+            while slow and gate.permits.acquire(blocking=False):
+                pass
+        if slow:
+            # Enough for this batch: those ahead wait in the transform, or before their draw.
+            gate.permits.release()
+        assert identical(ahead.sample(), reference.sample())
+    gate.permits.release(1000)
+
+
+@pytest.mark.parametrize("sampler", ["without replacement", "in order", "slices in turn"])
+def test_epochs_end_at_the_same_batch(sampler):
+    plain, ahead = new(sampler, None), new(sampler, 3)
+    for buffer in (plain, ahead):
+        buffer.extend(transitions(50))
+    for _ in range(3):
+        due, batches = list(plain), list(ahead)
+        assert len(batches) == len(due) > 1
+        assert all(map(identical, batches, due))
+    assert identical(ahead.next(), plain.next())
+
+
+def test_other_batch_sizes_are_drawn_behind_the_queue():
+    plain, ahead = new("prioritized", None), new("prioritized", 2)
+    for buffer in (plain, ahead):
+        buffer.extend(transitions(50))
+    due = [plain.sample() for _ in range(3)]
+    with pytest.warns(UserWarning, match="batch_size=5"):
+        other_due = plain.sample(5)
+    assert identical(ahead.sample(), due[0])
+    with pytest.warns(UserWarning, match="batch_size=5"):
+        other = ahead.sample(5)
+    assert identical(other, other_due)
+    for batch in (due[1], due[2], plain.sample()):
+        assert identical(ahead.sample(8), batch)
+
+
+def test_info_is_in_the_batch_where_it_is_wanted():
+    buffer = new("prioritized", 2)
+    buffer.extend(transitions(50))
+    assert "index" not in buffer.sample(include_info=False).keys()
+    assert {"index", "priority_weight", "index_generation"} <= set(buffer.sample().keys())
+    plain = ReplayBuffer(storage=LazyTensorStorage(60), batch_size=4, prefetch=2, collate_fn=lambda td: td["action"])
+    plain.extend(transitions(50))
+    batch, info = plain.sample(return_info=True)
+    assert torch.equal(batch[:, 0].long(), info["index"])
+
+
+def test_late_priorities_of_overwritten_rows_are_dropped():
+    """CASES 12, with batches that were drawn ahead of the write."""
+    buffer = new("prioritized", 2)
+    buffer.extend(transitions(60))
+    buffer.sample()
+    buffer.extend(transitions(60, 60))
+    batch = buffer.sample()
+    assert (batch["next", "step"] < 60).all()
+    before = buffer.sampler.tree.state_dict()["leaves"].clone()
+    buffer.update_tensordict_priority(batch.set("td_error", torch.full((8,), 9.0)))
+    assert torch.equal(buffer.sampler.tree.state_dict()["leaves"], before)
+
+
+def test_hyperparameters_apply_to_batches_asked_for_later():
+    """Also where the worker is behind: setting one makes the draws that are due first."""
+    gate = Gate()
+    reference, ahead = Reference(new("prioritized", None), 3), new("prioritized", 3, transform=gate)
+    for i in range(8):
+        for buffer in (reference.buffer, ahead):
+            if i == 0:
+                buffer.extend(transitions(60))
+                buffer.update_priority(torch.arange(60), torch.arange(60.0))
+            buffer.sampler.beta = 0.1 * i
+            buffer.sampler.alpha = 0.5 + 0.1 * i
+        gate.permits.release()
+        batch, due = ahead.sample(), reference.sample()
+        assert identical(batch, due)
+        assert torch.equal(batch["priority_weight"], due["priority_weight"])
+    gate.permits.release(100)
+
+
+def test_preparation_runs_beside_the_consumer():
+    """The next batch is being transformed while the consumer has this one."""
+    entered = threading.Semaphore(0)
+    threads = set()
+
+    def transform(batch):
+        threads.add(threading.get_ident())
+        entered.release()
+        return batch
+
+    buffer = new("uniform", 2, transform=transform)
+    buffer.extend(transitions(50))
+    for i in range(5):
+        buffer.sample()
+        for _ in range(3 if i == 0 else 1):
+            assert entered.acquire(timeout=WAIT)
+    assert threads
+    assert threading.get_ident() not in threads
+    assert len(threads) == 1
+
+
+# Errors
+
+
+def test_errors_of_transforms_come_with_their_batch_and_traceback():
+    seen = []
+
+    def breaks_at_three(batch):
+        seen.append(batch["next", "step"])
+        if len(seen) == 3:
+            raise KeyError("third")
+        return batch
+
+    plain, ahead = new("uniform", None), new("uniform", 3, transform=breaks_at_three)
+    for buffer in (plain, ahead):
+        buffer.extend(transitions(50))
+    due = [plain.sample() for _ in range(6)]
+    for i in (0, 1):
+        assert identical(ahead.sample(), due[i])
+    with pytest.raises(KeyError, match="third") as caught:
+        ahead.sample()
+    assert "breaks_at_three" in "".join(traceback.format_tb(caught.value.__traceback__))
+    for i in (3, 4, 5):
+        assert identical(ahead.sample(), due[i])
+
+
+def test_a_failed_draw_ahead_of_time_is_forgotten():
+    plain, ahead = new("in order", None, batch_size=20), new("in order", 3, batch_size=20)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="empty"):
+            ahead.sample()
+    for n in (10, 30):
+        for buffer in (plain, ahead):
+            buffer.extend(transitions(n))
+        if n == 10:
+            for buffer in (plain, ahead):
+                with pytest.raises(ValueError, match="exceeds"):
+                    buffer.sample()
+    for _ in range(4):
+        assert identical(ahead.sample(), plain.sample())
+
+
+def test_an_error_leaves_nothing_that_holds_the_buffer():
+    first = []
+
+    def breaks(batch):
+        if not first:
+            first.append(True)
+            raise KeyError("broken")
+        return batch
+
+    gc.collect()
+    gc.disable()
+    try:
+        buffer = new("uniform", 2, transform=breaks)
+        buffer.extend(transitions(50))
+        with contextlib.suppress(KeyError):
+            buffer.sample()
+            pytest.fail("no error")
+        worker = next(t for t in threading.enumerate() if t.name.startswith("gpubuf-prefetch"))
+        alive = weakref.ref(buffer)
+        with buffer._lock, buffer._ahead.quiet():
+            pass
+        del buffer
+        worker.join(WAIT)
+        assert not worker.is_alive()
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_transforms_may_read_the_buffer_but_not_wait_for_it():
+    """A transform that samples gets a batch of its own; one that saves would wait for itself."""
+    buffer = new("uniform", 2)
+    buffer.extend(transitions(50))
+    buffer.append_transform(lambda batch: batch.set("first", buffer.storage[torch.zeros(8, dtype=torch.int64)]))
+    buffer.sample()
+    assert len(buffer.state_dict()["_prefetch"]) == 2
+    depth = threading.local()
+
+    def samples(batch):
+        if not getattr(depth, "inside", False):
+            depth.inside = True
+            batch = batch.set("other", buffer.sample()["action"])
+            depth.inside = False
+        return batch
+
+    buffer.append_transform(samples)
+    buffer.empty()
+    buffer.extend(transitions(50))
+    assert "other" in buffer.sample().keys()
+    buffer.append_transform(lambda batch: buffer.state_dict())
+    buffer.empty()
+    buffer.extend(transitions(50))
+    with pytest.raises(RuntimeError, match="wait for its own batch"):
+        buffer.sample()
+
+
+def test_transforms_run_in_the_grad_mode_of_the_consumer():
+    weight = torch.ones(1, requires_grad=True)
+    buffer = new("uniform", 1, transform=lambda batch: batch.set("y", batch["observation"] * weight))
+    buffer.extend(transitions(50))
+    with torch.no_grad():
+        assert not buffer.sample()["y"].requires_grad
+        assert not buffer.sample()["y"].requires_grad
+    buffer.sample()  # asked for under no_grad
+    assert buffer.sample()["y"].requires_grad

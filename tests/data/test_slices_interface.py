@@ -1,0 +1,351 @@
+"""Slice samplers: where trajectories are told apart, epochs, state, arguments."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from gpubuf import (
+    LazyTensorStorage,
+    PrioritizedSliceSampler,
+    ReplayBuffer,
+    SliceSampler,
+    SliceSamplerWithoutReplacement,
+    TensorDictReplayBuffer,
+    TensorStorage,
+)
+from tests.support.slice_model import SliceModel, episodes, filled, split
+
+# Where trajectories are told apart
+
+
+def test_choice_of_key():
+    def data(**more) -> TensorDict:
+        done = torch.tensor(episodes(4, 4, 4))
+        return TensorDict({"number": torch.arange(12), "next": {"done": done}, **more}, [12])
+
+    ids = torch.arange(12) // 6
+    for keys, lengths in (
+        ({}, [4, 4, 4]),
+        ({"episode": ids}, [6, 6]),
+        ({"episode": ids * 0, "collector": TensorDict({"traj_ids": ids}, [12])}, [6, 6]),
+    ):
+        sampler = SliceSampler(slice_len=2)
+        buffer = ReplayBuffer(storage=LazyTensorStorage(12), sampler=sampler)
+        buffer.extend(data(**keys))
+        assert sampler.trajectories().length.tolist() == lengths
+    for options, lengths in (
+        ({"end_key": ("next", "done")}, [4, 4, 4]),
+        ({"traj_key": "episode"}, [6, 6]),
+        ({"ends": torch.arange(12) % 3 == 2}, [3, 3, 3, 3]),
+        ({"trajectories": torch.arange(12) // 5, "cache_values": True}, [5, 5, 2]),
+    ):
+        sampler = SliceSampler(slice_len=2, **options)
+        buffer = ReplayBuffer(storage=LazyTensorStorage(12), sampler=sampler)
+        buffer.extend(data(episode=ids))
+        assert sampler.trajectories().length.tolist() == lengths
+    for options, lengths in (({"traj_key": "absent"}, [4, 4, 4]), ({"end_key": "absent"}, [6, 6])):
+        sampler = SliceSampler(slice_len=2, **options)
+        buffer = ReplayBuffer(storage=LazyTensorStorage(12), sampler=sampler)
+        with pytest.warns(UserWarning, match="absent.* is not stored"):
+            buffer.extend(data(episode=ids))
+        assert sampler.trajectories().length.tolist() == lengths
+    buffer = ReplayBuffer(storage=LazyTensorStorage(12), sampler=SliceSampler(slice_len=2))
+    with pytest.raises(KeyError, match="nothing tells"):
+        buffer.extend(TensorDict({"number": torch.arange(12)}, [12]))
+    # Nothing was written: other rows may come.
+    assert len(buffer) == 0
+    buffer.extend(data())
+    assert len(buffer) == 12
+
+
+def test_a_storage_that_was_full_before():
+    """Rows that are there already are indexed, and a change of them is announced."""
+    model = SliceModel(12, 1)
+    data = model.write(episodes(5, 7))
+    sampler = SliceSampler(slice_len=5)
+    buffer = TensorDictReplayBuffer(storage=TensorStorage(data), sampler=sampler)
+    assert set(split(buffer.sample(500))) == set(model.slices(5))
+    data["next", "done"][4] = False
+    sampler.rebuild()
+    assert sampler.trajectories().length.tolist() == [12]
+    data["next", "done"][2] = True
+    buffer.mark_update(torch.tensor([2]))
+    assert sampler.trajectories().length.tolist() == [3, 9]
+    other = SliceSampler(slice_len=3)
+    buffer.set_sampler(other)
+    assert other.trajectories().length.tolist() == [3, 9]
+
+
+def interleaved(steps: int, envs: int, **more) -> TensorDict:
+    """Steps of ``envs`` environments in turn, one row each."""
+    n = steps * envs
+    env, t = torch.arange(n) % envs, torch.arange(n) // envs
+    observation = (env * 1000 + t).float().unsqueeze(-1)
+    done = (t % 10 == 9).unsqueeze(-1)
+    extra = {name: value(env, t) for name, value in more.items()}
+    return TensorDict(
+        {"observation": observation, **extra, "next": {"observation": observation + 1, "done": done}}, [n]
+    )
+
+
+def test_interleaved_environments():
+    """CASES 23: a trajectory key separates them, or an error says what to do; they are never mixed silently."""
+
+    def buffer_with(data: TensorDict, **options) -> ReplayBuffer:
+        buffer = ReplayBuffer(storage=LazyTensorStorage(1000), sampler=SliceSampler(slice_len=4, **options))
+        for start in range(0, len(data), 8):
+            buffer.extend(data[start : start + 8])
+        return buffer
+
+    data = interleaved(20, 4)
+    with pytest.raises(RuntimeError, match=r"4 environments take turns.*ndim=2"):
+        buffer_with(data).sample(8)
+    with pytest.warns(UserWarning, match="4 environments take turns"):
+        buffer_with(data, end_key=("next", "done")).sample(8)
+    with pytest.raises(RuntimeError, match=r"take turns.*ndim=2"):
+        buffer_with(interleaved(20, 4, episode=lambda env, t: env * 100 + t // 10)).sample(8)
+    # Written one environment after another, the key separates them.
+    ordered = interleaved(20, 4, episode=lambda env, t: env * 100 + t // 10)
+    ordered = ordered.view(20, 4).transpose(0, 1).reshape(80)
+    batch = buffer_with(ordered).sample(80)
+    assert (batch["observation"].view(20, 4).diff(dim=1) == 1).all()
+    assert (batch["episode"].view(20, 4).diff(dim=1) == 0).all()
+    # Neither a single environment nor returns over several steps are taken for several environments.
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        buffer_with(interleaved(80, 1)).sample(8)
+        ahead = interleaved(80, 1, steps_to_next_obs=lambda env, t: torch.full_like(t, 3))
+        ahead["next", "observation"] += 2
+        buffer_with(ahead).sample(8)
+
+
+def several_steps_ahead(steps: int, ahead: int, length: int, walk: str) -> TensorDict:
+    """One environment whose rows have the observation ``ahead`` steps later, or the last one of their episode."""
+    seen = {
+        "steady": lambda: torch.arange(length + 1.0),
+        "random": lambda: torch.randn(length + 1),
+        "random walk": lambda: torch.randn(length + 1).cumsum(0),
+    }
+    t = torch.arange(steps) % length
+    episodes = [seen[walk]() for _ in range(-(-steps // length))]
+    whole = torch.stack(episodes)[torch.arange(steps) // length]
+    observation = whole.gather(1, t.unsqueeze(-1))
+    following = whole.gather(1, (t + ahead).clamp(max=length).unsqueeze(-1))
+    done = (t + ahead >= length).unsqueeze(-1)
+    return TensorDict({"observation": observation, "next": {"observation": following, "done": done}}, [steps])
+
+
+@pytest.mark.parametrize("walk", ["steady", "random", "random walk"])
+@pytest.mark.parametrize("ahead", [2, 3, 5])
+@pytest.mark.parametrize("length", [12, 300])
+def test_one_environment_that_looks_several_steps_ahead(ahead, length, walk):
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for steps in (10, 100, 400):
+            buffer = ReplayBuffer(storage=LazyTensorStorage(1000), sampler=SliceSampler(slice_len=1))
+            buffer.extend(several_steps_ahead(steps, ahead, length, walk))
+            assert len(buffer.sample(8)) == 8
+        # Flags that only the last step of an episode has, and observations that go on.
+        buffer = ReplayBuffer(storage=LazyTensorStorage(1000), sampler=SliceSampler(slice_len=4))
+        data = interleaved(80, 1)
+        data["next", "observation"] += ahead - 1
+        buffer.extend(data)
+        buffer.sample(8)
+
+
+@pytest.mark.parametrize("walk", [torch.rand, lambda *shape: torch.randn(*shape).cumsum(0)])
+@pytest.mark.parametrize("ends", ["together", "apart", "never"])
+def test_environments_in_turn_are_told_from_one_that_looks_ahead(ends, walk):
+    """CASES 23: by what their ends are like, and by how near rows are to each other."""
+    torch.manual_seed(0)
+    steps, envs = 50, 4
+    observation = walk(steps + 1, envs, 3) + 100 * torch.arange(envs).view(1, envs, 1) * (ends == "never")
+    step, env = torch.arange(steps).view(-1, 1), torch.arange(envs)
+    done = {"together": step % 10 == 9 + 0 * env, "apart": (step + 3 * env) % 10 == 9, "never": 0 * (step + env) > 0}
+    data = TensorDict(
+        {"observation": observation[:-1], "next": {"observation": observation[1:], "done": done[ends].unsqueeze(-1)}},
+        [steps, envs],
+    )
+    buffer = ReplayBuffer(storage=LazyTensorStorage(1000), sampler=SliceSampler(slice_len=4))
+    buffer.extend(data.reshape(-1))
+    with pytest.raises(RuntimeError, match="4 environments take turns"):
+        buffer.sample(8)
+
+
+def test_rows_that_are_batches_themselves():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10), sampler=SliceSampler(slice_len=2))
+    with pytest.raises(ValueError, match="ndim=2"):
+        buffer.extend(TensorDict({"next": {"done": torch.zeros(4, 5, 1, dtype=torch.bool)}}, [4, 5]))
+
+
+# The rest of the interface
+
+
+def test_signatures():
+    """The arguments of TorchRL's samplers, with their defaults; what is ours comes after them."""
+    common = {
+        "num_slices": None,
+        "slice_len": None,
+        "end_key": None,
+        "end_keys": None,
+        "traj_key": None,
+        "ends": None,
+        "trajectories": None,
+        "truncated_key": ("next", "truncated"),
+        "init_key": "is_init",
+        "strict_length": True,
+        "compile": False,
+    }
+    replaced = {"cache_values": False, "span": False}
+    step = {"step_key": "step_count", "fragmented": False, "pad_output": False, "use_gpu": False}
+    due = {
+        SliceSampler: common | replaced | step,
+        SliceSamplerWithoutReplacement: common | {"drop_last": False, "shuffle": True, "use_gpu": False},
+        PrioritizedSliceSampler: common
+        | replaced
+        | {"eps": 1e-8, "dtype": torch.float, "reduction": "max", "max_priority_within_buffer": False},
+    }
+    for cls, defaults in due.items():
+        found = {n: p.default for n, p in inspect.signature(cls).parameters.items() if p.default is not p.empty}
+        assert defaults.items() <= found.items()
+        assert set(found) - set(defaults) <= {"weighting", "stack"}
+
+
+def test_arguments_that_make_no_sense():
+    for options in ({}, {"num_slices": 2, "slice_len": 2}):
+        with pytest.raises(TypeError, match="either num_slices or slice_len"):
+            SliceSampler(**options)
+    for options in (
+        {"end_key": "done", "end_keys": ["done"]},
+        {"ends": torch.zeros(3), "trajectories": torch.zeros(3)},
+        {"ends": torch.zeros(3), "end_key": "done"},
+        {"trajectories": torch.zeros(3), "traj_key": "episode"},
+    ):
+        with pytest.raises(RuntimeError, match="exclude each other"):
+            SliceSampler(slice_len=2, **options)
+    for options in (
+        {"pad_output": True},
+        {"weighting": "row"},
+        {"span": 2},
+        {"span": (0, -1)},
+        {"slice_len": 0},
+    ):
+        with pytest.raises(ValueError, match=r"pad_output|weighting|span|at least 1"):
+            SliceSampler(**{"slice_len": 2, **options})
+    with pytest.raises(NotImplementedError, match="ndim=2"):
+        SliceSampler(slice_len=2, fragmented=True)
+    with pytest.warns(UserWarning, match="left span"):
+        PrioritizedSliceSampler(10, 1.0, 1.0, slice_len=2, span=True)
+    buffer, _ = filled(SliceSampler(slice_len=4), episodes(6))
+    with pytest.raises(RuntimeError, match="divisible by slice_len"):
+        buffer.sample(6)
+    buffer, _ = filled(SliceSampler(num_slices=4), episodes(6))
+    with pytest.raises(RuntimeError, match="divisible by num_slices"):
+        buffer.sample(6)
+    with pytest.raises(ValueError, match="entry for every row"):
+        filled(SliceSampler(slice_len=4, ends=torch.zeros(3)), episodes(6))
+    with pytest.raises(RuntimeError, match="before the first write"):
+        SliceSampler(slice_len=2).trajectories()
+
+
+def test_number_of_slices():
+    """The length follows from the batch size, and may change from one sample to the next."""
+    for sampler in (SliceSampler(num_slices=3), PrioritizedSliceSampler(1000, 1.0, 1.0, num_slices=3)):
+        buffer, model = filled(sampler, episodes(9, 4, 6, 0))
+        for length in (4, 2, 7, 2):
+            due = set(model.slices(length))
+            for _ in range(10):
+                slices = split(buffer.sample(3 * length))
+                assert len(slices) == 3
+                assert set(slices) <= due
+
+
+def test_epochs():
+    """Each trajectory once, in another order every time; a shorter batch ends the epoch."""
+    torch.manual_seed(0)
+    sampler = SliceSamplerWithoutReplacement(slice_len=3)
+    buffer, model = filled(sampler, episodes(*[5, 2, 4] * 5))
+    owner = {row.number: i for i, t in enumerate(model.trajectories()) for row in t}
+    orders = []
+    for _ in range(6):
+        epoch = [split(buffer.sample(12)) for _ in range(3)]
+        assert [len(batch) for batch in epoch] == [4, 4, 2]
+        assert sampler.ran_out
+        orders.append([owner[one[0]] for batch in epoch for one in batch])
+        assert sorted(orders[-1]) == [i for i in range(15) if i % 3 != 1]
+    assert len({tuple(order) for order in orders}) > 1
+    buffer = TensorDictReplayBuffer(storage=buffer.storage, sampler=sampler, batch_size=12)
+    assert [batch.batch_size[0] for batch in buffer] == [12, 12, 6]
+    sampler = SliceSamplerWithoutReplacement(slice_len=3, shuffle=False, drop_last=True)
+    buffer, model = filled(sampler, episodes(*[5, 2, 4] * 5))
+    for _ in range(2):
+        assert [owner[one[0]] for one in split(buffer.sample(12))] == [0, 2, 3, 5]
+        assert not sampler.ran_out
+        assert [owner[one[0]] for one in split(buffer.sample(12))] == [6, 8, 9, 11]
+        assert sampler.ran_out
+    with pytest.raises(ValueError, match="drop_last"):
+        buffer.sample(60)
+    buffer.extend(model.write(episodes(3)))
+    assert [owner[one[0]] for one in split(buffer.sample(12))] == [0, 2, 3, 5]
+
+
+@pytest.mark.parametrize("kind", ["with replacement", "without replacement", "prioritized"])
+def test_a_restored_buffer_goes_on_with_the_same_batches(kind):
+    def new() -> TensorDictReplayBuffer:
+        sampler = {
+            "with replacement": lambda: SliceSampler(slice_len=3),
+            "without replacement": lambda: SliceSamplerWithoutReplacement(slice_len=3),
+            "prioritized": lambda: PrioritizedSliceSampler(60, 0.7, 0.5, slice_len=3),
+        }[kind]()
+        return TensorDictReplayBuffer(storage=LazyTensorStorage(60), sampler=sampler)
+
+    buffer, model = new(), SliceModel(60, 1)
+    buffer.extend(model.write(episodes(*[5, 2, 4] * 7)))
+    batch = buffer.sample(12)
+    if kind == "prioritized":
+        buffer.update_priority(batch["index"], torch.rand(12))
+    other = new()
+    other.load_state_dict(buffer.state_dict())
+    for _ in range(4):
+        assert torch.equal(buffer.sample(12)["index"], other.sample(12)["index"])
+    more = model.write(episodes(7, 3))
+    for one in (buffer, other):
+        one.extend(more)
+    for _ in range(4):
+        assert torch.equal(buffer.sample(12)["index"], other.sample(12)["index"])
+    assert split(other.sample(12))[0] in model.slices(3)
+
+
+def test_the_sampler_alone():
+    """``sampler.sample(storage, n)``, as TorchRL calls it: a tuple of indices, one a dimension, and the info."""
+    for envs in (1, 2):
+        sampler = SliceSampler(slice_len=2)
+        buffer, _ = filled(sampler, [[t % 5 == 4] * envs for t in range(20)])
+        index, info = sampler.sample(buffer.storage, 8)
+        assert isinstance(index, tuple)
+        assert len(index) == envs
+        assert all(i.shape == (8,) for i in index)
+        assert info["next", "truncated"].shape == (8, 1)
+        assert buffer.storage[index[0] if envs == 1 else index].batch_size == (8,)
+
+
+def test_index_in_inspection():
+    sampler = SliceSampler(slice_len=2)
+    buffer, model = filled(sampler, episodes(4, 3, 5, 0), capacity=10)
+    found = sampler.trajectories()
+    assert len(found) == len(model.trajectories())
+    assert found.longest == 5
+    assert "3 trajectories" in repr(found)
+    index = sampler.index_for(buffer.storage)
+    first, last, length = index.bounds(torch.arange(10))
+    assert sorted(set(zip(first.tolist(), last.tolist(), length.tolist(), strict=True))) == sorted(
+        zip(found.first.tolist(), found.last.tolist(), found.length.tolist(), strict=True)
+    )
+    assert index.nbytes > 0
+    assert "SliceSampler" in repr(sampler)

@@ -1,0 +1,104 @@
+"""Batches that come from the host: what the caller may do with them while the GPU has not read them yet."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from gpubuf.data import LazyTensorStorage, RandomSampler, TensorDictReplayBuffer
+from gpubuf.data.storages import staging
+from tests.support.late_gpu import GPU, LateGpu
+from tests.support.transitions import same, transitions
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> LateGpu:
+    return LateGpu(monkeypatch)
+
+
+def storage_on(rows: TensorDict, capacity: int, ndim: int = 1) -> LazyTensorStorage:
+    """A storage that takes its rows from another device than the CPU; the rows themselves are on the CPU."""
+    storage = LazyTensorStorage(capacity, ndim=ndim)
+    storage.initialize(rows)
+    storage._device = GPU
+    return storage
+
+
+def stored(storage: LazyTensorStorage, n: int) -> TensorDict:
+    storage._device = torch.device("cpu")
+    return storage[:n]
+
+
+@pytest.mark.parametrize("limit", [0, staging.STAGED_BYTES], ids=["one by one", "packed"])
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_source_is_reused_before_the_gpu_has_read_it(gpu, monkeypatch, pinned, limit):
+    """Case 51: the loop that fills the same pinned tensors again as soon as `extend` returns."""
+    monkeypatch.setattr(staging, "STAGED_BYTES", limit)
+    source = transitions(10).contiguous().apply(gpu.pin if pinned else torch.clone)
+    storage = storage_on(source, 40)
+    for step in range(4):
+        source.update_(transitions(10, 10 * step))
+        storage.append(source)
+    source.update_(transitions(10, 1000))
+    gpu.synchronize()
+    assert same(stored(storage, 40), transitions(40))
+    # Packed, nothing waits for the GPU.
+    assert bool(gpu.waits) == (pinned and limit == 0)
+
+
+def test_a_batch_is_one_copy(gpu):
+    """Instead of one a key, whatever their dtypes, strides and sizes; two batch dimensions too."""
+    data = transitions(12).view(4, 3)
+    data["empty"] = torch.zeros(4, 3, 0)
+    data["strided"] = torch.arange(48.0).view(4, 4, 3).transpose(1, 2)[..., 1]
+    storage = storage_on(data, 12, ndim=2)
+    storage.append(data)
+    assert len(gpu.queue) == 2
+    gpu.synchronize()
+    assert same(stored(storage, 4), data)
+
+
+def test_pinned_parts_of_a_batch_that_is_elsewhere_are_waited_for(gpu):
+    there = torch.zeros(3, device="meta")  # stands for any other device
+    here = gpu.pin(torch.ones(3))
+    arrived = staging.to_device([here, there], torch.device("meta", 1))
+    assert [t.device.type for t in arrived] == ["meta"] * 2
+    assert not gpu.queue
+
+
+def test_gradients_end_where_a_batch_is_packed(gpu):
+    """And tensors of inference mode, expanded ones, and ones without elements are packed as others are."""
+    with torch.inference_mode():
+        inferred = torch.arange(3)
+    sources = [torch.ones(3, requires_grad=True), inferred, torch.ones(1, 2).expand(3, 2), torch.zeros(3, 0)]
+    arrived = staging.to_device(sources, GPU)
+    gpu.synchronize()
+    assert not any(t.requires_grad for t in arrived)
+    assert all(torch.equal(a, b) for a, b in zip(arrived, sources, strict=True))
+
+
+def test_what_is_there_already_is_left_alone(gpu):
+    sources = [torch.ones(3), torch.zeros(2)]
+    assert staging.to_device(sources, torch.device("cpu")) is sources
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("limit", [0, staging.STAGED_BYTES], ids=["one by one", "packed"])
+@pytest.mark.parametrize("place", ["cuda", "pinned"])
+def test_a_pinned_source_is_reused_on_a_gpu(monkeypatch, place, limit):
+    """Case 51, for real: with the GPU far behind, and memory that PyTorch gives out again."""
+    monkeypatch.setattr(staging, "STAGED_BYTES", limit)
+    storage = LazyTensorStorage(4000, device=place)
+    buffer = TensorDictReplayBuffer(storage=storage, sampler=RandomSampler(), batch_size=8)
+    source = transitions(100).apply(lambda t: t.contiguous().pin_memory())
+    source.clear_device_()
+    buffer.extend(transitions(100, 3900).to("cuda"))
+    buffer.empty()
+    torch.cuda._sleep(200_000_000)
+    for step in range(40):
+        source.update_(transitions(100, 100 * step))
+        buffer.extend(source)
+    source.update_(transitions(100, 10**6))
+    assert same(buffer[:].cpu(), transitions(4000))

@@ -1,0 +1,194 @@
+"""The order of a buffer's work on several CUDA streams, on a machine that has none."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+
+from gpubuf import LazyTensorStorage, PrioritizedSampler, TensorDictReplayBuffer
+from gpubuf.data.concurrency import locking
+from gpubuf.data.concurrency.locking import StreamOrder, Turn
+from gpubuf.data.concurrency.prefetch import Batch, SideStream
+from tests.support.transitions import transitions
+
+
+class Stream:
+    def __init__(self, name: str, log: list) -> None:
+        self.name, self.log = name, log
+
+    def wait_stream(self, other: Stream) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event: Event) -> None:
+        self.log.append(f"{self.name} waits for {event.at}")
+
+
+class Event:
+    at = "nothing"
+
+    def record(self, stream: Stream) -> None:
+        stream.log.append(f"event on {stream.name}")
+        self.at = f"event on {stream.name}"
+
+
+class Machine:
+    """CUDA streams that only note what they are told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, handles: bool = True) -> None:
+        self.log: list[str] = []
+        self.default, self.other = Stream("default", self.log), Stream("other", self.log)
+        self.current, self.capturing = self.default, False
+        cuda = torch.cuda
+        monkeypatch.setattr(cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(cuda, "current_stream", lambda device=None: self.current)
+        monkeypatch.setattr(locking, "_raw_stream", (lambda index: id(self.current)) if handles else None)
+        monkeypatch.setattr(cuda, "is_current_stream_capturing", lambda: self.capturing)
+        monkeypatch.setattr(cuda, "Event", Event)
+        monkeypatch.setattr(cuda, "Stream", lambda device=None: Stream("side", self.log))
+        monkeypatch.setattr(cuda, "stream", self.on)
+
+    @contextlib.contextmanager
+    def on(self, stream: Stream):
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def said(self) -> list[str]:
+        log = self.log.copy()
+        self.log.clear()
+        return log
+
+
+DEVICE = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("handles", [True, False])
+def test_streams_wait_for_each_other(monkeypatch, handles):
+    """CASES 32: one stream alone records nothing; a second one waits, and from then on for events alone.
+
+    Whether or not torch tells the streams' handles.
+    """
+    machine, order = Machine(monkeypatch, handles), StreamOrder()
+
+    def operation(stream: Stream) -> list[str]:
+        with machine.on(stream):
+            order.begin(DEVICE)
+            order.end(DEVICE)
+        return machine.said()
+
+    assert operation(machine.default) == []
+    assert operation(machine.default) == []
+    assert operation(machine.other) == ["other waits for default", "event on other"]
+    assert operation(machine.other) == ["event on other"]
+    assert operation(machine.default) == ["default waits for event on other", "event on default"]
+    machine.capturing = True
+    assert operation(machine.other) == []
+    machine.capturing = False
+    assert operation(machine.other) == ["other waits for event on default", "event on other"]
+
+
+def test_default_streams_of_two_devices_are_two(monkeypatch):
+    """They have the same handle. A buffer may have moved between two operations."""
+    machine, order = Machine(monkeypatch), StreamOrder()
+    monkeypatch.setattr(locking, "_raw_stream", lambda index: 0)
+    order.begin(DEVICE)
+    order.end(DEVICE)
+    with machine.on(machine.other):
+        order.begin(torch.device("cuda", 1))
+    assert machine.said() == ["other waits for default"]
+
+
+def test_one_stream_is_looked_up_once(monkeypatch):
+    """Making an object of a stream takes longer than all else in a turn."""
+    machine, order = Machine(monkeypatch), StreamOrder()
+    order.begin(DEVICE)
+    order.end(DEVICE)
+    monkeypatch.setattr(torch.cuda, "current_stream", None)
+    order.begin(DEVICE)
+    order.end(DEVICE)
+    assert machine.said() == []
+
+
+def test_a_dropped_buffer_is_waited_for(monkeypatch):
+    """By all streams that its memory may belong to: a draw made ahead still reads it, and moves its random state on."""
+    machine, order = Machine(monkeypatch), StreamOrder()
+    for stream in (machine.default, machine.other):
+        with machine.on(stream):
+            order.begin(DEVICE)
+            order.end(DEVICE)
+    machine.said()
+    order.settle()
+    assert machine.said() == ["default waits for event on other"]
+    order.joined(machine.default)
+    order.settle()
+    assert machine.said() == ["other waits for default"]
+
+    # The turn of a buffer does so when it goes, and the buffer when it gets another storage.
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(10), batch_size=2)
+    settled = []
+    monkeypatch.setattr(buffer._lock._streams, "_last", machine.default)
+    monkeypatch.setattr(StreamOrder, "settle", lambda self: settled.append(self))
+    buffer.set_storage(LazyTensorStorage(10))
+    assert settled == [buffer._lock._streams]
+    other = TensorDictReplayBuffer(storage=LazyTensorStorage(10), batch_size=2, prefetch=1)
+    other.set_sampler(PrioritizedSampler(10, 0.7, 0.5))
+    assert settled[1:] == [other._lock._streams]
+
+
+def test_the_streams_of_a_turn_are_waited_for_when_it_goes(monkeypatch):
+    machine, turn = Machine(monkeypatch), Turn(LazyTensorStorage(10))
+    turn.joined(machine.default)
+    turn.joined(machine.other)
+    machine.said()
+    del turn
+    assert machine.said() == ["default waits for other"]
+
+
+def test_what_another_thread_does_during_a_capture_is_waited_for(monkeypatch):
+    """Its event is no part of the graph, and the replay comes after it."""
+    machine = Machine(monkeypatch)
+    turn = Turn(LazyTensorStorage(10))
+    turn.storage.append(transitions(5))
+    monkeypatch.setattr(turn, "gpu", lambda: DEVICE)
+    with turn:
+        pass
+    # The capture begins: what comes before it is on the stream of whoever captures.
+    turn.joined(machine.default)
+    with machine.on(machine.other), turn:
+        pass
+    assert machine.said() == ["other waits for default", "event on other"]
+    turn.joined(machine.default)
+    assert machine.said()[0] == "default waits for event on other"
+    with turn:
+        pass
+    assert machine.said() == []
+
+
+def test_work_ahead_is_tied_to_the_consumer(monkeypatch):
+    """Behind what the consumer's stream had when the batch was asked for; and the consumer waits for the batch."""
+    machine, side = Machine(monkeypatch), SideStream()
+    recorded = []
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+        device = DEVICE
+
+        def record_stream(self, stream):
+            recorded.append(stream.name)
+
+    batch = Batch({"x": torch.zeros(2).as_subclass(OnGpu)}, {"index": torch.zeros(2)}, False)
+    fork = side.fork(None)
+    with side.running(fork):
+        assert machine.current.name == "side"
+        ready = side.ready(batch)
+    assert machine.current is machine.default
+    assert machine.said() == ["event on default", "side waits for event on default", "event on side"]
+    with machine.on(machine.other):
+        side.join(batch, ready)
+    assert machine.said() == ["other waits for event on side"]
+    assert recorded == ["other"]

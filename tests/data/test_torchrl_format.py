@@ -1,0 +1,371 @@
+"""Buffers from and to TorchRL: folders that the real TorchRL has written (tests/data), and folders as it writes them.
+
+The other direction, TorchRL loading what is written here, was checked with TorchRL 0.14.1 itself, which the tests don't
+need: `test_writes_what_torchrl_writes` compares with its files instead.
+"""
+
+import json
+import os
+import random
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from gpubuf import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    PrioritizedSampler,
+    ReplayBuffer,
+    SamplerWithoutReplacement,
+    SliceSampler,
+    TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
+    load_torchrl,
+    save_torchrl,
+)
+from tests.data.torchrl_rows import filled, transitions
+
+DUMPS = Path(__file__).parents[1] / "support" / "torchrl_files" / "torchrl"
+
+
+def expected(*steps: int) -> TensorDict:
+    rows = [transitions(1, step) for step in steps]
+    return torch.cat(rows)
+
+
+def stored(buffer: ReplayBuffer) -> TensorDict:
+    return buffer.storage[:]
+
+
+def same(one: TensorDict, other: TensorDict) -> bool:
+    """Keys, dtypes, shapes and values."""
+    mine, theirs = (dict(td.items(True, True)) for td in (one, other))
+    return mine.keys() == theirs.keys() and all(
+        value.dtype is theirs[key].dtype and torch.equal(value, theirs[key]) for key, value in mine.items()
+    )
+
+
+# From TorchRL
+
+
+def test_wrapped_ring():
+    buffer = load_torchrl(DUMPS / "wrapped")
+    assert type(buffer) is TensorDictReplayBuffer
+    assert same(stored(buffer), expected(8, 9, 10, 3, 4, 5, 6, 7))
+    assert (buffer.write_count, buffer.storage.cursor, buffer.batch_size) == (11, 3, 4)
+    assert set(buffer.sample().keys()) == {*expected(0).keys(), "index"}
+    assert buffer.extend(transitions(1, 11)).tolist() == [3]
+
+
+def test_exactly_full():
+    """CASES.md 18."""
+    buffer = load_torchrl(DUMPS / "full", batch_size=3)
+    assert same(stored(buffer), transitions(8))
+    assert (len(buffer), buffer.write_count, buffer.storage.cursor, buffer.batch_size) == (8, 8, 0, 3)
+
+
+def test_partly_filled():
+    buffer = load_torchrl(DUMPS / "partial")
+    assert same(stored(buffer), transitions(6))
+    assert (buffer.storage.max_size, buffer.write_count) == (16, 6)
+
+
+def test_single_tensors():
+    buffer = load_torchrl(DUMPS / "tensor")
+    assert type(buffer) is ReplayBuffer
+    assert (stored(buffer).tolist(), buffer.storage.max_size) == ([0.0, 1.5, 3.0], 5)
+
+
+@pytest.mark.parametrize("storage", [None, lambda: LazyTensorStorage(12, ndim=2)])
+def test_two_dimensions(storage: Callable | None):
+    """How many dimensions a dump has is found out, or follows from the storage."""
+    buffer = load_torchrl(DUMPS / "two_dimensions", storage=storage)
+    assert buffer.storage.shape == (6, 2)
+    steps = [[102, 105], [1, 5], [2, 6], [3, 7], [100, 103], [101, 104]]
+    assert same(stored(buffer), torch.stack([expected(*pair) for pair in steps]))
+    assert (buffer.write_count, buffer.storage.cursor, len(buffer)) == (14, 2, 12)
+
+
+def test_another_capacity():
+    """CASES.md 10: twice as large, with the oldest row first. Too small is refused."""
+    buffer = load_torchrl(DUMPS / "wrapped", storage=LazyTensorStorage(16))
+    assert same(stored(buffer), transitions(8, 3))
+    assert buffer.storage.cursor == 8
+    with pytest.raises(ValueError, match="holds 8 rows, the storage has room for 7"):
+        load_torchrl(DUMPS / "wrapped", storage=LazyTensorStorage(7))
+
+
+def test_into_files(tmp_path: Path):
+    load_torchrl(DUMPS / "wrapped", storage=LazyMemmapStorage(8, scratch_dir=tmp_path))
+    storage = LazyMemmapStorage.open(tmp_path)
+    assert same(storage[:], expected(8, 9, 10, 3, 4, 5, 6, 7))
+    assert storage.written == 11
+
+
+def test_slices_of_what_was_read():
+    sampler = SliceSampler(slice_len=3, traj_key=("collector", "traj_ids"))
+    batch = load_torchrl(DUMPS / "wrapped", sampler=sampler, batch_size=90).sample()
+    starts = batch["observation"][:, 0].view(30, 3)
+    assert (starts.diff(dim=1) == 1).all()
+    assert set(starts[:, 0].tolist()) == {4.0, 5.0, 8.0}
+
+
+def test_priorities():
+    """CASES.md 10: the maximum too. A row of weight zero is not drawn."""
+    buffer = load_torchrl(DUMPS / "prioritized")
+    sampler = buffer.sampler
+    assert isinstance(sampler, PrioritizedSampler)
+    assert (sampler.alpha, sampler.beta, sampler.eps) == (0.5, 0.25, 0.0)
+    assert sampler.tree.leaves[:8].tolist() == [1, 2, 3, 0.5, 0, 1, 0, 0]
+    assert (float(sampler.tree.total), float(sampler.default_priority)) == (7.5, 9.0)
+    _, info = buffer.sample(1000, return_info=True)
+    drawn = info["index"].bincount(minlength=6).tolist()
+    assert [n > 0 for n in drawn] == [True, True, True, True, False, True]
+    torch.testing.assert_close(info["priority_weight"], (sampler.tree.leaves[info["index"]] / 0.5) ** -0.25)
+    buffer.extend(transitions(1, 6))
+    assert sampler.tree.leaves[6] == 3
+
+
+# To TorchRL
+
+
+def json_files(folder: Path) -> dict[str, dict]:
+    return {str(p.relative_to(folder)): json.loads(p.read_text()) for p in sorted(folder.rglob("*.json"))}
+
+
+CONFIGURATIONS: dict[str, Callable[[], ReplayBuffer]] = {
+    "wrapped": lambda: filled(TensorDictReplayBuffer(storage=LazyTensorStorage(8), batch_size=4), 6, 5),
+    "full": lambda: filled(TensorDictReplayBuffer(storage=LazyMemmapStorage(8)), 8),
+    "partial": lambda: filled(TensorDictReplayBuffer(storage=LazyTensorStorage(16)), 6),
+    "tensor": lambda: ReplayBuffer(storage=LazyTensorStorage(5)),
+    "two_dimensions": lambda: TensorDictReplayBuffer(storage=LazyTensorStorage(12, ndim=2)),
+    "prioritized": lambda: filled(
+        TensorDictReplayBuffer(storage=LazyTensorStorage(8), sampler=PrioritizedSampler(8, 0.5, 0.25, eps=0.0)), 6
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_writes_what_torchrl_writes(tmp_path: Path, name: str):
+    """The same buffer, written here and by TorchRL: the same files, byte by byte, and the same metadata."""
+    buffer = CONFIGURATIONS[name]()
+    if name == "tensor":
+        buffer.extend(torch.arange(3) * 1.5)
+    if name == "two_dimensions":
+        buffer.extend(transitions(8).reshape(2, 4))
+        buffer.extend(transitions(6, 100).reshape(2, 3))
+    if name == "prioritized":
+        buffer.update_priority(torch.arange(1, 5), torch.tensor([4.0, 9.0, 0.25, 0.0]))
+    save_torchrl(buffer, tmp_path / name)
+    mine, theirs = tmp_path / name, DUMPS / name
+    assert json_files(mine) == json_files(theirs)
+    arrays = sorted(path.relative_to(theirs) for path in theirs.rglob("*.memmap"))
+    assert sorted(path.relative_to(mine) for path in mine.rglob("*.memmap")) == arrays
+    for array in arrays:
+        mine_bytes, their_bytes = (mine / array).read_bytes(), (theirs / array).read_bytes()
+        if array.name == "index.memmap":
+            # Of rows that were not written yet TorchRL has no index; of a buffer that went round it may be unset.
+            n = 8 * len(buffer)
+            mine_bytes, their_bytes = mine_bytes[:n], their_bytes[:n]
+        if array.name == "mintree.memmap":
+            # TorchRL's smallest weight would be that of the row that is never drawn.
+            assert len(mine_bytes) == len(their_bytes)
+            continue
+        assert mine_bytes == their_bytes, array
+
+
+@pytest.mark.parametrize("capacity", [5, 8, 16, 23])
+def test_there_and_back(tmp_path: Path, capacity: int):
+    """Any state of the ring, with priorities; nested batch dimensions, odd names and elements of no size."""
+    storage = LazyTensorStorage(capacity)
+    buffer = TensorDictPrioritizedReplayBuffer(alpha=0.7, beta=0.3, eps=0.0, storage=storage, batch_size=32)
+    step = torch.arange(19)
+    agents = TensorDict({"x": step[:, None, None].expand(19, 2, 1).half()}, [19, 2])
+    data = TensorDict({"a b/../c": step, "%": -step, "agents": agents, "deep": {"er": {"z": step.bool()}}}, [19])
+    for start in range(0, 19, 4):
+        index = buffer.extend(data[start : start + 4])
+        buffer.update_priority(index, index + 1.0)
+    save_torchrl(buffer, tmp_path / "dump")
+    again = load_torchrl(tmp_path / "dump")
+    assert same(stored(again), stored(buffer))
+    assert (again.write_count, again.storage.max_size, again.batch_size) == (19, capacity, 32)
+    assert torch.equal(again.sampler.tree.leaves, buffer.sampler.tree.leaves)
+    assert again.sampler.default_priority == buffer.sampler.default_priority
+    larger = load_torchrl(tmp_path / "dump", storage=LazyTensorStorage(30))
+    oldest = 19 - min(19, capacity)
+    assert stored(larger)["a b/../c"].tolist() == list(range(oldest, 19))
+    weights = dict(zip(stored(buffer)["a b/../c"].tolist(), buffer.sampler.tree.leaves.tolist(), strict=False))
+    assert larger.sampler.tree.leaves[: 19 - oldest].tolist() == [weights[row] for row in range(oldest, 19)]
+
+
+def test_agents_at_the_root(tmp_path: Path):
+    """Rows that have dimensions of their own are told from storage dimensions by how much was written."""
+    for n in (3, 4, 9):
+        buffer = ReplayBuffer(storage=LazyTensorStorage(6))
+        buffer.extend(TensorDict({"x": torch.arange(2 * n).view(n, 2)}, [n, 2]))
+        save_torchrl(buffer, tmp_path / str(n))
+        again = load_torchrl(tmp_path / str(n))
+        assert (again.storage.ndim, len(again)) == (1, min(n, 6))
+        assert same(stored(again), stored(buffer))
+
+
+def test_an_epoch_begins_anew(tmp_path: Path):
+    buffer = filled(TensorDictReplayBuffer(storage=LazyTensorStorage(8), sampler=SamplerWithoutReplacement(True)), 6)
+    save_torchrl(buffer, tmp_path / "dump")
+    state = TensorDict.load_memmap(tmp_path / "dump" / "sampler")
+    assert (int(state["len_storage"]), bool(state["drop_last"]), bool(state["_ran_out"])) == (0, True, False)
+    epoch = load_torchrl(tmp_path / "dump", sampler=SamplerWithoutReplacement(), batch_size=6).sample()
+    assert sorted(epoch["index"].tolist()) == [0, 1, 2, 3, 4, 5]
+
+
+def test_large_tensors_go_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("gpubuf.data.formats.torchrl._COPY_BYTES", 40)
+    buffer = filled(TensorDictReplayBuffer(storage=LazyTensorStorage(8)), 7)
+    save_torchrl(buffer, tmp_path / "dump")
+    assert same(stored(load_torchrl(tmp_path / "dump")), transitions(7))
+
+
+def test_counts_beyond_an_int(tmp_path: Path):
+    """TorchRL counts written steps in a C int: the cursor stays right."""
+    buffer = filled(TensorDictReplayBuffer(storage=LazyTensorStorage(7)), 7)
+    buffer.storage.counters.set(2**40, 7)
+    save_torchrl(buffer, tmp_path / "dump")
+    writer = json.loads((tmp_path / "dump" / "writer" / "metadata.json").read_text())
+    assert writer["write_count"] < 2**31
+    assert writer["cursor"] == writer["write_count"] % 7 == 2**40 % 7
+    (tmp_path / "dump" / "writer" / "metadata.json").write_text(json.dumps({"cursor": 2, "write_count": -5}))
+    again = load_torchrl(tmp_path / "dump")
+    assert (again.storage.cursor, again.write_count) == (2, 9)
+
+
+def test_refuses_to_overwrite(tmp_path: Path):
+    buffer = filled(TensorDictReplayBuffer(storage=LazyTensorStorage(8)), 7)
+    with pytest.raises(FileExistsError):
+        save_torchrl(buffer, tmp_path)
+    with pytest.raises(RuntimeError, match="empty"):
+        save_torchrl(ReplayBuffer(storage=LazyTensorStorage(8)), tmp_path / "dump")
+    assert list(tmp_path.iterdir()) == []
+
+
+# Errors
+
+
+def copied(name: str, to: Path) -> Path:
+    return Path(shutil.copytree(DUMPS / name, to / name))
+
+
+def edit(path: Path, **changes) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "no storage": ("wrapped", lambda f: shutil.rmtree(f / "storage"), "no memory-mapped storage"),
+    "no writer": ("wrapped", lambda f: shutil.rmtree(f / "writer"), "is missing"),
+    "no settings": ("wrapped", lambda f: (f / "buffer_metadata.json").unlink(), "is missing"),
+    "truncated": ("wrapped", lambda f: os.truncate(f / "storage" / "action.memmap", 60), "60 bytes, but"),
+    "more rows than room": ("wrapped", lambda f: edit(f / "storage" / "storage_metadata.json", len=9), "impossible"),
+    "no number of rows": ("wrapped", lambda f: edit(f / "storage" / "storage_metadata.json", len=None), "integer"),
+    "half a step": ("two_dimensions", lambda f: edit(f / "storage" / "storage_metadata.json", len=11), "impossible"),
+    "cursor beyond the end": ("wrapped", lambda f: edit(f / "writer" / "metadata.json", cursor=8), "impossible"),
+    "not a ring": ("partial", lambda f: edit(f / "writer" / "metadata.json", cursor=2), "not those of a ring"),
+    "a list of tensors": (
+        "tensor",
+        lambda f: edit(f / "storage" / "storage_metadata.json", metadata={"0": {}, "1": {}}),
+        "only single tensors",
+    ),
+    "non-tensor data": (
+        "wrapped",
+        lambda f: edit(f / "storage" / "meta.json", action={"type": "NonTensorData"}),
+        "non-tensor data",
+    ),
+    "a newer sampler": ("prioritized", lambda f: edit(sampler(f), _schema_version=2), "has version 2"),
+    "alpha is text": ("prioritized", lambda f: edit(sampler(f), _alpha="1"), "'alpha' must be a number"),
+    "beta is not finite": ("prioritized", lambda f: edit(sampler(f), _beta=float("inf")), "'beta' must be a number"),
+    "half a row of room": ("prioritized", lambda f: edit(sampler(f), _max_capacity=7.5), "whole number"),
+    "less priorities": ("prioritized", lambda f: edit(sampler(f), _max_capacity=7), "64 bytes, but"),
+    "maximum is a number": ("prioritized", lambda f: edit(sampler(f), _max_priority=3), "a priority and an index"),
+    "weights below zero": ("prioritized", lambda f: weights(f).write_bytes(b"\xbf" * 64), "negative or not finite"),
+    "weights are NaN": ("prioritized", lambda f: weights(f).write_bytes(b"\xff" * 64), "negative or not finite"),
+    "too few priorities": (
+        "prioritized",
+        lambda f: (edit(sampler(f), _max_capacity=5), os.truncate(weights(f), 40)),
+        "room for 5 rows",
+    ),
+}
+
+
+def sampler(folder: Path) -> Path:
+    return folder / "sampler" / "sampler_metadata.json"
+
+
+def weights(folder: Path) -> Path:
+    return folder / "sampler" / "sumtree.memmap"
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_an_error(tmp_path: Path, damage: str):
+    name, spoil, message = DAMAGES[damage]
+    folder = copied(name, tmp_path)
+    spoil(folder)
+    with pytest.raises(ValueError, match=message):
+        load_torchrl(folder)
+
+
+PIECES = ("0", "-1", "8", "1e99", "9" * 25, "NaN", "null", "true", '"x"', '"../x"', "[]", "[8]", "[8, 2]", "{}", "")
+
+
+def test_mutated_dumps(tmp_path: Path):
+    """Whatever a value of the metadata is replaced by: a ValueError, or a buffer that works."""
+    chance = random.Random(4)
+    outcomes = []
+    for trial in range(200):
+        name = chance.choice(sorted(path.name for path in DUMPS.iterdir()))
+        folder = copied(name, tmp_path / str(trial))
+        path = chance.choice(sorted(folder.rglob("*.json")))
+        text = path.read_text()
+        token = chance.choice(list(re.finditer(r'[\d.]+|"[^"]*"|true|false|null|\[[^\]]*\]', text)))
+        path.write_text(text[: token.start()] + chance.choice(PIECES) + text[token.end() :])
+        try:
+            buffer = load_torchrl(folder)
+            if len(buffer):
+                buffer.sample(buffer.batch_size or 2)
+            outcomes.append("loaded")
+        except ValueError:
+            outcomes.append("refused")
+    assert set(outcomes) == {"loaded", "refused"}
+
+
+def test_foreign_folders(tmp_path: Path):
+    with pytest.raises(ValueError, match="not a folder"):
+        load_torchrl(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="no memory-mapped storage"):
+        load_torchrl(tmp_path)
+
+
+def test_storage_must_fit():
+    full = LazyTensorStorage(8)
+    filled(TensorDictReplayBuffer(storage=full), 3)
+    with pytest.raises(ValueError, match="must be empty"):
+        load_torchrl(DUMPS / "wrapped", storage=full)
+    with pytest.raises(ValueError, match="2 dimension"):
+        load_torchrl(DUMPS / "wrapped", storage=LazyTensorStorage(8, ndim=2))
+
+
+def test_no_pickle_is_read(tmp_path: Path):
+    """Code in the pickles that TorchRL writes beside the rows is not run; the loss of a transform's state is said."""
+
+    class Bomb:
+        def __reduce__(self):
+            return (os.mkdir, (str(tmp_path / "exploded"),))
+
+    folder = copied("wrapped", tmp_path)
+    for name in ("prefetch.pkl", "transform.t"):
+        torch.save(Bomb(), folder / name)
+    with pytest.warns(UserWarning, match="transform"):
+        assert len(load_torchrl(folder)) == 8
+    assert not (tmp_path / "exploded").exists()

@@ -1,0 +1,406 @@
+"""The rules of captured steps: what may change between calls, what is refused, and what is left behind by a refusal."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from tensordict import TensorDict, tensorclass
+from torch import Tensor
+
+from gpubuf import (
+    CaptureError,
+    LazyTensorStorage,
+    PrioritizedSampler,
+    ReplayBuffer,
+    SamplerWithoutReplacement,
+    SliceSampler,
+    SliceSamplerWithoutReplacement,
+    TensorDictReplayBuffer,
+    capture,
+)
+from tests.support.graph_recorder import RecordedCuda
+from tests.support.graph_worlds import World
+from tests.support.transitions import transitions
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> RecordedCuda:
+    return RecordedCuda().install(monkeypatch)
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+@tensorclass
+class Point:
+    x: Tensor
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+class TestArguments:
+    """The rules are the same with and without graphs, so that what works on a CPU works on a GPU."""
+
+    @pytest.fixture(autouse=True)
+    def setting(self, graphs, monkeypatch):
+        if graphs:
+            RecordedCuda().install(monkeypatch)
+
+    def test_values_may_change(self, graphs):
+        step = capture(lambda a, b, c, *, k: (a + b["x"] + c.x, [k[0]["y"] * 2]), warmup=1)
+        for i in range(4):
+            batch = TensorDict({"n": {"z": torch.ones(3)}, "x": torch.full((3,), float(i))}, [3])
+            point = Point(torch.full((3,), 100.0 * i), batch_size=[3])
+            out, (double,) = step(torch.ones(3), batch, point, k=({"y": torch.tensor(i)}, "constant", 1.5, None))
+            assert out.tolist() == [1.0 + 101.0 * i] * 3
+            assert double == 2 * i
+        assert step.captured == graphs
+
+    @pytest.mark.parametrize(
+        ("changed", "text"),
+        [
+            (lambda a: a["x"].set_("t", torch.ones(2)) and a, ""),
+            (lambda a: {**a, "x": TensorDict({"t": torch.ones(2), "u": torch.ones(2)}, [2])}, r"x\['u'\] was missing"),
+            (lambda a: {**a, "x": TensorDict({"t": torch.ones(3)}, [3])}, r"x was a TensorDict of \(2,\)"),
+            (lambda a: {**a, "x": TensorDict({"t": torch.ones(2).double()}, [2])}, r"x\['t'\] was .*float32.*float64"),
+            (lambda a: {**a, "y": torch.ones(4)}, r"y was a tensor of shape \(\).*shape \(4,\)"),
+            (lambda a: {**a, "y": 1.0}, r"y was a tensor.*is 1.0"),
+            (lambda a: {**a, "n": 4}, "n was 3 .* now it is 4; what is no tensor"),
+            (lambda a: {**a, "n": 3.0}, "n was 3"),
+            (lambda a: {**a, "z": torch.ones(1)}, "z was missing"),
+            (
+                lambda a: {name: value for name, value in a.items() if name != "n"},
+                "n was 3.*now it is missing; what is no tensor",
+            ),
+        ],
+    )
+    def test_nothing_else_may(self, graphs, changed, text):
+        def arguments() -> dict[str, Any]:
+            return {"x": TensorDict({"t": torch.ones(2)}, [2]), "y": torch.tensor(1.0), "n": 3}
+
+        step = capture(lambda **named: named["x"]["t"] * named["y"], warmup=1)
+        for _ in range(3):
+            step(**arguments())
+        if text:
+            with pytest.raises(ValueError, match=text):
+                step(**changed(arguments()))
+        assert step(**arguments()).tolist() == [1.0, 1.0]
+
+    def test_entries_that_a_step_adds_stay_its_own(self, graphs):
+        step = capture(lambda batch: batch.set("new", batch["x"] + 1)["new"], warmup=1)
+        batch = TensorDict({"x": torch.zeros(2)}, [2])
+        for _ in range(3):
+            assert step(batch).tolist() == [1.0, 1.0]
+        assert list(batch.keys()) == ["x"]
+
+    def test_tensors_that_it_was_given_must_not_be_changed(self, graphs):
+        step = capture(lambda x, pair: x.add_(1).sum(), warmup=1)
+        with pytest.raises(ValueError, match="changes argument 0 in place"):
+            step(torch.zeros(3), None)
+
+    def test_gradients_would_end_at_an_argument(self, graphs):
+        with pytest.raises(ValueError, match="argument 0 requires gradients"):
+            capture(lambda x: x * 2)(torch.ones(2, requires_grad=True))
+
+    def test_results_come_without_gradient(self, graphs):
+        weight = torch.ones(2, requires_grad=True)
+        step = capture(lambda: Pair(weight * 2, {"loss": TensorDict({"l": weight.sum()})}), warmup=1)
+        for _ in range(3):
+            out = step()
+            assert type(out) is Pair
+            assert not out.x.requires_grad
+            assert not out.y["loss"]["l"].requires_grad
+
+    @pytest.mark.parametrize("result", [3, 1.5, "text", (torch.ones(1), True), {"n": object()}])
+    def test_results_that_a_replay_could_not_bring_up_to_date(self, graphs, result):
+        with pytest.raises(ValueError, match="would be the same at every replay"):
+            capture(lambda: result)()
+
+    def test_an_error_of_the_step_is_its_own(self, graphs):
+        failing = [True]
+
+        def step() -> None:
+            if failing[0]:
+                raise RuntimeError("no luck")
+
+        run = capture(step, warmup=1, device="cpu")
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match=r"^no luck$"):
+                run()
+        failing[0] = False
+        for _ in range(2):
+            assert run() is None
+        failing[0] = True
+        if not graphs:
+            with pytest.raises(RuntimeError, match=r"^no luck$"):
+                run()
+
+
+def test_replays_return_the_same_tensors_in_new_containers(machine):
+    counter = torch.zeros(2)
+    step = capture(lambda: TensorDict({"count": counter.add_(1) * 1}, [2]), warmup=1)
+    warm, first, second = step(), step(), step()
+    assert warm["count"].tolist() == [1.0, 1.0]
+    assert first["count"] is second["count"]
+    assert second["count"].tolist() == [3.0, 3.0]
+    second["mine"] = torch.ones(2)
+    assert list(step().keys()) == ["count"]
+
+
+def test_arguments_of_the_constructor():
+    with pytest.raises(ValueError, match="warmup must be at least 1"):
+        capture(lambda: None, warmup=0)
+    with pytest.raises(RuntimeError, match="CUDA is not available"):
+        capture(lambda: None, device="cuda")
+    step = capture(test_arguments_of_the_constructor)
+    assert repr(step) == "Captured(test_arguments_of_the_constructor, 3 calls before the capture)"
+
+
+def test_where_a_step_works_is_found_out(machine):
+    """By its arguments, its results, or its buffers; or else by what it does."""
+    world = World("uniform")
+    machine.memory = world.buffer.storage.row_tensors
+    x = torch.zeros(2)
+    for step, arguments in (
+        (lambda given: None, (x,)),
+        (lambda: x, ()),
+        (lambda: world.buffer.mark_update(0), ()),
+    ):
+        run = capture(step, warmup=1)
+        for _ in range(2):
+            run(*arguments)
+        assert run.captured
+
+    def add_one() -> None:
+        x.add_(1)
+
+    for warmup in (1, 2, 3):
+        run = capture(add_one, warmup=warmup)
+        for _ in range(max(warmup, 2) + 1):
+            assert not run.captured
+            run()
+        assert run.captured
+    assert x.tolist() == [10.0] * 2
+
+
+def prioritized() -> TensorDictReplayBuffer:
+    return TensorDictReplayBuffer(storage=LazyTensorStorage(20), sampler=PrioritizedSampler(20, 0.6, 0.4), batch_size=4)
+
+
+def with_sampler(sampler: Any, **kwargs: Any) -> Callable[[], Callable[[], object]]:
+    def make() -> Callable[[], object]:
+        buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(20), sampler=sampler, batch_size=4, **kwargs)
+        buffer.extend(transitions(12))
+        return lambda: buffer.sample(4)
+
+    return make
+
+
+def set_on_sampler(name: str, value: float) -> Callable[[], Callable[[], object]]:
+    def make() -> Callable[[], object]:
+        buffer = prioritized()
+        buffer.extend(transitions(12))
+
+        def step() -> Tensor:
+            setattr(buffer.sampler, name, value)
+            return buffer.sample()["index"]
+
+        return step
+
+    return make
+
+
+def first_write() -> Callable[[], object]:
+    buffers = iter([ReplayBuffer(storage=LazyTensorStorage(20)) for _ in range(3)])
+    data = transitions(3)
+    return lambda: next(buffers).extend(data)
+
+
+def first_draw() -> Callable[[], object]:
+    buffers = [ReplayBuffer(storage=LazyTensorStorage(20), batch_size=2) for _ in range(3)]
+    for buffer in buffers:
+        buffer.extend(transitions(3))
+    unused = iter(buffers)
+    return lambda: next(unused).sample()
+
+
+def first_tree() -> Callable[[], object]:
+    buffers = [ReplayBuffer(storage=LazyTensorStorage(20), batch_size=2) for _ in range(3)]
+    for buffer in buffers:
+        buffer.extend(transitions(3))
+        buffer.set_sampler(PrioritizedSampler(20, 0.6, 0.4))
+    unused = iter(buffers)
+    return lambda: next(unused).sample()
+
+
+def on_the_host(work: Callable[[Tensor], object]) -> Callable[[], Callable[[], object]]:
+    def make() -> Callable[[], object]:
+        x = torch.arange(4.0)
+
+        def step() -> Tensor:
+            work(x)
+            return x + 1
+
+        return step
+
+    return make
+
+
+REFUSED = {
+    "an epoch of rows": (with_sampler(SamplerWithoutReplacement), "sample without replacement outside"),
+    "an epoch of slices": (
+        with_sampler(lambda: SliceSamplerWithoutReplacement(slice_len=2)),
+        "sample slices without replacement outside",
+    ),
+    "ragged slices": (
+        with_sampler(lambda: SliceSampler(slice_len=2, strict_length=False)),
+        "set pad_output=True",
+    ),
+    "prefetch": (with_sampler(None, prefetch=2), "use a buffer without prefetch"),
+    "pinned batches": (with_sampler(None, pin_memory=True), "pin_memory=True"),
+    "a beta of the host": (set_on_sampler("beta", 0.5), "set it to a tensor on the device"),
+    "alpha": (set_on_sampler("alpha", 0.5), "transforms every priority"),
+    "the first write": (first_write, "the first write allocates the storage"),
+    "the first draw": (first_draw, "seeds its random stream"),
+    "the first tree": (first_tree, "makes the tree"),
+    "item": (on_the_host(lambda x: x[0].item()), "reads a value"),
+    "nonzero": (on_the_host(lambda x: x.nonzero()), "size only the GPU knows"),
+    "a mask": (on_the_host(lambda x: x[x > 1]), "size only the GPU knows"),
+    "Python's noise": (on_the_host(lambda x: random.random()), "draws from Python's random"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.filterwarnings("ignore:pin_memory")
+def test_what_cannot_be_captured(name, machine):
+    """It says what, at the call that would capture; until then, and without a GPU, the step works."""
+    make, reason = REFUSED[name]
+    step = capture(make(), warmup=2)
+    for _ in range(2):
+        step()
+    with pytest.raises(CaptureError, match=reason):
+        step()
+    assert not step.captured
+
+
+def test_a_refused_step_has_done_nothing(machine):
+    world = World("prioritized")
+    machine.memory = world.buffer.storage.row_tensors
+
+    def step(data: TensorDict) -> Tensor:
+        world.buffer.extend(data)
+        batch = world.buffer.sample()
+        if float(batch["observation"].sum()) > 1e9:
+            raise AssertionError
+        return batch["index"]
+
+    run = capture(step, warmup=1)
+    run(world.data(0))
+    before, length, written = [v for _, v in world.state()], len(world.buffer), world.buffer.write_count
+    with pytest.raises(CaptureError, match="reads a value"):
+        run(world.data(1))
+    assert all(torch.equal(a, b) for a, (_, b) in zip(before, world.state(), strict=True))
+    assert (len(world.buffer), world.buffer.write_count) == (length, written)
+
+
+@pytest.mark.parametrize("name", ["slices", "prioritized slices"])
+def test_a_refused_step_leaves_the_rule_of_slices(name, machine):
+    """The index was to be computed for slices of another length, and has not been."""
+    drawn = []
+    for graphs in (False, True):
+        world = World(name)
+        machine.memory = world.buffer.storage.row_tensors
+        sampler = world.buffer.sampler
+
+        def step(world: World = world, sampler: Any = sampler) -> None:
+            sampler.slice_len = 2
+            world.buffer.sample()["observation"].sum().item()
+            sampler.slice_len = 8
+            world.buffer.sample()
+
+        sampler.slice_len = 4
+        world.buffer.sample()
+        if graphs:
+            run = capture(step, warmup=1, device="cpu")
+            run()
+            state = [v for _, v in world.state()]
+            with pytest.raises(CaptureError, match="reads a value"):
+                run()
+            assert all(torch.equal(a, b) for a, (_, b) in zip(state, world.state(), strict=True))
+        else:
+            step()
+        sampler.slice_len = 2
+        drawn.append(world.buffer.sample()["index"])
+        sampler.slice_len = 8
+        drawn.append(world.buffer.sample()["index"])
+    assert torch.equal(drawn[0], drawn[2])
+    assert torch.equal(drawn[1], drawn[3])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda buffer: buffer.free(),
+        lambda buffer: buffer.set_rng(torch.Generator().manual_seed(1)),
+        lambda buffer: buffer.set_storage(LazyTensorStorage(20)),
+        lambda buffer: buffer.sampler.free(),
+    ],
+)
+def test_a_graph_does_not_outlive_what_it_works_on(change, machine):
+    buffer = prioritized()
+    buffer.extend(transitions(8))
+    machine.memory = buffer.storage.row_tensors
+    step = capture(lambda: buffer.sample()["index"], warmup=1)
+    for _ in range(3):
+        step()
+    change(buffer)
+    with pytest.raises(CaptureError, match=r"call reset\(\)"):
+        step()
+    assert machine.log.count("replay") == 2
+    step.reset()
+    buffer.extend(transitions(8))
+    machine.memory = buffer.storage.row_tensors
+    for _ in range(2):
+        assert step().shape == (4,)
+    assert step.captured
+
+
+def test_what_is_changed_in_place_is_seen_by_the_graph(machine):
+    """Exponents, priorities and the random state may be set between calls."""
+    buffer = prioritized()
+    buffer.extend(transitions(8))
+    machine.memory = buffer.storage.row_tensors
+    step = capture(lambda: buffer.sample().select("index", "priority_weight"), warmup=1)
+    for _ in range(2):
+        step()
+    buffer.update_priority(torch.arange(8), torch.tensor([1.0] + [0.0] * 7))
+    assert set(step()["index"].tolist()) == {0}
+    buffer.update_priority(torch.arange(8), torch.arange(1.0, 9.0))
+    buffer.sampler.beta = 0.0
+    assert step()["priority_weight"].tolist() == [1.0] * 4
+    buffer.sampler.alpha = 0.0
+    buffer.sampler.beta = 1.0
+    assert step()["priority_weight"].tolist() == [1.0] * 4
+    state = buffer.sampler.random_state("cpu").state_dict()
+    drawn = step()["index"].tolist()
+    buffer.sampler.random_state("cpu").load_state_dict(state)
+    assert step()["index"].tolist() == drawn
+
+
+def test_a_graph_does_not_outlive_the_rows(machine):
+    """Although nothing but the storage has changed."""
+    buffer = ReplayBuffer(storage=LazyTensorStorage(20), batch_size=4)
+    buffer.extend(transitions(8))
+    machine.memory = buffer.storage.row_tensors
+    step = capture(buffer.sample, warmup=1)
+    for _ in range(2):
+        step()
+    buffer.storage.free()
+    buffer.extend(transitions(8))
+    with pytest.raises(CaptureError, match="moved, freed"):
+        step()

@@ -1,0 +1,263 @@
+"""Captured steps, on a machine whose CUDA graphs are recordings of the CPU: see tests/support/graph_recorder.py."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from gpubuf import HardUpdate, capture, graph_checks
+from gpubuf.graphs import Captured
+from gpubuf.kernels._registry import triton_on_cpu
+from tests.support.graph_recorder import RecordedCuda, recorded
+from tests.support.graph_worlds import CAPACITY, WORLDS, WRITTEN, World, differences, run
+from tests.support.sac_setup import make_loss
+
+CALLS, WARMUP = 14, 2
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> RecordedCuda:
+    return RecordedCuda().install(monkeypatch)
+
+
+def captured(world: World, machine: RecordedCuda, step: Callable[..., object] | None = None) -> Captured:
+    machine.memory = world.buffer.storage.row_tensors
+    return capture(world.step if step is None else step, warmup=WARMUP)
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_replays_are_steps(name, machine):
+    """CASES 14, 33: cursor, random numbers, priorities, running maximum and an annealed beta go on at each replay."""
+    eager = WORLDS[name]("cpu")
+    due = run(eager, eager.step, CALLS)
+    world = WORLDS[name]("cpu")
+    step = captured(world, machine)
+    found = run(world, step, CALLS)
+    assert step.captured
+    assert machine.log.count("replay") == CALLS - WARMUP
+    for number in range(CALLS):
+        assert not differences(found[number], due[number], f"call {number}"), [n for n, _ in world.state()]
+    assert len(world.buffer) == CAPACITY
+    assert world.buffer.write_count == int(world.buffer.storage.ring[0])
+
+
+@pytest.mark.parametrize("name", ["uniform", "prioritized slices"])
+def test_replays_are_steps_through_the_kernels(name, machine):
+    """The same on Triton's interpreter."""
+    with triton_on_cpu():
+        eager = WORLDS[name]("cpu")
+        due = run(eager, eager.step, WARMUP + 2)
+        world = WORLDS[name]("cpu")
+        assert not differences(run(world, captured(world, machine), WARMUP + 2), due)
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_without_a_gpu_every_call_is_the_step(name):
+    eager = WORLDS[name]("cpu")
+    due = run(eager, eager.step, 6)
+    world = WORLDS[name]("cpu")
+    step = capture(world.step, warmup=1)
+    assert not differences(run(world, step, 6), due)
+    assert not step.captured
+    assert "eagerly on cpu" in repr(step)
+
+
+def host_cursor(world: World) -> Callable[[TensorDict], Tensor]:
+    """Reads where the host says that the cursor is."""
+    storage = world.buffer.storage
+    return lambda data: storage.gather((torch.arange(3) + storage.cursor) % 12)[0][0]
+
+
+def host_size(world: World) -> Callable[[TensorDict], Tensor]:
+    """Draws among as many rows as the host says that there are."""
+    return lambda data: torch.rand(8) * len(world.buffer)
+
+
+def host_beta(world: World) -> Callable[[TensorDict], Tensor]:
+    """Anneals beta by a number."""
+    numbers = itertools.count(1)
+
+    def step(data: TensorDict) -> Tensor:
+        world.buffer.sampler.tree.set_beta(0.1 * next(numbers))
+        return world.buffer.sample()["priority_weight"]
+
+    return step
+
+
+@pytest.mark.parametrize("make", [host_cursor, host_size, host_beta])
+def test_what_the_host_decides_goes_wrong(make, machine):
+    """The recordings are no better than graphs: the tests above can fail."""
+    results = []
+    for graphs in (False, True):
+        world = World("prioritized")
+        world.buffer.update_priority(torch.arange(18), torch.arange(1.0, 19.0))
+        step = make(world)
+        if graphs:
+            step = captured(world, machine, step)
+        results.append([])
+        for number in range(6):
+            results[-1].append(step(world.data(number)).clone())
+            world.buffer.extend(world.data(number))
+    eager, replayed = results
+    assert not differences(replayed[: WARMUP + 1], eager[: WARMUP + 1])
+    assert differences(replayed[WARMUP + 1 :], eager[WARMUP + 1 :])
+
+
+def test_a_shape_that_depends_on_data_goes_wrong():
+    x = torch.tensor([1.0, -1.0, 1.0])
+    with recorded() as recorder:
+        x[x > 0].sum()
+    recorder.replay()
+    x.fill_(1.0)
+    with pytest.raises(AssertionError, match="another shape"):
+        recorder.replay()
+
+
+def test_a_recording_runs_nothing():
+    x, noise = torch.zeros(3), torch.get_rng_state()
+    with recorded() as recorder:
+        x.add_(1).mul_(torch.rand(3))
+    assert x.tolist() == [0.0] * 3
+    assert torch.equal(torch.get_rng_state(), noise)
+    recorder.replay()
+    assert (x > 0).all()
+
+
+@pytest.mark.parametrize("before", [0, 1, 2])
+@pytest.mark.parametrize("name", ["prioritized", "slices", "prioritized slices"])
+def test_replays_and_other_use_take_turns(name, before, machine):
+    """Writes, and draws (of slices of another length, too) between the calls; the first before the capture or after."""
+    results = []
+    for graphs in (False, True):
+        world = WORLDS[name]("cpu")
+        step = captured(world, machine) if graphs else world.step
+        results.append(run(world, step, WARMUP + before))
+        for number in range(WARMUP + before, CALLS):
+            # Slices of 4 become slices of 2 and 8 where their number is what is given.
+            world.buffer.sampler.slice_len, world.buffer.sampler.num_slices = None, 4
+            with pytest.warns(UserWarning, match="batch_size") if number == WARMUP + before else nullcontext():
+                other = world.buffer.sample(8 if number % 2 else 32)
+            world.buffer.sampler.slice_len, world.buffer.sampler.num_slices = 4, None
+            if number % 3 == 0:
+                world.buffer.extend(world.data(100 + number))
+            results[-1].append(other.clone())
+            results[-1] += run(world, step, 1)
+    assert not differences(results[1], results[0])
+
+
+def test_a_captured_step_may_empty_its_buffer(machine):
+    results = []
+    for graphs in (False, True):
+        world = World("prioritized")
+
+        def step(data: TensorDict, world: World = world) -> Tensor:
+            world.buffer.empty()
+            return world.buffer.extend(data)
+
+        results.append(run_of(captured(world, machine, step) if graphs else step, world))
+    assert not differences(results[1], results[0])
+
+
+def run_of(step: Callable[..., Tensor], world: World) -> list[tuple[Tensor, Tensor, Tensor]]:
+    return [
+        (
+            step(world.data(i)).clone(),
+            torch.tensor((len(world.buffer), world.buffer.write_count)),
+            world.buffer.storage.ring,
+        )
+        for i in range(6)
+    ]
+
+
+@pytest.mark.parametrize("interval", [1, 2, 3, 5])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_targets_that_are_copied_at_intervals(interval, steps, machine):
+    """The host counts in eager use, the device in a graph; they agree, whichever is used."""
+    results = []
+    for graphs in (False, True):
+        torch.manual_seed(0)
+        loss = make_loss(target_entropy=-3.0)
+        updater = HardUpdate(loss, value_network_update_interval=interval)
+
+        def step(loss=loss, updater=updater) -> None:
+            with torch.no_grad():
+                for parameter in loss.parameters():
+                    parameter.add_(1)
+            for _ in range(steps):
+                updater.step()
+
+        taken = capture(step, warmup=1, device="cpu") if graphs else step
+        found = []
+        for number in range(12):
+            (step if number % 4 == 2 else taken)()
+            found.append((torch.tensor(updater.counter), [target.clone() for target, _ in loss.target_pairs()]))
+        results.append(found)
+    assert "replay" in machine.log
+    assert not differences(results[1], results[0])
+
+
+def test_the_order_of_streams(machine):
+    """The warm-up and the capture are on one side stream, between what is before and what is after."""
+    counter = torch.zeros(())
+    step = capture(lambda: counter.add_(1), warmup=1, device="cpu")
+    for due in (1, 2, 3):
+        assert step().item() == due
+    aside = ["side waits for main", "main waits for side"]
+    assert machine.log == [*aside, aside[0], "capture on side", aside[1], "replay", "replay"]
+
+
+def test_a_replay_is_a_turn_of_its_buffers(machine):
+    """Other threads, and draws that were asked for earlier, are kept in order."""
+    world = World("uniform")
+    step = captured(world, machine)
+    for number in range(WARMUP + 1):
+        step(world.data(number))
+    owners = []
+    replay = step._graph.replay
+    step._graph.replay = lambda: (owners.append(world.buffer._lock.held), replay())
+    step(world.data(0))
+    assert owners == [True]
+
+
+def test_a_compiled_step_can_be_captured(machine, monkeypatch):
+    """Rows are counted although the operation that counts in compiled code is not part of a graph."""
+    # Compiled code looks whether numbers that lie on the CPU are NaN. On a GPU it doesn't.
+    monkeypatch.setattr(graph_checks, "SYNCHRONISING", {})
+    torch._dynamo.reset()
+    eager = World("prioritized", learn="soft")
+    due = run(eager, eager.step, 6)
+    world = World("prioritized", learn="soft")
+
+    def losses(data: TensorDict) -> tuple[Tensor, Tensor, TensorDict]:
+        world._anneal()
+        batch = world.buffer.sample()
+        index = world.buffer.extend(data)
+        out = world.loss(batch)
+        world.buffer.update_tensordict_priority(batch)
+        return out["loss_qvalue"] + out["loss_actor"] + out["loss_alpha"], index, batch
+
+    compiled = torch.compile(losses, fullgraph=True, backend="aot_eager")
+
+    def step(data: TensorDict) -> tuple[Tensor, TensorDict]:
+        loss, index, batch = compiled(data)
+        world.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        world.optimizer.step()
+        world.updater.step()
+        return index, batch
+
+    # The random stream must exist before, and begins as that of the eager world.
+    world.buffer.sampler.random_state("cpu")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        found = run(world, captured(world, machine, step), 6)
+    # Compiled arithmetic may round in another order; what is drawn, and so all the rest, is the same.
+    for (index, batch, length, _), (due_index, due_batch, due_length, _) in zip(found, due, strict=True):
+        assert not differences((index, batch["index"], length), (due_index, due_batch["index"], due_length))
+        torch.testing.assert_close(batch["td_error"], due_batch["td_error"])
+    assert world.buffer.write_count == int(world.buffer.storage.ring[0]) == (6 + 3) * WRITTEN

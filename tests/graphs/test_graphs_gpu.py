@@ -1,0 +1,187 @@
+"""Captured and compiled steps on a real GPU: n replays are n steps, and nothing waits for the host."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from gpubuf import CaptureError, HardUpdate, capture
+from tests.support.graph_worlds import CAPACITY, WORLDS, World, differences, run
+from tests.support.sac_setup import make_loss
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+CALLS = 20
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_replays_are_steps(name):
+    """CASES 14, 33: cursor, random numbers, priorities, running maximum and an annealed beta go on at each replay."""
+    eager = WORLDS[name]("cuda")
+    due = run(eager, eager.step, CALLS)
+    world = WORLDS[name]("cuda")
+    step = capture(world.step)
+    found = run(world, step, CALLS)
+    assert step.captured
+    assert len(world.buffer) == CAPACITY
+    assert world.buffer.write_count == int(world.buffer.storage.ring[0])
+    if world.loss is None:
+        assert not differences(found, due)
+        return
+    # cuBLAS may choose other algorithms on another stream: the same up to rounding, while that leads to the same draws.
+    for number in range(5):
+        (index, batch, length, _), (due_index, due_batch, due_length, _) = found[number], due[number]
+        assert not differences((index, batch["index"], length), (due_index, due_batch["index"], due_length))
+        torch.testing.assert_close(batch["td_error"], due_batch["td_error"])
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_calls_do_not_synchronise(name):
+    """Replays, and the warm-up before them. (The capture itself does, in ``torch.cuda.graph``.)"""
+    world = WORLDS[name]("cuda")
+    data = world.data(0)
+    world.step(data)
+    step = capture(world.step, warmup=1)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(data)
+        torch.cuda.set_sync_debug_mode("default")
+        step(data)
+        torch.cuda.set_sync_debug_mode("error")
+        for _ in range(5):
+            step(data)
+            world.buffer.extend(data)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert step.captured
+
+
+def test_replays_on_the_stream_of_other_work():
+    """Eager operations before and after a replay, on this stream and on another, see it in order."""
+    results = []
+    for graphs in (False, True):
+        world = World("prioritized", device="cuda")
+        step = capture(world.step, warmup=1) if graphs else world.step
+        other, found = torch.cuda.Stream(), []
+        for number in range(CALLS):
+            found += run(world, step, 1)
+            with torch.cuda.stream(other):
+                index = world.buffer.extend(world.data(100 + number))
+                world.buffer.update_priority(index, 2.0)
+            torch.cuda.current_stream().wait_stream(other)
+        results.append(found)
+    assert not differences(results[1], results[0])
+
+
+def test_noise_of_the_device_goes_on():
+    """Numbers of PyTorch's CUDA generator are those of eager calls."""
+    torch.cuda.manual_seed(0)
+    due = [torch.randn(5, device="cuda") for _ in range(8)]
+    torch.cuda.manual_seed(0)
+    step = capture(lambda: torch.randn(5, device="cuda"), warmup=3)
+    assert not differences([step().clone() for _ in range(8)], due)
+
+
+@pytest.mark.parametrize("interval", [1, 3])
+def test_targets_that_are_copied_at_intervals(interval):
+    loss = make_loss(target_entropy=-3.0).to("cuda")
+    updater = HardUpdate(loss, value_network_update_interval=interval)
+
+    def step() -> None:
+        with torch.no_grad():
+            for parameter in loss.parameters():
+                parameter.add_(1)
+        updater.step()
+
+    taken = capture(step, warmup=1, device="cuda")
+    for number in range(1, 10):
+        taken()
+        target, source = loss.target_pairs()[0]
+        torch.testing.assert_close(source - target, torch.full_like(target, float(number % interval)))
+
+
+REFUSED = {
+    "item": (lambda x: x.sum().item(), "reads a value"),
+    "nonzero": (lambda x: x.nonzero(), "size only the GPU knows"),
+    "copy": (lambda x: x.cpu(), "copies between host and GPU"),
+    "host noise": (lambda x: torch.rand(3), "makes a tensor on the CPU"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_captured(name):
+    """It is said before CUDA fails, and the GPU is as good as before."""
+    work, reason = REFUSED[name]
+    x = torch.ones(4, device="cuda")
+
+    def step() -> Tensor:
+        work(x)
+        return x + 1
+
+    run_step = capture(step, warmup=1)
+    run_step()
+    with pytest.raises(CaptureError, match=reason):
+        run_step()
+    assert (x + 1).tolist() == [2.0] * 4
+    fine = capture(lambda: x + 1, warmup=1)
+    for _ in range(3):
+        assert fine().tolist() == [2.0] * 4
+
+
+def test_an_optimiser_that_is_not_capturable():
+    weight = torch.nn.Parameter(torch.ones(3, device="cuda"))
+    optimizer = torch.optim.Adam([weight])
+
+    def step() -> None:
+        optimizer.zero_grad()
+        weight.sum().backward()
+        optimizer.step()
+
+    run_step = capture(step, warmup=1, device="cuda")
+    run_step()
+    with pytest.raises(CaptureError, match=r"capturable|on the CPU"):
+        run_step()
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled_steps(captured):
+    """One version of the code while the buffer fills and wraps; alone, and as part of a graph."""
+    torch._dynamo.reset()
+    world = World("prioritized", device="cuda", learn="soft")
+    world.buffer.sampler.random_state("cuda")
+
+    def losses(data: TensorDict) -> tuple[Tensor, Tensor]:
+        batch = world.buffer.sample()
+        world.buffer.extend(data)
+        assert world.loss is not None
+        out = world.loss(batch)
+        world.buffer.update_tensordict_priority(batch)
+        return out["loss_qvalue"] + out["loss_actor"] + out["loss_alpha"], batch["index"]
+
+    compiled = torch.compile(losses, fullgraph=True)
+
+    def step(data: TensorDict) -> tuple[Tensor, Tensor]:
+        loss, index = compiled(data)
+        world.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        world.optimizer.step()
+        world.updater.step()
+        return loss, index
+
+    take = capture(step) if captured else step
+    drawn = set()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for number in range(CALLS):
+            loss, index = take(world.data(number))
+            assert loss.isfinite()
+            drawn.add(tuple(index.tolist()))
+    assert len(drawn) == CALLS
+    assert len(world.buffer) == CAPACITY
+    assert world.buffer.write_count == int(world.buffer.storage.ring[0])

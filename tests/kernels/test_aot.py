@@ -1,0 +1,85 @@
+"""Every kernel compiles to machine code for four targets, within the register file of NVIDIA's, aligned or not."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import gpubuf.kernels
+from gpubuf.kernels.aot.compiler import GATES, all_specs, compile_in_subprocess
+
+pytest.importorskip("triton")
+
+
+def is_triton_jit(decorator: ast.expr) -> bool:
+    return ast.unparse(decorator).partition("(")[0] in ("triton.jit", "jit")
+
+
+def kernels_in_the_tree() -> set[str]:
+    """``"module:function"`` of every ``*_kernel`` that ``@triton.jit`` decorates under ``gpubuf.kernels``."""
+    found = set()
+    root = Path(gpubuf.kernels.__path__[0])
+    for path in root.rglob("*.py"):
+        module = ".".join(["gpubuf.kernels", *path.relative_to(root).with_suffix("").parts])
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
+                assert any(map(is_triton_jit, node.decorator_list)), f"{module}:{node.name} is a kernel in name only"
+                found.add(f"{module}:{node.name}")
+    return found
+
+
+def test_every_kernel_has_a_spec():
+    """No kernel escapes the gate, and no spec outlives its kernel."""
+    kernels = kernels_in_the_tree()
+    assert len(kernels) >= 1
+    assert kernels == {spec.kernel for spec in all_specs()}
+
+
+COUNTS = {"n", "count", "total", "n_rows", "n_others", "n_signals", "n_keys"}
+
+
+def test_no_kernel_is_compiled_again_for_another_number_of_rows():
+    """Triton would compile 1, multiples of 16 and all others each for themselves: in the middle of a training run."""
+    seen = 0
+    for kernel in kernels_in_the_tree():
+        module, _, name = kernel.partition(":")
+        source = Path(*module.split(".")[1:]).with_suffix(".py")
+        tree = ast.parse((Path(gpubuf.kernels.__path__[0]).parent / source).read_text())
+        (found,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
+        named = ast.unparse(found.decorator_list[0])
+        sizes = {argument.arg for argument in found.args.args} & COUNTS
+        assert not [size for size in sizes if f"'{size}'" not in named], kernel
+        seen += len(sizes)
+    assert seen >= len(kernels_in_the_tree())
+
+
+@pytest.mark.parametrize("target", GATES)
+def test_every_kernel_compiles(target: str):
+    """Each spec compiles; on NVIDIA no register is spilled, on AMD no loop is irreducible (Case 49)."""
+    results = compile_in_subprocess(target)
+    assert len(results) == len(all_specs())
+    failed = [f"{r.spec}: {r.error}" for r in results if r.error]
+    assert not failed, f"{target} refused:\n" + "\n".join(failed)
+    assert all(r.registers > 0 for r in results)
+    if target.startswith("sm_"):
+        spilled = [f"{r.spec}: {r.spill_bytes} bytes, {r.registers} registers" for r in results if r.spill_bytes]
+        assert not spilled, f"spills on {target}:\n" + "\n".join(spilled)
+    irreducible = [r.spec for r in results if r.irreducible]
+    assert not irreducible, f"loops on {target} that may never end:\n" + "\n".join(irreducible)
+
+
+def test_loops_are_reducible_on_another_amd_gpu():
+    """Case 49: gfx1100 finds more of them. Only the trajectory index has loops as long as what it has read says."""
+    results = compile_in_subprocess("gfx1100", "gpubuf.kernels.aot.specs.trajectories")
+    assert results
+    assert not [f"{r.spec}: {r.error}" for r in results if r.error or r.irreducible]
+
+
+def test_the_gate_refuses_what_it_should():
+    """A spill is seen, and so are code that only the interpreter accepts and an irreducible loop."""
+    spilling, changing_type, _ = compile_in_subprocess("sm_80", "tests.support.faulty_kernels")
+    assert not spilling.error
+    assert spilling.spill_bytes > 0
+    assert "total" in changing_type.error
+    *_, irreducible = compile_in_subprocess("gfx942", "tests.support.faulty_kernels")
+    assert irreducible.irreducible > 0

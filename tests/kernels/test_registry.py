@@ -1,0 +1,107 @@
+"""Registration of operations: devices, laziness, and the switch to the interpreter."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gpubuf.kernels import _registry
+
+
+def given_back(*args):
+    return args
+
+
+@pytest.mark.parametrize(("index", "switches"), [(0, []), (1, [1]), (-1, [])])
+def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch, index, switches):
+    """Triton launches on the current device, which need not be the one that the tensors are on.
+
+    -1 stands for host memory, as in the interpreter: there is nothing to switch to.
+    """
+    current = []
+
+    @contextlib.contextmanager
+    def device(which):
+        current.append(which)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    tensor = SimpleNamespace(get_device=lambda: index)
+    assert _registry._on_its_device("tests.kernels.test_registry:given_back")(tensor, 3) == (tensor, 3)
+    assert current == switches
+
+
+def test_the_switch_is_restored_after_an_error():
+    assert not _registry.triton_on_cpu_enabled()
+
+    def fail():
+        with _registry.triton_on_cpu():
+            assert _registry.triton_on_cpu_enabled()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert not _registry.triton_on_cpu_enabled()
+
+
+def test_the_switch_needs_the_interpreter(monkeypatch):
+    import triton
+
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    with pytest.raises(RuntimeError, match="TRITON_INTERPRET"), _registry.triton_on_cpu():
+        pass
+
+
+def on_cpu(x: torch.Tensor, n: int) -> torch.Tensor:
+    return x + n
+
+
+def on_triton(x: torch.Tensor, n: int) -> torch.Tensor:
+    return x - n
+
+
+class Recorded(TorchDispatchMode):
+    """Which operations reach the dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_without_dispatch():
+    """The dispatcher is passed by where it has nothing to decide, and only there."""
+    operation = _registry.define(
+        "test_shift(Tensor x, int n) -> Tensor",
+        cpu="tests.kernels.test_registry:on_cpu",
+        cuda="tests.kernels.test_registry:on_triton",
+        fake=lambda x, n: x.new_empty(x.shape),
+    )
+    call = _registry.without_dispatch(operation)
+    x = torch.arange(3)
+    with torch.profiler.profile(acc_events=True) as profile:
+        assert call(x, 2).tolist() == [2, 3, 4]
+    assert "gpubuf::test_shift" not in {event.key for event in profile.key_averages()}
+    with Recorded() as recorded:
+        assert call(x, 2).tolist() == [2, 3, 4]
+    assert recorded.seen[0] == "gpubuf::test_shift"
+    with _registry.triton_on_cpu(), torch.profiler.profile(acc_events=True) as profile:
+        assert call(x, 2).tolist() == [-2, -1, 0]
+    assert "gpubuf::test_shift" not in {event.key for event in profile.key_averages()}
+    with FakeTensorMode() as mode:
+        assert call(mode.from_tensor(x), 2).shape == (3,)
+        assert call(torch.empty(5, device="cuda"), 2).device.type == "cuda"
+    with torch.device("meta"):
+        assert call(x, 2).tolist() == [2, 3, 4]
+    assert call(x.to("meta"), 2).device.type == "meta"
+    compiled = torch.compile(call, fullgraph=True, backend="eager")
+    assert compiled(x, 2).tolist() == [2, 3, 4]

@@ -1,0 +1,92 @@
+"""Rows of which the first lie in one memory and the others in another: all operations, against an unsplit storage."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gpubuf.kernels import philox, rows
+from tests.support.rows_oracle import ROWS, SplitStore, Store, assert_gathered, assert_same, bytes_of
+
+CAPACITY = 9
+SPLITS = [0, 1, 4, 8, 9]
+
+
+def twins(split: int, written: int = 0) -> tuple[Store, SplitStore]:
+    stores = (Store(ROWS, CAPACITY, written=written), SplitStore(ROWS, CAPACITY, split, written=written))
+    assert_same(stores[0].tensors, stores[1].tensors)
+    return stores
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_gather(backend, split):
+    store = twins(split, written=20)[1]
+    index = torch.tensor([0, 3, 4, 8, -1, -9, 3, 7])
+    gathered, generation = store.gather(index)
+    assert_gathered(store, gathered, index)
+    assert generation.tolist() == [3, 2, 2, 2, 2, 3, 2, 2]
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_sample(backend, split):
+    whole, parted = twins(split, written=20)
+    expected, found = (store.sample(philox.new_state(7, "cpu"), 40) for store in (whole, parted))
+    assert torch.equal(found[1], expected[1])
+    assert torch.equal(found[2], expected[2])
+    assert_same(found[0], expected[0])
+    assert set(found[1].tolist()) == set(range(CAPACITY))
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_extend_over_split_and_seam(backend, split):
+    """From every cursor, in every size: a run is cut where the memories meet, at the seam, or both."""
+    stores = twins(split)
+    sizes = (1, 2, 3, 5, 7, 8, 9, 12, 1, 4, 6) if backend == "numba" else (3, 5, 4, 12)
+    for seed, n in enumerate(sizes):
+        index = [store.extend(store.batch(n, seed), n) for store in stores]
+        assert torch.equal(index[0], index[1])
+        assert_same(stores[1].tensors, stores[0].tensors)
+    assert stores[0].counters == stores[1].counters
+
+
+def test_extend_from_strided_rows(backend):
+    whole, parted = twins(4, written=7)
+    wide = [torch.cat([t, t], 1) if t.dim() > 1 else torch.stack([t, t], 1)[:, 0] for t in whole.batch(6, 3)]
+    sources = [t[:, : t.shape[1] // 2] if t.dim() > 1 else t for t in wide]
+    for store in (whole, parted):
+        store.extend(sources, 6)
+    assert_same(parted.tensors, whole.tensors)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_write(backend, split):
+    stores = twins(split, written=20)
+    index = torch.tensor([0, 5, -1, 3, 4, 0])
+    for store in stores:
+        store.write(store.batch(6, 5), index)
+    assert_same(stores[1].tensors, stores[0].tensors)
+
+
+def test_nothing_is_written_outside(backend):
+    """The memory after the first rows, and before the others, belongs to somebody else."""
+    store = SplitStore([(torch.float32, (3,))], CAPACITY, 4)
+    guarded = [torch.full((n + 2, 3), 7.0) for n in (4, 5)]
+    store.parts = [(guarded[0][1:-1], guarded[1][1:-1])]
+    store.attach("cpu")
+    for seed in range(4):
+        store.extend(store.batch(7, seed), 7)
+    store.write(store.batch(9, 9), torch.arange(9))
+    for memory in guarded:
+        assert memory[[0, -1]].tolist() == [[7.0] * 3] * 2
+    assert torch.equal(bytes_of(store.tensors[0]), bytes_of(store.batch(9, 9)[0]))
+
+
+def test_an_entry_says_where_rows_are():
+    near, far = 4096, 1 << 40
+    entry = rows.table_entry(near, 12, 100, far)
+    assert entry[rows.NEAR] + 99 * entry[rows.ROW_BYTES] == near + 99 * 12
+    assert entry[rows.FAR] + 100 * entry[rows.ROW_BYTES] == far
+    assert entry[rows.SPLIT] == 100
+    whole = rows.table_entry(near, 12)
+    assert whole[rows.SPLIT] > 1 << 60
+    assert whole[rows.FAR] == near  # the widest copy that is possible is told by both addresses

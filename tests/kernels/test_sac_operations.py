@@ -1,0 +1,370 @@
+"""The edges of soft actor-critic's operations, on both backends: block sizes, strides, dtypes, NaN, kinks, repetition.
+
+Complements test_sac_ops.py, which compares every combination of weights, masks and reductions.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpubuf.kernels import sac
+from gpubuf.kernels._registry import triton_on_cpu
+from gpubuf.kernels.config import SAC_BLOCK as LARGEST_BLOCK
+from tests.support.fake_cuda import fake_cuda
+from tests.support.sac_reference import assert_no_worse, distance, reduce, td_target
+
+# The interpreter computes with NumPy, which warns of what a kernel then leaves out by selection.
+NUMPY_WARNS = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+NAN, INF = float("nan"), float("inf")
+LOSSES = {"l1": sac.L1, "l2": sac.L2, "smooth_l1": sac.SMOOTH_L1}
+REDUCTIONS = {"none": sac.NONE, "mean": sac.MEAN, "sum": sac.SUM}
+# What rounding of the result alone may cost, relative to the largest element.
+ROUNDING = {torch.float64: 4e-15, torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * seed + math.prod(shape))
+    return torch.randn(shape, generator=generator, dtype=torch.float64).mul(2).to(dtype)
+
+
+def weighting(kind: str, n: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor | None, Tensor | None]:
+    return (
+        random(n, seed=7, dtype=dtype).abs() if "weight" in kind else None,
+        torch.arange(n) % 3 != 1 if "mask" in kind else None,
+    )
+
+
+def td_reference(q: Tensor, target: Tensor, weight: Tensor | None, mask: Tensor | None, name: str, reduction: str):
+    """(loss, td_error)."""
+    each = distance(q, target.expand_as(q), name)
+    return reduce(each.sum(0), weight, mask, reduction), (q - target).abs().amax(0)
+
+
+def actor_reference(q: Tensor, log_prob: Tensor, alpha: Tensor, weight: Tensor | None, mask: Tensor | None, how: str):
+    """(loss, entropy)."""
+    return reduce(alpha * log_prob - q.min(0).values, weight, mask, how), -log_prob.mean()
+
+
+def temperature_reference(log_alpha: Tensor, log_prob: Tensor, aim: Tensor, weight, mask, how: str) -> Tensor:
+    return reduce(-log_alpha * (log_prob + aim), weight, mask, how)
+
+
+def differentiated(function, *arguments: Tensor, others: tuple = ()) -> tuple[Tensor, ...]:
+    """The outputs of ``function(*arguments, *others)``, then the gradients of the first under fixed incoming ones."""
+    leaves = [a.detach().clone().requires_grad_() for a in arguments]
+    output = function(*leaves, *others)
+    output = output if isinstance(output, tuple) else (output,)
+    loss = output[0]
+    incoming = torch.linspace(0.5, 2, loss.numel()).reshape(loss.shape).to(loss.dtype)
+    return (*(o.detach() for o in output), *torch.autograd.grad(loss, leaves, incoming))
+
+
+def widened(*arguments: Tensor | None, dtype: torch.dtype = torch.float64) -> tuple[Tensor | None, ...]:
+    return tuple(a.to(dtype) if a is not None and a.is_floating_point() else a for a in arguments)
+
+
+def check_td(q, target, weight, mask, name, reduction):
+    *ours, _, by_q = differentiated(sac.td_loss, q, others=(target, weight, mask, LOSSES[name], REDUCTIONS[reduction]))
+    real = torch.float64 if q.dtype is torch.float64 else torch.float32
+    assert [t.dtype for t in ours] == [real, real]
+    assert by_q.dtype is q.dtype
+    truth, plain = (
+        differentiated(td_reference, wide, others=(*others, name, reduction))
+        for wide, *others in (widened(q, target, weight, mask, dtype=dtype) for dtype in (torch.float64, real))
+    )
+    for got, other, true in zip((*ours, by_q), plain, truth, strict=True):
+        assert_no_worse(got, other, true, ROUNDING[got.dtype])
+
+
+def check_actor(q, log_prob, alpha, weight, mask, reduction):
+    loss, entropy, _, by_q, by_log_prob = differentiated(
+        sac.actor_loss, q, log_prob, others=(alpha, weight, mask, REDUCTIONS[reduction])
+    )
+    real = torch.float64 if q.dtype is torch.float64 else torch.float32
+    assert (loss.dtype, by_q.dtype, by_log_prob.dtype) == (real, q.dtype, log_prob.dtype)
+    truth, plain = (
+        differentiated(actor_reference, wide, density, others=(*others, reduction))
+        for wide, density, *others in (
+            widened(q, log_prob, alpha, weight, mask, dtype=dtype) for dtype in (torch.float64, real)
+        )
+    )
+    for got, other, true in zip((loss, entropy, by_q, by_log_prob), plain, truth, strict=True):
+        assert_no_worse(got, other, true, ROUNDING[got.dtype])
+
+
+def check_temperature(log_alpha, log_prob, aim, weight, mask, reduction):
+    loss, slope, by_log_alpha = differentiated(
+        sac.temperature_loss, log_alpha, others=(log_prob, aim, weight, mask, REDUCTIONS[reduction])
+    )
+    assert slope.shape == loss.shape
+    assert by_log_alpha.shape == log_alpha.shape
+    real = torch.float64 if log_prob.dtype is torch.float64 else torch.float32
+    truth, plain = (
+        differentiated(temperature_reference, wide, others=(*others, reduction))
+        for wide, *others in (
+            widened(log_alpha, log_prob, aim, weight, mask, dtype=dtype) for dtype in (torch.float64, real)
+        )
+    )
+    for got, other, true in zip((loss, by_log_alpha), plain, truth, strict=True):
+        assert_no_worse(got, other, true, ROUNDING[got.dtype])
+
+
+class TestAgainstPlainTorch:
+    @pytest.mark.parametrize("nets", [1, 2, 5])
+    @pytest.mark.parametrize(
+        "n", [1, 31, 32, 33, LARGEST_BLOCK - 1, LARGEST_BLOCK, LARGEST_BLOCK + 1, 2 * LARGEST_BLOCK + 452]
+    )
+    def test_sizes(self, backend, n, nets):
+        """One row, the edges of a block, and several blocks, whose sums a second kernel adds."""
+        q, rows, (weight, mask) = random(nets, n), random(n, seed=1), weighting("weight and mask", n)
+        for reduction in ("none", "mean"):
+            check_td(q, rows, weight, mask, "l2", reduction)
+            check_actor(q, rows, torch.tensor(0.3), weight, mask, reduction)
+        check_temperature(torch.tensor([0.7]), rows, torch.tensor(-6.0), weight, mask, "mean")
+        check_temperature(torch.tensor([0.7]), rows, torch.tensor(-6.0), None, None, "sum")
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize("n", [40, LARGEST_BLOCK + 5])
+    def test_dtypes(self, backend, dtype, n):
+        q, rows, (weight, mask) = random(2, n, dtype=dtype), random(n, seed=1, dtype=dtype), weighting("weight", n)
+        alpha = torch.tensor(0.3, dtype=dtype)
+        check_td(q, rows, weight, mask, "smooth_l1", "mean")
+        check_actor(q, rows, alpha, weight, mask, "mean")
+        check_temperature(alpha, rows, torch.tensor(-3.0), weight, mask, "mean")
+
+    def test_arguments_of_mixed_dtypes(self, backend):
+        """Half-precision networks under a float32 target and float64 importance weights, and the reverse."""
+        half, single, double = random(2, 40, dtype=torch.bfloat16), random(40, seed=1), random(40, seed=2).double()
+        check_td(half, single, double.abs(), None, "l2", "mean")
+        check_td(half.double(), single, single.abs(), None, "l2", "mean")
+        check_actor(half, single, torch.tensor(0.3).double(), double.abs(), None, "mean")
+        check_temperature(torch.tensor(0.3).double(), single, torch.tensor(-1), None, None, "mean")
+
+    def test_batch_dimensions(self, backend):
+        """Rows of any shape; a per-row argument of another shape is read in row-major order."""
+        q, target, flat = random(2, 4, 3, 1), random(4, 3, 1, seed=1), random(12, seed=2).abs()
+        mask = torch.arange(12) % 4 != 2
+        check_td(q, target, flat.reshape(4, 3), mask, "l2", "none")
+        check_actor(q, target, torch.tensor(0.1), flat, mask.reshape(4, 3, 1), "none")
+        check_temperature(torch.tensor([[0.1]]), target, torch.tensor([2.0]), flat, mask, "none")
+        y = sac.soft_td_target(q, target[..., 0], torch.ones(1), flat, mask, torch.ones(()), None)
+        assert y.shape == (4, 3)
+
+    def test_strided_arguments(self, backend):
+        """Transposed, sliced and expanded arguments, and an expanded incoming gradient."""
+        q, rows = random(40, 2).T, random(40, 2, seed=1)[:, 1]
+        weight, mask = torch.tensor(0.5).expand(40), (torch.arange(80) % 3 != 1)[::2]
+        assert not q.is_contiguous()
+        assert not rows.is_contiguous()
+        for reduction in REDUCTIONS:
+            check_td(q, rows, weight, mask, "l2", reduction)
+            check_actor(q, rows, torch.tensor(0.3), weight, mask, reduction)
+            check_temperature(torch.tensor(0.3), rows, torch.tensor(1.0), weight, mask, reduction)
+        leaf = q.detach().clone().requires_grad_()
+        sac.td_loss(leaf, rows, weight, None, sac.L2, sac.NONE)[0].sum().backward()
+        torch.testing.assert_close(leaf.grad, q - rows)
+
+
+class TestSoftTarget:
+    @NUMPY_WARNS
+    @pytest.mark.parametrize("bad", [NAN, INF, -INF])
+    @pytest.mark.parametrize("stepped", [False, True])
+    def test_a_terminated_row_does_not_see_its_next_value(self, backend, stepped, bad):
+        """Selected, not multiplied by zero: NaN in the values after a terminal observation does no harm."""
+        next_q, density, reward = random(2, 6), random(6, seed=1), random(6, seed=2)
+        terminated = torch.tensor([1, 0, 1, 0, 0, 1], dtype=torch.bool)
+        next_q[:, terminated] = bad
+        density[terminated] = bad
+        steps = torch.full((6,), 3) if stepped else None
+        y = sac.soft_td_target(next_q, density, torch.tensor(0.2), reward, terminated, torch.tensor(0.9), steps)
+        assert torch.equal(y[terminated], reward[terminated])
+        truth = td_target(next_q, density, 0.2, reward, terminated, 0.9, steps)
+        torch.testing.assert_close(y, truth)
+
+    @NUMPY_WARNS
+    @pytest.mark.parametrize("gamma", [0.0, 0.5, 1.0])
+    @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.float32], ids=str)
+    def test_powers_of_gamma(self, backend, dtype, gamma):
+        """gamma^0 is 1, also for gamma = 0."""
+        steps = torch.tensor([0, 1, 2, 5]).to(dtype)
+        zeros = torch.zeros(4)
+        y = sac.soft_td_target(torch.ones(1, 4), zeros, torch.zeros(()), zeros, zeros, torch.tensor(gamma), steps)
+        torch.testing.assert_close(y, torch.tensor([gamma**k for k in (0, 1, 2, 5)]), rtol=1e-6, atol=0)
+
+    @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float32], ids=str)
+    def test_terminated_of_any_dtype(self, backend, dtype):
+        terminated = torch.tensor([1, 0, 1]).to(dtype)
+        zeros = torch.zeros(3)
+        y = sac.soft_td_target(torch.ones(1, 3), zeros, torch.zeros(()), zeros, terminated, torch.tensor(0.5), None)
+        assert y.tolist() == [0.0, 0.5, 0.0]
+
+
+class TestSelection:
+    """A masked row is left out by selection; a NaN elsewhere stays visible."""
+
+    @NUMPY_WARNS
+    @pytest.mark.parametrize("n", [6, LARGEST_BLOCK + 6])
+    @pytest.mark.parametrize("reduction", REDUCTIONS)
+    @pytest.mark.parametrize("name", LOSSES)
+    def test_masked_rows_reach_nothing(self, backend, name, reduction, n):
+        q, rows, weight = random(2, n), random(n, seed=1), random(n, seed=2).abs()
+        mask = torch.arange(n) % 3 != 1
+        clean = q.clone(), rows.clone(), weight.clone()
+        q[:, ~mask], rows[~mask], weight[~mask] = NAN, INF, NAN
+        how = REDUCTIONS[reduction]
+        for function, constants in (
+            (lambda q, r, w: sac.td_loss(q, r, w, mask, LOSSES[name], how), 1),
+            (lambda q, r, w: sac.actor_loss(q, r, torch.tensor(0.3), w, mask, how), 2),
+        ):
+            ours, truth = (
+                differentiated(function, *a[:constants], others=a[constants:]) for a in ((q, rows, weight), clean)
+            )
+            assert torch.equal(ours[0], truth[0])
+            for got, true in zip(ours[3:], truth[3:], strict=True):
+                assert torch.equal(got, true)
+                assert not got[..., ~mask].any()
+        aim = torch.tensor(-2.0)
+        ours, truth = (
+            differentiated(sac.temperature_loss, torch.tensor(0.4), others=(r, aim, w, mask, how))
+            for _, r, w in ((q, rows, weight), clean)
+        )
+        for got, true in zip(ours, truth, strict=True):
+            assert torch.equal(got, true)
+
+    def test_errors_are_neither_masked_nor_weighted(self, backend):
+        q, target = random(2, 6), random(6, seed=1)
+        q[1, 2] = NAN
+        mask = torch.arange(6) < 3
+        _, error, _ = sac.td_loss(q, target, torch.full((6,), 9.0), mask, sac.L1, sac.MEAN)
+        torch.testing.assert_close(error, (q - target).abs().amax(0), equal_nan=True)
+        assert error.isnan().sum() == 1
+
+    @pytest.mark.parametrize("n", [4, LARGEST_BLOCK + 4])
+    def test_a_mean_over_nothing_is_zero(self, backend, n):
+        """All weights zero, with rows masked or without: value and gradients are 0, not NaN."""
+        weight = torch.zeros(n)
+        for mask in (None, torch.arange(n) % 2 == 0):
+            by_td = differentiated(
+                sac.td_loss, random(2, n), others=(random(n, seed=1), weight, mask, sac.L2, sac.MEAN)
+            )
+            by_actor = differentiated(
+                sac.actor_loss, random(2, n), random(n), others=(torch.ones(()), weight, mask, sac.MEAN)
+            )
+            by_temperature = differentiated(
+                sac.temperature_loss, torch.ones(()), others=(random(n), torch.ones(()), weight, mask, sac.MEAN)
+            )
+            for tensor in (by_td[0], by_td[3], by_actor[0], *by_actor[3:], *by_temperature):
+                assert (tensor == 0).all()
+
+    @pytest.mark.parametrize("name", LOSSES)
+    def test_a_nan_critic_is_seen(self, backend, name):
+        """In the loss, the error and the gradient of that critic, and nowhere else."""
+        q = random(2, 3)
+        q[1, 2] = NAN
+        others = (torch.zeros(3), None, None, LOSSES[name], sac.NONE)
+        loss, error, _, by_q = differentiated(sac.td_loss, q, others=others)
+        assert loss.isnan().tolist() == error.isnan().tolist() == [False, False, True]
+        assert by_q.isnan().nonzero().tolist() == [[1, 2]]
+
+    def test_kinks(self, backend):
+        """0 at the kink of |d|; Huber's pieces meet at 1."""
+        d = torch.tensor([[-2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0]])
+        expected = {
+            "l1": ([2, 1, 0.5, 0, 0.5, 1, 2], [-1, -1, -1, 0, 1, 1, 1]),
+            "l2": ([4, 1, 0.25, 0, 0.25, 1, 4], [-4, -2, -1, 0, 1, 2, 4]),
+            "smooth_l1": ([1.5, 0.5, 0.125, 0, 0.125, 0.5, 1.5], [-1, -1, -0.5, 0, 0.5, 1, 1]),
+        }
+        for name, (values, slopes) in expected.items():
+            leaf = d.clone().requires_grad_()
+            loss = sac.td_loss(leaf, torch.zeros(7), None, None, LOSSES[name], sac.NONE)[0]
+            loss.sum().backward()
+            assert loss.tolist() == values
+            assert leaf.grad[0].tolist() == slopes
+
+    def test_a_nan_critic_is_the_minimum(self, backend):
+        q = torch.tensor([[1.0, NAN], [NAN, 0.0], [0.0, 0.0]], requires_grad=True)
+        loss, _, _ = sac.actor_loss(q, torch.zeros(2), torch.ones(()), None, None, sac.NONE)
+        assert loss.isnan().all()
+        loss.sum().backward()
+        assert q.grad.tolist() == [[0, -1], [-1, 0], [0, 0]]
+
+
+def _everything(n: int, device: str = "cpu") -> list[Tensor]:
+    """Every output of every operation, on ``n`` rows."""
+    q, rows, weight, mask = random(2, n), random(n, seed=1), random(n, seed=2).abs(), torch.arange(n) % 3 != 1
+    q, rows, weight, mask = (t.to(device) for t in (q, rows, weight, mask))
+    one = torch.full((), 0.9, device=device)
+    out = [sac.soft_td_target(q, rows, one, rows, ~mask, one, mask.long() + 1)]
+    for reduction in REDUCTIONS.values():
+        for loss in LOSSES.values():
+            out += differentiated(sac.td_loss, q, others=(rows, weight, mask, loss, reduction))
+        out += differentiated(sac.actor_loss, q, rows, others=(one, weight, mask, reduction))
+        out += differentiated(sac.temperature_loss, one, others=(rows, one, weight, mask, reduction))
+    return out
+
+
+@pytest.mark.parametrize("n", [100, 2 * LARGEST_BLOCK + 77])
+def test_runs_repeat_to_the_bit(backend, n):
+    """20 runs; nothing is left over from one to the next, for results are written into fresh memory."""
+    first = _everything(n)
+    for _ in range(19 if backend == "numba" else 2):
+        assert all(torch.equal(a, b) for a, b in zip(first, _everything(n), strict=True))
+
+
+@pytest.mark.parametrize("n", [LARGEST_BLOCK + 1, 5 * LARGEST_BLOCK])
+def test_blocked_sums_repeat_to_the_bit(n):
+    """The reduction in two passes, 20 runs: partial sums are added in a fixed order, without atomics."""
+    q, rows = random(2, n), random(n, seed=1)
+    with triton_on_cpu():
+        runs = [sac.actor_loss(q, rows, torch.tensor(0.2), rows.abs(), None, sac.MEAN) for _ in range(20)]
+    for run in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(runs[0], run, strict=True))
+
+
+@pytest.mark.parametrize("n", [0, 64, 3 * LARGEST_BLOCK])
+def test_nothing_synchronises(monkeypatch, n):
+    """Every launcher, forward and backward, on fake CUDA tensors, of which none can be read on the host."""
+    from gpubuf.kernels.sac import _launch
+
+    launched = []
+
+    class Kernel:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __getitem__(self, grid):
+            return lambda *args, **constants: launched.append(self.name)
+
+    kernels = [name for name in vars(_launch) if name.endswith("_kernel")]
+    for name in kernels:
+        monkeypatch.setattr(_launch, name, Kernel(name))
+    with fake_cuda():
+        q, rows = torch.empty(2, n, device="cuda"), torch.empty(n, device="cuda")
+        mask, one = torch.empty(n, dtype=torch.bool, device="cuda"), torch.empty((), device="cuda")
+        _launch.soft_td_target(q, rows, one, rows, mask, one, rows)
+        for reduction in REDUCTIONS.values():
+            loss, _, norm = _launch.td_loss(q, rows, rows, mask, sac.L2, reduction)
+            _launch.td_loss_backward(loss, q, rows, rows, mask, norm, sac.L2, reduction)
+            loss, _, norm = _launch.actor_loss(q, rows, one, rows, mask, reduction)
+            _launch.actor_loss_backward(loss, q, rows, one, rows, mask, norm, reduction)
+            _launch.temperature_loss(one, rows, one, rows, mask, reduction)
+            # and the registered operations
+            loss, _, norm = sac.td_loss(q, rows, rows, mask, sac.L2, reduction)
+            assert sac.td_loss_backward(loss, q, rows, rows, mask, norm, sac.L2, reduction).shape == (2, n)
+    assert n == 0 or {name for name in kernels if n > LARGEST_BLOCK or "finish" not in name} == set(launched)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("n", [1, 256, LARGEST_BLOCK + 1, 100_003])
+def test_on_a_gpu(n):
+    """Against the CPU twins; 20 runs are equal to the bit, whatever the order in which programs finish."""
+    on_gpu, on_cpu = _everything(n, "cuda"), _everything(n)
+    for got, true in zip(on_gpu, on_cpu, strict=True):
+        torch.testing.assert_close(got.cpu(), true, rtol=2e-5, atol=2e-5 * (1 + float(true.abs().max())))
+    for _ in range(19):
+        assert all(torch.equal(a, b) for a, b in zip(on_gpu, _everything(n, "cuda"), strict=True))

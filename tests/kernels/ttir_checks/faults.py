@@ -1,0 +1,221 @@
+"""Faults planted in the library's kernels, each of which must be found; without them nothing is."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from triton.compiler.errors import CompilationError
+
+from gpubuf.data.samplers.random_state import RandomState
+from gpubuf.data.samplers.sum_tree import SumTree
+from gpubuf.kernels import philox, sac
+from gpubuf.kernels._registry import triton_on_cpu
+from gpubuf.kernels.rows import _launch as rows_launch
+from tests.support.rows_oracle import ROWS, Store
+from tests.support.trajectory_oracle import OracleRule
+from tests.support.trajectory_setup import Index
+from tests.support.ttir.blocks import blocks
+from tests.support.ttir.declared import declarations, unexplained
+from tests.support.ttir.launch import Executor
+from tests.support.ttir.machine import MemoryFaultError
+
+KERNELS = Path(__file__).parents[3] / "kernels"
+BARRIER = "tl.debug_barrier()"
+
+
+# What is run, with a fault or without. What comes out may be anything.
+
+
+def philox_draws() -> None:
+    philox.uniform(philox.new_state(1, "cpu"), 3000)
+
+
+def rows_written() -> None:
+    store = Store(ROWS, 40, written=7)
+    store.extend(store.batch(35, 1), 35)
+    index = torch.randint(40, (30,), generator=torch.Generator().manual_seed(0))
+    store.write(store.batch(30, 2), index)
+
+
+def rows_read() -> None:
+    store = Store(ROWS, 40, written=40)
+    store.gather(torch.arange(39))
+    store.sample(philox.new_state(1, "cpu"), 39)
+
+
+def tree_used() -> None:
+    tree = SumTree(300, fan_out=4, alpha=0.6)
+    generator = torch.Generator().manual_seed(0)
+    index = torch.randint(300, (60,), generator=generator)
+    tree.mark(torch.arange(300))
+    tree.update(index, torch.rand(60, generator=generator))
+    tree.draw(20, RandomState(0))
+
+
+def index_used() -> None:
+    index = Index(200, 3, OracleRule(4, before=1, by_transition=True), fan_out=2)
+    for n in (70, 199, 1, 30):
+        index.write(n)
+    index.draw(philox.new_state(1, "cpu"), 9)
+
+
+def index_of_three_levels() -> None:
+    index = Index(64 * 65 + 3)
+    index.write(64 * 64 - 1, chance=0.001)
+    index.write(70)
+
+
+def loss_computed() -> None:
+    sac.td_loss(torch.rand(2, 70), torch.rand(70), None, None, 1, 1)
+
+
+SCENARIOS = {
+    "philox": (philox_draws,),
+    "rows": (rows_written, rows_read),
+    "sum_tree": (tree_used,),
+    "trajectories": (index_used,),
+    "sac": (loss_computed,),
+}
+
+
+@pytest.fixture
+def found() -> Iterator[Callable[[], set[str]]]:
+    """A function that gives the kinds of the faults that the test's launches have shown."""
+    executor = Executor()
+    with executor.installed(), triton_on_cpu():
+        yield lambda: {finding.kind for finding in unexplained(executor.report.ordered(), declarations(KERNELS))}
+
+
+@contextlib.contextmanager
+def planted(function: str, before: str, after: str, number: int = 0) -> Iterator[None]:
+    """Replace an occurrence of some text in the source of ``module:function``, below gpubuf.kernels."""
+    module, _, name = function.partition(":")
+    jitted = getattr(importlib.import_module(f"gpubuf.kernels.{module}"), name)
+    source = jitted.src
+    parts = source.split(before)
+    assert len(parts) > number + 1, f"plant another fault: {function} has no {before!r} any more"
+    jitted._unsafe_update_src(before.join(parts[: number + 1]) + after + before.join(parts[number + 1 :]))
+    try:
+        yield
+    finally:
+        jitted._unsafe_update_src(source)
+
+
+def run(*scenarios: Callable[[], None]) -> None:
+    """Run with one program where the library does, and with many."""
+    for which in ("default", "stages", "envs"):
+        for scenario in scenarios:
+            # Kernels with a fault may end early, and leave what the host then trips over.
+            with blocks(which), contextlib.suppress(MemoryFaultError, IndexError, RuntimeError):
+                scenario()
+
+
+def barriers() -> Iterator[tuple[str, int]]:
+    """(module:function, number within it) of every barrier of a kernel."""
+    for path in sorted(KERNELS.glob("*/_triton*.py")):
+        for node in ast.parse(path.read_text()).body:
+            for number in range(ast.unparse(node).count(BARRIER) if isinstance(node, ast.FunctionDef) else 0):
+                yield f"{path.parent.name}.{path.stem}:{node.name}", number  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("family", SCENARIOS)
+def test_nothing_is_found_without_a_fault(found, family):
+    run(*SCENARIOS[family])
+    assert found() == set()
+
+
+@pytest.mark.parametrize(("function", "number"), list(barriers()))
+def test_a_barrier_that_is_removed(found, function, number):
+    with planted(function, BARRIER, "pass", number):
+        run(*SCENARIOS[function.partition(".")[0]])
+    assert found() & {"race", "barrier", "barrier-scalar"}
+
+
+@dataclass(frozen=True)
+class Fault:
+    function: str
+    before: str
+    after: str
+    kind: str
+    scenario: Callable[[], None]
+
+
+FAULTS = {
+    "ticket without order": Fault(
+        "philox._triton:take_ticket", 'sem="release"', 'sem="relaxed"', "race", philox_draws
+    ),
+    "last ticket without order": Fault(
+        "philox._triton:is_last", 'sem="acquire"', 'sem="relaxed"', "race", philox_draws
+    ),
+    "every program advances": Fault(
+        "philox._triton:is_last", "tl.num_programs(0) - 1", "ticket", "race", philox_draws
+    ),
+    "mask one too long": Fault(
+        "philox._triton:philox_uniform_kernel", "i < n", "i <= n", "out-of-bounds", philox_draws
+    ),
+    "no mask": Fault("trajectories._triton:store_slices", ", mask=i < n)", ")", "out-of-bounds", index_used),
+    "offset of a level": Fault(
+        "sum_tree._triton_stages:stage_refresh", "tl.multiple_of(below, 1 << columns)", "below + 4",
+        "out-of-bounds", tree_used,
+    ),
+    "words of any address": Fault(
+        "rows._triton:unit_shift", "tl.minimum(", "16 + 0 * tl.minimum(", "misaligned", rows_read
+    ),
+    "losers write too": Fault(
+        "rows._triton:rows_write_kernel", "mask & valid & winner", "mask & valid", "duplicate", rows_written
+    ),
+    "store in the place of an atomic": Fault(
+        "sum_tree._triton_stages:stage_claim",
+        'tl.atomic_max(bits_ptr + row, i.to(tl.uint32) | 0x80000000, mask=claims, sem="relaxed")',
+        "tl.store(bits_ptr + row, i.to(tl.uint32) | 0x80000000, mask=claims)", "duplicate", tree_used,
+    ),
+    "weights of a mark differ": Fault(
+        "sum_tree._triton_stages:stage_mark", "leaves_ptr + row, weight,", "leaves_ptr + (row >> 1), weight + i,",
+        "duplicate", tree_used,
+    ),
+    "another's word": Fault(
+        "trajectories._triton_stages:_store_weights", "sums_ptr + slot * envs + env, weight",
+        "sums_ptr + (slot * envs + env) // 2, weight + env", "duplicate", index_used,
+    ),
+    "scratch left out": Fault(
+        "trajectories._triton_stages:stage_weights", "mask=active & (j == run_words)", "mask=active & (j > run_words)",
+        "uninitialised", index_of_three_levels,
+    ),
+    "name that is not carried": Fault(
+        "trajectories._triton_stages:stage_bits_above", "below = steps * 0", "below = start", "alias",
+        index_of_three_levels,
+    ),
+    "everyone's partial sum": Fault(
+        "sac._triton:store_reduced", "partial_ptr + program", "partial_ptr", "race", loss_computed
+    ),
+    "type that changes in a loop": Fault(
+        "sum_tree._triton:level_start", "start += count << SHIFT", "start += (count << SHIFT).to(tl.float32)",
+        "compile", tree_used,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault(found, name):
+    fault = FAULTS[name]
+    with planted(fault.function, fault.before, fault.after):
+        run_until_refused = contextlib.suppress(Exception) if fault.kind == "compile" else contextlib.nullcontext()
+        with run_until_refused:
+            run(fault.scenario)
+    assert fault.kind in found()
+
+
+def test_an_integer_that_is_one_in_a_tuple(found, monkeypatch):
+    """The address of an empty tensor is 0, which ``2 * address + 1`` makes a constant of."""
+    encode = rows_launch.encode_arguments
+    monkeypatch.setattr(rows_launch, "encode_arguments", lambda values: tuple(v - 2 for v in encode(values)))
+    with pytest.raises(CompilationError):
+        rows_written()
+    assert found() == {"compile"}

@@ -1,0 +1,277 @@
+"""SACLoss where other implementations have failed: terminal states, agents, odd shapes."""
+
+from __future__ import annotations
+
+import copy
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import (
+    TensorDictModule,
+    TensorDictSequential,
+)
+from torch import nn
+
+from gpubuf.modules import MLP, EnsembleMLP, make_sac_actor, make_sac_critic
+from gpubuf.objectives import SACLoss
+from tests.support.sac_setup import (
+    ACTION,
+    CELLS,
+    CRITICS,
+    OBSERVATION,
+    by_hand,
+    gradients,
+    make_actor,
+    make_batch,
+    make_loss,
+    run_loss,
+    total,
+)
+
+NAN = float("nan")
+
+
+def rows(batch, flag):
+    return batch["next", flag].squeeze(-1)
+
+
+@pytest.mark.parametrize("critics", CRITICS)
+def test_terminated_rows_never_show_their_next_observation(backend, critics):
+    """CASES 29 (TorchRL 2590): NaN there, and losses, priorities and gradients are finite and the right ones."""
+    batch = make_batch(9)
+    ended = rows(batch, "terminated")
+    assert ended.any()
+    assert not ended.all()
+    own = torch.where(ended.unsqueeze(-1), batch["observation"], batch["next", "observation"])
+    batch["next", "observation"][ended] = NAN
+    loss = make_loss(critics, skip_done_states=True)
+    ours, truth = run_loss(loss, batch, 1), by_hand(loss, batch, 1, next_observation=own)
+    for name, value in truth.items():
+        assert ours[name].isfinite().all()
+        torch.testing.assert_close(ours[name], value)
+    found, expected = gradients(loss, total(ours)), gradients(loss, total(truth))
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient)
+
+
+class Refuses(nn.Module):
+    """Raises on a NaN, as a Cholesky factorisation does."""
+
+    def forward(self, x):
+        if x.isnan().any():
+            raise RuntimeError("NaN reached a network")
+        return x
+
+
+def test_the_networks_see_no_nan():
+    """Neither actor nor critics: without the flag the same batch fails."""
+    actor = make_actor()
+    actor[0].module[0].insert(0, Refuses())
+    body = MLP(OBSERVATION + ACTION, 1, CELLS, dtype=torch.float64)
+    critic = TensorDictSequential(
+        TensorDictModule(Refuses(), ["observation"], ["checked"]),
+        TensorDictModule(body, ["checked", "action"], ["state_action_value"]),
+    )
+    batch = make_batch(9)
+    batch["next", "observation"][rows(batch, "terminated")] = NAN
+    kwargs = {"deactivate_vmap": True}
+    assert SACLoss(actor, critic, skip_done_states=True, **kwargs)(batch)["loss_qvalue"].isfinite()
+    with pytest.raises(RuntimeError, match="NaN reached"):
+        SACLoss(actor, critic, **kwargs)(batch)
+
+
+def test_without_the_flag_a_nan_ends_in_the_masked_value(backend):
+    """An MLP does not mind a NaN, and the value of a terminated row is selected away, not multiplied by 0."""
+    batch = make_batch(9)
+    clean = batch.clone()
+    batch["next", "observation"][rows(batch, "terminated")] = NAN
+    loss = make_loss()
+    ours, truth = run_loss(loss, batch, 1), run_loss(loss, clean, 1)
+    for name in truth:
+        torch.testing.assert_close(ours[name], truth[name])
+
+
+def test_the_flag_changes_nothing_where_observations_are_sound():
+    batch = make_batch(9)
+    loss, flagged = make_loss(), None
+    flagged = copy.deepcopy(loss)
+    flagged.skip_done_states = True
+    ours, truth = run_loss(flagged, batch, 1), run_loss(loss, batch, 1)
+    for name in truth:
+        torch.testing.assert_close(ours[name], truth[name])
+
+
+def agents_loss(**kwargs):
+    """Two networks for all agents, with every key nested."""
+    actor = make_sac_actor(
+        OBSERVATION, ACTION, CELLS, in_keys=[("agents", "obs")], action_key=("agents", "action"), dtype=torch.float64
+    )
+    critic = make_sac_critic(
+        OBSERVATION,
+        ACTION,
+        CELLS,
+        in_keys=[("agents", "obs"), ("agents", "action")],
+        out_key=("agents", "q"),
+        dtype=torch.float64,
+    )
+    loss = SACLoss(actor, critic, **kwargs)
+    loss.set_keys(
+        state_action_value=("agents", "q"), reward=("agents", "reward"), priority=("agents", "td_error"), done="done"
+    )
+    return loss
+
+
+def agents_batch(done_shape, reward_shape, b=4, n=3):
+    """[b] environments of [b, n] agents; whether the environment ended is a flag of ``done_shape``."""
+    flat = make_batch(b, n)
+    ended = torch.tensor([True, False, True, False][:b])
+    done = ended.reshape(b, *[1] * (len(done_shape) - 1)).expand(done_shape).clone()
+    reward = flat["next", "reward"][:, :1].expand(b, n, 1) if reward_shape[1:] in ((), (1,)) else flat["next", "reward"]
+    flat["next", "reward"].copy_(reward)
+    flat["next", "terminated"].copy_(ended.reshape(b, 1, 1).expand(b, n, 1))
+    given = reward[:, 0].reshape(reward_shape) if reward_shape[1:] in ((), (1,)) else reward.reshape(reward_shape)
+    following = {
+        "agents": TensorDict({"obs": flat["next", "observation"], "reward": given}, [b, n])
+        if len(reward_shape) > 1 and reward_shape[1] == n
+        else {"obs": flat["next", "observation"], "reward": given},
+        "done": done,
+        "terminated": done,
+    }
+    own = {"obs": flat["observation"], "action": flat["action"]}
+    return TensorDict({"agents": TensorDict(own, [b, n]), "next": following}, [b]), flat
+
+
+@pytest.mark.parametrize("done_shape", [(4,), (4, 1), (4, 3), (4, 3, 1), (4, 1, 1)], ids=str)
+@pytest.mark.parametrize("reward_shape", [(4, 3, 1), (4, 3), (4, 1), (4,)], ids=str)
+@pytest.mark.parametrize("skip", [False, True])
+def test_agents(done_shape, reward_shape, skip):
+    """CASES 29 (TorchRL 2612): done flags and rewards of fewer and of more dimensions than the loss."""
+    loss = agents_loss(skip_done_states=skip)
+    batch, flat = agents_batch(done_shape, reward_shape)
+    if skip:
+        batch["next", "agents", "obs"][[0, 2]] = NAN
+        flat["next", "observation"][[0, 2]] = flat["observation"][[0, 2]]
+    ours = run_loss(loss, batch, 2)
+    plain = make_loss()
+    plain.actor_network_params.data.update_(loss.actor_network_params.data)
+    plain.qvalue_network_params.data.update_(loss.qvalue_network_params.data)
+    plain.target_qvalue_network_params.data.update_(loss.target_qvalue_network_params.data)
+    truth = run_loss(plain, flat, 2)
+    assert loss.target_entropy == -ACTION
+    assert ours["td_error"].shape == (4, 3)
+    for name in truth:
+        torch.testing.assert_close(ours[name], truth[name])
+    found, expected = gradients(loss, total(ours)), gradients(plain, total(truth))
+    for one, other in zip(found.values(), expected.values(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_weights_and_masks_per_environment_hold_for_its_agents():
+    loss = agents_loss()
+    batch, flat = agents_batch((4, 1), (4, 3, 1))
+    weight, mask = torch.rand(4) + 0.1, torch.tensor([True, True, False, True])
+    plain = make_loss()
+    for name in ("actor_network_params", "qvalue_network_params", "target_qvalue_network_params"):
+        getattr(plain, name).data.update_(getattr(loss, name).data)
+    flat.set("priority_weight", weight.unsqueeze(-1).expand(4, 3))
+    flat.set(("collector", "mask"), mask.reshape(4, 1, 1).expand(4, 3, 1))
+    batch.set("priority_weight", weight).set(("collector", "mask"), mask.unsqueeze(-1))
+    ours, truth = run_loss(loss, batch, 2), run_loss(plain, flat, 2)
+    for name in truth:
+        torch.testing.assert_close(ours[name], truth[name])
+
+
+def test_an_agent_too_many_is_refused():
+    """Nothing is broadcast that does not fit: the error states both shapes."""
+    loss, batch = make_loss(), make_batch(4)
+    batch["next"].set("terminated", torch.zeros(4, 3, 1, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"'terminated' of shape \[4, 3, 1\].*\[4\]"):
+        loss(batch)
+    batch = make_batch(4)
+    batch["next"].set("reward", torch.zeros(4, 2, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"'reward' of shape \[4, 2\]"):
+        loss(batch)
+    batch = make_batch(4).set("priority_weight", torch.zeros(4, 2))
+    with pytest.raises(ValueError, match="priority_weight"):
+        loss(batch)
+
+
+def test_critics_that_do_not_go_with_the_policy_are_refused():
+    """One value for all agents, one log-density for each."""
+
+    class Central(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = EnsembleMLP(2, 3 * (OBSERVATION + ACTION), 1, CELLS, dtype=torch.float64)
+
+        def forward(self, observation, action):
+            return self.net(torch.cat([observation, action], -1).flatten(-2))
+
+    loss = SACLoss(make_actor(), TensorDictModule(Central(), ["observation", "action"], ["state_action_value"]))
+    batch = make_batch(4, 3)
+    batch.batch_size = [4]
+    with pytest.raises(ValueError, match=r"\[2, 4, 3, 1\].*\[4, 3\].*\[2, 4, 1\]"):
+        loss(batch)
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        (gymnasium.spaces.Box(-1, 1, (4,)), -4.0),
+        (gymnasium.spaces.Box(-1, 1, (2, 3)), -6.0),
+        (torch.zeros(7), -7.0),
+        ({"action": np.zeros((5,))}, -5.0),
+    ],
+    ids=["box", "matrix", "tensor", "mapping"],
+)
+def test_target_entropy_from_a_spec(spec, expected):
+    """CASES 29 (TorchRL 3291: always -1)."""
+    loss = make_loss(action_spec=spec)
+    assert loss.target_entropy == expected
+    loss(make_batch(3))
+    assert loss.target_entropy == expected
+
+
+def test_target_entropy_without_the_agents_of_a_spec():
+    class Composite(dict):
+        def __init__(self, shape, **entries):
+            super().__init__(**entries)
+            self.shape = torch.Size(shape)
+
+    spec = Composite((), agents=Composite((3,), action=torch.zeros(3, 2)))
+    actor = make_sac_actor(OBSERVATION, 2, CELLS, in_keys=[("agents", "obs")], action_key=("agents", "action"))
+    critic = make_sac_critic(OBSERVATION, 2, CELLS, in_keys=[("agents", "obs"), ("agents", "action")])
+    assert SACLoss(actor, critic, action_spec=spec).target_entropy == -2.0
+
+
+@pytest.mark.parametrize("shape", [(6,), (2, 3), (ACTION,), (OBSERVATION, ACTION)], ids=str)
+def test_target_entropy_from_the_first_batch(shape):
+    """Whatever the batch dimensions are: they may even be as long as the action is wide."""
+    loss = make_loss()
+    with pytest.raises(RuntimeError, match="before the first batch"):
+        loss.target_entropy  # noqa: B018
+    loss(make_batch(*shape))
+    assert loss.target_entropy == -ACTION
+    loss.target_entropy = -1.5
+    loss(make_batch(*shape))
+    assert loss.target_entropy == -1.5
+
+
+def test_target_entropy_of_keyword_calls():
+    """The batch size is guessed then, and must not matter: here observation, action and batch are as long."""
+    actor = make_sac_actor(4, 4, CELLS, dtype=torch.float64)
+    loss = SACLoss(actor, make_sac_critic(4, 4, CELLS, dtype=torch.float64))
+    square = torch.randn(4, 4, dtype=torch.float64)
+    flag = torch.zeros(4, 1, dtype=torch.bool)
+    loss(
+        observation=square,
+        action=square.tanh(),
+        next_observation=square,
+        next_reward=torch.zeros(4, 1, dtype=torch.float64),
+        next_done=flag,
+        next_terminated=flag,
+    )
+    assert loss.target_entropy == -4.0

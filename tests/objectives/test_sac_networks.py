@@ -1,0 +1,207 @@
+"""SACLoss and its networks: shared parameters, other distributions, copies, delayed ones."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from tensordict.nn import (
+    InteractionType,
+    ProbabilisticTensorDictModule,
+    ProbabilisticTensorDictSequential,
+    TensorDictModule,
+    set_interaction_type,
+)
+from torch import nn
+
+from gpubuf.modules import MLP, EnsembleMLP, make_sac_actor
+from gpubuf.objectives import SACLoss
+from tests.support.sac_setup import (
+    ACTION,
+    CELLS,
+    CRITICS,
+    OBSERVATION,
+    gradients,
+    make_actor,
+    make_batch,
+    make_loss,
+    run_loss,
+    total,
+)
+
+
+class Encoded(nn.Module):
+    """A critic on an encoder that the actor shares."""
+
+    def __init__(self, encoder, ensemble):
+        super().__init__()
+        self.encoder = encoder
+        size = 8 + ACTION
+        self.head = (
+            EnsembleMLP(2, size, 1, CELLS, dtype=torch.float64)
+            if ensemble
+            else MLP(size, 1, CELLS, dtype=torch.float64)
+        )
+
+    def forward(self, observation, action):
+        return self.head(self.encoder(observation), action)
+
+
+def shared_networks(ensemble):
+    encoder = nn.Linear(OBSERVATION, 8, dtype=torch.float64)
+    actor = make_sac_actor(8, ACTION, CELLS, dtype=torch.float64)
+    actor[0].module = nn.Sequential(encoder, *actor[0].module)
+    critic = TensorDictModule(Encoded(encoder, ensemble), ["observation", "action"], ["state_action_value"])
+    return encoder, actor, critic
+
+
+@pytest.mark.parametrize("ensemble", [False, True])
+def test_separate_losses(ensemble):
+    """Shared parameters learn from the actor's loss only, and the critics see every change of them."""
+    encoder, actor, critic = shared_networks(ensemble)
+    loss = SACLoss(actor, critic, separate_losses=True, deactivate_vmap=not ensemble)
+    batch = make_batch(6)
+    for moved in (loss, copy.deepcopy(loss), copy.deepcopy(loss).to(torch.float32)):
+        dtype = moved.log_alpha.dtype
+        batch = batch.apply(lambda t, dtype=dtype: t.to(dtype) if t.is_floating_point() else t)
+        mine = moved.actor_network[0].module[0].weight
+        out = run_loss(moved, batch, 0)
+        assert torch.autograd.grad(out["loss_qvalue"], mine, allow_unused=True, retain_graph=True)[0] is None
+        assert torch.autograd.grad(out["loss_actor"], mine, allow_unused=True)[0].abs().max() > 0
+        before = moved._critics.online(batch, "state_action_value")
+        with torch.no_grad():
+            mine.add_(1.0)
+        assert not torch.equal(before, moved._critics.online(batch, "state_action_value"))
+        assert sum(parameter is mine for parameter in moved.parameters()) == 1
+    assert encoder.weight is loss.actor_network[0].module[0].weight
+
+
+def test_shared_parameters_learn_from_both_by_default():
+    encoder, actor, critic = shared_networks(ensemble=True)
+    loss = SACLoss(actor, critic)
+    out = run_loss(loss, make_batch(6), 0)
+    for part in ("loss_qvalue", "loss_actor"):
+        assert torch.autograd.grad(out[part], encoder.weight, retain_graph=True)[0].abs().max() > 0
+
+
+def independent_normal(loc, scale):
+    return torch.distributions.Independent(torch.distributions.Normal(loc, scale), 1)
+
+
+def other_actor(distribution):
+    network = nn.Sequential(MLP(OBSERVATION, 2 * ACTION, CELLS, dtype=torch.float64), make_actor()[0].module[1])
+    return ProbabilisticTensorDictSequential(
+        TensorDictModule(network, ["observation"], ["loc", "scale"]),
+        ProbabilisticTensorDictModule(["loc", "scale"], ["action"], distribution_class=distribution),
+    )
+
+
+def test_any_reparametrised_distribution():
+    """rsample() and log_prob() serve where there is no rsample_and_log_prob()."""
+    loss = make_loss(actor=other_actor(independent_normal), target_entropy=-1.0)
+    batch = make_batch(6)
+    out = run_loss(loss, batch, 4)
+    torch.manual_seed(4)
+    with torch.no_grad():
+        loss.actor_network.get_dist(batch["next"].copy()).rsample()
+        dist = loss.actor_network.get_dist(batch.copy())
+        entropy = -dist.log_prob(dist.rsample()).mean()
+    torch.testing.assert_close(out["entropy"], entropy)
+    assert gradients(loss, total(out))
+
+
+def test_a_distribution_without_reparametrisation_is_refused():
+    class Unfit(torch.distributions.Normal):
+        has_rsample = False
+
+    with pytest.raises(TypeError, match="Unfit has no rsample"):
+        make_loss(actor=other_actor(Unfit))(make_batch(3))
+
+
+def test_actions_are_drawn_whatever_the_surrounding_mode():
+    """An evaluation context must not make the loss deterministic."""
+    loss, batch = make_loss(), make_batch(6)
+    plain = run_loss(loss, batch, 0)
+    with set_interaction_type(InteractionType.DETERMINISTIC):
+        torch.testing.assert_close(run_loss(loss, batch, 0), plain)
+
+
+@pytest.mark.parametrize("critics", CRITICS)
+def test_copies_stand_on_their_own(critics):
+    """A deep copy and a pickle give the same losses, share nothing, and follow their own parameters."""
+    loss, batch = make_loss(critics, delay_actor=True), make_batch(5)
+    truth = run_loss(loss, batch, 0)
+    copies = [copy.deepcopy(loss)]
+    if critics not in ("ensemble in a sequence",):  # its lambda can't be pickled
+        copies.append(pickle.loads(pickle.dumps(loss)))
+    for other in copies:
+        torch.testing.assert_close(run_loss(other, batch, 0), truth)
+        total(run_loss(other, batch, 0)).backward()
+        with torch.no_grad():
+            for parameter in other.parameters():
+                assert parameter.grad is not None
+                parameter.sub_(parameter.grad)
+        assert not torch.equal(run_loss(other, batch, 0)["loss_actor"], truth["loss_actor"])
+        torch.testing.assert_close(run_loss(loss, batch, 0), truth)
+
+
+@pytest.mark.parametrize("critics", CRITICS)
+def test_parameters_are_followed_wherever_they_go(critics):
+    """.to(), load_state_dict, assignment, and a new `.data`: the networks compute with what the loss holds."""
+    loss, batch = make_loss(critics, delay_actor=True), make_batch(5)
+    other = make_loss(critics, delay_actor=True)
+    truth = run_loss(other, batch, 0)
+    for assign in (False, True):
+        fresh = make_loss(critics, delay_actor=True)
+        fresh.load_state_dict(copy.deepcopy(other.state_dict()), assign=assign)
+        assert fresh.target_entropy == -ACTION
+        torch.testing.assert_close(run_loss(fresh, batch, 0), truth)
+    with torch.no_grad():
+        vector = torch.nn.utils.parameters_to_vector(other.parameters())
+        torch.nn.utils.vector_to_parameters(vector.clone(), loss.parameters())
+        for name in ("target_qvalue_network_params", "target_actor_network_params"):
+            getattr(loss, name).data.update_(getattr(other, name).data)
+    torch.testing.assert_close(run_loss(loss, batch, 0), truth)
+    single = loss.to(torch.float32)
+    batch32 = batch.apply(lambda t: t.float() if t.is_floating_point() else t)
+    out = run_loss(single, batch32, 0)
+    assert {value.dtype for value in out.values()} == {torch.float32}
+    assert {gradient.dtype for gradient in gradients(single, total(out)).values()} == {torch.float32}
+    assert single.value_estimator.gamma.dtype is torch.float64
+    assert all(
+        p is q for p, q in zip(single.actor_network.parameters(), single.actor_network_params.parameters(), strict=True)
+    )
+
+
+def test_the_policy_is_the_users_own():
+    """Training the loss trains the network that the user collects with."""
+    actor = make_actor()
+    loss = make_loss(actor=actor)
+    mine = {id(parameter) for parameter in actor.parameters()}
+    assert mine == {id(parameter) for parameter in loss.actor_network_params.parameters()}
+    assert mine <= {id(parameter) for parameter in loss.parameters()}
+
+
+def test_delayed_actor():
+    """The next action comes from the target policy: changing the policy leaves the target value alone."""
+    loss, batch = make_loss(delay_actor=True), make_batch(6)
+    before = run_loss(loss, batch, 0)
+    with torch.no_grad():
+        for parameter in loss.actor_network_params.parameters():
+            parameter.add_(0.3)
+    after = run_loss(loss, batch, 0)
+    torch.testing.assert_close(after["td_error"], before["td_error"])
+    assert not torch.equal(after["loss_actor"], before["loss_actor"])
+
+
+def test_without_delayed_critics_the_present_ones_are_the_target():
+    loss, batch = make_loss(delay_qvalue=False), make_batch(6)
+    assert "target_qvalue_network_params" not in dict(loss.named_children())
+    delayed = make_loss()
+    for name in ("actor_network_params", "qvalue_network_params", "target_qvalue_network_params"):
+        getattr(delayed, name).data.update_(getattr(loss, name).data)
+    torch.testing.assert_close(run_loss(loss, batch, 0), run_loss(delayed, batch, 0))
+    total(run_loss(loss, batch, 0)).backward()
+    assert all(parameter.grad is not None for parameter in loss.parameters())

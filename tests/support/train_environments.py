@@ -1,0 +1,127 @@
+"""Tiny environments for the tests of training, with Gymnasium ids that import this module."""
+
+import signal
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete, Sequence
+
+PREFIX = "tests.support.train_environments:"
+
+#: Signals for `Signalling` to raise at its n-th step in this process: {n: [signals]}.
+signals_at: dict[int, list[int]] = {}
+steps_taken = 0
+
+
+class Counting(gym.Env):
+    """Observes (episode, step in it); the third step ends an odd episode as terminated, an even one as truncated."""
+
+    observation_space = Box(-1e6, 1e6, (2,), np.float64)
+    action_space = Box(np.array([-3.0, 0.1], np.float32), np.array([1.0, 0.7], np.float32))
+
+    def __init__(self):
+        self.episode = 0
+        self.actions = []
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.episode += 1
+        self.count = 0
+        return np.array([self.episode, 0.0]), {}
+
+    def step(self, action):
+        self.actions.append(action)
+        self.count += 1
+        over = self.count == 3
+        observation = np.array([self.episode, float(self.count)])
+        return observation, float(self.count), over and self.episode % 2 == 1, over and self.episode % 2 == 0, {}
+
+
+class Walk(gym.Env):
+    """A random walk that the action pushes: randomness from ``np_random`` in every step and every reset."""
+
+    observation_space = Box(-np.inf, np.inf, (2,), np.float64)
+    action_space = Box(-1, 1, (1,), np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.position = self.np_random.normal()
+        self.time = 0
+        return self._observation(), {}
+
+    def step(self, action):
+        self.position += float(action[0]) + 0.1 * self.np_random.normal()
+        self.time += 1
+        over = abs(self.position) > 3
+        return self._observation(), -abs(self.position), over, self.time >= 20 and not over, {}
+
+    def _observation(self):
+        return np.array([self.position, self.time / 20])
+
+
+class Signalling(Walk):
+    """A walk at whose n-th step, over all of them, the process gets a signal."""
+
+    def step(self, action):
+        global steps_taken
+        steps_taken += 1
+        for number in signals_at.get(steps_taken, []):
+            signal.raise_signal(number)
+        return super().step(action)
+
+
+class Unrepeatable(Walk):
+    """A walk whose randomness comes from elsewhere."""
+
+    generator = np.random.default_rng(0)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.position = self.generator.normal()
+        return self._observation(), {}
+
+
+class Infinite(Walk):
+    """Rewards that are not finite: nothing can be learnt from them."""
+
+    def step(self, action):
+        observation, _, terminated, truncated, info = super().step(action)
+        return observation, float("nan"), terminated, truncated, info
+
+
+class Spaces(Counting):
+    """Any spaces: only for being looked at."""
+
+    def __init__(self, action_space=None, observation_space=None):
+        super().__init__()
+        self.action_space = action_space or self.action_space
+        self.observation_space = observation_space or self.observation_space
+
+
+class Nested(Walk):
+    """Observations in a dictionary."""
+
+    observation_space = Dict(
+        {"image": Box(0, 1, (2, 3), np.float32), "speed": Box(-np.inf, np.inf, (1,), np.float32), "gear": Discrete(4)}
+    )
+
+    def _observation(self):
+        image = np.full((2, 3), 0.5, np.float32)
+        return {"image": image, "speed": np.array([self.position], np.float32), "gear": 2}
+
+
+def needs_package():
+    raise ModuleNotFoundError("No module named 'some_simulator'")
+
+
+gym.register("Counting-v0", Counting)
+gym.register("Walk-v0", Walk)
+gym.register("Signalling-v0", Signalling)
+gym.register("Unrepeatable-v0", Unrepeatable)
+gym.register("Infinite-v0", Infinite)
+gym.register("Nested-v0", Nested)
+gym.register("NeedsPackage-v0", needs_package)
+gym.register("Several-v0", Spaces, kwargs={"action_space": MultiDiscrete([2, 3])})
+gym.register("Whole-v0", Spaces, kwargs={"action_space": Box(-2, 2, (1,), np.int64)})
+gym.register("Boundless-v0", Spaces, kwargs={"action_space": Box(-np.inf, np.inf, (1,), np.float32)})
+gym.register("Lists-v0", Spaces, kwargs={"observation_space": Sequence(Discrete(2))})

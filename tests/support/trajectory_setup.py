@@ -1,0 +1,175 @@
+"""A trajectory index with a storage of signals, beside the model that it must agree with."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import astuple
+
+import torch
+from torch import Tensor
+
+from gpubuf.kernels import philox, rows, trajectories
+from tests.support.philox_oracle import expected_uniforms
+from tests.support.trajectory_oracle import Model, OracleRule
+
+
+class Index:
+    """The tensors of an index and its storage, written through the operations, and the model.
+
+    Flags take ``row_bytes`` bytes, of which a random one is not zero; identifiers are little-endian numbers. With
+    ``split``, the steps from there on lie in another memory: behind a gap.
+    """
+
+    def __init__(
+        self,
+        steps: int,
+        envs: int = 1,
+        rule: OracleRule | None = None,
+        *,
+        by_id: bool = False,
+        row_bytes: int = 1,
+        keys: int = 1,
+        fan_out: int = 16,
+        laps: int = 0,
+        seed: int = 0,
+        split: int | None = None,
+        record: int = 0,
+    ) -> None:
+        self.steps, self.envs, self.fan_out = steps, envs, fan_out
+        self.rule = rule or OracleRule(4)
+        self.by_id, self.row_bytes = by_id, row_bytes
+        self.model = Model(steps, envs, by_id, written=laps * steps)
+        self.ends, self.sums = trajectories.new_index(steps, envs, fan_out, "cpu")
+        # What was never written may hold anything.
+        self.split = steps * envs if split is None else split * envs
+        self.gap = 0 if split is None else 24
+        n = steps * envs + self.gap
+        # The rows of a key may lie inside records that are wider than they are.
+        stride = max(record, row_bytes)
+        self.storage = [torch.full((n, stride), 205, dtype=torch.uint8)[:, :row_bytes] for _ in range(keys)]
+        entries = [
+            rows.table_entry(key.data_ptr(), row_bytes, stride=stride)
+            if split is None
+            else rows.table_entry(
+                key.data_ptr(), row_bytes, self.split, key[self.split + self.gap :].data_ptr(), stride=stride
+            )
+            for key in self.storage
+        ]
+        self.signals = torch.tensor(entries)
+        self.ring = rows.new_ring("cpu")
+        self.ring[rows.WRITTEN] = laps * steps * envs
+        self.legal = torch.zeros(trajectories.legal_words(steps * envs), dtype=torch.int64)
+        self.random = random.Random(seed)
+        self.current = [1] * envs
+
+    def shape(self) -> tuple[int, int]:
+        return self.steps, self.envs
+
+    def store(self, n: int, chance: float) -> None:
+        """Write ``n`` random steps, each the last of its trajectory with a given chance; the index is not told."""
+        batch: list[list[int]] = []
+        for _ in range(n):
+            if self.by_id:
+                self.current = [(c + (self.random.random() < chance)) % 256 for c in self.current]
+                batch.append(list(self.current))
+            else:
+                batch.append([int(self.random.random() < chance) for _ in range(self.envs)])
+        for step in batch:
+            place = self.model.written % self.steps
+            for env, value in enumerate(step):
+                row = place * self.envs + env
+                row += 0 if row < self.split else self.gap
+                for key in self.storage:
+                    key[row] = 0
+                key = self.random.choice(self.storage)
+                at = 0 if self.by_id else self.random.randrange(self.row_bytes)
+                key[row, at] = value
+            self.model.write([step])
+        self.ring[rows.WRITTEN] += n * self.envs
+        self.ring[rows.SIZE] = self.model.size * self.envs
+
+    def update(self, n: int) -> None:
+        trajectories.update(
+            self.ends,
+            self.sums,
+            self.ring,
+            self.signals,
+            self.by_id,
+            n,
+            *self.shape(),
+            self.fan_out,
+            *astuple(self.rule),
+        )
+
+    def write(self, n: int, chance: float = 0.1) -> None:
+        self.store(n, chance)
+        self.update(n)
+
+    def empty(self) -> None:
+        """As a buffer does it."""
+        self.model.empty()
+        self.ring[rows.WRITTEN] = self.model.written * self.envs
+        self.ring[rows.SIZE] = 0
+        self.ends.zero_()
+        self.sums.zero_()
+        self.legal.zero_()
+
+    def resum(self) -> None:
+        trajectories.resum(self.ends, self.sums, self.ring, *self.shape(), self.fan_out, *astuple(self.rule))
+
+    def draw(self, rng: Tensor, n: int, rank: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        return trajectories.draw(
+            self.ends, self.sums, self.ring, rng, rank, n, *self.shape(), self.fan_out, *astuple(self.rule)
+        )
+
+    def slices(self, start: Tensor, slice_len: int) -> tuple[Tensor, Tensor, Tensor]:
+        return trajectories.slices(self.ends, self.ring, start, slice_len, *self.shape())
+
+    def bounds(self, row: Tensor) -> Tensor:
+        return trajectories.bounds(self.ends, self.ring, row, *self.shape())
+
+    def mark_legal(self, n: int, need: int, starts_too: bool) -> Tensor:
+        return trajectories.mark_legal(self.legal, self.ends, self.ring, n, need, starts_too, *self.shape())
+
+    def legal_rows(self) -> set[int]:
+        return {row for row in range(self.steps * self.envs) if self.legal[row // 64].item() >> row % 64 & 1}
+
+    def assert_state(self) -> None:
+        """Bits, summaries and sums are those of the model."""
+        assert self.ends.tolist() == self.model.ends()
+        assert self.sums.tolist() == self.model.sums(self.rule, self.fan_out)
+        assert self.ring.tolist()[2:] == [0, 0]
+
+    def assert_bounds(self) -> None:
+        """Bounds of every row in the ring."""
+        by_row = sorted(self.model.by_row())
+        found = self.bounds(torch.tensor(by_row, dtype=torch.int64))
+        expected = [self.model.bounds(row) for row in by_row]
+        assert [tuple(column) for column in found.T.tolist()] == expected
+
+    def assert_draws(self, n: int, seed: int = 5, offset: int = 2**33 + 7) -> None:
+        """Draws by uniforms, and by every rank, are those of the model."""
+        units = self.model.units(self.rule)
+        if not units:
+            return
+        for rank in (None, list(range(len(units)))):
+            count = n if rank is None else len(rank)
+            rng = philox.new_state(seed, "cpu")
+            rng[philox.OFFSET] = offset
+            drawn = self.draw(rng, count, None if rank is None else torch.tensor(rank))
+            assert rng.tolist() == [seed, offset + 2 * count, 0]
+            expected = self.model.draw(self.rule, expected_uniforms(seed, offset, 2 * count), rank)
+            assert tuple(part.tolist() for part in drawn) == expected
+
+    def assert_slices(self, slice_len: int) -> None:
+        """Slices from every row in the ring."""
+        by_row = sorted(self.model.by_row())
+        found = self.slices(torch.tensor(by_row, dtype=torch.int64), slice_len)
+        assert tuple(part.tolist() for part in found) == self.model.slices(by_row, slice_len)
+
+    def assert_legal(self, n: int, need: int, starts_too: bool) -> None:
+        """The legal rows after a write of ``n`` steps, and the list of those that were looked at."""
+        touched = self.mark_legal(n, need, starts_too).tolist()
+        assert set(touched) == self.model.touched_rows(n, need)
+        assert len(touched) == trajectories.touched_rows(n, need, *self.shape())
+        assert self.legal_rows() == self.model.legal_rows(need, starts_too)

@@ -1,0 +1,372 @@
+"""Training in-process, with tiny networks: what a run leaves behind, the same seed twice, and interruption at any step.
+
+None of these runs learns anything worth having; docs/training.md has the runs that do.
+"""
+
+import dataclasses
+import json
+import signal
+import threading
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import InteractionType, set_interaction_type
+
+from gpubuf.serialization import load, save
+from gpubuf.train import TrainConfig, UsageError, load_actor, resume, train
+from gpubuf.train.metrics import JsonLines, read
+from gpubuf.train.run import CHECKPOINT_FILE, default_threads, free_folder
+from gpubuf.train.trainer import DivergedError, Trainer
+from tests.support import train_environments
+from tests.support.train_environments import PREFIX
+
+WALK = PREFIX + "Walk-v0"
+SIGNALLING = PREFIX + "Signalling-v0"
+
+
+def tiny(env=WALK, **changes):
+    """A run of a second or less."""
+    settings = {
+        "total_steps": 120,
+        "learning_starts": 40,
+        "batch_size": 8,
+        "hidden": (8,),
+        "eval_every": 50,
+        "eval_episodes": 3,
+        "log_every": 25,
+    }
+    return TrainConfig(env=env, **{**settings, **changes})
+
+
+@pytest.fixture(autouse=True)
+def no_signals():
+    """No signals are planned, and the process still handles them as it did."""
+    train_environments.signals_at.clear()
+    train_environments.steps_taken = 0
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    yield
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def metrics(folder):
+    return (folder / "metrics.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("prioritized", [True, False])
+def test_a_run_leaves_everything_in_its_folder(tmp_path, capsys, prioritized):
+    folder = tmp_path / "deep" / "run"
+    result = train(tiny(prioritized=prioritized), folder)
+    assert {path.name for path in folder.iterdir()} == {
+        "config.json",
+        "metrics.jsonl",
+        "timing.jsonl",
+        "learning_curve.png",
+        "model.safetensors",
+        "checkpoint.safetensors",
+        "result.json",
+    }
+    assert (result.steps, len(result.returns), result.signal) == (120, 3, None)
+    assert TrainConfig.read(folder) == tiny(prioritized=prioritized)
+    assert (folder / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+
+    records = list(read(folder / "metrics.jsonl"))
+    updates = [record for record in records if record["kind"] == "update"]
+    assert [(record["step"], record["updates"]) for record in updates] == [(50, 10), (75, 35), (100, 60)]
+    assert all(("beta" in record) == prioritized for record in updates)
+    assert [record["step"] for record in records if record["kind"] == "evaluation"] == [50, 100]
+    episodes = [record for record in records if record["kind"] == "episode"]
+    assert episodes
+    assert all(0 < record["length"] <= 20 for record in episodes)
+    assert records[-1]["kind"] == "final_evaluation"
+    assert records[-1]["returns"] == list(result.returns)
+
+    stored = json.loads((folder / "result.json").read_text())
+    assert stored["mean_return"] == pytest.approx(result.mean_return)
+    assert [record["step"] for record in read(folder / "timing.jsonl")] == [50, 75, 100]
+    assert "evaluation over 3 episodes: mean return" in capsys.readouterr().out
+
+
+def test_beta_is_annealed_to_one(tmp_path):
+    train(tiny(log_every=40), tmp_path)
+    betas = {
+        record["step"]: record["beta"] for record in read(tmp_path / "metrics.jsonl") if record["kind"] == "update"
+    }
+    assert betas == {80: pytest.approx(0.8), 120: pytest.approx(1.0)}
+
+
+@pytest.mark.parametrize("prioritized", [True, False])
+def test_the_same_seed_gives_the_same_metrics(tmp_path, prioritized):
+    for name, seed in (("first", 3), ("again", 3), ("other", 4)):
+        train(tiny(seed=seed, prioritized=prioritized), tmp_path / name)
+    assert metrics(tmp_path / "first") == metrics(tmp_path / "again")
+    assert metrics(tmp_path / "first") != metrics(tmp_path / "other")
+
+
+@pytest.mark.parametrize("prioritized", [True, False])
+@pytest.mark.parametrize(("envs", "step"), [(1, 7), (1, 66), (3, 110)])
+def test_an_interrupted_run_goes_on_as_if_never_stopped(tmp_path, prioritized, envs, step):
+    config = tiny(SIGNALLING, prioritized=prioritized, num_envs=envs, eval_every=0)
+    whole = train(config, tmp_path / "whole")
+    train_environments.steps_taken = 0
+    train_environments.signals_at[step] = [signal.SIGINT]
+    part = train(config, tmp_path / "parts")
+    assert part.signal == signal.SIGINT
+    assert part.steps == -(-step // envs) * envs
+    assert part.returns == ()
+    assert metrics(tmp_path / "whole").startswith(metrics(tmp_path / "parts"))
+    rest = resume(tmp_path / "parts")
+    assert (rest.steps, rest.returns) == (whole.steps, whole.returns)
+    assert metrics(tmp_path / "parts") == metrics(tmp_path / "whole")
+    ends = [load(tmp_path / name / "model.safetensors")["actor"] for name in ("whole", "parts")]
+    assert all(torch.equal(ends[0][key], ends[1][key]) for key in ends[0])
+
+
+def test_a_run_is_resumed_from_its_last_checkpoint_when_it_was_killed(tmp_path):
+    """The metrics written after the checkpoint are written again, not twice."""
+    config = tiny(checkpoint_every=50)
+    train(config, tmp_path / "whole")
+
+    class KilledError(Exception):
+        pass
+
+    class Killer:
+        def start(self, step, total): ...
+        def message(self, text): ...
+        def stop(self): ...
+        def update(self, status):
+            if status.step == 90:
+                raise KilledError
+
+    with pytest.raises(KilledError):
+        train(config, tmp_path / "killed", reporter=Killer())
+    assert load(tmp_path / "killed" / CHECKPOINT_FILE)["trainer"]["step"] == 50
+    resume(tmp_path / "killed")
+    assert metrics(tmp_path / "killed") == metrics(tmp_path / "whole")
+
+
+def test_sigterm_saves_as_well(tmp_path, capsys):
+    train_environments.signals_at[60] = [signal.SIGTERM]
+    result = train(tiny(SIGNALLING, eval_every=0), tmp_path)
+    assert (result.signal, result.steps) == (signal.SIGTERM, 60)
+    assert load(tmp_path / CHECKPOINT_FILE)["trainer"]["step"] == 60
+    assert f"gpubuf train --resume {tmp_path}" in capsys.readouterr().out
+
+
+def test_a_second_signal_ends_at_once(tmp_path):
+    train_environments.signals_at[60] = [signal.SIGINT, signal.SIGINT]
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny(SIGNALLING, eval_every=0), tmp_path)
+    assert not (tmp_path / CHECKPOINT_FILE).exists()
+
+
+def test_an_interrupted_evaluation_is_done_when_the_run_is_resumed(tmp_path):
+    config = tiny(SIGNALLING, eval_every=0)
+    whole = train(config, tmp_path / "whole")
+    train_environments.steps_taken = 0
+    train_environments.signals_at[125] = [signal.SIGINT]
+    part = train(config, tmp_path / "parts")
+    assert (part.signal, part.steps, part.returns) == (signal.SIGINT, 120, ())
+    assert not (tmp_path / "parts" / "result.json").exists()
+    assert resume(tmp_path / "parts").returns == whole.returns
+    assert metrics(tmp_path / "parts") == metrics(tmp_path / "whole")
+
+
+def test_it_trains_beside_the_main_thread(tmp_path):
+    results = []
+    thread = threading.Thread(target=lambda: results.append(train(tiny(), tmp_path)))
+    thread.start()
+    thread.join()
+    assert results[0].steps == 120
+
+
+def test_environments_that_cannot_be_played_again_are_announced(tmp_path, capsys):
+    train(tiny(PREFIX + "Unrepeatable-v0"), tmp_path)
+    result = resume(tmp_path, {"total_steps": 150})
+    assert result.steps == 150
+    assert "could not be played again" in capsys.readouterr().out
+
+
+def test_a_complete_run_goes_on_with_more_steps_only(tmp_path):
+    train(tiny(), tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(UsageError, match="complete, with 120 steps"):
+        resume(tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert resume(tmp_path / CHECKPOINT_FILE, {"total_steps": 160, "eval_episodes": 2}).steps == 160
+    config = TrainConfig.read(tmp_path)
+    assert (config.total_steps, config.capacity, config.eval_episodes) == (160, 120, 2)
+    final = [record for record in read(tmp_path / "metrics.jsonl") if record["kind"] == "final_evaluation"]
+    assert [record["step"] for record in final] == [160]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": 1}, "seed is 0 in the run, 1 was asked for"),
+        ({"env": "Pendulum-v1"}, "env is '.*Walk-v0' in the run, 'Pendulum-v1' was asked for"),
+        ({"prioritized": False}, "prioritized is True in the run"),
+        ({"total_steps": 10}, r"below total_steps \(10\)"),
+        ({"device": "cuda:7"}, "no device cuda:7"),
+    ],
+)
+def test_contradictions_are_refused_and_change_nothing(tmp_path, change, message):
+    train(tiny(), tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(UsageError, match=message):
+        resume(tmp_path, change)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_damaged_checkpoints_are_refused_and_change_nothing(tmp_path):
+    train(tiny(), tmp_path)
+    good = (tmp_path / CHECKPOINT_FILE).read_bytes()
+    other = {"trainer": {"step": 1}, "lines": {"metrics.jsonl": 0, "timing.jsonl": 0}, "seconds": 1.0}
+    save(tmp_path / "other", other)
+    for content, message in [
+        (good[: len(good) // 2], "damaged"),
+        (b"", "not a checkpoint"),
+        ((tmp_path / "other").read_bytes(), "does not fit this run"),
+        ((tmp_path / "model.safetensors").read_bytes(), "does not fit this run"),
+    ]:
+        (tmp_path / CHECKPOINT_FILE).write_bytes(content)
+        before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+        with pytest.raises(UsageError, match=message):
+            resume(tmp_path, {"total_steps": 150})
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    (tmp_path / CHECKPOINT_FILE).unlink()
+    with pytest.raises(UsageError, match="before its first checkpoint"):
+        resume(tmp_path)
+
+
+def test_a_folder_that_holds_a_run_is_only_overwritten_when_told_to(tmp_path):
+    train(tiny(), tmp_path)
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(UsageError, match="already holds a run"):
+        train(tiny(seed=1), tmp_path)
+    train(tiny(seed=1), tmp_path, overwrite=True)
+    assert TrainConfig.read(tmp_path).seed == 1
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_nothing_is_written_when_the_run_cannot_begin(tmp_path):
+    for change, message in [
+        ({"env": "CartPole-v1"}, "discrete"),
+        ({"env": "Nowhere-v1"}, "unknown environment"),
+        ({"device": "cuda:7"}, "no device cuda:7: PyTorch .* sees 0"),
+        ({"device": "abacus"}, "device must be auto, cpu, cuda"),
+        ({"device": "meta"}, "device must be auto, cpu, cuda"),
+    ]:
+        with pytest.raises(UsageError, match=message):
+            train(tiny(**change), tmp_path / "run")
+        assert not (tmp_path / "run").exists()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot write to"):
+        train(tiny(), tmp_path / "file" / "run")
+
+
+@pytest.mark.parametrize(("prioritized", "step"), [(True, 41), (False, 50)])
+def test_losses_that_are_no_numbers_end_the_run(tmp_path, prioritized, step):
+    """At the next record of the losses, or at once where they would become priorities."""
+    with pytest.raises(DivergedError, match=f"training diverged by step {step}:"):
+        train(tiny(PREFIX + "Infinite-v0", prioritized=prioritized), tmp_path)
+
+
+def test_the_stored_transitions_are_those_of_the_environment():
+    """CASES 22: a truncated row's next observation is the final one, and truncated is not terminated."""
+    config = tiny(PREFIX + "Counting-v0", num_envs=2, total_steps=30, learning_starts=20, prioritized=False)
+    trainer = Trainer(config, torch.device("cpu"), lambda record: None)
+    for _ in range(12):
+        trainer.advance()
+    rows = trainer.buffer[:]
+    observation, following = rows["observation"], rows["next", "observation"]
+    assert rows.shape == (24,)
+    # Every row stays in its episode and goes one step further, also the third one, which ends it.
+    assert torch.equal(following, observation + torch.tensor([0.0, 1.0]))
+    over = following[:, 1:] == 3
+    odd = following[:, :1] % 2 == 1
+    assert torch.equal(rows["next", "done"], over)
+    assert torch.equal(rows["next", "terminated"], over & odd)
+    assert torch.equal(rows["next", "truncated"], over & ~odd)
+    assert torch.equal(rows["next", "reward"], following[:, 1:])
+    assert rows["action"].abs().max() <= 1
+    trainer.close()
+
+
+def test_a_mujoco_environment(tmp_path, monkeypatch):
+    """Observations in float64, six actions; MuJoCo writes a log into the current folder."""
+    pytest.importorskip("mujoco")
+    pytest.importorskip("imageio")
+    monkeypatch.chdir(tmp_path)
+    config = tiny("HalfCheetah-v5", eval_every=0, eval_episodes=1)
+    whole = train(config, tmp_path / "whole")
+    assert np.isfinite(whole.mean_return)
+    train(dataclasses.replace(config, total_steps=80), tmp_path / "parts")
+    assert resume(tmp_path / "parts", {"total_steps": 120}).steps == 120
+
+
+@pytest.mark.parametrize(("ratio", "envs", "updates"), [(1.0, 1, 80), (0.5, 1, 40), (2.0, 1, 160), (1.0, 4, 80)])
+def test_the_number_of_updates_follows_the_ratio(tmp_path, ratio, envs, updates):
+    train(tiny(update_ratio=ratio, num_envs=envs, log_every=120, eval_every=0), tmp_path)
+    assert [r["updates"] for r in read(tmp_path / "metrics.jsonl") if r["kind"] == "update"] == [updates]
+
+
+def test_the_saved_model_acts_as_the_evaluated_one(tmp_path):
+    result = train(tiny("Pendulum-v1", eval_episodes=1), tmp_path)
+    actor = load_actor(tmp_path / "model.safetensors")
+    # The final evaluation's environment: the third stream of the seed, its first number.
+    env = gym.wrappers.RescaleAction(gym.make("Pendulum-v1"), np.float32(-1), np.float32(1))
+    observation, _ = env.reset(seed=int(np.random.SeedSequence((0, 2)).generate_state(1)[0]))
+    total, over = 0.0, False
+    while not over:
+        with torch.no_grad(), set_interaction_type(InteractionType.DETERMINISTIC):
+            action = actor(TensorDict({"observation": torch.from_numpy(observation)}, []))["action"]
+        observation, reward, terminated, truncated, _ = env.step(action.numpy())
+        total, over = total + reward, terminated or truncated
+    assert total == pytest.approx(result.mean_return, rel=1e-4)
+
+
+def test_a_file_without_a_policy_is_refused(tmp_path):
+    save(tmp_path / "other", {"actor": {}})
+    with pytest.raises(ValueError, match="does not hold a policy"):
+        load_actor(tmp_path / "other")
+
+
+def test_torch_threads_are_put_back(tmp_path):
+    before = torch.get_num_threads()
+    train(tiny(threads=before + 1, total_steps=50, eval_every=0), tmp_path)
+    assert torch.get_num_threads() == before
+
+
+def test_small_networks_get_one_thread():
+    assert default_threads(TrainConfig()) == 1
+    assert default_threads(TrainConfig(hidden=(1024, 1024), batch_size=4096)) >= 1
+
+
+def test_default_folders_are_new(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = TrainConfig(env="a/b:C-v1", prioritized=False, seed=2)
+    first = free_folder(config)
+    assert first.as_posix() == "runs/a-b-C-v1-uniform-seed2"
+    first.mkdir(parents=True)
+    assert free_folder(config) == first
+    (first / "config.json").write_text("{}")
+    assert free_folder(config).as_posix() == "runs/a-b-C-v1-uniform-seed2-2"
+
+
+def test_json_lines_keep_what_they_are_told_to(tmp_path):
+    path = tmp_path / "lines"
+    lines = JsonLines(path)
+    for i in range(4):
+        lines.write({"i": i})
+    lines.close()
+    lines = JsonLines(path, keep=2)
+    lines.write({"i": 9})
+    assert lines.lines == 3
+    lines.close()
+    assert [record["i"] for record in read(path)] == [0, 1, 9]
+    with pytest.raises(ValueError, match="3 lines, the checkpoint was taken after 7"):
+        JsonLines(path, keep=7)
+    assert len(list(read(path))) == 3

@@ -1,0 +1,339 @@
+"""Training on environments that live on the device: exactness, graphs, and nothing that waits for the device."""
+
+import dataclasses
+import json
+import signal
+
+import pytest
+import torch
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from gpubuf.graphs import Captured
+from gpubuf.train import TrainConfig, UsageError, resume, train
+from gpubuf.train.agent import SACAgent
+from gpubuf.train.metrics import read
+from gpubuf.train.run import CHECKPOINT_FILE
+from gpubuf.train.torch_environments import Pendulum
+from gpubuf.train.trainer import DivergedError, Trainer
+from tests.support.fake_cuda import DataDependentOutputException, fake_cuda
+from tests.support.graph_recorder import RecordedCuda
+
+CPU = torch.device("cpu")
+
+
+def tiny(**changes):
+    """Sixteen pendulums, 30 steps each, with two updates whenever all have stepped."""
+    settings = {
+        "env": "torch/Pendulum",
+        "num_envs": 16,
+        "total_steps": 16 * 30,
+        "learning_starts": 16 * 5,
+        "update_ratio": 2 / 16,
+        "batch_size": 8,
+        "hidden": (8,),
+        "eval_every": 16 * 10,
+        "eval_episodes": 3,
+        "log_every": 16 * 10,
+    }
+    return TrainConfig(**{**settings, **changes})
+
+
+@pytest.fixture
+def short_episodes(monkeypatch):
+    """Episodes of twelve steps, so that tiny runs see their ends."""
+    monkeypatch.setattr(Pendulum, "time_limit", 12)
+
+
+def metrics(folder):
+    return (folder / "metrics.jsonl").read_bytes()
+
+
+# Runs
+
+
+def test_a_run_and_its_records(tmp_path, short_episodes):
+    result = train(tiny(), tmp_path)
+    assert (result.steps, len(result.returns)) == (480, 3)
+    records = list(read(tmp_path / "metrics.jsonl"))
+    kinds = [(record["kind"], record["step"]) for record in records]
+    assert kinds == [
+        *(("update", 160), ("evaluation", 160)),
+        *(("episodes", 320), ("update", 320), ("evaluation", 320)),
+        *(("episodes", 480), ("update", 480), ("evaluation", 480)),
+        ("final_evaluation", 480),
+    ]
+    assert [r["updates"] for r in records if r["kind"] == "update"] == [10, 30, 50]
+    ended = [r for r in records if r["kind"] == "episodes"]
+    assert [(r["episodes"], r["mean_length"]) for r in ended] == [(16, 12.0), (16, 12.0)]
+    assert all(-12 * 16.3 < r["mean_return"] < 0 for r in ended)
+    assert (tmp_path / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((tmp_path / "result.json").read_text())["env"] == "torch/Pendulum"
+
+
+@pytest.mark.parametrize("prioritized", [True, False])
+def test_the_same_seed_gives_the_same_metrics(tmp_path, prioritized):
+    for name, seed in (("first", 3), ("again", 3), ("other", 4)):
+        train(tiny(seed=seed, prioritized=prioritized), tmp_path / name)
+    assert metrics(tmp_path / "first") == metrics(tmp_path / "again") != metrics(tmp_path / "other")
+
+
+@pytest.mark.parametrize("iterations", [3, 17])
+def test_an_interrupted_run_goes_on_as_if_never_stopped(tmp_path, short_episodes, iterations):
+    whole = train(tiny(), tmp_path / "whole")
+
+    class Interrupting:
+        def start(self, step, total): ...
+        def message(self, text): ...
+        def stop(self): ...
+        def update(self, status):
+            if status.step == 16 * iterations:
+                signal.raise_signal(signal.SIGINT)
+
+    part = train(tiny(), tmp_path / "parts", reporter=Interrupting())
+    assert (part.signal, part.steps) == (signal.SIGINT, 16 * iterations)
+    rest = resume(tmp_path / "parts")
+    assert rest.returns == whole.returns
+    assert metrics(tmp_path / "parts") == metrics(tmp_path / "whole")
+
+
+def test_the_stored_transitions_are_those_of_the_environment(short_episodes):
+    """CASES 22: a truncated row's next observation is the final one, and truncated is not terminated."""
+    config = tiny(num_envs=2, total_steps=60, learning_starts=20, eval_every=0)
+    trainer = Trainer(config, CPU, lambda record: None)
+    for _ in range(30):
+        trainer.advance()
+    rows = trainer.buffer[:]
+    truncated = rows["next", "truncated"][:, 0]
+    assert torch.equal(truncated.nonzero()[:, 0], torch.tensor([22, 23, 46, 47]))
+    assert torch.equal(rows["next", "done"], rows["next", "truncated"])
+    assert not rows["next", "terminated"].any()
+    # Two environments: what follows a row, two rows on, begins where it ended, but for the ends of episodes.
+    led_to, begun_at = rows["next", "observation"][:-2], rows["observation"][2:]
+    same = (led_to == begun_at).all(1)
+    assert torch.equal(same, ~truncated[:-2])
+    # And a row is what the pendulum does: the angle moves by the new velocity times its time step.
+    angle, later = (torch.atan2(rows[key][:, 1], rows[key][:, 0]) for key in ("observation", ("next", "observation")))
+    moved = torch.remainder(later - angle + torch.pi, 2 * torch.pi) - torch.pi
+    assert torch.allclose(moved, 0.05 * rows["next", "observation"][:, 2], atol=1e-5)
+    assert rows["action"].abs().max() <= 1
+
+
+def test_losses_that_are_no_numbers_end_the_run(monkeypatch):
+    plain = Pendulum.transition
+
+    def transition(self, state, action):
+        return dataclasses.replace(plain(self, state, action), reward=torch.full((16,), float("nan")))
+
+    monkeypatch.setattr(Pendulum, "transition", transition)
+    trainer = Trainer(tiny(), CPU, lambda record: None)
+    for _ in range(5):
+        trainer.advance()
+    with pytest.raises(DivergedError, match="training diverged by step 96:"):
+        trainer.advance()
+
+
+def test_checkpoints_of_other_numbers_of_environments_are_refused(tmp_path):
+    train(tiny(), tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**values, "num_envs": 8}))
+    with pytest.raises(UsageError, match=r"does not fit this run.*state must be \[8, 2\]"):
+        resume(tmp_path, {"total_steps": 600})
+    assert (tmp_path / CHECKPOINT_FILE).exists()
+
+
+# Nothing waits for the device
+
+
+def fake_trainer(device, **changes):
+    settings = {"device": device, "eval_every": 0, "log_every": 16 * 9, "cuda_graph": False, "total_steps": 100_000}
+    return Trainer(tiny(**{**settings, **changes}), torch.device(device), lambda record: None)
+
+
+def advance_until_the_log_reads(trainer):
+    """Nothing is read for eight steps of all environments, and the losses at the ninth."""
+    for _ in range(8):
+        trainer.advance()
+    assert (trainer.step, trainer._updates) == (16 * 8, 6)
+    with pytest.raises(DataDependentOutputException):
+        trainer.advance()
+
+
+@pytest.mark.parametrize("prioritized", [True, False])
+def test_an_iteration_does_not_synchronise(prioritized, monkeypatch):
+    """Act, step, write, draw, losses, optimisers, targets, priorities: on fake CUDA tensors, where reading raises.
+
+    But for the gradients: in a PyTorch without CUDA, autograd refuses the device. The next test has them.
+    """
+    with fake_cuda(), torch.no_grad():
+        trainer = fake_trainer("cuda", prioritized=prioritized)
+        agent = trainer.agent
+        tensors = [*agent.loss.parameters(), *agent.loss.buffers(), trainer._observation, trainer._sums]
+        assert {tensor.device.type for tensor in tensors} == {"cuda"}
+
+        def gradients(batch):
+            _, values = agent._losses(batch)
+            for group in agent._optimizer.param_groups:
+                assert group["capturable"]
+                for parameter in group["params"]:
+                    parameter.grad = torch.empty_like(parameter)
+            return values
+
+        monkeypatch.setattr(agent, "_gradients", gradients)
+        advance_until_the_log_reads(trainer)
+        trainer._evaluation(3, 1)._step()
+
+
+@pytest.mark.parametrize("prioritized", [True, False])
+def test_an_iteration_with_its_gradients_reads_no_value(prioritized):
+    """The same on fake tensors that claim to be on the CPU, where autograd runs."""
+    with FakeTensorMode():
+        advance_until_the_log_reads(fake_trainer("cpu", prioritized=prioritized))
+
+
+# Graphs
+
+
+@pytest.fixture
+def recorded_cuda(monkeypatch):
+    """A machine whose CUDA graphs are recordings of what the CPU did."""
+    return RecordedCuda().install(monkeypatch)
+
+
+def state_of(trainer):
+    """Every tensor that the rest of a run depends on, by a name."""
+    found = {}
+
+    def walk(value, name):
+        if isinstance(value, torch.Tensor):
+            found[name] = value.clone()
+        elif isinstance(value, dict):
+            for key, item in value.items():
+                walk(item, f"{name}.{key}")
+        elif hasattr(value, "items"):
+            for key, item in value.items(True, True):
+                walk(item, f"{name}.{key}")
+
+    walk(trainer.state_dict(), "")
+    return found
+
+
+def run(config, iterations=20, machine=None):
+    records = []
+    trainer = Trainer(config, CPU, records.append)
+    for _ in range(iterations):
+        trainer.advance()
+        if machine is not None:
+            # Rows are written by address, which the recorder can't see.
+            machine.memory = trainer.buffer.storage.row_tensors
+    return trainer, records
+
+
+@pytest.mark.parametrize("prioritized", [True, False])
+def test_graphs_do_what_the_trainer_does(prioritized, short_episodes, recorded_cuda: RecordedCuda):
+    """CASES 33: steps and updates that are replayed give the same run, bit for bit; beta is annealed between them."""
+    config = tiny(prioritized=prioritized, log_every=16 * 2)
+    eager, expected = run(dataclasses.replace(config, cuda_graph=False))
+    assert not recorded_cuda.log
+    captured, records = run(config, machine=recorded_cuda)
+    assert records == expected
+    found, due = state_of(captured), state_of(eager)
+    assert found.keys() == due.keys()
+    assert not [name for name in due if not torch.equal(found[name], due[name])]
+    assert len(captured.buffer) == len(eager.buffer) == 320
+    # Two graphs for training, one for the evaluations; 15 steps by policy and 30 updates, of which 3 are warm-up each.
+    assert sum(entry.startswith("capture") for entry in recorded_cuda.log) == 3
+    evaluation_replays = 2 * 12 - 3
+    assert recorded_cuda.log.count("replay") == (15 - 3) + (30 - 3) + evaluation_replays
+
+
+def test_a_gymnasium_environment_has_its_updates_captured(recorded_cuda: RecordedCuda):
+    config = tiny(env="Pendulum-v1", num_envs=4, total_steps=80, learning_starts=40, update_ratio=0.5, eval_every=0)
+    eager, expected = run(dataclasses.replace(config, cuda_graph=False))
+    captured, records = run(config, machine=recorded_cuda)
+    assert records == expected
+    assert not [n for n, t in state_of(eager).items() if not torch.equal(state_of(captured)[n], t)]
+    assert recorded_cuda.log.count("replay") == 20 - 3
+
+
+def test_graphs_are_refused_where_there_are_none_and_used_by_default_where_there_are(recorded_cuda: RecordedCuda):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gpubuf.graphs.GRAPH_DEVICES", frozenset({"cuda"}))
+        with pytest.raises(
+            UsageError, match="--cuda-graph needs a CUDA device, the run is on cpu: say --no-cuda-graph"
+        ):
+            Trainer(tiny(cuda_graph=True), CPU, print)
+        assert not isinstance(Trainer(tiny(), CPU, print)._update, Captured)
+    assert isinstance(Trainer(tiny(), CPU, print)._update, Captured)
+    assert isinstance(Trainer(tiny(cuda_graph=True), CPU, print)._step_by_policy, Captured)
+    assert not isinstance(Trainer(tiny(cuda_graph=False), CPU, print)._update, Captured)
+    gymnasium = Trainer(tiny(env="Pendulum-v1"), CPU, print)
+    assert isinstance(gymnasium._update, Captured)
+    assert not isinstance(gymnasium._step_by_policy, Captured)
+
+
+# Compiling
+
+
+def update_twice(compiled):
+    torch.manual_seed(0)
+    trainer = Trainer(tiny(), CPU, print)
+    trainer.agent = SACAgent(tiny(), 3, 1, CPU, compiled=compiled)
+    for _ in range(7):
+        trainer.advance()
+    assert trainer._updates == 4
+    return trainer
+
+
+def test_a_compiled_update_has_no_graph_break_and_is_compiled_once(monkeypatch):
+    """By the tracer and AOTAutograd, that is; what Inductor makes of it takes a minute or more."""
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **options: compile_(f, backend="aot_eager", **options))
+    torch._dynamo.reset()
+    counters.clear()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        trainer = update_twice(compiled=True)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert all(torch.isfinite(parameter).all() for parameter in trainer.agent.loss.parameters())
+    plain = update_twice(compiled=False)
+    assert trainer._sums == pytest.approx(plain._sums, rel=1e-4)
+
+
+def test_a_compiler_that_fails_is_done_without_unless_it_was_asked_for(monkeypatch):
+    def failing(batch):
+        raise BackendCompilerFailed(failing, RuntimeError("no such instruction"), None)
+
+    monkeypatch.setattr(torch, "compile", lambda function, **options: failing)
+    with pytest.warns(UserWarning, match=r"(?s)torch.compile failed, going on without it: .*no such instruction"):
+        fallen_back = update_twice(compiled=None)
+    assert torch.equal(fallen_back._sums, update_twice(compiled=False)._sums)
+    with pytest.raises(UsageError, match=r"(?s)torch.compile failed, --no-compile .*no such instruction"):
+        update_twice(compiled=True)
+
+
+@pytest.mark.parametrize(
+    ("device", "setting", "steps", "expected"),
+    [
+        ("cpu", None, 3_000_000, False),
+        ("cpu", True, 480, True),
+        ("cuda", None, 480, False),
+        ("cuda", None, 3_000_000, None),
+        ("cuda", False, 3_000_000, False),
+        ("cuda", True, 480, True),
+    ],
+)
+def test_long_runs_on_cuda_are_compiled_by_default(monkeypatch, device, setting, steps, expected):
+    asked = []
+
+    class Stopped(Exception):  # noqa: N818
+        pass
+
+    def agent(*args, compiled):
+        asked.append(compiled)
+        raise Stopped
+
+    monkeypatch.setattr("gpubuf.train.trainer.SACAgent", agent)
+    with fake_cuda(), pytest.raises(Stopped):
+        Trainer(tiny(compile=setting, total_steps=steps), torch.device(device), print)
+    assert asked == [expected]

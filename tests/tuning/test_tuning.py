@@ -1,0 +1,331 @@
+"""What `gpubuf tune` tunes for, what it tries, and how it chooses: all without a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpubuf.kernels import _tuned, config
+from gpubuf.kernels._spaces import SPACES, DrawConfig, FanOut
+from gpubuf.kernels.aot.compiler import compile_in_subprocess
+from gpubuf.kernels.trajectories._launch import run_bounds
+from gpubuf.tuning.candidates import candidates, rule
+from gpubuf.tuning.report import notes
+from gpubuf.tuning.search import MARGIN, Result, Trial, choose, disagreement
+from gpubuf.tuning.shapes import Shapes, jobs
+from gpubuf.tuning.timing import Timing, UnusableError
+from tests.support.candidate_specs import SPECS, with_fan_out
+from tests.support.tuning_setup import BLOCK, DRAW, FAN_OUT, FakeBench, FakeTimer, draw_seconds, tuned
+
+LARGE = Shapes((10**6, 6 * 10**8), (1, 256, 100_000), envs=4096, slice_len=100)
+
+
+class TestShapes:
+    @pytest.mark.parametrize(
+        "wrong",
+        [
+            {"capacities": ()},
+            {"batch_sizes": ()},
+            {"row": ()},
+            {"capacities": (0,)},
+            {"batch_sizes": (256, -1)},
+            {"envs": 0},
+            {"slice_len": 0},
+            {"row": ((("x",), torch.uint8, (0,)),)},
+            {"row": ((("x",), torch.uint8, (1,)), (("x",), torch.uint8, (2,)))},
+        ],
+        ids=str,
+    )
+    def test_what_makes_no_sense_is_refused(self, wrong):
+        with pytest.raises(ValueError, match=r"must|twice|no bytes"):
+            Shapes(**wrong)
+
+    def test_row(self):
+        shapes = Shapes(row=((("a", "action"), torch.float64, (2, 3)), (("pixels",), torch.uint8, (3, 84, 84))))
+        assert shapes.row_bytes == 48 + 3 * 84 * 84
+        assert shapes.action_width == 6
+        assert shapes.describe()["row"] == {"a.action": "2x3:float64", "pixels": "3x84x84:uint8"}
+        json.dumps(shapes.describe())
+
+    @pytest.mark.parametrize("shapes", [Shapes(), LARGE, Shapes((1,), (1,))], ids=["default", "large", "one"])
+    @pytest.mark.parametrize("thorough", [False, True])
+    def test_jobs(self, shapes, thorough):
+        """Every operation, every size once, the fan-out of a tree before what depends on it."""
+        found = jobs(shapes, thorough)
+        assert {job.operation for job in found} == SPACES.keys()
+        assert len({str(job) + str(job.capacity) for job in found}) == len(found)
+        for number, job in enumerate(found):
+            assert set(SPACES[job.operation].sizes) <= {*job.sizes, *(["fan_out"] if job.tree else [])}
+            if job.tree:
+                assert (job.tree, job.capacity) in [(before.operation, before.capacity) for before in found[:number]]
+        for operation in ("sum_tree_draw", "rows_copy", "sac_rows"):
+            assert {job.sizes["n"] for job in found if job.operation == operation} == set(shapes.batch_sizes)
+
+    def test_what_a_step_writes_is_marked(self):
+        """Where it is many rows: for a few there is little to choose, unless time does not matter."""
+        for envs, thorough, due in ((1, False, False), (1, True, True), (4096 * 16, False, True)):
+            found = jobs(Shapes(envs=envs), thorough)
+            assert due == any(job.operation == "sum_tree_update" and job.sizes["n"] == envs for job in found)
+
+
+class TestCandidates:
+    """A pure function; whatever it names is something that a tuned file may hold."""
+
+    @pytest.mark.parametrize("shapes", [Shapes(), LARGE, Shapes((1,), (1,))], ids=["default", "large", "one"])
+    @pytest.mark.parametrize("fan_out", [2, 32, 1024])
+    @pytest.mark.parametrize("thorough", [False, True])
+    def test_all_can_be_run(self, shapes, fan_out, thorough):
+        for job in jobs(shapes, thorough):
+            sizes = with_fan_out(job, fan_out)
+            tried = candidates(job.operation, sizes, shapes.steps(job.capacity), thorough)
+            assert len(set(tried)) == len(tried)
+            assert tried[0] == rule(job.operation, sizes, shapes.steps(job.capacity))
+            # The rule's own may be larger than what is worth trying, with a fan-out that nobody would choose.
+            for made in tried[1:]:
+                assert not _tuned.invalid(SPACES[job.operation], sizes, dataclasses.asdict(made))
+
+    def test_the_rule_is_that_of_the_launchers(self):
+        sizes = {"fan_out": 32, "n": 1, "envs": 4096, "by_id": 1}
+        assert rule("trajectories_update", sizes, 250) == config.index_update(32, 1, run_bounds(1, (4,))[0], 4096, True)
+        assert rule("rows_copy", {"n_bytes": 2**21}) == config.rows_copy(2**21)
+        with pytest.raises(ValueError, match="no operation 'x'"):
+            rule("x", {})
+
+    def test_quick_ones_change_one_field(self):
+        found = candidates("sum_tree_draw", {"fan_out": 32, "n": 256})
+        assert found == [DrawConfig(4, 1), DrawConfig(8, 1), DrawConfig(2, 1), DrawConfig(4, 2)]
+
+    def test_thorough_ones_change_two(self):
+        sizes = {"fan_out": 32, "n": 256}
+        quick, thorough = (candidates("sum_tree_draw", sizes, thorough=some) for some in (False, True))
+        assert set(quick) < set(thorough)
+        assert DrawConfig(16, 4) in thorough
+        assert DrawConfig(32, 1) not in thorough, "three doublings"
+
+    def test_fan_outs(self):
+        found = {made.fan_out for made in candidates("sum_tree", {"capacity": 10**6})}
+        assert found == {8, 16, 32, 64, 128}
+
+    def test_both_ways_to_update(self):
+        """Where one program is faster than a launch a level depends on the device."""
+        for n, both in ((256, True), (4096, True), (10**6, False)):
+            tried = candidates("sum_tree_update", {"fan_out": 32, "n": n})
+            assert len({made.single_program for made in tried}) == 1 + both
+
+
+class TestChoice:
+    def trial(self, *seconds: float) -> Trial:
+        return Trial(seconds, {str(number): Timing(value) for number, value in enumerate(seconds)})
+
+    def test_the_fastest(self):
+        trials = [self.trial(s) for s in (3.0, 1.0, 2.0)]
+        assert choose(trials) is trials[1]
+        assert choose([]) is None
+
+    def test_an_earlier_one_unless_clearly_worse(self):
+        trials = [self.trial(s) for s in (1.0 + 0.9 * MARGIN, 1.0)]
+        assert choose(trials) is trials[0]
+        trials = [self.trial(s) for s in (1.0 + 1.1 * MARGIN, 1.0)]
+        assert choose(trials) is trials[1]
+
+    def test_all_calls_count_the_same(self):
+        """Twice as fast for a small batch makes up for half as much again for a large one."""
+        assert choose([self.trial(1e-6, 1e-3), (best := self.trial(0.5e-6, 1.5e-3))]) is best
+
+    def test_no_time_at_all(self):
+        assert choose([self.trial(0.0), self.trial(1.0)]) is not None
+
+
+class TestDisagreement:
+    def test_rounding_is_none(self):
+        a = torch.rand(100, dtype=torch.float64)
+        assert not disagreement([a], [a * (1 + 1e-9)])
+        assert not disagreement([torch.full((3,), math.nan)], [torch.full((3,), math.nan)])
+
+    @pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bool])
+    def test_one_wrong_element_of_a_few(self, dtype):
+        a = torch.zeros(300, dtype=dtype)
+        b = a.clone()
+        b[7] = 1
+        assert "1 of 300" in disagreement([a], [b])
+
+    def test_one_in_a_thousand_may_lie_on_an_edge(self):
+        a, b = torch.zeros(2000, dtype=torch.int64), torch.zeros(2000, dtype=torch.int64)
+        b[:2] = 1
+        assert not disagreement([a], [b])
+        b[:3] = 1
+        assert disagreement([a], [b])
+
+    def test_another_shape_dtype_or_number(self):
+        a = torch.zeros(3)
+        for other in ([a, a], [], [torch.zeros(4)], [a.double()]):
+            assert disagreement([a], other)
+
+
+class TestSearch:
+    def test_the_fastest_is_chosen(self):
+        best = DrawConfig(8, 1)
+        (result,) = tuned([DRAW], timer := FakeTimer(draw_seconds(best)))
+        assert result.chosen is not None
+        assert result.chosen.config == best
+        assert result.sizes == {"fan_out": 32, "n": 256}
+        assert result.rule == DrawConfig(4, 1)
+        assert result.by_rule is result.trials[0]
+        assert result.n_bytes == {"one": 100, "two": 100}
+        assert not result.rejected
+        # Both workloads of every candidate were timed with it in force.
+        tried = candidates("sum_tree_draw", result.sizes)
+        assert timer.seen == [made for made in tried for _ in range(2)]
+        assert config.tree_draw(32, 256) == DrawConfig(4, 1), "nothing stays in force"
+
+    def test_the_chosen_fan_out_is_what_the_rest_is_tuned_for(self):
+        bench = FakeBench()
+        timer = FakeTimer(lambda made: abs(made.fan_out - 65) + 1 if isinstance(made, FanOut) else 1.0)
+        fan_out, draw = tuned([FAN_OUT, DRAW], timer, bench)
+        assert fan_out.chosen is not None
+        assert fan_out.chosen.config == FanOut(64)
+        assert draw.sizes == {"fan_out": 64, "n": 256}
+        assert bench.fan_outs == [32, 64, 16, 128, 8, 64], "a tree for every fan-out, then one for all launches"
+
+    @pytest.mark.parametrize("failing", [DrawConfig(8, 1), DrawConfig(4, 1)], ids=["another", "the rule's"])
+    def test_what_does_not_run_is_left_out(self, failing):
+        def seconds(made):
+            if made == failing:
+                raise UnusableError("spills registers")
+            return draw_seconds(failing)(made)
+
+        (result,) = tuned([DRAW], FakeTimer(seconds))
+        assert result.rejected == ((failing, "spills registers"),)
+        assert result.chosen is not None
+        assert result.chosen.config != failing
+        assert failing not in [trial.config for trial in result.trials]
+        assert (result.by_rule is None) == (failing == result.rule)
+
+    @pytest.mark.parametrize("spilling", [DrawConfig(8, 1), DrawConfig(4, 1), FanOut(64)], ids=str)
+    def test_what_spills_is_left_out(self, spilling):
+        """But for the rule's, which is what there is otherwise, and fan-outs, whose launches are still to be tuned."""
+
+        class Spilling(FakeTimer):
+            def time(self, calls):
+                timing = super().time(calls)
+                return dataclasses.replace(timing, spilled="kernel 12" if self.seen[-1] == spilling else "")
+
+        job = FAN_OUT if isinstance(spilling, FanOut) else DRAW
+        (result,) = tuned([job], Spilling(lambda made: 1.0 if made == spilling else 2.0))
+        assert result.chosen is not None
+        if spilling == DrawConfig(8, 1):
+            assert result.rejected == ((spilling, "spills registers: kernel 12"),)
+        else:
+            assert result.chosen.config == spilling
+            assert notes([result]) == [f"{job}: spills registers: kernel 12"] * 2
+
+    def test_what_gives_other_results_is_left_out(self):
+        wrong = DrawConfig(8, 1)
+        bench = FakeBench(lambda made: torch.full((3,), float(made == wrong)))
+        (result,) = tuned([DRAW], FakeTimer(draw_seconds(wrong)), bench)
+        assert [made for made, _ in result.rejected] == [wrong]
+        assert "3 of 3 elements" in result.rejected[0][1]
+
+    def test_errors_of_results_count_as_failures(self):
+        def result(made):
+            if made == DrawConfig(8, 1):
+                raise RuntimeError("out of resources\nmore")
+            return torch.zeros(3)
+
+        (found,) = tuned([DRAW], FakeTimer(draw_seconds(DrawConfig(8, 1))), FakeBench(result))
+        assert found.rejected == ((DrawConfig(8, 1), "one: RuntimeError: out of resources"),)
+
+    def test_too_little_memory(self):
+        class Full(FakeBench):
+            def workloads(self, job, fan_out=0):
+                raise torch.OutOfMemoryError("8 GiB")
+
+        fan_out, draw = tuned([FAN_OUT, DRAW], FakeTimer(lambda made: 1.0), Full())
+        assert fan_out.chosen is draw.chosen is None
+        assert {reason for _, reason in fan_out.rejected} == {"the GPU's memory does not suffice"}
+        assert draw.sizes["fan_out"] == 32, "the rule's"
+
+    def test_little_time(self):
+        """The rule is timed whatever it takes, and what is left is shared among the points to come."""
+        now = [0.0]
+
+        def seconds(made):
+            now[0] += 1.0
+            return 1.0
+
+        results = tuned([BLOCK, BLOCK, BLOCK], FakeTimer(seconds), budget=18.0, clock=lambda: now[0])
+        # Two workloads a candidate: three candidates in the six seconds of the first.
+        assert [len(result.trials) for result in results] == [3, 3, 3]
+        assert [result.untried for result in results] == [2, 2, 2]
+        results = tuned([BLOCK, BLOCK], FakeTimer(seconds), budget=0.5, clock=lambda: now[0])
+        assert [len(result.trials) for result in results] == [1, 1]
+        assert all(result.chosen is not None for result in results)
+
+    def test_results_are_kept_one_by_one(self):
+        kept: list[Result] = []
+
+        def seconds(made):
+            if kept:
+                raise KeyboardInterrupt
+            return 1.0
+
+        with pytest.raises(KeyboardInterrupt):
+            tuned([BLOCK, DRAW], FakeTimer(seconds), keep=kept.append)
+        assert [result.job for result in kept] == [BLOCK]
+        assert not config._explicit
+
+    def test_tuned_files_have_no_say(self, monkeypatch):
+        """Fan-outs are compared by rule: an older file must not favour one of them."""
+        asked = []
+        monkeypatch.setattr(config, "folders", lambda: asked.append("folders") or [])
+
+        def seconds(made):
+            config.tree_update(made.fan_out, 100, "Some GPU")
+            return 1.0
+
+        tuned([FAN_OUT], FakeTimer(seconds))
+        assert not asked
+        config.tree_update(16, 100, "Some GPU")
+        assert asked
+
+
+def test_candidates_at_the_corners_compile():
+    """For sm_90: all compile, and the tool itself finds out about spills, on the device."""
+    pytest.importorskip("triton")
+    results = compile_in_subprocess("sm_90", "tests.support.candidate_specs")
+    assert len(results) == len(SPECS)
+    modules = [spec.kernel.split(".") for spec in SPECS]
+    assert {names[2] for names in modules if names[1] == "kernels"} == {space.family for space in SPACES.values()}
+    assert not [f"{r.spec}: {r.error}" for r in results if r.error]
+
+
+def test_what_is_timed_compiles_as_it_is_launched():
+    """For sm_90, through the launchers and Triton's JIT: with the types and alignments that real arguments have."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.support.jit_without_gpu"],
+        env=environment,
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout.splitlines()[-1])
+    launches = found["launches"]
+    assert {name.partition(":")[0] for name in launches} == SPACES.keys()
+    for name, number in launches.items():
+        # A batch of thousands is updated stage by stage: claims, the lowest level, and all above it.
+        stages = {"update 4,096": 3, "loss 4,096": 2, "actor loss 4,096": 2}.get(name.partition(": ")[2], 1)
+        # Of 64 environments every program does some; the sums are left to one more.
+        assert number == (2 if "write" in name else stages), name
+    # Spills are looked for among these.
+    assert {"rows_gather_kernel", "sum_tree_draw_kernel", "trajectories_draw_kernel"} <= set(found["kernels"])

@@ -1,0 +1,435 @@
+"""`gpubuf tune` without a GPU: all of it, but for events and graphs, which are simulated."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gpubuf import tuning
+from gpubuf.cli import main
+from gpubuf.kernels import _tuned, config
+from gpubuf.kernels._registry import triton_on_cpu
+from gpubuf.kernels._spaces import SPACES, FanOut
+from gpubuf.tuning import timing
+from gpubuf.tuning.candidates import rule
+from gpubuf.tuning.progress import BarReporter, PlainReporter
+from gpubuf.tuning.search import disagreement
+from gpubuf.tuning.shapes import Job, Shapes, jobs
+from gpubuf.tuning.timing import DeviceError, GraphTimer, Timing, UnusableError
+from gpubuf.tuning.workloads import Bench
+from tests.support.candidate_specs import corners, first_of_each
+
+CPU = torch.device("cpu")
+DEVICE = "A GPU of paper"
+ROW = (
+    (("x",), torch.float32, (3,)),
+    (("next", "done"), torch.bool, (1,)),
+    (("p",), torch.uint8, (5,)),
+    (("nothing",), torch.float32, (0,)),
+)
+SHAPES = Shapes((300,), (8,), ROW, envs=2, slice_len=2)
+
+
+class CountingTimer:
+    """Calls everything once, and says that each configuration is faster than the one before."""
+
+    def __init__(self):
+        self.seconds = 1.0
+
+    def time(self, calls):
+        calls[0]()
+        self.seconds *= 0.9
+        return Timing(self.seconds, 1)
+
+
+@pytest.mark.parametrize("progress", [None, PlainReporter, BarReporter])
+def test_a_whole_tuning(tmp_path, progress, capsys):
+    """Every operation, every quick candidate (little time: the rule's alone), and the file that comes of it."""
+    reporter = None if progress is None else progress()
+    seconds = 0 if progress is None else 1e-9
+    with triton_on_cpu():
+        tuned = tuning.tune_device(
+            SHAPES,
+            CPU,
+            DEVICE,
+            tmp_path,
+            CountingTimer(),
+            seconds=seconds,
+            memory=2**12,
+            rotations=2,
+            copied=1024,
+            reporter=reporter,
+        )
+    if reporter is not None:
+        reporter.stop()
+    assert [result.job for result in tuned.results] == jobs(SHAPES)
+    for result in tuned.results:
+        # The results of every candidate are those of the rule's.
+        assert not result.rejected
+        assert result.chosen is not None
+        assert result.chosen == (result.trials[-1] if seconds == 0 else result.by_rule)
+        assert set(result.n_bytes) == set(result.chosen.timings)
+        assert all(n_bytes > 0 for n_bytes in result.n_bytes.values())
+        # What was found is what counts from now on.
+        found = config.tuned(result.job.operation, DEVICE, tmp_path, **result.sizes)
+        assert found == result.chosen.config
+    assert tuned.path.parent == tmp_path
+    content = json.loads(tuned.path.read_text())
+    assert content["points"].keys() == SPACES.keys()
+    assert content["made"]["mode"] == "quick"
+    assert not _tuned.read(tuned.path, SPACES, DEVICE).problems
+    said = capsys.readouterr().err
+    assert said.count("\n") == (len(tuned.results) if progress is PlainReporter else 0)
+    if progress is PlainReporter:
+        assert f"{len(tuned.results)}/{len(tuned.results)} " in said
+
+
+def in_force(job, made):
+    return {} if isinstance(made, FanOut) else {job.operation: made}
+
+
+MARK = Job("sum_tree_update", 300, {"n": 2}, "sum_tree")  # two rows are no batch: they are marked
+
+
+@pytest.mark.parametrize("job", [*first_of_each(SHAPES), MARK], ids=str)
+def test_candidates_at_the_corners_agree_with_the_cpu(job):
+    """The kernels with the largest and the smallest tiles compute what the CPU's do."""
+    sizes = {name: (dict(job.sizes) | {"fan_out": 16})[name] for name in SPACES[job.operation].sizes}
+    steps = SHAPES.steps(job.capacity)
+    for made in corners(job, sizes, steps):
+        fan_out = getattr(made, "fan_out", 16)
+        expected = [work.result() for work in Bench(SHAPES, CPU, 2, 2**12).workloads(job, fan_out)]
+        with triton_on_cpu(), config.using(**in_force(job, made)):
+            found = [work.result() for work in Bench(SHAPES, CPU, 2, 2**12).workloads(job, fan_out)]
+        assert len(expected) == len(found) >= 1
+        for one, other in zip(expected, found, strict=True):
+            assert not disagreement(one, other), made
+
+
+@pytest.mark.parametrize("job", jobs(Shapes((5,), (8,), ROW, envs=3, slice_len=4)), ids=str)
+def test_buffers_smaller_than_a_batch(job):
+    """Workloads can be made, and their results are the same every time."""
+    for work in Bench(Shapes((5,), (8,), ROW, envs=3, slice_len=4), CPU, 2).workloads(job, 16):
+        for call in work.calls:
+            call()
+        once, again = work.result(), work.result()
+        assert not disagreement(once, again)
+
+
+def test_a_wrong_kernel_is_found_out():
+    """What the comparison is for: a copy that leaves out a row."""
+    job = next(job for job in jobs(SHAPES) if job.operation == "rows_copy")
+    gather, *_ = Bench(SHAPES, CPU, 2).workloads(job)
+    expected = gather.result()
+    broken = [tensor.clone() for tensor in expected]
+    broken[0][3] += 1
+    assert disagreement(expected, broken)
+
+
+def test_large_buffers_are_represented_by_a_part():
+    bench = Bench(Shapes((10**12,), (8,), ROW), CPU, 2, memory=2**12)
+    job = next(job for job in jobs(bench.shapes) if job.operation == "rows_copy")
+    bench.workloads(job)
+    assert bench._storages["read", 2**12 // bench.shapes.row_bytes].max_size == 2**12 // bench.shapes.row_bytes
+
+
+def test_index_rebuilds_go_by_the_rule(monkeypatch):
+    """A configuration for single steps would make one program do all of a large ring."""
+    job = next(job for job in jobs(SHAPES) if job.operation == "trajectories_update")
+    (work,) = Bench(SHAPES, CPU, 2).workloads(job, 16)
+    sizes = {"fan_out": 16, "n": 150, "envs": 2, "by_id": 0}
+    due, seen = rule("trajectories_update", sizes, 150), []
+    tried = rule("trajectories_update", sizes | {"n": 1}, 150)
+    chosen = config.index_update
+    monkeypatch.setattr(config, "index_update", lambda *a: seen.append((a[1], chosen(*a))) or seen[-1][1])
+    with triton_on_cpu(), config.using(trajectories_update=tried):
+        work.result()
+    # Asked for its rule, then launched by it; and the step as it is being tried.
+    assert seen == [(150, due), (150, due), (1, tried)]
+    assert due != tried
+
+
+# Events and graphs
+
+
+class FakeGraph:
+    """Records calls, and runs them again."""
+
+    captured: FakeGraph | None = None
+
+    def __init__(self):
+        self.calls = []
+
+    def replay(self):
+        FakeCuda.clock += 1e-6 * len(self.calls)
+
+
+class FakeStream:
+    def __init__(self, *_):
+        pass
+
+    def wait_stream(self, other):
+        assert isinstance(other, FakeStream)
+
+    def synchronize(self):
+        FakeCuda.check()
+
+
+class FakeEvent:
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.at = FakeCuda.clock
+
+    def synchronize(self):
+        FakeCuda.check()
+
+    def elapsed_time(self, other):
+        return 1e3 * (other.at - self.at)
+
+
+class FakeCuda:
+    """What the timer uses of torch.cuda. A call in a graph takes a microsecond."""
+
+    clock = 0.0
+    broken = False
+    graph: FakeGraph | None = None
+    streams = 0
+
+    @classmethod
+    def check(cls):
+        if cls.broken:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
+
+    @classmethod
+    @contextlib.contextmanager
+    def capture(cls, graph):
+        cls.graph = graph
+        yield
+        cls.graph = None
+
+    @classmethod
+    @contextlib.contextmanager
+    def stream(cls, stream):
+        cls.streams += 1
+        yield
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    FakeCuda.clock, FakeCuda.broken, FakeCuda.graph, FakeCuda.streams = 0.0, False, None, 0
+    for name, fake in {
+        "Stream": FakeStream,
+        "Event": FakeEvent,
+        "CUDAGraph": FakeGraph,
+        "graph": FakeCuda.capture,
+        "stream": FakeCuda.stream,
+        "current_stream": lambda device=None: FakeStream(),
+        "synchronize": lambda device=None: FakeCuda.check(),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    return FakeCuda
+
+
+def recorded(numbers, number):
+    """A call that says whether it runs eagerly or in a graph."""
+
+    def call():
+        if FakeCuda.graph is not None:
+            FakeCuda.graph.calls.append(number)
+        numbers.append((number, FakeCuda.graph is not None))
+        return torch.zeros(1)
+
+    return call
+
+
+class TestGraphTimer:
+    def test_time_of_a_call(self, cuda):
+        numbers: list[tuple[int, bool]] = []
+        timed = GraphTimer(CPU, seconds=1e-3, repeats=3, unroll=10).time([recorded(numbers, i) for i in range(4)])
+        assert timed.seconds == pytest.approx(1e-6)
+        assert timed.launches is None, "nothing is known of interpreted kernels"
+        eager, captured = numbers[:4], numbers[4:]
+        assert eager == [(i, False) for i in range(4)], "all are compiled before the capture"
+        assert captured == [(i, True) for _ in range(3) for i in range(4)], "whole rounds, at least ten calls"
+        assert cuda.streams == 1
+        # One replay to warm up, one to find out how many, then three times about a millisecond.
+        assert cuda.clock == pytest.approx(12e-6 * 2 + 3 * 12e-6 * round(1e-3 / 12e-6))
+
+    @pytest.mark.parametrize("captured", [False, True])
+    def test_what_fails_is_unusable(self, cuda, captured):
+        def call():
+            if (FakeCuda.graph is not None) == captured:
+                raise RuntimeError("out of resource: shared memory\nand more")
+
+        with pytest.raises(UnusableError, match=r"^RuntimeError: out of resource: shared memory$"):
+            GraphTimer(CPU).time([call])
+
+    def test_a_lost_device_ends_everything(self, cuda):
+        def call():
+            FakeCuda.broken = True
+
+        with pytest.raises(DeviceError, match="does not answer any more: CUDA error: an illegal"):
+            GraphTimer(CPU).time([call])
+
+    def test_too_little_memory_is_said(self, cuda):
+        def call():
+            raise torch.OutOfMemoryError("8 GiB")
+
+        with pytest.raises(torch.OutOfMemoryError):
+            GraphTimer(CPU).time([call])
+
+    @pytest.mark.parametrize(("spills", "said"), [(0, ""), (12, "7 12, 8 12")])
+    def test_spills_and_launches(self, cuda, monkeypatch, spills, said):
+        @contextlib.contextmanager
+        def launches():
+            yield [("draw_kernel", 7), ("empty_kernel", 8)] * 4
+
+        monkeypatch.setattr(timing, "launches", launches)
+        monkeypatch.setattr(timing, "spills_of", lambda handles: dict.fromkeys(sorted(map(str, handles)), spills))
+        timed = GraphTimer(CPU).time([recorded([], i) for i in range(4)])
+        assert (timed.launches, timed.spilled) == (2, said)
+
+    def test_limits_of_the_device(self, cuda):
+        with triton_on_cpu():
+            assert timing.launch_seconds(CountingTimer(), CPU) == pytest.approx(0.9)
+        assert timing.copy_bandwidth(CountingTimer(), CPU, 450) == pytest.approx(1000)
+
+
+def test_launches_are_seen_through_tritons_hook(monkeypatch):
+    import triton
+
+    chain = triton.knobs.runtime.launch_enter_hook
+    before = list(chain.calls)
+    with timing.launches() as seen:
+        for name in ("one", "two"):
+            chain(SimpleNamespace(get=lambda name=name: {"name": name, "function": 3, "stream": 0}))
+    assert seen == [("one", 3), ("two", 3)]
+    assert chain.calls == before
+    # Where a Triton has no such hook, nothing is seen, and nothing breaks.
+    monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", None)
+    with timing.launches() as seen:
+        pass
+    assert seen == []
+
+
+def test_spills_are_found_among_the_compiled_kernels(monkeypatch):
+    import triton
+
+    from gpubuf.kernels.rows import _triton
+
+    def compiled(function, n_spills, name="rows_gather_kernel"):
+        return SimpleNamespace(function=function, n_spills=n_spills, name=name)
+
+    class Jitted(triton.JITFunction):
+        def __init__(self):
+            pass
+
+    fake = Jitted()
+    fake.device_caches = {0: ({"a": compiled(1, 4), "b": compiled(2, 8), "c": compiled(3, None)}, {}, None)}
+    monkeypatch.setattr(_triton, "rows_gather_kernel", fake)
+    assert timing.spills_of({1, 3}) == {"rows_gather_kernel": 4}
+    assert timing.spills_of({1, 2}) == {"rows_gather_kernel": 8}
+    assert timing.spills_of({9}) == {}
+
+
+class TestCommand:
+    def test_it_needs_a_gpu(self, capsys):
+        if torch.cuda.is_available():
+            pytest.skip("there is one")
+        assert main(["tune"]) == 2
+        assert "tuning needs a GPU: torch" in capsys.readouterr().err
+
+    @pytest.fixture
+    def gpu(self, monkeypatch, tmp_path, cuda):
+        """A machine with one GPU, whose kernels run on the CPU."""
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        for name, fake in {
+            "is_available": lambda: True,
+            "device_count": lambda: 1,
+            "current_device": lambda: 0,
+            "get_device_name": lambda device=None: DEVICE,
+            "device": lambda device: contextlib.nullcontext(),
+            "mem_get_info": lambda device=None: (2**34, 2**35),
+            "memory_reserved": lambda device=None: 0,
+            "memory_allocated": lambda device=None: 0,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+        asked = []
+
+        def tune_device(shapes, device, device_name, folder, timer, **options):
+            asked.append((shapes, device, device_name, folder, options))
+            return real(shapes, CPU, device_name, folder, CountingTimer(), **smaller(options))
+
+        def smaller(options):
+            return options | {"memory": 2**12, "rotations": 2, "copied": 1024, "seconds": 1e-9}
+
+        real = tuning.tune_device
+        monkeypatch.setattr(tuning, "tune_device", tune_device)
+        with triton_on_cpu():
+            yield asked
+
+    OPTIONS = ("--capacity=300", "--batch-size=8", "--spec=x=3:float32", "--envs=2", "--slice-len=2")
+
+    def test_table_and_file(self, gpu, capsys, tmp_path):
+        assert main(["tune", *self.OPTIONS]) == 0
+        ((shapes, device, name, folder, options),) = gpu
+        assert shapes == Shapes((300,), (8,), ((("x",), torch.float32, (3,)),), 2, 2)
+        assert (str(device), name, folder) == ("cuda:0", DEVICE, tmp_path / "gpubuf" / "tuned")
+        assert options["memory"] == 2**31
+        assert (options["thorough"], options["seconds"]) == (False, None)
+        said = capsys.readouterr()
+        assert all(operation in said.out for operation in SPACES)
+        assert "% of floor" in said.out
+        assert "not tried for want of time" in said.out
+        assert f"Written: {folder / 'a-gpu-of-paper.json'}. gpubuf goes by it from now on." in said.out
+
+    def test_another_folder(self, gpu, capsys, tmp_path):
+        assert main(["tune", *self.OPTIONS, "--out", str(tmp_path / "here"), "--seconds", "5", "--thorough"]) == 0
+        assert (tmp_path / "here" / "a-gpu-of-paper.json").exists()
+        assert "reads tuned files from" in capsys.readouterr().out
+        assert (gpu[0][4]["thorough"], gpu[0][4]["seconds"]) == (True, 5.0)
+
+    @pytest.mark.parametrize(
+        ("wrong", "said"),
+        [
+            (["--capacity", "0"], "at least 1"),
+            (["--spec", "x"], "expected KEY=SHAPE:DTYPE"),
+            (["--spec", "x=1:int8", "--spec", "x=1:int8"], "twice"),
+            (["--device", "cpu"], "only GPUs are tuned"),
+            (["--device", "cuda:1"], "there is no cuda:1: there are 1 GPUs"),
+        ],
+    )
+    def test_mistakes(self, gpu, capsys, wrong, said):
+        assert main(["tune", *wrong]) == 2
+        assert said in capsys.readouterr().err
+        assert not gpu
+
+    @pytest.mark.parametrize("seconds", ["-1", "soon", "nan", "inf"])
+    def test_seconds(self, capsys, seconds):
+        with pytest.raises(SystemExit):
+            main(["tune", f"--seconds={seconds}"])
+        assert "expected a number of seconds" in capsys.readouterr().err
+
+    def test_a_folder_that_can_not_be_written(self, gpu, capsys, tmp_path):
+        (tmp_path / "file").touch()
+        assert main(["tune", *self.OPTIONS, "--out", str(tmp_path / "file")]) == 2
+        assert "say where with --out FOLDER" in capsys.readouterr().err
+
+    def test_no_home(self, gpu, capsys, monkeypatch):
+        monkeypatch.setattr(_tuned, "user_folder", lambda: None)
+        assert main(["tune"]) == 2
+        assert "no home folder" in capsys.readouterr().err
+
+    def test_a_lost_device(self, gpu, capsys, monkeypatch):
+        def lost(*_, **__):
+            raise DeviceError("the GPU does not answer any more: why")
+
+        monkeypatch.setattr(tuning, "tune_device", lost)
+        assert main(["tune"]) == 1
+        assert "does not answer any more" in capsys.readouterr().err
