@@ -17,17 +17,9 @@ from benchmarks.workloads.plain_sac import PlainSAC, forward_backward
 from benchmarks.workloads.plain_sac import make_batch as plain_batch
 from gpubuf.modules import MLP, make_sac_actor, make_sac_critic
 from gpubuf.objectives import LossModule, SACLoss, SoftUpdate, ValueEstimators
+from tests.support import sac_setup
 from tests.support.fake_cuda import DataDependentOutputException, fake_cuda
-from tests.support.sac_setup import (
-    CRITICS,
-    by_hand,
-    make_actor,
-    make_batch,
-    make_loss,
-    normalised_critic,
-    run_loss,
-    total,
-)
+from tests.support.sac_setup import CRITICS, by_hand, make_actor, make_batch, make_loss, run_loss, total
 
 DEFAULTS = {
     "value_network": None,
@@ -109,7 +101,7 @@ def test_setters_refuse_what_is_no_number():
 
 def test_a_list_of_another_length_is_refused():
     with pytest.raises(ValueError, match="num_qvalue_nets=2, but 1 networks"):
-        SACLoss(make_actor(), [normalised_critic()])
+        SACLoss(make_actor(), [sac_setup.normalised_critic()])
 
 
 def test_keys():
@@ -218,7 +210,7 @@ def test_parameters_feed_optimisers(critics):
 
 def test_redrawn_copies_differ():
     """Replicas of one network start apart, also where one object is given twice."""
-    network = normalised_critic()
+    network = sac_setup.normalised_critic()
     for networks in (network, [network, network]):
         weight = SACLoss(make_actor(), networks).qvalue_network_params["module", "head", "weight"]
         assert not torch.equal(weight[0], weight[1])
@@ -290,7 +282,7 @@ def test_value_estimators():
 
 def test_dropout_in_stacked_critics():
     """Each critic drops its own units, unless told otherwise; evaluation mode is followed."""
-    network = normalised_critic()
+    network = sac_setup.normalised_critic()
     network.module.body.insert(2, nn.Dropout(0.5))
     loss = SACLoss(make_actor(), network)
     assert loss.vmap_randomness == "different"
