@@ -291,9 +291,9 @@ def _of(where: Callable[[], str]) -> str:
 
 def _numba_cache() -> str:
     # What a compiled kernel says: Numba decides it by what is writable.
-    from gpubuf.kernels.philox import _numba
+    from gpubuf.kernels.philox import _cpu
 
-    return _numba._uniform.stats.cache_path
+    return _cpu._uniform.stats.cache_path
 
 
 def _triton_cache() -> str:

@@ -5,7 +5,7 @@ Each family of operations is a package of four files that share one vocabulary:
 * ``__init__.py``: the schema of every operation, its documentation and its fake (meta) implementation;
 * ``_launch.py``: validates, allocates, picks the grid and launches the Triton kernels;
 * ``_triton.py``: ``@triton.jit`` functions only;
-* ``_numba.py``: the CPU twin.
+* ``_cpu.py``: the CPU twin.
 
 Operations are registered with ``torch.library``, so PyTorch's dispatcher picks the backend by the
 tensors' device. Nothing here imports from the rest of gpubuf.

@@ -2,7 +2,7 @@
 
 An operation is defined once, with its schema and three implementations:
 
->>> op = define("twice(Tensor x) -> Tensor", cpu="gpubuf.kernels.x._numba:twice", ...)  # doctest: +SKIP
+>>> op = define("twice(Tensor x) -> Tensor", cpu="gpubuf.kernels.x._cpu:twice", ...)  # doctest: +SKIP
 
 Implementations are named by ``"module:function"`` and imported at the first call: importing gpubuf
 compiles nothing, probes no device, and needs neither Numba nor Triton until an operation needs it.

@@ -25,7 +25,7 @@ from gpubuf import SACLoss
 from gpubuf.data import LazyTensorStorage, TensorDictReplayBuffer
 from gpubuf.kernels import rows
 from gpubuf.kernels._registry import past_dispatcher
-from gpubuf.kernels.rows import _numba
+from gpubuf.kernels.rows import _cpu
 from gpubuf.modules import make_sac_actor, make_sac_critic
 
 CAPACITY, BATCH = 1_000_000, 256
@@ -58,14 +58,14 @@ def kernel_of(buffer: TensorDictReplayBuffer) -> Callable[[], object]:
     """The compiled code that draws and copies a batch, with nothing around it."""
     storage, rng = buffer.storage, buffer.sampler.random_state("cpu").state
     table, ring, tensors = storage.table, storage.ring, storage.layout.allocate(BATCH)
-    targets = _numba.addresses(tensors)
-    index, generation = _numba.sample_into(table, ring, rng, BATCH, storage.max_size, tensors)
+    targets = _cpu.addresses(tensors)
+    index, generation = _cpu.sample_into(table, ring, rng, BATCH, storage.max_size, tensors)
     rows_of_all = (0, BATCH, BATCH, storage.max_size)
     written = (targets.buffer_info()[0], index.data_ptr(), generation.data_ptr())
 
     # The batch is an argument only so that it stays alive: what is written to is given by address.
     def call(owners: object = (tensors, targets, index, generation)) -> object:
-        return _numba._sample(table.data_ptr(), len(tensors), ring.data_ptr(), rng.data_ptr(), *rows_of_all, *written)
+        return _cpu._sample(table.data_ptr(), len(tensors), ring.data_ptr(), rng.data_ptr(), *rows_of_all, *written)
 
     return call
 
@@ -78,14 +78,14 @@ def sampling_parts(capacity: int = CAPACITY, repeats: int = 5_000) -> dict[str, 
     table, ring, layout = storage.table, storage.ring, storage.layout
     n_bytes = layout.arena(BATCH).n_bytes
     tensors = layout.allocate(BATCH)
-    index, _ = _numba.sample_into(table, ring, rng, BATCH, capacity, tensors)
+    index, _ = _cpu.sample_into(table, ring, rng, BATCH, capacity, tensors)
 
     def timed(call: Callable[[], object]) -> float:
         return median(call, repeats)
 
     kernel = timed(kernel_of(buffer))
-    launcher = timed(lambda: _numba.sample_into(table, ring, rng, BATCH, capacity, tensors))
-    arena = timed(lambda: _numba.sample(table, ring, rng, BATCH, capacity, n_bytes))
+    launcher = timed(lambda: _cpu.sample_into(table, ring, rng, BATCH, capacity, tensors))
+    arena = timed(lambda: _cpu.sample(table, ring, rng, BATCH, capacity, n_bytes))
     dispatched = timed(lambda: rows.sample(table, ring, rng, BATCH, capacity, n_bytes))
     allocate = timed(lambda: layout.allocate(BATCH))
     direct = timed(lambda: past_dispatcher(table))

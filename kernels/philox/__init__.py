@@ -49,7 +49,7 @@ def _uniform_fake(rng: Tensor, n: int) -> Tensor:
 
 uniform = define(
     "philox_uniform(Tensor(a!) rng, int n) -> Tensor",
-    cpu="gpubuf.kernels.philox._numba:uniform",
+    cpu="gpubuf.kernels.philox._cpu:uniform",
     cuda="gpubuf.kernels.philox._launch:uniform",
     fake=_uniform_fake,
 )

@@ -83,7 +83,7 @@ def _gather_fake(table: Tensor, ring: Tensor, index: Tensor, capacity: int, aren
 
 gather = define(
     "rows_gather(Tensor table, Tensor(a!) ring, Tensor index, int capacity, int arena_bytes) -> (Tensor, Tensor)",
-    cpu="gpubuf.kernels.rows._numba:gather",
+    cpu="gpubuf.kernels.rows._cpu:gather",
     cuda="gpubuf.kernels.rows._launch:gather",
     fake=_gather_fake,
 )
@@ -109,7 +109,7 @@ def _sample_fake(
 sample = define(
     "rows_sample(Tensor table, Tensor(a!) ring, Tensor(b!) rng, int n, int capacity, int arena_bytes)"
     " -> (Tensor, Tensor, Tensor)",
-    cpu="gpubuf.kernels.rows._numba:sample",
+    cpu="gpubuf.kernels.rows._cpu:sample",
     cuda="gpubuf.kernels.rows._launch:sample",
     fake=_sample_fake,
 )
@@ -128,7 +128,7 @@ def _extend_fake(table: Tensor, sources: list[Tensor], ring: Tensor, n: int, cap
 
 extend = define(
     "rows_extend(Tensor table, Tensor[] sources, Tensor(a!) ring, int n, int capacity) -> Tensor",
-    cpu="gpubuf.kernels.rows._numba:extend",
+    cpu="gpubuf.kernels.rows._cpu:extend",
     cuda="gpubuf.kernels.rows._launch:extend",
     fake=_extend_fake,
 )
@@ -152,7 +152,7 @@ def _write_fake(table: Tensor, sources: list[Tensor], ring: Tensor, index: Tenso
 
 write = define(
     "rows_write(Tensor table, Tensor[] sources, Tensor(a!) ring, Tensor index, int capacity) -> ()",
-    cpu="gpubuf.kernels.rows._numba:write",
+    cpu="gpubuf.kernels.rows._cpu:write",
     cuda="gpubuf.kernels.rows._launch:write",
     fake=_write_fake,
 )

@@ -61,7 +61,7 @@ def _soft_td_target_fake(
 soft_td_target = define(
     "soft_td_target(Tensor next_q, Tensor next_log_prob, Tensor alpha, Tensor reward, Tensor terminated,"
     " Tensor gamma, Tensor? steps) -> Tensor",
-    cpu="gpubuf.kernels.sac._numba:soft_td_target",
+    cpu="gpubuf.kernels.sac._cpu:soft_td_target",
     cuda="gpubuf.kernels.sac._launch:soft_td_target",
     fake=_soft_td_target_fake,
 )
@@ -94,7 +94,7 @@ def _td_loss_fake(
 td_loss = define(
     "td_loss(Tensor q, Tensor target, Tensor? weight, Tensor? mask, int loss_function, int reduction)"
     " -> (Tensor, Tensor, Tensor)",
-    cpu="gpubuf.kernels.sac._numba:td_loss",
+    cpu="gpubuf.kernels.sac._cpu:td_loss",
     cuda="gpubuf.kernels.sac._launch:td_loss",
     fake=_td_loss_fake,
 )
@@ -109,7 +109,7 @@ is. ``norm`` is the factor of the reduction, 1 / sum(w) or 1, for the backward. 
 td_loss_backward = define(
     "td_loss_backward(Tensor grad, Tensor q, Tensor target, Tensor? weight, Tensor? mask, Tensor norm,"
     " int loss_function, int reduction) -> Tensor",
-    cpu="gpubuf.kernels.sac._numba:td_loss_backward",
+    cpu="gpubuf.kernels.sac._cpu:td_loss_backward",
     cuda="gpubuf.kernels.sac._launch:td_loss_backward",
     fake=lambda grad, q, *_: q.new_empty(q.shape),
 )
@@ -149,7 +149,7 @@ def _actor_loss_fake(
 actor_loss = define(
     "sac_actor_loss(Tensor q, Tensor log_prob, Tensor alpha, Tensor? weight, Tensor? mask, int reduction)"
     " -> (Tensor, Tensor, Tensor)",
-    cpu="gpubuf.kernels.sac._numba:actor_loss",
+    cpu="gpubuf.kernels.sac._cpu:actor_loss",
     cuda="gpubuf.kernels.sac._launch:actor_loss",
     fake=_actor_loss_fake,
 )
@@ -162,7 +162,7 @@ that attains the minimum) and ``log_prob``, through ``loss``; ``alpha`` is a con
 actor_loss_backward = define(
     "sac_actor_loss_backward(Tensor grad, Tensor q, Tensor log_prob, Tensor alpha, Tensor? weight, Tensor? mask,"
     " Tensor norm, int reduction) -> (Tensor, Tensor)",
-    cpu="gpubuf.kernels.sac._numba:actor_loss_backward",
+    cpu="gpubuf.kernels.sac._cpu:actor_loss_backward",
     cuda="gpubuf.kernels.sac._launch:actor_loss_backward",
     fake=lambda grad, q, log_prob, *_: (q.new_empty(q.shape), log_prob.new_empty(log_prob.shape)),
 )
@@ -205,7 +205,7 @@ def _temperature_loss_fake(
 temperature_loss = define(
     "sac_temperature_loss(Tensor log_alpha, Tensor log_prob, Tensor target_entropy, Tensor? weight, Tensor? mask,"
     " int reduction) -> (Tensor, Tensor)",
-    cpu="gpubuf.kernels.sac._numba:temperature_loss",
+    cpu="gpubuf.kernels.sac._cpu:temperature_loss",
     cuda="gpubuf.kernels.sac._launch:temperature_loss",
     fake=_temperature_loss_fake,
 )

@@ -67,7 +67,7 @@ def new_tree(capacity: int, fan_out: int, device: torch.device | str) -> tuple[T
 
 build = define(
     "sum_tree_build(Tensor leaves, Tensor(a!) nodes, int fan_out, Tensor? legal=None) -> ()",
-    cpu="gpubuf.kernels.sum_tree._numba:build",
+    cpu="gpubuf.kernels.sum_tree._cpu:build",
     cuda="gpubuf.kernels.sum_tree._launch:build",
     fake=lambda *_: None,
 )
@@ -77,7 +77,7 @@ build = define(
 refresh = define(
     "sum_tree_refresh(Tensor leaves, Tensor(a!) nodes, Tensor index, int capacity, int fan_out, Tensor? legal=None)"
     " -> ()",
-    cpu="gpubuf.kernels.sum_tree._numba:refresh",
+    cpu="gpubuf.kernels.sum_tree._cpu:refresh",
     cuda="gpubuf.kernels.sum_tree._launch:refresh",
     fake=lambda *_: None,
 )
@@ -92,7 +92,7 @@ sync.
 update = define(
     "sum_tree_update(Tensor(a!) leaves, Tensor(b!) nodes, Tensor(c!) hyper, Tensor ring, Tensor index,"
     " Tensor priority, Tensor? generation, int capacity, int fan_out, Tensor? legal=None) -> ()",
-    cpu="gpubuf.kernels.sum_tree._numba:update",
+    cpu="gpubuf.kernels.sum_tree._cpu:update",
     cuda="gpubuf.kernels.sum_tree._launch:update",
     fake=lambda *_: None,
 )
@@ -119,7 +119,7 @@ IndexError on CPU and is refused on a GPU. No host sync.
 mark = define(
     "sum_tree_mark(Tensor(a!) leaves, Tensor(b!) nodes, Tensor hyper, Tensor index, int capacity, int fan_out,"
     " bool within_buffer, Tensor? legal=None) -> ()",
-    cpu="gpubuf.kernels.sum_tree._numba:mark",
+    cpu="gpubuf.kernels.sum_tree._cpu:mark",
     cuda="gpubuf.kernels.sum_tree._launch:mark",
     fake=lambda *_: None,
 )
@@ -149,7 +149,7 @@ def _draw_fake(
 draw = define(
     "sum_tree_draw(Tensor leaves, Tensor nodes, Tensor hyper, Tensor(a!) rng, int n, int capacity, int fan_out,"
     " bool stratified, Tensor? legal=None) -> (Tensor, Tensor)",
-    cpu="gpubuf.kernels.sum_tree._numba:draw",
+    cpu="gpubuf.kernels.sum_tree._cpu:draw",
     cuda="gpubuf.kernels.sum_tree._launch:draw",
     fake=_draw_fake,
 )

@@ -63,7 +63,7 @@ def _sample_backward_fake(loc: Tensor, scale: Tensor, *_: Any) -> tuple[Tensor, 
 sample = define(
     "tanh_normal_sample(Tensor loc, Tensor scale, Tensor noise, Tensor? low, Tensor? high, float low_value,"
     " float high_value, int event_dims) -> (Tensor, Tensor)",
-    cpu="gpubuf.kernels.tanh_normal._numba:sample",
+    cpu="gpubuf.kernels.tanh_normal._cpu:sample",
     cuda="gpubuf.kernels.tanh_normal._launch:sample",
     fake=_sample_fake,
 )
@@ -83,7 +83,7 @@ sample_backward = define(
     "tanh_normal_sample_backward(Tensor loc, Tensor scale, Tensor noise, Tensor? low, Tensor? high,"
     " Tensor? grad_action, Tensor? grad_log_prob, float low_value, float high_value, int event_dims)"
     " -> (Tensor, Tensor)",
-    cpu="gpubuf.kernels.tanh_normal._numba:sample_backward",
+    cpu="gpubuf.kernels.tanh_normal._cpu:sample_backward",
     cuda="gpubuf.kernels.tanh_normal._launch:sample_backward",
     fake=_sample_backward_fake,
 )

@@ -97,7 +97,7 @@ def new_index(steps: int, envs: int, fan_out: int, device: torch.device | str) -
 update = define(
     "trajectories_update(Tensor(a!) ends, Tensor(b!) sums, Tensor(c!) ring, Tensor signals, bool by_id, int n,"
     " int steps, int envs, int fan_out, int slice_len, int min_len, int before, int after, bool by_transition) -> ()",
-    cpu="gpubuf.kernels.trajectories._numba:update",
+    cpu="gpubuf.kernels.trajectories._cpu:update",
     cuda="gpubuf.kernels.trajectories._launch:update",
     fake=lambda *_: None,
 )
@@ -113,7 +113,7 @@ that of the first end after the cursor, whose trajectory may have lost its head.
 resum = define(
     "trajectories_resum(Tensor ends, Tensor(a!) sums, Tensor ring, int steps, int envs, int fan_out, int slice_len,"
     " int min_len, int before, int after, bool by_transition) -> ()",
-    cpu="gpubuf.kernels.trajectories._numba:resum",
+    cpu="gpubuf.kernels.trajectories._cpu:resum",
     cuda="gpubuf.kernels.trajectories._launch:resum",
     fake=lambda *_: None,
 )
@@ -132,7 +132,7 @@ def new_slices(like: Tensor, n: int, slice_len: int) -> tuple[Tensor, Tensor, Te
 draw = define(
     "trajectories_draw(Tensor ends, Tensor sums, Tensor ring, Tensor(a!) rng, Tensor? rank, int n, int steps, int envs,"
     " int fan_out, int slice_len, int min_len, int before, int after, bool by_transition) -> (Tensor, Tensor, Tensor)",
-    cpu="gpubuf.kernels.trajectories._numba:draw",
+    cpu="gpubuf.kernels.trajectories._cpu:draw",
     cuda="gpubuf.kernels.trajectories._launch:draw",
     fake=lambda ends, sums, ring, rng, rank, n, steps, envs, fan_out, slice_len, *_: new_slices(ends, n, slice_len),
 )
@@ -159,7 +159,7 @@ Raises:
 slices = define(
     "trajectories_slices(Tensor ends, Tensor ring, Tensor start, int slice_len, int steps, int envs)"
     " -> (Tensor, Tensor, Tensor)",
-    cpu="gpubuf.kernels.trajectories._numba:slices",
+    cpu="gpubuf.kernels.trajectories._cpu:slices",
     cuda="gpubuf.kernels.trajectories._launch:slices",
     fake=lambda ends, ring, start, slice_len, steps, envs: new_slices(start, start.shape[0], slice_len),
 )
@@ -175,7 +175,7 @@ Raises:
 
 bounds = define(
     "trajectories_bounds(Tensor ends, Tensor ring, Tensor row, int steps, int envs) -> Tensor",
-    cpu="gpubuf.kernels.trajectories._numba:bounds",
+    cpu="gpubuf.kernels.trajectories._cpu:bounds",
     cuda="gpubuf.kernels.trajectories._launch:bounds",
     fake=lambda ends, ring, row, steps, envs: row.new_empty(3, row.shape[0]),
 )
@@ -196,7 +196,7 @@ def touched_rows(n: int, need: int, steps: int, envs: int) -> int:
 mark_legal = define(
     "trajectories_mark_legal(Tensor(a!) legal, Tensor ends, Tensor ring, int n, int need, bool starts_too, int steps,"
     " int envs) -> Tensor",
-    cpu="gpubuf.kernels.trajectories._numba:mark_legal",
+    cpu="gpubuf.kernels.trajectories._cpu:mark_legal",
     cuda="gpubuf.kernels.trajectories._launch:mark_legal",
     fake=lambda legal, ends, ring, n, need, starts_too, steps, envs: legal.new_empty(
         touched_rows(n, need, steps, envs)

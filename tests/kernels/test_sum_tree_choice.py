@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gpubuf.kernels.sum_tree._node import choose_leaf, choose_node
+from gpubuf.kernels.sum_tree._cpu_node import choose_leaf, choose_node
 from gpubuf.kernels.sum_tree._triton import choose_child
 from tests.support.sum_tree_oracle import bitmap
 

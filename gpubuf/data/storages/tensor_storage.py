@@ -30,8 +30,8 @@ _gather = without_dispatch(rows.gather, given=("index",))
 _sample = without_dispatch(rows.sample)
 _write = without_dispatch(rows.write, given=("sources", "index"))
 # The CPU's forms of two operations that no schema can describe: they write into tensors of the caller's.
-_gather_into = lazy("gpubuf.kernels.rows._numba:gather_into")
-_sample_into = lazy("gpubuf.kernels.rows._numba:sample_into")
+_gather_into = lazy("gpubuf.kernels.rows._cpu:gather_into")
+_sample_into = lazy("gpubuf.kernels.rows._cpu:sample_into")
 
 
 class TensorStorage(RowMemory):

@@ -7,9 +7,9 @@ from numba import carray
 
 from gpubuf.kernels._jit import jit
 from gpubuf.kernels._pointers import as_i64
-from gpubuf.kernels.trajectories._bits import clear_all, clear_place, read_places, summarise
-from gpubuf.kernels.trajectories._search import age_of, end_age, load_i64, place_of
-from gpubuf.kernels.trajectories._weights import sum_above, weigh_all, weigh_slots, weigh_word
+from gpubuf.kernels.trajectories._cpu_bits import clear_all, clear_place, read_places, summarise
+from gpubuf.kernels.trajectories._cpu_search import age_of, end_age, load_i64, place_of
+from gpubuf.kernels.trajectories._cpu_weights import sum_above, weigh_all, weigh_slots, weigh_word
 
 # Numba compiles a function anew for an argument that is a literal, which this is not.
 _ZERO = np.int64(0)

@@ -10,7 +10,7 @@ from numba import carray
 
 from gpubuf.kernels._jit import jit
 from gpubuf.kernels._pointers import as_f64, prefetch, prefetch_l2
-from gpubuf.kernels.sum_tree._node import stats_of_leaves, stats_of_nodes
+from gpubuf.kernels.sum_tree._cpu_node import stats_of_leaves, stats_of_nodes
 
 
 @jit(forceinline=True)

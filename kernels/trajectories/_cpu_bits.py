@@ -10,8 +10,8 @@ from numba import carray
 from gpubuf.kernels._jit import jit
 from gpubuf.kernels._pointers import as_i64, as_u8
 from gpubuf.kernels.rows import ENTRY, ROW_BYTES, ROW_STRIDE
-from gpubuf.kernels.rows._table import row_address
-from gpubuf.kernels.trajectories._search import load_i64, store_i64
+from gpubuf.kernels.rows._cpu_table import row_address
+from gpubuf.kernels.trajectories._cpu_search import load_i64, store_i64
 
 # Of eight bytes: the lowest seven bits, the lowest bit, and what moves the lowest bits into the highest byte. All
 # operands are uint64: an int64 sum that overflows is not defined, and Numba makes a mix of the two into floats.

@@ -11,7 +11,7 @@ from numba.extending import intrinsic
 
 from gpubuf.kernels._jit import jit
 from gpubuf.kernels._pointers import as_i64, prefetch_l2
-from gpubuf.kernels.trajectories._search import (
+from gpubuf.kernels.trajectories._cpu_search import (
     age_of,
     end_age_before,
     load_i64,

@@ -22,10 +22,10 @@ from gpubuf.kernels.trajectories._check import (
     check_signals,
     check_slice_len,
 )
-from gpubuf.kernels.trajectories._read import DONE, EMPTY, bounds_of_rows, draw_slices, slices_from_rows
-from gpubuf.kernels.trajectories._search import lowest_bit, ring_view
-from gpubuf.kernels.trajectories._update import longest_trajectory, mark_legal_steps, rebuild_index, update_index
-from gpubuf.kernels.trajectories._weights import weigh_all
+from gpubuf.kernels.trajectories._cpu_read import DONE, EMPTY, bounds_of_rows, draw_slices, slices_from_rows
+from gpubuf.kernels.trajectories._cpu_search import lowest_bit, ring_view
+from gpubuf.kernels.trajectories._cpu_update import longest_trajectory, mark_legal_steps, rebuild_index, update_index
+from gpubuf.kernels.trajectories._cpu_weights import weigh_all
 
 _UPDATE = (
     "void(int64, int64, int64, int64, int64, boolean, int64, int64, int64, int64, int64, int64, int64, int64, boolean)"

@@ -16,7 +16,7 @@ from gpubuf.kernels._differentiable import computing_dtype, dense
 from gpubuf.kernels._jit import OPTIONS, jit
 from gpubuf.kernels._pointers import as_u8
 from gpubuf.kernels.sac import L1, L2, MEAN, NONE, check_critics, check_rows
-from gpubuf.kernels.tanh_normal._numba import read, write
+from gpubuf.kernels.tanh_normal._cpu import read, write
 
 
 @jit(forceinline=True)

@@ -10,9 +10,9 @@ from numba import carray
 
 from gpubuf.kernels._jit import OPTIONS, jit
 from gpubuf.kernels._pointers import as_i64, as_u8
-from gpubuf.kernels.philox._numba import philox_uniform_f64
+from gpubuf.kernels.philox._cpu import philox_uniform_f64
 from gpubuf.kernels.rows import SIZE, WRITTEN
-from gpubuf.kernels.trajectories._search import (
+from gpubuf.kernels.trajectories._cpu_search import (
     age_of,
     divided,
     end_age,
@@ -23,7 +23,7 @@ from gpubuf.kernels.trajectories._search import (
     prefetch_word,
     ring_view,
 )
-from gpubuf.kernels.trajectories._weights import bits_of, choose_unit, offsets_of, root_of, weight_of
+from gpubuf.kernels.trajectories._cpu_weights import bits_of, choose_unit, offsets_of, root_of, weight_of
 
 # Slices that are searched together: enough to hide the latency of memory, few enough to stay in the L1 cache.
 _TOGETHER = 512

@@ -14,7 +14,7 @@ from gpubuf.kernels._jit import OPTIONS, jit
 from gpubuf.kernels._pointers import as_f32, as_f64, as_i64, prefetch
 from gpubuf.kernels._threads import call_in_parts
 from gpubuf.kernels.philox import OFFSET, check_request
-from gpubuf.kernels.philox._numba import philox_uniform_f64
+from gpubuf.kernels.philox._cpu import philox_uniform_f64
 from gpubuf.kernels.rows import SIZE, WRITTEN
 from gpubuf.kernels.sum_tree import ALPHA, BETA, EPS, LARGEST, MAX_PRIORITY, SMALLEST
 from gpubuf.kernels.sum_tree._check import (
@@ -25,8 +25,8 @@ from gpubuf.kernels.sum_tree._check import (
     check_update,
     rows_to_build,
 )
-from gpubuf.kernels.sum_tree._levels import padded, refresh_above, refresh_all, shift_of
-from gpubuf.kernels.sum_tree._node import WIDTH, choose_by_table, choose_leaf, choose_node, store_prefixes
+from gpubuf.kernels.sum_tree._cpu_levels import padded, refresh_above, refresh_all, shift_of
+from gpubuf.kernels.sum_tree._cpu_node import WIDTH, choose_by_table, choose_leaf, choose_node, store_prefixes
 
 # Draws that go down the tree together: enough to hide the latency of memory, few enough to stay in the L1 cache.
 _TOGETHER = 512

@@ -17,7 +17,7 @@ from gpubuf.kernels._jit import OPTIONS, jit
 from gpubuf.kernels._pointers import as_i64, copy_bytes, prefetch_l2
 from gpubuf.kernels._threads import call_in_parts
 from gpubuf.kernels.philox import OFFSET, SEED, check_state
-from gpubuf.kernels.philox._numba import philox_uniform_f64
+from gpubuf.kernels.philox._cpu import philox_uniform_f64
 from gpubuf.kernels.rows import ENTRY, FAR, NEAR, ROW_BYTES, ROW_STRIDE, SIZE, SPLIT, WRITTEN, arena_offsets
 from gpubuf.kernels.rows._check import (
     check_count,
@@ -26,7 +26,7 @@ from gpubuf.kernels.rows._check import (
     check_storage,
     strided_source,
 )
-from gpubuf.kernels.rows._table import row_address
+from gpubuf.kernels.rows._cpu_table import row_address
 
 #: Rows between a prefetch and its copy: time for a miss at the rate of one small row in 6 ns.
 _AHEAD = 32
