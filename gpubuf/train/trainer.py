@@ -20,7 +20,8 @@ from gpubuf.data import (
 )
 from gpubuf.train.agent import LOSS_NAMES, SACAgent
 from gpubuf.train.config import TrainConfig, UsageError
-from gpubuf.train.environments import Evaluation, make_environments
+from gpubuf.train.environment_factory import make_environments
+from gpubuf.train.evaluation import Evaluation
 from gpubuf.train.progress import Status
 
 # Of an evaluation for the curve: on the host they take time, on a device nearly none.

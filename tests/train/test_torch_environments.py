@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gpubuf.train import UsageError
-from gpubuf.train.environments import make_environments
+from gpubuf.train.environment_factory import make_environments
 from gpubuf.train.torch_environments import TORCH_ENVIRONMENTS, Pendulum
 from tests.support.fake_cuda import fake_cuda
 
