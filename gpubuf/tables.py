@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Sequence
+
+from gpubuf.progress import can_show
 
 Lines = Sequence[Sequence[str]]
 
@@ -17,14 +18,9 @@ def aligned(lines: Lines) -> str:
     )
 
 
-def on_terminal() -> bool:
-    """Whether a person is looking on, and rich is installed."""
-    return sys.stdout.isatty() and importlib.util.find_spec("rich") is not None
-
-
 def show(lines: Lines) -> None:
     """Print lines of cells, the first of which is the heading."""
-    if not on_terminal():
+    if not can_show(sys.stdout):
         print(aligned(lines), end="\n\n")
         return
     from rich.console import Console

@@ -7,6 +7,8 @@ import time
 from dataclasses import dataclass
 from typing import Protocol, TextIO
 
+from gpubuf.progress import make_progress
+
 _PLAIN_LINES = 10
 _PLAIN_SECONDS = 60.0
 _REFRESH_SECONDS = 0.1
@@ -143,13 +145,11 @@ class BarReporter:
     """A progress bar, drawn by rich."""
 
     def __init__(self) -> None:
-        from rich.progress import BarColumn, Progress, TextColumn
-
-        self._progress = Progress(
-            BarColumn(bar_width=24),
-            TextColumn("{task.completed:,.0f}/{task.total:,.0f}"),
-            TextColumn("[cyan]{task.fields[description_]}"),
-            TextColumn("{task.fields[rate]:.0f} steps/s  {task.fields[left]} left"),
+        self._progress = make_progress(
+            "short bar",
+            "{task.completed:,.0f}/{task.total:,.0f}",
+            "[cyan]{task.fields[description_]}",
+            "{task.fields[rate]:.0f} steps/s  {task.fields[left]} left",
         )
         self._speed = Speed(0, 0)
         self._shown = 0.0

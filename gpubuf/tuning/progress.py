@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
-from gpubuf.tables import on_terminal
+from gpubuf.progress import can_show, make_progress
 from gpubuf.tuning.report import describe
 from gpubuf.tuning.search import Reporter, Result
 from gpubuf.tuning.shapes import Job
@@ -13,7 +12,7 @@ from gpubuf.tuning.shapes import Job
 
 def choose_reporter() -> Reporter:
     """The bar where a person is looking on, and rich is installed."""
-    return BarReporter() if on_terminal() else PlainReporter()
+    return BarReporter() if can_show(sys.stdout) else PlainReporter()
 
 
 class PlainReporter:
@@ -42,10 +41,7 @@ class BarReporter:
     """A bar of configurations, with the point that is being tuned."""
 
     def __init__(self) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-        columns: list[Any] = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
-        self._progress = Progress(*columns, transient=True)
+        self._progress = make_progress("{task.description}", "bar", "count", "elapsed", transient=True)
 
     def start(self, n_jobs: int) -> None:
         self._all = self._progress.add_task("points", total=n_jobs)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Self
 
 import torch
@@ -18,14 +14,13 @@ from gpubuf.data.storages import host_memory
 from gpubuf.data.storages.columns import Column, new_column
 from gpubuf.data.storages.placement import AUTO, DISK, SPLIT, IndexBytes, MemoryReport, Placement, place, readable
 from gpubuf.data.storages.tensor_storage import TensorStorage
+from gpubuf.progress import BINARY_BYTES, Advance, progress_bar, show_nothing
 
 CHUNK_BYTES = 1 << 28
 """What is copied at a time."""
 
 LARGE_BYTES = 1 << 30
 """From this size on a move shows a progress bar, on a terminal."""
-
-Advance = Callable[[int], None]
 
 
 class Movable:
@@ -112,12 +107,13 @@ def _move(
             host_memory.synchronize(device)
     rows = _Rows(storage, before)
     try:
-        with _shown(rows.n_bytes, target, progress) as advance:
+        moving = f"moving {readable(rows.n_bytes)} to {target.kind}"
+        with progress_bar(moving, rows.n_bytes, progress, columns=BINARY_BYTES, least=LARGE_BYTES) as advance:
             rows.to(target, advance)
         storage.relocated(target)
         sampler.move(storage)
     except BaseException:
-        rows.to(before, _silent)
+        rows.to(before, show_nothing)
         storage.relocated(before)
         sampler.move(storage)
         raise
@@ -148,27 +144,6 @@ class _Rows:
             copy.write(start, column[start:stop])
             advance((stop - start) * step_bytes)
         return copy
-
-
-def _silent(n_bytes: int) -> None:
-    """Show nothing."""
-
-
-@contextmanager
-def _shown(total: int, target: Placement, progress: bool | None) -> Iterator[Advance]:
-    """A progress bar where there is much to move and somebody to see it (or where it was asked for)."""
-    if progress is None:
-        progress = total >= LARGE_BYTES and sys.stderr.isatty() and importlib.util.find_spec("rich") is not None
-    if not progress:
-        yield _silent
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
-    with Progress(*columns, TransferSpeedColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as bar:
-        task = bar.add_task(f"moving {readable(total)} to {target.kind}", total=total)
-        yield lambda n_bytes: bar.advance(task, n_bytes)
 
 
 def report(storage: TensorStorage, sampler: Sampler) -> MemoryReport:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,7 @@ from gpubuf.data.checkpoints import manifest as files
 from gpubuf.data.checkpoints.manifest import DamagedError, File, Manifest, RowFiles, need
 from gpubuf.data.storages.layout import Data, Key, Pieces, RowLayout
 from gpubuf.data.storages.tensor_storage import TensorStorage
-
-#: Is told how many more bytes are done.
-Advance = Callable[[int], object]
+from gpubuf.progress import Advance
 
 
 def read(folder: Path, manifest: Manifest, advance: Advance) -> tuple[dict[str, Any], list[list[Tensor]]]:

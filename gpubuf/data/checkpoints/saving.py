@@ -10,8 +10,7 @@ import contextlib
 import functools
 import os
 import secrets
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,10 +20,11 @@ from weakref import WeakKeyDictionary
 from gpubuf import serialization
 from gpubuf.data.checkpoints import manifest as files
 from gpubuf.data.checkpoints.manifest import DamagedError, File, Manifest
-from gpubuf.data.checkpoints.reading import Advance, pieces, read
+from gpubuf.data.checkpoints.reading import pieces, read
 from gpubuf.data.checkpoints.snapshot import Piece, Snapshot
 from gpubuf.data.checkpoints.validate import check
 from gpubuf.data.storages.tensor_storage import TensorStorage
+from gpubuf.progress import BYTES, Advance, progress_bar
 
 if TYPE_CHECKING:
     from gpubuf.data.buffers.replay_buffer import ReplayBuffer
@@ -115,7 +115,10 @@ def save(
             snapshot.copy()
             turn.close()
         save_id = secrets.token_hex(8)
-        with _bar("saving", snapshot.n_bytes, progress) as advance, _Writer(folder, save_id, advance) as writer:
+        with (
+            progress_bar("saving", snapshot.n_bytes, progress, columns=BYTES, least=_BAR_BYTES) as advance,
+            _Writer(folder, save_id, advance) as writer,
+        ):
             manifest = snapshot.manifest(save_id, writer.put, lambda: writer.write("state", [0], snapshot.state, 0, 0))
             writer.finish()
         manifest_bytes = files.write_manifest(folder, manifest)
@@ -152,7 +155,9 @@ def load(buffer: ReplayBuffer, path: str | os.PathLike[str], *, progress: bool |
         raise FileNotFoundError(f"there is no checkpoint at {folder}")
     with files.locked(folder, exclusive=False):
         manifest = files.read_manifest(folder)
-        with _bar("loading", 2 * sum(file.size for file in manifest.files), progress) as advance:
+        # Every file is read, and its rows are copied.
+        total = 2 * sum(file.size for file in manifest.files)
+        with progress_bar("loading", total, progress, columns=BYTES, least=_BAR_BYTES) as advance:
             state, parts = read(folder, manifest, advance)
             with buffer._lock:
                 check(buffer, manifest, state)
@@ -245,31 +250,3 @@ class _Writer:
         piece.parts = []
         self._advance(piece.n_bytes)
         return file
-
-
-# Progress
-
-
-@contextlib.contextmanager
-def _bar(what: str, total: int, wanted: bool | None) -> Iterator[Advance]:
-    """A progress bar on the error output, if wanted; gives what is called with the bytes done."""
-    if wanted is None:
-        wanted = total >= _BAR_BYTES and sys.stderr.isatty() and _has_rich()
-    if not wanted:
-        yield lambda done: None
-        return
-    if not _has_rich():
-        raise ImportError("progress=True needs rich: pip install rich")
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda done: bar.advance(task, done)
-
-
-def _has_rich() -> bool:
-    import importlib.util
-
-    return importlib.util.find_spec("rich") is not None

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -19,6 +16,7 @@ from gpubuf.data.buffers.tensordict_buffers import TensorDictReplayBuffer
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.storages.layout import Key, as_key, as_written
 from gpubuf.data.storages.tensor_storage import LazyTensorStorage, Storage, TensorStorage
+from gpubuf.progress import ITEMS, progress_bar
 
 _EXTRA = "pip install 'gpubuf[minari]'"
 
@@ -74,7 +72,7 @@ def from_minari(
     buffer = TensorDictReplayBuffer(storage=target, sampler=sampler, **kwargs)
     excluded = frozenset(map(as_key, exclude))
     episodes: Iterable[Any] = dataset.iterate_episodes()
-    with _bar(n_episodes, progress) as advance:
+    with progress_bar("episodes", n_episodes, progress, columns=ITEMS, install=_EXTRA) as advance:
         for number, episode in enumerate(episodes):
             rows = _transitions(episode, number, dtype, excluded)
             if len(buffer) + rows.shape[0] > n_steps:
@@ -83,7 +81,7 @@ def from_minari(
                 buffer.extend(rows)
             except ValueError as error:
                 raise ValueError(f"episode {number} doesn't fit: {error}") from None
-            advance()
+            advance(1)
     if len(buffer) != n_steps:
         raise ValueError(f"the data set says that it has {n_steps} steps, but has {len(buffer)}")
     return buffer
@@ -167,21 +165,3 @@ def _tensor(value: Any, dtype: torch.dtype | None, key: Key, where: str) -> Tens
 def _check_length(key: Key, value: Tensor, n: int, where: str) -> None:
     if value.shape[0] != n:
         raise ValueError(f"{where}: {as_written(key)!r} has {value.shape[0]} entries, expected are {n}")
-
-
-@contextmanager
-def _bar(n_episodes: int, progress: bool | None) -> Iterator[Callable[[], None]]:
-    """Counts episodes on the terminal."""
-    found = importlib.util.find_spec("rich") is not None
-    if progress and not found:
-        raise ImportError(f"progress=True needs rich: {_EXTRA}")
-    if not (found and sys.stderr.isatty() if progress is None else progress):
-        yield lambda: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("episodes", total=n_episodes)
-        yield lambda: bar.advance(task)
