@@ -6,9 +6,8 @@ The names below are imported when they are first used: ``import gpubuf`` itself 
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-__version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from gpubuf.data import (
@@ -35,6 +34,8 @@ if TYPE_CHECKING:
     from gpubuf.graphs import CaptureError, capture
     from gpubuf.objectives import HardUpdate, SACLoss, SoftUpdate
     from gpubuf.planning import plan
+
+    __version__: str
 
 _MODULES = {
     "gpubuf.data": (
@@ -93,7 +94,24 @@ __all__ = [
 ]
 
 
+def _version() -> str:
+    """The version in pyproject.toml: from the file itself in a checkout, from the installed package elsewhere."""
+    # Imported here: they take longer than the rest of `import gpubuf`.
+    import importlib.metadata
+    import tomllib
+
+    # The file goes before the metadata, which a checkout may lack, or have from an older installation.
+    pyproject = Path(__file__).parents[1] / "pyproject.toml"
+    if pyproject.is_file():
+        project: dict[str, str] = tomllib.loads(pyproject.read_text()).get("project", {})
+        if project.get("name") == "gpubuf":
+            return project["version"]
+    return importlib.metadata.version("gpubuf")
+
+
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _version()
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME[name]), name)

@@ -31,7 +31,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     copy = tmp_path_factory.mktemp("tree") / "gpubuf"
     shutil.copytree(ROOT, copy, symlinks=True, ignore=LEFT_OUT)
-    for hidden in (".ci", ".gitignore"):
+    for hidden in (".ci", ".github", ".gitignore", ".pre-commit-config.yaml"):
         (shutil.copytree if (ROOT / hidden).is_dir() else shutil.copy)(ROOT / hidden, copy / hidden)
     (copy / TUNED).parent.mkdir(exist_ok=True)
     (copy / TUNED).write_text("{}")
@@ -98,6 +98,7 @@ def test_sdist_holds_the_project(sdist_files: list[str]):
         assert expected
         assert expected <= present
     assert {"LICENSE", "Makefile", "README.md", "constraints.txt", "pyproject.toml", ".ci/run"} <= present
+    assert {"CHANGELOG.md", "CONTRIBUTING.md", ".pre-commit-config.yaml", ".github/workflows/ci.yml"} <= present
     assert not [name for name in present if name.startswith("kernels/") or "__pycache__" in name]
 
 
@@ -121,7 +122,7 @@ def test_wheel_works_away_from_the_checkout(tree: Path, tmp_path: Path):
         "assert rows.new_ring('cpu').tolist() == [0, 0, 0, 0]\n"
         "assert importlib.util.find_spec('gpubuf.kernels.rows._triton')\n"
         "assert importlib.util.find_spec('gpubuf.kernels.rows._cpu')\n"
-        "print(gpubuf.kernels.__file__)"
+        "print(gpubuf.kernels.__file__, gpubuf.__version__)"
     )
     # -P: the working directory is no place to import from
     run = subprocess.run(
@@ -133,7 +134,8 @@ def test_wheel_works_away_from_the_checkout(tree: Path, tmp_path: Path):
         check=False,
     )
     assert run.returncode == 0, run.stderr
-    assert run.stdout.strip() == str(tmp_path / "gpubuf" / "kernels" / "__init__.py")
+    version = wheel.name.split("-")[1]
+    assert run.stdout.split() == [str(tmp_path / "gpubuf" / "kernels" / "__init__.py"), version]
 
 
 def test_the_kernels_are_reached_through_a_relative_link():

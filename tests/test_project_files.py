@@ -1,0 +1,90 @@
+"""What is said once and needed in several places agrees: version, Pythons, tools."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import gpubuf
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYTHONS = [line.rpartition(" ")[2] for line in PROJECT["classifiers"] if re.search(r"Python :: 3\.\d+$", line)]
+
+
+def test_the_version_is_that_of_pyproject():
+    assert gpubuf.__version__ == PROJECT["version"]
+    assert re.fullmatch(r"\d+\.\d+\.\d+", gpubuf.__version__)
+
+
+def test_the_version_needs_no_installation(tmp_path: Path):
+    """In a checkout that nobody installed, and where another version of gpubuf is installed."""
+    (tmp_path / "elsewhere" / "gpubuf-9.9.9.dist-info").mkdir(parents=True)
+    (tmp_path / "elsewhere" / "gpubuf-9.9.9.dist-info" / "METADATA").write_text("Name: gpubuf\nVersion: 9.9.9\n")
+    for installed in ("", str(tmp_path / "elsewhere")):
+        # -S: without site-packages, where an editable installation is
+        run = subprocess.run(
+            [sys.executable, "-S", "-c", "import gpubuf; print(gpubuf.__version__)"],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [installed, str(ROOT)]))},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert run.stdout.strip() == PROJECT["version"]
+
+
+def test_the_version_is_written_once():
+    """In pyproject.toml; the changelog names it too."""
+    for path in (ROOT / "gpubuf").rglob("*.py"):
+        assert f'"{PROJECT["version"]}"' not in path.read_text(), path
+    assert PROJECT["version"] in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_workflow_runs_the_check_on_every_python():
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    assert re.findall(r'"(3\.\d+)"', workflow) == PYTHONS
+    assert "run: .ci/run\n" in workflow
+    assert "PYTHON: " in workflow
+
+
+def test_the_hooks_are_the_tools_of_make_test():
+    """The same commands in the same environment, hence in the versions of constraints.txt."""
+    hooks = re.findall(r"^ *entry: (.*)$", (ROOT / ".pre-commit-config.yaml").read_text(), re.MULTILINE)
+    recipe = (ROOT / "Makefile").read_text().partition("\ntest:")[2].partition("\n\n")[0]
+    commands = [line.strip().replace("$(VENV)", ".venv") for line in recipe.splitlines()[1:]]
+    assert hooks == [command for command in commands if "pytest" not in command]
+    pinned = (ROOT / "constraints.txt").read_text()
+    for tool in ("ruff", "mypy"):
+        assert re.search(rf"^{tool}==", pinned, re.MULTILINE)
+
+
+STAND_IN = """#!/bin/sh
+echo "$@" >> calls
+case "$*" in
+  "-m venv "*) mkdir -p "$4/bin" && cp "$0" "$4/bin/python" && cp "$0" "$4/bin/ruff" ;;
+esac
+"""
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_the_check_runs_on_the_interpreter_named(tmp_path: Path):
+    """.ci/run makes the environment with PYTHON, and tests in it."""
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    shutil.copytree(ROOT / ".ci", tmp_path / ".ci")
+    (tmp_path / "stand-in").write_text(STAND_IN)
+    (tmp_path / "stand-in").chmod(0o755)
+    subprocess.run([tmp_path / ".ci" / "run"], env={**os.environ, "PYTHON": "./stand-in"}, check=True)
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert "-m venv --clear .venv" in calls
+    assert any(call.startswith("-m pytest") for call in calls)
+
+
+def test_readme_is_ready_but_for_the_address():
+    """The clone line names a placeholder, once."""
+    assert (ROOT / "README.md").read_text().count("REPOSITORY") == 1
