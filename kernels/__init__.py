@@ -1,11 +1,13 @@
 """The low layer of gpubuf: operations on tensors, with no buffer in sight.
 
-Each family of operations is a package of four files that share one vocabulary:
+Each family of operations is a package of the same files, which share one vocabulary:
 
 * ``__init__.py``: the schema of every operation, its documentation and its fake (meta) implementation;
+* ``reference.py``: the definition of the operations in a page of plain Python, which the tests use. Read it first;
 * ``_launch.py``: validates, allocates, picks the grid and launches the Triton kernels;
-* ``_triton.py``: ``@triton.jit`` functions only;
-* ``_cpu.py``: the CPU twin.
+* ``_triton.py``, ``_triton_*.py``: ``@triton.jit`` functions only;
+* ``_cpu.py``, ``_cpu_*.py``: the CPU backend, compiled by Numba;
+* ``_check.py``, where there is one: checks of arguments, for both backends.
 
 Operations are registered with ``torch.library``, so PyTorch's dispatcher picks the backend by the
 tensors' device. Nothing here imports from the rest of gpubuf.

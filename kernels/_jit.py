@@ -28,8 +28,9 @@ _warned = False
 
 @functools.cache
 def source_stamp() -> tuple[Any, ...]:
-    """Names, sizes and times of all files that CPU kernels are compiled from."""
-    files = (path for path in Path(__file__).parent.rglob("*.py") if not path.stem.startswith(("_triton", "_launch")))
+    """Names, sizes and times of all files that CPU kernels may be compiled from: `_cpu*.py` and what they import."""
+    others = ("_triton", "_launch", "reference")
+    files = (path for path in Path(__file__).parent.rglob("*.py") if not path.stem.startswith(others))
     return tuple((str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(files))
 
 

@@ -88,6 +88,35 @@ def test_kernel_files_hold_kernels_only(path: Path):
             assert [d.partition("(")[0] for d in decorators] == ["triton.jit"], f"{node.name} has {decorators}"
 
 
+FAMILIES = sorted(path.parent for path in KERNELS.glob("*/_launch.py"))
+WITHOUT_REFERENCE = {"sac", "td"}
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda path: path.name)
+def test_families_hold_the_same_files(family: Path):
+    """A file belongs to one backend by its name; ``_check.py`` and ``_slots.py`` are for both."""
+    names = {path.stem for path in family.glob("*.py")}
+    required = {"__init__", "_launch", "_triton", "_cpu", "reference"}
+    if family.name in WITHOUT_REFERENCE:
+        required.remove("reference")
+    assert required <= names
+    others = names - required - {"_check", "_slots", "reference"}
+    assert not [name for name in others if not name.startswith(("_triton_", "_cpu_"))]
+
+
+@pytest.mark.parametrize("path", sorted(KERNELS.glob("*/reference.py")), ids=lambda path: path.parent.name)
+def test_references_are_short_and_plain(path: Path):
+    """They define the operations: plain Python, NumPy or torch, with nothing of the backends that they define."""
+    assert len(path.read_text().splitlines()) <= 60
+    imported = {name.partition(".")[0] for name in imported_modules(path)}
+    assert imported <= {"__future__", "gpubuf", "numpy", "torch", *sys.stdlib_module_names}
+    for name in imported_modules(path):
+        # of gpubuf: the constants and types of a family
+        assert not name.startswith("gpubuf") or "._" not in name, f"{path} imports {name}"
+    library = [source for source in SOURCES if ROOT / "tests" not in source.parents]
+    assert not [source for source in library if any(".reference" in name for name in imported_modules(source))]
+
+
 ROOMS = ("runtime", "storages", "concurrency", "samplers", "checkpoints", "buffers", "formats")
 """Folders of gpubuf/data, from the lowest to the highest: each imports from those before it only."""
 

@@ -27,7 +27,7 @@ from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.kernels import philox
 from gpubuf.kernels._registry import triton_on_cpu
 from tests.support.fake_cuda import fake_cuda
-from tests.support.rows_oracle import Store
+from tests.support.rows_setup import Store
 from tests.support.transitions import same, transitions
 
 SAMPLERS: dict[str, Callable[[int], Any]] = {

@@ -20,7 +20,7 @@ from gpubuf import (
     TensorDictReplayBuffer,
 )
 from tests.support.slice_model import SliceModel, episodes, filled, split
-from tests.support.sum_tree_oracle import chi_square, chi_square_bound
+from tests.support.sum_tree_checks import chi_square, chi_square_bound
 
 
 def check_distribution(buffer: ReplayBuffer, slice_len: int, due: dict[tuple[int, ...], Fraction], n: int) -> None:

@@ -10,7 +10,7 @@ import torch
 from gpubuf.data.samplers.random_state import RandomState
 from gpubuf.data.samplers.sum_tree import SumTree
 from tests.support.fake_cuda import fake_cuda
-from tests.support.sum_tree_oracle import assert_consistent
+from tests.support.sum_tree_checks import assert_consistent
 
 
 def weights_of(tree: SumTree) -> list[float]:

@@ -7,7 +7,7 @@ import torch
 import triton
 
 from gpubuf.kernels import philox
-from tests.support.rows_oracle import ROWS, Store, assert_gathered, assert_same, random_rows
+from tests.support.rows_setup import ROWS, Store, assert_gathered, assert_same, random_rows
 from tests.support.waiting import no_waiting
 
 pytestmark = [

@@ -12,7 +12,7 @@ from gpubuf.kernels._spaces import RowsConfig
 from gpubuf.kernels.rows import _launch
 from gpubuf.kernels.rows._launch import copying_programs, encode_arguments, padded_keys
 from tests.support.fake_cuda import DataDependentOutputException, fake_cuda
-from tests.support.rows_oracle import ROWS, Store, assert_same
+from tests.support.rows_setup import ROWS, Store, assert_same
 
 TWO_KEYS = [(torch.float32, (3,)), (torch.bool, (1,))]
 

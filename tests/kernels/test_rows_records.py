@@ -7,7 +7,7 @@ import torch
 
 from gpubuf.data.storages.columns import Column, address_table
 from gpubuf.kernels import philox, rows
-from tests.support.rows_oracle import ROWS, RecordStore, Store, assert_gathered, assert_same
+from tests.support.rows_setup import ROWS, RecordStore, Store, assert_gathered, assert_same
 
 CAPACITY = 9
 UNITS = [8, 16, 64]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpubuf.kernels import rows
-from tests.support.rows_oracle import ROWS, Store, assert_same
+from tests.support.rows_setup import ROWS, Store, assert_same
 
 ID = (torch.int64, ())
 TWO_KEYS = [ID, (torch.uint8, (3,))]
@@ -18,14 +18,6 @@ def numbered(first: int, n: int) -> list[torch.Tensor]:
     """Rows that say which they are: ``first .. first + n - 1``, as an id and as three bytes."""
     ids = torch.arange(first, first + n)
     return [ids, torch.stack([ids % 251, ids % 241, ids % 239], 1).to(torch.uint8)]
-
-
-def expected_ids(before: list[int], written: int, first: int, n: int) -> list[int]:
-    """The ids in the ring after ``n`` more, one after the other."""
-    after = list(before)
-    for i in range(n):
-        after[(written + i) % len(after)] = first + i
-    return after
 
 
 def assert_holds(store: Store, ids: list[int]) -> None:
@@ -41,9 +33,11 @@ def test_every_wrap(backend, capacity):
             store = Store(TWO_KEYS, capacity, written=capacity + start)
             for tensor, source in zip(store.tensors, numbered(0, capacity), strict=True):
                 tensor.copy_(source)
+            expected = store.reference()
             index = store.extend(numbered(100, n), n)
             assert index.tolist() == [(start + i) % capacity for i in range(n)]
-            assert_holds(store, expected_ids(list(range(capacity)), start, 100, n))
+            assert index.tolist() == expected.extend(numbered(100, n), n)
+            assert_holds(store, expected.keys[0].tolist())
             assert store.counters == [capacity + start + n, capacity, 0, 0]
 
 
@@ -51,13 +45,11 @@ def test_every_wrap(backend, capacity):
 def test_every_dtype(backend, n):
     row_types = ROWS if n < 256 else ROWS[:4]
     store = Store(row_types, capacity=200, written=197)
-    sources, expected = store.batch(n, 3), store.snapshot()
+    sources, expected = store.batch(n, 3), store.reference()
     index = store.extend(sources, n)
-    kept = min(n, 200)
-    for tensor, source in zip(expected, sources, strict=True):
-        tensor[index[-kept:]] = source[-kept:]
     assert index.tolist() == [(197 + i) % 200 for i in range(n)]
-    assert_same(store.tensors, expected)
+    assert index.tolist() == expected.extend(sources, n)
+    assert_same(store.tensors, expected.keys)
 
 
 @pytest.mark.parametrize("written", [2**31 - 2, 2**32 - 1, 2**40 + 3])
@@ -157,27 +149,28 @@ steps = st.one_of(
 
 
 def check_history(start, history):
-    """A storage of five rows and a Python list, put through the same history."""
+    """A storage of five rows, and the reference of it, put through the same history."""
     store = Store(TWO_KEYS, 5, written=start)
     for tensor, source in zip(store.tensors, numbered(0, 5), strict=True):
         tensor.copy_(source)
-    model, written, next_id = list(range(5)), start, 10
+    model, next_id = store.reference(), 10
     for kind, argument in history:
         if kind == "extend":
-            store.extend(numbered(next_id, argument), argument)
-            model = expected_ids(model, written, next_id, argument)
-            written, next_id = written + argument, next_id + argument
+            index = store.extend(numbered(next_id, argument), argument)
+            assert index.tolist() == model.extend(numbered(next_id, argument), argument)
+            next_id += argument
         elif kind == "write":
-            store.write(numbered(next_id, len(argument)), torch.tensor(argument, dtype=torch.int64))
-            for position in argument:
-                model[position] = next_id
-                next_id += 1
+            sources = numbered(next_id, len(argument))
+            store.write(sources, torch.tensor(argument, dtype=torch.int64))
+            model.write(sources, argument)
+            next_id += len(argument)
         else:
             found, generation = store.gather(torch.tensor(argument, dtype=torch.int64))
-            assert found[0].tolist() == [model[position] for position in argument]
-            assert generation.tolist() == [-(-(written - position % 5) // 5) for position in argument]
-        assert_holds(store, model)
-        assert store.counters == [written, min(written, 5), 0, 0]
+            expected, expected_generation = model.gather(argument)
+            assert_same(found, expected)
+            assert generation.tolist() == expected_generation
+        assert_holds(store, model.keys[0].tolist())
+        assert store.counters == [model.written, model.size, 0, 0]
 
 
 def test_random_histories(backend):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gpubuf.kernels import philox, rows
-from tests.support.rows_oracle import ROWS, SplitStore, Store, assert_gathered, assert_same, bytes_of
+from tests.support.rows_setup import ROWS, SplitStore, Store, assert_gathered, assert_same, bytes_of
 
 CAPACITY = 9
 SPLITS = [0, 1, 4, 8, 9]

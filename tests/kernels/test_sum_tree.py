@@ -11,18 +11,19 @@ from gpubuf.data.samplers.random_state import RandomState
 from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.kernels import rows, sum_tree
 from gpubuf.kernels._registry import triton_on_cpu
-from tests.support.sum_tree_oracle import Model, assert_consistent
+from gpubuf.kernels.sum_tree.reference import WeightList
+from tests.support.sum_tree_checks import assert_consistent
 
 
-def matching(capacity: int, fan_out: int | None = None, **exponents: float) -> tuple[SumTree, Model]:
-    return SumTree(capacity, fan_out=fan_out, **exponents), Model(capacity, **exponents)
+def matching(capacity: int, fan_out: int | None = None, **exponents: float) -> tuple[SumTree, WeightList]:
+    return SumTree(capacity, fan_out=fan_out, **exponents), WeightList(capacity, **exponents)
 
 
-def assert_same(tree: SumTree, model: Model) -> None:
+def assert_same(tree: SumTree, model: WeightList) -> None:
     assert_consistent(tree)
     # Equal but for the last bit of float32: log2 and exp2 are not rounded correctly.
     assert tree.leaves[: tree.capacity].tolist() == pytest.approx(model.weights, rel=2e-7, abs=0)
-    assert tree.max_priority.item() == (1.0 if model.given is None else model.given)
+    assert tree.max_priority.item() == (1.0 if model.max_priority is None else model.max_priority)
 
 
 def ring_of(written: int, size: int) -> torch.Tensor:
@@ -248,7 +249,7 @@ def test_extreme_priorities(backend):
 @pytest.mark.filterwarnings("ignore:with alpha")
 def test_weights_of_positive_priorities_are_positive_and_finite(backend, alpha, eps):
     priority = 10.0 ** torch.arange(-44, 39)
-    tree, model = SumTree(100, alpha=alpha, eps=eps), Model(100, alpha=alpha, eps=eps)
+    tree, model = SumTree(100, alpha=alpha, eps=eps), WeightList(100, alpha=alpha, eps=eps)
     rows = torch.arange(priority.numel())
     tree.update(rows, priority)
     model.update(rows.tolist(), priority.tolist())
@@ -292,7 +293,7 @@ def test_the_last_duplicate_wins_every_time(backend, n):
     generator = torch.Generator().manual_seed(n)
     index = torch.randint(0, 25, (n,), generator=generator)
     priority = torch.rand(n, generator=generator) + 1.0
-    due = Model(30)
+    due = WeightList(30)
     due.update(index.tolist(), priority.tolist())
     for _ in range(100 if n < 100 or backend == "numba" else 3):
         tree = SumTree(30)

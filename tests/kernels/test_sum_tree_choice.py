@@ -12,7 +12,7 @@ import triton.language as tl
 
 from gpubuf.kernels.sum_tree._cpu_node import choose_leaf, choose_node
 from gpubuf.kernels.sum_tree._triton import choose_child
-from tests.support.sum_tree_oracle import bitmap
+from tests.support.sum_tree_checks import bitmap
 
 
 @triton.jit

@@ -10,8 +10,9 @@ import torch
 from gpubuf.data.samplers.random_state import RandomState
 from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.kernels import config
-from tests.support.philox_oracle import expected_uniforms
-from tests.support.sum_tree_oracle import Model, chi_square, chi_square_bound
+from gpubuf.kernels.philox.reference import uniforms
+from gpubuf.kernels.sum_tree.reference import WeightList
+from tests.support.sum_tree_checks import chi_square, chi_square_bound
 
 
 @pytest.fixture
@@ -36,14 +37,14 @@ def tree_of(weights, fan_out: int | None = None, **exponents: float) -> SumTree:
 def test_the_very_rows_that_the_uniforms_name(backend, fan_out, stratified):
     """Integer weights, zeros among them, have exact sums: nothing is left to rounding."""
     weights = torch.randint(0, 4, (333,), generator=torch.Generator().manual_seed(fan_out)) ** 3
-    model = Model(333)
+    model = WeightList(333)
     model.weights = weights.tolist()
     rng = RandomState(7)
     tree = tree_of(weights, fan_out)
     offset = 0
     for n in (1, 45):
         index, weight = tree.draw(n, rng, stratified)
-        assert index.tolist() == model.drawn(expected_uniforms(7, offset, n), stratified)
+        assert index.tolist() == model.draw(uniforms(7, offset, n), stratified)
         assert weight.tolist() == pytest.approx([1 / model.weights[row] for row in index.tolist()], rel=1e-6)
         offset += n
     assert rng.state.tolist() == [7, offset, 0]
@@ -161,7 +162,7 @@ def test_strata(backend):
     for call in range(40 if backend == "numba" else 2):
         index, _ = tree.draw(strata, rng, stratified=True)
         assert torch.equal(index // 32, torch.arange(strata))
-        (uniform,) = expected_uniforms(10, (call + 1) * strata - 1, 1)
+        (uniform,) = uniforms(10, (call + 1) * strata - 1, 1)
         assert index[-1] == 32 * (strata - 1) + int(32 * uniform)
         last.append(index[-1].item())
     assert len(set(last)) > 15 or backend == "triton"

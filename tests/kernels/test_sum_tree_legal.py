@@ -10,8 +10,9 @@ import torch
 from gpubuf.data.samplers.random_state import RandomState
 from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.kernels import sum_tree
-from tests.support.philox_oracle import expected_uniforms
-from tests.support.sum_tree_oracle import Model, assert_consistent, bitmap, bits_of, chi_square, chi_square_bound
+from gpubuf.kernels.philox.reference import uniforms
+from gpubuf.kernels.sum_tree.reference import WeightList
+from tests.support.sum_tree_checks import assert_consistent, bitmap, bits_of, chi_square, chi_square_bound
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -22,14 +23,14 @@ def random_bits(rows: int, share: float, seed: int) -> list[bool]:
     return (torch.rand(rows, generator=seeded(seed)) < share).tolist()
 
 
-def restricted(weights, legal, fan_out: int | None = None, **exponents: float) -> tuple[SumTree, Model]:
+def restricted(weights, legal, fan_out: int | None = None, **exponents: float) -> tuple[SumTree, WeightList]:
     """A tree and a model of these weights; ``legal`` are booleans."""
     weights = torch.as_tensor(weights, dtype=torch.float32)
     tree, model = (
-        kind(weights.numel(), **exponents) for kind in (lambda n, **e: SumTree(n, fan_out=fan_out, **e), Model)
+        kind(weights.numel(), **exponents) for kind in (lambda n, **e: SumTree(n, fan_out=fan_out, **e), WeightList)
     )
     tree.leaves[: weights.numel()] = weights
-    model.weights, model.legal = weights.tolist(), list(legal)
+    model.weights, model.eligible = weights.tolist(), list(legal)
     tree.restrict(bitmap(legal))
     return tree, model
 
@@ -58,7 +59,7 @@ def test_every_shape_of_tree(backend, capacity, fan_out):
     flipped = {0, capacity // 2, capacity - 2} & set(range(capacity - 1))
     for row in flipped:
         legal[row] = not legal[row]
-    model.legal = legal
+    model.eligible = legal
     tree.legal.copy_(bitmap(legal))
     tree.refresh(torch.tensor([-1, *flipped, -1, *flipped]))
     assert_built(tree)
@@ -67,7 +68,7 @@ def test_every_shape_of_tree(backend, capacity, fan_out):
     assert_built(tree)
     assert tree.leaves[:capacity].tolist() == model.weights
     drawn, weight = tree.draw(12, RandomState(7))
-    assert drawn.tolist() == model.drawn(expected_uniforms(7, 0, 12))
+    assert drawn.tolist() == model.draw(uniforms(7, 0, 12))
     assert weight.tolist() == pytest.approx([model.importance(row) for row in drawn.tolist()], rel=1e-6)
 
 

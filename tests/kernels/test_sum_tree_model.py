@@ -11,8 +11,9 @@ from gpubuf.data.samplers.random_state import RandomState
 from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.kernels import rows
 from gpubuf.kernels._registry import triton_on_cpu
-from tests.support.philox_oracle import expected_uniforms
-from tests.support.sum_tree_oracle import Model, assert_consistent, bitmap
+from gpubuf.kernels.philox.reference import uniforms
+from gpubuf.kernels.sum_tree.reference import WeightList
+from tests.support.sum_tree_checks import assert_consistent, bitmap
 
 
 @st.composite
@@ -38,7 +39,7 @@ def sequences(draw, max_operations: int):
     return capacity, draw(st.sampled_from([2, 4, 16])), draw(st.lists(operation, min_size=1, max_size=max_operations))
 
 
-def apply_update(tree: SumTree, model: Model, kind: str, batch, written: int | None) -> None:
+def apply_update(tree: SumTree, model: WeightList, kind: str, batch, written: int | None) -> None:
     index, priority, generation = ([entry[column] for entry in batch] for column in range(3))
     tensors = torch.tensor(index, dtype=torch.int64), torch.tensor(priority, dtype=torch.float32)
     if written is None:
@@ -57,7 +58,7 @@ def apply_update(tree: SumTree, model: Model, kind: str, batch, written: int | N
 
 
 def run(capacity: int, fan_out: int, operations) -> None:
-    tree, model = SumTree(capacity, fan_out=fan_out), Model(capacity)
+    tree, model = SumTree(capacity, fan_out=fan_out), WeightList(capacity)
     rng, offset = RandomState(17), 0
     for name, *arguments in operations:
         if name.startswith("update"):
@@ -72,18 +73,18 @@ def run(capacity: int, fan_out: int, operations) -> None:
             model.mark(run_of_rows)
         elif name == "restrict":
             (bits,) = arguments
-            model.legal = None if bits is None else [bits >> row & 1 == 1 for row in range(capacity)]
-            tree.restrict(None if model.legal is None else bitmap(model.legal))
-        elif name == "flip" and model.legal is not None:
+            model.eligible = None if bits is None else [bits >> row & 1 == 1 for row in range(capacity)]
+            tree.restrict(None if model.eligible is None else bitmap(model.eligible))
+        elif name == "flip" and model.eligible is not None:
             for row in set(arguments[0]) - {-1}:
-                model.legal[row] = not model.legal[row]
+                model.eligible[row] = not model.eligible[row]
             assert tree.legal is not None
-            tree.legal.copy_(bitmap(model.legal))
+            tree.legal.copy_(bitmap(model.eligible))
             tree.refresh(torch.tensor(arguments[0], dtype=torch.int64))
         elif name == "draw" and any(model.counting):
             n, stratified = arguments
             index, weight = tree.draw(n, rng, stratified)
-            assert index.tolist() == model.drawn(expected_uniforms(17, offset, n), stratified)
+            assert index.tolist() == model.draw(uniforms(17, offset, n), stratified)
             assert weight.tolist() == pytest.approx([model.importance(row) for row in index.tolist()], rel=1e-6)
             offset += n
         elif name == "rebuild":
@@ -92,7 +93,7 @@ def run(capacity: int, fan_out: int, operations) -> None:
             tree.clear()
             model.weights = [0.0] * capacity
         assert tree.leaves[:capacity].tolist() == model.weights
-        assert tree.max_priority.item() == (1.0 if model.given is None else model.given)
+        assert tree.max_priority.item() == (1.0 if model.max_priority is None else model.max_priority)
         assert_consistent(tree)
     assert rng.state.tolist() == [17, offset, 0]
 

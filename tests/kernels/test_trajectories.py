@@ -7,17 +7,17 @@ import itertools
 import pytest
 import torch
 
-from gpubuf.kernels import philox, trajectories
-from tests.support.trajectory_oracle import OracleRule
+from gpubuf.kernels import philox
+from gpubuf.kernels.trajectories import Rule, reference
 from tests.support.trajectory_setup import Index
 
 RULES = {
-    "starts": OracleRule(1),
-    "any": OracleRule(5),
-    "strict": OracleRule(5, min_len=5),
-    "span": OracleRule(4, min_len=1, before=3, after=2),
-    "transitions": OracleRule(5, min_len=5, by_transition=True),
-    "span by transition": OracleRule(7, min_len=3, before=1, after=100, by_transition=True),
+    "starts": Rule(1),
+    "any": Rule(5),
+    "strict": Rule(5, min_len=5),
+    "span": Rule(4, min_len=1, before=3, after=2),
+    "transitions": Rule(5, min_len=5, by_transition=True),
+    "span by transition": Rule(7, min_len=3, before=1, after=100, by_transition=True),
 }
 
 
@@ -60,7 +60,7 @@ def test_every_rule(backend, rule):
 def test_steps_in_two_memories(backend, split, envs, by_id):
     """Issue 4, split mode: the flags of the first steps lie elsewhere than the others."""
     row_bytes = 3 if split else 8
-    index = Index(150, envs, OracleRule(4), by_id=by_id, row_bytes=row_bytes, seed=split, split=split)
+    index = Index(150, envs, Rule(4), by_id=by_id, row_bytes=row_bytes, seed=split, split=split)
     for n in (62, 3, 100, 1, 40, 150) if backend == "numba" else (65, 100):
         index.write(n, chance=0.2)
         index.assert_state()
@@ -70,7 +70,7 @@ def test_steps_in_two_memories(backend, split, envs, by_id):
 def test_one_step_at_a_time(backend):
     """CASES 15, 21: hundreds of wraps; the trajectory in progress grows, the oldest one shrinks."""
     steps = 66
-    index = Index(steps, rule=OracleRule(3, min_len=2, by_transition=True), seed=1)
+    index = Index(steps, rule=Rule(3, min_len=2, by_transition=True), seed=1)
     for i in range(2000 if backend == "numba" else 20):
         index.write(1, chance=0.05)
         if i % 7 == 0 or i > 1900:
@@ -84,7 +84,7 @@ def test_one_step_at_a_time(backend):
 @pytest.mark.parametrize("cursor", [0, 1, 63, 64, 65, 129])
 def test_seam_at_every_edge_of_a_word(backend, cursor):
     """CASES 16: no trajectory joins the newest step to the oldest, wherever the cursor of a full ring stands."""
-    index = Index(130, 1, OracleRule(6), seed=cursor)
+    index = Index(130, 1, Rule(6), seed=cursor)
     index.write(130, chance=0.02)
     index.write(cursor, chance=0.0)
     index.assert_state()
@@ -131,7 +131,7 @@ def test_last_byte_of_an_identifier(backend, byte):
 def test_rebuild_from_any_state(backend, by_id):
     """After rows were changed from outside, an update over all steps replaces whatever the index held."""
     for written in (0, 10, 70, 130) if backend == "numba" else (10, 130):
-        index = Index(70, 3, OracleRule(2, min_len=2), by_id=by_id, seed=written)
+        index = Index(70, 3, Rule(2, min_len=2), by_id=by_id, seed=written)
         index.store(written, 0.2)
         index.ends.fill_(-1)
         index.sums.fill_(12345)
@@ -164,7 +164,7 @@ def test_counters_beyond_32_bits(backend, laps):
 
 @pytest.mark.parametrize("fan_out", [2, 4, 16, 32, 64])
 def test_every_fan_out(backend, fan_out):
-    index = Index(700, 3, OracleRule(4, min_len=4, by_transition=True), fan_out=fan_out, seed=fan_out)
+    index = Index(700, 3, Rule(4, min_len=4, by_transition=True), fan_out=fan_out, seed=fan_out)
     for n in (1, 300, 500, 1) if backend == "numba" else (750, 1):
         index.write(n, 0.05)
         index.assert_state()
@@ -174,7 +174,7 @@ def test_every_fan_out(backend, fan_out):
 def test_summaries_of_three_levels(backend):
     """Ends further apart than one summary word covers are found, in both directions and across the seam."""
     steps = 64 * 64 * 2 + 100
-    index = Index(steps, 1, OracleRule(8), seed=2)
+    index = Index(steps, 1, Rule(8), seed=2)
     index.model.write([[0]] * (steps + 5000))
     ends = [3, 6000, steps - 1]
     for key in index.storage:
@@ -227,7 +227,7 @@ def test_legal_starts(backend, need, starts_too, by_id):
 def test_a_single_eligible_trajectory(backend):
     """CASES 20: of a thousand trajectories of one step and one of eight, only the latter is drawn."""
     steps = 1000
-    index = Index(steps, rule=OracleRule(8, min_len=8))
+    index = Index(steps, rule=Rule(8, min_len=8))
     index.store(steps, 1.0)
     index.storage[0][500:507] = 0
     index.update(steps)
@@ -240,7 +240,7 @@ def test_a_single_eligible_trajectory(backend):
 
 def test_trajectories_of_one_step(backend):
     """CASES 20: a slice of one step repeats its row."""
-    index = Index(9, 2, OracleRule(3))
+    index = Index(9, 2, Rule(3))
     index.write(9, 1.0)
     index.assert_state()
     index.assert_draws(20)
@@ -251,7 +251,7 @@ def test_trajectories_of_one_step(backend):
 
 def test_the_open_trajectory_goes_on_after_a_write(backend):
     """CASES 21: sampled up to its last written row, in one piece across writes."""
-    index = Index(20, rule=OracleRule(20))
+    index = Index(20, rule=Rule(20))
     index.write(4, 0.0)
     assert index.draw(philox.new_state(0, "cpu"), 1)[0].tolist() == [0, 1, 2, *[3] * 17]
     index.write(3, 0.0)
@@ -262,7 +262,7 @@ def test_the_open_trajectory_goes_on_after_a_write(backend):
 
 
 def test_draws_in_larger_batches_than_are_searched_together(backend):
-    index = Index(300, 2, OracleRule(3, before=1), seed=8)
+    index = Index(300, 2, Rule(3, before=1), seed=8)
     index.write(400, 0.1)
     index.assert_draws(1100 if backend == "numba" else 70)
     index.assert_bounds()
@@ -285,15 +285,15 @@ def test_draw_of_none(backend):
 @pytest.mark.parametrize("by_transition", [False, True])
 def test_distribution_of_draws(by_transition):
     """Uniform over trajectories, then over starts; or over all starts: chi-square at a thousand draws a cell."""
-    index = Index(60, 1, OracleRule(3, min_len=3, by_transition=by_transition), seed=12)
+    index = Index(60, 1, Rule(3, min_len=3, by_transition=by_transition), seed=12)
     index.write(100, 0.1)
-    units = index.model.units(OracleRule(3, min_len=3, by_transition=True))
-    trajectories_of = sorted({t for t, _ in units})
+    units = reference.units(index.model.trajectories(), Rule(3, min_len=3, by_transition=True), 1)
+    n_trajectories = len({trajectory[0] for trajectory, _ in units})
     expected = {}
     for trajectory, place in units:
-        starts = trajectory.length - 2
-        chance = 1 / len(units) if by_transition else 1 / len(trajectories_of) / starts
-        expected[index.model.row(0, trajectory.first + place)] = chance
+        starts = len(trajectory) - 2
+        chance = 1 / len(units) if by_transition else 1 / n_trajectories / starts
+        expected[trajectory[place]] = chance
     n = 1000 * len(expected)
     drawn, _, _ = index.draw(philox.new_state(3, "cpu"), n)
     counts = torch.bincount(drawn[::3], minlength=60)
@@ -308,6 +308,5 @@ def test_distribution_of_draws(by_transition):
 def test_rule_agrees_with_enumeration():
     for slice_len, min_len, before, after in itertools.product((1, 2, 5), (1, 4), (0, 1, 9), (0, 2, 9)):
         for length in range(1, 12):
-            oracle = OracleRule(slice_len, min_len, before, after)
-            rule = trajectories.Rule(slice_len, min_len, before, after)
-            assert rule.offsets(length) == len(oracle.offsets(length))
+            rule = Rule(slice_len, min_len, before, after)
+            assert rule.offsets(length) == len(reference.offsets(rule, length))

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
-
 import pytest
 import torch
 
 from gpubuf.kernels import philox, trajectories
-from tests.support.trajectory_oracle import OracleRule
+from gpubuf.kernels.trajectories import Rule
 from tests.support.trajectory_setup import Index
 
 
 def test_nothing_long_enough():
     """CASES 20, 25: the error names the longest trajectory; the random state stays as it was."""
-    index = Index(200, 2, OracleRule(8, min_len=8), seed=1)
+    index = Index(200, 2, Rule(8, min_len=8), seed=1)
     index.write(260, 0.5)
-    longest = max(t.length for t in index.model.trajectories())
-    index.rule = OracleRule(longest + 1, min_len=longest + 1)
+    longest = max(map(len, index.model.trajectories()))
+    index.rule = Rule(longest + 1, min_len=longest + 1)
     index.resum()
     rng = philox.new_state(1, "cpu")
     for rank in (None, torch.tensor([0])):
@@ -35,7 +33,7 @@ def test_nothing_stored():
 
 @pytest.mark.parametrize("rank", [-1, 3, 2**62])
 def test_rank_out_of_range(rank):
-    index = Index(20, rule=OracleRule(1))
+    index = Index(20, rule=Rule(1))
     index.write(3, 1.0)
     with pytest.raises(IndexError, match=rf"rank {rank}, entry 1, .* total of 3"):
         index.draw(philox.new_state(1, "cpu"), 2, torch.tensor([2, rank]))
@@ -56,7 +54,7 @@ def test_refused_on_a_gpu_without_an_error(backend):
     """Under Triton: NO_ROW and length 0, where the CPU raises."""
     if backend == "numba":
         pytest.skip("raises instead")
-    index = Index(20, 2, OracleRule(3))
+    index = Index(20, 2, Rule(3))
     rng = philox.new_state(1, "cpu")
     drawn, length, last = index.draw(rng, 2)
     assert drawn.tolist() == [trajectories.NO_ROW] * 6
@@ -87,9 +85,7 @@ def test_tensors_of_another_kind(backend, name):
         index.update(1)
 
 
-@pytest.mark.parametrize(
-    "rule", [OracleRule(0), OracleRule(1, min_len=0), OracleRule(1, before=-1), OracleRule(1, after=-1)]
-)
+@pytest.mark.parametrize("rule", [Rule(0), Rule(1, min_len=0), Rule(1, before=-1), Rule(1, after=-1)])
 def test_rules_that_are_none(backend, rule):
     index = Index(20, rule=rule)
     for call in (lambda: index.update(1), index.resum, lambda: index.draw(philox.new_state(1, "cpu"), 1)):
@@ -115,7 +111,7 @@ def test_numbers_out_of_range(backend):
     with pytest.raises(ValueError, match=r"legal must have shape \[1\]"):
         trajectories.mark_legal(torch.zeros(7, dtype=torch.int64), index.ends, index.ring, 1, 1, True, 20, 2)
     with pytest.raises(ValueError, match="power of two"):
-        trajectories.resum(index.ends, index.sums, index.ring, 20, 2, 12, *astuple(index.rule))
+        trajectories.resum(index.ends, index.sums, index.ring, 20, 2, 12, *index.rule)
     with pytest.raises(ValueError, match="at least 1 step"):
         trajectories.bounds(index.ends, index.ring, torch.tensor([0]), 0, 2)
 
@@ -128,9 +124,9 @@ def test_identifiers_are_one_key(backend):
 
 def test_opcheck():
     """The operations mutate what they say, alias nothing, and have the shapes of their fakes."""
-    index = Index(70, 2, OracleRule(3))
+    index = Index(70, 2, Rule(3))
     index.write(30, 0.2)
-    shape, rule = (70, 2), astuple(index.rule)
+    shape, rule = (70, 2), index.rule
     tree = index.ends, index.sums, index.ring
     rng, rows = philox.new_state(1, "cpu"), torch.tensor([3, 5])
     torch.library.opcheck(trajectories.update, (*tree, index.signals, False, 3, *shape, 16, *rule))

@@ -15,11 +15,10 @@ import triton.language as tl
 
 from gpubuf.kernels import config, philox, rows, trajectories
 from gpubuf.kernels._registry import triton_on_cpu
-from gpubuf.kernels.trajectories import _launch
+from gpubuf.kernels.trajectories import Rule, _launch
 from gpubuf.kernels.trajectories._triton import count_bits, highest_bit, lowest_bit, nodes_of, words_of
 from gpubuf.kernels.trajectories._triton_stages import bits_bound, run_above, run_of_steps
 from tests.support.fake_cuda import fake_cuda
-from tests.support.trajectory_oracle import OracleRule
 from tests.support.trajectory_setup import Index
 
 
@@ -129,7 +128,7 @@ def test_every_path(monkeypatch, path, by_id):
     monkeypatch.setattr(config, "index_update", lambda *args: dataclasses.replace(rule(*args), **PATHS[path]))
     monkeypatch.setattr(_launch, "TOP_ENTRIES", 1)
     with triton_on_cpu():
-        index = Index(140, 5, OracleRule(4, before=1, by_transition=True), by_id=by_id, fan_out=2, seed=4)
+        index = Index(140, 5, Rule(4, before=1, by_transition=True), by_id=by_id, fan_out=2, seed=4)
         for n in (1, 139, 70, 1, 140):
             index.write(n, chance=0.1)
             index.assert_state()
@@ -139,7 +138,7 @@ def test_every_path(monkeypatch, path, by_id):
 def test_single_steps_and_runs_agree_on_three_levels():
     """A ring of more than 64 * 64 steps: runs across words, across words of words, and across the seam."""
     with triton_on_cpu():
-        index = Index(64 * 65 + 3, 1, OracleRule(3), seed=2)
+        index = Index(64 * 65 + 3, 1, Rule(3), seed=2)
         index.write(64 * 64 - 1, chance=0.001)
         for n in (1, 1, 1, 60, 10, 70, 1, 4100):
             index.write(n, chance=0.02)
@@ -193,7 +192,7 @@ def test_no_host_sync(monkeypatch):
             ends, sums = trajectories.new_index(steps, envs, 32, "cuda")
             ring, rng = rows.new_ring("cuda"), torch.zeros(3, dtype=torch.int64, device="cuda")
             signals = torch.zeros(1, 5, dtype=torch.int64, device="cuda")
-            rule = trajectories.Rule(4)
+            rule = Rule(4)
             _launch.update(ends, sums, ring, signals, True, n, steps, envs, 32, *rule)
             _launch.resum(ends, sums, ring, steps, envs, 32, *rule)
             index, length, last = _launch.draw(ends, sums, ring, rng, None, 8, steps, envs, 32, *rule)
@@ -209,7 +208,7 @@ def test_no_host_sync(monkeypatch):
 def test_refusals_of_a_gpu():
     """CASES 25: no exception without a sync: NO_ROW, length 0, no last step, and the offset moves on."""
     with triton_on_cpu():
-        index = Index(10, 2, OracleRule(3, min_len=3))
+        index = Index(10, 2, Rule(3, min_len=3))
         rng = philox.new_state(1, "cpu")
         found, length, last = index.draw(rng, 2)
         assert found.tolist() == [trajectories.NO_ROW] * 6

@@ -13,6 +13,7 @@ from tensordict.nn import InteractionType, TensorDictModule, set_interaction_typ
 from torch import nn
 from torch.nn import functional
 
+from gpubuf.kernels.tanh_normal.reference import tanh_normal as reference
 from gpubuf.modules import (
     MLP,
     EnsembleLinear,
@@ -22,7 +23,6 @@ from gpubuf.modules import (
     make_sac_actor,
     make_sac_critic,
 )
-from tests.support.sac_reference import tanh_normal as reference
 
 
 def separate(ensemble: EnsembleMLP, k: int, x: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
 
+from gpubuf.kernels.tanh_normal.reference import tanh_normal
 from gpubuf.modules import MLP, EnsembleMLP, make_sac_actor, make_sac_critic
 from gpubuf.objectives import SACLoss
 from tests.support import sac_reference as reference
@@ -132,7 +133,7 @@ def by_hand(
         loc, scale = actor[0].module(observation)
         noise = torch.randn(loc.shape, dtype=loc.dtype)
         bounds = actor[1].distribution_kwargs
-        return reference.tanh_normal(loc, scale, noise, bounds["low"], bounds["high"])
+        return tanh_normal(loc, scale, noise, bounds["low"], bounds["high"])
 
     online = critics_of(loss, loss.qvalue_network_params)
     detached = critics_of(loss, loss.qvalue_network_params.apply(lambda t: t.detach()))

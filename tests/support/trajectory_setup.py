@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from dataclasses import astuple
 
 import torch
 from torch import Tensor
 
 from gpubuf.kernels import philox, rows, trajectories
-from tests.support.philox_oracle import expected_uniforms
-from tests.support.trajectory_oracle import Model, OracleRule
+from gpubuf.kernels.philox.reference import uniforms
+from gpubuf.kernels.trajectories import Rule, reference
+from tests.support.trajectory_model import Model, laid_out
 
 
 class Index:
@@ -24,7 +24,7 @@ class Index:
         self,
         steps: int,
         envs: int = 1,
-        rule: OracleRule | None = None,
+        rule: Rule | None = None,
         *,
         by_id: bool = False,
         row_bytes: int = 1,
@@ -36,7 +36,7 @@ class Index:
         record: int = 0,
     ) -> None:
         self.steps, self.envs, self.fan_out = steps, envs, fan_out
-        self.rule = rule or OracleRule(4)
+        self.rule = rule or Rule(4)
         self.by_id, self.row_bytes = by_id, row_bytes
         self.model = Model(steps, envs, by_id, written=laps * steps)
         self.ends, self.sums = trajectories.new_index(steps, envs, fan_out, "cpu")
@@ -98,7 +98,7 @@ class Index:
             n,
             *self.shape(),
             self.fan_out,
-            *astuple(self.rule),
+            *self.rule,
         )
 
     def write(self, n: int, chance: float = 0.1) -> None:
@@ -115,12 +115,10 @@ class Index:
         self.legal.zero_()
 
     def resum(self) -> None:
-        trajectories.resum(self.ends, self.sums, self.ring, *self.shape(), self.fan_out, *astuple(self.rule))
+        trajectories.resum(self.ends, self.sums, self.ring, *self.shape(), self.fan_out, *self.rule)
 
     def draw(self, rng: Tensor, n: int, rank: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        return trajectories.draw(
-            self.ends, self.sums, self.ring, rng, rank, n, *self.shape(), self.fan_out, *astuple(self.rule)
-        )
+        return trajectories.draw(self.ends, self.sums, self.ring, rng, rank, n, *self.shape(), self.fan_out, *self.rule)
 
     def slices(self, start: Tensor, slice_len: int) -> tuple[Tensor, Tensor, Tensor]:
         return trajectories.slices(self.ends, self.ring, start, slice_len, *self.shape())
@@ -142,14 +140,15 @@ class Index:
 
     def assert_bounds(self) -> None:
         """Bounds of every row in the ring."""
-        by_row = sorted(self.model.by_row())
+        bounds = reference.bounds(self.model.trajectories())
+        by_row = sorted(bounds)
         found = self.bounds(torch.tensor(by_row, dtype=torch.int64))
-        expected = [self.model.bounds(row) for row in by_row]
+        expected = [bounds[row] for row in by_row]
         assert [tuple(column) for column in found.T.tolist()] == expected
 
     def assert_draws(self, n: int, seed: int = 5, offset: int = 2**33 + 7) -> None:
         """Draws by uniforms, and by every rank, are those of the model."""
-        units = self.model.units(self.rule)
+        units = reference.units(self.model.trajectories(), self.rule, self.envs)
         if not units:
             return
         for rank in (None, list(range(len(units)))):
@@ -158,18 +157,20 @@ class Index:
             rng[philox.OFFSET] = offset
             drawn = self.draw(rng, count, None if rank is None else torch.tensor(rank))
             assert rng.tolist() == [seed, offset + 2 * count, 0]
-            expected = self.model.draw(self.rule, expected_uniforms(seed, offset, 2 * count), rank)
-            assert tuple(part.tolist() for part in drawn) == expected
+            expected = reference.draw(units, self.rule, uniforms(seed, offset, 2 * count), rank)
+            assert tuple(part.tolist() for part in drawn) == laid_out(expected, self.rule.slice_len)
 
     def assert_slices(self, slice_len: int) -> None:
         """Slices from every row in the ring."""
-        by_row = sorted(self.model.by_row())
+        rest = reference.rest_of(self.model.trajectories())
+        by_row = sorted(rest)
         found = self.slices(torch.tensor(by_row, dtype=torch.int64), slice_len)
-        assert tuple(part.tolist() for part in found) == self.model.slices(by_row, slice_len)
+        expected = laid_out([rest[row][:slice_len] for row in by_row], slice_len)
+        assert tuple(part.tolist() for part in found) == expected
 
     def assert_legal(self, n: int, need: int, starts_too: bool) -> None:
         """The legal rows after a write of ``n`` steps, and the list of those that were looked at."""
         touched = self.mark_legal(n, need, starts_too).tolist()
         assert set(touched) == self.model.touched_rows(n, need)
         assert len(touched) == trajectories.touched_rows(n, need, *self.shape())
-        assert self.legal_rows() == self.model.legal_rows(need, starts_too)
+        assert self.legal_rows() == reference.eligible_starts(self.model.trajectories(), need, starts_too)

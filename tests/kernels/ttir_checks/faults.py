@@ -18,8 +18,8 @@ from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.kernels import philox, sac
 from gpubuf.kernels._registry import triton_on_cpu
 from gpubuf.kernels.rows import _launch as rows_launch
-from tests.support.rows_oracle import ROWS, Store
-from tests.support.trajectory_oracle import OracleRule
+from gpubuf.kernels.trajectories import Rule
+from tests.support.rows_setup import ROWS, Store
 from tests.support.trajectory_setup import Index
 from tests.support.ttir.blocks import blocks
 from tests.support.ttir.declared import declarations, unexplained
@@ -60,7 +60,7 @@ def tree_used() -> None:
 
 
 def index_used() -> None:
-    index = Index(200, 3, OracleRule(4, before=1, by_transition=True), fan_out=2)
+    index = Index(200, 3, Rule(4, before=1, by_transition=True), fan_out=2)
     for n in (70, 199, 1, 30):
         index.write(n)
     index.draw(philox.new_state(1, "cpu"), 9)

@@ -1,4 +1,4 @@
-"""A storage of plain tensors, and what plain torch indexing says about it: the oracle of the rows operations."""
+"""Storages of plain tensors for the rows operations, beside the reference that they must agree with."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gpubuf.kernels import rows
+from gpubuf.kernels.rows.reference import Ring
 
 Row = tuple[torch.dtype, tuple[int, ...]]
 
@@ -104,6 +105,10 @@ class Store:
     def snapshot(self) -> list[Tensor]:
         return [t.clone() for t in self.tensors]
 
+    def reference(self) -> Ring:
+        """A copy of the storage, which the definition of the operations works on."""
+        return Ring(self.tensors, self.capacity, self.counters[rows.WRITTEN])
+
 
 class SplitStore(Store):
     """A storage of which the rows from ``split`` on lie in another memory than those before."""
@@ -189,12 +194,4 @@ def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
 
 def assert_gathered(store: Store, found: Sequence[Tensor], index: Tensor) -> None:
     """``found`` is what indexing the storage's tensors gives."""
-    assert_same(found, [t[index] for t in store.tensors])
-
-
-def counted_generations(written: int, capacity: int) -> list[int]:
-    """How often each position has been written, by counting."""
-    times = [0] * capacity
-    for i in range(written):
-        times[i % capacity] += 1
-    return times
+    assert_same(found, store.reference().gather(index.tolist())[0])

@@ -1,23 +1,15 @@
-"""What a sum tree should hold and draw, in plain Python: lists, and exact sums."""
+"""What holds for every sum tree, its bitmaps, and the statistics of what it draws."""
 
 from __future__ import annotations
 
-import bisect
-import itertools
 import math
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 import pytest
 import torch
 
 from gpubuf.data.samplers.sum_tree import SumTree
-from gpubuf.kernels.sum_tree import LARGEST, SMALLEST
-
-
-def float32(value: float) -> float:
-    return struct.unpack("f", struct.pack("f", value))[0]
 
 
 def bitmap(legal: Iterable[bool]) -> torch.Tensor:
@@ -32,69 +24,6 @@ def bits_of(words: torch.Tensor, rows: int) -> list[bool]:
     """The first ``rows`` bits of a bitmap, by arithmetic on Python's integers."""
     numbers = words.tolist()
     return [numbers[row // 64] // 2 ** (row % 64) % 2 == 1 for row in range(rows)]
-
-
-@dataclass
-class Model:
-    """The documented semantics of a sum tree, one row at a time."""
-
-    capacity: int
-    alpha: float = 1.0
-    beta: float = 1.0
-    eps: float = 0.0
-    weights: list[float] = field(default_factory=list)
-    given: float | None = None
-    legal: list[bool] | None = None
-
-    def __post_init__(self) -> None:
-        self.weights = [0.0] * self.capacity
-
-    @property
-    def counting(self) -> list[float]:
-        """The weights of legal rows, zero elsewhere."""
-        if self.legal is None:
-            return self.weights
-        return [weight if legal else 0.0 for weight, legal in zip(self.weights, self.legal, strict=True)]
-
-    def weight(self, priority: float) -> float:
-        base = priority + self.eps
-        try:
-            weight = base**self.alpha
-        except OverflowError:
-            weight = math.inf
-        return float32(min(max(weight, SMALLEST), LARGEST)) if base > 0 else weight
-
-    def update(self, index, priority, generation=None, written=None, size=None) -> None:
-        """``written`` and ``size`` are those of a ring; by default all rows are valid and were written once."""
-        size = self.capacity if size is None else size
-        written = self.capacity if written is None else written
-        for i, (row, value) in enumerate(zip(index, priority, strict=True)):
-            if row == -1 or row >= size:
-                continue
-            times_written = len(range(row, written, self.capacity))
-            if generation is not None and generation[i] != times_written:
-                continue
-            self.weights[row] = self.weight(float32(value))
-            self.given = max(float32(value), self.given if self.given is not None else 0.0)
-
-    def mark(self, index, within_buffer=False) -> None:
-        weight = self.weight(1.0 if self.given is None or within_buffer else self.given)
-        if within_buffer and max(self.counting) > 0:
-            weight = max(self.counting)
-        for row in index:
-            if row != -1:
-                self.weights[row] = weight
-
-    def importance(self, row: int) -> float:
-        return (self.weights[row] / min(w for w in self.counting if w > 0)) ** -self.beta
-
-    def drawn(self, uniforms, stratified=False) -> list[int]:
-        """Rows that these uniforms draw. Exact where the weights are integers."""
-        prefix = list(itertools.accumulate(self.counting))
-        last = max(i for i, w in enumerate(self.counting) if w > 0)
-        n = len(uniforms)
-        parts = [(i + u) / n if stratified else u for i, u in enumerate(uniforms)]
-        return [min(bisect.bisect_right(prefix, part * prefix[-1]), last) for part in parts]
 
 
 def assert_consistent(tree: SumTree) -> None:
