@@ -34,18 +34,20 @@ class Run:
     """Tests that are run together.
 
     Attributes:
-        tests: files.
+        tests: names of files, without ``test_``.
         families: folders of kernels/, all of whose kernels these tests launch.
         blocks: sizes of programs that the tests are run with, see :mod:`tests.support.ttir.blocks`.
+        room: the folder of tests/ that has the files.
     """
 
     tests: str
     families: tuple[str, ...] = ()
     blocks: tuple[str, ...] = ("default", "stages")
+    room: str = "kernels"
 
     def arguments(self) -> list[str]:
         left_out = " and ".join(f"not {word}" for word in LEFT_OUT.split())
-        files = [f"tests/{'' if '/' in name else 'kernels/'}test_{name}.py" for name in self.tests.split()]
+        files = [f"tests/{self.room}/test_{name}.py" for name in self.tests.split()]
         return [*files, "-k", left_out, "--ttir-blocks", *self.blocks]
 
 
@@ -54,7 +56,7 @@ RUNS = {
     "sum_tree": Run("sum_tree sum_tree_draw sum_tree_legal", ("sum_tree",)),
     "trajectories": Run("trajectories trajectories_launch", ("trajectories",), ("default", "stages", "envs")),
     "sac": Run("tanh_normal sac_operations", ("sac", "tanh_normal")),
-    "buffers": Run("buffers prioritized slices slice_model"),
+    "buffers": Run("buffers prioritized slices slice_model", room="data"),
 }
 
 
