@@ -1,4 +1,4 @@
-"""Buffers from and to TorchRL: folders that the real TorchRL has written (tests/support/torchrl_files), and folders as it writes them.
+"""Buffers from and to TorchRL: folders that TorchRL wrote (tests/support/torchrl_files), and folders as it writes them.
 
 The other direction, TorchRL loading what is written here, was checked with TorchRL 0.14.1 itself, which the tests don't
 need: `test_writes_what_torchrl_writes` compares with its files instead.
