@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.measure import clocks
 from benchmarks.measure.machine import describe
-from benchmarks.report.runs import write_whole
+from benchmarks.measure.results import write_whole
 from benchmarks.workloads.registry import REGISTRY, TITLES, Entry, environment, in_order
 
 #: Seconds that a benchmark is repeated for: those of the tables, and the points of curves.

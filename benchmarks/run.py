@@ -131,8 +131,8 @@ def run_benchmarks(kind: str, out: Path, *arguments: str) -> int:
         0, or the exit code of the first pytest that failed.
     """
     torch.set_num_threads(1)
-    machine = {**describe(kind), "floor": roofline.measure(kind)}
-    print(f"this machine: {roofline.describe(machine['floor'])}", flush=True)
+    machine = {**describe(kind), "roofline": roofline.measure(kind)}
+    print(f"this machine: {roofline.describe(machine['roofline'])}", flush=True)
     asked = {environment(given.partition("=")[2]) for given in arguments if given.startswith("--library=")}
     parts = [
         measure_part(python, names, kind, arguments)
@@ -152,9 +152,9 @@ def run_benchmarks(kind: str, out: Path, *arguments: str) -> int:
 
 def draw(path: Path) -> None:
     """Draw the curves that belong to a file of tables."""
-    from benchmarks.report import page
+    from benchmarks.report import curves
 
-    for made in page.write([path, curves_path(path)], curves_path(path).with_suffix(".html")):
+    for made in curves.write([path, curves_path(path)], curves_path(path).with_suffix("")):
         print(f"report: {made}")
 
 

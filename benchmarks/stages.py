@@ -29,8 +29,8 @@ import torch
 
 from benchmarks.measure import roofline
 from benchmarks.measure.machine import RESULTS, describe
+from benchmarks.measure.results import Run, write_whole
 from benchmarks.report.comparison import combined
-from benchmarks.report.runs import Run, write_whole
 from benchmarks.run import ROOT, benchmark_options, curves_path, draw, of_curves
 from gpubuf.kernels._tuned import slug, user_folder
 
@@ -285,8 +285,8 @@ def keep_tuned(data: dict[str, Any], folder: Path) -> None:
 
 def describe_machine(path: Path, kind: str) -> None:
     """Begin the file of results with what the machine has, and print more about it."""
-    machine = {**describe(kind), "floor": roofline.measure(kind)}
-    print(f"this machine: {roofline.describe(machine['floor'])}", flush=True)
+    machine = {**describe(kind), "roofline": roofline.measure(kind)}
+    print(f"this machine: {roofline.describe(machine['roofline'])}", flush=True)
     write_whole(path, {"machine_info": machine})
     for command in (["nvidia-smi"], [sys.executable, "-m", "pip", "list"], [sys.executable, "-m", "gpubuf", "info"]):
         with contextlib.suppress(OSError):
@@ -294,7 +294,7 @@ def describe_machine(path: Path, kind: str) -> None:
 
 
 def gather(folders: Sequence[Path], out: Path) -> list[Path]:
-    """Make of the files of stages the files that ``make report`` reads: tables, curves with their page, tuned file.
+    """Make of the files of stages the files that ``make report`` reads: tables, curves with their pictures, tuned file.
 
     Of a workload that several stages have measured the last counts: stage 2 goes by the tuned file.
 

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -186,6 +187,37 @@ def test_no_module_imports_itself_through_others():
 def test_no_module_of_data_imports_itself_through_others():
     found = circles(imports_among(gpubuf_modules()))
     assert not [group for group in found if any(name.startswith(DATA) for name in group)]
+
+
+BENCHMARK_ROOMS = ("measure", "peers", "workloads", "studies", "report")
+"""Folders of benchmarks/, from the lowest to the highest. The files beside them are commands, and import any room."""
+
+
+def test_benchmark_rooms_import_downwards():
+    """A room imports from the rooms before it, and from no command."""
+    folder = ROOT / "benchmarks"
+    assert {path.parent.name for path in folder.glob("*/*.py")} == set(BENCHMARK_ROOMS)
+    upwards = []
+    for number, room in enumerate(BENCHMARK_ROOMS):
+        allowed = tuple(f"benchmarks.{each}." for each in BENCHMARK_ROOMS[: number + 1])
+        for path in sorted((folder / room).rglob("*.py")):
+            reached = [name for name in imported_modules(path) if name.partition(".")[0] == "benchmarks"]
+            upwards += [f"{path.name} imports {name}" for name in reached if not f"{name}.".startswith(allowed)]
+    assert not upwards
+
+
+@pytest.mark.parametrize(
+    ("folders", "unknown"),
+    [(("gpubuf", "kernels"), {"benchmarks", "tests"}), (("benchmarks",), {"tests"})],
+    ids=["gpubuf", "benchmarks"],
+)
+def test_nobody_imports_upwards(folders: tuple[str, ...], unknown: set[str]):
+    """The package knows neither its benchmarks nor its tests; the benchmarks don't know the tests."""
+    files = [path for path in SOURCES if path.relative_to(ROOT).parts[0] in folders]
+    assert len(files) > 20
+    reached = {(path.name, name) for path in files for name in imported_modules(path)}
+    assert not [found for found in reached if found[1].partition(".")[0] in unknown]
+    assert not [path.name for path in files if re.search(rf"import_module\(.({'|'.join(unknown)})\b", path.read_text())]
 
 
 def test_files_stay_readable():

@@ -1,1 +1,1 @@
-"""How a call is measured, and what no call can be faster than."""
+"""How a call is timed, the least time that it could take, and the files that hold results."""

@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from benchmarks.peers.libraries import ALPHA, BETA, Library, UnavailableError
-from benchmarks.workloads.sources import TINY
+from benchmarks.peers.sources import TINY
 
 
 class Flashbax(Library):

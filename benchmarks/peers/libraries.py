@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from benchmarks.workloads.sources import Source
+from benchmarks.peers.sources import Source
 
 ALPHA, BETA, EPS = 0.6, 0.4, 1e-8
 #: Bytes, and rows, of a write that fills a buffer.

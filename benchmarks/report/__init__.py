@@ -1,1 +1,1 @@
-"""From results to tables, pictures and pages."""
+"""From files of results to tables on the terminal, pictures, and the figures in README.md and docs/."""

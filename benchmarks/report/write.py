@@ -13,30 +13,27 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.measure.figures import OPEN, against, described, digits, load_before, microseconds, or_open, table
 from benchmarks.measure.machine import RESULTS
-from benchmarks.report.goals import GRAPH, goals_table, incremental
-from benchmarks.report.runs import Run, Runs, newest_runs
-from benchmarks.report.tables import (
-    OPEN,
-    TITLES,
-    against,
-    described,
-    digits,
-    label,
-    load_before,
-    microseconds,
-    or_open,
-    table,
-)
+from benchmarks.measure.results import Run, Runs, newest_runs
 from benchmarks.studies.host import host_section
 from benchmarks.studies.kernels import launches_table, resources_table
 from benchmarks.studies.predict import prediction_table
+from benchmarks.workloads.registry import TITLES
 from benchmarks.workloads.replay import WORKLOADS
 from benchmarks.workloads.slices import OPERATIONS, SIZES, SLICES, short, sized
 
 ROOT = Path(__file__).parents[2]
 PLOT = "docs/slices.png"
 KINDS = {"cpu": "CPU", "cuda": "GPU"}
+
+
+def label(workload: str) -> str:
+    """``uniform-sample-256`` as ``uniform sample, 256``."""
+    if workload in SLICES:
+        return SLICES[workload].title
+    title, _, batch = workload.rpartition("-")
+    return f"{title.replace('-', ' ')}, {batch}"
 
 
 def libraries(run: Run) -> list[str]:
@@ -71,7 +68,7 @@ def comparison_table(runs: Runs, replay: bool) -> str:
         ours = cpu.median(workload, "gpubuf") if cpu else None
         compared = [against(ours, cpu.median(workload, peer), missing="") for peer in peers] if cpu else []
         on_gpu = gpu.median(workload, "gpubuf") if gpu else None
-        replayed = gpu.median(workload, GRAPH) if gpu else None
+        replayed = gpu.median(workload, "gpubuf-graph") if gpu else None
         in_graph = [] if gpu is None else ["" if replayed is None else microseconds(replayed)]
         rows.append([label(workload), or_open(ours), *compared, or_open(on_gpu), *in_graph])
     head = ["median µs a call", "gpubuf", *(TITLES[name] for name in peers), "gpubuf on a GPU"]
@@ -177,20 +174,28 @@ def training_runs_table(runs: Runs) -> str:
     return "\n\n".join([table(head, rows), described(run), load_before(run)])
 
 
-def anatomy_table(runs: Runs) -> str:
-    """docs/performance.md: what a uniform sample consists of."""
-    run = runs.get("anatomy")
+def breakdown_table(runs: Runs) -> str:
+    """docs/performance.md: the parts of a uniform sample."""
+    run = runs.get("breakdown")
     if run is None:
         return f"No run of `python -m benchmarks.studies.breakdown` is committed: {OPEN}."
-    found = run.data["anatomy"]
+    found = run.data["breakdown"]
     parts = [[name, microseconds(seconds)] for name, seconds in found["parts"].items()]
     sentences = (
         f"Through the dispatcher it would be {microseconds(found['dispatcher'])} µs more. The kernel takes "
         f"{microseconds(found['kernel_cached'])} µs where the rows are in the cache; the rest of its time is waiting "
         "for memory."
     )
+    ours, plain = found["operations"]["gpubuf"], found["operations"]["plain"]
+    sentences += f" `SACLoss` and its backward dispatch {ours} operations, the same mathematics by hand {plain}."
     whole = ["`buffer.sample()`", microseconds(found["whole"])]
     return "\n\n".join([table(["part", "µs"], [*parts, whole]), sentences, described(run), load_before(run)])
+
+
+def incremental(run: Run) -> float:
+    """Per cent of a full save's bytes that are written when 1 % of the rows are new."""
+    written = {row["operation"]: row["bytes"] for row in run.data["checkpoints"]["results"]}
+    return written["save after 1 %"] / written["save"] * 100
 
 
 def checkpoints_table(run: Run) -> str:
@@ -222,12 +227,12 @@ def checkpoints_section(runs: Runs) -> str:
     return "\n\n".join(checkpoints_table(run) for run in found)
 
 
-def load_table(runs: Runs) -> str:
-    """docs/checkpoints.md: what a buffer under load has done, and what became of its memory."""
-    run = runs.get("load")
+def soak_table(runs: Runs) -> str:
+    """docs/checkpoints.md: the work of a buffer under load, and its memory."""
+    run = runs.get("soak")
     if run is None:
         return f"No run of `python -m benchmarks.studies.soak --record` is committed: {OPEN}."
-    found = run.data["load"]
+    found = run.data["soak"]
     first, last = (found["resident"][i] / 2**20 for i in (0, -1)) if found["resident"] else (0.0, 0.0)
     in_use = found["growth_in_use_bytes"]
     sentences = (
@@ -346,7 +351,9 @@ def curves_section(runs: Runs, folder: Path = RESULTS / "curves") -> str:
         if not drawn:
             parts.append(f"**{title}**: {OPEN}.")
             continue
-        parts.append(f"**{title}**, by capacity, batch and row; all numbers are in the page beside the pictures.")
+        parts.append(
+            f"**{title}**, by capacity, batch and row; the file of results beside the pictures has the numbers."
+        )
         parts += [f"![Latency by {p.stem.rpartition('-')[2]}]({{root}}{p.relative_to(ROOT).as_posix()})" for p in drawn]
     return "\n\n".join(parts)
 
@@ -358,16 +365,15 @@ FIGURES: dict[str, Callable[[Runs], str]] = {
     "conditions": conditions,
     "cpu": lambda runs: spread_table(runs, "cpu"),
     "gpu": lambda runs: spread_table(runs, "cuda"),
-    "goals": goals_table,
     "training": training_table,
     "training_runs": training_runs_table,
-    "anatomy": anatomy_table,
+    "breakdown": breakdown_table,
     "host": host_section,
     "launches": launches_table,
     "resources": resources_table,
     "prediction": lambda _: prediction_table(),
     "checkpoints": checkpoints_section,
-    "load": load_table,
+    "soak": soak_table,
     "slices": slices_section,
     "slices_in_short": lambda runs: slices_section(runs, spread=False),
     "curves": curves_section,

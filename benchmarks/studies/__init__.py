@@ -1,1 +1,4 @@
-"""Measurements of one thing each, beside the comparison with other libraries."""
+"""Measurements of gpubuf alone, one command each: ``python -m benchmarks.studies.<name>``.
+
+Every study writes one file of results, and has the function that turns such a file into a block of a page.
+"""

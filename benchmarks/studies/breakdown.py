@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.measure.figures import microseconds
 from benchmarks.measure.machine import describe
-from benchmarks.report.runs import write_results
-from benchmarks.report.tables import microseconds
+from benchmarks.measure.results import write_results
 from benchmarks.studies.checkpoints import rows as transitions
 from benchmarks.workloads.plain_sac import ACTION, OBSERVATION, PlainSAC, forward_backward, make_batch
 from gpubuf import SACLoss
@@ -144,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--capacity", type=int, default=CAPACITY, help=f"default: {CAPACITY}")
     parser.add_argument("--repeats", type=int, default=5_000, help="calls of each part; default: 5000")
-    parser.add_argument("--out", type=Path, help="default: benchmarks/results/anatomy-<device>-<date>.json")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/breakdown-<device>-<date>.json")
     options = parser.parse_args(arguments)
     if options.capacity < 1 or options.repeats < 1:
         parser.error("needs room for at least one row, and one call")
@@ -153,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found = {**sampling_parts(options.capacity, options.repeats), "operations": operations()}
     for name, seconds in [*found["parts"].items(), ("buffer.sample()", found["whole"])]:
         print(f"{microseconds(seconds):>8} µs  {name}")
-    write_results("anatomy", found, machine, options.out)
+    write_results("breakdown", found, machine, options.out)
 
 
 if __name__ == "__main__":

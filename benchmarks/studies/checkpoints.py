@@ -21,7 +21,7 @@ import torch
 from tensordict import TensorDict
 
 from benchmarks.measure.machine import describe
-from benchmarks.report.runs import write_results
+from benchmarks.measure.results import write_results
 from gpubuf import LazyTensorStorage, TensorDictPrioritizedReplayBuffer
 
 BATCH = 256

@@ -28,10 +28,10 @@ import torch
 import triton
 from tensordict import TensorDict
 
+from benchmarks.measure.figures import OPEN, described, load_before, table
 from benchmarks.measure.machine import describe
 from benchmarks.measure.no_gpu import install
-from benchmarks.report.runs import Runs, write_results
-from benchmarks.report.tables import OPEN, described, load_before, table
+from benchmarks.measure.results import Runs, write_results
 
 CAPACITY, BATCH, SLICE = 1_000_000, 256, 8
 NUMBER = 100

@@ -22,9 +22,9 @@ from unittest import mock
 
 import torch
 
+from benchmarks.measure.figures import OPEN, described, table
 from benchmarks.measure.machine import describe
-from benchmarks.report.runs import Runs, write_results
-from benchmarks.report.tables import OPEN, described, table
+from benchmarks.measure.results import Runs, write_results
 from benchmarks.studies.checkpoints import rows as transitions
 
 CAPACITY, STORED = 1_000_000, 20_000

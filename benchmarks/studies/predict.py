@@ -18,7 +18,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.report.tables import digits, table
+from benchmarks.measure.figures import digits, table
 from gpubuf.kernels import config
 from gpubuf.kernels.rows import arena_offsets
 from gpubuf.kernels.sum_tree._launch import TOP_NODES, top_block

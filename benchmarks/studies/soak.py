@@ -24,7 +24,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from benchmarks.measure.machine import describe
-from benchmarks.report.runs import write_results
+from benchmarks.measure.results import write_results
 from benchmarks.studies.soak_checks import (
     ALPHA,
     EPS,
@@ -334,7 +334,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sampler", choices=SAMPLERS, default="prioritized", help="default: prioritized")
     parser.add_argument("--prefetch", type=int, default=2, help="default: 2")
     parser.add_argument("--seed", type=int, default=0, help="default: 0")
-    parser.add_argument("--record", action="store_true", help="write benchmarks/results/load-<device>-<date>.json")
+    parser.add_argument("--record", action="store_true", help="write benchmarks/results/soak-<device>-<date>.json")
     options = parser.parse_args(arguments)
     if options.minutes <= 0 or options.prefetch < 0 or options.capacity < 4 * BATCH:
         parser.error(f"needs a time above 0, a prefetch of at least 0 and room for {4 * BATCH} rows")
@@ -345,7 +345,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         result = load.run(seconds, lambda passed: bar.update(task, completed=passed))
     show(result, f"{options.sampler}, {options.capacity:,} rows, prefetch {options.prefetch}")
     if options.record:
-        write_results("load", recorded(result, options), machine, None)
+        write_results("soak", recorded(result, options), machine, None)
     return 1 if result.problems() else 0
 
 

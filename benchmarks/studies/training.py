@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.measure.machine import describe, version
-from benchmarks.report.runs import write_results
+from benchmarks.measure.results import write_results
 
 MODES = ("prioritized", "uniform")
 CHEETAH = ("--env", "HalfCheetah-v5", "--total-steps", "20000", "--eval-every", "2000")

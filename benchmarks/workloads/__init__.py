@@ -1,1 +1,1 @@
-"""What is timed: data, operations, checks."""
+"""Everything that is timed beside the peers: data, operation, check, and traffic of each entry of the registry."""

@@ -11,6 +11,7 @@ from benchmarks.measure import roofline
 from benchmarks.measure.roofline import Traffic
 from benchmarks.peers.array_libraries import Flashbax, StableBaselines
 from benchmarks.peers.libraries import Cpprb, Gpubuf, GpubufGraph, Library, TorchRL, UnavailableError
+from benchmarks.peers.sources import TRANSITIONS, transitions_layout
 from benchmarks.workloads import sac
 from benchmarks.workloads.placements import OVER_THE_BUS, PLACEMENTS
 from benchmarks.workloads.replay import (
@@ -23,7 +24,6 @@ from benchmarks.workloads.replay import (
 )
 from benchmarks.workloads.slice_buffers import VARIANTS, SliceBuffer
 from benchmarks.workloads.slices import SLICES, SliceWorkload
-from benchmarks.workloads.sources import TRANSITIONS, transitions_layout
 from benchmarks.workloads.sweeps import AXES, Axis, too_large
 
 LIBRARIES: dict[str, type[Library]] = {

@@ -19,7 +19,7 @@ from torch import Tensor
 from benchmarks.measure import roofline
 from benchmarks.measure.roofline import Traffic
 from benchmarks.peers.libraries import ALPHA, BETA, EPS, Library
-from benchmarks.workloads.sources import TRANSITIONS, Layout, Source
+from benchmarks.peers.sources import TRANSITIONS, Layout, Source
 
 CAPACITY = 1_000_000
 #: Different batches that a benchmark goes through in turn, so that none of them stays in the caches.

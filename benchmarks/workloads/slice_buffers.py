@@ -18,7 +18,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from benchmarks.peers.libraries import ALPHA, BETA, EPS, UnavailableError
-from benchmarks.workloads.sources import transitions
+from benchmarks.peers.sources import transitions
 
 END_KEY = ("next", "done")
 

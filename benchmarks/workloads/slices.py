@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from benchmarks.peers.libraries import ALPHA, BETA, EPS
+from benchmarks.peers.sources import TRANSITIONS
 from benchmarks.workloads.replay import OVERWHELMING, POOL
 from benchmarks.workloads.slice_buffers import Scene, SliceBuffer, Stream, environments_stream, thin_stream, wide_stream
-from benchmarks.workloads.sources import TRANSITIONS
 
 
 def sampling(filled: SliceBuffer) -> Callable[[], object]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from benchmarks.peers.sources import TINY, transitions_layout
 from benchmarks.workloads.replay import (
     CAPACITY,
     EXTEND,
@@ -14,7 +15,6 @@ from benchmarks.workloads.replay import (
     Operation,
     Workload,
 )
-from benchmarks.workloads.sources import TINY, transitions_layout
 
 #: Rows of the buffers whose rows grow take so many bytes at most.
 ROWS_BYTES = 1 << 29

@@ -1,4 +1,4 @@
-"""What a run of the benchmarks makes of what was measured: files, floors, tables, pictures, a page."""
+"""What a run of the benchmarks makes of what was measured: files, rooflines, tables, pictures."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from benchmarks.conftest import in_time
 from benchmarks.measure import clocks, roofline
 from benchmarks.measure.roofline import Traffic
 from benchmarks.peers.share import share
-from benchmarks.report import comparison, page
-from benchmarks.report.comparison import combined, missing, panels, table
+from benchmarks.report import comparison, curves
+from benchmarks.report.comparison import combined, missing, table
+from benchmarks.report.curves import panels
 from benchmarks.workloads.registry import PEERS, REGISTRY
 from benchmarks.workloads.sweeps import AXES
-from tests.support.benchmark_results import FLOOR, GPU_FLOOR, a_full_run, a_run, entry
+from tests.support.benchmark_results import GPU_ROOFLINE, ROOFLINE, a_full_run, a_run, entry
 
-# The floor, against numbers worked out by hand
+# The roofline, against numbers worked out by hand
 
 
 @pytest.mark.parametrize(
@@ -59,18 +60,18 @@ def test_rows_on_the_host_cross_the_bus():
     assert found["gpubuf-split"] == Traffic(256 * (row + 8) + 128 * row, 1, 128 * row)
 
 
-def test_floor_adds_bytes_and_launches():
-    assert roofline.seconds(Traffic(20_000, 3), FLOOR) == pytest.approx(2e-6 + 3 * 2e-6)
-    assert roofline.seconds(Traffic(0, 3), GPU_FLOOR, "graph_launch_seconds") == pytest.approx(3e-6)
-    assert roofline.seconds(Traffic(10_000, 0, bus=100_000), GPU_FLOOR) == pytest.approx(1e-6 + 2e-6)
+def test_roofline_adds_bytes_and_launches():
+    assert roofline.seconds(Traffic(20_000, 3), ROOFLINE) == pytest.approx(2e-6 + 3 * 2e-6)
+    assert roofline.seconds(Traffic(0, 3), GPU_ROOFLINE, "graph_launch_seconds") == pytest.approx(3e-6)
+    assert roofline.seconds(Traffic(10_000, 0, bus=100_000), GPU_ROOFLINE) == pytest.approx(1e-6 + 2e-6)
     assert Traffic(1, 2, 3) + Traffic(10, 20, 30) == Traffic(11, 22, 33)
 
 
-def test_floor_is_measured():
+def test_roofline_is_measured():
     measured = roofline.measure("cpu")
     assert measured["copy_bytes_per_second"] > 1e8
     assert 0 < measured["launch_seconds"] < 1e-3
-    text = roofline.describe(GPU_FLOOR)
+    text = roofline.describe(GPU_ROOFLINE)
     assert (
         text == "copies at 10.0 GB/s, pinned memory to the GPU at 50.0 GB/s, 2.00 µs a launch, 1.00 µs inside a graph"
     )
@@ -137,10 +138,10 @@ def test_calls_on_a_gpu_are_timed_many_at_a_time_and_waited_for(monkeypatch: pyt
     assert clocks.repeated(call, clocks.of(None, "cpu")) == (call, 1)
 
 
-# Tables, pictures, the page
+# Tables and pictures
 
 
-def test_table_has_ratios_and_the_floor():
+def test_table_has_ratios_and_the_roofline():
     found = a_run(
         [
             entry("uniform-sample-256", "gpubuf", 20e-6),
@@ -150,14 +151,14 @@ def test_table_has_ratios_and_the_floor():
         [{"workload": "uniform-sample-256", "library": "sb3", "reason": "not today"}],
     )
     head, *rows = table(found, ["uniform-sample-256", "SAC-update-256"])
-    assert head == ["median µs a call", "gpubuf", "cpprb", "Stable-Baselines3", "floor", "of the floor"]
+    assert head == ["median µs a call", "gpubuf", "cpprb", "Stable-Baselines3", "roofline", "of the roofline"]
     # 87040 bytes at 10 GB/s and a launch of 2 µs
     assert rows[0] == ["uniform sample, 256", "20.0", "50.0 (2.5x)", "-", "10.7", "1.9x"]
     assert rows[1] == ["SAC update, 256", "5000", "-", "-", "-", "-"]
     assert missing(found) == ["Stable-Baselines3: not today (uniform-sample-256)"]
 
 
-def test_rows_on_the_host_have_floors_of_their_own():
+def test_rows_on_the_host_have_rooflines_of_their_own():
     entries = [entry("placement-256", name, 1e-4) for name in ("gpubuf-cuda", "gpubuf-pinned")]
     found = a_run([*entries, entry("extend-256", "gpubuf", 1e-5)], [], "cuda")
     _, on_gpu, pinned = comparison.placements(found)
@@ -173,63 +174,53 @@ def test_every_curve_is_there_and_no_peer_is_missing_silently():
     for axis in AXES:
         drawn = {panel.title: panel for panel in panels(found, axis)}
         expected = {operation.title for operation in axis.operations}
-        assert set(drawn) == expected | ({comparison.SLICES_PANEL} if axis.name == "capacity" else set())
+        assert set(drawn) == expected | ({curves.SLICES_PANEL} if axis.name == "capacity" else set())
         for title in expected:
-            curves = {curve.library: curve for curve in drawn[title].curves}
-            assert {"gpubuf", *PEERS, "floor"} <= set(curves)
-            for name in ("gpubuf", "torchrl", "cpprb", "sb3", "floor"):
-                assert [value for value, _ in curves[name].points] == list(axis.values), (axis.name, title, name)
-            assert not curves["flashbax"].points
-            assert curves["flashbax"].reason == "flashbax is not installed here"
+            by_library = {curve.library: curve for curve in drawn[title].curves}
+            assert {"gpubuf", *PEERS, "roofline"} <= set(by_library)
+            for name in ("gpubuf", "torchrl", "cpprb", "sb3", "roofline"):
+                assert [value for value, _ in by_library[name].points] == list(axis.values), (axis.name, title, name)
+            assert not by_library["flashbax"].points
+            assert by_library["flashbax"].reason == "flashbax is not installed here"
 
 
-def test_curves_of_graphs_have_a_floor_of_their_own():
+def test_curves_of_graphs_have_a_roofline_of_their_own():
     names = [AXES[0].name_of(AXES[0].operations[0], value) for value in AXES[0].values]
     both = [entry(name, library, 5e-6) for name in names for library in ("gpubuf", "gpubuf-graph")]
-    curves = {curve.library: curve.points for curve in panels(a_run(both, [], "cuda"), AXES[0])[0].curves}
+    by_library = {curve.library: curve.points for curve in panels(a_run(both, [], "cuda"), AXES[0])[0].curves}
     # 256 rows of 4 bytes, read and written, and their index
     n_bytes = 256 * 16
-    assert curves["floor"][0] == (10_000, pytest.approx(n_bytes / 1e10 + 2e-6))
-    assert curves["floor-graph"][0] == (10_000, pytest.approx(n_bytes / 1e10 + 1e-6))
+    assert by_library["roofline"][0] == (10_000, pytest.approx(n_bytes / 1e10 + 2e-6))
+    assert by_library["roofline-graph"][0] == (10_000, pytest.approx(n_bytes / 1e10 + 1e-6))
 
 
 def test_a_peer_that_was_never_asked_is_open():
     found = a_run([entry("capacity/uniform-sample/10000", "gpubuf", 1e-6)], [])
-    curves = {curve.library: curve for curve in panels(found, AXES[0])[0].curves}
-    assert {name: curves[name].reason for name in PEERS} == dict.fromkeys(PEERS, "open")
+    by_library = {curve.library: curve for curve in panels(found, AXES[0])[0].curves}
+    assert {name: by_library[name].reason for name in PEERS} == dict.fromkeys(PEERS, "open")
 
 
-def test_page_holds_everything(tmp_path: Path):
-    """Pictures, tables, device, versions, what is missing; nothing from elsewhere."""
-    found = a_full_run(without="cpprb", reason="cpprb is <not> installed here")
+def test_pictures_of_every_axis(tmp_path: Path):
+    """Of the files that exist; each says which run it shows."""
+    found = a_full_run(without="cpprb", reason="cpprb is not installed here")
     tables, points = tmp_path / "tables.json", tmp_path / "points.json"
     tables.write_text(json.dumps(run.of_curves(found.data, False)))
     points.write_text(json.dumps(run.of_curves(found.data, True)))
-    made = page.write([tables, points, tmp_path / "absent.json"], tmp_path / "out" / "page.html")
-    assert [path.name for path in made] == ["page.html", "page-capacity.png", "page-batch.png", "page-row.png"]
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in made[1:])
-    text = made[0].read_text()
-    assert text.count("data:image/png;base64,") == 3
-    assert not re.search(r"(src|href)=\"(?!data:)|<script|@import|url\(", text)
-    for each in ("some cpu", "Python 3.11.7", "torch 2.13.0", "1 thread", "2026-11-21 10:20", "flashbax 0.1.3"):
-        assert each in text, each
-    for title in ("gpubuf", "TorchRL", "flashbax", "Stable-Baselines3", "cpprb"):
-        assert f"<th>{title}</th>" in text
-    assert text.count("cpprb: cpprb is &lt;not&gt; installed here") == 4
-    for name, known in REGISTRY.items():
-        assert ("cpu" not in known.devices) or f"<td>{known.title.replace('&', '&amp;')}</td>" in text, name
-    assert "copies at 10.0 GB/s, 2.00 µs a launch" in text
+    made = curves.write([tables, points, tmp_path / "absent.json"], tmp_path / "out" / "run")
+    assert [path.name for path in made] == ["run-capacity.png", "run-batch.png", "run-row.png"]
+    for path in made:
+        assert path.read_bytes().startswith(b"\x89PNG")
+        assert b"Drawn from tables.json of 2026-11-21" in path.read_bytes()
 
 
-def test_page_of_nothing_says_so(tmp_path: Path):
+def test_pictures_need_results_of_one_device(tmp_path: Path):
     with pytest.raises(ValueError, match="no results"):
-        page.write([tmp_path / "absent.json"], tmp_path / "page.html")
+        curves.write([tmp_path / "absent.json"], tmp_path / "run")
     with pytest.raises(ValueError, match="of one device"):
         combined([a_run([], []), a_run([], [], "cuda")])
     path = tmp_path / "x.json"
     path.write_text(json.dumps(a_run([entry("extend-256", "gpubuf", 1e-5)], []).data))
-    assert page.write([path], tmp_path / "page.html") == [tmp_path / "page.html"]
-    assert (tmp_path / "page.html").read_text().count("Not measured: open.") == 3
+    assert curves.write([path], tmp_path / "run") == []
 
 
 # Running
@@ -243,7 +234,7 @@ def part(name: str, workloads: list[str], **versions: str) -> run.Part:
 
 
 def test_results_of_all_environments_are_one_file():
-    machine = {"device": {"kind": "cpu", "name": "x"}, "versions": {"torch": "2.13.0"}, "floor": FLOOR}
+    machine = {"device": {"kind": "cpu", "name": "x"}, "versions": {"torch": "2.13.0"}, "roofline": ROOFLINE}
     skipped = {"skipped": [{"workload": "extend-256", "library": "sb3", "reason": "absent"}]}
     absent = run.Part(("sb3",), {"machine_info": machine, "benchmarks": [], **skipped}, 0)
     parts = [

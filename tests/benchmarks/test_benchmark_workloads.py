@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from benchmarks.peers.libraries import Gpubuf, GpubufGraph, Library, UnavailableError
+from benchmarks.peers.sources import TINY, TRANSITIONS, Source, transitions_layout
 from benchmarks.workloads import sac, sweeps
 from benchmarks.workloads.placements import PLACEMENTS, Placed
 from benchmarks.workloads.registry import LIBRARIES, PEERS, REGISTRY, TITLES, LastFilled, environment, in_order
@@ -25,7 +26,6 @@ from benchmarks.workloads.replay import (
     WORKLOADS,
     Workload,
 )
-from benchmarks.workloads.sources import TINY, TRANSITIONS, Source, transitions_layout
 from tests.support.placements import Machine
 
 CAPACITY = 2_560
@@ -331,7 +331,7 @@ def test_what_was_filled_is_kept_for_the_next():
 @pytest.mark.parametrize("layout", [TRANSITIONS, TINY, transitions_layout(4096, 1)], ids=lambda x: str(x.row_bytes))
 def test_sources_repeat_all_but_the_number(layout: Any, monkeypatch: pytest.MonkeyPatch):
     """What is expected of a row is what was written there, also where the content repeats."""
-    monkeypatch.setattr("benchmarks.workloads.sources.TABLE_BYTES", 100 * layout.row_bytes)
+    monkeypatch.setattr("benchmarks.peers.sources.TABLE_BYTES", 100 * layout.row_bytes)
     source = Source(layout, 250)
     rows = source.rows(90, 130).flatten_keys(".")
     number = np.arange(90, 220)

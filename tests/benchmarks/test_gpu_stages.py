@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from benchmarks import stages
-from benchmarks.report.runs import newest_runs
+from benchmarks.measure.results import newest_runs
 from benchmarks.stages import ROOT, Plan, Step
 from benchmarks.workloads.registry import REGISTRY
-from tests.support.benchmark_results import GPU_FLOOR, a_run, entry
+from tests.support.benchmark_results import GPU_ROOFLINE, a_run, entry
 
 CODE = (sys.executable, "-c")
 
@@ -186,7 +186,7 @@ def test_a_stage_is_rehearsed_on_a_cpu(tmp_path: Path, monkeypatch: pytest.Monke
     assert stages.run_stage(plan, patient, limit=3000) == 0, plan.log.read_text()[-2000:]
     found = json.loads(plan.results.read_text())
     assert [b["extra_info"]["workload"] for b in found["benchmarks"]] == ["extend-256"]
-    assert found["machine_info"]["floor"]["copy_bytes_per_second"] > 0
+    assert found["machine_info"]["roofline"]["copy_bytes_per_second"] > 0
     assert found["gpu_tests"] == {"passed": 0, "failed": 0, "skipped": 1, "failures": []}
     log = plan.log.read_text()
     assert "this machine: copies at" in log
@@ -195,7 +195,7 @@ def test_a_stage_is_rehearsed_on_a_cpu(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_results_grow_with_every_benchmark(tmp_path: Path):
     """What is killed keeps them: the file is whole after each, and goes on with what it had."""
-    from benchmarks.report.runs import write_whole
+    from benchmarks.measure.results import write_whole
 
     path = tmp_path / "stage-1.json"
     write_whole(path, {"machine_info": {}, "steps": [1]})
@@ -208,7 +208,7 @@ def test_results_grow_with_every_benchmark(tmp_path: Path):
 
 def a_stage(folder: Path, stage: int, entries: list[dict[str, Any]], **more: Any) -> None:
     data = a_run(entries, more.pop("skipped", []), "cuda").data
-    data["machine_info"] |= {"device": {"kind": "cuda", "name": "Some GPU"}, "floor": GPU_FLOOR}
+    data["machine_info"] |= {"device": {"kind": "cuda", "name": "Some GPU"}, "roofline": GPU_ROOFLINE}
     data |= {"stage": stage, "steps": [{"name": "environment", "code": 0}], **more}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"stage-{stage}.json").write_text(json.dumps(data))
@@ -228,7 +228,7 @@ def test_stages_become_files_for_the_report(tmp_path: Path):
     assert stages.main(["--gather", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(results)]) == 0
     names = {path.relative_to(results).as_posix() for path in results.rglob("*") if path.is_file()}
     name = "some-gpu-2026-11-21"
-    drawn = {f"curves/{name}{end}" for end in (".json", ".html", "-batch.png")}
+    drawn = {f"curves/{name}{end}" for end in (".json", "-batch.png")}
     assert names == {f"{name}.json", "tuned/some-gpu.json", *drawn}
     run = newest_runs(results)["cuda"]
     assert run.median("uniform-sample-256", "gpubuf") == pytest.approx(4e-6)

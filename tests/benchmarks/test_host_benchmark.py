@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.report.runs import Run
+from benchmarks.measure.results import Run
 from benchmarks.studies.host import PARTS, host_section
 
 ROOT = Path(__file__).parents[2]

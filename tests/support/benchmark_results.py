@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.report.runs import Run
+from benchmarks.measure.results import Run
 from benchmarks.workloads.registry import REGISTRY
 
-FLOOR = {"copy_bytes_per_second": 1e10, "launch_seconds": 2e-6}
-GPU_FLOOR = {**FLOOR, "bus_bytes_per_second": 5e10, "graph_launch_seconds": 1e-6}
+ROOFLINE = {"copy_bytes_per_second": 1e10, "launch_seconds": 2e-6}
+GPU_ROOFLINE = {**ROOFLINE, "bus_bytes_per_second": 5e10, "graph_launch_seconds": 1e-6}
 
 
 def entry(workload: str, library: str, seconds: float) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def a_run(benchmarks: list[dict[str, Any]], skipped: list[dict[str, str]], kind:
         "threads": 1,
         "cores": 2,
         "load_before": 0.25,
-        "floor": GPU_FLOOR if kind == "cuda" else FLOOR,
+        "roofline": GPU_ROOFLINE if kind == "cuda" else ROOFLINE,
     }
     data = {"machine_info": machine, "datetime": "2026-11-21T10:20:30", "benchmarks": benchmarks, "skipped": skipped}
     return Run("x.json", data)

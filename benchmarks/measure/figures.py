@@ -1,13 +1,12 @@
-"""How figures are written: Markdown tables, times, ratios, where a run took place."""
+"""How figures are written for people: microseconds, ratios, Markdown tables, and the machine of a run in a sentence."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks.report.runs import Run
-from benchmarks.workloads.registry import TITLES as TITLES
-from benchmarks.workloads.slices import SLICES
+from benchmarks.measure.results import Run
 
+#: Stands for a figure that no run has.
 OPEN = "open"
 
 
@@ -19,14 +18,6 @@ def digits(value: float) -> str:
 def microseconds(seconds: float) -> str:
     """:func:`digits` of as many microseconds."""
     return digits(seconds * 1e6)
-
-
-def label(workload: str) -> str:
-    """``uniform-sample-256`` as ``uniform sample, 256``."""
-    if workload in SLICES:
-        return SLICES[workload].title
-    title, _, batch = workload.rpartition("-")
-    return f"{title.replace('-', ' ')}, {batch}"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -1,4 +1,8 @@
-"""The files of ``benchmarks/results/``: how each is written, and which of them count."""
+"""The files of ``benchmarks/results/``: :func:`write_results` writes one, :func:`newest_runs` reads those that count.
+
+Every file is one :class:`Run`: the machine, the time, and either pytest-benchmark's ``benchmarks`` or the findings of
+one study under its name in :data:`SUBJECTS`. Of each kind (:func:`kind_of`) only the newest run counts.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from typing import Any
 from benchmarks.measure.machine import RESULTS, result_path
 
 #: What a file may hold in place of pytest-benchmark's ``benchmarks``.
-SUBJECTS = ("training", "anatomy", "checkpoints", "kernels", "load", "host")
+SUBJECTS = ("training", "breakdown", "checkpoints", "kernels", "soak", "host")
 
 
 @dataclass(frozen=True)
@@ -55,11 +59,6 @@ class Run:
     def measured(self, what: str) -> set[str]:
         """Every ``workload`` or every ``library`` that was measured."""
         return {b["extra_info"][what] for b in self.data["benchmarks"] if what in b["extra_info"]}
-
-    def extra(self, workload: str, library: str) -> dict[str, Any]:
-        """What else the file says about one library on one workload; empty where it was not measured."""
-        found = self.benchmark(workload, library)
-        return {} if found is None else found["extra_info"]
 
     def index_bytes(self, workload: str) -> float | None:
         """Bytes of gpubuf's trajectory index for a row that there is room for, or None."""

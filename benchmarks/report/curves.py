@@ -1,0 +1,172 @@
+"""Latency over capacity, batch and row as pictures: :func:`panels` collects the curves, :func:`write` draws them.
+
+A picture shows one axis of :data:`benchmarks.workloads.sweeps.AXES`, with a panel for each operation, and in a panel a
+curve for each library and one for the roofline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+
+from benchmarks.measure.figures import OPEN
+from benchmarks.measure.results import Run
+from benchmarks.report.comparison import OURS, libraries, names, read, roofline_of
+from benchmarks.workloads.registry import PEERS, TITLES
+from benchmarks.workloads.slices import SIZES, sized
+from benchmarks.workloads.sweeps import AXES, Axis
+
+COLORS = {
+    "gpubuf": "tab:blue",
+    "gpubuf-graph": "tab:cyan",
+    "torchrl": "tab:orange",
+    "cpprb": "tab:green",
+    "flashbax": "tab:red",
+    "sb3": "tab:purple",
+}
+ROOFLINES = {"roofline": "roofline", "roofline-graph": "roofline, in a graph"}
+#: The rows that slices are drawn from grow as well; this panel stands beside those over the capacity.
+SLICES_PANEL = "slices: write a row and sample"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The time of one library over an axis.
+
+    Attributes:
+        library: whose; ``roofline`` and ``roofline-graph`` are the least possible time.
+        points: (value on the axis, seconds), by value.
+        reason: why there are none, or not all.
+    """
+
+    library: str
+    points: tuple[tuple[int, float], ...]
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """The curves of one operation over one axis."""
+
+    title: str
+    label: str
+    curves: tuple[Curve, ...]
+
+
+def curve(run: Run, library: str, workloads: dict[str, int]) -> Curve:
+    """The curve of a library through workloads with these values."""
+    points = [(value, run.median(name, library)) for name, value in workloads.items()]
+    reasons = {
+        skip["reason"]
+        for skip in run.data.get("skipped", [])
+        if skip["library"] == library and skip["workload"] in workloads
+    }
+    measured = tuple((value, seconds) for value, seconds in points if seconds is not None)
+    return Curve(library, measured, "; ".join(sorted(reasons)) or ("" if measured else OPEN))
+
+
+def rooflines(run: Run, workloads: dict[str, int]) -> list[Curve]:
+    """The roofline, and the one inside a CUDA graph where that was measured."""
+    found = []
+    for name, library in (("roofline", OURS), ("roofline-graph", f"{OURS}-graph")):
+        points = [(value, roofline_of(run, workload, library)) for workload, value in workloads.items()]
+        measured = tuple((value, seconds) for value, seconds in points if seconds is not None)
+        if measured:
+            found.append(Curve(name, measured))
+    return found
+
+
+def panel(run: Run, title: str, label: str, workloads: dict[str, int], peers: Sequence[str]) -> Panel:
+    """The curves through these workloads, of every library that was asked and of every peer, asked or not."""
+    asked = libraries(run, workloads)
+    shown = [name for name in TITLES if name in asked or name in peers]
+    return Panel(title, label, (*(curve(run, name, workloads) for name in shown), *rooflines(run, workloads)))
+
+
+def panels(run: Run, axis: Axis) -> list[Panel]:
+    """All panels of an axis, in the order of its operations; the capacity has one more, of slices."""
+    tried = set(names(run, axis.name)) | {skip["workload"] for skip in run.data.get("skipped", [])}
+    found = []
+    for operation in axis.operations:
+        workloads = {axis.name_of(operation, value): value for value in axis.values}
+        workloads = {name: value for name, value in workloads.items() if name in tried}
+        found.append(panel(run, operation.title, axis.label, workloads, PEERS))
+    if axis is AXES[0]:
+        slices = {sized(stored, capacity, "write-and-sample"): stored for stored, capacity in SIZES}
+        measured = {name: stored for name, stored in slices.items() if run.median(name, OURS) is not None}
+        if measured:
+            found.append(panel(run, SLICES_PANEL, "rows stored", measured, ("torchrl",)))
+    return found
+
+
+def picture(run: Run, axis: Axis) -> bytes:
+    """The pictures of an axis side by side, as one PNG; empty where nothing was measured."""
+    shown = [panel for panel in panels(run, axis) if any(curve.points for curve in panel.curves)]
+    if not shown:
+        return b""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    columns = min(len(shown), 3)
+    rows = -(-len(shown) // columns)
+    figure = Figure(figsize=(4.6 * columns, 3.9 * rows + 0.9), layout="constrained")
+    FigureCanvasAgg(figure)
+    for i, panel in enumerate(shown):
+        draw(figure.add_subplot(rows, columns, i + 1), panel)
+    legend = {}
+    for axes in figure.axes:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            # a line with points wins over one that says that there are none
+            if label not in legend or len(handle.get_xdata()):
+                legend[label] = handle
+    labels = [label if len(h.get_xdata()) else f"{label}: not measured" for label, h in legend.items()]
+    figure.legend(legend.values(), labels, loc="outside lower center", ncols=min(len(labels), 4))
+    figure.suptitle(f"{run.machine['device']['name']}: {axis.fixed}", fontsize=11)
+    out = BytesIO()
+    figure.savefig(out, dpi=110, metadata={"Source": f"Drawn from {run.source} of {run.data['datetime']}."})
+    return out.getvalue()
+
+
+def draw(axes: object, panel: Panel) -> None:
+    """One operation, log-log. A library without a point keeps its place in the legend."""
+    for curve in panel.curves:
+        x = [value for value, _ in curve.points]
+        y = [seconds * 1e6 for _, seconds in curve.points]
+        if curve.library in ROOFLINES:
+            style = {"color": "0.35", "linestyle": "--" if curve.library == "roofline" else ":", "marker": ""}
+            label = ROOFLINES[curve.library]
+        else:
+            style = {"color": COLORS.get(curve.library, "0.6"), "marker": "o", "markersize": 4}
+            style |= {"linewidth": 2.2 if curve.library == "gpubuf" else 1.3}
+            label = TITLES[curve.library]
+        axes.loglog(x, y, label=label, **style)  # type: ignore[attr-defined]
+    axes.set_title(panel.title)  # type: ignore[attr-defined]
+    axes.set_xlabel(panel.label)  # type: ignore[attr-defined]
+    axes.set_ylabel("median µs a call")  # type: ignore[attr-defined]
+    axes.grid(alpha=0.3, which="both")  # type: ignore[attr-defined]
+
+
+def write(paths: Sequence[Path], out: Path) -> list[Path]:
+    """Draw the runs in some files of one machine.
+
+    Args:
+        paths: files of results; those that don't exist are passed over.
+        out: the path of the pictures without ``-<axis>.png``.
+
+    Returns:
+        The pictures: one for each axis that was measured.
+
+    Raises:
+        ValueError: there are no results, or they are of different devices.
+    """
+    run = read(paths)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    written = []
+    for axis in AXES:
+        image = picture(run, axis)
+        if image:
+            written.append(out.with_name(f"{out.name}-{axis.name}.png"))
+            written[-1].write_bytes(image)
+    return written
