@@ -231,3 +231,10 @@ def test_nothing_collects_garbage():
     """A library that calls gc.collect() stalls its user's training loop by milliseconds."""
     library = [path for path in SOURCES if ROOT / "tests" not in path.parents]
     assert not [path for path in library if "gc.collect(" in path.read_text()]
+
+
+def test_tests_import_no_tests():
+    """What several tests share is in tests/support."""
+    tests = sorted((ROOT / "tests").rglob("test_*.py"))
+    shared = {path: {n for n in imported_modules(path) if re.match(r"tests\.(\w+\.)?test_", n)} for path in tests}
+    assert not {str(path.relative_to(ROOT)): names for path, names in shared.items() if names}

@@ -11,7 +11,7 @@ from benchmarks.studies import kernels, predict
 from gpubuf.kernels.aot.compiler import Compiled, all_specs
 from gpubuf.kernels.config import tree_fan_out
 from gpubuf.kernels.sum_tree import level_sizes
-from tests.benchmarks.test_report import a_run, block, line
+from tests.support.report_runs import a_run, block, line
 
 
 def tree_depth() -> int:

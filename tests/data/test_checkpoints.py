@@ -1,6 +1,5 @@
 """Checkpoints of buffers: what is saved comes back, into which buffers, and how little is written again."""
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -13,48 +12,13 @@ from gpubuf import (
     LazyMemmapStorage,
     LazyTensorStorage,
     PrioritizedSampler,
-    PrioritizedSliceSampler,
-    RandomSampler,
     ReplayBuffer,
-    SamplerWithoutReplacement,
     SliceSampler,
-    SliceSamplerWithoutReplacement,
     TensorDictReplayBuffer,
 )
 from gpubuf.kernels._registry import triton_on_cpu
+from tests.support.checkpoint_setup import CAPACITY, SAMPLERS, new, numbers, used
 from tests.support.transitions import same, transitions
-
-CAPACITY = 60
-SAMPLERS: dict[str, Callable[[], object]] = {
-    "random": RandomSampler,
-    "without replacement": SamplerWithoutReplacement,
-    "prioritized": lambda: PrioritizedSampler(CAPACITY, 0.7, 0.5),
-    "slices": lambda: SliceSampler(slice_len=3),
-    "slices without replacement": lambda: SliceSamplerWithoutReplacement(slice_len=3),
-    "prioritized slices": lambda: PrioritizedSliceSampler(CAPACITY, 0.7, 0.5, slice_len=3),
-}
-
-
-def new(sampler: str = "prioritized", capacity: int = CAPACITY, **arguments) -> TensorDictReplayBuffer:
-    made = SAMPLERS[sampler]()
-    if capacity != CAPACITY:
-        made = PrioritizedSampler(capacity, 0.7, 0.5)
-    return TensorDictReplayBuffer(storage=LazyTensorStorage(capacity), sampler=made, **arguments)
-
-
-def used(sampler: str = "prioritized", n: int = 85) -> TensorDictReplayBuffer:
-    """A buffer that has gone round, with priorities, in the middle of an epoch."""
-    buffer = new(sampler)
-    buffer.extend(transitions(n))
-    batch = buffer.sample(12)
-    if "prioritized" in sampler:
-        buffer.update_priority(batch["index"], torch.rand(len(batch)) * 5)
-    return buffer
-
-
-def numbers(buffer: ReplayBuffer) -> list[int]:
-    return buffer[:]["next", "step"].tolist()
-
 
 # Exactly as it was
 

@@ -18,7 +18,7 @@ from gpubuf import (
 )
 from gpubuf.data.checkpoints import manifest, saving, snapshot
 from gpubuf.train.metrics import JsonLines
-from tests.data.test_checkpoints import CAPACITY, new, numbers, used
+from tests.support.checkpoint_setup import CAPACITY, new, numbers, used
 from tests.support.transitions import same, transitions
 
 # How little is written

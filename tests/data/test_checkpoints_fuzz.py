@@ -28,6 +28,7 @@ from gpubuf import (
     serialization,
 )
 from gpubuf.data.checkpoints import manifest
+from tests.support.checkpoint_setup import contents
 from tests.support.transitions import transitions
 
 CAPACITY = 40
@@ -46,15 +47,6 @@ def filled(kind: str, start: int) -> TensorDictReplayBuffer:
     if kind == "prioritized":
         buffer.update_priority(batch["index"], torch.rand(6))
     return buffer
-
-
-def contents(buffer: TensorDictReplayBuffer) -> list[bytes]:
-    """Everything in a buffer that a load can change."""
-    state = buffer.state_dict()
-    out = [t.contiguous().view(torch.uint8).numpy().tobytes() for t in buffer.storage.row_tensors]
-    out.append(bytes(buffer.storage.ring.tolist().__repr__(), "utf8"))
-    del state["_storage"]["rows"]
-    return [*out, b"".join(bytes(piece) for piece in serialization.contents(state))]
 
 
 class Target:

@@ -25,7 +25,7 @@ from gpubuf.data.buffers.writers import TensorDictRoundRobinWriter
 from gpubuf.data.checkpoints import restore
 from gpubuf.data.storages import host_memory
 from gpubuf.data.storages.layout import Pieces
-from tests.data.test_checkpoints_fuzz import contents
+from tests.support.checkpoint_setup import contents
 from tests.support.transitions import same, transitions
 
 CAPACITY = 40

@@ -13,8 +13,8 @@ from tensordict import TensorDict
 from benchmarks.studies.soak import tracked
 from gpubuf import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer, serialization
 from gpubuf.data.checkpoints import saving
-from tests.data.test_checkpoints import new, numbers, used
-from tests.data.test_turns import wait_for_line
+from tests.support.checkpoint_setup import new, numbers, used
+from tests.support.threads import wait_for_line
 from tests.support.transitions import same, transitions
 
 

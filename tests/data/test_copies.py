@@ -14,7 +14,7 @@ import torch
 import torch.multiprocessing
 
 from gpubuf import LazyMemmapStorage, LazyTensorStorage, TensorDictReplayBuffer
-from tests.data.test_interrupts import CAPACITY, SAMPLERS, check, check_goes_on, steps, written
+from tests.support.interrupted_buffers import CAPACITY, SAMPLERS, check, check_goes_on, steps, written
 
 STORAGES = {"memory": LazyTensorStorage, "files": LazyMemmapStorage}
 

@@ -12,12 +12,6 @@ from tensordict import TensorDict
 from gpubuf.data import (
     LazyMemmapStorage,
     LazyTensorStorage,
-    PrioritizedSampler,
-    PrioritizedSliceSampler,
-    RandomSampler,
-    SamplerWithoutReplacement,
-    SliceSampler,
-    SliceSamplerWithoutReplacement,
     TensorDictReplayBuffer,
     TensorStorage,
 )
@@ -27,23 +21,9 @@ from gpubuf.data.storages.columns import Column
 from gpubuf.data.storages.placement import Placement
 from gpubuf.kernels import rows
 from tests.support.fake_cuda import fake_cuda
+from tests.support.moved_buffers import SAMPLERS, alike, episodes
 from tests.support.placements import Machine
 from tests.support.transitions import same, transitions
-
-SAMPLERS = {
-    "uniform": RandomSampler,
-    "without replacement": SamplerWithoutReplacement,
-    "prioritized": lambda: PrioritizedSampler(60, 0.6, 0.4),
-    "slices": lambda: SliceSampler(slice_len=4),
-    "by identifier": lambda: SliceSampler(slice_len=4, traj_key="episode"),
-    "fixed": lambda: SliceSampler(slice_len=4, ends=torch.arange(60) % 7 == 6),
-    "slices without replacement": lambda: SliceSamplerWithoutReplacement(slice_len=4),
-    "prioritized slices": lambda: PrioritizedSliceSampler(60, 0.6, 0.4, slice_len=4),
-}
-
-
-def episodes(n: int, start: int = 0) -> TensorDict:
-    return transitions(n, start).set("episode", torch.arange(start, start + n) // 5)
 
 
 def twin(kind: str, ndim: int = 1, **storage) -> TensorDictReplayBuffer:
@@ -58,18 +38,6 @@ def twin(kind: str, ndim: int = 1, **storage) -> TensorDictReplayBuffer:
 def write(buffer: TensorDictReplayBuffer, n: int, start: int) -> None:
     data = episodes(n, start)
     buffer.extend(data if buffer.storage.ndim == 1 else data.view(2, n // 2))
-
-
-def alike(a: TensorDictReplayBuffer, b: TensorDictReplayBuffer, times: int = 3) -> bool:
-    """Whether two buffers draw the same batches. Priorities are given back on the way."""
-    for step in range(times):
-        batches = [buffer.sample() for buffer in (a, b)]
-        if not same(*(batch.exclude("index_generation") for batch in batches)):
-            return False
-        for buffer, batch in zip((a, b), batches, strict=True):
-            if isinstance(buffer.sampler, PrioritizedSampler):
-                buffer.update_tensordict_priority(batch.set("td_error", batch["observation"][:, 0] % 3 + step))
-    return True
 
 
 @pytest.fixture

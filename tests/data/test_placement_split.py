@@ -11,9 +11,9 @@ from gpubuf.data.buffers import moving
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.storages.columns import Column
 from gpubuf.data.storages.placement import IndexBytes, near_steps, place
-from tests.data.test_placement_move import SAMPLERS as SMALL
-from tests.data.test_placement_move import alike, episodes
 from tests.support.fake_cuda import fake_cuda
+from tests.support.moved_buffers import SAMPLERS as SMALL
+from tests.support.moved_buffers import alike, episodes
 from tests.support.placements import GIB, Machine
 from tests.support.transitions import same, transitions
 

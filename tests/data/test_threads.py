@@ -17,6 +17,7 @@ from gpubuf import (
     TensorDictReplayBuffer,
     capture,
 )
+from tests.support.threads import together
 
 CAPACITY = 2000
 EPISODE = 13
@@ -69,25 +70,6 @@ SAMPLERS: dict[str, tuple[Callable, bool]] = {
     "slices": (lambda: SliceSampler(slice_len=SLICE), True),
     "prioritized slices": (lambda: PrioritizedSliceSampler(CAPACITY, 0.7, 0.5, slice_len=SLICE), True),
 }
-
-
-def together(*jobs: Callable[[], None]) -> None:
-    """Run the jobs in threads of their own until all are done, and raise what the first to fail raised."""
-    failures: list[BaseException] = []
-
-    def run(job: Callable[[], None]) -> None:
-        try:
-            job()
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=run, args=(job,)) for job in jobs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
 
 
 @pytest.mark.parametrize("prefetch", [None, 3])

@@ -19,7 +19,7 @@ from gpubuf import (
     TensorDictReplayBuffer,
 )
 from gpubuf.data.concurrency.locking import Turn
-from tests.data.test_threads import together
+from tests.support.threads import together, wait_for_line
 from tests.support.transitions import transitions
 
 
@@ -52,12 +52,6 @@ def is_free(turn: Turn) -> bool:
     """Whether another thread can have its turn now."""
     with ThreadPoolExecutor(1) as other:
         return not turn._waiting and other.submit(turn._lock.acquire, False).result()
-
-
-def wait_for_line(turn: Turn, n: int) -> None:
-    """Until so many threads wait for their turns."""
-    while len(turn._waiting) < n:
-        os.sched_yield()
 
 
 def test_turns_come_in_the_order_in_which_they_were_asked_for():

@@ -11,13 +11,13 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictParams
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.workloads.plain_sac import PlainSAC, forward_backward
 from benchmarks.workloads.plain_sac import make_batch as plain_batch
 from gpubuf.modules import MLP, make_sac_actor, make_sac_critic
 from gpubuf.objectives import LossModule, SACLoss, SoftUpdate, ValueEstimators
 from tests.support import sac_setup
+from tests.support.dispatched import Count
 from tests.support.fake_cuda import DataDependentOutputException, fake_cuda
 from tests.support.sac_setup import CRITICS, by_hand, make_actor, make_batch, make_loss, run_loss, total
 
@@ -296,16 +296,6 @@ def test_dropout_in_stacked_critics():
     loss.qvalue_network.train()
     with pytest.raises(RuntimeError, match="random"):
         loss(batch)
-
-
-class Count(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.operations = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.operations += 1
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("critics", ["ensemble", "replicated", "list"])

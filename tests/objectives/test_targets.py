@@ -148,7 +148,7 @@ def test_refused():
 
 def test_one_operation_for_all_tensors():
     """torch._foreach_lerp_, not a loop."""
-    from tests.objectives.test_sac_interface import Count
+    from tests.support.dispatched import Count
 
     loss = make_loss("vmap", delay_actor=True)
     updater = SoftUpdate(loss, tau=0.1)

@@ -1,0 +1,99 @@
+"""Buffers that the tests interrupt, and what must hold in them afterwards."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from tensordict import TensorDict
+
+from gpubuf import (
+    PrioritizedSampler,
+    PrioritizedSliceSampler,
+    RandomSampler,
+    SamplerWithoutReplacement,
+    SliceSampler,
+    SliceSamplerWithoutReplacement,
+    TensorDictReplayBuffer,
+)
+from gpubuf.kernels.rows import SIZE, WRITTEN
+
+CAPACITY = 50
+
+
+SAMPLERS = {
+    "uniform": RandomSampler,
+    "without replacement": SamplerWithoutReplacement,
+    "prioritized": lambda: PrioritizedSampler(CAPACITY, 0.7, 0.5),
+    "slices": lambda: SliceSampler(slice_len=2),
+    "slices in turn": lambda: SliceSamplerWithoutReplacement(slice_len=2),
+    "prioritized slices": lambda: PrioritizedSliceSampler(CAPACITY, 0.7, 0.5, slice_len=2),
+}
+
+
+def steps(start: int, n: int, priority: float = 1.0) -> TensorDict:
+    """Rows that are numbered from ``start``; an episode ends after every seventh."""
+    number = torch.arange(start, start + n)
+    done = (number % 7 == 6).unsqueeze(-1)
+    return TensorDict({"number": number, "td_error": torch.full((n,), priority), "next": {"done": done}}, [n])
+
+
+def written(buffer: TensorDictReplayBuffer) -> int:
+    return int(buffer.storage.ring[WRITTEN]) if buffer.initialized else 0
+
+
+def is_free(buffer: TensorDictReplayBuffer) -> bool:
+    """Whether another thread can have its turn."""
+
+    def attempt() -> bool:
+        with buffer._lock:
+            return True
+
+    def try_lock() -> bool:
+        lock = buffer._lock._lock
+        if not lock.acquire(timeout=0.001):
+            return False
+        lock.release()
+        return attempt()
+
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(try_lock).result()
+
+
+def check(buffer: TensorDictReplayBuffer) -> None:
+    """Host and device agree, and so do rows, priorities and index."""
+    assert is_free(buffer)
+    n = len(buffer)
+    storage, sampler = buffer.storage, buffer.sampler
+    if not storage.initialized:
+        return
+    assert [buffer.write_count, n] == storage.ring[[WRITTEN, SIZE]].tolist()
+    with buffer._lock:
+        newest = buffer.write_count
+    if n:
+        position = torch.arange(n)
+        rows = storage[:]
+        expected = newest - 1 - (newest - 1 - position) % CAPACITY
+        assert torch.equal(rows["number"], expected - expected[0] + rows["number"][0])
+    tree = getattr(sampler, "_tree", None)
+    if tree is not None:
+        leaves, nodes = tree.leaves.clone(), tree.nodes.clone()
+        assert (leaves[:n] > 0).all()
+        assert (leaves[n:] == 0).all()
+        tree.rebuild()
+        assert torch.equal(nodes, tree.nodes)
+    index = getattr(sampler, "_index", None)
+    if index is not None:
+        ends, sums = index.ends.clone(), index.sums.clone()
+        sampler.rebuild()
+        assert torch.equal(sums, index.sums)
+        assert torch.equal(ends, index.ends)
+
+
+def check_goes_on(buffer: TensorDictReplayBuffer) -> None:
+    before = written(buffer)
+    buffer.extend(steps(before, 9))
+    assert written(buffer) == before + 9
+    for _ in range(9):
+        assert buffer.sample().numel() > 0
+    check(buffer)
