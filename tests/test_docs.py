@@ -83,9 +83,11 @@ def test_architecture_names_every_module():
     """Every package, and every module of the layers that a newcomer looks for."""
     page = (ROOT / "docs" / "architecture.md").read_text()
     package = ROOT / "gpubuf"
-    modules = [m for f in ("", "data", "objectives", "kernels") for m in (package / f).glob("*.py")]
+    folders = ("", "data/*", "objectives", "kernels")
+    modules = [m for f in folders for m in package.glob(f"{f}/*.py".lstrip("/"))]
     packages = [init.parent for f in ("", "kernels") for init in (package / f).glob("*/__init__.py")]
-    names = {m.name for m in modules if m.name != "__init__.py"} | {f"{p.name}/" for p in packages}
+    rooms = {f"### `{init.parent.name}`" for init in (package / "data").glob("*/__init__.py")}
+    names = {m.name for m in modules if m.name != "__init__.py"} | {f"{p.name}/" for p in packages} | rooms
     assert len(names) > 20
     assert not [name for name in sorted(names) if name not in page]
 

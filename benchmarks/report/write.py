@@ -85,11 +85,11 @@ def status(runs: Runs) -> str:
     """README: what the figures are worth to somebody with a GPU."""
     if "cuda" in runs:
         name = runs["cuda"].machine["device"]["name"]
-        return f"Measured on the CPU and on a GPU ({name}): [the figures](#what-is-measured-where)."
+        return f"Measured on the CPU and on a GPU ({name}): [the figures](#measurements)."
     return (
-        "Measured on the CPU; no run on a GPU is committed yet, and what has to be measured there is marked open. The "
+        "The figures are from the CPU. No run on a GPU is committed yet, so GPU figures are marked open. The "
         "kernels are tested through Triton's interpreter, and compiled ahead of time for the GPUs "
-        "[named below](#what-is-measured-where)."
+        "[named below](#measurements)."
     )
 
 
