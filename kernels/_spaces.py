@@ -180,6 +180,6 @@ SPACES: dict[str, Space] = {
     ),
     "tanh_normal_sample": Space("tanh_normal", ("n", "width"), BlockConfig, tile=_block_tile),
     "tanh_normal_backward": Space("tanh_normal", ("n",), BlockConfig, tile=_block_tile),
-    "sac_rows": Space("sac", ("n",), BlockConfig, tile=_block_tile),
+    "loss_rows": Space("td", ("n",), BlockConfig, tile=_block_tile),
 }
 """What can be tuned, by the name under which it stands in tuned files."""

@@ -29,7 +29,7 @@ from gpubuf.kernels._tuned import TunedFile, folders, nearest, read, said, slug
 CPU_FAN_OUT = 16
 GPU_FAN_OUTS = (16, 32, 64)
 
-SAC_BLOCK = 1024
+LOSS_BLOCK = 1024
 """Rows of one program of a loss, at most, by rule: it reduces a usual batch in one launch."""
 
 TANH_NORMAL_BLOCK = 512
@@ -325,10 +325,10 @@ def tanh_normal_backward(n: int, device_name: str | None = None, directory: Path
 
 
 @_remembered
-def sac_rows(n: int, device_name: str | None = None, directory: Path | None = None) -> BlockConfig:
-    """Launch configuration of a kernel of soft actor-critic over ``n`` rows. The rule: one program while it can."""
-    found = tuned("sac_rows", device_name, directory, n=n)
+def loss_rows(n: int, device_name: str | None = None, directory: Path | None = None) -> BlockConfig:
+    """Launch configuration of a kernel of a loss over ``n`` rows. The rule: one program while it can."""
+    found = tuned("loss_rows", device_name, directory, n=n)
     if found is not None:
         return found
-    block = min(max(ceil_power(n), 32), SAC_BLOCK)
+    block = min(max(ceil_power(n), 32), LOSS_BLOCK)
     return BlockConfig(block, min(max(block // 64, 1), 16))

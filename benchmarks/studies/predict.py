@@ -177,7 +177,7 @@ def slices(n: int, slice_len: int) -> Call:
 
 def sac(n: int, actions: int = 6) -> list[Call]:
     """The loss's kernels: everything fits one wave; reductions are a turn of one program up to 1024 rows."""
-    reduced = 2.0 if n <= config.SAC_BLOCK else 3.5
+    reduced = 2.0 if n <= config.LOSS_BLOCK else 3.5
     return [
         Call(f"tanh-normal sample, {n} of {actions}", 1, 2.5, n * actions * 4 * 4, n * actions * 260 / 32),
         Call(f"soft TD target, {n}", 1, 1.5, n * 4 * 7, n * 60 / 32),

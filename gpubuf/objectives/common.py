@@ -14,11 +14,11 @@ from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey, unravel_key
 from torch import Tensor
 
-from gpubuf.kernels import sac
+from gpubuf.kernels import td
 from gpubuf.objectives.shapes import per_row
 
-REDUCTIONS = {"none": sac.NONE, "mean": sac.MEAN, "sum": sac.SUM}
-LOSS_FUNCTIONS = {"l1": sac.L1, "l2": sac.L2, "smooth_l1": sac.SMOOTH_L1, "huber": sac.SMOOTH_L1}
+REDUCTIONS = {"none": td.NONE, "mean": td.MEAN, "sum": td.SUM}
+LOSS_FUNCTIONS = {"l1": td.L1, "l2": td.L2, "smooth_l1": td.SMOOTH_L1, "huber": td.SMOOTH_L1}
 
 #: Entries of a batch that, where present, say which rows count; all that are there must agree.
 AUTO_LOSS_MASK_KEYS: tuple[NestedKey, ...] = (("collector", "mask"), "shifted_valid")

@@ -13,7 +13,7 @@ from tensordict.nn import InteractionType, TensorDictModule, TensorDictParams, d
 from tensordict.utils import NestedKey, unravel_key
 from torch import Tensor
 
-from gpubuf.kernels import sac
+from gpubuf.kernels import sac, td
 from gpubuf.modules.plain import entry
 from gpubuf.objectives.common import LOSS_FUNCTIONS, REDUCTIONS, lookup, next_key, one_of, refuse_deprecated, warn
 from gpubuf.objectives.critics import make_critics
@@ -426,7 +426,7 @@ class SACLoss(TemperatureLossModule):
         q = self._checked(self._critics.online(tensordict, self.tensor_keys.state_action_value), target.shape)
         weight, mask = self._row_weights(tensordict, target.shape)
         code = LOSS_FUNCTIONS[self.loss_function]
-        loss, td_error, _ = sac.td_loss(q, target, weight, mask, code, REDUCTIONS[self.reduction])
+        loss, td_error, _ = td.td_loss(q, target, weight, mask, code, REDUCTIONS[self.reduction])
         return loss, td_error
 
     def _actor_and_temperature_loss(self, tensordict: TensorDictBase, alpha: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpubuf.kernels import sac
+from gpubuf.kernels import td
 
 
 class ValueEstimators(Enum):
@@ -73,5 +73,5 @@ class TD0Estimator(nn.Module):
         terminated: Tensor,
         steps: Tensor | None,
     ) -> Tensor:
-        """See :data:`gpubuf.kernels.sac.soft_td_target`."""
-        return sac.soft_td_target(next_q, next_log_prob, alpha, reward, terminated, self.gamma, steps)
+        """See :data:`gpubuf.kernels.td.soft_td_target`."""
+        return td.soft_td_target(next_q, next_log_prob, alpha, reward, terminated, self.gamma, steps)

@@ -44,8 +44,8 @@ def rule(operation: str, sizes: dict[str, int], steps: int = 0) -> Any:
         return config.tanh_normal_sample(sizes["n"], sizes["width"])
     if operation == "tanh_normal_backward":
         return config.tanh_normal_backward(sizes["n"])
-    if operation == "sac_rows":
-        return config.sac_rows(sizes["n"])
+    if operation == "loss_rows":
+        return config.loss_rows(sizes["n"])
     raise ValueError(f"there is no operation {operation!r}: there are {sorted(SPACES)}")
 
 

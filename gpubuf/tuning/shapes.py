@@ -111,7 +111,7 @@ def jobs(shapes: Shapes, thorough: bool = False) -> list[Job]:
     for n in shapes.batch_sizes:
         found += [
             Job("rows_copy", shapes.capacities[0], {"n_bytes": n * shapes.row_bytes, "n": n}),
-            Job("sac_rows", 0, {"n": n}),
+            Job("loss_rows", 0, {"n": n}),
             Job("tanh_normal_sample", 0, {"n": n, "width": width}),
             Job("tanh_normal_backward", 0, {"n": n * width}),
         ]

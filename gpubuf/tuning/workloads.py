@@ -20,7 +20,7 @@ from torch import Tensor
 from gpubuf.data.samplers.random_state import RandomState
 from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.data.storages.tensor_storage import TensorStorage
-from gpubuf.kernels import config, rows, sac, sum_tree, tanh_normal, trajectories
+from gpubuf.kernels import config, rows, sac, sum_tree, tanh_normal, td, trajectories
 from gpubuf.tuning.candidates import rule
 from gpubuf.tuning.shapes import Job, Shapes
 
@@ -244,7 +244,7 @@ class Bench:
             Workload(f"tanh-normal backward {n:,} x {width}", calls, 4 * n * (6 * width + 1), lambda: list(calls[0]()))
         ]
 
-    def _sac_rows(self, job: Job, _: int) -> list[Workload]:
+    def _loss_rows(self, job: Job, _: int) -> list[Workload]:
         n, generator, critics = job.sizes["n"], self._generator(), 2
         one = torch.ones(1, device=self.device)
         gamma = torch.full((1,), 0.99, dtype=torch.float64, device=self.device)
@@ -253,14 +253,14 @@ class Bench:
         for _i in range(self.rotations):
             q = self._random(critics, n, generator=generator)
             target, weight, log_prob = (self._random(n, generator=generator) for _j in range(3))
-            loss = functools.partial(sac.td_loss, q, target, weight, None, sac.L2, sac.MEAN)
+            loss = functools.partial(td.td_loss, q, target, weight, None, td.L2, td.MEAN)
             calls["target"].append(
-                functools.partial(sac.soft_td_target, q, log_prob, one, target, terminated, gamma, None)
+                functools.partial(td.soft_td_target, q, log_prob, one, target, terminated, gamma, None)
             )
             calls["loss"].append(loss)
-            backward = functools.partial(sac.td_loss_backward, one, q, target, weight, None)
-            calls["loss backward"].append(functools.partial(backward, one, sac.L2, sac.MEAN))
-            calls["actor loss"].append(functools.partial(sac.actor_loss, q, log_prob, one, None, None, sac.MEAN))
+            backward = functools.partial(td.td_loss_backward, one, q, target, weight, None)
+            calls["loss backward"].append(functools.partial(backward, one, td.L2, td.MEAN))
+            calls["actor loss"].append(functools.partial(sac.actor_loss, q, log_prob, one, None, None, td.MEAN))
         words = {
             "target": critics + 3,
             "loss": critics + 3,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gpubuf.kernels._differentiable import computing_dtype, dense
 from gpubuf.kernels._elementary import exp_of_negative, is_positive_normal, log1p_of_fraction, log_of_normal
+from gpubuf.kernels._floats import read, write
 from gpubuf.kernels._jit import OPTIONS, jit
 from gpubuf.kernels._pointers import as_f32, as_f64
 from gpubuf.kernels.tanh_normal import check_arguments
@@ -24,23 +25,6 @@ _CHUNK = 256
 
 _LOG_2 = math.log(2)
 _HALF_LOG_2_PI = 0.5 * math.log(2 * math.pi)
-
-
-@jit(forceinline=True)
-def read(address, wide, i):  # type: ignore[no-untyped-def]
-    """Element ``i`` of the float64 (``wide``) or float32 array at ``address``, as float64."""
-    if wide:
-        return carray(as_f64(address), i + 1)[i]
-    return float(carray(as_f32(address), i + 1)[i])
-
-
-@jit(forceinline=True)
-def write(address, wide, i, value):  # type: ignore[no-untyped-def]
-    """Set element ``i`` of the float64 (``wide``) or float32 array at ``address``."""
-    if wide:
-        carray(as_f64(address), i + 1)[i] = value
-    else:
-        carray(as_f32(address), i + 1)[i] = value
 
 
 @jit(forceinline=True)

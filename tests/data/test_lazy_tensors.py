@@ -18,7 +18,7 @@ from gpubuf import (
     TensorStorage,
 )
 from gpubuf.data.samplers.sum_tree import SumTree
-from gpubuf.kernels import rows, sac, sum_tree
+from gpubuf.kernels import rows, sum_tree, td
 from gpubuf.kernels._registry import is_lazy, without_dispatch
 
 
@@ -142,13 +142,13 @@ class TestIndices:
 @pytest.mark.usefixtures("backend")
 def test_operations_of_the_loss():
     q, target, weight = torch.rand(2, 5), torch.rand(5), torch.rand(5)
-    expected = sac.td_loss(q, target, weight, None, sac.L2, sac.MEAN)
-    got = sac.td_loss(negated(q), negated(target), negated(weight), None, sac.L2, sac.MEAN)
+    expected = td.td_loss(q, target, weight, None, td.L2, td.MEAN)
+    got = td.td_loss(negated(q), negated(target), negated(weight), None, td.L2, td.MEAN)
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
     lazy = q.clone().requires_grad_()
-    sac.td_loss(torch._neg_view(torch._neg_view(lazy)), no_memory(5), weight, None, sac.L2, sac.MEAN)[0].backward()
+    td.td_loss(torch._neg_view(torch._neg_view(lazy)), no_memory(5), weight, None, td.L2, td.MEAN)[0].backward()
     plain = q.clone().requires_grad_()
-    sac.td_loss(plain, torch.zeros(5), weight, None, sac.L2, sac.MEAN)[0].backward()
+    td.td_loss(plain, torch.zeros(5), weight, None, td.L2, td.MEAN)[0].backward()
     assert torch.equal(lazy.grad, plain.grad)
 
 

@@ -36,7 +36,7 @@ def directory(write):
             "sum_tree_update": [point(update, fan_out=64, n=512)],
             "tanh_normal_sample": [point({"block": 64, "num_warps": 2}, n=256, width=6)],
             "tanh_normal_backward": [point({"block": 128, "num_warps": 2}, n=1536)],
-            "sac_rows": [point({"block": 256, "num_warps": 8}, n=256)],
+            "loss_rows": [point({"block": 256, "num_warps": 8}, n=256)],
         }
     )
 
@@ -127,8 +127,8 @@ class TestLaunches:
     def test_tuned_blocks(self, directory):
         assert config.tanh_normal_sample(256, 6, DEVICE, directory) == BlockConfig(64, 2)
         assert config.tanh_normal_backward(1000, DEVICE, directory) == BlockConfig(128, 2)
-        assert config.sac_rows(300, DEVICE, directory) == BlockConfig(256, 8)
-        assert config.sac_rows(300) == BlockConfig(512, 8)
+        assert config.loss_rows(300, DEVICE, directory) == BlockConfig(256, 8)
+        assert config.loss_rows(300) == BlockConfig(512, 8)
 
     @pytest.mark.parametrize("n_bytes", [0, 1, 2**20, 2**20 + 1, 2**40])
     def test_rows_rule(self, n_bytes):
@@ -229,10 +229,10 @@ class TestUsing:
         forced, rule = DrawConfig(8, 4), config.tree_draw(32, 256)
         with config.using(sum_tree_draw=forced):
             assert config.tree_draw(32, 256) == config.tree_draw(32, 256, DEVICE, directory) == forced
-            with config.using(sum_tree_draw=DrawConfig(1, 1), sac_rows=BlockConfig(32, 1)):
+            with config.using(sum_tree_draw=DrawConfig(1, 1), loss_rows=BlockConfig(32, 1)):
                 assert config.tree_draw(32, 256) == DrawConfig(1, 1)
             assert config.tree_draw(32, 256) == forced
-            assert config.sac_rows(300) != BlockConfig(32, 1)
+            assert config.loss_rows(300) != BlockConfig(32, 1)
         assert config.tree_draw(32, 256) == rule
 
     def test_by_rule(self, directory):
@@ -248,6 +248,6 @@ class TestUsing:
         assert config.tree_draw(32, 256, DEVICE, directory) == DrawConfig(2, 1)
 
     def test_left_by_an_error(self):
-        with pytest.raises(RuntimeError), config.using(sac_rows=BlockConfig(32, 1)):
+        with pytest.raises(RuntimeError), config.using(loss_rows=BlockConfig(32, 1)):
             raise RuntimeError
-        assert config.sac_rows(300) != BlockConfig(32, 1)
+        assert config.loss_rows(300) != BlockConfig(32, 1)

@@ -11,17 +11,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpubuf.kernels import sac
+from gpubuf.kernels import sac, td
 from gpubuf.kernels._registry import triton_on_cpu
-from gpubuf.kernels.config import SAC_BLOCK as LARGEST_BLOCK
+from gpubuf.kernels.config import LOSS_BLOCK as LARGEST_BLOCK
+from gpubuf.kernels.sac import reference as sac_reference
+from gpubuf.kernels.td import reference as td_reference
 from tests.support.fake_cuda import fake_cuda
-from tests.support.sac_reference import assert_no_worse, distance, reduce, td_target
+from tests.support.precision import assert_no_worse
 
 # The interpreter computes with NumPy, which warns of what a kernel then leaves out by selection.
 NUMPY_WARNS = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 NAN, INF = float("nan"), float("inf")
-LOSSES = {"l1": sac.L1, "l2": sac.L2, "smooth_l1": sac.SMOOTH_L1}
-REDUCTIONS = {"none": sac.NONE, "mean": sac.MEAN, "sum": sac.SUM}
+LOSSES = {"l1": td.L1, "l2": td.L2, "smooth_l1": td.SMOOTH_L1}
+REDUCTIONS = {"none": td.NONE, "mean": td.MEAN, "sum": td.SUM}
 # What rounding of the result alone may cost, relative to the largest element.
 ROUNDING = {torch.float64: 4e-15, torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
@@ -36,21 +38,6 @@ def weighting(kind: str, n: int, dtype: torch.dtype = torch.float32) -> tuple[Te
         random(n, seed=7, dtype=dtype).abs() if "weight" in kind else None,
         torch.arange(n) % 3 != 1 if "mask" in kind else None,
     )
-
-
-def td_reference(q: Tensor, target: Tensor, weight: Tensor | None, mask: Tensor | None, name: str, reduction: str):
-    """(loss, td_error)."""
-    each = distance(q, target.expand_as(q), name)
-    return reduce(each.sum(0), weight, mask, reduction), (q - target).abs().amax(0)
-
-
-def actor_reference(q: Tensor, log_prob: Tensor, alpha: Tensor, weight: Tensor | None, mask: Tensor | None, how: str):
-    """(loss, entropy)."""
-    return reduce(alpha * log_prob - q.min(0).values, weight, mask, how), -log_prob.mean()
-
-
-def temperature_reference(log_alpha: Tensor, log_prob: Tensor, aim: Tensor, weight, mask, how: str) -> Tensor:
-    return reduce(-log_alpha * (log_prob + aim), weight, mask, how)
 
 
 def differentiated(function, *arguments: Tensor, others: tuple = ()) -> tuple[Tensor, ...]:
@@ -68,12 +55,12 @@ def widened(*arguments: Tensor | None, dtype: torch.dtype = torch.float64) -> tu
 
 
 def check_td(q, target, weight, mask, name, reduction):
-    *ours, _, by_q = differentiated(sac.td_loss, q, others=(target, weight, mask, LOSSES[name], REDUCTIONS[reduction]))
+    *ours, _, by_q = differentiated(td.td_loss, q, others=(target, weight, mask, LOSSES[name], REDUCTIONS[reduction]))
     real = torch.float64 if q.dtype is torch.float64 else torch.float32
     assert [t.dtype for t in ours] == [real, real]
     assert by_q.dtype is q.dtype
     truth, plain = (
-        differentiated(td_reference, wide, others=(*others, name, reduction))
+        differentiated(td_reference.td_loss, wide, others=(*others, name, reduction))
         for wide, *others in (widened(q, target, weight, mask, dtype=dtype) for dtype in (torch.float64, real))
     )
     for got, other, true in zip((*ours, by_q), plain, truth, strict=True):
@@ -87,7 +74,7 @@ def check_actor(q, log_prob, alpha, weight, mask, reduction):
     real = torch.float64 if q.dtype is torch.float64 else torch.float32
     assert (loss.dtype, by_q.dtype, by_log_prob.dtype) == (real, q.dtype, log_prob.dtype)
     truth, plain = (
-        differentiated(actor_reference, wide, density, others=(*others, reduction))
+        differentiated(sac_reference.actor_loss, wide, density, others=(*others, reduction))
         for wide, density, *others in (
             widened(q, log_prob, alpha, weight, mask, dtype=dtype) for dtype in (torch.float64, real)
         )
@@ -104,7 +91,7 @@ def check_temperature(log_alpha, log_prob, aim, weight, mask, reduction):
     assert by_log_alpha.shape == log_alpha.shape
     real = torch.float64 if log_prob.dtype is torch.float64 else torch.float32
     truth, plain = (
-        differentiated(temperature_reference, wide, others=(*others, reduction))
+        differentiated(sac_reference.temperature_loss, wide, others=(*others, reduction))
         for wide, *others in (
             widened(log_alpha, log_prob, aim, weight, mask, dtype=dtype) for dtype in (torch.float64, real)
         )
@@ -151,7 +138,7 @@ class TestAgainstPlainTorch:
         check_td(q, target, flat.reshape(4, 3), mask, "l2", "none")
         check_actor(q, target, torch.tensor(0.1), flat, mask.reshape(4, 3, 1), "none")
         check_temperature(torch.tensor([[0.1]]), target, torch.tensor([2.0]), flat, mask, "none")
-        y = sac.soft_td_target(q, target[..., 0], torch.ones(1), flat, mask, torch.ones(()), None)
+        y = td.soft_td_target(q, target[..., 0], torch.ones(1), flat, mask, torch.ones(()), None)
         assert y.shape == (4, 3)
 
     def test_strided_arguments(self, backend):
@@ -165,7 +152,7 @@ class TestAgainstPlainTorch:
             check_actor(q, rows, torch.tensor(0.3), weight, mask, reduction)
             check_temperature(torch.tensor(0.3), rows, torch.tensor(1.0), weight, mask, reduction)
         leaf = q.detach().clone().requires_grad_()
-        sac.td_loss(leaf, rows, weight, None, sac.L2, sac.NONE)[0].sum().backward()
+        td.td_loss(leaf, rows, weight, None, td.L2, td.NONE)[0].sum().backward()
         torch.testing.assert_close(leaf.grad, q - rows)
 
 
@@ -180,9 +167,9 @@ class TestSoftTarget:
         next_q[:, terminated] = bad
         density[terminated] = bad
         steps = torch.full((6,), 3) if stepped else None
-        y = sac.soft_td_target(next_q, density, torch.tensor(0.2), reward, terminated, torch.tensor(0.9), steps)
+        y = td.soft_td_target(next_q, density, torch.tensor(0.2), reward, terminated, torch.tensor(0.9), steps)
         assert torch.equal(y[terminated], reward[terminated])
-        truth = td_target(next_q, density, 0.2, reward, terminated, 0.9, steps)
+        truth = td_reference.soft_td_target(next_q, density, 0.2, reward, terminated, 0.9, steps)
         torch.testing.assert_close(y, truth)
 
     @NUMPY_WARNS
@@ -192,14 +179,36 @@ class TestSoftTarget:
         """gamma^0 is 1, also for gamma = 0."""
         steps = torch.tensor([0, 1, 2, 5]).to(dtype)
         zeros = torch.zeros(4)
-        y = sac.soft_td_target(torch.ones(1, 4), zeros, torch.zeros(()), zeros, zeros, torch.tensor(gamma), steps)
+        y = td.soft_td_target(torch.ones(1, 4), zeros, torch.zeros(()), zeros, zeros, torch.tensor(gamma), steps)
         torch.testing.assert_close(y, torch.tensor([gamma**k for k in (0, 1, 2, 5)]), rtol=1e-6, atol=0)
+
+    @pytest.mark.parametrize("n", [0, 1, 33, LARGEST_BLOCK + 1])
+    @pytest.mark.parametrize("stepped", [False, True])
+    def test_without_an_entropy_term(self, backend, n, stepped):
+        """The target of DQN and TD3. It has the shape of the reward."""
+        next_q, reward = random(2, n, 1), random(n, 1, seed=2)
+        terminated = torch.arange(n).reshape(n, 1) % 3 == 1
+        steps = torch.arange(n).reshape(n, 1) % 4 if stepped else None
+        ours = td.soft_td_target(next_q, None, None, reward, terminated, torch.tensor(0.9), steps)
+        plain, truth = (
+            td_reference.soft_td_target(next_q.to(dtype), 0.0, 0.0, reward.to(dtype), terminated, 0.9, steps)
+            for dtype in (torch.float32, torch.float64)
+        )
+        assert ours.shape == reward.shape
+        assert_no_worse(ours, plain, truth, ROUNDING[torch.float32])
+
+    def test_the_entropy_term_takes_both(self, backend):
+        rows, one = torch.zeros(3), torch.ones(())
+        with pytest.raises(ValueError, match="go together"):
+            td.soft_td_target(torch.zeros(2, 3), rows, None, rows, rows, one, None)
+        with pytest.raises(ValueError, match="go together"):
+            td.soft_td_target(torch.zeros(2, 3), None, one, rows, rows, one, None)
 
     @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float32], ids=str)
     def test_terminated_of_any_dtype(self, backend, dtype):
         terminated = torch.tensor([1, 0, 1]).to(dtype)
         zeros = torch.zeros(3)
-        y = sac.soft_td_target(torch.ones(1, 3), zeros, torch.zeros(()), zeros, terminated, torch.tensor(0.5), None)
+        y = td.soft_td_target(torch.ones(1, 3), zeros, torch.zeros(()), zeros, terminated, torch.tensor(0.5), None)
         assert y.tolist() == [0.0, 0.5, 0.0]
 
 
@@ -217,7 +226,7 @@ class TestSelection:
         q[:, ~mask], rows[~mask], weight[~mask] = NAN, INF, NAN
         how = REDUCTIONS[reduction]
         for function, constants in (
-            (lambda q, r, w: sac.td_loss(q, r, w, mask, LOSSES[name], how), 1),
+            (lambda q, r, w: td.td_loss(q, r, w, mask, LOSSES[name], how), 1),
             (lambda q, r, w: sac.actor_loss(q, r, torch.tensor(0.3), w, mask, how), 2),
         ):
             ours, truth = (
@@ -239,7 +248,7 @@ class TestSelection:
         q, target = random(2, 6), random(6, seed=1)
         q[1, 2] = NAN
         mask = torch.arange(6) < 3
-        _, error, _ = sac.td_loss(q, target, torch.full((6,), 9.0), mask, sac.L1, sac.MEAN)
+        _, error, _ = td.td_loss(q, target, torch.full((6,), 9.0), mask, td.L1, td.MEAN)
         torch.testing.assert_close(error, (q - target).abs().amax(0), equal_nan=True)
         assert error.isnan().sum() == 1
 
@@ -248,14 +257,12 @@ class TestSelection:
         """All weights zero, with rows masked or without: value and gradients are 0, not NaN."""
         weight = torch.zeros(n)
         for mask in (None, torch.arange(n) % 2 == 0):
-            by_td = differentiated(
-                sac.td_loss, random(2, n), others=(random(n, seed=1), weight, mask, sac.L2, sac.MEAN)
-            )
+            by_td = differentiated(td.td_loss, random(2, n), others=(random(n, seed=1), weight, mask, td.L2, td.MEAN))
             by_actor = differentiated(
-                sac.actor_loss, random(2, n), random(n), others=(torch.ones(()), weight, mask, sac.MEAN)
+                sac.actor_loss, random(2, n), random(n), others=(torch.ones(()), weight, mask, td.MEAN)
             )
             by_temperature = differentiated(
-                sac.temperature_loss, torch.ones(()), others=(random(n), torch.ones(()), weight, mask, sac.MEAN)
+                sac.temperature_loss, torch.ones(()), others=(random(n), torch.ones(()), weight, mask, td.MEAN)
             )
             for tensor in (by_td[0], by_td[3], by_actor[0], *by_actor[3:], *by_temperature):
                 assert (tensor == 0).all()
@@ -265,8 +272,8 @@ class TestSelection:
         """In the loss, the error and the gradient of that critic, and nowhere else."""
         q = random(2, 3)
         q[1, 2] = NAN
-        others = (torch.zeros(3), None, None, LOSSES[name], sac.NONE)
-        loss, error, _, by_q = differentiated(sac.td_loss, q, others=others)
+        others = (torch.zeros(3), None, None, LOSSES[name], td.NONE)
+        loss, error, _, by_q = differentiated(td.td_loss, q, others=others)
         assert loss.isnan().tolist() == error.isnan().tolist() == [False, False, True]
         assert by_q.isnan().nonzero().tolist() == [[1, 2]]
 
@@ -280,14 +287,14 @@ class TestSelection:
         }
         for name, (values, slopes) in expected.items():
             leaf = d.clone().requires_grad_()
-            loss = sac.td_loss(leaf, torch.zeros(7), None, None, LOSSES[name], sac.NONE)[0]
+            loss = td.td_loss(leaf, torch.zeros(7), None, None, LOSSES[name], td.NONE)[0]
             loss.sum().backward()
             assert loss.tolist() == values
             assert leaf.grad[0].tolist() == slopes
 
     def test_a_nan_critic_is_the_minimum(self, backend):
         q = torch.tensor([[1.0, NAN], [NAN, 0.0], [0.0, 0.0]], requires_grad=True)
-        loss, _, _ = sac.actor_loss(q, torch.zeros(2), torch.ones(()), None, None, sac.NONE)
+        loss, _, _ = sac.actor_loss(q, torch.zeros(2), torch.ones(()), None, None, td.NONE)
         assert loss.isnan().all()
         loss.sum().backward()
         assert q.grad.tolist() == [[0, -1], [-1, 0], [0, 0]]
@@ -298,10 +305,13 @@ def _everything(n: int, device: str = "cpu") -> list[Tensor]:
     q, rows, weight, mask = random(2, n), random(n, seed=1), random(n, seed=2).abs(), torch.arange(n) % 3 != 1
     q, rows, weight, mask = (t.to(device) for t in (q, rows, weight, mask))
     one = torch.full((), 0.9, device=device)
-    out = [sac.soft_td_target(q, rows, one, rows, ~mask, one, mask.long() + 1)]
+    out = [
+        td.soft_td_target(q, rows, one, rows, ~mask, one, mask.long() + 1),
+        td.soft_td_target(q, None, None, rows, ~mask, one, None),
+    ]
     for reduction in REDUCTIONS.values():
         for loss in LOSSES.values():
-            out += differentiated(sac.td_loss, q, others=(rows, weight, mask, loss, reduction))
+            out += differentiated(td.td_loss, q, others=(rows, weight, mask, loss, reduction))
         out += differentiated(sac.actor_loss, q, rows, others=(one, weight, mask, reduction))
         out += differentiated(sac.temperature_loss, one, others=(rows, one, weight, mask, reduction))
     return out
@@ -320,7 +330,7 @@ def test_blocked_sums_repeat_to_the_bit(n):
     """The reduction in two passes, 20 runs: partial sums are added in a fixed order, without atomics."""
     q, rows = random(2, n), random(n, seed=1)
     with triton_on_cpu():
-        runs = [sac.actor_loss(q, rows, torch.tensor(0.2), rows.abs(), None, sac.MEAN) for _ in range(20)]
+        runs = [sac.actor_loss(q, rows, torch.tensor(0.2), rows.abs(), None, td.MEAN) for _ in range(20)]
     for run in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(runs[0], run, strict=True))
 
@@ -328,7 +338,8 @@ def test_blocked_sums_repeat_to_the_bit(n):
 @pytest.mark.parametrize("n", [0, 64, 3 * LARGEST_BLOCK])
 def test_nothing_synchronises(monkeypatch, n):
     """Every launcher, forward and backward, on fake CUDA tensors, of which none can be read on the host."""
-    from gpubuf.kernels.sac import _launch
+    from gpubuf.kernels.sac import _launch as sac_launch
+    from gpubuf.kernels.td import _launch as td_launch
 
     launched = []
 
@@ -339,22 +350,25 @@ def test_nothing_synchronises(monkeypatch, n):
         def __getitem__(self, grid):
             return lambda *args, **constants: launched.append(self.name)
 
-    kernels = [name for name in vars(_launch) if name.endswith("_kernel")]
-    for name in kernels:
-        monkeypatch.setattr(_launch, name, Kernel(name))
+    kernels = []
+    for module in (sac_launch, td_launch):
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+            kernels.append(name)
+            monkeypatch.setattr(module, name, Kernel(name))
     with fake_cuda():
         q, rows = torch.empty(2, n, device="cuda"), torch.empty(n, device="cuda")
         mask, one = torch.empty(n, dtype=torch.bool, device="cuda"), torch.empty((), device="cuda")
-        _launch.soft_td_target(q, rows, one, rows, mask, one, rows)
+        td_launch.soft_td_target(q, rows, one, rows, mask, one, rows)
+        td_launch.soft_td_target(q, None, None, rows, mask, one, None)
         for reduction in REDUCTIONS.values():
-            loss, _, norm = _launch.td_loss(q, rows, rows, mask, sac.L2, reduction)
-            _launch.td_loss_backward(loss, q, rows, rows, mask, norm, sac.L2, reduction)
-            loss, _, norm = _launch.actor_loss(q, rows, one, rows, mask, reduction)
-            _launch.actor_loss_backward(loss, q, rows, one, rows, mask, norm, reduction)
-            _launch.temperature_loss(one, rows, one, rows, mask, reduction)
+            loss, _, norm = td_launch.td_loss(q, rows, rows, mask, td.L2, reduction)
+            td_launch.td_loss_backward(loss, q, rows, rows, mask, norm, td.L2, reduction)
+            loss, _, norm = sac_launch.actor_loss(q, rows, one, rows, mask, reduction)
+            sac_launch.actor_loss_backward(loss, q, rows, one, rows, mask, norm, reduction)
+            sac_launch.temperature_loss(one, rows, one, rows, mask, reduction)
             # and the registered operations
-            loss, _, norm = sac.td_loss(q, rows, rows, mask, sac.L2, reduction)
-            assert sac.td_loss_backward(loss, q, rows, rows, mask, norm, sac.L2, reduction).shape == (2, n)
+            loss, _, norm = td.td_loss(q, rows, rows, mask, td.L2, reduction)
+            assert td.td_loss_backward(loss, q, rows, rows, mask, norm, td.L2, reduction).shape == (2, n)
     assert n == 0 or {name for name in kernels if n > LARGEST_BLOCK or "finish" not in name} == set(launched)
 
 

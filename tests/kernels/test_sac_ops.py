@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpubuf.kernels import sac
-from gpubuf.kernels.config import SAC_BLOCK as LARGEST_BLOCK
-from gpubuf.kernels.sac._launch import plan_rows
-from tests.support import sac_reference as reference
-from tests.support.sac_reference import assert_no_worse
+from gpubuf.kernels import sac, td
+from gpubuf.kernels.config import LOSS_BLOCK as LARGEST_BLOCK
+from gpubuf.kernels.td import reference
+from gpubuf.kernels.td._launch import plan_rows
+from tests.support.precision import assert_no_worse
 
-REDUCTIONS = {"none": sac.NONE, "mean": sac.MEAN, "sum": sac.SUM}
-LOSSES = {"l1": sac.L1, "l2": sac.L2, "smooth_l1": sac.SMOOTH_L1}
+REDUCTIONS = {"none": td.NONE, "mean": td.MEAN, "sum": td.SUM}
+LOSSES = {"l1": td.L1, "l2": td.L2, "smooth_l1": td.SMOOTH_L1}
 GAMMA = torch.tensor(0.97, dtype=torch.float64)
 
 
@@ -62,10 +62,10 @@ WEIGHTING = pytest.mark.parametrize(
 def test_soft_td_target(backend, n, nets, with_steps):
     b = Batch(n, nets, torch.float32)
     steps = b.steps if with_steps else None
-    ours = sac.soft_td_target(b.q, b.log_prob, b.alpha, b.reward, b.terminated, GAMMA, steps)
+    ours = td.soft_td_target(b.q, b.log_prob, b.alpha, b.reward, b.terminated, GAMMA, steps)
 
     def target(dtype):
-        return reference.td_target(
+        return reference.soft_td_target(
             b.q.to(dtype).squeeze(-1),
             b.log_prob.to(dtype),
             b.alpha.to(dtype),
@@ -87,9 +87,9 @@ def test_soft_td_target_takes_any_dtypes(backend, dtype):
     q = b.q.squeeze(-1).T.contiguous().T
     assert not q.is_contiguous()
     reward = torch.arange(20)
-    ours = sac.soft_td_target(q, b.log_prob, b.alpha, reward, b.terminated.float(), GAMMA, b.steps.short())
+    ours = td.soft_td_target(q, b.log_prob, b.alpha, reward, b.terminated.float(), GAMMA, b.steps.short())
     double = [t.double() for t in (q, b.log_prob, b.alpha, reward)]
-    truth = reference.td_target(*double, b.terminated.squeeze(-1), GAMMA.item(), b.steps.squeeze(-1))
+    truth = reference.soft_td_target(*double, b.terminated.squeeze(-1), GAMMA.item(), b.steps.squeeze(-1))
     assert ours.dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
     torch.testing.assert_close(ours.double(), truth, rtol=1e-6, atol=1e-5)
 
@@ -101,7 +101,7 @@ def test_a_terminated_row_is_its_reward_whatever_its_next_value(backend):
     log_prob = torch.tensor([float("nan"), 0.5, float("-inf")])
     reward, terminated = torch.tensor([5.0, 6.0, 7.0]), torch.tensor([True, False, True])
     for steps in (None, torch.tensor([1, 2, 3])):
-        y = sac.soft_td_target(q, log_prob, torch.ones(()), reward, terminated, GAMMA, steps)
+        y = td.soft_td_target(q, log_prob, torch.ones(()), reward, terminated, GAMMA, steps)
         power = 0.97 if steps is None else 0.97**2
         torch.testing.assert_close(y, torch.tensor([5.0, 6 + power * (1.0 - 0.5), 7.0]))
 
@@ -110,7 +110,7 @@ def test_a_terminated_row_is_its_reward_whatever_its_next_value(backend):
 def test_discount_zero(backend):
     b = Batch(8, 2, torch.float32)
     zero = torch.zeros((), dtype=torch.float64)
-    y = sac.soft_td_target(b.q, b.log_prob, b.alpha, b.reward, b.terminated, zero, b.steps)
+    y = td.soft_td_target(b.q, b.log_prob, b.alpha, b.reward, b.terminated, zero, b.steps)
     torch.testing.assert_close(y, b.reward.squeeze(-1))
 
 
@@ -120,11 +120,11 @@ def test_a_nan_critic_is_seen(backend):
         q = torch.randn(3, 4)
         q[broken, 1] = float("nan")
         log_prob, alpha = torch.zeros(4), torch.ones(())
-        y = sac.soft_td_target(q, log_prob, alpha, torch.zeros(4), torch.zeros(4), GAMMA, None)
+        y = td.soft_td_target(q, log_prob, alpha, torch.zeros(4), torch.zeros(4), GAMMA, None)
         assert y.isnan().tolist() == [False, True, False, False]
-        _, td_error, _ = sac.td_loss(q, torch.zeros(4), None, None, sac.L2, sac.MEAN)
+        _, td_error, _ = td.td_loss(q, torch.zeros(4), None, None, td.L2, td.MEAN)
         assert td_error.isnan().tolist() == [False, True, False, False]
-        rows, _, _ = sac.actor_loss(q, log_prob, alpha, None, None, sac.NONE)
+        rows, _, _ = sac.actor_loss(q, log_prob, alpha, None, None, td.NONE)
         assert rows.isnan().tolist() == [False, True, False, False]
 
 
@@ -137,7 +137,7 @@ def test_td_loss(backend, n, nets, weighted, masked, reduction):
     weight, mask = b.weighting(weighted, masked)
     for name, code in LOSSES.items():
         q = b.q.clone().requires_grad_()
-        loss, td_error, _ = sac.td_loss(q, b.y, weight, mask, code, REDUCTIONS[reduction])
+        loss, td_error, _ = td.td_loss(q, b.y, weight, mask, code, REDUCTIONS[reduction])
         gradient = torch.autograd.grad(loss, q, incoming(loss))[0]
 
         def formula(dtype, name=name):
@@ -210,13 +210,13 @@ def test_half_precision_is_computed_in_float32(backend, dtype):
     """Losses come out in float32; gradients in the dtype of their argument."""
     b = Batch(40, 2, dtype)
     q, log_prob = b.q.requires_grad_(), b.log_prob.float().requires_grad_()
-    loss, td_error, _ = sac.td_loss(q, b.y.float(), b.weight.to(dtype), None, sac.SMOOTH_L1, sac.MEAN)
+    loss, td_error, _ = td.td_loss(q, b.y.float(), b.weight.to(dtype), None, td.SMOOTH_L1, td.MEAN)
     assert loss.dtype is td_error.dtype is torch.float32
     assert torch.autograd.grad(loss, q)[0].dtype is dtype
     rows = reference.distance(q.double().squeeze(-1), b.y.double().expand(2, 40), "smooth_l1").sum(0)
     truth = reference.reduce(rows, b.weight.to(dtype), None, "mean")
     torch.testing.assert_close(loss.double(), truth, rtol=1e-6, atol=1e-6)
-    actor, _, _ = sac.actor_loss(q, log_prob, b.alpha.float(), None, None, sac.MEAN)
+    actor, _, _ = sac.actor_loss(q, log_prob, b.alpha.float(), None, None, td.MEAN)
     by_q, by_log_prob = torch.autograd.grad(actor, (q, log_prob))
     assert (by_q.dtype, by_log_prob.dtype) == (dtype, torch.float32)
 
@@ -234,7 +234,7 @@ def test_a_masked_row_may_hold_anything(backend, reduction):
     log_prob.requires_grad_()
     log_alpha = b.log_alpha.requires_grad_()
     code = REDUCTIONS[reduction]
-    loss = sac.td_loss(q, b.y, weight, mask, sac.L2, code)[0].sum()
+    loss = td.td_loss(q, b.y, weight, mask, td.L2, code)[0].sum()
     loss = loss + sac.actor_loss(q, log_prob, b.alpha, weight, mask, code)[0].sum()
     loss = loss + sac.temperature_loss(log_alpha, log_prob.detach(), b.target_entropy, weight, mask, code)[0].sum()
     by_q, by_log_prob, by_log_alpha = torch.autograd.grad(loss, (q, log_prob, log_alpha))
@@ -253,9 +253,9 @@ def test_nothing_counts(backend, n):
     q, log_prob = b.q.requires_grad_(), b.log_prob.requires_grad_()
     log_alpha = b.log_alpha.requires_grad_()
     losses = [
-        sac.td_loss(q, b.y, None, nothing, sac.L2, sac.MEAN)[0],
-        sac.actor_loss(q, log_prob, b.alpha, b.weight, nothing, sac.MEAN)[0],
-        sac.temperature_loss(log_alpha, log_prob.detach(), b.target_entropy, None, nothing, sac.MEAN)[0],
+        td.td_loss(q, b.y, None, nothing, td.L2, td.MEAN)[0],
+        sac.actor_loss(q, log_prob, b.alpha, b.weight, nothing, td.MEAN)[0],
+        sac.temperature_loss(log_alpha, log_prob.detach(), b.target_entropy, None, nothing, td.MEAN)[0],
     ]
     for loss in losses:
         assert loss == 0
@@ -265,7 +265,7 @@ def test_nothing_counts(backend, n):
 
 def test_ties_go_to_the_first_critic(backend):
     q = torch.tensor([[1.0, 2.0], [1.0, 1.0], [3.0, 1.0]], requires_grad=True)
-    loss, _, _ = sac.actor_loss(q, torch.zeros(2), torch.ones(()), None, None, sac.SUM)
+    loss, _, _ = sac.actor_loss(q, torch.zeros(2), torch.ones(()), None, None, td.SUM)
     loss.backward()
     assert q.grad.tolist() == [[-1.0, 0.0], [0.0, -1.0], [0.0, 0.0]]
 
@@ -276,7 +276,7 @@ def test_results_repeat_to_the_bit(backend):
     first = None
     for _ in range(3):
         q = b.q.clone().requires_grad_()
-        loss = sac.td_loss(q, b.y, b.weight, b.mask, sac.SMOOTH_L1, sac.MEAN)[0]
+        loss = td.td_loss(q, b.y, b.weight, b.mask, td.SMOOTH_L1, td.MEAN)[0]
         found = (loss.item(), torch.autograd.grad(loss, q)[0])
         first = first or found
         assert found[0] == first[0]
@@ -292,7 +292,7 @@ def test_gradcheck(backend, weighted, masked, reduction):
     code = REDUCTIONS[reduction]
     q = b.q.requires_grad_()
     for loss in LOSSES.values():
-        assert torch.autograd.gradcheck(lambda q, f=loss: sac.td_loss(q, b.y, weight, mask, f, code)[0], q)
+        assert torch.autograd.gradcheck(lambda q, f=loss: td.td_loss(q, b.y, weight, mask, f, code)[0], q)
     log_prob = b.log_prob.requires_grad_()
     assert torch.autograd.gradcheck(lambda *a: sac.actor_loss(*a, b.alpha, weight, mask, code)[0], (q, log_prob))
     log_alpha = b.log_alpha.requires_grad_()
@@ -307,13 +307,14 @@ def test_opcheck():
     b = Batch(6, 2, torch.float32)
     q, log_prob, log_alpha = b.q.requires_grad_(), b.log_prob.requires_grad_(), b.log_alpha.requires_grad_()
     target = (b.q.detach(), b.log_prob.detach(), b.alpha, b.reward, b.terminated, GAMMA)
-    torch.library.opcheck(sac.soft_td_target, (*target, None))
-    torch.library.opcheck(sac.soft_td_target, (*target, b.steps))
+    torch.library.opcheck(td.soft_td_target, (*target, None))
+    torch.library.opcheck(td.soft_td_target, (*target, b.steps))
+    torch.library.opcheck(td.soft_td_target, (target[0], None, None, *target[3:], None))
     norm = torch.ones(())
-    for reduction in (sac.NONE, sac.MEAN):
-        grad = torch.ones(6) if reduction == sac.NONE else torch.ones(())
-        torch.library.opcheck(sac.td_loss, (q, b.y, b.weight, b.mask, sac.L2, reduction))
-        torch.library.opcheck(sac.td_loss_backward, (grad, q.detach(), b.y, b.weight, None, norm, sac.L1, reduction))
+    for reduction in (td.NONE, td.MEAN):
+        grad = torch.ones(6) if reduction == td.NONE else torch.ones(())
+        torch.library.opcheck(td.td_loss, (q, b.y, b.weight, b.mask, td.L2, reduction))
+        torch.library.opcheck(td.td_loss_backward, (grad, q.detach(), b.y, b.weight, None, norm, td.L1, reduction))
         torch.library.opcheck(sac.actor_loss, (q, log_prob, b.alpha, None, b.mask, reduction))
         torch.library.opcheck(
             sac.actor_loss_backward, (grad, q.detach(), log_prob.detach(), b.alpha, None, None, norm, reduction)
@@ -327,15 +328,15 @@ def test_wrong_sizes_are_refused(backend):
     """Both sides stated."""
     b = Batch(4, 2, torch.float32)
     with pytest.raises(ValueError, match=r"\[N, \*batch\].*4 rows.*\[2, 3\]"):
-        sac.td_loss(torch.zeros(2, 3), b.y, None, None, sac.L2, sac.MEAN)
+        td.td_loss(torch.zeros(2, 3), b.y, None, None, td.L2, td.MEAN)
     with pytest.raises(ValueError, match=r"weight.*4 in all.*\[3\]"):
-        sac.td_loss(b.q, b.y, torch.ones(3), None, sac.L2, sac.MEAN)
+        td.td_loss(b.q, b.y, torch.ones(3), None, td.L2, td.MEAN)
     with pytest.raises(ValueError, match="mask"):
-        sac.actor_loss(b.q, b.log_prob, b.alpha, None, torch.ones(5), sac.MEAN)
+        sac.actor_loss(b.q, b.log_prob, b.alpha, None, torch.ones(5), td.MEAN)
     with pytest.raises(ValueError, match="reward"):
-        sac.soft_td_target(b.q, b.log_prob, b.alpha, torch.zeros(4, 2), b.terminated, GAMMA, None)
+        td.soft_td_target(b.q, b.log_prob, b.alpha, torch.zeros(4, 2), b.terminated, GAMMA, None)
     with pytest.raises(ValueError, match="target_entropy"):
-        sac.temperature_loss(b.log_alpha, b.log_prob, torch.zeros(2), None, None, sac.MEAN)
+        sac.temperature_loss(b.log_alpha, b.log_prob, torch.zeros(2), None, None, td.MEAN)
 
 
 @pytest.mark.parametrize("n", [0, 1, 32, 33, 1000, LARGEST_BLOCK, LARGEST_BLOCK + 1, 1_000_000])

@@ -14,7 +14,7 @@ from gpubuf.kernels._elementary import exp_of_negative, log1p_of_fraction, log_o
 from gpubuf.kernels.config import TANH_NORMAL_BLOCK
 from gpubuf.kernels.tanh_normal._launch import plan_sample
 from gpubuf.kernels.tanh_normal.reference import tanh_normal as reference
-from tests.support.sac_reference import assert_no_worse
+from tests.support.precision import assert_no_worse
 
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-14, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 

@@ -216,7 +216,7 @@ class TestIgnored:
                 {"block_slices": 8, "block_steps": 2048, "num_warps": 1},
                 {"block_steps": 4096},
             ),
-            ("sac_rows", {"n": 256}, {"block": 16384, "num_warps": 1}, {"block": 32768}),
+            ("loss_rows", {"n": 256}, {"block": 16384, "num_warps": 1}, {"block": 32768}),
         ],
     )
     def test_limits(self, operation, sizes, good, wrong):

@@ -274,7 +274,7 @@ def test_the_batch_is_left_as_it_was():
 
 def test_float32_is_no_worse_than_plain_torch():
     """The ml-cross-entropy criterion for the whole loss."""
-    from tests.support.sac_reference import assert_no_worse
+    from tests.support.precision import assert_no_worse
 
     torch.manual_seed(0)
     loss = separated(make_loss(target_entropy=-3.0))

@@ -14,8 +14,8 @@ import triton.language as tl
 from gpubuf.kernels import config
 from gpubuf.kernels._spaces import SPACES, FanOut
 from gpubuf.kernels.aot.compiler import AotSpec, compile_specs
-from gpubuf.kernels.aot.specs import rows, sac, sum_tree, tanh_normal, trajectories
-from gpubuf.kernels.sac import L2, MEAN
+from gpubuf.kernels.aot.specs import rows, sac, sum_tree, tanh_normal, td, trajectories
+from gpubuf.kernels.td import L2, MEAN
 from gpubuf.tuning.candidates import candidates
 from gpubuf.tuning.shapes import Job, Shapes, jobs
 
@@ -64,8 +64,9 @@ def specs_of(job: Job, sizes: dict[str, int], steps: int, made: Any) -> list[Aot
                 return [tanh_normal.sample(sizes["n"], sizes["width"], "fp32", tl.float32, False)]
             case "tanh_normal_backward":
                 return [tanh_normal.backward("fp32", tl.float32, False, True, True)]
-            case "sac_rows":
-                return list(sac.family(sizes["n"], "fp32", tl.float32, L2, MEAN, True, False))
+            case "loss_rows":
+                shared = (sizes["n"], "fp32", tl.float32)
+                return [*td.family(*shared, L2, MEAN, True, False), *sac.family(*shared, MEAN, True, False)]
     raise ValueError(job.operation)
 
 

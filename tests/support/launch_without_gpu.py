@@ -27,9 +27,10 @@ from gpubuf.kernels.rows import _launch as rows
 from gpubuf.kernels.sac import _launch as sac
 from gpubuf.kernels.sum_tree import _launch as sum_tree
 from gpubuf.kernels.tanh_normal import _launch as tanh_normal
+from gpubuf.kernels.td import _launch as td
 from gpubuf.kernels.trajectories import _launch as trajectories
 
-FAMILIES = (philox, rows, sac, sum_tree, tanh_normal, trajectories)
+FAMILIES = (philox, rows, sac, sum_tree, tanh_normal, td, trajectories)
 
 
 @triton.jit

@@ -11,9 +11,9 @@ from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
 
 from gpubuf.kernels.tanh_normal.reference import tanh_normal
+from gpubuf.kernels.td import reference as td
 from gpubuf.modules import MLP, EnsembleMLP, make_sac_actor, make_sac_critic
 from gpubuf.objectives import SACLoss
-from tests.support import sac_reference as reference
 
 OBSERVATION, ACTION, CELLS = 5, 3, (8, 8)
 KEYS = ["observation", "action"]
@@ -142,7 +142,7 @@ def by_hand(
         state = following["observation"] if next_observation is None else next_observation
         action, log_prob = draw(state)
         values = torch.stack([critic(state, action).squeeze(-1) for critic in target])
-        y = reference.td_target(
+        y = td.soft_td_target(
             values,
             log_prob,
             alpha,
@@ -152,15 +152,15 @@ def by_hand(
             None if steps is None else steps.reshape(log_prob.shape),
         )
     q = torch.stack([critic(batch["observation"], batch["action"]).squeeze(-1) for critic in online])
-    rows = reference.distance(q, y.expand_as(q), loss_function).sum(0)
+    rows = td.distance(q, y.expand_as(q), loss_function).sum(0)
     action, log_prob = draw(batch["observation"])
     value = torch.stack([critic(batch["observation"], action).squeeze(-1) for critic in detached]).min(0).values
     entropy_gap = log_prob.detach() + float(loss.target_entropy)
     counted = log_prob.detach() if mask is None else log_prob.detach()[mask.reshape(log_prob.shape)]
     return {
-        "loss_qvalue": reference.reduce(rows, weight, mask, reduction),
-        "loss_actor": reference.reduce(alpha * log_prob - value, weight, mask, reduction),
-        "loss_alpha": reference.reduce(-loss.log_alpha * entropy_gap, weight, mask, reduction),
+        "loss_qvalue": td.reduce(rows, weight, mask, reduction),
+        "loss_actor": td.reduce(alpha * log_prob - value, weight, mask, reduction),
+        "loss_alpha": td.reduce(-loss.log_alpha * entropy_gap, weight, mask, reduction),
         "alpha": alpha,
         "entropy": -counted.mean(),
         "td_error": (q - y).abs().amax(0).detach(),

@@ -50,7 +50,7 @@ def tuned(todo: list[Job], timer: FakeTimer, bench: FakeBench | None = None, **o
 
 DRAW = Job("sum_tree_draw", 10**6, {"n": 256}, "sum_tree")
 FAN_OUT = Job("sum_tree", 10**6, {"capacity": 10**6})
-BLOCK = Job("sac_rows", 0, {"n": 256})
+BLOCK = Job("loss_rows", 0, {"n": 256})
 
 
 def draw_seconds(best: DrawConfig):

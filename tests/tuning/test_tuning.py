@@ -66,7 +66,7 @@ class TestShapes:
             assert set(SPACES[job.operation].sizes) <= {*job.sizes, *(["fan_out"] if job.tree else [])}
             if job.tree:
                 assert (job.tree, job.capacity) in [(before.operation, before.capacity) for before in found[:number]]
-        for operation in ("sum_tree_draw", "rows_copy", "sac_rows"):
+        for operation in ("sum_tree_draw", "rows_copy", "loss_rows"):
             assert {job.sizes["n"] for job in found if job.operation == operation} == set(shapes.batch_sizes)
 
     def test_what_a_step_writes_is_marked(self):

@@ -43,7 +43,7 @@ class TestFiles:
         more = Job("sum_tree_draw", 10**6, {"n": 4096}, "sum_tree")
         save(tmp_path, self.DEVICE, self.results(lambda made: 1.0, (more, BLOCK)), {})
         assert config.tree_draw(32, 256, self.DEVICE, tmp_path) == DrawConfig(8, 1)
-        assert config.sac_rows(256, self.DEVICE, tmp_path) == BlockConfig(256, 4)
+        assert config.loss_rows(256, self.DEVICE, tmp_path) == BlockConfig(256, 4)
         points = _tuned.read(path_for(tmp_path, self.DEVICE), SPACES).points["sum_tree_draw"]
         assert [point.sizes["n"] for point in points] == [256, 4096]
         assert all(point.measured for point in points)
@@ -127,4 +127,4 @@ class TestReport:
 
     def test_what_there_was_no_time_for(self):
         (result,) = tuned([BLOCK], FakeTimer(lambda made: 1.0), budget=-1.0)
-        assert notes([result]) == ["sac_rows (n 256): 4 configurations not tried for want of time"]
+        assert notes([result]) == ["loss_rows (n 256): 4 configurations not tried for want of time"]

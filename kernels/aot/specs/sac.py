@@ -1,20 +1,18 @@
-"""Specialisations of the kernels of soft actor-critic, as their launchers choose them."""
+"""Specialisations of the kernels of soft actor-critic's own losses, as their launchers choose them."""
 
 from collections.abc import Iterator
 
 import triton.language as tl
 
 from gpubuf.kernels.aot.compiler import AotSpec
-from gpubuf.kernels.sac import L1, L2, MEAN, NONE, SMOOTH_L1, SUM
-from gpubuf.kernels.sac._launch import FINISH_BLOCK, plan_rows
+from gpubuf.kernels.td import MEAN, NONE, SUM
+from gpubuf.kernels.td._launch import FINISH_BLOCK, plan_rows
 
 MODULE = "gpubuf.kernels.sac._triton:"
 ENSEMBLE = {"n": "i32", "n_nets": "i32"}
 
 
-def family(
-    n: int, given: str, real: tl.dtype, loss: int, reduction: int, weight: bool, mask: bool
-) -> Iterator[AotSpec]:
+def family(n: int, given: str, real: tl.dtype, reduction: int, weight: bool, mask: bool) -> Iterator[AotSpec]:
     """Every kernel for a batch of ``n`` rows, whose networks return ``given``."""
     plan = plan_rows(n)
     q, computed = f"*{given}", f"*{real.name}"
@@ -25,40 +23,7 @@ def family(
     def spec(name: str, signature: dict[str, str], constants: dict[str, object]) -> AotSpec:
         return AotSpec(MODULE + name, signature, constants, plan.num_warps)
 
-    yield spec(
-        "soft_td_target_kernel",
-        {
-            "next_q_ptr": q,
-            "next_log_prob_ptr": computed,
-            "alpha_ptr": "*fp32",
-            "reward_ptr": "*fp32",
-            "terminated_ptr": "*i1",
-            "gamma_ptr": "*fp64",
-            "steps_ptr": "*i64" if weight else q,
-            "target_ptr": computed,
-            **ENSEMBLE,
-        },
-        {**rows, "HAS_STEPS": weight},
-    )
     outputs = {"loss_ptr": computed, "norm_ptr": computed, "partial_ptr": computed}
-    yield spec(
-        "td_loss_kernel",
-        {"q_ptr": q, "target_ptr": computed, **weighting, **outputs, "td_error_ptr": computed, **ENSEMBLE},
-        {**reduce, "LOSS": loss, "SINGLE": plan.single},
-    )
-    yield spec(
-        "td_loss_backward_kernel",
-        {
-            "grad_ptr": computed,
-            "q_ptr": q,
-            "target_ptr": computed,
-            **weighting,
-            "norm_ptr": computed,
-            "grad_q_ptr": q,
-            **ENSEMBLE,
-        },
-        {**reduce, "LOSS": loss},
-    )
     actor = {"q_ptr": q, "alpha_ptr": "*fp32", **weighting}
     yield spec(
         "actor_loss_kernel",
@@ -95,13 +60,12 @@ def family(
         return
     finish = {"partial_ptr": computed, "loss_ptr": computed, "count": "i32"}
     constants = {"REAL": real, "REDUCTION": reduction, "BLOCK": FINISH_BLOCK}
-    for entropy in (False, True) if reduction != NONE else (True,):
-        yield AotSpec(
-            MODULE + "finish_loss_kernel",
-            {**finish, "norm_ptr": computed, "entropy_ptr": computed, "n": "i32"},
-            {**constants, "HAS_ENTROPY": entropy},
-            2,
-        )
+    yield AotSpec(
+        MODULE + "finish_actor_loss_kernel",
+        {**finish, "norm_ptr": computed, "entropy_ptr": computed, "n": "i32"},
+        constants,
+        2,
+    )
     if reduction != NONE:
         yield AotSpec(
             MODULE + "finish_temperature_kernel",
@@ -112,10 +76,10 @@ def family(
 
 
 SPECS = [
-    *family(256, "fp32", tl.float32, SMOOTH_L1, MEAN, False, False),
-    *family(256, "fp32", tl.float32, L2, MEAN, True, False),
-    *family(32, "bf16", tl.float32, L1, SUM, True, True),
-    *family(4096, "fp32", tl.float32, SMOOTH_L1, MEAN, True, True),
-    *family(4096, "fp64", tl.float64, L2, SUM, False, False),
-    *family(4096, "fp16", tl.float32, L2, NONE, False, True),
+    *family(256, "fp32", tl.float32, MEAN, False, False),
+    *family(256, "fp32", tl.float32, MEAN, True, False),
+    *family(32, "bf16", tl.float32, SUM, True, True),
+    *family(4096, "fp32", tl.float32, MEAN, True, True),
+    *family(4096, "fp64", tl.float64, SUM, False, False),
+    *family(4096, "fp16", tl.float32, NONE, False, True),
 ]

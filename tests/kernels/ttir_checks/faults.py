@@ -15,7 +15,7 @@ from triton.compiler.errors import CompilationError
 
 from gpubuf.data.samplers.random_state import RandomState
 from gpubuf.data.samplers.sum_tree import SumTree
-from gpubuf.kernels import philox, sac
+from gpubuf.kernels import philox, td
 from gpubuf.kernels._registry import triton_on_cpu
 from gpubuf.kernels.rows import _launch as rows_launch
 from gpubuf.kernels.trajectories import Rule
@@ -73,7 +73,7 @@ def index_of_three_levels() -> None:
 
 
 def loss_computed() -> None:
-    sac.td_loss(torch.rand(2, 70), torch.rand(70), None, None, 1, 1)
+    td.td_loss(torch.rand(2, 70), torch.rand(70), None, None, 1, 1)
 
 
 SCENARIOS = {
@@ -81,7 +81,7 @@ SCENARIOS = {
     "rows": (rows_written, rows_read),
     "sum_tree": (tree_used,),
     "trajectories": (index_used,),
-    "sac": (loss_computed,),
+    "td": (loss_computed,),
 }
 
 
@@ -193,7 +193,7 @@ FAULTS = {
         index_of_three_levels,
     ),
     "everyone's partial sum": Fault(
-        "sac._triton:store_reduced", "partial_ptr + program", "partial_ptr", "race", loss_computed
+        "td._triton_reduce:store_reduced", "partial_ptr + program", "partial_ptr", "race", loss_computed
     ),
     "type that changes in a loop": Fault(
         "sum_tree._triton:level_start", "start += count << SHIFT", "start += (count << SHIFT).to(tl.float32)",

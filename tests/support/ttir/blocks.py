@@ -30,7 +30,7 @@ def blocks(which: str) -> Iterator[None]:
             sum_tree_draw=DrawConfig(4, 1),
             trajectories_update=IndexConfig(2 if which == "envs" else 0, 2, 2, 1, 1),
             trajectories_draw=SliceConfig(8, 8, 1),
-            sac_rows=BlockConfig(32, 1),
+            loss_rows=BlockConfig(32, 1),
             tanh_normal_backward=BlockConfig(32, 1),
         ):
             yield

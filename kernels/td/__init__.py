@@ -1,0 +1,163 @@
+"""Temporal-difference learning behind the networks: targets, the loss of an ensemble of critics, and reductions.
+
+A loss on values (DQN, TD3, SAC's critics) takes its target from :data:`soft_td_target`, and its loss with the priority
+of each row from :data:`td_loss`. The reductions are shared by every family of losses.
+
+``n`` is the number of rows (all batch dimensions together, agents included) and ``N`` the number of critics. A
+per-row argument is any tensor of ``n`` elements, read in row-major order: ``[B]`` and ``[B, 1]`` are the same, so that
+no operation is spent on views. A critic's output is any tensor of ``N * n`` elements whose first dimension is N.
+
+Arithmetic is float64 where the principal argument (``q``, or the log-densities where there is no critic) is, and
+float32 otherwise, also for float16 and bfloat16; losses and errors come out in that *computing dtype*, gradients in the
+dtype of their argument. Sums are added in a fixed order: results repeat to the bit. Nothing synchronises with the host.
+
+The losses of a batch l_i become one number with weights ``w_i`` (1 where no weight is given, 0 where ``mask`` is
+false): MEAN is sum(w_i l_i) / sum(w_i), SUM is sum(w_i l_i), NONE keeps the rows w_i l_i. A masked row is left out by
+selection, so that a NaN in it reaches neither the value nor a gradient; where sum(w_i) is 0, so are the mean and its
+gradients.
+
+References: Sutton, "Learning to Predict by the Methods of Temporal Differences", 1988; Fujimoto et al., "Addressing
+Function Approximation Error in Actor-Critic Methods", arXiv 1802.09477 (the minimum over critics); Haarnoja et al.,
+"Soft Actor-Critic Algorithms and Applications", arXiv 1812.05905 (the entropy term).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpubuf.kernels._differentiable import computing_dtype, register_autograd
+from gpubuf.kernels._registry import define
+
+NONE, MEAN, SUM = range(3)
+"""Reductions."""
+
+L1, L2, SMOOTH_L1 = range(3)
+"""Distances between a value and its target."""
+
+
+def check_rows(n: int, **tensors: Tensor | None) -> None:
+    """Raise ValueError unless every tensor has ``n`` elements."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.numel() != n:
+            raise ValueError(f"{name} must have one element per row, {n} in all, got shape {list(tensor.shape)}")
+
+
+def check_critics(q: Tensor, n: int) -> None:
+    """Raise ValueError unless ``q`` is ``N`` critics of ``n`` rows."""
+    if q.ndim == 0 or q.shape[0] == 0 or q.numel() != q.shape[0] * n:
+        raise ValueError(f"critic values must be [N, *batch] with N > 0 and {n} rows each, got shape {list(q.shape)}")
+
+
+def check_target(
+    next_q: Tensor,
+    next_log_prob: Tensor | None,
+    alpha: Tensor | None,
+    reward: Tensor,
+    terminated: Tensor,
+    gamma: Tensor,
+    steps: Tensor | None,
+) -> torch.Size:
+    """The shape of a target; ValueError unless the arguments of :data:`soft_td_target` fit each other."""
+    if (next_log_prob is None) != (alpha is None):
+        raise ValueError("next_log_prob and alpha go together: give both, or neither")
+    rows = reward if next_log_prob is None else next_log_prob
+    n = rows.numel()
+    check_critics(next_q, n)
+    check_rows(n, reward=reward, terminated=terminated, steps=steps)
+    check_rows(1, alpha=alpha, gamma=gamma)
+    return rows.shape
+
+
+def loss_shape(rows: Tensor, reduction: int) -> torch.Size:
+    """Shape of a loss: that of ``rows``, or ``[]`` where they are reduced."""
+    return rows.shape if reduction == NONE else torch.Size()
+
+
+# --- target -----------------------------------------------------------------------------------------------------------
+
+
+def _soft_td_target_fake(
+    next_q: Tensor,
+    next_log_prob: Tensor | None,
+    alpha: Tensor | None,
+    reward: Tensor,
+    terminated: Tensor,
+    gamma: Tensor,
+    steps: Tensor | None,
+) -> Tensor:
+    rows = reward if next_log_prob is None else next_log_prob
+    return next_q.new_empty(rows.shape, dtype=computing_dtype(next_q))
+
+
+soft_td_target = define(
+    "soft_td_target(Tensor next_q, Tensor? next_log_prob, Tensor? alpha, Tensor reward, Tensor terminated,"
+    " Tensor gamma, Tensor? steps) -> Tensor",
+    cpu="gpubuf.kernels.td._cpu:soft_td_target",
+    cuda="gpubuf.kernels.td._launch:soft_td_target",
+    fake=_soft_td_target_fake,
+)
+"""``y = reward + gamma^steps * (min_k next_q[k] - alpha * next_log_prob)``, ``y = reward`` where terminated.
+
+Without ``next_log_prob`` and ``alpha`` (both None) the target has no entropy term: it is that of DQN and TD3. The shape
+is that of ``next_log_prob``, or else of ``reward``. ``steps`` (any dtype; None: 1) is the number of steps that the
+reward spans. A row is terminated where ``terminated`` is not zero; it is selected, not multiplied, so that a NaN in its
+next value does no harm. ``alpha`` and ``gamma`` have one element and are read on the device. Not differentiable.
+"""
+
+
+# --- ensemble loss ----------------------------------------------------------------------------------------------------
+
+
+def _td_loss_fake(
+    q: Tensor, target: Tensor, weight: Tensor | None, mask: Tensor | None, loss_function: int, reduction: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = computing_dtype(q)
+    return (
+        q.new_empty(loss_shape(target, reduction), dtype=dtype),
+        q.new_empty(target.shape, dtype=dtype),
+        q.new_empty((), dtype=dtype),
+    )
+
+
+td_loss = define(
+    "td_loss(Tensor q, Tensor target, Tensor? weight, Tensor? mask, int loss_function, int reduction)"
+    " -> (Tensor, Tensor, Tensor)",
+    cpu="gpubuf.kernels.td._cpu:td_loss",
+    cuda="gpubuf.kernels.td._launch:td_loss",
+    fake=_td_loss_fake,
+)
+"""``(loss, td_error, norm)`` of an ensemble: ``l_i = sum_k distance(q[k, i] - target[i])``.
+
+``distance`` is |d| (L1), d^2 (L2), or d^2/2 below 1 and |d| - 1/2 above (SMOOTH_L1, Huber's with delta 1).
+``td_error`` is ``max_k |q[k, i] - target[i]|``, shaped as ``target``, neither weighted nor masked, NaN where a critic
+is. ``norm`` is the factor of the reduction, 1 / sum(w) or 1, for the backward. Differentiable in ``q`` only, through
+``loss``.
+"""
+
+td_loss_backward = define(
+    "td_loss_backward(Tensor grad, Tensor q, Tensor target, Tensor? weight, Tensor? mask, Tensor norm,"
+    " int loss_function, int reduction) -> Tensor",
+    cpu="gpubuf.kernels.td._cpu:td_loss_backward",
+    cuda="gpubuf.kernels.td._launch:td_loss_backward",
+    fake=lambda grad, q, *_: q.new_empty(q.shape),
+)
+"""Gradient of :data:`td_loss` by ``q``: grad * norm * w_i * distance'(q[k, i] - target[i])."""
+
+
+def _td_loss_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    q, target, weight, mask, *ctx.constants = inputs
+    _, td_error, norm = output
+    ctx.save_for_backward(q, target, weight, mask, norm)
+    ctx.mark_non_differentiable(td_error, norm)
+    ctx.set_materialize_grads(False)
+
+
+def _td_loss_backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    by_q = None if grad is None else td_loss_backward(grad, *ctx.saved_tensors, *ctx.constants)
+    return by_q, None, None, None, None, None
+
+
+register_autograd(td_loss, _td_loss_setup, _td_loss_backward)

@@ -1,0 +1,105 @@
+"""Reductions of losses on the GPU, which every kernel of a loss calls.
+
+They compute in REAL, float32 or float64. Rows are flat and contiguous. Reductions are blocked: a program writes the
+sums of its block, and either it is the only one (SINGLE) and finishes, or a second kernel adds the blocks in order.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def mask_weights(
+    weight_ptr, mask_ptr, row, inside, REAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_MASK: tl.constexpr
+):
+    """(weight of each row, whether the row counts)."""
+    counts = inside
+    if HAS_MASK:
+        counts = counts & (tl.load(mask_ptr + row, mask=inside, other=0) != 0)
+    weight = tl.where(counts, 1.0, 0.0).to(REAL)
+    if HAS_WEIGHT:
+        weight = tl.load(weight_ptr + row, mask=counts, other=0).to(REAL)
+    return weight, counts
+
+
+@triton.jit
+def inverse_or_zero(total):
+    """1 / total, and 0 where the total is 0. In float32 to 2 units in the last place, below the error of the sum."""
+    return tl.where(total == 0, 0.0, 1.0 / tl.where(total == 0, 1.0, total))
+
+
+@triton.jit
+def store_reduced(
+    value,  # REAL [BLOCK]: the loss of each row
+    weight_ptr,
+    mask_ptr,
+    loss_ptr,
+    norm_ptr,
+    partial_ptr,
+    row,
+    inside,
+    REAL: tl.constexpr,
+    REDUCTION: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    SINGLE: tl.constexpr,
+):
+    """Store w_i * value_i per row (REDUCTION 0), the finished mean (1) or sum (2), or this block's two sums."""
+    weight, counts = mask_weights(weight_ptr, mask_ptr, row, inside, REAL, HAS_WEIGHT, HAS_MASK)
+    product = tl.where(counts, weight * value, 0.0)
+    program = tl.program_id(0)
+    if REDUCTION == 0:
+        tl.store(loss_ptr + row, product, mask=inside)
+        if program == 0:
+            tl.store(norm_ptr, 1.0)
+    else:
+        loss = tl.sum(product, 0)
+        total = tl.sum(weight, 0)
+        if SINGLE:
+            norm = inverse_or_zero(total) if REDUCTION == 1 else total * 0 + 1.0
+            tl.store(loss_ptr, loss * norm)
+            tl.store(norm_ptr, norm)
+        else:
+            tl.store(partial_ptr + program, loss)
+            tl.store(partial_ptr + tl.num_programs(0) + program, total)
+
+
+@triton.jit
+def add_partials(partial_ptr, count, REAL: tl.constexpr, BLOCK: tl.constexpr):
+    """Sum of ``count`` numbers, in an order that depends on nothing else."""
+    total = tl.zeros([BLOCK], REAL)
+    for start in range(0, count, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        total += tl.load(partial_ptr + index, mask=index < count, other=0)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def finish_reduction(
+    partial_ptr, loss_ptr, norm_ptr, count, REAL: tl.constexpr, REDUCTION: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Add the sums of all blocks, and store the mean (REDUCTION 1) or the sum (2), and its factor."""
+    loss = add_partials(partial_ptr, count, REAL, BLOCK)
+    total = add_partials(partial_ptr + count, count, REAL, BLOCK)
+    norm = inverse_or_zero(total) if REDUCTION == 1 else total * 0 + 1.0
+    tl.store(loss_ptr, loss * norm)
+    tl.store(norm_ptr, norm)
+
+
+@triton.jit
+def row_factor(
+    grad_ptr,
+    weight_ptr,
+    mask_ptr,
+    norm_ptr,
+    row,
+    inside,
+    REAL: tl.constexpr,
+    REDUCTION: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+):
+    """(derivative of the reduced loss by the loss of each row, times the incoming gradient; whether the row counts)."""
+    weight, counts = mask_weights(weight_ptr, mask_ptr, row, inside, REAL, HAS_WEIGHT, HAS_MASK)
+    grad = tl.load(grad_ptr + row, mask=inside, other=0).to(REAL) if REDUCTION == 0 else tl.load(grad_ptr).to(REAL)
+    return grad * tl.load(norm_ptr).to(REAL) * weight, counts

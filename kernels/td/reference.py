@@ -1,0 +1,51 @@
+"""The operations of temporal-difference learning as formulas of PyTorch: their definition, and the oracle of the tests.
+
+They are written to be read. In float64 they are the truth; in float32 they are what you would have without the kernels.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def soft_td_target(
+    next_q: Tensor,
+    next_log_prob: Tensor | float,
+    alpha: Tensor | float,
+    reward: Tensor,
+    terminated: Tensor,
+    gamma: float,
+    steps: Tensor | None = None,
+) -> Tensor:
+    """Of ``next_q`` [N, *S] and rows of shape S: the reward, and the discounted value of the next state."""
+    value = next_q.min(0).values - alpha * next_log_prob
+    discount = gamma if steps is None else gamma ** steps.to(value.dtype)
+    return reward + torch.where(terminated, 0.0, discount * value)
+
+
+def distance(a: Tensor, b: Tensor, loss_function: str) -> Tensor:
+    """Of each element, without reduction."""
+    functions = {"l1": functional.l1_loss, "l2": functional.mse_loss, "smooth_l1": functional.smooth_l1_loss}
+    return functions[loss_function](a, b, reduction="none")
+
+
+def reduce(rows: Tensor, weight: Tensor | None, mask: Tensor | None, reduction: str) -> Tensor:
+    """One number (or the weighted rows) of per-row losses."""
+    w = torch.ones_like(rows) if weight is None else weight.to(rows.dtype).reshape(rows.shape)
+    if mask is not None:
+        m = mask.reshape(rows.shape)
+        rows, w = torch.where(m, rows, 0.0), torch.where(m, w, 0.0)
+    if reduction == "none":
+        return w * rows
+    total = (w * rows).sum()
+    return total if reduction == "sum" else total / w.sum()
+
+
+def td_loss(
+    q: Tensor, target: Tensor, weight: Tensor | None, mask: Tensor | None, loss_function: str, reduction: str
+) -> tuple[Tensor, Tensor]:
+    """(loss, |TD error| of each row) of ``q`` [N, *S] and ``target`` S."""
+    each = distance(q, target.expand_as(q), loss_function)
+    return reduce(each.sum(0), weight, mask, reduction), (q - target).abs().amax(0)
