@@ -240,7 +240,7 @@ def _counters(leaves: list[Leaf]) -> int:
 
 
 def _largest(leaves: list[Leaf], sampler: Sampler, budget: int, envs: int, device_type: str) -> int:
-    """A number of whole steps of ``envs`` rows that fit, of which one more doesn't."""
+    """The largest number of whole steps of ``envs`` rows that fits."""
     row_bytes, fixed = sum(leaf.row_bytes for leaf in leaves), _counters(leaves)
     if row_bytes == 0:
         raise ValueError("rows of no bytes fit without end")

@@ -228,7 +228,7 @@ def _entry(raw: Any, start: int) -> tuple[torch.dtype, list[int], int, int]:
     dtype, shape, offsets = DTYPES.get(str(raw["dtype"])), raw["shape"], raw["data_offsets"]
     for counts in (shape, offsets):
         is_counts = isinstance(counts, list) and all(type(n) is int and n >= 0 for n in counts)
-        _need(is_counts, f"{counts!r} stands where counts are due")
+        _need(is_counts, f"expected counts, got {counts!r}")
     _need(dtype is not None and len(offsets) == 2, f"{raw!r} describes no tensor")
     assert dtype is not None
     begin, end = (start + offset for offset in offsets)

@@ -89,7 +89,7 @@ class Trainer:
         self._update = self._wrap(self._sample_and_update)
 
     def advance(self) -> None:
-        """Step every environment once, and learn as much as that gives reason to."""
+        """Step every environment once, and run the updates that are due."""
         before = self.step
         if self.step < self.config.learning_starts:
             self._explore()

@@ -249,12 +249,12 @@ def _file(raw: dict[str, Any]) -> File:
 
 
 def _list(raw: Any) -> list[Any]:
-    need(isinstance(raw, list), f"a {type(raw).__name__} stands where a list is due")
+    need(isinstance(raw, list), f"expected a list, got a {type(raw).__name__}")
     return raw
 
 
 def _count(raw: Any) -> int:
-    need(type(raw) is int and 0 <= raw < 2**63, f"{raw!r} stands where a count is due")
+    need(type(raw) is int and 0 <= raw < 2**63, f"expected a count, got {raw!r}")
     return raw
 
 
@@ -263,12 +263,12 @@ def _shape(raw: Any) -> tuple[int, ...]:
 
 
 def _key(raw: Any) -> Key:
-    need(all(isinstance(name, str) for name in _list(raw)), f"{raw!r} stands where a key is due")
+    need(all(isinstance(name, str) for name in _list(raw)), f"expected a key, got {raw!r}")
     return tuple(raw)
 
 
 def _dtype(raw: Any) -> str:
-    need(isinstance(raw, str) and raw in serialization.DTYPES, f"{raw!r} stands where a dtype is due")
+    need(isinstance(raw, str) and raw in serialization.DTYPES, f"expected a dtype, got {raw!r}")
     return raw
 
 

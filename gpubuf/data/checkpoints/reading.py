@@ -30,7 +30,7 @@ def read(folder: Path, manifest: Manifest, advance: Advance) -> tuple[dict[str, 
             is_tensor = isinstance(tensor, Tensor)
             need(
                 is_tensor and (tensor.dtype, tuple(tensor.shape)) == due,
-                f"{file.name} holds {tensor.dtype, tuple(tensor.shape)} where {due} is due" if is_tensor else file.name,
+                f"{file.name} holds {tensor.dtype, tuple(tensor.shape)}, expected {due}" if is_tensor else file.name,
             )
         advance(file.size)
         return found

@@ -48,7 +48,7 @@ def tensors_of(data: Any) -> Iterator[Tensor]:
 
 
 def copied(data: Any, device: torch.device | str | None, *, claim: bool = False) -> Any:
-    """A copy of ``data``, on ``device`` if that is not None; ``claim``: a TensorDict is to say that it is there."""
+    """A copy of ``data``, on ``device`` if that is not None; ``claim``: set the TensorDict's device."""
     if device is None:
         return map_tensors(data, Tensor.clone)
     if claim and (isinstance(data, TensorDictBase) or is_tensorclass(data)):

@@ -142,7 +142,7 @@ class TrajectoryIndex:
             self.storage.end(before)
 
     def _note_rule(self, new: Rule | None = None) -> None:
-        """A graph that is captured now goes from the rule of now to a new one, or stays with it, at each replay."""
+        """Each replay restores the rule that was current at capture, then applies the new one."""
         noted = recording()
         if noted is not None:
             # Whichever rule was used by others since the last replay.

@@ -53,8 +53,8 @@ class LazyMemmapStorage(LazyTensorStorage):
         compilable: accepted for compatibility; every operation can be compiled.
         shared_init: accepted as False; process sharing is out of scope.
         auto_cleanup: remove the files when the storage is dropped or the process exits. Default: for temporary folders
-            only; what a process leaves in those when it is killed, the next one removes that makes one. Nothing but the
-            storage's own files is ever removed.
+            only. Files left by a killed process are removed by the next process that creates a temporary storage.
+            Nothing but the storage's own files is ever removed.
 
     Raises:
         ValueError: the device is another, ``max_size`` or ``ndim`` is below 1, or differs from that of the storage in
