@@ -20,6 +20,10 @@ from torch import Tensor
 from gpubuf.kernels._registry import define
 
 SEED, OFFSET, TICKET = range(3)
+"""Places in a random state."""
+
+RESOLUTION = 2.0**-53
+"""Uniforms are multiples of this."""
 
 
 def new_state(seed: int, device: torch.device | str) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gpubuf.kernels._jit import OPTIONS, jit
 from gpubuf.kernels._pointers import as_f64, as_i64
-from gpubuf.kernels.philox import check_request
+from gpubuf.kernels.philox import OFFSET, RESOLUTION, SEED, check_request
 
 # Unsigned 64-bit throughout: Numba turns a mixture of signed and unsigned operands into floats.
 _LOW = np.uint64(0xFFFFFFFF)
@@ -44,17 +44,17 @@ def philox_uniform_f64(seed, counter):  # type: ignore[no-untyped-def]
     zero = np.uint64(0)
     word_0, word_1, _, _ = philox_4x32(position & _LOW, position >> _WORD, zero, zero, key & _LOW, key >> _WORD)
     # The bits fit int64, whose conversion to float64 is one instruction; that of uint64 is several.
-    return np.float64(np.int64(((word_0 << _WORD) | word_1) >> _DROPPED)) * 2.0**-53
+    return np.float64(np.int64(((word_0 << _WORD) | word_1) >> _DROPPED)) * RESOLUTION
 
 
 @jit("void(int64, int64, int64)", **OPTIONS)
 def _uniform(rng_address, n, out_address):  # type: ignore[no-untyped-def]
     rng = carray(as_i64(rng_address), 3)
     out = carray(as_f64(out_address), n)
-    seed, offset = rng[0], rng[1]
+    seed, offset = rng[SEED], rng[OFFSET]
     for i in range(n):
         out[i] = philox_uniform_f64(seed, offset + i)
-    rng[1] = offset + n
+    rng[OFFSET] = offset + n
 
 
 def uniform(rng: Tensor, n: int) -> Tensor:

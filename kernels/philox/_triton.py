@@ -3,6 +3,15 @@
 import triton
 import triton.language as tl
 
+from gpubuf.kernels import philox
+
+# Places in ``rng_ptr``.
+SEED = tl.constexpr(philox.SEED)
+OFFSET = tl.constexpr(philox.OFFSET)
+TICKET = tl.constexpr(philox.TICKET)
+
+RESOLUTION = tl.constexpr(philox.RESOLUTION)
+
 
 @triton.jit
 def philox_uniform_f64(seed, counter):
@@ -16,7 +25,7 @@ def philox_uniform_f64(seed, counter):
     word0, word1, _, _ = tl.philox(seed, low, high, zero, zero)
     # The top 53 of 64 bits, put together without ever setting the sign bit: int64 to float64 is then exact.
     bits = (word0.to(tl.int64) << 21) | (word1.to(tl.int64) >> 11)
-    return bits.to(tl.float64) * 1.1102230246251565e-16
+    return bits.to(tl.float64) * RESOLUTION
 
 
 @triton.jit
@@ -46,10 +55,10 @@ def is_last(ticket_ptr, ticket):
 
 @triton.jit
 def advance_state(rng_ptr, ticket, offset):
-    """Set the random offset, once per launch, in the program of the last ticket of ``rng_ptr + 2``."""
-    last = is_last(rng_ptr + 2, ticket)
+    """Set the random offset, once per launch, in the program that took the last ticket of the random state."""
+    last = is_last(rng_ptr + TICKET, ticket)
     lane = tl.arange(0, 128).to(tl.int64) * 0
-    tl.store(rng_ptr + 1 + lane, lane + offset, mask=last)
+    tl.store(rng_ptr + OFFSET + lane, lane + offset, mask=last)
 
 
 @triton.jit
@@ -61,8 +70,8 @@ def advance_when_last(rng_ptr, n):
 
     rng_ptr: int64 [3] = (seed, offset, ticket); the ticket is zero again afterwards.
     """
-    offset = tl.load(rng_ptr + 1)
-    advance_state(rng_ptr, take_ticket(rng_ptr + 2), offset + n)
+    offset = tl.load(rng_ptr + OFFSET)
+    advance_state(rng_ptr, take_ticket(rng_ptr + TICKET), offset + n)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -73,9 +82,9 @@ def philox_uniform_kernel(
     BLOCK: tl.constexpr,
 ):
     """out[i] = uniform(seed, offset + i). Grid: (cdiv(n, BLOCK),)."""
-    seed = tl.load(rng_ptr)
-    offset = tl.load(rng_ptr + 1)
-    ticket = take_ticket(rng_ptr + 2)
+    seed = tl.load(rng_ptr + SEED)
+    offset = tl.load(rng_ptr + OFFSET)
+    ticket = take_ticket(rng_ptr + TICKET)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out_ptr + i, philox_uniform_f64(seed, offset + i), mask=i < n)
     advance_state(rng_ptr, ticket, offset + n)

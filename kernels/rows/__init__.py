@@ -33,9 +33,14 @@ from torch import Tensor
 from gpubuf.kernels._registry import define
 
 WRITTEN, SIZE, TICKET, FAULTS = range(4)
+"""Places in a ring."""
 
-NEAR, ROW_BYTES, SPLIT, FAR, ROW_STRIDE = range(5)
-"""Columns of a table: the ``row_bytes`` of row ``p`` are at ``(near if p < split else far) + p * row_stride``."""
+DEVICE_ROWS, ROW_BYTES, SPLIT, HOST_ROWS, ROW_STRIDE = range(5)
+"""Columns of a table: the bytes of row ``p`` are at ``(device_rows if p < split else host_rows) + p * row_stride``.
+
+The first ``split`` rows are called device rows and the others host rows, after the placement that puts them there. If
+all rows lie in one memory, both addresses are the same.
+"""
 ENTRY = 5
 
 _WHOLE = 2**63 - 1

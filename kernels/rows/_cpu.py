@@ -18,7 +18,17 @@ from gpubuf.kernels._pointers import as_i64, copy_bytes, prefetch_l2
 from gpubuf.kernels._threads import call_in_parts
 from gpubuf.kernels.philox import OFFSET, SEED, check_state
 from gpubuf.kernels.philox._cpu import philox_uniform_f64
-from gpubuf.kernels.rows import ENTRY, FAR, NEAR, ROW_BYTES, ROW_STRIDE, SIZE, SPLIT, WRITTEN, arena_offsets
+from gpubuf.kernels.rows import (
+    DEVICE_ROWS,
+    ENTRY,
+    HOST_ROWS,
+    ROW_BYTES,
+    ROW_STRIDE,
+    SIZE,
+    SPLIT,
+    WRITTEN,
+    arena_offsets,
+)
 from gpubuf.kernels.rows._check import (
     check_count,
     check_index,
@@ -97,8 +107,8 @@ def _first_invalid(index, n, capacity):  # type: ignore[no-untyped-def]
 
 @jit(forceinline=True)
 def _gather_key(target, entry, row_bytes, position, n, following):  # type: ignore[no-untyped-def]
-    address, stride = entry[NEAR], entry[ROW_STRIDE]
-    next_address, next_stride, next_bytes = following[NEAR], following[ROW_STRIDE], following[ROW_BYTES]
+    address, stride = entry[DEVICE_ROWS], entry[ROW_STRIDE]
+    next_address, next_stride, next_bytes = following[DEVICE_ROWS], following[ROW_STRIDE], following[ROW_BYTES]
     ahead = min(_AHEAD, n)
     for i in range(n - ahead):
         _prefetch_row(address + position[i + ahead] * stride, row_bytes)
@@ -128,7 +138,7 @@ def _gather_keys(table_address, n_keys, position_address, first, n, capacity, ta
     if n_keys == 0:
         return
     for i in range(min(_AHEAD, n)):
-        _prefetch_row(table[0, NEAR] + position[i] * table[0, ROW_STRIDE], table[0, ROW_BYTES])
+        _prefetch_row(table[0, DEVICE_ROWS] + position[i] * table[0, ROW_STRIDE], table[0, ROW_BYTES])
     for k in range(n_keys):
         row_bytes = table[k, ROW_BYTES]
         target = targets[k] + first * row_bytes
@@ -232,9 +242,10 @@ def _copy_rows(target, target_stride, source, stride, row_bytes, n):  # type: ig
 def _write_run(entry, position, source, stride, n):  # type: ignore[no-untyped-def]
     """Copy ``n`` rows to consecutive positions, some of which may lie in one memory and some in another."""
     row_bytes, step = entry[ROW_BYTES], entry[ROW_STRIDE]
-    near = min(max(entry[SPLIT] - position, 0), n)
-    _copy_rows(entry[NEAR] + position * step, step, source, stride, row_bytes, near)
-    _copy_rows(entry[FAR] + (position + near) * step, step, source + near * stride, stride, row_bytes, n - near)
+    first = min(max(entry[SPLIT] - position, 0), n)
+    _copy_rows(entry[DEVICE_ROWS] + position * step, step, source, stride, row_bytes, first)
+    target = entry[HOST_ROWS] + (position + first) * step
+    _copy_rows(target, step, source + first * stride, stride, row_bytes, n - first)
 
 
 @jit("int64(int64, int64, int64, int64, int64, int64, int64)", **OPTIONS)

@@ -13,10 +13,10 @@ from gpubuf.kernels._elementary import exp_of_negative, is_positive_normal, log_
 from gpubuf.kernels._jit import OPTIONS, jit
 from gpubuf.kernels._pointers import as_f32, as_f64, as_i64, prefetch
 from gpubuf.kernels._threads import call_in_parts
-from gpubuf.kernels.philox import OFFSET, check_request
+from gpubuf.kernels.philox import OFFSET, SEED, check_request
 from gpubuf.kernels.philox._cpu import philox_uniform_f64
 from gpubuf.kernels.rows import SIZE, WRITTEN
-from gpubuf.kernels.sum_tree import ALPHA, BETA, EPS, LARGEST, MAX_PRIORITY, SMALLEST
+from gpubuf.kernels.sum_tree import ALPHA, BETA, EPS, LARGEST, MAX_PRIORITY, MAXIMUM, MINIMUM, SMALLEST, SUM
 from gpubuf.kernels.sum_tree._check import (
     check_hyper,
     check_index,
@@ -25,7 +25,7 @@ from gpubuf.kernels.sum_tree._check import (
     check_update,
     rows_to_build,
 )
-from gpubuf.kernels.sum_tree._cpu_levels import padded, refresh_above, refresh_all, shift_of
+from gpubuf.kernels.sum_tree._cpu_levels import padded, refresh_above, refresh_all, root, shift_of
 from gpubuf.kernels.sum_tree._cpu_node import WIDTH, choose_by_table, choose_leaf, choose_node, store_prefixes
 
 # Draws that go down the tree together: enough to hide the latency of memory, few enough to stay in the L1 cache.
@@ -154,7 +154,7 @@ def _mark(  # type: ignore[no-untyped-def]
     outside = _outside(index, n, capacity)
     if outside != 0:
         return outside
-    largest_weight = carray(as_f64(nodes_address), 3 * n_nodes)[3 * n_nodes - 1]
+    largest_weight = carray(as_f64(nodes_address), 3 * n_nodes)[root(n_nodes, MAXIMUM)]
     given = hyper[MAX_PRIORITY]
     if within_buffer and largest_weight > 0.0:
         weight = largest_weight
@@ -215,7 +215,7 @@ def _draw(  # type: ignore[no-untyped-def]
     index = carray(as_i64(index_address + 8 * begin), n)
     weight = carray(as_f32(weight_address + 4 * begin), n)
     beta = carray(as_f64(hyper_address), 5)[BETA]
-    total, least = nodes[n_nodes - 1], nodes[2 * n_nodes - 1]
+    total, least = nodes[root(n_nodes, SUM)], nodes[root(n_nodes, MINIMUM)]
     if not total > 0.0:
         return 1
 
@@ -241,7 +241,7 @@ def _draw(  # type: ignore[no-untyped-def]
         sums = nodes_address + 8 * level_start[level]
         store_prefixes(sums, _parents(capacity, shift, level), tables, table_start[level])
 
-    seed, offset = rng[0], rng[1] + begin
+    seed, offset = rng[SEED], rng[OFFSET] + begin
     left = np.empty(min(n, _TOGETHER))
     for first in range(0, n, _TOGETHER):
         together = min(_TOGETHER, n - first)
@@ -277,7 +277,7 @@ def _draw(  # type: ignore[no-untyped-def]
         for i in range(together):
             weight[first + i] = np.float32(exp_of_negative(-beta * log_of_normal(left[i])))
     if n == of:
-        rng[1] = offset + n
+        rng[OFFSET] = offset + n
     return 0
 
 

@@ -10,6 +10,7 @@ from numba import carray
 
 from gpubuf.kernels._jit import jit
 from gpubuf.kernels._pointers import as_f64, prefetch, prefetch_l2
+from gpubuf.kernels.sum_tree import MAXIMUM, MINIMUM, SUM
 from gpubuf.kernels.sum_tree._cpu_node import stats_of_leaves, stats_of_nodes
 
 
@@ -27,13 +28,20 @@ def padded(count, fan_out):  # type: ignore[no-untyped-def]
     return count if count == 1 else -(-count // fan_out) * fan_out
 
 
+@jit(forceinline=True)
+def root(n_nodes, plane):  # type: ignore[no-untyped-def]
+    """Position of the root's number in a plane of the nodes."""
+    return (plane + 1) * n_nodes - 1
+
+
 @jit
 def refresh_all(leaves_address, nodes_address, legal_address, capacity, fan_out, n_nodes):  # type: ignore[no-untyped-def]
     """Recompute every inner node from its children, level by level."""
     count = -(-capacity // fan_out)
-    sums = carray(as_f64(nodes_address), n_nodes)
-    minima = carray(as_f64(nodes_address + 8 * n_nodes), n_nodes)
-    maxima = carray(as_f64(nodes_address + 16 * n_nodes), n_nodes)
+    plane_bytes = 8 * n_nodes
+    sums = carray(as_f64(nodes_address + SUM * plane_bytes), n_nodes)
+    minima = carray(as_f64(nodes_address + MINIMUM * plane_bytes), n_nodes)
+    maxima = carray(as_f64(nodes_address + MAXIMUM * plane_bytes), n_nodes)
     for node in range(count):
         sums[node], minima[node], maxima[node] = stats_of_leaves(leaves_address, legal_address, node * fan_out, fan_out)
     below, here = 0, padded(count, fan_out)
@@ -42,7 +50,7 @@ def refresh_all(leaves_address, nodes_address, legal_address, capacity, fan_out,
         for node in range(count):
             children = nodes_address + 8 * (below + node * fan_out)
             at = here + node
-            sums[at], minima[at], maxima[at] = stats_of_nodes(children, 8 * n_nodes, fan_out)
+            sums[at], minima[at], maxima[at] = stats_of_nodes(children, plane_bytes, fan_out)
         below, here = here, here + padded(count, fan_out)
 
 
@@ -57,9 +65,9 @@ def refresh_above(  # type: ignore[no-untyped-def]
     """
     shift = shift_of(fan_out)
     plane_bytes = 8 * n_nodes
-    sums = carray(as_f64(nodes_address), n_nodes)
-    minima = carray(as_f64(nodes_address + plane_bytes), n_nodes)
-    maxima = carray(as_f64(nodes_address + 2 * plane_bytes), n_nodes)
+    sums = carray(as_f64(nodes_address + SUM * plane_bytes), n_nodes)
+    minima = carray(as_f64(nodes_address + MINIMUM * plane_bytes), n_nodes)
+    maxima = carray(as_f64(nodes_address + MAXIMUM * plane_bytes), n_nodes)
     touched = np.empty(n, np.int64)
 
     n_touched = 0

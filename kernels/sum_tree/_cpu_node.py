@@ -22,6 +22,7 @@ from numba.extending import intrinsic
 
 from gpubuf.kernels._jit import jit
 from gpubuf.kernels._pointers import as_f32, as_f64, as_i64
+from gpubuf.kernels.sum_tree import MAXIMUM, MINIMUM, SUM
 
 WIDTH = 16
 
@@ -140,8 +141,8 @@ def _choose(context: Any, builder: Any, signature: Any, weight: Any, mass: Any) 
     prefix = _prefix_sums(builder, weight)
     mass = _everywhere(builder, mass)
     # These prefix sums are rounded in different orders: the weight itself tells whether a child is empty.
-    eligible = builder.and_(builder.fcmp_ordered(">", prefix, mass), builder.fcmp_ordered(">", weight, _ZERO))
-    first = builder.cttz(builder.bitcast(eligible, _BITS), _I1(0))
+    candidates = builder.and_(builder.fcmp_ordered(">", prefix, mass), builder.fcmp_ordered(">", weight, _ZERO))
+    first = builder.cttz(builder.bitcast(candidates, _BITS), _I1(0))
     before = builder.extract_element(
         _shifted(builder, prefix, 1), builder.zext(builder.and_(first, first.type(15)), _I32)
     )
@@ -177,8 +178,8 @@ def _store_prefixes(typingctx, address, above, before):  # type: ignore[no-untyp
         weight = _load_f64(builder, args[0])
         prefix = _prefix_sums(builder, weight)
         # What is not above any mass is never chosen.
-        eligible = builder.select(builder.fcmp_ordered(">", weight, _ZERO), prefix, _MINUS_ONE)
-        _store(builder, eligible, args[1])
+        reachable = builder.select(builder.fcmp_ordered(">", weight, _ZERO), prefix, _MINUS_ONE)
+        _store(builder, reachable, args[1])
         _store(builder, _shifted(builder, prefix, 1), args[2])
         return context.get_dummy_value()
 
@@ -228,9 +229,9 @@ def stats_of_nodes(address, plane_bytes, fan_out):  # type: ignore[no-untyped-de
     """(sum, minimum, maximum) over ``fan_out`` inner nodes; their sums are at ``address``."""
     if fan_out == WIDTH:
         return _stats_of_nodes(address, plane_bytes)
-    sums = carray(as_f64(address), fan_out)
-    minima = carray(as_f64(address + plane_bytes), fan_out)
-    maxima = carray(as_f64(address + 2 * plane_bytes), fan_out)
+    sums = carray(as_f64(address + SUM * plane_bytes), fan_out)
+    minima = carray(as_f64(address + MINIMUM * plane_bytes), fan_out)
+    maxima = carray(as_f64(address + MAXIMUM * plane_bytes), fan_out)
     total, minimum, maximum = 0.0, np.inf, 0.0
     for j in range(fan_out):
         total += sums[j]

@@ -11,7 +11,26 @@ Arguments that all kernels share:
 import triton
 import triton.language as tl
 
-from gpubuf.kernels.philox._triton import advance_when_last, philox_uniform_f64
+from gpubuf.kernels import sum_tree
+from gpubuf.kernels.philox._triton import OFFSET, SEED, advance_when_last, philox_uniform_f64
+
+# Planes of ``nodes_ptr``.
+SUM = tl.constexpr(sum_tree.SUM)
+MINIMUM = tl.constexpr(sum_tree.MINIMUM)
+MAXIMUM = tl.constexpr(sum_tree.MAXIMUM)
+
+# Places in ``hyper_ptr``.
+ALPHA = tl.constexpr(sum_tree.ALPHA)
+BETA = tl.constexpr(sum_tree.BETA)
+EPS = tl.constexpr(sum_tree.EPS)
+MAX_PRIORITY = tl.constexpr(sum_tree.MAX_PRIORITY)
+REFUSED = tl.constexpr(sum_tree.REFUSED)
+
+# The weight of a row, if it is positive.
+SMALLEST = tl.constexpr(sum_tree.SMALLEST)
+LARGEST = tl.constexpr(sum_tree.LARGEST)
+
+NO_ROW = tl.constexpr(sum_tree.NO_ROW)
 
 
 @triton.jit
@@ -42,6 +61,12 @@ def level_count(capacity, level, SHIFT: tl.constexpr):
 
 
 @triton.jit
+def root(n_nodes, PLANE: tl.constexpr):
+    """Position of the root's number in a plane of the nodes. ``n_nodes`` is int64."""
+    return n_nodes * (PLANE + 1) - 1
+
+
+@triton.jit
 def counting(weight, word, row):
     """``weight`` of rows whose bit in their ``word`` of the bitmap is set, zero elsewhere."""
     return tl.where(((word >> (row & 63)) & 1) != 0, weight, 0.0)
@@ -56,9 +81,9 @@ def weight_of(priority, alpha, eps):
     power = tl.exp2(tl.minimum(tl.log2(tl.where(positive, base, 1.0)) * alpha, 1000.0))
     weight = tl.where(positive, power, 0.0)
     weight = tl.where(alpha == 0.0, 1.0, tl.where(alpha == 1.0, base, weight))
-    weight = tl.where(positive, tl.maximum(weight, 1.1754943508222875e-38), weight)
+    weight = tl.where(positive, tl.maximum(weight, SMALLEST), weight)
     # abs: a priority of -0.0 must not leave its sign bit in a leaf, where it would read as a tag.
-    return tl.abs(tl.minimum(weight, 3.4028234663852886e38))
+    return tl.abs(tl.minimum(weight, LARGEST))
 
 
 @triton.jit
@@ -119,8 +144,8 @@ def sum_tree_draw_kernel(
     capacity = capacity.to(tl.int64)
     n_nodes = n_nodes.to(tl.int64)
     i = tl.program_id(0).to(tl.int64) * BLOCK_DRAWS + tl.arange(0, BLOCK_DRAWS)
-    uniform = philox_uniform_f64(tl.load(rng_ptr), tl.load(rng_ptr + 1) + i)
-    total = tl.load(nodes_ptr + n_nodes - 1)
+    uniform = philox_uniform_f64(tl.load(rng_ptr + SEED), tl.load(rng_ptr + OFFSET) + i)
+    total = tl.load(nodes_ptr + root(n_nodes, SUM))
     # Here nothing is in flight that the ticket would have to wait for, as the stores at the end are.
     advance_when_last(rng_ptr, n)
     mass = ((i.to(tl.float64) + uniform) / n.to(tl.float64) if STRATIFIED else uniform) * total
@@ -141,9 +166,9 @@ def sum_tree_draw_kernel(
     drawn = tl.sum(tl.where(lane[None, :] == child[:, None], weight, 0.0), axis=1)
 
     some = total > 0.0
-    ratio = tl.where(some, drawn / tl.load(nodes_ptr + 2 * n_nodes - 1), 1.0)
-    beta = tl.load(hyper_ptr + 1)
+    ratio = tl.where(some, drawn / tl.load(nodes_ptr + root(n_nodes, MINIMUM)), 1.0)
+    beta = tl.load(hyper_ptr + BETA)
     # Both special cases come out exactly: log2(1) is 0, and so is any finite number times 0.
     importance = tl.exp2(tl.log2(ratio) * -beta)
-    tl.store(index_ptr + i, tl.where(some, row, -(1 << 62)), mask=i < n)
+    tl.store(index_ptr + i, tl.where(some, row, NO_ROW), mask=i < n)
     tl.store(weight_ptr + i, tl.where(some, importance, 0.0).to(tl.float32), mask=i < n)

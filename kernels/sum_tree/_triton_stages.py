@@ -24,7 +24,28 @@ Arguments that all kernels share:
 import triton
 import triton.language as tl
 
-from gpubuf.kernels.sum_tree._triton import add_halves, counting, level_count, level_start, level_up, weight_of
+from gpubuf.kernels.rows._triton_tiles import SIZE, WRITTEN
+from gpubuf.kernels.sum_tree._triton import (
+    ALPHA,
+    EPS,
+    LARGEST,
+    MAX_PRIORITY,
+    MAXIMUM,
+    MINIMUM,
+    REFUSED,
+    SUM,
+    add_halves,
+    counting,
+    level_count,
+    level_start,
+    level_up,
+    root,
+    weight_of,
+)
+
+# The sign bit of a leaf's bits: with it the leaf is a tag, whose other bits are the number of an entry.
+TAG = tl.constexpr(0x80000000)
+ENTRY_OF_TAG = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
@@ -63,23 +84,24 @@ def stage_claim(
     priorities, and whether they are those of valid entries.
     """
     row = tl.load(index_ptr + i, mask=i < n, other=-1)
-    live = (row >= 0) & (row < capacity) & (row < tl.load(ring_ptr + 1))
+    live = (row >= 0) & (row < capacity) & (row < tl.load(ring_ptr + SIZE))
     if HAS_GENERATION:
-        written = tl.load(ring_ptr)
+        written = tl.load(ring_ptr + WRITTEN)
         current = written // capacity + (row < written % capacity).to(tl.int64)
         live = live & (tl.load(generation_ptr + i, mask=i < n, other=0) == current)
     priority = tl.load(priority_ptr + i, mask=live, other=0.0)
-    claims = live & (priority >= 0.0) & (priority <= 3.4028234663852886e38)
+    claims = live & (priority >= 0.0) & (priority <= LARGEST)
     bits_ptr = leaves_ptr.to(tl.pointer_type(tl.uint32), bitcast=True)
-    tl.atomic_max(bits_ptr + row, i.to(tl.uint32) | 0x80000000, mask=claims, sem="relaxed")
+    tl.atomic_max(bits_ptr + row, i.to(tl.uint32) | TAG, mask=claims, sem="relaxed")
 
     refused = (live ^ claims) | (row < -1) | (row >= capacity)
     n_refused = tl.sum(refused.to(tl.int32), axis=0)
-    tl.atomic_add(hyper_ptr + 4, n_refused.to(tl.float64), mask=n_refused > 0, sem="relaxed")
-    # Bit patterns of non-negative floats are ordered as the numbers are, above that of the initial -1.0.
+    tl.atomic_add(hyper_ptr + REFUSED, n_refused.to(tl.float64), mask=n_refused > 0, sem="relaxed")
+    # The bits of floats from 0 up, as integers, are ordered as the floats are. Those of the initial -1.0 are below
+    # them.
     largest = tl.max(tl.where(claims, tl.abs(priority).to(tl.float64), -1.0), axis=0)
-    order_ptr = hyper_ptr.to(tl.pointer_type(tl.int64), bitcast=True)
-    tl.atomic_max(order_ptr + 3, largest.to(tl.int64, bitcast=True), mask=largest >= 0.0, sem="relaxed")
+    maximum_ptr = hyper_ptr.to(tl.pointer_type(tl.int64), bitcast=True)
+    tl.atomic_max(maximum_ptr + MAX_PRIORITY, largest.to(tl.int64, bitcast=True), mask=largest >= 0.0, sem="relaxed")
     return priority, claims
 
 
@@ -92,9 +114,9 @@ def stage_resolve(leaves_ptr, hyper_ptr, index_ptr, priority_ptr, i, n, capacity
     # An entry that has lost reads the last one's tag or weight, and neither is its own tag.
     # TTIR barrier (sum_tree_update_small_kernel): so it does not matter which.
     bits = tl.load(bits_ptr + row, mask=in_range, other=0)
-    last = in_range & (bits == (i.to(tl.uint32) | 0x80000000))
+    last = in_range & (bits == (i.to(tl.uint32) | TAG))
     priority = tl.load(priority_ptr + i, mask=last, other=0.0)
-    weight = weight_of(priority, tl.load(hyper_ptr), tl.load(hyper_ptr + 2))
+    weight = weight_of(priority, tl.load(hyper_ptr + ALPHA), tl.load(hyper_ptr + EPS))
     tl.store(leaves_ptr + row, weight.to(tl.float32), mask=last)
 
 
@@ -139,7 +161,7 @@ def stage_refresh_leaves(
         if HAS_TAGS:
             bits = weight.to(tl.int32, bitcast=True)
             tagged = bits < 0
-            weight = tl.where(tagged, tl.load(weight_ptr + (bits & 0x7FFFFFFF), mask=tagged, other=0.0), weight)
+            weight = tl.where(tagged, tl.load(weight_ptr + (bits & ENTRY_OF_TAG), mask=tagged, other=0.0), weight)
             tl.store(leaves_ptr + leaf, weight, mask=tagged)
         if HAS_LEGAL:
             if SHIFT > 6:
@@ -153,9 +175,9 @@ def stage_refresh_leaves(
             total += weight.to(tl.float64)
             least = tl.minimum(least, positive)
             largest = tl.maximum(largest, weight)
-    tl.store(nodes_ptr + node, add_halves(total, columns), mask=needed)
-    tl.store(nodes_ptr + n_nodes + node, tl.min(least, axis=1).to(tl.float64), mask=needed)
-    tl.store(nodes_ptr + 2 * n_nodes + node, tl.max(largest, axis=1).to(tl.float64), mask=needed)
+    tl.store(nodes_ptr + n_nodes * SUM + node, add_halves(total, columns), mask=needed)
+    tl.store(nodes_ptr + n_nodes * MINIMUM + node, tl.min(least, axis=1).to(tl.float64), mask=needed)
+    tl.store(nodes_ptr + n_nodes * MAXIMUM + node, tl.max(largest, axis=1).to(tl.float64), mask=needed)
 
 
 @triton.jit
@@ -169,9 +191,9 @@ def stage_refresh(nodes_ptr, index_ptr, i, n, capacity, n_nodes, level, below, c
     mask = needed[:, None]
     for part in tl.static_range(1 << (SHIFT - columns)):
         child = first + (part << columns)
-        weight = tl.load(child, mask=mask, other=0.0)
-        low = tl.load(child + n_nodes, mask=mask, other=float("inf"))
-        high = tl.load(child + 2 * n_nodes, mask=mask, other=0.0)
+        weight = tl.load(child + n_nodes * SUM, mask=mask, other=0.0)
+        low = tl.load(child + n_nodes * MINIMUM, mask=mask, other=float("inf"))
+        high = tl.load(child + n_nodes * MAXIMUM, mask=mask, other=0.0)
         if part == 0:
             total, least, largest = weight, low, high
         else:
@@ -179,9 +201,9 @@ def stage_refresh(nodes_ptr, index_ptr, i, n, capacity, n_nodes, level, below, c
             least = tl.minimum(least, low)
             largest = tl.maximum(largest, high)
     target = nodes_ptr + below + (count << SHIFT) + node
-    tl.store(target, add_halves(total, columns), mask=needed)
-    tl.store(target + n_nodes, tl.min(least, axis=1), mask=needed)
-    tl.store(target + 2 * n_nodes, tl.max(largest, axis=1), mask=needed)
+    tl.store(target + n_nodes * SUM, add_halves(total, columns), mask=needed)
+    tl.store(target + n_nodes * MINIMUM, tl.min(least, axis=1), mask=needed)
+    tl.store(target + n_nodes * MAXIMUM, tl.max(largest, axis=1), mask=needed)
 
 
 @triton.jit
@@ -246,12 +268,12 @@ def all_levels(
 @triton.jit
 def new_weight(nodes_ptr, hyper_ptr, n_nodes, WITHIN_BUFFER: tl.constexpr):
     """Weight of a new row, float32: of the running maximum, or as the largest in the tree; else of 1.0."""
-    alpha = tl.load(hyper_ptr)
-    eps = tl.load(hyper_ptr + 2)
+    alpha = tl.load(hyper_ptr + ALPHA)
+    eps = tl.load(hyper_ptr + EPS)
     if WITHIN_BUFFER:
-        largest = tl.load(nodes_ptr + 3 * n_nodes - 1)
+        largest = tl.load(nodes_ptr + root(n_nodes, MAXIMUM))
         weight = tl.where(largest > 0.0, largest, weight_of(largest * 0.0 + 1.0, alpha, eps))
     else:
-        given = tl.load(hyper_ptr + 3)
+        given = tl.load(hyper_ptr + MAX_PRIORITY)
         weight = weight_of(tl.where(given < 0.0, 1.0, given), alpha, eps)
     return weight.to(tl.float32)

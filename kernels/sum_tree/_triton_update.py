@@ -6,7 +6,7 @@ Arguments that kernels share are listed in :mod:`gpubuf.kernels.sum_tree._triton
 import triton
 import triton.language as tl
 
-from gpubuf.kernels.sum_tree._triton import level_count, level_start, weight_of
+from gpubuf.kernels.sum_tree._triton import ALPHA, EPS, level_count, level_start, weight_of
 from gpubuf.kernels.sum_tree._triton_stages import (
     all_levels,
     levels_above,
@@ -54,7 +54,7 @@ def sum_tree_claim_kernel(
         capacity,
         HAS_GENERATION,
     )
-    weight = weight_of(priority, tl.load(hyper_ptr), tl.load(hyper_ptr + 2))
+    weight = weight_of(priority, tl.load(hyper_ptr + ALPHA), tl.load(hyper_ptr + EPS))
     tl.store(weight_ptr + i, weight.to(tl.float32), mask=claims)
 
 

@@ -10,6 +10,7 @@ from numba import carray
 
 from gpubuf.kernels._jit import OPTIONS, jit
 from gpubuf.kernels._pointers import as_i64, as_u8
+from gpubuf.kernels.philox import OFFSET, SEED
 from gpubuf.kernels.philox._cpu import philox_uniform_f64
 from gpubuf.kernels.rows import SIZE, WRITTEN
 from gpubuf.kernels.trajectories._cpu_search import (
@@ -91,7 +92,7 @@ def draw_slices(  # type: ignore[no-untyped-def]
                 return i
 
     oldest, stored, _ = ring_view(ring[WRITTEN], ring[SIZE], steps, envs)
-    seed, offset = rng[0], rng[1]
+    seed, offset = rng[SEED], rng[OFFSET]
     together = min(n, _TOGETHER)
     left = np.empty(together, np.int64)
     word = np.empty(together, np.int64)
@@ -140,7 +141,7 @@ def draw_slices(  # type: ignore[no-untyped-def]
             row = place_of(before_age + 1 + first, oldest, steps) * envs + env
             length[start + i] = stop - first
             _lay_out(index, last, (start + i) * slice_len, slice_len, row, stop - first, steps, envs)
-    rng[1] = offset + 2 * n
+    rng[OFFSET] = offset + 2 * n
     return DONE
 
 

@@ -15,7 +15,11 @@ Arguments that all kernels share:
 import triton
 import triton.language as tl
 
-from gpubuf.kernels.philox._triton import advance_when_last, philox_uniform_f64
+from gpubuf.kernels import trajectories
+from gpubuf.kernels.philox._triton import OFFSET, SEED, advance_when_last, philox_uniform_f64
+from gpubuf.kernels.rows._triton_tiles import SIZE, WRITTEN
+
+NO_ROW = tl.constexpr(trajectories.NO_ROW)
 
 # Arithmetic: these helpers neither load nor store.
 
@@ -109,8 +113,8 @@ def scaled(uniform, count):
 @triton.jit
 def load_ring(ring_ptr, steps, envs):
     """(cursor, steps in the ring, oldest step)."""
-    written = tl.load(ring_ptr) // envs
-    filled = tl.minimum(tl.load(ring_ptr + 1) // envs, steps)
+    written = tl.load(ring_ptr + WRITTEN) // envs
+    filled = tl.minimum(tl.load(ring_ptr + SIZE) // envs, steps)
     cursor = written % steps
     return cursor, filled, tl.where(filled < steps, 0, cursor)
 
@@ -233,7 +237,7 @@ def store_slices(
         row = step_of(order, oldest, steps) * envs + env[:, None]
         target = i[:, None] * slice_len + x
         mask = (i < n)[:, None] & (x < slice_len)
-        tl.store(index_ptr + target, tl.where(length[:, None] > 0, row, -(1 << 62)), mask=mask)
+        tl.store(index_ptr + target, tl.where(length[:, None] > 0, row, NO_ROW), mask=mask)
         tl.store(last_ptr + target, x == length[:, None] - 1, mask=mask)
 
 
@@ -284,8 +288,8 @@ def trajectories_draw_kernel(
     n = n.to(tl.int64)
     _, filled, oldest = load_ring(ring_ptr, steps, envs)
     i = tl.program_id(0).to(tl.int64) * BLOCK_SLICES + tl.arange(0, BLOCK_SLICES)
-    seed = tl.load(rng_ptr)
-    counter = tl.load(rng_ptr + 1) + 2 * i
+    seed = tl.load(rng_ptr + SEED)
+    counter = tl.load(rng_ptr + OFFSET) + 2 * i
     total = tl.load(sums_ptr + root)
     advance_when_last(rng_ptr, 2 * n)
     drawn = scaled(philox_uniform_f64(seed, counter), total)
@@ -394,6 +398,6 @@ def trajectories_bounds_kernel(
     last = last_order(ends_ptr, step, env, order, stored, filled, oldest, steps, envs, levels)
     first_row = step_of(first, oldest, steps) * envs + env
     last_row = step_of(last, oldest, steps) * envs + env
-    tl.store(bounds_ptr + i, tl.where(stored, first_row, -(1 << 62)), mask=i < n)
-    tl.store(bounds_ptr + n + i, tl.where(stored, last_row, -(1 << 62)), mask=i < n)
+    tl.store(bounds_ptr + i, tl.where(stored, first_row, NO_ROW), mask=i < n)
+    tl.store(bounds_ptr + n + i, tl.where(stored, last_row, NO_ROW), mask=i < n)
     tl.store(bounds_ptr + 2 * n + i, tl.where(stored, last - first + 1, 0), mask=i < n)

@@ -10,7 +10,7 @@ one program does all stages of its environments, a barrier between; else every s
 
 Arguments that all kernels share are those of :mod:`gpubuf.kernels.trajectories._triton`, and
 
-* ``signals_ptr``: int64 [n_signals, 5] = (near, row bytes, split, far, row stride), see :mod:`gpubuf.kernels.rows`;
+* ``signals_ptr``: int64 [n_signals, 5], entries of a table of :mod:`gpubuf.kernels.rows`;
 * ``others_ptr``: int64 [E], scratch: the word of the first end after the cursor of every environment, or -1;
 * ``n``: steps written; ``run_words``: words of one environment that they can lie in, a bound.
 """
@@ -18,7 +18,7 @@ Arguments that all kernels share are those of :mod:`gpubuf.kernels.trajectories.
 import triton
 import triton.language as tl
 
-from gpubuf.kernels.rows._triton import row_address
+from gpubuf.kernels.rows._triton_tiles import DEVICE_ROWS, ENTRY, HOST_ROWS, ROW_BYTES, ROW_STRIDE, SPLIT, row_address
 from gpubuf.kernels.trajectories._triton import (
     bit,
     count_bits,
@@ -104,20 +104,20 @@ def _load_flags(signals_ptr, n_signals, row, seam, active, steps, envs, BY_ID: t
     """Whether trajectories end at rows; the next step of one at the ``seam`` is in the first rows."""
     flag = active & (row < 0)
     for k in range(0, n_signals):
-        near = tl.load(signals_ptr + 5 * k)
-        row_bytes = tl.load(signals_ptr + 5 * k + 1)
-        split = tl.load(signals_ptr + 5 * k + 2)
-        far = tl.load(signals_ptr + 5 * k + 3)
-        stride = tl.load(signals_ptr + 5 * k + 4)
+        device_rows = tl.load(signals_ptr + k * ENTRY + DEVICE_ROWS)
+        row_bytes = tl.load(signals_ptr + k * ENTRY + ROW_BYTES)
+        split = tl.load(signals_ptr + k * ENTRY + SPLIT)
+        host_rows = tl.load(signals_ptr + k * ENTRY + HOST_ROWS)
+        stride = tl.load(signals_ptr + k * ENTRY + ROW_STRIDE)
         if BY_ID:
-            address = row_address(row, near, split, far, stride)
+            address = row_address(row, device_rows, split, host_rows, stride)
         else:
             # As there, in the form that needs fewer registers here.
-            address = near + row * stride + tl.where(row < split, 0, far - near)
+            address = device_rows + row * stride + tl.where(row < split, 0, host_rows - device_rows)
         next_row = row + tl.where(seam, envs - steps * envs, envs)
-        next_address = row_address(next_row, near, split, far, stride)
+        next_address = row_address(next_row, device_rows, split, host_rows, stride)
         # Identifiers are words as a rule, and flags single bytes.
-        if BY_ID and ((near | far | row_bytes | stride) & 7) == 0:
+        if BY_ID and ((device_rows | host_rows | row_bytes | stride) & 7) == 0:
             for byte in range(0, row_bytes, 8):
                 flag |= _differs(address + byte, next_address + byte, active, tl.int64, BY_ID)
         else:

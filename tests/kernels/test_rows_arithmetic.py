@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from gpubuf.kernels.rows._triton import quotient, rows_and_columns, unit_shift
+from gpubuf.kernels.rows._triton_tiles import quotient, rows_and_columns, unit_shift
 
 
 @triton.jit

@@ -82,13 +82,13 @@ def test_the_stride_limits_how_wide_a_copy_is(backend, address, stride):
 
 def test_split_records(backend):
     """A stride and two memories at once."""
-    near, far = (torch.arange(n * 24, dtype=torch.uint8).view(n, 24) + n for n in (4, 5))
-    entry = rows.table_entry(near.data_ptr() + 3, 7, 4, far.data_ptr() + 3, stride=24)
+    device_rows, host_rows = (torch.arange(n * 24, dtype=torch.uint8).view(n, 24) + n for n in (4, 5))
+    entry = rows.table_entry(device_rows.data_ptr() + 3, 7, 4, host_rows.data_ptr() + 3, stride=24)
     ring = rows.new_ring("cpu")
     ring[:2] = 9
     index = torch.tensor([0, 3, 4, 8, 5])
     arena, _ = rows.gather(torch.tensor([entry]), ring, index, 9, 64)
-    assert torch.equal(arena[:35].view(5, 7), torch.cat([near, far])[index, 3:10])
+    assert torch.equal(arena[:35].view(5, 7), torch.cat([device_rows, host_rows])[index, 3:10])
 
 
 def test_a_column_knows_its_stride():
@@ -98,7 +98,7 @@ def test_a_column_knows_its_stride():
     table = address_table(keys, [4, 24, 4], 3, torch.device("cpu"))
     assert table[:, rows.ROW_STRIDE].tolist() == [40, 40, 4]
     assert table[:, rows.ROW_BYTES].tolist() == [4, 24, 4]
-    assert table[1, rows.NEAR] == records.data_ptr() + 16
+    assert table[1, rows.DEVICE_ROWS] == records.data_ptr() + 16
     halves = Column(records[:4, :, 5], records[4:, :, 5])
     assert halves.entry(1, 3)[rows.SPLIT] == 12
-    assert halves.entry(1, 3)[rows.FAR] + 12 * 40 == records[4:].data_ptr() + 5
+    assert halves.entry(1, 3)[rows.HOST_ROWS] + 12 * 40 == records[4:].data_ptr() + 5

@@ -82,11 +82,11 @@ def test_nothing_is_written_outside(backend):
 
 
 def test_an_entry_says_where_rows_are():
-    near, far = 4096, 1 << 40
-    entry = rows.table_entry(near, 12, 100, far)
-    assert entry[rows.NEAR] + 99 * entry[rows.ROW_BYTES] == near + 99 * 12
-    assert entry[rows.FAR] + 100 * entry[rows.ROW_BYTES] == far
+    device_rows, host_rows = 4096, 1 << 40
+    entry = rows.table_entry(device_rows, 12, 100, host_rows)
+    assert entry[rows.DEVICE_ROWS] + 99 * entry[rows.ROW_BYTES] == device_rows + 99 * 12
+    assert entry[rows.HOST_ROWS] + 100 * entry[rows.ROW_BYTES] == host_rows
     assert entry[rows.SPLIT] == 100
-    whole = rows.table_entry(near, 12)
+    whole = rows.table_entry(device_rows, 12)
     assert whole[rows.SPLIT] > 1 << 60
-    assert whole[rows.FAR] == near  # the widest copy that is possible is told by both addresses
+    assert whole[rows.HOST_ROWS] == device_rows  # the widest copy that is possible is told by both addresses

@@ -128,8 +128,8 @@ class SplitStore(Store):
 
     def attach(self, device: str) -> None:
         entries = [
-            rows.table_entry(near.data_ptr(), row_bytes, self.split, far.data_ptr())
-            for (near, far), row_bytes in zip(self.parts, self.row_bytes, strict=True)
+            rows.table_entry(device_rows.data_ptr(), row_bytes, self.split, host_rows.data_ptr())
+            for (device_rows, host_rows), row_bytes in zip(self.parts, self.row_bytes, strict=True)
         ]
         self.table = torch.tensor(entries, dtype=torch.int64).reshape(-1, rows.ENTRY).to(device)
 

@@ -166,15 +166,15 @@ FAULTS = {
         "out-of-bounds", tree_used,
     ),
     "words of any address": Fault(
-        "rows._triton:unit_shift", "tl.minimum(", "16 + 0 * tl.minimum(", "misaligned", rows_read
+        "rows._triton_tiles:unit_shift", "tl.minimum(", "16 + 0 * tl.minimum(", "misaligned", rows_read
     ),
     "losers write too": Fault(
         "rows._triton:rows_write_kernel", "mask & valid & winner", "mask & valid", "duplicate", rows_written
     ),
     "store in the place of an atomic": Fault(
         "sum_tree._triton_stages:stage_claim",
-        'tl.atomic_max(bits_ptr + row, i.to(tl.uint32) | 0x80000000, mask=claims, sem="relaxed")',
-        "tl.store(bits_ptr + row, i.to(tl.uint32) | 0x80000000, mask=claims)", "duplicate", tree_used,
+        'tl.atomic_max(bits_ptr + row, i.to(tl.uint32) | TAG, mask=claims, sem="relaxed")',
+        "tl.store(bits_ptr + row, i.to(tl.uint32) | TAG, mask=claims)", "duplicate", tree_used,
     ),
     "weights of a mark differ": Fault(
         "sum_tree._triton_stages:stage_mark", "leaves_ptr + row, weight,", "leaves_ptr + (row >> 1), weight + i,",

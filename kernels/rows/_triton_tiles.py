@@ -1,0 +1,203 @@
+"""Rows on the GPU: the tiles that the kernels of ``_triton.py`` copy, and what is there once a row."""
+
+import triton
+import triton.language as tl
+
+from gpubuf.kernels import rows
+from gpubuf.kernels.philox._triton import (
+    is_last,
+    philox_uniform_f64,
+)
+
+# Places in ``ring_ptr``. TICKET is that of a random state.
+WRITTEN = tl.constexpr(rows.WRITTEN)
+SIZE = tl.constexpr(rows.SIZE)
+RING_TICKET = tl.constexpr(rows.TICKET)
+FAULTS = tl.constexpr(rows.FAULTS)
+
+# Columns of ``table_ptr``, and their number.
+DEVICE_ROWS = tl.constexpr(rows.DEVICE_ROWS)
+ROW_BYTES = tl.constexpr(rows.ROW_BYTES)
+SPLIT = tl.constexpr(rows.SPLIT)
+HOST_ROWS = tl.constexpr(rows.HOST_ROWS)
+ROW_STRIDE = tl.constexpr(rows.ROW_STRIDE)
+ENTRY = tl.constexpr(rows.ENTRY)
+
+# Arithmetic: these helpers neither load nor store.
+
+
+@triton.jit
+def unit_shift(alignment):
+    """Binary logarithm of the widest of 16, 8, 4, 2, 1 that divides ``alignment`` (an or of addresses and strides)."""
+    alignment = alignment | 16
+    unit = tl.minimum(alignment & -alignment, 16).to(tl.int32)
+    return (unit > 1).to(tl.int32) + (unit > 2).to(tl.int32) + (unit > 4).to(tl.int32) + (unit > 8).to(tl.int32)
+
+
+@triton.jit
+def quotient(a, b):
+    """``a // b`` of int64 scalars, at least 0 and at least 1: a 64-bit division takes a hundred instructions."""
+    return (a.to(tl.uint32) // b.to(tl.uint32)).to(tl.int64) if (a | b) < (1 << 31) else a // b
+
+
+@triton.jit
+def find_tile(tiles, sizes, lanes, tile, ALIGNMENT: tl.constexpr):
+    """(key of a tile, its number in the key, offset of the key in the arena).
+
+    tiles, sizes: int64 [KEYS], tiles and bytes of every key's batch, zero beyond the last key.
+    """
+    ends = tl.cumsum(tiles, 0)
+    before = ends <= tile
+    key = tl.sum(before.to(tl.int32), 0)
+    first = tl.max(tl.where(before, ends, 0), 0)
+    rounded = (sizes + (ALIGNMENT - 1)) & -ALIGNMENT
+    return key, tile - first, tl.sum(tl.where(lanes < key, rounded, 0), 0)
+
+
+@triton.jit
+def rows_and_columns(element, first_column, words, SPAN):
+    """(row, column) int32 of elements below ``SPAN`` after ``first_column`` of row 0, in rows of ``words`` elements."""
+    place = first_column + element
+    if words >= SPAN:
+        row = (place >= words).to(tl.int32)
+    else:
+        # place * ceil(2**31 / words) >> 31 is place // words as long as place * words < 2**31.
+        reciprocal = (((1 << 31) - 1) // words + 1).to(tl.uint32)
+        row = tl.umulhi(place.to(tl.uint32) << 1, reciprocal).to(tl.int32)
+    return row, place - row * words
+
+
+@triton.jit
+def normalise(index, capacity):
+    """(position, whether it is in range): negative indices count from the end."""
+    position = tl.where(index < 0, index + capacity, index)
+    return position, (position >= 0) & (position < capacity)
+
+
+@triton.jit
+def draw_position(seed, counter, size):
+    """min(floor(uniform * size), size - 1); -1 if the ring is empty."""
+    return tl.minimum((philox_uniform_f64(seed, counter) * size.to(tl.float64)).to(tl.int64), size - 1)
+
+
+@triton.jit
+def draw_tile(seed, counter, size, row, words, TILE: tl.constexpr):
+    """Positions drawn for the rows ``row`` [TILE] of a tile, of which row 0 is draw ``counter``.
+
+    Rows of many elements are drawn once each, and handed to the threads that copy them: a draw takes about as many
+    instructions as the rest of the copy of an element.
+    """
+    if words >= 8:
+        drawn = draw_position(seed, counter + tl.arange(0, TILE // 4), size)
+        position = tl.gather(drawn, row, 0)
+    else:
+        position = draw_position(seed, counter + row, size)
+    return position
+
+
+@triton.jit
+def row_address(position, device_rows, split, host_rows, stride):
+    """Addresses of rows: the first ``split`` of a key lie in one memory, the others in another."""
+    return tl.where(position < split, device_rows, host_rows) + position * stride
+
+
+@triton.jit
+def generation_of(position, valid, written, capacity):
+    """(written - position + capacity - 1) // capacity, with scalar divisions only; -1 where invalid."""
+    laps = quotient(written, capacity)
+    cursor = written - laps * capacity
+    return tl.where(valid, laps + (position < cursor).to(tl.int64), -1)
+
+
+@triton.jit
+def decoded(value):
+    """What ``encode_arguments`` of ``_launch.py`` has made an odd number of at least 3."""
+    return (value - 3) >> 1
+
+
+@triton.jit
+def select(key, values):
+    """values[key] of a tuple of integers, as int64."""
+    chosen = key.to(tl.int64) * 0
+    for k in tl.static_range(len(values)):
+        chosen = tl.where(key == k, values[k].to(tl.int64), chosen)
+    return chosen
+
+
+# Memory
+
+
+@triton.jit
+def load_tiles(table_ptr, n_keys, n, KEYS: tl.constexpr, TILE: tl.constexpr):
+    """(tiles, bytes, lanes): what a batch of ``n`` rows is of every key, int64 [KEYS]."""
+    lanes = tl.arange(0, KEYS)
+    entry_ptr = table_ptr + lanes * ENTRY
+    some = lanes < n_keys
+    device_rows = tl.load(entry_ptr + DEVICE_ROWS, mask=some, other=0)
+    row_bytes = tl.load(entry_ptr + ROW_BYTES, mask=some, other=0)
+    host_rows = tl.load(entry_ptr + HOST_ROWS, mask=some, other=0)
+    stride = tl.load(entry_ptr + ROW_STRIDE, mask=some, other=0)
+    elements = (row_bytes >> unit_shift(device_rows | host_rows | row_bytes | stride)) * n
+    return (elements + (TILE - 1)) // TILE, row_bytes * n, lanes
+
+
+@triton.jit
+def load_key(table_ptr, key, n, number, TILE: tl.constexpr):
+    """(device_rows, split, host_rows, stride, all that must be aligned, bytes of a row, row and byte of a tile)."""
+    # The search has brought the whole table into the cache.
+    entry_ptr = table_ptr + key * ENTRY
+    device_rows = tl.load(entry_ptr + DEVICE_ROWS)
+    row_bytes = tl.load(entry_ptr + ROW_BYTES)
+    split = tl.load(entry_ptr + SPLIT)
+    host_rows = tl.load(entry_ptr + HOST_ROWS)
+    stride = tl.load(entry_ptr + ROW_STRIDE)
+    alignment = device_rows | host_rows | row_bytes | stride
+    shift = unit_shift(alignment)
+    words = row_bytes >> shift
+    first = number * TILE
+    row = quotient(first, words)
+    return device_rows, split, host_rows, stride, alignment, row_bytes, row, (first - row * words) << shift
+
+
+@triton.jit
+def copy_as(source, target, read, write, DTYPE: tl.constexpr):
+    value = tl.load(source.to(tl.pointer_type(DTYPE)), mask=read, other=0)
+    tl.store(target.to(tl.pointer_type(DTYPE)), value, mask=write)
+
+
+@triton.jit
+def copy_elements(source, target, shift, read, write):
+    """Copy elements of ``1 << shift`` bytes between int64 addresses [TILE]; what is written but not read is zero."""
+    if shift == 4:
+        # Two words a thread, side by side, for one 16-byte access.
+        half = tl.arange(0, 2)[None, :]
+        read2 = read[:, None] & (half >= 0)
+        write2 = write[:, None] & (half >= 0)
+        source_ptr = tl.multiple_of(source.to(tl.pointer_type(tl.int64)), 16)
+        target_ptr = tl.multiple_of(target.to(tl.pointer_type(tl.int64)), 16)
+        value = tl.load(source_ptr[:, None] + half, mask=read2, other=0)
+        tl.store(target_ptr[:, None] + half, value, mask=write2)
+    elif shift == 3:
+        copy_as(source, target, read, write, tl.int64)
+    elif shift == 2:
+        copy_as(source, target, read, write, tl.int32)
+    elif shift == 1:
+        copy_as(source, target, read, write, tl.int16)
+    else:
+        copy_as(source, target, read, write, tl.int8)
+
+
+@triton.jit
+def count_faults(ring_ptr, fault):
+    """Add the number of true elements of ``fault`` to ring[FAULTS]: an atomic each, since there are none as a rule."""
+    zero = fault.to(tl.int64) * 0
+    tl.atomic_add(ring_ptr + FAULTS + zero, zero + 1, mask=fault, sem="relaxed")
+
+
+@triton.jit
+def advance_ring(ring_ptr, ticket, written, size, n, capacity):
+    """Count ``n`` rows as written, once per launch, in the program that took the last ticket of the ring."""
+    last = is_last(ring_ptr + RING_TICKET, ticket)
+    lane = tl.arange(0, 128).to(tl.int64) * 0
+    tl.store(ring_ptr + WRITTEN + lane, lane + (written + n), mask=last)
+    tl.store(ring_ptr + SIZE + lane, lane + tl.minimum(size + n, capacity), mask=last)
