@@ -203,7 +203,7 @@ class Load:
             buffer.sampler.random_state(torch.device("cpu")).state[:2].clone(),
         ]
         if isinstance(buffer.sampler, PrioritizedSampler):
-            parts += [buffer.sampler.tree.leaves.clone(), buffer.sampler.tree.hyper.clone()]
+            parts += [buffer.sampler.tree.leaves.clone(), buffer.sampler.tree.scalars.clone()]
         return parts
 
     def go_on(self) -> None:

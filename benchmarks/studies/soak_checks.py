@@ -10,6 +10,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from gpubuf import PrioritizedSampler, PrioritizedSliceSampler, SliceSampler, TensorDictReplayBuffer
+from gpubuf.kernels.sum_tree import MAX_PRIORITY
 
 ALPHA, EPS = 0.7, 1e-8
 SLICE = 8
@@ -135,11 +136,11 @@ def check_tree(sampler: PrioritizedSampler, number: Tensor, written: int, rows: 
     leaves = tree.leaves[: number.numel()].double()
     require(((leaves > 0) & leaves.isfinite()).all(), "a weight is not positive and finite")
     # A restored sampler that has not drawn yet has not asked where slices may start: all of its leaves count.
-    if isinstance(sampler, PrioritizedSliceSampler) and tree.legal is not None:
+    if isinstance(sampler, PrioritizedSliceSampler) and tree.eligible is not None:
         last = number + SLICE - 1
         due = (last < written) & (rows.episode(last) == rows.episode(number))
         position = torch.arange(number.numel())
-        legal = (tree.legal[position // 64] >> position % 64 & 1).bool()
+        legal = (tree.eligible[position // 64] >> position % 64 & 1).bool()
         require(torch.equal(legal, due), "slices may start at other rows than marked")
         leaves = leaves[due]
     total, due_total = float(tree.total), float(leaves.sum())
@@ -175,7 +176,7 @@ def counters(buffer: TensorDictReplayBuffer) -> dict[str, float]:
     with buffer._lock:
         counts = {"write_count": float(buffer.write_count), "len": float(len(buffer))}
         if isinstance(buffer.sampler, PrioritizedSampler):
-            counts["max_priority"] = float(buffer.sampler.tree.hyper[3])
+            counts["max_priority"] = float(buffer.sampler.tree.scalars[MAX_PRIORITY])
         return counts
 
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from gpubuf.kernels.sum_tree import ROWS_PER_WORD, legal_words, level_sizes
+from gpubuf.kernels.sum_tree import ROWS_PER_WORD, eligible_words, level_sizes
 
 
 @lru_cache(maxsize=256)
@@ -42,9 +42,9 @@ def check_tree(leaves: Tensor, nodes: Tensor, capacity: int, fan_out: int) -> No
     _demand("nodes", nodes, torch.float64, (3, n_nodes))
 
 
-def check_hyper(hyper: Tensor) -> None:
-    """Raise TypeError or ValueError unless ``hyper`` is float64 ``[5]``."""
-    _check_vector("hyper", hyper, torch.float64, 5)
+def check_scalars(scalars: Tensor) -> None:
+    """Raise TypeError or ValueError unless ``scalars`` is float64 ``[5]``."""
+    _check_vector("scalars", scalars, torch.float64, 5)
 
 
 def check_index(index: Tensor) -> int:
@@ -77,26 +77,26 @@ def check_update(ring: Tensor, index: Tensor, priority: Tensor, generation: Tens
     return n
 
 
-def check_legal(legal: Tensor, capacity: int) -> None:
-    """Raise TypeError or ValueError unless ``legal`` is a bitmap of that many rows."""
-    _check_vector("legal", legal, torch.int64, legal_words(capacity))
+def check_eligible(eligible: Tensor, capacity: int) -> None:
+    """Raise TypeError or ValueError unless ``eligible`` is a bitmap of that many rows."""
+    _check_vector("eligible", eligible, torch.int64, eligible_words(capacity))
 
 
-def rows_to_build(leaves: Tensor, fan_out: int, legal: Tensor | None) -> int:
+def rows_to_build(leaves: Tensor, fan_out: int, eligible: Tensor | None) -> int:
     """A capacity for a build, which is not told: any that the leaves fit, and the bitmap covers.
 
     The padding of the leaves weighs nothing, so that without a bitmap the number of leaves serves.
 
     Raises:
-        TypeError, ValueError: ``legal`` is not a bitmap of as many rows as the leaves are for.
+        TypeError, ValueError: ``eligible`` is not a bitmap of as many rows as the leaves are for.
     """
     n_leaves = leaves.numel()
-    if legal is None:
+    if eligible is None:
         return n_leaves
-    capacity = min(n_leaves, ROWS_PER_WORD * legal.numel())
+    capacity = min(n_leaves, ROWS_PER_WORD * eligible.numel())
     if capacity <= n_leaves - fan_out:
         capacity = n_leaves
-    check_legal(legal, capacity)
+    check_eligible(eligible, capacity)
     return capacity
 
 

@@ -18,9 +18,9 @@ from gpubuf.kernels.philox._cpu import philox_uniform_f64
 from gpubuf.kernels.rows import SIZE, WRITTEN
 from gpubuf.kernels.sum_tree import ALPHA, BETA, EPS, LARGEST, MAX_PRIORITY, MAXIMUM, MINIMUM, SMALLEST, SUM
 from gpubuf.kernels.sum_tree._check import (
-    check_hyper,
+    check_eligible,
     check_index,
-    check_legal,
+    check_scalars,
     check_tree,
     check_update,
     rows_to_build,
@@ -58,19 +58,19 @@ def _outside(index, n, capacity):  # type: ignore[no-untyped-def]
 
 
 @jit("void(int64, int64, int64, int64, int64, int64)", **OPTIONS)
-def _build(leaves_address, nodes_address, legal_address, capacity, fan_out, n_nodes):  # type: ignore[no-untyped-def]
-    refresh_all(leaves_address, nodes_address, legal_address, capacity, fan_out, n_nodes)
+def _build(leaves_address, nodes_address, eligible_address, capacity, fan_out, n_nodes):  # type: ignore[no-untyped-def]
+    refresh_all(leaves_address, nodes_address, eligible_address, capacity, fan_out, n_nodes)
 
 
 @jit("int64(int64, int64, int64, int64, int64, int64, int64, int64)", **OPTIONS)
 def _refresh(  # type: ignore[no-untyped-def]
-    leaves_address, nodes_address, legal_address, index_address, n, capacity, fan_out, n_nodes
+    leaves_address, nodes_address, eligible_address, index_address, n, capacity, fan_out, n_nodes
 ):
     """0, or minus (position + 1) of the first index out of range."""
     index = carray(as_i64(index_address), n)
     outside = _outside(index, n, capacity)
     if outside == 0:
-        refresh_above(leaves_address, nodes_address, legal_address, capacity, fan_out, n_nodes, index, n)
+        refresh_above(leaves_address, nodes_address, eligible_address, capacity, fan_out, n_nodes, index, n)
     return outside
 
 
@@ -81,8 +81,8 @@ def _refresh(  # type: ignore[no-untyped-def]
 def _update(  # type: ignore[no-untyped-def]
     leaves_address,
     nodes_address,
-    legal_address,
-    hyper_address,
+    eligible_address,
+    scalars_address,
     ring_address,
     index_address,
     priority_address,
@@ -97,7 +97,7 @@ def _update(  # type: ignore[no-untyped-def]
     ``generation_address`` is 0 where there are no generations.
     """
     leaves = carray(as_f32(leaves_address), capacity)
-    hyper = carray(as_f64(hyper_address), 5)
+    scalars = carray(as_f64(scalars_address), 5)
     ring = carray(as_i64(ring_address), 4)
     index = carray(as_i64(index_address), n)
     priority = carray(as_f32(priority_address), n)
@@ -117,20 +117,20 @@ def _update(  # type: ignore[no-untyped-def]
         if row >= 0 and row < size and not stale and not (priority[i] >= 0.0 and priority[i] <= LARGEST):
             return i + 1
 
-    alpha, eps = hyper[ALPHA], hyper[EPS]
+    alpha, eps = scalars[ALPHA], scalars[EPS]
     # All of them in a loop of their own, which is vectorised: a power a time takes five times as long.
     weight = np.empty(n, np.float32)
     for i in range(n):
         weight[i] = np.float32(_weight_of(np.float64(priority[i]), alpha, eps))
-    largest = hyper[MAX_PRIORITY]
+    largest = scalars[MAX_PRIORITY]
     for i in range(n):
         row = index[i]
         stale = has_generation and generation[i] != laps + (row < cursor)
         if row >= 0 and row < size and not stale:
             leaves[row] = weight[i]
             largest = max(largest, abs(np.float64(priority[i])))
-    hyper[MAX_PRIORITY] = largest
-    refresh_above(leaves_address, nodes_address, legal_address, capacity, fan_out, n_nodes, index, n)
+    scalars[MAX_PRIORITY] = largest
+    refresh_above(leaves_address, nodes_address, eligible_address, capacity, fan_out, n_nodes, index, n)
     return 0
 
 
@@ -138,8 +138,8 @@ def _update(  # type: ignore[no-untyped-def]
 def _mark(  # type: ignore[no-untyped-def]
     leaves_address,
     nodes_address,
-    legal_address,
-    hyper_address,
+    eligible_address,
+    scalars_address,
     index_address,
     n,
     capacity,
@@ -149,21 +149,21 @@ def _mark(  # type: ignore[no-untyped-def]
 ):
     """0, or minus (position + 1) of the first index out of range."""
     leaves = carray(as_f32(leaves_address), capacity)
-    hyper = carray(as_f64(hyper_address), 5)
+    scalars = carray(as_f64(scalars_address), 5)
     index = carray(as_i64(index_address), n)
     outside = _outside(index, n, capacity)
     if outside != 0:
         return outside
     largest_weight = carray(as_f64(nodes_address), 3 * n_nodes)[root(n_nodes, MAXIMUM)]
-    given = hyper[MAX_PRIORITY]
+    given = scalars[MAX_PRIORITY]
     if within_buffer and largest_weight > 0.0:
         weight = largest_weight
     else:
-        weight = _weight_of(1.0 if within_buffer or given < 0.0 else given, hyper[ALPHA], hyper[EPS])
+        weight = _weight_of(1.0 if within_buffer or given < 0.0 else given, scalars[ALPHA], scalars[EPS])
     for i in range(n):
         if index[i] >= 0:
             leaves[index[i]] = np.float32(weight)
-    refresh_above(leaves_address, nodes_address, legal_address, capacity, fan_out, n_nodes, index, n)
+    refresh_above(leaves_address, nodes_address, eligible_address, capacity, fan_out, n_nodes, index, n)
     return 0
 
 
@@ -174,15 +174,15 @@ def _parents(capacity, shift, level):  # type: ignore[no-untyped-def]
 
 
 @jit(forceinline=True)
-def _prefetch_children(address, legal_address, level, first):  # type: ignore[no-untyped-def]
+def _prefetch_children(address, eligible_address, level, first):  # type: ignore[no-untyped-def]
     """Ask for the children from ``first`` on of a node of a level: 128 bytes of sums, or 64 of leaves."""
     if level > 0:
         prefetch(address + 8 * first)
         prefetch(address + 8 * first + 64)
     else:
         prefetch(address + 4 * first)
-        if legal_address != 0:
-            prefetch(legal_address + (first >> 3))
+        if eligible_address != 0:
+            prefetch(eligible_address + (first >> 3))
 
 
 @jit(
@@ -192,8 +192,8 @@ def _prefetch_children(address, legal_address, level, first):  # type: ignore[no
 def _draw(  # type: ignore[no-untyped-def]
     leaves_address,
     nodes_address,
-    legal_address,
-    hyper_address,
+    eligible_address,
+    scalars_address,
     rng_address,
     index_address,
     weight_address,
@@ -214,7 +214,7 @@ def _draw(  # type: ignore[no-untyped-def]
     rng = carray(as_i64(rng_address), 3)
     index = carray(as_i64(index_address + 8 * begin), n)
     weight = carray(as_f32(weight_address + 4 * begin), n)
-    beta = carray(as_f64(hyper_address), 5)[BETA]
+    beta = carray(as_f64(scalars_address), 5)[BETA]
     total, least = nodes[root(n_nodes, SUM)], nodes[root(n_nodes, MINIMUM)]
     if not total > 0.0:
         return 1
@@ -261,16 +261,16 @@ def _draw(  # type: ignore[no-untyped-def]
                     index[first + i] = first_child + child
                 if level == first_untabled + 1:
                     for i in range(together):
-                        _prefetch_children(next_address, legal_address, level, index[first + i] << shift)
+                        _prefetch_children(next_address, eligible_address, level, index[first + i] << shift)
             else:
                 for i in range(together):
                     first_child = index[first + i] << shift
                     child, left[i] = choose_node(here + 8 * first_child, left[i], fan_out)
                     index[first + i] = first_child + child
-                    _prefetch_children(next_address, legal_address, level, (first_child + child) << shift)
+                    _prefetch_children(next_address, eligible_address, level, (first_child + child) << shift)
         for i in range(together):
             first_child = index[first + i] << shift
-            row = first_child + choose_leaf(leaves_address, legal_address, first_child, left[i], fan_out)
+            row = first_child + choose_leaf(leaves_address, eligible_address, first_child, left[i], fan_out)
             index[first + i] = row
             left[i] = np.float64(leaves[row]) / least
         # A loop of its own, without calls, so that it is vectorised: (q / q_min) ** -beta, of ratios of at least 1.
@@ -281,12 +281,12 @@ def _draw(  # type: ignore[no-untyped-def]
     return 0
 
 
-def build(leaves: Tensor, nodes: Tensor, fan_out: int, legal: Tensor | None = None) -> None:
+def build(leaves: Tensor, nodes: Tensor, fan_out: int, eligible: Tensor | None = None) -> None:
     """See :data:`gpubuf.kernels.sum_tree.build`."""
-    capacity = rows_to_build(leaves, fan_out, legal)
-    _check(leaves, nodes, capacity, fan_out, legal)
-    legal_address = 0 if legal is None else legal.data_ptr()
-    _build(leaves.data_ptr(), nodes.data_ptr(), legal_address, capacity, fan_out, nodes.numel() // 3)
+    capacity = rows_to_build(leaves, fan_out, eligible)
+    _check(leaves, nodes, capacity, fan_out, eligible)
+    eligible_address = 0 if eligible is None else eligible.data_ptr()
+    _build(leaves.data_ptr(), nodes.data_ptr(), eligible_address, capacity, fan_out, nodes.numel() // 3)
 
 
 def refresh(
@@ -295,18 +295,18 @@ def refresh(
     index: Tensor,
     capacity: int,
     fan_out: int,
-    legal: Tensor | None = None,
+    eligible: Tensor | None = None,
     *,
     trusted: bool = False,
 ) -> None:
     """See :data:`gpubuf.kernels.sum_tree.refresh`."""
     if not trusted:
-        _check(leaves, nodes, capacity, fan_out, legal)
+        _check(leaves, nodes, capacity, fan_out, eligible)
         check_index(index)
     code = _refresh(
         leaves.data_ptr(),
         nodes.data_ptr(),
-        0 if legal is None else legal.data_ptr(),
+        0 if eligible is None else eligible.data_ptr(),
         index.data_ptr(),
         index.numel(),
         capacity,
@@ -320,27 +320,27 @@ def refresh(
 def update(
     leaves: Tensor,
     nodes: Tensor,
-    hyper: Tensor,
+    scalars: Tensor,
     ring: Tensor,
     index: Tensor,
     priority: Tensor,
     generation: Tensor | None,
     capacity: int,
     fan_out: int,
-    legal: Tensor | None = None,
+    eligible: Tensor | None = None,
     *,
     trusted: bool = False,
 ) -> None:
     """See :data:`gpubuf.kernels.sum_tree.update`."""
     if not trusted:
-        _check(leaves, nodes, capacity, fan_out, legal)
-        check_hyper(hyper)
+        _check(leaves, nodes, capacity, fan_out, eligible)
+        check_scalars(scalars)
         check_update(ring, index, priority, generation)
     code = _update(
         leaves.data_ptr(),
         nodes.data_ptr(),
-        0 if legal is None else legal.data_ptr(),
-        hyper.data_ptr(),
+        0 if eligible is None else eligible.data_ptr(),
+        scalars.data_ptr(),
         ring.data_ptr(),
         index.data_ptr(),
         priority.data_ptr(),
@@ -362,25 +362,25 @@ def update(
 def mark(
     leaves: Tensor,
     nodes: Tensor,
-    hyper: Tensor,
+    scalars: Tensor,
     index: Tensor,
     capacity: int,
     fan_out: int,
     within_buffer: bool,
-    legal: Tensor | None = None,
+    eligible: Tensor | None = None,
     *,
     trusted: bool = False,
 ) -> None:
     """See :data:`gpubuf.kernels.sum_tree.mark`."""
     if not trusted:
-        _check(leaves, nodes, capacity, fan_out, legal)
-        check_hyper(hyper)
+        _check(leaves, nodes, capacity, fan_out, eligible)
+        check_scalars(scalars)
         check_index(index)
     code = _mark(
         leaves.data_ptr(),
         nodes.data_ptr(),
-        0 if legal is None else legal.data_ptr(),
-        hyper.data_ptr(),
+        0 if eligible is None else eligible.data_ptr(),
+        scalars.data_ptr(),
         index.data_ptr(),
         index.numel(),
         capacity,
@@ -395,20 +395,20 @@ def mark(
 def draw(
     leaves: Tensor,
     nodes: Tensor,
-    hyper: Tensor,
+    scalars: Tensor,
     rng: Tensor,
     n: int,
     capacity: int,
     fan_out: int,
     stratified: bool,
-    legal: Tensor | None = None,
+    eligible: Tensor | None = None,
     *,
     trusted: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """See :data:`gpubuf.kernels.sum_tree.draw`."""
     if not trusted:
-        _check(leaves, nodes, capacity, fan_out, legal)
-        check_hyper(hyper)
+        _check(leaves, nodes, capacity, fan_out, eligible)
+        check_scalars(scalars)
     check_request(rng, n)
     index, weight = torch.empty(n, dtype=torch.int64), torch.empty(n, dtype=torch.float32)
     if n == 0:
@@ -416,25 +416,25 @@ def draw(
     before = (
         leaves.data_ptr(),
         nodes.data_ptr(),
-        0 if legal is None else legal.data_ptr(),
-        hyper.data_ptr(),
+        0 if eligible is None else eligible.data_ptr(),
+        scalars.data_ptr(),
         rng.data_ptr(),
         index.data_ptr(),
         weight.data_ptr(),
     )
     results = call_in_parts(_draw, before, n, (n, capacity, fan_out, nodes.numel() // 3, stratified))
     if any(results):
-        illegal = "" if legal is None else " or is illegal"
-        raise RuntimeError(f"nothing can be drawn: every row of the sum tree has weight zero{illegal}")
+        ineligible = "" if eligible is None else " or is ineligible"
+        raise RuntimeError(f"nothing can be drawn: every row of the sum tree has weight zero{ineligible}")
     if len(results) > 1:
         rng[OFFSET] += n
     return index, weight
 
 
-def _check(leaves: Tensor, nodes: Tensor, capacity: int, fan_out: int, legal: Tensor | None) -> None:
+def _check(leaves: Tensor, nodes: Tensor, capacity: int, fan_out: int, eligible: Tensor | None) -> None:
     check_tree(leaves, nodes, capacity, fan_out)
-    if legal is not None:
-        check_legal(legal, capacity)
+    if eligible is not None:
+        check_eligible(eligible, capacity)
 
 
 def _raise_index(index: Tensor, position: int, capacity: int) -> Never:

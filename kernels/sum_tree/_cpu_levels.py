@@ -1,6 +1,6 @@
 """The levels of a sum tree on the CPU: where they are, and the nodes above given rows.
 
-``legal_address`` is that of the bitmap of legal rows, or 0 where all rows are legal.
+``eligible_address`` is that of the bitmap of eligible rows, or 0 where all rows are eligible.
 """
 
 # Numba needs the real signatures: no `from __future__ import annotations`.
@@ -35,7 +35,7 @@ def root(n_nodes, plane):  # type: ignore[no-untyped-def]
 
 
 @jit
-def refresh_all(leaves_address, nodes_address, legal_address, capacity, fan_out, n_nodes):  # type: ignore[no-untyped-def]
+def refresh_all(leaves_address, nodes_address, eligible_address, capacity, fan_out, n_nodes):  # type: ignore[no-untyped-def]
     """Recompute every inner node from its children, level by level."""
     count = -(-capacity // fan_out)
     plane_bytes = 8 * n_nodes
@@ -43,7 +43,9 @@ def refresh_all(leaves_address, nodes_address, legal_address, capacity, fan_out,
     minima = carray(as_f64(nodes_address + MINIMUM * plane_bytes), n_nodes)
     maxima = carray(as_f64(nodes_address + MAXIMUM * plane_bytes), n_nodes)
     for node in range(count):
-        sums[node], minima[node], maxima[node] = stats_of_leaves(leaves_address, legal_address, node * fan_out, fan_out)
+        sums[node], minima[node], maxima[node] = stats_of_leaves(
+            leaves_address, eligible_address, node * fan_out, fan_out
+        )
     below, here = 0, padded(count, fan_out)
     while count > 1:
         count = -(-count // fan_out)
@@ -56,7 +58,7 @@ def refresh_all(leaves_address, nodes_address, legal_address, capacity, fan_out,
 
 @jit
 def refresh_above(  # type: ignore[no-untyped-def]
-    leaves_address, nodes_address, legal_address, capacity, fan_out, n_nodes, index, n
+    leaves_address, nodes_address, eligible_address, capacity, fan_out, n_nodes, index, n
 ):
     """Recompute the nodes above rows ``index`` from their children, level by level.
 
@@ -80,8 +82,8 @@ def refresh_above(  # type: ignore[no-untyped-def]
             touched[n_touched] = node
             n_touched += 1
             prefetch(leaves_address + 4 * (node << shift))
-            if legal_address != 0:
-                prefetch(legal_address + ((node << shift) >> 3))
+            if eligible_address != 0:
+                prefetch(eligible_address + ((node << shift) >> 3))
             if whole:
                 # The next level reads all of this one, in order.
                 for plane in range(3):
@@ -95,11 +97,13 @@ def refresh_above(  # type: ignore[no-untyped-def]
 
     count = -(-capacity // fan_out)
     if n_touched >= count:
-        refresh_all(leaves_address, nodes_address, legal_address, capacity, fan_out, n_nodes)
+        refresh_all(leaves_address, nodes_address, eligible_address, capacity, fan_out, n_nodes)
         return
     for i in range(n_touched):
         node = touched[i]
-        sums[node], minima[node], maxima[node] = stats_of_leaves(leaves_address, legal_address, node << shift, fan_out)
+        sums[node], minima[node], maxima[node] = stats_of_leaves(
+            leaves_address, eligible_address, node << shift, fan_out
+        )
 
     below, here = 0, padded(count, fan_out)
     while count > 1:

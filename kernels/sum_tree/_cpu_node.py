@@ -5,9 +5,9 @@ find this form by itself (measured: an update takes 2.3 times as long with plain
 order of the additions is fixed by the shuffles below, so that every machine, and build and update alike, get
 the same bits. Other fan-outs, which only trees made for a GPU have, take plain loops.
 
-Arguments that the functions on leaves share: ``leaves_address``; ``legal_address``, that of the bitmap of legal rows,
-or 0 where all rows are legal; ``first``, the row of the node's first leaf. An illegal leaf counts as one of weight
-zero.
+Arguments that the functions on leaves share: ``leaves_address``; ``eligible_address``, that of the bitmap of eligible
+rows, or 0 where all rows are eligible; ``first``, the row of the node's first leaf. An ineligible leaf counts as one of
+weight zero.
 """
 
 # Numba needs the real signatures: no `from __future__ import annotations`.
@@ -46,10 +46,10 @@ def _load_f64(builder: Any, address: Any) -> Any:
     return builder.load(builder.inttoptr(address, _VECTOR.as_pointer()), align=8)
 
 
-def _load_legal_f32(builder: Any, address: Any, legal: Any) -> Any:
-    """The leaves at ``address`` whose bit in ``legal`` is set, zero elsewhere; nothing is masked where all are set."""
+def _load_eligible_f32(builder: Any, address: Any, eligible: Any) -> Any:
+    """The leaves at ``address`` whose bit in ``eligible`` is set, zero elsewhere. If all are set, nothing is masked."""
     narrow = builder.load(builder.inttoptr(address, ir.VectorType(_F32, WIDTH).as_pointer()), align=4)
-    mask = builder.bitcast(builder.trunc(legal, _BITS), ir.VectorType(_I1, WIDTH))
+    mask = builder.bitcast(builder.trunc(eligible, _BITS), ir.VectorType(_I1, WIDTH))
     return builder.select(mask, builder.fpext(narrow, _VECTOR), _ZERO)
 
 
@@ -73,7 +73,7 @@ def _maximum(builder: Any) -> Callable[[Any, Any], Any]:
 
 @_intrinsic
 def _bits_at(typingctx, address):  # type: ignore[no-untyped-def]
-    """The legal bits of 16 rows, which are one aligned piece of a word; the lowest is that of the first row."""
+    """The eligible bits of 16 rows, which are one aligned piece of a word; the lowest is that of the first row."""
 
     def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
         return builder.zext(builder.load(builder.inttoptr(args[0], _BITS.as_pointer()), align=2), _I64)
@@ -82,9 +82,9 @@ def _bits_at(typingctx, address):  # type: ignore[no-untyped-def]
 
 
 @_intrinsic
-def _stats_of_leaves(typingctx, address, legal):  # type: ignore[no-untyped-def]
+def _stats_of_leaves(typingctx, address, eligible):  # type: ignore[no-untyped-def]
     def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        weight = _load_legal_f32(builder, *args)
+        weight = _load_eligible_f32(builder, *args)
         positive = builder.select(builder.fcmp_ordered(">", weight, _ZERO), weight, _INFINITY)
         return context.make_tuple(
             builder,
@@ -153,9 +153,9 @@ _CHOICE = types.Tuple((types.int64, types.float64))
 
 
 @_intrinsic
-def _choose_leaf(typingctx, address, legal, mass):  # type: ignore[no-untyped-def]
+def _choose_leaf(typingctx, address, eligible, mass):  # type: ignore[no-untyped-def]
     def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        return _choose(context, builder, signature, _load_legal_f32(builder, *args[:2]), args[2])
+        return _choose(context, builder, signature, _load_eligible_f32(builder, *args[:2]), args[2])
 
     return _CHOICE(types.int64, types.int64, types.float64), codegen
 
@@ -198,26 +198,26 @@ def _first_above(typingctx, address, mass):  # type: ignore[no-untyped-def]
 
 
 @jit(forceinline=True)
-def _counts(weight, legal_address, row):  # type: ignore[no-untyped-def]
+def _counts(weight, eligible_address, row):  # type: ignore[no-untyped-def]
     """Whether a leaf counts. The bits of padding, which weighs nothing, are not read: there may be none."""
-    if legal_address == 0 or not weight > 0.0:
+    if eligible_address == 0 or not weight > 0.0:
         return weight > 0.0
-    return (carray(as_i64(legal_address), (row >> 6) + 1)[row >> 6] >> (row & 63)) & 1 == 1
+    return (carray(as_i64(eligible_address), (row >> 6) + 1)[row >> 6] >> (row & 63)) & 1 == 1
 
 
 @jit
-def stats_of_leaves(leaves_address, legal_address, first, fan_out):  # type: ignore[no-untyped-def]
+def stats_of_leaves(leaves_address, eligible_address, first, fan_out):  # type: ignore[no-untyped-def]
     """(sum, least positive, maximum) of ``fan_out`` leaves."""
     address = leaves_address + 4 * first
     if fan_out == WIDTH:
-        if legal_address == 0:
+        if eligible_address == 0:
             return _stats_of_leaves(address, -1)
-        return _stats_of_leaves(address, _bits_at(legal_address + (first >> 3)))
+        return _stats_of_leaves(address, _bits_at(eligible_address + (first >> 3)))
     weights = carray(as_f32(address), fan_out)
     total, minimum, maximum = 0.0, np.inf, 0.0
     for j in range(fan_out):
         weight = np.float64(weights[j])
-        if _counts(weight, legal_address, first + j):
+        if _counts(weight, eligible_address, first + j):
             total += weight
             minimum = min(minimum, weight)
             maximum = max(maximum, weight)
@@ -299,20 +299,20 @@ def choose_by_table(address, tables, at, mass):  # type: ignore[no-untyped-def]
 
 
 @jit
-def choose_leaf(leaves_address, legal_address, first, mass, fan_out):  # type: ignore[no-untyped-def]
+def choose_leaf(leaves_address, eligible_address, first, mass, fan_out):  # type: ignore[no-untyped-def]
     """Child among ``fan_out`` leaves, as in :func:`choose_node`."""
     address = leaves_address + 4 * first
     if fan_out == WIDTH:
-        if legal_address == 0:
+        if eligible_address == 0:
             child, _ = _choose_leaf(address, -1, mass)
         else:
-            child, _ = _choose_leaf(address, _bits_at(legal_address + (first >> 3)), mass)
+            child, _ = _choose_leaf(address, _bits_at(eligible_address + (first >> 3)), mass)
         if child < fan_out:
             return child
     weights = carray(as_f32(address), fan_out)
     prefix, last = 0.0, 0
     for j in range(fan_out):
-        if _counts(weights[j], legal_address, first + j):
+        if _counts(weights[j], eligible_address, first + j):
             prefix += weights[j]
             if prefix > mass:
                 return j

@@ -11,9 +11,9 @@ from gpubuf.kernels._launching import cdiv, launch
 from gpubuf.kernels.philox import check_request
 from gpubuf.kernels.sum_tree import _triton_update as kernels
 from gpubuf.kernels.sum_tree._check import (
-    check_hyper,
+    check_eligible,
     check_index,
-    check_legal,
+    check_scalars,
     check_tree,
     check_update,
     rows_to_build,
@@ -22,9 +22,9 @@ from gpubuf.kernels.sum_tree._check import (
 from gpubuf.kernels.sum_tree._triton import sum_tree_draw_kernel
 
 
-def _check_legal(legal: Tensor | None, capacity: int) -> None:
-    if legal is not None:
-        check_legal(legal, capacity)
+def _check_eligible(eligible: Tensor | None, capacity: int) -> None:
+    if eligible is not None:
+        check_eligible(eligible, capacity)
 
 
 def _or(given: Tensor | None, index: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ def top_block(fan_out: int) -> int:
 def _refresh(
     leaves: Tensor,
     nodes: Tensor,
-    legal: Tensor | None,
+    eligible: Tensor | None,
     weight: Tensor | None,
     index: Tensor,
     n: int,
@@ -71,13 +71,13 @@ def _refresh(
         cdiv(min(n, cdiv(capacity, fan_out)), block),
         leaves,
         nodes,
-        _or(legal, index),
+        _or(eligible, index),
         leaves if weight is None else weight,
         index,
         n,
         capacity,
         n_nodes,
-        HAS_LEGAL=legal is not None,
+        HAS_ELIGIBLE=eligible is not None,
         HAS_TAGS=weight is not None,
         **common,
     )
@@ -104,24 +104,24 @@ def _refresh(
         )
 
 
-def build(leaves: Tensor, nodes: Tensor, fan_out: int, legal: Tensor | None = None) -> None:
+def build(leaves: Tensor, nodes: Tensor, fan_out: int, eligible: Tensor | None = None) -> None:
     """See :data:`gpubuf.kernels.sum_tree.build`."""
-    capacity = rows_to_build(leaves, fan_out, legal)
+    capacity = rows_to_build(leaves, fan_out, eligible)
     check_tree(leaves, nodes, capacity, fan_out)
-    check_devices(leaves, nodes, legal)
+    check_devices(leaves, nodes, eligible)
     # As many entries as rows: every level is recomputed as a whole, and the index is never read.
     chosen = config.tree_update(fan_out, max(capacity, 1025), device_name(leaves.device))
-    _refresh(leaves, nodes, legal, None, nodes.view(torch.int64), capacity, capacity, fan_out, chosen)
+    _refresh(leaves, nodes, eligible, None, nodes.view(torch.int64), capacity, capacity, fan_out, chosen)
 
 
 def refresh(
-    leaves: Tensor, nodes: Tensor, index: Tensor, capacity: int, fan_out: int, legal: Tensor | None = None
+    leaves: Tensor, nodes: Tensor, index: Tensor, capacity: int, fan_out: int, eligible: Tensor | None = None
 ) -> None:
     """See :data:`gpubuf.kernels.sum_tree.refresh`."""
     check_tree(leaves, nodes, capacity, fan_out)
-    _check_legal(legal, capacity)
+    _check_eligible(eligible, capacity)
     n = check_index(index)
-    check_devices(leaves, nodes, index, legal)
+    check_devices(leaves, nodes, index, eligible)
     if n == 0:
         return
     _, n_nodes, depth = tree_shape(capacity, fan_out)
@@ -132,39 +132,39 @@ def refresh(
             1,
             leaves,
             nodes,
-            _or(legal, index),
+            _or(eligible, index),
             index,
             n,
             capacity,
             n_nodes,
             depth,
-            HAS_LEGAL=legal is not None,
+            HAS_ELIGIBLE=eligible is not None,
             SHIFT=_shift(fan_out),
             BLOCK_NODES=chosen.block_nodes,
             num_warps=chosen.num_warps,
         )
         return
-    _refresh(leaves, nodes, legal, None, index, n, capacity, fan_out, chosen)
+    _refresh(leaves, nodes, eligible, None, index, n, capacity, fan_out, chosen)
 
 
 def update(
     leaves: Tensor,
     nodes: Tensor,
-    hyper: Tensor,
+    scalars: Tensor,
     ring: Tensor,
     index: Tensor,
     priority: Tensor,
     generation: Tensor | None,
     capacity: int,
     fan_out: int,
-    legal: Tensor | None = None,
+    eligible: Tensor | None = None,
 ) -> None:
     """See :data:`gpubuf.kernels.sum_tree.update`."""
     check_tree(leaves, nodes, capacity, fan_out)
-    check_hyper(hyper)
-    _check_legal(legal, capacity)
+    check_scalars(scalars)
+    _check_eligible(eligible, capacity)
     n = check_update(ring, index, priority, generation)
-    check_devices(leaves, nodes, hyper, ring, index, priority, generation, legal)
+    check_devices(leaves, nodes, scalars, ring, index, priority, generation, eligible)
     if n == 0:
         return
     if n >= 2**31:
@@ -180,14 +180,14 @@ def update(
             1,
             leaves,
             nodes,
-            _or(legal, index),
-            hyper,
+            _or(eligible, index),
+            scalars,
             *entries,
             n,
             capacity,
             n_nodes,
             depth,
-            HAS_LEGAL=legal is not None,
+            HAS_ELIGIBLE=eligible is not None,
             HAS_GENERATION=has_generation,
             SHIFT=shift,
             BLOCK_ENTRIES=chosen.block_entries,
@@ -200,7 +200,7 @@ def update(
         kernels.sum_tree_claim_kernel,
         cdiv(n, chosen.block_entries),
         leaves,
-        hyper,
+        scalars,
         *entries,
         weight,
         n,
@@ -209,25 +209,25 @@ def update(
         BLOCK_ENTRIES=chosen.block_entries,
         num_warps=chosen.num_warps,
     )
-    _refresh(leaves, nodes, legal, weight, index, n, capacity, fan_out, chosen)
+    _refresh(leaves, nodes, eligible, weight, index, n, capacity, fan_out, chosen)
 
 
 def mark(
     leaves: Tensor,
     nodes: Tensor,
-    hyper: Tensor,
+    scalars: Tensor,
     index: Tensor,
     capacity: int,
     fan_out: int,
     within_buffer: bool,
-    legal: Tensor | None = None,
+    eligible: Tensor | None = None,
 ) -> None:
     """See :data:`gpubuf.kernels.sum_tree.mark`."""
     check_tree(leaves, nodes, capacity, fan_out)
-    check_hyper(hyper)
-    _check_legal(legal, capacity)
+    check_scalars(scalars)
+    _check_eligible(eligible, capacity)
     n = check_index(index)
-    check_devices(leaves, nodes, hyper, index, legal)
+    check_devices(leaves, nodes, scalars, index, eligible)
     if n == 0:
         return
     _, n_nodes, depth = tree_shape(capacity, fan_out)
@@ -238,14 +238,14 @@ def mark(
             1,
             leaves,
             nodes,
-            _or(legal, index),
-            hyper,
+            _or(eligible, index),
+            scalars,
             index,
             n,
             capacity,
             n_nodes,
             depth,
-            HAS_LEGAL=legal is not None,
+            HAS_ELIGIBLE=eligible is not None,
             WITHIN_BUFFER=within_buffer,
             SHIFT=_shift(fan_out),
             BLOCK_ENTRIES=chosen.block_entries,
@@ -258,7 +258,7 @@ def mark(
         cdiv(n, chosen.block_entries),
         leaves,
         nodes,
-        hyper,
+        scalars,
         index,
         n,
         capacity,
@@ -267,26 +267,26 @@ def mark(
         BLOCK_ENTRIES=chosen.block_entries,
         num_warps=chosen.num_warps,
     )
-    _refresh(leaves, nodes, legal, None, index, n, capacity, fan_out, chosen)
+    _refresh(leaves, nodes, eligible, None, index, n, capacity, fan_out, chosen)
 
 
 def draw(
     leaves: Tensor,
     nodes: Tensor,
-    hyper: Tensor,
+    scalars: Tensor,
     rng: Tensor,
     n: int,
     capacity: int,
     fan_out: int,
     stratified: bool,
-    legal: Tensor | None = None,
+    eligible: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See :data:`gpubuf.kernels.sum_tree.draw`."""
     check_tree(leaves, nodes, capacity, fan_out)
-    check_hyper(hyper)
-    _check_legal(legal, capacity)
+    check_scalars(scalars)
+    _check_eligible(eligible, capacity)
     check_request(rng, n)
-    check_devices(leaves, nodes, hyper, rng, legal)
+    check_devices(leaves, nodes, scalars, rng, eligible)
     index = torch.empty(n, dtype=torch.int64, device=leaves.device)
     weight = torch.empty(n, dtype=torch.float32, device=leaves.device)
     if n == 0:
@@ -298,8 +298,8 @@ def draw(
         cdiv(n, chosen.block_draws),
         leaves,
         nodes,
-        hyper,
-        _or(legal, index),
+        scalars,
+        _or(eligible, index),
         rng,
         index,
         weight,
@@ -307,7 +307,7 @@ def draw(
         capacity,
         n_nodes,
         depth,
-        HAS_LEGAL=legal is not None,
+        HAS_ELIGIBLE=eligible is not None,
         STRATIFIED=stratified,
         SHIFT=_shift(fan_out),
         BLOCK_DRAWS=chosen.block_draws,

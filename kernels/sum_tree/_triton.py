@@ -4,8 +4,8 @@ Arguments that all kernels share:
 
 * ``leaves_ptr``: float32 [n_leaves], the capacity rounded up to a multiple of the fan-out F = 1 << SHIFT;
 * ``nodes_ptr``: float64 [3, n_nodes], planes sum, minimum, maximum; level 1 first, the root last;
-* ``hyper_ptr``: float64 [5] = (alpha, beta, eps, max_priority, refused);
-* ``legal_ptr``: int64 [cdiv(capacity, 64)], row r is bit r % 64 of word r // 64; not read without HAS_LEGAL.
+* ``scalars_ptr``: float64 [5] = (alpha, beta, eps, max_priority, refused);
+* ``eligible_ptr``: int64 [cdiv(capacity, 64)], row r is bit r % 64 of word r // 64; not read without HAS_ELIGIBLE.
 """
 
 import triton
@@ -19,7 +19,7 @@ SUM = tl.constexpr(sum_tree.SUM)
 MINIMUM = tl.constexpr(sum_tree.MINIMUM)
 MAXIMUM = tl.constexpr(sum_tree.MAXIMUM)
 
-# Places in ``hyper_ptr``.
+# Places in ``scalars_ptr``.
 ALPHA = tl.constexpr(sum_tree.ALPHA)
 BETA = tl.constexpr(sum_tree.BETA)
 EPS = tl.constexpr(sum_tree.EPS)
@@ -122,8 +122,8 @@ def choose_child(weight, mass, lane, FAN_OUT: tl.constexpr):
 def sum_tree_draw_kernel(
     leaves_ptr,
     nodes_ptr,
-    hyper_ptr,
-    legal_ptr,
+    scalars_ptr,
+    eligible_ptr,
     rng_ptr,  # int64 [3] = (seed, offset, ticket); advanced by n
     index_ptr,  # int64 [n]
     weight_ptr,  # float32 [n]
@@ -131,12 +131,12 @@ def sum_tree_draw_kernel(
     capacity,
     n_nodes,
     depth,  # inner levels
-    HAS_LEGAL: tl.constexpr,
+    HAS_ELIGIBLE: tl.constexpr,
     STRATIFIED: tl.constexpr,
     SHIFT: tl.constexpr,
     BLOCK_DRAWS: tl.constexpr,
 ):
-    """Draw legal rows in proportion to their weights, with weight (q / q_min) ** -beta; NO_ROW and 0 if all are 0.
+    """Draw eligible rows in proportion to their weights, with weight (q / q_min) ** -beta; NO_ROW and 0 if all are 0.
 
     Grid: (cdiv(n, BLOCK_DRAWS),).
     """
@@ -159,15 +159,15 @@ def sum_tree_draw_kernel(
         node = (node << SHIFT) + child
     leaf = (node << SHIFT)[:, None] + lane[None, :]
     weight = tl.load(leaves_ptr + leaf).to(tl.float64)
-    if HAS_LEGAL:
-        weight = counting(weight, tl.load(legal_ptr + (leaf >> 6), mask=leaf < capacity, other=0), leaf)
+    if HAS_ELIGIBLE:
+        weight = counting(weight, tl.load(eligible_ptr + (leaf >> 6), mask=leaf < capacity, other=0), leaf)
     child, mass = choose_child(weight, mass, lane, fan_out)
     row = (node << SHIFT) + child
     drawn = tl.sum(tl.where(lane[None, :] == child[:, None], weight, 0.0), axis=1)
 
     some = total > 0.0
     ratio = tl.where(some, drawn / tl.load(nodes_ptr + root(n_nodes, MINIMUM)), 1.0)
-    beta = tl.load(hyper_ptr + BETA)
+    beta = tl.load(scalars_ptr + BETA)
     # Both special cases come out exactly: log2(1) is 0, and so is any finite number times 0.
     importance = tl.exp2(tl.log2(ratio) * -beta)
     tl.store(index_ptr + i, tl.where(some, row, NO_ROW), mask=i < n)

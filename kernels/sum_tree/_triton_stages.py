@@ -14,8 +14,8 @@ Arguments that all kernels share:
 
 * ``leaves_ptr``: float32 [n_leaves], the capacity rounded up to a multiple of the fan-out F = 1 << SHIFT;
 * ``nodes_ptr``: float64 [3, n_nodes], planes sum, minimum, maximum; level 1 first, the root last;
-* ``hyper_ptr``: float64 [5] = (alpha, beta, eps, max_priority, refused);
-* ``legal_ptr``: int64 [cdiv(capacity, 64)], row r is bit r % 64 of word r // 64; not read without HAS_LEGAL;
+* ``scalars_ptr``: float64 [5] = (alpha, beta, eps, max_priority, refused);
+* ``eligible_ptr``: int64 [cdiv(capacity, 64)], row r is bit r % 64 of word r // 64; not read without HAS_ELIGIBLE;
 * ``ring_ptr``: int64 [4] = (written, size, ticket, faults);
 * ``index_ptr``: int64 [n], rows; -1 is ignored;
 * ``weight_ptr``: float32 [n], scratch: the weights of the entries that have tagged a leaf; not read without HAS_TAGS.
@@ -68,7 +68,7 @@ def _nodes_above(index_ptr, i, n, capacity, level_shift, count):
 @triton.jit
 def stage_claim(
     leaves_ptr,
-    hyper_ptr,
+    scalars_ptr,
     ring_ptr,
     index_ptr,
     priority_ptr,
@@ -96,17 +96,17 @@ def stage_claim(
 
     refused = (live ^ claims) | (row < -1) | (row >= capacity)
     n_refused = tl.sum(refused.to(tl.int32), axis=0)
-    tl.atomic_add(hyper_ptr + REFUSED, n_refused.to(tl.float64), mask=n_refused > 0, sem="relaxed")
+    tl.atomic_add(scalars_ptr + REFUSED, n_refused.to(tl.float64), mask=n_refused > 0, sem="relaxed")
     # The bits of floats from 0 up, as integers, are ordered as the floats are. Those of the initial -1.0 are below
     # them.
     largest = tl.max(tl.where(claims, tl.abs(priority).to(tl.float64), -1.0), axis=0)
-    maximum_ptr = hyper_ptr.to(tl.pointer_type(tl.int64), bitcast=True)
+    maximum_ptr = scalars_ptr.to(tl.pointer_type(tl.int64), bitcast=True)
     tl.atomic_max(maximum_ptr + MAX_PRIORITY, largest.to(tl.int64, bitcast=True), mask=largest >= 0.0, sem="relaxed")
     return priority, claims
 
 
 @triton.jit
-def stage_resolve(leaves_ptr, hyper_ptr, index_ptr, priority_ptr, i, n, capacity):
+def stage_resolve(leaves_ptr, scalars_ptr, index_ptr, priority_ptr, i, n, capacity):
     """The entry whose tag has stayed puts its weight in the tag's place. What the others read is a tag or a weight."""
     row = tl.load(index_ptr + i, mask=i < n, other=-1)
     in_range = (row >= 0) & (row < capacity)
@@ -116,7 +116,7 @@ def stage_resolve(leaves_ptr, hyper_ptr, index_ptr, priority_ptr, i, n, capacity
     bits = tl.load(bits_ptr + row, mask=in_range, other=0)
     last = in_range & (bits == (i.to(tl.uint32) | TAG))
     priority = tl.load(priority_ptr + i, mask=last, other=0.0)
-    weight = weight_of(priority, tl.load(hyper_ptr + ALPHA), tl.load(hyper_ptr + EPS))
+    weight = weight_of(priority, tl.load(scalars_ptr + ALPHA), tl.load(scalars_ptr + EPS))
     tl.store(leaves_ptr + row, weight.to(tl.float32), mask=last)
 
 
@@ -131,14 +131,14 @@ def stage_mark(leaves_ptr, index_ptr, weight, i, n, capacity):
 def stage_refresh_leaves(
     leaves_ptr,
     nodes_ptr,
-    legal_ptr,
+    eligible_ptr,
     weight_ptr,
     index_ptr,
     i,
     n,
     capacity,
     n_nodes,
-    HAS_LEGAL: tl.constexpr,
+    HAS_ELIGIBLE: tl.constexpr,
     HAS_TAGS: tl.constexpr,
     SHIFT: tl.constexpr,
 ):
@@ -151,9 +151,9 @@ def stage_refresh_leaves(
     columns: tl.constexpr = SHIFT if SHIFT < 3 else 3 if SHIFT < 6 else SHIFT - 2
     node, needed = _nodes_above(index_ptr, i, n, capacity, SHIFT, level_up(capacity, SHIFT))
     first = (node << SHIFT)[:, None] + tl.arange(0, 1 << columns)[None, :]
-    if HAS_LEGAL and SHIFT <= 6:
+    if HAS_ELIGIBLE and SHIFT <= 6:
         # One word has the bits of a whole node.
-        word = tl.load(legal_ptr + ((node << SHIFT) >> 6), mask=needed, other=0)[:, None]
+        word = tl.load(eligible_ptr + ((node << SHIFT) >> 6), mask=needed, other=0)[:, None]
     for part in tl.static_range(1 << (SHIFT - columns)):
         leaf = first + (part << columns)
         # TTIR race (sum_tree_refresh_leaves_kernel): a tag, or the weight that another program puts in its place.
@@ -163,10 +163,10 @@ def stage_refresh_leaves(
             tagged = bits < 0
             weight = tl.where(tagged, tl.load(weight_ptr + (bits & ENTRY_OF_TAG), mask=tagged, other=0.0), weight)
             tl.store(leaves_ptr + leaf, weight, mask=tagged)
-        if HAS_LEGAL:
+        if HAS_ELIGIBLE:
             if SHIFT > 6:
                 # The bits of the padding, which weighs nothing, may not exist.
-                word = tl.load(legal_ptr + (leaf >> 6), mask=needed[:, None] & (leaf < capacity), other=0)
+                word = tl.load(eligible_ptr + (leaf >> 6), mask=needed[:, None] & (leaf < capacity), other=0)
             weight = counting(weight, word, leaf)
         positive = tl.where(weight > 0.0, weight, float("inf"))
         if part == 0:
@@ -234,13 +234,13 @@ def levels_above(
 def all_levels(
     leaves_ptr,
     nodes_ptr,
-    legal_ptr,
+    eligible_ptr,
     index_ptr,
     n,
     capacity,
     n_nodes,
     depth,
-    HAS_LEGAL: tl.constexpr,
+    HAS_ELIGIBLE: tl.constexpr,
     SHIFT: tl.constexpr,
     BLOCK_NODES: tl.constexpr,
 ):
@@ -251,14 +251,14 @@ def all_levels(
         stage_refresh_leaves(
             leaves_ptr,
             nodes_ptr,
-            legal_ptr,
+            eligible_ptr,
             leaves_ptr,
             index_ptr,
             start + block,
             n,
             capacity,
             n_nodes,
-            HAS_LEGAL,
+            HAS_ELIGIBLE,
             False,
             SHIFT,
         )
@@ -266,14 +266,14 @@ def all_levels(
 
 
 @triton.jit
-def new_weight(nodes_ptr, hyper_ptr, n_nodes, WITHIN_BUFFER: tl.constexpr):
+def new_weight(nodes_ptr, scalars_ptr, n_nodes, WITHIN_BUFFER: tl.constexpr):
     """Weight of a new row, float32: of the running maximum, or as the largest in the tree; else of 1.0."""
-    alpha = tl.load(hyper_ptr + ALPHA)
-    eps = tl.load(hyper_ptr + EPS)
+    alpha = tl.load(scalars_ptr + ALPHA)
+    eps = tl.load(scalars_ptr + EPS)
     if WITHIN_BUFFER:
         largest = tl.load(nodes_ptr + root(n_nodes, MAXIMUM))
         weight = tl.where(largest > 0.0, largest, weight_of(largest * 0.0 + 1.0, alpha, eps))
     else:
-        given = tl.load(hyper_ptr + MAX_PRIORITY)
+        given = tl.load(scalars_ptr + MAX_PRIORITY)
         weight = weight_of(tl.where(given < 0.0, 1.0, given), alpha, eps)
     return weight.to(tl.float32)

@@ -25,7 +25,7 @@ from gpubuf.kernels.sum_tree._triton_stages import (
 )
 def sum_tree_claim_kernel(
     leaves_ptr,
-    hyper_ptr,
+    scalars_ptr,
     ring_ptr,
     index_ptr,
     priority_ptr,  # float32 [n]
@@ -44,7 +44,7 @@ def sum_tree_claim_kernel(
     capacity = capacity.to(tl.int64)
     priority, claims = stage_claim(
         leaves_ptr,
-        hyper_ptr,
+        scalars_ptr,
         ring_ptr,
         index_ptr,
         priority_ptr,
@@ -54,7 +54,7 @@ def sum_tree_claim_kernel(
         capacity,
         HAS_GENERATION,
     )
-    weight = weight_of(priority, tl.load(hyper_ptr + ALPHA), tl.load(hyper_ptr + EPS))
+    weight = weight_of(priority, tl.load(scalars_ptr + ALPHA), tl.load(scalars_ptr + EPS))
     tl.store(weight_ptr + i, weight.to(tl.float32), mask=claims)
 
 
@@ -65,7 +65,7 @@ def sum_tree_claim_kernel(
 def sum_tree_mark_kernel(
     leaves_ptr,
     nodes_ptr,
-    hyper_ptr,
+    scalars_ptr,
     index_ptr,
     n,
     capacity,
@@ -75,7 +75,7 @@ def sum_tree_mark_kernel(
 ):
     """Write the weight of a new row into leaves; reads the root. Grid: (cdiv(n, BLOCK_ENTRIES),)."""
     i = tl.program_id(0).to(tl.int64) * BLOCK_ENTRIES + tl.arange(0, BLOCK_ENTRIES)
-    weight = new_weight(nodes_ptr, hyper_ptr, n_nodes.to(tl.int64), WITHIN_BUFFER)
+    weight = new_weight(nodes_ptr, scalars_ptr, n_nodes.to(tl.int64), WITHIN_BUFFER)
     stage_mark(leaves_ptr, index_ptr, weight, i, n, capacity.to(tl.int64))
 
 
@@ -86,13 +86,13 @@ def sum_tree_mark_kernel(
 def sum_tree_refresh_leaves_kernel(
     leaves_ptr,
     nodes_ptr,
-    legal_ptr,
+    eligible_ptr,
     weight_ptr,
     index_ptr,  # not read where the whole level is recomputed
     n,
     capacity,
     n_nodes,
-    HAS_LEGAL: tl.constexpr,
+    HAS_ELIGIBLE: tl.constexpr,
     HAS_TAGS: tl.constexpr,
     SHIFT: tl.constexpr,
     BLOCK_NODES: tl.constexpr,
@@ -105,7 +105,18 @@ def sum_tree_refresh_leaves_kernel(
     capacity = capacity.to(tl.int64)
     n_nodes = n_nodes.to(tl.int64)
     stage_refresh_leaves(
-        leaves_ptr, nodes_ptr, legal_ptr, weight_ptr, index_ptr, i, n, capacity, n_nodes, HAS_LEGAL, HAS_TAGS, SHIFT
+        leaves_ptr,
+        nodes_ptr,
+        eligible_ptr,
+        weight_ptr,
+        index_ptr,
+        i,
+        n,
+        capacity,
+        n_nodes,
+        HAS_ELIGIBLE,
+        HAS_TAGS,
+        SHIFT,
     )
 
 
@@ -159,8 +170,8 @@ def sum_tree_top_kernel(
 def sum_tree_update_small_kernel(
     leaves_ptr,
     nodes_ptr,
-    legal_ptr,
-    hyper_ptr,
+    eligible_ptr,
+    scalars_ptr,
     ring_ptr,
     index_ptr,
     priority_ptr,  # float32 [n]
@@ -169,7 +180,7 @@ def sum_tree_update_small_kernel(
     capacity,
     n_nodes,
     depth,  # inner levels
-    HAS_LEGAL: tl.constexpr,
+    HAS_ELIGIBLE: tl.constexpr,
     HAS_GENERATION: tl.constexpr,
     SHIFT: tl.constexpr,
     BLOCK_ENTRIES: tl.constexpr,
@@ -182,7 +193,7 @@ def sum_tree_update_small_kernel(
     for start in range(0, n, BLOCK_ENTRIES):
         stage_claim(
             leaves_ptr,
-            hyper_ptr,
+            scalars_ptr,
             ring_ptr,
             index_ptr,
             priority_ptr,
@@ -195,8 +206,10 @@ def sum_tree_update_small_kernel(
     # All tags are set.
     tl.debug_barrier()
     for start in range(0, n, BLOCK_ENTRIES):
-        stage_resolve(leaves_ptr, hyper_ptr, index_ptr, priority_ptr, start + entries, n, capacity)
-    all_levels(leaves_ptr, nodes_ptr, legal_ptr, index_ptr, n, capacity, n_nodes, depth, HAS_LEGAL, SHIFT, BLOCK_NODES)
+        stage_resolve(leaves_ptr, scalars_ptr, index_ptr, priority_ptr, start + entries, n, capacity)
+    all_levels(
+        leaves_ptr, nodes_ptr, eligible_ptr, index_ptr, n, capacity, n_nodes, depth, HAS_ELIGIBLE, SHIFT, BLOCK_NODES
+    )
 
 
 @triton.jit(
@@ -206,14 +219,14 @@ def sum_tree_update_small_kernel(
 def sum_tree_mark_small_kernel(
     leaves_ptr,
     nodes_ptr,
-    legal_ptr,
-    hyper_ptr,
+    eligible_ptr,
+    scalars_ptr,
     index_ptr,
     n,
     capacity,
     n_nodes,
     depth,  # inner levels
-    HAS_LEGAL: tl.constexpr,
+    HAS_ELIGIBLE: tl.constexpr,
     WITHIN_BUFFER: tl.constexpr,
     SHIFT: tl.constexpr,
     BLOCK_ENTRIES: tl.constexpr,
@@ -222,11 +235,13 @@ def sum_tree_mark_small_kernel(
     """A whole mark by one program. Grid: (1,)."""
     capacity = capacity.to(tl.int64)
     n_nodes = n_nodes.to(tl.int64)
-    weight = new_weight(nodes_ptr, hyper_ptr, n_nodes, WITHIN_BUFFER)
+    weight = new_weight(nodes_ptr, scalars_ptr, n_nodes, WITHIN_BUFFER)
     entries = tl.arange(0, BLOCK_ENTRIES).to(tl.int64)
     for start in range(0, n, BLOCK_ENTRIES):
         stage_mark(leaves_ptr, index_ptr, weight, start + entries, n, capacity)
-    all_levels(leaves_ptr, nodes_ptr, legal_ptr, index_ptr, n, capacity, n_nodes, depth, HAS_LEGAL, SHIFT, BLOCK_NODES)
+    all_levels(
+        leaves_ptr, nodes_ptr, eligible_ptr, index_ptr, n, capacity, n_nodes, depth, HAS_ELIGIBLE, SHIFT, BLOCK_NODES
+    )
 
 
 @triton.jit(
@@ -236,17 +251,19 @@ def sum_tree_mark_small_kernel(
 def sum_tree_refresh_small_kernel(
     leaves_ptr,
     nodes_ptr,
-    legal_ptr,
+    eligible_ptr,
     index_ptr,
     n,
     capacity,
     n_nodes,
     depth,  # inner levels
-    HAS_LEGAL: tl.constexpr,
+    HAS_ELIGIBLE: tl.constexpr,
     SHIFT: tl.constexpr,
     BLOCK_NODES: tl.constexpr,
 ):
     """All levels above rows ``index`` by one program. Grid: (1,)."""
     capacity = capacity.to(tl.int64)
     n_nodes = n_nodes.to(tl.int64)
-    all_levels(leaves_ptr, nodes_ptr, legal_ptr, index_ptr, n, capacity, n_nodes, depth, HAS_LEGAL, SHIFT, BLOCK_NODES)
+    all_levels(
+        leaves_ptr, nodes_ptr, eligible_ptr, index_ptr, n, capacity, n_nodes, depth, HAS_ELIGIBLE, SHIFT, BLOCK_NODES
+    )

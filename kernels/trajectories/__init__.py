@@ -24,7 +24,7 @@ in progress.
 
 Memory: 1/8 byte a row for the bits, 1/8 for the weights, and a little for what is above them.
 
-A :class:`Rule` says which slices of a trajectory are legal. Sums hold for one rule: after it has changed, or after
+A :class:`Rule` says which slices of a trajectory are eligible. Sums hold for one rule: after it has changed, or after
 rows have been changed elsewhere, call :data:`resum` or :data:`update` over all steps.
 """
 
@@ -37,11 +37,11 @@ from torch import Tensor
 
 from gpubuf.kernels._registry import define
 from gpubuf.kernels.sum_tree import NO_ROW as NO_ROW
-from gpubuf.kernels.sum_tree import legal_words as legal_words
+from gpubuf.kernels.sum_tree import eligible_words as eligible_words
 
 
 class Rule(NamedTuple):
-    """Which slices are legal, and with which probability. Operations take it as five arguments.
+    """Which slices are eligible, and with which probability. Operations take it as five arguments.
 
     A trajectory of length ``n >= min_len`` gives slices of ``m = min(slice_len, n)`` steps from the virtual offsets
     ``-min(before, m - 1) .. n - m + min(after, m - 1)``; the steps that lie outside the trajectory are cut off.
@@ -136,13 +136,13 @@ draw = define(
     cuda="gpubuf.kernels.trajectories._launch:draw",
     fake=lambda ends, sums, ring, rng, rank, n, steps, envs, fan_out, slice_len, *_: new_slices(ends, n, slice_len),
 )
-"""``draw(ends, sums, ring, rng, rank, n, steps, envs, fan_out, *rule) -> (index, length, last)``: ``n`` legal slices.
+"""``draw(ends, sums, ring, rng, rank, n, steps, envs, fan_out, *rule) -> (index, length, last)``: ``n`` slices.
 
 Slice i uses the uniforms ``u`` and ``v`` at random offsets ``2 i`` and ``2 i + 1``; the offset moves on by ``2 n``.
 Unit ``k = rank[i]`` (int64 ``[n]``) of the total weight, or, where ``rank`` is None, ``min(floor(u * total), total -
 1)``, selects the trajectory: units are counted word by word, and by rising step within a word. The slice's virtual
 offset is the unit's place in its trajectory (``by_transition``), or ``min(floor(v * offsets), offsets - 1)``, counted
-from the first legal one.
+from the first eligible one.
 
 Returns:
     ``index`` int64 ``[n * slice_len]``, flat rows in order of time, wrapped around the ring; where a slice is shorter
@@ -189,26 +189,26 @@ Raises:
 
 
 def touched_rows(n: int, need: int, steps: int, envs: int) -> int:
-    """How many rows :data:`mark_legal` returns."""
+    """How many rows :data:`update_eligible` returns."""
     return min(n + need, steps) * envs
 
 
-mark_legal = define(
-    "trajectories_mark_legal(Tensor(a!) legal, Tensor ends, Tensor ring, int n, int need, bool starts_too, int steps,"
-    " int envs) -> Tensor",
-    cpu="gpubuf.kernels.trajectories._cpu:mark_legal",
-    cuda="gpubuf.kernels.trajectories._launch:mark_legal",
-    fake=lambda legal, ends, ring, n, need, starts_too, steps, envs: legal.new_empty(
+update_eligible = define(
+    "trajectories_update_eligible(Tensor(a!) eligible, Tensor ends, Tensor ring, int n, int need, bool starts_too,"
+    " int steps, int envs) -> Tensor",
+    cpu="gpubuf.kernels.trajectories._cpu:update_eligible",
+    cuda="gpubuf.kernels.trajectories._launch:update_eligible",
+    fake=lambda eligible, ends, ring, n, need, starts_too, steps, envs: eligible.new_empty(
         touched_rows(n, need, steps, envs)
     ),
 )
-"""``mark_legal(legal, ends, ring, n, need, starts_too, steps, envs) -> rows``: which rows a slice may start at.
+"""``update_eligible(eligible, ends, ring, n, need, starts_too, steps, envs) -> rows``: which rows a slice may start at.
 
-Called after :data:`update` for the newest ``n`` steps. Row r is legal where it is stored and either ``need`` or more
-steps remain in its trajectory, itself included, or (``starts_too``) it is the first of its trajectory. Bit
-``r % 64`` of ``legal[r // 64]`` (int64 ``[legal_words(T * E)]``) says so. What can have changed are the ``n`` steps
-written, the ``need - 1`` before them (their trajectory has grown) and the one after them (the oldest, which may have
-become a first one); the bits of these, and no others that are wrong, are recomputed.
+Called after :data:`update` for the newest ``n`` steps. Row r is eligible where it is stored and either ``need`` or more
+steps remain in its trajectory, itself included, or (``starts_too``) it is the first of its trajectory. Bit ``r % 64``
+of ``eligible[r // 64]`` (int64 ``[eligible_words(T * E)]``) says so. What can have changed are the ``n`` steps written,
+the ``need - 1`` before them (their trajectory has grown) and the one after them (the oldest, which may have become a
+first one); the bits of these, and no others that are wrong, are recomputed.
 
 Returns:
     int64 ``[touched_rows(n, need, T, E)]``: the rows of these steps, contiguous in the ring, for the refresh of a tree.

@@ -10,7 +10,7 @@ from torch import Tensor
 from gpubuf.kernels._check import demand_int64
 from gpubuf.kernels.philox import check_request
 from gpubuf.kernels.rows import ENTRY
-from gpubuf.kernels.trajectories import bit_levels, legal_words, level_sizes
+from gpubuf.kernels.trajectories import bit_levels, eligible_words, level_sizes
 
 
 @lru_cache(maxsize=256)
@@ -123,10 +123,10 @@ def check_slice_len(slice_len: int) -> None:
         raise ValueError(f"slice_len must be at least 1, but is {slice_len}")
 
 
-def check_legal(legal: Tensor, n: int, need: int, steps: int, envs: int) -> None:
-    """Raise TypeError or ValueError unless ``legal`` is a bitmap over the ring, and ``n`` and ``need`` make sense."""
+def check_eligible(eligible: Tensor, n: int, need: int, steps: int, envs: int) -> None:
+    """Raise TypeError or ValueError unless ``eligible`` is a bitmap over the ring, and ``n`` and ``need`` can be."""
     if n < 0 or need < 1:
         raise ValueError(f"n must be at least 0 and need at least 1, not n={n} and need={need}")
-    words = legal_words(steps * envs)
-    if legal.dtype is not torch.int64 or legal.numel() != words or not legal.is_contiguous():
-        demand_int64("legal", legal, (words,))
+    words = eligible_words(steps * envs)
+    if eligible.dtype is not torch.int64 or eligible.numel() != words or not eligible.is_contiguous():
+        demand_int64("eligible", eligible, (words,))

@@ -14,9 +14,9 @@ from gpubuf.kernels.rows import SIZE, WRITTEN
 from gpubuf.kernels.trajectories import new_slices, touched_rows
 from gpubuf.kernels.trajectories._check import (
     check_draw,
+    check_eligible,
     check_ends,
     check_index,
-    check_legal,
     check_rows,
     check_rule,
     check_signals,
@@ -24,7 +24,12 @@ from gpubuf.kernels.trajectories._check import (
 )
 from gpubuf.kernels.trajectories._cpu_read import DONE, EMPTY, bounds_of_rows, draw_slices, slices_from_rows
 from gpubuf.kernels.trajectories._cpu_search import lowest_bit, ring_view
-from gpubuf.kernels.trajectories._cpu_update import longest_trajectory, mark_legal_steps, rebuild_index, update_index
+from gpubuf.kernels.trajectories._cpu_update import (
+    longest_trajectory,
+    rebuild_index,
+    update_eligible_steps,
+    update_index,
+)
 from gpubuf.kernels.trajectories._cpu_weights import weigh_all
 
 _UPDATE = (
@@ -72,12 +77,12 @@ def _longest(ends, ring_address, steps, envs):  # type: ignore[no-untyped-def]
 
 
 @jit("void(int64, int64, int64, int64, int64, boolean, int64, int64, int64)", **OPTIONS)
-def _mark_legal(  # type: ignore[no-untyped-def]
-    legal, ends, ring_address, count, need, starts_too, steps, envs, rows_address
+def _update_eligible(  # type: ignore[no-untyped-def]
+    eligible, ends, ring_address, count, need, starts_too, steps, envs, rows_address
 ):
     ring = carray(as_i64(ring_address), 4)
     oldest, stored, cursor = ring_view(ring[WRITTEN], ring[SIZE], steps, envs)
-    mark_legal_steps(legal, ends, count, need, starts_too, steps, envs, oldest, stored, cursor, rows_address)
+    update_eligible_steps(eligible, ends, count, need, starts_too, steps, envs, oldest, stored, cursor, rows_address)
 
 
 def update(
@@ -208,16 +213,16 @@ def bounds(ends: Tensor, ring: Tensor, row: Tensor, steps: int, envs: int) -> Te
     return out
 
 
-def mark_legal(
-    legal: Tensor, ends: Tensor, ring: Tensor, n: int, need: int, starts_too: bool, steps: int, envs: int
+def update_eligible(
+    eligible: Tensor, ends: Tensor, ring: Tensor, n: int, need: int, starts_too: bool, steps: int, envs: int
 ) -> Tensor:
-    """See :data:`gpubuf.kernels.trajectories.mark_legal`."""
+    """See :data:`gpubuf.kernels.trajectories.update_eligible`."""
     check_ends(ends, ring, steps, envs)
-    check_legal(legal, n, need, steps, envs)
+    check_eligible(eligible, n, need, steps, envs)
     count = touched_rows(n, need, steps, envs)
     rows = torch.empty(count, dtype=torch.int64)
-    addresses = legal.data_ptr(), ends.data_ptr(), ring.data_ptr()
-    _mark_legal(*addresses, count // envs, need, starts_too, steps, envs, rows.data_ptr())
+    addresses = eligible.data_ptr(), ends.data_ptr(), ring.data_ptr()
+    _update_eligible(*addresses, count // envs, need, starts_too, steps, envs, rows.data_ptr())
     return rows
 
 

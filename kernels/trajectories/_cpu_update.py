@@ -1,4 +1,4 @@
-"""Keeping the trajectory index up to date on the CPU: the stages of ``update`` and of ``mark_legal``."""
+"""Keeping the trajectory index up to date on the CPU: the stages of ``update`` and of ``update_eligible``."""
 
 # Numba needs the real signatures: no `from __future__ import annotations`.
 
@@ -104,12 +104,12 @@ def _is_end(ends, envs, env, place):  # type: ignore[no-untyped-def]
 
 
 @jit
-def mark_legal_steps(  # type: ignore[no-untyped-def]
-    legal_address, ends, count, need, starts_too, steps, envs, oldest, stored, cursor, rows_address
+def update_eligible_steps(  # type: ignore[no-untyped-def]
+    eligible_address, ends, count, need, starts_too, steps, envs, oldest, stored, cursor, rows_address
 ):
-    """Recompute the legality of the ``count`` steps up to the cursor's, and list their rows."""
+    """Recompute the eligibility of the ``count`` steps up to the cursor's, and list their rows."""
     rows = carray(as_i64(rows_address), count * envs)
-    legal = carray(as_i64(legal_address), (steps * envs + 63) >> 6)
+    eligible = carray(as_i64(eligible_address), (steps * envs + 63) >> 6)
     # Age of the last step of the trajectory that goes on behind the step in hand.
     last_age = np.full(envs, stored - 1, np.int64)
     # From the newest step down; the cursor's own step, the oldest of a full ring, comes last.
@@ -122,13 +122,13 @@ def mark_legal_steps(  # type: ignore[no-untyped-def]
         for env in range(envs):
             row = place * envs + env
             rows[at * envs + env] = row
-            is_legal = 0
+            is_eligible = 0
             if age < stored:
                 if i < 0 and count < steps:
                     last_age[env] = end_age(ends, steps, envs, env, place, oldest, stored)
                 elif _is_end(ends, envs, env, place):
                     last_age[env] = age
                 is_first = age == 0 or _is_end(ends, envs, env, before) == 1
-                is_legal = 1 if last_age[env] - age + 1 >= need or (starts_too and is_first) else 0
-            word = legal[row >> 6] & ~(1 << (row & 63))
-            legal[row >> 6] = word | (is_legal << (row & 63))
+                is_eligible = 1 if last_age[env] - age + 1 >= need or (starts_too and is_first) else 0
+            word = eligible[row >> 6] & ~(1 << (row & 63))
+            eligible[row >> 6] = word | (is_eligible << (row & 63))

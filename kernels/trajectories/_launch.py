@@ -17,12 +17,12 @@ from gpubuf.kernels._check import check_devices, device_name
 from gpubuf.kernels._launching import cdiv, launch
 from gpubuf.kernels.trajectories import _triton as readers
 from gpubuf.kernels.trajectories import _triton_update as writers
-from gpubuf.kernels.trajectories import bit_levels, legal_words, level_sizes, new_slices, touched_rows
+from gpubuf.kernels.trajectories import bit_levels, eligible_words, level_sizes, new_slices, touched_rows
 from gpubuf.kernels.trajectories._check import (
     check_draw,
+    check_eligible,
     check_ends,
     check_index,
-    check_legal,
     check_rows,
     check_rule,
     check_signals,
@@ -385,25 +385,25 @@ def bounds(ends: Tensor, ring: Tensor, row: Tensor, steps: int, envs: int) -> Te
     return out
 
 
-LEGAL_WORDS = 8
-"""Words of the bitmap of legal starts that a program computes, 64 searches each."""
+ELIGIBLE_WORDS = 8
+"""Words of the bitmap of eligible starts that a program computes, 64 searches each."""
 
 
-def mark_legal(
-    legal: Tensor, ends: Tensor, ring: Tensor, n: int, need: int, starts_too: bool, steps: int, envs: int
+def update_eligible(
+    eligible: Tensor, ends: Tensor, ring: Tensor, n: int, need: int, starts_too: bool, steps: int, envs: int
 ) -> Tensor:
-    """See :data:`gpubuf.kernels.trajectories.mark_legal`."""
+    """See :data:`gpubuf.kernels.trajectories.update_eligible`."""
     check_ends(ends, ring, steps, envs)
-    check_legal(legal, n, need, steps, envs)
-    check_devices(legal, ends, ring)
+    check_eligible(eligible, n, need, steps, envs)
+    check_devices(eligible, ends, ring)
     n_rows = touched_rows(n, need, steps, envs)
-    rows = torch.empty(n_rows, dtype=torch.int64, device=legal.device)
+    rows = torch.empty(n_rows, dtype=torch.int64, device=eligible.device)
     # Partial at both ends, and before the seam.
-    run = min((n_rows - 1) // 64 + 3, legal_words(steps * envs))
+    run = min((n_rows - 1) // 64 + 3, eligible_words(steps * envs))
     launch(
-        writers.trajectories_mark_legal_kernel,
-        cdiv(run, LEGAL_WORDS),
-        legal,
+        writers.trajectories_update_eligible_kernel,
+        cdiv(run, ELIGIBLE_WORDS),
+        eligible,
         ends,
         ring,
         rows,
@@ -415,6 +415,6 @@ def mark_legal(
         envs,
         len(bit_levels(steps, envs)),
         STARTS_TOO=starts_too,
-        BLOCK_WORDS=LEGAL_WORDS,
+        BLOCK_WORDS=ELIGIBLE_WORDS,
     )
     return rows

@@ -294,8 +294,8 @@ def trajectories_draw_kernel(
     advance_when_last(rng_ptr, 2 * n)
     drawn = scaled(philox_uniform_f64(seed, counter), total)
     unit = tl.load(rank_ptr + i, mask=i < n, other=-1) if HAS_RANK else drawn
-    legal = (i < n) & (unit >= 0) & (unit < total)
-    unit = tl.where(legal, unit, 0)
+    eligible = (i < n) & (unit >= 0) & (unit < total)
+    unit = tl.where(eligible, unit, 0)
 
     lane = tl.arange(0, fan_out)
     node = i * 0
@@ -313,7 +313,7 @@ def trajectories_draw_kernel(
 
     slot = node // envs
     env = node - slot * envs
-    rest = load_word(ends_ptr, slot, env, legal, filled, oldest, steps, envs)
+    rest = load_word(ends_ptr, slot, env, eligible, filled, oldest, steps, envs)
     first = first_of_word(ends_ptr, slot, env, rest != 0, oldest, steps, envs, levels)
     begin = i * 0
     length = i * 0

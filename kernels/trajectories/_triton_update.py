@@ -1,4 +1,4 @@
-"""The trajectory index on the GPU: the kernels that change it, and the bitmap of legal starts.
+"""The trajectory index on the GPU: the kernels that change it, and the bitmap of eligible starts.
 
 Arguments that kernels share are listed in :mod:`gpubuf.kernels.trajectories._triton` and ``_triton_stages``.
 """
@@ -255,22 +255,22 @@ def trajectories_top_kernel(
 
 
 @triton.jit(do_not_specialize=["n_rows", "touched", "need", "run", "steps", "envs", "levels"])
-def trajectories_mark_legal_kernel(
-    legal_ptr,  # int64 [legal words]
+def trajectories_update_eligible_kernel(
+    eligible_ptr,  # int64 [eligible words]
     ends_ptr,
     ring_ptr,
     rows_ptr,  # int64 [n_rows]
     n_rows,
     touched,  # steps, n_rows / E
     need,
-    run,  # words of ``legal`` that hold these rows, a bound
+    run,  # words of ``eligible`` that hold these rows, a bound
     steps,
     envs,
     levels,
     STARTS_TOO: tl.constexpr,
     BLOCK_WORDS: tl.constexpr,
 ):
-    """Whole words of ``legal``: a row's bit follows from the index alone. Lanes in order also say which rows they are.
+    """Whole words of ``eligible``: a row's bit follows from the index alone. Lanes also write which rows they are for.
 
     Grid: (cdiv(run, BLOCK_WORDS),); 64 * run is at least n_rows.
     """
@@ -292,13 +292,13 @@ def trajectories_mark_legal_kernel(
     row = (word << 6) + (i & 63)
     step, env, order, stored = locate(row, number < run, filled, oldest, steps, envs)
     last = last_order(ends_ptr, step, env, order, stored, filled, oldest, steps, envs, levels)
-    legal = last - order + 1 >= need
+    eligible = last - order + 1 >= need
     if STARTS_TOO:
         step_before = wrapped(step - 1, steps)
         searched = stored & (order > 0)
         flags = tl.load(ends_ptr + (step_before >> 6) * envs + env, mask=searched, other=-1)
-        legal = legal | ((flags & bit(step_before)) != 0)
-    bits = tl.where(stored & legal, bit(row), 0)
+        eligible = eligible | ((flags & bit(step_before)) != 0)
+    bits = tl.where(stored & eligible, bit(row), 0)
     result = tl.sum(tl.reshape(bits, (BLOCK_WORDS, 64)), axis=1)
     number = tl.program_id(0).to(tl.int64) * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)
-    tl.store(legal_ptr + wrapped((begin >> 6) + number, words), result, mask=number < run)
+    tl.store(eligible_ptr + wrapped((begin >> 6) + number, words), result, mask=number < run)

@@ -160,7 +160,7 @@ def root(made: Load) -> None:
 
 
 def legal(made: Load) -> None:
-    made.buffer.sampler.tree.legal[3] ^= 1 << 7
+    made.buffer.sampler.tree.eligible[3] ^= 1 << 7
 
 
 def total(made: Load) -> None:

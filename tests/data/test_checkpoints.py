@@ -111,10 +111,10 @@ def test_no_view_of_old_tensors_is_left_behind(tmp_path):
     buffer.save(tmp_path, file_bytes=300)
     view = other[:]["next", "step"]
     tree, ring, rng = other.sampler._tree, other.storage.ring, other.sampler.random_state("cpu").state
-    watched = [*other.storage.row_tensors, tree.leaves, tree.hyper, ring, rng]
+    watched = [*other.storage.row_tensors, tree.leaves, tree.scalars, ring, rng]
     before = [tensor.data_ptr() for tensor in watched]
     other.load(tmp_path)
-    after = [*other.storage.row_tensors, other.sampler._tree.leaves, other.sampler._tree.hyper, other.storage.ring]
+    after = [*other.storage.row_tensors, other.sampler._tree.leaves, other.sampler._tree.scalars, other.storage.ring]
     after.append(other.sampler.random_state("cpu").state)
     assert [tensor.data_ptr() for tensor in after] == before
     assert view[:40].tolist() == list(range(40))

@@ -130,7 +130,7 @@ class TestIndices:
         buffer.mark_update(negated(index))
         assert leaves[:8].tolist() == [3, 2, 20, 4, 5, 20, 7, 20]
 
-    def test_a_bitmap_of_legal_rows_must_hold_its_bits(self):
+    def test_a_bitmap_of_eligible_rows_must_hold_its_bits(self):
         tree = SumTree(64)
         with pytest.raises(ValueError, match="negated lazily"):
             tree.restrict(torch._neg_view(torch.ones(1, dtype=torch.int64)))

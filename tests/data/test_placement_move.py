@@ -103,7 +103,7 @@ def test_everything_moves_off_the_gpu(kind):
         sampler.move(storage)
         tree, index = getattr(sampler, "_tree", None), getattr(sampler, "_index", None)
         found = [storage.table, storage.ring, sampler.random_state("cpu").state]
-        found += [tree.leaves, tree.nodes, tree.hyper] if tree is not None else []
+        found += [tree.leaves, tree.nodes, tree.scalars] if tree is not None else []
         found += [index.ends, index.sums, index.signal.table] if index is not None else []
         found += [t for name in ("_legal", "_remaining", "_ranks") if (t := getattr(sampler, name, None)) is not None]
         assert {t.device.type for t in found} == {"cpu"}

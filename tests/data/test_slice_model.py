@@ -207,9 +207,9 @@ class SliceMachine(RuleBasedStateMachine):
         index = self.buffer.sampler.index_for(self.buffer.storage)
         offsets = [index.rule.offsets(len(t)) for t in self.model.trajectories()]
         assert int(index.total) == sum(offsets if index.rule.by_transition else map(bool, offsets))
-        if self.kind == "prioritized" and self.buffer.sampler.tree.legal is not None:
+        if self.kind == "prioritized" and self.buffer.sampler.tree.eligible is not None:
             legal = set(self.model.starts(self.slice_len - self.after, not self.strict).values())
-            words = self.buffer.sampler.tree.legal.tolist()
+            words = self.buffer.sampler.tree.eligible.tolist()
             assert {64 * i + bit for i, word in enumerate(words) for bit in range(64) if (word >> bit) & 1} == legal
 
     @invariant()

@@ -164,7 +164,7 @@ class TestAlpha:
         tree = filled()
         with pytest.raises(ValueError, match="alpha must be finite and not negative, but is -1"):
             tree.set_alpha(-1)
-        assert tree.alpha == tree.hyper[0].item() == 1
+        assert tree.alpha == tree.scalars[0].item() == 1
         with pytest.raises(ValueError, match="beta must be finite"):
             tree.set_beta(-1)
         with pytest.raises(ValueError, match=r"single number, not of shape \[2\]"):
@@ -182,9 +182,9 @@ class TestState:
         state = tree.state_dict()
         tree.update(torch.arange(70), 0.0)
         other = SumTree(70, fan_out=fan_out)
-        tensors = (other.leaves, other.nodes, other.hyper)
+        tensors = (other.leaves, other.nodes, other.scalars)
         other.load_state_dict(state)
-        assert all(a is b for a, b in zip(tensors, (other.leaves, other.nodes, other.hyper), strict=True))
+        assert all(a is b for a, b in zip(tensors, (other.leaves, other.nodes, other.scalars), strict=True))
         assert torch.equal(other.leaves[:70], state["leaves"])
         assert (other.alpha, other.beta.item()) == (0.6, 0.4)
         assert other.max_priority.item() > 5
@@ -210,14 +210,14 @@ class TestState:
     def test_a_bad_state_changes_nothing(self, change, error, message):
         """CASES 10: restored into a tree of another size: refused with both sizes."""
         tree = filled(alpha=0.5)
-        before = [tensor.clone() for tensor in (tree.leaves, tree.nodes, tree.hyper)]
+        before = [tensor.clone() for tensor in (tree.leaves, tree.nodes, tree.scalars)]
         state = SumTree(12).state_dict() | change
         with pytest.raises(error, match=message):
             tree.load_state_dict(state)
-        assert all(map(torch.equal, before, (tree.leaves, tree.nodes, tree.hyper)))
+        assert all(map(torch.equal, before, (tree.leaves, tree.nodes, tree.scalars)))
         assert tree.alpha == 0.5
         with pytest.raises(KeyError, match="leaves"):
-            tree.load_state_dict({"capacity": 12, "hyper": tree.hyper})
+            tree.load_state_dict({"capacity": 12, "hyper": tree.scalars})
 
     def test_negative_zero_does_not_get_in(self):
         """A GPU would take the sign bit of a leaf for a tag."""
@@ -233,7 +233,7 @@ class TestState:
         assert tree.max_priority.item() == 5
         tree.clear(reset=True)
         assert tree.max_priority.item() == 1
-        assert (tree.alpha, tree.hyper[0].item()) == (0.5, 0.5)
+        assert (tree.alpha, tree.scalars[0].item()) == (0.5, 0.5)
 
 
 def test_no_sync():
@@ -260,8 +260,8 @@ def test_no_sync():
         tree.set_beta(torch.ones((), device="cuda"))
         tree.set_alpha(0.7)
         tree.rebuild()
-        legal = torch.zeros(16, dtype=torch.int64, device="cuda")
-        tree.restrict(legal)
+        eligible = torch.zeros(16, dtype=torch.int64, device="cuda")
+        tree.restrict(eligible)
         for rows in (index, torch.zeros(2000, dtype=torch.int32, device="cuda")):
             tree.refresh(rows)
             tree.mark(rows)

@@ -199,10 +199,10 @@ def test_bad_priorities_are_refused(backend, bad):
     index = torch.tensor([1, 2, 2, 3])
     priority = torch.tensor([5.0, 6.0, bad, bad], dtype=torch.float64)
     if backend == "numba":
-        before = (tree.leaves.clone(), tree.nodes.clone(), tree.hyper.clone())
+        before = (tree.leaves.clone(), tree.nodes.clone(), tree.scalars.clone())
         with pytest.raises(ValueError, match="entry 2, for row 2, is"):
             tree.update(index, priority)
-        assert all(torch.equal(a, b) for a, b in zip(before, (tree.leaves, tree.nodes, tree.hyper), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(before, (tree.leaves, tree.nodes, tree.scalars), strict=True))
         return
     tree.update(index, priority)
     assert tree.leaves[1:4].tolist() == [5.0, 6.0, 2.5]
@@ -373,7 +373,7 @@ class TestArguments:
         return {
             "leaves": tree.leaves,
             "nodes": tree.nodes,
-            "hyper": tree.hyper,
+            "scalars": tree.scalars,
             "ring": ring_of(20, 20),
             "index": torch.arange(3),
             "priority": torch.ones(3),
@@ -385,7 +385,7 @@ class TestArguments:
     def test_the_arguments_are_fine(self, backend):
         sum_tree.update(*self.arguments().values())
 
-    @pytest.mark.parametrize("name", ["leaves", "nodes", "hyper", "ring", "index", "priority", "generation"])
+    @pytest.mark.parametrize("name", ["leaves", "nodes", "scalars", "ring", "index", "priority", "generation"])
     def test_tensors(self, backend, name):
         arguments = self.arguments()
         good = arguments[name]
@@ -420,12 +420,12 @@ def test_opcheck(backend):
     tree = SumTree(40, fan_out=4)
     tree.update(torch.arange(40), torch.arange(1.0, 41.0))
     rng = RandomState(1).state
-    index, legal = torch.tensor([3, -1, 7]), torch.tensor([0xFFF0])
+    index, eligible = torch.tensor([3, -1, 7]), torch.tensor([0xFFF0])
     restricted = SumTree(40, fan_out=4)
     restricted.update(torch.arange(40), torch.arange(1.0, 41.0))
-    restricted.restrict(legal)
+    restricted.restrict(eligible)
     shape = (tree.capacity, tree.fan_out)
-    state, masked = ((of.leaves, of.nodes, of.hyper) for of in (tree, restricted))
+    state, masked = ((of.leaves, of.nodes, of.scalars) for of in (tree, restricted))
     operations = torch.ops.gpubuf
     for operation, arguments in (
         (operations.sum_tree_build, (*state[:2], tree.fan_out)),
@@ -434,10 +434,10 @@ def test_opcheck(backend):
         (operations.sum_tree_mark, (*state, index, *shape, False)),
         (operations.sum_tree_draw, (*state, rng, 5, *shape, False)),
         (operations.sum_tree_refresh, (*state[:2], index, *shape)),
-        (operations.sum_tree_build, (*masked[:2], tree.fan_out, legal)),
-        (operations.sum_tree_update, (*masked, ring_of(40, 40), index, torch.ones(3), None, *shape, legal)),
-        (operations.sum_tree_mark, (*masked, index, *shape, False, legal)),
-        (operations.sum_tree_draw, (*masked, rng, 5, *shape, False, legal)),
-        (operations.sum_tree_refresh, (*masked[:2], index, *shape, legal)),
+        (operations.sum_tree_build, (*masked[:2], tree.fan_out, eligible)),
+        (operations.sum_tree_update, (*masked, ring_of(40, 40), index, torch.ones(3), None, *shape, eligible)),
+        (operations.sum_tree_mark, (*masked, index, *shape, False, eligible)),
+        (operations.sum_tree_draw, (*masked, rng, 5, *shape, False, eligible)),
+        (operations.sum_tree_refresh, (*masked[:2], index, *shape, eligible)),
     ):
         torch.library.opcheck(operation.default, arguments)

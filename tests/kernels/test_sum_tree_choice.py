@@ -36,14 +36,14 @@ def by_triton(weights: list[float], masses: list[float]) -> list[tuple[int, floa
 def by_numba(weights: list[float], masses: list[float]) -> list[tuple[int, float]]:
     nodes, leaves = torch.tensor(weights, dtype=torch.float64), torch.tensor(weights, dtype=torch.float32)
     exact_as_leaves = leaves.double().equal(nodes)
-    masked, legal = torch.where(leaves > 0, leaves, 7.0), bitmap(weight > 0 for weight in weights)
+    masked, eligible = torch.where(leaves > 0, leaves, 7.0), bitmap(weight > 0 for weight in weights)
     chosen = []
     for mass in masses:
         child, left = choose_node(nodes.data_ptr(), mass, len(weights))
         if exact_as_leaves:
             assert choose_leaf(leaves.data_ptr(), 0, 0, mass, len(weights)) == child
-            # Illegal children count as empty ones, whatever they weigh.
-            assert choose_leaf(masked.data_ptr(), legal.data_ptr(), 0, mass, len(weights)) == child
+            # Ineligible children count as empty ones, whatever they weigh.
+            assert choose_leaf(masked.data_ptr(), eligible.data_ptr(), 0, mass, len(weights)) == child
         chosen.append((child, left))
     return chosen
 

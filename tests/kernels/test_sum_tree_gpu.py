@@ -55,8 +55,8 @@ def test_random_operations(capacity, fan_out):
 
 @pytest.mark.parametrize("fan_out", [2, 16, 64, 128, None])
 @pytest.mark.parametrize("capacity", [1, 100, 70_001])
-def test_legal_rows(capacity, fan_out):
-    """Masked updates, refreshes and draws as on the CPU; illegal rows are not drawn."""
+def test_eligible_rows(capacity, fan_out):
+    """Masked updates, refreshes and draws as on the CPU; ineligible rows are not drawn."""
     generator = torch.Generator().manual_seed(capacity)
     on_gpu, on_cpu = twins(capacity, fan_out)
     words = torch.randint(-(2**63), 2**63 - 1, (-(-capacity // 64),), generator=generator) | 1
@@ -71,7 +71,7 @@ def test_legal_rows(capacity, fan_out):
         every = torch.arange(capacity)
         for tree in (on_gpu, on_cpu):
             tree.update(index, priority)
-            tree.legal.copy_(words)
+            tree.eligible.copy_(words)
             # all of them, in as many calls of n rows as it takes
             for rows in torch.cat([changed, every]).split(n if n > 1 else capacity):
                 tree.refresh(rows)

@@ -78,8 +78,8 @@ def run(capacity: int, fan_out: int, operations) -> None:
         elif name == "flip" and model.eligible is not None:
             for row in set(arguments[0]) - {-1}:
                 model.eligible[row] = not model.eligible[row]
-            assert tree.legal is not None
-            tree.legal.copy_(bitmap(model.eligible))
+            assert tree.eligible is not None
+            tree.eligible.copy_(bitmap(model.eligible))
             tree.refresh(torch.tensor(arguments[0], dtype=torch.int64))
         elif name == "draw" and any(model.counting):
             n, stratified = arguments

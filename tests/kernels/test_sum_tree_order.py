@@ -61,7 +61,7 @@ def weights(count: int, seed: int) -> torch.Tensor:
 def test_build_update_mark_and_refresh_agree_to_the_bit(capacity, fan_out, geometry):
     """Finding 8 of the review of the compiled kernels: two orders of summation gave two roots."""
     leaves, nodes = sum_tree.new_tree(capacity, fan_out, "cpu")
-    hyper = torch.tensor([1.0, 1.0, 0.0, 3.0, 0.0], dtype=torch.float64)
+    scalars = torch.tensor([1.0, 1.0, 0.0, 3.0, 0.0], dtype=torch.float64)
     ring = torch.tensor([capacity, capacity, 0, 0])
     leaves[:capacity] = weights(capacity, 0)
     index = torch.randint(capacity, (500,), generator=torch.Generator().manual_seed(1))
@@ -72,9 +72,9 @@ def test_build_update_mark_and_refresh_agree_to_the_bit(capacity, fan_out, geome
     with triton_on_cpu(), config.using(sum_tree_update=GEOMETRIES[geometry]):
         sum_tree.build(leaves, nodes, fan_out)
         check()
-        sum_tree.update(leaves, nodes, hyper, ring, index, weights(len(index), 2), None, capacity, fan_out)
+        sum_tree.update(leaves, nodes, scalars, ring, index, weights(len(index), 2), None, capacity, fan_out)
         check()
-        sum_tree.mark(leaves, nodes, hyper, index[:70].flip(0), capacity, fan_out, False)
+        sum_tree.mark(leaves, nodes, scalars, index[:70].flip(0), capacity, fan_out, False)
         check()
         leaves[index] = weights(len(index), 3)
         sum_tree.refresh(leaves, nodes, index, capacity, fan_out)

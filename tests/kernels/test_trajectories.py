@@ -212,7 +212,7 @@ def test_resum_for_another_rule(backend):
 @pytest.mark.parametrize("starts_too", [False, True])
 @pytest.mark.parametrize("need", [1, 2, 6, 100])
 @pytest.mark.parametrize("by_id", [False, True], ids=["flags", "ids"])
-def test_legal_starts(backend, need, starts_too, by_id):
+def test_eligible_starts(backend, need, starts_too, by_id):
     """CASES 19: rows from which enough steps remain, and first steps, kept up to date write by write."""
     if backend == "triton" and need in (1, 2):
         pytest.skip("the interpreter is slow")
@@ -221,7 +221,7 @@ def test_legal_starts(backend, need, starts_too, by_id):
         sizes = [1, 3, steps // 2, 1, steps // 2, 2, 1, steps, 1, 0, steps + 3, steps - 1, 7, 1]
         for n in sizes if backend == "numba" else sizes[2:8:2]:
             index.write(n, 0.15)
-            index.assert_legal(n, need, starts_too)
+            index.assert_eligible(n, need, starts_too)
 
 
 def test_a_single_eligible_trajectory(backend):

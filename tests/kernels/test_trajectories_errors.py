@@ -103,13 +103,13 @@ def test_numbers_out_of_range(backend):
     with pytest.raises(ValueError, match="slice_len must be at least 1"):
         index.slices(torch.tensor([0]), 0)
     with pytest.raises(ValueError, match="need at least 1, not n=1 and need=0"):
-        index.mark_legal(1, 0, True)
+        index.update_eligible(1, 0, True)
     with pytest.raises(ValueError, match=r"rank must have shape \[3\]"):
         index.draw(rng, 3, torch.tensor([0]))
     with pytest.raises(TypeError, match="start must be"):
         index.slices(torch.tensor([0.5]), 1)
-    with pytest.raises(ValueError, match=r"legal must have shape \[1\]"):
-        trajectories.mark_legal(torch.zeros(7, dtype=torch.int64), index.ends, index.ring, 1, 1, True, 20, 2)
+    with pytest.raises(ValueError, match=r"eligible must have shape \[1\]"):
+        trajectories.update_eligible(torch.zeros(7, dtype=torch.int64), index.ends, index.ring, 1, 1, True, 20, 2)
     with pytest.raises(ValueError, match="power of two"):
         trajectories.resum(index.ends, index.sums, index.ring, 20, 2, 12, *index.rule)
     with pytest.raises(ValueError, match="at least 1 step"):
@@ -135,4 +135,4 @@ def test_opcheck():
     torch.library.opcheck(trajectories.draw, (*tree, rng, torch.tensor([0, 1]), 2, *shape, 16, *rule))
     torch.library.opcheck(trajectories.slices, (index.ends, index.ring, rows, 3, *shape))
     torch.library.opcheck(trajectories.bounds, (index.ends, index.ring, rows, *shape))
-    torch.library.opcheck(trajectories.mark_legal, (index.legal, index.ends, index.ring, 3, 2, True, *shape))
+    torch.library.opcheck(trajectories.update_eligible, (index.eligible, index.ends, index.ring, 3, 2, True, *shape))

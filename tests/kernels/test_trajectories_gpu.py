@@ -29,7 +29,7 @@ class Twin:
         self.ends, self.sums = trajectories.new_index(steps, envs, fan_out, device)
         self.ring = rows.new_ring(device)
         self.rng = philox.new_state(7, device)
-        self.legal = torch.zeros(trajectories.legal_words(steps * envs), dtype=torch.int64, device=device)
+        self.eligible = torch.zeros(trajectories.eligible_words(steps * envs), dtype=torch.int64, device=device)
 
     def write(self, batch: torch.Tensor) -> None:
         """Rows ``[n, E]``."""
@@ -55,7 +55,7 @@ class Twin:
         """Everything that can be asked of it."""
         row = row.to(self.ring.device)
         shape = (self.steps, self.envs)
-        touched = trajectories.mark_legal(self.legal, self.ends, self.ring, written, 3, True, *shape)
+        touched = trajectories.update_eligible(self.eligible, self.ends, self.ring, written, 3, True, *shape)
         return [
             self.ends,
             self.sums,
@@ -63,7 +63,7 @@ class Twin:
             *trajectories.slices(self.ends, self.ring, row, self.rule.slice_len, *shape),
             trajectories.bounds(self.ends, self.ring, row, *shape),
             touched,
-            self.legal,
+            self.eligible,
             self.rng,
         ]
 

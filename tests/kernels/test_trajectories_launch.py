@@ -200,8 +200,8 @@ def test_no_host_sync(monkeypatch):
             assert index.device.type == "cuda"
             assert _launch.slices(ends, ring, index, 5, steps, envs)[0].shape == (160,)
             assert _launch.bounds(ends, ring, index, steps, envs).shape == (3, 32)
-            legal = torch.zeros(trajectories.legal_words(steps * envs), dtype=torch.int64, device="cuda")
-            touched = _launch.mark_legal(legal, ends, ring, n, 4, True, steps, envs)
+            eligible = torch.zeros(trajectories.eligible_words(steps * envs), dtype=torch.int64, device="cuda")
+            touched = _launch.update_eligible(eligible, ends, ring, n, 4, True, steps, envs)
             assert touched.shape == (trajectories.touched_rows(n, 4, steps, envs),)
 
 

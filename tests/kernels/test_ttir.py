@@ -53,7 +53,7 @@ class Run:
 
 RUNS = {
     "rows": Run("philox rows rows_ring rows_split", ("philox", "rows")),
-    "sum_tree": Run("sum_tree sum_tree_draw sum_tree_legal", ("sum_tree",)),
+    "sum_tree": Run("sum_tree sum_tree_draw sum_tree_eligible", ("sum_tree",)),
     "trajectories": Run("trajectories trajectories_launch", ("trajectories",), ("default", "stages", "envs")),
     "sac": Run("tanh_normal sac_operations", ("sac", "td", "tanh_normal")),
     "buffers": Run("buffers prioritized slices slice_model", room="data"),

@@ -114,8 +114,8 @@ class World:
         if isinstance(sampler, PrioritizedSampler):
             for name in ("leaves", "nodes", "hyper"):
                 yield name, getattr(sampler.tree, name).clone()
-            if sampler.tree.legal is not None:
-                yield "legal", sampler.tree.legal.clone()
+            if sampler.tree.eligible is not None:
+                yield "legal", sampler.tree.eligible.clone()
         if isinstance(sampler, SliceSampler):
             index = sampler.index_for(storage)
             yield from (("ends", index.ends.clone()), ("sums", index.sums.clone()))

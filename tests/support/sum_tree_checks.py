@@ -12,11 +12,11 @@ import torch
 from gpubuf.data.samplers.sum_tree import SumTree
 
 
-def bitmap(legal: Iterable[bool]) -> torch.Tensor:
+def bitmap(eligible: Iterable[bool]) -> torch.Tensor:
     """int64 words: row r is bit r % 64 of word r // 64; the bits after the last row are clear."""
-    legal = list(legal)
-    words = -(-len(legal) // 64)
-    number = sum(1 << row for row, bit in enumerate(legal) if bit)
+    eligible = list(eligible)
+    words = -(-len(eligible) // 64)
+    number = sum(1 << row for row, bit in enumerate(eligible) if bit)
     return torch.tensor(struct.unpack(f"<{words}q", number.to_bytes(8 * words, "little")))
 
 
@@ -27,14 +27,14 @@ def bits_of(words: torch.Tensor, rows: int) -> list[bool]:
 
 
 def assert_consistent(tree: SumTree) -> None:
-    """Every inner node is the sum, least positive and largest of its legal children, the root of all legal leaves."""
+    """Every inner node is the sum, least positive and largest of its eligible children; the root of all such leaves."""
     leaves = tree.leaves.tolist()
     assert min(leaves) >= 0
     assert not any(math.copysign(1.0, leaf) < 0 for leaf in leaves), "a sign bit was left behind"
     assert not any(leaves[tree.capacity :]), "the padding has weight"
-    if tree.legal is not None:
-        legal = bits_of(tree.legal, tree.capacity)
-        leaves = [leaf if row < tree.capacity and legal[row] else 0.0 for row, leaf in enumerate(leaves)]
+    if tree.eligible is not None:
+        eligible = bits_of(tree.eligible, tree.capacity)
+        leaves = [leaf if row < tree.capacity and eligible[row] else 0.0 for row, leaf in enumerate(leaves)]
     sums, minima, maxima = tree.nodes.tolist()
     below = (leaves, [leaf or math.inf for leaf in leaves], leaves)
     start, count = 0, tree.capacity

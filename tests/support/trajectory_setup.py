@@ -58,7 +58,7 @@ class Index:
         self.signals = torch.tensor(entries)
         self.ring = rows.new_ring("cpu")
         self.ring[rows.WRITTEN] = laps * steps * envs
-        self.legal = torch.zeros(trajectories.legal_words(steps * envs), dtype=torch.int64)
+        self.eligible = torch.zeros(trajectories.eligible_words(steps * envs), dtype=torch.int64)
         self.random = random.Random(seed)
         self.current = [1] * envs
 
@@ -112,7 +112,7 @@ class Index:
         self.ring[rows.SIZE] = 0
         self.ends.zero_()
         self.sums.zero_()
-        self.legal.zero_()
+        self.eligible.zero_()
 
     def resum(self) -> None:
         trajectories.resum(self.ends, self.sums, self.ring, *self.shape(), self.fan_out, *self.rule)
@@ -126,11 +126,11 @@ class Index:
     def bounds(self, row: Tensor) -> Tensor:
         return trajectories.bounds(self.ends, self.ring, row, *self.shape())
 
-    def mark_legal(self, n: int, need: int, starts_too: bool) -> Tensor:
-        return trajectories.mark_legal(self.legal, self.ends, self.ring, n, need, starts_too, *self.shape())
+    def update_eligible(self, n: int, need: int, starts_too: bool) -> Tensor:
+        return trajectories.update_eligible(self.eligible, self.ends, self.ring, n, need, starts_too, *self.shape())
 
-    def legal_rows(self) -> set[int]:
-        return {row for row in range(self.steps * self.envs) if self.legal[row // 64].item() >> row % 64 & 1}
+    def eligible_rows(self) -> set[int]:
+        return {row for row in range(self.steps * self.envs) if self.eligible[row // 64].item() >> row % 64 & 1}
 
     def assert_state(self) -> None:
         """Bits, summaries and sums are those of the model."""
@@ -168,9 +168,9 @@ class Index:
         expected = laid_out([rest[row][:slice_len] for row in by_row], slice_len)
         assert tuple(part.tolist() for part in found) == expected
 
-    def assert_legal(self, n: int, need: int, starts_too: bool) -> None:
-        """The legal rows after a write of ``n`` steps, and the list of those that were looked at."""
-        touched = self.mark_legal(n, need, starts_too).tolist()
+    def assert_eligible(self, n: int, need: int, starts_too: bool) -> None:
+        """The eligible rows after a write of ``n`` steps, and the list of those that were looked at."""
+        touched = self.update_eligible(n, need, starts_too).tolist()
         assert set(touched) == self.model.touched_rows(n, need)
         assert len(touched) == trajectories.touched_rows(n, need, *self.shape())
-        assert self.legal_rows() == reference.eligible_starts(self.model.trajectories(), need, starts_too)
+        assert self.eligible_rows() == reference.eligible_starts(self.model.trajectories(), need, starts_too)

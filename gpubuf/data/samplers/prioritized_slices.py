@@ -18,7 +18,7 @@ from gpubuf.data.samplers.slices import SliceSampler
 from gpubuf.data.samplers.trajectory_index import TrajectoryIndex
 from gpubuf.data.storages.placement import IndexBytes
 from gpubuf.data.storages.tensor_storage import Storage, TensorStorage
-from gpubuf.kernels.trajectories import legal_words
+from gpubuf.kernels.trajectories import eligible_words
 
 
 class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
@@ -110,7 +110,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
             noted.undo(functools.partial(setattr, self, "_need", self._need))
         if legal is None:
             refuse("the first write or sample finds the legal starts: do it before")
-            legal = torch.zeros(legal_words(storage.max_size), dtype=torch.int64, device=storage.device)
+            legal = torch.zeros(eligible_words(storage.max_size), dtype=torch.int64, device=storage.device)
         before = storage.begin(DERIVED)
         index.mark_legal(legal, index.steps, need, not self.strict_length)
         self.tree_for(storage).restrict(legal)
@@ -184,7 +184,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         self._legal = None
 
     def index_bytes(self, shape: tuple[int, ...], device_type: str) -> IndexBytes:
-        return IndexBytes(index=8 * legal_words(math.prod(shape))) + super().index_bytes(shape, device_type)
+        return IndexBytes(index=8 * eligible_words(math.prod(shape))) + super().index_bytes(shape, device_type)
 
     def memory(self) -> IndexBytes:
         return IndexBytes(index=0 if self._legal is None else self._legal.nbytes) + super().memory()

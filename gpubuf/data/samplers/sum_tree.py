@@ -25,7 +25,7 @@ _refresh = without_dispatch(sum_tree.refresh, trusted=True, given=("index",))
 # Leaves that a change of alpha holds in float64 at a time.
 _CHUNK = 1 << 24
 
-_HYPER, _RING = 5, 4  # elements of `hyper` and of the ring for standalone use
+_SCALARS, _RING = 5, 4  # elements of `scalars` and of the ring for standalone use
 
 
 class SumTree:
@@ -37,8 +37,9 @@ class SumTree:
     Experience Replay", ICLR 2016). A row that was never given a priority weighs zero, and is never drawn. Nothing
     here synchronises with the device unless it says so.
 
-    Draws can be restricted to *legal* rows (:meth:`restrict`). Illegal rows keep their weights, and take new ones, but
-    are not drawn, and count neither in :attr:`total` nor in :attr:`minimum` (hence q_min) nor in :attr:`maximum`.
+    Draws can be restricted to *eligible* rows (:meth:`restrict`). Ineligible rows keep their weights, and take new
+    ones, but are not drawn, and count neither in :attr:`total` nor in :attr:`minimum` (hence q_min) nor in
+    :attr:`maximum`.
 
     Args:
         capacity: number of rows.
@@ -53,8 +54,8 @@ class SumTree:
         fan_out: children per node.
         leaves: float32 weights, ``[capacity]`` rounded up to a multiple of the fan-out.
         nodes: float64 ``[3, n_nodes]``: sums, minima and maxima of the inner nodes.
-        hyper: float64 ``[5]`` = (alpha, beta, eps, max_priority, refused).
-        legal: None, where every row is legal, or int64 ``[ceil(capacity / 64)]``: row r is bit ``r % 64`` of word
+        scalars: float64 ``[5]`` = (alpha, beta, eps, max_priority, refused).
+        eligible: None, where every row is eligible, or int64 ``[ceil(capacity / 64)]``: row r is bit ``r % 64`` of word
             ``r // 64``. The caller's, who changes it in place and tells :meth:`refresh`; set by :meth:`restrict`.
 
     Raises:
@@ -79,11 +80,11 @@ class SumTree:
         self.capacity = int(capacity)
         self.fan_out = config.tree_fan_out(self.capacity, device.type, device_name(device), fan_out)
         self.leaves, self.nodes = sum_tree.new_tree(self.capacity, self.fan_out, device)
-        self.legal: Tensor | None = None
-        self.hyper = torch.zeros(_HYPER, dtype=torch.float64, device=device)
-        self.hyper[ALPHA].fill_(self._alpha)
-        self.hyper[EPS].fill_(self._eps)
-        self.hyper[MAX_PRIORITY].fill_(-1.0)
+        self.eligible: Tensor | None = None
+        self.scalars = torch.zeros(_SCALARS, dtype=torch.float64, device=device)
+        self.scalars[ALPHA].fill_(self._alpha)
+        self.scalars[EPS].fill_(self._eps)
+        self.scalars[MAX_PRIORITY].fill_(-1.0)
         self.set_beta(beta)
         # For standalone use: a ring in which every row is valid, and was written once.
         self._full_ring = rows.new_ring(device)
@@ -102,29 +103,29 @@ class SumTree:
 
     @property
     def total(self) -> Tensor:
-        """Sum of the weights of legal rows: float64, 0-dim, a view."""
+        """Sum of the weights of eligible rows: float64, 0-dim, a view."""
         return self.nodes[SUM, -1]
 
     @property
     def minimum(self) -> Tensor:
-        """Smallest positive weight of a legal row, +inf where there is none: float64, 0-dim, a view."""
+        """Smallest positive weight of an eligible row, +inf where there is none: float64, 0-dim, a view."""
         return self.nodes[MINIMUM, -1]
 
     @property
     def maximum(self) -> Tensor:
-        """Largest weight of a legal row: float64, 0-dim, a view."""
+        """Largest weight of an eligible row: float64, 0-dim, a view."""
         return self.nodes[MAXIMUM, -1]
 
     @property
     def max_priority(self) -> Tensor:
         """Largest priority ever given, before the transformation; 1.0 until there was one: float64, 0-dim."""
-        largest = self.hyper[MAX_PRIORITY]
+        largest = self.scalars[MAX_PRIORITY]
         return torch.where(largest < 0, 1.0, largest)
 
     @property
     def refused(self) -> Tensor:
         """Number of priorities and indices that a GPU has refused: float64, 0-dim, a view."""
-        return self.hyper[REFUSED]
+        return self.scalars[REFUSED]
 
     @property
     def alpha(self) -> float:
@@ -134,27 +135,37 @@ class SumTree:
     @property
     def beta(self) -> Tensor:
         """Exponent of the importance weights: float64, 0-dim, a view."""
-        return self.hyper[BETA]
+        return self.scalars[BETA]
+
+    @property
+    def legal(self) -> Tensor | None:
+        """Former name of :attr:`eligible`."""
+        return self.eligible
+
+    @property
+    def hyper(self) -> Tensor:
+        """Former name of :attr:`scalars`."""
+        return self.scalars
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors of the tree, :attr:`legal` not among them."""
-        return sum(tensor.nbytes for tensor in (self.leaves, self.nodes, self.hyper, self._full_ring))
+        """Bytes of all tensors of the tree, :attr:`eligible` not among them."""
+        return sum(tensor.nbytes for tensor in (self.leaves, self.nodes, self.scalars, self._full_ring))
 
     @staticmethod
     def bytes_for(capacity: int, device_type: str) -> int:
         """:attr:`nbytes` of a tree of ``capacity`` rows on the current device of a type, before it exists."""
         fan_out = config.tree_fan_out(capacity, device_type, device_name(device_type))
         leaves = -(-capacity // fan_out) * fan_out
-        return 4 * leaves + 3 * 8 * sum(sum_tree.level_sizes(capacity, fan_out)) + 8 * (_HYPER + _RING)
+        return 4 * leaves + 3 * 8 * sum(sum_tree.level_sizes(capacity, fan_out)) + 8 * (_SCALARS + _RING)
 
     def to(self, device: torch.device) -> SumTree:
-        """A copy on ``device``, with the fan-out that suits it, and without :attr:`legal`."""
+        """A copy on ``device``, with the fan-out that suits it, and without :attr:`eligible`."""
         copy = SumTree(self.capacity, device=device)
         copy._transformed_by(self._alpha, self._eps)
         copy._warned_of_clamped = self._warned_of_clamped
         copy.leaves[: self.capacity].copy_(self.leaves[: self.capacity])
-        copy.hyper.copy_(self.hyper)
+        copy.scalars.copy_(self.scalars)
         copy.rebuild()
         return copy
 
@@ -204,14 +215,14 @@ class SumTree:
         _update(
             self.leaves,
             self.nodes,
-            self.hyper,
+            self.scalars,
             ring,
             index,
             priority,
             generation,
             self.capacity,
             self.fan_out,
-            self.legal,
+            self.eligible,
         )
         if self._may_be_clamped:
             self._look_at_weights()
@@ -221,18 +232,18 @@ class SumTree:
 
         Args:
             index: rows, any integer dtype, any shape; -1 is ignored.
-            within_buffer: use the largest weight of a legal row instead of the maximum ever given.
+            within_buffer: use the largest weight of an eligible row instead of the maximum ever given.
 
         Raises:
             IndexError: an index is outside ``[-1, capacity)`` (CPU; a GPU ignores it).
         """
         index = self._vector(index, torch.int64)
-        _mark(self.leaves, self.nodes, self.hyper, index, self.capacity, self.fan_out, within_buffer, self.legal)
+        _mark(self.leaves, self.nodes, self.scalars, index, self.capacity, self.fan_out, within_buffer, self.eligible)
         if self._may_be_clamped:
             self._look_at_weights()
 
     def draw(self, n: int, rng: RandomState, stratified: bool = False) -> tuple[Tensor, Tensor]:
-        """Draw legal rows in proportion to their weights, with replacement. No host sync.
+        """Draw eligible rows in proportion to their weights, with replacement. No host sync.
 
         Args:
             n: number of draws.
@@ -243,55 +254,57 @@ class SumTree:
             The rows, int64 ``[n]``, and their importance weights, float32 ``[n]``; the caller's to keep.
 
         Raises:
-            RuntimeError: no legal row has a weight (CPU; on a GPU every index is then ``NO_ROW`` and every weight 0).
-            ValueError: ``n`` is negative.
+            RuntimeError: no eligible row has a weight (CPU; on a GPU every index is then ``NO_ROW`` and every weight
+            0). ValueError: ``n`` is negative.
         """
         return _draw(
-            self.leaves, self.nodes, self.hyper, rng.state, n, self.capacity, self.fan_out, stratified, self.legal
+            self.leaves, self.nodes, self.scalars, rng.state, n, self.capacity, self.fan_out, stratified, self.eligible
         )
 
     def rebuild(self) -> None:
-        """Recompute every inner node, after leaves or bits of :attr:`legal` were written to. No host sync."""
-        sum_tree.build(self.leaves, self.nodes, self.fan_out, self.legal)
+        """Recompute every inner node, after leaves or bits of :attr:`eligible` were written to. No host sync."""
+        sum_tree.build(self.leaves, self.nodes, self.fan_out, self.eligible)
 
     def mend(self) -> None:
         """Recompute what an interrupted operation may have left half done. No host sync.
 
         A row whose new priority was on its way on a GPU, and has replaced the old one by a tag, counts as new.
         """
-        new = ((self.max_priority + self.hyper[EPS]) ** self.hyper[ALPHA]).clamp(max=torch.finfo(torch.float32).max)
+        new = ((self.max_priority + self.scalars[EPS]) ** self.scalars[ALPHA]).clamp(max=torch.finfo(torch.float32).max)
         self.leaves.copy_(torch.where(self.leaves.signbit(), new.float(), self.leaves))
         self.rebuild()
 
-    def restrict(self, legal: Tensor | None) -> None:
-        """Draw from legal rows only, from now on. Recomputes every inner node. No host sync.
+    def restrict(self, eligible: Tensor | None) -> None:
+        """Draw from eligible rows only, from now on. Recomputes every inner node. No host sync.
 
         Args:
-            legal: the bitmap :attr:`legal`, which is kept, not copied; None: all rows are legal again.
+            eligible: the bitmap :attr:`eligible`, which is kept, not copied; None: all rows are eligible again.
 
         Raises:
-            TypeError: ``legal`` is not int64.
+            TypeError: ``eligible`` is not int64.
             ValueError: it has another shape than ``[ceil(capacity / 64)]``, is not contiguous, is negated lazily or has
                 no memory, or is on another device. Nothing has changed.
         """
-        if legal is not None:
-            if legal.dtype is not torch.int64:
-                raise TypeError(f"legal must be torch.int64, not {legal.dtype}")
-            shape = [sum_tree.legal_words(self.capacity)]
-            if list(legal.shape) != shape or not legal.is_contiguous():
+        if eligible is not None:
+            if eligible.dtype is not torch.int64:
+                raise TypeError(f"eligible must be torch.int64, not {eligible.dtype}")
+            shape = [sum_tree.eligible_words(self.capacity)]
+            if list(eligible.shape) != shape or not eligible.is_contiguous():
                 raise ValueError(
-                    f"legal must be contiguous and have shape {shape}, not {list(legal.shape)} "
-                    f"with strides {list(legal.stride())}"
+                    f"eligible must be contiguous and have shape {shape}, not {list(eligible.shape)} "
+                    f"with strides {list(eligible.stride())}"
                 )
-            if is_lazy(legal):
-                raise ValueError("legal must hold its bits in memory, but is negated lazily or a zero without memory")
-            if legal.device != self.device:
-                raise ValueError(f"legal must be on {self.device}, as the tree is, not on {legal.device}")
-        self.legal = legal
+            if is_lazy(eligible):
+                raise ValueError(
+                    "eligible must hold its bits in memory, but is negated lazily or a zero without memory"
+                )
+            if eligible.device != self.device:
+                raise ValueError(f"eligible must be on {self.device}, as the tree is, not on {eligible.device}")
+        self.eligible = eligible
         self.rebuild()
 
     def refresh(self, index: Tensor) -> None:
-        """Recompute the nodes above rows, after bits of :attr:`legal` or leaves were changed there. No host sync.
+        """Recompute the nodes above rows, after bits of :attr:`eligible` or leaves were changed there. No host sync.
 
         Args:
             index: the rows, any integer dtype, any shape; -1 is ignored.
@@ -300,7 +313,7 @@ class SumTree:
             IndexError: an index is outside ``[-1, capacity)`` (CPU; a GPU ignores it).
         """
         index = self._vector(index, torch.int64)
-        _refresh(self.leaves, self.nodes, index, self.capacity, self.fan_out, self.legal)
+        _refresh(self.leaves, self.nodes, index, self.capacity, self.fan_out, self.eligible)
 
     def set_alpha(self, alpha: float) -> None:
         """Change the exponent of the priorities, and the weights with it: ``q ** (new / old)``. No host sync.
@@ -315,7 +328,7 @@ class SumTree:
         if alpha == old:
             return
         self._transformed_by(alpha, self._eps)
-        self.hyper[ALPHA].fill_(alpha)
+        self.scalars[ALPHA].fill_(alpha)
         if old == 0.0:
             warnings.warn(
                 "with alpha = 0 every priority was reduced to weight 1; the rows keep that weight until they are "
@@ -342,12 +355,12 @@ class SumTree:
         """
         check_beta(beta)
         if isinstance(beta, Tensor):
-            self.hyper[BETA].copy_(beta.detach().reshape(()))
+            self.scalars[BETA].copy_(beta.detach().reshape(()))
         else:
-            self.hyper[BETA].fill_(beta)
+            self.scalars[BETA].fill_(beta)
 
     def warn_of_clamped(self) -> None:
-        """Warn, once, if weights of legal rows are out of float32's range. Synchronises.
+        """Warn, once, if weights of eligible rows are out of float32's range. Synchronises.
 
         On the CPU every change of weights does it. On a GPU that would be a host sync: prioritized samplers do it where
         they synchronise anyway.
@@ -371,7 +384,7 @@ class SumTree:
             self.warn_of_clamped()
 
     def clear(self, reset: bool = False) -> None:
-        """Give every row weight zero; :attr:`legal` stays. No host sync.
+        """Give every row weight zero; :attr:`eligible` stays. No host sync.
 
         Args:
             reset: forget the running maximum and the count of refusals too; the exponents stay.
@@ -380,37 +393,41 @@ class SumTree:
         self.nodes.zero_()
         self.nodes[MINIMUM].fill_(math.inf)
         if reset:
-            self.hyper[MAX_PRIORITY].fill_(-1.0)
-            self.hyper[REFUSED].fill_(0.0)
+            self.scalars[MAX_PRIORITY].fill_(-1.0)
+            self.scalars[REFUSED].fill_(0.0)
 
     # State.
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of all that is not derived; independent of the fan-out, hence of the device.
 
-        Without :attr:`legal`, which belongs to whoever maintains it.
+        Without :attr:`eligible`, which belongs to whoever maintains it.
         """
-        return {"capacity": self.capacity, "leaves": self.leaves[: self.capacity].clone(), "hyper": self.hyper.clone()}
+        return {
+            "capacity": self.capacity,
+            "leaves": self.leaves[: self.capacity].clone(),
+            "hyper": self.scalars.clone(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`, in place, under the present :attr:`legal`. Synchronises.
+        """Restore :meth:`state_dict`, in place, under the present :attr:`eligible`. Synchronises.
 
         Raises:
             KeyError: an entry is missing.
             TypeError: a tensor has another dtype.
             ValueError: the capacity differs, or a shape or a value is impossible. Nothing has changed.
         """
-        leaves, hyper = state["leaves"], state["hyper"]
+        leaves, scalars = state["leaves"], state["hyper"]
         if state["capacity"] != self.capacity:
             raise ValueError(f"the state is of a tree of {state['capacity']} rows, this tree has {self.capacity}")
-        for name, tensor, like in (("leaves", leaves, self.leaves[: self.capacity]), ("hyper", hyper, self.hyper)):
+        for name, tensor, like in (("leaves", leaves, self.leaves[: self.capacity]), ("hyper", scalars, self.scalars)):
             if tensor.dtype != like.dtype:
                 raise TypeError(f"{name} must be {like.dtype}, not {tensor.dtype}")
             if tensor.shape != like.shape:
                 raise ValueError(f"{name} must have shape {list(like.shape)}, not {list(tensor.shape)}")
         if not bool(((leaves >= 0) & leaves.isfinite()).all()):
             raise ValueError("leaves must be finite and not negative")
-        numbers = hyper.tolist()
+        numbers = scalars.tolist()
         for name, position in (("alpha", ALPHA), ("beta", BETA), ("eps", EPS), ("the number refused", REFUSED)):
             exponent(name, numbers[position])
         if not math.isfinite(numbers[MAX_PRIORITY]):
@@ -418,7 +435,7 @@ class SumTree:
         self._transformed_by(numbers[ALPHA], numbers[EPS])
         # abs: of -0.0, which the kernels would take for a tag.
         self.leaves[: self.capacity].copy_(leaves.abs())
-        self.hyper.copy_(hyper)
+        self.scalars.copy_(scalars)
         self.rebuild()
 
     def __repr__(self) -> str:

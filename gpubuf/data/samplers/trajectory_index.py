@@ -24,7 +24,7 @@ _update = without_dispatch(trajectories.update)
 _draw = without_dispatch(trajectories.draw, given=("rank",))
 _slices = without_dispatch(trajectories.slices, given=("start",))
 _bounds = without_dispatch(trajectories.bounds, given=("row",))
-_mark_legal = without_dispatch(trajectories.mark_legal)
+_update_eligible = without_dispatch(trajectories.update_eligible)
 
 
 @dataclass(frozen=True)
@@ -190,8 +190,8 @@ class TrajectoryIndex:
         return _slices(self.ends, self.storage.ring, start, slice_len, self.steps, self.envs)
 
     def mark_legal(self, legal: Tensor, n: int, need: int, starts_too: bool) -> Tensor:
-        """See :data:`gpubuf.kernels.trajectories.mark_legal`."""
-        return _mark_legal(legal, self.ends, self.storage.ring, n, need, starts_too, self.steps, self.envs)
+        """See :data:`gpubuf.kernels.trajectories.update_eligible`."""
+        return _update_eligible(legal, self.ends, self.storage.ring, n, need, starts_too, self.steps, self.envs)
 
     # Inspection
 

@@ -7,8 +7,8 @@ from gpubuf.kernels.sum_tree._launch import TOP_WARPS, top_block
 DRAW = "gpubuf.kernels.sum_tree._triton:"
 UPDATE = "gpubuf.kernels.sum_tree._triton_update:"
 
-TREE = {"leaves_ptr": "*fp32", "nodes_ptr": "*fp64", "hyper_ptr": "*fp64"}
-LEGAL = {"legal_ptr": "*i64"}
+TREE = {"leaves_ptr": "*fp32", "nodes_ptr": "*fp64", "scalars_ptr": "*fp64"}
+ELIGIBLE = {"eligible_ptr": "*i64"}
 WEIGHT = {"weight_ptr": "*fp32"}
 ENTRIES = {"ring_ptr": "*i64", "index_ptr": "*i64", "priority_ptr": "*fp32", "generation_ptr": "*i64"}
 SIZES = {"n": "i32", "capacity": "i32", "n_nodes": "i32"}
@@ -22,8 +22,8 @@ def pick(source: dict[str, str], *names: str) -> dict[str, str]:
 def specs_of(fan_out: int, sizes: dict[str, str], flags: tuple[tuple[bool, bool], ...]) -> list[AotSpec]:
     """Every kernel for one shape of tree: small and large batches.
 
-    ``flags`` are pairs: whether there is a bitmap of legal rows, and the value of a kernel's other flag, if it has one.
-    A spec that comes twice is compiled once.
+    ``flags`` are pairs: whether there is a bitmap of eligible rows, and the value of a kernel's other flag, if it has
+    one. A spec that comes twice is compiled once.
     """
     small, large = config.tree_update(fan_out, 256), config.tree_update(fan_out, 65536)
     shift = fan_out.bit_length() - 1
@@ -49,24 +49,24 @@ def specs_of(fan_out: int, sizes: dict[str, str], flags: tuple[tuple[bool, bool]
             TOP_WARPS,
         ),
     ]
-    for legal, flag in flags:
-        has_legal = {"HAS_LEGAL": legal}
+    for eligible, flag in flags:
+        has_eligible = {"HAS_ELIGIBLE": eligible}
         specs += [
             AotSpec(
                 UPDATE + "sum_tree_refresh_leaves_kernel",
-                pick(TREE, "leaves_ptr", "nodes_ptr") | LEGAL | WEIGHT | index | sizes,
-                has_legal | {"HAS_TAGS": flag} | nodes,
+                pick(TREE, "leaves_ptr", "nodes_ptr") | ELIGIBLE | WEIGHT | index | sizes,
+                has_eligible | {"HAS_TAGS": flag} | nodes,
                 large.num_warps,
             ),
             AotSpec(
                 UPDATE + "sum_tree_refresh_small_kernel",
-                pick(TREE, "leaves_ptr", "nodes_ptr") | LEGAL | index | sizes | {"depth": "i32"},
-                has_legal | {"SHIFT": shift, "BLOCK_NODES": small.block_nodes},
+                pick(TREE, "leaves_ptr", "nodes_ptr") | ELIGIBLE | index | sizes | {"depth": "i32"},
+                has_eligible | {"SHIFT": shift, "BLOCK_NODES": small.block_nodes},
                 small.num_warps,
             ),
             AotSpec(
                 UPDATE + "sum_tree_claim_kernel",
-                pick(TREE, "leaves_ptr", "hyper_ptr") | ENTRIES | WEIGHT | pick(sizes, "n", "capacity"),
+                pick(TREE, "leaves_ptr", "scalars_ptr") | ENTRIES | WEIGHT | pick(sizes, "n", "capacity"),
                 entries | {"HAS_GENERATION": flag},
                 large.num_warps,
             ),
@@ -78,14 +78,14 @@ def specs_of(fan_out: int, sizes: dict[str, str], flags: tuple[tuple[bool, bool]
             ),
             AotSpec(
                 UPDATE + "sum_tree_update_small_kernel",
-                TREE | LEGAL | ENTRIES | sizes | {"depth": "i32"},
-                one_program | has_legal | {"HAS_GENERATION": flag},
+                TREE | ELIGIBLE | ENTRIES | sizes | {"depth": "i32"},
+                one_program | has_eligible | {"HAS_GENERATION": flag},
                 small.num_warps,
             ),
             AotSpec(
                 UPDATE + "sum_tree_mark_small_kernel",
-                TREE | LEGAL | index | sizes | {"depth": "i32"},
-                one_program | has_legal | {"WITHIN_BUFFER": flag},
+                TREE | ELIGIBLE | index | sizes | {"depth": "i32"},
+                one_program | has_eligible | {"WITHIN_BUFFER": flag},
                 small.num_warps,
             ),
         ]
@@ -95,14 +95,14 @@ def specs_of(fan_out: int, sizes: dict[str, str], flags: tuple[tuple[bool, bool]
             AotSpec(
                 DRAW + "sum_tree_draw_kernel",
                 TREE
-                | LEGAL
+                | ELIGIBLE
                 | {"rng_ptr": "*i64", "index_ptr": "*i64", "weight_ptr": "*fp32"}
                 | sizes
                 | {"depth": "i32"},
-                {"HAS_LEGAL": legal, "STRATIFIED": stratified, "SHIFT": shift, "BLOCK_DRAWS": draw.block_draws},
+                {"HAS_ELIGIBLE": eligible, "STRATIFIED": stratified, "SHIFT": shift, "BLOCK_DRAWS": draw.block_draws},
                 draw.num_warps,
             )
-            for legal, stratified in flags
+            for eligible, stratified in flags
         ]
     return specs
 

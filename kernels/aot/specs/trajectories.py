@@ -2,7 +2,7 @@
 
 from gpubuf.kernels import config
 from gpubuf.kernels.aot.compiler import AotSpec
-from gpubuf.kernels.trajectories._launch import BLOCK_ROWS, LEGAL_WORDS, SUMS_WARPS, run_bounds, shape_of
+from gpubuf.kernels.trajectories._launch import BLOCK_ROWS, ELIGIBLE_WORDS, SUMS_WARPS, run_bounds, shape_of
 
 READ = "gpubuf.kernels.trajectories._triton:"
 WRITE = "gpubuf.kernels.trajectories._triton_update:"
@@ -125,10 +125,10 @@ def writers(fan_out: int, n: int, steps: int, envs: int, large: bool, flags: tup
             ]
         specs.append(
             AotSpec(
-                WRITE + "trajectories_mark_legal_kernel",
-                {"legal_ptr": "*i64", "rows_ptr": "*i64"} | ENDS | RING | size
+                WRITE + "trajectories_update_eligible_kernel",
+                {"eligible_ptr": "*i64", "rows_ptr": "*i64"} | ENDS | RING | size
                 | ints("n_rows", "touched", "need", "run", "levels"),
-                {"STARTS_TOO": flag, "BLOCK_WORDS": LEGAL_WORDS},
+                {"STARTS_TOO": flag, "BLOCK_WORDS": ELIGIBLE_WORDS},
             )
         )  # fmt: skip
     return specs

@@ -21,7 +21,7 @@ def blocks(which: str) -> Iterator[None]:
     if which == "default":
         yield
         return
-    before, _launch.LEGAL_WORDS = _launch.LEGAL_WORDS, 1
+    before, _launch.ELIGIBLE_WORDS = _launch.ELIGIBLE_WORDS, 1
     top_before, sum_tree_launch.TOP_NODES = sum_tree_launch.TOP_NODES, 2
     try:
         with config.using(
@@ -35,5 +35,5 @@ def blocks(which: str) -> Iterator[None]:
         ):
             yield
     finally:
-        _launch.LEGAL_WORDS = before
+        _launch.ELIGIBLE_WORDS = before
         sum_tree_launch.TOP_NODES = top_before
