@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -37,9 +38,8 @@ class SumTree:
     Experience Replay", ICLR 2016). A row that was never given a priority weighs zero, and is never drawn. Nothing
     here synchronises with the device unless it says so.
 
-    Draws can be restricted to *eligible* rows (:meth:`restrict`). Ineligible rows keep their weights, and take new
-    ones, but are not drawn, and count neither in :attr:`total` nor in :attr:`minimum` (hence q_min) nor in
-    :attr:`maximum`.
+    Draws can be restricted to *eligible* rows (:meth:`restrict`). Ineligible rows keep their weights and take new ones.
+    They are not drawn, and do not count in :attr:`total`, :attr:`minimum` (hence q_min) and :attr:`maximum`.
 
     Args:
         capacity: number of rows.
@@ -137,15 +137,8 @@ class SumTree:
         """Exponent of the importance weights: float64, 0-dim, a view."""
         return self.scalars[BETA]
 
-    @property
-    def legal(self) -> Tensor | None:
-        """Former name of :attr:`eligible`."""
-        return self.eligible
-
-    @property
-    def hyper(self) -> Tensor:
-        """Former name of :attr:`scalars`."""
-        return self.scalars
+    legal = property(attrgetter("eligible"), doc="Former name of :attr:`eligible`.")
+    hyper = property(attrgetter("scalars"), doc="Former name of :attr:`scalars`.")
 
     @property
     def nbytes(self) -> int:
@@ -295,9 +288,7 @@ class SumTree:
                     f"with strides {list(eligible.stride())}"
                 )
             if is_lazy(eligible):
-                raise ValueError(
-                    "eligible must hold its bits in memory, but is negated lazily or a zero without memory"
-                )
+                raise ValueError("eligible must hold its bits in memory: it is negated lazily or a zero without memory")
             if eligible.device != self.device:
                 raise ValueError(f"eligible must be on {self.device}, as the tree is, not on {eligible.device}")
         self.eligible = eligible
@@ -403,11 +394,8 @@ class SumTree:
 
         Without :attr:`eligible`, which belongs to whoever maintains it.
         """
-        return {
-            "capacity": self.capacity,
-            "leaves": self.leaves[: self.capacity].clone(),
-            "hyper": self.scalars.clone(),
-        }
+        leaves = self.leaves[: self.capacity].clone()
+        return {"capacity": self.capacity, "leaves": leaves, "hyper": self.scalars.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`, in place, under the present :attr:`eligible`. Synchronises.
