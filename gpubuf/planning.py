@@ -12,11 +12,13 @@ from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
 
 from gpubuf.data.buffers.writers import DERIVED_KEYS
-from gpubuf.data.samplers.base import RandomSampler, Sampler, SamplerWithoutReplacement
+from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.data.samplers.prioritized_slices import PrioritizedSliceSampler
+from gpubuf.data.samplers.random import RandomSampler
 from gpubuf.data.samplers.slices import SliceSampler
 from gpubuf.data.samplers.slices_without_replacement import SliceSamplerWithoutReplacement
+from gpubuf.data.samplers.without_replacement import SamplerWithoutReplacement
 from gpubuf.data.storages import host_memory
 from gpubuf.data.storages.host_memory import Free
 from gpubuf.data.storages.layout import Key, Leaf, RowLayout, as_key, batch_shape

@@ -153,7 +153,7 @@ def check_index(sampler: SliceSampler, buffer: TensorDictReplayBuffer, rows: Row
     stored = torch.arange(buffer.write_count - len(buffer), buffer.write_count)
     _, length = rows.episode(stored).unique_consecutive(return_counts=True)
     require(torch.equal(found.length, length), "the index has other trajectories than the storage")
-    total, recount = int(sampler.index_for(buffer.storage).total), int((found.length >= SLICE).sum())
+    total, recount = int(sampler.trajectory_index.total), int((found.length >= SLICE).sum())
     require(total == recount, f"{total} eligible trajectories by the index, {recount} by a recount")
 
 

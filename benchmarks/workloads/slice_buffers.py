@@ -289,4 +289,4 @@ class SliceBuffer:
 
     def index_bytes(self) -> float:
         """Bytes of the trajectory index for a row that there is room for (gpubuf's; a test reads its size)."""
-        return self.buffer.sampler.index_for(self.buffer.storage).nbytes / self.buffer.storage.max_size
+        return self.buffer.sampler.trajectory_index.nbytes / self.buffer.storage.max_size

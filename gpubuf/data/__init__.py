@@ -10,14 +10,16 @@ from gpubuf.data.buffers.transforms import Compose
 from gpubuf.data.buffers.writers import RoundRobinWriter, TensorDictRoundRobinWriter, Writer
 from gpubuf.data.formats.minari import from_minari
 from gpubuf.data.formats.torchrl import load_torchrl, save_torchrl
-from gpubuf.data.samplers.base import RandomSampler, Sampler, SamplerWithoutReplacement
+from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.data.samplers.prioritized_slices import PrioritizedSliceSampler
+from gpubuf.data.samplers.random import RandomSampler
 from gpubuf.data.samplers.random_state import RandomState
 from gpubuf.data.samplers.slices import SliceSampler
 from gpubuf.data.samplers.slices_without_replacement import SliceSamplerWithoutReplacement
 from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.data.samplers.trajectory_index import Trajectories, TrajectoryIndex
+from gpubuf.data.samplers.without_replacement import SamplerWithoutReplacement
 from gpubuf.data.storages.memmap_storage import LazyMemmapStorage
 from gpubuf.data.storages.tensor_storage import LazyTensorStorage, Storage, TensorStorage
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from gpubuf import graphs
 from gpubuf.data import (
     LazyTensorStorage,
-    PrioritizedSampler,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
@@ -162,8 +161,8 @@ class Trainer:
         """Update until there have been ``due`` updates."""
         if self._updates >= due:
             return
-        sampler = self.buffer.sampler
-        if isinstance(sampler, PrioritizedSampler):
+        sampler: Any = self.buffer.sampler
+        if sampler.has_priorities:
             # Before the update, not in it: a graph would go on with the number that it was captured with.
             sampler.beta = self._beta()
         while self._updates < due:

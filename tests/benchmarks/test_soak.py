@@ -164,11 +164,11 @@ def legal(made: Load) -> None:
 
 
 def total(made: Load) -> None:
-    made.buffer.sampler.index_for(made.buffer.storage).total.add_(1)
+    made.buffer.sampler.trajectory_index.total.add_(1)
 
 
 def ends(made: Load) -> None:
-    made.buffer.sampler.index_for(made.buffer.storage).ends[2] ^= 1 << 9
+    made.buffer.sampler.trajectory_index.ends[2] ^= 1 << 9
 
 
 @pytest.mark.parametrize(

@@ -298,7 +298,7 @@ def test_pinned_rows_under_a_faked_gpu(monkeypatch, kind):
             assert sampler.tree.device.type == "cuda"
             buffer.update_priority(torch.tensor([1], device="cuda"), 2.0)
         if "slices" in kind:
-            assert sampler.index_for(storage).ends.device.type == "cuda"
+            assert sampler.trajectory_index.ends.device.type == "cuda"
         report = buffer.memory()
         assert (report.placement, report.rows) == ("pinned", sum(due))
         assert "pinned host memory" in str(report)

@@ -100,7 +100,7 @@ def test_everything_moves_off_the_gpu(kind):
             buffer.sample()
         storage.columns[:] = [Column(t.to("cpu")) for t in storage.row_tensors]
         storage.relocated(Placement("cpu", torch.device("cpu")))
-        sampler.move(storage)
+        sampler.move()
         tree, index = getattr(sampler, "_tree", None), getattr(sampler, "_index", None)
         found = [storage.table, storage.ring, sampler.random_state("cpu").state]
         found += [tree.leaves, tree.nodes, tree.scalars] if tree is not None else []
@@ -316,7 +316,7 @@ def test_memory_report():
     write(buffer, 30, 0)
     buffer.sample()
     taken = buffer.memory()
-    tree, index = buffer.sampler.tree, buffer.sampler.index_for(buffer.storage)
+    tree, index = buffer.sampler.tree, buffer.sampler.trajectory_index
     assert taken.tree == tree.nbytes
     assert taken.index == index.nbytes + 8
     assert taken.counters == 32 + 8 * rows.ENTRY * len(buffer.storage.layout.leaves) + 24

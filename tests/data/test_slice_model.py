@@ -204,7 +204,7 @@ class SliceMachine(RuleBasedStateMachine):
         """The index knows how many trajectories are eligible, or how many places there are for a slice to start."""
         if not hasattr(self, "model") or not self.buffer.initialized:
             return
-        index = self.buffer.sampler.index_for(self.buffer.storage)
+        index = self.buffer.sampler.trajectory_index
         offsets = [index.rule.offsets(len(t)) for t in self.model.trajectories()]
         assert int(index.total) == sum(offsets if index.rule.by_transition else map(bool, offsets))
         if self.kind == "prioritized" and self.buffer.sampler.tree.eligible is not None:

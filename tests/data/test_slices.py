@@ -193,7 +193,7 @@ def test_the_index_stays_exact(steps, envs, end, by_id, weighting):
     for _ in range(200):
         n = flags.choice([1, 1, 2, 5, 40])
         buffer.extend(model.write([[flags.random() < end for _ in range(envs)] for _ in range(n)]))
-        index = sampler.index_for(buffer.storage)
+        index = sampler.trajectory_index
         offsets = [index.rule.offsets(len(t)) for t in model.trajectories()]
         assert int(index.total) == (sum(offsets) if weighting == "transition" else sum(map(bool, offsets)))
     # A rebuild changes nothing.

@@ -337,12 +337,12 @@ def test_the_sampler_alone():
 
 def test_index_in_inspection():
     sampler = SliceSampler(slice_len=2)
-    buffer, model = filled(sampler, episodes(4, 3, 5, 0), capacity=10)
+    _, model = filled(sampler, episodes(4, 3, 5, 0), capacity=10)
     found = sampler.trajectories()
     assert len(found) == len(model.trajectories())
     assert found.longest == 5
     assert "3 trajectories" in repr(found)
-    index = sampler.index_for(buffer.storage)
+    index = sampler.trajectory_index
     first, last, length = index.bounds(torch.arange(10))
     assert sorted(set(zip(first.tolist(), last.tolist(), length.tolist(), strict=True))) == sorted(
         zip(found.first.tolist(), found.last.tolist(), found.length.tolist(), strict=True)

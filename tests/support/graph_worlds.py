@@ -117,7 +117,7 @@ class World:
             if sampler.tree.eligible is not None:
                 yield "legal", sampler.tree.eligible.clone()
         if isinstance(sampler, SliceSampler):
-            index = sampler.index_for(storage)
+            index = sampler.trajectory_index
             yield from (("ends", index.ends.clone()), ("sums", index.sums.clone()))
         if self.loss is not None:
             for name, tensor in self.loss.state_dict().items():

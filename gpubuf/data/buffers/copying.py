@@ -31,9 +31,9 @@ class Copyable(Mending):
 
     def _connect(self, prefetch: int) -> None:
         """Give the buffer a lock and a queue, and make them known."""
-        self._lock = self._sampler.turn = Turn(self._storage, self._mend)
+        self._lock = Turn(self._storage, self._mend)
+        self._sampler.bind(self._storage, self._lock)
         self._ahead = Prefetcher(prefetch, self._lock)
-        self._storage.index_bytes = self._sampler.index_bytes
         _buffers.add(self)
 
     def __getstate__(self) -> dict[str, Any]:

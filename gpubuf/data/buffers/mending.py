@@ -44,7 +44,7 @@ class Mending:
         elif left.written is None or self._complete_write(left.written):
             if not left.counted:
                 storage.refresh()
-            sampler.mend(storage)
+            sampler.mend()
         storage.end(None)
 
     def _complete_write(self, written: int) -> bool:

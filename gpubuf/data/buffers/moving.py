@@ -89,7 +89,7 @@ def move(storage: TensorStorage, sampler: Sampler, requested: torch.device | str
     before, shape = storage.placement, tuple(storage.shape)
     # What is on the GPU already needs no room there, and what the rows take there is room for a split.
     on_gpu = before is not None and before.device.type == "cuda"
-    index = IndexBytes() if on_gpu else storage.index_beside(requested, shape)
+    index = IndexBytes() if on_gpu else sampler.index_beside(requested, shape)
     held = sum(part.nbytes for part in storage.row_tensors if part.is_cuda)
     target = place(requested, storage.nbytes, index, shape, torch.device("cpu"), held)
     if before is not None and not before.same_place(target):
@@ -111,11 +111,11 @@ def _move(
         with progress_bar(moving, rows.n_bytes, progress, columns=BINARY_BYTES, least=LARGE_BYTES) as advance:
             rows.to(target, advance)
         storage.relocated(target)
-        sampler.move(storage)
+        sampler.move()
     except BaseException:
         rows.to(before, show_nothing)
         storage.relocated(before)
-        sampler.move(storage)
+        sampler.move()
         raise
 
 

@@ -18,8 +18,9 @@ from gpubuf.data.checkpoints import restore, saving
 from gpubuf.data.concurrency.locking import turn_of
 from gpubuf.data.runtime.interruption import DERIVED, Unfinished
 from gpubuf.data.runtime.recording import refuse
-from gpubuf.data.samplers.base import RandomSampler, Sampler
-from gpubuf.data.storages.layout import Data, RowLayout
+from gpubuf.data.samplers.base import Sampler
+from gpubuf.data.samplers.random import RandomSampler
+from gpubuf.data.storages.layout import Data, RowLayout, batch_shape
 from gpubuf.data.storages.tensor_storage import LazyTensorStorage, Storage, TensorStorage
 
 DEFAULT_CAPACITY = 1_000
@@ -127,7 +128,6 @@ class ReplayBuffer(Copyable, Movable, Sampling):
         self._sampler: Sampler = component(sampler, Sampler, RandomSampler)
         self._writer: Writer = component(writer, Writer, self._default_writer)
         self._writer.register_storage(self._storage)
-        self._sampler.register_storage(self._storage)
         if dim_extend is not None and not 0 <= dim_extend < self._storage.ndim:
             raise ValueError(f"dim_extend is {dim_extend}, but the storage has {self._storage.ndim} dimension(s)")
         self._dim_extend = dim_extend
@@ -232,6 +232,8 @@ class ReplayBuffer(Copyable, Movable, Sampling):
         if not storage.initialized:
             refuse("the first write allocates the storage: write before")
             self._sampler.check_rows(RowLayout(data, storage.ndim, storage.ignored_keys), storage.ndim)
+            full = storage.full_shape(batch_shape(data, storage.ndim))
+            storage.beside = self._sampler.index_beside(storage.requested_device, full)
         self._given = given
         index = self._writer.extend(data)
         if index.numel() == 0:
@@ -246,7 +248,7 @@ class ReplayBuffer(Copyable, Movable, Sampling):
         given = self._given
         if given is not None:
             given = given[-survivors.numel() :]
-        self._sampler.on_write(survivors, self._storage, given)
+        self._sampler.on_write(survivors, given)
 
     def _no_rows(self) -> Tensor:
         """The index of an empty write."""
@@ -335,14 +337,14 @@ class ReplayBuffer(Copyable, Movable, Sampling):
         """
         with turn_of(self._lock):
             before = self._storage.begin(DERIVED)
-            self._sampler.update_priority(index, priority, storage=self._storage, generation=generation)
+            self._sampler.update_priority(index, priority, generation=generation)
             self._storage.end(before)
 
     def mark_update(self, index: Any) -> None:
         """Rows were written elsewhere (``buffer[i] = ...``, or through the storage): treat them as new."""
         with turn_of(self._lock):
             before = self._storage.begin(DERIVED)
-            self._sampler.mark_update(index, storage=self._storage)
+            self._sampler.mark_update(index)
             self._storage.end(before)
 
     # Composition
@@ -370,10 +372,10 @@ class ReplayBuffer(Copyable, Movable, Sampling):
         """Replace the storage; the sampler starts afresh."""
         with self._lock:
             self._ahead.discard()
-            self._sampler.register_storage(storage)
-            self._writer.register_storage(storage)
-            self._storage = self._lock.storage = component(storage, Storage, default_storage)
-            self._storage.index_bytes = self._sampler.index_bytes
+            new: TensorStorage = component(storage, TensorStorage, default_storage)
+            self._sampler.bind(new, self._lock)
+            self._writer.register_storage(new)
+            self._storage = self._lock.storage = new
             self._sampler.empty()
 
     def set_sampler(self, sampler: Sampler) -> None:
@@ -381,10 +383,10 @@ class ReplayBuffer(Copyable, Movable, Sampling):
         with self._lock:
             self._ahead.discard()
             sampler = component(sampler, Sampler, RandomSampler)
-            sampler.register_storage(self._storage)
-            self._storage.index_bytes = sampler.index_bytes
-            sampler.turn = self._lock
-            self._sampler = sampler
+            if sampler is not self._sampler:
+                sampler.bind(self._storage, self._lock)
+                self._sampler.unbind()
+                self._sampler = sampler
 
     def set_writer(self, writer: Writer) -> None:
         """Replace the writer."""

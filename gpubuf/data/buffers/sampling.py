@@ -15,8 +15,7 @@ from gpubuf.data.concurrency.locking import Turn, turn_of
 from gpubuf.data.concurrency.pinning import pin
 from gpubuf.data.concurrency.prefetch import Batch, Prefetcher
 from gpubuf.data.runtime.recording import refuse
-from gpubuf.data.samplers.base import Draw, Sampler
-from gpubuf.data.samplers.prioritized import PrioritizedSampler
+from gpubuf.data.samplers.base import Drawn, Sampler, require_rows
 from gpubuf.data.storages.layout import Data
 from gpubuf.data.storages.tensor_storage import TensorStorage
 
@@ -74,7 +73,8 @@ class Sampling:
         with turn_of(self._lock):
             if sampler.ran_out:
                 sampler.ran_out = False
-            draw = sampler.draw(storage, n)
+            require_rows(storage)
+            draw = sampler.draw(n)
             info = self._info(draw)
             direct = (
                 include_info and self._collate_fn is None and not len(self._transform) and storage.layout.is_tensordict
@@ -82,12 +82,12 @@ class Sampling:
             data = storage.assemble(draw.tensors, info if direct else None, draw.batch_size)
             return Batch(data, info, sampler.ran_out, direct)
 
-    def _info(self, draw: Draw) -> dict[Any, Tensor]:
+    def _info(self, draw: Drawn) -> dict[Any, Tensor]:
         index, generation, shape = self._storage.unravel(draw.positions), draw.generation, draw.batch_size
         if shape is not None:
             index, generation = index.view(*shape, *index.shape[1:]), generation.view(shape)
         info = {"index": index, **draw.info}
-        if isinstance(self._sampler, PrioritizedSampler) or getattr(self._writer, "track_generations", False):
+        if self._sampler.has_priorities or getattr(self._writer, "track_generations", False):
             info["index_generation"] = generation
         return info
 

@@ -50,7 +50,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         # An empty list is an empty write.
         if not isinstance(first, TensorDictBase | list) and not is_tensorclass(first):
             raise TypeError(f"{type(self).__name__} stores TensorDicts, got a {type(first).__name__}")
-        wanted = update_priority is not False and isinstance(self._sampler, PrioritizedSampler)
+        wanted = update_priority is not False and self._sampler.has_priorities
         with turn_of(self._lock):
             return self._extend(data, self._given_priority if wanted else None)
 
@@ -58,7 +58,6 @@ class TensorDictReplayBuffer(ReplayBuffer):
         priority = data.get(self.priority_key, None)
         if priority is None:
             return None
-        assert isinstance(self._sampler, PrioritizedSampler)
         n = data.batch_size[: self._storage.ndim].numel()
         priority = self._sampler.reduce(priority.detach(), n).float()
         self._sampler.check_priority(priority)
@@ -92,7 +91,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
             KeyError: the batch has no priorities, or no ``"index"``.
         """
         sampler = self._sampler
-        if not isinstance(sampler, PrioritizedSampler):
+        if not sampler.has_priorities:
             return
         # The entries of a plain TensorDict are looked up in a tenth of the time that its own method takes.
         plain = type(data) is TensorDict and isinstance(self.priority_key, str)

@@ -39,13 +39,15 @@ def restore(buffer: ReplayBuffer, state: dict[str, Any]) -> None:
         rows["rows"] = pieces = Pieces.of(rows["rows"], storage.ndim)
         if not storage.initialized:
             _check_rows(sampler, storage, RowLayout(pieces.example, storage.ndim, storage.ignored_keys))
+            shape = storage.full_shape(tuple(rows["shape"]))
+            storage.beside = sampler.index_beside(storage.requested_device, shape)
     with ahead.quiet(), _put_back_on_failure(transform):
         transform.load_state_dict(state["_transforms"])
         slots = ahead.prepared(queue, buffer._pin_memory) if storage.initialized else None
         with _Replacement(buffer) as replacement:
             order = storage.load_state_dict(replacement.watched(rows))
             replacement.begun = True
-            sampler.load_state_dict(state["_sampler"], storage, order)
+            sampler.load_state_dict(state["_sampler"], order)
             buffer._writer.load_state_dict(state["_writer"])
             if slots is None:
                 slots = ahead.prepared(queue, buffer._pin_memory)

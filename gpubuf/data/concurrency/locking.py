@@ -175,6 +175,11 @@ class Turn:
         self.pending.clear()
 
     @property
+    def in_use(self) -> bool:
+        """Whether the buffer that the lock was made for is still there."""
+        return self._mend is None or self._mend() is not None
+
+    @property
     def held(self) -> bool:
         """Whether it is this thread's turn."""
         return self._lock._is_owned()  # type: ignore[attr-defined, no-any-return]

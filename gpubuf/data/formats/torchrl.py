@@ -10,6 +10,7 @@ import math
 import os
 import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from gpubuf.data.buffers.replay_buffer import ReplayBuffer, component
 from gpubuf.data.buffers.tensordict_buffers import TensorDictReplayBuffer
-from gpubuf.data.samplers.base import Sampler, SamplerWithoutReplacement
+from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.data.storages import memmap_files as files
 from gpubuf.data.storages.layout import Data, RowLayout
@@ -115,7 +116,7 @@ def load_torchrl(
             "rows": found.data[: found.size // math.prod(found.shape[1:])],
         }
     )
-    if priorities is not None and isinstance(buffer.sampler, PrioritizedSampler):
+    if priorities is not None and buffer.sampler.torchrl_form == "priorities":
         _restore_priorities(buffer.sampler, storage, priorities, order, found)
     return buffer
 
@@ -188,7 +189,7 @@ def _number(value: Any, name: str, path: Path) -> float:
 
 
 def _restore_priorities(
-    sampler: PrioritizedSampler, storage: TensorStorage, given: _Priorities, order: Tensor | None, found: _Rows
+    sampler: Sampler, storage: TensorStorage, given: _Priorities, order: Tensor | None, found: _Rows
 ) -> None:
     weights = given.weights[: found.size].float()
     if weights.numel() < found.size:
@@ -200,7 +201,7 @@ def _restore_priorities(
     hyper[sum_tree.MAX_PRIORITY] = -1.0 if given.max_priority is None else given.max_priority
     tree = {"capacity": storage.max_size, "leaves": leaves, "hyper": hyper}
     hyperparameters = {"alpha": given.alpha, "beta": given.beta, "eps": given.eps}
-    sampler.load_state_dict({**sampler.state_dict(), **hyperparameters, "tree": tree}, storage, None)
+    sampler.load_state_dict({**sampler.state_dict(), **hyperparameters, "tree": tree})
 
 
 def save_torchrl(buffer: ReplayBuffer, path: str | os.PathLike[str]) -> None:
@@ -226,7 +227,8 @@ def save_torchrl(buffer: ReplayBuffer, path: str | os.PathLike[str]) -> None:
     temporary.mkdir(parents=True)
     try:
         _write_rows(buffer, temporary)
-        _write_sampler(buffer.sampler, buffer.storage, temporary / "sampler")
+        if buffer.sampler.torchrl_form is not None:
+            _WRITERS[buffer.sampler.torchrl_form](buffer.sampler, buffer.storage, temporary / "sampler")
         settings = {"batch_size": buffer.batch_size, "consume_after_n_samples": None}
         files.write_json(temporary / _BUFFER_FILE, settings)
         os.rename(temporary, target)
@@ -271,14 +273,14 @@ def _copy(source: Tensor, target: Tensor) -> None:
         target[start : min(start + step, n)].copy_(source[start : start + step])
 
 
-def _write_sampler(sampler: Sampler, storage: TensorStorage, folder: Path) -> None:
-    if isinstance(sampler, SamplerWithoutReplacement):
-        epoch = {"len_storage": 0, "_sample_list": torch.zeros(0, dtype=torch.int64)}
-        TensorDict({**epoch, "drop_last": sampler.drop_last, "_ran_out": False}).memmap(folder)
-    if not isinstance(sampler, PrioritizedSampler):
-        return
+def _write_epoch(sampler: Any, storage: TensorStorage, folder: Path) -> None:
+    epoch = {"len_storage": 0, "_sample_list": torch.zeros(0, dtype=torch.int64)}
+    TensorDict({**epoch, "drop_last": sampler.drop_last, "_ran_out": False}).memmap(folder)
+
+
+def _write_priorities(sampler: Any, storage: TensorStorage, folder: Path) -> None:
     folder.mkdir()
-    state = sampler.tree_for(storage).state_dict()
+    state = sampler.tree.state_dict()
     capacity, leaves, hyper = (
         max(sampler.max_capacity, storage.max_size),
         state["leaves"].cpu(),
@@ -301,3 +303,10 @@ def _write_sampler(sampler: Sampler, storage: TensorStorage, folder: Path) -> No
             "_schema_version": _SAMPLER_VERSION,
         },
     )
+
+
+_WRITERS: dict[str, Callable[[Any, TensorStorage, Path], None]] = {
+    "epoch": _write_epoch,
+    "priorities": _write_priorities,
+}
+"""By what a sampler declares as its ``torchrl_form``."""

@@ -1,25 +1,28 @@
-"""Samplers: which rows a batch is made of."""
+"""The contract of samplers: which rows a batch is made of. docs/extending.md shows how to write one."""
 
 from __future__ import annotations
 
-import math
 import warnings
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gpubuf.data.runtime.recording import recording, refuse
 from gpubuf.data.samplers.random_state import RandomState
+from gpubuf.data.samplers.saved_state import demand, is_tensor
+from gpubuf.data.storages import host_memory
 from gpubuf.data.storages.indexing import as_positions
 from gpubuf.data.storages.layout import RowLayout
-from gpubuf.data.storages.placement import IndexBytes
+from gpubuf.data.storages.placement import IndexBytes, depends_on_room
 from gpubuf.data.storages.tensor_storage import Storage, TensorStorage
-from gpubuf.kernels.rows import SIZE
+
+UNBOUND = "the sampler belongs to no buffer yet: give it to one, or call bind(storage)"
 
 
-class Draw(NamedTuple):
+class Drawn(NamedTuple):
     """What a sampler hands to its buffer: gathered rows, where they lie, and what is known about them."""
 
     tensors: list[Tensor]
@@ -29,61 +32,151 @@ class Draw(NamedTuple):
     batch_size: tuple[int, ...] | None = None  # of tensors and info where it is not [n]
 
 
-def tensor_storage(storage: Storage) -> TensorStorage:
-    """``storage``, checked to be one that can be sampled now.
-
-    Raises:
-        TypeError: it is not tensor-backed.
-        RuntimeError: it is empty.
-    """
-    if not isinstance(storage, TensorStorage):
-        raise TypeError(f"gpubuf's samplers need a TensorStorage, got {type(storage).__name__}")
-    # Compiled code may not depend on the number of rows; its operations find an empty ring out by themselves.
-    if not torch.compiler.is_compiling() and len(storage) == 0:
-        raise RuntimeError("cannot sample from an empty storage")
-    return storage
-
-
 class Sampler:
-    """Base class of samplers. A sampler of one's own implements :meth:`sample`.
+    """Base class of samplers. A sampler of your own overrides :meth:`choose`.
+
+    A buffer calls :meth:`bind` once, and from then on :meth:`draw` for every batch and :meth:`on_write` after every
+    write. A sampler serves one storage at a time: that of its buffer, until that is gone or has another sampler. Its
+    next buffer begins with a tree, an index and an epoch of its own; the random stream goes on.
+
+    A sampler written for TorchRL, which overrides :meth:`sample` and nothing else of these, works too.
 
     Attributes:
+        has_priorities: declares that the sampler has a use for priorities: those that come with a write reach
+            :meth:`on_write`, those of an update :meth:`update_priority`, and samples carry ``"index_generation"``, by
+            which a priority that returns too late is recognised.
+        torchrl_form: declares what the sampler writes into a folder of TorchRL's; None: nothing.
         ran_out: whether an epoch has ended with the last batch; iteration over the buffer stops there.
-        turn: the lock of the sampler's buffer, for what users call on the sampler itself.
+        lock: the lock of the sampler's buffer, for what users call on the sampler itself.
     """
 
+    has_priorities: ClassVar[bool] = False
+    torchrl_form: ClassVar[Literal["epoch", "priorities"] | None] = None
     ran_out: bool = False
-    turn: AbstractContextManager[Any] = nullcontext()
+    lock: AbstractContextManager[Any] = nullcontext()
 
     def __init__(self) -> None:
         # Not only in the class: compiled code depends on where an attribute is.
         self.ran_out = False
+        self._storage: TensorStorage | None = None
         self._random: RandomState | None = None
         self._generator: torch.Generator | None = None
 
+    def __init_subclass__(cls, **named: Any) -> None:
+        """Let :meth:`draw` use what the subclass overrides: :meth:`choose`, or :meth:`sample` as in TorchRL."""
+        super().__init_subclass__(**named)
+        own = vars(cls)
+        if "choose" in own:
+            cls._chosen = own["choose"]
+        elif "sample" in own and "draw" not in own:
+            cls.choose = _choose_as_in_torchrl  # type: ignore[method-assign]
+        else:
+            return
+        if "draw" not in own:
+            # One that is inherited may choose by itself.
+            cls.draw = Sampler.draw  # type: ignore[method-assign]
+
     def __getstate__(self) -> dict[str, Any]:
         """All but the lock of the buffer, which gives a copy its own."""
-        return {name: value for name, value in vars(self).items() if name != "turn"}
+        return {name: value for name, value in vars(self).items() if name != "lock"}
 
-    def sample(self, storage: Storage, batch_size: int) -> tuple[Any, dict[str, Any]]:
-        """Choose rows.
+    # Binding
+
+    @property
+    def storage(self) -> TensorStorage:
+        """The storage that the sampler serves.
+
+        Raises:
+            RuntimeError: none yet.
+        """
+        if self._storage is None:
+            raise RuntimeError(UNBOUND)
+        return self._storage
+
+    def bind(self, storage: Storage, lock: AbstractContextManager[Any] | None = None) -> None:
+        """Serve ``storage`` from now on. With another storage than before, what was known about rows is forgotten.
 
         Args:
-            storage: the storage to choose from.
+            storage: the storage.
+            lock: the lock of the buffer that the sampler becomes part of.
+
+        Raises:
+            TypeError: the storage is not tensor-backed.
+            ValueError: the sampler can't serve it, or serves a buffer with another storage that is still in use.
+        """
+        if not isinstance(storage, TensorStorage):
+            raise TypeError(f"gpubuf's samplers need a TensorStorage, got {type(storage).__name__}")
+        other = storage is not self._storage
+        if other and lock is not self.lock and getattr(self.lock, "in_use", False):
+            raise ValueError(
+                f"this {type(self).__name__} serves a buffer with another storage: give each buffer a sampler "
+                "of its own, or give the other one a new sampler by set_sampler()"
+            )
+        self.check_storage(storage)
+        if other:
+            self.forget_storage()
+        self._storage = storage
+        self.lock = nullcontext() if lock is None else lock
+
+    def unbind(self) -> None:
+        """Serve no buffer any more. Rows that are there when it is bound again count as new."""
+        self._storage, self.lock = None, nullcontext()
+
+    def check_storage(self, storage: TensorStorage) -> None:
+        """Called before the sampler is bound: raise if it can't serve ``storage``."""
+
+    def forget_storage(self) -> None:
+        """Called when another storage replaces the one so far: drop what was derived from its rows."""
+
+    def check_rows(self, layout: RowLayout, ndim: int) -> None:
+        """Called before the first rows are written: raise if they lack what the sampler needs."""
+
+    # Sampling
+
+    def choose(self, n: int) -> tuple[Tensor, dict[Any, Tensor]]:
+        """Choose ``n`` rows of :attr:`storage`, which has some. This is what a sampler of your own overrides.
+
+        Returns:
+            Flat positions, int64 ``[n]`` on the storage's device, and a dict of what else there is to say about each
+            row, tensors of ``n`` entries by key. A buffer of TensorDicts writes them into the batch.
+        """
+        raise NotImplementedError(f"{type(self).__name__} overrides neither choose(n) nor sample(storage, batch_size)")
+
+    _chosen: ClassVar[Callable[..., tuple[Tensor, dict[Any, Tensor]]]] = choose
+
+    def draw(self, n: int) -> Drawn:
+        """Choose ``n`` rows and gather them; overridden where one launch does both."""
+        storage = self._storage
+        if storage is None:
+            raise RuntimeError(UNBOUND)
+        positions, info = self.choose(n)
+        tensors, generation = storage.gather(positions)
+        return Drawn(tensors, positions, generation, info)
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[Any, dict[Any, Any]]:
+        """Choose rows, as TorchRL's samplers do: without the buffer, and without gathering them. No host sync.
+
+        Args:
+            storage: the storage to choose from. A sampler that serves no buffer is bound to it.
             batch_size: number of rows.
 
         Returns:
             The index of the rows (int64 ``[n]``; ``[n, ndim]`` for storages of several dimensions), and a dict of
             what else there is to say about each of them, by key.
-        """
-        raise NotImplementedError
 
-    def draw(self, storage: TensorStorage, batch_size: int) -> Draw:
-        """Choose rows and gather them; overridden where one launch does both."""
-        index, info = self.sample(storage, batch_size)
-        flat = as_positions(index, storage.shape, storage.device)
-        tensors, generation = storage.gather(flat)
-        return Draw(tensors, flat, generation, dict(info))
+        Raises:
+            RuntimeError: the storage is empty.
+        """
+        self._serve(storage)
+        own = self.storage
+        require_rows(own)
+        positions, info = self._chosen(batch_size)
+        return own.unravel(positions), info
+
+    def _serve(self, storage: Storage | None) -> None:
+        """Bind to ``storage``, if that is not where the sampler works already."""
+        if storage is not None and storage is not self._storage:
+            self.bind(storage)
 
     def random_state(self, device: torch.device | str) -> RandomState:
         """The random stream, created at its first use: seeded by ``set_rng``, else by torch's global generator."""
@@ -107,14 +200,24 @@ class Sampler:
         """Start a new random stream, seeded by ``generator`` (None: by torch's global one)."""
         self._generator, self._random = generator, None
 
-    def register_storage(self, storage: Storage) -> None:
-        """Called when the sampler becomes part of a buffer: raise if it can't serve ``storage``."""
+    # Writing
 
-    def check_rows(self, layout: RowLayout, ndim: int) -> None:
-        """Called before the first rows are written: raise if they lack what the sampler needs."""
+    def on_write(self, positions: Tensor, priority: Tensor | None) -> None:
+        """Called once for every write, with the flat positions of its surviving rows.
 
-    def on_write(self, index: Tensor, storage: TensorStorage, priority: Tensor | None) -> None:
-        """Called once for every write, with the flat positions of its surviving rows."""
+        Args:
+            positions: int64 ``[n]``.
+            priority: float32 ``[n]`` where the batch came with priorities and the sampler has a use for them.
+        """
+
+    # Priorities
+
+    def reduce(self, priority: Tensor, n: int) -> Tensor:
+        """A priority of more dimensions than the batch, as one number for each of ``n`` rows: the largest."""
+        return priority.reshape(n) if priority.numel() == n else priority.reshape(n, -1).amax(-1)
+
+    def check_priority(self, priority: Tensor) -> None:
+        """Called with the priorities of a write, before anything is written: raise if they can't be used."""
 
     def update_priority(
         self, index: Any, priority: Any, *, storage: Storage | None = None, generation: Tensor | None = None
@@ -125,20 +228,38 @@ class Sampler:
     def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
         """Rows were written elsewhere: nothing to do without priorities."""
 
+    # The life of the rows
+
     def empty(self) -> None:
         """Forget everything about the rows."""
         self.ran_out = False
 
-    def mend(self, storage: TensorStorage) -> None:
+    def mend(self) -> None:
         """Compute anew what is derived from rows or priorities: an operation was interrupted that was changing it."""
 
     def free(self) -> None:
         """Forget everything about the rows, and release its memory."""
         self.empty()
 
+    def move(self) -> None:
+        """Go on where the storage has moved to: called after its rows are in their new place. May synchronise."""
+        if self._random is not None:
+            self._random = self._random.to(self.storage.device)
+
+    # Memory
+
     def index_bytes(self, shape: tuple[int, ...], device_type: str) -> IndexBytes:
         """What the sampler takes for a storage of ``shape`` (``[rows]`` or ``[steps, envs]``), before it exists."""
         return IndexBytes()
+
+    def index_beside(self, requested: torch.device | str, shape: tuple[int, ...]) -> IndexBytes:
+        """:meth:`index_bytes` for a requested placement: nothing for one that doesn't go by what fits.
+
+        The machine is then not asked for its GPU: a process that CUDA woke up in can't be forked to use it.
+        """
+        if not depends_on_room(requested):
+            return IndexBytes()
+        return self.index_bytes(shape, "cuda" if host_memory.cuda_present() else "cpu")
 
     def memory(self) -> IndexBytes:
         """What the sampler takes now."""
@@ -149,124 +270,54 @@ class Sampler:
         """Bytes of the random state, once there is one."""
         return 0 if self._random is None else self._random.state.nbytes
 
-    def move(self, storage: TensorStorage) -> None:
-        """Go on where ``storage`` has moved to: called after its rows are in their new place. May synchronise."""
-        if self._random is not None:
-            self._random = self._random.to(storage.device)
+    # State
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the sampler needs to go on with the same batches. Synchronises."""
         return {"type": type(self).__name__, "random": self._random.state_dict() if self._random else None}
 
-    def load_state_dict(self, state: dict[str, Any], storage: TensorStorage, order: Tensor | None = None) -> None:
-        """Restore :meth:`state_dict`.
+    def load_state_dict(self, state: dict[str, Any], order: Tensor | None = None) -> None:
+        """Restore :meth:`state_dict`, after the storage has been restored.
 
         Args:
             state: the state.
-            storage: the storage, restored before.
             order: what :meth:`TensorStorage.load_state_dict` returned.
         """
         if state["random"] is not None:
-            self.random_state(storage.device).load_state_dict(state["random"])
+            self.random_state(self.storage.device).load_state_dict(state["random"])
 
+    def check_state(self, state: dict[str, Any], capacity: int, size: int) -> None:
+        """Raise unless ``state``, which was read from files, can be loaded.
 
-class RandomSampler(Sampler):
-    """Rows drawn uniformly, with replacement, in the launch that copies them."""
-
-    def __new__(cls, *args: Any, replacement: bool = True, **kwargs: Any) -> Any:
-        if cls is RandomSampler and not replacement:
-            return SamplerWithoutReplacement(*args, **kwargs)
-        return super().__new__(cls)
-
-    def __init__(self, *, replacement: bool = True) -> None:
-        super().__init__()
-
-    def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
-        """Uniform indices. No host sync."""
-        storage = tensor_storage(storage)
-        uniform = self.random_state(storage.device).uniform(batch_size)
-        # The device's count: the host's is that of the capture where this is part of a CUDA graph.
-        size = storage.ring[SIZE]
-        flat = torch.minimum((uniform * size).to(torch.int64), size - 1)
-        return storage.unravel(flat), {}
-
-    def draw(self, storage: TensorStorage, batch_size: int) -> Draw:
-        """Choose and gather in one launch. No host sync."""
-        storage = tensor_storage(storage)
-        tensors, index, generation = storage.sample_uniform(self.random_state(storage.device).state, batch_size)
-        return Draw(tensors, index, generation, {})
-
-
-class SamplerWithoutReplacement(Sampler):
-    """Every row once an epoch.
-
-    A permutation is used up batch by batch, and a new one drawn when it ends (which sets ``ran_out``) or when the
-    number of stored rows changes.
-
-    Args:
-        drop_last: end the epoch before a batch that could not be filled. Otherwise the last batch of an epoch is
-            what remains, and may be shorter than asked for.
-        shuffle: False visits the rows in storage order.
-    """
-
-    def __init__(self, drop_last: bool = False, shuffle: bool = True) -> None:
-        super().__init__()
-        self.drop_last = drop_last
-        self.shuffle = shuffle
-        self._remaining: Tensor | None = None
-        self._size = 0
-
-    def _permutation(self, storage: TensorStorage) -> Tensor:
-        return self.order_of(len(storage), storage.device, self.shuffle)
-
-    def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
-        """The next rows of the epoch. No host sync.
+        Args:
+            state: the state.
+            capacity: of the storage that it was saved with.
+            size: how many rows that held.
 
         Raises:
-            ValueError: ``drop_last`` is set and fewer than ``batch_size`` rows are stored.
+            ValueError: it can't.
         """
-        storage = tensor_storage(storage)
-        refuse("the host decides which rows of an epoch come next: sample without replacement outside of the step")
-        if self.drop_last and len(storage) < batch_size:
-            raise ValueError(
-                f"batch size {batch_size} exceeds the {len(storage)} stored rows, and drop_last=True forbids repeats"
-            )
-        if self._remaining is None or self._size != len(storage):
-            self._remaining, self._size = self._permutation(storage), len(storage)
-        flat, remaining = self._remaining[:batch_size], self._remaining[batch_size:]
-        left = remaining.numel()
-        ran_out = left == 0 or (self.drop_last and left < batch_size)
-        if ran_out:
-            remaining = self._permutation(storage)
-        # In one step: an interrupt may come at any call.
-        self._remaining, self.ran_out = remaining, ran_out
-        return storage.unravel(flat), {}
+        own = type(self).__name__
+        demand(state["type"] == own, f"the checkpoint is of a buffer with a {state['type']}, this buffer has a {own}")
+        random = state["random"]
+        if random is not None:
+            is_state = isinstance(random, dict) and is_tensor(random["state"], torch.int64, (3,))
+            demand(is_state, "the checkpoint's random state is not int64 [3]")
 
-    def empty(self) -> None:
-        super().empty()
-        self._remaining, self._size = None, 0
 
-    def index_bytes(self, shape: tuple[int, ...], device_type: str) -> IndexBytes:
-        return IndexBytes(index=8 * math.prod(shape))
+def _choose_as_in_torchrl(self: Sampler, n: int) -> tuple[Tensor, dict[Any, Tensor]]:
+    """:meth:`Sampler.choose` of a sampler that overrides :meth:`Sampler.sample` only."""
+    storage = self.storage
+    index, info = self.sample(storage, n)
+    return as_positions(index, storage.shape, storage.device), dict(info)
 
-    def memory(self) -> IndexBytes:
-        # What is left of an epoch is a view of the whole.
-        return IndexBytes(index=0 if self._remaining is None else self._remaining.untyped_storage().nbytes())
 
-    def move(self, storage: TensorStorage) -> None:
-        super().move(storage)
-        if self._remaining is not None:
-            self._remaining = self._remaining.to(storage.device)
+def require_rows(storage: TensorStorage) -> None:
+    """Raise if there is nothing to sample.
 
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "remaining": self._remaining, "size": self._size, "ran_out": self.ran_out}
-
-    def load_state_dict(self, state: dict[str, Any], storage: TensorStorage, order: Tensor | None = None) -> None:
-        super().load_state_dict(state, storage, order)
-        remaining = state["remaining"]
-        if order is not None or remaining is None:
-            # The rows lie elsewhere now: begin a new epoch.
-            self._remaining, self._size = None, 0
-        else:
-            self._remaining, self._size = remaining.to(storage.device, copy=True), state["size"]
-        self.ran_out = state["ran_out"]
+    Raises:
+        RuntimeError: the storage is empty.
+    """
+    # Compiled code may not depend on the number of rows; its operations find an empty ring out by themselves.
+    if not torch.compiler.is_compiling() and len(storage) == 0:
+        raise RuntimeError("cannot sample from an empty storage")

@@ -11,12 +11,14 @@ from torch import Tensor
 
 from gpubuf.data.concurrency.locking import turn_of
 from gpubuf.data.runtime.recording import recording, refuse, traced_property
-from gpubuf.data.samplers.base import Draw, Sampler, tensor_storage
+from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.exponents import check_beta, exponent
+from gpubuf.data.samplers.saved_state import demand, is_tensor
 from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.data.storages.indexing import as_positions
 from gpubuf.data.storages.placement import IndexBytes
 from gpubuf.data.storages.tensor_storage import Storage, TensorStorage
+from gpubuf.kernels.sum_tree import REFUSED
 
 REDUCTIONS = ("max", "min", "mean", "median")
 
@@ -53,6 +55,9 @@ class PrioritizedSampler(Sampler):
         ValueError: an argument is out of range.
     """
 
+    has_priorities = True
+    torchrl_form = "priorities"
+
     def __init__(
         self,
         max_capacity: int,
@@ -76,7 +81,6 @@ class PrioritizedSampler(Sampler):
         self._alpha, self._eps = exponent("alpha", alpha), exponent("eps", eps)
         self._beta: float | Tensor = beta
         self._tree: SumTree | None = None
-        self._storage: Storage | None = None
 
     # Hyperparameters
 
@@ -89,7 +93,7 @@ class PrioritizedSampler(Sampler):
     def alpha(self, value: float) -> None:
         value = exponent("alpha", value)
         refuse("alpha is set, which transforms every priority: set it between calls of the step")
-        with self.turn:
+        with self.lock:
             if self._tree is not None:
                 self.raise_if_refused()
                 self._tree.set_alpha(value)
@@ -108,7 +112,7 @@ class PrioritizedSampler(Sampler):
             noted.undo(functools.partial(setattr, self, "_beta", self._beta))
         if not isinstance(value, Tensor):
             refuse("beta is set to a number, which would stay: set it to a tensor on the device, or between calls")
-        with turn_of(self.turn):
+        with turn_of(self.lock):
             if self._tree is not None:
                 self._tree.set_beta(value)
             self._beta = value
@@ -130,29 +134,33 @@ class PrioritizedSampler(Sampler):
         Raises:
             RuntimeError: nothing has been written yet.
         """
-        if self._tree is None:
+        if self._storage is None or not self._storage.initialized:
             raise RuntimeError("the sampler has no tree before the first write")
-        return self._tree
+        return self._tree_made()
 
-    def register_storage(self, storage: Storage) -> None:
-        """Check that the storage fits. Another storage than before begins with a tree of its own.
+    def check_storage(self, storage: TensorStorage) -> None:
+        """Check that the storage fits.
 
         Raises:
             ValueError: it has room for more than ``max_capacity`` rows.
         """
-        if isinstance(storage, TensorStorage) and storage.requested_size > self.max_capacity:
+        if storage.requested_size > self.max_capacity:
             raise ValueError(f"max_capacity is {self.max_capacity}, the storage's capacity {storage.requested_size}")
-        if storage is not self._storage:
-            self._storage, self._tree = storage, None
+        super().check_storage(storage)
 
-    def tree_for(self, storage: TensorStorage, n_new: int = 0) -> SumTree:
-        """The tree over ``storage``, made at the first use.
+    def forget_storage(self) -> None:
+        super().forget_storage()
+        self._tree = None
+
+    def _tree_made(self, n_new: int = 0) -> SumTree:
+        """The tree over the storage, made at the first use.
 
         Rows that are there already count as new, except for ``n_new`` that the caller is about to treat.
         """
         noted = recording()
         if self._tree is None:
             refuse("the first write or sample makes the tree: do it before")
+            storage = self.storage
             tree = SumTree(storage.max_size, alpha=self._alpha, eps=self._eps, device=storage.device)
             tree.set_beta(self._beta)
             if len(storage) > n_new:
@@ -164,36 +172,26 @@ class PrioritizedSampler(Sampler):
 
     # Sampling
 
-    def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
-        """Indices by priority, and ``"priority_weight"``, float32 ``[n]``. One launch, no host sync."""
-        storage = tensor_storage(storage)
-        flat, weight = self._choose(storage, batch_size)
-        return storage.unravel(flat), {"priority_weight": weight}
-
-    def draw(self, storage: TensorStorage, batch_size: int) -> Draw:
-        """Choose by priority, and gather: two launches, no host sync."""
-        storage = tensor_storage(storage)
-        flat, weight = self._choose(storage, batch_size)
-        tensors, generation = storage.gather(flat)
-        return Draw(tensors, flat, generation, {"priority_weight": weight})
-
-    def _choose(self, storage: TensorStorage, n: int) -> tuple[Tensor, Tensor]:
-        return self.tree_for(storage).draw(n, self.random_state(storage.device))
+    def choose(self, n: int) -> tuple[Tensor, dict[Any, Tensor]]:
+        """Positions by priority, and ``"priority_weight"``, float32 ``[n]``. One launch, no host sync."""
+        tree = self._tree_made()
+        positions, weight = tree.draw(n, self.random_state(tree.leaves.device))
+        return positions, {"priority_weight": weight}
 
     # Priorities
 
-    def on_write(self, index: Tensor, storage: TensorStorage, priority: Tensor | None) -> None:
+    def on_write(self, positions: Tensor, priority: Tensor | None) -> None:
         """Give the rows of one write their priority, in one tree update."""
-        tree = self.tree_for(storage, index.numel())
+        tree = self._tree_made(positions.numel())
         if priority is None:
-            tree.mark(index, within_buffer=self.max_priority_within_buffer)
+            tree.mark(positions, within_buffer=self.max_priority_within_buffer)
             return
-        if index.device.type != "cpu":
+        if positions.device.type != "cpu":
             # These rows are new: a refused priority must not leave them with that of the row before.
             bad = ~(priority >= 0) | torch.isinf(priority)
             tree.refused.add_(bad.sum())
             priority = torch.where(bad, tree.max_priority.float(), priority)
-        tree.update(index, priority, ring=storage.ring)
+        tree.update(positions, priority, ring=self.storage.ring)
 
     def update_priority(
         self, index: Any, priority: Any, *, storage: Storage | None = None, generation: Tensor | None = None
@@ -205,7 +203,7 @@ class PrioritizedSampler(Sampler):
                 ignored; negative coordinates count from the end of their dimension (in the first one, on a CPU, from
                 the last step stored).
             priority: ``[n]``, any shape with n elements, or a number for all rows; any real dtype.
-            storage: the storage that the index refers to; the buffer passes its own.
+            storage: the storage that the index refers to, where the sampler serves none yet; as TorchRL passes it.
             generation: ``"index_generation"`` of the sample. Rows overwritten since are left alone.
 
         Raises:
@@ -214,8 +212,7 @@ class PrioritizedSampler(Sampler):
             IndexError: an index, or a coordinate in its dimension, is out of range (CPU; a GPU refuses it as it does a
                 priority).
         """
-        if not isinstance(storage, TensorStorage):
-            raise TypeError("update_priority needs the storage that the index refers to: pass storage=")
+        storage = self._storage_of("update_priority", storage)
         if not storage.initialized:
             raise RuntimeError("cannot update priorities in a storage to which nothing has been written")
         positions = as_positions(index, storage.shape, storage.device, lambda: storage.steps_stored)
@@ -231,14 +228,20 @@ class PrioritizedSampler(Sampler):
             raise RuntimeError(f"{n} rows are addressed, but the priorities have shape {tuple(priority.shape)}")
         if generation is not None and generation.numel() != n:
             raise RuntimeError(f"{n} rows are addressed, but the generations have shape {tuple(generation.shape)}")
-        self.tree_for(storage).update(positions, priority, ring=storage.ring, generation=generation)
+        self._tree_made().update(positions, priority, ring=storage.ring, generation=generation)
 
     def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
         """Rows were written elsewhere: give them the priority of new rows. No host sync."""
-        if not isinstance(storage, TensorStorage):
-            raise TypeError("mark_update needs the storage that the index refers to: pass storage=")
+        storage = self._storage_of("mark_update", storage)
         positions = as_positions(index, storage.shape, storage.device, lambda: storage.steps_stored)
-        self.on_write(positions, storage, None)
+        self.on_write(positions, None)
+
+    def _storage_of(self, method: str, storage: Storage | None) -> TensorStorage:
+        """The storage that an index refers to: ``storage``, which ``method`` was given, or that of the buffer."""
+        if storage is None and self._storage is None:
+            raise TypeError(f"{method} needs the storage that the index refers to: pass storage=")
+        self._serve(storage)
+        return self.storage
 
     def reduce(self, priority: Tensor, n: int) -> Tensor:
         """A priority of more dimensions than the batch, as one number for each of ``n`` rows."""
@@ -276,7 +279,8 @@ class PrioritizedSampler(Sampler):
                 f"{refused} priorities were NaN, infinite or negative, and were refused; the rows kept their old ones"
             )
 
-    def mend(self, storage: TensorStorage) -> None:
+    def mend(self) -> None:
+        super().mend()
         if self._tree is not None:
             self._tree.mend()
 
@@ -298,11 +302,12 @@ class PrioritizedSampler(Sampler):
     def memory(self) -> IndexBytes:
         return IndexBytes(tree=0 if self._tree is None else self._tree.nbytes) + super().memory()
 
-    def move(self, storage: TensorStorage) -> None:
+    def move(self) -> None:
         """Take the tree along. Priorities that a GPU has refused stay counted. Synchronises."""
-        super().move(storage)
-        if self._tree is not None and self._tree.device != storage.device:
-            self._tree = self._tree.to(storage.device)
+        super().move()
+        device = self.storage.device
+        if self._tree is not None and self._tree.device != device:
+            self._tree = self._tree.to(device)
 
     def state_dict(self) -> dict[str, Any]:
         self.raise_if_refused()
@@ -314,8 +319,8 @@ class PrioritizedSampler(Sampler):
             "tree": self._tree.state_dict() if self._tree is not None else None,
         }
 
-    def load_state_dict(self, state: dict[str, Any], storage: TensorStorage, order: Tensor | None = None) -> None:
-        tree = state["tree"]
+    def load_state_dict(self, state: dict[str, Any], order: Tensor | None = None) -> None:
+        tree, storage = state["tree"], self.storage
         if tree is None:
             self.empty()
         else:
@@ -323,9 +328,32 @@ class PrioritizedSampler(Sampler):
                 leaves = torch.zeros(storage.max_size, dtype=torch.float32)
                 leaves[: order.numel()] = tree["leaves"].cpu()[order]
                 tree = {**tree, "leaves": leaves, "capacity": storage.max_size}
-            self.tree_for(storage).load_state_dict(tree)
-        super().load_state_dict(state, storage, order)
+            self._tree_made().load_state_dict(tree)
+        super().load_state_dict(state, order)
         self._alpha, self._beta, self._eps = state["alpha"], state["beta"], state["eps"]
+
+    def check_state(self, state: dict[str, Any], capacity: int, size: int) -> None:
+        super().check_state(state, capacity, size)
+        for name in ("alpha", "beta", "eps"):
+            number = state[name]
+            demand(
+                type(number) in (int, float) and math.isfinite(number) and number >= 0,
+                f"the checkpoint's {name} is {number!r}",
+            )
+        tree = state["tree"]
+        if tree is None:
+            return
+        demand(isinstance(tree, dict), "the checkpoint's tree is damaged")
+        leaves = tree["leaves"]
+        demand(
+            tree["capacity"] == capacity and is_tensor(leaves, torch.float32, (capacity,)),
+            f"the checkpoint's priorities are not those of {capacity} rows",
+        )
+        usable = bool(((leaves >= 0) & leaves.isfinite()).all())
+        demand(usable, "the checkpoint's priorities must be finite and not negative")
+        # Its exponents are checked by a tree; one that has refused priorities is never saved.
+        SumTree(1).load_state_dict({"capacity": 1, "leaves": torch.zeros(1), "hyper": tree["hyper"]})
+        demand(float(tree["hyper"][REFUSED]) == 0, "the checkpoint's tree has refused priorities")
 
     def __repr__(self) -> str:
         return (

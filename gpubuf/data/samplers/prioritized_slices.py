@@ -87,16 +87,9 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         self._need = 0
         self._legal: Tensor | None = None
 
-    def register_storage(self, storage: Storage) -> None:
-        """Check that the storage fits. Another storage than before begins with a tree and an index of its own.
-
-        Raises:
-            ValueError: it has room for more than ``max_capacity`` rows.
-        """
-        if storage is not self._storage:
-            self._legal = None
-            self._forget_storage()
-        PrioritizedSampler.register_storage(self, storage)
+    def forget_storage(self) -> None:
+        super().forget_storage()
+        self._legal = None
 
     def _steps_needed(self, length: int) -> int:
         return length - self._rule(length).after
@@ -113,7 +106,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
             legal = torch.zeros(eligible_words(storage.max_size), dtype=torch.int64, device=storage.device)
         before = storage.begin(DERIVED)
         index.mark_legal(legal, index.steps, need, not self.strict_length)
-        self.tree_for(storage).restrict(legal)
+        self._tree_made().restrict(legal)
         self._need, self._legal = need, legal
         storage.end(before)
         return legal
@@ -135,10 +128,10 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         self._note_need(storage, index)
         self._require(storage, index, self._steps_needed(length))
         try:
-            start, weight = self._choose(storage, n)
+            start, info = PrioritizedSampler.choose(self, n)
         except RuntimeError as error:
             raise RuntimeError(self._nothing_legal(index)) from error
-        return *index.slices(start, length), {"priority_weight": weight}
+        return *index.slices(start, length), info
 
     def _nothing_legal(self, index: TrajectoryIndex) -> str:
         return (
@@ -146,30 +139,26 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
             f"{index.trajectories()}, and no row with so many left has a positive priority"
         )
 
-    def on_write(self, index: Tensor, storage: TensorStorage, priority: Tensor | None) -> None:
+    def on_write(self, positions: Tensor, priority: Tensor | None) -> None:
         """Index the steps of one write, and give them their priority, in one tree update."""
-        trajectories = self.index_for(storage)
-        n = index.numel() // trajectories.envs
+        trajectories, storage = self._index_made(), self.storage
+        n = positions.numel() // trajectories.envs
         self._note_need(storage, trajectories)
         trajectories.write(n)
         legal = self._legal
         if legal is None:
             legal = self._restrict(storage, trajectories, self._steps_needed(self.slice_len) if self.slice_len else 1)
         touched = trajectories.mark_legal(legal, n, self._need, not self.strict_length)
-        PrioritizedSampler.on_write(self, index, storage, priority)
-        self.tree_for(storage).refresh(touched)
+        PrioritizedSampler.on_write(self, positions, priority)
+        self._tree_made().refresh(touched)
 
     def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
         """Rows were written elsewhere: index all of them anew, and give these the priority of new ones. O(capacity)."""
         self.rebuild()
         PrioritizedSampler.mark_update(self, index, storage=storage)
 
-    def mend(self, storage: TensorStorage) -> None:
-        PrioritizedSampler.mend(self, storage)
-        self.rebuild()
-
     def rebuild(self) -> None:
-        with self.turn:
+        with self.lock:
             super().rebuild()
             if self._index is not None and self._legal is not None:
                 self._restrict(self._index.storage, self._index, self._need)
@@ -189,8 +178,9 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
     def memory(self) -> IndexBytes:
         return IndexBytes(index=0 if self._legal is None else self._legal.nbytes) + super().memory()
 
-    def move(self, storage: TensorStorage) -> None:
-        super().move(storage)
+    def move(self) -> None:
+        super().move()
+        storage = self.storage
         if self._index is not None and self._legal is not None and self._legal.device != storage.device:
             self._legal = None
             self._restrict(storage, self._index, self._need)

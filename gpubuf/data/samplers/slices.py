@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.runtime.recording import recording, refuse
-from gpubuf.data.samplers.base import Draw, Sampler, tensor_storage
+from gpubuf.data.samplers.base import UNBOUND, Drawn, Sampler, require_rows
 from gpubuf.data.samplers.episode_ends import Signal, fixed_signal, interleaved_environments, signal_keys, stored_signal
 from gpubuf.data.samplers.slice_flags import SliceFlags
 from gpubuf.data.samplers.trajectory_index import Trajectories, TrajectoryIndex
@@ -130,7 +130,6 @@ class SliceSampler(Sampler):
         self._rules: dict[int, Rule] = {}
         self._index: TrajectoryIndex | None = None
         self._flags: SliceFlags | None = None
-        self._storage: Storage | None = None
         # Whether rows follow each other is looked at again when this many are stored; None: no more.
         self._check_order_at: int | None = 2
 
@@ -164,19 +163,22 @@ class SliceSampler(Sampler):
 
     # The index
 
-    def register_storage(self, storage: Storage) -> None:
-        """Another storage than before gets an index of its own."""
-        if storage is not self._storage:
-            self._storage = storage
-            self._forget_storage()
+    def forget_storage(self) -> None:
+        super().forget_storage()
+        self._forget_index()
 
-    def _forget_storage(self) -> None:
+    def _forget_index(self) -> None:
         self._index, self._flags, self._check_order_at = None, None, 2
 
-    def index_for(self, storage: TensorStorage) -> TrajectoryIndex:
-        """The index of ``storage``, made at the first use, with all rows that are there by then."""
+    @property
+    def trajectory_index(self) -> TrajectoryIndex:
+        """The index of the storage's trajectories; made at the first use, with all rows that are there by then."""
+        return self._index_made()
+
+    def _index_made(self) -> TrajectoryIndex:
         if self._index is None:
             refuse("the first write or sample makes the index: do it before")
+            storage = self.storage
             self._index = TrajectoryIndex(storage, self._signal(storage), self._rule(self.slice_len or 1))
         noted = recording()
         if noted is not None:
@@ -229,10 +231,10 @@ class SliceSampler(Sampler):
             warnings.warn(message, stacklevel=6)
             self._check_order_at = None
 
-    def on_write(self, index: Tensor, storage: TensorStorage, priority: Tensor | None) -> None:
+    def on_write(self, positions: Tensor, priority: Tensor | None) -> None:
         """Index the steps of one write."""
-        trajectories = self.index_for(storage)
-        trajectories.write(index.numel() // trajectories.envs)
+        trajectories = self._index_made()
+        trajectories.write(positions.numel() // trajectories.envs)
 
     def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
         """Rows were written elsewhere: index all of them anew, O(capacity)."""
@@ -240,11 +242,12 @@ class SliceSampler(Sampler):
 
     def rebuild(self) -> None:
         """Index all rows anew, after they were filled or changed by others than ``extend``. O(capacity)."""
-        with self.turn:
+        with self.lock:
             if self._index is not None:
                 self._index.rebuild()
 
-    def mend(self, storage: TensorStorage) -> None:
+    def mend(self) -> None:
+        super().mend()
         self.rebuild()
 
     def trajectories(self) -> Trajectories:
@@ -253,10 +256,10 @@ class SliceSampler(Sampler):
         Raises:
             RuntimeError: nothing has been written yet.
         """
-        with self.turn:
-            if not isinstance(self._storage, TensorStorage) or not self._storage.initialized:
+        with self.lock:
+            if self._storage is None or not self._storage.initialized:
                 raise RuntimeError("there are no trajectories before the first write")
-            return self.index_for(self._storage).trajectories()
+            return self.trajectory_index.trajectories()
 
     def empty(self) -> None:
         super().empty()
@@ -265,7 +268,7 @@ class SliceSampler(Sampler):
 
     def free(self) -> None:
         super().free()
-        self._forget_storage()
+        self._forget_index()
 
     def index_bytes(self, shape: tuple[int, ...], device_type: str) -> IndexBytes:
         fixed = self.ends if self.ends is not None else self.fixed_trajectories
@@ -280,10 +283,10 @@ class SliceSampler(Sampler):
             n_bytes += index.signal.tensor.nbytes
         return IndexBytes(index=n_bytes) + super().memory()
 
-    def move(self, storage: TensorStorage) -> None:
+    def move(self) -> None:
         """Read the signals where they are now; on another device the index, which is derived, is made anew."""
-        super().move(storage)
-        index = self._index
+        super().move()
+        index, storage = self._index, self.storage
         if index is None:
             return
         if index.ends.device == storage.device:
@@ -297,21 +300,25 @@ class SliceSampler(Sampler):
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Any, dict[Any, Any]]:
         """Indices of slices, a tensor for each dimension of the storage, and the info. Gathers the rows for that."""
-        storage = tensor_storage(storage)
-        draw = self.draw(storage, batch_size)
-        coordinates = storage.unravel(draw.positions)
-        return (coordinates,) if storage.ndim == 1 else coordinates.unbind(-1), draw.info
+        self._serve(storage)
+        own = self.storage
+        require_rows(own)
+        drawn = self.draw(batch_size)
+        coordinates = own.unravel(drawn.positions)
+        return (coordinates,) if own.ndim == 1 else coordinates.unbind(-1), drawn.info
 
-    def draw(self, storage: TensorStorage, batch_size: int) -> Draw:
+    def draw(self, batch_size: int) -> Drawn:
         """Choose slices and gather them: two launches. No host sync, but for slices of unequal length.
 
         Raises:
             RuntimeError: no trajectory is long enough (CPU; on a GPU the rows read as zeros, and whatever synchronises
                 next raises an IndexError), the batch size doesn't fit, or environments take turns in 1-D storage.
         """
-        storage = tensor_storage(storage)
+        storage = self._storage
+        if storage is None:
+            raise RuntimeError(UNBOUND)
         n, length = self._partition(batch_size)
-        index = self.index_for(storage)
+        index = self._index_made()
         # On the CPU alone, for it reads rows; and only where the number of rows may be looked at.
         if (
             not torch.compiler.is_compiling()
@@ -342,7 +349,7 @@ class SliceSampler(Sampler):
         last: Tensor,
         of_slices: dict[Any, Tensor],
         length: int,
-    ) -> Draw:
+    ) -> Drawn:
         n = lengths.numel()
         kept: Tensor | None = None
         info = {key: value.unsqueeze(1).expand(n, length).reshape(-1) for key, value in of_slices.items()}
@@ -360,19 +367,20 @@ class SliceSampler(Sampler):
         tensors, generation = storage.gather(rows)
         info |= self._flags_of(storage).entries(tensors, last, length, kept)
         if not self.stack:
-            return Draw(tensors, rows, generation, info)
+            return Drawn(tensors, rows, generation, info)
         shape = (n, length)
         tensors = [t.view(*shape, *t.shape[1:]) for t in tensors]
         info = {key: value.view(*shape, *value.shape[1:]) for key, value in info.items()}
-        return Draw(tensors, rows, generation, info, shape)
+        return Drawn(tensors, rows, generation, info, shape)
 
     # State
 
-    def load_state_dict(self, state: dict[str, Any], storage: TensorStorage, order: Tensor | None = None) -> None:
+    def load_state_dict(self, state: dict[str, Any], order: Tensor | None = None) -> None:
         """Restore the random stream. The index is derived from the rows: it is made anew."""
-        super().load_state_dict(state, storage, order)
+        super().load_state_dict(state, order)
+        storage = self.storage
         if storage.initialized:
-            self.index_for(storage)
+            self._index_made()
             self.rebuild()
 
     def __repr__(self) -> str:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.runtime.recording import refuse
+from gpubuf.data.samplers.saved_state import demand, is_count, positions_below
 from gpubuf.data.samplers.slices import SliceSampler
 from gpubuf.data.samplers.trajectory_index import TrajectoryIndex
 from gpubuf.data.storages.placement import IndexBytes
@@ -96,7 +97,7 @@ class SliceSamplerWithoutReplacement(SliceSampler):
         self._epoch = (storage.written, index.rule)
 
     def rebuild(self) -> None:
-        with self.turn:
+        with self.lock:
             super().rebuild()
             self._ranks = None
 
@@ -108,26 +109,40 @@ class SliceSamplerWithoutReplacement(SliceSampler):
         super().free()
         self._ranks = self._epoch = None
 
+    def forget_storage(self) -> None:
+        super().forget_storage()
+        self._ranks = self._epoch = None
+
     def memory(self) -> IndexBytes:
         order = 0 if self._ranks is None else self._ranks.untyped_storage().nbytes()
         return IndexBytes(index=order) + super().memory()
 
-    def move(self, storage: TensorStorage) -> None:
-        super().move(storage)
+    def move(self) -> None:
+        super().move()
         if self._ranks is not None:
-            self._ranks = self._ranks.to(storage.device)
+            self._ranks = self._ranks.to(self.storage.device)
 
     def state_dict(self) -> dict[str, Any]:
         left = None if self._ranks is None else self._ranks.clone()
         epoch = None if self._epoch is None else [self._epoch[0], *self._epoch[1]]
         return {**super().state_dict(), "ranks": left, "epoch": epoch, "ran_out": self.ran_out}
 
-    def load_state_dict(self, state: dict[str, Any], storage: TensorStorage, order: Tensor | None = None) -> None:
-        super().load_state_dict(state, storage, order)
+    def load_state_dict(self, state: dict[str, Any], order: Tensor | None = None) -> None:
+        super().load_state_dict(state, order)
         ranks, epoch, self.ran_out = state["ranks"], state["epoch"], state["ran_out"]
         if ranks is None or order is not None:
             # Rows that lie elsewhere now begin a new epoch.
             self._ranks = self._epoch = None
         else:
             written, *rule = epoch
-            self._ranks, self._epoch = ranks.to(storage.device, copy=True), (written, Rule(*rule))
+            self._ranks, self._epoch = ranks.to(self.storage.device, copy=True), (written, Rule(*rule))
+
+    def check_state(self, state: dict[str, Any], capacity: int, size: int) -> None:
+        super().check_state(state, capacity, size)
+        ranks, epoch = state["ranks"], state["epoch"]
+        demand(type(state["ran_out"]) is bool, "the checkpoint's epoch is damaged")
+        if ranks is not None:
+            # At most one trajectory a row.
+            demand(positions_below(ranks, size), "the checkpoint's epoch is damaged")
+            is_epoch = len(epoch) == 1 + len(Rule._fields) and all(is_count(int(n)) for n in epoch)
+            demand(is_epoch, "its rule is damaged")

@@ -209,6 +209,11 @@ def wants_split(requested: torch.device | str) -> bool:
     return isinstance(requested, str) and requested.partition(":")[0] == SPLIT
 
 
+def depends_on_room(requested: torch.device | str) -> bool:
+    """Whether a placement goes by what fits."""
+    return requested == AUTO or wants_split(requested)
+
+
 def near_steps(requested: str, rows: int, steps: int, room: int) -> int:
     """How many steps ``"split"`` puts on the GPU. A pure function.
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gpubuf.data.runtime.interruption import Unfinished
-from gpubuf.data.storages import host_memory
 from gpubuf.data.storages.columns import Column, address_table, new_column
 from gpubuf.data.storages.layout import Data, RowLayout, batch_shape, device_of
-from gpubuf.data.storages.placement import AUTO, IndexBytes, Placement, place, wants_split, working_device
+from gpubuf.data.storages.placement import AUTO, IndexBytes, Placement, place, working_device
 from gpubuf.data.storages.ring import Ring
 
 _compiling = torch.compiler.is_compiling
@@ -48,7 +45,9 @@ class RowMemory(Storage):
         self._ring: Ring | None = None
         self._placement = None
         self._laps = 0  # how often the ring went round before the memory was last released
-        self._index_bytes: weakref.WeakMethod | None = None
+        #: What the sampler is going to take beside the rows. The buffer sets it before the first write, where the
+        #: placement depends on what fits.
+        self.beside = IndexBytes()
         #: Root keys that are derived and therefore not stored; set by writers that own them.
         self.ignored_keys: frozenset[str] = frozenset()
         #: How many times :meth:`write` overwrote rows in place, or :meth:`free` gave them up, so that a checkpoint
@@ -59,8 +58,8 @@ class RowMemory(Storage):
         self.unfinished: Unfinished | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but addresses, and what belongs to the buffer."""
-        return {**vars(self), "_index_bytes": None, "table": None}
+        """All but addresses."""
+        return {**vars(self), "table": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -168,27 +167,10 @@ class RowMemory(Storage):
 
     # Memory
 
-    @property
-    def index_bytes(self) -> Callable[[tuple[int, ...], str], IndexBytes]:
-        """What the sampler takes beside the rows, for their shape and a type of device; a method, set by buffers.
-
-        Held weakly: the sampler knows the storage too, and a dropped buffer must not wait for the garbage collector.
-        """
-        method = None if self._index_bytes is None else self._index_bytes()
-        return method or (lambda shape, device_type: IndexBytes())
-
-    @index_bytes.setter
-    def index_bytes(self, method: Callable[[tuple[int, ...], str], IndexBytes]) -> None:
-        self._index_bytes = weakref.WeakMethod(method)
-
     def initialize(self, data: Data) -> None:
         """Allocate for rows like those of ``data`` (a batch of ``ndim`` dimensions). Writes nothing."""
-        shape = batch_shape(data, self.ndim)
-        per_step = math.prod(shape[1:])
-        if per_step == 0:
-            raise ValueError(f"can't derive the storage's shape from a batch of shape {shape}")
+        full = self.full_shape(batch_shape(data, self.ndim))
         layout = RowLayout(data, self.ndim, self.ignored_keys)
-        full = (-(-self.max_size // per_step), *shape[1:])
         self._placement = placement = self._place(data, layout, full)
         try:
             columns = self._allocate(layout, full, placement)
@@ -197,20 +179,21 @@ class RowMemory(Storage):
             raise
         self._adopt(layout, columns, full, placement)
 
+    def full_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape that a storage gets which is first written a batch of ``shape``: whole steps of all environments.
+
+        Raises:
+            ValueError: the batch has no environments.
+        """
+        per_step = math.prod(shape[1:])
+        if per_step == 0:
+            raise ValueError(f"can't derive the storage's shape from a batch of shape {shape}")
+        return (-(-self.max_size // per_step), *shape[1:])
+
     def _place(self, data: Data, layout: RowLayout, shape: tuple[int, ...]) -> Placement:
         """Where rows of ``shape`` like those of ``data`` go."""
         rows = math.prod(shape) * layout.row_bytes
-        index = self.index_beside(self.requested_device, shape)
-        return place(self.requested_device, rows, index, shape, device_of(data))
-
-    def index_beside(self, requested: torch.device | str, shape: tuple[int, ...]) -> IndexBytes:
-        """What the sampler takes, where it counts for a placement: nothing for one that doesn't go by what fits.
-
-        The machine is then not asked for its GPU: a process that CUDA woke up in can't be forked to use it.
-        """
-        if requested != AUTO and not wants_split(requested):
-            return IndexBytes()
-        return self.index_bytes(shape, "cuda" if host_memory.cuda_present() else "cpu")
+        return place(self.requested_device, rows, self.beside, shape, device_of(data))
 
     def _adopt(self, layout: RowLayout, columns: list[Column], shape: tuple[int, ...], placement: Placement) -> None:
         self._columns, self._placement, self._device = columns, placement, placement.device

@@ -1,0 +1,40 @@
+"""Uniform sampling, with replacement."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpubuf.data.samplers.base import UNBOUND, Drawn, Sampler
+from gpubuf.data.samplers.without_replacement import SamplerWithoutReplacement
+from gpubuf.kernels.rows import SIZE
+
+
+class RandomSampler(Sampler):
+    """Rows drawn uniformly, with replacement, in the launch that copies them."""
+
+    def __new__(cls, *args: Any, replacement: bool = True, **kwargs: Any) -> Any:
+        if cls is RandomSampler and not replacement:
+            return SamplerWithoutReplacement(*args, **kwargs)
+        return super().__new__(cls)
+
+    def __init__(self, *, replacement: bool = True) -> None:
+        super().__init__()
+
+    def choose(self, n: int) -> tuple[Tensor, dict[Any, Tensor]]:
+        """Uniform positions. No host sync."""
+        storage = self.storage
+        uniform = self.random_state(storage.device).uniform(n)
+        # The device's count: the host's is that of the capture where this is part of a CUDA graph.
+        size = storage.ring[SIZE]
+        return torch.minimum((uniform * size).to(torch.int64), size - 1), {}
+
+    def draw(self, n: int) -> Drawn:
+        """Choose and gather in one launch. No host sync."""
+        storage = self._storage
+        if storage is None:
+            raise RuntimeError(UNBOUND)
+        tensors, index, generation = storage.sample_uniform(self.random_state(storage.device).state, n)
+        return Drawn(tensors, index, generation, {})

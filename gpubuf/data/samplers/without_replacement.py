@@ -1,0 +1,101 @@
+"""Uniform sampling without replacement: every row once an epoch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor
+
+from gpubuf.data.runtime.recording import refuse
+from gpubuf.data.samplers.base import Sampler
+from gpubuf.data.samplers.saved_state import demand, is_count, positions_below
+from gpubuf.data.storages.placement import IndexBytes
+from gpubuf.data.storages.tensor_storage import TensorStorage
+
+
+class SamplerWithoutReplacement(Sampler):
+    """Every row once an epoch.
+
+    A permutation is used up batch by batch, and a new one drawn when it ends (which sets ``ran_out``) or when the
+    number of stored rows changes.
+
+    Args:
+        drop_last: end the epoch before a batch that could not be filled. Otherwise the last batch of an epoch is
+            what remains, and may be shorter than asked for.
+        shuffle: False visits the rows in storage order.
+    """
+
+    torchrl_form = "epoch"
+
+    def __init__(self, drop_last: bool = False, shuffle: bool = True) -> None:
+        super().__init__()
+        self.drop_last = drop_last
+        self.shuffle = shuffle
+        self._remaining: Tensor | None = None
+        self._size = 0
+
+    def _permutation(self, storage: TensorStorage) -> Tensor:
+        return self.order_of(len(storage), storage.device, self.shuffle)
+
+    def choose(self, n: int) -> tuple[Tensor, dict[Any, Tensor]]:
+        """The next rows of the epoch. No host sync.
+
+        Raises:
+            ValueError: ``drop_last`` is set and fewer than ``n`` rows are stored.
+        """
+        storage = self.storage
+        refuse("the host decides which rows of an epoch come next: sample without replacement outside of the step")
+        if self.drop_last and len(storage) < n:
+            raise ValueError(
+                f"batch size {n} exceeds the {len(storage)} stored rows, and drop_last=True forbids repeats"
+            )
+        if self._remaining is None or self._size != len(storage):
+            self._remaining, self._size = self._permutation(storage), len(storage)
+        flat, remaining = self._remaining[:n], self._remaining[n:]
+        left = remaining.numel()
+        ran_out = left == 0 or (self.drop_last and left < n)
+        if ran_out:
+            remaining = self._permutation(storage)
+        # In one step: an interrupt may come at any call.
+        self._remaining, self.ran_out = remaining, ran_out
+        return flat, {}
+
+    def forget_storage(self) -> None:
+        super().forget_storage()
+        self._remaining, self._size = None, 0
+
+    def empty(self) -> None:
+        super().empty()
+        self._remaining, self._size = None, 0
+
+    def index_bytes(self, shape: tuple[int, ...], device_type: str) -> IndexBytes:
+        return IndexBytes(index=8 * math.prod(shape))
+
+    def memory(self) -> IndexBytes:
+        # What is left of an epoch is a view of the whole.
+        return IndexBytes(index=0 if self._remaining is None else self._remaining.untyped_storage().nbytes())
+
+    def move(self) -> None:
+        super().move()
+        if self._remaining is not None:
+            self._remaining = self._remaining.to(self.storage.device)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "remaining": self._remaining, "size": self._size, "ran_out": self.ran_out}
+
+    def load_state_dict(self, state: dict[str, Any], order: Tensor | None = None) -> None:
+        super().load_state_dict(state, order)
+        remaining = state["remaining"]
+        if order is not None or remaining is None:
+            # The rows lie elsewhere now: begin a new epoch.
+            self._remaining, self._size = None, 0
+        else:
+            self._remaining, self._size = remaining.to(self.storage.device, copy=True), state["size"]
+        self.ran_out = state["ran_out"]
+
+    def check_state(self, state: dict[str, Any], capacity: int, size: int) -> None:
+        super().check_state(state, capacity, size)
+        remaining = state["remaining"]
+        demand(is_count(state["size"]) and type(state["ran_out"]) is bool, "the checkpoint's epoch is damaged")
+        demand(remaining is None or positions_below(remaining, size), "the checkpoint's epoch is damaged")
