@@ -212,15 +212,17 @@ class PrioritizedSampler(Sampler):
             IndexError: an index, or a coordinate in its dimension, is out of range (CPU; a GPU refuses it as it does a
                 priority).
         """
-        storage = self._storage_of("update_priority", storage)
-        if not storage.initialized:
+        own = self._storage
+        if own is None or (storage is not None and storage is not own):
+            own = self._storage_of("update_priority", storage)
+        if not own.initialized:
             raise RuntimeError("cannot update priorities in a storage to which nothing has been written")
-        positions = as_positions(index, storage.shape, storage.device, lambda: storage.steps_stored)
+        positions = as_positions(index, own.shape, own.device, lambda: own.steps_stored)
         n = positions.numel()
         if not isinstance(priority, Tensor):
             # A number is put where it is used: a copy from the host can't be captured in a graph.
             priority = (
-                torch.full((), priority, dtype=torch.float32, device=storage.device)
+                torch.full((), priority, dtype=torch.float32, device=own.device)
                 if isinstance(priority, int | float)
                 else torch.as_tensor(priority)
             )
@@ -228,20 +230,21 @@ class PrioritizedSampler(Sampler):
             raise RuntimeError(f"{n} rows are addressed, but the priorities have shape {tuple(priority.shape)}")
         if generation is not None and generation.numel() != n:
             raise RuntimeError(f"{n} rows are addressed, but the generations have shape {tuple(generation.shape)}")
-        self._tree_made().update(positions, priority, ring=storage.ring, generation=generation)
+        self._tree_made().update(positions, priority, ring=own.ring, generation=generation)
 
     def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
         """Rows were written elsewhere: give them the priority of new rows. No host sync."""
-        storage = self._storage_of("mark_update", storage)
-        positions = as_positions(index, storage.shape, storage.device, lambda: storage.steps_stored)
+        own = self._storage_of("mark_update", storage)
+        positions = as_positions(index, own.shape, own.device, lambda: own.steps_stored)
         self.on_write(positions, None)
 
     def _storage_of(self, method: str, storage: Storage | None) -> TensorStorage:
         """The storage that an index refers to: ``storage``, which ``method`` was given, or that of the buffer."""
-        if storage is None and self._storage is None:
+        if storage is not None:
+            self._serve(storage)
+        if self._storage is None:
             raise TypeError(f"{method} needs the storage that the index refers to: pass storage=")
-        self._serve(storage)
-        return self.storage
+        return self._storage
 
     def reduce(self, priority: Tensor, n: int) -> Tensor:
         """A priority of more dimensions than the batch, as one number for each of ``n`` rows."""
