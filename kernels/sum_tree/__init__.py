@@ -1,25 +1,96 @@
-"""The sum tree: a flat, implicit F-ary tree over float32 leaf weights.
+r"""The sum tree: rows drawn in proportion to their weights, weights changed in O(log capacity).
 
-* ``leaves``: float32 ``[round_up(capacity, F)]``, weight ``q >= 0`` of every row; never-written rows weigh 0.
-* ``nodes``: float64 ``[3, n_nodes]``: planes ``SUM``, ``MINIMUM`` and ``MAXIMUM`` of the inner nodes. Level 1
-  (the parents of the leaves) comes first, the root is the last node. Node ``j`` of a level covers children
-  ``j * F .. j * F + F - 1`` of the level below. Every level but the root is padded to a multiple of F with
-  the identity, so that a node's children can always be read without a mask. The minimum is over positive
-  weights only (+inf where there is none), so that rows of weight zero and rows never written don't count.
-* ``scalars``: float64 ``[5]`` = (alpha, beta, eps, max_priority, refused): the exponents as tensors, so that a
-  captured graph sees them change; the running maximum of the raw priorities given, negative before
-  the first; the number of priorities refused on a GPU, where an exception would need a host sync.
-* ``eligible``: int64 ``[eligible_words(capacity)]`` or None, a bitmap of the rows that may be drawn: row r is bit ``r %
-64``
-  of word ``r // 64``. It is only read here (:data:`gpubuf.kernels.trajectories.update_eligible` maintains it). Leaves
-  hold their true weights whether eligible or not; every inner node, hence total, q_min and largest weight, counts
-  eligible leaves only, and a draw takes no other. None: all rows are eligible. The nodes above a row hold for the
-  bitmap they were computed with: whoever changes a bit calls :data:`refresh` for that row, or :data:`build`, before the
-  next draw.
+Here is a tree of six rows with fan-out F = 4. Every row has a *leaf*, its weight. Every *inner node* holds three
+numbers about the leaves below it: their sum, their smallest positive weight, their largest weight.
 
-Precision: a parent is always recomputed from its children, never corrected by a difference, and inner nodes are
-float64: the root equals the sum of the leaves to 1e-12 whatever the history. Inner nodes are 1/F of the leaves,
-so this costs nothing.
+.. code-block:: text
+
+    level 2                      12 | 1 | 5                                 the root
+                            /         |         \        \
+    level 1         8 | 1 | 5     4 | 1 | 3     0 | inf | 0     0 | inf | 0
+                   /  |  |  \    /  |  |  \     \________ padding ________/
+    leaves        2   0  1   5  3   1  0   0
+    row           0   1  2   3  4   5  \_ padding
+
+**A draw** multiplies a uniform number by the root's sum: 0.7 gives the *mass* 8.4. It then goes down. Among the root's
+children it adds the sums from the left, 8 and 8 + 4 = 12. The first that exceeds 8.4 is the second child; 8.4 - 8 = 0.4
+of the mass is left. Among that node's leaves, 3 already exceeds 0.4: the draw lands on row 4. So rows 0, 2, 3, 4 and 5
+have 2, 1, 5, 3 and 1 of 12 chances, and row 1, which weighs nothing, has none. The draw comes with the importance
+weight ``(3 / 1) ** -beta``: the row's weight over the smallest one, both of which are at hand.
+
+**An update** of row 3 to the weight 1 writes the leaf. It then computes the node above it from its four children anew,
+2 + 0 + 1 + 1 = 4, and the root from its four children, 4 + 4 = 8. It never adds a difference to a sum: rounding would
+pile up, and a root that says too much sends draws past the last leaf.
+
+    >>> import torch
+    >>> from gpubuf.kernels import sum_tree
+    >>> leaves, nodes = sum_tree.new_tree(capacity=6, fan_out=4, device="cpu")
+    >>> leaves[:6] = torch.tensor([2.0, 0, 1, 5, 3, 1])
+    >>> sum_tree.build(leaves, nodes, 4)
+    >>> nodes.tolist()  # level 1, then the root
+    [[8.0, 4.0, 0.0, 0.0, 12.0], [1.0, 1.0, inf, inf, 1.0], [5.0, 3.0, 0.0, 0.0, 5.0]]
+    >>> scalars = torch.tensor([1.0, 0.5, 0, -1, 0], dtype=torch.float64)
+    >>> ring = torch.tensor([6, 6, 0, 0])  # six rows have been written, and are there
+    >>> sum_tree.update(leaves, nodes, scalars, ring, torch.tensor([3]), torch.tensor([1.0]), None, 6, 4)
+    >>> nodes[sum_tree.SUM].tolist()
+    [4.0, 4.0, 0.0, 0.0, 8.0]
+
+``reference.py`` says all of this in a page, with a list in place of the tree.
+
+The tensors
+-----------
+
+* ``leaves``: float32 ``[round_up(capacity, F)]``. Rows that were never written weigh 0.
+* ``nodes``: float64 ``[3, n_nodes]``, planes ``SUM``, ``MINIMUM`` and ``MAXIMUM``. The parents of the leaves come
+  first, the root last. Node ``j`` of a level has the children ``j * F .. j * F + F - 1`` of the level below: no
+  pointers. Every level but the root is padded to a multiple of F, so that a node's children can be read without a mask.
+  The inner nodes are 1/F of the leaves, so that float64 costs little.
+* ``scalars``: float64 ``[5]``. ALPHA, BETA and EPS are exponents and the addend of priorities, in a tensor so that a
+  captured graph sees them change. MAX_PRIORITY is the largest priority given so far, negative before the first. REFUSED
+  counts what a GPU has refused, where an exception would have to wait for the GPU.
+* ``eligible``: int64 ``[eligible_words(capacity)]``, a bitmap of the rows that may be drawn, or None: all may. Row r is
+  bit ``r % 64`` of word ``r // 64``. It is read here, and :data:`gpubuf.kernels.trajectories.update_eligible` writes
+  it. Leaves keep their weights when they become ineligible; sums, minima, maxima and draws skip them. If you change
+  a bit, call :data:`refresh` for that row, or :data:`build`, before the next draw.
+
+Invariants
+----------
+
+* A node is the sum, the smallest positive and the largest weight of its eligible children, and the root's sum is that
+  of all eligible leaves to 1e-12, whatever came before: ``assert_consistent`` in tests/support/sum_tree_checks.py.
+* A weight is 0 or a normal float32, from ``SMALLEST`` to ``LARGEST``, and its sign bit is clear:
+  ``test_weights_of_positive_priorities_are_positive_and_finite``, ``assert_consistent``.
+* Padding is never written to: leaves 0, nodes 0, +inf and 0. ``assert_consistent``.
+* A node has the same bits whichever operation and launch computed it:
+  ``test_build_update_mark_and_refresh_agree_to_the_bit``.
+* A row of weight zero, and an ineligible row, is never drawn, also where rounding carries the mass too far:
+  ``test_weight_zero_is_never_drawn``, ``test_rounding_never_carries_a_draw_into_an_ineligible_leaf``.
+* If an update names a row twice the last entry wins: ``test_the_last_duplicate_wins_every_time``.
+* The CPU changes nothing when it raises: ``test_bad_priorities_are_refused``, ``test_indices_out_of_range``.
+
+The operations
+--------------
+
+On a CPU every operation is one compiled call. On a GPU a *small* batch (up to 1024 entries by the rule of
+:func:`gpubuf.kernels.config.tree_update`) is one launch of one program, with a barrier between the levels. For a larger
+one every wide level has a launch of its own; the narrow levels at the top share one.
+
+=======  =============================  =========================================  ===================================
+name     launches on a GPU              reads                                      writes
+=======  =============================  =========================================  ===================================
+build    one for each wide level, one   leaves, eligible                           all nodes
+         for the rest
+refresh  small: 1. Else as build        index; the children of all nodes above it  the nodes above the rows
+update   small: 1. Else claim, then     index, priority, generation, ring,         leaves of the rows, nodes above,
+         as refresh                     scalars; as refresh                        MAX_PRIORITY, REFUSED
+mark     small: 1. Else mark, then      index, scalars, the root; as refresh       leaves of the rows, nodes above
+         as refresh
+draw     1                              rng, BETA, the root; F children a level    index, weight, OFFSET of rng
+=======  =============================  =========================================  ===================================
+
+On a GPU the entries of an update run in any order, and still the last one wins. Each valid entry *claims* its leaf: it
+puts its own number there, with the sign bit set as a tag, by an atomic maximum. Only the last entry's number stays. The
+next launch, or the next stage behind a barrier, puts that entry's weight in the place of the tag.
 
 Reference for proportional prioritization and its weights: Schaul, Quan, Antonoglou, Silver, "Prioritized
 Experience Replay", ICLR 2016.

@@ -202,7 +202,7 @@ def test_refresh_out_of_range(backend, bad):
         assert_built(tree)
 
 
-def test_ileligible_rows_keep_their_weights(backend):
+def test_ineligible_rows_keep_their_weights(backend):
     """Priorities of ineligible rows are stored, and count from when the row is eligible."""
     tree = SumTree(20, fan_out=4)
     eligible = bitmap([row % 2 == 0 for row in range(20)])
