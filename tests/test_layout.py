@@ -136,7 +136,6 @@ def arrows() -> dict[tuple[str, str], list[str]]:
     return found
 
 
-@pytest.mark.xfail(strict=True, reason="checkpoints name the type of the buffer")
 def test_rooms_import_downwards():
     """Also where the import is for the type checker alone."""
     assert {path.parent.name for path in (ROOT / "gpubuf" / "data").glob("*/*.py")} == set(ROOMS)
@@ -184,7 +183,6 @@ def test_no_module_imports_itself_through_others():
     assert not [group for group in found if not all(name.startswith(DATA) for name in group)]
 
 
-@pytest.mark.xfail(strict=True, reason="checkpoints name the type of the buffer")
 def test_no_module_of_data_imports_itself_through_others():
     found = circles(imports_among(gpubuf_modules()))
     assert not [group for group in found if any(name.startswith(DATA) for name in group)]

@@ -9,37 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpubuf.data.buffers.components import component, default_storage
 from gpubuf.data.buffers.copying import Copyable
 from gpubuf.data.buffers.moving import Movable
 from gpubuf.data.buffers.sampling import Sampling
 from gpubuf.data.buffers.transforms import Compose
 from gpubuf.data.buffers.writers import RoundRobinWriter, Writer
 from gpubuf.data.checkpoints import restore, saving
+from gpubuf.data.checkpoints.parts import Parts
 from gpubuf.data.concurrency.locking import turn_of
 from gpubuf.data.runtime.interruption import DERIVED, Unfinished
 from gpubuf.data.runtime.recording import refuse
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.random import RandomSampler
 from gpubuf.data.storages.layout import Data, RowLayout, batch_shape
-from gpubuf.data.storages.tensor_storage import LazyTensorStorage, Storage, TensorStorage
-
-DEFAULT_CAPACITY = 1_000
-
-
-def component(given: Any, kind: type, default: Callable[[], Any]) -> Any:
-    """A storage, sampler or writer given as an instance, a factory or None."""
-    if given is None:
-        return default()
-    if not isinstance(given, kind) and callable(given):
-        given = given()
-    if not isinstance(given, kind):
-        raise TypeError(f"expected a {kind.__name__} or a function that returns one, got {type(given).__name__}")
-    return given
-
-
-def default_storage() -> LazyTensorStorage:
-    """The storage of a buffer that was given none."""
-    return LazyTensorStorage(DEFAULT_CAPACITY)
+from gpubuf.data.storages.tensor_storage import Storage, TensorStorage
 
 
 class ReplayBuffer(Copyable, Movable, Sampling):
@@ -424,15 +408,27 @@ class ReplayBuffer(Copyable, Movable, Sampling):
             ValueError: the state is that of another sampler, or its rows don't fit; the buffer is left as it was.
         """
         with self._lock:
-            restore.restore(self, state)
+            self._batch_size = restore.restore(self._parts(), state)
+
+    def _parts(self) -> Parts:
+        return Parts(
+            self._storage,
+            self._sampler,
+            self._writer,
+            self._transform,
+            self._ahead,
+            self._pin_memory,
+            self.state_dict,
+            self.load_state_dict,
+        )
 
     def save(self, path: str | os.PathLike[str], **options: Any) -> saving.Saved:
         """Save everything to a folder, atomically; see :func:`gpubuf.data.checkpoints.saving.save`. Synchronises."""
-        return saving.save(self, path, **options)
+        return saving.save(self._lock, self._parts, path, **options)
 
     def load(self, path: str | os.PathLike[str], **options: Any) -> None:
         """Restore what :meth:`save` wrote; see :func:`gpubuf.data.checkpoints.saving.load`. Synchronises."""
-        saving.load(self, path, **options)
+        saving.load(self._lock, self._parts, path, **options)
 
     dump = dumps = save
     loads = load

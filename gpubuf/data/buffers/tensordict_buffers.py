@@ -9,7 +9,8 @@ import torch
 from tensordict import TensorDict, TensorDictBase, is_tensorclass
 from torch import Tensor
 
-from gpubuf.data.buffers.replay_buffer import ReplayBuffer, component, default_storage
+from gpubuf.data.buffers.components import component, default_storage
+from gpubuf.data.buffers.replay_buffer import ReplayBuffer
 from gpubuf.data.buffers.writers import TensorDictRoundRobinWriter
 from gpubuf.data.concurrency.locking import turn_of
 from gpubuf.data.samplers.prioritized import PrioritizedSampler

@@ -10,11 +10,12 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import FunctionType, MethodType, ModuleType, TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
+from gpubuf.data.checkpoints.parts import Parts
 from gpubuf.data.concurrency.locking import Turn
 from gpubuf.data.concurrency.pinning import copied, tensors_of
 from gpubuf.data.samplers.base import Sampler
@@ -23,13 +24,15 @@ from gpubuf.data.storages.layout import Data, Pieces, RowLayout
 from gpubuf.data.storages.row_memory import Storage
 from gpubuf.data.storages.tensor_storage import TensorStorage
 
-if TYPE_CHECKING:
-    from gpubuf.data.buffers.replay_buffer import ReplayBuffer
 
+def restore(parts: Parts, state: dict[str, Any]) -> int | None:
+    """Restore the state of a buffer, in its turn. See :meth:`gpubuf.ReplayBuffer.load_state_dict`.
 
-def restore(buffer: ReplayBuffer, state: dict[str, Any]) -> None:
-    """Restore the state of a buffer, in its turn. See :meth:`gpubuf.ReplayBuffer.load_state_dict`."""
-    storage, sampler, ahead, transform = buffer._storage, buffer._sampler, buffer._ahead, buffer._transform
+    Returns:
+        The batch size of the state.
+    """
+    storage, sampler, ahead, transform = parts.storage, parts.sampler, parts.prefetcher, parts.transform
+    batch_size: int | None = state["_batch_size"]
     rows, queue = dict(state["_storage"]), state.get("_prefetch", [])
     kind = state["_sampler"]["type"]
     if kind != type(sampler).__name__:
@@ -43,16 +46,16 @@ def restore(buffer: ReplayBuffer, state: dict[str, Any]) -> None:
             storage.beside = sampler.index_beside(storage.requested_device, shape)
     with ahead.quiet(), _put_back_on_failure(transform):
         transform.load_state_dict(state["_transforms"])
-        slots = ahead.prepared(queue, buffer._pin_memory) if storage.initialized else None
-        with _Replacement(buffer) as replacement:
+        slots = ahead.prepared(queue, parts.pin_memory) if storage.initialized else None
+        with _Replacement(parts) as replacement:
             order = storage.load_state_dict(replacement.watched(rows))
             replacement.begun = True
             sampler.load_state_dict(state["_sampler"], order)
-            buffer._writer.load_state_dict(state["_writer"])
+            parts.writer.load_state_dict(state["_writer"])
             if slots is None:
-                slots = ahead.prepared(queue, buffer._pin_memory)
-        buffer._batch_size = state["_batch_size"]
+                slots = ahead.prepared(queue, parts.pin_memory)
         ahead.replace(slots)
+    return batch_size
 
 
 def _check_rows(sampler: Sampler, storage: TensorStorage, layout: RowLayout) -> None:
@@ -76,8 +79,8 @@ class _Replacement:
         begun: whether rows may have been replaced.
     """
 
-    def __init__(self, buffer: ReplayBuffer) -> None:
-        self._storage, self._sampler, self._writer = buffer._storage, buffer._sampler, buffer._writer
+    def __init__(self, parts: Parts) -> None:
+        self._storage, self._sampler, self._writer = parts.storage, parts.sampler, parts.writer
         self._fresh = not self._storage.initialized
         self._kept = None if self._fresh or all(map(_is_own, (self._sampler, self._writer))) else _kept(self._storage)
         self._counters = (0, 0) if self._fresh else (self._storage.written, len(self._storage))

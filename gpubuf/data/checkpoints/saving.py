@@ -10,24 +10,23 @@ import contextlib
 import functools
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from gpubuf import serialization
 from gpubuf.data.checkpoints import manifest as files
 from gpubuf.data.checkpoints.manifest import DamagedError, File, Manifest
+from gpubuf.data.checkpoints.parts import Parts
 from gpubuf.data.checkpoints.reading import pieces, read
 from gpubuf.data.checkpoints.snapshot import Piece, Snapshot
 from gpubuf.data.checkpoints.validate import check
+from gpubuf.data.concurrency.locking import Turn
 from gpubuf.data.storages.tensor_storage import TensorStorage
 from gpubuf.progress import BYTES, Advance, progress_bar
-
-if TYPE_CHECKING:
-    from gpubuf.data.buffers.replay_buffer import ReplayBuffer
 
 #: Up to so much is copied, so that the buffer can be used while it is written.
 _COPY_BYTES = 1 << 28
@@ -62,14 +61,15 @@ _marks: WeakKeyDictionary[TensorStorage, dict[str, _Mark]] = WeakKeyDictionary()
 
 
 def save(
-    buffer: ReplayBuffer,
+    lock: Turn,
+    parts_now: Callable[[], Parts],
     path: str | os.PathLike[str],
     *,
     incremental: bool = True,
     progress: bool | None = None,
     file_bytes: int | None = None,
 ) -> Saved:
-    """Save everything that ``buffer`` needs to go on with the same batches.
+    """Save everything that a buffer needs to go on with the same batches.
 
     The checkpoint at ``path`` is replaced in one step, when the new one is on the disk: a save that is killed leaves
     the previous one whole. Rows that are still as in the checkpoint of this buffer at ``path`` are not written again.
@@ -77,7 +77,8 @@ def save(
     they wait until all of it is on the disk.
 
     Args:
-        buffer: the buffer.
+        lock: of the buffer.
+        parts_now: gives the buffer's parts; called while the lock is held.
         path: a folder, created where it doesn't exist. Other files in it are left alone.
         incremental: False writes everything. It is needed after rows were changed in a way that nothing can notice:
             through NumPy, or by the replay of a captured graph that overwrites rows in place.
@@ -97,12 +98,13 @@ def save(
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     with files.locked(folder, exclusive=True), contextlib.ExitStack() as turn:
-        turn.enter_context(buffer._lock.taken())
-        storage = buffer.storage
+        turn.enter_context(lock.taken())
+        parts = parts_now()
+        storage = parts.storage
         if storage.initialized:
             # A stream that is seeded only later would not be the same in the restored buffer.
-            buffer.sampler.random_state(storage.device)
-        state = buffer.state_dict()
+            parts.sampler.random_state(storage.device)
+        state = parts.state_dict()
         marks = _marks.setdefault(storage, {})
         previous = _previous(folder)
         if not incremental or (previous is not None and previous.id not in marks):
@@ -123,7 +125,7 @@ def save(
             writer.finish()
         manifest_bytes = files.write_manifest(folder, manifest)
         files.remove_others(folder, manifest)
-        with buffer._lock:
+        with lock:
             _remember(marks, save_id, mark)
     return Saved(
         bytes_written=writer.bytes + manifest_bytes,
@@ -133,7 +135,9 @@ def save(
     )
 
 
-def load(buffer: ReplayBuffer, path: str | os.PathLike[str], *, progress: bool | None = None) -> None:
+def load(
+    lock: Turn, parts_now: Callable[[], Parts], path: str | os.PathLike[str], *, progress: bool | None = None
+) -> None:
     """Restore what :func:`save` wrote, into the memory that the buffer has.
 
     Everything is read and verified before anything changes. The buffer may be on another device than the saved one was,
@@ -141,7 +145,9 @@ def load(buffer: ReplayBuffer, path: str | os.PathLike[str], *, progress: bool |
     of ``path`` is read.
 
     Args:
-        buffer: the buffer, with a sampler of the same class and transforms with the same entries.
+        lock: of the buffer.
+        parts_now: gives the buffer's parts; called while the lock is held. The sampler must be of the same class, and
+            the transforms must have the same entries.
         path: the folder.
         progress: as for :func:`save`.
 
@@ -158,14 +164,16 @@ def load(buffer: ReplayBuffer, path: str | os.PathLike[str], *, progress: bool |
         # Every file is read, and its rows are copied.
         total = 2 * sum(file.size for file in manifest.files)
         with progress_bar("loading", total, progress, columns=BYTES, least=_BAR_BYTES) as advance:
-            state, parts = read(folder, manifest, advance)
-            with buffer._lock:
-                check(buffer, manifest, state)
+            state, row_parts = read(folder, manifest, advance)
+            with lock:
+                parts = parts_now()
+                storage = parts.storage
+                check(parts, manifest, state)
                 if manifest.rows is not None:
-                    state["_storage"]["rows"] = pieces(buffer.storage, manifest.rows, parts, advance)
-                buffer.load_state_dict(state)
-                if buffer.storage.max_size == manifest.capacity and manifest.rows is not None:
-                    _remember(_marks.setdefault(buffer.storage, {}), manifest.id, _mark(buffer.storage))
+                    state["_storage"]["rows"] = pieces(storage, manifest.rows, row_parts, advance)
+                parts.load_state_dict(state)
+                if storage.max_size == manifest.capacity and manifest.rows is not None:
+                    _remember(_marks.setdefault(storage, {}), manifest.id, _mark(storage))
 
 
 # What has changed

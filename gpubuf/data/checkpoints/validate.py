@@ -7,19 +7,20 @@ number in it leads outside of anything.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpubuf.data.checkpoints.manifest import Manifest, need
+from gpubuf.data.checkpoints.parts import Parts
 from gpubuf.data.samplers.saved_state import is_count
-
-if TYPE_CHECKING:
-    from gpubuf.data.buffers.replay_buffer import ReplayBuffer
+from gpubuf.data.storages.tensor_storage import TensorStorage
 
 
-def check(buffer: ReplayBuffer, manifest: Manifest, state: dict[str, Any]) -> None:
-    """Raise unless ``buffer`` can take ``state``. The rows' keys, shapes and dtypes are checked by the storage.
+def check(parts: Parts, manifest: Manifest, state: dict[str, Any]) -> None:
+    """Raise unless a buffer of these parts can take ``state``.
+
+    The rows' keys, shapes and dtypes are checked by the storage.
 
     Raises:
         ValueError: it can't; the text states both sides.
@@ -27,10 +28,10 @@ def check(buffer: ReplayBuffer, manifest: Manifest, state: dict[str, Any]) -> No
     try:
         for name in ("_storage", "_sampler", "_writer", "_transforms"):
             need(isinstance(state[name], dict), f"the checkpoint's {name} is a {type(state[name]).__name__}")
-        _check_storage(buffer, manifest, state["_storage"])
+        _check_storage(parts.storage, manifest, state["_storage"])
         capacity, size = state["_storage"]["max_size"], state["_storage"].get("size", 0)
-        buffer.sampler.check_state(state["_sampler"], capacity, size)
-        _check_transforms(buffer, state["_transforms"])
+        parts.sampler.check_state(state["_sampler"], capacity, size)
+        _check_transforms(parts.transform, state["_transforms"])
         batch_size = state["_batch_size"]
         need(batch_size is None or is_count(batch_size, 1), f"the checkpoint's batch size is {batch_size!r}")
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
@@ -38,7 +39,7 @@ def check(buffer: ReplayBuffer, manifest: Manifest, state: dict[str, Any]) -> No
         raise ValueError(f"the checkpoint's state can't be used: {error!r}") from None
 
 
-def _check_storage(buffer: ReplayBuffer, manifest: Manifest, state: dict[str, Any]) -> None:
+def _check_storage(storage: TensorStorage, manifest: Manifest, state: dict[str, Any]) -> None:
     need(is_count(state["max_size"], 1), f"the checkpoint's capacity is {state['max_size']!r}")
     need(type(state["initialized"]) is bool, "the checkpoint doesn't say whether rows were written")
     rows = manifest.rows
@@ -61,13 +62,13 @@ def _check_storage(buffer: ReplayBuffer, manifest: Manifest, state: dict[str, An
         f"the checkpoint says that it holds {size} rows of shape {shape}, its files are of {rows.batch_shape}",
     )
     need(
-        len(shape) == buffer.storage.ndim,
-        f"the checkpoint's rows have shape {shape}, the storage has {buffer.storage.ndim} dimension(s)",
+        len(shape) == storage.ndim,
+        f"the checkpoint's rows have shape {shape}, the storage has {storage.ndim} dimension(s)",
     )
 
 
-def _check_transforms(buffer: ReplayBuffer, state: dict[str, Any]) -> None:
-    own = buffer.transform.state_dict()
+def _check_transforms(transform: nn.Module, state: dict[str, Any]) -> None:
+    own = transform.state_dict()
     need(
         set(own) == set(state),
         f"the checkpoint's transforms have the entries {sorted(state)}, the buffer's have {sorted(own)}",

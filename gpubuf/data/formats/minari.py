@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from gpubuf.data.buffers.replay_buffer import component
+from gpubuf.data.buffers.components import component
 from gpubuf.data.buffers.tensordict_buffers import TensorDictReplayBuffer
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.storages.layout import Key, as_key, as_written

@@ -18,7 +18,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from gpubuf.data.buffers.replay_buffer import ReplayBuffer, component
+from gpubuf.data.buffers.components import component
+from gpubuf.data.buffers.replay_buffer import ReplayBuffer
 from gpubuf.data.buffers.tensordict_buffers import TensorDictReplayBuffer
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.prioritized import PrioritizedSampler

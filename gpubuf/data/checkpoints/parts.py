@@ -1,0 +1,48 @@
+"""The parts of a buffer that a checkpoint may touch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import nn
+
+from gpubuf.data.concurrency.prefetch import Prefetcher
+from gpubuf.data.samplers.base import Sampler
+from gpubuf.data.storages.tensor_storage import TensorStorage
+
+
+class Stateful(Protocol):
+    """A writer: see :class:`gpubuf.data.buffers.writers.Writer`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that it needs to go on."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore that."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What is saved and restored, as the buffer has it in one turn: setters may replace parts between two turns.
+
+    Attributes:
+        storage: holds the rows.
+        sampler: chooses among them.
+        writer: says where the next ones go.
+        transform: the transforms.
+        prefetcher: the queue of batches in preparation.
+        pin_memory: whether batches are put into pinned memory.
+        state_dict: the buffer's method. The state is made by the buffer, for a subclass may add to it.
+        load_state_dict: the buffer's method.
+    """
+
+    storage: TensorStorage
+    sampler: Sampler
+    writer: Stateful
+    transform: nn.Module
+    prefetcher: Prefetcher
+    pin_memory: bool
+    state_dict: Callable[[], dict[str, Any]]
+    load_state_dict: Callable[[dict[str, Any]], None]
