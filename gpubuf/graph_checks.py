@@ -102,7 +102,7 @@ class Devices(_Watch):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found: set[torch.device] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -122,7 +122,7 @@ class NoHostWork(_Watch):
     """
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._type = device.type
         self.kept: dict[int, Any] = {}
         self._made: set[int] = set()

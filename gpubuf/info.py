@@ -108,7 +108,8 @@ class Info:
 
     def as_json(self) -> dict[str, Any]:
         """All of it as JSON has it: bytes as numbers, paths as text."""
-        return _plain(dataclasses.asdict(self))
+        found: dict[str, Any] = _plain(dataclasses.asdict(self))
+        return found
 
     def tables(self) -> list[list[tuple[str, ...]]]:
         """Lines of cells, each table under its heading."""
@@ -293,10 +294,12 @@ def _numba_cache() -> str:
     # What a compiled kernel says: Numba decides it by what is writable.
     from gpubuf.kernels.philox import _cpu
 
-    return _cpu._uniform.stats.cache_path
+    folder: str = _cpu._uniform.stats.cache_path
+    return folder
 
 
 def _triton_cache() -> str:
     import triton
 
-    return triton.knobs.cache.dir
+    folder: str = triton.knobs.cache.dir
+    return folder

@@ -78,7 +78,8 @@ def triton_on_cpu(enabled: bool = True) -> Iterator[None]:
 def _imported(target: str) -> Callable[..., Any]:
     """The function named ``"module:function"``."""
     module, _, name = target.partition(":")
-    return getattr(importlib.import_module(module), name)
+    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return function
 
 
 def lazy(target: str) -> Callable[..., Any]:

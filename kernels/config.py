@@ -133,7 +133,7 @@ def rows_copy(n_bytes: int, device_name: str | None = None, directory: Path | No
     memory accesses, and small tiles put more multiprocessors to work. Beyond, four elements a thread keep enough bytes
     in flight, and spread the cost of finding the key.
     """
-    found = tuned("rows_copy", device_name, directory, n_bytes=n_bytes)
+    found: RowsConfig | None = tuned("rows_copy", device_name, directory, n_bytes=n_bytes)
     if found is not None:
         return found
     return RowsConfig(256, 4) if n_bytes <= 2**20 else RowsConfig(512, 4)
@@ -185,7 +185,7 @@ def tree_update(fan_out: int, n: int, device_name: str | None = None, directory:
     The rule: up to 1024 entries one launch by one program beats the latency of one launch a level. That program is as
     wide as AMD's processors allow, so that a batch of 256 is one turn on each level. Beyond, many small programs.
     """
-    found = tuned("sum_tree_update", device_name, directory, fan_out=fan_out, n=n)
+    found: UpdateConfig | None = tuned("sum_tree_update", device_name, directory, fan_out=fan_out, n=n)
     if found is not None:
         return found
     if n > 1024:
@@ -202,7 +202,7 @@ def tree_draw(fan_out: int, n: int, device_name: str | None = None, directory: P
     The rule: many small programs while they fit the processor side by side, then up to 512 children a program, on 4
     warps: with fewer, wide nodes spill registers.
     """
-    found = tuned("sum_tree_draw", device_name, directory, fan_out=fan_out, n=n)
+    found: DrawConfig | None = tuned("sum_tree_draw", device_name, directory, fan_out=fan_out, n=n)
     if found is not None:
         return found
     block_draws = max(1, min(4 if n <= 512 else 16, 512 // fan_out))
@@ -266,7 +266,9 @@ def index_update(
     enough for memory accesses side by side. Tiles have up to 1024 bits, half as many where each takes two loads
     (identifiers), or children; for the few words of a small write of few environments, about as many as these need.
     """
-    found = tuned("trajectories_update", device_name, directory, fan_out=fan_out, n=n, envs=envs, by_id=int(by_id))
+    found: IndexConfig | None = tuned(
+        "trajectories_update", device_name, directory, fan_out=fan_out, n=n, envs=envs, by_id=int(by_id)
+    )
     if found is not None:
         return found
     block_envs = min(ceil_power(envs), _floor_power(max(512 // run_words, 1)), 32)
@@ -286,7 +288,9 @@ def index_draw(
     fan_out: int, n: int, slice_len: int, device_name: str | None = None, directory: Path | None = None
 ) -> SliceConfig:
     """Launch configuration of ``n`` drawn slices: as :func:`tree_draw`, and up to 64 steps written at a time."""
-    found = tuned("trajectories_draw", device_name, directory, fan_out=fan_out, n=n, slice_len=slice_len)
+    found: SliceConfig | None = tuned(
+        "trajectories_draw", device_name, directory, fan_out=fan_out, n=n, slice_len=slice_len
+    )
     if found is not None:
         return found
     block_slices = max(1, min(4 if n <= 512 else 16, 512 // fan_out))
@@ -309,7 +313,7 @@ def tanh_normal_sample(
     n: int, width: int, device_name: str | None = None, directory: Path | None = None
 ) -> BlockConfig:
     """Launch configuration of ``n`` samples of ``width`` numbers. The rule: no more elements than there are."""
-    found = tuned("tanh_normal_sample", device_name, directory, n=n, width=width)
+    found: BlockConfig | None = tuned("tanh_normal_sample", device_name, directory, n=n, width=width)
     if found is not None:
         return found
     row = ceil_power(width)
@@ -320,14 +324,14 @@ def tanh_normal_sample(
 @_remembered
 def tanh_normal_backward(n: int, device_name: str | None = None, directory: Path | None = None) -> BlockConfig:
     """Launch configuration of the gradients of ``n`` elements."""
-    found = tuned("tanh_normal_backward", device_name, directory, n=n)
+    found: BlockConfig | None = tuned("tanh_normal_backward", device_name, directory, n=n)
     return BlockConfig(TANH_NORMAL_BLOCK, 4) if found is None else found
 
 
 @_remembered
 def loss_rows(n: int, device_name: str | None = None, directory: Path | None = None) -> BlockConfig:
     """Launch configuration of a kernel of a loss over ``n`` rows. The rule: one program while it can."""
-    found = tuned("loss_rows", device_name, directory, n=n)
+    found: BlockConfig | None = tuned("loss_rows", device_name, directory, n=n)
     if found is not None:
         return found
     block = min(max(ceil_power(n), 32), LOSS_BLOCK)

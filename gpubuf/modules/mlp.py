@@ -83,7 +83,8 @@ class MLP(nn.Sequential):
         super().__init__(*layers[:-1])
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        return super().forward(_joined(inputs))
+        output: Tensor = super().forward(_joined(inputs))  # type: ignore[no-untyped-call]
+        return output
 
 
 class EnsembleLinear(nn.Module):

@@ -34,7 +34,7 @@ def entry(tensordict: TensorDictBase, key: NestedKey) -> Tensor:
     Raises:
         KeyError: there is none.
     """
-    value = tensordict.get(key, None)
+    value: Tensor | None = tensordict.get(key, None)
     if value is None:
         raise KeyError(f"the entry {key!r} is missing; there are {sorted(map(str, tensordict.keys(True)))}")
     return value

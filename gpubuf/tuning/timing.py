@@ -120,7 +120,8 @@ class GraphTimer:
             graph.replay()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) / 1e3
+        milliseconds: float = start.elapsed_time(end)
+        return milliseconds / 1e3
 
 
 def copy_bandwidth(timer: Timer, device: torch.device, n_bytes: int = 2**29) -> float:

@@ -68,7 +68,7 @@ class Bench:
             job: the point.
             fan_out: of the tree that it works on.
         """
-        make = getattr(self, f"_{job.operation}")
+        make: Callable[..., list[Workload]] = getattr(self, f"_{job.operation}")
         return make(job, fan_out)
 
     # Random inputs, the same at every call

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from gpubuf.kernels._check import device_name
 from gpubuf.kernels._launching import cdiv, launch
-from gpubuf.kernels.config import RowsConfig, ceil_power, rows_copy
+from gpubuf.kernels._spaces import RowsConfig
+from gpubuf.kernels.config import ceil_power, rows_copy
 from gpubuf.kernels.philox import check_state
 from gpubuf.kernels.rows import ALIGNMENT
 from gpubuf.kernels.rows._check import (

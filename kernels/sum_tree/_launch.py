@@ -8,6 +8,7 @@ from torch import Tensor
 from gpubuf.kernels import config
 from gpubuf.kernels._check import check_devices, device_name
 from gpubuf.kernels._launching import cdiv, launch
+from gpubuf.kernels._spaces import UpdateConfig
 from gpubuf.kernels.philox import check_request
 from gpubuf.kernels.sum_tree import _triton_update as kernels
 from gpubuf.kernels.sum_tree._check import (
@@ -57,7 +58,7 @@ def _refresh(
     n: int,
     capacity: int,
     fan_out: int,
-    chosen: config.UpdateConfig,
+    chosen: UpdateConfig,
 ) -> None:
     """Recompute the nodes above ``n`` rows: a launch for each wide level, one for all the others.
 

@@ -3,6 +3,7 @@
 from bisect import bisect_right
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
@@ -33,7 +34,7 @@ class WeightList:
             power = base**self.alpha
         return float(np.float32(np.clip(power, SMALLEST, LARGEST) if base > 0 else power))
 
-    def update(self, index: list[int], priority: list[float], generation=None, written=None, size=None) -> None:
+    def update(self, index: Any, priority: Any, generation: Any = None, written: Any = None, size: Any = None) -> None:
         """``written`` and ``size`` are those of the ring; None: every row was written once."""
         for i, row in enumerate(index):
             times_written = 1 if written is None else len(range(row, written, self.capacity))
@@ -56,4 +57,4 @@ class WeightList:
         return [min(bisect_right(prefix, part * prefix[-1]), last) for part in parts]
 
     def importance(self, row: int) -> float:
-        return (self.weights[row] / min(w for w in self.counting if w > 0)) ** -self.beta
+        return float((self.weights[row] / min(w for w in self.counting if w > 0)) ** -self.beta)

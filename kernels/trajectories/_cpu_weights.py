@@ -218,10 +218,10 @@ def _choose(typingctx, address, unit):  # type: ignore[no-untyped-def]
         vector = ir.VectorType(i64, width)
         zero = ir.Constant(vector, [0] * width)
 
-        def shuffled(value, lanes):  # type: ignore[no-untyped-def]
+        def shuffled(value: Any, lanes: list[int]) -> Any:
             return builder.shuffle_vector(value, zero, ir.Constant(ir.VectorType(i32, width), lanes))
 
-        def moved_up(value, by):  # type: ignore[no-untyped-def]
+        def moved_up(value: Any, by: int) -> Any:
             return shuffled(value, [(lane - by) % (2 * width) for lane in range(width)])
 
         prefix = builder.load(builder.inttoptr(args[0], vector.as_pointer()), align=8)

@@ -15,6 +15,7 @@ from torch import Tensor
 from gpubuf.kernels import config
 from gpubuf.kernels._check import check_devices, device_name
 from gpubuf.kernels._launching import cdiv, launch
+from gpubuf.kernels._spaces import IndexConfig
 from gpubuf.kernels.trajectories import _triton as readers
 from gpubuf.kernels.trajectories import _triton_update as writers
 from gpubuf.kernels.trajectories import bit_levels, eligible_words, level_sizes, new_slices, touched_rows
@@ -89,7 +90,7 @@ def _launch_sums(
     steps: int,
     envs: int,
     shape: Shape,
-    chosen: config.IndexConfig,
+    chosen: IndexConfig,
 ) -> None:
     """Recompute the sums above the weights: a launch for each wide level, one for all the others."""
     constants = {"SHIFT": shape.shift, "BLOCK_NODES": chosen.block_nodes, "num_warps": SUMS_WARPS}
@@ -233,7 +234,7 @@ def _launch_weights(
     envs: int,
     rule: tuple[int, ...],
     shape: Shape,
-    chosen: config.IndexConfig,
+    chosen: IndexConfig,
 ) -> None:
     """Recompute weights, and the sums above them."""
     run = run_words * envs

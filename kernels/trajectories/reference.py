@@ -6,7 +6,7 @@ A trajectory, and a slice, is the list of its rows in order of time. An age coun
 from gpubuf.kernels.trajectories import Rule
 
 
-def trajectories(signals: list, steps: int, envs: int, written: int, by_id: bool) -> list[list[int]]:
+def trajectories(signals: list[list[int]], steps: int, envs: int, written: int, by_id: bool) -> list[list[int]]:
     """``signals[age][env]`` of the steps in a ring of ``steps``, into which ``written`` have been written so far."""
     found, newest = [], len(signals) - 1
     for env in range(envs):
@@ -34,7 +34,9 @@ def units(found: list[list[int]], rule: Rule, envs: int) -> list[tuple[list[int]
     return [(t, unit) for t, weight in weights for unit in range(weight if rule.by_transition else min(weight, 1))]
 
 
-def draw(units: list[tuple[list[int], int]], rule: Rule, uniforms: list[float], rank: list[int] | None) -> list:
+def draw(
+    units: list[tuple[list[int], int]], rule: Rule, uniforms: list[float], rank: list[int] | None
+) -> list[list[int]]:
     slices = []
     for i, (u, v) in enumerate(zip(uniforms[::2], uniforms[1::2], strict=True)):
         trajectory, unit = units[int(u * len(units)) if rank is None else rank[i]]

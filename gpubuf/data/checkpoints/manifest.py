@@ -250,12 +250,13 @@ def _file(raw: dict[str, Any]) -> File:
 
 def _list(raw: Any) -> list[Any]:
     need(isinstance(raw, list), f"expected a list, got a {type(raw).__name__}")
-    return raw
+    found: list[Any] = raw
+    return found
 
 
 def _count(raw: Any) -> int:
     need(type(raw) is int and 0 <= raw < 2**63, f"expected a count, got {raw!r}")
-    return raw
+    return int(raw)
 
 
 def _shape(raw: Any) -> tuple[int, ...]:
@@ -269,12 +270,12 @@ def _key(raw: Any) -> Key:
 
 def _dtype(raw: Any) -> str:
     need(isinstance(raw, str) and raw in serialization.DTYPES, f"expected a dtype, got {raw!r}")
-    return raw
+    return str(raw)
 
 
 def _text(raw: Any, pattern: re.Pattern[str]) -> str:
     need(isinstance(raw, str) and pattern.fullmatch(raw) is not None, f"{raw!r} is not a name in a checkpoint")
-    return raw
+    return str(raw)
 
 
 def file_name(kind: Kind, numbers: list[int], save: str) -> str:

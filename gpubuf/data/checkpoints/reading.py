@@ -22,7 +22,7 @@ def read(folder: Path, manifest: Manifest, advance: Advance) -> tuple[dict[str, 
     """The state without the rows, and the tensors of every file of rows; all of it verified."""
 
     def parts(file: File, specs: list[tuple[torch.dtype, tuple[int, ...]]]) -> list[Tensor]:
-        found = files.open_file(folder, file).get("parts")
+        found: list[Tensor] | None = files.open_file(folder, file).get("parts")
         need(isinstance(found, list) and len(found) == len(specs), f"{file.name} doesn't hold what it should")
         assert found is not None
         for tensor, (dtype, shape) in zip(found, specs, strict=True):

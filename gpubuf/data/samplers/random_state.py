@@ -59,7 +59,8 @@ class RandomState:
         Raises:
             ValueError: ``n`` is negative.
         """
-        return philox.uniform(self.state, n)
+        drawn: Tensor = philox.uniform(self.state, n)
+        return drawn
 
     def manual_seed(self, seed: int) -> RandomState:
         """Start the stream of ``seed``, in place, and return self."""

@@ -250,9 +250,10 @@ class SumTree:
             RuntimeError: no eligible row has a weight (CPU; on a GPU every index is then ``NO_ROW`` and every weight
             0). ValueError: ``n`` is negative.
         """
-        return _draw(
+        drawn: tuple[Tensor, Tensor] = _draw(
             self.leaves, self.nodes, self.scalars, rng.state, n, self.capacity, self.fan_out, stratified, self.eligible
         )
+        return drawn
 
     def rebuild(self) -> None:
         """Recompute every inner node, after leaves or bits of :attr:`eligible` were written to. No host sync."""
@@ -433,10 +434,7 @@ class SumTree:
         )
 
     def _vector(self, values: Tensor, dtype: torch.dtype, number: int | None = None) -> Tensor:
-        """``values`` as the operations want them, contiguous, ``[n]``; as they are where they are so already.
-
-        ``number`` is that of the tree's device, where the caller knows it.
-        """
+        """``values`` as the operations take them: contiguous, ``[n]``. ``number``: of the tree's device, if known."""
         if (
             values.dtype is not dtype
             or values.dim() != 1

@@ -169,9 +169,12 @@ class TrajectoryIndex:
             RuntimeError: no trajectory is eligible (CPU).
         """
         try:
-            return _draw(self.ends, self.sums, self.storage.ring, rng.state, rank, n, *self._shape_and_rule)
+            drawn: tuple[Tensor, Tensor, Tensor] = _draw(
+                self.ends, self.sums, self.storage.ring, rng.state, rank, n, *self._shape_and_rule
+            )
         except RuntimeError as error:
             raise RuntimeError(self.nothing_eligible()) from error
+        return drawn
 
     def nothing_eligible(self) -> str:
         """What to tell a user where no slice can be drawn. Synchronises."""
@@ -187,11 +190,17 @@ class TrajectoryIndex:
 
     def slices(self, start: Tensor, slice_len: int) -> tuple[Tensor, Tensor, Tensor]:
         """Slices from given rows, as :data:`gpubuf.kernels.trajectories.slices` gives them."""
-        return _slices(self.ends, self.storage.ring, start, slice_len, self.steps, self.envs)
+        found: tuple[Tensor, Tensor, Tensor] = _slices(
+            self.ends, self.storage.ring, start, slice_len, self.steps, self.envs
+        )
+        return found
 
     def mark_legal(self, legal: Tensor, n: int, need: int, starts_too: bool) -> Tensor:
         """See :data:`gpubuf.kernels.trajectories.update_eligible`."""
-        return _update_eligible(legal, self.ends, self.storage.ring, n, need, starts_too, self.steps, self.envs)
+        changed: Tensor = _update_eligible(
+            legal, self.ends, self.storage.ring, n, need, starts_too, self.steps, self.envs
+        )
+        return changed
 
     # Inspection
 

@@ -106,7 +106,8 @@ def as_positions(
         index = index.to(device)
     if several:
         index = ravel(index, shape)
-    return index.reshape(-1).contiguous()
+    flat: Tensor = index.reshape(-1).contiguous()
+    return flat
 
 
 def stored_positions(index: Any, shape: tuple[int, ...], size: int, device: torch.device) -> Tensor:

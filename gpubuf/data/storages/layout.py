@@ -54,10 +54,13 @@ def device_of(data: Data) -> torch.device:
     Raises:
         ValueError: it has no tensors.
     """
+    device: torch.device
     if isinstance(data, Tensor) or data.device is not None:
-        return data.device
+        device = data.device
+        return device
     for value in data.values(True, True):
-        return value.device
+        device = value.device
+        return device
     raise ValueError("the data has no keys: there is nothing to store")
 
 
@@ -145,7 +148,8 @@ def _by_level(entries: Mapping[Any, Tensor]) -> tuple[dict[str, Tensor], dict[st
 
 
 def _tensordict_of(data: Data) -> TensorDictBase:
-    return data if type(data) is TensorDict or not is_tensorclass(data) else data._tensordict
+    own: TensorDictBase = data if type(data) is TensorDict or not is_tensorclass(data) else data._tensordict
+    return own
 
 
 class RowLayout:
@@ -358,10 +362,7 @@ class RowLayout:
             self._empties = {leaf.dtype: torch.empty(0, dtype=leaf.dtype, device=device) for leaf in self.leaves}
         empties = self._empties
         # `.data` makes a tensor with a version counter of its own, at less cost than any factory function.
-        return [
-            empties[dtype].data.set_(memory, offset, size, stride)  # type: ignore[call-overload]
-            for dtype, offset, size, stride in views
-        ]
+        return [empties[dtype].data.set_(memory, offset, size, stride) for dtype, offset, size, stride in views]
 
     # Storage
 

@@ -160,7 +160,9 @@ def read_count(content: dict[str, Any], name: str, path: Path) -> int:
     return value
 
 
-def write_metadata(folder: Path, layout: RowLayout, shape: tuple[int, ...], size: int, extra: tuple[Key, ...] = ()):
+def write_metadata(
+    folder: Path, layout: RowLayout, shape: tuple[int, ...], size: int, extra: tuple[Key, ...] = ()
+) -> None:
     """Describe the rows of a folder whose files are there: ``meta.json`` of every level, and the number of rows.
 
     Args:
@@ -179,7 +181,9 @@ def write_metadata(folder: Path, layout: RowLayout, shape: tuple[int, ...], size
     write_json(folder / STORAGE_FILE, {"metadata": plain, "is_pytree": bool(plain), "len": size})
 
 
-def _write_level(folder: Path, layout: RowLayout, node: Node, shape: tuple[int, ...], extra: tuple[Key, ...] = ()):
+def _write_level(
+    folder: Path, layout: RowLayout, node: Node, shape: tuple[int, ...], extra: tuple[Key, ...] = ()
+) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     entries: dict[str, Any] = {}
     for name, child in node.children.items():

@@ -83,7 +83,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         self.existsok = existsok
         self.auto_cleanup = scratch_dir is None if auto_cleanup is None else auto_cleanup
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir).absolute()
-        self._finalizer: weakref.finalize | None = None
+        self._finalizer: weakref.finalize[Any, Any] | None = None
         self._hold: int | None = None  # of a temporary folder
         if self.scratch_dir is not None and (self.scratch_dir / GPUBUF_FILE).exists():
             if not existsok:

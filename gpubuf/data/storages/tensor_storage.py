@@ -104,7 +104,7 @@ class TensorStorage(RowMemory):
         if not torch.compiler.is_compiling():
             # Until the buffer has told its sampler, too.
             self.unfinished = Unfinished(self.written)
-        index = _extend(self.table, local, self.ring, n, self.max_size)
+        index: Tensor = _extend(self.table, local, self.ring, n, self.max_size)
         self.counters.count(n)
         return index
 

@@ -26,7 +26,9 @@ def watch_aliases(found: Found) -> Callable[[], None]:
     """
     original = CodeGenerator._find_carries
 
-    def find_carries(self: CodeGenerator, node: ast.For | ast.While, liveins: dict[str, Any], *args: Any, **kw: Any):
+    def find_carries(
+        self: CodeGenerator, node: ast.For | ast.While, liveins: dict[str, Any], *args: Any, **kw: Any
+    ) -> Any:
         entering = {name: _handles(value) for name, value in liveins.items()}
         result = original(self, node, liveins, *args, **kw)
         carried = result[0]

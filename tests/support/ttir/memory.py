@@ -26,7 +26,8 @@ _ARRAYS = {size: np.asarray(_Everything(np.dtype(f"<u{size}"))) for size in (1, 
 
 def gather(addresses: np.ndarray, size: int) -> np.ndarray:
     """Bits at aligned addresses, which must have been checked."""
-    return _ARRAYS[size][(addresses - _BASE) // size]
+    found: np.ndarray = _ARRAYS[size][(addresses - _BASE) // size]
+    return found
 
 
 def scatter(addresses: np.ndarray, size: int, bits: np.ndarray) -> None:
