@@ -1,8 +1,10 @@
-"""Losses, and the updates of their target parameters."""
+"""Losses, and the updates of their target parameters. docs/extending.md shows how to write a loss."""
 
-from gpubuf.objectives.common import LossModule
+from gpubuf.objectives.loss_module import LossModule
+from gpubuf.objectives.networks import target_parameters
 from gpubuf.objectives.sac import SACLoss
 from gpubuf.objectives.targets import HardUpdate, SoftUpdate, TargetNetUpdater
+from gpubuf.objectives.td import TDLossModule
 from gpubuf.objectives.values import TD0Estimator, ValueEstimators
 
 __all__ = [
@@ -11,6 +13,8 @@ __all__ = [
     "SACLoss",
     "SoftUpdate",
     "TD0Estimator",
+    "TDLossModule",
     "TargetNetUpdater",
     "ValueEstimators",
+    "target_parameters",
 ]

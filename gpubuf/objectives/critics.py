@@ -11,11 +11,11 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
 from gpubuf.modules.plain import entry, is_plain
-from gpubuf.objectives.chains import Chain, linear_chain
+from gpubuf.objectives.linear_stacks import LinearStack, linear_stack
 from gpubuf.objectives.networks import (
+    ParameterPlaces,
     Path,
-    Replica,
-    Slots,
+    SwappableCopy,
     distinct,
     ensemble_size,
     leaves,
@@ -85,17 +85,17 @@ class BatchedCritics(Critics):
             own.set(path, own.get(path).detach())
         super().__init__(size, network, TensorDictParams(own, no_convert=True), owners)
         where = paths(self.params)
-        self._detached, self._target = Replica(network, where), Replica(network, where)
+        self._detached, self._target = SwappableCopy(network, where), SwappableCopy(network, where)
         # Without shared parameters the network itself will do, and keeps its hooks.
-        self._own_slots = Slots(network, where)
-        self._online = Replica(network, where) if owners else None
+        self._own_places = ParameterPlaces(network, where)
+        self._online = SwappableCopy(network, where) if owners else None
 
     def refresh(self, target_params: TensorDictBase | None, actor_params: TensorDictBase) -> None:
         super().refresh(target_params, actor_params)
-        (self._own_slots if self._online is None else self._online.slots).fill(self._tensors)
-        self._detached.slots.fill([tensor.detach() for tensor in self._tensors])
+        (self._own_places if self._online is None else self._online.places).fill(self._tensors)
+        self._detached.places.fill([tensor.detach() for tensor in self._tensors])
         if self._target_tensors is not None:
-            self._target.slots.fill(self._target_tensors)
+            self._target.places.fill(self._target_tensors)
 
     def online(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
         if self._online is None:
@@ -107,7 +107,7 @@ class BatchedCritics(Critics):
         self._detached.follow_mode()
         if not torch.compiler.is_compiling():
             # A parameter whose `.data` was replaced has another memory now.
-            self._detached.slots.fill([tensor.detach() for tensor in self._tensors])
+            self._detached.places.fill([tensor.detach() for tensor in self._tensors])
         return self._run(self._detached.module, inputs, key)
 
     def target(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
@@ -144,8 +144,8 @@ class StackedCritics(Critics):
         super().__init__(len(members), members[0], stacked_parameters(distinct(members), shared), owners)
         self._use_vmap = use_vmap
         where = paths(self.params)
-        self._replica = Replica(self.network, where)
-        self._chain: Chain | None = linear_chain(self.network, where)
+        self._copy = SwappableCopy(self.network, where)
+        self._stack: LinearStack | None = linear_stack(self.network, where)
 
     def online(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
         return self._run(self._tensors, inputs, key)
@@ -159,21 +159,21 @@ class StackedCritics(Critics):
         return self._run(self._target_tensors, inputs, key)
 
     def _run(self, tensors: list[Tensor], inputs: TensorDictBase, key: NestedKey) -> Tensor:
-        if self._chain is not None:
-            return self._chain(tensors, [entry(inputs, name) for name in self.network.in_keys])
-        replica = self._replica
-        replica.follow_mode()
+        if self._stack is not None:
+            return self._stack(tensors, [entry(inputs, name) for name in self.network.in_keys])
+        copy = self._copy
+        copy.follow_mode()
 
         def single(*own: Tensor) -> Tensor:
-            replica.slots.fill(own)
-            return replica.module(inputs.copy()).get(key)
+            copy.places.fill(own)
+            return copy.module(inputs.copy()).get(key)
 
         try:
             if self._use_vmap:
                 return torch.vmap(single, randomness=self.vmap_randomness)(*tensors)
             return torch.stack([single(*own) for own in zip(*(t.unbind(0) for t in tensors), strict=True)])
         finally:
-            replica.slots.clear()
+            copy.places.clear()
 
 
 def _owners(params: TensorDictBase, shared: dict[int, Path]) -> dict[Path, Path]:

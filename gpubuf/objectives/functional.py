@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gpubuf.objectives.networks import Path, leaves, paths
 
 
-class Handles:
+class ParametersByName:
     """Modules that hold the tensors of some ``TensorDictParams`` where PyTorch looks for them by name.
 
     ``functional_call`` puts tensors in the place of a module's parameters for one call. A ``TensorDictParams`` makes

@@ -38,30 +38,30 @@ def ensemble_size(module: nn.Module) -> int | None:
     return None
 
 
-class Slots:
+class ParameterPlaces:
     """The places within a module where its parameters and buffers are kept, in the order of some paths."""
 
     def __init__(self, module: nn.Module, where: Iterable[Path]) -> None:
-        self._slots: list[tuple[dict[str, Any], str]] = []
+        self._places: list[tuple[dict[str, Any], str]] = []
         for *names, last in where:
             owner = module.get_submodule(".".join(names))
-            self._slots.append((owner._parameters if last in owner._parameters else owner._buffers, last))
+            self._places.append((owner._parameters if last in owner._parameters else owner._buffers, last))
         # These keep a second list of their parameters.
         self._recurrent = [part for part in module.modules() if isinstance(part, nn.RNNBase)]
 
     def fill(self, tensors: Iterable[Tensor | None]) -> None:
         """Put ``tensors`` there."""
-        for (owner, name), tensor in zip(self._slots, tensors, strict=True):
+        for (owner, name), tensor in zip(self._places, tensors, strict=True):
             owner[name] = tensor
         for part in self._recurrent:
             part._flat_weights = [getattr(part, name, None) for name in part._flat_weights_names]
 
     def clear(self) -> None:
         """Leave nothing there, so that no graph is kept alive."""
-        self.fill([None] * len(self._slots))
+        self.fill([None] * len(self._places))
 
 
-class Replica:
+class SwappableCopy:
     """A copy of a module's structure, which shares its tensors until others are put in their place.
 
     The module itself is never touched, so that it can act in another thread meanwhile.
@@ -70,7 +70,7 @@ class Replica:
     def __init__(self, module: nn.Module, where: Iterable[Path]) -> None:
         shared: dict[int, Any] = {id(t): t for t in (*module.parameters(), *module.buffers())}
         self.module = copy.deepcopy(module, shared)
-        self.slots = Slots(self.module, where)
+        self.places = ParameterPlaces(self.module, where)
         self._modes = list(zip(module.modules(), self.module.modules(), strict=True))
 
     def follow_mode(self) -> None:

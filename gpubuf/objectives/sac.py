@@ -13,20 +13,20 @@ from tensordict.nn import InteractionType, TensorDictModule, TensorDictParams, d
 from tensordict.utils import NestedKey, unravel_key
 from torch import Tensor
 
-from gpubuf.kernels import sac, td
+from gpubuf.kernels import sac
 from gpubuf.modules.plain import entry
-from gpubuf.objectives.common import LOSS_FUNCTIONS, REDUCTIONS, lookup, next_key, one_of, refuse_deprecated, warn
+from gpubuf.objectives.arguments import one_of, refuse_deprecated, warn
 from gpubuf.objectives.critics import make_critics
-from gpubuf.objectives.functional import Handles
-from gpubuf.objectives.networks import Replica, Slots, leaves, paths, target_parameters
-from gpubuf.objectives.shapes import per_row, rows_of
+from gpubuf.objectives.functional import ParametersByName
+from gpubuf.objectives.masks import mask_keys, masks_in, without_masked
+from gpubuf.objectives.networks import ParameterPlaces, SwappableCopy, leaves, paths, target_parameters
+from gpubuf.objectives.reductions import REDUCTIONS
+from gpubuf.objectives.shapes import next_key, rows_of
+from gpubuf.objectives.td import TDLossModule
 from gpubuf.objectives.temperature import TemperatureLossModule
-from gpubuf.objectives.values import TD0Estimator, ValueEstimators
-
-DEFAULT_GAMMA = 0.99
 
 
-class SACLoss(TemperatureLossModule):
+class SACLoss(TemperatureLossModule, TDLossModule):
     """Soft actor-critic without a value network (Haarnoja et al., arXiv 1812.05905).
 
     With S the batch shape of the log-density of the actions (agents included), N critics and ``terminated``, not
@@ -95,19 +95,13 @@ class SACLoss(TemperatureLossModule):
     """
 
     @dataclass
-    class _AcceptedKeys:
+    class _AcceptedKeys(TDLossModule._AcceptedKeys):
         action: NestedKey = "action"
         value: NestedKey = "state_value"
         state_action_value: NestedKey = "state_action_value"
         log_prob: NestedKey = "action_log_prob"
-        priority: NestedKey = "td_error"
-        reward: NestedKey = "reward"
-        done: NestedKey = "done"
-        terminated: NestedKey = "terminated"
-        priority_weight: NestedKey = "priority_weight"
 
     default_keys = _AcceptedKeys
-    default_value_estimator = ValueEstimators.TD0
 
     actor_network_params: TensorDictParams
     qvalue_network_params: TensorDictParams
@@ -143,11 +137,7 @@ class SACLoss(TemperatureLossModule):
         if gamma is not None:
             raise TypeError("gamma is not an argument of the loss: call loss.make_value_estimator(gamma=...)")
         refuse_deprecated(priority_key=priority_key)
-        super().__init__()
-        self.reduction = "mean" if reduction is None else reduction
-        self.loss_function = loss_function
-        lookup(REDUCTIONS, self.reduction, "reduction")
-        lookup(LOSS_FUNCTIONS, loss_function, "loss_function")
+        super().__init__(loss_function=loss_function, reduction="mean" if reduction is None else reduction)
         if num_qvalue_nets < 1:
             raise ValueError(f"num_qvalue_nets must be at least 1, got {num_qvalue_nets}")
         self.num_qvalue_nets = num_qvalue_nets
@@ -174,12 +164,12 @@ class SACLoss(TemperatureLossModule):
         self.make_value_estimator()
 
     def _set_networks(self, actor_network: Any, qvalue_network: Any, separate_losses: bool) -> None:
-        # Modules and replicas are no submodules: their tensors are registered once, as the `*_params`.
+        # Modules and copies are no submodules: their tensors are registered once, as the `*_params`.
         self.__dict__["actor_network"] = actor_network
         params = TensorDictParams(TensorDict.from_module(actor_network), no_convert=True)
         self.actor_network_params = params
         where = paths(params)
-        self.__dict__["_actor_slots"] = Slots(actor_network, where)
+        self.__dict__["_actor_places"] = ParameterPlaces(actor_network, where)
         trained = {id(t): path for path, t in zip(where, leaves(params), strict=True) if t.requires_grad}
         shared = trained if separate_losses else {}
         critics = make_critics(qvalue_network, self.num_qvalue_nets, use_vmap=not self.deactivate_vmap, shared=shared)
@@ -188,7 +178,7 @@ class SACLoss(TemperatureLossModule):
         self.__dict__["_delayed_actor"] = None
         if self.delay_actor:
             self.target_actor_network_params = target_parameters(self.actor_network_params)
-            self.__dict__["_delayed_actor"] = Replica(actor_network, where)
+            self.__dict__["_delayed_actor"] = SwappableCopy(actor_network, where)
         if self.delay_qvalue:
             self.target_qvalue_network_params = target_parameters(self.qvalue_network_params)
         self.refresh_links()
@@ -197,13 +187,13 @@ class SACLoss(TemperatureLossModule):
         super().refresh_links()
         if "_delayed_actor" not in self.__dict__:
             return
-        self._actor_slots.fill(leaves(self.actor_network_params))
+        self._actor_places.fill(leaves(self.actor_network_params))
         targets: Any = self._modules.get("target_qvalue_network_params")
         self._critics.refresh(targets, self.actor_network_params)
         if self._delayed_actor is not None:
-            self._delayed_actor.slots.fill(leaves(self.target_actor_network_params))
+            self._delayed_actor.places.fill(leaves(self.target_actor_network_params))
         registered = {name: part for name, part in self._modules.items() if isinstance(part, TensorDictParams)}
-        self.__dict__["_handles"] = Handles(registered)
+        self.__dict__["_parameters_by_name"] = ParametersByName(registered)
 
     @contextlib.contextmanager
     def _using(self, given: dict[str, TensorDict]) -> Iterator[None]:
@@ -211,11 +201,11 @@ class SACLoss(TemperatureLossModule):
         own = self._critics.params
         try:
             actor = given["actor_network_params"]
-            self._actor_slots.fill(leaves(actor))
+            self._actor_places.fill(leaves(actor))
             self._critics.params = given["qvalue_network_params"]
             self._critics.refresh(given.get("target_qvalue_network_params"), actor)
             if self._delayed_actor is not None:
-                self._delayed_actor.slots.fill(leaves(given["target_actor_network_params"]))
+                self._delayed_actor.places.fill(leaves(given["target_actor_network_params"]))
             yield
         finally:
             self._critics.params = own
@@ -229,34 +219,6 @@ class SACLoss(TemperatureLossModule):
     def set_vmap_randomness(self, value: str) -> None:
         """Choose "error", "same" or "different"; see ``torch.vmap``. By default "different" where there is dropout."""
         self._critics.randomness = value
-
-    def make_value_estimator(self, value_type: Any = None, **hyperparams: Any) -> SACLoss:
-        """Choose how targets are made: TD(0) with discount ``gamma`` (0.99).
-
-        Args:
-            value_type: None, or "TD0" or the member of an enum of that name.
-            **hyperparams: ``gamma``.
-
-        Returns:
-            The loss itself.
-
-        Raises:
-            NotImplementedError: another estimator.
-            TypeError: another hyperparameter.
-            ValueError: an unknown estimator, or a discount out of [0, 1].
-        """
-        if value_type is not None and ValueEstimators.parse(value_type) is not ValueEstimators.TD0:
-            raise NotImplementedError(f"SACLoss bootstraps with TD0 only, got value_type={value_type!r}")
-        gamma = hyperparams.pop("gamma", DEFAULT_GAMMA)
-        if hyperparams:
-            raise TypeError(f"TD0 has one hyperparameter, gamma, got {sorted(hyperparams)}")
-        self._value_estimator = TD0Estimator(float(gamma), self.device)
-        return self
-
-    @property
-    def value_estimator(self) -> TD0Estimator:
-        """What makes the targets; its ``gamma`` is the discount."""
-        return self._value_estimator
 
     @property
     def in_keys(self) -> list[NestedKey]:
@@ -310,7 +272,7 @@ class SACLoss(TemperatureLossModule):
     @dispatch
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:  # type: ignore[override]
         """The losses of a batch; see the class. Writes the priority entry into ``tensordict``."""
-        given = None if torch.compiler.is_compiling() else self._handles.replaced()
+        given = None if torch.compiler.is_compiling() else self._parameters_by_name.replaced()
         if given is None:
             return self._losses(tensordict)
         with self._using(given):
@@ -318,7 +280,7 @@ class SACLoss(TemperatureLossModule):
 
     def _losses(self, tensordict: TensorDictBase) -> TensorDictBase:
         alpha = self.alpha
-        seen = self._without_masked(tensordict)
+        seen = self._finite(tensordict)
         with set_interaction_type(InteractionType.RANDOM):
             loss_qvalue, td_error = self._critic_loss(seen, alpha)
             loss_actor, loss_alpha, entropy = self._actor_and_temperature_loss(seen, alpha)
@@ -332,32 +294,15 @@ class SACLoss(TemperatureLossModule):
             out.set_non_tensor("entropy", entropy)
         return out
 
-    def _without_masked(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """The batch as networks and targets see it: in masked rows, no NaN and nothing infinite.
-
-        The gradient of such a row is 0, but 0 times NaN reaches the parameters. What stands there instead is of the
-        first row that counts, so that no network sees what it can't take. The rest of a masked row stays.
-        """
-        masks = [mask for mask in (tensordict.get(key, None) for key in self._mask_keys) if mask is not None]
+    def _finite(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """The batch without NaN and infinities in masked rows; see :func:`~gpubuf.objectives.masks.without_masked`."""
+        masks = masks_in(tensordict, mask_keys(self.loss_mask_key))
         if not masks:
             return tensordict
-        out = tensordict.copy()
         action = unravel_key(self.tensor_keys.action)
         keys = dict.fromkeys(map(unravel_key, (*self.actor_network.in_keys, *self.qvalue_network.in_keys)))
-        for key in (*keys, *(next_key(key) for key in keys if key != action), next_key(self.tensor_keys.reward)):
-            value = entry(tensordict, key)
-            if not value.is_floating_point():
-                continue
-            counts = None
-            for mask in masks:
-                masked = rows_of(~mask.bool(), value)
-                counts = ~masked if counts is None else counts & ~masked
-            assert counts is not None
-            rows = value.flatten(0, value.ndim - 2) if value.ndim > 1 else value
-            flags = counts.expand(*value.shape[:-1], 1).flatten() if value.ndim > 1 else counts.expand(value.shape)
-            first = rows.index_select(0, flags.int().argmax().reshape(1)).squeeze(0)
-            out.set(key, torch.where(counts | value.isfinite(), value, first))
-        return out
+        after = (next_key(key) for key in keys if key != action)
+        return without_masked(tensordict, masks, (*keys, *after, next_key(self.tensor_keys.reward)))
 
     def _draw(self, actor: Any, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
         """(actions, log-densities) that can be differentiated by the parameters of ``actor``."""
@@ -381,15 +326,11 @@ class SACLoss(TemperatureLossModule):
             )
         return q
 
-    def _terminated(self, tensordict: TensorDictBase) -> Tensor:
-        value = tensordict.get(next_key(self.tensor_keys.terminated), None)
-        return entry(tensordict, next_key(self.tensor_keys.done)) if value is None else value
-
-    def _next_state(self, tensordict: TensorDictBase, terminated: Tensor) -> TensorDictBase:
+    def _next_state(self, tensordict: TensorDictBase) -> TensorDictBase:
         """The entries of the next step, in a TensorDict of their own, without those that must not be seen."""
         state = tensordict.get("next").copy()
         if self.skip_done_states:
-            ended = terminated.bool()
+            ended = self.terminated(tensordict).bool()
             action = unravel_key(self.tensor_keys.action)
             keys = map(unravel_key, (*self.actor_network.in_keys, *self.qvalue_network.in_keys))
             for key in dict.fromkeys(key for key in keys if key != action):
@@ -400,8 +341,7 @@ class SACLoss(TemperatureLossModule):
     @torch.no_grad()
     def _target(self, tensordict: TensorDictBase, alpha: Tensor) -> Tensor:
         keys = self.tensor_keys
-        terminated = self._terminated(tensordict)
-        state = self._next_state(tensordict, terminated)
+        state = self._next_state(tensordict)
         delayed = self._delayed_actor
         if delayed is not None:
             delayed.follow_mode()
@@ -409,25 +349,13 @@ class SACLoss(TemperatureLossModule):
         state.set(keys.action, action)
         shape = log_prob.shape
         next_q = self._checked(self._critics.target(state, keys.state_action_value), shape)
-        reward = entry(tensordict, next_key(keys.reward))
-        steps = tensordict.get("steps_to_next_obs", None)
-        return self._value_estimator.soft_target(
-            next_q,
-            log_prob,
-            alpha,
-            per_row(reward, shape, str(keys.reward)),
-            per_row(terminated, shape, str(keys.terminated)),
-            None if steps is None else per_row(steps, shape, "steps_to_next_obs"),
-        )
+        return self.td_target(next_q, tensordict, shape, log_prob, alpha)
 
     def _critic_loss(self, tensordict: TensorDictBase, alpha: Tensor) -> tuple[Tensor, Tensor]:
         """(loss, |td_error| of every row)."""
         target = self._target(tensordict, alpha)
         q = self._checked(self._critics.online(tensordict, self.tensor_keys.state_action_value), target.shape)
-        weight, mask = self._row_weights(tensordict, target.shape)
-        code = LOSS_FUNCTIONS[self.loss_function]
-        loss, td_error, _ = td.td_loss(q, target, weight, mask, code, REDUCTIONS[self.reduction])
-        return loss, td_error
+        return self.td_loss(q, target, tensordict)
 
     def _actor_and_temperature_loss(self, tensordict: TensorDictBase, alpha: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(actor's loss, temperature's loss, entropy)."""
@@ -436,7 +364,7 @@ class SACLoss(TemperatureLossModule):
         state.set(self.tensor_keys.action, action)
         shape, code = log_prob.shape, REDUCTIONS[self.reduction]
         q = self._checked(self._critics.detached(state, self.tensor_keys.state_action_value), shape)
-        weight, mask = self._row_weights(tensordict, shape)
+        weight, mask = self.row_weights(tensordict, shape)
         loss_actor, entropy, _ = sac.actor_loss(q, log_prob, alpha, weight, mask, code)
         if mask is not None:
             counts = mask.reshape(shape).bool()

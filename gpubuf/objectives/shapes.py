@@ -1,9 +1,15 @@
-"""Per-row quantities that come with fewer or more dimensions than the loss, brought to its shape."""
+"""Entries of a batch as losses read them: their keys in the next step, and their shapes per row."""
 
 from __future__ import annotations
 
 import torch
+from tensordict.utils import NestedKey, unravel_key
 from torch import Tensor
+
+
+def next_key(key: NestedKey) -> NestedKey:
+    """Where a transition has the value of ``key`` after its step."""
+    return unravel_key(("next", key))
 
 
 def per_row(tensor: Tensor, shape: torch.Size, name: str) -> Tensor:

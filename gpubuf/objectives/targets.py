@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.runtime.recording import recording
-from gpubuf.objectives.common import LossModule
+from gpubuf.objectives.loss_module import LossModule
 
 
 class TargetNetUpdater:

@@ -10,7 +10,7 @@ import torch
 from tensordict.utils import NestedKey, unravel_key
 from torch import Tensor, nn
 
-from gpubuf.objectives.common import LossModule
+from gpubuf.objectives.loss_module import LossModule
 
 
 class TemperatureLossModule(LossModule):
@@ -69,8 +69,8 @@ class TemperatureLossModule(LossModule):
             target_entropy = -float(math.prod(shape))
         self.target_entropy = target_entropy  # type: ignore[assignment]
 
-    def take_up_loaded(self) -> None:
-        super().take_up_loaded()
+    def after_loading(self) -> None:
+        super().after_loading()
         self._target_entropy_known = not bool(self._target_entropy.isnan())
 
     @property

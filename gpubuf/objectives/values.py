@@ -67,8 +67,8 @@ class TD0Estimator(nn.Module):
     def soft_target(
         self,
         next_q: Tensor,
-        next_log_prob: Tensor,
-        alpha: Tensor,
+        next_log_prob: Tensor | None,
+        alpha: Tensor | None,
         reward: Tensor,
         terminated: Tensor,
         steps: Tensor | None,

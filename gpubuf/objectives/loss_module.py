@@ -1,9 +1,8 @@
-"""What losses share: configurable keys, importance weights, masks, target parameters."""
+"""The base class of losses: keys, parameters and their targets, importance weights and masks."""
 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
@@ -11,48 +10,24 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
-from tensordict.utils import NestedKey, unravel_key
+from tensordict.utils import NestedKey
 from torch import Tensor
 
-from gpubuf.kernels import td
-from gpubuf.objectives.shapes import per_row
-
-REDUCTIONS = {"none": td.NONE, "mean": td.MEAN, "sum": td.SUM}
-LOSS_FUNCTIONS = {"l1": td.L1, "l2": td.L2, "smooth_l1": td.SMOOTH_L1, "huber": td.SMOOTH_L1}
-
-#: Entries of a batch that, where present, say which rows count; all that are there must agree.
-AUTO_LOSS_MASK_KEYS: tuple[NestedKey, ...] = (("collector", "mask"), "shifted_valid")
-
-
-def lookup(table: dict[str, int], name: str, argument: str) -> int:
-    """The code of ``name``; ValueError if there is none."""
-    if name not in table:
-        raise ValueError(f"{argument} must be one of {sorted(table)}, got {name!r}")
-    return table[name]
-
-
-def next_key(key: NestedKey) -> NestedKey:
-    """Where a transition has the value of ``key`` after its step."""
-    return unravel_key(("next", key))
-
-
-def one_of(choices: tuple[Any, ...], value: Any, argument: str) -> Any:
-    """``value``; ValueError if it is none of ``choices``."""
-    # By type too: 1 is equal to True.
-    if not any(type(value) is type(choice) and value == choice for choice in choices):
-        raise ValueError(f"{argument} must be one of {list(choices)}, got {value!r}")
-    return value
+from gpubuf.objectives.masks import importance_weight, joint_mask, mask_keys
 
 
 class LossModule(TensorDictModuleBase):
     """Base class of losses: reads a TensorDict, returns one with entries ``"loss_*"``.
 
-    A subclass defines a dataclass ``_AcceptedKeys``, whose fields are the keys that :meth:`set_keys` accepts.
+    A subclass defines a dataclass ``_AcceptedKeys``, whose fields are the keys that :meth:`set_keys` accepts. It keeps
+    the parameters of its networks as ``TensorDictParams`` called ``*_params``, and those of target networks as
+    ``target_*_params`` (see :func:`~gpubuf.objectives.target_parameters`), where the target updates find them.
 
     Attributes:
         reduction: "mean", "sum" or "none".
         use_prioritized_weights: True, False, or "auto": weigh the rows where the batch has weights.
-        loss_mask_key: key of the mask, "auto" for those of :data:`AUTO_LOSS_MASK_KEYS`, or None for no mask.
+        loss_mask_key: key of the mask, "auto" for those of :data:`~gpubuf.objectives.masks.AUTO_LOSS_MASK_KEYS`,
+            or None for no mask.
     """
 
     @dataclass
@@ -68,7 +43,7 @@ class LossModule(TensorDictModuleBase):
         self.loss_mask_key: NestedKey | None = "auto"
         self._tensor_keys = self._AcceptedKeys()
         self.links_version = 0
-        self.register_load_state_dict_post_hook(_take_up_loaded)
+        self.register_load_state_dict_post_hook(_after_loading)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # `loss.log_alpha = -1.0` sets the value in place, which a captured graph sees.
@@ -108,10 +83,10 @@ class LossModule(TensorDictModuleBase):
             setattr(self._tensor_keys, name, getattr(default, name) if key is None else key)
 
     def refresh_links(self) -> None:
-        """Take up parameters anew after they were moved or replaced. A subclass extends it."""
+        """Look the parameters up again after they were moved or replaced. A subclass extends it."""
         self.links_version += 1
 
-    def take_up_loaded(self) -> None:
+    def after_loading(self) -> None:
         """Called after ``load_state_dict``."""
         self.refresh_links()
 
@@ -140,43 +115,11 @@ class LossModule(TensorDictModuleBase):
             raise RuntimeError("Did not find any target parameters or buffers in the loss module.")
         return pairs
 
-    @property
-    def _mask_keys(self) -> tuple[NestedKey, ...]:
-        """Where masks are looked for."""
-        chosen = self.loss_mask_key
-        return AUTO_LOSS_MASK_KEYS if chosen == "auto" else () if chosen is None else (chosen,)
-
-    def _row_weights(self, tensordict: TensorDictBase, shape: torch.Size) -> tuple[Tensor | None, Tensor | None]:
+    def row_weights(self, tensordict: TensorDictBase, shape: torch.Size) -> tuple[Tensor | None, Tensor | None]:
         """(importance weights, mask) of a loss of ``shape``, each with one element per row or None."""
-        key = self.tensor_keys.priority_weight
-        weight = mask = None
-        if self.use_prioritized_weights in (True, "auto"):
-            weight = tensordict.get(key, None)
-            if weight is not None:
-                weight = per_row(weight, shape, str(key))
-            elif self.use_prioritized_weights is True:
-                raise KeyError(f"use_prioritized_weights=True, but the batch has no {key!r}")
-        for mask_key in self._mask_keys:
-            entry = tensordict.get(mask_key, None)
-            if entry is not None:
-                entry = per_row(entry, shape, str(mask_key))
-                mask = entry if mask is None else mask.reshape(shape) & entry.reshape(shape)
-        return weight, mask
+        weight = importance_weight(tensordict, self.tensor_keys.priority_weight, self.use_prioritized_weights, shape)
+        return weight, joint_mask(tensordict, mask_keys(self.loss_mask_key), shape)
 
 
-def _take_up_loaded(loss: LossModule, _: Any) -> None:
-    loss.take_up_loaded()
-
-
-def refuse_deprecated(**kwargs: Any) -> None:
-    """Raise RuntimeError for an argument that became a key."""
-    for name, value in kwargs.items():
-        if value is not None:
-            raise RuntimeError(
-                f"Setting {name!r} via the constructor is deprecated, use .set_keys(<key>='some_key') instead."
-            )
-
-
-def warn(text: str) -> None:
-    """A warning that points to the caller of the loss's constructor."""
-    warnings.warn(text, category=UserWarning, stacklevel=3)
+def _after_loading(loss: LossModule, _: Any) -> None:
+    loss.after_loading()

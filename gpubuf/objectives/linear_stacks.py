@@ -41,7 +41,7 @@ class Linear:
 
 
 @dataclass(frozen=True)
-class Chain:
+class LinearStack:
     """Layers of N networks, a linear one first, applied in order to inputs that the networks share."""
 
     layers: tuple[Linear | nn.Module, ...]
@@ -69,8 +69,8 @@ class Chain:
         return x if len(batch) == 1 else x.reshape(x.shape[0], *batch, -1)
 
 
-def linear_chain(network: Any, where: Sequence[tuple[str, ...]]) -> Chain | None:
-    """``network`` as a :class:`Chain` over the parameters at ``where``; None if it is anything more.
+def linear_stack(network: Any, where: Sequence[tuple[str, ...]]) -> LinearStack | None:
+    """``network`` as a :class:`LinearStack` over the parameters at ``where``; None if it is anything more.
 
     It must be a plain TensorDictModule with one output around an ``nn.Sequential`` (nested ones too) or an
     :class:`~gpubuf.modules.MLP` of ``nn.Linear`` layers and elementwise activations, without hooks; of these very
@@ -96,4 +96,4 @@ def linear_chain(network: Any, where: Sequence[tuple[str, ...]]) -> Chain | None
             layers.append(part)
         else:
             return None
-    return Chain(tuple(layers)) if layers and isinstance(layers[0], Linear) else None
+    return LinearStack(tuple(layers)) if layers and isinstance(layers[0], Linear) else None
