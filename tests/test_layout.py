@@ -175,6 +175,17 @@ def test_what_finds_circles():
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a", "e"}, "e": set()}) == [["b", "c"]]
 
 
+def test_a_loss_on_values_needs_nothing_of_sac():
+    """Neither its kernels nor its distribution."""
+    arrows = imports_among(gpubuf_modules())
+    reached, new = set(), {"gpubuf.objectives.td"}
+    while new:
+        reached |= new
+        new = {target for name in new for target in arrows[name]} - reached
+    assert "gpubuf.kernels.td" in reached
+    assert not [name for name in reached if {"sac", "temperature", "tanh_normal"} & set(name.split("."))]
+
+
 DATA = "gpubuf.data."
 
 

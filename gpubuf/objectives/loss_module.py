@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -13,7 +13,7 @@ from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from gpubuf.objectives.masks import importance_weight, joint_mask, mask_keys
+from gpubuf.objectives.masks import importance_weight, joint_mask, mask_keys, masks_in, without_masked
 
 
 class LossModule(TensorDictModuleBase):
@@ -63,6 +63,11 @@ class LossModule(TensorDictModuleBase):
             # Without delayed parameters, the present ones serve as targets.
             return params if params is not None else getattr(self, name.removeprefix("target_")).data
         return super().__getattr__(name)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return next((parameter.device for parameter in self.parameters()), torch.device("cpu"))
 
     @property
     def tensor_keys(self) -> Any:
@@ -119,6 +124,14 @@ class LossModule(TensorDictModuleBase):
         """(importance weights, mask) of a loss of ``shape``, each with one element per row or None."""
         weight = importance_weight(tensordict, self.tensor_keys.priority_weight, self.use_prioritized_weights, shape)
         return weight, joint_mask(tensordict, mask_keys(self.loss_mask_key), shape)
+
+    def without_masked(self, tensordict: TensorDictBase, keys: Iterable[NestedKey]) -> TensorDictBase:
+        """The batch with finite numbers in masked rows, in the entries at ``keys``; the batch itself if it has no mask.
+
+        The gradient of a masked row is 0, but 0 times NaN reaches the parameters of a network that has seen NaN.
+        """
+        masks = masks_in(tensordict, mask_keys(self.loss_mask_key))
+        return without_masked(tensordict, masks, keys) if masks else tensordict
 
 
 def _after_loading(loss: LossModule, _: Any) -> None:

@@ -18,7 +18,6 @@ from gpubuf.modules.plain import entry
 from gpubuf.objectives.arguments import one_of, refuse_deprecated, warn
 from gpubuf.objectives.critics import make_critics
 from gpubuf.objectives.functional import ParametersByName
-from gpubuf.objectives.masks import mask_keys, masks_in, without_masked
 from gpubuf.objectives.networks import ParameterPlaces, SwappableCopy, leaves, paths, target_parameters
 from gpubuf.objectives.reductions import REDUCTIONS
 from gpubuf.objectives.shapes import next_key, rows_of
@@ -280,7 +279,7 @@ class SACLoss(TemperatureLossModule, TDLossModule):
 
     def _losses(self, tensordict: TensorDictBase) -> TensorDictBase:
         alpha = self.alpha
-        seen = self._finite(tensordict)
+        seen = self.without_masked(tensordict, self._keys_seen())
         with set_interaction_type(InteractionType.RANDOM):
             loss_qvalue, td_error = self._critic_loss(seen, alpha)
             loss_actor, loss_alpha, entropy = self._actor_and_temperature_loss(seen, alpha)
@@ -294,15 +293,13 @@ class SACLoss(TemperatureLossModule, TDLossModule):
             out.set_non_tensor("entropy", entropy)
         return out
 
-    def _finite(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """The batch without NaN and infinities in masked rows; see :func:`~gpubuf.objectives.masks.without_masked`."""
-        masks = masks_in(tensordict, mask_keys(self.loss_mask_key))
-        if not masks:
-            return tensordict
+    def _keys_seen(self) -> Iterator[NestedKey]:
+        """The entries that networks and targets read. A generator: it runs only if the batch has masks."""
         action = unravel_key(self.tensor_keys.action)
         keys = dict.fromkeys(map(unravel_key, (*self.actor_network.in_keys, *self.qvalue_network.in_keys)))
-        after = (next_key(key) for key in keys if key != action)
-        return without_masked(tensordict, masks, (*keys, *after, next_key(self.tensor_keys.reward)))
+        yield from keys
+        yield from (next_key(key) for key in keys if key != action)
+        yield next_key(self.tensor_keys.reward)
 
     def _draw(self, actor: Any, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
         """(actions, log-densities) that can be differentiated by the parameters of ``actor``."""

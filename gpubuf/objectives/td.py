@@ -106,13 +106,14 @@ class TDLossModule(LossModule):
             The targets, S.
         """
         keys = self.tensor_keys
-        reward = entry(tensordict, next_key(keys.reward))
+        reward = per_row(entry(tensordict, next_key(keys.reward)), shape, str(keys.reward))
         steps = tensordict.get("steps_to_next_obs", None)
         return self._value_estimator.soft_target(
             next_q,
             next_log_prob,
             alpha,
-            per_row(reward, shape, str(keys.reward)),
+            # Without log-densities the target has the shape of the reward.
+            reward.reshape(shape) if next_log_prob is None else reward,
             per_row(self.terminated(tensordict), shape, str(keys.terminated)),
             None if steps is None else per_row(steps, shape, "steps_to_next_obs"),
         )
