@@ -42,10 +42,10 @@ def _update(  # type: ignore[no-untyped-def]
     ends, sums, ring, signals, n_keys, by_id, n, steps, envs, fan_out, slice_len, min_len, before, after, by_transition
 ):
     counters = carray(as_i64(ring), 4)
-    oldest, stored, cursor = ring_view(counters[WRITTEN], counters[SIZE], steps, envs)
+    oldest, filled, cursor = ring_view(counters[WRITTEN], counters[SIZE], steps, envs)
     rule = (slice_len, min_len, before, after, by_transition)
     shift = lowest_bit(fan_out)
-    update_index(ends, sums, signals, n_keys, by_id, n, steps, envs, oldest, stored, cursor, rule, shift)
+    update_index(ends, sums, signals, n_keys, by_id, n, steps, envs, oldest, filled, cursor, rule, shift)
 
 
 # A kernel of its own: as a part of the other it takes LLVM seconds more.
@@ -54,9 +54,9 @@ def _rebuild(  # type: ignore[no-untyped-def]
     ends, sums, ring, signals, n_keys, by_id, n, steps, envs, fan_out, slice_len, min_len, before, after, by_transition
 ):
     counters = carray(as_i64(ring), 4)
-    oldest, stored, _ = ring_view(counters[WRITTEN], counters[SIZE], steps, envs)
+    oldest, filled, _ = ring_view(counters[WRITTEN], counters[SIZE], steps, envs)
     rule = (slice_len, min_len, before, after, by_transition)
-    rebuild_index(ends, sums, signals, n_keys, by_id, steps, envs, oldest, stored, rule, lowest_bit(fan_out))
+    rebuild_index(ends, sums, signals, n_keys, by_id, steps, envs, oldest, filled, rule, lowest_bit(fan_out))
 
 
 @jit("void(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, boolean)", **OPTIONS)
@@ -64,16 +64,16 @@ def _resum(  # type: ignore[no-untyped-def]
     ends, sums, ring_address, steps, envs, fan_out, slice_len, min_len, before, after, by_transition
 ):
     ring = carray(as_i64(ring_address), 4)
-    oldest, stored, _ = ring_view(ring[WRITTEN], ring[SIZE], steps, envs)
+    oldest, filled, _ = ring_view(ring[WRITTEN], ring[SIZE], steps, envs)
     rule = (slice_len, min_len, before, after, by_transition)
-    weigh_all(ends, sums, steps, envs, oldest, stored, rule, lowest_bit(fan_out))
+    weigh_all(ends, sums, steps, envs, oldest, filled, rule, lowest_bit(fan_out))
 
 
 @jit("int64(int64, int64, int64, int64)", **OPTIONS)
 def _longest(ends, ring_address, steps, envs):  # type: ignore[no-untyped-def]
     ring = carray(as_i64(ring_address), 4)
-    oldest, stored, _ = ring_view(ring[WRITTEN], ring[SIZE], steps, envs)
-    return longest_trajectory(ends, steps, envs, oldest, stored)
+    oldest, filled, _ = ring_view(ring[WRITTEN], ring[SIZE], steps, envs)
+    return longest_trajectory(ends, steps, envs, oldest, filled)
 
 
 @jit("void(int64, int64, int64, int64, int64, boolean, int64, int64, int64)", **OPTIONS)
@@ -81,8 +81,8 @@ def _update_eligible(  # type: ignore[no-untyped-def]
     eligible, ends, ring_address, count, need, starts_too, steps, envs, rows_address
 ):
     ring = carray(as_i64(ring_address), 4)
-    oldest, stored, cursor = ring_view(ring[WRITTEN], ring[SIZE], steps, envs)
-    update_eligible_steps(eligible, ends, count, need, starts_too, steps, envs, oldest, stored, cursor, rows_address)
+    oldest, filled, cursor = ring_view(ring[WRITTEN], ring[SIZE], steps, envs)
+    update_eligible_steps(eligible, ends, count, need, starts_too, steps, envs, oldest, filled, cursor, rows_address)
 
 
 def update(

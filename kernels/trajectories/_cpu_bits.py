@@ -110,10 +110,10 @@ def _read_many(ends, signals, n_keys, by_id, steps, envs, slot, first, last):  #
     for k in range(n_keys):
         row_bytes, stride = table[k, ROW_BYTES], table[k, ROW_STRIDE]
         for bit in range(first, last + 1):
-            place = 64 * slot + bit
-            here = row_address(table[k], place * envs)
+            step = 64 * slot + bit
+            here = row_address(table[k], step * envs)
             if by_id:
-                following = row_address(table[k], (place + 1) * envs if place + 1 < steps else 0)
+                following = row_address(table[k], (step + 1) * envs if step + 1 < steps else 0)
                 for env in range(envs):
                     if _differ(here + env * stride, following + env * stride, row_bytes):
                         words[env] |= 1 << bit
@@ -129,8 +129,8 @@ def _read_many(ends, signals, n_keys, by_id, steps, envs, slot, first, last):  #
 
 
 @jit
-def read_places(ends, signals, n_keys, by_id, steps, envs, first, last):  # type: ignore[no-untyped-def]
-    """Read the flags of places ``first .. last``, and write them into level 0; other bits of the words remain."""
+def read_steps(ends, signals, n_keys, by_id, steps, envs, first, last):  # type: ignore[no-untyped-def]
+    """Read the flags of steps ``first .. last``, and write them into level 0; other bits of the words remain."""
     for slot in range(first >> 6, (last >> 6) + 1):
         low = first & 63 if slot == first >> 6 else 0
         high = last & 63 if slot == last >> 6 else 63
@@ -146,10 +146,10 @@ def read_places(ends, signals, n_keys, by_id, steps, envs, first, last):  # type
 
 
 @jit
-def clear_place(ends, envs, place):  # type: ignore[no-untyped-def]
-    """Clear the flag of one place in all environments."""
-    words = carray(as_i64(ends + 8 * (place >> 6) * envs), envs)
-    kept = ~(1 << (place & 63))
+def clear_step(ends, envs, step):  # type: ignore[no-untyped-def]
+    """Clear the flag of one step in all environments."""
+    words = carray(as_i64(ends + 8 * (step >> 6) * envs), envs)
+    kept = ~(1 << (step & 63))
     for env in range(envs):
         words[env] &= kept
 

@@ -15,16 +15,16 @@ from gpubuf.kernels.philox._cpu import philox_uniform_f64
 from gpubuf.kernels.rows import SIZE, WRITTEN
 from gpubuf.kernels.trajectories._cpu_search import (
     age_of,
+    age_of_end_before,
     divided,
-    end_age,
-    end_age_before,
+    last_age,
     lowest_bit,
-    place_of,
     prefetch_neighbours,
     prefetch_word,
     ring_view,
+    step_of,
 )
-from gpubuf.kernels.trajectories._cpu_weights import bits_of, choose_unit, offsets_of, root_of, weight_of
+from gpubuf.kernels.trajectories._cpu_weights import choose_unit, load_word, offsets_of, root_of, weight_of
 
 # Slices that are searched together: enough to hide the latency of memory, few enough to stay in the L1 cache.
 _TOGETHER = 512
@@ -91,7 +91,7 @@ def draw_slices(  # type: ignore[no-untyped-def]
             if rank[i] < 0 or rank[i] >= total:
                 return i
 
-    oldest, stored, _ = ring_view(ring[WRITTEN], ring[SIZE], steps, envs)
+    oldest, filled, _ = ring_view(ring[WRITTEN], ring[SIZE], steps, envs)
     seed, offset = rng[SEED], rng[OFFSET]
     together = min(n, _TOGETHER)
     left = np.empty(together, np.int64)
@@ -114,10 +114,10 @@ def draw_slices(  # type: ignore[no-untyped-def]
         for i in range(together):
             slot, env = divided(word[i], envs)
             # Find the end in the word that holds the unit.
-            bits = bits_of(ends, envs, env, slot, oldest, stored, steps)
-            place = 64 * slot + lowest_bit(bits)
-            age = age_of(place, oldest, steps)
-            before_age = end_age_before(ends, steps, envs, env, place, oldest)
+            bits = load_word(ends, envs, env, slot, oldest, filled, steps)
+            step = 64 * slot + lowest_bit(bits)
+            age = age_of(step, oldest, steps)
+            before_age = age_of_end_before(ends, steps, envs, env, step, oldest)
             unit = left[i]
             weight = weight_of(age - before_age, slice_len, min_len, before, after, by_transition)
             while unit >= weight:
@@ -138,7 +138,7 @@ def draw_slices(  # type: ignore[no-untyped-def]
             first = unit - min(before, m - 1)
             stop = min(first + m, steps_in)
             first = max(first, 0)
-            row = place_of(before_age + 1 + first, oldest, steps) * envs + env
+            row = step_of(before_age + 1 + first, oldest, steps) * envs + env
             length[start + i] = stop - first
             _lay_out(index, last, (start + i) * slice_len, slice_len, row, stop - first, steps, envs)
     rng[OFFSET] = offset + 2 * n
@@ -146,9 +146,9 @@ def draw_slices(  # type: ignore[no-untyped-def]
 
 
 @jit(forceinline=True)
-def _first_not_stored(rows, n, stored, envs):  # type: ignore[no-untyped-def]
+def _first_not_stored(rows, n, filled, envs):  # type: ignore[no-untyped-def]
     """Position of the first row that is not in the ring, or -1. The rows in the ring are the first ones of it."""
-    size = stored * envs
+    size = filled * envs
     wrong = 0
     for i in range(n):
         wrong += (rows[i] < 0) | (rows[i] >= size)
@@ -164,11 +164,11 @@ def _first_not_stored(rows, n, stored, envs):  # type: ignore[no-untyped-def]
 def _fetch(ends, rows, n, steps, envs, before, after):  # type: ignore[no-untyped-def]
     """Bring what the searches from some rows read into the cache, all of them at once."""
     for i in range(n):
-        place, env = divided(rows[i], envs)
-        prefetch_word(ends, steps, envs, env, place >> 6)
+        step, env = divided(rows[i], envs)
+        prefetch_word(ends, steps, envs, env, step >> 6)
     for i in range(n):
-        place, env = divided(rows[i], envs)
-        prefetch_neighbours(ends, steps, envs, env, place >> 6, before, after)
+        step, env = divided(rows[i], envs)
+        prefetch_neighbours(ends, steps, envs, env, step >> 6, before, after)
 
 
 @jit("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64)", **OPTIONS)
@@ -181,16 +181,16 @@ def slices_from_rows(  # type: ignore[no-untyped-def]
     index = carray(as_i64(index_address), n * slice_len)
     length = carray(as_i64(length_address), n)
     last = carray(as_u8(last_address), n * slice_len)
-    oldest, stored, _ = ring_view(ring[WRITTEN], ring[SIZE], steps, envs)
-    wrong = _first_not_stored(rows, n, stored, envs)
+    oldest, filled, _ = ring_view(ring[WRITTEN], ring[SIZE], steps, envs)
+    wrong = _first_not_stored(rows, n, filled, envs)
     if wrong >= 0:
         return wrong
     for start in range(0, n, _TOGETHER):
         together = min(_TOGETHER, n - start)
         _fetch(ends, rows[start : start + together], together, steps, envs, False, True)
         for i in range(start, start + together):
-            place, env = divided(rows[i], envs)
-            to_end = end_age(ends, steps, envs, env, place, oldest, stored) - age_of(place, oldest, steps) + 1
+            step, env = divided(rows[i], envs)
+            to_end = last_age(ends, steps, envs, env, step, oldest, filled) - age_of(step, oldest, steps) + 1
             length[i] = min(slice_len, to_end)
             _lay_out(index, last, i * slice_len, slice_len, rows[i], length[i], steps, envs)
     return DONE
@@ -202,18 +202,18 @@ def bounds_of_rows(ends, ring_address, row_address, n, steps, envs, out_address)
     ring = carray(as_i64(ring_address), 4)
     rows = carray(as_i64(row_address), n)
     out = carray(as_i64(out_address), 3 * n)
-    oldest, stored, _ = ring_view(ring[WRITTEN], ring[SIZE], steps, envs)
-    wrong = _first_not_stored(rows, n, stored, envs)
+    oldest, filled, _ = ring_view(ring[WRITTEN], ring[SIZE], steps, envs)
+    wrong = _first_not_stored(rows, n, filled, envs)
     if wrong >= 0:
         return wrong
     for start in range(0, n, _TOGETHER):
         together = min(_TOGETHER, n - start)
         _fetch(ends, rows[start : start + together], together, steps, envs, True, True)
         for i in range(start, start + together):
-            place, env = divided(rows[i], envs)
-            first = end_age_before(ends, steps, envs, env, place, oldest) + 1
-            last = end_age(ends, steps, envs, env, place, oldest, stored)
-            out[i] = place_of(first, oldest, steps) * envs + env
-            out[n + i] = place_of(last, oldest, steps) * envs + env
+            step, env = divided(rows[i], envs)
+            first = age_of_end_before(ends, steps, envs, env, step, oldest) + 1
+            last = last_age(ends, steps, envs, env, step, oldest, filled)
+            out[i] = step_of(first, oldest, steps) * envs + env
+            out[n + i] = step_of(last, oldest, steps) * envs + env
             out[2 * n + i] = last - first + 1
     return DONE

@@ -1,8 +1,9 @@
 """Searches in the bitmap of ends on the CPU: bit tricks, the next and previous end, and what follows from the ring.
 
-Steps are found by their *place* in the ring, 0 .. T - 1, and compared by their *age*, 0 for the oldest step that is
-in the ring. A word covers the places ``64 * slot .. 64 * slot + 63`` of one environment. Masks are made by shifts and
-complements alone: Numba tells LLVM that int64 sums do not overflow, which ``(1 << 63) - 1`` does.
+A *step* is a position in the ring, 0 .. T - 1. Its *age* counts from the oldest step in the ring, which has age 0, to
+the newest, which has age ``filled - 1``: steps are found by position and compared by age. A word covers the steps ``64
+* slot .. 64 * slot + 63`` of one environment. Masks are made by shifts and complements alone: Numba tells LLVM that
+int64 sums do not overflow, which ``(1 << 63) - 1`` does.
 """
 
 # Numba needs the real signatures: no `from __future__ import annotations`.
@@ -64,10 +65,10 @@ store_i64: Any = _store_i64
 
 
 @jit(forceinline=True)
-def next_set(ends, steps, envs, env, place):  # type: ignore[no-untyped-def]
-    """The first set place from ``place`` on, or -1; no wrap."""
-    slot = place >> 6
-    word = load_i64(ends + 8 * (slot * envs + env)) & (-1 << (place & 63))
+def next_set(ends, steps, envs, env, step):  # type: ignore[no-untyped-def]
+    """The first step from ``step`` on whose bit is set, or -1; no wrap."""
+    slot = step >> 6
+    word = load_i64(ends + 8 * (slot * envs + env)) & (-1 << (step & 63))
     level, slots, shift = ends, (steps + 63) >> 6, 6
     while word == 0:
         if slots == 1:
@@ -87,12 +88,12 @@ def next_set(ends, steps, envs, env, place):  # type: ignore[no-untyped-def]
 
 
 @jit(forceinline=True)
-def previous_set(ends, steps, envs, env, place):  # type: ignore[no-untyped-def]
-    """The last set place up to ``place``, or -1; no wrap. ``place`` may be -1."""
-    if place < 0:
+def previous_set(ends, steps, envs, env, step):  # type: ignore[no-untyped-def]
+    """The last step up to ``step`` whose bit is set, or -1; no wrap. ``step`` may be -1."""
+    if step < 0:
         return -1
-    slot = place >> 6
-    word = load_i64(ends + 8 * (slot * envs + env)) & ~(-2 << (place & 63))
+    slot = step >> 6
+    word = load_i64(ends + 8 * (slot * envs + env)) & ~(-2 << (step & 63))
     level, slots, shift = ends, (steps + 63) >> 6, 6
     while word == 0:
         if slots == 1:
@@ -113,10 +114,10 @@ def previous_set(ends, steps, envs, env, place):  # type: ignore[no-untyped-def]
 
 @jit(forceinline=True)
 def ring_view(written, size, steps, envs):  # type: ignore[no-untyped-def]
-    """(place of the oldest step, number of steps in the ring, cursor) from the ring's counters of rows."""
-    stored = min(size // envs, steps)
+    """(oldest step, number of steps in the ring, cursor) from the ring's counters of rows."""
+    filled = min(size // envs, steps)
     cursor = (written // envs) % steps
-    return (cursor if stored == steps else 0), stored, cursor
+    return (cursor if filled == steps else 0), filled, cursor
 
 
 @jit(forceinline=True)
@@ -129,34 +130,34 @@ def divided(number, envs):  # type: ignore[no-untyped-def]
 
 
 @jit(forceinline=True)
-def age_of(place, oldest, steps):  # type: ignore[no-untyped-def]
-    return place - oldest if place >= oldest else place - oldest + steps
+def age_of(step, oldest, steps):  # type: ignore[no-untyped-def]
+    return step - oldest if step >= oldest else step - oldest + steps
 
 
 @jit(forceinline=True)
-def place_of(age, oldest, steps):  # type: ignore[no-untyped-def]
-    place = age + oldest
-    return place if place < steps else place - steps
+def step_of(age, oldest, steps):  # type: ignore[no-untyped-def]
+    step = age + oldest
+    return step if step < steps else step - steps
 
 
 @jit(forceinline=True)
-def end_age(ends, steps, envs, env, place, oldest, stored):  # type: ignore[no-untyped-def]
+def last_age(ends, steps, envs, env, step, oldest, filled):  # type: ignore[no-untyped-def]
     """Age of the last step of the trajectory of a step in the ring."""
-    found = next_set(ends, steps, envs, env, place)
-    if place >= oldest:
+    found = next_set(ends, steps, envs, env, step)
+    if step >= oldest:
         if found >= 0:
             return found - oldest
         if oldest == 0:
-            return stored - 1
+            return filled - 1
         found = next_set(ends, steps, envs, env, 0)
-    return found - oldest + steps if 0 <= found < oldest else stored - 1
+    return found - oldest + steps if 0 <= found < oldest else filled - 1
 
 
 @jit(forceinline=True)
-def end_age_before(ends, steps, envs, env, place, oldest):  # type: ignore[no-untyped-def]
+def age_of_end_before(ends, steps, envs, env, step, oldest):  # type: ignore[no-untyped-def]
     """Age of the last end before a step in the ring, -1 where its trajectory is the oldest one."""
-    found = previous_set(ends, steps, envs, env, place - 1)
-    if place < oldest:
+    found = previous_set(ends, steps, envs, env, step - 1)
+    if step < oldest:
         if found >= 0:
             return found - oldest + steps
         found = previous_set(ends, steps, envs, env, steps - 1)
@@ -165,7 +166,7 @@ def end_age_before(ends, steps, envs, env, place, oldest):  # type: ignore[no-un
 
 @jit(forceinline=True)
 def prefetch_word(ends, steps, envs, env, slot):  # type: ignore[no-untyped-def]
-    """Ask for a word and its summary, with which every search from one of its places begins.
+    """Ask for a word and its summary, with which every search from one of its steps begins.
 
     Into the second-level cache, which waits for more lines at a time: 256 draws from 346 M rows take 33 µs instead of
     51 µs.

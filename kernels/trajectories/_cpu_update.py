@@ -7,8 +7,8 @@ from numba import carray
 
 from gpubuf.kernels._jit import jit
 from gpubuf.kernels._pointers import as_i64
-from gpubuf.kernels.trajectories._cpu_bits import clear_all, clear_place, read_places, summarise
-from gpubuf.kernels.trajectories._cpu_search import age_of, end_age, load_i64, place_of
+from gpubuf.kernels.trajectories._cpu_bits import clear_all, clear_step, read_steps, summarise
+from gpubuf.kernels.trajectories._cpu_search import age_of, last_age, load_i64, step_of
 from gpubuf.kernels.trajectories._cpu_weights import sum_above, weigh_all, weigh_slots, weigh_word
 
 # Numba compiles a function anew for an argument that is a literal, which this is not.
@@ -17,14 +17,14 @@ _ZERO = np.int64(0)
 
 @jit
 def _read_ages(ends, signals, n_keys, by_id, steps, envs, first, last):  # type: ignore[no-untyped-def]
-    """Flags and summaries of the places ``first .. last``, round the end of the ring where ``last < first``."""
+    """Flags and summaries of the steps ``first .. last``, round the end of the ring where ``last < first``."""
     top = last if first <= last else steps - 1
-    read_places(ends, signals, n_keys, by_id, steps, envs, first, top)
+    read_steps(ends, signals, n_keys, by_id, steps, envs, first, top)
     if last < first:
-        read_places(ends, signals, n_keys, by_id, steps, envs, _ZERO, last)
+        read_steps(ends, signals, n_keys, by_id, steps, envs, _ZERO, last)
     if by_id:
         # `last` is the newest step, which has no next one.
-        clear_place(ends, envs, last)
+        clear_step(ends, envs, last)
     summarise(ends, steps, envs, first >> 6, top >> 6)
     if last < first:
         summarise(ends, steps, envs, _ZERO, last >> 6)
@@ -32,103 +32,103 @@ def _read_ages(ends, signals, n_keys, by_id, steps, envs, first, last):  # type:
 
 @jit
 def rebuild_index(  # type: ignore[no-untyped-def]
-    ends, sums, signals, n_keys, by_id, steps, envs, oldest, stored, rule, shift
+    ends, sums, signals, n_keys, by_id, steps, envs, oldest, filled, rule, shift
 ):
     """:data:`gpubuf.kernels.trajectories.update` over all steps."""
     clear_all(ends, steps, envs)
-    if stored > 0:
-        newest = place_of(stored - 1, oldest, steps)
+    if filled > 0:
+        newest = step_of(filled - 1, oldest, steps)
         _read_ages(ends, signals, n_keys, by_id, steps, envs, oldest, newest)
-    weigh_all(ends, sums, steps, envs, oldest, stored, rule, shift)
+    weigh_all(ends, sums, steps, envs, oldest, filled, rule, shift)
 
 
 @jit
 def update_index(  # type: ignore[no-untyped-def]
-    ends, sums, signals, n_keys, by_id, n, steps, envs, oldest, stored, cursor, rule, shift
+    ends, sums, signals, n_keys, by_id, n, steps, envs, oldest, filled, cursor, rule, shift
 ):
     """:data:`gpubuf.kernels.trajectories.update` over fewer steps than the ring has."""
-    n = min(n, stored)
+    n = min(n, filled)
     if n == 0:
         return
     # With identifiers, the step before the write has got a next one, which may make it an end.
-    first = place_of(max(stored - n - (1 if by_id else 0), 0), oldest, steps)
-    newest = place_of(stored - 1, oldest, steps)
+    first = step_of(max(filled - n - (1 if by_id else 0), 0), oldest, steps)
+    newest = step_of(filled - 1, oldest, steps)
     _read_ages(ends, signals, n_keys, by_id, steps, envs, first, newest)
 
     # Slots a .. b, and where the write goes round the end of the ring, 0 .. c too.
     a, b = first >> 6, (newest if first <= newest else steps - 1) >> 6
     c = -1 if first <= newest else newest >> 6
     touched = np.empty((b - a + c + 4) * envs, np.int64)
-    n_touched = weigh_slots(ends, sums, steps, envs, a, b, oldest, stored, rule, touched, _ZERO, shift)
+    n_touched = weigh_slots(ends, sums, steps, envs, a, b, oldest, filled, rule, touched, _ZERO, shift)
     if c >= 0:
-        n_touched = weigh_slots(ends, sums, steps, envs, _ZERO, c, oldest, stored, rule, touched, n_touched, shift)
-    if stored > n:
+        n_touched = weigh_slots(ends, sums, steps, envs, _ZERO, c, oldest, filled, rule, touched, n_touched, shift)
+    if filled > n:
         # The virtual end of before.
-        slot = place_of(stored - n - 1, oldest, steps) >> 6
+        slot = step_of(filled - n - 1, oldest, steps) >> 6
         if not (a <= slot <= b or slot <= c):
             n_touched = weigh_slots(
-                ends, sums, steps, envs, slot, slot, oldest, stored, rule, touched, n_touched, shift
+                ends, sums, steps, envs, slot, slot, oldest, filled, rule, touched, n_touched, shift
             )
-    if stored == steps:
+    if filled == steps:
         # The first end after the cursor, whose trajectory may have lost its head, of up to n steps.
         min_len, by_transition = rule[1], rule[4]
         for env in range(envs):
-            age = end_age(ends, steps, envs, env, oldest, oldest, stored)
-            slot = place_of(age, oldest, steps) >> 6
+            age = last_age(ends, steps, envs, env, oldest, oldest, filled)
+            slot = step_of(age, oldest, steps) >> 6
             length = age + 1
             may_change = length + n >= min_len and (by_transition or length < min_len)
             if may_change and not (a <= slot <= b or slot <= c):
                 n_touched = weigh_word(
-                    ends, sums, steps, envs, env, slot, oldest, stored, rule, touched, n_touched, shift
+                    ends, sums, steps, envs, env, slot, oldest, filled, rule, touched, n_touched, shift
                 )
     sum_above(sums, ((steps + 63) >> 6) * envs, shift, touched, n_touched)
 
 
 @jit
-def longest_trajectory(ends, steps, envs, oldest, stored):  # type: ignore[no-untyped-def]
+def longest_trajectory(ends, steps, envs, oldest, filled):  # type: ignore[no-untyped-def]
     """Length of the longest trajectory in the ring, 0 where it is empty."""
     longest = 0
     for env in range(envs):
         age = -1
-        while age < stored - 1:
-            place = place_of(age + 1, oldest, steps)
-            last = end_age(ends, steps, envs, env, place, oldest, stored)
+        while age < filled - 1:
+            step = step_of(age + 1, oldest, steps)
+            last = last_age(ends, steps, envs, env, step, oldest, filled)
             longest = max(longest, last - age)
             age = last
     return longest
 
 
 @jit(forceinline=True)
-def _is_end(ends, envs, env, place):  # type: ignore[no-untyped-def]
-    return (load_i64(ends + 8 * ((place >> 6) * envs + env)) >> (place & 63)) & 1
+def _is_end(ends, envs, env, step):  # type: ignore[no-untyped-def]
+    return (load_i64(ends + 8 * ((step >> 6) * envs + env)) >> (step & 63)) & 1
 
 
 @jit
 def update_eligible_steps(  # type: ignore[no-untyped-def]
-    eligible_address, ends, count, need, starts_too, steps, envs, oldest, stored, cursor, rows_address
+    eligible_address, ends, count, need, starts_too, steps, envs, oldest, filled, cursor, rows_address
 ):
     """Recompute the eligibility of the ``count`` steps up to the cursor's, and list their rows."""
     rows = carray(as_i64(rows_address), count * envs)
     eligible = carray(as_i64(eligible_address), (steps * envs + 63) >> 6)
     # Age of the last step of the trajectory that goes on behind the step in hand.
-    last_age = np.full(envs, stored - 1, np.int64)
+    last = np.full(envs, filled - 1, np.int64)
     # From the newest step down; the cursor's own step, the oldest of a full ring, comes last.
     for i in range(count - 2, -2, -1):
         at = i if i >= 0 else count - 1
-        place = cursor + 1 - count + at
-        place = place if place >= 0 else place + steps
-        age = age_of(place, oldest, steps)
-        before = place - 1 if place > 0 else steps - 1
+        step = cursor + 1 - count + at
+        step = step if step >= 0 else step + steps
+        age = age_of(step, oldest, steps)
+        before = step - 1 if step > 0 else steps - 1
         for env in range(envs):
-            row = place * envs + env
+            row = step * envs + env
             rows[at * envs + env] = row
             is_eligible = 0
-            if age < stored:
+            if age < filled:
                 if i < 0 and count < steps:
-                    last_age[env] = end_age(ends, steps, envs, env, place, oldest, stored)
-                elif _is_end(ends, envs, env, place):
-                    last_age[env] = age
+                    last[env] = last_age(ends, steps, envs, env, step, oldest, filled)
+                elif _is_end(ends, envs, env, step):
+                    last[env] = age
                 is_first = age == 0 or _is_end(ends, envs, env, before) == 1
-                is_eligible = 1 if last_age[env] - age + 1 >= need or (starts_too and is_first) else 0
+                is_eligible = 1 if last[env] - age + 1 >= need or (starts_too and is_first) else 0
             word = eligible[row >> 6] & ~(1 << (row & 63))
             eligible[row >> 6] = word | (is_eligible << (row & 63))

@@ -13,7 +13,7 @@ from gpubuf.kernels._jit import jit
 from gpubuf.kernels._pointers import as_i64, prefetch_l2
 from gpubuf.kernels.trajectories._cpu_search import (
     age_of,
-    end_age_before,
+    age_of_end_before,
     load_i64,
     lowest_bit,
     previous_set,
@@ -41,10 +41,10 @@ def weight_of(length, slice_len, min_len, before, after, by_transition):  # type
 
 
 @jit(forceinline=True)
-def bits_of(ends, envs, env, slot, oldest, stored, steps):  # type: ignore[no-untyped-def]
+def load_word(ends, envs, env, slot, oldest, filled, steps):  # type: ignore[no-untyped-def]
     """The ends in a word, the virtual end included. There must be a step in the ring."""
     word = load_i64(ends + 8 * (slot * envs + env))
-    newest = oldest + stored - 1
+    newest = oldest + filled - 1
     newest = newest if newest < steps else newest - steps
     return word | (1 << (newest & 63)) if newest >> 6 == slot else word
 
@@ -57,11 +57,11 @@ def word_weight(  # type: ignore[no-untyped-def]
     slice_len, min_len, before, after, by_transition = rule
     weight = 0
     while bits != 0:
-        place = 64 * slot + lowest_bit(bits)
-        bits ^= 1 << (place & 63)
-        age = age_of(place, oldest, steps)
+        step = 64 * slot + lowest_bit(bits)
+        bits ^= 1 << (step & 63)
+        age = age_of(step, oldest, steps)
         if before_age == _UNKNOWN:
-            before_age = end_age_before(ends, steps, envs, env, place, oldest)
+            before_age = age_of_end_before(ends, steps, envs, env, step, oldest)
         # The seam between newest and oldest lies between the two.
         if before_age >= age:
             before_age = -1
@@ -85,29 +85,29 @@ def _set_weight(sums, leaf, weight, touched, n_touched, shift):  # type: ignore[
 
 @jit
 def weigh_word(  # type: ignore[no-untyped-def]
-    ends, sums, steps, envs, env, slot, oldest, stored, rule, touched, n_touched, shift
+    ends, sums, steps, envs, env, slot, oldest, filled, rule, touched, n_touched, shift
 ):
     """Recompute the weight of one word; see :func:`weigh_slots`."""
-    bits = bits_of(ends, envs, env, slot, oldest, stored, steps)
+    bits = load_word(ends, envs, env, slot, oldest, filled, steps)
     weight, _ = word_weight(ends, steps, envs, env, slot, bits, _UNKNOWN, oldest, rule)
     return _set_weight(sums, slot * envs + env, weight, touched, n_touched, shift)
 
 
 @jit
 def weigh_slots(  # type: ignore[no-untyped-def]
-    ends, sums, steps, envs, first_slot, last_slot, oldest, stored, rule, touched, n_touched, shift
+    ends, sums, steps, envs, first_slot, last_slot, oldest, filled, rule, touched, n_touched, shift
 ):
     """Recompute the weights of all words of some slots, and list the nodes above those that have changed."""
     if first_slot == last_slot:
         for env in range(envs):
             n_touched = weigh_word(
-                ends, sums, steps, envs, env, first_slot, oldest, stored, rule, touched, n_touched, shift
+                ends, sums, steps, envs, env, first_slot, oldest, filled, rule, touched, n_touched, shift
             )
         return n_touched
     before_age = np.full(envs, _UNKNOWN, np.int64)
     for slot in range(first_slot, last_slot + 1):
         for env in range(envs):
-            bits = bits_of(ends, envs, env, slot, oldest, stored, steps)
+            bits = load_word(ends, envs, env, slot, oldest, filled, steps)
             weight = 0
             if bits != 0:
                 weight, before_age[env] = word_weight(ends, steps, envs, env, slot, bits, before_age[env], oldest, rule)
@@ -116,13 +116,13 @@ def weigh_slots(  # type: ignore[no-untyped-def]
 
 
 @jit
-def weigh_all(ends, sums, steps, envs, oldest, stored, rule, shift):  # type: ignore[no-untyped-def]
+def weigh_all(ends, sums, steps, envs, oldest, filled, rule, shift):  # type: ignore[no-untyped-def]
     """Recompute the weights of all words, and all sums. The previous end is carried from word to word."""
     slots = (steps + 63) >> 6
     padded = ((slots * envs + (1 << shift) - 1) >> shift) << shift
     weights = carray(as_i64(sums), padded)
     weights[:] = 0
-    if stored > 0:
+    if filled > 0:
         before_age = np.full(envs, -1, np.int64)
         if oldest > 0:
             for env in range(envs):
@@ -131,7 +131,7 @@ def weigh_all(ends, sums, steps, envs, oldest, stored, rule, shift):  # type: ig
                     before_age[env] = found - oldest
         for slot in range(slots):
             for env in range(envs):
-                bits = bits_of(ends, envs, env, slot, oldest, stored, steps)
+                bits = load_word(ends, envs, env, slot, oldest, filled, steps)
                 if bits != 0:
                     weights[slot * envs + env], before_age[env] = word_weight(
                         ends, steps, envs, env, slot, bits, before_age[env], oldest, rule

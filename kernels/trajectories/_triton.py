@@ -1,8 +1,8 @@
 """The trajectory index on the GPU: its geometry, searches and walks, and the kernels that only read it.
 
-Terms. A *slot* is the place of a word within its environment; word ``slot * E + env`` of level 0 covers steps
-``64 * slot .. 64 * slot + 63``. The *order* of a step is its age rank: 0 for the oldest step in the ring, ``filled -
-1`` for the newest. Steps and slots are int64, and so are the words, whose sign bit is a bit like the others.
+Terms. A *slot* is the position of a word within its environment; word ``slot * E + env`` of level 0 covers steps ``64 *
+slot .. 64 * slot + 63``. The *age* of a step counts from the oldest one in the ring, which has age 0, to the newest,
+which has age ``filled - 1``. Steps and slots are int64, and so are the words, whose sign bit is a bit like the others.
 
 Arguments that all kernels share:
 
@@ -73,15 +73,15 @@ def nodes_of(words, level, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def order_of(step, oldest, steps):
-    """Order of a step; at least ``filled`` for a step that is not in the ring."""
+def age_of(step, oldest, steps):
+    """Age of a step; at least ``filled`` for a step that is not in the ring."""
     return tl.where(step < oldest, step - oldest + steps, step - oldest)
 
 
 @triton.jit
-def step_of(order, oldest, steps):
-    """The step of an order: the inverse of :func:`order_of`."""
-    step = order + oldest
+def step_of(age, oldest, steps):
+    """The step of an age: the inverse of :func:`age_of`."""
+    step = age + oldest
     return tl.where(step < steps, step, step - steps)
 
 
@@ -94,7 +94,7 @@ def offsets_of(length, slice_len, min_len, before, after):
 
 
 @triton.jit
-def units_of(length, slice_len, min_len, before, after, BY_TRANSITION: tl.constexpr):
+def weight_of(length, slice_len, min_len, before, after, BY_TRANSITION: tl.constexpr):
     """Weight of a trajectory."""
     if BY_TRANSITION:
         return offsets_of(length, slice_len, min_len, before, after)
@@ -143,17 +143,17 @@ def nearest_end(ends_ptr, step, env, active, steps, envs, levels, FORWARD: tl.co
         top = level == levels - 1
         slot = at >> 6
         # Next to the first or the last word there is none; but the word of the last level is always read.
-        place = tl.where(top, 0, slot)
-        inside = searching & (place >= 0) & (place < words_of(steps, level))
-        word = tl.load(ends_ptr + start + place * envs + env, mask=inside, other=0)
+        read = tl.where(top, 0, slot)
+        inside = searching & (read >= 0) & (read < words_of(steps, level))
+        word = tl.load(ends_ptr + start + read * envs + env, mask=inside, other=0)
         if FORWARD:
             side = word & (tl.full((), -1, tl.int64) << (at & 63))
         else:
             side = word & ~(tl.full((), -2, tl.int64) << (at & 63))
-        side = tl.where(place == slot, side, 0)
+        side = tl.where(read == slot, side, 0)
         side = tl.where(top & (side == 0), word, side)
         hit = searching & (side != 0)
-        nearest = (place << 6) + (lowest_bit(side) if FORWARD else highest_bit(side))
+        nearest = (read << 6) + (lowest_bit(side) if FORWARD else highest_bit(side))
         at = tl.where(hit, nearest, tl.where(searching, (slot + 1) if FORWARD else (slot - 1), at))
         height = tl.where(hit, level, height)
         searching = searching & ~hit
@@ -170,47 +170,47 @@ def nearest_end(ends_ptr, step, env, active, steps, envs, levels, FORWARD: tl.co
 
 
 @triton.jit
-def last_order(ends_ptr, step, env, order, active, filled, oldest, steps, envs, levels):
-    """Order of the last step of the trajectory that ``step``, of that order, is in."""
+def last_age(ends_ptr, step, env, age, active, filled, oldest, steps, envs, levels):
+    """Age of the last step of the trajectory that ``step``, of that age, is in."""
     end = nearest_end(ends_ptr, step, env, active, steps, envs, levels, True)
-    found = order_of(end, oldest, steps)
-    return tl.where((end >= 0) & (found >= order) & (found < filled), found, filled - 1)
+    found = age_of(end, oldest, steps)
+    return tl.where((end >= 0) & (found >= age) & (found < filled), found, filled - 1)
 
 
 @triton.jit
-def first_order(ends_ptr, step, env, order, active, oldest, steps, envs, levels):
-    """Order of the first step of the trajectory that ``step``, of that order, is in."""
+def first_age(ends_ptr, step, env, age, active, oldest, steps, envs, levels):
+    """Age of the first step of the trajectory that ``step``, of that age, is in."""
     end = nearest_end(ends_ptr, step - 1, env, active, steps, envs, levels, False)
-    found = order_of(end, oldest, steps)
-    return tl.where((end >= 0) & (found < order), found + 1, 0)
+    found = age_of(end, oldest, steps)
+    return tl.where((end >= 0) & (found < age), found + 1, 0)
 
 
 @triton.jit
 def next_in_word(rest, slot, first, oldest, steps):
-    """The lowest end of ``rest``: (order, length of its trajectory, what else is in ``rest``).
+    """The lowest end of ``rest``: (age, length of its trajectory, what else is in ``rest``).
 
-    ``first`` is the order after that of the end before it.
+    ``first`` is the age after that of the end before it.
     """
-    order = order_of((slot << 6) + lowest_bit(rest), oldest, steps)
+    age = age_of((slot << 6) + lowest_bit(rest), oldest, steps)
     # The oldest step lies between the two ends where the one before it is the newer one.
-    return order, tl.where(first <= order, order - first, order) + 1, rest & (rest - 1)
+    return age, tl.where(first <= age, age - first, age) + 1, rest & (rest - 1)
 
 
 @triton.jit
 def first_of_word(ends_ptr, slot, env, active, oldest, steps, envs, levels):
-    """Order of the first step of the trajectory that ends first in a word: what :func:`next_in_word` begins with."""
+    """Age of the first step of the trajectory that ends first in a word: what :func:`next_in_word` begins with."""
     end = nearest_end(ends_ptr, (slot << 6) - 1, env, active, steps, envs, levels, False)
-    return tl.where(end < 0, 0, order_of(end, oldest, steps) + 1)
+    return tl.where(end < 0, 0, age_of(end, oldest, steps) + 1)
 
 
 @triton.jit
 def locate(row, active, filled, oldest, steps, envs):
-    """(step, environment, order, whether it is in the ring) of flat rows."""
+    """(step, environment, age, whether it is in the ring) of flat rows."""
     inside = active & (row >= 0) & (row < steps * envs)
     row = tl.where(inside, row, 0)
     step = row // envs
-    order = order_of(step, oldest, steps)
-    return step, row - step * envs, order, inside & (order < filled)
+    age = age_of(step, oldest, steps)
+    return step, row - step * envs, age, inside & (age < filled)
 
 
 @triton.jit
@@ -229,12 +229,12 @@ def store_slices(
     envs,
     BLOCK_STEPS: tl.constexpr,
 ):
-    """Write slices ``i`` from orders ``begin`` of environments ``env``; one of length 0 has NO_ROW everywhere."""
+    """Write slices ``i`` from ages ``begin`` of environments ``env``; one of length 0 has NO_ROW everywhere."""
     tl.store(length_ptr + i, length, mask=i < n)
     for start in range(0, slice_len, BLOCK_STEPS):
         x = (start + tl.arange(0, BLOCK_STEPS)).to(tl.int64)[None, :]
-        order = begin[:, None] + tl.minimum(x, length[:, None] - 1)
-        row = step_of(order, oldest, steps) * envs + env[:, None]
+        age = begin[:, None] + tl.minimum(x, length[:, None] - 1)
+        row = step_of(age, oldest, steps) * envs + env[:, None]
         target = i[:, None] * slice_len + x
         mask = (i < n)[:, None] & (x < slice_len)
         tl.store(index_ptr + target, tl.where(length[:, None] > 0, row, NO_ROW), mask=mask)
@@ -261,7 +261,7 @@ def trajectories_draw_kernel(
     last_ptr,  # bool [n * slice_len]
     n,
     words,  # of level 0
-    root,  # its place in sums
+    root,  # its position in sums
     depth,  # levels above the weights
     steps,
     envs,
@@ -320,13 +320,13 @@ def trajectories_draw_kernel(
     # Every turn takes one end from each word. The number of turns is reduced once, before the loop: a reduction that is
     # the loop's condition puts barriers inside it, which compilers for AMD make irreducible.
     for _ in range(tl.max(count_bits(rest), 0)):
-        order, long, others = next_in_word(rest, slot, first, oldest, steps)
-        weight = units_of(long, slice_len, min_len, before, after, BY_TRANSITION)
+        age, long, others = next_in_word(rest, slot, first, oldest, steps)
+        weight = weight_of(long, slice_len, min_len, before, after, BY_TRANSITION)
         here = (rest != 0) & (unit < weight)
-        begin = tl.where(here, order - long + 1, begin)
+        begin = tl.where(here, age - long + 1, begin)
         length = tl.where(here, long, length)
         unit = tl.where((rest != 0) & (unit >= weight), unit - weight, unit)
-        first = order + 1
+        first = age + 1
         rest = tl.where(here, 0, others)
 
     longest = tl.minimum(slice_len, length)
@@ -368,10 +368,10 @@ def trajectories_slices_kernel(
     _, filled, oldest = load_ring(ring_ptr, steps, envs)
     i = tl.program_id(0).to(tl.int64) * BLOCK_SLICES + tl.arange(0, BLOCK_SLICES)
     row = tl.load(start_ptr + i, mask=i < n, other=-1)
-    step, env, order, stored = locate(row, i < n, filled, oldest, steps, envs)
-    last = last_order(ends_ptr, step, env, order, stored, filled, oldest, steps, envs, levels)
-    length = tl.where(stored, tl.minimum(last - order + 1, slice_len), 0)
-    store_slices(index_ptr, length_ptr, last_ptr, i, n, order, length, env, slice_len, oldest, steps, envs, BLOCK_STEPS)
+    step, env, age, stored = locate(row, i < n, filled, oldest, steps, envs)
+    last = last_age(ends_ptr, step, env, age, stored, filled, oldest, steps, envs, levels)
+    length = tl.where(stored, tl.minimum(last - age + 1, slice_len), 0)
+    store_slices(index_ptr, length_ptr, last_ptr, i, n, age, length, env, slice_len, oldest, steps, envs, BLOCK_STEPS)
 
 
 @triton.jit(do_not_specialize=["n", "steps", "envs", "levels"], do_not_specialize_on_alignment=["row_ptr"])
@@ -393,9 +393,9 @@ def trajectories_bounds_kernel(
     _, filled, oldest = load_ring(ring_ptr, steps, envs)
     i = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     row = tl.load(row_ptr + i, mask=i < n, other=-1)
-    step, env, order, stored = locate(row, i < n, filled, oldest, steps, envs)
-    first = first_order(ends_ptr, step, env, order, stored, oldest, steps, envs, levels)
-    last = last_order(ends_ptr, step, env, order, stored, filled, oldest, steps, envs, levels)
+    step, env, age, stored = locate(row, i < n, filled, oldest, steps, envs)
+    first = first_age(ends_ptr, step, env, age, stored, oldest, steps, envs, levels)
+    last = last_age(ends_ptr, step, env, age, stored, filled, oldest, steps, envs, levels)
     first_row = step_of(first, oldest, steps) * envs + env
     last_row = step_of(last, oldest, steps) * envs + env
     tl.store(bounds_ptr + i, tl.where(stored, first_row, NO_ROW), mask=i < n)

@@ -20,17 +20,17 @@ import triton.language as tl
 
 from gpubuf.kernels.rows._triton_tiles import DEVICE_ROWS, ENTRY, HOST_ROWS, ROW_BYTES, ROW_STRIDE, SPLIT, row_address
 from gpubuf.kernels.trajectories._triton import (
+    age_of,
     bit,
     count_bits,
     first_of_word,
-    last_order,
+    last_age,
     load_ring,
     load_word,
     next_in_word,
     nodes_of,
-    order_of,
     step_of,
-    units_of,
+    weight_of,
     words_of,
 )
 
@@ -148,11 +148,11 @@ def stage_bits(
     active = active & (j < count)
     lane = tl.arange(0, SPAN).to(tl.int64)[None, :]
     step = (slot[:, None] << 6) + lane if SPAN == 64 else wrapped(cursor - 1 - lane, steps) + (slot * 0)[:, None]
-    order = order_of(step, oldest, steps)
-    touched = (active[:, None] & (step < steps) & (order < filled)) & (step >> 6 == slot[:, None])
-    touched = touched & (order >= filled - n - (1 if BY_ID else 0))
+    age = age_of(step, oldest, steps)
+    touched = (active[:, None] & (step < steps) & (age < filled)) & (step >> 6 == slot[:, None])
+    touched = touched & (age >= filled - n - (1 if BY_ID else 0))
     # The newest step is followed by none.
-    stored = touched & (order < filled - (1 if BY_ID else 0))
+    stored = touched & (age < filled - (1 if BY_ID else 0))
     row = step * envs + env[:, None]
     seam = step == steps - 1
     flag = _load_flags(signals_ptr, n_signals, row, seam, stored, steps, envs, BY_ID)
@@ -204,10 +204,10 @@ def _store_weights(
     weight = rest * 0
     # As in the draw: one reduction, before the loop.
     for _ in range(tl.max(count_bits(rest), 0)):
-        order, length, others = next_in_word(rest, slot, first, oldest, steps)
-        units = units_of(length, slice_len, min_len, before, after, BY_TRANSITION)
-        weight += tl.where(rest != 0, units, 0)
-        first = order + 1
+        age, length, others = next_in_word(rest, slot, first, oldest, steps)
+        own = weight_of(length, slice_len, min_len, before, after, BY_TRANSITION)
+        weight += tl.where(rest != 0, own, 0)
+        first = age + 1
         rest = tl.where(rest != 0, others, 0)
     tl.store(sums_ptr + slot * envs + env, weight, mask=active)
 
@@ -239,8 +239,8 @@ def stage_weights(
     head, _, count = run_above(first, last, words)
     # Before the ring is full nothing has lost its head, and after a rebuild every word is in the run.
     beheaded = active & (j == run_words) & (filled == steps) & (n < steps)
-    order = last_order(ends_ptr, oldest + j * 0, env, j * 0, beheaded, filled, oldest, steps, envs, levels)
-    slot = tl.where(j < run_words, wrapped(head + j, words), step_of(order, oldest, steps) >> 6)
+    age = last_age(ends_ptr, oldest + j * 0, env, j * 0, beheaded, filled, oldest, steps, envs, levels)
+    slot = tl.where(j < run_words, wrapped(head + j, words), step_of(age, oldest, steps) >> 6)
     tl.store(others_ptr + env, tl.where(beheaded, slot * envs + env, -1), mask=active & (j == run_words))
     _store_weights(
         ends_ptr,
@@ -296,11 +296,11 @@ def stage_sums(sums_ptr, others_ptr, begin, run, n_others, i, level, below, word
     node = tl.where(dense, i, node)
     repeated = from_others & ((other < 0) | (other_before >> shift == other >> shift))
     stored = ((i < entries) & ~repeated)[:, None]
-    place = (node << SHIFT)[:, None] + tl.arange(0, fan_out)[None, :]
-    real = place < nodes_of(words, level - 1, SHIFT)
-    weight = tl.load(sums_ptr + below + place, mask=stored & real, other=0)
+    child = (node << SHIFT)[:, None] + tl.arange(0, fan_out)[None, :]
+    real = child < nodes_of(words, level - 1, SHIFT)
+    weight = tl.load(sums_ptr + below + child, mask=stored & real, other=0)
     # The padding of the level below is zero whatever was there, for a rebuild.
-    tl.store(sums_ptr + below + place, weight * 0, mask=stored & ~real)
+    tl.store(sums_ptr + below + child, weight * 0, mask=stored & ~real)
     tl.store(sums_ptr + below + (count << SHIFT) + node, tl.sum(weight, axis=1), mask=(i < entries) & ~repeated)
 
 

@@ -6,7 +6,7 @@ Arguments that kernels share are listed in :mod:`gpubuf.kernels.trajectories._tr
 import triton
 import triton.language as tl
 
-from gpubuf.kernels.trajectories._triton import bit, last_order, load_ring, locate, words_of
+from gpubuf.kernels.trajectories._triton import bit, last_age, load_ring, locate, words_of
 from gpubuf.kernels.trajectories._triton_stages import (
     all_sums,
     bits_bound,
@@ -290,12 +290,12 @@ def trajectories_update_eligible_kernel(
     number = i >> 6
     word = wrapped((begin >> 6) + number, words)
     row = (word << 6) + (i & 63)
-    step, env, order, stored = locate(row, number < run, filled, oldest, steps, envs)
-    last = last_order(ends_ptr, step, env, order, stored, filled, oldest, steps, envs, levels)
-    eligible = last - order + 1 >= need
+    step, env, age, stored = locate(row, number < run, filled, oldest, steps, envs)
+    last = last_age(ends_ptr, step, env, age, stored, filled, oldest, steps, envs, levels)
+    eligible = last - age + 1 >= need
     if STARTS_TOO:
         step_before = wrapped(step - 1, steps)
-        searched = stored & (order > 0)
+        searched = stored & (age > 0)
         flags = tl.load(ends_ptr + (step_before >> 6) * envs + env, mask=searched, other=-1)
         eligible = eligible | ((flags & bit(step_before)) != 0)
     bits = tl.where(stored & eligible, bit(row), 0)
