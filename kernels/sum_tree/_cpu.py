@@ -9,9 +9,9 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from gpubuf.kernels._elementary import exp_of_negative, is_positive_normal, log_of_normal
+from gpubuf.kernels._elementary import exp_below_700, f32_of_bits, is_positive_normal, log_of_normal
 from gpubuf.kernels._jit import OPTIONS, jit
-from gpubuf.kernels._pointers import as_f32, as_f64, as_i64, prefetch
+from gpubuf.kernels._pointers import as_f32, as_f64, as_i64, as_u32, prefetch
 from gpubuf.kernels._threads import call_in_parts
 from gpubuf.kernels.philox import OFFSET, SEED, check_request
 from gpubuf.kernels.philox._cpu import philox_uniform_f64
@@ -25,7 +25,15 @@ from gpubuf.kernels.sum_tree._check import (
     check_update,
     rows_to_build,
 )
-from gpubuf.kernels.sum_tree._cpu_levels import padded, refresh_above, refresh_all, root, shift_of
+from gpubuf.kernels.sum_tree._cpu_levels import (
+    parents,
+    prefetch_children,
+    refresh_above,
+    refresh_all,
+    root,
+    shift_of,
+    store_level_starts,
+)
 from gpubuf.kernels.sum_tree._cpu_node import WIDTH, choose_by_table, choose_leaf, choose_node, store_prefixes
 
 # Draws that go down the tree together: enough to hide the latency of memory, few enough to stay in the L1 cache.
@@ -34,14 +42,16 @@ _TOGETHER = 512
 # Draws a parent from which on its prefix sums are worked out beforehand: measured, with room to spare.
 _DRAWS_A_PARENT = 4
 
+# Leaves between a prefetch and its write.
+_AHEAD = 32
+
 
 @jit(forceinline=True)
 def _weight_of(priority, alpha, eps):  # type: ignore[no-untyped-def]
     """(priority + eps) ** alpha in float64, to be rounded once; 0 or a normal float32. No branch, no call."""
     base = priority + eps
-    exponent = alpha * log_of_normal(base)
-    inverse = exp_of_negative(-abs(exponent))
-    weight = (1.0 / inverse if exponent > 0.0 else inverse) if is_positive_normal(base) else 0.0
+    # e^100 is above the largest float32.
+    weight = exp_below_700(min(alpha * log_of_normal(base), 100.0)) if is_positive_normal(base) else 0.0
     weight = base if alpha == 1.0 else (1.0 if alpha == 0.0 else weight)
     weight = SMALLEST if base > 0.0 and weight < SMALLEST else weight
     # abs: a priority of -0.0 must not leave its sign bit in a leaf, which the GPU reads as a tag.
@@ -49,8 +59,19 @@ def _weight_of(priority, alpha, eps):  # type: ignore[no-untyped-def]
 
 
 @jit(forceinline=True)
+def _refused(priority):  # type: ignore[no-untyped-def]
+    return not ((priority >= 0.0) & (priority <= LARGEST))
+
+
+@jit(forceinline=True)
 def _outside(index, n, capacity):  # type: ignore[no-untyped-def]
     """0, or minus (position + 1) of the first index that is neither a row nor -1."""
+    # Counting first is a loop that the compiler vectorises; looking for the place is not.
+    outside = 0
+    for i in range(n):
+        outside += (index[i] < -1) | (index[i] >= capacity)
+    if outside == 0:
+        return 0
     for i in range(n):
         if index[i] < -1 or index[i] >= capacity:
             return -(i + 1)
@@ -101,36 +122,46 @@ def _update(  # type: ignore[no-untyped-def]
     ring = carray(as_i64(ring_address), 4)
     index = carray(as_i64(index_address), n)
     priority = carray(as_f32(priority_address), n)
+    bits = carray(as_u32(priority_address), n)
     generation = carray(as_i64(generation_address), n)
     has_generation = generation_address != 0
     size = ring[SIZE]
     # (written - row + capacity - 1) // capacity, without a division for every row.
     laps, cursor = ring[WRITTEN] // capacity, ring[WRITTEN] % capacity
 
-    # Everything is looked at before anything is changed.
+    # Everything is looked at before anything is changed: first whether there are faults, and then where.
+    rows = np.empty(n, np.int64)
+    faults, n_kept, largest = 0, 0, np.uint32(0)
     for i in range(n):
         row = index[i]
-        if row < -1 or row >= capacity:
-            return -(i + 1)
-        prefetch(leaves_address + 4 * row)
-        stale = has_generation and generation[i] != laps + (row < cursor)
-        if row >= 0 and row < size and not stale and not (priority[i] >= 0.0 and priority[i] <= LARGEST):
-            return i + 1
+        kept = (row >= 0) & (row < size)
+        if has_generation:
+            kept &= generation[i] == laps + (row < cursor)
+        faults += (row < -1) | (row >= capacity) | (kept & _refused(priority[i]))
+        rows[i] = row if kept else -1
+        n_kept += kept
+        # Without their sign, floats are in the order of their bits, and a maximum of integers is vectorised.
+        magnitude = bits[i] & np.uint32(0x7FFFFFFF)
+        largest = max(largest, magnitude if kept else np.uint32(0))
+    if faults > 0:
+        for i in range(n):
+            if index[i] < -1 or index[i] >= capacity:
+                return -(i + 1)
+            if rows[i] >= 0 and _refused(priority[i]):
+                return i + 1
 
     alpha, eps = scalars[ALPHA], scalars[EPS]
     # All of them in a loop of their own, which is vectorised: a power a time takes five times as long.
     weight = np.empty(n, np.float32)
     for i in range(n):
         weight[i] = np.float32(_weight_of(np.float64(priority[i]), alpha, eps))
-    largest = scalars[MAX_PRIORITY]
     for i in range(n):
-        row = index[i]
-        stale = has_generation and generation[i] != laps + (row < cursor)
-        if row >= 0 and row < size and not stale:
-            leaves[row] = weight[i]
-            largest = max(largest, abs(np.float64(priority[i])))
-    scalars[MAX_PRIORITY] = largest
-    refresh_above(leaves_address, nodes_address, eligible_address, capacity, fan_out, n_nodes, index, n)
+        prefetch(leaves_address + 4 * rows[min(i + _AHEAD, n - 1)])
+        if rows[i] >= 0:
+            leaves[rows[i]] = weight[i]
+    if n_kept > 0:
+        scalars[MAX_PRIORITY] = max(scalars[MAX_PRIORITY], np.float64(f32_of_bits(largest)))
+    refresh_above(leaves_address, nodes_address, eligible_address, capacity, fan_out, n_nodes, rows, n)
     return 0
 
 
@@ -165,24 +196,6 @@ def _mark(  # type: ignore[no-untyped-def]
             leaves[index[i]] = np.float32(weight)
     refresh_above(leaves_address, nodes_address, eligible_address, capacity, fan_out, n_nodes, index, n)
     return 0
-
-
-@jit(forceinline=True)
-def _parents(capacity, shift, level):  # type: ignore[no-untyped-def]
-    """Number of nodes above those of a level; level 0 is that above the leaves."""
-    return -(-capacity >> (shift * (level + 2)))
-
-
-@jit(forceinline=True)
-def _prefetch_children(address, eligible_address, level, first):  # type: ignore[no-untyped-def]
-    """Ask for the children from ``first`` on of a node of a level: 128 bytes of sums, or 64 of leaves."""
-    if level > 0:
-        prefetch(address + 8 * first)
-        prefetch(address + 8 * first + 64)
-    else:
-        prefetch(address + 4 * first)
-        if eligible_address != 0:
-            prefetch(eligible_address + (first >> 3))
 
 
 @jit(
@@ -221,25 +234,19 @@ def _draw(  # type: ignore[no-untyped-def]
 
     shift = shift_of(fan_out)
     level_start = np.empty(64, np.int64)
-    count, start, depth = -(-capacity // fan_out), 0, 0
-    level_start[0] = 0
-    while count > 1:
-        start += padded(count, fan_out)
-        depth += 1
-        level_start[depth] = start
-        count = -(-count // fan_out)
+    depth = store_level_starts(capacity, fan_out, level_start)
 
     # Of levels with far fewer parents than there are draws, prefix sums are worked out once a parent, not once a draw.
     table_start, n_tables, level = np.empty(64, np.int64), 0, depth - 1
-    while fan_out == WIDTH and level >= 0 and _DRAWS_A_PARENT * _parents(capacity, shift, level) <= n:
+    while fan_out == WIDTH and level >= 0 and _DRAWS_A_PARENT * parents(capacity, shift, level) <= n:
         table_start[level] = n_tables
-        n_tables += 2 * WIDTH * _parents(capacity, shift, level)
+        n_tables += 2 * WIDTH * parents(capacity, shift, level)
         level -= 1
     first_untabled = level
     tables = np.empty(n_tables)
     for level in range(first_untabled + 1, depth):
         sums = nodes_address + 8 * level_start[level]
-        store_prefixes(sums, _parents(capacity, shift, level), tables, table_start[level])
+        store_prefixes(sums, parents(capacity, shift, level), tables, table_start[level])
 
     seed, offset = rng[SEED], rng[OFFSET] + begin
     left = np.empty(min(n, _TOGETHER))
@@ -261,13 +268,13 @@ def _draw(  # type: ignore[no-untyped-def]
                     index[first + i] = first_child + child
                 if level == first_untabled + 1:
                     for i in range(together):
-                        _prefetch_children(next_address, eligible_address, level, index[first + i] << shift)
+                        prefetch_children(next_address, eligible_address, level, index[first + i] << shift)
             else:
                 for i in range(together):
                     first_child = index[first + i] << shift
                     child, left[i] = choose_node(here + 8 * first_child, left[i], fan_out)
                     index[first + i] = first_child + child
-                    _prefetch_children(next_address, eligible_address, level, (first_child + child) << shift)
+                    prefetch_children(next_address, eligible_address, level, (first_child + child) << shift)
         for i in range(together):
             first_child = index[first + i] << shift
             row = first_child + choose_leaf(leaves_address, eligible_address, first_child, left[i], fan_out)
@@ -275,7 +282,7 @@ def _draw(  # type: ignore[no-untyped-def]
             left[i] = np.float64(leaves[row]) / least
         # A loop of its own, without calls, so that it is vectorised: (q / q_min) ** -beta, of ratios of at least 1.
         for i in range(together):
-            weight[first + i] = np.float32(exp_of_negative(-beta * log_of_normal(left[i])))
+            weight[first + i] = np.float32(exp_below_700(-beta * log_of_normal(left[i])))
     if n == of:
         rng[OFFSET] = offset + n
     return 0

@@ -11,7 +11,10 @@ from numba import carray
 from gpubuf.kernels._jit import jit
 from gpubuf.kernels._pointers import as_f64, prefetch, prefetch_l2
 from gpubuf.kernels.sum_tree import MAXIMUM, MINIMUM, SUM
-from gpubuf.kernels.sum_tree._cpu_node import stats_of_leaves, stats_of_nodes
+from gpubuf.kernels.sum_tree._cpu_node import extremes_of_nodes, stats_of_leaves, sum_of_nodes
+
+# Nodes between a prefetch and its use.
+_AHEAD = 16
 
 
 @jit(forceinline=True)
@@ -29,9 +32,39 @@ def padded(count, fan_out):  # type: ignore[no-untyped-def]
 
 
 @jit(forceinline=True)
+def store_level_starts(capacity, fan_out, starts):  # type: ignore[no-untyped-def]
+    """Store the position of each level's first node, that above the leaves first; returns the root's level."""
+    starts[0] = 0
+    count, level = -(-capacity // fan_out), 0
+    while count > 1:
+        starts[level + 1] = starts[level] + padded(count, fan_out)
+        level += 1
+        count = -(-count // fan_out)
+    return level
+
+
+@jit(forceinline=True)
 def root(n_nodes, plane):  # type: ignore[no-untyped-def]
     """Position of the root's number in a plane of the nodes."""
     return (plane + 1) * n_nodes - 1
+
+
+@jit(forceinline=True)
+def parents(capacity, shift, level):  # type: ignore[no-untyped-def]
+    """Number of nodes above those of a level; level 0 is that above the leaves."""
+    return -(-capacity >> (shift * (level + 2)))
+
+
+@jit(forceinline=True)
+def prefetch_children(address, eligible_address, level, first):  # type: ignore[no-untyped-def]
+    """Ask for the children from ``first`` on of a node of a level: 128 bytes of sums, or 64 of leaves."""
+    if level > 0:
+        prefetch(address + 8 * first)
+        prefetch(address + 8 * first + 64)
+    else:
+        prefetch(address + 4 * first)
+        if eligible_address != 0:
+            prefetch(eligible_address + (first >> 3))
 
 
 @jit
@@ -52,76 +85,86 @@ def refresh_all(leaves_address, nodes_address, eligible_address, capacity, fan_o
         for node in range(count):
             children = nodes_address + 8 * (below + node * fan_out)
             at = here + node
-            sums[at], minima[at], maxima[at] = stats_of_nodes(children, plane_bytes, fan_out)
+            sums[at] = sum_of_nodes(children, fan_out)
+            minima[at], maxima[at] = extremes_of_nodes(children, plane_bytes, fan_out)
         below, here = here, here + padded(count, fan_out)
+
+
+@jit(forceinline=True)
+def _to_parents(nodes, n, shift, count):  # type: ignore[no-untyped-def]
+    """Replace ``n`` nodes by their parents, of which a level has ``count``; returns how many they are."""
+    n_parents = 0
+    previous = -1
+    for i in range(n):
+        node = nodes[i] >> shift
+        nodes[n_parents] = node
+        n_parents += node != previous
+        previous = node
+    if n_parents < count:
+        return n_parents
+    for node in range(count):
+        nodes[node] = node
+    return count
 
 
 @jit
 def refresh_above(  # type: ignore[no-untyped-def]
     leaves_address, nodes_address, eligible_address, capacity, fan_out, n_nodes, index, n
 ):
-    """Recompute the nodes above rows ``index`` from their children, level by level.
+    """Recompute the nodes above rows ``index`` from their children, level by level; -1 is ignored.
 
     A node that follows itself in the list is skipped (a contiguous run of rows costs 1/F of its length), and a
     level with no more nodes than the list is recomputed as a whole, in order.
+
+    Of an inner node only the sum is recomputed, unless an extreme of one of its children has changed: few updates
+    change one, and sums alone are a third of the memory.
     """
     shift = shift_of(fan_out)
     plane_bytes = 8 * n_nodes
     sums = carray(as_f64(nodes_address + SUM * plane_bytes), n_nodes)
     minima = carray(as_f64(nodes_address + MINIMUM * plane_bytes), n_nodes)
     maxima = carray(as_f64(nodes_address + MAXIMUM * plane_bytes), n_nodes)
-    touched = np.empty(n, np.int64)
+    touched, changed = np.empty(n, np.int64), np.empty(n, np.int64)
 
     n_touched = 0
     previous = -1
-    whole = n >= -(-capacity >> (2 * shift))
     for i in range(n):
         node = index[i] >> shift
-        if node >= 0 and node != previous:
-            previous = node
-            touched[n_touched] = node
-            n_touched += 1
-            prefetch(leaves_address + 4 * (node << shift))
-            if eligible_address != 0:
-                prefetch(eligible_address + ((node << shift) >> 3))
-            if whole:
-                # The next level reads all of this one, in order.
-                for plane in range(3):
-                    prefetch(nodes_address + 8 * node + plane * plane_bytes)
-            else:
-                # The siblings, which the next level reads.
-                siblings = nodes_address + 8 * ((node >> shift) << shift)
-                for plane in range(3):
-                    prefetch_l2(siblings + plane * plane_bytes)
-                    prefetch_l2(siblings + plane * plane_bytes + 64)
+        touched[n_touched] = node
+        n_touched += (node >= 0) & (node != previous)
+        previous = node
 
     count = -(-capacity // fan_out)
     if n_touched >= count:
         refresh_all(leaves_address, nodes_address, eligible_address, capacity, fan_out, n_nodes)
         return
+    n_changed = 0
     for i in range(n_touched):
+        coming = touched[min(i + _AHEAD, n_touched - 1)]
+        prefetch(leaves_address + 4 * (coming << shift))
+        if eligible_address != 0:
+            prefetch(eligible_address + ((coming << shift) >> 3))
+        for plane in range(3):
+            prefetch_l2(nodes_address + 8 * coming + plane * plane_bytes)
         node = touched[i]
-        sums[node], minima[node], maxima[node] = stats_of_leaves(
-            leaves_address, eligible_address, node << shift, fan_out
-        )
+        total, minimum, maximum = stats_of_leaves(leaves_address, eligible_address, node << shift, fan_out)
+        changed[n_changed] = node
+        n_changed += (minimum != minima[node]) | (maximum != maxima[node])
+        sums[node], minima[node], maxima[node] = total, minimum, maximum
 
     below, here = 0, padded(count, fan_out)
     while count > 1:
         count = -(-count // fan_out)
-        n_below, n_touched = n_touched, 0
-        previous = -1
-        for i in range(n_below):
-            node = touched[i] >> shift
-            if node != previous:
-                previous = node
-                touched[n_touched] = node
-                n_touched += 1
-        if n_touched >= count:
-            n_touched = count
-            for i in range(count):
-                touched[i] = i
+        n_touched = _to_parents(touched, n_touched, shift, count)
         for i in range(n_touched):
-            children = nodes_address + 8 * (below + (touched[i] << shift))
-            at = here + touched[i]
-            sums[at], minima[at], maxima[at] = stats_of_nodes(children, plane_bytes, fan_out)
+            sums[here + touched[i]] = sum_of_nodes(nodes_address + 8 * (below + (touched[i] << shift)), fan_out)
+        n_candidates, n_changed = _to_parents(changed, n_changed, shift, count), 0
+        for i in range(n_candidates):
+            node = changed[i]
+            at = here + node
+            children = nodes_address + 8 * (below + (node << shift))
+            minimum, maximum = extremes_of_nodes(children, plane_bytes, fan_out)
+            changed[n_changed] = node
+            n_changed += (minimum != minima[at]) | (maximum != maxima[at])
+            minima[at], maxima[at] = minimum, maximum
         below, here = here, here + padded(count, fan_out)

@@ -100,22 +100,26 @@ def _stats_of_leaves(typingctx, address, eligible):  # type: ignore[no-untyped-d
 
 
 @_intrinsic
-def _stats_of_nodes(typingctx, address, plane_bytes):  # type: ignore[no-untyped-def]
+def _sum_of_nodes(typingctx, address):  # type: ignore[no-untyped-def]
     def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        at_sum, plane_bytes = args
-        at_minimum = builder.add(at_sum, plane_bytes)
-        at_maximum = builder.add(at_minimum, plane_bytes)
+        return _reduce(builder, _load_f64(builder, args[0]), builder.fadd)
+
+    return types.float64(types.int64), codegen
+
+
+@_intrinsic
+def _extremes_of_nodes(typingctx, at_minimum, at_maximum):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
         return context.make_tuple(
             builder,
             signature.return_type,
             [
-                _reduce(builder, _load_f64(builder, at_sum), builder.fadd),
-                _reduce(builder, _load_f64(builder, at_minimum), _minimum(builder)),
-                _reduce(builder, _load_f64(builder, at_maximum), _maximum(builder)),
+                _reduce(builder, _load_f64(builder, args[0]), _minimum(builder)),
+                _reduce(builder, _load_f64(builder, args[1]), _maximum(builder)),
             ],
         )
 
-    return types.UniTuple(types.float64, 3)(types.int64, types.int64), codegen
+    return types.UniTuple(types.float64, 2)(types.int64, types.int64), codegen
 
 
 def _shifted(builder: Any, vector: Any, by: int) -> Any:
@@ -225,19 +229,30 @@ def stats_of_leaves(leaves_address, eligible_address, first, fan_out):  # type: 
 
 
 @jit
-def stats_of_nodes(address, plane_bytes, fan_out):  # type: ignore[no-untyped-def]
-    """(sum, minimum, maximum) over ``fan_out`` inner nodes; their sums are at ``address``."""
+def sum_of_nodes(address, fan_out):  # type: ignore[no-untyped-def]
+    """Sum over ``fan_out`` inner nodes, whose sums are at ``address``."""
     if fan_out == WIDTH:
-        return _stats_of_nodes(address, plane_bytes)
-    sums = carray(as_f64(address + SUM * plane_bytes), fan_out)
-    minima = carray(as_f64(address + MINIMUM * plane_bytes), fan_out)
-    maxima = carray(as_f64(address + MAXIMUM * plane_bytes), fan_out)
-    total, minimum, maximum = 0.0, np.inf, 0.0
+        return _sum_of_nodes(address)
+    sums = carray(as_f64(address), fan_out)
+    total = 0.0
     for j in range(fan_out):
         total += sums[j]
+    return total
+
+
+@jit
+def extremes_of_nodes(address, plane_bytes, fan_out):  # type: ignore[no-untyped-def]
+    """(minimum, maximum) over ``fan_out`` inner nodes, whose sums are at ``address``."""
+    at_minimum = address + (MINIMUM - SUM) * plane_bytes
+    at_maximum = address + (MAXIMUM - SUM) * plane_bytes
+    if fan_out == WIDTH:
+        return _extremes_of_nodes(at_minimum, at_maximum)
+    minima, maxima = carray(as_f64(at_minimum), fan_out), carray(as_f64(at_maximum), fan_out)
+    minimum, maximum = np.inf, 0.0
+    for j in range(fan_out):
         minimum = min(minimum, minima[j])
         maximum = max(maximum, maxima[j])
-    return total, minimum, maximum
+    return minimum, maximum
 
 
 @jit(forceinline=True)

@@ -14,7 +14,7 @@ from numba import carray
 from torch import Tensor
 
 from gpubuf.kernels._differentiable import computing_dtype, dense
-from gpubuf.kernels._elementary import exp_of_negative, is_positive_normal, log1p_of_fraction, log_of_normal
+from gpubuf.kernels._elementary import exp_below_700, is_positive_normal, log1p_of_fraction, log_of_normal
 from gpubuf.kernels._floats import read, write
 from gpubuf.kernels._jit import OPTIONS, jit
 from gpubuf.kernels._pointers import as_f32, as_f64
@@ -69,7 +69,7 @@ def _sample(loc, scale, noise, low, high, low_value, high_value, n, width, last,
         _load(noise, wide, start, z, count)
         for j in range(count):
             x = mean[j] + deviation[j] * z[j]
-            decay = exp_of_negative(-2 * abs(x))
+            decay = exp_below_700(-2 * abs(x))
             tanh[j] = math.copysign((1 - decay) / (1 + decay), x)
             log_sech2 = 2 * (_LOG_2 - abs(x) - log1p_of_fraction(decay))
             density[j] = -0.5 * z[j] * z[j] - log_of_normal(deviation[j]) - log_sech2
@@ -127,7 +127,7 @@ def _sample_backward(  # type: ignore[no-untyped-def]
                     column, row = 0, row + 1
         for j in range(count):
             x = mean[j] + deviation[j] * z[j]
-            decay = exp_of_negative(-2 * abs(x))
+            decay = exp_below_700(-2 * abs(x))
             inverse = 1 / (1 + decay)
             tanh = math.copysign((1 - decay) * inverse, x)
             slope = by_density[j] * 2 * tanh + by_action[j] * 4 * decay * inverse * inverse
