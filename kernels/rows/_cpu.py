@@ -303,12 +303,12 @@ def _out_of_range(index: Tensor, place: int, capacity: int) -> IndexError:
     return IndexError(f"index[{place}] is {int(index[place])}, outside [-{capacity}, {capacity})")
 
 
-def addresses(tensors: list[Tensor]) -> array[int]:
+def addresses(tensors: list[Tensor]) -> "array[int]":
     """Where tensors lie, as a kernel reads it."""
     return array("q", list(map(Tensor.data_ptr, tensors)))
 
 
-def _pieces(table: Tensor, n: int, arena_bytes: int) -> tuple[Tensor, array[int]]:
+def _pieces(table: Tensor, n: int, arena_bytes: int) -> "tuple[Tensor, array[int]]":
     """An arena for ``n`` rows, and the address of each key's piece of it."""
     offsets, size = arena_offsets(table[:, ROW_BYTES].tolist(), n)
     if size != arena_bytes:
@@ -335,7 +335,7 @@ def gather_into(table: Tensor, ring: Tensor, index: Tensor, capacity: int, tenso
     return _gather_to(table, ring, index, capacity, addresses(tensors))
 
 
-def _gather_to(table: Tensor, ring: Tensor, index: Tensor, capacity: int, targets: array[int]) -> Tensor:
+def _gather_to(table: Tensor, ring: Tensor, index: Tensor, capacity: int, targets: "array[int]") -> Tensor:
     generation = torch.empty_like(index)
     before = (table.data_ptr(), len(targets), ring.data_ptr(), index.data_ptr())
     behind = (capacity, targets.buffer_info()[0], generation.data_ptr())
@@ -365,7 +365,7 @@ def sample_into(
 
 
 def _sample_to(
-    table: Tensor, ring: Tensor, rng: Tensor, n: int, capacity: int, targets: array[int]
+    table: Tensor, ring: Tensor, rng: Tensor, n: int, capacity: int, targets: "array[int]"
 ) -> tuple[Tensor, Tensor]:
     index = torch.empty(n, dtype=torch.int64)
     generation = torch.empty_like(index)
@@ -381,7 +381,7 @@ def _sample_to(
     return index, generation
 
 
-def _describe(sources: list[Tensor], n: int) -> tuple[array[int], list[Tensor]]:
+def _describe(sources: list[Tensor], n: int) -> "tuple[array[int], list[Tensor]]":
     """(address, bytes between rows or _CONTIGUOUS, bytes of all rows) of every source, and what keeps them alive.
 
     An array of its own for each call: two threads may write to two storages at the same time.
