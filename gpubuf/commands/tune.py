@@ -23,12 +23,12 @@ def run(options: dict[str, Any]) -> int:
     if folder is None:
         raise UsageError("there is no home folder to put the tuned file into: say where with --out FOLDER")
 
+    from gpubuf import tables
     from gpubuf.data.storages.host_memory import device_memory
-    from gpubuf.tables import show
     from gpubuf.tuning import tune_device
     from gpubuf.tuning.files import caveat
-    from gpubuf.tuning.progress import choose_reporter
-    from gpubuf.tuning.report import notes, table
+    from gpubuf.tuning.report import notes, progress, table
+    from gpubuf.tuning.shapes import jobs
     from gpubuf.tuning.timing import DeviceError, GraphTimer, UnusableError
 
     shapes = _shapes(options)
@@ -39,9 +39,8 @@ def run(options: dict[str, Any]) -> int:
     if device.index >= torch.cuda.device_count():
         raise UsageError(f"there is no {device}: there are {torch.cuda.device_count()} GPUs")
     thorough = options["thorough"]
-    reporter = choose_reporter()
-    with torch.cuda.device(device):
-        try:
+    try:
+        with torch.cuda.device(device), progress(len(jobs(shapes, thorough))) as show:
             tuned = tune_device(
                 shapes,
                 device,
@@ -50,18 +49,16 @@ def run(options: dict[str, Any]) -> int:
                 GraphTimer(device, *((5e-3, 11) if thorough else (2e-3, 5))),
                 thorough=thorough,
                 seconds=options["seconds"],
-                # Rows to read, rows to write, and what a tree or an index of the capacity takes.
+                # Rows to read, rows to write, and the tree or index of the capacity.
                 memory=min(2**33, device_memory(device)[0] // 8),
-                reporter=reporter,
+                show=show,
             )
-        except (DeviceError, UnusableError) as error:
-            print(f"gpubuf tune: {error}", file=sys.stderr)
-            return 1
-        except OSError as error:
-            raise UsageError(f"the tuned file can't be written ({error}); say where with --out FOLDER") from error
-        finally:
-            reporter.stop()
-    show(table(tuned.results, tuned.limits))
+    except (DeviceError, UnusableError) as error:
+        print(f"gpubuf tune: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        raise UsageError(f"the tuned file can't be written ({error}); say where with --out FOLDER") from error
+    tables.show(table(tuned.results, tuned.limits))
     for note in notes(tuned.results):
         print(note)
     print(

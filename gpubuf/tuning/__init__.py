@@ -1,8 +1,8 @@
-"""``gpubuf tune``: which configurations of the kernels are fastest on this device, for the sizes that a user has.
+"""``gpubuf tune``: finds the fastest configurations of the kernels on this device, for the sizes that a user has.
 
-``shapes`` says what is tuned for, ``candidates`` what is tried, ``workloads`` what is timed and how it is checked,
-``timing`` how, ``search`` chooses, ``files`` writes the result for :mod:`gpubuf.kernels.config` to read, ``report`` and
-``progress`` show it.
+``shapes`` lists the points to tune, ``candidates`` the configurations to try, ``workloads`` the calls and their checks.
+``timing`` times them, ``search`` chooses, ``files`` writes the file that :mod:`gpubuf.kernels.config` reads,
+``report`` shows progress and results.
 """
 
 from __future__ import annotations
@@ -10,17 +10,16 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import gpubuf
 from gpubuf.tuning.files import path_for, save
 from gpubuf.tuning.report import Limits
-from gpubuf.tuning.search import Reporter, Result, tune
+from gpubuf.tuning.search import Result, tune
 from gpubuf.tuning.shapes import Shapes, jobs
 from gpubuf.tuning.timing import Timer, copy_bandwidth, launch_seconds
 from gpubuf.tuning.workloads import Bench
@@ -31,12 +30,12 @@ THOROUGH_SECONDS = 1800.0
 
 @dataclass(frozen=True)
 class Tuned:
-    """What became of a tuning.
+    """The outcome of a tuning.
 
     Attributes:
         path: the file that was written.
         results: one for each point.
-        limits: what the device can do at best.
+        limits: the best that the device can do.
     """
 
     path: Path
@@ -56,9 +55,9 @@ def tune_device(
     memory: int = 2**33,
     rotations: int = 8,
     copied: int = 2**29,
-    reporter: Reporter | None = None,
+    show: Callable[[Result], None] = lambda result: None,
 ) -> Tuned:
-    """Tune the kernels on a device, and write a file. What is tuned is written point by point.
+    """Tune the kernels on a device, and write a file, point by point.
 
     Args:
         shapes: the sizes to tune for.
@@ -67,11 +66,11 @@ def tune_device(
         folder: where the file goes.
         timer: times calls on it.
         thorough: try many more configurations.
-        seconds: time for all; None: 90 seconds, or half an hour where it is thorough.
+        seconds: time for all; 0: no limit; None: 90 seconds, or half an hour if thorough.
         memory: bytes that the rows of a buffer may take.
         rotations: inputs that calls take turns at.
         copied: bytes that are copied to measure the bandwidth.
-        reporter: shows the progress.
+        show: called with every result, once it is in the file.
 
     Raises:
         gpubuf.tuning.timing.DeviceError: the device has stopped working.
@@ -79,25 +78,9 @@ def tune_device(
         OSError: the file can't be written.
     """
     limits = Limits(copy_bandwidth(timer, device, copied), launch_seconds(timer, device))
-    budget = seconds if seconds is not None else THOROUGH_SECONDS if thorough else QUICK_SECONDS
-    made = _made(shapes, limits, thorough)
-    # Before hours of work, not after.
-    save(folder, device_name, [], made)
-    results = tune(
-        jobs(shapes, thorough),
-        shapes,
-        Bench(shapes, device, rotations, memory),
-        timer,
-        thorough=thorough,
-        budget=budget if budget > 0 else math.inf,
-        reporter=reporter,
-        keep=lambda result: save(folder, device_name, [result], made),
-    )
-    return Tuned(path_for(folder, device_name), results, limits)
-
-
-def _made(shapes: Shapes, limits: Limits, thorough: bool) -> dict[str, Any]:
-    return {
+    if seconds is None:
+        seconds = THOROUGH_SECONDS if thorough else QUICK_SECONDS
+    made = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "gpubuf": gpubuf.__version__,
         "torch": torch.__version__,
@@ -107,3 +90,20 @@ def _made(shapes: Shapes, limits: Limits, thorough: bool) -> dict[str, Any]:
         "copy_bytes_per_second": round(limits.copy),
         "launch_seconds": limits.launch,
     }
+    # A folder that can't be written to shows now, not after hours of work.
+    save(folder, device_name, [], made)
+
+    def keep(result: Result) -> None:
+        save(folder, device_name, [result], made)
+        show(result)
+
+    results = tune(
+        jobs(shapes, thorough),
+        shapes,
+        Bench(shapes, device, rotations, memory),
+        timer,
+        thorough=thorough,
+        budget=seconds or math.inf,
+        keep=keep,
+    )
+    return Tuned(path_for(folder, device_name), results, limits)

@@ -1,19 +1,18 @@
-"""Writes tuned files, and says whether they will be read."""
+"""Writes tuned files, and says whether gpubuf will read them."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from gpubuf import serialization
 from gpubuf.kernels import _tuned, config
 from gpubuf.kernels._spaces import SPACES
 from gpubuf.kernels._tuned import FORMAT, Point, read, slug, stamp
-from gpubuf.tuning.search import Result
+from gpubuf.tuning.search import Result, Trial
 
 
 def path_for(folder: Path, device_name: str) -> Path:
@@ -22,12 +21,12 @@ def path_for(folder: Path, device_name: str) -> Path:
 
 
 def save(folder: Path, device_name: str, results: Iterable[Result], made: Mapping[str, Any]) -> Path:
-    """Write what was tuned; points of the file that is there stay, where they are for other sizes and still usable.
+    """Write tuned points. Points of the existing file stay if they are for other sizes and still usable.
 
     Args:
         folder: where; made if need be.
         device_name: as ``torch.cuda.get_device_name`` gives it.
-        results: what was tuned.
+        results: the points.
         made: when and with what, for people.
 
     Returns:
@@ -37,65 +36,40 @@ def save(folder: Path, device_name: str, results: Iterable[Result], made: Mappin
         OSError: it can't be written.
     """
     path = path_for(folder, device_name)
-    points: dict[str, list[dict[str, Any]]] = {
-        operation: [_entry(point) for point in kept]
-        for operation, kept in read(path, SPACES, device_name).points.items()
-    }
+    points = {name: list(kept) for name, kept in read(path, SPACES, device_name).points.items()}
     for result in results:
         if result.chosen is not None:
-            entry = _entry(Point(result.sizes, result.chosen.config, _measured(result)))
-            others = points.setdefault(result.job.operation, [])
-            others[:] = [other for other in others if other["sizes"] != entry["sizes"]] + [entry]
+            new = Point(result.sizes, result.chosen.config, _measured(result.chosen, result.by_rule))
+            others = [other for other in points.get(result.job.operation, ()) if dict(other.sizes) != new.sizes]
+            points[result.job.operation] = [*others, new]
     content = {
         "format": FORMAT,
         "device": device_name,
         "made": dict(made),
         "kernels": {family: stamp(family) for family in sorted({SPACES[name].family for name in points})},
-        "points": points,
+        "points": {name: [dataclasses.asdict(point) for point in some] for name, some in points.items()},
     }
     folder.mkdir(parents=True, exist_ok=True)
-    _replace(path, json.dumps(content, indent=1) + "\n")
+    serialization.replace(path, [(json.dumps(content, indent=1) + "\n").encode()])
     config.forget()
     return path
 
 
-def _replace(path: Path, text: str) -> None:
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
-
-
-def _entry(point: Point) -> dict[str, Any]:
-    return {
-        "sizes": dict(point.sizes),
-        "config": dataclasses.asdict(point.config),
-        "measured": dict(point.measured),
-    }
-
-
-def _measured(result: Result) -> dict[str, Any]:
+def _measured(chosen: Trial, by_rule: Trial | None) -> dict[str, Any]:
     """Microseconds a call of every workload: chosen, and by rule."""
-    assert result.chosen is not None
-    by_rule = result.by_rule
     return {
         name: {
             "us": round(1e6 * timing.seconds, 3),
             "us_by_rule": None if by_rule is None else round(1e6 * by_rule.timings[name].seconds, 3),
-            "bytes": result.n_bytes[name],
+            "bytes": chosen.n_bytes[name],
             "launches": timing.launches,
         }
-        for name, timing in result.chosen.timings.items()
+        for name, timing in chosen.timings.items()
     }
 
 
 def caveat(path: Path) -> str:
-    """Why a file that was written will not be read, or not first; "" where it will."""
+    """Why gpubuf will not read a file that was written, or not first; "" if it will."""
     folders = _tuned.folders()
     if path.parent.resolve() not in [folder.resolve() for folder in folders]:
         return f"gpubuf reads tuned files from {' and '.join(map(str, folders))} only"

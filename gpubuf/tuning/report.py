@@ -1,12 +1,16 @@
-"""Tables of what was tuned."""
+"""Shows the tuning: how far it is, and the tables of its results."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import itertools
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from gpubuf.progress import ITEMS, can_show, progress_bar
 from gpubuf.tuning.search import Result
 
 HEADING = ("operation", "call", "configuration", "µs", "by rule", "bytes", "% of copy", "% of floor")
@@ -14,7 +18,7 @@ HEADING = ("operation", "call", "configuration", "µs", "by rule", "bytes", "% o
 
 @dataclass(frozen=True)
 class Limits:
-    """What the device can do at best, measured.
+    """The best that the device can do, measured.
 
     Attributes:
         copy: bytes a second that a copy on the device reads and writes.
@@ -33,32 +37,23 @@ def table(results: Iterable[Result], limits: Limits) -> list[tuple[str, ...]]:
     """
     lines: list[tuple[str, ...]] = [HEADING]
     for result in results:
-        operation = result.job.operation
-        if result.chosen is None:
-            lines.append((operation, str(result.job), "not tuned", "", "", "", "", ""))
+        chosen, by_rule = result.chosen, result.by_rule
+        if chosen is None:
+            lines.append((result.job.operation, str(result.job), "not tuned", "", "", "", "", ""))
             continue
-        by_rule = result.by_rule
-        for number, (name, timing) in enumerate(result.chosen.timings.items()):
-            n_bytes = result.n_bytes[name]
+        first = (result.job.operation, describe(chosen.config))
+        for name, timing in chosen.timings.items():
+            n_bytes = chosen.n_bytes[name]
             rule = "" if by_rule is None else f"{1e6 * by_rule.timings[name].seconds:.2f}"
+            copied = f"{100 * n_bytes / timing.seconds / limits.copy:.1f}"
             floor = "" if timing.launches is None else f"{100 * timing.launches * limits.launch / timing.seconds:.0f}"
-            lines.append(
-                (
-                    operation if number == 0 else "",
-                    name,
-                    describe(result.chosen.config) if number == 0 else "",
-                    f"{1e6 * timing.seconds:.2f}",
-                    rule,
-                    f"{n_bytes:,}",
-                    f"{100 * n_bytes / timing.seconds / limits.copy:.1f}",
-                    floor,
-                )
-            )
+            lines.append((first[0], name, first[1], f"{1e6 * timing.seconds:.2f}", rule, f"{n_bytes:,}", copied, floor))
+            first = ("", "")
     return lines
 
 
 def notes(results: Iterable[Result]) -> list[str]:
-    """What could not be used or tried, and why: a line for each kind of reason. And what spills although it is used."""
+    """The configurations that could not be used or tried, a line for each reason; and used ones that spill."""
     found = []
     for result in results:
         timings = {} if result.chosen is None else result.chosen.timings
@@ -75,3 +70,23 @@ def notes(results: Iterable[Result]) -> list[str]:
 def describe(made: Any) -> str:
     """A configuration in a few words."""
     return ", ".join(f"{name} {value}" for name, value in dataclasses.asdict(made).items())
+
+
+@contextmanager
+def progress(n_points: int) -> Iterator[Callable[[Result], None]]:
+    """Yields the function to call with every result: a bar on a terminal, a line for each point anywhere else.
+
+    Both are on standard error: standard output is for the table.
+    """
+    counted = itertools.count(1)
+    lines = not can_show(sys.stderr)
+    with progress_bar("points", n_points, None, columns=ITEMS) as advance:
+
+        def show(result: Result) -> None:
+            advance(1)
+            chosen = "not tuned" if result.chosen is None else describe(result.chosen.config)
+            timed = f"{len(result.trials)} of {len(result.trials) + len(result.rejected) + result.untried} timed"
+            if lines:
+                print(f"{next(counted)}/{n_points} {result.job}: {chosen} ({timed})", file=sys.stderr, flush=True)
+
+        yield show

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from gpubuf.kernels._spaces import SPACES, FanOut
 from gpubuf.tuning.candidates import candidates
 from gpubuf.tuning.shapes import Job, Shapes
 from gpubuf.tuning.timing import Timer, Timing, UnusableError
-from gpubuf.tuning.workloads import Workload
+from gpubuf.tuning.workloads import Bench, Workload
 
 MARGIN = 0.02
 """How much better than one tried before it a configuration must be: less is noise."""
@@ -25,23 +24,23 @@ MARGIN = 0.02
 
 @dataclass(frozen=True)
 class Trial:
-    """A configuration that was timed: the timing of every workload, by name."""
+    """A configuration that was timed: of every workload, by name, the timing and the bytes that it has to move."""
 
     config: Any
     timings: dict[str, Timing] = field(hash=False)
+    n_bytes: dict[str, int] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a job.
+    """The outcome of a job.
 
     Attributes:
         job: the point.
-        sizes: what its configuration depends on, with the fan-out.
-        rule: the configuration that is chosen without a tuned file.
-        trials: what was timed.
-        chosen: the best of them; None where there is none.
-        n_bytes: bytes that every workload has to move, by name, with the chosen configuration.
+        sizes: the sizes that its configuration depends on, with the fan-out.
+        rule: the configuration without a tuned file.
+        trials: the configurations that were timed.
+        chosen: the best of them; None if there is none.
         rejected: configurations that can't be used, and why.
         untried: how many were left out for want of time.
     """
@@ -49,41 +48,15 @@ class Result:
     job: Job
     sizes: dict[str, int]
     rule: Any
-    trials: tuple[Trial, ...] = ()
-    chosen: Trial | None = None
-    n_bytes: dict[str, int] = field(default_factory=dict)
-    rejected: tuple[tuple[Any, str], ...] = ()
-    untried: int = 0
+    trials: tuple[Trial, ...]
+    chosen: Trial | None
+    rejected: tuple[tuple[Any, str], ...]
+    untried: int
 
     @property
     def by_rule(self) -> Trial | None:
-        """The trial of the rule's configuration; None where it can't be used."""
+        """The trial of the rule's configuration; None if it can't be used."""
         return next((trial for trial in self.trials if trial.config == self.rule), None)
-
-
-class Reporter(Protocol):
-    """Shows how far the tuning is."""
-
-    def start(self, n_jobs: int) -> None:
-        """So many points are to be tuned."""
-
-    def job(self, job: Job, n_candidates: int) -> None:
-        """A point is next, of which so many configurations are tried."""
-
-    def tried(self) -> None:
-        """One of them was."""
-
-    def done(self, result: Result) -> None:
-        """The point is tuned."""
-
-    def stop(self) -> None:
-        """That was all, or it was interrupted."""
-
-
-class Workbench(Protocol):
-    """Makes the workloads of a job, for a tree of a fan-out."""
-
-    def workloads(self, job: Job, fan_out: int = 0) -> list[Workload]: ...
 
 
 def choose(trials: Sequence[Trial]) -> Trial | None:
@@ -94,7 +67,7 @@ def choose(trials: Sequence[Trial]) -> Trial | None:
     if not trials:
         return None
     scores = [
-        sum(math.log(max(timing.seconds, 1e-12)) for timing in trial.timings.values()) / max(len(trial.timings), 1)
+        sum(math.log(max(timing.seconds, 1e-12)) for timing in trial.timings.values()) / len(trial.timings)
         for trial in trials
     ]
     good_enough = min(scores) + math.log1p(MARGIN)
@@ -102,7 +75,7 @@ def choose(trials: Sequence[Trial]) -> Trial | None:
 
 
 def disagreement(expected: Sequence[Tensor], found: Sequence[Tensor]) -> str:
-    """How results differ from the rule's; "" where they don't.
+    """How results differ from the rule's; "" if they don't.
 
     Integers and booleans must be equal. So must floating-point numbers, but for rounding: sums are added in another
     order. One in a thousand elements may differ all the same, because a draw on the edge of two rows falls to either
@@ -120,60 +93,8 @@ def disagreement(expected: Sequence[Tensor], found: Sequence[Tensor]) -> str:
     return ""
 
 
-def tune(
-    todo: Sequence[Job],
-    shapes: Shapes,
-    bench: Workbench,
-    timer: Timer,
-    *,
-    thorough: bool = False,
-    budget: float = math.inf,
-    clock: Callable[[], float] = time.monotonic,
-    reporter: Reporter | None = None,
-    keep: Callable[[Result], Any] = lambda result: None,
-) -> list[Result]:
-    """Tune all points, one after the other, each with its share of the time that is left.
-
-    Args:
-        todo: the points; the fan-out of a tree before what depends on it.
-        shapes: the user's sizes.
-        bench: makes what is timed.
-        timer: times it.
-        thorough: try more configurations.
-        budget: seconds for all. Of every point the rule's configuration is timed in any case.
-        clock: the time, in seconds.
-        reporter: shows the progress.
-        keep: called with every result as soon as it is there.
-
-    Raises:
-        gpubuf.tuning.timing.DeviceError: the device has stopped working.
-    """
-    end = clock() + budget
-    fan_outs: dict[tuple[str, int], int] = {}
-    results = []
-    if reporter is not None:
-        reporter.start(len(todo))
-    with config.by_rule():
-        for number, job in enumerate(todo):
-            now = clock()
-            share = _WEIGHTS.get(job.operation, 1) / sum(_WEIGHTS.get(other.operation, 1) for other in todo[number:])
-            deadline = now + (end - now) * share
-            sizes = _sizes(job, fan_outs)
-            tried = candidates(job.operation, sizes, shapes.steps(job.capacity), thorough)
-            if reporter is not None:
-                reporter.job(job, len(tried))
-            result = _tune_job(job, sizes, tried, bench, timer, functools.partial(_before, clock, deadline), reporter)
-            if result.chosen is not None and isinstance(result.chosen.config, FanOut):
-                fan_outs[job.operation, job.capacity] = result.chosen.config.fan_out
-            results.append(result)
-            keep(result)
-            if reporter is not None:
-                reporter.done(result)
-    return results
-
-
 #: Shares of the time: by how many kernels a configuration compiles, and how much depends on the choice.
-_WEIGHTS = {
+_WEIGHTS = dict.fromkeys(SPACES, 1) | {
     "sum_tree": 8,
     "trajectories": 6,
     "sum_tree_update": 4,
@@ -184,20 +105,63 @@ _WEIGHTS = {
 }
 
 
-def _before(clock: Callable[[], float], deadline: float) -> bool:
-    return clock() < deadline
+def tune(
+    todo: Sequence[Job],
+    shapes: Shapes,
+    bench: Bench,
+    timer: Timer,
+    *,
+    thorough: bool = False,
+    budget: float = math.inf,
+    clock: Callable[[], float] = time.monotonic,
+    keep: Callable[[Result], Any] = lambda result: None,
+) -> list[Result]:
+    """Tune all points, one after the other, each with its share of the time that is left.
+
+    Args:
+        todo: the points; the fan-out of a tree before what depends on it.
+        shapes: the user's sizes.
+        bench: makes the workloads.
+        timer: times them.
+        thorough: try more configurations.
+        budget: seconds for all. The rule's configuration of every point is timed in any case.
+        clock: the time, in seconds.
+        keep: called with every result at once.
+
+    Raises:
+        gpubuf.tuning.timing.DeviceError: the device has stopped working.
+    """
+    end = clock() + budget
+    fan_outs: dict[tuple[str, int], int] = {}
+    results = []
+    with config.by_rule():
+        for number, job in enumerate(todo):
+            now = clock()
+            share = _WEIGHTS[job.operation] / sum(_WEIGHTS[other.operation] for other in todo[number:])
+            deadline = now + (end - now) * share
+            sizes = _sizes(job, fan_outs)
+            tried = candidates(job.operation, sizes, shapes.steps(job.capacity), thorough)
+
+            def in_time(until: float = deadline) -> bool:
+                return clock() < until
+
+            result = _tune_job(job, sizes, tried, bench, timer, in_time)
+            if result.chosen is not None and isinstance(result.chosen.config, FanOut):
+                fan_outs[job.operation, job.capacity] = result.chosen.config.fan_out
+            results.append(result)
+            keep(result)
+    return results
 
 
 def _sizes(job: Job, fan_outs: dict[tuple[str, int], int]) -> dict[str, int]:
-    """The sizes that the configuration depends on. Where no fan-out was chosen it is the rule's."""
+    """The sizes that the configuration depends on. If no fan-out was chosen, it is the rule's."""
     sizes = dict(job.sizes)
     if job.tree is not None:
         leaves = job.capacity
         if job.tree == "trajectories":
             envs = sizes.get("envs", 1)
             leaves = config.index_words(-(-job.capacity // envs), envs)
-        by_rule = config.tree_fan_out(leaves, "cuda")
-        sizes["fan_out"] = fan_outs.get((job.tree, job.capacity), by_rule)
+        sizes["fan_out"] = fan_outs.get((job.tree, job.capacity), config.tree_fan_out(leaves, "cuda"))
     return {name: sizes[name] for name in SPACES[job.operation].sizes}
 
 
@@ -205,16 +169,14 @@ def _tune_job(
     job: Job,
     sizes: dict[str, int],
     tried: Sequence[Any],
-    bench: Workbench,
+    bench: Bench,
     timer: Timer,
     in_time: Callable[[], bool],
-    reporter: Reporter | None,
 ) -> Result:
     trials: list[Trial] = []
     rejected: list[tuple[Any, str]] = []
     expected: dict[str, list[Tensor]] = {}
     workloads: list[Workload] = []
-    n_bytes: dict[Any, dict[str, int]] = {}
     untried = 0
     for candidate in tried:
         if trials and not in_time():
@@ -226,56 +188,41 @@ def _tune_job(
                 workloads = []
                 workloads = bench.workloads(job, getattr(candidate, "fan_out", sizes.get("fan_out", 0)))
             timings = _timings(job.operation, candidate, workloads, timer, expected)
-            # A fan-out is timed with the rule's launches, which are still to be tuned; and what the rule says is what
-            # there is otherwise.
-            if candidate != tried[0] and not isinstance(candidate, FanOut):
-                _refuse_spills(timings)
+            spilled = next((timing.spilled for timing in timings.values() if timing.spilled), "")
+            # The rule may spill, because it is the alternative; a fan-out too, because the launches on its tree are
+            # the rule's, and still to be tuned.
+            if spilled and candidate != tried[0] and not isinstance(candidate, FanOut):
+                raise UnusableError(f"spills registers: {spilled}")
         except UnusableError as error:
             rejected.append((candidate, str(error)))
         except torch.OutOfMemoryError:
             rejected.append((candidate, "the GPU's memory does not suffice"))
         else:
-            trials.append(Trial(candidate, timings))
-            n_bytes[candidate] = {workload.name: workload.n_bytes for workload in workloads}
-        if reporter is not None:
-            reporter.tried()
-    chosen = choose(trials)
-    moved = {} if chosen is None else n_bytes[chosen.config]
-    return Result(job, sizes, tried[0], tuple(trials), chosen, moved, tuple(rejected), untried)
-
-
-def _refuse_spills(timings: dict[str, Timing]) -> None:
-    spilled = next((timing.spilled for timing in timings.values() if timing.spilled), "")
-    if spilled:
-        raise UnusableError(f"spills registers: {spilled}")
+            trials.append(Trial(candidate, timings, {workload.name: workload.n_bytes for workload in workloads}))
+    return Result(job, sizes, tried[0], tuple(trials), choose(trials), tuple(rejected), untried)
 
 
 def _timings(
     operation: str, candidate: Any, workloads: list[Workload], timer: Timer, expected: dict[str, list[Tensor]]
 ) -> dict[str, Timing]:
-    """Time a candidate, after its results were found to be those of the first that could be used.
+    """Time a candidate, and compare its results with those of the first that could be used.
 
     Raises:
         UnusableError: it can't be used.
     """
     # A fan-out is a property of the tree, not of the launch.
     launch = {} if isinstance(candidate, FanOut) else {operation: candidate}
-    found = {}
+    timings = {}
     with config.using(**launch):
         for workload in workloads:
-            timing = timer.time(workload.calls)
-            results = _results(workload)
+            timings[workload.name] = timer.time(workload.calls)
+            try:
+                results = workload.result()
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                raise UnusableError(f"{workload.name}: {type(error).__name__}: {error}".partition("\n")[0]) from error
             differs = disagreement(expected.setdefault(workload.name, results), results)
             if differs:
                 raise UnusableError(f"{workload.name}: {differs}")
-            found[workload.name] = timing
-    return found
-
-
-def _results(workload: Workload) -> list[Tensor]:
-    try:
-        return workload.result()
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        raise UnusableError(f"{workload.name}: {type(error).__name__}: {error}".partition("\n")[0]) from error
+    return timings

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,12 +14,12 @@ import torch
 
 @dataclass(frozen=True)
 class Timing:
-    """What a call takes.
+    """The time of a call.
 
     Attributes:
         seconds: median time.
-        launches: of kernels of ours; None where this Triton does not tell.
-        spilled: which kernels spill registers, and how many; "" where none does, or Triton does not tell.
+        launches: of compiled kernels; None if there were none, as in Triton's interpreter.
+        spilled: the kernels that spill registers, with the number of registers; "" if none does.
     """
 
     seconds: float
@@ -53,9 +52,9 @@ class GraphTimer:
 
     Args:
         device: the GPU, the current one.
-        seconds: how long the replays between two events take together, about.
-        repeats: pairs of events, of which the median counts.
-        unroll: calls in a graph, at least: a graph costs a launch itself.
+        seconds: about how long the replays between two events take together.
+        repeats: pairs of events; the median counts.
+        unroll: least number of calls in a graph: a graph costs a launch itself.
     """
 
     def __init__(self, device: torch.device, seconds: float = 2e-3, repeats: int = 5, unroll: int = 32) -> None:
@@ -63,9 +62,9 @@ class GraphTimer:
 
     def time(self, calls: Sequence[Callable[[], Any]]) -> Timing:
         """See :class:`Timer`. Synchronises."""
-        launches, spilled = self._prepare(calls)
         passes = -(-self.unroll // len(calls))
         try:
+            launches, spilled = self._prepare(calls)
             graph = self._capture(calls, passes)
             graph.replay()
             number = max(1, min(round(self.seconds / max(self._replay(graph, 1), 1e-9)), 10_000))
@@ -73,34 +72,24 @@ class GraphTimer:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            raise self._unusable(error) from error
+            try:
+                torch.cuda.synchronize(self.device)
+            except Exception as lost:
+                raise DeviceError(f"the GPU does not answer any more: {lost}") from error
+            raise UnusableError(f"{type(error).__name__}: {error}".partition("\n")[0]) from error
         return Timing(statistics.median(times) / number / (passes * len(calls)), launches, spilled)
 
     def _prepare(self, calls: Sequence[Callable[[], Any]]) -> tuple[int | None, str]:
-        """Compile and run everything once, on a stream of its own; returns launches of a call, and what spills."""
+        """Compile and run everything once, on a stream of its own; returns launches of a call, and the spills."""
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
-        try:
-            with torch.cuda.stream(stream), launches() as seen:
-                for call in calls:
-                    call()
-            stream.synchronize()
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            raise self._unusable(error) from error
+        with torch.cuda.stream(stream), launched() as kernels:
+            for call in calls:
+                call()
+        stream.synchronize()
         torch.cuda.current_stream(self.device).wait_stream(stream)
-        spills = spills_of({handle for _, handle in seen})
-        spilled = ", ".join(f"{name} {number}" for name, number in spills.items() if number)
-        return len(seen) // len(calls) if seen else None, spilled
-
-    def _unusable(self, error: Exception) -> Exception:
-        """What an error of a candidate means: a sticky one ends the session."""
-        try:
-            torch.cuda.synchronize(self.device)
-        except Exception as lost:
-            return DeviceError(f"the GPU does not answer any more: {lost}")
-        return UnusableError(f"{type(error).__name__}: {error}".partition("\n")[0])
+        spills = sorted({f"{kernel.name} {n}" for kernel in kernels if (n := getattr(kernel, "n_spills", 0))})
+        return len(kernels) // len(calls) if kernels else None, ", ".join(spills)
 
     def _capture(self, calls: Sequence[Callable[[], Any]], passes: int) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
@@ -139,47 +128,21 @@ def launch_seconds(timer: Timer, device: torch.device) -> float:
     return timer.time([lambda: empty_kernel[(1,)](anything)] * 256).seconds
 
 
-# What Triton tells about the kernels that were launched. Where another version doesn't, nothing is known.
-
-
 @contextmanager
-def launches() -> Iterator[list[tuple[str, Any]]]:
-    """Collects (name, handle) of every launch of a compiled kernel."""
+def launched() -> Iterator[list[Any]]:
+    """Collects the compiled kernel of every launch; none in Triton's interpreter."""
     import triton
 
-    seen: list[tuple[str, Any]] = []
+    kernels: list[Any] = []
+    run = triton.JITFunction.run
 
-    def note(metadata: Any) -> None:
-        found = metadata.get() if hasattr(metadata, "get") else {}
-        seen.append((found.get("name", ""), found.get("function")))
+    def recorded(*args: Any, **options: Any) -> Any:
+        kernel = run(*args, **options)
+        kernels.append(kernel)
+        return kernel
 
-    chain: Any = getattr(getattr(triton.knobs, "runtime", None), "launch_enter_hook", None)
-    if not hasattr(chain, "add") or not hasattr(chain, "remove"):
-        yield seen
-        return
-    chain.add(note)
+    triton.JITFunction.run = recorded
     try:
-        yield seen
+        yield kernels
     finally:
-        chain.remove(note)
-
-
-def spills_of(handles: set[Any]) -> dict[str, int]:
-    """Spilled registers of the compiled kernels with these handles, by name; none where nothing is known."""
-    import triton
-
-    modules = [module for name, module in list(sys.modules.items()) if name.startswith("gpubuf.")]
-    functions = {
-        id(value): value
-        for module in modules
-        for value in vars(module).values()
-        if isinstance(value, triton.JITFunction)
-    }
-    found: dict[str, int] = {}
-    for function in functions.values():
-        for cache in getattr(function, "device_caches", {}).values():
-            compiled = cache[0] if isinstance(cache, tuple) else cache
-            for kernel in compiled.values() if isinstance(compiled, dict) else ():
-                if getattr(kernel, "function", None) in handles:
-                    found[kernel.name] = max(found.get(kernel.name, 0), getattr(kernel, "n_spills", None) or 0)
-    return found
+        triton.JITFunction.run = run

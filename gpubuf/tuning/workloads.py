@@ -1,16 +1,16 @@
-"""What is timed: operations on buffers of the user's sizes, each call with other inputs than the one before.
+"""The calls that are timed: operations on buffers of the user's sizes, each call with other inputs than the one before.
 
 Inputs rotate so that a call finds no more in the second-level cache than it would in training. Every workload can also
-say what it computes, from a state that is always the same: a configuration whose results differ from the rule's is not
+compute its results from a state that is always the same: a configuration whose results differ from the rule's is not
 used.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,10 +35,10 @@ class Workload:
     """Something to time.
 
     Attributes:
-        name: what it is.
+        name: of the call.
         calls: the same operation on other inputs each.
-        n_bytes: what a call has to read and write at least.
-        result: what the operation computes, always from the same state.
+        n_bytes: bytes that a call has to read and write at least.
+        result: the results of the operation, always from the same state.
     """
 
     name: str
@@ -59,31 +59,48 @@ class Bench:
 
     def __init__(self, shapes: Shapes, device: torch.device, rotations: int = 8, memory: int = 2**33) -> None:
         self.shapes, self.device, self.rotations, self.memory = shapes, device, rotations, memory
+        self.ends = sorted({min(shapes.batch_sizes), max(shapes.batch_sizes)})
         self._storages: dict[tuple[str, int], TensorStorage] = {}
 
     def workloads(self, job: Job, fan_out: int = 0) -> list[Workload]:
-        """What decides about a job: the mean of the logarithms of the times of these.
+        """The calls that decide about a job, by the mean of the logarithms of their times.
 
         Args:
             job: the point.
             fan_out: of the tree that it works on.
         """
-        make: Callable[..., list[Workload]] = getattr(self, f"_{job.operation}")
-        return make(job, fan_out)
-
-    # Random inputs, the same at every call
+        n = job.sizes.get("n", 0)
+        match job.operation:
+            case "rows_copy":
+                return self._copies(job.capacity, n)
+            case "sum_tree":
+                tree = self._tree(job.capacity, fan_out)
+                return [*(self._draws(tree, n) for n in self.ends), *(self._updates(tree, n) for n in self.ends)]
+            case "sum_tree_update":
+                return [self._updates(self._tree(job.capacity, fan_out), n)]
+            case "sum_tree_draw":
+                return [self._draws(self._tree(job.capacity, fan_out), n)]
+            case "trajectories":
+                index = _Index(self, job.capacity, fan_out)
+                counts = sorted({max(n // self.shapes.slice_len, 1) for n in self.ends})
+                # Draws first: they need an index that is whole, which updates at other cursors do not leave behind.
+                return [*(index.draws(n) for n in counts), index.updates(1)]
+            case "trajectories_update":
+                return [_Index(self, job.capacity, fan_out, bool(job.sizes["by_id"])).updates(n)]
+            case "trajectories_draw":
+                return [_Index(self, job.capacity, fan_out).draws(n)]
+            case "tanh_normal_sample" | "tanh_normal_backward":
+                return [self._tanh_normal(n, job.operation)]
+            case "loss_rows":
+                return self._losses(n)
+        raise ValueError(job.operation)
 
     def _generator(self) -> torch.Generator:
+        """The same random inputs at every call."""
         return torch.Generator(self.device).manual_seed(0)
 
     def _random(self, *shape: int, generator: torch.Generator) -> Tensor:
         return torch.rand(shape, device=self.device, generator=generator)
-
-    def _distinct(self, n: int, below: int, generator: torch.Generator) -> Tensor:
-        """Rows in random order, one from each of ``n`` parts: distinct where there are as many."""
-        parts = torch.randperm(n, device=self.device, generator=generator)
-        uniform = torch.rand(n, device=self.device, generator=generator, dtype=torch.float64)
-        return ((parts + uniform) * (below / n)).long().clamp_(max=below - 1)
 
     # Rows
 
@@ -102,20 +119,22 @@ class Bench:
             self._storages[use, n] = TensorStorage(rows_of, device=self.device)
         return self._storages[use, n]
 
-    def _rows_copy(self, job: Job, _: int) -> list[Workload]:
-        n, generator = job.sizes["n"], self._generator()
-        arena_bytes = n * self.shapes.row_bytes
+    def _copies(self, capacity: int, n: int) -> list[Workload]:
+        """Gathers, samples and writes of ``n`` rows."""
+        generator, arena_bytes = self._generator(), n * self.shapes.row_bytes
         # All batches of a graph are alive at once.
-        rotations = max(min(self.rotations, 2**31 // max(arena_bytes, 1)), 2)
-        stored = self._storage("read", job.capacity)
+        rotations = max(min(self.rotations, 2**31 // arena_bytes), 2)
+        stored = self._storage("read", capacity)
         size, capacity = stored.layout.arena(n).n_bytes, stored.max_size
         indices = [torch.randint(capacity, (n,), device=self.device, generator=generator) for _ in range(rotations)]
         rng = RandomState(0, device=self.device)
-        gather = [functools.partial(rows.gather, stored.table, stored.ring, index, capacity, size) for index in indices]
-        sample = functools.partial(rows.sample, stored.table, stored.ring, rng.state, n, capacity, size)
+        gather: list[Call] = [
+            partial(rows.gather, stored.table, stored.ring, index, capacity, size) for index in indices
+        ]
+        sample = partial(rows.sample, stored.table, stored.ring, rng.state, n, capacity, size)
 
         def gathered(call: Call) -> list[Tensor]:
-            # Only the keys: what lies between them in the arena is not written.
+            # Only the keys: the gaps between them in the arena are not written.
             arena, *others = call()
             return [*stored.layout.cut(arena, n), *others]
 
@@ -128,7 +147,7 @@ class Bench:
         sources = [[tensor.clone() for tensor in stored.layout.cut(call()[0], n)] for call in gather]
         ring = written.ring.clone()
         start = ring.clone()
-        extend = [functools.partial(rows.extend, written.table, some, ring, n, written.max_size) for some in sources]
+        extend: list[Call] = [partial(rows.extend, written.table, some, ring, n, written.max_size) for some in sources]
 
         def extended() -> list[Tensor]:
             ring.copy_(start)
@@ -137,9 +156,9 @@ class Bench:
             return [index, generation, ring.clone(), *written.layout.cut(arena, n)]
 
         return [
-            Workload(f"gather {n:,}", list(gather), 2 * arena_bytes + 16 * n, lambda: gathered(gather[0])),
+            Workload(f"gather {n:,}", gather, 2 * arena_bytes + 16 * n, lambda: gathered(gather[0])),
             Workload(f"sample {n:,}", [sample] * rotations, 2 * arena_bytes + 16 * n, sampled),
-            Workload(f"extend {n:,}", list(extend), 2 * arena_bytes + 8 * n, extended),
+            Workload(f"extend {n:,}", extend, 2 * arena_bytes + 8 * n, extended),
         ]
 
     # The sum tree
@@ -150,17 +169,24 @@ class Bench:
         tree.rebuild()
         return tree
 
-    def _updates(self, tree: SumTree, n: int, mark: bool) -> Workload:
-        n, generator = min(n, tree.capacity), self._generator()
-        indices = [self._distinct(n, tree.capacity, generator) for _ in range(self.rotations)]
-        priorities = [self._random(n, generator=generator) for _ in range(self.rotations)]
-        touched = torch.cat(indices)
+    def _updates(self, tree: SumTree, n: int) -> Workload:
+        """Priorities of ``n`` rows; marks of new rows where ``n`` is no batch, but as many rows as a step writes."""
+        mark, n, generator = n not in self.shapes.batch_sizes, min(n, tree.capacity), self._generator()
+        # Rows in random order, one from each of n parts: distinct where there are as many.
+        parts = [torch.randperm(n, device=self.device, generator=generator) for _ in range(self.rotations)]
+        indices = [
+            ((part + torch.rand(n, dtype=torch.float64, device=self.device, generator=generator)) * tree.capacity / n)
+            .long()
+            .clamp_(max=tree.capacity - 1)
+            for part in parts
+        ]
         # A maximum, so that new rows weigh the same whenever they are marked.
         tree.update(indices[0][:1], 2.0)
         calls: list[Call] = [
-            functools.partial(tree.mark, index) if mark else functools.partial(tree.update, index, priority)
-            for index, priority in zip(indices, priorities, strict=True)
+            partial(tree.mark, index) if mark else partial(tree.update, index, self._random(n, generator=generator))
+            for index in indices
         ]
+        touched = torch.cat(indices)
 
         def result() -> list[Tensor]:
             for call in calls:
@@ -176,91 +202,50 @@ class Bench:
 
     def _draws(self, tree: SumTree, n: int) -> Workload:
         rng = RandomState(0, device=self.device)
+        draw = partial(tree.draw, n, rng)
+        inner = len(sum_tree.level_sizes(tree.capacity, tree.fan_out)) - 1
+        n_bytes = n * (tree.fan_out * (4 + 8 * inner) + 8 + 4)
 
         def result() -> list[Tensor]:
             rng.manual_seed(0)
-            return list(tree.draw(n, rng))
+            return list(draw())
 
-        inner = len(sum_tree.level_sizes(tree.capacity, tree.fan_out)) - 1
-        n_bytes = n * (tree.fan_out * (4 + 8 * inner) + 8 + 4)
-        return Workload(f"draw {n:,}", [functools.partial(tree.draw, n, rng)] * self.rotations, n_bytes, result)
-
-    def _sum_tree(self, job: Job, fan_out: int) -> list[Workload]:
-        tree = self._tree(job.capacity, fan_out)
-        sizes = sorted({min(self.shapes.batch_sizes), max(self.shapes.batch_sizes)})
-        return [*(self._draws(tree, n) for n in sizes), *(self._updates(tree, n, False) for n in sizes)]
-
-    def _sum_tree_update(self, job: Job, fan_out: int) -> list[Workload]:
-        tree, n = self._tree(job.capacity, fan_out), job.sizes["n"]
-        # New rows are marked, as many as a step writes; batches come back with priorities.
-        return [self._updates(tree, n, mark) for mark in (False, True) if (n not in self.shapes.batch_sizes) == mark]
-
-    def _sum_tree_draw(self, job: Job, fan_out: int) -> list[Workload]:
-        return [self._draws(self._tree(job.capacity, fan_out), job.sizes["n"])]
-
-    # The trajectory index
-
-    def _index(self, capacity: int, fan_out: int, by_id: bool) -> _Index:
-        return _Index(self.shapes, capacity, fan_out, by_id, self.device, self.rotations)
-
-    def _trajectories(self, job: Job, fan_out: int) -> list[Workload]:
-        index = self._index(job.capacity, fan_out, False)
-        sizes = min(self.shapes.batch_sizes), max(self.shapes.batch_sizes)
-        counts = sorted({max(n // self.shapes.slice_len, 1) for n in sizes})
-        # Draws first: they need an index that is whole, which updates at other cursors do not leave behind.
-        return [*(index.draws(n) for n in counts), index.updates(1)]
-
-    def _trajectories_update(self, job: Job, fan_out: int) -> list[Workload]:
-        return [self._index(job.capacity, fan_out, bool(job.sizes["by_id"])).updates(job.sizes["n"])]
-
-    def _trajectories_draw(self, job: Job, fan_out: int) -> list[Workload]:
-        return [self._index(job.capacity, fan_out, False).draws(job.sizes["n"])]
+        return Workload(f"draw {n:,}", [draw] * self.rotations, n_bytes, result)
 
     # Losses
 
-    def _tanh_normal_inputs(self, n: int) -> list[tuple[Any, ...]]:
+    def _tanh_normal(self, n: int, operation: str) -> Workload:
+        """``n`` actions, or the gradients of ``n`` numbers of actions."""
         width, generator = self.shapes.action_width, self._generator()
-        return [
-            (*(self._random(n, width, generator=generator) + 0.1 for _ in range(3)), None, None)
-            for _ in range(self.rotations)
-        ]
+        backward = operation == "tanh_normal_backward"
+        n = max(n // width, 1) if backward else n
+        grads = (self._random(n, width, generator=generator), self._random(n, generator=generator)) if backward else ()
+        function = tanh_normal.sample_backward if backward else tanh_normal.sample
+        calls: list[Call] = []
+        for _ in range(self.rotations):
+            inputs = [self._random(n, width, generator=generator) + 0.1 for _ in range(3)]
+            calls.append(partial(function, *inputs, None, None, *grads, -1.0, 1.0, 1))
+        name = f"tanh-normal {'backward ' if backward else ''}{n:,} x {width}"
+        return Workload(name, calls, 4 * n * ((6 if backward else 4) * width + 1), lambda: list(calls[0]()))
 
-    def _tanh_normal_sample(self, job: Job, _: int) -> list[Workload]:
-        n, width = job.sizes["n"], job.sizes["width"]
-        calls: list[Call] = [
-            functools.partial(tanh_normal.sample, *inputs, -1.0, 1.0, 1) for inputs in self._tanh_normal_inputs(n)
-        ]
-        return [Workload(f"tanh-normal {n:,} x {width}", calls, 4 * n * (4 * width + 1), lambda: list(calls[0]()))]
-
-    def _tanh_normal_backward(self, job: Job, _: int) -> list[Workload]:
-        width = self.shapes.action_width
-        n, generator = max(job.sizes["n"] // width, 1), self._generator()
-        grads = self._random(n, width, generator=generator), self._random(n, generator=generator)
-        calls: list[Call] = [
-            functools.partial(tanh_normal.sample_backward, *inputs, *grads, -1.0, 1.0, 1)
-            for inputs in self._tanh_normal_inputs(n)
-        ]
-        return [
-            Workload(f"tanh-normal backward {n:,} x {width}", calls, 4 * n * (6 * width + 1), lambda: list(calls[0]()))
-        ]
-
-    def _loss_rows(self, job: Job, _: int) -> list[Workload]:
-        n, generator, critics = job.sizes["n"], self._generator(), 2
+    def _losses(self, n: int) -> list[Workload]:
+        """The fused pieces of a loss over ``n`` rows."""
+        generator, critics = self._generator(), 2
         one = torch.ones(1, device=self.device)
         gamma = torch.full((1,), 0.99, dtype=torch.float64, device=self.device)
         terminated = self._random(n, generator=generator) < 0.01
-        calls: dict[str, list[Call]] = {"target": [], "loss": [], "loss backward": [], "actor loss": []}
-        for _i in range(self.rotations):
+        rotating: list[list[Call]] = []
+        for _ in range(self.rotations):
             q = self._random(critics, n, generator=generator)
-            target, weight, log_prob = (self._random(n, generator=generator) for _j in range(3))
-            loss = functools.partial(td.td_loss, q, target, weight, None, td.L2, td.MEAN)
-            calls["target"].append(
-                functools.partial(td.soft_td_target, q, log_prob, one, target, terminated, gamma, None)
+            target, weight, log_prob = (self._random(n, generator=generator) for _ in range(3))
+            rotating.append(
+                [
+                    partial(td.soft_td_target, q, log_prob, one, target, terminated, gamma, None),
+                    partial(td.td_loss, q, target, weight, None, td.L2, td.MEAN),
+                    partial(td.td_loss_backward, one, q, target, weight, None, one, td.L2, td.MEAN),
+                    partial(sac.actor_loss, q, log_prob, one, None, None, td.MEAN),
+                ]
             )
-            calls["loss"].append(loss)
-            backward = functools.partial(td.td_loss_backward, one, q, target, weight, None)
-            calls["loss backward"].append(functools.partial(backward, one, td.L2, td.MEAN))
-            calls["actor loss"].append(functools.partial(sac.actor_loss, q, log_prob, one, None, None, td.MEAN))
         words = {
             "target": critics + 3,
             "loss": critics + 3,
@@ -273,21 +258,20 @@ class Bench:
             return [found] if isinstance(found, Tensor) else list(found)
 
         return [
-            Workload(f"{name} {n:,}", some, 4 * n * words[name], functools.partial(result, some[0]))
-            for name, some in calls.items()
+            Workload(f"{name} {n:,}", list(calls), 4 * n * moved, partial(result, calls[0]))
+            for (name, moved), calls in zip(words.items(), zip(*rotating, strict=True), strict=True)
         ]
 
 
 class _Index:
     """A trajectory index over a full ring, in which every environment's trajectories end at other steps."""
 
-    def __init__(
-        self, shapes: Shapes, capacity: int, fan_out: int, by_id: bool, device: torch.device, rotations: int
-    ) -> None:
-        self.steps, self.envs, self.fan_out = shapes.steps(capacity), shapes.envs, fan_out
-        self.by_id, self.rotations = by_id, rotations
+    def __init__(self, bench: Bench, capacity: int, fan_out: int, by_id: bool = False) -> None:
+        device = bench.device
+        self.steps, self.envs, self.fan_out = bench.shapes.steps(capacity), bench.shapes.envs, fan_out
+        self.by_id, self.rotations = by_id, bench.rotations
         # Short trajectories count as well: a small ring may have no others.
-        self.rule = trajectories.Rule(shapes.slice_len)
+        self.rule = trajectories.Rule(bench.shapes.slice_len)
         row = torch.arange(self.steps * self.envs, device=device)
         # As 37 steps lie between the ends of neighbours, no step ends all trajectories.
         place = row // self.envs + 37 * (row % self.envs)
@@ -303,21 +287,11 @@ class _Index:
         return ring
 
     def _update(self, ring: Tensor, n: int) -> None:
-        trajectories.update(
-            self.ends,
-            self.sums,
-            ring,
-            self.storage.table,
-            self.by_id,
-            n,
-            self.steps,
-            self.envs,
-            self.fan_out,
-            *self.rule,
-        )
+        sizes = (n, self.steps, self.envs, self.fan_out, *self.rule)
+        trajectories.update(self.ends, self.sums, ring, self.storage.table, self.by_id, *sizes)
 
     def _rebuild(self, ring: Tensor) -> None:
-        """Index everything anew, by rule: what is tried out may be for single steps, and slow for all."""
+        """Index everything anew, by rule: the configuration being tried may be for single steps, and slow for all."""
         sizes = {"fan_out": self.fan_out, "n": self.steps, "envs": self.envs, "by_id": int(self.by_id)}
         with config.using(trajectories_update=rule("trajectories_update", sizes, self.steps)):
             self._update(ring, self.steps)
@@ -326,7 +300,7 @@ class _Index:
         """Writes of ``n`` steps at cursors all over the ring."""
         n = min(n, self.steps)
         at = [self.steps * i // self.rotations for i in range(self.rotations)]
-        calls: list[Call] = [functools.partial(self._update, self._ring(cursor), n) for cursor in at]
+        calls: list[Call] = [partial(self._update, self._ring(cursor), n) for cursor in at]
         before, after = self._ring(at[-1]), self._ring(at[-1] + n)
         weights = config.index_words(self.steps, self.envs)
 
@@ -344,21 +318,10 @@ class _Index:
     def draws(self, n: int) -> Workload:
         """Draws of ``n`` slices."""
         rng, ring = RandomState(0, device=self.ends.device), self._ring(0)
-        # What is timed must find trajectories.
+        # The timed calls must find trajectories.
         self._rebuild(ring)
-        draw = functools.partial(
-            trajectories.draw,
-            self.ends,
-            self.sums,
-            ring,
-            rng.state,
-            None,
-            n,
-            self.steps,
-            self.envs,
-            self.fan_out,
-            *self.rule,
-        )
+        sizes = (n, self.steps, self.envs, self.fan_out, *self.rule)
+        draw = partial(trajectories.draw, self.ends, self.sums, ring, rng.state, None, *sizes)
 
         def result() -> list[Tensor]:
             self._rebuild(ring)

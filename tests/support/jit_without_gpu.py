@@ -1,8 +1,8 @@
-"""Compiles, for sm_90, what `gpubuf tune` would launch on a GPU, through the launchers and Triton's own JIT.
+"""Compiles, for sm_90, the kernels that `gpubuf tune` would launch, through the launchers and Triton's own JIT.
 
 Triton is told that there is such a GPU, and every launch stops after compiling. Run as ``python -m
 tests.support.jit_without_gpu``, in a process without the interpreter: it prints the number of launches of a call of
-every workload, and the kernels among which spills are looked for, as one line of JSON.
+every workload, by rule, as one line of JSON. The candidates at the corners are compiled as well.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from gpubuf.kernels import _registry
+from gpubuf.kernels import _registry, config
+from gpubuf.tuning._triton import empty_kernel
 from gpubuf.tuning.shapes import Shapes, jobs
-from gpubuf.tuning.timing import spills_of
+from gpubuf.tuning.timing import launched
 from gpubuf.tuning.workloads import Bench
+from tests.support.tuning_setup import corners, first_of_each, in_force, with_fan_out
 
 SHAPES = Shapes((100_000,), (256, 4096), envs=64)
+SMALL = Shapes((100_000,), (256,))
 
 
 class Driver:
@@ -40,10 +43,9 @@ class Driver:
 
 
 def main() -> None:
-    run, launched = triton.JITFunction.run, []
+    run = triton.JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        launched.append(self)
         return run(self, *args, grid=grid, warmup=True, **options)
 
     driver.set_active(Driver())
@@ -51,14 +53,21 @@ def main() -> None:
     # Not triton_on_cpu(): that is for the interpreter, which computes something.
     _registry._triton_on_cpu = True
     launches = {}
-    bench = Bench(SHAPES, torch.device("cpu"), rotations=2, memory=2**20)
+    device = torch.device("cpu")
     for job in jobs(SHAPES):
-        for workload in bench.workloads(job, 32):
-            before = len(launched)
-            workload.calls[0]()
-            launches[f"{job.operation}: {workload.name}"] = len(launched) - before
-    # Kernels that were never loaded have no handle.
-    print(json.dumps({"launches": launches, "kernels": sorted(spills_of({None}))}))
+        for workload in Bench(SHAPES, device, rotations=2, memory=2**20).workloads(job, 32):
+            with launched() as kernels:
+                workload.calls[0]()
+            launches[f"{job.operation}: {workload.name}"] = len(kernels)
+    for job in first_of_each(SMALL):
+        for made in corners(job, with_fan_out(job), SMALL.steps(job.capacity)):
+            with config.using(**in_force(job, made)):
+                for workload in Bench(SMALL, device, rotations=2, memory=2**20).workloads(
+                    job, getattr(made, "fan_out", 32)
+                ):
+                    workload.calls[0]()
+    empty_kernel[(1,)](torch.zeros(1))
+    print(json.dumps(launches))
 
 
 if __name__ == "__main__":

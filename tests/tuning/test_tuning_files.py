@@ -66,19 +66,6 @@ class TestFiles:
         path = save(tmp_path, self.DEVICE, self.results(never), {})
         assert json.loads(path.read_text())["points"] == {}
 
-    def test_a_failed_write_leaves_the_file_as_it_was(self, tmp_path, monkeypatch):
-        path = save(tmp_path, self.DEVICE, self.results(), {})
-        before = path.read_bytes()
-
-        def fail(*_):
-            raise OSError("disk full")
-
-        monkeypatch.setattr("os.replace", fail)
-        with pytest.raises(OSError, match="disk full"):
-            save(tmp_path, self.DEVICE, self.results(draw_seconds(DrawConfig(2, 1))), {})
-        assert path.read_bytes() == before
-        assert len(list(tmp_path.iterdir())) == 1
-
     def test_caveats(self, tmp_path, monkeypatch):
         own, shipped = tmp_path / "cache" / "gpubuf" / "tuned", tmp_path / "shipped"
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

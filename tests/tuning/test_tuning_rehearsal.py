@@ -8,20 +8,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
 
 from gpubuf import tuning
 from gpubuf.cli import main
 from gpubuf.kernels import _tuned, config
 from gpubuf.kernels._registry import triton_on_cpu
-from gpubuf.kernels._spaces import SPACES, FanOut
+from gpubuf.kernels._spaces import SPACES
 from gpubuf.tuning import timing
 from gpubuf.tuning.candidates import rule
-from gpubuf.tuning.progress import BarReporter, PlainReporter
-from gpubuf.tuning.search import disagreement
+from gpubuf.tuning.search import disagreement, tune
 from gpubuf.tuning.shapes import Job, Shapes, jobs
 from gpubuf.tuning.timing import DeviceError, GraphTimer, Timing, UnusableError
 from gpubuf.tuning.workloads import Bench
-from tests.support.candidate_specs import corners, first_of_each
+from tests.support.tuning_setup import first_of_each
 
 CPU = torch.device("cpu")
 DEVICE = "A GPU of paper"
@@ -46,35 +46,24 @@ class CountingTimer:
         return Timing(self.seconds, 1)
 
 
-@pytest.mark.parametrize("progress", [None, PlainReporter, BarReporter])
-def test_a_whole_tuning(tmp_path, progress, capsys):
-    """Every operation, every quick candidate (little time: the rule's alone), and the file that comes of it."""
-    reporter = None if progress is None else progress()
-    seconds = 0 if progress is None else 1e-9
+def test_a_whole_tuning(tmp_path):
+    """Every operation, every quick candidate, and the file that comes of it."""
+    shown = []
     with triton_on_cpu():
+        sizes = {"memory": 2**12, "rotations": 2, "copied": 1024}
         tuned = tuning.tune_device(
-            SHAPES,
-            CPU,
-            DEVICE,
-            tmp_path,
-            CountingTimer(),
-            seconds=seconds,
-            memory=2**12,
-            rotations=2,
-            copied=1024,
-            reporter=reporter,
+            SHAPES, CPU, DEVICE, tmp_path, CountingTimer(), seconds=0, show=shown.append, **sizes
         )
-    if reporter is not None:
-        reporter.stop()
     assert [result.job for result in tuned.results] == jobs(SHAPES)
+    assert shown == tuned.results
     for result in tuned.results:
         # The results of every candidate are those of the rule's.
         assert not result.rejected
         assert result.chosen is not None
-        assert result.chosen == (result.trials[-1] if seconds == 0 else result.by_rule)
-        assert set(result.n_bytes) == set(result.chosen.timings)
-        assert all(n_bytes > 0 for n_bytes in result.n_bytes.values())
-        # What was found is what counts from now on.
+        assert result.chosen == result.trials[-1]
+        assert set(result.chosen.n_bytes) == set(result.chosen.timings)
+        assert all(n_bytes > 0 for n_bytes in result.chosen.n_bytes.values())
+        # The file is in use from now on.
         found = config.tuned(result.job.operation, DEVICE, tmp_path, **result.sizes)
         assert found == result.chosen.config
     assert tuned.path.parent == tmp_path
@@ -82,32 +71,28 @@ def test_a_whole_tuning(tmp_path, progress, capsys):
     assert content["points"].keys() == SPACES.keys()
     assert content["made"]["mode"] == "quick"
     assert not _tuned.read(tuned.path, SPACES, DEVICE).problems
-    said = capsys.readouterr().err
-    assert said.count("\n") == (len(tuned.results) if progress is PlainReporter else 0)
-    if progress is PlainReporter:
-        assert f"{len(tuned.results)}/{len(tuned.results)} " in said
-
-
-def in_force(job, made):
-    return {} if isinstance(made, FanOut) else {job.operation: made}
 
 
 MARK = Job("sum_tree_update", 300, {"n": 2}, "sum_tree")  # two rows are no batch: they are marked
 
 
+def test_every_quick_candidate_of_a_mark():
+    """The shapes above have too few environments for a point of their own."""
+    with triton_on_cpu():
+        (result,) = tune([MARK], SHAPES, Bench(SHAPES, CPU, 2, 2**12), CountingTimer())
+    assert not result.rejected
+    assert len(result.trials) > 5
+
+
 @pytest.mark.parametrize("job", [*first_of_each(SHAPES), MARK], ids=str)
-def test_candidates_at_the_corners_agree_with_the_cpu(job):
-    """The kernels with the largest and the smallest tiles compute what the CPU's do."""
-    sizes = {name: (dict(job.sizes) | {"fan_out": 16})[name] for name in SPACES[job.operation].sizes}
-    steps = SHAPES.steps(job.capacity)
-    for made in corners(job, sizes, steps):
-        fan_out = getattr(made, "fan_out", 16)
-        expected = [work.result() for work in Bench(SHAPES, CPU, 2, 2**12).workloads(job, fan_out)]
-        with triton_on_cpu(), config.using(**in_force(job, made)):
-            found = [work.result() for work in Bench(SHAPES, CPU, 2, 2**12).workloads(job, fan_out)]
-        assert len(expected) == len(found) >= 1
-        for one, other in zip(expected, found, strict=True):
-            assert not disagreement(one, other), made
+def test_the_rule_agrees_with_the_cpu(job):
+    """So do the candidates, whose results were those of the rule's above."""
+    expected = [work.result() for work in Bench(SHAPES, CPU, 2, 2**12).workloads(job, 16)]
+    with triton_on_cpu(), config.by_rule():
+        found = [work.result() for work in Bench(SHAPES, CPU, 2, 2**12).workloads(job, 16)]
+    assert len(expected) == len(found) >= 1
+    for one, other in zip(expected, found, strict=True):
+        assert not disagreement(one, other)
 
 
 @pytest.mark.parametrize("job", jobs(Shapes((5,), (8,), ROW, envs=3, slice_len=4)), ids=str)
@@ -156,102 +141,67 @@ def test_index_rebuilds_go_by_the_rule(monkeypatch):
 # Events and graphs
 
 
-class FakeGraph:
-    """Records calls, and runs them again."""
-
-    captured: FakeGraph | None = None
+class FakeCuda:
+    """The parts of torch.cuda that the timer uses. A call in a graph takes a microsecond."""
 
     def __init__(self):
-        self.calls = []
+        self.clock, self.broken, self.graph, self.streams = 0.0, False, None, 0
 
-    def replay(self):
-        FakeCuda.clock += 1e-6 * len(self.calls)
-
-
-class FakeStream:
-    def __init__(self, *_):
-        pass
-
-    def wait_stream(self, other):
-        assert isinstance(other, FakeStream)
-
-    def synchronize(self):
-        FakeCuda.check()
-
-
-class FakeEvent:
-    def __init__(self, enable_timing):
-        assert enable_timing
-
-    def record(self):
-        self.at = FakeCuda.clock
-
-    def synchronize(self):
-        FakeCuda.check()
-
-    def elapsed_time(self, other):
-        return 1e3 * (other.at - self.at)
-
-
-class FakeCuda:
-    """What the timer uses of torch.cuda. A call in a graph takes a microsecond."""
-
-    clock = 0.0
-    broken = False
-    graph: FakeGraph | None = None
-    streams = 0
-
-    @classmethod
-    def check(cls):
-        if cls.broken:
+    def synchronize(self, device=None):
+        if self.broken:
             raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
 
-    @classmethod
-    @contextlib.contextmanager
-    def capture(cls, graph):
-        cls.graph = graph
-        yield
-        cls.graph = None
+    def Stream(self, device=None):  # noqa: N802
+        return SimpleNamespace(wait_stream=lambda other: None, synchronize=self.synchronize)
 
-    @classmethod
+    def Event(self, enable_timing):  # noqa: N802
+        event = SimpleNamespace(synchronize=self.synchronize)
+        event.record = lambda: setattr(event, "at", self.clock)
+        event.elapsed_time = lambda other: 1e3 * (other.at - event.at)
+        return event
+
+    def CUDAGraph(self):  # noqa: N802
+        graph = SimpleNamespace(calls=[])
+        graph.replay = lambda: setattr(self, "clock", self.clock + 1e-6 * len(graph.calls))
+        return graph
+
     @contextlib.contextmanager
-    def stream(cls, stream):
-        cls.streams += 1
+    def capture(self, graph):
+        self.graph = graph
         yield
+        self.graph = None
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        self.streams += 1
+        yield
+
+    def recorded(self, numbers, number):
+        """A call that says whether it runs eagerly or in a graph."""
+
+        def call():
+            if self.graph is not None:
+                self.graph.calls.append(number)
+            numbers.append((number, self.graph is not None))
+            return torch.zeros(1)
+
+        return call
 
 
 @pytest.fixture
 def cuda(monkeypatch):
-    FakeCuda.clock, FakeCuda.broken, FakeCuda.graph, FakeCuda.streams = 0.0, False, None, 0
-    for name, fake in {
-        "Stream": FakeStream,
-        "Event": FakeEvent,
-        "CUDAGraph": FakeGraph,
-        "graph": FakeCuda.capture,
-        "stream": FakeCuda.stream,
-        "current_stream": lambda device=None: FakeStream(),
-        "synchronize": lambda device=None: FakeCuda.check(),
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    return FakeCuda
-
-
-def recorded(numbers, number):
-    """A call that says whether it runs eagerly or in a graph."""
-
-    def call():
-        if FakeCuda.graph is not None:
-            FakeCuda.graph.calls.append(number)
-        numbers.append((number, FakeCuda.graph is not None))
-        return torch.zeros(1)
-
-    return call
+    fake = FakeCuda()
+    for name in ("Stream", "Event", "CUDAGraph", "stream", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
+    monkeypatch.setattr(torch.cuda, "graph", fake.capture)
+    monkeypatch.setattr(torch.cuda, "current_stream", fake.Stream)
+    return fake
 
 
 class TestGraphTimer:
     def test_time_of_a_call(self, cuda):
         numbers: list[tuple[int, bool]] = []
-        timed = GraphTimer(CPU, seconds=1e-3, repeats=3, unroll=10).time([recorded(numbers, i) for i in range(4)])
+        timed = GraphTimer(CPU, seconds=1e-3, repeats=3, unroll=10).time([cuda.recorded(numbers, i) for i in range(4)])
         assert timed.seconds == pytest.approx(1e-6)
         assert timed.launches is None, "nothing is known of interpreted kernels"
         eager, captured = numbers[:4], numbers[4:]
@@ -264,7 +214,7 @@ class TestGraphTimer:
     @pytest.mark.parametrize("captured", [False, True])
     def test_what_fails_is_unusable(self, cuda, captured):
         def call():
-            if (FakeCuda.graph is not None) == captured:
+            if (cuda.graph is not None) == captured:
                 raise RuntimeError("out of resource: shared memory\nand more")
 
         with pytest.raises(UnusableError, match=r"^RuntimeError: out of resource: shared memory$"):
@@ -272,7 +222,7 @@ class TestGraphTimer:
 
     def test_a_lost_device_ends_everything(self, cuda):
         def call():
-            FakeCuda.broken = True
+            cuda.broken = True
 
         with pytest.raises(DeviceError, match="does not answer any more: CUDA error: an illegal"):
             GraphTimer(CPU).time([call])
@@ -284,58 +234,18 @@ class TestGraphTimer:
         with pytest.raises(torch.OutOfMemoryError):
             GraphTimer(CPU).time([call])
 
-    @pytest.mark.parametrize(("spills", "said"), [(0, ""), (12, "7 12, 8 12")])
+    @pytest.mark.parametrize(("spills", "said"), [(0, ""), (12, "draw_kernel 12, empty_kernel 12")])
     def test_spills_and_launches(self, cuda, monkeypatch, spills, said):
-        @contextlib.contextmanager
-        def launches():
-            yield [("draw_kernel", 7), ("empty_kernel", 8)] * 4
-
-        monkeypatch.setattr(timing, "launches", launches)
-        monkeypatch.setattr(timing, "spills_of", lambda handles: dict.fromkeys(sorted(map(str, handles)), spills))
-        timed = GraphTimer(CPU).time([recorded([], i) for i in range(4)])
+        """Of two compiled kernels in each of four calls."""
+        kernels = [SimpleNamespace(name=name, n_spills=spills) for name in ("draw_kernel", "empty_kernel")]
+        monkeypatch.setattr(triton.JITFunction, "run", lambda kernel: kernel)
+        timed = GraphTimer(CPU).time([lambda: [triton.JITFunction.run(kernel) for kernel in kernels]] * 4)
         assert (timed.launches, timed.spilled) == (2, said)
 
     def test_limits_of_the_device(self, cuda):
         with triton_on_cpu():
             assert timing.launch_seconds(CountingTimer(), CPU) == pytest.approx(0.9)
         assert timing.copy_bandwidth(CountingTimer(), CPU, 450) == pytest.approx(1000)
-
-
-def test_launches_are_seen_through_tritons_hook(monkeypatch):
-    import triton
-
-    chain = triton.knobs.runtime.launch_enter_hook
-    before = list(chain.calls)
-    with timing.launches() as seen:
-        for name in ("one", "two"):
-            chain(SimpleNamespace(get=lambda name=name: {"name": name, "function": 3, "stream": 0}))
-    assert seen == [("one", 3), ("two", 3)]
-    assert chain.calls == before
-    # Where a Triton has no such hook, nothing is seen, and nothing breaks.
-    monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", None)
-    with timing.launches() as seen:
-        pass
-    assert seen == []
-
-
-def test_spills_are_found_among_the_compiled_kernels(monkeypatch):
-    import triton
-
-    from gpubuf.kernels.rows import _triton
-
-    def compiled(function, n_spills, name="rows_gather_kernel"):
-        return SimpleNamespace(function=function, n_spills=n_spills, name=name)
-
-    class Jitted(triton.JITFunction):
-        def __init__(self):
-            pass
-
-    fake = Jitted()
-    fake.device_caches = {0: ({"a": compiled(1, 4), "b": compiled(2, 8), "c": compiled(3, None)}, {}, None)}
-    monkeypatch.setattr(_triton, "rows_gather_kernel", fake)
-    assert timing.spills_of({1, 3}) == {"rows_gather_kernel": 4}
-    assert timing.spills_of({1, 2}) == {"rows_gather_kernel": 8}
-    assert timing.spills_of({9}) == {}
 
 
 class TestCommand:
@@ -364,10 +274,8 @@ class TestCommand:
 
         def tune_device(shapes, device, device_name, folder, timer, **options):
             asked.append((shapes, device, device_name, folder, options))
-            return real(shapes, CPU, device_name, folder, CountingTimer(), **smaller(options))
-
-        def smaller(options):
-            return options | {"memory": 2**12, "rotations": 2, "copied": 1024, "seconds": 1e-9}
+            smaller = options | {"memory": 2**12, "rotations": 2, "copied": 1024, "seconds": 1e-9}
+            return real(shapes, CPU, device_name, folder, CountingTimer(), **smaller)
 
         real = tuning.tune_device
         monkeypatch.setattr(tuning, "tune_device", tune_device)
@@ -384,6 +292,11 @@ class TestCommand:
         assert options["memory"] == 2**31
         assert (options["thorough"], options["seconds"]) == (False, None)
         said = capsys.readouterr()
+        # A line for each point; there was time for the rule's configuration alone.
+        n_points = len(jobs(shapes))
+        assert said.err.count("\n") == n_points
+        assert f"{n_points}/{n_points} " in said.err
+        assert said.err.count("(1 of ") == n_points
         assert all(operation in said.out for operation in SPACES)
         assert "% of floor" in said.out
         assert "not tried for want of time" in said.out
