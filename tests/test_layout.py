@@ -90,18 +90,15 @@ def test_kernel_files_hold_kernels_only(path: Path):
 
 
 FAMILIES = sorted(path.parent for path in KERNELS.glob("*/_launch.py"))
-WITHOUT_REFERENCE = {"sac", "td"}
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda path: path.name)
 def test_families_hold_the_same_files(family: Path):
-    """A file belongs to one backend by its name; ``_check.py`` and ``_slots.py`` are for both."""
+    """A file belongs to one backend by its name; ``_check.py`` is for both."""
     names = {path.stem for path in family.glob("*.py")}
     required = {"__init__", "_launch", "_triton", "_cpu", "reference"}
-    if family.name in WITHOUT_REFERENCE:
-        required.remove("reference")
     assert required <= names
-    others = names - required - {"_check", "_slots", "reference"}
+    others = names - required - {"_check"}
     assert not [name for name in others if not name.startswith(("_triton_", "_cpu_"))]
 
 

@@ -9,6 +9,7 @@ Reference: Haarnoja et al., "Soft Actor-Critic", ICML 2018, appendix C.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ from torch import Tensor
 
 from gpubuf.kernels._differentiable import computing_dtype, register_autograd
 from gpubuf.kernels._registry import define
+
+LOG_2 = math.log(2)
+HALF_LOG_2_PI = 0.5 * math.log(2 * math.pi)
 
 
 def check_arguments(

@@ -18,13 +18,10 @@ from gpubuf.kernels._elementary import exp_below_700, is_positive_normal, log1p_
 from gpubuf.kernels._floats import read, write
 from gpubuf.kernels._jit import OPTIONS, jit
 from gpubuf.kernels._pointers import as_f32, as_f64
-from gpubuf.kernels.tanh_normal import check_arguments
+from gpubuf.kernels.tanh_normal import HALF_LOG_2_PI, LOG_2, check_arguments
 
 #: Elements that are worked on at a time, in buffers that stay in the first cache.
 _CHUNK = 256
-
-_LOG_2 = math.log(2)
-_HALF_LOG_2_PI = 0.5 * math.log(2 * math.pi)
 
 
 @jit(forceinline=True)
@@ -58,7 +55,7 @@ def _sample(loc, scale, noise, low, high, low_value, high_value, n, width, last,
     for i in range(last):
         lows[i] = read(low, wide, i) if low else low_value
         highs[i] = read(high, wide, i) if low else high_value
-        constants[i] = -_HALF_LOG_2_PI - math.log((highs[i] - lows[i]) * 0.5)
+        constants[i] = -HALF_LOG_2_PI - math.log((highs[i] - lows[i]) * 0.5)
     mean, deviation, z = np.empty(_CHUNK), np.empty(_CHUNK), np.empty(_CHUNK)
     density, tanh = np.empty(_CHUNK), np.empty(_CHUNK)
     total, row, column, bound = 0.0, 0, 0, 0
@@ -71,7 +68,7 @@ def _sample(loc, scale, noise, low, high, low_value, high_value, n, width, last,
             x = mean[j] + deviation[j] * z[j]
             decay = exp_below_700(-2 * abs(x))
             tanh[j] = math.copysign((1 - decay) / (1 + decay), x)
-            log_sech2 = 2 * (_LOG_2 - abs(x) - log1p_of_fraction(decay))
+            log_sech2 = 2 * (LOG_2 - abs(x) - log1p_of_fraction(decay))
             density[j] = -0.5 * z[j] * z[j] - log_of_normal(deviation[j]) - log_sech2
         for j in range(count):
             if not is_positive_normal(deviation[j]):

@@ -3,6 +3,11 @@
 import triton
 import triton.language as tl
 
+from gpubuf.kernels import tanh_normal
+
+LOG_2 = tl.constexpr(tanh_normal.LOG_2)
+HALF_LOG_2_PI = tl.constexpr(tanh_normal.HALF_LOG_2_PI)
+
 
 @triton.jit
 def tanh_sech2(x):
@@ -17,7 +22,7 @@ def tanh_sech2(x):
     tanh = (1 - decay) / (1 + decay)
     tanh = tl.where(x < 0, -tanh, tanh)
     sech2 = 4 * decay / ((1 + decay) * (1 + decay))
-    log_sech2 = 2 * (0.6931471805599453 - magnitude - tl.log(1 + decay))
+    log_sech2 = -2 * (magnitude - LOG_2 + tl.log(1 + decay))
     return tanh, sech2, log_sech2
 
 
@@ -79,7 +84,7 @@ def tanh_normal_sample_kernel(
     action = tl.where(action > high, high, tl.where(action < low, low, action))
     tl.store(action_ptr + offset, action, mask=inside)
     # One logarithm of both, of a harmless 1 outside.
-    each = -0.5 * noise * noise - tl.log(tl.where(inside, scale * half, 1.0)) - 0.9189385332046727 - log_sech2
+    each = -0.5 * noise * noise - tl.log(tl.where(inside, scale * half, 1.0)) - HALF_LOG_2_PI - log_sech2
     tl.store(log_prob_ptr + row, tl.sum(tl.where(inside, each, 0.0), 1), mask=row < n)
 
 
