@@ -119,7 +119,7 @@ class BatchedCritics(Critics):
     def _run(self, module: Any, inputs: TensorDictBase, key: NestedKey) -> Tensor:
         entries = [entry(inputs, name) for name in self.network.in_keys]
         if is_plain(module):
-            value = module.module(*entries)
+            value: Tensor = module.module(*entries)
         else:
             # The nets come first in the output: no batch size would fit inputs and output alike.
             data = TensorDict(dict(zip(self.network.in_keys, entries, strict=True)), batch_size=[])
@@ -166,7 +166,8 @@ class StackedCritics(Critics):
 
         def single(*own: Tensor) -> Tensor:
             copy.places.fill(own)
-            return copy.module(inputs.copy()).get(key)
+            output: Tensor = copy.module(inputs.copy()).get(key)
+            return output
 
         try:
             if self._use_vmap:

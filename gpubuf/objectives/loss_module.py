@@ -43,7 +43,7 @@ class LossModule(TensorDictModuleBase):
         self.loss_mask_key: NestedKey | None = "auto"
         self._tensor_keys = self._AcceptedKeys()
         self.links_version = 0
-        self.register_load_state_dict_post_hook(_after_loading)
+        self.register_load_state_dict_post_hook(_after_loading)  # type: ignore[no-untyped-call]
 
     def __setattr__(self, name: str, value: Any) -> None:
         # `loss.log_alpha = -1.0` sets the value in place, which a captured graph sees.
@@ -97,11 +97,11 @@ class LossModule(TensorDictModuleBase):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A TensorDict is copied (or unpickled) apart from the modules that share its tensors.
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.refresh_links()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        out = super()._apply(fn, recurse)
+        out = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.refresh_links()
         return out
 

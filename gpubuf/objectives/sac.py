@@ -213,7 +213,8 @@ class SACLoss(TemperatureLossModule, TDLossModule):
     @property
     def vmap_randomness(self) -> str:
         """How random operations behave among stacked critics: "error", "same" or "different"."""
-        return self._critics.vmap_randomness
+        randomness: str = self._critics.vmap_randomness
+        return randomness
 
     def set_vmap_randomness(self, value: str) -> None:
         """Choose "error", "same" or "different"; see ``torch.vmap``. By default "different" where there is dropout."""
@@ -306,7 +307,8 @@ class SACLoss(TemperatureLossModule, TDLossModule):
         dist = actor.get_dist(tensordict)
         fused = getattr(dist, "rsample_and_log_prob", None)
         if fused is not None:
-            return fused()
+            drawn: tuple[Tensor, Tensor] = fused()
+            return drawn
         if not dist.has_rsample:
             raise TypeError(f"SAC differentiates through the action: {type(dist).__name__} has no rsample")
         action = dist.rsample()
@@ -325,7 +327,7 @@ class SACLoss(TemperatureLossModule, TDLossModule):
 
     def _next_state(self, tensordict: TensorDictBase) -> TensorDictBase:
         """The entries of the next step, in a TensorDict of their own, without those that must not be seen."""
-        state = tensordict.get("next").copy()
+        state: TensorDictBase = tensordict.get("next").copy()
         if self.skip_done_states:
             ended = self.terminated(tensordict).bool()
             action = unravel_key(self.tensor_keys.action)
@@ -367,7 +369,7 @@ class SACLoss(TemperatureLossModule, TDLossModule):
             counts = mask.reshape(shape).bool()
             entropy = -torch.where(counts, log_prob.detach(), 0.0).sum() / counts.sum().clamp(min=1)
         if not self._target_entropy_known:
-            self.target_entropy = -float(action.shape[len(shape) :].numel())  # type: ignore[assignment]
+            self.target_entropy = -float(action.shape[len(shape) :].numel())
         # A tensor without graph: the temperature's backward must not run through, and free, the actor's.
         loss_alpha, _ = sac.temperature_loss(
             self.log_alpha, log_prob.detach(), self._target_entropy, weight, mask, code

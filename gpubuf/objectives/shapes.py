@@ -9,7 +9,8 @@ from torch import Tensor
 
 def next_key(key: NestedKey) -> NestedKey:
     """Where a transition has the value of ``key`` after its step."""
-    return unravel_key(("next", key))
+    following: NestedKey = unravel_key(("next", key))
+    return following
 
 
 def per_row(tensor: Tensor, shape: torch.Size, name: str) -> Tensor:

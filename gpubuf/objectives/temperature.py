@@ -67,7 +67,7 @@ class TemperatureLossModule(LossModule):
             if shape is None:
                 return
             target_entropy = -float(math.prod(shape))
-        self.target_entropy = target_entropy  # type: ignore[assignment]
+        self.target_entropy = target_entropy
 
     def after_loading(self) -> None:
         super().after_loading()

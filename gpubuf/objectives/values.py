@@ -60,7 +60,7 @@ class TD0Estimator(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TD0Estimator:
         # A discount in bfloat16 would be another one: follow the device only.
         precise = self.gamma
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.gamma = precise.to(self.gamma.device)
         return self
 
@@ -74,4 +74,5 @@ class TD0Estimator(nn.Module):
         steps: Tensor | None,
     ) -> Tensor:
         """See :data:`gpubuf.kernels.td.soft_td_target`."""
-        return td.soft_td_target(next_q, next_log_prob, alpha, reward, terminated, self.gamma, steps)
+        target: Tensor = td.soft_td_target(next_q, next_log_prob, alpha, reward, terminated, self.gamma, steps)
+        return target
