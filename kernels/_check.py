@@ -21,7 +21,7 @@ def demand_int64(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
 def check_devices(first: Tensor, *others: Tensor | None) -> None:
     """Raise ValueError unless all tensors are on one device."""
     device = first.device
-    # No set of devices unless it is to be shown: it takes longer than the comparisons.
+    # The set of devices is made for the message alone: it takes longer than the comparisons.
     for tensor in others:
         if tensor is not None and tensor.device != device:
             found = sorted({str(t.device) for t in (first, *others) if t is not None})

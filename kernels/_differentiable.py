@@ -1,4 +1,4 @@
-"""What the differentiable operations share: their computing dtype, and registration of their gradients."""
+"""Parts that the differentiable operations share: the computing dtype, and the registration of gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compilation of the CPU kernels: at their first call, kept on disk where that is possible."""
+"""Compiles the CPU kernels at their first call, and keeps the machine code on disk if it can."""
 
 import contextlib
 import functools
@@ -37,12 +37,12 @@ def source_stamp() -> tuple[Any, ...]:
 def jit(signature: Any = None, **options: Any) -> Any:
     """``numba.njit``, compiled at the first call, from the signature and not from the arguments of that call.
 
-    A process compiles what it uses: a kernel of a buffer takes from half a second to several. Machine code on disk is
-    only used while none of the kernels' sources has changed; Numba itself compares the file of the function alone, and
-    would go on with the old code of a helper from another file.
+    A process compiles only the kernels that it uses, each in half a second to several seconds. Machine code on disk is
+    used while no source of a CPU kernel has changed. Numba itself looks at the file of the function alone, and would go
+    on with the old code of a helper in another file.
 
-    Helpers ask LLVM to inline them (``forceinline``). Numba's own ``inline="always"`` copies a helper into each of its
-    callers before types are known, and infers them anew there: that takes longer than everything else.
+    Helpers ask LLVM to inline them (``forceinline``). Numba's own ``inline="always"`` copies a helper into its callers
+    before types are known, and infers the types in each of them: that takes longer than everything else.
     """
     if callable(signature) or not options.pop("cache", False):
         return numba.njit(signature, **options)
@@ -64,7 +64,7 @@ def jit(signature: Any = None, **options: Any) -> Any:
             entry_point()
             return template(args, keywords)
 
-        # What Numba asks for at a first call from Python, and from another kernel.
+        # Numba uses the first at a call from Python, the second at a call from another kernel.
         dispatcher._compile_for_args = entry_point
         dispatcher.get_call_template = call_template
         return dispatcher
@@ -76,7 +76,7 @@ def _keep_on_disk(dispatcher: Any) -> None:
     try:
         dispatcher.enable_caching()
     except RuntimeError as error:
-        # "no locator available": neither beside the source nor in the home directory can files be made.
+        # "no locator available": files can be made neither beside the source nor in the home directory.
         _warn(error)
     else:
         dispatcher._cache._cache_file._source_stamp = source_stamp()
@@ -87,7 +87,7 @@ def _compile(dispatcher: Any, signature: Any) -> None:
         try:
             dispatcher.compile(signature)
         except OSError as error:
-            # A disk that is full, say, or a folder that somebody else made.
+            # The disk is full, say, or the folder belongs to somebody else.
             _warn(error)
             dispatcher._cache.disable()
             dispatcher.compile(signature)
@@ -124,6 +124,6 @@ def _announced(folder: str | None) -> Iterator[None]:
 
 def _announce(folder: str | None) -> None:
     kept = "" if folder is None else f"; the next process finds them in {folder}"
-    # Above INFO, and thus printed where nobody has set up logging, only where somebody is looking.
+    # A warning is printed even without logging set up, so it is one only if somebody watches the terminal.
     level = logging.WARNING if sys.stderr.isatty() else logging.INFO
     logger.log(level, "gpubuf compiles its CPU kernels, which takes some seconds%s", kept)

@@ -1,11 +1,11 @@
 """Launches kernels, with less work on the host than ``kernel[grid](...)``.
 
-For every launch Triton binds the arguments, finds out what the kernel has to be specialised on, makes a text of that
-and of the options, looks the compiled kernel up by it, and takes the arguments apart. :func:`launch` lets Triton do so
-once for each configuration, and then calls the compiled kernel's own launcher.
+At every launch Triton binds the arguments, decides what to specialise the kernel on, turns that and the options into a
+text, looks the compiled kernel up by it, and takes the arguments apart. :func:`launch` lets Triton do this once for
+each configuration. After that it calls the compiled kernel's own launcher.
 
-A compiled kernel is found by a key that says at least as much as Triton's own, so that calls with the same key have the
-same specialisation:
+It finds the compiled kernel by a key. The key says at least as much as Triton's own, so that two calls with one key
+have one specialisation:
 
 ===============================  ======================================  ============================================
 argument                         Triton specialises on                   the key has
@@ -17,12 +17,12 @@ anything else, such as a tuple   what ``native_specialize_impl`` says    that
 constexpr                        the value, as text                      name, type and value
 ===============================  ======================================  ============================================
 
-The other parts are the current device, ``num_warps`` and the settings of Triton that go into compilation. A key comes
-into the cache after Triton itself has launched with these arguments. What Triton refuses, such as a tensor in host
-memory, is therefore refused again.
+The key also holds the current device, ``num_warps`` and the settings of Triton that affect compilation. It enters the
+cache only after Triton itself has launched with these arguments: a call that Triton refuses, with a tensor in host
+memory for example, is refused again.
 
-What is not as expected is left to ``kernel[grid](...)``: the interpreter, GPUs other than NVIDIA's (Triton looks at
-more there), hooks, profilers, subclasses of tensors, a ``JITFunction.run`` that somebody has replaced.
+Everything unusual goes through ``kernel[grid](...)``: the interpreter, GPUs of other makers (Triton looks at more
+there), hooks, profilers, subclasses of tensors, and a ``JITFunction.run`` that somebody has replaced.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ except ImportError:  # A Triton with other insides, or without NVIDIA's backend.
     native_specialize_impl = CUDABackend = CudaLauncher = CompiledKernel = None
 
 KEPT = 1024
-"""Configurations of a kernel that are kept. There are more only where sizes change with every call."""
+"""Configurations kept for a kernel. It has more only if sizes change with every call."""
 
 _run = JITFunction.run if JITFunction.run.__module__ == JITFunction.__module__ else None
 
@@ -61,7 +61,7 @@ Launcher = Callable[[int, int, tuple[Any, ...]], None]
 
 
 def launcher_of(made: Any) -> Launcher:
-    """What launches a compiled kernel, without hooks."""
+    """The function that launches a compiled kernel, without hooks."""
     run, function, metadata = made.run, made.function, made.packed_metadata
     if type(run) is CudaLauncher and hasattr(run, "kernel_signature") and not _scratch(run):
         # Triton 3.7: what its launcher does for a kernel without scratch memory, which is 1 µs more than this.
@@ -116,7 +116,7 @@ _launches: dict[int, Launches] = {}
 
 
 def key_of(arguments: Sequence[Any], specialised: Sequence[bool]) -> tuple[list[Any], list[Any]]:
-    """What decides about the compiled kernel, and the arguments in the form that a launcher takes at the least cost.
+    """The key of a call, and its arguments in the form that a launcher takes at the least cost.
 
     Args:
         arguments: all that are not constexprs.
@@ -144,7 +144,7 @@ def key_of(arguments: Sequence[Any], specialised: Sequence[bool]) -> tuple[list[
 
 
 def _wants_to_know(hook: Any) -> Any:
-    """Whether a hook of Triton's is set. Those of launches are chains, which are empty where there are none."""
+    """Whether a hook of Triton's is set. The hooks of launches are chains; an empty chain is none."""
     return getattr(hook, "calls", hook)
 
 
@@ -199,7 +199,7 @@ def launch(kernel: Any, programs: int, *arguments: Any, num_warps: int = 4, **co
 
 
 def _can_be_kept(made: Any, launches: Launches, constexprs: dict[str, Any]) -> bool:
-    """Whether what Triton has compiled and launched can be launched again by its key."""
+    """Whether a kernel that Triton has just compiled and launched can be launched again by its key."""
     return (
         type(made) is CompiledKernel
         and made.metadata.target.backend == "cuda"

@@ -1,7 +1,7 @@
 """Numba views of memory given by address.
 
-``tensor.data_ptr()`` costs 0.1 µs and an integer argument next to nothing; ``tensor.numpy()`` costs
-0.7 µs and an array argument more. A CPU kernel therefore takes addresses and opens views on them.
+``tensor.data_ptr()`` takes 0.1 µs and passing an integer next to nothing. ``tensor.numpy()`` takes 0.7 µs, and passing
+an array more. A CPU kernel therefore takes addresses, and opens views on them.
 """
 
 # Numba reads annotations of nothing here, and its intrinsics need real types: no `from __future__ import annotations`.

@@ -1,11 +1,11 @@
 """Registration of operations, and the switch that sends CPU tensors through Triton.
 
-An operation is defined once, with its schema and three implementations:
+An operation is defined once, with a schema and three implementations:
 
 >>> op = define("twice(Tensor x) -> Tensor", cpu="gpubuf.kernels.x._cpu:twice", ...)  # doctest: +SKIP
 
-Implementations are named by ``"module:function"`` and imported at the first call: importing gpubuf
-compiles nothing, probes no device, and needs neither Numba nor Triton until an operation needs it.
+Implementations are named ``"module:function"`` and imported at the first call. Importing gpubuf therefore compiles
+nothing and probes no device, and loads Numba or Triton only when an operation needs it.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def check_interpreter() -> None:
 def triton_on_cpu(enabled: bool = True) -> Iterator[None]:
     """Send every operation on CPU tensors through its Triton launcher instead of its CPU twin.
 
-    This runs the CUDA path on a machine without a GPU. It needs Triton's interpreter, that is, the
-    environment variable ``TRITON_INTERPRET=1`` set before Triton is imported. Slow: for tests.
+    This runs the CUDA path on a machine without a GPU, for tests: it is slow. It needs Triton's interpreter, so set the
+    environment variable ``TRITON_INTERPRET=1`` before Triton is imported.
 
     Raises:
         RuntimeError: Triton is not in interpreter mode.
@@ -98,7 +98,7 @@ def lazy(target: str) -> Callable[..., Any]:
 def _on_its_device(target: str) -> Callable[..., Any]:
     """A launcher, imported at its first call, with the device of its first argument as the current one.
 
-    Triton launches there. Tensors in host memory, as under :func:`triton_on_cpu`, are on no such device.
+    Triton launches on the current device. Tensors in host memory, as under :func:`triton_on_cpu`, change nothing.
     """
     launch: Callable[..., Any] | None = None
 
@@ -125,13 +125,13 @@ def define(schema: str, *, cpu: str, cuda: str, fake: Callable[..., Any]) -> Any
             :func:`triton_on_cpu`.
         fake: shape-only implementation, for ``FakeTensorMode`` and ``torch.compile``.
 
-    ``Library.impl`` is used, not ``torch.library.custom_op``: 1.5 µs against 10 µs a call (DESIGN.md 3.1).
+    ``Library.impl`` takes 1.5 µs a call, ``torch.library.custom_op`` 10 µs.
     """
     name = schema.partition("(")[0]
     on_gpu = _on_its_device(cuda)
     on_cpu: Callable[..., Any] | None = None
 
-    # `lazy` spelled out: a call less for what takes a few microseconds in all.
+    # `lazy` spelled out, which saves a call: the whole operation takes a few microseconds.
     def cpu_or_interpreter(*args: Any) -> Any:
         nonlocal on_cpu
         if _triton_on_cpu:
@@ -150,15 +150,15 @@ def define(schema: str, *, cpu: str, cuda: str, fake: Callable[..., Any]) -> Any
 
 
 _implementations: dict[Any, tuple[str, Callable[..., Any]]] = {}
-"""By operation: what runs on CPU tensors, by name, and what launches."""
+"""For each operation the name of its CPU function, and its launcher."""
 
 
 def _eager(first: torch.Tensor) -> bool:
     """Whether PyTorch's dispatcher has nothing to decide in an operation on ``first`` and other plain tensors.
 
-    That is so in eager mode for plain tensors, with no mode (fake tensors, tracing, a default device) active. There the
-    dispatcher only boxes the arguments: 2 to 6 µs of a call that takes 5 to 15. Not for operations with gradients. The
-    first argument stands for all of them.
+    True in eager mode for plain tensors while no mode (fake tensors, tracing, a default device) is active. The
+    dispatcher would only box the arguments, which takes 2 to 6 µs of a call of 5 to 15. Do not ask for operations with
+    gradients. The first argument stands for all of them.
     """
     return not (_compiling() or type(first) is not torch.Tensor or _modes() or _functions())
 
@@ -184,14 +184,15 @@ def in_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def without_dispatch(operation: Any, *, given: Sequence[str] = (), trusted: bool = False) -> Callable[..., Any]:
-    """``operation``, called past PyTorch's dispatcher where that has nothing to decide.
+    """``operation``, called past PyTorch's dispatcher if that has nothing to decide.
 
     Args:
         operation: what :func:`define` returned.
-        given: names of the arguments that users have made: real tensors, or lists of any. They are read by address, and
-            therefore copied where they are lazy (:func:`in_memory`). To find out takes 0.15 µs a tensor.
-        trusted: the caller vouches for dtypes, shapes and strides of all arguments: a CPU twin that takes the keyword
-            ``trusted`` does not look at them again.
+        given: names of the arguments that come from users: real tensors, or lists of any tensors. The CPU reads them by
+            address, so that lazy ones are copied (:func:`in_memory`). The check takes 0.15 µs a tensor.
+        trusted: the caller vouches for dtypes, shapes and strides of all arguments. A CPU function that takes the
+        keyword
+            ``trusted`` then skips its checks.
     """
     twin: Callable[..., Any] | None = None
     target, on_gpu = _implementations[operation]
@@ -202,7 +203,7 @@ def without_dispatch(operation: Any, *, given: Sequence[str] = (), trusted: bool
     vectors = [positions[name] for name in given if name not in lists]
 
     def some_are_lazy(args: tuple[Any, ...]) -> bool:
-        # `is_lazy` spelled out: it is asked for every key of every write. What is real is not conjugated.
+        # `is_lazy` spelled out: it runs for every key of every write. Real tensors are never conjugated.
         for position in vectors:
             tensor = args[position]
             if tensor is not None and (tensor.is_neg() or tensor._is_zerotensor()):

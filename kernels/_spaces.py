@@ -1,4 +1,4 @@
-"""What can be configured about the launches: a dataclass for each kind, and what of it the kernels can run."""
+"""The configurations of launches: a dataclass for each kind, and the values that the kernels can run."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class BlockConfig:
     num_warps: int
 
 
-# What can be tuned
+# Spaces
 
 
 def _rows_refusal(config: RowsConfig) -> str:
@@ -182,4 +182,4 @@ SPACES: dict[str, Space] = {
     "tanh_normal_backward": Space("tanh_normal", ("n",), BlockConfig, tile=_block_tile),
     "loss_rows": Space("td", ("n",), BlockConfig, tile=_block_tile),
 }
-"""What can be tuned, by the name under which it stands in tuned files."""
+"""Every operation that can be tuned, by its name in tuned files."""

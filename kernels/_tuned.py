@@ -1,14 +1,14 @@
-"""Tuned files: where they are, what they say, and which of it can be used.
+"""Tuned files: where they are, how they are read, and which of their points count.
 
-``gpubuf tune`` writes one file for each kind of device, named after it: ``<slug of the name>.json``. It holds, for each
-operation, points that were measured::
+``gpubuf tune`` writes one file for each kind of device, ``<slug of its name>.json``. The file holds the points that
+were measured, by operation::
 
     {"format": 1, "device": "NVIDIA H100 80GB HBM3", "made": {"date": "2026-11-21", ...},
      "kernels": {"sum_tree": "0d1f5a...", ...},
      "points": {"sum_tree_draw": [{"sizes": {"fan_out": 32, "n": 256}, "config": {"block_draws": 4, "num_warps": 1}}]}}
 
-A point is used only if its configuration is one that the kernels can run: nothing in a file leads to an error or to a
-wrong result. What can't be used is ignored, and :func:`said` once for each file.
+A point counts only if the kernels can run its configuration. Nothing in a file leads to an error or to a wrong result:
+bad points are ignored, and :func:`said` logs them once for each file.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from pathlib import Path
 from typing import Any
 
 FORMAT = 1
-"""Of the files. Higher where old timings would mislead, although every configuration could still be run."""
+"""Version of the files. It rises when old timings would mislead, even if every configuration still runs."""
 
 TUNED = Path(__file__).parent / "tuned"
 """The files that ship with gpubuf."""
 
 REACH = 16
-"""A point counts for sizes up to so many times as large or as small as its own; the rule knows better beyond."""
+"""A point counts for sizes up to this many times larger or smaller than its own. Beyond, the rule knows better."""
 
 logger = logging.getLogger("gpubuf")
 
@@ -47,16 +47,16 @@ LARGEST_WARPS = 16
 
 @dataclass(frozen=True)
 class Space:
-    """What can be tuned about an operation.
+    """The configurations that an operation can be tuned over.
 
     Attributes:
         family: the package of the operation's kernels.
-        sizes: names of what the configuration depends on.
+        sizes: names of the sizes that the configuration depends on.
         config: the frozen dataclass that holds it. Its fields are powers of two, or booleans.
         tile: elements of the largest tile that a program holds, by sizes and configuration.
-        exact: those of the sizes that must agree for a point to count; the others need only be near.
-        free: fields that need not be powers of two; ``refusal`` says what they may be.
-        refusal: why the kernels can't run a configuration, for what the rest does not cover; "" if they can.
+        exact: sizes that must be equal for a point to count; the others need only be near.
+        free: fields that need not be powers of two; ``refusal`` checks them.
+        refusal: why the kernels can't run a configuration, for reasons that no other attribute covers; "" if they can.
     """
 
     family: str
@@ -70,7 +70,7 @@ class Space:
 
 @dataclass(frozen=True)
 class Point:
-    """A configuration, the sizes that it is for, and what was measured there, for people."""
+    """A configuration, the sizes that it is for, and the measurement, for people to read."""
 
     sizes: Mapping[str, int]
     config: Any
@@ -79,14 +79,14 @@ class Point:
 
 @dataclass(frozen=True)
 class TunedFile:
-    """What can be used of a file.
+    """The usable part of a file.
 
     Attributes:
         path: where it is.
-        device: the device it names; "" where it can't be read.
+        device: the device that it names; "" if the file can't be read.
         made: when it was made, and with what, as the file says.
-        points: those that can be used, by operation.
-        problems: what can't be used, and why; empty if everything can.
+        points: the usable points, by operation.
+        problems: the rest, and why; empty if every point is usable.
     """
 
     path: Path
@@ -97,7 +97,7 @@ class TunedFile:
 
     @property
     def n_points(self) -> int:
-        """Number of points that can be used."""
+        """Number of usable points."""
         return sum(map(len, self.points.values()))
 
 
@@ -107,9 +107,9 @@ def slug(device_name: str) -> str:
 
 
 def user_folder() -> Path | None:
-    """Where a user's own tuned files are: ``$XDG_CACHE_HOME/gpubuf/tuned``; None where there is no home.
+    """The folder of a user's own tuned files, ``$XDG_CACHE_HOME/gpubuf/tuned``; None if there is no home.
 
-    Below ``~/.cache`` where ``XDG_CACHE_HOME`` is not set to an absolute path.
+    It is below ``~/.cache`` unless ``XDG_CACHE_HOME`` is an absolute path.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not cache.is_absolute():
@@ -121,7 +121,7 @@ def user_folder() -> Path | None:
 
 
 def folders() -> list[Path]:
-    """Where tuned files are looked for: the user's folder first, then what ships with gpubuf."""
+    """The folders of tuned files: the user's first, then the one that ships with gpubuf."""
     own = user_folder()
     return [TUNED] if own is None else [own, TUNED]
 
@@ -167,7 +167,7 @@ def invalid(space: Space, sizes: Any, config: Any) -> str:
 
 
 def read(path: Path, spaces: Mapping[str, Space], device_name: str | None = None) -> TunedFile:
-    """What can be used of a file. Never raises; a file that is not there is empty.
+    """The usable part of a file. Never raises; a missing file is empty.
 
     Args:
         path: where it is.
@@ -194,7 +194,7 @@ def read(path: Path, spaces: Mapping[str, Space], device_name: str | None = None
 
 
 def _usable(given: Any, stamps: Any, spaces: Mapping[str, Space]) -> tuple[dict[str, tuple[Point, ...]], list[str]]:
-    """The points of a file that can be used, and what is wrong with the others."""
+    """The usable points of a file, and the faults of the others."""
     if not isinstance(given, dict) or not isinstance(stamps, dict):
         return {}, ["it is damaged: it has no points"]
     points, problems = {}, []
@@ -237,7 +237,7 @@ def nearest(points: Iterable[Point], sizes: Mapping[str, int], exact: Iterable[s
         return [abs(math.log(max(point.sizes[name], 1) / max(size, 1))) for name, size in sizes.items()]
 
     def counts(point: Point) -> bool:
-        # A hair more, for sizes that are exactly that many times as large.
+        # A hair more, for sizes that are exactly REACH times as large.
         near = max(steps(point), default=0.0) <= math.log(REACH) * (1 + 1e-12)
         return near and all(point.sizes[name] == sizes[name] for name in exact)
 

@@ -1,9 +1,9 @@
 """The choice of launch configurations: an explicit one, else a tuned file's, else a rule.
 
 The choices are pure functions of their arguments and of the tuned files; no device is probed. Files are looked for in
-the user's folder first, then among those that ship (:mod:`gpubuf.kernels._tuned` says where they are).
-Of each file the point nearest in log space is taken, if it is near enough, and if it agrees in what must agree exactly
-(:mod:`gpubuf.kernels._spaces` says what that is).
+the user's folder first, then among those that ship (:mod:`gpubuf.kernels._tuned` says where they are). A file's point
+counts if its sizes are near enough in log space, and equal where they must be: :mod:`gpubuf.kernels._spaces` says
+which. The nearest one is taken.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def using(**configurations: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def by_rule() -> Iterator[None]:
-    """Choose by rule alone, whatever files or a :func:`using` around this say: for tuning. As far-reaching as that."""
+    """Choose by rule alone and ignore files and :func:`using`: for tuning. It holds for the whole process."""
     global _use_files
     with _restored():
         _explicit.clear()

@@ -1,4 +1,4 @@
-"""``python -m gpubuf.kernels.aot [TARGET ...]``: what the compiler makes of every kernel."""
+"""``python -m gpubuf.kernels.aot [TARGET ...]``: compile every kernel and print registers, spills and accesses."""
 
 from gpubuf.kernels.aot.compiler import main
 

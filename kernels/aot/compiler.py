@@ -34,7 +34,7 @@ TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 UNALIGNED = ":unaligned"
 
 GATES = (*TARGETS, f"sm_90{UNALIGNED}")
-"""What the tests compile for. Without alignment for one target only: time."""
+"""The targets that the tests compile for. Only one is compiled without alignment too, to save time."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class AotSpec:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What became of one spec on one target.
+    """The result of compiling one spec for one target.
 
     Attributes:
         spec: as text.
@@ -130,7 +130,7 @@ def _by_width(widths: Iterable[int]) -> dict[str, int]:
 
 
 def _ptxas_resources(ptx: str, arch: int) -> dict[str, Any]:
-    """What ``ptxas -v`` reports, and what the code says of barriers and accesses."""
+    """Registers and spills from ``ptxas -v``, barriers and accesses from the code."""
     from triton import knobs
 
     ptxas = (knobs.nvidia.ptxas_blackwell if arch >= 100 else knobs.nvidia.ptxas).path
@@ -156,7 +156,7 @@ def _ptxas_resources(ptx: str, arch: int) -> dict[str, Any]:
 
 
 def _amdgcn_resources(assembly: str) -> dict[str, Any]:
-    """What the metadata and the code of an AMD kernel say. Its fences are apart from atomics, and not counted.
+    """The same of an AMD kernel, from its metadata and code. Its fences are apart from atomics, and not counted.
 
     Scalar registers spill into lanes of vector registers, not to memory: only a thread's private memory is counted.
     """
@@ -247,7 +247,7 @@ COLUMNS = ("registers", "spills", "shared", "barriers", "ordered", "loads", "sto
 
 
 def columns(result: Compiled) -> tuple[str, ...]:
-    """What the report shows of a kernel, as :data:`COLUMNS`; accesses as ``bytes x number``."""
+    """A kernel's line of the report, as :data:`COLUMNS`; accesses as ``bytes x number``."""
     widths = (" ".join(f"{width}x{count}" for width, count in found.items()) for found in (result.loads, result.stores))
     numbers = (result.registers, result.spill_bytes, result.shared_bytes, result.barriers, result.ordered)
     return (*map(str, numbers), *widths)

@@ -1,23 +1,24 @@
 """Rows: gather a batch of all keys in one launch, write a batch into ring positions in one launch.
 
-A storage keeps one tensor per key, ``[capacity, ...]``, each row contiguous. The kernels see bytes, through
+A storage keeps one tensor per key, ``[capacity, ...]``, each row contiguous. The kernels see bytes. They get two
+tensors:
 
-* ``table``: int64 ``[K, 5]``, a :func:`table_entry` per key, on the device that does the work. The addresses may
-  point to that device's memory or to pinned host memory, and the first rows may lie in one and the others in the other.
-  The rows of a key follow each other in steps of its row stride: they may lie inside wider records;
-* ``ring``: int64 ``[4]`` = (written, size, ticket, faults). ``written`` counts all rows ever written, modulo
-  nothing; the cursor is ``written % capacity``; ``size`` rows are valid, at positions ``0 .. size - 1``.
-  ``ticket`` is scratch and zero between calls; ``faults`` counts rows refused on a GPU, where an
-  exception would need a host sync.
+* ``table``: int64 ``[K, 5]``, a :func:`table_entry` per key, on the device that does the work. Addresses point to that
+  device's memory or to pinned host memory. The first rows of a key may lie in one and the others in the other. From row
+  to row the address grows by the row stride, so that rows may lie inside wider records;
+* ``ring``: int64 ``[4]`` = (written, size, ticket, faults). ``written`` counts all rows ever written and never wraps.
+The
+  cursor is ``written % capacity``. ``size`` rows are valid, at positions ``0 .. size - 1``. ``ticket`` is scratch, zero
+  between calls. ``faults`` counts rows that a GPU has refused, where an exception would have to wait for the GPU.
 
-Storage tensors are reached by address, so that the schema cannot name them. ``ring`` stands for them: every operation
-is annotated as mutating it, reads too, so that reads and writes keep their order, also under ``torch.compile``.
+The kernels reach storage tensors by address, so that a schema cannot name them. ``ring`` stands for them: every
+operation, even a read, is annotated as mutating it. That keeps reads and writes in order, also under ``torch.compile``.
 
 The *generation* of a row is the number of times that its position has been written,
 ``(written - position + capacity - 1) // capacity``: derived, never stored.
 
-A row of all keys together may take up to 1 GiB. Addresses need no alignment; the wider their common one, the faster a
-GPU copies. The rows of a write must not overlap the storage.
+A row of all keys together may take up to 1 GiB. Addresses need no alignment, but a GPU copies aligned ones faster. The
+rows of a write must not overlap the storage.
 
 A gathered batch is one uint8 allocation, the *arena*: key ``k`` occupies ``n * row_bytes[k]`` bytes from
 the ``k``-th offset, the running sum of the sizes before it, each rounded up to ``ALIGNMENT``.
@@ -73,7 +74,7 @@ def table_entry(
     step = row_bytes if stride is None else stride
     if split is None:
         return [address, row_bytes, _WHOLE, address, step]
-    # As if all rows lay there: a kernel then only has to choose between two addresses.
+    # Shifted as if all rows lay there, so that a kernel only chooses between two addresses.
     return [address, row_bytes, split, beyond - split * step, step]
 
 

@@ -1,12 +1,13 @@
 """Rows on the GPU: table-driven copies of bytes, all keys in one launch.
 
-The grid of every kernel is one-dimensional: first ``row_programs`` programs that deal with what there is once
-per row (index, generation, faults), then programs that copy. These copy *tiles*: ``TILE`` elements of one key's batch,
-an element being the widest of 16, 8, 4, 2 and 1 bytes that the key's addresses and strides are multiples of. A thread
-moves a few elements whatever their width, so that a tile takes the same time for a key of one byte as for a wide one.
+The grid of every kernel is one-dimensional. The first ``row_programs`` programs write what each row has once: index,
+generation, faults. The others copy *tiles*: ``TILE`` elements of one key's batch. An element has 16, 8, 4, 2 or 1
+bytes, the widest that divides all of the key's addresses and strides. A thread moves a few elements whatever their
+width, so that a tile of a one-byte key takes as long as a tile of a wide one.
 
-How many tiles there are is in the table, on the device, and the host only guesses: program ``p`` of ``P`` copies the
-tiles ``p``, ``p + P``, ... It finds a tile's key by a search in the running sum of the keys' tiles.
+The number of tiles follows from the table, which is on the device; the host only guesses it. Copying program ``p`` of
+``P`` therefore copies the tiles ``p``, ``p + P``, ... It finds a tile's key by a search in the running sum of the keys'
+tiles.
 """
 
 import triton
@@ -38,7 +39,7 @@ from gpubuf.kernels.rows._triton_tiles import (
 
 @triton.jit(
     do_not_specialize=["n_keys", "n", "capacity", "row_programs"],
-    # Two words of an aligned index fit one access: the compiler would lay out all copies for that.
+    # Two words of an aligned index fit one access, and the compiler would lay out all copies for that.
     do_not_specialize_on_alignment=["index_ptr", "generation_ptr"],
 )
 def rows_gather_kernel(
@@ -135,7 +136,7 @@ def rows_sample_kernel(
             element = tl.arange(0, TILE)
             row, column = rows_and_columns(element, (first_byte >> shift).to(tl.int32), words, TILE)
             mask = row < n - first_row
-            # The seed is loaded anew: its round keys, known before the loop, would take twenty registers through it.
+            # The seed is loaded here: hoisted out of the loop, its round keys would occupy twenty registers.
             position = draw_tile(tl.load(rng_ptr + SEED), rng_offset + first_row, size, row, words, TILE)
             source = row_address(position, device_rows, split, host_rows, stride) + (column.to(tl.int64) << shift)
             target = arena_ptr.to(tl.int64) + offset + first_row * row_bytes + first_byte
@@ -193,7 +194,7 @@ def rows_extend_kernel(
             )
             source_stride = decoded(select(key, source_strides))
             source_address = decoded(select(key, source_addresses)) + skipped * source_stride
-            # A source that is aligned worse is copied in narrower elements, and takes more than one pass.
+            # A worse aligned source is copied in narrower elements, in more than one pass.
             shift = unit_shift(alignment | source_address | source_stride)
             words = (row_bytes >> shift).to(tl.int32)
             passes = 1 << (unit_shift(alignment) - shift)

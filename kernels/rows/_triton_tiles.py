@@ -1,4 +1,4 @@
-"""Rows on the GPU: the tiles that the kernels of ``_triton.py`` copy, and what is there once a row."""
+"""Rows on the GPU: the tiles that the kernels of ``_triton.py`` copy, and the arithmetic of indices and generations."""
 
 import triton
 import triton.language as tl
@@ -97,7 +97,7 @@ def draw_tile(seed, counter, size, row, words, TILE: tl.constexpr):
 
 @triton.jit
 def row_address(position, device_rows, split, host_rows, stride):
-    """Addresses of rows: the first ``split`` of a key lie in one memory, the others in another."""
+    """Addresses of rows: the first ``split`` of a key are device rows, the others host rows."""
     return tl.where(position < split, device_rows, host_rows) + position * stride
 
 
@@ -111,7 +111,7 @@ def generation_of(position, valid, written, capacity):
 
 @triton.jit
 def decoded(value):
-    """What ``encode_arguments`` of ``_launch.py`` has made an odd number of at least 3."""
+    """The value of a number that ``encode_arguments`` in ``_launch.py`` made odd and at least 3."""
     return (value - 3) >> 1
 
 
@@ -144,7 +144,7 @@ def load_tiles(table_ptr, n_keys, n, KEYS: tl.constexpr, TILE: tl.constexpr):
 @triton.jit
 def load_key(table_ptr, key, n, number, TILE: tl.constexpr):
     """(device_rows, split, host_rows, stride, all that must be aligned, bytes of a row, row and byte of a tile)."""
-    # The search has brought the whole table into the cache.
+    # The whole table is in the cache since the search.
     entry_ptr = table_ptr + key * ENTRY
     device_rows = tl.load(entry_ptr + DEVICE_ROWS)
     row_bytes = tl.load(entry_ptr + ROW_BYTES)
@@ -189,7 +189,7 @@ def copy_elements(source, target, shift, read, write):
 
 @triton.jit
 def count_faults(ring_ptr, fault):
-    """Add the number of true elements of ``fault`` to ring[FAULTS]: an atomic each, since there are none as a rule."""
+    """Add the number of true elements of ``fault`` to ring[FAULTS]: one atomic each, as faults are rare."""
     zero = fault.to(tl.int64) * 0
     tl.atomic_add(ring_ptr + FAULTS + zero, zero + 1, mask=fault, sem="relaxed")
 

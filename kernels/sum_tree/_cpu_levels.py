@@ -1,4 +1,4 @@
-"""The levels of a sum tree on the CPU: where they are, and the nodes above given rows.
+"""The levels of a sum tree on the CPU: their layout, and the nodes above given rows.
 
 ``eligible_address`` is that of the bitmap of eligible rows, or 0 where all rows are eligible.
 """

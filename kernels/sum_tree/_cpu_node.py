@@ -1,9 +1,9 @@
-"""What the CPU does inside one node of the sum tree: its statistics, and the choice of a child.
+"""One node of the sum tree on the CPU: its statistics, and the choice of a child.
 
-A node of 16 children, the fan-out of the CPU, is handled in vector registers, without a branch: LLVM does not
-find this form by itself (measured: an update takes 2.3 times as long with plain loops, a draw 1.6 times). The
-order of the additions is fixed by the shuffles below, so that every machine, and build and update alike, get
-the same bits. Other fan-outs, which only trees made for a GPU have, take plain loops.
+The CPU's fan-out is 16. Such a node is handled in vector registers, without a branch. LLVM does not find this form by
+itself: with plain loops an update takes 2.3 times as long and a draw 1.6 times. The shuffles below fix the order of the
+additions, so that every machine, and build and update alike, get the same bits. Other fan-outs, which only trees made
+for a GPU have, take plain loops.
 
 Arguments that the functions on leaves share: ``leaves_address``; ``eligible_address``, that of the bitmap of eligible
 rows, or 0 where all rows are eligible; ``first``, the row of the node's first leaf. An ineligible leaf counts as one of
@@ -144,7 +144,7 @@ def _choose(context: Any, builder: Any, signature: Any, weight: Any, mass: Any) 
     """(first child of positive weight whose inclusive prefix sum exceeds ``mass``, or 16; the prefix before it)."""
     prefix = _prefix_sums(builder, weight)
     mass = _everywhere(builder, mass)
-    # These prefix sums are rounded in different orders: the weight itself tells whether a child is empty.
+    # Prefix sums are rounded in different orders, so that only the weight itself tells whether a child is empty.
     candidates = builder.and_(builder.fcmp_ordered(">", prefix, mass), builder.fcmp_ordered(">", weight, _ZERO))
     first = builder.cttz(builder.bitcast(candidates, _BITS), _I1(0))
     before = builder.extract_element(
@@ -181,7 +181,7 @@ def _store_prefixes(typingctx, address, above, before):  # type: ignore[no-untyp
     def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
         weight = _load_f64(builder, args[0])
         prefix = _prefix_sums(builder, weight)
-        # What is not above any mass is never chosen.
+        # -1 exceeds no mass, so that an empty child is never chosen.
         reachable = builder.select(builder.fcmp_ordered(">", weight, _ZERO), prefix, _MINUS_ONE)
         _store(builder, reachable, args[1])
         _store(builder, _shifted(builder, prefix, 1), args[2])
@@ -203,7 +203,7 @@ def _first_above(typingctx, address, mass):  # type: ignore[no-untyped-def]
 
 @jit(forceinline=True)
 def _counts(weight, eligible_address, row):  # type: ignore[no-untyped-def]
-    """Whether a leaf counts. The bits of padding, which weighs nothing, are not read: there may be none."""
+    """Whether a leaf counts. Padding weighs nothing and may have no bits: none are read for it."""
     if eligible_address == 0 or not weight > 0.0:
         return weight > 0.0
     return (carray(as_i64(eligible_address), (row >> 6) + 1)[row >> 6] >> (row & 63)) & 1 == 1

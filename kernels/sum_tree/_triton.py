@@ -90,8 +90,8 @@ def weight_of(priority, alpha, eps):
 def add_halves(x, SHIFT: tl.constexpr):
     """Sum of each row of ``x`` [R, 1 << SHIFT]: [R]. The upper half is added to the lower until one number is left.
 
-    The order of the additions is written out because that of ``tl.sum`` follows from the layout, and so from the
-    launch: a node has to come out the same to the bit whichever kernel computes it.
+    The order of the additions is written out because ``tl.sum`` takes it from the layout, which differs between
+    launches. A node must have the same bits whichever kernel computes it.
     """
     rows: tl.constexpr = x.shape[0]
     for _ in tl.static_range(SHIFT):
@@ -104,8 +104,8 @@ def add_halves(x, SHIFT: tl.constexpr):
 def choose_child(weight, mass, lane, FAN_OUT: tl.constexpr):
     """Per row of ``weight`` [R, F]: the first child of positive weight whose inclusive prefix sum exceeds ``mass``.
 
-    Returns (child, mass left in it, clamped at 0). Where rounding has carried the mass past the last prefix
-    sum, the last child of positive weight; child 0 where all are zero.
+    Returns (child, mass left in it, clamped at 0). If rounding has carried the mass past the last prefix sum, the child
+    is the last one of positive weight; if all are zero, it is child 0.
     """
     prefix = tl.cumsum(weight, axis=1)
     # A parallel scan rounds every prefix in its own order, and none of them as the node's sum. The weight itself tells
@@ -146,7 +146,7 @@ def sum_tree_draw_kernel(
     i = tl.program_id(0).to(tl.int64) * BLOCK_DRAWS + tl.arange(0, BLOCK_DRAWS)
     uniform = philox_uniform_f64(tl.load(rng_ptr + SEED), tl.load(rng_ptr + OFFSET) + i)
     total = tl.load(nodes_ptr + root(n_nodes, SUM))
-    # Here nothing is in flight that the ticket would have to wait for, as the stores at the end are.
+    # Nothing is in flight yet that the ticket would wait for. At the end the stores would be.
     advance_when_last(rng_ptr, n)
     mass = ((i.to(tl.float64) + uniform) / n.to(tl.float64) if STRATIFIED else uniform) * total
 

@@ -1,14 +1,14 @@
 """The sum tree on the GPU: the stages of an update or a mark, and the nodes above them.
 
-A helper whose name starts with ``stage`` is what one launch does to one block of entries or nodes. For large
-batches every stage is a launch of its own; for small ones a single program runs them all, a barrier between.
+A helper whose name starts with ``stage`` does the work of one launch on one block of entries or nodes. For a large
+batch every stage is a launch of its own. For a small one a single program runs them all, with a barrier between.
 
-A node is summed in one order everywhere, whatever the launch: its children lie in parts of ``1 << columns``, the parts
-are added one after the other, and what is left as ``add_halves`` does. Children that are side by side in memory are
-read together, and no thread holds a whole node.
+A node is summed in one order, whatever the launch: its children come in parts of ``1 << columns``, the parts are added
+one after the other, and ``add_halves`` adds up the result. Neighbours in memory are read together, and no thread holds
+a whole node.
 
-No atomic of these kernels orders anything: the end of a launch or a barrier does. They are relaxed, since a fence would
-wait for all of a program's memory accesses.
+The atomics of these kernels are relaxed. Launches and barriers order the stages, and a fence would wait for all of a
+program's memory accesses.
 
 Arguments that all kernels share:
 
@@ -107,7 +107,7 @@ def stage_claim(
 
 @triton.jit
 def stage_resolve(leaves_ptr, scalars_ptr, index_ptr, priority_ptr, i, n, capacity):
-    """The entry whose tag has stayed puts its weight in the tag's place. What the others read is a tag or a weight."""
+    """The entry whose tag has stayed puts its weight in the tag's place. The others read a tag or a weight."""
     row = tl.load(index_ptr + i, mask=i < n, other=-1)
     in_range = (row >= 0) & (row < capacity)
     bits_ptr = leaves_ptr.to(tl.pointer_type(tl.uint32), bitcast=True)
@@ -144,9 +144,9 @@ def stage_refresh_leaves(
 ):
     """Recompute level-1 nodes from their leaves.
 
-    With HAS_TAGS leaves may hold tags, each below one of the nodes, and the weights of the entries replace them. Two
-    programs may have the same node: one may then read a leaf while the other stores it. It finds the tag or the weight
-    that this tag stands for, and both compute and store the same.
+    With HAS_TAGS leaves may hold tags, and the weights of the entries replace them. Two programs may have the same
+    node, so that one reads a leaf while the other stores it. It then finds the tag or the weight that the tag stands
+    for: both programs compute and store the same.
     """
     columns: tl.constexpr = SHIFT if SHIFT < 3 else 3 if SHIFT < 6 else SHIFT - 2
     node, needed = _nodes_above(index_ptr, i, n, capacity, SHIFT, level_up(capacity, SHIFT))
@@ -267,7 +267,7 @@ def all_levels(
 
 @triton.jit
 def new_weight(nodes_ptr, scalars_ptr, n_nodes, WITHIN_BUFFER: tl.constexpr):
-    """Weight of a new row, float32: of the running maximum, or as the largest in the tree; else of 1.0."""
+    """Weight of a new row, float32: of the running maximum, or the largest in the tree; if there is none, of 1.0."""
     alpha = tl.load(scalars_ptr + ALPHA)
     eps = tl.load(scalars_ptr + EPS)
     if WITHIN_BUFFER:

@@ -26,7 +26,7 @@ def soft_td_target(
 
 
 def distance(a: Tensor, b: Tensor, loss_function: str) -> Tensor:
-    """Of each element, without reduction."""
+    """The distance of each element, not reduced."""
     functions = {"l1": functional.l1_loss, "l2": functional.mse_loss, "smooth_l1": functional.smooth_l1_loss}
     return functions[loss_function](a, b, reduction="none")
 

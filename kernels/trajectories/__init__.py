@@ -24,8 +24,8 @@ in progress.
 
 Memory: 1/8 byte a row for the bits, 1/8 for the weights, and a little for what is above them.
 
-A :class:`Rule` says which slices of a trajectory are eligible. Sums hold for one rule: after it has changed, or after
-rows have been changed elsewhere, call :data:`resum` or :data:`update` over all steps.
+A :class:`Rule` says which slices may be drawn. Sums hold for one rule: if it changes, call :data:`resum`. If rows were
+changed elsewhere, call :data:`update` over all steps.
 """
 
 from __future__ import annotations
@@ -103,10 +103,10 @@ update = define(
 )
 """``update(ends, sums, ring, signals, by_id, n, steps, envs, fan_out, *rule)``: the newest ``n`` steps were written.
 
-Called after the rows are in the storage and the ring has moved on; reads the signals of those steps (all steps that
-are in the ring where ``n >= steps``: that is a rebuild, whatever the index held before; bits of steps that are not in
-the ring become zero). What it recomputes besides the words of these steps: the word of the virtual end of before, and
-that of the first end after the cursor, whose trajectory may have lost its head. O(n log N), no host sync.
+Call it when the rows are in the storage and the ring has moved on. It reads the signals of those steps and recomputes
+their words, the word of the previous virtual end, and the word of the first end after the cursor, whose trajectory may
+have lost its head. With ``n >= steps`` it rebuilds the index from all steps in the ring, whatever it held before; bits
+of other steps become zero. O(n log N), no host sync.
 """
 
 

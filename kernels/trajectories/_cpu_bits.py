@@ -13,7 +13,7 @@ from gpubuf.kernels.rows import ENTRY, ROW_BYTES, ROW_STRIDE
 from gpubuf.kernels.rows._cpu_table import row_address
 from gpubuf.kernels.trajectories._cpu_search import load_i64, store_i64
 
-# Of eight bytes: the lowest seven bits, the lowest bit, and what moves the lowest bits into the highest byte. All
+# For eight bytes: their lowest seven bits, their lowest bit, and the factor that moves these into the highest byte. All
 # operands are uint64: an int64 sum that overflows is not defined, and Numba makes a mix of the two into floats.
 _LOW_SEVEN = np.uint64(0x7F7F7F7F7F7F7F7F)
 _LOW_ONE = np.uint64(0x0101010101010101)

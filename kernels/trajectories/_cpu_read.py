@@ -1,6 +1,6 @@
-"""What only reads the trajectory index on the CPU: draws, slices and bounds.
+"""The operations that only read the trajectory index, on the CPU: draws, slices and bounds.
 
-A batch goes through its searches in stages, breadth-first, so that the cache misses of its entries overlap.
+A batch goes through its searches breadth-first, in stages, so that the cache misses of its entries overlap.
 """
 
 # Numba needs the real signatures: no `from __future__ import annotations`.

@@ -1,7 +1,6 @@
 """Launches the trajectory index's kernels.
 
-Grids follow from the number of steps written or of slices asked for: where the cursor is, and what the flags are, only
-the device knows.
+Grids follow from the number of steps written or of slices asked for. Only the device knows the cursor and the flags.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class Shape(NamedTuple):
     shift: int
 
     def entries(self, level: int, run: int, n_others: int) -> int:
-        """As ``sums_entries`` of the kernels: what has to be recomputed on a level of ``sums``."""
+        """Nodes to recompute on a level of ``sums``, as ``sums_entries`` of the kernels counts them."""
         shift = level * self.shift
         return min(-(-self.words // (1 << shift)), ((run - 1) >> shift) + 3 + n_others)
 
@@ -152,7 +151,7 @@ def update(
     n = min(n, steps)
     shape = shape_of(steps, envs, fan_out)
     runs = run_bounds(n, shape.slots)
-    # With all words in the run none of the others matters.
+    # If all words are in the run there are no others.
     n_others = 0 if n == steps else envs
     others = ring if n == steps else torch.empty(envs, dtype=torch.int64, device=ends.device)
     chosen = config.index_update(fan_out, n, runs[0], envs, by_id, device_name(ends.device))
@@ -275,7 +274,7 @@ def resum(
     shape = shape_of(steps, envs, fan_out)
     run_words = shape.slots[0]
     chosen = config.index_update(fan_out, steps, run_words, envs, False, device_name(ends.device))
-    # Nothing but the run, which is everything: `ring` stands for the list that is not read.
+    # The run is everything. `ring` stands for the list of other words, which is not read.
     _launch_weights(ends, sums, ring, ring, steps, run_words, 0, steps, envs, rule, shape, chosen)
 
 

@@ -1,12 +1,12 @@
 """The trajectory index on the GPU: the stages of an update.
 
-A write changes a *run* of steps, cyclic like the ring, and therefore a run of words on every level of ``ends``. All
-lanes are (slot, environment) pairs: number ``j`` of the run and an environment. A word is a function of what is below
-it, and of its own bits outside the run; so is a weight, and a sum: where two lanes have the same one they store the
-same value, whatever their order.
+A write changes a *run* of steps, cyclic like the ring, and therefore a run of words on every level of ``ends``. A lane
+is a pair of a word's number ``j`` in the run and an environment. A word follows from what is below it and from its own
+bits outside the run, and so do weights and sums: if two lanes have the same one, they store the same value in any
+order.
 
-A helper whose name starts with ``stage`` is what one launch does to one block. Where an environment's words are few,
-one program does all stages of its environments, a barrier between; else every stage is a launch of its own.
+A helper whose name starts with ``stage`` does the work of one launch on one block. If an environment has few words, one
+program does all stages of its environments, with a barrier between. Otherwise every stage is a launch of its own.
 
 Arguments that all kernels share are those of :mod:`gpubuf.kernels.trajectories._triton`, and
 
@@ -275,7 +275,7 @@ def sums_entries(run, n_others, words, level, SHIFT: tl.constexpr):
 
 @triton.jit
 def first_word(ring_ptr, n, steps, envs):
-    """Where the words of the run begin, of all environments on level 0."""
+    """The first word of the run on level 0, all environments counted."""
     cursor, _, _ = load_ring(ring_ptr, steps, envs)
     first, _ = run_of_steps(cursor, n + 1, steps)
     return (first >> 6) * envs
@@ -306,7 +306,7 @@ def stage_sums(sums_ptr, others_ptr, begin, run, n_others, i, level, below, word
 
 @triton.jit
 def sums_start(words, level, SHIFT: tl.constexpr):
-    """Where ``level`` of ``sums`` starts."""
+    """Position of ``level`` in ``sums``."""
     start = words * 0
     for lower in range(0, level):
         start += nodes_of(words, lower + 1, SHIFT) << SHIFT

@@ -20,7 +20,7 @@ def trajectories(signals: list[list[int]], steps: int, envs: int, written: int, 
 
 
 def offsets(rule: Rule, length: int) -> list[int]:
-    """Where a slice may begin in a trajectory: before its first step too, where the rule says so."""
+    """The steps of a trajectory that a slice may begin at; negative ones lie before it, if the rule allows them."""
     n = min(rule.slice_len, length)
     cuts = {offset: (max(0, -offset), max(0, offset + n - length)) for offset in range(-n, length + 1)}
     allowed = [at for at, (a, b) in cuts.items() if a <= rule.before and b <= rule.after and max(a, b) < n]
@@ -28,7 +28,7 @@ def offsets(rule: Rule, length: int) -> list[int]:
 
 
 def units(found: list[list[int]], rule: Rule, envs: int) -> list[tuple[list[int], int]]:
-    """(trajectory, number of the unit within it) for every unit of weight, in the order in which ranks count them."""
+    """(trajectory, number of the unit within it) for every unit of weight, in the order that ranks count."""
     by_word_of_last_step = sorted(found, key=lambda t: (t[-1] // envs // 64, t[-1] % envs, t[-1]))
     weights = [(t, len(offsets(rule, len(t)))) for t in by_word_of_last_step]
     return [(t, unit) for t, weight in weights for unit in range(weight if rule.by_transition else min(weight, 1))]
