@@ -95,7 +95,7 @@ def run_name(kind: str) -> str:
 
 
 def measured(options: dict[str, Any]) -> int:
-    """Measure what was chosen, print it, draw it where that was asked for."""
+    """Measure the chosen workloads, print a table, and draw curves with --report."""
     kind = chosen_device(options["device"])
     given = arguments(options)
     folder = Path(options["out"]) if options["out"] else Path("runs") / run_name(kind)

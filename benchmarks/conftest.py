@@ -1,4 +1,4 @@
-"""What every benchmark run shares: which workloads, the clock, one thread, and the versions beside the numbers."""
+"""The options, clock, threads and versions that every run of the benchmarks shares."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--seconds", type=float, help="how long a benchmark of the tables is repeated")
     group.addoption("--deadline", type=float, help="time.time() after which nothing more is begun")
     group.addoption(
-        "--into", type=Path, help="a file of results, written after every benchmark; goes on with what it has"
+        "--into", type=Path, help="a file of results, written after every benchmark; an existing one is continued"
     )
     group.addoption("--progress", action="store_true", help="a line for each benchmark, no table at the end")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # One thread: what is compared is the work, not how many cores a library takes for it.
+    # One thread: the comparison is of the work, not of the cores that a library takes for it.
     torch.set_num_threads(1)
     os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1")
     # JAX would take most of the GPU's memory when it starts.
@@ -103,7 +103,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 def in_time(deadline: float | None) -> None:
-    """Skip what would begin too late."""
+    """Skip a benchmark that would begin too late."""
     if deadline is not None and time.time() > deadline:
         pytest.skip("the time for this run was over")
 
@@ -145,7 +145,7 @@ def measure(benchmark, device: str) -> Callable[[Entry, str, Any, Callable[[], o
 
 
 def note(config: pytest.Config, kind: str, found: dict[str, Any]) -> None:
-    """Write down what was measured or left out: at once, so that a run that is cut keeps all that came before."""
+    """Record one benchmark, measured or left out, at once: a run that is cut keeps all that came before."""
     path = config.getoption("--into")
     if path is not None:
         config.stash[RESULTS][kind].append(found)
@@ -153,13 +153,13 @@ def note(config: pytest.Config, kind: str, found: dict[str, Any]) -> None:
 
 
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
-    """Remember what was not measured, and say what was."""
+    """Record every outcome, and print it."""
     named = getattr(item, "callspec", None)
     if named is None or call.when == "teardown" or (call.when == "setup" and call.excinfo is None):
         return
     workload, library = named.params["workload"], named.params["library"]
     if workload not in REGISTRY:
-        # What pytest makes of a parameter without values: nothing was chosen.
+        # pytest's placeholder for a parameter without values: nothing was chosen.
         return
     benchmark = getattr(item, "funcargs", {}).get("benchmark")
     if call.excinfo is not None:

@@ -45,7 +45,7 @@ def interpreters(folder: Path = ENVIRONMENTS) -> dict[Path, list[str]]:
 
 @dataclass(frozen=True)
 class Part:
-    """What one environment has measured.
+    """The results of one environment.
 
     Attributes:
         environments: whose libraries.
@@ -115,7 +115,7 @@ def of_curves(data: dict[str, Any], curves: bool) -> dict[str, Any]:
 
 
 def curves_path(path: Path) -> Path:
-    """Where the curves go whose tables go to ``path``: into a folder beside it, where ``make report`` doesn't look."""
+    """The file of the curves that belong to the tables in ``path``: in a folder where ``make report`` doesn't look."""
     return path.parent / "curves" / path.name
 
 

@@ -1,4 +1,4 @@
-"""Runs what has to be run on a GPU, as three stages of less than nine minutes each, the most valuable first.
+"""Runs the tests and benchmarks that need a GPU, in three stages of less than nine minutes, the most valuable first.
 
 ``python -m benchmarks.stages 1`` is what ``make gpu STAGE=1`` runs. A stage is a list of steps, each a process with a
 limit of its own, so that neither a hanging kernel nor a lost CUDA context takes the rest along. Everything goes into
@@ -60,7 +60,7 @@ class Step:
 
     Attributes:
         name: for the log and the file of results.
-        command: what is run, from the root of the project; ``{deadline}`` is when it should begin nothing more.
+        command: run from the root of the project; ``{deadline}`` is when it should begin nothing more.
         seconds: how long it may take.
         environment: variables beside those of this process.
         junit: the JUnit file that it writes.
@@ -77,7 +77,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the steps of a stage have in common.
+    """A stage.
 
     Attributes:
         stage: 1, 2 or 3.
@@ -96,7 +96,7 @@ class Plan:
 
     @property
     def log(self) -> Path:
-        """What all steps print."""
+        """The output of all steps."""
         return self.folder / f"stage-{self.stage}.log"
 
     def steps(self) -> list[Step]:
@@ -110,7 +110,7 @@ class Plan:
         return [
             self._tests("tests", together, 240, workers=WORKERS),
             self._tests("placement", ["data/test_placement_gpu.py"], 80),
-            # What it does to CUDA ends with its process.
+            # In a process of its own, because it breaks CUDA for the rest of the process.
             self._tests("broken-capture", ["graphs/test_broken_capture_gpu.py"], 50),
             self._benchmarks("by rule", 120, REPLAY),
         ]
@@ -161,7 +161,7 @@ class Plan:
 
 
 def gpu_files() -> list[str]:
-    """The files that have gpu-marked tests: others may import what a bare machine lacks."""
+    """The files that have gpu-marked tests: others may import packages that a bare machine lacks."""
     tests = ROOT / "tests"
     files = sorted(tests.rglob("test_*.py"))
     return [file.relative_to(tests).as_posix() for file in files if "pytest.mark.gpu" in file.read_text()]
@@ -254,7 +254,7 @@ def missing(step: Step) -> bool:
 
 
 def keep(plan: Plan, step: Step, entry: dict[str, Any]) -> str:
-    """Enter a step into the file of results, and keep what it has tuned; returns what it says about tests."""
+    """Enter a step into the file of results, and keep its tuned file; returns the counts of its tests, for people."""
     data = json.loads(plan.results.read_text()) if plan.results.exists() else {}
     said = ""
     if step.junit is not None and "code" in entry:
@@ -284,7 +284,7 @@ def keep_tuned(data: dict[str, Any], folder: Path) -> None:
 
 
 def describe_machine(path: Path, kind: str) -> None:
-    """Begin the file of results with what the machine has, and print more about it."""
+    """Begin the file of results with a description of the machine, and print more about it."""
     machine = {**describe(kind), "roofline": roofline.measure(kind)}
     print(f"this machine: {roofline.describe(machine['roofline'])}", flush=True)
     write_whole(path, {"machine_info": machine})
@@ -296,7 +296,7 @@ def describe_machine(path: Path, kind: str) -> None:
 def gather(folders: Sequence[Path], out: Path) -> list[Path]:
     """Make of the files of stages the files that ``make report`` reads: tables, curves with their pictures, tuned file.
 
-    Of a workload that several stages have measured the last counts: stage 2 goes by the tuned file.
+    If several stages have measured a workload, the last one counts: stage 2 uses the tuned file.
 
     Raises:
         ValueError: there are none, or they are of different devices.

@@ -1,7 +1,7 @@
 """The ``gpubuf`` command.
 
-Exit codes: 0 done; 1 training, the GPU or the disk failed, or a planned buffer fits nowhere; 2 what was asked for can't
-be done (the message says why); 130 and 143 interrupted by Ctrl-C or SIGTERM, with everything saved.
+Exit codes: 0 done; 1 training, the GPU or the disk failed, or a planned buffer fits nowhere; 2 the request can't
+be met (the message says why); 130 and 143 interrupted by Ctrl-C or SIGTERM, with everything saved.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import gpubuf
 from gpubuf.commands import bench, info, plan, train, tune
 from gpubuf.train.config import UsageError
 
-#: What imports PyTorch or takes time is imported by a command's ``run``: help and mistyped options answer at once.
+#: A command's ``run`` imports PyTorch and other slow modules: help and mistyped options answer at once.
 COMMANDS = {"train": train, "plan": plan, "tune": tune, "info": info, "bench": bench}
 
 
@@ -32,12 +32,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = options.pop("command")
     try:
         code: int = COMMANDS[command].run(options)
-        # A disk that is full, or a reader that has gone, is to show here.
+        # A full disk, or a reader that has gone, must show here.
         sys.stdout.flush()
         return code
     except OSError as error:
         with contextlib.suppress(OSError, ValueError):
-            # What could not be printed is not to be tried again when the process ends.
+            # Python must not try to print the rest again when the process ends.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         print(f"gpubuf {command}: {error}", file=sys.stderr)
         return 1
@@ -45,5 +45,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"gpubuf {command}: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"gpubuf {command}: stopped at once; what was saved before is still there", file=sys.stderr)
+        print(f"gpubuf {command}: stopped at once; everything saved before is still there", file=sys.stderr)
         return train.SIGNAL_EXIT + signal.SIGINT

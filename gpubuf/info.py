@@ -1,4 +1,4 @@
-"""What gpubuf finds on this machine: devices, versions, tuned files, and what works."""
+"""The machine as gpubuf finds it: devices, versions, tuned files, and the features that work."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Device:
     """A GPU.
 
     Attributes:
-        name: as its driver says; tuned files go by it.
+        name: as its driver says; tuned files are named after it.
         capability: its architecture, such as ``"sm_90"`` or ``"gfx942"``.
         processors: number of its multiprocessors.
         free: bytes of its memory that can be had.
@@ -72,7 +72,7 @@ class Check:
     Attributes:
         name: what.
         works: None where it could not be tried.
-        why: what is wrong, or why it could not be tried; "" where it works.
+        why: the fault, or why it could not be tried; "" if it works.
     """
 
     name: str
@@ -82,16 +82,16 @@ class Check:
 
 @dataclass(frozen=True)
 class Info:
-    """What there is; ``str()`` gives tables, :meth:`as_json` the same for programs.
+    """The findings; ``str()`` gives tables, :meth:`as_json` the same for programs.
 
     Attributes:
-        versions: of Python and the packages; None of what is not installed.
+        versions: of Python and the packages; None if one is not installed.
         devices: the GPUs.
         no_gpu: why there is none; "" where there is.
         host: (free, total) bytes of host memory.
         tuned: tuned files, in the order in which they are looked at.
         folders: where tuned files are looked for.
-        checks: what was tried on the current GPU.
+        checks: the features that were tried on the current GPU.
         needs: what Triton's first launch on a GPU needs of the host, looked for also where there is no GPU.
         caches: where compiled kernels are kept, by compiler.
     """
@@ -185,7 +185,7 @@ def _versions() -> dict[str, str | None]:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             found[name] = None
-    # Where the package says 2.11.0, this says 2.11.0+cu130.
+    # The package's metadata says 2.11.0, and this says 2.11.0+cu130.
     found["torch"] = str(torch.__version__)
     built_for = torch.version.cuda or torch.version.hip
     found["torch is built for"] = "CPUs only" if built_for is None else built_for
@@ -291,7 +291,7 @@ def _of(where: Callable[[], str]) -> str:
 
 
 def _numba_cache() -> str:
-    # What a compiled kernel says: Numba decides it by what is writable.
+    # As a compiled kernel says: Numba chooses a folder that it can write to.
     from gpubuf.kernels.philox import _cpu
 
     folder: str = _cpu._uniform.stats.cache_path

@@ -35,7 +35,7 @@ from gpubuf.data.storages.placement import parse_bytes as parse_bytes
 from gpubuf.kernels.rows import ENTRY
 from gpubuf.tables import aligned
 
-#: Samplers by name. What they take depends on no other argument.
+#: Samplers by name. Their memory depends on no other argument.
 SAMPLERS: dict[str, Callable[[], Sampler]] = {
     "uniform": RandomSampler,
     "without-replacement": SamplerWithoutReplacement,
@@ -50,7 +50,7 @@ _COUNTERS = 32 + 24  # the ring's counters and the random state; each key has an
 
 @dataclass(frozen=True)
 class KeyPlan:
-    """What one key takes.
+    """The memory of one key.
 
     Attributes:
         name: the key, nested ones with dots.
@@ -89,7 +89,7 @@ class Fit:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a buffer takes, and where it fits; ``str()`` gives a table.
+    """The memory of a buffer, and where it fits; ``str()`` gives a table.
 
     Attributes:
         capacity: transitions; with several environments rounded up to whole steps, as storages do.
@@ -137,7 +137,7 @@ class Plan:
         return lines
 
     def fit_table(self) -> list[tuple[str, str, str, str, str, str]]:
-        """Rows of a table, under a heading: what is where at each placement, and whether it fits."""
+        """Rows of a table, under a heading: the bytes in each memory at each placement, and whether they fit."""
         lines = [("placement", "tree", "index", "on the GPU", "on the host", "fits")]
         for fit in self.fits:
             fits = "yes" if fit.fits else "no"
@@ -157,7 +157,7 @@ class Plan:
 
     @property
     def summary(self) -> str:
-        """What there is, and what ``device="auto"`` would make of it, in a few words."""
+        """The free memory, and the choice of ``device="auto"``, in a few words."""
         device = "no GPU" if self.free.device is None else f"{readable(self.free.device)} on the GPU"
         chosen = f'device="auto" would choose "{self.auto}"' if self.auto else self.why
         text = f"Free here, without the tenth that is left to others: {device}, {readable(self.free.host)} on the host."
@@ -175,10 +175,10 @@ def plan(
     budget: int | str | None = None,
     envs: int = 1,
 ) -> Plan:
-    """What a buffer takes in memory, and where it fits on this machine now. Nothing is allocated. No host sync.
+    """The memory that a buffer takes, and where it fits on this machine now. Nothing is allocated. No host sync.
 
     Args:
-        spec: what a row is made of: an example batch (a TensorDict, tensorclass or tensor of shape ``[n, ...]``), or a
+        spec: the keys of a row: an example batch (a TensorDict, tensorclass or tensor of shape ``[n, ...]``), or a
             mapping from keys to ``"3x84x84:uint8"`` or ``((3, 84, 84), torch.uint8)``.
         capacity: number of transitions.
         sampler: a sampler, a function that returns one, or a name out of :data:`SAMPLERS`.
@@ -187,7 +187,7 @@ def plan(
         envs: environments, for storages with ``ndim=2``.
 
     Returns:
-        The plan. What it counts of tree and index is exact; samplers without replacement of slices take 8 bytes a
+        The plan. Its bytes of tree and index are exact; samplers without replacement of slices take 8 bytes a
         trajectory more.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What calls are timed with.
+"""The clocks that time calls.
 
 On a CPU that is the wall clock around one call. On a GPU a call only queues work: many calls are timed together, on the
 GPU's own clock, between an event before the first and an event after the last of them.
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-#: A round on a GPU takes about so long, and has so many calls at most.
+#: Approximate length of a round on a GPU, and the most calls in it.
 ROUND_SECONDS, MOST_CALLS = 0.005, 100
 
 
@@ -63,7 +63,7 @@ EVENTS = EventTimer()
 
 
 def of(filled: Any, device: str) -> Clock:
-    """The clock for calls on what was filled: a library that has a stream of its own is not on PyTorch's events."""
+    """The clock for calls on a filled buffer: CUDA events miss a library that has streams of its own."""
     if device == "cpu":
         return Clock("wall", time.perf_counter)
     if getattr(filled, "clock", "events") == "events":
@@ -72,7 +72,7 @@ def of(filled: Any, device: str) -> Clock:
 
 
 def warm_up(call: Callable[[], object], clock: Clock, seconds: float) -> None:
-    """Call for so long, and twice at least: pytest-benchmark decides on the number of rounds by its first call."""
+    """Call for ``seconds``, and at least twice: pytest-benchmark derives the number of rounds from its first call."""
     until = time.perf_counter() + seconds
     for calls in itertools.count(1):
         call()
@@ -83,7 +83,7 @@ def warm_up(call: Callable[[], object], clock: Clock, seconds: float) -> None:
 
 
 def repeated(call: Callable[[], object], clock: Clock) -> tuple[Callable[[], object], int]:
-    """What is timed as one round, and how many (warm) calls it has: one on a CPU, many where calls are queued."""
+    """One round to time, and how many (warm) calls it has: one on a CPU, many where calls are queued."""
     if clock.wait is None:
         return call, 1
     start = time.perf_counter()

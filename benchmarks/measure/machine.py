@@ -1,4 +1,4 @@
-"""What has to stand beside every number: device, versions, threads, load."""
+"""The facts that stand beside every number: device, versions, threads, load."""
 
 from __future__ import annotations
 

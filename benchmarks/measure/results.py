@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.measure.machine import RESULTS, result_path
 
-#: What a file may hold in place of pytest-benchmark's ``benchmarks``.
+#: The studies: one of these stands in a file in place of pytest-benchmark's ``benchmarks``.
 SUBJECTS = ("training", "breakdown", "checkpoints", "kernels", "soak", "host")
 
 
@@ -33,11 +33,11 @@ class Run:
 
     @property
     def machine(self) -> dict[str, Any]:
-        """What the run says about its machine."""
+        """The machine of the run."""
         return self.data["machine_info"]
 
     def benchmark(self, workload: str, library: str) -> dict[str, Any] | None:
-        """What pytest-benchmark says about one library on one workload, or None."""
+        """pytest-benchmark's entry for one library on one workload, or None."""
         for benchmark in self.data["benchmarks"]:
             extra = benchmark["extra_info"]
             if (extra.get("workload"), extra.get("library")) == (workload, library):
@@ -76,7 +76,7 @@ Runs = dict[str, Run]
 def kind_of(data: dict[str, Any]) -> str | None:
     """``cpu`` and ``cuda`` for benchmarks, ``training``, ``checkpoints on cuda`` and the like for other subjects.
 
-    None for what is read elsewhere.
+    None for a file of any other kind.
     """
     device = data["machine_info"]["device"]["kind"]
     if "benchmarks" in data:
@@ -108,7 +108,7 @@ def write_results(subject: str, results: object, machine: dict[str, Any], out: P
 
     Args:
         subject: one of :data:`SUBJECTS`.
-        results: what was measured.
+        results: the findings.
         machine: what :func:`benchmarks.measure.machine.describe` said before it was measured.
         out: where to; None: ``benchmarks/results/<subject>-<device>-<date>.json``.
         more: further entries of the file.

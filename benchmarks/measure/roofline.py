@@ -1,9 +1,9 @@
-"""What no implementation can go below: the bytes that have to move, and the launches that have to happen.
+"""The roofline: the least time that any implementation needs for the bytes and the launches of a call.
 
-Bytes are those of rows, indices, priorities and weights, each counted where it is read and where it is written. The
-inner nodes of a tree are not among them, as every library has other ones; nor are whole cache lines, nor latency.
-Bandwidths and the time of a launch are measured by the run itself, on its own machine. On a CPU a launch is the call of
-an operation of this library that finds nothing to do.
+Rows, indices, priorities and weights are counted, each where it is read and where it is written. Inner nodes of trees
+are not, because every library has others; nor are whole cache lines, nor latency. Each run measures the bandwidths and
+the time of a launch on its own machine. On a CPU a launch is the call of an operation of gpubuf that finds nothing to
+do.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ COPIED = 1 << 28
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one call has to do.
+    """The work of one call.
 
     Attributes:
         bytes: read and written, in the memory of the device.
@@ -46,8 +46,8 @@ def seconds(traffic: Traffic, measured: dict[str, float], launch: str = "launch_
     """The least time of a call, in seconds.
 
     Args:
-        traffic: what it has to do.
-        measured: what :func:`measure` has found on the machine.
+        traffic: the work of the call.
+        measured: the speeds from :func:`measure`.
         launch: ``"launch_seconds"``, or ``"graph_launch_seconds"`` inside a CUDA graph.
     """
     bus = traffic.bus / measured["bus_bytes_per_second"] if traffic.bus else 0.0
@@ -151,7 +151,7 @@ def _measure_gpu() -> dict[str, float]:
 
 
 def describe(measured: dict[str, Any]) -> str:
-    """What was measured, for people."""
+    """The measured speeds, for people."""
     parts = [f"copies at {measured['copy_bytes_per_second'] / 1e9:.1f} GB/s"]
     if "bus_bytes_per_second" in measured:
         parts.append(f"pinned memory to the GPU at {measured['bus_bytes_per_second'] / 1e9:.1f} GB/s")

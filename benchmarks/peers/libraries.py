@@ -1,6 +1,6 @@
 """One adapter per library: the same five operations, each in the words that a user of that library writes.
 
-An adapter does nothing that is timed: what a benchmark times are the functions that it returns.
+An adapter does nothing that is timed: a benchmark times the functions that it returns.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Library(ABC):
 
     @abstractmethod
     def stored(self, position: np.ndarray) -> dict[str, np.ndarray]:
-        """What lies at these positions of the buffer, read past the sampler."""
+        """The rows at these positions of the buffer, read past the sampler."""
 
     #: write rows at the cursor
     extend: Callable[[Any], Any]
@@ -100,7 +100,7 @@ class Library(ABC):
     step: Callable[[int, Any], Any]
 
     def row_bytes(self) -> int:
-        """What a row takes in this library's buffer, about."""
+        """About how many bytes a row takes in this library's buffer."""
         return self.source.layout.row_bytes + (self.tree_bytes if self.prioritized else 0)
 
     def check_room(self) -> None:
@@ -130,7 +130,7 @@ class Library(ABC):
 
     @property
     def clock(self) -> str:
-        """What its calls are timed with: ``"events"`` of CUDA, where they go to PyTorch's stream; else ``"wall"``."""
+        """Its clock: CUDA's ``"events"`` if its calls go to PyTorch's stream, else the ``"wall"`` clock."""
         return "events" if self.device == "cuda" else "wall"
 
 

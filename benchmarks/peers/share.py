@@ -1,6 +1,6 @@
 """Lets an environment see the packages of the one that runs this: ``python benchmarks/peers/share.py ENVIRONMENT``.
 
-Its own packages come first. What both need is then the same, and is installed once.
+Its own packages come first. Packages that both need are then the same, and installed once.
 """
 
 from __future__ import annotations

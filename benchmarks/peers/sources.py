@@ -1,4 +1,4 @@
-"""What the benchmarks store: rows that carry their number, so that a batch tells which rows it was made of."""
+"""The rows that the benchmarks store. They carry their number, so that a batch tells which rows it was made of."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Layout:
-    """What a row is made of.
+    """The keys of a row.
 
     Attributes:
         columns: its keys.
@@ -88,11 +88,11 @@ class Source:
     """The rows that a buffer is filled with: numbers 0 to ``capacity``, made when they are asked for.
 
     Attributes:
-        layout: what a row is made of: transitions, or :data:`TINY`.
+        layout: the keys of a row: transitions, or :data:`TINY`.
         capacity: how many there are.
 
     Raises:
-        ValueError: a float32 can't tell the numbers of so many transitions apart.
+        ValueError: there are more transitions than numbers that a float32 can tell apart.
     """
 
     layout: Layout
@@ -132,7 +132,7 @@ class Source:
         return TensorDict(flat, batch_size=[n]).unflatten_keys(".")
 
     def columns(self, number: np.ndarray) -> dict[str, np.ndarray]:
-        """What is in the rows of these numbers, by flat name."""
+        """The content of the rows with these numbers, by flat name."""
         return {name: column.numpy() for name, column in self._columns(torch.from_numpy(number)).items()}
 
 

@@ -1,8 +1,8 @@
 """Writes the measured figures into README.md and the pages of docs/, so that none of them is typed by hand.
 
-``python -m benchmarks.report`` reads the newest file of ``benchmarks/results/`` of every kind and rewrites what stands
+``python -m benchmarks.report`` reads the newest file of every kind in ``benchmarks/results/``, and rewrites the blocks
 between the markers ``<!-- figures: NAME -->`` and ``<!-- end of figures -->``. With ``--check`` it changes nothing, and
-fails where a page is out of date. The plot of the slices is drawn from the same runs.
+fails if a page is out of date. The plot of the slices is drawn from the same runs.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def conditions(runs: Runs) -> str:
 
 
 def status(runs: Runs) -> str:
-    """README: what the figures are worth to somebody with a GPU."""
+    """README: whether there are figures for a GPU."""
     if "cuda" in runs:
         name = runs["cuda"].machine["device"]["name"]
         return f"Measured on the CPU and on a GPU ({name}): [the figures](#measurements)."
@@ -278,7 +278,7 @@ def sizes_table(run: Run) -> str:
 
 
 def other_slices_table(run: Run) -> str:
-    """What else there is about slices: filling, many environments, priorities."""
+    """The other workloads of slices: filling, many environments, priorities."""
     rows, of_sizes = [], {sized(*size, operation) for size in SIZES for operation in OPERATIONS}
     for name in slice_workloads(run):
         if name in of_sizes:

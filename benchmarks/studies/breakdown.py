@@ -1,4 +1,4 @@
-"""Where the time of a uniform sample goes on the CPU, and how many operations a loss dispatches.
+"""The time of each part of a uniform sample on the CPU, and the number of operations that a loss dispatches.
 
 ``python -m benchmarks.studies.breakdown`` times every part on its own, and writes the medians into one file of results.
 """
@@ -63,7 +63,7 @@ def kernel_of(buffer: TensorDictReplayBuffer) -> Callable[[], object]:
     rows_of_all = (0, BATCH, BATCH, storage.max_size)
     written = (targets.buffer_info()[0], index.data_ptr(), generation.data_ptr())
 
-    # The batch is an argument only so that it stays alive: what is written to is given by address.
+    # The batch is an argument only so that it stays alive: the kernel gets addresses.
     def call(owners: object = (tensors, targets, index, generation)) -> object:
         return _cpu._sample(table.data_ptr(), len(tensors), ring.data_ptr(), rng.data_ptr(), *rows_of_all, *written)
 

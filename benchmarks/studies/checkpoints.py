@@ -1,4 +1,4 @@
-"""Saving and loading a prioritized buffer: seconds and MB/s, against what the disk does with as many bytes.
+"""Saving and loading a prioritized buffer: seconds and MB/s, against the disk's own time for as many bytes.
 
 ``python -m benchmarks.studies.checkpoints`` fills a buffer with the transitions of the other benchmarks, and times a
 full save, a save after 1 % of the rows were replaced and a batch of priorities updated, and a load with and without the

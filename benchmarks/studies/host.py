@@ -38,7 +38,7 @@ NUMBER = 100
 """Calls that are timed together."""
 
 WARM_UP = 20
-"""Calls before them: what was timed before has filled the caches."""
+"""Calls before them: the call that was timed before has filled the caches."""
 
 Call = Callable[[], object]
 
@@ -58,7 +58,7 @@ def transitions(n: int) -> TensorDict:
 
 
 def calls() -> dict[str, Call]:
-    """What is timed, by name."""
+    """The calls to time, by name."""
     from gpubuf.data import LazyTensorStorage, SliceSampler, TensorDictPrioritizedReplayBuffer, TensorDictReplayBuffer
 
     rows = transitions(BATCH)
@@ -150,7 +150,7 @@ def timed(call: Call) -> float:
 
 
 def muted(call: Call) -> float:
-    """The same where Triton's ``run`` does nothing: the rest is what a launch takes."""
+    """The same with a ``run`` of Triton that does nothing: the difference is the time of a launch."""
     run, triton.JITFunction.run = triton.JITFunction.run, lambda *args, **kwargs: None
     try:
         return timed(call)
@@ -222,7 +222,7 @@ class Found(NamedTuple):
 
 
 def summary(rounds: list[dict[str, list[float]]]) -> dict[str, Found]:
-    """What rounds have measured, by name of the call."""
+    """The figures of all rounds, by name of the call."""
     found = {}
     for name, (_, _, launches) in rounds[0].items():
         times = [measured[name][0] for measured in rounds]
@@ -255,7 +255,7 @@ def taken_apart(found: dict[str, Found]) -> list[float]:
 
 
 def host_section(runs: Runs) -> str:
-    """What the report says of the newest run."""
+    """docs/performance.md: the newest run."""
     run = runs.get("host")
     if run is None:
         return f"No run of `python -m benchmarks.studies.host` is committed: {OPEN}."

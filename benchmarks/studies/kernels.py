@@ -1,4 +1,4 @@
-"""What the kernels take, and how many of them a call launches: all that is known about a GPU without having one.
+"""The resources of the kernels, and how many of them a call launches: all that is known without a GPU.
 
 ``python -m benchmarks.studies.kernels`` compiles every kernel ahead of time for four targets, runs the calls of a
 training step through Triton's interpreter and counts the launches, and writes both into one file of results. Neither

@@ -45,7 +45,7 @@ CAPACITY = 1_000_000
 
 @dataclass(frozen=True)
 class Call:
-    """What a call does.
+    """The work of a call.
 
     Attributes:
         name: in the table.
@@ -82,7 +82,7 @@ def random_bytes(width: int) -> float:
 
 
 # Instructions of a thread: (of an element, of a program), counted in the machine code for sm_90 on the path of
-# elements of 4 bytes; python -m gpubuf.kernels.aot has the rest of what the compiler says.
+# elements of 4 bytes; python -m gpubuf.kernels.aot prints the compiler's other figures.
 GATHER = (44.5, 306.0)
 DRAWN_ONCE = (31.0, 460.0)
 DRAWN_EACH = (93.0, 392.0)
@@ -198,7 +198,7 @@ def calls() -> list[Call]:
 
 
 def prediction_table(found: Sequence[Call] | None = None) -> str:
-    """docs/performance.md: what the model says, part by part."""
+    """docs/performance.md: the prediction, part by part."""
     lines = [
         [
             call.name,

@@ -71,7 +71,7 @@ SAMPLERS: dict[str, Callable[[int], Sampler]] = {
 
 @dataclass
 class Result:
-    """What was done, what broke, and what memory did since the warm-up."""
+    """The work that was done, the failures, and the memory since the warm-up."""
 
     seconds: float = 0.0
     counts: Counter[str] = field(default_factory=Counter)
@@ -183,7 +183,7 @@ class Load:
             self.stop.wait(0.05)
 
     def save_once(self, folder: Path, alone: bool = True) -> None:
-        """Save, and load what was saved. ``alone``: in one turn, so that what was saved is known."""
+        """Save, and load it again. ``alone``: under the lock, so that the saved state is known."""
         before = counters(self.buffer)
         with self.buffer._lock if alone else contextlib.nullcontext():
             saved = self.buffer.save(folder, file_bytes=FILE_BYTES)
@@ -257,7 +257,7 @@ class Load:
                     result.objects.append(tracked())
 
     def run(self, seconds: float, advance: Callable[[float], None] = lambda passed: None) -> Result:
-        """Everything at once, for so long, or until the first failure."""
+        """Everything at once, until the time is over or something fails."""
         started = time.monotonic()
         threads = [threading.Thread(target=self._run, args=(job,)) for job in (self.write, self.sample, self.save)]
         for thread in threads:
@@ -275,7 +275,7 @@ class Load:
 
 
 def recorded(result: Result, options: argparse.Namespace) -> dict[str, object]:
-    """What a file of results says about a run."""
+    """The entry of a run in a file of results."""
     return {
         "sampler": options.sampler,
         "capacity": options.capacity,
@@ -294,7 +294,7 @@ def recorded(result: Result, options: argparse.Namespace) -> dict[str, object]:
 
 
 def show(result: Result, title: str) -> None:
-    """A table of what was done."""
+    """A table of the work that was done."""
     from rich.console import Console
     from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""What must hold in a buffer under load, whatever several threads do to it.
+"""The invariants of a buffer under load, whatever several threads do to it.
 
 Every row follows from its number alone, so that any row can be checked anywhere.
 """
@@ -172,7 +172,7 @@ def check_all(buffer: TensorDictReplayBuffer, rows: Rows) -> None:
 
 
 def counters(buffer: TensorDictReplayBuffer) -> dict[str, float]:
-    """What may only ever rise."""
+    """The counters that may only rise."""
     with buffer._lock:
         counts = {"write_count": float(buffer.write_count), "len": float(len(buffer))}
         if isinstance(buffer.sampler, PrioritizedSampler):

@@ -1,4 +1,4 @@
-"""What a process has in memory, in three ways, and whether that grows."""
+"""The memory of a process, measured in three ways, and whether it grows."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def tracked() -> int:
 def growth(times: Sequence[float], values: Sequence[float]) -> float:
     """By how much the values rise over the second half of the time; 0 where there are too few of them to say.
 
-    Along the line of least squares through the lowest value of each eighth of that half: what is taken for a moment
-    makes no difference, and what is never given back does.
+    Along the line of least squares through the lowest value of each eighth of that half: memory that is
+    taken for a moment makes no difference, and memory that is never given back does.
     """
     if len(times) < 2 * WINDOWS:
         return 0.0

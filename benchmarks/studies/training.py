@@ -33,7 +33,7 @@ def episodes(metrics: Path) -> list[dict[str, float]]:
 
 
 def train(mode: str, seed: int, folder: Path, *arguments: str) -> dict[str, Any]:
-    """One run; returns what it left in ``result.json``, with its command and the returns of its episodes."""
+    """One run; returns its ``result.json``, with its command and the returns of its episodes."""
     chosen = [f"--{mode}", "--seed", str(seed), "--device", "cpu", *arguments]
     command = [sys.executable, "-m", "gpubuf", "train", *chosen, "--quiet", "--out", str(folder)]
     subprocess.run(command, check=True)

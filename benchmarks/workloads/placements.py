@@ -40,7 +40,7 @@ class Pinned(Placed):
 
 
 class GatherAndCopy(Placed):
-    """What people write today: the CPU gathers a batch from ordinary memory, and copies it to the GPU."""
+    """The usual way: the CPU gathers a batch from ordinary memory, and copies it to the GPU."""
 
     name, title, placement = "gpubuf-copy", "gathered by the CPU, copied", "cpu"
 
@@ -54,5 +54,5 @@ class GatherAndCopy(Placed):
 
 
 PLACEMENTS: dict[str, type[Placed]] = {placed.name: placed for placed in (OnGpu, Split, Pinned, GatherAndCopy)}
-#: What share of a batch's rows crosses the bus.
+#: The share of a batch's rows that crosses the bus.
 OVER_THE_BUS = {"gpubuf-cuda": 0.0, "gpubuf-split": 0.5, "gpubuf-pinned": 1.0, "gpubuf-copy": 1.0}

@@ -1,4 +1,4 @@
-"""Every workload there is, by name: what it is, how large, who can do it, what it has to move, how it is run."""
+"""Every workload, by name: its sizes, the libraries that can do it, its traffic, and how to fill, check and time it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from benchmarks.workloads.sweeps import AXES, Axis, too_large
 LIBRARIES: dict[str, type[Library]] = {
     library.name: library for library in (Gpubuf, GpubufGraph, TorchRL, Cpprb, Flashbax, StableBaselines)
 }
-#: What stands in pictures and tables, by the names that stand in files of results; in the order of columns.
+#: The names of the libraries in pictures and tables, by their names in files of results; in the order of columns.
 TITLES = {
     Gpubuf.name: Gpubuf.title,
     GpubufGraph.name: GpubufGraph.title,
@@ -66,22 +66,22 @@ class Entry:
 
     Attributes:
         name: the group of its benchmarks, and the key in files of results.
-        title: what it is, for people.
+        title: for people.
         libraries: who is asked to do it; who can't says so.
         sizes: how large it is.
         fill: makes what ``prepare`` gets, of (library, device). It raises UnavailableError where that can't be.
-        prepare: checks against the oracle and returns what is timed, of (what was filled, library, device).
-        contents: what two workloads have in common that can share what was filled, of the library.
-        traffic: what a call has to do at least, of (library, device); None: not counted.
+        prepare: checks against the oracle, and returns the call to time; of (the filled buffer, library, device).
+        contents: equal for two workloads that can share a filled buffer; of the library.
+        traffic: the least work of a call, of (library, device); None: not counted.
         axis: the name of the axis that it is a point of; empty: it stands in the tables.
-        operation: what is done, for people; the curve that a point belongs to.
+        operation: for people; the curve that a point belongs to.
         value: where on the axis.
         quick: part of a quick run.
         huge: takes gigabytes and minutes.
         turn: when, among those that share a buffer.
         devices: where it makes sense.
-        extra: what else goes into the file of results, of (what was filled, library).
-        workload: of replay: what the buffer is, and what is done with it.
+        extra: further entries of the file of results, of (the filled buffer, library).
+        workload: of replay: the buffer, and the operation on it.
     """
 
     name: str
@@ -198,7 +198,7 @@ def _sac(name: str, title: str, prepare: Callable[..., Any], libraries: tuple[st
 
 
 def slice_contents(workload: SliceWorkload, variant: str) -> Hashable:
-    """What two workloads of one buffer have in common: a sampler's options may change, its kind may not."""
+    """Equal for two workloads that can share a buffer: a sampler's options may differ, its kind may not."""
     return VARIANTS[variant].module, VARIANTS[variant].slices, workload.scene
 
 
@@ -266,7 +266,7 @@ def in_order(entries: list[Entry], libraries: Callable[[str], bool] = lambda lib
 
 
 class LastFilled:
-    """What was filled last, for benchmarks in a row that begin with the same; one at a time in memory."""
+    """The buffer that was filled last, for the next benchmark that begins with the same; one at a time in memory."""
 
     def __init__(self) -> None:
         self.contents: Hashable = None
@@ -274,7 +274,7 @@ class LastFilled:
         self.refused: UnavailableError | None = None
 
     def get(self, entry: Entry, library: str, device: str) -> Any:
-        """What the workload needs. What was there before is gone by then.
+        """The buffer that the workload needs. The one before it is gone by then.
 
         Raises:
             UnavailableError: the library can't do it here; said again at every workload of these contents.

@@ -1,4 +1,4 @@
-"""Replay: what is done, to how many rows, and how its result is checked before it is timed.
+"""Replay: the operations, on how many rows, and the check of each result before it is timed.
 
 Every library gets the same rows, in the same order, and the same indices and priorities. The rows carry their number,
 so that a batch tells which rows it was made of.
@@ -197,11 +197,11 @@ def extending(library: Library, n: int) -> Callable[[], object]:
 
 @dataclass(frozen=True)
 class Operation:
-    """What is done to a batch.
+    """An operation on a batch.
 
     Attributes:
-        title: what it is, for people.
-        prepare: checks the library against the oracle, and returns what is timed.
+        title: for people.
+        prepare: checks the library against the oracle, and returns the call to time.
         prioritized: which of the two buffers.
         traffic: what one call has to do, of (batch, layout, capacity, device).
         turn: when, among the operations on one buffer: the more it changes, the later.
@@ -258,10 +258,10 @@ class Workload:
     """One operation on a full buffer.
 
     Attributes:
-        operation: what is done.
+        operation: the operation.
         batch: number of rows.
         capacity: rows of the buffer.
-        layout: what a row is made of.
+        layout: the keys of a row.
     """
 
     operation: Operation
@@ -275,15 +275,15 @@ class Workload:
         return f"{self.operation.title.replace(' ', '-')}-{self.batch}"
 
     def source(self) -> Source:
-        """What the buffer is filled with."""
+        """The rows that fill the buffer."""
         return Source(self.layout, self.capacity)
 
     def prepare(self, library: Library) -> Callable[[], object]:
-        """Check the library against the oracle, and return what is timed."""
+        """Check the library against the oracle, and return the call to time."""
         return self.operation.prepare(library, self.batch)
 
     def traffic(self, device: str) -> Traffic:
-        """What one call has to do."""
+        """The work of one call."""
         return self.operation.traffic(self.batch, self.layout, self.capacity, device)
 
 

@@ -111,7 +111,7 @@ def check(loss: nn.Module, plain: PlainSAC, batch: TensorDict, rtol: float = 1e-
 
 
 def prepare_loss(library: str, rows: int, device: str) -> Callable[[], object]:
-    """Checks one against the other, and returns what is timed: forward, and backward of the sum of the losses."""
+    """Check one against the other, and return the call to time: forward, and backward of the sum of the losses."""
     loss, plain = made(library, device)
     batch = make_batch(rows).to(device)
     # TorchRL keeps actions away from the ends of their range, which shows in the fourth digit.

@@ -1,7 +1,7 @@
 """Buffers of trajectories, and how a batch of slices is checked before anything is timed.
 
 gpubuf and TorchRL share one interface, so that both are given the same calls; :data:`VARIANTS` says how each is set up.
-What they store is a :class:`Stream`: rows whose place in the order of writing follows from their content, endlessly.
+They store a :class:`Stream`: endless rows whose place in the order of writing follows from their content.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Stream:
         return block.squeeze(1) if self.envs == 1 else block.transpose(0, 1)
 
     def columns(self, number: np.ndarray, env: np.ndarray) -> dict[str, np.ndarray]:
-        """What is in the steps of these numbers, counted from the first one written."""
+        """The content of the steps with these numbers, counted from the first one written."""
         at = number % len(self.rows)
         return {name: column.numpy()[at, env] for name, column in self.rows.flatten_keys(".").items()}
 
@@ -89,7 +89,7 @@ class Scene:
     """A buffer before anything is timed.
 
     Attributes:
-        stream: makes what is written.
+        stream: makes the rows.
         capacity: steps that there is room for; rows of content that repeats, so a multiple of the episodes' length.
         stored: steps written.
         n_slices: slices in a batch.
@@ -146,7 +146,7 @@ class SliceBuffer:
 
     Args:
         variant: a key of :data:`VARIANTS`.
-        scene: what is stored.
+        scene: the stored trajectories.
         device: where the buffer keeps its rows.
 
     Attributes:
@@ -197,7 +197,7 @@ class SliceBuffer:
     # Writing
 
     def fill(self, until: int) -> None:
-        """Write the steps that follow, in large chunks, until so many have been written."""
+        """Write the next steps, in large chunks, up to a number of steps in all."""
         period = len(self.stream.rows)
         while self.written < until:
             start = self.written % period
@@ -219,7 +219,7 @@ class SliceBuffer:
     # Checking
 
     def columns(self, data: TensorDictBase, info: dict[Any, Any] | None = None) -> dict[str, np.ndarray]:
-        """A batch, and what is known about it, as arrays by flat name; info counts where both have a key."""
+        """A batch and its info, as arrays by flat name; info counts where both have a key."""
         flat = {name: column.cpu().numpy() for name, column in data.flatten_keys(".").items()}
         for key, value in (info or {}).items():
             name = key if isinstance(key, str) else ".".join(key)

@@ -1,4 +1,4 @@
-"""Slices of trajectories: what is timed, on which buffers.
+"""Slices of trajectories: the operations, and the buffers.
 
 Goals and results are in docs/performance.md, section "Slices".
 """
@@ -112,7 +112,7 @@ def stepping(filled: SliceBuffer) -> Callable[[], object]:
         buffer.update_tensordict_priority(batch)
         return batch
 
-    # Of so many legal starts more remain overwhelming than one batch of slices covers.
+    # With so many eligible starts, more of them remain overwhelming than one batch of slices covers.
     chosen = np.flatnonzero(legal_starts(filled))[: 2 * n]
     buffer.update_priority(torch.from_numpy(chosen).to(filled.device), OVERWHELMING)
     first: Any = call()
@@ -129,9 +129,9 @@ class SliceWorkload:
 
     Attributes:
         name: the group of its benchmarks.
-        title: what it is, for people.
-        scene: what is stored.
-        operation: checks the library against the oracle, and returns what is timed.
+        title: for people.
+        scene: the stored trajectories.
+        operation: checks the library against the oracle, and returns the call to time.
         variants: who does it.
         huge: needs gigabytes and minutes.
     """
@@ -167,7 +167,7 @@ SIZES = (
     (100_000_000, 120_000_000),
     (346_000_000, 600_000_000),
 )
-#: From room for so many rows on, a workload is run on request only.
+#: A workload with room for this many rows or more runs on request only.
 HUGE = 50_000_000
 ENVS, ENV_STEPS = 4096, 244
 

@@ -16,7 +16,7 @@ from benchmarks.workloads.replay import (
     Workload,
 )
 
-#: Rows of the buffers whose rows grow take so many bytes at most.
+#: The most bytes of rows in the buffers whose rows grow.
 ROWS_BYTES = 1 << 29
 #: Up to which capacity a peer takes part, (uniform, prioritized): beyond, filling and checking it takes minutes.
 LARGEST = {
@@ -29,15 +29,15 @@ LARGEST = {
 
 @dataclass(frozen=True)
 class Axis:
-    """What grows along a curve.
+    """The size that grows along a curve.
 
     Attributes:
         name: in files of results.
         label: for people.
-        fixed: what stays as it is, for people.
+        fixed: the other sizes, for people.
         values: all points.
         quick: those of a quick run.
-        operations: what is timed.
+        operations: the calls.
         workload: the workload of an operation at a value.
     """
 
@@ -55,7 +55,7 @@ class Axis:
 
 
 def by_row(operation: Operation, numbers: int) -> Workload:
-    """Observations of so many numbers, in as many rows as fit :data:`ROWS_BYTES`."""
+    """Observations of a number of numbers, in as many rows as fit :data:`ROWS_BYTES`."""
     layout = transitions_layout(numbers, 1)
     # A multiple of 64, which a library that writes steps of many environments needs.
     capacity = min(CAPACITY, ROWS_BYTES // layout.row_bytes // 64 * 64)

@@ -39,7 +39,7 @@ def add(commands: Any) -> None:
         "plan",
         help="say how much memory a buffer takes, and where it fits",
         description="Say how much memory a buffer takes, key by key, and where it fits on this machine.",
-        epilog="Exit codes: 0 it fits, 1 it fits nowhere, 2 what was asked for makes no sense.",
+        epilog="Exit codes: 0 it fits, 1 it fits nowhere, 2 the request makes no sense.",
         allow_abbrev=False,
     )
     parser.add_argument(

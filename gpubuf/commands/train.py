@@ -11,7 +11,7 @@ from typing import Any
 from gpubuf.train.config import CHANGEABLE_ON_RESUME, TORCH_PREFIX, TrainConfig, UsageError, defaults
 
 SIGNAL_EXIT = 128
-"""Added to a signal's number: the exit code of what it has ended."""
+"""Added to a signal's number, it gives the exit code of a process that the signal ended."""
 
 _NEEDED = ("rich", "matplotlib")
 
@@ -60,13 +60,13 @@ def _resume_folder(resumed: Path | bool, out: Path | None) -> Path:
 
 
 def add(commands: Any) -> None:
-    # An option that is not given is absent, so that --resume can tell what was stated from what is default.
+    # An option that is not given is absent, so that --resume can tell given options from defaults.
     parser = commands.add_parser(
         "train",
         help="train soft actor-critic on an environment",
         description="Train soft actor-critic on an environment with continuous actions, Gymnasium's or one made of "
         "tensor operations, and evaluate it.",
-        epilog="Exit codes: 0 done, 1 training diverged, 2 what was asked for can't be done, 130 interrupted by Ctrl-C "
+        epilog="Exit codes: 0 done, 1 training diverged, 2 the request can't be met, 130 interrupted by Ctrl-C "
         f"and saved. With --resume, only {', '.join(_option(name) for name in sorted(CHANGEABLE_ON_RESUME))} may be "
         "changed.",
         argument_default=argparse.SUPPRESS,

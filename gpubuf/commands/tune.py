@@ -1,4 +1,4 @@
-"""``gpubuf tune``: the fastest configurations of the kernels on this GPU, into a file that gpubuf then goes by."""
+"""``gpubuf tune``: finds the fastest configurations of the kernels on this GPU, and writes them to a file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run(options: dict[str, Any]) -> int:
         raise UsageError(f"tuning needs a GPU: {missing}")
     folder = options["out"] or user_folder()
     if folder is None:
-        raise UsageError("there is no home folder to put the tuned file into: say where with --out FOLDER")
+        raise UsageError("there is no home folder for the tuned file: name a folder with --out FOLDER")
 
     from gpubuf import tables
     from gpubuf.data.storages.host_memory import device_memory
@@ -57,7 +57,7 @@ def run(options: dict[str, Any]) -> int:
         print(f"gpubuf tune: {error}", file=sys.stderr)
         return 1
     except OSError as error:
-        raise UsageError(f"the tuned file can't be written ({error}); say where with --out FOLDER") from error
+        raise UsageError(f"the tuned file can't be written ({error}); name another folder with --out FOLDER") from error
     tables.show(table(tuned.results, tuned.limits))
     for note in notes(tuned.results):
         print(note)
@@ -88,8 +88,8 @@ def add(commands: Any) -> None:
         "tune",
         help="find the fastest configurations of the kernels on this GPU",
         description="Time the configurations of every kernel on this GPU, for the sizes that you have, and write the "
-        "fastest into a file that gpubuf goes by from then on. What was tuned before for other sizes stays.",
-        epilog="Exit codes: 0 done, 1 the GPU failed, 2 what was asked for can't be done, such as without a GPU.",
+        "fastest into a file that gpubuf uses from then on. Points for other sizes stay in the file.",
+        epilog="Exit codes: 0 done, 1 the GPU failed, 2 the request can't be met, such as without a GPU.",
         allow_abbrev=False,
     )
     sizes = parser.add_argument_group("sizes")

@@ -1,4 +1,4 @@
-"""What is tuned for: the sizes that a user has, and the points that follow from them."""
+"""The sizes that a user has, and the points to tune that follow from them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from gpubuf.data.storages.layout import Key
 from gpubuf.kernels import config
 
-#: What a key of a row is: its dtype, and the shape of one row.
+#: A key of a row, its dtype, and its shape in one row.
 Entry = tuple[Key, torch.dtype, tuple[int, ...]]
 
 TRANSITION: tuple[Entry, ...] = (
@@ -33,8 +33,8 @@ class Job:
     Attributes:
         operation: a name of :data:`gpubuf.kernels._spaces.SPACES`.
         capacity: rows of the buffer; 0 where it does not matter.
-        sizes: what the configuration depends on, but for the fan-out.
-        tree: whose fan-out the configuration depends on, ``"sum_tree"`` or ``"trajectories"``; None: on none.
+        sizes: the sizes that the configuration depends on, except the fan-out.
+        tree: the tree whose fan-out the configuration depends on, ``"sum_tree"`` or ``"trajectories"``, or None.
     """
 
     operation: str
@@ -123,7 +123,7 @@ def jobs(shapes: Shapes, thorough: bool = False) -> list[Job]:
 def _tree_jobs(shapes: Shapes, capacity: int, thorough: bool) -> Iterator[Job]:
     steps = shapes.steps(capacity)
     yield Job("sum_tree", capacity, {"capacity": capacity})
-    # What a step writes is marked. For a few rows there is little to choose.
+    # The rows of a step are marked. For a few rows there is little to choose.
     marked = {shapes.envs} if thorough or shapes.envs >= 64 else set()
     for n in sorted({*shapes.batch_sizes} | marked):
         yield Job("sum_tree_update", capacity, {"n": n}, "sum_tree")

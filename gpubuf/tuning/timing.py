@@ -102,7 +102,7 @@ class GraphTimer:
         return graph
 
     def _replay(self, graph: torch.cuda.CUDAGraph, number: int) -> float:
-        """Seconds of so many replays."""
+        """Seconds of ``number`` replays."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         for _ in range(number):

@@ -332,7 +332,7 @@ class TestCommand:
     def test_a_folder_that_can_not_be_written(self, gpu, capsys, tmp_path):
         (tmp_path / "file").touch()
         assert main(["tune", *self.OPTIONS, "--out", str(tmp_path / "file")]) == 2
-        assert "say where with --out FOLDER" in capsys.readouterr().err
+        assert "name another folder with --out FOLDER" in capsys.readouterr().err
 
     def test_no_home(self, gpu, capsys, monkeypatch):
         monkeypatch.setattr(_tuned, "user_folder", lambda: None)
