@@ -140,8 +140,8 @@ def check_tree(sampler: PrioritizedSampler, number: Tensor, written: int, rows: 
         last = number + SLICE - 1
         due = (last < written) & (rows.episode(last) == rows.episode(number))
         position = torch.arange(number.numel())
-        legal = (tree.eligible[position // 64] >> position % 64 & 1).bool()
-        require(torch.equal(legal, due), "slices may start at other rows than marked")
+        eligible = (tree.eligible[position // 64] >> position % 64 & 1).bool()
+        require(torch.equal(eligible, due), "slices may start at other rows than marked")
         leaves = leaves[due]
     total, due_total = float(tree.total), float(leaves.sum())
     require(abs(total - due_total) <= 1e-12 * due_total, f"the tree's root is {total}, its leaves sum to {due_total}")

@@ -76,7 +76,7 @@ def set_priorities(filled: SliceBuffer) -> np.ndarray:
     return priority.numpy().astype(np.float64)
 
 
-def legal_starts(filled: SliceBuffer) -> np.ndarray:
+def eligible_starts(filled: SliceBuffer) -> np.ndarray:
     """The rows of an exactly full buffer at which a slice can start."""
     ends = np.flatnonzero(filled.stream.rows["next", "done"].numpy().ravel()[: filled.scene.capacity])
     row = np.arange(filled.scene.capacity)
@@ -85,14 +85,14 @@ def legal_starts(filled: SliceBuffer) -> np.ndarray:
 
 
 def check_priorities(filled: SliceBuffer) -> None:
-    """Assert that starts are legal and weighed by the formula (Schaul et al., 2016), up to its normalisation.
+    """Assert that starts are eligible and weighed by the formula (Schaul et al., 2016), up to its normalisation.
 
     Whether the smallest priority counts among all rows or among those where a slice can start is a library's choice.
     """
     weight = (set_priorities(filled) + EPS) ** ALPHA
     starts, drawn = filled.check_slices()
     start = starts[:, 0]
-    assert legal_starts(filled)[start].all()
+    assert eligible_starts(filled)[start].all()
     expected = np.repeat(weight[start] ** -BETA, filled.scene.slice_len)
     found = drawn["priority_weight"].ravel()
     np.testing.assert_allclose(found / found.max(), expected / expected.max(), rtol=1e-5)
@@ -113,7 +113,7 @@ def stepping(filled: SliceBuffer) -> Callable[[], object]:
         return batch
 
     # With so many eligible starts, more of them remain overwhelming than one batch of slices covers.
-    chosen = np.flatnonzero(legal_starts(filled))[: 2 * n]
+    chosen = np.flatnonzero(eligible_starts(filled))[: 2 * n]
     buffer.update_priority(torch.from_numpy(chosen).to(filled.device), OVERWHELMING)
     first: Any = call()
     assert np.isin(first["index"].cpu().numpy().reshape(-1, filled.scene.slice_len)[:, 0], chosen).all()

@@ -159,7 +159,7 @@ def root(made: Load) -> None:
     made.buffer.sampler.tree.total.mul_(1 + 1e-11)
 
 
-def legal(made: Load) -> None:
+def eligible(made: Load) -> None:
     made.buffer.sampler.tree.eligible[3] ^= 1 << 7
 
 
@@ -177,7 +177,7 @@ def ends(made: Load) -> None:
         ("prioritized", leaf),
         ("prioritized", root),
         ("prioritized-slices", root),
-        ("prioritized-slices", legal),
+        ("prioritized-slices", eligible),
         ("prioritized-slices", ends),
         ("slices", total),
         ("slices", ends),

@@ -75,7 +75,7 @@ def test_to_another_device(monkeypatch, kind):
     for buffer in (stays, moves):
         write(buffer, 75, 0)
     assert alike(stays, moves)
-    parts = {name: part for name in ("_tree", "_index", "_legal") if (part := getattr(moves.sampler, name, None))}
+    parts = {name: part for name in ("_tree", "_index", "_eligible") if (part := getattr(moves.sampler, name, None))}
     counters = moves.storage.ring
     moves.to("cpu:0")
     assert str(moves.storage.device) == str(moves.storage.rows_device) == "cpu:0"
@@ -105,7 +105,9 @@ def test_everything_moves_off_the_gpu(kind):
         found = [storage.table, storage.ring, sampler.random_state("cpu").state]
         found += [tree.leaves, tree.nodes, tree.scalars] if tree is not None else []
         found += [index.ends, index.sums, index.signal.table] if index is not None else []
-        found += [t for name in ("_legal", "_remaining", "_ranks") if (t := getattr(sampler, name, None)) is not None]
+        found += [
+            t for name in ("_eligible", "_remaining", "_ranks") if (t := getattr(sampler, name, None)) is not None
+        ]
         assert {t.device.type for t in found} == {"cpu"}
 
 

@@ -102,9 +102,9 @@ class SliceMachine(RuleBasedStateMachine):
                 self.buffer.sample(self.slice_len)
             return
         if self.kind == "prioritized":
-            legal = self.model.starts(self.slice_len - self.after, not self.strict)
+            eligible = self.model.starts(self.slice_len - self.after, not self.strict)
             due = {numbers[0]: numbers for numbers in self.model.slices(self.slice_len, False, 0, self.slice_len)}
-            positive = [number for number in legal if self.priority[number] > 0]
+            positive = [number for number in eligible if self.priority[number] > 0]
             possible = {due[number] for number in positive}
         else:
             possible = set(self.model.slices(self.slice_len, self.strict, self.before, self.after, self.by_transition))
@@ -208,9 +208,9 @@ class SliceMachine(RuleBasedStateMachine):
         offsets = [index.rule.offsets(len(t)) for t in self.model.trajectories()]
         assert int(index.total) == sum(offsets if index.rule.by_transition else map(bool, offsets))
         if self.kind == "prioritized" and self.buffer.sampler.tree.eligible is not None:
-            legal = set(self.model.starts(self.slice_len - self.after, not self.strict).values())
+            eligible = set(self.model.starts(self.slice_len - self.after, not self.strict).values())
             words = self.buffer.sampler.tree.eligible.tolist()
-            assert {64 * i + bit for i, word in enumerate(words) for bit in range(64) if (word >> bit) & 1} == legal
+            assert {64 * i + bit for i, word in enumerate(words) for bit in range(64) if (word >> bit) & 1} == eligible
 
     @invariant()
     def trajectories_agree(self):

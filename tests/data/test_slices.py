@@ -77,33 +77,33 @@ def test_distribution_in_a_large_buffer(weighting):
     counts = torch.zeros(groups).index_add_(0, group[which], torch.ones(n))
     expected = torch.zeros(groups).index_add_(0, group, share.float()) / share.sum()
     assert chi_square(counts.tolist(), expected.tolist()) < chi_square_bound(groups - 1)
-    # The place among the legal starts of its trajectory, with a random rest, is uniform in [0, 1).
+    # The place among the eligible starts of its trajectory, with a random rest, is uniform in [0, 1).
     place = (first - oldest[which] + torch.rand(n, generator=generator)) / starts[which]
     counts = torch.histc(place, 50, 0, 1)
     assert chi_square(counts.tolist(), [1 / 50] * 50) < chi_square_bound(49)
 
 
 def test_distribution_of_priorities():
-    """The start of a slice is drawn in proportion to its priority among legal starts; equal ones are uniform."""
+    """The start of a slice is drawn in proportion to its priority among eligible starts; equal ones are uniform."""
     torch.manual_seed(0)
     sampler = PrioritizedSliceSampler(1000, alpha=1.0, beta=1.0, eps=0.0, slice_len=4)
     buffer, model = filled(sampler, episodes(1, 5, 3, 9, 4, 2, 0))
     check_distribution(buffer, 4, model.slices(4, by_transition=True), 4000)
-    legal = model.starts(4, False)
+    eligible = model.starts(4, False)
     # Rows that can't start a slice have by far the largest priorities.
-    priority = {row.number: 1000.0 for row in model.rows[0]} | {n: float(i + 1) for i, n in enumerate(legal)}
+    priority = {row.number: 1000.0 for row in model.rows[0]} | {n: float(i + 1) for i, n in enumerate(eligible)}
     buffer.update_priority(
         torch.tensor([row.position for row in model.rows[0]]), torch.tensor([priority[r.number] for r in model.rows[0]])
     )
-    total = sum(int(priority[n]) for n in legal)
-    due = {tuple(range(n, n + 4)): Fraction(int(priority[n]), total) for n in legal}
+    total = sum(int(priority[n]) for n in eligible)
+    due = {tuple(range(n, n + 4)): Fraction(int(priority[n]), total) for n in eligible}
     check_distribution(buffer, 4, due, 4000)
     batch = buffer.sample(64)
     weight = [1.0 / priority[numbers[0]] for numbers in split(batch) for _ in numbers]
     assert batch["priority_weight"].tolist() == pytest.approx(weight, rel=1e-5)
 
 
-def test_priorities_of_illegal_starts_stay():
+def test_priorities_of_ineligible_starts_stay():
     """They count as soon as their trajectory has grown: nothing was overwritten to hide them."""
     sampler = PrioritizedSliceSampler(100, alpha=1.0, beta=1.0, eps=0.0, slice_len=3)
     buffer, model = filled(sampler, episodes(2, 0), capacity=100)

@@ -121,7 +121,7 @@ def test_writer_sampler_and_saver(sampler, prefetch):
         assert (leaves[: len(buffer)] > 0).all()
         total, due = float(buffer.sampler.tree.total), float(leaves.sum())
         if by_slices:
-            # Only legal starts count: which these are is found anew, and with it every sum.
+            # Only eligible starts count: which these are is found anew, and with it every sum.
             buffer.sampler.rebuild()
             assert 0 < total < due
             due = float(buffer.sampler.tree.total)

@@ -115,7 +115,7 @@ class World:
             for name in ("leaves", "nodes", "hyper"):
                 yield name, getattr(sampler.tree, name).clone()
             if sampler.tree.eligible is not None:
-                yield "legal", sampler.tree.eligible.clone()
+                yield "eligible", sampler.tree.eligible.clone()
         if isinstance(sampler, SliceSampler):
             index = sampler.trajectory_index
             yield from (("ends", index.ends.clone()), ("sums", index.sums.clone()))

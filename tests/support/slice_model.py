@@ -1,4 +1,4 @@
-"""Slices in plain Python: a model of a ring of steps, which recomputes every trajectory and every legal slice."""
+"""Slices in plain Python: a model of a ring of steps, which recomputes every trajectory and every possible slice."""
 
 from __future__ import annotations
 

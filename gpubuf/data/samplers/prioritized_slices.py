@@ -24,11 +24,11 @@ from gpubuf.kernels.trajectories import eligible_words
 class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
     """Draws where a slice starts by priority, among the rows from which a slice can start.
 
-    A start is legal where ``slice_len`` steps of its trajectory are left (fewer, by the right ``span``) or, with
+    A start is eligible where ``slice_len`` steps of its trajectory are left (fewer, by the right ``span``) or, with
     ``strict_length=False``, at the first row of a trajectory too. A bitmap, which every write keeps up to date, tells
     the sum tree which rows these are; the priorities of the others stay what they are, and count again as soon as
     their trajectory has grown. ``"priority_weight"`` is that of the start, for every step of its slice. Weights are
-    normalised by the smallest of the legal starts.
+    normalised by the smallest of the eligible starts.
 
     Args:
         max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer: as for
@@ -85,41 +85,41 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         )
         # How many steps must be left, and the rows of which that is true.
         self._need = 0
-        self._legal: Tensor | None = None
+        self._eligible: Tensor | None = None
 
     def forget_storage(self) -> None:
         super().forget_storage()
-        self._legal = None
+        self._eligible = None
 
     def _steps_needed(self, length: int) -> int:
         return length - self._rule(length).after
 
     def _restrict(self, storage: TensorStorage, index: TrajectoryIndex, need: int) -> Tensor:
-        """Tell the tree which starts are legal, of slices that need ``need`` steps. O(capacity)."""
-        legal = self._legal
+        """Tell the tree which starts are eligible, of slices that need ``need`` steps. O(capacity)."""
+        eligible = self._eligible
         noted = recording()
         if noted is not None:
             noted.after(functools.partial(setattr, self, "_need", need))
             noted.undo(functools.partial(setattr, self, "_need", self._need))
-        if legal is None:
-            refuse("the first write or sample finds the legal starts: do it before")
-            legal = torch.zeros(eligible_words(storage.max_size), dtype=torch.int64, device=storage.device)
+        if eligible is None:
+            refuse("the first write or sample finds the eligible starts: do it before")
+            eligible = torch.zeros(eligible_words(storage.max_size), dtype=torch.int64, device=storage.device)
         before = storage.begin(DERIVED)
-        index.mark_legal(legal, index.steps, need, not self.strict_length)
-        self._tree_made().restrict(legal)
-        self._need, self._legal = need, legal
+        index.update_eligible(eligible, index.steps, need, not self.strict_length)
+        self._tree_made().restrict(eligible)
+        self._need, self._eligible = need, eligible
         storage.end(before)
-        return legal
+        return eligible
 
     def _require(self, storage: TensorStorage, index: TrajectoryIndex, need: int) -> None:
-        if self._legal is None or need != self._need:
+        if self._eligible is None or need != self._need:
             self._restrict(storage, index, need)
 
     def _note_need(self, storage: TensorStorage, index: TrajectoryIndex) -> None:
-        """A graph that is captured now finds the starts that are legal now, at each replay."""
+        """A graph that is captured now finds the starts that are eligible now, at each replay."""
         noted = recording()
         if noted is not None:
-            noted.holds(self, "_legal")
+            noted.holds(self, "_eligible")
             noted.before(self, functools.partial(self._require, storage, index, self._need))
 
     def _choose_slices(
@@ -130,10 +130,10 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         try:
             start, info = PrioritizedSampler.choose(self, n)
         except RuntimeError as error:
-            raise RuntimeError(self._nothing_legal(index)) from error
+            raise RuntimeError(self._nothing_eligible(index)) from error
         return *index.slices(start, length), info
 
-    def _nothing_legal(self, index: TrajectoryIndex) -> str:
+    def _nothing_eligible(self, index: TrajectoryIndex) -> str:
         return (
             f"no slice can start anywhere: {self._need} steps are needed, the stored trajectories are "
             f"{index.trajectories()}, and no row with so many left has a positive priority"
@@ -145,10 +145,12 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         n = positions.numel() // trajectories.envs
         self._note_need(storage, trajectories)
         trajectories.write(n)
-        legal = self._legal
-        if legal is None:
-            legal = self._restrict(storage, trajectories, self._steps_needed(self.slice_len) if self.slice_len else 1)
-        touched = trajectories.mark_legal(legal, n, self._need, not self.strict_length)
+        eligible = self._eligible
+        if eligible is None:
+            eligible = self._restrict(
+                storage, trajectories, self._steps_needed(self.slice_len) if self.slice_len else 1
+            )
+        touched = trajectories.update_eligible(eligible, n, self._need, not self.strict_length)
         PrioritizedSampler.on_write(self, positions, priority)
         self._tree_made().refresh(touched)
 
@@ -160,27 +162,27 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
     def rebuild(self) -> None:
         with self.lock:
             super().rebuild()
-            if self._index is not None and self._legal is not None:
+            if self._index is not None and self._eligible is not None:
                 self._restrict(self._index.storage, self._index, self._need)
 
     def empty(self) -> None:
         super().empty()
-        if self._legal is not None:
-            self._legal.zero_()
+        if self._eligible is not None:
+            self._eligible.zero_()
 
     def free(self) -> None:
         super().free()
-        self._legal = None
+        self._eligible = None
 
     def index_bytes(self, shape: tuple[int, ...], device_type: str) -> IndexBytes:
         return IndexBytes(index=8 * eligible_words(math.prod(shape))) + super().index_bytes(shape, device_type)
 
     def memory(self) -> IndexBytes:
-        return IndexBytes(index=0 if self._legal is None else self._legal.nbytes) + super().memory()
+        return IndexBytes(index=0 if self._eligible is None else self._eligible.nbytes) + super().memory()
 
     def move(self) -> None:
         super().move()
         storage = self.storage
-        if self._index is not None and self._legal is not None and self._legal.device != storage.device:
-            self._legal = None
+        if self._index is not None and self._eligible is not None and self._eligible.device != storage.device:
+            self._eligible = None
             self._restrict(storage, self._index, self._need)

@@ -136,7 +136,7 @@ class SliceSampler(Sampler):
     # Which slices
 
     def _rule(self, length: int) -> Rule:
-        """What is legal for slices of ``length`` steps."""
+        """The rule for slices of ``length`` steps."""
         if torch.compiler.is_compiling():
             # Compiled code may not depend on which lengths were asked for before.
             return self._new_rule(length)
@@ -336,7 +336,7 @@ class SliceSampler(Sampler):
         index.use(self._rule(length))
         return *index.draw(n, self.random_state(storage.device)), {}
 
-    def _nothing_legal(self, index: TrajectoryIndex) -> str:
+    def _nothing_eligible(self, index: TrajectoryIndex) -> str:
         """What to tell a user where no slice can be drawn. Synchronises."""
         return index.nothing_eligible()
 
@@ -361,7 +361,7 @@ class SliceSampler(Sampler):
                 refuse("slices of unequal lengths make batches whose size only the GPU knows: set pad_output=True")
                 kept = real.nonzero().squeeze(-1)
                 if kept.numel() == 0:
-                    raise RuntimeError(self._nothing_legal(index))
+                    raise RuntimeError(self._nothing_eligible(index))
                 rows, last = rows[kept], last[kept]
                 info = {key: value[kept] for key, value in info.items()}
         tensors, generation = storage.gather(rows)

@@ -67,14 +67,14 @@ class TrajectoryIndex:
     Args:
         storage: an initialised storage. Rows that it already has are indexed.
         signal: what tells where trajectories end.
-        rule: which slices are legal; may be changed by :meth:`use`.
+        rule: which slices may be drawn; may be changed by :meth:`use`.
 
     Attributes:
         steps: steps of the ring, the first dimension of the storage.
         envs: environments, the product of its other dimensions.
         ends: bitmap of the ends and what is above it; see :mod:`gpubuf.kernels.trajectories`.
         sums: weights of the words of the bitmap, and their sums.
-        rule: which slices are legal now.
+        rule: which slices may be drawn now.
     """
 
     def __init__(self, storage: TensorStorage, signal: Signal, rule: Rule | None = None) -> None:
@@ -109,7 +109,7 @@ class TrajectoryIndex:
 
     @property
     def total(self) -> Tensor:
-        """Number of eligible trajectories (of legal starts, ``by_transition``): int64, 0-dim, a view."""
+        """Number of eligible trajectories (of eligible starts, ``by_transition``): int64, 0-dim, a view."""
         return self.sums[-1]
 
     # Writing
@@ -163,7 +163,7 @@ class TrajectoryIndex:
     # Slices
 
     def draw(self, n: int, rng: RandomState, rank: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """``n`` legal slices: index, length and last, as :data:`gpubuf.kernels.trajectories.draw` gives them.
+        """``n`` slices: index, length and last, as :data:`gpubuf.kernels.trajectories.draw` gives them.
 
         Raises:
             RuntimeError: no trajectory is eligible (CPU).
@@ -195,10 +195,10 @@ class TrajectoryIndex:
         )
         return found
 
-    def mark_legal(self, legal: Tensor, n: int, need: int, starts_too: bool) -> Tensor:
+    def update_eligible(self, eligible: Tensor, n: int, need: int, starts_too: bool) -> Tensor:
         """See :data:`gpubuf.kernels.trajectories.update_eligible`."""
         changed: Tensor = _update_eligible(
-            legal, self.ends, self.storage.ring, n, need, starts_too, self.steps, self.envs
+            eligible, self.ends, self.storage.ring, n, need, starts_too, self.steps, self.envs
         )
         return changed
 

@@ -57,7 +57,7 @@ class IndexBytes:
 
     Attributes:
         tree: of the sum tree over the priorities.
-        index: of the trajectory index, of legal starts, of the order of an epoch.
+        index: of the trajectory index, of eligible starts, of the order of an epoch.
     """
 
     tree: int = 0
@@ -120,7 +120,7 @@ class MemoryReport:
         device: where all else is; None before the first write.
         rows: of the rows.
         tree: of the sum tree.
-        index: of the trajectory index, of legal starts, of the order of an epoch.
+        index: of the trajectory index, of eligible starts, of the order of an epoch.
         counters: of the ring's counters, the table of addresses and the random state.
         rows_on_host: of those rows of ``"split"`` that are in pinned host memory; they are part of ``rows``.
     """
