@@ -1,7 +1,7 @@
-"""What a CUDA graph can't hold, found while a step is captured: before CUDA fails, and where CUDA would say nothing.
+"""Finds what a CUDA graph can't hold while a step is captured, before CUDA fails or passes over it silently.
 
-CUDA refuses to synchronise while it captures, with a message that names neither operation nor reason. Work on the
-host it doesn't refuse at all: that is done once, and missing from every replay.
+CUDA refuses to synchronise while it captures, with a message that names neither operation nor reason. It does not
+refuse work on the host. That work is done once, and every replay lacks it.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 def _masks(schema_name: str, args: tuple[Any, ...]) -> bool:
-    """Whether an indexing operation has to find out how many elements a mask selects."""
+    """Whether an indexing operation has to count the elements that a mask selects."""
     if not any(index.dtype in (torch.bool, torch.uint8) for index in _tensors(args[1])):
         return False
-    # One value for all of them: that is a masked_fill_.
+    # With one value for all of them it is a masked_fill_, which counts nothing.
     return schema_name == "aten::index" or args[2].numel() != 1
 
 
@@ -73,7 +73,7 @@ def host_random_state() -> dict[str, bytes]:
 
 
 def refuse_host_random(before: dict[str, bytes]) -> None:
-    """Raise where the step has drawn random numbers on the host.
+    """Raise if the step has drawn random numbers on the host.
 
     Raises:
         CaptureError: it has.
@@ -84,18 +84,18 @@ def refuse_host_random(before: dict[str, bytes]) -> None:
 
 
 class _Watch(TorchDispatchMode):
-    """A mode that leaves operations as they are, and compiled code too."""
+    """A mode that changes neither operations nor compiled code."""
 
     supports_higher_order_operators = True
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """True: compiled code runs in it as it is, instead of what it was compiled from."""
+        """True: compiled code runs under this mode, instead of the Python code that it was compiled from."""
         return True
 
 
 class Devices(_Watch):
-    """Notes where the tensors of all operations are.
+    """Collects the devices of the tensors of all operations.
 
     Attributes:
         found: those devices.
@@ -115,7 +115,7 @@ class NoHostWork(_Watch):
     """Refuses every operation that a graph on ``device`` can't hold, at the line of the step that calls it.
 
     Attributes:
-        kept: the memory that the graph uses and that was there before it: a replay must not find it given to others.
+        kept: memory that the graph uses and that is older than the graph. While it is kept, nobody else gets it.
 
     Raises:
         CaptureError: an operation waits for the GPU, copies between host and GPU, or works on the host.
@@ -130,7 +130,7 @@ class NoHostWork(_Watch):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not isinstance(func, torch._ops.OpOverload):
-            # One that calls others: of compiled code, which has been checked when it was compiled.
+            # An operation that calls others, as compiled code has. Its parts were checked when it was compiled.
             return func(*args, **kwargs)
         given = list(_tensors((*args, *kwargs.values())))
         self._check_before(func, args, kwargs, given)
@@ -140,7 +140,7 @@ class NoHostWork(_Watch):
         seeded = torch.Tag.nondeterministic_seeded in func.tags
         for tensor in results:
             if self._on_host(tensor) and (tensor.ndim > 0 or seeded):
-                # Numbers are passed to kernels as tensors on the CPU without dimensions: those are constants.
+                # Kernels get numbers as CPU tensors without dimensions. They are constants of the graph.
                 self._refuse(func, f"makes a tensor on the CPU, {_HOST}")
         self._note(results)
         return out
@@ -180,6 +180,6 @@ class NoHostWork(_Watch):
                 self._made.add(memory.data_ptr())
 
     def _memory(self, tensor: Tensor) -> Any:
-        # Tensors of other kinds (fake ones, for one) may have no memory.
+        # Tensors of other kinds, such as fake ones, may have no memory.
         plain = type(tensor) in (Tensor, torch.nn.Parameter, torch.nn.Buffer)
         return tensor.untyped_storage() if plain and tensor.device.type == self._type else None

@@ -1,4 +1,4 @@
-"""What goes into a captured step and what comes out: checked, copied to where the graph reads, handed on."""
+"""Arguments and results of a captured step: checks them, and copies arguments to where the graph reads them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from tensordict import TensorDictBase, is_non_tensor, is_tensorclass
 from torch import Tensor
 
 Map = Callable[[str, Tensor], Tensor]
-"""From where a tensor stands, and the tensor, to what takes its place."""
+"""From the place of a tensor, and the tensor, to its replacement."""
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional arguments and others."""
+"""Positional arguments and keyword arguments."""
 
 
 class TensorKind(NamedTuple):
-    """What may not change about a tensor argument."""
+    """The properties of a tensor argument that must not change."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -28,7 +28,7 @@ class TensorKind(NamedTuple):
 
 
 class Container(NamedTuple):
-    """What may not change about an argument that holds others."""
+    """The properties of a container argument that must not change."""
 
     kind: type
     extent: tuple[Any, ...]
@@ -49,7 +49,7 @@ class Constant:
         try:
             return self.value is other.value or bool(self.value == other.value)
         except (RuntimeError, ValueError):
-            # Arrays, for one, are not equal but equal in places.
+            # Comparing arrays gives an array, not one answer.
             return False
 
     __hash__ = None  # type: ignore[assignment]
@@ -63,7 +63,7 @@ def _is_tensordict(value: Any) -> bool:
 
 
 def _inside(value: Any) -> list[tuple[Any, Any]] | None:
-    """The parts of a container by key, in an order that does not depend on how it was filled; None: it is none."""
+    """The parts of a container by key, in an order that does not depend on how it was filled; None for no container."""
     if _is_tensordict(value) and not is_non_tensor(value):
         return sorted(((key, value.get(key)) for key in value.keys()), key=lambda item: item[0])
     if isinstance(value, dict):
@@ -74,7 +74,7 @@ def _inside(value: Any) -> list[tuple[Any, Any]] | None:
 
 
 def describe(value: Any, path: str, out: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Enter what must not change about ``value`` into ``out``, and its tensors into ``tensors``, by their places."""
+    """Enter the fixed properties of ``value`` into ``out``, and its tensors into ``tensors``, by their places."""
     if isinstance(value, Tensor):
         tensors[path] = value
         out[path] = TensorKind(tuple(value.shape), value.dtype, value.device)
@@ -90,7 +90,7 @@ def describe(value: Any, path: str, out: dict[str, Any], tensors: dict[str, Tens
 
 
 def mapped(value: Any, of_tensor: Map, path: str) -> Any:
-    """``value`` in new containers, its tensors replaced by ``of_tensor`` of them."""
+    """``value`` in new containers, with ``of_tensor`` applied to each tensor."""
     if isinstance(value, Tensor):
         return of_tensor(path, value)
     if _is_tensordict(value):
@@ -132,11 +132,11 @@ def _described(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str,
 
 
 class Arguments:
-    """The arguments of a step: what they were at the first call, and, for a graph, where it reads them.
+    """The arguments of a step: their fixed properties at the first call, and the tensors in which a graph reads them.
 
     Attributes:
-        devices: where the tensors among them are.
-        inputs: where the graph reads them, by where they stand among the arguments.
+        devices: of the tensors among them.
+        inputs: the tensors that the graph reads, by their places among the arguments.
 
     Raises:
         ValueError: a tensor among them requires gradients.
@@ -154,10 +154,10 @@ class Arguments:
         self.devices = {tensor.device for tensor in tensors.values()}
 
     def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
-        """The tensors among the arguments, which must be like those of the first call.
+        """The tensors among the arguments, checked against those of the first call.
 
         Raises:
-            ValueError: they are not, or something else has changed; the text states both sides.
+            ValueError: an argument has changed; the message states both sides.
         """
         if not args and not kwargs and not self._kinds:
             return {}
@@ -174,7 +174,7 @@ class Arguments:
         raise AssertionError("two different sets of arguments have a difference")
 
     def passed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """The arguments as the step gets them: containers are copied, so that only the step sees what it adds."""
+        """The arguments as the step gets them: in copied containers, so that only the step sees what it adds."""
         return self._mapped(args, kwargs, _same)
 
     def static(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -205,18 +205,18 @@ class Arguments:
 
 
 class Unchanged:
-    """Makes sure that a step leaves the tensors alone that it was given: of a replay, their owner would not see it.
-
-    Raises:
-        ValueError: at the end of the block: it has changed one in place.
-    """
+    """Makes sure that a step does not change its arguments in place: their owner would not see what a replay does."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self._tensors = tensors
         self._versions = {path: tensor._version for path, tensor in tensors.items() if not tensor.is_inference()}
 
     def check(self) -> None:
-        """To be called after the step."""
+        """Call it after the step.
+
+        Raises:
+            ValueError: the step has changed a tensor in place.
+        """
         for path, version in self._versions.items():
             if self._tensors[path]._version != version:
                 raise ValueError(f"the step changes {path} in place, which its caller would not see: return a tensor")
@@ -227,10 +227,10 @@ def _result(path: str, tensor: Tensor) -> Tensor:
 
 
 def checked_results(value: Any) -> Any:
-    """What a step returned, without gradients.
+    """The results of a step, without gradients.
 
     Raises:
-        ValueError: there is something in it that a replay could not bring up to date.
+        ValueError: a replay could not bring one of them up to date.
     """
     kinds: dict[str, Any] = {}
     describe(value, "the result", kinds, {})
@@ -244,7 +244,7 @@ def checked_results(value: Any) -> Any:
 
 
 def devices_of(value: Any) -> set[torch.device]:
-    """Where the tensors in ``value`` are."""
+    """The devices of the tensors in ``value``."""
     tensors: dict[str, Tensor] = {}
     describe(value, "", {}, tensors)
     return {tensor.device for tensor in tensors.values()}

@@ -20,30 +20,30 @@ GRAPH_DEVICES = frozenset({"cuda"})
 
 
 def capture(step: Callable[..., Any], *, warmup: int = 3, device: torch.device | str | None = None) -> Captured:
-    """A step that, on a GPU, is captured in a CUDA graph and from then on replayed: one launch instead of hundreds.
+    """Capture a step in a CUDA graph on a GPU, and replay it from then on: one launch instead of hundreds.
 
-    The first ``warmup`` calls run as they are, on a side stream; the next one captures the step, and it and all later
-    ones replay the graph. n calls are n steps, with the results of n calls of ``step`` itself. Without a GPU, or where
-    the step works on the CPU, every call runs ``step``, with the same results, and under the same rules:
+    The first ``warmup`` calls run ``step`` on a side stream. The next call captures it; that call and all later ones
+    replay the graph. n calls are n steps, with the results of n calls of ``step`` itself. Without a GPU, or if the step
+    works on the CPU, every call runs ``step``. The results and the rules are the same:
 
     * Tensors (in TensorDicts, tensorclasses, lists, tuples and dictionaries too) may have other values at each call,
-      not other shapes, dtypes or devices. All other arguments are part of the graph: they must stay what they were.
-    * The step must not change a tensor that it was given. Containers are passed as copies: entries that the step adds
-      to a TensorDict are seen by nobody else. It returns what its caller is to have.
-    * It returns tensors, or TensorDicts, tuples, lists or dictionaries of them, or None. They come without gradient. A
-      replay returns the same tensors every time, with new values: ``clone()`` what is to be kept.
-    * What it does on the host beside launching happens once, at the capture; what its buffers do there (``len()``, the
-      order of threads and streams) is taken care of at each replay. So it must not read a value of a tensor (that would
-      wait for the GPU), branch on one, or draw random numbers on the CPU.
+      but not other shapes, dtypes or devices. All other arguments are part of the graph and must not change.
+    * The step must not change a tensor that it was given. Containers are passed as copies: nobody else sees entries
+      that the step adds to a TensorDict. It returns everything that its caller needs.
+    * It returns tensors, or TensorDicts, tuples, lists or dictionaries of them, or None. They have no gradient. A
+      replay returns the same tensors every time, with new values: ``clone()`` those that you keep.
+    * Its work on the host, apart from launches, happens once, at the capture. Only the work of its buffers (``len()``,
+      the order of threads and streams) is repeated at each replay. So the step must not read a value of a tensor (that
+      would wait for the GPU), branch on one, or draw random numbers on the CPU.
 
-    Called by one thread at a time. A call doesn't synchronise, but for the one that captures. ``docs/graphs.md`` has a
-    whole training step, and what can't be captured.
+    Call it from one thread at a time. Only the call that captures synchronises. ``docs/graphs.md`` has a whole training
+    step, and a list of what can't be captured.
 
     Args:
         step: the function. It reaches networks, optimisers and buffers itself, not as arguments.
-        warmup: number of calls before the capture, at least 1: whatever is allocated at first use must exist by then.
-        device: where the step works; ``"cpu"`` never captures. None: found out from the arguments, the results and the
-            buffers of the first call, or else from all that the second one does.
+        warmup: number of calls before the capture, at least 1, so that everything is allocated that a first use needs.
+        device: of the step; ``"cpu"`` never captures. None: the device of the arguments, the results and the buffers of
+            the first call, or else of all operations of the second one.
 
     Returns:
         The captured step, to be called as ``step``.
@@ -56,7 +56,7 @@ def capture(step: Callable[..., Any], *, warmup: int = 3, device: torch.device |
 
 
 class Captured:
-    """What :func:`capture` returns: a step that is captured, once it is warm, and replayed."""
+    """A step that is captured once it is warm, and then replayed. :func:`capture` makes it."""
 
     def __init__(self, step: Callable[..., Any], *, warmup: int = 3, device: torch.device | str | None = None) -> None:
         if warmup < 1:
@@ -71,11 +71,11 @@ class Captured:
 
     @property
     def captured(self) -> bool:
-        """Whether calls replay a graph by now."""
+        """Whether calls replay a graph."""
         return self._graph is not None
 
     def reset(self) -> None:
-        """Drop the graph and what is known about the arguments: the next call is the first of the warm-up again."""
+        """Drop the graph, and forget the arguments: the next call is the first of a new warm-up."""
         self._graph: torch.cuda.CUDAGraph | None = None
         self._arguments: Arguments | None = None
         self._device: torch.device | None = None
@@ -125,7 +125,7 @@ class Captured:
         return results
 
     def _watched(self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The second call, where the first has not shown where the step works: by all that it does."""
+        """The second call, if the first has not shown where the step works: the devices of all operations tell."""
         # Not the first one, in which code may be compiled.
         with Devices() as seen:
             results = self._eager(arguments, args, kwargs)
@@ -134,7 +134,7 @@ class Captured:
 
     def _eager(self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._can_capture:
-            # What is captured will find these: kernels are compiled for the alignment of what they are given.
+            # The capture gets the same tensors: kernels are compiled for the alignment of their arguments.
             given, named = arguments.static(args, kwargs)
         else:
             arguments.tensors(args, kwargs)
@@ -147,9 +147,9 @@ class Captured:
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
-        """On the side stream, behind all before and ahead of all after; not where nothing will be captured.
+        """Run on the side stream, in order with the current one, unless nothing will be captured.
 
-        What autograd and libraries keep for each stream is made on the stream that captures.
+        Autograd and libraries keep objects per stream; they are made on the stream that captures.
         """
         device = self._device or self._requested
         if not cuda_present() or (device is not None and device.type not in GRAPH_DEVICES):
@@ -183,7 +183,7 @@ class Captured:
         unchanged = Unchanged(arguments.inputs)
         random_state = host_random_state()
         current, side = torch.cuda.current_stream(self._device), self._side(self._device)
-        # What other threads do to these buffers during the capture waits for this stream, not for one that captures.
+        # Other threads that use these buffers during the capture wait for this stream, not for the capturing one.
         for lock in self._locks:
             lock.joined(current)
         side.wait_stream(current)
@@ -220,16 +220,16 @@ class Captured:
         return f"{type(self).__name__}({name}, {state})"
 
 
-#: Graphs of captures that CUDA has invalidated: PyTorch's allocator of pinned memory goes on referring to them.
+#: Graphs whose capture CUDA has invalidated. They stay alive: PyTorch's allocator of pinned memory refers to them.
 _broken: list[torch.cuda.CUDAGraph] = []
 
 
 @contextlib.contextmanager
 def _captured_into(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterator[None]:
-    """Capture what is launched in here. Other threads may use CUDA meanwhile.
+    """Capture all launches of the block. Other threads may use CUDA meanwhile.
 
-    After a capture that fails, all is as before. Where CUDA has invalidated the capture, PyTorch leaves the stream
-    switched, the allocator in the graph's pool, and its random generator in the belief that it is captured.
+    A capture that fails leaves everything as it was before. PyTorch alone does not do that: if CUDA invalidates the
+    capture, it leaves the stream switched, the allocator in the graph's pool, and its random generator captured.
     """
     pool = torch.cuda.graph_pool_handle()
     with torch.cuda.stream(stream):
@@ -244,7 +244,7 @@ def _captured_into(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> It
                 pass
             else:
                 _broken.append(graph)
-                # The end of a capture that succeeds is one for the generator.
+                # A capture that succeeds releases the generator at its end.
                 with contextlib.suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
                     torch.ones((), device=stream.device)
             raise
@@ -259,7 +259,7 @@ def _graph_device(found: set[torch.device]) -> torch.device | None:
 
 
 def _explain(error: BaseException) -> None:
-    """Raise a :class:`CaptureError` for what is the capture's fault."""
+    """Raise a :class:`CaptureError` if the capture is at fault."""
     # Ending a capture that has failed fails too: the reason is what came before.
     reason: BaseException | None = error
     while reason is not None:

@@ -21,8 +21,8 @@ def _rows(x: Tensor) -> Tensor:
 def ensemble_input_layer(inputs: Sequence[Tensor], weight: Tensor, bias: Tensor | None) -> Tensor:
     """The first layer of N nets on inputs that they share, joined along the last dimension: ``[N, rows, out]``.
 
-    Where gradients go to some inputs and not to the weights (an actor trained through its critics), the product is
-    taken apart, so that no gradient is computed for the inputs that need none.
+    If some inputs need gradients and the weights do not (an actor is trained through its critics), the product is split
+    by input. So no gradient is computed for the inputs that need none.
 
     Args:
         inputs: each ``[*batch, in_i]``; ``rows`` is the size of the batch.
@@ -44,7 +44,7 @@ def ensemble_input_layer(inputs: Sequence[Tensor], weight: Tensor, bias: Tensor 
 
 
 def _activation(factory: Callable[[], nn.Module]) -> nn.Module:
-    """An activation that follows a layer. A ReLU works in place: nobody else sees that layer's output."""
+    """An activation after a layer. A ReLU works in place, since nobody else sees the output of that layer."""
     module = factory()
     if type(module) is nn.ReLU:
         module.inplace = True
@@ -106,8 +106,8 @@ class EnsembleLinear(nn.Module):
         self.num_nets, self.in_features, self.out_features = num_nets, in_features, out_features
         weight = torch.empty(num_nets, in_features, out_features, device=device, dtype=dtype)
         if out_features == 1:
-            # The same elements, but a last stride of in_features instead of 1: MKL takes it for the leading dimension
-            # of the matrix, and is seven times slower with 1.
+            # The same elements, with a last stride of in_features instead of 1. MKL takes that stride for the leading
+            # dimension of the matrix, and is seven times slower with 1.
             weight = weight.view(num_nets, 1, in_features).transpose(1, 2)
         self.weight = nn.Parameter(weight)
         self.bias = nn.Parameter(torch.empty(num_nets, 1, out_features, device=device, dtype=dtype))

@@ -1,4 +1,4 @@
-"""Modules on TensorDicts that are plain functions of tensors, so that they can be called without the TensorDict."""
+"""Recognises modules on TensorDicts that are plain functions of tensors: they can be called without a TensorDict."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 def hooked(module: nn.Module) -> bool:
-    """Whether something else runs when ``module`` itself is called."""
+    """Whether hooks run when ``module`` itself is called."""
     return any(
         getattr(module, name)
         for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -19,7 +19,7 @@ def hooked(module: nn.Module) -> bool:
 
 
 def is_plain(network: Any, outputs: int = 1) -> bool:
-    """Whether to call ``network`` is to call ``network.module`` on the tensors at its keys, for so many outputs."""
+    """Whether ``network`` only calls ``network.module`` on the tensors at its keys, with so many outputs."""
     return (
         type(network) is TensorDictModule
         and len(network.out_keys) == outputs

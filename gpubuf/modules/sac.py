@@ -26,7 +26,7 @@ from gpubuf.modules.tanh_normal import TanhNormal
 
 
 class GaussianParameters(nn.Module):
-    """Splits the last dimension in two: the mean, and what becomes the standard deviation.
+    """Splits the last dimension into the mean and the standard deviation.
 
     ``scale = softplus(raw + c) + scale_lb``, with c such that a raw 0 gives 1.
 
@@ -112,9 +112,9 @@ def make_sac_actor(
 ) -> TanhNormalActor:
     """A Gaussian policy squashed by tanh: MLP, mean and standard deviation, :class:`TanhNormal`.
 
-    Calling it on a TensorDict writes ``"loc"``, ``"scale"`` and the action; the action is drawn at random unless
-    within ``tensordict.nn.set_interaction_type(InteractionType.DETERMINISTIC)``. Its ``get_dist`` serves
-    :class:`~gpubuf.objectives.SACLoss`.
+    Calling it on a TensorDict writes ``"loc"``, ``"scale"`` and the action. The action is drawn at random, except
+    within ``tensordict.nn.set_interaction_type(InteractionType.DETERMINISTIC)``. :class:`~gpubuf.objectives.SACLoss`
+    calls its ``get_dist``.
 
     Args:
         obs_dim: width of all inputs together.
@@ -124,8 +124,8 @@ def make_sac_actor(
         high: upper bound of the actions, as ``low``.
         activation: factory of the activation modules.
         in_keys: keys of the inputs, each ``[*batch, width]``.
-        action_key: key of the action, ``[*batch, A]``. Where it is nested, the parameters of the distribution stand
-            beside it, for example ``("agents", "loc")``.
+        action_key: key of the action, ``[*batch, A]``. With a nested key the parameters of the distribution are written
+            beside the action, for example at ``("agents", "loc")``.
         scale_lb: lower bound of the standard deviation, which starts near 1.
         return_log_prob: also write the log-density of the action.
         device: of the parameters.

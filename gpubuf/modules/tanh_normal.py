@@ -114,8 +114,8 @@ class TanhNormal(Distribution):
     def log_prob(self, value: Tensor) -> Tensor:
         """Log-density of ``value`` (``[..., A]``), summed over the event dimensions.
 
-        For the tensor that this object drew last, it is the exact value that belongs to the draw. Any other is mapped
-        back through atanh; a value on (or beyond) a bound, where a rounded tanh ends up, counts as the nearest
+        For the tensor that this object drew last, it is the exact value of that draw. Any other value is mapped back
+        through atanh. Rounding can bring tanh to a bound; a value on or beyond a bound counts as the nearest
         representable value inside, so that the result and its gradients are finite.
         """
         if self._drawn is not None and value is self._drawn[0]:

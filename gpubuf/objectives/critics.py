@@ -45,7 +45,7 @@ class Critics:
         self._target_tensors: list[Tensor] | None = None
 
     def refresh(self, target_params: TensorDictBase | None, actor_params: TensorDictBase) -> None:
-        """Take up the tensors anew, after they were moved to another device or replaced."""
+        """Look the tensors up again, after they were moved to another device or replaced."""
         for path, owner in self._shared.items():
             entry, alias = self.params.get(path), actor_params.get(owner).detach()
             entry.data = alias if entry.shape == alias.shape else alias.expand(entry.shape)
@@ -63,7 +63,7 @@ class Critics:
         raise NotImplementedError
 
     def target(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
-        """Values of the target parameters, or, where there are none, of the detached ones."""
+        """Values with the target parameters, or, without target parameters, with the detached ones."""
         raise NotImplementedError
 
     @property
@@ -86,7 +86,7 @@ class BatchedCritics(Critics):
         super().__init__(size, network, TensorDictParams(own, no_convert=True), owners)
         where = paths(self.params)
         self._detached, self._target = SwappableCopy(network, where), SwappableCopy(network, where)
-        # Without shared parameters the network itself will do, and keeps its hooks.
+        # Without shared parameters the network itself runs, with its hooks.
         self._own_places = ParameterPlaces(network, where)
         self._online = SwappableCopy(network, where) if owners else None
 
@@ -106,7 +106,7 @@ class BatchedCritics(Critics):
     def detached(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
         self._detached.follow_mode()
         if not torch.compiler.is_compiling():
-            # A parameter whose `.data` was replaced has another memory now.
+            # A parameter may have other memory by now: somebody has replaced its `.data`.
             self._detached.places.fill([tensor.detach() for tensor in self._tensors])
         return self._run(self._detached.module, inputs, key)
 
@@ -178,19 +178,19 @@ class StackedCritics(Critics):
 
 
 def _owners(params: TensorDictBase, shared: dict[int, Path]) -> dict[Path, Path]:
-    """Where in the actor each of those parameters stands that are ``shared``."""
+    """The path in the actor of each parameter of ``params`` that is ``shared``."""
     return {path: shared[id(params.get(path))] for path in paths(params) if id(params.get(path)) in shared}
 
 
 def make_critics(networks: Any, size: int, *, use_vmap: bool, shared: dict[int, Path]) -> Critics:
-    """The ensemble that ``networks`` stand for.
+    """Make the ensemble of ``networks``.
 
     Args:
         networks: one natively batched ensemble (see :func:`ensemble_size`), one network to be copied ``size`` times
             and drawn anew, or a list of ``size`` networks of the same structure.
         size: number of networks, N.
         use_vmap: run networks that need it through ``torch.vmap``; otherwise one after the other.
-        shared: parameters, by id, that get no gradient from the critics, and where the actor has them.
+        shared: parameters that get no gradient from the critics: their paths in the actor, by id.
 
     The ensemble is ready after its first :meth:`Critics.refresh`.
 

@@ -1,4 +1,4 @@
-"""What makes ``torch.func.functional_call`` find, and replace, the parameters of a loss."""
+"""Lets ``torch.func.functional_call`` find and replace the parameters of a loss."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from gpubuf.objectives.networks import Path, leaves, paths
 
 
 class ParametersByName:
-    """Modules that hold the tensors of some ``TensorDictParams`` where PyTorch looks for them by name.
+    """Modules that hold the tensors of ``TensorDictParams`` under the names by which PyTorch looks for them.
 
-    ``functional_call`` puts tensors in the place of a module's parameters for one call. A ``TensorDictParams`` makes
-    a new module at every look at one of its levels, so that the tensors would be put where nobody reads them. Here
-    every level is one module that stays.
+    ``functional_call`` replaces a module's parameters for one call. A ``TensorDictParams`` makes a new module each time
+    one of its levels is accessed, so the tensors would be put where nobody reads them. Here every level is one
+    permanent module.
 
     Args:
         params: the parameters by the name that the loss has for them.
@@ -40,7 +40,7 @@ class ParametersByName:
             each.__dict__.update(root._modules)
 
     def replaced(self) -> dict[str, TensorDict] | None:
-        """All parameters, by name, if any has been replaced; else None."""
+        """All parameters by name if any of them is replaced, else None."""
         if all(owner[path[-1]] is leaf for places in self._places.values() for path, owner, leaf in places):
             return None
         out = {}

@@ -1,4 +1,4 @@
-"""Stacked networks that are nothing but linear layers and activations: one ``torch.baddbmm`` per layer, no vmap."""
+"""Runs stacked networks of linear layers and activations with one ``torch.baddbmm`` per layer, without vmap."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _ELEMENTWISE = (
 
 @dataclass(frozen=True)
 class Linear:
-    """Where the parameters of a linear layer stand in the list of stacked tensors."""
+    """The positions of a linear layer's parameters in the list of stacked tensors."""
 
     weight: int
     bias: int | None

@@ -60,7 +60,7 @@ class LossModule(TensorDictModuleBase):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("target_") and name.endswith("_params"):
             params = self._modules.get(name)
-            # Without delayed parameters, the present ones serve as targets.
+            # Without target parameters the present ones are the targets.
             return params if params is not None else getattr(self, name.removeprefix("target_")).data
         return super().__getattr__(name)
 

@@ -1,4 +1,4 @@
-"""Parameters apart from their networks: where they stand, how they are stacked, drawn anew, and swapped."""
+"""Handles parameters apart from their networks: finds, stacks, redraws and swaps them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Path = tuple[str, ...]
 
 
 def paths(params: TensorDictBase) -> list[Path]:
-    """Where each leaf of ``params`` stands, as the names on the way to it."""
+    """The path of each leaf of ``params``, as names from the root."""
     return [key if isinstance(key, tuple) else (key,) for key in params.keys(True, True)]
 
 
@@ -28,8 +28,8 @@ def leaves(params: TensorDictBase) -> list[Tensor]:
 def ensemble_size(module: nn.Module) -> int | None:
     """The number of nets of a natively batched ensemble anywhere within ``module``, or None.
 
-    The protocol: some submodule has an integer attribute ``ensemble_size``, and what ``module`` returns has the nets
-    along a new first dimension. :class:`~gpubuf.modules.EnsembleMLP` is one.
+    The protocol: some submodule has an integer attribute ``ensemble_size``, and ``module`` returns the nets along a new
+    first dimension. :class:`~gpubuf.modules.EnsembleMLP` is one.
     """
     for part in module.modules():
         size = getattr(part, "ensemble_size", None)
@@ -39,32 +39,32 @@ def ensemble_size(module: nn.Module) -> int | None:
 
 
 class ParameterPlaces:
-    """The places within a module where its parameters and buffers are kept, in the order of some paths."""
+    """The places within a module that hold its parameters and buffers, in the order of given paths."""
 
     def __init__(self, module: nn.Module, where: Iterable[Path]) -> None:
         self._places: list[tuple[dict[str, Any], str]] = []
         for *names, last in where:
             owner = module.get_submodule(".".join(names))
             self._places.append((owner._parameters if last in owner._parameters else owner._buffers, last))
-        # These keep a second list of their parameters.
+        # Recurrent layers keep a second list of their parameters.
         self._recurrent = [part for part in module.modules() if isinstance(part, nn.RNNBase)]
 
     def fill(self, tensors: Iterable[Tensor | None]) -> None:
-        """Put ``tensors`` there."""
+        """Put ``tensors`` into these places."""
         for (owner, name), tensor in zip(self._places, tensors, strict=True):
             owner[name] = tensor
         for part in self._recurrent:
             part._flat_weights = [getattr(part, name, None) for name in part._flat_weights_names]
 
     def clear(self) -> None:
-        """Leave nothing there, so that no graph is kept alive."""
+        """Empty the places, so that they keep no autograd graph alive."""
         self.fill([None] * len(self._places))
 
 
 class SwappableCopy:
-    """A copy of a module's structure, which shares its tensors until others are put in their place.
+    """A copy of a module's structure. It shares the tensors of the module until you put others in their places.
 
-    The module itself is never touched, so that it can act in another thread meanwhile.
+    The module itself never changes, so that it can act in another thread meanwhile.
     """
 
     def __init__(self, module: nn.Module, where: Iterable[Path]) -> None:
@@ -74,7 +74,7 @@ class SwappableCopy:
         self._modes = list(zip(module.modules(), self.module.modules(), strict=True))
 
     def follow_mode(self) -> None:
-        """Take over ``training`` of every part of the original."""
+        """Set ``training`` of every part to that of the original."""
         for original, part in self._modes:
             # An assignment to an attribute of a module costs ten times the comparison.
             if part.training is not original.training:
@@ -95,7 +95,7 @@ def _redraw(module: nn.Module) -> None:
 
 
 def _copied(module: nn.Module, shared: Collection[int] = ()) -> nn.Module:
-    """A copy of ``module`` with parameters and buffers of its own, but for the ``shared`` ones."""
+    """A copy of ``module`` with parameters and buffers of its own, except for the ``shared`` ones."""
 
     def own(tensor: Tensor) -> Tensor:
         if id(tensor) in shared:
@@ -107,7 +107,7 @@ def _copied(module: nn.Module, shared: Collection[int] = ()) -> nn.Module:
 
 
 def redrawn_copies(module: nn.Module, n: int, shared: Collection[int]) -> list[nn.Module]:
-    """``n`` copies of ``module`` with parameters drawn anew, but for the ``shared`` ones, which stay what they are."""
+    """``n`` copies of ``module`` with parameters drawn anew, except for the ``shared`` ones, which stay."""
     kept = [(p, p.detach().clone()) for p in module.parameters() if id(p) in shared]
     out = [_copied(module, shared) for _ in range(n)]
     for each in out:
@@ -119,7 +119,7 @@ def redrawn_copies(module: nn.Module, n: int, shared: Collection[int]) -> list[n
 
 
 def distinct(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """``modules``, where one that is there twice is copied and drawn anew."""
+    """``modules``; each further occurrence of the same module is replaced by a copy, drawn anew."""
     out: list[nn.Module] = []
     for module in modules:
         if any(module is other for other in out):

@@ -66,18 +66,16 @@ class SACLoss(TemperatureLossModule, TDLossModule):
         fixed_alpha: keep the temperature as a buffer instead of a parameter.
         target_entropy: a number, or "auto": minus the number of action components, without batch and agent dimensions.
             Taken from ``action_spec`` if given, otherwise from the first batch.
-        delay_actor: draw the next actions from target parameters of the actor.
-        delay_qvalue: evaluate the next values with target parameters of the critics.
-        delay_value: of no effect without a value network.
-        gamma: refused; see :meth:`make_value_estimator`.
-        priority_key: refused; see :meth:`set_keys`.
-        separate_losses: parameters that critics and actor share get gradients from the actor's loss only.
-        reduction: "mean" (default), "sum", or "none" for losses of shape S, weighted, 0 where masked.
-        skip_done_states: rows that terminated show every network their own observation in place of the next one, which
-            may then be anything, NaN included. Truncated rows bootstrap from the real next observation. Shapes stay.
-        deactivate_vmap: run several critics one after the other.
-        use_prioritized_weights: False, True (a batch without weights is an error), or "auto".
-        scalar_output_mode: what becomes of ``alpha`` and ``entropy`` when ``reduction="none"``: "exclude" (also for
+        delay_actor: draw the next actions from target parameters of the actor. delay_qvalue: evaluate the next values
+        with target parameters of the critics. delay_value: of no effect without a value network. gamma: refused; see
+        :meth:`make_value_estimator`. priority_key: refused; see :meth:`set_keys`. separate_losses: parameters that
+        critics and actor share get gradients from the actor's loss only. reduction: "mean" (default), "sum", or "none"
+        for losses of shape S, weighted, 0 where masked. skip_done_states: in terminated rows every network sees the
+        row's own observation instead of the next one, which may
+            then be anything, NaN included. Truncated rows bootstrap from the real next observation. Shapes stay.
+        deactivate_vmap: run several critics one after the other. use_prioritized_weights: False, True (a batch without
+        weights is an error), or "auto". scalar_output_mode: whether ``alpha`` and ``entropy`` are returned with
+        ``reduction="none"``: "exclude" (also for
             None, with a warning) or "non_tensor".
 
     Attributes:
@@ -326,7 +324,7 @@ class SACLoss(TemperatureLossModule, TDLossModule):
         return q
 
     def _next_state(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """The entries of the next step, in a TensorDict of their own, without those that must not be seen."""
+        """The entries of the next step in a TensorDict of their own, with nothing that no network may see."""
         state: TensorDictBase = tensordict.get("next").copy()
         if self.skip_done_states:
             ended = self.terminated(tensordict).bool()
@@ -370,7 +368,7 @@ class SACLoss(TemperatureLossModule, TDLossModule):
             entropy = -torch.where(counts, log_prob.detach(), 0.0).sum() / counts.sum().clamp(min=1)
         if not self._target_entropy_known:
             self.target_entropy = -float(action.shape[len(shape) :].numel())
-        # A tensor without graph: the temperature's backward must not run through, and free, the actor's.
+        # Detached: the backward of the temperature must not run through the actor's graph, and free it.
         loss_alpha, _ = sac.temperature_loss(
             self.log_alpha, log_prob.detach(), self._target_entropy, weight, mask, code
         )

@@ -32,7 +32,7 @@ class TargetNetUpdater:
         self.init_()
 
     def init_(self) -> None:
-        """Set the targets to the present parameters. The constructor has done it once; again warns."""
+        """Set the targets to the present parameters. The constructor does it once; a second call warns."""
         if self.initialized:
             warnings.warn("The updater is already initialized.", category=UserWarning, stacklevel=2)
         self._gather()
@@ -40,7 +40,7 @@ class TargetNetUpdater:
         self.initialized = True
 
     def _gather(self) -> None:
-        """Look the tensors up, in lists that one call of ``torch._foreach_*`` takes, if they have changed."""
+        """Look the tensors up if they have changed, in lists for ``torch._foreach_*``."""
         if self._version == self.loss_module.links_version:
             return
         pairs = self.loss_module.target_pairs()
@@ -61,11 +61,11 @@ class TargetNetUpdater:
             torch._foreach_copy_(self._copied_targets, self._copied_sources)
 
     def step(self) -> None:
-        """Update the targets. To be called after each step of the optimiser. No host sync."""
+        """Update the targets. Call it after each step of the optimiser. No host sync."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
-        """What the updater itself has to remember; the targets are in the loss's own state."""
+        """The state of the updater itself. The targets are in the state of the loss."""
         return {"initialized": self.initialized}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -119,7 +119,7 @@ class SoftUpdate(TargetNetUpdater):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update the targets. To be called after each step of the optimiser. No host sync."""
+        """Update the targets. Call it after each step of the optimiser. No host sync."""
         self._gather()
         torch._foreach_lerp_(self._targets, self._sources, self._weight)
         self._copy_counters()
@@ -128,10 +128,10 @@ class SoftUpdate(TargetNetUpdater):
 class HardUpdate(TargetNetUpdater):
     """The targets become the parameters at every ``value_network_update_interval``-th step (Mnih et al., 2015).
 
-    TorchRL counts one step more between two copies than it is told.
+    TorchRL makes one step more between two copies than its argument says.
 
-    The host counts the steps. In a step captured by :func:`gpubuf.capture` a counter on the device does, and every
-    step reads and writes all targets; the two agree whichever is used.
+    The host counts the steps. In a step captured by :func:`gpubuf.capture` the device counts them, and every step reads
+    and writes all targets. The two counters always agree.
 
     Args:
         loss_module: as in :class:`TargetNetUpdater`.
@@ -157,7 +157,7 @@ class HardUpdate(TargetNetUpdater):
             self._on_device = 0  # what the device's counter is
 
     def step(self) -> None:
-        """Count the step, and copy where it is due. No host sync."""
+        """Count the step, and copy if that is due. No host sync."""
         noted = recording()
         if noted is not None:
             self._gather()
@@ -170,7 +170,7 @@ class HardUpdate(TargetNetUpdater):
             self._copy_all()
 
     def _count(self) -> bool:
-        """Count a step; whether a copy is due."""
+        """Count a step. Returns whether a copy is due."""
         self.counter += 1
         due = self.counter >= self.value_network_update_interval
         if due:

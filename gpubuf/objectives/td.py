@@ -76,7 +76,7 @@ class TDLossModule(LossModule):
 
     @property
     def value_estimator(self) -> TD0Estimator:
-        """What makes the targets; its ``gamma`` is the discount."""
+        """The estimator that makes the targets; its ``gamma`` is the discount."""
         return self._value_estimator
 
     def terminated(self, tensordict: TensorDictBase) -> Tensor:

@@ -57,7 +57,7 @@ class TemperatureLossModule(LossModule):
             self.log_alpha = nn.Parameter(log_alpha)
 
     def _set_target_entropy(self, target_entropy: str | float, action_spec: Any, action_key: NestedKey) -> None:
-        # Always a buffer, so that every state_dict has it; NaN until it is known.
+        # A buffer in any case, so that every state_dict has it. NaN until it is known.
         self.register_buffer("_target_entropy", torch.full_like(self.alpha_init, math.nan))
         self._target_entropy_known = False
         if isinstance(target_entropy, str):

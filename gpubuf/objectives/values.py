@@ -1,4 +1,4 @@
-"""Value estimators: how a reward and the value of the next state become a target."""
+"""Value estimators: they make a target from a reward and the value of the next state."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class TD0Estimator(nn.Module):
         self.register_buffer("gamma", torch.tensor(gamma, dtype=torch.float64, device=device))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TD0Estimator:
-        # A discount in bfloat16 would be another one: follow the device only.
+        # Rounded to bfloat16 it would be another discount: follow the device only.
         precise = self.gamma
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.gamma = precise.to(self.gamma.device)

@@ -19,7 +19,7 @@ from gpubuf.train.config import TrainConfig, UsageError
 
 MODEL_FILE = "model.safetensors"
 
-#: What `SACAgent.update` returns, in this order.
+#: The values that `SACAgent.update` returns, in this order.
 LOSS_NAMES = ("loss_qvalue", "loss_actor", "loss_alpha", "alpha", "entropy")
 
 
@@ -31,8 +31,8 @@ class SACAgent:
         observation_size: Numbers in an observation, `O`.
         action_size: Numbers in an action, `A`; each is in [-1, 1].
         device: Of the networks.
-        compiled: Compile the losses with `torch.compile`; their gradients are compiled with them. False: don't. None:
-            try, and go on without, with a warning, if the compiler fails.
+        compiled: Whether to compile the losses and their gradients with `torch.compile`. None: try it, and warn and
+            go on without if the compiler fails.
     """
 
     def __init__(
@@ -68,13 +68,13 @@ class SACAgent:
 
     @property
     def _capturable(self) -> bool:
-        """Whether the optimiser keeps off the host, as a graph demands. On a CPU PyTorch has no such thing."""
+        """Whether the optimiser works without the host, as a graph demands. PyTorch has that on CUDA only."""
         return self.device.type == "cuda"
 
     def act(self, observation: Tensor, deterministic: bool = False) -> Tensor:
         """Actions `[E, A]` in [-1, 1], on the networks' device: drawn, or the tanh of the mean.
 
-        Does not synchronise, unless the observations have to be brought there.
+        Does not synchronise, unless the observations are on another device.
 
         Args:
             observation: `[E, O]` float32.
@@ -87,7 +87,7 @@ class SACAgent:
             return distribution.deterministic_sample if deterministic else distribution.sample()
 
     def update(self, batch: TensorDict) -> Tensor:
-        """Take one step with every optimiser on ``batch``, which receives its ``"td_error"``.
+        """Take one step of the optimiser on ``batch``, and write ``"td_error"`` into it.
 
         Returns:
             The values of `LOSS_NAMES`, `[5]` float32 on the device. Does not synchronise, and can be captured into a
@@ -96,10 +96,10 @@ class SACAgent:
         try:
             values = self._gradients(batch)
         except RuntimeError as error:
-            # Imported here, for it takes seconds that nothing else needs.
+            # Imported here, since it takes seconds, and nothing else needs it.
             from torch._dynamo.exc import TorchDynamoException
 
-            # The compiler's errors come at the first call alone, before a parameter has changed.
+            # The compiler fails at the first call only, before a parameter has changed.
             if not isinstance(error, TorchDynamoException):
                 raise
             if not self._may_fall_back:
@@ -112,16 +112,16 @@ class SACAgent:
         return values
 
     def _gradients(self, batch: TensorDict) -> Tensor:
-        """Give every parameter its gradient. Returns the values of `LOSS_NAMES`."""
+        """Set the gradient of every parameter. Returns the values of `LOSS_NAMES`."""
         total, values = self._losses(batch)
         self._optimizer.zero_grad(set_to_none=True)
         total.backward()
         return values
 
     def _eager_losses(self, batch: TensorDict) -> tuple[Tensor, Tensor]:
-        """What to minimise, and the values of `LOSS_NAMES`."""
+        """The sum to minimise, and the values of `LOSS_NAMES`."""
         losses = self.loss(batch)
-        # The losses have no parameters in common, so that their sum gives each its own gradient.
+        # The losses share no parameters, so their sum gives each parameter the gradient of its own loss.
         total = losses["loss_qvalue"] + losses["loss_actor"] + losses["loss_alpha"]
         return total, torch.stack([losses[name].detach().reshape(()) for name in LOSS_NAMES])
 
@@ -133,7 +133,7 @@ class SACAgent:
         """Restore what `state_dict` returned; its tensors may be on any device."""
         self.loss.load_state_dict(state["loss"])
         self._optimizer.load_state_dict(state["optimizer"])
-        # It depends on the device, not on the run.
+        # This setting depends on the device, not on the run.
         for group in self._optimizer.param_groups:
             group["capturable"] = self._capturable
 

@@ -1,4 +1,4 @@
-"""What a training run is: one frozen dataclass, checked when it is made, stored beside the run as JSON.
+"""The settings of a training run: one frozen dataclass, checked when it is made, stored beside the run as JSON.
 
 Nothing here imports PyTorch, so that ``gpubuf train --help`` and a mistyped option answer at once.
 """
@@ -14,29 +14,29 @@ from typing import Any
 
 CONFIG_FILE = "config.json"
 
-#: Options that a resumed run may change: they touch how long and where it runs, never what it has already learnt.
+#: Options that a resumed run may change: they decide how long and where it runs, not what it has already learnt.
 CHANGEABLE_ON_RESUME = frozenset(
     {"total_steps", "device", "threads", "cuda_graph", "compile", "eval_episodes", "checkpoint_every"},
 )
 
-#: Names of environments that are made of tensor operations, and live on the device, begin with it.
+#: Names of environments that are made of tensor operations on the device begin with it.
 TORCH_PREFIX = "torch/"
 
 _DEFAULT_CAPACITY = 1_000_000
 
-# At most so many updates every time that all environments are stepped, unless the user says otherwise.
+# The largest default number of updates for each step of all environments.
 _UPDATES_A_STEP = 16
 
-# None here stands for a default of `defaults`.
+# None: the default comes from `defaults`.
 _BY_ENVIRONMENT: Any = None
 
 
 def defaults(env: str, num_envs: int | None = None) -> dict[str, int | float]:
-    """What the settings are by default that depend on the kind of environment, and on how many of them there are.
+    """The defaults of the settings that depend on the kind and the number of environments.
 
     Gymnasium's environments are slow, and every transition is worth an update. Thousands of environments on a device
-    yield more transitions than updates would be good for: there, updates and intervals are counted by the times that
-    all environments are stepped.
+    make more transitions than there is time to learn from. Their updates and intervals are therefore counted per step
+    of all environments.
     """
     if not env.startswith(TORCH_PREFIX):
         return {
@@ -61,14 +61,14 @@ def defaults(env: str, num_envs: int | None = None) -> dict[str, int | float]:
 
 
 class UsageError(ValueError):
-    """What was asked for can't be done, and the message says why: the command line shows it and exits with 2."""
+    """A request that can't be met. The message says why; the command line shows it and exits with 2."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
     """The settings of one run of SAC on one environment.
 
-    Settings that are None where the configuration is made, and depend on the environment, become those of `defaults`.
+    Settings that depend on the environment, and are None, get their value from `defaults`.
 
     Attributes:
         env: Gymnasium id of an environment with a bounded continuous action space; ``module:id`` imports the
@@ -80,12 +80,12 @@ class TrainConfig:
         total_steps: Transitions to collect, over all environments.
         num_envs: Environments stepped together.
         batch_size: Transitions an update draws.
-        buffer_size: Capacity in transitions; ``None`` means ``total_steps``, at most one million.
+        buffer_size: Capacity in transitions; ``None``: ``total_steps``, at most one million.
         learning_starts: Transitions collected with random actions before the first update.
-        update_ratio: Updates a transition, 1 in the SAC paper; 0.5 updates at every second one.
+        update_ratio: Updates per transition, 1 in the SAC paper; 0.5 updates at every second transition.
         learning_rate: Of Adam, for actor, critics and temperature.
         gamma: Discount.
-        tau: Share of the online critics that enters the target critics at each update.
+        tau: Share of the target critics that each update replaces by the online critics.
         hidden: Width of each hidden layer.
         critics: Q functions in the ensemble.
         priority_alpha: Exponent of the priorities; prioritized only.
@@ -94,12 +94,12 @@ class TrainConfig:
         eval_every: Transitions between two short evaluations for the curve; 0 for none.
         eval_episodes: Episodes of the evaluation that ends the run.
         log_every: Transitions between two records of the losses.
-        checkpoint_every: Transitions between two checkpoints on the way; 0 for one at the end only.
+        checkpoint_every: Transitions between two checkpoints; 0 for one at the end only.
         threads: CPU threads of PyTorch; ``None`` chooses by the size of the networks.
-        cuda_graph: Capture the update into a CUDA graph, and with environments on the device their step too; ``None``
-            means where the device is CUDA.
-        compile: Compile the losses and their gradients with `torch.compile`; ``None`` means where the device is CUDA
-            and the run long enough to be worth a minute of compiling.
+        cuda_graph: Capture the update into a CUDA graph, and the step of environments on the device too; ``None``: on a
+            CUDA device.
+        compile: Compile the losses and their gradients with `torch.compile`; ``None``: on a CUDA device, in a run long
+            enough to be worth a minute of compiling.
     """
 
     env: str = "Pendulum-v1"
@@ -139,7 +139,7 @@ class TrainConfig:
             self._require(name, getattr(self, name) >= 1, "at least 1")
         for name in ("learning_starts", "eval_every", "checkpoint_every", "seed"):
             self._require(name, getattr(self, name) >= 0, "at least 0")
-        # What PyTorch's generators take.
+        # PyTorch's generators take no more.
         self._require("seed", self.seed < 2**64, "below 2**64")
         for name in ("buffer_size", "threads"):
             self._require(name, getattr(self, name) is None or getattr(self, name) >= 1, "at least 1")
@@ -193,7 +193,7 @@ class TrainConfig:
         """Read the configuration of the run in ``folder``.
 
         Raises:
-            UsageError: There is none, or it is not one of ours.
+            UsageError: There is none, or it can't be read.
         """
         path = folder / CONFIG_FILE
         try:
@@ -210,7 +210,7 @@ class TrainConfig:
             raise UsageError(f"{path}: {error}") from None
 
     def resumed_with(self, given: Mapping[str, Any]) -> TrainConfig:
-        """The configuration of a run that goes on, with the settings in ``given`` that the user stated again.
+        """The configuration of a resumed run, with the settings in ``given`` that the user stated again.
 
         Raises:
             UsageError: A stated setting contradicts the run and is not one that may change
@@ -228,7 +228,7 @@ class TrainConfig:
 
 
 def _typed(name: str, value: Any, default: Any) -> Any:
-    """``value`` in the type that the setting has, with JSON's lists and whole-number floats put right."""
+    """``value`` in the type of the setting; JSON's lists and whole-number floats are converted."""
     if name == "hidden":
         if isinstance(value, (list, tuple)) and all(type(width) is int for width in value):
             return tuple(value)

@@ -22,7 +22,7 @@ def make_environments(name: str, num_envs: int, seed: int | Sequence[int], devic
     Raises:
         UsageError: There is no such environment, or it can't be trained on.
     """
-    # Either kind is imported where it is wanted: environments on the device need no Gymnasium.
+    # Each kind is imported only if it is used: environments on the device need no Gymnasium.
     if name.startswith(TORCH_PREFIX):
         from gpubuf.train.torch_environments import make_torch_environments
 

@@ -19,8 +19,8 @@ class Steps:
     """One step of all environments, `[E]` of them, on their device.
 
     Attributes:
-        next_observation: `[E, O]` float32, what the step led to; the last of the episode where it ended.
-        observation: `[E, O]` float32, what to act on next; the first of the next episode where it ended.
+        next_observation: `[E, O]` float32, the outcome of the step: the last of the episode if it has ended.
+        observation: `[E, O]` float32, to act on next: the first of the next one if the episode has ended.
         reward: `[E, 1]` float32.
         terminated: `[E, 1]` bool, the task ended: there is no value after it.
         truncated: `[E, 1]` bool, the episode was cut short: its value goes on.
@@ -40,8 +40,8 @@ class Environments(Protocol):
         num_envs: How many, `E`.
         observation_size: Numbers in an observation, `O`.
         action_size: Numbers in an action, `A`; each is in [-1, 1].
-        device: Where the tensors of a step are.
-        time_limit: Steps after which every episode is over; None where that is not known.
+        device: Of the tensors of a step.
+        time_limit: Steps after which every episode is over; None if unknown.
         capturable: Whether a step is a fixed sequence of operations on the same tensors, without the host: it may then
             become part of a CUDA graph.
         shown_records: How many of the last records of episodes make up the mean return that is shown.
@@ -85,8 +85,8 @@ class Environments(Protocol):
         """Bring the environments to where `state` was taken.
 
         Returns:
-            The observations to act on, `[E, O]` float32, and the numbers of the environments that could not be brought
-            there and have begun a new episode instead.
+            The observations to act on, `[E, O]` float32, and the numbers of the environments that have begun a new
+            episode, because theirs could not be restored.
         """
 
     def close(self) -> None:

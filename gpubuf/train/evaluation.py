@@ -44,11 +44,11 @@ class Evaluation:
         self._observation.copy_(steps.observation)
 
     def run(self, stop: Callable[[], bool] = lambda: False, max_steps: int = _MOST_STEPS) -> list[float]:
-        """The undiscounted returns. Synchronises at the end; on the way only where no time limit is known.
+        """The undiscounted returns. Synchronises at the end, and at every step if no time limit is known.
 
         Args:
-            stop: Asked before each step; when it says so, only the episodes that have ended are returned.
-            max_steps: An episode that the environment never ends is ended here.
+            stop: Called before each step; if it returns True, only the episodes that have ended are returned.
+            max_steps: Longer episodes are ended here.
         """
         self._observation.copy_(self._environments.reset())
         self._returns.zero_()

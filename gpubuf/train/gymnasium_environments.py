@@ -1,9 +1,8 @@
-"""Gymnasium environments, as the training loop wants them.
+"""Gymnasium environments behind the interface of the training loop.
 
-`make` checks that an environment can be trained on and says clearly why not. `GymnasiumEnvironments` steps several
-copies together, with actions in [-1, 1], and keeps what Gymnasium's vector environments make easy to lose: the last
-observation of an episode, which the automatic reset would put the next episode's first one in the place of.
-`EpisodeRecorder` makes an open episode resumable.
+`make` checks that an environment can be trained on, and says why if not. `GymnasiumEnvironments` steps several copies
+together, with actions in [-1, 1]. It keeps the last observation of an episode, which Gymnasium's automatic reset
+replaces by the first one of the next. `EpisodeRecorder` makes an open episode resumable.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from gpubuf.train.environments import Steps
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
-#: An open episode that has grown longer than this is not recorded any further, and can't be resumed within.
+#: An open episode longer than this is not recorded further: a resumed run begins a new one.
 MAX_RECORDED_STEPS = 100_000
 
 
 class EnvironmentUnusableError(UsageError):
-    """The environment doesn't exist, lacks a package, or isn't one that this agent can be trained on."""
+    """The environment doesn't exist, lacks a package, or can't train this agent."""
 
 
 def make(name: str) -> gym.Env[NDArray[Any], NDArray[Any]]:
@@ -83,10 +82,10 @@ def _is_mujoco(name: str) -> bool:
 
 
 class EpisodeRecorder(gym.Wrapper[Any, Any, Any, Any]):
-    """Remembers how the current episode began and what was done in it, so that it can be played again.
+    """Remembers the beginning and the actions of the current episode, so that it can be played again.
 
-    Replaying is exact for every environment whose randomness comes from its ``np_random``, and needs nothing else of
-    it: no pickling, no knowledge of its insides.
+    Replaying is exact for every environment whose randomness comes from its ``np_random``. It needs neither pickling
+    nor knowledge of the environment.
     """
 
     def __init__(self, env: gym.Env[Any, Any]) -> None:
@@ -96,7 +95,7 @@ class EpisodeRecorder(gym.Wrapper[Any, Any, Any, Any]):
         self._observation: NDArray[Any] | None = None
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        # A generator's state is a new dictionary at each access, so it stays as it is here.
+        # Each access to a generator's state makes a new dictionary, so nobody changes this one.
         self._start = {"seed": seed} if seed is not None else {"generator": self.np_random.bit_generator.state}
         self._actions = []
         self._observation, info = super().reset(seed=seed, options=options)
@@ -110,7 +109,7 @@ class EpisodeRecorder(gym.Wrapper[Any, Any, Any, Any]):
         return result
 
     def state(self) -> dict[str, Any]:
-        """What `restore` needs: tensors and plain values."""
+        """The recorded episode for `restore`, as tensors and plain values."""
         return {
             "start": self._start,
             "actions": torch.from_numpy(np.stack(self._actions)) if self._actions else None,
@@ -121,8 +120,8 @@ class EpisodeRecorder(gym.Wrapper[Any, Any, Any, Any]):
         """Play the recorded episode up to where it was.
 
         Returns:
-            Whether the environment is there; if not (too long, or random beyond its ``np_random``), it is somewhere
-            else, and has to be reset.
+            Whether the environment is there. If not (the episode was too long, or other randomness was involved), it
+            must be reset.
         """
         start = state["start"]
         actions = [] if state["actions"] is None else state["actions"].numpy()
@@ -244,8 +243,8 @@ class GymnasiumEnvironments:
         """Bring the environments to where `state` was taken, by playing the open episodes again.
 
         Returns:
-            The observations to act on, `[E, O]` float32, and the numbers of the environments that didn't get there
-            and have begun a new episode instead.
+            The observations to act on, `[E, O]` float32, and the numbers of the environments that have begun a new
+            episode, because theirs could not be played again.
         """
         self.reset()
         self._returns[:] = state["returns"]

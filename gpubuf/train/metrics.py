@@ -1,4 +1,4 @@
-"""The record of a run: JSON lines that depend on nothing but the seed, and, apart from them, the times."""
+"""The record of a run: JSON lines that depend on the seed alone, and the times in a file of their own."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ TIMING_FILE = "timing.jsonl"
 
 
 class JsonLines:
-    """A file of JSON objects, one a line, that is added to at its end.
+    """A file of JSON objects, one per line. New lines are appended.
 
     Args:
-        path: The file; its folder exists.
-        keep: How many of its lines stay. A run that resumes keeps those that its checkpoint knows of, for it will
-            write the later ones again.
+        path: The file; its folder exists. keep: How many of its lines stay. A run that resumes keeps those from before
+        its checkpoint, and writes the later
+            ones again.
 
     Raises:
-        ValueError: The file has fewer lines than that; it is left alone. See `check_lines`.
+        ValueError: The file has fewer lines than that; it stays unchanged. See `check_lines`.
     """
 
     def __init__(self, path: Path, keep: int = 0) -> None:
@@ -31,7 +31,7 @@ class JsonLines:
         self.lines = keep
 
     def write(self, record: dict[str, Any]) -> None:
-        """Add ``record``, and see that it is in the file."""
+        """Append ``record``, and flush it to the file."""
         self._file.write((json.dumps(record) + "\n").encode())
         self._file.flush()
         self.lines += 1
@@ -42,7 +42,7 @@ class JsonLines:
 
 
 def _unlinked(path: str, flags: int) -> int:
-    """Open a file, but not through a link that somebody has put in its place."""
+    """Open a file, but refuse a symbolic link in its place."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 

@@ -13,8 +13,8 @@ _WINDOW = 10
 def draw_curve(records: Iterable[dict[str, Any]], title: str, path: Path) -> None:
     """Draw the returns in ``records`` (see docs/training.md) over the steps, and write them to ``path``.
 
-    Episodes are those of the training itself, with random actions, or means of many that ended together; evaluations
-    are deterministic.
+    Episodes of the training have random actions; a record may be the mean of many that ended together. Evaluations are
+    deterministic.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""What a run shows while it goes on: a bar on a terminal, and now and then a plain line anywhere else."""
+"""Shows the progress of a run: a bar on a terminal, and a plain line now and then elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _REFRESH_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Status:
-    """Where a run stands.
+    """The progress of a run.
 
     Attributes:
         step: Transitions collected.
@@ -38,17 +38,17 @@ class Reporter(Protocol):
         """Training begins, at ``step`` of ``total``."""
 
     def update(self, status: Status) -> None:
-        """Training has gone on; called after every step, so it returns at once unless there is something to show."""
+        """Training has advanced. Called after every step; returns at once unless there is something to show."""
 
     def message(self, text: str) -> None:
-        """Something else to say, in a line."""
+        """Show another line of text."""
 
     def stop(self) -> None:
         """Training is over, or was interrupted."""
 
 
 class Speed:
-    """Steps a second over the last few seconds, so that the time left is right also after the random warm-up."""
+    """Steps per second over the last few seconds, so that the remaining time is right after the random warm-up, too."""
 
     def __init__(self, step: int, total: int, span: float = 5.0) -> None:
         self._total = total
@@ -56,7 +56,7 @@ class Speed:
         self._marks = [(time.monotonic(), step)]
 
     def update(self, step: int) -> float:
-        """Note the time of ``step``. Returns steps a second, 0 while unknown."""
+        """Note the time of ``step``. Returns steps per second, 0 while unknown."""
         now = time.monotonic()
         self._marks.append((now, step))
         while len(self._marks) > 2 and self._marks[1][0] < now - self._span:
@@ -65,7 +65,7 @@ class Speed:
         return (step - first) / (now - then) if now > then else 0.0
 
     def left(self, step: int, rate: float) -> str:
-        """The time that the remaining steps take at ``rate``, for people."""
+        """The time for the remaining steps at ``rate``, as text."""
         if rate <= 0:
             return "-:--"
         seconds = round(max(0, self._total - step) / rate)
@@ -75,7 +75,7 @@ class Speed:
 
 
 def describe(status: Status) -> str:
-    """Return and losses in a few words; dashes for what is not known yet."""
+    """Return and losses as text, with dashes for unknown numbers."""
     return (
         f"return {_number(status.mean_return, '.1f')}  "
         f"critic {_number(status.critic_loss, '.3g')}  actor {_number(status.actor_loss, '.3g')}"
@@ -87,7 +87,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 class PlainReporter:
-    """Ten lines a run, more if it takes longer than ten minutes, without control sequences: for logs."""
+    """Ten lines per run, or one per minute if that is more, without control sequences: for logs."""
 
     def __init__(self, file: TextIO | None = None) -> None:
         self._file = file

@@ -1,4 +1,4 @@
-"""A run in its folder: begin or resume it, see it through or stop it cleanly, and leave everything on the disk."""
+"""A run in its folder: begins or resumes it, finishes or stops it cleanly, and writes everything to disk."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ RESULT_FILE = "result.json"
 
 _FILES = (CONFIG_FILE, CHECKPOINT_FILE, MODEL_FILE, METRICS_FILE, TIMING_FILE, CURVE_FILE, RESULT_FILE)
 
-# Products of matrices below this size are over before a second thread has woken up.
+# Smaller matrix products finish before a second thread wakes up.
 _ONE_THREAD_WORK = 1 << 25
 _MOST_THREADS = 8
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """How a run, or the part of it that ended now, went.
+    """The outcome of a run, or of the part of it that has just ended.
 
     Attributes:
-        folder: Where everything is.
+        folder: The folder of the run.
         steps: Transitions collected since the run began.
         returns: Of the episodes of the final evaluation; empty if the run was interrupted.
-        seconds: That training took, evaluations for the curve included, since the run began.
-        signal: The signal that interrupted it, or None.
+        seconds: Training time since the run began, with the evaluations for the curve.
+        signal: The signal that interrupted the run, or None.
     """
 
     folder: Path
@@ -65,13 +65,13 @@ def train(
 ) -> TrainResult:
     """Train an agent, and write metrics, curve, model and checkpoint into ``folder``.
 
-    SIGINT and SIGTERM end the run after the current step, with everything saved; a second one ends it at once. Seeds
-    PyTorch's global random generator, and sets its number of threads while it runs.
+    SIGINT and SIGTERM end the run after the current step, and save everything; a second signal ends it at once. Seeds
+    PyTorch's global random generator, and sets its number of threads during the run.
 
     Args:
         config: What to train on, and how.
-        folder: Where to; made if it doesn't exist.
-        overwrite: Replace a run that is in ``folder``.
+        folder: The folder to write to; made if it doesn't exist.
+        overwrite: Replace the run in ``folder``, if there is one.
         reporter: Shows the progress; by default only messages are printed.
 
     Raises:
@@ -91,10 +91,10 @@ def train(
 def resume(
     folder: str | os.PathLike[str], changes: Mapping[str, Any] | None = None, *, reporter: Reporter | None = None
 ) -> TrainResult:
-    """Go on with the run in ``folder`` where its checkpoint was taken, as if it had never stopped.
+    """Continue the run in ``folder`` from its checkpoint, as if it had never stopped.
 
-    On the CPU, and if the environment's randomness all comes from its ``np_random``, the metrics are those of a run
-    without the interruption, byte for byte.
+    On the CPU the metrics are those of a run without the interruption, byte for byte, if all randomness of the
+    environment comes from its ``np_random``.
 
     Args:
         folder: The folder of the run, or the checkpoint in it.
@@ -125,7 +125,7 @@ def resume(
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether there is a run in ``folder``."""
+    """Whether ``folder`` holds a run."""
     return any((folder / name).exists() for name in _FILES)
 
 
@@ -166,7 +166,7 @@ class _Run:
         self._open({METRICS_FILE: 0, TIMING_FILE: 0})
 
     def restore(self, checkpoint: dict[str, Any]) -> None:
-        """Take up the run that ``checkpoint`` belongs to."""
+        """Continue the run from ``checkpoint``."""
         try:
             state, seconds = checkpoint["trainer"], checkpoint["seconds"]
             step, lines = state["step"], {file: checkpoint["lines"][file] for file in (METRICS_FILE, TIMING_FILE)}
@@ -217,7 +217,7 @@ class _Run:
         return self._seconds + time.monotonic() - self._began
 
     def finish(self) -> TrainResult:
-        """Train to the end or to the interruption, evaluate, and write everything that is left to write."""
+        """Train until the end or an interruption, evaluate, and write all remaining files."""
         trainer = self._trainer
         self._began = time.monotonic()
         try:
@@ -306,7 +306,7 @@ def _summary(result: TrainResult) -> str:
 
 
 class _Interruption:
-    """Remembers the first signal; lets the second have its way."""
+    """Remembers the first signal, and raises KeyboardInterrupt at the second."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
@@ -322,7 +322,7 @@ class _Interruption:
 
 @contextmanager
 def _interruption() -> Iterator[_Interruption]:
-    """Turn SIGINT and SIGTERM into a wish to stop. Only the main thread may; elsewhere signals do what they did."""
+    """Turn SIGINT and SIGTERM into a request to stop. Without effect in other threads than the main one."""
     interruption = _Interruption()
     if threading.current_thread() is not threading.main_thread():
         yield interruption
@@ -353,7 +353,7 @@ def _resolve_device(name: str) -> torch.device:
 
 @contextmanager
 def _threads(config: TrainConfig, device: torch.device) -> Iterator[None]:
-    """Set PyTorch's threads for the run, and put them back."""
+    """Set PyTorch's number of threads for the run, and restore it."""
     before = torch.get_num_threads()
     threads = config.threads
     if threads is None and device.type == "cpu":
@@ -367,6 +367,6 @@ def _threads(config: TrainConfig, device: torch.device) -> Iterator[None]:
 
 
 def default_threads(config: TrainConfig) -> int:
-    """One thread for small networks, where more only get in each other's way; else the cores, at most eight."""
+    """One thread for small networks, which several would slow down; else the number of cores, at most eight."""
     work = config.batch_size * max(config.hidden) ** 2
     return 1 if work <= _ONE_THREAD_WORK else min(_MOST_THREADS, os.cpu_count() or 1)

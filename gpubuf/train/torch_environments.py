@@ -23,7 +23,7 @@ from gpubuf.train.environments import Steps
 
 @dataclass(frozen=True)
 class Transition:
-    """What an action leads to, before anything is reset.
+    """The outcome of an action, before anything is reset.
 
     Attributes:
         state: `[E, S]` float64.
@@ -116,7 +116,7 @@ class TorchEnvironments(abc.ABC):
         self._lengths += 1
         truncated = self._lengths >= self.time_limit
         over = after.terminated | truncated
-        # Every copy draws at every step, whether it uses it or not: shapes must not depend on values.
+        # Every copy draws at every step, also without need: shapes must not depend on values.
         self._state.copy_(torch.where(over[:, None], self._fresh(), after.state))
         self._count(over)
         return Steps(
@@ -135,10 +135,10 @@ class TorchEnvironments(abc.ABC):
         self._lengths.masked_fill_(over, 0)
 
     def take_episodes(self, due: bool) -> list[dict[str, Any]]:
-        """One record on all episodes that have ended since the last that was due; none if none has. Synchronises then.
+        """One record on all episodes that have ended since the last record; none if none has. Synchronises if ``due``.
 
         Args:
-            due: Whether to look at all.
+            due: Whether it is time for a record.
         """
         if not due:
             return []
@@ -154,11 +154,11 @@ class TorchEnvironments(abc.ABC):
         return {name: tensor.clone() for name, tensor in self._tensors().items()}
 
     def restore(self, state: dict[str, Any]) -> tuple[Tensor, list[int]]:
-        """Go on from where `state` was taken, in place. Returns the observations, `[E, O]`, and an empty list.
+        """Continue from where `state` was taken, in place. Returns the observations, `[E, O]`, and an empty list.
 
         Raises:
             KeyError: A tensor is missing.
-            RuntimeError: A tensor has another shape; that of other environments.
+            RuntimeError: A tensor has another shape: the state is of other environments.
         """
         for name, tensor in self._tensors().items():
             if state[name].shape != tensor.shape:
@@ -205,7 +205,7 @@ class Pendulum(TorchEnvironments):
         """Semi-implicit Euler: the velocity first, then the angle with the new velocity."""
         angle, speed = state.unbind(1)
         torque = (action[:, 0] * self._MOST_TORQUE).clamp(-self._MOST_TORQUE, self._MOST_TORQUE)
-        # The angle in [-pi, pi), as far as it is from upright.
+        # The distance from upright, as an angle in [-pi, pi).
         tilt = torch.remainder(angle + math.pi, 2 * math.pi) - math.pi
         cost = tilt.square() + 0.1 * speed.square() + 0.001 * torque.square()
         pull = 3 * self._GRAVITY / (2 * self._LENGTH) * angle.sin()

@@ -1,4 +1,4 @@
-"""The training loop: collect, store, draw, learn; and everything it takes to go on later as if never stopped."""
+"""The training loop: collect, store, sample and learn, and the state from which a run resumes exactly."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from gpubuf.train.environment_factory import make_environments
 from gpubuf.train.evaluation import Evaluation
 from gpubuf.train.progress import Status
 
-# Of an evaluation for the curve: on the host they take time, on a device nearly none.
+# Episodes of an evaluation for the curve. They take time on the host, and nearly none on a device.
 _CURVE_EPISODES, _CURVE_EPISODES_ON_DEVICE = 5, 64
 
-# Updates from which a minute of compiling is little beside the whole run.
+# From so many updates on, a minute of compiling is little beside the whole run.
 _COMPILING_PAYS = 200_000
 
 _Wrap = Callable[[Callable[[], None]], Callable[[], Any]]
@@ -45,9 +45,9 @@ class Trainer:
     Seeds PyTorch's global generator, from which networks, exploration and buffer draw.
 
     With environments on the device nothing in the loop waits for it: the host launches, counts steps and updates, and
-    reads the losses and the returns only where they are recorded. Two functions of fixed shapes do the work, a step of
-    all environments and an update, and each becomes a CUDA graph where graphs are wanted. They are two because the
-    number of updates between two steps is any number, also a fraction.
+    reads losses and returns only to record them. Two functions of fixed shapes do the work: a step of all environments,
+    and an update. Each can become a CUDA graph. They are two functions because the number of updates per step may be
+    any number, or a fraction.
 
     Args:
         config: The run's settings.
@@ -130,9 +130,9 @@ class Trainer:
         self._store(self.agent.act(self._observation))
 
     def _store(self, action: Tensor) -> None:
-        """Act in every environment, and store what comes of it."""
+        """Act in every environment, and store the transitions."""
         steps = self._environments.step(action)
-        # The buffer brings to its device what is not there.
+        # The buffer moves the batch to its own device.
         self.buffer.extend(
             TensorDict(
                 {
@@ -163,7 +163,7 @@ class Trainer:
             return
         sampler: Any = self.buffer.sampler
         if sampler.has_priorities:
-            # Before the update, not in it: a graph would go on with the number that it was captured with.
+            # Before the update, not in it: a graph would keep the number of its capture.
             sampler.beta = self._beta()
         while self._updates < due:
             self._summed += 1
@@ -174,7 +174,7 @@ class Trainer:
         batch = self.buffer.sample()
         self._sums += self.agent.update(batch)
         try:
-            # Without effect on a buffer that draws uniformly.
+            # A buffer that draws uniformly ignores it.
             self.buffer.update_tensordict_priority(batch)
         except ValueError as error:
             raise DivergedError(f"training diverged by step {self.step:,}: {error}") from error
@@ -219,7 +219,7 @@ class Trainer:
         return Evaluation(environments, lambda observation: self.agent.act(observation, deterministic=True), wrap)
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the rest of the run depends on, as tensors and plain values."""
+        """The whole state of the run, as tensors and plain values."""
         return {
             "step": self.step,
             "updates": self._updates,
@@ -238,17 +238,17 @@ class Trainer:
         try:
             return self.buffer.state_dict()
         except ValueError as error:
-            # A GPU has refused priorities that are no numbers, and says so now.
+            # A GPU has refused NaN priorities earlier, and reports it now.
             raise DivergedError(f"training diverged by step {self.step:,}: {error}") from error
 
     def load_state_dict(self, state: dict[str, Any]) -> list[int]:
         """Continue from what `state_dict` returned.
 
         Returns:
-            The numbers of the environments whose open episode could not be played again, and which begin a new one.
+            The numbers of the environments that begin a new episode, because theirs could not be played again.
 
         Raises:
-            UsageError: The state is not one of a run like this.
+            UsageError: The state belongs to a run with other settings.
         """
         try:
             self.step = state["step"]
@@ -261,8 +261,8 @@ class Trainer:
             self.buffer.load_state_dict(state["buffer"])
             observation, lost = self._environments.restore(state["environments"])
             self._observation.copy_(observation)
-            # Last, for what comes before may have drawn from them. Cloned: PyTorch reads the state as a structure, and
-            # a tensor of a mapped file need not begin where a structure may.
+            # Last, since the lines above may draw from the generators. Cloned, since PyTorch reads the state as a
+            # structure, and a tensor in a mapped file may not be aligned for one.
             torch.set_rng_state(state["generator"].clone())
             if self._device.type == "cuda" and state["cuda_generator"] is not None:
                 torch.cuda.set_rng_state(state["cuda_generator"].clone(), self._device)
