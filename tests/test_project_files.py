@@ -88,3 +88,12 @@ def test_the_check_runs_on_the_interpreter_named(tmp_path: Path):
 def test_readme_is_ready_but_for_the_address():
     """The clone line names a placeholder, once."""
     assert (ROOT / "README.md").read_text().count("REPOSITORY") == 1
+
+
+def test_types_are_checked_strictly_but_in_kernels():
+    """Only the modules of Triton kernels may leave functions untyped, and all of them are listed."""
+    mypy = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]
+    assert mypy["strict"] is True
+    (lenient,) = (each["module"] for each in mypy["overrides"] if each.get("disallow_untyped_defs") is False)
+    files = [*(ROOT / "gpubuf" / "kernels").glob("*/_triton*.py"), ROOT / "gpubuf" / "tuning" / "_triton.py"]
+    assert sorted(lenient) == sorted(".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files)
