@@ -9,6 +9,11 @@ import triton.language as tl
 
 from gpubuf.kernels.td._triton import smallest_critic
 from gpubuf.kernels.td._triton_reduce import (
+    LOG_PROBS,
+    LOSSES,
+    MEAN,
+    NONE,
+    WEIGHTS,
     add_partials,
     finish_reduction,
     inverse_or_zero,
@@ -52,14 +57,14 @@ def actor_loss_kernel(
     if SINGLE:
         tl.store(entropy_ptr, -surprise / n)
     else:
-        tl.store(partial_ptr + 2 * tl.num_programs(0) + tl.program_id(0), surprise)
+        tl.store(partial_ptr + tl.program_id(0) + tl.num_programs(0) * LOG_PROBS, surprise)
 
 
 @triton.jit(do_not_specialize=["count", "n"])
 def finish_actor_loss_kernel(
     partial_ptr,  # REAL [3, count]: sums of w * l, of w, of log_prob
-    loss_ptr,  # REAL [1], out, where REDUCTION is not 0
-    norm_ptr,  # REAL [1], out, where REDUCTION is not 0
+    loss_ptr,  # REAL [1], out, where REDUCTION is not NONE
+    norm_ptr,  # REAL [1], out, where REDUCTION is not NONE
     entropy_ptr,  # REAL [1], out
     count,
     n,
@@ -68,14 +73,14 @@ def finish_actor_loss_kernel(
     BLOCK: tl.constexpr,
 ):
     """Add the sums of all blocks, finish the reduction, and divide for the entropy. Grid: (1,)."""
-    if REDUCTION != 0:
+    if REDUCTION != NONE:
         finish_reduction(partial_ptr, loss_ptr, norm_ptr, count, REAL, REDUCTION, BLOCK)
-    tl.store(entropy_ptr, -add_partials(partial_ptr + 2 * count, count, REAL, BLOCK) / n)
+    tl.store(entropy_ptr, -add_partials(partial_ptr + count * LOG_PROBS, count, REAL, BLOCK) / n)
 
 
 @triton.jit(do_not_specialize=["n"])
 def actor_loss_backward_kernel(
-    grad_ptr,  # any float [n] where REDUCTION is 0, else [1]
+    grad_ptr,  # any float [n] where REDUCTION is NONE, else [1]
     q_ptr,  # any float [n_nets, n]
     alpha_ptr,  # any float [1]
     weight_ptr,  # any float [n], read where HAS_WEIGHT
@@ -133,20 +138,20 @@ def temperature_loss_kernel(
     value = -(tl.load(log_prob_ptr + row, mask=inside, other=0).to(REAL) + target_entropy)
     weight, counts = mask_weights(weight_ptr, mask_ptr, row, inside, REAL, HAS_WEIGHT, HAS_MASK)
     product = tl.where(counts, weight * value, 0.0)
-    if REDUCTION == 0:
+    if REDUCTION == NONE:
         tl.store(slope_ptr + row, product, mask=inside)
         tl.store(loss_ptr + row, log_alpha * product, mask=inside)
     else:
         slope = tl.sum(product, 0)
         total = tl.sum(weight, 0)
         if SINGLE:
-            if REDUCTION == 1:
+            if REDUCTION == MEAN:
                 slope = slope * inverse_or_zero(total)
             tl.store(slope_ptr, slope)
             tl.store(loss_ptr, log_alpha * slope)
         else:
-            tl.store(partial_ptr + tl.program_id(0), slope)
-            tl.store(partial_ptr + tl.num_programs(0) + tl.program_id(0), total)
+            tl.store(partial_ptr + tl.program_id(0) + tl.num_programs(0) * LOSSES, slope)
+            tl.store(partial_ptr + tl.program_id(0) + tl.num_programs(0) * WEIGHTS, total)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -161,8 +166,8 @@ def finish_temperature_kernel(
     BLOCK: tl.constexpr,
 ):
     """Add the sums of all blocks and finish the reduction. Grid: (1,)."""
-    slope = add_partials(partial_ptr, count, REAL, BLOCK)
-    if REDUCTION == 1:
-        slope = slope * inverse_or_zero(add_partials(partial_ptr + count, count, REAL, BLOCK))
+    slope = add_partials(partial_ptr + count * LOSSES, count, REAL, BLOCK)
+    if REDUCTION == MEAN:
+        slope = slope * inverse_or_zero(add_partials(partial_ptr + count * WEIGHTS, count, REAL, BLOCK))
     tl.store(slope_ptr, slope)
     tl.store(loss_ptr, tl.load(log_alpha_ptr).to(REAL) * slope)

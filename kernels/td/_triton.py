@@ -7,7 +7,13 @@ critics are ``[n_nets, n]``.
 import triton
 import triton.language as tl
 
+from gpubuf.kernels import td
 from gpubuf.kernels.td._triton_reduce import finish_reduction, row_factor, store_reduced
+
+# Values of LOSS.
+L1 = tl.constexpr(td.L1)
+L2 = tl.constexpr(td.L2)
+SMOOTH_L1 = tl.constexpr(td.SMOOTH_L1)
 
 
 @triton.jit
@@ -66,11 +72,11 @@ def soft_td_target_kernel(
 
 @triton.jit
 def distance_value(d, LOSS: tl.constexpr):
-    """|d| (0), d^2 (1), or d^2/2 below 1 and |d| - 1/2 above (2)."""
+    """|d| (L1), d^2 (L2), or d^2/2 below 1 and |d| - 1/2 above (SMOOTH_L1)."""
     magnitude = tl.abs(d)
-    if LOSS == 0:
+    if LOSS == L1:
         out = magnitude
-    elif LOSS == 1:
+    elif LOSS == L2:
         out = d * d
     else:
         out = tl.where(magnitude < 1, 0.5 * d * d, magnitude - 0.5)
@@ -81,9 +87,9 @@ def distance_value(d, LOSS: tl.constexpr):
 def distance_slope(d, LOSS: tl.constexpr):
     """Derivative of distance_value; 0 at the kink of |d|."""
     sign = tl.where(d > 0, 1.0, tl.where(d < 0, -1.0, d))
-    if LOSS == 0:
+    if LOSS == L1:
         out = sign
-    elif LOSS == 1:
+    elif LOSS == L2:
         out = 2 * d
     else:
         out = tl.where(tl.abs(d) < 1, d, sign)
@@ -146,7 +152,7 @@ def finish_loss_kernel(
 
 @triton.jit(do_not_specialize=["n"])
 def td_loss_backward_kernel(
-    grad_ptr,  # any float [n] where REDUCTION is 0, else [1]
+    grad_ptr,  # any float [n] where REDUCTION is NONE, else [1]
     q_ptr,  # any float [n_nets, n]
     target_ptr,  # any float [n]
     weight_ptr,  # any float [n], read where HAS_WEIGHT

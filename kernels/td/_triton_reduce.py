@@ -7,6 +7,18 @@ sums of its block, and either it is the only one (SINGLE) and finishes, or a sec
 import triton
 import triton.language as tl
 
+from gpubuf.kernels import td
+
+# Values of REDUCTION.
+NONE = tl.constexpr(td.NONE)
+MEAN = tl.constexpr(td.MEAN)
+SUM = tl.constexpr(td.SUM)
+
+# Rows of ``partial_ptr``, of one number for each program: sums of w_i * l_i, of w_i, and of the log-densities.
+LOSSES = tl.constexpr(0)
+WEIGHTS = tl.constexpr(1)
+LOG_PROBS = tl.constexpr(2)
+
 
 @triton.jit
 def mask_weights(
@@ -44,11 +56,11 @@ def store_reduced(
     HAS_MASK: tl.constexpr,
     SINGLE: tl.constexpr,
 ):
-    """Store w_i * value_i per row (REDUCTION 0), the finished mean (1) or sum (2), or this block's two sums."""
+    """Store w_i * value_i per row (NONE), the finished MEAN or SUM, or this block's two sums."""
     weight, counts = mask_weights(weight_ptr, mask_ptr, row, inside, REAL, HAS_WEIGHT, HAS_MASK)
     product = tl.where(counts, weight * value, 0.0)
     program = tl.program_id(0)
-    if REDUCTION == 0:
+    if REDUCTION == NONE:
         tl.store(loss_ptr + row, product, mask=inside)
         if program == 0:
             tl.store(norm_ptr, 1.0)
@@ -56,12 +68,12 @@ def store_reduced(
         loss = tl.sum(product, 0)
         total = tl.sum(weight, 0)
         if SINGLE:
-            norm = inverse_or_zero(total) if REDUCTION == 1 else total * 0 + 1.0
+            norm = inverse_or_zero(total) if REDUCTION == MEAN else total * 0 + 1.0
             tl.store(loss_ptr, loss * norm)
             tl.store(norm_ptr, norm)
         else:
-            tl.store(partial_ptr + program, loss)
-            tl.store(partial_ptr + tl.num_programs(0) + program, total)
+            tl.store(partial_ptr + program + tl.num_programs(0) * LOSSES, loss)
+            tl.store(partial_ptr + program + tl.num_programs(0) * WEIGHTS, total)
 
 
 @triton.jit
@@ -78,10 +90,10 @@ def add_partials(partial_ptr, count, REAL: tl.constexpr, BLOCK: tl.constexpr):
 def finish_reduction(
     partial_ptr, loss_ptr, norm_ptr, count, REAL: tl.constexpr, REDUCTION: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Add the sums of all blocks, and store the mean (REDUCTION 1) or the sum (2), and its factor."""
-    loss = add_partials(partial_ptr, count, REAL, BLOCK)
-    total = add_partials(partial_ptr + count, count, REAL, BLOCK)
-    norm = inverse_or_zero(total) if REDUCTION == 1 else total * 0 + 1.0
+    """Add the sums of all blocks, and store the MEAN or the SUM, and its factor."""
+    loss = add_partials(partial_ptr + count * LOSSES, count, REAL, BLOCK)
+    total = add_partials(partial_ptr + count * WEIGHTS, count, REAL, BLOCK)
+    norm = inverse_or_zero(total) if REDUCTION == MEAN else total * 0 + 1.0
     tl.store(loss_ptr, loss * norm)
     tl.store(norm_ptr, norm)
 
@@ -101,5 +113,5 @@ def row_factor(
 ):
     """(derivative of the reduced loss by the loss of each row, times the incoming gradient; whether the row counts)."""
     weight, counts = mask_weights(weight_ptr, mask_ptr, row, inside, REAL, HAS_WEIGHT, HAS_MASK)
-    grad = tl.load(grad_ptr + row, mask=inside, other=0).to(REAL) if REDUCTION == 0 else tl.load(grad_ptr).to(REAL)
+    grad = tl.load(grad_ptr + row, mask=inside, other=0).to(REAL) if REDUCTION == NONE else tl.load(grad_ptr).to(REAL)
     return grad * tl.load(norm_ptr).to(REAL) * weight, counts
