@@ -1,7 +1,7 @@
-"""The choice of launch configurations: an explicit one, else a tuned file's, else a rule.
+"""Chooses launch configurations: an explicit one, else a tuned file's, else a rule's.
 
-The choices are pure functions of their arguments and of the tuned files; no device is probed. Files are looked for in
-the user's folder first, then among those that ship (:mod:`gpubuf.kernels._tuned` says where they are). A file's point
+The choices are pure functions of their arguments and of the tuned files; no device is probed. The user's folder comes
+first, then the files that ship with gpubuf (see :mod:`gpubuf.kernels._tuned`). A file's point
 counts if its sizes are near enough in log space, and equal where they must be: :mod:`gpubuf.kernels._spaces` says
 which. The nearest one is taken.
 """
@@ -56,9 +56,9 @@ def _forget_choices() -> None:
 
 @contextlib.contextmanager
 def using(**configurations: Any) -> Iterator[None]:
-    """Make every launch take these configurations, by the names of :data:`SPACES`: for timing, and for tests.
+    """Make every launch take these configurations, by the names of :data:`SPACES`: for timing and for tests.
 
-    It holds for the whole process, all threads included. Fan-outs are given to the operations instead.
+    It holds for all threads of the process. It has no effect on fan-outs, which are arguments of the operations.
     """
     with _restored():
         _explicit.update(configurations)
@@ -108,7 +108,7 @@ def tuned(operation: str, device_name: str | None, directory: Path | None = None
         operation: a name of :data:`SPACES`.
         device_name: as ``torch.cuda.get_device_name`` gives it; None for the CPU and the interpreter.
         directory: where the tuned files are; None: see :func:`gpubuf.kernels._tuned.folders`.
-        sizes: what the configuration depends on.
+        sizes: those that the configuration depends on.
     """
     if operation in _explicit:
         return _explicit[operation]
@@ -129,9 +129,9 @@ def tuned(operation: str, device_name: str | None, directory: Path | None = None
 def rows_copy(n_bytes: int, device_name: str | None = None, directory: Path | None = None) -> RowsConfig:
     """Launch configuration of a copy of ``n_bytes`` bytes.
 
-    The rule: a thread copies two elements, and all of them at once. Up to 1 MiB the time is that of a few dependent
-    memory accesses, and small tiles put more multiprocessors to work. Beyond, four elements a thread keep enough bytes
-    in flight, and spread the cost of finding the key.
+    The rule: two elements a thread up to 1 MiB, four beyond. A small copy takes as long as a few dependent memory
+    accesses, and small tiles use more multiprocessors. In a large one four elements a thread keep enough bytes in
+    flight and spread the cost of finding the key.
     """
     found: RowsConfig | None = tuned("rows_copy", device_name, directory, n_bytes=n_bytes)
     if found is not None:
@@ -169,8 +169,8 @@ def tree_fan_out(
 ) -> int:
     """Fan-out of a sum tree: children per node, a power of two.
 
-    The rule: 16 on a CPU, one cache line of leaves. On a GPU a level costs a round trip to memory, and a wide
-    node costs bytes: the narrowest of :data:`GPU_FAN_OUTS` that is as shallow as the widest.
+    The rule: 16 on a CPU, one cache line of leaves. On a GPU a level costs a round trip to memory and a wide node costs
+    bytes, so it takes the narrowest of :data:`GPU_FAN_OUTS` that makes a tree as shallow as the widest does.
 
     Raises:
         ValueError: ``explicit`` is not a power of two of at least 2.
@@ -182,8 +182,9 @@ def tree_fan_out(
 def tree_update(fan_out: int, n: int, device_name: str | None = None, directory: Path | None = None) -> UpdateConfig:
     """Launch configuration of an update or a mark of ``n`` rows.
 
-    The rule: up to 1024 entries one launch by one program beats the latency of one launch a level. That program is as
-    wide as AMD's processors allow, so that a batch of 256 is one turn on each level. Beyond, many small programs.
+    The rule: up to 1024 entries take one launch of one program, which beats one launch for each level. That program is
+    as wide as AMD's processors allow, so that a batch of 256 is one turn on each level. More entries take many small
+    programs.
     """
     found: UpdateConfig | None = tuned("sum_tree_update", device_name, directory, fan_out=fan_out, n=n)
     if found is not None:
@@ -199,8 +200,8 @@ def tree_update(fan_out: int, n: int, device_name: str | None = None, directory:
 def tree_draw(fan_out: int, n: int, device_name: str | None = None, directory: Path | None = None) -> DrawConfig:
     """Launch configuration of ``n`` draws.
 
-    The rule: many small programs while they fit the processor side by side, then up to 512 children a program, on 4
-    warps: with fewer, wide nodes spill registers.
+    The rule: many small programs while they fit the processor side by side, then programs of up to 512 children. These
+    take 4 warps: with fewer, wide nodes spill registers.
     """
     found: DrawConfig | None = tuned("sum_tree_draw", device_name, directory, fan_out=fan_out, n=n)
     if found is not None:

@@ -1,7 +1,7 @@
-"""Launches the rows kernels: one launch an operation, whatever the number of keys (up to 128 for writes).
+"""Launches the rows kernels: one launch for any number of keys, or for up to 128 of them in a write.
 
-Nothing here waits for the GPU, and nothing assumes that the addresses in a table are device memory: pinned
-host memory is read and written by the same kernels.
+Nothing here waits for the GPU. The addresses in a table may be those of pinned host memory: the same kernels read and
+write it.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from gpubuf.kernels.rows._triton import (
 )
 
 MAX_SOURCES = 128
-"""Keys that one launch can write: their addresses are kernel arguments, of which 4 KiB fit everywhere."""
+"""Keys that one launch can write. Their addresses are kernel arguments, and every GPU takes 4 KiB of those."""
 
 MAX_ROW_BYTES = 2**30
 """Bytes of one row, all keys together: elements within a row are counted in 32 bits."""
 
 MAX_COPYING = 8192
-"""Copying programs of one launch, at most: four times as many as an H200 holds at a time, so that it ends evenly."""
+"""Most copying programs of a launch: four times as many as an H200 holds at a time, so that they end evenly."""
 
 WIDE_KEY = 256
-"""Bytes of a key's row, on average, from which on elements of 16 bytes are the likelier guess."""
+"""Average bytes of a key's row from which elements of 16 bytes are the better guess."""
 
 
 def _config(n_bytes: int, device: torch.device) -> RowsConfig:
@@ -59,16 +59,16 @@ def padded_keys(n_keys: int) -> int:
 
 
 def copying_programs(n_keys: int, n: int, n_bytes: int, tile: int) -> int:
-    """About as many as ``n`` rows of ``n_keys`` keys, ``n_bytes`` bytes together, have tiles; any number will do.
+    """A guess at the tiles of ``n`` rows of ``n_keys`` keys, ``n_bytes`` bytes together. Any number is correct.
 
-    The number itself depends on the alignment of every key, which is on the device. The guess: elements of 4 bytes, and
-    of 16 where keys are wide on average. It is close for both kinds of rows that there are. Rows of 68, 24, 68, 4, 1
-    and 1 bytes have 40 elements of 4.15 bytes: 256, 4096 and 32 768 of them are 40, 640 and 2560 tiles, and get 47, 669
-    and 2661 programs, one tile each. Images are wide and aligned. Where tiles outnumber the programs these go on with
-    further ones; where programs are left over they find no tile, and end after one look at the table.
+    The true number depends on the alignment of every key, which only the device knows. The guess takes elements of 4
+    bytes, or of 16 if keys are wide on average, and is close for the usual rows. Rows of 68, 24, 68, 4, 1 and 1 bytes
+    have 40 elements of 4.15 bytes: 256, 4096 and 32 768 of them are 40, 640 and 2560 tiles, and get 47, 669 and 2661
+    programs. Images are wide and aligned. If there are more tiles than programs, programs copy several. Programs too
+    many find no tile, and end after one look at the table.
 
-    Beyond :data:`MAX_COPYING` there are several tiles a program: every multiprocessor is busy then, and its resident
-    warps hide the latency of each other.
+    Beyond :data:`MAX_COPYING` a program has several tiles. Every multiprocessor is busy then, and its warps hide each
+    other's latency.
     """
     element = 16 if n_bytes >= WIDE_KEY * n * n_keys else 4
     return min(n_keys + n_bytes // (element * tile), MAX_COPYING)

@@ -1,28 +1,29 @@
-"""The trajectory index: where trajectories end, which of them a slice fits into, and their bounds, in O(log N).
+"""The trajectory index: the ends of trajectories, and slices and bounds from them, in O(log N).
 
-Rows form a ring of ``steps`` steps (T) of ``envs`` environments (E); row ``t * E + e`` is step ``t`` of environment
-``e``. A trajectory is a run of steps of one environment up to and including a step whose end flag is set. Two more
-limits are derived from the ring's counters and never stored: nothing is older than the oldest step (the cursor of a
-full ring, else step 0), and the newest step (just before the cursor) is the *virtual end* of every trajectory still
-in progress.
+Rows form a ring of ``steps`` steps (T) of ``envs`` environments (E). Row ``t * E + e`` is step ``t`` of environment
+``e``. A step's *age* counts from the oldest step in the ring, which has age 0. A trajectory is a run of steps of one
+environment that ends with a set end flag. The ring limits it too: nothing is older than the oldest step (the cursor of
+a full ring, else step 0), and the newest step (just before the cursor) is the *virtual end* of every trajectory still
+in progress. Both follow from the ring's counters and are never stored. ``reference.py`` has all of this in a page.
 
-* ``ends``: int64 ``[sum(bit_levels(T, E)) ]``, a bitmap of the end flags with summaries. In level 0, bit ``t % 64`` of
-  word ``(t // 64) * E + e`` is the flag of row ``t * E + e``; 64 steps of an environment a word, so that the words of
-  a step lie side by side and a write touches contiguous memory. In level k + 1, bit ``j % 64`` of word
-  ``(j // 64) * E + e`` says whether word ``j * E + e`` of level k is not zero. The last level has one word for each
-  environment. The search for the next or previous end goes up and down these levels: O(log64 T).
-* ``sums``: int64 ``[sum(level_sizes(...))]``, an F-ary sum tree. Its leaves (level 0, padded to a multiple of F) are
-  the *weights* of the words of level 0 of ``ends``: the sum, over the ends in the word (the virtual end included), of
-  the weight of the trajectory that ends there. The root is last. Integers: sums are exact.
-* ``signals``: int64 ``[K, 5]``, the entries of the stored keys that tell where trajectories end in the table of
-  :mod:`gpubuf.kernels.rows`; rows in two memories must meet at a multiple of 64 steps. With ``by_id`` False they are
-  flags: a step ends a trajectory where any byte of any of them is not zero. With ``by_id`` True (K = 1) they are
-  identifiers: a step ends a trajectory where the next step of its environment has other bytes; the newest step has no
-  next one, and never ends one.
-* ``ring``: int64 ``[4]``, as in :mod:`gpubuf.kernels.rows`; it counts rows, E a step. It stands for the storage, which
-  is reached by address: operations that read signals are annotated as mutating it.
+* ``ends``: int64 ``[sum(bit_levels(T, E))]``, a bitmap of the end flags with summaries. On level 0 a word has the flags
+  of 64 steps of one environment: bit ``t % 64`` of word ``(t // 64) * E + e`` is that of row ``t * E + e``. The words
+  of a step lie side by side, so that a write touches contiguous memory. On level k + 1, bit ``j % 64`` of word ``(j //
+  64) * E + e`` says whether word ``j * E + e`` of level k has any bit set. The last level has one word for each
+  environment. The search for the next or previous end goes up and down these levels, in O(log64 T).
+* ``sums``: int64 ``[sum(level_sizes(...))]``, a sum tree like that of :mod:`gpubuf.kernels.sum_tree`, of integers, so
+that
+  sums are exact. Its leaves are the *weights* of the words on level 0 of ``ends``. A word weighs as much as the
+  trajectories that end in it, at a flag or at the virtual end. The root is last.
+* ``signals``: int64 ``[K, 5]``, entries of the table of :mod:`gpubuf.kernels.rows`, of the keys that tell where
+  trajectories end. With ``by_id`` False they are flags: a step ends a trajectory if any byte of any of them is not
+  zero. With ``by_id`` True (K = 1) they are identifiers: a step ends a trajectory if the next step of its environment
+  has other bytes. The newest step has no next one and never ends one. Device rows and host rows must meet at a multiple
+  of 64 steps.
+* ``ring``: int64 ``[4]``, as in :mod:`gpubuf.kernels.rows`. It counts rows, E of them a step. It also stands for the
+  storage, which is read by address: operations that read signals are annotated as mutating it.
 
-Memory: 1/8 byte a row for the bits, 1/8 for the weights, and a little for what is above them.
+Memory: an eighth of a byte a row for the bits, as much for the weights, and a little for the levels above.
 
 A :class:`Rule` says which slices may be drawn. Sums hold for one rule: if it changes, call :data:`resum`. If rows were
 changed elsewhere, call :data:`update` over all steps.
@@ -41,18 +42,18 @@ from gpubuf.kernels.sum_tree import eligible_words as eligible_words
 
 
 class Rule(NamedTuple):
-    """Which slices are eligible, and with which probability. Operations take it as five arguments.
+    """The slices that may be drawn, and their probabilities. Operations take it as five arguments.
 
     A trajectory of length ``n >= min_len`` gives slices of ``m = min(slice_len, n)`` steps from the virtual offsets
-    ``-min(before, m - 1) .. n - m + min(after, m - 1)``; the steps that lie outside the trajectory are cut off.
+    ``-min(before, m - 1) .. n - m + min(after, m - 1)``. Steps outside the trajectory are cut off.
 
     Attributes:
         slice_len: steps of a slice, at least 1.
         min_len: length of the shortest eligible trajectory: ``slice_len`` (strict) or 1.
-        before: by how many steps a slice may begin before its trajectory.
-        after: by how many steps it may go on behind it.
-        by_transition: a trajectory weighs as many as it has offsets, so that all of them are equally likely;
-            otherwise every eligible trajectory weighs 1.
+        before: steps by which a slice may begin before its trajectory.
+        after: steps by which it may go on behind it.
+        by_transition: a trajectory weighs as much as it has offsets, so that all offsets are equally likely. Otherwise
+            every eligible trajectory weighs 1.
     """
 
     slice_len: int
@@ -139,15 +140,15 @@ draw = define(
 """``draw(ends, sums, ring, rng, rank, n, steps, envs, fan_out, *rule) -> (index, length, last)``: ``n`` slices.
 
 Slice i uses the uniforms ``u`` and ``v`` at random offsets ``2 i`` and ``2 i + 1``; the offset moves on by ``2 n``.
-Unit ``k = rank[i]`` (int64 ``[n]``) of the total weight, or, where ``rank`` is None, ``min(floor(u * total), total -
-1)``, selects the trajectory: units are counted word by word, and by rising step within a word. The slice's virtual
-offset is the unit's place in its trajectory (``by_transition``), or ``min(floor(v * offsets), offsets - 1)``, counted
-from the first eligible one.
+A unit of the total weight selects the trajectory: unit ``rank[i]`` (int64 ``[n]``), or ``min(floor(u * total), total -
+1)`` if ``rank`` is None. Units are counted word by word, and by rising step within a word. The virtual offset, counted
+from the first possible one, is the unit's number within its trajectory (``by_transition``), or
+``min(floor(v * offsets), offsets - 1)``.
 
 Returns:
-    ``index`` int64 ``[n * slice_len]``, flat rows in order of time, wrapped around the ring; where a slice is shorter
-    than ``slice_len`` its last row is repeated. ``length`` int64 ``[n]``, steps of each slice. ``last`` bool
-    ``[n * slice_len]``, set at the last step of each slice (position ``length - 1``), nowhere else.
+    ``index`` int64 ``[n * slice_len]``, flat rows in order of time, wrapped around the ring. A shorter slice repeats
+    its last row. ``length`` int64 ``[n]``, steps of each slice. ``last`` bool ``[n * slice_len]``, set at the last step
+    of each slice (position ``length - 1``) and nowhere else.
 
 Raises:
     RuntimeError: no trajectory is eligible (CPU); the text states the longest length and ``min_len``.
@@ -165,8 +166,8 @@ slices = define(
 )
 """``slices(ends, ring, start, slice_len, steps, envs) -> (index, length, last)``: slices from given rows.
 
-``start`` int64 ``[n]``, flat rows. A slice goes to the end of its trajectory or for ``slice_len`` steps, whichever
-comes first. Returns as :data:`draw`.
+``start`` int64 ``[n]``, flat rows. A slice goes on to the end of its trajectory, for ``slice_len`` steps at most.
+Returns as :data:`draw`.
 
 Raises:
     IndexError: a row is not stored (CPU). On a GPU the slice has ``NO_ROW`` in every row, and length 0. No host sync.
@@ -181,7 +182,7 @@ bounds = define(
 )
 """``bounds(ends, ring, row, steps, envs)``: first row, last row and length of each row's trajectory, int64 ``[3, n]``.
 
-``row`` int64 ``[n]``, flat. The slice-boundary search: previous and next end from any row, O(log64 T).
+``row`` int64 ``[n]``, flat. It searches the previous and the next end from each row, in O(log64 T).
 
 Raises:
     IndexError: a row is not stored (CPU). On a GPU the result is (NO_ROW, NO_ROW, 0). No host sync.
@@ -189,7 +190,7 @@ Raises:
 
 
 def touched_rows(n: int, need: int, steps: int, envs: int) -> int:
-    """How many rows :data:`update_eligible` returns."""
+    """Number of rows that :data:`update_eligible` returns."""
     return min(n + need, steps) * envs
 
 
@@ -202,13 +203,13 @@ update_eligible = define(
         touched_rows(n, need, steps, envs)
     ),
 )
-"""``update_eligible(eligible, ends, ring, n, need, starts_too, steps, envs) -> rows``: which rows a slice may start at.
+"""``update_eligible(eligible, ends, ring, n, need, starts_too, steps, envs) -> rows``: the rows that may start a slice.
 
-Called after :data:`update` for the newest ``n`` steps. Row r is eligible where it is stored and either ``need`` or more
-steps remain in its trajectory, itself included, or (``starts_too``) it is the first of its trajectory. Bit ``r % 64``
-of ``eligible[r // 64]`` (int64 ``[eligible_words(T * E)]``) says so. What can have changed are the ``n`` steps written,
-the ``need - 1`` before them (their trajectory has grown) and the one after them (the oldest, which may have become a
-first one); the bits of these, and no others that are wrong, are recomputed.
+Call it after :data:`update` for the newest ``n`` steps. A stored row is eligible if ``need`` or more steps remain in
+its trajectory, itself included, or, with ``starts_too``, if it is the first of its trajectory. Bit ``r % 64`` of
+``eligible[r // 64]`` (int64 ``[eligible_words(T * E)]``) says so for row r. A write can change the ``n`` steps that it
+wrote, the ``need - 1`` before them, whose trajectory has grown, and the one after them: the oldest, which may now be
+the first of its trajectory. Only the bits of these steps are recomputed.
 
 Returns:
     int64 ``[touched_rows(n, need, T, E)]``: the rows of these steps, contiguous in the ring, for the refresh of a tree.
