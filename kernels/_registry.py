@@ -202,12 +202,7 @@ def without_dispatch(operation: Any, *, given: Sequence[str] = (), trusted: bool
     rows = [positions[name] for name in given if name in lists]
     vectors = [positions[name] for name in given if name not in lists]
 
-    def some_are_lazy(args: tuple[Any, ...]) -> bool:
-        # `is_lazy` spelled out: it runs for every key of every write. Real tensors are never conjugated.
-        for position in vectors:
-            tensor = args[position]
-            if tensor is not None and (tensor.is_neg() or tensor._is_zerotensor()):
-                return True
+    def some_rows_are_lazy(args: tuple[Any, ...]) -> bool:
         for position in rows:
             tensors = args[position]
             if True in map(_is_neg, tensors) or True in map(_is_conj, tensors) or True in map(_is_zero, tensors):
@@ -224,8 +219,14 @@ def without_dispatch(operation: Any, *, given: Sequence[str] = (), trusted: bool
 
     def call(first: torch.Tensor, *args: Any) -> Any:
         nonlocal twin
-        if given and not _compiling() and some_are_lazy(args):
-            return call(first, *copied(args))
+        # `is_lazy` spelled out: it is asked for every key of every write. What is real is not conjugated.
+        if given and not _compiling():
+            for position in vectors:
+                tensor = args[position]
+                if tensor is not None and (tensor.is_neg() or tensor._is_zerotensor()):
+                    return call(first, *copied(args))
+            if rows and some_rows_are_lazy(args):
+                return call(first, *copied(args))
         # `_eager` spelled out.
         if type(first) is not torch.Tensor or _compiling() or _modes() or _functions():
             return operation(first, *args)

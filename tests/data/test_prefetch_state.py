@@ -254,7 +254,7 @@ def test_a_failed_batch_in_the_queue_goes_with_its_buffer(fails):
         buffer.sample()
         with buffer._lock, buffer._ahead.quiet():
             pass
-        errors = [slot.future.exception() for slot in buffer._ahead._queue]
+        errors = [slot.future.exception() for slot in buffer._ahead.queue]
         assert [type(error) for error in errors] == [ValueError, ValueError]
         assert errors[0].__traceback__.tb_next is not None
         del errors

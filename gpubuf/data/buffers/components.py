@@ -24,3 +24,28 @@ def component(given: Any, kind: type, default: Callable[[], Any]) -> Any:
 def default_storage() -> LazyTensorStorage:
     """The storage of a buffer that was given none."""
     return LazyTensorStorage(DEFAULT_CAPACITY)
+
+
+def refuse_out_of_scope(**arguments: Any) -> None:
+    """Raise for an argument of TorchRL's that was set and has no counterpart here.
+
+    Raises:
+        NotImplementedError: there is one.
+    """
+    for name, value in arguments.items():
+        if value:
+            raise NotImplementedError(f"{name}={value!r} is not supported by gpubuf")
+
+
+def check_sizes(prefetch: int | None, batch_size: int | None) -> None:
+    """Raise for numbers that no buffer can work with.
+
+    Raises:
+        ValueError: the batch size is below 1, ``prefetch`` is negative or lacks a batch size.
+    """
+    if prefetch and batch_size is None:
+        raise ValueError("prefetch needs the batch_size given to the constructor")
+    if prefetch is not None and prefetch < 0:
+        raise ValueError(f"prefetch must not be negative, got {prefetch}")
+    if batch_size is not None and batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}")

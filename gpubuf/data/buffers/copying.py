@@ -21,25 +21,34 @@ from gpubuf.data.concurrency.prefetch import Prefetcher
 from gpubuf.data.runtime.interruption import REPLAY
 
 _BYTES = "_bytes"
+# What a copy gets anew.
+_OF_THE_PROCESS = ("_lock", "_ahead", "_batches")
 
 
 class Copyable(Mending):
-    """What makes a buffer one that can be pickled, copied and forked."""
+    """What makes a buffer one that can be pickled, copied and forked.
+
+    A mixin, for Python looks for these methods on the class of what it copies.
+    """
 
     _lock: Turn
     _ahead: Prefetcher
+
+    def _assemble(self) -> None:
+        raise NotImplementedError
 
     def _connect(self, prefetch: int) -> None:
         """Give the buffer a lock and a queue, and make them known."""
         self._lock = Turn(self._storage, self._mend)
         self._sampler.bind(self._storage, self._lock)
         self._ahead = Prefetcher(prefetch, self._lock)
+        self._assemble()
         _buffers.add(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of everything, taken in one turn. Synchronises."""
         with self._lock, self._ahead.quiet():
-            state = {name: value for name, value in vars(self).items() if name not in ("_lock", "_ahead")}
+            state = {name: value for name, value in vars(self).items() if name not in _OF_THE_PROCESS}
             state = {**copy.deepcopy(state), "_prefetch": self._ahead.depth}
         # A process that is being spawned gets bytes: torch would pass it the memory of tensors as open files, and fails
         # where two tensors have the same.
@@ -73,6 +82,7 @@ def _after_fork() -> None:
             storage.unfinished = storage.unfinished or REPLAY
         turn.renew()
         buffer._ahead = Prefetcher(buffer._ahead.depth, turn)
+        buffer._assemble()
         random = buffer._sampler._random
         # A process forked from one that uses CUDA can't use it.
         if random is not None and not random.state.is_cuda:

@@ -12,7 +12,11 @@ from gpubuf.data.storages.tensor_storage import TensorStorage
 
 
 class Mending:
-    """What a buffer does about an operation that was interrupted."""
+    """What a buffer does about an operation that was interrupted.
+
+    A mixin: an object would have to ask the buffer which storage and sampler it has by now, and what it was about to
+    tell the sampler. It would refer to the buffer, which refers to it, and keep it until garbage is collected.
+    """
 
     _lock: Any
     _storage: TensorStorage

@@ -24,7 +24,10 @@ LARGE_BYTES = 1 << 30
 
 
 class Movable:
-    """What a buffer offers about the memory of its storage and sampler."""
+    """What a buffer offers about the memory of its storage and sampler.
+
+    A mixin of methods that users call on the buffer. The work is done by functions of storage and sampler, below.
+    """
 
     _storage: TensorStorage
     _sampler: Sampler

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gpubuf.data.buffers.components import component, default_storage
+from gpubuf.data.buffers.components import check_sizes, component, default_storage, refuse_out_of_scope
 from gpubuf.data.buffers.copying import Copyable
 from gpubuf.data.buffers.moving import Movable
-from gpubuf.data.buffers.sampling import Sampling
+from gpubuf.data.buffers.sampling import Batches
 from gpubuf.data.buffers.transforms import Compose
 from gpubuf.data.buffers.writers import RoundRobinWriter, Writer
 from gpubuf.data.checkpoints import restore, saving
@@ -25,8 +26,12 @@ from gpubuf.data.samplers.random import RandomSampler
 from gpubuf.data.storages.layout import Data, RowLayout, batch_shape
 from gpubuf.data.storages.tensor_storage import Storage, TensorStorage
 
+_compiling = torch.compiler.is_compiling
+# There are no turns while code is traced. When it runs, what its operations read and write orders them.
+_no_lock = nullcontext()
 
-class ReplayBuffer(Copyable, Movable, Sampling):
+
+class ReplayBuffer(Copyable, Movable):
     """A replay buffer whose rows, counters and random numbers stay on the storage's device.
 
     ``extend``, ``sample`` and ``update_priority`` never synchronise with the host. All of them may be called from
@@ -60,6 +65,8 @@ class ReplayBuffer(Copyable, Movable, Sampling):
     """
 
     _default_writer: type[Writer] = RoundRobinWriter
+    #: Whether iteration puts what is known about a sample into it.
+    _samples_have_info = False
 
     def __init__(
         self,
@@ -86,28 +93,20 @@ class ReplayBuffer(Copyable, Movable, Sampling):
         transport: str = "auto",
         transport_options: Any = None,
     ) -> None:
-        out_of_scope = {
-            "sample_unit": sample_unit,
-            "checkpointer": checkpointer,
-            "consume_after_n_samples": consume_after_n_samples,
-            "shared": shared,
-            "delayed_init": delayed_init,
-            "service_backend": None if service_backend == "direct" else service_backend,
-            "service_backend_options": service_backend_options,
-            "transport": None if transport == "auto" else transport,
-            "transport_options": transport_options,
-        }
-        for name, value in out_of_scope.items():
-            if value:
-                raise NotImplementedError(f"{name}={value!r} is not supported by gpubuf")
-        if prefetch and batch_size is None:
-            raise ValueError("prefetch needs the batch_size given to the constructor")
-        if prefetch is not None and prefetch < 0:
-            raise ValueError(f"prefetch must not be negative, got {prefetch}")
+        refuse_out_of_scope(
+            sample_unit=sample_unit,
+            checkpointer=checkpointer,
+            consume_after_n_samples=consume_after_n_samples,
+            shared=shared,
+            delayed_init=delayed_init,
+            service_backend=None if service_backend == "direct" else service_backend,
+            service_backend_options=service_backend_options,
+            transport=None if transport == "auto" else transport,
+            transport_options=transport_options,
+        )
+        check_sizes(prefetch, batch_size)
         if transform is not None and transform_factory is not None:
             raise TypeError("transform and transform_factory exclude each other")
-        if batch_size is not None and batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         self._storage: TensorStorage = component(storage, Storage, default_storage)
         self._sampler: Sampler = component(sampler, Sampler, RandomSampler)
         self._writer: Writer = component(writer, Writer, self._default_writer)
@@ -118,7 +117,6 @@ class ReplayBuffer(Copyable, Movable, Sampling):
         self._collate_fn = collate_fn
         self._pin_memory = pin_memory
         self._batch_size = batch_size
-        self._warned_batch_size = False
         self._transform = Compose()
         if transform_factory is not None:
             transform = transform_factory()
@@ -129,6 +127,20 @@ class ReplayBuffer(Copyable, Movable, Sampling):
         self._connect(prefetch or 0)
         if generator is not None:
             self.set_rng(generator)
+
+    def _assemble(self) -> None:
+        """Make batches of the parts that the buffer has now."""
+        self._batches = Batches(
+            self._storage,
+            self._sampler,
+            self._writer,
+            self._transform,
+            self._lock,
+            self._ahead,
+            collate_fn=self._collate_fn,
+            pin_memory=self._pin_memory,
+            batch_size=self._batch_size,
+        )
 
     # Properties
 
@@ -196,7 +208,7 @@ class ReplayBuffer(Copyable, Movable, Sampling):
         """
         if update_priority is not None:
             raise NotImplementedError("update_priority is for TensorDictReplayBuffer, whose batches carry priorities")
-        with turn_of(self._lock):
+        with _no_lock if _compiling() else self._lock:
             return self._extend(data, None)
 
     def _extend(self, data: Data, priority: Callable[[Data], Tensor | None] | None) -> Tensor:
@@ -292,7 +304,7 @@ class ReplayBuffer(Copyable, Movable, Sampling):
         Raises:
             RuntimeError: the buffer is empty, or no batch size is known. No host sync.
         """
-        batch = self._next(batch_size, False)
+        batch = self._batches.next(batch_size, False)
         return (batch.data, batch.info) if return_info else batch.data
 
     def __iter__(self) -> Iterator[Any]:
@@ -301,7 +313,7 @@ class ReplayBuffer(Copyable, Movable, Sampling):
             raise RuntimeError("iteration needs the batch_size given to the constructor")
         ran_out = False
         while not ran_out:
-            batch = self._next(None, self._samples_have_info)
+            batch = self._batches.next(None, self._samples_have_info)
             ran_out = batch.ran_out
             yield batch.data
 
@@ -319,7 +331,7 @@ class ReplayBuffer(Copyable, Movable, Sampling):
             priority: ``[n]``, or a number for all.
             generation: ``info["index_generation"]``; rows overwritten since the sample are then left alone.
         """
-        with turn_of(self._lock):
+        with _no_lock if _compiling() else self._lock:
             before = self._storage.begin(DERIVED)
             self._sampler.update_priority(index, priority, generation=generation)
             self._storage.end(before)
@@ -361,6 +373,7 @@ class ReplayBuffer(Copyable, Movable, Sampling):
             self._writer.register_storage(new)
             self._storage = self._lock.storage = new
             self._sampler.empty()
+            self._assemble()
 
     def set_sampler(self, sampler: Sampler) -> None:
         """Replace the sampler; rows already stored count as new to it."""
@@ -371,6 +384,7 @@ class ReplayBuffer(Copyable, Movable, Sampling):
                 sampler.bind(self._storage, self._lock)
                 self._sampler.unbind()
                 self._sampler = sampler
+                self._assemble()
 
     def set_writer(self, writer: Writer) -> None:
         """Replace the writer."""
@@ -379,6 +393,7 @@ class ReplayBuffer(Copyable, Movable, Sampling):
             writer = component(writer, Writer, self._default_writer)
             writer.register_storage(self._storage)
             self._writer = writer
+            self._assemble()
 
     # State
 
@@ -409,18 +424,12 @@ class ReplayBuffer(Copyable, Movable, Sampling):
         """
         with self._lock:
             self._batch_size = restore.restore(self._parts(), state)
+            self._assemble()
 
     def _parts(self) -> Parts:
-        return Parts(
-            self._storage,
-            self._sampler,
-            self._writer,
-            self._transform,
-            self._ahead,
-            self._pin_memory,
-            self.state_dict,
-            self.load_state_dict,
-        )
+        methods = self.state_dict, self.load_state_dict
+        parts = self._storage, self._sampler, self._writer, self._transform, self._ahead, self._pin_memory
+        return Parts(*parts, *methods)
 
     def save(self, path: str | os.PathLike[str], **options: Any) -> saving.Saved:
         """Save everything to a folder, atomically; see :func:`gpubuf.data.checkpoints.saving.save`. Synchronises."""

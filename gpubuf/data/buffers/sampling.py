@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gpubuf.data.buffers.transforms import Compose
 from gpubuf.data.buffers.writers import Writer
-from gpubuf.data.concurrency.locking import Turn, turn_of
+from gpubuf.data.concurrency.locking import Turn
 from gpubuf.data.concurrency.pinning import pin
 from gpubuf.data.concurrency.prefetch import Batch, Prefetcher
 from gpubuf.data.runtime.recording import refuse
@@ -19,42 +21,61 @@ from gpubuf.data.samplers.base import Drawn, Sampler, require_rows
 from gpubuf.data.storages.layout import Data
 from gpubuf.data.storages.tensor_storage import TensorStorage
 
+_compiling = torch.compiler.is_compiling
+_no_lock = nullcontext()
 
-class Sampling:
-    """How a buffer makes its batches."""
 
-    _storage: TensorStorage
-    _sampler: Sampler
-    _writer: Writer
-    _transform: Compose
-    _collate_fn: Callable[[Data], Data] | None
-    _pin_memory: bool
-    _batch_size: int | None
-    _warned_batch_size: bool
-    _lock: Turn
-    _ahead: Prefetcher
-    _samples_have_info = False
+class Batches:
+    """Makes the batches of a buffer, which makes a new one of these where it replaces a part.
 
-    def _resolve_batch_size(self, batch_size: int | None) -> int:
-        own = self._batch_size
-        if batch_size is None:
-            if own is None:
-                raise RuntimeError("batch_size must be given to sample() or to the constructor")
-            return own
-        if own is not None and own != batch_size and not self._warned_batch_size:
-            self._warned_batch_size = True
-            warnings.warn(
-                f"sample() got batch_size={batch_size}, the constructor {own}; the first is used", stacklevel=4
-            )
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-        return batch_size
+    Args:
+        storage: holds the rows.
+        sampler: chooses among them.
+        writer: knows whether uniform samples are to have generations.
+        transform: the transforms.
+        lock: the buffer's.
+        prefetcher: the queue of batches in preparation.
+        collate_fn: applied to gathered rows, before the transforms.
+        pin_memory: whether batches end in pinned memory.
+        batch_size: of the buffer's constructor.
+    """
 
-    def _next(self, batch_size: int | None, include_info: bool) -> Batch:
-        """The next batch, from the queue where there is one; with its info in it if that is wanted."""
-        n = self._resolve_batch_size(batch_size)
-        batch, ahead = None, self._ahead
-        if ahead.active:
+    def __init__(
+        self,
+        storage: TensorStorage,
+        sampler: Sampler,
+        writer: Writer,
+        transform: Compose,
+        lock: Turn,
+        prefetcher: Prefetcher,
+        *,
+        collate_fn: Callable[[Data], Data] | None,
+        pin_memory: bool,
+        batch_size: int | None,
+    ) -> None:
+        self._storage = storage
+        self._sampler = sampler
+        self._writer = writer
+        self._transform = transform
+        self._lock = lock
+        self._prefetcher = prefetcher
+        self._collate_fn = collate_fn
+        self._pin_memory = pin_memory
+        self._batch_size = batch_size
+        self._warned = False
+
+    def next(self, batch_size: int | None, include_info: bool) -> Batch:
+        """The next batch, from the queue where there is one; with its info in it if that is wanted.
+
+        Raises:
+            RuntimeError: no batch size is known, or the storage is empty.
+            ValueError: the batch size is below 1.
+        """
+        n = self._batch_size
+        if n is None or batch_size is not None:
+            n = self._checked(batch_size)
+        batch, ahead = None, self._prefetcher
+        if ahead.depth or ahead.queue:
             refuse("batches are prepared ahead: use a buffer without prefetch")
             # The queue holds batches without their info, so that it serves those who want it and those who don't.
             take = ahead.take if n == self._batch_size else ahead.take_other
@@ -67,26 +88,41 @@ class Sampling:
                 batch.data.set(key, value)
         return batch
 
+    def _checked(self, batch_size: int | None) -> int:
+        own = self._batch_size
+        if batch_size is None:
+            raise RuntimeError("batch_size must be given to sample() or to the constructor")
+        if own is not None and own != batch_size and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"sample() got batch_size={batch_size}, the constructor {own}; the first is used", stacklevel=4
+            )
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        return batch_size
+
     def _draw(self, n: int, include_info: bool) -> Batch:
         """Draw and gather, in one turn. Info goes into the batch here if nothing else is to change it."""
         sampler, storage = self._sampler, self._storage
-        with turn_of(self._lock):
+        with _no_lock if _compiling() else self._lock:
             if sampler.ran_out:
                 sampler.ran_out = False
-            require_rows(storage)
-            draw = sampler.draw(n)
-            info = self._info(draw)
+            # Past `len`, which is a call. Compiled code may not depend on the number of rows.
+            if not _compiling() and (storage._ring is None or not storage._ring.size):
+                require_rows(storage)
+            drawn = sampler.draw(n)
+            info = self._info(drawn)
             direct = (
                 include_info and self._collate_fn is None and not len(self._transform) and storage.layout.is_tensordict
             )
-            data = storage.assemble(draw.tensors, info if direct else None, draw.batch_size)
+            data = storage.assemble(drawn.tensors, info if direct else None, drawn.batch_size)
             return Batch(data, info, sampler.ran_out, direct)
 
-    def _info(self, draw: Drawn) -> dict[Any, Tensor]:
-        index, generation, shape = self._storage.unravel(draw.positions), draw.generation, draw.batch_size
+    def _info(self, drawn: Drawn) -> dict[Any, Tensor]:
+        index, generation, shape = self._storage.unravel(drawn.positions), drawn.generation, drawn.batch_size
         if shape is not None:
             index, generation = index.view(*shape, *index.shape[1:]), generation.view(shape)
-        info = {"index": index, **draw.info}
+        info = {"index": index, **drawn.info}
         if self._sampler.has_priorities or getattr(self._writer, "track_generations", False):
             info["index_generation"] = generation
         return info

@@ -80,7 +80,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         Returns:
             As :meth:`ReplayBuffer.sample`; the caller owns the batch. No host sync.
         """
-        batch = self._next(batch_size, include_info is not False)
+        batch = self._batches.next(batch_size, include_info is not False)
         return (batch.data, batch.info) if return_info else batch.data
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
@@ -102,7 +102,10 @@ class TensorDictReplayBuffer(ReplayBuffer):
             missing = self.priority_key if priority is None else "index"
             raise KeyError(f"the batch has no {missing!r}; its keys are {sorted(map(str, data.keys(True, True)))}")
         generation = get("index_generation", None)
-        self.update_priority(index, sampler.reduce(priority, data.numel()), generation=generation)
+        n = data.numel()
+        if priority.dim() != 1 or priority.numel() != n:
+            priority = sampler.reduce(priority, n)
+        self.update_priority(index, priority, generation=generation)
 
 
 def _prioritized(

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from gpubuf.data.runtime.recording import outside_captures, used
+from gpubuf.data.runtime.recording import current, outside_captures, used
 from gpubuf.data.storages.tensor_storage import TensorStorage
 
 
@@ -132,9 +132,12 @@ class _End:
     def __get__(self, turn: Turn | None, kind: type | None = None) -> Callable[..., None]:
         if turn is None:
             raise AttributeError("the end of a turn depends on the turn")
-        if turn.held:
+        lock = turn._lock
+        # `held` and `may_launch` spelled out, as are the functions in `Turn.__enter__`: each operation comes here.
+        if lock._is_owned():  # type: ignore[attr-defined]
             return _nothing
-        return turn._end_on_gpu if turn.may_launch() else turn._lock.__exit__
+        launches = turn._cuda_present() if turn.storage._ring is None else turn.gpu() is not None
+        return turn._end_on_gpu if launches else lock.__exit__
 
 
 class Turn:
@@ -258,11 +261,19 @@ class Turn:
             self._lock.release()
 
     def __enter__(self) -> Turn:
-        if self.held:
+        lock = self._lock
+        if lock._is_owned():  # type: ignore[attr-defined]
             return self
         try:
-            self._acquire()
-            self._begin()
+            if self._waiting or not lock.acquire(False):
+                self._stand_in_line()
+            if (
+                self.storage.unfinished is not None
+                or self.pending
+                or current.locks is not None
+                or self.gpu() is not None
+            ):
+                self._begin()
             return self
         except BaseException:
             self._release()

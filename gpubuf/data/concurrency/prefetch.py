@@ -171,12 +171,15 @@ class Prefetcher:
         depth: number of batches in preparation while the consumer has one. With 0 the queue only delivers batches
             that :meth:`replace` put there.
         turn: the buffer's lock.
+
+    Attributes:
+        queue: the batches that were asked for ahead.
     """
 
     def __init__(self, depth: int, turn: Turn) -> None:
         self.depth = depth
         self._turn = turn
-        self._queue: deque[_Slot] = deque()
+        self.queue: deque[_Slot] = deque()
         self._executor: ThreadPoolExecutor | None = None
         self._side = SideStream()
         # Entered inside a turn or outside of one; no turn begins inside it.
@@ -188,12 +191,12 @@ class Prefetcher:
         self._preparing: set[int] = set()  # threads that prepare a batch now
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return len(self.queue)
 
     @property
     def active(self) -> bool:
         """Whether :meth:`take` has anything to do."""
-        return self.depth > 0 or bool(self._queue)
+        return self.depth > 0 or bool(self.queue)
 
     # For the consumer
 
@@ -219,12 +222,12 @@ class Prefetcher:
         while True:
             with self._mutex:
                 self._condition.wait_for(self._open)
-                fresh = not self._queue
+                fresh = not self.queue
                 if fresh and self.depth == 0:
                     return None
-                asked = [self._ask(draw, finish, on_gpu) for _ in range(1 + ahead - len(self._queue))]
-                self._queue.extend(asked)
-                slot = self._queue.popleft()
+                asked = [self._ask(draw, finish, on_gpu) for _ in range(1 + ahead - len(self.queue))]
+                self.queue.extend(asked)
+                slot = self.queue.popleft()
             if on_gpu:
                 for one in asked:
                     self._prepare(one)
@@ -344,8 +347,8 @@ class Prefetcher:
             raise RuntimeError("a transform can't do this to its buffer: it would wait for its own batch")
         with self._mutex:
             self._held += 1
-            while discard and self._queue:
-                slot = self._queue.popleft()
+            while discard and self.queue:
+                slot = self.queue.popleft()
                 if slot.future.cancel():
                     slot.let_go()
                     self._unfinished.discard(slot)
@@ -398,7 +401,7 @@ class Prefetcher:
     def state_dict(self) -> list[dict[str, Any]]:
         """Copies of the batches in the queue, all of them finished; used inside :meth:`quiet`."""
         state, home = [], self._home
-        for slot in self._queue:
+        for slot in self.queue:
             if slot.future.exception() is None:
                 batch = self._wait(slot)
                 devices = {t.device for t in tensors_of(batch.data)}
@@ -433,5 +436,5 @@ class Prefetcher:
     def replace(self, slots: list[_Slot]) -> None:
         """Make these the queue; used inside :meth:`quiet`. Can't fail."""
         with self._mutex:
-            self._queue.clear()
-            self._queue.extend(slots)
+            self.queue.clear()
+            self.queue.extend(slots)

@@ -102,19 +102,20 @@ class Recording:
                 storage.end(outer)
 
 
-class _Now(threading.local):
+class _Current(threading.local):
     recording: Recording | None = None
     locks: list[Lock] | None = None
 
 
-_now = _Now()
+#: What goes on in this thread.
+current = _Current()
 _compiling = torch.compiler.is_compiling
 
 
 def recording() -> Recording | None:
     """The recording of the graph that :func:`gpubuf.capture` is capturing in this thread, if it is."""
     # Compiled code is traced before, and can't look: its operations note things when they run.
-    return None if _compiling() else _now.recording
+    return None if _compiling() else current.recording
 
 
 def capturing() -> bool:
@@ -173,26 +174,26 @@ def do_postponed() -> None:
 def recorded(into: Recording) -> Iterator[None]:
     """Note in ``into`` what operations do from now on, in this thread."""
     with watched(into.locks):
-        previous, _now.recording = _now.recording, into
+        previous, current.recording = current.recording, into
         try:
             yield
         finally:
-            _now.recording = previous
+            current.recording = previous
 
 
 @contextlib.contextmanager
 def watched(locks: list[Lock]) -> Iterator[None]:
     """Enter into ``locks`` those of the buffers that are used from now on, in this thread."""
-    previous, _now.locks = _now.locks, locks
+    previous, current.locks = current.locks, locks
     try:
         yield
     finally:
-        _now.locks = previous
+        current.locks = previous
 
 
 def used(lock: Lock) -> None:
     """An operation on a buffer begins."""
-    locks = _now.locks
+    locks = current.locks
     if locks is not None and lock not in locks:
         locks.append(lock)
 

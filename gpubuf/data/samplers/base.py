@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from gpubuf.data.runtime.recording import recording, refuse
+from gpubuf.data.runtime.recording import current, refuse
 from gpubuf.data.samplers.random_state import RandomState
 from gpubuf.data.samplers.saved_state import demand, is_tensor
 from gpubuf.data.storages import host_memory
@@ -18,6 +18,8 @@ from gpubuf.data.storages.indexing import as_positions
 from gpubuf.data.storages.layout import RowLayout
 from gpubuf.data.storages.placement import IndexBytes, depends_on_room
 from gpubuf.data.storages.tensor_storage import Storage, TensorStorage
+
+_compiling = torch.compiler.is_compiling
 
 UNBOUND = "the sampler belongs to no buffer yet: give it to one, or call bind(storage)"
 
@@ -184,8 +186,8 @@ class Sampler:
         if state is None:
             refuse("the sampler draws for the first time, which seeds its random stream: sample once before")
             state = self._random = RandomState(generator=self._generator, device=device)
-        noted = recording()
-        if noted is not None:
+        # `recording()` spelled out: every sample comes here.
+        if not _compiling() and (noted := current.recording) is not None:
             noted.holds(self, "_random")
         return state
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.concurrency.locking import turn_of
-from gpubuf.data.runtime.recording import recording, refuse, traced_property
+from gpubuf.data.runtime.recording import current, recording, refuse, traced_property
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.exponents import check_beta, exponent
 from gpubuf.data.samplers.saved_state import demand, is_tensor
@@ -19,6 +19,8 @@ from gpubuf.data.storages.indexing import as_positions
 from gpubuf.data.storages.placement import IndexBytes
 from gpubuf.data.storages.tensor_storage import Storage, TensorStorage
 from gpubuf.kernels.sum_tree import REFUSED
+
+_compiling = torch.compiler.is_compiling
 
 REDUCTIONS = ("max", "min", "mean", "median")
 
@@ -174,7 +176,9 @@ class PrioritizedSampler(Sampler):
 
     def choose(self, n: int) -> tuple[Tensor, dict[Any, Tensor]]:
         """Positions by priority, and ``"priority_weight"``, float32 ``[n]``. One launch, no host sync."""
-        tree = self._tree_made()
+        tree = self._tree
+        if tree is None or (not _compiling() and current.recording is not None):
+            tree = self._tree_made()
         positions, weight = tree.draw(n, self.random_state(tree.leaves.device))
         return positions, {"priority_weight": weight}
 
@@ -215,22 +219,16 @@ class PrioritizedSampler(Sampler):
         own = self._storage
         if own is None or (storage is not None and storage is not own):
             own = self._storage_of("update_priority", storage)
-        if not own.initialized:
+        ring = own._ring
+        if ring is None:
             raise RuntimeError("cannot update priorities in a storage to which nothing has been written")
-        positions = as_positions(index, own.shape, own.device, lambda: own.steps_stored)
-        n = positions.numel()
-        if not isinstance(priority, Tensor):
-            # A number is put where it is used: a copy from the host can't be captured in a graph.
-            priority = (
-                torch.full((), priority, dtype=torch.float32, device=own.device)
-                if isinstance(priority, int | float)
-                else torch.as_tensor(priority)
-            )
-        if priority.numel() != n and priority.numel() != 1:
-            raise RuntimeError(f"{n} rows are addressed, but the priorities have shape {tuple(priority.shape)}")
-        if generation is not None and generation.numel() != n:
-            raise RuntimeError(f"{n} rows are addressed, but the generations have shape {tuple(generation.shape)}")
-        self._tree_made().update(positions, priority, ring=own.ring, generation=generation)
+        if not isinstance(index, Tensor) or index.dim() != 1 or index.dtype is not torch.int64:
+            # Those of a one-dimensional storage are positions already.
+            index = as_positions(index, own.shape, own.device, lambda: own.steps_stored)
+        tree = self._tree
+        if tree is None or (not _compiling() and current.recording is not None):
+            tree = self._tree_made()
+        tree.update(index, priority, ring=ring.counters, generation=generation)
 
     def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
         """Rows were written elsewhere: give them the priority of new rows. No host sync."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gpubuf.data.samplers.exponents import check_beta, exponent, may_be_clamped
 from gpubuf.data.samplers.random_state import RandomState
+from gpubuf.data.samplers.vectors import priority_vectors, vector
 from gpubuf.data.storages.placement import device_name
 from gpubuf.kernels import config, rows, sum_tree
 from gpubuf.kernels._check import demand_int64
@@ -184,26 +185,39 @@ class SumTree:
         Raises:
             IndexError: an index is outside ``[-1, capacity)`` (CPU; a GPU counts it in :attr:`refused`).
             ValueError: a priority is NaN, infinite or negative (CPU; a GPU keeps the old one, and counts it in
-                :attr:`refused`), or the arguments have different numbers of elements. Nothing has changed.
+                :attr:`refused`), or, as :class:`~gpubuf.data.samplers.vectors.CountError`, the arguments have
+                different numbers of elements. Nothing has changed.
         """
         number = self.leaves.get_device()
-        index = self._vector(index, torch.int64, number)
-        n = index.numel()
-        if not isinstance(priority, Tensor):
-            priority = torch.full((n,), priority, dtype=torch.float32, device=self.device)
-        elif priority.numel() == 1 and n != 1:
-            priority = priority.reshape(1).expand(n)
-        priority = self._vector(priority, torch.float32, number)
-        if generation is not None:
-            generation = self._vector(generation, torch.int64, number)
-        if priority.numel() != n or (generation is not None and generation.numel() != n):
-            given = {"priorities": priority.numel()}
-            if generation is not None:
-                given["generations"] = generation.numel()
-            raise ValueError(f"{n} rows are addressed, but given are {given}")
+        # What a sample hands out and a loss returns is as it should be: then nothing is converted, and no function is
+        # called to find that out.
+        if not (
+            isinstance(priority, Tensor)
+            and priority.dtype is torch.float32
+            and priority.dim() == 1
+            and priority.get_device() == number
+            and priority.is_contiguous()
+            and not priority.requires_grad
+            and index.dtype is torch.int64
+            and index.dim() == 1
+            and index.get_device() == number
+            and index.is_contiguous()
+            and index.numel() == priority.numel()
+            and (
+                generation is None
+                or (
+                    generation.dtype is torch.int64
+                    and generation.dim() == 1
+                    and generation.get_device() == number
+                    and generation.is_contiguous()
+                    and generation.numel() == index.numel()
+                )
+            )
+        ):
+            index, priority, generation = priority_vectors(index, priority, generation, self.leaves)
         if ring is None:
             ring = self._full_ring
-        else:
+        elif ring.dtype is not torch.int64 or ring.dim() != 1 or ring.numel() != _RING or not ring.is_contiguous():
             demand_int64("ring", ring, (_RING,))
         _update(
             self.leaves,
@@ -230,7 +244,7 @@ class SumTree:
         Raises:
             IndexError: an index is outside ``[-1, capacity)`` (CPU; a GPU ignores it).
         """
-        index = self._vector(index, torch.int64)
+        index = vector(index, torch.int64, self.leaves)
         _mark(self.leaves, self.nodes, self.scalars, index, self.capacity, self.fan_out, within_buffer, self.eligible)
         if self._may_be_clamped:
             self._look_at_weights()
@@ -304,7 +318,7 @@ class SumTree:
         Raises:
             IndexError: an index is outside ``[-1, capacity)`` (CPU; a GPU ignores it).
         """
-        index = self._vector(index, torch.int64)
+        index = vector(index, torch.int64, self.leaves)
         _refresh(self.leaves, self.nodes, index, self.capacity, self.fan_out, self.eligible)
 
     def set_alpha(self, alpha: float) -> None:
@@ -432,17 +446,3 @@ class SumTree:
             f"{type(self).__name__}(capacity={self.capacity}, alpha={self._alpha:g}, fan_out={self.fan_out}, "
             f"device={str(self.device)!r}, nbytes={self.nbytes})"
         )
-
-    def _vector(self, values: Tensor, dtype: torch.dtype, number: int | None = None) -> Tensor:
-        """``values`` as the operations take them: contiguous, ``[n]``. ``number``: of the tree's device, if known."""
-        if (
-            values.dtype is not dtype
-            or values.dim() != 1
-            or values.requires_grad
-            # the number of the device, -1 for the CPU: cheaper to compare than torch.device
-            or values.get_device() != (self.leaves.get_device() if number is None else number)
-        ):
-            if dtype is torch.int64 and (values.is_floating_point() or values.dtype is torch.bool):
-                raise TypeError(f"rows and generations are integers, not {values.dtype}")
-            values = values.detach().to(self.leaves.device, dtype).reshape(-1)
-        return values if values.is_contiguous() else values.contiguous()

@@ -1,0 +1,60 @@
+"""Rows, priorities and generations as the operations of a sum tree want them: contiguous vectors on its device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class CountError(RuntimeError, ValueError):
+    """There are not as many priorities or generations as rows."""
+
+
+def vector(values: Tensor, dtype: torch.dtype, like: Tensor) -> Tensor:
+    """``values`` as a contiguous ``[n]`` on the device of ``like``; as they are where they are so already.
+
+    Raises:
+        TypeError: rows or generations are not integers.
+    """
+    if (
+        values.dtype is not dtype
+        or values.dim() != 1
+        or values.requires_grad
+        # the number of the device, -1 for the CPU: cheaper to compare than torch.device
+        or values.get_device() != like.get_device()
+    ):
+        if dtype is torch.int64 and (values.is_floating_point() or values.dtype is torch.bool):
+            raise TypeError(f"rows and generations are integers, not {values.dtype}")
+        values = values.detach().to(like.device, dtype).reshape(-1)
+    return values if values.is_contiguous() else values.contiguous()
+
+
+def priority_vectors(
+    index: Tensor, priority: Any, generation: Tensor | None, like: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Rows, and a priority and maybe a generation for each of them, on the device of ``like``.
+
+    One priority stands for all.
+
+    Raises:
+        CountError: there are not as many as rows.
+    """
+    index = vector(index, torch.int64, like)
+    n = index.numel()
+    if not isinstance(priority, Tensor):
+        # A number is put where it is used: a copy from the host can't be captured in a graph.
+        number = isinstance(priority, int | float)
+        priority = torch.full((n,), priority, device=like.device) if number else torch.as_tensor(priority)
+    if priority.numel() == 1 and n != 1:
+        priority = priority.reshape(1).expand(n)
+    priority = vector(priority, torch.float32, like)
+    if generation is not None:
+        generation = vector(generation, torch.int64, like)
+    if priority.numel() != n or (generation is not None and generation.numel() != n):
+        given = {"priorities": priority.numel()}
+        if generation is not None:
+            given["generations"] = generation.numel()
+        raise CountError(f"{n} rows are addressed, but given are {given}")
+    return index, priority, generation
