@@ -30,6 +30,6 @@ def show(lines: Lines) -> None:
     heading, *rest = lines
     table = Table(*heading)
     for line in rest:
-        # What stands in brackets is no markup.
+        # Text in brackets is no markup.
         table.add_row(*map(Text, line))
     Console(highlight=False).print(table)

@@ -25,7 +25,7 @@ _here = threading.local()
 
 
 def stay_alone() -> None:
-    """What this thread does from now on, it does by itself: it works beside others that have threads already."""
+    """Keep this thread to itself from now on: it works beside others that already use all threads."""
     _here.alone = True
 
 

@@ -66,7 +66,7 @@ class LossModule(TensorDictModuleBase):
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
+        """The device of the parameters."""
         return next((parameter.device for parameter in self.parameters()), torch.device("cpu"))
 
     @property

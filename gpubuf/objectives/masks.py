@@ -17,7 +17,7 @@ AUTO_LOSS_MASK_KEYS: tuple[NestedKey, ...] = (("collector", "mask"), "shifted_va
 
 
 def mask_keys(chosen: NestedKey | None) -> tuple[NestedKey, ...]:
-    """Where masks are looked for: at ``chosen``, "auto" for :data:`AUTO_LOSS_MASK_KEYS`, or nowhere for None."""
+    """The keys of masks: :data:`AUTO_LOSS_MASK_KEYS` for "auto", none for None, otherwise ``chosen``."""
     return AUTO_LOSS_MASK_KEYS if chosen == "auto" else () if chosen is None else (chosen,)
 
 

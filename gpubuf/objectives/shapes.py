@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def next_key(key: NestedKey) -> NestedKey:
-    """Where a transition has the value of ``key`` after its step."""
+    """The key that holds the value of ``key`` after the step."""
     following: NestedKey = unravel_key(("next", key))
     return following
 

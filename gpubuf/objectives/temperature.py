@@ -106,7 +106,7 @@ class TemperatureLossModule(LossModule):
 
     @property
     def device(self) -> torch.device:
-        """Where the temperature is."""
+        """The device of the temperature."""
         return self.log_alpha.device
 
 

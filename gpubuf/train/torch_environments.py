@@ -72,7 +72,7 @@ class TorchEnvironments(abc.ABC):
         # Of the episodes that have ended: how many, the sum of their returns, the sum of their lengths.
         self._ended = torch.zeros(3, dtype=torch.float64, device=self.device)
 
-    # What an environment is
+    # The environment itself
 
     @abc.abstractmethod
     def begin(self, uniform: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ class TorchEnvironments(abc.ABC):
     def observe(self, state: Tensor) -> Tensor:
         """Observations `[E, O]` float32 of states `[E, S]`."""
 
-    # What all have in common
+    # Common to all environments
 
     def reset(self) -> Tensor:
         """Begin the first episodes again, the same at every call. Returns the observations, `[E, O]` float32."""

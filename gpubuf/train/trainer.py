@@ -112,7 +112,7 @@ class Trainer:
         return interval > 0 and self.step // interval > before // interval
 
     def status(self) -> Status:
-        """Where the run stands."""
+        """The progress of the run."""
         return Status(
             step=self.step,
             mean_return=sum(self._returns) / len(self._returns) if self._returns else None,

@@ -304,7 +304,7 @@ def _out_of_range(index: Tensor, place: int, capacity: int) -> IndexError:
 
 
 def addresses(tensors: list[Tensor]) -> "array[int]":
-    """Where tensors lie, as a kernel reads it."""
+    """The addresses of tensors, in the form that a kernel reads."""
     return array("q", list(map(Tensor.data_ptr, tensors)))
 
 

@@ -111,7 +111,7 @@ SMALLEST, LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 """The range of normal float32 numbers, within which positive weights stay."""
 
 NO_ROW = -(2**62)
-"""What a GPU draws from an empty tree: out of range, so that reading it yields zeros and counts as a fault."""
+"""The row that a GPU draws from an empty tree: out of range, so that reading it yields zeros and counts as a fault."""
 
 
 def level_sizes(capacity: int, fan_out: int) -> list[int]:

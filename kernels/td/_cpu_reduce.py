@@ -41,7 +41,7 @@ def smallest_critic(q, wide, n, nets, row):  # type: ignore[no-untyped-def]
 
 
 def address(tensor: Tensor | None) -> int:
-    """Where the tensor is, 0 if it is absent."""
+    """The address of the tensor, 0 if it is absent."""
     return 0 if tensor is None else tensor.data_ptr()
 
 

@@ -82,7 +82,7 @@ class TensorFiles:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is in a checkpoint. ``rows`` is None where nothing had been written to the buffer."""
+    """The content of a checkpoint. ``rows`` is None if nothing had been written to the buffer."""
 
     id: str
     written: int
@@ -182,7 +182,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def open_file(folder: Path, file: File) -> dict[str, Any]:
-    """What a file holds, verified: its size, its checksum, its structure. Tensors are views of the mapped file."""
+    """The content of a file, after checks of its size, checksum and structure. Tensors are views of the mapped file."""
     path = folder / file.name
     try:
         found = os.lstat(path)

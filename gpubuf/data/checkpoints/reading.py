@@ -1,4 +1,4 @@
-"""From the files of a checkpoint to the state of a buffer: all of it is verified before any of it is given out."""
+"""Reads the state of a buffer from the files of a checkpoint. Verifies all of it before it returns any."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ _NO_PARTS = (Storage, Turn, type, ModuleType, FunctionType, MethodType)
 
 
 class Before:
-    """What objects and all that they are made of were: attributes, containers and tensors.
+    """Remembers objects with all their parts: attributes, containers and tensors.
 
     Tensors are put back into the memory that they had, so that captured graphs and views see it. Looked into is what is
     gpubuf's own, a module of PyTorch, or of the same Python module as what refers to it.

@@ -37,7 +37,7 @@ _FLUSHING = 4
 
 @dataclass(frozen=True)
 class Saved:
-    """What a save did: bytes and files written by it, and those that the checkpoint is made of."""
+    """The result of a save: bytes and files that it wrote, and those that make up the checkpoint."""
 
     bytes_written: int
     files_written: int
@@ -176,7 +176,7 @@ def load(
                     _remember(_marks.setdefault(storage, {}), manifest.id, _mark(storage))
 
 
-# What has changed
+# Search for changes
 
 
 def _previous(folder: Path) -> Manifest | None:

@@ -1,4 +1,4 @@
-"""What a save is going to write: which files, of which pieces of which tensors, as of one turn of the buffer."""
+"""The plan of a save: its files, and the pieces of tensors in each, at one moment of the buffer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FILES = 128
 
 @dataclass
 class Piece:
-    """What one file is to hold: ``start .. stop`` of some tensors.
+    """The plan of one file: ``start .. stop`` of some tensors.
 
     Attributes:
         kind: of the file.
@@ -171,7 +171,7 @@ class Snapshot:
 
 
 def spans(length: int, capacity: int, item_bytes: int, file_bytes: int | None) -> list[tuple[int, int]]:
-    """``0 .. length`` in pieces. Where they are cut depends on the capacity alone, not on how much of it is filled."""
+    """``0 .. length`` in pieces. The cuts depend on the capacity alone, not on the number of rows stored."""
     if file_bytes is None:
         file_bytes = min(max(capacity * item_bytes // _FILES, _LEAST_BYTES), _MOST_BYTES)
     step = max(1, file_bytes // max(1, item_bytes))

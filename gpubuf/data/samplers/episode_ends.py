@@ -1,4 +1,4 @@
-"""What tells where trajectories end: stored flags, stored identifiers, or a fixed tensor of either."""
+"""The ends of trajectories: stored flags, stored identifiers, or a fixed tensor of either."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ROWS, _BYTES = 512, 1 << 20
 
 @dataclass(frozen=True)
 class Signal:
-    """What tells where the trajectories of a storage end.
+    """Tells where the trajectories of a storage end.
 
     Attributes:
         table: int64 ``[K, 5]``, entries of a table of :mod:`gpubuf.kernels.rows`, on the storage's device.
@@ -58,7 +58,7 @@ def signal_keys(
     """Which keys of a row tell where trajectories end: their positions in the layout, and whether they are identifiers.
 
     Identifiers come first where a key for them is given, or nothing is: then :data:`TRAJECTORY_KEYS` are tried, and
-    :data:`END_KEY`. Where what was asked for is not there, the other kind is used, with a warning.
+    :data:`END_KEY`. If the kind that was asked for is missing, the other one is used, with a warning.
 
     Raises:
         KeyError: neither is there.

@@ -50,7 +50,7 @@ class RandomState:
 
     @property
     def device(self) -> torch.device:
-        """Where the state lives."""
+        """The device of the state."""
         return self.state.device
 
     def uniform(self, n: int) -> Tensor:

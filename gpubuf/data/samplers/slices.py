@@ -35,7 +35,7 @@ class SliceSampler(Sampler):
     A batch of ``batch_size`` transitions is flat, ``[num_slices * slice_len]``, slice after slice. Its info has,
     besides ``"index"``, the keys that go with ``truncated_key``, bool ``[n, 1]`` or of the shape of the stored ones:
     ``"truncated"`` (set at the last step of every slice, nowhere else), ``"done"`` (the stored one, or truncated) and
-    ``"terminated"`` (the stored one, or False). Where the storage has ``init_key``, it is also set at the first step
+    ``"terminated"`` (the stored one, or False). If the storage has ``init_key``, it is also set at the first step
     of every slice. Buffers of TensorDicts write the info into the batch.
 
     Args:
@@ -59,7 +59,7 @@ class SliceSampler(Sampler):
         pad_output: repeat the last step of short slices up to ``slice_len``, and report the steps that are real in
             ``("collector", "mask")``, bool ``[n]``.
         span: by how many steps a slice may begin before (first entry of a pair) or go on behind (second) its
-            trajectory. What lies outside is cut off. True: all but one step.
+            trajectory. Steps outside are cut off. True: all but one step.
         weighting: ``"trajectory"``, or ``"transition"``: uniform over all places where a slice may start.
         stack: batches (and their info) have the shape ``[num_slices, slice_len]``.
 
@@ -337,7 +337,7 @@ class SliceSampler(Sampler):
         return *index.draw(n, self.random_state(storage.device)), {}
 
     def _nothing_eligible(self, index: TrajectoryIndex) -> str:
-        """What to tell a user where no slice can be drawn. Synchronises."""
+        """The message for a user if no slice can be drawn. Synchronises."""
         return index.nothing_eligible()
 
     def _read(

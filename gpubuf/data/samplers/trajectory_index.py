@@ -58,7 +58,7 @@ class Trajectories:
 
 
 class TrajectoryIndex:
-    """Where the trajectories of a storage end, kept up to date by :meth:`write` in O(n log capacity).
+    """The ends of the trajectories of a storage. :meth:`write` keeps them up to date in O(n log capacity).
 
     A trajectory never goes over an end, over the storage's cursor, or from one environment to another; the newest row
     of an environment is the last one of its trajectory in progress. Rows are flat positions, as everywhere in storages.
@@ -177,7 +177,7 @@ class TrajectoryIndex:
         return drawn
 
     def nothing_eligible(self) -> str:
-        """What to tell a user where no slice can be drawn. Synchronises."""
+        """The message for a user if no slice can be drawn. Synchronises."""
         found = self.trajectories()
         text = f"no trajectory is long enough: {self.rule.min_len} steps are needed, the longest of {found} has "
         text += f"{found.longest}"

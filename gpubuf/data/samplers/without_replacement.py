@@ -73,7 +73,7 @@ class SamplerWithoutReplacement(Sampler):
         return IndexBytes(index=8 * math.prod(shape))
 
     def memory(self) -> IndexBytes:
-        # What is left of an epoch is a view of the whole.
+        # The rest of an epoch is a view of the whole.
         return IndexBytes(index=0 if self._remaining is None else self._remaining.untyped_storage().nbytes())
 
     def move(self) -> None:

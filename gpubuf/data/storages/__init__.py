@@ -1,1 +1,1 @@
-"""Storages: where rows live."""
+"""Storages: the memory of rows."""

@@ -1,4 +1,4 @@
-"""The memory of one key of a storage: in one piece, or the first steps on the GPU and the others on the host."""
+"""The memory of one key: in one piece, or the first steps on the GPU and the others on the host."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Column:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the elements."""
+        """The dtype of the elements."""
         return self.parts[0].dtype
 
     @property
@@ -52,7 +52,7 @@ class Column:
         return part
 
     def _within(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """What the parts hold of the steps ``start .. stop``: where it begins in them, and a view."""
+        """The steps ``start .. stop`` in each part: the step at which a piece begins, and a view of it."""
         first = 0
         for part in self.parts:
             low, high = max(start - first, 0), min(stop - first, len(part))
@@ -61,7 +61,7 @@ class Column:
             first += len(part)
 
     def __getitem__(self, steps: slice) -> Tensor:
-        """The steps of a slice without a stride: a view where they are in one part, else a copy on the CPU."""
+        """The steps of a slice without a stride: a view if they are in one part, otherwise a copy on the CPU."""
         start, stop, _ = steps.indices(len(self))
         found = [view for _, view in self._within(start, stop)]
         if len(found) < 2:
@@ -109,7 +109,7 @@ def new_column(shape: tuple[int, ...], dtype: torch.dtype, placement: Placement)
 
 
 def owned_column(tensor: Tensor, placement: Placement) -> Column:
-    """A column with the content of ``tensor``, contiguous: of the tensor itself, where it lies where it should."""
+    """A contiguous column with the content of ``tensor``, without a copy if the tensor already lies in place."""
     if placement.kind in (PINNED, SPLIT):
         column = new_column(tuple(tensor.shape), tensor.dtype, placement)
         column.write(0, tensor)

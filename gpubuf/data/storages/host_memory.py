@@ -1,4 +1,4 @@
-"""How much memory there is, and host memory that a GPU can read: all that placement asks the machine.
+"""Free memory, and host memory that a GPU can read: everything that placement asks the machine.
 
 Everything here is called through the module (``memory.free()``), so that tests can say what the machine has.
 """
@@ -19,7 +19,7 @@ import torch
 from gpubuf.data.runtime.recording import do_postponed, outside_captures
 
 RESERVE = 10
-"""One part in so many of all memory is left to others: networks, activations, batches, other processes."""
+"""One part in this many of all memory is left to networks, activations, batches and other processes."""
 
 # cudaHostRegisterPortable: pinned for every device of the process; cudaHostRegisterMapped: devices can address it.
 _PORTABLE, _MAPPED = 1, 2
@@ -28,7 +28,7 @@ _CAN_USE_HOST_POINTER = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGIS
 
 @dataclass(frozen=True)
 class Free:
-    """Bytes that a buffer may take, what is reserved for others already subtracted.
+    """Bytes that a buffer may take. The share reserved for others is already subtracted.
 
     Attributes:
         host: bytes of host memory.
@@ -45,7 +45,7 @@ def cuda_present() -> bool:
 
 
 def free(device: torch.device | None = None) -> Free:
-    """What a buffer may take now, on the host and on ``device`` (default: the current GPU, if there is one).
+    """The memory that a buffer may take now, on the host and on ``device`` (default: the current GPU, if there is one).
 
     What PyTorch's allocator has cached but not given out counts as free: it returns it before it fails.
     """
@@ -174,13 +174,13 @@ def register(address: int, n_bytes: int, device: torch.device) -> None:
 
 
 def _clear_error(device: torch.device) -> None:
-    """Take the error of a failed call away: CUDA would tell it again at the next launch of anybody in this thread."""
+    """Clear the error of a failed call. Otherwise CUDA reports it again at the next launch in this thread."""
     with contextlib.suppress(RuntimeError):
         torch.ones((), device=device)
 
 
 def reads_host_addresses(device: torch.device) -> bool:
-    """Whether a GPU addresses pinned memory as the host does. True where the driver can't be asked, as on AMD."""
+    """Whether a GPU addresses pinned memory as the host does. True if the driver can't be asked, as on AMD."""
     if torch.version.hip is not None:
         return True
     try:
@@ -202,5 +202,5 @@ def unregister(address: int, device: torch.device) -> None:
 
 
 def synchronize(device: torch.device | None = None) -> None:
-    """Wait until the GPU has done all that was launched."""
+    """Wait until the GPU has finished everything that was launched."""
     torch.cuda.synchronize(device)

@@ -59,7 +59,7 @@ def unravel(flat: Tensor, shape: tuple[int, ...]) -> Tensor:
     if len(shape) == 1:
         return flat
     if torch.compiler.is_compiling():
-        # What is below writes into columns, which the compiler doesn't take.
+        # The compiler does not take the writes into columns below.
         return torch.stack(torch.unravel_index(flat, shape), -1)
     # Into the columns of the result, the last dimension first; a third of the time of torch.unravel_index and stack.
     coordinates = flat.new_empty(*flat.shape, len(shape))

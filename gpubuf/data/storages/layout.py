@@ -1,4 +1,4 @@
-"""What a row looks like: the keys of a transition, and the way between TensorDicts and bytes.
+"""The layout of a row: the keys of a transition, and the way between TensorDicts and bytes.
 
 A :class:`RowLayout` is derived once from the first batch. It checks every later batch against itself, hands
 the kernels a flat list of tensors, and cuts the arena that a gather returns into a TensorDict.
@@ -49,7 +49,7 @@ def batch_shape(data: Data, ndim: int) -> tuple[int, ...]:
 
 
 def device_of(data: Data) -> torch.device:
-    """Where a batch is: the device that it claims, or that of its first tensor.
+    """The device of a batch: the one that it claims, or that of its first tensor.
 
     Raises:
         ValueError: it has no tensors.
@@ -202,7 +202,7 @@ class RowLayout:
         return () if isinstance(self.root, int) else self.root.batch_suffix
 
     def position(self, key: Key) -> int | None:
-        """Where a key is in ``leaves``; None where it is not stored."""
+        """The position of a key in ``leaves``; None if it is not stored."""
         return self._positions.get(key)
 
     # From a batch to tensors
@@ -378,7 +378,7 @@ def _traced_view(
 
 
 def address(tensor: Tensor) -> int:
-    """Where a tensor lies; a fake one has a shape and a device but no memory, and its kernels never run."""
+    """The address of a tensor; a fake one has a shape and a device but no memory, and its kernels never run."""
     return tensor.data_ptr() if type(tensor) is Tensor else 0
 
 

@@ -41,7 +41,7 @@ _DTYPES = {
         *(torch.bool, torch.complex64, torch.complex128),
     )
 }
-# What a file name can't hold on some system; tensordict writes the same characters in the same way.
+# Characters that a file name can't hold on some system; tensordict writes the same characters in the same way.
 _UNSAFE = {ord(c): f"%{ord(c):02X}" for c in '%/\\:*?"<>| ' + "".join(map(chr, (*range(32), 127)))}
 # Entries of meta.json that are not keys.
 _RESERVED = frozenset({"shape", "device", "_type", "_format_version", "_class"})
@@ -95,7 +95,7 @@ def map_file(path: Path, dtype: torch.dtype, shape: tuple[int, ...], *, writable
 
 
 class _Mapping:
-    """A mapping as NumPy takes it over.
+    """A mapping in the form that NumPy accepts.
 
     A private mapping could be written to, but Linux refuses one that is larger than memory; and PyTorch warns of arrays
     that say that they are read-only.
@@ -118,7 +118,7 @@ def create_file(path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> Tenso
 
 
 def sync_file(path: Path) -> None:
-    """Wait until what was written to a file, also through a mapping, is on the disk."""
+    """Wait until everything written to a file, through a mapping too, is on the disk."""
     if path.exists():
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         try:
@@ -131,7 +131,7 @@ def sync_file(path: Path) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a small JSON file; what is there is replaced by the complete new file only."""
+    """Write a small JSON file. Only the complete new file replaces an old one."""
     serialization.replace(path, [json.dumps(content).encode()])
 
 
@@ -153,7 +153,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_count(content: dict[str, Any], name: str, path: Path) -> int:
-    """An integer of at least 0 from what :func:`read_json` returned."""
+    """An integer of at least 0 from the result of :func:`read_json`."""
     value = content.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError(f"{path}: {name!r} must be an integer of at least 0, not {value!r}")

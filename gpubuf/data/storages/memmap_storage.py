@@ -1,4 +1,4 @@
-"""A storage whose rows lie in memory-mapped files: larger than memory, and there again after a restart."""
+"""A storage in memory-mapped files. It may be larger than memory, and is there again after a restart."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class LazyMemmapStorage(LazyTensorStorage):
 
     @classmethod
     def open(cls, scratch_dir: str | os.PathLike[str]) -> LazyMemmapStorage:
-        """The storage in a folder, with the rows, shape and counters it has. Nothing is copied, nor read before use.
+        """The storage in a folder, with its rows, shape and counters. Copies nothing, and reads nothing before use.
 
         Rows that were tensorclasses come back as TensorDicts.
 
@@ -255,7 +255,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
 
 
 def _warn_of_full_disk(folder: Path, n_bytes: int) -> None:
-    """Sparse files may be larger than the disk, but a process that fills it through a mapping is killed."""
+    """Warn if the files can outgrow the disk: the system kills a process that fills it through a mapping."""
     free = shutil.disk_usage(folder).free
     if n_bytes > free:
         warnings.warn(

@@ -1,4 +1,4 @@
-"""Where a buffer's memory lies: on the GPU, in pinned host memory that the GPU reads, in both, or on the CPU."""
+"""The placement of a buffer: on the GPU, in pinned host memory that the GPU reads, in both, or on the CPU."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class IndexBytes:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a storage lies.
+    """The place of a storage.
 
     Attributes:
         kind: ``"cpu"``, ``"cuda"``, ``"pinned"``, ``"split"``, or the type of another device.
@@ -90,7 +90,7 @@ class Placement:
 
     @property
     def rows_device(self) -> torch.device:
-        """Where the rows are, or the first ones of ``"split"``."""
+        """The device of the rows, or of the first ones with ``"split"``."""
         return torch.device("cpu") if self.kind == PINNED else self.device
 
     @property
@@ -112,7 +112,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """What lies where, in bytes.
+    """Bytes in each memory.
 
     Attributes:
         placement: where the rows are: ``"cpu"``, ``"cuda"``, ``"pinned"``, ``"split"``, or ``"disk"`` for mapped files;
@@ -277,7 +277,7 @@ def place(
     data_device: torch.device,
     held: int = 0,
 ) -> Placement:
-    """Where a buffer goes that is about to be allocated. An automatic choice is logged.
+    """Choose the place of a buffer that is about to be allocated. Logs an automatic choice.
 
     Args:
         requested: ``"auto"``, ``"pinned"``, ``"split"`` (see :func:`near_steps`), or a device.

@@ -1,4 +1,4 @@
-"""The memory of a storage: how it is laid out, where it lies, and the counters of the ring that the rows form."""
+"""The memory of a storage: its layout, its place, and the counters of the ring that the rows form."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class RowMemory(Storage):
 
     @property
     def device(self) -> torch.device:
-        """Where the work is done, counters and index are, and batches come out.
+        """The device that does the work and holds counters and index, and on which batches come out.
 
         Raises:
             RuntimeError: it is ``"auto"``, and nothing has been written yet.
@@ -106,7 +106,7 @@ class RowMemory(Storage):
 
     @property
     def rows_device(self) -> torch.device:
-        """Where the rows are, of ``"split"`` the first ones: the CPU for ``"pinned"``, else :attr:`device`.
+        """The device of the rows, with ``"split"`` of the first ones: the CPU for ``"pinned"``, else :attr:`device`.
 
         Raises as :attr:`device`.
         """
@@ -118,7 +118,7 @@ class RowMemory(Storage):
 
     @property
     def placement(self) -> Placement | None:
-        """Where the storage lies, and why; None before the first write."""
+        """The place of the storage, and the reason; None before the first write."""
         return self._placement
 
     @property
@@ -157,7 +157,7 @@ class RowMemory(Storage):
 
     @property
     def steps_stored(self) -> int:
-        """How much of the first dimension is stored."""
+        """The number of steps stored: the length of the first dimension."""
         return len(self) // math.prod(self.shape[1:])
 
     @property
@@ -180,7 +180,7 @@ class RowMemory(Storage):
         self._adopt(layout, columns, full, placement)
 
     def full_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape that a storage gets which is first written a batch of ``shape``: whole steps of all environments.
+        """The shape of a storage whose first batch has ``shape``: whole steps of all environments.
 
         Raises:
             ValueError: the batch has no environments.
@@ -191,7 +191,7 @@ class RowMemory(Storage):
         return (-(-self.max_size // per_step), *shape[1:])
 
     def _place(self, data: Data, layout: RowLayout, shape: tuple[int, ...]) -> Placement:
-        """Where rows of ``shape`` like those of ``data`` go."""
+        """The placement of rows of ``shape`` like those of ``data``."""
         rows = math.prod(shape) * layout.row_bytes
         return place(self.requested_device, rows, self.beside, shape, device_of(data))
 
@@ -210,7 +210,7 @@ class RowMemory(Storage):
         return Ring(self.max_size, device)
 
     def begin(self, what: Unfinished) -> Unfinished | None:
-        """Say what is about to change; returns what :meth:`end` is to be given."""
+        """Mark what is about to change. Pass the result to :meth:`end`."""
         before = self.unfinished
         # Compiled code runs its operations as a whole.
         if before is None and not _compiling():
@@ -218,7 +218,7 @@ class RowMemory(Storage):
         return before
 
     def end(self, before: Unfinished | None) -> None:
-        """All of it is done."""
+        """Take the mark of :meth:`begin` away: everything is done."""
         if not _compiling():
             self.unfinished = before
 
@@ -227,12 +227,12 @@ class RowMemory(Storage):
         return address_table(self._columns, row_bytes, math.prod(self._shape[1:]), device)
 
     def _allocate(self, layout: RowLayout, shape: tuple[int, ...], placement: Placement) -> list[Column]:
-        """Row memory, uninitialised, for each key; overridden where it lies elsewhere."""
+        """Uninitialised row memory for each key. Storages elsewhere override it."""
         return [new_column((*shape, *leaf.shape), leaf.dtype, placement) for leaf in layout.leaves]
 
     @property
     def relocatable(self) -> bool:
-        """Whether the rows can be moved, and their memory be released: not where a subclass has its own."""
+        """Whether the rows can be moved and their memory released; False if a subclass has its own."""
         return type(self)._allocate is RowMemory._allocate
 
     @property
@@ -246,7 +246,7 @@ class RowMemory(Storage):
         return [part for column in self._columns for part in column.parts]
 
     def relocated(self, placement: Placement) -> None:
-        """Go on after all of :attr:`columns` have been replaced by copies at ``placement``."""
+        """Adopt ``placement`` after copies there have replaced all of :attr:`columns`."""
         table = self._addresses(self.layout, placement.device)
         if placement.device == self._device:
             # In place: a captured graph reads the addresses from here.

@@ -1,4 +1,4 @@
-"""Batches on their way from the host to the GPU: packed into memory of our own, and copied in one piece.
+"""Brings batches from the host to the GPU: packs them into memory of its own, and copies that in one piece.
 
 A copy from pinned memory is made by the GPU when its stream comes to it. The caller, who may write the next batch into
 the same memory as soon as the call returns, must not be what it reads. Its tensors are therefore packed first, by the
@@ -15,11 +15,11 @@ from gpubuf.data.storages import host_memory
 from gpubuf.kernels.rows import arena_offsets
 
 STAGED_BYTES = 1 << 25
-"""Batches up to this size are packed. PyTorch keeps what it has pinned, and a large copy outweighs the wait for it."""
+"""Batches up to this size are packed. PyTorch keeps pinned memory, and a large copy outweighs the wait for it."""
 
 
 def to_device(sources: list[Tensor], device: torch.device) -> list[Tensor]:
-    """The sources on ``device``. Those that are on the host may be changed as soon as this returns.
+    """The sources on ``device``. You may change those on the host as soon as this returns.
 
     Waits for the GPU only where pinned memory is copied as it is: batches above :data:`STAGED_BYTES`, batches of which
     a part is on another device, and compiled code. While a CUDA graph is captured the copy from pinned memory becomes

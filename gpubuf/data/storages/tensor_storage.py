@@ -1,4 +1,4 @@
-"""Storages: where the rows live, and the counters of the ring that they form.
+"""Storages: the rows, and the counters of the ring that they form.
 
 All rows of a storage are one flat ring of ``max_size`` positions, whatever its dimensions: with ``ndim=2`` a
 storage of shape ``[T, E]`` holds row ``t * E + e`` at ``[t, e]``. The counters are a device tensor that the kernels
@@ -74,7 +74,7 @@ class TensorStorage(RowMemory):
     # Writing
 
     def append(self, data: Data) -> Tensor:
-        """Write a batch at the cursor, the oldest rows first to go; returns the rows' flat positions.
+        """Write a batch at the cursor, over the oldest rows. Returns the flat positions of the new rows.
 
         Args:
             data: a batch of shape ``[n]`` (or ``[T, E]`` for ``ndim=2``). One without rows changes nothing, nor does a
@@ -109,7 +109,7 @@ class TensorStorage(RowMemory):
         return index
 
     def holds_nothing(self, data: Data) -> bool:
-        """Whether ``data`` has no rows or no keys: as a first batch, it does not tell what rows look like."""
+        """Whether ``data`` has no rows or no keys. As a first batch it does not tell the layout of a row."""
         empty = math.prod(batch_shape(data, self.ndim)) == 0
         return empty or not RowLayout(data, self.ndim, self.ignored_keys).leaves
 
@@ -175,7 +175,7 @@ class TensorStorage(RowMemory):
     def assemble(
         self, tensors: list[Tensor], extra: dict[Any, Tensor] | None = None, batch_size: tuple[int, ...] | None = None
     ) -> Data:
-        """What :meth:`gather` returned, as a batch like those that were written, with ``extra`` entries.
+        """A batch like those that were written, from the result of :meth:`gather`, with ``extra`` entries.
 
         ``batch_size`` is the shape of the batch dimensions of ``tensors``; None: the length of the first dimension.
         """
@@ -209,7 +209,7 @@ class TensorStorage(RowMemory):
         return stored_positions(index, self._shape, len(self), self._device)
 
     def coordinates(self, index: Any) -> Tensor:
-        """Where the rows of ``storage[index]`` lie: int64 of that data's batch shape (``[..., ndim]`` if above 1)."""
+        """The positions of ``storage[index]``: int64 of that data's batch shape (``[..., ndim]`` if above 1)."""
         if not isinstance(index, (int, slice)):
             return self.unravel(self._positions(index))
         steps = torch.arange(self.steps_stored, device=self._device)[index]
