@@ -18,6 +18,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -49,6 +50,7 @@ from gpubuf import (
     TensorDictReplayBuffer,
 )
 from gpubuf.data.samplers.base import Sampler
+from gpubuf.progress import make_progress
 
 BETA = 0.5
 BATCH = 256
@@ -324,10 +326,12 @@ def show(result: Result, title: str) -> None:
         console.print(f"BROKEN: {problem}", markup=False)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    from rich.console import Console
-    from rich.progress import Progress
+def _progress() -> Any:
+    """A bar on standard error, so that standard output has the table alone."""
+    return make_progress("{task.description}", "bar", "{task.percentage:>3.0f}%", "remaining", stderr=True)
 
+
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.studies.soak", description=__doc__.partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=3.0, help="default: 3")
     parser.add_argument("--capacity", type=int, default=20_000, help="default: 20 000")
@@ -339,7 +343,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.minutes <= 0 or options.prefetch < 0 or options.capacity < 4 * BATCH:
         parser.error(f"needs a time above 0, a prefetch of at least 0 and room for {4 * BATCH} rows")
     seconds, machine = 60 * options.minutes, describe("cpu")
-    with tempfile.TemporaryDirectory() as folder, Progress(console=Console(stderr=True)) as bar:
+    with tempfile.TemporaryDirectory() as folder, _progress() as bar:
         load = Load(options.capacity, options.sampler, options.prefetch, options.seed, Path(folder))
         task = bar.add_task(options.sampler, total=seconds)
         result = load.run(seconds, lambda passed: bar.update(task, completed=passed))
