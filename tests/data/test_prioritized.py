@@ -422,6 +422,17 @@ class TestState:
             PrioritizedReplayBuffer(alpha=1.0, beta=1.0, sync=False)
 
 
+def test_a_stratified_sampler_draws_one_row_from_every_part(backend):
+    """CASES 3 through a buffer: of 64 parts of the total weight each yields the rows that lie in it."""
+    sampler = PrioritizedSampler(64, alpha=1.0, beta=1.0, eps=0.0, stratified=True)
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(64), sampler=sampler, batch_size=64)
+    buffer.extend(transitions(64))
+    assert buffer.sample()["index"].tolist() == list(range(64))
+    priority = torch.arange(64) % 2 * 2.0
+    buffer.update_priority(torch.arange(64), priority)
+    assert buffer.sample()["index"].tolist() == [row for row in range(64) if row % 2 for _ in range(2)]
+
+
 def test_skewed_priorities_are_drawn_in_proportion():
     """Chi-square over 50 rows whose priorities span three decades, 200 000 draws."""
     torch.manual_seed(0)

@@ -52,6 +52,9 @@ class PrioritizedSampler(Sampler):
         max_priority_within_buffer: new rows get the largest priority now in the buffer, in O(1), instead of the
             largest ever given.
         device: accepted for compatibility: the tree lives where the storage lives.
+        stratified: cut the total weight into as many equal parts as a batch has rows, and draw one row from each, as
+            the paper does. A row is drawn as often as without, on average; batches differ less from each other. Rows of
+            a batch are in the order of the storage then.
 
     Raises:
         ValueError: an argument is out of range.
@@ -70,6 +73,8 @@ class PrioritizedSampler(Sampler):
         reduction: str = "max",
         max_priority_within_buffer: bool = False,
         device: torch.device | str | None = None,
+        *,
+        stratified: bool = False,
     ) -> None:
         super().__init__()
         if max_capacity < 1:
@@ -80,6 +85,7 @@ class PrioritizedSampler(Sampler):
         self.max_capacity = int(max_capacity)
         self.reduction = reduction
         self.max_priority_within_buffer = max_priority_within_buffer
+        self.stratified = stratified
         self._alpha, self._eps = exponent("alpha", alpha), exponent("eps", eps)
         self._beta: float | Tensor = beta
         self._tree: SumTree | None = None
@@ -179,7 +185,7 @@ class PrioritizedSampler(Sampler):
         tree = self._tree
         if tree is None or (not _compiling() and current.recording is not None):
             tree = self._tree_made()
-        positions, weight = tree.draw(n, self.random_state(tree.leaves.device))
+        positions, weight = tree.draw(n, self.random_state(tree.leaves.device), self.stratified)
         return positions, {"priority_weight": weight}
 
     # Priorities
