@@ -313,7 +313,8 @@ def _header(tensors: Mapping[str, Tensor], tree: str) -> bytes:
 
 def _chunks(tensor: Tensor) -> Iterator[memoryview]:
     """The bytes of ``tensor``, piece by piece, so that no more than a piece of a GPU's tensor is on the host."""
-    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+    # One element is contiguous whatever its stride, but can be viewed as bytes only with a stride of 1.
+    flat = tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
     for start in range(0, flat.numel(), _CHUNK_BYTES):
         yield flat[start : start + _CHUNK_BYTES].cpu().numpy().data
 

@@ -233,6 +233,13 @@ def _copy_rows(target, target_stride, source, stride, row_bytes, n):  # type: ig
     """Copy ``n`` rows to consecutive places."""
     if stride == row_bytes and target_stride == row_bytes:
         copy_bytes(target, source, n * row_bytes)
+    # As when gathering: a constant width makes a loop without a decision a row.
+    elif row_bytes == 4:
+        for i in range(n):
+            copy_bytes(target + i * target_stride, source + i * stride, 4)
+    elif row_bytes == 1:
+        for i in range(n):
+            copy_bytes(target + i * target_stride, source + i * stride, 1)
     else:
         for i in range(n):
             _copy_row(target + i * target_stride, source + i * stride, row_bytes)

@@ -19,6 +19,7 @@ from gpubuf.data.buffers import moving
 from gpubuf.data.storages import placement
 from gpubuf.data.storages.columns import Column
 from gpubuf.data.storages.placement import Placement
+from gpubuf.data.storages.records import records
 from gpubuf.kernels import rows
 from tests.support.fake_cuda import fake_cuda
 from tests.support.moved_buffers import SAMPLERS, alike, episodes
@@ -139,19 +140,21 @@ def test_while_another_thread_samples(machine, prefetch):
     assert not wrong
 
 
-def test_keys_are_released_one_by_one(machine, monkeypatch):
-    """No second full copy: when a key is allocated, those before it have left their old place."""
+def test_records_are_released_one_by_one(machine, monkeypatch):
+    """No second full copy: when a record is allocated, those before it have left their old place."""
     buffer = twin("uniform", device="pinned")
     write(buffer, 30, 0)
-    sizes = [t.nbytes for t in buffer.storage.row_tensors]
+    of_keys = [t.nbytes for t in buffer.storage.row_tensors]
+    sizes = [sum(of_keys[key] for key in record) for record in records(buffer.storage.layout.leaves)]
+    assert len(sizes) < len(of_keys)
     assert sum(machine.pinned.values()) == sum(sizes)
-    allocate, left = moving.new_column, []
+    allocate, left = moving.new_columns, []
 
     def watched(*arguments):
         left.append(sum(machine.pinned.values()))
         return allocate(*arguments)
 
-    monkeypatch.setattr(moving, "new_column", watched)
+    monkeypatch.setattr(moving, "new_columns", watched)
     buffer.to("cpu")
     assert left == [sum(sizes[key:]) for key in range(len(sizes))]
     assert machine.pinned == {}
@@ -193,7 +196,7 @@ def test_a_move_that_fails_leaves_everything_where_it_was(machine, monkeypatch, 
     stays, moves = twin(kind), twin(kind)
     for buffer in (stays, moves):
         write(buffer, 75, 0)
-    allocate, calls = moving.new_column, []
+    allocate, calls = moving.new_columns, []
     move = type(moves.sampler).move
 
     def scarce(*arguments):
@@ -202,12 +205,12 @@ def test_a_move_that_fails_leaves_everything_where_it_was(machine, monkeypatch, 
             raise RuntimeError("out of memory")
         return allocate(*arguments)
 
-    def failing(self, storage):
-        move(self, storage)
-        if storage.placement.kind == "pinned" and where == "sampler":
+    def failing(self):
+        move(self)
+        if moves.storage.placement.kind == "pinned" and where == "sampler":
             raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(moving, "new_column", scarce)
+    monkeypatch.setattr(moving, "new_columns", scarce)
     monkeypatch.setattr(type(moves.sampler), "move", failing)
     with pytest.raises(RuntimeError, match="out of memory"):
         moves.to("pinned")

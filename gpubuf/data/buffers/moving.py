@@ -11,8 +11,9 @@ from gpubuf.data.concurrency.locking import Turn
 from gpubuf.data.concurrency.prefetch import Prefetcher
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.storages import host_memory
-from gpubuf.data.storages.columns import Column, new_column
+from gpubuf.data.storages.columns import Column, new_columns
 from gpubuf.data.storages.placement import AUTO, DISK, SPLIT, IndexBytes, MemoryReport, Placement, place, readable
+from gpubuf.data.storages.records import records
 from gpubuf.data.storages.tensor_storage import TensorStorage
 from gpubuf.progress import BINARY_BYTES, Advance, progress_bar, show_nothing
 
@@ -58,8 +59,8 @@ class Movable:
     def to(self, device: torch.device | str, *, progress: bool | None = None) -> Self:
         """Move rows, index, counters and random state, while the buffer is in use. Batches go on as if it had not.
 
-        One key after the other, in chunks: no more than one key is there twice at a time. Prefetched batches go along.
-        Other threads wait until it is done.
+        One key after the other (small ones, which share a record, together), in chunks: no more is there twice at a
+        time. Prefetched batches go along. Other threads wait until it is done.
 
         Args:
             device: ``"cpu"``, ``"cuda"``, ``"pinned"``, ``"split"`` or a ``torch.device``.
@@ -123,30 +124,36 @@ def _move(
 
 
 class _Rows:
-    """The rows of a storage, key by key, and where each key is."""
+    """The rows of a storage, record by record, and where each record is."""
 
     def __init__(self, storage: TensorStorage, placement: Placement) -> None:
-        self._columns = storage.columns
+        self._columns, self._leaves, self._shape = storage.columns, storage.layout.leaves, tuple(storage.shape)
+        self._records = records(self._leaves)
         self._steps = len(storage) // math.prod(storage.shape[1:])
-        self._places = [placement] * len(self._columns)
+        self._places = [placement] * len(self._records)
         self.n_bytes = len(storage) * storage.layout.row_bytes
 
     def to(self, target: Placement, advance: Advance) -> None:
-        """Move every key that is not there yet, and release its memory before the next is allocated."""
-        for key in range(len(self._columns)):
-            if self._places[key] is not target:
-                self._columns[key] = self._copied(self._columns[key], target, advance)
-                self._places[key] = target
+        """Move every record that is not there yet, and release its memory before the next is allocated."""
+        for number, record in enumerate(self._records):
+            if self._places[number] is target:
+                continue
+            copies = new_columns([self._leaves[key] for key in record], self._shape, target)
+            for key, copy in zip(record, copies, strict=True):
+                self._copy(self._columns[key], copy, advance)
+            # All at once: a record that was copied in part is still where it was.
+            for key, copy in zip(record, copies, strict=True):
+                self._columns[key] = copy
+            self._places[number] = target
+            del copies, copy
 
-    def _copied(self, column: Column, target: Placement, advance: Advance) -> Column:
-        copy = new_column(column.shape, column.dtype, target)
+    def _copy(self, column: Column, copy: Column, advance: Advance) -> None:
         step_bytes = column.nbytes // len(column)
         steps = max(CHUNK_BYTES // max(step_bytes, 1), 1)
         for start in range(0, self._steps, steps):
             stop = min(start + steps, self._steps)
             copy.write(start, column[start:stop])
             advance((stop - start) * step_bytes)
-        return copy
 
 
 def report(storage: TensorStorage, sampler: Sampler) -> MemoryReport:

@@ -1,4 +1,7 @@
-"""The memory of one key: in one piece, or the first steps on the GPU and the others on the host."""
+"""The memory of one key: in one piece, or the first steps on the GPU and the others on the host.
+
+The rows of a key follow each other, or lie in records that it shares with others.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from gpubuf.data.storages.layout import address
+from gpubuf.data.storages.layout import Leaf, address
 from gpubuf.data.storages.placement import PINNED, SPLIT, Placement, allocate
 from gpubuf.kernels._registry import in_memory
 from gpubuf.kernels.rows import ENTRY, table_entry
@@ -17,7 +20,8 @@ class Column:
     """The rows of one key, ``[steps, ...]``, in one tensor or in two that follow each other.
 
     Attributes:
-        parts: the tensors. They are on the device that does the work, in pinned host memory, or in both.
+        parts: the tensors. They are on the device that does the work, in pinned host memory, or in both. Each row is
+            contiguous; between rows lie other keys of the same record.
     """
 
     def __init__(self, *parts: Tensor) -> None:
@@ -106,6 +110,32 @@ def new_column(shape: tuple[int, ...], dtype: torch.dtype, placement: Placement)
         torch.empty((near, *shape[1:]), dtype=dtype, device=placement.device),
         allocate((shape[0] - near, *shape[1:]), dtype, Placement(PINNED, placement.device)),
     )
+
+
+def new_columns(leaves: Sequence[Leaf], shape: tuple[int, ...], placement: Placement) -> list[Column]:
+    """Uninitialised memory for keys that share a record: a column for each.
+
+    Args:
+        leaves: the keys, of one dtype.
+        shape: of the storage.
+        placement: where the memory is to be.
+    """
+    if len(leaves) == 1:
+        return [new_column((*shape, *leaves[0].shape), leaves[0].dtype, placement)]
+    record = new_column((*shape, sum(leaf.n_elements for leaf in leaves)), leaves[0].dtype, placement)
+    columns, offset = [], 0
+    for leaf in leaves:
+        columns.append(
+            Column(
+                *(
+                    # Not a slice: views leave the strides of a dimension of length 1 open.
+                    part[..., offset:].as_strided((*part.shape[:-1], *leaf.shape), (*part.stride()[:-1], *leaf.strides))
+                    for part in record.parts
+                )
+            )
+        )
+        offset += leaf.n_elements
+    return columns
 
 
 def owned_column(tensor: Tensor, placement: Placement) -> Column:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.runtime.interruption import Unfinished
-from gpubuf.data.storages.columns import Column, address_table, new_column
+from gpubuf.data.storages.columns import Column, address_table, new_columns
 from gpubuf.data.storages.layout import Data, RowLayout, batch_shape, device_of
 from gpubuf.data.storages.placement import AUTO, IndexBytes, Placement, place, working_device
+from gpubuf.data.storages.records import records
 from gpubuf.data.storages.ring import Ring
 
 _compiling = torch.compiler.is_compiling
@@ -228,7 +229,11 @@ class RowMemory(Storage):
 
     def _allocate(self, layout: RowLayout, shape: tuple[int, ...], placement: Placement) -> list[Column]:
         """Uninitialised row memory for each key. Storages elsewhere override it."""
-        return [new_column((*shape, *leaf.shape), leaf.dtype, placement) for leaf in layout.leaves]
+        columns: dict[int, Column] = {}
+        for record in records(layout.leaves):
+            leaves = [layout.leaves[position] for position in record]
+            columns.update(zip(record, new_columns(leaves, shape, placement), strict=True))
+        return [columns[position] for position in range(len(columns))]
 
     @property
     def relocatable(self) -> bool:

@@ -1,0 +1,100 @@
+"""Small keys of a row side by side in one record: how they lie, and that nobody sees it but by the addresses."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+
+import gpubuf
+from gpubuf.data import LazyTensorStorage, TensorDictReplayBuffer, TensorStorage
+from gpubuf.data.storages.layout import Leaf
+from gpubuf.data.storages.records import records
+from gpubuf.kernels import rows
+from tests.support.transitions import same, transitions
+
+WIDE = Leaf(("wide",), torch.float32, (17,))
+REWARD, VALUE = (Leaf((name,), torch.float32, (1,)) for name in ("reward", "value"))
+DONE, TERMINATED = (Leaf((name,), torch.bool, (1,)) for name in ("done", "terminated"))
+NOTHING = Leaf(("nothing",), torch.bool, (0,))
+
+
+def buffer(storage=None) -> TensorDictReplayBuffer:
+    return TensorDictReplayBuffer(
+        storage=LazyTensorStorage(40) if storage is None else storage,
+        batch_size=16,
+        generator=torch.Generator().manual_seed(3),
+    )
+
+
+def test_small_keys_of_a_dtype_share_a_record():
+    assert records([WIDE, DONE, REWARD, NOTHING, TERMINATED, VALUE]) == [(0,), (1, 4), (2, 5), (3,)]
+    assert records([WIDE, WIDE, REWARD]) == [(0,), (1,), (2,)]
+    assert records([]) == []
+
+
+@pytest.mark.parametrize(("size", "shape"), [(40, (40,)), (40, (10, 4)), (1, (1,)), (4, (1, 4))])
+def test_packed_rows_are_ordinary_tensors(backend, size, shape):
+    """Written, drawn, read and overwritten as rows of one tensor a key are, also where a dimension has length 1."""
+    ndim, envs = len(shape), shape[-1] if len(shape) == 2 else 1
+
+    def shaped(n, start):
+        # A batch is [environments, steps].
+        data = transitions(n, start)
+        return data if ndim == 1 else data.view(envs, n // envs)
+
+    packed = buffer(LazyTensorStorage(size, ndim=ndim))
+    plain = buffer(TensorStorage(transitions(size).apply(torch.zeros_like).view(shape), ndim=ndim))
+    plain.empty()
+    for start, n in ((0, 12), (12, 24), (36, 16)):
+        for each in (packed, plain):
+            each.extend(shaped(n, start))
+    table = packed.storage.table[:, rows.ROW_STRIDE].tolist()
+    strides = {leaf.key: stride for leaf, stride in zip(packed.storage.layout.leaves, table, strict=True)}
+    assert strides["observation",] == strides["next", "observation"] == 24
+    assert strides["pixels",] == 7
+    assert packed.storage.nbytes == plain.storage.nbytes
+    assert same(packed[:], plain[:])
+    batch = packed.sample()
+    assert all(value.is_contiguous() for value in batch.values(True, True))
+    assert same(batch, plain.sample())
+    assert gpubuf.plan(transitions(5), size).rows == packed.storage.nbytes
+
+
+@pytest.mark.parametrize("way", ["state", "checkpoint"])
+@pytest.mark.parametrize("to_packed", [True, False])
+def test_packed_rows_load_into_others_and_back(tmp_path, way, to_packed):
+    plain = TensorStorage(transitions(40).apply(torch.zeros_like))
+    source, target = (buffer(plain), buffer()) if to_packed else (buffer(), buffer(plain))
+    source.empty()
+    for start in (0, 30):
+        source.extend(transitions(30, start))
+    if way == "state":
+        target.load_state_dict(source.state_dict())
+    else:
+        source.save(tmp_path / "saved")
+        target.load(tmp_path / "saved")
+    assert same(target[:], source[:])
+
+
+def test_rows_can_be_saved_by_torch():
+    each = buffer()
+    each.extend(transitions(50))
+    file = io.BytesIO()
+    torch.save(each[:], file)
+    file.seek(0)
+    assert same(torch.load(file, weights_only=False), each[:])
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_copies_keep_their_rows_to_themselves(copied):
+    each = buffer()
+    each.extend(transitions(50))
+    other = copied(each)
+    assert same(other[:], each[:])
+    other.extend(transitions(10, 100))
+    assert same(other[10:20], transitions(10, 100))
+    assert same(each[:10], transitions(10, 40))
