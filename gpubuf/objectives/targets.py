@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.data.runtime.recording import recording
+from gpubuf.data.runtime.recording import current_recording
 from gpubuf.objectives.loss_module import LossModule
 
 
@@ -158,12 +158,12 @@ class HardUpdate(TargetNetUpdater):
 
     def step(self) -> None:
         """Count the step, and copy if that is due. No host sync."""
-        noted = recording()
-        if noted is not None:
+        recording = current_recording()
+        if recording is not None:
             self._gather()
-            noted.holds(self, "_device_counter")
-            noted.before(self, self._tell_device)
-            noted.after(self._count_replay)
+            recording.holds(self, "_device_counter")
+            recording.before(self, self._tell_device)
+            recording.after(self._count_replay)
             self._step_on_device()
         elif self._count():
             self._gather()

@@ -69,9 +69,9 @@ def test_a_copy_of_an_empty_buffer(how):
 def test_batches_prepared_ahead_stay_behind(how):
     """Case 55: the copy prepares its own."""
     other = COPIES[how](used("prioritized", prefetch=2))
-    assert len(other._ahead) == 0
+    assert len(other._prefetcher) == 0
     check_goes_on(other)
-    assert len(other._ahead) == 2
+    assert len(other._prefetcher) == 2
 
 
 def _spawned(buffer, queue):

@@ -209,7 +209,7 @@ def test_an_error_leaves_nothing_that_holds_the_buffer():
             pytest.fail("no error")
         worker = next(t for t in threading.enumerate() if t.name.startswith("gpubuf-prefetch"))
         alive = weakref.ref(buffer)
-        with buffer._lock, buffer._ahead.quiet():
+        with buffer._lock, buffer._prefetcher.quiet():
             pass
         del buffer
         worker.join(WAIT)

@@ -37,7 +37,7 @@ def test_what_drops_the_queue(what):
     state.extend(transitions(20, 500))
     state = state.state_dict()
     buffer.sample()
-    assert len(buffer._ahead) == 3
+    assert len(buffer._prefetcher) == 3
     if what == "set_storage":
         buffer.set_storage(LazyTensorStorage(60))
     elif what == "set_sampler":
@@ -50,7 +50,7 @@ def test_what_drops_the_queue(what):
         buffer.load_state_dict(state)
     else:
         getattr(buffer, what)()
-    assert len(buffer._ahead) == 0
+    assert len(buffer._prefetcher) == 0
     if what in ("empty", "free", "set_storage"):
         with pytest.raises(RuntimeError, match="empty"):
             buffer.sample()
@@ -74,13 +74,13 @@ def test_dropping_the_queue_waits_for_the_transform_at_work():
     buffer.sample()
     thread = threading.Thread(target=buffer.empty)
     thread.start()
-    while len(buffer._ahead):
+    while len(buffer._prefetcher):
         thread.join(0.001)
     gate.permits.release()  # for the one that has begun; those behind it never begin
     thread.join(WAIT)
     assert not thread.is_alive()
     assert len(buffer) == 0
-    assert len(buffer._ahead) == 0
+    assert len(buffer._prefetcher) == 0
 
 
 def test_transforms_apply_to_batches_asked_for_later():
@@ -252,9 +252,9 @@ def test_a_failed_batch_in_the_queue_goes_with_its_buffer(fails):
             draw = buffer.sampler.draw
             buffer.sampler.draw = lambda *arguments: (breaks(), draw(*arguments))[1]
         buffer.sample()
-        with buffer._lock, buffer._ahead.quiet():
+        with buffer._lock, buffer._prefetcher.quiet():
             pass
-        errors = [slot.future.exception() for slot in buffer._ahead.queue]
+        errors = [slot.future.exception() for slot in buffer._prefetcher.queue]
         assert [type(error) for error in errors] == [ValueError, ValueError]
         assert errors[0].__traceback__.tb_next is not None
         del errors

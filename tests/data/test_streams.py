@@ -9,7 +9,7 @@ import torch
 
 from gpubuf import LazyTensorStorage, PrioritizedSampler, TensorDictReplayBuffer
 from gpubuf.data.concurrency import locking
-from gpubuf.data.concurrency.locking import StreamOrder, Turn
+from gpubuf.data.concurrency.locking import BufferLock, StreamOrder
 from gpubuf.data.concurrency.prefetch import Batch, SideStream
 from tests.support.transitions import transitions
 
@@ -141,7 +141,7 @@ def test_a_dropped_buffer_is_waited_for(monkeypatch):
 
 
 def test_the_streams_of_a_turn_are_waited_for_when_it_goes(monkeypatch):
-    machine, turn = Machine(monkeypatch), Turn(LazyTensorStorage(10))
+    machine, turn = Machine(monkeypatch), BufferLock(LazyTensorStorage(10))
     turn.joined(machine.default)
     turn.joined(machine.other)
     machine.said()
@@ -152,7 +152,7 @@ def test_the_streams_of_a_turn_are_waited_for_when_it_goes(monkeypatch):
 def test_what_another_thread_does_during_a_capture_is_waited_for(monkeypatch):
     """Its event is no part of the graph, and the replay comes after it."""
     machine = Machine(monkeypatch)
-    turn = Turn(LazyTensorStorage(10))
+    turn = BufferLock(LazyTensorStorage(10))
     turn.storage.append(transitions(5))
     monkeypatch.setattr(turn, "gpu", lambda: DEVICE)
     with turn:

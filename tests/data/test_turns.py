@@ -18,13 +18,13 @@ from gpubuf import (
     SliceSamplerWithoutReplacement,
     TensorDictReplayBuffer,
 )
-from gpubuf.data.concurrency.locking import Turn
+from gpubuf.data.concurrency.locking import BufferLock
 from tests.support.threads import together, wait_for_line
 from tests.support.transitions import transitions
 
 
 def test_turns_are_reentrant_and_give_way():
-    turn = Turn(LazyTensorStorage(4))
+    turn = BufferLock(LazyTensorStorage(4))
     made = []
 
     class Asked:
@@ -48,7 +48,7 @@ def test_turns_are_reentrant_and_give_way():
     assert not turn.pending
 
 
-def is_free(turn: Turn) -> bool:
+def is_free(turn: BufferLock) -> bool:
     """Whether another thread can have its turn now."""
     with ThreadPoolExecutor(1) as other:
         return not turn._waiting and other.submit(turn._lock.acquire, False).result()
@@ -56,7 +56,7 @@ def is_free(turn: Turn) -> bool:
 
 def test_turns_come_in_the_order_in_which_they_were_asked_for():
     """Also before the thread that has just had one and asks again at once."""
-    turn, order = Turn(LazyTensorStorage(4)), []
+    turn, order = BufferLock(LazyTensorStorage(4)), []
 
     def wait(number):
         with turn:
@@ -78,7 +78,7 @@ def test_turns_come_in_the_order_in_which_they_were_asked_for():
 
 def test_a_tight_writer_and_a_tight_sampler_have_equal_shares():
     """CASES.md 32: neither has a second turn while the other one waits, as the one would that has just had the lock."""
-    turn, written, before, done = Turn(LazyTensorStorage(4)), [0], [], threading.Event()
+    turn, written, before, done = BufferLock(LazyTensorStorage(4)), [0], [], threading.Event()
     work = bytes(1 << 16)  # enough for zlib to let other threads run
 
     def write():
@@ -103,7 +103,7 @@ def test_a_tight_writer_and_a_tight_sampler_have_equal_shares():
 
 
 def test_a_wait_that_is_interrupted_gives_up_its_place():
-    turn, waiting = Turn(LazyTensorStorage(4)), threading.Event()
+    turn, waiting = BufferLock(LazyTensorStorage(4)), threading.Event()
     main = threading.get_ident()
 
     class StoppedError(Exception):
@@ -135,7 +135,7 @@ def test_a_wait_that_is_interrupted_gives_up_its_place():
 
 
 def test_an_error_before_a_turn_leaves_it_free():
-    turn = Turn(LazyTensorStorage(4))
+    turn = BufferLock(LazyTensorStorage(4))
 
     class Interrupted:
         def perform(self):

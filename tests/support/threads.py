@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Callable
 
-from gpubuf.data.concurrency.locking import Turn
+from gpubuf.data.concurrency.locking import BufferLock
 
 
 def together(*jobs: Callable[[], None]) -> None:
@@ -28,7 +28,7 @@ def together(*jobs: Callable[[], None]) -> None:
         raise failures[0]
 
 
-def wait_for_line(turn: Turn, n: int) -> None:
+def wait_for_line(turn: BufferLock, n: int) -> None:
     """Until so many threads wait for their turns."""
     while len(turn._waiting) < n:
         os.sched_yield()

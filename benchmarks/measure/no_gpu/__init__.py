@@ -80,8 +80,8 @@ def install(capability: tuple[int, int] = (9, 0)) -> ctypes.CDLL:
     torch.cuda.get_device_capability = lambda device=None: capability
     torch.cuda.current_stream = _current_stream
     torch.cuda.is_current_stream_capturing = lambda: False
-    locking.Turn.gpu = lambda self: self.device
-    locking.Turn.on_gpu = lambda self: self.device is not None
+    locking.BufferLock.gpu = lambda self: self.device
+    locking.BufferLock.on_gpu = lambda self: self.device is not None
 
     from triton.backends.nvidia.driver import CudaDriver
 

@@ -16,13 +16,13 @@ from multiprocessing.context import get_spawning_popen
 from typing import Any, Self
 
 from gpubuf.data.buffers.mending import Mending
-from gpubuf.data.concurrency.locking import Turn
+from gpubuf.data.concurrency.locking import BufferLock
 from gpubuf.data.concurrency.prefetch import Prefetcher
 from gpubuf.data.runtime.interruption import REPLAY
 
 _BYTES = "_bytes"
 # What a copy gets anew.
-_OF_THE_PROCESS = ("_lock", "_ahead", "_batches")
+_OF_THE_PROCESS = ("_lock", "_prefetcher", "_batches")
 
 
 class Copyable(Mending):
@@ -31,25 +31,25 @@ class Copyable(Mending):
     A mixin, for Python looks for these methods on the class of what it copies.
     """
 
-    _lock: Turn
-    _ahead: Prefetcher
+    _lock: BufferLock
+    _prefetcher: Prefetcher
 
     def _assemble(self) -> None:
         raise NotImplementedError
 
     def _connect(self, prefetch: int) -> None:
         """Give the buffer a lock and a queue, and make them known."""
-        self._lock = Turn(self._storage, self._mend)
+        self._lock = BufferLock(self._storage, self._mend)
         self._sampler.bind(self._storage, self._lock)
-        self._ahead = Prefetcher(prefetch, self._lock)
+        self._prefetcher = Prefetcher(prefetch, self._lock)
         self._assemble()
         _buffers.add(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of everything, taken in one turn. Synchronises."""
-        with self._lock, self._ahead.quiet():
+        with self._lock, self._prefetcher.quiet():
             state = {name: value for name, value in vars(self).items() if name not in _OF_THE_PROCESS}
-            state = {**copy.deepcopy(state), "_prefetch": self._ahead.depth}
+            state = {**copy.deepcopy(state), "_prefetch": self._prefetcher.depth}
         # A process that is being spawned gets bytes: torch would pass it the memory of tensors as open files, and fails
         # where two tensors have the same.
         return state if get_spawning_popen() is None else {_BYTES: pickle.dumps(state)}
@@ -81,7 +81,7 @@ def _after_fork() -> None:
         if not turn.held and not turn._lock.acquire(False) and storage.initialized:
             storage.unfinished = storage.unfinished or REPLAY
         turn.renew()
-        buffer._ahead = Prefetcher(buffer._ahead.depth, turn)
+        buffer._prefetcher = Prefetcher(buffer._prefetcher.depth, turn)
         buffer._assemble()
         random = buffer._sampler._random
         # A process forked from one that uses CUDA can't use it.

@@ -7,7 +7,7 @@ from typing import Self
 
 import torch
 
-from gpubuf.data.concurrency.locking import Turn
+from gpubuf.data.concurrency.locking import BufferLock
 from gpubuf.data.concurrency.prefetch import Prefetcher
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.storages import host_memory
@@ -32,8 +32,8 @@ class Movable:
 
     _storage: TensorStorage
     _sampler: Sampler
-    _lock: Turn
-    _ahead: Prefetcher
+    _lock: BufferLock
+    _prefetcher: Prefetcher
     _pin_memory: bool
 
     def memory(self) -> MemoryReport:
@@ -49,7 +49,7 @@ class Movable:
             IndexError: a GPU has refused rows out of range before. The memory is released all the same.
         """
         with self._lock:
-            self._ahead.discard()
+            self._prefetcher.discard()
             try:
                 self._storage.free()
             finally:
@@ -72,7 +72,7 @@ class Movable:
         Raises:
             RuntimeError: there is no such device, or no room there: the buffer is then where it was.
         """
-        with self._lock, self._ahead.carried(self._pin_memory):
+        with self._lock, self._prefetcher.carried(self._pin_memory):
             move(self._storage, self._sampler, device, progress)
             self._lock.ended()
         return self

@@ -18,9 +18,9 @@ from gpubuf.data.buffers.transforms import Compose
 from gpubuf.data.buffers.writers import RoundRobinWriter, Writer
 from gpubuf.data.checkpoints import restore, saving
 from gpubuf.data.checkpoints.parts import Parts
-from gpubuf.data.concurrency.locking import turn_of
+from gpubuf.data.concurrency.locking import unless_compiling
 from gpubuf.data.runtime.interruption import DERIVED, Unfinished
-from gpubuf.data.runtime.recording import refuse
+from gpubuf.data.runtime.recording import refuse_in_capture
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.random import RandomSampler
 from gpubuf.data.storages.layout import Data, RowLayout, batch_shape
@@ -136,7 +136,7 @@ class ReplayBuffer(Copyable, Movable):
             self._writer,
             self._transform,
             self._lock,
-            self._ahead,
+            self._prefetcher,
             collate_fn=self._collate_fn,
             pin_memory=self._pin_memory,
             batch_size=self._batch_size,
@@ -226,7 +226,7 @@ class ReplayBuffer(Copyable, Movable):
             data = data.transpose(0, self.dim_extend)
         given = priority(data) if priority is not None else None
         if not storage.initialized:
-            refuse("the first write allocates the storage: write before")
+            refuse_in_capture("the first write allocates the storage: write before")
             self._sampler.check_rows(RowLayout(data, storage.ndim, storage.ignored_keys), storage.ndim)
             full = storage.full_shape(batch_shape(data, storage.ndim))
             storage.beside = self._sampler.index_beside(storage.requested_device, full)
@@ -271,7 +271,7 @@ class ReplayBuffer(Copyable, Movable):
     def empty(self) -> None:
         """Forget every row, priority and prefetched batch, in O(1) for the rows; memory stays allocated."""
         with self._lock:
-            self._ahead.discard()
+            self._prefetcher.discard()
             before = self._storage.begin(Unfinished(empties=True))
             self._storage.empty()
             self._sampler.empty()
@@ -338,7 +338,7 @@ class ReplayBuffer(Copyable, Movable):
 
     def mark_update(self, index: Any) -> None:
         """Rows were written elsewhere (``buffer[i] = ...``, or through the storage): treat them as new."""
-        with turn_of(self._lock):
+        with unless_compiling(self._lock):
             before = self._storage.begin(DERIVED)
             self._sampler.mark_update(index)
             self._storage.end(before)
@@ -354,20 +354,20 @@ class ReplayBuffer(Copyable, Movable):
 
     def insert_transform(self, index: int, transform: Callable[[Data], Data], *, invert: bool = False) -> ReplayBuffer:
         """Add a transform before the one at ``index``. Batches that were prefetched stay as they are."""
-        with self._lock, self._ahead.quiet():
+        with self._lock, self._prefetcher.quiet():
             self._transform.insert(index, transform, invert=invert)
         return self
 
     def set_rng(self, generator: torch.Generator | None) -> None:
         """Start a new random stream, seeded by ``generator``. Like the setters below, it drops prefetched batches."""
         with self._lock:
-            self._ahead.discard()
+            self._prefetcher.discard()
             self._sampler.set_rng(generator)
 
     def set_storage(self, storage: Storage) -> None:
         """Replace the storage; the sampler starts afresh."""
         with self._lock:
-            self._ahead.discard()
+            self._prefetcher.discard()
             new: TensorStorage = component(storage, TensorStorage, default_storage)
             self._sampler.bind(new, self._lock)
             self._writer.register_storage(new)
@@ -378,7 +378,7 @@ class ReplayBuffer(Copyable, Movable):
     def set_sampler(self, sampler: Sampler) -> None:
         """Replace the sampler; rows already stored count as new to it."""
         with self._lock:
-            self._ahead.discard()
+            self._prefetcher.discard()
             sampler = component(sampler, Sampler, RandomSampler)
             if sampler is not self._sampler:
                 sampler.bind(self._storage, self._lock)
@@ -389,7 +389,7 @@ class ReplayBuffer(Copyable, Movable):
     def set_writer(self, writer: Writer) -> None:
         """Replace the writer."""
         with self._lock:
-            self._ahead.discard()
+            self._prefetcher.discard()
             writer = component(writer, Writer, self._default_writer)
             writer.register_storage(self._storage)
             self._writer = writer
@@ -402,14 +402,14 @@ class ReplayBuffer(Copyable, Movable):
 
         Waits until the batches in preparation are finished; they are part of the state.
         """
-        with self._lock, self._ahead.quiet():
+        with self._lock, self._prefetcher.quiet():
             return {
                 "_storage": self._storage.state_dict(),
                 "_sampler": self._sampler.state_dict(),
                 "_writer": self._writer.state_dict(),
                 "_transforms": self._transform.state_dict(),
                 "_batch_size": self._batch_size,
-                "_prefetch": self._ahead.state_dict(),
+                "_prefetch": self._prefetcher.state_dict(),
             }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -428,7 +428,7 @@ class ReplayBuffer(Copyable, Movable):
 
     def _parts(self) -> Parts:
         methods = self.state_dict, self.load_state_dict
-        parts = self._storage, self._sampler, self._writer, self._transform, self._ahead, self._pin_memory
+        parts = self._storage, self._sampler, self._writer, self._transform, self._prefetcher, self._pin_memory
         return Parts(*parts, *methods)
 
     def save(self, path: str | os.PathLike[str], **options: Any) -> saving.Saved:

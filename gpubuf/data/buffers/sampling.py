@@ -13,10 +13,10 @@ from torch import Tensor
 
 from gpubuf.data.buffers.transforms import Compose
 from gpubuf.data.buffers.writers import Writer
-from gpubuf.data.concurrency.locking import Turn
+from gpubuf.data.concurrency.locking import BufferLock
 from gpubuf.data.concurrency.pinning import pin
 from gpubuf.data.concurrency.prefetch import Batch, Prefetcher
-from gpubuf.data.runtime.recording import refuse
+from gpubuf.data.runtime.recording import refuse_in_capture
 from gpubuf.data.samplers.base import Drawn, Sampler, require_rows
 from gpubuf.data.storages.layout import Data
 from gpubuf.data.storages.tensor_storage import TensorStorage
@@ -46,7 +46,7 @@ class Batches:
         sampler: Sampler,
         writer: Writer,
         transform: Compose,
-        lock: Turn,
+        lock: BufferLock,
         prefetcher: Prefetcher,
         *,
         collate_fn: Callable[[Data], Data] | None,
@@ -76,7 +76,7 @@ class Batches:
             n = self._checked(batch_size)
         batch, ahead = None, self._prefetcher
         if ahead.depth or ahead.queue:
-            refuse("batches are prepared ahead: use a buffer without prefetch")
+            refuse_in_capture("batches are prepared ahead: use a buffer without prefetch")
             # The queue holds batches without their info, so that it serves those who want it and those who don't.
             take = ahead.take if n == self._batch_size else ahead.take_other
             # Not a lambda: the traceback of a failed draw would keep its closure, and with it the buffer.
@@ -137,6 +137,6 @@ class Batches:
         if len(self._transform):
             data = self._transform(data)
         if self._pin_memory:
-            refuse("pin_memory=True puts batches into the host's memory")
+            refuse_in_capture("pin_memory=True puts batches into the host's memory")
             data, info = pin((data, info))
         return Batch(data, info, ran_out, has_info)

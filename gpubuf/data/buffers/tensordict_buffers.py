@@ -12,7 +12,7 @@ from torch import Tensor
 from gpubuf.data.buffers.components import component, default_storage
 from gpubuf.data.buffers.replay_buffer import ReplayBuffer
 from gpubuf.data.buffers.writers import TensorDictRoundRobinWriter
-from gpubuf.data.concurrency.locking import turn_of
+from gpubuf.data.concurrency.locking import unless_compiling
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.data.storages.layout import Data
 from gpubuf.data.storages.tensor_storage import Storage, TensorStorage
@@ -52,7 +52,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         if not isinstance(first, TensorDictBase | list) and not is_tensorclass(first):
             raise TypeError(f"{type(self).__name__} stores TensorDicts, got a {type(first).__name__}")
         wanted = update_priority is not False and self._sampler.has_priorities
-        with turn_of(self._lock):
+        with unless_compiling(self._lock):
             return self._extend(data, self._given_priority if wanted else None)
 
     def _given_priority(self, data: TensorDictBase) -> Tensor | None:

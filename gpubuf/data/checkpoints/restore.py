@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gpubuf.data.checkpoints.parts import Parts
-from gpubuf.data.concurrency.locking import Turn
+from gpubuf.data.concurrency.locking import BufferLock
 from gpubuf.data.concurrency.pinning import copied, tensors_of
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.storages import host_memory
@@ -138,7 +138,7 @@ def _kept(storage: TensorStorage) -> dict[str, Any] | None:
 
 # Objects
 
-_NO_PARTS = (Storage, Turn, type, ModuleType, FunctionType, MethodType)
+_NO_PARTS = (Storage, BufferLock, type, ModuleType, FunctionType, MethodType)
 
 
 class Before:

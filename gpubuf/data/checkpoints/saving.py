@@ -24,14 +24,14 @@ from gpubuf.data.checkpoints.parts import Parts
 from gpubuf.data.checkpoints.reading import pieces, read
 from gpubuf.data.checkpoints.snapshot import Piece, Snapshot
 from gpubuf.data.checkpoints.validate import check
-from gpubuf.data.concurrency.locking import Turn
+from gpubuf.data.concurrency.locking import BufferLock
 from gpubuf.data.storages.tensor_storage import TensorStorage
 from gpubuf.progress import BYTES, Advance, progress_bar
 
 #: Up to so much is copied, so that the buffer can be used while it is written.
 _COPY_BYTES = 1 << 28
 _BAR_BYTES = 1 << 30
-_MARKS = 8
+_FINGERPRINTS = 8
 _FLUSHING = 4
 
 
@@ -46,7 +46,7 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class _Mark:
+class _Fingerprint:
     """When a storage's rows were what a checkpoint holds."""
 
     written: int
@@ -57,11 +57,11 @@ class _Mark:
 
 
 #: The checkpoints that hold what a storage held at some time, by their random ids.
-_marks: WeakKeyDictionary[TensorStorage, dict[str, _Mark]] = WeakKeyDictionary()
+_fingerprints: WeakKeyDictionary[TensorStorage, dict[str, _Fingerprint]] = WeakKeyDictionary()
 
 
 def save(
-    lock: Turn,
+    lock: BufferLock,
     parts_now: Callable[[], Parts],
     path: str | os.PathLike[str],
     *,
@@ -105,13 +105,13 @@ def save(
             # A stream that is seeded only later would not be the same in the restored buffer.
             parts.sampler.random_state(storage.device)
         state = parts.state_dict()
-        marks = _marks.setdefault(storage, {})
+        known = _fingerprints.setdefault(storage, {})
         previous = _previous(folder)
-        if not incremental or (previous is not None and previous.id not in marks):
+        if not incremental or (previous is not None and previous.id not in known):
             previous = None
-        mark = _mark(storage)
-        since = None if previous is None else marks[previous.id]
-        same = functools.partial(_unchanged, since, mark, storage.max_size)
+        now = _fingerprint(storage)
+        since = None if previous is None else known[previous.id]
+        same = functools.partial(_unchanged, since, now, storage.max_size)
         snapshot = Snapshot(folder, storage, state, previous, same, file_bytes)
         if snapshot.n_bytes_read <= _COPY_BYTES:
             snapshot.copy()
@@ -126,7 +126,7 @@ def save(
         manifest_bytes = files.write_manifest(folder, manifest)
         files.remove_others(folder, manifest)
         with lock:
-            _remember(marks, save_id, mark)
+            _remember(known, save_id, now)
     return Saved(
         bytes_written=writer.bytes + manifest_bytes,
         files_written=writer.files + 1,
@@ -136,7 +136,7 @@ def save(
 
 
 def load(
-    lock: Turn, parts_now: Callable[[], Parts], path: str | os.PathLike[str], *, progress: bool | None = None
+    lock: BufferLock, parts_now: Callable[[], Parts], path: str | os.PathLike[str], *, progress: bool | None = None
 ) -> None:
     """Restore what :func:`save` wrote, into the memory that the buffer has.
 
@@ -173,7 +173,7 @@ def load(
                     state["_storage"]["rows"] = pieces(storage, manifest.rows, row_parts, advance)
                 parts.load_state_dict(state)
                 if storage.max_size == manifest.capacity and manifest.rows is not None:
-                    _remember(_marks.setdefault(storage, {}), manifest.id, _mark(storage))
+                    _remember(_fingerprints.setdefault(storage, {}), manifest.id, _fingerprint(storage))
 
 
 # Search for changes
@@ -191,20 +191,20 @@ def _previous(folder: Path) -> Manifest | None:
         return None
 
 
-def _mark(storage: TensorStorage) -> _Mark:
+def _fingerprint(storage: TensorStorage) -> _Fingerprint:
     tensors = storage.row_tensors
     versions = None if any(t.is_inference() for t in tensors) else tuple(t._version for t in tensors)
-    return _Mark(storage.written, storage.overwrites, tuple(t.data_ptr() for t in tensors), versions)
+    return _Fingerprint(storage.written, storage.overwrites, tuple(t.data_ptr() for t in tensors), versions)
 
 
-def _remember(marks: dict[str, _Mark], checkpoint: str, mark: _Mark) -> None:
-    marks[checkpoint] = mark
-    while len(marks) > _MARKS:
-        del marks[next(iter(marks))]
+def _remember(known: dict[str, _Fingerprint], checkpoint: str, now: _Fingerprint) -> None:
+    known[checkpoint] = now
+    while len(known) > _FINGERPRINTS:
+        del known[next(iter(known))]
 
 
-def _unchanged(since: _Mark | None, now: _Mark, capacity: int, start: int, stop: int) -> bool:
-    """Whether the rows at positions ``start .. stop`` are certainly those of the earlier mark."""
+def _unchanged(since: _Fingerprint | None, now: _Fingerprint, capacity: int, start: int, stop: int) -> bool:
+    """Whether the rows at positions ``start .. stop`` are certainly those of then."""
     if since is None or now.versions is None or now.written < since.written:
         return False
     if replace(now, written=since.written) != since:

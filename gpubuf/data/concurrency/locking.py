@@ -16,7 +16,7 @@ from gpubuf.data.runtime.recording import current, outside_captures, used
 from gpubuf.data.storages.tensor_storage import TensorStorage
 
 
-class Draw(Protocol):
+class PendingDraw(Protocol):
     """A draw that was asked for and has not been made."""
 
     def perform(self) -> None:
@@ -110,8 +110,8 @@ class StreamOrder:
 _compiling = torch.compiler.is_compiling
 
 
-def turn_of(turn: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
-    """``with turn_of(turn):``, for what may be compiled: there are no turns while code is traced.
+def unless_compiling(turn: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
+    """``with unless_compiling(turn):``, for what may be compiled: there are no turns while code is traced.
 
     When compiled code runs, what its operations read and write orders them, but not against other threads.
     """
@@ -123,24 +123,24 @@ def _nothing(*exception: object) -> None:
 
 
 class _End:
-    """``Turn.__exit__``: what ends the turn that is about to begin.
+    """``BufferLock.__exit__``: what ends the turn that is about to begin.
 
     ``with`` looks it up before the turn begins. An interrupt can come when a function of Python is entered, and would
     keep it from releasing the lock. The lock's own method is none, and can't be interrupted.
     """
 
-    def __get__(self, turn: Turn | None, kind: type | None = None) -> Callable[..., None]:
+    def __get__(self, turn: BufferLock | None, kind: type | None = None) -> Callable[..., None]:
         if turn is None:
             raise AttributeError("the end of a turn depends on the turn")
         lock = turn._lock
-        # `held` and `may_launch` spelled out, as are the functions in `Turn.__enter__`: each operation comes here.
+        # `held` and `may_launch` spelled out, as in `BufferLock.__enter__`: each operation comes here.
         if lock._is_owned():  # type: ignore[attr-defined]
             return _nothing
         launches = turn._cuda_present() if turn.storage._ring is None else turn.gpu() is not None
         return turn._end_on_gpu if launches else lock.__exit__
 
 
-class Turn:
+class BufferLock:
     """A reentrant lock of a buffer, ``with turn:``. Threads have their turns in the order in which they asked.
 
     Draws that were asked for earlier are made before anything else happens in a turn, so that what a batch holds
@@ -160,7 +160,7 @@ class Turn:
 
     def __init__(self, storage: TensorStorage, mend: Callable[[], None] | None = None) -> None:
         self.storage = storage
-        self.pending: deque[Draw] = deque()
+        self.pending: deque[PendingDraw] = deque()
         self._mend = None if mend is None else weakref.WeakMethod(mend)
         self._streams = StreamOrder()
         # The turn holds on to the storage: its memory is released after this.
@@ -260,7 +260,7 @@ class Turn:
         if self.held:
             self._lock.release()
 
-    def __enter__(self) -> Turn:
+    def __enter__(self) -> BufferLock:
         lock = self._lock
         if lock._is_owned():  # type: ignore[attr-defined]
             return self

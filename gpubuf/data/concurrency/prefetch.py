@@ -5,7 +5,7 @@ release the interpreter lock. With the rows on a GPU, the caller launches the wo
 
 A batch is drawn as of the moment at which it was asked for. If the worker has not come to it when something else is
 about to happen to the buffer (a write, new priorities), whoever does that makes the draw first: see
-:class:`~gpubuf.data.concurrency.locking.Turn`. What batches hold is thus a function of the order of the calls.
+:class:`~gpubuf.data.concurrency.locking.BufferLock`. What batches hold is thus a function of the order of the calls.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gpubuf.data.concurrency.locking import Turn
+from gpubuf.data.concurrency.locking import BufferLock
 from gpubuf.data.concurrency.pinning import copied, pin, tensors_of
 from gpubuf.data.runtime.kept_errors import forget_locals
 from gpubuf.data.storages.layout import Data
@@ -110,7 +110,7 @@ class SideStream:
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
-class _Slot:
+class _Asked:
     """One batch that was asked for. ``draw`` and ``finish`` are given up once done: they hold on to the buffer."""
 
     def __init__(
@@ -131,7 +131,7 @@ class _Slot:
         self._drawn: Batch | Exception | None = None
 
     @classmethod
-    def finished(cls, batch: Batch) -> _Slot:
+    def finished(cls, batch: Batch) -> _Asked:
         """A batch that is there."""
         slot = cls()
         slot.future.set_result(batch)
@@ -176,17 +176,17 @@ class Prefetcher:
         queue: the batches that were asked for ahead.
     """
 
-    def __init__(self, depth: int, turn: Turn) -> None:
+    def __init__(self, depth: int, turn: BufferLock) -> None:
         self.depth = depth
         self._turn = turn
-        self.queue: deque[_Slot] = deque()
+        self.queue: deque[_Asked] = deque()
         self._executor: ThreadPoolExecutor | None = None
         self._side = SideStream()
         # Entered inside a turn or outside of one; no turn begins inside it.
         # The lock is C's and used as such: an interrupt can't leave it held, as it can a function of Python.
         self._mutex = threading.RLock()
         self._condition = threading.Condition(self._mutex)
-        self._unfinished: set[_Slot] = set()
+        self._unfinished: set[_Asked] = set()
         self._held = 0
         self._preparing: set[int] = set()  # threads that prepare a batch now
 
@@ -265,7 +265,7 @@ class Prefetcher:
     def _bypassed(self, on_gpu: bool) -> bool:
         return threading.get_ident() in self._preparing or (on_gpu and torch.cuda.is_current_stream_capturing())
 
-    def _wait(self, slot: _Slot) -> Batch:
+    def _wait(self, slot: _Asked) -> Batch:
         try:
             with slot.gate:
                 batch = slot.future.result()
@@ -276,8 +276,8 @@ class Prefetcher:
 
     # Preparation
 
-    def _ask(self, draw: Callable[[], Batch], finish: Callable[[Batch], Batch], on_gpu: bool) -> _Slot:
-        slot = _Slot(draw, finish, self._side.fork(self._turn.storage.ring.device if on_gpu else None))
+    def _ask(self, draw: Callable[[], Batch], finish: Callable[[Batch], Batch], on_gpu: bool) -> _Asked:
+        slot = _Asked(draw, finish, self._side.fork(self._turn.storage.ring.device if on_gpu else None))
         slot.gate.acquire()
         self._unfinished.add(slot)
         if on_gpu:
@@ -296,7 +296,7 @@ class Prefetcher:
             raise
         return slot
 
-    def _prepare(self, slot: _Slot) -> None:
+    def _prepare(self, slot: _Asked) -> None:
         future = slot.future
         if not future.set_running_or_notify_cancel():
             return
@@ -418,7 +418,7 @@ class Prefetcher:
                 )
         return state
 
-    def prepared(self, state: list[dict[str, Any]], pinned: bool) -> list[_Slot]:
+    def prepared(self, state: list[dict[str, Any]], pinned: bool) -> list[_Asked]:
         """Copies of the batches of :meth:`state_dict`, for :meth:`replace`.
 
         Batches that lay where the storage was then come to where it is now.
@@ -430,10 +430,10 @@ class Prefetcher:
             info = {k if isinstance(k, str) else tuple(k): copied(v, home) for k, v in entry["info"]}
             if pinned:
                 data, info = pin((data, info))
-            slots.append(_Slot.finished(Batch(data, info, entry["ran_out"])))
+            slots.append(_Asked.finished(Batch(data, info, entry["ran_out"])))
         return slots
 
-    def replace(self, slots: list[_Slot]) -> None:
+    def replace(self, slots: list[_Asked]) -> None:
         """Make these the queue; used inside :meth:`quiet`. Can't fail."""
         with self._mutex:
             self.queue.clear()

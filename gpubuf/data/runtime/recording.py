@@ -23,7 +23,7 @@ class CaptureError(RuntimeError):
 
 
 class Lock(Protocol):
-    """The lock of a buffer: see :class:`gpubuf.data.concurrency.locking.Turn`."""
+    """The lock of a buffer: see :class:`gpubuf.data.concurrency.locking.BufferLock`."""
 
     storage: Any
 
@@ -112,7 +112,7 @@ current = _Current()
 _compiling = torch.compiler.is_compiling
 
 
-def recording() -> Recording | None:
+def current_recording() -> Recording | None:
     """The recording of the graph that :func:`gpubuf.capture` is capturing in this thread, if it is."""
     # Compiled code is traced before, and can't look: its operations note things when they run.
     return None if _compiling() else current.recording
@@ -198,13 +198,13 @@ def used(lock: Lock) -> None:
         locks.append(lock)
 
 
-def refuse(reason: str) -> None:
+def refuse_in_capture(reason: str) -> None:
     """Raise if a graph is being captured in this thread by :func:`gpubuf.capture`.
 
     Raises:
         CaptureError: so it is.
     """
-    if recording() is not None:
+    if current_recording() is not None:
         raise CaptureError(f"this can't be captured in a CUDA graph: {reason}")
 
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from gpubuf.data.runtime.recording import current, refuse
+from gpubuf.data.runtime.recording import current, refuse_in_capture
 from gpubuf.data.samplers.random_state import RandomState
 from gpubuf.data.samplers.saved_state import demand, is_tensor
 from gpubuf.data.storages import host_memory
@@ -184,11 +184,11 @@ class Sampler:
         """The random stream, created at its first use: seeded by ``set_rng``, else by torch's global generator."""
         state = self._random
         if state is None:
-            refuse("the sampler draws for the first time, which seeds its random stream: sample once before")
+            refuse_in_capture("the sampler draws for the first time, which seeds its random stream: sample once before")
             state = self._random = RandomState(generator=self._generator, device=device)
-        # `recording()` spelled out: every sample comes here.
-        if not _compiling() and (noted := current.recording) is not None:
-            noted.holds(self, "_random")
+        # `current_recording()` spelled out: every sample comes here.
+        if not _compiling() and (recording := current.recording) is not None:
+            recording.holds(self, "_random")
         return state
 
     def order_of(self, n: int, device: torch.device, shuffle: bool) -> Tensor:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from gpubuf.data.runtime.recording import recording
+from gpubuf.data.runtime.recording import current_recording
 from gpubuf.kernels.sum_tree import LARGEST, SMALLEST
 
 
@@ -41,5 +41,5 @@ def check_beta(beta: float | Tensor) -> None:
         return
     if beta.numel() != 1:
         raise ValueError(f"beta must be a single number, not of shape {list(beta.shape)}")
-    if not torch.compiler.is_compiling() and beta.is_cpu and type(beta) is Tensor and recording() is None:
+    if not torch.compiler.is_compiling() and beta.is_cpu and type(beta) is Tensor and current_recording() is None:
         exponent("beta", beta.item())

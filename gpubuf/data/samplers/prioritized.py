@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.data.concurrency.locking import turn_of
-from gpubuf.data.runtime.recording import current, recording, refuse, traced_property
+from gpubuf.data.concurrency.locking import unless_compiling
+from gpubuf.data.runtime.recording import current, current_recording, refuse_in_capture, traced_property
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.exponents import check_beta, exponent
 from gpubuf.data.samplers.saved_state import demand, is_tensor
@@ -100,7 +100,7 @@ class PrioritizedSampler(Sampler):
     @alpha.setter
     def alpha(self, value: float) -> None:
         value = exponent("alpha", value)
-        refuse("alpha is set, which transforms every priority: set it between calls of the step")
+        refuse_in_capture("alpha is set, which transforms every priority: set it between calls of the step")
         with self.lock:
             if self._tree is not None:
                 self.raise_if_refused()
@@ -115,12 +115,14 @@ class PrioritizedSampler(Sampler):
     @beta.setter
     def beta(self, value: float | Tensor) -> None:
         check_beta(value)
-        noted = recording()
-        if noted is not None:
-            noted.undo(functools.partial(setattr, self, "_beta", self._beta))
+        recording = current_recording()
+        if recording is not None:
+            recording.undo(functools.partial(setattr, self, "_beta", self._beta))
         if not isinstance(value, Tensor):
-            refuse("beta is set to a number, which would stay: set it to a tensor on the device, or between calls")
-        with turn_of(self.lock):
+            refuse_in_capture(
+                "beta is set to a number, which would stay: set it to a tensor on the device, or between calls"
+            )
+        with unless_compiling(self.lock):
             if self._tree is not None:
                 self._tree.set_beta(value)
             self._beta = value
@@ -165,17 +167,17 @@ class PrioritizedSampler(Sampler):
 
         Rows that are there already count as new, except for ``n_new`` that the caller is about to treat.
         """
-        noted = recording()
+        recording = current_recording()
         if self._tree is None:
-            refuse("the first write or sample makes the tree: do it before")
+            refuse_in_capture("the first write or sample makes the tree: do it before")
             storage = self.storage
             tree = SumTree(storage.max_size, alpha=self._alpha, eps=self._eps, device=storage.device)
             tree.set_beta(self._beta)
             if len(storage) > n_new:
                 tree.mark(torch.arange(len(storage), device=storage.device))
             self._tree = tree
-        if noted is not None:
-            noted.holds(self, "_tree")
+        if recording is not None:
+            recording.holds(self, "_tree")
         return self._tree
 
     # Sampling

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.runtime.interruption import DERIVED
-from gpubuf.data.runtime.recording import recording, refuse
+from gpubuf.data.runtime.recording import current_recording, refuse_in_capture
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.data.samplers.slices import SliceSampler
 from gpubuf.data.samplers.trajectory_index import TrajectoryIndex
@@ -97,12 +97,12 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
     def _restrict(self, storage: TensorStorage, index: TrajectoryIndex, need: int) -> Tensor:
         """Tell the tree which starts are eligible, of slices that need ``need`` steps. O(capacity)."""
         eligible = self._eligible
-        noted = recording()
-        if noted is not None:
-            noted.after(functools.partial(setattr, self, "_need", need))
-            noted.undo(functools.partial(setattr, self, "_need", self._need))
+        recording = current_recording()
+        if recording is not None:
+            recording.after(functools.partial(setattr, self, "_need", need))
+            recording.undo(functools.partial(setattr, self, "_need", self._need))
         if eligible is None:
-            refuse("the first write or sample finds the eligible starts: do it before")
+            refuse_in_capture("the first write or sample finds the eligible starts: do it before")
             eligible = torch.zeros(eligible_words(storage.max_size), dtype=torch.int64, device=storage.device)
         before = storage.begin(DERIVED)
         index.update_eligible(eligible, index.steps, need, not self.strict_length)
@@ -117,10 +117,10 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
 
     def _note_need(self, storage: TensorStorage, index: TrajectoryIndex) -> None:
         """A graph that is captured now finds the starts that are eligible now, at each replay."""
-        noted = recording()
-        if noted is not None:
-            noted.holds(self, "_eligible")
-            noted.before(self, functools.partial(self._require, storage, index, self._need))
+        recording = current_recording()
+        if recording is not None:
+            recording.holds(self, "_eligible")
+            recording.before(self, functools.partial(self._require, storage, index, self._need))
 
     def _choose_slices(
         self, storage: TensorStorage, index: TrajectoryIndex, n: int, length: int

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.data.runtime.recording import recording, refuse
+from gpubuf.data.runtime.recording import current_recording, refuse_in_capture
 from gpubuf.data.samplers.base import UNBOUND, Drawn, Sampler, require_rows
 from gpubuf.data.samplers.episode_ends import Signal, fixed_signal, interleaved_environments, signal_keys, stored_signal
 from gpubuf.data.samplers.slice_flags import SliceFlags
@@ -177,12 +177,12 @@ class SliceSampler(Sampler):
 
     def _index_made(self) -> TrajectoryIndex:
         if self._index is None:
-            refuse("the first write or sample makes the index: do it before")
+            refuse_in_capture("the first write or sample makes the index: do it before")
             storage = self.storage
             self._index = TrajectoryIndex(storage, self._signal(storage), self._rule(self.slice_len or 1))
-        noted = recording()
-        if noted is not None:
-            noted.holds(self, "_index")
+        recording = current_recording()
+        if recording is not None:
+            recording.holds(self, "_index")
         return self._index
 
     def _flags_of(self, storage: TensorStorage) -> SliceFlags:
@@ -358,7 +358,9 @@ class SliceSampler(Sampler):
             if self.pad_output:
                 info["collector", "mask"] = real
             else:
-                refuse("slices of unequal lengths make batches whose size only the GPU knows: set pad_output=True")
+                refuse_in_capture(
+                    "slices of unequal lengths make batches whose size only the GPU knows: set pad_output=True"
+                )
                 kept = real.nonzero().squeeze(-1)
                 if kept.numel() == 0:
                     raise RuntimeError(self._nothing_eligible(index))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.data.runtime.recording import refuse
+from gpubuf.data.runtime.recording import refuse_in_capture
 from gpubuf.data.samplers.saved_state import demand, is_count, positions_below
 from gpubuf.data.samplers.slices import SliceSampler
 from gpubuf.data.samplers.trajectory_index import TrajectoryIndex
@@ -70,7 +70,9 @@ class SliceSamplerWithoutReplacement(SliceSampler):
     def _choose_slices(
         self, storage: TensorStorage, index: TrajectoryIndex, n: int, length: int
     ) -> tuple[Tensor, Tensor, Tensor, dict[Any, Tensor]]:
-        refuse("an epoch begins when the host says so: sample slices without replacement outside of the step")
+        refuse_in_capture(
+            "an epoch begins when the host says so: sample slices without replacement outside of the step"
+        )
         rule = self._rule(length)
         index.use(rule)
         rng = self.random_state(storage.device)

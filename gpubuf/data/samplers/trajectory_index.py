@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.runtime.interruption import DERIVED
-from gpubuf.data.runtime.recording import recording
+from gpubuf.data.runtime.recording import current_recording
 from gpubuf.data.samplers.episode_ends import Signal
 from gpubuf.data.samplers.random_state import RandomState
 from gpubuf.data.storages.placement import device_name
@@ -143,13 +143,13 @@ class TrajectoryIndex:
 
     def _note_rule(self, new: Rule | None = None) -> None:
         """Each replay restores the rule that was current at capture, then applies the new one."""
-        noted = recording()
-        if noted is not None:
+        recording = current_recording()
+        if recording is not None:
             # Whichever rule was used by others since the last replay.
-            noted.before(self, functools.partial(self.use, self.rule))
+            recording.before(self, functools.partial(self.use, self.rule))
             if new is not None:
-                noted.after(functools.partial(self._assume, new))
-                noted.undo(functools.partial(self._assume, self.rule))
+                recording.after(functools.partial(self._assume, new))
+                recording.undo(functools.partial(self._assume, self.rule))
 
     def _assume(self, rule: Rule) -> None:
         self.rule = rule

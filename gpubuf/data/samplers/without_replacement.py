@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gpubuf.data.runtime.recording import refuse
+from gpubuf.data.runtime.recording import refuse_in_capture
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.saved_state import demand, is_count, positions_below
 from gpubuf.data.storages.placement import IndexBytes
@@ -45,7 +45,9 @@ class SamplerWithoutReplacement(Sampler):
             ValueError: ``drop_last`` is set and fewer than ``n`` rows are stored.
         """
         storage = self.storage
-        refuse("the host decides which rows of an epoch come next: sample without replacement outside of the step")
+        refuse_in_capture(
+            "the host decides which rows of an epoch come next: sample without replacement outside of the step"
+        )
         if self.drop_last and len(storage) < n:
             raise ValueError(
                 f"batch size {n} exceeds the {len(storage)} stored rows, and drop_last=True forbids repeats"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.data.runtime.recording import capturing, recording
+from gpubuf.data.runtime.recording import capturing, current_recording
 from gpubuf.kernels import rows
 from gpubuf.kernels._registry import define
 
@@ -78,9 +78,9 @@ class Ring:
         if torch.compiler.is_compiling():
             _count_compiled(self.counters, self._number, n)
             return
-        noted = recording()
-        if noted is not None:
-            noted.after(functools.partial(self.count, n))
+        recording = current_recording()
+        if recording is not None:
+            recording.after(functools.partial(self.count, n))
             return
         if self.counters.is_cuda and capturing():
             return
@@ -101,9 +101,9 @@ class Ring:
         self._empty_mirror()
 
     def _empty_mirror(self) -> None:
-        noted = recording()
-        if noted is not None:
-            noted.after(self._empty_mirror)
+        recording = current_recording()
+        if recording is not None:
+            recording.after(self._empty_mirror)
             return
         self.written = -(-self.written // self.capacity) * self.capacity
         self.size = 0
