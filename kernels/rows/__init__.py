@@ -7,9 +7,8 @@ tensors:
   device's memory or to pinned host memory. The first rows of a key may lie in one and the others in the other. From row
   to row the address grows by the row stride, so that rows may lie inside wider records;
 * ``ring``: int64 ``[4]`` = (written, size, ticket, faults). ``written`` counts all rows ever written and never wraps.
-The
-  cursor is ``written % capacity``. ``size`` rows are valid, at positions ``0 .. size - 1``. ``ticket`` is scratch, zero
-  between calls. ``faults`` counts rows that a GPU has refused, where an exception would have to wait for the GPU.
+  The cursor is ``written % capacity``. ``size`` rows are valid, at positions ``0 .. size - 1``. ``ticket`` is scratch,
+  zero between calls. ``faults`` counts rows that a GPU has refused, where an exception would have to wait for the GPU.
 
 The kernels reach storage tensors by address, so that a schema cannot name them. ``ring`` stands for them: every
 operation, even a read, is annotated as mutating it. That keeps reads and writes in order, also under ``torch.compile``.

@@ -12,8 +12,7 @@ in progress. Both follow from the ring's counters and are never stored. ``refere
   64) * E + e`` says whether word ``j * E + e`` of level k has any bit set. The last level has one word for each
   environment. The search for the next or previous end goes up and down these levels, in O(log64 T).
 * ``sums``: int64 ``[sum(level_sizes(...))]``, a sum tree like that of :mod:`gpubuf.kernels.sum_tree`, of integers, so
-that
-  sums are exact. Its leaves are the *weights* of the words on level 0 of ``ends``. A word weighs as much as the
+  that sums are exact. Its leaves are the *weights* of the words on level 0 of ``ends``. A word weighs as much as the
   trajectories that end in it, at a flag or at the virtual end. The root is last.
 * ``signals``: int64 ``[K, 5]``, entries of the table of :mod:`gpubuf.kernels.rows`, of the keys that tell where
   trajectories end. With ``by_id`` False they are flags: a step ends a trajectory if any byte of any of them is not
