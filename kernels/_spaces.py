@@ -140,34 +140,34 @@ def _block_tile(sizes: Mapping[str, int], config: BlockConfig) -> int:
 
 SPACES: dict[str, Space] = {
     "rows_copy": Space(
-        "rows",
+        ("rows",),
         ("n_bytes",),
         RowsConfig,
         tile=lambda sizes, config: config.tile,
         refusal=_rows_refusal,
     ),
     "sum_tree": Space(
-        "sum_tree", ("capacity",), FanOut, tile=lambda sizes, config: config.fan_out, refusal=_fan_out_refusal
+        ("sum_tree",), ("capacity",), FanOut, tile=lambda sizes, config: config.fan_out, refusal=_fan_out_refusal
     ),
     "sum_tree_update": Space(
-        "sum_tree",
+        ("sum_tree",),
         ("fan_out", "n"),
         UpdateConfig,
         tile=lambda sizes, config: max(config.block_entries, config.block_nodes * sizes["fan_out"]),
         exact=("fan_out",),
     ),
     "sum_tree_draw": Space(
-        "sum_tree",
+        ("sum_tree",),
         ("fan_out", "n"),
         DrawConfig,
         tile=lambda sizes, config: config.block_draws * sizes["fan_out"],
         exact=("fan_out",),
     ),
     "trajectories": Space(
-        "trajectories", ("words",), FanOut, tile=lambda sizes, config: config.fan_out, refusal=_fan_out_refusal
+        ("trajectories",), ("words",), FanOut, tile=lambda sizes, config: config.fan_out, refusal=_fan_out_refusal
     ),
     "trajectories_update": Space(
-        "trajectories",
+        ("trajectories",),
         ("fan_out", "n", "envs", "by_id"),
         IndexConfig,
         tile=_index_tile,
@@ -176,10 +176,10 @@ SPACES: dict[str, Space] = {
         refusal=_index_refusal,
     ),
     "trajectories_draw": Space(
-        "trajectories", ("fan_out", "n", "slice_len"), SliceConfig, tile=_slices_tile, exact=("fan_out",)
+        ("trajectories",), ("fan_out", "n", "slice_len"), SliceConfig, tile=_slices_tile, exact=("fan_out",)
     ),
-    "tanh_normal_sample": Space("tanh_normal", ("n", "width"), BlockConfig, tile=_block_tile),
-    "tanh_normal_backward": Space("tanh_normal", ("n",), BlockConfig, tile=_block_tile),
-    "loss_rows": Space("td", ("n",), BlockConfig, tile=_block_tile),
+    "tanh_normal_sample": Space(("tanh_normal",), ("n", "width"), BlockConfig, tile=_block_tile),
+    "tanh_normal_backward": Space(("tanh_normal",), ("n",), BlockConfig, tile=_block_tile),
+    "loss_rows": Space(("td", "sac"), ("n",), BlockConfig, tile=_block_tile),
 }
 """Every operation that can be tuned, by its name in tuned files."""

@@ -50,7 +50,7 @@ class Space:
     """The configurations that an operation can be tuned over.
 
     Attributes:
-        family: the package of the operation's kernels.
+        families: the packages whose kernels the configuration launches.
         sizes: names of the sizes that the configuration depends on.
         config: the frozen dataclass that holds it. Its fields are powers of two, or booleans.
         tile: elements of the largest tile that a program holds, by sizes and configuration.
@@ -59,7 +59,7 @@ class Space:
         refusal: why the kernels can't run a configuration, for reasons that no other attribute covers; "" if they can.
     """
 
-    family: str
+    families: tuple[str, ...]
     sizes: tuple[str, ...]
     config: type
     tile: Callable[[Mapping[str, int], Any], int]
@@ -202,7 +202,7 @@ def _usable(given: Any, stamps: Any, spaces: Mapping[str, Space]) -> tuple[dict[
         space = spaces.get(operation)
         if space is None:
             problems.append(f"{operation}: there is no such operation")
-        elif stamps.get(space.family) != stamp(space.family):
+        elif any(stamps.get(family) != stamp(family) for family in space.families):
             problems.append(f"{operation}: stale, it was tuned for other kernels")
         elif not isinstance(entries, list):
             problems.append(f"{operation}: damaged, it has no list of points")

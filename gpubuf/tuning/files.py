@@ -46,7 +46,7 @@ def save(folder: Path, device_name: str, results: Iterable[Result], made: Mappin
         "format": FORMAT,
         "device": device_name,
         "made": dict(made),
-        "kernels": {family: stamp(family) for family in sorted({SPACES[name].family for name in points})},
+        "kernels": {family: stamp(family) for name in points for family in SPACES[name].families},
         "points": {name: [dataclasses.asdict(point) for point in some] for name, some in points.items()},
     }
     folder.mkdir(parents=True, exist_ok=True)

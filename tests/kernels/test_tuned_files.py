@@ -9,7 +9,7 @@ import logging
 import pytest
 
 from gpubuf.kernels import _tuned, config
-from gpubuf.kernels._spaces import SPACES, DrawConfig, RowsConfig
+from gpubuf.kernels._spaces import SPACES, BlockConfig, DrawConfig, RowsConfig
 from tests.support.tuned_files import DEVICE, FILE, draw, point, write_file
 
 
@@ -129,6 +129,16 @@ class TestIgnored:
         assert config.rows_copy(1024, DEVICE, folder) == config.rows_copy(1024)
         assert len(caplog.records) == 1
 
+    @pytest.mark.parametrize("changed", ["td", "sac"])
+    def test_losses_are_stale_after_a_change_of_either_family(self, write, caplog, changed):
+        """The kernels of both are launched by `loss_rows`."""
+        points = {"loss_rows": [point({"block": 128, "num_warps": 2}, n=256)]}
+        stamps = {family: _tuned.stamp(family) for family in ("td", "sac")}
+        assert config.loss_rows(256, DEVICE, write(points, kernels=stamps)) == BlockConfig(128, 2)
+        changed_stamps = stamps | {changed: "another"}
+        assert config.loss_rows(256, DEVICE, write(points, kernels=changed_stamps)) == config.loss_rows(256)
+        assert "loss_rows: stale" in caplog.text
+
     def test_an_operation_that_there_is_not(self, write, caplog):
         assert "no such operation" in self.refused(write({"transmogrify": [draw(2)]}), caplog)
 
@@ -246,7 +256,7 @@ def test_the_stamp_is_that_of_the_kernels_arguments(tmp_path, monkeypatch):
     _tuned.stamp.cache_clear()
 
 
-@pytest.mark.parametrize("family", sorted({space.family for space in SPACES.values()}))
+@pytest.mark.parametrize("family", sorted({family for space in SPACES.values() for family in space.families}))
 def test_every_family_has_kernels(family):
     """The stamp of none is that of an empty text."""
     assert _tuned.stamp(family) != _tuned.stamp("no such family")

@@ -15,7 +15,7 @@ FILE = "nvidia-h100-80gb-hbm3.json"
 
 def content(points: Any, **changes: Any) -> dict[str, Any]:
     """A whole file."""
-    stamps = {space.family: _tuned.stamp(space.family) for space in SPACES.values()}
+    stamps = {family: _tuned.stamp(family) for space in SPACES.values() for family in space.families}
     return {"format": _tuned.FORMAT, "device": DEVICE, "kernels": stamps, "points": points, **changes}
 
 
