@@ -8,6 +8,7 @@ import pickle
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 import gpubuf
 from gpubuf.data import LazyTensorStorage, TensorDictReplayBuffer, TensorStorage
@@ -98,3 +99,18 @@ def test_copies_keep_their_rows_to_themselves(copied):
     other.extend(transitions(10, 100))
     assert same(other[10:20], transitions(10, 100))
     assert same(each[:10], transitions(10, 40))
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_pickle_writes_every_row_once(given):
+    """Rows given to the storage share no record, even where they share memory."""
+    both = torch.zeros(2, 4096, 3)
+    rows = TensorDict({"a": both[0], "b": both[1]}, [4096])
+    each = buffer(TensorStorage(rows) if given else LazyTensorStorage(4096))
+    each.empty()
+    each.extend(rows.apply(lambda key: key + torch.arange(4096.0)[:, None]))
+    written = pickle.dumps(each)
+    assert len(written) < (2.5 if given else 1.2) * each.storage.nbytes
+    other = pickle.loads(written)
+    assert same(other[:], each[:])
+    assert other.memory() == each.memory()

@@ -122,7 +122,12 @@ def new_columns(leaves: Sequence[Leaf], shape: tuple[int, ...], placement: Place
     """
     if len(leaves) == 1:
         return [new_column((*shape, *leaves[0].shape), leaves[0].dtype, placement)]
-    record = new_column((*shape, sum(leaf.n_elements for leaf in leaves)), leaves[0].dtype, placement)
+    n_elements = sum(leaf.n_elements for leaf in leaves)
+    return columns_of(new_column((*shape, n_elements), leaves[0].dtype, placement), leaves)
+
+
+def columns_of(record: Column, leaves: Sequence[Leaf]) -> list[Column]:
+    """Views of a record's memory ``[*shape, elements]``, a column for each of its keys."""
     columns, offset = [], 0
     for leaf in leaves:
         columns.append(
@@ -136,6 +141,20 @@ def new_columns(leaves: Sequence[Leaf], shape: tuple[int, ...], placement: Place
         )
         offset += leaf.n_elements
     return columns
+
+
+def record_of(columns: Sequence[Column], leaves: Sequence[Leaf], ndim: int) -> Column | None:
+    """The memory that :func:`columns_of` cut into ``columns``, in ``ndim`` dimensions; None if they share none."""
+    n_elements, parts = sum(leaf.n_elements for leaf in leaves), list[Tensor]()
+    for first, *others in zip(*(column.parts for column in columns), strict=True):
+        memory, offset = first.untyped_storage().data_ptr(), first.storage_offset()
+        for leaf, part in zip(leaves, (first, *others), strict=True):
+            of_record = part.untyped_storage().data_ptr() == memory and part.storage_offset() == offset
+            if not of_record or part.stride(ndim - 1) != n_elements:
+                return None
+            offset += leaf.n_elements
+        parts.append(first.as_strided((*first.shape[:ndim], n_elements), (*first.stride()[:ndim], 1)))
+    return Column(*parts)
 
 
 def owned_column(tensor: Tensor, placement: Placement) -> Column:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.runtime.interruption import Unfinished
-from gpubuf.data.storages.columns import Column, address_table, new_columns
+from gpubuf.data.storages.columns import Column, address_table, columns_of, new_columns, record_of
 from gpubuf.data.storages.layout import Data, RowLayout, batch_shape, device_of
 from gpubuf.data.storages.placement import AUTO, IndexBytes, Placement, place, working_device
 from gpubuf.data.storages.records import records
@@ -59,13 +59,18 @@ class RowMemory(Storage):
         self.unfinished: Unfinished | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but addresses."""
-        return {**vars(self), "table": None}
+        """All but addresses. A record goes as a whole: pickle would write its memory once for each of its keys."""
+        return {**vars(self), "table": None, "_columns": self._by_record()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         if self._layout is None or self._placement is None:
             return
+        leaves, found = self._layout.leaves, dict[int, Column]()
+        for record, column in state["_columns"]:
+            each = columns_of(column, [leaves[key] for key in record]) if len(record) > 1 else [column]
+            found.update(zip(record, each, strict=True))
+        self._columns = [found[key] for key in range(len(found))]
         # Copies of pinned and of mapped memory are neither.
         if self._placement.rows_on_host or not self.relocatable:
             copies, self._columns = self._columns, self._allocate(self._layout, tuple(self._shape), self._placement)
@@ -234,6 +239,17 @@ class RowMemory(Storage):
             leaves = [layout.leaves[position] for position in record]
             columns.update(zip(record, new_columns(leaves, shape, placement), strict=True))
         return [columns[position] for position in range(len(columns))]
+
+    def _by_record(self) -> list[tuple[tuple[int, ...], Column]]:
+        """The columns, those of a record as one: the keys of each, and its memory."""
+        if self._layout is None:
+            return []
+        leaves, found = self._layout.leaves, list[tuple[tuple[int, ...], Column]]()
+        for record in records(leaves):
+            columns = [self._columns[key] for key in record]
+            whole = record_of(columns, [leaves[key] for key in record], len(self._shape)) if len(record) > 1 else None
+            found += [((key,), self._columns[key]) for key in record] if whole is None else [(record, whole)]
+        return found
 
     @property
     def relocatable(self) -> bool:
