@@ -252,7 +252,7 @@ def test_changed_meaning(kind, tmp_path):
         else:
             after = contents(target.buffer)
             assert after != target.before
-            target.buffer._batch_size = None
+            target.buffer._batches._batch_size = None
             # What an epoch says may have become untrue, but no sample may read outside of the rows.
             with contextlib.suppress(RuntimeError, ValueError, IndexError):
                 target.buffer.sample(4)
