@@ -167,6 +167,11 @@ def gpu_files() -> list[str]:
     return [file.relative_to(tests).as_posix() for file in files if "pytest.mark.gpu" in file.read_text()]
 
 
+def _interruptible() -> None:
+    """In a new process: Ctrl-C reaches it, even where a shell began this one in the background, which ignores it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def run_limited(command: Sequence[str], seconds: float, log: Path, environment: dict[str, str]) -> int:
     """The exit code of a process, its output appended to ``log``; 124 where it took longer than it may, and was ended.
 
@@ -182,6 +187,7 @@ def run_limited(command: Sequence[str], seconds: float, log: Path, environment: 
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
+                preexec_fn=_interruptible,
             )
         except OSError as error:
             out.write(f"{error}\n")

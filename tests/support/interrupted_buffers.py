@@ -43,7 +43,7 @@ def written(buffer: TensorDictReplayBuffer) -> int:
 
 
 def is_free(buffer: TensorDictReplayBuffer) -> bool:
-    """Whether another thread can have its turn."""
+    """Whether another thread can have its turn. One that prepares a batch ahead may have to end its own first."""
 
     def attempt() -> bool:
         with buffer._lock:
@@ -51,7 +51,7 @@ def is_free(buffer: TensorDictReplayBuffer) -> bool:
 
     def try_lock() -> bool:
         lock = buffer._lock._lock
-        if not lock.acquire(timeout=0.001):
+        if not lock.acquire(timeout=60):
             return False
         lock.release()
         return attempt()
