@@ -3,9 +3,11 @@
 
 PYTHON ?= python3
 ARGS ?=
+SLOW ?=
 OUT ?=
 INTO := $(if $(OUT),--out '$(OUT)')
 JOBS ?= 2
+SELECTED = -n $(JOBS) --dist worksteal $(if $(SLOW),,-m 'not slow') $(ARGS)
 STAGE ?= 1
 FROM ?=
 VENV := .venv
@@ -28,8 +30,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 help:
 	@echo "make train   train SAC on Pendulum-v1; options: ARGS='--env NAME --uniform --seed 1 ...'"
-	@echo "make test    ruff, mypy and the tests; ARGS go to pytest"
-	@echo "make compat  the tests on the oldest torch and triton supported (downloads gigabytes); ARGS go to pytest"
+	@echo "make test    ruff, mypy and the tests; ARGS go to pytest; with SLOW=1 also the tests marked slow"
+	@echo "make compat  the tests on the oldest torch and triton supported (downloads gigabytes); ARGS and SLOW as above"
 	@echo "make bench   all benchmarks beside TorchRL, cpprb, flashbax and Stable-Baselines3, each in its environment;"
 	@echo "             writes benchmarks/results/<device>-<date>.json and curves/, or into OUT=folder"
 	@echo "make gpu STAGE=1|2|3  tests and benchmarks on an NVIDIA GPU, each stage within nine minutes; OUT=folder"
@@ -46,10 +48,10 @@ test: $(VENV)/.test
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/python -m mypy
-	$(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+	$(VENV)/bin/python -m pytest $(SELECTED)
 
 compat: $(COMPAT)/.test
-	$(COMPAT)/bin/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+	$(COMPAT)/bin/python -m pytest $(SELECTED)
 
 bench: $(VENV)/.test $(READY)
 	$(VENV)/bin/python -m benchmarks.run --huge --curves $(INTO) $(ARGS)

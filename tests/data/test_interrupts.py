@@ -30,6 +30,9 @@ def new_buffer(sampler: str, n: int, prefetch: int | None = None) -> TensorDictR
     return buffer
 
 
+#: Every third of the places; all of them at full length.
+pace = pytest.mark.parametrize("pace", [3, pytest.param(1, marks=pytest.mark.slow)])
+
 #: Operations, and how many rows they write.
 WRITES = {
     "extend": (lambda buffer, start: buffer.extend(steps(start, 11), update_priority=False), 11),
@@ -38,10 +41,11 @@ WRITES = {
 }
 
 
+@pace
 @pytest.mark.parametrize(("filled", "stride"), [(0, 11), (45, 2)], ids=["first write", "over the seam"])
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_a_write_that_is_interrupted_anywhere(sampler, write, filled, stride):
+def test_a_write_that_is_interrupted_anywhere(sampler, write, filled, stride, pace):
     """Case 54: all of a write, or nothing of it; the sampler knows of all rows that are there."""
     if write == "extend with priorities" and "prioritized" not in sampler:
         pytest.skip("this sampler has no priorities")
@@ -55,14 +59,15 @@ def test_a_write_that_is_interrupted_anywhere(sampler, write, filled, stride):
             rows = torch.arange(filled, filled + grows) % CAPACITY
             torch.testing.assert_close(tree.leaves[rows], torch.full((grows,), 3.0**0.7))
         check_goes_on(buffer)
-        place += stride
+        place += stride * pace
     assert place > 100
     assert outcomes == {filled, filled + grows}
 
 
+@pace
 @pytest.mark.parametrize("prefetch", [None, 2])
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_a_sample_that_is_interrupted_anywhere(sampler, prefetch):
+def test_a_sample_that_is_interrupted_anywhere(sampler, prefetch, pace):
     """Case 54: also where the slices of another length are asked for, and where batches are prepared ahead."""
 
     def operation(buffer):
@@ -74,13 +79,14 @@ def test_a_sample_that_is_interrupted_anywhere(sampler, prefetch):
     place = 0
     while interrupted(functools.partial(operation, buffer := new_buffer(sampler, 45, prefetch)), place):
         check_goes_on(buffer)
-        place += 3
+        place += 3 * pace
     assert place > 50
 
 
+@pace
 @pytest.mark.parametrize("name", ["update_priority", "empty", "load_state_dict", "mark_update"])
 @pytest.mark.parametrize("sampler", ["uniform", "prioritized", "slices", "prioritized slices"])
-def test_what_changes_rows_or_priorities_is_interrupted_anywhere(sampler, name):
+def test_what_changes_rows_or_priorities_is_interrupted_anywhere(sampler, name, pace):
     """Case 54: the buffer is consistent afterwards, and its rows are all there, or none is, or those of the state."""
     if name in ("update_priority", "mark_update") and "prioritized" not in sampler:
         pytest.skip("this sampler has no priorities")
@@ -99,12 +105,13 @@ def test_what_changes_rows_or_priorities_is_interrupted_anywhere(sampler, name):
         assert len(buffer) in sizes
         check(buffer)
         check_goes_on(buffer)
-        place += 9 if name == "load_state_dict" else 2
+        place += pace * (9 if name == "load_state_dict" else 2)
     assert place > 10
 
 
-def test_signals_at_random_times():
-    """Case 54: two thousand real ones, in a loop that writes, samples and sets priorities, beside a second thread."""
+@pytest.mark.parametrize("rounds", [1000, pytest.param(4000, marks=pytest.mark.slow)])
+def test_signals_at_random_times(rounds):
+    """Case 54: many real ones, in a loop that writes, samples and sets priorities, beside a second thread."""
     buffer = new_buffer("prioritized slices", 45)
     generator, interrupts, stop = random.Random(0), 0, threading.Event()
 
@@ -119,7 +126,7 @@ def test_signals_at_random_times():
     reader = threading.Thread(target=read)
     reader.start()
     try:
-        for _ in range(4000):
+        for _ in range(rounds):
             start = written(buffer)
             try:
                 signal.setitimer(signal.ITIMER_REAL, generator.uniform(1e-6, 6e-4))
@@ -136,6 +143,6 @@ def test_signals_at_random_times():
         signal.signal(signal.SIGALRM, before)
         stop.set()
         reader.join()
-    assert interrupts > 1000
+    assert interrupts > rounds // 4
     check(buffer)
     check_goes_on(buffer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import gc
 import itertools
 import sys
 from collections.abc import Callable
@@ -37,7 +38,10 @@ def _after_calls(code: CodeType) -> frozenset[int]:
 
 
 def interrupted(operation: Callable[[], Any], place: int) -> bool:
-    """Run ``operation``, and raise KeyboardInterrupt at the place of this number, if it has so many."""
+    """Run ``operation``, and raise KeyboardInterrupt at the place of this number, if it has so many.
+
+    No garbage is collected meanwhile: an interrupt in a finalizer of another object would go unseen.
+    """
     left = place
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
@@ -54,7 +58,8 @@ def interrupted(operation: Callable[[], Any], place: int) -> bool:
             raise KeyboardInterrupt
         return trace
 
-    before = sys.gettrace()
+    before, collecting = sys.gettrace(), gc.isenabled()
+    gc.disable()
     sys.settrace(trace)
     try:
         operation()
@@ -62,4 +67,6 @@ def interrupted(operation: Callable[[], Any], place: int) -> bool:
         return True
     finally:
         sys.settrace(before)
+        if collecting:
+            gc.enable()
     return False
