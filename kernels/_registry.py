@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -95,7 +96,13 @@ def lazy(target: str) -> Callable[..., Any]:
     return call
 
 
-def _on_its_device(target: str) -> Callable[..., Any]:
+def _trusting(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` without the checks that it leaves out if it is told ``trusted=True``."""
+    takes_it = "trusted" in inspect.signature(function).parameters
+    return functools.partial(function, trusted=True) if takes_it else function
+
+
+def _on_its_device(target: str, trusted: bool = False) -> Callable[..., Any]:
     """A launcher, imported at its first call, with the device of its first argument as the current one.
 
     Triton launches on the current device. Tensors in host memory, as under :func:`triton_on_cpu`, change nothing.
@@ -105,7 +112,7 @@ def _on_its_device(target: str) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         nonlocal launch
         if launch is None:
-            launch = _imported(target)
+            launch = _trusting(_imported(target)) if trusted else _imported(target)
         device = args[0].get_device()
         if device < 0 or device == torch.cuda.current_device():
             return launch(*args)
@@ -145,12 +152,12 @@ def define(schema: str, *, cpu: str, cuda: str, fake: Callable[..., Any]) -> Any
     library.impl(name, on_gpu, "CUDA")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
     operation = getattr(getattr(torch.ops, NAMESPACE), name).default
-    _implementations[operation] = cpu, on_gpu
+    _implementations[operation] = cpu, cuda, on_gpu
     return operation
 
 
-_implementations: dict[Any, tuple[str, Callable[..., Any]]] = {}
-"""For each operation the name of its CPU function, and its launcher."""
+_implementations: dict[Any, tuple[str, str, Callable[..., Any]]] = {}
+"""For each operation the names of its CPU function and of its launcher, and the launcher."""
 
 
 def _eager(first: torch.Tensor) -> bool:
@@ -190,12 +197,13 @@ def without_dispatch(operation: Any, *, given: Sequence[str] = (), trusted: bool
         operation: what :func:`define` returned.
         given: names of the arguments that come from users: real tensors, or lists of any tensors. The CPU reads them by
             address, so that lazy ones are copied (:func:`in_memory`). The check takes 0.15 µs a tensor.
-        trusted: the caller vouches for dtypes, shapes and strides of all arguments. A CPU function that takes the
-        keyword
-            ``trusted`` then skips its checks.
+        trusted: the caller vouches for dtypes, shapes, strides and devices of all arguments. A function that takes the
+            keyword ``trusted`` then skips its checks.
     """
     twin: Callable[..., Any] | None = None
-    target, on_gpu = _implementations[operation]
+    target, launcher, on_gpu = _implementations[operation]
+    if trusted:
+        on_gpu = _on_its_device(launcher, trusted=True)
     # Counted from the second argument, as `call` has them.
     positions = {argument.name: i - 1 for i, argument in enumerate(operation._schema.arguments)}
     lists = {argument.name for argument in operation._schema.arguments if isinstance(argument.type, torch.ListType)}
@@ -233,9 +241,7 @@ def without_dispatch(operation: Any, *, given: Sequence[str] = (), trusted: bool
         if not first.is_cpu or _triton_on_cpu:
             return on_gpu(first, *args) if first.is_cuda or first.is_cpu else operation(first, *args)
         if twin is None:
-            twin = _imported(target)
-            if trusted:
-                twin = functools.partial(twin, trusted=True)
+            twin = _trusting(_imported(target)) if trusted else _imported(target)
         return twin(first, *args)
 
     return call

@@ -89,10 +89,13 @@ def _check_row_bytes(n_bytes: int, n: int) -> None:
         raise ValueError(f"a row may take {MAX_ROW_BYTES} bytes at most, but takes {n_bytes // n}")
 
 
-def gather(table: Tensor, ring: Tensor, index: Tensor, capacity: int, arena_bytes: int) -> tuple[Tensor, Tensor]:
-    """See :data:`gpubuf.kernels.rows.gather`."""
-    n_keys, n = check_storage(table, ring, capacity), check_index(index)
-    check_devices(table, (ring, index))
+def gather(
+    table: Tensor, ring: Tensor, index: Tensor, capacity: int, arena_bytes: int, *, trusted: bool = False
+) -> tuple[Tensor, Tensor]:
+    """See :data:`gpubuf.kernels.rows.gather`. A trusted launch comes from a storage, which owns table and ring."""
+    n_keys, n = table.shape[0] if trusted else check_storage(table, ring, capacity), check_index(index)
+    if not trusted or index.get_device() != table.get_device():
+        check_devices(table, (ring, index))
     arena = torch.empty(arena_bytes, dtype=torch.uint8, device=table.device)
     generation = torch.empty_like(index)
     if n == 0:
@@ -121,13 +124,14 @@ def gather(table: Tensor, ring: Tensor, index: Tensor, capacity: int, arena_byte
 
 
 def sample(
-    table: Tensor, ring: Tensor, rng: Tensor, n: int, capacity: int, arena_bytes: int
+    table: Tensor, ring: Tensor, rng: Tensor, n: int, capacity: int, arena_bytes: int, *, trusted: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See :data:`gpubuf.kernels.rows.sample`."""
-    n_keys = check_storage(table, ring, capacity)
+    """See :data:`gpubuf.kernels.rows.sample`. A trusted launch comes from a storage, which owns table and ring."""
+    n_keys = table.shape[0] if trusted else check_storage(table, ring, capacity)
     check_count(n)
     check_state(rng)
-    check_devices(table, (ring, rng))
+    if not trusted or rng.get_device() != table.get_device():
+        check_devices(table, (ring, rng))
     arena = torch.empty(arena_bytes, dtype=torch.uint8, device=table.device)
     index = torch.empty(n, dtype=torch.int64, device=table.device)
     generation = torch.empty_like(index)

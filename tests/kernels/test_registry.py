@@ -37,6 +37,18 @@ def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch, index,
     assert current == switches
 
 
+def whether_trusted(tensor, *, trusted=False):
+    return trusted
+
+
+def test_a_launcher_is_told_that_its_caller_has_looked_at_the_arguments():
+    tensor, here = SimpleNamespace(get_device=lambda: -1), "tests.kernels.test_registry"
+    assert _registry._on_its_device(f"{here}:whether_trusted", trusted=True)(tensor) is True
+    assert _registry._on_its_device(f"{here}:whether_trusted")(tensor) is False
+    # One that has no checks to leave out is called as it is.
+    assert _registry._on_its_device(f"{here}:given_back", trusted=True)(tensor, 3) == (tensor, 3)
+
+
 def test_the_switch_is_restored_after_an_error():
     assert not _registry.triton_on_cpu_enabled()
 

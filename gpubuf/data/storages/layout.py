@@ -174,11 +174,12 @@ class RowLayout:
         self._arenas: dict[int, ArenaPlan] = {}
         self._models: dict[int, list[Tensor]] = {}
         self._device: torch.device | None = None
-        self._empties: dict[torch.dtype, Tensor] = {}
+        #: For each batch size on that device: an empty tensor, offset (in elements), size and stride of every view.
+        self._cuts: dict[int, list[tuple[Tensor, int, tuple[int, ...], tuple[int, ...]]]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is kept to save time: models of batches have shapes, but no memory that could be copied."""
-        return self.__dict__ | {"_arenas": {}, "_models": {}, "_device": None, "_empties": {}}
+        return self.__dict__ | {"_arenas": {}, "_models": {}, "_device": None, "_cuts": {}}
 
     def _describe(self, data: Data, path: tuple[str, ...], batch_dims: int) -> int | Node:
         if isinstance(data, Tensor):
@@ -352,17 +353,27 @@ class RowLayout:
         In eager mode every view has a version counter of its own, so that changing one key in place does not
         break a backward pass through another.
         """
-        views = self.arena(n).views
         if torch.compiler.is_compiling() or type(arena) is not Tensor:
             # Tracing can't follow set_(); traced code is functional, so that version counters don't matter there.
-            return [_traced_view(arena, *view) for view in views]
-        memory, device = arena.untyped_storage(), arena.device
-        if device != self._device:
-            self._device = device
-            self._empties = {leaf.dtype: torch.empty(0, dtype=leaf.dtype, device=device) for leaf in self.leaves}
-        empties = self._empties
-        # `.data` makes a tensor with a version counter of its own, at less cost than any factory function.
-        return [empties[dtype].data.set_(memory, offset, size, stride) for dtype, offset, size, stride in views]
+            return [_traced_view(arena, *view) for view in self.arena(n).views]
+        if arena.device != self._device:
+            self._device, self._cuts = arena.device, {}
+        cuts = self._cuts.get(n)
+        if cuts is None:
+            cuts = self._remember_cuts(n, arena.device)
+        memory = arena.untyped_storage()
+        # `.data` makes a tensor with a version counter of its own, at less cost than any factory function. set_() takes
+        # most of the time, and is no slower than as_strided() or than split, which would need a view for each shape.
+        return [empty.data.set_(memory, offset, size, stride) for empty, offset, size, stride in cuts]
+
+    def _remember_cuts(
+        self, n: int, device: torch.device
+    ) -> list[tuple[Tensor, int, tuple[int, ...], tuple[int, ...]]]:
+        if len(self._cuts) >= 64:
+            self._cuts.clear()
+        empties = {leaf.dtype: torch.empty(0, dtype=leaf.dtype, device=device) for leaf in self.leaves}
+        self._cuts[n] = [(empties[dtype], offset, size, stride) for dtype, offset, size, stride in self.arena(n).views]
+        return self._cuts[n]
 
     # Storage
 

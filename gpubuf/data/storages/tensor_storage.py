@@ -26,8 +26,8 @@ from gpubuf.kernels import rows
 from gpubuf.kernels._registry import in_memory, lazy, past_dispatcher, without_dispatch
 
 _extend = without_dispatch(rows.extend, given=("sources",))
-_gather = without_dispatch(rows.gather, given=("index",))
-_sample = without_dispatch(rows.sample)
+_gather = without_dispatch(rows.gather, trusted=True, given=("index",))
+_sample = without_dispatch(rows.sample, trusted=True)
 _write = without_dispatch(rows.write, given=("sources", "index"))
 # The CPU's forms of two operations that no schema can describe: they write into tensors of the caller's.
 _gather_into = lazy("gpubuf.kernels.rows._cpu:gather_into")
