@@ -22,7 +22,9 @@ from gpubuf.data import (
 )
 from gpubuf.data.storages import host_memory
 from gpubuf.data.storages.host_memory import Free
+from gpubuf.data.storages.layout import RowLayout
 from gpubuf.data.storages.placement import IndexBytes, NothingFitsError, Placement, choose, place, readable
+from gpubuf.data.storages.records import records
 from tests.support.fake_cuda import fake_cuda
 from tests.support.placements import GIB, Machine
 from tests.support.transitions import same, transitions
@@ -276,7 +278,9 @@ def test_pinned_rows_under_a_faked_gpu(monkeypatch, kind):
 
     with fake_cuda():
         data = transitions(40, device="cuda")
-        due = sorted(1000 * data[key][0].nbytes for key in data.keys(True, True))
+        leaves = RowLayout(data, 1).leaves
+        due = sorted(1000 * sum(leaves[position].row_bytes for position in record) for record in records(leaves))
+        assert sum(due) == sum(1000 * data[key][0].nbytes for key in data.keys(True, True))
         sampler = SAMPLERS[kind]()
         buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(1000, device="pinned"), sampler=sampler, batch_size=8)
         monkeypatch.setattr(torch, "empty", empty)

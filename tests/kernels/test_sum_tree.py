@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gpubuf.data.samplers.random_state import RandomState
 from gpubuf.data.samplers.sum_tree import SumTree
@@ -414,18 +413,6 @@ class TestArguments:
 
         with pytest.raises(ValueError, match=r"on one device, not on \['cpu', 'meta'\]"):
             check_devices(torch.empty(1), None, torch.empty(1, device="meta"))
-
-    def test_a_trusted_launch_looks_at_the_device_of_what_is_not_the_tree_s(self, backend):
-        from gpubuf.kernels.sum_tree import _launch
-
-        tree, entries = SumTree(3), torch.zeros(2, dtype=torch.int64)
-        with FakeTensorMode():
-            ring, rng = (torch.zeros(n, dtype=torch.int64, device="cuda") for n in (4, 3))
-        own, shape = (tree.leaves, tree.nodes, tree.scalars), (tree.capacity, tree.fan_out)
-        with pytest.raises(ValueError, match="on one device"):
-            _launch.update(*own, ring, entries, torch.zeros(2), None, *shape, trusted=True)
-        with pytest.raises(ValueError, match="on one device"):
-            _launch.draw(*own, rng, 2, *shape, False, trusted=True)
 
 
 def test_opcheck(backend):
