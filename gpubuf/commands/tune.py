@@ -27,9 +27,10 @@ def run(options: dict[str, Any]) -> int:
     from gpubuf.data.storages.host_memory import device_memory
     from gpubuf.tuning import tune_device
     from gpubuf.tuning.files import caveat
+    from gpubuf.tuning.operations import jobs
     from gpubuf.tuning.report import notes, progress, table
-    from gpubuf.tuning.shapes import jobs
     from gpubuf.tuning.timing import DeviceError, GraphTimer, UnusableError
+    from gpubuf.tuning.workloads import Bench
 
     shapes = _shapes(options)
     device = torch.device(options["device"])
@@ -39,18 +40,17 @@ def run(options: dict[str, Any]) -> int:
     if device.index >= torch.cuda.device_count():
         raise UsageError(f"there is no {device}: there are {torch.cuda.device_count()} GPUs")
     thorough = options["thorough"]
+    # Rows to read, rows to write, and the tree or index of the capacity.
+    bench = Bench(shapes, device, memory=min(2**33, device_memory(device)[0] // 8))
     try:
         with torch.cuda.device(device), progress(len(jobs(shapes, thorough))) as show:
             tuned = tune_device(
-                shapes,
-                device,
+                bench,
+                GraphTimer(device, *((5e-3, 11) if thorough else (2e-3, 5))),
                 torch.cuda.get_device_name(device),
                 folder,
-                GraphTimer(device, *((5e-3, 11) if thorough else (2e-3, 5))),
                 thorough=thorough,
                 seconds=options["seconds"],
-                # Rows to read, rows to write, and the tree or index of the capacity.
-                memory=min(2**33, device_memory(device)[0] // 8),
                 show=show,
             )
     except (DeviceError, UnusableError) as error:
@@ -58,12 +58,12 @@ def run(options: dict[str, Any]) -> int:
         return 1
     except OSError as error:
         raise UsageError(f"the tuned file can't be written ({error}); name another folder with --out FOLDER") from error
-    tables.show(table(tuned.results, tuned.limits))
+    tables.show(table(tuned.results))
     for note in notes(tuned.results):
         print(note)
     print(
-        f"A copy on this GPU moves {tuned.limits.copy / 1e9:,.0f} GB/s, read and written; "
-        f"an empty kernel in a graph takes {1e6 * tuned.limits.launch:.2f} µs."
+        f"A copy on this GPU moves {tuned.made['copy_bytes_per_second'] / 1e9:,.0f} GB/s, read and written; "
+        f"an empty kernel in a graph takes {1e6 * tuned.made['launch_seconds']:.2f} µs."
     )
     print(f"Written: {tuned.path}. {caveat(tuned.path) or 'gpubuf goes by it from now on'}.")
     return 0

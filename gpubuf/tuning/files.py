@@ -12,7 +12,7 @@ from gpubuf import serialization
 from gpubuf.kernels import _tuned, config
 from gpubuf.kernels._spaces import SPACES
 from gpubuf.kernels._tuned import FORMAT, Point, read, slug, stamp
-from gpubuf.tuning.search import Result, Trial
+from gpubuf.tuning.search import Result
 
 
 def path_for(folder: Path, device_name: str) -> Path:
@@ -39,9 +39,16 @@ def save(folder: Path, device_name: str, results: Iterable[Result], made: Mappin
     points = {name: list(kept) for name, kept in read(path, SPACES, device_name).points.items()}
     for result in results:
         if result.chosen is not None:
-            new = Point(result.sizes, result.chosen.config, _measured(result.chosen, result.by_rule))
-            others = [other for other in points.get(result.job.operation, ()) if dict(other.sizes) != new.sizes]
-            points[result.job.operation] = [*others, new]
+            measured = {
+                name: {
+                    "us": round(1e6 * timing.seconds, 3),
+                    "us_by_rule": result.by_rule and round(1e6 * result.by_rule.timings[name].seconds, 3),
+                    "launches": timing.launches,
+                }
+                for name, timing in result.chosen.timings.items()
+            }
+            others = [other for other in points.get(result.job.operation, ()) if dict(other.sizes) != result.sizes]
+            points[result.job.operation] = [*others, Point(result.sizes, result.chosen.config, measured)]
     content = {
         "format": FORMAT,
         "device": device_name,
@@ -53,19 +60,6 @@ def save(folder: Path, device_name: str, results: Iterable[Result], made: Mappin
     serialization.replace(path, [(json.dumps(content, indent=1) + "\n").encode()])
     config.forget()
     return path
-
-
-def _measured(chosen: Trial, by_rule: Trial | None) -> dict[str, Any]:
-    """Microseconds a call of every workload: chosen, and by rule."""
-    return {
-        name: {
-            "us": round(1e6 * timing.seconds, 3),
-            "us_by_rule": None if by_rule is None else round(1e6 * by_rule.timings[name].seconds, 3),
-            "bytes": chosen.n_bytes[name],
-            "launches": timing.launches,
-        }
-        for name, timing in chosen.timings.items()
-    }
 
 
 def caveat(path: Path) -> str:

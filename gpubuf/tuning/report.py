@@ -7,47 +7,27 @@ import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from gpubuf.progress import ITEMS, can_show, progress_bar
 from gpubuf.tuning.search import Result
 
-HEADING = ("operation", "call", "configuration", "µs", "by rule", "bytes", "% of copy", "% of floor")
+HEADING = ("operation", "call", "configuration", "µs", "by rule", "launches")
 
 
-@dataclass(frozen=True)
-class Limits:
-    """The best that the device can do, measured.
-
-    Attributes:
-        copy: bytes a second that a copy on the device reads and writes.
-        launch: seconds of a kernel that does nothing, one of many in a graph.
-    """
-
-    copy: float
-    launch: float
-
-
-def table(results: Iterable[Result], limits: Limits) -> list[tuple[str, ...]]:
-    """A line for every call that was timed, under a heading.
-
-    "% of copy" is the share of the measured copy bandwidth that the bytes of the call amount to, "% of floor" the share
-    of its time that its launches would take if they did nothing.
-    """
+def table(results: Iterable[Result]) -> list[tuple[str, ...]]:
+    """A line for every call that was timed, under a heading."""
     lines: list[tuple[str, ...]] = [HEADING]
     for result in results:
         chosen, by_rule = result.chosen, result.by_rule
         if chosen is None:
-            lines.append((result.job.operation, str(result.job), "not tuned", "", "", "", "", ""))
+            lines.append((result.job.operation, str(result.job), "not tuned", "", "", ""))
             continue
         first = (result.job.operation, describe(chosen.config))
         for name, timing in chosen.timings.items():
-            n_bytes = chosen.n_bytes[name]
             rule = "" if by_rule is None else f"{1e6 * by_rule.timings[name].seconds:.2f}"
-            copied = f"{100 * n_bytes / timing.seconds / limits.copy:.1f}"
-            floor = "" if timing.launches is None else f"{100 * timing.launches * limits.launch / timing.seconds:.0f}"
-            lines.append((first[0], name, first[1], f"{1e6 * timing.seconds:.2f}", rule, f"{n_bytes:,}", copied, floor))
+            launches = "" if timing.launches is None else f"{timing.launches}"
+            lines.append((first[0], name, first[1], f"{1e6 * timing.seconds:.2f}", rule, launches))
             first = ("", "")
     return lines
 

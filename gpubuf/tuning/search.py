@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,8 +13,7 @@ from torch import Tensor
 
 from gpubuf.kernels import config
 from gpubuf.kernels._spaces import SPACES, FanOut
-from gpubuf.tuning.candidates import candidates
-from gpubuf.tuning.shapes import Job, Shapes
+from gpubuf.tuning.operations import SHARES, Job, candidates, rule
 from gpubuf.tuning.timing import Timer, Timing, UnusableError
 from gpubuf.tuning.workloads import Bench, Workload
 
@@ -24,11 +23,10 @@ MARGIN = 0.02
 
 @dataclass(frozen=True)
 class Trial:
-    """A configuration that was timed: of every workload, by name, the timing and the bytes that it has to move."""
+    """A configuration that was timed, and the timing of every workload, by name."""
 
     config: Any
     timings: dict[str, Timing] = field(hash=False)
-    n_bytes: dict[str, int] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,6 @@ class Result:
         sizes: the sizes that its configuration depends on, with the fan-out.
         rule: the configuration without a tuned file.
         trials: the configurations that were timed.
-        chosen: the best of them; None if there is none.
         rejected: configurations that can't be used, and why.
         untried: how many were left out for want of time.
     """
@@ -49,9 +46,13 @@ class Result:
     sizes: dict[str, int]
     rule: Any
     trials: tuple[Trial, ...]
-    chosen: Trial | None
     rejected: tuple[tuple[Any, str], ...]
     untried: int
+
+    @property
+    def chosen(self) -> Trial | None:
+        """The best of the trials; None if there is none."""
+        return choose(self.trials)
 
     @property
     def by_rule(self) -> Trial | None:
@@ -93,79 +94,46 @@ def disagreement(expected: Sequence[Tensor], found: Sequence[Tensor]) -> str:
     return ""
 
 
-#: Shares of the time: by how many kernels a configuration compiles, and how much depends on the choice.
-_WEIGHTS = dict.fromkeys(SPACES, 1) | {
-    "sum_tree": 8,
-    "trajectories": 6,
-    "sum_tree_update": 4,
-    "trajectories_update": 3,
-    "rows_copy": 3,
-    "sum_tree_draw": 2,
-    "trajectories_draw": 2,
-}
-
-
 def tune(
     todo: Sequence[Job],
-    shapes: Shapes,
     bench: Bench,
     timer: Timer,
     *,
     thorough: bool = False,
     budget: float = math.inf,
     clock: Callable[[], float] = time.monotonic,
-    keep: Callable[[Result], Any] = lambda result: None,
-) -> list[Result]:
-    """Tune all points, one after the other, each with its share of the time that is left.
+) -> Iterator[Result]:
+    """Tune all points, one after the other, each with its share of the time that is left. Yields every result at once.
 
     Args:
         todo: the points; the fan-out of a tree before what depends on it.
-        shapes: the user's sizes.
         bench: makes the workloads.
         timer: times them.
         thorough: try more configurations.
         budget: seconds for all. The rule's configuration of every point is timed in any case.
         clock: the time, in seconds.
-        keep: called with every result at once.
 
     Raises:
         gpubuf.tuning.timing.DeviceError: the device has stopped working.
     """
     end = clock() + budget
     fan_outs: dict[tuple[str, int], int] = {}
-    results = []
-    with config.by_rule():
-        for number, job in enumerate(todo):
-            now = clock()
-            share = _WEIGHTS[job.operation] / sum(_WEIGHTS[other.operation] for other in todo[number:])
-            deadline = now + (end - now) * share
-            sizes = _sizes(job, fan_outs)
-            tried = candidates(job.operation, sizes, shapes.steps(job.capacity), thorough)
-
-            def in_time(until: float = deadline) -> bool:
-                return clock() < until
-
-            result = _tune_job(job, sizes, tried, bench, timer, in_time)
-            if result.chosen is not None and isinstance(result.chosen.config, FanOut):
-                fan_outs[job.operation, job.capacity] = result.chosen.config.fan_out
-            results.append(result)
-            keep(result)
-    return results
+    for number, job in enumerate(todo):
+        now = clock()
+        share = SHARES[job.operation] / sum(SHARES[other.operation] for other in todo[number:])
+        sizes = dict(job.sizes)
+        if job.tree:
+            # Without a chosen fan-out it is the rule's.
+            sizes["fan_out"] = fan_outs.get((job.tree, sizes["capacity"]), rule(job.tree, sizes).fan_out)
+        tried = candidates(job.operation, sizes, thorough)
+        with config.by_rule():
+            result = _try_all(job, sizes, tried, bench, timer, lambda until=now + (end - now) * share: clock() < until)
+        if result.chosen is not None and isinstance(result.chosen.config, FanOut):
+            fan_outs[job.operation, sizes["capacity"]] = result.chosen.config.fan_out
+        yield result
 
 
-def _sizes(job: Job, fan_outs: dict[tuple[str, int], int]) -> dict[str, int]:
-    """The sizes that the configuration depends on. If no fan-out was chosen, it is the rule's."""
-    sizes = dict(job.sizes)
-    if job.tree is not None:
-        leaves = job.capacity
-        if job.tree == "trajectories":
-            envs = sizes.get("envs", 1)
-            leaves = config.index_words(-(-job.capacity // envs), envs)
-        sizes["fan_out"] = fan_outs.get((job.tree, job.capacity), config.tree_fan_out(leaves, "cuda"))
-    return {name: sizes[name] for name in SPACES[job.operation].sizes}
-
-
-def _tune_job(
+def _try_all(
     job: Job,
     sizes: dict[str, int],
     tried: Sequence[Any],
@@ -182,24 +150,26 @@ def _tune_job(
         if trials and not in_time():
             untried += 1
             continue
+        is_fan_out = isinstance(candidate, FanOut)
         try:
             # A tree is built anew for every fan-out; launches are tried on the same one.
-            if isinstance(candidate, FanOut) or not workloads:
+            if is_fan_out or not workloads:
                 workloads = []
-                workloads = bench.workloads(job, getattr(candidate, "fan_out", sizes.get("fan_out", 0)))
+                workloads = bench.workloads(job, candidate.fan_out if is_fan_out else sizes.get("fan_out", 0))
             timings = _timings(job.operation, candidate, workloads, timer, expected)
             spilled = next((timing.spilled for timing in timings.values() if timing.spilled), "")
             # The rule may spill, because it is the alternative; a fan-out too, because the launches on its tree are
             # the rule's, and still to be tuned.
-            if spilled and candidate != tried[0] and not isinstance(candidate, FanOut):
+            if spilled and candidate != tried[0] and not is_fan_out:
                 raise UnusableError(f"spills registers: {spilled}")
         except UnusableError as error:
             rejected.append((candidate, str(error)))
         except torch.OutOfMemoryError:
             rejected.append((candidate, "the GPU's memory does not suffice"))
         else:
-            trials.append(Trial(candidate, timings, {workload.name: workload.n_bytes for workload in workloads}))
-    return Result(job, sizes, tried[0], tuple(trials), choose(trials), tuple(rejected), untried)
+            trials.append(Trial(candidate, timings))
+    point = {name: sizes[name] for name in SPACES[job.operation].sizes}
+    return Result(job, point, tried[0], tuple(trials), tuple(rejected), untried)
 
 
 def _timings(
@@ -210,10 +180,9 @@ def _timings(
     Raises:
         UnusableError: it can't be used.
     """
-    # A fan-out is a property of the tree, not of the launch.
-    launch = {} if isinstance(candidate, FanOut) else {operation: candidate}
     timings = {}
-    with config.using(**launch):
+    # Trees are given their fan-out: for them this has no effect.
+    with config.using(**{operation: candidate}):
         for workload in workloads:
             timings[workload.name] = timer.time(workload.calls)
             try:

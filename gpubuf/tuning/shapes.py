@@ -1,16 +1,14 @@
-"""The sizes that a user has, and the points to tune that follow from them."""
+"""The sizes that a user has."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from gpubuf.data.storages.layout import Key
-from gpubuf.kernels import config
 
 #: A key of a row, its dtype, and its shape in one row.
 Entry = tuple[Key, torch.dtype, tuple[int, ...]]
@@ -24,27 +22,6 @@ TRANSITION: tuple[Entry, ...] = (
     (("next", "terminated"), torch.bool, (1,)),
 )
 """A row of a task from MuJoCo, the default."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """One point: an operation, and the sizes that its configuration is to be tuned for.
-
-    Attributes:
-        operation: a name of :data:`gpubuf.kernels._spaces.SPACES`.
-        capacity: rows of the buffer; 0 where it does not matter.
-        sizes: the sizes that the configuration depends on, except the fan-out.
-        tree: the tree whose fan-out the configuration depends on, ``"sum_tree"`` or ``"trajectories"``, or None.
-    """
-
-    operation: str
-    capacity: int
-    sizes: dict[str, int] = field(hash=False)
-    tree: str | None = None
-
-    def __str__(self) -> str:
-        sizes = ", ".join(f"{name} {value:,}" for name, value in self.sizes.items())
-        return f"{self.operation} ({sizes})"
 
 
 @dataclass(frozen=True)
@@ -88,9 +65,9 @@ class Shapes:
         """Numbers of an action: of the key of that name, or 6."""
         return next((math.prod(shape) for key, _, shape in self.row if key[-1] == "action"), 6) or 6
 
-    def steps(self, capacity: int) -> int:
-        """Steps of a ring of ``capacity`` rows."""
-        return -(-capacity // self.envs)
+    def slices(self, batch_size: int) -> int:
+        """Slices of a batch."""
+        return max(batch_size // self.slice_len, 1)
 
     def describe(self) -> dict[str, Any]:
         """As JSON has it."""
@@ -102,37 +79,3 @@ class Shapes:
             "envs": self.envs,
             "slice_len": self.slice_len,
         }
-
-
-def jobs(shapes: Shapes, thorough: bool = False) -> list[Job]:
-    """The points to tune, in order: the fan-out of a tree comes before what depends on it."""
-    found = [job for capacity in shapes.capacities for job in _tree_jobs(shapes, capacity, thorough)]
-    width = shapes.action_width
-    for n in shapes.batch_sizes:
-        found += [
-            Job("rows_copy", shapes.capacities[0], {"n_bytes": n * shapes.row_bytes, "n": n}),
-            Job("loss_rows", 0, {"n": n}),
-            Job("tanh_normal_sample", 0, {"n": n, "width": width}),
-            Job("tanh_normal_backward", 0, {"n": n * width}),
-        ]
-    # The headline comes first, so that it is what there is most time for.
-    order = ("sum_tree", "trajectories", "rows_copy", "sum_tree_update", "sum_tree_draw")
-    return sorted(found, key=lambda job: order.index(job.operation) if job.operation in order else len(order))
-
-
-def _tree_jobs(shapes: Shapes, capacity: int, thorough: bool) -> Iterator[Job]:
-    steps = shapes.steps(capacity)
-    yield Job("sum_tree", capacity, {"capacity": capacity})
-    # The rows of a step are marked. For a few rows there is little to choose.
-    marked = {shapes.envs} if thorough or shapes.envs >= 64 else set()
-    for n in sorted({*shapes.batch_sizes} | marked):
-        yield Job("sum_tree_update", capacity, {"n": n}, "sum_tree")
-    for n in shapes.batch_sizes:
-        yield Job("sum_tree_draw", capacity, {"n": n}, "sum_tree")
-    yield Job("trajectories", capacity, {"words": config.index_words(steps, shapes.envs)})
-    for n in sorted({min(n, steps) for n in ((1, 32, 1024) if thorough else (1, 32))}):
-        for by_id in (0, 1) if thorough else (0,):
-            sizes = {"n": n, "envs": shapes.envs, "by_id": by_id}
-            yield Job("trajectories_update", capacity, sizes, "trajectories")
-    for n in sorted({max(n // shapes.slice_len, 1) for n in shapes.batch_sizes}):
-        yield Job("trajectories_draw", capacity, {"n": n, "slice_len": shapes.slice_len}, "trajectories")

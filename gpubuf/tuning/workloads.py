@@ -8,7 +8,7 @@ used.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,9 +20,9 @@ from torch import Tensor
 from gpubuf.data.samplers.random_state import RandomState
 from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.data.storages.tensor_storage import TensorStorage
-from gpubuf.kernels import config, rows, sac, sum_tree, tanh_normal, td, trajectories
-from gpubuf.tuning.candidates import rule
-from gpubuf.tuning.shapes import Job, Shapes
+from gpubuf.kernels import config, rows, sac, tanh_normal, td, trajectories
+from gpubuf.tuning.operations import Job, steps_of
+from gpubuf.tuning.shapes import Shapes
 
 Call = Callable[[], Any]
 
@@ -37,14 +37,17 @@ class Workload:
     Attributes:
         name: of the call.
         calls: the same operation on other inputs each.
-        n_bytes: bytes that a call has to read and write at least.
-        result: the results of the operation, always from the same state.
+        compute: the operation, always from the same state.
     """
 
     name: str
-    calls: list[Call]
-    n_bytes: int
-    result: Callable[[], list[Tensor]]
+    calls: Sequence[Call]
+    compute: Call
+
+    def result(self) -> list[Tensor]:
+        """The results of the operation."""
+        found = self.compute()
+        return [found] if isinstance(found, Tensor) else list(found)
 
 
 class Bench:
@@ -59,7 +62,6 @@ class Bench:
 
     def __init__(self, shapes: Shapes, device: torch.device, rotations: int = 8, memory: int = 2**33) -> None:
         self.shapes, self.device, self.rotations, self.memory = shapes, device, rotations, memory
-        self.ends = sorted({min(shapes.batch_sizes), max(shapes.batch_sizes)})
         self._storages: dict[tuple[str, int], TensorStorage] = {}
 
     def workloads(self, job: Job, fan_out: int = 0) -> list[Workload]:
@@ -69,38 +71,38 @@ class Bench:
             job: the point.
             fan_out: of the tree that it works on.
         """
-        n = job.sizes.get("n", 0)
+        ends = sorted({min(self.shapes.batch_sizes), max(self.shapes.batch_sizes)})
+        n, capacity = job.sizes.get("n", 0), job.sizes.get("capacity", 0)
         match job.operation:
             case "rows_copy":
-                return self._copies(job.capacity, n)
+                return self._copies(capacity, n)
             case "sum_tree":
-                tree = self._tree(job.capacity, fan_out)
-                return [*(self._draws(tree, n) for n in self.ends), *(self._updates(tree, n) for n in self.ends)]
+                tree = self._tree(capacity, fan_out)
+                return [*(self._draws(tree, n) for n in ends), *(self._updates(tree, n) for n in ends)]
             case "sum_tree_update":
-                return [self._updates(self._tree(job.capacity, fan_out), n)]
+                return [self._updates(self._tree(capacity, fan_out), n)]
             case "sum_tree_draw":
-                return [self._draws(self._tree(job.capacity, fan_out), n)]
+                return [self._draws(self._tree(capacity, fan_out), n)]
             case "trajectories":
-                index = _Index(self, job.capacity, fan_out)
-                counts = sorted({max(n // self.shapes.slice_len, 1) for n in self.ends})
+                index = _Index(self, job.sizes, fan_out)
                 # Draws first: they need an index that is whole, which updates at other cursors do not leave behind.
-                return [*(index.draws(n) for n in counts), index.updates(1)]
+                return [*(index.draws(n) for n in sorted(set(map(self.shapes.slices, ends)))), index.updates(1)]
             case "trajectories_update":
-                return [_Index(self, job.capacity, fan_out, bool(job.sizes["by_id"])).updates(n)]
+                return [_Index(self, job.sizes, fan_out).updates(n)]
             case "trajectories_draw":
-                return [_Index(self, job.capacity, fan_out).draws(n)]
+                return [_Index(self, job.sizes, fan_out).draws(n)]
             case "tanh_normal_sample" | "tanh_normal_backward":
-                return [self._tanh_normal(n, job.operation)]
+                return [self._tanh_normal(n, job.operation == "tanh_normal_backward")]
             case "loss_rows":
                 return self._losses(n)
         raise ValueError(job.operation)
 
+    def _random(self, *shape: int, generator: torch.Generator) -> Tensor:
+        return torch.rand(shape, device=self.device, generator=generator)
+
     def _generator(self) -> torch.Generator:
         """The same random inputs at every call."""
         return torch.Generator(self.device).manual_seed(0)
-
-    def _random(self, *shape: int, generator: torch.Generator) -> Tensor:
-        return torch.rand(shape, device=self.device, generator=generator)
 
     # Rows
 
@@ -121,44 +123,37 @@ class Bench:
 
     def _copies(self, capacity: int, n: int) -> list[Workload]:
         """Gathers, samples and writes of ``n`` rows."""
-        generator, arena_bytes = self._generator(), n * self.shapes.row_bytes
+        generator = self._generator()
         # All batches of a graph are alive at once.
-        rotations = max(min(self.rotations, 2**31 // arena_bytes), 2)
+        rotations = max(min(self.rotations, 2**31 // (n * self.shapes.row_bytes)), 2)
         stored = self._storage("read", capacity)
         size, capacity = stored.layout.arena(n).n_bytes, stored.max_size
         indices = [torch.randint(capacity, (n,), device=self.device, generator=generator) for _ in range(rotations)]
         rng = RandomState(0, device=self.device)
-        gather: list[Call] = [
-            partial(rows.gather, stored.table, stored.ring, index, capacity, size) for index in indices
-        ]
+        gather = [partial(rows.gather, stored.table, stored.ring, index, capacity, size) for index in indices]
         sample = partial(rows.sample, stored.table, stored.ring, rng.state, n, capacity, size)
 
-        def gathered(call: Call) -> list[Tensor]:
+        def copied(arena: Tensor, *others: Tensor) -> list[Tensor]:
             # Only the keys: the gaps between them in the arena are not written.
-            arena, *others = call()
             return [*stored.layout.cut(arena, n), *others]
-
-        def sampled() -> list[Tensor]:
-            rng.manual_seed(0)
-            return gathered(sample)
 
         # Room for several batches, and more than any second-level cache holds.
         written = self._storage("written", max(4 * n, 2**28 // self.shapes.row_bytes))
-        sources = [[tensor.clone() for tensor in stored.layout.cut(call()[0], n)] for call in gather]
-        ring = written.ring.clone()
-        start = ring.clone()
-        extend: list[Call] = [partial(rows.extend, written.table, some, ring, n, written.max_size) for some in sources]
+        ring, start = written.ring.clone(), written.ring.clone()
+        extend = [
+            partial(rows.extend, written.table, [key.clone() for key in copied(call()[0])], ring, n, written.max_size)
+            for call in gather
+        ]
 
         def extended() -> list[Tensor]:
             ring.copy_(start)
             index = extend[0]()
-            arena, generation = rows.gather(written.table, ring, index, written.max_size, size)
-            return [index, generation, ring.clone(), *written.layout.cut(arena, n)]
+            return [index, ring.clone(), *copied(*rows.gather(written.table, ring, index, written.max_size, size))]
 
         return [
-            Workload(f"gather {n:,}", gather, 2 * arena_bytes + 16 * n, lambda: gathered(gather[0])),
-            Workload(f"sample {n:,}", [sample] * rotations, 2 * arena_bytes + 16 * n, sampled),
-            Workload(f"extend {n:,}", extend, 2 * arena_bytes + 8 * n, extended),
+            Workload(f"gather {n:,}", gather, lambda: copied(*gather[0]())),
+            Workload(f"sample {n:,}", [sample] * rotations, lambda: copied(*_seeded(rng, sample))),
+            Workload(f"extend {n:,}", extend, extended),
         ]
 
     # The sum tree
@@ -172,52 +167,36 @@ class Bench:
     def _updates(self, tree: SumTree, n: int) -> Workload:
         """Priorities of ``n`` rows; marks of new rows where ``n`` is no batch, but as many rows as a step writes."""
         mark, n, generator = n not in self.shapes.batch_sizes, min(n, tree.capacity), self._generator()
-        # Rows in random order, one from each of n parts: distinct where there are as many.
-        parts = [torch.randperm(n, device=self.device, generator=generator) for _ in range(self.rotations)]
-        indices = [
-            ((part + torch.rand(n, dtype=torch.float64, device=self.device, generator=generator)) * tree.capacity / n)
-            .long()
-            .clamp_(max=tree.capacity - 1)
-            for part in parts
-        ]
+        calls: list[Call] = []
+        touched = []
         # A maximum, so that new rows weigh the same whenever they are marked.
-        tree.update(indices[0][:1], 2.0)
-        calls: list[Call] = [
-            partial(tree.mark, index) if mark else partial(tree.update, index, self._random(n, generator=generator))
-            for index in indices
-        ]
-        touched = torch.cat(indices)
+        tree.update(torch.zeros(1, dtype=torch.int64, device=self.device), 2.0)
+        for _ in range(self.rotations):
+            # Rows in random order, one from each of n parts: distinct where there are as many.
+            part = torch.randperm(n, device=self.device, generator=generator)
+            place = part + torch.rand(n, dtype=torch.float64, device=self.device, generator=generator)
+            index = (place * tree.capacity / n).long().clamp_(max=tree.capacity - 1)
+            priority = () if mark else (self._random(n, generator=generator),)
+            calls.append(partial(tree.mark if mark else tree.update, index, *priority))
+            touched.append(index)
 
         def result() -> list[Tensor]:
             for call in calls:
                 call()
-            return [tree.leaves[touched], tree.nodes[:, -1].clone()]
+            return [tree.leaves[torch.cat(touched)], tree.nodes[:, -1].clone()]
 
-        n_bytes, count, child = n * (8 + 4 + 4), tree.capacity, 4
-        for _ in sum_tree.level_sizes(tree.capacity, tree.fan_out):
-            count = -(-count // tree.fan_out)
-            n_bytes += min(n, count) * (tree.fan_out * child + 24)
-            child = 24
-        return Workload(f"{'mark' if mark else 'update'} {n:,}", calls, n_bytes, result)
+        return Workload(f"{'mark' if mark else 'update'} {n:,}", calls, result)
 
     def _draws(self, tree: SumTree, n: int) -> Workload:
         rng = RandomState(0, device=self.device)
         draw = partial(tree.draw, n, rng)
-        inner = len(sum_tree.level_sizes(tree.capacity, tree.fan_out)) - 1
-        n_bytes = n * (tree.fan_out * (4 + 8 * inner) + 8 + 4)
-
-        def result() -> list[Tensor]:
-            rng.manual_seed(0)
-            return list(draw())
-
-        return Workload(f"draw {n:,}", [draw] * self.rotations, n_bytes, result)
+        return Workload(f"draw {n:,}", [draw] * self.rotations, partial(_seeded, rng, draw))
 
     # Losses
 
-    def _tanh_normal(self, n: int, operation: str) -> Workload:
+    def _tanh_normal(self, n: int, backward: bool) -> Workload:
         """``n`` actions, or the gradients of ``n`` numbers of actions."""
         width, generator = self.shapes.action_width, self._generator()
-        backward = operation == "tanh_normal_backward"
         n = max(n // width, 1) if backward else n
         grads = (self._random(n, width, generator=generator), self._random(n, generator=generator)) if backward else ()
         function = tanh_normal.sample_backward if backward else tanh_normal.sample
@@ -225,60 +204,47 @@ class Bench:
         for _ in range(self.rotations):
             inputs = [self._random(n, width, generator=generator) + 0.1 for _ in range(3)]
             calls.append(partial(function, *inputs, None, None, *grads, -1.0, 1.0, 1))
-        name = f"tanh-normal {'backward ' if backward else ''}{n:,} x {width}"
-        return Workload(name, calls, 4 * n * ((6 if backward else 4) * width + 1), lambda: list(calls[0]()))
+        return Workload(f"tanh-normal {'backward ' if backward else ''}{n:,} x {width}", calls, calls[0])
 
     def _losses(self, n: int) -> list[Workload]:
-        """The fused pieces of a loss over ``n`` rows."""
-        generator, critics = self._generator(), 2
+        """The fused pieces of a loss over ``n`` rows, with two critics."""
+        generator = self._generator()
         one = torch.ones(1, device=self.device)
         gamma = torch.full((1,), 0.99, dtype=torch.float64, device=self.device)
         terminated = self._random(n, generator=generator) < 0.01
-        rotating: list[list[Call]] = []
+        calls: dict[str, list[Call]] = {"target": [], "loss": [], "loss backward": [], "actor loss": []}
         for _ in range(self.rotations):
-            q = self._random(critics, n, generator=generator)
+            q = self._random(2, n, generator=generator)
             target, weight, log_prob = (self._random(n, generator=generator) for _ in range(3))
-            rotating.append(
-                [
-                    partial(td.soft_td_target, q, log_prob, one, target, terminated, gamma, None),
-                    partial(td.td_loss, q, target, weight, None, td.L2, td.MEAN),
-                    partial(td.td_loss_backward, one, q, target, weight, None, one, td.L2, td.MEAN),
-                    partial(sac.actor_loss, q, log_prob, one, None, None, td.MEAN),
-                ]
-            )
-        words = {
-            "target": critics + 3,
-            "loss": critics + 3,
-            "loss backward": 2 * critics + 2,
-            "actor loss": critics + 1,
-        }
+            calls["target"].append(partial(td.soft_td_target, q, log_prob, one, target, terminated, gamma, None))
+            calls["loss"].append(partial(td.td_loss, q, target, weight, None, td.L2, td.MEAN))
+            backward = partial(td.td_loss_backward, one, q, target, weight, None, one, td.L2, td.MEAN)
+            calls["loss backward"].append(backward)
+            calls["actor loss"].append(partial(sac.actor_loss, q, log_prob, one, None, None, td.MEAN))
+        return [Workload(f"{name} {n:,}", some, some[0]) for name, some in calls.items()]
 
-        def result(call: Call) -> list[Tensor]:
-            found = call()
-            return [found] if isinstance(found, Tensor) else list(found)
 
-        return [
-            Workload(f"{name} {n:,}", list(calls), 4 * n * moved, partial(result, calls[0]))
-            for (name, moved), calls in zip(words.items(), zip(*rotating, strict=True), strict=True)
-        ]
+def _seeded(rng: RandomState, draw: Call) -> Any:
+    """The same random draw every time."""
+    rng.manual_seed(0)
+    return draw()
 
 
 class _Index:
     """A trajectory index over a full ring, in which every environment's trajectories end at other steps."""
 
-    def __init__(self, bench: Bench, capacity: int, fan_out: int, by_id: bool = False) -> None:
+    def __init__(self, bench: Bench, sizes: dict[str, int], fan_out: int) -> None:
         device = bench.device
-        self.steps, self.envs, self.fan_out = bench.shapes.steps(capacity), bench.shapes.envs, fan_out
-        self.by_id, self.rotations = by_id, bench.rotations
+        self.steps, self.envs, self.fan_out = steps_of(sizes), sizes["envs"], fan_out
+        self.by_id, self.rotations = bool(sizes.get("by_id")), bench.rotations
         # Short trajectories count as well: a small ring may have no others.
         self.rule = trajectories.Rule(bench.shapes.slice_len)
         row = torch.arange(self.steps * self.envs, device=device)
         # As 37 steps lie between the ends of neighbours, no step ends all trajectories.
         place = row // self.envs + 37 * (row % self.envs)
-        signal = place // TRAJECTORY if by_id else place % TRAJECTORY == TRAJECTORY - 1
+        signal = place // TRAJECTORY if self.by_id else place % TRAJECTORY == TRAJECTORY - 1
         self.storage = TensorStorage(TensorDict({"signal": signal[:, None]}, [len(row)], device=device), device=device)
         self.ends, self.sums = trajectories.new_index(self.steps, self.envs, fan_out, device)
-        self.depth = len(trajectories.level_sizes(self.steps, self.envs, fan_out)) - 1
 
     def _ring(self, cursor: int) -> Tensor:
         """The counters of a full ring, in its second lap."""
@@ -292,15 +258,14 @@ class _Index:
 
     def _rebuild(self, ring: Tensor) -> None:
         """Index everything anew, by rule: the configuration being tried may be for single steps, and slow for all."""
-        sizes = {"fan_out": self.fan_out, "n": self.steps, "envs": self.envs, "by_id": int(self.by_id)}
-        with config.using(trajectories_update=rule("trajectories_update", sizes, self.steps)):
+        with config.by_rule():
             self._update(ring, self.steps)
 
     def updates(self, n: int) -> Workload:
         """Writes of ``n`` steps at cursors all over the ring."""
         n = min(n, self.steps)
         at = [self.steps * i // self.rotations for i in range(self.rotations)]
-        calls: list[Call] = [partial(self._update, self._ring(cursor), n) for cursor in at]
+        calls = [partial(self._update, self._ring(cursor), n) for cursor in at]
         before, after = self._ring(at[-1]), self._ring(at[-1] + n)
         weights = config.index_words(self.steps, self.envs)
 
@@ -310,10 +275,7 @@ class _Index:
             # Weights and the total: the sums between depend on the fan-out.
             return [self.ends.clone(), self.sums[:weights].clone(), self.sums[-1].clone()]
 
-        words = min(n // 64 + 2, -(-self.steps // 64))
-        signals = n * self.envs * (8 if self.by_id else 1)
-        n_bytes = signals + self.envs * (16 * words + 8 * (words + 1)) + 8 * self.fan_out * self.depth * words
-        return Workload(f"write {n:,} x {self.envs:,}", calls, n_bytes, result)
+        return Workload(f"write {n:,} x {self.envs:,}", calls, result)
 
     def draws(self, n: int) -> Workload:
         """Draws of ``n`` slices."""
@@ -323,10 +285,8 @@ class _Index:
         sizes = (n, self.steps, self.envs, self.fan_out, *self.rule)
         draw = partial(trajectories.draw, self.ends, self.sums, ring, rng.state, None, *sizes)
 
-        def result() -> list[Tensor]:
+        def result() -> Any:
             self._rebuild(ring)
-            rng.manual_seed(0)
-            return list(draw())
+            return _seeded(rng, draw)
 
-        n_bytes = n * (8 * self.fan_out * self.depth + 9 * self.rule.slice_len + 8)
-        return Workload(f"draw {n:,} x {self.rule.slice_len}", [draw] * self.rotations, n_bytes, result)
+        return Workload(f"draw {n:,} x {self.rule.slice_len}", [draw] * self.rotations, result)

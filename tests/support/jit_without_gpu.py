@@ -16,11 +16,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from gpubuf.kernels import _registry, config
+from gpubuf.kernels._spaces import SPACES
 from gpubuf.tuning._triton import empty_kernel
-from gpubuf.tuning.shapes import Shapes, jobs
+from gpubuf.tuning.operations import Job, candidates, jobs
+from gpubuf.tuning.shapes import Shapes
 from gpubuf.tuning.timing import launched
 from gpubuf.tuning.workloads import Bench
-from tests.support.tuning_setup import corners, first_of_each, in_force, with_fan_out
+from tests.support.tuning_setup import first_of_each
 
 SHAPES = Shapes((100_000,), (256, 4096), envs=64)
 SMALL = Shapes((100_000,), (256,))
@@ -42,6 +44,21 @@ class Driver:
         return torch.device("cpu")
 
 
+def bench(shapes: Shapes) -> Bench:
+    return Bench(shapes, torch.device("cpu"), rotations=2, memory=2**20)
+
+
+def corners(job: Job) -> list[Any]:
+    """The quick candidate with the largest tile and the fewest warps for it, and the opposite."""
+    sizes = job.sizes | {"fan_out": 32}
+
+    def size(made: Any) -> tuple[int, int]:
+        return SPACES[job.operation].tile(sizes, made), -getattr(made, "num_warps", 0)
+
+    tried = candidates(job.operation, sizes)
+    return [max(tried, key=size), min(tried, key=size)]
+
+
 def main() -> None:
     run = triton.JITFunction.run
 
@@ -53,18 +70,15 @@ def main() -> None:
     # Not triton_on_cpu(): that is for the interpreter, which computes something.
     _registry._triton_on_cpu = True
     launches = {}
-    device = torch.device("cpu")
     for job in jobs(SHAPES):
-        for workload in Bench(SHAPES, device, rotations=2, memory=2**20).workloads(job, 32):
+        for workload in bench(SHAPES).workloads(job, 32):
             with launched() as kernels:
                 workload.calls[0]()
             launches[f"{job.operation}: {workload.name}"] = len(kernels)
     for job in first_of_each(SMALL):
-        for made in corners(job, with_fan_out(job), SMALL.steps(job.capacity)):
-            with config.using(**in_force(job, made)):
-                for workload in Bench(SMALL, device, rotations=2, memory=2**20).workloads(
-                    job, getattr(made, "fan_out", 32)
-                ):
+        for made in corners(job):
+            with config.using(**{job.operation: made}):
+                for workload in bench(SMALL).workloads(job, getattr(made, "fan_out", 32)):
                     workload.calls[0]()
     empty_kernel[(1,)](torch.zeros(1))
     print(json.dumps(launches))

@@ -1,4 +1,4 @@
-"""For tests of `gpubuf tune`: a search whose timer is told the times, and the candidates that stand for all."""
+"""For tests of `gpubuf tune`: a search whose timer is told the times."""
 
 from __future__ import annotations
 
@@ -7,29 +7,38 @@ from typing import Any
 import torch
 
 from gpubuf.kernels import config
-from gpubuf.kernels._spaces import SPACES, DrawConfig, FanOut
-from gpubuf.tuning.candidates import candidates
+from gpubuf.kernels._spaces import DrawConfig
+from gpubuf.tuning.operations import Job, jobs
 from gpubuf.tuning.search import Result, tune
-from gpubuf.tuning.shapes import Job, Shapes, jobs
-from gpubuf.tuning.timing import Timing
+from gpubuf.tuning.shapes import Shapes
+from gpubuf.tuning.timing import Timing, UnusableError
 from gpubuf.tuning.workloads import Workload
+
+DRAW = Job("sum_tree_draw", {"capacity": 10**6, "n": 256})
+FAN_OUT = Job("sum_tree", {"capacity": 10**6})
+BLOCK = Job("loss_rows", {"n": 256})
+
+
+def in_force() -> Any:
+    """The configuration that is being tried."""
+    (made,) = config._explicit.values()
+    return made
 
 
 class FakeTimer:
     """Says what ``seconds`` says of the configuration in force; calls nothing."""
 
-    def __init__(self, seconds):
-        self.seconds = seconds
+    def __init__(self, seconds=lambda made: 1.0, launches=1):
+        self.seconds, self.launches = seconds, launches
         self.seen: list[Any] = []
 
     def time(self, calls):
-        (made,) = config._explicit.values() if config._explicit else [calls[0]()]
-        self.seen.append(made)
-        return Timing(self.seconds(made), 1)
+        self.seen.append(in_force())
+        return Timing(self.seconds(self.seen[-1]), self.launches)
 
 
 class FakeBench:
-    """A workload whose result is ``result`` of the configuration in force."""
+    """Two workloads, whose result is ``result`` of the configuration in force."""
 
     def __init__(self, result=lambda made: torch.zeros(3)):
         self.result = result
@@ -37,48 +46,21 @@ class FakeBench:
 
     def workloads(self, job, fan_out=0):
         self.fan_outs.append(fan_out)
-
-        def result():
-            made = next(iter(config._explicit.values()), FanOut(fan_out))
-            return [self.result(made)]
-
-        return [Workload(name, [lambda: FanOut(fan_out)], 100, result) for name in ("one", "two")]
+        return [Workload(name, [], lambda: self.result(in_force())) for name in ("one", "two")]
 
 
 def tuned(todo: list[Job], timer: FakeTimer, bench: FakeBench | None = None, **options: Any) -> list[Result]:
-    return tune(todo, Shapes(), bench or FakeBench(), timer, **options)
-
-
-DRAW = Job("sum_tree_draw", 10**6, {"n": 256}, "sum_tree")
-FAN_OUT = Job("sum_tree", 10**6, {"capacity": 10**6})
-BLOCK = Job("loss_rows", 0, {"n": 256})
+    return list(tune(todo, bench or FakeBench(), timer, **options))  # type: ignore[arg-type]
 
 
 def draw_seconds(best: DrawConfig):
     return lambda made: 1.0 + abs(made.block_draws - best.block_draws) + abs(made.num_warps - best.num_warps)
 
 
-def with_fan_out(job: Job, fan_out: int = 32) -> dict[str, int]:
-    """The sizes that the configuration of a job depends on."""
-    sizes = dict(job.sizes) | ({"fan_out": fan_out} if job.tree else {})
-    return {name: sizes[name] for name in SPACES[job.operation].sizes}
+def never(made: Any) -> float:
+    raise UnusableError("does not compile")
 
 
 def first_of_each(shapes: Shapes) -> list[Job]:
     """One job of every operation."""
     return list({job.operation: job for job in reversed(jobs(shapes))}.values())
-
-
-def corners(job: Job, sizes: dict[str, int], steps: int) -> list[Any]:
-    """The quick candidate with the largest tile and the fewest warps for it, and the opposite."""
-
-    def size(made: Any) -> tuple[int, int]:
-        return SPACES[job.operation].tile(sizes, made), -getattr(made, "num_warps", 0)
-
-    tried = candidates(job.operation, sizes, steps)
-    return [max(tried, key=size), min(tried, key=size)]
-
-
-def in_force(job: Job, made: Any) -> dict[str, Any]:
-    """For `config.using`: a fan-out is a property of the tree, not of the launch."""
-    return {} if isinstance(made, FanOut) else {job.operation: made}

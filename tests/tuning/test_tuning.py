@@ -16,12 +16,12 @@ import torch
 from gpubuf.kernels import _tuned, config
 from gpubuf.kernels._spaces import SPACES, DrawConfig, FanOut
 from gpubuf.kernels.trajectories._launch import run_bounds
-from gpubuf.tuning.candidates import candidates, rule
+from gpubuf.tuning.operations import candidates, jobs, rule
 from gpubuf.tuning.report import notes
-from gpubuf.tuning.search import MARGIN, Result, Trial, choose, disagreement
-from gpubuf.tuning.shapes import Shapes, jobs
-from gpubuf.tuning.timing import Timing, UnusableError
-from tests.support.tuning_setup import BLOCK, DRAW, FAN_OUT, FakeBench, FakeTimer, draw_seconds, tuned, with_fan_out
+from gpubuf.tuning.search import MARGIN, Trial, choose, disagreement, tune
+from gpubuf.tuning.shapes import Shapes
+from gpubuf.tuning.timing import Timing
+from tests.support.tuning_setup import BLOCK, DRAW, FAN_OUT, FakeBench, FakeTimer, draw_seconds, never, tuned
 
 LARGE = Shapes((10**6, 6 * 10**8), (1, 256, 100_000), envs=4096, slice_len=100)
 
@@ -59,11 +59,12 @@ class TestShapes:
         """Every operation, every size once, the fan-out of a tree before what depends on it."""
         found = jobs(shapes, thorough)
         assert {job.operation for job in found} == SPACES.keys()
-        assert len({str(job) + str(job.capacity) for job in found}) == len(found)
+        assert len(set(map(str, found))) == len(found)
         for number, job in enumerate(found):
             assert set(SPACES[job.operation].sizes) <= {*job.sizes, *(["fan_out"] if job.tree else [])}
             if job.tree:
-                assert (job.tree, job.capacity) in [(before.operation, before.capacity) for before in found[:number]]
+                trees = [(before.operation, before.sizes.get("capacity")) for before in found[:number]]
+                assert (job.tree, job.sizes["capacity"]) in trees
         for operation in ("sum_tree_draw", "rows_copy", "loss_rows"):
             assert {job.sizes["n"] for job in found if job.operation == operation} == set(shapes.batch_sizes)
 
@@ -82,17 +83,18 @@ class TestCandidates:
     @pytest.mark.parametrize("thorough", [False, True])
     def test_all_can_be_run(self, shapes, fan_out, thorough):
         for job in jobs(shapes, thorough):
-            sizes = with_fan_out(job, fan_out)
-            tried = candidates(job.operation, sizes, shapes.steps(job.capacity), thorough)
+            sizes, space = job.sizes | {"fan_out": fan_out}, SPACES[job.operation]
+            tried = candidates(job.operation, sizes, thorough)
             assert len(set(tried)) == len(tried)
-            assert tried[0] == rule(job.operation, sizes, shapes.steps(job.capacity))
+            assert tried[0] == rule(job.operation, sizes)
             # The rule's own may be larger than what is worth trying, with a fan-out that nobody would choose.
             for made in tried[1:]:
-                assert not _tuned.invalid(SPACES[job.operation], sizes, dataclasses.asdict(made))
+                point = {name: sizes[name] for name in space.sizes}
+                assert not _tuned.invalid(space, point, dataclasses.asdict(made))
 
     def test_the_rule_is_that_of_the_launchers(self):
-        sizes = {"fan_out": 32, "n": 1, "envs": 4096, "by_id": 1}
-        assert rule("trajectories_update", sizes, 250) == config.index_update(32, 1, run_bounds(1, (4,))[0], 4096, True)
+        sizes = {"fan_out": 32, "n": 1, "envs": 4096, "by_id": 1, "capacity": 250 * 4096}
+        assert rule("trajectories_update", sizes) == config.index_update(32, 1, run_bounds(1, (4,))[0], 4096, True)
         assert rule("rows_copy", {"n_bytes": 2**21}) == config.rows_copy(2**21)
 
     def test_quick_ones_change_one_field(self):
@@ -175,7 +177,7 @@ class TestSearch:
         assert result.sizes == {"fan_out": 32, "n": 256}
         assert result.rule == DrawConfig(4, 1)
         assert result.by_rule is result.trials[0]
-        assert result.chosen.n_bytes == {"one": 100, "two": 100}
+        assert result.chosen.timings.keys() == {"one", "two"}
         assert not result.rejected
         # Both workloads of every candidate were timed with it in force.
         tried = candidates("sum_tree_draw", result.sizes)
@@ -193,13 +195,9 @@ class TestSearch:
 
     @pytest.mark.parametrize("failing", [DrawConfig(8, 1), DrawConfig(4, 1)], ids=["another", "the rule's"])
     def test_what_does_not_run_is_left_out(self, failing):
-        def seconds(made):
-            if made == failing:
-                raise UnusableError("spills registers")
-            return draw_seconds(failing)(made)
-
-        (result,) = tuned([DRAW], FakeTimer(seconds))
-        assert result.rejected == ((failing, "spills registers"),)
+        seconds = draw_seconds(failing)
+        (result,) = tuned([DRAW], FakeTimer(lambda made: never(made) if made == failing else seconds(made)))
+        assert result.rejected == ((failing, "does not compile"),)
         assert result.chosen is not None
         assert result.chosen.config != failing
         assert failing not in [trial.config for trial in result.trials]
@@ -223,28 +221,30 @@ class TestSearch:
             assert result.chosen.config == spilling
             assert notes([result]) == [f"{job}: spills registers: kernel 12"] * 2
 
-    def test_what_gives_other_results_is_left_out(self):
+    @pytest.mark.parametrize(
+        ("error", "reason"),
+        [
+            (None, "one: 3 of 3 elements of a result differ from the rule's"),
+            (RuntimeError("out of resources\nmore"), "one: RuntimeError: out of resources"),
+        ],
+    )
+    def test_what_gives_other_results_or_errors_is_left_out(self, error, reason):
         wrong = DrawConfig(8, 1)
-        bench = FakeBench(lambda made: torch.full((3,), float(made == wrong)))
-        (result,) = tuned([DRAW], FakeTimer(draw_seconds(wrong)), bench)
-        assert [made for made, _ in result.rejected] == [wrong]
-        assert "3 of 3 elements" in result.rejected[0][1]
 
-    def test_errors_of_results_count_as_failures(self):
         def result(made):
-            if made == DrawConfig(8, 1):
-                raise RuntimeError("out of resources\nmore")
-            return torch.zeros(3)
+            if error and made == wrong:
+                raise error
+            return torch.full((3,), float(made == wrong))
 
-        (found,) = tuned([DRAW], FakeTimer(draw_seconds(DrawConfig(8, 1))), FakeBench(result))
-        assert found.rejected == ((DrawConfig(8, 1), "one: RuntimeError: out of resources"),)
+        (found,) = tuned([DRAW], FakeTimer(draw_seconds(wrong)), FakeBench(result))
+        assert found.rejected == ((wrong, reason),)
 
     def test_too_little_memory(self):
         class Full(FakeBench):
             def workloads(self, job, fan_out=0):
                 raise torch.OutOfMemoryError("8 GiB")
 
-        fan_out, draw = tuned([FAN_OUT, DRAW], FakeTimer(lambda made: 1.0), Full())
+        fan_out, draw = tuned([FAN_OUT, DRAW], FakeTimer(), Full())
         assert fan_out.chosen is draw.chosen is None
         assert {reason for _, reason in fan_out.rejected} == {"the GPU's memory does not suffice"}
         assert draw.sizes["fan_out"] == 32, "the rule's"
@@ -265,18 +265,13 @@ class TestSearch:
         assert [len(result.trials) for result in results] == [1, 1]
         assert all(result.chosen is not None for result in results)
 
-    def test_results_are_kept_one_by_one(self):
-        kept: list[Result] = []
-
-        def seconds(made):
-            if kept:
-                raise KeyboardInterrupt
-            return 1.0
-
-        with pytest.raises(KeyboardInterrupt):
-            tuned([BLOCK, DRAW], FakeTimer(seconds), keep=kept.append)
-        assert [result.job for result in kept] == [BLOCK]
+    def test_results_come_one_by_one(self):
+        """Between them nothing is in force."""
+        results = tune([BLOCK, DRAW], FakeBench(), FakeTimer())  # type: ignore[arg-type]
+        assert next(results).job == BLOCK
         assert not config._explicit
+        assert config._use_files
+        assert next(results).job == DRAW
 
     def test_tuned_files_have_no_say(self, monkeypatch):
         """Fan-outs are compared by rule: an older file must not favour one of them."""

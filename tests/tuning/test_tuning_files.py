@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
 import pytest
@@ -10,11 +9,10 @@ import pytest
 from gpubuf.kernels import _tuned, config
 from gpubuf.kernels._spaces import SPACES, BlockConfig, DrawConfig
 from gpubuf.tuning.files import caveat, path_for, save
-from gpubuf.tuning.report import HEADING, Limits, notes, table
+from gpubuf.tuning.operations import Job
+from gpubuf.tuning.report import HEADING, notes, table
 from gpubuf.tuning.search import Result
-from gpubuf.tuning.shapes import Job
-from gpubuf.tuning.timing import UnusableError
-from tests.support.tuning_setup import BLOCK, DRAW, FakeTimer, draw_seconds, tuned
+from tests.support.tuning_setup import BLOCK, DRAW, FakeTimer, draw_seconds, never, tuned
 
 
 class TestFiles:
@@ -34,13 +32,13 @@ class TestFiles:
         assert not found.problems
         assert found.made == {"date": "today"}
         (point,) = found.points["sum_tree_draw"]
-        assert point.measured["one"] == {"us": 1e6, "us_by_rule": 5e6, "bytes": 100, "launches": 1}
+        assert point.measured["one"] == {"us": 1e6, "us_by_rule": 5e6, "launches": 1}
         assert [other.name for other in folder.iterdir()] == [path.name], "no temporary file is left"
         assert path.stat().st_mode & 0o777 == 0o644
 
     def test_points_for_other_sizes_stay(self, tmp_path):
         save(tmp_path, self.DEVICE, self.results(), {})
-        more = Job("sum_tree_draw", 10**6, {"n": 4096}, "sum_tree")
+        more = Job("sum_tree_draw", DRAW.sizes | {"n": 4096})
         save(tmp_path, self.DEVICE, self.results(lambda made: 1.0, (more, BLOCK)), {})
         assert config.tree_draw(32, 256, self.DEVICE, tmp_path) == DrawConfig(8, 1)
         assert config.loss_rows(256, self.DEVICE, tmp_path) == BlockConfig(256, 4)
@@ -60,9 +58,6 @@ class TestFiles:
         assert config.tree_draw(32, 256, self.DEVICE, tmp_path) == DrawConfig(8, 1)
 
     def test_what_was_not_tuned_is_not_written(self, tmp_path):
-        def never(made):
-            raise UnusableError("no")
-
         path = save(tmp_path, self.DEVICE, self.results(never), {})
         assert json.loads(path.read_text())["points"] == {}
 
@@ -82,36 +77,27 @@ class TestFiles:
 class TestReport:
     def test_table(self):
         results = tuned([DRAW, BLOCK], FakeTimer(lambda made: 2e-6 if made == DrawConfig(4, 1) else 1e-6))
-        lines = table(results, Limits(copy=1e9, launch=0.25e-6))
+        lines = table(results)
         assert lines[0] == HEADING
-        assert lines[1] == ("sum_tree_draw", "one", "block_draws 8, num_warps 1", "1.00", "2.00", "100", "10.0", "25")
+        assert lines[1] == ("sum_tree_draw", "one", "block_draws 8, num_warps 1", "1.00", "2.00", "1")
         assert lines[2][:3] == ("", "two", "")
         assert len(lines) == 5
         assert {len(line) for line in lines} == {len(HEADING)}
 
     def test_what_is_not_known_is_not_shown(self):
         def seconds(made):
-            if made == DrawConfig(4, 1):
-                raise UnusableError("spills")
-            return 1.0
+            return never(made) if made == DrawConfig(4, 1) else 1.0
 
-        class Silent(FakeTimer):
-            def time(self, calls):
-                return dataclasses.replace(super().time(calls), launches=None)
-
-        lines = table(tuned([DRAW], Silent(seconds)), Limits(1.0, 1.0))
-        assert lines[1][4] == lines[1][7] == ""
+        lines = table(tuned([DRAW], FakeTimer(seconds, launches=None)))
+        assert lines[1][4:] == ("", "")
 
     def test_what_was_not_tuned_is_named(self):
-        def never(made):
-            raise UnusableError("does not compile")
-
         results = tuned([DRAW], FakeTimer(never))
-        assert table(results, Limits(1.0, 1.0))[1][:3] == ("sum_tree_draw", "sum_tree_draw (n 256)", "not tuned")
+        assert table(results)[1][:3] == ("sum_tree_draw", str(DRAW), "not tuned")
         (note,) = notes(results)
-        assert note.startswith("sum_tree_draw (n 256): block_draws 4, num_warps 1; ")
+        assert note.startswith("sum_tree_draw (capacity 1,000,000, n 256): block_draws 4, num_warps 1; ")
         assert note.endswith(": does not compile")
 
     def test_what_there_was_no_time_for(self):
-        (result,) = tuned([BLOCK], FakeTimer(lambda made: 1.0), budget=-1.0)
+        (result,) = tuned([BLOCK], FakeTimer(), budget=-1.0)
         assert notes([result]) == ["loss_rows (n 256): 4 configurations not tried for want of time"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -15,10 +16,11 @@ from gpubuf.cli import main
 from gpubuf.kernels import _tuned, config
 from gpubuf.kernels._registry import triton_on_cpu
 from gpubuf.kernels._spaces import SPACES
-from gpubuf.tuning import timing
-from gpubuf.tuning.candidates import rule
+from gpubuf.tuning import report, timing
+from gpubuf.tuning.operations import Job, jobs, rule
+from gpubuf.tuning.report import table
 from gpubuf.tuning.search import disagreement, tune
-from gpubuf.tuning.shapes import Job, Shapes, jobs
+from gpubuf.tuning.shapes import Shapes
 from gpubuf.tuning.timing import DeviceError, GraphTimer, Timing, UnusableError
 from gpubuf.tuning.workloads import Bench
 from tests.support.tuning_setup import first_of_each
@@ -32,6 +34,7 @@ ROW = (
     (("nothing",), torch.float32, (0,)),
 )
 SHAPES = Shapes((300,), (8,), ROW, envs=2, slice_len=2)
+SPECS = ("--spec=x=3:float32", "--spec=next.done=1:bool", "--spec=p=5:uint8", "--spec=nothing=0:float32")
 
 
 class CountingTimer:
@@ -46,40 +49,13 @@ class CountingTimer:
         return Timing(self.seconds, 1)
 
 
-def test_a_whole_tuning(tmp_path):
-    """Every operation, every quick candidate, and the file that comes of it."""
-    shown = []
-    with triton_on_cpu():
-        sizes = {"memory": 2**12, "rotations": 2, "copied": 1024}
-        tuned = tuning.tune_device(
-            SHAPES, CPU, DEVICE, tmp_path, CountingTimer(), seconds=0, show=shown.append, **sizes
-        )
-    assert [result.job for result in tuned.results] == jobs(SHAPES)
-    assert shown == tuned.results
-    for result in tuned.results:
-        # The results of every candidate are those of the rule's.
-        assert not result.rejected
-        assert result.chosen is not None
-        assert result.chosen == result.trials[-1]
-        assert set(result.chosen.n_bytes) == set(result.chosen.timings)
-        assert all(n_bytes > 0 for n_bytes in result.chosen.n_bytes.values())
-        # The file is in use from now on.
-        found = config.tuned(result.job.operation, DEVICE, tmp_path, **result.sizes)
-        assert found == result.chosen.config
-    assert tuned.path.parent == tmp_path
-    content = json.loads(tuned.path.read_text())
-    assert content["points"].keys() == SPACES.keys()
-    assert content["made"]["mode"] == "quick"
-    assert not _tuned.read(tuned.path, SPACES, DEVICE).problems
-
-
-MARK = Job("sum_tree_update", 300, {"n": 2}, "sum_tree")  # two rows are no batch: they are marked
+MARK = Job("sum_tree_update", {"capacity": 300, "n": 2})  # two rows are no batch: they are marked
 
 
 def test_every_quick_candidate_of_a_mark():
     """The shapes above have too few environments for a point of their own."""
     with triton_on_cpu():
-        (result,) = tune([MARK], SHAPES, Bench(SHAPES, CPU, 2, 2**12), CountingTimer())
+        (result,) = tune([MARK], Bench(SHAPES, CPU, 2, 2**12), CountingTimer())
     assert not result.rejected
     assert len(result.trials) > 5
 
@@ -105,16 +81,6 @@ def test_buffers_smaller_than_a_batch(job):
         assert not disagreement(once, again)
 
 
-def test_a_wrong_kernel_is_found_out():
-    """What the comparison is for: a copy that leaves out a row."""
-    job = next(job for job in jobs(SHAPES) if job.operation == "rows_copy")
-    gather, *_ = Bench(SHAPES, CPU, 2).workloads(job)
-    expected = gather.result()
-    broken = [tensor.clone() for tensor in expected]
-    broken[0][3] += 1
-    assert disagreement(expected, broken)
-
-
 def test_large_buffers_are_represented_by_a_part():
     bench = Bench(Shapes((10**12,), (8,), ROW), CPU, 2, memory=2**12)
     job = next(job for job in jobs(bench.shapes) if job.operation == "rows_copy")
@@ -126,15 +92,13 @@ def test_index_rebuilds_go_by_the_rule(monkeypatch):
     """A configuration for single steps would make one program do all of a large ring."""
     job = next(job for job in jobs(SHAPES) if job.operation == "trajectories_update")
     (work,) = Bench(SHAPES, CPU, 2).workloads(job, 16)
-    sizes = {"fan_out": 16, "n": 150, "envs": 2, "by_id": 0}
-    due, seen = rule("trajectories_update", sizes, 150), []
-    tried = rule("trajectories_update", sizes | {"n": 1}, 150)
-    chosen = config.index_update
+    due, tried = (rule("trajectories_update", job.sizes | {"fan_out": 16, "n": n}) for n in (150, 1))
+    seen, chosen = [], config.index_update
     monkeypatch.setattr(config, "index_update", lambda *a: seen.append((a[1], chosen(*a))) or seen[-1][1])
     with triton_on_cpu(), config.using(trajectories_update=tried):
         work.result()
-    # Asked for its rule, then launched by it; and the step as it is being tried.
-    assert seen == [(150, due), (150, due), (1, tried)]
+    # The step is launched as it is being tried.
+    assert seen == [(150, due), (1, tried)]
     assert due != tried
 
 
@@ -145,14 +109,12 @@ class FakeCuda:
     """The parts of torch.cuda that the timer uses. A call in a graph takes a microsecond."""
 
     def __init__(self):
-        self.clock, self.broken, self.graph, self.streams = 0.0, False, None, 0
+        self.clock, self.broken, self.graph, self.stream = 0.0, False, None, MagicMock()
+        self.Stream = self.current_stream = MagicMock()
 
     def synchronize(self, device=None):
         if self.broken:
             raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
-
-    def Stream(self, device=None):  # noqa: N802
-        return SimpleNamespace(wait_stream=lambda other: None, synchronize=self.synchronize)
 
     def Event(self, enable_timing):  # noqa: N802
         event = SimpleNamespace(synchronize=self.synchronize)
@@ -171,11 +133,6 @@ class FakeCuda:
         yield
         self.graph = None
 
-    @contextlib.contextmanager
-    def stream(self, stream):
-        self.streams += 1
-        yield
-
     def recorded(self, numbers, number):
         """A call that says whether it runs eagerly or in a graph."""
 
@@ -191,10 +148,9 @@ class FakeCuda:
 @pytest.fixture
 def cuda(monkeypatch):
     fake = FakeCuda()
-    for name in ("Stream", "Event", "CUDAGraph", "stream", "synchronize"):
+    for name in ("Stream", "Event", "CUDAGraph", "stream", "synchronize", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
     monkeypatch.setattr(torch.cuda, "graph", fake.capture)
-    monkeypatch.setattr(torch.cuda, "current_stream", fake.Stream)
     return fake
 
 
@@ -207,7 +163,7 @@ class TestGraphTimer:
         eager, captured = numbers[:4], numbers[4:]
         assert eager == [(i, False) for i in range(4)], "all are compiled before the capture"
         assert captured == [(i, True) for _ in range(3) for i in range(4)], "whole rounds, at least ten calls"
-        assert cuda.streams == 1
+        cuda.stream.assert_called_once()
         # One replay to warm up, one to find out how many, then three times about a millisecond.
         assert cuda.clock == pytest.approx(12e-6 * 2 + 3 * 12e-6 * round(1e-3 / 12e-6))
 
@@ -272,41 +228,57 @@ class TestCommand:
             monkeypatch.setattr(torch.cuda, name, fake)
         asked = []
 
-        def tune_device(shapes, device, device_name, folder, timer, **options):
-            asked.append((shapes, device, device_name, folder, options))
-            smaller = options | {"memory": 2**12, "rotations": 2, "copied": 1024, "seconds": 1e-9}
-            return real(shapes, CPU, device_name, folder, CountingTimer(), **smaller)
+        def tune_device(bench, timer, device_name, folder, **options):
+            asked.append((bench, folder, dict(options)))
+            return real(
+                Bench(bench.shapes, CPU, 2, 2**12), CountingTimer(), device_name, folder, **options, copied=1024
+            )
 
         real = tuning.tune_device
         monkeypatch.setattr(tuning, "tune_device", tune_device)
         with triton_on_cpu():
             yield asked
 
-    OPTIONS = ("--capacity=300", "--batch-size=8", "--spec=x=3:float32", "--envs=2", "--slice-len=2")
+    OPTIONS = ("--capacity=300", "--batch-size=8", "--envs=2", "--slice-len=2", *SPECS)
 
-    def test_table_and_file(self, gpu, capsys, tmp_path):
-        assert main(["tune", *self.OPTIONS]) == 0
-        ((shapes, device, name, folder, options),) = gpu
-        assert shapes == Shapes((300,), (8,), ((("x",), torch.float32, (3,)),), 2, 2)
-        assert (str(device), name, folder) == ("cuda:0", DEVICE, tmp_path / "gpubuf" / "tuned")
-        assert options["memory"] == 2**31
-        assert (options["thorough"], options["seconds"]) == (False, None)
+    def test_a_whole_tuning(self, gpu, capsys, tmp_path, monkeypatch):
+        """Every operation, every quick candidate, the file that comes of it, and the table."""
+        results = []
+        monkeypatch.setattr(report, "table", lambda found: results.extend(found) or table(found))
+        assert main(["tune", *self.OPTIONS, "--seconds=0"]) == 0
+        ((bench, folder, options),) = gpu
+        assert (bench.shapes, str(bench.device), bench.memory) == (SHAPES, "cuda:0", 2**31)
+        assert folder == tmp_path / "gpubuf" / "tuned"
+        assert (options["thorough"], options["seconds"]) == (False, 0.0)
+        assert [result.job for result in results] == jobs(SHAPES)
+        for result in results:
+            # The results of every candidate are those of the rule's.
+            assert not result.rejected
+            assert result.chosen is not None
+            assert result.chosen == result.trials[-1]
+            # The file is in use from now on.
+            assert config.tuned(result.job.operation, DEVICE, **result.sizes) == result.chosen.config
+        path = folder / "a-gpu-of-paper.json"
+        content = json.loads(path.read_text())
+        assert content["points"].keys() == SPACES.keys()
+        assert content["made"]["mode"] == "quick"
+        assert not _tuned.read(path, SPACES, DEVICE).problems
         said = capsys.readouterr()
-        # A line for each point; there was time for the rule's configuration alone.
-        n_points = len(jobs(shapes))
-        assert said.err.count("\n") == n_points
-        assert f"{n_points}/{n_points} " in said.err
-        assert said.err.count("(1 of ") == n_points
+        assert said.err.count("\n") == len(results)
+        assert f"{len(results)}/{len(results)} " in said.err
         assert all(operation in said.out for operation in SPACES)
-        assert "% of floor" in said.out
-        assert "not tried for want of time" in said.out
-        assert f"Written: {folder / 'a-gpu-of-paper.json'}. gpubuf goes by it from now on." in said.out
+        assert "launches" in said.out
+        assert f"Written: {path}. gpubuf goes by it from now on." in said.out
 
     def test_another_folder(self, gpu, capsys, tmp_path):
-        assert main(["tune", *self.OPTIONS, "--out", str(tmp_path / "here"), "--seconds", "5", "--thorough"]) == 0
+        """There is time for the rule's configurations alone."""
+        assert main(["tune", *self.OPTIONS, "--out", str(tmp_path / "here"), "--seconds=1e-9", "--thorough"]) == 0
         assert (tmp_path / "here" / "a-gpu-of-paper.json").exists()
-        assert "reads tuned files from" in capsys.readouterr().out
-        assert (gpu[0][4]["thorough"], gpu[0][4]["seconds"]) == (True, 5.0)
+        said = capsys.readouterr()
+        assert said.err.count("(1 of ") == said.err.count("\n")
+        assert "not tried for want of time" in said.out
+        assert "reads tuned files from" in said.out
+        assert (gpu[0][2]["thorough"], gpu[0][2]["seconds"]) == (True, 1e-9)
 
     @pytest.mark.parametrize(
         ("wrong", "said"),
