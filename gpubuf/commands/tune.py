@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from pathlib import Path
 from typing import Any
 
 from gpubuf.train.config import UsageError
+
+QUICK_SECONDS = 90.0
+THOROUGH_SECONDS = 1800.0
 
 
 def run(options: dict[str, Any]) -> int:
@@ -25,12 +29,10 @@ def run(options: dict[str, Any]) -> int:
 
     from gpubuf import tables
     from gpubuf.data.storages.host_memory import device_memory
-    from gpubuf.tuning import tune_device
-    from gpubuf.tuning.files import caveat
+    from gpubuf.tuning import files, timing, workloads
     from gpubuf.tuning.operations import jobs
     from gpubuf.tuning.report import notes, progress, table
-    from gpubuf.tuning.timing import DeviceError, GraphTimer, UnusableError
-    from gpubuf.tuning.workloads import Bench
+    from gpubuf.tuning.search import tune
 
     shapes = _shapes(options)
     device = torch.device(options["device"])
@@ -39,33 +41,36 @@ def run(options: dict[str, Any]) -> int:
     device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     if device.index >= torch.cuda.device_count():
         raise UsageError(f"there is no {device}: there are {torch.cuda.device_count()} GPUs")
-    thorough = options["thorough"]
+    thorough, seconds = options["thorough"], options["seconds"]
+    if seconds is None:
+        seconds = THOROUGH_SECONDS if thorough else QUICK_SECONDS
+    todo = jobs(shapes, thorough)
+    timer = timing.GraphTimer(device, *((5e-3, 11) if thorough else (2e-3, 5)))
     # Rows to read, rows to write, and the tree or index of the capacity.
-    bench = Bench(shapes, device, memory=min(2**33, device_memory(device)[0] // 8))
+    bench = workloads.Bench(shapes, device, memory=min(2**33, device_memory(device)[0] // 8))
+    results = []
     try:
-        with torch.cuda.device(device), progress(len(jobs(shapes, thorough))) as show:
-            tuned = tune_device(
-                bench,
-                GraphTimer(device, *((5e-3, 11) if thorough else (2e-3, 5))),
-                torch.cuda.get_device_name(device),
-                folder,
-                thorough=thorough,
-                seconds=options["seconds"],
-                show=show,
-            )
-    except (DeviceError, UnusableError) as error:
+        with torch.cuda.device(device), progress(len(todo)) as show:
+            device_name, made = torch.cuda.get_device_name(device), files.heading(shapes, thorough, timer, device)
+            # A folder that can't be written to shows now, not after hours of work.
+            path = files.save(folder, device_name, [], made)
+            for result in tune(todo, bench, timer, thorough=thorough, budget=seconds or math.inf):
+                files.save(folder, device_name, [result], made)
+                show(result)
+                results.append(result)
+    except (timing.DeviceError, timing.UnusableError) as error:
         print(f"gpubuf tune: {error}", file=sys.stderr)
         return 1
     except OSError as error:
         raise UsageError(f"the tuned file can't be written ({error}); name another folder with --out FOLDER") from error
-    tables.show(table(tuned.results))
-    for note in notes(tuned.results):
+    tables.show(table(results))
+    for note in notes(results):
         print(note)
     print(
-        f"A copy on this GPU moves {tuned.made['copy_bytes_per_second'] / 1e9:,.0f} GB/s, read and written; "
-        f"an empty kernel in a graph takes {1e6 * tuned.made['launch_seconds']:.2f} µs."
+        f"A copy on this GPU moves {made['copy_bytes_per_second'] / 1e9:,.0f} GB/s, read and written; "
+        f"an empty kernel in a graph takes {1e6 * made['launch_seconds']:.2f} µs."
     )
-    print(f"Written: {tuned.path}. {caveat(tuned.path) or 'gpubuf goes by it from now on'}.")
+    print(f"Written: {path}. {files.caveat(path) or 'gpubuf goes by it from now on'}.")
     return 0
 
 

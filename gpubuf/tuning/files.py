@@ -3,21 +3,42 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import importlib.metadata
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
+import gpubuf
 from gpubuf import serialization
 from gpubuf.kernels import _tuned, config
 from gpubuf.kernels._spaces import SPACES
 from gpubuf.kernels._tuned import FORMAT, Point, read, slug, stamp
 from gpubuf.tuning.search import Result
+from gpubuf.tuning.shapes import Shapes
+from gpubuf.tuning.timing import Timer, copy_bandwidth, launch_seconds
 
 
 def path_for(folder: Path, device_name: str) -> Path:
     """The tuned file of a device in a folder."""
     return folder / f"{slug(device_name)}.json"
+
+
+def heading(shapes: Shapes, thorough: bool, timer: Timer, device: torch.device) -> dict[str, Any]:
+    """When and with what a file was made, and the best that the device can do, for people."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "gpubuf": gpubuf.__version__,
+        "torch": torch.__version__,
+        "triton": importlib.metadata.version("triton"),
+        "mode": "thorough" if thorough else "quick",
+        "shapes": shapes.describe(),
+        "copy_bytes_per_second": round(copy_bandwidth(timer, device)),
+        "launch_seconds": launch_seconds(timer, device),
+    }
 
 
 def save(folder: Path, device_name: str, results: Iterable[Result], made: Mapping[str, Any]) -> Path:
@@ -27,7 +48,7 @@ def save(folder: Path, device_name: str, results: Iterable[Result], made: Mappin
         folder: where; made if need be.
         device_name: as ``torch.cuda.get_device_name`` gives it.
         results: the points.
-        made: when and with what, for people.
+        made: when and with what; see :func:`heading`.
 
     Returns:
         The file. It is replaced as a whole, or not at all.

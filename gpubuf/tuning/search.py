@@ -126,8 +126,9 @@ def tune(
             # Without a chosen fan-out it is the rule's.
             sizes["fan_out"] = fan_outs.get((job.tree, sizes["capacity"]), rule(job.tree, sizes).fan_out)
         tried = candidates(job.operation, sizes, thorough)
+        deadline = now + (end - now) * share
         with config.by_rule():
-            result = _try_all(job, sizes, tried, bench, timer, lambda until=now + (end - now) * share: clock() < until)
+            result = _try_all(job, sizes, tried, bench, timer, clock, deadline)
         if result.chosen is not None and isinstance(result.chosen.config, FanOut):
             fan_outs[job.operation, sizes["capacity"]] = result.chosen.config.fan_out
         yield result
@@ -139,7 +140,8 @@ def _try_all(
     tried: Sequence[Any],
     bench: Bench,
     timer: Timer,
-    in_time: Callable[[], bool],
+    clock: Callable[[], float],
+    deadline: float,
 ) -> Result:
     trials: list[Trial] = []
     rejected: list[tuple[Any, str]] = []
@@ -147,7 +149,7 @@ def _try_all(
     workloads: list[Workload] = []
     untried = 0
     for candidate in tried:
-        if trials and not in_time():
+        if trials and clock() >= deadline:
             untried += 1
             continue
         is_fan_out = isinstance(candidate, FanOut)

@@ -46,8 +46,7 @@ class Workload:
 
     def result(self) -> list[Tensor]:
         """The results of the operation."""
-        found = self.compute()
-        return [found] if isinstance(found, Tensor) else list(found)
+        return _tensors(self.compute())
 
 
 class Bench:
@@ -127,32 +126,27 @@ class Bench:
         # All batches of a graph are alive at once.
         rotations = max(min(self.rotations, 2**31 // (n * self.shapes.row_bytes)), 2)
         stored = self._storage("read", capacity)
-        size, capacity = stored.layout.arena(n).n_bytes, stored.max_size
-        indices = [torch.randint(capacity, (n,), device=self.device, generator=generator) for _ in range(rotations)]
+        indices = [
+            torch.randint(stored.max_size, (n,), device=self.device, generator=generator) for _ in range(rotations)
+        ]
         rng = RandomState(0, device=self.device)
-        gather = [partial(rows.gather, stored.table, stored.ring, index, capacity, size) for index in indices]
-        sample = partial(rows.sample, stored.table, stored.ring, rng.state, n, capacity, size)
-
-        def copied(arena: Tensor, *others: Tensor) -> list[Tensor]:
-            # Only the keys: the gaps between them in the arena are not written.
-            return [*stored.layout.cut(arena, n), *others]
+        gather = [partial(stored.gather, index) for index in indices]
+        sample = partial(stored.sample_uniform, rng.state, n)
 
         # Room for several batches, and more than any second-level cache holds.
         written = self._storage("written", max(4 * n, 2**28 // self.shapes.row_bytes))
-        ring, start = written.ring.clone(), written.ring.clone()
-        extend = [
-            partial(rows.extend, written.table, [key.clone() for key in copied(call()[0])], ring, n, written.max_size)
-            for call in gather
-        ]
+        start = written.ring.clone()
+        sources = [[key.clone() for key in call()[0]] for call in gather]
+        extend = [partial(rows.extend, written.table, source, written.ring, n, written.max_size) for source in sources]
 
-        def extended() -> list[Tensor]:
-            ring.copy_(start)
+        def extended() -> Any:
+            written.ring.copy_(start)
             index = extend[0]()
-            return [index, ring.clone(), *copied(*rows.gather(written.table, ring, index, written.max_size, size))]
+            return index, written.ring.clone(), written.gather(index)
 
         return [
-            Workload(f"gather {n:,}", gather, lambda: copied(*gather[0]())),
-            Workload(f"sample {n:,}", [sample] * rotations, lambda: copied(*_seeded(rng, sample))),
+            Workload(f"gather {n:,}", gather, gather[0]),
+            Workload(f"sample {n:,}", [sample] * rotations, partial(_seeded, rng, sample)),
             Workload(f"extend {n:,}", extend, extended),
         ]
 
@@ -222,6 +216,10 @@ class Bench:
             calls["loss backward"].append(backward)
             calls["actor loss"].append(partial(sac.actor_loss, q, log_prob, one, None, None, td.MEAN))
         return [Workload(f"{name} {n:,}", some, some[0]) for name, some in calls.items()]
+
+
+def _tensors(found: Any) -> list[Tensor]:
+    return [found] if isinstance(found, Tensor) else [tensor for item in found for tensor in _tensors(item)]
 
 
 def _seeded(rng: RandomState, draw: Call) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -11,17 +12,16 @@ import pytest
 import torch
 import triton
 
-from gpubuf import tuning
 from gpubuf.cli import main
 from gpubuf.kernels import _tuned, config
 from gpubuf.kernels._registry import triton_on_cpu
 from gpubuf.kernels._spaces import SPACES
-from gpubuf.tuning import report, timing
+from gpubuf.tuning import files, report, timing, workloads
 from gpubuf.tuning.operations import Job, jobs, rule
 from gpubuf.tuning.report import table
 from gpubuf.tuning.search import disagreement, tune
 from gpubuf.tuning.shapes import Shapes
-from gpubuf.tuning.timing import DeviceError, GraphTimer, Timing, UnusableError
+from gpubuf.tuning.timing import DeviceError, GraphTimer, Timing, UnusableError, copy_bandwidth, launch_seconds
 from gpubuf.tuning.workloads import Bench
 from tests.support.tuning_setup import first_of_each
 
@@ -200,8 +200,8 @@ class TestGraphTimer:
 
     def test_limits_of_the_device(self, cuda):
         with triton_on_cpu():
-            assert timing.launch_seconds(CountingTimer(), CPU) == pytest.approx(0.9)
-        assert timing.copy_bandwidth(CountingTimer(), CPU, 450) == pytest.approx(1000)
+            assert launch_seconds(CountingTimer(), CPU) == pytest.approx(0.9)
+        assert copy_bandwidth(CountingTimer(), CPU, 450) == pytest.approx(1000)
 
 
 class TestCommand:
@@ -226,18 +226,15 @@ class TestCommand:
             "memory_allocated": lambda device=None: 0,
         }.items():
             monkeypatch.setattr(torch.cuda, name, fake)
-        asked = []
-
-        def tune_device(bench, timer, device_name, folder, **options):
-            asked.append((bench, folder, dict(options)))
-            return real(
-                Bench(bench.shapes, CPU, 2, 2**12), CountingTimer(), device_name, folder, **options, copied=1024
-            )
-
-        real = tuning.tune_device
-        monkeypatch.setattr(tuning, "tune_device", tune_device)
+        benches, bench = [], functools.partial(Bench, device=CPU, rotations=2, memory=2**12)
+        monkeypatch.setattr(
+            workloads, "Bench", lambda *args, **kw: benches.append(Bench(*args, **kw)) or bench(args[0])
+        )
+        monkeypatch.setattr(timing, "GraphTimer", lambda *args: CountingTimer())
+        monkeypatch.setattr(files, "copy_bandwidth", lambda timer, device: copy_bandwidth(timer, CPU, 1024))
+        monkeypatch.setattr(files, "launch_seconds", lambda timer, device: launch_seconds(timer, CPU))
         with triton_on_cpu():
-            yield asked
+            yield benches
 
     OPTIONS = ("--capacity=300", "--batch-size=8", "--envs=2", "--slice-len=2", *SPECS)
 
@@ -246,10 +243,8 @@ class TestCommand:
         results = []
         monkeypatch.setattr(report, "table", lambda found: results.extend(found) or table(found))
         assert main(["tune", *self.OPTIONS, "--seconds=0"]) == 0
-        ((bench, folder, options),) = gpu
+        (bench,) = gpu
         assert (bench.shapes, str(bench.device), bench.memory) == (SHAPES, "cuda:0", 2**31)
-        assert folder == tmp_path / "gpubuf" / "tuned"
-        assert (options["thorough"], options["seconds"]) == (False, 0.0)
         assert [result.job for result in results] == jobs(SHAPES)
         for result in results:
             # The results of every candidate are those of the rule's.
@@ -258,7 +253,7 @@ class TestCommand:
             assert result.chosen == result.trials[-1]
             # The file is in use from now on.
             assert config.tuned(result.job.operation, DEVICE, **result.sizes) == result.chosen.config
-        path = folder / "a-gpu-of-paper.json"
+        path = tmp_path / "gpubuf" / "tuned" / "a-gpu-of-paper.json"
         content = json.loads(path.read_text())
         assert content["points"].keys() == SPACES.keys()
         assert content["made"]["mode"] == "quick"
@@ -278,7 +273,7 @@ class TestCommand:
         assert said.err.count("(1 of ") == said.err.count("\n")
         assert "not tried for want of time" in said.out
         assert "reads tuned files from" in said.out
-        assert (gpu[0][2]["thorough"], gpu[0][2]["seconds"]) == (True, 1e-9)
+        assert json.loads((tmp_path / "here" / "a-gpu-of-paper.json").read_text())["made"]["mode"] == "thorough"
 
     @pytest.mark.parametrize(
         ("wrong", "said"),
@@ -312,9 +307,9 @@ class TestCommand:
         assert "no home folder" in capsys.readouterr().err
 
     def test_a_lost_device(self, gpu, capsys, monkeypatch):
-        def lost(*_, **__):
+        def lost(self, calls):
             raise DeviceError("the GPU does not answer any more: why")
 
-        monkeypatch.setattr(tuning, "tune_device", lost)
+        monkeypatch.setattr(CountingTimer, "time", lost)
         assert main(["tune"]) == 1
         assert "does not answer any more" in capsys.readouterr().err
