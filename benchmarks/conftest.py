@@ -36,6 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--library", action="append", metavar="NAME", help="only these libraries")
     group.addoption("--environment", action="append", metavar="NAME", help="only libraries of these environments")
     group.addoption("--seconds", type=float, help="how long a benchmark of the tables is repeated")
+    group.addoption("--threads", type=int, default=1, help="how many threads every library may use; default: 1")
     group.addoption("--deadline", type=float, help="time.time() after which nothing more is begun")
     group.addoption(
         "--into", type=Path, help="a file of results, written after every benchmark; an existing one is continued"
@@ -44,9 +45,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # One thread: the comparison is of the work, not of the cores that a library takes for it.
-    torch.set_num_threads(1)
-    os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1")
+    # The same number for everybody: the comparison is of the work, not of the cores that a library takes for it.
+    threads = config.getoption("--threads")
+    torch.set_num_threads(threads)
+    several = "true" if threads > 1 else "false"
+    os.environ.setdefault("XLA_FLAGS", f"--xla_cpu_multi_thread_eigen={several} intra_op_parallelism_threads={threads}")
     # JAX would take most of the GPU's memory when it starts.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     config.stash[DONE] = []

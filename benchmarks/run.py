@@ -1,6 +1,7 @@
 """Runs the benchmarks: every library in its own environment, the results of all of them in one file.
 
 ``python -m benchmarks.run`` is what ``make bench`` runs, on the CPU. Further arguments go to the benchmarks' pytest.
+With ``--threads 1 2`` it compares numbers of threads instead, on calls that move many rows.
 For a GPU there is :mod:`benchmarks.stages`.
 """
 
@@ -21,6 +22,7 @@ import torch
 
 from benchmarks.measure import roofline
 from benchmarks.measure.machine import PACKAGES, RESULTS, describe, result_path
+from benchmarks.measure.results import write_results
 from benchmarks.workloads.registry import PEERS, REGISTRY, TITLES, environment
 
 ROOT = Path(__file__).parent.parent
@@ -150,6 +152,33 @@ def run_benchmarks(kind: str, out: Path, *arguments: str) -> int:
     return next((part.code for part in parts if part.code not in (0, 5)), 0)
 
 
+#: The calls that :func:`compare_threads` measures: one that is too small for a second thread, then ever larger ones.
+THREADED = (
+    *("uniform-sample-256", "uniform-sample-32768", "prioritized-sample-4096", "priority-update-4096"),
+    *("batch/uniform-sample/65536", "batch/prioritized-sample/16384", "batch/prioritized-sample/65536"),
+    "batch/priority-update/65536",
+)
+
+
+def compare_threads(numbers: Sequence[int], out: Path | None, *arguments: str) -> int:
+    """Measure :data:`THREADED` with several numbers of threads, the same for every library, into one file of results.
+
+    Returns:
+        0, or the exit code of the first pytest that failed.
+    """
+    machine, code = describe("cpu"), 0
+    chosen = [f"--workload={name}" for name in THREADED]
+    found: dict[str, list[dict[str, Any]]] = {}
+    for number in numbers:
+        options = (*chosen, "--curves", f"--threads={number}", *arguments)
+        parts = [measure_part(python, names, "cpu", options) for python, names in interpreters().items()]
+        together = merged(parts, machine)
+        machine, found[str(number)] = together["machine_info"], together["benchmarks"]
+        code = code or next((part.code for part in parts if part.code not in (0, 5)), 0)
+    write_results("threads", found, machine, out and result_path("cpu", "threads", out))
+    return code
+
+
 def draw(path: Path) -> None:
     """Draw the curves that belong to a file of tables."""
     from benchmarks.report import curves
@@ -161,7 +190,10 @@ def draw(path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, help="the folder for everything; default: benchmarks/results")
+    parser.add_argument("--threads", type=int, nargs="+", metavar="N", help="compare these numbers of threads")
     options, rest = parser.parse_known_args(arguments)
+    if options.threads:
+        return compare_threads(options.threads, options.out, *rest)
     path = result_path("cpu", folder=options.out or RESULTS)
     code = run_benchmarks("cpu", path, *rest)
     if curves_path(path).exists():

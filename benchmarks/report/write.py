@@ -19,7 +19,7 @@ from benchmarks.measure.results import Run, Runs, newest_runs
 from benchmarks.studies.host import host_section
 from benchmarks.studies.kernels import launches_table, resources_table
 from benchmarks.studies.predict import prediction_table
-from benchmarks.workloads.registry import TITLES
+from benchmarks.workloads.registry import REGISTRY, TITLES
 from benchmarks.workloads.replay import WORKLOADS
 from benchmarks.workloads.slices import OPERATIONS, SIZES, SLICES, short, sized
 
@@ -115,6 +115,26 @@ def spread_table(runs: Runs, kind: str) -> str:
         tests = run.data["gpu_tests"]
         parts.append(f"GPU tests: {tests['passed']} passed, {tests['failed']} failed, {tests['skipped']} skipped.")
     return "\n\n".join(parts)
+
+
+def threads_table(runs: Runs) -> str:
+    """docs/performance.md: the same calls with several numbers of threads."""
+    run = runs.get("threads")
+    if run is None:
+        return f"No run with several numbers of threads is committed: {OPEN}."
+    each = {n: Run(run.source, {**run.data, "benchmarks": found}) for n, found in run.data["threads"].items()}
+    (first, few), *_, (last, many) = each.items()
+    rows = []
+    for workload in dict.fromkeys(b["extra_info"]["workload"] for b in few.data["benchmarks"]):
+        for library in libraries(few):
+            before, after = few.entry(workload, library), many.entry(workload, library)
+            if before and after:
+                numbers = [microseconds(entry[name]) for entry in (before, after) for name in ("median", "min")]
+                rows.append(
+                    [REGISTRY[workload].title, TITLES[library], *numbers, f"{before['median'] / after['median']:.2f}x"]
+                )
+    columns = [f"{name}, threads: {n}" for n in (first, last) for name in ("median", "minimum")]
+    return "\n\n".join([table(["µs a call", "library", *columns, "gain"], rows), described(run), load_before(run)])
 
 
 def training_mode(result: dict[str, Any]) -> str:
@@ -362,6 +382,7 @@ FIGURES: dict[str, Callable[[Runs], str]] = {
     "replay": lambda runs: comparison_table(runs, replay=True),
     "loss": lambda runs: comparison_table(runs, replay=False),
     "status": status,
+    "threads": threads_table,
     "conditions": conditions,
     "cpu": lambda runs: spread_table(runs, "cpu"),
     "gpu": lambda runs: spread_table(runs, "cuda"),

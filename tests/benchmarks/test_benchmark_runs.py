@@ -314,3 +314,20 @@ def test_nothing_begins_after_the_deadline():
     in_time(time.time() + 60)
     with pytest.raises(pytest.skip.Exception, match="the time for this run was over"):
         in_time(time.time() - 1)
+
+
+def test_numbers_of_threads_are_compared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Every library gets the same number, and all of it goes into one file."""
+    asked: list[tuple[str, ...]] = []
+
+    def measure_part(python: Path, names: list[str], kind: str, arguments: tuple[str, ...]) -> run.Part:
+        asked.append(arguments)
+        return run.Part(tuple(names), a_full_run(without="sb3").data if "gpubuf" in names else {}, 0)
+
+    monkeypatch.setattr(run, "measure_part", measure_part)
+    assert run.main(["--threads", "1", "2", "--out", str(tmp_path), "--seconds=0.1"]) == 0
+    assert {word for words in asked for word in words if word.startswith("--threads")} == {"--threads=1", "--threads=2"}
+    assert all("--seconds=0.1" in words and "--workload=uniform-sample-256" in words for words in asked)
+    (path,) = tmp_path.glob("threads-*.json")
+    assert set(json.loads(path.read_text())["threads"]) == {"1", "2"}
+    assert set(run.THREADED) <= set(REGISTRY)

@@ -81,6 +81,21 @@ def trained(seed: int, mean: float, env: str = "Pendulum-v1", prioritized: bool 
     return {**result, "mean_return": mean, "std_return": 80.0, "timing": timing}
 
 
+def test_threads():
+    def measured(name: str, library: str, median: float) -> dict[str, Any]:
+        extra = {"workload": name, "library": library, "calls": 10}
+        return {"extra_info": extra, "stats": {"median": median * 10, "iqr": 0.0, "min": median * 5}}
+
+    names = ("uniform-sample-256", "batch/priority-update/65536")
+    found = {n: [measured(name, "gpubuf", 8e-6 / int(n)) for name in names] for n in ("1", "2")}
+    found["1"].append(measured(names[0], "cpprb", 1e-6))  # and not with two
+    text = block("threads", {"threads": a_run(threads=found)})
+    assert line(text, "uniform sample, 256") == ["gpubuf", "8.00", "4.00", "4.00", "2.00", "2.00x"]
+    assert "priority update, batch 65,536" in text
+    assert "cpprb" not in text
+    assert "open" in block("threads", {})
+
+
 def test_training():
     """One line for a mode in the README, one for a run in the manual."""
     assert "committed: open" in block("training", {})
