@@ -72,10 +72,4 @@ class Shapes:
     def describe(self) -> dict[str, Any]:
         """As JSON has it."""
         row = {".".join(key): f"{'x'.join(map(str, s))}:{str(d).removeprefix('torch.')}" for key, d, s in self.row}
-        return {
-            "capacity": list(self.capacities),
-            "batch_size": list(self.batch_sizes),
-            "row": row,
-            "envs": self.envs,
-            "slice_len": self.slice_len,
-        }
+        return vars(self) | {"row": row}

@@ -39,12 +39,7 @@ class Timer(Protocol):
     """Times calls that do the same to different inputs."""
 
     def time(self, calls: Sequence[Callable[[], Any]]) -> Timing:
-        """The time of one call.
-
-        Raises:
-            UnusableError: the kernels don't compile, or don't run.
-            DeviceError: the device has stopped working.
-        """
+        """The time of one call. For what it raises see :meth:`GraphTimer.time`."""
 
 
 class GraphTimer:
@@ -61,7 +56,13 @@ class GraphTimer:
         self.device, self.seconds, self.repeats, self.unroll = device, seconds, repeats, unroll
 
     def time(self, calls: Sequence[Callable[[], Any]]) -> Timing:
-        """See :class:`Timer`. Synchronises."""
+        """The time of one call. Synchronises.
+
+        Raises:
+            UnusableError: the kernels don't compile, or don't run.
+            DeviceError: the device has stopped working.
+            torch.OutOfMemoryError: they need more memory than there is.
+        """
         passes = -(-self.unroll // len(calls))
         try:
             launches, spilled = self._prepare(calls)

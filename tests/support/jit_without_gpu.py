@@ -8,6 +8,7 @@ every workload, by rule, as one line of JSON. The candidates at the corners are 
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,26 +27,19 @@ from tests.support.tuning_setup import first_of_each
 
 SHAPES = Shapes((100_000,), (256, 4096), envs=64)
 SMALL = Shapes((100_000,), (256,))
+CPU = torch.device("cpu")
 
-
-class Driver:
-    """What Triton asks before it compiles."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int | None = None) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
+#: What Triton asks before it compiles.
+DRIVER = SimpleNamespace(
+    get_current_target=lambda: GPUTarget("cuda", 90, 32),
+    get_current_device=lambda: 0,
+    get_current_stream=lambda device=None: 0,
+    get_active_torch_device=lambda: CPU,
+)
 
 
 def bench(shapes: Shapes) -> Bench:
-    return Bench(shapes, torch.device("cpu"), rotations=2, memory=2**20)
+    return Bench(shapes, CPU, rotations=2, memory=2**20)
 
 
 def corners(job: Job) -> list[Any]:
@@ -65,7 +59,7 @@ def main() -> None:
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         return run(self, *args, grid=grid, warmup=True, **options)
 
-    driver.set_active(Driver())
+    driver.set_active(DRIVER)
     triton.JITFunction.run = compile_only
     # Not triton_on_cpu(): that is for the interpreter, which computes something.
     _registry._triton_on_cpu = True

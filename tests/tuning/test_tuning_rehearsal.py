@@ -133,17 +133,6 @@ class FakeCuda:
         yield
         self.graph = None
 
-    def recorded(self, numbers, number):
-        """A call that says whether it runs eagerly or in a graph."""
-
-        def call():
-            if self.graph is not None:
-                self.graph.calls.append(number)
-            numbers.append((number, self.graph is not None))
-            return torch.zeros(1)
-
-        return call
-
 
 @pytest.fixture
 def cuda(monkeypatch):
@@ -157,7 +146,14 @@ def cuda(monkeypatch):
 class TestGraphTimer:
     def test_time_of_a_call(self, cuda):
         numbers: list[tuple[int, bool]] = []
-        timed = GraphTimer(CPU, seconds=1e-3, repeats=3, unroll=10).time([cuda.recorded(numbers, i) for i in range(4)])
+
+        def call(number):
+            if cuda.graph is not None:
+                cuda.graph.calls.append(number)
+            numbers.append((number, cuda.graph is not None))
+
+        calls = [functools.partial(call, number) for number in range(4)]
+        timed = GraphTimer(CPU, seconds=1e-3, repeats=3, unroll=10).time(calls)
         assert timed.seconds == pytest.approx(1e-6)
         assert timed.launches is None, "nothing is known of interpreted kernels"
         eager, captured = numbers[:4], numbers[4:]
@@ -306,10 +302,18 @@ class TestCommand:
         assert main(["tune"]) == 2
         assert "no home folder" in capsys.readouterr().err
 
-    def test_a_lost_device(self, gpu, capsys, monkeypatch):
+    def test_a_lost_device(self, gpu, capsys, monkeypatch, tmp_path):
+        """The points before are in the file, and nothing stays in force."""
+        path, time = tmp_path / "gpubuf" / "tuned" / "a-gpu-of-paper.json", CountingTimer.time
+
         def lost(self, calls):
-            raise DeviceError("the GPU does not answer any more: why")
+            if path.exists() and json.loads(path.read_text())["points"]:
+                raise DeviceError("the GPU does not answer any more: why")
+            return time(self, calls)
 
         monkeypatch.setattr(CountingTimer, "time", lost)
-        assert main(["tune"]) == 1
+        assert main(["tune", *self.OPTIONS, "--seconds=1e-9"]) == 1
         assert "does not answer any more" in capsys.readouterr().err
+        assert json.loads(path.read_text())["points"].keys() == {"sum_tree"}
+        assert not config._explicit
+        assert config._use_files
