@@ -15,7 +15,9 @@ from gpubuf import (
     LazyTensorStorage,
     TensorDictReplayBuffer,
 )
-from tests.support.interrupted_buffers import CAPACITY, SAMPLERS, check, check_goes_on, steps, written
+from gpubuf.data.buffers import moving
+from gpubuf.data.storages import placement
+from tests.support.interrupted_buffers import CAPACITY, SAMPLERS, check, check_goes_on, is_free, steps, written
 from tests.support.interrupts import interrupted
 
 
@@ -107,6 +109,58 @@ def test_what_changes_rows_or_priorities_is_interrupted_anywhere(sampler, name, 
         check_goes_on(buffer)
         place += pace * (9 if name == "load_state_dict" else 2)
     assert place > 10
+
+
+@pace
+@pytest.mark.parametrize("sampler", ["prioritized", "prioritized slices"])
+def test_a_change_of_alpha_is_interrupted_anywhere(monkeypatch, sampler, pace):
+    """Case 54: all priorities have the old exponent or all have the new one, and the sampler says which."""
+    # Several parts, so that some of them are done when the interrupt comes.
+    monkeypatch.setattr("gpubuf.data.samplers.exponents.CHUNK", 16)
+    priority = 1.0 + torch.arange(45.0)
+
+    def prepared():
+        buffer = new_buffer(sampler, 45)
+        buffer.update_priority(torch.arange(45), priority)
+        return buffer
+
+    place, outcomes = 0, set()
+    while interrupted(functools.partial(setattr, (buffer := prepared()).sampler, "alpha", 1.4), place):
+        # The next operation finishes the change.
+        buffer.sample()
+        alpha = buffer.sampler.alpha
+        outcomes.add(alpha)
+        tree = buffer.sampler.tree
+        assert alpha == tree.alpha == tree.scalars[0]
+        torch.testing.assert_close(tree.leaves[:45], priority**alpha)
+        check(buffer)
+        check_goes_on(buffer)
+        place += pace * (1 if sampler == "prioritized" else 7)
+    assert place > 30
+    assert outcomes == {0.7, 1.4}
+
+
+@pace
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("prefetch", [None, 2])
+def test_a_move_that_is_interrupted_anywhere(monkeypatch, sampler, prefetch, pace):
+    """Case 54: the whole buffer is in one place or in the other, with all rows.
+
+    The other device is the CPU by another name, "cpu:0".
+    """
+    monkeypatch.setattr(placement, "named", torch.device)
+    monkeypatch.setattr(moving, "CHUNK_BYTES", 64)
+    place, outcomes = 0, set()
+    rows = new_buffer(sampler, 45)[:]
+    while interrupted(functools.partial((buffer := new_buffer(sampler, 45, prefetch)).to, "cpu:0"), place):
+        assert is_free(buffer)
+        outcomes.add(str(buffer.storage.rows_device))
+        assert (buffer[:] == rows).all()
+        check(buffer)
+        check_goes_on(buffer)
+        place += 5 * pace
+    assert place > 50
+    assert outcomes == {"cpu", "cpu:0"}
 
 
 @pytest.mark.parametrize("rounds", [1000, pytest.param(4000, marks=pytest.mark.slow)])

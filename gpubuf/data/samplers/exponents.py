@@ -10,6 +10,9 @@ from torch import Tensor
 from gpubuf.data.runtime.recording import current_recording
 from gpubuf.kernels.sum_tree import LARGEST, SMALLEST
 
+CHUNK = 1 << 24
+"""Weights that a change of alpha holds in float64 at a time."""
+
 
 def may_be_clamped(alpha: float, eps: float) -> bool:
     """Whether the weight of any float32 priority is out of float32's range."""
@@ -26,6 +29,39 @@ def exponent(name: str, value: float) -> float:
     if not 0.0 <= value < math.inf:
         raise ValueError(f"{name} must be finite and not negative, but is {value}")
     return float(value)
+
+
+class Reweighing:
+    """A change of alpha under way: ``weight ** (new / old)`` for every leaf.
+
+    An interrupt can come anywhere, and :meth:`finish` goes on from there. The new weights of a part are kept until they
+    are stored for certain: storing them twice changes nothing, computing them twice would.
+
+    Args:
+        leaves: the weights, which change in place.
+        old: alpha so far. If it is 0, the weights stay: they don't tell the priorities.
+        alpha: alpha from now on.
+    """
+
+    def __init__(self, leaves: Tensor, old: float, alpha: float) -> None:
+        self.alpha = alpha
+        self._parts = leaves.split(CHUNK) if old else ()
+        self._power = alpha / old if old else 1.0
+        # The part to store next, and its new weights if they have been computed: one object, replaced as a whole.
+        self._next: tuple[int, Tensor | None] = 0, None
+
+    def finish(self) -> None:
+        """Change all weights that have not been changed. No host sync."""
+        first, weights = self._next
+        for number in range(first, len(self._parts)):
+            part = self._parts[number]
+            if weights is None:
+                old = part.double()
+                weights = torch.where(old > 0, (old**self._power).clamp_(SMALLEST, LARGEST), 0.0).to(part.dtype)
+                self._next = number, weights
+            part.copy_(weights)
+            weights = None
+            self._next = number + 1, None
 
 
 def check_beta(beta: float | Tensor) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.concurrency.locking import unless_compiling
+from gpubuf.data.runtime.interruption import DERIVED
 from gpubuf.data.runtime.recording import current, current_recording, refuse_in_capture, traced_property
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.exponents import check_beta, exponent
@@ -102,10 +103,15 @@ class PrioritizedSampler(Sampler):
         value = exponent("alpha", value)
         refuse_in_capture("alpha is set, which transforms every priority: set it between calls of the step")
         with self.lock:
-            if self._tree is not None:
-                self.raise_if_refused()
-                self._tree.set_alpha(value)
+            if self._tree is None:
+                self._alpha = value
+                return
+            self.raise_if_refused()
+            # An interrupted change is finished by the next operation of the buffer, as that of priorities is.
+            before = self.storage.begin(DERIVED)
+            self._tree.set_alpha(value)
             self._alpha = value
+            self.storage.end(before)
 
     @traced_property
     def beta(self) -> float | Tensor:
@@ -292,6 +298,7 @@ class PrioritizedSampler(Sampler):
         super().mend()
         if self._tree is not None:
             self._tree.mend()
+            self._alpha = self._tree.alpha
 
     # State
 

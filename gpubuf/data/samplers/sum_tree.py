@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.data.samplers.exponents import check_beta, exponent, may_be_clamped
+from gpubuf.data.samplers.exponents import Reweighing, check_beta, exponent, may_be_clamped
 from gpubuf.data.samplers.random_state import RandomState
 from gpubuf.data.samplers.vectors import priority_vectors, vector
 from gpubuf.data.storages.placement import device_name
@@ -23,9 +23,6 @@ _update = without_dispatch(sum_tree.update, trusted=True, given=("index", "prior
 _mark = without_dispatch(sum_tree.mark, trusted=True, given=("index",))
 _draw = without_dispatch(sum_tree.draw, trusted=True)
 _refresh = without_dispatch(sum_tree.refresh, trusted=True, given=("index",))
-
-# Leaves that a change of alpha holds in float64 at a time.
-_CHUNK = 1 << 24
 
 _SCALARS, _RING = 5, 4  # elements of `scalars` and of the ring for standalone use
 
@@ -77,6 +74,7 @@ class SumTree:
             raise ValueError(f"the capacity must be at least 1, but is {capacity}")
         self._transformed_by(exponent("alpha", alpha), exponent("eps", eps))
         self._warned_of_clamped = False
+        self._reweighing: Reweighing | None = None
         device = torch.device(device)
         self.capacity = int(capacity)
         self.fan_out = config.tree_fan_out(self.capacity, device.type, device_name(device), fan_out)
@@ -274,10 +272,11 @@ class SumTree:
         sum_tree.build(self.leaves, self.nodes, self.fan_out, self.eligible)
 
     def mend(self) -> None:
-        """Recompute what an interrupted operation may have left half done. No host sync.
+        """Finish or recompute what an interrupted operation may have left half done. No host sync.
 
         A row whose new priority was on its way on a GPU, and has replaced the old one by a tag, counts as new.
         """
+        self._reweigh()
         new = ((self.max_priority + self.scalars[EPS]) ** self.scalars[ALPHA]).clamp(max=torch.finfo(torch.float32).max)
         self.leaves.copy_(torch.where(self.leaves.signbit(), new.float(), self.leaves))
         self.rebuild()
@@ -333,8 +332,8 @@ class SumTree:
         old = self._alpha
         if alpha == old:
             return
-        self._transformed_by(alpha, self._eps)
-        self.scalars[ALPHA].fill_(alpha)
+        self._reweighing = Reweighing(self.leaves, old, alpha)
+        self._reweigh()
         if old == 0.0:
             warnings.warn(
                 "with alpha = 0 every priority was reduced to weight 1; the rows keep that weight until they are "
@@ -342,13 +341,16 @@ class SumTree:
                 UserWarning,
                 stacklevel=2,
             )
-            return
-        for leaves in self.leaves.split(_CHUNK):
-            weight = leaves.double()
-            leaves.copy_(torch.where(weight > 0, (weight ** (alpha / old)).clamp_(SMALLEST, LARGEST), 0.0))
-        self.rebuild()
-        if self._may_be_clamped:
+        elif self._may_be_clamped:
             self._look_at_weights()
+
+    def _reweigh(self) -> None:
+        if (change := self._reweighing) is not None:
+            self._transformed_by(change.alpha, self._eps)
+            self.scalars[ALPHA].fill_(change.alpha)
+            change.finish()
+            self.rebuild()
+            self._reweighing = None
 
     def set_beta(self, beta: float | Tensor) -> None:
         """Change the exponent of the importance weights, in place, so that a captured graph sees it. No host sync.
