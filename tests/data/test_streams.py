@@ -104,7 +104,7 @@ def test_default_streams_of_two_devices_are_two(monkeypatch):
 
 
 def test_one_stream_is_looked_up_once(monkeypatch):
-    """Making an object of a stream takes longer than all else in a turn."""
+    """Making an object of a stream takes longer than all else in an operation."""
     machine, order = Machine(monkeypatch), StreamOrder()
     order.begin(DEVICE)
     order.end(DEVICE)
@@ -128,7 +128,7 @@ def test_a_dropped_buffer_is_waited_for(monkeypatch):
     order.settle()
     assert machine.said() == ["other waits for default"]
 
-    # The turn of a buffer does so when it goes, and the buffer when it gets another storage.
+    # The lock of a buffer does so when it goes, and the buffer when it gets another storage.
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(10), batch_size=2)
     settled = []
     monkeypatch.setattr(buffer._lock._streams, "_last", machine.default)
@@ -140,31 +140,31 @@ def test_a_dropped_buffer_is_waited_for(monkeypatch):
     assert settled[1:] == [other._lock._streams]
 
 
-def test_the_streams_of_a_turn_are_waited_for_when_it_goes(monkeypatch):
-    machine, turn = Machine(monkeypatch), BufferLock(LazyTensorStorage(10))
-    turn.joined(machine.default)
-    turn.joined(machine.other)
+def test_the_streams_of_a_lock_are_waited_for_when_it_goes(monkeypatch):
+    machine, lock = Machine(monkeypatch), BufferLock(LazyTensorStorage(10))
+    lock.joined(machine.default)
+    lock.joined(machine.other)
     machine.said()
-    del turn
+    del lock
     assert machine.said() == ["default waits for other"]
 
 
 def test_what_another_thread_does_during_a_capture_is_waited_for(monkeypatch):
     """Its event is no part of the graph, and the replay comes after it."""
     machine = Machine(monkeypatch)
-    turn = BufferLock(LazyTensorStorage(10))
-    turn.storage.append(transitions(5))
-    monkeypatch.setattr(turn, "gpu", lambda: DEVICE)
-    with turn:
+    lock = BufferLock(LazyTensorStorage(10))
+    lock.storage.append(transitions(5))
+    monkeypatch.setattr(lock, "gpu", lambda: DEVICE)
+    with lock:
         pass
     # The capture begins: what comes before it is on the stream of whoever captures.
-    turn.joined(machine.default)
-    with machine.on(machine.other), turn:
+    lock.joined(machine.default)
+    with machine.on(machine.other), lock:
         pass
     assert machine.said() == ["other waits for default", "event on other"]
-    turn.joined(machine.default)
+    lock.joined(machine.default)
     assert machine.said()[0] == "default waits for event on other"
-    with turn:
+    with lock:
         pass
     assert machine.said() == []
 

@@ -28,7 +28,7 @@ def together(*jobs: Callable[[], None]) -> None:
         raise failures[0]
 
 
-def wait_for_line(turn: BufferLock, n: int) -> None:
-    """Until so many threads wait for their turns."""
-    while len(turn._waiting) < n:
+def wait_for_line(lock: BufferLock, n: int) -> None:
+    """Until so many threads wait for the lock."""
+    while len(lock._waiting) < n:
         os.sched_yield()

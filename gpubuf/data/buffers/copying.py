@@ -1,4 +1,4 @@
-"""Copies of buffers, for pickle and deepcopy, and what a forked process makes of its parent's buffers.
+"""Copies of buffers, for pickle and deepcopy, and the buffers of a forked process.
 
 A copy has memory of its own: rows, priorities, index, and a random stream that goes on from the same point. Batches
 that were prepared ahead stay behind, and locks are new. ``torch.multiprocessing`` would move the tensors that it sends
@@ -21,14 +21,14 @@ from gpubuf.data.concurrency.prefetch import Prefetcher
 from gpubuf.data.runtime.interruption import REPLAY
 
 _BYTES = "_bytes"
-# What a copy gets anew.
+# A copy gets new ones.
 _OF_THE_PROCESS = ("_lock", "_prefetcher", "_batches")
 
 
 class Copyable(Mending):
-    """What makes a buffer one that can be pickled, copied and forked.
+    """Lets a buffer be pickled, copied and forked.
 
-    A mixin, for Python looks for these methods on the class of what it copies.
+    A mixin, because Python looks for these methods on the class of the object that it copies.
     """
 
     _lock: BufferLock
@@ -46,12 +46,12 @@ class Copyable(Mending):
         _buffers.add(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy of everything, taken in one turn. Synchronises."""
+        """A copy of everything as of one moment. Synchronises."""
         with self._lock, self._prefetcher.quiet():
             state = {name: value for name, value in vars(self).items() if name not in _OF_THE_PROCESS}
             state = {**copy.deepcopy(state), "_prefetch": self._prefetcher.depth}
         # A process that is being spawned gets bytes: torch would pass it the memory of tensors as open files, and fails
-        # where two tensors have the same.
+        # if two tensors share it.
         return state if get_spawning_popen() is None else {_BYTES: pickle.dumps(state)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -71,17 +71,17 @@ _buffers: weakref.WeakSet[Copyable] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    """In a forked process: no other thread is there, nor the lock that one had, nor the batches that one prepared.
+    """In a forked process: give every buffer a new lock and an empty queue, since no other thread is there.
 
-    The process gets random streams of its own, for all its siblings have the same memory. What a thread of the parent
-    was doing to a buffer is finished by the next operation.
+    The process gets random streams of its own, because its siblings have the same memory. If a thread of the parent was
+    in the middle of an operation, the next one here finishes it.
     """
     for buffer in list(_buffers):
-        turn, storage = buffer._lock, buffer._storage
-        if not turn.held and not turn._lock.acquire(False) and storage.initialized:
+        lock, storage = buffer._lock, buffer._storage
+        if not lock.held and not lock._lock.acquire(False) and storage.initialized:
             storage.unfinished = storage.unfinished or REPLAY
-        turn.renew()
-        buffer._prefetcher = Prefetcher(buffer._prefetcher.depth, turn)
+        lock.renew()
+        buffer._prefetcher = Prefetcher(buffer._prefetcher.depth, lock)
         buffer._assemble()
         random = buffer._sampler._random
         # A process forked from one that uses CUDA can't use it.

@@ -1,4 +1,4 @@
-"""Finishing what an interrupted operation has left."""
+"""Finishing an interrupted operation."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from gpubuf.data.storages.tensor_storage import TensorStorage
 
 
 class Mending:
-    """What a buffer does about an operation that was interrupted.
+    """Finishes an operation of the buffer that was interrupted.
 
-    A mixin: an object would have to ask the buffer which storage and sampler it has by now, and what it was about to
-    tell the sampler. It would refer to the buffer, which refers to it, and keep it until garbage is collected.
+    A mixin, because an object of its own would have to refer to the buffer, to know its present storage and sampler.
+    The buffer refers to that object too: such a cycle stays in memory until garbage is collected.
     """
 
     _lock: Any
@@ -26,15 +26,15 @@ class Mending:
         raise NotImplementedError
 
     def _finish_what_was_interrupted(self) -> None:
-        """Before the host's mirror of the counters is read outside of a turn."""
+        """Called before the host's mirror of the counters is read without the lock."""
         if self._storage.unfinished is not None:
             self._lock.mend()
 
     def _mend(self) -> None:
-        """Finish what an interrupted operation has left, in the turn of the next one.
+        """Finish an interrupted operation. The next one calls this, with the lock held.
 
         The device's counters say whether the rows of a write have been written. If so, the write is completed;
-        otherwise there was none. What is derived from rows and priorities is computed anew: O(capacity). Synchronises
+        otherwise there was none. Data derived from rows and priorities is computed anew: O(capacity). Synchronises
         after a write.
         """
         storage, sampler = self._storage, self._sampler

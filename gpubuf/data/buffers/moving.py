@@ -1,4 +1,4 @@
-"""What a buffer takes, and moving it while it is in use: rows key by key, in chunks, then what its sampler keeps."""
+"""The memory of a buffer, and moving it while it is in use: rows key by key, in chunks, then the sampler's data."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from gpubuf.data.storages.tensor_storage import TensorStorage
 from gpubuf.progress import BINARY_BYTES, Advance, progress_bar, show_nothing
 
 CHUNK_BYTES = 1 << 28
-"""What is copied at a time."""
+"""Bytes that are copied at a time."""
 
 LARGE_BYTES = 1 << 30
 """From this size on a move shows a progress bar, on a terminal."""
 
 
 class Movable:
-    """What a buffer offers about the memory of its storage and sampler.
+    """Reports, releases and moves the memory of a buffer.
 
     A mixin of methods that users call on the buffer. The work is done by functions of storage and sampler, below.
     """
@@ -37,7 +37,7 @@ class Movable:
     _pin_memory: bool
 
     def memory(self) -> MemoryReport:
-        """What lies where, in bytes. No host sync."""
+        """The bytes of each part of the buffer, and where they lie. No host sync."""
         with self._lock:
             return report(self._storage, self._sampler)
 
@@ -91,7 +91,7 @@ def move(storage: TensorStorage, sampler: Sampler, requested: torch.device | str
     if not storage.relocatable:
         raise NotImplementedError(f"the rows of a {type(storage).__name__} stay where they are")
     before, shape = storage.placement, tuple(storage.shape)
-    # What is on the GPU already needs no room there, and what the rows take there is room for a split.
+    # An index that is on the GPU already needs no more room there. A split may use the room of the rows there.
     on_gpu = before is not None and before.device.type == "cuda"
     index = IndexBytes() if on_gpu else sampler.index_beside(requested, shape)
     held = sum(part.nbytes for part in storage.row_tensors if part.is_cuda)
@@ -157,7 +157,7 @@ class _Rows:
 
 
 def report(storage: TensorStorage, sampler: Sampler) -> MemoryReport:
-    """What a storage and its sampler take, and where."""
+    """The memory of a storage and its sampler, and where it lies."""
     placement = storage.placement
     if placement is None:
         return MemoryReport(None, None, 0, 0, 0, 0)

@@ -27,7 +27,7 @@ from gpubuf.data.storages.layout import Data, RowLayout, batch_shape
 from gpubuf.data.storages.tensor_storage import Storage, TensorStorage
 
 _compiling = torch.compiler.is_compiling
-# There are no turns while code is traced. When it runs, what its operations read and write orders them.
+# Traced code takes no lock. When it runs, its operations are ordered by the data that they read and write.
 _no_lock = nullcontext()
 
 
@@ -65,7 +65,7 @@ class ReplayBuffer(Copyable, Movable):
     """
 
     _default_writer: type[Writer] = RoundRobinWriter
-    #: Whether iteration puts what is known about a sample into it.
+    #: Whether iteration puts the info of a sample into it.
     _samples_have_info = False
 
     def __init__(
@@ -318,7 +318,7 @@ class ReplayBuffer(Copyable, Movable):
             yield batch.data
 
     def next(self) -> Any:
-        """The next batch, or None where the sampler has run out."""
+        """The next batch, or None if the sampler has run out."""
         return next(iter(self), None)
 
     # Priorities
@@ -415,8 +415,8 @@ class ReplayBuffer(Copyable, Movable):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict` into this buffer's own memory: all of it, or nothing. Synchronises.
 
-        Where a transform, a sampler or a writer of one's own raises, the buffer is put back as it was; for the two
-        latter its rows are copied to the host beforehand. Where these don't fit there, or the process is interrupted
+        If a custom transform, sampler or writer raises, the buffer is put back as it was. With a custom sampler or
+        writer the rows are copied to the host beforehand. If the copy does not fit there, or the process is interrupted
         while rows are replaced, the buffer is left empty, and a note in the error says so.
 
         Raises:

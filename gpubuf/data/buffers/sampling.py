@@ -26,7 +26,7 @@ _no_lock = nullcontext()
 
 
 class Batches:
-    """Makes the batches of a buffer, which makes a new one of these where it replaces a part.
+    """Makes the batches of a buffer. The buffer makes a new instance when it replaces one of its parts.
 
     Args:
         storage: holds the rows.
@@ -65,7 +65,7 @@ class Batches:
         self._warned = False
 
     def next(self, batch_size: int | None, include_info: bool) -> Batch:
-        """The next batch, from the queue where there is one; with its info in it if that is wanted.
+        """The next batch: from the queue if there is one, with its info in it if that is wanted.
 
         Raises:
             RuntimeError: no batch size is known, or the storage is empty.
@@ -102,7 +102,7 @@ class Batches:
         return batch_size
 
     def _draw(self, n: int, include_info: bool) -> Batch:
-        """Draw and gather, in one turn. Info goes into the batch here if nothing else is to change it."""
+        """Draw and gather, under the lock. Info goes into the batch here if nothing changes the batch later."""
         sampler, storage = self._sampler, self._storage
         with _no_lock if _compiling() else self._lock:
             if sampler.ran_out:

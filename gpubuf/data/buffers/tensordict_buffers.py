@@ -1,4 +1,4 @@
-"""Buffers whose samples carry what is known about them, and buffers with priorities."""
+"""Buffers whose samples carry their index, generation and weight, and buffers with priorities."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gpubuf.data.storages.tensor_storage import Storage, TensorStorage
 
 
 class TensorDictReplayBuffer(ReplayBuffer):
-    """A :class:`ReplayBuffer` of TensorDicts that writes everything it knows about a sample into the sample.
+    """A :class:`ReplayBuffer` of TensorDicts. It writes the info of a sample into the sample.
 
     Args:
         priority_key: where a batch carries its priorities.
@@ -70,7 +70,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         return data.set("index", coordinates) if isinstance(data, TensorDictBase) else data
 
     def sample(self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None) -> Any:
-        """A batch of transitions that carries its ``"index"`` and what else the sampler knows.
+        """A batch of transitions that carries its ``"index"`` and the sampler's other info.
 
         Args:
             batch_size: number of transitions; default: that of the constructor.

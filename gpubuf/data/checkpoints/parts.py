@@ -25,7 +25,7 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class Parts:
-    """What is saved and restored, as the buffer has it in one turn: setters may replace parts between two turns.
+    """The parts of a buffer that are saved and restored, as of one moment: setters may replace them later.
 
     Attributes:
         storage: holds the rows.

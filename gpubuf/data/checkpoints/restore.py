@@ -26,7 +26,7 @@ from gpubuf.data.storages.tensor_storage import TensorStorage
 
 
 def restore(parts: Parts, state: dict[str, Any]) -> int | None:
-    """Restore the state of a buffer, in its turn. See :meth:`gpubuf.ReplayBuffer.load_state_dict`.
+    """Restore the state of a buffer whose lock is held. See :meth:`gpubuf.ReplayBuffer.load_state_dict`.
 
     Returns:
         The batch size of the state.

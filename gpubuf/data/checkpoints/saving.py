@@ -97,8 +97,8 @@ def save(
         raise ValueError(f"file_bytes must be at least 1, got {file_bytes}")
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    with files.locked(folder, exclusive=True), contextlib.ExitStack() as turn:
-        turn.enter_context(lock.taken())
+    with files.locked(folder, exclusive=True), contextlib.ExitStack() as locked:
+        locked.enter_context(lock.taken())
         parts = parts_now()
         storage = parts.storage
         if storage.initialized:
@@ -115,7 +115,7 @@ def save(
         snapshot = Snapshot(folder, storage, state, previous, same, file_bytes)
         if snapshot.n_bytes_read <= _COPY_BYTES:
             snapshot.copy()
-            turn.close()
+            locked.close()
         save_id = secrets.token_hex(8)
         with (
             progress_bar("saving", snapshot.n_bytes, progress, columns=BYTES, least=_BAR_BYTES) as advance,

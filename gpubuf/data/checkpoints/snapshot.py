@@ -47,7 +47,7 @@ class Piece:
 
 
 class Snapshot:
-    """A buffer as of one moment: taken, and written or copied, in one turn.
+    """A buffer as of one moment: taken, and written or copied, under its lock.
 
     Args:
         folder: of the checkpoint.

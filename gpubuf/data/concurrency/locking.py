@@ -1,4 +1,4 @@
-"""Turns: what makes each operation of a buffer one step, for the threads of the host and for the streams of a GPU."""
+"""The lock of a buffer. It makes each operation one step, for the threads of the host and for the streams of a GPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRa
 
 
 def _handle(device: torch.device) -> tuple[int, int] | None:
-    """What tells the current stream of ``device`` from all others; None in a torch without CUDA."""
+    """An identifier of the current stream of ``device``; None in a torch without CUDA."""
     return None if _raw_stream is None else (device.index, _raw_stream(device.index))
 
 
@@ -40,15 +40,15 @@ class StreamOrder:
     alone.
 
     While a graph is captured nothing is recorded and nothing waits: an event of another stream can't be part of the
-    graph. ``torch.cuda.graph`` synchronises before it captures. What :func:`gpubuf.capture` returns takes its turn at
-    each replay; around replays of other graphs, which the buffer can't see, ordering is up to who replays.
+    graph. ``torch.cuda.graph`` synchronises before it captures. A step captured by :func:`gpubuf.capture` takes the
+    lock at each replay. The buffer can't see replays of other graphs: whoever replays one has to order it.
     """
 
     def __init__(self) -> None:
         self._last: torch.cuda.Stream | None = None
         self._event: torch.cuda.Event | None = None
         self._used: list[torch.cuda.Stream] = []
-        # Of the last stream, where that was the current one.
+        # Of the last stream, if that was the current one.
         self._handle: tuple[int, int] | None = None
 
     def begin(self, device: torch.device) -> None:
@@ -110,49 +110,49 @@ class StreamOrder:
 _compiling = torch.compiler.is_compiling
 
 
-def unless_compiling(turn: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
-    """``with unless_compiling(turn):``, for what may be compiled: there are no turns while code is traced.
+def unless_compiling(lock: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
+    """``with unless_compiling(lock):``, for code that may be compiled: traced code takes no lock.
 
-    When compiled code runs, what its operations read and write orders them, but not against other threads.
+    Compiled operations are ordered by the data that they read and write, but not against other threads.
     """
-    return contextlib.nullcontext() if _compiling() else turn
+    return contextlib.nullcontext() if _compiling() else lock
 
 
 def _nothing(*exception: object) -> None:
-    """How a turn within a turn ends."""
+    """The exit of a ``with`` whose thread held the lock already."""
 
 
 class _End:
-    """``BufferLock.__exit__``: what ends the turn that is about to begin.
+    """``BufferLock.__exit__``, chosen when a ``with`` begins.
 
-    ``with`` looks it up before the turn begins. An interrupt can come when a function of Python is entered, and would
-    keep it from releasing the lock. The lock's own method is none, and can't be interrupted.
+    ``with`` looks it up before it enters. An interrupt can come when a function of Python is entered, and would keep it
+    from releasing the lock. The method of ``threading.RLock`` is written in C, and can't be interrupted.
     """
 
-    def __get__(self, turn: BufferLock | None, kind: type | None = None) -> Callable[..., None]:
-        if turn is None:
-            raise AttributeError("the end of a turn depends on the turn")
-        lock = turn._lock
+    def __get__(self, lock: BufferLock | None, kind: type | None = None) -> Callable[..., None]:
+        if lock is None:
+            raise AttributeError("the exit of a lock depends on the lock")
+        inner = lock._lock
         # `held` and `may_launch` spelled out, as in `BufferLock.__enter__`: each operation comes here.
-        if lock._is_owned():  # type: ignore[attr-defined]
+        if inner._is_owned():  # type: ignore[attr-defined]
             return _nothing
-        launches = turn._cuda_present() if turn.storage._ring is None else turn.gpu() is not None
-        return turn._end_on_gpu if launches else lock.__exit__
+        launches = lock._cuda_present() if lock.storage._ring is None else lock.gpu() is not None
+        return lock._end_on_gpu if launches else inner.__exit__
 
 
 class BufferLock:
-    """A reentrant lock of a buffer, ``with turn:``. Threads have their turns in the order in which they asked.
+    """A reentrant lock of a buffer, ``with lock:``. Threads get it in the order in which they asked.
 
-    Draws that were asked for earlier are made before anything else happens in a turn, so that what a batch holds
-    depends on the order of the calls and not on how threads happen to run. Operations on a GPU are ordered across
-    streams. What an operation left unfinished that was interrupted is finished by the next one.
+    Whoever gets it makes the draws that were asked for earlier first. So the contents of a batch depend on the order of
+    the calls and not on how threads happen to run. Operations on a GPU are ordered across streams. If an operation was
+    interrupted, the next one finishes its work.
 
     Args:
         storage: the buffer's storage.
-        mend: finishes what was left unfinished; a method, held weakly.
+        mend: finishes an interrupted operation; a method, held weakly.
 
     Attributes:
-        storage: the buffer's storage; to be set where that is replaced.
+        storage: the buffer's storage; to be set when that is replaced.
         pending: draws that were asked for, in order.
     """
 
@@ -163,17 +163,17 @@ class BufferLock:
         self.pending: deque[PendingDraw] = deque()
         self._mend = None if mend is None else weakref.WeakMethod(mend)
         self._streams = StreamOrder()
-        # The turn holds on to the storage: its memory is released after this.
+        # The lock holds on to the storage: its memory is released after this.
         weakref.finalize(self, outside_captures, self._streams.settle).atexit = False
         self._has_cuda: bool | None = None
         self.renew()
 
     def renew(self) -> None:
         """Begin with a lock that nobody has: in a copy, and in a forked process."""
-        # Reentrant so that it knows its owner; turns within turns leave it alone.
+        # Reentrant so that it knows its owner. A `with` inside another one leaves it alone.
         self._lock = threading.RLock()
-        # A lock alone goes to who comes first when it is free, which is the thread that has just let go of it: one that
-        # writes in a loop would keep all others out. Whoever waits holds a lock in this line until it has had its turn.
+        # A free lock goes to the first thread that asks, mostly the one that has just released it: a thread that writes
+        # in a loop would keep all others out. So a thread that waits holds a gate in this line until it has the lock.
         self._waiting: deque[threading.Lock] = deque()
         self.pending.clear()
 
@@ -184,12 +184,12 @@ class BufferLock:
 
     @property
     def held(self) -> bool:
-        """Whether it is this thread's turn."""
+        """Whether this thread holds the lock."""
         return self._lock._is_owned()  # type: ignore[attr-defined, no-any-return]
 
     def gpu(self) -> torch.device | None:
         """The GPU that operations are launched on, or None. Fake tensors claim to be on one that is not there."""
-        # Past the properties, which would cost more than all else in a turn.
+        # Past the properties, which would cost more than all else here.
         ring = self.storage._ring
         if ring is None or not ring.counters.is_cuda:
             return None
@@ -210,7 +210,7 @@ class BufferLock:
 
     @property
     def device(self) -> torch.device | None:
-        """Where the buffer works; None before its first write."""
+        """The device that the buffer works on; None before its first write."""
         ring = self.storage._ring
         return None if ring is None else ring.counters.device
 
@@ -248,7 +248,7 @@ class BufferLock:
                 line.append(gate)
                 while (first := line[0]) is not gate:
                     with first:
-                        # Whoever was first has had its turn or given up; it may have been kept from leaving the line.
+                        # The first thread has got the lock or given up. An interrupt may have kept it in the line.
                         if line[0] is first:
                             line.popleft()
                 self._lock.acquire()
@@ -280,7 +280,7 @@ class BufferLock:
             raise
 
     def mend(self) -> None:
-        """Finish what an interrupted operation has left; from within a turn, nothing has to be."""
+        """Finish an interrupted operation. With the lock held there is none left."""
         with self:
             pass
 
@@ -298,12 +298,12 @@ class BufferLock:
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
-        """``with turn:`` for an :class:`contextlib.ExitStack`."""
+        """``with lock:`` for an :class:`contextlib.ExitStack`."""
         with self:
             yield
 
     def outside(self, wait: Callable[[], object]) -> None:
-        """Let others have their turns while ``wait`` runs, from within one's own, however deep."""
+        """Release the lock, which this thread holds however often, while ``wait`` runs; then take it again."""
         interrupt: BaseException | None = None
         try:
             self.ended()
@@ -314,7 +314,7 @@ class BufferLock:
                 try:
                     self._acquire()
                 except BaseException as error:
-                    # Whoever began the turn is going to end it, and must have it then.
+                    # The caller is going to release the lock, and must hold it then.
                     interrupt = error
             if interrupt is not None:
                 raise interrupt

@@ -14,14 +14,14 @@ _warned = False
 
 
 def map_tensors(data: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """``data`` with ``function`` applied to every tensor in it; what is neither tensor nor container stays as it is.
+    """``data`` with ``function`` applied to every tensor in it. Other values stay as they are.
 
     Args:
         data: a tensor, a TensorDict or tensorclass, or tuples, lists and mappings of them, nested.
         function: from a tensor to one of the same shape.
 
     Returns:
-        Containers of the same types, new ones. What device a TensorDict claims makes no difference.
+        Containers of the same types, new ones. The device that a TensorDict claims makes no difference.
     """
     if isinstance(data, Tensor):
         return function(data)
@@ -37,7 +37,7 @@ def map_tensors(data: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def tensors_of(data: Any) -> Iterator[Tensor]:
-    """Every tensor of what :func:`map_tensors` takes."""
+    """Every tensor in ``data``, which is as for :func:`map_tensors`."""
     if isinstance(data, Tensor):
         yield data
     elif isinstance(data, TensorDictBase) or is_tensorclass(data):
@@ -65,7 +65,7 @@ def pin(data: Any) -> Any:
         data: as for :func:`map_tensors`. Neither it nor its tensors change.
 
     Returns:
-        The same structure, in which ``is_pinned()`` holds for every CPU tensor; or ``data`` itself where there is no
+        The same structure, in which ``is_pinned()`` holds for every CPU tensor; or ``data`` itself if there is no
         accelerator, with one warning a process. No host sync.
     """
     global _warned

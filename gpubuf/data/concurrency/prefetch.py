@@ -3,9 +3,9 @@
 With the rows on the CPU, one worker thread prepares them: one, so that draws and transforms run in order. The kernels
 release the interpreter lock. With the rows on a GPU, the caller launches the work on a stream of its own.
 
-A batch is drawn as of the moment at which it was asked for. If the worker has not come to it when something else is
-about to happen to the buffer (a write, new priorities), whoever does that makes the draw first: see
-:class:`~gpubuf.data.concurrency.locking.BufferLock`. What batches hold is thus a function of the order of the calls.
+A batch is drawn as of the moment at which it was asked for. If another operation (a write, new priorities) comes before
+the worker has drawn it, that operation makes the draw first: see
+:class:`~gpubuf.data.concurrency.locking.BufferLock`. So the contents of batches depend only on the order of the calls.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _STATE_KEYS = ("data", "info", "ran_out", "device", "claimed")
 
 
 def _beside_the_consumer(threads: int) -> None:
-    """How a thread begins that prepares batches: with torch's threads of the consumer, and no others."""
+    """Set up the worker: torch uses as many threads in it as in the consumer, and gpubuf's kernels one."""
     torch.set_num_threads(threads)
     stay_alone()
 
@@ -59,7 +59,7 @@ class Batch(NamedTuple):
 class SideStream:
     """CUDA streams for work ahead of the consumer, and the events that tie them to the consumer's. No host sync.
 
-    Where CUDA is not in use, nothing here does anything.
+    Does nothing unless CUDA is in use.
     """
 
     def __init__(self) -> None:
@@ -160,7 +160,7 @@ class _Asked:
         return self._finish(drawn)
 
     def let_go(self) -> None:
-        """Drop what refers to the buffer."""
+        """Drop all references to the buffer."""
         self._draw = self._finish = self._drawn = None
 
 
@@ -170,19 +170,19 @@ class Prefetcher:
     Args:
         depth: number of batches in preparation while the consumer has one. With 0 the queue only delivers batches
             that :meth:`replace` put there.
-        turn: the buffer's lock.
+        lock: the buffer's lock.
 
     Attributes:
         queue: the batches that were asked for ahead.
     """
 
-    def __init__(self, depth: int, turn: BufferLock) -> None:
+    def __init__(self, depth: int, lock: BufferLock) -> None:
         self.depth = depth
-        self._turn = turn
+        self._lock = lock
         self.queue: deque[_Asked] = deque()
         self._executor: ThreadPoolExecutor | None = None
         self._side = SideStream()
-        # Entered inside a turn or outside of one; no turn begins inside it.
+        # Entered with the buffer's lock held or without; the buffer's lock is never taken inside it.
         # The lock is C's and used as such: an interrupt can't leave it held, as it can a function of Python.
         self._mutex = threading.RLock()
         self._condition = threading.Condition(self._mutex)
@@ -208,14 +208,14 @@ class Prefetcher:
             finish: collates, transforms and pins it.
 
         Returns:
-            The batch, or None where the caller has to prepare it: inside a transform, while a CUDA graph is captured,
+            The batch, or None if the caller has to prepare it: inside a transform, while a CUDA graph is captured,
             and when a queue of depth 0 is empty.
 
         Raises:
             Exception: what the draw or a transform raised, with its traceback. A draw that fails ahead of time is
                 forgotten, and made again when its batch is asked for.
         """
-        on_gpu = self._turn.on_gpu()
+        on_gpu = self._lock.on_gpu()
         if self._bypassed(on_gpu):
             return None
         ahead = self.depth
@@ -231,7 +231,7 @@ class Prefetcher:
             if on_gpu:
                 for one in asked:
                     self._prepare(one)
-            # Those ahead are asked for once: where every draw fails this would never end.
+            # Those ahead are asked for once: if every draw fails, this would never end.
             ahead = 0
             try:
                 return self._wait(slot)
@@ -246,9 +246,9 @@ class Prefetcher:
         """A batch unlike those of the queue, which stay there; drawn and transformed behind them.
 
         Returns:
-            As :meth:`take`; None also where the caller's own thread prepares the batches.
+            As :meth:`take`; None also if the caller's own thread prepares the batches.
         """
-        on_gpu = self._turn.on_gpu()
+        on_gpu = self._lock.on_gpu()
         if self.depth == 0 or on_gpu or self._bypassed(on_gpu):
             return None
         with self._mutex:
@@ -277,7 +277,7 @@ class Prefetcher:
     # Preparation
 
     def _ask(self, draw: Callable[[], Batch], finish: Callable[[Batch], Batch], on_gpu: bool) -> _Asked:
-        slot = _Asked(draw, finish, self._side.fork(self._turn.storage.ring.device if on_gpu else None))
+        slot = _Asked(draw, finish, self._side.fork(self._lock.storage.ring.device if on_gpu else None))
         slot.gate.acquire()
         self._unfinished.add(slot)
         if on_gpu:
@@ -288,7 +288,7 @@ class Prefetcher:
             self._executor = ThreadPoolExecutor(1, "gpubuf-prefetch", _beside_the_consumer, (threads,))
         try:
             self._executor.submit(self._prepare, slot)
-            self._turn.pending.append(slot)
+            self._lock.pending.append(slot)
         except BaseException:
             # Interrupted: nobody is going to ask for this one.
             slot.future.cancel()
@@ -306,7 +306,7 @@ class Prefetcher:
             if not threading.main_thread().is_alive():
                 raise RuntimeError("no batch can be prepared while the interpreter shuts down")
             with torch.set_grad_enabled(slot.grad), self._side.running(slot.fork):
-                with self._turn:
+                with self._lock:
                     slot.perform()
                 batch = slot.finish()
                 slot.ready = self._side.ready(batch)
@@ -333,9 +333,9 @@ class Prefetcher:
 
     @contextlib.contextmanager
     def quiet(self, *, discard: bool = False) -> Iterator[None]:
-        """Wait until no batch is in preparation, and let nobody ask for one. To be used inside a turn.
+        """Wait until no batch is in preparation, and let nobody ask for one. Call it with the lock held.
 
-        While it waits, others have their turns: a transform may need one.
+        While it waits, it releases the lock: a transform may need it.
 
         Args:
             discard: drop the queue.
@@ -354,7 +354,7 @@ class Prefetcher:
                     self._unfinished.discard(slot)
         try:
             if self._unfinished:
-                self._turn.outside(self._until_idle)
+                self._lock.outside(self._until_idle)
             yield
         finally:
             with self._mutex:
@@ -376,17 +376,17 @@ class Prefetcher:
             raise ValueError(f"the prefetched batches of a state are a list of dicts of {_STATE_KEYS}, got {state!r}")
 
     def discard(self) -> None:
-        """Drop the queue, before what it was drawn from is given up. To be used inside a turn."""
+        """Drop the queue, before its rows are released. Call it with the lock held."""
         if self.active:
             with self.quiet(discard=True):
                 pass
-        self._turn.settle()
+        self._lock.settle()
 
     # State
 
     @contextlib.contextmanager
     def carried(self, pinned: bool) -> Iterator[None]:
-        """Take the queue along while the storage moves to another device. To be used inside a turn."""
+        """Take the queue along while the storage moves to another device. Call it with the lock held."""
         with self.quiet():
             before, state = self._home, self.state_dict()
             yield
@@ -395,7 +395,7 @@ class Prefetcher:
 
     @property
     def _home(self) -> torch.device | None:
-        storage = self._turn.storage
+        storage = self._lock.storage
         return storage.device if storage.initialized else None
 
     def state_dict(self) -> list[dict[str, Any]]:

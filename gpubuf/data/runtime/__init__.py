@@ -1,1 +1,1 @@
-"""What every operation of a buffer has to know: whether a graph records it, and whether one before it was cut short."""
+"""State that every operation of a buffer checks: does a graph record it, and was the one before it cut short?"""

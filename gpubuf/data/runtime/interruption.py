@@ -8,8 +8,8 @@ from typing import NamedTuple
 class Unfinished(NamedTuple):
     """A mark that an operation sets before it changes anything, and takes away when all is done.
 
-    An exception can come between any two steps of the host: of Ctrl-C, a timer, another thread. Whoever finds the mark
-    in a later turn finishes the work; see :class:`gpubuf.data.buffers.mending.Mending`.
+    An exception can come between any two steps of the host: from Ctrl-C, a timer, another thread. The next operation
+    finds the mark and finishes the work; see :class:`gpubuf.data.buffers.mending.Mending`.
 
     Attributes:
         written: how many rows had ever been written when a write began; the sampler may not know of those after them.
@@ -22,7 +22,7 @@ class Unfinished(NamedTuple):
     empties: bool = False
 
 
-#: What is derived from rows or priorities is being changed.
+#: Data derived from rows or priorities is being changed.
 DERIVED = Unfinished()
 
 #: A captured graph is being replayed, which counts rows on the device.

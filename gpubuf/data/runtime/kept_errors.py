@@ -1,4 +1,4 @@
-"""Errors that are kept until somebody asks for what they prevented."""
+"""Errors of draws, kept until somebody asks for the batch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a buffer has to know about the capture of a CUDA graph, and a graph about the buffers that it uses.
+"""Connects buffers with captured CUDA graphs.
 
-A graph repeats launches and nothing else. What an operation does on the host besides (counting rows for ``len()``, say)
-is noted in a :class:`Recording` while the graph is captured, and done again at each replay.
+A graph repeats launches and nothing else. The work of an operation on the host, such as counting rows for ``len()``, is
+noted in a :class:`Recording` while the graph is captured, and done again at each replay.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Lock(Protocol):
 
     @property
     def device(self) -> torch.device | None:
-        """Where the buffer works; None before its first write."""
+        """The device that the buffer works on; None before its first write."""
 
     def joined(self, stream: torch.cuda.Stream) -> None:
         """All operations so far come before what ``stream`` is given from now on."""
 
 
 class Recording:
-    """What goes with the replays of one graph, on the host.
+    """The work on the host that goes with the replays of one graph.
 
     Attributes:
         locks: those of the buffers that the graph uses.
@@ -61,25 +61,25 @@ class Recording:
         self._after.append(action)
 
     def undo(self, action: Callable[[], None]) -> None:
-        """Do ``action`` if nothing comes of the capture: what was launched is then not run."""
+        """Do ``action`` if the capture is given up: its launches then never run."""
         self._undo.append(action)
 
     def abandon(self) -> None:
-        """Nothing comes of the capture."""
+        """The capture is given up: undo the work on the host."""
         for action in reversed(self._undo):
             action()
 
     def holds(self, owner: Any, *attributes: str) -> None:
-        """The graph works on what these attributes are now: refuse replays once they are replaced."""
+        """The graph uses the present values of these attributes: refuse replays once they are replaced."""
         for name in attributes:
             self._held.setdefault((id(owner), name), (owner, name, getattr(owner, name)))
 
     @contextlib.contextmanager
     def replay(self) -> Iterator[None]:
-        """Around a replay: one operation of all the buffers, and what else belongs to it on the host.
+        """Around a replay: one operation of all the buffers, with its work on the host.
 
         Raises:
-            CaptureError: what the graph works on is no longer that of its buffers.
+            CaptureError: a buffer has replaced something that the graph uses.
         """
         with contextlib.ExitStack() as stack:
             for lock in self.locks:
@@ -92,7 +92,7 @@ class Recording:
                     )
             for action in self._before.values():
                 action()
-            # Of a replay that is interrupted, the device knows whether it was.
+            # After an interrupt only the device knows whether the replay ran.
             storages = [lock.storage for lock in self.locks]
             before = [storage.begin(REPLAY) for storage in storages]
             yield
@@ -107,7 +107,7 @@ class _Current(threading.local):
     locks: list[Lock] | None = None
 
 
-#: What goes on in this thread.
+#: The recording and the locks of this thread.
 current = _Current()
 _compiling = torch.compiler.is_compiling
 
@@ -130,10 +130,10 @@ _postponed: deque[Callable[[], None]] = deque()
 
 @contextlib.contextmanager
 def capture_under_way() -> Iterator[None]:
-    """Around a capture: garbage is not collected, and what would break the capture is put off.
+    """Around a capture: garbage is not collected, and actions that would break the capture are put off.
 
-    Finalisers of tensors, graphs and pinned memory call CUDA, and may not while a capture is under way. What is garbage
-    by then waits until after it.
+    Finalisers of tensors, graphs and pinned memory call CUDA, and may not do so while a capture is under way. Garbage
+    is collected afterwards.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -148,10 +148,10 @@ def capture_under_way() -> Iterator[None]:
 
 
 def outside_captures(action: Callable[[], None]) -> None:
-    """Do what a capture would not survive (waiting for a device does not): now, or once none is under way.
+    """Do ``action``, which would break a capture, as a wait for the device does: now, or once no capture is under way.
 
-    A capture that others have begun is known in its own thread only. What it puts off is done by the next call. Nothing
-    is done in a forked process, which may not use its parent's CUDA.
+    A capture that gpubuf did not begin is known in its own thread only. The next call does the actions that it put off.
+    A forked process does nothing, because it may not use its parent's CUDA.
     """
     if torch.cuda._is_in_bad_fork():
         return
@@ -165,14 +165,14 @@ def do_postponed() -> None:
         try:
             action = _postponed.popleft()
         except IndexError:
-            # Another thread, or the finaliser of what was released just now, has done it.
+            # Another thread, or a finaliser that has just run, has done it.
             return
         action()
 
 
 @contextlib.contextmanager
 def recorded(into: Recording) -> Iterator[None]:
-    """Note in ``into`` what operations do from now on, in this thread."""
+    """Note in ``into`` the work of operations in this thread from now on."""
     with watched(into.locks):
         previous, current.recording = current.recording, into
         try:

@@ -1,4 +1,4 @@
-"""The contract of samplers: which rows a batch is made of. docs/extending.md shows how to write one."""
+"""The contract of samplers, which choose the rows of a batch. docs/extending.md shows how to write one."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ UNBOUND = "the sampler belongs to no buffer yet: give it to one, or call bind(st
 
 
 class Drawn(NamedTuple):
-    """What a sampler hands to its buffer: gathered rows, where they lie, and what is known about them."""
+    """The result of a draw: gathered rows, where they lie, and the info about each of them."""
 
     tensors: list[Tensor]
     positions: Tensor  # int64 [n], flat
     generation: Tensor  # int64 [n]
     info: dict[Any, Tensor]
-    batch_size: tuple[int, ...] | None = None  # of tensors and info where it is not [n]
+    batch_size: tuple[int, ...] | None = None  # of tensors and info if it is not [n]
 
 
 class Sampler:
@@ -49,7 +49,7 @@ class Sampler:
             which a priority that returns too late is recognised.
         torchrl_form: declares what the sampler writes into a folder of TorchRL's; None: nothing.
         ran_out: whether an epoch has ended with the last batch; iteration over the buffer stops there.
-        lock: the lock of the sampler's buffer, for what users call on the sampler itself.
+        lock: the lock of the sampler's buffer, for methods that users call on the sampler itself.
     """
 
     has_priorities: ClassVar[bool] = False
@@ -58,14 +58,14 @@ class Sampler:
     lock: AbstractContextManager[Any] = nullcontext()
 
     def __init__(self) -> None:
-        # Not only in the class: compiled code depends on where an attribute is.
+        # Also in the instance: compiled code depends on where an attribute is.
         self.ran_out = False
         self._storage: TensorStorage | None = None
         self._random: RandomState | None = None
         self._generator: torch.Generator | None = None
 
     def __init_subclass__(cls, **named: Any) -> None:
-        """Let :meth:`draw` use what the subclass overrides: :meth:`choose`, or :meth:`sample` as in TorchRL."""
+        """Let :meth:`draw` use the subclass's own method: :meth:`choose`, or :meth:`sample` as in TorchRL."""
         super().__init_subclass__(**named)
         own = vars(cls)
         if "choose" in own:
@@ -96,7 +96,7 @@ class Sampler:
         return self._storage
 
     def bind(self, storage: Storage, lock: AbstractContextManager[Any] | None = None) -> None:
-        """Serve ``storage`` from now on. With another storage than before, what was known about rows is forgotten.
+        """Serve ``storage`` from now on. With another storage than before, all data about rows is forgotten.
 
         Args:
             storage: the storage.
@@ -128,7 +128,7 @@ class Sampler:
         """Called before the sampler is bound: raise if it can't serve ``storage``."""
 
     def forget_storage(self) -> None:
-        """Called when another storage replaces the one so far: drop what was derived from its rows."""
+        """Called when another storage replaces the one so far: drop all data about its rows."""
 
     def check_rows(self, layout: RowLayout, ndim: int) -> None:
         """Called before the first rows are written: raise if they lack what the sampler needs."""
@@ -139,15 +139,15 @@ class Sampler:
         """Choose ``n`` rows of :attr:`storage`, which has some. This is what a sampler of your own overrides.
 
         Returns:
-            Flat positions, int64 ``[n]`` on the storage's device, and a dict of what else there is to say about each
-            row, tensors of ``n`` entries by key. A buffer of TensorDicts writes them into the batch.
+            Flat positions, int64 ``[n]`` on the storage's device, and a dict of info about each row: tensors of ``n``
+            entries by key. A buffer of TensorDicts writes them into the batch.
         """
         raise NotImplementedError(f"{type(self).__name__} overrides neither choose(n) nor sample(storage, batch_size)")
 
     _chosen: ClassVar[Callable[..., tuple[Tensor, dict[Any, Tensor]]]] = choose
 
     def draw(self, n: int) -> Drawn:
-        """Choose ``n`` rows and gather them; overridden where one launch does both."""
+        """Choose ``n`` rows and gather them. Override it if one launch does both."""
         storage = self._storage
         if storage is None:
             raise RuntimeError(UNBOUND)
@@ -164,7 +164,7 @@ class Sampler:
 
         Returns:
             The index of the rows (int64 ``[n]``; ``[n, ndim]`` for storages of several dimensions), and a dict of
-            what else there is to say about each of them, by key.
+            info about each of them, by key.
 
         Raises:
             RuntimeError: the storage is empty.
@@ -176,7 +176,7 @@ class Sampler:
         return own.unravel(positions), info
 
     def _serve(self, storage: Storage | None) -> None:
-        """Bind to ``storage``, if that is not where the sampler works already."""
+        """Bind to ``storage``, unless the sampler serves it already."""
         if storage is not None and storage is not self._storage:
             self.bind(storage)
 
@@ -209,7 +209,7 @@ class Sampler:
 
         Args:
             positions: int64 ``[n]``.
-            priority: float32 ``[n]`` where the batch came with priorities and the sampler has a use for them.
+            priority: float32 ``[n]`` if the batch came with priorities and the sampler has a use for them, else None.
         """
 
     # Priorities
@@ -237,25 +237,25 @@ class Sampler:
         self.ran_out = False
 
     def mend(self) -> None:
-        """Compute anew what is derived from rows or priorities: an operation was interrupted that was changing it."""
+        """Compute anew all data derived from rows or priorities: an operation that changed it was interrupted."""
 
     def free(self) -> None:
         """Forget everything about the rows, and release its memory."""
         self.empty()
 
     def move(self) -> None:
-        """Go on where the storage has moved to: called after its rows are in their new place. May synchronise."""
+        """Follow the storage to another device: called after its rows are in their new place. May synchronise."""
         if self._random is not None:
             self._random = self._random.to(self.storage.device)
 
     # Memory
 
     def index_bytes(self, shape: tuple[int, ...], device_type: str) -> IndexBytes:
-        """What the sampler takes for a storage of ``shape`` (``[rows]`` or ``[steps, envs]``), before it exists."""
+        """Bytes that the sampler needs for a storage of ``shape`` (``[rows]`` or ``[steps, envs]``) to come."""
         return IndexBytes()
 
     def index_beside(self, requested: torch.device | str, shape: tuple[int, ...]) -> IndexBytes:
-        """:meth:`index_bytes` for a requested placement: nothing for one that doesn't go by what fits.
+        """:meth:`index_bytes` for a requested placement: zero for placements that do not depend on free memory.
 
         The machine is then not asked for its GPU: a process that CUDA woke up in can't be forked to use it.
         """
@@ -264,7 +264,7 @@ class Sampler:
         return self.index_bytes(shape, "cuda" if host_memory.cuda_present() else "cpu")
 
     def memory(self) -> IndexBytes:
-        """What the sampler takes now."""
+        """Bytes that the sampler takes now."""
         return IndexBytes()
 
     @property
@@ -283,7 +283,8 @@ class Sampler:
 
         Args:
             state: the state.
-            order: what :meth:`TensorStorage.load_state_dict` returned.
+            order: None if every row is back at its position. Otherwise the rows lie from position 0 on, and this is the
+                old position of each, int64 ``[size]`` on the CPU, as :meth:`TensorStorage.load_state_dict` returns it.
         """
         if state["random"] is not None:
             self.random_state(self.storage.device).load_state_dict(state["random"])

@@ -15,7 +15,7 @@ from gpubuf.data.storages.layout import Key, RowLayout, address, as_key
 from gpubuf.data.storages.tensor_storage import TensorStorage
 from gpubuf.kernels.rows import table_entry
 
-#: Where identifiers of trajectories are looked for, in this order, when no key is given.
+#: Keys of identifiers of trajectories, tried in this order if no key is given.
 TRAJECTORY_KEYS: tuple[Key, ...] = (("collector", "traj_ids"), ("episode",))
 END_KEY: Key = ("next", "done")
 
@@ -30,8 +30,8 @@ class Signal:
     Attributes:
         table: int64 ``[K, 5]``, entries of a table of :mod:`gpubuf.kernels.rows`, on the storage's device.
         by_id: the rows are identifiers, whose change ends a trajectory, instead of flags.
-        assumed: nobody said that these flags are what separates the rows.
-        tensor: what the table points to, where that is not the storage.
+        assumed: the flags were chosen by default, not by the user.
+        tensor: the tensor that the table points to, if that is not the storage.
         positions: which keys of the storage the table points to, otherwise.
     """
 
@@ -57,7 +57,7 @@ def signal_keys(
 ) -> tuple[tuple[int, ...], bool]:
     """Which keys of a row tell where trajectories end: their positions in the layout, and whether they are identifiers.
 
-    Identifiers come first where a key for them is given, or nothing is: then :data:`TRAJECTORY_KEYS` are tried, and
+    Identifiers come first if a key for them is given, or no key at all: then :data:`TRAJECTORY_KEYS` are tried, and
     :data:`END_KEY`. If the kind that was asked for is missing, the other one is used, with a warning.
 
     Raises:
@@ -117,13 +117,13 @@ def fixed_signal(storage: TensorStorage, values: Tensor, by_id: bool) -> Signal:
 def interleaved_environments(storage: TensorStorage, end_keys: Sequence[Any] | None = None) -> int | None:
     """How many environments take turns in a 1-D storage.
 
-    Told by the observations: what comes next after row p is stored again as row p + 1 or, of E environments in turn, as
-    row p + E. A single environment whose next observations are E steps ahead looks alike, but for what
-    :func:`_take_turns` finds. Synchronises where the storage is not on the CPU.
+    The observations tell. The next observation of row p is stored again in row p + 1 or, if E environments take turns,
+    in row p + E. A single environment whose next observations are E steps ahead looks alike: :func:`_take_turns` tells
+    the two apart. Synchronises if the storage is not on the CPU.
 
     Returns:
-        1 where rows follow each other, E where they do E rows apart; None where nothing tells (yet): no key is stored
-        both at the root and under ``"next"``, or next steps may be several steps ahead.
+        1 if rows follow each other, E if they do so E rows apart; None if nothing tells (yet): no key is stored both at
+        the root and under ``"next"``, or next steps may be several steps ahead.
     """
     layout = storage.layout
     if storage.ndim > 1 or layout.position(("steps_to_next_obs",)) is not None:
@@ -174,8 +174,8 @@ def _numbers(values: Tensor) -> Tensor:
 def _take_turns(now: Tensor, coming: Tensor, ended: Tensor, apart: int) -> bool:
     """Whether rows that go on ``apart`` rows later are of environments in turn, not of one that looks so far ahead.
 
-    Of one environment the last ``apart`` rows of an episode all end it, and have its last observation in common; and
-    rows beside each other are nearer to each other than rows ``apart``. Neither holds of environments in turn.
+    If they are of one environment, the last ``apart`` rows of an episode all end it and share its last observation.
+    Also neighbouring rows are nearer to each other than rows ``apart``. Neither holds for environments in turn.
 
     Args:
         now: observations, ``[n, width]``.

@@ -65,9 +65,9 @@ class Reweighing:
 
 
 def check_beta(beta: float | Tensor) -> None:
-    """Check the exponent of the importance weights; the value of a tensor only where that costs no sync.
+    """Check the exponent of the importance weights. The value of a tensor is checked only if that costs no sync.
 
-    That is on the CPU, outside of compiled code and of a capture, whose replays have other values.
+    It costs none on the CPU, outside of compiled code and of a capture, whose replays have other values.
 
     Raises:
         ValueError: it is negative or not finite, or a tensor of several elements.

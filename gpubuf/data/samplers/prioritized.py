@@ -37,8 +37,8 @@ class PrioritizedSampler(Sampler):
     a GPU, where an exception would need a host sync, the old priority stays and :meth:`raise_if_refused`, called by
     everything that synchronises anyway (``state_dict``, setting ``alpha``), raises.
 
-    Weights are kept within the range of normal float32 numbers, so that a positive one stays positive. Where this
-    changes one, a warning says so, once: on CPU at once, on a GPU where refused priorities raise.
+    Weights are kept within the range of normal float32 numbers, so that a positive one stays positive. If this
+    changes one, a warning says so, once: on CPU at once, on a GPU when refused priorities raise.
 
     Args:
         max_capacity: number of rows; at least the storage's.
@@ -135,7 +135,7 @@ class PrioritizedSampler(Sampler):
 
     @property
     def eps(self) -> float:
-        """What is added to every priority."""
+        """Added to every priority."""
         return self._eps
 
     @property
@@ -221,7 +221,7 @@ class PrioritizedSampler(Sampler):
                 ignored; negative coordinates count from the end of their dimension (in the first one, on a CPU, from
                 the last step stored).
             priority: ``[n]``, any shape with n elements, or a number for all rows; any real dtype.
-            storage: the storage that the index refers to, where the sampler serves none yet; as TorchRL passes it.
+            storage: the storage that the index refers to, if the sampler serves none yet; as TorchRL passes it.
             generation: ``"index_generation"`` of the sample. Rows overwritten since are left alone.
 
         Raises:

@@ -27,7 +27,7 @@ class RandomSampler(Sampler):
         """Uniform positions. No host sync."""
         storage = self.storage
         uniform = self.random_state(storage.device).uniform(n)
-        # The device's count: the host's is that of the capture where this is part of a CUDA graph.
+        # The device's count: in a CUDA graph the host's would stay that of the capture.
         size = storage.ring[SIZE]
         return torch.minimum((uniform * size).to(torch.int64), size - 1), {}
 

@@ -19,8 +19,8 @@ class RandomState:
     Args:
         seed: any 64-bit seed. None draws one from ``generator``, so that ``torch.manual_seed`` makes a run
             repeatable.
-        generator: where a seed is drawn from; None is torch's global CPU generator.
-        device: where the state lives; draws happen there.
+        generator: a seed is drawn from it; None is torch's global CPU generator.
+        device: the state lives there, and draws happen there.
 
     Attributes:
         state: int64 ``[3]`` = (seed, offset, scratch); see :mod:`gpubuf.kernels.philox`.

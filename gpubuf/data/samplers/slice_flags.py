@@ -1,4 +1,4 @@
-"""The flags that a batch of slices carries: where each slice ends and begins, combined with what is stored."""
+"""The flags that a batch of slices carries: where each slice ends and begins, combined with the stored ones."""
 
 from __future__ import annotations
 

@@ -27,10 +27,10 @@ class SliceSampler(Sampler):
     """Draws slices of trajectories: first a trajectory, uniformly, then where the slice starts, uniformly.
 
     A slice never crosses an end flag, the storage's cursor, or from one environment to another. The trajectory in
-    progress counts up to its newest step. Which trajectories there are is known from an index that every write keeps up
-    to date, so that a sample costs the same whatever the size of the buffer and however long ago the last write was:
-    one launch for the choice and one for the rows. Rows changed by others than ``extend`` must be announced, with
-    the buffer's ``mark_update`` or :meth:`rebuild`.
+    progress counts up to its newest step. Every write keeps an index of the trajectories up to
+    date, so that a sample costs the same whatever the size of the buffer and however long ago the last write was: one
+    launch for the choice and one for the rows. If you change rows other than by ``extend``, call the buffer's
+    ``mark_update`` or :meth:`rebuild`.
 
     A batch of ``batch_size`` transitions is flat, ``[num_slices * slice_len]``, slice after slice. Its info has,
     besides ``"index"``, the keys that go with ``truncated_key``, bool ``[n, 1]`` or of the shape of the stored ones:
@@ -200,7 +200,7 @@ class SliceSampler(Sampler):
         return stored_signal(storage, self._end_keys, self.traj_key)
 
     def check_rows(self, layout: RowLayout, ndim: int) -> None:
-        """Raise where nothing in the rows tells where trajectories end."""
+        """Raise if nothing in the rows tells where trajectories end."""
         if self.ends is None and self.fixed_trajectories is None:
             with warnings.catch_warnings():
                 # Said when the index is made.

@@ -53,8 +53,8 @@ class SumTree:
         leaves: float32 weights, ``[capacity]`` rounded up to a multiple of the fan-out.
         nodes: float64 ``[3, n_nodes]``: sums, minima and maxima of the inner nodes.
         scalars: float64 ``[5]`` = (alpha, beta, eps, max_priority, refused).
-        eligible: None, where every row is eligible, or int64 ``[ceil(capacity / 64)]``: row r is bit ``r % 64`` of word
-            ``r // 64``. The caller's, who changes it in place and tells :meth:`refresh`; set by :meth:`restrict`.
+        eligible: None if every row is eligible, or int64 ``[ceil(capacity / 64)]``: row r is bit ``r % 64`` of word
+            ``r // 64``. Set by :meth:`restrict`. You own it: change it in place, then call :meth:`refresh`.
 
     Raises:
         ValueError: an argument is out of its range.
@@ -93,11 +93,11 @@ class SumTree:
         self._alpha, self._eps = alpha, eps
         self._may_be_clamped = may_be_clamped(alpha, eps)
 
-    # What the tree says. The tensors are views: they follow the tree; clone one to keep it.
+    # Reading. The tensors are views: they follow the tree; clone one to keep it.
 
     @property
     def device(self) -> torch.device:
-        """Where the tree lives."""
+        """The device that the tree lives on."""
         return self.leaves.device
 
     @property
@@ -107,7 +107,7 @@ class SumTree:
 
     @property
     def minimum(self) -> Tensor:
-        """Smallest positive weight of an eligible row, +inf where there is none: float64, 0-dim, a view."""
+        """Smallest positive weight of an eligible row, +inf if there is none: float64, 0-dim, a view."""
         return self.nodes[MINIMUM, -1]
 
     @property
@@ -161,7 +161,7 @@ class SumTree:
         copy.rebuild()
         return copy
 
-    # What one does with it.
+    # Writing and drawing
 
     def update(
         self,
@@ -187,8 +187,8 @@ class SumTree:
                 different numbers of elements. Nothing has changed.
         """
         number = self.leaves.get_device()
-        # What a sample hands out and a loss returns is as it should be: then nothing is converted, and no function is
-        # called to find that out.
+        # The index of a sample and the errors of a loss need no conversion. The test is written out, because a call
+        # would cost more than the test.
         if not (
             isinstance(priority, Tensor)
             and priority.dtype is torch.float32
@@ -272,7 +272,7 @@ class SumTree:
         sum_tree.build(self.leaves, self.nodes, self.fan_out, self.eligible)
 
     def mend(self) -> None:
-        """Finish or recompute what an interrupted operation may have left half done. No host sync.
+        """Finish an interrupted operation: a change of alpha, tags, the inner nodes. No host sync.
 
         A row whose new priority was on its way on a GPU, and has replaced the old one by a tag, counts as new.
         """

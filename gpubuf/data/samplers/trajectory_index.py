@@ -33,7 +33,7 @@ class Trajectories:
 
     Attributes:
         first: flat row of the first step of each, int64 ``[M]``.
-        last: flat row of the last step of each, int64 ``[M]``. Below ``first`` where the trajectory lies across the
+        last: flat row of the last step of each, int64 ``[M]``. Below ``first`` if the trajectory lies across the
             end of the ring.
         length: number of steps of each, int64 ``[M]``.
         ended: whether an end was recorded (bool ``[M]``); otherwise it stops at the newest step.
@@ -49,7 +49,7 @@ class Trajectories:
 
     @property
     def longest(self) -> int:
-        """Length of the longest trajectory; 0 where there is none."""
+        """Length of the longest trajectory; 0 if there is none."""
         return int(self.length.max()) if len(self) else 0
 
     def __repr__(self) -> str:
@@ -66,13 +66,13 @@ class TrajectoryIndex:
 
     Args:
         storage: an initialised storage. Rows that it already has are indexed.
-        signal: what tells where trajectories end.
+        signal: tells where trajectories end.
         rule: which slices may be drawn; may be changed by :meth:`use`.
 
     Attributes:
         steps: steps of the ring, the first dimension of the storage.
         envs: environments, the product of its other dimensions.
-        ends: bitmap of the ends and what is above it; see :mod:`gpubuf.kernels.trajectories`.
+        ends: bitmap of the ends and the levels above it; see :mod:`gpubuf.kernels.trajectories`.
         sums: weights of the words of the bitmap, and their sums.
         rule: which slices may be drawn now.
     """
@@ -133,7 +133,7 @@ class TrajectoryIndex:
         self.write(self.steps)
 
     def use(self, rule: Rule) -> None:
-        """Change the rule; free where it stays the same, else O(capacity / 64)."""
+        """Change the rule; free if it stays the same, else O(capacity / 64)."""
         self._note_rule(rule)
         if rule != self.rule:
             before = self.storage.begin(DERIVED)

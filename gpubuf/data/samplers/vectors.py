@@ -13,7 +13,7 @@ class CountError(RuntimeError, ValueError):
 
 
 def vector(values: Tensor, dtype: torch.dtype, like: Tensor) -> Tensor:
-    """``values`` as a contiguous ``[n]`` on the device of ``like``; as they are where they are so already.
+    """``values`` as a contiguous ``[n]`` on the device of ``like``; as they are if they are so already.
 
     Raises:
         TypeError: rows or generations are not integers.
@@ -44,7 +44,7 @@ def priority_vectors(
     index = vector(index, torch.int64, like)
     n = index.numel()
     if not isinstance(priority, Tensor):
-        # A number is put where it is used: a copy from the host can't be captured in a graph.
+        # Filled on the device itself: a copy from the host can't be captured in a graph.
         number = isinstance(priority, int | float)
         priority = torch.full((n,), priority, device=like.device) if number else torch.as_tensor(priority)
     if priority.numel() == 1 and n != 1:

@@ -1,4 +1,4 @@
-"""Turns: whose it is, in which order, and that nobody keeps one that is not his."""
+"""The lock of a buffer: who gets it, in which order, and that nobody keeps it by mistake."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tests.support.threads import together, wait_for_line
 from tests.support.transitions import transitions
 
 
-def test_turns_are_reentrant_and_give_way():
-    turn = BufferLock(LazyTensorStorage(4))
+def test_the_lock_is_reentrant_and_gives_way():
+    lock = BufferLock(LazyTensorStorage(4))
     made = []
 
     class Asked:
@@ -34,63 +34,63 @@ def test_turns_are_reentrant_and_give_way():
         def perform(self):
             made.append(self.name)
 
-    def have_a_turn():
-        with turn:
+    def take_it():
+        with lock:
             made.append("other")
 
-    turn.pending.extend([Asked("first"), Asked("second")])
-    with turn, turn:
+    lock.pending.extend([Asked("first"), Asked("second")])
+    with lock, lock:
         assert made == ["first", "second"]
-        other = threading.Thread(target=have_a_turn)
+        other = threading.Thread(target=take_it)
         other.start()
-        turn.outside(lambda: other.join(30))
+        lock.outside(lambda: other.join(30))
         assert made == ["first", "second", "other"]
-    assert not turn.pending
+    assert not lock.pending
 
 
-def is_free(turn: BufferLock) -> bool:
-    """Whether another thread can have its turn now."""
+def is_free(lock: BufferLock) -> bool:
+    """Whether another thread can take the lock now."""
     with ThreadPoolExecutor(1) as other:
-        return not turn._waiting and other.submit(turn._lock.acquire, False).result()
+        return not lock._waiting and other.submit(lock._lock.acquire, False).result()
 
 
-def test_turns_come_in_the_order_in_which_they_were_asked_for():
-    """Also before the thread that has just had one and asks again at once."""
-    turn, order = BufferLock(LazyTensorStorage(4)), []
+def test_threads_get_the_lock_in_the_order_in_which_they_asked():
+    """Also before the thread that has just released it and asks again at once."""
+    lock, order = BufferLock(LazyTensorStorage(4)), []
 
     def wait(number):
-        with turn:
+        with lock:
             order.append(number)
 
     threads = [threading.Thread(target=wait, args=(number,)) for number in range(5)]
-    with turn:
+    with lock:
         for n, thread in enumerate(threads):
             thread.start()
-            wait_for_line(turn, n + 1)
-    with turn:
+            wait_for_line(lock, n + 1)
+    with lock:
         assert order == [0, 1, 2, 3, 4]
         order.append("again")
     for thread in threads:
         thread.join()
     assert order == [0, 1, 2, 3, 4, "again"]
-    assert is_free(turn)
+    assert is_free(lock)
 
 
 def test_a_tight_writer_and_a_tight_sampler_have_equal_shares():
-    """CASES.md 32: neither has a second turn while the other one waits, as the one would that has just had the lock."""
-    turn, written, before, done = BufferLock(LazyTensorStorage(4)), [0], [], threading.Event()
+    """CASES.md 32: neither gets it twice while the other waits, as the thread would that has just released it."""
+    lock, written, before, done = BufferLock(LazyTensorStorage(4)), [0], [], threading.Event()
     work = bytes(1 << 16)  # enough for zlib to let other threads run
 
     def write():
         while not done.is_set():
-            with turn:
+            with lock:
                 zlib.crc32(work)
                 written[0] += 1
 
     def sample():
         try:
             for _ in range(300):
-                with turn:
+                with lock:
                     zlib.crc32(work)
                     before.append(written[0])
         finally:
@@ -98,12 +98,12 @@ def test_a_tight_writer_and_a_tight_sampler_have_equal_shares():
 
     together(write, sample)
     shares = torch.tensor(before).diff()
-    # Not all of them: the interpreter may halt a thread between two of its turns.
+    # Not all of them: the interpreter may halt a thread between two of its rounds.
     assert (shares == 1).float().mean() > 0.8
 
 
 def test_a_wait_that_is_interrupted_gives_up_its_place():
-    turn, waiting = BufferLock(LazyTensorStorage(4)), threading.Event()
+    lock, waiting = BufferLock(LazyTensorStorage(4)), threading.Event()
     main = threading.get_ident()
 
     class StoppedError(Exception):
@@ -113,9 +113,9 @@ def test_a_wait_that_is_interrupted_gives_up_its_place():
         raise StoppedError
 
     def hold():
-        with turn:
+        with lock:
             waiting.set()
-            wait_for_line(turn, 1)
+            wait_for_line(lock, 1)
             signal.pthread_kill(main, signal.SIGUSR1)
             released.wait()
 
@@ -124,28 +124,28 @@ def test_a_wait_that_is_interrupted_gives_up_its_place():
     try:
         holder.start()
         waiting.wait()
-        with pytest.raises(StoppedError), turn:
-            pytest.fail("the turn began")
-        assert not turn._waiting
+        with pytest.raises(StoppedError), lock:
+            pytest.fail("the lock was taken")
+        assert not lock._waiting
     finally:
         signal.signal(signal.SIGUSR1, before)
         released.set()
         holder.join()
-    together(lambda: turn.__enter__() and None)
+    together(lambda: lock.__enter__() and None)
 
 
-def test_an_error_before_a_turn_leaves_it_free():
-    turn = BufferLock(LazyTensorStorage(4))
+def test_an_error_before_the_lock_is_taken_leaves_it_free():
+    lock = BufferLock(LazyTensorStorage(4))
 
     class Interrupted:
         def perform(self):
             raise KeyboardInterrupt
 
-    turn.pending.append(Interrupted())
-    with pytest.raises(KeyboardInterrupt), turn:
-        pytest.fail("the turn began")
-    turn.pending.clear()
-    together(lambda: turn.__enter__() and None)
+    lock.pending.append(Interrupted())
+    with pytest.raises(KeyboardInterrupt), lock:
+        pytest.fail("the lock was taken")
+    lock.pending.clear()
+    together(lambda: lock.__enter__() and None)
 
 
 SLICE_SAMPLERS = {
@@ -157,16 +157,16 @@ SLICE_SAMPLERS = {
 
 @pytest.mark.parametrize("method", ["rebuild", "trajectories"])
 @pytest.mark.parametrize("sampler", SLICE_SAMPLERS)
-def test_what_is_called_on_a_sampler_takes_its_turn(sampler, method):
+def test_methods_of_a_sampler_take_the_lock(sampler, method):
     """CASES.md 32: nothing is indexed anew while a row is being written."""
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(40), sampler=SLICE_SAMPLERS[sampler]())
     buffer.extend(transitions(30))
-    turn = buffer._lock
+    lock = buffer._lock
     thread = threading.Thread(target=getattr(buffer.sampler, method))
-    with turn:
+    with lock:
         thread.start()
-        while thread.is_alive() and not turn._waiting:
+        while thread.is_alive() and not lock._waiting:
             os.sched_yield()
-        assert len(turn._waiting) == 1
+        assert len(lock._waiting) == 1
     thread.join()
-    assert is_free(turn)
+    assert is_free(lock)
