@@ -1,7 +1,7 @@
 """Shared fixtures. Triton's interpreter must be chosen before Triton is imported, hence the lines at the top."""
 
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 # The gpu-marked tests compile for the real device; everything else runs the kernels on CPU tensors.
@@ -12,8 +12,15 @@ import pytest
 import torch
 
 from gpubuf.kernels._registry import InterpreterUnavailableError, triton_on_cpu
+from tests.support.quick_interpreter import quick_interpreter
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quick_interpreter() -> Iterator[None]:
+    with quick_interpreter():
+        yield
 
 
 @pytest.fixture(params=["numba", "triton"])

@@ -38,7 +38,7 @@ class TestGrid:
     @pytest.mark.parametrize("programs", [1, 2, 7])
     def test_fewer_programs_than_tiles_copy_all(self, programs, monkeypatch):
         """The number of programs is a guess: any will do. Wide and narrow keys, aligned and not."""
-        types = [*ROWS, (torch.uint8, (1000,)), (torch.int64, (130,))]
+        types = [*ROWS, (torch.uint8, (200,)), (torch.int64, (40,))]
         store = Store(types, 50, written=50)
         index = torch.randint(-50, 50, (40,), generator=torch.Generator().manual_seed(1))
         monkeypatch.setattr(_launch, "copying_programs", lambda *_: programs)
