@@ -270,7 +270,8 @@ class SACLoss(TemperatureLossModule, TDLossModule):
     @dispatch
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:  # type: ignore[override]
         """The losses of a batch; see the class. Writes the priority entry into ``tensordict``."""
-        given = None if torch.compiler.is_compiling() else self._parameters_by_name.replaced()
+        # Compiled code has a guard for each of them, for it would otherwise run on the parameters of its first call.
+        given = self._parameters_by_name.replaced()
         if given is None:
             return self._losses(tensordict)
         with self._using(given):

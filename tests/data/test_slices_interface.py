@@ -178,6 +178,23 @@ def test_environments_in_turn_are_told_from_one_that_looks_ahead(ends, walk):
         buffer.sample(8)
 
 
+def test_environments_that_nothing_tells_from_one_that_looks_ahead():
+    """CASES 23: without order and without ends the rows of both are the same, and pass for one environment."""
+    torch.manual_seed(0)
+    steps, envs = 50, 4
+    observation = torch.rand(steps + 1, envs, 3)
+    in_turn, following = observation[:-1].reshape(-1, 3), observation[1:].reshape(-1, 3)
+    one = observation.reshape(-1, 3)
+    assert torch.equal(in_turn, one[:-envs])
+    assert torch.equal(following, one[envs:])
+    done = torch.zeros(steps * envs, 1, dtype=torch.bool)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(1000), sampler=SliceSampler(slice_len=4))
+    buffer.extend(TensorDict({"observation": in_turn, "next": {"observation": following, "done": done}}, [len(done)]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(buffer.sample(8)) == 8
+
+
 def test_rows_that_are_batches_themselves():
     buffer = ReplayBuffer(storage=LazyTensorStorage(10), sampler=SliceSampler(slice_len=2))
     with pytest.raises(ValueError, match="ndim=2"):

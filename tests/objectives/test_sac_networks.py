@@ -205,3 +205,24 @@ def test_without_delayed_critics_the_present_ones_are_the_target():
     torch.testing.assert_close(run_loss(loss, batch, 0), run_loss(delayed, batch, 0))
     total(run_loss(loss, batch, 0)).backward()
     assert all(parameter.grad is not None for parameter in loss.parameters())
+
+
+@pytest.mark.parametrize("options", [{}, {"delay_actor": True}, {"critics": "replicated", "separate_losses": True}])
+def test_functional_call_within_compiled_code(options):
+    torch._dynamo.reset()
+    loss, batch = make_loss(target_entropy=-2.0, **options), make_batch(5)
+    given = {name: (tensor.detach() * 0.9 + 0.01).requires_grad_() for name, tensor in loss.named_parameters()}
+    before = run_loss(loss, batch, 0)
+
+    def value(given):
+        torch.manual_seed(0)
+        return total(torch.func.functional_call(loss, given, (batch.clone(),)))
+
+    expected = value(given)
+    assert not torch.equal(expected, total(before))
+    found = torch.compile(value, backend="aot_eager")(given)
+    torch.testing.assert_close(found, expected)
+    gradients = (torch.autograd.grad(each, list(given.values())) for each in (found, expected))
+    for ours, truth in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, truth)
+    torch.testing.assert_close(run_loss(loss, batch, 0), before)
