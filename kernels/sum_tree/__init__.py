@@ -89,8 +89,10 @@ draw     1                              rng, BETA, the root; F children a level 
 =======  =============================  =========================================  ===================================
 
 On a GPU the entries of an update run in any order, and still the last one wins. Each valid entry *claims* its leaf: it
-puts its own number there, with the sign bit set as a tag, by an atomic maximum. Only the last entry's number stays. The
-next launch, or the next stage behind a barrier, puts that entry's weight in the place of the tag.
+puts its own number there, with the sign bit set as a tag, by an atomic maximum. Only the last entry's number stays.
+Then that entry's weight takes the place of the tag. A small update does this in a stage of its own, ``stage_resolve``,
+behind a barrier. A large one does it in the launch that recomputes level 1, ``stage_refresh_leaves``: a program that
+reads a tag there looks up the weight and writes it into the leaf.
 
 Reference for proportional prioritization and its weights: Schaul, Quan, Antonoglou, Silver, "Prioritized
 Experience Replay", ICLR 2016.
@@ -235,6 +237,5 @@ ineligible leaf counts as one of weight zero.
 
 Raises:
     RuntimeError: the total is zero: no eligible row has a weight (CPU). On a GPU every index is then ``NO_ROW`` and
-    every
-        weight 0. No host sync.
+        every weight 0. No host sync.
 """

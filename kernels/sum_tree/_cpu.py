@@ -220,7 +220,7 @@ def _draw(  # type: ignore[no-untyped-def]
 ):
     """0, or 1 where there is nothing to draw from.
 
-    Makes draws ``begin .. begin + n - 1`` of ``of``. Only who makes all of them counts the random numbers.
+    Makes draws ``begin .. begin + n - 1`` of ``of``. Advances the random stream only if these are all of them.
     """
     leaves = carray(as_f32(leaves_address), capacity)
     nodes = carray(as_f64(nodes_address), 3 * n_nodes)
@@ -256,7 +256,7 @@ def _draw(  # type: ignore[no-untyped-def]
             uniform = philox_uniform_f64(seed, offset + first + i)
             left[i] = (begin + first + i + uniform) / of * total if stratified else uniform * total
             index[first + i] = 0
-        # Down to level 1: node ``index`` of a level becomes one of its children, one level below.
+        # Down to the parents of the leaves, level 0: ``index`` is a node, then one of its children, a level below.
         for level in range(depth - 1, -1, -1):
             here = nodes_address + 8 * level_start[level]
             next_address = nodes_address + 8 * level_start[level - 1] if level > 0 else leaves_address

@@ -1,6 +1,9 @@
 """The levels of a sum tree on the CPU: their layout, and the nodes above given rows.
 
-``eligible_address`` is that of the bitmap of eligible rows, or 0 where all rows are eligible.
+The functions of the CPU backend count inner levels from 0, which is the level of the leaves' parents. The contract and
+the GPU's kernels call that one level 1.
+
+``eligible_address`` is that of the bitmap of eligible rows, or 0 if all rows are eligible.
 """
 
 # Numba needs the real signatures: no `from __future__ import annotations`.

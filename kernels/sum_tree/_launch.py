@@ -42,14 +42,14 @@ def _shift(fan_out: int) -> int:
 
 
 TOP_NODES = 256
-"""A level with no more nodes to recompute than this is left to the one program that also does the levels above it."""
+"""A level with no more nodes to recompute than this is left to ``sum_tree_top_kernel``, with all levels above it."""
 
 TOP_WARPS = 8
-"""Warps of that program."""
+"""Warps of the single program of ``sum_tree_top_kernel``."""
 
 
 def top_block(fan_out: int) -> int:
-    """Nodes that it recomputes at a time."""
+    """Nodes that ``sum_tree_top_kernel`` recomputes at a time."""
     return max(1, min(64, 4096 // fan_out))
 
 
@@ -114,7 +114,8 @@ def build(leaves: Tensor, nodes: Tensor, fan_out: int, eligible: Tensor | None =
     capacity = rows_to_build(leaves, fan_out, eligible)
     check_tree(leaves, nodes, capacity, fan_out)
     check_devices(leaves, nodes, eligible)
-    # As many entries as rows: every level is recomputed as a whole, and the index is never read.
+    # As many entries as rows: every level is recomputed as a whole, and the index is never read. At least 1025, because
+    # the configuration of up to 1024 entries is that of the single-program kernels.
     chosen = config.tree_update(fan_out, max(capacity, 1025), device_name(leaves.device))
     _refresh(leaves, nodes, eligible, None, nodes.view(torch.int64), capacity, capacity, fan_out, chosen)
 

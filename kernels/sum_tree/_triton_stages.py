@@ -52,8 +52,9 @@ ENTRY_OF_TAG = tl.constexpr(0x7FFFFFFF)
 def _nodes_above(index_ptr, i, n, capacity, level_shift, count):
     """The node that entry ``i`` has to recompute in a level of ``count`` nodes, and whether it has to.
 
-    An entry leaves a node to the entry right before it if that has the same one. A level with no more nodes
-    than there are entries is recomputed as a whole: then ``i`` is the node itself.
+    An entry leaves a node to the entry right before it if that has the same one. If entries farther apart have the
+    same node, all of them recompute it, to the same bits. A level with no more nodes than there are entries is
+    recomputed as a whole ("dense"): then ``i`` is the node itself.
     """
     dense = count <= n
     listed = (i < n) & (count > n)
@@ -107,7 +108,10 @@ def stage_claim(
 
 @triton.jit
 def stage_resolve(leaves_ptr, scalars_ptr, index_ptr, priority_ptr, i, n, capacity):
-    """The entry whose tag has stayed puts its weight in the tag's place. The others read a tag or a weight."""
+    """The entry whose tag has stayed puts its weight in the tag's place. The others read a tag or a weight.
+
+    For an update by a single program, which keeps no weights between its stages and computes them here.
+    """
     row = tl.load(index_ptr + i, mask=i < n, other=-1)
     in_range = (row >= 0) & (row < capacity)
     bits_ptr = leaves_ptr.to(tl.pointer_type(tl.uint32), bitcast=True)
