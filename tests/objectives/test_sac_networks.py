@@ -207,7 +207,14 @@ def test_without_delayed_critics_the_present_ones_are_the_target():
     assert all(parameter.grad is not None for parameter in loss.parameters())
 
 
-@pytest.mark.parametrize("options", [{}, {"delay_actor": True}, {"critics": "replicated", "separate_losses": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"delay_actor": True},
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"critics": "replicated", "separate_losses": True}, marks=pytest.mark.slow),
+    ],
+)
 def test_functional_call_within_compiled_code(options):
     torch._dynamo.reset()
     loss, batch = make_loss(target_entropy=-2.0, **options), make_batch(5)
