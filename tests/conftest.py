@@ -17,6 +17,25 @@ from tests.support.quick_interpreter import quick_interpreter
 torch.set_num_threads(1)
 
 
+#: What takes longest, and so begins first where processes share the tests: else one of them may end long after others.
+LONGEST = (
+    "kernels/test_aot.py",
+    "kernels/test_ttir.py",
+    "benchmarks/test_gpu_stages.py",
+    "graphs/test_compile.py",
+    "benchmarks/test_kernel_counts.py",
+    "benchmarks/test_benchmark_runs.py",
+    "train/test_train_device.py",
+    "train/test_train.py",
+)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        files = {f"tests/{file}": place for place, file in enumerate(LONGEST)}
+        items.sort(key=lambda item: files.get(item.nodeid.partition("::")[0], len(files)))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _quick_interpreter() -> Iterator[None]:
     with quick_interpreter():

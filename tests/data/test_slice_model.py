@@ -233,7 +233,19 @@ class TritonSliceMachine(SliceMachine):
     triton = True
 
 
-TestSliceModel = SliceMachine.TestCase
-TestSliceModel.settings = settings(max_examples=150, stateful_step_count=25, deadline=None)
-TestTritonSliceModel = TritonSliceMachine.TestCase
-TestTritonSliceModel.settings = settings(max_examples=12, stateful_step_count=6, deadline=None)
+class TestSliceModel(SliceMachine.TestCase):
+    settings = settings(max_examples=50, stateful_step_count=25, deadline=None)
+
+
+class TestTritonSliceModel(TritonSliceMachine.TestCase):
+    settings = settings(max_examples=5, stateful_step_count=6, deadline=None)
+
+
+@pytest.mark.slow
+class TestLongSliceModel(SliceMachine.TestCase):
+    settings = settings(max_examples=150, stateful_step_count=25, deadline=None)
+
+
+@pytest.mark.slow
+class TestLongTritonSliceModel(TritonSliceMachine.TestCase):
+    settings = settings(max_examples=12, stateful_step_count=6, deadline=None)

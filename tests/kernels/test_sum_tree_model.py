@@ -107,8 +107,16 @@ def test_numba(sequence):
     run(*sequence)
 
 
-@settings(COMMON, max_examples=25)
+@settings(COMMON, max_examples=10)
 @given(sequences(max_operations=6))
 def test_triton(sequence):
+    with triton_on_cpu():
+        run(*sequence)
+
+
+@pytest.mark.slow
+@settings(COMMON, max_examples=25)
+@given(sequences(max_operations=6))
+def test_triton_at_length(sequence):
     with triton_on_cpu():
         run(*sequence)
