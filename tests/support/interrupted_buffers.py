@@ -43,7 +43,7 @@ def written(buffer: TensorDictReplayBuffer) -> int:
 
 
 def is_free(buffer: TensorDictReplayBuffer) -> bool:
-    """Whether another thread can have its turn. One that prepares a batch ahead may have to end its own first."""
+    """Whether another thread can take the lock. One that prepares a batch ahead may have to release it first."""
 
     def attempt() -> bool:
         with buffer._lock:

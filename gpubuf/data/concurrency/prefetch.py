@@ -421,7 +421,7 @@ class Prefetcher:
     def prepared(self, state: list[dict[str, Any]], pinned: bool) -> list[_Asked]:
         """Copies of the batches of :meth:`state_dict`, for :meth:`replace`.
 
-        Batches that lay where the storage was then come to where it is now.
+        Batches that lay on the device of the storage then come to its present device.
         """
         home, slots = self._home, []
         for entry in state:

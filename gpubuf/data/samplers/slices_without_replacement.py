@@ -20,7 +20,7 @@ from gpubuf.kernels.trajectories import Rule
 class SliceSamplerWithoutReplacement(SliceSampler):
     """Every eligible trajectory once an epoch, one slice of it, which starts anywhere in it with equal probability.
 
-    A batch has fewer slices than asked for where no more trajectories are left; then ``ran_out`` is set, and the next
+    A batch has fewer slices than asked for if no more trajectories are left; then ``ran_out`` is set, and the next
     batch begins an epoch in another order. So does the first batch after a write. An epoch begins with a
     synchronisation: how many trajectories there are is known to the device alone.
 
