@@ -72,6 +72,7 @@ def test_every_kernel_compiles(target: str):
     assert not irreducible, f"loops on {target} that may never end:\n" + "\n".join(irreducible)
 
 
+@pytest.mark.slow
 def test_loops_are_reducible_on_another_amd_gpu():
     """Case 49: gfx1100 finds more of them. Only the trajectory index has loops as long as what it has read says."""
     results = compile_in_subprocess("gfx1100", "gpubuf.kernels.aot.specs.trajectories")
