@@ -197,10 +197,10 @@ def _restore_priorities(
         raise ValueError(f"the sampler of the dump has room for {weights.numel()} rows, the storage holds {found.size}")
     leaves = torch.zeros(storage.max_size, dtype=torch.float32)
     leaves[: found.size] = weights if order is None else weights[order]
-    hyper = torch.zeros(5, dtype=torch.float64)
-    hyper[sum_tree.ALPHA], hyper[sum_tree.BETA], hyper[sum_tree.EPS] = given.alpha, given.beta, given.eps
-    hyper[sum_tree.MAX_PRIORITY] = -1.0 if given.max_priority is None else given.max_priority
-    tree = {"capacity": storage.max_size, "leaves": leaves, "hyper": hyper}
+    scalars = torch.zeros(5, dtype=torch.float64)
+    scalars[sum_tree.ALPHA], scalars[sum_tree.BETA], scalars[sum_tree.EPS] = given.alpha, given.beta, given.eps
+    scalars[sum_tree.MAX_PRIORITY] = -1.0 if given.max_priority is None else given.max_priority
+    tree = {"capacity": storage.max_size, "leaves": leaves, "hyper": scalars}
     hyperparameters = {"alpha": given.alpha, "beta": given.beta, "eps": given.eps}
     sampler.load_state_dict({**sampler.state_dict(), **hyperparameters, "tree": tree})
 
@@ -282,7 +282,7 @@ def _write_epoch(sampler: Any, storage: TensorStorage, folder: Path) -> None:
 def _write_priorities(sampler: Any, storage: TensorStorage, folder: Path) -> None:
     folder.mkdir()
     state = sampler.tree.state_dict()
-    capacity, leaves, hyper = (
+    capacity, leaves, scalars = (
         max(sampler.max_capacity, storage.max_size),
         state["leaves"].cpu(),
         state["hyper"].tolist(),
@@ -292,7 +292,7 @@ def _write_priorities(sampler: Any, storage: TensorStorage, folder: Path) -> Non
         tree.fill_(empty)
         tree[: leaves.numel()] = torch.where(leaves > 0, leaves, empty)
     # Not null before the first priority: in TorchRL writing a row counts as giving it priority 1.
-    largest = 1.0 if hyper[sum_tree.MAX_PRIORITY] < 0 else hyper[sum_tree.MAX_PRIORITY]
+    largest = 1.0 if scalars[sum_tree.MAX_PRIORITY] < 0 else scalars[sum_tree.MAX_PRIORITY]
     files.write_json(
         folder / _SAMPLER_FILE,
         {
