@@ -310,9 +310,12 @@ class BufferLock:
             self._lock.release()
             wait()
         finally:
-            while not self.held:
+            while True:
+                # `held` is a call as well, behind which an interrupt can come.
                 try:
-                    self._acquire()
+                    while not self.held:
+                        self._acquire()
+                    break
                 except BaseException as error:
                     # The caller is going to release the lock, and must hold it then.
                     interrupt = error

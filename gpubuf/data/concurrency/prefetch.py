@@ -187,7 +187,7 @@ class Prefetcher:
         self._mutex = threading.RLock()
         self._condition = threading.Condition(self._mutex)
         self._unfinished: set[_Asked] = set()
-        self._held = 0
+        self._holders: set[object] = set()  # those for whom it is to be quiet
         self._preparing: set[int] = set()  # threads that prepare a batch now
 
     def __len__(self) -> int:
@@ -221,7 +221,7 @@ class Prefetcher:
         ahead = self.depth
         while True:
             with self._mutex:
-                self._condition.wait_for(self._open)
+                self._until_open()
                 fresh = not self.queue
                 if fresh and self.depth == 0:
                     return None
@@ -252,15 +252,20 @@ class Prefetcher:
         if self.depth == 0 or on_gpu or self._bypassed(on_gpu):
             return None
         with self._mutex:
-            self._condition.wait_for(self._open)
+            self._until_open()
             slot = self._ask(draw, finish, on_gpu)
         try:
             return self._wait(slot)
         finally:
             del slot.future, slot
 
+    def _until_open(self) -> None:
+        """Wait until batches may be asked for. Looks again now and then: an interrupt may have kept the notice back."""
+        while not self._condition.wait_for(self._open, 1.0):
+            pass
+
     def _open(self) -> bool:
-        return self._held == 0
+        return not self._holders
 
     def _bypassed(self, on_gpu: bool) -> bool:
         return threading.get_ident() in self._preparing or (on_gpu and torch.cuda.is_current_stream_capturing())
@@ -345,20 +350,22 @@ class Prefetcher:
         """
         if threading.get_ident() in self._preparing:
             raise RuntimeError("a transform can't do this to its buffer: it would wait for its own batch")
-        with self._mutex:
-            self._held += 1
-            while discard and self.queue:
-                slot = self.queue.popleft()
-                if slot.future.cancel():
-                    slot.let_go()
-                    self._unfinished.discard(slot)
+        holder = object()
+        # All of it within the `try`: an interrupt can come behind any call, also that which leaves a `with`.
         try:
+            with self._mutex:
+                self._holders.add(holder)
+                while discard and self.queue:
+                    slot = self.queue.popleft()
+                    if slot.future.cancel():
+                        slot.let_go()
+                        self._unfinished.discard(slot)
             if self._unfinished:
                 self._lock.outside(self._until_idle)
             yield
         finally:
             with self._mutex:
-                self._held -= 1
+                self._holders.discard(holder)
                 self._condition.notify_all()
 
     def _until_idle(self) -> None:
