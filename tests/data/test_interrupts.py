@@ -158,7 +158,8 @@ def test_a_move_that_is_interrupted_anywhere(monkeypatch, sampler, prefetch, pac
         assert (buffer[:] == rows).all()
         check(buffer)
         check_goes_on(buffer)
-        place += 5 * pace
+        # With uniform draws at full length in every run: interrupts once left the queue shut, or the lock released.
+        place += 5 if sampler == "uniform" else 5 * pace
     assert place > 50
     assert outcomes == {"cpu", "cpu:0"}
 
