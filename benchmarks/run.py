@@ -81,6 +81,21 @@ def measure_part(python: Path, environments: Sequence[str], kind: str, arguments
         return Part(tuple(environments), json.loads(results.read_text()) if results.exists() else {}, code)
 
 
+def measure_all(kind: str, arguments: Sequence[str]) -> list[Part]:
+    """Run the benchmarks in every environment, or in those of the libraries that ``arguments`` name."""
+    asked = {environment(given.partition("=")[2]) for given in arguments if given.startswith("--library=")}
+    return [
+        measure_part(python, names, kind, arguments)
+        for python, names in interpreters().items()
+        if not asked or asked & set(names)
+    ]
+
+
+def first_failure(parts: Sequence[Part]) -> int:
+    """0, or the exit code of the first pytest that failed. 5 is none: no such benchmarks in that environment."""
+    return next((part.code for part in parts if part.code not in (0, 5)), 0)
+
+
 def merged(parts: Sequence[Part], machine: dict[str, Any]) -> dict[str, Any]:
     """One file of results out of those of all environments, in the order of the registry."""
     order = {name: i for i, name in enumerate(REGISTRY)}
@@ -135,12 +150,7 @@ def run_benchmarks(kind: str, out: Path, *arguments: str) -> int:
     torch.set_num_threads(1)
     machine = {**describe(kind), "roofline": roofline.measure(kind)}
     print(f"this machine: {roofline.describe(machine['roofline'])}", flush=True)
-    asked = {environment(given.partition("=")[2]) for given in arguments if given.startswith("--library=")}
-    parts = [
-        measure_part(python, names, kind, arguments)
-        for python, names in interpreters().items()
-        if not asked or asked & set(names)
-    ]
+    parts = measure_all(kind, arguments)
     data = merged(parts, machine)
     for path, curves in ((out, False), (curves_path(out), True)):
         chosen = of_curves(data, curves)
@@ -148,8 +158,7 @@ def run_benchmarks(kind: str, out: Path, *arguments: str) -> int:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(chosen, indent=1))
             print(f"results: {path}")
-    # 5: no such benchmarks in that environment
-    return next((part.code for part in parts if part.code not in (0, 5)), 0)
+    return first_failure(parts)
 
 
 #: The calls that :func:`compare_threads` measures: one that is too small for a second thread, then ever larger ones.
@@ -171,10 +180,10 @@ def compare_threads(numbers: Sequence[int], out: Path | None, *arguments: str) -
     found: dict[str, list[dict[str, Any]]] = {}
     for number in numbers:
         options = (*chosen, "--curves", f"--threads={number}", *arguments)
-        parts = [measure_part(python, names, "cpu", options) for python, names in interpreters().items()]
+        parts = measure_all("cpu", options)
         together = merged(parts, machine)
         machine, found[str(number)] = together["machine_info"], together["benchmarks"]
-        code = code or next((part.code for part in parts if part.code not in (0, 5)), 0)
+        code = code or first_failure(parts)
     write_results("threads", found, machine, out and result_path("cpu", "threads", out))
     return code
 

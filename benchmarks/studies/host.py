@@ -26,12 +26,12 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from tensordict import TensorDict
 
 from benchmarks.measure.figures import OPEN, described, load_before, table
 from benchmarks.measure.machine import describe
 from benchmarks.measure.no_gpu import install
 from benchmarks.measure.results import Runs, write_results
+from benchmarks.peers.sources import transitions
 
 CAPACITY, BATCH, SLICE = 1_000_000, 256, 8
 NUMBER = 100
@@ -41,20 +41,6 @@ WARM_UP = 20
 """Calls before them: the call that was timed before has filled the caches."""
 
 Call = Callable[[], object]
-
-
-def transitions(n: int) -> TensorDict:
-    """The rows of the other benchmarks, all zero."""
-    flags = {name: torch.zeros(n, 1, dtype=torch.bool) for name in ("done", "terminated")}
-    following = {"observation": torch.zeros(n, 17), "reward": torch.zeros(n, 1), **flags}
-    return TensorDict(
-        {
-            "observation": torch.zeros(n, 17),
-            "action": torch.zeros(n, 6),
-            "next": TensorDict(following, [n]),
-        },
-        [n],
-    )
 
 
 def calls() -> dict[str, Call]:

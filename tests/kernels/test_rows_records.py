@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from gpubuf.data.storages.columns import Column, address_table
-from gpubuf.kernels import philox, rows
-from tests.support.rows_setup import ROWS, RecordStore, Store, assert_gathered, assert_same
+from gpubuf.kernels import rows
+from tests.support.rows_setup import ROWS, RecordStore, Store, assert_same, check_gather, check_sample, check_write
 
 CAPACITY = 9
 UNITS = [8, 16, 64]
@@ -25,19 +25,12 @@ def assert_gaps_untouched(store: RecordStore) -> None:
 
 @pytest.mark.parametrize("unit", UNITS)
 def test_gather(backend, unit):
-    store = twins(unit, written=20)[1]
-    index = torch.tensor([0, 3, 4, 8, -1, -9, 3, 7])
-    gathered, generation = store.gather(index)
-    assert_gathered(store, gathered, index)
-    assert generation.tolist() == [3, 2, 2, 2, 2, 3, 2, 2]
+    check_gather(twins(unit, written=20)[1])
 
 
 @pytest.mark.parametrize("unit", UNITS)
 def test_sample(backend, unit):
-    packed, parted = twins(unit, written=20)
-    expected, found = (store.sample(philox.new_state(7, "cpu"), 40) for store in (packed, parted))
-    assert torch.equal(found[1], expected[1])
-    assert_same(found[0], expected[0])
+    check_sample(*twins(unit, written=20))
 
 
 @pytest.mark.parametrize("unit", UNITS)
@@ -54,10 +47,7 @@ def test_extend_over_the_seam(backend, unit):
 @pytest.mark.parametrize("unit", UNITS)
 def test_write(backend, unit):
     stores = twins(unit, written=20)
-    index = torch.tensor([0, 5, -1, 3, 4, 0])
-    for store in stores:
-        store.write(store.batch(6, 5), index)
-    assert_same(stores[1].tensors, stores[0].tensors)
+    check_write(*stores)
     assert_gaps_untouched(stores[1])
 
 

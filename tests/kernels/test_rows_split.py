@@ -5,8 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpubuf.kernels import philox, rows
-from tests.support.rows_setup import ROWS, SplitStore, Store, assert_gathered, assert_same, bytes_of
+from gpubuf.kernels import rows
+from tests.support.rows_setup import (
+    ROWS,
+    SplitStore,
+    Store,
+    assert_same,
+    bytes_of,
+    check_gather,
+    check_sample,
+    check_write,
+)
 
 CAPACITY = 9
 SPLITS = [0, 1, 4, 8, 9]
@@ -20,21 +29,12 @@ def twins(split: int, written: int = 0) -> tuple[Store, SplitStore]:
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_gather(backend, split):
-    store = twins(split, written=20)[1]
-    index = torch.tensor([0, 3, 4, 8, -1, -9, 3, 7])
-    gathered, generation = store.gather(index)
-    assert_gathered(store, gathered, index)
-    assert generation.tolist() == [3, 2, 2, 2, 2, 3, 2, 2]
+    check_gather(twins(split, written=20)[1])
 
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_sample(backend, split):
-    whole, parted = twins(split, written=20)
-    expected, found = (store.sample(philox.new_state(7, "cpu"), 40) for store in (whole, parted))
-    assert torch.equal(found[1], expected[1])
-    assert torch.equal(found[2], expected[2])
-    assert_same(found[0], expected[0])
-    assert set(found[1].tolist()) == set(range(CAPACITY))
+    check_sample(*twins(split, written=20))
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -60,11 +60,7 @@ def test_extend_from_strided_rows(backend):
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_write(backend, split):
-    stores = twins(split, written=20)
-    index = torch.tensor([0, 5, -1, 3, 4, 0])
-    for store in stores:
-        store.write(store.batch(6, 5), index)
-    assert_same(stores[1].tensors, stores[0].tensors)
+    check_write(*twins(split, written=20))
 
 
 def test_nothing_is_written_outside(backend):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.kernels import rows
+from gpubuf.kernels import philox, rows
 from gpubuf.kernels.rows.reference import Ring
 
 Row = tuple[torch.dtype, tuple[int, ...]]
@@ -195,3 +195,31 @@ def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
 def assert_gathered(store: Store, found: Sequence[Tensor], index: Tensor) -> None:
     """``found`` is what indexing the storage's tensors gives."""
     assert_same(found, store.reference().gather(index.tolist())[0])
+
+
+# A storage whose rows lie elsewhere, against one whose keys are tensors of their own
+
+
+def check_gather(store: Store) -> None:
+    """Of 20 rows written to 9 places: each row, and how often it was written."""
+    index = torch.tensor([0, 3, 4, 8, -1, -9, 3, 7])
+    gathered, generation = store.gather(index)
+    assert_gathered(store, gathered, index)
+    assert generation.tolist() == [3, 2, 2, 2, 2, 3, 2, 2]
+
+
+def check_sample(plain: Store, elsewhere: Store) -> None:
+    """The same rows are drawn, and all of them are reached."""
+    expected, found = (store.sample(philox.new_state(7, "cpu"), 40) for store in (plain, elsewhere))
+    assert torch.equal(found[1], expected[1])
+    assert torch.equal(found[2], expected[2])
+    assert_same(found[0], expected[0])
+    assert set(found[1].tolist()) == set(range(plain.capacity))
+
+
+def check_write(plain: Store, elsewhere: Store) -> None:
+    """Rows written in place, one of them twice."""
+    index = torch.tensor([0, 5, -1, 3, 4, 0])
+    for store in (plain, elsewhere):
+        store.write(store.batch(6, 5), index)
+    assert_same(elsewhere.tensors, plain.tensors)

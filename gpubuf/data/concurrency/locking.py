@@ -133,9 +133,10 @@ class _End:
         if lock is None:
             raise AttributeError("the exit of a lock depends on the lock")
         inner = lock._lock
-        # `held` and `may_launch` spelled out, as in `BufferLock.__enter__`: each operation comes here.
+        # `held` spelled out, as in `BufferLock.__enter__`: each operation comes here.
         if inner._is_owned():  # type: ignore[attr-defined]
             return _nothing
+        # The first write decides whether the buffer is on a GPU.
         launches = lock._cuda_present() if lock.storage._ring is None else lock.gpu() is not None
         return lock._end_on_gpu if launches else inner.__exit__
 
@@ -198,10 +199,6 @@ class BufferLock:
     def on_gpu(self) -> bool:
         """Whether operations are launches on a GPU."""
         return self.gpu() is not None
-
-    def may_launch(self) -> bool:
-        """Whether an operation that begins now may launch on a real GPU; the first one decides where the buffer is."""
-        return self._cuda_present() if self.storage._ring is None else self.gpu() is not None
 
     def _cuda_present(self) -> bool:
         if self._has_cuda is None:

@@ -221,7 +221,7 @@ class Prefetcher:
         ahead = self.depth
         while True:
             with self._mutex:
-                self._until_open()
+                self._wait_for(self._open)
                 fresh = not self.queue
                 if fresh and self.depth == 0:
                     return None
@@ -252,16 +252,16 @@ class Prefetcher:
         if self.depth == 0 or on_gpu or self._bypassed(on_gpu):
             return None
         with self._mutex:
-            self._until_open()
+            self._wait_for(self._open)
             slot = self._ask(draw, finish, on_gpu)
         try:
             return self._wait(slot)
         finally:
             del slot.future, slot
 
-    def _until_open(self) -> None:
-        """Wait until batches may be asked for. Looks again now and then: an interrupt may have kept the notice back."""
-        while not self._condition.wait_for(self._open, 1.0):
+    def _wait_for(self, predicate: Callable[[], bool]) -> None:
+        """Wait, with the mutex held. Looks again now and then: an interrupt may have kept a notice back."""
+        while not self._condition.wait_for(predicate, 1.0):
             pass
 
     def _open(self) -> bool:
@@ -370,7 +370,7 @@ class Prefetcher:
 
     def _until_idle(self) -> None:
         with self._mutex:
-            self._condition.wait_for(lambda: not self._unfinished)
+            self._wait_for(lambda: not self._unfinished)
 
     @staticmethod
     def check(state: Any) -> None:

@@ -124,7 +124,7 @@ def capturing() -> bool:
 
 
 # Captures of `gpubuf.capture` that are under way, in all threads: one entry each.
-_captures: list[None] = []
+_captures: list[object] = []
 _postponed: deque[Callable[[], None]] = deque()
 
 
@@ -135,13 +135,15 @@ def capture_under_way() -> Iterator[None]:
     Finalisers of tensors, graphs and pinned memory call CUDA, and may not do so while a capture is under way. Garbage
     is collected afterwards.
     """
-    collects = gc.isenabled()
-    gc.disable()
-    _captures.append(None)
+    capture, collects = object(), gc.isenabled()
+    # All of it within the `try`: an interrupt can come behind any call.
     try:
+        gc.disable()
+        _captures.append(capture)
         yield
     finally:
-        _captures.pop()
+        if capture in _captures:
+            _captures.remove(capture)
         if collects:
             gc.enable()
         do_postponed()

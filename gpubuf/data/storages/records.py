@@ -7,9 +7,12 @@ Keys of different dtypes don't: ``torch.save`` refuses tensors of several dtypes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 from gpubuf.data.storages.layout import Leaf
+
+T = TypeVar("T")
 
 SMALL = 16
 """Bytes of a row up to which a key is small."""
@@ -32,3 +35,9 @@ def records(leaves: Sequence[Leaf]) -> list[tuple[int, ...]]:
         if small:
             of_dtype[leaf.dtype] = record
     return [tuple(record) for record in found]
+
+
+def by_key(parts: Iterable[tuple[Sequence[int], Sequence[T]]]) -> list[T]:
+    """One entry a key, in the order of the keys: from the keys of each record, and an entry for each of them."""
+    found = {key: entry for keys, entries in parts for key, entry in zip(keys, entries, strict=True)}
+    return [found[key] for key in range(len(found))]

@@ -12,7 +12,7 @@ from gpubuf.data.runtime.interruption import Unfinished
 from gpubuf.data.storages.columns import Column, address_table, columns_of, new_columns, record_of
 from gpubuf.data.storages.layout import Data, RowLayout, batch_shape, device_of
 from gpubuf.data.storages.placement import AUTO, IndexBytes, Placement, place, working_device
-from gpubuf.data.storages.records import records
+from gpubuf.data.storages.records import by_key, records
 from gpubuf.data.storages.ring import Ring
 
 _compiling = torch.compiler.is_compiling
@@ -66,11 +66,11 @@ class RowMemory(Storage):
         vars(self).update(state)
         if self._layout is None or self._placement is None:
             return
-        leaves, found = self._layout.leaves, dict[int, Column]()
-        for record, column in state["_columns"]:
-            each = columns_of(column, [leaves[key] for key in record]) if len(record) > 1 else [column]
-            found.update(zip(record, each, strict=True))
-        self._columns = [found[key] for key in range(len(found))]
+        leaves = self._layout.leaves
+        self._columns = by_key(
+            (record, columns_of(column, [leaves[key] for key in record]) if len(record) > 1 else [column])
+            for record, column in state["_columns"]
+        )
         # Copies of pinned and of mapped memory are neither.
         if self._placement.rows_on_host or not self.relocatable:
             copies, self._columns = self._columns, self._allocate(self._layout, tuple(self._shape), self._placement)
@@ -234,11 +234,10 @@ class RowMemory(Storage):
 
     def _allocate(self, layout: RowLayout, shape: tuple[int, ...], placement: Placement) -> list[Column]:
         """Uninitialised row memory for each key. Storages elsewhere override it."""
-        columns: dict[int, Column] = {}
-        for record in records(layout.leaves):
-            leaves = [layout.leaves[position] for position in record]
-            columns.update(zip(record, new_columns(leaves, shape, placement), strict=True))
-        return [columns[position] for position in range(len(columns))]
+        leaves = layout.leaves
+        return by_key(
+            (record, new_columns([leaves[key] for key in record], shape, placement)) for record in records(leaves)
+        )
 
     def _by_record(self) -> list[tuple[tuple[int, ...], Column]]:
         """The columns, those of a record as one: the keys of each, and its memory."""
