@@ -52,8 +52,13 @@ def test_a_write_that_is_interrupted_anywhere(sampler, write, filled, stride, pa
     if write == "extend with priorities" and "prioritized" not in sampler:
         pytest.skip("this sampler has no priorities")
     operation, grows = WRITES[write]
-    place, outcomes = 0, set()
-    while interrupted(functools.partial(operation, buffer := new_buffer(sampler, filled), filled), place):
+    outcomes = set()
+
+    def interrupt(place: int) -> bool:
+        """Whether the operation went on as far as ``place``."""
+        buffer = new_buffer(sampler, filled)
+        if not interrupted(functools.partial(operation, buffer, filled), place):
+            return False
         outcomes.add(written(buffer))
         check(buffer)
         tree = getattr(buffer.sampler, "_tree", None)
@@ -61,8 +66,15 @@ def test_a_write_that_is_interrupted_anywhere(sampler, write, filled, stride, pa
             rows = torch.arange(filled, filled + grows) % CAPACITY
             torch.testing.assert_close(tree.leaves[rows], torch.full((grows,), 3.0**0.7))
         check_goes_on(buffer)
+        return True
+
+    place = 0
+    while interrupt(place):
         place += stride * pace
     assert place > 100
+    # The rows of a first write are there for its last few places only.
+    while grows > 1 and not interrupt(place):
+        place -= 1
     assert outcomes == {filled, filled + grows}
 
 
