@@ -227,7 +227,8 @@ extend = define(
 
 ``sources[f]`` holds field f of the rows in its written dtype, as for :data:`gpubuf.kernels.rows.extend`, whose index
 and rules for more rows than the capacity are the same. ``SUM`` and ``LAST`` fields are stored like ``DRAWN`` ones;
-those with ``writes`` 0, and ``STEPS``, are skipped: their sources are empty. With shared fields ``n`` is a multiple of ``envs``. Then:
+those with ``writes`` 0, and ``STEPS``, are skipped: their sources are empty. With shared fields ``n`` is a multiple of
+``envs``. Then:
 
 1. The next observations that were pending are compared with the observations that now follow them: those that differ
    move aside.
