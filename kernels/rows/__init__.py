@@ -151,20 +151,30 @@ Raises:
 """
 
 
-def _write_fake(table: Tensor, sources: list[Tensor], ring: Tensor, index: Tensor, capacity: int) -> None:
+def _write_fake(
+    table: Tensor,
+    sources: list[Tensor],
+    ring: Tensor,
+    index: Tensor,
+    capacity: int,
+    generation: Tensor | None = None,
+) -> None:
     return None
 
 
 write = define(
-    "rows_write(Tensor table, Tensor[] sources, Tensor(a!) ring, Tensor index, int capacity) -> ()",
+    "rows_write(Tensor table, Tensor[] sources, Tensor(a!) ring, Tensor index, int capacity,"
+    " Tensor? generation=None) -> ()",
     cpu="gpubuf.kernels.rows._cpu:write",
     cuda="gpubuf.kernels.rows._launch:write",
     fake=_write_fake,
 )
-"""``write(table, sources, ring, index, capacity)``: overwrite the rows at ``index`` in place; no counter moves.
+"""``write(table, sources, ring, index, capacity, generation=None)``: overwrite the rows at ``index`` in place.
 
-``index`` as in :data:`gather`; where it names a row twice the last one wins, on both backends. A source of
-stride 0 along its first dimension (an expanded row) is fine.
+No counter moves. ``index`` as in :data:`gather`; where it names a row twice the last one wins, on both backends. A
+source of stride 0 along its first dimension (an expanded row) is fine. Given ``generation``, int64 ``[n]``, entries are
+skipped where the row's generation is another by now (overwritten since it was drawn), before it is asked which one is
+the last.
 
 Raises:
     IndexError: as :data:`gather`; nothing is written (CPU). On a GPU the row is skipped and counted.

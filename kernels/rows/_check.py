@@ -39,6 +39,12 @@ def check_index(index: Tensor) -> int:
     return index.numel()
 
 
+def check_generation(generation: Tensor | None, n: int) -> None:
+    """Raise TypeError or ValueError unless ``generation`` is None or has ``n`` entries."""
+    if generation is not None:
+        demand_int64("generation", generation, (n,))
+
+
 def check_count(n: int) -> None:
     """Raise ValueError unless there can be ``n`` rows."""
     if n < 0:

@@ -31,12 +31,13 @@ from gpubuf.kernels.rows import (
 )
 from gpubuf.kernels.rows._check import (
     check_count,
+    check_generation,
     check_index,
     check_source_count,
     check_storage,
     strided_source,
 )
-from gpubuf.kernels.rows._cpu_table import row_address
+from gpubuf.kernels.rows._cpu_table import copy_row, row_address
 
 #: Rows between a prefetch and its copy: time for a miss at the rate of one small row in 6 ns.
 _AHEAD = 32
@@ -47,37 +48,6 @@ _CONTIGUOUS = -1
 # Results of the kernels that are not the position of an offending element.
 _DONE = -1
 _EMPTY = -2
-
-
-@jit(forceinline=True)
-def _copy_row(target, source, row_bytes):  # type: ignore[no-untyped-def]
-    """memcpy without the call for rows of up to 128 bytes: two copies of a constant size, which may overlap."""
-    if row_bytes == 4:
-        copy_bytes(target, source, 4)
-    elif row_bytes == 1:
-        copy_bytes(target, source, 1)
-    elif row_bytes == 8:
-        copy_bytes(target, source, 8)
-    elif row_bytes > 128:
-        copy_bytes(target, source, row_bytes)
-    elif row_bytes >= 64:
-        copy_bytes(target, source, 64)
-        copy_bytes(target + row_bytes - 64, source + row_bytes - 64, 64)
-    elif row_bytes >= 32:
-        copy_bytes(target, source, 32)
-        copy_bytes(target + row_bytes - 32, source + row_bytes - 32, 32)
-    elif row_bytes >= 16:
-        copy_bytes(target, source, 16)
-        copy_bytes(target + row_bytes - 16, source + row_bytes - 16, 16)
-    elif row_bytes >= 8:
-        copy_bytes(target, source, 8)
-        copy_bytes(target + row_bytes - 8, source + row_bytes - 8, 8)
-    elif row_bytes >= 4:
-        copy_bytes(target, source, 4)
-        copy_bytes(target + row_bytes - 4, source + row_bytes - 4, 4)
-    else:
-        for i in range(row_bytes):
-            copy_bytes(target + i, source + i, 1)
 
 
 @jit(forceinline=True)
@@ -112,10 +82,10 @@ def _gather_key(target, entry, row_bytes, position, n, following):  # type: igno
     ahead = min(_AHEAD, n)
     for i in range(n - ahead):
         _prefetch_row(address + position[i + ahead] * stride, row_bytes)
-        _copy_row(target + i * row_bytes, address + position[i] * stride, row_bytes)
+        copy_row(target + i * row_bytes, address + position[i] * stride, row_bytes)
     for i in range(n - ahead, n):
         _prefetch_row(next_address + position[i - n + ahead] * next_stride, next_bytes)
-        _copy_row(target + i * row_bytes, address + position[i] * stride, row_bytes)
+        copy_row(target + i * row_bytes, address + position[i] * stride, row_bytes)
 
 
 @jit(forceinline=True)
@@ -123,7 +93,7 @@ def _gather_split_key(target, entry, position, n):  # type: ignore[no-untyped-de
     """As :func:`_gather_key`, for a key whose rows lie in two memories."""
     row_bytes = entry[ROW_BYTES]
     for i in range(n):
-        _copy_row(target + i * row_bytes, row_address(entry, position[i]), row_bytes)
+        copy_row(target + i * row_bytes, row_address(entry, position[i]), row_bytes)
 
 
 @jit("void(int64, int64, int64, int64, int64, int64, int64)", **OPTIONS)
@@ -242,7 +212,7 @@ def _copy_rows(target, target_stride, source, stride, row_bytes, n):  # type: ig
             copy_bytes(target + i * target_stride, source + i * stride, 1)
     else:
         for i in range(n):
-            _copy_row(target + i * target_stride, source + i * stride, row_bytes)
+            copy_row(target + i * target_stride, source + i * stride, row_bytes)
 
 
 @jit(forceinline=True)
@@ -282,8 +252,11 @@ def _extend(table_address, n_keys, sources_address, ring_address, n, capacity, i
     return _DONE
 
 
-@jit("int64(int64, int64, int64, int64, int64, int64)", **OPTIONS)
-def _write(table_address, n_keys, sources_address, index_address, n, capacity):  # type: ignore[no-untyped-def]
+@jit("int64(int64, int64, int64, int64, int64, int64, int64, int64)", **OPTIONS)
+def _write(  # type: ignore[no-untyped-def]
+    table_address, n_keys, sources_address, index_address, n, capacity, ring_address, generation_address
+):
+    """``generation_address`` is 0 where there are no generations."""
     table = carray(as_i64(table_address), (n_keys, ENTRY))
     sources = carray(as_i64(sources_address), 3 * n_keys)
     index = carray(as_i64(index_address), n)
@@ -294,6 +267,9 @@ def _write(table_address, n_keys, sources_address, index_address, n, capacity): 
     invalid = _first_invalid(index, n, capacity)
     if invalid >= 0:
         return n_keys + invalid
+    written = carray(as_i64(ring_address), 4)[WRITTEN]
+    laps, cursor = written // capacity, written % capacity
+    generation, has_generation = carray(as_i64(generation_address), n), generation_address != 0
     ahead = min(_AHEAD, n)
     for k in range(n_keys):
         entry, row_bytes = table[k], table[k, ROW_BYTES]
@@ -302,7 +278,9 @@ def _write(table_address, n_keys, sources_address, index_address, n, capacity): 
             coming = index[min(i + ahead, n - 1)]
             _prefetch_row(row_address(entry, coming + capacity if coming < 0 else coming), row_bytes)
             position = index[i] + capacity if index[i] < 0 else index[i]
-            _copy_row(row_address(entry, position), source + i * stride, row_bytes)
+            if has_generation and generation[i] != laps + (position < cursor):
+                continue
+            copy_row(row_address(entry, position), source + i * stride, row_bytes)
     return _DONE
 
 
@@ -429,14 +407,31 @@ def extend(table: Tensor, sources: list[Tensor], ring: Tensor, n: int, capacity:
     raise _source_misfit(table, sources[result], result, n)
 
 
-def write(table: Tensor, sources: list[Tensor], ring: Tensor, index: Tensor, capacity: int) -> None:
+def write(
+    table: Tensor,
+    sources: list[Tensor],
+    ring: Tensor,
+    index: Tensor,
+    capacity: int,
+    generation: Tensor | None = None,
+) -> None:
     """See :data:`gpubuf.kernels.rows.write`."""
     n_keys, n = check_storage(table, ring, capacity), check_index(index)
     check_source_count(sources, n_keys)
+    check_generation(generation, n)
     if n == 0:
         return
     described, _alive = _describe(sources, n)
-    result = _write(table.data_ptr(), n_keys, described.buffer_info()[0], index.data_ptr(), n, capacity)
+    result = _write(
+        table.data_ptr(),
+        n_keys,
+        described.buffer_info()[0],
+        index.data_ptr(),
+        n,
+        capacity,
+        ring.data_ptr(),
+        0 if generation is None else generation.data_ptr(),
+    )
     if result == _DONE:
         return
     if result < n_keys:

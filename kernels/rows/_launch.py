@@ -18,11 +18,12 @@ from gpubuf.kernels._launching import cdiv, launch
 from gpubuf.kernels._spaces import RowsConfig
 from gpubuf.kernels.config import ceil_power, rows_copy
 from gpubuf.kernels.philox import check_state
-from gpubuf.kernels.rows import ALIGNMENT
+from gpubuf.kernels.rows import ALIGNMENT, WRITTEN
 from gpubuf.kernels.rows._check import (
     Source,
     check_count,
     check_devices,
+    check_generation,
     check_index,
     check_source_count,
     check_storage,
@@ -241,17 +242,38 @@ def _last_of_duplicates(index: Tensor, capacity: int) -> Tensor:
     return torch.empty_like(last).scatter_(0, order, last)
 
 
-def write(table: Tensor, sources: Sequence[Tensor], ring: Tensor, index: Tensor, capacity: int) -> None:
+def winners(index: Tensor, capacity: int, ring: Tensor, generation: Tensor | None) -> Tensor:
+    """bool ``[n]``: the entries of ``index`` that a write takes.
+
+    No later one names the same row. Given ``generation``, only those compete whose row has that generation still.
+    """
+    if generation is None:
+        return _last_of_duplicates(index, capacity)
+    position = torch.where(index < 0, index + capacity, index)
+    current = (ring[WRITTEN] - position + (capacity - 1)).div(capacity, rounding_mode="floor")
+    fresh = generation == current
+    return _last_of_duplicates(torch.where(fresh, position, capacity), capacity).logical_and_(fresh)
+
+
+def write(
+    table: Tensor,
+    sources: Sequence[Tensor],
+    ring: Tensor,
+    index: Tensor,
+    capacity: int,
+    generation: Tensor | None = None,
+) -> None:
     """See :data:`gpubuf.kernels.rows.write`."""
     n_keys, n = check_storage(table, ring, capacity), check_index(index)
-    check_devices(table, (ring, index))
+    check_generation(generation, n)
+    check_devices(table, (ring, index) if generation is None else (ring, index, generation))
     if n == 0:
         check_source_count(sources, n_keys)
         return
     # Kept until the launch: some may be copies, which only this list keeps alive.
     checked = _checked_sources(table, sources, n_keys, n)
     parts = list(_parts(table, checked, n))
-    winner = _last_of_duplicates(index, capacity)
+    winner = winners(index, capacity, ring, generation)
     for part in parts:
         config = _config(part.n_bytes, table.device)
         # Faults are counted by the first launch alone.

@@ -29,8 +29,9 @@ class Ring:
         self.size = min(self.size + n, self.capacity)
         return index
 
-    def write(self, batch: list[Tensor], index: list[int]) -> None:
-        """Row after row, so that the last one wins where a position is named twice."""
+    def write(self, batch: list[Tensor], index: list[int], generation: list[int] | None = None) -> None:
+        """Row after row, so that the last one wins where a position is named twice; those written since are skipped."""
         for key, rows in zip(self.keys, batch, strict=True):
             for i, position in enumerate(index):
-                key[position] = rows[i]
+                if generation is None or generation[i] == self.generation(position):
+                    key[position] = rows[i]

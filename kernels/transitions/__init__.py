@@ -244,14 +244,17 @@ Raises:
 """
 
 write = define(
-    "transitions_write(Tensor fields, Tensor[] sources, Tensor(a!) ring, Tensor index, int capacity) -> ()",
+    "transitions_write(Tensor fields, Tensor[] sources, Tensor(a!) ring, Tensor index, int capacity,"
+    " Tensor? generation=None) -> ()",
     cpu="gpubuf.kernels.transitions._cpu:write",
     cuda="gpubuf.kernels.transitions._launch:write",
-    fake=lambda fields, sources, ring, index, capacity: None,
+    fake=lambda fields, sources, ring, index, capacity, generation=None: None,
 )
-"""``write(fields, sources, ring, index, capacity)``: overwrite rows in place; of duplicates the last one wins.
+"""``write(fields, sources, ring, index, capacity, generation=None)``: overwrite rows in place; of duplicates the last
+one wins.
 
-As :data:`gpubuf.kernels.rows.write`, with codecs. ``NEXT`` fields are skipped: see :data:`relink`.
+As :data:`gpubuf.kernels.rows.write`, generations included, with codecs. ``NEXT`` fields are skipped: see
+:data:`relink`.
 """
 
 relink = define(

@@ -197,6 +197,26 @@ class TestWrite:
             for tensor, source in zip(store.tensors, sources, strict=True):
                 assert_same([tensor[[4, 1, 0]]], [source[[7, 4, 5]]])
 
+    @pytest.mark.parametrize("n", [0, 1, 7, 200])
+    def test_rows_written_since_are_skipped(self, backend, n):
+        """CASES 46: a stale entry is no rival of a fresh one of the same row, on whichever side it is."""
+        store = Store(ROWS, capacity=50, written=120)
+        generator = torch.Generator().manual_seed(n)
+        index = torch.randint(-50, 50, (n,), generator=generator)
+        current = torch.tensor([store.reference().generation(int(i)) for i in index], dtype=torch.int64)
+        generation = current - torch.randint(0, 2, (n,), generator=generator)
+        sources, expected = store.batch(n, 5), store.reference()
+        expected.write(sources, index.tolist(), generation.tolist())
+        store.write(sources, index, generation)
+        assert_same(store.tensors, expected.keys)
+        assert store.counters == [120, 50, 0, 0]
+
+    def test_wrong_generations(self, backend):
+        store = Store(ROWS[:2], capacity=6, written=6)
+        for wrong in (torch.ones(2, dtype=torch.int64), torch.ones(3, dtype=torch.int32)):
+            with pytest.raises((TypeError, ValueError), match="generation"):
+                store.write(store.batch(3, 1), torch.tensor([0, 1, 2]), wrong)
+
     @pytest.mark.parametrize("bad", [5, -6, -(2**40)])
     def test_out_of_range(self, backend, bad):
         store = Store(ROWS, capacity=5, written=5)

@@ -190,6 +190,7 @@ class TestLibrary:
         store = Store(self.UNPADDED, 5, written=7)
         arguments = (store.table, store.batch(3, 1), store.ring, torch.tensor([3, -1, 0]), 5)
         torch.library.opcheck(torch.ops.gpubuf.rows_write.default, arguments)
+        torch.library.opcheck(torch.ops.gpubuf.rows_write.default, (*arguments, torch.tensor([1, 1, 2])))
 
 
 class TestNoSync:
@@ -202,6 +203,7 @@ class TestNoSync:
             sources = [torch.zeros(4, 3, device="cuda"), torch.zeros(4, 1, dtype=torch.bool, device="cuda")]
             index = rows.extend(table, sources, ring, 4, 9)
             rows.write(table, sources, ring, index, 9)
+            rows.write(table, sources, ring, index, 9, index)
             arena, generation = rows.gather(table, ring, index, 9, 128)
             batch, drawn, _ = rows.sample(table, ring, rng, 6, 9, 256)
         for x, shape, dtype in (

@@ -99,8 +99,8 @@ class Store:
     def extend(self, sources: list[Tensor], n: int) -> Tensor:
         return rows.extend(self.table, sources, self.ring, n, self.capacity)
 
-    def write(self, sources: list[Tensor], index: Tensor) -> None:
-        rows.write(self.table, sources, self.ring, index, self.capacity)
+    def write(self, sources: list[Tensor], index: Tensor, generation: Tensor | None = None) -> None:
+        rows.write(self.table, sources, self.ring, index, self.capacity, generation)
 
     def snapshot(self) -> list[Tensor]:
         return [t.clone() for t in self.tensors]
