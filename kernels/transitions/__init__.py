@@ -138,9 +138,26 @@ class Field:
     writes: int = 1
 
     def encoded(self) -> list[int]:
-        """The entry: ``FIELD`` integers."""
+        """The entry: ``FIELD`` integers. Those behind the attributes follow from them, and save a GPU work."""
         values = [float_bits(value) if isinstance(value, float) else value for value in astuple(self)]
+        aligned = self.device_rows | self.row_bytes | self.host_rows | self.row_stride
+        if self.row == NEXT:
+            aligned |= self.entries | self.pending | self.side_stride
+        batch_bytes = self.row_bytes if self.batch == OPAQUE else self.elements * DTYPES[self.batch].itemsize
+        values += [self._copied(), aligned, batch_bytes, int(self.stored == self.written and not self._has_codec)]
         return values + [0] * (FIELD - len(values))
+
+    @property
+    def _has_codec(self) -> bool:
+        return self.scale != 1 or self.offset != 0
+
+    def _copied(self) -> int:
+        """``COPIED`` of the entry: 0 if batches are computed, 1 if mirrored ones are, 2 if all are copied as bytes."""
+        bounded = self.low != float("-inf") or self.high != float("inf")
+        computed = self.row in (SUM, STEPS) or self.stored != self.batch or self._has_codec
+        if computed or self.mean or self.factor or bounded or self.pad:
+            return 0
+        return 1 if self.permutation or self.sign else 2
 
 
 FIELD = 32
@@ -150,6 +167,10 @@ FIELD = 32
 DEVICE_ROWS, ROW_BYTES, SPLIT, HOST_ROWS, ROW_STRIDE, ROW, STORED, WRITTEN, BATCH, ELEMENTS = range(10)
 SCALE, OFFSET, MEAN, FACTOR, LOW, HIGH, PERMUTATION, SIGN, PAD, HEIGHT, WIDTH, PAIR = range(10, 22)
 ENTRIES, PENDING, SIDE_STRIDE, WRITES = range(22, 26)
+
+# Places of what follows from these: how far batches are copied, see :meth:`Field.encoded`; all addresses and sizes that
+# must be aligned for wide copies, in one number; bytes of a row of the batch; and whether writes are copied as bytes.
+COPIED, ALIGNED, BATCH_BYTES, WRITTEN_AS_STORED = range(26, 30)
 
 
 def float_bits(value: float) -> int:
