@@ -212,7 +212,9 @@ gather = define(
 ``DOUBLED``. ``arena`` is uint8, laid out as :func:`gpubuf.kernels.rows.arena_offsets` says for rows of ``elements *
 size of the batch's dtype`` bytes. ``generation`` is int64, that of the drawn rows. Sums are made in float64, the drawn
 row first. The codec, mirroring, normalising and clipping compute in float32, or in float64 if stored or batch are
-float64; between integers nothing is computed without a codec. No host sync.
+float64, or if integers are summed; between integers nothing is computed without a codec or processing. A number becomes
+an integer of the batch rounded to the nearest, half to even, and cut to the range (NaN: 0), and a bool if it is not
+zero. No host sync.
 
 Raises:
     IndexError, ValueError: as :data:`gpubuf.kernels.rows.gather`, and ValueError for ``n_steps`` outside 1 .. 64. A row
@@ -289,9 +291,11 @@ relink = define(
 
 ``sources`` as for :data:`extend`, of which the ``NEXT`` fields alone are read; ``index`` int64 ``[n]``, of duplicates
 the last one wins. A row of the newest step gets it as pending. Another is compared with its successor, as that is
-stored now, and gets an entry if they differ; an entry that it had before becomes free. For rows written in place: give
-the rows before them their old next observations back, and then the rows their own.
+stored now, and gets an entry if they differ; an entry that it had before becomes free. First all entries become free
+that the rows had, and then entries are taken in the order of ``index``. For rows written in place: give the rows before
+them their old next observations back, and then the rows their own.
 
 Raises:
+    IndexError: a row is not stored (CPU). On a GPU it is skipped, and counts as a fault.
     RuntimeError: there is not room enough aside (CPU); nothing changes.
 """
