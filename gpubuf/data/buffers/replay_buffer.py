@@ -15,6 +15,7 @@ from gpubuf.data.buffers.copying import Copyable
 from gpubuf.data.buffers.moving import Movable
 from gpubuf.data.buffers.sampling import Batches
 from gpubuf.data.buffers.transforms import Compose
+from gpubuf.data.buffers.write_back import WriteBack
 from gpubuf.data.buffers.writers import RoundRobinWriter, Writer
 from gpubuf.data.checkpoints import restore, saving
 from gpubuf.data.checkpoints.parts import Parts
@@ -31,7 +32,7 @@ _compiling = torch.compiler.is_compiling
 _no_lock = nullcontext()
 
 
-class ReplayBuffer(Copyable, Movable):
+class ReplayBuffer(Copyable, Movable, WriteBack):
     """A replay buffer whose rows, counters and random numbers stay on the storage's device.
 
     ``extend``, ``sample`` and ``update_priority`` never synchronise with the host. All of them may be called from

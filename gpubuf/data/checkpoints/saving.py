@@ -50,7 +50,7 @@ class _Fingerprint:
     """When a storage's rows were what a checkpoint holds."""
 
     written: int
-    overwrites: int
+    overwrites: tuple[int, int]
     addresses: tuple[int, ...]
     #: PyTorch counts what it writes in place, also through views; None where it doesn't (tensors of inference mode).
     versions: tuple[int, ...] | None
@@ -194,7 +194,8 @@ def _previous(folder: Path) -> Manifest | None:
 def _fingerprint(storage: TensorStorage) -> _Fingerprint:
     tensors = storage.row_tensors
     versions = None if any(t.is_inference() for t in tensors) else tuple(t._version for t in tensors)
-    return _Fingerprint(storage.written, storage.overwrites, tuple(t.data_ptr() for t in tensors), versions)
+    overwrites = storage.overwrites, 0 if storage._ring is None else storage._ring.updates
+    return _Fingerprint(storage.written, overwrites, tuple(t.data_ptr() for t in tensors), versions)
 
 
 def _remember(known: dict[str, _Fingerprint], checkpoint: str, now: _Fingerprint) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -229,6 +229,13 @@ class Sampler:
 
     def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
         """Rows were written elsewhere: nothing to do without priorities."""
+
+    def depends_on(self, keys: Sequence[int]) -> bool:
+        """Whether the sampler has derived data from any of these stored keys (positions in the layout)."""
+        return False
+
+    def rows_changed(self) -> None:
+        """Called after rows were changed in place, in keys that :meth:`depends_on` names."""
 
     # The life of the rows
 

@@ -240,6 +240,15 @@ class SliceSampler(Sampler):
         """Rows were written elsewhere: index all of them anew, O(capacity)."""
         self.rebuild()
 
+    def depends_on(self, keys: Sequence[int]) -> bool:
+        """Whether one of them tells where trajectories end."""
+        index = self._index
+        return index is not None and not set(keys).isdisjoint(index.signal.positions)
+
+    def rows_changed(self) -> None:
+        """Index all rows anew, O(capacity)."""
+        self.rebuild()
+
     def rebuild(self) -> None:
         """Index all rows anew, after they were filled or changed by others than ``extend``. O(capacity)."""
         with self.lock:

@@ -38,6 +38,22 @@ As an operation it is done when the code runs. It is annotated as changing the c
 """
 
 
+def count_update_by_number(counters: Tensor, number: int) -> None:
+    """Note a change of rows in place in the mirror of a ring that is known by its number."""
+    ring = _rings.get(number)
+    if ring is not None:
+        ring.count_update()
+
+
+_count_update_compiled = define(
+    "ring_count_update(Tensor(a!) counters, int number) -> ()",
+    cpu="gpubuf.data.storages.ring:count_update_by_number",
+    cuda="gpubuf.data.storages.ring:count_update_by_number",
+    fake=lambda counters, number: None,
+)
+"""What :meth:`Ring.count_update` is in compiled code."""
+
+
 class Ring:
     """How many rows were ever written to ``capacity`` positions, and how many are valid.
 
@@ -52,6 +68,7 @@ class Ring:
         counters: int64 ``[4]``; see :mod:`gpubuf.kernels.rows`.
         written: number of rows ever written (mirror). :meth:`empty` moves it on to a multiple of the capacity.
         size: number of valid rows, at positions ``0 .. size - 1`` (mirror).
+        updates: how many times single keys of rows were changed in place, so that a checkpoint knows of it.
     """
 
     def __init__(self, capacity: int, device: torch.device) -> None:
@@ -59,6 +76,7 @@ class Ring:
         self.counters: Tensor = rows.new_ring(device)
         self.written = 0
         self.size = 0
+        self.updates = 0
         self._number = next(_numbers)
         _rings[self._number] = self
 
@@ -86,6 +104,17 @@ class Ring:
             return
         self.written += n
         self.size = min(self.size + n, self.capacity)
+
+    def count_update(self) -> None:
+        """Note that rows were changed in place: now, and at each replay of a captured step."""
+        if torch.compiler.is_compiling():
+            _count_update_compiled(self.counters, self._number)
+            return
+        recording = current_recording()
+        if recording is not None:
+            recording.after(self.count_update)
+            return
+        self.updates += 1
 
     def set(self, written: int, size: int) -> None:
         """Set mirror and counters."""

@@ -8,6 +8,7 @@ advance; the host keeps a mirror, so that ``len()`` costs nothing and never sync
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ _extend = without_dispatch(rows.extend, given=("sources",))
 _gather = without_dispatch(rows.gather, trusted=True, given=("index",))
 _sample = without_dispatch(rows.sample, trusted=True)
 _write = without_dispatch(rows.write, given=("sources", "index"))
+_update = without_dispatch(rows.write, given=("sources", "index", "generation"))
 # The CPU's forms of two operations that no schema can describe: they write into tensors of the caller's.
 _gather_into = lazy("gpubuf.kernels.rows._cpu:gather_into")
 _sample_into = lazy("gpubuf.kernels.rows._cpu:sample_into")
@@ -131,6 +133,23 @@ class TensorStorage(RowMemory):
             raise ValueError(f"{index.numel()} rows are addressed, the batch has shape {batch_shape(data, 1)}")
         self.overwrites += 1
         _write(self.table, self._local(layout.collect(data, 1), 1), self.ring, index, self.max_size)
+
+    def update(self, index: Tensor, keys: Sequence[int], sources: list[Tensor], generation: Tensor) -> None:
+        """Overwrite single keys of rows in place, of those that were not overwritten since they were drawn.
+
+        Args:
+            index: int64 ``[n]`` flat positions on the storage's device; of duplicates the last one wins.
+            keys: their positions in ``layout.leaves``.
+            sources: ``[n, ...]`` for each of the keys.
+            generation: int64 ``[n]``, those that the rows had when they were drawn. No host sync.
+
+        Raises:
+            IndexError: as :meth:`write`.
+        """
+        self.counters.count_update()
+        # Read when the operation runs: a captured graph finds the rows where they are by then.
+        table = torch.stack([self.table[key] for key in keys])
+        _update(table, self._local(sources, 1), self.ring, index, self.max_size, generation)
 
     def _local(self, sources: list[Tensor], ndim: int) -> list[Tensor]:
         """The sources on the storage's device, with the batch dimensions flattened."""

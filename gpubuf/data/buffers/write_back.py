@@ -1,0 +1,113 @@
+"""Writing single keys of drawn rows back: latents, values, anything that was computed from a batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase, is_tensorclass
+from torch import Tensor
+
+from gpubuf.data.concurrency.locking import unless_compiling
+from gpubuf.data.runtime.interruption import DERIVED
+from gpubuf.data.samplers.base import Sampler
+from gpubuf.data.samplers.vectors import vector
+from gpubuf.data.storages.indexing import as_positions
+from gpubuf.data.storages.layout import Data, Key, as_written
+from gpubuf.data.storages.tensor_storage import TensorStorage
+
+#: Root keys of a batch that say which rows it is made of.
+_OF_THE_DRAW = frozenset({("index",), ("index_generation",), ("priority_weight",)})
+
+
+class WriteBack:
+    """Writes keys of drawn rows back. A mixin of a method that users call on the buffer."""
+
+    _storage: TensorStorage
+    _sampler: Sampler
+    _lock: Any
+
+    def update_if_present(self, index: Any, data: Data, *, generation: Tensor | None = None) -> None:
+        """Write some keys of drawn rows back, leaving out rows that were overwritten since. No host sync.
+
+        Of a row that the batch has more than once, the last entry wins. Other keys of the rows stay as they are, and so
+        do priorities: update them by ``update_priority``. If a key is written that tells where trajectories end, the
+        sampler indexes all rows anew, which is O(capacity).
+
+        Args:
+            index: ``info["index"]`` of a sample, in any shape: ``[n]``, ``[K, B]``, ``[..., ndim]`` for storages of
+                several dimensions, or a tuple of one tensor per dimension.
+            data: a TensorDict with the keys to write, nested ones too, an entry for each row of the index. Of a storage
+                of plain tensors: a tensor. It is never changed. ``"index"``, ``"index_generation"`` and
+                ``"priority_weight"`` are not written unless they are stored keys.
+            generation: ``info["index_generation"]``; default: that in ``data``. Samples of prioritized buffers have it,
+                and those of others with ``RoundRobinWriter(track_generations=True)``.
+
+        Raises:
+            RuntimeError: nothing has been written yet.
+            ValueError: there is no generation, ``data`` has keys that are not stored, or another shape or dtype;
+                nothing is written.
+            IndexError: an index is out of range (CPU; a GPU skips the row and counts a fault).
+        """
+        with unless_compiling(self._lock):
+            storage = self._storage
+            found = _entries(data)
+            if generation is None:
+                generation = found.get(("index_generation",))
+            if generation is None:
+                raise ValueError(
+                    "update_if_present needs the generation of the rows, to know those that were overwritten: "
+                    "info['index_generation'] of the sample; RoundRobinWriter(track_generations=True) adds it"
+                )
+            positions = as_positions(index, storage.shape, storage.device, lambda: storage.steps_stored)
+            keys, sources = _stored(storage, found, positions.numel())
+            if not keys:
+                return
+            before = storage.begin(DERIVED) if self._sampler.depends_on(keys) else None
+            storage.update(positions, keys, sources, vector(generation, torch.int64, positions))
+            if self._sampler.depends_on(keys):
+                self._sampler.rows_changed()
+                storage.end(before)
+
+
+def _entries(data: Data) -> dict[Key, Tensor]:
+    """The tensors of a batch by key; that of a batch which is a tensor has the empty key."""
+    if isinstance(data, Tensor):
+        return {(): data}
+    if not isinstance(data, TensorDictBase) and not is_tensorclass(data):
+        raise TypeError(f"expected a TensorDict, a tensorclass or a tensor, got {type(data).__name__}")
+    found: dict[Key, Tensor] = {}
+    for name, value in data.items():
+        if isinstance(value, Tensor):
+            found[name,] = value
+        else:
+            found |= {(name, *key): tensor for key, tensor in _entries(value).items()}
+    return found
+
+
+def _stored(storage: TensorStorage, found: dict[Key, Tensor], n: int) -> tuple[list[int], list[Tensor]]:
+    """The positions of keys in the layout, and ``n`` rows of each.
+
+    Raises:
+        ValueError: a key is not stored, or has another shape or dtype.
+    """
+    layout = storage.layout
+    keys: list[int] = []
+    sources: list[Tensor] = []
+    for key, tensor in found.items():
+        position = layout.position(key)
+        if position is None:
+            if key in _OF_THE_DRAW:
+                continue
+            stored = sorted(leaf.name for leaf in layout.leaves)
+            raise ValueError(f"key {as_written(key)!r} is not stored; the storage has {stored}")
+        leaf = layout.leaves[position]
+        rows = tensor.shape[: tensor.dim() - len(leaf.shape)]
+        if tensor.dtype is not leaf.dtype or (*rows, *leaf.shape) != tensor.shape or rows.numel() != n:
+            raise ValueError(
+                f"key {leaf.name}: {n} rows of shape {leaf.shape} and {leaf.dtype} are addressed, "
+                f"the batch has shape {tuple(tensor.shape)} and {tensor.dtype}"
+            )
+        keys.append(position)
+        sources.append(tensor.detach().reshape(n, *leaf.shape))
+    return keys, sources

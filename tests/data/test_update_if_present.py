@@ -1,0 +1,261 @@
+"""Single keys of drawn rows are written back, unless the rows were overwritten since (CASES 46)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from gpubuf import capture
+from gpubuf.data import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    PrioritizedSampler,
+    ReplayBuffer,
+    RoundRobinWriter,
+    SliceSampler,
+    TensorDictReplayBuffer,
+    TensorStorage,
+)
+from tests.support.fake_cuda import fake_cuda, no_blocking_copies
+from tests.support.graph_recorder import RecordedCuda
+from tests.support.placements import Machine
+from tests.support.transitions import same, transitions
+
+CAPACITY = 12
+
+
+def buffer_of(ndim: int = 1, device: str = "cpu", **options: Any) -> TensorDictReplayBuffer:
+    storage = options.pop("storage", None) or LazyTensorStorage(CAPACITY, device=device, ndim=ndim)
+    sampler = options.pop("sampler", None) or PrioritizedSampler(CAPACITY, 0.6, 0.4)
+    generator = torch.Generator().manual_seed(3)
+    return TensorDictReplayBuffer(storage=storage, sampler=sampler, generator=generator, **options)
+
+
+def write(buffer: ReplayBuffer, n: int, start: int) -> None:
+    data = transitions(n, start)
+    buffer.extend(data if buffer.storage.ndim == 1 else data.view(2, n // 2))
+
+
+def written_back(batch: TensorDict, number: int) -> TensorDict:
+    """Two of the keys of a batch, one of them nested, with values that tell which entry they come from."""
+    i = torch.arange(batch.shape.numel()).reshape(batch.shape) + number
+    return TensorDict(
+        {
+            "observation": i.unsqueeze(-1).expand(*batch.shape, 3).float(),
+            "next": {"reward": i.unsqueeze(-1).to(torch.bfloat16)},
+            "index_generation": batch["index_generation"],
+        },
+        batch.shape,
+    )
+
+
+@pytest.mark.parametrize("ndim", [1, 2])
+def test_rows_of_an_older_generation_are_left_alone(backend, ndim):
+    """CASES 46: a ring that wraps between draw and write-back, duplicates, batches of [n] and of [K, B]."""
+    buffer = buffer_of(ndim)
+    write(buffer, 8, 0)
+    for turn in range(12):
+        batch = buffer.sample(6)
+        if turn % 3 == 1:
+            batch = batch.view(2, 3)
+        write(buffer, 2 * (turn % 4), 10 * turn)
+        expected, back = buffer[:].flatten(), written_back(batch, 100 * turn)
+        steps = buffer.storage.shape[1:].numel()
+        index = batch["index"].reshape(6, -1)
+        for entry, place in enumerate(index.tolist()):
+            position = place[0] if ndim == 1 else place[0] * steps + place[1]
+            generation = len(range(position, buffer.write_count, CAPACITY))
+            if int(batch["index_generation"].flatten()[entry]) == generation:
+                expected["observation"][position] = back["observation"].view(6, 3)[entry]
+                expected["next", "reward"][position] = back["next", "reward"].view(6, 1)[entry]
+        kept = back.clone()
+        buffer.update_if_present(batch["index"], back)
+        assert same(kept, back)
+        assert same(buffer[:].flatten(), expected)
+
+
+def test_a_row_drawn_twice_and_overwritten_between(backend):
+    """The entry of the older generation loses, although it comes last."""
+    buffer = ReplayBuffer(storage=LazyTensorStorage(3))
+    buffer.extend(transitions(4))
+    back = TensorDict({"observation": torch.tensor([[5.0] * 3, [6.0] * 3, [7.0] * 3])}, [3])
+    buffer.update_if_present([0, 0, 0], back, generation=torch.tensor([2, 2, 1]))
+    assert buffer[:]["observation"][:, 0].tolist() == [6, 1, 2]
+
+
+def test_negative_positions_and_tuples():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(6, ndim=2))
+    buffer.extend(transitions(6).view(2, 3))
+    back = TensorDict({"action": torch.tensor([[50.0], [60.0]], dtype=torch.float64)}, [2])
+    buffer.update_if_present((torch.tensor([-1, 0]), torch.tensor([0, -1])), back, generation=torch.ones(2).long())
+    assert buffer[:]["action"][..., 0].tolist() == [[0, 60], [1, 4], [50, 5]]
+
+
+def test_a_storage_of_tensors(backend):
+    buffer = ReplayBuffer(storage=TensorStorage(torch.zeros(4, 2)), writer=RoundRobinWriter(track_generations=True))
+    _, info = buffer.sample(3, return_info=True)
+    buffer.update_if_present(info["index"], torch.ones(3, 2), generation=info["index_generation"])
+    assert buffer[:][info["index"]].eq(1).all()
+    assert buffer[:].sum() == 2 * info["index"].unique().numel()
+
+
+@pytest.mark.parametrize("device", ["pinned", "split"])
+def test_rows_on_the_host(device, monkeypatch):
+    Machine(device=10_000).install(monkeypatch, work_on_cpu=True)
+    buffer = buffer_of(
+        device=device, storage=LazyTensorStorage(200, device=device), sampler=PrioritizedSampler(200, 1, 1)
+    )
+    buffer.extend(transitions(190))
+    batch = buffer.sample(50)
+    buffer.update_if_present(batch["index"], written_back(batch, 1000))
+    last = dict(zip(batch["index"].tolist(), range(50), strict=True))
+    for position, entry in last.items():
+        assert buffer[torch.tensor([position])]["observation"][0, 0] == 1000 + entry
+
+
+def test_mapped_files_and_incremental_checkpoints(tmp_path: Path):
+    """A checkpoint on top of another holds what was written back since."""
+    for storage in (LazyMemmapStorage(CAPACITY, scratch_dir=tmp_path / "rows"), LazyTensorStorage(CAPACITY)):
+        buffer, folder = buffer_of(storage=storage), tmp_path / type(storage).__name__
+        write(buffer, 8, 0)
+        buffer.save(folder)
+        batch = buffer.sample(4)
+        buffer.update_if_present(batch["index"], written_back(batch, 1000))
+        buffer.save(folder)
+        other = buffer_of()
+        other.load(folder)
+        assert same(other[:], buffer[:])
+        assert (other[:]["observation"] >= 1000).any()
+
+
+def test_trajectories_follow_their_flags():
+    """Flags that are written back end trajectories, or no longer do."""
+    buffer = buffer_of(sampler=SliceSampler(slice_len=1), writer=RoundRobinWriter(track_generations=True))
+    write(buffer, 10, 0)
+    assert buffer.sampler.trajectories().length.tolist() == [1, 5, 4]
+    back = TensorDict({"next": {"done": torch.tensor([[False], [True]])}}, [2])
+    generation = buffer.sample(1)["index_generation"].expand(2)
+    buffer.update_if_present(torch.tensor([5, 8]), back, generation=generation)
+    assert buffer.sampler.trajectories().length.tolist() == [1, 8, 1]
+    buffer.update_if_present(torch.tensor([0]), back[:1], generation=generation[:1])
+    assert buffer.sampler.trajectories().length.tolist() == [9, 1]
+
+
+def test_priorities_stay():
+    buffer = buffer_of()
+    write(buffer, 8, 0)
+    batch = buffer.sample(4)
+    leaves = buffer.sampler.tree.leaves.clone()
+    buffer.update_if_present(batch["index"], written_back(batch, 1000))
+    assert torch.equal(buffer.sampler.tree.leaves, leaves)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda back: back.set("value", torch.zeros(4)), r"key 'value' is not stored; the storage has \[.*'action'"),
+        (lambda back: back.set("observation", torch.zeros(4, 2)), r"key 'observation': 4 rows of shape \(3,\)"),
+        (lambda back: back.set("observation", torch.zeros(4, 3).double()), "and torch.float64"),
+        (lambda back: back.exclude("index_generation"), "needs the generation of the rows"),
+    ],
+)
+def test_refused(change: Callable[[TensorDict], Any], text: str):
+    buffer = buffer_of()
+    write(buffer, 8, 0)
+    before, batch = buffer[:], buffer.sample(4)
+    back = written_back(batch, 1000)
+    changed = change(back)
+    with pytest.raises(ValueError, match=text):
+        buffer.update_if_present(batch["index"], changed)
+    with pytest.raises(ValueError, match="are addressed"):
+        buffer.update_if_present(batch["index"][:3], back)
+    assert same(buffer[:], before)
+    with pytest.raises(TypeError, match="expected a TensorDict"):
+        buffer.update_if_present(batch["index"], {"observation": back["observation"]})
+    with pytest.raises(RuntimeError, match="not initialized"):
+        buffer_of().update_if_present(torch.tensor([0]), back[:1])
+
+
+def test_no_rows():
+    buffer = buffer_of()
+    write(buffer, 8, 0)
+    before = buffer[:]
+    batch = buffer.sample(4)
+    buffer.update_if_present(batch["index"][:0], written_back(batch[:0], 0))
+    buffer.update_if_present(batch["index"], batch.select("index_generation"))
+    assert same(buffer[:], before)
+
+
+def test_captured_steps_write_back(monkeypatch, tmp_path):
+    """Every replay writes back, skips what it has overwritten itself, and counts as a change for checkpoints."""
+    machine = RecordedCuda().install(monkeypatch)
+    results = []
+    for captures in (False, True):
+        buffer = buffer_of(batch_size=4)
+        write(buffer, 8, 0)
+
+        def step(data: TensorDict, buffer: TensorDictReplayBuffer = buffer) -> torch.Tensor:
+            batch = buffer.sample()
+            buffer.extend(data)
+            back = TensorDict({"observation": batch["observation"] + 1000}, batch.shape)
+            buffer.update_if_present(batch["index"], back, generation=batch["index_generation"])
+            return batch["index"]
+
+        machine.memory = buffer.storage.row_tensors
+        run = capture(step, warmup=2) if captures else step
+        found = []
+        for turn in range(8):
+            index = run(transitions(3, 10 * turn))
+            found.append((index.clone(), buffer.storage.counters.updates, buffer[:].clone()))
+        results.append(found)
+    for eager, replayed in zip(*results, strict=True):
+        assert torch.equal(eager[0], replayed[0])
+        assert eager[1] == replayed[1]
+        assert same(eager[2], replayed[2])
+
+
+def test_compiled():
+    """One graph, compiled once, while the ring wraps."""
+    torch._dynamo.reset()
+    results = []
+    for compiles in (False, True):
+        buffer = buffer_of(batch_size=4)
+        write(buffer, 8, 0)
+        buffer.sampler.random_state("cpu").manual_seed(7)
+
+        def step(data: TensorDict, buffer: TensorDictReplayBuffer = buffer) -> None:
+            batch = buffer.sample()
+            buffer.extend(data)
+            back = TensorDict({"observation": batch["observation"] + 1000}, batch.shape)
+            buffer.update_if_present(batch["index"], back, generation=batch["index_generation"])
+
+        run = torch.compile(step, fullgraph=True, backend="aot_eager") if compiles else step
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for turn in range(6):
+                run(transitions(3, 10 * turn))
+        results.append((buffer[:], buffer.storage.counters.updates))
+    assert same(results[0][0], results[1][0])
+    assert results[0][1] == results[1][1] == 6
+
+
+@pytest.mark.parametrize("sampler", ["prioritized", "slices"])
+def test_no_sync(sampler):
+    with fake_cuda(), no_blocking_copies():
+        made = PrioritizedSampler(CAPACITY, 0.6, 0.4) if sampler == "prioritized" else SliceSampler(slice_len=2)
+        buffer = buffer_of(device="cuda", sampler=made, writer=RoundRobinWriter(track_generations=True))
+        data = TensorDict(
+            {
+                "observation": torch.zeros(8, 3, device="cuda"),
+                "next": {"done": torch.zeros(8, 1, dtype=torch.bool, device="cuda")},
+            },
+            [8],
+        )
+        buffer.extend(data)
+        batch, info = buffer.sample(4, return_info=True)
+        back = batch.select("observation", ("next", "done"))
+        buffer.update_if_present(info["index"], back, generation=info["index_generation"])
