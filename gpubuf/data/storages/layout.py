@@ -6,7 +6,7 @@ the kernels a flat list of tensors, and cuts the arena that a gather returns int
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -197,6 +197,19 @@ class RowLayout:
         }
         return Node(children, tuple(data.batch_size[batch_dims:]), type(data) if is_tensorclass(data) else None)
 
+    def with_leaves(self, leaves: Sequence[Leaf]) -> RowLayout:
+        """The same structure with other leaves, in the order in which a batch is walked through.
+
+        A TensorDict that has all keys of a tensorclass here, and no others, is one of that class again.
+        """
+        other = object.__new__(RowLayout)
+        vars(other).update(self.__getstate__())
+        other.leaves = list(leaves)
+        other.root = _tree(list(enumerate(leaves)), (), self.root)
+        other.is_tensordict = isinstance(other.root, Node) and other.root.tensorclass is None
+        other._positions = {leaf.key: position for position, leaf in enumerate(leaves)}
+        return other
+
     @property
     def nested_batch(self) -> tuple[int, ...]:
         """Batch dimensions of the rows themselves: those of the data beyond the storage's."""
@@ -376,6 +389,23 @@ class RowLayout:
         return self._cuts[n]
 
     # Storage
+
+
+def _tree(leaves: Sequence[tuple[int, Leaf]], path: Key, like: int | Node | None) -> int | Node:
+    """The node at ``path`` of leaves that are given with their positions, with all that ``like`` says beside keys."""
+    if len(leaves) == 1 and leaves[0][1].key == path:
+        return leaves[0][0]
+    below: dict[str, list[tuple[int, Leaf]]] = {}
+    for position, leaf in leaves:
+        below.setdefault(leaf.key[len(path)], []).append((position, leaf))
+    old = like if isinstance(like, Node) else Node({}, (), None)
+    children = {name: _tree(own, (*path, name), old.children.get(name)) for name, own in below.items()}
+    children |= {name: child for name, child in old.children.items() if name not in below and _is_empty(child)}
+    return Node(children, old.batch_suffix, old.tensorclass if children.keys() == old.children.keys() else None)
+
+
+def _is_empty(node: int | Node) -> bool:
+    return isinstance(node, Node) and all(map(_is_empty, node.children.values()))
 
 
 def _traced_view(

@@ -18,6 +18,7 @@ from torch import Tensor
 from gpubuf.data.storages import memmap_files as files
 from gpubuf.data.storages import memmap_temporary as temporary
 from gpubuf.data.storages.columns import Column
+from gpubuf.data.storages.forms import Form
 from gpubuf.data.storages.layout import RowLayout, batch_shape
 from gpubuf.data.storages.memmap_files import COUNTERS_FILE, GPUBUF_FILE
 from gpubuf.data.storages.placement import Placement
@@ -127,7 +128,7 @@ class LazyMemmapStorage(LazyTensorStorage):
             raise ValueError(f"{folder / COUNTERS_FILE} is damaged: {size} rows of {written} written, room for {shape}")
         self._mapped_counters = counters
         columns = [Column(tensor) for tensor in layout.collect(data, self.ndim)]
-        self._adopt(layout, columns, shape, Placement("cpu", torch.device("cpu")))
+        self._adopt(Form.of(layout, self._options), columns, shape, Placement("cpu", torch.device("cpu")))
         self.counters.set(written, size)
 
     def _allocate(self, layout: RowLayout, shape: tuple[int, ...], placement: Placement) -> list[Column]:
@@ -165,8 +166,8 @@ class LazyMemmapStorage(LazyTensorStorage):
             raise
         return columns
 
-    def _adopt(self, layout: RowLayout, columns: list[Column], shape: tuple[int, ...], placement: Placement) -> None:
-        super()._adopt(layout, columns, shape, placement)
+    def _adopt(self, form: Form, columns: list[Column], shape: tuple[int, ...], placement: Placement) -> None:
+        super()._adopt(form, columns, shape, placement)
         self._remove_with_self()
 
     def _remove_with_self(self) -> None:

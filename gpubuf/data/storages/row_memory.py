@@ -10,10 +10,13 @@ from torch import Tensor
 
 from gpubuf.data.runtime.interruption import Unfinished
 from gpubuf.data.storages.columns import Column, address_table, columns_of, new_columns, record_of
+from gpubuf.data.storages.fields import NextObservations, field_table, fields_of
+from gpubuf.data.storages.forms import Form, Options
 from gpubuf.data.storages.layout import Data, RowLayout, batch_shape, device_of
 from gpubuf.data.storages.placement import AUTO, IndexBytes, Placement, place, working_device
 from gpubuf.data.storages.records import by_key, records
 from gpubuf.data.storages.ring import Ring
+from gpubuf.kernels.transitions import Field
 
 _compiling = torch.compiler.is_compiling
 
@@ -42,6 +45,16 @@ class RowMemory(Storage):
         self.ndim = ndim
         self.requested_device = device
         self._layout: RowLayout | None = None
+        self._form: Form | None = None
+        #: Whether rows are written and read by :mod:`gpubuf.kernels.transitions`: what is written, what is stored and
+        #: what a batch has may differ then. Rows of other storages are copied by :mod:`gpubuf.kernels.rows`.
+        self.computed = False
+        self._options = Options()
+        #: The memory of next observations that share a column; None: there are none.
+        self.sharing: NextObservations | None = None
+        # The tables of fields of a computed storage: of batches, and of rows as they were written.
+        self._fields: Tensor | None = None
+        self._written_fields: Tensor | None = None
         self._columns: list[Column] = []
         self._ring: Ring | None = None
         self._placement = None
@@ -60,7 +73,8 @@ class RowMemory(Storage):
 
     def __getstate__(self) -> dict[str, Any]:
         """All but addresses. A record goes as a whole: pickle would write its memory once for each of its keys."""
-        return {**vars(self), "table": None, "_columns": self._by_record()}
+        tables = {"table": None, "_fields": None, "_written_fields": None}
+        return {**vars(self), **tables, "_columns": self._by_record()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -78,6 +92,7 @@ class RowMemory(Storage):
                 for start, part in copied.pieces():
                     column.write(start, part)
         self.table = self._addresses(self._layout, self._device)
+        self._make_tables(self._device)
 
     # Properties
 
@@ -88,7 +103,7 @@ class RowMemory(Storage):
 
     @property
     def layout(self) -> RowLayout:
-        """The keys, shapes and dtypes of a row.
+        """The keys, shapes and dtypes of a row as it is stored: those of :attr:`columns` and of the table.
 
         Raises:
             RuntimeError: nothing has been written yet.
@@ -96,6 +111,31 @@ class RowMemory(Storage):
         if self._layout is None:
             raise RuntimeError(NOT_INITIALIZED)
         return self._layout
+
+    @property
+    def form(self) -> Form:
+        """The layouts of what is written, stored and drawn. Raises as :attr:`layout`."""
+        if self._form is None:
+            raise RuntimeError(NOT_INITIALIZED)
+        return self._form
+
+    @property
+    def written_layout(self) -> RowLayout:
+        """The keys, shapes and dtypes of a row that is written. Raises as :attr:`layout`."""
+        return self.form.written
+
+    @property
+    def batch_layout(self) -> RowLayout:
+        """The keys, shapes and dtypes of a row of a batch. Raises as :attr:`layout`."""
+        return self.form.batch
+
+    @property
+    def fields(self) -> list[Field]:
+        """How :mod:`gpubuf.kernels.transitions` makes batches: a field for each leaf of :attr:`batch_layout`.
+
+        Addresses are those of now. Raises as :attr:`layout`.
+        """
+        return self._fields_of(self.batch_layout)
 
     @property
     def device(self) -> torch.device:
@@ -176,14 +216,17 @@ class RowMemory(Storage):
     def initialize(self, data: Data) -> None:
         """Allocate for rows like those of ``data`` (a batch of ``ndim`` dimensions). Writes nothing."""
         full = self.full_shape(batch_shape(data, self.ndim))
-        layout = RowLayout(data, self.ndim, self.ignored_keys)
-        self._placement = placement = self._place(data, layout, full)
+        self._establish(Form.of(RowLayout(data, self.ndim, self.ignored_keys), self._options), full, device_of(data))
+
+    def _establish(self, form: Form, shape: tuple[int, ...], data_device: torch.device) -> None:
+        """Allocate for rows of a form."""
+        self._placement = placement = self._place(data_device, form.stored, shape)
         try:
-            columns = self._allocate(layout, full, placement)
+            columns = self._allocate(form.stored, shape, placement)
         except BaseException:
             self._placement = None
             raise
-        self._adopt(layout, columns, full, placement)
+        self._adopt(form, columns, shape, placement)
 
     def full_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of a storage whose first batch has ``shape``: whole steps of all environments.
@@ -196,21 +239,23 @@ class RowMemory(Storage):
             raise ValueError(f"can't derive the storage's shape from a batch of shape {shape}")
         return (-(-self.max_size // per_step), *shape[1:])
 
-    def _place(self, data: Data, layout: RowLayout, shape: tuple[int, ...]) -> Placement:
-        """The placement of rows of ``shape`` like those of ``data``."""
+    def _place(self, data_device: torch.device, layout: RowLayout, shape: tuple[int, ...]) -> Placement:
+        """The placement of rows of ``shape``, whose first batch is on ``data_device``."""
         rows = math.prod(shape) * layout.row_bytes
-        return place(self.requested_device, rows, self.beside, shape, device_of(data))
+        return place(self.requested_device, rows, self.beside, shape, data_device)
 
-    def _adopt(self, layout: RowLayout, columns: list[Column], shape: tuple[int, ...], placement: Placement) -> None:
+    def _adopt(self, form: Form, columns: list[Column], shape: tuple[int, ...], placement: Placement) -> None:
         self._columns, self._placement, self._device = columns, placement, placement.device
         self._shape = torch.Size(shape)
         self.max_size = math.prod(shape)
         ring = self._new_ring(placement.device)
         if self._laps:
             ring.set(self._laps * self.max_size, 0)
-        self.table = self._addresses(layout, placement.device)
+        self.table = self._addresses(form.stored, placement.device)
+        self._form = form
+        self._make_tables(placement.device)
         # Last, and in one step: from here on the storage is initialised.
-        self._ring, self._layout = ring, layout
+        self._ring, self._layout = ring, form.stored
 
     def _new_ring(self, device: torch.device) -> Ring:
         return Ring(self.max_size, device)
@@ -231,6 +276,20 @@ class RowMemory(Storage):
     def _addresses(self, layout: RowLayout, device: torch.device) -> Tensor:
         row_bytes = [leaf.row_bytes for leaf in layout.leaves]
         return address_table(self._columns, row_bytes, math.prod(self._shape[1:]), device)
+
+    def _fields_of(self, batch: RowLayout) -> list[Field]:
+        return fields_of(self.form, self._columns, math.prod(self._shape[1:]), self.sharing, batch)
+
+    def _make_tables(self, device: torch.device) -> None:
+        """Make the tables of fields of a computed storage, in place on the same device: captured graphs read them."""
+        if not self.computed:
+            return
+        form = self.form
+        self._fields = _into(self._fields, field_table(self._fields_of(form.batch), device))
+        if all(leaf == written for leaf, written in zip(form.batch.leaves, form.written.leaves, strict=True)):
+            self._written_fields = self._fields
+        else:
+            self._written_fields = _into(self._written_fields, field_table(self._fields_of(form.written), device))
 
     def _allocate(self, layout: RowLayout, shape: tuple[int, ...], placement: Placement) -> list[Column]:
         """Uninitialised row memory for each key. Storages elsewhere override it."""
@@ -268,6 +327,7 @@ class RowMemory(Storage):
     def relocated(self, placement: Placement) -> None:
         """Adopt ``placement`` after copies there have replaced all of :attr:`columns`."""
         table = self._addresses(self.layout, placement.device)
+        self._make_tables(placement.device)
         if placement.device == self._device:
             # In place: a captured graph reads the addresses from here.
             self.table.copy_(table)
@@ -295,6 +355,7 @@ class RowMemory(Storage):
         finally:
             self._laps = -(-self.written // self.max_size)
             self._layout, self._columns, self._ring, self._placement = None, [], None, None
+            self._form = self._fields = self._written_fields = self.sharing = None
             self.max_size = self.requested_size
             self.overwrites += 1
             del self.table
@@ -303,3 +364,8 @@ class RowMemory(Storage):
         """Bring ``len()`` up to date after the replay of a captured graph. Synchronises. See :meth:`Ring.refresh`."""
         if self._ring is not None:
             self._ring.refresh()
+
+
+def _into(table: Tensor | None, new: Tensor) -> Tensor:
+    """A table with new content: the same one, unless it is elsewhere."""
+    return new if table is None or table.device != new.device else table.copy_(new)

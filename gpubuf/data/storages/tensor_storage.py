@@ -70,7 +70,7 @@ class TensorStorage(RowMemory):
         requested = device_of(storage) if device == AUTO else device
         placement = place(requested, self.max_size * layout.row_bytes, IndexBytes(), shape, device_of(storage))
         columns = [owned_column(t.detach(), placement) for t in layout.collect(storage, ndim)]
-        self._adopt(layout, columns, shape, placement)
+        self._adopt(Form.of(layout, self._options), columns, shape, placement)
         self.counters.set(self.max_size, self.max_size)
 
     # Writing
@@ -98,15 +98,20 @@ class TensorStorage(RowMemory):
             return torch.empty(0, dtype=torch.int64, device=device)
         if self._layout is None:
             self.initialize(data)
-        layout = self.layout
-        sources = layout.collect(data, self.ndim)
+        sources = self.written_layout.collect(data, self.ndim)
         if self.ndim > 1 and shape[1:] != self._shape[1:]:
             raise ValueError(f"the storage's shape is {self._shape}, the batch's {shape}: all but the first must agree")
+        if self.computed:
+            sources = self._to_compute(sources, self.ndim)
         local = self._local(sources, self.ndim)
         if not torch.compiler.is_compiling():
             # Until the buffer has told its sampler, too.
             self.unfinished = Unfinished(self.written)
-        index: Tensor = _extend(self.table, local, self.ring, n, self.max_size)
+        index: Tensor = (
+            self._extend_computed(local, n)
+            if self.computed
+            else _extend(self.table, local, self.ring, n, self.max_size)
+        )
         self.counters.count(n)
         return index
 

@@ -1,0 +1,78 @@
+"""Fields: how :mod:`gpubuf.kernels.transitions` makes the keys of a batch of the columns of a storage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gpubuf.data.storages.columns import Column
+from gpubuf.data.storages.forms import Form
+from gpubuf.data.storages.layout import RowLayout
+from gpubuf.kernels.transitions import DRAWN, FIELD, NEXT, Field, dtype_code
+
+
+class NextObservations(Protocol):
+    """The memory of next observations that are stored once; see :mod:`gpubuf.kernels.transitions`.
+
+    Attributes:
+        links: where the next observation of each row is.
+        owners: the rows that entries were taken for.
+    """
+
+    links: Tensor
+    owners: Tensor
+
+    def addresses(self, column: int) -> tuple[int, int, int]:
+        """The addresses of the entries and of the pending rows of a column, and the bytes from row to row."""
+
+
+def fields_of(
+    form: Form, columns: Sequence[Column], rows_per_step: int, sharing: NextObservations | None, batch: RowLayout
+) -> list[Field]:
+    """A field for each leaf of a batch.
+
+    Args:
+        form: of the storage.
+        columns: of the storage, in the order of ``form.stored.leaves``.
+        rows_per_step: number of environments.
+        sharing: where next observations are that share a column; None: there are none.
+        batch: the layout of the batch: that of ``form.batch``, or of ``form.written``.
+    """
+    found = []
+    for position, (leaf, written, number) in enumerate(
+        zip(batch.leaves, form.written.leaves, form.columns, strict=True)
+    ):
+        source = None if form.sources is None else form.sources[position]
+        stored = form.stored.leaves[number]
+        place = columns[number].entry(stored.row_bytes, rows_per_step)
+        # A prefix reads the first bytes of a row.
+        place[1] = leaf.n_elements * stored.dtype.itemsize
+        follows = source is not None and source.follows
+        aside = sharing.addresses(number) if follows and sharing is not None else (0, 0, 0)
+        found.append(
+            Field(
+                *place,
+                row=NEXT if follows else DRAWN,
+                stored=dtype_code(stored.dtype),
+                written=dtype_code(written.dtype),
+                batch=dtype_code(leaf.dtype),
+                elements=leaf.n_elements,
+                scale=1.0 if source is None else source.scale,
+                offset=0.0 if source is None else source.offset,
+                entries=aside[0],
+                pending=aside[1],
+                side_stride=aside[2],
+                writes=0 if source is not None and source.whole is not None else 1,
+            )
+        )
+    return found
+
+
+def field_table(fields: Sequence[Field], device: torch.device) -> Tensor:
+    """The kernels' table of fields, int64 ``[F, FIELD]`` on ``device``."""
+    table = torch.tensor([field.encoded() for field in fields], dtype=torch.int64).reshape(-1, FIELD)
+    # Not waited for: CUDA has read memory that is not pinned when the call returns.
+    return table.to(device, non_blocking=True)
