@@ -113,7 +113,10 @@ class Batches:
             drawn = sampler.draw(n)
             info = self._info(drawn)
             direct = (
-                include_info and self._collate_fn is None and not len(self._transform) and storage.layout.is_tensordict
+                include_info
+                and self._collate_fn is None
+                and not len(self._transform)
+                and storage.batch_layout.is_tensordict
             )
             data = storage.assemble(drawn.tensors, info if direct else None, drawn.batch_size)
             return Batch(data, info, sampler.ran_out, direct)

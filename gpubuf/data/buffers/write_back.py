@@ -63,9 +63,10 @@ class WriteBack:
             keys, sources = _stored(storage, found, positions.numel())
             if not keys:
                 return
-            before = storage.begin(DERIVED) if self._sampler.depends_on(keys) else None
+            columns = [storage.form.columns[key] for key in keys]
+            before = storage.begin(DERIVED) if self._sampler.depends_on(columns) else None
             storage.update(positions, keys, sources, vector(generation, torch.int64, positions))
-            if self._sampler.depends_on(keys):
+            if self._sampler.depends_on(columns):
                 self._sampler.rows_changed()
                 storage.end(before)
 
@@ -86,12 +87,12 @@ def _entries(data: Data) -> dict[Key, Tensor]:
 
 
 def _stored(storage: TensorStorage, found: dict[Key, Tensor], n: int) -> tuple[list[int], list[Tensor]]:
-    """The positions of keys in the layout, and ``n`` rows of each.
+    """The positions of keys in the layout of what is written, and ``n`` rows of each.
 
     Raises:
-        ValueError: a key is not stored, or has another shape or dtype.
+        ValueError: a key is not stored, or has another shape or dtype, or is a prefix of another.
     """
-    layout = storage.layout
+    layout, prefixes = storage.written_layout, dict(storage.form.prefixes)
     keys: list[int] = []
     sources: list[Tensor] = []
     for key, tensor in found.items():
@@ -102,6 +103,9 @@ def _stored(storage: TensorStorage, found: dict[Key, Tensor], n: int) -> tuple[l
             stored = sorted(leaf.name for leaf in layout.leaves)
             raise ValueError(f"key {as_written(key)!r} is not stored; the storage has {stored}")
         leaf = layout.leaves[position]
+        if position in prefixes:
+            whole = layout.leaves[prefixes[position]]
+            raise ValueError(f"key {leaf.name} is stored as the first elements of {whole.name}: write that one")
         rows = tensor.shape[: tensor.dim() - len(leaf.shape)]
         if tensor.dtype is not leaf.dtype or (*rows, *leaf.shape) != tensor.shape or rows.numel() != n:
             raise ValueError(

@@ -125,7 +125,7 @@ def interleaved_environments(storage: TensorStorage, end_keys: Sequence[Any] | N
         1 if rows follow each other, E if they do so E rows apart; None if nothing tells (yet): no key is stored both at
         the root and under ``"next"``, or next steps may be several steps ahead.
     """
-    layout = storage.layout
+    layout = storage.written_layout
     if storage.ndim > 1 or layout.position(("steps_to_next_obs",)) is not None:
         return None
     pairs = [

@@ -187,9 +187,9 @@ class SliceSampler(Sampler):
 
     def _flags_of(self, storage: TensorStorage) -> SliceFlags:
         if torch.compiler.is_compiling():
-            return SliceFlags(storage.layout, self.truncated_key, self.init_key)
+            return SliceFlags(storage.batch_layout, self.truncated_key, self.init_key)
         if self._flags is None:
-            self._flags = SliceFlags(storage.layout, self.truncated_key, self.init_key)
+            self._flags = SliceFlags(storage.batch_layout, self.truncated_key, self.init_key)
         return self._flags
 
     def _signal(self, storage: TensorStorage) -> Signal:

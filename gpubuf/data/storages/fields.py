@@ -47,14 +47,17 @@ def fields_of(
     ):
         source = None if form.sources is None else form.sources[position]
         stored = form.stored.leaves[number]
-        place = columns[number].entry(stored.row_bytes, rows_per_step)
-        # A prefix reads the first bytes of a row.
-        place[1] = leaf.n_elements * stored.dtype.itemsize
+        device_rows, _, split, host_rows, row_stride = columns[number].entry(stored.row_bytes, rows_per_step)
         follows = source is not None and source.follows
         aside = sharing.addresses(number) if follows and sharing is not None else (0, 0, 0)
         found.append(
             Field(
-                *place,
+                device_rows=device_rows,
+                # Of a prefix these are the first bytes of a row.
+                row_bytes=leaf.n_elements * stored.dtype.itemsize,
+                split=split,
+                host_rows=host_rows,
+                row_stride=row_stride,
                 row=NEXT if follows else DRAWN,
                 stored=dtype_code(stored.dtype),
                 written=dtype_code(written.dtype),

@@ -122,12 +122,16 @@ class RowMemory(Storage):
     @property
     def written_layout(self) -> RowLayout:
         """The keys, shapes and dtypes of a row that is written. Raises as :attr:`layout`."""
-        return self.form.written
+        if self._form is None:
+            raise RuntimeError(NOT_INITIALIZED)
+        return self._form.written
 
     @property
     def batch_layout(self) -> RowLayout:
         """The keys, shapes and dtypes of a row of a batch. Raises as :attr:`layout`."""
-        return self.form.batch
+        if self._form is None:
+            raise RuntimeError(NOT_INITIALIZED)
+        return self._form.batch
 
     @property
     def fields(self) -> list[Field]:

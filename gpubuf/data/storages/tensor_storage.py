@@ -8,7 +8,7 @@ advance; the host keeps a mirror, so that ``len()`` costs nothing and never sync
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,11 +16,13 @@ from torch import Tensor
 
 from gpubuf.data.runtime.interruption import Unfinished
 from gpubuf.data.storages import host_memory
+from gpubuf.data.storages.codecs import Codec
 from gpubuf.data.storages.columns import owned_column
+from gpubuf.data.storages.computed import ComputedRows
+from gpubuf.data.storages.forms import Form, Options
 from gpubuf.data.storages.indexing import stored_positions, unravel
 from gpubuf.data.storages.layout import Data, Pieces, RowLayout, batch_shape, device_of
 from gpubuf.data.storages.placement import AUTO, PINNED, SPLIT, IndexBytes, place, readable
-from gpubuf.data.storages.row_memory import RowMemory
 from gpubuf.data.storages.row_memory import Storage as Storage
 from gpubuf.data.storages.staging import to_device
 from gpubuf.kernels import rows
@@ -36,7 +38,7 @@ _gather_into = lazy("gpubuf.kernels.rows._cpu:gather_into")
 _sample_into = lazy("gpubuf.kernels.rows._cpu:sample_into")
 
 
-class TensorStorage(RowMemory):
+class TensorStorage(ComputedRows):
     """Rows in one contiguous tensor per key.
 
     Args:
@@ -102,7 +104,7 @@ class TensorStorage(RowMemory):
         if self.ndim > 1 and shape[1:] != self._shape[1:]:
             raise ValueError(f"the storage's shape is {self._shape}, the batch's {shape}: all but the first must agree")
         if self.computed:
-            sources = self._to_compute(sources, self.ndim)
+            sources = self._sources(sources, self.ndim)
         local = self._local(sources, self.ndim)
         if not torch.compiler.is_compiling():
             # Until the buffer has told its sampler, too.
@@ -131,20 +133,26 @@ class TensorStorage(RowMemory):
             ValueError: a key, shape or dtype differs from the storage's.
             IndexError: an index is out of range (on CPU; a GPU skips the row and counts a fault).
         """
-        layout = self.layout
+        layout = self.written_layout
         if not isinstance(data, Tensor) and len(data.batch_size) == 0:
             data = data.expand(index.numel())
         if batch_shape(data, 1) != (index.numel(),):
             raise ValueError(f"{index.numel()} rows are addressed, the batch has shape {batch_shape(data, 1)}")
+        sources = layout.collect(data, 1)
+        if self.computed:
+            sources = self._sources(sources, 1)
         self.overwrites += 1
-        _write(self.table, self._local(layout.collect(data, 1), 1), self.ring, index, self.max_size)
+        if self.computed:
+            self._write_computed(self._local(sources, 1), index)
+        else:
+            _write(self.table, self._local(sources, 1), self.ring, index, self.max_size)
 
     def update(self, index: Tensor, keys: Sequence[int], sources: list[Tensor], generation: Tensor) -> None:
         """Overwrite single keys of rows in place, of those that were not overwritten since they were drawn.
 
         Args:
             index: int64 ``[n]`` flat positions on the storage's device; of duplicates the last one wins.
-            keys: their positions in ``layout.leaves``.
+            keys: their positions in ``written_layout.leaves``.
             sources: ``[n, ...]`` for each of the keys.
             generation: int64 ``[n]``, those that the rows had when they were drawn. No host sync.
 
@@ -152,6 +160,9 @@ class TensorStorage(RowMemory):
             IndexError: as :meth:`write`.
         """
         self.counters.count_update()
+        if self.computed:
+            self._update_computed(self._local(sources, 1), keys, index, generation)
+            return
         # Read when the operation runs: a captured graph finds the rows where they are by then.
         table = torch.stack([self.table[key] for key in keys])
         _update(table, self._local(sources, 1), self.ring, index, self.max_size, generation)
@@ -159,7 +170,8 @@ class TensorStorage(RowMemory):
     def _local(self, sources: list[Tensor], ndim: int) -> list[Tensor]:
         """The sources on the storage's device, with the batch dimensions flattened."""
         local = to_device(sources, self._device)
-        return local if ndim == 1 else [t.flatten(0, ndim - 1) for t in local]
+        # The empty source of a key without a column of its own has one dimension.
+        return local if ndim == 1 else [t.flatten(0, ndim - 1) if t.ndim >= ndim else t for t in local]
 
     # Reading
 
@@ -172,6 +184,8 @@ class TensorStorage(RowMemory):
         Returns:
             One tensor ``[n, ...]`` per key (see :meth:`assemble`), and the generations, int64 ``[n]``.
         """
+        if self.computed:
+            return self._gather_computed(index)
         layout, n = self.layout, index.numel()
         if past_dispatcher(self.table):
             tensors = layout.allocate(n)
@@ -189,6 +203,8 @@ class TensorStorage(RowMemory):
         Returns:
             One tensor ``[n, ...]`` per key, the flat positions and the write generations, int64 ``[n]`` each.
         """
+        if self.computed:
+            return self._sample_computed(rng, n)
         layout = self.layout
         if past_dispatcher(self.table):
             tensors = layout.allocate(n)
@@ -205,29 +221,36 @@ class TensorStorage(RowMemory):
         """
         if batch_size is None:
             batch_size = (tensors[0].shape[0] if tensors else 0,)
-        return self.layout.assemble(tensors, batch_size, self._device, extra)
+        return self.batch_layout.assemble(tensors, batch_size, self._device, extra)
 
     def get(self, index: Any) -> Data:
         """Rows by index, as ``storage[index]``: an int, a slice, a sequence, a tensor, or a tuple of tensors.
 
         Ints and slices give views of the storage, as they do on tensors; all else gives copies. Where rows are in
-        pinned host memory there are only copies, on the GPU, for that orders them with what was launched before.
+        pinned host memory there are only copies, on the GPU, for that orders them with what was launched before. Of a
+        storage with ``dtypes``, ``batch_dtypes`` or ``prefixes`` there are only copies too, in the dtypes that were
+        written.
 
         Raises:
             IndexError: an index is beyond the rows written.
         """
-        layout = self.layout
-        if isinstance(index, (int, slice)) and self._rows_on_host:
+        layout = self.written_layout
+        if isinstance(index, (int, slice)) and (self._rows_on_host or self.computed):
             chosen = torch.arange(self.steps_stored, device=self._device)[index]
             batch: tuple[int, ...] = (*chosen.shape, *self._shape[1:])
             per_step = torch.arange(math.prod(self._shape[1:]), device=self._device)
             flat = (chosen.reshape(-1, 1) * per_step.numel() + per_step).reshape(-1)
-            return self.assemble([t.view((*batch, *t.shape[1:])) for t in self.gather(flat)[0]], None, batch)
+            tensors = [t.view((*batch, *t.shape[1:])) for t in self._as_written(flat)]
+            return layout.assemble(tensors, batch, self._device)
         if isinstance(index, (int, slice)):
             tensors = [column.whole[: self.steps_stored][index] for column in self._columns]
             steps = () if isinstance(index, int) else (len(range(self.steps_stored)[index]),)
             return layout.assemble(tensors, (*steps, *self._shape[1:]), self._device)
-        return self.assemble(self.gather(self._positions(index))[0])
+        positions = self._positions(index)
+        return layout.assemble(self._as_written(positions), (positions.numel(),), self._device)
+
+    def _as_written(self, index: Tensor) -> list[Tensor]:
+        return (self._gather_computed(index, written=True) if self.computed else self.gather(index))[0]
 
     def _positions(self, index: Any) -> Tensor:
         return stored_positions(index, self._shape, len(self), self._device)
@@ -368,11 +391,22 @@ class LazyTensorStorage(TensorStorage):
             a machine without CUDA. What it chose, and why, is in :attr:`placement`, and is logged
             (``logging.getLogger("gpubuf")``, level INFO, or WARNING where rows are on the host).
         ndim: number of batch dimensions: 1, or 2 for time-first ``[T, E]`` storage.
+        dtypes: how keys are stored, by key: a dtype, or a :class:`Codec`. Numbers are converted as ``to()`` of tensors
+            does; integers out of range raise ValueError at the write (on a GPU they are cut, and count as faults).
+        batch_dtypes: dtypes that keys have in batches, by key; of others it is the dtype that is written.
+            ``storage[i]`` always has that one.
+        prefixes: keys that hold the first elements of others, such as ``{"observation": "critic_observation"}``. They
+            take no memory. The write compares them where both are on the CPU; on a GPU, and in compiled code, nothing
+            is compared, and the longer key counts.
         compilable: accepted for compatibility; every operation can be compiled.
         consolidated, shared_init, cleanup_memmap: accepted at their defaults; process sharing is out of scope.
 
+    Keys are given as you write them elsewhere, nested ones as tuples. A root key also means the same key under "next",
+    unless that is given itself. With any of these options indexing gives copies.
+
     Raises:
-        ValueError: ``max_size`` or ``ndim`` below 1.
+        ValueError: ``max_size`` or ``ndim`` below 1; a dtype can't be converted; at the first write: an option names a
+            key that the batch doesn't have.
         RuntimeError: at the first write: there is no such device, or ``"auto"`` finds room nowhere
             (:class:`gpubuf.data.storages.placement.NothingFitsError`).
     """
@@ -383,6 +417,9 @@ class LazyTensorStorage(TensorStorage):
         *,
         device: torch.device | str = "cpu",
         ndim: int = 1,
+        dtypes: Mapping[Any, torch.dtype | Codec] | None = None,
+        batch_dtypes: Mapping[Any, torch.dtype] | None = None,
+        prefixes: Mapping[Any, Any] | None = None,
         compilable: bool = False,
         consolidated: bool = False,
         shared_init: bool = False,
@@ -391,3 +428,5 @@ class LazyTensorStorage(TensorStorage):
         if consolidated or shared_init:
             raise NotImplementedError("consolidated and shared_init storages are not supported")
         self._configure(max_size, device, ndim)
+        self._options = Options.of(dtypes, batch_dtypes, prefixes)
+        self.computed = bool(self._options)

@@ -1,0 +1,105 @@
+"""Rows that are computed while they are copied, by :mod:`gpubuf.kernels.transitions`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gpubuf.data.storages.layout import RowLayout
+from gpubuf.data.storages.row_memory import RowMemory
+from gpubuf.kernels import transitions
+from gpubuf.kernels._registry import without_dispatch
+
+_extend = without_dispatch(transitions.extend, given=("sources",))
+_gather = without_dispatch(transitions.gather, trusted=True, given=("index",))
+_sample = without_dispatch(transitions.sample, trusted=True)
+_write = without_dispatch(transitions.write, given=("sources", "index"))
+_update = without_dispatch(transitions.write, given=("sources", "index", "generation"))
+
+#: Integers of the size of an element, by which bits are compared.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class ComputedRows(RowMemory):
+    """How a storage with options writes and reads: see :class:`LazyTensorStorage`.
+
+    Batches are made of the drawn rows alone. Windows of several steps are another reader's.
+    """
+
+    def _extend_computed(self, sources: list[Tensor], n: int) -> Tensor:
+        links, owners = self._links
+        index: Tensor = _extend(self._fields, sources, self.ring, links, owners, n, self.max_size, self._envs)
+        return index
+
+    def _write_computed(self, sources: list[Tensor], index: Tensor) -> None:
+        _write(self._fields, sources, self.ring, index, self.max_size)
+
+    def _update_computed(self, sources: list[Tensor], keys: Sequence[int], index: Tensor, generation: Tensor) -> None:
+        assert self._fields is not None
+        # Read when the operation runs: a captured graph finds the rows where they are by then.
+        fields = torch.stack([self._fields[key] for key in keys])
+        _update(fields, sources, self.ring, index, self.max_size, generation)
+
+    def _gather_computed(self, index: Tensor, *, written: bool = False) -> tuple[list[Tensor], Tensor]:
+        """Rows as in batches, or as they were written, and their generations."""
+        layout, fields = (self.written_layout, self._written_fields) if written else (self.batch_layout, self._fields)
+        n = index.numel()
+        links = self._links[0]
+        arena, generation = _gather(fields, self.ring, None, links, None, index, *self._call(layout, n))
+        return layout.cut(arena, n), generation
+
+    def _sample_computed(self, rng: Tensor, n: int) -> tuple[list[Tensor], Tensor, Tensor]:
+        layout = self.batch_layout
+        links = self._links[0]
+        arena, index, generation = _sample(self._fields, self.ring, None, links, None, rng, n, *self._call(layout, n))
+        return layout.cut(arena, n), index, generation
+
+    def _call(self, layout: RowLayout, n: int) -> tuple[int, int, int, float, int, int, int]:
+        """The last arguments of a read: of single rows, without processing."""
+        return self.max_size, self._envs, 1, 1.0, transitions.OFF, 0, layout.arena(n).n_bytes
+
+    @property
+    def _envs(self) -> int:
+        return math.prod(self._shape[1:])
+
+    @property
+    def _links(self) -> tuple[Tensor | None, Tensor | None]:
+        sharing = self.sharing
+        return (None, None) if sharing is None else (sharing.links, sharing.owners)
+
+    def _sources(self, given: list[Tensor], batch_dims: int) -> list[Tensor]:
+        """What is written, in the order of ``written_layout``: prefixes are checked, and left out.
+
+        Raises:
+            ValueError: a prefix holds something else than the key that it is one of. Asked only where both are on the
+                CPU, and not in compiled code.
+        """
+        prefixes = self.form.prefixes
+        if not prefixes:
+            return given
+        out = list(given)
+        for position, whole in prefixes:
+            part = given[position]
+            if not torch.compiler.is_compiling() and part.is_cpu and type(part) is Tensor:
+                self._check_prefix(position, whole, part, given[whole], batch_dims)
+            out[position] = part.new_empty(0)
+        return out
+
+    def _check_prefix(self, position: int, whole: int, part: Tensor, other: Tensor, batch_dims: int) -> None:
+        if not other.is_cpu or type(other) is not Tensor:
+            return
+        leaves = self.written_layout.leaves
+        beginning = other.narrow(batch_dims, 0, leaves[position].shape[0])
+        if not torch.equal(_bits(part), _bits(beginning)):
+            raise ValueError(
+                f"{leaves[position].name} is stored as the first elements of {leaves[whole].name}, but the batch has "
+                "others there: nothing is written"
+            )
+
+
+def _bits(values: Tensor) -> Tensor:
+    """Values as integers: NaN differs from itself."""
+    return values.resolve_conj().resolve_neg().view(_BITS.get(values.itemsize, values.dtype))
