@@ -85,6 +85,10 @@ MAX_STEPS = 64
 """Most steps of a window: it lies in two words of the bitmap."""
 
 
+class NoRoomError(RuntimeError):
+    """There is no room aside for the next observations of a write. The message says of how many of how many rows."""
+
+
 @dataclass(frozen=True)
 class Field:
     """How one key of a batch is made of rows. An entry of ``fields`` has these in this order, floats by their bits.
@@ -263,7 +267,7 @@ fields and four with them. No host sync.
 Raises:
     ValueError: as :data:`gpubuf.kernels.rows.extend`; or a number does not fit its integer dtype, or is NaN there
         (CPU). On a GPU it is cut to the range (NaN: 0) and counts as a fault.
-    RuntimeError: there is not room enough aside (CPU); nothing is written.
+    NoRoomError: there is not room enough aside (CPU); nothing is written.
 """
 
 write = define(
@@ -297,5 +301,5 @@ them their old next observations back, and then the rows their own.
 
 Raises:
     IndexError: a row is not stored (CPU). On a GPU it is skipped, and counts as a fault.
-    RuntimeError: there is not room enough aside (CPU); nothing changes.
+    NoRoomError: there is not room enough aside (CPU); nothing changes.
 """
