@@ -116,7 +116,7 @@ def test_references_are_short_and_plain(path: Path):
     assert not [source for source in others if any(".reference" in name for name in imported_modules(source))]
 
 
-ROOMS = ("runtime", "storages", "concurrency", "samplers", "checkpoints", "buffers", "formats")
+ROOMS = ("runtime", "storages", "concurrency", "samplers", "processing", "checkpoints", "buffers", "formats")
 """Folders of gpubuf/data, from the lowest to the highest: each imports from those before it only."""
 
 

@@ -10,6 +10,11 @@ from gpubuf.data.buffers.transforms import Compose
 from gpubuf.data.buffers.writers import RoundRobinWriter, TensorDictRoundRobinWriter, Writer
 from gpubuf.data.formats.minari import from_minari
 from gpubuf.data.formats.torchrl import load_torchrl, save_torchrl
+from gpubuf.data.processing.clip import Clip
+from gpubuf.data.processing.mirror import Mirror
+from gpubuf.data.processing.normalize import Normalize
+from gpubuf.data.processing.random_shift import RandomShift
+from gpubuf.data.processing.reward_scale import RewardScale
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.data.samplers.prioritized_slices import PrioritizedSliceSampler
@@ -24,15 +29,20 @@ from gpubuf.data.storages.memmap_storage import LazyMemmapStorage
 from gpubuf.data.storages.tensor_storage import LazyTensorStorage, Storage, TensorStorage
 
 __all__ = [
+    "Clip",
     "Compose",
     "LazyMemmapStorage",
     "LazyTensorStorage",
+    "Mirror",
+    "Normalize",
     "PrioritizedReplayBuffer",
     "PrioritizedSampler",
     "PrioritizedSliceSampler",
     "RandomSampler",
+    "RandomShift",
     "RandomState",
     "ReplayBuffer",
+    "RewardScale",
     "RoundRobinWriter",
     "Sampler",
     "SamplerWithoutReplacement",

@@ -1,0 +1,1 @@
+"""Processing of batches on their way out, in the launch that copies the rows."""

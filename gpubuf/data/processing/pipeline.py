@@ -1,0 +1,173 @@
+"""All that happens to the batches of a buffer, as one object: what the launch needs to know, in its order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpubuf.data.processing.base import Process
+from gpubuf.data.processing.mirror import Mirror
+from gpubuf.data.samplers.random_state import RandomState
+from gpubuf.data.storages.layout import Data, Key, Leaf, as_written
+from gpubuf.kernels.transitions import BY_CHANCE, OFF
+
+
+class Pipeline:
+    """The objects of a buffer, in whatever order they were given.
+
+    The order in the launch is fixed: a stored number is decoded, mirrored, normalised (or scaled, as a reward), and
+    clipped. Images are shifted as they are read.
+
+    Args:
+        steps: objects of this package.
+
+    Attributes:
+        steps: these.
+        mirror: the mirroring of a batch, see :mod:`gpubuf.kernels.transitions`.
+        draws: how many random numbers a row of a batch takes.
+        random: their stream, once the buffer has rows; None if ``draws`` is 0.
+
+    Raises:
+        TypeError: something else is among them.
+        ValueError: two of them do the same to a key, or there are two of :class:`Mirror`.
+    """
+
+    def __init__(self, steps: Iterable[Process]) -> None:
+        self.steps = tuple(steps)
+        taken: dict[tuple[str, Key], Process] = {}
+        for step in self.steps:
+            if not isinstance(step, Process):
+                raise TypeError(f"process takes Normalize, RewardScale, Clip, Mirror, RandomShift; not {step!r}")
+            for key in step.serves() if step.slot else ():
+                other = taken.setdefault((str(step.slot), key), step)
+                if other is not step:
+                    raise ValueError(f"both {other!r} and {step!r} serve {as_written(key)!r}: one of them can")
+        mirrors = [step for step in self.steps if isinstance(step, Mirror)]
+        if len(mirrors) > 1:
+            raise ValueError("a row is mirrored as a whole: give one Mirror for all keys")
+        self.mirror = mirrors[0].mirror if mirrors else OFF
+        self.random: RandomState | None = None
+        self._generator: torch.Generator | None = None
+        self._options: dict[Key, dict[str, Any]] = {}
+        self._pairs = 0
+        self._learning = [step for step in self.steps if type(step).on_write is not Process.on_write]
+        self._checking = [step for step in self._learning if type(step).check_write is not Process.check_write]
+
+    # Binding
+
+    def check(self, leaves: Sequence[Leaf]) -> None:
+        """Raise a ValueError unless batches of these leaves, with the dtypes of the batch, can be processed."""
+        for step in self.steps:
+            step.check(leaves)
+
+    def bind(
+        self,
+        leaves: Sequence[Leaf],
+        envs: int,
+        device: torch.device,
+        lock: AbstractContextManager[Any] | None = None,
+    ) -> None:
+        """Have all state on ``device``, for rows of these leaves. What is there goes on. May synchronise.
+
+        A buffer calls it when it has allocated its rows, and again after they have moved; then :meth:`options` gives
+        new addresses.
+        """
+        self.check(leaves)
+        for step in self.steps:
+            step.lock = nullcontext() if lock is None else lock
+            step.bind(leaves, envs, device)
+        self._options, self._pairs = {}, 0
+        for leaf in leaves:
+            self._options[leaf.key] = self._merged(leaf)
+        if self.draws:
+            own = self.random or RandomState(generator=self._generator, device=device)
+            self.random = own.to(device)
+
+    def _merged(self, leaf: Leaf) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for step in self.steps:
+            for name, value in step.options(leaf.key).items():
+                tighter = {"low": max, "high": min}.get(name)
+                found[name] = value if tighter is None or name not in found else tighter(value, found[name])
+        if found.get("low", 0.0) > found.get("high", found.get("low", 0.0)):
+            raise ValueError(f"the bounds of {leaf.name} leave nothing between {found['low']} and {found['high']}")
+        if "pad" in found:
+            found["pair"] = self._pairs
+            self._pairs += 1
+        return found
+
+    # For the launch
+
+    @property
+    def draws(self) -> int:
+        """Uniforms of a row of the batch: one for the mirror, and a pair for each image key."""
+        if self._pairs:
+            return 1 + 2 * self._pairs
+        return 1 if self.mirror == BY_CHANCE else 0
+
+    @property
+    def noise(self) -> Tensor | None:
+        """The random state, int64 ``[3]``."""
+        return None if self.random is None else self.random.state
+
+    def options(self, key: Key) -> dict[str, Any]:
+        """Attributes of :class:`gpubuf.kernels.transitions.Field` for a key of the batch: valid until :meth:`bind`."""
+        return self._options.get(key, {})
+
+    def set_rng(self, generator: torch.Generator | None) -> None:
+        """Start a new random stream, seeded by ``generator`` (None: by torch's global one)."""
+        self._generator = generator
+        if self.random is not None:
+            # In place: a captured graph draws from it.
+            self.random.state.copy_(RandomState(generator=generator, device=self.random.device).state)
+
+    # Writing
+
+    def check_write(self, data: Data, ndim: int) -> None:
+        """Raise a ValueError, before anything is written, if a batch can't be learnt from."""
+        for step in self._checking:
+            step.check_write(data, ndim)
+
+    def on_write(self, data: Data, ndim: int) -> None:
+        """A batch has been written: ``[n]`` rows, or ``[T, E]`` for storages of two dimensions. No host sync."""
+        for step in self._learning:
+            step.on_write(data, ndim)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        own = 0 if self.random is None else self.random.state.nbytes
+        return own + sum(tensor.nbytes for step in self.steps for tensor in step.tensors())
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of all objects, in their order, and of the random stream. Synchronises."""
+        states = {str(number): step.state_dict() for number, step in enumerate(self.steps)}
+        types = [type(step).__name__ for step in self.steps]
+        return {"types": types, "steps": states, "random": self.random.state_dict() if self.random else None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore :meth:`state_dict`, in place."""
+        self.check_state(state)
+        for number, step in enumerate(self.steps):
+            step.load_state_dict(state["steps"][str(number)])
+        if self.random is not None and state["random"] is not None:
+            self.random.load_state_dict(state["random"])
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raise a ValueError unless ``state``, which was read from files, can be loaded."""
+        own = [type(step).__name__ for step in self.steps]
+        if list(state["types"]) != own:
+            raise ValueError(f"the state is that of the processing {state['types']}, this buffer has {own}")
+        for number, step in enumerate(self.steps):
+            step.check_state(state["steps"][str(number)])
+        random = state["random"]
+        if random is not None:
+            saved = random["state"]
+            if not isinstance(saved, Tensor) or saved.dtype is not torch.int64 or tuple(saved.shape) != (3,):
+                raise ValueError("the random state of the processing is not int64 [3]")

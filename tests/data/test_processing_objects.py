@@ -1,0 +1,111 @@
+"""What each object tells the launch, and what it refuses."""
+
+import math
+
+import pytest
+import torch
+
+from gpubuf.data import Clip, Mirror, Normalize, RandomShift, RewardScale
+from gpubuf.data.processing.pipeline import Pipeline
+from gpubuf.kernels.transitions import BY_CHANCE, DOUBLED, OFF
+from tests.support.processing_setup import bound, generator, steps
+
+
+def test_clip_mirror_and_shift_tell_the_launch():
+    mirror = Mirror({"observation": ([2, 1, 0], [1, -1, 1]), "action": ([1, 0], -1)})
+    pipeline = bound(Clip("observation", -2, 2), Clip(["observation"], high=1), mirror, RandomShift("pixels", 3))
+    for key in (("observation",), ("next", "observation")):
+        options = pipeline.options(key)
+        assert (options["low"], options["high"]) == (-2, 1)
+        assert {"permutation", "sign"} <= options.keys()
+    assert pipeline.options(("pixels",)) == {"pad": 3, "height": 4, "width": 5, "pair": 0}
+    assert (pipeline.mirror, pipeline.draws) == (BY_CHANCE, 3)
+    assert pipeline.noise is not None
+    assert bound(Mirror({"action": ([1, 0], -1)}, mode="double")).mirror == DOUBLED
+    assert bound(Mirror({"action": ([1, 0], -1)}, mode="double")).draws == 0
+    assert bound(Mirror({"action": ([1, 0], -1)})).draws == 1
+    plain = bound(Clip("action", -1, 1))
+    assert (plain.mirror, plain.draws, plain.noise) == (OFF, 0, None)
+
+
+def test_twins_are_shifted_apart():
+    data = steps(1)
+    data["next", "pixels"] = data["pixels"]
+    pipeline = bound(RandomShift("pixels"), data=data)
+    assert {pipeline.options(key)["pair"] for key in (("pixels",), ("next", "pixels"))} == {0, 1}
+    assert pipeline.draws == 5
+
+
+def test_the_stream_of_a_pipeline():
+    torch.manual_seed(3)
+    first, second = bound(RandomShift("pixels")), bound(RandomShift("pixels"))
+    torch.manual_seed(3)
+    again = bound(RandomShift("pixels"))
+    assert torch.equal(first.noise, again.noise)
+    assert not torch.equal(first.noise, second.noise)
+    address = first.noise.data_ptr()
+    first.set_rng(generator(7))
+    second.set_rng(generator(7))
+    assert torch.equal(first.noise, second.noise)
+    assert first.noise.data_ptr() == address
+    first.noise[1] = 12
+    second.load_state_dict(first.state_dict())
+    assert torch.equal(first.noise, second.noise)
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: Normalize([]), "list of keys"),
+        (lambda: Normalize(["a", "a"]), "twice"),
+        (lambda: Normalize("a", update="always"), "update"),
+        (lambda: Normalize("a", eps=0), "eps"),
+        (lambda: Normalize("a", until=0), "until"),
+        (lambda: Normalize("a", clip=-1), "nothing lies"),
+        (lambda: Clip("a", 1, 0), "nothing lies"),
+        (lambda: Clip("a", math.nan), "nothing lies"),
+        (lambda: RewardScale(1.5), "gamma"),
+        (lambda: RewardScale(0.9, 0), "g_max"),
+        (lambda: RewardScale(0.9, envs=0), "envs"),
+        (lambda: Mirror({}), "needs a key"),
+        (lambda: Mirror({"a": ([0, 0], 1)}), "permutation"),
+        (lambda: Mirror({"a": ([1, 2], 1)}), "permutation"),
+        (lambda: Mirror({"a": ([0.0, 1.0], 1)}), "permutation"),
+        (lambda: Mirror({"a": ([0, 1], [1, 1, 1])}), "sign"),
+        (lambda: Mirror({"a": ([0, 1], math.nan)}), "sign"),
+        (lambda: Mirror({"a": ([0, 1], 1)}, mode="often"), "mode"),
+        (lambda: RandomShift("a", 0), "pad"),
+        (lambda: RandomShift("a", 1.5), "pad"),
+        (lambda: Pipeline([Normalize("a"), Normalize(["b", "a"])]), "both"),
+        (lambda: Pipeline([Normalize("a"), Normalize([("next", "a")])]), "both"),
+        (lambda: Pipeline([RewardScale(0.9), Normalize([("next", "reward")])]), "both"),
+        (lambda: Pipeline([Mirror({"a": ([0], 1)}), Mirror({"b": ([0], 1)})]), "one Mirror"),
+        (lambda: Pipeline([RandomShift("a"), RandomShift("a")]), "both"),
+        (lambda: bound(Normalize("nowhere")), "nowhere"),
+        (lambda: bound(Normalize("pixels")), "fractions"),
+        (lambda: bound(Mirror({"observation": ([0, 1], 1)})), "2 elements"),
+        (lambda: bound(RandomShift("observation")), "images"),
+        (lambda: bound(Clip("action", 1, 2), Clip("action", 3, 4)), "leave nothing"),
+    ],
+)
+def test_refusals(make, text: str):
+    with pytest.raises(ValueError, match=text):
+        make()
+
+
+def test_a_step_is_one_of_ours():
+    with pytest.raises(TypeError, match="process takes"):
+        Pipeline([torch.nn.Identity()])
+
+
+def test_which_key():
+    normalize = Normalize(["observation", "action"])
+    with pytest.raises(ValueError, match="which of"):
+        normalize.mean()
+    with pytest.raises(RuntimeError, match="knows nothing yet"):
+        normalize.mean("action")
+    with pytest.raises(KeyError):
+        normalize.mean("reward")
