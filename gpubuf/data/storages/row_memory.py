@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -12,6 +13,8 @@ from gpubuf.data.runtime.interruption import Unfinished
 from gpubuf.data.storages.columns import Column, address_table, columns_of, new_columns, record_of
 from gpubuf.data.storages.fields import NextObservations, field_table, fields_of
 from gpubuf.data.storages.forms import Form, Options
+from gpubuf.data.storages.followers import Followed
+from gpubuf.data.storages.followers import Storage as Storage
 from gpubuf.data.storages.layout import Data, RowLayout, batch_shape, device_of
 from gpubuf.data.storages.placement import AUTO, IndexBytes, Placement, place, working_device
 from gpubuf.data.storages.records import by_key, records
@@ -23,14 +26,7 @@ _compiling = torch.compiler.is_compiling
 NOT_INITIALIZED = "the storage is not initialized: write a batch first"
 
 
-class Storage:
-    """Base class of storages (the type that buffers accept)."""
-
-    max_size: int
-    ndim: int = 1
-
-
-class RowMemory(Storage):
+class RowMemory(Followed):
     """The memory of a :class:`TensorStorage`: a column a key, allocated once, where it is to stay."""
 
     _placement: Placement | None
@@ -70,14 +66,16 @@ class RowMemory(Storage):
         #: What an operation is about to change; still there after it if that was interrupted, and mended then by the
         #: next one. See :meth:`gpubuf.ReplayBuffer._mend`.
         self.unfinished: Unfinished | None = None
+        self._begin_following()
 
     def __getstate__(self) -> dict[str, Any]:
         """All but addresses. A record goes as a whole: pickle would write its memory once for each of its keys."""
-        tables = {"table": None, "_fields": None, "_written_fields": None}
-        return {**vars(self), **tables, "_columns": self._by_record()}
+        without = {"table": None, "_fields": None, "_written_fields": None, "_followers": None}
+        return {**vars(self), **without, "_columns": self._by_record()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
+        self._followers = WeakSet()
         if self._layout is None or self._placement is None:
             return
         leaves = self._layout.leaves
@@ -93,6 +91,8 @@ class RowMemory(Storage):
                     column.write(start, part)
         self.table = self._addresses(self._layout, self._device)
         self._make_tables(self._device)
+        if self.end_bits is not None:
+            self.end_bits.readdress(self.table)
 
     # Properties
 
@@ -224,6 +224,7 @@ class RowMemory(Storage):
 
     def _establish(self, form: Form, shape: tuple[int, ...], data_device: torch.device) -> None:
         """Allocate for rows of a form."""
+        self.check_rows(form)
         self._placement = placement = self._place(data_device, form.stored, shape)
         try:
             columns = self._allocate(form.stored, shape, placement)
@@ -246,7 +247,8 @@ class RowMemory(Storage):
     def _place(self, data_device: torch.device, layout: RowLayout, shape: tuple[int, ...]) -> Placement:
         """The placement of rows of ``shape``, whose first batch is on ``data_device``."""
         rows = math.prod(shape) * layout.row_bytes
-        return place(self.requested_device, rows, self.beside, shape, data_device)
+        beside = self.beside + self.derived_bytes(self.requested_device, shape)
+        return place(self.requested_device, rows, beside, shape, data_device)
 
     def _adopt(self, form: Form, columns: list[Column], shape: tuple[int, ...], placement: Placement) -> None:
         self._columns, self._placement, self._device = columns, placement, placement.device
@@ -258,8 +260,11 @@ class RowMemory(Storage):
         self.table = self._addresses(form.stored, placement.device)
         self._form = form
         self._make_tables(placement.device)
-        # Last, and in one step: from here on the storage is initialised.
+        if self.end_bits is not None:
+            self.end_bits.allocate(form, self._shape, self.table)
+        # In one step: from here on the storage is initialised.
         self._ring, self._layout = ring, form.stored
+        self._tell_followers()
 
     def _new_ring(self, device: torch.device) -> Ring:
         return Ring(self.max_size, device)
@@ -339,11 +344,16 @@ class RowMemory(Storage):
             self.table, self._device = table, placement.device
             self.counters.counters = self.ring.to(placement.device)
         self._placement = placement
+        if self.end_bits is not None:
+            self.end_bits.move(self.layout, self._shape, table, self.ring)
+        self._tell_followers()
 
     def empty(self) -> None:
         """Forget every row, in O(1); memory stays allocated. No host sync."""
         if self._ring is not None:
             self._ring.empty()
+        if self.end_bits is not None:
+            self.end_bits.clear()
 
     def free(self) -> None:
         """Forget every row, and release all memory; the next write allocates anew. Synchronises.
@@ -363,6 +373,9 @@ class RowMemory(Storage):
             self.max_size = self.requested_size
             self.overwrites += 1
             del self.table
+            if self.end_bits is not None:
+                self.end_bits.free()
+            self._tell_followers()
 
     def refresh(self) -> None:
         """Bring ``len()`` up to date after the replay of a captured graph. Synchronises. See :meth:`Ring.refresh`."""

@@ -115,6 +115,8 @@ class TensorStorage(ComputedRows):
             else _extend(self.table, local, self.ring, n, self.max_size)
         )
         self.counters.count(n)
+        if self.end_bits is not None:
+            self.end_bits.write(self.ring, n)
         return index
 
     def holds_nothing(self, data: Data) -> bool:
@@ -146,6 +148,7 @@ class TensorStorage(ComputedRows):
             self._write_computed(self._local(sources, 1), index)
         else:
             _write(self.table, self._local(sources, 1), self.ring, index, self.max_size)
+        self.rebuild()
 
     def update(self, index: Tensor, keys: Sequence[int], sources: list[Tensor], generation: Tensor) -> None:
         """Overwrite single keys of rows in place, of those that were not overwritten since they were drawn.
@@ -365,6 +368,7 @@ class TensorStorage(ComputedRows):
                 before_seam = min(source.shape[0], old_max // per_step - place)
                 column.write(place, source[:before_seam])
                 column.write(0, source[before_seam:])
+        self.rebuild()
         return order
 
     def __repr__(self) -> str:

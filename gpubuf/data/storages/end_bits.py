@@ -1,0 +1,120 @@
+"""The ends of a storage's trajectories, a bit a row, for n-step transitions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpubuf.data.storages.layout import RowLayout
+from gpubuf.data.storages.placement import device_name
+from gpubuf.data.storages.recipe import Recipe
+from gpubuf.kernels import config, trajectories
+from gpubuf.kernels._registry import without_dispatch
+from gpubuf.kernels.trajectories import Rule
+
+_update = without_dispatch(trajectories.update)
+# Every trajectory counts. Nothing is drawn by this rule: the bits alone are read.
+_RULE = Rule(1)
+
+
+class EndBits:
+    """Level 0 and above of the bitmap of :mod:`gpubuf.kernels.trajectories`, kept by a storage with its rows.
+
+    It does not refer to the storage, which refers to it: such a cycle would keep both in memory.
+
+    Args:
+        recipe: says which keys tell the ends.
+
+    Attributes:
+        words: the bitmap; None while the storage is not allocated.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self.words: Tensor | None = None
+        self._sums: Tensor | None = None
+        self._signals: Tensor | None = None
+        self._positions: tuple[int, ...] = ()
+        self._by_id = False
+        self._steps, self._envs, self._fan_out = 0, 1, 2
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without addresses."""
+        return {**vars(self), "_signals": None}
+
+    def serves(self, recipe: Recipe) -> bool:
+        """Whether these are the ends that ``recipe`` asks for."""
+        return (recipe.end_keys, recipe.traj_key) == (self._recipe.end_keys, self._recipe.traj_key)
+
+    @staticmethod
+    def bytes_for(shape: Sequence[int], device_type: str) -> int:
+        """:attr:`nbytes` for a storage of ``shape`` on the current device of a type."""
+        steps, envs = shape[0], math.prod(shape[1:])
+        fan_out = config.index_fan_out(steps, envs, device_type, device_name(device_type))
+        return 8 * (sum(trajectories.bit_levels(steps, envs)) + sum(trajectories.level_sizes(steps, envs, fan_out)))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are taken."""
+        return 0 if self.words is None or self._sums is None else self.words.nbytes + self._sums.nbytes
+
+    def allocate(self, layout: RowLayout, shape: Sequence[int], table: Tensor, device: torch.device) -> None:
+        """Begin anew for a storage of ``shape``, whose ``table`` of addresses is on ``device``, without any rows."""
+        self._positions, self._by_id = self._recipe.ends(layout)
+        self._steps, self._envs = shape[0], math.prod(shape[1:])
+        self._fan_out = config.index_fan_out(self._steps, self._envs, device.type, device_name(device))
+        words, self._sums = trajectories.new_index(self._steps, self._envs, self._fan_out, device)
+        self._signals = self._addresses(table)
+        self.words = words
+
+    def _addresses(self, table: Tensor) -> Tensor:
+        return torch.stack([table[position] for position in self._positions])
+
+    def readdress(self, table: Tensor) -> None:
+        """Read the flags where they are now; in place, since a captured graph reads the addresses from there."""
+        if self._signals is None:
+            self._signals = self._addresses(table)
+        else:
+            self._signals.copy_(self._addresses(table))
+
+    def move(self, layout: RowLayout, shape: Sequence[int], table: Tensor, ring: Tensor) -> None:
+        """Follow the rows to other addresses, maybe on another device."""
+        if self.words is not None and self.words.device == table.device:
+            self.readdress(table)
+        else:
+            # The shape of the index depends on the device.
+            self.allocate(layout, shape, table, table.device)
+            self.rebuild(ring)
+
+    def write(self, ring: Tensor, rows: int) -> None:
+        """The newest ``rows`` rows were written. No host sync."""
+        _update(
+            self.words,
+            self._sums,
+            ring,
+            self._signals,
+            self._by_id,
+            rows // self._envs,
+            self._steps,
+            self._envs,
+            self._fan_out,
+            *_RULE,
+        )
+
+    def rebuild(self, ring: Tensor) -> None:
+        """Rows were changed in place: index all of them anew, O(capacity). No host sync."""
+        self.write(ring, self._steps * self._envs)
+
+    def clear(self) -> None:
+        """Forget every end."""
+        if self.words is not None and self._sums is not None:
+            self.words.zero_()
+            self._sums.zero_()
+
+    def free(self) -> None:
+        """Release the memory."""
+        self.words = self._sums = self._signals = None

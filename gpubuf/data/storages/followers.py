@@ -1,0 +1,103 @@
+"""Those who read a storage by address, and what the storage keeps for them beside its rows."""
+
+from __future__ import annotations
+
+from typing import Protocol
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from gpubuf.data.storages import host_memory
+from gpubuf.data.storages.end_bits import EndBits
+from gpubuf.data.storages.layout import RowLayout
+from gpubuf.data.storages.placement import IndexBytes, depends_on_room
+from gpubuf.data.storages.recipe import Recipe
+from gpubuf.data.storages.ring import Ring
+
+
+class Storage:
+    """Base class of storages (the type that buffers accept)."""
+
+    max_size: int
+    ndim: int = 1
+
+
+class Follower(Protocol):
+    """Reads a storage by address: see :class:`gpubuf.data.storages.reader.Reader`."""
+
+    recipe: Recipe
+
+    def check_rows(self, layout: RowLayout) -> None:
+        """Raise if rows of ``layout`` lack what it needs."""
+
+    def follow(self) -> None:
+        """The storage was allocated, moved or freed."""
+
+
+class Followed(Storage):
+    """Lets a storage be followed.
+
+    Attributes:
+        end_bits: where trajectories end, if a follower needs that.
+    """
+
+    _layout: RowLayout | None
+    _ring: Ring | None
+    _shape: torch.Size
+    _device: torch.device
+    table: Tensor
+
+    def _begin_following(self) -> None:
+        self.end_bits: EndBits | None = None
+        # Weak, because they refer to the storage.
+        self._followers = WeakSet[Follower]()
+
+    def followed_by(self, follower: Follower) -> None:
+        """Tell ``follower``, for as long as it exists, whenever the rows have got other addresses.
+
+        Raises:
+            ValueError: another one knows the ends of trajectories by other keys.
+            KeyError: the rows lack what it needs.
+        """
+        if self._layout is not None:
+            follower.check_rows(self._layout)
+        if follower.recipe.n_steps > 1:
+            self._keep_ends(follower.recipe)
+        self._followers.add(follower)
+        follower.follow()
+
+    def _keep_ends(self, recipe: Recipe) -> None:
+        if self.end_bits is not None and self.end_bits.serves(recipe):
+            return
+        if any(other.recipe.n_steps > 1 for other in self._followers):
+            raise ValueError("another buffer with the same storage tells the ends of trajectories by other keys")
+        bits = EndBits(recipe)
+        if self._layout is not None and self._ring is not None:
+            bits.allocate(self._layout, self._shape, self.table, self._device)
+            bits.rebuild(self._ring.counters)
+        self.end_bits = bits
+
+    def _tell_followers(self) -> None:
+        for follower in self._followers:
+            follower.follow()
+
+    def check_rows(self, layout: RowLayout) -> None:
+        """Raise if rows of ``layout`` lack what a follower needs.
+
+        Raises:
+            KeyError, ValueError: they do.
+        """
+        for follower in self._followers:
+            follower.check_rows(layout)
+
+    def rebuild(self) -> None:
+        """Rows were changed in place: compute anew what is known about them. O(capacity). No host sync."""
+        if self.end_bits is not None and self._ring is not None:
+            self.end_bits.rebuild(self._ring.counters)
+
+    def derived_bytes(self, requested: torch.device | str, shape: tuple[int, ...]) -> IndexBytes:
+        """Bytes that a storage of ``shape`` keeps beside its rows; zero for placements that ignore free memory."""
+        if self.end_bits is None or not depends_on_room(requested):
+            return IndexBytes()
+        return IndexBytes(index=EndBits.bytes_for(shape, "cuda" if host_memory.cuda_present() else "cpu"))
