@@ -17,9 +17,13 @@ from gpubuf.data.storages import host_memory
 from gpubuf.data.storages.indexing import as_positions
 from gpubuf.data.storages.layout import RowLayout
 from gpubuf.data.storages.placement import IndexBytes, depends_on_room
+from gpubuf.data.storages.reader import Reader
 from gpubuf.data.storages.tensor_storage import Storage, TensorStorage
 
 _compiling = torch.compiler.is_compiling
+
+Rows = TensorStorage | Reader
+"""What batches are read from."""
 
 UNBOUND = "the sampler belongs to no buffer yet: give it to one, or call bind(storage)"
 
@@ -32,6 +36,21 @@ class Drawn(NamedTuple):
     generation: Tensor  # int64 [n]
     info: dict[Any, Tensor]
     batch_size: tuple[int, ...] | None = None  # of tensors and info if it is not [n]
+
+    def in_batches(self, batches: int) -> Drawn:
+        """The same rows as ``batches`` batches of one size.
+
+        Raises:
+            RuntimeError: they are too few.
+        """
+        shape = (self.positions.numel(),) if self.batch_size is None else self.batch_size
+        if shape[0] % batches:
+            raise RuntimeError(f"{batches} batches were asked for, but {shape[0]} rows can't be cut into so many")
+        shape = (batches, shape[0] // batches, *shape[1:])
+        own = 1 if self.batch_size is None else len(self.batch_size)
+        tensors = [tensor.view(*shape, *tensor.shape[own:]) for tensor in self.tensors]
+        info = {key: value.reshape(*shape, *value.shape[own:]) for key, value in self.info.items()}
+        return Drawn(tensors, self.positions, self.generation, info, shape)
 
 
 class Sampler:
@@ -50,6 +69,8 @@ class Sampler:
         torchrl_form: declares what the sampler writes into a folder of TorchRL's; None: nothing.
         ran_out: whether an epoch has ended with the last batch; iteration over the buffer stops there.
         lock: the lock of the sampler's buffer, for methods that users call on the sampler itself.
+        reader: what :meth:`draw` reads rows from: the storage, or the :class:`Reader` of a buffer whose batches are
+            more than copies of rows.
     """
 
     has_priorities: ClassVar[bool] = False
@@ -61,6 +82,7 @@ class Sampler:
         # Also in the instance: compiled code depends on where an attribute is.
         self.ran_out = False
         self._storage: TensorStorage | None = None
+        self.reader: Rows | None = None
         self._random: RandomState | None = None
         self._generator: torch.Generator | None = None
 
@@ -117,12 +139,22 @@ class Sampler:
         self.check_storage(storage)
         if other:
             self.forget_storage()
+        if other or self.reader is None:
+            self.reader = storage
         self._storage = storage
         self.lock = nullcontext() if lock is None else lock
 
     def unbind(self) -> None:
         """Serve no buffer any more. Rows that are there when it is bound again count as new."""
-        self._storage, self.lock = None, nullcontext()
+        self._storage, self.reader, self.lock = None, None, nullcontext()
+
+    def read_from(self, reader: Rows) -> None:
+        """Read rows from ``reader``, which reads the storage, from now on. Called by the buffer.
+
+        Raises:
+            ValueError: the sampler can't.
+        """
+        self.reader = reader
 
     def check_storage(self, storage: TensorStorage) -> None:
         """Called before the sampler is bound: raise if it can't serve ``storage``."""
@@ -148,12 +180,29 @@ class Sampler:
 
     def draw(self, n: int) -> Drawn:
         """Choose ``n`` rows and gather them. Override it if one launch does both."""
-        storage = self._storage
-        if storage is None:
+        reader = self.reader
+        if reader is None:
             raise RuntimeError(UNBOUND)
         positions, info = self.choose(n)
-        tensors, generation = storage.gather(positions)
+        tensors, generation = reader.gather(positions)
         return Drawn(tensors, positions, generation, info)
+
+    def draw_batches(self, n: int, batches: int) -> Drawn:
+        """``batches`` batches of ``n`` rows, chosen and gathered at once."""
+        if type(self).draw is not Sampler.draw:
+            return self.draw(n * batches).in_batches(batches)
+        if self.reader is None:
+            raise RuntimeError(UNBOUND)
+        positions, info = self.choose_batches(n, batches)
+        tensors, generation = self.reader.gather(positions)
+        return Drawn(tensors, positions, generation, info).in_batches(batches)
+
+    def choose_batches(self, n: int, batches: int) -> tuple[Tensor, dict[Any, Tensor]]:
+        """As :meth:`choose`, the rows of ``batches`` batches of ``n``, one batch after the other.
+
+        Override it where that is something else than one large batch.
+        """
+        return self.choose(n * batches)
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Any, dict[Any, Any]]:
         """Choose rows, as TorchRL's samplers do: without the buffer, and without gathering them. No host sync.
@@ -188,7 +237,7 @@ class Sampler:
             state = self._random = RandomState(generator=self._generator, device=device)
         # `current_recording()` spelled out: every sample comes here.
         if not _compiling() and (recording := current.recording) is not None:
-            recording.holds(self, "_random")
+            recording.holds(self, "_random", "reader")
         return state
 
     def order_of(self, n: int, device: torch.device, shuffle: bool) -> Tensor:

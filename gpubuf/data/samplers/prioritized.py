@@ -196,6 +196,14 @@ class PrioritizedSampler(Sampler):
         positions, weight = tree.draw(n, self.random_state(tree.leaves.device), self.stratified)
         return positions, {"priority_weight": weight}
 
+    def choose_batches(self, n: int, batches: int) -> tuple[Tensor, dict[Any, Tensor]]:
+        """As :meth:`choose`. Stratified batches are drawn one by one: each has a row from every part of the weight."""
+        if not self.stratified:
+            return self.choose(n * batches)
+        drawn = [self.choose(n) for _ in range(batches)]
+        weight = torch.cat([info["priority_weight"] for _, info in drawn])
+        return torch.cat([positions for positions, _ in drawn]), {"priority_weight": weight}
+
     # Priorities
 
     def on_write(self, positions: Tensor, priority: Tensor | None) -> None:

@@ -33,8 +33,8 @@ class RandomSampler(Sampler):
 
     def draw(self, n: int) -> Drawn:
         """Choose and gather in one launch. No host sync."""
-        storage = self._storage
-        if storage is None:
+        reader = self.reader
+        if reader is None:
             raise RuntimeError(UNBOUND)
-        tensors, index, generation = storage.sample_uniform(self.random_state(storage.device).state, n)
+        tensors, index, generation = reader.sample_uniform(self.random_state(reader.device).state, n)
         return Drawn(tensors, index, generation, {})

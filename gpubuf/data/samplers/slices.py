@@ -316,8 +316,30 @@ class SliceSampler(Sampler):
         coordinates = own.unravel(drawn.positions)
         return (coordinates,) if own.ndim == 1 else coordinates.unbind(-1), drawn.info
 
-    def draw(self, batch_size: int) -> Drawn:
+    def read_from(self, reader: Rows) -> None:
+        if isinstance(reader, Reader) and reader.recipe.n_steps > 1:
+            raise ValueError(
+                f"a {type(self).__name__} gives runs of single steps, so that it can't be used with "
+                f"n_steps={reader.recipe.n_steps}"
+            )
+        super().read_from(reader)
+
+    def draw_batches(self, n: int, batches: int) -> Drawn:
+        """``batches`` batches of slices with ``n`` steps each.
+
+        Raises:
+            ValueError: the batches may differ in size.
+        """
+        if self._may_be_short and not self.pad_output:
+            raise ValueError("slices of unequal lengths make batches of unequal sizes: set pad_output=True")
+        return self.draw(n, batches).in_batches(batches)
+
+    def draw(self, batch_size: int, batches: int = 1) -> Drawn:
         """Choose slices and gather them: two launches. No host sync, but for slices of unequal length.
+
+        Args:
+            batch_size: number of steps.
+            batches: this many times.
 
         Raises:
             RuntimeError: no trajectory is long enough (CPU; on a GPU the rows read as zeros, and whatever synchronises
@@ -327,6 +349,7 @@ class SliceSampler(Sampler):
         if storage is None:
             raise RuntimeError(UNBOUND)
         n, length = self._partition(batch_size)
+        n *= batches
         index = self._index_made()
         # On the CPU alone, for it reads rows; and only where the number of rows may be looked at.
         if (
@@ -375,7 +398,9 @@ class SliceSampler(Sampler):
                     raise RuntimeError(self._nothing_eligible(index))
                 rows, last = rows[kept], last[kept]
                 info = {key: value[kept] for key, value in info.items()}
-        tensors, generation = storage.gather(rows)
+        reader = self.reader
+        assert reader is not None
+        tensors, generation = reader.gather(rows)
         info |= self._flags_of(storage).entries(tensors, last, length, kept)
         if not self.stack:
             return Drawn(tensors, rows, generation, info)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.runtime.recording import refuse_in_capture
+from gpubuf.data.samplers.base import Drawn
 from gpubuf.data.samplers.saved_state import demand, is_count, positions_below
 from gpubuf.data.samplers.slices import SliceSampler
 from gpubuf.data.samplers.trajectory_index import TrajectoryIndex
@@ -89,6 +90,11 @@ class SliceSamplerWithoutReplacement(SliceSampler):
         # In one step: an interrupt may come at any call.
         self._ranks, self.ran_out = None if ran_out else left, ran_out
         return *chosen, {}
+
+    def draw_batches(self, n: int, batches: int) -> Drawn:
+        if not self.drop_last:
+            raise ValueError("the last batch of an epoch may be shorter than the others: several need drop_last=True")
+        return super().draw_batches(n, batches)
 
     def _begin(self, storage: TensorStorage, index: TrajectoryIndex) -> None:
         """Begin an epoch. Synchronises."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gpubuf.data.runtime.recording import refuse_in_capture
@@ -62,6 +63,20 @@ class SamplerWithoutReplacement(Sampler):
         # In one step: an interrupt may come at any call.
         self._remaining, self.ran_out = remaining, ran_out
         return flat, {}
+
+    def choose_batches(self, n: int, batches: int) -> tuple[Tensor, dict[Any, Tensor]]:
+        """The next rows. A batch that an epoch can't fill goes on with the next one; with ``drop_last`` it is left out.
+
+        ``ran_out`` says whether an epoch has ended in any of them.
+        """
+        found, need, ran_out = list[Tensor](), n * batches, False
+        while need > 0:
+            rows, _ = self.choose(n if self.drop_last else need)
+            found.append(rows)
+            need -= rows.numel()
+            ran_out |= self.ran_out
+        self.ran_out = ran_out
+        return torch.cat(found), {}
 
     def forget_storage(self) -> None:
         super().forget_storage()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.data.runtime.interruption import Unfinished
+from gpubuf.data.runtime.interruption import DERIVED, Unfinished
 from gpubuf.data.storages import host_memory
 from gpubuf.data.storages.codecs import Codec
 from gpubuf.data.storages.columns import owned_column
@@ -144,11 +144,14 @@ class TensorStorage(ComputedRows):
         if self.computed:
             sources = self._sources(sources, 1)
         self.overwrites += 1
+        before = self.begin(DERIVED) if self.end_bits is not None else None
         if self.computed:
             self._write_computed(self._local(sources, 1), index)
         else:
             _write(self.table, self._local(sources, 1), self.ring, index, self.max_size)
-        self.rebuild()
+        if self.end_bits is not None:
+            self.rebuild()
+            self.end(before)
 
     def update(self, index: Tensor, keys: Sequence[int], sources: list[Tensor], generation: Tensor) -> None:
         """Overwrite single keys of rows in place, of those that were not overwritten since they were drawn.
