@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from gpubuf.data import (
         LazyMemmapStorage,
         LazyTensorStorage,
+        MultiStepTransform,
         PrioritizedReplayBuffer,
         PrioritizedSampler,
         PrioritizedSliceSampler,
@@ -41,6 +42,7 @@ _MODULES = {
     "gpubuf.data": (
         "LazyMemmapStorage",
         "LazyTensorStorage",
+        "MultiStepTransform",
         "PrioritizedReplayBuffer",
         "PrioritizedSampler",
         "PrioritizedSliceSampler",
@@ -70,6 +72,7 @@ __all__ = [
     "HardUpdate",
     "LazyMemmapStorage",
     "LazyTensorStorage",
+    "MultiStepTransform",
     "PrioritizedReplayBuffer",
     "PrioritizedSampler",
     "PrioritizedSliceSampler",

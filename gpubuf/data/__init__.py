@@ -1,5 +1,6 @@
 """Replay buffers: storages, writers, samplers, and the buffers made of them."""
 
+from gpubuf.data.buffers.multi_step import MultiStepTransform
 from gpubuf.data.buffers.replay_buffer import ReplayBuffer
 from gpubuf.data.buffers.tensordict_buffers import (
     PrioritizedReplayBuffer,
@@ -34,6 +35,7 @@ __all__ = [
     "LazyMemmapStorage",
     "LazyTensorStorage",
     "Mirror",
+    "MultiStepTransform",
     "Normalize",
     "PrioritizedReplayBuffer",
     "PrioritizedSampler",

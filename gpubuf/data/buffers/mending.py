@@ -48,6 +48,7 @@ class Mending:
         elif left.written is None or self._complete_write(left.written):
             if not left.counted:
                 storage.refresh()
+            storage.rebuild()
             sampler.mend()
         storage.end(None)
 

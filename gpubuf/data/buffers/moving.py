@@ -93,7 +93,9 @@ def move(storage: TensorStorage, sampler: Sampler, requested: torch.device | str
     before, shape = storage.placement, tuple(storage.shape)
     # An index that is on the GPU already needs no more room there. A split may use the room of the rows there.
     on_gpu = before is not None and before.device.type == "cuda"
-    index = IndexBytes() if on_gpu else sampler.index_beside(requested, shape)
+    index = IndexBytes()
+    if not on_gpu:
+        index = sampler.index_beside(requested, shape) + storage.derived_bytes(requested, shape)
     held = sum(part.nbytes for part in storage.row_tensors if part.is_cuda)
     target = place(requested, storage.nbytes, index, shape, torch.device("cpu"), held)
     if before is not None and not before.same_place(target):
@@ -165,4 +167,5 @@ def report(storage: TensorStorage, sampler: Sampler) -> MemoryReport:
     counters = storage.ring.nbytes + storage.table.nbytes + sampler.random_bytes
     kind = placement.kind if storage.relocatable else DISK
     on_host = sum(column.parts[1].nbytes for column in storage.columns) if placement.kind == SPLIT else 0
-    return MemoryReport(kind, str(placement.device), storage.nbytes, taken.tree, taken.index, counters, on_host)
+    index = taken.index + (0 if storage.end_bits is None else storage.end_bits.nbytes)
+    return MemoryReport(kind, str(placement.device), storage.nbytes, taken.tree, index, counters, on_host)

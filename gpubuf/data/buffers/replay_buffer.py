@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,18 +12,20 @@ from torch import Tensor
 from gpubuf.data.buffers.components import check_sizes, component, default_storage, refuse_out_of_scope
 from gpubuf.data.buffers.copying import Copyable
 from gpubuf.data.buffers.moving import Movable
+from gpubuf.data.buffers.multi_step import multi_step_of
 from gpubuf.data.buffers.sampling import Batches
+from gpubuf.data.buffers.stateful import Stateful
 from gpubuf.data.buffers.transforms import Compose
 from gpubuf.data.buffers.write_back import WriteBack
 from gpubuf.data.buffers.writers import RoundRobinWriter, Writer
-from gpubuf.data.checkpoints import restore, saving
-from gpubuf.data.checkpoints.parts import Parts
 from gpubuf.data.concurrency.locking import unless_compiling
 from gpubuf.data.runtime.interruption import DERIVED, Unfinished
 from gpubuf.data.runtime.recording import refuse_in_capture
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.random import RandomSampler
 from gpubuf.data.storages.layout import Data, RowLayout, batch_shape
+from gpubuf.data.storages.reader import Reader
+from gpubuf.data.storages.recipe import Recipe
 from gpubuf.data.storages.tensor_storage import Storage, TensorStorage
 
 _compiling = torch.compiler.is_compiling
@@ -32,7 +33,7 @@ _compiling = torch.compiler.is_compiling
 _no_lock = nullcontext()
 
 
-class ReplayBuffer(Copyable, Movable, WriteBack):
+class ReplayBuffer(Copyable, Movable, Stateful, WriteBack):
     """A replay buffer whose rows, counters and random numbers stay on the storage's device.
 
     ``extend``, ``sample`` and ``update_priority`` never synchronise with the host. All of them may be called from
@@ -50,12 +51,22 @@ class ReplayBuffer(Copyable, Movable, WriteBack):
         prefetch: number of batches, of ``batch_size`` transitions, that are prepared while the consumer has one: by a
             thread, or, with the rows on a GPU, on a stream of its own. Their order, and what they hold, is the same
             as if each were drawn when it was asked for; a batch asked for ahead holds the rows of that moment.
-        transform: a callable on a batch, or a module; also applied by indexing.
+        transform: a callable on a batch, or a module; also applied by indexing. A :class:`MultiStepTransform` sets
+            ``n_steps``.
         transform_factory: a function that returns one; excludes ``transform``.
         batch_size: number of transitions in a batch; :meth:`sample` may override it.
         dim_extend: the dimension of a written batch along which time runs; it becomes the first. Default: the last
             of the storage's dimensions.
         generator: seeds the random stream; default: torch's global generator, at the first use.
+        n_steps: steps of a transition in a batch, 1 .. 64. With 2 and more a drawn row stands for itself and the rows
+            behind it, up to the end of its trajectory and the newest row: rewards are summed with discounts, all under
+            ``"next"`` is that of the last row, and ``"steps_to_next_obs"``, int64 ``[B, 1]``, says how many steps were
+            taken. Every stored row can be drawn. Indexing gives rows as they were written.
+        gamma: the discount, in [0, 1].
+        reward_keys: keys of the rewards that are summed. Default: ``("next", "reward")``.
+        end_keys: flags that end a trajectory. Default: those of ``"done"``, ``"terminated"`` and ``"truncated"`` that
+            are stored under ``"next"``, or else at the root.
+        process: what happens to the keys of a batch on its way out.
         compilable: accepted for compatibility.
         shared, sample_unit, checkpointer, consume_after_n_samples, delayed_init, service_backend,
             service_backend_options, transport, transport_options: accepted at their defaults; out of scope.
@@ -85,6 +96,11 @@ class ReplayBuffer(Copyable, Movable, WriteBack):
         dim_extend: int | None = None,
         checkpointer: Any = None,
         generator: torch.Generator | None = None,
+        n_steps: int = 1,
+        gamma: float = 0.99,
+        reward_keys: Sequence[Any] | None = None,
+        end_keys: Sequence[Any] | None = None,
+        process: Sequence[Any] = (),
         consume_after_n_samples: int | None = None,
         shared: bool = False,
         compilable: bool | None = None,
@@ -121,8 +137,12 @@ class ReplayBuffer(Copyable, Movable, WriteBack):
         self._transform = Compose()
         if transform_factory is not None:
             transform = transform_factory()
-        if transform is not None:
+        self._recipe = Recipe.of(n_steps, gamma, reward_keys, end_keys, None, process)
+        if (multi_step := multi_step_of(transform, self._recipe)) is not None:
+            self._recipe = multi_step
+        elif transform is not None:
             self._transform.append(transform)
+        self._reader: TensorStorage | Reader = self._storage
         # The priorities of the write that is under way.
         self._given: Tensor | None = None
         self._connect(prefetch or 0)
@@ -131,8 +151,13 @@ class ReplayBuffer(Copyable, Movable, WriteBack):
 
     def _assemble(self) -> None:
         """Make batches of the parts that the buffer has now."""
+        reader = self._reader_of(self._storage)
+        if self._sampler.reader is not reader:
+            self._sampler.read_from(reader)
+        self._reader = reader
         self._batches = Batches(
             self._storage,
+            reader,
             self._sampler,
             self._writer,
             self._transform,
@@ -142,6 +167,16 @@ class ReplayBuffer(Copyable, Movable, WriteBack):
             pin_memory=self._pin_memory,
             batch_size=self._batch_size,
         )
+
+    def _reader_of(self, storage: TensorStorage) -> TensorStorage | Reader:
+        """Reads ``storage`` by the buffer's recipe: itself where batches are copies of rows."""
+        recipe, reader = self._recipe, self._reader
+        if recipe.is_plain:
+            return storage
+        if isinstance(reader, Reader) and reader.storage is storage and reader.recipe == recipe:
+            return reader
+        self._sampler.check_recipe(recipe)
+        return Reader(storage, recipe)
 
     # Properties
 
@@ -291,21 +326,23 @@ class ReplayBuffer(Copyable, Movable, WriteBack):
     def _read(self, index: Any) -> Data:
         return self._storage[index]
 
-    def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
+    def sample(self, batch_size: int | None = None, return_info: bool = False, *, batches: int | None = None) -> Any:
         """A batch of transitions.
 
         Args:
             batch_size: number of transitions; default: that of the constructor.
             return_info: also return the info dict.
+            batches: draw so many batches at once: every tensor of batch and info is ``[batches, batch_size, ...]``.
 
         Returns:
             The batch, which the caller owns; or the batch and a dict with ``"index"`` and what the sampler has to
             say (``"priority_weight"`` and ``"index_generation"`` of prioritized ones).
 
         Raises:
-            RuntimeError: the buffer is empty, or no batch size is known. No host sync.
+            RuntimeError: the buffer is empty, or no batch size is known.
+            ValueError: a number is below 1, or the sampler can't draw several batches of one size. No host sync.
         """
-        batch = self._batches.next(batch_size, False)
+        batch = self._batches.next(batch_size, False, batches)
         return (batch.data, batch.info) if return_info else batch.data
 
     def __iter__(self) -> Iterator[Any]:
@@ -341,6 +378,7 @@ class ReplayBuffer(Copyable, Movable, WriteBack):
         """Rows were written elsewhere (``buffer[i] = ...``, or through the storage): treat them as new."""
         with unless_compiling(self._lock):
             before = self._storage.begin(DERIVED)
+            self._storage.rebuild()
             self._sampler.mark_update(index)
             self._storage.end(before)
 
@@ -356,7 +394,12 @@ class ReplayBuffer(Copyable, Movable, WriteBack):
     def insert_transform(self, index: int, transform: Callable[[Data], Data], *, invert: bool = False) -> ReplayBuffer:
         """Add a transform before the one at ``index``. Batches that were prefetched stay as they are."""
         with self._lock, self._prefetcher.quiet():
-            self._transform.insert(index, transform, invert=invert)
+            multi_step = multi_step_of(transform, self._recipe)
+            if multi_step is None:
+                self._transform.insert(index, transform, invert=invert)
+            else:
+                self._recipe = multi_step
+                self._assemble()
         return self
 
     def set_rng(self, generator: torch.Generator | None) -> None:
@@ -370,6 +413,8 @@ class ReplayBuffer(Copyable, Movable, WriteBack):
         with self._lock:
             self._prefetcher.discard()
             new: TensorStorage = component(storage, TensorStorage, default_storage)
+            # Raises before anything is replaced.
+            self._reader = self._reader_of(new)
             self._sampler.bind(new, self._lock)
             self._writer.register_storage(new)
             self._storage = self._lock.storage = new
@@ -382,6 +427,7 @@ class ReplayBuffer(Copyable, Movable, WriteBack):
             self._prefetcher.discard()
             sampler = component(sampler, Sampler, RandomSampler)
             if sampler is not self._sampler:
+                sampler.check_recipe(self._recipe)
                 sampler.bind(self._storage, self._lock)
                 self._sampler.unbind()
                 self._sampler = sampler
@@ -395,53 +441,6 @@ class ReplayBuffer(Copyable, Movable, WriteBack):
             writer.register_storage(self._storage)
             self._writer = writer
             self._assemble()
-
-    # State
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that is needed to go on with the same batches. Row tensors are views. Synchronises.
-
-        Waits until the batches in preparation are finished; they are part of the state.
-        """
-        with self._lock, self._prefetcher.quiet():
-            return {
-                "_storage": self._storage.state_dict(),
-                "_sampler": self._sampler.state_dict(),
-                "_writer": self._writer.state_dict(),
-                "_transforms": self._transform.state_dict(),
-                "_batch_size": self._batch_size,
-                "_prefetch": self._prefetcher.state_dict(),
-            }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict` into this buffer's own memory: all of it, or nothing. Synchronises.
-
-        If a custom transform, sampler or writer raises, the buffer is put back as it was. With a custom sampler or
-        writer the rows are copied to the host beforehand. If the copy does not fit there, or the process is interrupted
-        while rows are replaced, the buffer is left empty, and a note in the error says so.
-
-        Raises:
-            ValueError: the state is that of another sampler, or its rows don't fit; the buffer is left as it was.
-        """
-        with self._lock:
-            self._batch_size = restore.restore(self._parts(), state)
-            self._assemble()
-
-    def _parts(self) -> Parts:
-        methods = self.state_dict, self.load_state_dict
-        parts = self._storage, self._sampler, self._writer, self._transform, self._prefetcher, self._pin_memory
-        return Parts(*parts, *methods)
-
-    def save(self, path: str | os.PathLike[str], **options: Any) -> saving.Saved:
-        """Save everything to a folder, atomically; see :func:`gpubuf.data.checkpoints.saving.save`. Synchronises."""
-        return saving.save(self._lock, self._parts, path, **options)
-
-    def load(self, path: str | os.PathLike[str], **options: Any) -> None:
-        """Restore what :meth:`save` wrote; see :func:`gpubuf.data.checkpoints.saving.load`. Synchronises."""
-        saving.load(self._lock, self._parts, path, **options)
-
-    dump = dumps = save
-    loads = load
 
     def __repr__(self) -> str:
         return (

@@ -17,7 +17,7 @@ from gpubuf.data.concurrency.locking import BufferLock
 from gpubuf.data.concurrency.pinning import pin
 from gpubuf.data.concurrency.prefetch import Batch, Prefetcher
 from gpubuf.data.runtime.recording import refuse_in_capture
-from gpubuf.data.samplers.base import Drawn, Sampler, require_rows
+from gpubuf.data.samplers.base import Drawn, Rows, Sampler, require_rows
 from gpubuf.data.storages.layout import Data
 from gpubuf.data.storages.tensor_storage import TensorStorage
 
@@ -30,6 +30,7 @@ class Batches:
 
     Args:
         storage: holds the rows.
+        reader: makes batches of them: the storage itself where they are copies of rows.
         sampler: chooses among them.
         writer: knows whether uniform samples are to have generations.
         transform: the transforms.
@@ -43,6 +44,7 @@ class Batches:
     def __init__(
         self,
         storage: TensorStorage,
+        reader: Rows,
         sampler: Sampler,
         writer: Writer,
         transform: Compose,
@@ -54,6 +56,7 @@ class Batches:
         batch_size: int | None,
     ) -> None:
         self._storage = storage
+        self._reader = reader
         self._sampler = sampler
         self._writer = writer
         self._transform = transform
@@ -64,25 +67,29 @@ class Batches:
         self._batch_size = batch_size
         self._warned = False
 
-    def next(self, batch_size: int | None, include_info: bool) -> Batch:
+    def next(self, batch_size: int | None, include_info: bool, batches: int | None = None) -> Batch:
         """The next batch: from the queue if there is one, with its info in it if that is wanted.
+
+        ``batches`` of them at once are never in the queue.
 
         Raises:
             RuntimeError: no batch size is known, or the storage is empty.
-            ValueError: the batch size is below 1.
+            ValueError: the batch size, or the number of batches, is below 1.
         """
         n = self._batch_size
         if n is None or batch_size is not None:
             n = self._checked(batch_size)
+        if batches is not None and batches < 1:
+            raise ValueError(f"batches must be at least 1, got {batches}")
         batch, ahead = None, self._prefetcher
         if ahead.depth or ahead.queue:
             refuse_in_capture("batches are prepared ahead: use a buffer without prefetch")
             # The queue holds batches without their info, so that it serves those who want it and those who don't.
-            take = ahead.take if n == self._batch_size else ahead.take_other
+            take = ahead.take if n == self._batch_size and batches is None else ahead.take_other
             # Not a lambda: the traceback of a failed draw would keep its closure, and with it the buffer.
-            batch = take(functools.partial(self._draw, n, False), self._finish)
+            batch = take(functools.partial(self._draw, n, False, batches), self._finish)
         if batch is None:
-            batch = self._finish(self._draw(n, include_info))
+            batch = self._finish(self._draw(n, include_info, batches))
         if include_info and not batch.has_info:
             for key, value in batch.info.items():
                 batch.data.set(key, value)
@@ -101,24 +108,24 @@ class Batches:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         return batch_size
 
-    def _draw(self, n: int, include_info: bool) -> Batch:
+    def _draw(self, n: int, include_info: bool, batches: int | None) -> Batch:
         """Draw and gather, under the lock. Info goes into the batch here if nothing changes the batch later."""
-        sampler, storage = self._sampler, self._storage
+        sampler, storage, reader = self._sampler, self._storage, self._reader
         with _no_lock if _compiling() else self._lock:
             if sampler.ran_out:
                 sampler.ran_out = False
             # Past `len`, which is a call. Compiled code may not depend on the number of rows.
             if not _compiling() and (storage._ring is None or not storage._ring.size):
                 require_rows(storage)
-            drawn = sampler.draw(n)
+            drawn = sampler.draw(n) if batches is None else sampler.draw_batches(n, batches)
             info = self._info(drawn)
             direct = (
                 include_info
                 and self._collate_fn is None
                 and not len(self._transform)
-                and storage.batch_layout.is_tensordict
+                and reader.batch_layout.is_tensordict
             )
-            data = storage.assemble(drawn.tensors, info if direct else None, drawn.batch_size)
+            data = reader.assemble(drawn.tensors, info if direct else None, drawn.batch_size)
             return Batch(data, info, sampler.ran_out, direct)
 
     def _info(self, drawn: Drawn) -> dict[Any, Tensor]:

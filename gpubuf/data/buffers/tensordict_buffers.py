@@ -69,18 +69,26 @@ class TensorDictReplayBuffer(ReplayBuffer):
         coordinates = self._storage.coordinates(index)
         return data.set("index", coordinates) if isinstance(data, TensorDictBase) else data
 
-    def sample(self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None) -> Any:
+    def sample(
+        self,
+        batch_size: int | None = None,
+        return_info: bool = False,
+        include_info: bool | None = None,
+        *,
+        batches: int | None = None,
+    ) -> Any:
         """A batch of transitions that carries its ``"index"`` and the sampler's other info.
 
         Args:
             batch_size: number of transitions; default: that of the constructor.
             return_info: also return the info dict.
             include_info: False leaves the info out of the batch.
+            batches: as for :meth:`ReplayBuffer.sample`.
 
         Returns:
             As :meth:`ReplayBuffer.sample`; the caller owns the batch. No host sync.
         """
-        batch = self._batches.next(batch_size, include_info is not False)
+        batch = self._batches.next(batch_size, include_info is not False, batches)
         return (batch.data, batch.info) if return_info else batch.data
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:

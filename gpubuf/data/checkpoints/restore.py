@@ -61,8 +61,9 @@ def restore(parts: Parts, state: dict[str, Any]) -> int | None:
 def _check_rows(sampler: Sampler, storage: TensorStorage, layout: RowLayout) -> None:
     try:
         sampler.check_rows(layout, storage.ndim)
+        storage.check_rows(layout)
     except (LookupError, RuntimeError, TypeError) as error:
-        raise ValueError(f"the sampler can't serve the rows of the state: {error}") from error
+        raise ValueError(f"the buffer can't serve the rows of the state: {error}") from error
 
 
 # The rows

@@ -18,6 +18,7 @@ from gpubuf.data.storages.indexing import as_positions
 from gpubuf.data.storages.layout import RowLayout
 from gpubuf.data.storages.placement import IndexBytes, depends_on_room
 from gpubuf.data.storages.reader import Reader
+from gpubuf.data.storages.recipe import Recipe
 from gpubuf.data.storages.tensor_storage import Storage, TensorStorage
 
 _compiling = torch.compiler.is_compiling
@@ -149,12 +150,11 @@ class Sampler:
         self._storage, self.reader, self.lock = None, None, nullcontext()
 
     def read_from(self, reader: Rows) -> None:
-        """Read rows from ``reader``, which reads the storage, from now on. Called by the buffer.
-
-        Raises:
-            ValueError: the sampler can't.
-        """
+        """Called by the buffer: read rows from ``reader``, which reads the storage, from now on."""
         self.reader = reader
+
+    def check_recipe(self, recipe: Recipe) -> None:
+        """Called before the sampler is to read by ``recipe``: raise if it can't."""
 
     def check_storage(self, storage: TensorStorage) -> None:
         """Called before the sampler is bound: raise if it can't serve ``storage``."""

@@ -17,6 +17,7 @@ from gpubuf.data.samplers.slice_flags import SliceFlags
 from gpubuf.data.samplers.trajectory_index import Trajectories, TrajectoryIndex
 from gpubuf.data.storages.layout import RowLayout
 from gpubuf.data.storages.placement import IndexBytes
+from gpubuf.data.storages.recipe import Recipe
 from gpubuf.data.storages.tensor_storage import Storage, TensorStorage
 from gpubuf.kernels.trajectories import Rule
 
@@ -160,6 +161,17 @@ class SliceSampler(Sampler):
             raise RuntimeError(f"the batch size must be divisible by {name}: got {batch_size} and {divisor}")
         other = batch_size // divisor
         return (divisor, other) if self.num_slices else (other, divisor)
+
+    def check_recipe(self, recipe: Recipe) -> None:
+        """Raise for transitions of several steps: slices are runs of single ones.
+
+        Raises:
+            ValueError: so it is.
+        """
+        if recipe.n_steps > 1:
+            raise ValueError(
+                f"a {type(self).__name__} gives runs of single steps: it can't be used with n_steps={recipe.n_steps}"
+            )
 
     # The index
 
@@ -315,14 +327,6 @@ class SliceSampler(Sampler):
         drawn = self.draw(batch_size)
         coordinates = own.unravel(drawn.positions)
         return (coordinates,) if own.ndim == 1 else coordinates.unbind(-1), drawn.info
-
-    def read_from(self, reader: Rows) -> None:
-        if isinstance(reader, Reader) and reader.recipe.n_steps > 1:
-            raise ValueError(
-                f"a {type(self).__name__} gives runs of single steps, so that it can't be used with "
-                f"n_steps={reader.recipe.n_steps}"
-            )
-        super().read_from(reader)
 
     def draw_batches(self, n: int, batches: int) -> Drawn:
         """``batches`` batches of slices with ``n`` steps each.

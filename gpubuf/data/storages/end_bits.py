@@ -50,6 +50,10 @@ class EndBits:
         """Whether these are the ends that ``recipe`` asks for."""
         return (recipe.end_keys, recipe.traj_key) == (self._recipe.end_keys, self._recipe.traj_key)
 
+    def depend_on(self, keys: Sequence[int]) -> bool:
+        """Whether one of these stored keys (positions in the layout) tells the ends."""
+        return not set(keys).isdisjoint(self._positions)
+
     @staticmethod
     def bytes_for(shape: Sequence[int], device_type: str) -> int:
         """:attr:`nbytes` for a storage of ``shape`` on the current device of a type."""

@@ -166,12 +166,17 @@ class TensorStorage(ComputedRows):
             IndexError: as :meth:`write`.
         """
         self.counters.count_update()
+        ends = self.end_bits is not None and self.end_bits.depend_on(keys)
+        before = self.begin(DERIVED) if ends else None
         if self.computed:
             self._update_computed(self._local(sources, 1), keys, index, generation)
-            return
-        # Read when the operation runs: a captured graph finds the rows where they are by then.
-        table = torch.stack([self.table[key] for key in keys])
-        _update(table, self._local(sources, 1), self.ring, index, self.max_size, generation)
+        else:
+            # Read when the operation runs: a captured graph finds the rows where they are by then.
+            table = torch.stack([self.table[key] for key in keys])
+            _update(table, self._local(sources, 1), self.ring, index, self.max_size, generation)
+        if ends:
+            self.rebuild()
+            self.end(before)
 
     def _local(self, sources: list[Tensor], ndim: int) -> list[Tensor]:
         """The sources on the storage's device, with the batch dimensions flattened."""

@@ -1,0 +1,76 @@
+"""The state of a buffer: saved, and restored."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from gpubuf.data.buffers.transforms import Compose
+from gpubuf.data.buffers.writers import Writer
+from gpubuf.data.checkpoints import restore, saving
+from gpubuf.data.checkpoints.parts import Parts
+from gpubuf.data.concurrency.locking import BufferLock
+from gpubuf.data.concurrency.prefetch import Prefetcher
+from gpubuf.data.samplers.base import Sampler
+from gpubuf.data.storages.tensor_storage import TensorStorage
+
+
+class Stateful:
+    """Saves and restores a buffer. A mixin of methods that users call on the buffer."""
+
+    _storage: TensorStorage
+    _sampler: Sampler
+    _writer: Writer
+    _transform: Compose
+    _lock: BufferLock
+    _prefetcher: Prefetcher
+    _pin_memory: bool
+    _batch_size: int | None
+
+    def _assemble(self) -> None:
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that is needed to go on with the same batches. Row tensors are views. Synchronises.
+
+        Waits until the batches in preparation are finished; they are part of the state.
+        """
+        with self._lock, self._prefetcher.quiet():
+            return {
+                "_storage": self._storage.state_dict(),
+                "_sampler": self._sampler.state_dict(),
+                "_writer": self._writer.state_dict(),
+                "_transforms": self._transform.state_dict(),
+                "_batch_size": self._batch_size,
+                "_prefetch": self._prefetcher.state_dict(),
+            }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore :meth:`state_dict` into this buffer's own memory: all of it, or nothing. Synchronises.
+
+        If a custom transform, sampler or writer raises, the buffer is put back as it was. With a custom sampler or
+        writer the rows are copied to the host beforehand. If the copy does not fit there, or the process is interrupted
+        while rows are replaced, the buffer is left empty, and a note in the error says so.
+
+        Raises:
+            ValueError: the state is that of another sampler, or its rows don't fit; the buffer is left as it was.
+        """
+        with self._lock:
+            self._batch_size = restore.restore(self._parts(), state)
+            self._assemble()
+
+    def _parts(self) -> Parts:
+        methods = self.state_dict, self.load_state_dict
+        parts = self._storage, self._sampler, self._writer, self._transform, self._prefetcher, self._pin_memory
+        return Parts(*parts, *methods)
+
+    def save(self, path: str | os.PathLike[str], **options: Any) -> saving.Saved:
+        """Save everything to a folder, atomically; see :func:`gpubuf.data.checkpoints.saving.save`. Synchronises."""
+        return saving.save(self._lock, self._parts, path, **options)
+
+    def load(self, path: str | os.PathLike[str], **options: Any) -> None:
+        """Restore what :meth:`save` wrote; see :func:`gpubuf.data.checkpoints.saving.load`. Synchronises."""
+        saving.load(self._lock, self._parts, path, **options)
+
+    dump = dumps = save
+    loads = load
