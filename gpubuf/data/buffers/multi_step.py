@@ -11,8 +11,9 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from gpubuf.data.runtime.recording import refuse_in_capture
+from gpubuf.data.storages.forms import NEXT_KEY
 from gpubuf.data.storages.layout import Data, Key, as_key
-from gpubuf.data.storages.recipe import END_NAMES, NEXT_ROOT, REWARD_KEYS, STEPS_KEY, Recipe
+from gpubuf.data.storages.recipe import END_NAMES, REWARD_KEYS, STEPS_KEY, Recipe
 
 _MASK_KEY = "mask"
 
@@ -79,7 +80,7 @@ class MultiStepTransform(nn.Module):
         refuse_in_capture("MultiStepTransform(write_time=True) keeps rows on the host's account: n_steps= does not")
         recipe = self._recipe
         dim = data.batch_dims - 1
-        total = data if self._waiting is None else torch.cat([self._waiting.to(data.device), data], dim)
+        total: Any = data if self._waiting is None else torch.cat([self._waiting.to(data.device), data], dim)
         length, ahead = total.batch_size[dim], recipe.n_steps - 1
         made = max(length - ahead, 0)
         out = _multi_step(total, made, recipe)
@@ -137,7 +138,7 @@ def _recipe(transform: Any, recipe: Recipe) -> Recipe:
 
 def _under_next(key: Any) -> Key:
     names = as_key(key)
-    return names if names[0] == NEXT_ROOT else (NEXT_ROOT, *names)
+    return names if names[0] == NEXT_KEY else (NEXT_KEY, *names)
 
 
 def _multi_step(total: TensorDictBase, made: int, recipe: Recipe) -> TensorDictBase:
@@ -163,7 +164,7 @@ def _multi_step(total: TensorDictBase, made: int, recipe: Recipe) -> TensorDictB
         flat = as_key(key)
         if flat in sums:
             out.set(key, sums[flat].to(out.get(key).dtype))
-        elif flat[0] == NEXT_ROOT:
+        elif flat[0] == NEXT_KEY:
             rows = total.get(key)
             out.set(key, rows.gather(time, _beside(last, rows).expand_as(out.get(key))))
     return out.set(STEPS_KEY, steps.unsqueeze(-1))
@@ -178,8 +179,8 @@ def _ends(total: TensorDictBase, recipe: Recipe) -> Tensor:
     """Which rows end a trajectory, in the shape of the batch."""
     keys = recipe.end_keys
     if keys is None:
-        keys = tuple(key for name in END_NAMES if (key := (NEXT_ROOT, name)) in total.keys(True))
+        keys = tuple(key for name in END_NAMES if (key := (NEXT_KEY, name)) in total.keys(True))
         if not keys:
-            raise KeyError(f"none of {list(END_NAMES)} is under {NEXT_ROOT!r}: give done_key")
+            raise KeyError(f"none of {list(END_NAMES)} is under {NEXT_KEY!r}: give done_key")
     flags = [total.get(key).reshape(*total.batch_size, -1).ne(0).any(-1) for key in keys]
     return torch.stack(flags).any(0)

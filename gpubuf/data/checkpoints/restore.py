@@ -20,6 +20,7 @@ from gpubuf.data.concurrency.locking import BufferLock
 from gpubuf.data.concurrency.pinning import copied, tensors_of
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.storages import host_memory
+from gpubuf.data.storages.forms import Form
 from gpubuf.data.storages.layout import Data, Pieces, RowLayout
 from gpubuf.data.storages.row_memory import Storage
 from gpubuf.data.storages.tensor_storage import TensorStorage
@@ -61,7 +62,7 @@ def restore(parts: Parts, state: dict[str, Any]) -> int | None:
 def _check_rows(sampler: Sampler, storage: TensorStorage, layout: RowLayout) -> None:
     try:
         sampler.check_rows(layout, storage.ndim)
-        storage.check_rows(layout)
+        storage.check_rows(Form.of(layout, storage._options))
     except (LookupError, RuntimeError, TypeError) as error:
         raise ValueError(f"the buffer can't serve the rows of the state: {error}") from error
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.data.storages.layout import RowLayout
+from gpubuf.data.storages.forms import Form
 from gpubuf.data.storages.placement import device_name
 from gpubuf.data.storages.recipe import Recipe
 from gpubuf.kernels import config, trajectories
@@ -38,7 +38,9 @@ class EndBits:
         self.words: Tensor | None = None
         self._sums: Tensor | None = None
         self._signals: Tensor | None = None
+        # Which keys tell the ends: as they are written, and their columns.
         self._positions: tuple[int, ...] = ()
+        self._columns: tuple[int, ...] = ()
         self._by_id = False
         self._steps, self._envs, self._fan_out = 0, 1, 2
 
@@ -51,7 +53,7 @@ class EndBits:
         return (recipe.end_keys, recipe.traj_key) == (self._recipe.end_keys, self._recipe.traj_key)
 
     def depend_on(self, keys: Sequence[int]) -> bool:
-        """Whether one of these stored keys (positions in the layout) tells the ends."""
+        """Whether one of these keys (positions in the layout of rows as they are written) tells the ends."""
         return not set(keys).isdisjoint(self._positions)
 
     @staticmethod
@@ -66,9 +68,11 @@ class EndBits:
         """Bytes that are taken."""
         return 0 if self.words is None or self._sums is None else self.words.nbytes + self._sums.nbytes
 
-    def allocate(self, layout: RowLayout, shape: Sequence[int], table: Tensor, device: torch.device) -> None:
-        """Begin anew for a storage of ``shape``, whose ``table`` of addresses is on ``device``, without any rows."""
-        self._positions, self._by_id = self._recipe.ends(layout)
+    def allocate(self, form: Form, shape: Sequence[int], table: Tensor) -> None:
+        """Begin anew for a storage of ``shape`` without any rows, on the device of its ``table`` of addresses."""
+        device = table.device
+        self._positions, self._by_id = self._recipe.ends(form)
+        self._columns = tuple(form.columns[position] for position in self._positions)
         self._steps, self._envs = shape[0], math.prod(shape[1:])
         self._fan_out = config.index_fan_out(self._steps, self._envs, device.type, device_name(device))
         words, self._sums = trajectories.new_index(self._steps, self._envs, self._fan_out, device)
@@ -76,7 +80,7 @@ class EndBits:
         self.words = words
 
     def _addresses(self, table: Tensor) -> Tensor:
-        return torch.stack([table[position] for position in self._positions])
+        return torch.stack([table[position] for position in self._columns])
 
     def readdress(self, table: Tensor) -> None:
         """Read the flags where they are now; in place, since a captured graph reads the addresses from there."""
@@ -85,13 +89,13 @@ class EndBits:
         else:
             self._signals.copy_(self._addresses(table))
 
-    def move(self, layout: RowLayout, shape: Sequence[int], table: Tensor, ring: Tensor) -> None:
+    def move(self, form: Form, shape: Sequence[int], table: Tensor, ring: Tensor) -> None:
         """Follow the rows to other addresses, maybe on another device."""
         if self.words is not None and self.words.device == table.device:
             self.readdress(table)
         else:
             # The shape of the index depends on the device.
-            self.allocate(layout, shape, table, table.device)
+            self.allocate(form, shape, table)
             self.rebuild(ring)
 
     def write(self, ring: Tensor, rows: int) -> None:

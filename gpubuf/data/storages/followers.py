@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gpubuf.data.storages import host_memory
 from gpubuf.data.storages.end_bits import EndBits
-from gpubuf.data.storages.layout import RowLayout
+from gpubuf.data.storages.forms import Form
 from gpubuf.data.storages.placement import IndexBytes, depends_on_room
 from gpubuf.data.storages.recipe import Recipe
 from gpubuf.data.storages.ring import Ring
@@ -28,8 +28,8 @@ class Follower(Protocol):
 
     recipe: Recipe
 
-    def check_rows(self, layout: RowLayout) -> None:
-        """Raise if rows of ``layout`` lack what it needs."""
+    def check_rows(self, form: Form) -> None:
+        """Raise if rows of ``form`` lack what it needs."""
 
     def follow(self) -> None:
         """The storage was allocated, moved or freed."""
@@ -42,10 +42,9 @@ class Followed(Storage):
         end_bits: where trajectories end, if a follower needs that.
     """
 
-    _layout: RowLayout | None
+    _form: Form | None
     _ring: Ring | None
     _shape: torch.Size
-    _device: torch.device
     table: Tensor
 
     def _begin_following(self) -> None:
@@ -60,8 +59,8 @@ class Followed(Storage):
             ValueError: another one knows the ends of trajectories by other keys.
             KeyError: the rows lack what it needs.
         """
-        if self._layout is not None:
-            follower.check_rows(self._layout)
+        if self._form is not None:
+            follower.check_rows(self._form)
         if follower.recipe.n_steps > 1:
             self._keep_ends(follower.recipe)
         self._followers.add(follower)
@@ -73,8 +72,8 @@ class Followed(Storage):
         if any(other.recipe.n_steps > 1 for other in self._followers):
             raise ValueError("another buffer with the same storage tells the ends of trajectories by other keys")
         bits = EndBits(recipe)
-        if self._layout is not None and self._ring is not None:
-            bits.allocate(self._layout, self._shape, self.table, self._device)
+        if self._form is not None and self._ring is not None:
+            bits.allocate(self._form, self._shape, self.table)
             bits.rebuild(self._ring.counters)
         self.end_bits = bits
 
@@ -82,14 +81,14 @@ class Followed(Storage):
         for follower in self._followers:
             follower.follow()
 
-    def check_rows(self, layout: RowLayout) -> None:
-        """Raise if rows of ``layout`` lack what a follower needs.
+    def check_rows(self, form: Form) -> None:
+        """Raise if rows of ``form`` lack what a follower needs.
 
         Raises:
             KeyError, ValueError: they do.
         """
         for follower in self._followers:
-            follower.check_rows(layout)
+            follower.check_rows(form)
 
     def rebuild(self) -> None:
         """Rows were changed in place: compute anew what is known about them. O(capacity). No host sync."""

@@ -9,32 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.data.storages.layout import Data, Leaf, RowLayout
-from gpubuf.data.storages.recipe import NEXT_ROOT, STEPS_KEY, Recipe
+from gpubuf.data.storages.fields import field_table
+from gpubuf.data.storages.forms import NEXT_KEY, Form
+from gpubuf.data.storages.layout import Data, RowLayout
+from gpubuf.data.storages.recipe import STEPS_KEY, Recipe
 from gpubuf.data.storages.ring import Ring
 from gpubuf.data.storages.row_memory import NOT_INITIALIZED
 from gpubuf.data.storages.tensor_storage import TensorStorage
 from gpubuf.kernels import transitions
 from gpubuf.kernels._registry import in_memory, lazy, past_dispatcher, without_dispatch
-from gpubuf.kernels.transitions import DTYPES, LAST, NEXT, OFF, OPAQUE, STEPS, SUM, Field, dtype_code
+from gpubuf.kernels.transitions import LAST, NEXT, OFF, STEPS, SUM, Field, dtype_code
 
 _gather = without_dispatch(transitions.gather, given=("index",))
 _sample = without_dispatch(transitions.sample)
 # The CPU's forms of two operations that no schema can describe: they write into tensors of the caller's.
 _gather_into = lazy("gpubuf.kernels.transitions._cpu:gather_into")
 _sample_into = lazy("gpubuf.kernels.transitions._cpu:sample_into")
-
-
-def fields_of(storage: TensorStorage) -> list[Field]:
-    """How a batch of plain rows is made, and written: a field for each leaf of the storage's layout."""
-    per_step = math.prod(storage.shape[1:])
-    fields = []
-    for leaf, column in zip(storage.layout.leaves, storage.columns, strict=True):
-        code = dtype_code(leaf.dtype)
-        fields.append(
-            Field(*column.entry(leaf.row_bytes, per_step), transitions.DRAWN, code, code, code, leaf.n_elements)
-        )
-    return fields
 
 
 class Reader:
@@ -76,28 +66,9 @@ class Reader:
         self._noise: Tensor | None = None
         self._arguments: tuple[Any, ...] = ()
 
-    def check_rows(self, layout: RowLayout) -> None:
-        """Raise if rows of ``layout`` lack what the recipe needs.
-
-        Raises:
-            KeyError, ValueError: they do.
-        """
-        if self.recipe.n_steps == 1:
-            return
-        if layout.nested_batch:
-            raise ValueError(
-                f"n_steps={self.recipe.n_steps} needs the steps of each environment in order, but the rows have batch "
-                f"dimensions of their own, {list(layout.nested_batch)}: give the storage "
-                f"ndim={self.storage.ndim + len(layout.nested_batch)}"
-            )
-        for key in self.recipe.rewards(layout):
-            leaf = layout.leaves[layout.position(key) or 0]
-            if not leaf.dtype.is_floating_point:
-                raise ValueError(
-                    f"n_steps={self.recipe.n_steps} sums the reward {leaf.name} with discounts, but it is {leaf.dtype}: "
-                    "write it as a floating-point tensor"
-                )
-        self.recipe.ends(layout)
+    def check_rows(self, form: Form) -> None:
+        """Raise if rows of ``form`` lack what the recipe needs. See :meth:`Recipe.check_rows`."""
+        self.recipe.check_rows(form)
 
     def follow(self) -> None:
         """Read the rows where the storage has them now."""
@@ -106,39 +77,37 @@ class Reader:
             self._forget()
             return
         recipe, ends = self.recipe, storage.end_bits
-        fields = self._chosen(storage.layout, fields_of(storage))
+        fields = self._chosen(storage.form, storage.fields)
         if self._layout is None:
-            self._layout = _batch_layout(storage.layout, fields)
-        if recipe.n_steps > 1:
-            fields.append(_STEPS_FIELD)
-        table = torch.tensor([field.encoded() for field in fields], dtype=torch.int64)
+            self._layout = _batch_layout(storage.batch_layout, recipe.n_steps > 1)
+        table = field_table(fields, storage.device)
         if self._fields is not None and self._fields.device == storage.device:
             self._fields.copy_(table)
         else:
-            # Not waited for: CUDA has read memory that is not pinned when the call returns.
-            self._fields = table.to(storage.device, non_blocking=True)
+            self._fields = table
         self._ring = storage.counters
         self._ends = ends.words if ends is not None and recipe.n_steps > 1 else None
+        self._links = None if storage.sharing is None else storage.sharing.links
         self._arguments = (storage.max_size, math.prod(storage.shape[1:]), recipe.n_steps, recipe.gamma, OFF, 0)
 
-    def _chosen(self, layout: RowLayout, fields: list[Field]) -> list[Field]:
-        """The fields, each with the row that it reads."""
+    def _chosen(self, form: Form, fields: list[Field]) -> list[Field]:
+        """The fields, each with the row that it reads, and one for the number of steps."""
         if self.recipe.n_steps == 1:
             return fields
-        rewards = self.recipe.rewards(layout)
+        rewards = self.recipe.rewards(form)
         chosen = []
-        for leaf, field in zip(layout.leaves, fields, strict=True):
-            if leaf.key in rewards:
+        for position, (leaf, field) in enumerate(zip(form.batch.leaves, fields, strict=True)):
+            if position in rewards:
                 field = dataclasses.replace(field, row=SUM)
-            elif leaf.key[0] == NEXT_ROOT and field.row != NEXT:
+            elif leaf.key[0] == NEXT_KEY and field.row != NEXT:
                 field = dataclasses.replace(field, row=LAST)
             chosen.append(field)
-        return chosen
+        return [*chosen, _STEPS_FIELD]
 
     # Reading: see the methods of TensorStorage
 
     @property
-    def layout(self) -> RowLayout:
+    def batch_layout(self) -> RowLayout:
         """The keys, shapes and dtypes of a batch.
 
         Raises:
@@ -160,7 +129,7 @@ class Reader:
             index: int64 ``[n]`` flat positions on the storage's device, contiguous.
 
         Returns:
-            One tensor ``[n, ...]`` for each leaf of :attr:`layout`, and the generations of the drawn rows, int64
+            One tensor ``[n, ...]`` for each leaf of :attr:`batch_layout`, and the generations of the drawn rows, int64
             ``[n]``.
         """
         layout, fields, n = self._layout, self._fields, index.numel()
@@ -183,8 +152,8 @@ class Reader:
             n: number of rows.
 
         Returns:
-            One tensor ``[n, ...]`` for each leaf of :attr:`layout`, the flat positions of the drawn rows and their
-            generations, int64 ``[n]`` each.
+            One tensor ``[n, ...]`` for each leaf of :attr:`batch_layout`, and of the drawn rows the flat positions and
+            the generations, int64 ``[n]`` each.
         """
         layout, fields = self._layout, self._fields
         if layout is None or fields is None:
@@ -207,7 +176,7 @@ class Reader:
         Raises:
             RuntimeError: the tensors are not those of this reader.
         """
-        layout = self.layout
+        layout = self.batch_layout
         if len(tensors) != len(layout.leaves):
             raise RuntimeError("the sampler's draw() reads rows from its storage: let it read them from its reader")
         if batch_size is None:
@@ -226,17 +195,10 @@ _INT64 = dtype_code(torch.int64)
 _STEPS_FIELD = Field(0, 8, 0, 0, 8, STEPS, _INT64, _INT64, _INT64, 1, writes=0)
 
 
-def _batch_dtype(leaf: Leaf, field: Field) -> torch.dtype:
-    return leaf.dtype if field.batch == OPAQUE else DTYPES[field.batch]
-
-
-def _batch_layout(layout: RowLayout, fields: list[Field]) -> RowLayout:
-    """The layout of a batch: that of the rows, with the dtypes of ``fields`` and the number of steps."""
-    example = [
-        torch.empty((1, *leaf.shape), dtype=_batch_dtype(leaf, field), device="meta")
-        for leaf, field in zip(layout.leaves, fields, strict=True)
-    ]
-    extra: dict[Any, Tensor] = {}
-    if any(field.row == SUM for field in fields):
-        extra[STEPS_KEY] = torch.empty((1, 1), dtype=torch.int64, device="meta")
-    return RowLayout(layout.assemble(example, (1,), None, extra), 1)
+def _batch_layout(layout: RowLayout, with_steps: bool) -> RowLayout:
+    """The layout of a batch: that of single rows, and the number of steps."""
+    if not with_steps:
+        return layout
+    example = [torch.empty((1, *leaf.shape), dtype=leaf.dtype, device="meta") for leaf in layout.leaves]
+    steps = {STEPS_KEY: torch.empty((1, 1), dtype=torch.int64, device="meta")}
+    return RowLayout(layout.assemble(example, (1,), None, steps), 1)

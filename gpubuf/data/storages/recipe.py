@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from gpubuf.data.storages.layout import Key, RowLayout, as_key
+from gpubuf.data.storages.forms import NEXT_KEY, Form
+from gpubuf.data.storages.layout import Key, RowLayout, as_key, as_written
 from gpubuf.kernels.transitions import MAX_STEPS
 
-NEXT_ROOT = "next"
 REWARD_KEYS: tuple[Key, ...] = (("next", "reward"),)
 END_NAMES = ("done", "terminated", "truncated")
 STEPS_KEY: Key = ("steps_to_next_obs",)
@@ -71,56 +71,86 @@ class Recipe:
         """Whether a batch is a copy of rows, so that storages are read as they are."""
         return self.n_steps == 1 and not self.processing
 
-    def rewards(self, layout: RowLayout) -> frozenset[Key]:
-        """The keys that are summed, in rows of ``layout``.
+    def check_rows(self, form: Form) -> None:
+        """Raise if rows of ``form`` lack what this needs.
 
         Raises:
-            KeyError: one is not stored.
-            ValueError: the rows are n-step transitions already.
+            KeyError: a key is not stored.
+            ValueError: the rows are batches themselves, or n-step transitions already; or a reward is no float.
         """
         if self.n_steps == 1:
-            return frozenset()
-        keys = REWARD_KEYS if self.reward_keys is None else self.reward_keys
-        for key in keys:
-            if layout.position(key) is None:
-                raise KeyError(f"n_steps={self.n_steps} sums the reward {key}, which is not stored; {stored(layout)}")
+            return
+        layout = form.written
+        if layout.nested_batch:
+            raise ValueError(
+                f"n_steps={self.n_steps} needs the steps of each environment in order, but the rows have batch "
+                f"dimensions of their own, {list(layout.nested_batch)}: give the storage so many more by ndim"
+            )
         if layout.position(STEPS_KEY) is not None:
             raise ValueError(
                 f"n_steps={self.n_steps} makes the key {STEPS_KEY[0]!r}, which the rows have already: they were made "
                 "n-step transitions before they were written"
             )
-        return frozenset(keys)
+        for position in self.rewards(form):
+            leaf = form.batch.leaves[position]
+            if not leaf.dtype.is_floating_point:
+                raise ValueError(
+                    f"n_steps={self.n_steps} sums the reward {leaf.name} with discounts, but it is {leaf.dtype}: write "
+                    "floating-point numbers, or give the storage batch_dtypes"
+                )
+        self.ends(form)
 
-    def ends(self, layout: RowLayout) -> tuple[tuple[int, ...], bool]:
-        """Which keys tell the ends of trajectories: their positions in ``layout``, and whether they are identifiers.
+    def rewards(self, form: Form) -> frozenset[int]:
+        """The keys that are summed: their positions in batches of ``form``.
+
+        Raises:
+            KeyError: one is not stored.
+        """
+        if self.n_steps == 1:
+            return frozenset()
+        keys = REWARD_KEYS if self.reward_keys is None else self.reward_keys
+        return frozenset(_position(form.written, key, f"n_steps={self.n_steps} sums the reward") for key in keys)
+
+    def ends(self, form: Form) -> tuple[tuple[int, ...], bool]:
+        """Which keys tell the ends of trajectories: their positions in ``form``, and whether they are identifiers.
 
         Raises:
             KeyError: a key is not stored, or none of the default ones is.
+            ValueError: a key has no memory of its own.
         """
-        if self.traj_key is not None:
-            asked: tuple[Key, ...] = (self.traj_key,)
-        elif self.end_keys is not None:
-            asked = self.end_keys
-        else:
-            below = [(NEXT_ROOT, name) for name in END_NAMES]
-            for choice in (below, [(name,) for name in END_NAMES]):
-                found = tuple(position for key in choice if (position := layout.position(key)) is not None)
-                if found:
-                    return found, False
-            raise KeyError(
-                f"n_steps={self.n_steps} needs the ends of trajectories, and none of {below} is stored: give end_keys; "
-                f"{stored(layout)}"
-            )
-        positions = tuple(layout.position(key) for key in asked)
-        for key, position in zip(asked, positions, strict=True):
-            if position is None:
-                raise KeyError(f"{key}, which is to tell the ends of trajectories, is not stored; {stored(layout)}")
-        return tuple(position for position in positions if position is not None), self.traj_key is not None
+        keys = self.end_keys or (None if self.traj_key is None else (self.traj_key,)) or self._default_ends(form)
+        positions = tuple(_position(form.written, key, "the ends of trajectories are told by") for key in keys)
+        for key, position in zip(keys, positions, strict=True):
+            if form.sources is not None and form.sources[position].follows:
+                raise ValueError(
+                    f"{as_written(key)!r} tells the ends of trajectories, and is stored once with its key at the root: "
+                    "give share_next a list without it"
+                )
+        return positions, self.traj_key is not None
+
+    def _default_ends(self, form: Form) -> list[Key]:
+        below: list[Key] = [(NEXT_KEY, name) for name in END_NAMES]
+        at_root: list[Key] = [(name,) for name in END_NAMES]
+        for choice in (below, at_root):
+            found = [key for key in choice if form.written.position(key) is not None]
+            if found:
+                return found
+        raise KeyError(
+            f"n_steps={self.n_steps} needs the ends of trajectories, and none of {below} is stored: give end_keys; "
+            f"{_stored(form.written)}"
+        )
 
 
-def stored(layout: RowLayout) -> str:
+def _position(layout: RowLayout, key: Key, what: str) -> int:
+    position = layout.position(key)
+    if position is None:
+        raise KeyError(f"{what} {as_written(key)!r}, which is not stored; {_stored(layout)}")
+    return position
+
+
+def _stored(layout: RowLayout) -> str:
     """The keys that there are, for the message of an error."""
-    return f"the keys are {[leaf.key for leaf in layout.leaves]}"
+    return f"the keys are {[as_written(leaf.key) for leaf in layout.leaves]}"
 
 
 def _keys(name: str, keys: Sequence[Any] | None) -> tuple[Key, ...] | None:

@@ -12,9 +12,9 @@ from torch import Tensor
 from gpubuf.data.runtime.interruption import Unfinished
 from gpubuf.data.storages.columns import Column, address_table, columns_of, new_columns, record_of
 from gpubuf.data.storages.fields import NextObservations, field_table, fields_of
-from gpubuf.data.storages.forms import Form, Options
 from gpubuf.data.storages.followers import Followed
 from gpubuf.data.storages.followers import Storage as Storage
+from gpubuf.data.storages.forms import Form, Options
 from gpubuf.data.storages.layout import Data, RowLayout, batch_shape, device_of
 from gpubuf.data.storages.placement import AUTO, IndexBytes, Placement, place, working_device
 from gpubuf.data.storages.records import by_key, records
@@ -345,7 +345,7 @@ class RowMemory(Followed):
             self.counters.counters = self.ring.to(placement.device)
         self._placement = placement
         if self.end_bits is not None:
-            self.end_bits.move(self.layout, self._shape, table, self.ring)
+            self.end_bits.move(self.form, self._shape, table, self.ring)
         self._tell_followers()
 
     def empty(self) -> None:
