@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gpubuf.data import (
+        Codec,
         LazyMemmapStorage,
         LazyTensorStorage,
         MultiStepTransform,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "gpubuf.data": (
+        "Codec",
         "LazyMemmapStorage",
         "LazyTensorStorage",
         "MultiStepTransform",
@@ -69,6 +71,7 @@ _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "CaptureError",
+    "Codec",
     "HardUpdate",
     "LazyMemmapStorage",
     "LazyTensorStorage",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from gpubuf.data.samplers.slices import SliceSampler
 from gpubuf.data.samplers.slices_without_replacement import SliceSamplerWithoutReplacement
 from gpubuf.data.samplers.without_replacement import SamplerWithoutReplacement
 from gpubuf.data.storages import host_memory
+from gpubuf.data.storages.codecs import Codec
+from gpubuf.data.storages.forms import Options, sources
 from gpubuf.data.storages.host_memory import Free
 from gpubuf.data.storages.layout import Key, Leaf, RowLayout, as_key, batch_shape
 from gpubuf.data.storages.placement import (
@@ -33,6 +35,7 @@ from gpubuf.data.storages.placement import (
 )
 from gpubuf.data.storages.placement import parse_bytes as parse_bytes
 from gpubuf.kernels.rows import ENTRY
+from gpubuf.kernels.transitions import FIELD
 from gpubuf.tables import aligned
 
 #: Samplers by name. Their memory depends on no other argument.
@@ -45,7 +48,7 @@ SAMPLERS: dict[str, Callable[[], Sampler]] = {
     "prioritized-slices": lambda: PrioritizedSliceSampler(1, 1.0, 1.0, slice_len=1),
 }
 
-_COUNTERS = 32 + 24  # the ring's counters and the random state; each key has an entry in the table of addresses
+_COUNTERS = 32 + 24  # the ring's counters and the random state; each key has entries in tables
 
 
 @dataclass(frozen=True)
@@ -54,9 +57,9 @@ class KeyPlan:
 
     Attributes:
         name: the key, nested ones with dots.
-        dtype: of its elements.
+        dtype: of its elements, as they are stored.
         shape: of one row.
-        row_bytes: bytes of one row.
+        row_bytes: bytes of one row; 0 for a key that is the beginning of another, and has no memory of its own.
         n_bytes: bytes of all rows.
     """
 
@@ -96,7 +99,7 @@ class Plan:
         keys: what every key takes.
         row_bytes: bytes of one row of all keys.
         rows: bytes of all rows.
-        counters: bytes of the ring's counters, the table of addresses and the random state.
+        counters: bytes of the ring's counters, the kernels' tables and the random state.
         free: what this machine has free, a reserve for others already subtracted.
         fits: one entry a placement.
         auto: what ``device="auto"`` would choose here now; None where nothing fits.
@@ -174,17 +177,22 @@ def plan(
     sampler: str | Sampler | Callable[[], Sampler] = "uniform",
     budget: int | str | None = None,
     envs: int = 1,
+    dtypes: Mapping[Any, torch.dtype | Codec] | None = None,
+    batch_dtypes: Mapping[Any, torch.dtype] | None = None,
+    prefixes: Mapping[Any, Any] | None = None,
 ) -> Plan:
     """The memory that a buffer takes, and where it fits on this machine now. Nothing is allocated. No host sync.
 
     Args:
-        spec: the keys of a row: an example batch (a TensorDict, tensorclass or tensor of shape ``[n, ...]``), or a
+        spec: the keys of a row, as they are written: an example batch (a TensorDict, tensorclass or tensor of shape
+        ``[n, ...]``), or a
             mapping from keys to ``"3x84x84:uint8"`` or ``((3, 84, 84), torch.uint8)``.
         capacity: number of transitions.
         sampler: a sampler, a function that returns one, or a name out of :data:`SAMPLERS`.
         budget: bytes, or text such as ``"24GiB"``, for rows, index and counters together, instead of ``capacity``: the
             plan is for as many transitions as fit, and for no more than one would if it were added.
         envs: environments, for storages with ``ndim=2``.
+        dtypes, batch_dtypes, prefixes: as for :class:`gpubuf.LazyTensorStorage`.
 
     Returns:
         The plan. Its bytes of tree and index are exact; samplers without replacement of slices take 8 bytes a
@@ -198,27 +206,58 @@ def plan(
         raise TypeError(f"give either capacity or budget, got capacity={capacity} and budget={budget!r}")
     if envs < 1 or (capacity is not None and capacity < 1):
         raise ValueError(f"capacity and envs must be at least 1, got capacity={capacity} and envs={envs}")
-    leaves = _leaves(spec)
+    row = _Row.of(_leaves(spec), Options.of(dtypes, batch_dtypes, prefixes))
     chosen = _sampler(sampler)
     free = host_memory.free()
     device_type = "cpu" if free.device is None else "cuda"
     limit = None
     if budget is not None:
         limit = parse_bytes(budget)
-        capacity = _largest(leaves, chosen, limit, envs, device_type)
+        capacity = _largest(row, chosen, limit, envs, device_type)
     assert capacity is not None
     steps = -(-capacity // envs)
-    return _plan(leaves, chosen, steps, envs, free, limit)
+    return _plan(row, chosen, steps, envs, free, limit)
 
 
-def _plan(leaves: list[Leaf], sampler: Sampler, steps: int, envs: int, free: Free, budget: int | None) -> Plan:
+@dataclass(frozen=True)
+class _Row:
+    """What a row takes.
+
+    Attributes:
+        leaves: the keys that are written, of the dtypes that are stored.
+        widths: bytes of each of them in a row; 0 for those without a column.
+        counters: bytes of the counters and tables.
+    """
+
+    leaves: list[Leaf]
+    widths: list[int]
+    counters: int
+
+    @classmethod
+    def of(cls, written: list[Leaf], options: Options) -> _Row:
+        found = sources(written, options)
+        leaves = [replace(leaf, dtype=source.stored) for leaf, source in zip(written, found, strict=True)]
+        owned = [source.owner == position for position, source in enumerate(found)]
+        tables = 8 * ENTRY * sum(owned)
+        if options:
+            as_written = all(source.batch is leaf.dtype for source, leaf in zip(found, written, strict=True))
+            tables += 8 * FIELD * len(leaves) * (1 if as_written else 2)
+        widths = [leaf.row_bytes if own else 0 for leaf, own in zip(leaves, owned, strict=True)]
+        return cls(leaves, widths, _COUNTERS + tables)
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(self.widths)
+
+
+def _plan(row: _Row, sampler: Sampler, steps: int, envs: int, free: Free, budget: int | None) -> Plan:
     capacity, shape = steps * envs, (steps,) if envs == 1 else (steps, envs)
     keys = tuple(
-        KeyPlan(".".join(leaf.key) or "(tensor)", leaf.dtype, leaf.shape, leaf.row_bytes, leaf.row_bytes * capacity)
-        for leaf in leaves
+        KeyPlan(".".join(leaf.key) or "(tensor)", leaf.dtype, leaf.shape, width, width * capacity)
+        for leaf, width in zip(row.leaves, row.widths, strict=True)
     )
-    row_bytes = sum(leaf.row_bytes for leaf in leaves)
-    rows, counters = row_bytes * capacity, _counters(leaves)
+    row_bytes = row.n_bytes
+    rows, counters = row_bytes * capacity, row.counters
     on_host, on_device = (sampler.index_bytes(shape, device_type) for device_type in ("cpu", "cuda"))
     beside = on_device.total + counters
     room = -1 if free.device is None else free.device
@@ -237,13 +276,9 @@ def _plan(leaves: list[Leaf], sampler: Sampler, steps: int, envs: int, free: Fre
     return Plan(capacity, keys, row_bytes, rows, counters, free, fits, auto, why, budget)
 
 
-def _counters(leaves: list[Leaf]) -> int:
-    return _COUNTERS + 8 * ENTRY * len(leaves)
-
-
-def _largest(leaves: list[Leaf], sampler: Sampler, budget: int, envs: int, device_type: str) -> int:
+def _largest(row: _Row, sampler: Sampler, budget: int, envs: int, device_type: str) -> int:
     """The largest number of whole steps of ``envs`` rows that fits."""
-    row_bytes, fixed = sum(leaf.row_bytes for leaf in leaves), _counters(leaves)
+    row_bytes, fixed = row.n_bytes, row.counters
     if row_bytes == 0:
         raise ValueError("rows of no bytes fit without end")
 
@@ -311,7 +346,20 @@ def parse_entry(text: str) -> tuple[Key, torch.dtype, tuple[int, ...]]:
     if match is None:
         raise ValueError(f"expected KEY=SHAPE:DTYPE, such as pixels=3x84x84:uint8, got {text!r}")
     key, shape, name = match.groups()
+    try:
+        dtype = parse_dtype(name)
+    except ValueError as error:
+        raise ValueError(f"{text!r}: {error}") from None
+    return tuple(key.split(".")), dtype, tuple(int(length) for length in shape.split("x") if length)
+
+
+def parse_dtype(name: str) -> torch.dtype:
+    """A dtype by its name.
+
+    Raises:
+        ValueError: there is no such dtype.
+    """
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{text!r}: there is no dtype {name!r}")
-    return tuple(key.split(".")), dtype, tuple(int(length) for length in shape.split("x") if length)
+        raise ValueError(f"there is no dtype {name!r}")
+    return dtype

@@ -18,20 +18,37 @@ _SLICED = {
 def run(options: dict[str, Any]) -> int:
     sampler = _SLICED[options["sampler"]] if options["slices"] else options["sampler"]
 
-    from gpubuf.planning import parse_entry, plan
+    from gpubuf.planning import parse_dtype, parse_entry, plan
 
     try:
         entries = [parse_entry(text) for text in options["spec"]]
         spec = {key: (shape, dtype) for key, dtype, shape in entries}
         if len(spec) < len(entries):
             raise ValueError("a key is given twice")
-        made = plan(spec, options["capacity"], sampler=sampler, budget=options["budget"], envs=options["envs"])
+        stored = dict(_pair(text, "KEY=DTYPE") for text in options["stored_as"])
+        prefixes = dict(_pair(text, "KEY=KEY") for text in options["prefix"])
+        made = plan(
+            spec,
+            options["capacity"],
+            sampler=sampler,
+            budget=options["budget"],
+            envs=options["envs"],
+            dtypes={key: parse_dtype(name) for key, name in stored.items()},
+            prefixes={key: tuple(whole.split(".")) for key, whole in prefixes.items()},
+        )
     except ValueError as error:
         raise UsageError(str(error)) from error
     show(made.key_table())
     show(made.fit_table())
     print(made.summary)
     return 0 if made.auto else 1
+
+
+def _pair(text: str, form: str) -> tuple[tuple[str, ...], str]:
+    key, equals, value = text.partition("=")
+    if not (key and equals and value):
+        raise ValueError(f"expected {form}, got {text!r}")
+    return tuple(key.split(".")), value
 
 
 def add(commands: Any) -> None:
@@ -48,6 +65,20 @@ def add(commands: Any) -> None:
         required=True,
         metavar="KEY=SHAPE:DTYPE",
         help="a key of a row, such as pixels=3x84x84:uint8 or next.reward=1:float32; once for each key",
+    )
+    parser.add_argument(
+        "--stored-as",
+        action="append",
+        default=[],
+        metavar="KEY=DTYPE",
+        help="the dtype in which a key, and the same key under next, is stored, such as observation=bfloat16",
+    )
+    parser.add_argument(
+        "--prefix",
+        action="append",
+        default=[],
+        metavar="KEY=KEY",
+        help="a key that is the beginning of another, such as observation=critic_observation, and takes no memory",
     )
     size = parser.add_mutually_exclusive_group(required=True)
     size.add_argument("--capacity", type=int, metavar="N", help="transitions")

@@ -26,11 +26,13 @@ from gpubuf.data.samplers.slices_without_replacement import SliceSamplerWithoutR
 from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.data.samplers.trajectory_index import Trajectories, TrajectoryIndex
 from gpubuf.data.samplers.without_replacement import SamplerWithoutReplacement
+from gpubuf.data.storages.codecs import Codec
 from gpubuf.data.storages.memmap_storage import LazyMemmapStorage
 from gpubuf.data.storages.tensor_storage import LazyTensorStorage, Storage, TensorStorage
 
 __all__ = [
     "Clip",
+    "Codec",
     "Compose",
     "LazyMemmapStorage",
     "LazyTensorStorage",

@@ -164,7 +164,7 @@ def report(storage: TensorStorage, sampler: Sampler) -> MemoryReport:
     if placement is None:
         return MemoryReport(None, None, 0, 0, 0, 0)
     taken = sampler.memory()
-    counters = storage.ring.nbytes + storage.table.nbytes + sampler.random_bytes
+    counters = storage.ring.nbytes + storage.table_bytes + sampler.random_bytes
     kind = placement.kind if storage.relocatable else DISK
     on_host = sum(column.parts[1].nbytes for column in storage.columns) if placement.kind == SPLIT else 0
     index = taken.index + (0 if storage.end_bits is None else storage.end_bits.nbytes)

@@ -213,7 +213,8 @@ def save_torchrl(buffer: ReplayBuffer, path: str | os.PathLike[str]) -> None:
 
     Args:
         buffer: a buffer that has been written to. Rows on a GPU are copied piece by piece. Tensorclasses become
-            TensorDicts. The buffer may not be written to meanwhile.
+            TensorDicts. Keys have the dtypes that were written, however they are stored. The buffer may not be written
+            to meanwhile.
         path: a folder that does not exist yet.
 
     Raises:
@@ -243,13 +244,19 @@ def _write_rows(buffer: ReplayBuffer, folder: Path) -> None:
     state = storage.state_dict()
     if not state["initialized"]:
         raise RuntimeError("the buffer is empty: nothing was ever written to it")
-    layout, shape = storage.layout, tuple(storage.shape)
+    layout, shape = storage.written_layout, tuple(storage.shape)
     files.check_names(layout)
     (folder / "storage").mkdir()
     (folder / "writer").mkdir()
-    for leaf, source in zip(layout.leaves, layout.collect(state["rows"], storage.ndim), strict=True):
-        path = files.tensor_file(folder / "storage", leaf.key)
-        _copy(source, files.create_file(path, leaf.dtype, (*shape, *leaf.shape)))
+    targets = [
+        files.create_file(files.tensor_file(folder / "storage", leaf.key), leaf.dtype, (*shape, *leaf.shape))
+        for leaf in layout.leaves
+    ]
+    if storage.computed:
+        _decode(storage, targets)
+    else:
+        for source, target in zip(layout.collect(state["rows"], storage.ndim), targets, strict=True):
+            _copy(source, target)
     # The rows of TorchRL's TensorDict buffers have an index, without which they could not be added to.
     extra = (_INDEX,) if _stores_index(buffer, layout) else ()
     for key in extra:
@@ -272,6 +279,16 @@ def _copy(source: Tensor, target: Tensor) -> None:
     step = max(1, _COPY_BYTES * n // max(1, source.nbytes))
     for start in range(0, n, step):
         target[start : min(start + step, n)].copy_(source[start : start + step])
+
+
+def _decode(storage: TensorStorage, targets: list[Tensor]) -> None:
+    """Copy rows in the dtypes that were written, piece by piece."""
+    n = len(storage)
+    step = max(1, _COPY_BYTES // max(1, storage.written_layout.row_bytes))
+    for start in range(0, n, step):
+        index = torch.arange(start, min(start + step, n), device=storage.device)
+        for target, rows in zip(targets, storage.as_written(index), strict=True):
+            target.view(-1, *rows.shape[1:])[start : start + step].copy_(rows)
 
 
 def _write_epoch(sampler: Any, storage: TensorStorage, folder: Path) -> None:

@@ -213,3 +213,121 @@ class Form:
     def prefixes(self) -> list[tuple[int, int]]:
         """Leaves that are the first elements of others, and these, by their positions."""
         return [] if self.sources is None else [(i, s.whole) for i, s in enumerate(self.sources) if s.whole is not None]
+
+
+def keys_told(form: Form) -> list[str]:
+    """Each key for people: its shape and dtype, and how it is stored if that differs."""
+    leaves, found = form.written.leaves, list[str]()
+    for position, leaf in enumerate(leaves):
+        text = f"{leaf.name}: {list(leaf.shape)} {leaf.dtype}"
+        source = None if form.sources is None else form.sources[position]
+        if source is not None and source.owner != position:
+            text += f" in {leaves[source.owner].name}"
+        elif source is not None and source.stored is not leaf.dtype:
+            text += f" as {source.stored}"
+        found.append(text)
+    return found
+
+
+# The form in a state
+
+
+def described(form: Form) -> list[dict[str, Any]]:
+    """What is written and how it is stored, as plain values: an entry for each leaf of ``form.written``."""
+    leaves, found = form.written.leaves, form.sources or sources(form.written.leaves, Options())
+    return [
+        {
+            "key": list(leaf.key),
+            "shape": list(leaf.shape),
+            "written": _name(leaf.dtype),
+            "stored": _name(source.stored),
+            "scale": source.scale,
+            "offset": source.offset,
+            "column": list(leaves[source.owner].key),
+            "follows": source.follows,
+        }
+        for leaf, source in zip(leaves, found, strict=True)
+    ]
+
+
+def written_leaves(saved: Any) -> list[Leaf]:
+    """The keys, shapes and dtypes that were written, from the result of :func:`described`.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    try:
+        leaves = [
+            Leaf(
+                tuple(map(_text, entry["key"])),
+                _DTYPES[entry["written"]],
+                tuple(map(_length, entry["shape"])),
+            )
+            for entry in saved
+        ]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"the state does not say what was written: {error!r}") from None
+    if not _in_order([leaf.key for leaf in leaves]):
+        raise ValueError("the state does not say what was written: its keys contradict each other")
+    return leaves
+
+
+def _in_order(keys: Sequence[Key]) -> bool:
+    """Whether the keys are those of a nested dictionary, in the order in which it is walked through."""
+    current, begun, left = set[Key](), set[Key](), set[Key]()
+    for key in keys:
+        above = {key[:length] for length in range(len(key))}
+        if above & left or key in begun or key in left:
+            return False
+        left |= current - above | {key}
+        begun |= above
+        current = above
+    return True
+
+
+def check_same(form: Form, saved: Any) -> None:
+    """Check that rows are stored in the same way.
+
+    Args:
+        form: of a storage.
+        saved: :func:`described`, of another.
+
+    Raises:
+        ValueError: they are not; the text names the first key that differs, and both ways.
+    """
+    written_leaves(saved)
+    own, other = ({tuple(entry["key"]): entry for entry in entries} for entries in (described(form), saved))
+    for key in [*own, *(key for key in other if key not in own)]:
+        if own.get(key) != other.get(key):
+            raise ValueError(
+                f"the rows are stored in another way: {as_written(key)!r} {_told(other.get(key))} there, "
+                f"{_told(own.get(key))} in this storage. Give the storage the same dtypes and prefixes"
+            )
+
+
+def _told(entry: dict[str, Any] | None) -> str:
+    if entry is None:
+        return "is missing"
+    text = f"is {entry['written']} of shape {entry['shape']}, stored as {entry.get('stored')}"
+    if (entry.get("scale"), entry.get("offset")) != (1.0, 0.0):
+        text += f" with scale {entry.get('scale')} and offset {entry.get('offset')}"
+    return text if entry.get("column") == entry["key"] else f"{text} in {entry.get('column')}"
+
+
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"expected a name, got {value!r}")
+    return value
+
+
+def _length(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise TypeError(f"expected a length, got {value!r}")
+    return value

@@ -50,6 +50,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         scratch_dir: folder of the files, made where it is missing. Default: a new temporary folder.
         device: ``"cpu"``; ``"auto"`` means the same.
         ndim: number of batch dimensions: 1, or 2 for time-first ``[T, E]`` storage.
+        dtypes, batch_dtypes, prefixes: not supported: the files hold what is written, for TorchRL reads them.
         existsok: open the storage that is in ``scratch_dir`` already, if there is one, with the rows it holds.
         compilable: accepted for compatibility; every operation can be compiled.
         shared_init: accepted as False; process sharing is out of scope.
@@ -58,6 +59,7 @@ class LazyMemmapStorage(LazyTensorStorage):
             Nothing but the storage's own files is ever removed.
 
     Raises:
+        NotImplementedError: ``dtypes``, ``batch_dtypes`` or ``prefixes`` are given.
         ValueError: the device is another, ``max_size`` or ``ndim`` is below 1, or differs from that of the storage in
             ``scratch_dir``.
         RuntimeError: there is a storage in ``scratch_dir``, and ``existsok`` is False.
@@ -70,11 +72,19 @@ class LazyMemmapStorage(LazyTensorStorage):
         scratch_dir: str | os.PathLike[str] | None = None,
         device: torch.device | str = "cpu",
         ndim: int = 1,
+        dtypes: None = None,
+        batch_dtypes: None = None,
+        prefixes: None = None,
         existsok: bool = False,
         compilable: bool = False,
         shared_init: bool = False,
         auto_cleanup: bool | None = None,
     ) -> None:
+        if dtypes or batch_dtypes or prefixes:
+            raise NotImplementedError(
+                "the files of a LazyMemmapStorage hold what is written, for TorchRL reads them: dtypes, batch_dtypes "
+                "and prefixes are options of LazyTensorStorage"
+            )
         if device != "auto" and torch.device(device).type != "cpu":
             raise ValueError(
                 f"memory-mapped rows are on the CPU, the device can't be {device}: move batches in a transform, or "

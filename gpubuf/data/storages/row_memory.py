@@ -211,6 +211,18 @@ class RowMemory(Followed):
         return len(self) // math.prod(self.shape[1:])
 
     @property
+    def table_bytes(self) -> int:
+        """Bytes of the kernels' tables.
+
+        Raises:
+            RuntimeError: nothing has been written yet.
+        """
+        if self._fields is None or self._written_fields is None:
+            return self.table.nbytes
+        others = 0 if self._written_fields is self._fields else self._written_fields.nbytes
+        return self.table.nbytes + self._fields.nbytes + others
+
+    @property
     def nbytes(self) -> int:
         """Bytes of row memory."""
         return sum(column.nbytes for column in self._columns)

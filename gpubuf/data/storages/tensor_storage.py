@@ -15,15 +15,14 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.runtime.interruption import DERIVED, Unfinished
-from gpubuf.data.storages import host_memory
 from gpubuf.data.storages.codecs import Codec
 from gpubuf.data.storages.columns import owned_column
-from gpubuf.data.storages.computed import ComputedRows
-from gpubuf.data.storages.forms import Form, Options
+from gpubuf.data.storages.forms import Form, Options, keys_told
 from gpubuf.data.storages.indexing import stored_positions, unravel
-from gpubuf.data.storages.layout import Data, Pieces, RowLayout, batch_shape, device_of
+from gpubuf.data.storages.layout import Data, RowLayout, batch_shape, device_of
 from gpubuf.data.storages.placement import AUTO, PINNED, SPLIT, IndexBytes, place, readable
 from gpubuf.data.storages.row_memory import Storage as Storage
+from gpubuf.data.storages.saved_rows import SavedRows
 from gpubuf.data.storages.staging import to_device
 from gpubuf.kernels import rows
 from gpubuf.kernels._registry import in_memory, lazy, past_dispatcher, without_dispatch
@@ -38,7 +37,7 @@ _gather_into = lazy("gpubuf.kernels.rows._cpu:gather_into")
 _sample_into = lazy("gpubuf.kernels.rows._cpu:sample_into")
 
 
-class TensorStorage(ComputedRows):
+class TensorStorage(SavedRows):
     """Rows in one contiguous tensor per key.
 
     Args:
@@ -251,16 +250,21 @@ class TensorStorage(ComputedRows):
             batch: tuple[int, ...] = (*chosen.shape, *self._shape[1:])
             per_step = torch.arange(math.prod(self._shape[1:]), device=self._device)
             flat = (chosen.reshape(-1, 1) * per_step.numel() + per_step).reshape(-1)
-            tensors = [t.view((*batch, *t.shape[1:])) for t in self._as_written(flat)]
+            tensors = [t.view((*batch, *t.shape[1:])) for t in self.as_written(flat)]
             return layout.assemble(tensors, batch, self._device)
         if isinstance(index, (int, slice)):
             tensors = [column.whole[: self.steps_stored][index] for column in self._columns]
             steps = () if isinstance(index, int) else (len(range(self.steps_stored)[index]),)
             return layout.assemble(tensors, (*steps, *self._shape[1:]), self._device)
         positions = self._positions(index)
-        return layout.assemble(self._as_written(positions), (positions.numel(),), self._device)
+        return layout.assemble(self.as_written(positions), (positions.numel(),), self._device)
 
-    def _as_written(self, index: Tensor) -> list[Tensor]:
+    def as_written(self, index: Tensor) -> list[Tensor]:
+        """Copies of rows, in the dtypes that were written: one tensor ``[n, ...]`` for each of ``written_layout``.
+
+        Args:
+            index: as for :meth:`gather`.
+        """
         return (self._gather_computed(index, written=True) if self.computed else self.gather(index))[0]
 
     def _positions(self, index: Any) -> Tensor:
@@ -298,87 +302,6 @@ class TensorStorage(ComputedRows):
         """Whether a row is stored at ``index``."""
         return -len(self) <= index < len(self)
 
-    # State
-
-    def state_dict(self) -> dict[str, Any]:
-        """Rows (views, not copies), counters and shape. Synchronises with the device, and refreshes ``len()``.
-
-        The rows of a storage in two places are a list of two batches, which follow each other.
-        """
-        if self._layout is None:
-            return {"initialized": False, "max_size": self.max_size}
-        self.refresh()
-        parts = [self._filled_part(part) for part in range(len(self._columns[0].parts) if self._columns else 1)]
-        return {
-            "initialized": True,
-            "max_size": self.max_size,
-            "shape": list(self._shape),
-            "written": self.written,
-            "size": len(self),
-            "rows": parts[0] if len(parts) == 1 else parts,
-        }
-
-    def _filled_part(self, part: int) -> Data:
-        """The rows stored in one of the places that the storage is in: views."""
-        tensors = [column.parts[part] for column in self._columns]
-        before = sum(len(other) for other in self._columns[0].parts[:part]) if self._columns else 0
-        filled = max(self.steps_stored - before, 0)
-        if tensors:
-            filled = min(filled, len(tensors[0]))
-        device = self.rows_device if part == 0 else torch.device("cpu")
-        return self.layout.assemble([t[:filled] for t in tensors], (filled, *self._shape[1:]), device)
-
-    def load_state_dict(self, state: dict[str, Any]) -> Tensor | None:
-        """Restore :meth:`state_dict`, copying into this storage's own memory.
-
-        A storage of the same capacity continues exactly. One with more room takes the rows oldest first.
-        ``state["rows"]`` may be one batch, batches that follow each other, or :class:`Pieces`.
-
-        Returns:
-            None, or, where the capacity differs, int64 ``[size]`` on the CPU: the old position of every row, in
-            the order in which they now lie from position 0. Samplers put their state in the same order.
-
-        Raises:
-            ValueError: the rows have other keys, shapes or dtypes than this storage's, or don't fit.
-        """
-        if not state["initialized"]:
-            self.empty()
-            return None
-        pieces = Pieces.of(state["rows"], self.ndim)
-        data, size, old_max = pieces.example, state["size"], state["max_size"]
-        shape = tuple(state["shape"])
-        fresh = self._layout is None
-        layout = RowLayout(data, self.ndim, self.ignored_keys) if fresh else self.layout
-        layout.collect(data, self.ndim)
-        own = self._shape[1:] if not fresh else shape[1:]
-        if own != shape[1:]:
-            raise ValueError(f"the checkpoint's rows have shape {shape}, the storage's {self._shape}")
-        room = -(-self.max_size // math.prod(shape[1:])) * math.prod(shape[1:])
-        if size > room:
-            raise ValueError(f"the checkpoint holds {size} rows, the storage has room for {room}")
-        if fresh:
-            self.initialize(data)
-        order, first = None, 0
-        if self.max_size == old_max:
-            self.counters.set(state["written"], size)
-        else:
-            first = state["written"] % old_max if size == old_max else 0
-            order = (torch.arange(size) + first) % old_max
-            self.counters.set(size, size)
-        per_step = math.prod(shape[1:])
-        if self._rows_on_host:
-            # The host is about to write where the GPU may still be reading.
-            host_memory.synchronize(self._device)
-        for start, part in pieces.parts:
-            # The oldest step comes to lie first: all others turn with it.
-            place = (start - first // per_step) % (old_max // per_step)
-            for column, source in zip(self._columns, self.layout.collect(part, self.ndim), strict=True):
-                before_seam = min(source.shape[0], old_max // per_step - place)
-                column.write(place, source[:before_seam])
-                column.write(0, source[before_seam:])
-        self.rebuild()
-        return order
-
     def __repr__(self) -> str:
         device: Any = self.requested_device
         keys = "not initialized"
@@ -386,8 +309,7 @@ class TensorStorage(ComputedRows):
             device = {PINNED: f"{self._device}, rows pinned", SPLIT: f"{self._device}, rows split"}.get(
                 self._placement.kind if self._placement else "", self._device
             )
-            leaves = (f"{leaf.name}: {list(leaf.shape)} {leaf.dtype}" for leaf in self._layout.leaves)
-            keys = f"{readable(self.nbytes)}, {{{', '.join(leaves)}}}"
+            keys = f"{readable(self.nbytes)}, {{{', '.join(keys_told(self.form))}}}"
         return f"{type(self).__name__}({len(self)}/{self.max_size} rows, device={device}, {keys})"
 
 
