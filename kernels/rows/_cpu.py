@@ -14,14 +14,13 @@ from numba import carray
 from torch import Tensor
 
 from gpubuf.kernels._jit import OPTIONS, jit
-from gpubuf.kernels._pointers import as_i64, copy_bytes, prefetch_l2
+from gpubuf.kernels._pointers import as_i64
 from gpubuf.kernels._threads import call_in_parts
 from gpubuf.kernels.philox import OFFSET, SEED, check_state
 from gpubuf.kernels.philox._cpu import philox_uniform_f64
 from gpubuf.kernels.rows import (
     DEVICE_ROWS,
     ENTRY,
-    HOST_ROWS,
     ROW_BYTES,
     ROW_STRIDE,
     SIZE,
@@ -35,15 +34,17 @@ from gpubuf.kernels.rows._check import (
     check_index,
     check_source_count,
     check_storage,
-    strided_source,
+)
+from gpubuf.kernels.rows._cpu_copy import (
+    AHEAD,
+    describe_sources,
+    first_invalid,
+    prefetch_row,
+    source_stride,
+    write_generations,
+    write_run,
 )
 from gpubuf.kernels.rows._cpu_table import copy_row, row_address
-
-#: Rows between a prefetch and its copy: time for a miss at the rate of one small row in 6 ns.
-_AHEAD = 32
-
-# Rows without gaps between them, in place of the bytes from one row to the next.
-_CONTIGUOUS = -1
 
 # Results of the kernels that are not the position of an offending element.
 _DONE = -1
@@ -51,40 +52,15 @@ _EMPTY = -2
 
 
 @jit(forceinline=True)
-def _prefetch_row(address, row_bytes):  # type: ignore[no-untyped-def]
-    """Ask for the first 256 bytes of a row; the hardware follows a longer one by itself."""
-    prefetch_l2(address)
-    if row_bytes > 1:
-        for i in range(64, min(row_bytes, 256), 64):
-            prefetch_l2(address + i)
-        # a row that starts in the middle of a line ends in one more
-        prefetch_l2(address + min(row_bytes, 256) - 1)
-
-
-@jit(forceinline=True)
-def _first_invalid(index, n, capacity):  # type: ignore[no-untyped-def]
-    # Counting first is a loop that the compiler vectorises; looking for the place is not.
-    invalid = 0
-    for i in range(n):
-        invalid += (index[i] < -capacity) | (index[i] >= capacity)
-    if invalid == 0:
-        return -1
-    for i in range(n):
-        if index[i] < -capacity or index[i] >= capacity:
-            return i
-    return -1
-
-
-@jit(forceinline=True)
 def _gather_key(target, entry, row_bytes, position, n, following):  # type: ignore[no-untyped-def]
     address, stride = entry[DEVICE_ROWS], entry[ROW_STRIDE]
     next_address, next_stride, next_bytes = following[DEVICE_ROWS], following[ROW_STRIDE], following[ROW_BYTES]
-    ahead = min(_AHEAD, n)
+    ahead = min(AHEAD, n)
     for i in range(n - ahead):
-        _prefetch_row(address + position[i + ahead] * stride, row_bytes)
+        prefetch_row(address + position[i + ahead] * stride, row_bytes)
         copy_row(target + i * row_bytes, address + position[i] * stride, row_bytes)
     for i in range(n - ahead, n):
-        _prefetch_row(next_address + position[i - n + ahead] * next_stride, next_bytes)
+        prefetch_row(next_address + position[i - n + ahead] * next_stride, next_bytes)
         copy_row(target + i * row_bytes, address + position[i] * stride, row_bytes)
 
 
@@ -107,8 +83,8 @@ def _gather_keys(table_address, n_keys, position_address, first, n, capacity, ta
     position = carray(as_i64(position_address), n)
     if n_keys == 0:
         return
-    for i in range(min(_AHEAD, n)):
-        _prefetch_row(table[0, DEVICE_ROWS] + position[i] * table[0, ROW_STRIDE], table[0, ROW_BYTES])
+    for i in range(min(AHEAD, n)):
+        prefetch_row(table[0, DEVICE_ROWS] + position[i] * table[0, ROW_STRIDE], table[0, ROW_BYTES])
     for k in range(n_keys):
         row_bytes = table[k, ROW_BYTES]
         target = targets[k] + first * row_bytes
@@ -124,14 +100,6 @@ def _gather_keys(table_address, n_keys, position_address, first, n, capacity, ta
             _gather_key(target, table[k], row_bytes, position, n, following)
 
 
-@jit(forceinline=True)
-def _write_generations(written, capacity, position, n, generation):  # type: ignore[no-untyped-def]
-    # (written - position + capacity - 1) // capacity, with one division for the batch instead of one a row
-    laps, cursor = written // capacity, written % capacity
-    for i in range(n):
-        generation[i] = laps + (position[i] < cursor)
-
-
 @jit("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64)", **OPTIONS)
 def _gather(  # type: ignore[no-untyped-def]
     table_address, n_keys, ring_address, index_address, first, n, capacity, targets_address, generation_address
@@ -140,14 +108,14 @@ def _gather(  # type: ignore[no-untyped-def]
     index = carray(as_i64(index_address + 8 * first), n)
     generation_address += 8 * first
     generation = carray(as_i64(generation_address), n)
-    invalid = _first_invalid(index, n, capacity)
+    invalid = first_invalid(index, n, capacity)
     if invalid >= 0:
         return first + invalid
     # The memory of the generations holds the positions until the rows are copied.
     for i in range(n):
         generation[i] = index[i] + capacity if index[i] < 0 else index[i]
     _gather_keys(table_address, n_keys, generation_address, first, n, capacity, targets_address)
-    _write_generations(carray(as_i64(ring_address), 4)[WRITTEN], capacity, generation, n, generation)
+    write_generations(carray(as_i64(ring_address), 4)[WRITTEN], capacity, generation, n, generation)
     return _DONE
 
 
@@ -179,7 +147,7 @@ def _sample(  # type: ignore[no-untyped-def]
     if n == of:
         rng[OFFSET] = offset + n
     _gather_keys(table_address, n_keys, index_address, first, n, capacity, targets_address)
-    _write_generations(ring[WRITTEN], capacity, index, n, carray(as_i64(generation_address), n))
+    write_generations(ring[WRITTEN], capacity, index, n, carray(as_i64(generation_address), n))
     return _DONE
 
 
@@ -190,39 +158,6 @@ def _first_misfit(table, n_keys, sources, n):  # type: ignore[no-untyped-def]
         if sources[3 * k + 2] != n * table[k, ROW_BYTES]:
             return k
     return -1
-
-
-@jit(forceinline=True)
-def _source_stride(sources, k, row_bytes):  # type: ignore[no-untyped-def]
-    stride = sources[3 * k + 1]
-    return row_bytes if stride == _CONTIGUOUS else stride
-
-
-@jit(forceinline=True)
-def _copy_rows(target, target_stride, source, stride, row_bytes, n):  # type: ignore[no-untyped-def]
-    """Copy ``n`` rows to consecutive places."""
-    if stride == row_bytes and target_stride == row_bytes:
-        copy_bytes(target, source, n * row_bytes)
-    # As when gathering: a constant width makes a loop without a decision a row.
-    elif row_bytes == 4:
-        for i in range(n):
-            copy_bytes(target + i * target_stride, source + i * stride, 4)
-    elif row_bytes == 1:
-        for i in range(n):
-            copy_bytes(target + i * target_stride, source + i * stride, 1)
-    else:
-        for i in range(n):
-            copy_row(target + i * target_stride, source + i * stride, row_bytes)
-
-
-@jit(forceinline=True)
-def _write_run(entry, position, source, stride, n):  # type: ignore[no-untyped-def]
-    """Copy ``n`` rows to consecutive positions, some of which may lie in one memory and some in another."""
-    row_bytes, step = entry[ROW_BYTES], entry[ROW_STRIDE]
-    first = min(max(entry[SPLIT] - position, 0), n)
-    _copy_rows(entry[DEVICE_ROWS] + position * step, step, source, stride, row_bytes, first)
-    target = entry[HOST_ROWS] + (position + first) * step
-    _copy_rows(target, step, source + first * stride, stride, row_bytes, n - first)
 
 
 @jit("int64(int64, int64, int64, int64, int64, int64, int64)", **OPTIONS)
@@ -243,10 +178,10 @@ def _extend(table_address, n_keys, sources_address, ring_address, n, capacity, i
     first = (written + n - kept) % capacity
     before_seam = min(kept, capacity - first)
     for k in range(n_keys):
-        stride = _source_stride(sources, k, table[k, ROW_BYTES])
+        stride = source_stride(sources, k, table[k, ROW_BYTES])
         source = sources[3 * k] + (n - kept) * stride
-        _write_run(table[k], first, source, stride, before_seam)
-        _write_run(table[k], 0, source + before_seam * stride, stride, kept - before_seam)
+        write_run(table[k], first, source, stride, before_seam)
+        write_run(table[k], 0, source + before_seam * stride, stride, kept - before_seam)
     ring[WRITTEN] = written + n
     ring[SIZE] = min(ring[SIZE] + n, capacity)
     return _DONE
@@ -264,19 +199,19 @@ def _write(  # type: ignore[no-untyped-def]
     misfit = _first_misfit(table, n_keys, sources, n)
     if misfit >= 0:
         return misfit
-    invalid = _first_invalid(index, n, capacity)
+    invalid = first_invalid(index, n, capacity)
     if invalid >= 0:
         return n_keys + invalid
     written = carray(as_i64(ring_address), 4)[WRITTEN]
     laps, cursor = written // capacity, written % capacity
     generation, has_generation = carray(as_i64(generation_address), n), generation_address != 0
-    ahead = min(_AHEAD, n)
+    ahead = min(AHEAD, n)
     for k in range(n_keys):
         entry, row_bytes = table[k], table[k, ROW_BYTES]
-        source, stride = sources[3 * k], _source_stride(sources, k, row_bytes)
+        source, stride = sources[3 * k], source_stride(sources, k, row_bytes)
         for i in range(n):
             coming = index[min(i + ahead, n - 1)]
-            _prefetch_row(row_address(entry, coming + capacity if coming < 0 else coming), row_bytes)
+            prefetch_row(row_address(entry, coming + capacity if coming < 0 else coming), row_bytes)
             position = index[i] + capacity if index[i] < 0 else index[i]
             if has_generation and generation[i] != laps + (position < cursor):
                 continue
@@ -366,23 +301,6 @@ def _sample_to(
     return index, generation
 
 
-def _describe(sources: list[Tensor], n: int) -> "tuple[array[int], list[Tensor]]":
-    """(address, bytes between rows or _CONTIGUOUS, bytes of all rows) of every source, and what keeps them alive.
-
-    An array of its own for each call: two threads may write to two storages at the same time.
-    """
-    words: list[int] = []
-    alive: list[Tensor] = []
-    for source in sources:
-        if source.is_contiguous():
-            words += (source.data_ptr(), _CONTIGUOUS, source.nbytes)
-        else:
-            rows = strided_source(source, n)
-            alive.append(rows.rows)
-            words += (rows.rows.data_ptr(), rows.stride, rows.row_bytes * n)
-    return array("q", words), alive
-
-
 def _source_misfit(table: Tensor, source: Tensor, key: int, n: int) -> ValueError:
     return ValueError(
         f"key {key}: expected {n} rows of {int(table[key, ROW_BYTES])} bytes, "
@@ -398,7 +316,7 @@ def extend(table: Tensor, sources: list[Tensor], ring: Tensor, n: int, capacity:
     index = torch.empty(n, dtype=torch.int64)
     if n == 0:
         return index
-    described, _alive = _describe(sources, n)
+    described, _alive = describe_sources(sources, n)
     result = _extend(
         table.data_ptr(), n_keys, described.buffer_info()[0], ring.data_ptr(), n, capacity, index.data_ptr()
     )
@@ -421,7 +339,7 @@ def write(
     check_generation(generation, n)
     if n == 0:
         return
-    described, _alive = _describe(sources, n)
+    described, _alive = describe_sources(sources, n)
     result = _write(
         table.data_ptr(),
         n_keys,

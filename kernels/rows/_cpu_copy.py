@@ -1,0 +1,102 @@
+"""What copies of rows on the CPU share: prefetches, runs of rows, sources, checks of an index, and generations."""
+
+# Numba needs the real signatures: no `from __future__ import annotations`.
+
+from array import array
+
+from torch import Tensor
+
+from gpubuf.kernels._jit import jit
+from gpubuf.kernels._pointers import copy_bytes, prefetch_l2
+from gpubuf.kernels.rows import DEVICE_ROWS, HOST_ROWS, ROW_BYTES, ROW_STRIDE, SPLIT
+from gpubuf.kernels.rows._check import strided_source
+from gpubuf.kernels.rows._cpu_table import copy_row
+
+#: Rows between a prefetch and its copy: time for a miss at the rate of one small row in 6 ns.
+AHEAD = 32
+
+# Rows without gaps between them, in place of the bytes from one row to the next.
+CONTIGUOUS = -1
+
+
+@jit(forceinline=True)
+def prefetch_row(address, row_bytes):  # type: ignore[no-untyped-def]
+    """Ask for the first 256 bytes of a row; the hardware follows a longer one by itself."""
+    prefetch_l2(address)
+    if row_bytes > 1:
+        for i in range(64, min(row_bytes, 256), 64):
+            prefetch_l2(address + i)
+        # a row that starts in the middle of a line ends in one more
+        prefetch_l2(address + min(row_bytes, 256) - 1)
+
+
+@jit(forceinline=True)
+def first_invalid(index, n, capacity):  # type: ignore[no-untyped-def]
+    # Counting first is a loop that the compiler vectorises; looking for the place is not.
+    invalid = 0
+    for i in range(n):
+        invalid += (index[i] < -capacity) | (index[i] >= capacity)
+    if invalid == 0:
+        return -1
+    for i in range(n):
+        if index[i] < -capacity or index[i] >= capacity:
+            return i
+    return -1
+
+
+@jit(forceinline=True)
+def write_generations(written, capacity, position, n, generation):  # type: ignore[no-untyped-def]
+    # (written - position + capacity - 1) // capacity, with one division for the batch instead of one a row
+    laps, cursor = written // capacity, written % capacity
+    for i in range(n):
+        generation[i] = laps + (position[i] < cursor)
+
+
+@jit(forceinline=True)
+def source_stride(sources, k, row_bytes):  # type: ignore[no-untyped-def]
+    stride = sources[3 * k + 1]
+    return row_bytes if stride == CONTIGUOUS else stride
+
+
+@jit(forceinline=True)
+def copy_rows(target, target_stride, source, stride, row_bytes, n):  # type: ignore[no-untyped-def]
+    """Copy ``n`` rows to consecutive places."""
+    if stride == row_bytes and target_stride == row_bytes:
+        copy_bytes(target, source, n * row_bytes)
+    # As when gathering: a constant width makes a loop without a decision a row.
+    elif row_bytes == 4:
+        for i in range(n):
+            copy_bytes(target + i * target_stride, source + i * stride, 4)
+    elif row_bytes == 1:
+        for i in range(n):
+            copy_bytes(target + i * target_stride, source + i * stride, 1)
+    else:
+        for i in range(n):
+            copy_row(target + i * target_stride, source + i * stride, row_bytes)
+
+
+@jit(forceinline=True)
+def write_run(entry, position, source, stride, n):  # type: ignore[no-untyped-def]
+    """Copy ``n`` rows to consecutive positions, some of which may lie in one memory and some in another."""
+    row_bytes, step = entry[ROW_BYTES], entry[ROW_STRIDE]
+    first = min(max(entry[SPLIT] - position, 0), n)
+    copy_rows(entry[DEVICE_ROWS] + position * step, step, source, stride, row_bytes, first)
+    target = entry[HOST_ROWS] + (position + first) * step
+    copy_rows(target, step, source + first * stride, stride, row_bytes, n - first)
+
+
+def describe_sources(sources: list[Tensor], n: int) -> "tuple[array[int], list[Tensor]]":
+    """(address, bytes between rows or CONTIGUOUS, bytes of all rows) of every source, and what keeps them alive.
+
+    An array of its own for each call: two threads may write to two storages at the same time.
+    """
+    words: list[int] = []
+    alive: list[Tensor] = []
+    for source in sources:
+        if source.is_contiguous():
+            words += (source.data_ptr(), CONTIGUOUS, source.nbytes)
+        else:
+            rows = strided_source(source, n)
+            alive.append(rows.rows)
+            words += (rows.rows.data_ptr(), rows.stride, rows.row_bytes * n)
+    return array("q", words), alive
