@@ -85,7 +85,7 @@ def check_owners(owners: Tensor) -> int:
     return owners.numel() - 1
 
 
-def check_sharing(ring: Tensor, links: Tensor | None, owners: Tensor | None, n: int, capacity: int, envs: int) -> int:
+def check_sharing(links: Tensor | None, owners: Tensor | None, n: int, capacity: int, envs: int) -> int:
     """Number of entries aside, -1 without links; raise unless ``n`` rows can be written to such a storage."""
     check_envs(capacity, envs)
     if (links is None) != (owners is None):

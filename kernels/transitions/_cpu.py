@@ -1,0 +1,362 @@
+"""Transitions on the CPU.
+
+Kernels work on addresses: :mod:`gpubuf.kernels.transitions._cpu_read` makes batches, and
+:mod:`gpubuf.kernels.transitions._cpu_write` writes rows and keeps the next observations that lie aside.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpubuf.kernels._threads import call_in_parts
+from gpubuf.kernels.philox import OFFSET, check_state
+from gpubuf.kernels.rows import arena_offsets
+from gpubuf.kernels.rows._check import check_count, check_index
+from gpubuf.kernels.rows._cpu import addresses
+from gpubuf.kernels.rows._cpu_copy import describe_sources
+from gpubuf.kernels.transitions import BATCH_BYTES, DOUBLED, DTYPES, ELEMENTS, STORED
+from gpubuf.kernels.transitions._check import (
+    check_fields,
+    check_read,
+    check_sharing,
+    check_sources,
+)
+from gpubuf.kernels.transitions._cpu_read import DONE, EMPTY, gather_rows, sample_rows
+from gpubuf.kernels.transitions._cpu_stage import (
+    EVERY,
+    INVALID,
+    MISFIT,
+    NEXT_ALONE,
+    NO_ROOM,
+    NOT_NEXT,
+    UNFIT,
+    staged_bytes,
+)
+from gpubuf.kernels.transitions._cpu_write import extend_rows, relink_rows, write_rows
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _pieces(fields: Tensor, n: int, arena_bytes: int) -> tuple[Tensor, array[int]]:
+    """An arena for ``n`` rows of the batch, and the address of each field's piece of it."""
+    row_bytes = fields[:, BATCH_BYTES].tolist()
+    offsets, size = arena_offsets(row_bytes, n)
+    if size != arena_bytes:
+        raise ValueError(f"an arena of {arena_bytes} bytes does not fit {n} rows of {row_bytes} bytes")
+    arena = torch.empty(arena_bytes, dtype=torch.uint8)
+    first = arena.data_ptr()
+    return arena, array("q", [first + offset for offset in offsets])
+
+
+def _raise(fields: Tensor, index: Tensor | None, result: int, n: int, capacity: int) -> None:
+    """Raise what a kernel's result says of a batch of ``n`` rows."""
+    if result == EMPTY:
+        raise RuntimeError("can't sample from an empty storage")
+    if result >= 2 * n:
+        field = result - 2 * n
+        raise ValueError(
+            f"field {field} can't be read: next observations need links, and elements of an unknown dtype can't be "
+            f"computed, but the field is {fields[field].tolist()}"
+        )
+    if result >= n:
+        row = "" if index is None else f" {int(index[result - n])}"
+        raise IndexError(f"the next observation of the window of row{row} (number {result - n} of the batch) is lost")
+    assert index is not None
+    raise IndexError(f"index[{result}] is {int(index[result])}, outside [-{capacity}, {capacity})")
+
+
+def gather(
+    fields: Tensor,
+    ring: Tensor,
+    ends: Tensor | None,
+    links: Tensor | None,
+    noise: Tensor | None,
+    index: Tensor,
+    capacity: int,
+    envs: int,
+    n_steps: int,
+    gamma: float,
+    mirror: int,
+    draws: int,
+    arena_bytes: int,
+) -> tuple[Tensor, Tensor]:
+    """See :data:`gpubuf.kernels.transitions.gather`."""
+    check_fields(fields, ring, capacity)
+    check_read(ends, links, noise, capacity, envs, n_steps, mirror, draws)
+    n = check_index(index)
+    arena, pieces = _pieces(fields, 2 * n if mirror == DOUBLED else n, arena_bytes)
+    how = (capacity, envs, n_steps, gamma, mirror, draws)
+    return arena, _gather_to(fields, ring, ends, links, noise, index, how, pieces)
+
+
+def gather_into(
+    fields: Tensor,
+    ring: Tensor,
+    ends: Tensor | None,
+    links: Tensor | None,
+    noise: Tensor | None,
+    index: Tensor,
+    capacity: int,
+    envs: int,
+    n_steps: int,
+    gamma: float,
+    mirror: int,
+    draws: int,
+    tensors: list[Tensor],
+) -> Tensor:
+    """:func:`gather` into one tensor a field, ``[n, ...]`` or ``[2n, ...]``, contiguous; returns the generations.
+
+    For storages, which vouch for dtypes, shapes and strides: they are not looked at.
+    """
+    how = (capacity, envs, n_steps, gamma, mirror, draws)
+    return _gather_to(fields, ring, ends, links, noise, index, how, addresses(tensors))
+
+
+def _gather_to(
+    fields: Tensor,
+    ring: Tensor,
+    ends: Tensor | None,
+    links: Tensor | None,
+    noise: Tensor | None,
+    index: Tensor,
+    how: tuple[Any, ...],
+    targets: array[int],
+) -> Tensor:
+    n = index.numel()
+    rows = 2 * n if how[4] == DOUBLED else n
+    generation = torch.empty(rows, dtype=torch.int64)
+    if n == 0:
+        return generation
+    results = call_in_parts(
+        gather_rows,
+        (
+            fields.data_ptr(),
+            len(targets),
+            ring.data_ptr(),
+            _address(ends),
+            _address(links),
+            _address(noise),
+            index.data_ptr(),
+        ),
+        n,
+        (n, *how, targets.buffer_info()[0], generation.data_ptr()),
+    )
+    for result in results:
+        if result != DONE:
+            _raise(fields, index, result, n, how[0])
+    if len(results) > 1 and noise is not None:
+        noise[OFFSET] += rows * how[5]
+    return generation
+
+
+def sample(
+    fields: Tensor,
+    ring: Tensor,
+    ends: Tensor | None,
+    links: Tensor | None,
+    noise: Tensor | None,
+    rng: Tensor,
+    n: int,
+    capacity: int,
+    envs: int,
+    n_steps: int,
+    gamma: float,
+    mirror: int,
+    draws: int,
+    arena_bytes: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See :data:`gpubuf.kernels.transitions.sample`."""
+    check_fields(fields, ring, capacity)
+    check_read(ends, links, noise, capacity, envs, n_steps, mirror, draws)
+    check_count(n)
+    check_state(rng)
+    arena, pieces = _pieces(fields, 2 * n if mirror == DOUBLED else n, arena_bytes)
+    how = (capacity, envs, n_steps, gamma, mirror, draws)
+    return arena, *_sample_to(fields, ring, ends, links, noise, rng, n, how, pieces)
+
+
+def sample_into(
+    fields: Tensor,
+    ring: Tensor,
+    ends: Tensor | None,
+    links: Tensor | None,
+    noise: Tensor | None,
+    rng: Tensor,
+    n: int,
+    capacity: int,
+    envs: int,
+    n_steps: int,
+    gamma: float,
+    mirror: int,
+    draws: int,
+    tensors: list[Tensor],
+) -> tuple[Tensor, Tensor]:
+    """:func:`sample` into one tensor a field, as :func:`gather_into`; returns index and generations."""
+    how = (capacity, envs, n_steps, gamma, mirror, draws)
+    return _sample_to(fields, ring, ends, links, noise, rng, n, how, addresses(tensors))
+
+
+def _sample_to(
+    fields: Tensor,
+    ring: Tensor,
+    ends: Tensor | None,
+    links: Tensor | None,
+    noise: Tensor | None,
+    rng: Tensor,
+    n: int,
+    how: tuple[Any, ...],
+    targets: array[int],
+) -> tuple[Tensor, Tensor]:
+    rows = 2 * n if how[4] == DOUBLED else n
+    index = torch.empty(rows, dtype=torch.int64)
+    generation = torch.empty_like(index)
+    if n == 0:
+        return index, generation
+    results = call_in_parts(
+        sample_rows,
+        (
+            fields.data_ptr(),
+            len(targets),
+            ring.data_ptr(),
+            _address(ends),
+            _address(links),
+            _address(noise),
+            rng.data_ptr(),
+        ),
+        n,
+        (n, *how, targets.buffer_info()[0], index.data_ptr(), generation.data_ptr()),
+    )
+    for result in results:
+        if result != DONE:
+            _raise(fields, None, result, n, how[0])
+    if len(results) > 1:
+        rng[OFFSET] += n
+        if noise is not None:
+            noise[OFFSET] += rows * how[5]
+    return index, generation
+
+
+def _scratch(fields: Tensor, n_fields: int, which: int, n: int) -> Tensor:
+    """Memory for ``n`` rows of all fields that must be converted before they are stored."""
+    return torch.empty(staged_bytes(fields.data_ptr(), n_fields, which, n), dtype=torch.uint8)
+
+
+def _raise_refused(
+    fields: Tensor, sources: list[Tensor], result: int, n: int, index: Tensor | None, capacity: int
+) -> None:
+    """Raise what a kernel's result says of a write."""
+    kind, place = result & 7, result >> 3
+    if kind == MISFIT:
+        source = sources[place]
+        raise ValueError(
+            f"field {place}: expected {n} rows of {int(fields[place, ELEMENTS])} elements of their written dtype, the "
+            f"source has shape {list(source.shape)} and {source.nbytes} bytes"
+        )
+    if kind == UNFIT:
+        dtype = DTYPES[int(fields[place, STORED])]
+        raise ValueError(f"field {place}: a number to store as {dtype} is out of its range, or NaN")
+    if kind == NO_ROOM:
+        raise RuntimeError(f"there is no room aside for {place} more next observations")
+    if kind == INVALID:
+        assert index is not None
+        row = int(index[place])
+        if -capacity <= row < capacity:
+            raise IndexError(f"index[{place}] is {row}, but this row is not stored")
+        raise IndexError(f"index[{place}] is {row}, outside [-{capacity}, {capacity})")
+    raise ValueError(f"field {place} can't be written: it needs links, and a field of the same column that is written")
+
+
+def extend(
+    fields: Tensor,
+    sources: list[Tensor],
+    ring: Tensor,
+    links: Tensor | None,
+    owners: Tensor | None,
+    n: int,
+    capacity: int,
+    envs: int,
+) -> Tensor:
+    """See :data:`gpubuf.kernels.transitions.extend`."""
+    n_fields = check_fields(fields, ring, capacity)
+    check_count(n)
+    check_sources(sources, n_fields)
+    slots = check_sharing(links, owners, n, capacity, envs)
+    index = torch.empty(n, dtype=torch.int64)
+    if n == 0:
+        return index
+    described, _alive = describe_sources(sources, n)
+    scratch = _scratch(fields, n_fields, EVERY, min(n, capacity))
+    result = extend_rows(
+        fields.data_ptr(),
+        n_fields,
+        described.buffer_info()[0],
+        ring.data_ptr(),
+        _address(links),
+        _address(owners),
+        slots,
+        n,
+        capacity,
+        envs,
+        scratch.data_ptr(),
+        index.data_ptr(),
+    )
+    if result != DONE:
+        _raise_refused(fields, sources, result, n, None, capacity)
+    return index
+
+
+def write(fields: Tensor, sources: list[Tensor], ring: Tensor, index: Tensor, capacity: int) -> None:
+    """See :data:`gpubuf.kernels.transitions.write`."""
+    n_fields, n = check_fields(fields, ring, capacity), check_index(index)
+    check_sources(sources, n_fields)
+    if n == 0:
+        return
+    described, _alive = describe_sources(sources, n)
+    scratch = _scratch(fields, n_fields, NOT_NEXT, n)
+    result = write_rows(
+        fields.data_ptr(), n_fields, described.buffer_info()[0], index.data_ptr(), n, capacity, scratch.data_ptr()
+    )
+    if result != DONE:
+        _raise_refused(fields, sources, result, n, index, capacity)
+
+
+def relink(
+    fields: Tensor,
+    sources: list[Tensor],
+    ring: Tensor,
+    links: Tensor,
+    owners: Tensor,
+    index: Tensor,
+    capacity: int,
+    envs: int,
+) -> None:
+    """See :data:`gpubuf.kernels.transitions.relink`."""
+    n_fields, n = check_fields(fields, ring, capacity), check_index(index)
+    check_sources(sources, n_fields)
+    slots = check_sharing(links, owners, 0, capacity, envs)
+    if n == 0:
+        return
+    described, _alive = describe_sources(sources, n)
+    scratch = _scratch(fields, n_fields, NEXT_ALONE, n)
+    result = relink_rows(
+        fields.data_ptr(),
+        n_fields,
+        described.buffer_info()[0],
+        ring.data_ptr(),
+        links.data_ptr(),
+        owners.data_ptr(),
+        slots,
+        index.data_ptr(),
+        n,
+        capacity,
+        envs,
+        scratch.data_ptr(),
+    )
+    if result != DONE:
+        _raise_refused(fields, sources, result, n, index, capacity)

@@ -1,0 +1,305 @@
+"""Batches of transitions on the CPU: windows first, then field after field.
+
+As in :mod:`gpubuf.kernels.rows._cpu`, rows are asked for well ahead of their copy.
+"""
+
+# Numba needs the real signatures: no `from __future__ import annotations`.
+
+import numpy as np
+from numba import carray
+
+from gpubuf.kernels._jit import OPTIONS, jit
+from gpubuf.kernels._pointers import as_i64, copy_bytes
+from gpubuf.kernels.philox import OFFSET as RANDOM_OFFSET
+from gpubuf.kernels.philox import SEED
+from gpubuf.kernels.philox._cpu import philox_uniform_f64
+from gpubuf.kernels.rows import DEVICE_ROWS, ROW_STRIDE, SIZE, SPLIT, WRITTEN
+from gpubuf.kernels.rows._cpu_copy import AHEAD, first_invalid, prefetch_row, write_generations
+from gpubuf.kernels.rows._cpu_table import copy_row, row_address
+from gpubuf.kernels.transitions import (
+    BATCH,
+    BATCH_BYTES,
+    BY_CHANCE,
+    COPIED,
+    DOUBLED,
+    DRAWN,
+    FIELD,
+    LAST,
+    NEXT,
+    OPAQUE,
+    ROW,
+    ROW_BYTES,
+    STEPS,
+    STORED,
+)
+from gpubuf.kernels.transitions._cpu_compute import ALL, DRAWN_BY_CHANCE, NONE, compute_rows
+from gpubuf.kernels.transitions._cpu_window import find_next, find_windows, side_address
+
+# Rows whose windows are found at a time: few enough to stay in the L1 cache.
+_TOGETHER = 1024
+
+# Results of the kernels. Others count from 0: rows, then rows whose next observation is lost, then fields.
+DONE, EMPTY = -1, -2
+
+
+@jit(forceinline=True)
+def _gather_key(target, field, row_bytes, rows, n, following, coming):  # type: ignore[no-untyped-def]
+    """Copy rows of a field. ``coming`` are the rows of the field that follows: its first ones are prefetched."""
+    address, stride = field[DEVICE_ROWS], field[ROW_STRIDE]
+    next_address, next_stride, next_bytes = following[DEVICE_ROWS], following[ROW_STRIDE], following[ROW_BYTES]
+    ahead = min(AHEAD, n)
+    for i in range(n - ahead):
+        prefetch_row(address + rows[i + ahead] * stride, row_bytes)
+        copy_row(target + i * row_bytes, address + rows[i] * stride, row_bytes)
+    for i in range(n - ahead, n):
+        prefetch_row(next_address + coming[i - n + ahead] * next_stride, next_bytes)
+        copy_row(target + i * row_bytes, address + rows[i] * stride, row_bytes)
+
+
+@jit(forceinline=True)
+def _gather_elsewhere(target, field, rows, n):  # type: ignore[no-untyped-def]
+    """As :func:`_gather_key`, of rows in two memories, and of next observations aside."""
+    row_bytes = field[ROW_BYTES]
+    ahead = min(AHEAD, n)
+    for i in range(n):
+        coming = rows[min(i + ahead, n - 1)]
+        prefetch_row(side_address(field, coming) if coming < 0 else row_address(field, coming), row_bytes)
+        address = side_address(field, rows[i]) if rows[i] < 0 else row_address(field, rows[i])
+        copy_row(target + i * row_bytes, address, row_bytes)
+
+
+@jit(forceinline=True)
+def _rows_of(field, drawn, last, place):  # type: ignore[no-untyped-def]
+    """The rows that a field reads first."""
+    if field[ROW] == NEXT:
+        return place
+    return last if field[ROW] == LAST else drawn
+
+
+@jit(forceinline=True)
+def _first_wrong(fields, n_fields, has_links):  # type: ignore[no-untyped-def]
+    """The first field that can't be read: without links, or elements that are computed but can't be; or -1."""
+    for f in range(n_fields):
+        field = fields[f]
+        if field[ROW] == NEXT and not has_links:
+            return f
+        if field[ROW] != STEPS and field[COPIED] < 2:
+            bytes_alone = field[STORED] == OPAQUE and field[BATCH] == OPAQUE and field[ROW] <= NEXT
+            if (field[STORED] >= OPAQUE or field[BATCH] >= OPAQUE) and not bytes_alone:
+                return f
+    return -1
+
+
+@jit(forceinline=True)
+def _read_plain(field, following, rows, coming, n, capacity, target):  # type: ignore[no-untyped-def]
+    """Rows of a field that are copied as bytes."""
+    row_bytes = field[ROW_BYTES]
+    # The commonest widths get loops of their own, in which the width is a constant.
+    if field[SPLIT] < capacity or field[ROW] == NEXT:
+        _gather_elsewhere(target, field, rows, n)
+    elif row_bytes == 4:
+        _gather_key(target, field, 4, rows, n, following, coming)
+    elif row_bytes == 1:
+        _gather_key(target, field, 1, rows, n, following, coming)
+    else:
+        _gather_key(target, field, row_bytes, rows, n, following, coming)
+
+
+@jit(
+    "int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, float64, int64,"
+    " int64, int64)",
+    **OPTIONS,
+)
+def _read(  # type: ignore[no-untyped-def]
+    fields_address,
+    n_fields,
+    ring_address,
+    ends,
+    links,
+    noise,
+    position_address,
+    first,
+    n,
+    of,
+    capacity,
+    envs,
+    n_steps,
+    gamma,
+    mirror,
+    draws,
+    targets_address,
+):
+    """All fields of ``n`` rows, which are row ``first`` of a batch of ``of`` and those behind it."""
+    fields = carray(as_i64(fields_address), (n_fields, FIELD))
+    targets = carray(as_i64(targets_address), n_fields)
+    written = carray(as_i64(ring_address), 4)[WRITTEN]
+    wrong = _first_wrong(fields, n_fields, links != 0)
+    if wrong >= 0:
+        return 2 * of + wrong
+    has_windows, has_next = False, False
+    for f in range(n_fields):
+        has_windows |= fields[f, ROW] != DRAWN
+        has_next |= fields[f, ROW] == NEXT
+    together = min(n, _TOGETHER) if has_windows else n
+    windows = together if has_windows else 0
+    length, last = np.empty(windows, np.int64), np.empty(windows, np.int64)
+    place = np.empty(together if has_next else 0, np.int64)
+    for start in range(0, n, together):
+        count = min(together, n - start)
+        drawn = carray(as_i64(position_address + 8 * start), count)
+        if has_windows:
+            find_windows(ends, written, capacity, envs, n_steps, drawn, count, length, last)
+        if has_next:
+            lost = find_next(links, written, capacity, envs, last, count, place)
+            if lost >= 0:
+                return of + first + start + lost
+        row = first + start
+        for f in range(n_fields):
+            field, following = fields[f], fields[min(f + 1, n_fields - 1)]
+            rows, width = _rows_of(field, drawn, last, place), field[BATCH_BYTES]
+            target = targets[f] + row * width
+            if field[COPIED] == 2 or (field[COPIED] == 1 and mirror != BY_CHANCE):
+                # Places aside are no rows: nothing is asked for ahead of a field that reads them.
+                following = field if following[ROW] >= NEXT else following
+                coming = _rows_of(following, drawn, last, place)
+                _read_plain(field, following, rows, coming, count, capacity, target)
+            else:
+                mirroring = DRAWN_BY_CHANCE if mirror == BY_CHANCE else NONE
+                compute_rows(
+                    field.ctypes.data,
+                    rows.ctypes.data,
+                    length.ctypes.data,
+                    count,
+                    capacity,
+                    envs,
+                    gamma,
+                    mirroring,
+                    noise,
+                    row * draws,
+                    draws,
+                    target,
+                )
+            if mirror == DOUBLED:
+                mirrored = target + of * width
+                if field[COPIED] == 2:
+                    copy_bytes(mirrored, target, count * width)
+                else:
+                    compute_rows(
+                        field.ctypes.data,
+                        rows.ctypes.data,
+                        length.ctypes.data,
+                        count,
+                        capacity,
+                        envs,
+                        gamma,
+                        ALL,
+                        noise,
+                        (of + row) * draws,
+                        draws,
+                        mirrored,
+                    )
+    if n == of and noise != 0:
+        carray(as_i64(noise), 3)[RANDOM_OFFSET] += rows_out(n, mirror) * draws
+    return DONE
+
+
+@jit(forceinline=True)
+def rows_out(n, mirror):  # type: ignore[no-untyped-def]
+    return 2 * n if mirror == DOUBLED else n
+
+
+@jit(
+    "int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, float64, int64,"
+    " int64, int64, int64)",
+    **OPTIONS,
+)
+def gather_rows(  # type: ignore[no-untyped-def]
+    fields,
+    n_fields,
+    ring,
+    ends,
+    links,
+    noise,
+    index_address,
+    first,
+    n,
+    of,
+    capacity,
+    envs,
+    n_steps,
+    gamma,
+    mirror,
+    draws,
+    targets,
+    generation_address,
+):
+    """Rows ``first .. first + n - 1`` of a batch of ``of``, whose addresses are given."""
+    index = carray(as_i64(index_address + 8 * first), n)
+    invalid = first_invalid(index, n, capacity)
+    if invalid >= 0:
+        return first + invalid
+    at = generation_address + 8 * first
+    generation = carray(as_i64(at), n)
+    # The memory of the generations holds the positions until the rows are copied.
+    for i in range(n):
+        generation[i] = index[i] + capacity if index[i] < 0 else index[i]
+    result = _read(
+        fields, n_fields, ring, ends, links, noise, at, first, n, of, capacity, envs, n_steps, gamma, mirror, draws,
+        targets,
+    )  # fmt: skip
+    write_generations(carray(as_i64(ring), 4)[WRITTEN], capacity, generation, n, generation)
+    if mirror == DOUBLED:
+        copy_bytes(at + 8 * of, at, 8 * n)
+    return result
+
+
+@jit(
+    "int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, float64, int64,"
+    " int64, int64, int64, int64)",
+    **OPTIONS,
+)
+def sample_rows(  # type: ignore[no-untyped-def]
+    fields,
+    n_fields,
+    ring_address,
+    ends,
+    links,
+    noise,
+    rng_address,
+    first,
+    n,
+    of,
+    capacity,
+    envs,
+    n_steps,
+    gamma,
+    mirror,
+    draws,
+    targets,
+    index_address,
+    generation_address,
+):
+    """As :func:`gather_rows`, of random rows. Only who makes a whole batch counts random numbers."""
+    ring, rng = carray(as_i64(ring_address), 4), carray(as_i64(rng_address), 3)
+    size = ring[SIZE]
+    if size == 0:
+        return EMPTY
+    at = index_address + 8 * first
+    index = carray(as_i64(at), n)
+    seed, offset = rng[SEED], rng[RANDOM_OFFSET] + first
+    for i in range(n):
+        index[i] = min(int(philox_uniform_f64(seed, offset + i) * size), size - 1)
+    result = _read(
+        fields, n_fields, ring_address, ends, links, noise, at, first, n, of, capacity, envs, n_steps, gamma, mirror,
+        draws, targets,
+    )  # fmt: skip
+    if result != DONE:
+        return result
+    if n == of:
+        rng[RANDOM_OFFSET] = offset + n
+    generation_address += 8 * first
+    write_generations(ring[WRITTEN], capacity, index, n, carray(as_i64(generation_address), n))
+    if mirror == DOUBLED:
+        copy_bytes(at + 8 * of, at, 8 * n)
+        copy_bytes(generation_address + 8 * of, generation_address, 8 * n)
+    return DONE
