@@ -60,6 +60,7 @@ RUNS = {
     "sum_tree": Run("sum_tree sum_tree_draw sum_tree_eligible", ("sum_tree",)),
     "trajectories": Run("trajectories trajectories_launch", ("trajectories",), BLOCKS, "stages"),
     "sac": Run("tanh_normal sac_operations", ("sac", "td", "tanh_normal"), quick="stages"),
+    "moments": Run("moments", ("moments",), ("default",)),
     "buffers": Run("buffers prioritized slices slice_model", room="data"),
 }
 
