@@ -57,9 +57,9 @@ def new_state(elements: int, device: torch.device | str) -> tuple[Tensor, Tensor
     return state, mean, torch.ones(elements, dtype=torch.float32, device=device)
 
 
-def check_update(source: Tensor, state: Tensor, mean: Tensor | None, factor: Tensor, rule: Tensor) -> None:
+def check_update(state: Tensor, source: Tensor, mean: Tensor | None, factor: Tensor, rule: Tensor) -> None:
     """Raise TypeError or ValueError unless these can be arguments of :data:`update`."""
-    check_devices(source, state, mean, factor, rule)
+    check_devices(state, source, mean, factor, rule)
     if source.dim() != 2 or source.dtype.is_complex:
         raise ValueError(f"source must be real, [n, elements], not {source.dtype} {list(source.shape)}")
     elements = source.shape[1]
@@ -75,9 +75,9 @@ def check_update(source: Tensor, state: Tensor, mean: Tensor | None, factor: Ten
             )
 
 
-def check_returns(rewards: Tensor, ends: Tensor, before: Tensor, rule: Tensor) -> None:
+def check_returns(before: Tensor, rewards: Tensor, ends: Tensor, rule: Tensor) -> None:
     """Raise TypeError or ValueError unless these can be arguments of :data:`returns`."""
-    check_devices(rewards, ends, before, rule)
+    check_devices(before, rewards, ends, rule)
     if before.dim() != 2 or before.dtype is not torch.float64 or not before.is_contiguous():
         raise ValueError(
             f"before must be contiguous, float64 [envs, elements], not {before.dtype} {list(before.shape)}"
@@ -92,12 +92,12 @@ def check_returns(rewards: Tensor, ends: Tensor, before: Tensor, rule: Tensor) -
 
 
 update = define(
-    "moments_update(Tensor source, Tensor(a!) state, Tensor(b!)? mean, Tensor(c!) factor, Tensor rule) -> ()",
+    "moments_update(Tensor(a!) state, Tensor source, Tensor(b!)? mean, Tensor(c!) factor, Tensor rule) -> ()",
     cpu="gpubuf.kernels.moments._cpu:update",
     cuda="gpubuf.kernels.moments._launch:update",
-    fake=lambda source, state, mean, factor, rule: None,
+    fake=lambda state, source, mean, factor, rule: None,
 )
-"""``update(source, state, mean, factor, rule)``: take the numbers ``source``, ``[n, elements]`` of any real dtype, in.
+"""``update(state, source, mean, factor, rule)``: take the numbers ``source``, ``[n, elements]`` of any real dtype, in.
 
 Their mean and M2 are computed in two passes, and merged with the state: with ``d = mean_b - mean_a`` the mean moves by
 ``d * n_b / n`` and M2 becomes ``M2_a + M2_b + d * d * n_a * n_b / n``. All of it is float64. ``mean`` may be None.
@@ -108,12 +108,12 @@ Raises:
 """
 
 returns = define(
-    "moments_returns(Tensor rewards, Tensor ends, Tensor(a!) before, Tensor rule) -> Tensor",
+    "moments_returns(Tensor(a!) before, Tensor rewards, Tensor ends, Tensor rule) -> Tensor",
     cpu="gpubuf.kernels.moments._cpu:returns",
     cuda="gpubuf.kernels.moments._launch:returns",
-    fake=lambda rewards, ends, before, rule: rewards.new_empty(rewards.shape, dtype=torch.float64),
+    fake=lambda before, rewards, ends, rule: rewards.new_empty(rewards.shape, dtype=torch.float64),
 )
-"""``returns(rewards, ends, before, rule)``: ``G_t = reward_t + gamma * G_(t-1)``, float64 ``[T, E, elements]``.
+"""``returns(before, rewards, ends, rule)``: ``G_t = reward_t + gamma * G_(t-1)``, float64 ``[T, E, elements]``.
 
 Behind a step with ``ends`` (bool ``[T, E]``) the second term is left out. ``before``, float64 ``[E, elements]``, is
 what the first step adds; it becomes what the next one will. ``rewards`` has any real dtype; those that are not finite

@@ -95,9 +95,9 @@ def _update(source, wide, n, elements, state_address, mean_address, factor_addre
             mean[e] = state[MEAN, e]
 
 
-def update(source: Tensor, state: Tensor, mean: Tensor | None, factor: Tensor, rule: Tensor) -> None:
+def update(state: Tensor, source: Tensor, mean: Tensor | None, factor: Tensor, rule: Tensor) -> None:
     """See :data:`gpubuf.kernels.moments.update`."""
-    check_update(source, state, mean, factor, rule)
+    check_update(state, source, mean, factor, rule)
     wide = source.dtype is not torch.float32
     if wide and source.dtype is not torch.float64:
         source = source.double()
@@ -125,9 +125,9 @@ def _returns(rewards_address, ends_address, before_address, rule_address, out_ad
                 before[j] = kept * total if kept else 0.0
 
 
-def returns(rewards: Tensor, ends: Tensor, before: Tensor, rule: Tensor) -> Tensor:
+def returns(before: Tensor, rewards: Tensor, ends: Tensor, rule: Tensor) -> Tensor:
     """See :data:`gpubuf.kernels.moments.returns`."""
-    check_returns(rewards, ends, before, rule)
+    check_returns(before, rewards, ends, rule)
     wide, flags = rewards.double().contiguous(), ends.contiguous()
     out = torch.empty(rewards.shape, dtype=torch.float64)
     addresses = (tensor.data_ptr() for tensor in (wide, flags, before, rule, out))

@@ -13,7 +13,7 @@ from gpubuf.kernels.moments import check_returns, check_update
 from gpubuf.kernels.moments._triton import moments_returns_kernel, moments_update_kernel
 
 #: Numbers that a program reads at a time.
-_TILE = 2048
+_TILE = 1024
 #: Elements of a program. Rows of so many float32 numbers are read a whole line of the cache at a time.
 _WIDTH = 32
 #: Environments and elements of a program of the returns.
@@ -35,7 +35,7 @@ def plan_update(n: int, elements: int) -> UpdatePlan:
     block_width = min(_WIDTH, ceil_power(elements))
     block_rows = min(_TILE // block_width, ceil_power(n))
     return UpdatePlan(
-        block_rows, block_width, cdiv(elements, block_width), min(max(block_rows * block_width // 256, 1), 8)
+        block_rows, block_width, cdiv(elements, block_width), min(max(block_rows * block_width // 128, 1), 8)
     )
 
 
@@ -45,9 +45,9 @@ def _read(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor
 
 
-def update(source: Tensor, state: Tensor, mean: Tensor | None, factor: Tensor, rule: Tensor) -> None:
+def update(state: Tensor, source: Tensor, mean: Tensor | None, factor: Tensor, rule: Tensor) -> None:
     """See :data:`gpubuf.kernels.moments.update`."""
-    check_update(source, state, mean, factor, rule)
+    check_update(state, source, mean, factor, rule)
     n, elements = source.shape
     if not elements:
         return
@@ -69,9 +69,9 @@ def update(source: Tensor, state: Tensor, mean: Tensor | None, factor: Tensor, r
     )
 
 
-def returns(rewards: Tensor, ends: Tensor, before: Tensor, rule: Tensor) -> Tensor:
+def returns(before: Tensor, rewards: Tensor, ends: Tensor, rule: Tensor) -> Tensor:
     """See :data:`gpubuf.kernels.moments.returns`."""
-    check_returns(rewards, ends, before, rule)
+    check_returns(before, rewards, ends, rule)
     out = torch.empty(rewards.shape, dtype=torch.float64, device=rewards.device)
     steps, _, elements = rewards.shape
     lanes = before.numel()

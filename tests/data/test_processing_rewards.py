@@ -1,6 +1,5 @@
 """The scale of rewards, against a loop over the steps, without a buffer."""
 
-import itertools
 import math
 
 import pytest
@@ -10,7 +9,6 @@ from torch import Tensor
 
 from gpubuf.data import RewardScale
 from gpubuf.data.processing.pipeline import Pipeline
-from gpubuf.data.processing.returns import running_returns
 from gpubuf.data.storages.layout import RowLayout
 from tests.support.processing_setup import CPU, bound, close, generator, steps
 
@@ -22,18 +20,6 @@ def loop_of_returns(rewards: Tensor, ends: Tensor, before: Tensor, gamma: float)
         out.append(total)
         total = torch.where(end.unsqueeze(-1), 0.0, gamma * total)
     return torch.stack(out), total
-
-
-@pytest.mark.parametrize(("n", "envs"), list(itertools.product((1, 2, 3, 8, 37), (1, 4))))
-def test_running_returns_against_a_loop(n: int, envs: int):
-    g = generator(n)
-    rewards = torch.randn(n, envs, 2, generator=g, dtype=torch.float64)
-    ends = torch.rand(n, envs, generator=g) < 0.2
-    before = torch.randn(envs, 2, generator=g, dtype=torch.float64)
-    for a, b in zip(
-        running_returns(rewards, ends, before, 0.9), loop_of_returns(rewards, ends, before, 0.9), strict=True
-    ):
-        close(a, b)
 
 
 @pytest.mark.parametrize("cut", [(40,), (1,) * 40, (3, 17, 20)])

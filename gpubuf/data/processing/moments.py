@@ -7,8 +7,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-COUNT, MEAN, M2, PEAK = range(4)
-"""Rows of a state."""
+from gpubuf.kernels import moments
+from gpubuf.kernels._registry import without_dispatch
+from gpubuf.kernels.moments import ACTIVE, COUNT, M2, MEAN, PEAK, Rule
+
+_update = without_dispatch(moments.update, given=("source",))
+returns = without_dispatch(moments.returns, given=("rewards", "ends"))
 
 
 def merged(a: Tensor, b: Tensor) -> Tensor:
@@ -26,41 +30,28 @@ def merged(a: Tensor, b: Tensor) -> Tensor:
     return torch.stack((total, mean, m2, torch.maximum(a[PEAK], b[PEAK])))
 
 
-def moments_of(numbers: Tensor) -> Tensor:
-    """The state of ``[n, elements]`` numbers: each column's finite ones."""
-    numbers = numbers.double()
-    finite = numbers.isfinite()
-    count = finite.sum(0, dtype=torch.float64)
-    numbers = torch.where(finite, numbers, 0.0)
-    mean = numbers.sum(0) / count.clamp(min=1.0)
-    m2 = torch.where(finite, numbers - mean, 0.0).square().sum(0)
-    return torch.stack((count, mean, m2, numbers.abs().amax(0)))
-
-
 class Moments:
     """Count, mean and sum of squared deviations (M2) for each element, and what the kernels read of them.
 
-    Numbers that are not finite are left out, each for its own element: one NaN would else stay in the mean for ever.
-    The count is float64, exact to 2**53; beyond, the statistics no longer move, and stay finite.
+    See :mod:`gpubuf.kernels.moments`, also for numbers that are not finite, and for counts beyond 2**53.
 
     Args:
         elements: of a row.
         device: of the rows.
-        eps: added to the variance.
-        peak_at: the largest magnitude so far becomes at most so much; inf: nothing is done about it.
+        rule: how the statistics go on.
         centred: whether the mean is subtracted.
 
     Attributes:
         state: float64 ``[4, elements]``: count, mean, M2, largest magnitude.
         mean, factor: float32 ``[elements]``, at fixed addresses: a number becomes ``(number - mean) * factor``, with
             ``factor = 1 / max(sqrt(M2 / count + eps), largest / peak_at)``. Before any number: 0 and 1.
+        rule: float64 ``[5]``, on the device: see :class:`gpubuf.kernels.moments.Rule`.
     """
 
-    def __init__(self, elements: int, device: torch.device, eps: float, peak_at: float, centred: bool) -> None:
-        self.state = torch.zeros(4, elements, dtype=torch.float64, device=device)
-        self.mean = torch.zeros(elements, dtype=torch.float32, device=device)
-        self.factor = torch.ones(elements, dtype=torch.float32, device=device)
-        self._eps, self._peak_at, self._centred = eps, peak_at, centred
+    def __init__(self, elements: int, device: torch.device, rule: Rule, centred: bool) -> None:
+        self.state, self.mean, self.factor = moments.new_state(elements, device)
+        self.rule = torch.tensor(rule, dtype=torch.float64).to(device)
+        self._centred = centred
 
     @property
     def elements(self) -> int:
@@ -72,45 +63,31 @@ class Moments:
         """Of the population (``M2 / count``), float64 ``[elements]``; 0 before any number."""
         return self.state[M2] / self.state[COUNT].clamp(min=1.0)
 
-    def update(self, numbers: Tensor, active: Tensor, until: float) -> None:
-        """Take ``[n, elements]`` numbers in, of any dtype, on the device. No host sync.
+    def update(self, numbers: Tensor) -> None:
+        """Take ``[n, elements]`` numbers in, of any dtype, on the device. One launch, no host sync."""
+        _update(self.state, numbers, self.mean if self._centred else None, self.factor, self.rule)
 
-        Args:
-            numbers: the numbers.
-            active: bool ``[1]``: False leaves all as it is.
-            until: an element that has counted so many stays as it is.
-        """
-        if not numbers.shape[0]:
-            return
-        state = self.state
-        self.put(torch.where(active & (state[COUNT] < until), merged(state, moments_of(numbers)), state))
+    def activate(self, active: bool) -> None:
+        """Let the statistics move, or not: in place, so that captured graphs go by it. No host sync."""
+        self.rule[ACTIVE].fill_(float(active))
 
     def put(self, state: Tensor) -> None:
         """Have ``state``, in place. No host sync."""
-        # What is read of it is computed first: an interrupt leaves a state that was taken in as a whole, or not.
         self.state.copy_(state)
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Compute anew what is read of the state."""
-        state = self.state
-        scale = torch.maximum((self.variance + self._eps).sqrt(), state[PEAK] / self._peak_at)
-        self.factor.copy_(torch.where(state[COUNT] > 0, 1.0 / scale, 1.0))
-        if self._centred:
-            self.mean.copy_(state[MEAN])
+        # No rows: what is read of the state is computed anew.
+        self.update(self.state[:0])
 
     def to(self, device: torch.device) -> Self:
         """These on ``device``: self if they are there."""
         if device == self.state.device:
             return self
         other = object.__new__(type(self))
-        vars(other).update(vars(self))
-        other.state, other.mean, other.factor = (t.to(device) for t in (self.state, self.mean, self.factor))
+        vars(other).update({name: v.to(device) if isinstance(v, Tensor) else v for name, v in vars(self).items()})
         return other
 
     def tensors(self) -> list[Tensor]:
         """The tensors."""
-        return [self.state, self.mean, self.factor]
+        return [self.state, self.mean, self.factor, self.rule]
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of count, mean, M2 and largest magnitude, float64 ``[elements]``: :func:`merged` goes by them."""

@@ -15,6 +15,7 @@ from gpubuf.data.processing.clip import check_bounds
 from gpubuf.data.processing.moments import Moments
 from gpubuf.data.processing.running import RunningStatistics, Update
 from gpubuf.data.storages.layout import Data, Key, Leaf, as_written
+from gpubuf.kernels.moments import Rule
 
 
 class Normalize(RunningStatistics):
@@ -66,7 +67,7 @@ class Normalize(RunningStatistics):
         self.low, self.high = check_bounds(*(clip if isinstance(clip, tuple) else (-clip, clip)))
 
     def _new_moments(self, elements: int, device: torch.device) -> Moments:
-        return Moments(elements, device, self._eps, math.inf, centred=True)
+        return Moments(elements, device, Rule(self._eps, math.inf, self._until, self.training), centred=True)
 
     def check(self, leaves: Sequence[Leaf]) -> None:
         """Raise unless the batch has these keys, as floating-point numbers."""
@@ -92,7 +93,7 @@ class Normalize(RunningStatistics):
             moments = self._moments.get(key)
             if moments is None:
                 raise RuntimeError("Normalize does not know its rows yet: write a batch to its buffer first")
-            moments.update(numbers.reshape(-1, moments.elements), self._active, self._until)
+            moments.update(numbers.reshape(-1, moments.elements))
 
     def _tensor(self, data: Data, key: Key) -> Tensor:
         if isinstance(data, Tensor) and len(self.keys) == 1:

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from gpubuf.data.concurrency.locking import unless_compiling
 from gpubuf.data.processing.base import as_keys, require_floating, tensor_at
-from gpubuf.data.processing.moments import Moments
-from gpubuf.data.processing.returns import running_returns
+from gpubuf.data.processing.moments import Moments, returns
 from gpubuf.data.processing.running import RunningStatistics, Update
 from gpubuf.data.storages.layout import Data, Key, Leaf, as_written, batch_shape
+from gpubuf.kernels.moments import Rule
 
 ENDS: tuple[Key, ...] = (("next", "done"), ("next", "terminated"), ("next", "truncated"))
 
@@ -85,7 +85,8 @@ class RewardScale(RunningStatistics):
         return {key: key for key in self.keys}
 
     def _new_moments(self, elements: int, device: torch.device) -> Moments:
-        return Moments(elements, device, self._eps, self.g_max, centred=False)
+        rule = Rule(self._eps, self.g_max, self._until, self.training, self.gamma)
+        return Moments(elements, device, rule, centred=False)
 
     # Binding
 
@@ -154,16 +155,15 @@ class RewardScale(RunningStatistics):
         if not rows:
             return
         tensors = self._rows(data, (*self.keys, *self._ends), tensor_at)
-        ends = torch.zeros((), dtype=torch.bool, device=self._active.device)
+        ends: Tensor | None = None
         for flags in tensors[len(self.keys) :]:
-            ends = ends | flags.reshape(rows // envs, envs, -1).bool().any(-1)
+            ended = flags.reshape(rows // envs, envs, -1).ne(0)
+            ended = ended.squeeze(-1) if ended.shape[-1] == 1 else ended.any(-1)
+            ends = ended if ends is None else ends | ended
         for key, rewards in zip(self.keys, tensors, strict=False):
             moments = self._moments[key]
-            numbers = rewards.reshape(rows // envs, envs, moments.elements).double()
-            numbers = torch.where(numbers.isfinite(), numbers, 0.0)
-            returns, behind = running_returns(numbers, ends, self._returns[key], self.gamma)
-            moments.update(returns.flatten(0, 1), self._active, self._until)
-            self._returns[key].copy_(behind)
+            numbers = rewards.reshape(rows // envs, envs, moments.elements)
+            moments.update(returns(self._returns[key], numbers, ends, moments.rule).flatten(0, 1))
 
     def reset(self) -> None:
         """Begin a new trajectory in every environment. Statistics stay as they are. No host sync."""
@@ -190,7 +190,7 @@ class RewardScale(RunningStatistics):
             for number, key in enumerate(self.keys):
                 saved, known = state["returns"].get(str(number)), self._returns.get(key)
                 if known is None and saved is not None:
-                    self._returns[key] = saved.to(self._active.device, copy=True)
+                    self._returns[key] = saved.to(self._device, copy=True)
                 elif known is not None:
                     known.copy_(saved if saved is not None and saved.shape == known.shape else torch.zeros_like(known))
 

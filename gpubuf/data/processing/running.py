@@ -41,7 +41,7 @@ class RunningStatistics(Process):
         self._until = math.inf if until is None else float(until)
         self._moments: dict[Key, Moments] = {}
         self._shapes: dict[Key, tuple[int, ...]] = {}
-        self._active = torch.ones(1, dtype=torch.bool)
+        self._device = torch.device("cpu")
         self._served = self.serves()
 
     def _new_moments(self, elements: int, device: torch.device) -> Moments:
@@ -65,7 +65,7 @@ class RunningStatistics(Process):
             known = self._moments.get(key)
             self._moments[key] = self._new_moments(leaf.n_elements, device) if known is None else known.to(device)
             self._shapes[key] = leaf.shape
-        self._active = self._active.to(device)
+        self._device = device
 
     def options(self, key: Key) -> dict[str, Any]:
         """The addresses of mean and factor."""
@@ -83,7 +83,8 @@ class RunningStatistics(Process):
     def train(self, mode: bool = True) -> Self:
         """Let the statistics move, or not. In place: a captured graph goes by it. No host sync."""
         with unless_compiling(self.lock):
-            self._active.fill_(mode)
+            for moments in self._moments.values():
+                moments.activate(mode)
             self.training = mode
         return self
 
@@ -101,7 +102,7 @@ class RunningStatistics(Process):
 
     def _rows(self, data: Data, keys: Sequence[Key], at: Callable[[Data, Key], Tensor]) -> list[Tensor]:
         """The tensors of a batch under ``keys``, on the device of the statistics."""
-        return to_device([at(data, key).detach() for key in keys], self._active.device)
+        return to_device([at(data, key).detach() for key in keys], self._device)
 
     # Reading
 
@@ -163,7 +164,7 @@ class RunningStatistics(Process):
             for key, state in states.items():
                 own = self._moments.get(key)
                 if own is None:
-                    own = self._moments[key] = self._new_moments(state.shape[1], self._active.device)
+                    own = self._moments[key] = self._new_moments(state.shape[1], self._device)
                 elif own.elements != state.shape[1]:
                     raise ValueError(f"{as_written(key)!r} has {own.elements} elements, the other {state.shape[1]}")
                 own.put(merged(own.state, state.to(own.state.device)))
@@ -191,7 +192,7 @@ class RunningStatistics(Process):
                 known = self._moments.get(key)
                 if key in found:
                     if known is None:
-                        known = self._moments[key] = self._new_moments(found[key].shape[1], self._active.device)
+                        known = self._moments[key] = self._new_moments(found[key].shape[1], self._device)
                     known.put(found[key].to(known.state.device))
                 elif known is not None:
                     known.put(torch.zeros_like(known.state))
