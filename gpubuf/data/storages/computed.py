@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from gpubuf.data.storages.layout import RowLayout
 from gpubuf.data.storages.row_memory import RowMemory
 from gpubuf.kernels import transitions
-from gpubuf.kernels._registry import without_dispatch
+from gpubuf.kernels._registry import in_memory, lazy, past_dispatcher, without_dispatch
 
 _extend = without_dispatch(transitions.extend, given=("sources",))
 _gather = without_dispatch(transitions.gather, trusted=True, given=("index",))
 _sample = without_dispatch(transitions.sample, trusted=True)
 _write = without_dispatch(transitions.write, given=("sources", "index"))
 _update = without_dispatch(transitions.write, given=("sources", "index", "generation"))
+# The CPU's forms of two operations that no schema can describe: they write into tensors of the caller's.
+_gather_into = lazy("gpubuf.kernels.transitions._cpu:gather_into")
+_sample_into = lazy("gpubuf.kernels.transitions._cpu:sample_into")
 
 #: Integers of the size of an element, by which bits are compared.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -31,35 +34,55 @@ class ComputedRows(RowMemory):
 
     def _extend_computed(self, sources: list[Tensor], n: int) -> Tensor:
         links, owners = self._links
-        index: Tensor = _extend(self._fields, sources, self.ring, links, owners, n, self.max_size, self._envs)
+        try:
+            index: Tensor = _extend(self._fields, sources, self.ring, links, owners, n, self.max_size, self._envs)
+        except ValueError as error:
+            raise self._by_name(error) from None
         return index
 
     def _write_computed(self, sources: list[Tensor], index: Tensor) -> None:
-        _write(self._fields, sources, self.ring, index, self.max_size)
+        try:
+            _write(self._fields, sources, self.ring, index, self.max_size)
+        except ValueError as error:
+            raise self._by_name(error) from None
 
     def _update_computed(self, sources: list[Tensor], keys: Sequence[int], index: Tensor, generation: Tensor) -> None:
         assert self._fields is not None
         # Read when the operation runs: a captured graph finds the rows where they are by then.
         fields = torch.stack([self._fields[key] for key in keys])
-        _update(fields, sources, self.ring, index, self.max_size, generation)
+        try:
+            _update(fields, sources, self.ring, index, self.max_size, generation)
+        except ValueError as error:
+            raise self._by_name(error, keys) from None
+
+    def _by_name(self, error: ValueError, keys: Sequence[int] | None = None) -> ValueError:
+        """An error of the kernels, which know fields by their numbers."""
+        leaves = self.written_layout.leaves
+        chosen = leaves if keys is None else [leaves[key] for key in keys]
+        return ValueError(re.sub(r"^field (\d+)", lambda found: f"key {chosen[int(found[1])].name}", str(error)))
 
     def _gather_computed(self, index: Tensor, *, written: bool = False) -> tuple[list[Tensor], Tensor]:
         """Rows as in batches, or as they were written, and their generations."""
         layout, fields = (self.written_layout, self._written_fields) if written else (self.batch_layout, self._fields)
-        n = index.numel()
-        links = self._links[0]
-        arena, generation = _gather(fields, self.ring, None, links, None, index, *self._call(layout, n))
+        assert fields is not None
+        n, links = index.numel(), self._links[0]
+        # Single rows, without processing.
+        how = self.max_size, self._envs, 1, 1.0, transitions.OFF, 0
+        if past_dispatcher(fields):
+            tensors = layout.allocate(n)
+            return tensors, _gather_into(fields, self.ring, None, links, None, in_memory(index), *how, tensors)
+        arena, generation = _gather(fields, self.ring, None, links, None, index, *how, layout.arena(n).n_bytes)
         return layout.cut(arena, n), generation
 
     def _sample_computed(self, rng: Tensor, n: int) -> tuple[list[Tensor], Tensor, Tensor]:
-        layout = self.batch_layout
-        links = self._links[0]
-        arena, index, generation = _sample(self._fields, self.ring, None, links, None, rng, n, *self._call(layout, n))
+        layout, fields, links = self.batch_layout, self._fields, self._links[0]
+        assert fields is not None
+        how = n, self.max_size, self._envs, 1, 1.0, transitions.OFF, 0
+        if past_dispatcher(fields):
+            tensors = layout.allocate(n)
+            return tensors, *_sample_into(fields, self.ring, None, links, None, rng, *how, tensors)
+        arena, index, generation = _sample(fields, self.ring, None, links, None, rng, *how, layout.arena(n).n_bytes)
         return layout.cut(arena, n), index, generation
-
-    def _call(self, layout: RowLayout, n: int) -> tuple[int, int, int, float, int, int, int]:
-        """The last arguments of a read: of single rows, without processing."""
-        return self.max_size, self._envs, 1, 1.0, transitions.OFF, 0, layout.arena(n).n_bytes
 
     @property
     def _envs(self) -> int:
