@@ -1,0 +1,518 @@
+"""n-step transitions that are made when a batch is drawn: what they are, and which rows they begin with."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+
+import pytest
+import torch
+from tensordict import TensorDict, tensorclass
+
+from gpubuf import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    PrioritizedReplayBuffer,
+    PrioritizedSampler,
+    PrioritizedSliceSampler,
+    RandomSampler,
+    ReplayBuffer,
+    RoundRobinWriter,
+    SACLoss,
+    SamplerWithoutReplacement,
+    SliceSampler,
+    SliceSamplerWithoutReplacement,
+    TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
+    TensorStorage,
+)
+from gpubuf.data.samplers.base import Sampler
+from gpubuf.data.storages.reader import Reader
+from gpubuf.modules import make_sac_actor, make_sac_critic
+from tests.support.n_step_model import Model
+from tests.support.transitions import same
+
+SAMPLERS = {
+    "uniform": lambda capacity: RandomSampler(),
+    "without replacement": lambda capacity: SamplerWithoutReplacement(),
+    "prioritized": lambda capacity: PrioritizedSampler(capacity, 0.7, 0.5),
+    "stratified": lambda capacity: PrioritizedSampler(capacity, 0.7, 0.5, stratified=True),
+}
+
+
+def new(
+    steps: int, envs: int | None = None, sampler: str = "uniform", storage: type = LazyTensorStorage, **options
+) -> TensorDictReplayBuffer:
+    capacity = steps * (envs or 1)
+    return TensorDictReplayBuffer(
+        storage=storage(capacity, ndim=1 if envs is None else 2),
+        sampler=SAMPLERS[sampler](capacity),
+        **{"batch_size": 24, "generator": torch.Generator().manual_seed(3), **options},
+    )
+
+
+def filled(n: int = 20, steps: int = 12, **options) -> tuple[TensorDictReplayBuffer, Model]:
+    buffer, model = new(steps, **{"n_steps": 3, "gamma": 0.9, **options}), Model(steps, options.get("envs"))
+    buffer.extend(model.write(n))
+    return buffer, model
+
+
+# The transitions
+
+
+@pytest.mark.parametrize("envs", [None, 1, 3])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_batches_are_those_of_a_plain_model(backend, sampler, envs):
+    """Cases 17, 36, 37, 38: random writes, ends and laps of the ring, against lists in plain Python."""
+    rng = random.Random(1)
+    for n_steps, gamma in ((2, 0.5), (3, 0.99), (5, 1.0), (64, 0.9), (4, 0.0))[: 5 if backend == "numba" else 2]:
+        steps = rng.choice([7, 16, 70])
+        buffer = new(steps, envs, sampler, n_steps=n_steps, gamma=gamma)
+        model = Model(steps, envs, seed=n_steps, ends=rng.choice([0.0, 0.1, 0.5]))
+        for _ in range(12 if backend == "numba" else 5):
+            buffer.extend(model.write(rng.choice([1, 1, 2, 5, 11, 80])))
+            batch = buffer.sample()
+            model.check(batch, n_steps, gamma)
+            if sampler == "prioritized":
+                buffer.update_tensordict_priority(batch.set("td_error", torch.rand(batch.shape)))
+
+
+def test_rewards_do_not_leak_over_the_write_cursor():
+    """Case 17: FastTD3 returned 25 for the transition that begins at step 10; with two steps 21 are due."""
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(10), n_steps=2, gamma=1.0, batch_size=200)
+    step = torch.arange(14.0).unsqueeze(-1)
+    never = torch.zeros(14, 1, dtype=torch.bool)
+    rows = {"observation": step, "next": {"observation": step + 1, "reward": step, "done": never}}
+    buffer.extend(TensorDict(rows, [14]))
+    batch = buffer.sample()
+    found = {int(o): (float(r), int(k)) for o, r, k in zip(*columns(batch), strict=True)}
+    assert found == {**{i: (2 * i + 1, 2) for i in range(4, 13)}, 13: (13, 1)}
+    assert found[10] == (21, 2)
+
+
+def columns(batch: TensorDict) -> list[list[float]]:
+    keys = ("observation", ("next", "reward"), "steps_to_next_obs")
+    return [batch[key][:, 0].tolist() for key in keys]
+
+
+@pytest.mark.parametrize("envs", [None, 2])
+def test_nothing_from_beyond_the_cursor_enters(backend, envs):
+    """Case 36: every row of a full ring, at each position of the cursor."""
+    buffer, model = filled(9, 5, envs=envs, sampler="without replacement", n_steps=4, batch_size=5 * (envs or 1))
+    for _ in range(6):
+        buffer.extend(model.write(1))
+        batch = buffer.sample()
+        model.check(batch, 4, 0.9)
+        assert sorted(batch["observation"][:, 0].tolist()) == model.stored()
+
+
+def test_the_loss_discounts_by_the_steps_really_taken():
+    """Case 37: gamma ** k of each row, not gamma ** n."""
+    torch.manual_seed(0)
+    buffer, _ = filled(40, 40, sampler="without replacement", batch_size=40)
+    batch = buffer.sample()
+    assert set(batch["steps_to_next_obs"].flatten().tolist()) == {1, 2, 3}
+    batch["action"] = batch["action"] * 0
+    loss = SACLoss(make_sac_actor(3, 1, (8,)), make_sac_critic(3, 1, (8,)))
+    loss.make_value_estimator(gamma=0.9)
+    parts = []
+    for chosen in (1, 2, 3):
+        rows = batch[(batch["steps_to_next_obs"] == chosen).flatten()]
+        # Rows that take one step of a larger discount: 0.9 ** k a step.
+        single = rows.exclude("steps_to_next_obs")
+        loss.make_value_estimator(gamma=0.9**chosen)
+        torch.manual_seed(1)
+        expected = loss(single)["loss_qvalue"]
+        loss.make_value_estimator(gamma=0.9)
+        torch.manual_seed(1)
+        torch.testing.assert_close(loss(rows)["loss_qvalue"], expected)
+        parts.append(len(rows))
+    assert sum(parts) == 40
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_the_same_rows_are_drawn_as_with_one_step(backend, sampler):
+    """Case 38: not only by the same law, but the same ones."""
+    plain, several = (new(30, sampler=sampler, n_steps=n) for n in (1, 3))
+    model, other = Model(30), Model(30)
+    for n in (20, 30):
+        plain.extend(model.write(n))
+        several.extend(other.write(n))
+        for _ in range(3):
+            a, b = plain.sample(), several.sample()
+            assert torch.equal(a["index"], b["index"])
+            assert torch.equal(a["observation"], b["observation"])
+            assert "steps_to_next_obs" not in a.keys()
+            if sampler != "uniform" and "index_generation" in a.keys():
+                assert torch.equal(a["priority_weight"], b["priority_weight"])
+                assert torch.equal(a["index_generation"], b["index_generation"])
+
+
+@pytest.mark.parametrize("sampler", ["uniform", "prioritized"])
+def test_every_row_is_drawn_as_often_as_its_law_says(sampler):
+    """Case 38: the newest rows, too; chi-square with 29 degrees of freedom."""
+    buffer, _ = filled(50, 30, sampler=sampler, n_steps=5, batch_size=3000)
+    weight = torch.ones(30, dtype=torch.float64)
+    if sampler == "prioritized":
+        priority = torch.rand(30) + 0.1
+        buffer.update_priority(torch.arange(30), priority)
+        weight = priority.double() ** 0.7
+    counts = sum(torch.bincount(buffer.sample()["index"], minlength=30) for _ in range(10))
+    expected = weight / weight.sum() * 30_000
+    assert ((counts - expected) ** 2 / expected).sum() < 58.3  # p = 0.001
+
+
+# Keys
+
+
+def agents_rows(n: int, **more: torch.Tensor) -> TensorDict:
+    step = torch.arange(float(n)).unsqueeze(-1)
+    flags = torch.zeros(n, 1, dtype=torch.bool)
+    below = {"observation": step + 1, "reward": step, "done": flags, **more}
+    return TensorDict({"observation": step, "next": below}, [n])
+
+
+def test_several_rewards_and_vectors():
+    """Keys of rewards are summed each, in float64 and in all their elements."""
+    buffer, model = filled(20, reward_keys=[("next", "reward"), ("next", "costs")])
+    batch = buffer.sample()
+    model.check(batch, 3, 0.9)
+    rewards = [model.transition(int(number), 3, 0.9)["reward"] for number in batch["observation"][:, 0]]
+    expected = torch.tensor(rewards, dtype=torch.float64).unsqueeze(-1) * torch.tensor([1, -2])
+    torch.testing.assert_close(batch["next", "costs"], expected)
+
+
+def test_what_is_under_next_and_no_reward_is_that_of_the_last_step():
+    buffer, model = filled(20)
+    batch = buffer.sample()
+    for number, costs in zip(batch["observation"][:, 0].tolist(), batch["next", "costs"], strict=True):
+        due = model.transition(int(number), 3, 0.9)
+        last = model.transition(int(number) + int(due["steps"]) - 1, 1, 0.9)
+        torch.testing.assert_close(costs[0].item(), last["reward"])
+
+
+def test_rewards_and_flags_of_agents():
+    """A flag with several elements ends the trajectory of a row if one of them is set."""
+    reward = torch.arange(24.0).view(8, 3, 1)
+    ended = torch.zeros(8, 3, 1, dtype=torch.bool)
+    ended[2, 1] = True
+    rows = agents_rows(8, agents=TensorDict({"reward": reward, "done": ended}, [8, 3]))
+    keys = {"reward_keys": [("next", "agents", "reward")], "end_keys": [("next", ("agents", "done"))]}
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(8), sampler=SamplerWithoutReplacement(shuffle=False), n_steps=2, gamma=0.5, **keys
+    )
+    buffer.extend(rows)
+    batch = buffer.sample(8)
+    assert batch["steps_to_next_obs"].flatten().tolist() == [2, 2, 1, 2, 2, 2, 2, 1]
+    expected = reward + 0.5 * torch.cat([reward[1:], torch.zeros(1, 3, 1)])
+    expected[2] = reward[2]
+    torch.testing.assert_close(batch["next", "agents", "reward"], expected)
+    # Not summed, as it is not named.
+    assert batch["next", "reward"].flatten().tolist() == [1, 2, 2, 4, 5, 6, 7, 7]
+
+
+def test_flags_at_the_root_where_none_is_under_next():
+    step = torch.arange(6.0).unsqueeze(-1)
+    rows = TensorDict({"done": step == 2, "next": {"reward": step}}, [6])
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(6), sampler=SamplerWithoutReplacement(shuffle=False), n_steps=3, gamma=1.0
+    )
+    buffer.extend(rows)
+    batch = buffer.sample(6)
+    assert batch["next", "reward"].flatten().tolist() == [3, 3, 2, 12, 9, 5]
+
+
+def test_chosen_flags_only():
+    buffer = new(12, n_steps=3, end_keys=[("next", "terminated")])
+    rows = Model(12, seed=5).write(12)
+    buffer.extend(rows)
+    batch = buffer.sample()
+    for number, steps in zip(batch["observation"][:, 0].tolist(), batch["steps_to_next_obs"].flatten(), strict=True):
+        k = 1
+        while k < 3 and number + k < 12 and not rows["next", "terminated"][int(number) + k - 1]:
+            k += 1
+        assert k == steps
+
+
+def test_integers_as_flags():
+    rows = agents_rows(6)
+    rows["next", "done"] = torch.tensor([0, 0, 256, 0, 0, 0]).unsqueeze(-1)
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(6), sampler=SamplerWithoutReplacement(shuffle=False), n_steps=6, gamma=1.0
+    )
+    buffer.extend(rows)
+    assert buffer.sample(6)["steps_to_next_obs"].flatten().tolist() == [3, 2, 1, 3, 2, 1]
+
+
+def test_a_batch_of_a_plain_buffer_has_info():
+    """ReplayBuffer leaves index and generation in the info; they are those of the rows that were drawn."""
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(12), writer=RoundRobinWriter(track_generations=True), n_steps=3, batch_size=40
+    )
+    model = Model(12)
+    buffer.extend(model.write(20))
+    batch, info = buffer.sample(return_info=True)
+    assert set(info) == {"index", "index_generation"}
+    assert torch.equal(torch.tensor([model.position(int(o)) for o in batch["observation"][:, 0]]), info["index"])
+    assert torch.equal(info["index_generation"], (batch["observation"][:, 0] >= 12).long() + 1)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"n_steps": 0}, ValueError, r"1 \.\. 64, got 0"),
+        ({"n_steps": 65}, ValueError, r"1 \.\. 64, got 65"),
+        ({"n_steps": 2.0}, TypeError, "whole number, got 2.0"),
+        ({"n_steps": True}, TypeError, "whole number, got True"),
+        ({"gamma": 1.5}, ValueError, r"\[0, 1\], got 1.5"),
+        ({"gamma": -0.1}, ValueError, r"\[0, 1\]"),
+        ({"gamma": float("nan")}, ValueError, r"\[0, 1\]"),
+        ({"reward_keys": "reward"}, TypeError, "list of keys"),
+        ({"reward_keys": []}, ValueError, "reward_keys is empty"),
+        ({"end_keys": []}, ValueError, "end_keys is empty"),
+    ],
+)
+@pytest.mark.parametrize(
+    "buffer",
+    [
+        ReplayBuffer,
+        TensorDictReplayBuffer,
+        lambda **options: PrioritizedReplayBuffer(alpha=0.6, beta=0.4, **options),
+        lambda **options: TensorDictPrioritizedReplayBuffer(alpha=0.6, beta=0.4, **options),
+    ],
+)
+def test_arguments_that_make_no_sense(buffer, options, error, text):
+    with pytest.raises(error, match=text):
+        buffer(**options)
+    assert isinstance(buffer(n_steps=2)._reader, Reader)
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "error", "text"),
+    [
+        (
+            lambda rows: rows.exclude(("next", "reward")),
+            {},
+            KeyError,
+            r"sums the reward \('next', 'reward'\).*keys are",
+        ),
+        (lambda rows: rows, {"reward_keys": ["reward"]}, KeyError, "reward 'reward', which is not stored"),
+        (lambda rows: rows.exclude(("next", "done")), {}, KeyError, "needs the ends of trajectories.*give end_keys"),
+        (lambda rows: rows, {"end_keys": ["is_last"]}, KeyError, "'is_last', which is not stored"),
+        (lambda rows: rows.set("steps_to_next_obs", torch.ones(4, 1)), {}, ValueError, "which the rows have already"),
+        (lambda rows: rows.set(("next", "reward"), torch.ones(4, 1).long()), {}, ValueError, "it is torch.int64"),
+        (lambda rows: torch.stack([rows, rows], 1), {}, ValueError, "batch dimensions of their own"),
+        (lambda rows: rows["observation"], {}, KeyError, "reward"),
+    ],
+)
+def test_rows_that_can_not_be_summed(rows, options, error, text):
+    """The first write says so, before anything is allocated."""
+    buffer = ReplayBuffer(storage=LazyTensorStorage(8), n_steps=2, **options)
+    with pytest.raises(error, match=text):
+        buffer.extend(rows(agents_rows(4)))
+    assert not buffer.initialized
+    with pytest.raises(error, match=text):
+        ReplayBuffer(storage=TensorStorage(rows(agents_rows(4))), n_steps=2, **options)
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        SliceSampler(slice_len=2),
+        SliceSamplerWithoutReplacement(slice_len=2),
+        PrioritizedSliceSampler(100, 0.6, 0.4, slice_len=2),
+    ],
+)
+def test_slices_are_runs_of_single_steps(sampler):
+    with pytest.raises(ValueError, match="runs of single steps: it can't be used with n_steps=2"):
+        ReplayBuffer(storage=LazyTensorStorage(8), sampler=sampler, n_steps=2)
+    buffer, _ = filled()
+    before = buffer.sampler
+    with pytest.raises(ValueError, match="runs of single steps"):
+        buffer.set_sampler(sampler)
+    assert buffer.sampler is before
+    assert len(buffer.sample()) == 24
+
+
+@tensorclass
+class Following:
+    observation: torch.Tensor
+    reward: torch.Tensor
+    done: torch.Tensor
+
+
+@tensorclass
+class Row:
+    observation: torch.Tensor
+    next: Following
+
+
+def test_a_tensorclass_under_next_stays_one():
+    rows = agents_rows(6)
+    following = Following(**rows["next"].to_dict(), batch_size=[6])
+    buffer = ReplayBuffer(storage=LazyTensorStorage(6), n_steps=2, batch_size=9)
+    buffer.extend(TensorDict({"observation": rows["observation"], "next": following}, [6]))
+    batch = buffer.sample()
+    assert isinstance(batch["next"], Following)
+    assert batch["steps_to_next_obs"].shape == (9, 1)
+
+
+def test_a_sampler_of_ones_own_chooses_and_need_not_know():
+    class Newest(Sampler):
+        def choose(self, n):
+            last = len(self.storage) - 1
+            return torch.arange(last, last - n, -1), {}
+
+    buffer, model = new(12, n_steps=3, gamma=0.9, batch_size=4), Model(12)
+    buffer.set_sampler(Newest())
+    buffer.extend(model.write(9))
+    batch = buffer.sample()
+    model.check(batch, 3, 0.9)
+    assert batch["index"].tolist() == [8, 7, 6, 5]
+
+
+def test_a_sampler_that_reads_past_its_reader_is_told():
+    class Own(Sampler):
+        def draw(self, n):
+            tensors, index, generation = self.storage.sample_uniform(self.random_state("cpu").state, n)
+            from gpubuf.data.samplers.base import Drawn
+
+            return Drawn(tensors, index, generation, {})
+
+    buffer, model = new(12, n_steps=3), Model(12)
+    buffer.set_sampler(Own())
+    buffer.extend(model.write(9))
+    with pytest.raises(RuntimeError, match="let it read them from its reader"):
+        buffer.sample()
+
+
+# The life of the rows
+
+
+def test_flags_that_are_changed_in_place():
+    """By indexing, by update_if_present, and behind the buffer's back with mark_update."""
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(8),
+        sampler=SamplerWithoutReplacement(shuffle=False),
+        writer=RoundRobinWriter(track_generations=True),
+        n_steps=8,
+        gamma=1.0,
+    )
+    buffer.extend(agents_rows(8))
+
+    def steps() -> list[int]:
+        return buffer.sample(8)["steps_to_next_obs"].flatten().tolist()
+
+    assert steps() == [8, 7, 6, 5, 4, 3, 2, 1]
+    row = buffer[torch.tensor([2])]
+    row["next", "done"][:] = True
+    buffer[torch.tensor([2])] = row.exclude("index")
+    assert steps() == [3, 2, 1, 5, 4, 3, 2, 1]
+    batch = buffer.sample(8)
+    ended = TensorDict({"next": {"done": batch["next", "done"] | True}}, [8])[4:6]
+    buffer.update_if_present(batch["index"][4:6], ended, generation=batch["index_generation"][4:6])
+    assert steps() == [3, 2, 1, 2, 1, 1, 2, 1]
+    column = buffer.storage.columns[buffer.storage.layout.position(("next", "done"))].whole
+    column[2] = False
+    buffer.mark_update(torch.tensor([2]))
+    assert steps() == [5, 4, 3, 2, 1, 1, 2, 1]
+
+
+def test_rows_are_given_out_as_they_were_written():
+    buffer, model = filled(9)
+    assert "steps_to_next_obs" not in buffer[:].keys()
+    assert torch.equal(buffer[:]["next", "reward"][:, 0], torch.tensor([row["reward"] for row in model.rows[0]]))
+
+
+def test_forgotten_rows_leave_no_ends_behind():
+    buffer, model = filled(20)
+    for forget in (buffer.empty, buffer.free):
+        forget()
+        with pytest.raises(RuntimeError, match="empty"):
+            buffer.sample()
+        model = Model(12, seed=7)
+        buffer.extend(model.write(8))
+        model.check(buffer.sample(), 3, 0.9)
+
+
+def test_bytes_are_counted():
+    buffer, _ = filled(1, 640)
+    assert buffer.storage.end_bits is not None
+    # 10 words of flags and one above them, and the sums.
+    assert buffer.memory().index == buffer.storage.end_bits.nbytes >= 2 * 80
+    plain, _ = filled(1, 640, n_steps=1)
+    assert plain.storage.end_bits is None
+    assert plain.memory().index == 0
+    assert plain._reader is plain.sampler.reader is plain.storage
+
+
+def test_copies_have_their_own_rows():
+    """By deepcopy and by pickle, before the first write and after it; the random stream goes on."""
+    for make in (copy.deepcopy, lambda buffer: pickle.loads(pickle.dumps(buffer))):
+        for n in (0, 20):
+            buffer, model = filled(n or 1)
+            if n == 0:
+                buffer, model = new(12, n_steps=3, gamma=0.9), Model(12)
+            other = make(buffer)
+            assert other._reader.storage is other.storage is not buffer.storage
+            assert other.sampler.reader is other._reader
+            rows = model.write(5)
+            other.extend(rows)
+            first = other.sample()
+            model.check(first, 3, 0.9)
+            buffer.extend(rows)
+            assert same(buffer.sample(), first)
+
+
+def test_storages_of_all_kinds(tmp_path):
+    for storage in (
+        lambda: LazyMemmapStorage(12, scratch_dir=tmp_path / "rows"),
+        lambda: TensorStorage(Model(12).write(12)),
+    ):
+        buffer = TensorDictReplayBuffer(storage=storage(), n_steps=3, gamma=0.9, batch_size=24)
+        model = Model(12)
+        model.write(12)
+        if isinstance(buffer.storage, LazyMemmapStorage):
+            model = Model(12)
+            buffer.extend(model.write(12))
+        model.check(buffer.sample(), 3, 0.9)
+        buffer.extend(model.write(7))
+        model.check(buffer.sample(), 3, 0.9)
+    # Rows of before, of another process for example.
+    opened = TensorDictReplayBuffer(storage=LazyMemmapStorage.open(tmp_path / "rows"), n_steps=5, batch_size=24)
+    first = Model(12)
+    first.write(12)
+    first.write(7)
+    first.check(opened.sample(), 5, 0.99)
+
+
+def test_another_storage_or_sampler():
+    buffer, _ = filled(20)
+    model = Model(30, seed=4)
+    buffer.set_storage(LazyTensorStorage(30))
+    buffer.extend(model.write(50))
+    model.check(buffer.sample(), 3, 0.9)
+    buffer.set_sampler(PrioritizedSampler(30, 0.6, 0.4))
+    model.check(buffer.sample(), 3, 0.9)
+    with pytest.raises(KeyError):
+        buffer.set_storage(TensorStorage(TensorDict({"x": torch.ones(3)}, [3])))
+    model.check(buffer.sample(), 3, 0.9)
+
+
+def test_one_storage_of_two_buffers():
+    """One with single steps and one with several; both see all rows, whoever wrote them."""
+    storage, model = LazyTensorStorage(12), Model(12)
+    writer = ReplayBuffer(storage=storage, batch_size=4)
+    reader = ReplayBuffer(storage=storage, batch_size=24, n_steps=3, gamma=0.9)
+    writer.extend(model.write(20))
+    model.check(reader.sample(), 3, 0.9)
+    assert "steps_to_next_obs" not in writer.sample().keys()
+    with pytest.raises(ValueError, match="by other keys"):
+        ReplayBuffer(storage=storage, n_steps=2, end_keys=[("next", "truncated")])
+    del reader
+    other = ReplayBuffer(storage=storage, n_steps=64, end_keys=[("next", "observation")], batch_size=24)
+    assert other.sample()["steps_to_next_obs"].max() == 1
