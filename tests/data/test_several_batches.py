@@ -1,0 +1,244 @@
+"""Several batches in one draw: ``sample(batches=K)``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from gpubuf import (
+    LazyTensorStorage,
+    PrioritizedSampler,
+    PrioritizedSliceSampler,
+    RandomSampler,
+    ReplayBuffer,
+    SamplerWithoutReplacement,
+    SliceSampler,
+    SliceSamplerWithoutReplacement,
+    TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
+)
+from tests.support.n_step_model import Model
+from tests.support.transitions import same, transitions
+
+
+def new(sampler=None, capacity: int = 50, n: int = 40, ndim: int = 1, **options) -> TensorDictReplayBuffer:
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(capacity, ndim=ndim),
+        sampler=sampler,
+        generator=torch.Generator().manual_seed(1),
+        **{"batch_size": 8, **options},
+    )
+    if n:
+        data = transitions(n)
+        buffer.extend(data if ndim == 1 else data.view(2, n // 2))
+    return buffer
+
+
+@pytest.mark.parametrize("ndim", [1, 2])
+@pytest.mark.parametrize(
+    "sampler", [RandomSampler, lambda: PrioritizedSampler(50, 0.6, 0.4)], ids=["uniform", "prioritized"]
+)
+def test_they_are_one_large_batch_cut_into_parts(backend, sampler, ndim):
+    """The same rows, and the same random numbers, as a batch of K times the size."""
+    several, large = (new(sampler(), ndim=ndim, batch_size=size) for size in (8, 24))
+    batch, due = several.sample(batches=3), large.sample()
+    assert batch.batch_size == (3, 8)
+    assert same(batch.reshape(-1), due)
+    assert batch["index"].shape == ((3, 8) if ndim == 1 else (3, 8, 2))
+    assert torch.equal(batch["index"].flatten(0, 1), due["index"])
+    for key in set(due.keys()) - {"index", "next"}:
+        assert batch[key].shape[:2] == (3, 8)
+    assert batch["observation"].is_contiguous()
+    assert same(several.sample(), large.sample()[:8])
+
+
+def test_info_and_shapes_of_a_plain_buffer():
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(50), sampler=PrioritizedSampler(50, 0.6, 0.4), batch_size=4, pin_memory=False
+    )
+    buffer.extend(transitions(30))
+    batch, info = buffer.sample(return_info=True, batches=5)
+    assert batch.batch_size == (5, 4)
+    assert {key: tuple(value.shape) for key, value in info.items()} == dict.fromkeys(
+        ("index", "priority_weight", "index_generation"), (5, 4)
+    )
+    assert buffer.sample(batches=1).batch_size == (1, 4)
+    with pytest.warns(UserWarning, match="batch_size"):
+        assert buffer.sample(7, batches=2).batch_size == (2, 7)
+    tensors = ReplayBuffer(storage=LazyTensorStorage(9), batch_size=2)
+    tensors.extend(torch.arange(9.0))
+    assert tensors.sample(batches=3).shape == (3, 2)
+
+
+@pytest.mark.parametrize("batches", [0, -1])
+def test_none_at_all(batches):
+    with pytest.raises(ValueError, match=f"batches must be at least 1, got {batches}"):
+        new().sample(batches=batches)
+
+
+@pytest.mark.parametrize("ndim", [1, 2])
+@pytest.mark.parametrize("way", ["all at once", "by index", "one part after the other"])
+def test_priorities_come_back_for_all_parts(backend, way, ndim):
+    """Case 42: in one update; of a row in several parts the last priority counts."""
+    buffer = TensorDictPrioritizedReplayBuffer(
+        alpha=1.0, beta=0.5, eps=0.0, storage=LazyTensorStorage(20, ndim=ndim), batch_size=8
+    )
+    data = transitions(20)
+    buffer.extend(data if ndim == 1 else data.view(2, 10))
+    batch = buffer.sample(batches=6)
+    batch["td_error"] = 1.0 + torch.arange(48.0).view(6, 8)
+    if way == "all at once":
+        buffer.update_tensordict_priority(batch)
+    elif way == "by index":
+        buffer.update_priority(batch["index"], batch["td_error"], generation=batch["index_generation"])
+    else:
+        for part in batch:
+            buffer.update_tensordict_priority(part)
+    positions = batch["index"].reshape(48, -1)
+    flat = positions[:, 0] if ndim == 1 else positions[:, 0] * 2 + positions[:, 1]
+    due = torch.ones(20)
+    for row, priority in zip(flat.tolist(), batch["td_error"].flatten().tolist(), strict=True):
+        due[row] = priority
+    assert len(set(flat.tolist())) < 48
+    torch.testing.assert_close(buffer.sampler.tree.leaves[:20], due)
+
+
+def test_priorities_of_more_dimensions_and_of_rows_that_are_gone():
+    """Case 42: as for single batches."""
+    buffer = TensorDictPrioritizedReplayBuffer(
+        alpha=1.0, beta=0.5, eps=0.0, storage=LazyTensorStorage(20), batch_size=8
+    )
+    buffer.extend(transitions(20))
+    batch = buffer.sample(batches=3)
+    batch["td_error"] = torch.stack([torch.full((3, 8), 7.0), torch.full((3, 8), 5.0)], -1)
+    buffer.extend(transitions(10, 20))
+    buffer.update_tensordict_priority(batch)
+    rows = batch["index"].flatten()
+    leaves = buffer.sampler.tree.leaves
+    assert (leaves[rows[rows >= 10]] == 7).all()
+    assert (leaves[:10] == 1).all()
+
+
+def test_every_part_of_a_stratified_draw_is_stratified():
+    """Not cut out of one: the first part would hold the first rows of the storage alone."""
+    buffer = new(PrioritizedSampler(50, 1.0, 0.5, stratified=True), n=40, batch_size=10)
+    for part in buffer.sample(batches=4):
+        # The weights are equal: a row from every four.
+        assert (part["index"] // 4).tolist() == list(range(10))
+        assert part["priority_weight"].tolist() == [1.0] * 10
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_epochs(drop_last):
+    """Every row once an epoch, also where an epoch ends within a draw."""
+    buffer = new(SamplerWithoutReplacement(drop_last=drop_last), n=20, batch_size=3)
+    seen = torch.cat([buffer.sample(batches=4)["index"].flatten() for _ in range(5)]).tolist()
+    length = 18 if drop_last else 20
+    for start in range(0, 60 - length + 1, length):
+        assert len(set(seen[start : start + length])) == length
+
+
+def test_an_epoch_ends_iteration():
+    buffer = new(SamplerWithoutReplacement(), n=20, batch_size=3)
+    buffer.sample(batches=4)
+    assert not buffer.sampler.ran_out
+    buffer.sample(batches=4)
+    assert buffer.sampler.ran_out
+
+
+SLICES = {
+    "slices": lambda **options: SliceSampler(**options),
+    "prioritized": lambda **options: PrioritizedSliceSampler(50, 0.6, 0.4, **options),
+    "in turn": lambda **options: SliceSamplerWithoutReplacement(drop_last=True, **options),
+}
+
+
+@pytest.mark.parametrize("stack", [False, True])
+@pytest.mark.parametrize("size", [{"slice_len": 2}, {"num_slices": 4}])
+@pytest.mark.parametrize("kind", SLICES)
+def test_slices(backend, kind, size, stack):
+    buffer = new(SLICES[kind](stack=stack, **size), n=40)
+    batch = buffer.sample(batches=2)
+    assert batch.batch_size == ((2, 4, 2) if stack else (2, 8))
+    steps = batch["next", "step"].reshape(2, 4, 2)
+    assert (steps[..., 1] - steps[..., 0] == 1).all()
+    assert (steps[..., 0] % 5 != 0).all()
+    assert batch["next", "truncated"].reshape(2, 4, 2)[..., 1].all()
+    if kind == "prioritized":
+        buffer.update_tensordict_priority(batch.set("td_error", torch.ones(batch.shape)))
+    if kind == "in turn":
+        ends = (steps[..., 0] + 4) // 5
+        assert len(set(ends.flatten().tolist())) == 8
+
+
+def test_slices_of_unequal_lengths():
+    """Padded ones have equal sizes."""
+    buffer = new(SliceSampler(slice_len=4, strict_length=False), n=40)
+    with pytest.raises(ValueError, match="set pad_output=True"):
+        buffer.sample(batches=2)
+    buffer = new(SliceSampler(slice_len=4, strict_length=False, pad_output=True), n=40)
+    batch = buffer.sample(batches=2)
+    assert batch["collector", "mask"].shape == (2, 8)
+    buffer = new(SliceSamplerWithoutReplacement(slice_len=4), n=40)
+    with pytest.raises(ValueError, match="need drop_last=True"):
+        buffer.sample(batches=2)
+
+
+def test_beside_batches_that_are_prepared_ahead():
+    """They are drawn behind those of the queue, which stay there."""
+    ahead, plain = new(prefetch=2), new()
+    assert same(ahead.sample(), plain.sample())
+    queued = [plain.sample() for _ in range(2)]
+    assert same(ahead.sample(batches=3), plain.sample(batches=3))
+    assert same(ahead.sample(), queued[0])
+    assert same(ahead.sample(), queued[1])
+
+
+def test_collate_and_transforms_see_all_of_them():
+    shapes = []
+    buffer = new(
+        collate_fn=lambda data: shapes.append(data.shape) or data, transform=lambda data: data.set("x", data["action"])
+    )
+    assert buffer.sample(batches=3)["x"].shape == (3, 8, 1)
+    assert shapes == [(3, 8)]
+
+
+@pytest.mark.parametrize("sampler", ["uniform", "without replacement", "prioritized"])
+def test_n_step_transitions(sampler):
+    samplers = {
+        "uniform": RandomSampler,
+        "without replacement": SamplerWithoutReplacement,
+        "prioritized": lambda: PrioritizedSampler(12, 0.6, 0.4),
+    }
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(12), sampler=samplers[sampler](), batch_size=4, n_steps=3, gamma=0.9
+    )
+    model = Model(12)
+    buffer.extend(model.write(20))
+    batch = buffer.sample(batches=3)
+    assert batch["steps_to_next_obs"].shape == (3, 4, 1)
+    model.check(batch, 3, 0.9)
+    if sampler == "without replacement":
+        assert sorted(batch["observation"][..., 0].flatten().tolist()) == model.stored()
+
+
+def test_a_sampler_of_ones_own():
+    """One that draws by itself is asked for one large batch."""
+
+    class Own(RandomSampler):
+        def draw(self, n):
+            self.asked = n
+            return super().draw(n)
+
+    buffer = new(Own())
+    assert buffer.sample(batches=3).batch_size == (3, 8)
+    assert buffer.sampler.asked == 24
+
+
+def test_a_batch_of_nothing_but_plain_tensors():
+    td = TensorDict({"x": torch.arange(10)}, [10])
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=2)
+    buffer.extend(td)
+    batch, info = buffer.sample(return_info=True, batches=4)
+    assert torch.equal(batch["x"], info["index"])
