@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import random
 
 import pytest
@@ -11,12 +9,9 @@ import torch
 from tensordict import TensorDict, tensorclass
 
 from gpubuf import (
-    LazyMemmapStorage,
     LazyTensorStorage,
     PrioritizedReplayBuffer,
-    PrioritizedSampler,
     PrioritizedSliceSampler,
-    RandomSampler,
     ReplayBuffer,
     RoundRobinWriter,
     SACLoss,
@@ -27,36 +22,10 @@ from gpubuf import (
     TensorDictReplayBuffer,
     TensorStorage,
 )
-from gpubuf.data.samplers.base import Sampler
+from gpubuf.data.samplers.base import Drawn, Sampler
 from gpubuf.data.storages.reader import Reader
 from gpubuf.modules import make_sac_actor, make_sac_critic
-from tests.support.n_step_model import Model
-from tests.support.transitions import same
-
-SAMPLERS = {
-    "uniform": lambda capacity: RandomSampler(),
-    "without replacement": lambda capacity: SamplerWithoutReplacement(),
-    "prioritized": lambda capacity: PrioritizedSampler(capacity, 0.7, 0.5),
-    "stratified": lambda capacity: PrioritizedSampler(capacity, 0.7, 0.5, stratified=True),
-}
-
-
-def new(
-    steps: int, envs: int | None = None, sampler: str = "uniform", storage: type = LazyTensorStorage, **options
-) -> TensorDictReplayBuffer:
-    capacity = steps * (envs or 1)
-    return TensorDictReplayBuffer(
-        storage=storage(capacity, ndim=1 if envs is None else 2),
-        sampler=SAMPLERS[sampler](capacity),
-        **{"batch_size": 24, "generator": torch.Generator().manual_seed(3), **options},
-    )
-
-
-def filled(n: int = 20, steps: int = 12, **options) -> tuple[TensorDictReplayBuffer, Model]:
-    buffer, model = new(steps, **{"n_steps": 3, "gamma": 0.9, **options}), Model(steps, options.get("envs"))
-    buffer.extend(model.write(n))
-    return buffer, model
-
+from tests.support.n_step_model import SAMPLERS, Model, agents_rows, filled, new
 
 # The transitions
 
@@ -164,13 +133,6 @@ def test_every_row_is_drawn_as_often_as_its_law_says(sampler):
 
 
 # Keys
-
-
-def agents_rows(n: int, **more: torch.Tensor) -> TensorDict:
-    step = torch.arange(float(n)).unsqueeze(-1)
-    flags = torch.zeros(n, 1, dtype=torch.bool)
-    below = {"observation": step + 1, "reward": step, "done": flags, **more}
-    return TensorDict({"observation": step, "next": below}, [n])
 
 
 def test_several_rewards_and_vectors():
@@ -379,8 +341,6 @@ def test_a_sampler_that_reads_past_its_reader_is_told():
     class Own(Sampler):
         def draw(self, n):
             tensors, index, generation = self.storage.sample_uniform(self.random_state("cpu").state, n)
-            from gpubuf.data.samplers.base import Drawn
-
             return Drawn(tensors, index, generation, {})
 
     buffer, model = new(12, n_steps=3), Model(12)
@@ -388,131 +348,3 @@ def test_a_sampler_that_reads_past_its_reader_is_told():
     buffer.extend(model.write(9))
     with pytest.raises(RuntimeError, match="let it read them from its reader"):
         buffer.sample()
-
-
-# The life of the rows
-
-
-def test_flags_that_are_changed_in_place():
-    """By indexing, by update_if_present, and behind the buffer's back with mark_update."""
-    buffer = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(8),
-        sampler=SamplerWithoutReplacement(shuffle=False),
-        writer=RoundRobinWriter(track_generations=True),
-        n_steps=8,
-        gamma=1.0,
-    )
-    buffer.extend(agents_rows(8))
-
-    def steps() -> list[int]:
-        return buffer.sample(8)["steps_to_next_obs"].flatten().tolist()
-
-    assert steps() == [8, 7, 6, 5, 4, 3, 2, 1]
-    row = buffer[torch.tensor([2])]
-    row["next", "done"][:] = True
-    buffer[torch.tensor([2])] = row.exclude("index")
-    assert steps() == [3, 2, 1, 5, 4, 3, 2, 1]
-    batch = buffer.sample(8)
-    ended = TensorDict({"next": {"done": batch["next", "done"] | True}}, [8])[4:6]
-    buffer.update_if_present(batch["index"][4:6], ended, generation=batch["index_generation"][4:6])
-    assert steps() == [3, 2, 1, 2, 1, 1, 2, 1]
-    column = buffer.storage.columns[buffer.storage.layout.position(("next", "done"))].whole
-    column[2] = False
-    buffer.mark_update(torch.tensor([2]))
-    assert steps() == [5, 4, 3, 2, 1, 1, 2, 1]
-
-
-def test_rows_are_given_out_as_they_were_written():
-    buffer, model = filled(9)
-    assert "steps_to_next_obs" not in buffer[:].keys()
-    assert torch.equal(buffer[:]["next", "reward"][:, 0], torch.tensor([row["reward"] for row in model.rows[0]]))
-
-
-def test_forgotten_rows_leave_no_ends_behind():
-    buffer, model = filled(20)
-    for forget in (buffer.empty, buffer.free):
-        forget()
-        with pytest.raises(RuntimeError, match="empty"):
-            buffer.sample()
-        model = Model(12, seed=7)
-        buffer.extend(model.write(8))
-        model.check(buffer.sample(), 3, 0.9)
-
-
-def test_bytes_are_counted():
-    buffer, _ = filled(1, 640)
-    assert buffer.storage.end_bits is not None
-    # 10 words of flags and one above them, and the sums.
-    assert buffer.memory().index == buffer.storage.end_bits.nbytes >= 2 * 80
-    plain, _ = filled(1, 640, n_steps=1)
-    assert plain.storage.end_bits is None
-    assert plain.memory().index == 0
-    assert plain._reader is plain.sampler.reader is plain.storage
-
-
-def test_copies_have_their_own_rows():
-    """By deepcopy and by pickle, before the first write and after it; the random stream goes on."""
-    for make in (copy.deepcopy, lambda buffer: pickle.loads(pickle.dumps(buffer))):
-        for n in (0, 20):
-            buffer, model = filled(n or 1)
-            if n == 0:
-                buffer, model = new(12, n_steps=3, gamma=0.9), Model(12)
-            other = make(buffer)
-            assert other._reader.storage is other.storage is not buffer.storage
-            assert other.sampler.reader is other._reader
-            rows = model.write(5)
-            other.extend(rows)
-            first = other.sample()
-            model.check(first, 3, 0.9)
-            buffer.extend(rows)
-            assert same(buffer.sample(), first)
-
-
-def test_storages_of_all_kinds(tmp_path):
-    for storage in (
-        lambda: LazyMemmapStorage(12, scratch_dir=tmp_path / "rows"),
-        lambda: TensorStorage(Model(12).write(12)),
-    ):
-        buffer = TensorDictReplayBuffer(storage=storage(), n_steps=3, gamma=0.9, batch_size=24)
-        model = Model(12)
-        model.write(12)
-        if isinstance(buffer.storage, LazyMemmapStorage):
-            model = Model(12)
-            buffer.extend(model.write(12))
-        model.check(buffer.sample(), 3, 0.9)
-        buffer.extend(model.write(7))
-        model.check(buffer.sample(), 3, 0.9)
-    # Rows of before, of another process for example.
-    opened = TensorDictReplayBuffer(storage=LazyMemmapStorage.open(tmp_path / "rows"), n_steps=5, batch_size=24)
-    first = Model(12)
-    first.write(12)
-    first.write(7)
-    first.check(opened.sample(), 5, 0.99)
-
-
-def test_another_storage_or_sampler():
-    buffer, _ = filled(20)
-    model = Model(30, seed=4)
-    buffer.set_storage(LazyTensorStorage(30))
-    buffer.extend(model.write(50))
-    model.check(buffer.sample(), 3, 0.9)
-    buffer.set_sampler(PrioritizedSampler(30, 0.6, 0.4))
-    model.check(buffer.sample(), 3, 0.9)
-    with pytest.raises(KeyError):
-        buffer.set_storage(TensorStorage(TensorDict({"x": torch.ones(3)}, [3])))
-    model.check(buffer.sample(), 3, 0.9)
-
-
-def test_one_storage_of_two_buffers():
-    """One with single steps and one with several; both see all rows, whoever wrote them."""
-    storage, model = LazyTensorStorage(12), Model(12)
-    writer = ReplayBuffer(storage=storage, batch_size=4)
-    reader = ReplayBuffer(storage=storage, batch_size=24, n_steps=3, gamma=0.9)
-    writer.extend(model.write(20))
-    model.check(reader.sample(), 3, 0.9)
-    assert "steps_to_next_obs" not in writer.sample().keys()
-    with pytest.raises(ValueError, match="by other keys"):
-        ReplayBuffer(storage=storage, n_steps=2, end_keys=[("next", "truncated")])
-    del reader
-    other = ReplayBuffer(storage=storage, n_steps=64, end_keys=[("next", "observation")], batch_size=24)
-    assert other.sample()["steps_to_next_obs"].max() == 1

@@ -5,6 +5,14 @@ from __future__ import annotations
 import torch
 from tensordict import TensorDict
 
+from gpubuf import (
+    LazyTensorStorage,
+    PrioritizedSampler,
+    RandomSampler,
+    SamplerWithoutReplacement,
+    TensorDictReplayBuffer,
+)
+
 
 class Model:
     """An unbounded list of transitions for each environment, of which the newest ``steps`` are stored.
@@ -109,3 +117,35 @@ class Model:
                 index = flat["index"][i].tolist()
                 position = index if isinstance(index, int) else index[0] * len(self.rows) + index[1]
                 assert position == self.position(due["number"])
+
+
+SAMPLERS = {
+    "uniform": lambda capacity: RandomSampler(),
+    "without replacement": lambda capacity: SamplerWithoutReplacement(),
+    "prioritized": lambda capacity: PrioritizedSampler(capacity, 0.7, 0.5),
+    "stratified": lambda capacity: PrioritizedSampler(capacity, 0.7, 0.5, stratified=True),
+}
+
+
+def new(
+    steps: int, envs: int | None = None, sampler: str = "uniform", storage: type = LazyTensorStorage, **options
+) -> TensorDictReplayBuffer:
+    capacity = steps * (envs or 1)
+    return TensorDictReplayBuffer(
+        storage=storage(capacity, ndim=1 if envs is None else 2),
+        sampler=SAMPLERS[sampler](capacity),
+        **{"batch_size": 24, "generator": torch.Generator().manual_seed(3), **options},
+    )
+
+
+def filled(n: int = 20, steps: int = 12, **options) -> tuple[TensorDictReplayBuffer, Model]:
+    buffer, model = new(steps, **{"n_steps": 3, "gamma": 0.9, **options}), Model(steps, options.get("envs"))
+    buffer.extend(model.write(n))
+    return buffer, model
+
+
+def agents_rows(n: int, **more: torch.Tensor) -> TensorDict:
+    step = torch.arange(float(n)).unsqueeze(-1)
+    flags = torch.zeros(n, 1, dtype=torch.bool)
+    below = {"observation": step + 1, "reward": step, "done": flags, **more}
+    return TensorDict({"observation": step, "next": below}, [n])
