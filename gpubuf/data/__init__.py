@@ -1,5 +1,6 @@
 """Replay buffers: storages, writers, samplers, and the buffers made of them."""
 
+from gpubuf.data.buffers.mixed import MixedReplayBuffer
 from gpubuf.data.buffers.multi_step import MultiStepTransform
 from gpubuf.data.buffers.replay_buffer import ReplayBuffer
 from gpubuf.data.buffers.tensordict_buffers import (
@@ -37,6 +38,7 @@ __all__ = [
     "LazyMemmapStorage",
     "LazyTensorStorage",
     "Mirror",
+    "MixedReplayBuffer",
     "MultiStepTransform",
     "Normalize",
     "PrioritizedReplayBuffer",

@@ -95,6 +95,19 @@ class Batches:
                 batch.data.set(key, value)
         return batch
 
+    @property
+    def plain(self) -> bool:
+        """Whether batches are copies of rows as they are stored, and nothing else."""
+        copied = self._reader is self._storage and not self._storage.computed
+        return copied and self._collate_fn is None and not self._pin_memory and not len(self._transform)
+
+    def part(self, n: int, batches: int | None = None) -> Batch:
+        """``n`` rows of a batch (of each of ``batches``) that other buffers have a part in, drawn now.
+
+        Its info has flat positions as ``"index"``, and always has ``"index_generation"``.
+        """
+        return self._finish(self._draw(n, False, batches, whole=False))
+
     def _checked(self, batch_size: int | None) -> int:
         own = self._batch_size
         if batch_size is None:
@@ -108,8 +121,11 @@ class Batches:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         return batch_size
 
-    def _draw(self, n: int, include_info: bool, batches: int | None) -> Batch:
-        """Draw and gather, under the lock. Info goes into the batch here if nothing changes the batch later."""
+    def _draw(self, n: int, include_info: bool, batches: int | None, *, whole: bool = True) -> Batch:
+        """Draw and gather, under the lock. Info goes into the batch here if nothing changes the batch later.
+
+        ``whole`` is False for a part of a batch that other buffers have a part in.
+        """
         sampler, storage, reader = self._sampler, self._storage, self._reader
         with _no_lock if _compiling() else self._lock:
             if sampler.ran_out:
@@ -118,7 +134,7 @@ class Batches:
             if not _compiling() and (storage._ring is None or not storage._ring.size):
                 require_rows(storage)
             drawn = sampler.draw(n) if batches is None else sampler.draw_batches(n, batches)
-            info = self._info(drawn)
+            info = self._info(drawn, whole)
             direct = (
                 include_info
                 and self._collate_fn is None
@@ -128,12 +144,14 @@ class Batches:
             data = reader.assemble(drawn.tensors, info if direct else None, drawn.batch_size)
             return Batch(data, info, sampler.ran_out, direct)
 
-    def _info(self, drawn: Drawn) -> dict[Any, Tensor]:
-        index, generation, shape = self._storage.unravel(drawn.positions), drawn.generation, drawn.batch_size
+    def _info(self, drawn: Drawn, whole: bool) -> dict[Any, Tensor]:
+        index, generation, shape = drawn.positions, drawn.generation, drawn.batch_size
+        if whole:
+            index = self._storage.unravel(index)
         if shape is not None:
             index, generation = index.view(*shape, *index.shape[1:]), generation.view(shape)
         info = {"index": index, **drawn.info}
-        if self._sampler.has_priorities or getattr(self._writer, "track_generations", False):
+        if not whole or self._sampler.has_priorities or getattr(self._writer, "track_generations", False):
             info["index_generation"] = generation
         return info
 

@@ -12,6 +12,7 @@ from gpubuf.data.concurrency.locking import unless_compiling
 from gpubuf.data.runtime.interruption import DERIVED
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.vectors import vector
+from gpubuf.data.storages.forms import Form
 from gpubuf.data.storages.indexing import as_positions
 from gpubuf.data.storages.layout import Data, Key, as_written
 from gpubuf.data.storages.tensor_storage import TensorStorage
@@ -90,7 +91,7 @@ def _stored(storage: TensorStorage, found: dict[Key, Tensor], n: int) -> tuple[l
     """The positions of keys in the layout of what is written, and ``n`` rows of each.
 
     Raises:
-        ValueError: a key is not stored, or has another shape or dtype, or is a prefix of another.
+        ValueError: a key is not stored, has another shape or dtype, is a prefix of another, or is shared with "next".
     """
     layout, prefixes = storage.written_layout, dict(storage.form.prefixes)
     keys: list[int] = []
@@ -106,6 +107,7 @@ def _stored(storage: TensorStorage, found: dict[Key, Tensor], n: int) -> tuple[l
         if position in prefixes:
             whole = layout.leaves[prefixes[position]]
             raise ValueError(f"key {leaf.name} is stored as the first elements of {whole.name}: write that one")
+        _check_unshared(storage.form, position)
         rows = tensor.shape[: tensor.dim() - len(leaf.shape)]
         if tensor.dtype is not leaf.dtype or (*rows, *leaf.shape) != tensor.shape or rows.numel() != n:
             raise ValueError(
@@ -115,3 +117,19 @@ def _stored(storage: TensorStorage, found: dict[Key, Tensor], n: int) -> tuple[l
         keys.append(position)
         sources.append(tensor.detach().reshape(n, *leaf.shape))
     return keys, sources
+
+
+def _check_unshared(form: Form, position: int) -> None:
+    """Raise for a key that shares its memory with the next observation of another row.
+
+    Raises:
+        ValueError: so it does.
+    """
+    if form.sources is None:
+        return
+    owner = form.sources[position].owner
+    if any(source.follows and source.owner == owner for source in form.sources):
+        raise ValueError(
+            f"key {form.written.leaves[position].name} is stored once for two rows (share_next): write whole rows, by "
+            "buffer[index] = ..."
+        )

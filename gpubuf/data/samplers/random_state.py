@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 
 from gpubuf.kernels import philox
+from gpubuf.kernels._registry import without_dispatch
+
+_uniform = without_dispatch(philox.uniform)
 
 
 class RandomState:
@@ -59,7 +62,7 @@ class RandomState:
         Raises:
             ValueError: ``n`` is negative.
         """
-        drawn: Tensor = philox.uniform(self.state, n)
+        drawn: Tensor = _uniform(self.state, n)
         return drawn
 
     def manual_seed(self, seed: int) -> RandomState:

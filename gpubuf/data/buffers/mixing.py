@@ -1,0 +1,257 @@
+"""One batch from several buffers: how many rows from each, and one gather for all where the rows allow it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpubuf.data.buffers.replay_buffer import ReplayBuffer
+from gpubuf.data.buffers.shares import counts, owners, remembered_counts
+from gpubuf.data.concurrency.locking import BufferLock
+from gpubuf.data.concurrency.prefetch import Batch
+from gpubuf.data.runtime.recording import current_recording, refuse_in_capture
+from gpubuf.data.samplers.base import Sampler
+from gpubuf.data.samplers.random import RandomSampler
+from gpubuf.data.samplers.slices import SliceSampler
+from gpubuf.data.samplers.slices_without_replacement import SliceSamplerWithoutReplacement
+from gpubuf.data.samplers.without_replacement import SamplerWithoutReplacement
+from gpubuf.data.storages.joint import JointRows, generations
+from gpubuf.data.storages.layout import Data
+from gpubuf.kernels.rows import SIZE
+
+_compiling = torch.compiler.is_compiling
+
+WEIGHT = "priority_weight"
+
+
+class Mixture:
+    """Draws batches from several buffers.
+
+    Args:
+        buffers: where the rows are.
+    """
+
+    def __init__(self, buffers: Sequence[ReplayBuffer]) -> None:
+        self._buffers = buffers
+        self._joint: JointRows | None = None
+
+    def draw(self, n: int, shares: Sequence[float] | Tensor) -> Batch:
+        """``n`` rows, with all of their info.
+
+        Raises:
+            RuntimeError: all the buffers are empty.
+            ValueError: the buffers don't go together.
+        """
+        # In one order, whoever mixes the buffers. Compiled code takes no lock.
+        locks = [] if _compiling() else sorted((buffer._lock for buffer in self._buffers), key=id)
+        return self._under(locks, n, shares)
+
+    def _under(self, locks: Sequence[BufferLock], n: int, shares: Sequence[float] | Tensor) -> Batch:
+        if locks:
+            with locks[0]:
+                return self._under(locks[1:], n, shares)
+        unit = self._unit(n)
+        for buffer in self._buffers:
+            buffer._sampler.ran_out = False
+        # Compiled code may not depend on the number of rows.
+        stored = [n if _compiling() else len(buffer._storage) for buffer in self._buffers]
+        if not any(stored):
+            raise RuntimeError("cannot sample: all the buffers are empty")
+        self._check_devices(stored)
+        if isinstance(shares, Tensor):
+            return self._by_device(n, unit, shares, stored)
+        return self._by_count(n, unit, shares, stored)
+
+    # What the buffers have in common
+
+    def _unit(self, n: int) -> int:
+        """Rows that stay together: the length of slices, or 1.
+
+        Raises:
+            ValueError: slices have different lengths, or some of the buffers draw none.
+            RuntimeError: ``n`` is no multiple of it.
+        """
+        samplers = [buffer._sampler for buffer in self._buffers]
+        if True not in [isinstance(sampler, SliceSampler) for sampler in samplers]:
+            return 1
+        forms = {(s.slice_len, s.stack) if isinstance(s, SliceSampler) else None for s in samplers}
+        (form,) = forms if len(forms) == 1 else (None,)
+        if form is None or form[0] is None:
+            raise ValueError(
+                "buffers that draw slices are mixed with buffers that draw slices of the same length: give all their "
+                f"samplers the same slice_len and stack, got {samplers}"
+            )
+        if n % form[0]:
+            raise RuntimeError(f"the batch size must be divisible by slice_len: got {n} and {form[0]}")
+        return form[0]
+
+    def _check_devices(self, stored: Sequence[int]) -> None:
+        devices = {b.storage.device for b, n_rows in zip(self._buffers, stored, strict=True) if n_rows}
+        if len(devices) > 1:
+            raise ValueError(f"the buffers are on different devices: {sorted(map(str, devices))}; move them by to()")
+
+    def _joined(self, stored: Sequence[int]) -> JointRows | None:
+        """The rows of two buffers as one table, if they allow it."""
+        # Compiled code would not know that a gather reads the rows of both.
+        if len(self._buffers) != 2 or not all(stored) or _compiling():
+            return None
+        first, second = self._buffers
+        if not all(_plain(buffer) for buffer in self._buffers):
+            return None
+        joint = self._joint
+        if joint is None or joint.first is not first.storage or joint.second is not second.storage:
+            joint = self._joint = JointRows(first.storage, second.storage)
+        recording = current_recording()
+        if recording is not None:
+            recording.holds(self, "_joint")
+        return joint if joint.usable() else None
+
+    # Shares that the host knows
+
+    def _by_count(self, n: int, unit: int, shares: Sequence[float], stored: Sequence[int]) -> Batch:
+        # No more than would be drawn from it: as long as that stays, so does the result.
+        units = tuple([min(max(rows // unit, 1), n // unit) if rows else 0 for rows in stored])
+        found = (counts if _compiling() else remembered_counts)(tuple(shares), n // unit, units)
+        if current_recording() is not None and found != counts(tuple(shares), n // unit, (n,) * len(units)):
+            refuse_in_capture("a buffer stores fewer rows than its share, which would stay so: fill it first")
+        parts = [(number, unit * count) for number, count in enumerate(found) if count]
+        joint = self._joined(stored) if len(parts) == 2 else None
+        if joint is None:
+            drawn = {number: self._buffers[number]._batches.part(count) for number, count in parts}
+            data = _put_together([batch.data for batch in drawn.values()], None)
+            return self._batch(data, {number: batch.info for number, batch in drawn.items()}, None)
+        chosen = [self._choose(number, count) for number, count in parts]
+        index = torch.cat([chosen[0]["index"], chosen[1]["index"] + joint.first.max_size])
+        return self._batch(self._gathered(joint, index), dict(enumerate(chosen)), None)
+
+    # Shares that the device knows
+
+    def _by_device(self, n: int, unit: int, shares: Tensor, stored: Sequence[int]) -> Batch:
+        live = [number for number, rows in enumerate(stored) if rows]
+        buffers = [self._buffers[number] for number in live]
+        device = buffers[0].storage.device
+        if shares.device != device:
+            raise ValueError(f"the shares are on {shares.device}, the buffers on {device}")
+        for buffer in buffers:
+            _check_exchangeable(buffer.sampler)
+        if len(live) < len(stored):
+            refuse_in_capture("a buffer is empty, which would stay so: write to it first")
+            shares = torch.stack([shares[number] for number in live])
+        sizes = torch.stack([buffer.storage.ring[SIZE] for buffer in buffers])
+        owner = owners(shares, n // unit, sizes).unsqueeze(1).expand(-1, unit).reshape(n)
+        joint = self._joined(stored)
+        if joint is not None:
+            chosen = [self._choose(number, n) for number in live]
+            index = torch.where(owner == 0, chosen[0]["index"], chosen[1]["index"] + joint.first.max_size)
+            return self._batch(self._gathered(joint, index), dict(enumerate(chosen)), owner)
+        drawn = [buffer._batches.part(n) for buffer in buffers]
+        data = _put_together([batch.data for batch in drawn], owner)
+        return self._batch(data, {k: batch.info for k, batch in zip(live, drawn, strict=True)}, owner)
+
+    # Parts
+
+    def _choose(self, number: int, n: int) -> dict[Any, Tensor]:
+        """``n`` rows of a buffer, not gathered: their info."""
+        buffer = self._buffers[number]
+        positions, info = buffer.sampler.choose(n)
+        found = {"index": positions, **info}
+        if self._with_generations:
+            found["index_generation"] = generations(buffer.storage, positions)
+        return found
+
+    @property
+    def _with_generations(self) -> bool:
+        for buffer in self._buffers:
+            if buffer._sampler.has_priorities or getattr(buffer._writer, "track_generations", False):
+                return True
+        return False
+
+    def _gathered(self, joint: JointRows, index: Tensor) -> Data:
+        return joint.first.assemble(joint.gather(index))
+
+    def _batch(self, data: Data, infos: dict[int, dict[Any, Tensor]], owner: Tensor | None) -> Batch:
+        """A batch with the info of its parts, by the numbers of their buffers.
+
+        Args:
+            data: the rows.
+            infos: of a part of the rows, one after the other; or, with ``owner``, of a whole batch.
+            owner: which of these each row is from.
+        """
+        parts = list(infos.values())
+        if True in [WEIGHT in info for info in parts]:
+            for info in parts:
+                if WEIGHT not in info:
+                    info[WEIGHT] = torch.ones(info["index"].shape, device=info["index"].device)
+        if not self._with_generations:
+            for info in parts:
+                info.pop("index_generation", None)
+        for number, info in infos.items():
+            info["buffer"] = torch.full_like(info["index"], number)
+        merged = {
+            key: torch.cat(values) if owner is None else _of_owner(owner, values)
+            for key in parts[0]
+            if len(values := [info[key] for info in parts if key in info]) == len(parts)
+        }
+        ran_out = any(self._buffers[number].sampler.ran_out for number in infos)
+        return Batch(data, merged, ran_out)
+
+
+def _plain(buffer: ReplayBuffer) -> bool:
+    """Whether a buffer's part of a batch is its rows as they are stored, chosen before they are gathered."""
+    return type(buffer.sampler).draw in (Sampler.draw, RandomSampler.draw) and buffer._batches.plain
+
+
+def _check_exchangeable(sampler: Sampler) -> None:
+    """Raise unless any of the rows of a draw may be left out.
+
+    Raises:
+        ValueError: the sampler counts them as drawn, or they are in an order, or their number varies.
+    """
+    ordered = getattr(sampler, "stratified", False)
+    short = isinstance(sampler, SliceSampler) and sampler._may_be_short and not sampler.pad_output
+    if ordered or short or isinstance(sampler, SamplerWithoutReplacement | SliceSamplerWithoutReplacement):
+        raise ValueError(
+            f"shares on a device leave some of the rows out that each buffer draws, which a {type(sampler).__name__} "
+            "does not allow (without replacement, stratified, or slices of unequal lengths): give shares as numbers"
+        )
+
+
+def _of_owner(owner: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+    """Row i of tensor number ``owner[i]``, for each i."""
+    chosen = tensors[0]
+    for number, tensor in enumerate(tensors[1:], 1):
+        # Of slices in a dimension of their own, `owner` has as many entries as both dimensions.
+        shape = tensor.shape
+        lead = 1 if shape[0] == owner.numel() else 2
+        mask = (owner == number).view(*shape[:lead], *[1] * (len(shape) - lead))
+        chosen = torch.where(mask, tensor, chosen)
+    return chosen
+
+
+def _put_together(parts: Sequence[Data], owner: Tensor | None) -> Data:
+    """Batches of the same keys as one: one after the other, or with row i of batch number ``owner[i]``.
+
+    Raises:
+        ValueError: their keys, shapes or dtypes differ.
+    """
+    first, *others = parts
+    if not others:
+        return first
+    kinds = [_kinds(part) for part in parts]
+    if any(kind != kinds[0] for kind in kinds):
+        raise ValueError(f"buffers that are mixed store the same keys; here are {' and '.join(map(str, kinds))}")
+    if owner is None:
+        return torch.cat(list(parts))
+    if isinstance(first, Tensor):
+        return _of_owner(owner, parts)
+    return first.apply(lambda *tensors: _of_owner(owner, tensors), *others)
+
+
+def _kinds(data: Data) -> dict[Any, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape of a row and dtype of each key."""
+    if isinstance(data, Tensor):
+        return {(): (tuple(data.shape[1:]), data.dtype)}
+    return {key: (tuple(value.shape[1:]), value.dtype) for key, value in data.items(True, True)}
