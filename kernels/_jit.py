@@ -72,6 +72,17 @@ def jit(signature: Any = None, **options: Any) -> Any:
     return kernel
 
 
+def address_of(kernel: Any) -> int:
+    """The address of a kernel's machine code, for :func:`gpubuf.kernels._pointers.call`; compiles it if need be.
+
+    The kernel has the option ``no_cfunc_wrapper=False``.
+    """
+    kernel._compile_for_args()
+    compiled = next(iter(kernel.overloads.values()))
+    address: int = compiled.library.get_pointer_to_function(compiled.fndesc.llvm_cfunc_wrapper_name)
+    return address
+
+
 def _keep_on_disk(dispatcher: Any) -> None:
     try:
         dispatcher.enable_caching()

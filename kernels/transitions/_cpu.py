@@ -7,11 +7,13 @@ Kernels work on addresses: :mod:`gpubuf.kernels.transitions._cpu_read` makes bat
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gpubuf.kernels._jit import address_of
 from gpubuf.kernels._threads import call_in_parts
 from gpubuf.kernels.philox import OFFSET, check_state
 from gpubuf.kernels.rows import arena_offsets
@@ -25,22 +27,38 @@ from gpubuf.kernels.transitions._check import (
     check_sharing,
     check_sources,
 )
-from gpubuf.kernels.transitions._cpu_read import DONE, EMPTY, gather_rows, sample_rows
+from gpubuf.kernels.transitions._cpu_compute import compute_narrow, compute_wide
+from gpubuf.kernels.transitions._cpu_read import DONE, EMPTY, NEEDS_NARROW, NEEDS_WIDE, read_rows
 from gpubuf.kernels.transitions._cpu_stage import (
     EVERY,
     INVALID,
     MISFIT,
+    NEEDS_STAGING,
     NEXT_ALONE,
     NO_ROOM,
     NOT_NEXT,
     UNFIT,
-    staged_bytes,
+    stage,
 )
 from gpubuf.kernels.transitions._cpu_write import extend_rows, relink_rows, write_rows
 
 
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
+
+
+# Addresses of the kernels that compute fields, in float32 and in float64: 0 until a field needs them.
+_engines = [0, 0]
+
+
+def _read(before: tuple[int, ...], n: int, behind: tuple[Any, ...]) -> Sequence[int]:
+    """The results of the parts of a batch."""
+    results: Sequence[int] = call_in_parts(read_rows, (*_engines, *before), n, behind)
+    while results[0] in (NEEDS_NARROW, NEEDS_WIDE):
+        wide = results[0] == NEEDS_WIDE
+        _engines[wide] = address_of(compute_wide if wide else compute_narrow)
+        results = call_in_parts(read_rows, (*_engines, *before), n, behind)
+    return results
 
 
 def _pieces(fields: Tensor, n: int, arena_bytes: int) -> tuple[Tensor, array[int]]:
@@ -133,8 +151,7 @@ def _gather_to(
     generation = torch.empty(rows, dtype=torch.int64)
     if n == 0:
         return generation
-    results = call_in_parts(
-        gather_rows,
+    results = _read(
         (
             fields.data_ptr(),
             len(targets),
@@ -142,6 +159,7 @@ def _gather_to(
             _address(ends),
             _address(links),
             _address(noise),
+            0,
             index.data_ptr(),
         ),
         n,
@@ -218,8 +236,7 @@ def _sample_to(
     generation = torch.empty_like(index)
     if n == 0:
         return index, generation
-    results = call_in_parts(
-        sample_rows,
+    results = _read(
         (
             fields.data_ptr(),
             len(targets),
@@ -228,9 +245,10 @@ def _sample_to(
             _address(links),
             _address(noise),
             rng.data_ptr(),
+            index.data_ptr(),
         ),
         n,
-        (n, *how, targets.buffer_info()[0], index.data_ptr(), generation.data_ptr()),
+        (n, *how, targets.buffer_info()[0], generation.data_ptr()),
     )
     for result in results:
         if result != DONE:
@@ -242,9 +260,19 @@ def _sample_to(
     return index, generation
 
 
-def _scratch(fields: Tensor, n_fields: int, which: int, n: int) -> Tensor:
-    """Memory for ``n`` rows of all fields that must be converted before they are stored."""
-    return torch.empty(staged_bytes(fields.data_ptr(), n_fields, which, n), dtype=torch.uint8)
+def _write_with(
+    kernel: Any, which: int, fields: Tensor, sources: list[Tensor], n: int, skipped: int, others: tuple[int, ...]
+) -> int:
+    """The result of a kernel that writes rows from ``skipped`` of ``n`` on; they are converted first if need be."""
+    described, _alive = describe_sources(sources, n)
+    staged = array("q", bytes(16 * len(sources)))
+    addresses = fields.data_ptr(), len(sources), described.buffer_info()[0]
+    result: int = kernel(*addresses, staged.buffer_info()[0], 0, *others)
+    if result == DONE or result & 7 != NEEDS_STAGING:
+        return result
+    scratch = torch.empty(result >> 3, dtype=torch.uint8)
+    result = stage(*addresses, which, n, skipped, scratch.data_ptr(), staged.buffer_info()[0])
+    return kernel(*addresses, staged.buffer_info()[0], 1, *others) if result == DONE else result
 
 
 def _raise_refused(
@@ -290,22 +318,8 @@ def extend(
     index = torch.empty(n, dtype=torch.int64)
     if n == 0:
         return index
-    described, _alive = describe_sources(sources, n)
-    scratch = _scratch(fields, n_fields, EVERY, min(n, capacity))
-    result = extend_rows(
-        fields.data_ptr(),
-        n_fields,
-        described.buffer_info()[0],
-        ring.data_ptr(),
-        _address(links),
-        _address(owners),
-        slots,
-        n,
-        capacity,
-        envs,
-        scratch.data_ptr(),
-        index.data_ptr(),
-    )
+    others = (ring.data_ptr(), _address(links), _address(owners), slots, n, capacity, envs, index.data_ptr())
+    result = _write_with(extend_rows, EVERY, fields, sources, n, max(n - capacity, 0), others)
     if result != DONE:
         _raise_refused(fields, sources, result, n, None, capacity)
     return index
@@ -317,11 +331,7 @@ def write(fields: Tensor, sources: list[Tensor], ring: Tensor, index: Tensor, ca
     check_sources(sources, n_fields)
     if n == 0:
         return
-    described, _alive = describe_sources(sources, n)
-    scratch = _scratch(fields, n_fields, NOT_NEXT, n)
-    result = write_rows(
-        fields.data_ptr(), n_fields, described.buffer_info()[0], index.data_ptr(), n, capacity, scratch.data_ptr()
-    )
+    result = _write_with(write_rows, NOT_NEXT, fields, sources, n, 0, (index.data_ptr(), n, capacity))
     if result != DONE:
         _raise_refused(fields, sources, result, n, index, capacity)
 
@@ -342,21 +352,7 @@ def relink(
     slots = check_sharing(links, owners, 0, capacity, envs)
     if n == 0:
         return
-    described, _alive = describe_sources(sources, n)
-    scratch = _scratch(fields, n_fields, NEXT_ALONE, n)
-    result = relink_rows(
-        fields.data_ptr(),
-        n_fields,
-        described.buffer_info()[0],
-        ring.data_ptr(),
-        links.data_ptr(),
-        owners.data_ptr(),
-        slots,
-        index.data_ptr(),
-        n,
-        capacity,
-        envs,
-        scratch.data_ptr(),
-    )
+    others = (ring.data_ptr(), links.data_ptr(), owners.data_ptr(), slots, index.data_ptr(), n, capacity, envs)
+    result = _write_with(relink_rows, NEXT_ALONE, fields, sources, n, 0, others)
     if result != DONE:
         _raise_refused(fields, sources, result, n, index, capacity)

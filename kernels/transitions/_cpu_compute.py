@@ -23,7 +23,6 @@ from gpubuf.kernels.transitions import (
     HIGH,
     LOW,
     MEAN,
-    NEXT,
     OFFSET,
     PAD,
     PAIR,
@@ -55,6 +54,13 @@ NONE, ALL, DRAWN_BY_CHANCE = range(3)
 @jit(forceinline=True)
 def is_integer(code):  # type: ignore[no-untyped-def]
     return code <= I64 or code == BOOL
+
+
+@jit(forceinline=True)
+def is_wide(field):  # type: ignore[no-untyped-def]
+    """Whether a field is computed in float64."""
+    summed = field[ROW] == SUM and is_integer(field[STORED])
+    return field[STORED] == F64 or field[BATCH] == F64 or summed
 
 
 @jit(forceinline=True)
@@ -100,24 +106,6 @@ def _decoded(address, field, number_type, numbers):  # type: ignore[no-untyped-d
 
 
 @jit
-def _summed(field, row, length, capacity, envs, gamma, number_type, numbers, sums):  # type: ignore[no-untyped-def]
-    """The discounted sums over a window."""
-    n = field[ELEMENTS]
-    _decoded(row_address(field, row), field, number_type, numbers)
-    for i in range(n):
-        sums[i] = numbers[i]
-    discount = 1.0
-    for _ in range(length - 1):
-        discount *= gamma
-        row = row + envs if row + envs < capacity else row + envs - capacity
-        _decoded(row_address(field, row), field, number_type, numbers)
-        for i in range(n):
-            sums[i] += discount * numbers[i]
-    for i in range(n):
-        numbers[i] = sums[i]
-
-
-@jit
 def _shifted(source, field, size, dy, dx, target):  # type: ignore[no-untyped-def]
     """Copy images of elements of ``size`` bytes, each pixel from ``(y + dy, x + dx)``."""
     height, width = field[HEIGHT], field[WIDTH]
@@ -137,90 +125,93 @@ def _shifted(source, field, size, dy, dx, target):  # type: ignore[no-untyped-de
 
 @jit
 def _compute(field, rows, length, n, how, number_type, target, numbers):  # type: ignore[no-untyped-def]
-    """Rows of a field to ``target``, in numbers of a type; see :func:`compute_rows`."""
-    capacity, envs, gamma, mirroring, seed, offset, draws, moved = how
+    """Rows of a field to ``target``, in numbers of a type; see :func:`compute_narrow`."""
+    capacity, envs, gamma, mirroring, noise, ahead, draws = how
+    seed, offset = 0, 0
+    if noise != 0:
+        state = carray(as_i64(noise), 3)
+        seed, offset = state[SEED], state[RANDOM_OFFSET] + ahead
     elements, stored, batch, row_bytes = field[ELEMENTS], field[STORED], field[BATCH], field[BATCH_BYTES]
     kind, pad = field[ROW], field[PAD]
-    other = np.empty(elements if field[PERMUTATION] != 0 else 0, numbers.dtype)
+    processed = field[MEAN] != 0 or float_of(field[LOW]) > -math.inf or float_of(field[HIGH]) < math.inf
+    coded = float_of(field[SCALE]) != 1 or float_of(field[OFFSET]) != 0
+    between_integers = is_integer(stored) and is_integer(batch)
+    moved = not processed and not coded and (stored == batch or between_integers) and kind < SUM
+    mirroring = mirroring if field[PERMUTATION] != 0 else NONE
+    mirrored_numbers = np.empty_like(numbers) if field[PERMUTATION] != 0 else numbers
     sums = np.empty(elements if kind == SUM else 0, np.float64)
-    integers = np.empty(elements if stored != batch and is_integer(stored) and is_integer(batch) else 0, np.int64)
+    integers = np.empty(elements if moved and stored != batch else 0, np.int64)
     unshifted = np.empty(row_bytes if pad != 0 else 0, np.uint8)
     for i in range(n):
         out = target + i * row_bytes
-        at = unshifted.ctypes.data if pad != 0 else out
-        first_draw = offset + i * draws
-        mirrored = mirroring == ALL or (mirroring == DRAWN_BY_CHANCE and philox_uniform_f64(seed, first_draw) < 0.5)
-        if kind == STEPS:
-            for e in range(elements):
-                numbers[e] = length[i]
-        elif kind == SUM:
-            _summed(field, rows[i], length[i], capacity, envs, gamma, number_type, numbers, sums)
-        else:
-            address = side_address(field, rows[i]) if kind == NEXT and rows[i] < 0 else row_address(field, rows[i])
-            if moved and not mirrored:
-                if stored == batch:
-                    at = address if pad != 0 else at
-                    if pad == 0:
-                        copy_row(at, address, row_bytes)
+        at = np.int64(unshifted.ctypes.data) if pad != 0 else out
+        draw = offset + i * draws
+        mirrored = mirroring == ALL or (mirroring == DRAWN_BY_CHANCE and philox_uniform_f64(seed, draw) < 0.5)
+        row = rows[i]
+        address = 0
+        if kind != STEPS:
+            address = side_address(field, row) if row < 0 else row_address(field, row)
+        if not moved or mirrored:
+            discount = 1.0
+            for step in range(length[i] if kind == SUM else 1):
+                if kind == STEPS:
+                    numbers[:] = length[i]
                 else:
-                    decode(address, stored, elements, integers)
-                    encode_integers(integers, elements, batch, at)
-            else:
-                _decoded(address, field, number_type, numbers)
-        if kind >= SUM or mirrored or not moved:
+                    _decoded(address, field, number_type, numbers)
+                if kind == SUM:
+                    for e in range(elements):
+                        sums[e] = numbers[e] if step == 0 else sums[e] + discount * numbers[e]
+                    discount *= gamma
+                    row = row + envs if row + envs < capacity else row + envs - capacity
+                    address = row_address(field, row)
+            if kind == SUM:
+                for e in range(elements):
+                    numbers[e] = sums[e]
             if mirrored:
-                _mirrored(numbers, field, other)
-                _processed(other, field, number_type)
-                encode(other, elements, batch, at)
-            else:
-                _processed(numbers, field, number_type)
-                encode(numbers, elements, batch, at)
+                _mirrored(numbers, field, mirrored_numbers)
+            result = mirrored_numbers if mirrored else numbers
+            _processed(result, field, number_type)
+            encode(result, elements, batch, at)
+        elif stored != batch:
+            decode(address, stored, elements, integers)
+            encode_integers(integers, elements, batch, at)
+        elif pad != 0:
+            at = address
+        else:
+            copy_row(at, address, row_bytes)
         if pad != 0:
-            pair, shifts = first_draw + 1 + 2 * field[PAIR], 2 * pad + 1
+            pair, shifts = draw + 1 + 2 * field[PAIR], 2 * pad + 1
             dy = int(philox_uniform_f64(seed, pair) * shifts) - pad
             dx = int(philox_uniform_f64(seed, pair + 1) * shifts) - pad
             _shifted(at, field, row_bytes // elements, dy, dx, out)
-    # The address of this memory was used, not the array: it lives on to here.
-    return unshifted.size
+    return n
 
 
-@jit(
-    "int64(int64, int64, int64, int64, int64, int64, float64, int64, int64, int64, int64, int64)",
-    **OPTIONS,
-)
-def compute_rows(  # type: ignore[no-untyped-def]
-    field_address,
-    rows_address,
-    length_address,
-    n,
-    capacity,
-    envs,
-    gamma,
-    mirroring,
-    noise_address,
-    ahead,
-    draws,
-    target,
+_SIGNATURE = "int64(int64, int64, int64, int64, int64, int64, float64, int64, int64, int64, int64, int64)"
+
+
+# Two kernels, of which most storages need one at most.
+@jit(_SIGNATURE, no_cfunc_wrapper=False, **OPTIONS)
+def compute_narrow(  # type: ignore[no-untyped-def]
+    field_address, rows_address, length_address, n, capacity, envs, gamma, mirroring, noise, ahead, draws, target
 ):
-    """Compute ``n`` rows of a field.
+    """Compute ``n`` rows of a field, in float32 or between integers.
 
     ``rows`` are those that the field reads, or places of next observations; ``length`` has the steps of their windows.
-    The random numbers of the first row are ``ahead`` of the offset of the noise.
+    The random numbers of the first row are ``ahead`` of the offset of the noise, whose address is 0 if there is none.
     """
     field = carray(as_i64(field_address), FIELD)
     rows, length = carray(as_i64(rows_address), n), carray(as_i64(length_address), n)
-    seed, offset = 0, 0
-    if noise_address != 0:
-        noise = carray(as_i64(noise_address), 3)
-        seed, offset = noise[SEED], noise[RANDOM_OFFSET] + ahead
-    stored, batch = field[STORED], field[BATCH]
-    integers = is_integer(stored) and is_integer(batch)
-    processed = field[MEAN] != 0 or float_of(field[LOW]) > -math.inf or float_of(field[HIGH]) < math.inf
-    coded = float_of(field[SCALE]) != 1 or float_of(field[OFFSET]) != 0
-    moved = not processed and not coded and (stored == batch or integers) and field[ROW] < SUM
-    mirroring = mirroring if field[PERMUTATION] != 0 else NONE
-    elements = field[ELEMENTS]
-    how = (capacity, envs, gamma, mirroring, seed, offset, draws, moved)
-    if stored == F64 or batch == F64 or (field[ROW] == SUM and is_integer(stored)):
-        return _compute(field, rows, length, n, how, np.float64, target, np.empty(elements, np.float64))
-    return _compute(field, rows, length, n, how, np.float32, target, np.empty(elements, np.float32))
+    how = (capacity, envs, gamma, mirroring, noise, ahead, draws)
+    return _compute(field, rows, length, n, how, np.float32, target, np.empty(field[ELEMENTS], np.float32))
+
+
+@jit(_SIGNATURE, no_cfunc_wrapper=False, **OPTIONS)
+def compute_wide(  # type: ignore[no-untyped-def]
+    field_address, rows_address, length_address, n, capacity, envs, gamma, mirroring, noise, ahead, draws, target
+):
+    """As :func:`compute_narrow`, in float64."""
+    field = carray(as_i64(field_address), FIELD)
+    rows, length = carray(as_i64(rows_address), n), carray(as_i64(length_address), n)
+    how = (capacity, envs, gamma, mirroring, noise, ahead, draws)
+    return _compute(field, rows, length, n, how, np.float64, target, np.empty(field[ELEMENTS], np.float64))

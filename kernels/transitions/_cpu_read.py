@@ -9,7 +9,7 @@ import numpy as np
 from numba import carray
 
 from gpubuf.kernels._jit import OPTIONS, jit
-from gpubuf.kernels._pointers import as_i64, copy_bytes
+from gpubuf.kernels._pointers import as_i64, call, copy_bytes
 from gpubuf.kernels.philox import OFFSET as RANDOM_OFFSET
 from gpubuf.kernels.philox import SEED
 from gpubuf.kernels.philox._cpu import philox_uniform_f64
@@ -26,20 +26,21 @@ from gpubuf.kernels.transitions import (
     FIELD,
     LAST,
     NEXT,
+    OFF,
     OPAQUE,
     ROW,
     ROW_BYTES,
     STEPS,
     STORED,
 )
-from gpubuf.kernels.transitions._cpu_compute import ALL, DRAWN_BY_CHANCE, NONE, compute_rows
+from gpubuf.kernels.transitions._cpu_compute import ALL, DRAWN_BY_CHANCE, NONE, is_wide
 from gpubuf.kernels.transitions._cpu_window import find_next, find_windows, side_address
 
 # Rows whose windows are found at a time: few enough to stay in the L1 cache.
 _TOGETHER = 1024
 
 # Results of the kernels. Others count from 0: rows, then rows whose next observation is lost, then fields.
-DONE, EMPTY = -1, -2
+DONE, EMPTY, NEEDS_NARROW, NEEDS_WIDE = -1, -2, -3, -4
 
 
 @jit(forceinline=True)
@@ -77,6 +78,12 @@ def _rows_of(field, drawn, last, place):  # type: ignore[no-untyped-def]
 
 
 @jit(forceinline=True)
+def _is_copied(field, mirror):  # type: ignore[no-untyped-def]
+    """Whether all rows of the batch are copies of stored ones."""
+    return field[COPIED] == 2 or (field[COPIED] == 1 and mirror == OFF)
+
+
+@jit(forceinline=True)
 def _first_wrong(fields, n_fields, has_links):  # type: ignore[no-untyped-def]
     """The first field that can't be read: without links, or elements that are computed but can't be; or -1."""
     for f in range(n_fields):
@@ -105,15 +112,92 @@ def _read_plain(field, following, rows, coming, n, capacity, target):  # type: i
         _gather_key(target, field, row_bytes, rows, n, following, coming)
 
 
-@jit(
-    "int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, float64, int64,"
-    " int64, int64)",
-    **OPTIONS,
-)
-def _read(  # type: ignore[no-untyped-def]
+@jit(f"int64({'int64, ' * 16}float64{', int64' * 4})", **OPTIONS)
+def read_rows(  # type: ignore[no-untyped-def]
+    narrow,
+    wide,
     fields_address,
     n_fields,
     ring_address,
+    ends,
+    links,
+    noise,
+    rng_address,
+    index_address,
+    first,
+    n,
+    of,
+    capacity,
+    envs,
+    n_steps,
+    gamma,
+    mirror,
+    draws,
+    targets_address,
+    generation_address,
+):
+    """Rows ``first .. first + n - 1`` of a batch of ``of``.
+
+    Their index is drawn, or given if ``rng_address`` is 0. Only who makes a whole batch counts random numbers.
+    ``narrow`` and ``wide`` are the addresses of the kernels that compute fields; 0 if they have not been compiled.
+    """
+    ring = carray(as_i64(ring_address), 4)
+    written = ring[WRITTEN]
+    at = generation_address + 8 * first
+    index, generation = carray(as_i64(index_address + 8 * first), n), carray(as_i64(at), n)
+    # The memory of the generations holds the positions until the rows are copied.
+    if rng_address != 0:
+        rng, size = carray(as_i64(rng_address), 3), ring[SIZE]
+        if size == 0:
+            return EMPTY
+        seed, offset = rng[SEED], rng[RANDOM_OFFSET] + first
+        for i in range(n):
+            row = min(int(philox_uniform_f64(seed, offset + i) * size), size - 1)
+            index[i] = row
+            generation[i] = row
+    else:
+        invalid = first_invalid(index, n, capacity)
+        if invalid >= 0:
+            return first + invalid
+        for i in range(n):
+            generation[i] = index[i] + capacity if index[i] < 0 else index[i]
+    fields = carray(as_i64(fields_address), (n_fields, FIELD))
+    wrong = _first_wrong(fields, n_fields, links != 0)
+    if wrong >= 0:
+        return 2 * of + wrong
+    for f in range(n_fields):
+        if not _is_copied(fields[f], mirror):
+            if is_wide(fields[f]) and wide == 0:
+                return NEEDS_WIDE
+            if not is_wide(fields[f]) and narrow == 0:
+                return NEEDS_NARROW
+    targets = carray(as_i64(targets_address), n_fields)
+    lost = _read_fields(
+        narrow, wide, fields, n_fields, written, ends, links, noise, at, first, n, of, capacity, envs, n_steps, gamma,
+        mirror, draws, targets,
+    )  # fmt: skip
+    if lost >= 0:
+        return of + first + lost
+    write_generations(written, capacity, generation, n, generation)
+    if mirror == DOUBLED:
+        copy_bytes(at + 8 * of, at, 8 * n)
+        if rng_address != 0:
+            copy_bytes(index_address + 8 * (of + first), index_address + 8 * first, 8 * n)
+    if n == of:
+        if rng_address != 0:
+            carray(as_i64(rng_address), 3)[RANDOM_OFFSET] += n
+        if noise != 0:
+            carray(as_i64(noise), 3)[RANDOM_OFFSET] += (2 * n if mirror == DOUBLED else n) * draws
+    return DONE
+
+
+@jit(forceinline=True)
+def _read_fields(  # type: ignore[no-untyped-def]
+    narrow,
+    wide,
+    fields,
+    n_fields,
+    written,
     ends,
     links,
     noise,
@@ -127,22 +211,15 @@ def _read(  # type: ignore[no-untyped-def]
     gamma,
     mirror,
     draws,
-    targets_address,
+    targets,
 ):
-    """All fields of ``n`` rows, which are row ``first`` of a batch of ``of`` and those behind it."""
-    fields = carray(as_i64(fields_address), (n_fields, FIELD))
-    targets = carray(as_i64(targets_address), n_fields)
-    written = carray(as_i64(ring_address), 4)[WRITTEN]
-    wrong = _first_wrong(fields, n_fields, links != 0)
-    if wrong >= 0:
-        return 2 * of + wrong
+    """All fields of rows at given positions. Returns the number of a row whose next observation is lost, or -1."""
     has_windows, has_next = False, False
     for f in range(n_fields):
         has_windows |= fields[f, ROW] != DRAWN
         has_next |= fields[f, ROW] == NEXT
-    together = min(n, _TOGETHER) if has_windows else n
-    windows = together if has_windows else 0
-    length, last = np.empty(windows, np.int64), np.empty(windows, np.int64)
+    together = min(n, _TOGETHER)
+    length, last = np.empty(together, np.int64), np.empty(together, np.int64)
     place = np.empty(together if has_next else 0, np.int64)
     for start in range(0, n, together):
         count = min(together, n - start)
@@ -152,154 +229,38 @@ def _read(  # type: ignore[no-untyped-def]
         if has_next:
             lost = find_next(links, written, capacity, envs, last, count, place)
             if lost >= 0:
-                return of + first + start + lost
+                return start + lost
         row = first + start
         for f in range(n_fields):
             field, following = fields[f], fields[min(f + 1, n_fields - 1)]
             rows, width = _rows_of(field, drawn, last, place), field[BATCH_BYTES]
             target = targets[f] + row * width
-            if field[COPIED] == 2 or (field[COPIED] == 1 and mirror != BY_CHANCE):
+            copied = field[COPIED] == 2 or (field[COPIED] == 1 and mirror != BY_CHANCE)
+            if copied:
                 # Places aside are no rows: nothing is asked for ahead of a field that reads them.
                 following = field if following[ROW] >= NEXT else following
                 coming = _rows_of(following, drawn, last, place)
                 _read_plain(field, following, rows, coming, count, capacity, target)
-            else:
-                mirroring = DRAWN_BY_CHANCE if mirror == BY_CHANCE else NONE
-                compute_rows(
-                    field.ctypes.data,
-                    rows.ctypes.data,
-                    length.ctypes.data,
-                    count,
-                    capacity,
-                    envs,
-                    gamma,
-                    mirroring,
-                    noise,
-                    row * draws,
-                    draws,
-                    target,
-                )
-            if mirror == DOUBLED:
-                mirrored = target + of * width
-                if field[COPIED] == 2:
-                    copy_bytes(mirrored, target, count * width)
-                else:
-                    compute_rows(
-                        field.ctypes.data,
-                        rows.ctypes.data,
-                        length.ctypes.data,
+            if mirror == DOUBLED and field[COPIED] == 2:
+                copy_bytes(target + of * width, target, count * width)
+            for half in range(1 if copied else 0, 2 if mirror == DOUBLED and field[COPIED] < 2 else 1):
+                mirroring = ALL if half == 1 else (DRAWN_BY_CHANCE if mirror == BY_CHANCE else NONE)
+                number = half * of + row
+                call(
+                    wide if is_wide(field) else narrow,
+                    (
+                        np.int64(field.ctypes.data),
+                        np.int64(rows.ctypes.data),
+                        np.int64(length.ctypes.data),
                         count,
                         capacity,
                         envs,
                         gamma,
-                        ALL,
+                        mirroring,
                         noise,
-                        (of + row) * draws,
+                        number * draws,
                         draws,
-                        mirrored,
-                    )
-    if n == of and noise != 0:
-        carray(as_i64(noise), 3)[RANDOM_OFFSET] += rows_out(n, mirror) * draws
-    return DONE
-
-
-@jit(forceinline=True)
-def rows_out(n, mirror):  # type: ignore[no-untyped-def]
-    return 2 * n if mirror == DOUBLED else n
-
-
-@jit(
-    "int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, float64, int64,"
-    " int64, int64, int64)",
-    **OPTIONS,
-)
-def gather_rows(  # type: ignore[no-untyped-def]
-    fields,
-    n_fields,
-    ring,
-    ends,
-    links,
-    noise,
-    index_address,
-    first,
-    n,
-    of,
-    capacity,
-    envs,
-    n_steps,
-    gamma,
-    mirror,
-    draws,
-    targets,
-    generation_address,
-):
-    """Rows ``first .. first + n - 1`` of a batch of ``of``, whose addresses are given."""
-    index = carray(as_i64(index_address + 8 * first), n)
-    invalid = first_invalid(index, n, capacity)
-    if invalid >= 0:
-        return first + invalid
-    at = generation_address + 8 * first
-    generation = carray(as_i64(at), n)
-    # The memory of the generations holds the positions until the rows are copied.
-    for i in range(n):
-        generation[i] = index[i] + capacity if index[i] < 0 else index[i]
-    result = _read(
-        fields, n_fields, ring, ends, links, noise, at, first, n, of, capacity, envs, n_steps, gamma, mirror, draws,
-        targets,
-    )  # fmt: skip
-    write_generations(carray(as_i64(ring), 4)[WRITTEN], capacity, generation, n, generation)
-    if mirror == DOUBLED:
-        copy_bytes(at + 8 * of, at, 8 * n)
-    return result
-
-
-@jit(
-    "int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, float64, int64,"
-    " int64, int64, int64, int64)",
-    **OPTIONS,
-)
-def sample_rows(  # type: ignore[no-untyped-def]
-    fields,
-    n_fields,
-    ring_address,
-    ends,
-    links,
-    noise,
-    rng_address,
-    first,
-    n,
-    of,
-    capacity,
-    envs,
-    n_steps,
-    gamma,
-    mirror,
-    draws,
-    targets,
-    index_address,
-    generation_address,
-):
-    """As :func:`gather_rows`, of random rows. Only who makes a whole batch counts random numbers."""
-    ring, rng = carray(as_i64(ring_address), 4), carray(as_i64(rng_address), 3)
-    size = ring[SIZE]
-    if size == 0:
-        return EMPTY
-    at = index_address + 8 * first
-    index = carray(as_i64(at), n)
-    seed, offset = rng[SEED], rng[RANDOM_OFFSET] + first
-    for i in range(n):
-        index[i] = min(int(philox_uniform_f64(seed, offset + i) * size), size - 1)
-    result = _read(
-        fields, n_fields, ring_address, ends, links, noise, at, first, n, of, capacity, envs, n_steps, gamma, mirror,
-        draws, targets,
-    )  # fmt: skip
-    if result != DONE:
-        return result
-    if n == of:
-        rng[RANDOM_OFFSET] = offset + n
-    generation_address += 8 * first
-    write_generations(ring[WRITTEN], capacity, index, n, carray(as_i64(generation_address), n))
-    if mirror == DOUBLED:
-        copy_bytes(at + 8 * of, at, 8 * n)
-        copy_bytes(generation_address + 8 * of, generation_address, 8 * n)
-    return DONE
+                        targets[f] + number * width,
+                    ),
+                )
+    return -1

@@ -30,7 +30,7 @@ EVERY, NOT_NEXT, NEXT_ALONE = range(3)
 
 # Results of the kernels: all is well, or a :func:`problem`.
 DONE = -1
-MISFIT, UNFIT, UNLINKED, NO_ROOM, INVALID = range(5)
+MISFIT, UNFIT, UNLINKED, NO_ROOM, INVALID, NEEDS_STAGING = range(6)
 
 _SIZES = (1, 1, 2, 4, 8, 2, 2, 4, 8, 1)
 
@@ -49,17 +49,6 @@ def is_taken(field, which):  # type: ignore[no-untyped-def]
     return which == EVERY or (field[ROW] == NEXT) == (which == NEXT_ALONE)
 
 
-@jit("int64(int64, int64, int64, int64)", **OPTIONS)
-def staged_bytes(fields_address, n_fields, which, n):  # type: ignore[no-untyped-def]
-    """Bytes of ``n`` rows of all fields that must be converted."""
-    fields = carray(as_i64(fields_address), (n_fields, FIELD))
-    total = 0
-    for f in range(n_fields):
-        if is_taken(fields[f], which) and fields[f, WRITTEN_AS_STORED] == 0:
-            total += n * fields[f, ROW_BYTES]
-    return total
-
-
 @jit
 def _encode_rows(field, source, stride, n, numbers, number_type, target):  # type: ignore[no-untyped-def]
     elements, written, stored = field[ELEMENTS], field[WRITTEN], field[STORED]
@@ -75,10 +64,9 @@ def _encode_rows(field, source, stride, n, numbers, number_type, target):  # typ
     return misfits
 
 
-@jit("int64(int64, int64, int64, int64, int64)", **OPTIONS)
-def _stage_field(field_address, source, stride, n, target):  # type: ignore[no-untyped-def]
+@jit
+def _encode_field(field, source, stride, n, target):  # type: ignore[no-untyped-def]
     """Convert ``n`` rows. Returns how many numbers don't fit."""
-    field = carray(as_i64(field_address), FIELD)
     elements, written, stored = field[ELEMENTS], field[WRITTEN], field[STORED]
     coded = float_of(field[SCALE]) != 1 or float_of(field[OFFSET]) != 0
     if not coded and is_integer(written) and is_integer(stored):
@@ -93,11 +81,12 @@ def _stage_field(field_address, source, stride, n, target):  # type: ignore[no-u
 
 
 @jit(forceinline=True)
-def stage(fields, n_fields, sources, which, n, skipped, scratch, staged):  # type: ignore[no-untyped-def]
-    """Find address and stride of the rows to store of every field, from row ``skipped`` of ``n`` on.
+def find_sources(fields, n_fields, sources, which, n, skipped, staged):  # type: ignore[no-untyped-def]
+    """Set address and stride of the rows of every field that is taken, from row ``skipped`` of ``n`` on.
 
-    They are the sources themselves, or were converted into ``scratch``. Returns DONE, or a problem with a field.
+    Returns DONE, or a problem: a source has rows of another size, or so many bytes of rows must be converted.
     """
+    needed = 0
     for f in range(n_fields):
         if is_taken(fields[f], which):
             field = fields[f]
@@ -106,10 +95,25 @@ def stage(fields, n_fields, sources, which, n, skipped, scratch, staged):  # typ
                 return problem(MISFIT, f)
             stride = source_stride(sources, f, width)
             staged[f, 0], staged[f, 1] = sources[3 * f] + skipped * stride, stride
+            if not field[WRITTEN_AS_STORED]:
+                needed += (n - skipped) * field[ROW_BYTES]
+    return problem(NEEDS_STAGING, needed) if needed else DONE
+
+
+@jit("int64(int64, int64, int64, int64, int64, int64, int64, int64)", **OPTIONS)
+def stage(fields_address, n_fields, sources_address, which, n, skipped, scratch, staged_address):  # type: ignore[no-untyped-def]
+    """As :func:`find_sources`, where rows must be converted: into ``scratch``, which is large enough.
+
+    Returns DONE, or a problem: a number does not fit.
+    """
+    fields = carray(as_i64(fields_address), (n_fields, FIELD))
+    sources = carray(as_i64(sources_address), 3 * n_fields)
+    staged = carray(as_i64(staged_address), (n_fields, 2))
+    find_sources(fields, n_fields, sources, which, n, skipped, staged)
     for f in range(n_fields):
         field = fields[f]
-        if is_taken(field, which) and field[WRITTEN_AS_STORED] == 0:
-            if _stage_field(field.ctypes.data, staged[f, 0], staged[f, 1], n - skipped, scratch) > 0:
+        if is_taken(field, which) and not field[WRITTEN_AS_STORED]:
+            if _encode_field(field, staged[f, 0], staged[f, 1], n - skipped, scratch) > 0:
                 return problem(UNFIT, f)
             staged[f, 0], staged[f, 1] = scratch, field[ROW_BYTES]
             scratch += (n - skipped) * field[ROW_BYTES]

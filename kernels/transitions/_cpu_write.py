@@ -23,9 +23,9 @@ from gpubuf.kernels.transitions._cpu_stage import (
     NO_ROOM,
     NOT_NEXT,
     UNLINKED,
+    find_sources,
     is_taken,
     problem,
-    stage,
 )
 
 
@@ -114,14 +114,13 @@ def _find_separate(fields, n_fields, staged, envs, kept, pending, separate):  # 
     return need
 
 
-@jit(
-    "int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64)",
-    **OPTIONS,
-)
+@jit(f"int64(int64{', int64' * 12})", **OPTIONS)
 def extend_rows(  # type: ignore[no-untyped-def]
     fields_address,
     n_fields,
     sources_address,
+    staged_address,
+    is_staged,
     ring_address,
     links,
     owners_address,
@@ -129,18 +128,21 @@ def extend_rows(  # type: ignore[no-untyped-def]
     n,
     capacity,
     envs,
-    scratch,
     index_address,
 ):
-    """Write rows at the cursor. ``links`` is 0 if nothing is shared."""
+    """Write rows at the cursor. ``links`` is 0 if nothing is shared.
+
+    The rows are those of the sources, or, with ``is_staged``, were found and converted by :func:`stage`.
+    """
     fields = carray(as_i64(fields_address), (n_fields, FIELD))
     sources = carray(as_i64(sources_address), 3 * n_fields)
     ring, index = carray(as_i64(ring_address), 4), carray(as_i64(index_address), n)
     kept = min(n, capacity)
-    staged = np.empty((n_fields, 2), np.int64)
-    result = stage(fields, n_fields, sources, EVERY, n, n - kept, scratch, staged)
-    if result != DONE:
-        return result
+    staged = carray(as_i64(staged_address), (n_fields, 2))
+    if not is_staged:
+        result = find_sources(fields, n_fields, sources, EVERY, n, n - kept, staged)
+        if result != DONE:
+            return result
     written, size = ring[WRITTEN], ring[SIZE]
     if links != 0:
         owners = carray(as_i64(owners_address), slots + 1)
@@ -206,18 +208,19 @@ def _set_links(  # type: ignore[no-untyped-def]
     owners[slots] = taken
 
 
-@jit("int64(int64, int64, int64, int64, int64, int64, int64)", **OPTIONS)
-def write_rows(fields_address, n_fields, sources_address, index_address, n, capacity, scratch):  # type: ignore[no-untyped-def]
+@jit("int64(int64, int64, int64, int64, int64, int64, int64, int64)", **OPTIONS)
+def write_rows(fields_address, n_fields, sources_address, staged_address, is_staged, index_address, n, capacity):  # type: ignore[no-untyped-def]
     fields = carray(as_i64(fields_address), (n_fields, FIELD))
     sources = carray(as_i64(sources_address), 3 * n_fields)
     index = carray(as_i64(index_address), n)
     invalid = first_invalid(index, n, capacity)
     if invalid >= 0:
         return problem(INVALID, invalid)
-    staged = np.empty((n_fields, 2), np.int64)
-    result = stage(fields, n_fields, sources, NOT_NEXT, n, 0, scratch, staged)
-    if result != DONE:
-        return result
+    staged = carray(as_i64(staged_address), (n_fields, 2))
+    if not is_staged:
+        result = find_sources(fields, n_fields, sources, NOT_NEXT, n, 0, staged)
+        if result != DONE:
+            return result
     ahead = min(AHEAD, n)
     for f in range(n_fields):
         field, row_bytes = fields[f], fields[f, ROW_BYTES]
@@ -248,14 +251,13 @@ def _mark_winners(links, rows, n, before):  # type: ignore[no-untyped-def]
             write_32(links, rows[i], before[i])
 
 
-@jit(
-    "int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64)",
-    **OPTIONS,
-)
+@jit(f"int64(int64{', int64' * 12})", **OPTIONS)
 def relink_rows(  # type: ignore[no-untyped-def]
     fields_address,
     n_fields,
     sources_address,
+    staged_address,
+    is_staged,
     ring_address,
     links,
     owners_address,
@@ -264,7 +266,6 @@ def relink_rows(  # type: ignore[no-untyped-def]
     n,
     capacity,
     envs,
-    scratch,
 ):
     """Give rows their next observations."""
     fields = carray(as_i64(fields_address), (n_fields, FIELD))
@@ -280,10 +281,11 @@ def relink_rows(  # type: ignore[no-untyped-def]
         rows[i] = index[i] + capacity if index[i] < 0 else index[i]
         if rows[i] >= size:
             return problem(INVALID, i)
-    staged = np.empty((n_fields, 2), np.int64)
-    result = stage(fields, n_fields, sources, NEXT_ALONE, n, 0, scratch, staged)
-    if result != DONE:
-        return result
+    staged = carray(as_i64(staged_address), (n_fields, 2))
+    if not is_staged:
+        result = find_sources(fields, n_fields, sources, NEXT_ALONE, n, 0, staged)
+        if result != DONE:
+            return result
     _mark_winners(links, rows, n, before)
     newest = (written - envs) % capacity
     separate, need = np.empty(n, np.int8), 0
