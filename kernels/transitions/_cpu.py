@@ -20,7 +20,7 @@ from gpubuf.kernels.rows import arena_offsets
 from gpubuf.kernels.rows._check import check_count, check_index
 from gpubuf.kernels.rows._cpu import addresses
 from gpubuf.kernels.rows._cpu_copy import describe_sources
-from gpubuf.kernels.transitions import BATCH_BYTES, DOUBLED, DTYPES, ELEMENTS, STORED
+from gpubuf.kernels.transitions import BATCH_BYTES, DOUBLED, DTYPES, ELEMENTS, STORED, NoRoomError
 from gpubuf.kernels.transitions._check import (
     check_fields,
     check_read,
@@ -290,7 +290,10 @@ def _raise_refused(
         dtype = DTYPES[int(fields[place, STORED])]
         raise ValueError(f"field {place}: a number to store as {dtype} is out of its range, or NaN")
     if kind == NO_ROOM:
-        raise RuntimeError(f"there is no room aside for {place} more next observations")
+        raise NoRoomError(
+            f"{place} of {n} rows (and those before them) are not continued by the row behind them, and there is no "
+            "room aside for so many more next observations"
+        )
     if kind == INVALID:
         assert index is not None
         row = int(index[place])

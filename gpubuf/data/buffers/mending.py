@@ -42,6 +42,7 @@ class Mending:
         if left is None or not storage.initialized:
             storage.end(None)
             return
+        storage.redo()
         if left.empties:
             storage.empty()
             sampler.empty()

@@ -14,6 +14,7 @@ from gpubuf import serialization
 from gpubuf.data.checkpoints import manifest as files
 from gpubuf.data.checkpoints.manifest import DamagedError, File, Manifest, RowFiles, need
 from gpubuf.data.storages.layout import Data, Key, Pieces, RowLayout
+from gpubuf.data.storages.linking import Repeated
 from gpubuf.data.storages.tensor_storage import TensorStorage
 from gpubuf.progress import Advance
 
@@ -85,12 +86,16 @@ def pieces(storage: TensorStorage, rows: RowFiles, parts: list[list[Tensor]], ad
     def data(tensors: list[Tensor]) -> Data:
         return layout.assemble([tensors[i] for i in places], tuple(tensors[0].shape[: storage.ndim]), None)
 
+    told = set[str]()
+
     def each() -> Iterator[tuple[int, Data]]:
         for file, tensors in zip(rows.files, parts, strict=True):
             yield file.start, data(tensors)
-            advance(file.size)
+            if file.name not in told:
+                told.add(file.name)
+                advance(file.size)
 
-    return Pieces(data(empty), each())
+    return Pieces(data(empty), Repeated(each))
 
 
 def _batch(rows: RowFiles, tensors: list[Tensor]) -> Data:

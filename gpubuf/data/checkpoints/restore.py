@@ -6,6 +6,7 @@ of the user's own, memory that runs out) the buffer remembers what it was, and i
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.storages import host_memory
 from gpubuf.data.storages.forms import Form
 from gpubuf.data.storages.layout import Data, Pieces, RowLayout
+from gpubuf.data.storages.linking import Repeated
 from gpubuf.data.storages.row_memory import Storage
 from gpubuf.data.storages.tensor_storage import TensorStorage
 
@@ -45,6 +47,7 @@ def restore(parts: Parts, state: dict[str, Any]) -> int | None:
             _check_rows(sampler, storage, RowLayout(pieces.example, storage.ndim, storage.ignored_keys))
             shape = storage.full_shape(tuple(rows["shape"]))
             storage.beside = sampler.index_beside(storage.requested_device, shape)
+        storage.check_state(rows)
     with ahead.quiet(), _put_back_on_failure(transform):
         transform.load_state_dict(state["_transforms"])
         slots = ahead.prepared(queue, parts.pin_memory) if storage.initialized else None
@@ -95,7 +98,7 @@ class _Replacement:
         if not state["initialized"]:
             return state
         example, parts = state["rows"]
-        return {**state, "rows": Pieces(example, self._watched(parts))}
+        return {**state, "rows": Pieces(example, Repeated(functools.partial(self._watched, parts)))}
 
     def _watched(self, parts: Iterable[tuple[int, Data]]) -> Iterator[tuple[int, Data]]:
         self.begun = True
@@ -133,9 +136,10 @@ def _is_own(component: object) -> bool:
 def _kept(storage: TensorStorage) -> dict[str, Any] | None:
     """A copy of a storage's state on the host; None where that would take more than half of the free memory."""
     state = storage.state_dict()
-    if 2 * sum(tensor.nbytes for tensor in tensors_of(state["rows"])) > host_memory.free().host:
+    if 2 * sum(tensor.nbytes for tensor in tensors_of(state)) > host_memory.free().host:
         return None
-    return {**state, "rows": copied(state["rows"], torch.device("cpu"))}
+    kept: dict[str, Any] = copied(state, torch.device("cpu"))
+    return kept
 
 
 # Objects

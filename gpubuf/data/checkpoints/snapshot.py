@@ -197,7 +197,7 @@ def _without(value: Any, path: Key, at_least: int, large: list[tuple[Key, Tensor
     if isinstance(value, Tensor) and value.dim() > 0 and value.nbytes >= max(1, at_least):
         large.append((path, value.detach()))
         return None
-    if path == ("_storage",) or not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         return value
     return {key: _without(item, (*path, key), at_least, large) for key, item in value.items()}
 

@@ -9,12 +9,17 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from gpubuf.data.checkpoints.manifest import Manifest, need
+from gpubuf import serialization
+from gpubuf.data.checkpoints.manifest import Manifest, RowFiles, need
 from gpubuf.data.checkpoints.parts import Parts
 from gpubuf.data.samplers.saved_state import is_count
+from gpubuf.data.storages.linking import SharedState
+from gpubuf.data.storages.sharing import NEXT
 from gpubuf.data.storages.tensor_storage import TensorStorage
+from gpubuf.kernels.transitions import LOST
 
 
 def check(parts: Parts, manifest: Manifest, state: dict[str, Any]) -> None:
@@ -65,6 +70,48 @@ def _check_storage(storage: TensorStorage, manifest: Manifest, state: dict[str, 
         len(shape) == storage.ndim,
         f"the checkpoint's rows have shape {shape}, the storage has {storage.ndim} dimension(s)",
     )
+    if state.get("sharing") is not None:
+        _check_sharing(state, rows)
+
+
+def _check_sharing(state: dict[str, Any], rows: RowFiles) -> None:
+    """Check what a state says about observations stored once: no link may lead anywhere but to an entry of its row."""
+    written, size, (steps, *rest) = state["written"], state["size"], state["shape"]
+    capacity, envs, slots = state["max_size"], math.prod(rest), state["sharing"]["slots"]
+    need(is_count(slots, 1) and slots <= capacity, f"the checkpoint has room for {slots!r} next observations")
+    shared = SharedState.of(state)
+    assert shared is not None
+    leaves = {leaf.key: leaf for leaf in rows.leaves}
+    known = {key[:n] for key in leaves for n in range(1, len(key) + 1)}
+    for key in shared.keys:
+        own = all(isinstance(name, str) for name in key) and key in leaves
+        need(own and (NEXT, *key) not in known and (NEXT,) not in leaves, f"the checkpoint can't share {key!r}")
+    need(0 < len(set(shared.keys)) == len(shared.keys), "the checkpoint shares a key twice, or none")
+    links, owners = shared.links, shared.owners
+    need_form("links", links, torch.int32, (capacity,))
+    need_form("owners", owners, torch.int64, (slots + 1,))
+    taken = int(owners[-1])
+    used = min(taken, slots)
+    for key, entries, pending in zip(shared.keys, shared.entries, shared.pending, strict=True):
+        dtype = serialization.DTYPES[leaves[key].dtype]
+        need_form("entries", entries, dtype, (used, *leaves[key].shape))
+        need_form("pending", pending, dtype, (envs, *leaves[key].shape))
+    need(taken >= 0 and int(links.min()) >= LOST and int(links.max()) <= used, "the checkpoint's links lead nowhere")
+    need(int(owners[:-1].min()) >= -1 and int(owners[:-1].max()) < written, "the checkpoint's owners are no rows")
+    position = torch.arange(size)
+    if size:
+        # A link counts only where a row has one behind it.
+        position = position[position // envs != (written // envs - 1) % steps]
+    entry = links[position].long()
+    position, entry = position[entry > 0], entry[entry > 0]
+    number = written - 1 - (written - 1 - position) % capacity
+    need(torch.equal(owners[entry - 1], number), "the checkpoint's links and owners contradict each other")
+
+
+def need_form(name: str, tensor: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Raise unless ``tensor`` is one of this dtype and shape."""
+    found = (tensor.dtype, tuple(tensor.shape)) if isinstance(tensor, Tensor) else type(tensor).__name__
+    need(found == (dtype, shape), f"the checkpoint's {name} are {found}, expected {(dtype, shape)}")
 
 
 def _check_transforms(transform: nn.Module, state: dict[str, Any]) -> None:

@@ -20,10 +20,15 @@ class NextObservations(Protocol):
     Attributes:
         links: where the next observation of each row is.
         owners: the rows that entries were taken for.
+        entry_bytes: bytes of the next observations.
     """
 
     links: Tensor
     owners: Tensor
+
+    @property
+    def entry_bytes(self) -> int:
+        """See above."""
 
     def addresses(self, column: int) -> tuple[int, int, int]:
         """The addresses of the entries and of the pending rows of a column, and the bytes from row to row."""

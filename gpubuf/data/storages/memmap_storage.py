@@ -59,7 +59,7 @@ class LazyMemmapStorage(LazyTensorStorage):
             Nothing but the storage's own files is ever removed.
 
     Raises:
-        NotImplementedError: ``dtypes``, ``batch_dtypes`` or ``prefixes`` are given.
+        NotImplementedError: ``dtypes``, ``batch_dtypes``, ``prefixes`` or ``share_next`` are given.
         ValueError: the device is another, ``max_size`` or ``ndim`` is below 1, or differs from that of the storage in
             ``scratch_dir``.
         RuntimeError: there is a storage in ``scratch_dir``, and ``existsok`` is False.
@@ -79,11 +79,12 @@ class LazyMemmapStorage(LazyTensorStorage):
         compilable: bool = False,
         shared_init: bool = False,
         auto_cleanup: bool | None = None,
+        share_next: bool = False,
     ) -> None:
-        if dtypes or batch_dtypes or prefixes:
+        if dtypes or batch_dtypes or prefixes or share_next:
             raise NotImplementedError(
-                "the files of a LazyMemmapStorage hold what is written, for TorchRL reads them: dtypes, batch_dtypes "
-                "and prefixes are options of LazyTensorStorage"
+                "the files of a LazyMemmapStorage hold what is written, for TorchRL reads them: dtypes, batch_dtypes, "
+                "prefixes and share_next are options of LazyTensorStorage"
             )
         if device != "auto" and torch.device(device).type != "cpu":
             raise ValueError(
@@ -138,7 +139,7 @@ class LazyMemmapStorage(LazyTensorStorage):
             raise ValueError(f"{folder / COUNTERS_FILE} is damaged: {size} rows of {written} written, room for {shape}")
         self._mapped_counters = counters
         columns = [Column(tensor) for tensor in layout.collect(data, self.ndim)]
-        self._adopt(Form.of(layout, self._options), columns, shape, Placement("cpu", torch.device("cpu")))
+        self._adopt(self._new_form(layout), columns, shape, Placement("cpu", torch.device("cpu")))
         self.counters.set(written, size)
 
     def _allocate(self, layout: RowLayout, shape: tuple[int, ...], placement: Placement) -> list[Column]:

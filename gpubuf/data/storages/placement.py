@@ -276,6 +276,7 @@ def place(
     shape: tuple[int, ...],
     data_device: torch.device,
     held: int = 0,
+    aside: int = 0,
 ) -> Placement:
     """Choose the place of a buffer that is about to be allocated. Logs an automatic choice.
 
@@ -285,6 +286,7 @@ def place(
         shape: of the storage.
         data_device: where the first batch is: of several GPUs ``"auto"`` takes that one, else the current one.
         held: bytes of rows on the GPU that the buffer gives up on the way.
+        aside: bytes that belong to the rows, but are on the GPU as a whole if these are split.
 
     Raises:
         NothingFitsError: ``"auto"``, and there is no room anywhere.
@@ -294,7 +296,7 @@ def place(
     if wants_split(requested):
         device = named(requested)
         room = host_memory.free(device).device or 0
-        return _split(str(requested), rows, shape[0], room + held - index.total, device, "asked for")
+        return _split(str(requested), rows, shape[0], room + held - index.total - aside, device, "asked for")
     if requested == PINNED:
         return Placement(PINNED, named(PINNED))
     if requested != AUTO:
@@ -306,10 +308,10 @@ def place(
         free = host_memory.free(device)
     else:
         device, free = torch.device("cpu"), host_memory.free()
-    kind, why = choose(rows, index.total, capacity, free)
+    kind, why = choose(rows + aside, index.total, capacity, free)
     why = f"chosen automatically: {why}"
     if kind == SPLIT:
-        placement = _split(SPLIT, rows, shape[0], (free.device or 0) - index.total, device, why)
+        placement = _split(SPLIT, rows, shape[0], (free.device or 0) - index.total - aside, device, why)
     else:
         placement = Placement(kind, device, why)
     # Rows that did not fit on the GPU cost speed: that is shown also where nobody has set up logging.

@@ -51,6 +51,8 @@ class RowMemory(Followed):
         # The tables of fields of a computed storage: of batches, and of rows as they were written.
         self._fields: Tensor | None = None
         self._written_fields: Tensor | None = None
+        # That of next observations as they are stored.
+        self._raw_fields: Tensor | None = None
         self._columns: list[Column] = []
         self._ring: Ring | None = None
         self._placement = None
@@ -70,8 +72,8 @@ class RowMemory(Followed):
 
     def __getstate__(self) -> dict[str, Any]:
         """All but addresses. A record goes as a whole: pickle would write its memory once for each of its keys."""
-        without = {"table": None, "_fields": None, "_written_fields": None, "_followers": None}
-        return {**vars(self), **without, "_columns": self._by_record()}
+        tables = {"table": None, "_fields": None, "_written_fields": None, "_raw_fields": None, "_followers": None}
+        return {**vars(self), **tables, "_columns": self._by_record()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -224,20 +226,25 @@ class RowMemory(Followed):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of row memory."""
-        return sum(column.nbytes for column in self._columns)
+        """Bytes of row memory, with next observations that lie aside."""
+        beside = 0 if self.sharing is None else self.sharing.entry_bytes
+        return sum(column.nbytes for column in self._columns) + beside
 
     # Memory
 
     def initialize(self, data: Data) -> None:
         """Allocate for rows like those of ``data`` (a batch of ``ndim`` dimensions). Writes nothing."""
         full = self.full_shape(batch_shape(data, self.ndim))
-        self._establish(Form.of(RowLayout(data, self.ndim, self.ignored_keys), self._options), full, device_of(data))
+        self._establish(self._new_form(RowLayout(data, self.ndim, self.ignored_keys)), full, device_of(data))
+
+    def _new_form(self, layout: RowLayout) -> Form:
+        """The form of rows that are written like those of ``layout``."""
+        return Form.of(layout, self._options)
 
     def _establish(self, form: Form, shape: tuple[int, ...], data_device: torch.device) -> None:
         """Allocate for rows of a form."""
         self.check_rows(form)
-        self._placement = placement = self._place(data_device, form.stored, shape)
+        self._placement = placement = self._place(data_device, form, shape)
         try:
             columns = self._allocate(form.stored, shape, placement)
         except BaseException:
@@ -256,9 +263,9 @@ class RowMemory(Followed):
             raise ValueError(f"can't derive the storage's shape from a batch of shape {shape}")
         return (-(-self.max_size // per_step), *shape[1:])
 
-    def _place(self, data_device: torch.device, layout: RowLayout, shape: tuple[int, ...]) -> Placement:
+    def _place(self, data_device: torch.device, form: Form, shape: tuple[int, ...]) -> Placement:
         """The placement of rows of ``shape``, whose first batch is on ``data_device``."""
-        rows = math.prod(shape) * layout.row_bytes
+        rows = math.prod(shape) * form.stored.row_bytes
         beside = self.beside + self.derived_bytes(self.requested_device, shape)
         return place(self.requested_device, rows, beside, shape, data_device)
 
@@ -271,12 +278,19 @@ class RowMemory(Followed):
             ring.set(self._laps * self.max_size, 0)
         self.table = self._addresses(form.stored, placement.device)
         self._form = form
+        self.sharing = self._new_sharing(form, shape, placement, ring)
         self._make_tables(placement.device)
         if self.end_bits is not None:
             self.end_bits.allocate(form, self._shape, self.table)
         # In one step: from here on the storage is initialised.
         self._ring, self._layout = ring, form.stored
         self._tell_followers()
+
+    def _new_sharing(
+        self, form: Form, shape: tuple[int, ...], placement: Placement, ring: Ring
+    ) -> NextObservations | None:
+        """Memory for next observations that share a column; None: there are none."""
+        return None
 
     def _new_ring(self, device: torch.device) -> Ring:
         return Ring(self.max_size, device)
@@ -306,11 +320,11 @@ class RowMemory(Followed):
         if not self.computed:
             return
         form = self.form
-        self._fields = _into(self._fields, field_table(self._fields_of(form.batch), device))
+        self._fields = into(self._fields, field_table(self._fields_of(form.batch), device))
         if all(leaf == written for leaf, written in zip(form.batch.leaves, form.written.leaves, strict=True)):
             self._written_fields = self._fields
         else:
-            self._written_fields = _into(self._written_fields, field_table(self._fields_of(form.written), device))
+            self._written_fields = into(self._written_fields, field_table(self._fields_of(form.written), device))
 
     def _allocate(self, layout: RowLayout, shape: tuple[int, ...], placement: Placement) -> list[Column]:
         """Uninitialised row memory for each key. Storages elsewhere override it."""
@@ -381,7 +395,7 @@ class RowMemory(Followed):
         finally:
             self._laps = -(-self.written // self.max_size)
             self._layout, self._columns, self._ring, self._placement = None, [], None, None
-            self._form = self._fields = self._written_fields = self.sharing = None
+            self._form = self._fields = self._written_fields = self._raw_fields = self.sharing = None
             self.max_size = self.requested_size
             self.overwrites += 1
             del self.table
@@ -395,6 +409,6 @@ class RowMemory(Followed):
             self._ring.refresh()
 
 
-def _into(table: Tensor | None, new: Tensor) -> Tensor:
+def into(table: Tensor | None, new: Tensor) -> Tensor:
     """A table with new content: the same one, unless it is elsewhere."""
     return new if table is None or table.device != new.device else table.copy_(new)

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.storages import host_memory
-from gpubuf.data.storages.computed import ComputedRows
 from gpubuf.data.storages.forms import Form, Options, check_same, described, written_leaves
 from gpubuf.data.storages.layout import Data, Pieces, RowLayout, device_of
+from gpubuf.data.storages.shared_rows import SharedRows
 
 
-class SavedRows(ComputedRows):
+class SavedRows(SharedRows):
     """Saves and restores the rows of a :class:`TensorStorage`."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -115,7 +115,7 @@ class SavedRows(ComputedRows):
         form = self._form
         if form is None:
             written = stored if saved is None else stored.with_leaves(written_leaves(saved))
-            form = Form.of(written, self._options)
+            form = self._new_form(written)
         if self.computed or saved is not None:
             check_same(form, described(Form.of(stored, Options())) if saved is None else saved)
         return form

@@ -17,12 +17,12 @@ from torch import Tensor
 from gpubuf.data.runtime.interruption import DERIVED, Unfinished
 from gpubuf.data.storages.codecs import Codec
 from gpubuf.data.storages.columns import owned_column
-from gpubuf.data.storages.forms import Form, Options, keys_told
+from gpubuf.data.storages.forms import Options, keys_told
 from gpubuf.data.storages.indexing import stored_positions, unravel
 from gpubuf.data.storages.layout import Data, RowLayout, batch_shape, device_of
 from gpubuf.data.storages.placement import AUTO, PINNED, SPLIT, IndexBytes, place, readable
 from gpubuf.data.storages.row_memory import Storage as Storage
-from gpubuf.data.storages.saved_rows import SavedRows
+from gpubuf.data.storages.shared_states import SharedStates
 from gpubuf.data.storages.staging import to_device
 from gpubuf.kernels import rows
 from gpubuf.kernels._registry import in_memory, lazy, past_dispatcher, without_dispatch
@@ -37,7 +37,7 @@ _gather_into = lazy("gpubuf.kernels.rows._cpu:gather_into")
 _sample_into = lazy("gpubuf.kernels.rows._cpu:sample_into")
 
 
-class TensorStorage(SavedRows):
+class TensorStorage(SharedStates):
     """Rows in one contiguous tensor per key.
 
     Args:
@@ -71,7 +71,7 @@ class TensorStorage(SavedRows):
         requested = device_of(storage) if device == AUTO else device
         placement = place(requested, self.max_size * layout.row_bytes, IndexBytes(), shape, device_of(storage))
         columns = [owned_column(t.detach(), placement) for t in layout.collect(storage, ndim)]
-        self._adopt(Form.of(layout, self._options), columns, shape, placement)
+        self._adopt(self._new_form(layout), columns, shape, placement)
         self.counters.set(self.max_size, self.max_size)
 
     # Writing
@@ -332,6 +332,13 @@ class LazyTensorStorage(TensorStorage):
         prefixes: keys that hold the first elements of others, such as ``{"observation": "critic_observation"}``. They
             take no memory. The write compares them where both are on the CPU; on a GPU, and in compiled code, nothing
             is compared, and the longer key counts.
+        share_next: store observations once: the next observation of a row is that of the row behind it, unless the two
+            differ. True for every key of more than 16 bytes a row that is both at the root and under "next", with one
+            shape and dtype; or a list of such keys, of any size. Any rows may be written, and come back exactly.
+        next_capacity: how many next observations there is room for that are not those of the row behind: the last ones
+            of trajectories. Default: an eighth of the rows, at least 256 and one an environment, never more than rows.
+            A write that would need more raises RuntimeError on the CPU, and nothing is written; on a GPU such rows
+            count as faults, which the next call that synchronises raises. ``storage.sharing.used`` says how many are.
         compilable: accepted for compatibility; every operation can be compiled.
         consolidated, shared_init, cleanup_memmap: accepted at their defaults; process sharing is out of scope.
 
@@ -354,6 +361,8 @@ class LazyTensorStorage(TensorStorage):
         dtypes: Mapping[Any, torch.dtype | Codec] | None = None,
         batch_dtypes: Mapping[Any, torch.dtype] | None = None,
         prefixes: Mapping[Any, Any] | None = None,
+        share_next: bool | Sequence[Any] = False,
+        next_capacity: int | None = None,
         compilable: bool = False,
         consolidated: bool = False,
         shared_init: bool = False,
@@ -364,3 +373,4 @@ class LazyTensorStorage(TensorStorage):
         self._configure(max_size, device, ndim)
         self._options = Options.of(dtypes, batch_dtypes, prefixes)
         self.computed = bool(self._options)
+        self._share(share_next, next_capacity)

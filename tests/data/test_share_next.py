@@ -1,0 +1,193 @@
+"""Observations stored once: rows come back as they were written, whatever is written, overwritten and read."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from gpubuf import LazyMemmapStorage, LazyTensorStorage
+from gpubuf.data.storages.sharing import entries_of
+from tests.support.shared_rows import WIDTH, Ring, Stream, check, shared
+
+
+def test_an_observation_has_one_column():
+    buffer = shared(10)
+    buffer.extend(Stream().steps(4))
+    keys = {leaf.key for leaf in buffer.storage.layout.leaves}
+    assert ("observation",) in keys
+    assert ("next", "observation") not in keys
+    assert buffer.storage.sharing.keys == (("observation",),)
+
+
+@pytest.mark.parametrize("envs", [None, 1, 3])
+@pytest.mark.parametrize("seed", range(6))
+def test_rows_are_what_was_written(seed, envs, backend):
+    """Case 39: random writes, breaks, wraps, in-place writes, and an empty buffer in between."""
+    choose = random.Random(seed)
+    stream, steps = Stream(seed, envs, breaks=choose.choice([0, 20, 100])), choose.randrange(2, 12)
+    capacity = steps * (envs or 1)
+    buffer, ring = shared(capacity, envs=envs), Ring(capacity)
+    for _ in range(25):
+        what = choose.randrange(10)
+        if what == 0:
+            buffer.empty()
+            ring.empty()
+        elif what < 4 and len(ring):
+            index = [choose.randrange(len(ring)) for _ in range(choose.randrange(1, 4))]
+            rows = stream.rows_at(len(index))
+            buffer.storage.write(torch.tensor(index), rows)
+            ring.write(index, rows)
+        else:
+            rows = stream.steps(choose.randrange(0, steps + 3))
+            buffer.extend(rows)
+            ring.extend(rows)
+        check(buffer, ring)
+
+
+# Capacity of the memory aside
+
+
+@pytest.mark.parametrize(
+    ("capacity", "envs", "asked", "due"),
+    [
+        (10_000, 1, None, 1250),
+        (1000, 1, None, 256),
+        (100, 1, None, 100),
+        (4096, 1024, None, 1024),
+        (512, 512, None, 512),
+        (100, 1, 7, 7),
+        (100, 1, 1000, 100),
+        (10_001, 1, None, 1251),
+    ],
+)
+def test_room_aside(capacity, envs, asked, due):
+    """An eighth of the rows, at least 256 and one an environment, never more than rows."""
+    assert entries_of(capacity, envs, asked) == due
+
+
+def test_a_write_without_room_is_refused():
+    """Case 40: nothing is written, and the text says how many rows are not continued and what to do."""
+    stream, ring = Stream(breaks=100), Ring(20)
+    buffer = shared(20, next_capacity=3)
+    rows = stream.steps(3)
+    buffer.extend(rows)
+    ring.extend(rows)
+    before = buffer.storage.sharing.used
+    with pytest.raises(RuntimeError, match=r"next_capacity=3 .*share_next=False.*ndim=2"):
+        buffer.extend(stream.steps(9))
+    check(buffer, ring)
+    assert buffer.storage.sharing.used == before
+
+
+def test_entries_come_free_with_their_rows():
+    """Case 40: what is overwritten gives its entry back, so that a ring of episodes goes on for ever."""
+    capacity, episode = 24, 6
+    buffer, ring = shared(capacity, next_capacity=5), Ring(capacity)
+    stream = Stream(breaks=0)
+    for step in range(200):
+        rows = stream.steps(1)
+        if step % episode == episode - 1:
+            # The next episode begins with a reset.
+            stream.now = [torch.full((WIDTH,), float(step))]
+        buffer.extend(rows)
+        ring.extend(rows)
+        assert buffer.storage.sharing.used <= 4
+    check(buffer, ring)
+
+
+def test_rows_that_are_written_in_place_again_and_again_take_no_more_room():
+    capacity = 12
+    buffer, ring, stream = shared(capacity, next_capacity=capacity), Ring(capacity), Stream(breaks=50)
+    rows = stream.steps(17)
+    buffer.extend(rows)
+    ring.extend(rows)
+    for i in range(60):
+        index = [i * 5 % capacity, i * 7 % capacity]
+        rows = stream.rows_at(2)
+        buffer[torch.tensor(index)] = rows
+        ring.write(index, rows)
+        check(buffer, ring)
+
+
+def test_a_write_in_place_without_room_is_refused():
+    """Case 40: the rows are what they were."""
+    capacity = 12
+    buffer, ring, stream = shared(capacity, next_capacity=2), Ring(capacity), Stream(breaks=0)
+    rows = stream.steps(9)
+    buffer.extend(rows)
+    ring.extend(rows)
+    other = Stream(seed=5).rows_at(2)
+    with pytest.raises(RuntimeError, match="next_capacity=2"):
+        buffer[torch.tensor([2, 6])] = other
+    check(buffer, ring)
+    buffer[torch.tensor([8])] = other[:1]
+    ring.write([8], other[:1])
+    check(buffer, ring)
+
+
+# Which keys
+
+
+def td(n: int = 4, **keys: torch.Tensor) -> TensorDict:
+    following = {name.removeprefix("next_"): value for name, value in keys.items() if name.startswith("next_")}
+    own = {name: value for name, value in keys.items() if not name.startswith("next_")}
+    return TensorDict({**own, "next": TensorDict(following, [n])}, [n])
+
+
+def test_keys_that_are_found():
+    """Equal ones of more than 16 bytes."""
+    data = td(
+        large=torch.zeros(4, 5),
+        next_large=torch.zeros(4, 5),
+        small=torch.zeros(4, 4),
+        next_small=torch.zeros(4, 4),
+        done=torch.zeros(4, 1, dtype=torch.bool),
+        next_done=torch.zeros(4, 1, dtype=torch.bool),
+        other=torch.zeros(4, 5),
+        next_other=torch.zeros(4, 5, dtype=torch.float64),
+        shape=torch.zeros(4, 6),
+        next_shape=torch.zeros(4, 3, 2),
+        alone=torch.zeros(4, 9),
+    )
+    storage = LazyTensorStorage(8, share_next=True)
+    storage.append(data)
+    assert storage.sharing.keys == (("large",),)
+    named = LazyTensorStorage(8, share_next=["small", "large"])
+    named.append(data)
+    assert set(named.sharing.keys) == {("small",), ("large",)}
+    for one in (storage, named):
+        assert set(one[:].keys(True, True)) == set(data.keys(True, True))
+
+
+def test_nested_keys():
+    nested = {"agents": TensorDict({"observation": torch.rand(6, 2, 5)}, [6, 2])}
+    following = {"agents": TensorDict({"observation": torch.rand(6, 2, 5)}, [6, 2])}
+    data = TensorDict({**nested, "next": TensorDict(following, [6])}, [6])
+    storage = LazyTensorStorage(8, share_next=True)
+    storage.append(data)
+    assert storage.sharing.keys == (("agents", "observation"),)
+    assert torch.equal(storage[:]["next", "agents", "observation"], data["next", "agents", "observation"])
+
+
+def test_wrong_keys():
+    data = td(a=torch.zeros(4, 5), next_b=torch.zeros(4, 5))
+    with pytest.raises(ValueError, match=r"finds no key.*16 bytes"):
+        LazyTensorStorage(8, share_next=True).append(data)
+    with pytest.raises(ValueError, match=r"names 'a', but \('next', 'a'\) is not stored"):
+        LazyTensorStorage(8, share_next=["a"]).append(data)
+    with pytest.raises(ValueError, match="names 'b', but 'b' is not stored"):
+        LazyTensorStorage(8, share_next=["b"]).append(data)
+    unequal = td(a=torch.zeros(4, 5), next_a=torch.zeros(4, 5, dtype=torch.float64))
+    with pytest.raises(ValueError, match="only equal ones can share a column"):
+        LazyTensorStorage(8, share_next=["a"]).append(unequal)
+    with pytest.raises(ValueError, match="next_capacity must be at least 1"):
+        LazyTensorStorage(8, share_next=True, next_capacity=0)
+    with pytest.raises(ValueError, match="next_capacity is for storages with share_next"):
+        LazyTensorStorage(8, next_capacity=3)
+    with pytest.raises(TypeError, match="list of keys"):
+        LazyTensorStorage(8, share_next="observation")
+    with pytest.raises(NotImplementedError, match="share_next"):
+        LazyMemmapStorage(8, share_next=True)
