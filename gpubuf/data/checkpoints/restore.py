@@ -138,8 +138,8 @@ def _kept(storage: TensorStorage) -> dict[str, Any] | None:
     state = storage.state_dict()
     if 2 * sum(tensor.nbytes for tensor in tensors_of(state)) > host_memory.free().host:
         return None
-    kept: dict[str, Any] = copied(state, torch.device("cpu"))
-    return kept
+    views = {name: state[name] for name in ("rows", "sharing") if name in state}
+    return state | {name: copied(value, torch.device("cpu")) for name, value in views.items()}
 
 
 # Objects
