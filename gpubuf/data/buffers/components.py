@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from gpubuf.data.storages.tensor_storage import LazyTensorStorage
+import torch
+from torch import Tensor
+
+from gpubuf.data.storages.tensor_storage import LazyTensorStorage, TensorStorage
 
 DEFAULT_CAPACITY = 1_000
 
@@ -26,6 +29,12 @@ def default_storage() -> LazyTensorStorage:
     return LazyTensorStorage(DEFAULT_CAPACITY)
 
 
+def no_rows(storage: TensorStorage) -> Tensor:
+    """The index of an empty write."""
+    shape = (0,) if storage.ndim == 1 else (0, storage.ndim)
+    return torch.empty(shape, dtype=torch.int64, device=storage.device if storage.initialized else None)
+
+
 def refuse_out_of_scope(**arguments: Any) -> None:
     """Raise for an argument of TorchRL's that was set and has no counterpart here.
 
@@ -35,6 +44,19 @@ def refuse_out_of_scope(**arguments: Any) -> None:
     for name, value in arguments.items():
         if value:
             raise NotImplementedError(f"{name}={value!r} is not supported by gpubuf")
+
+
+def given_transform(transform: Any, factory: Callable[[], Any] | None) -> Any:
+    """A transform given as it is, or by a function that returns it.
+
+    Raises:
+        TypeError: both are given.
+    """
+    if factory is None:
+        return transform
+    if transform is not None:
+        raise TypeError("transform and transform_factory exclude each other")
+    return factory()
 
 
 def check_sizes(prefetch: int | None, batch_size: int | None) -> None:

@@ -18,6 +18,7 @@ from typing import Any, Self
 from gpubuf.data.buffers.mending import Mending
 from gpubuf.data.concurrency.locking import BufferLock
 from gpubuf.data.concurrency.prefetch import Prefetcher
+from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.runtime.interruption import REPLAY
 
 _BYTES = "_bytes"
@@ -33,6 +34,7 @@ class Copyable(Mending):
 
     _lock: BufferLock
     _prefetcher: Prefetcher
+    _pipeline: Pipeline | None
 
     def _assemble(self) -> None:
         raise NotImplementedError
@@ -42,6 +44,8 @@ class Copyable(Mending):
         self._lock = BufferLock(self._storage, self._mend)
         self._sampler.bind(self._storage, self._lock)
         self._prefetcher = Prefetcher(prefetch, self._lock)
+        if self._pipeline is not None:
+            self._pipeline.attach(self._lock)
         self._assemble()
         _buffers.add(self)
 
@@ -83,10 +87,10 @@ def _after_fork() -> None:
         lock.renew()
         buffer._prefetcher = Prefetcher(buffer._prefetcher.depth, lock)
         buffer._assemble()
-        random = buffer._sampler._random
-        # A process forked from one that uses CUDA can't use it.
-        if random is not None and not random.state.is_cuda:
-            random.manual_seed(secrets.randbits(63))
+        for random in (buffer._sampler._random, buffer._pipeline and buffer._pipeline.random):
+            # A process forked from one that uses CUDA can't use it.
+            if random is not None and not random.state.is_cuda:
+                random.manual_seed(secrets.randbits(63))
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -9,7 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.data.buffers.components import check_sizes, component, default_storage, refuse_out_of_scope
+from gpubuf.data.buffers.components import (
+    check_sizes,
+    component,
+    default_storage,
+    given_transform,
+    no_rows,
+    refuse_out_of_scope,
+)
 from gpubuf.data.buffers.copying import Copyable
 from gpubuf.data.buffers.moving import Movable
 from gpubuf.data.buffers.multi_step import multi_step_of
@@ -19,6 +26,7 @@ from gpubuf.data.buffers.transforms import Compose
 from gpubuf.data.buffers.write_back import WriteBack
 from gpubuf.data.buffers.writers import RoundRobinWriter, Writer
 from gpubuf.data.concurrency.locking import unless_compiling
+from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.runtime.interruption import DERIVED, Unfinished
 from gpubuf.data.runtime.recording import refuse_in_capture
 from gpubuf.data.samplers.base import Sampler
@@ -66,7 +74,8 @@ class ReplayBuffer(Copyable, Movable, Stateful, WriteBack):
         reward_keys: keys of the rewards that are summed. Default: ``("next", "reward")``.
         end_keys: flags that end a trajectory. Default: those of ``"done"``, ``"terminated"`` and ``"truncated"`` that
             are stored under ``"next"``, or else at the root.
-        process: what happens to the keys of a batch on its way out.
+        process: what happens to keys on their way out: :class:`Normalize`, :class:`RewardScale`, :class:`Clip`,
+            :class:`Mirror` and :class:`RandomShift`. Indexing gives rows as they were written.
         compilable: accepted for compatibility.
         shared, sample_unit, checkpointer, consume_after_n_samples, delayed_init, service_backend,
             service_backend_options, transport, transport_options: accepted at their defaults; out of scope.
@@ -122,8 +131,7 @@ class ReplayBuffer(Copyable, Movable, Stateful, WriteBack):
             transport_options=transport_options,
         )
         check_sizes(prefetch, batch_size)
-        if transform is not None and transform_factory is not None:
-            raise TypeError("transform and transform_factory exclude each other")
+        transform = given_transform(transform, transform_factory)
         self._storage: TensorStorage = component(storage, Storage, default_storage)
         self._sampler: Sampler = component(sampler, Sampler, RandomSampler)
         self._writer: Writer = component(writer, Writer, self._default_writer)
@@ -135,9 +143,8 @@ class ReplayBuffer(Copyable, Movable, Stateful, WriteBack):
         self._pin_memory = pin_memory
         self._batch_size = batch_size
         self._transform = Compose()
-        if transform_factory is not None:
-            transform = transform_factory()
-        self._recipe = Recipe.of(n_steps, gamma, reward_keys, end_keys, None, process)
+        self._pipeline = Pipeline.of(process)
+        self._recipe = Recipe.of(n_steps, gamma, reward_keys, end_keys, None, self._pipeline)
         if (multi_step := multi_step_of(transform, self._recipe)) is not None:
             self._recipe = multi_step
         elif transform is not None:
@@ -251,13 +258,13 @@ class ReplayBuffer(Copyable, Movable, Stateful, WriteBack):
         storage = self._storage
         if isinstance(data, list):
             if not data:
-                return self._no_rows()
+                return no_rows(storage)
             data = torch.stack(data, 0)
         if len(self._transform):
             # Inverse transforms may set keys in place; the caller's TensorDict must not see them.
             data = self._transform.inv(data if isinstance(data, Tensor) else data.copy())
         if not storage.initialized and storage.holds_nothing(data):
-            return self._no_rows()
+            return no_rows(storage)
         if storage.ndim > 1 and self.dim_extend != 0:
             data = data.transpose(0, self.dim_extend)
         given = priority(data) if priority is not None else None
@@ -266,12 +273,17 @@ class ReplayBuffer(Copyable, Movable, Stateful, WriteBack):
             self._sampler.check_rows(RowLayout(data, storage.ndim, storage.ignored_keys), storage.ndim)
             full = storage.full_shape(batch_shape(data, storage.ndim))
             storage.beside = self._sampler.index_beside(storage.requested_device, full)
+        pipeline = self._pipeline
+        if pipeline is not None:
+            pipeline.check_write(data, storage.ndim)
         self._given = given
         index = self._writer.extend(data)
         if index.numel() == 0:
-            return self._no_rows()
+            return no_rows(storage)
         # Of more rows than the capacity only the newest are there.
         self._tell_sampler(index[-storage.max_size :] if index.numel() > storage.max_size else index)
+        if pipeline is not None:
+            pipeline.on_write(data, storage.ndim)
         storage.end(None)
         self._given = None
         return storage.unravel(index)
@@ -281,12 +293,6 @@ class ReplayBuffer(Copyable, Movable, Stateful, WriteBack):
         if given is not None:
             given = given[-survivors.numel() :]
         self._sampler.on_write(survivors, given)
-
-    def _no_rows(self) -> Tensor:
-        """The index of an empty write."""
-        storage = self._storage
-        shape = (0,) if storage.ndim == 1 else (0, storage.ndim)
-        return torch.empty(shape, dtype=torch.int64, device=storage.device if storage.initialized else None)
 
     def add(self, data: Data) -> int | Tensor:
         """Write one row (of one step of all environments, for storages of several dimensions).
@@ -407,6 +413,8 @@ class ReplayBuffer(Copyable, Movable, Stateful, WriteBack):
         with self._lock:
             self._prefetcher.discard()
             self._sampler.set_rng(generator)
+            if self._pipeline is not None:
+                self._pipeline.set_rng(generator)
 
     def set_storage(self, storage: Storage) -> None:
         """Replace the storage; the sampler starts afresh."""

@@ -19,7 +19,9 @@ from gpubuf.data.concurrency.prefetch import Batch, Prefetcher
 from gpubuf.data.runtime.recording import refuse_in_capture
 from gpubuf.data.samplers.base import Drawn, Rows, Sampler, require_rows
 from gpubuf.data.storages.layout import Data
+from gpubuf.data.storages.reader import Reader
 from gpubuf.data.storages.tensor_storage import TensorStorage
+from gpubuf.kernels.transitions import DOUBLED
 
 _compiling = torch.compiler.is_compiling
 _no_lock = nullcontext()
@@ -65,6 +67,8 @@ class Batches:
         self._collate_fn = collate_fn
         self._pin_memory = pin_memory
         self._batch_size = batch_size
+        processing = reader.recipe.processing if isinstance(reader, Reader) else None
+        self._doubled = processing is not None and processing.mirror == DOUBLED
         self._warned = False
 
     def next(self, batch_size: int | None, include_info: bool, batches: int | None = None) -> Batch:
@@ -81,6 +85,8 @@ class Batches:
             n = self._checked(batch_size)
         if batches is not None and batches < 1:
             raise ValueError(f"batches must be at least 1, got {batches}")
+        if batches is not None and self._doubled:
+            raise ValueError("Mirror(mode='double') makes one batch at a time: sample() without batches")
         batch, ahead = None, self._prefetcher
         if ahead.depth or ahead.queue:
             refuse_in_capture("batches are prepared ahead: use a buffer without prefetch")
@@ -134,6 +140,8 @@ class Batches:
             if not _compiling() and (storage._ring is None or not storage._ring.size):
                 require_rows(storage)
             drawn = sampler.draw(n) if batches is None else sampler.draw_batches(n, batches)
+            if self._doubled:
+                drawn = drawn.doubled()
             info = self._info(drawn, whole)
             direct = (
                 include_info

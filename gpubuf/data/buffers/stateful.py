@@ -11,6 +11,7 @@ from gpubuf.data.checkpoints import restore, saving
 from gpubuf.data.checkpoints.parts import Parts
 from gpubuf.data.concurrency.locking import BufferLock
 from gpubuf.data.concurrency.prefetch import Prefetcher
+from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.storages.tensor_storage import TensorStorage
 
@@ -26,6 +27,7 @@ class Stateful:
     _prefetcher: Prefetcher
     _pin_memory: bool
     _batch_size: int | None
+    _pipeline: Pipeline | None
 
     def _assemble(self) -> None:
         raise NotImplementedError
@@ -36,7 +38,7 @@ class Stateful:
         Waits until the batches in preparation are finished; they are part of the state.
         """
         with self._lock, self._prefetcher.quiet():
-            return {
+            state = {
                 "_storage": self._storage.state_dict(),
                 "_sampler": self._sampler.state_dict(),
                 "_writer": self._writer.state_dict(),
@@ -44,6 +46,7 @@ class Stateful:
                 "_batch_size": self._batch_size,
                 "_prefetch": self._prefetcher.state_dict(),
             }
+            return state if self._pipeline is None else {**state, "_processing": self._pipeline.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict` into this buffer's own memory: all of it, or nothing. Synchronises.
@@ -62,7 +65,7 @@ class Stateful:
     def _parts(self) -> Parts:
         methods = self.state_dict, self.load_state_dict
         parts = self._storage, self._sampler, self._writer, self._transform, self._prefetcher, self._pin_memory
-        return Parts(*parts, *methods)
+        return Parts(*parts, *methods, self._pipeline)
 
     def save(self, path: str | os.PathLike[str], **options: Any) -> saving.Saved:
         """Save everything to a folder, atomically; see :func:`gpubuf.data.checkpoints.saving.save`. Synchronises."""

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from gpubuf.data.concurrency.prefetch import Prefetcher
+from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.storages.tensor_storage import TensorStorage
 
@@ -36,6 +37,7 @@ class Parts:
         pin_memory: whether batches are put into pinned memory.
         state_dict: the buffer's method. The state is made by the buffer, for a subclass may add to it.
         load_state_dict: the buffer's method.
+        processing: what happens to batches; None: nothing.
     """
 
     storage: TensorStorage
@@ -46,3 +48,4 @@ class Parts:
     pin_memory: bool
     state_dict: Callable[[], dict[str, Any]]
     load_state_dict: Callable[[dict[str, Any]], None]
+    processing: Pipeline | None = None

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gpubuf.data.checkpoints.parts import Parts
+from gpubuf.data.checkpoints.validate import check_processing
 from gpubuf.data.concurrency.locking import BufferLock
 from gpubuf.data.concurrency.pinning import copied, tensors_of
 from gpubuf.data.samplers.base import Sampler
@@ -41,6 +42,7 @@ def restore(parts: Parts, state: dict[str, Any]) -> int | None:
     if kind != type(sampler).__name__:
         raise ValueError(f"the state is that of a {kind}, this buffer has a {type(sampler).__name__}")
     ahead.check(queue)
+    check_processing(parts.processing, state)
     if rows["initialized"]:
         rows["rows"] = pieces = Pieces.of(rows["rows"], storage.ndim)
         if not storage.initialized:
@@ -48,8 +50,11 @@ def restore(parts: Parts, state: dict[str, Any]) -> int | None:
             shape = storage.full_shape(tuple(rows["shape"]))
             storage.beside = sampler.index_beside(storage.requested_device, shape)
         storage.check_state(rows)
-    with ahead.quiet(), _put_back_on_failure(transform):
+    processing = parts.processing
+    with ahead.quiet(), _put_back_on_failure(*(part for part in (transform, processing) if part is not None)):
         transform.load_state_dict(state["_transforms"])
+        if processing is not None:
+            processing.load_state_dict(state["_processing"])
         slots = ahead.prepared(queue, parts.pin_memory) if storage.initialized else None
         with _Replacement(parts) as replacement:
             order = storage.load_state_dict(replacement.watched(rows))

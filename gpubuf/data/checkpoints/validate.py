@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from gpubuf import serialization
 from gpubuf.data.checkpoints.manifest import Manifest, RowFiles, need
 from gpubuf.data.checkpoints.parts import Parts
+from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.samplers.saved_state import is_count
 from gpubuf.data.storages.linking import SharedState
 from gpubuf.data.storages.sharing import NEXT
@@ -37,6 +38,7 @@ def check(parts: Parts, manifest: Manifest, state: dict[str, Any]) -> None:
         capacity, size = state["_storage"]["max_size"], state["_storage"].get("size", 0)
         parts.sampler.check_state(state["_sampler"], capacity, size)
         _check_transforms(parts.transform, state["_transforms"])
+        check_processing(parts.processing, state)
         batch_size = state["_batch_size"]
         need(batch_size is None or is_count(batch_size, 1), f"the checkpoint's batch size is {batch_size!r}")
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
@@ -126,3 +128,17 @@ def _check_transforms(transform: nn.Module, state: dict[str, Any]) -> None:
             found = tuple(other.shape) if isinstance(other, Tensor) else type(other).__name__
             due = tuple(value.shape)
             need(found == due, f"transform entry {name}: the buffer has {due}, the checkpoint {found}")
+
+
+def check_processing(processing: Pipeline | None, state: dict[str, Any]) -> None:
+    """Raise unless a buffer with this processing can take ``state``.
+
+    Raises:
+        ValueError: it is that of another one.
+    """
+    saved = state.get("_processing")
+    if processing is None:
+        need(saved is None, "the state has the processing of batches, and this buffer has none: give it `process`")
+    else:
+        need(saved is not None, "this buffer processes its batches, and the state has nothing of that")
+        processing.check_state(saved)

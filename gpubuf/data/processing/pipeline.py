@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -57,20 +57,25 @@ class Pipeline:
         self._learning = [step for step in self.steps if type(step).on_write is not Process.on_write]
         self._checking = [step for step in self._learning if type(step).check_write is not Process.check_write]
 
+    @classmethod
+    def of(cls, steps: Iterable[Process] | Process) -> Self | None:
+        """The objects as users give them, as one: None if there are none."""
+        given = (steps,) if isinstance(steps, Process) else tuple(steps)
+        return cls(given) if given else None
+
     # Binding
+
+    def attach(self, lock: AbstractContextManager[Any]) -> None:
+        """Let methods that users call on the objects take the lock of their buffer."""
+        for step in self.steps:
+            step.lock = lock
 
     def check(self, leaves: Sequence[Leaf]) -> None:
         """Raise a ValueError unless batches of these leaves, with the dtypes of the batch, can be processed."""
         for step in self.steps:
             step.check(leaves)
 
-    def bind(
-        self,
-        leaves: Sequence[Leaf],
-        envs: int,
-        device: torch.device,
-        lock: AbstractContextManager[Any] | None = None,
-    ) -> None:
+    def bind(self, leaves: Sequence[Leaf], envs: int, device: torch.device) -> None:
         """Have all state on ``device``, for rows of these leaves. What is there goes on. May synchronise.
 
         A buffer calls it when it has allocated its rows, and again after they have moved; then :meth:`options` gives
@@ -78,7 +83,6 @@ class Pipeline:
         """
         self.check(leaves)
         for step in self.steps:
-            step.lock = nullcontext() if lock is None else lock
             step.bind(leaves, envs, device)
         self._options, self._pairs = {}, 0
         for leaf in leaves:
@@ -156,7 +160,9 @@ class Pipeline:
         self.check_state(state)
         for number, step in enumerate(self.steps):
             step.load_state_dict(state["steps"][str(number)])
-        if self.random is not None and state["random"] is not None:
+        if state["random"] is not None:
+            if self.random is None:
+                self.random = RandomState(seed=0)
             self.random.load_state_dict(state["random"])
 
     def check_state(self, state: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from gpubuf.data.storages.placement import IndexBytes
 from gpubuf.data.storages.recipe import Recipe
 from gpubuf.data.storages.tensor_storage import Storage, TensorStorage
 from gpubuf.kernels.trajectories import Rule
+from gpubuf.kernels.transitions import OFF
 
 WEIGHTINGS = ("trajectory", "transition")
 
@@ -163,11 +164,15 @@ class SliceSampler(Sampler):
         return (divisor, other) if self.num_slices else (other, divisor)
 
     def check_recipe(self, recipe: Recipe) -> None:
-        """Raise for transitions of several steps: slices are runs of single ones.
+        """Raise for transitions of several steps, and for mirrored ones: slices are runs of single ones, in order.
 
         Raises:
             ValueError: so it is.
         """
+        if recipe.processing is not None and recipe.processing.mirror != OFF:
+            raise ValueError(
+                f"Mirror treats each row by itself: it can't be used with the runs of {type(self).__name__}"
+            )
         if recipe.n_steps > 1:
             raise ValueError(
                 f"a {type(self).__name__} gives runs of single steps: it can't be used with n_steps={recipe.n_steps}"

@@ -18,7 +18,7 @@ from gpubuf.data.storages.row_memory import NOT_INITIALIZED
 from gpubuf.data.storages.tensor_storage import TensorStorage
 from gpubuf.kernels import transitions
 from gpubuf.kernels._registry import in_memory, lazy, past_dispatcher, without_dispatch
-from gpubuf.kernels.transitions import LAST, NEXT, OFF, STEPS, SUM, Field, dtype_code
+from gpubuf.kernels.transitions import DOUBLED, LAST, NEXT, OFF, STEPS, SUM, Field, dtype_code
 
 _gather = without_dispatch(transitions.gather, given=("index",))
 _sample = without_dispatch(transitions.sample)
@@ -65,6 +65,8 @@ class Reader:
         self._links: Tensor | None = None
         self._noise: Tensor | None = None
         self._arguments: tuple[Any, ...] = ()
+        # How often a drawn row comes in the batch.
+        self._copies = 1
 
     def check_rows(self, form: Form) -> None:
         """Raise if rows of ``form`` lack what the recipe needs. See :meth:`Recipe.check_rows`."""
@@ -77,7 +79,14 @@ class Reader:
             self._forget()
             return
         recipe, ends = self.recipe, storage.end_bits
-        fields = self._chosen(storage.form, storage.fields)
+        fields, per_step = self._chosen(storage.form, storage.fields), math.prod(storage.shape[1:])
+        mirror, draws, processing = OFF, 0, recipe.processing
+        if processing is not None:
+            leaves = storage.batch_layout.leaves
+            processing.bind(leaves, per_step, storage.device)
+            for position, leaf in enumerate(leaves):
+                fields[position] = dataclasses.replace(fields[position], **processing.options(leaf.key))
+            mirror, draws, self._noise = processing.mirror, processing.draws, processing.noise
         if self._layout is None:
             self._layout = _batch_layout(storage.batch_layout, recipe.n_steps > 1)
         table = field_table(fields, storage.device)
@@ -88,7 +97,8 @@ class Reader:
         self._ring = storage.counters
         self._ends = ends.words if ends is not None and recipe.n_steps > 1 else None
         self._links = None if storage.sharing is None else storage.sharing.links
-        self._arguments = (storage.max_size, math.prod(storage.shape[1:]), recipe.n_steps, recipe.gamma, OFF, 0)
+        self._arguments = (storage.max_size, per_step, recipe.n_steps, recipe.gamma, mirror, draws)
+        self._copies = 2 if mirror == DOUBLED else 1
 
     def _chosen(self, form: Form, fields: list[Field]) -> list[Field]:
         """The fields, each with the row that it reads, and one for the number of steps."""
@@ -130,9 +140,9 @@ class Reader:
 
         Returns:
             One tensor ``[n, ...]`` for each leaf of :attr:`batch_layout`, and the generations of the drawn rows, int64
-            ``[n]``.
+            ``[n]``; ``[2 * n]`` each if batches are doubled.
         """
-        layout, fields, n = self._layout, self._fields, index.numel()
+        layout, fields, n = self._layout, self._fields, index.numel() * self._copies
         if layout is None or fields is None:
             raise RuntimeError(NOT_INITIALIZED)
         ring, given = self._ring.counters, self._arguments  # type: ignore[union-attr]
@@ -153,18 +163,19 @@ class Reader:
 
         Returns:
             One tensor ``[n, ...]`` for each leaf of :attr:`batch_layout`, and of the drawn rows the flat positions and
-            the generations, int64 ``[n]`` each.
+            the generations, int64 ``[n]`` each; ``[2 * n]`` if batches are doubled.
         """
         layout, fields = self._layout, self._fields
         if layout is None or fields is None:
             raise RuntimeError(NOT_INITIALIZED)
         ring, given = self._ring.counters, self._arguments  # type: ignore[union-attr]
         if past_dispatcher(fields):
-            tensors = layout.allocate(n)
+            tensors = layout.allocate(n * self._copies)
             return tensors, *_sample_into(fields, ring, self._ends, self._links, self._noise, rng, n, *given, tensors)
-        n_bytes = layout.arena(n).n_bytes
+        rows = n * self._copies
+        n_bytes = layout.arena(rows).n_bytes
         arena, index, generation = _sample(fields, ring, self._ends, self._links, self._noise, rng, n, *given, n_bytes)
-        return layout.cut(arena, n), index, generation
+        return layout.cut(arena, rows), index, generation
 
     def assemble(
         self, tensors: list[Tensor], extra: dict[Any, Tensor] | None = None, batch_size: tuple[int, ...] | None = None

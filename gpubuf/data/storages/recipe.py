@@ -5,15 +5,41 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor
 
 from gpubuf.data.storages.forms import NEXT_KEY, Form
-from gpubuf.data.storages.layout import Key, RowLayout, as_key, as_written
+from gpubuf.data.storages.layout import Key, Leaf, RowLayout, as_key, as_written
 from gpubuf.kernels.transitions import MAX_STEPS
 
 REWARD_KEYS: tuple[Key, ...] = (("next", "reward"),)
 END_NAMES = ("done", "terminated", "truncated")
 STEPS_KEY: Key = ("steps_to_next_obs",)
+
+
+class Processing(Protocol):
+    """What happens to the keys of a batch: see :class:`gpubuf.data.processing.pipeline.Pipeline`."""
+
+    mirror: int
+
+    @property
+    def draws(self) -> int:
+        """Uniforms of a row of the batch."""
+
+    @property
+    def noise(self) -> Tensor | None:
+        """The random state of the processing."""
+
+    def check(self, leaves: Sequence[Leaf]) -> None:
+        """Raise unless batches of these leaves can be processed."""
+
+    def bind(self, leaves: Sequence[Leaf], envs: int, device: torch.device) -> None:
+        """Have all state on ``device``."""
+
+    def options(self, key: Key) -> dict[str, Any]:
+        """Attributes of the field of a key, until the next :meth:`bind`."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +54,7 @@ class Recipe:
         end_keys: flags that end a trajectory, any of which suffices. None: those of ``"done"``, ``"terminated"`` and
             ``"truncated"`` that are stored under ``"next"``, or else at the root.
         traj_key: identifiers of trajectories, which tell the ends instead of flags.
-        processing: what happens to the keys of a batch, in order.
+        processing: what happens to the keys of a batch; None: nothing.
     """
 
     n_steps: int = 1
@@ -36,7 +62,7 @@ class Recipe:
     reward_keys: tuple[Key, ...] | None = None
     end_keys: tuple[Key, ...] | None = None
     traj_key: Key | None = None
-    processing: tuple[Any, ...] = ()
+    processing: Processing | None = None
 
     @classmethod
     def of(
@@ -46,7 +72,7 @@ class Recipe:
         reward_keys: Sequence[Any] | None = None,
         end_keys: Sequence[Any] | None = None,
         traj_key: Any = None,
-        processing: Sequence[Any] = (),
+        processing: Processing | None = None,
     ) -> Self:
         """The recipe of arguments as users give them.
 
@@ -64,12 +90,12 @@ class Recipe:
         if end_keys is not None and traj_key is not None:
             raise ValueError("end_keys and traj_key exclude each other")
         keys = _keys("reward_keys", reward_keys), _keys("end_keys", end_keys)
-        return cls(n_steps, gamma, *keys, None if traj_key is None else as_key(traj_key), tuple(processing))
+        return cls(n_steps, gamma, *keys, None if traj_key is None else as_key(traj_key), processing)
 
     @property
     def is_plain(self) -> bool:
         """Whether a batch is a copy of rows, so that storages are read as they are."""
-        return self.n_steps == 1 and not self.processing
+        return self.n_steps == 1 and self.processing is None
 
     def check_rows(self, form: Form) -> None:
         """Raise if rows of ``form`` lack what this needs.
@@ -78,6 +104,8 @@ class Recipe:
             KeyError: a key is not stored.
             ValueError: the rows are batches themselves, or n-step transitions already; or a reward is no float.
         """
+        if self.processing is not None:
+            self.processing.check(form.batch.leaves)
         if self.n_steps == 1:
             return
         layout = form.written
