@@ -87,7 +87,8 @@ def _after_fork() -> None:
         lock.renew()
         buffer._prefetcher = Prefetcher(buffer._prefetcher.depth, lock)
         buffer._assemble()
-        for random in (buffer._sampler._random, buffer._pipeline and buffer._pipeline.random):
+        pipeline = buffer._pipeline
+        for random in (buffer._sampler._random, None if pipeline is None else pipeline.random):
             # A process forked from one that uses CUDA can't use it.
             if random is not None and not random.state.is_cuda:
                 random.manual_seed(secrets.randbits(63))

@@ -17,6 +17,7 @@ from gpubuf.data.buffers.components import (
     no_rows,
     refuse_out_of_scope,
 )
+from gpubuf.data.buffers.composition import Composed
 from gpubuf.data.buffers.copying import Copyable
 from gpubuf.data.buffers.moving import Movable
 from gpubuf.data.buffers.multi_step import multi_step_of
@@ -41,7 +42,7 @@ _compiling = torch.compiler.is_compiling
 _no_lock = nullcontext()
 
 
-class ReplayBuffer(Copyable, Movable, Stateful, WriteBack):
+class ReplayBuffer(Composed, Copyable, Movable, Stateful, WriteBack):
     """A replay buffer whose rows, counters and random numbers stay on the storage's device.
 
     ``extend``, ``sample`` and ``update_priority`` never synchronise with the host. All of them may be called from
@@ -387,68 +388,6 @@ class ReplayBuffer(Copyable, Movable, Stateful, WriteBack):
             self._storage.rebuild()
             self._sampler.mark_update(index)
             self._storage.end(before)
-
-    # Composition
-
-    def append_transform(self, transform: Callable[[Data], Data], *, invert: bool = False) -> ReplayBuffer:
-        """Add a transform behind the others; ``invert=True`` applies it to written batches instead.
-
-        Batches that were prefetched stay as they are.
-        """
-        return self.insert_transform(len(self._transform), transform, invert=invert)
-
-    def insert_transform(self, index: int, transform: Callable[[Data], Data], *, invert: bool = False) -> ReplayBuffer:
-        """Add a transform before the one at ``index``. Batches that were prefetched stay as they are."""
-        with self._lock, self._prefetcher.quiet():
-            multi_step = multi_step_of(transform, self._recipe)
-            if multi_step is None:
-                self._transform.insert(index, transform, invert=invert)
-            else:
-                self._recipe = multi_step
-                self._assemble()
-        return self
-
-    def set_rng(self, generator: torch.Generator | None) -> None:
-        """Start a new random stream, seeded by ``generator``. Like the setters below, it drops prefetched batches."""
-        with self._lock:
-            self._prefetcher.discard()
-            self._sampler.set_rng(generator)
-            if self._pipeline is not None:
-                self._pipeline.set_rng(generator)
-
-    def set_storage(self, storage: Storage) -> None:
-        """Replace the storage; the sampler starts afresh."""
-        with self._lock:
-            self._prefetcher.discard()
-            new: TensorStorage = component(storage, TensorStorage, default_storage)
-            # Raises before anything is replaced.
-            self._reader = self._reader_of(new)
-            self._sampler.bind(new, self._lock)
-            self._writer.register_storage(new)
-            self._storage = self._lock.storage = new
-            self._sampler.empty()
-            self._assemble()
-
-    def set_sampler(self, sampler: Sampler) -> None:
-        """Replace the sampler; rows already stored count as new to it."""
-        with self._lock:
-            self._prefetcher.discard()
-            sampler = component(sampler, Sampler, RandomSampler)
-            if sampler is not self._sampler:
-                sampler.check_recipe(self._recipe)
-                sampler.bind(self._storage, self._lock)
-                self._sampler.unbind()
-                self._sampler = sampler
-                self._assemble()
-
-    def set_writer(self, writer: Writer) -> None:
-        """Replace the writer."""
-        with self._lock:
-            self._prefetcher.discard()
-            writer = component(writer, Writer, self._default_writer)
-            writer.register_storage(self._storage)
-            self._writer = writer
-            self._assemble()
 
     def __repr__(self) -> str:
         return (

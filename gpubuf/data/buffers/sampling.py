@@ -111,7 +111,12 @@ class Batches:
         """``n`` rows of a batch (of each of ``batches``) that other buffers have a part in, drawn now.
 
         Its info has flat positions as ``"index"``, and always has ``"index_generation"``.
+
+        Raises:
+            ValueError: rows are doubled.
         """
+        if self._doubled:
+            raise ValueError("a buffer with Mirror(mode='double') can't have a part in batches of several buffers")
         return self._finish(self._draw(n, False, batches, whole=False))
 
     def _checked(self, batch_size: int | None) -> int:

@@ -136,7 +136,7 @@ def check_processing(processing: Pipeline | None, state: dict[str, Any]) -> None
     Raises:
         ValueError: it is that of another one.
     """
-    saved = state.get("_processing")
+    saved: Any = state.get("_processing")
     if processing is None:
         need(saved is None, "the state has the processing of batches, and this buffer has none: give it `process`")
     else:

@@ -1,0 +1,102 @@
+"""The parts of a buffer, replaced while it is in use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Self
+
+import torch
+
+from gpubuf.data.buffers.components import component, default_storage
+from gpubuf.data.buffers.multi_step import multi_step_of
+from gpubuf.data.buffers.transforms import Compose
+from gpubuf.data.buffers.writers import Writer
+from gpubuf.data.concurrency.locking import BufferLock
+from gpubuf.data.concurrency.prefetch import Prefetcher
+from gpubuf.data.processing.pipeline import Pipeline
+from gpubuf.data.samplers.base import Rows, Sampler
+from gpubuf.data.samplers.random import RandomSampler
+from gpubuf.data.storages.layout import Data
+from gpubuf.data.storages.recipe import Recipe
+from gpubuf.data.storages.tensor_storage import Storage, TensorStorage
+
+
+class Composed:
+    """Replaces the parts of a buffer. A mixin of methods that users call on the buffer."""
+
+    _default_writer: type[Writer]
+    _storage: TensorStorage
+    _sampler: Sampler
+    _writer: Writer
+    _transform: Compose
+    _recipe: Recipe
+    _reader: Rows
+    _pipeline: Pipeline | None
+    _lock: BufferLock
+    _prefetcher: Prefetcher
+
+    def _assemble(self) -> None:
+        raise NotImplementedError
+
+    def _reader_of(self, storage: TensorStorage) -> Rows:
+        raise NotImplementedError
+
+    def append_transform(self, transform: Callable[[Data], Data], *, invert: bool = False) -> Self:
+        """Add a transform behind the others; ``invert=True`` applies it to written batches instead.
+
+        Batches that were prefetched stay as they are.
+        """
+        return self.insert_transform(len(self._transform), transform, invert=invert)
+
+    def insert_transform(self, index: int, transform: Callable[[Data], Data], *, invert: bool = False) -> Self:
+        """Add a transform before the one at ``index``. Batches that were prefetched stay as they are."""
+        with self._lock, self._prefetcher.quiet():
+            multi_step = multi_step_of(transform, self._recipe)
+            if multi_step is None:
+                self._transform.insert(index, transform, invert=invert)
+            else:
+                self._recipe = multi_step
+                self._assemble()
+        return self
+
+    def set_rng(self, generator: torch.Generator | None) -> None:
+        """Start a new random stream, seeded by ``generator``. Like the setters below, it drops prefetched batches."""
+        with self._lock:
+            self._prefetcher.discard()
+            self._sampler.set_rng(generator)
+            if self._pipeline is not None:
+                self._pipeline.set_rng(generator)
+
+    def set_storage(self, storage: Storage) -> None:
+        """Replace the storage; the sampler starts afresh."""
+        with self._lock:
+            self._prefetcher.discard()
+            new: TensorStorage = component(storage, TensorStorage, default_storage)
+            # Raises before anything is replaced.
+            self._reader = self._reader_of(new)
+            self._sampler.bind(new, self._lock)
+            self._writer.register_storage(new)
+            self._storage = self._lock.storage = new
+            self._sampler.empty()
+            self._assemble()
+
+    def set_sampler(self, sampler: Sampler) -> None:
+        """Replace the sampler; rows already stored count as new to it."""
+        with self._lock:
+            self._prefetcher.discard()
+            sampler = component(sampler, Sampler, RandomSampler)
+            if sampler is not self._sampler:
+                sampler.check_recipe(self._recipe)
+                sampler.bind(self._storage, self._lock)
+                self._sampler.unbind()
+                self._sampler = sampler
+                self._assemble()
+
+    def set_writer(self, writer: Writer) -> None:
+        """Replace the writer."""
+        with self._lock:
+            self._prefetcher.discard()
+            writer = component(writer, Writer, self._default_writer)
+            writer.register_storage(self._storage)
+            self._writer = writer
+            self._assemble()
