@@ -23,7 +23,7 @@ from gpubuf.data.concurrency.pinning import copied, tensors_of
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.storages import host_memory
 from gpubuf.data.storages.forms import Form
-from gpubuf.data.storages.layout import Data, Pieces, RowLayout
+from gpubuf.data.storages.layout import Data, Pieces
 from gpubuf.data.storages.linking import Repeated
 from gpubuf.data.storages.row_memory import Storage
 from gpubuf.data.storages.tensor_storage import TensorStorage
@@ -46,7 +46,7 @@ def restore(parts: Parts, state: dict[str, Any]) -> int | None:
     if rows["initialized"]:
         rows["rows"] = pieces = Pieces.of(rows["rows"], storage.ndim)
         if not storage.initialized:
-            _check_rows(sampler, storage, RowLayout(pieces.example, storage.ndim, storage.ignored_keys))
+            _check_rows(sampler, storage, storage.form_of(pieces.example, rows.get("form")))
             shape = storage.full_shape(tuple(rows["shape"]))
             storage.beside = sampler.index_beside(storage.requested_device, shape)
         storage.check_state(rows)
@@ -67,10 +67,10 @@ def restore(parts: Parts, state: dict[str, Any]) -> int | None:
     return batch_size
 
 
-def _check_rows(sampler: Sampler, storage: TensorStorage, layout: RowLayout) -> None:
+def _check_rows(sampler: Sampler, storage: TensorStorage, form: Form) -> None:
     try:
-        sampler.check_rows(layout, storage.ndim)
-        storage.check_rows(Form.of(layout, storage._options))
+        sampler.check_rows(form.written, storage.ndim)
+        storage.check_rows(form)
     except (LookupError, RuntimeError, TypeError) as error:
         raise ValueError(f"the buffer can't serve the rows of the state: {error}") from error
 

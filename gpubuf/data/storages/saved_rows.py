@@ -68,7 +68,7 @@ class SavedRows(SharedRows):
         data, size, old_max = pieces.example, state["size"], state["max_size"]
         shape = tuple(state["shape"])
         fresh = self._layout is None
-        form = self._form_of(data, state.get("form"))
+        form = self.form_of(data, state.get("form"))
         form.stored.collect(data, self.ndim)
         own = self._shape[1:] if not fresh else shape[1:]
         if own != shape[1:]:
@@ -99,7 +99,7 @@ class SavedRows(SharedRows):
         self.rebuild()
         return order
 
-    def _form_of(self, data: Data, saved: Any) -> Form:
+    def form_of(self, data: Data, saved: Any) -> Form:
         """The form of the rows of a state: that of this storage.
 
         Args:
