@@ -17,7 +17,7 @@ from gpubuf.kernels._jit import address_of
 from gpubuf.kernels._threads import call_in_parts
 from gpubuf.kernels.philox import OFFSET, check_state
 from gpubuf.kernels.rows import arena_offsets
-from gpubuf.kernels.rows._check import check_count, check_index
+from gpubuf.kernels.rows._check import check_count, check_generation, check_index
 from gpubuf.kernels.rows._cpu import addresses
 from gpubuf.kernels.rows._cpu_copy import describe_sources
 from gpubuf.kernels.transitions import BATCH_BYTES, DOUBLED, DTYPES, ELEMENTS, STORED, NoRoomError
@@ -328,13 +328,23 @@ def extend(
     return index
 
 
-def write(fields: Tensor, sources: list[Tensor], ring: Tensor, index: Tensor, capacity: int) -> None:
+def write(
+    fields: Tensor,
+    sources: list[Tensor],
+    ring: Tensor,
+    index: Tensor,
+    capacity: int,
+    generation: Tensor | None = None,
+) -> None:
     """See :data:`gpubuf.kernels.transitions.write`."""
     n_fields, n = check_fields(fields, ring, capacity), check_index(index)
+    check_generation(generation, n)
     check_sources(sources, n_fields)
     if n == 0:
         return
-    result = _write_with(write_rows, NOT_NEXT, fields, sources, n, 0, (index.data_ptr(), n, capacity))
+    generations = 0 if generation is None else generation.data_ptr()
+    others = (index.data_ptr(), n, capacity, ring.data_ptr(), generations)
+    result = _write_with(write_rows, NOT_NEXT, fields, sources, n, 0, others)
     if result != DONE:
         _raise_refused(fields, sources, result, n, index, capacity)
 

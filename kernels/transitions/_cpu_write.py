@@ -208,8 +208,20 @@ def _set_links(  # type: ignore[no-untyped-def]
     owners[slots] = taken
 
 
-@jit("int64(int64, int64, int64, int64, int64, int64, int64, int64)", **OPTIONS)
-def write_rows(fields_address, n_fields, sources_address, staged_address, is_staged, index_address, n, capacity):  # type: ignore[no-untyped-def]
+@jit(f"int64(int64{', int64' * 9})", **OPTIONS)
+def write_rows(  # type: ignore[no-untyped-def]
+    fields_address,
+    n_fields,
+    sources_address,
+    staged_address,
+    is_staged,
+    index_address,
+    n,
+    capacity,
+    ring_address,
+    generation_address,
+):
+    """``generation_address`` is 0 where there are no generations."""
     fields = carray(as_i64(fields_address), (n_fields, FIELD))
     sources = carray(as_i64(sources_address), 3 * n_fields)
     index = carray(as_i64(index_address), n)
@@ -221,6 +233,9 @@ def write_rows(fields_address, n_fields, sources_address, staged_address, is_sta
         result = find_sources(fields, n_fields, sources, NOT_NEXT, n, 0, staged)
         if result != DONE:
             return result
+    written = carray(as_i64(ring_address), 4)[WRITTEN]
+    laps, cursor = written // capacity, written % capacity
+    generation, has_generation = carray(as_i64(generation_address), n), generation_address != 0
     ahead = min(AHEAD, n)
     for f in range(n_fields):
         field, row_bytes = fields[f], fields[f, ROW_BYTES]
@@ -230,6 +245,8 @@ def write_rows(fields_address, n_fields, sources_address, staged_address, is_sta
                 coming = index[min(i + ahead, n - 1)]
                 prefetch_row(row_address(field, coming + capacity if coming < 0 else coming), row_bytes)
                 position = index[i] + capacity if index[i] < 0 else index[i]
+                if has_generation and generation[i] != laps + (position < cursor):
+                    continue
                 copy_row(row_address(field, position), source + i * stride, row_bytes)
     return DONE
 

@@ -30,7 +30,9 @@ CAPACITY = 12
 
 
 def buffer_of(ndim: int = 1, device: str = "cpu", **options: Any) -> TensorDictReplayBuffer:
-    storage = options.pop("storage", None) or LazyTensorStorage(CAPACITY, device=device, ndim=ndim)
+    storage = options.pop("storage", None)
+    if storage is None:
+        storage = LazyTensorStorage(CAPACITY, device=device, ndim=ndim)
     sampler = options.pop("sampler", None) or PrioritizedSampler(CAPACITY, 0.6, 0.4)
     generator = torch.Generator().manual_seed(3)
     return TensorDictReplayBuffer(storage=storage, sampler=sampler, generator=generator, **options)
@@ -179,6 +181,57 @@ def test_refused(change: Callable[[TensorDict], Any], text: str):
         buffer.update_if_present(batch["index"], {"observation": back["observation"]})
     with pytest.raises(RuntimeError, match="not initialized"):
         buffer_of().update_if_present(torch.tensor([0]), back[:1])
+
+
+def test_other_dtypes_and_prefixes():
+    """Rows take the dtype that was written, and store it in theirs; what shares memory is refused."""
+    storage = LazyTensorStorage(
+        CAPACITY,
+        dtypes={("next", "step"): torch.int16},
+        prefixes={"short": "observation"},
+        batch_dtypes={"action": torch.float32},
+    )
+    buffer = buffer_of(storage=storage)
+    for start in (0, 8):
+        data = transitions(8, start)
+        data["short"] = data["observation"][:, :2].clone()
+        buffer.extend(data)
+    batch = buffer.sample(30)
+    buffer.extend(data[:2])
+    expected, n = buffer[:].clone(), 30
+    back = TensorDict(
+        {
+            "action": torch.arange(n, dtype=torch.float64).unsqueeze(1) + 500,
+            "next": {"step": torch.arange(n) - 300},
+            "index_generation": batch["index_generation"],
+        },
+        [n],
+    )
+    for entry, position in enumerate(batch["index"].tolist()):
+        if position not in (4, 5):
+            expected["action"][position] = back["action"][entry]
+            expected["next", "step"][position] = back["next", "step"][entry]
+    buffer.update_if_present(batch["index"], back)
+    assert same(buffer[:], expected)
+    with pytest.raises(ValueError, match="'short' is stored as the first elements of 'observation'"):
+        buffer.update_if_present(batch["index"], batch.select("short", "index_generation"))
+
+
+def test_n_step_batches():
+    """Their index is that of the drawn row: keys of later rows are refused, ends of trajectories follow."""
+    buffer = buffer_of(n_steps=3)
+    data = transitions(8)
+    data["next", "reward"] = data["next", "reward"].float()
+    buffer.extend(data)
+    batch = buffer.sample(6)
+    for key in (("next", "reward"), ("next", "observation"), ("next", "done")):
+        with pytest.raises(ValueError, match="can't be written back"):
+            buffer.update_if_present(batch["index"], batch.select(key, "index_generation"))
+    back = batch.select("action", "index_generation")
+    back["action"] += 1000
+    buffer.update_if_present(batch["index"], back)
+    drawn = torch.zeros(8, dtype=torch.bool).index_fill(0, batch["index"], True)
+    assert torch.equal(buffer[:]["action"][:, 0] >= 1000, drawn)
 
 
 def test_no_rows():

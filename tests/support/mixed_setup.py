@@ -31,9 +31,9 @@ def sampler_of(kind: str, capacity: int) -> Any:
 
 def part(n: int, start: int, *, capacity: int = 20, kind: str = "uniform", ndim: int = 1, **options: Any) -> Any:
     """A buffer with ``n`` rows, made of the numbers from ``start`` on."""
-    storage = options.pop("storage", None) or LazyTensorStorage(
-        capacity, ndim=ndim, device=options.pop("device", "cpu")
-    )
+    storage, device = options.pop("storage", None), options.pop("device", "cpu")
+    if storage is None:
+        storage = LazyTensorStorage(capacity, ndim=ndim, device=device)
     buffer = TensorDictReplayBuffer(
         storage=storage,
         sampler=sampler_of(kind, capacity),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,9 +13,10 @@ from gpubuf.data.concurrency.locking import unless_compiling
 from gpubuf.data.runtime.interruption import DERIVED
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.vectors import vector
-from gpubuf.data.storages.forms import Form
+from gpubuf.data.storages.forms import NEXT_KEY, Form
 from gpubuf.data.storages.indexing import as_positions
 from gpubuf.data.storages.layout import Data, Key, as_written
+from gpubuf.data.storages.recipe import Recipe
 from gpubuf.data.storages.tensor_storage import TensorStorage
 
 #: Root keys of a batch that say which rows it is made of.
@@ -26,6 +28,7 @@ class WriteBack:
 
     _storage: TensorStorage
     _sampler: Sampler
+    _recipe: Recipe
     _lock: Any
 
     def update_if_present(self, index: Any, data: Data, *, generation: Tensor | None = None) -> None:
@@ -33,7 +36,10 @@ class WriteBack:
 
         Of a row that the batch has more than once, the last entry wins. Other keys of the rows stay as they are, and so
         do priorities: update them by ``update_priority``. If a key is written that tells where trajectories end, the
-        sampler indexes all rows anew, which is O(capacity).
+        sampler indexes all rows anew, which is O(capacity). Values are written as they are: no processing is undone.
+
+        An n-step batch has the index of the rows that were drawn. Its keys under "next" and its rewards are those of
+        other rows too, and can't be written back.
 
         Args:
             index: ``info["index"]`` of a sample, in any shape: ``[n]``, ``[K, B]``, ``[..., ndim]`` for storages of
@@ -46,8 +52,9 @@ class WriteBack:
 
         Raises:
             RuntimeError: nothing has been written yet.
-            ValueError: there is no generation, ``data`` has keys that are not stored, or another shape or dtype;
-                nothing is written.
+            ValueError: there is no generation, or ``data`` has keys that are not stored, that have no memory of their
+                own (``share_next``, ``prefixes``), or that an n-step batch has from other rows; or another shape or
+                dtype. Nothing is written.
             IndexError: an index is out of range (CPU; a GPU skips the row and counts a fault).
         """
         with unless_compiling(self._lock):
@@ -62,6 +69,7 @@ class WriteBack:
                 )
             positions = as_positions(index, storage.shape, storage.device, lambda: storage.steps_stored)
             keys, sources = _stored(storage, found, positions.numel())
+            _check_of_drawn_row(storage.form, self._recipe, keys)
             if not keys:
                 return
             columns = [storage.form.columns[key] for key in keys]
@@ -117,6 +125,24 @@ def _stored(storage: TensorStorage, found: dict[Key, Tensor], n: int) -> tuple[l
         keys.append(position)
         sources.append(tensor.detach().reshape(n, *leaf.shape))
     return keys, sources
+
+
+def _check_of_drawn_row(form: Form, recipe: Recipe, keys: Sequence[int]) -> None:
+    """Raise for keys that n-step batches have from other rows than the drawn one.
+
+    Raises:
+        ValueError: there are some.
+    """
+    if recipe.n_steps == 1:
+        return
+    rewards = recipe.rewards(form)
+    for key in keys:
+        leaf = form.written.leaves[key]
+        if leaf.key[0] == NEXT_KEY or key in rewards:
+            raise ValueError(
+                f"key {leaf.name} of an n-step batch is that of a later row than its index, or a sum: with "
+                f"n_steps={recipe.n_steps} it can't be written back"
+            )
 
 
 def _check_unshared(form: Form, position: int) -> None:
