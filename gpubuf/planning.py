@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,6 +34,7 @@ from gpubuf.data.storages.placement import (
     readable,
 )
 from gpubuf.data.storages.placement import parse_bytes as parse_bytes
+from gpubuf.data.storages.sharing import entries_of, side_bytes, with_shared
 from gpubuf.kernels.rows import ENTRY
 from gpubuf.kernels.transitions import FIELD
 from gpubuf.tables import aligned
@@ -59,8 +60,9 @@ class KeyPlan:
         name: the key, nested ones with dots.
         dtype: of its elements, as they are stored.
         shape: of one row.
-        row_bytes: bytes of one row; 0 for a key that is the beginning of another, and has no memory of its own.
-        n_bytes: bytes of all rows.
+        row_bytes: bytes of one row; 0 for a key that is the beginning of another, and has no memory of its own, and for
+            a next observation that is read from the row behind.
+        n_bytes: bytes of all rows, or of the next observations that are not in the row behind.
     """
 
     name: str
@@ -180,19 +182,20 @@ def plan(
     dtypes: Mapping[Any, torch.dtype | Codec] | None = None,
     batch_dtypes: Mapping[Any, torch.dtype] | None = None,
     prefixes: Mapping[Any, Any] | None = None,
+    share_next: bool | Sequence[Any] = False,
+    next_capacity: int | None = None,
 ) -> Plan:
     """The memory that a buffer takes, and where it fits on this machine now. Nothing is allocated. No host sync.
 
     Args:
         spec: the keys of a row, as they are written: an example batch (a TensorDict, tensorclass or tensor of shape
-        ``[n, ...]``), or a
-            mapping from keys to ``"3x84x84:uint8"`` or ``((3, 84, 84), torch.uint8)``.
+            ``[n, ...]``), or a mapping from keys to ``"3x84x84:uint8"`` or ``((3, 84, 84), torch.uint8)``.
         capacity: number of transitions.
         sampler: a sampler, a function that returns one, or a name out of :data:`SAMPLERS`.
         budget: bytes, or text such as ``"24GiB"``, for rows, index and counters together, instead of ``capacity``: the
             plan is for as many transitions as fit, and for no more than one would if it were added.
         envs: environments, for storages with ``ndim=2``.
-        dtypes, batch_dtypes, prefixes: as for :class:`gpubuf.LazyTensorStorage`.
+        dtypes, batch_dtypes, prefixes, share_next, next_capacity: as for :class:`gpubuf.LazyTensorStorage`.
 
     Returns:
         The plan. Its bytes of tree and index are exact; samplers without replacement of slices take 8 bytes a
@@ -206,7 +209,9 @@ def plan(
         raise TypeError(f"give either capacity or budget, got capacity={capacity} and budget={budget!r}")
     if envs < 1 or (capacity is not None and capacity < 1):
         raise ValueError(f"capacity and envs must be at least 1, got capacity={capacity} and envs={envs}")
-    row = _Row.of(_leaves(spec), Options.of(dtypes, batch_dtypes, prefixes))
+    leaves = _leaves(spec)
+    options = with_shared(leaves, Options.of(dtypes, batch_dtypes, prefixes), share_next)
+    row = _Row.of(leaves, options, next_capacity)
     chosen = _sampler(sampler)
     free = host_memory.free()
     device_type = "cpu" if free.device is None else "cuda"
@@ -226,46 +231,67 @@ class _Row:
     Attributes:
         leaves: the keys that are written, of the dtypes that are stored.
         widths: bytes of each of them in a row; 0 for those without a column.
+        aside: bytes of each of them in a next observation that is not in the row behind.
         counters: bytes of the counters and tables.
+        next_capacity: as for :class:`gpubuf.LazyTensorStorage`.
     """
 
     leaves: list[Leaf]
     widths: list[int]
+    aside: list[int]
     counters: int
+    next_capacity: int | None
 
     @classmethod
-    def of(cls, written: list[Leaf], options: Options) -> _Row:
+    def of(cls, written: list[Leaf], options: Options, next_capacity: int | None) -> _Row:
         found = sources(written, options)
         leaves = [replace(leaf, dtype=source.stored) for leaf, source in zip(written, found, strict=True)]
         owned = [source.owner == position for position, source in enumerate(found)]
-        tables = 8 * ENTRY * sum(owned)
+        follows = [source.follows and source.whole is None for source in found]
+        tables = 8 * ENTRY * sum(owned) + 8 * FIELD * sum(follows)
         if options:
             as_written = all(source.batch is leaf.dtype for source, leaf in zip(found, written, strict=True))
             tables += 8 * FIELD * len(leaves) * (1 if as_written else 2)
         widths = [leaf.row_bytes if own else 0 for leaf, own in zip(leaves, owned, strict=True)]
-        return cls(leaves, widths, _COUNTERS + tables)
+        aside = [leaf.row_bytes if elsewhere else 0 for leaf, elsewhere in zip(leaves, follows, strict=True)]
+        return cls(leaves, widths, aside, _COUNTERS + tables, next_capacity)
 
     @property
     def n_bytes(self) -> int:
         return sum(self.widths)
 
+    def beside(self, steps: int, envs: int) -> tuple[int, IndexBytes]:
+        """Bytes of next observations that are not in the row behind, and of the links to them."""
+        if not any(self.aside):
+            return 0, IndexBytes()
+        entries, links = side_bytes(sum(self.aside), steps * envs, envs, self.next_capacity)
+        return entries, IndexBytes(index=links)
+
+    def plans(self, steps: int, envs: int) -> tuple[KeyPlan, ...]:
+        """What every key takes."""
+        capacity = steps * envs
+        entries = entries_of(capacity, envs, self.next_capacity) + envs  # the last ones are pending
+        return tuple(
+            KeyPlan(".".join(leaf.key) or "(tensor)", leaf.dtype, leaf.shape, width, width * capacity + aside * entries)
+            for leaf, width, aside in zip(self.leaves, self.widths, self.aside, strict=True)
+        )
+
 
 def _plan(row: _Row, sampler: Sampler, steps: int, envs: int, free: Free, budget: int | None) -> Plan:
     capacity, shape = steps * envs, (steps,) if envs == 1 else (steps, envs)
-    keys = tuple(
-        KeyPlan(".".join(leaf.key) or "(tensor)", leaf.dtype, leaf.shape, width, width * capacity)
-        for leaf, width in zip(row.leaves, row.widths, strict=True)
-    )
-    row_bytes = row.n_bytes
-    rows, counters = row_bytes * capacity, row.counters
-    on_host, on_device = (sampler.index_bytes(shape, device_type) for device_type in ("cpu", "cuda"))
+    columns, counters = row.n_bytes * capacity, row.counters
+    # Next observations are with the rows, but for a split.
+    aside, links = row.beside(steps, envs)
+    rows = columns + aside
+    on_host, on_device = (sampler.index_bytes(shape, device_type) + links for device_type in ("cpu", "cuda"))
     beside = on_device.total + counters
     room = -1 if free.device is None else free.device
-    near = near_steps(SPLIT, rows, steps, room - on_device.total) * rows // steps
+    near = near_steps(SPLIT, columns, steps, room - on_device.total - aside) * columns // steps
+    far, room_for_index = columns - near, on_device.total <= room
     fits = (
         Fit("cuda", rows + beside, 0, on_device, rows + on_device.total <= room),
-        Fit(PINNED, beside, rows, on_device, on_device.total <= room and rows <= free.host),
-        Fit(SPLIT, near + beside, rows - near, on_device, on_device.total <= room and rows - near <= free.host),
+        Fit(PINNED, beside, rows, on_device, room_for_index and rows <= free.host),
+        Fit(SPLIT, near + aside + beside, far, on_device, on_device.total + aside <= room and far <= free.host),
         Fit("cpu", 0, rows + on_host.total + counters, on_host, rows + on_host.total <= free.host),
     )
     auto: str | None = None
@@ -273,7 +299,7 @@ def _plan(row: _Row, sampler: Sampler, steps: int, envs: int, free: Free, budget
         auto, why = choose(rows, (on_host if free.device is None else on_device).total, capacity, free)
     except NothingFitsError as error:
         why = str(error)
-    return Plan(capacity, keys, row_bytes, rows, counters, free, fits, auto, why, budget)
+    return Plan(capacity, row.plans(steps, envs), row.n_bytes, rows, counters, free, fits, auto, why, budget)
 
 
 def _largest(row: _Row, sampler: Sampler, budget: int, envs: int, device_type: str) -> int:
@@ -284,7 +310,8 @@ def _largest(row: _Row, sampler: Sampler, budget: int, envs: int, device_type: s
 
     def fits(steps: int) -> bool:
         index = sampler.index_bytes((steps,) if envs == 1 else (steps, envs), device_type)
-        return steps * envs * row_bytes + index.total + fixed <= budget
+        aside, links = row.beside(steps, envs)
+        return steps * envs * row_bytes + aside + index.total + links.total + fixed <= budget
 
     if not fits(1):
         raise ValueError(f"not one step of {envs} row(s) of {row_bytes} bytes fits into {readable(budget)}")

@@ -35,6 +35,8 @@ def run(options: dict[str, Any]) -> int:
             envs=options["envs"],
             dtypes={key: parse_dtype(name) for key, name in stored.items()},
             prefixes={key: tuple(whole.split(".")) for key, whole in prefixes.items()},
+            share_next=options["share_next"],
+            next_capacity=options["next_capacity"],
         )
     except ValueError as error:
         raise UsageError(str(error)) from error
@@ -79,6 +81,17 @@ def add(commands: Any) -> None:
         default=[],
         metavar="KEY=KEY",
         help="a key that is the beginning of another, such as observation=critic_observation, and takes no memory",
+    )
+    parser.add_argument(
+        "--share-next",
+        action="store_true",
+        help="store observations once, and read next ones from the row behind",
+    )
+    parser.add_argument(
+        "--next-capacity",
+        type=int,
+        metavar="N",
+        help="room for next observations that are not in the row behind (default: an eighth of the rows)",
     )
     size = parser.add_mutually_exclusive_group(required=True)
     size.add_argument("--capacity", type=int, metavar="N", help="transitions")

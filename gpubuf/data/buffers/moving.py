@@ -14,6 +14,7 @@ from gpubuf.data.storages import host_memory
 from gpubuf.data.storages.columns import Column, new_columns
 from gpubuf.data.storages.placement import AUTO, DISK, SPLIT, IndexBytes, MemoryReport, Placement, place, readable
 from gpubuf.data.storages.records import records
+from gpubuf.data.storages.sharing import Sharing
 from gpubuf.data.storages.tensor_storage import TensorStorage
 from gpubuf.progress import BINARY_BYTES, Advance, progress_bar, show_nothing
 
@@ -96,8 +97,11 @@ def move(storage: TensorStorage, sampler: Sampler, requested: torch.device | str
     index = IndexBytes()
     if not on_gpu:
         index = sampler.index_beside(requested, shape) + storage.derived_bytes(requested, shape)
-    held = sum(part.nbytes for part in storage.row_tensors if part.is_cuda)
-    target = place(requested, storage.nbytes, index, shape, torch.device("cpu"), held)
+    aside, sides = 0, list[torch.Tensor]()
+    if storage.sharing is not None:
+        aside, sides = storage.sharing.entry_bytes, storage.sharing.sides
+    held = sum(part.nbytes for part in [*storage.row_tensors, *sides] if part.is_cuda)
+    target = place(requested, storage.nbytes - aside, index, shape, torch.device("cpu"), held, aside)
     if before is not None and not before.same_place(target):
         _move(storage, sampler, before, target, progress)
     storage.requested_device = requested
@@ -133,6 +137,8 @@ class _Rows:
         self._records = records(self._leaves)
         self._steps = len(storage) // math.prod(storage.shape[1:])
         self._places = [placement] * len(self._records)
+        self._sharing = storage.sharing
+        self._side_places = [placement] * (0 if self._sharing is None else len(self._sharing.sides))
         self.n_bytes = len(storage) * storage.layout.row_bytes
 
     def to(self, target: Placement, advance: Advance) -> None:
@@ -148,6 +154,15 @@ class _Rows:
                 self._columns[key] = copy
             self._places[number] = target
             del copies, copy
+        if self._sharing is not None:
+            self._move_sides(self._sharing, target)
+
+    def _move_sides(self, sharing: Sharing, target: Placement) -> None:
+        for number, leaf in enumerate(sharing.leaves.values()):
+            if self._side_places[number] is not target:
+                side = sharing.new_side(leaf, target)
+                side.copy_(sharing.sides[number])
+                sharing.sides[number], self._side_places[number] = side, target
 
     def _copy(self, column: Column, copy: Column, advance: Advance) -> None:
         step_bytes = column.nbytes // len(column)
@@ -168,4 +183,5 @@ def report(storage: TensorStorage, sampler: Sampler) -> MemoryReport:
     kind = placement.kind if storage.relocatable else DISK
     on_host = sum(column.parts[1].nbytes for column in storage.columns) if placement.kind == SPLIT else 0
     index = taken.index + (0 if storage.end_bits is None else storage.end_bits.nbytes)
+    index += 0 if storage.sharing is None else storage.sharing.link_bytes
     return MemoryReport(kind, str(placement.device), storage.nbytes, taken.tree, index, counters, on_host)

@@ -116,6 +116,10 @@ def _stored(storage: TensorStorage, found: dict[Key, Tensor], n: int) -> tuple[l
             whole = layout.leaves[prefixes[position]]
             raise ValueError(f"key {leaf.name} is stored as the first elements of {whole.name}: write that one")
         _check_unshared(storage.form, position)
+        if storage.sharing is not None and storage.form.columns[position] in storage.sharing.leaves:
+            raise ValueError(
+                f"key {leaf.name} is stored once with the next observations (share_next): write whole rows, buffer[i] ="
+            )
         rows = tensor.shape[: tensor.dim() - len(leaf.shape)]
         if tensor.dtype is not leaf.dtype or (*rows, *leaf.shape) != tensor.shape or rows.numel() != n:
             raise ValueError(

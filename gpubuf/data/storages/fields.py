@@ -11,6 +11,7 @@ from torch import Tensor
 from gpubuf.data.storages.columns import Column
 from gpubuf.data.storages.forms import Form
 from gpubuf.data.storages.layout import RowLayout
+from gpubuf.data.storages.placement import Placement
 from gpubuf.kernels.transitions import DRAWN, FIELD, NEXT, Field, dtype_code
 
 
@@ -29,6 +30,9 @@ class NextObservations(Protocol):
     @property
     def entry_bytes(self) -> int:
         """See above."""
+
+    def renew(self, placement: Placement) -> None:
+        """Copy the next observations into memory of a placement."""
 
     def addresses(self, column: int) -> tuple[int, int, int]:
         """The addresses of the entries and of the pending rows of a column, and the bytes from row to row."""

@@ -91,6 +91,8 @@ class RowMemory(Followed):
             for column, copied in zip(self._columns, copies, strict=True):
                 for start, part in copied.pieces():
                     column.write(start, part)
+            if self.sharing is not None:
+                self.sharing.renew(self._placement)
         self.table = self._addresses(self._layout, self._device)
         self._make_tables(self._device)
         if self.end_bits is not None:
@@ -222,6 +224,7 @@ class RowMemory(Followed):
         if self._fields is None or self._written_fields is None:
             return self.table.nbytes
         others = 0 if self._written_fields is self._fields else self._written_fields.nbytes
+        others += 0 if self._raw_fields is None else self._raw_fields.nbytes
         return self.table.nbytes + self._fields.nbytes + others
 
     @property

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +19,7 @@ from gpubuf.data.storages.layout import Leaf, RowLayout
 from gpubuf.data.storages.placement import IndexBytes, Placement, depends_on_room, place
 from gpubuf.data.storages.ring import Ring
 from gpubuf.data.storages.row_memory import into
-from gpubuf.data.storages.sharing import Sharing, entries_of, shared_keys, side_bytes
+from gpubuf.data.storages.sharing import Sharing, entries_of, side_bytes, with_shared
 from gpubuf.kernels import rows, transitions
 from gpubuf.kernels._registry import in_memory, lazy, past_dispatcher, without_dispatch
 from gpubuf.kernels.rows import SIZE, arena_offsets
@@ -65,11 +64,7 @@ class SharedRows(ComputedRows):
     # Memory
 
     def _new_form(self, layout: RowLayout) -> Form:
-        form = super()._new_form(layout)
-        if not self._share_next:
-            return form
-        owners = [leaf for i, leaf in enumerate(layout.leaves) if form.sources is None or form.sources[i].owner == i]
-        return Form.of(layout, replace(self._options, shared=frozenset(shared_keys(owners, self._share_next))))
+        return Form.of(layout, with_shared(layout.leaves, self._options, self._share_next))
 
     def _place(self, data_device: torch.device, form: Form, shape: tuple[int, ...]) -> Placement:
         shared, n = shared_columns(form), math.prod(shape)
@@ -96,6 +91,12 @@ class SharedRows(ComputedRows):
         super()._make_tables(device)
         if self.sharing is not None:
             self._raw_fields = into(self._raw_fields, field_table(self.sharing.raw_fields(self._columns), device))
+
+    def relocated(self, placement: Placement) -> None:
+        """See :class:`RowMemory`."""
+        if self.sharing is not None:
+            self.sharing.follow(placement.device)
+        super().relocated(placement)
 
     # Writing
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.storages.columns import Column
+from gpubuf.data.storages.forms import Options, sources
 from gpubuf.data.storages.layout import Key, Leaf, address, as_key, as_written
 from gpubuf.data.storages.placement import Placement, allocate
 from gpubuf.data.storages.records import SMALL
@@ -62,6 +63,20 @@ def shared_keys(leaves: Sequence[Leaf], share_next: bool | Sequence[Any]) -> tup
             "ones in a list, or leave share_next out"
         )
     return found
+
+
+def with_shared(leaves: Sequence[Leaf], options: Options, share_next: bool | Sequence[Any]) -> Options:
+    """Options for rows with these keys, with those that are shared.
+
+    Raises:
+        ValueError: as :func:`shared_keys`.
+    """
+    if not share_next:
+        return options
+    found = sources(leaves, options)
+    # A prefix has no memory that could be shared.
+    owners = [leaf for position, leaf in enumerate(leaves) if found[position].owner == position]
+    return replace(options, shared=frozenset(shared_keys(owners, share_next)))
 
 
 def _named(leaves: dict[Key, Leaf], key: Key) -> Key:
@@ -188,6 +203,17 @@ class Sharing:
         self.links.zero_()
         self.owners[:-1] = -1
         self.owners[-1] = 0
+
+    def follow(self, device: torch.device) -> None:
+        """Bring the links to the device that does the work."""
+        if self.links.device != device:
+            self.links, self.owners = self.links.to(device), self.owners.to(device)
+
+    def renew(self, placement: Placement) -> None:
+        """Copy the next observations into memory of a placement."""
+        for number, leaf in enumerate(self.leaves.values()):
+            side = self.new_side(leaf, placement)
+            self.sides[number] = side.copy_(self.sides[number])
 
     def restore(self, links: Tensor, owners: Tensor, entries: Sequence[Tensor], pending: Sequence[Tensor]) -> None:
         """Copy what another one of the same size has: entries ``[used, ...]`` and pending rows for each column."""
