@@ -1,0 +1,199 @@
+"""MultiStepTransform, with TorchRL's name and arguments: made when a batch is drawn, or when rows are written."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from gpubuf import (
+    CaptureError,
+    LazyTensorStorage,
+    MultiStepTransform,
+    ReplayBuffer,
+    SamplerWithoutReplacement,
+    TensorDictReplayBuffer,
+)
+from gpubuf.data.runtime.recording import Recording, recorded
+from gpubuf.data.storages.reader import Reader
+from tests.support.n_step_model import Model, agents_rows, new
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("given", ["to the constructor", "by a factory", "appended"])
+def test_a_buffer_takes_it_for_n_steps(given):
+    """Rows are stored as they are, and every one of them can be drawn."""
+    transform = MultiStepTransform(3, 0.9)
+    options = {"to the constructor": {"transform": transform}, "by a factory": {"transform_factory": lambda: transform}}
+    buffer, model = new(12, sampler="without replacement", batch_size=12, **options.get(given, {})), Model(12)
+    if given == "appended":
+        buffer.extend(model.write(3))
+        buffer.append_transform(transform)
+    buffer.extend(model.write(20))
+    batch = buffer.sample()
+    model.check(batch, 3, 0.9)
+    assert sorted(batch["observation"][:, 0].tolist()) == model.stored()
+    assert len(buffer.transform) == 0
+    assert isinstance(buffer._reader, Reader)
+    assert "steps_to_next_obs" not in buffer[:].keys()
+
+
+def test_with_other_transforms():
+    """Those see batches as they are drawn."""
+    buffer, model = new(12, transform=lambda data: data.set("k", data["steps_to_next_obs"] * 10)), Model(12)
+    buffer.append_transform(MultiStepTransform(2, 0.5))
+    buffer.extend(model.write(20))
+    batch = buffer.sample()
+    model.check(batch, 2, 0.5)
+    assert torch.equal(batch["k"], batch["steps_to_next_obs"] * 10)
+
+
+def test_keys_as_torchrl_names_them():
+    """Without "next"; with it they mean the same."""
+    rows = agents_rows(8)
+    rows["next", "gain"] = rows["next", "reward"] * 2
+    rows["next", "stop"] = rows["next", "done"].clone()
+    rows["next", "stop"][3] = True
+    for named in (
+        {"reward_keys": ["gain"], "done_key": "stop"},
+        {"reward_keys": [("next", "gain")], "done_keys": ["done", ("next", "stop")]},
+    ):
+        buffer = ReplayBuffer(
+            storage=LazyTensorStorage(8),
+            sampler=SamplerWithoutReplacement(shuffle=False),
+            transform=MultiStepTransform(2, 1.0, **named),
+        )
+        buffer.extend(rows)
+        batch = buffer.sample(8)
+        assert batch["steps_to_next_obs"].flatten().tolist() == [2, 2, 2, 1, 2, 2, 2, 1]
+        assert batch["next", "gain"].flatten().tolist() == [2, 6, 10, 6, 18, 22, 26, 14]
+        assert batch["next", "reward"].flatten().tolist() == [1, 2, 3, 3, 5, 6, 7, 7]
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda: MultiStepTransform(0, 0.9), ValueError, "n_steps must be in"),
+        (lambda: MultiStepTransform(3, 1.1), ValueError, "gamma must be in"),
+        (lambda: MultiStepTransform(3, 0.9, mask_key="valid"), NotImplementedError, "mask_key='valid'"),
+        (lambda: ReplayBuffer(n_steps=2, transform=MultiStepTransform(3, 0.9)), TypeError, "either n_steps or"),
+        (
+            lambda: ReplayBuffer(transform=MultiStepTransform(3, 0.9)).append_transform(MultiStepTransform(3, 0.9)),
+            TypeError,
+            "n_steps is 3 already",
+        ),
+    ],
+)
+def test_what_makes_no_sense(make, error, text):
+    with pytest.raises(error, match=text):
+        make()
+
+
+# When rows are written
+
+
+@pytest.mark.parametrize("envs", [None, 3])
+@pytest.mark.parametrize("n_steps", [1, 2, 4])
+def test_rows_are_changed_before_they_are_stored(n_steps, envs):
+    """A row is stored once those behind it have come; flags are those of its last step."""
+    transform = MultiStepTransform(n_steps, 0.9, write_time=True)
+    buffer, model = new(50, envs, transform=transform), Model(1000, envs, seed=2)
+    written = 0
+    for n in (1, 1, 1, 5, 2, 30):
+        rows = model.write(n)
+        before = rows.clone()
+        index = buffer.extend(rows)
+        assert (rows == before).all()
+        stored = max(model.written - n_steps + 1, 0)
+        assert len(index) == (stored - written) * (envs or 1)
+        written = stored
+    model.check(buffer[:].exclude("index"), n_steps, 0.9)
+    assert len(buffer) == written * (envs or 1)
+    assert buffer.sample()["steps_to_next_obs"].shape == (24, 1)
+
+
+def test_what_lies_behind_an_end_does_not_count():
+    """Not even if it is NaN."""
+    rows = agents_rows(4)
+    rows["next", "done"][1] = True
+    rows["next", "reward"][2] = float("nan")
+    out = MultiStepTransform(3, 0.5, write_time=True).inv(rows)
+    assert out["next", "reward"].flatten().tolist() == [0.5, 1]
+
+
+def test_rows_that_wait_are_part_of_the_state(tmp_path):
+    """As of any other state of the buffer: saved, and restored."""
+
+    def made():
+        return new(50, transform=MultiStepTransform(4, 0.9, write_time=True))
+
+    first, model = made(), Model(1000)
+    first.extend(model.write(10))
+    first.save(tmp_path / "c")
+    rows = model.write(6)
+    first.extend(rows)
+    second, third = made(), made()
+    second.load(tmp_path / "c")
+    third.extend(Model(1000, seed=9).write(30))
+    third.load(tmp_path / "c")
+    for buffer in (second, third):
+        buffer.extend(rows)
+        assert (buffer[:] == first[:]).all()
+    model.check(second[:].exclude("index"), 4, 0.9)
+
+
+def test_it_is_not_for_captured_steps():
+    transform = MultiStepTransform(2, 0.9, write_time=True)
+    with recorded(Recording()), pytest.raises(CaptureError, match="n_steps= does not"):
+        transform.inv(agents_rows(4))
+
+
+def test_keys_that_are_missing():
+    with pytest.raises(KeyError, match="give done_key"):
+        MultiStepTransform(2, 0.9, write_time=True).inv(agents_rows(4).exclude(("next", "done")))
+
+
+def test_integers_as_flags():
+    rows = agents_rows(4)
+    rows["next", "done"] = torch.tensor([[0], [256], [0], [0]])
+    out = MultiStepTransform(3, 1.0, write_time=True).inv(rows)
+    assert out["steps_to_next_obs"].flatten().tolist() == [2, 1]
+
+
+def test_a_batch_of_info_stays_beside():
+    """Root keys are those of the first step."""
+    rows = agents_rows(5).set("action", torch.arange(5.0))
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(9), transform=MultiStepTransform(2, 1.0, write_time=True), batch_size=4
+    )
+    buffer.extend(TensorDict(dict(rows.items()), [5]))
+    assert buffer[:]["action"].tolist() == [0, 1, 2, 3]
+    assert buffer[:]["next", "observation"].flatten().tolist() == [2, 3, 4, 5]
+
+
+def test_against_torchrl():
+    """The same rewards, observations and steps as TorchRL stores. Its flags are those of the first step."""
+    python = ROOT / ".peers" / "torchrl" / "bin" / "python"
+    if not python.exists():
+        pytest.skip("TorchRL is not installed in .peers/torchrl")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [str(python), "-m", "tests.support.torchrl_multi_step"]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout.splitlines()[-1])
+    # TorchRL keeps one row more back.
+    assert found.pop("rows") == [21, 20]
+    assert found.pop("more keys") == ["('next', 'original_reward')", "gamma", "nonterminal"]
+    assert found.pop("given to a buffer") == [3, 0.9, 0]
+    flags = {name: found.pop(f"next.{name}") for name in ("done", "terminated", "truncated")}
+    # Of transitions of several steps, and of no others.
+    assert all(several > 0 and single == 0 for several, single in flags.values())
+    # Named as a reward nowhere, it is that of the last step in both.
+    assert found == {key: [0, 0] for key in found}
+    assert "next.observation" in found
