@@ -39,20 +39,23 @@ def versions(step: Callable[..., Any]) -> int:
     return len(_debug_get_cache_entry_list(getattr(step, "__func__", step).__code__))
 
 
-def world(sampler: str, envs: int, learn: str | None = None) -> World:
-    made = World(sampler, envs=envs, learn=learn)
+def world(sampler: str, envs: int, learn: str | None = None, n_steps: int = 1) -> World:
+    made = World(sampler, envs=envs, learn=learn, n_steps=n_steps)
     # As documented: the random stream begins before the first compiled step.
     made.buffer.sampler.random_state("cpu")
     return made
 
 
-@pytest.mark.parametrize(("sampler", "envs"), [*((name, 1) for name in SAMPLERS), ("prioritized slices", 2)])
-def test_no_break_and_no_recompilation(sampler, envs):
+@pytest.mark.parametrize(
+    ("sampler", "envs", "n_steps"),
+    [*((name, 1, 1) for name in SAMPLERS), ("prioritized slices", 2, 1), ("uniform", 1, 3), ("prioritized", 2, 3)],
+)
+def test_no_break_and_no_recompilation(sampler, envs, n_steps):
     """While the buffer fills, wraps, is emptied, and is used in between by code that is not compiled."""
     results = []
     for compile_it in (False, True):
         torch.manual_seed(0)
-        made = world(sampler, envs)
+        made = world(sampler, envs, n_steps=n_steps)
         step = compiled(made.step) if compile_it else made.step
         found = []
         for number in range(CALLS):

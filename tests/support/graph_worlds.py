@@ -45,19 +45,23 @@ class World:
         envs: environments; with more than one the storage is two-dimensional.
         device: where everything is.
         learn: how the targets are updated; None: the step only writes, draws, and sets priorities.
+        n_steps: steps of a transition.
     """
 
     sampler: str
     envs: int = 1
     device: str = "cpu"
     learn: str | None = None
+    n_steps: int = 1
     buffer: TensorDictReplayBuffer = field(init=False)
     loss: SACLoss | None = None
 
     def __post_init__(self) -> None:
         torch.manual_seed(0)
         storage = LazyTensorStorage(CAPACITY, device=self.device, ndim=1 if self.envs == 1 else 2)
-        self.buffer = TensorDictReplayBuffer(storage=storage, sampler=SAMPLERS[self.sampler](), batch_size=BATCH)
+        self.buffer = TensorDictReplayBuffer(
+            storage=storage, sampler=SAMPLERS[self.sampler](), batch_size=BATCH, n_steps=self.n_steps
+        )
         # Not float64: compiled code leaves changes in place of such a number on the CPU out (PyTorch 2.13).
         self.beta = torch.full((), 0.4, dtype=torch.float32, device=self.device)
         if self.learn is not None:
@@ -110,6 +114,8 @@ class World:
         yield "ring", storage.ring.clone()
         for i, rows in enumerate(storage.row_tensors):
             yield f"rows {i}", rows[: len(self.buffer) // self.envs].clone()
+        if storage.end_bits is not None:
+            yield "end bits", storage.end_bits.words.clone()
         yield "random", sampler.random_state(self.device).state.clone()
         if isinstance(sampler, PrioritizedSampler):
             for name in ("leaves", "nodes", "hyper"):
@@ -130,6 +136,9 @@ WORLDS: dict[str, Callable[[str], World]] = {
     **{name: lambda device, name=name: World(name, device=device) for name in SAMPLERS},
     "slices of two environments": lambda device: World("slices", envs=2, device=device),
     "prioritized slices of two environments": lambda device: World("prioritized slices", envs=2, device=device),
+    "three steps": lambda device: World("uniform", device=device, n_steps=3),
+    "three steps of two environments": lambda device: World("prioritized", envs=2, device=device, n_steps=3),
+    "soft actor-critic of three steps": lambda device: World("prioritized", device=device, learn="soft", n_steps=3),
     "soft actor-critic": lambda device: World("prioritized", device=device, learn="soft"),
     "soft actor-critic on uniform batches, targets copied": lambda device: World(
         "uniform", device=device, learn="hard"

@@ -89,15 +89,6 @@ class EndBits:
         else:
             self._signals.copy_(self._addresses(table))
 
-    def move(self, form: Form, shape: Sequence[int], table: Tensor, ring: Tensor) -> None:
-        """Follow the rows to other addresses, maybe on another device."""
-        if self.words is not None and self.words.device == table.device:
-            self.readdress(table)
-        else:
-            # The shape of the index depends on the device.
-            self.allocate(form, shape, table)
-            self.rebuild(ring)
-
     def write(self, ring: Tensor, rows: int) -> None:
         """The newest ``rows`` rows were written. No host sync."""
         _update(

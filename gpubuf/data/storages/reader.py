@@ -58,6 +58,7 @@ class Reader:
     # Following the storage
 
     def _forget(self) -> None:
+        self._form: Form | None = None
         self._layout: RowLayout | None = None
         self._fields: Tensor | None = None
         self._ring: Ring | None = None
@@ -75,8 +76,10 @@ class Reader:
     def follow(self) -> None:
         """Read the rows where the storage has them now."""
         storage = self.storage
-        if not storage.initialized:
+        if not storage.initialized or storage.form is not self._form:
+            # Allocated anew: captured graphs are refused then.
             self._forget()
+        if not storage.initialized:
             return
         recipe, ends = self.recipe, storage.end_bits
         fields, per_step = self._chosen(storage.form, storage.fields), math.prod(storage.shape[1:])
@@ -88,17 +91,19 @@ class Reader:
                 fields[position] = dataclasses.replace(fields[position], **processing.options(leaf.key))
             mirror, draws, self._noise = processing.mirror, processing.draws, processing.noise
         if self._layout is None:
+            self._form = storage.form
             self._layout = _batch_layout(storage.batch_layout, recipe.n_steps > 1)
-        table = field_table(fields, storage.device)
-        if self._fields is not None and self._fields.device == storage.device:
-            self._fields.copy_(table)
-        else:
-            self._fields = table
         self._ring = storage.counters
         self._ends = ends.words if ends is not None and recipe.n_steps > 1 else None
         self._links = None if storage.sharing is None else storage.sharing.links
         self._arguments = (storage.max_size, per_step, recipe.n_steps, recipe.gamma, mirror, draws)
         self._copies = 2 if mirror == DOUBLED else 1
+        # Last: with it the reader is ready. An interrupt may come at any call.
+        table = field_table(fields, storage.device)
+        if self._fields is not None and self._fields.device == storage.device:
+            self._fields.copy_(table)
+        else:
+            self._fields = table
 
     def _chosen(self, form: Form, fields: list[Field]) -> list[Field]:
         """The fields, each with the row that it reads, and one for the number of steps."""
@@ -113,6 +118,13 @@ class Reader:
                 field = dataclasses.replace(field, row=LAST)
             chosen.append(field)
         return [*chosen, _STEPS_FIELD]
+
+    def _followed(self) -> Tensor:
+        """The table of fields, where an interrupt has kept the storage from telling that there is one."""
+        self.follow()
+        if self._fields is None:
+            raise RuntimeError(NOT_INITIALIZED)
+        return self._fields
 
     # Reading: see the methods of TensorStorage
 
@@ -142,10 +154,10 @@ class Reader:
             One tensor ``[n, ...]`` for each leaf of :attr:`batch_layout`, and the generations of the drawn rows, int64
             ``[n]``; ``[2 * n]`` each if batches are doubled.
         """
-        layout, fields, n = self._layout, self._fields, index.numel() * self._copies
-        if layout is None or fields is None:
-            raise RuntimeError(NOT_INITIALIZED)
-        ring, given = self._ring.counters, self._arguments  # type: ignore[union-attr]
+        fields, n = self._fields, index.numel() * self._copies
+        if fields is None:
+            fields = self._followed()
+        layout, ring, given = self.batch_layout, self._ring.counters, self._arguments  # type: ignore[union-attr]
         if past_dispatcher(fields):
             tensors = layout.allocate(n)
             index = in_memory(index)
@@ -165,10 +177,10 @@ class Reader:
             One tensor ``[n, ...]`` for each leaf of :attr:`batch_layout`, and of the drawn rows the flat positions and
             the generations, int64 ``[n]`` each; ``[2 * n]`` if batches are doubled.
         """
-        layout, fields = self._layout, self._fields
-        if layout is None or fields is None:
-            raise RuntimeError(NOT_INITIALIZED)
-        ring, given = self._ring.counters, self._arguments  # type: ignore[union-attr]
+        fields = self._fields
+        if fields is None:
+            fields = self._followed()
+        layout, ring, given = self.batch_layout, self._ring.counters, self._arguments  # type: ignore[union-attr]
         if past_dispatcher(fields):
             tensors = layout.allocate(n * self._copies)
             return tensors, *_sample_into(fields, ring, self._ends, self._links, self._noise, rng, n, *given, tensors)

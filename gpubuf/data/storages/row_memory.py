@@ -369,12 +369,16 @@ class RowMemory(Followed):
         if placement.device == self._device:
             # In place: a captured graph reads the addresses from here.
             self.table.copy_(table)
+            if self.end_bits is not None:
+                self.end_bits.readdress(table)
         else:
             self.table, self._device = table, placement.device
             self.counters.counters = self.ring.to(placement.device)
+            if self.end_bits is not None:
+                # The shape of the index depends on the device.
+                self.end_bits.allocate(self.form, self._shape, table)
+                self.rebuild()
         self._placement = placement
-        if self.end_bits is not None:
-            self.end_bits.move(self.form, self._shape, table, self.ring)
         self._tell_followers()
 
     def empty(self) -> None:
