@@ -1,5 +1,6 @@
 """Replay buffers: storages, writers, samplers, and the buffers made of them."""
 
+from gpubuf.data.buffers.ensemble import ReplayBufferEnsemble
 from gpubuf.data.buffers.mixed import MixedReplayBuffer
 from gpubuf.data.buffers.multi_step import MultiStepTransform
 from gpubuf.data.buffers.replay_buffer import ReplayBuffer
@@ -48,6 +49,7 @@ __all__ = [
     "RandomShift",
     "RandomState",
     "ReplayBuffer",
+    "ReplayBufferEnsemble",
     "RewardScale",
     "RoundRobinWriter",
     "Sampler",

@@ -106,6 +106,57 @@ def test_stacked_slices():
         assert_rows(mixed, batch)
 
 
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("kind", [*KINDS, "stacked slices", "three"])
+def test_several_batches_at_once(kind, on_device):
+    """Case 42, of several buffers: each of the batches has the shares of one, and priorities go back for all."""
+    of_parts = "prioritized" if kind == "three" else "slices" if kind == "stacked slices" else kind
+    mixed = MixedReplayBuffer([part(14, 100 * k, kind=of_parts) for k in range(3 if kind == "three" else 2)])
+    if kind == "stacked slices":
+        for buffer in mixed.buffers:
+            buffer.set_sampler(SliceSampler(slice_len=2, stack=True))
+    if on_device:
+        mixed.shares = torch.ones(len(mixed.buffers))
+    batch, info = mixed.sample(12, return_info=True, batches=5)
+    assert batch.shape == info["buffer"].shape == ((5, 6, 2) if kind == "stacked slices" else (5, 12))
+    assert (
+        batch["buffer"].reshape(5, 12) == torch.arange(len(mixed.buffers)).repeat_interleave(12 // len(mixed.buffers))
+    ).all()
+    assert_rows(mixed, batch)
+    if of_parts == "prioritized":
+        batch["td_error"] = torch.arange(60.0).view(5, 12) + 1
+        mixed.update_tensordict_priority(batch)
+        for number, buffer in enumerate(mixed.buffers):
+            mine = batch["buffer"] == number
+            last = dict(zip(batch["index"][mine].tolist(), batch["td_error"][mine].tolist(), strict=True))
+            leaves = buffer.sampler.tree.leaves
+            assert all(leaves[row] == pytest.approx((priority + 1e-8) ** 0.6) for row, priority in last.items())
+    with pytest.raises(ValueError, match="batches must be at least 1"):
+        mixed.sample(12, batches=0)
+
+
+def test_n_steps_and_other_dtypes():
+    """Parts that are computed make their own rows."""
+    buffers = []
+    for start, options in ((0, {}), (100, {"dtypes": {"observation": torch.float16}})):
+        storage = LazyTensorStorage(20, **options)
+        buffer = TensorDictReplayBuffer(storage=storage, n_steps=3, gamma=1.0)
+        data = transitions(14, start)
+        data["next", "reward"] = data["next", "reward"].float()
+        buffer.extend(data)
+        buffers.append(buffer)
+    for shares in (None, torch.ones(2)):
+        mixed = MixedReplayBuffer(buffers, shares)
+        batch = mixed.sample(16)
+        assert torch.equal((batch["observation"][:, 0] >= 100).long(), batch["buffer"])
+        for number in range(2):
+            mine = batch[batch["buffer"] == number]
+            own, _ = mixed[number].sampler.reader.gather(mine["index"])
+            expected = mixed[number].sampler.reader.assemble(own)
+            assert all(torch.equal(mine[key], expected[key]) for key in expected.keys(True, True))
+        assert batch["steps_to_next_obs"].shape == (16, 1)
+
+
 def test_one_gather(monkeypatch):
     """Two prioritized buffers: two draws, and one launch for the rows."""
     mixed = MixedReplayBuffer([part(14, 0, kind="prioritized"), part(12, 100, kind="prioritized")])

@@ -155,7 +155,14 @@ class MixedReplayBuffer:
 
     # Reading
 
-    def sample(self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None) -> Any:
+    def sample(
+        self,
+        batch_size: int | None = None,
+        return_info: bool = False,
+        include_info: bool | None = None,
+        *,
+        batches: int | None = None,
+    ) -> Any:
         """A batch of transitions of all the buffers.
 
         Args:
@@ -163,6 +170,8 @@ class MixedReplayBuffer:
             return_info: also return the info dict.
             include_info: whether the batch carries its info; default: if it is a TensorDict, and a buffer's own samples
                 do.
+            batches: draw so many batches at once: the batch has the shape ``[batches, batch_size]``, and each of them
+                the shares of one.
 
         Returns:
             The batch, which the caller owns; or the batch and its info.
@@ -171,7 +180,9 @@ class MixedReplayBuffer:
             RuntimeError: all the buffers are empty, or no batch size is known.
             ValueError: the buffers store different keys, or are on different devices. No host sync.
         """
-        batch = self._draw(self._checked(batch_size))
+        if batches is not None and batches < 1:
+            raise ValueError(f"batches must be at least 1, got {batches}")
+        batch = self._draw(self._checked(batch_size), batches)
         data, info = batch.data, batch.info
         is_tensordict = isinstance(data, TensorDictBase) or is_tensorclass(data)
         if include_info is None:
@@ -188,8 +199,8 @@ class MixedReplayBuffer:
         check_sizes(None, n)
         return n
 
-    def _draw(self, n: int) -> Batch:
-        data, info, ran_out, _ = self._mixture.draw(n, self._shares)
+    def _draw(self, n: int, batches: int | None) -> Batch:
+        data, info, ran_out, _ = self._mixture.draw(n, self._shares, batches)
         if self._collate_fn is not None:
             data = self._collate_fn(data)
         if len(self._transform):

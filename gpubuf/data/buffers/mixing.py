@@ -38,8 +38,8 @@ class Mixture:
         self._buffers = buffers
         self._joint: JointRows | None = None
 
-    def draw(self, n: int, shares: Sequence[float] | Tensor) -> Batch:
-        """``n`` rows, with all of their info.
+    def draw(self, n: int, shares: Sequence[float] | Tensor, batches: int | None) -> Batch:
+        """``n`` rows (``batches`` times so many), with all of their info.
 
         Raises:
             RuntimeError: all the buffers are empty.
@@ -47,12 +47,14 @@ class Mixture:
         """
         # In one order, whoever mixes the buffers. Compiled code takes no lock.
         locks = [] if _compiling() else sorted((buffer._lock for buffer in self._buffers), key=id)
-        return self._under(locks, n, shares)
+        return self._under(locks, n, shares, batches)
 
-    def _under(self, locks: Sequence[BufferLock], n: int, shares: Sequence[float] | Tensor) -> Batch:
+    def _under(
+        self, locks: Sequence[BufferLock], n: int, shares: Sequence[float] | Tensor, batches: int | None
+    ) -> Batch:
         if locks:
             with locks[0]:
-                return self._under(locks[1:], n, shares)
+                return self._under(locks[1:], n, shares, batches)
         unit = self._unit(n)
         for buffer in self._buffers:
             buffer._sampler.ran_out = False
@@ -62,8 +64,8 @@ class Mixture:
             raise RuntimeError("cannot sample: all the buffers are empty")
         self._check_devices(stored)
         if isinstance(shares, Tensor):
-            return self._by_device(n, unit, shares, stored)
-        return self._by_count(n, unit, shares, stored)
+            return self._by_device(n, unit, shares, stored, batches)
+        return self._by_count(n, unit, shares, stored, batches)
 
     # What the buffers have in common
 
@@ -111,7 +113,9 @@ class Mixture:
 
     # Shares that the host knows
 
-    def _by_count(self, n: int, unit: int, shares: Sequence[float], stored: Sequence[int]) -> Batch:
+    def _by_count(
+        self, n: int, unit: int, shares: Sequence[float], stored: Sequence[int], batches: int | None
+    ) -> Batch:
         # No more than would be drawn from it: as long as that stays, so does the result.
         units = tuple([min(max(rows // unit, 1), n // unit) if rows else 0 for rows in stored])
         found = (counts if _compiling() else remembered_counts)(tuple(shares), n // unit, units)
@@ -120,16 +124,17 @@ class Mixture:
         parts = [(number, unit * count) for number, count in enumerate(found) if count]
         joint = self._joined(stored) if len(parts) == 2 else None
         if joint is None:
-            drawn = {number: self._buffers[number]._batches.part(count) for number, count in parts}
-            data = _put_together([batch.data for batch in drawn.values()], None)
-            return self._batch(data, {number: batch.info for number, batch in drawn.items()}, None)
-        chosen = [self._choose(number, count) for number, count in parts]
-        index = torch.cat([chosen[0]["index"], chosen[1]["index"] + joint.first.max_size])
-        return self._batch(self._gathered(joint, index), dict(enumerate(chosen)), None)
+            drawn = {number: self._buffers[number]._batches.part(count, batches) for number, count in parts}
+            merge = _OneAfterTheOther(0 if batches is None else 1)
+            data = _put_together([batch.data for batch in drawn.values()], merge)
+            return self._batch(data, {number: batch.info for number, batch in drawn.items()}, merge)
+        chosen = [self._choose(number, count, batches) for number, count in parts]
+        merge = _OneAfterTheOther(0 if batches is None else 1)
+        return self._from_both(joint, chosen, merge)
 
     # Shares that the device knows
 
-    def _by_device(self, n: int, unit: int, shares: Tensor, stored: Sequence[int]) -> Batch:
+    def _by_device(self, n: int, unit: int, shares: Tensor, stored: Sequence[int], batches: int | None) -> Batch:
         live = [number for number, rows in enumerate(stored) if rows]
         buffers = [self._buffers[number] for number in live]
         device = buffers[0].storage.device
@@ -141,26 +146,34 @@ class Mixture:
             refuse_in_capture("a buffer is empty, which would stay so: write to it first")
             shares = torch.stack([shares[number] for number in live])
         sizes = torch.stack([buffer.storage.ring[SIZE] for buffer in buffers])
-        owner = owners(shares, n // unit, sizes).unsqueeze(1).expand(-1, unit).reshape(n)
+        owner = owners(shares, n // unit, sizes).unsqueeze(1).expand(-1, unit)
         joint = self._joined(stored)
         if joint is not None:
-            chosen = [self._choose(number, n) for number in live]
-            index = torch.where(owner == 0, chosen[0]["index"], chosen[1]["index"] + joint.first.max_size)
-            return self._batch(self._gathered(joint, index), dict(enumerate(chosen)), owner)
-        drawn = [buffer._batches.part(n) for buffer in buffers]
-        data = _put_together([batch.data for batch in drawn], owner)
-        return self._batch(data, {k: batch.info for k, batch in zip(live, drawn, strict=True)}, owner)
+            chosen = [self._choose(number, n, batches) for number in live]
+            return self._from_both(joint, chosen, _RowByRow(owner, chosen[0]["index"].shape))
+        drawn = [buffer._batches.part(n, batches) for buffer in buffers]
+        merge = _RowByRow(owner, drawn[0].info["index"].shape)
+        data = _put_together([batch.data for batch in drawn], merge)
+        return self._batch(data, {k: batch.info for k, batch in zip(live, drawn, strict=True)}, merge)
 
     # Parts
 
-    def _choose(self, number: int, n: int) -> dict[Any, Tensor]:
+    def _choose(self, number: int, n: int, batches: int | None) -> dict[Any, Tensor]:
         """``n`` rows of a buffer, not gathered: their info."""
         buffer = self._buffers[number]
-        positions, info = buffer.sampler.choose(n)
+        sampler = buffer._sampler
+        positions, info = sampler.choose(n) if batches is None else sampler.choose_batches(n, batches)
         found = {"index": positions, **info}
         if self._with_generations:
             found["index_generation"] = generations(buffer.storage, positions)
-        return found
+        return found if batches is None else {key: value.view(batches, n) for key, value in found.items()}
+
+    def _from_both(self, joint: JointRows, chosen: list[dict[Any, Tensor]], merge: _Merge) -> Batch:
+        """The rows that were chosen in two buffers, gathered at once."""
+        index = merge([chosen[0]["index"], chosen[1]["index"] + joint.first.max_size])
+        shape = tuple(index.shape)
+        tensors = [tensor.view(*shape, *tensor.shape[1:]) for tensor in joint.gather(index.reshape(-1))]
+        return self._batch(joint.first.assemble(tensors, None, shape), dict(enumerate(chosen)), merge)
 
     @property
     def _with_generations(self) -> bool:
@@ -169,17 +182,8 @@ class Mixture:
                 return True
         return False
 
-    def _gathered(self, joint: JointRows, index: Tensor) -> Data:
-        return joint.first.assemble(joint.gather(index))
-
-    def _batch(self, data: Data, infos: dict[int, dict[Any, Tensor]], owner: Tensor | None) -> Batch:
-        """A batch with the info of its parts, by the numbers of their buffers.
-
-        Args:
-            data: the rows.
-            infos: of a part of the rows, one after the other; or, with ``owner``, of a whole batch.
-            owner: which of these each row is from.
-        """
+    def _batch(self, data: Data, infos: dict[int, dict[Any, Tensor]], merge: _Merge) -> Batch:
+        """A batch with the info of its parts, by the numbers of their buffers."""
         parts = list(infos.values())
         if True in [WEIGHT in info for info in parts]:
             for info in parts:
@@ -191,7 +195,7 @@ class Mixture:
         for number, info in infos.items():
             info["buffer"] = torch.full_like(info["index"], number)
         merged = {
-            key: torch.cat(values) if owner is None else _of_owner(owner, values)
+            key: merge(values)
             for key in parts[0]
             if len(values := [info[key] for info in parts if key in info]) == len(parts)
         }
@@ -219,20 +223,41 @@ def _check_exchangeable(sampler: Sampler) -> None:
         )
 
 
-def _of_owner(owner: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-    """Row i of tensor number ``owner[i]``, for each i."""
-    chosen = tensors[0]
-    for number, tensor in enumerate(tensors[1:], 1):
-        # Of slices in a dimension of their own, `owner` has as many entries as both dimensions.
-        shape = tensor.shape
-        lead = 1 if shape[0] == owner.numel() else 2
-        mask = (owner == number).view(*shape[:lead], *[1] * (len(shape) - lead))
-        chosen = torch.where(mask, tensor, chosen)
-    return chosen
+class _OneAfterTheOther:
+    """Parts of a batch as one, along a dimension."""
+
+    def __init__(self, dim: int) -> None:
+        self.dim = dim
+
+    def __call__(self, parts: list[Tensor]) -> Tensor:
+        return torch.cat(parts, self.dim)
 
 
-def _put_together(parts: Sequence[Data], owner: Tensor | None) -> Data:
-    """Batches of the same keys as one: one after the other, or with row i of batch number ``owner[i]``.
+class _RowByRow:
+    """Of several whole batches one, with row i of batch number ``owner[i]``.
+
+    Args:
+        owner: int64, an entry for each row.
+        shape: of the batches; the last dimensions have as many entries as ``owner``.
+    """
+
+    def __init__(self, owner: Tensor, shape: torch.Size) -> None:
+        own = shape if shape.numel() == owner.numel() else shape[1:]
+        self._owner = owner.reshape(own).expand(shape)
+
+    def __call__(self, parts: list[Tensor]) -> Tensor:
+        chosen = parts[0]
+        for number, part in enumerate(parts[1:], 1):
+            mine = (self._owner == number).view(*self._owner.shape, *[1] * (part.dim() - self._owner.dim()))
+            chosen = torch.where(mine, part, chosen)
+        return chosen
+
+
+_Merge = _OneAfterTheOther | _RowByRow
+
+
+def _put_together(parts: list[Data], merge: _Merge) -> Data:
+    """Batches of the same keys as one.
 
     Raises:
         ValueError: their keys, shapes or dtypes differ.
@@ -240,18 +265,17 @@ def _put_together(parts: Sequence[Data], owner: Tensor | None) -> Data:
     first, *others = parts
     if not others:
         return first
+    if isinstance(first, Tensor):
+        return merge(parts)
     kinds = [_kinds(part) for part in parts]
     if any(kind != kinds[0] for kind in kinds):
         raise ValueError(f"buffers that are mixed store the same keys; here are {' and '.join(map(str, kinds))}")
-    if owner is None:
-        return torch.cat(list(parts))
-    if isinstance(first, Tensor):
-        return _of_owner(owner, parts)
-    return first.apply(lambda *tensors: _of_owner(owner, tensors), *others)
+    if isinstance(merge, _OneAfterTheOther):
+        return torch.cat(parts, merge.dim)
+    return first.apply(lambda *tensors: merge(list(tensors)), *others)
 
 
 def _kinds(data: Data) -> dict[Any, tuple[tuple[int, ...], torch.dtype]]:
     """Shape of a row and dtype of each key."""
-    if isinstance(data, Tensor):
-        return {(): (tuple(data.shape[1:]), data.dtype)}
-    return {key: (tuple(value.shape[1:]), value.dtype) for key, value in data.items(True, True)}
+    dims = len(data.batch_size)
+    return {key: (tuple(value.shape[dims:]), value.dtype) for key, value in data.items(True, True)}
