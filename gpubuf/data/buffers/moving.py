@@ -9,6 +9,7 @@ import torch
 
 from gpubuf.data.concurrency.locking import BufferLock
 from gpubuf.data.concurrency.prefetch import Prefetcher
+from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.storages import host_memory
 from gpubuf.data.storages.columns import Column, new_columns
@@ -36,11 +37,12 @@ class Movable:
     _lock: BufferLock
     _prefetcher: Prefetcher
     _pin_memory: bool
+    _pipeline: Pipeline | None
 
     def memory(self) -> MemoryReport:
         """The bytes of each part of the buffer, and where they lie. No host sync."""
         with self._lock:
-            return report(self._storage, self._sampler)
+            return report(self._storage, self._sampler, 0 if self._pipeline is None else self._pipeline.nbytes)
 
     def free(self) -> None:
         """Forget everything, and release the memory of rows and index; the next write allocates anew. Synchronises.
@@ -173,13 +175,13 @@ class _Rows:
             advance((stop - start) * step_bytes)
 
 
-def report(storage: TensorStorage, sampler: Sampler) -> MemoryReport:
-    """The memory of a storage and its sampler, and where it lies."""
+def report(storage: TensorStorage, sampler: Sampler, processing: int) -> MemoryReport:
+    """The memory of a storage, its sampler and ``processing`` bytes for that of batches, and where it lies."""
     placement = storage.placement
     if placement is None:
         return MemoryReport(None, None, 0, 0, 0, 0)
     taken = sampler.memory()
-    counters = storage.ring.nbytes + storage.table_bytes + sampler.random_bytes
+    counters = storage.ring.nbytes + storage.table_bytes + sampler.random_bytes + processing
     kind = placement.kind if storage.relocatable else DISK
     on_host = sum(column.parts[1].nbytes for column in storage.columns) if placement.kind == SPLIT else 0
     index = taken.index + (0 if storage.end_bits is None else storage.end_bits.nbytes)

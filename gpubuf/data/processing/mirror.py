@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gpubuf.data.processing.base import Process
-from gpubuf.data.storages.layout import Key, Leaf, as_key, as_written
+from gpubuf.data.storages.layout import Key, Leaf, address, as_key, as_written
 from gpubuf.kernels.transitions import BY_CHANCE, DOUBLED
 
 Mode = Literal["random", "double"]
@@ -72,7 +73,7 @@ class Mirror(Process):
         if key not in self._served:
             return {}
         permutation, sign = self._images[self._served[key]]
-        return {"permutation": permutation.data_ptr(), "sign": sign.data_ptr()}
+        return {"permutation": address(permutation), "sign": address(sign)}
 
     def tensors(self) -> list[Tensor]:
         """Permutations and signs."""
@@ -84,10 +85,12 @@ class Mirror(Process):
 
 def _checked(key: Key, permutation: Any, sign: Any) -> tuple[Tensor, Tensor]:
     """``(int32 [elements], float32 [elements])``, in memory of their own."""
-    given = torch.as_tensor(permutation).detach().cpu().reshape(-1)
-    if given.dtype.is_floating_point or not torch.equal(given.sort().values, torch.arange(given.numel())):
-        raise ValueError(f"{as_written(key)!r}: {permutation!r} is not a permutation of 0 .. {given.numel() - 1}")
-    signs = torch.as_tensor(sign, dtype=torch.float32).detach().cpu().reshape(-1)
-    if signs.numel() not in (1, given.numel()) or not bool(signs.isfinite().all()):
-        raise ValueError(f"{as_written(key)!r}: expected one sign, or {given.numel()}, finite, got {sign!r}")
-    return given.to(torch.int32, copy=True), signs.expand(given.numel()).clone()
+    numbers, signs = (np.asarray(value.cpu() if isinstance(value, Tensor) else value) for value in (permutation, sign))
+    numbers, signs = numbers.reshape(-1), signs.reshape(-1)
+    if numbers.dtype.kind not in "iu" or sorted(numbers) != list(range(len(numbers))):
+        raise ValueError(f"{as_written(key)!r}: {permutation!r} is not a permutation of 0 .. {len(numbers) - 1}")
+    if len(signs) not in (1, len(numbers)) or not np.isfinite(signs).all():
+        raise ValueError(f"{as_written(key)!r}: expected one sign, or {len(numbers)}, finite, got {sign!r}")
+    return torch.tensor(numbers.tolist(), dtype=torch.int32), torch.tensor(
+        np.broadcast_to(signs, numbers.shape).tolist(), dtype=torch.float32
+    )

@@ -12,7 +12,7 @@ from torch import Tensor
 from gpubuf.data.concurrency.locking import unless_compiling
 from gpubuf.data.processing.base import Process, as_keys
 from gpubuf.data.processing.moments import Moments, merged, packed
-from gpubuf.data.storages.layout import Data, Key, Leaf, as_key, as_written
+from gpubuf.data.storages.layout import Data, Key, Leaf, address, as_key, as_written
 from gpubuf.data.storages.staging import to_device
 
 Update = Literal["write", "manual"]
@@ -72,7 +72,7 @@ class RunningStatistics(Process):
         if key not in self._served:
             return {}
         moments = self._moments[self._served[key]]
-        return {"mean": moments.mean.data_ptr(), "factor": moments.factor.data_ptr()}
+        return {"mean": address(moments.mean), "factor": address(moments.factor)}
 
     def tensors(self) -> list[Tensor]:
         """Statistics, and what is read of them."""

@@ -1,0 +1,298 @@
+"""Batches that are processed in the launch that copies the rows, against plain torch operations after the fact."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from gpubuf.data import (
+    Clip,
+    LazyTensorStorage,
+    Mirror,
+    MixedReplayBuffer,
+    Normalize,
+    PrioritizedSampler,
+    RandomShift,
+    ReplayBuffer,
+    RewardScale,
+    SamplerWithoutReplacement,
+    SliceSampler,
+    TensorDictReplayBuffer,
+)
+from tests.support.processing_setup import Twins, close, generator, normalised, shifted, steps, uniforms
+
+OBSERVATIONS = ("observation", ("next", "observation"))
+SWAP = ([2, 0, 1], [1.0, -1.0, 0.5])
+
+
+@pytest.fixture(autouse=True)
+def _backends(backend):
+    """Through both backends."""
+
+
+def alike(processed: TensorDict, plain: TensorDict, *but: Any) -> None:
+    """All keys but those are the same."""
+    for key in set(plain.keys(True, True)) - set(but):
+        assert torch.equal(processed[key], plain[key]), key
+
+
+STORAGES = [
+    {},
+    {"dtypes": {"observation": torch.bfloat16, "action": torch.float16}},
+    {"share_next": ["observation"]},
+    {"share_next": ["observation"], "dtypes": {"observation": torch.bfloat16}},
+]
+
+
+@pytest.mark.parametrize("storage", STORAGES, ids=["plain", "dtypes", "shared", "both"])
+@pytest.mark.parametrize(("envs", "n_steps", "prioritized"), [(None, 1, False), (2, 3, False), (None, 3, True)])
+def test_normalised_batches(storage, envs, n_steps, prioritized):
+    """As torch does it after the fact, with the mean and variance of all rows ever written, at every draw."""
+    options = {"gamma": 0.9, "n_steps": n_steps}
+    twins = Twins(
+        Normalize(["observation", "action"], clip=2), envs=envs, prioritized=prioritized, storage=storage, **options
+    )
+    for number, n in enumerate((5, 1, 30, 25)):
+        twins.write(n, number)
+        plain, processed = twins.sample()
+        alike(processed, plain, *OBSERVATIONS, "action")
+        for key in (*OBSERVATIONS, "action"):
+            expected = normalised(plain[key], twins.rows("action" if key == "action" else "observation"))
+            assert processed[key].dtype is plain[key].dtype
+            close(processed[key].double(), expected.clamp(-2, 2), 2e-5)
+
+
+@pytest.mark.parametrize("n_steps", [1, 3])
+def test_scaled_rewards(n_steps):
+    """OFFPOLICY.md, section 2 C: also sums of rewards."""
+    scale = RewardScale(0.9, 5.0)
+    twins = Twins(scale, Clip(("next", "reward"), -1.5, 1.5), n_steps=n_steps, gamma=0.9)
+    for number in range(4):
+        twins.write(12, number)
+        plain, processed = twins.sample()
+        alike(processed, plain, ("next", "reward"))
+        total, returns = 0.0, []
+        for data in twins.written:
+            for reward, done in zip(data["next", "reward"].tolist(), data["next", "done"].tolist(), strict=True):
+                returns.append(total := reward[0] + total)
+                total = 0.0 if done[0] else 0.9 * total
+        spread = torch.tensor(returns, dtype=torch.float64)
+        divisor = max(math.sqrt(spread.var(correction=0) + 1e-8), spread.abs().max().item() / 5)
+        close(processed["next", "reward"], (plain["next", "reward"] / divisor).clamp(-1.5, 1.5), 1e-5)
+
+
+def test_clipped_batches():
+    twins = Twins(Clip("observation", -1, 2), Clip(["action"], high=0.5))
+    twins.write(40, 0)
+    plain, processed = twins.sample()
+    alike(processed, plain, *OBSERVATIONS, "action")
+    for key in OBSERVATIONS:
+        assert torch.equal(processed[key], plain[key].clamp(-1, 2))
+    assert torch.equal(processed["action"], plain["action"].clamp(max=0.5))
+
+
+def mirrored(rows: Tensor, image: tuple[list[int], Any]) -> Tensor:
+    return rows[:, image[0]] * torch.tensor(image[1])
+
+
+@pytest.mark.parametrize("prioritized", [False, True])
+def test_doubled_batches(prioritized):
+    """n drawn rows, and their mirror images, in the same order."""
+    images = {"observation": SWAP, "action": ([1, 0], -1.0)}
+    twins = Twins(Mirror(images, mode="double"), prioritized=prioritized)
+    twins.write(40, 0)
+    plain, processed = twins.sample()
+    assert processed.batch_size == (32,)
+    first, second = processed[:16], processed[16:]
+    alike(first, plain)
+    alike(second, plain, *OBSERVATIONS, "action")
+    for key in OBSERVATIONS:
+        close(second[key], mirrored(plain[key], SWAP), 1e-7)
+    close(second["action"], mirrored(plain["action"], images["action"]), 1e-7)
+    if prioritized:
+        twins.processed.update_tensordict_priority(processed)
+
+
+def test_doubled_batches_without_replacement():
+    mirror = Mirror({"action": ([1, 0], -1.0)}, mode="double")
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(20), sampler=SamplerWithoutReplacement(), batch_size=5, process=mirror
+    )
+    buffer.extend(steps(20))
+    index = torch.cat([batch["index"] for batch in buffer])
+    assert sorted(index.tolist()) == sorted([*range(20), *range(20)])
+
+
+def test_rows_mirrored_by_chance():
+    """All keys of a row or none, by its first random number; the twin below "next" too."""
+    images = {"observation": SWAP, "action": ([1, 0], -1.0)}
+    twins = Twins(Mirror(images))
+    twins.write(40, 0)
+    for _ in range(3):
+        is_mirrored = uniforms(twins.processed._pipeline, 16)[:, :1] < 0.5
+        plain, processed = twins.sample()
+        alike(processed, plain, *OBSERVATIONS, "action")
+        for key in (*OBSERVATIONS, "action"):
+            image = images["action" if key == "action" else "observation"]
+            close(processed[key], torch.where(is_mirrored, mirrored(plain[key], image), plain[key]), 1e-7)
+
+
+def test_about_half_of_the_rows_are_mirrored():
+    twins = Twins(Mirror({"action": ([1, 0], -1.0)}), batch_size=2000)
+    twins.write(40, 0)
+    plain, processed = twins.sample()
+    changed = int((plain["action"] != processed["action"]).any(-1).sum())
+    # Five standard deviations.
+    assert abs(changed - 1000) < 5 * math.sqrt(2000) / 2
+
+
+def test_a_mirror_image_of_a_mirror_image_is_the_row():
+    """Where permutation and signs say so: what is doubled, written and doubled again."""
+    image = {"observation": ([1, 0, 2], [-1, -1, -1])}
+    twins = Twins(Mirror(image, mode="double"))
+    twins.write(40, 0)
+    _, processed = twins.sample()
+    again = ReplayBuffer(
+        storage=LazyTensorStorage(16),
+        process=[Mirror(image, mode="double")],
+        sampler=SamplerWithoutReplacement(shuffle=False),
+    )
+    again.extend(processed[16:].exclude("index", "index_generation"))
+    twice = again.sample(16)[16:]
+    for key in OBSERVATIONS:
+        assert torch.equal(twice[key], processed[:16][key])
+
+
+@pytest.mark.parametrize("storage", [{}, {"share_next": ["pixels"]}, {"dtypes": {"pixels": torch.float32}}])
+def test_shifted_images(storage):
+    """Pixel by pixel; observation and next observation apart."""
+    twins = Twins(RandomShift("pixels", 2), storage=storage)
+
+    def write(n: int, seed: int) -> None:
+        data = steps(n, seed=seed)
+        data["next", "pixels"] = data["pixels"].roll(-1, 0)
+        for buffer in (twins.plain, twins.processed):
+            buffer.extend(data)
+
+    for number in range(3):
+        write(20, number)
+        drawn = torch.floor(uniforms(twins.processed._pipeline, 16)[:, 1:] * 5).long() - 2
+        plain, processed = twins.sample()
+        alike(processed, plain, "pixels", ("next", "pixels"))
+        for pair, key in enumerate(("pixels", ("next", "pixels"))):
+            options = twins.processed._pipeline.options((key,) if isinstance(key, str) else key)
+            at = 2 * options["pair"]
+            due = [shifted(row, *drawn[i, at : at + 2].tolist()) for i, row in enumerate(plain[key])]
+            assert torch.equal(processed[key], torch.stack(due)), pair
+
+
+def test_shifts_are_even():
+    """Each of the 25 shifts of a pad of 2 is as likely: chi-square with 24 degrees of freedom."""
+    image = torch.arange(81, dtype=torch.uint8).view(1, 1, 9, 9).expand(4, 1, 9, 9).contiguous()
+    buffer = ReplayBuffer(storage=LazyTensorStorage(4), process=[RandomShift("pixels", 2)], batch_size=2500)
+    buffer.set_rng(generator(3))
+    buffer.extend(TensorDict({"pixels": image}, [4]))
+    centres = buffer.sample()["pixels"][:, 0, 4, 4]
+    counts = torch.bincount(centres.long(), minlength=81)
+    assert int((counts > 0).sum()) == 25
+    assert float(((counts[counts > 0] - 100.0) ** 2 / 100).sum()) < 60
+
+
+def test_the_order_is_fixed():
+    """Mirrored, then normalised, then clipped, in whatever order the objects are given."""
+    objects = [Clip("observation", -0.7, 0.7), Normalize("observation"), Mirror({"observation": SWAP}, mode="double")]
+    for given in (objects, objects[::-1]):
+        twins = Twins(*given)
+        twins.write(40, 0)
+        plain, processed = twins.sample()
+        rows = twins.rows("observation")
+        for key in OBSERVATIONS:
+            both = torch.cat((plain[key], mirrored(plain[key], SWAP)))
+            close(processed[key].double(), normalised(both, rows).clamp(-0.7, 0.7), 2e-5)
+
+
+def test_a_batch_dtype_decides_what_can_be_normalised():
+    """Bytes of images become fractions."""
+    normalize = Normalize("pixels")
+    twins = Twins(normalize, storage={"batch_dtypes": {"pixels": torch.float32}})
+    twins.write(40, 0)
+    plain, processed = twins.sample()
+    rows = torch.cat([data["pixels"] for data in twins.written]).flatten(1).double()
+    close(processed["pixels"].double(), normalised(plain["pixels"], rows), 2e-5)
+    with pytest.raises(ValueError, match="batch_dtypes"):
+        Twins(Normalize("pixels")).write(3, 0)
+
+
+def test_several_batches_in_one_draw():
+    twins = Twins(Normalize("observation"))
+    twins.write(40, 0)
+    plain, processed = (buffer.sample(batches=3) for buffer in (twins.plain, twins.processed))
+    assert processed.batch_size == (3, 16)
+    expected = normalised(plain["observation"].view(48, 3), twins.rows("observation"))
+    close(processed["observation"].view(48, 3).double(), expected, 2e-5)
+    doubled = Twins(Mirror({"observation": SWAP}, mode="double"))
+    doubled.write(40, 0)
+    with pytest.raises(ValueError, match="one batch at a time"):
+        doubled.processed.sample(batches=3)
+
+
+def test_slices_are_normalised_and_not_mirrored():
+    normalize = Normalize("observation")
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(64), sampler=SliceSampler(slice_len=4), batch_size=16, process=[normalize]
+    )
+    data = steps(64, ends=0.1)
+    data["next", "truncated"] = torch.zeros(64, 1, dtype=torch.bool)
+    buffer.extend(data)
+    batch = buffer.sample()
+    plain = data["observation"][batch["index"].long()]
+    close(batch["observation"].double(), normalised(plain, data["observation"].double()), 2e-5)
+    mirror = Mirror({"observation": SWAP})
+    with pytest.raises(ValueError, match="Mirror treats each row"):
+        TensorDictReplayBuffer(
+            storage=LazyTensorStorage(64), sampler=SliceSampler(slice_len=4), batch_size=16, process=[mirror]
+        )
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(64), process=[mirror])
+    with pytest.raises(ValueError, match="Mirror treats each row"):
+        buffer.set_sampler(SliceSampler(slice_len=4))
+
+
+def test_buffers_that_share_statistics_in_one_batch():
+    """Online and offline rows: one object for both, which learns from both."""
+    normalize = Normalize("observation")
+    parts = [ReplayBuffer(storage=LazyTensorStorage(32), process=[normalize]) for _ in range(2)]
+    data = [steps(20, seed=seed) for seed in range(2)]
+    for buffer, rows in zip(parts, data, strict=True):
+        buffer.extend(rows)
+    batch, info = MixedReplayBuffer(parts, batch_size=16).sample(return_info=True)
+    every = torch.cat([rows["observation"] for rows in data]).double()
+    plain = torch.stack([data[b]["observation"][i] for b, i in zip(info["buffer"], info["index"], strict=True)])
+    close(batch["observation"].double(), normalised(plain, every), 2e-5)
+    mirror = Mirror({"observation": SWAP}, mode="double")
+    doubled = ReplayBuffer(storage=LazyTensorStorage(32), process=[mirror])
+    doubled.extend(data[0])
+    with pytest.raises(ValueError, match="several buffers"):
+        MixedReplayBuffer([doubled, parts[0]], batch_size=16).sample()
+
+
+def test_priorities_of_a_doubled_batch():
+    """A row comes twice: the last priority is that of its mirror image."""
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(8),
+        sampler=PrioritizedSampler(8, 1.0, 1.0),
+        batch_size=4,
+        process=[Mirror({"action": ([1, 0], 1)}, mode="double")],
+    )
+    buffer.extend(steps(8))
+    batch = buffer.sample()
+    batch["td_error"] = torch.arange(1.0, 9.0)
+    buffer.update_tensordict_priority(batch)
+    last = dict(zip(batch["index"].tolist(), batch["td_error"].tolist(), strict=True))
+    leaves = buffer.sampler.tree.leaves
+    for index, priority in last.items():
+        close(leaves[index], torch.tensor(priority), 1e-5)
