@@ -33,6 +33,7 @@ class Normalize(RunningStatistics):
       equals the mean becomes 0, and any other number is multiplied by ``1 / sqrt(eps)``. ``clip`` bounds it.
     * Numbers that are not finite are not counted, for their element. In the batch they are what the formula gives.
     * Counts are float64: exact to 2**53 rows, after which the statistics stay as they are.
+    * A write that was interrupted, by Ctrl-C for example, may be missing in the statistics.
 
     Call it on data that does not come from the buffer, such as the observations that you act on.
 
