@@ -103,6 +103,8 @@ def add(commands: Any) -> None:
     _setting(learning, "update_ratio", "X", "updates a transition")
     _setting(learning, "learning_rate", "X", "of Adam, for actor, critics and temperature")
     _setting(learning, "gamma", "X", "discount")
+    _setting(learning, "n_steps", "N", "steps of a transition, whose rewards are summed")
+    _switch(learning, "share_next", "store observations once, in half the memory (default: twice)")
     _setting(learning, "tau", "X", "share of the critics that enters their targets at each update")
     _setting(learning, "critics", "N", "Q functions in the ensemble")
     learning.add_argument(

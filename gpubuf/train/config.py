@@ -85,6 +85,8 @@ class TrainConfig:
         update_ratio: Updates per transition, 1 in the SAC paper; 0.5 updates at every second transition.
         learning_rate: Of Adam, for actor, critics and temperature.
         gamma: Discount.
+        n_steps: Steps of a transition: rewards of so many steps are summed before the critics bootstrap.
+        share_next: Store observations once: the next one of a transition is read from the row behind it.
         tau: Share of the target critics that each update replaces by the online critics.
         hidden: Width of each hidden layer.
         critics: Q functions in the ensemble.
@@ -114,6 +116,8 @@ class TrainConfig:
     update_ratio: float = _BY_ENVIRONMENT
     learning_rate: float = 1e-3
     gamma: float = 0.99
+    n_steps: int = 1
+    share_next: bool = False
     tau: float = 0.005
     hidden: tuple[int, ...] = (256, 256)
     critics: int = 2
@@ -149,6 +153,8 @@ class TrainConfig:
             "learning_starts", self.learning_starts < self.total_steps, f"below total_steps ({self.total_steps})"
         )
         self._require("gamma", 0 <= self.gamma < 1, "in [0, 1)")
+        # As many as a window of the buffer can have.
+        self._require("n_steps", 1 <= self.n_steps <= 64, "in 1 .. 64")
         self._require("tau", 0 < self.tau <= 1, "in (0, 1]")
         self._require("priority_alpha", 0 <= self.priority_alpha <= 1, "in [0, 1]")
         self._require("priority_beta", 0 <= self.priority_beta <= 1, "in [0, 1]")

@@ -132,23 +132,22 @@ class Trainer:
     def _store(self, action: Tensor) -> None:
         """Act in every environment, and store the transitions."""
         steps = self._environments.step(action)
-        # The buffer moves the batch to its own device.
-        self.buffer.extend(
-            TensorDict(
-                {
-                    "observation": self._observation,
-                    "action": action,
-                    "next": {
-                        "observation": steps.next_observation,
-                        "reward": steps.reward,
-                        "done": steps.terminated | steps.truncated,
-                        "terminated": steps.terminated,
-                        "truncated": steps.truncated,
-                    },
+        batch = TensorDict(
+            {
+                "observation": self._observation,
+                "action": action,
+                "next": {
+                    "observation": steps.next_observation,
+                    "reward": steps.reward,
+                    "done": steps.terminated | steps.truncated,
+                    "terminated": steps.terminated,
+                    "truncated": steps.truncated,
                 },
-                [self.config.num_envs],
-            )
+            },
+            [self.config.num_envs],
         )
+        # The buffer moves the batch to its own device.
+        self.buffer.extend(batch.unsqueeze(1) if self.buffer.storage.ndim == 2 else batch)
         self._observation.copy_(steps.observation)
 
     def _record_episodes(self, due: bool) -> None:
@@ -287,9 +286,20 @@ def _evaluation_record(kind: str, step: int, returns: list[float]) -> dict[str, 
 
 
 def _make_buffer(config: TrainConfig, device: torch.device) -> TensorDictReplayBuffer:
-    storage = LazyTensorStorage(config.capacity, device=device)
+    # Where a row is read together with those behind it, environments must not take turns.
+    apart = config.num_envs > 1 and (config.n_steps > 1 or config.share_next)
+    storage = LazyTensorStorage(
+        config.capacity,
+        device=device,
+        ndim=2 if apart else 1,
+        share_next=["observation"] if config.share_next else False,
+    )
+    options: dict[str, Any] = {
+        "storage": storage,
+        "batch_size": config.batch_size,
+        "n_steps": config.n_steps,
+        "gamma": config.gamma,
+    }
     if config.prioritized:
-        return TensorDictPrioritizedReplayBuffer(
-            alpha=config.priority_alpha, beta=config.priority_beta, storage=storage, batch_size=config.batch_size
-        )
-    return TensorDictReplayBuffer(storage=storage, batch_size=config.batch_size)
+        return TensorDictPrioritizedReplayBuffer(alpha=config.priority_alpha, beta=config.priority_beta, **options)
+    return TensorDictReplayBuffer(**options)

@@ -160,14 +160,14 @@ def advance_until_the_log_reads(trainer):
         trainer.advance()
 
 
-@pytest.mark.parametrize("prioritized", [True, False])
-def test_an_iteration_does_not_synchronise(prioritized, monkeypatch):
+@pytest.mark.parametrize(("prioritized", "n_steps"), [(True, 1), (False, 1), (True, 3), (False, 3)])
+def test_an_iteration_does_not_synchronise(prioritized, n_steps, monkeypatch):
     """Act, step, write, draw, losses, optimisers, targets, priorities: on fake CUDA tensors, where reading raises.
 
     But for the gradients: in a PyTorch without CUDA, autograd refuses the device. The next test has them.
     """
     with fake_cuda(), torch.no_grad():
-        trainer = fake_trainer("cuda", prioritized=prioritized)
+        trainer = fake_trainer("cuda", prioritized=prioritized, n_steps=n_steps)
         agent = trainer.agent
         tensors = [*agent.loss.parameters(), *agent.loss.buffers(), trainer._observation, trainer._sums]
         assert {tensor.device.type for tensor in tensors} == {"cuda"}
@@ -230,10 +230,10 @@ def run(config, iterations=20, machine=None):
     return trainer, records
 
 
-@pytest.mark.parametrize("prioritized", [True, False])
-def test_graphs_do_what_the_trainer_does(prioritized, short_episodes, recorded_cuda: RecordedCuda):
+@pytest.mark.parametrize(("prioritized", "n_steps"), [(True, 1), (False, 1), (True, 3)])
+def test_graphs_do_what_the_trainer_does(prioritized, n_steps, short_episodes, recorded_cuda: RecordedCuda):
     """CASES 33: steps and updates that are replayed give the same run, bit for bit; beta is annealed between them."""
-    config = tiny(prioritized=prioritized, log_every=16 * 2)
+    config = tiny(prioritized=prioritized, n_steps=n_steps, log_every=16 * 2)
     eager, expected = run(dataclasses.replace(config, cuda_graph=False))
     assert not recorded_cuda.log
     captured, records = run(config, machine=recorded_cuda)
