@@ -69,6 +69,12 @@ class Ring:
         self.capacity, self.written = capacity, 0
         self.rows: dict[int, TensorDict] = {}
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ring:
+        """Another ring with the same rows: those that TensorDict copies lose the sign of zero."""
+        other = Ring(self.capacity)
+        other.written, other.rows = self.written, dict(self.rows)
+        return other
+
     def extend(self, data: TensorDict) -> None:
         """Write steps at the cursor."""
         for row in data.reshape(-1).unbind(0):

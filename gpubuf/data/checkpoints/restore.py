@@ -44,9 +44,9 @@ def restore(parts: Parts, state: dict[str, Any]) -> int | None:
     ahead.check(queue)
     check_processing(parts.processing, state)
     if rows["initialized"]:
-        rows["rows"] = pieces = Pieces.of(rows["rows"], storage.ndim)
+        rows["rows"] = Pieces.of(rows["rows"], storage.ndim)
         if not storage.initialized:
-            _check_rows(sampler, storage, storage.form_of(pieces.example, rows.get("form")))
+            _check_rows(sampler, storage, storage.form_for(rows))
             shape = storage.full_shape(tuple(rows["shape"]))
             storage.beside = sampler.index_beside(storage.requested_device, shape)
         storage.check_state(rows)

@@ -196,15 +196,15 @@ def _completed(part: Data, values: list[Tensor], keys: Sequence[Key]) -> Data:
 # From full rows to shared ones
 
 
-def shared_state(state: dict[str, Any], keys: Sequence[Key], ndim: int) -> dict[str, Any]:
-    """A state of full rows without the next observations of ``keys``."""
+def shared_state(state: dict[str, Any], keys: Sequence[Key], ndim: int, ignored: frozenset[str]) -> dict[str, Any]:
+    """A state of full rows without the next observations of ``keys``; ``ignored`` root keys are not stored."""
     pieces = Pieces.of(state["rows"], ndim)
 
     def each() -> Iterator[tuple[int, Data]]:
         for start, part in pieces.parts:
             yield start, _without(part, keys)
 
-    saved = state.get("form") or described(Form.of(RowLayout(pieces.example, ndim), Options()))
+    saved = state.get("form") or described(Form.of(RowLayout(pieces.example, ndim, ignored), Options()))
     shared = {(NEXT, *key) for key in keys}
     form = [
         {**entry, "column": entry["column"][1:], "follows": True} if tuple(entry["column"]) in shared else entry

@@ -99,6 +99,10 @@ class SavedRows(SharedRows):
         self.rebuild()
         return order
 
+    def form_for(self, state: dict[str, Any]) -> Form:
+        """The form of the rows of a state: that of this storage. Raises as :meth:`form_of`."""
+        return self.form_of(Pieces.of(state["rows"], self.ndim).example, state.get("form"))
+
     def form_of(self, data: Data, saved: Any) -> Form:
         """The form of the rows of a state: that of this storage.
 

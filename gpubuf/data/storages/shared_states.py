@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.data.storages.forms import written_leaves
+from gpubuf.data.storages.forms import Form, written_leaves
 from gpubuf.data.storages.layout import Data, Key, Pieces, RowLayout
 from gpubuf.data.storages.linking import (
     SharedState,
@@ -44,22 +44,16 @@ class SharedStates(SavedRows):
         Raises:
             ValueError: as there, or there is no room for so many next observations that are not in the row behind.
         """
-        shared = SharedState.of(state)
-        if not state["initialized"] or (shared is None and not self._share_next):
+        if not state["initialized"]:
             return super().load_state_dict(state)
-        if shared is not None and self._continues(state, shared):
-            order = super().load_state_dict(state)
-            assert self.sharing is not None
-            self.sharing.restore(shared.links, shared.owners, shared.entries, shared.pending)
-            return order
-        full = full_state(state, self.ndim)
-        if not self._share_next:
-            return super().load_state_dict(full)
-        self.check_state(full)
-        keys = self._keys_for(full)
-        order = super().load_state_dict(shared_state(full, keys, self.ndim))
-        assert self.sharing is not None
-        self._link(self.sharing, full, keys)
+        self.check_state(state)
+        order = super().load_state_dict(self._translated(state))
+        sharing, shared = self.sharing, SharedState.of(state)
+        if sharing is not None and self._continues(state):
+            assert shared is not None
+            sharing.restore(shared.links, shared.owners, shared.entries, shared.pending)
+        elif sharing is not None:
+            self._link(sharing, full_state(state, self.ndim))
         return order
 
     def check_state(self, state: dict[str, Any]) -> None:
@@ -68,25 +62,37 @@ class SharedStates(SavedRows):
         Raises:
             ValueError: there is none, or a key is missing.
         """
-        shared = SharedState.of(state)
-        if not state["initialized"] or not self._share_next or (shared is not None and self._continues(state, shared)):
+        if not self._share_next or self._continues(state):
             return
-        full = full_state(state, self.ndim)
-        keys = self._keys_for(full)
+        full, keys = full_state(state, self.ndim), self._keys_for(state)
         pieces = Pieces.of(full["rows"], self.ndim)
         for key in keys:
             if value_of(pieces.example, key) is None or value_of(pieces.example, (NEXT, *key)) is None:
                 raise ValueError(f"the rows of the state don't have {key!r} both at the root and under 'next'")
-        count, room = not_continued(pieces, keys, Span.of(full)), self._slots_for(full)
+        count, room = not_continued(pieces, keys, Span.of(full)), self._slots_for(state)
         if count > room:
             raise ValueError(
                 f"{count} of the {state['size']} rows of the state are not continued by the row behind, and there is "
                 f"room aside for the next observations of {room}: give the storage a larger next_capacity"
             )
 
-    def _continues(self, state: dict[str, Any], shared: SharedState) -> bool:
+    def form_for(self, state: dict[str, Any]) -> Form:
+        """See :class:`SavedRows`."""
+        return super().form_for(self._translated(state))
+
+    def _translated(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A state with the rows as this storage stores them."""
+        if self._continues(state):
+            return state
+        full = full_state(state, self.ndim)
+        if not self._share_next:
+            return full
+        return shared_state(full, self._keys_for(state), self.ndim, self.ignored_keys)
+
+    def _continues(self, state: dict[str, Any]) -> bool:
         """Whether links and entries of a state can be taken over as they are."""
-        if not self._share_next or self._keys_for(state) != shared.keys:
+        shared = SharedState.of(state)
+        if shared is None or not self._share_next or self._keys_for(state) != shared.keys:
             return False
         return (self._shape_for(state), self._slots_for(state)) == (tuple(state["shape"]), shared.slots)
 
@@ -101,12 +107,13 @@ class SharedStates(SavedRows):
         """The keys that this storage shares, or would share if it took the rows of a state."""
         if self.sharing is not None:
             return self.sharing.keys
-        stored = RowLayout(Pieces.of(state["rows"], self.ndim).example, self.ndim, self.ignored_keys)
-        form = self._new_form(stored.with_leaves(written_leaves(state["form"])) if "form" in state else stored)
+        state = full_state(state, self.ndim)
+        layout = RowLayout(Pieces.of(state["rows"], self.ndim).example, self.ndim, self.ignored_keys)
+        form = self._new_form(layout.with_leaves(written_leaves(state["form"])) if "form" in state else layout)
         return tuple(leaf.key for leaf in shared_columns(form).values())
 
-    def _link(self, sharing: Sharing, state: dict[str, Any], keys: tuple[Key, ...]) -> None:
-        """Give all rows the next observations that full rows have, the oldest ones first."""
+    def _link(self, sharing: Sharing, state: dict[str, Any]) -> None:
+        """Give all rows the next observations that the full rows of a state have, the oldest ones first."""
         sharing.forget()
         span = Span.of(state)
         oldest = (state["written"] // span.envs) % span.steps if state["size"] == state["max_size"] else 0
@@ -121,12 +128,12 @@ class SharedStates(SavedRows):
                 first, last = max(steps.start, low), min(steps.stop, high)
                 for at in range(first, last, chunk):
                     until = min(at + chunk, last)
-                    self._link_steps(part[at - start : until - start], (at - turn) % span.steps, keys)
+                    self._link_steps(sharing, part[at - start : until - start], (at - turn) % span.steps)
 
-    def _link_steps(self, part: Data, step: int, keys: tuple[Key, ...]) -> None:
+    def _link_steps(self, sharing: Sharing, part: Data, step: int) -> None:
         envs = self._envs
         n = part.shape[0] * envs
-        sources = [value_of(part, (NEXT, *key)) for key in keys]
+        sources = [value_of(part, (NEXT, *key)) for key in sharing.keys]
         local = [t.reshape(n, *t.shape[self.ndim :]).to(self._device).contiguous() for t in sources]
         index = (step * envs + torch.arange(n, device=self._device)) % self.max_size
         self._relink(self._raw_fields, local, index)
