@@ -1,0 +1,438 @@
+"""Keys that are stored in other dtypes than they are written in."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import pickle
+
+import pytest
+import torch
+from tensordict import TensorDict, tensorclass
+from torch import Tensor
+
+import gpubuf
+from gpubuf import cli
+from gpubuf.data import (
+    Codec,
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    SliceSampler,
+    TensorDictReplayBuffer,
+    TensorStorage,
+    from_minari,
+    load_torchrl,
+    save_torchrl,
+)
+from gpubuf.data.storages.codecs import check_dtype
+from gpubuf.kernels import rows
+from tests.support.moved_buffers import SAMPLERS, alike, episodes
+from tests.support.stored_dtypes import LOSSLESS, LOSSLESS_BYTES, WRITTEN_BYTES
+from tests.support.transitions import same, transitions
+
+CAPACITY = 60
+
+
+def buffer(sampler=None, ndim: int = 1, size: int = CAPACITY, **options) -> TensorDictReplayBuffer:
+    return TensorDictReplayBuffer(
+        storage=LazyTensorStorage(size, ndim=ndim, **options),
+        sampler=sampler,
+        batch_size=8,
+        generator=torch.Generator().manual_seed(3),
+    )
+
+
+def bits(values: Tensor) -> Tensor:
+    return values.contiguous().view(torch.uint8)
+
+
+def of_one_key(values: Tensor) -> TensorDict:
+    return TensorDict({"x": values}, values.shape[:1])
+
+
+# What is stored
+
+
+FLOATS = [0.0, -0.0, 1.0, -1.5, 3.14159, 65504.0, 65520.0, 1e-8, 6e-8, 3e38, -3.4e38, 1e-40, 257.0, 258.5, 0.1]
+SPECIAL = [float("nan"), float("inf"), float("-inf")]
+
+
+@pytest.mark.parametrize("written", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_floats_are_converted_as_torch_converts_them(backend, written, stored):
+    """Case 41: range and rounding are those of `to()`; NaN and infinity survive."""
+    values = torch.tensor(FLOATS + SPECIAL, dtype=torch.float64).to(written)
+    made = buffer(dtypes={"x": stored})
+    made.extend(of_one_key(values))
+    assert made.storage.columns[0].dtype is stored
+    due = values.to(stored)
+    kept = made.storage.columns[0].whole[: len(values)]
+    assert torch.equal(kept.isnan(), due.isnan())
+    assert torch.equal(bits(kept.nan_to_num(nan=0.5)), bits(due.nan_to_num(nan=0.5)))
+    read = made[torch.arange(len(values))]["x"]
+    assert read.dtype is written
+    assert torch.equal(read.nan_to_num(nan=0.5), due.to(written).nan_to_num(nan=0.5))
+
+
+@pytest.mark.parametrize("stored", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
+@pytest.mark.parametrize("written", [torch.float32, torch.int64, torch.bfloat16])
+def test_integers_in_range_come_back(backend, written, stored):
+    info = torch.iinfo(stored)
+    values = torch.tensor([0, 1, 2, 100, max(info.min, -128), min(info.max, 127)]).to(written)
+    made = buffer(dtypes={"x": stored})
+    made.extend(of_one_key(values))
+    assert torch.equal(made[:]["x"], values)
+    assert made[:]["x"].dtype is written
+
+
+def test_floats_in_integers_are_rounded_half_to_even(backend):
+    values = torch.tensor([0.5, 1.5, 2.5, 2.4999, 254.5, 255.4])
+    made = buffer(dtypes={"x": torch.uint8})
+    made.extend(of_one_key(values))
+    assert made[:]["x"].tolist() == [0, 2, 2, 2, 254, 255]
+
+
+@pytest.mark.parametrize(
+    ("values", "stored"),
+    [
+        (torch.tensor([1, 256]), torch.uint8),
+        (torch.tensor([-1, 2]), torch.uint8),
+        (torch.tensor([1.0, 255.6]), torch.uint8),
+        (torch.tensor([128.0, 1.0]), torch.int8),
+        (torch.tensor([1.0, float("nan")]), torch.int32),
+        (torch.tensor([1.0, float("inf")]), torch.int64),
+        (torch.tensor([2**31, 1]), torch.int32),
+    ],
+)
+@pytest.mark.parametrize("way", ["extend", "write"])
+def test_integers_out_of_range_are_refused(values, stored, way):
+    """Case 41: at the write, and nothing is written. The buffer goes on."""
+    made = buffer(dtypes={"x": stored})
+    start = of_one_key(torch.tensor([3, 4, 5]).to(values.dtype))
+    made.extend(start)
+    write = made.extend if way == "extend" else functools.partial(made.storage.write, torch.tensor([0, 1]))
+    with pytest.raises(ValueError, match=r"key 'x': .* out of its range"):
+        write(of_one_key(values))
+    assert len(made) == made.write_count == 3
+    assert made[:]["x"].tolist() == [3, 4, 5]
+    made.extend(start)
+    assert made[:]["x"].tolist() == [3, 4, 5, 3, 4, 5]
+
+
+def test_pixels_in_bytes(backend):
+    """The levels of an image survive exactly."""
+    levels = torch.arange(256).float() / 255
+    made = buffer(size=300, dtypes={"x": Codec(torch.uint8, scale=1 / 255)})
+    made.extend(of_one_key(levels))
+    assert made.storage.nbytes == 300
+    assert torch.equal(made.storage.columns[0].whole[:256], torch.arange(256).to(torch.uint8))
+    torch.testing.assert_close(made[:]["x"], levels, rtol=1e-6, atol=0)
+
+
+def test_a_codec_with_an_offset(backend):
+    angle = torch.linspace(-torch.pi, torch.pi, 50)
+    made = buffer(dtypes={"x": Codec(torch.int16, scale=torch.pi / 32767, offset=0.0)})
+    made.extend(of_one_key(angle))
+    assert (made[:]["x"] - angle).abs().max() <= torch.pi / 32767
+    shifted = buffer(dtypes={"x": Codec(torch.uint8, scale=2.0, offset=-100.0)})
+    shifted.extend(of_one_key(torch.arange(-100.0, 100.0, 4.0)))
+    assert shifted.storage.columns[0].whole[:4].tolist() == [0, 2, 4, 6]
+    assert torch.equal(shifted[:]["x"], torch.arange(-100.0, 100.0, 4.0))
+
+
+def test_flags_written_as_numbers_are_stored_as_flags(backend):
+    """They tell where trajectories end, as flags do."""
+    data = transitions(30)
+    plain = buffer(SliceSampler(slice_len=4))
+    plain.extend(data)
+    flags = buffer(SliceSampler(slice_len=4), dtypes={("next", "done"): torch.bool})
+    flags.extend(data.clone().set(("next", "done"), data["next", "done"].to(torch.int64)))
+    assert flags.storage.nbytes == plain.storage.nbytes
+    for _ in range(3):
+        one, other = plain.sample(), flags.sample()
+        assert torch.equal(one["next", "step"], other["next", "step"])
+        assert other["next", "done"].dtype is torch.int64
+        assert torch.equal(one["next", "done"].long(), other["next", "done"])
+
+
+# Beside a storage that keeps what is written
+
+
+@pytest.mark.parametrize("ndim", [1, 2])
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_batches_are_those_of_a_plain_storage(kind, ndim):
+    plain, stored = (buffer(SAMPLERS[kind](), ndim, dtypes=dtypes) for dtypes in (None, LOSSLESS))
+    for start, n in ((0, 40), (40, 30), (70, 8), (78, 150)):
+        data = episodes(n, start)
+        for each in (plain, stored):
+            index = each.extend(data if ndim == 1 else data.view(2, n // 2))
+        assert index.shape[0] == n
+        assert same(plain[:], stored[:])
+        assert alike(plain, stored)
+
+
+def test_batches_are_those_of_a_plain_storage_on_both_backends(backend):
+    plain, stored = (buffer(dtypes=dtypes) for dtypes in (None, LOSSLESS))
+    for start, n in ((0, 40), (40, 30), (70, 80)):
+        for each in (plain, stored):
+            each.extend(transitions(n, start))
+        assert same(plain[:], stored[:])
+        assert alike(plain, stored, 2)
+
+
+@pytest.mark.parametrize("ndim", [1, 2])
+def test_every_kind_of_index(backend, ndim):
+    plain, stored = (buffer(ndim=ndim, size=20, dtypes=dtypes).storage for dtypes in (None, LOSSLESS))
+    shape = (14,) if ndim == 1 else (7, 2)
+    for each in (plain, stored):
+        each.append(transitions(14).view(*shape))
+    for index in (0, -1, slice(None), slice(1, 5, 2), slice(-3, None), [0, 3, 3], torch.tensor([5, -1])):
+        one, other = plain[index], stored[index]
+        assert one.batch_size == other.batch_size
+        assert same(one, other)
+    with pytest.raises(IndexError):
+        stored[99]
+    # Copies, where a plain storage gives views.
+    stored[0:2]["observation"].fill_(99)
+    assert same(plain[:], stored[:])
+
+
+def test_rows_are_overwritten_in_place(backend):
+    plain, stored = (buffer(size=20, dtypes=dtypes) for dtypes in (None, LOSSLESS))
+    for each in (plain, stored):
+        each.extend(transitions(15))
+        each.storage[torch.tensor([3, 0, 3])] = transitions(3, 100)
+        each.storage[5:7] = transitions(1, 200)[0]
+    assert same(plain[:], stored[:])
+
+
+def test_single_keys_are_written_back(backend):
+    plain, stored = (buffer(size=20, dtypes=dtypes) for dtypes in (None, LOSSLESS))
+    for each in (plain, stored):
+        each.writer.track_generations = True
+        each.extend(transitions(15))
+        batch, info = each.sample(return_info=True)
+        each.extend(transitions(8, 50))
+        latent = TensorDict({"action": batch["action"] + 7, "next": {"step": batch["next", "step"] + 9}}, [8])
+        each.update_if_present(info["index"], latent, generation=info["index_generation"])
+    assert same(plain[:], stored[:])
+
+
+def test_plain_tensors_and_tensorclasses(backend):
+    made = LazyTensorStorage(10, dtypes={(): torch.float16})
+    values = torch.randn(6, 3)
+    made.append(values)
+    assert made.columns[0].dtype is torch.float16
+    assert torch.equal(made[:], values.half().float())
+    pairs = LazyTensorStorage(10, dtypes={"x": torch.bfloat16})
+    pairs.append(Pair(x=torch.arange(6.0), y=torch.arange(6), batch_size=[6]))
+    assert type(pairs[:]) is Pair
+    assert pairs[2].x.item() == 2.0
+    assert pairs.columns[0].dtype is torch.bfloat16
+
+
+@tensorclass
+class Pair:
+    x: Tensor
+    y: Tensor
+
+
+# Options
+
+
+def test_a_root_key_stands_for_the_next_one_too():
+    made = LazyTensorStorage(5, dtypes={"observation": torch.bfloat16, ("next", "reward"): torch.float32})
+    made.append(transitions(3))
+    stored = {leaf.key: leaf.dtype for leaf in made.layout.leaves}
+    assert stored["observation",] is stored["next", "observation"] is torch.bfloat16
+    assert stored["next", "reward"] is torch.float32
+    assert stored["action",] is torch.float64
+    own = LazyTensorStorage(5, dtypes={"observation": torch.bfloat16, ("next", "observation"): torch.float16})
+    own.append(transitions(3))
+    assert {leaf.key: leaf.dtype for leaf in own.layout.leaves}["next", "observation"] is torch.float16
+
+
+def test_dtypes_of_batches(backend):
+    """Batches have them; indexing gives what was written."""
+    given = {"observation": torch.bfloat16, "pixels": torch.float32}
+    made = buffer(dtypes={"observation": torch.bfloat16}, batch_dtypes=given)
+    data = transitions(20)
+    made.extend(data)
+    batch = made.sample()
+    assert batch["observation"].dtype is batch["next", "observation"].dtype is torch.bfloat16
+    assert batch["pixels"].dtype is torch.float32
+    chosen = batch["index"]
+    assert torch.equal(batch["observation"], data["observation"][chosen].bfloat16())
+    assert torch.equal(batch["pixels"], data["pixels"][chosen].float())
+    assert made[:]["observation"].dtype is torch.float32
+    assert made[:]["pixels"].dtype is torch.uint8
+    assert made[chosen]["pixels"].dtype is torch.uint8
+    assert same(made[:], data)
+
+
+def test_keys_that_are_not_there():
+    for options in ({"dtypes": {"reward": torch.float16}}, {"batch_dtypes": {("next", "x"): torch.float16}}):
+        made = LazyTensorStorage(5, **options)
+        with pytest.raises(ValueError, match=r"the batch has .*'observation'.*\('next', 'reward'\)"):
+            made.append(transitions(3))
+        assert not made.initialized
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: Codec(torch.float8_e4m3fn), ValueError, "A100"),
+        (lambda: Codec(torch.complex64), ValueError, "can't be converted"),
+        (lambda: Codec("uint8"), TypeError, "torch.dtype"),
+        (lambda: Codec(torch.uint8, scale=0.0), ValueError, "scale"),
+        (lambda: Codec(torch.uint8, offset=float("nan")), ValueError, "finite"),
+        (lambda: Codec(torch.bool, scale=2.0), ValueError, "flags"),
+        (lambda: LazyTensorStorage(5, dtypes={"x": torch.float8_e5m2}), ValueError, "A100"),
+        (lambda: LazyTensorStorage(5, batch_dtypes={"x": torch.uint16}), ValueError, "can't be converted"),
+        (lambda: LazyTensorStorage(5, batch_dtypes={"x": Codec(torch.uint8)}), TypeError, "torch.dtype"),
+        (lambda: LazyTensorStorage(5, dtypes={"x": 3}), TypeError, "torch.dtype"),
+    ],
+)
+def test_dtypes_that_cannot_be(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_what_is_written_can_not_be_converted_either():
+    made = LazyTensorStorage(5, dtypes={"x": torch.float32})
+    with pytest.raises(ValueError, match=r"key 'x': torch\.complex64 can't be converted"):
+        made.append(of_one_key(torch.zeros(3, dtype=torch.complex64)))
+    # Beside others it is stored as it is.
+    beside = LazyTensorStorage(5, dtypes={"y": torch.float16})
+    data = TensorDict({"x": torch.randn(3, dtype=torch.complex64), "y": torch.ones(3)}, [3])
+    beside.append(data)
+    assert same(beside[:], data)
+
+
+def test_all_dtypes_that_are_named_can_be_converted():
+    for dtype in (torch.uint8, torch.float64, torch.bool):
+        check_dtype(dtype)
+
+
+# Memory
+
+
+def test_small_keys_share_a_record_by_the_dtype_that_is_stored():
+    made = LazyTensorStorage(10, dtypes={"observation": torch.float16, ("next", "reward"): torch.float16})
+    made.append(transitions(3))
+    strides = dict(zip((leaf.key for leaf in made.layout.leaves), made.table[:, rows.ROW_STRIDE].tolist(), strict=True))
+    assert strides["observation",] == strides["next", "observation"] == strides["next", "reward"] == 14
+
+
+def test_bytes():
+    plain, stored = (buffer(dtypes=dtypes) for dtypes in (None, LOSSLESS))
+    for each in (plain, stored):
+        each.extend(transitions(9))
+        each.sample()
+    assert (plain.storage.nbytes, stored.storage.nbytes) == (WRITTEN_BYTES * CAPACITY, LOSSLESS_BYTES * CAPACITY)
+    for each, options in ((plain, {}), (stored, {"dtypes": LOSSLESS})):
+        made, taken = gpubuf.plan(transitions(4), CAPACITY, **options), each.memory()
+        assert (made.rows, made.counters) == (taken.rows, taken.counters)
+        assert made.fit("cpu").host_bytes == taken.total
+
+
+def test_bytes_of_a_buffer_that_gives_other_dtypes():
+    options = {"dtypes": {"observation": torch.float16}, "batch_dtypes": {"observation": torch.float64}}
+    made = buffer(**options)
+    made.extend(transitions(9))
+    made.sample()
+    assert made.memory().counters == gpubuf.plan(transitions(4), CAPACITY, **options).counters
+
+
+def test_a_million_frames(capsys):
+    """Frames that are given as floats, and stored as bytes: a quarter of the memory, by the plan and by the storage."""
+    options = {"dtypes": {"pixels": Codec(torch.uint8, scale=1 / 255)}}
+    frames = TensorDict({"pixels": torch.rand(2, 84, 84, 4)}, [2])
+    small = LazyTensorStorage(10, **options)
+    small.append(frames)
+    million = gpubuf.plan(frames, 1_000_000, **options)
+    assert million.rows == small.nbytes // 10 * 1_000_000 == 84 * 84 * 4 * 1_000_000
+    assert gpubuf.plan(frames, 1_000_000).rows == 4 * million.rows
+    command = ["plan", "--spec", "pixels=84x84x4:float32", "--capacity", "1000000", "--stored-as", "pixels=uint8"]
+    cli.main(command)
+    assert "28,224" in capsys.readouterr().out
+
+
+def test_the_text_says_how_keys_are_stored():
+    made = LazyTensorStorage(5, dtypes={"observation": torch.bfloat16})
+    made.append(transitions(3))
+    assert "'observation': [3] torch.float32 as torch.bfloat16" in repr(made)
+    assert "'action': [1] torch.float64," in repr(made)
+
+
+# Copies
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
+def test_copies(way):
+    source = buffer(dtypes=LOSSLESS)
+    source.extend(transitions(75))
+    if way == "deepcopy":
+        made = copy.deepcopy(source)
+    elif way == "pickle":
+        made = pickle.loads(pickle.dumps(source))
+    else:
+        file = io.BytesIO()
+        torch.save(source, file)
+        file.seek(0)
+        made = torch.load(file, weights_only=False)
+    assert same(source[:], made[:])
+    made.extend(transitions(10, 90))
+    source.extend(transitions(10, 90))
+    assert same(source[:], made[:])
+    assert alike(source, made)
+    made.storage[torch.tensor([0])] = transitions(1, 7)
+    assert not same(source[:], made[:])
+
+
+def test_free_and_empty():
+    made = buffer(dtypes=LOSSLESS)
+    made.extend(transitions(20))
+    made.empty()
+    assert len(made) == 0
+    made.extend(transitions(5, 9))
+    assert same(made[:], transitions(5, 9))
+    made.free()
+    assert made.storage.nbytes == 0
+    assert not made.initialized
+    made.extend(transitions(70, 30))
+    assert torch.equal(made[:]["next", "step"].sort().values, torch.arange(40, 100))
+
+
+# Files
+
+
+def test_memory_mapped_files_hold_what_is_written(tmp_path):
+    with pytest.raises(NotImplementedError, match="LazyTensorStorage"):
+        LazyMemmapStorage(10, scratch_dir=tmp_path, dtypes={"observation": torch.bfloat16})
+
+
+def test_torchrl_gets_what_was_written(tmp_path):
+    source = buffer(dtypes=LOSSLESS)
+    source.extend(transitions(75))
+    save_torchrl(source, tmp_path / "dump")
+    found = load_torchrl(tmp_path / "dump")
+    assert same(found[:].exclude("index"), source[:])
+    assert found.write_count == 75
+    with pytest.raises(ValueError, match="stored in another way"):
+        load_torchrl(tmp_path / "dump", storage=LazyTensorStorage(CAPACITY, dtypes=LOSSLESS))
+
+
+def test_minari():
+    from tests.data.test_minari import dataset
+
+    plain = from_minari(dataset())
+    stored = from_minari(dataset(), storage=LazyTensorStorage(9, dtypes={"observation": torch.float32}))
+    assert stored.storage.columns[0].dtype is torch.float32
+    assert same(plain.storage[:], stored.storage[:])
+
+
+def test_a_storage_of_tensors_that_are_there_has_no_options():
+    with pytest.raises(TypeError):
+        TensorStorage(transitions(4), dtypes={"observation": torch.bfloat16})
