@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from gpubuf.data.runtime.recording import capturing, current_recording
 from gpubuf.data.storages.row_memory import RowMemory
 from gpubuf.kernels import transitions
 from gpubuf.kernels._registry import in_memory, lazy, past_dispatcher, without_dispatch
@@ -98,21 +99,19 @@ class ComputedRows(RowMemory):
 
         Raises:
             ValueError: a prefix holds something else than the key that it is one of. Asked only where both are on the
-                CPU, and not in compiled code.
+                CPU, in code that is neither captured nor compiled.
         """
         prefixes = self.form.prefixes
         if not prefixes:
             return given
         out = list(given)
         for position, whole in prefixes:
-            part = given[position]
-            if not torch.compiler.is_compiling() and part.is_cpu and type(part) is Tensor:
-                self._check_prefix(position, whole, part, given[whole], batch_dims)
-            out[position] = part.new_empty(0)
+            self._check_prefix(position, whole, given[position], given[whole], batch_dims)
+            out[position] = given[position].new_empty(0)
         return out
 
     def _check_prefix(self, position: int, whole: int, part: Tensor, other: Tensor, batch_dims: int) -> None:
-        if not other.is_cpu or type(other) is not Tensor:
+        if not (_readable(part) and _readable(other)):
             return
         leaves = self.written_layout.leaves
         beginning = other.narrow(batch_dims, 0, leaves[position].shape[0])
@@ -121,6 +120,13 @@ class ComputedRows(RowMemory):
                 f"{leaves[position].name} is stored as the first elements of {leaves[whole].name}, but the batch has "
                 "others there: nothing is written"
             )
+
+
+def _readable(tensor: Tensor) -> bool:
+    """Whether the host may look at a tensor's values now, without waiting for a GPU."""
+    if torch.compiler.is_compiling() or current_recording() is not None or capturing():
+        return False
+    return tensor.is_cpu and type(tensor) is Tensor
 
 
 def _bits(values: Tensor) -> Tensor:

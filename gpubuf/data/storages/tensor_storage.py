@@ -330,8 +330,8 @@ class LazyTensorStorage(TensorStorage):
         batch_dtypes: dtypes that keys have in batches, by key; of others it is the dtype that is written.
             ``storage[i]`` always has that one.
         prefixes: keys that hold the first elements of others, such as ``{"observation": "critic_observation"}``. They
-            take no memory. The write compares them where both are on the CPU; on a GPU, and in compiled code, nothing
-            is compared, and the longer key counts.
+            take no memory. The write compares them where both are on the CPU. On a GPU, and in captured or compiled
+            code, nothing is compared, and the longer key counts.
         share_next: store observations once: the next observation of a row is that of the row behind it, unless the two
             differ. True for every key of more than 16 bytes a row that is both at the root and under "next", with one
             shape and dtype; or a list of such keys, of any size. Any rows may be written, and come back exactly.
