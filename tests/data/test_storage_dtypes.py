@@ -6,7 +6,9 @@ import copy
 import functools
 import io
 import pickle
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict, tensorclass
@@ -427,11 +429,20 @@ def test_torchrl_gets_what_was_written(tmp_path):
 
 
 def test_minari():
-    from tests.data.test_minari import dataset
-
-    plain = from_minari(dataset())
-    stored = from_minari(dataset(), storage=LazyTensorStorage(9, dtypes={"observation": torch.float32}))
-    assert stored.storage.columns[0].dtype is torch.float32
+    """A stand-in with the documented interface of a data set."""
+    steps = 6
+    episode = SimpleNamespace(
+        observations=np.arange(2.0 * (steps + 1)).reshape(-1, 2),
+        actions=np.arange(float(steps)).reshape(-1, 1),
+        rewards=np.arange(float(steps)),
+        terminations=np.zeros(steps, dtype=bool),
+        truncations=np.zeros(steps, dtype=bool),
+    )
+    dataset = SimpleNamespace(total_steps=steps, total_episodes=1, iterate_episodes=lambda: iter([episode]))
+    plain = from_minari(dataset)
+    stored = from_minari(dataset, storage=LazyTensorStorage(steps, dtypes={"observation": torch.bfloat16}))
+    assert stored.storage.columns[0].dtype is torch.bfloat16
+    assert stored.storage[:]["observation"].dtype is torch.float64
     assert same(plain.storage[:], stored.storage[:])
 
 
