@@ -6,9 +6,7 @@ import copy
 import functools
 import io
 import pickle
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict, tensorclass
@@ -18,14 +16,10 @@ import gpubuf
 from gpubuf import cli
 from gpubuf.data import (
     Codec,
-    LazyMemmapStorage,
     LazyTensorStorage,
     SliceSampler,
     TensorDictReplayBuffer,
     TensorStorage,
-    from_minari,
-    load_torchrl,
-    save_torchrl,
 )
 from gpubuf.data.storages.codecs import check_dtype
 from gpubuf.kernels import rows
@@ -407,43 +401,6 @@ def test_free_and_empty():
     assert not made.initialized
     made.extend(transitions(70, 30))
     assert torch.equal(made[:]["next", "step"].sort().values, torch.arange(40, 100))
-
-
-# Files
-
-
-def test_memory_mapped_files_hold_what_is_written(tmp_path):
-    with pytest.raises(NotImplementedError, match="LazyTensorStorage"):
-        LazyMemmapStorage(10, scratch_dir=tmp_path, dtypes={"observation": torch.bfloat16})
-
-
-def test_torchrl_gets_what_was_written(tmp_path):
-    source = buffer(dtypes=LOSSLESS)
-    source.extend(transitions(75))
-    save_torchrl(source, tmp_path / "dump")
-    found = load_torchrl(tmp_path / "dump")
-    assert same(found[:].exclude("index"), source[:])
-    assert found.write_count == 75
-    with pytest.raises(ValueError, match="stored in another way"):
-        load_torchrl(tmp_path / "dump", storage=LazyTensorStorage(CAPACITY, dtypes=LOSSLESS))
-
-
-def test_minari():
-    """A stand-in with the documented interface of a data set."""
-    steps = 6
-    episode = SimpleNamespace(
-        observations=np.arange(2.0 * (steps + 1)).reshape(-1, 2),
-        actions=np.arange(float(steps)).reshape(-1, 1),
-        rewards=np.arange(float(steps)),
-        terminations=np.zeros(steps, dtype=bool),
-        truncations=np.zeros(steps, dtype=bool),
-    )
-    dataset = SimpleNamespace(total_steps=steps, total_episodes=1, iterate_episodes=lambda: iter([episode]))
-    plain = from_minari(dataset)
-    stored = from_minari(dataset, storage=LazyTensorStorage(steps, dtypes={"observation": torch.bfloat16}))
-    assert stored.storage.columns[0].dtype is torch.bfloat16
-    assert stored.storage[:]["observation"].dtype is torch.float64
-    assert same(plain.storage[:], stored.storage[:])
 
 
 def test_a_storage_of_tensors_that_are_there_has_no_options():

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 import gpubuf
 from gpubuf import serialization
-from gpubuf.data import Codec, LazyTensorStorage, PrioritizedSampler, TensorDictReplayBuffer
+from gpubuf.data import (
+    Codec,
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    PrioritizedSampler,
+    TensorDictReplayBuffer,
+    from_minari,
+    load_torchrl,
+    save_torchrl,
+)
 from gpubuf.data.buffers import moving
 from tests.support.moved_buffers import SAMPLERS, alike, episodes
 from tests.support.placements import Machine
@@ -238,3 +249,40 @@ def test_a_plan_is_what_is_then_taken_on_a_gpu(monkeypatch, kind):
         taken = each.memory()
     due = made.fit(kind)
     assert taken.total == due.device_bytes + due.host_bytes
+
+
+# Files
+
+
+def test_memory_mapped_files_hold_what_is_written(tmp_path):
+    with pytest.raises(NotImplementedError, match="LazyTensorStorage"):
+        LazyMemmapStorage(10, scratch_dir=tmp_path, dtypes={"observation": torch.bfloat16})
+
+
+def test_torchrl_gets_what_was_written(tmp_path):
+    source = buffer(dtypes=LOSSLESS)
+    source.extend(transitions(75))
+    save_torchrl(source, tmp_path / "dump")
+    found = load_torchrl(tmp_path / "dump")
+    assert same(found[:].exclude("index"), source[:])
+    assert found.write_count == 75
+    with pytest.raises(ValueError, match="stored in another way"):
+        load_torchrl(tmp_path / "dump", storage=LazyTensorStorage(CAPACITY, dtypes=LOSSLESS))
+
+
+def test_minari():
+    """A stand-in with the documented interface of a data set."""
+    steps = 6
+    episode = SimpleNamespace(
+        observations=np.arange(2.0 * (steps + 1)).reshape(-1, 2),
+        actions=np.arange(float(steps)).reshape(-1, 1),
+        rewards=np.arange(float(steps)),
+        terminations=np.zeros(steps, dtype=bool),
+        truncations=np.zeros(steps, dtype=bool),
+    )
+    dataset = SimpleNamespace(total_steps=steps, total_episodes=1, iterate_episodes=lambda: iter([episode]))
+    plain = from_minari(dataset)
+    stored = from_minari(dataset, storage=LazyTensorStorage(steps, dtypes={"observation": torch.bfloat16}))
+    assert stored.storage.columns[0].dtype is torch.bfloat16
+    assert stored.storage[:]["observation"].dtype is torch.float32
+    assert same(plain.storage[:], stored.storage[:])
