@@ -64,6 +64,16 @@ def is_wide(field):  # type: ignore[no-untyped-def]
 
 
 @jit(forceinline=True)
+def is_moved(field):  # type: ignore[no-untyped-def]
+    """Whether elements are those of rows, or the same integers of another dtype, unless they are mirrored."""
+    stored, batch = field[STORED], field[BATCH]
+    processed = field[MEAN] != 0 or float_of(field[LOW]) > -math.inf or float_of(field[HIGH]) < math.inf
+    coded = float_of(field[SCALE]) != 1 or float_of(field[OFFSET]) != 0
+    same = stored == batch or (is_integer(stored) and is_integer(batch))
+    return same and not processed and not coded and field[ROW] < SUM
+
+
+@jit(forceinline=True)
 def float_of(bits):  # type: ignore[no-untyped-def]
     """The float64 that an entry of ``fields`` has the bits of."""
     return np.int64(bits).view(np.float64)
@@ -133,10 +143,7 @@ def _compute(field, rows, length, n, how, number_type, target, numbers):  # type
         seed, offset = state[SEED], state[RANDOM_OFFSET] + ahead
     elements, stored, batch, row_bytes = field[ELEMENTS], field[STORED], field[BATCH], field[BATCH_BYTES]
     kind, pad = field[ROW], field[PAD]
-    processed = field[MEAN] != 0 or float_of(field[LOW]) > -math.inf or float_of(field[HIGH]) < math.inf
-    coded = float_of(field[SCALE]) != 1 or float_of(field[OFFSET]) != 0
-    between_integers = is_integer(stored) and is_integer(batch)
-    moved = not processed and not coded and (stored == batch or between_integers) and kind < SUM
+    moved = is_moved(field)
     mirroring = mirroring if field[PERMUTATION] != 0 else NONE
     mirrored_numbers = np.empty_like(numbers) if field[PERMUTATION] != 0 else numbers
     sums = np.empty(elements if kind == SUM else 0, np.float64)

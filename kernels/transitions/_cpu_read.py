@@ -28,12 +28,12 @@ from gpubuf.kernels.transitions import (
     NEXT,
     OFF,
     OPAQUE,
+    PERMUTATION,
     ROW,
     ROW_BYTES,
-    STEPS,
     STORED,
 )
-from gpubuf.kernels.transitions._cpu_compute import ALL, DRAWN_BY_CHANCE, NONE, is_wide
+from gpubuf.kernels.transitions._cpu_compute import ALL, DRAWN_BY_CHANCE, NONE, is_moved, is_wide
 from gpubuf.kernels.transitions._cpu_window import find_next, find_windows, side_address
 
 # Rows whose windows are found at a time: few enough to stay in the L1 cache.
@@ -84,15 +84,15 @@ def _is_copied(field, mirror):  # type: ignore[no-untyped-def]
 
 
 @jit(forceinline=True)
-def _first_wrong(fields, n_fields, has_links):  # type: ignore[no-untyped-def]
+def _first_wrong(fields, n_fields, has_links, mirror):  # type: ignore[no-untyped-def]
     """The first field that can't be read: without links, or elements that are computed but can't be; or -1."""
     for f in range(n_fields):
         field = fields[f]
         if field[ROW] == NEXT and not has_links:
             return f
-        if field[ROW] != STEPS and field[COPIED] < 2:
-            bytes_alone = field[STORED] == OPAQUE and field[BATCH] == OPAQUE and field[ROW] <= NEXT
-            if (field[STORED] >= OPAQUE or field[BATCH] >= OPAQUE) and not bytes_alone:
+        if field[STORED] >= OPAQUE or field[BATCH] >= OPAQUE:
+            is_mirrored = field[PERMUTATION] != 0 and mirror != OFF
+            if not is_moved(field) or is_mirrored:
                 return f
     return -1
 
@@ -162,7 +162,7 @@ def read_rows(  # type: ignore[no-untyped-def]
         for i in range(n):
             generation[i] = index[i] + capacity if index[i] < 0 else index[i]
     fields = carray(as_i64(fields_address), (n_fields, FIELD))
-    wrong = _first_wrong(fields, n_fields, links != 0)
+    wrong = _first_wrong(fields, n_fields, links != 0, mirror)
     if wrong >= 0:
         return 2 * of + wrong
     for f in range(n_fields):

@@ -1,0 +1,42 @@
+"""The definition of the transitions operations: windows, one row at a time. Slow, and read by tests only.
+
+Where next observations are is in ``reference_ring.py``, what becomes of elements in ``reference_elements.py``.
+"""
+
+import torch
+from torch import Tensor
+
+from gpubuf.kernels.transitions import DRAWN, NEXT, STEPS, SUM
+from gpubuf.kernels.transitions.reference_elements import ABSENT, Key, computed, discounted, encoded
+from gpubuf.kernels.transitions.reference_ring import StoredOnce
+
+
+class Ring(StoredOnce):
+    """A storage. ``ends`` are the rows that end a trajectory."""
+
+    ends: set[int]
+
+    def window(self, row: int, n_steps: int) -> list[int]:
+        rows = [row]
+        while len(rows) < n_steps and rows[-1] not in self.ends and not self.is_newest(rows[-1]):
+            rows.append(self.after(rows[-1]))
+        return rows
+
+    def read(self, key: Key, row: int, n_steps: int, gamma: float, mirrored: bool, shift: tuple[int, int]) -> Tensor:
+        rows, kind = self.window(row, n_steps), key.field.row
+        if kind in (SUM, STEPS):
+            steps = torch.full((key.field.elements,), float(len(rows)))
+            numbers = steps if kind == STEPS else discounted(key, rows, gamma)
+            return computed(key, ABSENT, numbers, mirrored, shift)
+        stored = self.next_of(key, rows[-1]) if kind == NEXT else key.column[row if kind == DRAWN else rows[-1]]
+        return computed(key, stored[: key.field.elements], ABSENT, mirrored, shift)
+
+    def extend(self, sources: list[Tensor], n: int) -> list[int]:
+        return self.append([*map(encoded, self.keys, sources)], n)
+
+    def write(self, sources: list[Tensor], index: list[int]) -> None:
+        """Of duplicates the last one wins."""
+        self.put([*map(encoded, self.keys, sources)], {row % self.capacity: i for i, row in enumerate(index)})
+
+    def relink(self, sources: list[Tensor], index: list[int]) -> None:
+        self.set_next([*map(encoded, self.keys, sources)], index)

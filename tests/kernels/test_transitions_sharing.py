@@ -1,0 +1,324 @@
+"""Observations stored once: every row's next observation comes back, and nothing is lost in silence."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpubuf.kernels.transitions import DRAWN, LAST, LOST, NEXT, STEPS, SUM
+from tests.support.transitions_setup import (
+    Spec,
+    TransitionStore,
+    assert_same,
+    assert_store,
+    expected_batch,
+    transitions_backend,
+)
+
+__all__ = ["transitions_backend"]
+
+#: Two shared keys, of which one has a prefix, and others beside them.
+SHARED = (
+    Spec(5),
+    Spec(5, NEXT, of=0),
+    Spec(2, DRAWN, of=0, writes=False),
+    Spec(2, NEXT, of=0, writes=False),
+    Spec(1, SUM),
+    Spec(3, DRAWN, torch.uint8),
+    Spec(3, NEXT, torch.uint8, of=5),
+    Spec(1, LAST, torch.bool),
+    Spec(1, STEPS, torch.int64),
+)
+
+ONE = (Spec(1, DRAWN, torch.int64), Spec(1, NEXT, torch.int64, of=0))
+
+
+class Model:
+    """Every row ever written, with its own next observation: what must come back of those that are stored."""
+
+    def __init__(self, store: TransitionStore) -> None:
+        self.store, self.rows = store, []
+
+    def extend(self, seed: int, steps: int, broken: float) -> bool:
+        """Write steps whose observations have few values, some of which do not follow each other."""
+        envs, n = self.store.envs, steps * self.store.envs
+        generator = torch.Generator().manual_seed(seed)
+        sources = self.store.batch(n, seed)
+        for f in (f for f, spec in enumerate(self.store.specs) if spec.row == NEXT and spec.writes):
+            root = sources[self.store.root(f)]
+            for i in range(n - envs):
+                if torch.rand((), generator=generator) >= broken:
+                    sources[f][i] = root[i + envs]
+            # What was pending may be the first of them, by chance.
+            if self.rows and torch.rand((), generator=generator) >= broken:
+                root[:envs] = torch.stack([row[f] for row in self.rows[-envs:]])
+        return self.write(sources, n)
+
+    def write(self, sources: list[torch.Tensor], n: int) -> bool:
+        """Whether there was room. If not, nothing has changed."""
+        ring = self.store.reference()
+        before = self.store.reference()
+        try:
+            expected = ring.extend(sources, n)
+        except RuntimeError:
+            with pytest.raises(RuntimeError, match="no room aside"):
+                self.store.extend(sources, n)
+            assert_store(self.store, before)
+            return False
+        assert self.store.extend(sources, n).tolist() == expected
+        assert_store(self.store, ring)
+        self.rows += [[x[i].clone() if x.numel() else None for x in sources] for i in range(n)]
+        return True
+
+    def check(self) -> None:
+        """All stored rows are as they were written."""
+        written, size = self.store.ring.tolist()[:2]
+        if not size:
+            return
+        numbers = range(written - size, written)
+        found, _ = self.store.gather(torch.tensor([number % self.store.capacity for number in numbers]))
+        for f, spec in enumerate(self.store.specs):
+            if spec.row in (DRAWN, NEXT) and spec.writes:
+                assert_same([found[f]], [torch.stack([self.rows[number][f] for number in numbers])])
+
+
+@pytest.mark.parametrize("envs", [1, 2])
+@pytest.mark.parametrize("steps", range(1, 6))
+def test_every_history_of_small_rings(transitions_backend, steps, envs):
+    """Case 39: writes of one to three steps, of which any follow each other: all rows come back, whatever is aside."""
+    histories = list(itertools.product([1, 2, 3, 7], repeat=3 if transitions_backend == "numba" else 1))
+    for number, history in enumerate(histories):
+        store = TransitionStore(ONE, steps * envs, envs, slots=steps * envs)
+        model = Model(store)
+        for turn, length in enumerate(history * 2):
+            assert model.extend(31 * number + turn, length, (0.0, 0.3, 1.0)[number % 3])
+            model.check()
+
+
+@pytest.mark.parametrize("capacity", range(1, 6))
+def test_every_pattern_of_observations(transitions_backend, capacity):
+    """Case 39, 40: observations of two values, so that a successor is right or wrong by chance, one or two rows a
+    write, and one or two entries: writes are refused exactly if the definition says so.
+    """
+    patterns = list(itertools.product(range(4), repeat=4))
+    if transitions_backend == "triton":
+        patterns = patterns[::97]
+    for number, pattern in enumerate(patterns):
+        store = TransitionStore(ONE, capacity, slots=1 + number % 2 if transitions_backend == "numba" else capacity)
+        model = Model(store)
+        for turn, value in enumerate(pattern + pattern[::-1]):
+            n = 1 + (number + turn) % 2
+            observation = torch.full((n, 1), value % 2)
+            following = torch.full((n, 1), value // 2)
+            model.write([observation, following], n)
+            model.check()
+
+
+@pytest.mark.parametrize("layout", ["plain", "split", "record"])
+@pytest.mark.parametrize("envs", [1, 3])
+def test_random_histories(transitions_backend, layout, envs):
+    """Case 39: several keys, a prefix, n-step windows over trajectories with true final observations."""
+    store = TransitionStore(SHARED, 13 * envs, envs, slots=13 * envs, layout=layout)
+    model, generator = Model(store), torch.Generator().manual_seed(envs)
+    for seed in range(40 if transitions_backend == "numba" else 4):
+        assert model.extend(seed, int(torch.randint(1, 6, (), generator=generator)), 0.25)
+        model.check()
+        size = int(store.ring[1])
+        store.ends = set(torch.randint(store.capacity, (4,), generator=generator).tolist())
+        index = torch.randint(size, (9,), generator=generator)
+        for n_steps in (1, 3, 64):
+            assert_same(store.gather(index, n_steps)[0], expected_batch(store, index.tolist(), n_steps))
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.uint8])
+def test_stored_bytes_decide(transitions_backend, stored):
+    """Observations that differ, but are stored alike, need no entry."""
+    store = TransitionStore(
+        [Spec(1, DRAWN, stored, torch.float32), Spec(1, NEXT, stored, torch.float32, of=0)], 6, slots=0
+    )
+    observations = torch.arange(5.0).view(5, 1)
+    store.extend([observations, observations + 1 + 2**-10], 5)
+    assert store.links.tolist() == [0] * 6
+    assert store.gather(torch.arange(5))[0][1][:, 0].tolist() == [1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_not_a_number_follows_itself(transitions_backend):
+    """Bytes are compared: NaN equals NaN, and zero is not minus zero."""
+    store = TransitionStore([Spec(1), Spec(1, NEXT, of=0)], 6, slots=2)
+    store.extend([torch.tensor([[1.0], [torch.nan], [0.0]]), torch.tensor([[torch.nan], [-0.0], [3.0]])], 3)
+    assert store.links.tolist() == [0, 1, 0, 0, 0, 0]
+    assert torch.signbit(store.gather(torch.tensor([1]))[0][1]).item()
+
+
+def test_a_truncated_row_has_its_own_final_observation(transitions_backend):
+    """Case 39: not the reset's: in a batch, over two writes, at the seam, and of the newest row."""
+    store = TransitionStore(ONE, 4, slots=4)
+
+    def written(*rows: tuple[int, int]) -> None:
+        store.extend([torch.tensor([[row[k]] for row in rows]) for k in (0, 1)], len(rows))
+
+    def following() -> list[int]:
+        return store.gather(torch.arange(int(store.ring[1])))[0][1][:, 0].tolist()
+
+    written((0, 1), (1, 99), (50, 51))
+    assert following() == [1, 99, 51]
+    written((51, 98))
+    assert following() == [1, 99, 51, 98]
+    written((70, 71))
+    assert following() == [71, 99, 51, 98]
+    assert store.links.tolist() == [0, 1, 0, 2]
+    # The row whose successor is overwritten is overwritten before it.
+    written((71, 72), (72, 73))
+    assert following() == [71, 72, 73, 98]
+
+
+def test_a_full_side_ring(transitions_backend):
+    """Case 40: refused on the CPU, counted on a GPU, which cannot say so; never silent."""
+    store = TransitionStore(ONE, 6, slots=1)
+    broken = [torch.tensor([[i] for i in range(4)]), torch.tensor([[i + 50] for i in range(4)])]
+    before = store.reference()
+    if transitions_backend == "numba":
+        with pytest.raises(RuntimeError, match=r"^3 .*no room aside"):
+            store.extend(broken, 4)
+        assert_store(store, before)
+        return
+    store.extend(broken, 4)
+    assert store.links.tolist() == [1, LOST, LOST, 0, 0, 0]
+    assert int(store.ring[3]) == 2
+    found, generation = store.gather(torch.arange(4))
+    assert found[1][:, 0].tolist() == [50, 0, 0, 53]
+    assert generation.tolist() == [1, -1, -1, 1]
+    assert int(store.ring[3]) == 4
+
+
+def test_a_lost_row_is_refused_on_the_cpu():
+    """Case 40: as a storage has it that came from a GPU. Windows that end elsewhere are read."""
+    store = TransitionStore(ONE, 6, slots=1)
+    store.extend([torch.arange(4).view(4, 1), torch.arange(1, 5).view(4, 1)], 4)
+    store.links[1] = LOST
+    assert store.gather(torch.tensor([0, 2, 3]))[0][1][:, 0].tolist() == [1, 3, 4]
+    assert store.gather(torch.tensor([1]), 2)[0][1].tolist() == [[3]]
+    with pytest.raises(IndexError, match=r"row 1 \(number 1 of the batch\) is lost"):
+        store.gather(torch.tensor([0, 1]))
+
+
+def test_entries_are_free_once_their_rows_are_overwritten(transitions_backend):
+    """Case 40: by the same write, too."""
+    store = TransitionStore(ONE, 4, slots=4)
+    model = Model(store)
+    for seed in range(30):
+        assert model.extend(seed, 1 + seed % 6, 1.0)
+        model.check()
+    assert int(store.owners[-1]) > 20
+
+
+def test_an_empty_ring_has_nothing_pending(transitions_backend):
+    """After rows were dropped, what was pending is not compared with what comes."""
+    store = TransitionStore(ONE, 4, slots=1)
+    model = Model(store)
+    assert model.write([torch.tensor([[1]]), torch.tensor([[7]])], 1)
+    store.ring[:2] = 0
+    model.rows.clear()
+    assert model.write([torch.tensor([[2]]), torch.tensor([[3]])], 1)
+    assert store.owners.tolist() == [-1, 0]
+
+
+class TestRelink:
+    @pytest.mark.parametrize("envs", [1, 2])
+    def test_random_rows(self, transitions_backend, envs):
+        """Rows get other next observations: any row, the newest too, of duplicates the last."""
+        store = TransitionStore(SHARED, 7 * envs, envs, slots=40 * envs)
+        model, generator = Model(store), torch.Generator().manual_seed(3)
+        for seed in range(30 if transitions_backend == "numba" else 4):
+            assert model.extend(seed, 1 + seed % 3, 0.3)
+            index = torch.randint(int(store.ring[1]), (4,), generator=generator)
+            index[1] -= store.capacity if int(store.ring[1]) == store.capacity else 0
+            sources, ring = store.batch(4, 999 + seed), store.reference()
+            store.relink(sources, index)
+            ring.relink(sources, index.tolist())
+            assert_store(store, ring)
+            for i, row in enumerate(index.tolist()):
+                number = int(store.ring[0]) - 1 - (int(store.ring[0]) - 1 - row) % store.capacity
+                for f in (1, 6):
+                    model.rows[number][f] = sources[f][i]
+            model.check()
+
+    def test_an_overwritten_row_frees_its_entry(self, transitions_backend):
+        """Case 40: a row that was written in place, and follows again: entries are taken in turn."""
+        store = TransitionStore(ONE, 6, slots=2)
+        store.extend([torch.tensor([[0], [1], [2]]), torch.tensor([[90], [2], [3]])], 3)
+        assert store.owners.tolist() == [0, -1, 1]
+        store.relink([torch.empty(0), torch.tensor([[1]])], torch.tensor([0]))
+        assert store.links.tolist() == [0] * 6
+        assert store.owners.tolist() == [-1, -1, 1]
+        store.relink([torch.empty(0), torch.tensor([[80], [81]])], torch.tensor([0, 1]))
+        assert store.links.tolist() == [2, 1, 0, 0, 0, 0]
+        assert store.owners.tolist() == [1, 0, 3]
+        assert store.gather(torch.arange(3))[0][1][:, 0].tolist() == [80, 81, 3]
+
+    def test_a_row_keeps_its_entry_number_at_most_once(self, transitions_backend):
+        """Relinked again and again, a row takes one entry after the other and frees the last."""
+        store = TransitionStore(ONE, 6, slots=2)
+        store.extend([torch.tensor([[0], [1]]), torch.tensor([[1], [2]])], 2)
+        for turn in range(5):
+            store.relink([torch.empty(0), torch.tensor([[50 + turn]])], torch.tensor([-6]))
+            assert store.gather(torch.tensor([0]))[0][1].item() == 50 + turn
+            assert sorted(store.owners.tolist()[:2]) == [-1, 0]
+
+    def test_no_room(self):
+        """Case 40: nothing changes."""
+        store = TransitionStore(ONE, 6, slots=2)
+        store.extend([torch.tensor([[0], [1], [2], [3]]), torch.tensor([[1], [90], [3], [4]])], 4)
+        before = store.reference()
+        with pytest.raises(RuntimeError, match=r"^3 .*no room aside"):
+            store.relink([torch.empty(0), torch.tensor([[5], [60], [7], [70]])], torch.tensor([0, 1, 0, 2]))
+        assert_store(store, before)
+        store.relink([torch.empty(0), torch.tensor([[60], [70]])], torch.tensor([0, 1]))
+        assert store.gather(torch.arange(4))[0][1][:, 0].tolist() == [60, 70, 3, 4]
+
+    @pytest.mark.parametrize(
+        ("index", "text"), [([0, 3], r"index\[1\] is 3, but this row is not stored"), ([6], "outside")]
+    )
+    def test_rows_that_are_not_stored(self, index, text):
+        store = TransitionStore(ONE, 6, slots=2)
+        store.extend([torch.tensor([[0], [1], [2]]), torch.tensor([[1], [2], [3]])], 3)
+        before = store.reference()
+        with pytest.raises(IndexError, match=text):
+            store.relink([torch.empty(0), torch.full((len(index), 1), 7)], torch.tensor(index))
+        assert_store(store, before)
+
+    def test_rows_written_in_place(self, transitions_backend):
+        """The rows before them get their old next observations back, and then the rows their own."""
+        store = TransitionStore(ONE, 6, slots=20)
+        model = Model(store)
+        assert model.extend(1, 6, 0.2)
+        assert model.extend(2, 4, 0.2)
+        for row in range(6):
+            before = (row - 1) % 6
+            old = store.gather(torch.tensor([before]))[0][1]
+            new = [torch.tensor([[100 + row]]), torch.tensor([[200 + row]])]
+            store.write([new[0], torch.empty(0)], torch.tensor([row]))
+            store.relink([torch.empty(0), old], torch.tensor([before]))
+            store.relink([torch.empty(0), new[1]], torch.tensor([row]))
+            model.rows[9 - (9 - row) % 6] = [x[0] for x in new]
+            model.check()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 5),
+    st.integers(1, 2),
+    st.integers(0, 12),
+    st.lists(st.tuples(st.integers(0, 10**6), st.integers(1, 7), st.sampled_from([0.0, 0.2, 1.0])), max_size=12),
+)
+def test_any_history(steps, envs, slots, history):
+    """Cases 39, 40: whatever is written, and however few entries there are: refused, or all rows come back."""
+    store = TransitionStore(SHARED, steps * envs, envs, slots=slots)
+    model = Model(store)
+    for seed, length, broken in history:
+        model.extend(seed, length, broken)
+        model.check()

@@ -1,0 +1,364 @@
+"""Storages of plain tensors for the transitions operations, beside the reference that they must agree with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpubuf.kernels import philox, rows, transitions
+from gpubuf.kernels._registry import triton_on_cpu_enabled
+from gpubuf.kernels.transitions import BY_CHANCE, DOUBLED, DRAWN, LAST, NEXT, OFF, STEPS, SUM, Field, dtype_code
+from gpubuf.kernels.transitions.reference import Ring
+from gpubuf.kernels.transitions.reference_elements import ABSENT, Key
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
+
+
+@dataclass
+class Spec:
+    """A field to test. ``of`` is the number of the field whose column it reads; None: it has a column of its own."""
+
+    elements: int
+    row: int = DRAWN
+    stored: torch.dtype = torch.float32
+    written: torch.dtype | None = None
+    batch: torch.dtype | None = None
+    of: int | None = None
+    scale: float = 1.0
+    offset: float = 0.0
+    normalised: bool = False
+    low: float = float("-inf")
+    high: float = float("inf")
+    mirrored: bool = False
+    pad: int = 0
+    height: int = 0
+    width: int = 0
+    pair: int = 0
+    writes: bool = True
+
+
+def shared(elements: int, **others: Any) -> list[Spec]:
+    """An observation that is stored once."""
+    return [Spec(elements, **others), Spec(elements, NEXT, of=0, **others)]
+
+
+def random_elements(shape: Sequence[int], dtype: torch.dtype, seed: int) -> Tensor:
+    """Random elements of any size that a dtype has, and NaN and infinity among floats."""
+    generator = torch.Generator().manual_seed(seed)
+    count = int(torch.tensor(shape).prod())
+    if count == 0:
+        return torch.empty(*shape, dtype=dtype)
+    if dtype is torch.bool:
+        return torch.randint(2, tuple(shape), generator=generator).bool()
+    if not dtype.is_floating_point:
+        return (
+            torch.randint(256, (count * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+            .view(dtype)
+            .view(*shape)
+        )
+    found = torch.randn(count, dtype=torch.float64, generator=generator)
+    found *= 10.0 ** torch.randint(-9, 9, (count,), generator=generator)
+    for special in (float("nan"), float("inf"), -float("inf"), -0.0, 1e-41):
+        found[torch.randint(count, (count // 40,), generator=generator)] = special
+    return found.to(dtype).view(*shape)
+
+
+class Columns:
+    """The rows of one column, in one memory, split into two, or in records that are wider."""
+
+    def __init__(self, whole: Tensor, layout: str) -> None:
+        capacity, n_bytes = whole.shape[0], whole[0].nbytes
+        self.split, self.stride, self.dtype = 2**62, n_bytes, whole.dtype
+        rows_of_bytes = whole.view(torch.uint8)
+        if layout == "split":
+            self.split = capacity // 2
+            self.parts = [rows_of_bytes[: self.split].clone(), rows_of_bytes[self.split :].clone()]
+        elif layout == "record":
+            self.stride = n_bytes + 13
+            record = torch.full((capacity, self.stride), 205, dtype=torch.uint8)
+            record[:, 5 : 5 + n_bytes] = rows_of_bytes
+            self.parts = [record[:, 5 : 5 + n_bytes]]
+        else:
+            self.parts = [rows_of_bytes.clone()]
+
+    @property
+    def whole(self) -> Tensor:
+        return torch.cat([part.clone() for part in self.parts]).view(self.dtype)
+
+    def place(self) -> dict[str, int]:
+        """What a field says of it."""
+        first, last = self.parts[0].data_ptr(), self.parts[-1].data_ptr()
+        host = first if len(self.parts) == 1 else last - self.split * self.stride
+        return {"device_rows": first, "split": self.split, "host_rows": host, "row_stride": self.stride}
+
+
+class TransitionStore:
+    """A storage with fields, ring, ends, links and entries, filled with random rows as if ``written`` were written.
+
+    Args:
+        specs: its fields.
+        capacity, envs: rows, and how many of them a step has.
+        slots: entries aside; None: nothing is shared.
+        layout: of its columns: "plain", "split" or "record".
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[Spec],
+        capacity: int,
+        envs: int = 1,
+        *,
+        written: int = 0,
+        slots: int | None = None,
+        layout: str = "plain",
+        seed: int = 0,
+    ) -> None:
+        self.specs, self.capacity, self.envs = list(specs), capacity, envs
+        self.columns: list[Columns | None] = []
+        self.memory: list[dict[str, Tensor]] = []
+        for f, spec in enumerate(self.specs):
+            whole = random_elements((capacity, spec.elements), spec.stored, seed + f)
+            owns = spec.of is None and spec.row != STEPS
+            self.columns.append(Columns(whole, layout) if owns else None)
+            self.memory.append(self._memory(spec, slots or 0, seed + 100 + f))
+        self.ring = rows.new_ring("cpu")
+        self.ring[0], self.ring[1] = written, min(written, capacity)
+        self.links: Tensor | None = None
+        self.owners: Tensor | None = None
+        if slots is not None:
+            self.links, self.owners = transitions.new_links(capacity, slots, "cpu")
+        self.ends: set[int] = set()
+        self.noise: Tensor | None = None
+        self.attach()
+
+    def _memory(self, spec: Spec, slots: int, seed: int) -> dict[str, Tensor]:
+        found = {}
+        if spec.normalised:
+            found["mean"] = torch.randn(spec.elements, generator=torch.Generator().manual_seed(seed))
+            found["factor"] = torch.rand(spec.elements, generator=torch.Generator().manual_seed(seed + 1)) * 3
+        if spec.mirrored:
+            order = torch.randperm(spec.elements, generator=torch.Generator().manual_seed(seed + 2))
+            found["permutation"] = order.int()
+            found["sign"] = (order % 3 - 1).float()
+        if spec.row == NEXT and spec.writes:
+            found["entries"] = random_elements((slots, spec.elements), spec.stored, seed + 3)
+            found["pending"] = random_elements((self.envs, spec.elements), spec.stored, seed + 4)
+        return found
+
+    def root(self, f: int) -> int:
+        """The number of the field that has the column of a field."""
+        of = self.specs[f].of
+        return f if of is None else of
+
+    def aside(self, f: int) -> dict[str, Tensor]:
+        """The memory of next observations that a field reads: its own, or that of which it is a prefix."""
+        spec = self.specs[f]
+        if spec.row != NEXT or spec.writes:
+            return self.memory[f]
+        for g, other in enumerate(self.specs):
+            if other.row == NEXT and other.writes and self.root(g) == self.root(f):
+                return {**self.memory[f], "entries": self.memory[g]["entries"], "pending": self.memory[g]["pending"]}
+        raise AssertionError("a prefix needs the field of which it is one")
+
+    def dtypes(self, f: int) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+        spec = self.specs[f]
+        written = spec.written or spec.stored
+        return spec.stored, written, spec.batch or written
+
+    def attach(self) -> None:
+        """Make the fields anew from the tensors."""
+        self.keys_of = [self._field(f) for f in range(len(self.specs))]
+        encoded = [field.encoded() for field in self.keys_of]
+        self.fields = torch.tensor(encoded, dtype=torch.int64).reshape(-1, transitions.FIELD)
+
+    def _field(self, f: int) -> Field:
+        spec, aside, column = self.specs[f], self.aside(f), self.columns[self.root(f)]
+        stored, written, batch = (dtype_code(dtype) for dtype in self.dtypes(f))
+        place = (
+            {"device_rows": 0, "split": 2**62, "host_rows": 0, "row_stride": 0} if column is None else column.place()
+        )
+        return Field(
+            **place,
+            row_bytes=spec.elements * spec.stored.itemsize,
+            row=spec.row,
+            stored=stored,
+            written=written,
+            batch=batch,
+            elements=spec.elements,
+            scale=spec.scale,
+            offset=spec.offset,
+            mean=aside["mean"].data_ptr() if spec.normalised else 0,
+            factor=aside["factor"].data_ptr() if spec.normalised else 0,
+            low=spec.low,
+            high=spec.high,
+            permutation=aside["permutation"].data_ptr() if spec.mirrored else 0,
+            sign=aside["sign"].data_ptr() if spec.mirrored else 0,
+            pad=spec.pad,
+            height=spec.height,
+            width=spec.width,
+            pair=spec.pair,
+            entries=aside["entries"].data_ptr() if spec.row == NEXT else 0,
+            pending=aside["pending"].data_ptr() if spec.row == NEXT else 0,
+            side_stride=aside["pending"][0].nbytes if spec.row == NEXT else 0,
+            writes=int(spec.writes),
+        )
+
+    @property
+    def draws(self) -> int:
+        """Random numbers of a row of the batch."""
+        return 1 + 2 * sum(spec.pad > 0 for spec in self.specs)
+
+    @property
+    def end_bits(self) -> Tensor:
+        """Level 0 of the bitmap of ends."""
+        words = [0] * (-(-self.capacity // self.envs // 64) * self.envs)
+        for row in self.ends:
+            step, env = divmod(row, self.envs)
+            words[step // 64 * self.envs + env] |= 1 << step % 64
+        return torch.tensor([word - (word >> 63 << 64) for word in words], dtype=torch.int64)
+
+    def reference(self) -> Ring:
+        """A copy of the storage, which the definition of the operations works on."""
+        wholes = [None if column is None else column.whole for column in self.columns]
+        memory = [{name: tensor.clone() for name, tensor in found.items()} for found in self.memory]
+        keys = []
+        for f, spec in enumerate(self.specs):
+            column, (_, written, batch) = wholes[self.root(f)], self.dtypes(f)
+            key = Key(self.keys_of[f], ABSENT if column is None else column, written, batch, **memory[f])
+            if spec.row == NEXT and not spec.writes:
+                writer = next(k for k in keys if k.field.row == NEXT and k.column is column)
+                key.entries, key.pending = writer.entries, writer.pending
+            keys.append(key)
+        ring = Ring(keys, self.capacity, self.envs, int(self.ring[0]), refuses=not triton_on_cpu_enabled())
+        ring.ends = set(self.ends)
+        if self.links is not None and self.owners is not None:
+            ring.links, ring.owners = self.links.tolist(), self.owners.tolist()
+        return ring
+
+    # The operations
+
+    def _batch(self, n: int) -> tuple[list[int], int]:
+        widths = [spec.elements * self.dtypes(f)[2].itemsize for f, spec in enumerate(self.specs)]
+        return rows.arena_offsets(widths, n)
+
+    def cut(self, arena: Tensor, n: int) -> list[Tensor]:
+        """The fields of a batch, ``[n, elements]``."""
+        offsets, size = self._batch(n)
+        assert arena.shape == (size,)
+        found = []
+        for f, (spec, offset) in enumerate(zip(self.specs, offsets, strict=True)):
+            dtype = self.dtypes(f)[2]
+            piece = arena[offset : offset + n * spec.elements * dtype.itemsize]
+            found.append(piece.view(dtype).view(n, spec.elements) if piece.numel() else piece.new_empty(n, 0).to(dtype))
+        return found
+
+    def gather(
+        self, index: Tensor, n_steps: int = 1, gamma: float = 0.9, mirror: int = OFF
+    ) -> tuple[list[Tensor], Tensor]:
+        n = index.numel() * (2 if mirror == DOUBLED else 1)
+        draws = 0 if self.noise is None else self.draws
+        how = (self.capacity, self.envs, n_steps, gamma, mirror, draws, self._batch(n)[1])
+        ends = self.end_bits if self.ends else None
+        arena, generation = transitions.gather(self.fields, self.ring, ends, self.links, self.noise, index, *how)
+        return self.cut(arena, n), generation
+
+    def sample(
+        self, rng: Tensor, n: int, n_steps: int = 1, gamma: float = 0.9, mirror: int = OFF
+    ) -> tuple[list[Tensor], Tensor, Tensor]:
+        out = n * (2 if mirror == DOUBLED else 1)
+        draws = 0 if self.noise is None else self.draws
+        how = (n, self.capacity, self.envs, n_steps, gamma, mirror, draws, self._batch(out)[1])
+        ends = self.end_bits if self.ends else None
+        found = transitions.sample(self.fields, self.ring, ends, self.links, self.noise, rng, *how)
+        return self.cut(found[0], out), found[1], found[2]
+
+    def extend(self, sources: list[Tensor], n: int) -> Tensor:
+        shared_memory = (self.links, self.owners)
+        return transitions.extend(self.fields, sources, self.ring, *shared_memory, n, self.capacity, self.envs)
+
+    def write(self, sources: list[Tensor], index: Tensor) -> None:
+        transitions.write(self.fields, sources, self.ring, index, self.capacity)
+
+    def relink(self, sources: list[Tensor], index: Tensor) -> None:
+        assert self.links is not None
+        assert self.owners is not None
+        shared_memory = (self.links, self.owners)
+        transitions.relink(self.fields, sources, self.ring, *shared_memory, index, self.capacity, self.envs)
+
+    def batch(self, n: int, seed: int) -> list[Tensor]:
+        """``n`` random rows to write, of numbers that every dtype has."""
+        found = []
+        for f, spec in enumerate(self.specs):
+            generator = torch.Generator().manual_seed(1000 * seed + f)
+            numbers = torch.randint(4, (n, spec.elements), generator=generator)
+            skipped = spec.row == STEPS or not spec.writes
+            found.append(torch.empty(0) if skipped else numbers.to(self.dtypes(f)[1]))
+        return found
+
+
+def expected_batch(
+    store: TransitionStore, index: Iterable[int], n_steps: int = 1, gamma: float = 0.9, mirror: int = OFF
+) -> list[Tensor]:
+    """What the definition gives for rows ``index``, with the random numbers that the store's noise has next."""
+    ring, index = store.reference(), [row % store.capacity for row in index]
+    count = len(index) * (2 if mirror == DOUBLED else 1)
+    uniform = None
+    if store.noise is not None:
+        uniform = philox.uniform(store.noise.clone(), count * store.draws).view(count, store.draws)
+    batch: list[list[Tensor]] = [[] for _ in ring.keys]
+    for b in range(count):
+        mirrored = mirror == DOUBLED and b >= len(index)
+        if mirror == BY_CHANCE and uniform is not None:
+            mirrored = bool(uniform[b, 0] < 0.5)
+        for rows_of_key, key in zip(batch, ring.keys, strict=True):
+            shift = (0, 0)
+            if key.field.pad and uniform is not None:
+                first = 1 + 2 * key.field.pair
+                down, right = (uniform[b, first : first + 2] * (2 * key.field.pad + 1)).long() - key.field.pad
+                shift = (int(down), int(right))
+            rows_of_key.append(ring.read(key, index[b % len(index)], n_steps, gamma, mirrored, shift))
+    return [torch.stack(rows_of_key) for rows_of_key in batch]
+
+
+def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    """Bitwise equality, field by field, but for the bits of NaNs: those are the processor's."""
+    assert len(found) == len(expected)
+    for f, (a, b) in enumerate(zip(found, expected, strict=True)):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype), f"field {f}"
+        if a.dtype.is_floating_point:
+            assert torch.equal(a.isnan(), b.isnan()), f"field {f}: NaN"
+            a, b = a.nan_to_num(0.0, float("inf"), -float("inf")), b.nan_to_num(0.0, float("inf"), -float("inf"))
+        bits = [x.contiguous().reshape(-1).view(torch.uint8) if x.numel() else x.reshape(-1) for x in (a, b)]
+        assert torch.equal(*bits), f"field {f}: {a} instead of {b}"
+
+
+def assert_store(store: TransitionStore, ring: Ring) -> None:
+    """The storage holds what the definition says: rows, next observations, links, owners and counters."""
+    columns = [column for column in store.columns if column is not None]
+    wholes = [key.column for f, key in enumerate(ring.keys) if store.columns[f] is not None]
+    assert_same([column.whole for column in columns], wholes)
+    for f, spec in enumerate(store.specs):
+        if spec.row == NEXT and spec.writes:
+            assert_same([store.memory[f]["pending"]], [ring.keys[f].pending])
+            assert_same([store.memory[f]["entries"]], [ring.keys[f].entries])
+    assert store.ring.tolist() == [ring.written, ring.size, 0, ring.faults]
+    if store.links is not None and store.owners is not None:
+        assert store.links.tolist() == ring.links
+        assert store.owners.tolist() == ring.owners
+
+
+@pytest.fixture
+def transitions_backend(backend: str) -> str:
+    """As ``backend``, of the backends that this family has."""
+    if backend == "triton":
+        pytest.importorskip("gpubuf.kernels.transitions._launch", reason="transitions have no Triton kernels yet")
+    return backend
+
+
+__all__ = ["BY_CHANCE", "DOUBLED", "DRAWN", "LAST", "NEXT", "OFF", "STEPS", "SUM"]
