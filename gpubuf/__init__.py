@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gpubuf.data import (
         Codec,
+        Hindsight,
         LazyMemmapStorage,
         LazyTensorStorage,
         MixedReplayBuffer,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "gpubuf.data": (
         "Codec",
+        "Hindsight",
         "LazyMemmapStorage",
         "LazyTensorStorage",
         "MixedReplayBuffer",
@@ -77,6 +79,7 @@ __all__ = [
     "CaptureError",
     "Codec",
     "HardUpdate",
+    "Hindsight",
     "LazyMemmapStorage",
     "LazyTensorStorage",
     "MixedReplayBuffer",

@@ -1,6 +1,7 @@
 """Replay buffers: storages, writers, samplers, and the buffers made of them."""
 
 from gpubuf.data.buffers.ensemble import ReplayBufferEnsemble
+from gpubuf.data.buffers.hindsight import Hindsight
 from gpubuf.data.buffers.mixed import MixedReplayBuffer
 from gpubuf.data.buffers.multi_step import MultiStepTransform
 from gpubuf.data.buffers.replay_buffer import ReplayBuffer
@@ -36,6 +37,7 @@ __all__ = [
     "Clip",
     "Codec",
     "Compose",
+    "Hindsight",
     "LazyMemmapStorage",
     "LazyTensorStorage",
     "Mirror",

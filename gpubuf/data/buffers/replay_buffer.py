@@ -19,6 +19,7 @@ from gpubuf.data.buffers.components import (
 )
 from gpubuf.data.buffers.composition import Composed
 from gpubuf.data.buffers.copying import Copyable
+from gpubuf.data.buffers.hindsight import Hindsight
 from gpubuf.data.buffers.moving import Movable
 from gpubuf.data.buffers.multi_step import multi_step_of
 from gpubuf.data.buffers.sampling import Batches
@@ -77,6 +78,7 @@ class ReplayBuffer(Composed, Copyable, Movable, Stateful, WriteBack):
             are stored under ``"next"``, or else at the root.
         process: what happens to keys on their way out: :class:`Normalize`, :class:`RewardScale`, :class:`Clip`,
             :class:`Mirror` and :class:`RandomShift`. Indexing gives rows as they were written.
+        relabel: gives rows of a batch other goals, see :class:`Hindsight`.
         compilable: accepted for compatibility.
         shared, sample_unit, checkpointer, consume_after_n_samples, delayed_init, service_backend,
             service_backend_options, transport, transport_options: accepted at their defaults; out of scope.
@@ -111,6 +113,7 @@ class ReplayBuffer(Composed, Copyable, Movable, Stateful, WriteBack):
         reward_keys: Sequence[Any] | None = None,
         end_keys: Sequence[Any] | None = None,
         process: Sequence[Any] = (),
+        relabel: Hindsight | None = None,
         consume_after_n_samples: int | None = None,
         shared: bool = False,
         compilable: bool | None = None,
@@ -150,6 +153,7 @@ class ReplayBuffer(Composed, Copyable, Movable, Stateful, WriteBack):
             self._recipe = multi_step
         elif transform is not None:
             self._transform.append(transform)
+        self._relabel = relabel
         self._reader: TensorStorage | Reader = self._storage
         # The priorities of the write that is under way.
         self._given: Tensor | None = None
@@ -160,6 +164,9 @@ class ReplayBuffer(Composed, Copyable, Movable, Stateful, WriteBack):
     def _assemble(self) -> None:
         """Make batches of the parts that the buffer has now."""
         reader = self._reader_of(self._storage)
+        if self._relabel is not None:
+            self._relabel.check_recipe(self._recipe, () if self._pipeline is None else self._pipeline.steps)
+            self._storage.followed_by(self._relabel)
         if self._sampler.reader is not reader:
             self._sampler.read_from(reader)
         self._reader = reader
@@ -174,6 +181,7 @@ class ReplayBuffer(Composed, Copyable, Movable, Stateful, WriteBack):
             collate_fn=self._collate_fn,
             pin_memory=self._pin_memory,
             batch_size=self._batch_size,
+            relabel=self._relabel,
         )
 
     def _reader_of(self, storage: TensorStorage) -> TensorStorage | Reader:

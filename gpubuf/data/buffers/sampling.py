@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpubuf.data.buffers.hindsight import Hindsight
 from gpubuf.data.buffers.transforms import Compose
 from gpubuf.data.buffers.writers import Writer
 from gpubuf.data.concurrency.locking import BufferLock
@@ -41,6 +42,7 @@ class Batches:
         collate_fn: applied to gathered rows, before the transforms.
         pin_memory: whether batches end in pinned memory.
         batch_size: of the buffer's constructor.
+        relabel: gives rows other goals.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Batches:
         collate_fn: Callable[[Data], Data] | None,
         pin_memory: bool,
         batch_size: int | None,
+        relabel: Hindsight | None,
     ) -> None:
         self._storage = storage
         self._reader = reader
@@ -69,6 +72,7 @@ class Batches:
         self._batch_size = batch_size
         processing = reader.recipe.processing if isinstance(reader, Reader) else None
         self._doubled = processing is not None and processing.mirror == DOUBLED
+        self._relabel = relabel
         self._warned = False
 
     def next(self, batch_size: int | None, include_info: bool, batches: int | None = None) -> Batch:
@@ -104,7 +108,7 @@ class Batches:
     @property
     def plain(self) -> bool:
         """Whether batches are copies of rows as they are stored, and nothing else."""
-        copied = self._reader is self._storage and not self._storage.computed
+        copied = self._reader is self._storage and not self._storage.computed and self._relabel is None
         return copied and self._collate_fn is None and not self._pin_memory and not len(self._transform)
 
     def part(self, n: int, batches: int | None = None) -> Batch:
@@ -147,6 +151,8 @@ class Batches:
             drawn = sampler.draw(n) if batches is None else sampler.draw_batches(n, batches)
             if self._doubled:
                 drawn = drawn.doubled()
+            if self._relabel is not None:
+                drawn = self._relabel.apply(drawn, storage, sampler.random_state(storage.device))
             info = self._info(drawn, whole)
             direct = (
                 include_info
@@ -169,7 +175,9 @@ class Batches:
         return info
 
     def _finish(self, batch: Batch) -> Batch:
-        """Collate, transform and pin."""
+        """Relabel, collate, transform and pin."""
+        if self._relabel is not None:
+            self._relabel.finish(batch.data, batch.info)
         if self._collate_fn is None and not self._pin_memory and not len(self._transform):
             return batch
         data, info, ran_out, has_info = batch

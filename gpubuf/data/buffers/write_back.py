@@ -20,7 +20,7 @@ from gpubuf.data.storages.recipe import Recipe
 from gpubuf.data.storages.tensor_storage import TensorStorage
 
 #: Root keys of a batch that say which rows it is made of.
-_OF_THE_DRAW = frozenset({("index",), ("index_generation",), ("priority_weight",)})
+_OF_THE_DRAW = frozenset({("index",), ("index_generation",), ("priority_weight",), ("relabelled",)})
 
 
 class WriteBack:
@@ -45,8 +45,8 @@ class WriteBack:
             index: ``info["index"]`` of a sample, in any shape: ``[n]``, ``[K, B]``, ``[..., ndim]`` for storages of
                 several dimensions, or a tuple of one tensor per dimension.
             data: a TensorDict with the keys to write, nested ones too, an entry for each row of the index. Of a storage
-                of plain tensors: a tensor. It is never changed. ``"index"``, ``"index_generation"`` and
-                ``"priority_weight"`` are not written unless they are stored keys.
+                of plain tensors: a tensor. It is never changed. ``"index"`` and other info of a sample
+                are not written unless they are stored keys.
             generation: ``info["index_generation"]``; default: that in ``data``. Samples of prioritized buffers have it,
                 and those of others with ``RoundRobinWriter(track_generations=True)``.
 

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.runtime.recording import capturing, current_recording
+from gpubuf.data.storages.layout import Leaf, rows_in
 from gpubuf.data.storages.row_memory import RowMemory
 from gpubuf.kernels import transitions
 from gpubuf.kernels._registry import in_memory, lazy, past_dispatcher, without_dispatch
+from gpubuf.kernels.rows import arena_offsets
 
 _extend = without_dispatch(transitions.extend, given=("sources",))
 _gather = without_dispatch(transitions.gather, trusted=True, given=("index",))
@@ -74,6 +76,18 @@ class ComputedRows(RowMemory):
             return tensors, _gather_into(fields, self.ring, None, links, None, in_memory(index), *how, tensors)
         arena, generation = _gather(fields, self.ring, None, links, None, index, *how, layout.arena(n).n_bytes)
         return layout.cut(arena, n), generation
+
+    def _gather_key_computed(self, leaf: Leaf, key: int, index: Tensor) -> Tensor:
+        """One key of rows, as in batches."""
+        assert self._fields is not None
+        fields, n, links = self._fields[key : key + 1], index.numel(), self._links[0]
+        how = self.max_size, self._envs, 1, 1.0, transitions.OFF, 0
+        if past_dispatcher(fields):
+            found = torch.empty((n, *leaf.shape), dtype=leaf.dtype)
+            _gather_into(fields, self.ring, None, links, None, in_memory(index), *how, [found])
+            return found
+        n_bytes = arena_offsets([leaf.row_bytes], n)[1]
+        return rows_in(_gather(fields, self.ring, None, links, None, index, *how, n_bytes)[0], leaf, n)
 
     def _sample_computed(self, rng: Tensor, n: int) -> tuple[list[Tensor], Tensor, Tensor]:
         layout, fields, links = self.batch_layout, self._fields, self._links[0]

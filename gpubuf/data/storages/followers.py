@@ -28,6 +28,10 @@ class Follower(Protocol):
 
     recipe: Recipe
 
+    @property
+    def needs_ends(self) -> bool:
+        """Whether it has to know where trajectories end."""
+
     def check_rows(self, form: Form) -> None:
         """Raise if rows of ``form`` lack what it needs."""
 
@@ -61,7 +65,7 @@ class Followed(Storage):
         """
         if self._form is not None:
             follower.check_rows(self._form)
-        if follower.recipe.n_steps > 1:
+        if follower.needs_ends:
             self._keep_ends(follower.recipe)
         self._followers.add(follower)
         follower.follow()
@@ -69,7 +73,7 @@ class Followed(Storage):
     def _keep_ends(self, recipe: Recipe) -> None:
         if self.end_bits is not None and self.end_bits.serves(recipe):
             return
-        if any(other.recipe.n_steps > 1 for other in self._followers):
+        if any(other.needs_ends for other in self._followers):
             raise ValueError("another buffer with the same storage tells the ends of trajectories by other keys")
         bits = EndBits(recipe)
         if self._form is not None and self._ring is not None:

@@ -408,6 +408,11 @@ def _is_empty(node: int | Node) -> bool:
     return isinstance(node, Node) and all(map(_is_empty, node.children.values()))
 
 
+def rows_in(arena: Tensor, leaf: Leaf, n: int) -> Tensor:
+    """``n`` rows of the only key of an arena."""
+    return _traced_view(arena, leaf.dtype, 0, (n, *leaf.shape), (leaf.n_elements, *leaf.strides))
+
+
 def _traced_view(
     arena: Tensor, dtype: torch.dtype, offset: int, size: tuple[int, ...], stride: tuple[int, ...]
 ) -> Tensor:

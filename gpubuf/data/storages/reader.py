@@ -69,6 +69,11 @@ class Reader:
         # How often a drawn row comes in the batch.
         self._copies = 1
 
+    @property
+    def needs_ends(self) -> bool:
+        """Whether batches depend on where trajectories end."""
+        return self.recipe.n_steps > 1
+
     def check_rows(self, form: Form) -> None:
         """Raise if rows of ``form`` lack what the recipe needs. See :meth:`Recipe.check_rows`."""
         self.recipe.check_rows(form)

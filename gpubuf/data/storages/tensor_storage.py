@@ -19,13 +19,14 @@ from gpubuf.data.storages.codecs import Codec
 from gpubuf.data.storages.columns import owned_column
 from gpubuf.data.storages.forms import Options, keys_told
 from gpubuf.data.storages.indexing import stored_positions, unravel
-from gpubuf.data.storages.layout import Data, RowLayout, batch_shape, device_of
+from gpubuf.data.storages.layout import Data, RowLayout, batch_shape, device_of, rows_in
 from gpubuf.data.storages.placement import AUTO, PINNED, SPLIT, IndexBytes, place, readable
 from gpubuf.data.storages.row_memory import Storage as Storage
 from gpubuf.data.storages.shared_states import SharedStates
 from gpubuf.data.storages.staging import to_device
 from gpubuf.kernels import rows
 from gpubuf.kernels._registry import in_memory, lazy, past_dispatcher, without_dispatch
+from gpubuf.kernels.rows import arena_offsets
 
 _extend = without_dispatch(rows.extend, given=("sources",))
 _gather = without_dispatch(rows.gather, trusted=True, given=("index",))
@@ -202,6 +203,24 @@ class TensorStorage(SharedStates):
             return tensors, _gather_into(self.table, self.ring, in_memory(index), self.max_size, tensors)
         arena, generation = _gather(self.table, self.ring, index, self.max_size, layout.arena(n).n_bytes)
         return layout.cut(arena, n), generation
+
+    def gather_key(self, key: int, index: Tensor) -> Tensor:
+        """Copies of one key of rows, ``[n, ...]`` as in batches. One launch, no host sync.
+
+        Args:
+            key: its position in ``batch_layout.leaves``.
+            index: int64 ``[n]`` flat positions on the storage's device, contiguous.
+        """
+        leaf, n = self.batch_layout.leaves[key], index.numel()
+        if self.computed:
+            return self._gather_key_computed(leaf, key, index)
+        table = self.table[key : key + 1]
+        if past_dispatcher(table):
+            found = torch.empty((n, *leaf.shape), dtype=leaf.dtype)
+            _gather_into(table, self.ring, in_memory(index), self.max_size, [found])
+            return found
+        arena, _ = _gather(table, self.ring, index, self.max_size, arena_offsets([leaf.row_bytes], n)[1])
+        return rows_in(arena, leaf, n)
 
     def sample_uniform(self, rng: Tensor, n: int) -> tuple[list[Tensor], Tensor, Tensor]:
         """``n`` rows drawn uniformly with replacement. One launch, no host sync.
