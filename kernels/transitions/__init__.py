@@ -190,9 +190,9 @@ def dtype_code(dtype: torch.dtype) -> int:
 
 def new_links(capacity: int, slots: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
     """``(links, owners)`` of an empty ring."""
-    owners = torch.full((slots + 1,), -1, dtype=torch.int64)
-    owners[-1] = 0
-    return torch.zeros(capacity, dtype=torch.int32, device=device), owners.to(device)
+    owners = torch.full((slots + 1,), -1, dtype=torch.int64, device=device)
+    owners[-1:].zero_()
+    return torch.zeros(capacity, dtype=torch.int32, device=device), owners
 
 
 def _rows_out(n: int, mirror: int) -> int:

@@ -148,4 +148,7 @@ class Ring:
         self.written, self.size = counters[rows.WRITTEN], counters[rows.SIZE]
         if counters[rows.FAULTS]:
             self.counters[rows.FAULTS].zero_()
-            raise IndexError(f"{counters[rows.FAULTS]} rows that were read or written are out of range")
+            raise IndexError(
+                f"{counters[rows.FAULTS]} rows that were read or written are out of range, hold numbers "
+                "that their dtype has no room for, or found no room for their next observation (next_capacity)"
+            )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.runtime.interruption import DERIVED
+from gpubuf.data.runtime.recording import capturing
 from gpubuf.data.storages.computed import ComputedRows
 from gpubuf.data.storages.fields import field_table
 from gpubuf.data.storages.forms import Form
@@ -22,7 +23,7 @@ from gpubuf.data.storages.row_memory import into
 from gpubuf.data.storages.sharing import Sharing, entries_of, side_bytes, with_shared
 from gpubuf.kernels import rows, transitions
 from gpubuf.kernels._registry import in_memory, lazy, past_dispatcher, without_dispatch
-from gpubuf.kernels.rows import SIZE, arena_offsets
+from gpubuf.kernels.rows import SIZE, WRITTEN, arena_offsets
 from gpubuf.kernels.transitions import IN_SUCCESSOR, OFF, NoRoomError
 
 _gather = without_dispatch(transitions.gather)
@@ -101,9 +102,24 @@ class SharedRows(ComputedRows):
     # Writing
 
     def _extend_computed(self, sources: list[Tensor], n: int) -> Tensor:
-        if self.sharing is None or _compiling():
+        if self.sharing is None or _compiling() or capturing():
             return super()._extend_computed(sources, n)
-        return self._with_room(self.sharing, functools.partial(super()._extend_computed, sources, n))
+        extend = functools.partial(super()._extend_computed, sources, n)
+        if past_dispatcher(self.table):
+            return self._with_room(self.sharing, extend)
+        # Several launches, of which the last one moves the counters. All may be made twice.
+        self._redo = functools.partial(self._extend_unless_done, self.written, extend)
+        try:
+            index = extend()
+        except Exception:
+            self._redo = None
+            raise
+        self._redo = None
+        return index
+
+    def _extend_unless_done(self, written: int, extend: Callable[[], Tensor]) -> None:
+        if int(self.ring[WRITTEN]) == written:
+            extend()
 
     def _with_room(self, sharing: Sharing, operation: Callable[[], T], index: Tensor | None = None) -> T:
         """The result of an operation that takes entries, and gives those back that the rows of ``index`` have.

@@ -1,0 +1,289 @@
+"""Observations stored once: all small rings, single cases, graphs, compiled code, interrupts."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from gpubuf import LazyTensorStorage, TensorDictReplayBuffer, capture
+from gpubuf.data.runtime.interruption import DERIVED
+from gpubuf.kernels.rows import SIZE, WRITTEN
+from gpubuf.kernels.transitions import LOST
+from tests.support.fake_cuda import fake_cuda, no_blocking_copies
+from tests.support.graph_recorder import RecordedCuda
+from tests.support.interrupts import interrupted
+from tests.support.shared_rows import Ring, Stream, check, same_bytes, shared
+
+
+def episodes(n: int, breaks: list[bool], first: int = 0) -> TensorDict:
+    """``n`` rows of one environment: row i is not continued by the row behind it if ``breaks[i]``."""
+    now = torch.arange(first, first + n, dtype=torch.float32)
+    coming = now + 1
+    for i, broken in enumerate(breaks[:n]):
+        if broken:
+            coming[i] = -1 - now[i]
+    wide = [values[:, None].expand(n, 6).contiguous() for values in (now, coming)]
+    return TensorDict({"observation": wide[0], "next": {"observation": wide[1]}}, [n])
+
+
+def storage_of(capacity: int, **arguments) -> LazyTensorStorage:
+    return LazyTensorStorage(capacity, share_next=True, **({"next_capacity": capacity} | arguments))
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 3, 4])
+def test_every_small_ring(capacity):
+    """Case 39: all patterns of breaks over two laps, in writes of every size."""
+    total = 2 * capacity + 2
+    index = torch.arange(capacity)
+    for breaks in itertools.product([False, True], repeat=total):
+        rows = episodes(total, list(breaks))
+        for size in range(1, capacity + 2):
+            storage, written = storage_of(capacity), 0
+            while written < total:
+                storage.append(rows[written : written + size])
+                written = min(written + size, total)
+                n = min(written, capacity)
+                found = storage.assemble(storage.gather(index[:n])[0])
+                due = rows[written - 1 - (written - 1 - index[:n]) % capacity]
+                assert torch.equal(found["observation"], due["observation"])
+                assert torch.equal(found["next", "observation"], due["next", "observation"])
+
+
+@pytest.mark.parametrize("capacity", [2, 3, 4])
+def test_every_write_in_place(capacity):
+    """Cases 39 and 40: each row of each small ring, overwritten by one that is continued or not."""
+    total = capacity + 2
+    for breaks in itertools.product([False, True], repeat=total):
+        for written in range(1, total + 1):
+            n = min(written, capacity)
+            for row, other in itertools.product(range(n), (0.5, None)):
+                storage = storage_of(capacity)
+                storage.append(episodes(written, list(breaks)))
+                due = storage[:].clone()
+                # An observation that was the next one of the row before, or a new one.
+                value = other if other is not None else float(due["observation"][(row + 1) % n, 0])
+                new = TensorDict(
+                    {
+                        "observation": torch.full((1, 6), value),
+                        "next": {"observation": due["observation"][None, (row + 1) % n].clone()},
+                    },
+                    [1],
+                )
+                storage.write(torch.tensor([row]), new)
+                due[row] = new[0]
+                found = storage[:]
+                assert torch.equal(found["observation"], due["observation"])
+                assert torch.equal(found["next", "observation"], due["next", "observation"])
+
+
+def test_final_observations():
+    """Case 39: of a truncated row the true final one, not the reset's; of the newest row; at the seam."""
+    storage = storage_of(5, next_capacity=2)
+    # Rows 2 and 6 end episodes.
+    rows = episodes(9, [False, False, True, False, False, False, True])
+    storage.append(rows[:3])
+    assert storage[2]["next", "observation"][0] == -3  # the newest one, pending
+    storage.append(rows[3:5])
+    assert storage[2]["next", "observation"][0] == -3  # aside
+    assert storage.sharing.used == 1
+    storage.append(rows[5:6])
+    # Over the seam: the row behind row 4 is at position 0.
+    assert storage[4]["next", "observation"][0] == 5
+    assert storage[0]["next", "observation"][0] == 6
+    storage.append(rows[6:9])
+    assert storage.sharing.used == 1
+    assert [storage[i]["next", "observation"][0].item() for i in range(5)] == [6, -7, 8, 9, 5]
+
+
+def test_an_environment_in_progress_needs_no_room_aside():
+    """Case 39: a write of several steps that ends in the middle of trajectories."""
+    stream, ring = Stream(1, 4, breaks=0), Ring(40)
+    buffer = shared(40, envs=4, next_capacity=4)
+    for n in (3, 1, 5, 7, 12):
+        rows = stream.steps(n)
+        buffer.extend(rows)
+        ring.extend(rows)
+        check(buffer, ring)
+        assert buffer.storage.sharing.used == 0
+
+
+def test_lost_rows_are_faults_on_a_gpu(backend):
+    """Case 40: the CPU refuses, a GPU counts. Other rows come back all the same."""
+    storage = storage_of(8, next_capacity=2)
+    storage.append(episodes(2, []))
+    rows = episodes(6, [True] * 6, first=2)
+    if backend == "numba":
+        with pytest.raises(RuntimeError, match="next_capacity=2"):
+            storage.append(rows)
+        assert len(storage) == 2
+        return
+    storage.append(rows)
+    assert (storage.sharing.links == LOST).sum() == 3
+    with pytest.raises(IndexError, match=r"^3 rows .*next_capacity"):
+        storage.refresh()
+    assert storage[3]["next", "observation"][0] == -4
+    with pytest.raises(ValueError, match="lost"):
+        storage_of(9).load_state_dict(storage.state_dict())
+
+
+# Graphs and compiled code
+
+
+def test_a_captured_step(monkeypatch):
+    """Cases 33 and 39: extend, sample and writes in place, in a graph."""
+    machine = RecordedCuda().install(monkeypatch)
+    results = []
+    for captures in (False, True):
+        stream, buffer = Stream(2), shared(20)
+        buffer.extend(stream.steps(20))
+        buffer.sampler.random_state("cpu").manual_seed(3)
+        index, other = torch.tensor([3, 11]), stream.rows_at(2)
+
+        def step(
+            data: TensorDict, buffer: TensorDictReplayBuffer = buffer, other: TensorDict = other, index=index
+        ) -> tuple[TensorDict, TensorDict]:
+            buffer.extend(data)
+            first = buffer.sample()
+            buffer.storage.write(index, other)
+            return first, buffer.sample()
+
+        machine.memory = [*buffer.storage.row_tensors, *buffer.storage.sharing.sides]
+        run = capture(step, warmup=2) if captures else step
+        found = []
+        for _ in range(7):
+            batches = run(stream.steps(3))
+            found.append([batch.apply(torch.clone) for batch in batches])
+        results.append((found, buffer[:]))
+    for eager, replayed in zip(results[0][0], results[1][0], strict=True):
+        assert all(map(same_bytes, eager, replayed))
+    assert same_bytes(results[0][1], results[1][1])
+
+
+def test_a_compiled_step():
+    """One graph, compiled once, while the ring wraps."""
+    torch._dynamo.reset()
+    results = []
+    for compiles in (False, True):
+        stream, buffer = Stream(2), shared(20)
+        buffer.extend(stream.steps(20))
+        buffer.sampler.random_state("cpu").manual_seed(3)
+
+        def step(data: TensorDict, buffer: TensorDictReplayBuffer = buffer) -> TensorDict:
+            buffer.extend(data)
+            return buffer.sample()
+
+        run = torch.compile(step, fullgraph=True, backend="aot_eager") if compiles else step
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            results.append([run(stream.steps(3)) for _ in range(7)])
+    assert all(map(same_bytes, *results))
+
+
+@pytest.mark.parametrize("envs", [None, 4])
+def test_no_sync(envs):
+    with fake_cuda(), no_blocking_copies():
+        shape = [8] if envs is None else [8, envs]
+        data = TensorDict(
+            {
+                "observation": torch.zeros(*shape, 6, device="cuda"),
+                "next": {"observation": torch.zeros(*shape, 6, device="cuda")},
+            },
+            shape,
+        )
+        storage = LazyTensorStorage(64, ndim=len(shape), device="cuda", share_next=True)
+        buffer = TensorDictReplayBuffer(storage=storage, batch_size=8, dim_extend=0)
+        for _ in range(3):
+            buffer.extend(data)
+            buffer.sample()
+        storage.write(torch.zeros(8, dtype=torch.int64, device="cuda"), data.reshape(-1)[:8])
+        buffer.empty()
+        buffer.extend(data)
+
+
+# Interrupts
+
+
+def test_an_interrupted_extend(backend):
+    """Case 54: it is done, or not done, and the next observations with it."""
+    outcomes, place, stride = set(), 0, 1 if backend == "numba" else 4
+    while True:
+        stream, buffer, ring = Stream(5), shared(12), Ring(12)
+        for n in (9, 8):
+            rows = stream.steps(n)
+            buffer.extend(rows)
+            ring.extend(rows)
+        rows = stream.steps(5)
+        if not interrupted(functools.partial(buffer.extend, rows), place):
+            break
+        if buffer.write_count > 17:
+            ring.extend(rows)
+        outcomes.add(buffer.write_count)
+        check(buffer, ring)
+        rows = stream.steps(4)
+        buffer.extend(rows)
+        ring.extend(rows)
+        check(buffer, ring)
+        place += stride
+    assert outcomes == {17, 22}
+    assert place > 20
+
+
+def test_an_interrupted_write_in_place(backend):
+    """Case 54: the rows before those that are written keep their next observations."""
+    place, outcomes, stride = 0, set(), 1 if backend == "numba" else 5
+    while True:
+        stream, buffer, ring = Stream(5, breaks=0), shared(12), Ring(12)
+        rows = stream.steps(17)
+        buffer.extend(rows)
+        ring.extend(rows)
+        index, rows = [3, 8], Stream(6).rows_at(2)
+        if not interrupted(functools.partial(buffer.__setitem__, torch.tensor(index), rows), place):
+            break
+        changed = same_bytes(buffer[torch.tensor(index)], rows)
+        outcomes.add(changed)
+        if changed:
+            ring.write(index, rows)
+        check(buffer, ring)
+        place += stride
+    assert outcomes == {False, True}
+
+
+def test_an_interrupted_move_of_entries():
+    """Case 54: entries that are moved together are all there afterwards."""
+
+    def prepared():
+        stream, buffer, ring = Stream(5), shared(12), Ring(12)
+        rows = stream.steps(17)
+        buffer.extend(rows)
+        ring.extend(rows)
+        for i in range(4):
+            rows = stream.rows_at(1)
+            buffer[torch.tensor([i * 3])] = rows
+            ring.write([i * 3], rows)
+        return buffer, ring
+
+    def move(buffer: TensorDictReplayBuffer) -> None:
+        with buffer._lock:
+            before = buffer.storage.begin(DERIVED)
+            assert buffer.storage.sharing.makes_room()
+            buffer.storage.end(before)
+
+    place = 0
+    while interrupted(functools.partial(move, (made := prepared())[0]), place):
+        check(*made)
+        place += 1
+    assert place > 5
+
+
+def test_counters_of_an_empty_buffer():
+    """Entries of forgotten rows are free, without a launch."""
+    stream, buffer = Stream(5, breaks=100), shared(12)
+    buffer.extend(stream.steps(12))
+    assert buffer.storage.sharing.used > 5
+    buffer.empty()
+    assert buffer.storage.sharing.used == 0
+    assert buffer.storage.ring[SIZE] == 0
+    assert buffer.storage.ring[WRITTEN] == 12
