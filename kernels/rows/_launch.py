@@ -85,7 +85,7 @@ def encode_arguments(values: Sequence[int]) -> tuple[int, ...]:
     return tuple(2 * value + 3 for value in (*values, *[values[-1]] * padding))
 
 
-def _check_row_bytes(n_bytes: int, n: int) -> None:
+def check_row_bytes(n_bytes: int, n: int) -> None:
     if n_bytes > MAX_ROW_BYTES * n:
         raise ValueError(f"a row may take {MAX_ROW_BYTES} bytes at most, but takes {n_bytes // n}")
 
@@ -101,7 +101,7 @@ def gather(
     generation = torch.empty_like(index)
     if n == 0:
         return arena, generation
-    _check_row_bytes(arena_bytes, n)
+    check_row_bytes(arena_bytes, n)
     config = _config(arena_bytes, table.device)
     row_programs = cdiv(n, config.tile)
     launch(
@@ -138,7 +138,7 @@ def sample(
     generation = torch.empty_like(index)
     if n == 0:
         return arena, index, generation
-    _check_row_bytes(arena_bytes, n)
+    check_row_bytes(arena_bytes, n)
     config = _config(arena_bytes, table.device)
     row_programs = cdiv(n, config.tile)
     launch(
@@ -190,7 +190,7 @@ def _checked_sources(table: Tensor, sources: Sequence[Tensor], n_keys: int, n: i
     check_source_count(sources, n_keys)
     check_devices(table, sources)
     rows = [strided_source(source, n) for source in sources]
-    _check_row_bytes(n * sum(source.row_bytes for source in rows), n)
+    check_row_bytes(n * sum(source.row_bytes for source in rows), n)
     return rows
 
 

@@ -161,8 +161,8 @@ def test_sizes_that_only_the_cpu_can_check():
 
 def test_rows_too_large_for_32_bits():
     with pytest.raises(ValueError, match="at most, but takes 1073741825"):
-        _launch._check_row_bytes(2**30 * 3 + 3, 3)
-    _launch._check_row_bytes(2**30 * 3, 3)
+        _launch.check_row_bytes(2**30 * 3 + 3, 3)
+    _launch.check_row_bytes(2**30 * 3, 3)
 
 
 class TestLibrary:
