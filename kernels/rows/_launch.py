@@ -163,7 +163,7 @@ def sample(
 
 
 @dataclass(frozen=True)
-class _Part:
+class Part:
     """The keys of a write that one launch takes."""
 
     table: Tensor
@@ -173,11 +173,11 @@ class _Part:
     n_bytes: int
 
 
-def _parts(table: Tensor, sources: Sequence[Source], n: int) -> Iterator[_Part]:
+def parts_of(table: Tensor, sources: Sequence[Source], n: int) -> Iterator[Part]:
     """Cut a write of ``n`` rows into launches. There is one even without keys: the counters move all the same."""
     for start in range(0, max(len(sources), 1), MAX_SOURCES):
         some = sources[start : start + MAX_SOURCES]
-        yield _Part(
+        yield Part(
             table[start : start + MAX_SOURCES] if len(some) < len(sources) else table,
             len(some),
             encode_arguments([s.rows.data_ptr() for s in some] or [0]),
@@ -205,7 +205,7 @@ def extend(table: Tensor, sources: Sequence[Tensor], ring: Tensor, n: int, capac
         return index
     # Kept until the launch: some may be copies, which only this list keeps alive.
     checked = _checked_sources(table, sources, n_keys, n)
-    parts = list(_parts(table, checked, n))
+    parts = list(parts_of(table, checked, n))
     for part in parts:
         config = _config(part.n_bytes, table.device)
         # The index is written by the first launch, the counters move in the last.
@@ -233,7 +233,7 @@ def extend(table: Tensor, sources: Sequence[Tensor], ring: Tensor, n: int, capac
     return index
 
 
-def _last_of_duplicates(index: Tensor, capacity: int) -> Tensor:
+def last_of_duplicates(index: Tensor, capacity: int) -> Tensor:
     """bool ``[n]``: whether no later entry names the same row. Sorts, since results may not depend on scheduling."""
     position = torch.where(index < 0, index + capacity, index)
     ordered, order = position.sort(stable=True)
@@ -248,11 +248,11 @@ def winners(index: Tensor, capacity: int, ring: Tensor, generation: Tensor | Non
     No later one names the same row. Given ``generation``, only those compete whose row has that generation still.
     """
     if generation is None:
-        return _last_of_duplicates(index, capacity)
+        return last_of_duplicates(index, capacity)
     position = torch.where(index < 0, index + capacity, index)
     current = (ring[WRITTEN] - position + (capacity - 1)).div(capacity, rounding_mode="floor")
     fresh = generation == current
-    return _last_of_duplicates(torch.where(fresh, position, capacity), capacity).logical_and_(fresh)
+    return last_of_duplicates(torch.where(fresh, position, capacity), capacity).logical_and_(fresh)
 
 
 def write(
@@ -272,7 +272,7 @@ def write(
         return
     # Kept until the launch: some may be copies, which only this list keeps alive.
     checked = _checked_sources(table, sources, n_keys, n)
-    parts = list(_parts(table, checked, n))
+    parts = list(parts_of(table, checked, n))
     winner = winners(index, capacity, ring, generation)
     for part in parts:
         config = _config(part.n_bytes, table.device)

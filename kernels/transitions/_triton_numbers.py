@@ -163,7 +163,11 @@ def encoded_floats(bits, written, stored, scale, offset, FLOAT: tl.constexpr):
     """(bits, whether they fit) of (written - offset) / scale, computed in float32 or float64."""
     number = floats_of(bits, written, FLOAT)
     if (scale != 1) | (offset != 0):
-        number = tl.div_rn(number - offset.to(FLOAT), scale.to(FLOAT))
+        if FLOAT.primitive_bitwidth == 32:
+            # The plain division of float32 is not exact.
+            number = tl.div_rn(number - offset.to(FLOAT), scale.to(FLOAT))
+        else:
+            number = (number - offset.to(FLOAT)) / scale.to(FLOAT)
     return float_bits(number, stored, FLOAT)
 
 

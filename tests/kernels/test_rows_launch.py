@@ -263,7 +263,7 @@ class TestNoSync:
 def test_duplicates_are_resolved_by_sorting():
     """CASES 11."""
     index = torch.tensor([4, 1, -2, 9, 1, 0, 4, -1, -7])
-    last = _launch._last_of_duplicates(index, 6)
+    last = _launch.last_of_duplicates(index, 6)
     # -2 is 4 and -1 is 5; 9 and -7 are out of range, equal to no other
     assert last.tolist() == [False, False, False, True, True, True, True, True, True]
 
@@ -271,7 +271,7 @@ def test_duplicates_are_resolved_by_sorting():
 @pytest.mark.usefixtures("interpreter")
 def test_the_kernel_writes_winners_only(monkeypatch):
     """The interpreter's order would let the last duplicate win anyway; here another entry is told to."""
-    monkeypatch.setattr(_launch, "_last_of_duplicates", lambda index, capacity: torch.tensor([False, True, False]))
+    monkeypatch.setattr(_launch, "last_of_duplicates", lambda index, capacity: torch.tensor([False, True, False]))
     store = Store(TWO_KEYS, 5)
     sources, expected = store.batch(3, 1), store.snapshot()
     for tensor, source in zip(expected, sources, strict=True):

@@ -8,10 +8,12 @@ import torch
 
 from gpubuf.kernels.aot.compiler import AotSpec
 from gpubuf.kernels.rows import ALIGNMENT
-from gpubuf.kernels.rows._launch import padded_keys
-from gpubuf.kernels.transitions._launch import batch_tile
+from gpubuf.kernels.rows._launch import MAX_SOURCES, padded_keys
+from gpubuf.kernels.transitions._launch import COMPARED_COLUMNS, batch_tile
 
 BATCH = "gpubuf.kernels.transitions._triton:"
+WRITE = "gpubuf.kernels.transitions._triton_write:"
+LINKS = "gpubuf.kernels.transitions._triton_links:"
 
 STORAGE = {"fields_ptr": "*i64", "ring_ptr": "*i64"}
 
@@ -37,10 +39,59 @@ def batch_specs(n_bytes: int, n_keys: int, capacity: str, ends: bool, links: boo
     ]
 
 
+def write_specs(n_bytes: int, n_keys: int, capacity: str) -> list[AotSpec]:
+    """The kernels that write columns."""
+    tile, num_warps = batch_tile(n_bytes, torch.device("cpu"))
+    constants = {"KEYS": padded_keys(n_keys), "TILE": tile, "ALIGNMENT": ALIGNMENT}
+    common = STORAGE | sources(n_keys) | {"n_keys": "i32", "n": "i32", "capacity": capacity, "row_programs": "i32"}
+    signatures: dict[str, dict[str, Any]] = {
+        "extend": common | {"index_ptr": "*i64", "skipped": "i32", "advance": "i32"},
+        "write": common | {"index_ptr": "*i64", "winner_ptr": "*i1"},
+    }
+    return [
+        AotSpec(f"{WRITE}transitions_{name}_kernel", signature, constants, num_warps)
+        for name, signature in signatures.items()
+    ]
+
+
+def link_specs(n_bytes: int, n_keys: int, capacity: str, again: bool) -> list[AotSpec]:
+    """The kernels of observations that are stored once, for an extension or for rows that get them ``again``."""
+    tile, num_warps = batch_tile(n_bytes, torch.device("cpu"))
+    rows = {"ring_ptr": "*i64", "index_ptr": "*i64", "winner_ptr": "*i1" if again else "*i64"}
+    sizes = {"n": "i32", "skipped": "i32", "capacity": capacity, "envs": "i32"}
+    fields = {"fields_ptr": "*i64", "n_keys": "i32"} | sources(n_keys)
+    columns = min(COMPARED_COLUMNS, tile)
+    keys = {"RELINK": again, "KEYS": padded_keys(n_keys)}
+    signatures: dict[str, dict[str, Any]] = {
+        "compare": fields | {"differs_ptr": "*i32", "begun": "i32"},
+        "assign": {"links_ptr": "*i32", "owners_ptr": "*i64", "differs_ptr": "*i32", "slots": "i32"},
+        "aside": fields | {"links_ptr": "*i32", "advance": "i32"},
+    }
+    constants: dict[str, dict[str, Any]] = {
+        "compare": keys | {"BLOCK_ROWS": tile // columns, "BLOCK_COLUMNS": columns},
+        "assign": {"RELINK": again, "BLOCK": tile},
+        "aside": keys | {"TILE": tile, "ALIGNMENT": ALIGNMENT},
+    }
+    return [
+        AotSpec(f"{LINKS}transitions_{name}_kernel", rows | sizes | signature, constants[name], num_warps)
+        for name, signature in signatures.items()
+    ]
+
+
+def sources(n_keys: int) -> dict[str, Any]:
+    """Addresses don't fit int32, and the strides of rows do; both are padded to a power of two."""
+    return {"source_addresses": ("i64",) * n_keys, "source_strides": ("i32",) * n_keys}
+
+
 # Codecs alone; windows; observations stored once with random processing; and that in more than 2**31 rows.
 SPECS = [
     *batch_specs(2**16, 8, "i32", False, False, False),
     *batch_specs(2**16, 8, "i32", True, False, False),
     *batch_specs(2**16, 8, "i32", True, True, True),
     *batch_specs(2**16, 8, "i64", True, True, True),
+    *write_specs(2**16, 8, "i32"),
+    *write_specs(2**16, MAX_SOURCES, "i64"),
+    *link_specs(2**16, 8, "i32", False),
+    *link_specs(2**16, 8, "i32", True),
+    *link_specs(2**16, MAX_SOURCES, "i64", False),
 ]

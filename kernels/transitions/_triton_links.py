@@ -1,0 +1,331 @@
+"""Transitions on the GPU: observations that are stored once, in three launches after that of the columns.
+
+A *candidate* is a row whose next observation is given, or was pending until now. In an extension of the ring
+candidates 0 .. envs - 1 are the rows of the step that was the newest, and then come the rows that are written. When
+rows get new next observations (RELINK), candidate i is row index[i], where winner[i].
+
+The first kernel compares the next observations of candidates with the rows that follow them; the second, one program,
+gives entries to those that differ; the third copies them there, and the newest step's to where they are pending. An
+extension moves the counters in the last one, so that all of them see the counters of before.
+"""
+
+import triton
+import triton.language as tl
+
+from gpubuf.kernels import transitions
+from gpubuf.kernels.philox._triton import take_ticket
+from gpubuf.kernels.rows._triton_tiles import (
+    RING_TICKET,
+    SIZE,
+    WRITTEN,
+    advance_ring,
+    copy_elements,
+    count_faults,
+    decoded,
+    find_tile,
+    normalise,
+    quotient,
+    rows_and_columns,
+    select,
+    unit_shift,
+)
+from gpubuf.kernels.transitions._triton_fields import (
+    ALIGNED,
+    CODEC_OFFSET,
+    ELEMENTS,
+    ENTRIES,
+    FIELD,
+    PENDING,
+    ROW_BYTES,
+    SCALE,
+    SIDE_STRIDE,
+    STORED,
+    WRITTEN_AS,
+    WRITTEN_AS_STORED,
+    column_address,
+    float_of,
+)
+from gpubuf.kernels.transitions._triton_numbers import encoded_bits, item_shift, load_bits
+from gpubuf.kernels.transitions._triton_write import load_shared, load_write_tile, load_write_tiles, put_elements
+
+IN_SUCCESSOR = tl.constexpr(transitions.IN_SUCCESSOR)
+LOST = tl.constexpr(transitions.LOST)
+
+
+@triton.jit
+def load_candidates(ring_ptr, index_ptr, winner_ptr, i, n, skipped, capacity, envs, RELINK: tl.constexpr):
+    """(position, number, row of the sources, whether there is one, whether it is of the newest step) of candidates.
+
+    The number counts from the first row ever written. The row of the sources is negative for those that were pending.
+    """
+    written = tl.load(ring_ptr + WRITTEN)
+    size = tl.load(ring_ptr + SIZE)
+    cursor = written - quotient(written, capacity) * capacity
+    if RELINK:
+        source = i
+        position, there = normalise(tl.load(index_ptr + i, mask=i < n, other=0), capacity)
+        there = there & (i < n) & (position < size) & tl.load(winner_ptr + i, mask=i < n, other=0).to(tl.int1)
+        number = written - cursor + position - tl.where(position < cursor, 0, capacity)
+        newest = number >= written - envs
+    else:
+        old = i < envs
+        source = i - envs + tl.where(old, 0, skipped)
+        number = written + source
+        start = written + skipped
+        begin = start - quotient(start, capacity) * capacity
+        position = tl.where(old, cursor, begin) + (i - envs)
+        position = tl.where(position < 0, position + capacity, position)
+        position = tl.where(position < capacity, position, position - capacity)
+        # The step before is there as long as this write leaves it.
+        there = (source < n) & (~old | ((size >= envs) & (n < capacity)))
+        newest = source >= n - envs
+    return position, number, source, there, newest
+
+
+@triton.jit(
+    do_not_specialize=["n_keys", "n", "skipped", "capacity", "envs", "begun"],
+    do_not_specialize_on_alignment=["index_ptr", "winner_ptr", "differs_ptr"],
+)
+def transitions_compare_kernel(
+    fields_ptr,  # int64 [n_keys, 32], see gpubuf.kernels.transitions.Field
+    source_addresses,  # tuple of at least n_keys integers: 2 * address + 3; address 0: no source
+    source_strides,  # as many integers: 2 * (bytes from row to row) + 3
+    ring_ptr,  # int64 [4]: (written, size, ticket, faults), as before the write
+    index_ptr,  # int64 [n], RELINK
+    winner_ptr,  # bool [n]: false where a later entry names the same row, RELINK
+    differs_ptr,  # int32 [candidates], output
+    n_keys,
+    n,
+    skipped,
+    capacity,
+    envs,
+    begun,
+    RELINK: tl.constexpr,
+    KEYS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
+    """differs[i] = whether the next observation of candidate i is not the observation that follows it in the ring.
+
+    With ``begun`` differs holds this of other fields already. Numbers that do not fit their dtype count as faults.
+    Grid: (cdiv(candidates, BLOCK_ROWS),).
+    """
+    i = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    n = n.to(tl.int64)
+    capacity = capacity.to(tl.int64)
+    envs = envs.to(tl.int64)
+    count = n if RELINK else n - skipped + envs
+    position, _, source, there, newest = load_candidates(
+        ring_ptr, index_ptr, winner_ptr, i, n, skipped.to(tl.int64), capacity, envs, RELINK
+    )
+    active = (there & ~newest)[:, None]
+    was_pending = (source < 0)[:, None]
+    successor = tl.where(position + envs < capacity, position + envs, position + envs - capacity)
+    lanes = tl.arange(0, KEYS)
+    shared = load_shared(fields_ptr, lanes, n_keys).to(tl.int32)
+    number = tl.cumsum(shared, 0) * shared
+    column = tl.arange(0, BLOCK_COLUMNS).to(tl.int64)[None, :]
+    differing = (i * 0)[:, None] + column * 0
+    for k in range(0, tl.sum(shared, 0)):
+        key = tl.sum(tl.where(number == k + 1, lanes, 0), 0)
+        entry_ptr = fields_ptr + key * FIELD
+        source_stride = decoded(select(key, source_strides))
+        address = decoded(select(key, source_addresses))
+        given = (address + source * source_stride)[:, None]
+        pending = (tl.load(entry_ptr + PENDING) + i * tl.load(entry_ptr + SIDE_STRIDE))[:, None]
+        following = column_address(entry_ptr, successor)[:, None]
+        some = active & (was_pending | (address != 0))
+        if tl.load(entry_ptr + WRITTEN_AS_STORED) != 0:
+            shift = tl.minimum(unit_shift(tl.load(entry_ptr + ALIGNED) | address | source_stride), 3)
+            words = tl.load(entry_ptr + ROW_BYTES) >> shift
+            mine = tl.where(was_pending, pending, given)
+            for begin in range(0, words, BLOCK_COLUMNS):
+                mask = some & (begin + column < words)
+                byte = (begin + column) << shift
+                differing |= load_bits(mine + byte, shift, mask) ^ load_bits(following + byte, shift, mask)
+        else:
+            elements = tl.load(entry_ptr + ELEMENTS)
+            stored = tl.load(entry_ptr + STORED)
+            written = tl.load(entry_ptr + WRITTEN_AS)
+            scale = float_of(tl.load(entry_ptr + SCALE))
+            offset = float_of(tl.load(entry_ptr + CODEC_OFFSET))
+            to_stored = item_shift(stored)
+            unused = 64 - (8 << to_stored)
+            for begin in range(0, elements, BLOCK_COLUMNS):
+                mask = some & (begin + column < elements)
+                byte = (begin + column) << to_stored
+                new = mask & ~was_pending
+                bits = load_bits(given + ((begin + column) << item_shift(written)), item_shift(written), new)
+                bits, fits = encoded_bits(bits, written, stored, scale, offset)
+                count_faults(ring_ptr, new & ~fits)
+                before = load_bits(pending + byte, to_stored, mask & was_pending)
+                bits = tl.where(was_pending, before, bits) ^ load_bits(following + byte, to_stored, mask)
+                differing |= tl.where(mask, bits << unused, 0)
+    found = tl.max((differing != 0).to(tl.int32), 1)
+    before = tl.load(differs_ptr + i, mask=(i < count) & (begun != 0), other=0)
+    tl.store(differs_ptr + i, found | before, mask=i < count)
+
+
+@triton.jit(
+    do_not_specialize=["n", "skipped", "capacity", "envs", "slots"],
+    do_not_specialize_on_alignment=["index_ptr", "winner_ptr", "differs_ptr"],
+)
+def transitions_assign_kernel(
+    ring_ptr,  # int64 [4]: (written, size, ticket, faults), as before the write
+    links_ptr,  # int32 [capacity]
+    owners_ptr,  # int64 [slots + 1]: numbers of the rows that entries belong to, and how many were ever taken
+    index_ptr,  # int64 [n], RELINK
+    winner_ptr,  # bool [n]: false where a later entry names the same row, RELINK
+    differs_ptr,  # int32 [candidates]
+    n,
+    skipped,
+    capacity,
+    envs,
+    slots,
+    RELINK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Entries for the candidates that differ, in their order; IN_SUCCESSOR for the others. Grid: (1,).
+
+    The next entry is number ``owners[slots] % slots``. If it is taken, the rest of the candidates is lost.
+    """
+    n = n.to(tl.int64)
+    skipped = skipped.to(tl.int64)
+    capacity = capacity.to(tl.int64)
+    envs = envs.to(tl.int64)
+    slots = slots.to(tl.int64)
+    lane = tl.arange(0, BLOCK).to(tl.int64)
+    count = n if RELINK else n - skipped + envs
+    written = tl.load(ring_ptr + WRITTEN)
+    stored = written - tl.load(ring_ptr + SIZE)
+    if not RELINK:
+        stored = tl.maximum(stored, written + n - capacity)
+    if RELINK:
+        # All entries that these rows had become free before any of them gets one.
+        for begin in range(0, count, BLOCK):
+            i = begin + lane
+            position, _, _, there, newest = load_candidates(
+                ring_ptr, index_ptr, winner_ptr, i, n, skipped, capacity, envs, RELINK
+            )
+            link = tl.load(links_ptr + position, mask=there & ~newest, other=0).to(tl.int64)
+            tl.store(owners_ptr + link - 1, lane * 0 - 1, mask=link > 0)
+            row, valid = normalise(tl.load(index_ptr + i, mask=i < count, other=0), capacity)
+            count_faults(ring_ptr, (i < count) & ~(valid & (row < written - stored)))
+        tl.debug_barrier()
+    taken = tl.load(owners_ptr + slots)
+    first = taken - quotient(taken, tl.maximum(slots, 1)) * slots
+    given = taken * 0
+    # Candidates that differ, from this one on, find no entry. A value of its own: it changes in the loop.
+    end = slots + given
+    for begin in range(0, count, BLOCK):
+        i = begin + lane
+        position, number, _, there, newest = load_candidates(
+            ring_ptr, index_ptr, winner_ptr, i, n, skipped, capacity, envs, RELINK
+        )
+        needs = there & ~newest
+        needs = needs & (tl.load(differs_ptr + i, mask=needs, other=0) != 0)
+        rank = given + tl.cumsum(needs.to(tl.int64), 0) - 1
+        entry = first + rank
+        entry = tl.where(entry < slots, entry, entry - slots)
+        owner = tl.load(owners_ptr + entry, mask=needs & (rank < end), other=-1)
+        end = tl.minimum(end, tl.min(tl.where(needs & (owner >= stored), rank, end), 0))
+        gets = needs & (rank < end)
+        tl.store(owners_ptr + entry, number, mask=gets)
+        link = tl.where(gets, entry + 1, tl.where(needs, LOST, IN_SUCCESSOR))
+        tl.store(links_ptr + position, link.to(tl.int32), mask=there)
+        count_faults(ring_ptr, needs & ~gets)
+        given += tl.sum(needs.to(tl.int64), 0)
+    tl.debug_barrier()
+    tl.store(owners_ptr + slots, taken + tl.minimum(given, end))
+
+
+@triton.jit(
+    do_not_specialize=["n_keys", "n", "skipped", "capacity", "envs", "advance"],
+    do_not_specialize_on_alignment=["index_ptr", "winner_ptr"],
+)
+def transitions_aside_kernel(
+    fields_ptr,  # int64 [n_keys, 32], see gpubuf.kernels.transitions.Field
+    source_addresses,  # tuple of at least n_keys integers: 2 * address + 3; address 0: no source
+    source_strides,  # as many integers: 2 * (bytes from row to row) + 3
+    ring_ptr,  # int64 [4]: (written, size, ticket, faults), advanced but for RELINK
+    links_ptr,  # int32 [capacity]
+    index_ptr,  # int64 [n], RELINK
+    winner_ptr,  # bool [n]: false where a later entry names the same row, RELINK
+    n_keys,
+    n,
+    skipped,
+    capacity,
+    envs,
+    advance,
+    RELINK: tl.constexpr,
+    KEYS: tl.constexpr,
+    TILE: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+):
+    """Next observations of candidates into their entries, and those of the newest step into pending memory.
+
+    The counters move by ``advance``. Grid: (any number of programs,).
+    """
+    program = tl.program_id(0).to(tl.int64)
+    n = n.to(tl.int64)
+    skipped = skipped.to(tl.int64)
+    capacity = capacity.to(tl.int64)
+    envs = envs.to(tl.int64)
+    kept = n - skipped
+    # The first candidates have no row in the sources, and are moved with the rows that take their memory.
+    ahead = envs * 0 if RELINK else envs
+    written = tl.load(ring_ptr + WRITTEN)
+    size = tl.load(ring_ptr + SIZE)
+    if not RELINK:
+        ticket = take_ticket(ring_ptr + RING_TICKET)
+    tiles, lanes = load_write_tiles(fields_ptr, n_keys, kept, True, KEYS, TILE)
+    for tile in range(program, tl.sum(tiles, 0), tl.num_programs(0)):
+        key, number, _offset = find_tile(tiles, tiles, lanes, tile, ALIGNMENT)
+        entry_ptr = fields_ptr + key * FIELD
+        source_stride = decoded(select(key, source_strides))
+        address = decoded(select(key, source_addresses))
+        as_stored, shift, words, first_row, first_word, passes = load_write_tile(
+            entry_ptr, number, address, source_stride, TILE
+        )
+        side_stride = tl.load(entry_ptr + SIDE_STRIDE)
+        pending = tl.load(entry_ptr + PENDING)
+        entries = tl.load(entry_ptr + ENTRIES)
+        for part in range(0, passes):
+            element = part * TILE + tl.arange(0, TILE)
+            row, column = rows_and_columns(element, first_word, words, passes * TILE)
+            row = first_row + row
+            position, _number, source, there, newest = load_candidates(
+                ring_ptr, index_ptr, winner_ptr, ahead + row, n, skipped, capacity, envs, RELINK
+            )
+            there = there & (row < kept)
+            # The steps are whole: the last rows, and those of a position, are of environments in their order.
+            env = position % envs if RELINK else source - (n - envs)
+            waiting = pending + env * side_stride
+            if not RELINK:
+                before, _first, _none, was_there, _newest = load_candidates(
+                    ring_ptr, index_ptr, winner_ptr, env, n, skipped, capacity, envs, RELINK
+                )
+                was_there = was_there & there & newest
+                link = tl.load(links_ptr + before, mask=was_there, other=0).to(tl.int64)
+                to_stored = tl.where(as_stored, shift, item_shift(tl.load(entry_ptr + STORED)).to(tl.int32))
+                byte = column.to(tl.int64) << to_stored
+                target = entries + (link - 1) * side_stride + byte
+                copy_elements(waiting + byte, target, to_stored, link > 0, link > 0)
+                # Read by all threads before any of them writes there.
+                tl.debug_barrier()
+            link = tl.load(links_ptr + position, mask=there & ~newest, other=0).to(tl.int64)
+            target = tl.where(newest, waiting, entries + (link - 1) * side_stride)
+            chosen = (there & (newest | (link > 0))) & (address != 0)
+            put_elements(
+                entry_ptr,
+                ring_ptr,
+                address + source * source_stride,
+                target,
+                column,
+                as_stored,
+                shift,
+                chosen,
+                chosen & newest,
+            )
+    if not RELINK:
+        advance_ring(ring_ptr, ticket, written, size, advance, capacity)
