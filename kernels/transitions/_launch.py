@@ -191,7 +191,7 @@ def extend(
     """See :data:`gpubuf.kernels.transitions.extend`."""
     check_fields(fields, ring, capacity)
     check_count(n)
-    check_sharing(ring, links, owners, n, capacity, envs)
+    check_sharing(links, owners, n, capacity, envs)
     check_devices(fields, ring, links, owners)
     index = torch.empty(n, dtype=torch.int64, device=fields.device)
     if n == 0:
@@ -278,7 +278,7 @@ def relink(
     """See :data:`gpubuf.kernels.transitions.relink`."""
     check_fields(fields, ring, capacity)
     n = check_index(index)
-    check_sharing(ring, links, owners, 0, capacity, envs)
+    check_sharing(links, owners, 0, capacity, envs)
     check_devices(fields, ring, links, owners, index)
     if n == 0:
         check_sources(sources, fields.shape[0])
