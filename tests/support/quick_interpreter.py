@@ -1,5 +1,7 @@
 """Triton's interpreter, without the third of its time that it spends on preparing ``triton.language``.
 
+And without NumPy's warnings of infinities and NaNs, which processors compute in silence.
+
 The interpreter replaces the functions of ``triton.language`` before each launch, and again before each call of a jitted
 function by another, by looking through all of its names. Here the replacements are found once, and stay until the last
 launch ends.
@@ -14,6 +16,8 @@ from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
+
+import numpy as np
 
 
 class _Replacements:
@@ -72,9 +76,16 @@ def quick_interpreter() -> Iterator[None]:
         except Exception as error:
             raise interpreter.InterpreterError(repr(error)) from error
 
+    launch = interpreter.GridExecutor.__call__
+
+    def in_silence(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with np.errstate(all="ignore"):
+            return launch(self, *args, **kwargs)
+
     replacements = _Replacements(interpreter._patch_lang, {"tl": language, "core": language.core})
     with (
         mock.patch.object(interpreter, "_patch_lang", replacements.begin),
         mock.patch.object(interpreter.InterpretedFunction, "__call__", call),
+        mock.patch.object(interpreter.GridExecutor, "__call__", in_silence),
     ):
         yield
