@@ -93,7 +93,7 @@ def _load_sum(entry_ptr, place, column, mask, stored, gamma, steps, envs, n_step
         row = forward(step, j, steps) * envs + env
         address = row_address(row, device_rows, split, host_rows, stride) + (column << shift)
         number = decoded_numbers(load_bits(address, shift, inside), stored, scale, offset, FLOAT)
-        total += tl.where(inside, number.to(tl.float64) * discount, 0.0)
+        total = tl.where(inside, total + number.to(tl.float64) * discount, total)
         discount *= gamma
     return total.to(FLOAT)
 
