@@ -266,8 +266,27 @@ def test_torchrl_gets_what_was_written(tmp_path):
     found = load_torchrl(tmp_path / "dump")
     assert same(found[:].exclude("index"), source[:])
     assert found.write_count == 75
-    with pytest.raises(ValueError, match="stored in another way"):
-        load_torchrl(tmp_path / "dump", storage=LazyTensorStorage(CAPACITY, dtypes=LOSSLESS))
+
+
+@pytest.mark.parametrize("size", [CAPACITY, 80])
+@pytest.mark.parametrize("kind", ["uniform", "prioritized"])
+def test_torchrl_gives_what_is_to_be_stored(tmp_path, size, kind):
+    """The rows are written oldest first, and priorities go with them."""
+    source = buffer(SAMPLERS[kind](), dtypes=None)
+    source.extend(transitions(75))
+    if kind == "prioritized":
+        source.update_priority(torch.arange(CAPACITY), torch.arange(CAPACITY) + 1.0)
+    save_torchrl(source, tmp_path / "dump")
+    found = load_torchrl(tmp_path / "dump", storage=LazyTensorStorage(size, dtypes=LOSSLESS))
+    assert same(found[:].exclude("index"), transitions(60, 15))
+    assert found.storage.nbytes == size * LOSSLESS_BYTES
+    if kind == "prioritized":
+        leaves = source.sampler.tree.leaves[:CAPACITY].roll(-15)
+        assert torch.equal(found.sampler.tree.leaves[:CAPACITY], leaves)
+    found.extend(transitions(5, 75).set("index", torch.zeros(5, dtype=torch.int64)))
+    assert len(found.sample(8)) == 8
+    with pytest.raises(ValueError, match="holds 60 rows, the storage has room for 59"):
+        load_torchrl(tmp_path / "dump", storage=LazyTensorStorage(59, dtypes=LOSSLESS))
 
 
 def test_minari():

@@ -74,8 +74,8 @@ def load_torchrl(
     Args:
         path: the folder that was given to ``dumps``.
         storage: an empty storage, or a function that returns one. Default: a :class:`LazyTensorStorage` on the CPU. One
-            of another capacity takes the rows oldest first. Give it where the rows themselves have dimensions
-            (``[max_size, agents]``) that could be taken for those of the storage.
+            of another capacity, or with other dtypes than the dump, takes the rows oldest first. Give it where the rows
+            themselves have dimensions (``[max_size, agents]``) that could be taken for those of the storage.
         sampler: a sampler, or a function that returns one. Default: uniform, or prioritized where the dump is.
         **kwargs: further arguments of :class:`TensorDictReplayBuffer` (of :class:`ReplayBuffer`, where the rows are
             single tensors).
@@ -107,7 +107,14 @@ def load_torchrl(
         kwargs.setdefault("batch_size", files.read_count(settings, "batch_size", folder / _BUFFER_FILE))
     kind = ReplayBuffer if isinstance(found.data, Tensor) else TensorDictReplayBuffer
     buffer = kind(storage=storage, sampler=sampler, **kwargs)
-    order = storage.load_state_dict(
+    order = _append(storage, found) if storage.computed else _take(storage, found)
+    if priorities is not None and buffer.sampler.torchrl_form == "priorities":
+        _restore_priorities(buffer.sampler, storage, priorities, order, found)
+    return buffer
+
+
+def _take(storage: TensorStorage, found: _Rows) -> Tensor | None:
+    return storage.load_state_dict(
         {
             "initialized": True,
             "max_size": math.prod(found.shape),
@@ -117,9 +124,23 @@ def load_torchrl(
             "rows": found.data[: found.size // math.prod(found.shape[1:])],
         }
     )
-    if priorities is not None and buffer.sampler.torchrl_form == "priorities":
-        _restore_priorities(buffer.sampler, storage, priorities, order, found)
-    return buffer
+
+
+def _append(storage: TensorStorage, found: _Rows) -> Tensor:
+    """Write the rows, oldest first, to a storage that does not keep them as they are. The old position of each."""
+    if found.size > storage.max_size:
+        raise ValueError(f"the dump holds {found.size} rows, the storage has room for {storage.max_size}")
+    capacity, per_step = math.prod(found.shape), math.prod(found.shape[1:])
+    first = found.written % capacity if found.size == capacity else 0
+    steps, oldest = found.size // per_step, first // per_step
+    row_bytes = RowLayout(found.data, len(found.shape), storage.ignored_keys).row_bytes
+    at_once = max(1, _COPY_BYTES // max(1, row_bytes * per_step))
+    for start, stop in ((oldest, steps), (0, oldest)):
+        for step in range(start, stop, at_once):
+            storage.append(found.data[step : min(step + at_once, stop)])
+    # The sampler has not looked at the storage yet.
+    storage.end(None)
+    return (torch.arange(found.size) + first) % capacity
 
 
 def _read_rows(folder: Path, ndim: int | None) -> _Rows:
