@@ -20,13 +20,17 @@ from gpubuf.data.storages.columns import Column
 from gpubuf.data.storages.forms import Options, sources
 from gpubuf.data.storages.layout import Key, Leaf, address, as_key, as_written
 from gpubuf.data.storages.placement import Placement, allocate
-from gpubuf.data.storages.records import SMALL
+from gpubuf.data.storages.recipe import END_NAMES
 from gpubuf.data.storages.ring import Ring
 from gpubuf.kernels import transitions
 from gpubuf.kernels.rows import SIZE, WRITTEN
 from gpubuf.kernels.transitions import Field, dtype_code
 
 NEXT = "next"
+
+#: Keys that are not what an environment is in: a row's own flags and reward are those of the step before, and hardly
+#: ever the same where a trajectory begins.
+OF_A_STEP = frozenset({*END_NAMES, "reward"})
 
 #: One entry for so many rows, and no fewer than :data:`LEAST`, if ``next_capacity`` is not given.
 SHARE, LEAST = 8, 256
@@ -37,9 +41,8 @@ def shared_keys(leaves: Sequence[Leaf], share_next: bool | Sequence[Any]) -> tup
 
     Args:
         leaves: the keys that have columns.
-        share_next: True for every key of more than 16 bytes a row that is under ``"next"`` too, with the same shape and
-            dtype. Smaller ones gain less than the link of a row takes; flags and rewards are among them. Or a list of
-            keys at the root, of any size.
+        share_next: True for every key that is under ``"next"`` too, with the same shape and dtype, but for those that
+            are called as one of :data:`OF_A_STEP`. Or a list of keys at the root.
 
     Raises:
         ValueError: a key of the list is missing at the root or under ``"next"``, or differs there; or no key is found.
@@ -52,15 +55,15 @@ def shared_keys(leaves: Sequence[Leaf], share_next: bool | Sequence[Any]) -> tup
     found = tuple(
         leaf.key
         for leaf in leaves
-        if leaf.row_bytes > SMALL
+        if leaf.key[-1] not in OF_A_STEP
         and (other := by_key.get((NEXT, *leaf.key))) is not None
         and (other.dtype, other.shape) == (leaf.dtype, leaf.shape)
     )
     if not found:
         raise ValueError(
             "share_next=True finds no key to share: it takes those at the root and under 'next', of one shape and "
-            f"dtype, of more than {SMALL} bytes a row; there are {[as_written(key) for key in by_key]}. Name smaller "
-            "ones in a list, or leave share_next out"
+            f"dtype, but for flags and rewards; there are {[as_written(key) for key in by_key]}. Name others in a list, "
+            "or leave share_next out"
         )
     return found
 

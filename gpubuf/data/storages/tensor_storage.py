@@ -352,8 +352,8 @@ class LazyTensorStorage(TensorStorage):
             take no memory. The write compares them where both are on the CPU. On a GPU, and in captured or compiled
             code, nothing is compared, and the longer key counts.
         share_next: store observations once: the next observation of a row is that of the row behind it, unless the two
-            differ. True for every key of more than 16 bytes a row that is both at the root and under "next", with one
-            shape and dtype; or a list of such keys, of any size. Any rows may be written, and come back exactly.
+            differ. True for every key that is both at the root and under "next", with one shape and dtype, but for
+            flags and rewards; or a list of such keys. Any rows may be written, and come back exactly.
         next_capacity: how many next observations there is room for that are not those of the row behind: the last ones
             of trajectories. Default: an eighth of the rows, at least 256 and one an environment, never more than rows.
             A write that would need more raises RuntimeError on the CPU, and nothing is written; on a GPU such rows
