@@ -13,7 +13,7 @@ FROM ?=
 VENV := .venv
 COMPAT := .compat
 PEERS := .peers
-PEER_NAMES := torchrl cpprb flashbax sb3
+PEER_NAMES := torchrl cpprb flashbax sb3 holosoma
 READY := $(PEER_NAMES:%=$(PEERS)/%/.ready)
 DECIDES := pyproject.toml constraints.txt
 

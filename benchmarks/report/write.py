@@ -16,6 +16,8 @@ from typing import Any
 from benchmarks.measure.figures import OPEN, against, described, digits, load_before, microseconds, or_open, table
 from benchmarks.measure.machine import RESULTS
 from benchmarks.measure.results import Run, Runs, newest_runs
+from benchmarks.report.memory import memory_tables
+from benchmarks.studies.batches import batches_section
 from benchmarks.studies.host import host_section
 from benchmarks.studies.kernels import launches_table, resources_table
 from benchmarks.studies.predict import prediction_table
@@ -390,6 +392,8 @@ FIGURES: dict[str, Callable[[Runs], str]] = {
     "training_runs": training_runs_table,
     "breakdown": breakdown_table,
     "host": host_section,
+    "batches": batches_section,
+    "memory": lambda _: memory_tables(),
     "launches": launches_table,
     "resources": resources_table,
     "prediction": lambda _: prediction_table(),
