@@ -174,7 +174,7 @@ def test_nested_keys():
 
 def test_wrong_keys():
     data = td(a=torch.zeros(4, 5), next_b=torch.zeros(4, 5))
-    with pytest.raises(ValueError, match="finds no key.*but for flags and rewards"):
+    with pytest.raises(ValueError, match=r"finds no key.*but for flags and rewards"):
         LazyTensorStorage(8, share_next=True).append(data)
     with pytest.raises(ValueError, match=r"names 'a', but \('next', 'a'\) is not stored"):
         LazyTensorStorage(8, share_next=["a"]).append(data)
