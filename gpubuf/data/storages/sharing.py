@@ -62,8 +62,8 @@ def shared_keys(leaves: Sequence[Leaf], share_next: bool | Sequence[Any]) -> tup
     if not found:
         raise ValueError(
             "share_next=True finds no key to share: it takes those at the root and under 'next', of one shape and "
-            f"dtype, but for flags and rewards; there are {[as_written(key) for key in by_key]}. Name others in a list, "
-            "or leave share_next out"
+            f"dtype, but for flags and rewards; there are {[as_written(key) for key in by_key]}. Name others in a "
+            "list, or leave share_next out"
         )
     return found
 
