@@ -8,10 +8,11 @@ import numpy as np
 from numba import carray
 
 from gpubuf.kernels._jit import OPTIONS, jit
-from gpubuf.kernels._pointers import as_i64
+from gpubuf.kernels._pointers import as_i64, prefetch_l2
 from gpubuf.kernels.philox import OFFSET as RANDOM_OFFSET
 from gpubuf.kernels.philox import SEED
 from gpubuf.kernels.philox._cpu import philox_uniform_f64
+from gpubuf.kernels.rows._cpu_copy import AHEAD
 from gpubuf.kernels.rows._cpu_table import copy_row, row_address
 from gpubuf.kernels.transitions import (
     BATCH,
@@ -28,6 +29,7 @@ from gpubuf.kernels.transitions import (
     PAIR,
     PERMUTATION,
     ROW,
+    ROW_BYTES,
     SCALE,
     SIGN,
     STEPS,
@@ -37,6 +39,7 @@ from gpubuf.kernels.transitions import (
 )
 from gpubuf.kernels.transitions._cpu_convert import (
     BOOL,
+    F32,
     F64,
     I64,
     decode,
@@ -44,6 +47,7 @@ from gpubuf.kernels.transitions._cpu_convert import (
     encode_integers,
     read_f32,
     read_i32,
+    write_f32,
 )
 from gpubuf.kernels.transitions._cpu_window import side_address
 
@@ -104,6 +108,29 @@ def _processed(numbers, field, number_type):  # type: ignore[no-untyped-def]
 
 
 @jit
+def _normalised(source, mean, factor, bottom, top, n, target):  # type: ignore[no-untyped-def]
+    """As :func:`_processed`, of a float32 row to another, in one loop."""
+    for i in range(n):
+        number = (read_f32(source, i) - read_f32(mean, i)) * read_f32(factor, i)
+        number = bottom if number < bottom else number
+        write_f32(target, i, top if number > top else number)
+
+
+@jit(forceinline=True)
+def _prefetch(field, row):  # type: ignore[no-untyped-def]
+    """Ask for a row, up to a page of it. To compute takes so many instructions that the processor looks less far ahead
+    than in a copy, and the hardware begins too late with what is behind the first lines."""
+    address = _address(field, row)
+    for i in range(0, min(field[ROW_BYTES], 4096), 64):
+        prefetch_l2(address + i)
+
+
+@jit(forceinline=True)
+def _address(field, row):  # type: ignore[no-untyped-def]
+    return side_address(field, row) if row < 0 else row_address(field, row)
+
+
+@jit
 def _decoded(address, field, number_type, numbers):  # type: ignore[no-untyped-def]
     """The numbers that a stored row stands for."""
     n = field[ELEMENTS]
@@ -138,6 +165,7 @@ def _compute(field, rows, length, n, how, number_type, target, numbers):  # type
     """Rows of a field to ``target``, in numbers of a type; see :func:`compute_narrow`."""
     capacity, envs, gamma, mirroring, noise, ahead, draws = how
     seed, offset = 0, 0
+    low, high = np.float32(float_of(field[LOW])), np.float32(float_of(field[HIGH]))
     if noise != 0:
         state = carray(as_i64(noise), 3)
         seed, offset = state[SEED], state[RANDOM_OFFSET] + ahead
@@ -145,10 +173,14 @@ def _compute(field, rows, length, n, how, number_type, target, numbers):  # type
     kind, pad = field[ROW], field[PAD]
     moved = is_moved(field)
     mirroring = mirroring if field[PERMUTATION] != 0 else NONE
+    # The commonest case: one loop in place of three.
+    direct = stored == F32 and batch == F32 and field[MEAN] != 0 and kind < SUM and not coded
     mirrored_numbers = np.empty_like(numbers) if field[PERMUTATION] != 0 else numbers
     sums = np.empty(elements if kind == SUM else 0, np.float64)
     integers = np.empty(elements if moved and stored != batch else 0, np.int64)
     unshifted = np.empty(row_bytes if pad != 0 else 0, np.uint8)
+    for i in range(min(AHEAD, n) if kind != STEPS else 0):
+        _prefetch(field, rows[i])
     for i in range(n):
         out = target + i * row_bytes
         at = np.int64(unshifted.ctypes.data) if pad != 0 else out
@@ -157,8 +189,11 @@ def _compute(field, rows, length, n, how, number_type, target, numbers):  # type
         row = rows[i]
         address = 0
         if kind != STEPS:
-            address = side_address(field, row) if row < 0 else row_address(field, row)
-        if not moved or mirrored:
+            address = _address(field, row)
+            _prefetch(field, rows[min(i + AHEAD, n - 1)])
+        if direct and not mirrored:
+            _normalised(address, field[MEAN], field[FACTOR], low, high, elements, at)
+        elif not moved or mirrored:
             discount = 1.0
             for step in range(length[i] if kind == SUM else 1):
                 if kind == STEPS:
