@@ -174,6 +174,7 @@ def _compute(field, rows, length, n, how, number_type, target, numbers):  # type
     moved = is_moved(field)
     mirroring = mirroring if field[PERMUTATION] != 0 else NONE
     # The commonest case: one loop in place of three.
+    coded = float_of(field[SCALE]) != 1 or float_of(field[OFFSET]) != 0
     direct = stored == F32 and batch == F32 and field[MEAN] != 0 and kind < SUM and not coded
     mirrored_numbers = np.empty_like(numbers) if field[PERMUTATION] != 0 else numbers
     sums = np.empty(elements if kind == SUM else 0, np.float64)
