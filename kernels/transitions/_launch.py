@@ -15,7 +15,7 @@ from gpubuf.kernels._launching import cdiv, launch
 from gpubuf.kernels.config import rows_copy
 from gpubuf.kernels.philox import check_state
 from gpubuf.kernels.rows import ALIGNMENT
-from gpubuf.kernels.rows._check import Source, check_count, check_index, strided_source
+from gpubuf.kernels.rows._check import Source, check_count, check_generation, check_index, strided_source
 from gpubuf.kernels.rows._launch import (
     Part,
     check_row_bytes,
@@ -23,6 +23,7 @@ from gpubuf.kernels.rows._launch import (
     last_of_duplicates,
     padded_keys,
     parts_of,
+    winners,
 )
 from gpubuf.kernels.transitions import DOUBLED, float_bits
 from gpubuf.kernels.transitions._check import check_fields, check_read, check_sharing, check_sources
@@ -229,18 +230,26 @@ def extend(
     return index
 
 
-def write(fields: Tensor, sources: Sequence[Tensor], ring: Tensor, index: Tensor, capacity: int) -> None:
+def write(
+    fields: Tensor,
+    sources: Sequence[Tensor],
+    ring: Tensor,
+    index: Tensor,
+    capacity: int,
+    generation: Tensor | None = None,
+) -> None:
     """See :data:`gpubuf.kernels.transitions.write`."""
     check_fields(fields, ring, capacity)
     n = check_index(index)
-    check_devices(fields, ring, index)
+    check_generation(generation, n)
+    check_devices(fields, ring, index, generation)
     if n == 0:
         check_sources(sources, fields.shape[0])
         return
     # Kept until the last launch: some may be copies, which only this list keeps alive.
     checked = _checked_sources(fields, sources, n)
     parts = list(parts_of(fields, checked, n))
-    winner = last_of_duplicates(index, capacity)
+    winner = winners(index, capacity, ring, generation)
     for part in parts:
         tile, num_warps = batch_tile(part.n_bytes, fields.device)
         # Faults are counted by the first launch alone.

@@ -34,9 +34,11 @@ class Ring(StoredOnce):
     def extend(self, sources: list[Tensor], n: int) -> list[int]:
         return self.append([*map(encoded, self.keys, sources)], n)
 
-    def write(self, sources: list[Tensor], index: list[int]) -> None:
-        """Of duplicates the last one wins."""
-        self.put([*map(encoded, self.keys, sources)], {row % self.capacity: i for i, row in enumerate(index)})
+    def write(self, sources: list[Tensor], index: list[int], generation: list[int] | None = None) -> None:
+        """Of duplicates the last one wins; rows that were written since are skipped."""
+        times = [len(range(row % self.capacity, self.written, self.capacity)) for row in index]
+        kept = [i for i, now in enumerate(times) if generation is None or generation[i] == now]
+        self.put([*map(encoded, self.keys, sources)], {index[i] % self.capacity: i for i in kept})
 
     def relink(self, sources: list[Tensor], index: list[int]) -> None:
         self.set_next([*map(encoded, self.keys, sources)], index)

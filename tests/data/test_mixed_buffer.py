@@ -138,7 +138,7 @@ def test_several_batches_at_once(kind, on_device):
 def test_n_steps_and_other_dtypes():
     """Parts that are computed make their own rows."""
     buffers = []
-    for start, options in ((0, {}), (100, {"dtypes": {"observation": torch.float16}})):
+    for start, options in ((0, {"share_next": ["observation"]}), (100, {"dtypes": {"observation": torch.float16}})):
         storage = LazyTensorStorage(20, **options)
         buffer = TensorDictReplayBuffer(storage=storage, n_steps=3, gamma=1.0)
         data = transitions(14, start)

@@ -183,7 +183,7 @@ def test_refused(change: Callable[[TensorDict], Any], text: str):
         buffer_of().update_if_present(torch.tensor([0]), back[:1])
 
 
-def test_other_dtypes_and_prefixes():
+def test_other_dtypes_and_prefixes(backend):
     """Rows take the dtype that was written, and store it in theirs; what shares memory is refused."""
     storage = LazyTensorStorage(
         CAPACITY,
@@ -215,6 +215,16 @@ def test_other_dtypes_and_prefixes():
     assert same(buffer[:], expected)
     with pytest.raises(ValueError, match="'short' is stored as the first elements of 'observation'"):
         buffer.update_if_present(batch["index"], batch.select("short", "index_generation"))
+
+
+def test_shared_next_observations_are_refused():
+    buffer = buffer_of(storage=LazyTensorStorage(CAPACITY, share_next=["observation"]))
+    write(buffer, 8, 0)
+    batch = buffer.sample(4)
+    for key in ("observation", ("next", "observation")):
+        with pytest.raises(ValueError, match="is stored once for two rows"):
+            buffer.update_if_present(batch["index"], batch.select(key, "index_generation"))
+    buffer.update_if_present(batch["index"], batch.select("action", "index_generation"))
 
 
 def test_n_step_batches():

@@ -95,6 +95,21 @@ def test_every_pair_of_dtypes_is_written(transitions_backend, written):
     assert_same(store.gather(torch.arange(7))[0], expected_batch(store, range(7)))
 
 
+@pytest.mark.parametrize("n", [0, 1, 40])
+def test_rows_written_since_are_skipped(transitions_backend, n):
+    """Case 46: a stale entry is no rival of a fresh one of the same row, on whichever side it is."""
+    store = TransitionStore([Spec(3, DRAWN, stored, torch.float32) for stored in DTYPES], 7, written=12)
+    ring, sources, generator = store.reference(), store.batch(n, 3), torch.Generator().manual_seed(n)
+    index = torch.randint(-7, 7, (n,), generator=generator)
+    generation = torch.tensor([len(range(row % 7, 12, 7)) for row in index.tolist()], dtype=torch.int64)
+    generation -= torch.randint(0, 2, (n,), generator=generator)
+    store.write(sources, index, generation)
+    ring.write(sources, index.tolist(), generation.tolist())
+    assert_store(store, ring)
+    with pytest.raises((TypeError, ValueError), match="generation"):
+        store.write(sources, index, generation.int() if n else torch.ones(2, dtype=torch.int64))
+
+
 CODECS = (
     Spec(8, DRAWN, torch.uint8, torch.float32, scale=1 / 255),
     Spec(8, DRAWN, torch.uint8, torch.float32, scale=2 / 255, offset=-1.0),

@@ -282,8 +282,8 @@ class TransitionStore:
         shared_memory = (self.links, self.owners)
         return transitions.extend(self.fields, sources, self.ring, *shared_memory, n, self.capacity, self.envs)
 
-    def write(self, sources: list[Tensor], index: Tensor) -> None:
-        transitions.write(self.fields, sources, self.ring, index, self.capacity)
+    def write(self, sources: list[Tensor], index: Tensor, generation: Tensor | None = None) -> None:
+        transitions.write(self.fields, sources, self.ring, index, self.capacity, generation)
 
     def relink(self, sources: list[Tensor], index: Tensor) -> None:
         assert self.links is not None
