@@ -23,6 +23,7 @@ from gpubuf.data import (
 )
 from tests.support.fake_cuda import fake_cuda, no_blocking_copies
 from tests.support.graph_recorder import RecordedCuda
+from tests.support.placements import Machine
 
 STEPS = 12
 
@@ -234,6 +235,31 @@ def test_copies_checkpoints_and_prefetch(tmp_path):
         batch = buffer.sample(8)
         for other in (copied.sample(8), loaded.sample(8), ahead.sample(8)):
             assert all(torch.equal(batch[key], other[key]) for key in batch.keys(True, True))
+
+
+def test_other_storages_and_places(monkeypatch):
+    """The ends follow the rows: to other memory, to a storage that replaces the first, and after a new allocation."""
+    Machine(device=10_000).install(monkeypatch, work_on_cpu=True)
+
+    def assert_goals(total: int, end: int) -> None:
+        batch = buffer.sample(30)
+        step = batch["next", "achieved_goal"][:, 0]
+        assert torch.equal(batch["desired_goal"][:, 0], torch.where(step <= end, float(end), total - 1.0))
+
+    buffer = buffer_of(storage=LazyTensorStorage(STEPS, device="pinned"), ratio=1.0, strategy="final")
+    fill(buffer, 10, [{4}])
+    assert_goals(10, 4)
+    buffer.to("split:50%")
+    assert_goals(10, 4)
+    buffer.free()
+    fill(buffer, 9, [{2}])
+    assert_goals(9, 2)
+    buffer.set_storage(LazyTensorStorage(STEPS))
+    fill(buffer, 7, [{1}])
+    assert_goals(7, 1)
+    buffer.empty()
+    fill(buffer, 6, [{3}])
+    assert_goals(6, 3)
 
 
 def test_a_part_of_a_mix():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 from pathlib import Path
 
 import pytest
@@ -323,6 +325,19 @@ def test_state_and_files(tmp_path: Path):
         assert same(batch, restored.sample(8))
     with pytest.raises(ValueError, match="2 buffers, here are 1"):
         MixedReplayBuffer([part(0, 0)]).load_state_dict(state)
+
+
+def test_copies():
+    """A copy has rows and random streams of its own, and goes on with the same batches."""
+    mixed = MixedReplayBuffer([part(14, 0, kind="prioritized"), part(12, 100)])
+    mixed.sample(4)
+    others = [copy.deepcopy(mixed), pickle.loads(pickle.dumps(mixed))]
+    expected = [mixed.sample(8) for _ in range(3)]
+    mixed.empty()
+    for other in others:
+        for batch in expected:
+            assert same(other.sample(8), batch)
+        assert_rows(other, other.sample(8))
 
 
 def test_random_streams():

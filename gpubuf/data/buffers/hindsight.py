@@ -180,11 +180,15 @@ class Hindsight:
         relabelled = relabelled & (length > 0)
         target = last
         if self.strategy != "final":
-            row = rows if self.strategy == "future" else first
-            start, stop = row // envs, last // envs
-            choices = (stop - start).remainder(steps) + 1
+            start, choices = first, length
+            if self.strategy == "future":
+                # Of one environment the rows are the steps.
+                ahead = last - rows if envs == 1 else last // envs - rows // envs
+                start, choices = rows, ahead.remainder(steps) + 1
+            # A uniform is below 1, but its product may be rounded up.
             chosen = torch.minimum((uniform * choices).to(torch.int64), choices - 1)
-            target = (start + chosen).remainder(steps) * envs + rows.remainder(envs)
+            # Steps of an environment are so many rows apart.
+            target = (start + chosen * envs).remainder(steps * envs)
         return relabelled, torch.where(relabelled, target, rows)
 
     def finish(self, data: Data, info: dict[Any, Tensor]) -> None:

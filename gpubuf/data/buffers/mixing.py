@@ -38,6 +38,10 @@ class Mixture:
         self._buffers = buffers
         self._joint: JointRows | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without addresses."""
+        return {"_buffers": self._buffers, "_joint": None}
+
     def draw(self, n: int, shares: Sequence[float] | Tensor, batches: int | None) -> Batch:
         """``n`` rows (``batches`` times so many), with all of their info.
 
