@@ -32,11 +32,32 @@ _CHUNK = 512
 
 
 @jit(forceinline=True)
-def _sum_up(source, n, elements, first, width, count, total, peak):  # type: ignore[no-untyped-def]
-    """Count, sum and largest magnitude of the finite numbers of some elements."""
+def _sum_up(source, n, elements, first, width, total, peak):  # type: ignore[no-untyped-def]
+    """Sum and largest magnitude of some elements. Returns whether all numbers are finite; if not, both are wrong."""
+    for j in range(width):
+        total[j] = peak[j] = 0.0
     for i in range(n):
+        row = source[i * elements + first : i * elements + first + width]
         for j in range(width):
-            x = np.float64(source[i * elements + first + j])
+            x = np.float64(row[j])
+            total[j] += x
+            magnitude = abs(x)
+            peak[j] = magnitude if magnitude > peak[j] else peak[j]
+    wrong = 0
+    for j in range(width):
+        wrong += not abs(total[j]) < math.inf
+    return wrong == 0
+
+
+@jit(forceinline=True)
+def _sum_up_finite(source, n, elements, first, width, count, total, peak):  # type: ignore[no-untyped-def]
+    """As :func:`_sum_up`, and the count, of the finite numbers alone."""
+    for j in range(width):
+        count[j] = total[j] = peak[j] = 0.0
+    for i in range(n):
+        row = source[i * elements + first : i * elements + first + width]
+        for j in range(width):
+            x = np.float64(row[j])
             finite = abs(x) < math.inf
             count[j] += 1.0 if finite else 0.0
             total[j] += x if finite else 0.0
@@ -46,11 +67,28 @@ def _sum_up(source, n, elements, first, width, count, total, peak):  # type: ign
 
 @jit(forceinline=True)
 def _deviate(source, n, elements, first, width, mean, m2):  # type: ignore[no-untyped-def]
+    """Sum of squared deviations of the finite numbers."""
+    for j in range(width):
+        m2[j] = 0.0
     for i in range(n):
+        row = source[i * elements + first : i * elements + first + width]
         for j in range(width):
-            x = np.float64(source[i * elements + first + j])
+            x = np.float64(row[j])
             d = x - mean[j] if abs(x) < math.inf else 0.0
             m2[j] += d * d
+
+
+@jit(forceinline=True)
+def _moments(source, n, elements, first, width, count, mean, m2, peak):  # type: ignore[no-untyped-def]
+    """Count, mean, M2 and largest magnitude of some elements of a batch."""
+    if _sum_up(source, n, elements, first, width, mean, peak):
+        for j in range(width):
+            count[j] = float(n)
+    else:
+        _sum_up_finite(source, n, elements, first, width, count, mean, peak)
+    for j in range(width):
+        mean[j] = mean[j] / count[j] if count[j] else 0.0
+    _deviate(source, n, elements, first, width, mean, m2)
 
 
 @jit("void(int64, boolean, int64, int64, int64, int64, int64, int64)", **OPTIONS)
@@ -58,28 +96,20 @@ def _update(source, wide, n, elements, state_address, mean_address, factor_addre
     state = carray(as_f64(state_address), (4, elements))
     rule = carray(as_f64(rule_address), _RULE)
     factor = carray(as_f32(factor_address), elements)
-    count, total, peak, m2 = np.empty(_CHUNK), np.empty(_CHUNK), np.empty(_CHUNK), np.empty(_CHUNK)
+    count, mean, m2, peak = np.empty(_CHUNK), np.empty(_CHUNK), np.empty(_CHUNK), np.empty(_CHUNK)
     for first in range(0, elements, _CHUNK):
         width = min(_CHUNK, elements - first)
-        for j in range(width):
-            count[j] = total[j] = peak[j] = m2[j] = 0.0
-        # Two loops, so that each is vectorised.
+        # Two calls, so that the loops of each are vectorised.
         if wide:
-            _sum_up(carray(as_f64(source), n * elements), n, elements, first, width, count, total, peak)
+            _moments(carray(as_f64(source), n * elements), n, elements, first, width, count, mean, m2, peak)
         else:
-            _sum_up(carray(as_f32(source), n * elements), n, elements, first, width, count, total, peak)
-        for j in range(width):
-            total[j] = total[j] / count[j] if count[j] else 0.0
-        if wide:
-            _deviate(carray(as_f64(source), n * elements), n, elements, first, width, total, m2)
-        else:
-            _deviate(carray(as_f32(source), n * elements), n, elements, first, width, total, m2)
+            _moments(carray(as_f32(source), n * elements), n, elements, first, width, count, mean, m2, peak)
         for j in range(width):
             e = first + j
             before = state[COUNT, e]
             if count[j] and rule[ACTIVE] and before < rule[UNTIL]:
                 now = before + count[j]
-                share, step = count[j] / now, total[j] - state[MEAN, e]
+                share, step = count[j] / now, mean[j] - state[MEAN, e]
                 state[COUNT, e] = now
                 state[MEAN, e] += step * share
                 state[M2, e] += m2[j] + step * step * before * share
@@ -90,9 +120,9 @@ def _update(source, wide, n, elements, state_address, mean_address, factor_addre
             else:
                 factor[e] = 1.0
     if mean_address:
-        mean = carray(as_f32(mean_address), elements)
+        means = carray(as_f32(mean_address), elements)
         for e in range(elements):
-            mean[e] = state[MEAN, e]
+            means[e] = state[MEAN, e]
 
 
 def update(state: Tensor, source: Tensor, mean: Tensor | None, factor: Tensor, rule: Tensor) -> None:

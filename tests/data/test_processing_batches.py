@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from typing import Any
 
@@ -296,3 +297,46 @@ def test_priorities_of_a_doubled_batch():
     leaves = buffer.sampler.tree.leaves
     for index, priority in last.items():
         close(leaves[index], torch.tensor(priority), 1e-5)
+
+
+FAMILIES = ("rows", "sum_tree", "trajectories", "transitions", "moments", "philox")
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the kernels that are launched."""
+    names: list[str] = []
+    for family in FAMILIES:
+        module = importlib.import_module(f"gpubuf.kernels.{family}._launch")
+
+        def launch(kernel: Any, *arguments: Any, own: Any = module.launch, **options: Any) -> None:
+            names.append(kernel.__name__)
+            own(kernel, *arguments, **options)
+
+        monkeypatch.setattr(module, "launch", launch)
+    return names
+
+
+@pytest.mark.parametrize("prioritized", [False, True])
+def test_launches(launched, backend, prioritized):
+    """A batch takes one launch more than the choice by priority. A write takes one a key that is learnt from, and two
+    for rewards, beside those that it takes anyway."""
+    if backend == "numba":
+        pytest.skip("nothing is launched")
+    process = (
+        Normalize(["observation", "action"], clip=2),
+        RewardScale(0.9),
+        Mirror({"observation": SWAP}, mode="double"),
+        RandomShift("pixels"),
+    )
+    twins = Twins(*process, prioritized=prioritized, n_steps=3, storage={"share_next": ["observation"]})
+    twins.write(20, 0)
+    launched.clear()
+    twins.processed.sample()
+    assert len(launched) == 1 + prioritized, launched
+    counts = []
+    for buffer in (twins.plain, twins.processed):
+        launched.clear()
+        buffer.extend(twins.written[0])
+        counts.append(len(launched))
+    assert counts[1] - counts[0] == 4, launched
