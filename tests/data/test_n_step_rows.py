@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -42,9 +43,9 @@ def test_flags_that_are_changed_in_place():
     row["next", "done"][:] = True
     buffer[torch.tensor([2])] = row.exclude("index")
     assert steps() == [3, 2, 1, 5, 4, 3, 2, 1]
-    batch = buffer.sample(8)
-    ended = TensorDict({"next": {"done": batch["next", "done"] | True}}, [8])[4:6]
-    buffer.update_if_present(batch["index"][4:6], ended, generation=batch["index_generation"][4:6])
+    other = ReplayBuffer(storage=buffer.storage)
+    ended = TensorDict({"next": {"done": torch.ones(2, 1, dtype=torch.bool)}}, [2])
+    other.update_if_present(torch.tensor([4, 5]), ended, generation=torch.tensor([1, 1]))
     assert steps() == [3, 2, 1, 2, 1, 1, 2, 1]
     column = buffer.storage.columns[buffer.storage.layout.position(("next", "done"))].whole
     column[2] = False
@@ -146,3 +147,80 @@ def test_one_storage_of_two_buffers():
     del reader
     other = ReplayBuffer(storage=storage, n_steps=64, end_keys=[("next", "observation")], batch_size=24)
     assert other.sample()["steps_to_next_obs"].max() == 1
+
+
+# Which rows follow each other
+
+
+def test_identifiers_instead_of_flags():
+    """A trajectory ends where they change; the newest row never ends one."""
+    rows = agents_rows(8).set("episode", torch.tensor([3, 3, 3, 1, 1, 7, 7, 7]))
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(8),
+        sampler=SamplerWithoutReplacement(shuffle=False),
+        n_steps=4,
+        gamma=1.0,
+        traj_key="episode",
+    )
+    buffer.extend(rows[:7])
+    assert buffer.sample(7)["steps_to_next_obs"].flatten().tolist() == [3, 2, 1, 2, 1, 2, 1]
+    buffer.extend(rows[7:])
+    assert buffer.sample(8)["steps_to_next_obs"].flatten().tolist() == [3, 2, 1, 2, 1, 3, 2, 1]
+    with pytest.raises(ValueError, match="exclude each other"):
+        ReplayBuffer(n_steps=2, traj_key="episode", end_keys=[("next", "done")])
+    with pytest.raises(KeyError, match="'episode', which is not stored"):
+        ReplayBuffer(storage=TensorStorage(agents_rows(3)), n_steps=2, traj_key="episode")
+
+
+def in_turn(envs: int, n: int) -> TensorDict:
+    """Steps of several environments, one after the other."""
+    return Model(1000, envs, seed=3).write(n).transpose(0, 1).reshape(-1)
+
+
+def test_environments_that_take_turns():
+    """In a 1-D storage windows would mix them: a warning says so, once."""
+    rows = in_turn(4, 20)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(100), n_steps=3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for start in range(0, 80, 4):
+            buffer.extend(rows[start : start + 4])
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert "rows of 4 environments take turns" in str(caught[0].message)
+    assert "n_steps=3 mixes them: use a storage with ndim=2" in str(caught[0].message)
+    for options in ({"n_steps": 1}, {"n_steps": 3, "traj_key": "env"}):
+        ReplayBuffer(storage=LazyTensorStorage(100), **options).extend(rows.clone().set("env", torch.arange(80) % 4))
+    single = ReplayBuffer(storage=LazyTensorStorage(100), n_steps=3)
+    single.extend(in_turn(1, 80))
+
+
+# Storages that compute
+
+
+@pytest.mark.parametrize("envs", [None, 2])
+@pytest.mark.parametrize("sampler", ["uniform", "prioritized", "without replacement"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"share_next": ["observation"]},
+        {"share_next": True, "dtypes": {"observation": torch.float64, ("next", "done"): torch.uint8}},
+        {"batch_dtypes": {("next", "reward"): torch.float64}},
+    ],
+    ids=["shared", "shared and converted", "converted"],
+)
+def test_observations_once_and_other_dtypes(backend, options, sampler, envs):
+    """Windows over rows that are not stored as they were written."""
+    if backend == "triton" and sampler != "uniform":
+        pytest.skip("the interpreter is slow")
+    storage = LazyTensorStorage(12 * (envs or 1), ndim=1 if envs is None else 2, **options)
+    buffer, model = new(12, envs, sampler, n_steps=3, gamma=0.9), Model(12, envs)
+    buffer.set_storage(storage)
+    for n in (5, 9, 1, 20):
+        buffer.extend(model.write(n))
+        batch = buffer.sample()
+        model.check(batch, 3, 0.9)
+        assert (
+            batch["next", "reward"].dtype
+            is storage.batch_layout.leaves[storage.batch_layout.position(("next", "reward"))].dtype
+        )

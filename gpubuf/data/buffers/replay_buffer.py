@@ -22,6 +22,7 @@ from gpubuf.data.buffers.copying import Copyable
 from gpubuf.data.buffers.hindsight import Hindsight
 from gpubuf.data.buffers.moving import Movable
 from gpubuf.data.buffers.multi_step import multi_step_of
+from gpubuf.data.buffers.row_order import RowOrder
 from gpubuf.data.buffers.sampling import Batches
 from gpubuf.data.buffers.stateful import Stateful
 from gpubuf.data.buffers.transforms import Compose
@@ -76,6 +77,7 @@ class ReplayBuffer(Composed, Copyable, Movable, Stateful, WriteBack):
         reward_keys: keys of the rewards that are summed. Default: ``("next", "reward")``.
         end_keys: flags that end a trajectory. Default: those of ``"done"``, ``"terminated"`` and ``"truncated"`` that
             are stored under ``"next"``, or else at the root.
+        traj_key: identifiers of trajectories, whose change ends one; instead of ``end_keys``.
         process: what happens to keys on their way out: :class:`Normalize`, :class:`RewardScale`, :class:`Clip`,
             :class:`Mirror` and :class:`RandomShift`. Indexing gives rows as they were written.
         relabel: gives rows of a batch other goals, see :class:`Hindsight`.
@@ -112,6 +114,7 @@ class ReplayBuffer(Composed, Copyable, Movable, Stateful, WriteBack):
         gamma: float = 0.99,
         reward_keys: Sequence[Any] | None = None,
         end_keys: Sequence[Any] | None = None,
+        traj_key: Any = None,
         process: Sequence[Any] = (),
         relabel: Hindsight | None = None,
         consume_after_n_samples: int | None = None,
@@ -148,7 +151,7 @@ class ReplayBuffer(Composed, Copyable, Movable, Stateful, WriteBack):
         self._batch_size = batch_size
         self._transform = Compose()
         self._pipeline = Pipeline.of(process)
-        self._recipe = Recipe.of(n_steps, gamma, reward_keys, end_keys, None, self._pipeline)
+        self._recipe = Recipe.of(n_steps, gamma, reward_keys, end_keys, traj_key, self._pipeline)
         if (multi_step := multi_step_of(transform, self._recipe)) is not None:
             self._recipe = multi_step
         elif transform is not None:
@@ -169,6 +172,7 @@ class ReplayBuffer(Composed, Copyable, Movable, Stateful, WriteBack):
             self._storage.followed_by(self._relabel)
         if self._sampler.reader is not reader:
             self._sampler.read_from(reader)
+        self._row_order = RowOrder(self._recipe) if self._recipe.n_steps > 1 else None
         self._reader = reader
         self._batches = Batches(
             self._storage,
@@ -295,6 +299,8 @@ class ReplayBuffer(Composed, Copyable, Movable, Stateful, WriteBack):
             pipeline.on_write(data, storage.ndim)
         storage.end(None)
         self._given = None
+        if self._row_order is not None and not _compiling():
+            self._row_order.look(storage)
         return storage.unravel(index)
 
     def _tell_sampler(self, survivors: Tensor) -> None:
