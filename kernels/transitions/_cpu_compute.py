@@ -8,10 +8,11 @@ import numpy as np
 from numba import carray
 
 from gpubuf.kernels._jit import OPTIONS, jit
-from gpubuf.kernels._pointers import as_i64, prefetch_l2
+from gpubuf.kernels._pointers import as_f32, as_i64, prefetch_l2
 from gpubuf.kernels.philox import OFFSET as RANDOM_OFFSET
 from gpubuf.kernels.philox import SEED
 from gpubuf.kernels.philox._cpu import philox_uniform_f64
+from gpubuf.kernels.rows import DEVICE_ROWS, ROW_STRIDE, SPLIT
 from gpubuf.kernels.rows._cpu_copy import AHEAD
 from gpubuf.kernels.rows._cpu_table import copy_row, row_address
 from gpubuf.kernels.transitions import (
@@ -24,6 +25,7 @@ from gpubuf.kernels.transitions import (
     HIGH,
     LOW,
     MEAN,
+    NEXT,
     OFFSET,
     PAD,
     PAIR,
@@ -43,11 +45,12 @@ from gpubuf.kernels.transitions._cpu_convert import (
     F64,
     I64,
     decode,
+    decode_f32,
     encode,
     encode_integers,
+    normalise_f32,
     read_f32,
     read_i32,
-    write_f32,
 )
 from gpubuf.kernels.transitions._cpu_window import side_address
 
@@ -108,29 +111,6 @@ def _processed(numbers, field, number_type):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _normalised(source, mean, factor, bottom, top, n, target):  # type: ignore[no-untyped-def]
-    """As :func:`_processed`, of a float32 row to another, in one loop."""
-    for i in range(n):
-        number = (read_f32(source, i) - read_f32(mean, i)) * read_f32(factor, i)
-        number = bottom if number < bottom else number
-        write_f32(target, i, top if number > top else number)
-
-
-@jit(forceinline=True)
-def _prefetch(field, row):  # type: ignore[no-untyped-def]
-    """Ask for a row, up to a page of it. To compute takes so many instructions that the processor looks less far ahead
-    than in a copy, and the hardware begins too late with what is behind the first lines."""
-    address = _address(field, row)
-    for i in range(0, min(field[ROW_BYTES], 4096), 64):
-        prefetch_l2(address + i)
-
-
-@jit(forceinline=True)
-def _address(field, row):  # type: ignore[no-untyped-def]
-    return side_address(field, row) if row < 0 else row_address(field, row)
-
-
-@jit
 def _decoded(address, field, number_type, numbers):  # type: ignore[no-untyped-def]
     """The numbers that a stored row stands for."""
     n = field[ELEMENTS]
@@ -160,12 +140,66 @@ def _shifted(source, field, size, dy, dx, target):  # type: ignore[no-untyped-de
         target += line
 
 
+@jit(forceinline=True)
+def _address(field, row):  # type: ignore[no-untyped-def]
+    return side_address(field, row) if row < 0 else row_address(field, row)
+
+
+@jit(forceinline=True)
+def _prefetch(address, row_bytes):  # type: ignore[no-untyped-def]
+    """Ask for a row, up to a page of it. To compute takes so many instructions that the processor looks less far ahead
+    than in a copy, and the hardware begins too late with what is behind the first lines."""
+    prefetch_l2(address)
+    for i in range(64, min(row_bytes, 4096), 64):
+        prefetch_l2(address + i)
+    # a row that starts in the middle of a line ends in one more
+    prefetch_l2(address + min(row_bytes, 4096) - 1)
+
+
+@jit
+def _convert(field, rows, n, capacity, target, numbers):  # type: ignore[no-untyped-def]
+    """Rows of float32 to ``target``, of fields that are neither sums nor mirrored nor shifted."""
+    # What is read once here would be read for every row: the compiler can't know that no row lies in the field.
+    elements, stored, row_bytes, width = field[ELEMENTS], field[STORED], field[ROW_BYTES], field[BATCH_BYTES]
+    mean, factor = field[MEAN], field[FACTOR]
+    scale, offset = np.float32(float_of(field[SCALE])), np.float32(float_of(field[OFFSET]))
+    low, high = np.float32(float_of(field[LOW])), np.float32(float_of(field[HIGH]))
+    coded = float_of(field[SCALE]) != 1 or float_of(field[OFFSET]) != 0
+    clipped = low > -math.inf or high < math.inf
+    base, stride, elsewhere = field[DEVICE_ROWS], field[ROW_STRIDE], field[SPLIT] < capacity or field[ROW] == NEXT
+    scratch = np.int64(numbers.ctypes.data)
+    for i in range(n):
+        row, coming = rows[i], rows[min(i + AHEAD, n - 1)]
+        source, out = base + row * stride, target + i * width
+        if elsewhere:
+            source = _address(field, row)
+            _prefetch(_address(field, coming), row_bytes)
+        else:
+            _prefetch(base + coming * stride, row_bytes)
+        if stored != F32 or coded:
+            origin, source = source, scratch if mean != 0 else out
+            if not decode_f32(origin, stored, elements, source):
+                decode(origin, stored, elements, carray(as_f32(source), elements))
+            if coded:
+                made = carray(as_f32(source), elements)
+                for e in range(elements):
+                    made[e] = made[e] * scale + offset
+        if mean != 0:
+            normalise_f32(source, mean, factor, low, high, elements, out)
+        elif source != out:
+            copy_row(out, source, width)
+        if clipped and mean == 0:
+            made = carray(as_f32(out), elements)
+            for e in range(elements):
+                number = low if made[e] < low else made[e]
+                made[e] = high if number > high else number
+
+
 @jit
 def _compute(field, rows, length, n, how, number_type, target, numbers):  # type: ignore[no-untyped-def]
     """Rows of a field to ``target``, in numbers of a type; see :func:`compute_narrow`."""
     capacity, envs, gamma, mirroring, noise, ahead, draws = how
     seed, offset = 0, 0
-    low, high = np.float32(float_of(field[LOW])), np.float32(float_of(field[HIGH]))
     if noise != 0:
         state = carray(as_i64(noise), 3)
         seed, offset = state[SEED], state[RANDOM_OFFSET] + ahead
@@ -173,15 +207,10 @@ def _compute(field, rows, length, n, how, number_type, target, numbers):  # type
     kind, pad = field[ROW], field[PAD]
     moved = is_moved(field)
     mirroring = mirroring if field[PERMUTATION] != 0 else NONE
-    # The commonest case: one loop in place of three.
-    coded = float_of(field[SCALE]) != 1 or float_of(field[OFFSET]) != 0
-    direct = stored == F32 and batch == F32 and field[MEAN] != 0 and kind < SUM and not coded
     mirrored_numbers = np.empty_like(numbers) if field[PERMUTATION] != 0 else numbers
     sums = np.empty(elements if kind == SUM else 0, np.float64)
     integers = np.empty(elements if moved and stored != batch else 0, np.int64)
     unshifted = np.empty(row_bytes if pad != 0 else 0, np.uint8)
-    for i in range(min(AHEAD, n) if kind != STEPS else 0):
-        _prefetch(field, rows[i])
     for i in range(n):
         out = target + i * row_bytes
         at = np.int64(unshifted.ctypes.data) if pad != 0 else out
@@ -190,11 +219,10 @@ def _compute(field, rows, length, n, how, number_type, target, numbers):  # type
         row = rows[i]
         address = 0
         if kind != STEPS:
+            coming = rows[min(i + AHEAD, n - 1)]
+            _prefetch(_address(field, coming), field[ROW_BYTES])
             address = _address(field, row)
-            _prefetch(field, rows[min(i + AHEAD, n - 1)])
-        if direct and not mirrored:
-            _normalised(address, field[MEAN], field[FACTOR], low, high, elements, at)
-        elif not moved or mirrored:
+        if not moved or mirrored:
             discount = 1.0
             for step in range(length[i] if kind == SUM else 1):
                 if kind == STEPS:
@@ -245,8 +273,13 @@ def compute_narrow(  # type: ignore[no-untyped-def]
     """
     field = carray(as_i64(field_address), FIELD)
     rows, length = carray(as_i64(rows_address), n), carray(as_i64(length_address), n)
+    numbers = np.empty(field[ELEMENTS], np.float32)
+    mirrored = mirroring != NONE and field[PERMUTATION] != 0
+    if field[BATCH] == F32 and field[ROW] < SUM and field[PAD] == 0 and not mirrored:
+        _convert(field, rows, n, capacity, target, numbers)
+        return n
     how = (capacity, envs, gamma, mirroring, noise, ahead, draws)
-    return _compute(field, rows, length, n, how, np.float32, target, np.empty(field[ELEMENTS], np.float32))
+    return _compute(field, rows, length, n, how, np.float32, target, numbers)
 
 
 @jit(_SIGNATURE, no_cfunc_wrapper=False, **OPTIONS)

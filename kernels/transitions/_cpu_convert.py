@@ -8,6 +8,7 @@ elements may have any alignment.
 
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
@@ -17,7 +18,10 @@ from gpubuf.kernels._jit import jit
 # Codes of dtypes, as in the contract.
 U8, I8, I16, I32, I64, F16, BF16, F32, F64, BOOL = range(10)
 
-_I16, _I32, _F32 = ir.IntType(16), ir.IntType(32), ir.FloatType()
+_I8, _I16, _I32, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.FloatType()
+
+# Elements that the commonest conversions take at a time. Rows are often too short for what LLVM makes of a loop.
+_LANES = 8
 
 
 def _element(builder: Any, base: Any, i: Any, kind: Any) -> Any:
@@ -49,30 +53,38 @@ def _writer(kind: Any, number: Any, convert: Any = None) -> Any:
     return write
 
 
-def _bits(value: int) -> Any:
-    return ir.Constant(_I32, value)
+def _like(value: Any, kind: Any) -> Any:
+    """A type of so many elements as a value has."""
+    return ir.VectorType(kind, value.type.count) if isinstance(value.type, ir.VectorType) else kind
 
 
-def _number(builder: Any, bits: int) -> Any:
-    return builder.bitcast(_bits(bits), _F32)
+def _bits(value: Any, bits: int) -> Any:
+    """An int32 for each element of a value."""
+    kind = _like(value, _I32)
+    return ir.Constant(kind, [bits] * kind.count if isinstance(kind, ir.VectorType) else bits)
+
+
+def _number(builder: Any, value: Any, bits: int) -> Any:
+    return builder.bitcast(_bits(value, bits), _like(value, _F32))
 
 
 def _half_to_float(builder: Any, half: Any) -> Any:
-    """IEEE binary16 to binary32 in integer arithmetic, which runs on every processor, and vectorises.
+    """IEEE binary16 to binary32 in integer arithmetic, which runs on every processor.
 
     Exponent and mantissa move to their place in a float32. A product with 2**-112 corrects the exponent, infinity and
     NaN included; subnormals are what lies above one half after their mantissa was put behind it.
     """
-    word = builder.shl(builder.zext(half, _I32), _bits(16))
-    sign = builder.and_(word, _bits(0x80000000))
+    i32, f32 = _like(half, _I32), _like(half, _F32)
+    word = builder.shl(builder.zext(half, i32), _bits(half, 16))
+    sign = builder.and_(word, _bits(half, 0x80000000))
     magnitude = builder.add(word, word)
-    raised = builder.add(builder.lshr(magnitude, _bits(4)), _bits(0xE0 << 23))
-    normal = builder.fmul(builder.bitcast(raised, _F32), _number(builder, (127 - 112) << 23))
-    behind_half = builder.or_(builder.lshr(magnitude, _bits(17)), _bits(126 << 23))
-    subnormal = builder.fsub(builder.bitcast(behind_half, _F32), _number(builder, 126 << 23))
-    is_subnormal = builder.icmp_unsigned("<", magnitude, _bits(1 << 27))
-    chosen = builder.select(is_subnormal, builder.bitcast(subnormal, _I32), builder.bitcast(normal, _I32))
-    return builder.bitcast(builder.or_(sign, chosen), _F32)
+    raised = builder.add(builder.lshr(magnitude, _bits(half, 4)), _bits(half, 0xE0 << 23))
+    normal = builder.fmul(builder.bitcast(raised, f32), _number(builder, half, (127 - 112) << 23))
+    behind_half = builder.or_(builder.lshr(magnitude, _bits(half, 17)), _bits(half, 126 << 23))
+    subnormal = builder.fsub(builder.bitcast(behind_half, f32), _number(builder, half, 126 << 23))
+    is_subnormal = builder.icmp_unsigned("<", magnitude, _bits(half, 1 << 27))
+    chosen = builder.select(is_subnormal, builder.bitcast(subnormal, i32), builder.bitcast(normal, i32))
+    return builder.bitcast(builder.or_(sign, chosen), f32)
 
 
 def _float_to_half(builder: Any, value: Any) -> Any:
@@ -81,43 +93,49 @@ def _float_to_half(builder: Any, value: Any) -> Any:
     Products with 2**112 and 2**-110 make infinity of what is too large. The addend has the exponent of the value, and
     of the smallest normal number at least, so that subnormals are rounded at their last bit.
     """
-    word = builder.bitcast(value, _I32)
-    sign = builder.and_(word, _bits(0x80000000))
+    i32, f32 = _like(value, _I32), _like(value, _F32)
+    word = builder.bitcast(value, i32)
+    sign = builder.and_(word, _bits(value, 0x80000000))
     magnitude = builder.add(word, word)
-    positive = builder.bitcast(builder.and_(word, _bits(0x7FFFFFFF)), _F32)
-    scaled = builder.fmul(positive, _number(builder, (127 + 112) << 23))
-    scaled = builder.fmul(scaled, _number(builder, (127 - 110) << 23))
-    exponent = builder.and_(magnitude, _bits(0xFF000000))
-    least = _bits(0x71000000)
+    positive = builder.bitcast(builder.and_(word, _bits(value, 0x7FFFFFFF)), f32)
+    scaled = builder.fmul(positive, _number(builder, value, (127 + 112) << 23))
+    scaled = builder.fmul(scaled, _number(builder, value, (127 - 110) << 23))
+    exponent = builder.and_(magnitude, _bits(value, 0xFF000000))
+    least = _bits(value, 0x71000000)
     exponent = builder.select(builder.icmp_unsigned("<", exponent, least), least, exponent)
-    addend = builder.bitcast(builder.add(builder.lshr(exponent, _bits(1)), _bits(0x07800000)), _F32)
-    rounded = builder.bitcast(builder.fadd(addend, scaled), _I32)
-    upper = builder.and_(builder.lshr(rounded, _bits(13)), _bits(0x7C00))
-    bits = builder.add(upper, builder.and_(rounded, _bits(0xFFF)))
-    is_nan = builder.icmp_unsigned(">", magnitude, _bits(0xFF000000))
-    bits = builder.select(is_nan, _bits(0x7E00), bits)
-    return builder.trunc(builder.or_(builder.lshr(sign, _bits(16)), bits), _I16)
+    addend = builder.add(builder.lshr(exponent, _bits(value, 1)), _bits(value, 0x07800000))
+    rounded = builder.bitcast(builder.fadd(builder.bitcast(addend, f32), scaled), i32)
+    upper = builder.and_(builder.lshr(rounded, _bits(value, 13)), _bits(value, 0x7C00))
+    bits = builder.add(upper, builder.and_(rounded, _bits(value, 0xFFF)))
+    is_nan = builder.icmp_unsigned(">", magnitude, _bits(value, 0xFF000000))
+    bits = builder.select(is_nan, _bits(value, 0x7E00), bits)
+    return builder.trunc(builder.or_(builder.lshr(sign, _bits(value, 16)), bits), _like(value, _I16))
 
 
 def _bfloat_to_float(builder: Any, bits: Any) -> Any:
-    return builder.bitcast(builder.shl(builder.zext(bits, _I32), _bits(16)), _F32)
+    word = builder.zext(bits, _like(bits, _I32))
+    return builder.bitcast(builder.shl(word, _bits(bits, 16)), _like(bits, _F32))
 
 
 def _float_to_bfloat(builder: Any, value: Any) -> Any:
     """The upper half of the bits, rounded to the nearest, half to even."""
-    word = builder.bitcast(value, _I32)
-    odd = builder.and_(builder.lshr(word, _bits(16)), _bits(1))
-    rounded = builder.lshr(builder.add(builder.add(word, _bits(0x7FFF)), odd), _bits(16))
+    word = builder.bitcast(value, _like(value, _I32))
+    odd = builder.and_(builder.lshr(word, _bits(value, 16)), _bits(value, 1))
+    rounded = builder.lshr(builder.add(builder.add(word, _bits(value, 0x7FFF)), odd), _bits(value, 16))
     is_nan = builder.fcmp_unordered("uno", value, value)
-    return builder.trunc(builder.select(is_nan, _bits(0x7FC0), rounded), _I16)
+    return builder.trunc(builder.select(is_nan, _bits(value, 0x7FC0), rounded), _like(value, _I16))
+
+
+def _byte_to_float(builder: Any, byte: Any) -> Any:
+    return builder.uitofp(byte, _like(byte, _F32))
 
 
 def _nonzero(builder: Any, byte: Any) -> Any:
-    return builder.zext(builder.icmp_unsigned("!=", byte, ir.Constant(ir.IntType(8), 0)), ir.IntType(8))
+    return builder.zext(builder.icmp_unsigned("!=", byte, ir.Constant(_I8, 0)), _I8)
 
 
-read_u8 = _reader(ir.IntType(8), types.uint8)
-_read_i8 = _reader(ir.IntType(8), types.int8)
+read_u8 = _reader(_I8, types.uint8)
+_read_i8 = _reader(_I8, types.int8)
 _read_i16 = _reader(_I16, types.int16)
 read_i32 = _reader(_I32, types.int32)
 read_i64 = _reader(ir.IntType(64), types.int64)
@@ -125,8 +143,8 @@ _read_f16 = _reader(_I16, types.float32, _half_to_float)
 _read_bf16 = _reader(_I16, types.float32, _bfloat_to_float)
 read_f32 = _reader(_F32, types.float32)
 _read_f64 = _reader(ir.DoubleType(), types.float64)
-_read_bool = _reader(ir.IntType(8), types.uint8, _nonzero)
-_write_8 = _writer(ir.IntType(8), types.uint8)
+_read_bool = _reader(_I8, types.uint8, _nonzero)
+_write_8 = _writer(_I8, types.uint8)
 _write_16 = _writer(_I16, types.uint16)
 write_32 = _writer(_I32, types.uint32)
 _write_64 = _writer(ir.IntType(64), types.int64)
@@ -134,6 +152,62 @@ _write_f16 = _writer(_I16, types.float32, _float_to_half)
 _write_bf16 = _writer(_I16, types.float32, _float_to_bfloat)
 write_f32 = _writer(_F32, types.float32)
 _write_f64 = _writer(ir.DoubleType(), types.float64)
+
+
+def _vector(builder: Any, base: Any, i: Any, kind: Any) -> Any:
+    pointer = builder.bitcast(_element(builder, base, i, kind), ir.VectorType(kind, _LANES).as_pointer())
+    return builder.load(pointer, align=1, typ=ir.VectorType(kind, _LANES))
+
+
+def _block(kind: Any, convert: Any, result: Any) -> Any:
+    """``block(source, target, i)``: convert elements ``i .. i + _LANES - 1``."""
+
+    @intrinsic
+    def block(typingctx, source, target, i):  # type: ignore[no-untyped-def]
+        def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+            converted = convert(builder, _vector(builder, args[0], args[2], kind))
+            place = _element(builder, args[1], args[2], result)
+            builder.store(converted, builder.bitcast(place, converted.type.as_pointer()), align=1)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64, types.int64), codegen
+
+    return block
+
+
+_block_f16 = _block(_I16, _half_to_float, _F32)
+_block_bf16 = _block(_I16, _bfloat_to_float, _F32)
+_block_u8 = _block(_I8, _byte_to_float, _F32)
+_block_to_f16 = _block(_F32, _float_to_half, _I16)
+_block_to_bf16 = _block(_F32, _float_to_bfloat, _I16)
+
+
+@intrinsic
+def _normalise_block(typingctx, source, mean, factor, low, high, target, i):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        numbers, mean, factor = (_vector(builder, base, args[6], _F32) for base in args[:3])
+        numbers = builder.fmul(builder.fsub(numbers, mean), factor)
+        low, high = (_repeated(builder, bound, numbers.type) for bound in args[3:5])
+        numbers = builder.select(builder.fcmp_ordered("<", numbers, low), low, numbers)
+        numbers = builder.select(builder.fcmp_ordered(">", numbers, high), high, numbers)
+        place = _element(builder, args[5], args[6], _F32)
+        builder.store(numbers, builder.bitcast(place, numbers.type.as_pointer()), align=1)
+        return context.get_dummy_value()
+
+    address = types.int64
+    return types.void(address, address, address, types.float32, types.float32, address, types.int64), codegen
+
+
+#: ``_block_normalised(source, mean, factor, low, high, target, i)``: normalise and cut ``_LANES`` elements from i on.
+_block_normalised: Any = _normalise_block
+
+
+def _repeated(builder: Any, value: Any, kind: Any) -> Any:
+    """A value in every lane."""
+    first = builder.insert_element(ir.Constant(kind, ir.Undefined), value, _I32(0))
+    return builder.shuffle_vector(
+        first, ir.Constant(kind, ir.Undefined), ir.Constant(ir.VectorType(_I32, kind.count), None)
+    )
 
 
 def _llvm_of_float(name: str, result: Any, suffix: str) -> Any:
@@ -159,6 +233,66 @@ _rounded: Any = _llvm_of_float("llvm.rint", None, "")
 
 # Cut to the range of int64; NaN becomes 0.
 _to_i64: Any = _llvm_of_float("llvm.fptosi.sat", types.int64, "i64.")
+
+
+@jit
+def decode_f32(address, code, n, target):  # type: ignore[no-untyped-def]
+    """The ``n`` elements at an address, float16, bfloat16 or uint8, as float32 at another. False: another dtype."""
+    if code not in (BF16, F16, U8):
+        return False
+    if n < _LANES:
+        for i in range(n):
+            if code == BF16:
+                write_f32(target, i, _read_bf16(address, i))
+            elif code == F16:
+                write_f32(target, i, _read_f16(address, i))
+            else:
+                write_f32(target, i, np.float32(read_u8(address, i)))
+        return True
+    # The last block overlaps with the one before.
+    for i in range(0, n, _LANES):
+        first = min(i, n - _LANES)
+        if code == BF16:
+            _block_bf16(address, target, first)
+        elif code == F16:
+            _block_f16(address, target, first)
+        else:
+            _block_u8(address, target, first)
+    return True
+
+
+@jit
+def encode_f32(address, n, code, target):  # type: ignore[no-untyped-def]
+    """As :func:`decode_f32` the other way round, to float16 or bfloat16."""
+    if code not in (BF16, F16):
+        return False
+    if n < _LANES:
+        for i in range(n):
+            if code == BF16:
+                _write_bf16(target, i, read_f32(address, i))
+            else:
+                _write_f16(target, i, read_f32(address, i))
+        return True
+    for i in range(0, n, _LANES):
+        first = min(i, n - _LANES)
+        if code == BF16:
+            _block_to_bf16(address, target, first)
+        else:
+            _block_to_f16(address, target, first)
+    return True
+
+
+@jit
+def normalise_f32(address, mean, factor, low, high, n, target):  # type: ignore[no-untyped-def]
+    """``(number - mean) * factor``, cut to bounds, of the ``n`` float32 at an address, to another one."""
+    if n >= _LANES:
+        for i in range(0, n, _LANES):
+            _block_normalised(address, mean, factor, low, high, target, min(i, n - _LANES))
+        return
+    for i in range(n):
+        number = (read_f32(address, i) - read_f32(mean, i)) * read_f32(factor, i)
+        number = low if number < low else number
+        write_f32(target, i, high if number > high else number)
 
 
 @jit

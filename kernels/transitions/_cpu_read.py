@@ -5,6 +5,8 @@ As in :mod:`gpubuf.kernels.rows._cpu`, rows are asked for well ahead of their co
 
 # Numba needs the real signatures: no `from __future__ import annotations`.
 
+import math
+
 import numpy as np
 from numba import carray
 
@@ -23,17 +25,26 @@ from gpubuf.kernels.transitions import (
     COPIED,
     DOUBLED,
     DRAWN,
+    ELEMENTS,
     FIELD,
+    HIGH,
     LAST,
+    LOW,
+    MEAN,
     NEXT,
     OFF,
+    OFFSET,
     OPAQUE,
     PERMUTATION,
     ROW,
     ROW_BYTES,
+    SCALE,
+    STEPS,
     STORED,
+    SUM,
 )
-from gpubuf.kernels.transitions._cpu_compute import ALL, DRAWN_BY_CHANCE, NONE, is_moved, is_wide
+from gpubuf.kernels.transitions._cpu_compute import ALL, DRAWN_BY_CHANCE, NONE, float_of, is_moved, is_wide
+from gpubuf.kernels.transitions._cpu_convert import F32, I64, read_f32, write_f32
 from gpubuf.kernels.transitions._cpu_window import find_next, find_windows, side_address
 
 # Rows whose windows are found at a time: few enough to stay in the L1 cache.
@@ -44,29 +55,86 @@ DONE, EMPTY, NEEDS_NARROW, NEEDS_WIDE = -1, -2, -3, -4
 
 
 @jit(forceinline=True)
-def _gather_key(target, field, row_bytes, rows, n, following, coming):  # type: ignore[no-untyped-def]
-    """Copy rows of a field. ``coming`` are the rows of the field that follows: its first ones are prefetched."""
+def _prefetch_first(field, rows, n):  # type: ignore[no-untyped-def]
+    """Ask for the first rows of a field."""
+    if field[ROW] != STEPS:
+        for i in range(min(AHEAD, n)):
+            address = side_address(field, rows[i]) if rows[i] < 0 else row_address(field, rows[i])
+            prefetch_row(address, field[ROW_BYTES])
+
+
+@jit(forceinline=True)
+def _copy_key(target, field, row_bytes, rows, n):  # type: ignore[no-untyped-def]
+    """Copy rows of a field that all lie in one memory."""
     address, stride = field[DEVICE_ROWS], field[ROW_STRIDE]
-    next_address, next_stride, next_bytes = following[DEVICE_ROWS], following[ROW_STRIDE], following[ROW_BYTES]
-    ahead = min(AHEAD, n)
-    for i in range(n - ahead):
-        prefetch_row(address + rows[i + ahead] * stride, row_bytes)
+    ahead = max(n - AHEAD, 0)
+    for i in range(ahead):
+        prefetch_row(address + rows[i + AHEAD] * stride, row_bytes)
         copy_row(target + i * row_bytes, address + rows[i] * stride, row_bytes)
-    for i in range(n - ahead, n):
-        prefetch_row(next_address + coming[i - n + ahead] * next_stride, next_bytes)
+    for i in range(ahead, n):
         copy_row(target + i * row_bytes, address + rows[i] * stride, row_bytes)
 
 
 @jit(forceinline=True)
-def _gather_elsewhere(target, field, rows, n):  # type: ignore[no-untyped-def]
-    """As :func:`_gather_key`, of rows in two memories, and of next observations aside."""
+def _copy_anywhere(target, field, rows, n):  # type: ignore[no-untyped-def]
+    """As :func:`_copy_key`, of rows in two memories, and of next observations aside."""
     row_bytes = field[ROW_BYTES]
-    ahead = min(AHEAD, n)
     for i in range(n):
-        coming = rows[min(i + ahead, n - 1)]
+        coming = rows[min(i + AHEAD, n - 1)]
         prefetch_row(side_address(field, coming) if coming < 0 else row_address(field, coming), row_bytes)
         address = side_address(field, rows[i]) if rows[i] < 0 else row_address(field, rows[i])
         copy_row(target + i * row_bytes, address, row_bytes)
+
+
+@jit(forceinline=True)
+def _copy_rows(target, field, rows, n, capacity):  # type: ignore[no-untyped-def]
+    row_bytes = field[ROW_BYTES]
+    # The commonest widths get loops of their own, in which the width is a constant.
+    if field[SPLIT] < capacity or field[ROW] == NEXT:
+        _copy_anywhere(target, field, rows, n)
+    elif row_bytes == 4:
+        _copy_key(target, field, 4, rows, n)
+    elif row_bytes == 1:
+        _copy_key(target, field, 1, rows, n)
+    else:
+        _copy_key(target, field, row_bytes, rows, n)
+
+
+@jit(forceinline=True)
+def _is_plain_sum(field, mirror):  # type: ignore[no-untyped-def]
+    """Whether a field is a sum of float32 that becomes nothing else."""
+    if field[ROW] != SUM or field[STORED] != F32 or field[BATCH] != F32:
+        return False
+    processed = field[MEAN] != 0 or float_of(field[LOW]) > -math.inf or float_of(field[HIGH]) < math.inf
+    coded = float_of(field[SCALE]) != 1 or float_of(field[OFFSET]) != 0
+    return not processed and not coded and (field[PERMUTATION] == 0 or mirror == OFF)
+
+
+@jit(forceinline=True)
+def _is_plain_length(field):  # type: ignore[no-untyped-def]
+    """Whether a field is the number of steps as int64."""
+    unbounded = float_of(field[LOW]) == -math.inf and float_of(field[HIGH]) == math.inf
+    return field[ROW] == STEPS and field[BATCH] == I64 and field[MEAN] == 0 and field[PERMUTATION] == 0 and unbounded
+
+
+@jit(forceinline=True)
+def _sum_rows(target, field, rows, length, n, capacity, envs, gamma):  # type: ignore[no-untyped-def]
+    """Discounted sums of float32 over windows."""
+    elements, row_bytes, step = field[ELEMENTS], field[ROW_BYTES], envs * field[ROW_STRIDE]
+    for i in range(n):
+        # The rows of a window share a line or two, or are too far apart for any prefetch to pay but that of each.
+        coming = min(i + AHEAD, n - 1)
+        for j in range(length[coming] if step >= 64 else 1):
+            row = rows[coming] + j * envs
+            prefetch_row(row_address(field, row if row < capacity else row - capacity), row_bytes)
+        for e in range(elements):
+            row = rows[i]
+            total, discount = float(read_f32(row_address(field, row), e)), 1.0
+            for _ in range(length[i] - 1):
+                discount *= gamma
+                row = row + envs if row + envs < capacity else row + envs - capacity
+                total += discount * float(read_f32(row_address(field, row), e))
+            write_f32(target, i * elements + e, np.float32(total))
 
 
 @jit(forceinline=True)
@@ -78,9 +146,11 @@ def _rows_of(field, drawn, last, place):  # type: ignore[no-untyped-def]
 
 
 @jit(forceinline=True)
-def _is_copied(field, mirror):  # type: ignore[no-untyped-def]
-    """Whether all rows of the batch are copies of stored ones."""
-    return field[COPIED] == 2 or (field[COPIED] == 1 and mirror == OFF)
+def _is_simple(field, mirror):  # type: ignore[no-untyped-def]
+    """Whether no kernel that computes is needed for a field."""
+    if field[COPIED] == 2 or (field[COPIED] == 1 and mirror == OFF):
+        return True
+    return _is_plain_sum(field, mirror) or _is_plain_length(field)
 
 
 @jit(forceinline=True)
@@ -95,21 +165,6 @@ def _first_wrong(fields, n_fields, has_links, mirror):  # type: ignore[no-untype
             if not is_moved(field) or is_mirrored:
                 return f
     return -1
-
-
-@jit(forceinline=True)
-def _read_plain(field, following, rows, coming, n, capacity, target):  # type: ignore[no-untyped-def]
-    """Rows of a field that are copied as bytes."""
-    row_bytes = field[ROW_BYTES]
-    # The commonest widths get loops of their own, in which the width is a constant.
-    if field[SPLIT] < capacity or field[ROW] == NEXT:
-        _gather_elsewhere(target, field, rows, n)
-    elif row_bytes == 4:
-        _gather_key(target, field, 4, rows, n, following, coming)
-    elif row_bytes == 1:
-        _gather_key(target, field, 1, rows, n, following, coming)
-    else:
-        _gather_key(target, field, row_bytes, rows, n, following, coming)
 
 
 @jit(f"int64({'int64, ' * 16}float64{', int64' * 4})", **OPTIONS)
@@ -166,7 +221,7 @@ def read_rows(  # type: ignore[no-untyped-def]
     if wrong >= 0:
         return 2 * of + wrong
     for f in range(n_fields):
-        if not _is_copied(fields[f], mirror):
+        if not _is_simple(fields[f], mirror):
             if is_wide(fields[f]) and wide == 0:
                 return NEEDS_WIDE
             if not is_wide(fields[f]) and narrow == 0:
@@ -214,6 +269,8 @@ def _read_fields(  # type: ignore[no-untyped-def]
     targets,
 ):
     """All fields of rows at given positions. Returns the number of a row whose next observation is lost, or -1."""
+    if n_fields == 0:
+        return -1
     has_windows, has_next = False, False
     for f in range(n_fields):
         has_windows |= fields[f, ROW] != DRAWN
@@ -224,6 +281,7 @@ def _read_fields(  # type: ignore[no-untyped-def]
     for start in range(0, n, together):
         count = min(together, n - start)
         drawn = carray(as_i64(position_address + 8 * start), count)
+        _prefetch_first(fields[0], drawn, count)
         if has_windows:
             find_windows(ends, written, capacity, envs, n_steps, drawn, count, length, last)
         if has_next:
@@ -232,18 +290,26 @@ def _read_fields(  # type: ignore[no-untyped-def]
                 return start + lost
         row = first + start
         for f in range(n_fields):
-            field, following = fields[f], fields[min(f + 1, n_fields - 1)]
+            field = fields[f]
             rows, width = _rows_of(field, drawn, last, place), field[BATCH_BYTES]
-            target = targets[f] + row * width
-            copied = field[COPIED] == 2 or (field[COPIED] == 1 and mirror != BY_CHANCE)
-            if copied:
-                # Places aside are no rows: nothing is asked for ahead of a field that reads them.
-                following = field if following[ROW] >= NEXT else following
-                coming = _rows_of(following, drawn, last, place)
-                _read_plain(field, following, rows, coming, count, capacity, target)
-            if mirror == DOUBLED and field[COPIED] == 2:
+            if f + 1 < n_fields:
+                _prefetch_first(fields[f + 1], _rows_of(fields[f + 1], drawn, last, place), count)
+            target, halves = targets[f] + row * width, 1
+            if field[COPIED] == 2 or (field[COPIED] == 1 and mirror != BY_CHANCE):
+                _copy_rows(target, field, rows, count, capacity)
+            elif _is_plain_sum(field, mirror):
+                _sum_rows(target, field, rows, length, count, capacity, envs, gamma)
+            elif _is_plain_length(field):
+                lengths = carray(as_i64(target), count * field[ELEMENTS])
+                for i in range(count * field[ELEMENTS]):
+                    lengths[i] = length[i // field[ELEMENTS]]
+            else:
+                halves = 0
+            if mirror == DOUBLED and (field[COPIED] == 2 or (halves == 1 and field[ROW] >= SUM)):
                 copy_bytes(target + of * width, target, count * width)
-            for half in range(1 if copied else 0, 2 if mirror == DOUBLED and field[COPIED] < 2 else 1):
+                halves = 2
+            # Those that are left: as they are, or by chance; and then all of them mirrored.
+            for half in range(halves, 2 if mirror == DOUBLED else 1):
                 mirroring = ALL if half == 1 else (DRAWN_BY_CHANCE if mirror == BY_CHANCE else NONE)
                 number = half * of + row
                 call(

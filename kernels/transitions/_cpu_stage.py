@@ -23,7 +23,7 @@ from gpubuf.kernels.transitions import (
     WRITTEN_AS_STORED,
 )
 from gpubuf.kernels.transitions._cpu_compute import float_of, is_integer
-from gpubuf.kernels.transitions._cpu_convert import F64, decode, encode, encode_integers
+from gpubuf.kernels.transitions._cpu_convert import BF16, F16, F32, F64, decode, encode, encode_f32, encode_integers
 
 # The fields that an operation takes from its sources.
 EVERY, NOT_NEXT, NEXT_ALONE = range(3)
@@ -54,10 +54,14 @@ def _encode_rows(field, source, stride, n, numbers, number_type, target):  # typ
     elements, written, stored = field[ELEMENTS], field[WRITTEN], field[STORED]
     scale, offset = float_of(field[SCALE]), float_of(field[OFFSET])
     divisor, subtrahend = number_type(scale), number_type(offset)
-    misfits = 0
+    coded, misfits = scale != 1 or offset != 0, 0
+    if written == F32 and not coded and (stored in (F16, BF16)):
+        for i in range(n):
+            encode_f32(source + i * stride, elements, stored, target + i * field[ROW_BYTES])
+        return 0
     for i in range(n):
         decode(source + i * stride, written, elements, numbers)
-        if scale != 1 or offset != 0:
+        if coded:
             for e in range(elements):
                 numbers[e] = (numbers[e] - subtrahend) / divisor
         misfits += encode(numbers, elements, stored, target + i * field[ROW_BYTES])
