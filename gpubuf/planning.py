@@ -21,6 +21,7 @@ from gpubuf.data.samplers.slices_without_replacement import SliceSamplerWithoutR
 from gpubuf.data.samplers.without_replacement import SamplerWithoutReplacement
 from gpubuf.data.storages import host_memory
 from gpubuf.data.storages.codecs import Codec
+from gpubuf.data.storages.end_bits import EndBits
 from gpubuf.data.storages.forms import Options, sources
 from gpubuf.data.storages.host_memory import Free
 from gpubuf.data.storages.layout import Key, Leaf, RowLayout, as_key, batch_shape
@@ -34,6 +35,7 @@ from gpubuf.data.storages.placement import (
     readable,
 )
 from gpubuf.data.storages.placement import parse_bytes as parse_bytes
+from gpubuf.data.storages.recipe import Recipe
 from gpubuf.data.storages.sharing import entries_of, side_bytes, with_shared
 from gpubuf.kernels.rows import ENTRY
 from gpubuf.kernels.transitions import FIELD
@@ -184,6 +186,7 @@ def plan(
     prefixes: Mapping[Any, Any] | None = None,
     share_next: bool | Sequence[Any] = False,
     next_capacity: int | None = None,
+    n_steps: int = 1,
 ) -> Plan:
     """The memory that a buffer takes, and where it fits on this machine now. Nothing is allocated. No host sync.
 
@@ -196,6 +199,7 @@ def plan(
             plan is for as many transitions as fit, and for no more than one would if it were added.
         envs: environments, for storages with ``ndim=2``.
         dtypes, batch_dtypes, prefixes, share_next, next_capacity: as for :class:`gpubuf.LazyTensorStorage`.
+        n_steps: as for :class:`gpubuf.ReplayBuffer`. More than one take a few bits a row.
 
     Returns:
         The plan. Its bytes of tree and index are exact; samplers without replacement of slices take 8 bytes a
@@ -211,7 +215,7 @@ def plan(
         raise ValueError(f"capacity and envs must be at least 1, got capacity={capacity} and envs={envs}")
     leaves = _leaves(spec)
     options = with_shared(leaves, Options.of(dtypes, batch_dtypes, prefixes), share_next)
-    row = _Row.of(leaves, options, next_capacity)
+    row = _Row.of(leaves, options, next_capacity, Recipe.of(n_steps).n_steps > 1)
     chosen = _sampler(sampler)
     free = host_memory.free()
     device_type = "cpu" if free.device is None else "cuda"
@@ -234,6 +238,7 @@ class _Row:
         aside: bytes of each of them in a next observation that is not in the row behind.
         counters: bytes of the counters and tables.
         next_capacity: as for :class:`gpubuf.LazyTensorStorage`.
+        has_ends: whether the storage keeps the ends of trajectories, for transitions of several steps.
     """
 
     leaves: list[Leaf]
@@ -241,9 +246,10 @@ class _Row:
     aside: list[int]
     counters: int
     next_capacity: int | None
+    has_ends: bool
 
     @classmethod
-    def of(cls, written: list[Leaf], options: Options, next_capacity: int | None) -> _Row:
+    def of(cls, written: list[Leaf], options: Options, next_capacity: int | None, has_ends: bool) -> _Row:
         found = sources(written, options)
         leaves = [replace(leaf, dtype=source.stored) for leaf, source in zip(written, found, strict=True)]
         owned = [source.owner == position for position, source in enumerate(found)]
@@ -254,7 +260,7 @@ class _Row:
             tables += 8 * FIELD * len(leaves) * (1 if as_written else 2)
         widths = [leaf.row_bytes if own else 0 for leaf, own in zip(leaves, owned, strict=True)]
         aside = [leaf.row_bytes if elsewhere else 0 for leaf, elsewhere in zip(leaves, follows, strict=True)]
-        return cls(leaves, widths, aside, _COUNTERS + tables, next_capacity)
+        return cls(leaves, widths, aside, _COUNTERS + tables, next_capacity, has_ends)
 
     @property
     def n_bytes(self) -> int:
@@ -267,6 +273,12 @@ class _Row:
         entries, links = side_bytes(sum(self.aside), steps * envs, envs, self.next_capacity)
         return entries, IndexBytes(index=links)
 
+    def index(self, sampler: Sampler, steps: int, envs: int, device_type: str) -> IndexBytes:
+        """Bytes of tree and index."""
+        shape = (steps,) if envs == 1 else (steps, envs)
+        ends = EndBits.bytes_for(shape, device_type) if self.has_ends else 0
+        return sampler.index_bytes(shape, device_type) + IndexBytes(index=ends) + self.beside(steps, envs)[1]
+
     def plans(self, steps: int, envs: int) -> tuple[KeyPlan, ...]:
         """What every key takes."""
         capacity = steps * envs
@@ -278,12 +290,12 @@ class _Row:
 
 
 def _plan(row: _Row, sampler: Sampler, steps: int, envs: int, free: Free, budget: int | None) -> Plan:
-    capacity, shape = steps * envs, (steps,) if envs == 1 else (steps, envs)
+    capacity = steps * envs
     columns, counters = row.n_bytes * capacity, row.counters
     # Next observations are with the rows, but for a split.
-    aside, links = row.beside(steps, envs)
+    aside, _ = row.beside(steps, envs)
     rows = columns + aside
-    on_host, on_device = (sampler.index_bytes(shape, device_type) + links for device_type in ("cpu", "cuda"))
+    on_host, on_device = (row.index(sampler, steps, envs, device_type) for device_type in ("cpu", "cuda"))
     beside = on_device.total + counters
     room = -1 if free.device is None else free.device
     near = near_steps(SPLIT, columns, steps, room - on_device.total - aside) * columns // steps
@@ -309,9 +321,8 @@ def _largest(row: _Row, sampler: Sampler, budget: int, envs: int, device_type: s
         raise ValueError("rows of no bytes fit without end")
 
     def fits(steps: int) -> bool:
-        index = sampler.index_bytes((steps,) if envs == 1 else (steps, envs), device_type)
-        aside, links = row.beside(steps, envs)
-        return steps * envs * row_bytes + aside + index.total + links.total + fixed <= budget
+        index, (aside, _) = row.index(sampler, steps, envs, device_type), row.beside(steps, envs)
+        return steps * envs * row_bytes + aside + index.total + fixed <= budget
 
     if not fits(1):
         raise ValueError(f"not one step of {envs} row(s) of {row_bytes} bytes fits into {readable(budget)}")

@@ -37,6 +37,7 @@ def run(options: dict[str, Any]) -> int:
             prefixes={key: tuple(whole.split(".")) for key, whole in prefixes.items()},
             share_next=options["share_next"],
             next_capacity=options["next_capacity"],
+            n_steps=options["n_steps"],
         )
     except ValueError as error:
         raise UsageError(str(error)) from error
@@ -100,4 +101,5 @@ def add(commands: Any) -> None:
         "--sampler", choices=_SLICED, default="uniform", help="how batches are drawn (default: uniform)"
     )
     parser.add_argument("--slices", action="store_true", help="draw slices of trajectories")
+    parser.add_argument("--n-steps", type=int, default=1, metavar="N", help="steps of a transition (default: 1)")
     parser.add_argument("--envs", type=int, default=1, metavar="N", help="environments side by side (default: 1)")

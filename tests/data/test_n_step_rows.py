@@ -19,6 +19,7 @@ from gpubuf import (
     SamplerWithoutReplacement,
     TensorDictReplayBuffer,
     TensorStorage,
+    plan,
 )
 from tests.support.n_step_model import Model, agents_rows, filled, new
 from tests.support.transitions import same
@@ -79,6 +80,25 @@ def test_bytes_are_counted():
     assert plain.storage.end_bits is None
     assert plain.memory().index == 0
     assert plain._reader is plain.sampler.reader is plain.storage
+
+
+@pytest.mark.parametrize("envs", [None, 3])
+def test_a_plan_counts_the_bits(envs):
+    """As many as the buffer then takes."""
+    for n_steps in (1, 3):
+        buffer, model = new(1000, envs, n_steps=n_steps), Model(1000, envs)
+        rows = model.write(2)
+        buffer.extend(rows)
+        planned = plan(rows.reshape(-1), 1000 * (envs or 1), envs=envs or 1, n_steps=n_steps)
+        taken = buffer.memory()
+        assert planned.fit("cpu").index.index == taken.index
+        assert planned.rows == taken.rows
+        assert (taken.index > 0) == (n_steps > 1)
+    budget = planned.fit("cpu").host_bytes
+    within = plan(rows.reshape(-1), budget=budget, envs=envs or 1, n_steps=3)
+    assert within.capacity == 1000 * (envs or 1)
+    with pytest.raises(ValueError, match="n_steps must be in"):
+        plan(rows, 10, n_steps=65)
 
 
 def test_copies_have_their_own_rows():
