@@ -30,10 +30,11 @@ from tests.support.transitions import same, transitions
 CAPACITY = 60
 
 
-def buffer(sampler=None, ndim: int = 1, size: int = CAPACITY, **options) -> TensorDictReplayBuffer:
+def buffer(sampler=None, ndim: int = 1, size: int = CAPACITY, n_steps: int = 1, **options) -> TensorDictReplayBuffer:
     return TensorDictReplayBuffer(
         storage=LazyTensorStorage(size, ndim=ndim, **options),
         sampler=sampler,
+        n_steps=n_steps,
         batch_size=8,
         generator=torch.Generator().manual_seed(3),
     )
@@ -152,6 +153,35 @@ def test_flags_written_as_numbers_are_stored_as_flags(backend):
         assert torch.equal(one["next", "step"], other["next", "step"])
         assert other["next", "done"].dtype is torch.int64
         assert torch.equal(one["next", "done"].long(), other["next", "done"])
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "arguments"),
+    [
+        ({("next", "done"): Codec(torch.uint8, scale=1.0, offset=-1.0)}, {"end_key": ("next", "done")}),
+        ({("next", "done"): Codec(torch.uint8, scale=100.0)}, {"end_key": ("next", "done")}),
+        ({"episode": torch.bfloat16}, {"traj_key": "episode"}),
+        ({"episode": Codec(torch.int32, scale=10.0)}, {"traj_key": "episode"}),
+    ],
+)
+def test_ends_of_trajectories_must_be_told_by_what_is_stored(dtypes, arguments):
+    made = buffer(SliceSampler(slice_len=2, **arguments), dtypes=dtypes)
+    with pytest.raises(ValueError, match="tells where trajectories end"):
+        made.extend(episodes(20))
+    assert not made.initialized
+    # So does a sampler that comes later.
+    later = buffer(dtypes=dtypes)
+    later.extend(episodes(20))
+    later.set_sampler(SliceSampler(slice_len=2, **arguments))
+    with pytest.raises(ValueError, match="tells where trajectories end"):
+        later.sample()
+    if "end_key" in arguments:
+        several = buffer(dtypes=dtypes, n_steps=3)
+        with pytest.raises(ValueError, match="tells where trajectories end"):
+            several.extend(episodes(20))
+    fine = buffer(SliceSampler(slice_len=2, traj_key="episode"), dtypes={"episode": torch.int16})
+    fine.extend(episodes(20))
+    assert len(fine.sample()) == 8
 
 
 # Beside a storage that keeps what is written

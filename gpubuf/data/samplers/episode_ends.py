@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpubuf.data.storages.forms import check_tells_ends
 from gpubuf.data.storages.layout import Key, RowLayout, address, as_key
 from gpubuf.data.storages.tensor_storage import TensorStorage
 from gpubuf.kernels.rows import table_entry
@@ -90,8 +91,13 @@ def signal_keys(
 
 
 def stored_signal(storage: TensorStorage, end_keys: Sequence[Any] | None = None, traj_key: Any | None = None) -> Signal:
-    """The stored keys that :func:`signal_keys` names, and where they are."""
+    """The stored keys that :func:`signal_keys` names, and where they are.
+
+    Raises:
+        ValueError: they are stored in a way that does not tell.
+    """
     positions, by_id = signal_keys(storage.layout, storage.ndim, end_keys, traj_key)
+    check_tells_ends(storage.form, positions, by_id)
     assumed = end_keys is None and traj_key is None and not by_id
     return Signal(_addresses(storage, positions), by_id, assumed, positions=positions)
 

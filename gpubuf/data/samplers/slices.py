@@ -15,6 +15,7 @@ from gpubuf.data.samplers.base import UNBOUND, Drawn, Sampler, require_rows
 from gpubuf.data.samplers.episode_ends import Signal, fixed_signal, interleaved_environments, signal_keys, stored_signal
 from gpubuf.data.samplers.slice_flags import SliceFlags
 from gpubuf.data.samplers.trajectory_index import Trajectories, TrajectoryIndex
+from gpubuf.data.storages.forms import check_tells_ends
 from gpubuf.data.storages.layout import RowLayout
 from gpubuf.data.storages.placement import IndexBytes
 from gpubuf.data.storages.recipe import Recipe
@@ -222,7 +223,10 @@ class SliceSampler(Sampler):
             with warnings.catch_warnings():
                 # Said when the index is made.
                 warnings.simplefilter("ignore")
-                signal_keys(layout, ndim, self._end_keys, self.traj_key)
+                positions, by_id = signal_keys(layout, ndim, self._end_keys, self.traj_key)
+            if self._storage is not None and self._storage.computed:
+                form = self._storage.form_like(layout)
+                check_tells_ends(form, [form.columns[position] for position in positions], by_id)
 
     @property
     def _end_keys(self) -> Sequence[Any] | None:

@@ -215,6 +215,30 @@ class Form:
         return [] if self.sources is None else [(i, s.whole) for i, s in enumerate(self.sources) if s.whole is not None]
 
 
+def check_tells_ends(form: Form, columns: Sequence[int], by_id: bool) -> None:
+    """Check that the bytes of some columns tell where trajectories end, as what was written does.
+
+    Args:
+        form: of a storage.
+        columns: their positions among the leaves of ``form.stored``.
+        by_id: they hold identifiers, instead of flags.
+
+    Raises:
+        ValueError: a codec moves zero, or identifiers lose their differences.
+    """
+    if form.sources is None:
+        return
+    for leaf, source, column in zip(form.written.leaves, form.sources, form.columns, strict=True):
+        if column not in columns:
+            continue
+        exact = source.stored is leaf.dtype or not (by_id and source.stored.is_floating_point)
+        if (source.scale, source.offset) != (1.0, 0.0) or not exact:
+            raise ValueError(
+                f"{leaf.name} tells where trajectories end, and can't be stored as {source.stored} with scale "
+                f"{source.scale} and offset {source.offset}: give it a dtype alone" + (", of integers" if by_id else "")
+            )
+
+
 def keys_told(form: Form) -> list[str]:
     """Each key for people: its shape and dtype, and how it is stored if that differs."""
     leaves, found = form.written.leaves, list[str]()

@@ -139,7 +139,7 @@ class LazyMemmapStorage(LazyTensorStorage):
             raise ValueError(f"{folder / COUNTERS_FILE} is damaged: {size} rows of {written} written, room for {shape}")
         self._mapped_counters = counters
         columns = [Column(tensor) for tensor in layout.collect(data, self.ndim)]
-        self._adopt(self._new_form(layout), columns, shape, Placement("cpu", torch.device("cpu")))
+        self._adopt(self.form_like(layout), columns, shape, Placement("cpu", torch.device("cpu")))
         self.counters.set(written, size)
 
     def _allocate(self, layout: RowLayout, shape: tuple[int, ...], placement: Placement) -> list[Column]:

@@ -10,7 +10,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
-from gpubuf.data.storages.forms import NEXT_KEY, Form
+from gpubuf.data.storages.forms import NEXT_KEY, Form, check_tells_ends
 from gpubuf.data.storages.layout import Key, Leaf, RowLayout, as_key, as_written
 from gpubuf.kernels.transitions import MAX_STEPS
 
@@ -144,7 +144,7 @@ class Recipe:
 
         Raises:
             KeyError: a key is not stored, or none of the default ones is.
-            ValueError: a key has no memory of its own.
+            ValueError: a key has no memory of its own, or is stored in a way that does not tell.
         """
         keys = self.end_keys or (None if self.traj_key is None else (self.traj_key,)) or self._default_ends(form)
         positions = tuple(_position(form.written, key, "the ends of trajectories are told by") for key in keys)
@@ -154,7 +154,9 @@ class Recipe:
                     f"{as_written(key)!r} tells the ends of trajectories, and is stored once with its key at the root: "
                     "give share_next a list without it"
                 )
-        return positions, self.traj_key is not None
+        by_id = self.traj_key is not None
+        check_tells_ends(form, [form.columns[position] for position in positions], by_id)
+        return positions, by_id
 
     def _default_ends(self, form: Form) -> list[Key]:
         below: list[Key] = [(NEXT_KEY, name) for name in END_NAMES]

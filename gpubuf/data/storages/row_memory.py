@@ -238,9 +238,9 @@ class RowMemory(Followed):
     def initialize(self, data: Data) -> None:
         """Allocate for rows like those of ``data`` (a batch of ``ndim`` dimensions). Writes nothing."""
         full = self.full_shape(batch_shape(data, self.ndim))
-        self._establish(self._new_form(RowLayout(data, self.ndim, self.ignored_keys)), full, device_of(data))
+        self._establish(self.form_like(RowLayout(data, self.ndim, self.ignored_keys)), full, device_of(data))
 
-    def _new_form(self, layout: RowLayout) -> Form:
+    def form_like(self, layout: RowLayout) -> Form:
         """The form of rows that are written like those of ``layout``."""
         return Form.of(layout, self._options)
 

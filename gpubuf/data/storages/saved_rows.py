@@ -119,7 +119,7 @@ class SavedRows(SharedRows):
         form = self._form
         if form is None:
             written = stored if saved is None else stored.with_leaves(written_leaves(saved))
-            form = self._new_form(written)
+            form = self.form_like(written)
         if self.computed or saved is not None:
             check_same(form, described(Form.of(stored, Options())) if saved is None else saved)
         return form

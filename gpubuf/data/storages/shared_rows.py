@@ -64,7 +64,7 @@ class SharedRows(ComputedRows):
 
     # Memory
 
-    def _new_form(self, layout: RowLayout) -> Form:
+    def form_like(self, layout: RowLayout) -> Form:
         return Form.of(layout, with_shared(layout.leaves, self._options, self._share_next))
 
     def _place(self, data_device: torch.device, form: Form, shape: tuple[int, ...]) -> Placement:

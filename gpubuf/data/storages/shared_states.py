@@ -109,7 +109,7 @@ class SharedStates(SavedRows):
             return self.sharing.keys
         state = full_state(state, self.ndim)
         layout = RowLayout(Pieces.of(state["rows"], self.ndim).example, self.ndim, self.ignored_keys)
-        form = self._new_form(layout.with_leaves(written_leaves(state["form"])) if "form" in state else layout)
+        form = self.form_like(layout.with_leaves(written_leaves(state["form"])) if "form" in state else layout)
         return tuple(leaf.key for leaf in shared_columns(form).values())
 
     def _link(self, sharing: Sharing, state: dict[str, Any]) -> None:

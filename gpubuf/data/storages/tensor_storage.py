@@ -72,7 +72,7 @@ class TensorStorage(SharedStates):
         requested = device_of(storage) if device == AUTO else device
         placement = place(requested, self.max_size * layout.row_bytes, IndexBytes(), shape, device_of(storage))
         columns = [owned_column(t.detach(), placement) for t in layout.collect(storage, ndim)]
-        self._adopt(self._new_form(layout), columns, shape, placement)
+        self._adopt(self.form_like(layout), columns, shape, placement)
         self.counters.set(self.max_size, self.max_size)
 
     # Writing
