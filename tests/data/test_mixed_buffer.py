@@ -364,6 +364,16 @@ def test_transforms_and_iteration():
     assert "shares=[1.0, 1.0], batch_size=8" in text
 
 
+def test_functions_of_users_run_without_the_locks():
+    mixed = MixedReplayBuffer([part(14, 0), part(14, 100)])
+    held = []
+    for buffer in mixed.buffers:
+        buffer.append_transform(lambda data: held.extend(b._lock.held for b in mixed.buffers) or data)
+    mixed.append_transform(lambda data: held.extend(b._lock.held for b in mixed.buffers) or data)
+    mixed.sample(4)
+    assert held == [False] * 6
+
+
 def test_refused():
     one, other = part(12, 0), part(12, 100)
     with pytest.raises(TypeError, match="expected ReplayBuffers, got a TensorDict"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,11 +51,17 @@ class Mixture:
         """
         # In one order, whoever mixes the buffers. Compiled code takes no lock.
         locks = [] if _compiling() else sorted((buffer._lock for buffer in self._buffers), key=id)
-        return self._under(locks, n, shares, batches)
+        drawn = self._under(locks, n, shares, batches)
+        if isinstance(drawn, Batch):
+            return drawn
+        # Without the locks, for this calls functions of users.
+        parts = {number: self._buffers[number]._batches.finish(batch) for number, batch in drawn.parts.items()}
+        data = _put_together([batch.data for batch in parts.values()], drawn.merge)
+        return self._batch(data, {number: batch.info for number, batch in parts.items()}, drawn.merge)
 
     def _under(
         self, locks: Sequence[BufferLock], n: int, shares: Sequence[float] | Tensor, batches: int | None
-    ) -> Batch:
+    ) -> Batch | _Parts:
         if locks:
             with locks[0]:
                 return self._under(locks[1:], n, shares, batches)
@@ -119,7 +125,7 @@ class Mixture:
 
     def _by_count(
         self, n: int, unit: int, shares: Sequence[float], stored: Sequence[int], batches: int | None
-    ) -> Batch:
+    ) -> Batch | _Parts:
         # No more than would be drawn from it: as long as that stays, so does the result.
         units = tuple([min(max(rows // unit, 1), n // unit) if rows else 0 for rows in stored])
         found = (counts if _compiling() else remembered_counts)(tuple(shares), n // unit, units)
@@ -127,18 +133,18 @@ class Mixture:
             refuse_in_capture("a buffer stores fewer rows than its share, which would stay so: fill it first")
         parts = [(number, unit * count) for number, count in enumerate(found) if count]
         joint = self._joined(stored) if len(parts) == 2 else None
-        if joint is None:
-            drawn = {number: self._buffers[number]._batches.part(count, batches) for number, count in parts}
-            merge = _OneAfterTheOther(0 if batches is None else 1)
-            data = _put_together([batch.data for batch in drawn.values()], merge)
-            return self._batch(data, {number: batch.info for number, batch in drawn.items()}, merge)
-        chosen = [self._choose(number, count, batches) for number, count in parts]
         merge = _OneAfterTheOther(0 if batches is None else 1)
-        return self._from_both(joint, chosen, merge)
+        if joint is None:
+            return _Parts(
+                {number: self._buffers[number]._batches.part(count, batches) for number, count in parts}, merge
+            )
+        return self._from_both(joint, [self._choose(number, count, batches) for number, count in parts], merge)
 
     # Shares that the device knows
 
-    def _by_device(self, n: int, unit: int, shares: Tensor, stored: Sequence[int], batches: int | None) -> Batch:
+    def _by_device(
+        self, n: int, unit: int, shares: Tensor, stored: Sequence[int], batches: int | None
+    ) -> Batch | _Parts:
         live = [number for number, rows in enumerate(stored) if rows]
         buffers = [self._buffers[number] for number in live]
         device = buffers[0].storage.device
@@ -155,10 +161,8 @@ class Mixture:
         if joint is not None:
             chosen = [self._choose(number, n, batches) for number in live]
             return self._from_both(joint, chosen, _RowByRow(owner, chosen[0]["index"].shape))
-        drawn = [buffer._batches.part(n, batches) for buffer in buffers]
-        merge = _RowByRow(owner, drawn[0].info["index"].shape)
-        data = _put_together([batch.data for batch in drawn], merge)
-        return self._batch(data, {k: batch.info for k, batch in zip(live, drawn, strict=True)}, merge)
+        drawn = {number: self._buffers[number]._batches.part(n, batches) for number in live}
+        return _Parts(drawn, _RowByRow(owner, drawn[live[0]].info["index"].shape))
 
     # Parts
 
@@ -258,6 +262,13 @@ class _RowByRow:
 
 
 _Merge = _OneAfterTheOther | _RowByRow
+
+
+class _Parts(NamedTuple):
+    """What each buffer gives to a batch, as it was drawn."""
+
+    parts: dict[int, Batch]
+    merge: _Merge
 
 
 def _put_together(parts: list[Data], merge: _Merge) -> Data:

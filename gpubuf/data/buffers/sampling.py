@@ -97,9 +97,9 @@ class Batches:
             # The queue holds batches without their info, so that it serves those who want it and those who don't.
             take = ahead.take if n == self._batch_size and batches is None else ahead.take_other
             # Not a lambda: the traceback of a failed draw would keep its closure, and with it the buffer.
-            batch = take(functools.partial(self._draw, n, False, batches), self._finish)
+            batch = take(functools.partial(self._draw, n, False, batches), self.finish)
         if batch is None:
-            batch = self._finish(self._draw(n, include_info, batches))
+            batch = self.finish(self._draw(n, include_info, batches))
         if include_info and not batch.has_info:
             for key, value in batch.info.items():
                 batch.data.set(key, value)
@@ -114,14 +114,14 @@ class Batches:
     def part(self, n: int, batches: int | None = None) -> Batch:
         """``n`` rows of a batch (of each of ``batches``) that other buffers have a part in, drawn now.
 
-        Its info has flat positions as ``"index"``, and always has ``"index_generation"``.
+        To be passed to :meth:`finish`. Its info has flat positions as ``"index"``, and ``"index_generation"`` always.
 
         Raises:
             ValueError: rows are doubled.
         """
         if self._doubled:
             raise ValueError("a buffer with Mirror(mode='double') can't have a part in batches of several buffers")
-        return self._finish(self._draw(n, False, batches, whole=False))
+        return self._draw(n, False, batches, whole=False)
 
     def _checked(self, batch_size: int | None) -> int:
         own = self._batch_size
@@ -174,7 +174,7 @@ class Batches:
             info["index_generation"] = generation
         return info
 
-    def _finish(self, batch: Batch) -> Batch:
+    def finish(self, batch: Batch) -> Batch:
         """Relabel, collate, transform and pin."""
         if self._relabel is not None:
             self._relabel.finish(batch.data, batch.info)
