@@ -10,6 +10,7 @@ from tensordict import TensorDict
 
 from gpubuf import LazyMemmapStorage, LazyTensorStorage
 from gpubuf.data.storages.sharing import entries_of
+from gpubuf.kernels._registry import triton_on_cpu, triton_on_cpu_enabled
 from tests.support.shared_rows import WIDTH, Ring, Stream, check, shared
 
 
@@ -24,13 +25,23 @@ def test_an_observation_has_one_column():
 
 @pytest.mark.parametrize("envs", [None, 1, 3])
 @pytest.mark.parametrize("seed", range(6))
-def test_rows_are_what_was_written(seed, envs, backend):
+def test_rows_are_what_was_written(seed, envs):
     """Case 39: random writes, breaks, wraps, in-place writes, and an empty buffer in between."""
-    choose = random.Random(seed)
-    stream, steps = Stream(seed, envs, breaks=choose.choice([0, 20, 100])), choose.randrange(2, 12)
+    use_at_random(random.Random(seed), envs, seed, [0, 20, 100], turns=25)
+
+
+@pytest.mark.parametrize(("seed", "envs"), [(1, None), (2, 3), (4, 1)])
+def test_rows_are_what_was_written_on_a_gpu(seed, envs):
+    """Case 39: the same in the kernels of the GPU."""
+    with triton_on_cpu():
+        use_at_random(random.Random(seed), envs, seed, [0, 20], turns=8)
+
+
+def use_at_random(choose: random.Random, envs: int | None, seed: int, breaks: list[int], turns: int) -> None:
+    stream, steps = Stream(seed, envs, breaks=choose.choice(breaks)), choose.randrange(2, 12)
     capacity = steps * (envs or 1)
     buffer, ring = shared(capacity, envs=envs), Ring(capacity)
-    for _ in range(25):
+    for _ in range(turns):
         what = choose.randrange(10)
         if what == 0:
             buffer.empty()
@@ -38,6 +49,9 @@ def test_rows_are_what_was_written(seed, envs, backend):
         elif what < 4 and len(ring):
             index = [choose.randrange(len(ring)) for _ in range(choose.randrange(1, 4))]
             rows = stream.rows_at(len(index))
+            if triton_on_cpu_enabled():
+                # A GPU can't find out by itself that entries are free which are not next in turn.
+                buffer.storage.sharing.makes_room(torch.tensor(index))
             buffer.storage.write(torch.tensor(index), rows)
             ring.write(index, rows)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 
@@ -11,6 +12,8 @@ from tensordict import TensorDict
 
 from gpubuf import LazyTensorStorage, TensorDictReplayBuffer, capture
 from gpubuf.data.runtime.interruption import DERIVED
+from gpubuf.kernels import _launching as launching
+from gpubuf.kernels._registry import triton_on_cpu
 from gpubuf.kernels.rows import SIZE, WRITTEN
 from gpubuf.kernels.transitions import LOST
 from tests.support.fake_cuda import fake_cuda, no_blocking_copies
@@ -206,9 +209,9 @@ def test_no_sync(envs):
 # Interrupts
 
 
-def test_an_interrupted_extend(backend):
+def test_an_interrupted_extend():
     """Case 54: it is done, or not done, and the next observations with it."""
-    outcomes, place, stride = set(), 0, 1 if backend == "numba" else 4
+    outcomes, place = set(), 0
     while True:
         stream, buffer, ring = Stream(5), shared(12), Ring(12)
         for n in (9, 8):
@@ -226,14 +229,46 @@ def test_an_interrupted_extend(backend):
         buffer.extend(rows)
         ring.extend(rows)
         check(buffer, ring)
-        place += stride
+        place += 1
     assert outcomes == {17, 22}
     assert place > 20
 
 
-def test_an_interrupted_write_in_place(backend):
+@pytest.mark.parametrize("place", range(5))
+@pytest.mark.parametrize("write", ["extend", "in place"])
+def test_a_write_that_is_interrupted_between_its_launches(write, place, monkeypatch):
+    """Case 54: on a GPU a write is several launches; the next operation makes all of them again."""
+    stream, buffer, ring = Stream(5), shared(12), Ring(12)
+    index, other, launches = [3, 8], Stream(6).rows_at(2), itertools.count()
+    with triton_on_cpu():
+        rows = stream.steps(17)
+        buffer.extend(rows)
+        ring.extend(rows)
+
+        def launch(*args, **kwargs) -> None:
+            if next(launches) == place:
+                raise KeyboardInterrupt
+            launching.launch(*args, **kwargs)
+
+        rows = stream.steps(5)
+        with monkeypatch.context() as patch:
+            patch.setattr("gpubuf.kernels.transitions._launch.launch", launch)
+            with contextlib.suppress(KeyboardInterrupt):
+                if write == "extend":
+                    buffer.extend(rows)
+                else:
+                    buffer[torch.tensor(index)] = other
+        if write == "extend":
+            ring.extend(rows)
+        elif place:
+            # Before the first launch the next observations are read that are to be kept.
+            ring.write(index, other)
+        check(buffer, ring)
+
+
+def test_an_interrupted_write_in_place():
     """Case 54: the rows before those that are written keep their next observations."""
-    place, outcomes, stride = 0, set(), 1 if backend == "numba" else 5
+    place, outcomes = 0, set()
     while True:
         stream, buffer, ring = Stream(5, breaks=0), shared(12), Ring(12)
         rows = stream.steps(17)
@@ -247,7 +282,7 @@ def test_an_interrupted_write_in_place(backend):
         if changed:
             ring.write(index, rows)
         check(buffer, ring)
-        place += stride
+        place += 1
     assert outcomes == {False, True}
 
 

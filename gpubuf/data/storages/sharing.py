@@ -229,7 +229,10 @@ class Sharing:
     def makes_room(self, index: Tensor | None = None) -> bool:
         """Move the entries that are taken together, so that all others are next in turn; whether that may give room.
 
-        Needed where rows are written in place, for each time they take a new entry. Synchronises.
+        The CPU does it when a write finds no room. On a GPU it is up to you: rows that are written in place take new
+        entries each time, for themselves and for the rows before, and give back others that are not next in turn. If
+        you write more rows in place than there are entries, while the ring goes round once, call this in between.
+        Synchronises.
 
         Args:
             index: rows whose entries come last in turn, for they are about to become free.
