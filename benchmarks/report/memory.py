@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from benchmarks.measure.figures import table
+from benchmarks.measure.results import Runs
 from gpubuf import plan
 from gpubuf.data import Codec
 
@@ -50,8 +51,8 @@ BUFFERS = (
 )
 
 
-def memory_tables() -> str:
-    """docs/rows.md: gigabytes of rows, of next observations aside, of the index of both, and of everything."""
+def memory_tables(runs: Runs) -> str:
+    """docs/rows.md: gigabytes of rows, of next observations aside, of their index, and of everything."""
     tables = []
     for title, rows, spec, ways in BUFFERS:
         lines = []

@@ -21,6 +21,7 @@ from benchmarks.studies.batches import batches_section
 from benchmarks.studies.host import host_section
 from benchmarks.studies.kernels import launches_table, resources_table
 from benchmarks.studies.predict import prediction_table
+from benchmarks.studies.training import learning_section
 from benchmarks.workloads.registry import REGISTRY, TITLES
 from benchmarks.workloads.replay import WORKLOADS
 from benchmarks.workloads.slices import OPERATIONS, SIZES, SLICES, short, sized
@@ -89,9 +90,8 @@ def status(runs: Runs) -> str:
         name = runs["cuda"].machine["device"]["name"]
         return f"Measured on the CPU and on a GPU ({name}): [the figures](#measurements)."
     return (
-        "The figures are from the CPU. No run on a GPU is committed yet, so GPU figures are marked open. The "
-        "kernels are tested through Triton's interpreter, and compiled ahead of time for the GPUs "
-        "[named below](#measurements)."
+        "The figures are from the CPU. No run on a GPU is committed yet, so GPU figures are marked open. The kernels are "
+        "tested through Triton's interpreter, and compiled ahead of time for the GPUs [named below](#measurements)."
     )
 
 
@@ -393,7 +393,8 @@ FIGURES: dict[str, Callable[[Runs], str]] = {
     "breakdown": breakdown_table,
     "host": host_section,
     "batches": batches_section,
-    "memory": lambda _: memory_tables(),
+    "learning": learning_section,
+    "memory": memory_tables,
     "launches": launches_table,
     "resources": resources_table,
     "prediction": lambda _: prediction_table(),

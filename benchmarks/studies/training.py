@@ -2,7 +2,8 @@
 
 ``python -m benchmarks.studies.training`` runs ``gpubuf train`` as a user does, one run after the other, on the CPU:
 Pendulum-v1 with every seed in both modes, torch/Pendulum with every seed, and the beginning of learning on
-HalfCheetah-v5 where MuJoCo is installed.
+HalfCheetah-v5 where MuJoCo is installed. With ``--n-steps 1 3`` it compares transitions of so many steps instead, on
+HalfCheetah-v5 with every seed and small networks.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from typing import Any
 
 import torch
 
+from benchmarks.measure.figures import OPEN, described, table
 from benchmarks.measure.machine import describe, version
-from benchmarks.measure.results import write_results
+from benchmarks.measure.results import Runs, write_results
 
 MODES = ("prioritized", "uniform")
 CHEETAH = ("--env", "HalfCheetah-v5", "--total-steps", "20000", "--eval-every", "2000")
+
+SMALL_CHEETAH = ("--env", "HalfCheetah-v5", "--total-steps", "15000", "--eval-every", "5000", "--hidden", "128,128")
 
 
 def episodes(metrics: Path) -> list[dict[str, float]]:
@@ -37,6 +41,11 @@ def train(mode: str, seed: int, folder: Path, *arguments: str) -> dict[str, Any]
     chosen = [f"--{mode}", "--seed", str(seed), "--device", "cpu", *arguments]
     command = [sys.executable, "-m", "gpubuf", "train", *chosen, "--quiet", "--out", str(folder)]
     subprocess.run(command, check=True)
+    return finished(folder, *chosen)
+
+
+def finished(folder: Path, *chosen: str) -> dict[str, Any]:
+    """The same of a run that has ended."""
     result = json.loads((folder / "result.json").read_text())
     shown = " ".join(["gpubuf train", *chosen])
     print(f"{shown}: {result['mean_return']:.1f}", flush=True)
@@ -51,15 +60,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default: 0 1 2")
     parser.add_argument("--short", action="store_true", help="Pendulum-v1 only")
+    parser.add_argument("--n-steps", type=int, nargs="+", help="compare these on HalfCheetah-v5, and nothing else")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/training-<device>-<date>.json")
     options, rest = parser.parse_known_args(arguments)
     runs = [(mode, seed, tuple(rest)) for mode in MODES for seed in options.seeds]
     # the threads are each run's own choice, and stand in its result
     machine = describe("cpu")
     mujoco = version("mujoco")
-    if not options.short:
+    if options.n_steps:
+        runs = [
+            ("prioritized", seed, (*SMALL_CHEETAH, "--n-steps", str(n)))
+            for n in options.n_steps
+            for seed in options.seeds
+        ]
+    elif not options.short:
         runs += [("prioritized", seed, ("--env", "torch/Pendulum")) for seed in options.seeds]
-    if options.short or mujoco is None:
+    if options.n_steps:
+        machine["versions"]["mujoco"] = mujoco
+    elif options.short or mujoco is None:
         print("left out: HalfCheetah-v5" + ("" if mujoco else ", which needs pip install 'gpubuf[train,mujoco]'"))
     else:
         machine["versions"]["mujoco"] = mujoco
@@ -67,7 +85,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         results = [train(mode, seed, Path(folder, str(i)), *more) for i, (mode, seed, more) in enumerate(runs)]
     machine["threads"] = results[0]["timing"].get("torch_threads", torch.get_num_threads())
-    write_results("training", results, machine, options.out)
+    write_results("learning" if options.n_steps else "training", results, machine, options.out)
+
+
+def learning_section(runs: Runs) -> str:
+    """docs/rows.md: mean returns at the end, by seed, for transitions of so many steps."""
+    run = runs.get("learning")
+    if run is None:
+        return f"No run of `python -m benchmarks.studies.training --n-steps 1 3` is committed: {OPEN}."
+    returns: dict[str, dict[int, float]] = {}
+    for one in run.data["learning"]:
+        n = one["command"].rpartition("--n-steps ")[2]
+        returns.setdefault(n, {})[one["seed"]] = one["mean_return"]
+    seeds = sorted({seed for of_seed in returns.values() for seed in of_seed})
+    rows = [[f"n = {n}", *(f"{of_seed[seed]:.0f}" for seed in seeds)] for n, of_seed in returns.items()]
+    return "\n\n".join(
+        [table(["HalfCheetah-v5, mean return", *(f"seed {seed}" for seed in seeds)], rows), described(run)]
+    )
 
 
 if __name__ == "__main__":
