@@ -11,17 +11,16 @@ import argparse
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmarks.measure.figures import OPEN, against, described, digits, load_before, microseconds, or_open, table
 from benchmarks.measure.machine import RESULTS
 from benchmarks.measure.results import Run, Runs, newest_runs
 from benchmarks.report.memory import memory_tables
+from benchmarks.report.training import learning_section, training_runs_table, training_table
 from benchmarks.studies.batches import batches_section
 from benchmarks.studies.host import host_section
 from benchmarks.studies.kernels import launches_table, resources_table
 from benchmarks.studies.predict import prediction_table
-from benchmarks.studies.training import learning_section
 from benchmarks.workloads.registry import REGISTRY, TITLES
 from benchmarks.workloads.replay import WORKLOADS
 from benchmarks.workloads.slices import OPERATIONS, SIZES, SLICES, short, sized
@@ -90,8 +89,9 @@ def status(runs: Runs) -> str:
         name = runs["cuda"].machine["device"]["name"]
         return f"Measured on the CPU and on a GPU ({name}): [the figures](#measurements)."
     return (
-        "The figures are from the CPU. No run on a GPU is committed yet, so GPU figures are marked open. The kernels are "
-        "tested through Triton's interpreter, and compiled ahead of time for the GPUs [named below](#measurements)."
+        "The figures are from the CPU. No run on a GPU is committed yet, so GPU figures are marked open. The "
+        "kernels are tested through Triton's interpreter, and compiled ahead of time for the GPUs "
+        "[named below](#measurements)."
     )
 
 
@@ -137,63 +137,6 @@ def threads_table(runs: Runs) -> str:
                 )
     columns = [f"{name}, threads: {n}" for n in (first, last) for name in ("median", "minimum")]
     return "\n\n".join([table(["µs a call", "library", *columns, "gain"], rows), described(run), load_before(run)])
-
-
-def training_mode(result: dict[str, Any]) -> str:
-    """``prioritized`` or ``uniform``."""
-    return "prioritized" if result["prioritized"] else "uniform"
-
-
-def training_table(runs: Runs) -> str:
-    """README: mean return of the final evaluation for every seed, time and speed of training."""
-    run = runs.get("training")
-    if run is None:
-        return f"No training runs are committed: {OPEN}."
-    modes: dict[str, list[dict[str, Any]]] = {}
-    for result in run.data["training"]:
-        mode = f"{result['env']}, {training_mode(result)}, {result['steps']:,} steps"
-        modes.setdefault(mode, []).append(result)
-    rows = []
-    for mode, results in modes.items():
-        returns = ", ".join(f"{r['mean_return']:.1f} (seed {r['seed']})" for r in results)
-        minutes = sum(r["timing"]["seconds"] for r in results) / len(results) / 60
-        speed = sum(r["timing"]["steps_per_second"] for r in results) / len(results)
-        rows.append([mode, returns, str(results[0]["episodes"]), f"{minutes:.1f}", f"{speed:.0f}"])
-    head = ["`gpubuf train`", "mean return", "of episodes", "minutes", "steps a second"]
-    return "\n\n".join([table(head, rows), described(run)])
-
-
-def training_runs_table(runs: Runs) -> str:
-    """docs/training.md: every run of training on a line of its own."""
-    run = runs.get("training")
-    if run is None:
-        return f"No training runs are committed: {OPEN}."
-    rows = [
-        [
-            result["env"],
-            training_mode(result),
-            str(result["seed"]),
-            f"{result['steps']:,}",
-            f"{result['mean_return']:.1f}",
-            f"{result['std_return']:.1f}",
-            str(result["episodes"]),
-            f"{result['timing']['seconds'] / 60:.1f}",
-            f"{result['timing']['steps_per_second']:.0f}",
-        ]
-        for result in run.data["training"]
-    ]
-    head = [
-        "environment",
-        "replay",
-        "seed",
-        "steps",
-        "mean return",
-        "deviation",
-        "of episodes",
-        "minutes",
-        "steps a second",
-    ]
-    return "\n\n".join([table(head, rows), described(run), load_before(run)])
 
 
 def breakdown_table(runs: Runs) -> str:

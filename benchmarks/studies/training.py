@@ -19,9 +19,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.measure.figures import OPEN, described, table
 from benchmarks.measure.machine import describe, version
-from benchmarks.measure.results import Runs, write_results
+from benchmarks.measure.results import write_results
 
 MODES = ("prioritized", "uniform")
 CHEETAH = ("--env", "HalfCheetah-v5", "--total-steps", "20000", "--eval-every", "2000")
@@ -86,22 +85,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         results = [train(mode, seed, Path(folder, str(i)), *more) for i, (mode, seed, more) in enumerate(runs)]
     machine["threads"] = results[0]["timing"].get("torch_threads", torch.get_num_threads())
     write_results("learning" if options.n_steps else "training", results, machine, options.out)
-
-
-def learning_section(runs: Runs) -> str:
-    """docs/rows.md: mean returns at the end, by seed, for transitions of so many steps."""
-    run = runs.get("learning")
-    if run is None:
-        return f"No run of `python -m benchmarks.studies.training --n-steps 1 3` is committed: {OPEN}."
-    returns: dict[str, dict[int, float]] = {}
-    for one in run.data["learning"]:
-        n = one["command"].rpartition("--n-steps ")[2]
-        returns.setdefault(n, {})[one["seed"]] = one["mean_return"]
-    seeds = sorted({seed for of_seed in returns.values() for seed in of_seed})
-    rows = [[f"n = {n}", *(f"{of_seed[seed]:.0f}" for seed in seeds)] for n, of_seed in returns.items()]
-    return "\n\n".join(
-        [table(["HalfCheetah-v5, mean return", *(f"seed {seed}" for seed in seeds)], rows), described(run)]
-    )
 
 
 if __name__ == "__main__":
