@@ -42,9 +42,9 @@ def every_row(store: TransitionStore) -> torch.Tensor:
 def test_every_window_of_small_rings(transitions_backend, capacity):
     """Case 36, 37: all patterns of ends, cursors, and n to 4: nothing from beyond the cursor, and the steps taken."""
     patterns = list(itertools.product([0, 1], repeat=capacity))
+    cursors = range(1, 2 * capacity + 1)
     if transitions_backend == "triton":
-        patterns = patterns[:: max(len(patterns) // 3, 1)]
-    cursors = range(1, 2 * capacity + 1) if transitions_backend == "numba" else (1, capacity, capacity + 1)
+        patterns, cursors = patterns[:: max(len(patterns) // 3, 1)], (capacity, capacity + 1)
     store = TransitionStore(NUMBERED, capacity)
     store.columns[0].parts[0].view(torch.int64)[:, 0] = torch.arange(capacity)
     store.columns[2].parts[0].view(torch.float32)[:, 0] = 2.0 ** torch.arange(capacity)
