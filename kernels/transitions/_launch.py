@@ -45,6 +45,12 @@ def batch_tile(n_bytes: int, device: torch.device) -> tuple[int, int]:
     return min(config.tile, 64 * config.num_warps), config.num_warps
 
 
+def extend_tile(n_bytes: int, n_keys: int, device: torch.device) -> tuple[int, int]:
+    """As :func:`batch_tile`, of a write. The search among many fields takes more threads, or else more registers."""
+    tile, num_warps = batch_tile(n_bytes, device)
+    return tile, num_warps if padded_keys(n_keys) == padded_keys(0) else 2 * num_warps
+
+
 def gather(
     fields: Tensor,
     ring: Tensor,
@@ -203,7 +209,7 @@ def extend(
     parts = list(parts_of(fields, checked, n))
     skipped = max(n - capacity, 0)
     for part in parts:
-        tile, num_warps = batch_tile(part.n_bytes, fields.device)
+        tile, num_warps = extend_tile(part.n_bytes, part.n_keys, fields.device)
         # The index is written by the first launch. The counters move in the last one.
         row_programs = cdiv(n, tile) if part is parts[0] else 0
         launch(

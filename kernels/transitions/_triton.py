@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from gpubuf.kernels.philox._triton import OFFSET, TICKET, advance_state, take_ticket
-from gpubuf.kernels.rows._triton_tiles import SIZE, WRITTEN, count_faults, generation_of, quotient
+from gpubuf.kernels.rows._triton_tiles import SIZE, WRITTEN, count_faults
 from gpubuf.kernels.transitions._triton_batch import make_tiles
 from gpubuf.kernels.transitions._triton_fields import (
     DOUBLED,
@@ -18,6 +18,7 @@ from gpubuf.kernels.transitions._triton_fields import (
     load_places,
     load_positions,
     newest_step,
+    quotient,
 )
 
 
@@ -53,7 +54,9 @@ def _make_rows(
             ends_ptr, links_ptr, position, valid, STEPS, newest, steps, envs, n_steps, HAS_ENDS, HAS_LINKS
         )
         valid = place >= 0
-    tl.store(generation_ptr + row, generation_of(position, valid, written, steps * envs), mask=row < rows)
+    laps = quotient(written, steps * envs)
+    generation = laps + (position < written - laps * (steps * envs)).to(tl.int64)
+    tl.store(generation_ptr + row, tl.where(valid, generation, -1), mask=row < rows)
     count_faults(ring_ptr, (row < n) & ~valid)
 
 

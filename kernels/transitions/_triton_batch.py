@@ -11,7 +11,6 @@ import triton.language as tl
 from gpubuf.kernels.rows._triton_tiles import (
     copy_elements,
     find_tile,
-    quotient,
     row_address,
     rows_and_columns,
     unit_shift,
@@ -52,6 +51,7 @@ from gpubuf.kernels.transitions._triton_fields import (
     load_positions,
     load_twists,
     place_address,
+    quotient,
     shifted,
 )
 from gpubuf.kernels.transitions._triton_numbers import (

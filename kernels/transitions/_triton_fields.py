@@ -18,7 +18,7 @@ import triton.language as tl
 
 from gpubuf.kernels import transitions
 from gpubuf.kernels.philox._triton import SEED, philox_uniform_f64
-from gpubuf.kernels.rows._triton_tiles import draw_position, normalise, quotient, unit_shift
+from gpubuf.kernels.rows._triton_tiles import draw_position, normalise, unit_shift
 from gpubuf.kernels.trajectories._triton import lowest_bit
 
 # Places in an entry of ``fields_ptr``, and their number.
@@ -77,9 +77,33 @@ def float_of(bits):
 
 
 @triton.jit
+def _wide_quotient(a, b):
+    """``a // b`` of int64 numbers of 0 .. 2**62 and from 1 up. The division of 64 bits is a call, and spills."""
+    inverse = 1.0 / b.to(tl.float32)
+    whole = a * 0
+    rest = a
+    # Each turn leaves a millionth of the rest, and the last one less than the divisor to either side.
+    for _ in tl.static_range(4):
+        part = (rest.to(tl.float32) * inverse).to(tl.int64)
+        whole += part
+        rest -= part * b
+    return whole + (rest >= b).to(tl.int64) - (rest < 0).to(tl.int64)
+
+
+@triton.jit
+def quotient(a, b):
+    """``a // b`` of int64 scalars, at least 0 and at least 1."""
+    whole = (a.to(tl.uint32) // b.to(tl.uint32)).to(tl.int64) if a | b < 1 << 31 else _wide_quotient(a, b)
+    return whole
+
+
+@triton.jit
 def divided(position, divisor, limit):
-    """(quotient, remainder) of int64 blocks in 0 .. limit - 1: 64-bit divisions take a hundred instructions."""
-    whole = (position.to(tl.uint32) // divisor.to(tl.uint32)).to(tl.int64) if limit < 1 << 31 else position // divisor
+    """(quotient, remainder) of int64 blocks in 0 .. limit - 1."""
+    if limit < (1 << 31):
+        whole = (position.to(tl.uint32) // divisor.to(tl.uint32)).to(tl.int64)
+    else:
+        whole = _wide_quotient(position, divisor)
     return whole, position - whole * divisor
 
 

@@ -18,13 +18,11 @@ from gpubuf.kernels.rows._triton_tiles import (
     RING_TICKET,
     SIZE,
     WRITTEN,
-    advance_ring,
     copy_elements,
     count_faults,
     decoded,
     find_tile,
     normalise,
-    quotient,
     rows_and_columns,
     select,
     unit_shift,
@@ -43,23 +41,30 @@ from gpubuf.kernels.transitions._triton_fields import (
     WRITTEN_AS,
     WRITTEN_AS_STORED,
     column_address,
+    divided,
     float_of,
+    quotient,
 )
 from gpubuf.kernels.transitions._triton_numbers import encoded_bits, item_shift, load_bits
-from gpubuf.kernels.transitions._triton_write import load_shared, load_write_tile, load_write_tiles, put_elements
+from gpubuf.kernels.transitions._triton_write import (
+    advance_counters,
+    load_shared,
+    load_write_tile,
+    load_write_tiles,
+    put_elements,
+)
 
 IN_SUCCESSOR = tl.constexpr(transitions.IN_SUCCESSOR)
 LOST = tl.constexpr(transitions.LOST)
 
 
 @triton.jit
-def load_candidates(ring_ptr, index_ptr, winner_ptr, i, n, skipped, capacity, envs, RELINK: tl.constexpr):
+def load_candidates(written, size, index_ptr, winner_ptr, i, n, skipped, capacity, envs, RELINK: tl.constexpr):
     """(position, number, row of the sources, whether there is one, whether it is of the newest step) of candidates.
 
-    The number counts from the first row ever written. The row of the sources is negative for those that were pending.
+    ``written`` and ``size`` are the counters before the write. The number counts from the first row ever written. The
+    row of the sources is negative for those that were pending.
     """
-    written = tl.load(ring_ptr + WRITTEN)
-    size = tl.load(ring_ptr + SIZE)
     cursor = written - quotient(written, capacity) * capacity
     if RELINK:
         source = i
@@ -115,8 +120,10 @@ def transitions_compare_kernel(
     capacity = capacity.to(tl.int64)
     envs = envs.to(tl.int64)
     count = n if RELINK else n - skipped + envs
+    written = tl.load(ring_ptr + WRITTEN)
+    size = tl.load(ring_ptr + SIZE)
     position, _, source, there, newest = load_candidates(
-        ring_ptr, index_ptr, winner_ptr, i, n, skipped.to(tl.int64), capacity, envs, RELINK
+        written, size, index_ptr, winner_ptr, i, n, skipped.to(tl.int64), capacity, envs, RELINK
     )
     active = (there & ~newest)[:, None]
     was_pending = (source < 0)[:, None]
@@ -146,7 +153,7 @@ def transitions_compare_kernel(
         else:
             elements = tl.load(entry_ptr + ELEMENTS)
             stored = tl.load(entry_ptr + STORED)
-            written = tl.load(entry_ptr + WRITTEN_AS)
+            written_as = tl.load(entry_ptr + WRITTEN_AS)
             scale = float_of(tl.load(entry_ptr + SCALE))
             offset = float_of(tl.load(entry_ptr + CODEC_OFFSET))
             to_stored = item_shift(stored)
@@ -155,8 +162,8 @@ def transitions_compare_kernel(
                 mask = some & (begin + column < elements)
                 byte = (begin + column) << to_stored
                 new = mask & ~was_pending
-                bits = load_bits(given + ((begin + column) << item_shift(written)), item_shift(written), new)
-                bits, fits = encoded_bits(bits, written, stored, scale, offset)
+                bits = load_bits(given + ((begin + column) << item_shift(written_as)), item_shift(written_as), new)
+                bits, fits = encoded_bits(bits, written_as, stored, scale, offset)
                 count_faults(ring_ptr, new & ~fits)
                 before = load_bits(pending + byte, to_stored, mask & was_pending)
                 bits = tl.where(was_pending, before, bits) ^ load_bits(following + byte, to_stored, mask)
@@ -197,7 +204,9 @@ def transitions_assign_kernel(
     lane = tl.arange(0, BLOCK).to(tl.int64)
     count = n if RELINK else n - skipped + envs
     written = tl.load(ring_ptr + WRITTEN)
-    stored = written - tl.load(ring_ptr + SIZE)
+    size = tl.load(ring_ptr + SIZE)
+    # Entries of rows from this one on are taken.
+    stored = written - size
     if not RELINK:
         stored = tl.maximum(stored, written + n - capacity)
     if RELINK:
@@ -205,12 +214,12 @@ def transitions_assign_kernel(
         for begin in range(0, count, BLOCK):
             i = begin + lane
             position, _, _, there, newest = load_candidates(
-                ring_ptr, index_ptr, winner_ptr, i, n, skipped, capacity, envs, RELINK
+                written, size, index_ptr, winner_ptr, i, n, skipped, capacity, envs, RELINK
             )
             link = tl.load(links_ptr + position, mask=there & ~newest, other=0).to(tl.int64)
             tl.store(owners_ptr + link - 1, lane * 0 - 1, mask=link > 0)
             row, valid = normalise(tl.load(index_ptr + i, mask=i < count, other=0), capacity)
-            count_faults(ring_ptr, (i < count) & ~(valid & (row < written - stored)))
+            count_faults(ring_ptr, (i < count) & ~(valid & (row < size)))
         tl.debug_barrier()
     taken = tl.load(owners_ptr + slots)
     first = taken - quotient(taken, tl.maximum(slots, 1)) * slots
@@ -220,7 +229,7 @@ def transitions_assign_kernel(
     for begin in range(0, count, BLOCK):
         i = begin + lane
         position, number, _, there, newest = load_candidates(
-            ring_ptr, index_ptr, winner_ptr, i, n, skipped, capacity, envs, RELINK
+            written, size, index_ptr, winner_ptr, i, n, skipped, capacity, envs, RELINK
         )
         needs = there & ~newest
         needs = needs & (tl.load(differs_ptr + i, mask=needs, other=0) != 0)
@@ -295,15 +304,17 @@ def transitions_aside_kernel(
             row, column = rows_and_columns(element, first_word, words, passes * TILE)
             row = first_row + row
             position, _number, source, there, newest = load_candidates(
-                ring_ptr, index_ptr, winner_ptr, ahead + row, n, skipped, capacity, envs, RELINK
+                written, size, index_ptr, winner_ptr, ahead + row, n, skipped, capacity, envs, RELINK
             )
             there = there & (row < kept)
             # The steps are whole: the last rows, and those of a position, are of environments in their order.
-            env = position % envs if RELINK else source - (n - envs)
+            env = source - (n - envs)
+            if RELINK:
+                _step, env = divided(position, envs, capacity)
             waiting = pending + env * side_stride
             if not RELINK:
                 before, _first, _none, was_there, _newest = load_candidates(
-                    ring_ptr, index_ptr, winner_ptr, env, n, skipped, capacity, envs, RELINK
+                    written, size, index_ptr, winner_ptr, env, n, skipped, capacity, envs, RELINK
                 )
                 was_there = was_there & there & newest
                 link = tl.load(links_ptr + before, mask=was_there, other=0).to(tl.int64)
@@ -328,4 +339,4 @@ def transitions_aside_kernel(
                 chosen & newest,
             )
     if not RELINK:
-        advance_ring(ring_ptr, ticket, written, size, advance, capacity)
+        advance_counters(ring_ptr, ticket, advance, capacity)

@@ -159,15 +159,48 @@ def decoded_numbers(bits, code, scale, offset, FLOAT: tl.constexpr):
 
 
 @triton.jit
+def _upper(number):
+    """float64 numbers without the lower half of their digits, so that products of two are exact."""
+    return (number.to(tl.int64, bitcast=True) & -0x8000000).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def _rest_of(number, factor, other):
+    """number - factor * other for a product that is nearly the number, exactly."""
+    a = _upper(factor)
+    b = factor - a
+    c = _upper(other)
+    d = other - c
+    return ((number - a * c) - a * d - b * c) - b * d
+
+
+@triton.jit
+def ratio(number, divisor):
+    """number / divisor in float64, a block by a scalar, as the exact division, which is a call: around it values spill.
+
+    It multiplies by a reciprocal, which Newton's method improves, and corrects the result by what is left.
+    """
+    # To a divisor of 1 .. 2, and a number with the same ratio.
+    bits = divisor.to(tl.int64, bitcast=True)
+    exponent = (bits >> 52) & 0x7FF
+    number *= ((2046 - exponent) << 52).to(tl.float64, bitcast=True)
+    divisor = ((bits & ~(0x7FF << 52)) | (1023 << 52)).to(tl.float64, bitcast=True)
+    inverse = (1.0 / divisor.to(tl.float32)).to(tl.float64)
+    for _ in tl.static_range(3):
+        inverse += inverse * _rest_of(1.0, inverse, divisor)
+    guess = number * inverse
+    rest = _rest_of(number, guess, divisor)
+    # Nothing to correct where there is no rest, or no number.
+    return tl.where((rest != 0) & (tl.abs(guess) < 1e300), guess + rest * inverse, guess)
+
+
+@triton.jit
 def encoded_floats(bits, written, stored, scale, offset, FLOAT: tl.constexpr):
     """(bits, whether they fit) of (written - offset) / scale, computed in float32 or float64."""
     number = floats_of(bits, written, FLOAT)
     if (scale != 1) | (offset != 0):
-        if FLOAT.primitive_bitwidth == 32:
-            # The plain division of float32 is not exact.
-            number = tl.div_rn(number - offset.to(FLOAT), scale.to(FLOAT))
-        else:
-            number = (number - offset.to(FLOAT)) / scale.to(FLOAT)
+        # A ratio of float32 numbers that is rounded twice is the same: it is never so near to the middle of two.
+        number = ratio((number - offset.to(FLOAT)).to(tl.float64), scale.to(FLOAT).to(tl.float64)).to(FLOAT)
     return float_bits(number, stored, FLOAT)
 
 

@@ -7,18 +7,16 @@ written dtype is not the stored one has an element a lane.
 import triton
 import triton.language as tl
 
-from gpubuf.kernels.philox._triton import take_ticket
+from gpubuf.kernels.philox._triton import is_last, take_ticket
 from gpubuf.kernels.rows._triton_tiles import (
     RING_TICKET,
     SIZE,
     WRITTEN,
-    advance_ring,
     copy_elements,
     count_faults,
     decoded,
     find_tile,
     normalise,
-    quotient,
     rows_and_columns,
     select,
     unit_shift,
@@ -39,6 +37,7 @@ from gpubuf.kernels.transitions._triton_fields import (
     WRITTEN_AS_STORED,
     column_address,
     float_of,
+    quotient,
 )
 from gpubuf.kernels.transitions._triton_numbers import encoded_bits, item_shift, load_bits, store_bits
 
@@ -85,6 +84,17 @@ def load_write_tile(entry_ptr, number, source, source_stride, TILE: tl.constexpr
     shift = unit_shift(aligned | source | source_stride)
     narrower = tl.where(as_stored, widest - shift, 0)
     return as_stored, shift, (units << narrower).to(tl.int32), row, (unit << narrower).to(tl.int32), 1 << narrower
+
+
+@triton.jit
+def advance_counters(ring_ptr, ticket, n, capacity):
+    """As advance_ring of :mod:`gpubuf.kernels.rows._triton_tiles`, without the counters of before in registers."""
+    last = is_last(ring_ptr + RING_TICKET, ticket)
+    lane = tl.arange(0, 128).to(tl.int64) * 0
+    written = tl.load(ring_ptr + WRITTEN + lane, mask=last, other=0)
+    size = tl.load(ring_ptr + SIZE + lane, mask=last, other=0)
+    tl.store(ring_ptr + WRITTEN + lane, written + n, mask=last)
+    tl.store(ring_ptr + SIZE + lane, tl.minimum(size + n, capacity), mask=last)
 
 
 @triton.jit
@@ -136,12 +146,17 @@ def transitions_extend_kernel(
     skipped = skipped.to(tl.int64)
     capacity = capacity.to(tl.int64)
     written = tl.load(ring_ptr + WRITTEN)
-    size = tl.load(ring_ptr + SIZE)
     ticket = take_ticket(ring_ptr + RING_TICKET)
     if program < row_programs:
-        row = program * TILE + tl.arange(0, TILE)
-        cursor = written - quotient(written, capacity) * capacity
-        tl.store(index_ptr + row, (cursor + row) % capacity, mask=row < n)
+        lane = tl.arange(0, TILE)
+        begin = written + program * TILE
+        begin -= quotient(begin, capacity) * capacity
+        if capacity >= TILE:
+            position = tl.where(begin + lane < capacity, begin + lane, begin + lane - capacity)
+        else:
+            position = ((begin.to(tl.int32) + lane) % capacity.to(tl.int32)).to(tl.int64)
+        row = program * TILE + lane
+        tl.store(index_ptr + row, position, mask=row < n)
     else:
         kept = n - skipped
         start = written + skipped
@@ -174,7 +189,7 @@ def transitions_extend_kernel(
                     chosen,
                     chosen,
                 )
-    advance_ring(ring_ptr, ticket, written, size, advance, capacity)
+    advance_counters(ring_ptr, ticket, advance, capacity)
 
 
 @triton.jit(

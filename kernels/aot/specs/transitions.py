@@ -9,7 +9,7 @@ import torch
 from gpubuf.kernels.aot.compiler import AotSpec
 from gpubuf.kernels.rows import ALIGNMENT
 from gpubuf.kernels.rows._launch import MAX_SOURCES, padded_keys
-from gpubuf.kernels.transitions._launch import COMPARED_COLUMNS, batch_tile
+from gpubuf.kernels.transitions._launch import COMPARED_COLUMNS, batch_tile, extend_tile
 
 BATCH = "gpubuf.kernels.transitions._triton:"
 WRITE = "gpubuf.kernels.transitions._triton_write:"
@@ -41,7 +41,9 @@ def batch_specs(n_bytes: int, n_keys: int, capacity: str, ends: bool, links: boo
 
 def write_specs(n_bytes: int, n_keys: int, capacity: str) -> list[AotSpec]:
     """The kernels that write columns."""
-    tile, num_warps = batch_tile(n_bytes, torch.device("cpu"))
+    device = torch.device("cpu")
+    tile, num_warps = batch_tile(n_bytes, device)
+    warps = {"extend": extend_tile(n_bytes, n_keys, device)[1], "write": num_warps}
     constants = {"KEYS": padded_keys(n_keys), "TILE": tile, "ALIGNMENT": ALIGNMENT}
     common = STORAGE | sources(n_keys) | {"n_keys": "i32", "n": "i32", "capacity": capacity, "row_programs": "i32"}
     signatures: dict[str, dict[str, Any]] = {
@@ -49,7 +51,7 @@ def write_specs(n_bytes: int, n_keys: int, capacity: str) -> list[AotSpec]:
         "write": common | {"index_ptr": "*i64", "winner_ptr": "*i1"},
     }
     return [
-        AotSpec(f"{WRITE}transitions_{name}_kernel", signature, constants, num_warps)
+        AotSpec(f"{WRITE}transitions_{name}_kernel", signature, constants, warps[name])
         for name, signature in signatures.items()
     ]
 
