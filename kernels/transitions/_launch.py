@@ -45,10 +45,13 @@ def batch_tile(n_bytes: int, device: torch.device) -> tuple[int, int]:
     return min(config.tile, 64 * config.num_warps), config.num_warps
 
 
-def extend_tile(n_bytes: int, n_keys: int, device: torch.device) -> tuple[int, int]:
-    """As :func:`batch_tile`, of a write. The search among many fields takes more threads, or else more registers."""
+def write_tile(n_bytes: int, n_keys: int, device: torch.device) -> tuple[int, int]:
+    """As :func:`batch_tile`, of a write: one element a thread, or else registers spill on some GPUs.
+
+    The search among many fields takes more threads.
+    """
     tile, num_warps = batch_tile(n_bytes, device)
-    return tile, num_warps if padded_keys(n_keys) == padded_keys(0) else 2 * num_warps
+    return (tile, 2 * num_warps) if padded_keys(n_keys) > padded_keys(0) else (min(tile, 32 * num_warps), num_warps)
 
 
 def gather(
@@ -209,7 +212,7 @@ def extend(
     parts = list(parts_of(fields, checked, n))
     skipped = max(n - capacity, 0)
     for part in parts:
-        tile, num_warps = extend_tile(part.n_bytes, part.n_keys, fields.device)
+        tile, num_warps = write_tile(part.n_bytes, part.n_keys, fields.device)
         # The index is written by the first launch. The counters move in the last one.
         row_programs = cdiv(n, tile) if part is parts[0] else 0
         launch(
@@ -257,7 +260,7 @@ def write(
     parts = list(parts_of(fields, checked, n))
     winner = winners(index, capacity, ring, generation)
     for part in parts:
-        tile, num_warps = batch_tile(part.n_bytes, fields.device)
+        tile, num_warps = write_tile(part.n_bytes, part.n_keys, fields.device)
         # Faults are counted by the first launch alone.
         row_programs = cdiv(n, tile) if part is parts[0] else 0
         launch(
@@ -321,7 +324,7 @@ def _share(
     differs = torch.empty(candidates, dtype=torch.int32, device=index.device)
     given = ring if winner is None else winner
     for part in parts:
-        tile, num_warps = batch_tile(part.n_bytes, index.device)
+        tile, num_warps = write_tile(part.n_bytes, part.n_keys, index.device)
         columns = min(COMPARED_COLUMNS, tile)
         launch(
             transitions_compare_kernel,
@@ -345,7 +348,7 @@ def _share(
             BLOCK_COLUMNS=columns,
             num_warps=num_warps,
         )
-    tile, num_warps = batch_tile(sum(part.n_bytes for part in parts), index.device)
+    tile, num_warps = write_tile(sum(part.n_bytes for part in parts), 0, index.device)
     launch(
         transitions_assign_kernel,
         1,
@@ -365,7 +368,7 @@ def _share(
         num_warps=num_warps,
     )
     for part in parts:
-        tile, num_warps = batch_tile(part.n_bytes, index.device)
+        tile, num_warps = write_tile(part.n_bytes, part.n_keys, index.device)
         launch(
             transitions_aside_kernel,
             max(copying_programs(part.n_keys, n, part.n_bytes, tile), 1),

@@ -281,13 +281,40 @@ def transitions_aside_kernel(
     capacity = capacity.to(tl.int64)
     envs = envs.to(tl.int64)
     kept = n - skipped
-    # The first candidates have no row in the sources, and are moved with the rows that take their memory.
-    ahead = envs * 0 if RELINK else envs
     written = tl.load(ring_ptr + WRITTEN)
     size = tl.load(ring_ptr + SIZE)
     if not RELINK:
         ticket = take_ticket(ring_ptr + RING_TICKET)
     tiles, lanes = load_write_tiles(fields_ptr, n_keys, kept, True, KEYS, TILE)
+    if not RELINK:
+        start = written + skipped
+        begin = start - quotient(start, capacity) * capacity
+        # This step is there as long as the write leaves it, and then nothing was skipped.
+        has_before = (size >= envs) & (n < capacity)
+        for tile in range(program, tl.sum(tiles, 0), tl.num_programs(0)):
+            key, number, _offset = find_tile(tiles, tiles, lanes, tile, ALIGNMENT)
+            entry_ptr = fields_ptr + key * FIELD
+            source_stride = decoded(select(key, source_strides))
+            address = decoded(select(key, source_addresses))
+            as_stored, shift, words, first_row, first_word, passes = load_write_tile(
+                entry_ptr, number, address, source_stride, TILE
+            )
+            shift = tl.where(as_stored, shift, item_shift(tl.load(entry_ptr + STORED)).to(tl.int32))
+            for part in range(0, passes):
+                element = part * TILE + tl.arange(0, TILE)
+                row, column = rows_and_columns(element, first_word, words, passes * TILE)
+                env = first_row + row - (kept - envs)
+                before = begin - envs + env
+                before = tl.where(before < 0, before + capacity, before)
+                there = ((env >= 0) & (env < envs)) & has_before
+                link = tl.load(links_ptr + before, mask=there, other=0).to(tl.int64)
+                side_stride = tl.load(entry_ptr + SIDE_STRIDE)
+                byte = column.to(tl.int64) << shift
+                waiting = tl.load(entry_ptr + PENDING) + env * side_stride + byte
+                target = tl.load(entry_ptr + ENTRIES) + (link - 1) * side_stride + byte
+                copy_elements(waiting, target, shift, link > 0, link > 0)
+        # This program's tiles of pending memory have been read, before it writes there.
+        tl.debug_barrier()
     for tile in range(program, tl.sum(tiles, 0), tl.num_programs(0)):
         key, number, _offset = find_tile(tiles, tiles, lanes, tile, ALIGNMENT)
         entry_ptr = fields_ptr + key * FIELD
@@ -296,42 +323,33 @@ def transitions_aside_kernel(
         as_stored, shift, words, first_row, first_word, passes = load_write_tile(
             entry_ptr, number, address, source_stride, TILE
         )
-        side_stride = tl.load(entry_ptr + SIDE_STRIDE)
-        pending = tl.load(entry_ptr + PENDING)
-        entries = tl.load(entry_ptr + ENTRIES)
         for part in range(0, passes):
             element = part * TILE + tl.arange(0, TILE)
             row, column = rows_and_columns(element, first_word, words, passes * TILE)
             row = first_row + row
-            position, _number, source, there, newest = load_candidates(
-                written, size, index_ptr, winner_ptr, ahead + row, n, skipped, capacity, envs, RELINK
-            )
-            there = there & (row < kept)
-            # The steps are whole: the last rows, and those of a position, are of environments in their order.
-            env = source - (n - envs)
             if RELINK:
-                _step, env = divided(position, envs, capacity)
-            waiting = pending + env * side_stride
-            if not RELINK:
-                before, _first, _none, was_there, _newest = load_candidates(
-                    written, size, index_ptr, winner_ptr, env, n, skipped, capacity, envs, RELINK
+                position, _number, source, there, newest = load_candidates(
+                    written, size, index_ptr, winner_ptr, row, n, skipped, capacity, envs, RELINK
                 )
-                was_there = was_there & there & newest
-                link = tl.load(links_ptr + before, mask=was_there, other=0).to(tl.int64)
-                to_stored = tl.where(as_stored, shift, item_shift(tl.load(entry_ptr + STORED)).to(tl.int32))
-                byte = column.to(tl.int64) << to_stored
-                target = entries + (link - 1) * side_stride + byte
-                copy_elements(waiting + byte, target, to_stored, link > 0, link > 0)
-                # Read by all threads before any of them writes there.
-                tl.debug_barrier()
+                _step, env = divided(position, envs, capacity)
+            else:
+                # The steps are whole: the last rows are of environments in their order.
+                source = skipped + row
+                env = row - (kept - envs)
+                position = begin + row
+                position = tl.where(position < capacity, position, position - capacity)
+                newest = env >= 0
+                there = row < kept
             link = tl.load(links_ptr + position, mask=there & ~newest, other=0).to(tl.int64)
-            target = tl.where(newest, waiting, entries + (link - 1) * side_stride)
+            side_stride = tl.load(entry_ptr + SIDE_STRIDE)
+            aside = tl.load(entry_ptr + ENTRIES) + (link - 1) * side_stride
+            waiting = tl.load(entry_ptr + PENDING) + env * side_stride
             chosen = (there & (newest | (link > 0))) & (address != 0)
             put_elements(
                 entry_ptr,
                 ring_ptr,
                 address + source * source_stride,
-                target,
+                tl.where(newest, waiting, aside),
                 column,
                 as_stored,
                 shift,

@@ -59,6 +59,7 @@ RUNS = {
     "rows": Run("philox rows rows_ring rows_split", ("philox", "rows")),
     "sum_tree": Run("sum_tree sum_tree_draw sum_tree_eligible", ("sum_tree",)),
     "trajectories": Run("trajectories trajectories_launch", ("trajectories",), BLOCKS, "stages"),
+    "transitions": Run("transitions transitions_convert transitions_sharing transitions_checks", ("transitions",)),
     "sac": Run("tanh_normal sac_operations", ("sac", "td", "tanh_normal"), quick="stages"),
     "moments": Run("moments", ("moments",), ("default",)),
     "buffers": Run("buffers prioritized slices slice_model", room="data"),

@@ -9,7 +9,7 @@ import torch
 from gpubuf.kernels.aot.compiler import AotSpec
 from gpubuf.kernels.rows import ALIGNMENT
 from gpubuf.kernels.rows._launch import MAX_SOURCES, padded_keys
-from gpubuf.kernels.transitions._launch import COMPARED_COLUMNS, batch_tile, extend_tile
+from gpubuf.kernels.transitions._launch import COMPARED_COLUMNS, batch_tile, write_tile
 
 BATCH = "gpubuf.kernels.transitions._triton:"
 WRITE = "gpubuf.kernels.transitions._triton_write:"
@@ -41,9 +41,7 @@ def batch_specs(n_bytes: int, n_keys: int, capacity: str, ends: bool, links: boo
 
 def write_specs(n_bytes: int, n_keys: int, capacity: str) -> list[AotSpec]:
     """The kernels that write columns."""
-    device = torch.device("cpu")
-    tile, num_warps = batch_tile(n_bytes, device)
-    warps = {"extend": extend_tile(n_bytes, n_keys, device)[1], "write": num_warps}
+    tile, num_warps = write_tile(n_bytes, n_keys, torch.device("cpu"))
     constants = {"KEYS": padded_keys(n_keys), "TILE": tile, "ALIGNMENT": ALIGNMENT}
     common = STORAGE | sources(n_keys) | {"n_keys": "i32", "n": "i32", "capacity": capacity, "row_programs": "i32"}
     signatures: dict[str, dict[str, Any]] = {
@@ -51,14 +49,15 @@ def write_specs(n_bytes: int, n_keys: int, capacity: str) -> list[AotSpec]:
         "write": common | {"index_ptr": "*i64", "winner_ptr": "*i1"},
     }
     return [
-        AotSpec(f"{WRITE}transitions_{name}_kernel", signature, constants, warps[name])
+        AotSpec(f"{WRITE}transitions_{name}_kernel", signature, constants, num_warps)
         for name, signature in signatures.items()
     ]
 
 
 def link_specs(n_bytes: int, n_keys: int, capacity: str, again: bool) -> list[AotSpec]:
     """The kernels of observations that are stored once, for an extension or for rows that get them ``again``."""
-    tile, num_warps = batch_tile(n_bytes, torch.device("cpu"))
+    tile, num_warps = write_tile(n_bytes, n_keys, torch.device("cpu"))
+    entries, assign_warps = write_tile(n_bytes, 0, torch.device("cpu"))
     rows = {"ring_ptr": "*i64", "index_ptr": "*i64", "winner_ptr": "*i1" if again else "*i64"}
     sizes = {"n": "i32", "skipped": "i32", "capacity": capacity, "envs": "i32"}
     fields = {"fields_ptr": "*i64", "n_keys": "i32"} | sources(n_keys)
@@ -71,11 +70,12 @@ def link_specs(n_bytes: int, n_keys: int, capacity: str, again: bool) -> list[Ao
     }
     constants: dict[str, dict[str, Any]] = {
         "compare": keys | {"BLOCK_ROWS": tile // columns, "BLOCK_COLUMNS": columns},
-        "assign": {"RELINK": again, "BLOCK": tile},
+        "assign": {"RELINK": again, "BLOCK": entries},
         "aside": keys | {"TILE": tile, "ALIGNMENT": ALIGNMENT},
     }
+    warps = {"compare": num_warps, "assign": assign_warps, "aside": num_warps}
     return [
-        AotSpec(f"{LINKS}transitions_{name}_kernel", rows | sizes | signature, constants[name], num_warps)
+        AotSpec(f"{LINKS}transitions_{name}_kernel", rows | sizes | signature, constants[name], warps[name])
         for name, signature in signatures.items()
     ]
 
