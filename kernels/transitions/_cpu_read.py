@@ -15,7 +15,7 @@ from gpubuf.kernels._pointers import as_i64, call, copy_bytes
 from gpubuf.kernels.philox import OFFSET as RANDOM_OFFSET
 from gpubuf.kernels.philox import SEED
 from gpubuf.kernels.philox._cpu import philox_uniform_f64
-from gpubuf.kernels.rows import DEVICE_ROWS, ROW_STRIDE, SIZE, SPLIT, WRITTEN
+from gpubuf.kernels.rows import DEVICE_ROWS, HOST_ROWS, ROW_STRIDE, SIZE, SPLIT, WRITTEN
 from gpubuf.kernels.rows._cpu_copy import AHEAD, first_invalid, prefetch_row, write_generations
 from gpubuf.kernels.rows._cpu_table import copy_row, row_address
 from gpubuf.kernels.transitions import (
@@ -120,20 +120,25 @@ def _is_plain_length(field):  # type: ignore[no-untyped-def]
 @jit(forceinline=True)
 def _sum_rows(target, field, rows, length, n, capacity, envs, gamma):  # type: ignore[no-untyped-def]
     """Discounted sums of float32 over windows."""
-    elements, row_bytes, step = field[ELEMENTS], field[ROW_BYTES], envs * field[ROW_STRIDE]
+    # Read once: the compiler can't know that no row lies in the field.
+    elements, row_bytes, stride = field[ELEMENTS], field[ROW_BYTES], field[ROW_STRIDE]
+    base, beyond, split = field[DEVICE_ROWS], field[HOST_ROWS], field[SPLIT]
+    apart = envs * stride >= 64
     for i in range(n):
-        # The rows of a window share a line or two, or are too far apart for any prefetch to pay but that of each.
         coming = min(i + AHEAD, n - 1)
-        for j in range(length[coming] if step >= 64 else 1):
+        # The rows of a window share a line or two, or have one each.
+        for j in range(length[coming] if apart else 1):
             row = rows[coming] + j * envs
-            prefetch_row(row_address(field, row if row < capacity else row - capacity), row_bytes)
+            row = row if row < capacity else row - capacity
+            prefetch_row((base if row < split else beyond) + row * stride, row_bytes)
+        steps = length[i] - 1
         for e in range(elements):
             row = rows[i]
-            total, discount = float(read_f32(row_address(field, row), e)), 1.0
-            for _ in range(length[i] - 1):
+            total, discount = float(read_f32((base if row < split else beyond) + row * stride, e)), 1.0
+            for _ in range(steps):
                 discount *= gamma
                 row = row + envs if row + envs < capacity else row + envs - capacity
-                total += discount * float(read_f32(row_address(field, row), e))
+                total += discount * float(read_f32((base if row < split else beyond) + row * stride, e))
             write_f32(target, i * elements + e, np.float32(total))
 
 

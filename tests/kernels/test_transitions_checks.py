@@ -127,6 +127,19 @@ def test_writes_that_the_cpu_refuses():
         alone.extend([torch.empty(0), torch.zeros(1, 2)], 1)
 
 
+def test_stale_rows_are_skipped(transitions_backend):
+    """Case 46: rows that were written again since they were drawn keep what is new; converted ones too."""
+    store, sources = filled(), filled().batch(5, 9)
+    index = torch.tensor([0, 5, -1, 2, 5])
+    generation = torch.tensor([2, 1, 1, 1, 1])
+    ring = store.reference()
+    transitions.write(store.fields, sources, store.ring, index, store.capacity, generation)
+    # Row 2 is in its second generation.
+    kept = [0, 1, 2, 4]
+    ring.write([x[kept] if x.numel() else x for x in sources], index[kept].tolist())
+    assert_store(store, ring)
+
+
 def test_nothing_to_write(transitions_backend):
     store, empty = filled(), filled().batch(0, 1)
     before = store.reference()
