@@ -102,11 +102,15 @@ class SharedRows(ComputedRows):
     # Writing
 
     def _extend_computed(self, sources: list[Tensor], n: int) -> Tensor:
+        if self.sharing is not None and past_dispatcher(self.table):
+            # One call of machine code: it is done or not done.
+            try:
+                return super()._extend_computed(sources, n)
+            except NoRoomError:
+                return self._with_room(self.sharing, functools.partial(super()._extend_computed, sources, n))
         if self.sharing is None or _compiling() or capturing():
             return super()._extend_computed(sources, n)
         extend = functools.partial(super()._extend_computed, sources, n)
-        if past_dispatcher(self.table):
-            return self._with_room(self.sharing, extend)
         # Several launches, of which the last one moves the counters. All may be made twice.
         self._redo = functools.partial(self._extend_unless_done, self.written, extend)
         try:
