@@ -17,6 +17,9 @@ class Codec:
     Integers are rounded to the nearest, half to even. Numbers that don't fit an integer dtype are refused at the write
     (on a GPU they are cut to the range, and count as faults).
 
+    A codec lies between floating-point numbers and what is stored. Integers are taken as they are: pixels that are
+    written as uint8 come out as float32, scaled, if ``batch_dtypes`` says so.
+
     Args:
         dtype: of what is stored.
         scale: of the numbers.

@@ -36,23 +36,23 @@ class ComputedRows(RowMemory):
     """
 
     def _extend_computed(self, sources: list[Tensor], n: int) -> Tensor:
-        links, owners = self._links
+        fields, (links, owners) = self._written_fields, self._links
         try:
-            index: Tensor = _extend(self._fields, sources, self.ring, links, owners, n, self.max_size, self._envs)
+            index: Tensor = _extend(fields, sources, self.ring, links, owners, n, self.max_size, self._envs)
         except ValueError as error:
             raise self._by_name(error) from None
         return index
 
     def _write_computed(self, sources: list[Tensor], index: Tensor) -> None:
         try:
-            _write(self._fields, sources, self.ring, index, self.max_size)
+            _write(self._written_fields, sources, self.ring, index, self.max_size)
         except ValueError as error:
             raise self._by_name(error) from None
 
     def _update_computed(self, sources: list[Tensor], keys: Sequence[int], index: Tensor, generation: Tensor) -> None:
-        assert self._fields is not None
+        assert self._written_fields is not None
         # Read when the operation runs: a captured graph finds the rows where they are by then.
-        fields = torch.stack([self._fields[key] for key in keys])
+        fields = torch.stack([self._written_fields[key] for key in keys])
         try:
             _update(fields, sources, self.ring, index, self.max_size, generation)
         except ValueError as error:

@@ -58,6 +58,8 @@ def fields_of(
         stored = form.stored.leaves[number]
         device_rows, _, split, host_rows, row_stride = columns[number].entry(stored.row_bytes, rows_per_step)
         follows = source is not None and source.follows
+        # A codec lies between floating-point numbers and what is stored: integers are taken as they are.
+        codec = source if leaf.dtype.is_floating_point else None
         aside = sharing.addresses(number) if follows and sharing is not None else (0, 0, 0)
         found.append(
             Field(
@@ -72,8 +74,8 @@ def fields_of(
                 written=dtype_code(written.dtype),
                 batch=dtype_code(leaf.dtype),
                 elements=leaf.n_elements,
-                scale=1.0 if source is None else source.scale,
-                offset=0.0 if source is None else source.offset,
+                scale=1.0 if codec is None else codec.scale,
+                offset=0.0 if codec is None else codec.offset,
                 entries=aside[0],
                 pending=aside[1],
                 side_stride=aside[2],

@@ -188,7 +188,7 @@ class SharedRows(ComputedRows):
         try:
             super()._write_computed(sources, index)
             self._relink(self._raw_fields, coming, before)
-            self._relink(self._fields, sources, index)
+            self._relink(self._written_fields, sources, index)
         except NoRoomError:
             if kept is not None:
                 _write(self.table, kept, self.ring, index, self.max_size)
