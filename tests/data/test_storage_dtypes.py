@@ -436,18 +436,3 @@ def test_free_and_empty():
 def test_a_storage_of_tensors_that_are_there_has_no_options():
     with pytest.raises(TypeError):
         TensorStorage(transitions(4), dtypes={"observation": torch.bfloat16})
-
-
-def test_pixels_written_as_integers_come_out_scaled(backend):
-    """Case 41: a codec lies between floating-point numbers and what is stored."""
-    pixels = torch.randint(0, 256, (6, 2, 3), dtype=torch.uint8)
-    storage = LazyTensorStorage(
-        8, dtypes={"pixels": Codec(torch.uint8, scale=1 / 255)}, batch_dtypes={"pixels": torch.float32}
-    )
-    buffer = TensorDictReplayBuffer(storage=storage, batch_size=32)
-    buffer.extend(TensorDict({"pixels": pixels}, [6]))
-    assert torch.equal(buffer[:]["pixels"], pixels)
-    batch = buffer.sample()
-    torch.testing.assert_close(batch["pixels"], pixels[batch["index"]].float() / 255)
-    buffer[torch.tensor([1])] = TensorDict({"pixels": pixels[:1]}, [1])
-    assert torch.equal(buffer[1]["pixels"], pixels[0])

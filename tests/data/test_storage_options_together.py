@@ -6,7 +6,14 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from gpubuf.data import LazyTensorStorage, PrioritizedSampler, RandomSampler, SliceSampler, TensorDictReplayBuffer
+from gpubuf.data import (
+    Codec,
+    LazyTensorStorage,
+    PrioritizedSampler,
+    RandomSampler,
+    SliceSampler,
+    TensorDictReplayBuffer,
+)
 from tests.support.transitions import same
 
 SAMPLERS = {
@@ -78,3 +85,18 @@ def test_batches_are_those_of_a_plain_storage(sampler, envs, n_steps, share_next
     restored.load_state_dict(both.state_dict())
     assert same(both[:], restored[:])
     assert same(both.sample(), restored.sample())
+
+
+def test_pixels_written_as_integers_come_out_scaled(backend):
+    """Case 41: a codec lies between floating-point numbers and what is stored."""
+    pixels = torch.randint(0, 256, (6, 2, 3), dtype=torch.uint8)
+    storage = LazyTensorStorage(
+        8, dtypes={"pixels": Codec(torch.uint8, scale=1 / 255)}, batch_dtypes={"pixels": torch.float32}
+    )
+    buffer = TensorDictReplayBuffer(storage=storage, batch_size=32)
+    buffer.extend(TensorDict({"pixels": pixels}, [6]))
+    assert torch.equal(buffer[:]["pixels"], pixels)
+    batch = buffer.sample()
+    torch.testing.assert_close(batch["pixels"], pixels[batch["index"]].float() / 255)
+    buffer[torch.tensor([1])] = TensorDict({"pixels": pixels[:1]}, [1])
+    assert torch.equal(buffer[1]["pixels"], pixels[0])
