@@ -83,6 +83,7 @@ def _load_sum(entry_ptr, place, column, mask, stored, gamma, steps, envs, n_step
     scale = float_of(tl.load(entry_ptr + SCALE))
     offset = float_of(tl.load(entry_ptr + CODEC_OFFSET))
     shift = item_shift(stored)
+    unit = unit_shift(tl.load(entry_ptr + ALIGNED))
     length = place & 127
     step, env = divided(tl.where(mask, place >> 7, 0), envs, steps * envs)
     # Minus zero changes no number that is added to it.
@@ -92,7 +93,7 @@ def _load_sum(entry_ptr, place, column, mask, stored, gamma, steps, envs, n_step
         inside = mask & (j < length)
         row = forward(step, j, steps) * envs + env
         address = row_address(row, device_rows, split, host_rows, stride) + (column << shift)
-        number = decoded_numbers(load_bits(address, shift, inside), stored, scale, offset, FLOAT)
+        number = decoded_numbers(load_bits(address, shift, unit, inside), stored, scale, offset, FLOAT)
         total = tl.where(inside, total + number.to(tl.float64) * discount, total)
         discount *= gamma
     return total.to(FLOAT)
@@ -123,7 +124,7 @@ def _compute_floats(
     else:
         shift = item_shift(stored)
         address = place_address(entry_ptr, place, steps * envs, envs, kind) + (column << shift)
-        bits = load_bits(address, shift, mask)
+        bits = load_bits(address, shift, unit_shift(tl.load(entry_ptr + ALIGNED)), mask)
         scale = float_of(tl.load(entry_ptr + SCALE))
         offset = float_of(tl.load(entry_ptr + CODEC_OFFSET))
         number = decoded_numbers(bits, stored, scale, offset, FLOAT)
@@ -173,7 +174,7 @@ def compute_tile(entry_ptr, place, twist, column, mask, target, gamma, steps, en
         # Integers stay exact, and NaNs keep their bits.
         shift = item_shift(stored)
         address = place_address(entry_ptr, place, steps * envs, envs, kind) + (element.to(tl.int64) << shift)
-        bits = load_bits(address, shift, valid & ~mirrored)
+        bits = load_bits(address, shift, unit_shift(tl.load(entry_ptr + ALIGNED)), valid & ~mirrored)
         if stored != batch:
             bits, _ = integer_bits(integers_of(bits, stored), batch)
     if can_be_mirrored | (moved == 0):
@@ -217,7 +218,7 @@ def compute_tile(entry_ptr, place, twist, column, mask, target, gamma, steps, en
             )
         bits = tl.where(active, computed, bits)
     shift = item_shift(batch)
-    store_bits(target + (column.to(tl.int64) << shift), tl.where(valid, bits, 0), shift, mask)
+    store_bits(target + (column.to(tl.int64) << shift), tl.where(valid, bits, 0), shift, shift, mask)
 
 
 @triton.jit

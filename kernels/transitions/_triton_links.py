@@ -45,7 +45,13 @@ from gpubuf.kernels.transitions._triton_fields import (
     float_of,
     quotient,
 )
-from gpubuf.kernels.transitions._triton_numbers import encoded_bits, item_shift, load_bits
+from gpubuf.kernels.transitions._triton_numbers import (
+    encoded_bits,
+    item_shift,
+    load_aligned_bits,
+    load_bits,
+    store_bits,
+)
 from gpubuf.kernels.transitions._triton_write import (
     advance_counters,
     load_shared,
@@ -142,14 +148,18 @@ def transitions_compare_kernel(
         pending = (tl.load(entry_ptr + PENDING) + i * tl.load(entry_ptr + SIDE_STRIDE))[:, None]
         following = column_address(entry_ptr, successor)[:, None]
         some = active & (was_pending | (address != 0))
+        aligned = tl.load(entry_ptr + ALIGNED)
+        unit = unit_shift(aligned)
         if tl.load(entry_ptr + WRITTEN_AS_STORED) != 0:
-            shift = tl.minimum(unit_shift(tl.load(entry_ptr + ALIGNED) | address | source_stride), 3)
+            shift = tl.minimum(unit_shift(aligned | address | source_stride), 3)
             words = tl.load(entry_ptr + ROW_BYTES) >> shift
             mine = tl.where(was_pending, pending, given)
             for begin in range(0, words, BLOCK_COLUMNS):
                 mask = some & (begin + column < words)
                 byte = (begin + column) << shift
-                differing |= load_bits(mine + byte, shift, mask) ^ load_bits(following + byte, shift, mask)
+                differing |= load_bits(mine + byte, shift, shift, mask) ^ load_bits(
+                    following + byte, shift, shift, mask
+                )
         else:
             elements = tl.load(entry_ptr + ELEMENTS)
             stored = tl.load(entry_ptr + STORED)
@@ -162,11 +172,12 @@ def transitions_compare_kernel(
                 mask = some & (begin + column < elements)
                 byte = (begin + column) << to_stored
                 new = mask & ~was_pending
-                bits = load_bits(given + ((begin + column) << item_shift(written_as)), item_shift(written_as), new)
+                from_written = item_shift(written_as)
+                bits = load_aligned_bits(given + ((begin + column) << from_written), from_written, new)
                 bits, fits = encoded_bits(bits, written_as, stored, scale, offset)
                 count_faults(ring_ptr, new & ~fits)
-                before = load_bits(pending + byte, to_stored, mask & was_pending)
-                bits = tl.where(was_pending, before, bits) ^ load_bits(following + byte, to_stored, mask)
+                before = load_bits(pending + byte, to_stored, unit, mask & was_pending)
+                bits = tl.where(was_pending, before, bits) ^ load_bits(following + byte, to_stored, unit, mask)
                 differing |= tl.where(mask, bits << unused, 0)
     found = tl.max((differing != 0).to(tl.int32), 1)
     before = tl.load(differs_ptr + i, mask=(i < count) & (begun != 0), other=0)
@@ -296,10 +307,10 @@ def transitions_aside_kernel(
             entry_ptr = fields_ptr + key * FIELD
             source_stride = decoded(select(key, source_strides))
             address = decoded(select(key, source_addresses))
-            as_stored, shift, words, first_row, first_word, passes = load_write_tile(
+            as_stored, unit, words, first_row, first_word, passes = load_write_tile(
                 entry_ptr, number, address, source_stride, TILE
             )
-            shift = tl.where(as_stored, shift, item_shift(tl.load(entry_ptr + STORED)).to(tl.int32))
+            shift = tl.where(as_stored, unit, item_shift(tl.load(entry_ptr + STORED)).to(tl.int32))
             for part in range(0, passes):
                 element = part * TILE + tl.arange(0, TILE)
                 row, column = rows_and_columns(element, first_word, words, passes * TILE)
@@ -312,7 +323,10 @@ def transitions_aside_kernel(
                 byte = column.to(tl.int64) << shift
                 waiting = tl.load(entry_ptr + PENDING) + env * side_stride + byte
                 target = tl.load(entry_ptr + ENTRIES) + (link - 1) * side_stride + byte
-                copy_elements(waiting, target, shift, link > 0, link > 0)
+                if as_stored:
+                    copy_elements(waiting, target, shift, link > 0, link > 0)
+                else:
+                    store_bits(target, load_bits(waiting, shift, unit, link > 0), shift, unit, link > 0)
         # This program's tiles of pending memory have been read, before it writes there.
         tl.debug_barrier()
     for tile in range(program, tl.sum(tiles, 0), tl.num_programs(0)):

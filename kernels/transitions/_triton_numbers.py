@@ -195,13 +195,25 @@ def ratio(number, divisor):
 
 
 @triton.jit
-def encoded_floats(bits, written, stored, scale, offset, FLOAT: tl.constexpr):
-    """(bits, whether they fit) of (written - offset) / scale, computed in float32 or float64."""
-    number = floats_of(bits, written, FLOAT)
+def _as_float32(number, narrow):
+    """float64 numbers, rounded to float32 if ``narrow``."""
+    return tl.where(narrow, number.to(tl.float32).to(tl.float64), number)
+
+
+@triton.jit
+def encoded_floats(bits, written, stored, scale, offset, narrow):
+    """(bits, whether they fit) of (written - offset) / scale, in float64, or as float32 computes it if ``narrow``.
+
+    Differences and ratios of float32 numbers may be rounded twice: they are never so near to the middle of two.
+    """
+    if narrow:
+        number = floats_of(bits, written, tl.float32).to(tl.float64)
+    else:
+        number = floats_of(bits, written, tl.float64)
     if (scale != 1) | (offset != 0):
-        # A ratio of float32 numbers that is rounded twice is the same: it is never so near to the middle of two.
-        number = ratio((number - offset.to(FLOAT)).to(tl.float64), scale.to(FLOAT).to(tl.float64)).to(FLOAT)
-    return float_bits(number, stored, FLOAT)
+        number = _as_float32(number - _as_float32(offset, narrow), narrow)
+        number = _as_float32(ratio(number, _as_float32(scale, narrow)), narrow)
+    return float_bits(number, stored, tl.float64)
 
 
 @triton.jit
@@ -209,10 +221,9 @@ def encoded_bits(bits, written, stored, scale, offset):
     """(bits of the stored dtype, whether the numbers fit) of bits of the written dtype."""
     if ((scale == 1) & (offset == 0)) & ((is_float(written) | is_float(stored)) == 0):
         found, fits = integer_bits(integers_of(bits, written), stored)
-    elif (written == FLOAT64) | (stored == FLOAT64):
-        found, fits = encoded_floats(bits, written, stored, scale, offset, tl.float64)
     else:
-        found, fits = encoded_floats(bits, written, stored, scale, offset, tl.float32)
+        narrow = (written != FLOAT64) & (stored != FLOAT64)
+        found, fits = encoded_floats(bits, written, stored, scale, offset, narrow)
     return found, fits
 
 
@@ -225,7 +236,7 @@ def load_as(address, mask, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def load_bits(address, shift, mask):
+def load_aligned_bits(address, shift, mask):
     """Elements of ``1 << shift`` bytes at int64 addresses, as int64; what lies above their bits is undefined."""
     if shift == 2:
         bits = load_as(address, mask, tl.int32)
@@ -239,14 +250,32 @@ def load_bits(address, shift, mask):
 
 
 @triton.jit
+def load_bits(address, shift, unit, mask):
+    """As :func:`load_aligned_bits`, of addresses that are multiples of ``1 << unit``.
+
+    Elements that are not aligned are put together of bytes.
+    """
+    if unit < shift:
+        bits = address * 0
+        for byte in range(0, 1 << shift):
+            bits |= load_as(address + byte, mask, tl.uint8) << (byte * 8)
+    else:
+        bits = load_aligned_bits(address, shift, mask)
+    return bits
+
+
+@triton.jit
 def store_as(address, bits, mask, DTYPE: tl.constexpr):
     tl.store(address.to(tl.pointer_type(DTYPE)), bits.to(DTYPE), mask=mask)
 
 
 @triton.jit
-def store_bits(address, bits, shift, mask):
+def store_bits(address, bits, shift, unit, mask):
     """The opposite of :func:`load_bits`."""
-    if shift == 2:
+    if unit < shift:
+        for byte in range(0, 1 << shift):
+            store_as(address + byte, bits >> (byte * 8), mask, tl.int8)
+    elif shift == 2:
         store_as(address, bits, mask, tl.int32)
     elif shift == 1:
         store_as(address, bits, mask, tl.int16)

@@ -39,7 +39,7 @@ from gpubuf.kernels.transitions._triton_fields import (
     float_of,
     quotient,
 )
-from gpubuf.kernels.transitions._triton_numbers import encoded_bits, item_shift, load_bits, store_bits
+from gpubuf.kernels.transitions._triton_numbers import encoded_bits, item_shift, load_aligned_bits, store_bits
 
 
 @triton.jit
@@ -107,11 +107,13 @@ def put_elements(entry_ptr, ring_ptr, source, target, column, as_stored, shift, 
     else:
         stored = tl.load(entry_ptr + STORED)
         written = tl.load(entry_ptr + WRITTEN_AS)
-        bits = load_bits(source + (column.to(tl.int64) << item_shift(written)), item_shift(written), chosen)
+        # Tensors that are given are aligned, and columns of records need not be.
+        from_written = item_shift(written)
+        bits = load_aligned_bits(source + (column.to(tl.int64) << from_written), from_written, chosen)
         scale = float_of(tl.load(entry_ptr + SCALE))
         offset = float_of(tl.load(entry_ptr + CODEC_OFFSET))
         found, fits = encoded_bits(bits, written, stored, scale, offset)
-        store_bits(target + (column.to(tl.int64) << item_shift(stored)), found, item_shift(stored), chosen)
+        store_bits(target + (column.to(tl.int64) << item_shift(stored)), found, item_shift(stored), shift, chosen)
         count_faults(ring_ptr, counted & ~fits)
 
 
