@@ -54,6 +54,12 @@ def write_tile(n_bytes: int, n_keys: int, device: torch.device) -> tuple[int, in
     return (tile, 2 * num_warps) if padded_keys(n_keys) > padded_keys(0) else (min(tile, 32 * num_warps), num_warps)
 
 
+def extend_tile(n_bytes: int, device: torch.device) -> tuple[int, int]:
+    """As :func:`write_tile`, of an extension of the ring, which has more to keep in registers."""
+    tile, num_warps = batch_tile(n_bytes, device)
+    return tile, 2 * num_warps
+
+
 def gather(
     fields: Tensor,
     ring: Tensor,
@@ -212,7 +218,7 @@ def extend(
     parts = list(parts_of(fields, checked, n))
     skipped = max(n - capacity, 0)
     for part in parts:
-        tile, num_warps = write_tile(part.n_bytes, part.n_keys, fields.device)
+        tile, num_warps = extend_tile(part.n_bytes, fields.device)
         # The index is written by the first launch. The counters move in the last one.
         row_programs = cdiv(n, tile) if part is parts[0] else 0
         launch(
@@ -324,7 +330,7 @@ def _share(
     differs = torch.empty(candidates, dtype=torch.int32, device=index.device)
     given = ring if winner is None else winner
     for part in parts:
-        tile, num_warps = write_tile(part.n_bytes, part.n_keys, index.device)
+        tile, num_warps = write_tile(part.n_bytes, 0, index.device)
         columns = min(COMPARED_COLUMNS, tile)
         launch(
             transitions_compare_kernel,

@@ -206,10 +206,7 @@ def encoded_floats(bits, written, stored, scale, offset, narrow):
 
     Differences and ratios of float32 numbers may be rounded twice: they are never so near to the middle of two.
     """
-    if narrow:
-        number = floats_of(bits, written, tl.float32).to(tl.float64)
-    else:
-        number = floats_of(bits, written, tl.float64)
+    number = floats_of(bits, written, tl.float32).to(tl.float64) if narrow else floats_of(bits, written, tl.float64)
     if (scale != 1) | (offset != 0):
         number = _as_float32(number - _as_float32(offset, narrow), narrow)
         number = _as_float32(ratio(number, _as_float32(scale, narrow)), narrow)

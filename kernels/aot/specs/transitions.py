@@ -9,7 +9,7 @@ import torch
 from gpubuf.kernels.aot.compiler import AotSpec
 from gpubuf.kernels.rows import ALIGNMENT
 from gpubuf.kernels.rows._launch import MAX_SOURCES, padded_keys
-from gpubuf.kernels.transitions._launch import COMPARED_COLUMNS, batch_tile, write_tile
+from gpubuf.kernels.transitions._launch import COMPARED_COLUMNS, batch_tile, extend_tile, write_tile
 
 BATCH = "gpubuf.kernels.transitions._triton:"
 WRITE = "gpubuf.kernels.transitions._triton_write:"
@@ -41,15 +41,16 @@ def batch_specs(n_bytes: int, n_keys: int, capacity: str, ends: bool, links: boo
 
 def write_specs(n_bytes: int, n_keys: int, capacity: str) -> list[AotSpec]:
     """The kernels that write columns."""
-    tile, num_warps = write_tile(n_bytes, n_keys, torch.device("cpu"))
-    constants = {"KEYS": padded_keys(n_keys), "TILE": tile, "ALIGNMENT": ALIGNMENT}
+    device = torch.device("cpu")
+    tiles = {"extend": extend_tile(n_bytes, device), "write": write_tile(n_bytes, n_keys, device)}
+    constants = {"KEYS": padded_keys(n_keys), "ALIGNMENT": ALIGNMENT}
     common = STORAGE | sources(n_keys) | {"n_keys": "i32", "n": "i32", "capacity": capacity, "row_programs": "i32"}
     signatures: dict[str, dict[str, Any]] = {
         "extend": common | {"index_ptr": "*i64", "skipped": "i32", "advance": "i32"},
         "write": common | {"index_ptr": "*i64", "winner_ptr": "*i1"},
     }
     return [
-        AotSpec(f"{WRITE}transitions_{name}_kernel", signature, constants, num_warps)
+        AotSpec(f"{WRITE}transitions_{name}_kernel", signature, constants | {"TILE": tiles[name][0]}, tiles[name][1])
         for name, signature in signatures.items()
     ]
 
@@ -57,11 +58,11 @@ def write_specs(n_bytes: int, n_keys: int, capacity: str) -> list[AotSpec]:
 def link_specs(n_bytes: int, n_keys: int, capacity: str, again: bool) -> list[AotSpec]:
     """The kernels of observations that are stored once, for an extension or for rows that get them ``again``."""
     tile, num_warps = write_tile(n_bytes, n_keys, torch.device("cpu"))
-    entries, assign_warps = write_tile(n_bytes, 0, torch.device("cpu"))
+    few, few_warps = write_tile(n_bytes, 0, torch.device("cpu"))
     rows = {"ring_ptr": "*i64", "index_ptr": "*i64", "winner_ptr": "*i1" if again else "*i64"}
     sizes = {"n": "i32", "skipped": "i32", "capacity": capacity, "envs": "i32"}
     fields = {"fields_ptr": "*i64", "n_keys": "i32"} | sources(n_keys)
-    columns = min(COMPARED_COLUMNS, tile)
+    columns = min(COMPARED_COLUMNS, few)
     keys = {"RELINK": again, "KEYS": padded_keys(n_keys)}
     signatures: dict[str, dict[str, Any]] = {
         "compare": fields | {"differs_ptr": "*i32", "begun": "i32"},
@@ -69,11 +70,11 @@ def link_specs(n_bytes: int, n_keys: int, capacity: str, again: bool) -> list[Ao
         "aside": fields | {"links_ptr": "*i32", "advance": "i32"},
     }
     constants: dict[str, dict[str, Any]] = {
-        "compare": keys | {"BLOCK_ROWS": tile // columns, "BLOCK_COLUMNS": columns},
-        "assign": {"RELINK": again, "BLOCK": entries},
+        "compare": keys | {"BLOCK_ROWS": few // columns, "BLOCK_COLUMNS": columns},
+        "assign": {"RELINK": again, "BLOCK": few},
         "aside": keys | {"TILE": tile, "ALIGNMENT": ALIGNMENT},
     }
-    warps = {"compare": num_warps, "assign": assign_warps, "aside": num_warps}
+    warps = {"compare": few_warps, "assign": few_warps, "aside": num_warps}
     return [
         AotSpec(f"{LINKS}transitions_{name}_kernel", rows | sizes | signature, constants[name], warps[name])
         for name, signature in signatures.items()
