@@ -12,7 +12,6 @@ from gpubuf.kernels.philox._triton import OFFSET, TICKET, advance_state, take_ti
 from gpubuf.kernels.rows._triton_tiles import SIZE, WRITTEN, count_faults
 from gpubuf.kernels.transitions._triton_batch import make_tiles
 from gpubuf.kernels.transitions._triton_fields import (
-    DOUBLED,
     STEPS,
     float_of,
     load_places,
@@ -61,7 +60,18 @@ def _make_rows(
 
 
 @triton.jit(
-    do_not_specialize=["n_keys", "n", "capacity", "envs", "n_steps", "gamma_bits", "mirror", "draws", "row_programs"],
+    do_not_specialize=[
+        "n_keys",
+        "n",
+        "rows",
+        "steps",
+        "envs",
+        "n_steps",
+        "gamma_bits",
+        "mirror",
+        "draws",
+        "row_programs",
+    ],
     # As in rows_gather_kernel.
     do_not_specialize_on_alignment=["index_ptr", "generation_ptr"],
 )
@@ -76,7 +86,8 @@ def transitions_gather_kernel(
     generation_ptr,  # int64 [rows]
     n_keys,
     n,
-    capacity,
+    rows,
+    steps,
     envs,
     n_steps,
     gamma_bits,
@@ -101,8 +112,8 @@ def transitions_gather_kernel(
     envs = envs.to(tl.int64)
     n_steps = n_steps.to(tl.int64)
     draws = draws.to(tl.int64)
-    steps = quotient(capacity.to(tl.int64), envs)
-    rows = tl.where(mirror == DOUBLED, 2 * n, n)
+    steps = steps.to(tl.int64)
+    rows = rows.to(tl.int64)
     written = tl.load(ring_ptr + WRITTEN)
     newest = newest_step(written, steps, envs)
     noise_offset = n * 0
@@ -169,7 +180,18 @@ def transitions_gather_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["n_keys", "n", "capacity", "envs", "n_steps", "gamma_bits", "mirror", "draws", "row_programs"],
+    do_not_specialize=[
+        "n_keys",
+        "n",
+        "rows",
+        "steps",
+        "envs",
+        "n_steps",
+        "gamma_bits",
+        "mirror",
+        "draws",
+        "row_programs",
+    ],
     do_not_specialize_on_alignment=["index_ptr", "generation_ptr"],
 )
 def transitions_sample_kernel(
@@ -184,7 +206,8 @@ def transitions_sample_kernel(
     generation_ptr,  # int64 [rows]
     n_keys,
     n,
-    capacity,
+    rows,
+    steps,
     envs,
     n_steps,
     gamma_bits,
@@ -207,8 +230,8 @@ def transitions_sample_kernel(
     envs = envs.to(tl.int64)
     n_steps = n_steps.to(tl.int64)
     draws = draws.to(tl.int64)
-    steps = quotient(capacity.to(tl.int64), envs)
-    rows = tl.where(mirror == DOUBLED, 2 * n, n)
+    steps = steps.to(tl.int64)
+    rows = rows.to(tl.int64)
     written = tl.load(ring_ptr + WRITTEN)
     size = tl.load(ring_ptr + SIZE)
     newest = newest_step(written, steps, envs)

@@ -93,6 +93,17 @@ def load_candidates(written, size, index_ptr, winner_ptr, i, n, skipped, capacit
     return position, number, source, there, newest
 
 
+@triton.jit
+def differing_bits(one, other, column, words, shift, active, BLOCK_COLUMNS: tl.constexpr):
+    """int64 [ROWS, BLOCK_COLUMNS], some not zero in each active row in which the ``words`` at two addresses differ."""
+    differing = (one ^ one) + column * 0
+    for begin in range(0, words, BLOCK_COLUMNS):
+        mask = active & (begin + column < words)
+        byte = (begin + column) << shift
+        differing |= load_aligned_bits(one + byte, shift, mask) ^ load_aligned_bits(other + byte, shift, mask)
+    return differing
+
+
 @triton.jit(
     do_not_specialize=["n_keys", "n", "skipped", "capacity", "envs", "begun"],
     do_not_specialize_on_alignment=["index_ptr", "winner_ptr", "differs_ptr"],
@@ -131,8 +142,7 @@ def transitions_compare_kernel(
     position, _, source, there, newest = load_candidates(
         written, size, index_ptr, winner_ptr, i, n, skipped.to(tl.int64), capacity, envs, RELINK
     )
-    active = (there & ~newest)[:, None]
-    was_pending = (source < 0)[:, None]
+    active = there & ~newest
     successor = tl.where(position + envs < capacity, position + envs, position + envs - capacity)
     lanes = tl.arange(0, KEYS)
     shared = load_shared(fields_ptr, lanes, n_keys).to(tl.int32)
@@ -144,41 +154,35 @@ def transitions_compare_kernel(
         entry_ptr = fields_ptr + key * FIELD
         source_stride = decoded(select(key, source_strides))
         address = decoded(select(key, source_addresses))
-        given = (address + source * source_stride)[:, None]
-        pending = (tl.load(entry_ptr + PENDING) + i * tl.load(entry_ptr + SIDE_STRIDE))[:, None]
         following = column_address(entry_ptr, successor)[:, None]
-        some = active & (was_pending | (address != 0))
         aligned = tl.load(entry_ptr + ALIGNED)
-        unit = unit_shift(aligned)
+        row_bytes = tl.load(entry_ptr + ROW_BYTES)
+        if (tl.program_id(0) * BLOCK_ROWS < envs) & (RELINK == 0):
+            pending = (tl.load(entry_ptr + PENDING) + i * tl.load(entry_ptr + SIDE_STRIDE))[:, None]
+            shift = tl.minimum(unit_shift(aligned), 3)
+            differing |= differing_bits(
+                pending, following, column, row_bytes >> shift, shift, (active & (source < 0))[:, None], BLOCK_COLUMNS
+            )
+        given = (address + source * source_stride)[:, None]
+        new = (active & (source >= 0) & (address != 0))[:, None]
         if tl.load(entry_ptr + WRITTEN_AS_STORED) != 0:
             shift = tl.minimum(unit_shift(aligned | address | source_stride), 3)
-            words = tl.load(entry_ptr + ROW_BYTES) >> shift
-            mine = tl.where(was_pending, pending, given)
-            for begin in range(0, words, BLOCK_COLUMNS):
-                mask = some & (begin + column < words)
-                byte = (begin + column) << shift
-                differing |= load_bits(mine + byte, shift, shift, mask) ^ load_bits(
-                    following + byte, shift, shift, mask
-                )
+            differing |= differing_bits(given, following, column, row_bytes >> shift, shift, new, BLOCK_COLUMNS)
         else:
             elements = tl.load(entry_ptr + ELEMENTS)
             stored = tl.load(entry_ptr + STORED)
             written_as = tl.load(entry_ptr + WRITTEN_AS)
             scale = float_of(tl.load(entry_ptr + SCALE))
             offset = float_of(tl.load(entry_ptr + CODEC_OFFSET))
+            from_written = item_shift(written_as)
             to_stored = item_shift(stored)
-            unused = 64 - (8 << to_stored)
             for begin in range(0, elements, BLOCK_COLUMNS):
-                mask = some & (begin + column < elements)
-                byte = (begin + column) << to_stored
-                new = mask & ~was_pending
-                from_written = item_shift(written_as)
-                bits = load_aligned_bits(given + ((begin + column) << from_written), from_written, new)
+                mask = new & (begin + column < elements)
+                bits = load_aligned_bits(given + ((begin + column) << from_written), from_written, mask)
                 bits, fits = encoded_bits(bits, written_as, stored, scale, offset)
-                count_faults(ring_ptr, new & ~fits)
-                before = load_bits(pending + byte, to_stored, unit, mask & was_pending)
-                bits = tl.where(was_pending, before, bits) ^ load_bits(following + byte, to_stored, unit, mask)
-                differing |= tl.where(mask, bits << unused, 0)
+                count_faults(ring_ptr, mask & ~fits)
+                bits ^= load_bits(following + ((begin + column) << to_stored), to_stored, unit_shift(aligned), mask)
+                differing |= tl.where(mask, bits << (64 - (8 << to_stored)), 0)
     found = tl.max((differing != 0).to(tl.int32), 1)
     before = tl.load(differs_ptr + i, mask=(i < count) & (begun != 0), other=0)
     tl.store(differs_ptr + i, found | before, mask=i < count)

@@ -18,8 +18,8 @@ LINKS = "gpubuf.kernels.transitions._triton_links:"
 STORAGE = {"fields_ptr": "*i64", "ring_ptr": "*i64"}
 
 
-def batch_specs(n_bytes: int, n_keys: int, capacity: str, ends: bool, links: bool, noise: bool) -> list[AotSpec]:
-    """Both kernels that make a batch. ``capacity`` is the type of counts of rows."""
+def batch_specs(n_bytes: int, n_keys: int, steps: str, ends: bool, links: bool, noise: bool) -> list[AotSpec]:
+    """Both kernels that make a batch. ``steps`` is the type of their number."""
     tile, num_warps = batch_tile(n_bytes, torch.device("cpu"))
     constants: dict[str, Any] = {
         "HAS_ENDS": ends,
@@ -30,9 +30,9 @@ def batch_specs(n_bytes: int, n_keys: int, capacity: str, ends: bool, links: boo
         "ALIGNMENT": ALIGNMENT,
     }
     pointers = {"ends_ptr": "*i64", "links_ptr": "*i32" if links else "*i64", "noise_ptr": "*i64"}
-    sizes = dict.fromkeys(("n_keys", "n", "envs", "n_steps", "mirror", "draws", "row_programs"), "i32")
+    sizes = dict.fromkeys(("n_keys", "n", "rows", "envs", "n_steps", "mirror", "draws", "row_programs"), "i32")
     common: dict[str, Any] = STORAGE | pointers | {"arena_ptr": "*u8", "index_ptr": "*i64", "generation_ptr": "*i64"}
-    common |= sizes | {"capacity": capacity, "gamma_bits": "i64"}
+    common |= sizes | {"steps": steps, "gamma_bits": "i64"}
     return [
         AotSpec(f"{BATCH}transitions_{name}_kernel", common | more, constants, num_warps)
         for name, more in {"gather": {}, "sample": {"rng_ptr": "*i64"}}.items()
