@@ -45,19 +45,21 @@ def batch_tile(n_bytes: int, device: torch.device) -> tuple[int, int]:
     return min(config.tile, 64 * config.num_warps), config.num_warps
 
 
-def write_tile(n_bytes: int, n_keys: int, device: torch.device) -> tuple[int, int]:
-    """As :func:`batch_tile`, of a write: one element a thread, or else registers spill on some GPUs.
-
-    The search among many fields takes more threads.
-    """
-    tile, num_warps = batch_tile(n_bytes, device)
-    return (tile, 2 * num_warps) if padded_keys(n_keys) > padded_keys(0) else (min(tile, 32 * num_warps), num_warps)
-
-
-def extend_tile(n_bytes: int, device: torch.device) -> tuple[int, int]:
-    """As :func:`write_tile`, of an extension of the ring, which has more to keep in registers."""
+def write_tile(n_bytes: int, device: torch.device) -> tuple[int, int]:
+    """As :func:`batch_tile`, of a write: one element a thread, or else registers spill on some GPUs."""
     tile, num_warps = batch_tile(n_bytes, device)
     return tile, 2 * num_warps
+
+
+def assign_tile(n_bytes: int, device: torch.device) -> tuple[int, int]:
+    """As :func:`write_tile`, of the one program that gives entries: with fewer warps, which wait for each other."""
+    tile, num_warps = batch_tile(n_bytes, device)
+    return min(tile, 32 * num_warps), num_warps
+
+
+def sample_tile(n_bytes: int, device: torch.device, links: bool, noise: bool) -> tuple[int, int]:
+    """As :func:`batch_tile`, of a sample, which draws rows besides. With all there is, one element a thread."""
+    return write_tile(n_bytes, device) if links or noise else batch_tile(n_bytes, device)
 
 
 def gather(
@@ -149,7 +151,10 @@ def _launch_batch(
     arena, generation = batch[1], batch[-1]
     n_keys, arena_bytes, rows = fields.shape[0], arena.numel(), generation.numel()
     check_row_bytes(arena_bytes, rows)
-    tile, num_warps = batch_tile(arena_bytes, fields.device)
+    if kernel is transitions_sample_kernel:
+        tile, num_warps = sample_tile(arena_bytes, fields.device, links is not None, noise is not None)
+    else:
+        tile, num_warps = batch_tile(arena_bytes, fields.device)
     row_programs = cdiv(rows, tile)
     # A window of one step ends there, whatever the flags say.
     has_ends = ends is not None and n_steps > 1
@@ -219,7 +224,7 @@ def extend(
     parts = list(parts_of(fields, checked, n))
     skipped = max(n - capacity, 0)
     for part in parts:
-        tile, num_warps = extend_tile(part.n_bytes, fields.device)
+        tile, num_warps = write_tile(part.n_bytes, fields.device)
         # The index is written by the first launch. The counters move in the last one.
         row_programs = cdiv(n, tile) if part is parts[0] else 0
         launch(
@@ -267,7 +272,7 @@ def write(
     parts = list(parts_of(fields, checked, n))
     winner = winners(index, capacity, ring, generation)
     for part in parts:
-        tile, num_warps = write_tile(part.n_bytes, part.n_keys, fields.device)
+        tile, num_warps = write_tile(part.n_bytes, fields.device)
         # Faults are counted by the first launch alone.
         row_programs = cdiv(n, tile) if part is parts[0] else 0
         launch(
@@ -331,7 +336,7 @@ def _share(
     differs = torch.empty(candidates, dtype=torch.int32, device=index.device)
     given = ring if winner is None else winner
     for part in parts:
-        tile, num_warps = write_tile(part.n_bytes, 0, index.device)
+        tile, num_warps = write_tile(part.n_bytes, index.device)
         columns = min(COMPARED_COLUMNS, tile)
         launch(
             transitions_compare_kernel,
@@ -355,7 +360,7 @@ def _share(
             BLOCK_COLUMNS=columns,
             num_warps=num_warps,
         )
-    tile, num_warps = write_tile(sum(part.n_bytes for part in parts), 0, index.device)
+    tile, num_warps = assign_tile(sum(part.n_bytes for part in parts), index.device)
     launch(
         transitions_assign_kernel,
         1,
@@ -375,7 +380,7 @@ def _share(
         num_warps=num_warps,
     )
     for part in parts:
-        tile, num_warps = write_tile(part.n_bytes, part.n_keys, index.device)
+        tile, num_warps = write_tile(part.n_bytes, index.device)
         launch(
             transitions_aside_kernel,
             max(copying_programs(part.n_keys, n, part.n_bytes, tile), 1),

@@ -9,7 +9,7 @@ import torch
 from gpubuf.kernels.aot.compiler import AotSpec
 from gpubuf.kernels.rows import ALIGNMENT
 from gpubuf.kernels.rows._launch import MAX_SOURCES, padded_keys
-from gpubuf.kernels.transitions._launch import COMPARED_COLUMNS, batch_tile, extend_tile, write_tile
+from gpubuf.kernels.transitions._launch import COMPARED_COLUMNS, assign_tile, batch_tile, sample_tile, write_tile
 
 BATCH = "gpubuf.kernels.transitions._triton:"
 WRITE = "gpubuf.kernels.transitions._triton_write:"
@@ -20,13 +20,13 @@ STORAGE = {"fields_ptr": "*i64", "ring_ptr": "*i64"}
 
 def batch_specs(n_bytes: int, n_keys: int, steps: str, ends: bool, links: bool, noise: bool) -> list[AotSpec]:
     """Both kernels that make a batch. ``steps`` is the type of their number."""
-    tile, num_warps = batch_tile(n_bytes, torch.device("cpu"))
+    device = torch.device("cpu")
+    tiles = {"gather": batch_tile(n_bytes, device), "sample": sample_tile(n_bytes, device, links, noise)}
     constants: dict[str, Any] = {
         "HAS_ENDS": ends,
         "HAS_LINKS": links,
         "HAS_NOISE": noise,
         "KEYS": padded_keys(n_keys),
-        "TILE": tile,
         "ALIGNMENT": ALIGNMENT,
     }
     pointers = {"ends_ptr": "*i64", "links_ptr": "*i32" if links else "*i64", "noise_ptr": "*i64"}
@@ -34,35 +34,36 @@ def batch_specs(n_bytes: int, n_keys: int, steps: str, ends: bool, links: bool, 
     common: dict[str, Any] = STORAGE | pointers | {"arena_ptr": "*u8", "index_ptr": "*i64", "generation_ptr": "*i64"}
     common |= sizes | {"steps": steps, "gamma_bits": "i64"}
     return [
-        AotSpec(f"{BATCH}transitions_{name}_kernel", common | more, constants, num_warps)
+        AotSpec(
+            f"{BATCH}transitions_{name}_kernel", common | more, constants | {"TILE": tiles[name][0]}, tiles[name][1]
+        )
         for name, more in {"gather": {}, "sample": {"rng_ptr": "*i64"}}.items()
     ]
 
 
 def write_specs(n_bytes: int, n_keys: int, capacity: str) -> list[AotSpec]:
     """The kernels that write columns."""
-    device = torch.device("cpu")
-    tiles = {"extend": extend_tile(n_bytes, device), "write": write_tile(n_bytes, n_keys, device)}
-    constants = {"KEYS": padded_keys(n_keys), "ALIGNMENT": ALIGNMENT}
+    tile, num_warps = write_tile(n_bytes, torch.device("cpu"))
+    constants = {"KEYS": padded_keys(n_keys), "TILE": tile, "ALIGNMENT": ALIGNMENT}
     common = STORAGE | sources(n_keys) | {"n_keys": "i32", "n": "i32", "capacity": capacity, "row_programs": "i32"}
     signatures: dict[str, dict[str, Any]] = {
         "extend": common | {"index_ptr": "*i64", "skipped": "i32", "advance": "i32"},
         "write": common | {"index_ptr": "*i64", "winner_ptr": "*i1"},
     }
     return [
-        AotSpec(f"{WRITE}transitions_{name}_kernel", signature, constants | {"TILE": tiles[name][0]}, tiles[name][1])
+        AotSpec(f"{WRITE}transitions_{name}_kernel", signature, constants, num_warps)
         for name, signature in signatures.items()
     ]
 
 
 def link_specs(n_bytes: int, n_keys: int, capacity: str, again: bool) -> list[AotSpec]:
     """The kernels of observations that are stored once, for an extension or for rows that get them ``again``."""
-    tile, num_warps = write_tile(n_bytes, n_keys, torch.device("cpu"))
-    few, few_warps = write_tile(n_bytes, 0, torch.device("cpu"))
+    tile, num_warps = write_tile(n_bytes, torch.device("cpu"))
+    block, assign_warps = assign_tile(n_bytes, torch.device("cpu"))
     rows = {"ring_ptr": "*i64", "index_ptr": "*i64", "winner_ptr": "*i1" if again else "*i64"}
     sizes = {"n": "i32", "skipped": "i32", "capacity": capacity, "envs": "i32"}
     fields = {"fields_ptr": "*i64", "n_keys": "i32"} | sources(n_keys)
-    columns = min(COMPARED_COLUMNS, few)
+    columns = min(COMPARED_COLUMNS, tile)
     keys = {"RELINK": again, "KEYS": padded_keys(n_keys)}
     signatures: dict[str, dict[str, Any]] = {
         "compare": fields | {"differs_ptr": "*i32", "begun": "i32"},
@@ -70,11 +71,11 @@ def link_specs(n_bytes: int, n_keys: int, capacity: str, again: bool) -> list[Ao
         "aside": fields | {"links_ptr": "*i32", "advance": "i32"},
     }
     constants: dict[str, dict[str, Any]] = {
-        "compare": keys | {"BLOCK_ROWS": few // columns, "BLOCK_COLUMNS": columns},
-        "assign": {"RELINK": again, "BLOCK": few},
+        "compare": keys | {"BLOCK_ROWS": tile // columns, "BLOCK_COLUMNS": columns},
+        "assign": {"RELINK": again, "BLOCK": block},
         "aside": keys | {"TILE": tile, "ALIGNMENT": ALIGNMENT},
     }
-    warps = {"compare": few_warps, "assign": few_warps, "aside": num_warps}
+    warps = {"compare": num_warps, "assign": assign_warps, "aside": num_warps}
     return [
         AotSpec(f"{LINKS}transitions_{name}_kernel", rows | sizes | signature, constants[name], warps[name])
         for name, signature in signatures.items()
