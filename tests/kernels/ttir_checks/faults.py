@@ -19,8 +19,10 @@ from gpubuf.kernels import philox, td
 from gpubuf.kernels._registry import triton_on_cpu
 from gpubuf.kernels.rows import _launch as rows_launch
 from gpubuf.kernels.trajectories import Rule
+from gpubuf.kernels.transitions import NEXT
 from tests.support.rows_setup import ROWS, Store
 from tests.support.trajectory_setup import Index
+from tests.support.transitions_setup import Spec, TransitionStore
 from tests.support.ttir.blocks import blocks
 from tests.support.ttir.declared import declarations, unexplained
 from tests.support.ttir.launch import Executor
@@ -72,6 +74,13 @@ def index_of_three_levels() -> None:
     index.write(70)
 
 
+def observations_shared() -> None:
+    store = TransitionStore((Spec(3), Spec(3, NEXT, of=0)), 40, slots=12)
+    store.extend(store.batch(12, 1), 12)
+    # Entries that come free are taken again at once.
+    store.relink(store.batch(12, 2), torch.arange(12))
+
+
 def loss_computed() -> None:
     td.td_loss(torch.rand(2, 70), torch.rand(70), None, None, 1, 1)
 
@@ -82,6 +91,7 @@ SCENARIOS = {
     "sum_tree": (tree_used,),
     "trajectories": (index_used,),
     "td": (loss_computed,),
+    "transitions": (observations_shared,),
 }
 
 
