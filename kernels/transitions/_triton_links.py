@@ -331,8 +331,7 @@ def transitions_aside_kernel(
                     copy_elements(waiting, target, shift, link > 0, link > 0)
                 else:
                     store_bits(target, load_bits(waiting, shift, unit, link > 0), shift, unit, link > 0)
-        # This program's tiles of pending memory have been read, before it writes there.
-        tl.debug_barrier()
+        # No barrier: below each lane writes the pending elements that it has just read itself.
     for tile in range(program, tl.sum(tiles, 0), tl.num_programs(0)):
         key, number, _offset = find_tile(tiles, tiles, lanes, tile, ALIGNMENT)
         entry_ptr = fields_ptr + key * FIELD
