@@ -80,11 +80,10 @@ class TransitionsMachine(RuleBasedStateMachine):
     def write(self, data, k):
         rows = []
         for _ in range(k):
-            for env, written in enumerate(self.model.of_env):
+            for written in self.model.of_env:
                 row = self.new_row(data, written[-1] if len(written) > self.model.oldest else None)
                 written.append(row)
                 rows.append(row)
-                assert env < self.model.envs
         shape = (k,) if self.ndim == 1 else (k, self.model.envs)
         self.buffer.extend(as_batch(rows, shape))
 

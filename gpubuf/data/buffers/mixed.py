@@ -15,10 +15,10 @@ from torch import Tensor
 from gpubuf.data.buffers.components import check_sizes
 from gpubuf.data.buffers.mixing import Mixture
 from gpubuf.data.buffers.replay_buffer import ReplayBuffer
+from gpubuf.data.buffers.sampling import finished
 from gpubuf.data.buffers.shares import check_shares
 from gpubuf.data.buffers.transforms import Compose
 from gpubuf.data.checkpoints.saving import Saved
-from gpubuf.data.concurrency.pinning import pin
 from gpubuf.data.concurrency.prefetch import Batch
 from gpubuf.data.runtime.recording import refuse_in_capture
 from gpubuf.data.storages.layout import Data
@@ -200,15 +200,8 @@ class MixedReplayBuffer:
         return n
 
     def _draw(self, n: int, batches: int | None) -> Batch:
-        data, info, ran_out, _ = self._mixture.draw(n, self._shares, batches)
-        if self._collate_fn is not None:
-            data = self._collate_fn(data)
-        if len(self._transform):
-            data = self._transform(data)
-        if self._pin_memory:
-            refuse_in_capture("pin_memory=True puts batches into the host's memory")
-            data, info = pin((data, info))
-        return Batch(data, info, ran_out)
+        drawn = self._mixture.draw(n, self._shares, batches)
+        return finished(drawn, self._collate_fn, self._transform, self._pin_memory)
 
     def __iter__(self) -> Iterator[Any]:
         """Batches of the constructor's ``batch_size``, until a sampler has run out (one epoch) or for ever."""

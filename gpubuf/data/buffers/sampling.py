@@ -180,12 +180,17 @@ class Batches:
             self._relabel.finish(batch.data, batch.info)
         if self._collate_fn is None and not self._pin_memory and not len(self._transform):
             return batch
-        data, info, ran_out, has_info = batch
-        if self._collate_fn is not None:
-            data = self._collate_fn(data)
-        if len(self._transform):
-            data = self._transform(data)
-        if self._pin_memory:
-            refuse_in_capture("pin_memory=True puts batches into the host's memory")
-            data, info = pin((data, info))
-        return Batch(data, info, ran_out, has_info)
+        return finished(batch, self._collate_fn, self._transform, self._pin_memory)
+
+
+def finished(batch: Batch, collate_fn: Callable[[Data], Data] | None, transform: Compose, pin_memory: bool) -> Batch:
+    """A batch, collated, transformed and pinned."""
+    data, info, ran_out, has_info = batch
+    if collate_fn is not None:
+        data = collate_fn(data)
+    if len(transform):
+        data = transform(data)
+    if pin_memory:
+        refuse_in_capture("pin_memory=True puts batches into the host's memory")
+        data, info = pin((data, info))
+    return Batch(data, info, ran_out, has_info)

@@ -17,8 +17,8 @@ from gpubuf.data.checkpoints.manifest import Manifest, RowFiles, need
 from gpubuf.data.checkpoints.parts import Parts
 from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.samplers.saved_state import is_count
+from gpubuf.data.storages.forms import NEXT_KEY
 from gpubuf.data.storages.linking import SharedState
-from gpubuf.data.storages.sharing import NEXT
 from gpubuf.data.storages.tensor_storage import TensorStorage
 from gpubuf.kernels.transitions import LOST
 
@@ -87,7 +87,7 @@ def _check_sharing(state: dict[str, Any], rows: RowFiles) -> None:
     known = {key[:n] for key in leaves for n in range(1, len(key) + 1)}
     for key in shared.keys:
         own = all(isinstance(name, str) for name in key) and key in leaves
-        need(own and (NEXT, *key) not in known and (NEXT,) not in leaves, f"the checkpoint can't share {key!r}")
+        need(own and (NEXT_KEY, *key) not in known and (NEXT_KEY,) not in leaves, f"the checkpoint can't share {key!r}")
     need(0 < len(set(shared.keys)) == len(shared.keys), "the checkpoint shares a key twice, or none")
     links, owners = shared.links, shared.owners
     need_form("links", links, torch.int32, (capacity,))

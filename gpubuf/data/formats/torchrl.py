@@ -107,7 +107,7 @@ def load_torchrl(
         kwargs.setdefault("batch_size", files.read_count(settings, "batch_size", folder / _BUFFER_FILE))
     kind = ReplayBuffer if isinstance(found.data, Tensor) else TensorDictReplayBuffer
     buffer = kind(storage=storage, sampler=sampler, **kwargs)
-    order = _append(storage, found) if storage.computed else _take(storage, found)
+    order = _append(storage, found) if storage.converts else _take(storage, found)
     if priorities is not None and buffer.sampler.torchrl_form == "priorities":
         _restore_priorities(buffer.sampler, storage, priorities, order, found)
     return buffer
@@ -127,7 +127,7 @@ def _take(storage: TensorStorage, found: _Rows) -> Tensor | None:
 
 
 def _append(storage: TensorStorage, found: _Rows) -> Tensor:
-    """Write the rows, oldest first, to a storage that does not keep them as they are. The old position of each."""
+    """Write the rows, oldest first, to a storage that converts them. The old position of each."""
     if found.size > storage.max_size:
         raise ValueError(f"the dump holds {found.size} rows, the storage has room for {storage.max_size}")
     capacity, per_step = math.prod(found.shape), math.prod(found.shape[1:])

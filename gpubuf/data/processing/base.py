@@ -9,9 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from gpubuf.data.storages.forms import NEXT_KEY
 from gpubuf.data.storages.layout import Data, Key, Leaf, as_key, as_written
-
-NEXT = "next"
 
 
 def as_keys(keys: Any) -> tuple[Key, ...]:
@@ -32,8 +31,8 @@ def with_twins(keys: Iterable[Key]) -> dict[Key, Key]:
     """Every key of a batch that ``keys`` stand for, and which of them does: a root key also for its twin below next."""
     served = {key: key for key in keys}
     for key in list(served):
-        if key[0] != NEXT:
-            served.setdefault((NEXT, *key), key)
+        if key[0] != NEXT_KEY:
+            served.setdefault((NEXT_KEY, *key), key)
     return served
 
 

@@ -10,9 +10,9 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from gpubuf.data.storages.forms import Form, Options, described
+from gpubuf.data.storages.forms import NEXT_KEY, Form, Options, described
 from gpubuf.data.storages.layout import Data, Key, Pieces, RowLayout
-from gpubuf.data.storages.sharing import NEXT, Sharing
+from gpubuf.data.storages.sharing import Sharing
 from gpubuf.kernels.transitions import LOST
 
 
@@ -123,7 +123,7 @@ def full_state(state: dict[str, Any], ndim: int) -> dict[str, Any]:
 
 def _with_own_column(entry: dict[str, Any]) -> dict[str, Any]:
     """The description of a key, if no column were shared."""
-    return {**entry, "column": [NEXT, *entry["column"]], "follows": False} if entry["follows"] else entry
+    return {**entry, "column": [NEXT_KEY, *entry["column"]], "follows": False} if entry["follows"] else entry
 
 
 def value_of(data: Data, key: Key) -> Tensor:
@@ -185,11 +185,11 @@ def next_of(start: int, following: list[Tensor], shared: SharedState, span: Span
 
 def _completed(part: Data, values: list[Tensor], keys: Sequence[Key]) -> Data:
     full = part.copy()
-    coming = full.get(NEXT, None)
+    coming = full.get(NEXT_KEY, None)
     if coming is not None:
-        full.set(NEXT, coming.copy())
+        full.set(NEXT_KEY, coming.copy())
     for key, value in zip(keys, values, strict=True):
-        full.set((NEXT, *key), value)
+        full.set((NEXT_KEY, *key), value)
     return full
 
 
@@ -205,7 +205,7 @@ def shared_state(state: dict[str, Any], keys: Sequence[Key], ndim: int, ignored:
             yield start, _without(part, keys)
 
     saved = state.get("form") or described(Form.of(RowLayout(pieces.example, ndim, ignored), Options()))
-    shared = {(NEXT, *key) for key in keys}
+    shared = {(NEXT_KEY, *key) for key in keys}
     form = [
         {**entry, "column": entry["column"][1:], "follows": True} if tuple(entry["column"]) in shared else entry
         for entry in saved
@@ -217,7 +217,7 @@ def _without(part: Data, keys: Sequence[Key]) -> Data:
     if isinstance(part, Tensor):
         return part
     full = part if isinstance(part, TensorDict) else part.to_tensordict()
-    return full.exclude(*((NEXT, *key) for key in keys))
+    return full.exclude(*((NEXT_KEY, *key) for key in keys))
 
 
 def not_continued(pieces: Pieces, keys: Sequence[Key], span: Span) -> int:
@@ -229,7 +229,7 @@ def not_continued(pieces: Pieces, keys: Sequence[Key], span: Span) -> int:
     for start, part, following in with_successors(pieces.parts, keys):
         differ = torch.zeros(following[0].shape[0] * span.envs, dtype=torch.bool)
         for key, later in zip(keys, following, strict=True):
-            coming = value_of(part, (NEXT, *key))
+            coming = value_of(part, (NEXT_KEY, *key))
             differ |= (as_bytes(coming, len(differ)) != as_bytes(later, len(differ))).any(1).cpu()
         newest = span.newest - start
         if newest >= 0:

@@ -240,6 +240,11 @@ class RowMemory(Followed):
         full = self.full_shape(batch_shape(data, self.ndim))
         self._establish(self.form_like(RowLayout(data, self.ndim, self.ignored_keys)), full, device_of(data))
 
+    @property
+    def converts(self) -> bool:
+        """Whether rows are stored in another form than they are written in: ``dtypes``, ``prefixes`` and so on."""
+        return bool(self._options)
+
     def form_like(self, layout: RowLayout) -> Form:
         """The form of rows that are written like those of ``layout``."""
         return Form.of(layout, self._options)

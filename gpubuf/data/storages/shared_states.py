@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.data.storages.forms import Form, written_leaves
+from gpubuf.data.storages.forms import NEXT_KEY, Form, written_leaves
 from gpubuf.data.storages.layout import Data, Key, Pieces, RowLayout
 from gpubuf.data.storages.linking import (
     SharedState,
@@ -21,7 +21,7 @@ from gpubuf.data.storages.linking import (
 )
 from gpubuf.data.storages.saved_rows import SavedRows
 from gpubuf.data.storages.shared_rows import shared_columns
-from gpubuf.data.storages.sharing import NEXT, Sharing, entries_of
+from gpubuf.data.storages.sharing import Sharing, entries_of
 
 CHUNK_BYTES = 1 << 26
 """Bytes of next observations that are linked at a time."""
@@ -67,7 +67,7 @@ class SharedStates(SavedRows):
         full, keys = full_state(state, self.ndim), self._keys_for(state)
         pieces = Pieces.of(full["rows"], self.ndim)
         for key in keys:
-            if value_of(pieces.example, key) is None or value_of(pieces.example, (NEXT, *key)) is None:
+            if value_of(pieces.example, key) is None or value_of(pieces.example, (NEXT_KEY, *key)) is None:
                 raise ValueError(f"the rows of the state don't have {key!r} both at the root and under 'next'")
         count, room = not_continued(pieces, keys, Span.of(full)), self._slots_for(state)
         if count > room:
@@ -133,7 +133,7 @@ class SharedStates(SavedRows):
     def _link_steps(self, sharing: Sharing, part: Data, step: int) -> None:
         envs = self._envs
         n = part.shape[0] * envs
-        sources = [value_of(part, (NEXT, *key)) for key in sharing.keys]
+        sources = [value_of(part, (NEXT_KEY, *key)) for key in sharing.keys]
         local = [t.reshape(n, *t.shape[self.ndim :]).to(self._device).contiguous() for t in sources]
         index = (step * envs + torch.arange(n, device=self._device)) % self.max_size
         self._relink(self._raw_fields, local, index)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.storages.columns import Column
-from gpubuf.data.storages.forms import Options, sources
+from gpubuf.data.storages.forms import NEXT_KEY, Options, sources
 from gpubuf.data.storages.layout import Key, Leaf, address, as_key, as_written
 from gpubuf.data.storages.placement import Placement, allocate
 from gpubuf.data.storages.recipe import END_NAMES
@@ -25,8 +25,6 @@ from gpubuf.data.storages.ring import Ring
 from gpubuf.kernels import transitions
 from gpubuf.kernels.rows import SIZE, WRITTEN
 from gpubuf.kernels.transitions import Field, dtype_code
-
-NEXT = "next"
 
 #: Keys that are not what an environment is in: a row's own flags and reward are those of the step before, and hardly
 #: ever the same where a trajectory begins.
@@ -56,7 +54,7 @@ def shared_keys(leaves: Sequence[Leaf], share_next: bool | Sequence[Any]) -> tup
         leaf.key
         for leaf in leaves
         if leaf.key[-1] not in OF_A_STEP
-        and (other := by_key.get((NEXT, *leaf.key))) is not None
+        and (other := by_key.get((NEXT_KEY, *leaf.key))) is not None
         and (other.dtype, other.shape) == (leaf.dtype, leaf.shape)
     )
     if not found:
@@ -83,9 +81,9 @@ def with_shared(leaves: Sequence[Leaf], options: Options, share_next: bool | Seq
 
 
 def _named(leaves: dict[Key, Leaf], key: Key) -> Key:
-    own, coming = leaves.get(key), leaves.get((NEXT, *key))
+    own, coming = leaves.get(key), leaves.get((NEXT_KEY, *key))
     if own is None or coming is None:
-        missing = as_written(key if own is None else (NEXT, *key))
+        missing = as_written(key if own is None else (NEXT_KEY, *key))
         raise ValueError(f"share_next names {as_written(key)!r}, but {missing!r} is not stored")
     if (own.dtype, own.shape) != (coming.dtype, coming.shape):
         raise ValueError(
