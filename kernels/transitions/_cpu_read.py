@@ -123,11 +123,10 @@ def _sum_rows(target, field, rows, length, n, capacity, envs, gamma):  # type: i
     # Read once: the compiler can't know that no row lies in the field.
     elements, row_bytes, stride = field[ELEMENTS], field[ROW_BYTES], field[ROW_STRIDE]
     base, beyond, split = field[DEVICE_ROWS], field[HOST_ROWS], field[SPLIT]
-    apart = envs * stride >= 64
     for i in range(n):
         coming = min(i + AHEAD, n - 1)
-        # The rows of a window share a line or two, or have one each.
-        for j in range(length[coming] if apart else 1):
+        # All rows of the window: those of one environment often share a line, but not always.
+        for j in range(length[coming]):
             row = rows[coming] + j * envs
             row = row if row < capacity else row - capacity
             prefetch_row((base if row < split else beyond) + row * stride, row_bytes)
