@@ -13,13 +13,19 @@ from torch import Tensor
 
 from gpubuf.kernels._differentiable import computing_dtype, register_autograd
 from gpubuf.kernels._registry import define
-from gpubuf.kernels.td import loss_shape
+from gpubuf.kernels.td import SMALLEST, loss_shape
 
 # --- actor objective --------------------------------------------------------------------------------------------------
 
 
 def _actor_loss_fake(
-    q: Tensor, log_prob: Tensor, alpha: Tensor, weight: Tensor | None, mask: Tensor | None, reduction: int
+    q: Tensor,
+    log_prob: Tensor,
+    alpha: Tensor,
+    weight: Tensor | None,
+    mask: Tensor | None,
+    reduction: int,
+    combine: int = SMALLEST,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = computing_dtype(q)
     return (
@@ -30,21 +36,23 @@ def _actor_loss_fake(
 
 
 actor_loss = define(
-    "sac_actor_loss(Tensor q, Tensor log_prob, Tensor alpha, Tensor? weight, Tensor? mask, int reduction)"
-    " -> (Tensor, Tensor, Tensor)",
+    "sac_actor_loss(Tensor q, Tensor log_prob, Tensor alpha, Tensor? weight, Tensor? mask, int reduction,"
+    " int combine=0) -> (Tensor, Tensor, Tensor)",
     cpu="gpubuf.kernels.sac._cpu:actor_loss",
     cuda="gpubuf.kernels.sac._launch:actor_loss",
     fake=_actor_loss_fake,
 )
 """``(loss, entropy, norm)``: ``l_i = alpha * log_prob[i] - min_k q[k, i]``.
 
+With ``combine`` AVERAGE (see :mod:`gpubuf.kernels.td`) the mean over k takes the place of the minimum.
+
 ``entropy`` is the plain mean of ``-log_prob`` over all rows, for the log. Differentiable in ``q`` (the first critic
-that attains the minimum) and ``log_prob``, through ``loss``; ``alpha`` is a constant.
+that attains the minimum, or all of them alike) and ``log_prob``, through ``loss``; ``alpha`` is a constant.
 """
 
 actor_loss_backward = define(
     "sac_actor_loss_backward(Tensor grad, Tensor q, Tensor log_prob, Tensor alpha, Tensor? weight, Tensor? mask,"
-    " Tensor norm, int reduction) -> (Tensor, Tensor)",
+    " Tensor norm, int reduction, int combine=0) -> (Tensor, Tensor)",
     cpu="gpubuf.kernels.sac._cpu:actor_loss_backward",
     cuda="gpubuf.kernels.sac._launch:actor_loss_backward",
     fake=lambda grad, q, log_prob, *_: (q.new_empty(q.shape), log_prob.new_empty(log_prob.shape)),
@@ -53,7 +61,7 @@ actor_loss_backward = define(
 
 
 def _actor_loss_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    q, log_prob, alpha, weight, mask, ctx.reduction = inputs
+    q, log_prob, alpha, weight, mask, *ctx.constants = inputs
     _, entropy, norm = output
     ctx.save_for_backward(q, log_prob, alpha, weight, mask, norm)
     ctx.mark_non_differentiable(entropy, norm)
@@ -63,8 +71,8 @@ def _actor_loss_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _actor_loss_backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     by_q = by_log_prob = None
     if grad is not None:
-        by_q, by_log_prob = actor_loss_backward(grad, *ctx.saved_tensors, ctx.reduction)
-    return by_q, by_log_prob, None, None, None, None
+        by_q, by_log_prob = actor_loss_backward(grad, *ctx.saved_tensors, *ctx.constants)
+    return by_q, by_log_prob, None, None, None, *(None for _ in ctx.constants)
 
 
 register_autograd(actor_loss, _actor_loss_setup, _actor_loss_backward)

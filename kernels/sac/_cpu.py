@@ -12,23 +12,23 @@ from torch import Tensor
 from gpubuf.kernels._differentiable import computing_dtype, dense
 from gpubuf.kernels._floats import read, write
 from gpubuf.kernels._jit import OPTIONS, jit
-from gpubuf.kernels.td import NONE, check_critics, check_rows
-from gpubuf.kernels.td._cpu_reduce import address, normaliser, smallest_critic, weight_of, weighting
+from gpubuf.kernels.td import AVERAGE, NONE, SMALLEST, check_critics, check_rows
+from gpubuf.kernels.td._cpu_reduce import address, normaliser, one_critic, smallest_critic, weight_of, weighting
 
 
 @jit(
-    "void(int64, int64, int64, int64, int64, int64, int64, int64, boolean, int64, int64, int64)",
+    "void(int64, int64, int64, int64, int64, int64, int64, int64, int64, boolean, int64, int64, int64)",
     **OPTIONS,
 )
-def _actor_loss(q, log_prob, alpha, weight, mask, reduction, n, nets, wide, loss_out, entropy, norm_out):  # type: ignore[no-untyped-def]
+def _actor_loss(q, log_prob, alpha, weight, mask, reduction, combine, n, nets, wide, loss_out, entropy, norm_out):  # type: ignore[no-untyped-def]
     temperature = read(alpha, wide, 0)
     total = mass = surprise = 0.0
     for row in range(n):
-        smallest, _ = smallest_critic(q, wide, n, nets, row)
+        value, _ = one_critic(q, wide, n, nets, row, combine)
         density = read(log_prob, wide, row)
         surprise += density
         w, counts = weight_of(weight, mask, wide, row)
-        product = w * (temperature * density - smallest) if counts else 0.0
+        product = w * (temperature * density - value) if counts else 0.0
         if reduction == NONE:
             write(loss_out, wide, row, product)
         total += product
@@ -41,15 +41,19 @@ def _actor_loss(q, log_prob, alpha, weight, mask, reduction, n, nets, wide, loss
 
 
 @jit(
-    "void(int64, int64, int64, int64, int64, int64, int64, int64, int64, boolean, int64, int64)",
+    "void(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, boolean, int64, int64)",
     **OPTIONS,
 )
-def _actor_loss_backward(grad, q, alpha, weight, mask, norm, reduction, n, nets, wide, by_q, by_log_prob):  # type: ignore[no-untyped-def]
+def _actor_loss_backward(grad, q, alpha, weight, mask, norm, reduction, combine, n, nets, wide, by_q, by_log_prob):  # type: ignore[no-untyped-def]
     temperature, scale = read(alpha, wide, 0), read(norm, wide, 0)
     for row in range(n):
         w, _ = weight_of(weight, mask, wide, row)
         factor = read(grad, wide, row if reduction == NONE else 0) * scale * w
         write(by_log_prob, wide, row, factor * temperature)
+        if combine == AVERAGE:
+            for net in range(nets):
+                write(by_q, wide, net * n + row, -factor / nets)
+            continue
         _, which = smallest_critic(q, wide, n, nets, row)
         for net in range(nets):
             write(by_q, wide, net * n + row, -factor if net == which else 0.0)
@@ -77,11 +81,17 @@ def _temperature_loss(log_alpha, log_prob, target_entropy, weight, mask, reducti
 
 
 def actor_loss(
-    q: Tensor, log_prob: Tensor, alpha: Tensor, weight: Tensor | None, mask: Tensor | None, reduction: int
+    q: Tensor,
+    log_prob: Tensor,
+    alpha: Tensor,
+    weight: Tensor | None,
+    mask: Tensor | None,
+    reduction: int,
+    combine: int = SMALLEST,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :data:`gpubuf.kernels.sac.actor_loss`."""
     n = log_prob.numel()
-    check_critics(q, n)
+    check_critics(q, n, combine)
     check_rows(n, weight=weight, mask=mask)
     check_rows(1, alpha=alpha)
     real = computing_dtype(q)
@@ -96,6 +106,7 @@ def actor_loss(
         address(weight),
         address(mask),
         reduction,
+        combine,
         n,
         q.shape[0],
         real is torch.float64,
@@ -115,6 +126,7 @@ def actor_loss_backward(
     mask: Tensor | None,
     norm: Tensor,
     reduction: int,
+    combine: int = SMALLEST,
 ) -> tuple[Tensor, Tensor]:
     """See :data:`gpubuf.kernels.sac.actor_loss_backward`."""
     real = computing_dtype(q)
@@ -129,6 +141,7 @@ def actor_loss_backward(
         address(mask),
         norm.data_ptr(),
         reduction,
+        combine,
         log_prob.numel(),
         q.shape[0],
         real is torch.float64,

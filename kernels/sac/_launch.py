@@ -17,16 +17,22 @@ from gpubuf.kernels.sac._triton import (
     finish_temperature_kernel,
     temperature_loss_kernel,
 )
-from gpubuf.kernels.td import NONE, check_critics, check_rows
+from gpubuf.kernels.td import NONE, SMALLEST, check_critics, check_rows
 from gpubuf.kernels.td._launch import FINISH_BLOCK, REAL, optional, plan_rows
 
 
 def actor_loss(
-    q: Tensor, log_prob: Tensor, alpha: Tensor, weight: Tensor | None, mask: Tensor | None, reduction: int
+    q: Tensor,
+    log_prob: Tensor,
+    alpha: Tensor,
+    weight: Tensor | None,
+    mask: Tensor | None,
+    reduction: int,
+    combine: int = SMALLEST,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :data:`gpubuf.kernels.sac.actor_loss`."""
     n = log_prob.numel()
-    check_critics(q, n)
+    check_critics(q, n, combine)
     check_rows(n, weight=weight, mask=mask)
     check_rows(1, alpha=alpha)
     real, plan = computing_dtype(q), plan_rows(n, device_name(q.device))
@@ -52,6 +58,7 @@ def actor_loss(
         q.shape[0],
         REAL=REAL[real],
         REDUCTION=reduction,
+        COMBINE=combine,
         HAS_WEIGHT=weight is not None,
         HAS_MASK=mask is not None,
         SINGLE=plan.single,
@@ -85,6 +92,7 @@ def actor_loss_backward(
     mask: Tensor | None,
     norm: Tensor,
     reduction: int,
+    combine: int = SMALLEST,
 ) -> tuple[Tensor, Tensor]:
     """See :data:`gpubuf.kernels.sac.actor_loss_backward`."""
     n = log_prob.numel()
@@ -107,6 +115,7 @@ def actor_loss_backward(
             q.shape[0],
             REAL=REAL[computing_dtype(q)],
             REDUCTION=reduction,
+            COMBINE=combine,
             HAS_WEIGHT=weight is not None,
             HAS_MASK=mask is not None,
             BLOCK=plan.block,

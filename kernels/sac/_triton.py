@@ -7,7 +7,7 @@ critics are ``[n_nets, n]``. The reductions are those of ``td/_triton_reduce.py`
 import triton
 import triton.language as tl
 
-from gpubuf.kernels.td._triton import smallest_critic
+from gpubuf.kernels.td._triton import AVERAGE, one_critic, smallest_critic
 from gpubuf.kernels.td._triton_reduce import (
     LOG_PROBS,
     LOSSES,
@@ -38,17 +38,18 @@ def actor_loss_kernel(
     n_nets,
     REAL: tl.constexpr,
     REDUCTION: tl.constexpr,
+    COMBINE: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_MASK: tl.constexpr,
     SINGLE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """l_i = alpha * log_prob[i] - min_k q[k, i], and the entropy -mean(log_prob). Grid: (cdiv(n, BLOCK),)."""
+    """l_i = alpha * log_prob[i] - min_k or mean_k q[k, i], and the entropy -mean(log_prob). Grid: (cdiv(n, BLOCK),)."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = row < n
-    smallest, _ = smallest_critic(q_ptr, row, inside, n, n_nets, REAL)
+    value, _ = one_critic(q_ptr, row, inside, n, n_nets, REAL, COMBINE)
     log_prob = tl.load(log_prob_ptr + row, mask=inside, other=0).to(REAL)
-    loss = tl.load(alpha_ptr).to(REAL) * log_prob - smallest
+    loss = tl.load(alpha_ptr).to(REAL) * log_prob - value
     store_reduced(
         loss, weight_ptr, mask_ptr, loss_ptr, norm_ptr, partial_ptr, row, inside, REAL, REDUCTION, HAS_WEIGHT, HAS_MASK,
         SINGLE,
@@ -92,11 +93,12 @@ def actor_loss_backward_kernel(
     n_nets,
     REAL: tl.constexpr,
     REDUCTION: tl.constexpr,
+    COMBINE: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_MASK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """grad_log_prob = f_i * alpha; grad_q = -f_i at the critic that attains the minimum, else 0.
+    """grad_log_prob = f_i * alpha; grad_q = -f_i at the critic that attains the minimum, else 0, or -f_i / N at all.
 
     f_i = grad * norm * w_i. Grid: (cdiv(n, BLOCK),).
     """
@@ -105,11 +107,17 @@ def actor_loss_backward_kernel(
     factor, _ = row_factor(grad_ptr, weight_ptr, mask_ptr, norm_ptr, row, inside, REAL, REDUCTION, HAS_WEIGHT, HAS_MASK)
     alpha = tl.load(alpha_ptr).to(REAL)
     tl.store(grad_log_prob_ptr + row, factor * alpha, mask=inside)
-    _, which = smallest_critic(q_ptr, row, inside, n, n_nets, REAL)
     grad_q_ptr += row
-    for net in range(n_nets):
-        tl.store(grad_q_ptr, tl.where(which == net, -factor, 0.0), mask=inside)
-        grad_q_ptr += n
+    if COMBINE == AVERAGE:
+        share = -factor / n_nets
+        for _ in range(n_nets):
+            tl.store(grad_q_ptr, share, mask=inside)
+            grad_q_ptr += n
+    else:
+        _, which = smallest_critic(q_ptr, row, inside, n, n_nets, REAL)
+        for net in range(n_nets):
+            tl.store(grad_q_ptr, tl.where(which == net, -factor, 0.0), mask=inside)
+            grad_q_ptr += n
 
 
 @triton.jit(do_not_specialize=["n"])

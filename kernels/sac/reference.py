@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from gpubuf.kernels.td.reference import reduce
+from gpubuf.kernels.td import SMALLEST
+from gpubuf.kernels.td.reference import one_critic, reduce
 
 
 def actor_loss(
-    q: Tensor, log_prob: Tensor, alpha: Tensor, weight: Tensor | None, mask: Tensor | None, reduction: str
+    q: Tensor,
+    log_prob: Tensor,
+    alpha: Tensor,
+    weight: Tensor | None,
+    mask: Tensor | None,
+    reduction: str,
+    combine: int = SMALLEST,
 ) -> tuple[Tensor, Tensor]:
     """(loss, entropy) of ``q`` [N, *S] and ``log_prob`` S."""
-    return reduce(alpha * log_prob - q.min(0).values, weight, mask, reduction), -log_prob.mean()
+    return reduce(alpha * log_prob - one_critic(q, combine), weight, mask, reduction), -log_prob.mean()
 
 
 def temperature_loss(

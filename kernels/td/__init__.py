@@ -37,6 +37,9 @@ NONE, MEAN, SUM = range(3)
 L1, L2, SMOOTH_L1 = range(3)
 """Distances between a value and its target."""
 
+SMALLEST, AVERAGE = range(2)
+"""The one value of an ensemble in a row: its smallest (the first of equals has the gradient), or its mean."""
+
 
 def check_rows(n: int, **tensors: Tensor | None) -> None:
     """Raise ValueError unless every tensor has ``n`` elements."""
@@ -45,8 +48,10 @@ def check_rows(n: int, **tensors: Tensor | None) -> None:
             raise ValueError(f"{name} must have one element per row, {n} in all, got shape {list(tensor.shape)}")
 
 
-def check_critics(q: Tensor, n: int) -> None:
-    """Raise ValueError unless ``q`` is ``N`` critics of ``n`` rows."""
+def check_critics(q: Tensor, n: int, combine: int = SMALLEST) -> None:
+    """Raise ValueError unless ``q`` is ``N`` critics of ``n`` rows, and ``combine`` a way to combine them."""
+    if combine not in (SMALLEST, AVERAGE):
+        raise ValueError(f"combine must be SMALLEST or AVERAGE, got {combine}")
     if q.ndim == 0 or q.shape[0] == 0 or q.numel() != q.shape[0] * n:
         raise ValueError(f"critic values must be [N, *batch] with N > 0 and {n} rows each, got shape {list(q.shape)}")
 
@@ -59,13 +64,14 @@ def check_target(
     terminated: Tensor,
     gamma: Tensor,
     steps: Tensor | None,
+    combine: int,
 ) -> torch.Size:
     """The shape of a target; ValueError unless the arguments of :data:`soft_td_target` fit each other."""
     if (next_log_prob is None) != (alpha is None):
         raise ValueError("next_log_prob and alpha go together: give both, or neither")
     rows = reward if next_log_prob is None else next_log_prob
     n = rows.numel()
-    check_critics(next_q, n)
+    check_critics(next_q, n, combine)
     check_rows(n, reward=reward, terminated=terminated, steps=steps)
     check_rows(1, alpha=alpha, gamma=gamma)
     return rows.shape
@@ -87,6 +93,7 @@ def _soft_td_target_fake(
     terminated: Tensor,
     gamma: Tensor,
     steps: Tensor | None,
+    combine: int = SMALLEST,
 ) -> Tensor:
     rows = reward if next_log_prob is None else next_log_prob
     return next_q.new_empty(rows.shape, dtype=computing_dtype(next_q))
@@ -94,13 +101,14 @@ def _soft_td_target_fake(
 
 soft_td_target = define(
     "soft_td_target(Tensor next_q, Tensor? next_log_prob, Tensor? alpha, Tensor reward, Tensor terminated,"
-    " Tensor gamma, Tensor? steps) -> Tensor",
+    " Tensor gamma, Tensor? steps, int combine=0) -> Tensor",
     cpu="gpubuf.kernels.td._cpu:soft_td_target",
     cuda="gpubuf.kernels.td._launch:soft_td_target",
     fake=_soft_td_target_fake,
 )
 """``y = reward + gamma^steps * (min_k next_q[k] - alpha * next_log_prob)``, ``y = reward`` where terminated.
 
+With ``combine`` AVERAGE the mean over k takes the place of the minimum, and is added up in the order of k.
 Without ``next_log_prob`` and ``alpha`` (both None) the target has no entropy term: it is that of DQN and TD3. The shape
 is that of ``next_log_prob``, or else of ``reward``. ``steps`` (any dtype; None: 1) is the number of steps that the
 reward spans. A row is terminated where ``terminated`` is not zero; it is selected, not multiplied, so that a NaN in its

@@ -16,22 +16,22 @@ from gpubuf.kernels._differentiable import computing_dtype, dense
 from gpubuf.kernels._floats import read, write
 from gpubuf.kernels._jit import OPTIONS, jit
 from gpubuf.kernels._pointers import as_u8
-from gpubuf.kernels.td import L1, L2, NONE, check_critics, check_rows, check_target
-from gpubuf.kernels.td._cpu_reduce import address, normaliser, smallest_critic, weight_of, weighting
+from gpubuf.kernels.td import L1, L2, NONE, SMALLEST, check_critics, check_rows, check_target
+from gpubuf.kernels.td._cpu_reduce import address, normaliser, one_critic, weight_of, weighting
 
 
 @jit(
-    "void(int64, int64, int64, int64, int64, int64, int64, int64, int64, boolean, int64)",
+    "void(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, boolean, int64)",
     **OPTIONS,
 )
-def _soft_td_target(next_q, next_log_prob, alpha, reward, terminated, gamma, steps, n, nets, wide, target):  # type: ignore[no-untyped-def]
+def _soft_td_target(next_q, next_log_prob, alpha, reward, terminated, gamma, steps, combine, n, nets, wide, target):  # type: ignore[no-untyped-def]
     discount = read(gamma, True, 0)
     temperature = read(alpha, wide, 0) if alpha else 0.0
     ended = carray(as_u8(terminated), n)
     for row in range(n):
         y = read(reward, wide, row)
         if not ended[row]:
-            value, _ = smallest_critic(next_q, wide, n, nets, row)
+            value, _ = one_critic(next_q, wide, n, nets, row, combine)
             if next_log_prob:
                 value -= temperature * read(next_log_prob, wide, row)
             y += (discount ** read(steps, wide, row) if steps else discount) * value
@@ -102,9 +102,10 @@ def soft_td_target(
     terminated: Tensor,
     gamma: Tensor,
     steps: Tensor | None,
+    combine: int = SMALLEST,
 ) -> Tensor:
     """See :data:`gpubuf.kernels.td.soft_td_target`."""
-    rows = check_target(next_q, next_log_prob, alpha, reward, terminated, gamma, steps)
+    rows = check_target(next_q, next_log_prob, alpha, reward, terminated, gamma, steps, combine)
     real = computing_dtype(next_q)
     target = torch.empty(rows, dtype=real)
     next_q = dense(next_q, real)
@@ -120,6 +121,7 @@ def soft_td_target(
         terminated.data_ptr(),
         gamma.data_ptr(),
         address(steps),
+        combine,
         rows.numel(),
         next_q.shape[0],
         real is torch.float64,

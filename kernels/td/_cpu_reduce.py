@@ -10,7 +10,7 @@ from gpubuf.kernels._differentiable import dense
 from gpubuf.kernels._floats import read
 from gpubuf.kernels._jit import jit
 from gpubuf.kernels._pointers import as_u8
-from gpubuf.kernels.td import MEAN
+from gpubuf.kernels.td import AVERAGE, MEAN
 
 
 @jit(forceinline=True)
@@ -38,6 +38,17 @@ def smallest_critic(q, wide, n, nets, row):  # type: ignore[no-untyped-def]
         if value < smallest or (value != value and smallest == smallest):
             smallest, which = value, net
     return smallest, which
+
+
+@jit(forceinline=True)
+def one_critic(q, wide, n, nets, row, combine):  # type: ignore[no-untyped-def]
+    """(the smallest critic or the mean of all of them, the first k that attains the minimum)."""
+    if combine != AVERAGE:
+        return smallest_critic(q, wide, n, nets, row)
+    total = 0.0
+    for net in range(nets):
+        total += read(q, wide, net * n + row)
+    return total / nets, 0
 
 
 def address(tensor: Tensor | None) -> int:

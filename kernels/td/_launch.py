@@ -13,7 +13,7 @@ from gpubuf.kernels import config
 from gpubuf.kernels._check import device_name
 from gpubuf.kernels._differentiable import computing_dtype, dense
 from gpubuf.kernels._launching import cdiv, launch
-from gpubuf.kernels.td import NONE, check_critics, check_rows, check_target
+from gpubuf.kernels.td import NONE, SMALLEST, check_critics, check_rows, check_target
 from gpubuf.kernels.td._triton import (
     finish_loss_kernel,
     soft_td_target_kernel,
@@ -60,9 +60,10 @@ def soft_td_target(
     terminated: Tensor,
     gamma: Tensor,
     steps: Tensor | None,
+    combine: int = SMALLEST,
 ) -> Tensor:
     """See :data:`gpubuf.kernels.td.soft_td_target`."""
-    rows = check_target(next_q, next_log_prob, alpha, reward, terminated, gamma, steps)
+    rows = check_target(next_q, next_log_prob, alpha, reward, terminated, gamma, steps, combine)
     n, real = rows.numel(), computing_dtype(next_q)
     target = torch.empty(rows, dtype=real, device=next_q.device)
     if n:
@@ -83,6 +84,7 @@ def soft_td_target(
             REAL=REAL[real],
             HAS_LOG_PROB=next_log_prob is not None,
             HAS_STEPS=steps is not None,
+            COMBINE=combine,
             BLOCK=plan.block,
             num_warps=plan.num_warps,
         )

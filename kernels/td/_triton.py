@@ -15,6 +15,9 @@ L1 = tl.constexpr(td.L1)
 L2 = tl.constexpr(td.L2)
 SMOOTH_L1 = tl.constexpr(td.SMOOTH_L1)
 
+# Value of COMBINE.
+AVERAGE = tl.constexpr(td.AVERAGE)
+
 
 @triton.jit
 def smallest_critic(q_ptr, row, inside, n, n_nets, REAL: tl.constexpr):
@@ -32,6 +35,22 @@ def smallest_critic(q_ptr, row, inside, n, n_nets, REAL: tl.constexpr):
     return smallest, which
 
 
+@triton.jit
+def one_critic(q_ptr, row, inside, n, n_nets, REAL: tl.constexpr, COMBINE: tl.constexpr):
+    """(the smallest critic or the mean of all of them, the first k that attains the minimum) of each row."""
+    if COMBINE == AVERAGE:
+        q_ptr += row
+        value = tl.zeros(row.shape, REAL)
+        which = tl.zeros(row.shape, tl.int32)
+        for _ in range(n_nets):
+            value += tl.load(q_ptr, mask=inside, other=0).to(REAL)
+            q_ptr += n
+        value = value / n_nets
+    else:
+        value, which = smallest_critic(q_ptr, row, inside, n, n_nets, REAL)
+    return value, which
+
+
 @triton.jit(do_not_specialize=["n"])
 def soft_td_target_kernel(
     next_q_ptr,  # any float [n_nets, n]
@@ -47,15 +66,16 @@ def soft_td_target_kernel(
     REAL: tl.constexpr,
     HAS_LOG_PROB: tl.constexpr,
     HAS_STEPS: tl.constexpr,
+    COMBINE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """target = reward + (terminated ? 0 : gamma^steps * (min_k next_q[k] - alpha * next_log_prob)).
+    """target = reward + (terminated ? 0 : gamma^steps * (min_k or mean_k next_q[k] - alpha * next_log_prob)).
 
     Grid: (cdiv(n, BLOCK),).
     """
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = row < n
-    value, _ = smallest_critic(next_q_ptr, row, inside, n, n_nets, REAL)
+    value, _ = one_critic(next_q_ptr, row, inside, n, n_nets, REAL, COMBINE)
     if HAS_LOG_PROB:
         alpha = tl.load(alpha_ptr).to(REAL)
         value -= alpha * tl.load(next_log_prob_ptr + row, mask=inside, other=0).to(REAL)

@@ -9,6 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from gpubuf.kernels.td import AVERAGE, SMALLEST
+
+
+def one_critic(q: Tensor, combine: int) -> Tensor:
+    """The smallest of N critics [N, *S], whose gradient goes to the first of equals, or their mean."""
+    return q.mean(0) if combine == AVERAGE else q.min(0).values
+
 
 def soft_td_target(
     next_q: Tensor,
@@ -18,9 +25,10 @@ def soft_td_target(
     terminated: Tensor,
     gamma: float,
     steps: Tensor | None = None,
+    combine: int = SMALLEST,
 ) -> Tensor:
     """Of ``next_q`` [N, *S] and rows of shape S: the reward, and the discounted value of the next state."""
-    value = next_q.min(0).values - alpha * next_log_prob
+    value = one_critic(next_q, combine) - alpha * next_log_prob
     discount = gamma if steps is None else gamma ** steps.to(value.dtype)
     return reward + torch.where(terminated, 0.0, discount * value)
 

@@ -67,14 +67,14 @@ def check_td(q, target, weight, mask, name, reduction):
         assert_no_worse(got, other, true, ROUNDING[got.dtype])
 
 
-def check_actor(q, log_prob, alpha, weight, mask, reduction):
+def check_actor(q, log_prob, alpha, weight, mask, reduction, combine=td.SMALLEST):
     loss, entropy, _, by_q, by_log_prob = differentiated(
-        sac.actor_loss, q, log_prob, others=(alpha, weight, mask, REDUCTIONS[reduction])
+        sac.actor_loss, q, log_prob, others=(alpha, weight, mask, REDUCTIONS[reduction], combine)
     )
     real = torch.float64 if q.dtype is torch.float64 else torch.float32
     assert (loss.dtype, by_q.dtype, by_log_prob.dtype) == (real, q.dtype, log_prob.dtype)
     truth, plain = (
-        differentiated(sac_reference.actor_loss, wide, density, others=(*others, reduction))
+        differentiated(sac_reference.actor_loss, wide, density, others=(*others, reduction, combine))
         for wide, density, *others in (
             widened(q, log_prob, alpha, weight, mask, dtype=dtype) for dtype in (torch.float64, real)
         )
@@ -300,6 +300,58 @@ class TestSelection:
         assert q.grad.tolist() == [[0, -1], [-1, 0], [0, 0]]
 
 
+class TestAverage:
+    """The mean of the critics in the place of the minimum."""
+
+    @pytest.mark.parametrize("nets", [1, 2, 5, 10])
+    @pytest.mark.parametrize("n", [1, 33, LARGEST_BLOCK + 1])
+    def test_actor_loss(self, backend, n, nets):
+        q, rows, (weight, mask) = random(nets, n), random(n, seed=1), weighting("weight and mask", n)
+        for reduction in REDUCTIONS:
+            check_actor(q, rows, torch.tensor(0.3), weight, mask, reduction, td.AVERAGE)
+        check_actor(q.bfloat16(), rows, torch.tensor(0.3), None, None, "mean", td.AVERAGE)
+        check_actor(q.double(), rows.double(), torch.tensor(0.3), None, mask, "mean", td.AVERAGE)
+
+    @pytest.mark.parametrize("nets", [1, 2, 5, 10])
+    @pytest.mark.parametrize("n", [0, 1, 33, LARGEST_BLOCK + 1])
+    @pytest.mark.parametrize("soft", [False, True])
+    def test_target(self, backend, n, nets, soft):
+        next_q, reward, density = random(nets, n), random(n, seed=2), random(n, seed=3)
+        terminated, steps = torch.arange(n) % 3 == 1, torch.arange(n) % 4
+        entropy = (density, torch.tensor(0.2)) if soft else (None, None)
+        ours = td.soft_td_target(next_q, *entropy, reward, terminated, torch.tensor(0.9), steps, td.AVERAGE)
+        plain, truth = (
+            td_reference.soft_td_target(
+                next_q.to(dtype),
+                density.to(dtype) if soft else 0.0,
+                torch.tensor(0.2).to(dtype),
+                reward.to(dtype),
+                terminated,
+                0.9,
+                steps,
+                td.AVERAGE,
+            )
+            for dtype in (torch.float32, torch.float64)
+        )
+        assert_no_worse(ours, plain, truth, ROUNDING[torch.float32])
+
+    @NUMPY_WARNS
+    def test_any_nan_critic_is_seen(self, backend):
+        q = torch.tensor([[1.0, NAN], [NAN, 0.0], [0.0, 0.0]], requires_grad=True)
+        loss, _, _ = sac.actor_loss(q, torch.zeros(2), torch.ones(()), None, None, td.NONE, td.AVERAGE)
+        assert loss.isnan().all()
+        zeros = torch.zeros(2)
+        y = td.soft_td_target(q.detach(), None, None, zeros, torch.tensor([0, 1]), torch.ones(()), None, td.AVERAGE)
+        assert y.isnan().tolist() == [True, False]
+
+    def test_nothing_else_is_known(self, backend):
+        rows, one = torch.zeros(3), torch.ones(())
+        with pytest.raises(ValueError, match="SMALLEST or AVERAGE, got 2"):
+            sac.actor_loss(torch.zeros(2, 3), rows, one, None, None, td.MEAN, 2)
+        with pytest.raises(ValueError, match="SMALLEST or AVERAGE, got -1"):
+            td.soft_td_target(torch.zeros(2, 3), None, None, rows, rows, one, None, -1)
+
+
 def _everything(n: int, device: str = "cpu") -> list[Tensor]:
     """Every output of every operation, on ``n`` rows."""
     q, rows, weight, mask = random(2, n), random(n, seed=1), random(n, seed=2).abs(), torch.arange(n) % 3 != 1
@@ -312,7 +364,8 @@ def _everything(n: int, device: str = "cpu") -> list[Tensor]:
     for reduction in REDUCTIONS.values():
         for loss in LOSSES.values():
             out += differentiated(td.td_loss, q, others=(rows, weight, mask, loss, reduction))
-        out += differentiated(sac.actor_loss, q, rows, others=(one, weight, mask, reduction))
+        for combine in (td.SMALLEST, td.AVERAGE):
+            out += differentiated(sac.actor_loss, q, rows, others=(one, weight, mask, reduction, combine))
         out += differentiated(sac.temperature_loss, one, others=(rows, one, weight, mask, reduction))
     return out
 
@@ -364,7 +417,7 @@ def test_nothing_synchronises(monkeypatch, n):
             loss, _, norm = td_launch.td_loss(q, rows, rows, mask, td.L2, reduction)
             td_launch.td_loss_backward(loss, q, rows, rows, mask, norm, td.L2, reduction)
             loss, _, norm = sac_launch.actor_loss(q, rows, one, rows, mask, reduction)
-            sac_launch.actor_loss_backward(loss, q, rows, one, rows, mask, norm, reduction)
+            sac_launch.actor_loss_backward(loss, q, rows, one, rows, mask, norm, reduction, td.AVERAGE)
             sac_launch.temperature_loss(one, rows, one, rows, mask, reduction)
             # and the registered operations
             loss, _, norm = td.td_loss(q, rows, rows, mask, td.L2, reduction)

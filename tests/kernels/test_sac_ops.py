@@ -294,7 +294,9 @@ def test_gradcheck(backend, weighted, masked, reduction):
     for loss in LOSSES.values():
         assert torch.autograd.gradcheck(lambda q, f=loss: td.td_loss(q, b.y, weight, mask, f, code)[0], q)
     log_prob = b.log_prob.requires_grad_()
-    assert torch.autograd.gradcheck(lambda *a: sac.actor_loss(*a, b.alpha, weight, mask, code)[0], (q, log_prob))
+    for combine in (td.SMALLEST, td.AVERAGE):
+        constants = (b.alpha, weight, mask, code, combine)
+        assert torch.autograd.gradcheck(lambda *a, c=constants: sac.actor_loss(*a, *c)[0], (q, log_prob))
     log_alpha = b.log_alpha.requires_grad_()
     fixed = b.log_prob.detach()
     assert torch.autograd.gradcheck(
@@ -309,13 +311,14 @@ def test_opcheck():
     target = (b.q.detach(), b.log_prob.detach(), b.alpha, b.reward, b.terminated, GAMMA)
     torch.library.opcheck(td.soft_td_target, (*target, None))
     torch.library.opcheck(td.soft_td_target, (*target, b.steps))
-    torch.library.opcheck(td.soft_td_target, (target[0], None, None, *target[3:], None))
+    torch.library.opcheck(td.soft_td_target, (target[0], None, None, *target[3:], None, td.AVERAGE))
     norm = torch.ones(())
     for reduction in (td.NONE, td.MEAN):
         grad = torch.ones(6) if reduction == td.NONE else torch.ones(())
         torch.library.opcheck(td.td_loss, (q, b.y, b.weight, b.mask, td.L2, reduction))
         torch.library.opcheck(td.td_loss_backward, (grad, q.detach(), b.y, b.weight, None, norm, td.L1, reduction))
         torch.library.opcheck(sac.actor_loss, (q, log_prob, b.alpha, None, b.mask, reduction))
+        torch.library.opcheck(sac.actor_loss, (q, log_prob, b.alpha, None, b.mask, reduction, td.AVERAGE))
         torch.library.opcheck(
             sac.actor_loss_backward, (grad, q.detach(), log_prob.detach(), b.alpha, None, None, norm, reduction)
         )

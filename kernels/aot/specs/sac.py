@@ -5,14 +5,16 @@ from collections.abc import Iterator
 import triton.language as tl
 
 from gpubuf.kernels.aot.compiler import AotSpec
-from gpubuf.kernels.td import MEAN, NONE, SUM
+from gpubuf.kernels.td import AVERAGE, MEAN, NONE, SMALLEST, SUM
 from gpubuf.kernels.td._launch import FINISH_BLOCK, plan_rows
 
 MODULE = "gpubuf.kernels.sac._triton:"
 ENSEMBLE = {"n": "i32", "n_nets": "i32"}
 
 
-def family(n: int, given: str, real: tl.dtype, reduction: int, weight: bool, mask: bool) -> Iterator[AotSpec]:
+def family(
+    n: int, given: str, real: tl.dtype, reduction: int, weight: bool, mask: bool, combine: int = SMALLEST
+) -> Iterator[AotSpec]:
     """Every kernel for a batch of ``n`` rows, whose networks return ``given``."""
     plan = plan_rows(n)
     q, computed = f"*{given}", f"*{real.name}"
@@ -28,7 +30,7 @@ def family(n: int, given: str, real: tl.dtype, reduction: int, weight: bool, mas
     yield spec(
         "actor_loss_kernel",
         {**actor, "log_prob_ptr": computed, **outputs, "entropy_ptr": computed, **ENSEMBLE},
-        {**reduce, "SINGLE": plan.single},
+        {**reduce, "COMBINE": combine, "SINGLE": plan.single},
     )
     yield spec(
         "actor_loss_backward_kernel",
@@ -40,7 +42,7 @@ def family(n: int, given: str, real: tl.dtype, reduction: int, weight: bool, mas
             "grad_log_prob_ptr": computed,
             **ENSEMBLE,
         },
-        reduce,
+        {**reduce, "COMBINE": combine},
     )
     log_prob = {"weight_ptr": weighting["weight_ptr"], "mask_ptr": weighting["mask_ptr"], "log_prob_ptr": computed}
     yield spec(
@@ -82,4 +84,6 @@ SPECS = [
     *family(4096, "fp32", tl.float32, MEAN, True, True),
     *family(4096, "fp64", tl.float64, SUM, False, False),
     *family(4096, "fp16", tl.float32, NONE, False, True),
+    *family(256, "fp32", tl.float32, MEAN, False, False, AVERAGE),
+    *family(8192, "bf16", tl.float32, MEAN, True, True, AVERAGE),
 ]

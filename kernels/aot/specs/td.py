@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import triton.language as tl
 
 from gpubuf.kernels.aot.compiler import AotSpec
-from gpubuf.kernels.td import L1, L2, MEAN, NONE, SMOOTH_L1, SUM
+from gpubuf.kernels.td import AVERAGE, L1, L2, MEAN, NONE, SMALLEST, SMOOTH_L1, SUM
 from gpubuf.kernels.td._launch import FINISH_BLOCK, plan_rows
 
 MODULE = "gpubuf.kernels.td._triton:"
@@ -13,7 +13,15 @@ ENSEMBLE = {"n": "i32", "n_nets": "i32"}
 
 
 def family(
-    n: int, given: str, real: tl.dtype, loss: int, reduction: int, weight: bool, mask: bool, entropy: bool = True
+    n: int,
+    given: str,
+    real: tl.dtype,
+    loss: int,
+    reduction: int,
+    weight: bool,
+    mask: bool,
+    entropy: bool = True,
+    combine: int = SMALLEST,
 ) -> Iterator[AotSpec]:
     """Every kernel for a batch of ``n`` rows, whose networks return ``given``."""
     plan = plan_rows(n)
@@ -38,7 +46,7 @@ def family(
             "target_ptr": computed,
             **ENSEMBLE,
         },
-        {**rows, "HAS_LOG_PROB": entropy, "HAS_STEPS": weight},
+        {**rows, "HAS_LOG_PROB": entropy, "HAS_STEPS": weight, "COMBINE": combine},
     )
     outputs = {"loss_ptr": computed, "norm_ptr": computed, "partial_ptr": computed}
     yield spec(
@@ -75,4 +83,5 @@ SPECS = [
     *family(4096, "fp32", tl.float32, SMOOTH_L1, MEAN, True, True),
     *family(4096, "fp64", tl.float64, L2, SUM, False, False, entropy=False),
     *family(4096, "fp16", tl.float32, L2, NONE, False, True),
+    *family(8192, "fp32", tl.float32, L2, MEAN, False, False, combine=AVERAGE),
 ]
