@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from typing import Any
 
@@ -24,5 +25,8 @@ def refuse_deprecated(**kwargs: Any) -> None:
 
 
 def warn(text: str) -> None:
-    """A warning that points to the caller of the loss's constructor."""
-    warnings.warn(text, category=UserWarning, stacklevel=3)
+    """A warning that points to the caller of the loss's constructor, however many classes that has."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("gpubuf.objectives"):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, category=UserWarning, stacklevel=level)

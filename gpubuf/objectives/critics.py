@@ -23,6 +23,7 @@ from gpubuf.objectives.networks import (
     redrawn_copies,
     stacked_parameters,
 )
+from gpubuf.objectives.single_network import Owners, shared_paths, shared_tensor
 
 _RANDOM_MODULES = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -44,10 +45,10 @@ class Critics:
         self._tensors: list[Tensor] = []
         self._target_tensors: list[Tensor] | None = None
 
-    def refresh(self, target_params: TensorDictBase | None, actor_params: TensorDictBase) -> None:
+    def refresh(self, target_params: TensorDictBase | None, owners: Owners) -> None:
         """Look the tensors up again, after they were moved to another device or replaced."""
         for path, owner in self._shared.items():
-            entry, alias = self.params.get(path), actor_params.get(owner).detach()
+            entry, alias = self.params.get(path), shared_tensor(owners, owner)
             entry.data = alias if entry.shape == alias.shape else alias.expand(entry.shape)
         self._tensors = leaves(self.params)
         self._target_tensors = None
@@ -80,7 +81,7 @@ class BatchedCritics(Critics):
 
     def __init__(self, network: Any, size: int, shared: dict[int, Path]) -> None:
         own = TensorDict.from_module(network)
-        owners = _owners(own, shared)
+        owners = shared_paths(own, shared)
         for path in owners:
             own.set(path, own.get(path).detach())
         super().__init__(size, network, TensorDictParams(own, no_convert=True), owners)
@@ -90,8 +91,8 @@ class BatchedCritics(Critics):
         self._own_places = ParameterPlaces(network, where)
         self._online = SwappableCopy(network, where) if owners else None
 
-    def refresh(self, target_params: TensorDictBase | None, actor_params: TensorDictBase) -> None:
-        super().refresh(target_params, actor_params)
+    def refresh(self, target_params: TensorDictBase | None, owners: Owners) -> None:
+        super().refresh(target_params, owners)
         (self._own_places if self._online is None else self._online.places).fill(self._tensors)
         self._detached.places.fill([tensor.detach() for tensor in self._tensors])
         if self._target_tensors is not None:
@@ -140,7 +141,7 @@ class StackedCritics(Critics):
     """
 
     def __init__(self, members: list[Any], use_vmap: bool, shared: dict[int, Path]) -> None:
-        owners = _owners(TensorDict.from_module(members[0]), shared)
+        owners = shared_paths(TensorDict.from_module(members[0]), shared)
         super().__init__(len(members), members[0], stacked_parameters(distinct(members), shared), owners)
         self._use_vmap = use_vmap
         where = paths(self.params)
@@ -177,11 +178,6 @@ class StackedCritics(Critics):
             copy.places.clear()
 
 
-def _owners(params: TensorDictBase, shared: dict[int, Path]) -> dict[Path, Path]:
-    """The path in the actor of each parameter of ``params`` that is ``shared``."""
-    return {path: shared[id(params.get(path))] for path in paths(params) if id(params.get(path)) in shared}
-
-
 def make_critics(networks: Any, size: int, *, use_vmap: bool, shared: dict[int, Path]) -> Critics:
     """Make the ensemble of ``networks``.
 
@@ -190,7 +186,7 @@ def make_critics(networks: Any, size: int, *, use_vmap: bool, shared: dict[int, 
             and drawn anew, or a list of ``size`` networks of the same structure.
         size: number of networks, N.
         use_vmap: run networks that need it through ``torch.vmap``; otherwise one after the other.
-        shared: parameters that get no gradient from the critics: their paths in the actor, by id.
+        shared: parameters that get no gradient from the critics: their owner and path there, by id.
 
     The ensemble is ready after its first :meth:`Critics.refresh`.
 

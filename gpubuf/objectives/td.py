@@ -84,6 +84,24 @@ class TDLossModule(LossModule):
         value = tensordict.get(next_key(self.tensor_keys.terminated), None)
         return entry(tensordict, next_key(self.tensor_keys.done)) if value is None else value
 
+    def bootstrap_rows(self, tensordict: TensorDictBase, shape: torch.Size) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(rewards, terminated flags, steps that each reward spans or None), each with one element for each row.
+
+        Args:
+            tensordict: the batch.
+            shape: of a row of the loss, S.
+
+        Raises:
+            ValueError: an entry does not fit ``shape``.
+        """
+        keys = self.tensor_keys
+        steps = tensordict.get("steps_to_next_obs", None)
+        return (
+            per_row(entry(tensordict, next_key(keys.reward)), shape, str(keys.reward)),
+            per_row(self.terminated(tensordict), shape, str(keys.terminated)),
+            None if steps is None else per_row(steps, shape, "steps_to_next_obs"),
+        )
+
     @torch.no_grad()
     def td_target(
         self,
@@ -105,17 +123,15 @@ class TDLossModule(LossModule):
         Returns:
             The targets, S.
         """
-        keys = self.tensor_keys
-        reward = per_row(entry(tensordict, next_key(keys.reward)), shape, str(keys.reward))
-        steps = tensordict.get("steps_to_next_obs", None)
+        reward, terminated, steps = self.bootstrap_rows(tensordict, shape)
         return self._value_estimator.soft_target(
             next_q,
             next_log_prob,
             alpha,
             # Without log-densities the target has the shape of the reward.
             reward.reshape(shape) if next_log_prob is None else reward,
-            per_row(self.terminated(tensordict), shape, str(keys.terminated)),
-            None if steps is None else per_row(steps, shape, "steps_to_next_obs"),
+            terminated,
+            steps,
         )
 
     def td_loss(self, q: Tensor, target: Tensor, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:

@@ -95,6 +95,11 @@ class TemperatureLossModule(LossModule):
         self._target_entropy.fill_(value)
         self._target_entropy_known = True
 
+    def _learn_target_entropy(self, action: Tensor, shape: torch.Size) -> None:
+        """Take "auto" from the first actions, which have one log-density for each of ``shape``."""
+        if not self._target_entropy_known:
+            self.target_entropy = -float(action.shape[len(shape) :].numel())
+
     @property
     def alpha(self) -> Tensor:
         """The temperature, within its bounds, ``[]``, without gradient."""

@@ -1,0 +1,317 @@
+"""The base class of losses of an actor and several critics: their networks, what these see, keys and outputs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModule, TensorDictParams, dispatch
+from tensordict.utils import NestedKey, unravel_key
+from torch import Tensor
+
+from gpubuf.modules.plain import entry
+from gpubuf.objectives.arguments import one_of, refuse_deprecated, warn
+from gpubuf.objectives.critics import make_critics
+from gpubuf.objectives.functional import ParametersByName
+from gpubuf.objectives.networks import Path, leaves, paths, target_parameters
+from gpubuf.objectives.shapes import next_key, rows_of
+from gpubuf.objectives.single_network import SingleNetwork
+from gpubuf.objectives.td import TDLossModule
+
+
+class ActorCriticLossModule(TDLossModule):
+    """A loss of an actor and N critics.
+
+    It holds the networks with their target parameters, runs them on the states of a batch, and makes the output. A
+    subclass implements :meth:`_losses` with these parts:
+
+    * :meth:`_draw`: actions of the actor, with gradients; :meth:`_next_action`: of the next states, without;
+    * ``self._critics``: ``online``, ``detached`` and ``target`` values of all critics, see
+      :class:`~gpubuf.objectives.critics.Critics`;
+    * :meth:`td_target` and :meth:`td_loss`, from :class:`TDLossModule`;
+    * :meth:`_output`: the TensorDict to return.
+
+    Args:
+        actor_network: the policy.
+        qvalue_network: one network, a list of ``num_qvalue_nets``, or a natively batched ensemble.
+        num_qvalue_nets: number of critics, N.
+        delay_actor: give the actor target parameters.
+        delay_qvalue: give the critics target parameters.
+        separate_losses: parameters that critics share with the actor get gradients from the actor's loss only.
+        skip_done_states: let networks see a terminated row's own observation in place of the next.
+        deactivate_vmap: run several critics one after the other.
+        loss_function: see :class:`TDLossModule`.
+        reduction: "mean" (also for None), "sum" or "none".
+        use_prioritized_weights: False, True or "auto".
+        scalar_output_mode: "exclude", "non_tensor" or None; for ``reduction="none"``.
+        gamma: refused; see :meth:`make_value_estimator`.
+        priority_key: refused; see :meth:`set_keys`.
+
+    Raises:
+        TypeError: ``gamma`` is given.
+        RuntimeError: ``priority_key`` is given.
+        ValueError: an argument is none of its choices, or the critics are not ``num_qvalue_nets``.
+    """
+
+    @dataclass
+    class _AcceptedKeys(TDLossModule._AcceptedKeys):
+        action: NestedKey = "action"
+        state_action_value: NestedKey = "state_action_value"
+        log_prob: NestedKey = "action_log_prob"
+
+    default_keys: type = _AcceptedKeys
+
+    actor_network_params: TensorDictParams
+    qvalue_network_params: TensorDictParams
+
+    #: Entries of the output: losses, and scalars that ``reduction="none"`` leaves out.
+    loss_names: tuple[str, ...] = ("loss_actor", "loss_qvalue")
+    scalar_names: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        actor_network: Any,
+        qvalue_network: TensorDictModule | Sequence[TensorDictModule],
+        *,
+        num_qvalue_nets: int = 2,
+        delay_actor: bool = False,
+        delay_qvalue: bool = True,
+        separate_losses: bool = False,
+        skip_done_states: bool = False,
+        deactivate_vmap: bool = False,
+        loss_function: str = "smooth_l1",
+        reduction: str | None = None,
+        use_prioritized_weights: str | bool = "auto",
+        scalar_output_mode: str | None = None,
+        gamma: float | None = None,
+        priority_key: str | None = None,
+    ) -> None:
+        if gamma is not None:
+            raise TypeError("gamma is not an argument of the loss: call loss.make_value_estimator(gamma=...)")
+        refuse_deprecated(priority_key=priority_key)
+        super().__init__(loss_function=loss_function, reduction="mean" if reduction is None else reduction)
+        if num_qvalue_nets < 1:
+            raise ValueError(f"num_qvalue_nets must be at least 1, got {num_qvalue_nets}")
+        self.num_qvalue_nets = num_qvalue_nets
+        self.delay_actor, self.delay_qvalue = delay_actor, delay_qvalue
+        self.skip_done_states, self.deactivate_vmap = skip_done_states, deactivate_vmap
+        self.use_prioritized_weights = one_of((False, True, "auto"), use_prioritized_weights, "use_prioritized_weights")
+        one_of((None, "exclude", "non_tensor"), scalar_output_mode, "scalar_output_mode")
+        if self.reduction == "none" and scalar_output_mode is None and self.scalar_names:
+            warn(
+                f"{type(self).__name__} with reduction='none' leaves {' and '.join(self.scalar_names)}, which are "
+                "scalars, out of its output. Pass scalar_output_mode='exclude' to silence this warning, or "
+                "'non_tensor' to have them as non-tensor data."
+            )
+            scalar_output_mode = "exclude"
+        self.scalar_output_mode = scalar_output_mode
+        self._set_networks(actor_network, qvalue_network, separate_losses)
+        names = {"log_prob": "log_prob_keys", "action": "dist_sample_keys"}
+        found = {key: getattr(actor_network, name, None) for key, name in names.items()}
+        self.set_keys(**{key: next(iter(value)) for key, value in found.items() if value})
+
+    # --- networks ---
+
+    def _set_networks(self, actor_network: Any, qvalue_network: Any, separate_losses: bool) -> None:
+        """Register actor and critics. A subclass may add networks before the critics by :meth:`_add_network`."""
+        # Modules and copies are no submodules: their tensors are registered once, as the `*_params`.
+        self.__dict__["_networks"] = {}
+        self._separate_losses = separate_losses
+        self._add_network("actor_network", actor_network, self.delay_actor)
+        self._add_further_networks()
+        shared = self._trained_elsewhere()
+        critics = make_critics(qvalue_network, self.num_qvalue_nets, use_vmap=not self.deactivate_vmap, shared=shared)
+        self.__dict__["_critics"], self.__dict__["qvalue_network"] = critics, critics.network
+        self.qvalue_network_params = critics.params
+        if self.delay_qvalue:
+            self.target_qvalue_network_params = target_parameters(self.qvalue_network_params)
+        self.refresh_links()
+
+    def _add_further_networks(self) -> None:
+        """Where a subclass adds networks of its own, in the order in which they own shared parameters."""
+
+    def _add_network(self, name: str, network: Any, delayed: bool) -> None:
+        """Register ``network`` as ``<name>``, its parameters as ``<name>_params``, and targets where ``delayed``."""
+        single = SingleNetwork(network, self._trained_elsewhere(), delayed)
+        self._networks[name], self.__dict__[name] = single, network
+        setattr(self, f"{name}_params", single.params)
+        if delayed:
+            setattr(self, f"target_{name}_params", target_parameters(single.params))
+
+    def _trained_elsewhere(self) -> dict[int, Path]:
+        """Parameters that networks added from now on may share, but not train: their owner and path, by id."""
+        shared: dict[int, Path] = {}
+        if self._separate_losses:
+            for name, single in self._networks.items():
+                for path, tensor in zip(paths(single.params), leaves(single.params), strict=True):
+                    if tensor.requires_grad:
+                        shared[id(tensor)] = (name, *path)
+        return shared
+
+    def refresh_links(self) -> None:
+        super().refresh_links()
+        if "_critics" not in self.__dict__:
+            return
+        registered = {name: part for name, part in self._modules.items() if isinstance(part, TensorDictParams)}
+        self._run_on(registered)
+        self.__dict__["_parameters_by_name"] = ParametersByName(registered)
+
+    def _run_on(self, params: dict[str, Any]) -> None:
+        """Put ``params``, by the names that this loss has for them, into the networks."""
+        owners = {name: params[f"{name}_params"] for name in self._networks}
+        for name, single in self._networks.items():
+            single.refresh(owners[name], params.get(f"target_{name}_params"), owners)
+        self._critics.params = params["qvalue_network_params"]
+        self._critics.refresh(params.get("target_qvalue_network_params"), owners)
+
+    @contextlib.contextmanager
+    def _using(self, given: dict[str, TensorDict]) -> Iterator[None]:
+        """Within it the networks run on other parameters."""
+        try:
+            self._run_on(given)
+            yield
+        finally:
+            self.refresh_links()
+
+    @property
+    def vmap_randomness(self) -> str:
+        """How random operations behave among stacked critics: "error", "same" or "different"."""
+        randomness: str = self._critics.vmap_randomness
+        return randomness
+
+    def set_vmap_randomness(self, value: str) -> None:
+        """Choose "error", "same" or "different"; see ``torch.vmap``. By default "different" where there is dropout."""
+        self._critics.randomness = value
+
+    # --- keys and outputs ---
+
+    @property
+    def in_keys(self) -> list[NestedKey]:
+        """The entries that :meth:`forward` reads."""
+        return self._in_keys
+
+    @in_keys.setter
+    def in_keys(self, value: Any) -> None:
+        raise AttributeError("in_keys follow from the networks and from set_keys()")
+
+    def set_keys(self, **kwargs: NestedKey | None) -> None:
+        super().set_keys(**kwargs)
+        # Read at every call.
+        self._in_keys: list[NestedKey] = self._find_in_keys()
+
+    def _find_in_keys(self) -> list[NestedKey]:
+        keys = self.tensor_keys
+        actor = list(self.actor_network.in_keys)
+        wanted = [
+            keys.action,
+            *(next_key(key) for key in (keys.reward, keys.done, keys.terminated)),
+            *actor,
+            *map(next_key, actor),
+            *self.qvalue_network.in_keys,
+            *(next_key(key) for key in self.qvalue_network.in_keys if unravel_key(key) != unravel_key(keys.action)),
+        ]
+        return list(dict.fromkeys(map(unravel_key, wanted)))
+
+    @property
+    def out_keys(self) -> list[NestedKey]:
+        """The entries that :meth:`forward` returns."""
+        return [*self.loss_names] if self._scalars_left_out else [*self.loss_names, *self.scalar_names]
+
+    @out_keys.setter
+    def out_keys(self, value: Any) -> None:
+        raise AttributeError("out_keys are fixed")
+
+    @property
+    def _scalars_left_out(self) -> bool:
+        return self.reduction == "none" and self.scalar_output_mode != "non_tensor"
+
+    @dispatch
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:  # type: ignore[override]
+        """The losses of a batch; see the class. Writes the priority entry into ``tensordict``."""
+        # Compiled code has a guard for each of them, for it would otherwise run on the parameters of its first call.
+        given = self._parameters_by_name.replaced()
+        if given is None:
+            return self._losses(tensordict)
+        with self._using(given):
+            return self._losses(tensordict)
+
+    def _losses(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """The losses of a batch, made by :meth:`_output`."""
+        raise NotImplementedError
+
+    def _output(
+        self, tensordict: TensorDictBase, losses: dict[str, Tensor], scalars: dict[str, Tensor]
+    ) -> TensorDictBase:
+        """What :meth:`forward` returns: ``losses``, and ``scalars`` where the reduction has a place for them."""
+        if self.reduction != "none":
+            return TensorDict({**losses, **scalars}, batch_size=[])
+        out = TensorDict(losses, batch_size=tensordict.batch_size)
+        if self.scalar_output_mode == "non_tensor":
+            for name, value in scalars.items():
+                out.set_non_tensor(name, value)
+        return out
+
+    # --- what the networks see, and what they say ---
+
+    def _keys_seen(self) -> Iterator[NestedKey]:
+        """The entries that networks and targets read. A generator: it runs only if the batch has masks."""
+        action = unravel_key(self.tensor_keys.action)
+        keys = dict.fromkeys(map(unravel_key, (*self.actor_network.in_keys, *self.qvalue_network.in_keys)))
+        yield from keys
+        yield from (next_key(key) for key in keys if key != action)
+        yield next_key(self.tensor_keys.reward)
+
+    def _draw(self, actor: Any, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
+        """(actions, log-densities) that can be differentiated by the parameters of ``actor``."""
+        dist = actor.get_dist(tensordict)
+        fused = getattr(dist, "rsample_and_log_prob", None)
+        if fused is not None:
+            drawn: tuple[Tensor, Tensor] = fused()
+            return drawn
+        if not dist.has_rsample:
+            raise TypeError(f"SAC differentiates through the action: {type(dist).__name__} has no rsample")
+        action = dist.rsample()
+        log_prob = dist.log_prob(action)
+        if not isinstance(log_prob, Tensor):
+            raise TypeError(f"the log-density of an action must be one tensor, got {type(log_prob).__name__}")
+        return action, log_prob
+
+    def _next_state(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """The entries of the next step in a TensorDict of their own, with nothing that no network may see."""
+        state: TensorDictBase = tensordict.get("next").copy()
+        if self.skip_done_states:
+            ended = self.terminated(tensordict).bool()
+            action = unravel_key(self.tensor_keys.action)
+            keys = map(unravel_key, (*self.actor_network.in_keys, *self.qvalue_network.in_keys))
+            for key in dict.fromkeys(key for key in keys if key != action):
+                own, after = entry(tensordict, key), entry(tensordict, next_key(key))
+                state.set(key, torch.where(rows_of(ended, after), own, after))
+        return state
+
+    @torch.no_grad()
+    def _next_action(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, Tensor]:
+        """(next states with actions that the actor, or its target, draws in them, log-densities S). No gradient."""
+        state = self._next_state(tensordict)
+        action, log_prob = self._draw(self._networks["actor_network"].target(), state)
+        state.set(self.tensor_keys.action, action)
+        return state, log_prob
+
+    def _critic_values(self, q: Tensor) -> Tensor:
+        """The values ``[N, *S]`` or ``[N, *S, 1]`` in what the critics return.
+
+        That is ``q`` itself. Critics that return a distribution of values override it with its expectation.
+        """
+        return q
+
+    def _checked(self, q: Tensor, shape: torch.Size) -> Tensor:
+        """``q``; ValueError unless it goes with log-densities of ``shape``."""
+        if q.shape[1:] not in (shape, (*shape, 1)):
+            raise ValueError(
+                f"the critics' {self.tensor_keys.state_action_value!r} must be {[q.shape[0], *shape, 1]} to go with "
+                f"log-densities of shape {list(shape)}, got {list(q.shape)}"
+            )
+        return q
