@@ -12,7 +12,7 @@ from tensordict.nn import InteractionType, TensorDictModule, set_interaction_typ
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from gpubuf.kernels import sac
+from gpubuf.kernels import sac, td
 from gpubuf.objectives.actor_critic import ActorCriticLossModule
 from gpubuf.objectives.reductions import REDUCTIONS
 from gpubuf.objectives.temperature import TemperatureLossModule
@@ -198,20 +198,27 @@ class SACLoss(TemperatureLossModule, ActorCriticLossModule):
     def _actor_loss(self, tensordict: TensorDictBase, alpha: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(reduced loss of the actor, log-densities S of the actions that it drew, mean entropy ``[]``)."""
         state = tensordict.copy()
-        action, log_prob = self._draw(self.actor_network, state)
+        action, log_prob = self._policy_action(state)
         state.set(self.tensor_keys.action, action)
         shape = log_prob.shape
         self._learn_target_entropy(action, shape)
-        q = self._critic_values(self._critics.detached(state, self.tensor_keys.state_action_value))
-        q = self._checked(q, shape)
-        if self.actor_value == "mean":
-            q = q.mean(0, keepdim=True)
+        q = self._checked(self._policy_values(state, tensordict), shape)
         weight, mask = self.row_weights(tensordict, shape)
-        loss, entropy, _ = sac.actor_loss(q, log_prob, alpha, weight, mask, REDUCTIONS[self.reduction])
+        combine = td.AVERAGE if self.actor_value == "mean" else td.SMALLEST
+        loss, entropy, _ = sac.actor_loss(q, log_prob, alpha, weight, mask, REDUCTIONS[self.reduction], combine)
         if mask is not None:
             counts = mask.reshape(shape).bool()
             entropy = -torch.where(counts, log_prob.detach(), 0.0).sum() / counts.sum().clamp(min=1)
         return loss, log_prob, entropy
+
+    def _policy_action(self, state: TensorDictBase) -> tuple[Tensor, Tensor]:
+        """(actions of the actor in ``state``, log-densities S), with gradients: those that the actor learns from."""
+        return self._draw(self.actor_network, state)
+
+    def _policy_values(self, state: TensorDictBase, tensordict: TensorDictBase) -> Tensor:
+        """Values ``[N, *S]`` of the actor's actions, which ``state`` has; ``tensordict`` is the batch. They reach the
+        actor with gradients, and no parameter of the critics."""
+        return self._critic_values(self._critics.detached(state, self.tensor_keys.state_action_value))
 
     def _temperature_loss(self, tensordict: TensorDictBase, log_prob: Tensor) -> Tensor:
         """The reduced loss of the temperature, by log-densities S without gradient."""
