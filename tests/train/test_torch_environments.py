@@ -250,9 +250,8 @@ def test_shapes_and_types():
 
 
 def test_an_unknown_name_says_what_there_is():
-    with pytest.raises(
-        UsageError, match=r"unknown environment 'torch/Pendlum'; in torch there are \['torch/Pendulum'\]"
-    ):
+    there = r"\['torch/CartPoleSwingUp', 'torch/Pendulum'\]"
+    with pytest.raises(UsageError, match=rf"unknown environment 'torch/Pendlum'; in torch there are {there}"):
         make_environments("torch/Pendlum", 1, 0, CPU)
 
 
