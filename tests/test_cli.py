@@ -76,7 +76,10 @@ def test_python_m_gpubuf_is_the_command():
         (["--env", "CartPole-v1"], "CartPole-v1 has a discrete action space"),
         (["--env", PREFIX + "NeedsPackage-v0"], "needs a package that is not installed"),
         (["--device", "cuda"], "there is no device cuda"),
-        (["--env", "torch/Pendlum"], "unknown environment 'torch/Pendlum'; in torch there are ['torch/CartPoleSwingUp', "),
+        (
+            ["--env", "torch/Pendlum"],
+            "unknown environment 'torch/Pendlum'; in torch there are ['torch/Cart",
+        ),
         (["--cuda-graph"], "--cuda-graph needs a CUDA device, the run is on cpu: say --no-cuda-graph"),
         (["--device", "tpu"], "device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
         (["--gamma", "1.5"], "gamma must be in [0, 1), got 1.5"),

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from gpubuf.train.algorithms.defaults import ALGORITHM_DEFAULTS, UPDATES
 from gpubuf.train.config import CHANGEABLE_ON_RESUME, TORCH_PREFIX, TrainConfig, UsageError, defaults
 
 SIGNAL_EXIT = 128
@@ -64,8 +65,8 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "train",
         help="train soft actor-critic on an environment",
-        description="Train soft actor-critic on an environment with continuous actions, Gymnasium's or one made of "
-        "tensor operations, and evaluate it.",
+        description="Train soft actor-critic, or one of its descendants, on an environment with continuous actions, "
+        "Gymnasium's or one made of tensor operations, and evaluate it.",
         epilog="Exit codes: 0 done, 1 training diverged, 2 the request can't be met, 130 interrupted by Ctrl-C "
         f"and saved. With --resume, only {', '.join(_option(name) for name in sorted(CHANGEABLE_ON_RESUME))} may be "
         "changed.",
@@ -74,8 +75,9 @@ def add(commands: Any) -> None:
     )
     run = parser.add_argument_group("the run")
     _setting(run, "env", "NAME", "Gymnasium id (module:id imports the module first), or torch/Pendulum on the device")
+    run.add_argument("--algo", choices=list(ALGORITHM_DEFAULTS), help="the algorithm (default: sac)")
     mode = run.add_mutually_exclusive_group()
-    mode.add_argument("--prioritized", action="store_true", help="draw batches by priority (the default)")
+    mode.add_argument("--prioritized", action="store_true", help="draw batches by priority (the default of sac)")
     mode.add_argument("--uniform", dest="prioritized", action="store_false", help="draw batches uniformly")
     _setting(run, "device", "NAME", "auto (CUDA if there is one), cpu, cuda or cuda:N")
     _setting(run, "seed", "N", "of everything random")
@@ -100,8 +102,9 @@ def add(commands: Any) -> None:
     _setting(learning, "batch_size", "N", "transitions an update draws")
     _setting(learning, "buffer_size", "N", "capacity in transitions (default: --total-steps, at most 1,000,000)")
     _setting(learning, "learning_starts", "N", "transitions collected at random before the first update")
-    _setting(learning, "update_ratio", "X", "updates a transition")
-    _setting(learning, "learning_rate", "X", "of Adam, for actor, critics and temperature")
+    _setting(learning, "update_ratio", "X", f"updates a transition{_more_updates()}")
+    _setting(learning, "learning_rate", "X", "of Adam or AdamW, for actor, critics and temperature")
+    _setting(learning, "policy_every", "N", "updates for each that also trains policy and temperature")
     _setting(learning, "gamma", "X", "discount")
     _setting(learning, "n_steps", "N", "steps of a transition, whose rewards are summed")
     _switch(learning, "share_next", "store observations once, in half the memory (default: twice)")
@@ -111,8 +114,13 @@ def add(commands: Any) -> None:
         "--hidden",
         type=_widths,
         metavar="N,N",
-        help=f"widths of the hidden layers (default: {','.join(map(str, TrainConfig.hidden))})",
+        help="widths of the hidden layers" + _by_algorithm("hidden"),
     )
+    _setting(learning, "atoms", "N", "values in the support of a critic's distribution")
+    _setting(learning, "v_min", "X", "lowest value of that support")
+    _setting(learning, "v_max", "X", "highest value of that support")
+    _switch(learning, "scale_rewards", "divide rewards by the spread of the returns" + _by_algorithm("scale_rewards"))
+    _setting(learning, "noise_hold", "N", "most steps for which exploration holds the same noise")
     _setting(learning, "priority_alpha", "X", "exponent of the priorities")
     _setting(learning, "priority_beta", "X", "exponent of the importance weights at the start; 1 at the end")
 
@@ -135,15 +143,40 @@ ON_DEVICE = {
 }
 
 
+_TYPES = {"atoms": int, "v_min": float, "v_max": float}
+
+
 def _setting(group: Any, name: str, metavar: str, text: str) -> None:
-    """The option for the setting ``name``, whose type and default `TrainConfig` knows."""
-    default = getattr(TrainConfig, name)
+    """The option for the setting ``name``, whose type and default `TrainConfig` and the algorithms know."""
+    default = ALGORITHM_DEFAULTS[TrainConfig.algo].get(name, getattr(TrainConfig, name))
     if name in ON_DEVICE:
         default = defaults(TrainConfig.env)[name]
         text = f"{text} (default: {default}; with torch/ environments {ON_DEVICE[name]})"
+    elif name in ALGORITHM_DEFAULTS[TrainConfig.algo]:
+        text += _by_algorithm(name)
     elif default is not None:
         text = f"{text} (default: {default})"
-    group.add_argument(_option(name), type=int if default is None else type(default), metavar=metavar, help=text)
+    kind = _TYPES.get(name, int if default is None else type(default))
+    group.add_argument(_option(name), type=kind, metavar=metavar, help=text)
+
+
+def _by_algorithm(name: str) -> str:
+    """The defaults of a setting that depends on the algorithm: sac's, and those that differ from it."""
+    of_each = {algo: settings[name] for algo, settings in ALGORITHM_DEFAULTS.items()}
+    usual = of_each[TrainConfig.algo]
+    shown = [] if usual is None else [_written(usual)]
+    shown += [f"{algo} {_written(value)}" for algo, value in of_each.items() if value not in (usual, None)]
+    return f" (default: {'; '.join(shown)})" if shown else ""
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _more_updates() -> str:
+    return "".join(f", {times} times as many with {algo}" for algo, times in UPDATES.items())
 
 
 def _switch(group: Any, name: str, text: str) -> None:

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gpubuf.train.algorithms.defaults import ALGORITHM_DEFAULTS, UPDATES
+
 CONFIG_FILE = "config.json"
 
 #: Options that a resumed run may change: they decide how long and where it runs, not what it has already learnt.
@@ -27,8 +29,9 @@ _DEFAULT_CAPACITY = 1_000_000
 # The largest default number of updates for each step of all environments.
 _UPDATES_A_STEP = 16
 
-# None: the default comes from `defaults`.
+# None: the default comes from `defaults`, or from `ALGORITHM_DEFAULTS`.
 _BY_ENVIRONMENT: Any = None
+_BY_ALGORITHM: Any = None
 
 
 def defaults(env: str, num_envs: int | None = None) -> dict[str, int | float]:
@@ -66,13 +69,15 @@ class UsageError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """The settings of one run of SAC on one environment.
+    """The settings of one run on one environment.
 
-    Settings that depend on the environment, and are None, get their value from `defaults`.
+    Settings that depend on the environment or the algorithm, and are None, get their value from `defaults` or
+    `ALGORITHM_DEFAULTS`.
 
     Attributes:
         env: Gymnasium id of an environment with a bounded continuous action space; ``module:id`` imports the
-            module first. ``torch/Pendulum`` for one whose copies live on the device.
+            module first. ``torch/Pendulum`` or ``torch/CartPoleSwingUp`` for one whose copies live on the device.
+        algo: The algorithm, one of `ALGORITHM_DEFAULTS`.
         prioritized: Draw by priority (Schaul et al. 2016) or uniformly.
         device: ``"auto"`` (CUDA if there is one), ``"cpu"``, ``"cuda"`` or ``"cuda:N"``. Networks, buffer and
             update live there; Gymnasium's environments run on the CPU.
@@ -83,13 +88,20 @@ class TrainConfig:
         buffer_size: Capacity in transitions; ``None``: ``total_steps``, at most one million.
         learning_starts: Transitions collected with random actions before the first update.
         update_ratio: Updates per transition, 1 in the SAC paper; 0.5 updates at every second transition.
-        learning_rate: Of Adam, for actor, critics and temperature.
+        policy_every: Updates for each that also trains policy and temperature; the others train the critics alone.
+        learning_rate: Of Adam or AdamW, for actor, critics and temperature.
         gamma: Discount.
         n_steps: Steps of a transition: rewards of so many steps are summed before the critics bootstrap.
         share_next: Store observations once: the next one of a transition is read from the row behind it.
         tau: Share of the target critics that each update replaces by the online critics.
         hidden: Width of each hidden layer.
         critics: Q functions in the ensemble.
+        atoms: Values in the support of a critic that gives a distribution; None for other critics.
+        v_min: Lowest value of that support.
+        v_max: Highest value of that support, above ``v_min``.
+        scale_rewards: Divide rewards by the spread of the returns so far, so that no return is above ``v_max`` (5 if
+            there is none).
+        noise_hold: Most steps for which exploration holds the same noise; 1 to draw it at every step.
         priority_alpha: Exponent of the priorities; prioritized only.
         priority_beta: Exponent of the importance weights at the first update, annealed linearly to 1 at
             ``total_steps``; prioritized only.
@@ -105,22 +117,29 @@ class TrainConfig:
     """
 
     env: str = "Pendulum-v1"
-    prioritized: bool = True
+    algo: str = "sac"
+    prioritized: bool = _BY_ALGORITHM
     device: str = "auto"
     seed: int = 0
     total_steps: int = _BY_ENVIRONMENT
     num_envs: int = _BY_ENVIRONMENT
-    batch_size: int = 256
+    batch_size: int = _BY_ALGORITHM
     buffer_size: int | None = None
     learning_starts: int = _BY_ENVIRONMENT
     update_ratio: float = _BY_ENVIRONMENT
-    learning_rate: float = 1e-3
-    gamma: float = 0.99
-    n_steps: int = 1
+    policy_every: int = _BY_ALGORITHM
+    learning_rate: float = _BY_ALGORITHM
+    gamma: float = _BY_ALGORITHM
+    n_steps: int = _BY_ALGORITHM
     share_next: bool = False
-    tau: float = 0.005
-    hidden: tuple[int, ...] = (256, 256)
-    critics: int = 2
+    tau: float = _BY_ALGORITHM
+    hidden: tuple[int, ...] = _BY_ALGORITHM
+    critics: int = _BY_ALGORITHM
+    atoms: int | None = None
+    v_min: float | None = None
+    v_max: float | None = None
+    scale_rewards: bool = _BY_ALGORITHM
+    noise_hold: int = _BY_ALGORITHM
     priority_alpha: float = 0.6
     priority_beta: float = 0.4
     eval_every: int = _BY_ENVIRONMENT
@@ -136,10 +155,11 @@ class TrainConfig:
             raise UsageError("env must name an environment, got an empty string")
         if self.num_envs is not None:
             self._require("num_envs", self.num_envs >= 1, "at least 1")
-        for name, value in defaults(self.env, self.num_envs).items():
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, value)
-        for name in ("total_steps", "batch_size", "critics", "log_every", "eval_episodes"):
+        self._fill_defaults()
+        for name in (
+            *("total_steps", "batch_size", "critics", "log_every", "eval_episodes"),
+            *("policy_every", "noise_hold"),
+        ):
             self._require(name, getattr(self, name) >= 1, "at least 1")
         for name in ("learning_starts", "eval_every", "checkpoint_every", "seed"):
             self._require(name, getattr(self, name) >= 0, "at least 0")
@@ -161,6 +181,25 @@ class TrainConfig:
         self._require(
             "hidden", len(self.hidden) > 0 and all(width >= 1 for width in self.hidden), "one or more widths above 0"
         )
+
+        if self.atoms is not None:
+            assert self.v_min is not None
+            assert self.v_max is not None
+            self._require("atoms", self.atoms >= 2, "at least 2")
+            self._require("v_min", math.isfinite(self.v_min), "finite")
+            self._require("v_max", self.v_min < self.v_max < math.inf, f"above v_min ({self.v_min}) and finite")
+
+    def _fill_defaults(self) -> None:
+        """Give each setting that is None its default, and refuse those that mean nothing to the algorithm."""
+        self._require("algo", self.algo in ALGORITHM_DEFAULTS, f"one of {', '.join(ALGORITHM_DEFAULTS)}")
+        of_algorithm = ALGORITHM_DEFAULTS[self.algo]
+        of_environment = defaults(self.env, self.num_envs)
+        of_environment["update_ratio"] *= UPDATES.get(self.algo, 1)
+        for name, value in {**of_environment, **of_algorithm}.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+            elif value is None:
+                raise UsageError(f"{self.algo} has no {name}, got {getattr(self, name)}")
 
     def _require(self, name: str, holds: bool, expected: str) -> None:
         if not holds:
@@ -191,7 +230,11 @@ class TrainConfig:
         unknown = sorted(set(values) - set(fields))
         if unknown:
             raise UsageError(f"unknown settings {unknown}; known are {sorted(fields)}")
-        known = {**{name: field.default for name, field in fields.items()}, **defaults(cls.env)}
+        known = {
+            **{name: field.default for name, field in fields.items()},
+            **ALGORITHM_DEFAULTS[cls.algo],
+            **defaults(cls.env),
+        }
         return cls(**{name: _typed(name, value, known[name]) for name, value in values.items()})
 
     @classmethod
@@ -239,7 +282,11 @@ def _typed(name: str, value: Any, default: Any) -> Any:
         if isinstance(value, (list, tuple)) and all(type(width) is int for width in value):
             return tuple(value)
         raise UsageError(f"hidden must be a list of integers, got {value!r}")
-    if name in ("buffer_size", "threads"):
+    if name in ("v_min", "v_max"):
+        if value is None or type(value) in (int, float):
+            return value if value is None else float(value)
+        raise UsageError(f"{name} must be a number or null, got {value!r}")
+    if name in ("buffer_size", "threads", "atoms"):
         if value is None or type(value) is int:
             return value
         raise UsageError(f"{name} must be an integer or null, got {value!r}")

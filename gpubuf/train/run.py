@@ -133,7 +133,8 @@ def free_folder(config: TrainConfig) -> Path:
     """A folder under ``runs/`` that is named after the run and holds none yet."""
     mode = "prioritized" if config.prioritized else "uniform"
     environment = config.env.replace("/", "-").replace(":", "-")
-    name = f"{environment}-{mode}-seed{config.seed}"
+    algorithm = "" if config.algo == "sac" else f"{config.algo}-"
+    name = f"{environment}-{algorithm}{mode}-seed{config.seed}"
     number = 1
     while True:
         folder = Path("runs") / (name if number == 1 else f"{name}-{number}")
@@ -273,6 +274,7 @@ class _Run:
         returns = final["returns"]
         result = {
             "env": self._config.env,
+            "algo": self._config.algo,
             "prioritized": self._config.prioritized,
             "seed": self._config.seed,
             "steps": self._trainer.step,
@@ -289,7 +291,7 @@ class _Run:
 
     def _title(self) -> str:
         mode = "prioritized" if self._config.prioritized else "uniform"
-        return f"SAC on {self._config.env}, {mode} replay, seed {self._config.seed}"
+        return f"{self._trainer.agent.title} on {self._config.env}, {mode} replay, seed {self._config.seed}"
 
 
 def _summary(result: TrainResult) -> str:

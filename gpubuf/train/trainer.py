@@ -14,10 +14,12 @@ from torch import Tensor
 from gpubuf import graphs
 from gpubuf.data import (
     LazyTensorStorage,
+    RewardScale,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
-from gpubuf.train.agent import LOSS_NAMES, SACAgent
+from gpubuf.train.agent import make_agent
+from gpubuf.train.algorithms.base import LOSS_NAMES
 from gpubuf.train.config import TrainConfig, UsageError
 from gpubuf.train.environment_factory import make_environments
 from gpubuf.train.evaluation import Evaluation
@@ -28,6 +30,9 @@ _CURVE_EPISODES, _CURVE_EPISODES_ON_DEVICE = 5, 64
 
 # From so many updates on, a minute of compiling is little beside the whole run.
 _COMPILING_PAYS = 200_000
+
+# Of scaled rewards, where critics have no bound.
+_LARGEST_RETURN = 5.0
 
 _Wrap = Callable[[Callable[[], None]], Callable[[], Any]]
 
@@ -40,7 +45,7 @@ class DivergedError(RuntimeError):
 
 
 class Trainer:
-    """SAC on one environment, from the first step to the last.
+    """One algorithm on one environment, from the first step to the last.
 
     Seeds PyTorch's global generator, from which networks, exploration and buffer draw.
 
@@ -75,7 +80,7 @@ class Trainer:
         self._curve: Evaluation | None = None
         torch.manual_seed(config.seed)
         sizes = self._environments.observation_size, self._environments.action_size
-        self.agent = SACAgent(config, *sizes, device, compiled=compiled)
+        self.agent = make_agent(config, *sizes, device, compiled=compiled)
         self.buffer = _make_buffer(config, device)
         # Written in place, for graphs read it where it is.
         self._observation = self._environments.reset().to(device)
@@ -127,7 +132,7 @@ class Trainer:
 
     def _act_and_store(self) -> None:
         """A step with the policy's actions."""
-        self._store(self.agent.act(self._observation))
+        self._store(self.agent.explore(self._observation))
 
     def _store(self, action: Tensor) -> None:
         """Act in every environment, and store the transitions."""
@@ -300,6 +305,10 @@ def _make_buffer(config: TrainConfig, device: torch.device) -> TensorDictReplayB
         "n_steps": config.n_steps,
         "gamma": config.gamma,
     }
+    if config.scale_rewards:
+        # In a storage of one dimension environments take turns.
+        envs = None if apart else config.num_envs
+        options["process"] = [RewardScale(config.gamma, config.v_max or _LARGEST_RETURN, envs=envs)]
     if config.prioritized:
         return TensorDictPrioritizedReplayBuffer(alpha=config.priority_alpha, beta=config.priority_beta, **options)
     return TensorDictReplayBuffer(**options)

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gpubuf.graphs import Captured
 from gpubuf.train import TrainConfig, UsageError, resume, train
-from gpubuf.train.agent import SACAgent
+from gpubuf.train.algorithms.sac import SACAgent
 from gpubuf.train.metrics import read
 from gpubuf.train.run import CHECKPOINT_FILE
 from gpubuf.train.torch_environments import Pendulum
@@ -333,7 +333,7 @@ def test_long_runs_on_cuda_are_compiled_by_default(monkeypatch, device, setting,
         asked.append(compiled)
         raise Stopped
 
-    monkeypatch.setattr("gpubuf.train.trainer.SACAgent", agent)
+    monkeypatch.setattr("gpubuf.train.trainer.make_agent", agent)
     with fake_cuda(), pytest.raises(Stopped):
         Trainer(tiny(compile=setting, total_steps=steps), torch.device(device), print)
     assert asked == [expected]

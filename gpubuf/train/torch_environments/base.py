@@ -1,4 +1,4 @@
-"""The base class of environments made of tensor operations: time limit, reset, random stream, sums of rewards, saving."""
+"""The base class of environments made of tensors: time limit, reset, random stream, sums of rewards, saving."""
 
 from __future__ import annotations
 

@@ -1,0 +1,28 @@
+"""The defaults of the settings that depend on the algorithm. Nothing here imports PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_SAC: dict[str, Any] = {
+    "prioritized": True,
+    "batch_size": 256,
+    "learning_rate": 1e-3,
+    "gamma": 0.99,
+    "n_steps": 1,
+    "tau": 0.005,
+    "hidden": (256, 256),
+    "critics": 2,
+    "policy_every": 1,
+    "atoms": None,
+    "v_min": None,
+    "v_max": None,
+    "scale_rewards": False,
+    "noise_hold": 1,
+}
+
+#: By the name that ``--algo`` takes. A setting that is None has no meaning for the algorithm, and can't be given.
+ALGORITHM_DEFAULTS: dict[str, dict[str, Any]] = {"sac": _SAC}
+
+#: Updates for each update of ``sac``, where ``--update-ratio`` is not given.
+UPDATES: dict[str, int] = {}

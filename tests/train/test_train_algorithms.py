@@ -1,0 +1,223 @@
+"""Every algorithm of ``gpubuf train``: it trains, resumes exactly, and leaves a policy that says whose it is."""
+
+import dataclasses
+import itertools
+import json
+import math
+import signal
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from gpubuf.cli import main
+from gpubuf.serialization import load
+from gpubuf.train import TrainConfig, UsageError, load_actor, resume, train
+from gpubuf.train.agent import AGENTS
+from gpubuf.train.algorithms.defaults import ALGORITHM_DEFAULTS
+from gpubuf.train.algorithms.held_noise import HeldNoise
+from gpubuf.train.torch_environments import Pendulum
+from gpubuf.train.trainer import Trainer
+from tests.support.fake_cuda import fake_cuda
+
+CPU = torch.device("cpu")
+ALGORITHMS = sorted(ALGORITHM_DEFAULTS)
+
+
+def tiny(algo, **changes):
+    """Eight pendulums, 25 steps each, and one update for each pendulum's step from the tenth on."""
+    settings = {
+        "env": "torch/Pendulum",
+        "num_envs": 8,
+        "total_steps": 8 * 25,
+        "learning_starts": 8 * 10,
+        "update_ratio": 1.0,
+        "batch_size": 8,
+        "hidden": (8, 8),
+        "eval_every": 0,
+        "eval_episodes": 2,
+        "log_every": 8 * 5,
+    }
+    if ALGORITHM_DEFAULTS[algo]["atoms"] is not None:
+        settings["atoms"] = 11
+    return TrainConfig(algo=algo, **{**settings, **changes})
+
+
+@pytest.fixture(autouse=True)
+def short_episodes(monkeypatch):
+    monkeypatch.setattr(Pendulum, "time_limit", 12)
+
+
+def metrics(folder):
+    return (folder / "metrics.jsonl").read_bytes()
+
+
+class Interrupting:
+    """Interrupts a run at a step."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def start(self, step, total): ...
+    def message(self, text): ...
+    def stop(self): ...
+    def update(self, status):
+        if status.step == self.at:
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_every_algorithm_has_an_agent():
+    assert list(AGENTS) == list(ALGORITHM_DEFAULTS)
+    assert {frozenset(settings) for settings in ALGORITHM_DEFAULTS.values()} == {frozenset(ALGORITHM_DEFAULTS["sac"])}
+
+
+@pytest.mark.parametrize("algo", ALGORITHMS)
+def test_an_interrupted_run_goes_on_as_if_never_stopped(tmp_path, algo):
+    """And the file of the model says whose policy it is, and acts as the one in memory does."""
+    config = tiny(algo)
+    whole = train(config, tmp_path / "whole")
+    assert train(config, tmp_path / "parts", reporter=Interrupting(8 * 17)).steps == 8 * 17
+    assert resume(tmp_path / "parts").returns == whole.returns
+    assert metrics(tmp_path / "parts") == metrics(tmp_path / "whole")
+    updates = [json.loads(line) for line in metrics(tmp_path / "whole").splitlines()]
+    updates = [record for record in updates if record["kind"] == "update"]
+    assert updates[-1]["updates"] == 8 * 15
+    assert all(math.isfinite(updates[-1][name]) for name in ("loss_qvalue", "loss_actor", "loss_alpha", "entropy"))
+    assert TrainConfig.read(tmp_path / "whole") == config
+    assert json.loads((tmp_path / "whole" / "result.json").read_text())["algo"] == algo
+    assert load(tmp_path / "whole" / "model.safetensors")["algo"] == algo
+    trained, loaded = (load_actor(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))
+    observation = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+    means = [actor.get_dist(_batch(observation)).deterministic_sample for actor in (trained, loaded)]
+    assert torch.equal(*means)
+    assert means[0].abs().max() <= 1
+
+
+def _batch(observation):
+    return TensorDict({"observation": observation}, observation.shape[:1])
+
+
+@pytest.mark.parametrize("algo", [algo for algo in ALGORITHMS if algo != "sac"])
+def test_the_algorithm_of_a_run_stays(tmp_path, algo):
+    stored = tiny(algo)
+    with pytest.raises(UsageError, match=f"algo is '{algo}' in the run, 'sac' was asked for"):
+        stored.resumed_with({"algo": "sac"})
+    assert stored.resumed_with({"algo": algo, "total_steps": 400}).total_steps == 400
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"algo": "sarsa"}, "algo must be one of sac"),
+        ({"atoms": 51}, "sac has no atoms, got 51"),
+        ({"v_max": 3.0}, "sac has no v_max, got 3.0"),
+        ({"policy_every": 0}, "policy_every must be at least 1"),
+        ({"noise_hold": 0}, "noise_hold must be at least 1"),
+    ],
+)
+def test_nonsense_is_refused(values, message):
+    with pytest.raises(UsageError, match=message):
+        TrainConfig(**values)
+
+
+def test_a_stored_run_without_an_algorithm_is_sac_s():
+    values = json.loads(TrainConfig().to_json())
+    assert values.pop("algo") == "sac"
+    assert TrainConfig.from_mapping(values) == TrainConfig()
+
+
+def test_options_of_the_command(tmp_path, capsys):
+    options = [
+        "--total-steps",
+        "24",
+        "--num-envs",
+        "4",
+        "--learning-starts",
+        "16",
+        "--hidden",
+        "8",
+        "--batch-size",
+        "8",
+    ]
+    command = ["train", "--env", "torch/Pendulum", "--noise-hold", "5", "--scale-rewards", "--policy-every", "3"]
+    assert main([*command, *options, "--eval-episodes", "1", "--out", str(tmp_path / "run"), "--quiet"]) == 0
+    stored = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert (stored["algo"], stored["noise_hold"], stored["scale_rewards"], stored["policy_every"]) == (
+        "sac",
+        5,
+        True,
+        3,
+    )
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for algo in ALGORITHMS:
+        assert algo in text
+    for option in ("--algo", "--policy-every", "--atoms", "--v-min", "--v-max", "--no-scale-rewards", "--noise-hold"):
+        assert option in text
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_rewards_are_scaled_by_the_returns_of_each_environment(apart):
+    """Of a storage in which environments take turns, and of one with a column for each."""
+    config = tiny("sac", scale_rewards=True, share_next=apart, gamma=0.9)
+    trainer = Trainer(config, CPU, lambda record: None)
+    for _ in range(10):
+        trainer.advance()
+    rewards = trainer.buffer[:]["next", "reward"].reshape(10, 8).double()
+    returns = []
+    for reward in rewards:
+        returns.append(reward + (0.9 * returns[-1] if returns else 0.0))
+    all_returns = torch.stack(returns)
+    scale = max(float(all_returns.var(correction=0).sqrt()), float(all_returns.abs().max()) / 5.0)
+    batch = trainer.buffer.sample(batches=8).reshape(-1)
+    stored = rewards.reshape(-1)[batch["index"].reshape(64, -1) @ torch.tensor([8, 1] if apart else [1])]
+    torch.testing.assert_close(batch["next", "reward"].reshape(-1).double(), stored / scale, rtol=1e-5, atol=1e-6)
+
+
+# Noise that is held
+
+
+def test_noise_is_held_for_a_zeta_distributed_number_of_steps():
+    torch.manual_seed(0)
+    noise = HeldNoise(2000, 2, 4, CPU)
+    drawn = torch.stack([noise.draw().clone() for _ in range(60)])
+    changed = (drawn[1:] != drawn[:-1]).any(-1)
+    lengths = []
+    for changes in changed.T:
+        at = [0, *(changes.nonzero()[:, 0] + 1).tolist()]
+        lengths += [b - a for a, b in itertools.pairwise(at)][:10]
+    counts = torch.bincount(torch.tensor(lengths), minlength=5).double()
+    assert counts[0] == 0
+    assert len(counts) == 5
+    weights = torch.tensor([1, 1 / 4, 1 / 9, 1 / 16], dtype=torch.float64)
+    expected = weights / weights.sum() * counts.sum()
+    # Chi-square with 3 degrees of freedom, at 1 in 10^4.
+    assert float(((counts[1:] - expected) ** 2 / expected).sum()) < 21.1
+    assert abs(float(drawn[0].mean())) < 0.06
+    assert float(drawn[0].std()) == pytest.approx(1.0, abs=0.05)
+
+
+def test_held_noise_is_that_of_the_policy_s_distribution():
+    """The action of a held step is tanh(mean + deviation * noise), and the noise goes on after a restart."""
+    config = tiny("sac", noise_hold=16)
+    torch.manual_seed(0)
+    agent = Trainer(config, CPU, lambda record: None).agent
+    observation = torch.randn(8, 3)
+    seen = [agent.explore(observation) for _ in range(3)]
+    policy = agent.actor.get_dist(_batch(observation))
+    expected = torch.tanh(policy.loc + policy.scale * agent._noise._noise)
+    torch.testing.assert_close(seen[-1], expected.detach())
+    other = Trainer(dataclasses.replace(config, seed=5), CPU, lambda record: None).agent
+    other.load_state_dict(agent.state_dict())
+    torch.manual_seed(3)
+    following = [agent.explore(observation) for _ in range(4)]
+    torch.manual_seed(3)
+    assert all(torch.equal(other.explore(observation), action) for action in following)
+
+
+def test_held_noise_does_not_synchronise():
+    with fake_cuda():
+        noise = HeldNoise(4, 2, 16, torch.device("cuda"))
+        assert noise.draw().device.type == "cuda"
