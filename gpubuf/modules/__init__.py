@@ -1,17 +1,50 @@
 """Networks and distributions that the losses know how to run fast."""
 
-from gpubuf.modules.mlp import MLP, EnsembleLinear, EnsembleMLP
-from gpubuf.modules.sac import GaussianParameters, TanhNormalActor, TanhNormalHead, make_sac_actor, make_sac_critic
+from gpubuf.modules.fast_sac import (
+    SquashedGaussianParameters,
+    make_fastsac_actor,
+    make_fastsac_critic,
+    make_flashsac_actor,
+    make_flashsac_critic,
+)
+from gpubuf.modules.linear import UnitLinear
+from gpubuf.modules.mlp import MLP, EnsembleLinear, EnsembleMLP, ResidualBlock
+from gpubuf.modules.norms import BatchNorm, LayerNorm, RMSNorm, set_statistics
+from gpubuf.modules.sac import (
+    GaussianParameters,
+    TanhNormalActor,
+    TanhNormalHead,
+    make_sac_actor,
+    make_sac_critic,
+    tanh_normal_actor,
+)
 from gpubuf.modules.tanh_normal import TanhNormal
+from gpubuf.modules.unit_rows import UnitWeight, normalize_rows, normalize_weights, unit_weights
 
 __all__ = [
     "MLP",
+    "BatchNorm",
     "EnsembleLinear",
     "EnsembleMLP",
     "GaussianParameters",
+    "LayerNorm",
+    "RMSNorm",
+    "ResidualBlock",
+    "SquashedGaussianParameters",
     "TanhNormal",
     "TanhNormalActor",
     "TanhNormalHead",
+    "UnitLinear",
+    "UnitWeight",
+    "make_fastsac_actor",
+    "make_fastsac_critic",
+    "make_flashsac_actor",
+    "make_flashsac_critic",
     "make_sac_actor",
     "make_sac_critic",
+    "normalize_rows",
+    "normalize_weights",
+    "set_statistics",
+    "tanh_normal_actor",
+    "unit_weights",
 ]

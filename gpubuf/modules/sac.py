@@ -134,15 +134,47 @@ def make_sac_actor(
     Raises:
         ValueError: a bound is infinite, ``low >= high``, or the bounds are not ``[A]``.
     """
+    network = nn.Sequential(
+        MLP(obs_dim, 2 * action_dim, num_cells, activation, device=device, dtype=dtype),
+        GaussianParameters(scale_lb),
+    )
+    return tanh_normal_actor(
+        network,
+        action_dim,
+        low=low,
+        high=high,
+        in_keys=in_keys,
+        action_key=action_key,
+        return_log_prob=return_log_prob,
+        device=device,
+        dtype=dtype,
+    )
+
+
+def tanh_normal_actor(
+    network: nn.Module,
+    action_dim: int,
+    *,
+    low: float | Sequence[float] | Any = -1.0,
+    high: float | Sequence[float] | Any = 1.0,
+    in_keys: Sequence[NestedKey] = ("observation",),
+    action_key: NestedKey = "action",
+    return_log_prob: bool = False,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> TanhNormalActor:
+    """The actor whose mean and standard deviation, each ``[*batch, A]``, ``network`` returns.
+
+    The arguments are those of :func:`make_sac_actor`; ``device`` and ``dtype`` are those of the bounds.
+
+    Raises:
+        ValueError: a bound is infinite, ``low >= high``, or the bounds are not ``[A]``.
+    """
     lows, highs = (_per_component(bound, action_dim) for bound in (low, high))
     if not ((lows < highs).all() and np.isfinite(lows).all() and np.isfinite(highs).all()):
         raise ValueError(f"actions need finite bounds with low < high, got low={lows.tolist()}, high={highs.tolist()}")
     prefix = action_key[:-1] if isinstance(action_key, tuple) else ()
     params: list[NestedKey] = [(*prefix, name) if prefix else name for name in ("loc", "scale")]
-    network = nn.Sequential(
-        MLP(obs_dim, 2 * action_dim, num_cells, activation, device=device, dtype=dtype),
-        GaussianParameters(scale_lb),
-    )
     head_kwargs: dict[str, Any] = {
         "in_keys": params,
         "out_keys": [action_key],

@@ -10,6 +10,7 @@ from tensordict.nn import TensorDictParams
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
+from gpubuf.modules.norms import BatchNorm, Statistics, set_statistics
 from gpubuf.modules.plain import entry, is_plain
 from gpubuf.objectives.linear_stacks import LinearStack, linear_stack
 from gpubuf.objectives.networks import (
@@ -87,6 +88,8 @@ class BatchedCritics(Critics):
         super().__init__(size, network, TensorDictParams(own, no_convert=True), owners)
         where = paths(self.params)
         self._detached, self._target = SwappableCopy(network, where), SwappableCopy(network, where)
+        for copy in (self._detached, self._target):
+            set_statistics(copy.module, "running")
         # Without shared parameters the network itself runs, with its hooks.
         self._own_places = ParameterPlaces(network, where)
         self._online = SwappableCopy(network, where) if owners else None
@@ -147,17 +150,26 @@ class StackedCritics(Critics):
         where = paths(self.params)
         self._copy = SwappableCopy(self.network, where)
         self._stack: LinearStack | None = linear_stack(self.network, where)
+        self._batch_norms = [part for part in self._copy.module.modules() if isinstance(part, BatchNorm)]
 
     def online(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
+        self._set_statistics("update")
         return self._run(self._tensors, inputs, key)
 
     def detached(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
+        self._set_statistics("running")
         return self._run([tensor.detach() for tensor in self._tensors], inputs, key)
 
     def target(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
         if self._target_tensors is None:
             return self.detached(inputs, key)
+        self._set_statistics("running")
         return self._run(self._target_tensors, inputs, key)
+
+    def _set_statistics(self, statistics: Statistics) -> None:
+        """Batch norms take the running statistics, which only the online networks move."""
+        for part in self._batch_norms:
+            part.statistics = statistics
 
     def _run(self, tensors: list[Tensor], inputs: TensorDictBase, key: NestedKey) -> Tensor:
         if self._stack is not None:

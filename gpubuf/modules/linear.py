@@ -1,0 +1,144 @@
+"""Linear layers: of one net, and of N nets as one batched product."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from gpubuf.modules.unit_rows import normalize_rows
+
+
+def joined(inputs: Sequence[Tensor]) -> Tensor:
+    """The inputs of a network, concatenated along the last dimension."""
+    return inputs[0] if len(inputs) == 1 else torch.cat(list(inputs), -1)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+
+
+def shared_rows(inputs: Sequence[Tensor], num_nets: int) -> Tensor:
+    """Inputs that N nets share, joined, ``[N, rows, in]``; nothing is repeated in memory."""
+    return _rows(joined(inputs)).expand(num_nets, -1, -1)
+
+
+def ensemble_input_layer(inputs: Sequence[Tensor], weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The first layer of N nets on inputs that they share, joined along the last dimension: ``[N, rows, out]``.
+
+    If some inputs need gradients and the weights do not (an actor is trained through its critics), the product is split
+    by input. So no gradient is computed for the inputs that need none.
+
+    Args:
+        inputs: each ``[*batch, in_i]``; ``rows`` is the size of the batch.
+        weight: ``[N, in, out]``.
+        bias: ``[N, 1, out]`` or None.
+    """
+    n = weight.shape[0]
+    constant = [x for x in inputs if not x.requires_grad]
+    if weight.requires_grad or len(constant) in (0, len(inputs)) or not torch.is_grad_enabled():
+        x = shared_rows(inputs, n)
+        return torch.bmm(x, weight) if bias is None else torch.baddbmm(bias, x, weight)
+    out = bias
+    pieces = list(zip(inputs, weight.split([x.shape[-1] for x in inputs], 1), strict=True))
+    for x, part in sorted(pieces, key=lambda piece: piece[0].requires_grad):
+        rows = _rows(x).expand(n, -1, -1)
+        out = torch.bmm(rows, part) if out is None else torch.baddbmm(out, rows, part)
+    assert out is not None
+    return out
+
+
+class UnitLinear(nn.Linear):
+    """``nn.Linear`` whose weight has rows of unit length: see :mod:`gpubuf.modules.unit_rows`.
+
+    The rows start in uniformly random directions, and the bias at 0.
+    """
+
+    unit_rows = True
+    in_dim = -1
+    row_norm = 1.0
+
+    def reset_parameters(self) -> None:
+        """Draw the directions of all rows anew, and set the bias to 0."""
+        nn.init.normal_(self.weight)
+        normalize_rows(self.weight, -1)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+class EnsembleLinear(nn.Module):
+    """``num_nets`` independent linear layers as one ``torch.baddbmm``.
+
+    ``[num_nets, B, in_features] -> [num_nets, B, out_features]``. Every net is initialised as ``nn.Linear`` is, or with
+    ``unit_rows`` as :class:`UnitLinear`.
+
+    Args:
+        num_nets: number of nets.
+        in_features: width of the input.
+        out_features: width of the output.
+        bias: add one.
+        unit_rows: the weights of every output have unit length, see :mod:`gpubuf.modules.unit_rows`.
+        device: of the parameters.
+        dtype: of the parameters.
+    """
+
+    in_dim = -2
+    row_norm = 1.0
+
+    def __init__(
+        self,
+        num_nets: int,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        unit_rows: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_nets, self.in_features, self.out_features = num_nets, in_features, out_features
+        self.unit_rows = unit_rows
+        weight = torch.empty(num_nets, in_features, out_features, device=device, dtype=dtype)
+        if out_features == 1:
+            # The same elements, with a last stride of in_features instead of 1. MKL takes that stride for the leading
+            # dimension of the matrix, and is seven times slower with 1.
+            weight = weight.view(num_nets, 1, in_features).transpose(1, 2)
+        self.weight = nn.Parameter(weight)
+        shape = (num_nets, 1, out_features)
+        self.bias = nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters anew: uniform in +-1/sqrt(in_features) as ``nn.Linear``, or as :class:`UnitLinear`."""
+        if self.unit_rows:
+            nn.init.normal_(self.weight)
+            normalize_rows(self.weight, -2)
+            if self.bias is not None:
+                nn.init.zeros_(self.bias)
+            return
+        bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
+        nn.init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bias is None:
+            return torch.bmm(x, self.weight)
+        return torch.baddbmm(self.bias, x, self.weight)
+
+    def extra_repr(self) -> str:
+        text = f"num_nets={self.num_nets}, in_features={self.in_features}, out_features={self.out_features}"
+        return f"{text}, bias={self.bias is not None}" + (", unit_rows=True" if self.unit_rows else "")
+
+
+def make_linear(
+    num_nets: int | None, in_features: int, out_features: int, *, bias: bool, unit_rows: bool, **new: object
+) -> nn.Module:
+    """A linear layer of one net (None), or of ``num_nets`` nets; ``new`` are device and dtype."""
+    if num_nets is not None:
+        return EnsembleLinear(num_nets, in_features, out_features, bias=bias, unit_rows=unit_rows, **new)  # type: ignore[arg-type]
+    kind = UnitLinear if unit_rows else nn.Linear
+    return kind(in_features, out_features, bias=bias, **new)

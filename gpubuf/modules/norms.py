@@ -1,0 +1,296 @@
+"""Normalised layers, of one net or of each net of an ensemble: layer norm, RMS norm, batch norm, batch renorm.
+
+Each has a scale and most a shift per feature and net. ``num_nets=None`` is one net, on ``[*batch, features]``, with
+parameters ``[features]``; otherwise the input is ``[num_nets, rows, features]`` and the parameters are
+``[num_nets, 1, features]``. Inputs of lower precision than the parameters, as under autocast, are normalised in the
+precision of the parameters and returned in their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+Statistics = Literal["update", "batch", "running"]
+NormName = Literal["layer", "rms", "batch", "batch_renorm"]
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": functional.relu, "silu": functional.silu}
+
+
+class _Norm(nn.Module):
+    """Base class: parameters, and what makes their rows unit rows (see :mod:`gpubuf.modules.unit_rows`)."""
+
+    in_dim = -1
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        features: int,
+        num_nets: int | None = None,
+        *,
+        eps: float,
+        bias: bool,
+        unit_rows: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.features, self.num_nets, self.eps, self.unit_rows = features, num_nets, eps, unit_rows
+        self.row_norm = math.sqrt(features)
+        self._shape = (features,) if num_nets is None else (num_nets, 1, features)
+        self.weight = nn.Parameter(torch.ones(self._shape, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(self._shape, device=device, dtype=dtype)) if bias else None
+
+    def reset_parameters(self) -> None:
+        """Set the scale to 1 and the shift to 0."""
+        nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def extra_repr(self) -> str:
+        nets = "" if self.num_nets is None else f", num_nets={self.num_nets}"
+        return f"{self.features}{nets}, eps={self.eps}, unit_rows={self.unit_rows}"
+
+
+class _RowNorm(_Norm):
+    """Base class of norms over the features of a row, with an activation behind them."""
+
+    def __init__(self, features: int, num_nets: int | None = None, *, activation: str | None = None, **kwargs: Any):
+        super().__init__(features, num_nets, **kwargs)
+        if activation is not None and activation not in _ACTIVATIONS:
+            raise ValueError(f"activation must be None or one of {sorted(_ACTIVATIONS)}, got {activation!r}")
+        self.activation = activation
+
+    def _normalized(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self._normalized(x.to(torch.promote_types(x.dtype, self.weight.dtype))) * self.weight
+        if self.bias is not None:
+            y = y + self.bias
+        if self.activation is not None:
+            y = _ACTIVATIONS[self.activation](y)
+        return y.to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, activation={self.activation}"
+
+
+class LayerNorm(_RowNorm):
+    """``activation((x - mean) / sqrt(var + eps) * weight + bias)`` over the features of each row.
+
+    Ba, Kiros and Hinton, "Layer Normalization", arXiv 1607.06450. ``var`` is the biased one.
+
+    Args:
+        features: width of a row.
+        num_nets: number of nets, None for one.
+        eps: added to the variance.
+        bias: add a shift.
+        activation: "relu", "silu" or None.
+        unit_rows: the scale is to have the norm sqrt(features), see :mod:`gpubuf.modules.unit_rows`.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Raises:
+        ValueError: there is no such activation.
+    """
+
+    def __init__(
+        self, features: int, num_nets: int | None = None, *, eps: float = 1e-5, bias: bool = True, **kwargs: Any
+    ) -> None:
+        super().__init__(features, num_nets, eps=eps, bias=bias, **kwargs)
+
+    def _normalized(self, x: Tensor) -> Tensor:
+        return functional.layer_norm(x, (self.features,), eps=self.eps)
+
+
+class RMSNorm(_RowNorm):
+    """``activation(x / sqrt(mean(x^2) + eps) * weight)`` over the features of each row.
+
+    Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv 1910.07467.
+
+    Args:
+        features: width of a row.
+        num_nets: number of nets, None for one.
+        eps: added to the mean square.
+        bias: add a shift.
+        activation: "relu", "silu" or None.
+        unit_rows: the scale is to have the norm sqrt(features), see :mod:`gpubuf.modules.unit_rows`.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Raises:
+        ValueError: there is no such activation.
+    """
+
+    def __init__(
+        self, features: int, num_nets: int | None = None, *, eps: float = 1e-6, bias: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__(features, num_nets, eps=eps, bias=bias, **kwargs)
+
+    def _normalized(self, x: Tensor) -> Tensor:
+        return functional.rms_norm(x, (self.features,), eps=self.eps)
+
+
+class BatchNorm(_Norm):
+    """``(x - mean) / sqrt(var + eps) * weight + bias`` over the rows of a batch, for each feature and net.
+
+    Ioffe and Szegedy, "Batch Normalization", arXiv 1502.03167. ``var`` is the biased one; the running variance is made
+    of the unbiased one, as in PyTorch.
+
+    Mean and variance are those of the batch, and the running statistics follow them, in training mode *while gradients
+    are enabled*. In evaluation mode and under ``torch.no_grad()`` they are the running ones: an actor that explores, or
+    that proposes the next action of a target, is not normalised by whatever batch it happens to see. The attribute
+    ``statistics`` changes that, see :func:`set_statistics`. Nothing synchronises with the host.
+
+    Args:
+        features: width of a row.
+        num_nets: number of nets, None for one.
+        eps: added to the variance.
+        momentum: share of a new batch in the running statistics.
+        renorm_warmup: correct the batch's statistics by the running ones after so many batches: batch renormalisation
+            (Ioffe, arXiv 1702.03275), as CrossQ has it (Bhatt et al., arXiv 1902.05605). The output becomes
+            ``((x - mean) / s * r + d) * weight + bias``, with ``s = sqrt(var + eps)``, ``S`` the same of the running
+            variance, ``r = clip(s / S, 1 / r_max, r_max)`` and ``d = clip((mean - running_mean) / S, -d_max, d_max)``,
+            both constants to autograd. None: no renormalisation.
+        r_max: largest correction of the scale.
+        d_max: largest correction of the mean, in standard deviations.
+        unit_rows: the scale is to have the norm sqrt(features), see :mod:`gpubuf.modules.unit_rows`.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Attributes:
+        statistics: "update", "batch" or "running", see :func:`set_statistics`.
+
+    ``forward`` raises ValueError if the statistics of a batch of fewer than two rows are asked for.
+    """
+
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches: Tensor
+
+    def __init__(
+        self,
+        features: int,
+        num_nets: int | None = None,
+        *,
+        eps: float = 1e-5,
+        momentum: float = 0.01,
+        renorm_warmup: int | None = None,
+        r_max: float = 3.0,
+        d_max: float = 5.0,
+        unit_rows: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(features, num_nets, eps=eps, bias=True, unit_rows=unit_rows, device=device, dtype=dtype)
+        if not 0 < momentum <= 1:
+            raise ValueError(f"momentum must be in (0, 1], got {momentum}")
+        self.momentum, self.renorm_warmup, self.r_max, self.d_max = momentum, renorm_warmup, r_max, d_max
+        self.statistics: Statistics = "update"
+        self.register_buffer("running_mean", torch.zeros_like(self.weight))
+        self.register_buffer("running_var", torch.ones_like(self.weight))
+        if renorm_warmup is not None:
+            self.register_buffer("num_batches", torch.zeros((), dtype=torch.int64, device=device))
+
+    def reset_parameters(self) -> None:
+        """Set the scale to 1, the shift to 0, and forget the running statistics."""
+        super().reset_parameters()
+        with torch.no_grad():
+            self.running_mean.zero_()
+            self.running_var.fill_(1)
+            if self.renorm_warmup is not None:
+                self.num_batches.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = x.dtype
+        x = x.to(torch.promote_types(dtype, self.weight.dtype))
+        follows = self.statistics == "update" and self.training and torch.is_grad_enabled()
+        if not (follows or (self.statistics == "batch" and self.training)):
+            scale = self.weight * (self.running_var + self.eps).rsqrt()
+            assert self.bias is not None
+            return torch.addcmul(self.bias - self.running_mean * scale, x, scale).to(dtype)
+        rows = x.numel() // self.weight.numel()
+        if rows < 2:
+            raise ValueError(f"the statistics of a batch need at least two rows, got an input of shape {list(x.shape)}")
+        dims = tuple(range(x.ndim - 1)) if self.num_nets is None else (1,)
+        var, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
+        inverse = (var + self.eps).rsqrt()
+        normalized = (x - mean) * inverse
+        if self.renorm_warmup is not None:
+            r, d = self._renorm(mean.detach(), inverse.detach())
+            normalized = normalized * r + d
+        if follows:
+            self._follow(mean.detach(), var.detach(), rows)
+        assert self.bias is not None
+        return torch.addcmul(self.bias, normalized, self.weight).to(dtype)
+
+    @torch.no_grad()
+    def _renorm(self, mean: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
+        """(r, d); (1, 0) while the running statistics warm up."""
+        assert self.renorm_warmup is not None
+        running_inverse = (self.running_var + self.eps).rsqrt()
+        warm = self.num_batches >= self.renorm_warmup
+        r = (running_inverse / inverse).clamp(1 / self.r_max, self.r_max)
+        d = ((mean - self.running_mean) * running_inverse).clamp(-self.d_max, self.d_max)
+        return torch.where(warm, r, 1.0), torch.where(warm, d, 0.0)
+
+    @torch.no_grad()
+    def _follow(self, mean: Tensor, var: Tensor, rows: int) -> None:
+        # Not lerp_, which vmap does not know.
+        self.running_mean.add_(mean.reshape(self.running_mean.shape) - self.running_mean, alpha=self.momentum)
+        unbiased = var.reshape(self.running_var.shape) * (rows / (rows - 1))
+        self.running_var.add_(unbiased - self.running_var, alpha=self.momentum)
+        if self.renorm_warmup is not None:
+            self.num_batches.add_(1)
+
+    def extra_repr(self) -> str:
+        renorm = "" if self.renorm_warmup is None else f", renorm_warmup={self.renorm_warmup}"
+        return f"{super().extra_repr()}, momentum={self.momentum}{renorm}"
+
+
+def set_statistics(module: nn.Module, statistics: Statistics) -> None:
+    """Choose the statistics of every :class:`BatchNorm` within ``module``.
+
+    Args:
+        module: the network.
+        statistics: "update" for those of the batch, which the running ones follow, in training mode while gradients are
+            enabled, and else the running ones; "batch" for those of the batch in training mode, which leave the running
+            ones alone; "running" for the running ones always.
+    """
+    for part in module.modules():
+        if isinstance(part, BatchNorm):
+            part.statistics = statistics
+
+
+_NAMES: dict[str, Callable[..., nn.Module]] = {
+    "layer": LayerNorm,
+    "rms": RMSNorm,
+    "batch": BatchNorm,
+    "batch_renorm": lambda *args, **kwargs: BatchNorm(*args, **{"renorm_warmup": 100_000, **kwargs}),
+}
+
+
+def check_norm(**names: str | None) -> None:
+    """Raise ValueError unless each argument is the name of a norm, or None."""
+    for argument, name in names.items():
+        if name is not None and name not in _NAMES:
+            raise ValueError(f"{argument} must be None or one of {sorted(_NAMES)}, got {name!r}")
+
+
+def make_norm(
+    name: str, num_nets: int | None, features: int, activation: Callable[[], nn.Module] | None, **kwargs: Any
+) -> list[nn.Module]:
+    """A norm and the activation behind it, as one module where that is possible."""
+    if activation is not None and name in ("layer", "rms"):
+        made = activation()
+        fused = {nn.ReLU: "relu", nn.SiLU: "silu"}.get(type(made))
+        if fused is not None:
+            return [_NAMES[name](features, num_nets, activation=fused, **kwargs)]
+    return [_NAMES[name](features, num_nets, **kwargs), *([] if activation is None else [activation()])]

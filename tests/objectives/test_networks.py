@@ -1,0 +1,357 @@
+"""Normalised networks: every norm against its formula, every net of an ensemble against the same net alone."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from gpubuf.modules import (
+    MLP,
+    BatchNorm,
+    EnsembleLinear,
+    EnsembleMLP,
+    LayerNorm,
+    ResidualBlock,
+    RMSNorm,
+    UnitLinear,
+    normalize_weights,
+    set_statistics,
+    unit_weights,
+)
+
+DOUBLE = {"dtype": torch.float64}
+
+
+def draw(*shape, seed=0, **kwargs):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), **{**DOUBLE, **kwargs})
+
+
+def scattered(module):
+    """``module`` with parameters and running statistics that are all different."""
+    with torch.no_grad():
+        for i, tensor in enumerate(itertools.chain(module.parameters(), module.buffers())):
+            if tensor.is_floating_point():
+                tensor.copy_(0.5 + draw(tensor.shape, seed=i).abs())
+    return module
+
+
+OPTIONS = {
+    "plain": {},
+    "layer": {"norm": "layer", "activation": nn.SiLU},
+    "layer before": {"norm": "layer", "norm_place": "before"},
+    "layer tanh": {"norm": "layer", "activation": nn.Tanh, "norm_kwargs": {"eps": 1e-2}},
+    "rms": {"norm": "rms", "head_norm": "layer", "bias": False},
+    "batch": {"norm": "batch", "norm_kwargs": {"momentum": 0.3}, "activation": nn.SiLU},
+    "crossq": {"norm": "batch_renorm", "norm_place": "before", "norm_kwargs": {"renorm_warmup": 0}},
+    "flashsac": {
+        "norm": "batch",
+        "input_norm": "batch",
+        "head_norm": "rms",
+        "num_blocks": 2,
+        "expansion": 2,
+        "bias": False,
+        "unit_rows": True,
+    },
+    "blocks before": {"norm": "layer", "norm_place": "before", "num_blocks": 1, "expansion": 3},
+    "blocks bare": {"num_blocks": 1, "expansion": 1, "input_norm": "layer"},
+}
+
+
+def net_of(ensemble, k, **options):
+    """Net ``k`` of an ensemble as an MLP of its own."""
+    (first, *_), last = ensemble.layers, ensemble.layers[-1]
+    width = first.in_features if isinstance(first, EnsembleLinear) else first.features
+    net = MLP(width, last.out_features, CELLS, **options, **DOUBLE)
+    state = {}
+    for name, tensor in ensemble.state_dict().items():
+        own = tensor if tensor.ndim == 0 else tensor[k]
+        kept = net.state_dict()[name.removeprefix("layers.")]
+        state[name.removeprefix("layers.")] = own.T if kept.ndim == 2 else own.reshape(kept.shape)
+    net.load_state_dict(state)
+    return net
+
+
+CELLS = (7, 4)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("batch", [(6,), (2, 3)], ids=str)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_net_of_an_ensemble_is_a_net(name, batch, training):
+    """Outputs, gradients and running statistics."""
+    options = OPTIONS[name]
+    ensemble = scattered(EnsembleMLP(3, 5, 2, CELLS, **options, **DOUBLE)).train(training)
+    nets = [net_of(ensemble, k, **options).train(training) for k in range(3)]
+    x = draw(*batch, 5).requires_grad_()
+    y, each = ensemble(x), [net(x) for net in nets]
+    assert y.shape == (3, *batch, 2)
+    torch.testing.assert_close(y, torch.stack(each))
+    weight = draw(*y.shape, seed=9)
+    ours = torch.autograd.grad((y * weight).sum(), [x, *ensemble.parameters()])
+    theirs = [
+        torch.autograd.grad((one * w).sum(), [x, *net.parameters()])
+        for one, w, net in zip(each, weight, nets, strict=True)
+    ]
+    torch.testing.assert_close(ours[0], sum(grads[0] for grads in theirs))
+    for i, gradient in enumerate(ours[1:], 1):
+        for k in range(3):
+            one = theirs[k][i]
+            torch.testing.assert_close(gradient[k], one.T if one.ndim == 2 else one.reshape(gradient[k].shape))
+    for (key, buffer), *others in zip(ensemble.named_buffers(), *(net.named_buffers() for net in nets), strict=True):
+        for k, (_, own) in enumerate(others):
+            torch.testing.assert_close(buffer if buffer.ndim == 0 else buffer[k].reshape(own.shape), own, msg=key)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_net_sees_nothing_of_the_others(name):
+    """A change of net 1 changes net 1 only."""
+    ensemble = EnsembleMLP(3, 5, 2, CELLS, **OPTIONS[name], **DOUBLE)
+    set_statistics(ensemble, "batch")
+    x = draw(6, 5)
+    before = ensemble(x)
+    with torch.no_grad():
+        for parameter in ensemble.parameters():
+            parameter[1] += draw(parameter[1].shape)
+    after = ensemble(x)
+    assert not torch.equal(after[1], before[1])
+    assert torch.equal(after[[0, 2]], before[[0, 2]])
+
+
+def test_inputs_of_their_own():
+    """Without a shared input every net normalises its own rows."""
+    options = OPTIONS["flashsac"]
+    ensemble = scattered(EnsembleMLP(3, 5, 2, CELLS, shared_input=False, **options, **DOUBLE))
+    nets = [net_of(ensemble, k, **options) for k in range(3)]
+    x = draw(3, 6, 5)
+    torch.testing.assert_close(ensemble(x), torch.stack([net(one) for net, one in zip(nets, x, strict=True)]))
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "silu"])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
+def test_row_norms(kind, bias, activation):
+    """Against the formula written out."""
+    norm = scattered(kind(5, 3, bias=bias, activation=activation, eps=1e-2, **DOUBLE))
+    x = draw(3, 4, 5)
+    centred = x - x.mean(-1, keepdim=True) if kind is LayerNorm else x
+    truth = centred / (centred.square().mean(-1, keepdim=True) + 1e-2).sqrt() * norm.weight
+    if bias:
+        truth = truth + norm.bias
+    act = {None: nn.Identity(), "relu": functional.relu, "silu": functional.silu}[activation]
+    torch.testing.assert_close(norm(x), act(truth))
+    assert torch.autograd.gradcheck(norm, x.requires_grad_())
+
+
+def test_batch_norm_is_that_of_torch():
+    """Values, gradients and running statistics, in training and in evaluation."""
+    ours, theirs = BatchNorm(4, momentum=0.2, **DOUBLE), nn.BatchNorm1d(4, momentum=0.2, **DOUBLE)
+    with torch.no_grad():
+        for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            one.copy_(draw(4, seed=3))
+            other.copy_(one)
+    for step in range(3):
+        x = draw(6, 4, seed=step) * 3 + 1
+        a, b = ours(x), theirs(x)
+        torch.testing.assert_close(a, b)
+        torch.testing.assert_close(
+            torch.autograd.grad(a.square().sum(), list(ours.parameters())),
+            torch.autograd.grad(b.square().sum(), list(theirs.parameters())),
+        )
+    torch.testing.assert_close(ours.running_mean, theirs.running_mean)
+    torch.testing.assert_close(ours.running_var, theirs.running_var)
+    torch.testing.assert_close(ours.eval()(x), theirs.eval()(x))
+    assert torch.autograd.gradcheck(ours.train(), draw(3, 2, 4).requires_grad_())
+
+
+def test_batch_renorm():
+    """Against its formula, for statistics within the bounds and beyond; nothing but batch norm while it warms up."""
+    norm = BatchNorm(3, renorm_warmup=2, momentum=0.5, eps=1e-3, **DOUBLE)
+    plain = BatchNorm(3, momentum=0.5, eps=1e-3, **DOUBLE)
+    for step in range(2):
+        x = draw(8, 3, seed=step)
+        torch.testing.assert_close(norm(x), plain(x))
+    mean, var = norm.running_mean.clone(), norm.running_var.clone()
+    # The second feature is beyond r_max, the third beyond d_max.
+    x = (draw(8, 3, seed=5) * torch.tensor([1.0, 50, 1]) + torch.tensor([0.1, 0, 90])).requires_grad_()
+    sigma, running = (x.var(0, correction=0) + 1e-3).sqrt(), (var + 1e-3).sqrt()
+    r = (sigma / running).clamp(1 / 3, 3).detach()
+    d = ((x.mean(0) - mean) / running).clamp(-5, 5).detach()
+    truth = (x - x.mean(0)) / sigma * r + d
+    y = norm(x)
+    assert (r[1], d[2]) == (3, 5)
+    torch.testing.assert_close(y, truth)
+    weight = draw(8, 3, seed=6)
+    torch.testing.assert_close(*(torch.autograd.grad((out * weight).sum(), x)[0] for out in (y, truth)))
+    assert norm.num_batches == 3
+    norm.reset_parameters()
+    assert norm.num_batches == 0
+    assert torch.equal(norm.running_var, torch.ones(3, **DOUBLE))
+
+
+@pytest.mark.parametrize(
+    ("statistics", "training", "grad", "batch", "moves"),
+    [
+        ("update", True, True, True, True),
+        ("update", True, False, False, False),
+        ("update", False, True, False, False),
+        ("batch", True, True, True, False),
+        ("batch", True, False, True, False),
+        ("batch", False, True, False, False),
+        ("running", True, True, False, False),
+    ],
+)
+def test_whose_statistics(statistics, training, grad, batch, moves):
+    net = MLP(3, 2, (4,), norm="batch", **DOUBLE).train(training)
+    set_statistics(net, statistics)
+    x = draw(6, 3) * 5 + 3
+    before = {key: value.clone() for key, value in net.state_dict().items()}
+    with torch.set_grad_enabled(grad):
+        y = net(x)
+    hidden = functional.linear(x, net[0].weight, net[0].bias)
+    mean, var = (hidden.mean(0), hidden.var(0, correction=0)) if batch else (0.0, torch.ones(4, **DOUBLE))
+    truth = net[-1](torch.relu((hidden - mean) / (var + 1e-5).sqrt()))
+    torch.testing.assert_close(y, truth)
+    assert torch.equal(net[1].running_mean, before["1.running_mean"]) is not moves
+
+
+def test_statistics_of_one_row_are_refused():
+    net = MLP(3, 2, (4,), norm="batch")
+    with pytest.raises(ValueError, match=r"at least two rows, got an input of shape \[1, 4\]"):
+        net(torch.zeros(1, 3))
+    with torch.no_grad():
+        assert net(torch.zeros(3)).shape == (2,)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"norm": "group"},
+        {"input_norm": "group"},
+        {"head_norm": "group"},
+        {"norm_place": "inside"},
+        {"dropout": 1.0},
+        {"num_blocks": -1},
+        {"num_blocks": 1, "num_cells": ()},
+        {"norm": "batch", "norm_kwargs": {"momentum": 0.0}},
+    ],
+    ids=str,
+)
+def test_options_are_checked(options):
+    for make in (lambda **kwargs: MLP(3, 2, **kwargs), lambda **kwargs: EnsembleMLP(2, 3, 2, **kwargs)):
+        with pytest.raises(ValueError, match=r"must|num_cells"):
+            make(**options)
+    with pytest.raises(ValueError, match="activation"):
+        LayerNorm(3, activation="gelu")
+
+
+def test_the_order_of_layers():
+    def kinds(**options):
+        return [type(part).__name__ for part in MLP(3, 2, (4, 5), **options)]
+
+    assert kinds(norm="layer") == ["Linear", "LayerNorm", "Linear", "LayerNorm", "Linear"]
+    assert kinds(norm="rms", activation=nn.Tanh, dropout=0.1)[:4] == ["Linear", "Dropout", "RMSNorm", "Tanh"]
+    assert kinds(norm="batch", norm_place="before") == [
+        "BatchNorm", "Linear", "ReLU", "BatchNorm", "Linear", "ReLU", "BatchNorm", "Linear",
+    ]  # fmt: skip
+    assert kinds(norm="batch", norm_place="before", input_norm="layer", head_norm="rms")[::7] == ["LayerNorm", "Linear"]
+    assert kinds(norm="layer", num_blocks=2, head_norm="rms") == [
+        "Linear", "LayerNorm", "Linear", "ResidualBlock", "ResidualBlock", "RMSNorm", "Linear",
+    ]  # fmt: skip
+    flash = MLP(3, 2, (4,), **OPTIONS["flashsac"])
+    assert [type(part).__name__ for part in flash] == [
+        "BatchNorm", "UnitLinear", "ResidualBlock", "ResidualBlock", "RMSNorm", "UnitLinear",
+    ]  # fmt: skip
+    block = flash[2]
+    assert isinstance(block, ResidualBlock)
+    assert [type(part).__name__ for part in block.layers] == ["UnitLinear", "BatchNorm", "ReLU"] * 2
+    assert (block.layers[0].out_features, block.layers[0].bias, flash[-1].bias.tolist()) == (8, None, [0, 0])
+
+
+@pytest.mark.parametrize("nets", [None, 3])
+def test_rows_stay_of_unit_length(nets):
+    options = OPTIONS["flashsac"]
+    net = MLP(5, 2, (4,), **options) if nets is None else EnsembleMLP(nets, 5, 1, (4,), **options)
+    linear = [part for part in net.modules() if isinstance(part, UnitLinear | EnsembleLinear)]
+    norms = [part for part in net.modules() if isinstance(part, BatchNorm | RMSNorm)]
+
+    def check():
+        for part in linear:
+            lengths = part.weight.norm(dim=-1 if nets is None else 1)
+            torch.testing.assert_close(lengths, torch.ones_like(lengths))
+        for part in norms:
+            lengths = part.weight.norm(dim=-1)
+            torch.testing.assert_close(lengths, torch.full_like(lengths, math.sqrt(part.features)))
+
+    check()
+    optimizer = torch.optim.SGD(net.parameters(), 0.5)
+    for step in range(3):
+        net(draw(6, 5, seed=step, dtype=torch.float32)).square().sum().backward()
+        optimizer.step()
+        before = [part.weight.detach().clone() for part in (*linear, *norms)]
+        net.normalize_weights()
+        check()
+        for part, weight in zip((*linear, *norms), before, strict=True):
+            ratio = part.weight / weight
+            torch.testing.assert_close(ratio, ratio.amax(part.in_dim, keepdim=True).expand_as(ratio))
+        assert all(p.grad_fn is None for p in net.parameters())
+    found = {unit.path: (unit.dim, unit.norm) for unit in unit_weights(net)}
+    assert len(found) == len(linear) + len(norms)
+    parameters = dict(net.named_parameters())
+    for path, (dim, norm) in found.items():
+        lengths = parameters[".".join(path)].norm(dim=dim)
+        torch.testing.assert_close(lengths, torch.full_like(lengths, norm))
+
+
+def test_rows_of_zeros_stay():
+    layer = UnitLinear(3, 2)
+    with torch.no_grad():
+        layer.weight[0] = 0
+    normalize_weights(layer)
+    assert torch.equal(layer.weight[0], torch.zeros(3))
+    assert not unit_weights(EnsembleMLP(2, 3, 1, norm="layer"))
+
+
+def test_dropout():
+    """Nets differ in what they drop, and nothing is dropped in evaluation."""
+    ensemble = EnsembleMLP(2, 3, 1, (64,), norm="layer", dropout=0.5)
+    with torch.no_grad():
+        for parameter in ensemble.parameters():
+            parameter[1] = parameter[0]
+    x = torch.randn(4, 3)
+    one, other = ensemble(x)
+    assert not torch.equal(one, other)
+    one, other = ensemble.eval()(x)
+    assert torch.equal(one, other)
+    assert torch.equal(one, copy.deepcopy(ensemble)(x)[0])
+
+
+@pytest.mark.parametrize("name", ["layer", "rms", "batch", "flashsac"])
+def test_autocast(name):
+    """Norms compute in the precision of their parameters; what they return is as precise as what they got."""
+    ensemble = EnsembleMLP(2, 5, 3, CELLS, **{**OPTIONS[name], "norm_kwargs": {}})
+    x = draw(16, 5, dtype=torch.float32)
+    truth = ensemble(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = ensemble(x)
+    assert y.dtype is torch.bfloat16
+    torch.testing.assert_close(y.float(), truth, rtol=0.1, atol=0.1)
+    y.sum().backward()
+    assert all(p.grad.dtype is torch.float32 for p in ensemble.parameters())
+    assert all(b.dtype is torch.float32 for b in ensemble.buffers())
+
+
+@pytest.mark.parametrize("name", ["layer", "crossq", "flashsac"])
+def test_compiled(name):
+    """In one graph, with the running statistics."""
+    ensemble = EnsembleMLP(2, 5, 3, CELLS, **OPTIONS[name], **DOUBLE)
+    other = copy.deepcopy(ensemble)
+    x = draw(6, 5)
+    torch.testing.assert_close(torch.compile(ensemble, fullgraph=True, backend="aot_eager")(x), other(x))
+    for one, two in zip(ensemble.buffers(), other.buffers(), strict=True):
+        torch.testing.assert_close(one, two)
