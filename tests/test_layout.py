@@ -54,7 +54,8 @@ import json, os, sys, warnings
 import torch, tensordict
 before = set(sys.modules), dict(os.environ), torch.get_rng_state(), torch.get_num_threads(), list(warnings.filters)
 import gpubuf, gpubuf.data, gpubuf.modules, gpubuf.objectives
-import gpubuf.kernels.philox, gpubuf.kernels.rows, gpubuf.kernels.sac, gpubuf.kernels.sum_tree, gpubuf.kernels.td
+import gpubuf.kernels.categorical, gpubuf.kernels.philox, gpubuf.kernels.rows, gpubuf.kernels.sac
+import gpubuf.kernels.sum_tree, gpubuf.kernels.td
 print(json.dumps({
     "modules": sorted({name.partition(".")[0] for name in set(sys.modules) - before[0]}),
     "environment": dict(os.environ) == before[1],

@@ -42,6 +42,22 @@ def check_logits(logits: Tensor, n: int) -> tuple[int, int]:
     return nets, atoms
 
 
+def check_loss(
+    logits: Tensor, target: Tensor, weight: Tensor | None, mask: Tensor | None, v_min: float, v_max: float
+) -> tuple[int, int, int]:
+    """``(n, N, A)``; ValueError unless the arguments of :data:`categorical_loss` fit each other."""
+    n = logits.shape[1:-1].numel()
+    nets, atoms = check_logits(logits, n)
+    if target.ndim < 2 or target.shape[-1] != atoms or target.numel() not in (n * atoms, nets * n * atoms):
+        raise ValueError(
+            f"the target of logits of shape {list(logits.shape)} must have that shape, or 1 in place of {nets}, got "
+            f"shape {list(target.shape)}"
+        )
+    check_rows(n, weight=weight, mask=mask)
+    check_support(v_min, v_max)
+    return n, nets, atoms
+
+
 def check_support(v_min: float, v_max: float) -> None:
     """Raise ValueError unless ``v_min`` is below ``v_max`` and both are finite."""
     if not -float("inf") < v_min < v_max < float("inf"):
@@ -95,8 +111,9 @@ to ``clip(reward * reward_scale, v_min, v_max)`` where terminated. Its mass p_j,
 MIN or MIXTURE choose it, is shared among the two atoms around: ``m_k = sum_j p_j max(0, 1 - |T z_j - z_k| / D)``. Where
 ``T z_j`` falls on an atom, the whole mass goes there. Every row of m sums to one to 1e-6 in float32.
 
-A row is terminated where ``terminated`` is not zero; it is selected, not multiplied. A row with NaN in it (its reward,
-a logit that counts, its log-density) has NaN in all its masses, and in no other row's. ``alpha``, ``gamma`` and
+A row is terminated where ``terminated`` is not zero; it is selected, not multiplied: neither logits nor log-density of
+its next state count. A row with NaN in it (its reward, a logit that counts, its log-density) has NaN in all its masses,
+and in no other row's. ``alpha``, ``gamma`` and
 ``reward_scale`` (None: 1) have one element and are read on the device; ``steps`` as in
 :data:`gpubuf.kernels.td.soft_td_target`. Without ``next_log_prob`` and ``alpha`` (both None) there is no entropy term.
 Not differentiable.
@@ -120,7 +137,7 @@ def _loss_fake(
 categorical_loss = define(
     "categorical_loss(Tensor logits, Tensor target, Tensor? weight, Tensor? mask, float v_min, float v_max,"
     " int priority, bool average, int reduction) -> (Tensor, Tensor, Tensor)",
-    cpu="gpubuf.kernels.categorical._cpu:categorical_loss",
+    cpu="gpubuf.kernels.categorical._cpu_loss:categorical_loss",
     cuda="gpubuf.kernels.categorical._launch:categorical_loss",
     fake=_loss_fake,
 )
@@ -130,16 +147,22 @@ categorical_loss = define(
 ``priority``, of shape S, is the largest DIVERGENCE or VALUE_ERROR of the critics, neither weighted nor masked, NaN
 where a critic or target is. ``norm`` is the factor of the reduction, for the backward. Differentiable in ``logits``
 only, through ``loss``.
+
+An atom without target mass adds nothing, even where its logit is -inf. The divergence is never negative, also where
+rounding would make it so.
 """
 
 categorical_loss_backward = define(
     "categorical_loss_backward(Tensor grad, Tensor logits, Tensor target, Tensor? weight, Tensor? mask, Tensor norm,"
     " bool average, int reduction) -> Tensor",
-    cpu="gpubuf.kernels.categorical._cpu:categorical_loss_backward",
+    cpu="gpubuf.kernels.categorical._cpu_loss:categorical_loss_backward",
     cuda="gpubuf.kernels.categorical._launch:categorical_loss_backward",
     fake=lambda grad, logits, *_: logits.new_empty(logits.shape),
 )
-"""Gradient of :data:`categorical_loss` by ``logits``: grad * norm * w_i * (softmax(logits[k, i]) - target[k, i])."""
+"""Gradient of :data:`categorical_loss` by ``logits``: grad * norm * w_i * (softmax(logits[k, i]) - target[k, i]).
+
+That is so because the target's mass sums to one; ``average`` divides by N.
+"""
 
 
 def _loss_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

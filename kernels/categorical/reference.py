@@ -37,7 +37,8 @@ def categorical_target(
 ) -> Tensor:
     """Of ``next_logits`` [N, *S, A] and rows of shape S: the mass that critics learn, [N, *S, A] or [1, *S, A]."""
     z = atoms(v_min, v_max, next_logits.shape[-1]).to(next_logits.dtype)
-    mass = next_logits.softmax(-1)
+    # All mass of a terminated row goes to one place, however it is distributed.
+    mass = torch.where(terminated.unsqueeze(-1), 1 / len(z), next_logits.softmax(-1))
     if target == MIXTURE:
         mass = mass.mean(0, keepdim=True)
     elif target == MIN:

@@ -22,7 +22,7 @@ def categorical_loss(
     reduction: str,
 ) -> tuple[Tensor, Tensor]:
     """(loss, priority of each row) of ``logits`` [N, *S, A] and ``target`` [N, *S, A] or [1, *S, A]."""
-    each = -(target * logits.log_softmax(-1)).sum(-1)
+    each = -torch.where(target == 0, 0, target * logits.log_softmax(-1)).sum(-1)
     rows = each.mean(0) if average else each.sum(0)
     if priority == DIVERGENCE:
         far = each + torch.special.xlogy(target, target).sum(-1)

@@ -61,6 +61,7 @@ RUNS = {
     "trajectories": Run("trajectories trajectories_launch", ("trajectories",), BLOCKS, "stages"),
     "transitions": Run("transitions transitions_convert transitions_sharing transitions_checks", ("transitions",)),
     "sac": Run("tanh_normal sac_operations", ("sac", "td", "tanh_normal"), quick="stages"),
+    "categorical": Run("categorical_target categorical_loss", ("categorical",), ("default",)),
     "moments": Run("moments", ("moments",), ("default",)),
     "buffers": Run("buffers prioritized slices slice_model", room="data"),
 }

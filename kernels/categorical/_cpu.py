@@ -1,0 +1,218 @@
+"""Projected targets of categorical critics, and their expected values, on the CPU.
+
+One kernel serves both precisions: the flag ``wide`` says whether every float array is float64 or float32, and the
+arithmetic is float64 either way. The address 0 stands for an absent argument. A large batch is worked on in parts
+(:mod:`gpubuf.kernels._threads`); every row is computed for itself, so that the parts change nothing.
+"""
+
+# Numba needs the real signatures: no `from __future__ import annotations`.
+
+import numpy as np
+import torch
+from numba import carray
+from torch import Tensor
+
+from gpubuf.kernels._differentiable import computing_dtype, dense
+from gpubuf.kernels._floats import read, write
+from gpubuf.kernels._jit import OPTIONS, jit
+from gpubuf.kernels._pointers import as_u8
+from gpubuf.kernels._threads import call_in_parts
+from gpubuf.kernels.categorical import MIN, MIXTURE, OWN, check_categorical_target, check_logits, check_support
+from gpubuf.kernels.categorical._cpu_atoms import (
+    LANES,
+    exponentials,
+    fill_row,
+    largest,
+    load_row,
+    moment_of,
+    padded,
+    project,
+    store_row,
+    total_of,
+)
+from gpubuf.kernels.td._cpu_reduce import address
+
+_INFINITY = float("inf")
+
+#: Atoms of a row that take as long as a row of :data:`gpubuf.kernels._threads.ROWS_A_THREAD`.
+ATOMS_OF_WORK = 16
+
+
+def work_of(nets: int, atoms: int) -> int:
+    """How long a row of ``nets`` critics takes, for :func:`gpubuf.kernels._threads.parts`."""
+    return max(nets * atoms // ATOMS_OF_WORK, 1)
+
+
+@jit(
+    "void(int64, int64, int64, int64, int64, int64, int64, int64, float64, float64, int64, int64, int64, int64,"
+    " boolean, int64, int64, int64)",
+    **OPTIONS,
+)
+def _target(  # type: ignore[no-untyped-def]
+    next_logits,
+    next_log_prob,
+    alpha,
+    reward,
+    terminated,
+    gamma,
+    steps,
+    reward_scale,
+    v_min,
+    v_max,
+    kind,
+    n,
+    nets,
+    atoms,
+    wide,
+    first,
+    length,
+    target,
+):
+    discount = read(gamma, True, 0)
+    temperature = read(alpha, wide, 0) if alpha else 0.0
+    scale = read(reward_scale, wide, 0) if reward_scale else 1.0
+    spacing = (v_max - v_min) / (atoms - 1)
+    ended = carray(as_u8(terminated), n)
+    # One place more than atoms, for what `project` puts behind the last.
+    width = padded(atoms + 1)
+    logits, mass, chosen, out = np.empty(width), np.empty(width), np.empty(width), np.empty(width)
+    low, high, below, lanes = np.empty(width), np.empty(width), np.empty(width, np.int32), np.empty(LANES)
+    for row in range(first, first + length):
+        place, slope = (read(reward, wide, row) * scale - v_min) / spacing, 0.0
+        if not ended[row]:
+            slope = discount ** read(steps, wide, row) if steps else discount
+            bonus = temperature * read(next_log_prob, wide, row) if next_log_prob else 0.0
+            # In units of atoms, z_j is v_min / spacing + j.
+            place += (slope * (v_min - bonus)) / spacing
+        smallest = 0.0
+        for net in range(nets):
+            total = 0.0
+            if ended[row]:
+                for j in range(width):
+                    mass[j] = 0.0
+                mass[0] = 1.0
+            else:
+                load_row(next_logits, wide, (net * n + row) * atoms, atoms, logits, -_INFINITY)
+                exponentials(logits, largest(logits, lanes), mass)
+                norm = total_of(mass, lanes)
+                total = norm - norm
+                inverse = 1 / norm
+                for j in range(width):
+                    mass[j] *= inverse
+            if kind == MIN:
+                # The order of the expected values is that of the expected places. A NaN is the smallest.
+                value = moment_of(mass, lanes)
+                if net == 0 or value < smallest or (value != value and smallest == smallest):
+                    smallest = value
+                    for j in range(width):
+                        chosen[j] = mass[j]
+                total = smallest - smallest
+            elif kind == MIXTURE:
+                for j in range(width):
+                    chosen[j] = (chosen[j] if net else 0.0) + mass[j] / nets
+                total = total_of(chosen, lanes)
+            if kind == OWN:
+                project(mass, atoms, place, slope, low, high, below, out)
+            elif net == nets - 1:
+                project(chosen, atoms, place, slope, low, high, below, out)
+            else:
+                continue
+            start = ((net if kind == OWN else 0) * n + row) * atoms
+            if total != total or place != place:
+                fill_row(target, wide, start, atoms, np.nan)
+            else:
+                store_row(target, wide, start, atoms, out)
+
+
+@jit("void(int64, float64, float64, int64, int64, boolean, int64, int64, int64)", **OPTIONS)
+def _expected_value(logits, v_min, v_max, n, atoms, wide, first, length, value):  # type: ignore[no-untyped-def]
+    spacing = (v_max - v_min) / (atoms - 1)
+    width = padded(atoms)
+    buffer, mass, lanes = np.empty(width), np.empty(width), np.empty(LANES)
+    for row in range(first, first + length):
+        load_row(logits, wide, row * atoms, atoms, buffer, -_INFINITY)
+        exponentials(buffer, largest(buffer, lanes), mass)
+        write(value, wide, row, v_min + spacing * (moment_of(mass, lanes) / total_of(mass, lanes)))
+
+
+@jit("void(int64, int64, int64, float64, float64, int64, int64, boolean, int64, int64, int64)", **OPTIONS)
+def _expected_value_backward(grad, logits, value, v_min, v_max, n, atoms, wide, first, length, by_logits):  # type: ignore[no-untyped-def]
+    spacing = (v_max - v_min) / (atoms - 1)
+    width = padded(atoms)
+    buffer, mass, lanes = np.empty(width), np.empty(width), np.empty(LANES)
+    for row in range(first, first + length):
+        load_row(logits, wide, row * atoms, atoms, buffer, -_INFINITY)
+        exponentials(buffer, largest(buffer, lanes), mass)
+        factor = read(grad, wide, row) / total_of(mass, lanes)
+        distance = v_min - read(value, wide, row)
+        for j in range(width):
+            mass[j] = factor * mass[j] * (distance + spacing * j)
+        store_row(by_logits, wide, row * atoms, atoms, mass)
+
+
+def categorical_target(
+    next_logits: Tensor,
+    next_log_prob: Tensor | None,
+    alpha: Tensor | None,
+    reward: Tensor,
+    terminated: Tensor,
+    gamma: Tensor,
+    steps: Tensor | None,
+    reward_scale: Tensor | None,
+    v_min: float,
+    v_max: float,
+    target: int,
+) -> Tensor:
+    """See :data:`gpubuf.kernels.categorical.categorical_target`."""
+    nets, atoms = check_categorical_target(
+        next_logits, next_log_prob, alpha, reward, terminated, gamma, steps, reward_scale, v_min, v_max, target
+    )
+    n, real = reward.numel(), computing_dtype(next_logits)
+    mass = torch.empty((nets if target == OWN else 1, *next_logits.shape[1:]), dtype=real)
+    next_logits = dense(next_logits, real)
+    next_log_prob = None if next_log_prob is None else dense(next_log_prob, real)
+    alpha = None if alpha is None else dense(alpha, real)
+    reward, terminated, gamma = dense(reward, real), dense(terminated, torch.bool), dense(gamma, torch.float64)
+    steps = None if steps is None else dense(steps, real)
+    reward_scale = None if reward_scale is None else dense(reward_scale, real)
+    before = (
+        next_logits.data_ptr(),
+        address(next_log_prob),
+        address(alpha),
+        reward.data_ptr(),
+        terminated.data_ptr(),
+        gamma.data_ptr(),
+        address(steps),
+        address(reward_scale),
+        v_min,
+        v_max,
+        target,
+        n,
+        nets,
+        atoms,
+        real is torch.float64,
+    )
+    call_in_parts(_target, before, n, (mass.data_ptr(),), work_of(nets, atoms))
+    return mass
+
+
+def expected_value(logits: Tensor, v_min: float, v_max: float) -> Tensor:
+    """See :data:`gpubuf.kernels.categorical.expected_value`."""
+    check_support(v_min, v_max)
+    _, atoms = check_logits(logits, logits.shape[1:-1].numel())
+    real = computing_dtype(logits)
+    value = torch.empty(logits.shape[:-1], dtype=real)
+    logits, n = dense(logits, real), value.numel()
+    before = (logits.data_ptr(), v_min, v_max, n, atoms, real is torch.float64)
+    call_in_parts(_expected_value, before, n, (value.data_ptr(),), work_of(1, atoms))
+    return value
+
+
+def expected_value_backward(grad: Tensor, logits: Tensor, value: Tensor, v_min: float, v_max: float) -> Tensor:
+    """See :data:`gpubuf.kernels.categorical.expected_value_backward`."""
+    real, n, atoms = computing_dtype(logits), value.numel(), logits.shape[-1]
+    by_logits = torch.empty(logits.shape, dtype=real)
+    grad, given, value = dense(grad, real), dense(logits, real), dense(value, real)
+    before = (grad.data_ptr(), given.data_ptr(), value.data_ptr(), v_min, v_max, n, atoms, real is torch.float64)
+    call_in_parts(_expected_value_backward, before, n, (by_logits.data_ptr(),), work_of(1, atoms))
+    return by_logits.to(logits.dtype)

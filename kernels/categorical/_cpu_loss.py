@@ -1,0 +1,195 @@
+"""The cross entropy of categorical critics on the CPU. Arithmetic and parts as in ``_cpu.py``."""
+
+# Numba needs the real signatures: no `from __future__ import annotations`.
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpubuf.kernels._differentiable import computing_dtype, dense
+from gpubuf.kernels._floats import read, write
+from gpubuf.kernels._jit import OPTIONS, jit
+from gpubuf.kernels._threads import call_in_parts
+from gpubuf.kernels.categorical import DIVERGENCE, check_loss
+from gpubuf.kernels.categorical._cpu import work_of
+from gpubuf.kernels.categorical._cpu_atoms import (
+    LANES,
+    cross_entropy,
+    entropy_of,
+    exponentials,
+    largest,
+    load_row,
+    moment_of,
+    padded,
+    store_row,
+    total_of,
+)
+from gpubuf.kernels.td import NONE
+from gpubuf.kernels.td._cpu_reduce import address, normaliser, weight_of, weighting
+
+_INFINITY = float("inf")
+
+
+@jit(
+    "void(int64, int64, float64, int64, boolean, int64, int64, int64, boolean, boolean, int64, int64, int64, int64)",
+    **OPTIONS,
+)
+def _losses(logits, target, spacing, priority, average, n, nets, atoms, wide, shared, first, length, losses, far_out):  # type: ignore[no-untyped-def]
+    width = padded(atoms)
+    buffer, mass, own = np.empty(width), np.empty(width), np.empty(width)
+    scratch, lanes = np.empty(width), np.empty(LANES)
+    known = 0.0
+    for row in range(first, first + length):
+        loss = most = 0.0
+        for net in range(nets):
+            if net == 0 or not shared:
+                load_row(target, wide, ((0 if shared else net) * n + row) * atoms, atoms, mass, 0.0)
+                known = entropy_of(mass, lanes, scratch) if priority == DIVERGENCE else moment_of(mass, lanes)
+            load_row(logits, wide, (net * n + row) * atoms, atoms, buffer, -_INFINITY)
+            top = largest(buffer, lanes)
+            exponentials(buffer, top, own)
+            norm = total_of(own, lanes)
+            each = cross_entropy(buffer, top, norm, mass, lanes)
+            loss += each
+            far = each - known
+            if priority != DIVERGENCE:
+                far = abs(moment_of(own, lanes) / norm - known) * spacing
+            # By comparisons that a NaN fails, so that it stays one.
+            if far > most or far != far:
+                most = far
+        write(losses, True, row, loss / nets if average else loss)
+        write(far_out, wide, row, most)
+
+
+@jit("void(int64, int64, int64, int64, int64, boolean, int64, int64)", **OPTIONS)
+def _reduced(losses, weight, mask, reduction, n, wide, loss_out, norm_out):  # type: ignore[no-untyped-def]
+    total = mass = 0.0
+    for row in range(n):
+        w, counts = weight_of(weight, mask, wide, row)
+        product = w * read(losses, True, row) if counts else 0.0
+        if reduction == NONE:
+            write(loss_out, wide, row, product)
+        total += product
+        mass += w
+    norm = normaliser(mass, reduction)
+    write(norm_out, wide, 0, norm)
+    if reduction != NONE:
+        write(loss_out, wide, 0, total * norm)
+
+
+@jit(
+    "void(int64, int64, int64, int64, int64, int64, boolean, int64, int64, int64, int64, boolean, boolean, int64,"
+    " int64, int64)",
+    **OPTIONS,
+)
+def _loss_backward(  # type: ignore[no-untyped-def]
+    grad,
+    logits,
+    target,
+    weight,
+    mask,
+    norm,
+    average,
+    reduction,
+    n,
+    nets,
+    atoms,
+    wide,
+    shared,
+    first,
+    length,
+    by_logits,
+):
+    scale = read(norm, wide, 0) / (nets if average else 1)
+    width = padded(atoms)
+    buffer, mass, own, lanes = np.empty(width), np.empty(width), np.empty(width), np.empty(LANES)
+    for row in range(first, first + length):
+        w, counts = weight_of(weight, mask, wide, row)
+        factor = read(grad, wide, row if reduction == NONE else 0) * scale * w
+        for net in range(nets):
+            start = (net * n + row) * atoms
+            if not counts:
+                own[:] = 0.0
+                store_row(by_logits, wide, start, atoms, own)
+                continue
+            if net == 0 or not shared:
+                load_row(target, wide, row * atoms if shared else start, atoms, mass, 0.0)
+            load_row(logits, wide, start, atoms, buffer, -_INFINITY)
+            exponentials(buffer, largest(buffer, lanes), own)
+            inverse = factor / total_of(own, lanes)
+            for j in range(width):
+                own[j] = inverse * own[j] - factor * mass[j]
+            store_row(by_logits, wide, start, atoms, own)
+
+
+def categorical_loss(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    mask: Tensor | None,
+    v_min: float,
+    v_max: float,
+    priority: int,
+    average: bool,
+    reduction: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See :data:`gpubuf.kernels.categorical.categorical_loss`."""
+    n, nets, atoms = check_loss(logits, target, weight, mask, v_min, v_max)
+    rows, real = logits.shape[1:-1], computing_dtype(logits)
+    loss = torch.empty(rows if reduction == NONE else (), dtype=real)
+    far, norm = torch.empty(rows, dtype=real), torch.empty((), dtype=real)
+    losses = torch.empty(n, dtype=torch.float64)
+    logits, target = dense(logits, real), dense(target, real)
+    weight, mask = weighting(weight, mask, real)
+    wide = real is torch.float64
+    before = (
+        logits.data_ptr(),
+        target.data_ptr(),
+        (v_max - v_min) / (atoms - 1),
+        priority,
+        average,
+        n,
+        nets,
+        atoms,
+        wide,
+        target.numel() == n * atoms,
+    )
+    call_in_parts(_losses, before, n, (losses.data_ptr(), far.data_ptr()), work_of(nets, atoms))
+    # In one thread, and so in a fixed order.
+    _reduced(losses.data_ptr(), address(weight), address(mask), reduction, n, wide, loss.data_ptr(), norm.data_ptr())
+    return loss, far, norm
+
+
+def categorical_loss_backward(
+    grad: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    mask: Tensor | None,
+    norm: Tensor,
+    average: bool,
+    reduction: int,
+) -> Tensor:
+    """See :data:`gpubuf.kernels.categorical.categorical_loss_backward`."""
+    n, nets, atoms = logits.shape[1:-1].numel(), logits.shape[0], logits.shape[-1]
+    real = computing_dtype(logits)
+    by_logits = torch.empty(logits.shape, dtype=real)
+    grad, given, target = dense(grad, real), dense(logits, real), dense(target, real)
+    weight, mask = weighting(weight, mask, real)
+    before = (
+        grad.data_ptr(),
+        given.data_ptr(),
+        target.data_ptr(),
+        address(weight),
+        address(mask),
+        norm.data_ptr(),
+        average,
+        reduction,
+        n,
+        nets,
+        atoms,
+        real is torch.float64,
+        target.numel() == n * atoms,
+    )
+    call_in_parts(_loss_backward, before, n, (by_logits.data_ptr(),), work_of(nets, atoms))
+    return by_logits.to(logits.dtype)
