@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -172,6 +173,26 @@ class SACLoss(TemperatureLossModule, ActorCriticLossModule):
         tensordict.set(self.tensor_keys.priority, priority)
         losses = {"loss_actor": loss_actor, "loss_qvalue": loss_qvalue, "loss_alpha": loss_alpha}
         return self._output(tensordict, losses, {"alpha": alpha, "entropy": entropy})
+
+    def critic_losses(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """The losses of an update that leaves the actor as it is: ``loss_qvalue``, and ``alpha``.
+
+        And ``loss_alpha``, if the temperature learns from the next actions. For an actor that learns more rarely than
+        its critics: what they need of it is computed, and nothing else. Writes the priority entry into ``tensordict``,
+        as :meth:`forward` does, with the same numbers for the same noise.
+        """
+        given = self._parameters_by_name.replaced()
+        with contextlib.nullcontext() if given is None else self._using(given):
+            alpha = self.alpha
+            seen = self.without_masked(tensordict, self._keys_seen())
+            with set_interaction_type(InteractionType.RANDOM):
+                loss_qvalue, priority, next_log_prob = self._critic_loss(seen, alpha)
+            losses = {"loss_qvalue": loss_qvalue}
+            if self.temperature_from == "next":
+                self._learn_target_entropy(tensordict.get(self.tensor_keys.action), next_log_prob.shape)
+                losses["loss_alpha"] = self._temperature_loss(seen, next_log_prob)
+            tensordict.set(self.tensor_keys.priority, priority)
+            return self._output(tensordict, losses, {"alpha": alpha})
 
     def _next_values(self, state: TensorDictBase, shape: torch.Size) -> Tensor:
         """Values ``[N, *S]`` of the next states and actions by the target critics. The target takes their minimum."""

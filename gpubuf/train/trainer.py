@@ -86,11 +86,15 @@ class Trainer:
         self._observation = self._environments.reset().to(device)
         self._updates = 0
         self._sums = torch.zeros(len(LOSS_NAMES), device=device)
+        # Updates in the sums, and those among them that trained the policy.
         self._summed = 0
+        self._summed_policies = 0
         self._returns: deque[float] = deque(maxlen=self._environments.shown_records)
         self._losses: dict[str, float] = {}
         self._step_by_policy = self._wrap(self._act_and_store) if self._environments.capturable else self._act_and_store
-        self._update = self._wrap(self._sample_and_update)
+        # Two functions, and two graphs, since each does the same at every call.
+        self._update = self._wrap(lambda: self._sample_and_update(policy=True))
+        self._update_critics = self._wrap(lambda: self._sample_and_update(policy=False))
 
     def advance(self) -> None:
         """Step every environment once, and run the updates that are due."""
@@ -172,11 +176,15 @@ class Trainer:
         while self._updates < due:
             self._summed += 1
             self._updates += 1
-            self._update()
+            if self._updates % self.config.policy_every == 0:
+                self._summed_policies += 1
+                self._update()
+            else:
+                self._update_critics()
 
-    def _sample_and_update(self) -> None:
+    def _sample_and_update(self, policy: bool) -> None:
         batch = self.buffer.sample()
-        self._sums += self.agent.update(batch)
+        self._sums += self.agent.update(batch, policy)
         try:
             # A buffer that draws uniformly ignores it.
             self.buffer.update_tensordict_priority(batch)
@@ -190,11 +198,13 @@ class Trainer:
     def _log_losses(self) -> None:
         if self._summed == 0:
             return
-        means = (self._sums / self._summed).tolist()
+        in_all = self.agent.critic_loss_names
+        counts = [self._summed if name in in_all else self._summed_policies for name in LOSS_NAMES]
+        means = (self._sums / self._sums.new_tensor(counts)).tolist()
         self._sums.zero_()
-        self._summed = 0
-        self._losses = dict(zip(LOSS_NAMES, means, strict=True))
-        if not all(math.isfinite(value) for value in means):
+        self._summed = self._summed_policies = 0
+        self._losses = {name: mean for name, mean, count in zip(LOSS_NAMES, means, counts, strict=True) if count}
+        if not all(math.isfinite(value) for value in self._losses.values()):
             raise DivergedError(f"training diverged by step {self.step:,}: {self._losses}")
         record = {"kind": "update", "step": self.step, "updates": self._updates, **self._losses}
         if self.config.prioritized:
@@ -229,6 +239,7 @@ class Trainer:
             "updates": self._updates,
             "sums": self._sums,
             "summed": self._summed,
+            "summed_policies": self._summed_policies,
             "returns": list(self._returns),
             "losses": dict(self._losses),
             "agent": self.agent.state_dict(),
@@ -259,6 +270,7 @@ class Trainer:
             self._updates = state["updates"]
             self._sums.copy_(state["sums"])
             self._summed = state["summed"]
+            self._summed_policies = state["summed_policies"]
             self._returns.extend(state["returns"])
             self._losses = state["losses"]
             self.agent.load_state_dict(state["agent"])

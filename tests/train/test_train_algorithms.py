@@ -19,6 +19,8 @@ from gpubuf.train.algorithms.held_noise import HeldNoise
 from gpubuf.train.torch_environments import Pendulum
 from gpubuf.train.trainer import Trainer
 from tests.support.fake_cuda import fake_cuda
+from tests.support.graph_recorder import RecordedCuda
+from tests.support.train_runs import run, state_of
 
 CPU = torch.device("cpu")
 ALGORITHMS = sorted(ALGORITHM_DEFAULTS)
@@ -174,6 +176,42 @@ def test_rewards_are_scaled_by_the_returns_of_each_environment(apart):
     batch = trainer.buffer.sample(batches=8).reshape(-1)
     stored = rewards.reshape(-1)[batch["index"].reshape(64, -1) @ torch.tensor([8, 1] if apart else [1])]
     torch.testing.assert_close(batch["next", "reward"].reshape(-1).double(), stored / scale, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("algo", ALGORITHMS)
+def test_graphs_do_what_the_trainer_does(algo, monkeypatch):
+    """CASES 33: steps, and updates with and without the policy, replayed as graphs: the same run, bit for bit."""
+    machine = RecordedCuda().install(monkeypatch)
+    config = tiny(algo, policy_every=2, update_ratio=0.5, noise_hold=4, scale_rewards=True, log_every=8 * 2)
+    eager, expected = run(dataclasses.replace(config, cuda_graph=False))
+    assert not machine.log
+    captured, records = run(config, machine=machine)
+    assert records == expected
+    found, due = state_of(captured), state_of(eager)
+    assert found.keys() == due.keys()
+    assert not [name for name in due if not torch.equal(found[name], due[name])]
+    # A graph for the steps, and one for each kind of update: 10 steps by policy, 20 updates of each kind, 3 warm-up.
+    assert sum(entry.startswith("capture") for entry in machine.log) == 3
+    assert machine.log.count("replay") == (10 - 3) + 2 * (20 - 3)
+
+
+def test_the_policy_learns_at_some_updates_only():
+    config = tiny("sac", policy_every=3, num_envs=1, total_steps=100, learning_starts=10, log_every=1, gamma=0.9)
+    records = []
+    trainer = Trainer(config, CPU, records.append)
+    moved = []
+    for _ in range(10 + 6):
+        before = [p.detach().clone() for p in trainer.agent.parameters()]
+        trainer.advance()
+        critics = {id(p) for p in trainer.agent.loss.qvalue_network_params.parameters()}
+        changed = [bool((a != b).any()) for a, b in zip(before, trainer.agent.parameters(), strict=True)]
+        kinds = [id(p) in critics for p in trainer.agent.parameters()]
+        moved.append(
+            [any(c for c, kind in zip(changed, kinds, strict=True) if kind is which) for which in (True, False)]
+        )
+    assert moved == [[False, False]] * 10 + [[True, i % 3 == 0] for i in range(1, 7)]
+    updates = [set(record) & {"loss_qvalue", "loss_actor"} for record in records if record["kind"] == "update"]
+    assert updates == [{"loss_qvalue", "loss_actor"} if i % 3 == 0 else {"loss_qvalue"} for i in range(1, 7)]
 
 
 # Noise that is held

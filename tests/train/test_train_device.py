@@ -19,6 +19,7 @@ from gpubuf.train.torch_environments import Pendulum
 from gpubuf.train.trainer import DivergedError, Trainer
 from tests.support.fake_cuda import DataDependentOutputException, fake_cuda
 from tests.support.graph_recorder import RecordedCuda
+from tests.support.train_runs import run, state_of
 
 CPU = torch.device("cpu")
 
@@ -172,8 +173,8 @@ def test_an_iteration_does_not_synchronise(prioritized, n_steps, monkeypatch):
         tensors = [*agent.loss.parameters(), *agent.loss.buffers(), trainer._observation, trainer._sums]
         assert {tensor.device.type for tensor in tensors} == {"cuda"}
 
-        def gradients(batch):
-            _, values = agent._losses(batch)
+        def gradients(batch, policy):
+            _, values = (agent._losses if policy else agent._critic_losses)(batch)
             for group in agent._optimizer.param_groups:
                 assert group["capturable"]
                 for parameter in group["params"]:
@@ -199,35 +200,6 @@ def test_an_iteration_with_its_gradients_reads_no_value(prioritized):
 def recorded_cuda(monkeypatch):
     """A machine whose CUDA graphs are recordings of what the CPU did."""
     return RecordedCuda().install(monkeypatch)
-
-
-def state_of(trainer):
-    """Every tensor that the rest of a run depends on, by a name."""
-    found = {}
-
-    def walk(value, name):
-        if isinstance(value, torch.Tensor):
-            found[name] = value.clone()
-        elif isinstance(value, dict):
-            for key, item in value.items():
-                walk(item, f"{name}.{key}")
-        elif hasattr(value, "items"):
-            for key, item in value.items(True, True):
-                walk(item, f"{name}.{key}")
-
-    walk(trainer.state_dict(), "")
-    return found
-
-
-def run(config, iterations=20, machine=None):
-    records = []
-    trainer = Trainer(config, CPU, records.append)
-    for _ in range(iterations):
-        trainer.advance()
-        if machine is not None:
-            # Rows are written by address, which the recorder can't see.
-            machine.memory = trainer.buffer.storage.row_tensors
-    return trainer, records
 
 
 @pytest.mark.parametrize(("prioritized", "n_steps"), [(True, 1), (False, 1), (True, 3)])

@@ -67,9 +67,12 @@ class Agent(abc.ABC):
         if config.noise_hold > 1:
             self._noise = HeldNoise(config.num_envs, action_size, config.noise_hold, device)
         self._may_fall_back = compiled is None
+        # Of a whole update, and of one that trains the critics alone.
         self._losses: _Losses = self._eager_losses
+        self._critic_losses: _Losses = self._eager_critic_losses
         if compiled is not False:
             self._losses = torch.compile(self._eager_losses, fullgraph=True)
+            self._critic_losses = torch.compile(self._eager_critic_losses, fullgraph=True)
 
     # The algorithm
 
@@ -125,15 +128,27 @@ class Agent(abc.ABC):
         inputs = TensorDict({"observation": observation.to(self.device)}, observation.shape[:1])
         return self.actor.get_dist(inputs)
 
-    def update(self, batch: TensorDict) -> Tensor:
+    @property
+    def critic_loss_names(self) -> frozenset[str]:
+        """Those of `LOSS_NAMES` that an update of the critics alone has."""
+        names = {"loss_qvalue", "alpha"}
+        return frozenset(names if self.loss.temperature_from == "current" else {*names, "loss_alpha"})
+
+    def update(self, batch: TensorDict, policy: bool = True) -> Tensor:
         """Take one step of the optimiser on ``batch``, and write ``"td_error"`` into it.
 
+        The operations are the same at every call with the same ``policy``: each of the two can be captured into a CUDA
+        graph. Does not synchronise.
+
+        Args:
+            batch: `[B]` transitions.
+            policy: Whether policy and temperature learn too. Otherwise a temperature learns only from next actions.
+
         Returns:
-            The values of `LOSS_NAMES`, `[5]` float32 on the device. Does not synchronise, and can be captured into a
-            CUDA graph.
+            The values of `LOSS_NAMES`, `[5]` float32 on the device; 0 for those that were not computed.
         """
         try:
-            values = self._gradients(batch)
+            values = self._gradients(batch, policy)
         except RuntimeError as error:
             # Imported here, since it takes seconds, and nothing else needs it.
             from torch._dynamo.exc import TorchDynamoException
@@ -144,15 +159,15 @@ class Agent(abc.ABC):
             if not self._may_fall_back:
                 raise UsageError(f"torch.compile failed, --no-compile does without it: {error}") from error
             warnings.warn(f"torch.compile failed, going on without it: {error}", stacklevel=2)
-            self._losses = self._eager_losses
-            values = self._gradients(batch)
+            self._losses, self._critic_losses = self._eager_losses, self._eager_critic_losses
+            values = self._gradients(batch, policy)
         self._optimizer.step()
         self._updater.step()
         return values
 
-    def _gradients(self, batch: TensorDict) -> Tensor:
-        """Set the gradient of every parameter. Returns the values of `LOSS_NAMES`."""
-        total, values = self._losses(batch)
+    def _gradients(self, batch: TensorDict, policy: bool) -> Tensor:
+        """Set the gradients of the parameters that learn, and None for others. Returns the values of `LOSS_NAMES`."""
+        total, values = (self._losses if policy else self._critic_losses)(batch)
         self._optimizer.zero_grad(set_to_none=True)
         total.backward()
         return values
@@ -163,6 +178,17 @@ class Agent(abc.ABC):
         # The losses share no parameters, so their sum gives each parameter the gradient of its own loss.
         total = losses["loss_qvalue"] + losses["loss_actor"] + losses["loss_alpha"]
         return total, torch.stack([losses[name].detach().reshape(()) for name in LOSS_NAMES])
+
+    def _eager_critic_losses(self, batch: TensorDict) -> tuple[Tensor, Tensor]:
+        """The same for the critics alone."""
+        losses = self.loss.critic_losses(batch)
+        total = losses["loss_qvalue"]
+        if "loss_alpha" in self.critic_loss_names:
+            total = total + losses["loss_alpha"]
+        absent = torch.zeros_like(losses["alpha"])
+        names = self.critic_loss_names
+        values = [losses[name].detach().reshape(()) if name in names else absent for name in LOSS_NAMES]
+        return total, torch.stack(values)
 
     def state_dict(self) -> dict[str, Any]:
         """Networks, temperature, optimiser, and noise that is held."""
