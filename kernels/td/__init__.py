@@ -1,6 +1,7 @@
 """Temporal-difference learning behind the networks: targets, the loss of an ensemble of critics, and reductions.
 
-A loss on values (DQN, TD3, SAC's critics) takes its target from :data:`soft_td_target`, and its loss with the priority
+A loss on values (DQN, TD3, SAC's critics) takes its target from :data:`soft_td_target`, or over whole sequences from
+:data:`soft_lambda_return`, and its loss with the priority
 of each row from :data:`td_loss`. The reductions are shared by every family of losses.
 
 ``n`` is the number of rows (all batch dimensions together, agents included) and ``N`` the number of critics. A
@@ -113,6 +114,54 @@ Without ``next_log_prob`` and ``alpha`` (both None) the target has no entropy te
 is that of ``next_log_prob``, or else of ``reward``. ``steps`` (any dtype; None: 1) is the number of steps that the
 reward spans. A row is terminated where ``terminated`` is not zero; it is selected, not multiplied, so that a NaN in its
 next value does no harm. ``alpha`` and ``gamma`` have one element and are read on the device. Not differentiable.
+"""
+
+
+# --- lambda return ----------------------------------------------------------------------------------------------------
+
+
+def check_return(
+    rows: Tensor, done: Tensor, mask: Tensor | None, lmbda: Tensor, length: int, inner: int
+) -> tuple[int, int]:
+    """(number of sequences, of rows); ValueError unless the further arguments of :data:`soft_lambda_return` fit."""
+    n = rows.numel()
+    check_rows(n, done=done, mask=mask)
+    check_rows(1, lmbda=lmbda)
+    if length < 0 or inner < 0 or (n and (not length * inner or n % (length * inner))):
+        raise ValueError(f"{n} rows are no whole number of sequences of length {length} with {inner} rows a step")
+    return (n // length if n else 0), n
+
+
+def _soft_lambda_return_fake(
+    next_q: Tensor, next_log_prob: Tensor | None, alpha: Tensor | None, reward: Tensor, *_: Any
+) -> Tensor:
+    rows = reward if next_log_prob is None else next_log_prob
+    return next_q.new_empty(rows.shape, dtype=computing_dtype(next_q))
+
+
+soft_lambda_return = define(
+    "soft_lambda_return(Tensor next_q, Tensor? next_log_prob, Tensor? alpha, Tensor reward, Tensor terminated,"
+    " Tensor done, Tensor? mask, Tensor gamma, Tensor lmbda, Tensor? steps, int length, int inner, int combine=0)"
+    " -> Tensor",
+    cpu="gpubuf.kernels.td._cpu_returns:soft_lambda_return",
+    cuda="gpubuf.kernels.td._launch_returns:soft_lambda_return",
+    fake=_soft_lambda_return_fake,
+)
+"""The lambda returns G of sequences, by the recursion from their last rows to their first.
+
+With the value of a row's next state ``V_t = min_k next_q[k, t] - alpha * next_log_prob[t]`` (or the mean over k, and
+with or without the entropy term, as in :data:`soft_td_target`):
+
+* ``G_t = reward_t`` where terminated;
+* ``G_t = reward_t + gamma^steps * V_t`` where done and not terminated, in the last row, and before a masked row;
+* ``G_t = reward_t + gamma^steps * ((1 - lmbda) V_t + lmbda G_{t+1})`` elsewhere.
+
+``lmbda`` 0 is :data:`soft_td_target`; 1 is the sum of discounted rewards, and of the value at its end. The rows are
+``[sequences, length, inner]``: ``inner`` is the number of rows of one step, such as agents. What a row does not use is
+selected away, so that a NaN in it does no harm. ``gamma`` and ``lmbda`` have one element and are read on the device.
+Not differentiable. A program goes through its sequences step by step: give it many sequences rather than one long one.
+
+Reference: Sutton and Barto, "Reinforcement Learning: An Introduction", 2018, section 12.1.
 """
 
 

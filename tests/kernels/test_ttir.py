@@ -60,7 +60,7 @@ RUNS = {
     "sum_tree": Run("sum_tree sum_tree_draw sum_tree_eligible", ("sum_tree",)),
     "trajectories": Run("trajectories trajectories_launch", ("trajectories",), BLOCKS, "stages"),
     "transitions": Run("transitions transitions_convert transitions_sharing transitions_checks", ("transitions",)),
-    "sac": Run("tanh_normal sac_operations", ("sac", "td", "tanh_normal"), quick="stages"),
+    "sac": Run("tanh_normal sac_operations lambda_returns", ("sac", "td", "tanh_normal"), quick="stages"),
     "categorical": Run("categorical_target categorical_loss", ("categorical",), ("default",)),
     "moments": Run("moments", ("moments",), ("default",)),
     "buffers": Run("buffers prioritized slices slice_model", room="data"),

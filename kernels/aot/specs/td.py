@@ -7,6 +7,7 @@ import triton.language as tl
 from gpubuf.kernels.aot.compiler import AotSpec
 from gpubuf.kernels.td import AVERAGE, L1, L2, MEAN, NONE, SMALLEST, SMOOTH_L1, SUM
 from gpubuf.kernels.td._launch import FINISH_BLOCK, plan_rows
+from gpubuf.kernels.td._launch_returns import SEQUENCES
 
 MODULE = "gpubuf.kernels.td._triton:"
 ENSEMBLE = {"n": "i32", "n_nets": "i32"}
@@ -76,7 +77,32 @@ def family(
         )
 
 
+def returns(given: str, real: tl.dtype, entropy: bool, steps: bool, mask: bool, combine: int) -> AotSpec:
+    """The kernel of lambda returns."""
+    q, computed = f"*{given}", f"*{real.name}"
+    signature = {
+        "next_q_ptr": q,
+        "next_log_prob_ptr": computed if entropy else q,
+        "alpha_ptr": "*fp32" if entropy else q,
+        "reward_ptr": "*fp32",
+        "terminated_ptr": "*i1",
+        "done_ptr": "*i1",
+        "mask_ptr": "*i1" if mask else q,
+        "gamma_ptr": "*fp64",
+        "lmbda_ptr": "*fp64",
+        "steps_ptr": "*i64" if steps else q,
+        "target_ptr": computed,
+        **dict.fromkeys(("n", "n_sequences", "length", "inner", "n_nets"), "i32"),
+    }
+    constants: dict[str, object] = {"REAL": real, "HAS_LOG_PROB": entropy, "HAS_STEPS": steps, "HAS_MASK": mask}
+    name = "gpubuf.kernels.td._triton_returns:soft_lambda_return_kernel"
+    return AotSpec(name, signature, {**constants, "COMBINE": combine, "BLOCK": SEQUENCES}, 1)
+
+
 SPECS = [
+    returns("fp32", tl.float32, True, False, False, SMALLEST),
+    returns("bf16", tl.float32, True, True, True, SMALLEST),
+    returns("fp64", tl.float64, False, True, False, AVERAGE),
     *family(256, "fp32", tl.float32, SMOOTH_L1, MEAN, False, False),
     *family(256, "fp32", tl.float32, L2, MEAN, True, False, entropy=False),
     *family(32, "bf16", tl.float32, L1, SUM, True, True),
