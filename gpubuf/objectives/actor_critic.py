@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,8 @@ class ActorCriticLossModule(TDLossModule):
         scalar_output_mode: "exclude", "non_tensor" or None; for ``reduction="none"``.
         gamma: refused; see :meth:`make_value_estimator`.
         priority_key: refused; see :meth:`set_keys`.
+        further: networks besides, by name, each with whether it has target parameters. Of networks that share
+            parameters, actor, further networks and critics, the first owns them.
 
     Raises:
         TypeError: ``gamma`` is given.
@@ -71,6 +73,8 @@ class ActorCriticLossModule(TDLossModule):
     #: Entries of the output: losses, and scalars that ``reduction="none"`` leaves out.
     loss_names: tuple[str, ...] = ("loss_actor", "loss_qvalue")
     scalar_names: tuple[str, ...] = ()
+    #: Losses of further networks, which come last.
+    further_loss_names: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -89,6 +93,7 @@ class ActorCriticLossModule(TDLossModule):
         scalar_output_mode: str | None = None,
         gamma: float | None = None,
         priority_key: str | None = None,
+        further: Mapping[str, tuple[Any, bool]] | None = None,
     ) -> None:
         if gamma is not None:
             raise TypeError("gamma is not an argument of the loss: call loss.make_value_estimator(gamma=...)")
@@ -109,20 +114,26 @@ class ActorCriticLossModule(TDLossModule):
             )
             scalar_output_mode = "exclude"
         self.scalar_output_mode = scalar_output_mode
-        self._set_networks(actor_network, qvalue_network, separate_losses)
+        self._set_networks(actor_network, qvalue_network, separate_losses, further or {})
         names = {"log_prob": "log_prob_keys", "action": "dist_sample_keys"}
         found = {key: getattr(actor_network, name, None) for key, name in names.items()}
         self.set_keys(**{key: next(iter(value)) for key, value in found.items() if value})
 
     # --- networks ---
 
-    def _set_networks(self, actor_network: Any, qvalue_network: Any, separate_losses: bool) -> None:
-        """Register actor and critics. A subclass may add networks before the critics by :meth:`_add_network`."""
+    def _set_networks(
+        self,
+        actor_network: Any,
+        qvalue_network: Any,
+        separate_losses: bool,
+        further: Mapping[str, tuple[Any, bool]],
+    ) -> None:
         # Modules and copies are no submodules: their tensors are registered once, as the `*_params`.
         self.__dict__["_networks"] = {}
         self._separate_losses = separate_losses
         self._add_network("actor_network", actor_network, self.delay_actor)
-        self._add_further_networks()
+        for name, (network, delayed) in further.items():
+            self._add_network(name, network, delayed)
         shared = self._trained_elsewhere()
         critics = make_critics(qvalue_network, self.num_qvalue_nets, use_vmap=not self.deactivate_vmap, shared=shared)
         self.__dict__["_critics"], self.__dict__["qvalue_network"] = critics, critics.network
@@ -130,9 +141,6 @@ class ActorCriticLossModule(TDLossModule):
         if self.delay_qvalue:
             self.target_qvalue_network_params = target_parameters(self.qvalue_network_params)
         self.refresh_links()
-
-    def _add_further_networks(self) -> None:
-        """Where a subclass adds networks of its own, in the order in which they own shared parameters."""
 
     def _add_network(self, name: str, network: Any, delayed: bool) -> None:
         """Register ``network`` as ``<name>``, its parameters as ``<name>_params``, and targets where ``delayed``."""
@@ -204,22 +212,35 @@ class ActorCriticLossModule(TDLossModule):
         self._in_keys: list[NestedKey] = self._find_in_keys()
 
     def _find_in_keys(self) -> list[NestedKey]:
-        keys = self.tensor_keys
-        actor = list(self.actor_network.in_keys)
+        keys, states = self.tensor_keys, self._state_keys()
+        read = [unravel_key(key) for key in self.qvalue_network.in_keys if self._is_action(unravel_key(key))]
         wanted = [
-            keys.action,
+            *(read or [keys.action]),
             *(next_key(key) for key in (keys.reward, keys.done, keys.terminated)),
-            *actor,
-            *map(next_key, actor),
-            *self.qvalue_network.in_keys,
-            *(next_key(key) for key in self.qvalue_network.in_keys if unravel_key(key) != unravel_key(keys.action)),
+            *states,
+            *map(next_key, states),
         ]
         return list(dict.fromkeys(map(unravel_key, wanted)))
+
+    def _state_keys(self) -> list[NestedKey]:
+        """The entries that networks read, other than actions."""
+        networks = [*(single.network for single in self._networks.values()), self.qvalue_network]
+        keys = dict.fromkeys(unravel_key(key) for network in networks for key in network.in_keys)
+        return [key for key in keys if not self._is_action(key)]
+
+    def _is_action(self, key: NestedKey) -> bool:
+        """Whether ``key`` is that of the action, of a part of it, or of something that the actor draws."""
+        names = key if isinstance(key, tuple) else (key,)
+        own = unravel_key(self.tensor_keys.action)
+        root = own if isinstance(own, tuple) else (own,)
+        drawn = map(unravel_key, getattr(self.actor_network, "dist_sample_keys", None) or ())
+        return names[: len(root)] == root or key in drawn
 
     @property
     def out_keys(self) -> list[NestedKey]:
         """The entries that :meth:`forward` returns."""
-        return [*self.loss_names] if self._scalars_left_out else [*self.loss_names, *self.scalar_names]
+        scalars = () if self._scalars_left_out else self.scalar_names
+        return [*self.loss_names, *scalars, *self.further_loss_names]
 
     @out_keys.setter
     def out_keys(self, value: Any) -> None:
@@ -259,35 +280,47 @@ class ActorCriticLossModule(TDLossModule):
 
     def _keys_seen(self) -> Iterator[NestedKey]:
         """The entries that networks and targets read. A generator: it runs only if the batch has masks."""
-        action = unravel_key(self.tensor_keys.action)
-        keys = dict.fromkeys(map(unravel_key, (*self.actor_network.in_keys, *self.qvalue_network.in_keys)))
-        yield from keys
-        yield from (next_key(key) for key in keys if key != action)
+        states = self._state_keys()
+        yield from states
+        yield from (key for key in map(unravel_key, self.qvalue_network.in_keys) if self._is_action(key))
+        yield from map(next_key, states)
         yield next_key(self.tensor_keys.reward)
 
-    def _draw(self, actor: Any, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
-        """(actions, log-densities) that can be differentiated by the parameters of ``actor``."""
+    def _draw(self, actor: Any, tensordict: TensorDictBase) -> tuple[Any, Tensor]:
+        """(actions, log-densities S) that can be differentiated by the parameters of ``actor``.
+
+        The actions are one tensor, or, of a ``tensordict.nn.CompositeDistribution``, a TensorDict of several. Their
+        log-density is then the sum of all parts.
+        """
         dist = actor.get_dist(tensordict)
         fused = getattr(dist, "rsample_and_log_prob", None)
         if fused is not None:
-            drawn: tuple[Tensor, Tensor] = fused()
-            return drawn
-        if not dist.has_rsample:
+            action, log_prob = fused()
+        elif not dist.has_rsample:
             raise TypeError(f"SAC differentiates through the action: {type(dist).__name__} has no rsample")
-        action = dist.rsample()
-        log_prob = dist.log_prob(action)
+        else:
+            action = dist.rsample()
+            log_prob = dist.log_prob(action)
+        if isinstance(log_prob, TensorDictBase):
+            rows = action.ndim
+            log_prob = sum(each.flatten(rows).sum(-1) if each.ndim > rows else each for each in leaves(log_prob))
         if not isinstance(log_prob, Tensor):
             raise TypeError(f"the log-density of an action must be one tensor, got {type(log_prob).__name__}")
         return action, log_prob
+
+    def _act(self, state: TensorDictBase, action: Any) -> None:
+        """Put what :meth:`_draw` returned into ``state``, where the critics find it."""
+        if isinstance(action, Tensor):
+            state.set(self.tensor_keys.action, action)
+        else:
+            state.update(action)
 
     def _next_state(self, tensordict: TensorDictBase) -> TensorDictBase:
         """The entries of the next step in a TensorDict of their own, with nothing that no network may see."""
         state: TensorDictBase = tensordict.get("next").copy()
         if self.skip_done_states:
             ended = self.terminated(tensordict).bool()
-            action = unravel_key(self.tensor_keys.action)
-            keys = map(unravel_key, (*self.actor_network.in_keys, *self.qvalue_network.in_keys))
-            for key in dict.fromkeys(key for key in keys if key != action):
+            for key in self._state_keys():
                 own, after = entry(tensordict, key), entry(tensordict, next_key(key))
                 state.set(key, torch.where(rows_of(ended, after), own, after))
         return state
@@ -297,7 +330,7 @@ class ActorCriticLossModule(TDLossModule):
         """(next states with actions that the actor, or its target, draws in them, log-densities S). No gradient."""
         state = self._next_state(tensordict)
         action, log_prob = self._draw(self._networks["actor_network"].target(), state)
-        state.set(self.tensor_keys.action, action)
+        self._act(state, action)
         return state, log_prob
 
     def _critic_values(self, q: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpubuf.objectives.masks import importance_weight, joint_mask, mask_keys, masks_in, without_masked
 
@@ -43,6 +44,9 @@ class LossModule(TensorDictModuleBase):
         self.loss_mask_key: NestedKey | None = "auto"
         self._tensor_keys = self._AcceptedKeys()
         self.links_version = 0
+        # Of this name and kind, because TorchRL's target updaters write it.
+        self._has_update_associated = {"targets": False}
+        self._first_call = self.register_forward_pre_hook(_check_updater).id
         self.register_load_state_dict_post_hook(_after_loading)  # type: ignore[no-untyped-call]
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -111,14 +115,7 @@ class LossModule(TensorDictModuleBase):
         Raises:
             RuntimeError: there is none.
         """
-        pairs: list[tuple[Tensor, Tensor]] = []
-        for name, targets in self._modules.items():
-            if name.startswith("target_") and name.endswith("_params") and targets is not None:
-                sources: Any = getattr(self, name.removeprefix("target_"))
-                pairs += [(targets.get(key), sources.get(key)) for key in targets.keys(True, True)]  # type: ignore[operator]
-        if not pairs:
-            raise RuntimeError("Did not find any target parameters or buffers in the loss module.")
-        return pairs
+        return pairs_of(self)
 
     def row_weights(self, tensordict: TensorDictBase, shape: torch.Size) -> tuple[Tensor | None, Tensor | None]:
         """(importance weights, mask) of a loss of ``shape``, each with one element per row or None."""
@@ -132,6 +129,38 @@ class LossModule(TensorDictModuleBase):
         """
         masks = masks_in(tensordict, mask_keys(self.loss_mask_key))
         return without_masked(tensordict, masks, keys) if masks else tensordict
+
+
+def pairs_of(loss: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """(target, source) of every tensor in ``target_*_params`` and ``*_params`` of a loss, of this library or another.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for name, targets in loss.named_children():
+        if name.startswith("target_") and name.endswith("_params"):
+            sources: Any = getattr(loss, name.removeprefix("target_"))
+            pairs += [(targets.get(key), sources.get(key)) for key in targets.keys(True, True)]  # type: ignore[operator]
+    if not pairs:
+        raise RuntimeError("Did not find any target parameters or buffers in the loss module.")
+    return pairs
+
+
+NO_UPDATER = (
+    "The loss has target parameters, and no target updater: make one, such as gpubuf.SoftUpdate(loss, tau=0.005), or "
+    "update them yourself."
+)
+
+
+def _check_updater(loss: LossModule, _: Any) -> None:
+    """Before the first call: warn if nothing is going to update the targets. Then cost nothing any more."""
+    if torch.compiler.is_compiling():
+        return
+    loss._forward_pre_hooks.pop(loss._first_call, None)
+    targets = any(name.startswith("target_") and name.endswith("_params") for name in loss._modules)
+    if targets and not all(loss._has_update_associated.values()):
+        warnings.warn(NO_UPDATER, category=UserWarning, stacklevel=4)
 
 
 def _after_loading(loss: LossModule, _: Any) -> None:

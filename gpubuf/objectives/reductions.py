@@ -1,10 +1,11 @@
-"""Names of reductions and loss functions, and their codes in :mod:`gpubuf.kernels.td`."""
+"""Names of reductions, loss functions and combinations of critics, and their codes in :mod:`gpubuf.kernels.td`."""
 
 from __future__ import annotations
 
 from gpubuf.kernels import td
 
 REDUCTIONS = {"none": td.NONE, "mean": td.MEAN, "sum": td.SUM}
+COMBINATIONS = {"min": td.SMALLEST, "mean": td.AVERAGE}
 LOSS_FUNCTIONS = {"l1": td.L1, "l2": td.L2, "smooth_l1": td.SMOOTH_L1, "huber": td.SMOOTH_L1}
 
 

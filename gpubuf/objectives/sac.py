@@ -16,11 +16,12 @@ from torch import Tensor
 from gpubuf.kernels import sac, td
 from gpubuf.objectives.actor_critic import ActorCriticLossModule
 from gpubuf.objectives.reductions import REDUCTIONS
+from gpubuf.objectives.state_value import StateValueLossModule
 from gpubuf.objectives.temperature import TemperatureLossModule
 
 
-class SACLoss(TemperatureLossModule, ActorCriticLossModule):
-    """Soft actor-critic without a value network (Haarnoja et al., arXiv 1812.05905).
+class SACLoss(TemperatureLossModule, StateValueLossModule):
+    """Soft actor-critic (Haarnoja et al., arXiv 1812.05905; with a value network arXiv 1801.01290).
 
     With S the batch shape of the log-density of the actions (agents included), N critics and ``terminated``, not
     ``done``, to stop bootstrapping:
@@ -29,6 +30,19 @@ class SACLoss(TemperatureLossModule, ActorCriticLossModule):
       ``y = r + gamma^steps (1 - terminated) (min_k Qtarget_k(s', a') - alpha log pi(a'|s'))``;
     * ``loss_actor``: ``alpha log pi(a|s) - min_k Q_k(s, a)``, with gradients to the actor only;
     * ``loss_alpha``: ``-log_alpha (log pi(a|s) + target_entropy)``, on log_alpha, as in TorchRL.
+
+    That is version 2. With a ``value_network``, version 1, the target is
+    ``y = r + gamma^steps (1 - terminated) Vtarget(s')``, and a fourth loss trains the value network:
+
+    * ``loss_value``: ``loss_function`` between V(s) and ``min_k Qtarget_k(s, a) - alpha log pi(a|s)``, for actions that
+      the actor (its target, if delayed) draws. No gradient reaches the actor or the critics.
+    * ``loss_qvalue``: as TorchRL has it, the batch is cut into N chunks along its first dimension, and critic k learns
+      from the k-th alone: ``loss_function`` between Q_k(s, a) and y. N must divide the batch. The priority of a row is
+      the squared error of its critic. (Every critic runs on the whole batch, so that any kind of critic will do.)
+
+    :meth:`make_value_estimator` chooses TD1 or TDLambda in place of the one-step target. The batch must then be made of
+    sequences, ``[B, T]``: time is its dimension named "time", or its last one. See
+    :class:`~gpubuf.objectives.values.TDLambdaEstimator` for the formula.
 
     Call it with a TensorDict: it returns a TensorDict of ``loss_actor``, ``loss_qvalue``, ``loss_alpha``, ``alpha`` and
     ``entropy``, all ``[]``, and writes ``"td_error"``, ``max_k |Q_k - y|`` of shape S, into its input, the priority of
@@ -45,11 +59,12 @@ class SACLoss(TemperatureLossModule, ActorCriticLossModule):
     Args:
         actor_network: the policy, with a method ``get_dist(tensordict)``. A distribution that offers
             ``rsample_and_log_prob()``, as :class:`~gpubuf.modules.TanhNormal` does, is asked for both at once; of any
-            other, ``rsample()`` and ``log_prob()`` are called.
+            other, ``rsample()`` and ``log_prob()`` are called. The actions may be a TensorDict of several parts, those
+            of a ``tensordict.nn.CompositeDistribution``.
         qvalue_network: one network, which is copied ``num_qvalue_nets`` times and drawn anew; a list of networks; or a
             natively batched ensemble such as :func:`~gpubuf.modules.make_sac_critic` builds, whose values are
             ``[num_qvalue_nets, *S, 1]`` and which runs as it is.
-        value_network: not supported.
+        value_network: a network of state values, ``[*S, 1]`` at the key ``value``. With it the loss is version 1.
         num_qvalue_nets: number of critics, N.
         loss_function: "smooth_l1", "l2", "l1" or "huber" (the same as "smooth_l1").
         alpha_init: first temperature.
@@ -58,28 +73,31 @@ class SACLoss(TemperatureLossModule, ActorCriticLossModule):
         action_spec: anything with a ``shape``, for ``target_entropy="auto"``: a Gymnasium space, a TorchRL spec, or a
             composite one that holds the action at its key.
         fixed_alpha: keep the temperature as a buffer instead of a parameter.
-        target_entropy: a number, or "auto": minus the number of action components, without batch and agent dimensions.
-            Taken from ``action_spec`` if given, otherwise from the first batch.
-        delay_actor: draw the next actions from target parameters of the actor. delay_qvalue: evaluate the next values
-        with target parameters of the critics. delay_value: of no effect without a value network. gamma: refused; see
-        :meth:`make_value_estimator`. priority_key: refused; see :meth:`set_keys`. separate_losses: parameters that
-        critics and actor share get gradients from the actor's loss only. reduction: "mean" (default), "sum", or "none"
-        for losses of shape S, weighted, 0 where masked. skip_done_states: in terminated rows every network sees the
-        row's own observation instead of the next one, which may
-            then be anything, NaN included. Truncated rows bootstrap from the real next observation. Shapes stay.
-        deactivate_vmap: run several critics one after the other. use_prioritized_weights: False, True (a batch without
-        weights is an error), or "auto". scalar_output_mode: whether ``alpha`` and ``entropy`` are returned with
-        ``reduction="none"``: "exclude" (also for
-            None, with a warning) or "non_tensor".
+        target_entropy: a number, or "auto": minus the number of action components, without batch and agent dimensions,
+            of all parts of a composite action. Taken from ``action_spec`` if given, otherwise from the first batch.
+        delay_actor: draw the next actions from target parameters of the actor.
+        delay_qvalue: evaluate the next values with target parameters of the critics.
+        delay_value: evaluate the next states with target parameters of the value network.
+        gamma: refused; see :meth:`make_value_estimator`.
+        priority_key: refused; see :meth:`set_keys`.
+        separate_losses: parameters that critics and actor share get gradients from the actor's loss only. Those that
+            critics share with the value network get theirs from its loss only.
+        reduction: "mean" (default), "sum", or "none" for losses of shape S, weighted, 0 where masked.
+        skip_done_states: in terminated rows every network sees the row's own observation instead of the next one, which
+            may then be anything, NaN included. Truncated rows bootstrap from the real next observation. Shapes stay.
+        deactivate_vmap: run several critics one after the other.
+        use_prioritized_weights: False, True (a batch without weights is an error), or "auto".
+        scalar_output_mode: whether ``alpha`` and ``entropy`` are returned with ``reduction="none"``: "exclude" (also
+            for None, with a warning) or "non_tensor".
 
     Attributes:
         actor_network_params: parameters of the actor, the very ones of ``actor_network``.
         qvalue_network_params: parameters of the critics; stacked ``[N, ...]`` unless the ensemble is natively batched.
         target_qvalue_network_params: their targets, as buffers; updated by :class:`~gpubuf.objectives.SoftUpdate`.
+        value_network_params: parameters of the value network, or None; and so ``target_value_network_params``.
         log_alpha: logarithm of the temperature, ``[]``.
 
     Raises:
-        NotImplementedError: a value network is given.
         TypeError: ``gamma`` is given.
         RuntimeError: ``priority_key`` is given.
         ValueError: an argument is out of range, or the critics are not ``num_qvalue_nets``.
@@ -124,9 +142,6 @@ class SACLoss(TemperatureLossModule, ActorCriticLossModule):
         use_prioritized_weights: str | bool = "auto",
         scalar_output_mode: str | None = None,
     ) -> None:
-        if value_network is not None:
-            raise NotImplementedError("SACLoss is SAC's version 2, which has no value network: leave value_network out")
-        self.delay_value = delay_value
         super().__init__(
             actor_network,
             qvalue_network,
@@ -142,7 +157,13 @@ class SACLoss(TemperatureLossModule, ActorCriticLossModule):
             scalar_output_mode=scalar_output_mode,
             gamma=gamma,
             priority_key=priority_key,
+            further={} if value_network is None else {"value_network": (value_network, delay_value)},
         )
+        self.delay_value = delay_value
+        if value_network is None:
+            self.value_network_params = self.target_value_network_params = None
+        else:
+            self.further_loss_names = ("loss_value",)
         first = next((p for p in self.actor_network_params.parameters()), None)
         self._set_temperature(first, alpha_init, min_alpha, max_alpha, fixed_alpha)
         if action_spec is None:
@@ -153,8 +174,8 @@ class SACLoss(TemperatureLossModule, ActorCriticLossModule):
     def set_keys(self, **kwargs: NestedKey | None) -> None:
         """Set where the loss reads and writes; None restores the default of that key.
 
-        The keys are action, state_action_value, reward, done, terminated, priority and priority_weight; value and
-        log_prob are accepted, as TorchRL's, and not used.
+        The keys are action, value, state_action_value, reward, done, terminated, priority and priority_weight;
+        log_prob is accepted, as TorchRL's, and not used.
 
         Raises:
             ValueError: there is no such key.
@@ -164,14 +185,18 @@ class SACLoss(TemperatureLossModule, ActorCriticLossModule):
     def _losses(self, tensordict: TensorDictBase) -> TensorDictBase:
         alpha = self.alpha
         seen = self.without_masked(tensordict, self._keys_seen())
+        losses = {}
         with set_interaction_type(InteractionType.RANDOM):
             loss_qvalue, priority, next_log_prob = self._critic_loss(seen, alpha)
+            if self.value_network_params is not None:
+                losses["loss_value"] = self._state_value_loss(seen, alpha)
             loss_actor, log_prob, entropy = self._actor_loss(seen, alpha)
         # Detached: the backward of the temperature must not run through the actor's graph, and free it.
         learnt_from = log_prob.detach() if self.temperature_from == "current" else next_log_prob
+        assert learnt_from is not None
         loss_alpha = self._temperature_loss(seen, learnt_from)
         tensordict.set(self.tensor_keys.priority, priority)
-        losses = {"loss_actor": loss_actor, "loss_qvalue": loss_qvalue, "loss_alpha": loss_alpha}
+        losses |= {"loss_actor": loss_actor, "loss_qvalue": loss_qvalue, "loss_alpha": loss_alpha}
         return self._output(tensordict, losses, {"alpha": alpha, "entropy": entropy})
 
     def critic_losses(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -205,12 +230,14 @@ class SACLoss(TemperatureLossModule, ActorCriticLossModule):
         next_q = self._next_values(state, log_prob.shape)
         return self.td_target(next_q, tensordict, log_prob.shape, log_prob, alpha), log_prob
 
-    def _critic_loss(self, tensordict: TensorDictBase, alpha: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _critic_loss(self, tensordict: TensorDictBase, alpha: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """(reduced loss of all critics, priority of each row S, log-densities of the next actions S).
 
         A subclass with critics of another kind replaces it. The priority and the log-densities have no gradient; the
         latter serve a temperature that learns from the next actions.
         """
+        if self.value_network_params is not None:
+            return *self._critic_loss_by_state_value(tensordict), None
         target, next_log_prob = self._target(tensordict, alpha)
         q = self._checked(self._critics.online(tensordict, self.tensor_keys.state_action_value), target.shape)
         loss, td_error = self.td_loss(q, target, tensordict)
@@ -220,7 +247,7 @@ class SACLoss(TemperatureLossModule, ActorCriticLossModule):
         """(reduced loss of the actor, log-densities S of the actions that it drew, mean entropy ``[]``)."""
         state = tensordict.copy()
         action, log_prob = self._policy_action(state)
-        state.set(self.tensor_keys.action, action)
+        self._act(state, action)
         shape = log_prob.shape
         self._learn_target_entropy(action, shape)
         q = self._checked(self._policy_values(state, tensordict), shape)

@@ -6,30 +6,35 @@ import warnings
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpubuf.data.runtime.recording import current_recording
-from gpubuf.objectives.loss_module import LossModule
+from gpubuf.objectives.loss_module import pairs_of
 
 
 class TargetNetUpdater:
     """Base class of the updates. Making one sets the targets to the present parameters.
 
     Args:
-        loss_module: the loss whose ``target_*_params`` follow their ``*_params``.
+        loss_module: the loss whose ``target_*_params`` follow their ``*_params``. That is a
+            :class:`~gpubuf.objectives.LossModule`, or a module of another library that keeps its parameters under such
+            names, as TorchRL's losses do.
 
     Raises:
-        ValueError: ``loss_module`` is no :class:`LossModule`.
+        ValueError: ``loss_module`` is no loss.
         RuntimeError: it has no target parameters.
     """
 
-    def __init__(self, loss_module: LossModule) -> None:
-        if not isinstance(loss_module, LossModule):
+    def __init__(self, loss_module: nn.Module) -> None:
+        associated = getattr(loss_module, "_has_update_associated", None)
+        if not isinstance(loss_module, nn.Module) or not isinstance(associated, dict):
             raise ValueError(f"The loss_module must be a LossModule instance, got {type(loss_module).__name__}.")
         self.loss_module = loss_module
         self.initialized = False
-        self._version = -1
+        self._version: Any = None
         self.init_()
+        for name in associated:
+            associated[name] = True
 
     def init_(self) -> None:
         """Set the targets to the present parameters. The constructor does it once; a second call warns."""
@@ -41,15 +46,21 @@ class TargetNetUpdater:
 
     def _gather(self) -> None:
         """Look the tensors up if they have changed, in lists for ``torch._foreach_*``."""
-        if self._version == self.loss_module.links_version:
+        version = getattr(self.loss_module, "links_version", None)
+        if version is not None and self._version == version:
             return
-        pairs = self.loss_module.target_pairs()
+        pairs = pairs_of(self.loss_module)
+        if version is None:
+            # The loss of another library does not tell when it replaces a tensor.
+            version = [id(tensor) for pair in pairs for tensor in pair]
+            if self._version == version:
+                return
         # Counters (of batch normalisation, say) can't be averaged.
         averaged = [pair for pair in pairs if pair[0].is_floating_point()]
         copied = [pair for pair in pairs if not pair[0].is_floating_point()]
         self._targets, self._sources = _columns(averaged)
         self._copied_targets, self._copied_sources = _columns(copied)
-        self._version = self.loss_module.links_version
+        self._version = version
 
     @torch.no_grad()
     def _copy_all(self) -> None:
@@ -92,7 +103,7 @@ class SoftUpdate(TargetNetUpdater):
         ValueError: both are, or they are not in [0, 1].
     """
 
-    def __init__(self, loss_module: LossModule, *, eps: float | None = None, tau: float | None = None) -> None:
+    def __init__(self, loss_module: nn.Module, *, eps: float | None = None, tau: float | None = None) -> None:
         if eps is None and tau is None:
             raise RuntimeError("Neither eps nor tau was provided.")
         if eps is not None and tau is not None:
@@ -141,7 +152,7 @@ class HardUpdate(TargetNetUpdater):
         ValueError: the interval is less than 1.
     """
 
-    def __init__(self, loss_module: LossModule, *, value_network_update_interval: float = 1000) -> None:
+    def __init__(self, loss_module: nn.Module, *, value_network_update_interval: float = 1000) -> None:
         if value_network_update_interval < 1:
             raise ValueError(f"value_network_update_interval must be at least 1, got {value_network_update_interval}")
         super().__init__(loss_module)

@@ -13,11 +13,17 @@ from torch import Tensor
 from gpubuf.kernels import td
 from gpubuf.modules.plain import entry
 from gpubuf.objectives.loss_module import LossModule
-from gpubuf.objectives.reductions import LOSS_FUNCTIONS, REDUCTIONS, lookup
+from gpubuf.objectives.masks import joint_mask, mask_keys
+from gpubuf.objectives.reductions import COMBINATIONS, LOSS_FUNCTIONS, REDUCTIONS, lookup
 from gpubuf.objectives.shapes import next_key, per_row
-from gpubuf.objectives.values import TD0Estimator, ValueEstimators
-
-DEFAULT_GAMMA = 0.99
+from gpubuf.objectives.values import (
+    ESTIMATORS,
+    TD0Estimator,
+    TDLambdaEstimator,
+    ValueEstimators,
+    make_estimator,
+    steps_of,
+)
 
 
 class TDLossModule(LossModule):
@@ -44,6 +50,8 @@ class TDLossModule(LossModule):
         priority_weight: NestedKey = "priority_weight"
 
     default_value_estimator = ValueEstimators.TD0
+    #: Those that :meth:`make_value_estimator` takes. A loss that makes its targets without :meth:`td_target` has fewer.
+    SUPPORTED_VALUE_ESTIMATORS: tuple[ValueEstimators, ...] = tuple(ESTIMATORS)
 
     def __init__(self, *, loss_function: str = "smooth_l1", reduction: str = "mean") -> None:
         super().__init__()
@@ -52,26 +60,26 @@ class TDLossModule(LossModule):
         self.reduction, self.loss_function = reduction, loss_function
 
     def make_value_estimator(self, value_type: Any = None, **hyperparams: Any) -> Self:
-        """Choose how targets are made: TD(0) with discount ``gamma`` (0.99).
+        """Choose how targets are made.
 
         Args:
-            value_type: None, or "TD0" or the member of an enum of that name.
-            **hyperparams: ``gamma``.
+            value_type: one of ``SUPPORTED_VALUE_ESTIMATORS``: its name, or the member of an enum of that name. None for
+                TD0. TD1 and TDLambda need batches of sequences, ``[B, T]``.
+            **hyperparams: ``gamma`` (0.99), and for TDLambda ``lmbda`` (0.95).
 
         Returns:
             The loss itself.
 
         Raises:
-            NotImplementedError: another estimator.
-            TypeError: another hyperparameter.
-            ValueError: an unknown estimator, or a discount out of [0, 1].
+            NotImplementedError: an estimator that this loss does not support.
+            TypeError: a hyperparameter that the estimator does not have.
+            ValueError: an unknown estimator, or a number out of [0, 1].
         """
-        if value_type is not None and ValueEstimators.parse(value_type) is not ValueEstimators.TD0:
-            raise NotImplementedError(f"{type(self).__name__} bootstraps with TD0 only, got value_type={value_type!r}")
-        gamma = hyperparams.pop("gamma", DEFAULT_GAMMA)
-        if hyperparams:
-            raise TypeError(f"TD0 has one hyperparameter, gamma, got {sorted(hyperparams)}")
-        self._value_estimator = TD0Estimator(float(gamma), self.device)
+        kind = self.default_value_estimator if value_type is None else ValueEstimators.parse(value_type)
+        if kind not in self.SUPPORTED_VALUE_ESTIMATORS:
+            names = ", ".join(each.name for each in self.SUPPORTED_VALUE_ESTIMATORS)
+            raise NotImplementedError(f"{type(self).__name__} bootstraps with {names} only, got {value_type=}")
+        self._value_estimator = make_estimator(kind, self.device, hyperparams)
         return self
 
     @property
@@ -83,6 +91,11 @@ class TDLossModule(LossModule):
         """Which rows do not bootstrap: those terminated, or, where the batch does not say, those done."""
         value = tensordict.get(next_key(self.tensor_keys.terminated), None)
         return entry(tensordict, next_key(self.tensor_keys.done)) if value is None else value
+
+    def done(self, tensordict: TensorDictBase) -> Tensor:
+        """Which rows end a trajectory: those done, or, where the batch does not say, those terminated."""
+        value = tensordict.get(next_key(self.tensor_keys.done), None)
+        return entry(tensordict, next_key(self.tensor_keys.terminated)) if value is None else value
 
     def bootstrap_rows(self, tensordict: TensorDictBase, shape: torch.Size) -> tuple[Tensor, Tensor, Tensor | None]:
         """(rewards, terminated flags, steps that each reward spans or None), each with one element for each row.
@@ -110,8 +123,12 @@ class TDLossModule(LossModule):
         shape: torch.Size,
         next_log_prob: Tensor | None = None,
         alpha: Tensor | None = None,
+        combine: str = "min",
     ) -> Tensor:
-        """``reward + gamma^steps * min_k next_q[k]``, without the value where terminated. No gradient.
+        """What the value estimator makes of rewards and next values. No gradient.
+
+        By default ``reward + gamma^steps * min_k next_q[k]``, without the value where terminated; see
+        :mod:`gpubuf.objectives.values` for the others.
 
         Args:
             next_q: values of the next step by N critics, ``[N, *shape]`` or ``[N, *shape, 1]``.
@@ -119,20 +136,23 @@ class TDLossModule(LossModule):
             shape: of a row of the loss, S.
             next_log_prob: log-densities of the next actions, S, for a soft target; with ``alpha``.
             alpha: the temperature, ``[]``.
+            combine: "min" or "mean" of the critics.
 
         Returns:
             The targets, S.
         """
         reward, terminated, steps = self.bootstrap_rows(tensordict, shape)
-        return self._value_estimator.soft_target(
-            next_q,
-            next_log_prob,
-            alpha,
+        if next_log_prob is None:
             # Without log-densities the target has the shape of the reward.
-            reward.reshape(shape) if next_log_prob is None else reward,
-            terminated,
-            steps,
-        )
+            reward = reward.reshape(shape)
+        soft, code = (next_q, next_log_prob, alpha), COMBINATIONS[combine]
+        estimator = self._value_estimator
+        if not isinstance(estimator, TDLambdaEstimator):
+            return estimator.soft_target(*soft, reward, terminated, steps, code)
+        done = per_row(self.done(tensordict), shape, str(self.tensor_keys.done))
+        mask = joint_mask(tensordict, mask_keys(self.loss_mask_key), shape)
+        times = steps_of(tensordict, shape)
+        return estimator.soft_return(*soft, reward, terminated, done, mask, steps, *times, code)
 
     def td_loss(self, q: Tensor, target: Tensor, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
         """(loss, ``max_k |q[k] - target|`` of each row) of N critics, summed over them.

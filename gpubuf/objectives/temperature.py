@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
+from tensordict import TensorDictBase
 from tensordict.utils import NestedKey, unravel_key
 from torch import Tensor, nn
 
@@ -63,10 +63,10 @@ class TemperatureLossModule(LossModule):
         if isinstance(target_entropy, str):
             if target_entropy != "auto":
                 raise ValueError(f"target_entropy must be a number or 'auto', got {target_entropy!r}")
-            shape = _action_shape(action_spec, action_key)
-            if shape is None:
+            size = _action_size(action_spec, action_key)
+            if size is None:
                 return
-            target_entropy = -float(math.prod(shape))
+            target_entropy = -float(size)
         self.target_entropy = target_entropy
 
     def after_loading(self) -> None:
@@ -95,10 +95,11 @@ class TemperatureLossModule(LossModule):
         self._target_entropy.fill_(value)
         self._target_entropy_known = True
 
-    def _learn_target_entropy(self, action: Tensor, shape: torch.Size) -> None:
+    def _learn_target_entropy(self, action: Tensor | TensorDictBase, shape: torch.Size) -> None:
         """Take "auto" from the first actions, which have one log-density for each of ``shape``."""
         if not self._target_entropy_known:
-            self.target_entropy = -float(action.shape[len(shape) :].numel())
+            parts = [action] if isinstance(action, Tensor) else action.values(True, True)
+            self.target_entropy = -float(sum(part.shape[len(shape) :].numel() for part in parts))
 
     @property
     def alpha(self) -> Tensor:
@@ -115,16 +116,23 @@ class TemperatureLossModule(LossModule):
         return self.log_alpha.device
 
 
-def _action_shape(spec: Any, key: NestedKey) -> Sequence[int] | None:
-    """Shape of one action in ``spec``, without the dimensions of the containers that hold it; None if unknown."""
-    if spec is None:
-        return None
+def _action_size(spec: Any, key: NestedKey) -> int | None:
+    """Components of one action in ``spec``, without the dimensions of the containers that hold it; None if unknown."""
     path = unravel_key(key)
-    container: Sequence[int] = ()
+    container = 0
     for name in path if isinstance(path, tuple) else (path,):
         if not hasattr(spec, "keys"):
             break
-        container = getattr(spec, "shape", None) or ()
+        container = len(getattr(spec, "shape", None) or ())
         spec = spec[name]
+    return _components(spec, container)
+
+
+def _components(spec: Any, batch_dims: int) -> int | None:
+    """Elements of ``spec`` beyond ``batch_dims`` dimensions, of all its leaves if it is composite."""
+    if hasattr(spec, "keys"):
+        sizes = [_components(spec[name], batch_dims) for name in spec.keys() if spec[name] is not None]
+        known = [size for size in sizes if size is not None]
+        return sum(known) if known and len(known) == len(sizes) else None
     shape = getattr(spec, "shape", None)
-    return None if shape is None else tuple(shape)[len(container) :]
+    return None if shape is None else math.prod(tuple(shape)[batch_dims:])

@@ -7,13 +7,14 @@ from enum import Enum
 from typing import Any
 
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from gpubuf.kernels import td
 
 
 class ValueEstimators(Enum):
-    """The estimators that TorchRL names. Here: TD0."""
+    """The estimators that TorchRL names. Here: TD0, TD1 and TDLambda."""
 
     TD0 = "Bootstrapped TD (1-step return)"
     TD1 = "TD(1) (infinity-step return)"
@@ -35,6 +36,9 @@ class ValueEstimators(Enum):
         raise ValueError(f"value_type must be one of {[member.name for member in cls]}, got {value!r}")
 
 
+DEFAULT_GAMMA, DEFAULT_LMBDA = 0.99, 0.95
+
+
 class TD0Estimator(nn.Module):
     """``reward + gamma^steps * V(next)``, without V where terminated (Sutton, 1988).
 
@@ -50,18 +54,27 @@ class TD0Estimator(nn.Module):
     """
 
     gamma: Tensor
+    hyperparameters: tuple[str, ...] = ("gamma",)
 
-    def __init__(self, gamma: float, device: torch.device | str | None = None) -> None:
+    def __init__(self, gamma: float = DEFAULT_GAMMA, device: torch.device | str | None = None) -> None:
         super().__init__()
-        if not 0 <= gamma <= 1:
-            raise ValueError(f"gamma must be in [0, 1], got {gamma}")
-        self.register_buffer("gamma", torch.tensor(gamma, dtype=torch.float64, device=device))
+        self._set("gamma", gamma, device)
+
+    def _set(self, name: str, value: float, device: torch.device | str | None) -> None:
+        value = float(value)
+        if not 0 <= value <= 1:
+            raise ValueError(f"{name} must be in [0, 1], got {value}")
+        self.register_buffer(name, torch.tensor(value, dtype=torch.float64, device=device))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TD0Estimator:
         # Rounded to bfloat16 it would be another discount: follow the device only.
-        precise = self.gamma
+        precise = dict(self._buffers)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.gamma = precise.to(self.gamma.device)
+        for name, tensor in precise.items():
+            moved = self._buffers[name]
+            assert tensor is not None
+            assert moved is not None
+            self._buffers[name] = tensor.to(moved.device)
         return self
 
     def soft_target(
@@ -72,7 +85,109 @@ class TD0Estimator(nn.Module):
         reward: Tensor,
         terminated: Tensor,
         steps: Tensor | None,
+        combine: int = td.SMALLEST,
     ) -> Tensor:
         """See :data:`gpubuf.kernels.td.soft_td_target`."""
-        target: Tensor = td.soft_td_target(next_q, next_log_prob, alpha, reward, terminated, self.gamma, steps)
-        return target
+        return td.soft_td_target(next_q, next_log_prob, alpha, reward, terminated, self.gamma, steps, combine)  # type: ignore[no-any-return]
+
+
+class TDLambdaEstimator(TD0Estimator):
+    """Lambda returns of sequences (Sutton and Barto, 2018, section 12.1).
+
+    ``G_t = reward_t + gamma^steps ((1 - lmbda) V(next_t) + lmbda G_{t+1})``. Where row t is done but not terminated,
+    is the last of its sequence, or comes before a masked row, V(next_t) takes the place of the bracket. Where it is
+    terminated, the bracket is 0. ``lmbda`` 0 is :class:`TD0Estimator`.
+
+    Args:
+        gamma: discount, in [0, 1].
+        lmbda: share of the following return, in [0, 1].
+        device: of both.
+
+    Attributes:
+        gamma: see :class:`TD0Estimator`.
+        lmbda: float64 ``[]``, read on the device at every use: set it with ``fill_``.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+
+    lmbda: Tensor
+    hyperparameters: tuple[str, ...] = ("gamma", "lmbda")
+
+    def __init__(
+        self, gamma: float = DEFAULT_GAMMA, lmbda: float = DEFAULT_LMBDA, device: torch.device | str | None = None
+    ) -> None:
+        super().__init__(gamma, device)
+        self._set("lmbda", lmbda, device)
+
+    def soft_return(
+        self,
+        next_q: Tensor,
+        next_log_prob: Tensor | None,
+        alpha: Tensor | None,
+        reward: Tensor,
+        terminated: Tensor,
+        done: Tensor,
+        mask: Tensor | None,
+        steps: Tensor | None,
+        length: int,
+        inner: int,
+        combine: int = td.SMALLEST,
+    ) -> Tensor:
+        """See :data:`gpubuf.kernels.td.soft_lambda_return`."""
+        rows = reward, terminated, done, mask, self.gamma, self.lmbda, steps
+        return td.soft_lambda_return(next_q, next_log_prob, alpha, *rows, length, inner, combine)  # type: ignore[no-any-return]
+
+
+class TD1Estimator(TDLambdaEstimator):
+    """Discounted sums of rewards until a trajectory's end, and the value there: :class:`TDLambdaEstimator` with 1.
+
+    Args:
+        gamma: discount, in [0, 1].
+        device: of the discount.
+    """
+
+    hyperparameters = ("gamma",)
+
+    def __init__(self, gamma: float = DEFAULT_GAMMA, device: torch.device | str | None = None) -> None:
+        super().__init__(gamma, 1.0, device)
+
+
+ESTIMATORS: dict[ValueEstimators, type[TD0Estimator]] = {
+    ValueEstimators.TD0: TD0Estimator,
+    ValueEstimators.TD1: TD1Estimator,
+    ValueEstimators.TDLambda: TDLambdaEstimator,
+}
+
+
+def make_estimator(kind: ValueEstimators, device: torch.device, hyperparameters: dict[str, Any]) -> TD0Estimator:
+    """The estimator of ``kind`` with these hyperparameters.
+
+    Raises:
+        TypeError: it has no such hyperparameter.
+        ValueError: one is out of range.
+    """
+    estimator = ESTIMATORS[kind]
+    known = estimator.hyperparameters
+    if set(hyperparameters) - set(known):
+        count = "one hyperparameter" if len(known) == 1 else f"{len(known)} hyperparameters"
+        raise TypeError(f"{kind.name} has {count}, {' and '.join(known)}, got {sorted(hyperparameters)}")
+    return estimator(**hyperparameters, device=device)
+
+
+def steps_of(tensordict: TensorDictBase, shape: torch.Size) -> tuple[int, int]:
+    """(steps of each sequence, rows of each step) in a batch whose rows have ``shape``.
+
+    Time is the dimension of the batch that is named ``"time"``, or else its last one: ``[B, T]``.
+
+    Raises:
+        ValueError: the batch has no dimensions.
+    """
+    names = tensordict.names if tensordict._has_names() else ()
+    time = names.index("time") if "time" in names else tensordict.ndim - 1
+    if not 0 <= time < len(shape):
+        raise ValueError(
+            f"returns over several steps need a batch with a dimension of time, [B, T], got batch_size "
+            f"{list(tensordict.batch_size)} and a loss of shape {list(shape)}"
+        )
+    return shape[time], shape[time + 1 :].numel()

@@ -56,7 +56,6 @@ def test_constructor():
 @pytest.mark.parametrize(
     ("kwargs", "error", "message"),
     [
-        ({"value_network": nn.Linear(1, 1)}, NotImplementedError, "no value network"),
         ({"gamma": 0.9}, TypeError, "make_value_estimator"),
         ({"priority_key": "p"}, RuntimeError, "set_keys"),
         ({"loss_function": "l3"}, ValueError, r"loss_function must be one of .*'l3'"),
@@ -269,13 +268,21 @@ def test_value_estimators():
         assert loss.make_value_estimator(value_type, gamma=0.5) is loss
         assert loss.value_estimator.gamma == 0.5
     assert loss.make_value_estimator().value_estimator.gamma == 0.99
-    for value_type in ("TDLambda", ValueEstimators.GAE):
-        with pytest.raises(NotImplementedError, match="TD0 only"):
+    loss.make_value_estimator(ValueEstimators.TDLambda, gamma=0.9, lmbda=0.5)
+    assert (loss.value_estimator.gamma, loss.value_estimator.lmbda) == (0.9, 0.5)
+    assert loss.make_value_estimator("TDLambda").value_estimator.lmbda == 0.95
+    assert loss.make_value_estimator("TD1", gamma=0.7).value_estimator.lmbda == 1
+    for value_type in ("GAE", ValueEstimators.VTrace):
+        with pytest.raises(NotImplementedError, match="TD0, TD1, TDLambda only"):
             loss.make_value_estimator(value_type)
     with pytest.raises(ValueError, match="value_type"):
         loss.make_value_estimator("TD2")
-    with pytest.raises(TypeError, match="lmbda"):
+    with pytest.raises(TypeError, match=r"TD0 has one hyperparameter, gamma, got .'lmbda'."):
         loss.make_value_estimator(lmbda=0.9)
+    with pytest.raises(TypeError, match="TDLambda has 2 hyperparameters"):
+        loss.make_value_estimator("TDLambda", average_rewards=True)
+    with pytest.raises(ValueError, match=r"lmbda must be in \[0, 1\]"):
+        loss.make_value_estimator("TDLambda", lmbda=1.5)
     with pytest.raises(ValueError, match=r"\[0, 1\]"):
         loss.make_value_estimator(gamma=1.5)
 
