@@ -185,18 +185,14 @@ class SACLoss(TemperatureLossModule, StateValueLossModule):
     def _losses(self, tensordict: TensorDictBase) -> TensorDictBase:
         alpha = self.alpha
         seen = self.without_masked(tensordict, self._keys_seen())
-        losses = {}
         with set_interaction_type(InteractionType.RANDOM):
-            loss_qvalue, priority, next_log_prob = self._critic_loss(seen, alpha)
-            if self.value_network_params is not None:
-                losses["loss_value"] = self._state_value_loss(seen, alpha)
+            losses, priority, next_log_prob = self._value_losses(seen, alpha)
             loss_actor, log_prob, entropy = self._actor_loss(seen, alpha)
         # Detached: the backward of the temperature must not run through the actor's graph, and free it.
         learnt_from = log_prob.detach() if self.temperature_from == "current" else next_log_prob
         assert learnt_from is not None
-        loss_alpha = self._temperature_loss(seen, learnt_from)
+        losses = {"loss_actor": loss_actor, **losses, "loss_alpha": self._temperature_loss(seen, learnt_from)}
         tensordict.set(self.tensor_keys.priority, priority)
-        losses |= {"loss_actor": loss_actor, "loss_qvalue": loss_qvalue, "loss_alpha": loss_alpha}
         return self._output(tensordict, losses, {"alpha": alpha, "entropy": entropy})
 
     def critic_losses(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -211,13 +207,23 @@ class SACLoss(TemperatureLossModule, StateValueLossModule):
             alpha = self.alpha
             seen = self.without_masked(tensordict, self._keys_seen())
             with set_interaction_type(InteractionType.RANDOM):
-                loss_qvalue, priority, next_log_prob = self._critic_loss(seen, alpha)
-            losses = {"loss_qvalue": loss_qvalue}
+                losses, priority, next_log_prob = self._value_losses(seen, alpha)
             if self.temperature_from == "next":
+                assert next_log_prob is not None
                 self._learn_target_entropy(tensordict.get(self.tensor_keys.action), next_log_prob.shape)
                 losses["loss_alpha"] = self._temperature_loss(seen, next_log_prob)
             tensordict.set(self.tensor_keys.priority, priority)
             return self._output(tensordict, losses, {"alpha": alpha})
+
+    def _value_losses(
+        self, tensordict: TensorDictBase, alpha: Tensor
+    ) -> tuple[dict[str, Tensor], Tensor, Tensor | None]:
+        """(losses of critics and value network, priorities S, log-densities S of the next actions where drawn)."""
+        loss, priority, next_log_prob = self._critic_loss(tensordict, alpha)
+        losses = {"loss_qvalue": loss}
+        if self.value_network_params is not None:
+            losses["loss_value"] = self._state_value_loss(tensordict, alpha)
+        return losses, priority, next_log_prob
 
     def _next_values(self, state: TensorDictBase, shape: torch.Size) -> Tensor:
         """Values ``[N, *S]`` of the next states and actions by the target critics. The target takes their minimum."""
