@@ -144,7 +144,7 @@ soft_lambda_return = define(
     " Tensor done, Tensor? mask, Tensor gamma, Tensor lmbda, Tensor? steps, int length, int inner, int combine=0)"
     " -> Tensor",
     cpu="gpubuf.kernels.td._cpu_returns:soft_lambda_return",
-    cuda="gpubuf.kernels.td._launch_returns:soft_lambda_return",
+    cuda="gpubuf.kernels.td._launch:soft_lambda_return",
     fake=_soft_lambda_return_fake,
 )
 """The lambda returns G of sequences, by the recursion from their last rows to their first.

@@ -13,18 +13,23 @@ from gpubuf.kernels import config
 from gpubuf.kernels._check import device_name
 from gpubuf.kernels._differentiable import computing_dtype, dense
 from gpubuf.kernels._launching import cdiv, launch
-from gpubuf.kernels.td import NONE, SMALLEST, check_critics, check_rows, check_target
+from gpubuf.kernels.td import NONE, SMALLEST, check_critics, check_return, check_rows, check_target
 from gpubuf.kernels.td._triton import (
     finish_loss_kernel,
     soft_td_target_kernel,
     td_loss_backward_kernel,
     td_loss_kernel,
 )
+from gpubuf.kernels.td._triton_returns import soft_lambda_return_kernel
 
 REAL = {torch.float32: tl.float32, torch.float64: tl.float64}
 
 FINISH_BLOCK = 256
 """Partial sums that the finishing kernel adds at a time."""
+
+
+SEQUENCES = 32
+"""Sequences of a program, one a lane of its only warp: each step waits for the one before, so spread them widely."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,57 @@ def soft_td_target(
             COMBINE=combine,
             BLOCK=plan.block,
             num_warps=plan.num_warps,
+        )
+    return target
+
+
+def soft_lambda_return(
+    next_q: Tensor,
+    next_log_prob: Tensor | None,
+    alpha: Tensor | None,
+    reward: Tensor,
+    terminated: Tensor,
+    done: Tensor,
+    mask: Tensor | None,
+    gamma: Tensor,
+    lmbda: Tensor,
+    steps: Tensor | None,
+    length: int,
+    inner: int,
+    combine: int = SMALLEST,
+) -> Tensor:
+    """See :data:`gpubuf.kernels.td.soft_lambda_return`."""
+    shape = check_target(next_q, next_log_prob, alpha, reward, terminated, gamma, steps, combine)
+    real = computing_dtype(next_q)
+    target = torch.empty(shape, dtype=real, device=next_q.device)
+    n_sequences, n = check_return(target, done, mask, lmbda, length, inner)
+    if n:
+        launch(
+            soft_lambda_return_kernel,
+            cdiv(n_sequences, SEQUENCES),
+            dense(next_q),
+            optional(next_log_prob, next_q),
+            optional(alpha, next_q),
+            dense(reward),
+            dense(terminated),
+            dense(done),
+            optional(mask, next_q),
+            gamma,
+            lmbda,
+            optional(steps, next_q),
+            target,
+            n,
+            n_sequences,
+            length,
+            inner,
+            next_q.shape[0],
+            REAL=REAL[real],
+            HAS_LOG_PROB=next_log_prob is not None,
+            HAS_STEPS=steps is not None,
+            HAS_MASK=mask is not None,
+            COMBINE=combine,
+            BLOCK=SEQUENCES,
+            num_warps=1,
         )
     return target
 

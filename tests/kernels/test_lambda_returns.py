@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gpubuf.kernels import td
-from gpubuf.kernels.td import _launch_returns, reference
+from gpubuf.kernels.td import _launch, reference_returns
 from tests.support.fake_cuda import fake_cuda
 from tests.support.precision import assert_no_worse
 
@@ -47,7 +47,7 @@ class Sequences:
         q, log_prob, reward = (x.to(dtype) for x in (self.q, self.log_prob, self.reward))
         soft = (log_prob, self.alpha.to(dtype)) if entropy else (0.0, 0.0)
         rows = reward, self.terminated, self.done, mask
-        return reference.soft_lambda_return(q, *soft, *rows, gamma, lmbda, steps, combine)
+        return reference_returns.soft_lambda_return(q, *soft, *rows, gamma, lmbda, steps, combine)
 
 
 OPTIONS = [
@@ -172,12 +172,12 @@ def test_nothing_synchronises(monkeypatch):
         def __getitem__(self, grid):
             return lambda *args, **constants: launched.append(grid)
 
-    monkeypatch.setattr(_launch_returns, "soft_lambda_return_kernel", Kernel())
+    monkeypatch.setattr(_launch, "soft_lambda_return_kernel", Kernel())
     with fake_cuda():
         rows, flags = torch.empty(40, 8, device="cuda"), torch.empty(40, 8, dtype=torch.bool, device="cuda")
         q, one = torch.empty(2, 40, 8, device="cuda"), torch.empty((), device="cuda")
         arguments = q, rows, one, rows, flags, flags, flags, one, one, rows, 8, 1
-        out = _launch_returns.soft_lambda_return(*arguments)
+        out = _launch.soft_lambda_return(*arguments)
         assert out.shape == td.soft_lambda_return(*arguments).shape == (40, 8)
     assert [grid[0] for grid in launched] == [2]
 

@@ -6,8 +6,7 @@ import triton.language as tl
 
 from gpubuf.kernels.aot.compiler import AotSpec
 from gpubuf.kernels.td import AVERAGE, L1, L2, MEAN, NONE, SMALLEST, SMOOTH_L1, SUM
-from gpubuf.kernels.td._launch import FINISH_BLOCK, plan_rows
-from gpubuf.kernels.td._launch_returns import SEQUENCES
+from gpubuf.kernels.td._launch import FINISH_BLOCK, SEQUENCES, plan_rows
 
 MODULE = "gpubuf.kernels.td._triton:"
 ENSEMBLE = {"n": "i32", "n_nets": "i32"}
