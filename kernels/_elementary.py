@@ -9,9 +9,10 @@ here are accurate to a few units in the last place of float64.
 import math
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
+from numba.extending import intrinsic, overload
 
 from gpubuf.kernels._jit import jit
 
@@ -31,6 +32,7 @@ _bits_of = _bitcast(types.float64, types.int64, ir.IntType(64))
 _float_of = _bitcast(types.int64, types.float64, ir.DoubleType())
 #: The float32 of the same bits.
 f32_of_bits = _bitcast(types.uint32, types.float32, ir.FloatType())
+_bits_of_f32 = _bitcast(types.float32, types.uint32, ir.IntType(32))
 
 # Adding 1.5 * 2**52 leaves the nearest integer in the low bits of the significand.
 _SHIFTER = 1.5 * 2.0**52
@@ -108,3 +110,39 @@ def log_of_normal(x):  # type: ignore[no-untyped-def]
 def is_positive_normal(x):  # type: ignore[no-untyped-def]
     """Whether :func:`log_of_normal` may be asked."""
     return x >= 2.2250738585072014e-308 and x <= 1.7976931348623157e308
+
+
+# The same pieces in float32. Numba would compute in float64 with literals.
+_ONE, _HALF = np.float32(1), np.float32(0.5)
+_SHIFTER_32 = np.float32(1.5 * 2.0**23)
+_LOG2_E_32 = np.float32(_LOG2_E)
+_LN2_HIGH_32 = np.float32(float.fromhex("0x1.62e400p-1"))
+_LN2_LOW_32 = np.float32(math.log(2) - float.fromhex("0x1.62e400p-1"))
+_C3, _C4, _C5, _C6, _C7 = (np.float32(1 / math.factorial(k)) for k in range(3, 8))
+_LOWEST_32 = np.float32(-87)
+
+
+@jit(forceinline=True)
+def _exp_of_negative_32(x):  # type: ignore[no-untyped-def]
+    z = x if x > _LOWEST_32 else _LOWEST_32
+    shifted = z * _LOG2_E_32 + _SHIFTER_32
+    k = shifted - _SHIFTER_32
+    r = (z - k * _LN2_HIGH_32) - k * _LN2_LOW_32
+    r2 = r * r
+    p = (_ONE + r) + r2 * ((_HALF + r * _C3) + r2 * ((_C4 + r * _C5) + r2 * (_C6 + r * _C7)))
+    return p * f32_of_bits(np.uint32((_bits_of_f32(shifted) + np.uint32(127)) << np.uint32(23)))
+
+
+def exp_of_negative(x: Any) -> Any:
+    """exp(x) for x <= 0 in the precision of x, float32 or float64, for compiled kernels.
+
+    In float32, values below exp(-87) come out as that, and so does NaN.
+    """
+    raise NotImplementedError
+
+
+@overload(exp_of_negative, jit_options={"forceinline": True})
+def _exp_of_negative(x):  # type: ignore[no-untyped-def]
+    if x == types.float32:
+        return lambda x: _exp_of_negative_32(x)
+    return lambda x: exp_below_700(x)

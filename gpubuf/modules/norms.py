@@ -2,8 +2,10 @@
 
 Each has a scale and most a shift per feature and net. ``num_nets=None`` is one net, on ``[*batch, features]``, with
 parameters ``[features]``; otherwise the input is ``[num_nets, rows, features]`` and the parameters are
-``[num_nets, 1, features]``. Inputs of lower precision than the parameters, as under autocast, are normalised in the
-precision of the parameters and returned in their own.
+``[num_nets, 1, features]``. Inputs of lower precision, as under autocast, are normalised in float32 and returned in
+their own. Layer norm and RMS norm with their activation are one kernel each way (:mod:`gpubuf.kernels.norms`), on both
+backends. Batch norm is made of PyTorch's operations, and so is everything in code that ``torch.compile`` or
+``torch.vmap`` transforms.
 """
 
 from __future__ import annotations
@@ -14,12 +16,16 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
+
+from gpubuf.kernels import norms
 
 Statistics = Literal["update", "batch", "running"]
 NormName = Literal["layer", "rms", "batch", "batch_renorm"]
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": functional.relu, "silu": functional.silu}
+_ACTIVATIONS = {"relu": norms.RELU, "silu": norms.SILU}
+
+# The innermost transform of torch.func that is at work, or None.
+_transforms = torch._C._functorch.maybe_current_level
 
 
 class _Norm(nn.Module):
@@ -59,24 +65,26 @@ class _Norm(nn.Module):
 
 
 class _RowNorm(_Norm):
-    """Base class of norms over the features of a row, with an activation behind them."""
+    """Base class of norms over the features of a row, with an activation behind them, in one kernel each way."""
+
+    _kind: int
 
     def __init__(self, features: int, num_nets: int | None = None, *, activation: str | None = None, **kwargs: Any):
         super().__init__(features, num_nets, **kwargs)
         if activation is not None and activation not in _ACTIVATIONS:
             raise ValueError(f"activation must be None or one of {sorted(_ACTIVATIONS)}, got {activation!r}")
         self.activation = activation
-
-    def _normalized(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
+        self._activation = norms.NONE if activation is None else _ACTIVATIONS[activation]
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self._normalized(x.to(torch.promote_types(x.dtype, self.weight.dtype))) * self.weight
-        if self.bias is not None:
-            y = y + self.bias
-        if self.activation is not None:
-            y = _ACTIVATIONS[self.activation](y)
-        return y.to(x.dtype)
+        # A compiler fuses PyTorch's operations itself. vmap and other transforms know no others.
+        if torch.compiler.is_compiling() or _transforms() is not None or not self._has_kernel(x):
+            return norms.composed(x, self.weight, self.bias, self.eps, self._kind, self._activation)
+        y: Tensor = norms.norm_activation(x, self.weight, self.bias, self.eps, self._kind, self._activation)[0]
+        return y
+
+    def _has_kernel(self, x: Tensor) -> bool:
+        return (x.is_cpu or x.is_cuda) and self.features <= norms.MAX_WIDTH
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, activation={self.activation}"
@@ -101,13 +109,12 @@ class LayerNorm(_RowNorm):
         ValueError: there is no such activation.
     """
 
+    _kind = norms.LAYER
+
     def __init__(
         self, features: int, num_nets: int | None = None, *, eps: float = 1e-5, bias: bool = True, **kwargs: Any
     ) -> None:
         super().__init__(features, num_nets, eps=eps, bias=bias, **kwargs)
-
-    def _normalized(self, x: Tensor) -> Tensor:
-        return functional.layer_norm(x, (self.features,), eps=self.eps)
 
 
 class RMSNorm(_RowNorm):
@@ -129,13 +136,12 @@ class RMSNorm(_RowNorm):
         ValueError: there is no such activation.
     """
 
+    _kind = norms.RMS
+
     def __init__(
         self, features: int, num_nets: int | None = None, *, eps: float = 1e-6, bias: bool = False, **kwargs: Any
     ) -> None:
         super().__init__(features, num_nets, eps=eps, bias=bias, **kwargs)
-
-    def _normalized(self, x: Tensor) -> Tensor:
-        return functional.rms_norm(x, (self.features,), eps=self.eps)
 
 
 class BatchNorm(_Norm):

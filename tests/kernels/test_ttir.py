@@ -63,6 +63,7 @@ RUNS = {
     "sac": Run("tanh_normal sac_operations lambda_returns", ("sac", "td", "tanh_normal"), quick="stages"),
     "categorical": Run("categorical_target categorical_loss", ("categorical",), ("default",)),
     "moments": Run("moments", ("moments",), ("default",)),
+    "norms": Run("norms", ("norms",), ("default",)),
     "buffers": Run("buffers prioritized slices slice_model", room="data"),
 }
 

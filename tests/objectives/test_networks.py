@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from gpubuf.kernels.norms import MAX_WIDTH
 from gpubuf.modules import (
     MLP,
     BatchNorm,
@@ -24,6 +25,7 @@ from gpubuf.modules import (
     set_statistics,
     unit_weights,
 )
+from tests.support.dispatched import Count
 
 DOUBLE = {"dtype": torch.float64}
 
@@ -355,3 +357,25 @@ def test_compiled(name):
     torch.testing.assert_close(torch.compile(ensemble, fullgraph=True, backend="aot_eager")(x), other(x))
     for one, two in zip(ensemble.buffers(), other.buffers(), strict=True):
         torch.testing.assert_close(one, two)
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_row_norms_are_one_operation(backend, activation):
+    """Forward and backward, on both backends; vmap and rows that are too wide take PyTorch's operations."""
+    norm = scattered(LayerNorm(5, 3, activation=activation))
+    x = draw(3, 4, 5, dtype=torch.float32).requires_grad_()
+    weight = draw(3, 4, 5, dtype=torch.float32, seed=1)
+    with Count() as count:
+        y = norm(x)
+        grads = torch.autograd.grad(y, [x, *norm.parameters()], weight)
+    assert count.operations == 2
+    single = LayerNorm(5, activation=activation)
+
+    def one(x, weight, bias):
+        return torch.func.functional_call(single, {"weight": weight, "bias": bias}, (x,))
+
+    mapped = torch.vmap(one)(x, norm.weight[:, 0], norm.bias[:, 0])
+    torch.testing.assert_close(mapped, y)
+    torch.testing.assert_close(torch.autograd.grad(mapped, [x, *norm.parameters()], weight), grads)
+    wide = LayerNorm(MAX_WIDTH + 1)
+    assert wide(draw(2, MAX_WIDTH + 1, dtype=torch.float32)).shape == (2, MAX_WIDTH + 1)

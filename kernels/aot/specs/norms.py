@@ -1,0 +1,113 @@
+"""Specialisations of the kernels of norms with activations, as their launchers choose them."""
+
+from typing import Any
+
+import triton.language as tl
+
+from gpubuf.kernels.aot.compiler import AotSpec
+from gpubuf.kernels.norms import LAYER, MAX_WIDTH, NONE, RELU, RMS, SILU
+from gpubuf.kernels.norms._launch import FINISH_BLOCK, FINISH_PARTS, plan_norm
+
+MODULE = "gpubuf.kernels.norms._triton:"
+
+
+def forward(
+    rows: int, width: int, given: str, norm: int, activation: int, weights: str = "fp32", bias: bool = True
+) -> AotSpec:
+    """The forward kernel of two nets."""
+    plan = plan_norm(2, rows, width)
+    real = tl.float64 if given == "fp64" else tl.float32
+    return AotSpec(
+        MODULE + "norm_activation_kernel",
+        {
+            "x_ptr": f"*{given}",
+            "weight_ptr": f"*{weights}",
+            "bias_ptr": f"*{weights}",
+            "y_ptr": f"*{given}",
+            "statistics_ptr": f"*{real.name}",
+            "n_rows": "i32",
+            "width": "i32",
+            "n_blocks": "i32",
+            "total": "i32",
+        },
+        {
+            "REAL": real,
+            "EPS": 1e-5,
+            "NORM": norm,
+            "ACTIVATION": activation,
+            "HAS_BIAS": bias,
+            "BLOCK_ROWS": plan.block_rows,
+            "BLOCK_WIDTH": plan.block_width,
+        },
+        plan.num_warps,
+    )
+
+
+def backward(
+    rows: int, width: int, given: str, norm: int, activation: int, weights: str = "fp32", bias: bool = True
+) -> AotSpec:
+    """The backward kernel of two nets."""
+    plan = plan_norm(2, rows, width)
+    real = tl.float64 if given == "fp64" else tl.float32
+    return AotSpec(
+        MODULE + "norm_activation_backward_kernel",
+        {
+            "grad_ptr": f"*{given}",
+            "x_ptr": f"*{given}",
+            "weight_ptr": f"*{weights}",
+            "bias_ptr": f"*{weights}",
+            "statistics_ptr": f"*{real.name}",
+            "grad_x_ptr": f"*{given}",
+            "partial_ptr": f"*{real.name}",
+            "n_rows": "i32",
+            "width": "i32",
+            "n_parts": "i32",
+            "part_rows": "i32",
+            "total": "i32",
+        },
+        {
+            "REAL": real,
+            "NORM": norm,
+            "ACTIVATION": activation,
+            "HAS_BIAS": bias,
+            "BLOCK_ROWS": plan.block_rows,
+            "BLOCK_WIDTH": plan.block_width,
+        },
+        plan.num_warps,
+    )
+
+
+def finish(real: tl.dtype, weights: str) -> AotSpec:
+    """The sums of all parts."""
+    names = ("nets", "width", "n_parts", "n_blocks")
+    return AotSpec(
+        MODULE + "finish_norm_gradients_kernel",
+        {
+            "partial_ptr": f"*{real.name}",
+            "grad_weight_ptr": f"*{weights}",
+            "grad_bias_ptr": f"*{weights}",
+            **dict.fromkeys(names, "i32"),
+        },
+        {"REAL": real, "BLOCK_PARTS": FINISH_PARTS, "BLOCK": FINISH_BLOCK},
+        4,
+    )
+
+
+CASES: list[tuple[Any, ...]] = [
+    (256, 768, "fp32", LAYER, SILU),
+    (8192, 768, "bf16", LAYER, SILU),
+    (8192, 192, "fp32", LAYER, SILU),
+    (256, 256, "fp32", LAYER, RELU),
+    (2048, 256, "bf16", RMS, NONE, "fp32", False),
+    (256, 256, "fp64", LAYER, SILU, "fp64"),
+    (256, MAX_WIDTH, "fp32", LAYER, SILU),
+    (256, MAX_WIDTH, "fp64", LAYER, SILU, "fp64"),
+    (3, 5, "fp32", RMS, NONE, "fp32", False),
+]
+SPECS = [
+    *(forward(*case) for case in CASES),
+    *(backward(*case) for case in CASES),
+    finish(tl.float32, "fp32"),
+    finish(tl.float32, "bf16"),
+    finish(tl.float64, "fp64"),
+]

@@ -1,0 +1,152 @@
+"""Launches the kernels of norms with activations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from gpubuf.kernels._differentiable import computing_dtype, dense
+from gpubuf.kernels._launching import cdiv, launch
+from gpubuf.kernels.config import ceil_power
+from gpubuf.kernels.norms import check_arguments
+from gpubuf.kernels.norms._triton import (
+    finish_norm_gradients_kernel,
+    norm_activation_backward_kernel,
+    norm_activation_kernel,
+)
+
+REAL = {torch.float32: tl.float32, torch.float64: tl.float64}
+
+#: Elements of a program at a time, in registers.
+TILE = 1024
+#: Programs of the backward, about: enough for every multiprocessor to have some, and few sums to add at the end.
+PROGRAMS = 512
+#: Rows of the backward that are worth a program.
+PART_ROWS = 8
+#: Elements of a row, and sums, that a finishing program adds at a time.
+FINISH_BLOCK, FINISH_PARTS = 32, 32
+
+
+@dataclass(frozen=True)
+class NormPlan:
+    """How kernels cover ``[nets, n_rows, width]`` elements.
+
+    Attributes:
+        block_rows: rows at a time.
+        block_width: elements of a row at a time, all of them.
+        blocks: programs of a net in the forward.
+        parts: programs of a net in the backward.
+        part_rows: rows of each of these.
+        num_warps: of both.
+    """
+
+    block_rows: int
+    block_width: int
+    blocks: int
+    parts: int
+    part_rows: int
+    num_warps: int
+
+
+def plan_norm(nets: int, n_rows: int, width: int) -> NormPlan:
+    """Whole rows; a program of the backward has as many as leave :data:`PROGRAMS` programs, at least a few."""
+    block_width = ceil_power(width)
+    block_rows = min(max(TILE // block_width, 1), ceil_power(n_rows))
+    part_rows = max(cdiv(n_rows * nets, PROGRAMS), min(PART_ROWS, n_rows), block_rows)
+    part_rows = cdiv(part_rows, block_rows) * block_rows
+    num_warps = min(max(block_rows * block_width // 256, 1), 8)
+    return NormPlan(block_rows, block_width, cdiv(n_rows, block_rows), cdiv(n_rows, part_rows), part_rows, num_warps)
+
+
+def norm_activation(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, norm: int, activation: int
+) -> tuple[Tensor, Tensor]:
+    """See :data:`gpubuf.kernels.norms.norm_activation`."""
+    nets, rows, width = check_arguments(x, weight, bias)
+    real = computing_dtype(x)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    statistics = torch.empty((2, *x.shape[:-1]), dtype=real, device=x.device)
+    if not rows:
+        return y, statistics
+    plan = plan_norm(nets, rows, width)
+    launch(
+        norm_activation_kernel,
+        nets * plan.blocks,
+        dense(x),
+        dense(weight),
+        x if bias is None else dense(bias),
+        y,
+        statistics,
+        rows,
+        width,
+        plan.blocks,
+        nets * rows,
+        REAL=REAL[real],
+        EPS=eps,
+        NORM=norm,
+        ACTIVATION=activation,
+        HAS_BIAS=bias is not None,
+        BLOCK_ROWS=plan.block_rows,
+        BLOCK_WIDTH=plan.block_width,
+        num_warps=plan.num_warps,
+    )
+    return y, statistics
+
+
+def norm_activation_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, statistics: Tensor, norm: int, activation: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See :data:`gpubuf.kernels.norms.norm_activation_backward`."""
+    nets, rows, width = check_arguments(x, weight, bias)
+    real = computing_dtype(x)
+    by_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    new: dict[str, Any] = {"dtype": weight.dtype, "device": x.device}
+    if not rows:
+        return by_x, torch.zeros(weight.shape, **new), torch.zeros(weight.shape, **new)
+    by_weight, by_bias = torch.empty(weight.shape, **new), torch.empty(weight.shape, **new)
+    plan = plan_norm(nets, rows, width)
+    partial = torch.empty((2, nets * plan.parts, width), dtype=real, device=x.device)
+    launch(
+        norm_activation_backward_kernel,
+        nets * plan.parts,
+        dense(grad),
+        dense(x),
+        dense(weight),
+        x if bias is None else dense(bias),
+        dense(statistics),
+        by_x,
+        partial,
+        rows,
+        width,
+        plan.parts,
+        plan.part_rows,
+        nets * rows,
+        REAL=REAL[real],
+        NORM=norm,
+        ACTIVATION=activation,
+        HAS_BIAS=bias is not None,
+        BLOCK_ROWS=plan.block_rows,
+        BLOCK_WIDTH=plan.block_width,
+        num_warps=plan.num_warps,
+    )
+    blocks = cdiv(width, FINISH_BLOCK)
+    launch(
+        finish_norm_gradients_kernel,
+        nets * blocks,
+        partial,
+        by_weight,
+        by_bias,
+        nets,
+        width,
+        plan.parts,
+        blocks,
+        REAL=REAL[real],
+        BLOCK_PARTS=FINISH_PARTS,
+        BLOCK=FINISH_BLOCK,
+        num_warps=4,
+    )
+    return by_x, by_weight, by_bias
