@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         save_torchrl,
     )
     from gpubuf.graphs import CaptureError, capture
-    from gpubuf.objectives import HardUpdate, SACLoss, SoftUpdate
+    from gpubuf.objectives import CrossQLoss, DistributionalSACLoss, HardUpdate, REDQLoss, SACLoss, SoftUpdate
     from gpubuf.planning import plan
 
     __version__: str
@@ -71,13 +71,22 @@ _MODULES = {
     ),
     "gpubuf.graphs": ("CaptureError", "capture"),
     "gpubuf.planning": ("plan",),
-    "gpubuf.objectives": ("HardUpdate", "SACLoss", "SoftUpdate"),
+    "gpubuf.objectives": (
+        "CrossQLoss",
+        "DistributionalSACLoss",
+        "HardUpdate",
+        "REDQLoss",
+        "SACLoss",
+        "SoftUpdate",
+    ),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "CaptureError",
     "Codec",
+    "CrossQLoss",
+    "DistributionalSACLoss",
     "HardUpdate",
     "Hindsight",
     "LazyMemmapStorage",
@@ -87,6 +96,7 @@ __all__ = [
     "PrioritizedReplayBuffer",
     "PrioritizedSampler",
     "PrioritizedSliceSampler",
+    "REDQLoss",
     "RandomSampler",
     "ReplayBuffer",
     "ReplayBufferEnsemble",
