@@ -37,7 +37,16 @@ if TYPE_CHECKING:
         save_torchrl,
     )
     from gpubuf.graphs import CaptureError, capture
-    from gpubuf.objectives import CrossQLoss, DistributionalSACLoss, HardUpdate, REDQLoss, SACLoss, SoftUpdate
+    from gpubuf.objectives import (
+        CrossQLoss,
+        DiscreteSACLoss,
+        DistributionalSACLoss,
+        HardUpdate,
+        REDQLoss,
+        SACLoss,
+        SoftUpdate,
+        TD3Loss,
+    )
     from gpubuf.planning import plan
 
     __version__: str
@@ -73,11 +82,13 @@ _MODULES = {
     "gpubuf.planning": ("plan",),
     "gpubuf.objectives": (
         "CrossQLoss",
+        "DiscreteSACLoss",
         "DistributionalSACLoss",
         "HardUpdate",
         "REDQLoss",
         "SACLoss",
         "SoftUpdate",
+        "TD3Loss",
     ),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
@@ -86,6 +97,7 @@ __all__ = [
     "CaptureError",
     "Codec",
     "CrossQLoss",
+    "DiscreteSACLoss",
     "DistributionalSACLoss",
     "HardUpdate",
     "Hindsight",
@@ -107,6 +119,7 @@ __all__ = [
     "SliceSamplerWithoutReplacement",
     "SoftUpdate",
     "SumTree",
+    "TD3Loss",
     "TensorDictPrioritizedReplayBuffer",
     "TensorDictReplayBuffer",
     "TensorDictRoundRobinWriter",

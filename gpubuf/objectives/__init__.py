@@ -1,6 +1,7 @@
 """Losses, and the updates of their target parameters. docs/extending.md shows how to write a loss."""
 
 from gpubuf.objectives.crossq import CrossQLoss
+from gpubuf.objectives.discrete_sac import DiscreteSACLoss
 from gpubuf.objectives.distributional import DistributionalSACLoss
 from gpubuf.objectives.loss_module import LossModule
 from gpubuf.objectives.networks import target_parameters
@@ -8,10 +9,12 @@ from gpubuf.objectives.redq import REDQLoss
 from gpubuf.objectives.sac import SACLoss
 from gpubuf.objectives.targets import HardUpdate, SoftUpdate, TargetNetUpdater
 from gpubuf.objectives.td import TDLossModule
+from gpubuf.objectives.td3 import TD3Loss
 from gpubuf.objectives.values import TD0Estimator, ValueEstimators
 
 __all__ = [
     "CrossQLoss",
+    "DiscreteSACLoss",
     "DistributionalSACLoss",
     "HardUpdate",
     "LossModule",
@@ -19,6 +22,7 @@ __all__ = [
     "SACLoss",
     "SoftUpdate",
     "TD0Estimator",
+    "TD3Loss",
     "TDLossModule",
     "TargetNetUpdater",
     "ValueEstimators",
