@@ -353,7 +353,7 @@ class ActorCriticLossModule(TDLossModule):
 def _read_by(network: Any) -> list[NestedKey]:
     """The keys that ``network`` reads, without those of TensorDicts that its first modules fill entry by entry."""
     read = [unravel_key(key) for key in network.in_keys]
-    parts = getattr(network, "module", None)
+    parts: Any = getattr(network, "module", None)
     if not isinstance(parts, nn.ModuleList):
         return read
     filled = {key[0] for part in parts for key in map(unravel_key, part.out_keys) if isinstance(key, tuple)}
