@@ -353,8 +353,6 @@ class ActorCriticLossModule(TDLossModule):
 def _read_by(network: Any) -> list[NestedKey]:
     """The keys that ``network`` reads, without those of TensorDicts that its first modules fill entry by entry."""
     read = [unravel_key(key) for key in network.in_keys]
-    parts: Any = getattr(network, "module", None)
-    if not isinstance(parts, nn.ModuleList):
-        return read
+    parts: list[Any] = list(network.module) if isinstance(getattr(network, "module", None), nn.ModuleList) else []
     filled = {key[0] for part in parts for key in map(unravel_key, part.out_keys) if isinstance(key, tuple)}
     return [key for key in read if key not in filled or key in parts[0].in_keys]
