@@ -37,16 +37,7 @@ if TYPE_CHECKING:
         save_torchrl,
     )
     from gpubuf.graphs import CaptureError, capture
-    from gpubuf.objectives import (
-        CrossQLoss,
-        DiscreteSACLoss,
-        DistributionalSACLoss,
-        HardUpdate,
-        REDQLoss,
-        SACLoss,
-        SoftUpdate,
-        TD3Loss,
-    )
+    from gpubuf.objectives import HardUpdate, SACLoss, SoftUpdate
     from gpubuf.planning import plan
 
     __version__: str
@@ -80,25 +71,13 @@ _MODULES = {
     ),
     "gpubuf.graphs": ("CaptureError", "capture"),
     "gpubuf.planning": ("plan",),
-    "gpubuf.objectives": (
-        "CrossQLoss",
-        "DiscreteSACLoss",
-        "DistributionalSACLoss",
-        "HardUpdate",
-        "REDQLoss",
-        "SACLoss",
-        "SoftUpdate",
-        "TD3Loss",
-    ),
+    "gpubuf.objectives": ("HardUpdate", "SACLoss", "SoftUpdate"),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "CaptureError",
     "Codec",
-    "CrossQLoss",
-    "DiscreteSACLoss",
-    "DistributionalSACLoss",
     "HardUpdate",
     "Hindsight",
     "LazyMemmapStorage",
@@ -108,7 +87,6 @@ __all__ = [
     "PrioritizedReplayBuffer",
     "PrioritizedSampler",
     "PrioritizedSliceSampler",
-    "REDQLoss",
     "RandomSampler",
     "ReplayBuffer",
     "ReplayBufferEnsemble",
@@ -119,7 +97,6 @@ __all__ = [
     "SliceSamplerWithoutReplacement",
     "SoftUpdate",
     "SumTree",
-    "TD3Loss",
     "TensorDictPrioritizedReplayBuffer",
     "TensorDictReplayBuffer",
     "TensorDictRoundRobinWriter",

@@ -29,6 +29,7 @@ as_f32 = _pointer_cast(types.float32)
 as_f64 = _pointer_cast(types.float64)
 as_i64 = _pointer_cast(types.int64)
 as_u8 = _pointer_cast(types.uint8)
+as_u16 = _pointer_cast(types.uint16)
 as_u32 = _pointer_cast(types.uint32)
 
 

@@ -53,7 +53,7 @@ def test_import_has_no_side_effects():
 import json, os, sys, warnings
 import torch, tensordict
 before = set(sys.modules), dict(os.environ), torch.get_rng_state(), torch.get_num_threads(), list(warnings.filters)
-import gpubuf, gpubuf.data, gpubuf.modules, gpubuf.objectives
+import gpubuf, gpubuf.data, gpubuf.modules, gpubuf.objectives, gpubuf.optim
 import gpubuf.kernels.categorical, gpubuf.kernels.philox, gpubuf.kernels.rows, gpubuf.kernels.sac
 import gpubuf.kernels.sum_tree, gpubuf.kernels.td
 print(json.dumps({

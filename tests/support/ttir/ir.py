@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 _NESTED = r"(?:[^()]|\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\))*"
 _LOC = re.compile(rf"\s*loc\((?P<loc>{_NESTED})\)\s*$")
 _RESULT = re.compile(r"^(%[\w.$-]+(?::\d+)?(?:, %[\w.$-]+(?::\d+)?)*) = (.*)$")
-_NAME = re.compile(r'^"?([a-z_]+\.[a-z_.]+)"?(.*)$')
+_NAME = re.compile(r'^"?([a-z_]+\.[a-z_.0-9]+)"?(.*)$')
 _VALUE = re.compile(r"%[\w.$-]+(?:#\d+)?")
 
 

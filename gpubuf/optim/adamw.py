@@ -1,0 +1,363 @@
+"""AdamW that also keeps weight rows at their length and moves target networks, in one pass."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpubuf.data.runtime.recording import capturing, current_recording, refuse_in_capture
+from gpubuf.kernels import optim
+from gpubuf.kernels._registry import without_dispatch
+from gpubuf.objectives.loss_module import LossModule
+from gpubuf.optim.buckets import (
+    Bucket,
+    Place,
+    UnitRows,
+    arrange,
+    check_parameter,
+    new_moments,
+    same_layout,
+)
+from gpubuf.optim.device_values import Hyperparameters, Watch
+
+_step = without_dispatch(optim.adamw)
+
+#: Keys of torch.optim.AdamW that say how, and not what, it computes. They are kept for state dictionaries.
+_FOREIGN: dict[str, Any] = {
+    "amsgrad": False,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+    "decoupled_weight_decay": True,
+}
+
+
+class AdamW(torch.optim.Optimizer):
+    """Adam with decoupled weight decay, weight rows of fixed length and averaged targets, in one pass over memory.
+
+    One launch on a GPU, and one compiled call on a CPU, for up to 64 parameters of one dtype. For each parameter p
+    with gradient g, in its t-th step::
+
+        m = beta1 * m + (1 - beta1) * g
+        v = beta2 * v + (1 - beta2) * g^2
+        p = p * (1 - lr * weight_decay) - lr * (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
+        p = p * norm / |p| for every row of p     if the weight is in unit_rows
+        target += tau * (p - target)              if p has a target
+
+    (Loshchilov & Hutter, arXiv 1711.05101; with ``weight_decay=0`` it is Adam, Kingma & Ba, arXiv 1412.6980. The last
+    line is that of :class:`~gpubuf.objectives.SoftUpdate`, which is not needed then.)
+
+    It takes the place of ``torch.optim.AdamW``: parameter groups, learning rate schedulers, hooks and state
+    dictionaries work, and each loads the state of the other. The numbers are the same up to rounding, and the same bits
+    in every run. A gradient that is None skips its parameter; its target moves all the same. A gradient that is not
+    finite spreads, as in torch.
+
+    :meth:`step` never waits for the GPU, and can be captured in a graph. The kernels read steps and hyperparameters on
+    the device. :func:`gpubuf.capture` sends those that were changed before each replay; with a graph of your own call
+    :meth:`refresh`. Graphs contain a :meth:`step` with fixed ``groups`` and ``targets``: capture one for each choice.
+    Call it outside of compiled code.
+
+    Args:
+        params: parameters, or groups of them; float32, float64 or bfloat16, on one device. The moments and the
+            arithmetic of bfloat16 parameters are float32.
+        lr: learning rate, a number or a tensor of one element, which may be on the device.
+        betas: decay of the two moments.
+        eps: added to the root.
+        weight_decay: the share of lr that a parameter loses at each step.
+        unit_rows: weights whose rows are scaled to a fixed length after each step: modules, searched for those with
+            ``unit_rows = True`` (see :mod:`gpubuf.modules`), or tuples ``(weight, dim)`` and ``(weight, dim, norm)``,
+            where a row lies along ``dim`` and ``norm`` (1) is its length. A row of zeros stays. The first step
+            brings rows of any length to theirs.
+        targets: a loss whose ``target_*_params`` follow its ``*_params``, or pairs (target, source). Sources may be any
+            tensors, not only parameters of this optimiser. Targets begin as they are. Integers (counters) are copied.
+        tau: share of a target that is replaced at each step, in [0, 1].
+        max_grad_norm: clip the gradients to this norm, that of all parameters together; None: don't. Gradients are
+            scaled as they are read and stay what they were. A second operation computes the norm.
+
+    Attributes:
+        grad_norm: the norm of the gradients of the last step, before clipping, ``[]`` on the device; None without
+            ``max_grad_norm``.
+
+    Raises:
+        TypeError: a parameter has another dtype.
+        ValueError: a hyperparameter is out of range; ``targets`` and ``tau`` do not come together; parameters are on
+            several devices; a weight of ``unit_rows`` is no parameter of this optimiser; a target and its source have
+            different shapes, dtypes or strides.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        unit_rows: nn.Module | Iterable[nn.Module | tuple[Any, ...]] = (),
+        targets: LossModule | Iterable[tuple[Tensor, Tensor]] | None = None,
+        tau: float | None = None,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        if (targets is None) != (tau is None):
+            raise ValueError("targets and tau go together: give both, or neither")
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm must be positive, got {max_grad_norm}")
+        self.max_grad_norm = max_grad_norm
+        self.grad_norm: Tensor | None = None
+        self._source = targets if targets is None or isinstance(targets, LossModule) else list(targets)
+        self._buckets: list[Bucket] | None = None
+        values = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "tau": 0.0 if tau is None else tau,
+        }
+        super().__init__(params, {**values, **_FOREIGN})
+        self._units = _unit_weights(unit_rows)
+        known = {id(param) for param in self._parameters()}
+        if any(id(weight) not in known for weight, _ in self._units):
+            raise ValueError(
+                "a weight of unit_rows is no parameter of this optimiser: of stacked or copied networks, give "
+                "(parameter, dim) instead of the module"
+            )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As ``torch.optim.Optimizer``; a captured graph must be captured anew."""
+        super().add_param_group(param_group)
+        try:
+            _check_group(self.param_groups[-1])
+            device = self.param_groups[0]["params"][0].device
+            for param in self.param_groups[-1]["params"]:
+                check_parameter(param, device)
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+        self._buckets = None
+
+    # The step
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self,
+        closure: Callable[[], float] | None = None,
+        *,
+        groups: Collection[int] | None = None,
+        targets: bool = True,
+    ) -> float | None:
+        """One step of all parameters that have a gradient, and of all targets. No host sync.
+
+        Args:
+            closure: computes the loss anew and returns it.
+            groups: numbers of the parameter groups to update; None: all. Parameters of other groups, their moments,
+                steps and targets stay as they are, whatever their gradients: for policies that are updated more rarely
+                than critics. Targets whose source belongs to no group move.
+            targets: whether targets move.
+
+        Returns:
+            The closure's loss.
+
+        Raises:
+            ValueError: there is no such group, or a gradient does not fit its parameter.
+            RuntimeError: a gradient is sparse.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        chosen = None if groups is None else self._chosen(groups)
+        buckets = self._ready()
+        recording = current_recording()
+        if recording is not None:
+            recording.holds(self, "_buckets")
+            recording.before(self, self.refresh)
+        elif not capturing():
+            self.refresh()
+        self._hyper.copy_tensors(self.param_groups)
+        gradients = [bucket.gradients(chosen) for bucket in buckets]
+        norm = None if self.max_grad_norm is None else self._norm(gradients)
+        for bucket, grads in zip(buckets, gradients, strict=True):
+            _step(
+                bucket.table,
+                bucket.tiles,
+                self._hyper.values,
+                grads,
+                bucket.moving(chosen, targets),
+                norm,
+                bucket.steps,
+                bucket.ticket,
+                bucket.params,
+                bucket.moments,
+                bucket.targets,
+                bucket.aligned,
+                bucket.unit_rows,
+            )
+            # Autograd does not see a write by address.
+            torch._C._increment_version(bucket.params)
+        if targets and self._copied[0]:
+            torch._foreach_copy_(*self._copied)
+        return loss
+
+    def _chosen(self, groups: Collection[int]) -> frozenset[int]:
+        chosen = frozenset(groups)
+        if not chosen <= frozenset(range(len(self.param_groups))):
+            raise ValueError(f"there are {len(self.param_groups)} parameter groups, got the numbers {sorted(chosen)}")
+        return chosen
+
+    def _norm(self, gradients: list[list[Tensor | None]]) -> Tensor:
+        given = [grad for grads in gradients for grad in grads if grad is not None]
+        self.grad_norm = nn.utils.get_total_norm(given) if given else torch.zeros((), device=self._hyper.values.device)
+        return self.grad_norm
+
+    def refresh(self) -> None:
+        """Send hyperparameters that were changed on the host to the device. No host sync.
+
+        :meth:`step` and the replays of :func:`gpubuf.capture` do it. Before you replay a graph of your own, call it.
+        """
+        self._ready()
+        self._hyper.send(self.param_groups, self.max_grad_norm)
+
+    # The tensors
+
+    def _parameters(self) -> list[Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
+
+    def _ready(self) -> list[Bucket]:
+        """The buckets, made anew if a tensor was moved or replaced."""
+        if self._buckets is not None and self._watch.unchanged(self._source, self.state):
+            return self._buckets
+        refuse_in_capture(
+            "the optimiser makes its tables at the first step, and when a parameter was added, moved or replaced: run "
+            "a step outside of the graph"
+        )
+        return self._build()
+
+    def _build(self) -> list[Bucket]:
+        params = self._parameters()
+        device = params[0].device
+        pairs = [] if self._source is None else _pairs_of(self._source)
+        copied = [pair for pair in pairs if not pair[0].is_floating_point()]
+        averaged = [pair for pair in pairs if pair[0].is_floating_point()]
+        for param in params:
+            check_parameter(param, device)
+        for target, source in averaged:
+            check_parameter(source, device)
+            if not same_layout(target, source):
+                raise ValueError(
+                    f"a target must be like its source: expected {source.dtype} {list(source.shape)} with strides "
+                    f"{source.stride()} on {source.device}, got {target.dtype} {list(target.shape)} with strides "
+                    f"{target.stride()} on {target.device}"
+                )
+        units = {id(weight): rows for weight, rows in self._units}
+        places = []
+        for number, group in enumerate(self.param_groups):
+            for param in group["params"]:
+                moments = self._moments(param)
+                places.append(Place(param, number, None, units.get(id(param)), moments))
+        buckets = arrange(places, averaged, device)
+        for bucket in buckets:
+            for place, step in zip(bucket.places, bucket.steps.unbind(), strict=True):
+                if place.group is not None:
+                    state = self.state[place.param]
+                    step.copy_(torch.as_tensor(state.get("step", 0.0)), non_blocking=True)
+                    state["step"] = step
+        self._copied = [target for target, _ in copied], [source for _, source in copied]
+        self._hyper = Hyperparameters(self.param_groups, self.max_grad_norm, device)
+        self._watch = Watch([*params, *(tensor for pair in averaged for tensor in pair)], self._source, self.state)
+        self._buckets = buckets
+        return buckets
+
+    def _moments(self, param: Tensor) -> tuple[Tensor, Tensor]:
+        """The two moments of a parameter: those of its state, or new ones."""
+        state = self.state[param]
+        first, second = new_moments(param)
+        for name, moment in (("exp_avg", first), ("exp_avg_sq", second)):
+            present = state.get(name)
+            if present is None or not same_layout(present, moment):
+                state[name] = moment if present is None else moment.copy_(present)
+        return state["exp_avg"], state["exp_avg_sq"]
+
+    # Its state
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what ``state_dict()`` of this class or of ``torch.optim.AdamW`` (or ``Adam``) returned.
+
+        Moments and steps are copied into the tensors of this optimiser, so that captured graphs go on with them.
+
+        Raises:
+            ValueError: the groups have other sizes, or use ``amsgrad`` or ``maximize``.
+        """
+        for group in state_dict["param_groups"]:
+            if group.get("amsgrad") or group.get("maximize"):
+                raise ValueError("gpubuf.optim.AdamW has neither amsgrad nor maximize, which this state uses")
+        self._ready()
+        own = {param: self.state[param] for param in self._parameters()}
+        super().load_state_dict(state_dict)
+        # What torch has loaded is in the dtype of the parameters, but moments are never bfloat16.
+        ids = [number for group in state_dict["param_groups"] for number in group["params"]]
+        for number, param in zip(ids, self._parameters(), strict=True):
+            loaded = self.state.get(param, {})
+            exact = state_dict["state"].get(number, {})
+            for name, tensor in own[param].items():
+                value = exact.get(name) if param.dtype is torch.bfloat16 and name in exact else loaded.get(name)
+                tensor.zero_() if value is None else tensor.copy_(torch.as_tensor(value))
+        self.state.clear()
+        self.state.update(own)
+        self._watch.state = self.state
+        for group in self.param_groups:
+            for name, value in {**self.defaults, **_FOREIGN}.items():
+                group.setdefault(name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = ("max_grad_norm", "grad_norm", "_source", "_units")
+        return {**super().__getstate__(), **{name: self.__dict__[name] for name in kept}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # Loading a state comes here too, and keeps the tables.
+        self.__dict__.setdefault("_buckets", None)
+
+
+def _pairs_of(source: LossModule | list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    return source.target_pairs() if isinstance(source, LossModule) else source
+
+
+def _check_group(group: dict[str, Any]) -> None:
+    """Raise ValueError unless the hyperparameters are in range. Does not look into tensors."""
+    beta1, beta2 = group["betas"]
+    ranges = {
+        "lr": (group["lr"], 0.0, math.inf),
+        "beta1": (beta1, 0.0, 1.0),
+        "beta2": (beta2, 0.0, 1.0),
+        "eps": (group["eps"], 0.0, math.inf),
+        "weight_decay": (group["weight_decay"], 0.0, math.inf),
+        "tau": (group["tau"], 0.0, math.nextafter(1.0, 2.0)),
+    }
+    for name, (value, low, high) in ranges.items():
+        if isinstance(value, Tensor):
+            if value.numel() != 1 or name not in ("lr", "tau"):
+                raise ValueError(f"{name} must be a number, or a tensor of one element for lr and tau")
+        elif not low <= value < high:
+            raise ValueError(f"{name} must be at least {low} and below {high}, got {value}")
+
+
+def _unit_weights(given: nn.Module | Iterable[nn.Module | tuple[Any, ...]]) -> list[tuple[Tensor, UnitRows]]:
+    """The weights whose rows have a fixed length."""
+    found: list[tuple[Tensor, UnitRows]] = []
+    for item in [given] if isinstance(given, nn.Module) else given:
+        if isinstance(item, nn.Module):
+            marked = [part for part in item.modules() if getattr(part, "unit_rows", False)]
+            found += [(part.weight, UnitRows(part.in_dim, part.row_norm)) for part in marked]  # type: ignore[arg-type,misc]
+        else:
+            weight, dim, *norm = item
+            if not -weight.ndim <= dim < weight.ndim:
+                raise ValueError(f"a weight of {weight.ndim} dimensions has no dimension {dim}")
+            found.append((weight, UnitRows(dim, norm[0] if norm else 1.0)))
+    return found

@@ -1,0 +1,86 @@
+"""Launches the optimiser's step: one launch for a bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from gpubuf.kernels._check import check_devices
+from gpubuf.kernels._launching import launch
+from gpubuf.kernels.optim import ROW_TILE, STRIDED_TILE, TILE
+from gpubuf.kernels.optim._check import check_step, gradient_codes
+from gpubuf.kernels.optim._triton import optim_adamw_kernel
+from gpubuf.kernels.rows._launch import encode_arguments
+
+_DTYPES = {torch.float32: tl.float32, torch.float64: tl.float64, torch.bfloat16: tl.bfloat16}
+_REALS = {torch.float32: tl.float32, torch.float64: tl.float64, torch.bfloat16: tl.float32}
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """The compile-time arguments of a step.
+
+    Attributes:
+        dtype: of the parameters.
+        real: of moments and arithmetic.
+        num_warps: warps of a program.
+    """
+
+    dtype: tl.dtype
+    real: tl.dtype
+    num_warps: int
+
+
+def plan_step(dtype: torch.dtype) -> StepPlan:
+    """Eight elements a thread, and four where they are float64."""
+    return StepPlan(_DTYPES[dtype], _REALS[dtype], 8 if dtype is torch.float64 else 4)
+
+
+def adamw(
+    table: Tensor,
+    tiles: Tensor,
+    hyper: Tensor,
+    grads: Sequence[Tensor | None],
+    averages: Sequence[bool],
+    norm: Tensor | None,
+    steps: Tensor,
+    ticket: Tensor,
+    params: Sequence[Tensor],
+    moments: Sequence[Tensor],
+    targets: Sequence[Tensor],
+    aligned: bool,
+    unit_rows: bool,
+) -> None:
+    """See :data:`gpubuf.kernels.optim.adamw`."""
+    plan = plan_step(check_step(table, hyper, grads, averages, steps, params))
+    check_devices(table, tiles, hyper, norm, steps, ticket, params[0])
+    codes = gradient_codes(grads, averages)
+    # The lowest bit says whether a target moves, and the code of an empty tensor is 2: neither is an address.
+    fits = aligned and not any(code & 14 for code in codes if code > 3)
+    launch(
+        optim_adamw_kernel,
+        tiles.shape[0],
+        table,
+        tiles,
+        hyper,
+        encode_arguments(codes),
+        hyper if norm is None else norm,
+        steps,
+        ticket,
+        len(params),
+        DTYPE=plan.dtype,
+        REAL=plan.real,
+        HAS_NORM=norm is not None,
+        HAS_ROWS=unit_rows,
+        ALIGNED=fits,
+        TILE=TILE,
+        ROWS=ROW_TILE[0],
+        COLUMNS=ROW_TILE[1],
+        LINES=STRIDED_TILE[0],
+        WIDTH=STRIDED_TILE[1],
+        num_warps=plan.num_warps,
+    )

@@ -1,0 +1,398 @@
+"""AdamW beside torch.optim.AdamW, SoftUpdate and a plain normalisation of rows."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from gpubuf.objectives import SoftUpdate
+from gpubuf.optim import AdamW
+from tests.support.sac_setup import make_loss
+
+
+def network(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 16), nn.SiLU(), nn.LayerNorm(16), nn.Linear(16, 2)).to(dtype)
+
+
+def backward(net: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(8, 5, generator=generator, dtype=torch.float64).to(next(net.parameters()).dtype)
+    net.zero_grad()
+    net(x).square().mean().backward()
+
+
+def random_gradients(net: nn.Module, generator: torch.Generator, *others: nn.Module) -> None:
+    for params in zip(*(each.parameters() for each in (net, *others)), strict=True):
+        grad = torch.randn(params[0].shape, generator=generator, dtype=torch.float64).to(params[0].dtype)
+        for param in params:
+            param.grad = grad.clone()
+
+
+def largest_difference(a: nn.Module, b: nn.Module) -> float:
+    return max(float((p - q).detach().abs().max()) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("how", ["foreach", "fused"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-5)], ids=str)
+def test_a_thousand_steps_are_those_of_torch(dtype, tolerance, how, decay):
+    ours, theirs = network(dtype), network(dtype)
+    a = AdamW(ours.parameters(), lr=3e-3, betas=(0.8, 0.99), weight_decay=decay)
+    b = torch.optim.AdamW(theirs.parameters(), lr=3e-3, betas=(0.8, 0.99), weight_decay=decay, **{how: True})
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(1000):
+        random_gradients(ours, generator, theirs)
+        a.step()
+        b.step()
+    assert largest_difference(ours, theirs) <= tolerance
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        for name in ("exp_avg", "exp_avg_sq", "step"):
+            torch.testing.assert_close(a.state[p][name], b.state[q][name].to(a.state[p][name].dtype))
+
+
+def test_adam_is_the_step_without_decay():
+    ours, theirs = network(), network()
+    a, b = AdamW(ours.parameters(), weight_decay=0), torch.optim.Adam(theirs.parameters())
+    for i in range(20):
+        backward(ours, i)
+        backward(theirs, i)
+        a.step()
+        b.step()
+    assert largest_difference(ours, theirs) < 1e-6
+
+
+@pytest.mark.parametrize("tau", [0.005, 0.75])
+def test_targets_are_those_of_soft_update(backend, tau):
+    """Of a loss: parameters, buffers and sources that another optimiser has."""
+    ours, theirs = make_loss(), make_loss()
+    theirs.load_state_dict(copy.deepcopy(ours.state_dict()))
+    critics = [list(loss.qvalue_network_params.parameters()) for loss in (ours, theirs)]
+    a = AdamW(critics[0], targets=ours, tau=tau)
+    b = torch.optim.AdamW(critics[1])
+    with pytest.warns(UserWarning, match="more than half") if tau > 0.5 else contextlib.nullcontext():
+        updater = SoftUpdate(theirs, tau=tau)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        for p, q in zip(*critics, strict=True):
+            p.grad = torch.randn(p.shape, generator=generator, dtype=p.dtype)
+            q.grad = p.grad.clone()
+        a.step()
+        b.step()
+        updater.step()
+    for mine, other in zip(ours.target_pairs(), theirs.target_pairs(), strict=True):
+        torch.testing.assert_close(mine[0], other[0], rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(mine[1], other[1], rtol=1e-6, atol=1e-7)
+
+
+def test_targets_of_any_pairs():
+    """A target of a parameter, of a view of one, of a frozen tensor; two of one source; counters are copied."""
+    net = network()
+    weight, frozen, counter = net[0].weight, torch.randn(4), torch.tensor(7)
+    sources = [weight, weight[:2], frozen, weight, counter]
+    targets = [torch.zeros_like(source) for source in sources]
+    optimizer = AdamW(net.parameters(), targets=zip(targets, sources, strict=True), tau=0.25)
+    backward(net, 0)
+    optimizer.step()
+    for target, source in zip(targets[:4], sources, strict=False):
+        torch.testing.assert_close(target, 0.25 * source.detach())
+    assert targets[4] == 7
+    net.zero_grad()
+    optimizer.step(targets=False)
+    torch.testing.assert_close(targets[2], 0.25 * frozen)
+    optimizer.step()
+    torch.testing.assert_close(targets[2], (0.25 + 0.75 * 0.25) * frozen)
+
+
+class Unit(nn.Linear):
+    unit_rows, in_dim, row_norm = True, -1, 3.0
+
+
+def test_unit_rows():
+    """Rows of the weights of marked modules, and of parameters that are given with a dimension."""
+    net = nn.Sequential(Unit(5, 4), nn.Linear(4, 3))
+    free = nn.Parameter(torch.randn(2, 6, 3))
+    plain = copy.deepcopy(net), nn.Parameter(free.detach().clone())
+    a = AdamW([*net.parameters(), free], unit_rows=[net, (free, -2)])
+    b = torch.optim.AdamW([*plain[0].parameters(), plain[1]])
+    for i in range(5):
+        generator = torch.Generator().manual_seed(i)
+        random_gradients(net, generator, plain[0])
+        free.grad = torch.randn(free.shape, generator=generator)
+        plain[1].grad = free.grad.clone()
+        a.step()
+        b.step()
+        with torch.no_grad():
+            plain[0][0].weight.copy_(3 * functional.normalize(plain[0][0].weight, dim=-1))
+            plain[1].copy_(functional.normalize(plain[1], dim=-2))
+    assert largest_difference(net, plain[0]) < 1e-6
+    torch.testing.assert_close(free, plain[1])
+
+
+def test_schedulers_and_groups():
+    """Each group has its own values, and a change of any of them is seen at the next step."""
+    ours, theirs = network(), network()
+    pair = []
+    for net, kind in ((ours, AdamW), (theirs, torch.optim.AdamW)):
+        groups = [
+            {"params": net[0].parameters(), "lr": 1e-2},
+            {"params": [*net[2].parameters(), *net[3].parameters()], "betas": (0.5, 0.9), "weight_decay": 0.3},
+        ]
+        optimizer = kind(groups, lr=1e-3)
+        pair.append((net, optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, [1e-2, 1e-3], total_steps=30)))
+    for i in range(20):
+        for net, optimizer, scheduler in pair:
+            backward(net, i)
+            optimizer.step()
+            scheduler.step()
+            optimizer.param_groups[1]["eps"] = 1e-8 * (1 + i)
+    assert largest_difference(ours, theirs) < 2e-6
+
+
+def test_a_learning_rate_in_a_tensor():
+    ours, theirs = network(), network()
+    lr = torch.tensor(1e-2)
+    a, b = AdamW(ours.parameters(), lr=lr), torch.optim.AdamW(theirs.parameters(), lr=1e-2)
+    for i in range(4):
+        for net, optimizer in ((ours, a), (theirs, b)):
+            backward(net, i)
+            optimizer.step()
+        lr.mul_(0.5)
+        b.param_groups[0]["lr"] *= 0.5
+    assert largest_difference(ours, theirs) < 1e-6
+
+
+def test_parameters_without_gradient_are_skipped():
+    ours, theirs = network(), network()
+    a, b = AdamW(ours.parameters()), torch.optim.AdamW(theirs.parameters())
+    for i in range(6):
+        for net, optimizer in ((ours, a), (theirs, b)):
+            backward(net, i)
+            if i % 2:
+                net[0].weight.grad = None
+            optimizer.step()
+    assert largest_difference(ours, theirs) < 1e-6
+    assert [float(a.state[p]["step"]) for p in ours.parameters()] == [3, 6, 6, 6, 6, 6]
+
+
+def test_delayed_groups():
+    """A policy that is updated at every second step: parameters, moments, steps and targets stay in between."""
+    net, target = network(), network()
+    pairs = list(zip(target.parameters(), net.parameters(), strict=True))
+    groups = [{"params": net[0].parameters()}, {"params": [*net[2].parameters(), *net[3].parameters()]}]
+    optimizer = AdamW(groups, targets=pairs, tau=0.5)
+    backward(net, 0)
+    before = copy.deepcopy(net[0]), copy.deepcopy(target[0])
+    optimizer.step(groups=[1])
+    assert largest_difference(net[0], before[0]) == largest_difference(target[0], before[1]) == 0
+    assert [float(optimizer.state[p]["step"]) for p in net.parameters()] == [0, 0, 1, 1, 1, 1]
+    optimizer.step(groups=[0, 1], targets=False)
+    assert largest_difference(net[0], before[0]) > 0
+    assert largest_difference(target[0], before[1]) == 0
+    with pytest.raises(ValueError, match="2 parameter groups"):
+        optimizer.step(groups=[2])
+
+
+@pytest.mark.parametrize("max_norm", [0.1, 1e6])
+def test_clipping(max_norm):
+    ours, theirs = network(), network()
+    a, b = AdamW(ours.parameters(), max_grad_norm=max_norm), torch.optim.AdamW(theirs.parameters())
+    for i in range(5):
+        backward(ours, i)
+        backward(theirs, i)
+        untouched = ours[0].weight.grad.clone()
+        norm = nn.utils.clip_grad_norm_(theirs.parameters(), max_norm)
+        a.step()
+        b.step()
+        torch.testing.assert_close(a.grad_norm, norm)
+        assert torch.equal(ours[0].weight.grad, untouched)
+    assert largest_difference(ours, theirs) < 1e-5
+
+
+def test_bfloat16_parameters_have_float32_moments():
+    net, exact = network(torch.bfloat16), network(torch.bfloat16)
+    optimizer = AdamW(net.parameters(), lr=1e-2)
+    state = {p: (torch.zeros(p.shape), torch.zeros(p.shape)) for p in exact.parameters()}
+    for t in range(1, 6):
+        backward(net, t)
+        for p, q in zip(net.parameters(), exact.parameters(), strict=True):
+            m, v = state[q]
+            m.lerp_(p.grad.float(), 0.1)
+            v.mul_(0.999).addcmul_(p.grad.float(), p.grad.float(), value=0.001)
+            size = 1e-2 / (1 - 0.9**t)
+            new = p.detach().float() * (1 - 1e-4) - size * m / ((v / (1 - 0.999**t)).sqrt() + 1e-8)
+            q.data.copy_(new)
+        optimizer.step()
+        assert largest_difference(net, exact) <= 2**-8
+    for p, q in zip(net.parameters(), exact.parameters(), strict=True):
+        assert optimizer.state[p]["exp_avg"].dtype is torch.float32
+        torch.testing.assert_close(optimizer.state[p]["exp_avg_sq"], state[q][1])
+
+
+# State
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_loaded_state_goes_on(dtype):
+    """The same bits as without the interruption, also where the moments are wider than the parameters."""
+    net = network(dtype)
+    optimizer = AdamW(net.parameters(), lr=1e-2)
+    for i in range(3):
+        backward(net, i)
+        optimizer.step()
+    file = io.BytesIO()
+    torch.save({"net": net.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file)
+    resumed = network(dtype, seed=9)
+    resumed.load_state_dict(saved["net"])
+    other = AdamW(resumed.parameters(), lr=1.0)
+    other.load_state_dict(saved["optimizer"])
+    for i in range(3, 6):
+        for each, its in ((net, optimizer), (resumed, other)):
+            backward(each, i)
+            its.step()
+    assert largest_difference(net, resumed) == 0
+
+
+def test_states_of_torch_and_ours():
+    """Each goes on with the state of the other."""
+    nets = [network() for _ in range(2)]
+    theirs, ours = torch.optim.AdamW(nets[0].parameters(), lr=1e-2), AdamW(nets[1].parameters(), lr=0.5)
+    for i in range(6):
+        if i == 2:
+            nets[1].load_state_dict(nets[0].state_dict())
+            ours.load_state_dict(theirs.state_dict())
+        if i == 4:
+            theirs = torch.optim.AdamW(nets[0].parameters())
+            theirs.load_state_dict(copy.deepcopy(ours.state_dict()))
+        for net, optimizer in zip(nets, (theirs, ours), strict=True):
+            backward(net, i)
+            optimizer.step()
+    assert largest_difference(*nets) < 1e-6
+    assert set(ours.state_dict()["state"][0]) == {"step", "exp_avg", "exp_avg_sq"}
+    assert ours.param_groups[0]["tau"] == 0
+
+
+def test_other_kinds_of_adam_are_refused():
+    net = network()
+    theirs = torch.optim.AdamW(net.parameters(), amsgrad=True)
+    with pytest.raises(ValueError, match="amsgrad"):
+        AdamW(net.parameters()).load_state_dict(theirs.state_dict())
+
+
+def test_copies():
+    """A copy has parameters, targets and a state of its own."""
+    net, target = network(), network()
+    pairs = list(zip(target.parameters(), net.parameters(), strict=True))
+    optimizer = AdamW(net.parameters(), targets=pairs, tau=0.5, unit_rows=[(net[0].weight, 1)])
+    backward(net, 0)
+    optimizer.step()
+    (other_net, other), before = copy.deepcopy((net, optimizer)), copy.deepcopy(net)
+    backward(other_net, 1)
+    other.step()
+    assert largest_difference(net, before) == 0
+    backward(net, 1)
+    optimizer.step()
+    assert largest_difference(net, other_net) == 0
+
+
+def test_moved_parameters_are_found():
+    """Parameters, targets or states that were replaced: nothing is written where they were."""
+    net, target = network(), network()
+    pairs = [(t.data, p) for t, p in zip(target.parameters(), net.parameters(), strict=True)]
+    optimizer = AdamW(net.parameters(), targets=pairs, tau=0.5)
+    backward(net, 0)
+    optimizer.step()
+    old = net[0].weight.data
+    kept = old.clone()
+    net[0].weight.data = old.clone()
+    backward(net, 1)
+    optimizer.step()
+    assert torch.equal(old, kept)
+    assert not torch.equal(net[0].weight, kept)
+    assert float(optimizer.state[net[0].weight]["step"]) == 2
+    optimizer.state.clear()
+    optimizer.step()
+    assert float(optimizer.state[net[0].weight]["step"]) == 1
+
+
+# Errors
+
+
+def test_what_is_refused():
+    net = network()
+    given = {"lr": -1.0, "betas": (1.0, 0.5), "eps": -1e-8, "weight_decay": -0.1, "max_grad_norm": 0.0}
+    for name, value in given.items():
+        with pytest.raises(ValueError, match="beta1" if name == "betas" else name):
+            AdamW(net.parameters(), **{name: value})
+    with pytest.raises(ValueError, match="go together"):
+        AdamW(net.parameters(), tau=0.1)
+    with pytest.raises(ValueError, match="tau"):
+        AdamW(net.parameters(), targets=[], tau=1.5)
+    with pytest.raises(ValueError, match="no parameter of this optimiser"):
+        AdamW(net.parameters(), unit_rows=[(torch.ones(3, 3), 1)])
+    with pytest.raises(ValueError, match="no dimension 2"):
+        AdamW(net.parameters(), unit_rows=[(net[0].weight, 2)])
+    with pytest.raises(TypeError, match="float16"):
+        AdamW(network(torch.float16).parameters())
+    with pytest.raises(ValueError, match="like its source"):
+        AdamW(net.parameters(), targets=[(torch.ones(4), net[0].weight)], tau=0.1).step()
+    with pytest.raises(ValueError, match="dense"):
+        AdamW([nn.Parameter(torch.ones(4, 4)[:, :2])])
+    weight = nn.Parameter(torch.ones(3, 2))
+    weight.grad = torch.ones(3, 2).to_sparse()
+    with pytest.raises(RuntimeError, match="sparse"):
+        AdamW([weight]).step()
+
+
+def test_gradients_of_any_strides():
+    """Such as an expanded one; and a parameter that is stored the other way round."""
+    weight, other = nn.Parameter(torch.randn(4, 3).T), nn.Parameter(torch.randn(3, 4))
+    plain = [nn.Parameter(each.detach().clone()) for each in (weight, other)]
+    a, b = AdamW([weight, other]), torch.optim.AdamW(plain)
+    for _ in range(3):
+        for p, q in zip((weight, other), plain, strict=True):
+            p.grad = torch.randn(3, 1).expand(3, 4)
+            q.grad = p.grad.clone()
+        a.step()
+        b.step()
+    torch.testing.assert_close([weight, other], plain)
+
+
+def test_autograd_sees_the_step():
+    """A graph that saved a weight can't be gone through once the weight has changed."""
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = AdamW([weight])
+    loss = weight.square().sum()
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_nan_spreads_as_in_torch():
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = AdamW([weight])
+    weight.grad = torch.tensor([1.0, math.nan, 1.0])
+    optimizer.step()
+    assert weight.isnan().tolist() == [False, True, False]
+
+
+def test_closure():
+    net = network()
+    optimizer = AdamW(net.parameters())
+
+    def closure() -> float:
+        backward(net, 0)
+        return 3.5
+
+    assert optimizer.step(closure) == 3.5
+    assert float(optimizer.state[net[0].weight]["step"]) == 1
