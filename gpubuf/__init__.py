@@ -37,7 +37,16 @@ if TYPE_CHECKING:
         save_torchrl,
     )
     from gpubuf.graphs import CaptureError, capture
-    from gpubuf.objectives import HardUpdate, SACLoss, SoftUpdate
+    from gpubuf.objectives import (
+        CrossQLoss,
+        DiscreteSACLoss,
+        DistributionalSACLoss,
+        HardUpdate,
+        REDQLoss,
+        SACLoss,
+        SoftUpdate,
+        TD3Loss,
+    )
     from gpubuf.planning import plan
 
     __version__: str
@@ -71,13 +80,25 @@ _MODULES = {
     ),
     "gpubuf.graphs": ("CaptureError", "capture"),
     "gpubuf.planning": ("plan",),
-    "gpubuf.objectives": ("HardUpdate", "SACLoss", "SoftUpdate"),
+    "gpubuf.objectives": (
+        "CrossQLoss",
+        "DiscreteSACLoss",
+        "DistributionalSACLoss",
+        "HardUpdate",
+        "REDQLoss",
+        "SACLoss",
+        "SoftUpdate",
+        "TD3Loss",
+    ),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "CaptureError",
     "Codec",
+    "CrossQLoss",
+    "DiscreteSACLoss",
+    "DistributionalSACLoss",
     "HardUpdate",
     "Hindsight",
     "LazyMemmapStorage",
@@ -87,6 +108,7 @@ __all__ = [
     "PrioritizedReplayBuffer",
     "PrioritizedSampler",
     "PrioritizedSliceSampler",
+    "REDQLoss",
     "RandomSampler",
     "ReplayBuffer",
     "ReplayBufferEnsemble",
@@ -97,6 +119,7 @@ __all__ = [
     "SliceSamplerWithoutReplacement",
     "SoftUpdate",
     "SumTree",
+    "TD3Loss",
     "TensorDictPrioritizedReplayBuffer",
     "TensorDictReplayBuffer",
     "TensorDictRoundRobinWriter",

@@ -1,7 +1,7 @@
 """Elementary functions for Numba loops, without calls and without branches, so that LLVM vectorises the loops.
 
 ``math.exp`` and its like call the C library for one element at a time, which takes 15 ns instead of 1 ns. The functions
-here are accurate to a few units in the last place of float64.
+here are accurate to a few units in the last place of float64; those on float32, whose names end so, of float32.
 """
 
 # Numba's intrinsics need real types: no `from __future__ import annotations`.
@@ -28,8 +28,8 @@ def _bitcast(source: Any, target: Any, ir_type: ir.Type) -> Any:
     return cast
 
 
-_bits_of = _bitcast(types.float64, types.int64, ir.IntType(64))
-#: The float64 of the same bits.
+#: The bits of a number as an integer, and back.
+bits_of = _bitcast(types.float64, types.int64, ir.IntType(64))
 float_of_bits = _bitcast(types.int64, types.float64, ir.DoubleType())
 #: The float32 of the same bits.
 f32_of_bits = _bitcast(types.uint32, types.float32, ir.FloatType())
@@ -63,7 +63,7 @@ def exp_below_700(x):  # type: ignore[no-untyped-def]
     p8 = (1 / 40320 + r * (1 / 362880)) + r2 * (1 / 3628800 + r * (1 / 39916800))
     p12 = 1 / 479001600 + r * (1 / 6227020800)
     p = (p0 + r4 * p4) + r8 * (p8 + r4 * p12)
-    power = float_of_bits((_bits_of(shifted) + 1023) << 52)
+    power = float_of_bits((bits_of(shifted) + 1023) << 52)
     out = p * power if x > -_LARGEST_EXPONENT else 0.0
     return out if x == x else x
 
@@ -91,11 +91,11 @@ def log_of_normal(x):  # type: ignore[no-untyped-def]
     x = 2^k m with m in [sqrt(1/2), sqrt(2)): log(x) = k log 2 + 2 atanh((m - 1) / (m + 1)). The terms of the series
     are added pairwise, as in :func:`exp_below_700`.
     """
-    bits = _bits_of(x)
+    bits = bits_of(x)
     # The exponent that brings the significand below sqrt(2) to the 1, and above it to the 1/2.
     k = (bits - 0x3FE6A09E667F3BCD) >> 52
     m = float_of_bits(bits - (k << 52))
-    exponent = float_of_bits(k + _bits_of(_SHIFTER)) - _SHIFTER
+    exponent = float_of_bits(k + bits_of(_SHIFTER)) - _SHIFTER
     t = (m - 1) / (m + 1)
     t2 = t * t
     t4 = t2 * t2
@@ -121,6 +121,10 @@ _LN2_HIGH_32 = np.float32(float.fromhex("0x1.62e400p-1"))
 _LN2_LOW_32 = np.float32(math.log(2) - float.fromhex("0x1.62e400p-1"))
 _C3, _C4, _C5, _C6, _C7 = (np.float32(1 / math.factorial(k)) for k in range(3, 8))
 _LOWEST_32 = np.float32(-87)
+_ZERO, _TWO = np.float32(0), np.float32(2)
+_SMALLEST_32, _BIGGEST_32 = np.finfo(np.float32).tiny, np.finfo(np.float32).max
+_THIRD, _FIFTH, _SEVENTH, _NINTH = (np.float32(1 / k) for k in (3, 5, 7, 9))
+_SQRT_HALF_BITS_32, _SIGNIFICAND_32 = np.int32(0x3F3504F3), np.int32(23)
 
 
 @jit(forceinline=True)
@@ -147,3 +151,29 @@ def _exp_of_negative(x):  # type: ignore[no-untyped-def]
     if x == types.float32:
         return lambda x: _exp_of_negative_32(x)
     return lambda x: exp_below_700(x)
+
+
+@jit(forceinline=True)
+def exp_below_88_f32(x):  # type: ignore[no-untyped-def]
+    """exp(x) of a float32 below 88; values below exp(-87) come out as 0, NaN as NaN."""
+    out = _exp_of_negative_32(x) if x > _LOWEST_32 else _ZERO
+    return out if x == x else x
+
+
+@jit(forceinline=True)
+def log_of_normal_f32(x):  # type: ignore[no-untyped-def]
+    """log(x) of a positive normal float32, and any number for other x. As :func:`log_of_normal`."""
+    bits = np.int32(bits_of_f32(x))
+    k = np.int32(np.int32(bits - _SQRT_HALF_BITS_32) >> _SIGNIFICAND_32)
+    m = f32_of_bits(np.uint32(np.int32(bits - np.int32(k << _SIGNIFICAND_32))))
+    exponent = np.float32(k)
+    t = (m - _ONE) / (m + _ONE)
+    t2 = t * t
+    p = t2 * ((_THIRD + t2 * _FIFTH) + (t2 * t2) * (_SEVENTH + t2 * _NINTH))
+    return exponent * _LN2_HIGH_32 + (exponent * _LN2_LOW_32 + (_TWO * t + _TWO * t * p))
+
+
+@jit(forceinline=True)
+def is_positive_normal_f32(x):  # type: ignore[no-untyped-def]
+    """Whether :func:`log_of_normal_f32` may be asked."""
+    return x >= _SMALLEST_32 and x <= _BIGGEST_32

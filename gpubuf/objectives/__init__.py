@@ -1,18 +1,28 @@
 """Losses, and the updates of their target parameters. docs/extending.md shows how to write a loss."""
 
+from gpubuf.objectives.crossq import CrossQLoss
+from gpubuf.objectives.discrete_sac import DiscreteSACLoss
+from gpubuf.objectives.distributional import DistributionalSACLoss
 from gpubuf.objectives.loss_module import LossModule
 from gpubuf.objectives.networks import target_parameters
+from gpubuf.objectives.redq import REDQLoss
 from gpubuf.objectives.sac import SACLoss
 from gpubuf.objectives.targets import HardUpdate, SoftUpdate, TargetNetUpdater
 from gpubuf.objectives.td import TDLossModule
+from gpubuf.objectives.td3 import TD3Loss
 from gpubuf.objectives.values import TD0Estimator, ValueEstimators
 
 __all__ = [
+    "CrossQLoss",
+    "DiscreteSACLoss",
+    "DistributionalSACLoss",
     "HardUpdate",
     "LossModule",
+    "REDQLoss",
     "SACLoss",
     "SoftUpdate",
     "TD0Estimator",
+    "TD3Loss",
     "TDLossModule",
     "TargetNetUpdater",
     "ValueEstimators",

@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictParams, dispatch
 from tensordict.utils import NestedKey, unravel_key
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpubuf.modules.plain import entry
 from gpubuf.objectives.arguments import one_of, refuse_deprecated, warn
@@ -225,7 +225,7 @@ class ActorCriticLossModule(TDLossModule):
     def _state_keys(self) -> list[NestedKey]:
         """The entries that networks read, other than actions."""
         networks = [*(single.network for single in self._networks.values()), self.qvalue_network]
-        keys = dict.fromkeys(unravel_key(key) for network in networks for key in network.in_keys)
+        keys = dict.fromkeys(key for network in networks for key in _read_by(network))
         return [key for key in keys if not self._is_action(key)]
 
     def _is_action(self, key: NestedKey) -> bool:
@@ -348,3 +348,11 @@ class ActorCriticLossModule(TDLossModule):
                 f"log-densities of shape {list(shape)}, got {list(q.shape)}"
             )
         return q
+
+
+def _read_by(network: Any) -> list[NestedKey]:
+    """The keys that ``network`` reads, without those of TensorDicts that its first modules fill entry by entry."""
+    read = [unravel_key(key) for key in network.in_keys]
+    parts: list[Any] = list(network.module) if isinstance(getattr(network, "module", None), nn.ModuleList) else []
+    filled = {key[0] for part in parts for key in map(unravel_key, part.out_keys) if isinstance(key, tuple)}
+    return [key for key in read if key not in filled or key in parts[0].in_keys]

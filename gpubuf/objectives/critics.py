@@ -10,13 +10,14 @@ from tensordict.nn import TensorDictParams
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
-from gpubuf.modules.norms import BatchNorm, Statistics, set_statistics
+from gpubuf.modules.norms import set_statistics
 from gpubuf.modules.plain import entry, is_plain
 from gpubuf.objectives.linear_stacks import LinearStack, linear_stack
 from gpubuf.objectives.networks import (
     ParameterPlaces,
     Path,
     SwappableCopy,
+    batch_norms,
     distinct,
     ensemble_size,
     leaves,
@@ -66,6 +67,14 @@ class Critics:
 
     def target(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
         """Values with the target parameters, or, without target parameters, with the detached ones."""
+        raise NotImplementedError
+
+    def expect_joint_batches(self) -> None:
+        """From now on present and next rows come together, in one batch, to :meth:`online` and to :meth:`target`.
+
+        There batch norms use the statistics of these batches. In :meth:`detached` they use the running ones, and leave
+        them alone: rows of the present alone, with actions of the policy, are another distribution.
+        """
         raise NotImplementedError
 
     @property
@@ -120,6 +129,10 @@ class BatchedCritics(Critics):
         self._target.follow_mode()
         return self._run(self._target.module, inputs, key)
 
+    def expect_joint_batches(self) -> None:
+        self._detached.keep_running_statistics()
+        self._target.use_batch_statistics()
+
     def _run(self, module: Any, inputs: TensorDictBase, key: NestedKey) -> Tensor:
         entries = [entry(inputs, name) for name in self.network.in_keys]
         if is_plain(module):
@@ -148,33 +161,35 @@ class StackedCritics(Critics):
         super().__init__(len(members), members[0], stacked_parameters(distinct(members), shared), owners)
         self._use_vmap = use_vmap
         where = paths(self.params)
-        self._copy = SwappableCopy(self.network, where)
+        self._copy = self._detached_copy = self._target_copy = SwappableCopy(self.network, where)
+        if batch_norms(self.network):
+            # Batch norms take the running statistics, which only the online networks move.
+            self._detached_copy, self._target_copy = (
+                SwappableCopy(self.network, where),
+                SwappableCopy(self.network, where),
+            )
+            for copy in (self._detached_copy, self._target_copy):
+                set_statistics(copy.module, "running")
         self._stack: LinearStack | None = linear_stack(self.network, where)
-        self._batch_norms = [part for part in self._copy.module.modules() if isinstance(part, BatchNorm)]
 
     def online(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
-        self._set_statistics("update")
-        return self._run(self._tensors, inputs, key)
+        return self._run(self._tensors, inputs, key, self._copy)
 
     def detached(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
-        self._set_statistics("running")
-        return self._run([tensor.detach() for tensor in self._tensors], inputs, key)
+        return self._run([tensor.detach() for tensor in self._tensors], inputs, key, self._detached_copy)
 
     def target(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
         if self._target_tensors is None:
             return self.detached(inputs, key)
-        self._set_statistics("running")
-        return self._run(self._target_tensors, inputs, key)
+        return self._run(self._target_tensors, inputs, key, self._target_copy)
 
-    def _set_statistics(self, statistics: Statistics) -> None:
-        """Batch norms take the running statistics, which only the online networks move."""
-        for part in self._batch_norms:
-            part.statistics = statistics
+    def expect_joint_batches(self) -> None:
+        self._detached_copy.keep_running_statistics()
+        self._target_copy.use_batch_statistics()
 
-    def _run(self, tensors: list[Tensor], inputs: TensorDictBase, key: NestedKey) -> Tensor:
+    def _run(self, tensors: list[Tensor], inputs: TensorDictBase, key: NestedKey, copy: SwappableCopy) -> Tensor:
         if self._stack is not None:
             return self._stack(tensors, [entry(inputs, name) for name in self.network.in_keys])
-        copy = self._copy
         copy.follow_mode()
 
         def single(*own: Tensor) -> Tensor:

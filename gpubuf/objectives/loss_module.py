@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any
@@ -14,6 +13,7 @@ from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
+from gpubuf.objectives.arguments import warn
 from gpubuf.objectives.masks import importance_weight, joint_mask, mask_keys, masks_in, without_masked
 
 
@@ -160,7 +160,7 @@ def _check_updater(loss: LossModule, _: Any) -> None:
     loss._forward_pre_hooks.pop(loss._first_call, None)
     targets = any(name.startswith("target_") and name.endswith("_params") for name in loss._modules)
     if targets and not all(loss._has_update_associated.values()):
-        warnings.warn(NO_UPDATER, category=UserWarning, stacklevel=4)
+        warn(NO_UPDATER)
 
 
 def _after_loading(loss: LossModule, _: Any) -> None:

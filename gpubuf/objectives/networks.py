@@ -12,6 +12,8 @@ from tensordict.nn import TensorDictParams
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
+from gpubuf.modules.norms import set_statistics
+
 Path = tuple[str, ...]
 
 
@@ -61,6 +63,11 @@ class ParameterPlaces:
         self.fill([None] * len(self._places))
 
 
+def batch_norms(module: nn.Module) -> list[Any]:
+    """The parts of ``module`` that keep running statistics of batches, gpubuf's, PyTorch's and other libraries'."""
+    return [part for part in module.modules() if part._buffers.get("running_mean") is not None]
+
+
 class SwappableCopy:
     """A copy of a module's structure. It shares the tensors of the module until you put others in their places.
 
@@ -79,6 +86,19 @@ class SwappableCopy:
             # An assignment to an attribute of a module costs ten times the comparison.
             if part.training is not original.training:
                 part.training = original.training
+
+    def keep_running_statistics(self) -> None:
+        """From now on batch norms normalise by their running statistics, and leave these alone, in either mode."""
+        norms = batch_norms(self.module)
+        fixed = set(map(id, norms))
+        self._modes = [pair for pair in self._modes if id(pair[1]) not in fixed]
+        for norm in norms:
+            norm.training = False
+
+    def use_batch_statistics(self) -> None:
+        """From now on gpubuf's batch norms normalise by the batch also where nothing needs gradients."""
+        # Others do so in training mode anyway.
+        set_statistics(self.module, "batch")
 
 
 def _redraw(module: nn.Module) -> None:

@@ -115,6 +115,8 @@ class SACLoss(TemperatureLossModule, StateValueLossModule):
     actor_value = "min"
     #: Whose log-densities the temperature learns from: the "current" actions' or the "next" ones'.
     temperature_from = "current"
+    #: The factor of ``log pi + target_entropy`` in the temperature's loss: "log_alpha" or "alpha".
+    temperature_loss = "log_alpha"
 
     def __init__(
         self,
@@ -278,6 +280,7 @@ class SACLoss(TemperatureLossModule, StateValueLossModule):
         """The reduced loss of the temperature, by log-densities S without gradient."""
         weight, mask = self.row_weights(tensordict, log_prob.shape)
         code = REDUCTIONS[self.reduction]
+        factor = self.log_alpha if self.temperature_loss == "log_alpha" else self.log_alpha.exp()
         loss: Tensor
-        loss, _ = sac.temperature_loss(self.log_alpha, log_prob, self._target_entropy, weight, mask, code)
+        loss, _ = sac.temperature_loss(factor, log_prob, self._target_entropy, weight, mask, code)
         return loss

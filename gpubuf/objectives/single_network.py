@@ -9,7 +9,7 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictParams
 from torch import Tensor
 
-from gpubuf.objectives.networks import ParameterPlaces, Path, SwappableCopy, leaves, paths
+from gpubuf.objectives.networks import ParameterPlaces, Path, SwappableCopy, batch_norms, leaves, paths
 
 Owners = Mapping[str, TensorDictBase]
 """The parameters of the networks that share theirs with others, by the name of the network."""
@@ -45,7 +45,7 @@ class SingleNetwork:
         for path in self._shared:
             own.set(path, own.get(path).detach())
         self.network, self.params = network, TensorDictParams(own, no_convert=True)
-        where = paths(self.params)
+        self._where = where = paths(self.params)
         self._places = ParameterPlaces(network, where)
         self._copy = SwappableCopy(network, where) if self._shared else None
         self._target = SwappableCopy(network, where) if delayed else None
@@ -55,8 +55,16 @@ class SingleNetwork:
         for path, owner in self._shared.items():
             params.get(path).data = shared_tensor(owners, owner)
         (self._places if self._copy is None else self._copy.places).fill(leaves(params))
-        if self._target is not None and target_params is not None:
-            self._target.places.fill(leaves(target_params))
+        if self._target is not None:
+            self._target.places.fill(leaves(params if target_params is None else target_params))
+
+    def keep_running_statistics(self) -> None:
+        """Let :meth:`target` normalise by the running statistics of batch norms, in either mode, for good."""
+        if not batch_norms(self.network):
+            return
+        if self._target is None:
+            self._target = SwappableCopy(self.network, self._where)
+        self._target.keep_running_statistics()
 
     def online(self) -> Any:
         """The module that runs on the network's own parameters."""

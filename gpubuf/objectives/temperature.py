@@ -66,8 +66,12 @@ class TemperatureLossModule(LossModule):
             size = _action_size(action_spec, action_key)
             if size is None:
                 return
-            target_entropy = -float(size)
+            target_entropy = self._automatic_entropy(size)
         self.target_entropy = target_entropy
+
+    def _automatic_entropy(self, components: int) -> float:
+        """The entropy that "auto" stands for, of an action of so many components."""
+        return -float(components)
 
     def after_loading(self) -> None:
         super().after_loading()
@@ -99,7 +103,7 @@ class TemperatureLossModule(LossModule):
         """Take "auto" from the first actions, which have one log-density for each of ``shape``."""
         if not self._target_entropy_known:
             parts = [action] if isinstance(action, Tensor) else action.values(True, True)
-            self.target_entropy = -float(sum(part.shape[len(shape) :].numel() for part in parts))
+            self.target_entropy = self._automatic_entropy(sum(part.shape[len(shape) :].numel() for part in parts))
 
     @property
     def alpha(self) -> Tensor:

@@ -1,11 +1,14 @@
 """Projected targets of categorical critics, and their expected values, on the CPU.
 
-One kernel serves both precisions: the flag ``wide`` says whether every float array is float64 or float32, and the
-arithmetic is float64 either way. The address 0 stands for an absent argument. A large batch is worked on in parts
+There is a kernel for each computing dtype, which all float arrays have: logits are vectorised in it, and what there is
+one of a row is float64. The address 0 stands for an absent argument. A large batch is worked on in parts
 (:mod:`gpubuf.kernels._threads`); every row is computed for itself, so that the parts change nothing.
 """
 
 # Numba needs the real signatures: no `from __future__ import annotations`.
+
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,20 +22,17 @@ from gpubuf.kernels._pointers import as_u8
 from gpubuf.kernels._threads import call_in_parts
 from gpubuf.kernels.categorical import MIN, MIXTURE, OWN, check_categorical_target, check_logits, check_support
 from gpubuf.kernels.categorical._cpu_atoms import (
-    LANES,
     exponentials,
-    fill_row,
-    largest,
     load_row,
-    moment_of,
     padded,
+    product_of,
     project,
     store_row,
     total_of,
 )
 from gpubuf.kernels.td._cpu_reduce import address
 
-_INFINITY = float("inf")
+INFINITY = float("inf")
 
 #: Atoms of a row that take as long as a row of :data:`gpubuf.kernels._threads.ROWS_A_THREAD`.
 ATOMS_OF_WORK = 16
@@ -43,111 +43,140 @@ def work_of(nets: int, atoms: int) -> int:
     return max(nets * atoms // ATOMS_OF_WORK, 1)
 
 
-@jit(
-    "void(int64, int64, int64, int64, int64, int64, int64, int64, float64, float64, int64, int64, int64, int64,"
-    " boolean, int64, int64, int64)",
-    **OPTIONS,
-)
-def _target(  # type: ignore[no-untyped-def]
-    next_logits,
-    next_log_prob,
-    alpha,
-    reward,
-    terminated,
-    gamma,
-    steps,
-    reward_scale,
-    v_min,
-    v_max,
-    kind,
-    n,
-    nets,
-    atoms,
-    wide,
-    first,
-    length,
-    target,
-):
-    discount = read(gamma, True, 0)
-    temperature = read(alpha, wide, 0) if alpha else 0.0
-    scale = read(reward_scale, wide, 0) if reward_scale else 1.0
-    spacing = (v_max - v_min) / (atoms - 1)
-    ended = carray(as_u8(terminated), n)
-    # One place more than atoms, for what `project` puts behind the last.
-    width = padded(atoms + 1)
-    logits, mass, chosen, out = np.empty(width), np.empty(width), np.empty(width), np.empty(width)
-    low, high, below, lanes = np.empty(width), np.empty(width), np.empty(width, np.int32), np.empty(LANES)
-    for row in range(first, first + length):
-        place, slope = (read(reward, wide, row) * scale - v_min) / spacing, 0.0
-        if not ended[row]:
-            slope = discount ** read(steps, wide, row) if steps else discount
-            bonus = temperature * read(next_log_prob, wide, row) if next_log_prob else 0.0
-            # In units of atoms, z_j is v_min / spacing + j.
-            place += (slope * (v_min - bonus)) / spacing
-        smallest = 0.0
-        for net in range(nets):
-            total = 0.0
-            if ended[row]:
-                for j in range(width):
-                    mass[j] = 0.0
-                mass[0] = 1.0
-            else:
-                load_row(next_logits, wide, (net * n + row) * atoms, atoms, logits, -_INFINITY)
-                exponentials(logits, largest(logits, lanes), mass)
-                norm = total_of(mass, lanes)
-                total = norm - norm
-                inverse = 1 / norm
-                for j in range(width):
-                    mass[j] *= inverse
-            if kind == MIN:
-                # The order of the expected values is that of the expected places. A NaN is the smallest.
-                value = moment_of(mass, lanes)
-                if net == 0 or value < smallest or (value != value and smallest == smallest):
-                    smallest = value
+def for_each_dtype(kernel: Callable[[Any], Any]) -> dict[torch.dtype, Any]:
+    """What ``kernel`` makes of a NumPy dtype, by the computing dtype."""
+    return {torch.float32: kernel(np.float32), torch.float64: kernel(np.float64)}
+
+
+def _target_kernel(real: Any) -> Any:
+    wide = real is np.float64
+
+    @jit(
+        "void(int64, int64, int64, int64, int64, int64, int64, int64, float64, float64, int64, int64, int64, int64,"
+        " int64, int64, int64)",
+        **OPTIONS,
+    )
+    def target(  # type: ignore[no-untyped-def]
+        next_logits,
+        next_log_prob,
+        alpha,
+        reward,
+        terminated,
+        gamma,
+        steps,
+        reward_scale,
+        v_min,
+        v_max,
+        kind,
+        n,
+        nets,
+        atoms,
+        first,
+        length,
+        out_address,
+    ):
+        discount = read(gamma, True, 0)
+        temperature = read(alpha, wide, 0) if alpha else 0.0
+        scale = read(reward_scale, wide, 0) if reward_scale else 1.0
+        spacing = (v_max - v_min) / (atoms - 1)
+        ended = carray(as_u8(terminated), n)
+        # One place more than atoms, for what `project` puts behind the last.
+        width = padded(atoms + 1)
+        logits, mass, chosen, out = (
+            np.empty(width, real),
+            np.empty(width, real),
+            np.empty(width, real),
+            np.empty(width, real),
+        )
+        low, high, below = np.empty(width, real), np.empty(width, real), np.empty(width, np.int32)
+        places = np.arange(width).astype(real)
+        share = real(1 / nets)
+        for row in range(first, first + length):
+            place, slope = (read(reward, wide, row) * scale - v_min) / spacing, 0.0
+            if not ended[row]:
+                slope = discount ** read(steps, wide, row) if steps else discount
+                bonus = temperature * read(next_log_prob, wide, row) if next_log_prob else 0.0
+                # In units of atoms, z_j is v_min / spacing + j.
+                place += (slope * (v_min - bonus)) / spacing
+            smallest = norms = norm = 0.0
+            for net in range(nets):
+                if ended[row]:
+                    # All mass moves to one place, however it is distributed.
+                    mass[:] = 0.0
+                    mass[0] = 1.0
+                else:
+                    load_row(next_logits, (net * n + row) * atoms, atoms, logits, -INFINITY)
+                    exponentials(logits, mass)
+                    norm = total_of(mass)
+                    norms += norm
+                    inverse = real(1 / norm)
                     for j in range(width):
-                        chosen[j] = mass[j]
-                total = smallest - smallest
-            elif kind == MIXTURE:
-                for j in range(width):
-                    chosen[j] = (chosen[j] if net else 0.0) + mass[j] / nets
-                total = total_of(chosen, lanes)
-            if kind == OWN:
-                project(mass, atoms, place, slope, low, high, below, out)
-            elif net == nets - 1:
+                        mass[j] *= inverse
+                if kind == MIN:
+                    # The order of the expected values is that of the expected places. A NaN is the smallest.
+                    value = product_of(mass, places)
+                    if net == 0 or value < smallest or (value != value and smallest == smallest):
+                        smallest = value
+                        chosen[:] = mass
+                elif kind == MIXTURE:
+                    for j in range(width):
+                        chosen[j] = (chosen[j] if net else real(0)) + mass[j] * share
+                else:
+                    chosen, mass = mass, chosen
+                if kind != OWN and net < nets - 1:
+                    continue
                 project(chosen, atoms, place, slope, low, high, below, out)
-            else:
-                continue
-            start = ((net if kind == OWN else 0) * n + row) * atoms
-            if total != total or place != place:
-                fill_row(target, wide, start, atoms, np.nan)
-            else:
-                store_row(target, wide, start, atoms, out)
+                # NaN at a place or in logits is in all masses that depend on them.
+                seen = place + (norm if kind == OWN else norms)
+                if seen != seen:
+                    out[:] = np.nan
+                store_row(out_address, ((net if kind == OWN else 0) * n + row) * atoms, atoms, out)
+
+    return target
 
 
-@jit("void(int64, float64, float64, int64, int64, boolean, int64, int64, int64)", **OPTIONS)
-def _expected_value(logits, v_min, v_max, n, atoms, wide, first, length, value):  # type: ignore[no-untyped-def]
-    spacing = (v_max - v_min) / (atoms - 1)
-    width = padded(atoms)
-    buffer, mass, lanes = np.empty(width), np.empty(width), np.empty(LANES)
-    for row in range(first, first + length):
-        load_row(logits, wide, row * atoms, atoms, buffer, -_INFINITY)
-        exponentials(buffer, largest(buffer, lanes), mass)
-        write(value, wide, row, v_min + spacing * (moment_of(mass, lanes) / total_of(mass, lanes)))
+def _expected_value_kernel(real: Any) -> Any:
+    wide = real is np.float64
+
+    @jit("void(int64, float64, float64, int64, int64, int64, int64, int64)", **OPTIONS)
+    def expected_value(logits, v_min, v_max, n, atoms, first, length, value):  # type: ignore[no-untyped-def]
+        spacing = (v_max - v_min) / (atoms - 1)
+        width = padded(atoms)
+        buffer, mass = np.empty(width, real), np.empty(width, real)
+        places = np.arange(width).astype(real)
+        for row in range(first, first + length):
+            load_row(logits, row * atoms, atoms, buffer, -INFINITY)
+            exponentials(buffer, mass)
+            place = product_of(mass, places) / total_of(mass)
+            write(value, wide, row, v_min + spacing * place)
+
+    return expected_value
 
 
-@jit("void(int64, int64, int64, float64, float64, int64, int64, boolean, int64, int64, int64)", **OPTIONS)
-def _expected_value_backward(grad, logits, value, v_min, v_max, n, atoms, wide, first, length, by_logits):  # type: ignore[no-untyped-def]
-    spacing = (v_max - v_min) / (atoms - 1)
-    width = padded(atoms)
-    buffer, mass, lanes = np.empty(width), np.empty(width), np.empty(LANES)
-    for row in range(first, first + length):
-        load_row(logits, wide, row * atoms, atoms, buffer, -_INFINITY)
-        exponentials(buffer, largest(buffer, lanes), mass)
-        factor = read(grad, wide, row) / total_of(mass, lanes)
-        distance = v_min - read(value, wide, row)
-        for j in range(width):
-            mass[j] = factor * mass[j] * (distance + spacing * j)
-        store_row(by_logits, wide, row * atoms, atoms, mass)
+def _expected_value_backward_kernel(real: Any) -> Any:
+    wide = real is np.float64
+
+    @jit("void(int64, int64, int64, float64, float64, int64, int64, int64, int64, int64)", **OPTIONS)
+    def expected_value_backward(grad, logits, value, v_min, v_max, n, atoms, first, length, by_logits):  # type: ignore[no-untyped-def]
+        spacing = (v_max - v_min) / (atoms - 1)
+        width = padded(atoms)
+        buffer, mass = np.empty(width, real), np.empty(width, real)
+        places = np.arange(width).astype(real)
+        for row in range(first, first + length):
+            load_row(logits, row * atoms, atoms, buffer, -INFINITY)
+            exponentials(buffer, mass)
+            factor = read(grad, wide, row) / total_of(mass)
+            at_first, step = real(factor * (v_min - read(value, wide, row))), real(factor * spacing)
+            for j in range(width):
+                mass[j] = mass[j] * (at_first + step * places[j])
+            store_row(by_logits, row * atoms, atoms, mass)
+
+    return expected_value_backward
+
+
+_target, _expected_value, _expected_value_backward = (
+    for_each_dtype(kernel) for kernel in (_target_kernel, _expected_value_kernel, _expected_value_backward_kernel)
+)
 
 
 def categorical_target(
@@ -190,9 +219,8 @@ def categorical_target(
         n,
         nets,
         atoms,
-        real is torch.float64,
     )
-    call_in_parts(_target, before, n, (mass.data_ptr(),), work_of(nets, atoms))
+    call_in_parts(_target[real], before, n, (mass.data_ptr(),), work_of(nets, atoms))
     return mass
 
 
@@ -203,8 +231,8 @@ def expected_value(logits: Tensor, v_min: float, v_max: float) -> Tensor:
     real = computing_dtype(logits)
     value = torch.empty(logits.shape[:-1], dtype=real)
     logits, n = dense(logits, real), value.numel()
-    before = (logits.data_ptr(), v_min, v_max, n, atoms, real is torch.float64)
-    call_in_parts(_expected_value, before, n, (value.data_ptr(),), work_of(1, atoms))
+    before = (logits.data_ptr(), v_min, v_max, n, atoms)
+    call_in_parts(_expected_value[real], before, n, (value.data_ptr(),), work_of(1, atoms))
     return value
 
 
@@ -213,6 +241,6 @@ def expected_value_backward(grad: Tensor, logits: Tensor, value: Tensor, v_min: 
     real, n, atoms = computing_dtype(logits), value.numel(), logits.shape[-1]
     by_logits = torch.empty(logits.shape, dtype=real)
     grad, given, value = dense(grad, real), dense(logits, real), dense(value, real)
-    before = (grad.data_ptr(), given.data_ptr(), value.data_ptr(), v_min, v_max, n, atoms, real is torch.float64)
-    call_in_parts(_expected_value_backward, before, n, (by_logits.data_ptr(),), work_of(1, atoms))
+    before = (grad.data_ptr(), given.data_ptr(), value.data_ptr(), v_min, v_max, n, atoms)
+    call_in_parts(_expected_value_backward[real], before, n, (by_logits.data_ptr(),), work_of(1, atoms))
     return by_logits.to(logits.dtype)

@@ -2,6 +2,8 @@
 
 # Numba needs the real signatures: no `from __future__ import annotations`.
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -11,54 +13,54 @@ from gpubuf.kernels._floats import read, write
 from gpubuf.kernels._jit import OPTIONS, jit
 from gpubuf.kernels._threads import call_in_parts
 from gpubuf.kernels.categorical import DIVERGENCE, check_loss
-from gpubuf.kernels.categorical._cpu import work_of
+from gpubuf.kernels.categorical._cpu import INFINITY, for_each_dtype, work_of
 from gpubuf.kernels.categorical._cpu_atoms import (
-    LANES,
     cross_entropy,
     entropy_of,
     exponentials,
-    largest,
     load_row,
-    moment_of,
     padded,
+    product_of,
     store_row,
     total_of,
 )
 from gpubuf.kernels.td import NONE
 from gpubuf.kernels.td._cpu_reduce import address, normaliser, weight_of, weighting
 
-_INFINITY = float("inf")
 
+def _losses_kernel(real: Any) -> Any:
+    wide = real is np.float64
 
-@jit(
-    "void(int64, int64, float64, int64, boolean, int64, int64, int64, boolean, boolean, int64, int64, int64, int64)",
-    **OPTIONS,
-)
-def _losses(logits, target, spacing, priority, average, n, nets, atoms, wide, shared, first, length, losses, far_out):  # type: ignore[no-untyped-def]
-    width = padded(atoms)
-    buffer, mass, own = np.empty(width), np.empty(width), np.empty(width)
-    scratch, lanes = np.empty(width), np.empty(LANES)
-    known = 0.0
-    for row in range(first, first + length):
-        loss = most = 0.0
-        for net in range(nets):
-            if net == 0 or not shared:
-                load_row(target, wide, ((0 if shared else net) * n + row) * atoms, atoms, mass, 0.0)
-                known = entropy_of(mass, lanes, scratch) if priority == DIVERGENCE else moment_of(mass, lanes)
-            load_row(logits, wide, (net * n + row) * atoms, atoms, buffer, -_INFINITY)
-            top = largest(buffer, lanes)
-            exponentials(buffer, top, own)
-            norm = total_of(own, lanes)
-            each = cross_entropy(buffer, top, norm, mass, lanes)
-            loss += each
-            far = each - known
-            if priority != DIVERGENCE:
-                far = abs(moment_of(own, lanes) / norm - known) * spacing
-            # By comparisons that a NaN fails, so that it stays one.
-            if far > most or far != far:
-                most = far
-        write(losses, True, row, loss / nets if average else loss)
-        write(far_out, wide, row, most)
+    @jit(
+        "void(int64, int64, float64, int64, boolean, int64, int64, int64, boolean, int64, int64, int64, int64)",
+        **OPTIONS,
+    )
+    def losses(logits, target, spacing, priority, average, n, nets, atoms, shared, first, length, rows_out, far_out):  # type: ignore[no-untyped-def]
+        width = padded(atoms)
+        buffer, mass, own = np.empty(width, real), np.empty(width, real), np.empty(width, real)
+        places = np.arange(width).astype(real)
+        known = 0.0
+        for row in range(first, first + length):
+            loss = most = 0.0
+            for net in range(nets):
+                if net == 0 or not shared:
+                    load_row(target, (net * n + row) * atoms, atoms, mass, 0.0)
+                    known = entropy_of(mass) if priority == DIVERGENCE else product_of(mass, places)
+                load_row(logits, (net * n + row) * atoms, atoms, buffer, -INFINITY)
+                top = exponentials(buffer, own)
+                norm = total_of(own)
+                each = cross_entropy(buffer, top, norm, mass)
+                loss += each
+                far = each - known
+                if priority != DIVERGENCE:
+                    far = abs(product_of(own, places) / norm - known) * spacing
+                # By comparisons that a NaN fails, so that it stays one.
+                if far > most or far != far:
+                    most = far
+            write(rows_out, True, row, loss / nets if average else loss)
+            write(far_out, wide, row, most)
+
+    return losses
 
 
 @jit("void(int64, int64, int64, int64, int64, boolean, int64, int64)", **OPTIONS)
@@ -77,49 +79,56 @@ def _reduced(losses, weight, mask, reduction, n, wide, loss_out, norm_out):  # t
         write(loss_out, wide, 0, total * norm)
 
 
-@jit(
-    "void(int64, int64, int64, int64, int64, int64, boolean, int64, int64, int64, int64, boolean, boolean, int64,"
-    " int64, int64)",
-    **OPTIONS,
-)
-def _loss_backward(  # type: ignore[no-untyped-def]
-    grad,
-    logits,
-    target,
-    weight,
-    mask,
-    norm,
-    average,
-    reduction,
-    n,
-    nets,
-    atoms,
-    wide,
-    shared,
-    first,
-    length,
-    by_logits,
-):
-    scale = read(norm, wide, 0) / (nets if average else 1)
-    width = padded(atoms)
-    buffer, mass, own, lanes = np.empty(width), np.empty(width), np.empty(width), np.empty(LANES)
-    for row in range(first, first + length):
-        w, counts = weight_of(weight, mask, wide, row)
-        factor = read(grad, wide, row if reduction == NONE else 0) * scale * w
-        for net in range(nets):
-            start = (net * n + row) * atoms
-            if not counts:
-                own[:] = 0.0
-                store_row(by_logits, wide, start, atoms, own)
-                continue
-            if net == 0 or not shared:
-                load_row(target, wide, row * atoms if shared else start, atoms, mass, 0.0)
-            load_row(logits, wide, start, atoms, buffer, -_INFINITY)
-            exponentials(buffer, largest(buffer, lanes), own)
-            inverse = factor / total_of(own, lanes)
-            for j in range(width):
-                own[j] = inverse * own[j] - factor * mass[j]
-            store_row(by_logits, wide, start, atoms, own)
+def _backward_kernel(real: Any) -> Any:
+    wide = real is np.float64
+
+    @jit(
+        "void(int64, int64, int64, int64, int64, int64, boolean, int64, int64, int64, int64, boolean, int64, int64,"
+        " int64)",
+        **OPTIONS,
+    )
+    def backward(  # type: ignore[no-untyped-def]
+        grad,
+        logits,
+        target,
+        weight,
+        mask,
+        norm,
+        average,
+        reduction,
+        n,
+        nets,
+        atoms,
+        shared,
+        first,
+        length,
+        by_logits,
+    ):
+        scale = read(norm, wide, 0) / (nets if average else 1)
+        width = padded(atoms)
+        buffer, mass, own = np.empty(width, real), np.empty(width, real), np.empty(width, real)
+        for row in range(first, first + length):
+            w, counts = weight_of(weight, mask, wide, row)
+            factor = read(grad, wide, row if reduction == NONE else 0) * scale * w
+            for net in range(nets):
+                start = (net * n + row) * atoms
+                if not counts:
+                    own[:] = 0.0
+                    store_row(by_logits, start, atoms, own)
+                    continue
+                if net == 0 or not shared:
+                    load_row(target, start, atoms, mass, 0.0)
+                load_row(logits, start, atoms, buffer, -INFINITY)
+                exponentials(buffer, own)
+                by_own, by_mass = real(factor / total_of(own)), real(factor)
+                for j in range(width):
+                    own[j] = by_own * own[j] - by_mass * mass[j]
+                store_row(by_logits, start, atoms, own)
+
+    return backward
+
+
+_losses, _loss_backward = for_each_dtype(_losses_kernel), for_each_dtype(_backward_kernel)
 
 
 def categorical_loss(
@@ -141,7 +150,6 @@ def categorical_loss(
     losses = torch.empty(n, dtype=torch.float64)
     logits, target = dense(logits, real), dense(target, real)
     weight, mask = weighting(weight, mask, real)
-    wide = real is torch.float64
     before = (
         logits.data_ptr(),
         target.data_ptr(),
@@ -151,12 +159,20 @@ def categorical_loss(
         n,
         nets,
         atoms,
-        wide,
         target.numel() == n * atoms,
     )
-    call_in_parts(_losses, before, n, (losses.data_ptr(), far.data_ptr()), work_of(nets, atoms))
+    call_in_parts(_losses[real], before, n, (losses.data_ptr(), far.data_ptr()), work_of(nets, atoms))
     # In one thread, and so in a fixed order.
-    _reduced(losses.data_ptr(), address(weight), address(mask), reduction, n, wide, loss.data_ptr(), norm.data_ptr())
+    _reduced(
+        losses.data_ptr(),
+        address(weight),
+        address(mask),
+        reduction,
+        n,
+        real is torch.float64,
+        loss.data_ptr(),
+        norm.data_ptr(),
+    )
     return loss, far, norm
 
 
@@ -188,8 +204,7 @@ def categorical_loss_backward(
         n,
         nets,
         atoms,
-        real is torch.float64,
         target.numel() == n * atoms,
     )
-    call_in_parts(_loss_backward, before, n, (by_logits.data_ptr(),), work_of(nets, atoms))
+    call_in_parts(_loss_backward[real], before, n, (by_logits.data_ptr(),), work_of(nets, atoms))
     return by_logits.to(logits.dtype)

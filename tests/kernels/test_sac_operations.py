@@ -413,6 +413,7 @@ def test_nothing_synchronises(monkeypatch, n):
         mask, one = torch.empty(n, dtype=torch.bool, device="cuda"), torch.empty((), device="cuda")
         td_launch.soft_td_target(q, rows, one, rows, mask, one, rows)
         td_launch.soft_td_target(q, None, None, rows, mask, one, None)
+        td_launch.soft_lambda_return(q, rows, one, rows, mask, mask, None, one, one, None, max(n, 1), 1)
         for reduction in REDUCTIONS.values():
             loss, _, norm = td_launch.td_loss(q, rows, rows, mask, td.L2, reduction)
             td_launch.td_loss_backward(loss, q, rows, rows, mask, norm, td.L2, reduction)

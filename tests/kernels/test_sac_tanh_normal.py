@@ -10,7 +10,13 @@ import pytest
 import torch
 
 from gpubuf.kernels import tanh_normal
-from gpubuf.kernels._elementary import exp_below_700, log1p_of_fraction, log_of_normal
+from gpubuf.kernels._elementary import (
+    exp_below_88_f32,
+    exp_below_700,
+    log1p_of_fraction,
+    log_of_normal,
+    log_of_normal_f32,
+)
 from gpubuf.kernels.config import TANH_NORMAL_BLOCK
 from gpubuf.kernels.tanh_normal._launch import plan_sample
 from gpubuf.kernels.tanh_normal.reference import tanh_normal as reference
@@ -234,5 +240,30 @@ def test_elementary_functions():
     edges = np.array([-np.inf, -1e4, np.nan])
     out = np.empty_like(edges)
     elementary(edges, out, 0)
+    assert out[0] == out[1] == 0
+    assert np.isnan(out[2])
+
+
+@numba.njit(error_model="numpy")
+def elementary_f32(x, out, which):
+    for i in range(x.size):
+        out[i] = exp_below_88_f32(x[i]) if which == 0 else log_of_normal_f32(x[i])
+
+
+def test_elementary_functions_of_float32():
+    """Within three units in the last place of float64's, over the whole range."""
+    generator = np.random.default_rng(0)
+    cases = {
+        np.exp: np.concatenate([generator.uniform(-87, 87, 10_000), -(10 ** generator.uniform(-40, 1, 5000)), [0.0]]),
+        np.log: np.concatenate([10 ** generator.uniform(-37, 38, 5000), generator.uniform(0.5, 2, 5000), [1.0]]),
+    }
+    for which, (function, wide) in enumerate(cases.items()):
+        x = wide.astype(np.float32)
+        out, truth = np.empty_like(x), function(x.astype(np.float64))
+        elementary_f32(x, out, which)
+        assert (np.abs(out - truth) <= 3 * np.spacing(np.abs(truth).astype(np.float32))).all(), function
+    edges = np.array([-np.inf, -1e4, np.nan], np.float32)
+    out = np.empty_like(edges)
+    elementary_f32(edges, out, 0)
     assert out[0] == out[1] == 0
     assert np.isnan(out[2])

@@ -62,6 +62,7 @@ RUNS = {
     "transitions": Run("transitions transitions_convert transitions_sharing transitions_checks", ("transitions",)),
     "sac": Run("tanh_normal sac_operations lambda_returns", ("sac", "td", "tanh_normal"), quick="stages"),
     "categorical": Run("categorical_target categorical_loss", ("categorical",), ("default",)),
+    "discrete_sac": Run("discrete_sac", ("discrete_sac",), quick="stages"),
     "moments": Run("moments", ("moments",), ("default",)),
     "norms": Run("norms", ("norms",), ("default",)),
     "optim": Run("optim", ("optim",), ("default",)),

@@ -1,0 +1,88 @@
+"""The loss of CrossQ: batch norms in the place of target networks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModule
+from torch import Tensor
+
+from gpubuf.objectives.joint_batches import halves, joined
+from gpubuf.objectives.sac import SACLoss
+
+
+class CrossQLoss(SACLoss):
+    """CrossQ: SAC without target networks, for critics with batch norms (Bhatt et al., arXiv 1902.05605).
+
+    The formulas are those of :class:`~gpubuf.objectives.SACLoss`, with Q in the place of Qtarget. The rows (s, a) and
+    (s', a') pass the critics as one batch, of ``2 B`` rows, so that batch norms see both; the second half makes the
+    targets, without gradient.
+
+    In the critics' loss batch norms use the statistics of that batch, and their running ones follow. In the actor's
+    loss the critics use their running statistics, and the actor those of the batch. The next actions come from an actor
+    with running statistics. All this holds in training mode; in evaluation mode every norm uses its running statistics.
+    It holds for :class:`~gpubuf.modules.BatchNorm`, for those of PyTorch, and for others that keep a ``running_mean``.
+
+    There is nothing for a target updater to update: make none.
+
+    Args:
+        actor_network: as in :class:`~gpubuf.objectives.SACLoss`, and so are all other arguments.
+        qvalue_network: as in :class:`~gpubuf.objectives.SACLoss`.
+    """
+
+    def __init__(
+        self,
+        actor_network: Any,
+        qvalue_network: TensorDictModule | Sequence[TensorDictModule],
+        *,
+        num_qvalue_nets: int = 2,
+        loss_function: str = "smooth_l1",
+        alpha_init: float = 1.0,
+        min_alpha: float | None = None,
+        max_alpha: float | None = None,
+        action_spec: Any = None,
+        fixed_alpha: bool = False,
+        target_entropy: str | float = "auto",
+        priority_key: str | None = None,
+        separate_losses: bool = False,
+        reduction: str | None = None,
+        skip_done_states: bool = False,
+        deactivate_vmap: bool = False,
+        use_prioritized_weights: str | bool = "auto",
+        scalar_output_mode: str | None = None,
+    ) -> None:
+        super().__init__(
+            actor_network,
+            qvalue_network,
+            num_qvalue_nets=num_qvalue_nets,
+            loss_function=loss_function,
+            alpha_init=alpha_init,
+            min_alpha=min_alpha,
+            max_alpha=max_alpha,
+            action_spec=action_spec,
+            fixed_alpha=fixed_alpha,
+            target_entropy=target_entropy,
+            delay_qvalue=False,
+            priority_key=priority_key,
+            separate_losses=separate_losses,
+            reduction=reduction,
+            skip_done_states=skip_done_states,
+            deactivate_vmap=deactivate_vmap,
+            use_prioritized_weights=use_prioritized_weights,
+            scalar_output_mode=scalar_output_mode,
+        )
+        self._networks["actor_network"].keep_running_statistics()
+        self._critics.expect_joint_batches()
+        self.refresh_links()
+
+    def _critic_loss(self, tensordict: TensorDictBase, alpha: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        state, next_log_prob = self._next_action(tensordict)
+        shape = next_log_prob.shape
+        rows = joined(tensordict, state, self.qvalue_network.in_keys)
+        q, next_q = halves(self._critics.online(rows, self.tensor_keys.state_action_value), 1)
+        next_q = self._checked(next_q.detach(), shape)
+        target = self.td_target(next_q, tensordict, shape, next_log_prob, alpha)
+        loss, td_error = self.td_loss(self._checked(q, shape), target, tensordict)
+        return loss, td_error, next_log_prob

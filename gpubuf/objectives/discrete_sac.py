@@ -1,0 +1,234 @@
+"""The loss of soft actor-critic over a finite set of actions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import InteractionType, TensorDictModule, set_interaction_type
+from tensordict.utils import NestedKey
+from torch import Tensor
+
+from gpubuf.kernels import discrete_sac, sac
+from gpubuf.modules.plain import entry
+from gpubuf.objectives.actor_critic import ActorCriticLossModule
+from gpubuf.objectives.arguments import warn
+from gpubuf.objectives.discrete_actions import (
+    action_space_name,
+    chosen_values,
+    leaf_space,
+    number_of_actions,
+    policy_logits,
+)
+from gpubuf.objectives.reductions import REDUCTIONS
+from gpubuf.objectives.td import TDLossModule
+from gpubuf.objectives.temperature import TemperatureLossModule
+
+
+class DiscreteSACLoss(TemperatureLossModule, ActorCriticLossModule):
+    """Soft actor-critic over a finite set of actions (Christodoulou, arXiv 1910.07207).
+
+    The critics return the values of all A actions, so that every expectation over the policy ``p`` is exact. With S the
+    batch shape of the policy (agents included), N critics and ``terminated``, not ``done``, to stop bootstrapping:
+
+    * ``loss_qvalue``: sum over critics of ``loss_function`` between Q(s, a) and
+      ``y = r + gamma^steps (1 - terminated) sum_a' p(a'|s') (min_k Qtarget_k(s', a') - alpha log p(a'|s'))``;
+    * ``loss_actor``: ``sum_a p(a|s) (alpha log p(a|s) - min_k Q_k(s, a))``, with gradients to the actor only;
+    * ``loss_alpha``: ``-log_alpha (sum_a p(a|s) log p(a|s) + target_entropy)``, on log_alpha, as in TorchRL.
+
+    An action with p = 0 takes no part: 0 log 0 is 0. Policies may therefore rule actions out by logits of -inf.
+
+    Call it with a TensorDict: it returns a TensorDict of ``loss_actor``, ``loss_qvalue``, ``loss_alpha``, ``alpha`` and
+    ``entropy``, all ``[]``, and writes ``"td_error"``, ``max_k |Q_k - y|`` of shape S, into its input, the priority of
+    each row. Or call it with keyword arguments named after ``in_keys`` (nested keys joined by ``_``): it returns a
+    tuple in the order of ``out_keys``. Nothing synchronises with the host. Critics run once on the present state, for
+    their own loss and for the actor's. Losses are float32, or float64 where a network is, whatever autocast does.
+
+    Importance weights, masks, and the shapes of rewards and flags are those of :class:`~gpubuf.objectives.SACLoss`.
+
+    Args:
+        actor_network: the policy, with a method ``get_dist(tensordict)`` that returns a distribution with ``logits``
+            ``[*S, A]``, such as ``torch.distributions.Categorical`` or ``OneHotCategorical``. Distributions that check
+            their parameters make the host wait; PyTorch's own two do not within ``ProbabilisticTensorDictSequential``,
+            since the loss reads their parameters itself.
+        qvalue_network: one network, which is copied ``num_qvalue_nets`` times and drawn anew; a list of networks; or a
+            natively batched ensemble. It returns ``[*S, A]``, an ensemble ``[num_qvalue_nets, *S, A]``, at
+            ``tensor_keys.action_value``.
+        action_space: how the batch has its actions: "one-hot" (``[*S, A]``) or "categorical" (indices, S or
+            ``[*S, 1]``), or a space of TorchRL or Gymnasium. One-hot for None, with a warning.
+        num_actions: A, for ``target_entropy="auto"``. Not needed where ``action_space`` knows it.
+        num_qvalue_nets: number of critics, N.
+        loss_function: "smooth_l1", "l2", "l1" or "huber" (the same as "smooth_l1").
+        alpha_init: first temperature.
+        min_alpha: lower bound of the temperature, applied at each call.
+        max_alpha: upper bound.
+        fixed_alpha: keep the temperature as a buffer instead of a parameter.
+        target_entropy_weight: the share of the largest entropy, log A, that "auto" aims at.
+        target_entropy: a number, or "auto".
+        delay_qvalue: evaluate the next values with target parameters of the critics.
+        priority_key: refused; see :meth:`set_keys`.
+        separate_losses: parameters that critics and actor share get gradients from the actor's loss only.
+        reduction: "mean" (default), "sum", or "none" for losses of shape S, weighted, 0 where masked.
+        skip_done_states: in terminated rows every network sees the row's own observation instead of the next one,
+            which may then be anything, NaN included. Truncated rows bootstrap from the real next observation.
+        deactivate_vmap: run several critics one after the other.
+        use_prioritized_weights: False, True (a batch without weights is an error), or "auto".
+        scalar_output_mode: whether ``alpha`` and ``entropy`` are returned with ``reduction="none"``: "exclude" (also
+            for None, with a warning) or "non_tensor".
+
+    Attributes:
+        action_space: "one-hot" or "categorical".
+        actor_network_params: parameters of the actor, the very ones of ``actor_network``.
+        qvalue_network_params: parameters of the critics; stacked ``[N, ...]`` unless the ensemble is natively batched.
+        target_qvalue_network_params: their targets, as buffers; updated by :class:`~gpubuf.objectives.SoftUpdate`.
+        log_alpha: logarithm of the temperature, ``[]``.
+
+    Raises:
+        NotImplementedError: the action space is a product of several.
+        RuntimeError: ``priority_key`` is given.
+        ValueError: an argument is out of range, the critics are not ``num_qvalue_nets``, or the number of actions is
+            needed and unknown.
+    """
+
+    @dataclass
+    class _AcceptedKeys(TDLossModule._AcceptedKeys):
+        action: NestedKey = "action"
+        value: NestedKey = "state_value"
+        action_value: NestedKey = "action_value"
+        log_prob: NestedKey = "log_prob"
+
+    default_keys = _AcceptedKeys
+    loss_names = ("loss_actor", "loss_qvalue", "loss_alpha")
+    scalar_names = ("alpha", "entropy")
+
+    def __init__(
+        self,
+        actor_network: Any,
+        qvalue_network: TensorDictModule | Sequence[TensorDictModule],
+        *,
+        action_space: Any = None,
+        num_actions: int | None = None,
+        num_qvalue_nets: int = 2,
+        loss_function: str = "smooth_l1",
+        alpha_init: float = 1.0,
+        min_alpha: float | None = None,
+        max_alpha: float | None = None,
+        fixed_alpha: bool = False,
+        target_entropy_weight: float = 0.98,
+        target_entropy: str | float = "auto",
+        delay_qvalue: bool = True,
+        priority_key: str | None = None,
+        separate_losses: bool = False,
+        reduction: str | None = None,
+        skip_done_states: bool = False,
+        deactivate_vmap: bool = False,
+        use_prioritized_weights: str | bool = "auto",
+        scalar_output_mode: str | None = None,
+    ) -> None:
+        super().__init__(
+            actor_network,
+            qvalue_network,
+            num_qvalue_nets=num_qvalue_nets,
+            delay_qvalue=delay_qvalue,
+            separate_losses=separate_losses,
+            skip_done_states=skip_done_states,
+            deactivate_vmap=deactivate_vmap,
+            loss_function=loss_function,
+            reduction=reduction,
+            use_prioritized_weights=use_prioritized_weights,
+            scalar_output_mode=scalar_output_mode,
+            priority_key=priority_key,
+        )
+        if action_space is None:
+            warn(
+                "DiscreteSACLoss reads actions as one-hot vectors. Pass action_space='one-hot' to silence this "
+                "warning, or 'categorical' if they are indices."
+            )
+            action_space = "one-hot"
+        space = leaf_space(action_space, self.tensor_keys.action)
+        self.action_space = action_space_name(space)
+        first = next((p for p in self.actor_network_params.parameters()), None)
+        self._set_temperature(first, alpha_init, min_alpha, max_alpha, fixed_alpha)
+        if target_entropy == "auto":
+            num_actions = number_of_actions(space) if num_actions is None else num_actions
+            if num_actions is None or num_actions < 1:
+                raise ValueError(
+                    "target_entropy='auto' needs the number of actions: pass num_actions, or a space that knows it, "
+                    f"got num_actions={num_actions}"
+                )
+            target_entropy = target_entropy_weight * math.log(num_actions)
+        self._set_target_entropy(target_entropy, None, self.tensor_keys.action)
+        self.make_value_estimator()
+
+    def set_keys(self, **kwargs: NestedKey | None) -> None:
+        """Set where the loss reads and writes; None restores the default of that key.
+
+        The keys are action, action_value, reward, done, terminated, priority and priority_weight; value and log_prob
+        are accepted, as TorchRL's, and not used.
+
+        Raises:
+            ValueError: there is no such key.
+        """
+        super().set_keys(**kwargs)
+
+    def _losses(self, tensordict: TensorDictBase) -> TensorDictBase:
+        alpha = self.alpha
+        seen = self.without_masked(tensordict, self._keys_seen())
+        with set_interaction_type(InteractionType.RANDOM):
+            target = self._target(seen, alpha)
+            loss_qvalue, td_error, q = self._critic_loss(seen, target)
+            logits = policy_logits(self._networks["actor_network"].online(), seen)
+        shape, code = target.shape, REDUCTIONS[self.reduction]
+        weight, mask = self.row_weights(seen, shape)
+        values = self._actor_values(seen, q)
+        loss_actor, log_prob, entropy, _ = discrete_sac.actor_loss(
+            values, self._checked_logits(logits, values), alpha, weight, mask, code
+        )
+        loss_alpha, _ = sac.temperature_loss(self.log_alpha, log_prob, self._target_entropy, weight, mask, code)
+        tensordict.set(self.tensor_keys.priority, td_error)
+        losses = {"loss_actor": loss_actor, "loss_qvalue": loss_qvalue, "loss_alpha": loss_alpha}
+        return self._output(tensordict, losses, {"alpha": alpha, "entropy": entropy})
+
+    @torch.no_grad()
+    def _target(self, tensordict: TensorDictBase, alpha: Tensor) -> Tensor:
+        """Targets of the critics, S. No gradient."""
+        state = self._next_state(tensordict)
+        logits = policy_logits(self._networks["actor_network"].target(), state)
+        next_q = self._critics.target(state, self.tensor_keys.action_value)
+        value = discrete_sac.soft_value(next_q, self._checked_logits(logits, next_q), alpha)
+        return self.td_target(value.unsqueeze(0), tensordict, value.shape)
+
+    def _critic_loss(self, tensordict: TensorDictBase, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(reduced loss of all critics, priority of each row S, values of all actions ``[N, *S, A]``)."""
+        keys = self.tensor_keys
+        q = self._critics.online(tensordict, keys.action_value)
+        if q.shape[1:-1] != target.shape:
+            raise ValueError(
+                f"the critics' {keys.action_value!r} must be {[q.shape[0], *target.shape, 'A']} to go with targets of "
+                f"shape {list(target.shape)}, got {list(q.shape)}"
+            )
+        _, mask = self.row_weights(tensordict, target.shape)
+        chosen = chosen_values(q, entry(tensordict, keys.action), self.action_space, mask)
+        loss, td_error = self.td_loss(chosen, target, tensordict)
+        return loss, td_error, q
+
+    def _actor_values(self, tensordict: TensorDictBase, q: Tensor) -> Tensor:
+        """Values of all actions for the actor's loss: those of the critics' own, unless inputs want a gradient."""
+        inputs = (entry(tensordict, key) for key in self.qvalue_network.in_keys)
+        if any(tensor.requires_grad for tensor in inputs):
+            values: Tensor = self._critics.detached(tensordict, self.tensor_keys.action_value)
+            return values
+        return q.detach()
+
+    def _checked_logits(self, logits: Tensor, q: Tensor) -> Tensor:
+        """``logits``; ValueError unless they go with the critics' values ``q``."""
+        if q.shape[1:] != logits.shape:
+            raise ValueError(
+                f"the critics' {self.tensor_keys.action_value!r} must be {[q.shape[0], *logits.shape]} to go with a "
+                f"policy of shape {list(logits.shape)}, got {list(q.shape)}"
+            )
+        return logits

@@ -1,0 +1,307 @@
+"""The loss of soft actor-critic with categorical critics: FastSAC, FlashSAC, XQC."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModule
+from torch import Tensor
+
+from gpubuf.kernels import categorical
+from gpubuf.modules.plain import entry
+from gpubuf.objectives.arguments import one_of
+from gpubuf.objectives.joint_batches import halves, joined
+from gpubuf.objectives.reductions import REDUCTIONS, lookup
+from gpubuf.objectives.sac import SACLoss
+from gpubuf.objectives.values import ValueEstimators
+
+TARGETS = {"own": categorical.OWN, "min": categorical.MIN, "mixture": categorical.MIXTURE}
+PRIORITIES = {"divergence": categorical.DIVERGENCE, "value_error": categorical.VALUE_ERROR}
+
+
+class DistributionalSACLoss(SACLoss):
+    """Soft actor-critic whose critics return distributions: logits of ``num_atoms`` values from v_min to v_max.
+
+    With S the batch shape, N critics, z_1 .. z_A the atoms, a distance D apart, p the softmax of the target critics'
+    logits and m their projection:
+
+    * ``loss_qvalue``: ``sum_k -sum_j m_kj log softmax(logits_k(s, a))_j``, the cross entropy (Bellemare et al., arXiv
+      1707.06887), where ``m_kj = sum_i p_ki max(0, 1 - |T z_i - z_j| / D)`` and
+      ``T z = clip(c r + gamma^steps (1 - terminated) (z - alpha log pi(a'|s')), v_min, v_max)``;
+    * ``loss_actor``: ``alpha log pi(a|s) - E_k``, of the mean or the minimum over k of ``E_k = sum_j z_j softmax_kj``;
+    * ``loss_alpha``: ``-log_alpha (log pi + target_entropy)``, or ``-alpha (...)``.
+
+    Call, keys, outputs, weights, masks and reductions are those of :class:`~gpubuf.objectives.SACLoss`. The critics'
+    entry ``"state_action_value"`` holds logits, ``[N, *S, A]``. The priority of a row is written into the batch. All
+    sums have a fixed order: results repeat to the bit, which they do not where a GPU adds by scattering.
+
+    :meth:`fastsac` and :meth:`flashsac` make the losses of these two programs.
+
+    Args:
+        actor_network: as in :class:`~gpubuf.objectives.SACLoss`, and so are all arguments that are not listed here.
+        qvalue_network: as in :class:`~gpubuf.objectives.SACLoss`, with ``num_atoms`` outputs.
+        v_min: value of the first atom.
+        v_max: value of the last atom.
+        num_atoms: number of atoms, A.
+        target: the distribution of the next state that a critic learns from: "own", that of its own target; "min", for
+            all critics that of the smallest expected value in the row; "mixture", the mean of all.
+        actor_value: "mean" or "min" over the critics' expected values in ``loss_actor``.
+        target_entropy: a number, or "auto": minus the number of action components, or see ``target_sigma``.
+        target_sigma: with "auto", the entropy of a normal distribution of this standard deviation in each of d action
+            components instead: ``d / 2 * log(2 pi e sigma^2)``.
+        temperature_from: whose log-densities ``loss_alpha`` learns from: those of the "current" state's actions, or the
+            "next" state's.
+        temperature_loss: what multiplies them, "log_alpha" or "alpha".
+        priority: "divergence", the largest KL(target || critic) of the critics, or "value_error", the largest distance
+            between their expected values.
+        average_critics: divide the sum over critics by N.
+        reward_scale: factor c of the rewards. Assign a number to change it, also within a captured graph.
+        cloning_weight: with w > 0, the actor is kept near the actions of the batch: each row of ``loss_actor`` has
+            ``w mean(|E|) mean_j (a_j - batch action_j)^2`` on top, without gradient through the mean of ``|E|``, the
+            mean or minimum of the critics, over all rows (arXiv 2306.02451).
+        joint_batch: False; "critics": the rows (s, a) and (s', a') pass the critics and their targets as one batch, so
+            that batch norms see both; "all": the actor too sees s and s' in its own loss, and learns from s. Either
+            way, batch norms use the statistics of the batch in the networks that learn and in the target critics, and
+            running ones elsewhere: in the critics of the actor's loss, and in the actor of next actions.
+
+    Attributes:
+        reward_scale: the factor of the rewards, ``[]``, read on the device.
+
+    Raises:
+        ValueError: an argument is out of range or none of its choices. When called: the critics do not return
+            ``[N, *S, num_atoms]``.
+    """
+
+    reward_scale: Tensor
+    _schedulable_buffers = SACLoss._schedulable_buffers | {"reward_scale"}
+    SUPPORTED_VALUE_ESTIMATORS = (ValueEstimators.TD0,)
+
+    def __init__(
+        self,
+        actor_network: Any,
+        qvalue_network: TensorDictModule | Sequence[TensorDictModule],
+        *,
+        v_min: float,
+        v_max: float,
+        num_atoms: int,
+        target: str = "min",
+        actor_value: str = "min",
+        target_entropy: str | float = "auto",
+        target_sigma: float | None = None,
+        temperature_from: str = "current",
+        temperature_loss: str = "log_alpha",
+        priority: str = "divergence",
+        average_critics: bool = False,
+        reward_scale: float = 1.0,
+        cloning_weight: float = 0.0,
+        joint_batch: bool | str = False,
+        num_qvalue_nets: int = 2,
+        alpha_init: float = 1.0,
+        min_alpha: float | None = None,
+        max_alpha: float | None = None,
+        action_spec: Any = None,
+        fixed_alpha: bool = False,
+        delay_actor: bool = False,
+        delay_qvalue: bool = True,
+        gamma: float | None = None,
+        priority_key: str | None = None,
+        separate_losses: bool = False,
+        reduction: str | None = None,
+        skip_done_states: bool = False,
+        deactivate_vmap: bool = False,
+        use_prioritized_weights: str | bool = "auto",
+        scalar_output_mode: str | None = None,
+    ) -> None:
+        categorical.check_support(v_min, v_max)
+        if num_atoms < 2:
+            raise ValueError(f"num_atoms must be at least 2, got {num_atoms}")
+        if target_sigma is not None and (target_entropy != "auto" or not 0 < target_sigma < math.inf):
+            raise ValueError(
+                "target_sigma must be positive and finite, and goes with target_entropy='auto', got "
+                f"{target_sigma} and {target_entropy!r}"
+            )
+        if not math.isfinite(reward_scale):
+            raise ValueError(f"reward_scale must be finite, got {reward_scale}")
+        if not 0 <= cloning_weight < math.inf:
+            raise ValueError(f"cloning_weight must be finite and not negative, got {cloning_weight}")
+        self._target_code = lookup(TARGETS, target, "target")
+        self._priority_code = lookup(PRIORITIES, priority, "priority")
+        self.v_min, self.v_max, self.num_atoms = float(v_min), float(v_max), num_atoms
+        self.target, self.priority, self.target_sigma = target, priority, target_sigma
+        self.actor_value = one_of(("mean", "min"), actor_value, "actor_value")
+        self.temperature_from = one_of(("current", "next"), temperature_from, "temperature_from")
+        self.temperature_loss = one_of(("log_alpha", "alpha"), temperature_loss, "temperature_loss")
+        self.joint_batch = one_of((False, "critics", "all"), joint_batch, "joint_batch")
+        self.average_critics, self.cloning_weight = average_critics, cloning_weight
+        super().__init__(
+            actor_network,
+            qvalue_network,
+            num_qvalue_nets=num_qvalue_nets,
+            alpha_init=alpha_init,
+            min_alpha=min_alpha,
+            max_alpha=max_alpha,
+            action_spec=action_spec,
+            fixed_alpha=fixed_alpha,
+            target_entropy=target_entropy,
+            delay_actor=delay_actor,
+            delay_qvalue=delay_qvalue,
+            gamma=gamma,
+            priority_key=priority_key,
+            separate_losses=separate_losses,
+            reduction=reduction,
+            skip_done_states=skip_done_states,
+            deactivate_vmap=deactivate_vmap,
+            use_prioritized_weights=use_prioritized_weights,
+            scalar_output_mode=scalar_output_mode,
+        )
+        self.register_buffer("reward_scale", torch.full_like(self.alpha_init, reward_scale))
+        if self.joint_batch:
+            self._networks["actor_network"].keep_running_statistics()
+            self._critics.expect_joint_batches()
+            self.refresh_links()
+
+    @classmethod
+    def fastsac(cls, actor_network: Any, qvalue_network: Any, **kwargs: Any) -> Self:
+        """The loss of FastSAC (Seo et al., arXiv 2512.01996; holosoma fc600e7, ``agents/fast_sac``).
+
+        Each critic learns from its own target, the actor from the mean of the critics, the temperature from the next
+        actions. 101 atoms on -20..20, target entropy 0, first temperature 0.001, discount 0.97. The program updates the
+        targets with ``SoftUpdate(loss, tau=0.125)``, and the actor once in four updates of the critics.
+
+        Args:
+            actor_network: the policy.
+            qvalue_network: the critics.
+            **kwargs: arguments of :class:`DistributionalSACLoss`, which take precedence.
+        """
+        settings: dict[str, Any] = {
+            "v_min": -20.0,
+            "v_max": 20.0,
+            "num_atoms": 101,
+            "target": "own",
+            "actor_value": "mean",
+            "target_entropy": 0.0 if kwargs.get("target_sigma") is None else "auto",
+            "alpha_init": 0.001,
+            "temperature_from": "next",
+            "temperature_loss": "alpha",
+        }
+        return cls(actor_network, qvalue_network, **{**settings, **kwargs}).make_value_estimator(gamma=0.97)
+
+    @classmethod
+    def flashsac(cls, actor_network: Any, qvalue_network: Any, **kwargs: Any) -> Self:
+        """The loss of FlashSAC (its program at 87edc90, ``agents/flashSAC/update.py``).
+
+        All critics learn from the target of the smallest one and are averaged, the actor learns from the minimum, the
+        entropy is that of sigma 0.15, the first temperature 0.01. 101 atoms on -5..5; present and next rows pass actor
+        and critics as one batch.
+        The program scales rewards into that range by the spread of the returns: set ``reward_scale``. It updates the
+        targets with ``SoftUpdate(loss, tau=0.01)``, and the actor every other time.
+
+        Args:
+            actor_network: the policy.
+            qvalue_network: the critics.
+            **kwargs: arguments of :class:`DistributionalSACLoss`, which take precedence.
+        """
+        settings: dict[str, Any] = {
+            "v_min": -5.0,
+            "v_max": 5.0,
+            "num_atoms": 101,
+            "target": "min",
+            "actor_value": "min",
+            "alpha_init": 0.01,
+            "average_critics": True,
+            "temperature_loss": "alpha",
+            "joint_batch": "all",
+        }
+        if "target_entropy" not in kwargs:
+            settings["target_sigma"] = 0.15
+        return cls(actor_network, qvalue_network, **{**settings, **kwargs})
+
+    def _automatic_entropy(self, components: int) -> float:
+        if self.target_sigma is None:
+            return super()._automatic_entropy(components)
+        return 0.5 * components * math.log(2 * math.pi * math.e * self.target_sigma**2)
+
+    def _critic_values(self, q: Tensor) -> Tensor:
+        values: Tensor = categorical.expected_value(q, self.v_min, self.v_max)
+        return values
+
+    def _checked_logits(self, logits: Tensor, shape: torch.Size) -> Tensor:
+        """``logits``; ValueError unless they go with log-densities of ``shape``."""
+        if logits.shape[1:] != (*shape, self.num_atoms):
+            raise ValueError(
+                f"the critics' {self.tensor_keys.state_action_value!r} must be logits "
+                f"{[logits.shape[0], *shape, self.num_atoms]} to go with log-densities of shape {list(shape)}, got "
+                f"{list(logits.shape)}"
+            )
+        return logits
+
+    def _logits(self, tensordict: TensorDictBase, state: TensorDictBase) -> tuple[Tensor, Tensor]:
+        """(logits of the critics for the batch, with gradients; of their targets for the next states in ``state``)."""
+        key, critics = self.tensor_keys.state_action_value, self._critics
+        if not self.joint_batch:
+            with torch.no_grad():
+                next_logits = critics.target(state, key)
+            return critics.online(tensordict, key), next_logits
+        rows = joined(tensordict, state, self.qvalue_network.in_keys)
+        if not self.delay_qvalue:
+            logits, next_logits = halves(critics.online(rows, key), 1)
+            return logits, next_logits.detach()
+        with torch.no_grad():
+            _, next_logits = halves(critics.target(rows, key), 1)
+        logits, _ = halves(critics.online(rows, key), 1)
+        return logits, next_logits
+
+    def _critic_loss(self, tensordict: TensorDictBase, alpha: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        state, next_log_prob = self._next_action(tensordict)
+        shape = next_log_prob.shape
+        logits, next_logits = self._logits(tensordict, state)
+        reward, terminated, steps = self.bootstrap_rows(tensordict, shape)
+        support = self.v_min, self.v_max
+        target = categorical.categorical_target(
+            self._checked_logits(next_logits, shape),
+            next_log_prob,
+            alpha,
+            reward,
+            terminated,
+            self._value_estimator.gamma,
+            steps,
+            self.reward_scale,
+            *support,
+            self._target_code,
+        )
+        weight, mask = self.row_weights(tensordict, shape)
+        loss, priority, _ = categorical.categorical_loss(
+            self._checked_logits(logits, shape),
+            target,
+            weight,
+            mask,
+            *support,
+            self._priority_code,
+            self.average_critics,
+            REDUCTIONS[self.reduction],
+        )
+        return loss, priority, next_log_prob
+
+    def _policy_action(self, state: TensorDictBase) -> tuple[Tensor, Tensor]:
+        if self.joint_batch != "all":
+            return super()._policy_action(state)
+        rows = joined(state, self._next_state(state), self.actor_network.in_keys)
+        action, log_prob = self._draw(self.actor_network, rows)
+        return halves(action)[0], halves(log_prob)[0]
+
+    def _policy_values(self, state: TensorDictBase, tensordict: TensorDictBase) -> Tensor:
+        logits = self._critics.detached(state, self.tensor_keys.state_action_value)
+        values = self._critic_values(self._checked_logits(logits, logits.shape[1:-1]))
+        if not self.cloning_weight:
+            return values
+        key = self.tensor_keys.action
+        apart = entry(state, key) - entry(tensordict, key)
+        cost = apart.square().flatten(values.ndim - 1).mean(-1)
+        constant = values.detach()
+        size = (constant.mean(0) if self.actor_value == "mean" else constant.amin(0)).abs().mean()
+        # The same amount for every critic moves their minimum, and their mean, by that amount.
+        return values - self.cloning_weight * size * cost

@@ -1,0 +1,120 @@
+"""The loss of randomized ensembled double Q-learning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModule
+from tensordict.utils import NestedKey
+from torch import Tensor
+
+from gpubuf.objectives.sac import SACLoss
+
+
+class REDQLoss(SACLoss):
+    """Randomized ensembled double Q-learning: SAC with many critics (Chen et al., arXiv 2101.05982).
+
+    The formulas are those of :class:`~gpubuf.objectives.SACLoss`, except that
+
+    * a target takes the minimum over ``sub_sample_len`` of the N critics, drawn anew in each call, for the whole batch;
+    * ``loss_qvalue`` is the mean over critics, not the sum;
+    * ``loss_actor`` takes the mean of all critics: ``alpha log pi(a|s) - mean_k Q_k(s, a)``;
+    * ``loss_alpha`` is ``-alpha (log pi(a|s) + target_entropy)``, on alpha.
+
+    The values are TorchRL's, except that it squares ``"td_error"``, and that its entropy and ``loss_alpha`` mix in the
+    actions of the next states; the actions of the present ones are those that the actor learns from.
+
+    The subset is drawn on the device: in a captured graph each replay draws another. RLPD (Ball et al., arXiv
+    2302.02948) and DroQ (Hiraoka et al., arXiv 2110.02034) are this loss with other networks: DroQ's critics have
+    dropout and layer norm, and it takes ``num_qvalue_nets=2, sub_sample_len=2``.
+
+    Args:
+        actor_network: as in :class:`~gpubuf.objectives.SACLoss`, and so are all arguments that are not listed here.
+        qvalue_network: as in :class:`~gpubuf.objectives.SACLoss`.
+        num_qvalue_nets: number of critics, N.
+        sub_sample_len: number of critics, M, whose minimum a target takes.
+        min_alpha: least temperature.
+        max_alpha: greatest temperature.
+        gSDE: refused unless False: the noise is that of the actor's distribution.
+
+    Raises:
+        ValueError: ``sub_sample_len`` is not in [1, num_qvalue_nets], or another argument is out of range.
+        NotImplementedError: ``gSDE=True``.
+    """
+
+    @dataclass
+    class _AcceptedKeys(SACLoss._AcceptedKeys):
+        sample_log_prob: NestedKey = "sample_log_prob"
+
+    default_keys = _AcceptedKeys
+    actor_value = "mean"
+    temperature_loss = "alpha"
+
+    def __init__(
+        self,
+        actor_network: Any,
+        qvalue_network: TensorDictModule | Sequence[TensorDictModule],
+        *,
+        num_qvalue_nets: int = 10,
+        sub_sample_len: int = 2,
+        loss_function: str = "smooth_l1",
+        alpha_init: float = 1.0,
+        min_alpha: float | None = 0.1,
+        max_alpha: float | None = 10.0,
+        action_spec: Any = None,
+        fixed_alpha: bool = False,
+        target_entropy: str | float = "auto",
+        delay_qvalue: bool = True,
+        gSDE: bool = False,  # noqa: N803
+        gamma: float | None = None,
+        priority_key: str | None = None,
+        separate_losses: bool = False,
+        reduction: str | None = None,
+        skip_done_states: bool = False,
+        deactivate_vmap: bool = False,
+        use_prioritized_weights: str | bool = "auto",
+        scalar_output_mode: str | None = None,
+    ) -> None:
+        if gSDE:
+            raise NotImplementedError("the noise is that of the actor's distribution: leave gSDE out")
+        if not 1 <= sub_sample_len <= num_qvalue_nets:
+            raise ValueError(
+                f"sub_sample_len must be in [1, num_qvalue_nets], got {sub_sample_len} of {num_qvalue_nets} critics"
+            )
+        self.sub_sample_len = sub_sample_len
+        super().__init__(
+            actor_network,
+            qvalue_network,
+            num_qvalue_nets=num_qvalue_nets,
+            loss_function=loss_function,
+            alpha_init=alpha_init,
+            min_alpha=min_alpha,
+            max_alpha=max_alpha,
+            action_spec=action_spec,
+            fixed_alpha=fixed_alpha,
+            target_entropy=target_entropy,
+            delay_qvalue=delay_qvalue,
+            gamma=gamma,
+            priority_key=priority_key,
+            separate_losses=separate_losses,
+            reduction=reduction,
+            skip_done_states=skip_done_states,
+            deactivate_vmap=deactivate_vmap,
+            use_prioritized_weights=use_prioritized_weights,
+            scalar_output_mode=scalar_output_mode,
+        )
+
+    def _next_values(self, state: TensorDictBase, shape: torch.Size) -> Tensor:
+        values = super()._next_values(state, shape)
+        if self.sub_sample_len == self.num_qvalue_nets:
+            return values
+        subset = torch.randperm(self.num_qvalue_nets, device=values.device).narrow(0, 0, self.sub_sample_len)
+        return values.index_select(0, subset)
+
+    def _critic_loss(self, tensordict: TensorDictBase, alpha: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        loss, td_error, next_log_prob = super()._critic_loss(tensordict, alpha)
+        return loss / self.num_qvalue_nets, td_error, next_log_prob

@@ -1,0 +1,204 @@
+"""The loss of twin delayed deep deterministic policy gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModule
+from tensordict.utils import NestedKey
+from torch import Tensor
+
+from gpubuf.modules.plain import entry
+from gpubuf.objectives.action_bounds import action_bounds, check_order
+from gpubuf.objectives.actor_critic import ActorCriticLossModule
+from gpubuf.objectives.reductions import reduced
+from gpubuf.objectives.td import TDLossModule
+
+
+class TD3Loss(ActorCriticLossModule):
+    """TD3: clipped double Q-learning with a deterministic policy (Fujimoto et al., arXiv 1802.09477).
+
+    With S the batch shape (agents included), N critics and ``terminated``, not ``done``, to stop bootstrapping:
+
+    * ``loss_qvalue``: sum over critics of ``loss_function`` between Q(s, a) and
+      ``y = r + gamma^steps (1 - terminated) min_k Qtarget_k(s', a')``, with the smoothed action
+      ``a' = clip(mu_target(s') + clip(policy_noise * eps, -noise_clip, noise_clip), low, high)``, eps standard normal;
+    * ``loss_actor``: ``-Q_1(s, mu(s))``, of the first critic, with gradients to the actor only.
+
+    Update the actor and the targets once every few steps of the critics ("delayed"): that is up to your loop.
+
+    Call it with a TensorDict: it returns a TensorDict of ``loss_actor`` and ``loss_qvalue``, ``[]``, and of values
+    without gradient: ``pred_value`` (Q(s, a), ``[N, *S]``), ``state_action_value_actor`` (Q(s, mu(s)), ``[N, *S]``),
+    ``next_state_value`` (the minimum, S) and ``target_value`` (y, S). It writes ``"td_error"``, ``max_k |Q_k - y|`` of
+    shape S, into its input, the priority of each row; TorchRL writes its square. Or call it with keyword arguments
+    named after ``in_keys`` (nested keys joined by ``_``): it returns a tuple in the order of ``out_keys``. Nothing
+    synchronises with the host: the noise is drawn on the device of the actions.
+
+    Importance weights, masks, and the shapes of rewards and flags are those of :class:`~gpubuf.objectives.SACLoss`. A
+    terminated row's next observation may be NaN, unless a network refuses it.
+
+    Args:
+        actor_network: the policy, a module that writes the action at ``tensor_keys.action``.
+        qvalue_network: one network, which is copied ``num_qvalue_nets`` times and drawn anew; a list of networks; or a
+            natively batched ensemble such as :func:`~gpubuf.modules.make_sac_critic` builds.
+        action_spec: where the action's bounds are from: a Gymnasium ``Box``, a bounded spec of TorchRL, or a composite
+            one that holds the action at its key. Either this or ``bounds``.
+        bounds: (low, high), numbers, or tensors that broadcast against an action.
+        num_qvalue_nets: number of critics, N.
+        policy_noise: standard deviation of the noise on the next actions.
+        noise_clip: largest magnitude of that noise.
+        loss_function: "smooth_l1", "l2", "l1" or "huber" (the same as "smooth_l1").
+        delay_actor: take the next actions from target parameters of the actor.
+        delay_qvalue: evaluate the next values with target parameters of the critics.
+        gamma: refused; see :meth:`make_value_estimator`.
+        priority_key: refused; see :meth:`set_keys`.
+        separate_losses: parameters that critics and actor share get gradients from the actor's loss only.
+        reduction: "mean" (default), "sum", or "none" for losses of shape S, weighted, 0 where masked.
+        deactivate_vmap: run several critics one after the other.
+        use_prioritized_weights: False, True (a batch without weights is an error), or "auto".
+
+    Attributes:
+        min_action: lower bound of the actions, a buffer.
+        max_action: upper bound of the actions, a buffer.
+        policy_noise: as given, ``[]``, read on the device. Assign a number to change it, also within a captured graph.
+        noise_clip: likewise.
+        actor_network_params: parameters of the actor, the very ones of ``actor_network``.
+        qvalue_network_params: parameters of the critics; stacked ``[N, ...]`` unless the ensemble is natively batched.
+        target_actor_network_params: their targets, as buffers; updated by :class:`~gpubuf.objectives.SoftUpdate`.
+        target_qvalue_network_params: likewise.
+
+    Raises:
+        TypeError: ``gamma`` is given.
+        RuntimeError: ``priority_key`` is given.
+        ValueError: an argument is out of range, not one of ``action_spec`` and ``bounds`` is given, or the critics are
+            not ``num_qvalue_nets``.
+    """
+
+    @dataclass
+    class _AcceptedKeys(TDLossModule._AcceptedKeys):
+        action: NestedKey = "action"
+        state_action_value: NestedKey = "state_action_value"
+
+    default_keys = _AcceptedKeys
+    loss_names = (
+        "loss_actor",
+        "loss_qvalue",
+        "pred_value",
+        "state_action_value_actor",
+        "next_state_value",
+        "target_value",
+    )
+
+    min_action: Tensor
+    max_action: Tensor
+    policy_noise: Tensor
+    noise_clip: Tensor
+    _schedulable_buffers = frozenset({"policy_noise", "noise_clip"})
+
+    def __init__(
+        self,
+        actor_network: Any,
+        qvalue_network: TensorDictModule | Sequence[TensorDictModule],
+        *,
+        action_spec: Any = None,
+        bounds: tuple[Any, Any] | None = None,
+        num_qvalue_nets: int = 2,
+        policy_noise: float = 0.2,
+        noise_clip: float = 0.5,
+        loss_function: str = "smooth_l1",
+        delay_actor: bool = True,
+        delay_qvalue: bool = True,
+        gamma: float | None = None,
+        priority_key: str | None = None,
+        separate_losses: bool = False,
+        reduction: str | None = None,
+        deactivate_vmap: bool = False,
+        use_prioritized_weights: str | bool = "auto",
+    ) -> None:
+        if (action_spec is None) == (bounds is None):
+            raise ValueError(f"give one of bounds and action_spec, got bounds={bounds} and action_spec={action_spec}")
+        for name, value in (("policy_noise", policy_noise), ("noise_clip", noise_clip)):
+            if not value >= 0:
+                raise ValueError(f"{name} must be at least 0, got {value}")
+        super().__init__(
+            actor_network,
+            qvalue_network,
+            num_qvalue_nets=num_qvalue_nets,
+            delay_actor=delay_actor,
+            delay_qvalue=delay_qvalue,
+            separate_losses=separate_losses,
+            deactivate_vmap=deactivate_vmap,
+            loss_function=loss_function,
+            reduction=reduction,
+            use_prioritized_weights=use_prioritized_weights,
+            gamma=gamma,
+            priority_key=priority_key,
+        )
+        like = next(iter(self.parameters()), torch.empty(()))
+        low, high = action_bounds(action_spec, self.tensor_keys.action) if bounds is None else bounds
+        check_order(low, high)
+        self.register_buffer("max_action", torch.as_tensor(high).to(like.device, like.dtype))
+        self.register_buffer("min_action", torch.as_tensor(low).to(like.device, like.dtype))
+        # TorchRL's state has no such entries.
+        for name, value in (("policy_noise", policy_noise), ("noise_clip", noise_clip)):
+            self.register_buffer(name, torch.tensor(value, dtype=like.dtype, device=like.device), persistent=False)
+        self.make_value_estimator()
+
+    def set_keys(self, **kwargs: NestedKey | None) -> None:
+        """Set where the loss reads and writes; None restores the default of that key.
+
+        The keys are action, state_action_value, reward, done, terminated, priority and priority_weight.
+
+        Raises:
+            ValueError: there is no such key.
+        """
+        super().set_keys(**kwargs)
+
+    def _losses(self, tensordict: TensorDictBase) -> TensorDictBase:
+        seen = self.without_masked(tensordict, self._keys_seen())
+        loss_actor, actor_values = self._actor_loss(seen)
+        next_value, target = self._target(seen)
+        q = self._checked(self._critics.online(seen, self.tensor_keys.state_action_value), target.shape)
+        loss_qvalue, td_error = self.td_loss(q, target, seen)
+        tensordict.set(self.tensor_keys.priority, td_error)
+        values = (loss_actor, loss_qvalue, q.detach().reshape(-1, *target.shape), actor_values, next_value, target)
+        # No batch size would fit values of all critics and rows alike.
+        return TensorDict(dict(zip(self.loss_names, values, strict=True)), batch_size=[])
+
+    def _action(self, actor: Any, state: TensorDictBase) -> Tensor:
+        """The action of ``actor``, which may be its target."""
+        before = state.exclude(self.tensor_keys.action)
+        return entry(actor(before), self.tensor_keys.action)
+
+    def _actor_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
+        """(reduced loss of the actor, values ``[N, *S]`` of its actions without gradient)."""
+        state = tensordict.copy()
+        action = self._action(self._networks["actor_network"].online(), state)
+        state.set(self.tensor_keys.action, action)
+        shape = action.shape[:-1]
+        q = self._checked(self._critics.detached(state, self.tensor_keys.state_action_value), shape).reshape(-1, *shape)
+        weight, mask = self.row_weights(tensordict, shape)
+        return reduced(-q[0], weight, mask, self.reduction), q.detach()
+
+    @torch.no_grad()
+    def _target(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
+        """(values of the next states, targets of the critics), both S. No gradient."""
+        state = self._next_state(tensordict)
+        action = self._action(self._networks["actor_network"].target(), state)
+        noise = torch.randn_like(action).mul_(self.policy_noise).clamp_(-self.noise_clip, self.noise_clip)
+        state.set(self.tensor_keys.action, (action + noise).clamp(self.min_action, self.max_action))
+        shape = action.shape[:-1]
+        next_q = self._checked(self._critics.target(state, self.tensor_keys.state_action_value), shape)
+        return next_q.amin(0).reshape(shape), self.td_target(next_q, tensordict, shape)
+
+    def _checked(self, q: Tensor, shape: torch.Size) -> Tensor:
+        if q.shape[1:] not in (shape, (*shape, 1)):
+            raise ValueError(
+                f"the critics' {self.tensor_keys.state_action_value!r} must be {[q.shape[0], *shape, 1]} to go with "
+                f"actions of batch shape {list(shape)}, got {list(q.shape)}"
+            )
+        return q

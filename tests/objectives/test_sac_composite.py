@@ -1,0 +1,164 @@
+"""SACLoss on actors whose actions have several parts: tensordict's CompositeDistribution."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import (
+    CompositeDistribution,
+    ProbabilisticTensorDictModule,
+    ProbabilisticTensorDictSequential,
+    TensorDictModule,
+    set_composite_lp_aggregate,
+)
+from torch import Tensor, nn
+from torch.distributions import Independent, Normal
+from torch.func import functional_call
+
+from gpubuf.modules import MLP
+from gpubuf.objectives import SACLoss
+from tests.support.sac_setup import gradients, run_loss, total
+
+F64 = torch.float64
+OBSERVATION, PARTS = 5, {"arm": 3, "hand": 2}
+
+
+class Parameters(nn.Module):
+    """Means and standard deviations of both parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = MLP(OBSERVATION, 2 * sum(PARTS.values()), (8,), dtype=F64)
+
+    def forward(self, observation: Tensor) -> tuple[Tensor, ...]:
+        arm, hand, raw_arm, raw_hand = self.net(observation).split([3, 2, 3, 2], -1)
+        return arm, raw_arm.exp(), hand, raw_hand.exp()
+
+
+class Critic(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = MLP(OBSERVATION + 5, 1, (8,), dtype=F64)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.net(torch.cat(inputs, -1))
+
+
+def normal(loc: Tensor, scale: Tensor) -> Independent:
+    return Independent(Normal(loc, scale), 1)
+
+
+def composite_loss(root: tuple[str, ...] = ("action",), distribution=normal, **kwargs) -> SACLoss:
+    keys = {part: (*root, part) if root else part for part in PARTS}
+    params = [("params", part, name) for part in PARTS for name in ("loc", "scale")]
+    actor = ProbabilisticTensorDictSequential(
+        TensorDictModule(Parameters(), ["observation"], params),
+        ProbabilisticTensorDictModule(
+            in_keys=["params"],
+            out_keys=list(keys.values()),
+            distribution_class=CompositeDistribution,
+            distribution_kwargs={"distribution_map": dict.fromkeys(PARTS, distribution), "name_map": keys},
+            return_log_prob=True,
+            default_interaction_type="random",
+        ),
+    )
+    critics = [TensorDictModule(Critic(), ["observation", *keys.values()], ["state_action_value"]) for _ in range(2)]
+    return SACLoss(actor, critics, **kwargs)
+
+
+def make_batch(root: tuple[str, ...] = ("action",), *shape: int) -> TensorDict:
+    shape = shape or (6,)
+    generator = torch.Generator().manual_seed(0)
+
+    def numbers(*size: int) -> Tensor:
+        return torch.randn(*shape, *size, generator=generator, dtype=F64)
+
+    flag = torch.zeros(*shape, 1, dtype=torch.bool)
+    after = {"observation": numbers(OBSERVATION), "reward": numbers(1), "done": flag, "terminated": flag}
+    batch = TensorDict({"observation": numbers(OBSERVATION), "next": TensorDict(after, shape)}, shape)
+    for part, width in PARTS.items():
+        batch[(*root, part)] = numbers(width)
+    return batch
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("root", [("action",), ()], ids=["nested", "flat"])
+@pytest.mark.parametrize("aggregate", [False, True])
+@pytest.mark.parametrize("shape", [(6,), (2, 3)], ids=str)
+def test_composite_actions(backend, root, aggregate, shape):
+    """One log-density, the sum of both parts', and the losses and gradients of the formulas."""
+    with set_composite_lp_aggregate(aggregate):
+        loss, batch = composite_loss(root), make_batch(root, *shape)
+        before = batch.clone()
+        ours = run_loss(loss, batch, 0)
+        assert (batch == before).all()
+
+    def draw(observation: Tensor) -> tuple[Tensor, Tensor]:
+        loc_arm, scale_arm, loc_hand, scale_hand = loss.actor_network[0].module(observation)
+        arm, hand = normal(loc_arm, scale_arm), normal(loc_hand, scale_hand)
+        actions = arm.rsample(), hand.rsample()
+        return torch.cat(actions, -1), arm.log_prob(actions[0]) + hand.log_prob(actions[1])
+
+    def values(params, observation: Tensor, action: Tensor) -> Tensor:
+        flat = {".".join(key[1:]): params.get(key) for key in params.keys(True, True)}
+        return torch.stack(
+            [
+                functional_call(critic, {n: t[k] for n, t in flat.items()}, (observation, action)).squeeze(-1)
+                for k in range(2)
+            ]
+        )
+
+    critic = Critic()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        action, log_prob = draw(batch["next", "observation"])
+        q = values(loss.target_qvalue_network_params, batch["next", "observation"], action)
+        y = batch["next", "reward"].squeeze(-1) + 0.99 * (q.min(0).values - log_prob)
+    stored = torch.cat([batch[(*root, part)] for part in PARTS], -1)
+    q = values(loss.qvalue_network_params, batch["observation"], stored)
+    action, log_prob = draw(batch["observation"])
+    detached = loss.qvalue_network_params.apply(lambda t: t.detach())
+    truth = {
+        "loss_qvalue": nn.functional.smooth_l1_loss(q, y.expand_as(q), reduction="none").sum(0).mean(),
+        "loss_actor": (log_prob - values(detached, batch["observation"], action).min(0).values).mean(),
+        "loss_alpha": (-loss.log_alpha * (log_prob.detach() - 5)).mean(),
+        "td_error": (q - y).abs().amax(0).detach(),
+    }
+    for name, value in truth.items():
+        torch.testing.assert_close(ours[name], value)
+    found, expected = gradients(loss, total(ours)), gradients(loss, total(truth))
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_target_entropy_and_keys():
+    """CASES 29 (TorchRL 3312): minus the components of all parts."""
+    loss, batch = composite_loss(), make_batch()
+    assert {("action", "arm"), ("action", "hand"), "observation", ("next", "observation")} <= set(loss.in_keys)
+    assert not {("next", "action", "arm"), "params"} & set(loss.in_keys)
+    loss(batch)
+    assert loss.target_entropy == -5
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_masked_rows_of_composite_actions():
+    loss, batch = composite_loss(target_entropy=-2.0, skip_done_states=True), make_batch()
+    mask = torch.tensor([True, True, False, True, True, True])
+    batch["collector", "mask"] = mask
+    truth = run_loss(loss, batch, 0)
+    batch["action", "arm"][2] = float("nan")
+    ours = run_loss(loss, batch, 0)
+    for name in ("loss_actor", "loss_qvalue", "loss_alpha"):
+        torch.testing.assert_close(ours[name], truth[name])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_part_that_has_no_gradient_is_refused():
+    class Opaque(Normal):
+        has_rsample = False
+        rsample = None
+
+    with pytest.raises(TypeError):
+        composite_loss(distribution=Opaque)(make_batch())

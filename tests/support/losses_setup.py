@@ -1,0 +1,238 @@
+"""Small networks and batches for the tests of DiscreteSACLoss and TD3Loss, and these losses written out by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
+from torch import Tensor, nn
+from torch.distributions import OneHotCategorical
+
+from gpubuf.kernels.discrete_sac import reference as discrete
+from gpubuf.kernels.td import reference as td
+from gpubuf.modules import MLP, EnsembleMLP, make_sac_critic
+from gpubuf.objectives import DiscreteSACLoss, TD3Loss
+from tests.support.sac_setup import ACTION, CELLS, OBSERVATION, critics_of, make_batch
+
+ACTIONS = 4
+F64 = torch.float64
+
+
+class MoreThanLinear(nn.Module):
+    """A critic of all actions that no stack of linear layers can stand for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm = MLP(OBSERVATION, 8, CELLS, dtype=F64), nn.LayerNorm(8, dtype=F64)
+        self.head = nn.Linear(8, ACTIONS, dtype=F64)
+
+    def forward(self, observation: Tensor) -> Tensor:
+        return self.head(self.norm(self.body(observation)))
+
+
+def _critic(network: nn.Module) -> TensorDictModule:
+    return TensorDictModule(network, ["observation"], ["action_value"])
+
+
+#: Every way to say what the critics of all actions are, with further arguments of the loss.
+DISCRETE_CRITICS = {
+    "ensemble": lambda n=2: (_critic(EnsembleMLP(n, OBSERVATION, ACTIONS, CELLS, dtype=F64)), {}),
+    "replicated": lambda n=2: (_critic(MLP(OBSERVATION, ACTIONS, CELLS, dtype=F64)), {}),
+    "list": lambda n=2: ([_critic(MLP(OBSERVATION, ACTIONS, CELLS, dtype=F64)) for _ in range(n)], {}),
+    "vmap": lambda n=2: (_critic(MoreThanLinear()), {}),
+    "loop": lambda n=2: (_critic(MoreThanLinear()), {"deactivate_vmap": True}),
+}
+
+
+def discrete_actor(
+    distribution: Any = OneHotCategorical, network: nn.Module | None = None, parameter: str = "logits"
+) -> ProbabilisticTensorDictSequential:
+    """A policy over ACTIONS actions."""
+    network = MLP(OBSERVATION, ACTIONS, CELLS, dtype=F64) if network is None else network
+    return ProbabilisticTensorDictSequential(
+        TensorDictModule(network, ["observation"], [parameter]),
+        ProbabilisticTensorDictModule([parameter], ["action"], distribution_class=distribution),
+    )
+
+
+def make_discrete(critics: str = "ensemble", actor: Any = None, num: int = 2, **kwargs: Any) -> DiscreteSACLoss:
+    networks, further = DISCRETE_CRITICS[critics](num)
+    options = {"num_actions": ACTIONS, "action_space": "one-hot", "num_qvalue_nets": num, **further, **kwargs}
+    return DiscreteSACLoss(discrete_actor() if actor is None else actor, networks, **options)
+
+
+def discrete_batch(*shape: int, space: str = "one-hot", seed: int = 0) -> TensorDict:
+    """Transitions with one-hot actions or indices."""
+    batch = make_batch(*shape, seed=seed)
+    index = torch.randint(ACTIONS, shape, generator=torch.Generator().manual_seed(seed))
+    batch["action"] = nn.functional.one_hot(index, ACTIONS) if space == "one-hot" else index
+    return batch
+
+
+def deterministic_actor() -> TensorDictModule:
+    network = nn.Sequential(MLP(OBSERVATION, ACTION, CELLS, dtype=F64), nn.Tanh())
+    return TensorDictModule(network, ["observation"], ["action"])
+
+
+def make_td3(critics: Any = None, actor: Any = None, num: int = 2, **kwargs: Any) -> TD3Loss:
+    if critics is None:
+        critics = make_sac_critic(OBSERVATION, ACTION, CELLS, num_nets=num, dtype=F64)
+    if "action_spec" not in kwargs:
+        kwargs.setdefault("bounds", (-0.6, 0.5))
+    return TD3Loss(deterministic_actor() if actor is None else actor, critics, num_qvalue_nets=num, **kwargs)
+
+
+def separated(loss: Any) -> Any:
+    """``loss`` with targets that differ from its networks."""
+    with torch.no_grad():
+        for name, params in loss.named_children():
+            if name.startswith("target_") and name.endswith("_params"):
+                for key in params.keys(True, True):
+                    params.get(key).mul_(0.8)
+    return loss
+
+
+def values_by_hand(loss: Any, params: Any, observation: Tensor, action: Tensor) -> Tensor:
+    """Values of all critics, ``[N, *S, width]``."""
+    network = loss.qvalue_network
+    if any(isinstance(part, EnsembleMLP) for part in network.modules()):
+        name = network.out_keys[-1]
+        flat = {".".join(key if isinstance(key, tuple) else (key,)): params.get(key) for key in params.keys(True, True)}
+        data = TensorDict({"observation": observation, "action": action}, [])
+        return torch.func.functional_call(network, flat, (data,))[name]
+    return torch.stack([each(observation, action) for each in members_of(loss, params)])
+
+
+def members_of(loss: Any, params: Any) -> list[Any]:
+    """Each critic of a stack as a function of (observation, action)."""
+    if loss.qvalue_network.out_keys == ["state_action_value"]:
+        return critics_of(loss, params)
+    flat = {".".join(key if isinstance(key, tuple) else (key,)): params.get(key) for key in params.keys(True, True)}
+
+    def run(k: int, observation: Tensor) -> Tensor:
+        own = {name: tensor[k] for name, tensor in flat.items()}
+        data = TensorDict({"observation": observation}, [])
+        return torch.func.functional_call(loss.qvalue_network, own, (data,))["action_value"]
+
+    return [lambda o, _, k=k: run(k, o) for k in range(loss.num_qvalue_nets)]
+
+
+def target_by_hand(values: Tensor, batch: TensorDict, gamma: float, steps: Tensor | None) -> Tensor:
+    """``r + gamma^steps V`` with V of shape S, which the flags and rewards have too."""
+    following = batch["next"]
+    return td.soft_td_target(
+        values.unsqueeze(0),
+        0.0,
+        0.0,
+        following["reward"].reshape(values.shape),
+        following["terminated"].reshape(values.shape),
+        gamma,
+        None if steps is None else steps.reshape(values.shape),
+    )
+
+
+def discrete_by_hand(
+    loss: DiscreteSACLoss,
+    batch: TensorDict,
+    *,
+    gamma: float = 0.99,
+    reduction: str = "mean",
+    weight: Tensor | None = None,
+    mask: Tensor | None = None,
+    steps: Tensor | None = None,
+    next_observation: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """DiscreteSACLoss by the formulas."""
+    alpha = loss.log_alpha.detach().exp()
+    network = loss.actor_network[0].module
+
+    def logits(observation: Tensor) -> Tensor:
+        return network(observation)
+
+    state, action = batch["observation"], batch["action"]
+    following = batch["next", "observation"] if next_observation is None else next_observation
+    with torch.no_grad():
+        target = getattr(loss, "target_qvalue_network_params")  # noqa: B009
+        next_q = values_by_hand(loss, target, following, action)
+        y = target_by_hand(discrete.soft_value(next_q, logits(following), alpha), batch, gamma, steps)
+    q = values_by_hand(loss, loss.qvalue_network_params, state, action)
+    index = action.argmax(-1) if action.shape == q.shape[1:] else action.reshape(y.shape)
+    chosen = q.gather(-1, index.expand(q.shape[:-1]).unsqueeze(-1)).squeeze(-1)
+    rows = td.distance(
+        chosen, y.expand_as(chosen), "smooth_l1" if loss.loss_function == "huber" else loss.loss_function
+    )
+    actor, log_prob, entropy = discrete.actor_loss(q.detach(), logits(state), alpha, weight, mask, reduction)
+    log_prob = log_prob.detach()
+    return {
+        "loss_qvalue": td.reduce(rows.sum(0), weight, mask, reduction),
+        "loss_actor": actor,
+        "loss_alpha": td.reduce(-loss.log_alpha * (log_prob + float(loss.target_entropy)), weight, mask, reduction),
+        "alpha": alpha,
+        "entropy": entropy.detach(),
+        "td_error": (chosen - y).abs().amax(0).detach(),
+    }
+
+
+def td3_by_hand(
+    loss: TD3Loss,
+    batch: TensorDict,
+    seed: int,
+    *,
+    gamma: float = 0.99,
+    reduction: str = "mean",
+    weight: Tensor | None = None,
+    mask: Tensor | None = None,
+    steps: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """TD3Loss by the formulas, with the noise that it draws after ``torch.manual_seed(seed)``."""
+    actor, following, state = loss.actor_network, batch["next"], batch["observation"]
+    flat = {
+        ".".join(key): loss.target_actor_network_params.get(key)
+        for key in loss.target_actor_network_params.keys(True, True)
+    }
+    detached = loss.qvalue_network_params.apply(lambda t: t.detach())
+    actor_values = values_by_hand(loss, detached, state, actor.module(state)).squeeze(-1)
+    with torch.no_grad():
+        data = TensorDict({"observation": following["observation"]}, [])
+        action = torch.func.functional_call(actor, flat, (data,))["action"]
+        torch.manual_seed(seed)
+        noise = (torch.randn(action.shape, dtype=action.dtype) * loss.policy_noise).clamp(
+            -float(loss.noise_clip), float(loss.noise_clip)
+        )
+        action = (action + noise).clamp(loss.min_action, loss.max_action)
+        next_value = (
+            values_by_hand(loss, loss.target_qvalue_network_params, following["observation"], action)
+            .squeeze(-1)
+            .amin(0)
+        )
+        y = target_by_hand(next_value, batch, gamma, steps)
+    q = values_by_hand(loss, loss.qvalue_network_params, state, batch["action"]).squeeze(-1)
+    rows = td.distance(q, y.expand_as(q), "smooth_l1" if loss.loss_function == "huber" else loss.loss_function).sum(0)
+    return {
+        "loss_actor": td.reduce(-actor_values[0], weight, mask, reduction),
+        "loss_qvalue": td.reduce(rows, weight, mask, reduction),
+        "pred_value": q.detach(),
+        "state_action_value_actor": actor_values.detach(),
+        "next_state_value": next_value,
+        "target_value": y,
+        "td_error": (q - y).abs().amax(0).detach(),
+    }
+
+
+def total(out: Any) -> Tensor:
+    """The sum of all losses in ``out``."""
+    return sum((out[name].sum() for name in sorted(out.keys()) if name.startswith("loss_")), torch.zeros(()))
+
+
+def assert_agrees(loss: Any, ours: dict[str, Tensor], truth: dict[str, Tensor]) -> None:
+    """Values, and the gradients of every parameter, are those of the formulas, and none is missing."""
+    assert set(ours) == set(truth)
+    for name, value in truth.items():
+        torch.testing.assert_close(ours[name], value, msg=lambda text, name=name: f"{name}: {text}")
+    named = dict(loss.named_parameters())
+    found, expected = (torch.autograd.grad(total(each), list(named.values())) for each in (ours, truth))
+    for name, one, other in zip(named, found, expected, strict=True):
+        torch.testing.assert_close(one, other, msg=lambda text, name=name: f"{name}: {text}")
+        assert other.abs().max() > 0, name
