@@ -99,7 +99,7 @@ def policy_logits(actor: Any, tensordict: TensorDictBase) -> Tensor:
     """
     last: Any = actor[-1] if type(actor) is ProbabilisticTensorDictSequential and not actor.return_composite else None
     plain = type(last) is ProbabilisticTensorDictModule and last.distribution_class in (Categorical, OneHotCategorical)
-    if not plain or last.distribution_kwargs or last.dist_keys not in (["logits"], ["probs"]):
+    if not plain or {*last.distribution_kwargs} - {"validate_args"} or last.dist_keys not in (["logits"], ["probs"]):
         return action_logits(actor.get_dist(tensordict.copy()))
     found: Tensor = entry(actor.get_dist_params(tensordict.copy()), last.in_keys[0])
     return found if last.dist_keys == ["logits"] else _of_probabilities(found)

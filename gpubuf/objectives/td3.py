@@ -33,10 +33,10 @@ class TD3Loss(ActorCriticLossModule):
 
     Call it with a TensorDict: it returns a TensorDict of ``loss_actor`` and ``loss_qvalue``, ``[]``, and of values
     without gradient: ``pred_value`` (Q(s, a), ``[N, *S]``), ``state_action_value_actor`` (Q(s, mu(s)), ``[N, *S]``),
-    ``next_state_value`` (the minimum, S) and ``target_value`` (y, S). It writes ``"td_error"``, ``max_k |Q_k - y|`` of
-    shape S, into its input, the priority of each row; TorchRL writes its square. Or call it with keyword arguments
-    named after ``in_keys`` (nested keys joined by ``_``): it returns a tuple in the order of ``out_keys``. Nothing
-    synchronises with the host: the noise is drawn on the device of the actions.
+    ``next_state_value`` (the minimum, S) and ``target_value`` (y, S). It writes ``"td_error"``, ``max_k (Q_k - y)^2``
+    of shape S, into its input, the priority of each row: the square, as TorchRL's TD3 and unlike the other losses. Or
+    call it with keyword arguments named after ``in_keys`` (nested keys joined by ``_``): it returns a tuple in the
+    order of ``out_keys``. Nothing synchronises with the host: the noise is drawn on the device of the actions.
 
     Importance weights, masks, and the shapes of rewards and flags are those of :class:`~gpubuf.objectives.SACLoss`. A
     terminated row's next observation may be NaN, unless a network refuses it.
@@ -164,7 +164,7 @@ class TD3Loss(ActorCriticLossModule):
         next_value, target = self._target(seen)
         q = self._checked(self._critics.online(seen, self.tensor_keys.state_action_value), target.shape)
         loss_qvalue, td_error = self.td_loss(q, target, seen)
-        tensordict.set(self.tensor_keys.priority, td_error)
+        tensordict.set(self.tensor_keys.priority, td_error.square())
         values = (loss_actor, loss_qvalue, q.detach().reshape(-1, *target.shape), actor_values, next_value, target)
         # No batch size would fit values of all critics and rows alike.
         return TensorDict(dict(zip(self.loss_names, values, strict=True)), batch_size=[])

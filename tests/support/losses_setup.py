@@ -217,7 +217,7 @@ def td3_by_hand(
         "state_action_value_actor": actor_values.detach(),
         "next_state_value": next_value,
         "target_value": y,
-        "td_error": (q - y).abs().amax(0).detach(),
+        "td_error": (q - y).square().amax(0).detach(),
     }
 
 
