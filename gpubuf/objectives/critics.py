@@ -18,6 +18,7 @@ from gpubuf.objectives.networks import (
     Path,
     SwappableCopy,
     batch_norms,
+    constants,
     distinct,
     ensemble_size,
     leaves,
@@ -106,7 +107,7 @@ class BatchedCritics(Critics):
     def refresh(self, target_params: TensorDictBase | None, owners: Owners) -> None:
         super().refresh(target_params, owners)
         (self._own_places if self._online is None else self._online.places).fill(self._tensors)
-        self._detached.places.fill([tensor.detach() for tensor in self._tensors])
+        self._detached.places.fill(constants(self._tensors))
         if self._target_tensors is not None:
             self._target.places.fill(self._target_tensors)
 
@@ -120,7 +121,7 @@ class BatchedCritics(Critics):
         self._detached.follow_mode()
         if not torch.compiler.is_compiling():
             # A parameter may have other memory by now: somebody has replaced its `.data`.
-            self._detached.places.fill([tensor.detach() for tensor in self._tensors])
+            self._detached.places.fill(constants(self._tensors))
         return self._run(self._detached.module, inputs, key)
 
     def target(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
@@ -176,7 +177,7 @@ class StackedCritics(Critics):
         return self._run(self._tensors, inputs, key, self._copy)
 
     def detached(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
-        return self._run([tensor.detach() for tensor in self._tensors], inputs, key, self._detached_copy)
+        return self._run(constants(self._tensors), inputs, key, self._detached_copy)
 
     def target(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
         if self._target_tensors is None:

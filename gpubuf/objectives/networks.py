@@ -27,6 +27,11 @@ def leaves(params: TensorDictBase) -> list[Tensor]:
     return [params.get(path) for path in paths(params)]
 
 
+def constants(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """``tensors`` without gradients. Buffers stay the very same: compiled code must know one that is changed in place."""
+    return [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
+
+
 def ensemble_size(module: nn.Module) -> int | None:
     """The number of nets of a natively batched ensemble anywhere within ``module``, or None.
 

@@ -1,0 +1,307 @@
+"""CrossQLoss and the joint batches of DistributionalSACLoss: which rows and which statistics a batch norm sees."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torch import nn
+
+from gpubuf.kernels.categorical import DIVERGENCE, MIN, reference, reference_loss
+from gpubuf.kernels.tanh_normal.reference import tanh_normal
+from gpubuf.kernels.td import reference as td
+from gpubuf.modules import BatchNorm, EnsembleMLP
+from gpubuf.objectives import CrossQLoss, DistributionalSACLoss, SoftUpdate
+from tests.support.distributional_setup import SUPPORT
+from tests.support.fake_cuda import fake_cuda
+from tests.support.graph_recorder import recorded
+from tests.support.sac_setup import (
+    ACTION,
+    CELLS,
+    KEYS,
+    OBSERVATION,
+    VALUE,
+    gradients,
+    make_actor,
+    make_batch,
+    run_loss,
+    total,
+)
+from tests.support.torchrl_losses import fixed_noise as theirs
+from tests.support.torchrl_losses import redq_crossq
+
+
+class WithBatchNorm(nn.Module):
+    """One critic around PyTorch's batch norm."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8, momentum=0.3, dtype=torch.float64)
+        self.before = nn.Linear(OBSERVATION + ACTION, 8, dtype=torch.float64)
+        self.head = nn.Linear(8, outputs, dtype=torch.float64)
+
+    def forward(self, observation, action):
+        return self.head(self.norm(self.before(torch.cat([observation, action], -1))).tanh())
+
+
+def ours_batched(outputs):
+    options = {"norm": "batch", "norm_kwargs": {"momentum": 0.3}, "dtype": torch.float64}
+    return TensorDictModule(EnsembleMLP(2, OBSERVATION + ACTION, outputs, CELLS, **options), KEYS, VALUE)
+
+
+CRITICS = {
+    "ensemble": (ours_batched, {}),
+    "vmap": (lambda n: [TensorDictModule(WithBatchNorm(n), KEYS, VALUE) for _ in range(2)], {}),
+    "loop": (lambda n: [TensorDictModule(WithBatchNorm(n), KEYS, VALUE) for _ in range(2)], {"deactivate_vmap": True}),
+}
+
+
+def normalised_actor():
+    """An actor with PyTorch's batch norm before its first layer."""
+    actor = make_actor()
+    actor[0].module[0].insert(0, nn.BatchNorm1d(OBSERVATION, momentum=0.3, dtype=torch.float64))
+    return actor
+
+
+class Net:
+    """All critics on given parameters: their own copies of the module, with statistics of their own."""
+
+    def __init__(self, loss, params):
+        self.loss, self.params = loss, params
+        self.batched = loss.num_qvalue_nets == getattr(
+            next((m for m in loss.qvalue_network.modules() if hasattr(m, "ensemble_size")), None), "ensemble_size", 0
+        )
+
+    def __call__(self, observation, action, training):
+        flat = {".".join(k if isinstance(k, tuple) else (k,)): v for k, v in self.params.items(True, True)}
+        network = copy.deepcopy(self.loss.qvalue_network).train(training)
+        data = TensorDict({"observation": observation, "action": action}, [])
+        if self.batched:
+            return torch.func.functional_call(network, flat, (data,))["state_action_value"]
+        each = [{name: tensor[k] for name, tensor in flat.items()} for k in range(self.loss.num_qvalue_nets)]
+        return torch.stack(
+            [torch.func.functional_call(network, own, (data.clone(),))["state_action_value"] for own in each]
+        )
+
+
+def draw(actor, observation, training):
+    """As the actor draws, in a given mode; a copy, whose statistics are thrown away."""
+    module = copy.deepcopy(actor[0].module).train(training)
+    loc, scale = torch.func.functional_call(module, dict(actor[0].module.named_parameters()), (observation,))
+    bounds = actor[1].distribution_kwargs
+    return tanh_normal(loc, scale, torch.randn(loc.shape, dtype=loc.dtype), bounds["low"], bounds["high"])
+
+
+def formulas(loss, batch, seed, joint_actor=False):
+    """The losses written out with explicit modes, on copies of the parameters and statistics."""
+    torch.manual_seed(seed)
+    alpha, following, actor = loss.log_alpha.detach().exp(), batch["next"], loss.actor_network
+    training = loss.qvalue_network.training
+    rows = len(batch)
+    online = loss.qvalue_network_params
+    # A copy of the statistics: in training mode a pass changes them in place.
+    params = TensorDict(
+        {k: v.clone() if not isinstance(v, nn.Parameter) else v for k, v in online.items(True, True)}, []
+    )
+    with torch.no_grad():
+        next_action, next_log_prob = draw(actor, following["observation"], False)
+    observations = torch.cat([batch["observation"], following["observation"]])
+    actions = torch.cat([batch["action"], next_action])
+    reward, ended = (following[name].reshape(rows) for name in ("reward", "terminated"))
+    both = Net(loss, params)(observations, actions, training)
+    out = {}
+    if isinstance(loss, DistributionalSACLoss):
+        limits = loss.v_min, loss.v_max
+        with torch.no_grad():
+            targets = loss.target_qvalue_network_params.clone()
+            if training:
+                for part in loss.qvalue_network.modules():
+                    if isinstance(part, BatchNorm):
+                        part.statistics = "batch"
+            next_logits = Net(loss, targets)(observations, actions, training)[:, rows:]
+            for part in loss.qvalue_network.modules():
+                if isinstance(part, BatchNorm):
+                    part.statistics = "update"
+            m = reference.categorical_target(
+                next_logits, next_log_prob, alpha, reward, ended, 0.99, None, 1.0, *limits, MIN
+            )
+        out["loss_qvalue"], out["td_error"] = reference_loss.categorical_loss(
+            both[:, :rows], m, None, None, *limits, DIVERGENCE, loss.average_critics, "mean"
+        )
+    else:
+        q, next_q = both[:, :rows, 0], both[:, rows:, 0].detach()
+        y = td.soft_td_target(next_q, next_log_prob, alpha, reward, ended, 0.99)
+        out["loss_qvalue"] = td.distance(q, y.expand_as(q), loss.loss_function).sum(0).mean()
+        out["td_error"] = (q - y).abs().amax(0)
+    out["td_error"] = out["td_error"].detach()
+    seen = observations if joint_actor else batch["observation"]
+    action, log_prob = (part[:rows] for part in draw(actor, seen, training))
+    detached = TensorDict({k: v.detach() for k, v in params.items(True, True)}, [])
+    value = Net(loss, detached)(batch["observation"], action, False)
+    value = reference_loss.expected_value(value, *limits) if value.shape[-1] > 1 else value[..., 0]
+    out["loss_actor"] = (alpha * log_prob - value.min(0).values).mean()
+    factor = loss.log_alpha if loss.temperature_loss == "log_alpha" else loss.log_alpha.exp()
+    out["loss_alpha"] = -factor * (log_prob.detach().mean() + float(loss.target_entropy))
+    return out, params
+
+
+def agree(loss, batch, **kwargs):
+    truth, params = formulas(loss, batch, 3, **kwargs)
+    expected = gradients(loss, total(truth))
+    ours = run_loss(loss, batch, 3)
+    for name, value in truth.items():
+        torch.testing.assert_close(ours[name], value, msg=lambda text, name=name: f"{name}: {text}")
+    for name, gradient in gradients(loss, total(ours)).items():
+        torch.testing.assert_close(gradient, expected[name], msg=lambda text, name=name: f"{name}: {text}")
+    for key, value in loss.qvalue_network_params.items(True, True):
+        torch.testing.assert_close(value.detach(), params.get(key).detach(), msg=str(key))
+
+
+@pytest.mark.parametrize("critics", CRITICS)
+@pytest.mark.parametrize("actor", [make_actor, normalised_actor])
+@pytest.mark.parametrize("training", [True, False])
+def test_losses_gradients_and_statistics(critics, actor, training):
+    """The joint batch moves the statistics, once; the actor's loss and the next action use them and leave them."""
+    make, options = CRITICS[critics]
+    loss = CrossQLoss(actor(), make(1), target_entropy=-2.0, **options)
+    batch = make_batch(7)
+    loss.actor_network.train(training)
+    loss.qvalue_network.train(training)
+    for _ in range(2):
+        agree(loss, batch)
+    for part in (*loss.actor_network.modules(), *loss.qvalue_network.modules()):
+        assert part.training is training
+
+
+@pytest.mark.parametrize("critics", CRITICS)
+@pytest.mark.parametrize("joint", ["critics", "all"])
+def test_joint_batches_of_distributions(critics, joint):
+    make, options = CRITICS[critics]
+    options = {**SUPPORT, **options, "joint_batch": joint, "target_entropy": -2.0}
+    loss = DistributionalSACLoss(normalised_actor(), make(SUPPORT["num_atoms"]), **options)
+    for _ in range(2):
+        agree(loss, make_batch(7), joint_actor=joint == "all")
+
+
+def test_joint_batches_without_target_networks():
+    """One pass makes both: as in CrossQ."""
+    options = {**SUPPORT, "joint_batch": "critics", "delay_qvalue": False, "target_entropy": -2.0}
+    loss = DistributionalSACLoss(make_actor(), ours_batched(SUPPORT["num_atoms"]), **options)
+    norm = next(part for part in loss.qvalue_network.modules() if isinstance(part, BatchNorm))
+    before = norm.running_mean.clone()
+    out = run_loss(loss, make_batch(6), 0)
+    assert not torch.equal(norm.running_mean, before)
+    assert all(gradient.isfinite().all() for gradient in gradients(loss, total(out)).values())
+
+
+def test_there_are_no_target_networks(backend):
+    loss = CrossQLoss(make_actor(), ours_batched(1))
+    assert not [name for name, _ in loss.named_buffers() if name.startswith("target_")]
+    with pytest.raises(RuntimeError, match="Did not find any target parameters"):
+        SoftUpdate(loss, tau=0.1)
+    agree(CrossQLoss(make_actor(), ours_batched(1), target_entropy=-2.0), make_batch(5))
+
+
+def test_without_norms_it_is_sac_without_targets(backend):
+    """Several batch dimensions, weights, masks and agents come with SACLoss's parts."""
+    from gpubuf.objectives import SACLoss
+    from tests.support.sac_setup import CRITICS as PLAIN
+
+    for shape in ((6,), (3, 2)):
+        networks, _ = PLAIN["ensemble"]()
+        actor = make_actor()
+        losses = [
+            kind(actor, networks, **options) for kind, options in ((CrossQLoss, {}), (SACLoss, {"delay_qvalue": False}))
+        ]
+        batch = make_batch(*shape).set("priority_weight", torch.rand(shape) + 0.1)
+        batch.set("shifted_valid", torch.rand(shape) < 0.8)
+        one, other = (run_loss(loss, batch, 4) for loss in losses)
+        for name, value in other.items():
+            torch.testing.assert_close(one[name], value)
+        for a, b in zip(
+            gradients(losses[0], total(one)).values(), gradients(losses[1], total(other)).values(), strict=True
+        ):
+            torch.testing.assert_close(a, b)
+
+
+def test_truncated_rows_bootstrap():
+    """CASES 22: truncated and not terminated: the next value counts."""
+    batch = make_batch(5)
+    batch["next", "terminated"][:], batch["next", "truncated"][:], batch["next", "done"][:] = False, True, True
+    agree(CrossQLoss(make_actor(), ours_batched(1), target_entropy=-2.0), batch)
+
+
+def test_nan_in_terminal_observations():
+    """CASES 29: a batch norm would carry it into every row."""
+    loss, batch = CrossQLoss(make_actor(), ours_batched(1), skip_done_states=True), make_batch(9)
+    batch["next", "observation"][batch["next", "terminated"].squeeze(-1)] = float("nan")
+    out = run_loss(loss, batch, 0)
+    assert all(value.isfinite().all() for value in out.values())
+    assert all(gradient.isfinite().all() for gradient in gradients(loss, total(out)).values())
+    assert all(buffer.isfinite().all() for buffer in loss.buffers())
+
+
+def test_replays_of_a_graph_read_the_statistics_of_now():
+    """CASES 33: running statistics, temperature and discount are no constants of a captured graph."""
+    loss, batch = CrossQLoss(make_actor(), ours_batched(1), target_entropy=-2.0), make_batch(6)
+    with torch.enable_grad(), recorded() as graph:
+        out = loss(batch)
+    values = {name: out[name].detach() for name in ("loss_qvalue", "loss_actor", "loss_alpha")}
+    other = copy.deepcopy(loss)
+    for seed in range(3):
+        for each in (loss, other):
+            each.log_alpha.data.fill_(-0.3 * seed)
+            each.value_estimator.gamma.fill_(0.9 + 0.02 * seed)
+        torch.manual_seed(seed)
+        graph.replay()
+        truth = run_loss(other, batch, seed)
+        for name, value in values.items():
+            torch.testing.assert_close(value, truth[name].detach())
+        for one, two in zip(loss.buffers(), other.buffers(), strict=True):
+            torch.testing.assert_close(one, two)
+
+
+@pytest.mark.parametrize("critics", CRITICS)
+def test_traced_as_one_graph(critics):
+    """Also compiled once: modes are set and restored within the call."""
+    torch._dynamo.reset()
+    make, options = CRITICS[critics]
+    loss = CrossQLoss(normalised_actor(), make(1), target_entropy=-2.0, **options)
+    other, batch = copy.deepcopy(loss), make_batch(6)
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for seed in range(2):
+            torch.manual_seed(seed)
+            ours = compiled(batch.clone())
+            truth = run_loss(other, batch, seed)
+            for name in ("loss_qvalue", "loss_actor", "loss_alpha"):
+                torch.testing.assert_close(ours[name], truth[name])
+
+
+def test_no_host_sync():
+    with fake_cuda(), torch.device("cuda"), torch.no_grad():
+        real = {"dtype": torch.float64}
+        flag = torch.zeros(6, 1, dtype=torch.bool)
+        following = {"observation": torch.randn(6, OBSERVATION, **real), "reward": torch.randn(6, 1, **real)}
+        following |= {"terminated": flag, "done": flag}
+        own = {"observation": torch.randn(6, OBSERVATION, **real), "action": torch.randn(6, ACTION, **real)}
+        batch = TensorDict({**own, "next": TensorDict(following, [6])}, [6])
+        out = CrossQLoss(make_actor(), ours_batched(1))(batch)
+        assert out["loss_qvalue"].device.type == batch["td_error"].device.type == "cuda"
+
+
+@pytest.mark.parametrize("name", ["plain", "batch norm"])
+def test_as_torchrl(name):
+    """On the same networks, noise and batch: numbers that TorchRL gave, in tests/support/torchrl_losses."""
+    critics = theirs.make_critics(2, name == "batch norm")
+    loss = CrossQLoss(theirs.make_actor(), critics, **redq_crossq.COMMON).make_value_estimator(gamma=0.9)
+    ours = theirs.outcome(loss, theirs.make_batch())
+    found = json.loads(redq_crossq.FILE.read_text())[f"crossq {name}"]
+    assert set(found) - set(ours) == {"log_prob"}
+    for key, value in ours.items():
+        one, other = (torch.tensor(each, dtype=torch.float64) for each in (value, found[key]))
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}")

@@ -1,0 +1,296 @@
+"""REDQLoss against the formulas and against TorchRL's: many critics, subsets, the mean in the actor's objective."""
+
+from __future__ import annotations
+
+import json
+from unittest import mock
+
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+
+from gpubuf.kernels.tanh_normal.reference import tanh_normal
+from gpubuf.kernels.td import reference as td
+from gpubuf.modules import EnsembleMLP, make_sac_critic
+from gpubuf.objectives import REDQLoss, SACLoss, SoftUpdate
+from tests.support.fake_cuda import fake_cuda
+from tests.support.graph_recorder import recorded
+from tests.support.sac_setup import (
+    ACTION,
+    CELLS,
+    KEYS,
+    OBSERVATION,
+    VALUE,
+    critics_of,
+    gradients,
+    linear_critic,
+    make_actor,
+    make_batch,
+    normalised_critic,
+    run_loss,
+    total,
+)
+from tests.support.torchrl_losses import fixed_noise as theirs
+from tests.support.torchrl_losses import redq_crossq
+
+CRITICS = {
+    "ensemble": lambda n: make_sac_critic(OBSERVATION, ACTION, CELLS, num_nets=n, dtype=torch.float64),
+    "replicated": lambda n: linear_critic(),
+    "vmap": lambda n: [normalised_critic() for _ in range(n)],
+}
+
+
+def make_loss(critics="ensemble", nets=5, subset=2, **kwargs):
+    loss = REDQLoss(make_actor(), CRITICS[critics](nets), num_qvalue_nets=nets, sub_sample_len=subset, **kwargs)
+    with torch.no_grad():
+        for target in loss.target_qvalue_network_params.values(True, True):
+            target.mul_(0.8)
+    return loss
+
+
+def permutation(order):
+    return mock.patch.object(torch, "randperm", return_value=torch.tensor(order))
+
+
+def formulas(loss, batch, seed, subset, reduction="mean", weight=None, mask=None):
+    """The losses written out, on the loss's own parameters, with the noise drawn after a seed."""
+    torch.manual_seed(seed)
+    actor, following, alpha = loss.actor_network, batch["next"], loss.log_alpha.detach().exp()
+
+    def draw(observation):
+        loc, scale = actor[0].module(observation)
+        bounds = actor[1].distribution_kwargs
+        return tanh_normal(loc, scale, torch.randn(loc.shape, dtype=loc.dtype), bounds["low"], bounds["high"])
+
+    def values(params, observation, action):
+        return torch.stack([critic(observation, action).squeeze(-1) for critic in critics_of(loss, params)])
+
+    with torch.no_grad():
+        action, log_prob = draw(following["observation"])
+        next_q = values(loss.target_qvalue_network_params, following["observation"], action)[subset]
+        shape = log_prob.shape
+        reward, ended = following["reward"].reshape(shape), following["terminated"].reshape(shape)
+        y = td.soft_td_target(next_q, log_prob, alpha, reward, ended, 0.99)
+    q = values(loss.qvalue_network_params, batch["observation"], batch["action"])
+    rows = td.distance(q, y.expand_as(q), loss.loss_function).mean(0)
+    action, log_prob = draw(batch["observation"])
+    detached = loss.qvalue_network_params.apply(lambda t: t.detach())
+    value = values(detached, batch["observation"], action).mean(0)
+    gap = log_prob.detach() + float(loss.target_entropy)
+    return {
+        "loss_qvalue": td.reduce(rows, weight, mask, reduction),
+        "loss_actor": td.reduce(alpha * log_prob - value, weight, mask, reduction),
+        "loss_alpha": td.reduce(-loss.log_alpha.exp() * gap, weight, mask, reduction),
+        "td_error": (q - y).abs().amax(0).detach(),
+    }
+
+
+def agree(loss, batch, subset, order, **kwargs):
+    with permutation(order):
+        ours = run_loss(loss, batch, 3)
+    truth = formulas(loss, batch, 3, subset, **kwargs)
+    for name, value in truth.items():
+        torch.testing.assert_close(ours[name], value, msg=lambda text, name=name: f"{name}: {text}")
+    found, wanted = gradients(loss, total(ours)), gradients(loss, total(truth))
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(found[name], gradient, msg=lambda text, name=name: f"{name}: {text}")
+        assert gradient.abs().max() > 0, name
+
+
+@pytest.mark.parametrize("critics", CRITICS)
+def test_losses_and_gradients(backend, critics):
+    agree(make_loss(critics), make_batch(7), [3, 1], [3, 1, 0, 4, 2])
+
+
+@pytest.mark.parametrize(("nets", "subset"), [(1, 1), (2, 2), (3, 1), (10, 4)])
+def test_numbers_of_critics(nets, subset):
+    order = list(range(nets))[::-1]
+    agree(make_loss(nets=nets, subset=subset), make_batch(6), order[:subset], order)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_weights_masks_and_reductions(backend, reduction):
+    batch, weight, mask = make_batch(9), torch.rand(9) + 0.1, torch.arange(9) % 3 != 1
+    both = batch.clone().set("priority_weight", weight).set("shifted_valid", mask)
+    options = {"weight": weight, "mask": mask, "reduction": reduction}
+    agree(make_loss(reduction=reduction), both, [0, 2], [0, 2, 1, 3, 4], **options)
+
+
+def test_no_reduction_and_agents():
+    loss = make_loss(reduction="none", scalar_output_mode="exclude")
+    with permutation([0, 1, 2, 3, 4]):
+        ours = run_loss(loss, make_batch(4, 3), 3)
+    truth = formulas(loss, make_batch(4, 3), 3, [0, 1], "none")
+    for name, value in truth.items():
+        assert value.shape == (4, 3)
+        torch.testing.assert_close(ours[name], value)
+
+
+def test_truncated_rows_bootstrap():
+    """CASES 22: truncated and not terminated: the next value counts."""
+    batch = make_batch(5)
+    batch["next", "terminated"][:], batch["next", "truncated"][:], batch["next", "done"][:] = False, True, True
+    agree(make_loss(), batch, [3, 1], [3, 1, 0, 4, 2])
+
+
+def test_nan_in_terminal_observations(backend):
+    """CASES 29: it reaches no loss, no priority and no gradient."""
+    loss, batch = make_loss(skip_done_states=True, target_entropy=-2.0), make_batch(9)
+    ended = batch["next", "terminated"].squeeze(-1)
+    assert ended.any()
+    batch["next", "observation"][ended] = float("nan")
+    out = run_loss(loss, batch, 0)
+    assert all(value.isfinite().all() for value in out.values())
+    assert all(gradient.isfinite().all() for gradient in gradients(loss, total(out)).values())
+
+
+def test_subsets_are_drawn_anew_and_uniformly():
+    """Each critic is the smallest of its subset as often as the draw says: every subset of two of four, equally."""
+    loss, batch = make_loss(nets=4), make_batch(2)
+    state = batch["next"].clone().set("action", batch["action"])
+    every = SACLoss._next_values(loss, state, torch.Size([2])).squeeze(-1)
+    torch.manual_seed(0)
+    counts: dict[tuple[int, ...], int] = {}
+    for _ in range(600):
+        values = loss._next_values(state, torch.Size([2])).squeeze(-1)
+        subset = tuple(sorted(int((every == value).all(-1).nonzero()) for value in values))
+        counts[subset] = counts.get(subset, 0) + 1
+    assert len(counts) == 6
+    # chi-square, 5 degrees of freedom, one in a million
+    assert sum((n - 100) ** 2 / 100 for n in counts.values()) < 38
+
+
+def test_each_replay_of_a_graph_draws_another_subset():
+    """CASES 33: the subset, temperature and discount are no constants of a captured graph."""
+    loss, batch = make_loss(target_entropy=-2.0), make_batch(6)
+    with torch.no_grad(), recorded() as graph:
+        out = loss(batch)
+    for seed in range(4):
+        loss.log_alpha.data.fill_(-0.1 * seed)
+        loss.value_estimator.gamma.fill_(0.9 + 0.02 * seed)
+        torch.manual_seed(seed)
+        graph.replay()
+        truth = run_loss(loss, batch, seed)
+        for name in ("loss_qvalue", "loss_actor", "loss_alpha"):
+            torch.testing.assert_close(out[name], truth[name].detach())
+        assert torch.equal(batch["td_error"], truth["td_error"])
+
+
+def test_traced_as_one_graph():
+    torch._dynamo.reset()
+    loss, batch = make_loss(target_entropy=-2.0), make_batch(6)
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for seed in range(2):
+            torch.manual_seed(seed)
+            ours = compiled(batch.clone())
+            truth = run_loss(loss, batch, seed)
+            for name in ("loss_qvalue", "loss_actor", "loss_alpha"):
+                torch.testing.assert_close(ours[name], truth[name])
+
+
+def test_no_host_sync():
+    with fake_cuda(), torch.device("cuda"), torch.no_grad():
+        loss = make_loss(target_entropy=-2.0)
+        batch = make_batch_on("cuda")
+        updater = SoftUpdate(loss, tau=0.01)
+        out = loss(batch)
+        updater.step()
+        assert out["loss_qvalue"].device.type == batch["td_error"].device.type == "cuda"
+
+
+def make_batch_on(device):
+    flag = torch.zeros(6, 1, dtype=torch.bool, device=device)
+    real = {"dtype": torch.float64, "device": device}
+    following = {"observation": torch.randn(6, OBSERVATION, **real), "reward": torch.randn(6, 1, **real)}
+    following |= {"terminated": flag, "done": flag}
+    own = {"observation": torch.randn(6, OBSERVATION, **real), "action": torch.randn(6, ACTION, **real)}
+    return TensorDict({**own, "next": TensorDict(following, [6])}, [6])
+
+
+def test_droq():
+    """Dropout and layer norm: each network and each pass its own noise, and none in evaluation mode."""
+    torch.manual_seed(0)
+    network = EnsembleMLP(2, OBSERVATION + ACTION, 1, (32, 32), norm="layer", dropout=0.1, dtype=torch.float64)
+    critics = TensorDictModule(network, KEYS, VALUE)
+    loss = REDQLoss(make_actor(), critics, num_qvalue_nets=2, sub_sample_len=2, target_entropy=-2.0)
+    batch = make_batch(16)
+    out = run_loss(loss, batch, 0)
+    assert not torch.equal(out["loss_qvalue"], run_loss(loss, batch, 1)["loss_qvalue"])
+    found = gradients(loss, total(out))
+    assert all(gradient.isfinite().all() and gradient.abs().max() > 0 for gradient in found.values())
+    network.eval()
+    agree(loss, batch, [0, 1], [0, 1])
+
+    optimizer = torch.optim.Adam(loss.qvalue_network_params.parameters(), lr=3e-3)
+    network.train()
+    values = []
+    for _ in range(60):
+        optimizer.zero_grad()
+        value = loss(batch)["loss_qvalue"]
+        value.backward()
+        optimizer.step()
+        values.append(float(value.detach()))
+    assert sum(values[-10:]) < 0.6 * sum(values[:10])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"sub_sample_len": 0}, ValueError, "sub_sample_len must be in"),
+        ({"sub_sample_len": 11}, ValueError, "got 11 of 10 critics"),
+        ({"gSDE": True}, NotImplementedError, "gSDE"),
+        ({"gamma": 0.9}, TypeError, "make_value_estimator"),
+        ({"priority_key": "p"}, RuntimeError, "set_keys"),
+    ],
+)
+def test_arguments_out_of_range(options, error, text):
+    with pytest.raises(error, match=text):
+        REDQLoss(make_actor(), linear_critic(), **options)
+
+
+class TestAgainstTorchRL:
+    """On the same networks, noise and batch: numbers that TorchRL gave, in tests/support/torchrl_losses."""
+
+    def run(self, name, subset=None):
+        options = redq_crossq.REDQ[name] if subset is None else {**redq_crossq.REDQ[name], "sub_sample_len": subset}
+        critics = theirs.make_critics(options["num_qvalue_nets"])
+        loss = REDQLoss(theirs.make_actor(), critics, **options, **redq_crossq.COMMON).make_value_estimator(gamma=0.9)
+        for target in loss.target_qvalue_network_params.values(True, True):
+            target.mul_(0.8)
+        with permutation([k for k in redq_crossq.SUBSET if k < options["num_qvalue_nets"]]):
+            ours = theirs.outcome(loss, theirs.make_batch())
+        return ours, json.loads(redq_crossq.FILE.read_text())[f"redq {name}"]
+
+    def close(self, one, other):
+        one, other = (torch.tensor(value, dtype=torch.float64) for value in (one, other))
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+    def test_where_it_is_right(self):
+        ours, found = self.run("subset")
+        for name in ours:
+            if name not in ("td_error", "entropy", "loss_alpha", "log_alpha"):
+                self.close(ours[name], found[name])
+
+    def test_it_squares_priorities(self):
+        """SACLoss and CrossQLoss write |Q - y|, there and here; REDQLoss there its square."""
+        ours, found = self.run("subset")
+        self.close([error**2 for error in ours["td_error"]], found["td_error"])
+
+    def test_its_temperature_mixes_in_the_next_actions(self):
+        """Half of its entropy is that of actions in s', of which the actor does not learn."""
+        ours, found = self.run("subset")
+        both = torch.tensor(found["action_log_prob_actor"], dtype=torch.float64).mean()
+        self.close(-float(both), ours["entropy"])
+        assert abs(ours["entropy"] - found["entropy"]) > 0.01
+        aim, alpha = redq_crossq.COMMON["target_entropy"], redq_crossq.COMMON["alpha_init"]
+        self.close(found["loss_alpha"], alpha * (found["entropy"] - aim))
+        self.close(ours["loss_alpha"], alpha * (ours["entropy"] - aim))
+
+    def test_it_cannot_take_all_critics(self):
+        """``sub_sample_len=3`` of three critics silently takes two."""
+        ours, found = self.run("all")
+        assert abs(ours["loss_qvalue"] - found["loss_qvalue"]) > 1e-3
+        two, _ = self.run("all", 2)
+        self.close(two["loss_qvalue"], found["loss_qvalue"])
