@@ -28,7 +28,7 @@ def leaves(params: TensorDictBase) -> list[Tensor]:
 
 
 def constants(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """``tensors`` without gradients. Buffers stay the very same: compiled code must know one that is changed in place."""
+    """``tensors`` without gradients. Buffers stay the same objects: compiled code must know what changes in place."""
     return [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
 
 
