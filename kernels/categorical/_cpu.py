@@ -22,7 +22,9 @@ from gpubuf.kernels._pointers import as_u8
 from gpubuf.kernels._threads import call_in_parts
 from gpubuf.kernels.categorical import MIN, MIXTURE, OWN, check_categorical_target, check_logits, check_support
 from gpubuf.kernels.categorical._cpu_atoms import (
+    copy,
     exponentials,
+    fill,
     load_row,
     padded,
     product_of,
@@ -82,12 +84,8 @@ def _target_kernel(real: Any) -> Any:
         ended = carray(as_u8(terminated), n)
         # One place more than atoms, for what `project` puts behind the last.
         width = padded(atoms + 1)
-        logits, mass, chosen, out = (
-            np.empty(width, real),
-            np.empty(width, real),
-            np.empty(width, real),
-            np.empty(width, real),
-        )
+        logits, mass = np.empty(width, real), np.empty(width, real)
+        chosen, out = np.empty(width, real), np.empty(width, real)
         low, high, below = np.empty(width, real), np.empty(width, real), np.empty(width, np.int32)
         places = np.arange(width).astype(real)
         share = real(1 / nets)
@@ -102,7 +100,7 @@ def _target_kernel(real: Any) -> Any:
             for net in range(nets):
                 if ended[row]:
                     # All mass moves to one place, however it is distributed.
-                    mass[:] = 0.0
+                    fill(mass, 0.0)
                     mass[0] = 1.0
                 else:
                     load_row(next_logits, (net * n + row) * atoms, atoms, logits, -INFINITY)
@@ -117,19 +115,19 @@ def _target_kernel(real: Any) -> Any:
                     value = product_of(mass, places)
                     if net == 0 or value < smallest or (value != value and smallest == smallest):
                         smallest = value
-                        chosen[:] = mass
+                        copy(mass, chosen)
                 elif kind == MIXTURE:
                     for j in range(width):
                         chosen[j] = (chosen[j] if net else real(0)) + mass[j] * share
                 else:
-                    chosen, mass = mass, chosen
+                    copy(mass, chosen)
                 if kind != OWN and net < nets - 1:
                     continue
                 project(chosen, atoms, place, slope, low, high, below, out)
                 # NaN at a place or in logits is in all masses that depend on them.
                 seen = place + (norm if kind == OWN else norms)
                 if seen != seen:
-                    out[:] = np.nan
+                    fill(out, np.nan)
                 store_row(out_address, ((net if kind == OWN else 0) * n + row) * atoms, atoms, out)
 
     return target

@@ -110,11 +110,25 @@ def padded(atoms):  # type: ignore[no-untyped-def]
 
 
 @jit(forceinline=True)
+def fill(buffer, value):  # type: ignore[no-untyped-def]
+    """Set every number. An assignment to a slice takes Numba a second to compile."""
+    for j in range(len(buffer)):
+        buffer[j] = value
+
+
+@jit(forceinline=True)
+def copy(source, target):  # type: ignore[no-untyped-def]
+    """Copy one buffer to another."""
+    for j in range(len(target)):
+        target[j] = source[j]
+
+
+@jit(forceinline=True)
 def load_row(address, start, atoms, buffer, behind):  # type: ignore[no-untyped-def]
     """Copy the ``atoms`` numbers from ``start`` on, and put ``behind`` behind them."""
     # An index that is a sum might be negative, as far as the compiler knows, and would not be vectorised.
     source = _view(address + start * buffer.itemsize, atoms, buffer)
-    buffer[:] = behind
+    fill(buffer, behind)
     for j in range(atoms):
         buffer[j] = source[j]
 
@@ -203,7 +217,7 @@ def project(mass, atoms, first, slope, low, high, below, out):  # type: ignore[n
         below[j] = floor
         high[j] = upper
         low[j] = mass[j] - upper
-    out[:] = 0.0
+    fill(out, 0.0)
     # In the order of the atoms. The last atom has no atom behind it, and nothing goes there: its place is whole.
     for j in range(atoms):
         floor = below[j]

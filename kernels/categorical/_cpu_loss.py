@@ -18,6 +18,7 @@ from gpubuf.kernels.categorical._cpu_atoms import (
     cross_entropy,
     entropy_of,
     exponentials,
+    fill,
     load_row,
     padded,
     product_of,
@@ -113,7 +114,7 @@ def _backward_kernel(real: Any) -> Any:
             for net in range(nets):
                 start = (net * n + row) * atoms
                 if not counts:
-                    own[:] = 0.0
+                    fill(own, 0.0)
                     store_row(by_logits, start, atoms, own)
                     continue
                 if net == 0 or not shared:

@@ -21,6 +21,7 @@ import gpubuf
 from benchmarks.measure.no_gpu import install
 from gpubuf.kernels import _launching
 from gpubuf.kernels._launching import launch
+from gpubuf.kernels.categorical import _launch as categorical
 from gpubuf.kernels.philox import _launch as philox
 from gpubuf.kernels.philox import new_state
 from gpubuf.kernels.rows import _launch as rows
@@ -30,7 +31,7 @@ from gpubuf.kernels.tanh_normal import _launch as tanh_normal
 from gpubuf.kernels.td import _launch as td
 from gpubuf.kernels.trajectories import _launch as trajectories
 
-FAMILIES = (philox, rows, sac, sum_tree, tanh_normal, td, trajectories)
+FAMILIES = (categorical, philox, rows, sac, sum_tree, tanh_normal, td, trajectories)
 
 
 @triton.jit
@@ -133,6 +134,12 @@ def every_operation(watch: Watch) -> dict[str, Any]:
     loc, scale, noise = (torch.rand(64, 2, requires_grad=i < 2) for i in range(3))
     action, log_prob = torch.ops.gpubuf.tanh_normal_sample(loc, scale, noise, None, None, -1.0, 1.0, 1)
     (action.sum() + log_prob.sum()).backward()
+    # A bound of 0 as a float could not be looked up.
+    logits, rows = torch.rand(2, 64, 51, requires_grad=True), torch.rand(64)
+    one = torch.ones(())
+    mass = torch.ops.gpubuf.categorical_target(logits.detach(), rows, one, rows, rows, one, None, None, 0.0, 10.0, 0)
+    torch.ops.gpubuf.categorical_loss(logits, mass, None, None, 0.0, 10.0, 0, False, 1)[0].backward()
+    torch.ops.gpubuf.categorical_expected_value(logits, -10.0, 0.0).sum().backward()
     return {"differing": differing, "slow": slow, "kernels": sorted(kernels)}
 
 
