@@ -15,7 +15,18 @@ from typing import Any
 from benchmarks.measure.machine import RESULTS, result_path
 
 #: The studies: one of these stands in a file in place of pytest-benchmark's ``benchmarks``.
-SUBJECTS = ("training", "breakdown", "checkpoints", "kernels", "soak", "host", "threads", "batches", "learning")
+SUBJECTS = (
+    "training",
+    "breakdown",
+    "checkpoints",
+    "kernels",
+    "soak",
+    "host",
+    "threads",
+    "batches",
+    "learning",
+    "algorithms",
+)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 from benchmarks.measure.figures import OPEN, against, described, digits, load_before, microseconds, or_open, table
 from benchmarks.measure.machine import RESULTS
 from benchmarks.measure.results import Run, Runs, newest_runs
+from benchmarks.report.learning import LEARNING_PLOT, algorithms_section, draw_learning, is_learning_plot_of
 from benchmarks.report.memory import memory_tables
 from benchmarks.report.training import learning_section, training_runs_table, training_table
 from benchmarks.studies.batches import batches_section
@@ -337,6 +338,7 @@ FIGURES: dict[str, Callable[[Runs], str]] = {
     "host": host_section,
     "batches": batches_section,
     "learning": learning_section,
+    "algorithms": algorithms_section,
     "memory": memory_tables,
     "launches": launches_table,
     "resources": resources_table,
@@ -386,9 +388,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stale.append(name)
             if not options.check:
                 path.write_text(new)
-    if not is_plot_of(ROOT / PLOT, runs):
-        stale.append(PLOT)
-        if not options.check:
-            draw_plot(ROOT / PLOT, runs)
+    plots = ((PLOT, is_plot_of, draw_plot), (LEARNING_PLOT, is_learning_plot_of, draw_learning))
+    for name, is_of, draw in plots:
+        if not is_of(ROOT / name, runs):
+            stale.append(name)
+            if not options.check:
+                draw(ROOT / name, runs)
     print(f"{'out of date' if options.check else 'rewritten'}: {', '.join(stale) or 'none'}")
     return 1 if options.check and stale else 0

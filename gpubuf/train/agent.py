@@ -10,13 +10,23 @@ from tensordict.nn import ProbabilisticTensorDictSequential
 
 from gpubuf.serialization import load
 from gpubuf.train.algorithms.base import Agent
+from gpubuf.train.algorithms.crossq import CrossQAgent
+from gpubuf.train.algorithms.fastsac import FastSACAgent
+from gpubuf.train.algorithms.flashsac import FlashSACAgent
+from gpubuf.train.algorithms.redq import REDQAgent
 from gpubuf.train.algorithms.sac import SACAgent
 from gpubuf.train.config import TrainConfig
 
 MODEL_FILE = "model.safetensors"
 
 #: By the name that ``--algo`` takes.
-AGENTS: dict[str, type[Agent]] = {"sac": SACAgent}
+AGENTS: dict[str, type[Agent]] = {
+    "sac": SACAgent,
+    "fastsac": FastSACAgent,
+    "flashsac": FlashSACAgent,
+    "redq": REDQAgent,
+    "crossq": CrossQAgent,
+}
 
 
 def make_agent(

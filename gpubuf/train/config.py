@@ -93,8 +93,9 @@ class TrainConfig:
         gamma: Discount.
         n_steps: Steps of a transition: rewards of so many steps are summed before the critics bootstrap.
         share_next: Store observations once: the next one of a transition is read from the row behind it.
-        tau: Share of the target critics that each update replaces by the online critics.
-        hidden: Width of each hidden layer.
+        tau: Share of the target critics that each update replaces by the online critics; None for algorithms without
+            targets.
+        hidden: Width of each hidden layer; with flashsac, of each residual block, and all the same.
         critics: Q functions in the ensemble.
         atoms: Values in the support of a critic that gives a distribution; None for other critics.
         v_min: Lowest value of that support.
@@ -132,7 +133,7 @@ class TrainConfig:
     gamma: float = _BY_ALGORITHM
     n_steps: int = _BY_ALGORITHM
     share_next: bool = False
-    tau: float = _BY_ALGORITHM
+    tau: float | None = _BY_ALGORITHM
     hidden: tuple[int, ...] = _BY_ALGORITHM
     critics: int = _BY_ALGORITHM
     atoms: int | None = None
@@ -175,13 +176,16 @@ class TrainConfig:
         self._require("gamma", 0 <= self.gamma < 1, "in [0, 1)")
         # As many as a window of the buffer can have.
         self._require("n_steps", 1 <= self.n_steps <= 64, "in 1 .. 64")
-        self._require("tau", 0 < self.tau <= 1, "in (0, 1]")
+        if self.tau is not None:
+            self._require("tau", 0 < self.tau <= 1, "in (0, 1]")
         self._require("priority_alpha", 0 <= self.priority_alpha <= 1, "in [0, 1]")
         self._require("priority_beta", 0 <= self.priority_beta <= 1, "in [0, 1]")
         self._require(
             "hidden", len(self.hidden) > 0 and all(width >= 1 for width in self.hidden), "one or more widths above 0"
         )
 
+        if self.algo == "flashsac":
+            self._require("hidden", len(set(self.hidden)) == 1, "the same width for every residual block")
         if self.atoms is not None:
             assert self.v_min is not None
             assert self.v_max is not None
@@ -282,7 +286,7 @@ def _typed(name: str, value: Any, default: Any) -> Any:
         if isinstance(value, (list, tuple)) and all(type(width) is int for width in value):
             return tuple(value)
         raise UsageError(f"hidden must be a list of integers, got {value!r}")
-    if name in ("v_min", "v_max"):
+    if name in ("tau", "v_min", "v_max"):
         if value is None or type(value) in (int, float):
             return value if value is None else float(value)
         raise UsageError(f"{name} must be a number or null, got {value!r}")

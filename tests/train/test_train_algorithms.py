@@ -9,6 +9,7 @@ import signal
 import pytest
 import torch
 from tensordict import TensorDict
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gpubuf.cli import main
 from gpubuf.serialization import load
@@ -18,7 +19,7 @@ from gpubuf.train.algorithms.defaults import ALGORITHM_DEFAULTS
 from gpubuf.train.algorithms.held_noise import HeldNoise
 from gpubuf.train.torch_environments import Pendulum
 from gpubuf.train.trainer import Trainer
-from tests.support.fake_cuda import fake_cuda
+from tests.support.fake_cuda import DataDependentOutputException, fake_cuda
 from tests.support.graph_recorder import RecordedCuda
 from tests.support.train_runs import run, state_of
 
@@ -193,6 +194,18 @@ def test_graphs_do_what_the_trainer_does(algo, monkeypatch):
     # A graph for the steps, and one for each kind of update: 10 steps by policy, 20 updates of each kind, 3 warm-up.
     assert sum(entry.startswith("capture") for entry in machine.log) == 3
     assert machine.log.count("replay") == (10 - 3) + 2 * (20 - 3)
+
+
+@pytest.mark.parametrize("algo", ALGORITHMS)
+def test_an_iteration_reads_no_value(algo):
+    """Act, step, write, draw, both kinds of updates, priorities: on fake tensors, whose values nobody can read."""
+    with FakeTensorMode():
+        trainer = Trainer(tiny(algo, policy_every=2, noise_hold=4, log_every=8 * 15), CPU, lambda record: None)
+        for _ in range(14):
+            trainer.advance()
+        assert trainer._updates == 8 * 4
+        with pytest.raises(DataDependentOutputException):
+            trainer.advance()
 
 
 def test_the_policy_learns_at_some_updates_only():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gpubuf.train import TrainConfig, resume, train
+from gpubuf.train.algorithms.defaults import ALGORITHM_DEFAULTS
 from gpubuf.train.torch_environments import Pendulum
 from gpubuf.train.trainer import Trainer
 from tests.support.waiting import no_waiting
@@ -64,6 +65,26 @@ def test_graphs_do_what_the_trainer_does():
     assert torch.equal(captured["random"], eager["random"])
     assert torch.equal(captured["lengths"], eager["lengths"])
     assert torch.allclose(replayed, sums, rtol=1e-2)
+
+
+@pytest.mark.parametrize("algo", sorted(ALGORITHM_DEFAULTS))
+def test_every_algorithm_trains_in_graphs(algo, tmp_path):
+    """Steps and both kinds of updates are replayed, nothing synchronises between records, and the run resumes."""
+    changes = {"total_steps": N * 30, "log_every": N * 1000, "noise_hold": 8, "policy_every": 2}
+    if algo == "flashsac":
+        changes["hidden"] = (32, 32)
+    config = short(algo=algo, env="torch/CartPoleSwingUp", **changes)
+    trainer = Trainer(config, CUDA, print)
+    for _ in range(15):
+        trainer.advance()
+    assert all(captured.captured for captured in (trainer._update, trainer._update_critics, trainer._step_by_policy))
+    with no_waiting():
+        for _ in range(10):
+            trainer.advance()
+    assert torch.isfinite(trainer._sums).all()
+    assert all(torch.isfinite(parameter).all() for parameter in trainer.agent.parameters())
+    train(config, tmp_path)
+    assert resume(tmp_path, {"total_steps": N * 34}).steps == N * 34
 
 
 @pytest.mark.parametrize("env", ["torch/Pendulum", "Pendulum-v1"])

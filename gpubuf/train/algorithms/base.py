@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorDict
-from torch import Tensor
+from torch import Tensor, nn
 
-from gpubuf.modules import TanhNormal
-from gpubuf.modules.sac import TanhNormalActor
-from gpubuf.objectives import SACLoss, SoftUpdate
+from gpubuf.modules import TanhNormal, TanhNormalActor
+from gpubuf.objectives import SACLoss
+from gpubuf.optim import AdamW
 from gpubuf.serialization import save
 from gpubuf.train.algorithms.held_noise import HeldNoise
 from gpubuf.train.config import TrainConfig, UsageError
@@ -41,6 +41,11 @@ class Agent(abc.ABC):
 
     #: The algorithm's name, for people.
     title: ClassVar[str]
+    #: Of the optimiser.
+    betas: ClassVar[tuple[float, float]] = (0.9, 0.999)
+    weight_decay: ClassVar[float] = 0.0
+    #: Networks whose weights the optimiser keeps at unit rows.
+    unit_rows: Sequence[nn.Module] = ()
 
     def __init__(
         self,
@@ -61,7 +66,6 @@ class Agent(abc.ABC):
         self.actor = self.make_actor(observation_size, action_size, config.hidden, device)
         self.loss = self.make_loss(config, observation_size, action_size)
         self.loss.make_value_estimator(gamma=config.gamma)
-        self._updater = SoftUpdate(self.loss, tau=config.tau)
         self._optimizer = self.make_optimizer(config)
         self._noise: HeldNoise | None = None
         if config.noise_hold > 1:
@@ -88,8 +92,23 @@ class Agent(abc.ABC):
         """The loss, with the critics, of ``self.actor``."""
 
     def make_optimizer(self, config: TrainConfig) -> torch.optim.Optimizer:
-        """The optimiser of `parameters`."""
-        return torch.optim.Adam(self.parameters(), lr=config.learning_rate, fused=True, capturable=self.capturable)
+        """The optimiser of `parameters`; by default it moves the targets as well."""
+        temperature = [p for p in self.parameters() if p is self.loss.log_alpha]
+        networks = [p for p in self.parameters() if p is not self.loss.log_alpha]
+        groups = [{"params": networks}, {"params": temperature, "weight_decay": 0.0}]
+        targets: dict[str, Any] = {} if config.tau is None else {"targets": self.loss, "tau": config.tau}
+        return AdamW(
+            groups,
+            config.learning_rate,
+            self.betas,
+            weight_decay=self.weight_decay,
+            unit_rows=self.unit_rows,
+            **targets,
+        )
+
+    def step(self) -> None:
+        """One step of the optimiser, and of the targets."""
+        self._optimizer.step()
 
     # Common to all algorithms
 
@@ -161,8 +180,7 @@ class Agent(abc.ABC):
             warnings.warn(f"torch.compile failed, going on without it: {error}", stacklevel=2)
             self._losses, self._critic_losses = self._eager_losses, self._eager_critic_losses
             values = self._gradients(batch, policy)
-        self._optimizer.step()
-        self._updater.step()
+        self.step()
         return values
 
     def _gradients(self, batch: TensorDict, policy: bool) -> Tensor:

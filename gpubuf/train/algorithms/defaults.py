@@ -22,7 +22,21 @@ _SAC: dict[str, Any] = {
 }
 
 #: By the name that ``--algo`` takes. A setting that is None has no meaning for the algorithm, and can't be given.
-ALGORITHM_DEFAULTS: dict[str, dict[str, Any]] = {"sac": _SAC}
+ALGORITHM_DEFAULTS: dict[str, dict[str, Any]] = {
+    "sac": _SAC,
+    "fastsac": {
+        **_SAC,
+        **{"prioritized": False, "learning_rate": 3e-4, "tau": 0.05, "hidden": (256, 128, 64), "policy_every": 2},
+        **{"atoms": 101, "v_min": -10.0, "v_max": 10.0, "scale_rewards": True},
+    },
+    "flashsac": {
+        **_SAC,
+        **{"prioritized": False, "learning_rate": 3e-4, "tau": 0.01, "hidden": (128,), "policy_every": 2},
+        **{"atoms": 101, "v_min": -5.0, "v_max": 5.0, "scale_rewards": True, "noise_hold": 16},
+    },
+    "redq": {**_SAC, "prioritized": False, "learning_rate": 3e-4, "critics": 10, "policy_every": 5},
+    "crossq": {**_SAC, "prioritized": False, "tau": None, "policy_every": 3},
+}
 
 #: Updates for each update of ``sac``, where ``--update-ratio`` is not given.
-UPDATES: dict[str, int] = {}
+UPDATES: dict[str, int] = {"redq": 5}

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from gpubuf.modules import make_sac_actor, make_sac_critic
-from gpubuf.modules.sac import TanhNormalActor
-from gpubuf.objectives import SACLoss
+from gpubuf.modules import TanhNormalActor, make_sac_actor, make_sac_critic
+from gpubuf.objectives import SACLoss, SoftUpdate
 from gpubuf.train.algorithms.base import Agent
 from gpubuf.train.config import TrainConfig
 
@@ -35,3 +34,11 @@ class SACAgent(Agent):
             loss_function="l2",
             target_entropy=-float(action_size),
         )
+
+    def make_optimizer(self, config: TrainConfig) -> torch.optim.Optimizer:
+        self._updater = SoftUpdate(self.loss, tau=config.tau)
+        return torch.optim.Adam(self.parameters(), lr=config.learning_rate, fused=True, capturable=self.capturable)
+
+    def step(self) -> None:
+        super().step()
+        self._updater.step()

@@ -1,0 +1,81 @@
+"""Trains Stable-Baselines3's SAC: run by ``.peers/sb3/bin/python``, the environment of that peer.
+
+It writes one JSON object: evaluations on the way, and at the end; seconds. The settings are those of ``gpubuf train
+--algo sac``, and the evaluations have the same number of episodes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import stable_baselines3
+import torch
+from stable_baselines3 import SAC
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.evaluation import evaluate_policy
+from stable_baselines3.common.monitor import Monitor
+
+
+class Curve(BaseCallback):
+    """Mean returns of a few deterministic episodes, every so many steps."""
+
+    def __init__(self, env: Any, every: int, episodes: int) -> None:
+        super().__init__()
+        self.env, self.every, self.episodes = env, every, episodes
+        self.points: list[tuple[int, float]] = []
+
+    def _on_step(self) -> bool:
+        if self.every and self.num_timesteps % self.every == 0:
+            mean, _ = evaluate_policy(self.model, self.env, self.episodes)
+            self.points.append((self.num_timesteps, float(mean)))
+        return True
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--env", required=True)
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--total-steps", type=int, required=True)
+    parser.add_argument("--learning-starts", type=int, default=1000)
+    parser.add_argument("--eval-every", type=int, required=True)
+    parser.add_argument("--eval-episodes", type=int, required=True)
+    parser.add_argument("--curve-episodes", type=int, default=5)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    model = SAC(
+        "MlpPolicy",
+        Monitor(gym.make(options.env)),
+        learning_rate=options.learning_rate,
+        learning_starts=options.learning_starts,
+        seed=options.seed,
+        device="cpu",
+    )
+    evaluated = Monitor(gym.make(options.env))
+    evaluated.reset(seed=options.seed + 1_000_000)
+    curve = Curve(evaluated, options.eval_every, options.curve_episodes)
+    began = time.monotonic()
+    model.learn(options.total_steps, callback=curve)
+    seconds = time.monotonic() - began
+    returns, _ = evaluate_policy(model, evaluated, options.eval_episodes, return_episode_rewards=True)
+    result = {
+        "version": stable_baselines3.__version__,
+        "steps": options.total_steps,
+        "returns": returns,
+        "curve": curve.points,
+        "seconds": round(seconds, 1),
+    }
+    beside = options.out.with_suffix(".part")
+    beside.write_text(json.dumps(result))
+    beside.replace(options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""The table and the picture of what each algorithm learns: returns over steps, with the spread of the seeds."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure.figures import OPEN, described, load_before, table
+from benchmarks.measure.results import Run, Runs
+
+#: The picture, from the root of the project.
+LEARNING_PLOT = "docs/learning.png"
+
+
+def by_curve(run: Run) -> dict[str, dict[str, list[dict[str, Any]]]]:
+    """The runs of each environment, by curve."""
+    found: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for one in run.data["algorithms"]:
+        found.setdefault(one["env"], {}).setdefault(one["curve"], []).append(one)
+    return found
+
+
+def algorithms_section(runs: Runs) -> str:
+    """docs/training.md: mean returns at the end by algorithm and seed, minutes, and the picture."""
+    run = runs.get("algorithms")
+    if run is None:
+        return f"No run of `python -m benchmarks.studies.learning` is committed: {OPEN}."
+    rows = []
+    for env, curves in by_curve(run).items():
+        for curve, ones in curves.items():
+            returns = [one["mean_return"] for one in ones]
+            seeds = ", ".join(f"{one['mean_return']:.0f}" for one in ones)
+            minutes = statistics.fmean(one["seconds"] for one in ones) / 60
+            steps = f"{ones[0]['steps']:,}"
+            rows.append([f"{env}, {curve}", steps, seeds, f"{statistics.fmean(returns):.0f}", f"{minutes:.1f}"])
+    head = ["environment, algorithm", "steps", "mean return by seed", "mean", "minutes"]
+    picture = f"![Returns of each algorithm over the steps]({{root}}{LEARNING_PLOT})"
+    return "\n\n".join([table(head, rows), described(run), load_before(run), picture])
+
+
+def learning_plot_source(runs: Runs) -> str:
+    """Which run the picture shows; it says so itself, in its metadata. Empty where there is none."""
+    run = runs.get("algorithms")
+    return f"Drawn from {run.source} of {run.data['datetime']}." if run else ""
+
+
+def is_learning_plot_of(path: Path, runs: Runs) -> bool:
+    """Whether the picture at ``path`` was drawn from these runs. True where there is nothing to draw."""
+    source = learning_plot_source(runs)
+    return not source or (path.exists() and f"Source\0{source}".encode("latin-1") in path.read_bytes())
+
+
+def draw_learning(path: Path, runs: Runs) -> None:
+    """A panel for each environment: the mean return over the steps, in a band from the worst seed to the best."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    of_environments = by_curve(runs["algorithms"])
+    figure = Figure(figsize=(6 * len(of_environments), 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, len(of_environments), squeeze=False)[0]
+    for axes, (env, curves) in zip(panels, of_environments.items(), strict=True):
+        for number, (curve, ones) in enumerate(curves.items()):
+            by_step: dict[int, list[float]] = {}
+            for one in ones:
+                for step, value in one["points"]:
+                    by_step.setdefault(step, []).append(value)
+            # Only steps that every seed has reached.
+            steps = sorted(step for step, values in by_step.items() if len(values) == len(ones))
+            color = f"C{number}"
+            axes.plot(steps, [statistics.fmean(by_step[step]) for step in steps], color=color, label=curve)
+            lowest, highest = ([f(by_step[step]) for step in steps] for f in (min, max))
+            axes.fill_between(steps, lowest, highest, color=color, alpha=0.15, linewidth=0)
+        axes.set_title(env)
+        axes.set_xlabel("environment steps")
+        axes.set_ylabel("mean return of five episodes")
+        axes.grid(alpha=0.3)
+        axes.legend(loc="best")
+    figure.savefig(path, dpi=110, metadata={"Source": learning_plot_source(runs)})

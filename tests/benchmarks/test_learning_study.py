@@ -1,0 +1,102 @@
+"""The study of what each algorithm learns: runs that go on where they stopped, its file of results, table, picture."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.measure import results as files
+from benchmarks.measure.results import Run
+from benchmarks.report import learning as report
+from benchmarks.studies import learning
+
+TINY = ["--learning-starts", "240", "--eval-every", "100", "--eval-episodes", "2"]
+
+
+def study(tmp_path: Path, *arguments: str) -> list[dict]:
+    out = tmp_path / "results.json"
+    learning.main([*arguments, "--steps", "250", "--folder", str(tmp_path / "runs"), "--out", str(out), *TINY])
+    return json.loads(out.read_text())["algorithms"]
+
+
+def test_a_run_is_recorded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    arguments = ["--envs", "torch/Pendulum", "--curves", "sac, uniform", "--seeds", "4", "--num-envs", "1"]
+    (found,) = study(tmp_path, *arguments, "--hidden", "8")
+    assert (found["curve"], found["env"], found["seed"], found["steps"]) == ("sac, uniform", "torch/Pendulum", 4, 250)
+    assert [step for step, _ in found["points"]] == [100, 200]
+    assert all(-2000 < mean < 0 for _, mean in [*found["points"], (250, found["mean_return"])])
+    assert "--algo sac --uniform --env torch/Pendulum --seed 4 --total-steps 250 --threads 1" in found["options"]
+    # The second time nothing runs.
+    monkeypatch.setattr(learning.subprocess, "run", lambda *_, **__: pytest.fail("it ran again"))
+    assert study(tmp_path, *arguments, "--hidden", "8") == [found]
+    assert "torch-Pendulum-sac-uniform-seed4-250: " in capsys.readouterr().out
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
+    """Every command that would have run. Stable-Baselines3's writes its findings, the others none."""
+    seen: list[list[str]] = []
+
+    def run(command, **_):
+        seen.append(command)
+        if str(learning.PEER_SCRIPT) in command:
+            result = {"steps": 250, "returns": [1.0, 3.0], "curve": [[100, -5.0], [200, 1.5]], "seconds": 60.0}
+            Path(command[command.index("--out") + 1]).write_text(json.dumps(result))
+
+    monkeypatch.setattr(learning.subprocess, "run", run)
+    return seen
+
+
+def test_the_peer_runs_in_its_own_environment(tmp_path: Path, commands, monkeypatch: pytest.MonkeyPatch, capsys):
+    arguments = ["--envs", "Hopper-v5", "--curves", learning.PEER, "--seeds", "0", "1"]
+    monkeypatch.setattr(learning, "PEER_PYTHON", tmp_path / "python")
+    assert study(tmp_path, *arguments) == []
+    assert "left out: Stable-Baselines3" in capsys.readouterr().out
+    (tmp_path / "python").touch()
+    found = study(tmp_path, *arguments)
+    assert [(one["seed"], one["mean_return"], one["std_return"], one["seconds"]) for one in found] == [
+        (0, 2.0, 1.0, 60.0),
+        (1, 2.0, 1.0, 60.0),
+    ]
+    assert [command[0] for command in commands] == [str(tmp_path / "python")] * 2
+    assert "--learning-starts" in commands[0]
+
+
+def test_an_interrupted_run_goes_on(tmp_path: Path, commands):
+    arguments = ["--envs", "Hopper-v5", "--curves", "flashsac", "--seeds", "0"]
+    assert study(tmp_path, *arguments, "--collect") == commands == []
+    folder = tmp_path / "runs" / "Hopper-v5-flashsac-seed0-250"
+    study(tmp_path, *arguments)
+    folder.mkdir(parents=True)
+    (folder / "checkpoint.safetensors").touch()
+    study(tmp_path, *arguments)
+    begun, resumed = commands
+    assert begun[begun.index("--algo") + 1] == "flashsac"
+    assert begun[begun.index("--checkpoint-every") + 1] == "50"
+    assert resumed[-2:] == ["--resume", str(folder)]
+
+
+def one(curve: str, seed: int, final: float, env: str = "Hopper-v5") -> dict:
+    points = [[5000, final / 2], [10_000, final]]
+    found = {"curve": curve, "env": env, "seed": seed, "steps": 10_000, "points": points}
+    return {**found, "mean_return": final, "std_return": 1.0, "episodes": 10, "seconds": 120.0, "options": ""}
+
+
+def test_table_and_picture(tmp_path: Path):
+    assert "committed: open" in report.algorithms_section({})
+    assert report.is_learning_plot_of(tmp_path / "missing.png", {})
+    ones = [one("flashsac", 0, 100.0), one("flashsac", 1, 300.0), one("sac, uniform", 0, 50.0, "HalfCheetah-v5")]
+    device = {"kind": "cpu", "name": "a CPU"}
+    machine = {"device": device, "versions": {}, "python_version": "3", "threads": 1, "load_before": 0.1, "cores": 2}
+    data = {"datetime": "2026-11-22T12:00:00", "machine_info": machine, "algorithms": ones}
+    assert files.kind_of(data) == "algorithms"
+    runs = {"algorithms": Run("benchmarks/results/x.json", data)}
+    text = report.algorithms_section(runs)
+    assert "| Hopper-v5, flashsac | 10,000 | 100, 300 | 200 | 2.0 |" in text
+    assert "| HalfCheetah-v5, sac, uniform | 10,000 | 50 | 50 | 2.0 |" in text
+    assert f"({{root}}{report.LEARNING_PLOT})" in text
+    path = tmp_path / "learning.png"
+    report.draw_learning(path, runs)
+    assert report.is_learning_plot_of(path, runs)
+    data["datetime"] = "2026-11-23"
+    assert not report.is_learning_plot_of(path, runs)
