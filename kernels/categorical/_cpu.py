@@ -50,7 +50,7 @@ def for_each_dtype(kernel: Callable[[Any], Any]) -> dict[torch.dtype, Any]:
     return {torch.float32: kernel(np.float32), torch.float64: kernel(np.float64)}
 
 
-def _target_kernel(real: Any) -> Any:
+def _target_of(real: Any) -> Any:
     wide = real is np.float64
 
     @jit(
@@ -133,7 +133,7 @@ def _target_kernel(real: Any) -> Any:
     return target
 
 
-def _expected_value_kernel(real: Any) -> Any:
+def _expected_value_of(real: Any) -> Any:
     wide = real is np.float64
 
     @jit("void(int64, float64, float64, int64, int64, int64, int64, int64)", **OPTIONS)
@@ -151,7 +151,7 @@ def _expected_value_kernel(real: Any) -> Any:
     return expected_value
 
 
-def _expected_value_backward_kernel(real: Any) -> Any:
+def _expected_value_backward_of(real: Any) -> Any:
     wide = real is np.float64
 
     @jit("void(int64, int64, int64, float64, float64, int64, int64, int64, int64, int64)", **OPTIONS)
@@ -173,7 +173,7 @@ def _expected_value_backward_kernel(real: Any) -> Any:
 
 
 _target, _expected_value, _expected_value_backward = (
-    for_each_dtype(kernel) for kernel in (_target_kernel, _expected_value_kernel, _expected_value_backward_kernel)
+    for_each_dtype(kernel) for kernel in (_target_of, _expected_value_of, _expected_value_backward_of)
 )
 
 

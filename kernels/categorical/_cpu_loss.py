@@ -29,7 +29,7 @@ from gpubuf.kernels.td import NONE
 from gpubuf.kernels.td._cpu_reduce import address, normaliser, weight_of, weighting
 
 
-def _losses_kernel(real: Any) -> Any:
+def _losses_of(real: Any) -> Any:
     wide = real is np.float64
 
     @jit(
@@ -80,7 +80,7 @@ def _reduced(losses, weight, mask, reduction, n, wide, loss_out, norm_out):  # t
         write(loss_out, wide, 0, total * norm)
 
 
-def _backward_kernel(real: Any) -> Any:
+def _loss_backward_of(real: Any) -> Any:
     wide = real is np.float64
 
     @jit(
@@ -129,7 +129,7 @@ def _backward_kernel(real: Any) -> Any:
     return backward
 
 
-_losses, _loss_backward = for_each_dtype(_losses_kernel), for_each_dtype(_backward_kernel)
+_losses, _loss_backward = for_each_dtype(_losses_of), for_each_dtype(_loss_backward_of)
 
 
 def categorical_loss(
