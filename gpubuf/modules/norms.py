@@ -3,16 +3,15 @@
 Each has a scale and most a shift per feature and net. ``num_nets=None`` is one net, on ``[*batch, features]``, with
 parameters ``[features]``; otherwise the input is ``[num_nets, rows, features]`` and the parameters are
 ``[num_nets, 1, features]``. Inputs of lower precision, as under autocast, are normalised in float32 and returned in
-their own. Layer norm and RMS norm with their activation are one kernel each way (:mod:`gpubuf.kernels.norms`), on both
-backends. Batch norm is made of PyTorch's operations, and so is everything in code that ``torch.compile`` or
-``torch.vmap`` transforms.
+their own. A norm with its activation is one kernel each way (:mod:`gpubuf.kernels.norms`), and one more for the
+statistics of a batch. Code that ``torch.compile`` or ``torch.vmap`` transforms has PyTorch's operations instead.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +27,13 @@ _ACTIVATIONS = {"relu": norms.RELU, "silu": norms.SILU}
 _transforms = torch._C._functorch.maybe_current_level
 
 
+def _takes_torch(x: Tensor) -> bool:
+    """Whether PyTorch's operations are due: a compiler fuses them itself; vmap and other transforms know no others."""
+    return torch.compiler.is_compiling() or _transforms() is not None or not (x.is_cpu or x.is_cuda)
+
+
 class _Norm(nn.Module):
-    """Base class: parameters, and what makes their rows unit rows (see :mod:`gpubuf.modules.unit_rows`)."""
+    """Base class: parameters, the activation, and what makes unit rows (see :mod:`gpubuf.modules.unit_rows`)."""
 
     in_dim = -1
     weight: nn.Parameter
@@ -42,11 +46,16 @@ class _Norm(nn.Module):
         *,
         eps: float,
         bias: bool,
+        activation: str | None = None,
         unit_rows: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if activation is not None and activation not in _ACTIVATIONS:
+            raise ValueError(f"activation must be None or one of {sorted(_ACTIVATIONS)}, got {activation!r}")
+        self.activation = activation
+        self._activation = norms.NONE if activation is None else _ACTIVATIONS[activation]
         self.features, self.num_nets, self.eps, self.unit_rows = features, num_nets, eps, unit_rows
         self.row_norm = math.sqrt(features)
         self._shape = (features,) if num_nets is None else (num_nets, 1, features)
@@ -61,33 +70,19 @@ class _Norm(nn.Module):
 
     def extra_repr(self) -> str:
         nets = "" if self.num_nets is None else f", num_nets={self.num_nets}"
-        return f"{self.features}{nets}, eps={self.eps}, unit_rows={self.unit_rows}"
+        return f"{self.features}{nets}, eps={self.eps}, activation={self.activation}, unit_rows={self.unit_rows}"
 
 
 class _RowNorm(_Norm):
-    """Base class of norms over the features of a row, with an activation behind them, in one kernel each way."""
+    """Base class of norms over the features of a row."""
 
     _kind: int
 
-    def __init__(self, features: int, num_nets: int | None = None, *, activation: str | None = None, **kwargs: Any):
-        super().__init__(features, num_nets, **kwargs)
-        if activation is not None and activation not in _ACTIVATIONS:
-            raise ValueError(f"activation must be None or one of {sorted(_ACTIVATIONS)}, got {activation!r}")
-        self.activation = activation
-        self._activation = norms.NONE if activation is None else _ACTIVATIONS[activation]
-
     def forward(self, x: Tensor) -> Tensor:
-        # A compiler fuses PyTorch's operations itself. vmap and other transforms know no others.
-        if torch.compiler.is_compiling() or _transforms() is not None or not self._has_kernel(x):
+        if self.features > norms.MAX_WIDTH or _takes_torch(x):
             return norms.composed(x, self.weight, self.bias, self.eps, self._kind, self._activation)
         y: Tensor = norms.norm_activation(x, self.weight, self.bias, self.eps, self._kind, self._activation)[0]
         return y
-
-    def _has_kernel(self, x: Tensor) -> bool:
-        return (x.is_cpu or x.is_cuda) and self.features <= norms.MAX_WIDTH
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, activation={self.activation}"
 
 
 class LayerNorm(_RowNorm):
@@ -145,7 +140,7 @@ class RMSNorm(_RowNorm):
 
 
 class BatchNorm(_Norm):
-    """``(x - mean) / sqrt(var + eps) * weight + bias`` over the rows of a batch, for each feature and net.
+    """``activation((x - mean) / sqrt(var + eps) * weight + bias)`` over the rows of a batch, for each feature and net.
 
     Ioffe and Szegedy, "Batch Normalization", arXiv 1502.03167. ``var`` is the biased one; the running variance is made
     of the unbiased one, as in PyTorch.
@@ -161,12 +156,13 @@ class BatchNorm(_Norm):
         eps: added to the variance.
         momentum: share of a new batch in the running statistics.
         renorm_warmup: correct the batch's statistics by the running ones after so many batches: batch renormalisation
-            (Ioffe, arXiv 1702.03275), as CrossQ has it (Bhatt et al., arXiv 1902.05605). The output becomes
+            (Ioffe, arXiv 1702.03275), as CrossQ has it (Bhatt et al., arXiv 1902.05605). The activation's input becomes
             ``((x - mean) / s * r + d) * weight + bias``, with ``s = sqrt(var + eps)``, ``S`` the same of the running
             variance, ``r = clip(s / S, 1 / r_max, r_max)`` and ``d = clip((mean - running_mean) / S, -d_max, d_max)``,
             both constants to autograd. None: no renormalisation.
         r_max: largest correction of the scale.
         d_max: largest correction of the mean, in standard deviations.
+        activation: "relu", "silu" or None.
         unit_rows: the scale is to have the norm sqrt(features), see :mod:`gpubuf.modules.unit_rows`.
         device: of the parameters.
         dtype: of the parameters.
@@ -191,11 +187,15 @@ class BatchNorm(_Norm):
         renorm_warmup: int | None = None,
         r_max: float = 3.0,
         d_max: float = 5.0,
+        activation: str | None = None,
         unit_rows: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(features, num_nets, eps=eps, bias=True, unit_rows=unit_rows, device=device, dtype=dtype)
+        super().__init__(
+            features, num_nets, eps=eps, bias=True, activation=activation, unit_rows=unit_rows, device=device,
+            dtype=dtype,
+        )  # fmt: skip
         if not 0 < momentum <= 1:
             raise ValueError(f"momentum must be in (0, 1], got {momentum}")
         self.momentum, self.renorm_warmup, self.r_max, self.d_max = momentum, renorm_warmup, r_max, d_max
@@ -215,44 +215,53 @@ class BatchNorm(_Norm):
                 self.num_batches.zero_()
 
     def forward(self, x: Tensor) -> Tensor:
-        dtype = x.dtype
-        x = x.to(torch.promote_types(dtype, self.weight.dtype))
+        by_torch = _takes_torch(x)
+        run = norms.composed_batch if by_torch else norms.batch_norm_activation
+        weight, bias = self.weight, self.bias
+        assert bias is not None
         follows = self.statistics == "update" and self.training and torch.is_grad_enabled()
         if not (follows or (self.statistics == "batch" and self.training)):
-            scale = self.weight * (self.running_var + self.eps).rsqrt()
-            assert self.bias is not None
-            return torch.addcmul(self.bias - self.running_mean * scale, x, scale).to(dtype)
-        rows = x.numel() // self.weight.numel()
+            mean, var = self.running_mean, self.running_var
+            if torch.is_grad_enabled():  # They may move before the backward reads them.
+                mean, var = mean.clone(), var.clone()
+            return cast(Tensor, run(x, weight, bias, mean, var, self.eps, self._activation, False))
+        rows = x.numel() // weight.numel()
         if rows < 2:
             raise ValueError(f"the statistics of a batch need at least two rows, got an input of shape {list(x.shape)}")
-        dims = tuple(range(x.ndim - 1)) if self.num_nets is None else (1,)
-        var, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
-        inverse = (var + self.eps).rsqrt()
-        normalized = (x - mean) * inverse
+        mean, var = self._by_torch(x) if by_torch else self._moments(x)
         if self.renorm_warmup is not None:
-            r, d = self._renorm(mean.detach(), inverse.detach())
-            normalized = normalized * r + d
+            r, d = self._renorm(mean.detach(), var.detach())
+            weight, bias = weight * r, torch.addcmul(bias, weight, d)  # type: ignore[assignment]
         if follows:
             self._follow(mean.detach(), var.detach(), rows)
-        assert self.bias is not None
-        return torch.addcmul(self.bias, normalized, self.weight).to(dtype)
+        # PyTorch's operations differentiate mean and variance themselves.
+        return cast(Tensor, run(x, weight, bias, mean, var, self.eps, self._activation, not by_torch))
 
     @torch.no_grad()
-    def _renorm(self, mean: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
+    def _moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        mean, var = norms.batch_moments(x, self.weight)
+        return mean, var
+
+    def _by_torch(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        dims = tuple(range(x.ndim - 1)) if self.num_nets is None else (1,)
+        var, mean = torch.var_mean(x.to(torch.promote_types(x.dtype, torch.float32)), dims, correction=0)
+        return mean.reshape(self.weight.shape), var.reshape(self.weight.shape)
+
+    @torch.no_grad()
+    def _renorm(self, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
         """(r, d); (1, 0) while the running statistics warm up."""
         assert self.renorm_warmup is not None
-        running_inverse = (self.running_var + self.eps).rsqrt()
+        inverse = (self.running_var + self.eps).rsqrt()
         warm = self.num_batches >= self.renorm_warmup
-        r = (running_inverse / inverse).clamp(1 / self.r_max, self.r_max)
-        d = ((mean - self.running_mean) * running_inverse).clamp(-self.d_max, self.d_max)
+        r = ((var + self.eps).sqrt() * inverse).clamp(1 / self.r_max, self.r_max)
+        d = ((mean - self.running_mean) * inverse).clamp(-self.d_max, self.d_max)
         return torch.where(warm, r, 1.0), torch.where(warm, d, 0.0)
 
     @torch.no_grad()
     def _follow(self, mean: Tensor, var: Tensor, rows: int) -> None:
         # Not lerp_, which vmap does not know.
-        self.running_mean.add_(mean.reshape(self.running_mean.shape) - self.running_mean, alpha=self.momentum)
-        unbiased = var.reshape(self.running_var.shape) * (rows / (rows - 1))
-        self.running_var.add_(unbiased - self.running_var, alpha=self.momentum)
+        self.running_mean.add_(mean - self.running_mean, alpha=self.momentum)
+        self.running_var.add_(var * (rows / (rows - 1)) - self.running_var, alpha=self.momentum)
         if self.renorm_warmup is not None:
             self.num_batches.add_(1)
 
@@ -294,9 +303,10 @@ def make_norm(
     name: str, num_nets: int | None, features: int, activation: Callable[[], nn.Module] | None, **kwargs: Any
 ) -> list[nn.Module]:
     """A norm and the activation behind it, as one module where that is possible."""
-    if activation is not None and name in ("layer", "rms"):
+    if activation is not None:
         made = activation()
         fused = {nn.ReLU: "relu", nn.SiLU: "silu"}.get(type(made))
         if fused is not None:
             return [_NAMES[name](features, num_nets, activation=fused, **kwargs)]
-    return [_NAMES[name](features, num_nets, **kwargs), *([] if activation is None else [activation()])]
+        return [_NAMES[name](features, num_nets, **kwargs), made]
+    return [_NAMES[name](features, num_nets, **kwargs)]

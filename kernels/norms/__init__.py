@@ -1,14 +1,16 @@
-"""Normalisation of rows with an activation behind it: layer norm and RMS norm, forward and backward, one kernel each.
+"""Layer norm, RMS norm and batch norm with an activation behind them, forward and backward, one kernel each.
 
 ``x`` is ``[*batch, D]``, each row along its last dimension. Scale and bias belong to one net, ``[D]``, or to each of N
-nets of an ensemble, ``[N, 1, D]``; then ``x`` is ``[N, *batch, D]``. D is at most :data:`MAX_WIDTH`.
+nets of an ensemble, ``[N, 1, D]``; then ``x`` is ``[N, *batch, D]``. Rows of layer norm and RMS norm have at most
+:data:`MAX_WIDTH` elements.
 
 Arithmetic is float64 where ``x`` is, and float32 otherwise, also for float16 and bfloat16. Outputs and gradients have
 the dtype of their arguments. The sums of the gradients of scale and bias over the rows are added in a fixed order:
 results repeat to the bit on one kind of device. Nothing synchronises with the host.
 
 References: Ba, Kiros and Hinton, "Layer Normalization", arXiv 1607.06450; Zhang and Sennrich, "Root Mean Square Layer
-Normalization", arXiv 1910.07467; Elfwing, Uchibe and Doya, "Sigmoid-weighted linear units", arXiv 1702.03118 (SiLU).
+Normalization", arXiv 1910.07467; Ioffe and Szegedy, "Batch Normalization", arXiv 1502.03167; Elfwing, Uchibe and Doya,
+"Sigmoid-weighted linear units", arXiv 1702.03118 (SiLU).
 """
 
 from __future__ import annotations
@@ -32,26 +34,35 @@ MAX_WIDTH = 2048
 """Elements of a row, at most: a program holds whole rows."""
 
 
+def activated(z: Tensor, activation: int) -> Tensor:
+    """The activation, by PyTorch."""
+    if activation == NONE:
+        return z
+    return functional.silu(z) if activation == SILU else functional.relu(z)
+
+
+def _for_batch(vector: Tensor, x: Tensor) -> Tensor:
+    """A vector of each net with as many dimensions as ``x``."""
+    if vector.ndim == 1 or x.ndim == 3:
+        return vector
+    return vector.reshape(vector.shape[0], *[1] * (x.ndim - 2), vector.shape[-1])
+
+
 def composed(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, norm: int, activation: int) -> Tensor:
     """y of :data:`norm_activation`, made of PyTorch's operations: differentiable as often as you like, and in vmap."""
     normalize = functional.layer_norm if norm == LAYER else functional.rms_norm
     computed = x.to(torch.promote_types(x.dtype, computing_dtype(x)))
-    if weight.ndim == 3 and x.ndim != 3:
-        shape = (weight.shape[0], *[1] * (x.ndim - 2), weight.shape[-1])
-        weight, bias = weight.reshape(shape), None if bias is None else bias.reshape(shape)
-    y = normalize(computed, x.shape[-1:], eps=eps) * weight.to(computed.dtype)
+    y = normalize(computed, x.shape[-1:], eps=eps) * _for_batch(weight, x).to(computed.dtype)
     if bias is not None:
-        y = y + bias.to(computed.dtype)
-    if activation != NONE:
-        y = functional.silu(y) if activation == SILU else functional.relu(y)
-    return y.to(x.dtype)
+        y = y + _for_batch(bias, x).to(computed.dtype)
+    return activated(y, activation).to(x.dtype)
 
 
 def check_arguments(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[int, int, int]:
     """(nets, rows of a net, D) of the arguments; ValueError unless they fit each other."""
     width = x.shape[-1] if x.ndim else 0
-    if not 0 < width <= MAX_WIDTH:
-        raise ValueError(f"rows must have 1 to {MAX_WIDTH} elements, got x of shape {list(x.shape)}")
+    if not width:
+        raise ValueError(f"rows must have at least one element, got x of shape {list(x.shape)}")
     if weight.ndim == 1:
         nets = 1
         expected: tuple[int, ...] = (width,)
@@ -66,6 +77,15 @@ def check_arguments(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[int
     if bias is not None and bias.shape != weight.shape:
         raise ValueError(f"the bias must have the shape {list(weight.shape)} of the weight, got {list(bias.shape)}")
     return nets, x.numel() // (nets * width), width
+
+
+def check_width(width: int) -> None:
+    """Raise ValueError if a program can't hold a row of ``width`` elements."""
+    if width > MAX_WIDTH:
+        raise ValueError(f"rows must have 1 to {MAX_WIDTH} elements, got {width}")
+
+
+# --- layer norm and RMS norm ------------------------------------------------------------------------------------------
 
 
 def _forward_fake(
@@ -106,6 +126,13 @@ The derivative of ReLU at 0 is 0.
 """
 
 
+def _composed_gradient(y: Tensor, grad: Tensor, *arguments: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Gradients of ``y`` that have gradients themselves; None for arguments that need none."""
+    given = [t for t in arguments if t is not None and t.requires_grad]
+    found = iter(torch.autograd.grad(y, given, grad, create_graph=True))
+    return tuple(next(found) if t is not None and t.requires_grad else None for t in arguments)
+
+
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, weight, bias, ctx.eps, ctx.norm, ctx.activation = inputs
     ctx.save_for_backward(x, weight, bias, output[1])
@@ -118,13 +145,99 @@ def _gradient(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
         return None, None, None, None, None, None
     x, weight, bias, statistics = ctx.saved_tensors
     if torch.is_grad_enabled():  # Somebody wants a gradient of the gradient.
-        given = [t for t in (x, weight, bias) if t is not None and t.requires_grad]
         y = composed(x, weight, bias, ctx.eps, ctx.norm, ctx.activation)
-        found = iter(torch.autograd.grad(y, given, grad, create_graph=True))
-        by = [next(found) if t is not None and t.requires_grad else None for t in (x, weight, bias)]
-        return *by, None, None, None
+        return *_composed_gradient(y, grad, x, weight, bias), None, None, None
     by_x, by_weight, by_bias = norm_activation_backward(grad, x, weight, bias, statistics, ctx.norm, ctx.activation)
     return by_x, by_weight, None if bias is None else by_bias, None, None, None
 
 
 register_autograd(norm_activation, _setup, _gradient)
+
+
+# --- batch norm -------------------------------------------------------------------------------------------------------
+
+
+def check_vectors(weight: Tensor, **vectors: Tensor) -> None:
+    """Raise ValueError unless all vectors have the shape of the weight."""
+    for name, vector in vectors.items():
+        if vector.shape != weight.shape:
+            raise ValueError(f"{name} must have the shape {list(weight.shape)} of the weight, got {list(vector.shape)}")
+
+
+def composed_batch(
+    x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor, eps: float, activation: int, own: bool
+) -> Tensor:
+    """:data:`batch_norm_activation` made of PyTorch's operations."""
+    computed = x.to(torch.promote_types(x.dtype, computing_dtype(x)))
+    if own:
+        dims = tuple(range(x.ndim - 1)) if weight.ndim == 1 else tuple(range(1, x.ndim - 1))
+        v, m = torch.var_mean(computed, dims, correction=0, keepdim=True)
+    else:
+        v, m = (_for_batch(vector, x).to(computed.dtype) for vector in (var, mean))
+    w, b = (_for_batch(vector, x).to(computed.dtype) for vector in (weight, bias))
+    return activated(torch.addcmul(b, (computed - m) * (v + eps).rsqrt(), w), activation).to(x.dtype)
+
+
+def _moments_fake(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    dtype = computing_dtype(x)
+    return x.new_empty(weight.shape, dtype=dtype), x.new_empty(weight.shape, dtype=dtype)
+
+
+batch_moments = define(
+    "norm_batch_moments(Tensor x, Tensor weight) -> (Tensor, Tensor)",
+    cpu="gpubuf.kernels.norms._cpu_batch:batch_moments",
+    cuda="gpubuf.kernels.norms._launch:batch_moments",
+    fake=_moments_fake,
+)
+"""``(mean, var)`` of every element of a row over the rows of a net, shaped as ``weight``, in the computing dtype.
+
+``var`` is the biased one, the mean of (x - mean)^2. Not differentiable: the gradient of
+:data:`batch_norm_activation` knows where they come from. Without rows they are NaN. ``weight`` gives the shape.
+"""
+
+batch_norm_activation = define(
+    "batch_norm_activation(Tensor x, Tensor weight, Tensor bias, Tensor mean, Tensor var, float eps, int activation,"
+    " bool own) -> Tensor",
+    cpu="gpubuf.kernels.norms._cpu_batch:batch_norm_activation",
+    cuda="gpubuf.kernels.norms._launch:batch_norm_activation",
+    fake=lambda x, *_: x.new_empty(x.shape),
+)
+"""activation(h * weight + bias), h = (x - mean) / sqrt(var + eps). Differentiable in ``x``, ``weight`` and ``bias``.
+
+``own`` says that mean and variance are those of ``x``, by :data:`batch_moments`: the gradient then takes into account
+that they change with it. Otherwise they are constants. All vectors have the shape of ``weight``.
+"""
+
+batch_norm_activation_backward = define(
+    "batch_norm_activation_backward(Tensor grad, Tensor x, Tensor weight, Tensor bias, Tensor mean, Tensor var,"
+    " float eps, int activation, bool own) -> (Tensor, Tensor, Tensor)",
+    cpu="gpubuf.kernels.norms._cpu_batch:batch_norm_activation_backward",
+    cuda="gpubuf.kernels.norms._launch:batch_norm_activation_backward",
+    fake=_backward_fake,
+)
+"""Gradients of :data:`batch_norm_activation` by ``x``, ``weight`` and ``bias``.
+
+With z = h * weight + bias and g = grad * activation'(z): by the bias sum(g) over the rows, by the weight sum(g * h),
+and by x, weight / sqrt(var + eps) * (g - mean(g) - h * mean(g * h)) with means over the rows; without them unless
+``own``.
+"""
+
+
+def _batch_setup(ctx: Any, inputs: tuple[Any, ...], _: Any) -> None:
+    *tensors, ctx.eps, ctx.activation, ctx.own = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _batch_gradient(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
+    none = (None,) * 5
+    if grad is None:
+        return None, None, None, *none
+    x, weight, bias, mean, var = ctx.saved_tensors
+    options = (ctx.eps, ctx.activation, ctx.own)
+    if torch.is_grad_enabled():
+        return *_composed_gradient(composed_batch(x, weight, bias, mean, var, *options), grad, x, weight, bias), *none
+    return *batch_norm_activation_backward(grad, x, weight, bias, mean, var, *options), *none
+
+
+register_autograd(batch_norm_activation, _batch_setup, _batch_gradient)

@@ -18,17 +18,18 @@ from gpubuf.kernels._differentiable import computing_dtype, dense
 from gpubuf.kernels._elementary import exp_of_negative
 from gpubuf.kernels._jit import OPTIONS, jit
 from gpubuf.kernels._pointers import as_f32, as_f64
-from gpubuf.kernels.norms import LAYER, RELU, SILU, check_arguments
+from gpubuf.kernels.norms import LAYER, RELU, SILU, check_arguments, check_width
 
 #: Lets LLVM add the elements of a row in several lanes. Nothing else: NaN and infinity behave as ever.
 _SUMS = {"reassoc", "contract"}
 
 #: Rows whose gradients of scale and bias are summed in the precision of the arrays.
-_ROWS = 32
+ROWS = 32
 
 
 @jit(forceinline=True)
-def _sigmoid(z, one):  # type: ignore[no-untyped-def]
+def sigmoid(z, one):  # type: ignore[no-untyped-def]
+    """1 / (1 + exp(-z)), by an exponential that never overflows."""
     decay = exp_of_negative(-abs(z))
     return (one if z >= 0 else decay) / (one + decay)
 
@@ -57,7 +58,7 @@ def _activate(x, weight, bias, mean, rstd, activation, y):  # type: ignore[no-un
     if activation == SILU:
         for j in range(x.shape[0]):
             z = (x[j] - mean) * rstd * weight[j] + bias[j]
-            y[j] = z * _sigmoid(z, one)
+            y[j] = z * sigmoid(z, one)
     elif activation == RELU:
         for j in range(x.shape[0]):
             z = (x[j] - mean) * rstd * weight[j] + bias[j]
@@ -75,7 +76,7 @@ def _slopes(grad, x, weight, bias, mean, rstd, activation, g):  # type: ignore[n
     if activation == SILU:
         for j in range(x.shape[0]):
             z = (x[j] - mean) * rstd * weight[j] + bias[j]
-            s = _sigmoid(z, one)
+            s = sigmoid(z, one)
             g[j] = grad[j] * s * (one + z * (one - s))
     elif activation == RELU:
         for j in range(x.shape[0]):
@@ -128,8 +129,8 @@ def _backward_rows(  # type: ignore[no-untyped-def]
         own = slice(net * width, (net + 1) * width)
         sum_weight[:] = 0
         sum_bias[:] = 0
-        for first in range(0, rows, _ROWS):
-            for row in range(net * rows + first, net * rows + min(first + _ROWS, rows)):
+        for first in range(0, rows, ROWS):
+            for row in range(net * rows + first, net * rows + min(first + ROWS, rows)):
                 here = slice(row * width, (row + 1) * width)
                 mean, rstd = statistics[row], statistics[nets * rows + row]
                 _slopes(grad[here], x[here], weight[own], bias[own], mean, rstd, activation, g)
@@ -190,6 +191,7 @@ def norm_activation(
 ) -> tuple[Tensor, Tensor]:
     """See :data:`gpubuf.kernels.norms.norm_activation`."""
     nets, rows, width = check_arguments(x, weight, bias)
+    check_width(width)
     real = computing_dtype(x)
     y, statistics = torch.empty(x.shape, dtype=real), torch.empty((2, *x.shape[:-1]), dtype=real)
     # The copies must outlive the call, hence the names.
@@ -216,6 +218,7 @@ def norm_activation_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :data:`gpubuf.kernels.norms.norm_activation_backward`."""
     nets, rows, width = check_arguments(x, weight, bias)
+    check_width(width)
     real = computing_dtype(x)
     by_x = torch.empty(x.shape, dtype=real)
     by_weight, by_bias = torch.empty(weight.shape, dtype=real), torch.empty(weight.shape, dtype=real)

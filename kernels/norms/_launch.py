@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +13,16 @@ from torch import Tensor
 from gpubuf.kernels._differentiable import computing_dtype, dense
 from gpubuf.kernels._launching import cdiv, launch
 from gpubuf.kernels.config import ceil_power
-from gpubuf.kernels.norms import check_arguments
+from gpubuf.kernels.norms import check_arguments, check_vectors, check_width
 from gpubuf.kernels.norms._triton import (
     finish_norm_gradients_kernel,
     norm_activation_backward_kernel,
     norm_activation_kernel,
+)
+from gpubuf.kernels.norms._triton_batch import (
+    batch_moments_kernel,
+    batch_norm_activation_backward_kernel,
+    batch_norm_activation_kernel,
 )
 
 REAL = {torch.float32: tl.float32, torch.float64: tl.float64}
@@ -27,6 +33,8 @@ TILE = 1024
 PROGRAMS = 512
 #: Rows of the backward that are worth a program.
 PART_ROWS = 8
+#: Columns of a program of batch norm.
+BATCH_COLUMNS = 32
 #: Elements of a row, and sums, that a finishing program adds at a time.
 FINISH_BLOCK, FINISH_PARTS = 32, 32
 
@@ -62,11 +70,39 @@ def plan_norm(nets: int, n_rows: int, width: int) -> NormPlan:
     return NormPlan(block_rows, block_width, cdiv(n_rows, block_rows), cdiv(n_rows, part_rows), part_rows, num_warps)
 
 
+@dataclass(frozen=True)
+class BatchPlan:
+    """How kernels cover the columns of ``[nets, n_rows, width]`` elements.
+
+    Attributes:
+        block_rows: rows at a time.
+        block: columns of a program.
+        blocks: programs of a net that have all rows.
+        parts: blocks of rows of a net.
+        num_warps: of all kernels.
+    """
+
+    block_rows: int
+    block: int
+    blocks: int
+    parts: int
+    num_warps: int
+
+
+def plan_batch(n_rows: int, width: int) -> BatchPlan:
+    """Columns of a whole line of the cache in float32, or all that there are."""
+    block = min(BATCH_COLUMNS, ceil_power(width))
+    block_rows = min(TILE // block, ceil_power(max(n_rows, 1)))
+    num_warps = min(max(block_rows * block // 256, 1), 4)
+    return BatchPlan(block_rows, block, cdiv(width, block), cdiv(n_rows, block_rows), num_warps)
+
+
 def norm_activation(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, norm: int, activation: int
 ) -> tuple[Tensor, Tensor]:
     """See :data:`gpubuf.kernels.norms.norm_activation`."""
     nets, rows, width = check_arguments(x, weight, bias)
+    check_width(width)
     real = computing_dtype(x)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     statistics = torch.empty((2, *x.shape[:-1]), dtype=real, device=x.device)
@@ -102,6 +138,7 @@ def norm_activation_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :data:`gpubuf.kernels.norms.norm_activation_backward`."""
     nets, rows, width = check_arguments(x, weight, bias)
+    check_width(width)
     real = computing_dtype(x)
     by_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     new: dict[str, Any] = {"dtype": weight.dtype, "device": x.device}
@@ -148,5 +185,108 @@ def norm_activation_backward(
         BLOCK_PARTS=FINISH_PARTS,
         BLOCK=FINISH_BLOCK,
         num_warps=4,
+    )
+    return by_x, by_weight, by_bias
+
+
+def batch_moments(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """See :data:`gpubuf.kernels.norms.batch_moments`."""
+    nets, rows, width = check_arguments(x, weight, None)
+    real = computing_dtype(x)
+    mean, var = (torch.empty(weight.shape, dtype=real, device=x.device) for _ in range(2))
+    if not rows:
+        return mean.fill_(math.nan), var.fill_(math.nan)
+    plan = plan_batch(rows, width)
+    launch(
+        batch_moments_kernel,
+        nets * plan.blocks,
+        dense(x),
+        mean,
+        var,
+        rows,
+        width,
+        plan.blocks,
+        REAL=REAL[real],
+        BLOCK_ROWS=plan.block_rows,
+        BLOCK=plan.block,
+        num_warps=plan.num_warps,
+    )
+    return mean, var
+
+
+def batch_norm_activation(
+    x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor, eps: float, activation: int, own: bool
+) -> Tensor:
+    """See :data:`gpubuf.kernels.norms.batch_norm_activation`."""
+    nets, rows, width = check_arguments(x, weight, bias)
+    check_vectors(weight, mean=mean, var=var)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if not rows:
+        return y
+    plan = plan_batch(rows, width)
+    launch(
+        batch_norm_activation_kernel,
+        nets * plan.blocks * plan.parts,
+        dense(x),
+        dense(weight),
+        dense(bias),
+        dense(mean),
+        dense(var),
+        y,
+        rows,
+        width,
+        plan.blocks,
+        plan.parts,
+        REAL=REAL[computing_dtype(x)],
+        EPS=eps,
+        ACTIVATION=activation,
+        BLOCK_ROWS=plan.block_rows,
+        BLOCK=plan.block,
+        num_warps=plan.num_warps,
+    )
+    return y
+
+
+def batch_norm_activation_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    eps: float,
+    activation: int,
+    own: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See :data:`gpubuf.kernels.norms.batch_norm_activation_backward`."""
+    nets, rows, width = check_arguments(x, weight, bias)
+    check_vectors(weight, mean=mean, var=var)
+    by_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    by_weight, by_bias = (torch.empty(weight.shape, dtype=weight.dtype, device=x.device) for _ in range(2))
+    if not rows:
+        return by_x, by_weight.zero_(), by_bias.zero_()
+    plan = plan_batch(rows, width)
+    launch(
+        batch_norm_activation_backward_kernel,
+        nets * plan.blocks,
+        dense(grad),
+        dense(x),
+        dense(weight),
+        dense(bias),
+        dense(mean),
+        dense(var),
+        by_x,
+        by_weight,
+        by_bias,
+        rows,
+        width,
+        plan.blocks,
+        REAL=REAL[computing_dtype(x)],
+        EPS=eps,
+        ACTIVATION=activation,
+        OWN=own,
+        BLOCK_ROWS=plan.block_rows,
+        BLOCK=plan.block,
+        num_warps=plan.num_warps,
     )
     return by_x, by_weight, by_bias

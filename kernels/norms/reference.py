@@ -10,6 +10,13 @@ from torch import Tensor
 from torch.nn import functional
 
 
+def activate(z: Tensor, activation: str) -> Tensor:
+    """z, max(z, 0) or z / (1 + exp(-z))."""
+    if activation == "none":
+        return z
+    return functional.relu(z) if activation == "relu" else z * torch.sigmoid(z)
+
+
 def norm_activation(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, norm: str, activation: str) -> Tensor:
     """``activation(h * weight + bias)`` with ``h`` the rows of x at mean 0 ("layer") and mean square 1."""
     centred = x - x.mean(-1, keepdim=True) if norm == "layer" else x
@@ -18,6 +25,16 @@ def norm_activation(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, 
         shape = (weight.shape[0], *[1] * (x.ndim - 2), weight.shape[-1])
         weight, bias = weight.reshape(shape), None if bias is None else bias.reshape(shape)
     z = h * weight if bias is None else h * weight + bias
-    if activation == "none":
-        return z
-    return functional.relu(z) if activation == "relu" else z * torch.sigmoid(z)
+    return activate(z, activation)
+
+
+def batch_norm_activation(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, activation: str, statistics: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    """``activation(h * weight + bias)`` with ``h`` each column of x at mean 0 and mean square 1, for x [N, rows, D].
+
+    With ``statistics``, mean and variance are these.
+    """
+    mean = x.mean(1, keepdim=True) if statistics is None else statistics[0]
+    var = (x - mean).square().mean(1, keepdim=True) if statistics is None else statistics[1]
+    return activate((x - mean) / torch.sqrt(var + eps) * weight + bias, activation)

@@ -64,7 +64,7 @@ RUNS = {
     "categorical": Run("categorical_target categorical_loss", ("categorical",), ("default",)),
     "discrete_sac": Run("discrete_sac", ("discrete_sac",), quick="stages"),
     "moments": Run("moments", ("moments",), ("default",)),
-    "norms": Run("norms", ("norms",), ("default",)),
+    "norms": Run("norms norms_batch", ("norms",), ("default",)),
     "optim": Run("optim", ("optim",), ("default",)),
     "buffers": Run("buffers prioritized slices slice_model", room="data"),
 }

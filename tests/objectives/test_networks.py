@@ -271,7 +271,8 @@ def test_the_order_of_layers():
     ]  # fmt: skip
     block = flash[2]
     assert isinstance(block, ResidualBlock)
-    assert [type(part).__name__ for part in block.layers] == ["UnitLinear", "BatchNorm", "ReLU"] * 2
+    assert [type(part).__name__ for part in block.layers] == ["UnitLinear", "BatchNorm"] * 2
+    assert [part.activation for part in block.layers[1::2]] == ["relu", "relu"]
     assert (block.layers[0].out_features, block.layers[0].bias, flash[-1].bias.tolist()) == (8, None, [0, 0])
 
 
@@ -357,6 +358,33 @@ def test_compiled(name):
     torch.testing.assert_close(torch.compile(ensemble, fullgraph=True, backend="aot_eager")(x), other(x))
     for one, two in zip(ensemble.buffers(), other.buffers(), strict=True):
         torch.testing.assert_close(one, two)
+
+
+@pytest.mark.parametrize("statistics", ["batch", "running"])
+def test_batch_norms_are_few_operations(backend, statistics):
+    """Moments, forward and backward, on both backends; running statistics may move before the backward."""
+    norm = BatchNorm(5, 3, activation="silu")
+    set_statistics(norm, statistics)
+    x = draw(3, 4, 5, dtype=torch.float32).requires_grad_()
+    weight = torch.ones(3, 4, 5)
+    with Count() as count:
+        y = norm(x)
+        with torch.no_grad():
+            norm.running_mean.add_(1)
+            norm.running_var.add_(1)
+        grads = torch.autograd.grad(y, [x, *norm.parameters()], weight)
+    assert count.operations - 2 == (3 if statistics == "batch" else 4)
+    norm.running_mean.sub_(1)
+    norm.running_var.sub_(1)
+    single = BatchNorm(5, activation="silu")
+    set_statistics(single, statistics)
+
+    def one(x, weight, bias):
+        return torch.func.functional_call(single, {"weight": weight, "bias": bias}, (x,))
+
+    mapped = torch.vmap(one)(x, norm.weight[:, 0], norm.bias[:, 0])
+    torch.testing.assert_close(mapped, y)
+    torch.testing.assert_close(torch.autograd.grad(mapped, [x, *norm.parameters()], weight), grads)
 
 
 @pytest.mark.parametrize("activation", [None, "silu"])

@@ -6,9 +6,10 @@ import triton.language as tl
 
 from gpubuf.kernels.aot.compiler import AotSpec
 from gpubuf.kernels.norms import LAYER, MAX_WIDTH, NONE, RELU, RMS, SILU
-from gpubuf.kernels.norms._launch import FINISH_BLOCK, FINISH_PARTS, plan_norm
+from gpubuf.kernels.norms._launch import FINISH_BLOCK, FINISH_PARTS, plan_batch, plan_norm
 
 MODULE = "gpubuf.kernels.norms._triton:"
+BATCH = "gpubuf.kernels.norms._triton_batch:"
 
 
 def forward(
@@ -93,6 +94,35 @@ def finish(real: tl.dtype, weights: str) -> AotSpec:
     )
 
 
+def batch(kernel: str, rows: int, width: int, given: str, **constants: Any) -> AotSpec:
+    """A kernel of batch norm; vectors have the computing dtype."""
+    plan = plan_batch(rows, width)
+    real = tl.float64 if given == "fp64" else tl.float32
+    signature = {
+        "batch_moments": {"x": given, "mean": real.name, "var": real.name},
+        "batch_norm_activation": {
+            "x": given, **dict.fromkeys(("weight", "bias", "mean", "var"), real.name), "y": given,
+        },
+        "batch_norm_activation_backward": {
+            "grad": given, "x": given, **dict.fromkeys(("weight", "bias", "mean", "var"), real.name),
+            "grad_x": given, "grad_weight": real.name, "grad_bias": real.name,
+        },
+    }[kernel]  # fmt: skip
+    sizes = ["n_rows", "width", "n_blocks", *(["n_parts"] if kernel == "batch_norm_activation" else [])]
+    return AotSpec(
+        f"{BATCH}{kernel}_kernel",
+        {**{f"{name}_ptr": f"*{kind}" for name, kind in signature.items()}, **dict.fromkeys(sizes, "i32")},
+        {"REAL": real, **constants, "BLOCK_ROWS": plan.block_rows, "BLOCK": plan.block},
+        plan.num_warps,
+    )
+
+
+BATCH_CASES: list[tuple[Any, ...]] = [
+    (256, 1024, "fp32", RELU),
+    (2048, 1024, "bf16", SILU),
+    (256, 5, "fp32", NONE),
+    (256, 256, "fp64", SILU),
+]
 CASES: list[tuple[Any, ...]] = [
     (256, 768, "fp32", LAYER, SILU),
     (8192, 768, "bf16", LAYER, SILU),
@@ -107,6 +137,13 @@ CASES: list[tuple[Any, ...]] = [
 SPECS = [
     *(forward(*case) for case in CASES),
     *(backward(*case) for case in CASES),
+    *(batch("batch_moments", *case[:3]) for case in BATCH_CASES),
+    *(batch("batch_norm_activation", *case[:3], EPS=1e-5, ACTIVATION=case[3]) for case in BATCH_CASES),
+    *(
+        batch("batch_norm_activation_backward", *case[:3], EPS=1e-5, ACTIVATION=case[3], OWN=own)
+        for case in BATCH_CASES
+        for own in (True, False)
+    ),
     finish(tl.float32, "fp32"),
     finish(tl.float32, "bf16"),
     finish(tl.float64, "fp64"),

@@ -1,0 +1,228 @@
+"""Batch norm with activations on the CPU. See :mod:`gpubuf.kernels.norms._cpu` for precisions and sums."""
+
+# Numba needs the real signatures: no `from __future__ import annotations`.
+
+import math
+
+import numpy as np
+import torch
+from numba import carray
+from torch import Tensor
+
+from gpubuf.kernels._differentiable import computing_dtype, dense
+from gpubuf.kernels._jit import OPTIONS, jit
+from gpubuf.kernels._pointers import as_f32, as_f64
+from gpubuf.kernels.norms import RELU, SILU, check_arguments, check_vectors
+from gpubuf.kernels.norms._cpu import ROWS, sigmoid
+
+
+@jit(forceinline=True)
+def _moments_rows(x, mean, var, nets, rows, width):  # type: ignore[no-untyped-def]
+    part, total = np.empty(width, x.dtype), np.empty(width)
+    for net in range(nets):
+        own = slice(net * width, (net + 1) * width)
+        m, v = mean[own], var[own]
+        total[:] = 0
+        for first in range(0, rows, ROWS):
+            part[:] = 0
+            for row in range(net * rows + first, net * rows + min(first + ROWS, rows)):
+                here = x[row * width : (row + 1) * width]
+                for j in range(width):
+                    part[j] += here[j]
+            for j in range(width):
+                total[j] += part[j]
+        for j in range(width):
+            m[j] = total[j] / rows
+        total[:] = 0
+        for first in range(0, rows, ROWS):
+            part[:] = 0
+            for row in range(net * rows + first, net * rows + min(first + ROWS, rows)):
+                here = x[row * width : (row + 1) * width]
+                for j in range(width):
+                    part[j] += (here[j] - m[j]) * (here[j] - m[j])
+            for j in range(width):
+                total[j] += part[j]
+        for j in range(width):
+            v[j] = total[j] / rows
+
+
+@jit(forceinline=True)
+def _forward_rows(x, weight, bias, mean, var, y, nets, rows, width, eps, activation):  # type: ignore[no-untyped-def]
+    real = x.dtype.type
+    zero, one = real(0), real(1)
+    scale = np.empty(width, x.dtype)
+    for net in range(nets):
+        own = slice(net * width, (net + 1) * width)
+        m, b = mean[own], bias[own]
+        for j in range(width):
+            scale[j] = weight[own][j] / math.sqrt(var[own][j] + eps)
+        for row in range(net * rows, (net + 1) * rows):
+            here, out = x[row * width : (row + 1) * width], y[row * width : (row + 1) * width]
+            if activation == SILU:
+                for j in range(width):
+                    z = (here[j] - m[j]) * scale[j] + b[j]
+                    out[j] = z * sigmoid(z, one)
+            elif activation == RELU:
+                for j in range(width):
+                    z = (here[j] - m[j]) * scale[j] + b[j]
+                    out[j] = zero if z < zero else z
+            else:
+                for j in range(width):
+                    out[j] = (here[j] - m[j]) * scale[j] + b[j]
+
+
+@jit(forceinline=True)
+def _backward_rows(  # type: ignore[no-untyped-def]
+    grad, x, weight, bias, mean, var, by_x, by_weight, by_bias, nets, rows, width, eps, activation, constants
+):
+    real = x.dtype.type
+    zero, one = real(0), real(1)
+    scale, rstd = np.empty(width, x.dtype), np.empty(width, x.dtype)
+    part_weight, part_bias = np.zeros(width, x.dtype), np.zeros(width, x.dtype)
+    sum_weight, sum_bias = np.empty(width), np.empty(width)
+    first_mean, second_mean = np.zeros(width, x.dtype), np.zeros(width, x.dtype)
+    for net in range(nets):
+        own = slice(net * width, (net + 1) * width)
+        m, b = mean[own], bias[own]
+        for j in range(width):
+            rstd[j] = 1 / math.sqrt(var[own][j] + eps)
+            scale[j] = weight[own][j] * rstd[j]
+        sum_weight[:] = 0
+        sum_bias[:] = 0
+        for start in range(0, rows, ROWS):
+            for row in range(net * rows + start, net * rows + min(start + ROWS, rows)):
+                here = x[row * width : (row + 1) * width]
+                given = grad[row * width : (row + 1) * width]
+                # The place of the gradient holds g until all rows are summed.
+                g = by_x[row * width : (row + 1) * width]
+                if activation == SILU:
+                    for j in range(width):
+                        z = (here[j] - m[j]) * scale[j] + b[j]
+                        s = sigmoid(z, one)
+                        g[j] = given[j] * s * (one + z * (one - s))
+                elif activation == RELU:
+                    for j in range(width):
+                        z = (here[j] - m[j]) * scale[j] + b[j]
+                        g[j] = zero if z <= zero else given[j]
+                else:
+                    for j in range(width):
+                        g[j] = given[j]
+                for j in range(width):
+                    part_bias[j] += g[j]
+                for j in range(width):
+                    part_weight[j] += g[j] * ((here[j] - m[j]) * rstd[j])
+            for j in range(width):
+                sum_weight[j] += part_weight[j]
+                sum_bias[j] += part_bias[j]
+            part_weight[:] = 0
+            part_bias[:] = 0
+        for j in range(width):
+            by_weight[net * width + j] = sum_weight[j]
+            by_bias[net * width + j] = sum_bias[j]
+            if not constants:
+                first_mean[j] = sum_bias[j] / rows
+                second_mean[j] = sum_weight[j] / rows * rstd[j]
+        for row in range(net * rows, (net + 1) * rows):
+            here, g = x[row * width : (row + 1) * width], by_x[row * width : (row + 1) * width]
+            if constants:
+                for j in range(width):
+                    g[j] *= scale[j]
+            else:
+                for j in range(width):
+                    g[j] = scale[j] * (g[j] - first_mean[j] - (here[j] - m[j]) * second_mean[j])
+
+
+@jit("void(int64, int64, int64, int64, int64, int64, boolean)", **OPTIONS)
+def _moments(x, mean, var, nets, rows, width, wide):  # type: ignore[no-untyped-def]
+    n, m = nets * rows * width, nets * width
+    if wide:
+        _moments_rows(carray(as_f64(x), n), carray(as_f64(mean), m), carray(as_f64(var), m), nets, rows, width)
+    else:
+        _moments_rows(carray(as_f32(x), n), carray(as_f32(mean), m), carray(as_f32(var), m), nets, rows, width)
+
+
+@jit("void(int64, int64, int64, int64, int64, int64, int64, int64, int64, float64, int64, boolean)", **OPTIONS)
+def _forward(x, weight, bias, mean, var, y, nets, rows, width, eps, activation, wide):  # type: ignore[no-untyped-def]
+    n, m = nets * rows * width, nets * width
+    if wide:
+        _forward_rows(
+            carray(as_f64(x), n), carray(as_f64(weight), m), carray(as_f64(bias), m), carray(as_f64(mean), m),
+            carray(as_f64(var), m), carray(as_f64(y), n), nets, rows, width, eps, activation,
+        )  # fmt: skip
+    else:
+        _forward_rows(
+            carray(as_f32(x), n), carray(as_f32(weight), m), carray(as_f32(bias), m), carray(as_f32(mean), m),
+            carray(as_f32(var), m), carray(as_f32(y), n), nets, rows, width, eps, activation,
+        )  # fmt: skip
+
+
+@jit(
+    "void(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, float64, int64, boolean,"
+    " boolean)",
+    **OPTIONS,
+)
+def _backward(  # type: ignore[no-untyped-def]
+    grad, x, weight, bias, mean, var, by_x, by_weight, by_bias, nets, rows, width, eps, activation, constants, wide
+):
+    n, m = nets * rows * width, nets * width
+    if wide:
+        _backward_rows(
+            carray(as_f64(grad), n), carray(as_f64(x), n), carray(as_f64(weight), m), carray(as_f64(bias), m),
+            carray(as_f64(mean), m), carray(as_f64(var), m), carray(as_f64(by_x), n), carray(as_f64(by_weight), m),
+            carray(as_f64(by_bias), m), nets, rows, width, eps, activation, constants,
+        )  # fmt: skip
+    else:
+        _backward_rows(
+            carray(as_f32(grad), n), carray(as_f32(x), n), carray(as_f32(weight), m), carray(as_f32(bias), m),
+            carray(as_f32(mean), m), carray(as_f32(var), m), carray(as_f32(by_x), n), carray(as_f32(by_weight), m),
+            carray(as_f32(by_bias), m), nets, rows, width, eps, activation, constants,
+        )  # fmt: skip
+
+
+def batch_moments(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """See :data:`gpubuf.kernels.norms.batch_moments`."""
+    nets, rows, width = check_arguments(x, weight, None)
+    real = computing_dtype(x)
+    mean, var = torch.empty(weight.shape, dtype=real), torch.empty(weight.shape, dtype=real)
+    x = dense(x, real)
+    _moments(x.data_ptr(), mean.data_ptr(), var.data_ptr(), nets, rows, width, real is torch.float64)
+    return mean, var
+
+
+def batch_norm_activation(
+    x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor, eps: float, activation: int, own: bool
+) -> Tensor:
+    """See :data:`gpubuf.kernels.norms.batch_norm_activation`."""
+    nets, rows, width = check_arguments(x, weight, bias)
+    check_vectors(weight, mean=mean, var=var)
+    real = computing_dtype(x)
+    y = torch.empty(x.shape, dtype=real)
+    # The copies must outlive the call, hence the names.
+    x_, *vectors = (dense(tensor, real) for tensor in (x, weight, bias, mean, var))
+    addresses = [vector.data_ptr() for vector in vectors]
+    wide = real is torch.float64
+    _forward(x_.data_ptr(), *addresses, y.data_ptr(), nets, rows, width, eps, activation, wide)
+    return y.to(x.dtype)
+
+
+def batch_norm_activation_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    eps: float,
+    activation: int,
+    own: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See :data:`gpubuf.kernels.norms.batch_norm_activation_backward`."""
+    nets, rows, width = check_arguments(x, weight, bias)
+    check_vectors(weight, mean=mean, var=var)
+    real = computing_dtype(x)
+    by_x = torch.empty(x.shape, dtype=real)
+    by_weight, by_bias = torch.empty(weight.shape, dtype=real), torch.empty(weight.shape, dtype=real)
+    given = [dense(tensor, real) for tensor in (grad, x, weight, bias, mean, var)]
+    addresses = [tensor.data_ptr() for tensor in (*given, by_x, by_weight, by_bias)]
+    _backward(*addresses, nets, rows, width, eps, activation, not own, real is torch.float64)
+    return by_x.to(x.dtype), by_weight.to(weight.dtype), by_bias.to(weight.dtype)
