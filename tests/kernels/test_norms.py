@@ -12,30 +12,8 @@ from gpubuf.kernels.norms import LAYER, MAX_WIDTH, NONE, RELU, RMS, SILU, _launc
 from gpubuf.kernels.norms._launch import NormPlan, plan_norm
 from gpubuf.kernels.norms.reference import norm_activation as reference
 from tests.support.fake_cuda import fake_cuda
+from tests.support.norms_setup import ACTIVATIONS, EPS, KINDS, TOLERANCE, inputs, results
 from tests.support.precision import assert_no_worse
-
-KINDS = {LAYER: "layer", RMS: "rms"}
-ACTIVATIONS = {NONE: "none", RELU: "relu", SILU: "silu"}
-TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-14, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-EPS = 1e-3
-
-
-def inputs(shape, nets, dtype, bias=True):
-    """x, weight and bias; ``nets=None`` for a weight without nets."""
-    generator = torch.Generator().manual_seed(sum(shape) + 1)
-    vector = shape[-1:] if nets is None else (nets, 1, shape[-1])
-    x = torch.randn(shape, generator=generator, dtype=torch.float64) * 2 + 0.5
-    weight = torch.randn(vector, generator=generator, dtype=torch.float64)
-    shift = torch.randn(vector, generator=generator, dtype=torch.float64) if bias else None
-    return [None if t is None else t.to(dtype) for t in (x, weight, shift)]
-
-
-def results(function, x, weight, bias):
-    """y and the gradients by x, weight and bias, where there is one, under a fixed incoming gradient."""
-    leaves = [t.detach().clone().requires_grad_() for t in (x, weight, bias) if t is not None]
-    y = function(*leaves, *([None] if bias is None else []))
-    grad = torch.linspace(-1, 2, max(y.numel(), 1), dtype=torch.float64)[: y.numel()].reshape(y.shape).to(y.dtype)
-    return [y.detach(), *torch.autograd.grad(y, leaves, grad)]
 
 
 def ours(norm, activation):

@@ -9,8 +9,8 @@ from gpubuf.kernels import norms
 from gpubuf.kernels.norms import NONE, RELU, SILU, _launch
 from gpubuf.kernels.norms._launch import BatchPlan, plan_batch
 from gpubuf.kernels.norms.reference import batch_norm_activation as reference
-from tests.kernels.test_norms import ACTIVATIONS, EPS, TOLERANCE, inputs, results
 from tests.support.fake_cuda import fake_cuda
+from tests.support.norms_setup import ACTIVATIONS, EPS, TOLERANCE, inputs, results
 from tests.support.precision import assert_no_worse
 
 
