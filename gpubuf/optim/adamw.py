@@ -265,7 +265,8 @@ class AdamW(torch.optim.Optimizer):
             for place, step in zip(bucket.places, bucket.steps.unbind(), strict=True):
                 if place.group is not None:
                     state = self.state[place.param]
-                    step.copy_(torch.as_tensor(state.get("step", 0.0)), non_blocking=True)
+                    if "step" in state:
+                        step.copy_(state["step"], non_blocking=True)
                     state["step"] = step
         self._copied = [target for target, _ in copied], [source for _, source in copied]
         self._hyper = Hyperparameters(self.param_groups, self.max_grad_norm, device)

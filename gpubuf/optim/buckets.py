@@ -78,8 +78,8 @@ class Bucket:
         self.unit_rows = any(place.rows is not None for place in places)
         self.aligned = not any(address & 15 for each in entries for address in each[:4])
         # Not waited for: CUDA has read memory that is not pinned when the call returns.
-        self.table = torch.tensor(entries, dtype=torch.int64).to(self.device, non_blocking=True)
-        self.tiles = torch.tensor(tiles_of(entries), dtype=torch.int64).to(self.device, non_blocking=True)
+        self.table = torch.tensor(entries, dtype=torch.int64, device="cpu").to(self.device, non_blocking=True)
+        self.tiles = torch.tensor(tiles_of(entries), dtype=torch.int64, device="cpu").to(self.device, non_blocking=True)
         self.ticket = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.steps = torch.zeros(len(places), dtype=torch.float32, device=self.device)
 

@@ -29,7 +29,7 @@ class Hyperparameters:
             for column, value in enumerate(_columns(sent)):
                 row[column] = 0.0 if value is None else value
         # Not waited for: CUDA has read memory that is not pinned when the call returns.
-        self.values = torch.tensor(rows, dtype=torch.float64).to(device, non_blocking=True)
+        self.values = torch.tensor(rows, dtype=torch.float64, device="cpu").to(device, non_blocking=True)
 
     def _on_host(self, group: dict[str, Any], max_norm: float | None) -> tuple[float | None, ...]:
         """The values that the host knows, in the order of the columns; None for those in tensors on the device."""
