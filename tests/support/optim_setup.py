@@ -1,4 +1,4 @@
-"""Buckets of an optimiser's step for tests: tensors of given shapes, and the same as entries of the definition."""
+"""Buckets of an optimiser's step for tests, the same as entries of the definition, and a small network."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpubuf.kernels import optim
 from gpubuf.kernels.optim.reference import Entry, Rule
@@ -139,3 +139,17 @@ class Step:
                     assert error <= allowed, (i, error, allowed)
             assert self.steps[i] == truth.step, i
         assert self.ticket.item() == 0
+
+
+def network(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
+    """A small network with weights, biases and scales."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 16), nn.SiLU(), nn.LayerNorm(16), nn.Linear(16, 2)).to(dtype)
+
+
+def backward(net: nn.Module, seed: int) -> None:
+    """Give it the gradients of a batch that only the seed decides."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(8, 5, generator=generator, dtype=torch.float64).to(next(net.parameters()).dtype)
+    net.zero_grad()
+    net(x).square().mean().backward()
