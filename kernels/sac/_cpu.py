@@ -16,11 +16,8 @@ from gpubuf.kernels.td import AVERAGE, NONE, SMALLEST, check_critics, check_rows
 from gpubuf.kernels.td._cpu_reduce import address, normaliser, one_critic, smallest_critic, weight_of, weighting
 
 
-@jit(
-    "void(int64, int64, int64, int64, int64, int64, int64, int64, int64, boolean, int64, int64, int64)",
-    **OPTIONS,
-)
-def _actor_loss(q, log_prob, alpha, weight, mask, reduction, combine, n, nets, wide, loss_out, entropy, norm_out):  # type: ignore[no-untyped-def]
+@jit(forceinline=True)
+def _actor_rows(q, log_prob, alpha, weight, mask, reduction, combine, n, nets, wide, loss_out, entropy, norm_out):  # type: ignore[no-untyped-def]
     temperature = read(alpha, wide, 0)
     total = mass = surprise = 0.0
     for row in range(n):
@@ -41,10 +38,19 @@ def _actor_loss(q, log_prob, alpha, weight, mask, reduction, combine, n, nets, w
 
 
 @jit(
-    "void(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, boolean, int64, int64)",
+    "void(int64, int64, int64, int64, int64, int64, int64, int64, int64, boolean, int64, int64, int64)",
     **OPTIONS,
 )
-def _actor_loss_backward(grad, q, alpha, weight, mask, norm, reduction, combine, n, nets, wide, by_q, by_log_prob):  # type: ignore[no-untyped-def]
+def _actor_loss(q, log_prob, alpha, weight, mask, reduction, combine, n, nets, wide, loss_out, entropy, norm_out):  # type: ignore[no-untyped-def]
+    # Two loops, neither of which asks in each row: that took half as long again.
+    if combine == AVERAGE:
+        _actor_rows(q, log_prob, alpha, weight, mask, reduction, AVERAGE, n, nets, wide, loss_out, entropy, norm_out)
+    else:
+        _actor_rows(q, log_prob, alpha, weight, mask, reduction, SMALLEST, n, nets, wide, loss_out, entropy, norm_out)
+
+
+@jit(forceinline=True)
+def _actor_gradients(grad, q, alpha, weight, mask, norm, reduction, combine, n, nets, wide, by_q, by_log_prob):  # type: ignore[no-untyped-def]
     temperature, scale = read(alpha, wide, 0), read(norm, wide, 0)
     for row in range(n):
         w, _ = weight_of(weight, mask, wide, row)
@@ -57,6 +63,17 @@ def _actor_loss_backward(grad, q, alpha, weight, mask, norm, reduction, combine,
         _, which = smallest_critic(q, wide, n, nets, row)
         for net in range(nets):
             write(by_q, wide, net * n + row, -factor if net == which else 0.0)
+
+
+@jit(
+    "void(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, boolean, int64, int64)",
+    **OPTIONS,
+)
+def _actor_loss_backward(grad, q, alpha, weight, mask, norm, reduction, combine, n, nets, wide, by_q, by_log_prob):  # type: ignore[no-untyped-def]
+    if combine == AVERAGE:
+        _actor_gradients(grad, q, alpha, weight, mask, norm, reduction, AVERAGE, n, nets, wide, by_q, by_log_prob)
+    else:
+        _actor_gradients(grad, q, alpha, weight, mask, norm, reduction, SMALLEST, n, nets, wide, by_q, by_log_prob)
 
 
 @jit(
