@@ -62,7 +62,7 @@ class DistributionalSACLoss(SACLoss):
         reward_scale: factor c of the rewards. Assign a number to change it, also within a captured graph.
         cloning_weight: with w > 0, the actor is kept near the actions of the batch: each row of ``loss_actor`` has
             ``w mean(|E|) mean_j (a_j - batch action_j)^2`` on top, without gradient through the mean of ``|E|``, the
-            mean or minimum of the critics, over all rows (arXiv 2306.02451).
+            mean or minimum of the critics, over the rows that count (arXiv 2306.02451).
         joint_batch: False; "critics": the rows (s, a) and (s', a') pass the critics and their targets as one batch, so
             that batch norms see both; "all": the actor too sees s and s' in its own loss, and learns from s. Either
             way, batch norms use the statistics of the batch in the networks that learn and in the target critics, and
@@ -302,6 +302,12 @@ class DistributionalSACLoss(SACLoss):
         apart = entry(state, key) - entry(tensordict, key)
         cost = apart.square().flatten(values.ndim - 1).mean(-1)
         constant = values.detach()
-        size = (constant.mean(0) if self.actor_value == "mean" else constant.amin(0)).abs().mean()
+        sizes = (constant.mean(0) if self.actor_value == "mean" else constant.amin(0)).abs()
+        _, mask = self.row_weights(tensordict, sizes.shape)
+        if mask is None:
+            size = sizes.mean()
+        else:
+            counts = mask.reshape(sizes.shape).bool()
+            size = torch.where(counts, sizes, 0.0).sum() / counts.sum().clamp(min=1)
         # The same amount for every critic moves their minimum, and their mean, by that amount.
         return values - self.cloning_weight * size * cost

@@ -123,7 +123,8 @@ def by_hand(
     detached = loss.qvalue_network_params.apply(lambda t: t.detach())
     values = reference_loss.expected_value(logits_of(detached, batch["observation"], action), *support)
     value = values.mean(0) if loss.actor_value == "mean" else values.min(0).values
-    cost = loss.cloning_weight * value.detach().abs().mean() * (action - batch["action"]).square().mean(-1)
+    sizes = value.detach().abs() if mask is None else value.detach().abs()[mask.reshape(shape)]
+    cost = loss.cloning_weight * sizes.mean() * (action - batch["action"]).square().mean(-1)
     learnt_from = (log_prob if loss.temperature_from == "current" else next_log_prob).detach()
     factor = loss.log_alpha if loss.temperature_loss == "log_alpha" else loss.log_alpha.exp()
     aim = float(loss.target_entropy) if loss.target_sigma is None else gaussian_entropy(loss.target_sigma)
