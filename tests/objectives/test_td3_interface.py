@@ -16,6 +16,7 @@ from torch import nn
 from gpubuf import capture
 from gpubuf.modules import MLP
 from gpubuf.objectives import SoftUpdate, TD3Loss
+from tests.support.dispatched import Count
 from tests.support.fake_cuda import fake_cuda
 from tests.support.graph_recorder import RecordedCuda
 from tests.support.losses_setup import (
@@ -237,6 +238,16 @@ def test_no_host_sync(critics, monkeypatch):
                 total(out).backward()
             updater.step()
             assert out["loss_actor"].device.type == device
+
+
+def test_dispatched_operations():
+    """Forward and backward, with the values that are reported."""
+    loss, batch = make_td3(), make_batch(8)
+    total(loss(batch)).backward()
+    loss.zero_grad()
+    with Count() as count:
+        total(loss(batch)).backward()
+    assert 50 < count.operations < 165
 
 
 def test_functional_call_uses_the_parameters_it_is_given():

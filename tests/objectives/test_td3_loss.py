@@ -110,6 +110,15 @@ def test_discount_and_steps(backend):
     agree(loss, batch.clone().set("steps_to_next_obs", steps), gamma=0.9, steps=steps)
 
 
+@pytest.mark.parametrize("lmbda", [0.7, 1.0])
+def test_sequences(lmbda):
+    """TD(lambda), and TD(1), on batches [B, T]."""
+    loss, batch = separated(make_td3()), make_batch(3, 5)
+    kind = {"value_type": "TD1"} if lmbda == 1 else {"value_type": "TDLambda", "lmbda": lmbda}
+    loss.make_value_estimator(**kind, gamma=0.9)
+    agree(loss, batch, gamma=0.9, lmbda=lmbda)
+
+
 def test_truncated_rows_bootstrap(backend):
     """CASES 22: truncated and not terminated: the next value counts."""
     loss, batch = separated(make_td3()), make_batch(5)

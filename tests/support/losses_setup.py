@@ -12,6 +12,7 @@ from torch.distributions import OneHotCategorical
 
 from gpubuf.kernels.discrete_sac import reference as discrete
 from gpubuf.kernels.td import reference as td
+from gpubuf.kernels.td.reference_returns import soft_lambda_return
 from gpubuf.modules import MLP, EnsembleMLP, make_sac_critic
 from gpubuf.objectives import DiscreteSACLoss, TD3Loss
 from tests.support.sac_setup import ACTION, CELLS, OBSERVATION, critics_of, make_batch
@@ -119,9 +120,14 @@ def members_of(loss: Any, params: Any) -> list[Any]:
     return [lambda o, _, k=k: run(k, o) for k in range(loss.num_qvalue_nets)]
 
 
-def target_by_hand(values: Tensor, batch: TensorDict, gamma: float, steps: Tensor | None) -> Tensor:
-    """``r + gamma^steps V`` with V of shape S, which the flags and rewards have too."""
+def target_by_hand(
+    values: Tensor, batch: TensorDict, gamma: float, steps: Tensor | None, lmbda: float | None
+) -> Tensor:
+    """``r + gamma^steps V`` with V of shape S, which the flags and rewards have too; TD(lambda) of sequences [B, T]."""
     following = batch["next"]
+    if lmbda is not None:
+        rows = (following[name].reshape(*values.shape, 1) for name in ("reward", "terminated", "done"))
+        return soft_lambda_return(values[None, ..., None], 0.0, 0.0, *rows, None, gamma, lmbda).squeeze(-1)
     return td.soft_td_target(
         values.unsqueeze(0),
         0.0,
@@ -142,6 +148,7 @@ def discrete_by_hand(
     weight: Tensor | None = None,
     mask: Tensor | None = None,
     steps: Tensor | None = None,
+    lmbda: float | None = None,
     next_observation: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """DiscreteSACLoss by the formulas."""
@@ -156,7 +163,7 @@ def discrete_by_hand(
     with torch.no_grad():
         target = getattr(loss, "target_qvalue_network_params")  # noqa: B009
         next_q = values_by_hand(loss, target, following, action)
-        y = target_by_hand(discrete.soft_value(next_q, logits(following), alpha), batch, gamma, steps)
+        y = target_by_hand(discrete.soft_value(next_q, logits(following), alpha), batch, gamma, steps, lmbda)
     q = values_by_hand(loss, loss.qvalue_network_params, state, action)
     index = action.argmax(-1) if action.shape == q.shape[1:] else action.reshape(y.shape)
     chosen = q.gather(-1, index.expand(q.shape[:-1]).unsqueeze(-1)).squeeze(-1)
@@ -185,6 +192,7 @@ def td3_by_hand(
     weight: Tensor | None = None,
     mask: Tensor | None = None,
     steps: Tensor | None = None,
+    lmbda: float | None = None,
 ) -> dict[str, Tensor]:
     """TD3Loss by the formulas, with the noise that it draws after ``torch.manual_seed(seed)``."""
     actor, following, state = loss.actor_network, batch["next"], batch["observation"]
@@ -207,7 +215,7 @@ def td3_by_hand(
             .squeeze(-1)
             .amin(0)
         )
-        y = target_by_hand(next_value, batch, gamma, steps)
+        y = target_by_hand(next_value, batch, gamma, steps, lmbda)
     q = values_by_hand(loss, loss.qvalue_network_params, state, batch["action"]).squeeze(-1)
     rows = td.distance(q, y.expand_as(q), "smooth_l1" if loss.loss_function == "huber" else loss.loss_function).sum(0)
     return {
