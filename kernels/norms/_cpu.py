@@ -2,7 +2,7 @@
 
 One kernel serves both precisions: the flag ``wide`` says whether every array is float64 or float32. The arithmetic is
 that of the arrays, so that float32 has all lanes of the processor. Sums over a row are added in as many lanes, and sums
-over rows go to float64 every 32 rows.
+over rows go to float64 every 32 rows. Large batches are shared among threads; the bits are the same for any number.
 """
 
 # Numba needs the real signatures: no `from __future__ import annotations`.
@@ -18,6 +18,7 @@ from gpubuf.kernels._differentiable import computing_dtype, dense
 from gpubuf.kernels._elementary import exp_of_negative
 from gpubuf.kernels._jit import OPTIONS, jit
 from gpubuf.kernels._pointers import as_f32, as_f64
+from gpubuf.kernels._threads import call_in_parts
 from gpubuf.kernels.norms import LAYER, RELU, SILU, check_arguments, check_width
 
 #: Lets LLVM add the elements of a row in several lanes. Nothing else: NaN and infinity behave as ever.
@@ -108,82 +109,114 @@ def _gradients(g, x, weight, mean, rstd, norm, by_x, by_weight, by_bias):  # typ
 
 
 @jit(forceinline=True)
-def _forward_rows(x, weight, bias, statistics, y, nets, rows, width, eps, norm, activation):  # type: ignore[no-untyped-def]
-    for net in range(nets):
-        own = slice(net * width, (net + 1) * width)
-        for row in range(net * rows, (net + 1) * rows):
-            here = x[row * width : (row + 1) * width]
-            mean, rstd = _statistics(here, eps, norm)
-            statistics[row], statistics[nets * rows + row] = mean, rstd
-            _activate(here, weight[own], bias[own], mean, rstd, activation, y[row * width : (row + 1) * width])
+def _forward_rows(x, weight, bias, statistics, y, n, rows, width, eps, norm, activation, first, length):  # type: ignore[no-untyped-def]
+    for row in range(first, first + length):
+        own = slice(row // rows * width, (row // rows + 1) * width)
+        here = x[row * width : (row + 1) * width]
+        mean, rstd = _statistics(here, eps, norm)
+        statistics[row], statistics[n + row] = mean, rstd
+        _activate(here, weight[own], bias[own], mean, rstd, activation, y[row * width : (row + 1) * width])
 
 
 @jit(forceinline=True)
 def _backward_rows(  # type: ignore[no-untyped-def]
-    grad, x, weight, bias, statistics, by_x, by_weight, by_bias, nets, rows, width, norm, activation
+    grad, x, weight, bias, statistics, by_x, partial, n, rows, width, norm, activation, first, length
 ):
     g = np.empty(width, x.dtype)
-    part_weight, part_bias = np.zeros(width, x.dtype), np.zeros(width, x.dtype)
-    sum_weight, sum_bias = np.zeros(width), np.zeros(width)
-    for net in range(nets):
+    blocks = (rows + ROWS - 1) // ROWS
+    for block in range(first // ROWS, (first + length) // ROWS):
+        net, start = block // blocks, block % blocks * ROWS
         own = slice(net * width, (net + 1) * width)
+        by_weight = partial[2 * block * width : (2 * block + 1) * width]
+        by_bias = partial[(2 * block + 1) * width : (2 * block + 2) * width]
+        by_weight[:] = 0
+        by_bias[:] = 0
+        for row in range(net * rows + start, net * rows + min(start + ROWS, rows)):
+            here = slice(row * width, (row + 1) * width)
+            mean, rstd = statistics[row], statistics[n + row]
+            _slopes(grad[here], x[here], weight[own], bias[own], mean, rstd, activation, g)
+            _gradients(g, x[here], weight[own], mean, rstd, norm, by_x[here], by_weight, by_bias)
+
+
+@jit(forceinline=True)
+def _finish_sums(partial, by_weight, by_bias, nets, blocks, width):  # type: ignore[no-untyped-def]
+    sum_weight, sum_bias = np.empty(width), np.empty(width)
+    for net in range(nets):
         sum_weight[:] = 0
         sum_bias[:] = 0
-        for first in range(0, rows, ROWS):
-            for row in range(net * rows + first, net * rows + min(first + ROWS, rows)):
-                here = slice(row * width, (row + 1) * width)
-                mean, rstd = statistics[row], statistics[nets * rows + row]
-                _slopes(grad[here], x[here], weight[own], bias[own], mean, rstd, activation, g)
-                _gradients(g, x[here], weight[own], mean, rstd, norm, by_x[here], part_weight, part_bias)
+        for block in range(net * blocks, (net + 1) * blocks):
             for j in range(width):
-                sum_weight[j] += part_weight[j]
-                sum_bias[j] += part_bias[j]
-            part_weight[:] = 0
-            part_bias[:] = 0
+                sum_weight[j] += partial[2 * block * width + j]
+            for j in range(width):
+                sum_bias[j] += partial[(2 * block + 1) * width + j]
         for j in range(width):
             by_weight[net * width + j] = sum_weight[j]
             by_bias[net * width + j] = sum_bias[j]
 
 
-@jit("void(int64, int64, int64, int64, int64, int64, int64, int64, float64, int64, int64, boolean)", **OPTIONS)
-def _forward(x, weight, bias, statistics, y, nets, rows, width, eps, norm, activation, wide):  # type: ignore[no-untyped-def]
+@jit(
+    "void(int64, int64, int64, int64, int64, int64, int64, int64, float64, int64, int64, boolean, int64, int64)",
+    **OPTIONS,
+)
+def _forward(  # type: ignore[no-untyped-def]
+    x, weight, bias, statistics, y, nets, rows, width, eps, norm, activation, wide, first, length
+):
     n, m = nets * rows, nets * width
     if wide:
         shift = carray(as_f64(bias), m) if bias else np.zeros(m)
         _forward_rows(
             carray(as_f64(x), n * width), carray(as_f64(weight), m), shift, carray(as_f64(statistics), 2 * n),
-            carray(as_f64(y), n * width), nets, rows, width, eps, norm, activation,
+            carray(as_f64(y), n * width), n, rows, width, eps, norm, activation, first, length,
         )  # fmt: skip
     else:
         narrow_shift = carray(as_f32(bias), m) if bias else np.zeros(m, np.float32)
         _forward_rows(
             carray(as_f32(x), n * width), carray(as_f32(weight), m), narrow_shift, carray(as_f32(statistics), 2 * n),
-            carray(as_f32(y), n * width), nets, rows, width, eps, norm, activation,
+            carray(as_f32(y), n * width), n, rows, width, eps, norm, activation, first, length,
         )  # fmt: skip
 
 
 @jit(
-    "void(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, boolean)",
+    "void(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, boolean, int64, int64)",
     **OPTIONS,
 )
 def _backward(  # type: ignore[no-untyped-def]
-    grad, x, weight, bias, statistics, by_x, by_weight, by_bias, nets, rows, width, norm, activation, wide
+    grad, x, weight, bias, statistics, by_x, partial, nets, rows, width, norm, activation, wide, first, length
 ):
     n, m = nets * rows, nets * width
+    sums = 2 * nets * ((rows + ROWS - 1) // ROWS) * width
     if wide:
         shift = carray(as_f64(bias), m) if bias else np.zeros(m)
         _backward_rows(
             carray(as_f64(grad), n * width), carray(as_f64(x), n * width), carray(as_f64(weight), m), shift,
-            carray(as_f64(statistics), 2 * n), carray(as_f64(by_x), n * width), carray(as_f64(by_weight), m),
-            carray(as_f64(by_bias), m), nets, rows, width, norm, activation,
+            carray(as_f64(statistics), 2 * n), carray(as_f64(by_x), n * width), carray(as_f64(partial), sums),
+            n, rows, width, norm, activation, first, length,
         )  # fmt: skip
     else:
         narrow_shift = carray(as_f32(bias), m) if bias else np.zeros(m, np.float32)
         _backward_rows(
             carray(as_f32(grad), n * width), carray(as_f32(x), n * width), carray(as_f32(weight), m), narrow_shift,
-            carray(as_f32(statistics), 2 * n), carray(as_f32(by_x), n * width), carray(as_f32(by_weight), m),
-            carray(as_f32(by_bias), m), nets, rows, width, norm, activation,
+            carray(as_f32(statistics), 2 * n), carray(as_f32(by_x), n * width), carray(as_f32(partial), sums),
+            n, rows, width, norm, activation, first, length,
         )  # fmt: skip
+
+
+@jit("void(int64, int64, int64, int64, int64, int64, boolean)", **OPTIONS)
+def _finish(partial, by_weight, by_bias, nets, blocks, width, wide):  # type: ignore[no-untyped-def]
+    sums, m = 2 * nets * blocks * width, nets * width
+    if wide:
+        _finish_sums(
+            carray(as_f64(partial), sums), carray(as_f64(by_weight), m), carray(as_f64(by_bias), m), nets, blocks, width
+        )
+    else:
+        _finish_sums(
+            carray(as_f32(partial), sums), carray(as_f32(by_weight), m), carray(as_f32(by_bias), m), nets, blocks, width
+        )
+
+
+def _work(width: int) -> int:
+    """How long a row of ``width`` elements takes, in the measure of :func:`gpubuf.kernels._threads.parts`."""
+    return max(width // 32, 1)
 
 
 def norm_activation(
@@ -196,7 +229,7 @@ def norm_activation(
     y, statistics = torch.empty(x.shape, dtype=real), torch.empty((2, *x.shape[:-1]), dtype=real)
     # The copies must outlive the call, hence the names.
     x_, weight_, bias_ = dense(x, real), dense(weight, real), None if bias is None else dense(bias, real)
-    _forward(
+    before = (
         x_.data_ptr(),
         weight_.data_ptr(),
         0 if bias_ is None else bias_.data_ptr(),
@@ -210,6 +243,7 @@ def norm_activation(
         activation,
         real is torch.float64,
     )
+    call_in_parts(_forward, before, nets * rows, (), _work(width))
     return y.to(x.dtype), statistics
 
 
@@ -224,15 +258,16 @@ def norm_activation_backward(
     by_weight, by_bias = torch.empty(weight.shape, dtype=real), torch.empty(weight.shape, dtype=real)
     grad_, x_, weight_, statistics_ = dense(grad, real), dense(x, real), dense(weight, real), dense(statistics, real)
     bias_ = None if bias is None else dense(bias, real)
-    _backward(
+    blocks = -(-rows // ROWS)
+    partial = torch.empty(2 * nets * blocks * width, dtype=real)
+    before = (
         grad_.data_ptr(),
         x_.data_ptr(),
         weight_.data_ptr(),
         0 if bias_ is None else bias_.data_ptr(),
         statistics_.data_ptr(),
         by_x.data_ptr(),
-        by_weight.data_ptr(),
-        by_bias.data_ptr(),
+        partial.data_ptr(),
         nets,
         rows,
         width,
@@ -240,4 +275,8 @@ def norm_activation_backward(
         activation,
         real is torch.float64,
     )
+    # Parts begin at whole blocks: at multiples of 64 rows, if each net had a multiple of ROWS.
+    call_in_parts(_backward, before, nets * blocks * ROWS, (), _work(width))
+    wide = real is torch.float64
+    _finish(partial.data_ptr(), by_weight.data_ptr(), by_bias.data_ptr(), nets, blocks, width, wide)
     return by_x.to(x.dtype), by_weight.to(weight.dtype), by_bias.to(weight.dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpubuf.kernels import norms
+from gpubuf.kernels import _threads, norms
 from gpubuf.kernels._elementary import exp_of_negative
 from gpubuf.kernels._jit import jit
 from gpubuf.kernels.norms import LAYER, MAX_WIDTH, NONE, RELU, RMS, SILU, _launch
@@ -141,6 +141,22 @@ def test_results_repeat_to_the_bit(backend, rows):
     for _ in range(3):
         for one, other in zip(results(ours(LAYER, SILU), *arguments), first, strict=True):
             assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("shape", [(2, 1000, 800), (3, 333, 1800), (1, 10_000, 160)], ids=str)
+def test_threads_change_no_bits(shape, monkeypatch):
+    """Whatever their number, and whether or not the rows of a net are whole blocks."""
+    arguments = inputs(shape, shape[0], torch.float32)
+    shared = []
+    call = _threads._Workers._share
+    monkeypatch.setattr(_threads._Workers, "_share", lambda *args: shared.append(len(args[2])) or call(*args))
+    alone = results(ours(LAYER, SILU), *arguments)
+    assert not shared
+    for threads in (2, 3):
+        monkeypatch.setattr(_threads.torch, "get_num_threads", lambda threads=threads: threads)
+        for one, other in zip(results(ours(LAYER, SILU), *arguments), alone, strict=True):
+            assert torch.equal(one, other)
+    assert shared == [2, 2, 3, 3]
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
