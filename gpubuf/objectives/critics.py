@@ -10,6 +10,7 @@ from tensordict.nn import TensorDictParams
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
+from gpubuf.modules.mlp import EnsembleMLP
 from gpubuf.modules.norms import set_statistics
 from gpubuf.modules.plain import entry, is_plain
 from gpubuf.objectives.linear_stacks import LinearStack, linear_stack
@@ -70,6 +71,16 @@ class Critics:
         """Values with the target parameters, or, without target parameters, with the detached ones."""
         raise NotImplementedError
 
+    def expect_subsets(self, count: int) -> None:
+        """Prepare for :meth:`target_subset` of so many networks."""
+
+    def target_subset(self, inputs: TensorDictBase, key: NestedKey, subset: Tensor) -> Tensor:
+        """:meth:`target` of the networks at the indices ``subset``, ``[M] -> [M, *batch, ...]``.
+
+        Where it can be done, the others are not run at all.
+        """
+        return self.target(inputs, key).index_select(0, subset)
+
     def expect_joint_batches(self) -> None:
         """From now on present and next rows come together, in one batch, to :meth:`online` and to :meth:`target`.
 
@@ -103,6 +114,7 @@ class BatchedCritics(Critics):
         # Without shared parameters the network itself runs, with its hooks.
         self._own_places = ParameterPlaces(network, where)
         self._online = SwappableCopy(network, where) if owners else None
+        self._subset: SwappableCopy | None = None
 
     def refresh(self, target_params: TensorDictBase | None, owners: Owners) -> None:
         super().refresh(target_params, owners)
@@ -130,11 +142,30 @@ class BatchedCritics(Critics):
         self._target.follow_mode()
         return self._run(self._target.module, inputs, key)
 
+    def expect_subsets(self, count: int) -> None:
+        core = getattr(self.network, "module", None)
+        known = is_plain(self.network) and type(core) is EnsembleMLP and core.shared_input
+        if known and not batch_norms(self.network):
+            self._subset = SwappableCopy(self.network, paths(self.params))
+            copied: Any = self._subset.module.module
+            copied.ensemble_size = count
+
+    def target_subset(self, inputs: TensorDictBase, key: NestedKey, subset: Tensor) -> Tensor:
+        if self._subset is None:
+            return super().target_subset(inputs, key, subset)
+        tensors = constants(self._tensors) if self._target_tensors is None else self._target_tensors
+        self._subset.follow_mode()
+        self._subset.places.fill([tensor.index_select(0, subset) for tensor in tensors])
+        try:
+            return self._run(self._subset.module, inputs, key, len(subset))
+        finally:
+            self._subset.places.clear()
+
     def expect_joint_batches(self) -> None:
         self._detached.keep_running_statistics()
         self._target.use_batch_statistics()
 
-    def _run(self, module: Any, inputs: TensorDictBase, key: NestedKey) -> Tensor:
+    def _run(self, module: Any, inputs: TensorDictBase, key: NestedKey, size: int | None = None) -> Tensor:
         entries = [entry(inputs, name) for name in self.network.in_keys]
         if is_plain(module):
             value: Tensor = module.module(*entries)
@@ -142,9 +173,10 @@ class BatchedCritics(Critics):
             # The nets come first in the output: no batch size would fit inputs and output alike.
             data = TensorDict(dict(zip(self.network.in_keys, entries, strict=True)), batch_size=[])
             value = module(data).get(key)
-        if value.shape[:1] != (self.size,):
+        size = self.size if size is None else size
+        if value.shape[:1] != (size,):
             raise ValueError(
-                f"an ensemble of {self.size} networks must return them along the first dimension, got {key!r} of shape "
+                f"an ensemble of {size} networks must return them along the first dimension, got {key!r} of shape "
                 f"{list(value.shape)}"
             )
         return value
@@ -183,6 +215,12 @@ class StackedCritics(Critics):
         if self._target_tensors is None:
             return self.detached(inputs, key)
         return self._run(self._target_tensors, inputs, key, self._target_copy)
+
+    def target_subset(self, inputs: TensorDictBase, key: NestedKey, subset: Tensor) -> Tensor:
+        if batch_norms(self.network):
+            return super().target_subset(inputs, key, subset)
+        tensors = constants(self._tensors) if self._target_tensors is None else self._target_tensors
+        return self._run([tensor.index_select(0, subset) for tensor in tensors], inputs, key, self._target_copy)
 
     def expect_joint_batches(self) -> None:
         self._detached_copy.keep_running_statistics()

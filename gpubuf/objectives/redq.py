@@ -107,13 +107,13 @@ class REDQLoss(SACLoss):
             use_prioritized_weights=use_prioritized_weights,
             scalar_output_mode=scalar_output_mode,
         )
+        self._critics.expect_subsets(sub_sample_len)
 
     def _next_values(self, state: TensorDictBase, shape: torch.Size) -> Tensor:
-        values = super()._next_values(state, shape)
         if self.sub_sample_len == self.num_qvalue_nets:
-            return values
-        subset = torch.randperm(self.num_qvalue_nets, device=values.device).narrow(0, 0, self.sub_sample_len)
-        return values.index_select(0, subset)
+            return super()._next_values(state, shape)
+        subset = torch.randperm(self.num_qvalue_nets, device=self.device).narrow(0, 0, self.sub_sample_len)
+        return self._checked(self._critics.target_subset(state, self.tensor_keys.state_action_value, subset), shape)
 
     def _critic_loss(self, tensordict: TensorDictBase, alpha: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         loss, td_error, next_log_prob = super()._critic_loss(tensordict, alpha)

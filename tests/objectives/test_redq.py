@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from unittest import mock
 
@@ -159,6 +160,26 @@ def test_subsets_are_drawn_anew_and_uniformly():
     assert len(counts) == 6
     # chi-square, 5 degrees of freedom, one in a million
     assert sum((n - 100) ** 2 / 100 for n in counts.values()) < 38
+
+
+@pytest.mark.parametrize("shape", [(6,), (3, 2)])
+@pytest.mark.parametrize("delayed", [True, False])
+def test_only_the_subset_is_run(shape, delayed):
+    """The same numbers as of all networks, for each kind of critics; an ensemble that we know runs M of N."""
+    options = {"norm": "layer", "dtype": torch.float64}
+    network = EnsembleMLP(5, OBSERVATION + ACTION, 1, CELLS, **options)
+    known = lambda n: TensorDictModule(network, KEYS, VALUE)  # noqa: E731
+    batch, subset = make_batch(*shape), torch.tensor([4, 1, 3])
+    for make in (*CRITICS.values(), known):
+        loss = REDQLoss(make_actor(), make(5), num_qvalue_nets=5, sub_sample_len=3, delay_qvalue=delayed)
+        with torch.no_grad():
+            every = loss._critics.target(batch, "state_action_value")
+            found = loss._critics.target_subset(batch, "state_action_value", subset)
+        torch.testing.assert_close(found, every[subset])
+        assert not found.requires_grad
+    assert loss._critics._subset.module.module.ensemble_size == 3
+    assert network.ensemble_size == 5
+    run_loss(copy.deepcopy(loss), batch, 0)
 
 
 def test_each_replay_of_a_graph_draws_another_subset():
