@@ -111,6 +111,9 @@ class AdamW(torch.optim.Optimizer):
         self.max_grad_norm = max_grad_norm
         self.grad_norm: Tensor | None = None
         self._source = targets if targets is None or isinstance(targets, LossModule) else list(targets)
+        if isinstance(targets, LossModule):
+            # It is the updater that the loss would warn of missing.
+            targets._has_update_associated = dict.fromkeys(targets._has_update_associated, True)
         self._buckets: list[Bucket] | None = None
         values = {
             "lr": lr,

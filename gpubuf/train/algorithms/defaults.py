@@ -31,7 +31,7 @@ ALGORITHM_DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "flashsac": {
         **_SAC,
-        **{"prioritized": False, "learning_rate": 3e-4, "tau": 0.01, "hidden": (128,), "policy_every": 2},
+        **{"prioritized": False, "tau": 0.01, "hidden": (128,), "policy_every": 2},
         **{"atoms": 101, "v_min": -5.0, "v_max": 5.0, "scale_rewards": True, "noise_hold": 16},
     },
     "redq": {**_SAC, "prioritized": False, "learning_rate": 3e-4, "critics": 10, "policy_every": 5},
