@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from gpubuf.kernels._registry import is_lazy
 from gpubuf.kernels.optim import DTYPES, MAX_ENTRIES, address, entry, moment_dtype, tiles_of
 
 
@@ -69,7 +70,9 @@ class Bucket:
         self.targets = [place.target.detach() for place in places if place.target is not None]
         self.averages = [place.target is not None for place in places]
         self.stays = [False] * len(places)
-        self.contiguous = [param.is_contiguous() for param in self.optimised]
+        # Elements of each parameter, and -1 if it is not contiguous.
+        self.contiguous = [param.numel() if param.is_contiguous() else -1 for param in self.optimised]
+        self.device_index = self.optimised[0].get_device() if self.optimised else -1
         self.dtype = places[0].param.dtype
         entries = [
             entry(p, place.moments, place.target, place.group or 0, *_unit(place))
@@ -92,8 +95,16 @@ class Bucket:
                 param.grad if group in chosen else None
                 for param, group in zip(self.optimised, self.groups, strict=True)
             ]
+        dtype, device = self.dtype, self.device_index
         for i, grad in enumerate(found):
-            if grad is not None and not (grad.is_contiguous() and self.contiguous[i] and not grad.is_neg()):
+            # What a kernel reads by address has to be what the parameter is; the commonest case is asked for first.
+            if grad is not None and not (
+                grad.dtype is dtype
+                and grad.is_contiguous()
+                and grad.numel() == self.contiguous[i]
+                and grad.get_device() == device
+                and not grad.is_neg()
+            ):
                 found[i] = _as_parameter(grad, self.optimised[i])
         return [*found, *self.others] if self.others else found
 
@@ -114,7 +125,12 @@ def _as_parameter(grad: Tensor, param: Tensor) -> Tensor:
     """The gradient with the parameter's strides: itself, or a copy."""
     if grad.layout is not torch.strided:
         raise RuntimeError("gpubuf.optim.AdamW does not support sparse gradients")
-    if grad.stride() == param.stride() and not grad.is_neg():
+    if grad.shape != param.shape or grad.dtype is not param.dtype or grad.device != param.device:
+        raise ValueError(
+            f"a gradient must be like its parameter: expected {param.dtype} {list(param.shape)} on {param.device}, got "
+            f"{grad.dtype} {list(grad.shape)} on {grad.device}"
+        )
+    if same_layout(grad, param) and not is_lazy(grad):
         return grad
     return torch.empty_strided(param.shape, param.stride(), dtype=grad.dtype, device=grad.device).copy_(grad)
 

@@ -297,9 +297,11 @@ def adamw(
     targets: Sequence[Tensor],
     aligned: bool,
     unit_rows: bool,
+    *,
+    trusted: bool = False,
 ) -> None:
-    """See :data:`gpubuf.kernels.optim.adamw`."""
-    dtype = check_step(table, hyper, grads, averages, steps, params)
+    """See :data:`gpubuf.kernels.optim.adamw`. A trusted call comes from an optimiser, which owns all but gradients."""
+    dtype = params[0].dtype if trusted else check_step(table, hyper, grads, averages, steps, params)
     codes = gradient_codes(grads, averages)
     address, n_entries = codes.buffer_info()
     norm = None if norm is None else dense(norm, torch.float64)

@@ -54,10 +54,14 @@ def adamw(
     targets: Sequence[Tensor],
     aligned: bool,
     unit_rows: bool,
+    *,
+    trusted: bool = False,
 ) -> None:
-    """See :data:`gpubuf.kernels.optim.adamw`."""
-    plan = plan_step(check_step(table, hyper, grads, averages, steps, params))
-    check_devices(table, tiles, hyper, norm, steps, ticket, params[0])
+    """See :data:`gpubuf.kernels.optim.adamw`. A trusted call comes from an optimiser, which owns all but gradients."""
+    if not trusted:
+        check_step(table, hyper, grads, averages, steps, params)
+        check_devices(table, tiles, hyper, norm, steps, ticket, params[0])
+    plan = plan_step(params[0].dtype)
     codes = gradient_codes(grads, averages)
     # The lowest bit says whether a target moves, and the code of an empty tensor is 2: neither is an address.
     fits = aligned and not any(code & 14 for code in codes if code > 3)

@@ -340,6 +340,10 @@ def test_what_is_refused():
     weight.grad = torch.ones(3, 2).to_sparse()
     with pytest.raises(RuntimeError, match="sparse"):
         AdamW([weight]).step()
+    weight.grad = torch.ones(3, 2)
+    weight.data = torch.ones(2, 2)
+    with pytest.raises(ValueError, match="like its parameter"):
+        AdamW([weight]).step()
 
 
 def test_gradients_of_any_strides():
@@ -385,3 +389,23 @@ def test_closure():
 
     assert optimizer.step(closure) == 3.5
     assert float(optimizer.state[net[0].weight]["step"]) == 1
+
+
+def test_hooks_and_profilers():
+    """They see steps as they see those of torch's optimisers."""
+    net, seen = network(), []
+    optimizer = AdamW(net.parameters())
+    backward(net, 0)
+    handles = [
+        optimizer.register_step_pre_hook(lambda *_: seen.append("before")),
+        optimizer.register_step_post_hook(lambda *_: seen.append("after")),
+    ]
+    optimizer.step()
+    for handle in handles:
+        handle.remove()
+    optimizer.step()
+    assert seen == ["before", "after"]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        optimizer.step()
+    assert "Optimizer.step#AdamW.step" in {event.key for event in profile.key_averages()}
+    assert float(optimizer.state[net[0].weight]["step"]) == 3

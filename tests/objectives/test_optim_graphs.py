@@ -82,6 +82,12 @@ def test_a_state_is_loaded_into_a_captured_step(monkeypatch):
         results.append([p.detach().clone() for p in net.parameters()])
     assert step.captured
     assert all(map(torch.equal, *results))
+    weight = net[0].weight.data
+    net[0].weight.data = weight.clone()
+    with pytest.raises(gpubuf.CaptureError, match="moved or replaced"):
+        step(x)
+    net[0].weight.data = weight
+    step(x)
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
     optimizer.step()
     with pytest.raises(gpubuf.CaptureError):
