@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.kernels._registry import library
+from gpubuf.kernels._registry import eager, library, without_dispatch
 
 
 def computing_dtype(*tensors: Tensor) -> torch.dtype:
@@ -19,18 +19,22 @@ def computing_dtype(*tensors: Tensor) -> torch.dtype:
     return torch.float32
 
 
-def register_autograd(op: Any, setup_context: Callable[..., None], backward: Callable[..., Any]) -> None:
+def register_autograd(op: Any, setup_context: Callable[..., None], backward: Callable[..., Any]) -> Callable[..., Any]:
     """Register the gradient of ``op``, as ``torch.library.register_autograd`` does, at a third of its cost a call.
 
     Args:
         op: the overload that :func:`~gpubuf.kernels._registry.define` returned.
         setup_context: ``(ctx, inputs, output)``; saves what the backward needs.
         backward: ``(ctx, *grads)``; one gradient, or None, for each input.
+
+    Returns:
+        ``op``, called past PyTorch's dispatcher where that has nothing to decide: in eager mode, for plain tensors.
     """
+    direct = without_dispatch(op)
 
     def forward(ctx: Any, *args: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
-            output = op(*args)
+            output = direct(*args)
         setup_context(ctx, args, output)
         return output
 
@@ -47,6 +51,18 @@ def register_autograd(op: Any, setup_context: Callable[..., None], backward: Cal
             return op(*args)
 
     library.impl(op.name().partition("::")[2], differentiable, "Autograd")
+
+    def call(*args: Any) -> Any:
+        if torch.compiler.is_compiling() or not eager(args[0]) or torch._C._are_functorch_transforms_active():
+            return op(*args)
+        for arg in args:
+            if isinstance(arg, Tensor) and (arg.is_neg() or arg._is_zerotensor()):
+                return op(*args)
+        if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
+            return gradient.apply(*args)
+        return direct(*args)
+
+    return call
 
 
 def dense(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -160,7 +160,7 @@ _implementations: dict[Any, tuple[str, str, Callable[..., Any]]] = {}
 """For each operation the names of its CPU function and of its launcher, and the launcher."""
 
 
-def _eager(first: torch.Tensor) -> bool:
+def eager(first: torch.Tensor) -> bool:
     """Whether PyTorch's dispatcher has nothing to decide in an operation on ``first`` and other plain tensors.
 
     True in eager mode for plain tensors while no mode (fake tensors, tracing, a default device) is active. The
@@ -172,7 +172,7 @@ def _eager(first: torch.Tensor) -> bool:
 
 def past_dispatcher(first: torch.Tensor) -> bool:
     """Whether the CPU twin of an operation on ``first`` and other plain tensors may be called directly."""
-    return first.is_cpu and not _triton_on_cpu and _eager(first)
+    return first.is_cpu and not _triton_on_cpu and eager(first)
 
 
 _compiling = torch.compiler.is_compiling
@@ -235,7 +235,7 @@ def without_dispatch(operation: Any, *, given: Sequence[str] = (), trusted: bool
                     return call(first, *copied(args))
             if rows and some_rows_are_lazy(args):
                 return call(first, *copied(args))
-        # `_eager` spelled out.
+        # `eager` spelled out.
         if type(first) is not torch.Tensor or _compiling() or _modes() or _functions():
             return operation(first, *args)
         if not first.is_cpu or _triton_on_cpu:

@@ -99,7 +99,7 @@ class TanhNormal(Distribution):
             shape = self._extended_shape(sample_shape)
             loc, scale = loc.expand(shape), scale.expand(shape)
         noise = torch.randn(loc.shape, dtype=computing_dtype(loc, scale), device=loc.device)
-        self._drawn = tanh_normal.sample(loc, scale, noise, *self._bounds, len(self.event_shape))
+        self._drawn = tanh_normal.sample_direct(loc, scale, noise, *self._bounds, len(self.event_shape))
         return self._drawn
 
     def rsample(self, sample_shape: torch.Size | tuple[int, ...] = ()) -> Tensor:  # type: ignore[override]

@@ -14,10 +14,13 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from gpubuf.kernels import sac, td
+from gpubuf.kernels._registry import without_dispatch
 from gpubuf.objectives.actor_critic import ActorCriticLossModule
 from gpubuf.objectives.reductions import REDUCTIONS
 from gpubuf.objectives.state_value import StateValueLossModule
 from gpubuf.objectives.temperature import TemperatureLossModule
+
+_temperature_loss = without_dispatch(sac.temperature_loss)
 
 
 class SACLoss(TemperatureLossModule, StateValueLossModule):
@@ -261,7 +264,7 @@ class SACLoss(TemperatureLossModule, StateValueLossModule):
         q = self._checked(self._policy_values(state, tensordict), shape)
         weight, mask = self.row_weights(tensordict, shape)
         combine = td.AVERAGE if self.actor_value == "mean" else td.SMALLEST
-        loss, entropy, _ = sac.actor_loss(q, log_prob, alpha, weight, mask, REDUCTIONS[self.reduction], combine)
+        loss, entropy, _ = sac.actor_loss_direct(q, log_prob, alpha, weight, mask, REDUCTIONS[self.reduction], combine)
         if mask is not None:
             counts = mask.reshape(shape).bool()
             entropy = -torch.where(counts, log_prob.detach(), 0.0).sum() / counts.sum().clamp(min=1)
@@ -279,8 +282,9 @@ class SACLoss(TemperatureLossModule, StateValueLossModule):
     def _temperature_loss(self, tensordict: TensorDictBase, log_prob: Tensor) -> Tensor:
         """The reduced loss of the temperature, by log-densities S without gradient."""
         weight, mask = self.row_weights(tensordict, log_prob.shape)
-        code = REDUCTIONS[self.reduction]
         factor = self.log_alpha if self.temperature_loss == "log_alpha" else self.log_alpha.exp()
-        loss: Tensor
-        loss, _ = sac.temperature_loss(factor, log_prob, self._target_entropy, weight, mask, code)
-        return loss
+        _, slope = _temperature_loss(
+            factor.detach(), log_prob, self._target_entropy, weight, mask, REDUCTIONS[self.reduction]
+        )
+        # A product has its gradient for less than an operation of our own has.
+        return factor * slope

@@ -13,7 +13,7 @@ from torch import Tensor
 from gpubuf.kernels import td
 from gpubuf.modules.plain import entry
 from gpubuf.objectives.loss_module import LossModule
-from gpubuf.objectives.masks import joint_mask, mask_keys
+from gpubuf.objectives.masks import joint_mask, mask_keys, maybe
 from gpubuf.objectives.reductions import COMBINATIONS, LOSS_FUNCTIONS, REDUCTIONS, lookup
 from gpubuf.objectives.shapes import next_key, per_row
 from gpubuf.objectives.values import (
@@ -108,7 +108,7 @@ class TDLossModule(LossModule):
             ValueError: an entry does not fit ``shape``.
         """
         keys = self.tensor_keys
-        steps = tensordict.get("steps_to_next_obs", None)
+        steps = maybe(tensordict, "steps_to_next_obs")
         return (
             per_row(entry(tensordict, next_key(keys.reward)), shape, str(keys.reward)),
             per_row(self.terminated(tensordict), shape, str(keys.terminated)),
@@ -164,5 +164,5 @@ class TDLossModule(LossModule):
         """
         weight, mask = self.row_weights(tensordict, target.shape)
         code = LOSS_FUNCTIONS[self.loss_function]
-        loss, td_error, _ = td.td_loss(q, target, weight, mask, code, REDUCTIONS[self.reduction])
+        loss, td_error, _ = td.td_loss_direct(q, target, weight, mask, code, REDUCTIONS[self.reduction])
         return loss, td_error

@@ -11,6 +11,7 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from gpubuf.kernels import td
+from gpubuf.kernels._registry import without_dispatch
 
 
 class ValueEstimators(Enum):
@@ -37,6 +38,8 @@ class ValueEstimators(Enum):
 
 
 DEFAULT_GAMMA, DEFAULT_LMBDA = 0.99, 0.95
+
+_soft_td_target = without_dispatch(td.soft_td_target, given=("reward", "terminated", "steps"))
 
 
 class TD0Estimator(nn.Module):
@@ -88,7 +91,7 @@ class TD0Estimator(nn.Module):
         combine: int = td.SMALLEST,
     ) -> Tensor:
         """See :data:`gpubuf.kernels.td.soft_td_target`."""
-        return td.soft_td_target(next_q, next_log_prob, alpha, reward, terminated, self.gamma, steps, combine)  # type: ignore[no-any-return]
+        return _soft_td_target(next_q, next_log_prob, alpha, reward, terminated, self.gamma, steps, combine)  # type: ignore[no-any-return]
 
 
 class TDLambdaEstimator(TD0Estimator):

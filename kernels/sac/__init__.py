@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from gpubuf.kernels._differentiable import computing_dtype, register_autograd
-from gpubuf.kernels._registry import define
+from gpubuf.kernels._registry import define, without_dispatch
 from gpubuf.kernels.td import SMALLEST, loss_shape
 
 # --- actor objective --------------------------------------------------------------------------------------------------
@@ -60,6 +60,9 @@ actor_loss_backward = define(
 """Gradients of :data:`actor_loss` by ``q`` and ``log_prob``."""
 
 
+_backward = without_dispatch(actor_loss_backward)
+
+
 def _actor_loss_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     q, log_prob, alpha, weight, mask, *ctx.constants = inputs
     _, entropy, norm = output
@@ -71,11 +74,12 @@ def _actor_loss_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _actor_loss_backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     by_q = by_log_prob = None
     if grad is not None:
-        by_q, by_log_prob = actor_loss_backward(grad, *ctx.saved_tensors, *ctx.constants)
+        by_q, by_log_prob = _backward(grad, *ctx.saved_tensors, *ctx.constants)
     return by_q, by_log_prob, None, None, None, *(None for _ in ctx.constants)
 
 
-register_autograd(actor_loss, _actor_loss_setup, _actor_loss_backward)
+actor_loss_direct = register_autograd(actor_loss, _actor_loss_setup, _actor_loss_backward)
+""":data:`actor_loss`, past PyTorch's dispatcher in eager mode. Give all arguments, by position."""
 
 
 # --- temperature ------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gpubuf.kernels._differentiable import computing_dtype, register_autograd
-from gpubuf.kernels._registry import define
+from gpubuf.kernels._registry import define, without_dispatch
 
 LOG_2 = math.log(2)
 HALF_LOG_2_PI = 0.5 * math.log(2 * math.pi)
@@ -98,6 +98,9 @@ which keeps its relative precision where 1 - tanh(x)^2 would round to zero.
 """
 
 
+_backward = without_dispatch(sample_backward)
+
+
 def _sample_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     loc, scale, noise, low, high, *ctx.constants = inputs
     ctx.save_for_backward(loc, scale, noise, low, high)
@@ -107,8 +110,9 @@ def _sample_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _sample_gradient(ctx: Any, grad_action: Tensor | None, grad_log_prob: Tensor | None) -> tuple[Any, ...]:
     by_loc = by_scale = None
     if grad_action is not None or grad_log_prob is not None:
-        by_loc, by_scale = sample_backward(*ctx.saved_tensors, grad_action, grad_log_prob, *ctx.constants)
+        by_loc, by_scale = _backward(*ctx.saved_tensors, grad_action, grad_log_prob, *ctx.constants)
     return by_loc, by_scale, None, None, None, None, None, None
 
 
-register_autograd(sample, _sample_setup, _sample_gradient)
+sample_direct = register_autograd(sample, _sample_setup, _sample_gradient)
+""":data:`sample`, past PyTorch's dispatcher in eager mode. Give all arguments, by position."""

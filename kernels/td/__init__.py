@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from gpubuf.kernels._differentiable import computing_dtype, register_autograd
-from gpubuf.kernels._registry import define
+from gpubuf.kernels._registry import define, without_dispatch
 
 NONE, MEAN, SUM = range(3)
 """Reductions."""
@@ -204,6 +204,9 @@ td_loss_backward = define(
 """Gradient of :data:`td_loss` by ``q``: grad * norm * w_i * distance'(q[k, i] - target[i])."""
 
 
+_backward = without_dispatch(td_loss_backward)
+
+
 def _td_loss_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     q, target, weight, mask, *ctx.constants = inputs
     _, td_error, norm = output
@@ -213,8 +216,9 @@ def _td_loss_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _td_loss_backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    by_q = None if grad is None else td_loss_backward(grad, *ctx.saved_tensors, *ctx.constants)
+    by_q = None if grad is None else _backward(grad, *ctx.saved_tensors, *ctx.constants)
     return by_q, None, None, None, None, None
 
 
-register_autograd(td_loss, _td_loss_setup, _td_loss_backward)
+td_loss_direct = register_autograd(td_loss, _td_loss_setup, _td_loss_backward)
+""":data:`td_loss`, past PyTorch's dispatcher in eager mode. Give all arguments, by position."""
