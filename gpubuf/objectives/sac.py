@@ -287,4 +287,5 @@ class SACLoss(TemperatureLossModule, StateValueLossModule):
             factor.detach(), log_prob, self._target_entropy, weight, mask, REDUCTIONS[self.reduction]
         )
         # A product has its gradient for less than an operation of our own has.
-        return factor * slope
+        loss: Tensor = factor * slope
+        return loss
