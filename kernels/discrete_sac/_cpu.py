@@ -8,52 +8,109 @@ arithmetic is float64 either way. The address 0 stands for an absent argument.
 
 import math
 
+import numpy as np
 import torch
+from numba import carray
 from torch import Tensor
 
 from gpubuf.kernels._differentiable import computing_dtype, dense
 from gpubuf.kernels._elementary import exp_below_700
 from gpubuf.kernels._floats import read, write
 from gpubuf.kernels._jit import OPTIONS, jit
+from gpubuf.kernels._pointers import as_f32, as_f64
 from gpubuf.kernels.discrete_sac import check_actor, check_values
 from gpubuf.kernels.td import NONE, check_rows
 from gpubuf.kernels.td._cpu_reduce import address, normaliser, smallest_critic, weight_of, weighting
 
-
-@jit(forceinline=True)
-def largest_logit(logits, wide, first, actions):  # type: ignore[no-untyped-def]
-    """The largest logit of the row that begins at ``first``. A NaN is left to the sum of the exponentials."""
-    largest = read(logits, wide, first)
-    for element in range(first + 1, first + actions):
-        logit = read(logits, wide, element)
-        if logit > largest or largest != largest:
-            largest = logit
-    return largest
+#: Elements of a tile of whole rows, if a row has no more: the buffers stay in the first cache.
+TILE = 512
 
 
 @jit(forceinline=True)
-def expectations(q, logits, wide, n, nets, actions, row):  # type: ignore[no-untyped-def]
-    """(largest logit, sum_a e, sum_a p log p, sum_a p min_k q) with e = exp(logit - largest) and p = e / sum e."""
-    first = row * actions
-    largest = largest_logit(logits, wide, first, actions)
+def rows_of_tile(actions):  # type: ignore[no-untyped-def]
+    """How many rows are worked on at a time."""
+    return max(TILE // actions, 1)
+
+
+@jit(forceinline=True)
+def load(source, wide, first, count, target):  # type: ignore[no-untyped-def]
+    """Copy elements of the float64 (``wide``) or float32 array at ``source``."""
+    if wide:
+        doubles = carray(as_f64(source), first + count)
+        for j in range(count):
+            target[j] = doubles[first + j]
+    else:
+        floats = carray(as_f32(source), first + count)
+        for j in range(count):
+            target[j] = floats[first + j]
+
+
+@jit(forceinline=True)
+def store(source, target, wide, first, count):  # type: ignore[no-untyped-def]
+    """The reverse of ``load``."""
+    if wide:
+        doubles = carray(as_f64(target), first + count)
+        for j in range(count):
+            doubles[first + j] = source[j]
+    else:
+        floats = carray(as_f32(target), first + count)
+        for j in range(count):
+            floats[first + j] = source[j]
+
+
+@jit(forceinline=True)
+def load_tile(q, logits, wide, n, nets, actions, start, rows, shifted, e, smallest, other):  # type: ignore[no-untyped-def]
+    """``shifted``, logits less the largest of their row; ``e``, its exponential; ``smallest``, min_k q.
+
+    Where ``e`` is 0 the others are 0 as well. A NaN critic is the smallest; a NaN logit is in ``e``. The loops over all
+    elements have no branches, so that LLVM vectorises them.
+    """
+    first, count = start * actions, rows * actions
+    load(logits, wide, first, count, shifted)
+    for row in range(rows):
+        largest = shifted[row * actions]
+        for j in range(row * actions, (row + 1) * actions):
+            logit = shifted[j]
+            largest = logit if logit > largest or largest != largest else largest
+        for j in range(row * actions, (row + 1) * actions):
+            shifted[j] -= largest
+    for j in range(count):
+        e[j] = exp_below_700(shifted[j])
+    load(q, wide, first, count, smallest)
+    for net in range(1, nets):
+        load(q, wide, net * n * actions + first, count, other)
+        for j in range(count):
+            value, least = other[j], smallest[j]
+            better = ((value < least) | (value != value)) & (least == least)
+            smallest[j] = value if better else least
+    for j in range(count):
+        possible = e[j] != 0
+        shifted[j] = shifted[j] if possible else 0.0
+        smallest[j] = smallest[j] if possible else 0.0
+
+
+@jit(forceinline=True)
+def expectations(shifted, e, smallest, first, actions):  # type: ignore[no-untyped-def]
+    """(sum_a e, sum_a p log p, sum_a p min_k q) with p = e / sum e, of the row that begins at ``first``."""
     total = by_logit = by_value = 0.0
-    for element in range(first, first + actions):
-        shifted = read(logits, wide, element) - largest
-        e = exp_below_700(shifted)
-        total += e
-        if e != 0:
-            smallest, _ = smallest_critic(q, wide, n * actions, nets, element)
-            by_logit += e * shifted
-            by_value += e * smallest
-    return largest, total, by_logit / total - math.log(total), by_value / total
+    for j in range(first, first + actions):
+        total += e[j]
+        by_logit += e[j] * shifted[j]
+        by_value += e[j] * smallest[j]
+    return total, by_logit / total - math.log(total), by_value / total
 
 
 @jit("void(int64, int64, int64, int64, int64, int64, boolean, int64)", **OPTIONS)
 def _soft_value(q, logits, alpha, n, nets, actions, wide, value_out):  # type: ignore[no-untyped-def]
-    temperature = read(alpha, wide, 0)
-    for row in range(n):
-        _, _, log_prob, value = expectations(q, logits, wide, n, nets, actions, row)
-        write(value_out, wide, row, value - temperature * log_prob)
+    temperature, tile = read(alpha, wide, 0), rows_of_tile(actions)
+    width = tile * actions
+    shifted, e, smallest, other = np.empty(width), np.empty(width), np.empty(width), np.empty(width)
+    for start in range(0, n, tile):
+        rows = min(tile, n - start)
+        load_tile(q, logits, wide, n, nets, actions, start, rows, shifted, e, smallest, other)
+        for row in range(rows):
+            _, log_prob, value = expectations(shifted, e, smallest, row * actions, actions)
+            write(value_out, wide, start + row, value - temperature * log_prob)
 
 
 @jit(
@@ -63,22 +120,27 @@ def _soft_value(q, logits, alpha, n, nets, actions, wide, value_out):  # type: i
 def _actor_loss(  # type: ignore[no-untyped-def]
     q, logits, alpha, weight, mask, reduction, n, nets, actions, wide, loss_out, log_prob_out, entropy, norm_out
 ):
-    temperature = read(alpha, wide, 0)
+    temperature, tile = read(alpha, wide, 0), rows_of_tile(actions)
+    width = tile * actions
+    shifted, e, smallest, other = np.empty(width), np.empty(width), np.empty(width), np.empty(width)
     total = mass = surprise = 0.0
     counted = 0
-    for row in range(n):
-        _, _, log_prob, value = expectations(q, logits, wide, n, nets, actions, row)
-        write(log_prob_out, wide, row, log_prob)
-        w, counts = weight_of(weight, mask, wide, row)
-        product = 0.0
-        if counts:
-            product = w * (temperature * log_prob - value)
-            surprise += log_prob
-            counted += 1
-        if reduction == NONE:
-            write(loss_out, wide, row, product)
-        total += product
-        mass += w
+    for start in range(0, n, tile):
+        rows = min(tile, n - start)
+        load_tile(q, logits, wide, n, nets, actions, start, rows, shifted, e, smallest, other)
+        for row in range(rows):
+            _, log_prob, value = expectations(shifted, e, smallest, row * actions, actions)
+            write(log_prob_out, wide, start + row, log_prob)
+            w, counts = weight_of(weight, mask, wide, start + row)
+            product = 0.0
+            if counts:
+                product = w * (temperature * log_prob - value)
+                surprise += log_prob
+                counted += 1
+            if reduction == NONE:
+                write(loss_out, wide, start + row, product)
+            total += product
+            mass += w
     norm = normaliser(mass, reduction)
     write(norm_out, wide, 0, norm)
     write(entropy, wide, 0, -surprise / max(counted, 1))
@@ -93,26 +155,30 @@ def _actor_loss(  # type: ignore[no-untyped-def]
 def _actor_loss_backward(  # type: ignore[no-untyped-def]
     grad, q, logits, alpha, weight, mask, norm, reduction, n, nets, actions, wide, by_logits, by_q
 ):
-    temperature, scale = read(alpha, wide, 0), read(norm, wide, 0)
-    for row in range(n):
-        w, counts = weight_of(weight, mask, wide, row)
-        factor = read(grad, wide, row if reduction == NONE else 0) * scale * w
-        largest, total, log_prob, value = expectations(q, logits, wide, n, nets, actions, row)
-        loss, log_total = temperature * log_prob - value, math.log(total)
-        for action in range(actions):
-            element = row * actions + action
-            shifted = read(logits, wide, element) - largest
-            e = exp_below_700(shifted)
-            slope = mass = 0.0
-            which = 0
-            if counts and e != 0:
-                smallest, which = smallest_critic(q, wide, n * actions, nets, element)
-                mass = factor * e / total
-                slope = mass * (temperature * (shifted - log_total) - smallest - loss)
-            write(by_logits, wide, element, slope)
-            if by_q:
+    temperature, scale, tile = read(alpha, wide, 0), read(norm, wide, 0), rows_of_tile(actions)
+    width = tile * actions
+    shifted, e, smallest, other = np.empty(width), np.empty(width), np.empty(width), np.empty(width)
+    for start in range(0, n, tile):
+        rows = min(tile, n - start)
+        load_tile(q, logits, wide, n, nets, actions, start, rows, shifted, e, smallest, other)
+        for row in range(rows):
+            w, counts = weight_of(weight, mask, wide, start + row)
+            factor = read(grad, wide, start + row if reduction == NONE else 0) * scale * w
+            total, log_prob, value = expectations(shifted, e, smallest, row * actions, actions)
+            # What all actions of the row have in common.
+            share, level = factor / total, temperature * (math.log(total) + log_prob) - value
+            for j in range(row * actions, (row + 1) * actions):
+                mass = share * e[j] if counts and e[j] != 0 else 0.0
+                slope = temperature * shifted[j] - smallest[j] - level
+                other[j] = mass * slope if counts and e[j] != 0 else 0.0
+                e[j] = mass
+        store(other, by_logits, wide, start * actions, rows * actions)
+        if by_q:
+            for j in range(rows * actions):
+                element = start * actions + j
+                _, which = smallest_critic(q, wide, n * actions, nets, element)
                 for net in range(nets):
-                    write(by_q, wide, net * n * actions + element, -mass if net == which else 0.0)
+                    write(by_q, wide, net * n * actions + element, -e[j] if net == which else 0.0)
 
 
 def soft_value(next_q: Tensor, logits: Tensor, alpha: Tensor) -> Tensor:
