@@ -22,6 +22,7 @@ from benchmarks.measure.no_gpu import install
 from gpubuf.kernels import _launching
 from gpubuf.kernels._launching import launch
 from gpubuf.kernels.categorical import _launch as categorical
+from gpubuf.kernels.norms import _launch as norms
 from gpubuf.kernels.philox import _launch as philox
 from gpubuf.kernels.philox import new_state
 from gpubuf.kernels.rows import _launch as rows
@@ -31,7 +32,7 @@ from gpubuf.kernels.tanh_normal import _launch as tanh_normal
 from gpubuf.kernels.td import _launch as td
 from gpubuf.kernels.trajectories import _launch as trajectories
 
-FAMILIES = (categorical, philox, rows, sac, sum_tree, tanh_normal, td, trajectories)
+FAMILIES = (categorical, norms, philox, rows, sac, sum_tree, tanh_normal, td, trajectories)
 
 
 @triton.jit
@@ -140,6 +141,10 @@ def every_operation(watch: Watch) -> dict[str, Any]:
     mass = torch.ops.gpubuf.categorical_target(logits.detach(), rows, one, rows, rows, one, None, None, 0.0, 10.0, 0)
     torch.ops.gpubuf.categorical_loss(logits, mass, None, None, 0.0, 10.0, 0, False, 1)[0].backward()
     torch.ops.gpubuf.categorical_expected_value(logits, -10.0, 0.0).sum().backward()
+    x, weight = torch.rand(2, 9, 5, requires_grad=True), torch.rand(2, 1, 5)
+    torch.ops.gpubuf.norm_activation(x, weight, None, 1e-5, 0, 2)[0].sum().backward()
+    mean, var = torch.ops.gpubuf.norm_batch_moments(x.detach(), weight)
+    torch.ops.gpubuf.batch_norm_activation(x, weight, weight, mean, var, 1e-5, 1, True).sum().backward()
     return {"differing": differing, "slow": slow, "kernels": sorted(kernels)}
 
 
