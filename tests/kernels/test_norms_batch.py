@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpubuf.kernels import norms
+from gpubuf.kernels import _threads, norms
 from gpubuf.kernels.norms import NONE, RELU, SILU, _launch
 from gpubuf.kernels.norms._launch import BatchPlan, plan_batch
 from gpubuf.kernels.norms.reference import batch_norm_activation as reference
@@ -125,6 +125,21 @@ def test_strided_and_mixed_inputs(backend):
         torch.testing.assert_close(y.double(), true, rtol=tolerance, atol=tolerance)
         for a, b in zip(grads, torch.autograd.grad(true, double, grad.double()), strict=True):
             torch.testing.assert_close(a.double(), b, rtol=tolerance, atol=tolerance)
+
+
+def test_threads_change_no_bits(monkeypatch):
+    """They share the columns, the last part with a rest."""
+    arguments = inputs((2, 1000, 1090), 2, torch.float32)
+    shared = []
+    call = _threads._Workers._share
+    monkeypatch.setattr(_threads._Workers, "_share", lambda *args: shared.append(len(args[2])) or call(*args))
+    alone = results(ours(SILU, True), *arguments)
+    assert not shared
+    for threads in (2, 3):
+        monkeypatch.setattr(_threads.torch, "get_num_threads", lambda threads=threads: threads)
+        for one, other in zip(results(ours(SILU, True), *arguments), alone, strict=True):
+            assert torch.equal(one, other)
+    assert shared == [2, 2, 2, 3, 3, 3]
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["batch", "given"])
