@@ -234,7 +234,7 @@ class AdamW(torch.optim.Optimizer):
             torch._foreach_copy_(*self._copied)
 
     def _before_replay(self) -> None:
-        if self._buckets is None or not self._watch.unchanged(self._source, self.state):
+        if self._buckets is None or not self._watch.unchanged(self.state):
             raise CaptureError(
                 "a parameter, a target or the state of an optimiser was moved or replaced since its step was "
                 "captured: call reset() on the captured step, and it is captured anew"
@@ -267,7 +267,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _ready(self) -> list[Bucket]:
         """The buckets, made anew if a tensor was moved or replaced."""
-        if self._buckets is not None and self._watch.unchanged(self._source, self.state):
+        if self._buckets is not None and self._watch.unchanged(self.state):
             return self._buckets
         refuse_in_capture(
             "the optimiser makes its tables at the first step, and when a parameter was added, moved or replaced: run "
@@ -307,7 +307,7 @@ class AdamW(torch.optim.Optimizer):
                     state["step"] = step
         self._copied = [target for target, _ in copied], [source for _, source in copied]
         self._hyper = Hyperparameters(self.param_groups, self.max_grad_norm, device)
-        self._watch = Watch([*params, *(tensor for pair in averaged for tensor in pair)], self._source, self.state)
+        self._watch = Watch(params, pairs, self._source, self.state)
         self._buckets = buckets
         return buckets
 
@@ -348,7 +348,7 @@ class AdamW(torch.optim.Optimizer):
                 tensor.zero_() if value is None else tensor.copy_(torch.as_tensor(value))
         self.state.clear()
         self.state.update(own)
-        self._watch.state = self.state
+        self._watch.watch_state(self.state)
         for group in self.param_groups:
             for name, value in {**self.defaults, **_FOREIGN}.items():
                 group.setdefault(name, value)

@@ -79,26 +79,48 @@ def _columns(values: tuple[float | None, ...]) -> list[float | None]:
 class Watch:
     """Notices that tensors whose addresses are in a table were moved or replaced.
 
-    Attributes:
+    Args:
+        params: of the optimiser.
+        pairs: (target, source) of all targets.
+        source: where the pairs come from; a loss may look its tensors up again.
         state: of the optimiser.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], source: object, state: dict[Tensor, Any]) -> None:
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        pairs: Sequence[tuple[Tensor, Tensor]],
+        source: LossModule | Sequence[tuple[Tensor, Tensor]] | None,
+        state: dict[Tensor, Any],
+    ) -> None:
         # Fake tensors have no addresses, and never move.
-        self._tensors = [] if any(isinstance(tensor, FakeTensor) for tensor in tensors) else list(tensors)
-        self._addresses = self._now()
-        self._version = source.links_version if isinstance(source, LossModule) else None
-        self._states = len(state)
-        self.state = state
+        self._fake = any(isinstance(tensor, FakeTensor) for tensor in params)
+        self._params, self._pairs = list(params), _flat(pairs)
+        self._addresses = self._now(self._params), self._now(self._pairs)
+        self._loss = source if isinstance(source, LossModule) else None
+        self._version = None if self._loss is None else self._loss.links_version
+        self.watch_state(state)
 
-    def _now(self) -> list[int]:
-        return list(map(Tensor.data_ptr, self._tensors))
+    def watch_state(self, state: dict[Tensor, Any]) -> None:
+        """The state has the tensors that it had, in another dictionary."""
+        self._state, self._states = state, len(state)
 
-    def unchanged(self, source: object, state: dict[Tensor, Any]) -> bool:
+    def _now(self, tensors: Sequence[Tensor]) -> list[int]:
+        return [] if self._fake else list(map(Tensor.data_ptr, tensors))
+
+    def unchanged(self, state: dict[Tensor, Any]) -> bool:
         """Whether all tensors are where they were, and the optimiser has the same state."""
+        if self._loss is not None and self._loss.links_version != self._version:
+            # Loading a state looks the tensors up again, and finds the same ones.
+            self._version = self._loss.links_version
+            self._pairs = _flat(self._loss.target_pairs())
         return (
-            self._now() == self._addresses
-            and state is self.state
+            self._now(self._params) == self._addresses[0]
+            and self._now(self._pairs) == self._addresses[1]
+            and state is self._state
             and len(state) == self._states
-            and (self._version is None or source.links_version == self._version)  # type: ignore[attr-defined]
         )
+
+
+def _flat(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    return [tensor for pair in pairs for tensor in pair]

@@ -13,6 +13,7 @@ from gpubuf.optim import AdamW
 from tests.support.fake_cuda import DataDependentOutputException, fake_cuda, no_blocking_copies
 from tests.support.graph_recorder import RecordedCuda
 from tests.support.optim_setup import network
+from tests.support.sac_setup import make_loss
 
 
 @pytest.mark.parametrize("clipped", [False, True])
@@ -92,6 +93,22 @@ def test_a_state_is_loaded_into_a_captured_step(monkeypatch):
     optimizer.step()
     with pytest.raises(gpubuf.CaptureError):
         step(x)
+
+
+def test_a_loaded_loss_keeps_the_tables():
+    """It looks its tensors up again, and finds them where they were: a graph goes on."""
+    loss = make_loss()
+    params = [param for param in loss.parameters() if param.requires_grad]
+    optimizer = AdamW(params, targets=loss, tau=0.1)
+    optimizer.step()
+    before = optimizer._buckets
+    loss.load_state_dict(copy.deepcopy(loss.state_dict()))
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    optimizer.step()
+    assert optimizer._buckets is before
+    loss.to(torch.float32)
+    optimizer.step()
+    assert optimizer._buckets is not before
 
 
 def test_the_tables_are_not_made_in_a_graph(monkeypatch):
