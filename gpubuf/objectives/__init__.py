@@ -10,7 +10,7 @@ from gpubuf.objectives.sac import SACLoss
 from gpubuf.objectives.targets import HardUpdate, SoftUpdate, TargetNetUpdater
 from gpubuf.objectives.td import TDLossModule
 from gpubuf.objectives.td3 import TD3Loss
-from gpubuf.objectives.values import TD0Estimator, ValueEstimators
+from gpubuf.objectives.values import TD0Estimator, TD1Estimator, TDLambdaEstimator, ValueEstimators
 
 __all__ = [
     "CrossQLoss",
@@ -22,7 +22,9 @@ __all__ = [
     "SACLoss",
     "SoftUpdate",
     "TD0Estimator",
+    "TD1Estimator",
     "TD3Loss",
+    "TDLambdaEstimator",
     "TDLossModule",
     "TargetNetUpdater",
     "ValueEstimators",

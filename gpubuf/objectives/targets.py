@@ -35,6 +35,8 @@ class TargetNetUpdater:
         self.init_()
         for name in associated:
             associated[name] = True
+        # The check for an updater is over. Compiled code would notice if it went later.
+        loss_module._forward_pre_hooks.pop(getattr(loss_module, "_first_call", -1), None)
 
     def init_(self) -> None:
         """Set the targets to the present parameters. The constructor does it once; a second call warns."""
