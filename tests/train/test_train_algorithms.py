@@ -208,6 +208,20 @@ def test_an_iteration_reads_no_value(algo):
             trainer.advance()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("algo", [algo for algo in ALGORITHMS if algo != "sac"])
+def test_compiled_updates_are_the_same(algo, monkeypatch):
+    """Both kinds of updates become one graph each, by the tracer and AOTAutograd, and compute what they did."""
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **options: compile_(f, backend="aot_eager", **options))
+    torch._dynamo.reset()
+    sums = [
+        run(tiny(algo, policy_every=2, log_every=8 * 100, compile=compiled), iterations=12)[0]._sums
+        for compiled in (False, True)
+    ]
+    assert sums[1] == pytest.approx(sums[0], rel=1e-4)
+
+
 def test_the_policy_learns_at_some_updates_only():
     config = tiny("sac", policy_every=3, num_envs=1, total_steps=100, learning_starts=10, log_every=1, gamma=0.9)
     records = []
