@@ -76,7 +76,8 @@ class OneHot:
         (OneHot(), "one-hot", 5),
         ({"action": OneHot()}, "one-hot", 5),
     ],
-    ids=str,
+    # Not those of the objects, which have their addresses in them.
+    ids=["one-hot", "one_hot", "categorical", "Gymnasium's", "a spec", "a composite spec"],
 )
 def test_action_spaces(space, name, n):
     """The target entropy is 0.98 log n, and says nothing of the batch's dimensions (CASES 29)."""
