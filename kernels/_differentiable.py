@@ -19,6 +19,24 @@ def computing_dtype(*tensors: Tensor) -> torch.dtype:
     return torch.float32
 
 
+def direct(op: Any) -> Callable[..., Any]:
+    """``op`` without its gradient, called past PyTorch's dispatcher where that has nothing to decide.
+
+    The dispatcher gives lazy tensors (:func:`~gpubuf.kernels._registry.is_lazy`) their values. Users may pass them, and
+    so may autograd, as gradients.
+    """
+    past = without_dispatch(op)
+
+    def call(*args: Any) -> Any:
+        for arg in args:
+            # What is real is not conjugated.
+            if isinstance(arg, Tensor) and (arg.is_neg() or arg._is_zerotensor()):
+                return op(*args)
+        return past(*args)
+
+    return call
+
+
 def register_autograd(op: Any, setup_context: Callable[..., None], backward: Callable[..., Any]) -> Callable[..., Any]:
     """Register the gradient of ``op``, as ``torch.library.register_autograd`` does, at a third of its cost a call.
 
@@ -30,11 +48,11 @@ def register_autograd(op: Any, setup_context: Callable[..., None], backward: Cal
     Returns:
         ``op``, called past PyTorch's dispatcher where that has nothing to decide: in eager mode, for plain tensors.
     """
-    direct = without_dispatch(op)
+    straight = direct(op)
 
     def forward(ctx: Any, *args: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
-            output = direct(*args)
+            output = straight(*args)
         setup_context(ctx, args, output)
         return output
 
@@ -55,12 +73,9 @@ def register_autograd(op: Any, setup_context: Callable[..., None], backward: Cal
     def call(*args: Any) -> Any:
         if torch.compiler.is_compiling() or not eager(args[0]) or torch._C._are_functorch_transforms_active():
             return op(*args)
-        for arg in args:
-            if isinstance(arg, Tensor) and (arg.is_neg() or arg._is_zerotensor()):
-                return op(*args)
         if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
             return gradient.apply(*args)
-        return direct(*args)
+        return straight(*args)
 
     return call
 

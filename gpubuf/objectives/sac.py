@@ -14,13 +14,13 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from gpubuf.kernels import sac, td
-from gpubuf.kernels._registry import without_dispatch
+from gpubuf.kernels._differentiable import direct
 from gpubuf.objectives.actor_critic import ActorCriticLossModule
 from gpubuf.objectives.reductions import REDUCTIONS
 from gpubuf.objectives.state_value import StateValueLossModule
 from gpubuf.objectives.temperature import TemperatureLossModule
 
-_temperature_loss = without_dispatch(sac.temperature_loss)
+_temperature_loss = direct(sac.temperature_loss)
 
 
 class SACLoss(TemperatureLossModule, StateValueLossModule):

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from gpubuf.kernels._differentiable import computing_dtype, register_autograd
-from gpubuf.kernels._registry import define, without_dispatch
+from gpubuf.kernels._differentiable import computing_dtype, direct, register_autograd
+from gpubuf.kernels._registry import define
 from gpubuf.kernels.td import SMALLEST, loss_shape
 
 # --- actor objective --------------------------------------------------------------------------------------------------
@@ -60,7 +60,7 @@ actor_loss_backward = define(
 """Gradients of :data:`actor_loss` by ``q`` and ``log_prob``."""
 
 
-_backward = without_dispatch(actor_loss_backward)
+_backward = direct(actor_loss_backward)
 
 
 def _actor_loss_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

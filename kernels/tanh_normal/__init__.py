@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.kernels._differentiable import computing_dtype, register_autograd
-from gpubuf.kernels._registry import define, without_dispatch
+from gpubuf.kernels._differentiable import computing_dtype, direct, register_autograd
+from gpubuf.kernels._registry import define
 
 LOG_2 = math.log(2)
 HALF_LOG_2_PI = 0.5 * math.log(2 * math.pi)
@@ -98,7 +98,7 @@ which keeps its relative precision where 1 - tanh(x)^2 would round to zero.
 """
 
 
-_backward = without_dispatch(sample_backward)
+_backward = direct(sample_backward)
 
 
 def _sample_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -29,8 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.kernels._differentiable import computing_dtype, register_autograd
-from gpubuf.kernels._registry import define, without_dispatch
+from gpubuf.kernels._differentiable import computing_dtype, direct, register_autograd
+from gpubuf.kernels._registry import define
 
 NONE, MEAN, SUM = range(3)
 """Reductions."""
@@ -204,7 +204,7 @@ td_loss_backward = define(
 """Gradient of :data:`td_loss` by ``q``: grad * norm * w_i * distance'(q[k, i] - target[i])."""
 
 
-_backward = without_dispatch(td_loss_backward)
+_backward = direct(td_loss_backward)
 
 
 def _td_loss_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

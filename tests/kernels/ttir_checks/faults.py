@@ -20,6 +20,7 @@ from gpubuf.kernels._registry import triton_on_cpu
 from gpubuf.kernels.rows import _launch as rows_launch
 from gpubuf.kernels.trajectories import Rule
 from gpubuf.kernels.transitions import NEXT
+from tests.support.optim_setup import Form, Step
 from tests.support.rows_setup import ROWS, Store
 from tests.support.trajectory_setup import Index
 from tests.support.transitions_setup import Spec, TransitionStore
@@ -85,12 +86,19 @@ def loss_computed() -> None:
     td.td_loss(torch.rand(2, 70), torch.rand(70), None, None, 1, 1)
 
 
+def optimiser_step() -> None:
+    # Rows that lie in a piece, and rows that don't.
+    step = Step([Form((3, 300), unit=1), Form((40, 20), unit=0)], torch.float32)
+    step.run(step.gradients())
+
+
 SCENARIOS = {
     "philox": (philox_draws,),
     "rows": (rows_written, rows_read),
     "sum_tree": (tree_used,),
     "trajectories": (index_used,),
     "td": (loss_computed,),
+    "optim": (optimiser_step,),
     "transitions": (observations_shared,),
 }
 
@@ -127,6 +135,11 @@ def run(*scenarios: Callable[[], None]) -> None:
                 scenario()
 
 
+#: Here a lane reads what it has written itself. The barrier is for compilers that give the two accesses other layouts,
+#: and so other threads; the executor knows lanes only.
+FOR_LAYOUTS = ("optim._triton:optim_adamw_kernel",)
+
+
 def barriers() -> Iterator[tuple[str, int]]:
     """(module:function, number within it) of every barrier of a kernel."""
     for path in sorted(KERNELS.glob("*/_triton*.py")):
@@ -141,7 +154,7 @@ def test_nothing_is_found_without_a_fault(found, family):
     assert found() == set()
 
 
-@pytest.mark.parametrize(("function", "number"), list(barriers()))
+@pytest.mark.parametrize(("function", "number"), [found for found in barriers() if found[0] not in FOR_LAYOUTS])
 def test_a_barrier_that_is_removed(found, function, number):
     with planted(function, BARRIER, "pass", number):
         run(*SCENARIOS[function.partition(".")[0]])
