@@ -18,8 +18,7 @@ from gpubuf.kernels.categorical._triton import (
 )
 from gpubuf.kernels.categorical._triton_loss import categorical_loss_backward_kernel, categorical_loss_kernel
 from gpubuf.kernels.td import NONE
-from gpubuf.kernels.td._launch import FINISH_BLOCK, REAL, optional
-from gpubuf.kernels.td._triton import finish_loss_kernel
+from gpubuf.kernels.td._launch import REAL, finish_loss, optional
 
 TILE = 1024
 """Numbers of a tile, rows times atoms, that a program with four warps holds at a time."""
@@ -162,18 +161,7 @@ def categorical_loss(
         num_warps=plan.num_warps,
     )
     if reduction != NONE and not plan.single:
-        launch(
-            finish_loss_kernel,
-            1,
-            partial,
-            loss,
-            norm,
-            plan.programs,
-            REAL=REAL[real],
-            REDUCTION=reduction,
-            BLOCK=FINISH_BLOCK,
-            num_warps=2,
-        )
+        finish_loss(partial, loss, norm, plan.programs, reduction)
     return loss, far, norm
 
 

@@ -147,6 +147,22 @@ def soft_lambda_return(
     return target
 
 
+def finish_loss(partial: Tensor, loss: Tensor, norm: Tensor, programs: int, reduction: int) -> None:
+    """Add the sums that so many programs have left in ``partial``, and write the reduced ``loss`` and its factor."""
+    launch(
+        finish_loss_kernel,
+        1,
+        partial,
+        loss,
+        norm,
+        programs,
+        REAL=REAL[loss.dtype],
+        REDUCTION=reduction,
+        BLOCK=FINISH_BLOCK,
+        num_warps=2,
+    )
+
+
 def td_loss(
     q: Tensor, target: Tensor, weight: Tensor | None, mask: Tensor | None, loss_function: int, reduction: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -184,18 +200,7 @@ def td_loss(
         num_warps=plan.num_warps,
     )
     if reduction != NONE and not plan.single:
-        launch(
-            finish_loss_kernel,
-            1,
-            partial,
-            loss,
-            norm,
-            plan.programs,
-            REAL=REAL[real],
-            REDUCTION=reduction,
-            BLOCK=FINISH_BLOCK,
-            num_warps=2,
-        )
+        finish_loss(partial, loss, norm, plan.programs, reduction)
     return loss, td_error, norm
 
 

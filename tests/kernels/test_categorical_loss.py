@@ -12,6 +12,7 @@ from gpubuf.kernels import categorical, td
 from gpubuf.kernels.categorical import _launch
 from gpubuf.kernels.categorical import reference_loss as reference
 from gpubuf.kernels.categorical._launch import plan_atoms
+from gpubuf.kernels.td import _launch as td_launch
 from tests.support.categorical_setup import SUPPORT, random, torch_threads
 from tests.support.fake_cuda import fake_cuda
 from tests.support.precision import assert_no_worse
@@ -338,7 +339,8 @@ def test_nothing_synchronises(monkeypatch, n):
     A loss is one launch where one program sees every row, else two. A gradient is one.
     """
     launched = []
-    monkeypatch.setattr(_launch, "launch", lambda kernel, *args, **options: launched.append(kernel))
+    for launcher in (_launch, td_launch):
+        monkeypatch.setattr(launcher, "launch", lambda kernel, *args, **options: launched.append(kernel))
     with fake_cuda():
         logits, target = torch.empty(2, n, 51, device="cuda"), torch.empty(1, n, 51, device="cuda")
         rows, mask = torch.empty(n, device="cuda"), torch.empty(n, dtype=torch.bool, device="cuda")

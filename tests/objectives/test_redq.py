@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from unittest import mock
 
@@ -11,7 +12,6 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 
-from gpubuf.kernels.tanh_normal.reference import tanh_normal
 from gpubuf.kernels.td import reference as td
 from gpubuf.modules import EnsembleMLP, make_sac_critic
 from gpubuf.objectives import REDQLoss, SACLoss, SoftUpdate
@@ -24,6 +24,7 @@ from tests.support.sac_setup import (
     OBSERVATION,
     VALUE,
     critics_of,
+    draw_by_hand,
     gradients,
     linear_critic,
     make_actor,
@@ -59,10 +60,7 @@ def formulas(loss, batch, seed, subset, reduction="mean", weight=None, mask=None
     torch.manual_seed(seed)
     actor, following, alpha = loss.actor_network, batch["next"], loss.log_alpha.detach().exp()
 
-    def draw(observation):
-        loc, scale = actor[0].module(observation)
-        bounds = actor[1].distribution_kwargs
-        return tanh_normal(loc, scale, torch.randn(loc.shape, dtype=loc.dtype), bounds["low"], bounds["high"])
+    draw = functools.partial(draw_by_hand, actor)
 
     def values(params, observation, action):
         return torch.stack([critic(observation, action).squeeze(-1) for critic in critics_of(loss, params)])

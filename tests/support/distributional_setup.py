@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -11,11 +12,10 @@ from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
 
 from gpubuf.kernels.categorical import reference, reference_loss
-from gpubuf.kernels.tanh_normal.reference import tanh_normal
 from gpubuf.kernels.td import reference as td
 from gpubuf.modules import MLP, EnsembleMLP
 from gpubuf.objectives.distributional import PRIORITIES, TARGETS, DistributionalSACLoss
-from tests.support.sac_setup import ACTION, CELLS, KEYS, OBSERVATION, VALUE, critics_of, make_actor
+from tests.support.sac_setup import ACTION, CELLS, KEYS, OBSERVATION, VALUE, critics_of, draw_by_hand, make_actor
 
 ATOMS, LOW, HIGH = 11, -4.0, 6.0
 SUPPORT = {"v_min": LOW, "v_max": HIGH, "num_atoms": ATOMS}
@@ -90,11 +90,7 @@ def by_hand(
     alpha = loss.log_alpha.detach().exp()
     support = (loss.v_min, loss.v_max)
 
-    def draw(observation: Tensor) -> tuple[Tensor, Tensor]:
-        loc, scale = actor[0].module(observation)
-        noise = torch.randn(loc.shape, dtype=loc.dtype)
-        bounds = actor[1].distribution_kwargs
-        return tanh_normal(loc, scale, noise, bounds["low"], bounds["high"])
+    draw = functools.partial(draw_by_hand, actor)
 
     def logits_of(params: Any, observation: Tensor, action: Tensor) -> Tensor:
         return torch.stack([critic(observation, action) for critic in critics_of(loss, params)])

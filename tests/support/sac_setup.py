@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import torch
@@ -111,6 +112,14 @@ def critics_of(loss: SACLoss, params: Any) -> list[Any]:
     return [lambda o, a, k=k: run(k, o, a) for k in range(loss.num_qvalue_nets)]
 
 
+def draw_by_hand(actor: Any, observation: Tensor) -> tuple[Tensor, Tensor]:
+    """(action, log-density), as an actor with a TanhNormal draws them, from torch's generator."""
+    loc, scale = actor[0].module(observation)
+    noise = torch.randn(loc.shape, dtype=loc.dtype)
+    bounds = actor[1].distribution_kwargs
+    return tanh_normal(loc, scale, noise, bounds["low"], bounds["high"])
+
+
 def by_hand(
     loss: SACLoss,
     batch: TensorDict,
@@ -129,11 +138,7 @@ def by_hand(
     actor, following = loss.actor_network, batch["next"]
     alpha = loss.log_alpha.detach().exp()
 
-    def draw(observation: Tensor) -> tuple[Tensor, Tensor]:
-        loc, scale = actor[0].module(observation)
-        noise = torch.randn(loc.shape, dtype=loc.dtype)
-        bounds = actor[1].distribution_kwargs
-        return tanh_normal(loc, scale, noise, bounds["low"], bounds["high"])
+    draw = functools.partial(draw_by_hand, actor)
 
     online = critics_of(loss, loss.qvalue_network_params)
     detached = critics_of(loss, loss.qvalue_network_params.apply(lambda t: t.detach()))
