@@ -1,0 +1,190 @@
+"""FastTD3's replay buffer, with its names: ``from gpubuf.integrations.fasttd3 import SimpleReplayBuffer``.
+
+FastTD3 is at https://github.com/younggyoseo/FastTD3. :mod:`gpubuf.integrations.holosoma` has holosoma's variant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from gpubuf.data.buffers.replay_buffer import ReplayBuffer
+from gpubuf.data.storages.codecs import Codec
+from gpubuf.data.storages.tensor_storage import LazyTensorStorage
+from gpubuf.integrations.laws import EachEnvironment
+
+_STEPS = "steps_to_next_obs"
+
+
+class SimpleReplayBuffer:
+    """The buffer of FastTD3's ``fast_td3_utils``: the same arguments, keys, shapes, dtypes and law of sampling.
+
+    It differs where FastTD3's returns other numbers than the n-step return:
+
+    * A window never crosses the newest row of a full ring. FastTD3 adds the rewards of the oldest rows there.
+    * ``effective_n_steps`` is the number of rewards that were added, also where the window ends at a truncation or at
+      the newest row, so that ``gamma ** effective_n_steps`` is the right discount. FastTD3 counts ``dones`` alone.
+    * A truncation ends a window even if ``dones`` is not set with it.
+    * Every stored step can be drawn. FastTD3 leaves out the newest ``n_steps - 1`` until the ring is full.
+    * ``truncations`` are those that were written: none is made at the newest row.
+
+    Flags take one byte each in memory instead of eight. It is no ``nn.Module``: nothing of it is a parameter.
+
+    Args:
+        n_env: number of environments, E.
+        buffer_size: steps of each environment, T. There are ``T * E`` rows.
+        n_obs: length of an observation.
+        n_act: length of an action.
+        n_critic_obs: length of an observation of the critic. Without ``asymmetric_obs`` it has no effect.
+        asymmetric_obs: whether there are observations of the critic.
+        playground_mode: those begin with the observation. Then it is stored as a part of them. On the CPU a write
+            compares the two and raises ValueError if they differ.
+        n_steps: steps of a transition, 1 .. 64.
+        gamma: the discount.
+        device: where the rows are, and the batches: as for :class:`LazyTensorStorage`. Default: the CPU.
+        share_next: store observations once: half the memory. See :class:`LazyTensorStorage`.
+        next_capacity: with ``share_next``, room for the last observations of trajectories.
+        dtypes: how keys are stored, such as ``{"observations": torch.bfloat16}``. See :class:`LazyTensorStorage`.
+
+    Attributes:
+        buffer: the :class:`ReplayBuffer` behind it, for everything that FastTD3's buffer does not have.
+
+    Raises:
+        ValueError: ``n_steps``, ``gamma`` or a size is out of range.
+    """
+
+    def __init__(
+        self,
+        n_env: int,
+        buffer_size: int,
+        n_obs: int,
+        n_act: int,
+        n_critic_obs: int,
+        asymmetric_obs: bool = False,
+        playground_mode: bool = False,
+        n_steps: int = 1,
+        gamma: float = 0.99,
+        device: torch.device | str | None = None,
+        *,
+        share_next: bool = False,
+        next_capacity: int | None = None,
+        dtypes: Mapping[Any, torch.dtype | Codec] | None = None,
+    ) -> None:
+        self.n_env = n_env
+        self.buffer_size = buffer_size
+        self.n_obs = n_obs
+        self.n_act = n_act
+        self.n_critic_obs = n_critic_obs
+        self.asymmetric_obs = asymmetric_obs
+        self.playground_mode = playground_mode and asymmetric_obs
+        self.gamma = gamma
+        self.n_steps = n_steps
+        self.device = device
+        widths = {"observations": n_obs} | ({"critic_observations": n_critic_obs} if asymmetric_obs else {})
+        # What is read from a step: whether it is under "next", its name, dtype, and shape without environments.
+        self._columns: list[tuple[bool, str, torch.dtype, tuple[int, ...]]] = [
+            *[(False, name, torch.float32, (width,)) for name, width in widths.items()],
+            (False, "actions", torch.float32, (n_act,)),
+            *[(True, name, torch.float32, (width,)) for name, width in widths.items()],
+            (True, "rewards", torch.float32, ()),
+            (True, "dones", torch.int64, ()),
+            (True, "truncations", torch.int64, ()),
+        ]
+        # Those with memory of their own.
+        owners = [name for name in widths if not (self.playground_mode and name == "observations")]
+        flags = {("next", "dones"): torch.bool, ("next", "truncations"): torch.bool}
+        storage = LazyTensorStorage(
+            n_env * buffer_size,
+            device="cpu" if device is None else device,
+            ndim=2,
+            dtypes={**flags, **(dtypes or {})},
+            prefixes={"observations": "critic_observations"} if self.playground_mode else None,
+            share_next=owners if share_next else False,
+            next_capacity=next_capacity,
+        )
+        self.buffer = ReplayBuffer(
+            storage=storage,
+            sampler=EachEnvironment(),
+            dim_extend=0,
+            n_steps=n_steps,
+            gamma=gamma,
+            reward_keys=[("next", "rewards")],
+            end_keys=[("next", "dones"), ("next", "truncations")],
+        )
+
+    @property
+    def ptr(self) -> int:
+        """The number of steps that were ever written."""
+        return self.buffer.write_count // self.n_env
+
+    def __len__(self) -> int:
+        """The number of rows: of stored steps times environments."""
+        return len(self.buffer)
+
+    def extend(self, tensor_dict: Any) -> None:
+        """Write one step of all environments. No host sync.
+
+        Args:
+            tensor_dict: ``"observations"`` ``[E, n_obs]``, ``"actions"`` ``[E, n_act]`` and, if there are any,
+                ``"critic_observations"`` ``[E, n_critic_obs]``; under ``"next"`` both observations, ``"rewards"``,
+                ``"dones"`` and ``"truncations"`` ``[E]``. Other keys are left alone, and other dtypes converted.
+
+        Raises:
+            KeyError: a key is missing.
+            ValueError: a tensor has another shape, or in ``playground_mode`` (on the CPU) observations of the critic
+                don't begin with the observation; nothing is written.
+        """
+        following = tensor_dict["next"]
+        columns: list[Tensor] = []
+        for below, name, dtype, _ in self._columns:
+            value = following[name] if below else tensor_dict[name]
+            columns.append(value if value.dtype is dtype else value.to(dtype))
+        if not self.buffer.initialized:
+            self._check(columns)
+        root: dict[str, Any] = {}
+        under_next: dict[str, Any] = {}
+        for (below, name, _, _), value in zip(self._columns, columns, strict=True):
+            (under_next if below else root)[name] = value
+        root["next"] = TensorDict(under_next, batch_size=[self.n_env])
+        self.buffer.extend(TensorDict(root, batch_size=[self.n_env]).unsqueeze(0))
+
+    def _check(self, columns: list[Tensor]) -> None:
+        for (_, name, _, shape), value in zip(self._columns, columns, strict=True):
+            if value.shape != (self.n_env, *shape):
+                raise ValueError(f"{name!r} has shape {tuple(value.shape)}, expected {(self.n_env, *shape)}")
+
+    def sample(self, batch_size: int) -> TensorDict:
+        """``E * batch_size`` transitions, ``batch_size`` of each environment in turn. No host sync.
+
+        Args:
+            batch_size: transitions of each environment.
+
+        Returns:
+            A TensorDict ``[E * batch_size]`` with the keys that were written. Under ``"next"`` are also
+            ``"effective_n_steps"``, float32 (int64 with ``n_steps=1``); the flags are int64. The caller owns it.
+
+        Raises:
+            RuntimeError: nothing has been written.
+            ValueError: ``batch_size`` is below 1.
+        """
+        n = self.n_env * batch_size
+        data: TensorDict = self.buffer.sample(n)
+        following: TensorDict = data["next"]
+        steps = torch.ones_like(following["dones"]) if self.n_steps == 1 else data.pop(_STEPS).squeeze(-1).float()
+        following.set("effective_n_steps", steps)
+        return data
+
+    def state_dict(self) -> dict[str, Any]:
+        """Rows, counters and the random stream. FastTD3's buffer keeps none of them."""
+        return self.buffer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore :meth:`state_dict`."""
+        self.buffer.load_state_dict(state)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(n_env={self.n_env}, n_steps={self.n_steps}, buffer={self.buffer!r})"
