@@ -12,6 +12,7 @@ STAGE ?= 1
 FROM ?=
 VENV := .venv
 COMPAT := .compat
+DOCS := .docs
 PEERS := .peers
 PEER_NAMES := torchrl cpprb flashbax sb3 holosoma
 READY := $(PEER_NAMES:%=$(PEERS)/%/.ready)
@@ -26,7 +27,7 @@ export PIP_BUILD_CONSTRAINT := $(PIP_CONSTRAINT)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test compat bench gpu sanitize report clean
+.PHONY: help train test compat bench gpu sanitize report docs clean
 
 help:
 	@echo "make train   train SAC on Pendulum-v1; options: ARGS='--env NAME --uniform --seed 1 ...'"
@@ -39,6 +40,7 @@ help:
 	@echo "make sanitize  the gpu-marked tests of the kernels under NVIDIA's compute-sanitizer"
 	@echo "make report  write the figures of benchmarks/results/ into README.md and the pages of docs/;"
 	@echo "             FROM='folders' of make gpu are brought there first"
+	@echo "make docs    build the documentation site into site/; warnings are errors"
 	@echo "make clean   remove environments, caches and build products"
 
 train: $(VENV)/.train
@@ -81,8 +83,13 @@ report: $(VENV)/.test
 	$(if $(FROM),$(VENV)/bin/python -m benchmarks.stages --gather $(FROM))
 	$(VENV)/bin/python -m benchmarks.report
 
+# Without the variable mkdocs-material prints a notice about a later MkDocs.
+docs: $(DOCS)/.ready
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet $(ARGS)
+	@echo "open site/index.html"
+
 clean:
-	rm -rf $(VENV) $(COMPAT) $(PEERS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks .coverage
+	rm -rf $(VENV) $(COMPAT) $(DOCS) $(PEERS) site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks .coverage
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 define create_venv
@@ -92,7 +99,7 @@ $(PYTHON) -m venv --clear $(@D)
 @touch $@
 endef
 
-$(VENV)/.created $(COMPAT)/.created:
+$(VENV)/.created $(COMPAT)/.created $(DOCS)/.created:
 	$(create_venv)
 
 # The oldest torch that is supported has no build for the CPU alone on PyPI: its CUDA packages take about 5 GB.
@@ -111,6 +118,11 @@ $(VENV)/.train: $(VENV)/.created $(DECIDES)
 $(VENV)/.test: $(VENV)/.created $(DECIDES)
 	$(VENV)/bin/python -m pip install -q -e '.[train,test]'
 	@touch $@ $(VENV)/.train
+
+# The API reference is read from the sources, so this environment needs no torch.
+$(DOCS)/.ready: $(DOCS)/.created docs/requirements.txt constraints.txt
+	$(DOCS)/bin/python -m pip install -q -r docs/requirements.txt
+	@touch $@
 
 # A peer's environment holds what the peer needs beside ours, and sees the rest there, so that all are measured on one
 # torch. TorchRL's wheel asks for an older tensordict, and works with ours: without its dependencies, then. A peer that

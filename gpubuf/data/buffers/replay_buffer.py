@@ -248,7 +248,7 @@ class ReplayBuffer(Composed, Copyable, Movable, Stateful, WriteBack):
     # Writing
 
     def extend(self, data: Data, *, update_priority: bool | None = None) -> Tensor:
-        """Write a batch at the cursor; of more rows than the capacity the newest stay.
+        """Write a batch at the cursor; of more rows than the capacity the newest stay. No host sync.
 
         Args:
             data: ``[n]`` rows (for storages of two dimensions ``[E, T]``, see ``dim_extend``), or a list of rows. It
@@ -260,7 +260,6 @@ class ReplayBuffer(Composed, Copyable, Movable, Stateful, WriteBack):
 
         Raises:
             ValueError: a key is missing or unknown, or has another shape or dtype; nothing is written.
-            No host sync.
         """
         if update_priority is not None:
             raise NotImplementedError("update_priority is for TensorDictReplayBuffer, whose batches carry priorities")

@@ -1,0 +1,49 @@
+"""Links in the API reference: the docstrings' ``:class:`Name``` and ``:meth:`name``` become links of the site.
+
+A Griffe extension: mkdocstrings reads the sources with Griffe, and shows the docstrings that this leaves.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from griffe import Class, Extension, Object
+
+sys.path.insert(0, str(Path(__file__).parent))
+from hooks import public_paths
+
+PUBLIC = public_paths()
+#: An argument of a docstring whose names go on in the next line, which Griffe does not join.
+WRAPPED = re.compile(r"^( {4}(?:[*]{0,2}\w+, )*[*]{0,2}\w+,)\n +", re.MULTILINE)
+ROLE = re.compile(r":(?:class|func|meth|attr|mod|exc|data):`~?([\w.]+)`")
+
+
+def linked(docstring: str, owner: str | None, members: set[str]) -> str:
+    """The docstring with a link for every role that names something in the reference, and code for the others."""
+
+    def link(match: re.Match[str]) -> str:
+        name = match[1]
+        short = name.removeprefix("gpubuf.").rpartition(".")[2] if name.startswith("gpubuf.") else name
+        head, _, member = short.partition(".")
+        if head in PUBLIC:
+            return f"[`{short}`][{PUBLIC[head]}{'.' + member if member else ''}]"
+        if owner is not None and short in members:
+            return f"[`{short}`][{owner}.{short}]"
+        return f"`{short}`"
+
+    return ROLE.sub(link, WRAPPED.sub(r"\1 ", docstring))
+
+
+class Roles(Extension):
+    """Rewrites the docstrings of every object that has one."""
+
+    def on_object(self, *, obj: Object, **kwargs: Any) -> None:
+        if obj.docstring is None:
+            return
+        owner = obj if isinstance(obj, Class) else obj.parent
+        public = PUBLIC.get(owner.name) if isinstance(owner, Class) else None
+        members = {name for name, member in owner.members.items() if member.docstring} if public and owner else set()
+        obj.docstring.value = linked(obj.docstring.value, public, members)
