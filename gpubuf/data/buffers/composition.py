@@ -8,7 +8,7 @@ from typing import Self
 import torch
 
 from gpubuf.data.buffers.components import component, default_storage
-from gpubuf.data.buffers.multi_step import multi_step_of
+from gpubuf.data.buffers.multi_step import without_multi_steps
 from gpubuf.data.buffers.transforms import Compose
 from gpubuf.data.buffers.writers import Writer
 from gpubuf.data.concurrency.locking import BufferLock
@@ -51,11 +51,11 @@ class Composed:
     def insert_transform(self, index: int, transform: Callable[[Data], Data], *, invert: bool = False) -> Self:
         """Add a transform before the one at ``index``. Batches that were prefetched stay as they are."""
         with self._lock, self._prefetcher.quiet():
-            multi_step = multi_step_of(transform, self._recipe)
-            if multi_step is None:
-                self._transform.insert(index, transform, invert=invert)
-            else:
-                self._recipe = multi_step
+            rest, recipe = without_multi_steps(transform, self._recipe)
+            if rest is not None:
+                self._transform.insert(index, rest, invert=invert)
+            if recipe is not self._recipe:
+                self._recipe = recipe
                 self._assemble()
         return self
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from gpubuf.data.buffers.components import check_sizes
 from gpubuf.data.buffers.mixing import Mixture
 from gpubuf.data.buffers.replay_buffer import ReplayBuffer
+from gpubuf.data.buffers.row_info import put
 from gpubuf.data.buffers.sampling import finished
 from gpubuf.data.buffers.shares import check_shares
 from gpubuf.data.buffers.transforms import Compose
@@ -188,8 +189,7 @@ class MixedReplayBuffer:
         if include_info is None:
             include_info = is_tensordict and any(buffer._samples_have_info for buffer in self._buffers)
         if include_info:
-            for key, value in info.items():
-                data.set(key, value)
+            put(data, info, 1)
         return (data, info) if return_info else data
 
     def _checked(self, batch_size: int | None) -> int:

@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
+from gpubuf.data.buffers.transforms import Compose
 from gpubuf.data.runtime.recording import refuse_in_capture
 from gpubuf.data.storages.forms import NEXT_KEY
 from gpubuf.data.storages.layout import Data, Key, as_key
@@ -117,6 +118,27 @@ def multi_step_of(transform: Any, recipe: Recipe) -> Recipe | None:
     if recipe.n_steps > 1:
         raise TypeError(f"give either n_steps or a MultiStepTransform: n_steps is {recipe.n_steps} already")
     return _recipe(transform, recipe)
+
+
+def without_multi_steps(transform: Any, recipe: Recipe) -> tuple[Any, Recipe]:
+    """A transform without the MultiStepTransforms in it, or None if nothing is left, and ``recipe`` with their steps.
+
+    They are in it if it is one, or a Compose of which one is a part.
+
+    Raises:
+        TypeError: the recipe has several steps already.
+    """
+    if not isinstance(transform, Compose):
+        own = multi_step_of(transform, recipe)
+        return (transform, recipe) if own is None else (None, own)
+    rest = Compose()
+    for step in transform.steps:
+        own = multi_step_of(step.transform, recipe)
+        if own is None:
+            rest.steps.append(step)
+        else:
+            recipe = own
+    return rest if len(rest) else None, recipe
 
 
 def _recipe(transform: Any, recipe: Recipe) -> Recipe:

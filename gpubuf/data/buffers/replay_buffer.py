@@ -21,7 +21,7 @@ from gpubuf.data.buffers.composition import Composed
 from gpubuf.data.buffers.copying import Copyable
 from gpubuf.data.buffers.hindsight import Hindsight
 from gpubuf.data.buffers.moving import Movable
-from gpubuf.data.buffers.multi_step import multi_step_of
+from gpubuf.data.buffers.multi_step import without_multi_steps
 from gpubuf.data.buffers.row_order import RowOrder
 from gpubuf.data.buffers.sampling import Batches
 from gpubuf.data.buffers.stateful import Stateful
@@ -152,9 +152,8 @@ class ReplayBuffer(Composed, Copyable, Movable, Stateful, WriteBack):
         self._transform = Compose()
         self._pipeline = Pipeline.of(process)
         self._recipe = Recipe.of(n_steps, gamma, reward_keys, end_keys, traj_key, self._pipeline)
-        if (multi_step := multi_step_of(transform, self._recipe)) is not None:
-            self._recipe = multi_step
-        elif transform is not None:
+        transform, self._recipe = without_multi_steps(transform, self._recipe)
+        if transform is not None:
             self._transform.append(transform)
         self._relabel = relabel
         self._reader: TensorStorage | Reader = self._storage
@@ -275,6 +274,8 @@ class ReplayBuffer(Composed, Copyable, Movable, Stateful, WriteBack):
         if len(self._transform):
             # Inverse transforms may set keys in place; the caller's TensorDict must not see them.
             data = self._transform.inv(data if isinstance(data, Tensor) else data.copy())
+            if data is None:
+                return no_rows(storage)
         if not storage.initialized and storage.holds_nothing(data):
             return no_rows(storage)
         if storage.ndim > 1 and self.dim_extend != 0:
@@ -317,7 +318,7 @@ class ReplayBuffer(Composed, Copyable, Movable, Stateful, WriteBack):
         with self._lock:
             cursor = self._storage.cursor
             index = self.extend(data.unsqueeze(self.dim_extend))
-            return cursor if self._storage.ndim == 1 else index
+            return cursor if self._storage.ndim == 1 and index.numel() else index
 
     def __setitem__(self, index: Any, data: Data) -> None:
         """Overwrite rows in place. Priorities stay as they are: announce the change with :meth:`mark_update`."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.buffers.hindsight import Hindsight
+from gpubuf.data.buffers.row_info import put
 from gpubuf.data.buffers.transforms import Compose
 from gpubuf.data.buffers.writers import Writer
 from gpubuf.data.concurrency.locking import BufferLock
@@ -101,8 +102,7 @@ class Batches:
         if batch is None:
             batch = self.finish(self._draw(n, include_info, batches))
         if include_info and not batch.has_info:
-            for key, value in batch.info.items():
-                batch.data.set(key, value)
+            put(batch.data, batch.info, self._storage.ndim)
         return batch
 
     @property
@@ -158,7 +158,7 @@ class Batches:
                 include_info
                 and self._collate_fn is None
                 and not len(self._transform)
-                and reader.batch_layout.is_tensordict
+                and reader.batch_layout.takes_info
             )
             data = reader.assemble(drawn.tensors, info if direct else None, drawn.batch_size)
             return Batch(data, info, sampler.ran_out, direct)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gpubuf.data.buffers.components import component, default_storage
 from gpubuf.data.buffers.replay_buffer import ReplayBuffer
+from gpubuf.data.buffers.row_info import collapsed, expanded
 from gpubuf.data.buffers.writers import TensorDictRoundRobinWriter
 from gpubuf.data.concurrency.locking import unless_compiling
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
@@ -66,8 +67,13 @@ class TensorDictReplayBuffer(ReplayBuffer):
 
     def _read(self, index: Any) -> Data:
         data = super()._read(index)
+        if not isinstance(data, TensorDictBase):
+            return data
         coordinates = self._storage.coordinates(index)
-        return data.set("index", coordinates) if isinstance(data, TensorDictBase) else data
+        lead = coordinates.dim() - (self._storage.ndim > 1)
+        if data.batch_dims > lead:
+            coordinates = expanded(coordinates, lead, data.batch_size)
+        return data.set("index", coordinates)
 
     def sample(
         self,
@@ -111,9 +117,25 @@ class TensorDictReplayBuffer(ReplayBuffer):
             raise KeyError(f"the batch has no {missing!r}; its keys are {sorted(map(str, data.keys(True, True)))}")
         generation = get("index_generation", None)
         n = data.numel()
-        if priority.dim() != 1 or priority.numel() != n:
-            priority = sampler.reduce(priority, n)
+        if priority.dim() != 1 or priority.numel() != n or (index.dim() != 1 and self._storage.ndim == 1):
+            index, priority, generation = self._by_row(data, index, priority, generation)
         self.update_priority(index, priority, generation=generation)
+
+    def _by_row(
+        self, data: TensorDictBase, index: Tensor, priority: Tensor, generation: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Index, priority and generation of a batch with one entry for each row."""
+        storage, lead = self._storage, data.batch_dims
+        coordinates = int(storage.ndim > 1)
+        if not storage.initialized or index.dim() - coordinates < lead:
+            # The batch has dimensions that its index does not have.
+            lead = index.dim() - coordinates
+        elif (own := storage.batch_layout.nested_batch) and lead > len(own) and data.batch_size[-len(own) :] == own:
+            lead -= len(own)
+        index = collapsed(index, lead, index.dim() - coordinates - lead)
+        if generation is not None:
+            generation = collapsed(generation, lead, generation.dim() - lead)
+        return index, self._sampler.reduce(priority, data.batch_size[:lead].numel()), generation
 
 
 def _prioritized(

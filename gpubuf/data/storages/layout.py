@@ -170,6 +170,8 @@ class RowLayout:
         self.root = self._describe(example, (), batch_dims)
         #: Whether a batch is a plain TensorDict, rather than a tensor or a tensorclass.
         self.is_tensordict = isinstance(self.root, Node) and self.root.tensorclass is None
+        #: Whether info about rows can be an entry of a batch as it is: rows have no batch dimensions of their own.
+        self.takes_info = self.is_tensordict and not self.nested_batch
         self._positions = {leaf.key: position for position, leaf in enumerate(self.leaves)}
         self._arenas: dict[int, ArenaPlan] = {}
         self._models: dict[int, list[Tensor]] = {}
@@ -207,6 +209,7 @@ class RowLayout:
         other.leaves = list(leaves)
         other.root = _tree(list(enumerate(leaves)), (), self.root)
         other.is_tensordict = isinstance(other.root, Node) and other.root.tensorclass is None
+        other.takes_info = other.is_tensordict and not other.nested_batch
         other._positions = {leaf.key: position for position, leaf in enumerate(leaves)}
         return other
 

@@ -1,0 +1,53 @@
+"""Info about rows that have batch dimensions of their own: whole trajectories of shape ``[T]``, for example."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tensordict import TensorDictBase
+from torch import Tensor
+
+INDEX = "index"
+
+
+def put(data: TensorDictBase, info: Mapping[Any, Tensor], ndim: int) -> None:
+    """Write the info of a draw into its batch.
+
+    A number for each row stands for all elements of the row, so that the batch stays a valid TensorDict: in a batch of
+    shape ``[n, T]`` entries of shape ``[n]`` become ``[n, T]``, without memory of their own. If a transform has given
+    the batch another shape, the info takes that shape too.
+
+    Args:
+        data: the batch.
+        info: its info. The leading dimensions of its index are those of the draw.
+        ndim: dimensions of the storage: with several, the last dimension of an index holds coordinates.
+
+    Raises:
+        RuntimeError: a transform has left another number of rows than were drawn.
+    """
+    lead, shape = info[INDEX].dim() - (ndim > 1), data.batch_size
+    same = info[INDEX].shape[:lead] == shape[:lead]
+    for key, value in info.items():
+        if not same:
+            if value.shape[:lead].numel() == shape.numel():
+                value = value.reshape(*shape, *value.shape[lead:])
+        elif len(shape) > lead and (key == INDEX or value.shape[: len(shape)] != shape):
+            value = expanded(value, lead, shape)
+        data.set(key, value)
+
+
+def expanded(value: Tensor, lead: int, batch_size: tuple[int, ...]) -> Tensor:
+    """``[*batch_size[:lead], ...]`` as ``[*batch_size, ...]``, a view."""
+    rest = value.shape[lead:]
+    ones = (1,) * (len(batch_size) - lead)
+    return value.reshape(*value.shape[:lead], *ones, *rest).expand(*batch_size, *rest)
+
+
+def collapsed(value: Tensor, lead: int, own: int) -> Tensor:
+    """The inverse of :func:`expanded`: the numbers of the rows, of which the ``own`` dimensions behind ``lead`` say
+    the same.
+    """
+    for _ in range(own):
+        value = value.select(lead, 0)
+    return value

@@ -1,0 +1,172 @@
+"""Compose, and inverse transforms that have nothing to write yet."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import nn
+
+from gpubuf.data import Compose, LazyTensorStorage, MultiStepTransform, ReplayBuffer, TensorDictReplayBuffer
+
+
+def add(number: int):
+    def transform(batch):
+        return batch.apply(lambda value: value + number)
+
+    return transform
+
+
+class Waits(nn.Module):
+    """Writes nothing until it has had ``calls`` batches."""
+
+    def __init__(self, calls: int) -> None:
+        super().__init__()
+        self.calls = calls
+
+    def forward(self, data):
+        return data
+
+    def inv(self, data):
+        self.calls -= 1
+        return None if self.calls >= 0 else data
+
+
+def numbers(start: int, stop: int) -> TensorDict:
+    return TensorDict({"number": torch.arange(start, stop)}, [stop - start])
+
+
+def test_it_gives_the_objects_that_it_was_given():
+    first, second, third = add(1), Waits(0), nn.Identity()
+    compose = Compose(first, second)
+    compose.append(third)
+    assert [*compose] == compose.transforms == [first, second, third]
+    assert compose[0] is first
+    assert compose[-1] is third
+    assert isinstance(compose[1:], Compose)
+    assert compose[1:].transforms == [second, third]
+    assert len(compose) == 3
+    assert second in compose
+    with pytest.raises(IndexError):
+        compose[3]
+
+
+@pytest.mark.parametrize("given", ["one by one", "a list", "by name"])
+def test_it_takes_transforms_as_torchrl_does(given):
+    both = [add(1), add(2)]
+    compose = {
+        "one by one": lambda: Compose(*both),
+        "a list": lambda: Compose(both),
+        "by name": lambda: Compose(transforms=both),
+    }[given]()
+    assert compose.transforms == both
+
+
+def test_transforms_are_inserted_and_removed():
+    a, b, c = add(1), add(2), add(3)
+    compose = Compose(a)
+    compose.insert(-1, b)
+    compose.insert(0, c)
+    assert compose.transforms == [c, b, a]
+    assert compose.pop() is a
+    assert compose.pop(0) is c
+    with pytest.raises(ValueError, match=r"the index must be in \[-1, 1\], got 2"):
+        compose.insert(2, a)
+    with pytest.raises(TypeError, match="not both"):
+        Compose(a, transforms=[b])
+    with pytest.raises(TypeError, match="must be callable"):
+        Compose(1)
+
+
+def test_a_compose_gives_a_buffer_its_transforms():
+    first, second, third = add(1), add(10), add(100)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(5), transform=Compose(first, second), batch_size=4)
+    buffer.append_transform(Compose(third))
+    assert buffer.transform.transforms == [first, second, third]
+    assert buffer.transform[1] is second
+    buffer.extend(numbers(0, 1))
+    assert buffer.sample()["number"].tolist() == [111] * 4
+
+
+def test_a_multi_step_transform_in_a_compose_sets_n_steps():
+    rows = TensorDict(
+        {"observation": torch.arange(6.0), ("next", "reward"): torch.ones(6, 1), ("next", "done"): torch.zeros(6, 1)},
+        [6],
+    )
+    other = add(0)
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(6), transform=Compose(other, MultiStepTransform(3, 1.0)), batch_size=50
+    )
+    buffer.extend(rows)
+    assert buffer.transform.transforms == [other]
+    assert buffer.sample()["next", "reward"].max() == 3.0
+    with pytest.raises(TypeError, match="either n_steps or"):
+        buffer.append_transform(Compose(MultiStepTransform(2, 1.0)))
+
+
+@pytest.mark.parametrize("kind", [ReplayBuffer, TensorDictReplayBuffer])
+@pytest.mark.parametrize("ndim", [1, 2])
+def test_an_inverse_transform_may_keep_the_rows_for_later(kind, ndim):
+    buffer = kind(storage=LazyTensorStorage(8, ndim=ndim), transform=Compose(add(0), Waits(2)), batch_size=2)
+    data = numbers(0, 4) if ndim == 1 else numbers(0, 4).reshape(2, 2)
+    written = buffer.extend(data)
+    assert written.shape == ((0,) if ndim == 1 else (0, 2))
+    assert written.dtype is torch.int64
+    assert len(buffer) == 0
+    added = buffer.add(data[0] if ndim == 1 else data[:, 0])
+    assert isinstance(added, torch.Tensor)
+    assert added.numel() == 0
+    assert len(buffer) == 0
+    assert buffer.extend(data).shape[0] == 4
+    assert len(buffer) == 4
+    assert buffer.sample()["number"].numel() == 2
+
+
+def test_a_callable_that_only_applies_to_written_rows_may_too():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(8), batch_size=2)
+    buffer.append_transform(lambda data: data if len(data) > 1 else None, invert=True)
+    assert buffer.extend(numbers(0, 1)).numel() == 0
+    assert buffer.extend(numbers(0, 3)).tolist() == [0, 1, 2]
+
+
+def test_it_can_be_copied():
+    compose = Compose(Waits(3), nn.Identity())
+    again = copy.deepcopy(compose)
+    assert [type(transform) for transform in again] == [Waits, nn.Identity]
+    assert again[0] is not compose[0]
+
+
+class TestTorchRLsOwn:
+    """Objects of TorchRL's in a buffer of ours. Run where TorchRL is installed."""
+
+    def test_multi_step_transform_in_its_compose_waits_for_its_steps(self):
+        transforms = pytest.importorskip("torchrl.envs.transforms")
+        own = transforms.Compose(transforms.MultiStepTransform(n_steps=3, gamma=0.5))
+        buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(20), transform=own, batch_size=4)
+        lengths = [len(buffer)]
+        for start in range(0, 10, 2):
+            buffer.extend(_transitions(start, start + 2))
+            lengths.append(len(buffer))
+        assert lengths == [0, 0, 1, 3, 5, 7]
+        assert buffer[:]["next", "reward"].flatten().tolist() == [i + (i + 1) / 2 + (i + 2) / 4 for i in range(7)]
+        assert buffer.transform[0] is own
+
+    def test_multi_step_transform_is_a_recipe(self):
+        transforms = pytest.importorskip("torchrl.envs.transforms")
+        buffer = TensorDictReplayBuffer(
+            storage=LazyTensorStorage(20), transform=transforms.MultiStepTransform(n_steps=3, gamma=0.5), batch_size=64
+        )
+        buffer.extend(_transitions(0, 10))
+        batch = buffer.sample()
+        assert set(batch["steps_to_next_obs"].flatten().tolist()) == {1, 2, 3}
+        assert len(buffer) == 10
+
+
+def _transitions(start: int, stop: int) -> TensorDict:
+    n = stop - start
+    step = torch.arange(start, stop).float().unsqueeze(1)
+    flag = torch.zeros(n, 1, dtype=torch.bool)
+    after = {"observation": step + 1, "reward": step, "done": flag, "terminated": flag.clone()}
+    return TensorDict({"observation": step, "next": after}, [n])

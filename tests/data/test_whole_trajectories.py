@@ -1,0 +1,132 @@
+"""Rows that are trajectories: batches of shape ``[n, T]`` in storages of one dimension, as in TorchRL."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+import gpubuf.data
+from gpubuf.data import (
+    LazyTensorStorage,
+    MixedReplayBuffer,
+    PrioritizedSampler,
+    SliceSampler,
+    TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
+)
+from tests.support.torchrl_samples import whole_trajectories
+from tests.support.torchrl_samples.whole_trajectories import KINDS, REDUCTIONS, reads, rows, update
+
+RECORDED = json.loads(whole_trajectories.RECORDED.read_text())
+OWN = {"index_generation"}
+"""Prioritized samples have this here without being asked."""
+
+
+def new(kind: str, **options):
+    return whole_trajectories.new(gpubuf.data, kind, **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_have_the_entries_of_torchrl(kind):
+    for name, found in reads(new(kind)).items():
+        expected = RECORDED["reads"][kind][name]
+        extra = OWN if kind == "prioritized" and name in ("sample", "info") else set()
+        assert {key: value for key, value in found.items() if key not in extra} == expected, name
+        assert extra <= found.keys()
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_priorities_are_reduced_as_in_torchrl(reduction):
+    buffer = new("prioritized", reduction=reduction)
+    update(buffer)
+    assert buffer.sampler.tree.leaves[:5].tolist() == RECORDED["leaves"][reduction]
+
+
+@pytest.mark.parametrize("ndim", [1, 2])
+def test_a_batch_says_of_every_step_where_its_row_lies(ndim):
+    buffer = TensorDictPrioritizedReplayBuffer(
+        alpha=1.0, beta=1.0, storage=LazyTensorStorage(20, ndim=ndim), batch_size=6
+    )
+    n = (5,) if ndim == 1 else (2, 5)
+    number = torch.arange(10)[: 5 * ndim].view(*n, 1).expand(*n, 3)
+    buffer.extend(TensorDict({"number": number}, [*n, 3]))
+    batch, info = buffer.sample(return_info=True)
+    assert batch.batch_size == (6, 3)
+    assert batch["index"].shape == ((6, 3) if ndim == 1 else (6, 3, 2))
+    assert torch.equal(batch["index"][:, 0], info["index"])
+    assert (batch["index"] == batch["index"][:, :1]).all()
+    assert batch["priority_weight"].shape == batch["index_generation"].shape == (6, 3)
+    stored = buffer[:]
+    assert stored["index"].shape == (stored.batch_size if ndim == 1 else (*stored.batch_size, 2))
+    assert torch.equal(batch[:, 0]["number"], buffer[info["index"]]["number"][:, 0])
+
+    batch["td_error"] = batch["number"].unsqueeze(-1) + 1.0
+    buffer.update_tensordict_priority(batch)
+    leaves = buffer.sampler.tree.leaves[: 5 * ndim]
+    drawn = buffer.storage.unravel(torch.arange(5 * ndim))
+    for row, position in enumerate(drawn):
+        known = (info["index"] == position).reshape(6, -1).all(-1)
+        expected = float(batch["number"][known][0, 0]) + 1.0 if known.any() else 1.0
+        assert leaves[row] == pytest.approx(expected, rel=1e-6)
+
+
+def test_rows_that_were_overwritten_take_no_priority():
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(4), sampler=PrioritizedSampler(4, 1.0, 1.0), batch_size=8)
+    buffer.extend(rows(4, 3))
+    batch = buffer.sample()
+    buffer.extend(rows(2, 3))
+    batch["td_error"] = torch.full((8, 3), 7.0)
+    buffer.update_tensordict_priority(batch)
+    assert buffer.sampler.tree.leaves[:2].tolist() == [1.0, 1.0]
+
+
+def test_an_index_may_have_more_dimensions_than_its_batch():
+    buffer = new("prioritized")
+    batch = TensorDict({"index": torch.arange(3).unsqueeze(1).expand(3, 4), "td_error": torch.arange(3) + 2.0}, [3])
+    buffer.update_tensordict_priority(batch)
+    assert buffer.sampler.tree.leaves[:3].tolist() == [2.0, 3.0, 4.0]
+
+
+def test_priorities_of_a_written_batch_are_reduced():
+    sampler = PrioritizedSampler(10, 1.0, 1.0, eps=0.0, reduction="min")
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler, batch_size=3)
+    buffer.extend(rows(2, 4).set("td_error", torch.tensor([[5.0, 3.0, 4.0, 9.0], [0.5, 2.0, 1.0, 1.0]])))
+    assert sampler.tree.leaves[:3].tolist() == [3.0, 0.5, 0.0]
+
+
+def test_stacked_slices_keep_an_index_of_every_step():
+    sampler = SliceSampler(slice_len=3, end_key=("next", "done"), stack=True)
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(12), sampler=sampler, batch_size=6)
+    done = torch.zeros(12, 1, dtype=torch.bool)
+    buffer.extend(TensorDict({"number": torch.arange(12), ("next", "done"): done}, [12]))
+    batch = buffer.sample()
+    assert batch.batch_size == (2, 3)
+    assert torch.equal(batch["index"], batch["number"])
+
+
+def test_a_transform_may_give_the_batch_another_shape():
+    """Slices in a batch are flat; a transform may give each of them a row."""
+    buffer = TensorDictPrioritizedReplayBuffer(
+        alpha=1.0, beta=1.0, storage=LazyTensorStorage(12), batch_size=6, transform=lambda batch: batch.reshape(2, 3)
+    )
+    buffer.extend(TensorDict({"number": torch.arange(12)}, [12]))
+    batch = buffer.sample()
+    assert batch.batch_size == batch["index"].shape == batch["priority_weight"].shape == (2, 3)
+    assert torch.equal(batch["index"], batch["number"])
+    batch["td_error"] = batch["number"] + 2.0
+    buffer.update_tensordict_priority(batch)
+    expected = torch.ones(12)
+    expected[batch["number"]] = batch["number"] + 2.0
+    assert torch.allclose(buffer.sampler.tree.leaves[:12], expected)
+    buffer.append_transform(lambda batch: batch[:1])
+    with pytest.raises(RuntimeError, match="index"):
+        buffer.sample()
+
+
+def test_batches_of_several_buffers_are_valid_too():
+    buffers = [new("prioritized"), new("uniform")]
+    batch = MixedReplayBuffer(buffers, [0.5, 0.5], batch_size=6).sample()
+    assert batch.batch_size == batch["index"].shape == batch["buffer"].shape == (6, 4)
