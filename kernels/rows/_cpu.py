@@ -8,6 +8,7 @@ than the first (measured on Zen 4, 1 M rows: 17 µs without and with prefetches 
 # Numba needs the real signatures: no `from __future__ import annotations`.
 
 from array import array
+from collections.abc import Callable
 
 import torch
 from numba import carray
@@ -323,6 +324,34 @@ def extend(table: Tensor, sources: list[Tensor], ring: Tensor, n: int, capacity:
     if result == _DONE:
         return index
     raise _source_misfit(table, sources[result], result, n)
+
+
+def prepared_extend(
+    table: Tensor, sources: list[Tensor], ring: Tensor, n: int, capacity: int, keeps_index: bool
+) -> "Callable[[], Tensor]":
+    """:func:`extend` with ``n >= 1`` rows of the same contiguous memory at every call, which is checked only here.
+
+    Returns:
+        A function that writes what is in the memory then and returns its index: a tensor of its own for each call, or,
+        without ``keeps_index``, always the same one.
+    """
+    n_keys = check_storage(table, ring, capacity)
+    check_source_count(sources, n_keys)
+    described, alive = describe_sources(sources, n)
+    for key, row_bytes in enumerate(table[:, ROW_BYTES].tolist()):
+        if described[3 * key + 2] != n * row_bytes:
+            raise _source_misfit(table, sources[key], key, n)
+    arguments = (table.data_ptr(), n_keys, described.buffer_info()[0], ring.data_ptr(), n, capacity)
+    model = torch.empty(n, dtype=torch.int64)
+    # The kernel knows addresses alone.
+    kept = (table, sources, ring, described, alive)
+
+    def launch(_kept: object = kept) -> Tensor:
+        index = torch.empty_like(model) if keeps_index else model
+        _extend(*arguments, index.data_ptr())
+        return index
+
+    return launch
 
 
 def write(

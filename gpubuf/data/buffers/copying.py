@@ -23,7 +23,7 @@ from gpubuf.data.runtime.interruption import REPLAY
 
 _BYTES = "_bytes"
 # A copy gets new ones.
-_OF_THE_PROCESS = ("_lock", "_prefetcher", "_batches")
+_OF_THE_PROCESS = ("_lock", "_prefetcher", "_batches", "_columns")
 
 
 class Copyable(Mending):

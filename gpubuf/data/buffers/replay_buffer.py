@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpubuf.data.buffers.column_writes import ColumnWrites
 from gpubuf.data.buffers.components import (
     check_sizes,
     component,
@@ -44,7 +45,7 @@ _compiling = torch.compiler.is_compiling
 _no_lock = nullcontext()
 
 
-class ReplayBuffer(Composed, Copyable, Movable, Stateful, WriteBack):
+class ReplayBuffer(ColumnWrites, Composed, Copyable, Movable, Stateful, WriteBack):
     """A replay buffer whose rows, counters and random numbers stay on the storage's device.
 
     ``extend``, ``sample`` and ``update_priority`` never synchronise with the host. All of them may be called from

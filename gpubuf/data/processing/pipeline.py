@@ -131,6 +131,11 @@ class Pipeline:
 
     # Writing
 
+    @property
+    def learns(self) -> bool:
+        """Whether any object looks at what is written."""
+        return bool(self._learning)
+
     def check_write(self, data: Data, ndim: int) -> None:
         """Raise a ValueError, before anything is written, if a batch can't be learnt from."""
         for step in self._checking:

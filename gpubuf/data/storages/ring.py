@@ -105,6 +105,12 @@ class Ring:
         self.written += n
         self.size = min(self.size + n, self.capacity)
 
+    def note(self, n: int) -> None:
+        """:meth:`count` in eager mode, where nothing is recorded or captured."""
+        self.written += n
+        size = self.size + n
+        self.size = size if size < self.capacity else self.capacity
+
     def count_update(self) -> None:
         """Note that rows were changed in place: now, and at each replay of a captured step."""
         if torch.compiler.is_compiling():

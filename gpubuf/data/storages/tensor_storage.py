@@ -8,7 +8,7 @@ advance; the host keeps a mirror, so that ``len()`` costs nothing and never sync
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -105,7 +105,25 @@ class TensorStorage(SharedStates):
             raise ValueError(f"the storage's shape is {self._shape}, the batch's {shape}: all but the first must agree")
         if self.computed:
             sources = self._sources(sources, self.ndim)
-        local = self._local(sources, self.ndim)
+        return self._append(self._local(sources, self.ndim), n)
+
+    def append_columns(self, sources: list[Tensor], n: int) -> Tensor:
+        """:meth:`append` of ``n >= 1`` rows, ``[n, ...]`` for each of ``written_layout.leaves``: nothing is checked."""
+        if self.computed:
+            sources = self._sources(sources, 1)
+        return self._append(to_device(sources, self._device), n)
+
+    def append_prepared(self, launch: Callable[[], Tensor], n: int) -> Tensor:
+        """:meth:`append` of ``n`` rows by a launch that was prepared, in eager mode on the CPU."""
+        ring = self.counters
+        self.unfinished = Unfinished(ring.written)
+        index = launch()
+        ring.note(n)
+        if self.end_bits is not None:
+            self.end_bits.write(self.ring, n)
+        return index
+
+    def _append(self, local: list[Tensor], n: int) -> Tensor:
         if not torch.compiler.is_compiling():
             # Until the buffer has told its sampler, too.
             self.unfinished = Unfinished(self.written)

@@ -1,0 +1,333 @@
+"""Writes of rows that come as one array a key: from NumPy or as tensors, without a TensorDict around them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from gpubuf.data.buffers.row_order import RowOrder
+from gpubuf.data.buffers.transforms import Compose
+from gpubuf.data.buffers.writers import RoundRobinWriter, Writer
+from gpubuf.data.concurrency.locking import BufferLock
+from gpubuf.data.processing.pipeline import Pipeline
+from gpubuf.data.runtime.recording import current
+from gpubuf.data.samplers.base import Sampler
+from gpubuf.data.storages.layout import Key, Leaf, as_key, as_written
+from gpubuf.data.storages.staged_rows import Columns, StagedRows
+from gpubuf.data.storages.tensor_storage import TensorStorage
+from gpubuf.kernels._registry import eager, past_dispatcher
+
+# Numbers of rows, other than one step, for which memory is kept.
+_SIZES = 8
+_compiling = torch.compiler.is_compiling
+
+
+class ColumnWrites:
+    """Writes columns. A mixin of methods that users call on the buffer."""
+
+    _storage: TensorStorage
+    _sampler: Sampler
+    _writer: Writer
+    _transform: Compose
+    _pipeline: Pipeline | None
+    _row_order: RowOrder | None
+    _given: Tensor | None
+    _lock: BufferLock
+    _columns: _Plan | None = None
+
+    @property
+    def dim_extend(self) -> int:
+        """The dimension of a written batch along which time runs."""
+        raise NotImplementedError
+
+    def add(self, data: Any) -> Any:
+        """See :class:`gpubuf.ReplayBuffer`."""
+        raise NotImplementedError
+
+    def extend(self, data: Any) -> Tensor:
+        """See :class:`gpubuf.ReplayBuffer`."""
+        raise NotImplementedError
+
+    def _tell_sampler(self, survivors: Tensor) -> None:
+        raise NotImplementedError
+
+    @property
+    def column_keys(self) -> list[Any]:
+        """The keys of a row in the order of its columns.
+
+        Raises:
+            RuntimeError: nothing has been written yet.
+        """
+        return [as_written(leaf.key) for leaf in self._storage.written_layout.leaves]
+
+    def extend_columns(self, columns: Columns) -> None:
+        """Write rows given as one array a key, as :meth:`extend` writes a TensorDict of them, in less time.
+
+        Args:
+            columns: NumPy arrays or tensors ``[n, ...]`` by key; for storages of two dimensions ``[E, T, ...]``, see
+                ``dim_extend``. After the first write also a list or tuple in the order of :attr:`column_keys`. They
+                are read before this returns, and never changed. Lists and Python numbers take the dtype of their key.
+
+        Raises:
+            ValueError: a key is missing or unknown, or has another shape or dtype; nothing is written.
+            No host sync.
+        """
+        if _compiling():
+            self._write_tensordict(columns, False)
+            return
+        with self._lock:
+            self._write_columns(columns, False)
+
+    def add_columns(self, columns: Columns) -> None:
+        """Write one row, given as one array a key, without batch dimensions; or one step of all environments.
+
+        Args:
+            columns: as for :meth:`extend_columns`, of the shape of a row; for storages of two dimensions ``[E, ...]``.
+
+        Raises:
+            ValueError: as :meth:`extend_columns`. No host sync.
+        """
+        if _compiling():
+            self._write_tensordict(columns, True)
+            return
+        with self._lock:
+            self._write_columns(columns, True)
+
+    def _write_columns(self, columns: Columns, one_step: bool) -> None:
+        storage, plan = self._storage, self._columns
+        # Whether all is as it was when the plan was made, spelled out: every write asks.
+        if (
+            plan is None
+            or storage._form is not plan.form
+            or storage.table is not plan.table
+            or self._sampler is not plan.sampler
+            or self._writer is not plan.writer
+        ):
+            plan = self._columns = self._new_plan() if storage.initialized else None
+        if plan is None or not plan.direct or len(self._transform) or current.recording is not None:
+            self._write_tensordict(columns, one_step)
+            return
+        # No priorities come with the rows, also for whoever completes this write.
+        self._given = None
+        staged = plan.one_step if one_step else plan.staged_for(columns)
+        launch = None if staged is None else staged.launch
+        if launch is not None and past_dispatcher(plan.table) and staged.fill(columns):  # type: ignore[union-attr]
+            n = staged.n  # type: ignore[union-attr]
+            index = storage.append_prepared(launch, n)
+        else:
+            sources, n = plan.sources(None if launch else staged, columns, one_step, self.dim_extend)
+            if n == 0:
+                return
+            index = storage.append_columns(sources, n)
+        if n > storage.max_size:
+            # Of more rows than the capacity only the newest are there.
+            index = index[-storage.max_size :]
+        if plan.tells:
+            self._tell_sampler(index)
+        storage.unfinished = None
+        if self._row_order is not None:
+            self._row_order.look(storage)
+
+    def _new_plan(self) -> _Plan:
+        storage, pipeline = self._storage, self._pipeline
+        # Priorities that come with the rows, statistics and other writers need the batch as a whole.
+        priority = as_key(getattr(self, "priority_key", ()))
+        given = self._sampler.has_priorities and storage.written_layout.position(priority) is not None
+        learns = pipeline is not None and pipeline.learns
+        plain = type(self._writer).extend is RoundRobinWriter.extend
+        return _Plan(storage, self._writer, self._sampler, direct=plain and not (given or learns))
+
+    def _write_tensordict(self, columns: Columns, one_step: bool) -> None:
+        storage = self._storage
+        lead = storage.ndim - 1 if one_step else storage.ndim
+        if not isinstance(columns, Mapping):
+            columns = dict(zip(self.column_keys, columns, strict=True)) if storage.initialized else _named(columns)
+        leaves = storage.written_layout.leaves if storage.initialized else []
+        data = _tensordict_of(columns, lead, {leaf.key: leaf.dtype for leaf in leaves})
+        if one_step:
+            self.add(data)
+        else:
+            self.extend(data)
+
+
+def _named(columns: Any) -> Mapping[Any, Any]:
+    raise ValueError(
+        "the first write settles keys and their order: expected a dict of arrays by key, got a "
+        f"{type(columns).__name__}"
+    )
+
+
+def _tensordict_of(columns: Mapping[Any, Any], lead: int, dtypes: Mapping[Key, torch.dtype]) -> TensorDict:
+    """Columns as a TensorDict with ``lead`` batch dimensions. Lists and numbers take the dtypes given by key.
+
+    Raises:
+        ValueError: there are none, or they have different batch dimensions.
+    """
+    if not columns:
+        raise ValueError("there are no columns")
+    out: TensorDict | None = None
+    for key, value in columns.items():
+        if isinstance(value, (np.ndarray, np.generic)):
+            value = torch.from_numpy(_readable(np.asarray(value)))
+        tensor = value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=dtypes.get(as_key(key)))
+        if out is None:
+            out = TensorDict({}, batch_size=tensor.shape[:lead])
+        if tensor.ndim < lead or tensor.shape[:lead] != out.batch_size:
+            raise ValueError(
+                f"key {key!r} has shape {tuple(tensor.shape)}, but the columns before it have the batch dimensions "
+                f"{tuple(out.batch_size)}"
+            )
+        out.set(as_key(key), tensor)
+    assert out is not None
+    return out
+
+
+def _readable(array: np.ndarray) -> np.ndarray:
+    """``array``, or a copy if PyTorch would not take its memory, or would warn that it may be written to."""
+    if not array.flags.writeable or any(stride < 0 for stride in array.strides):
+        return array.copy()
+    return array
+
+
+class _Plan:
+    """How columns are written to a storage, as long as its form, writer and sampler stay.
+
+    Attributes:
+        direct: whether columns can be written at all; if not, they become a TensorDict.
+        form, table, writer, sampler: what the plan was made for.
+        tells: whether the sampler is told of writes.
+    """
+
+    def __init__(self, storage: TensorStorage, writer: Writer, sampler: Sampler, *, direct: bool) -> None:
+        self.direct = direct
+        self.form, self.table, self.writer, self.sampler = storage.form, storage.table, writer, sampler
+        self.tells = type(sampler).on_write is not Sampler.on_write
+        self._storage = storage
+        self._layout = storage.written_layout
+        self._keys = [as_written(leaf.key) for leaf in self._layout.leaves]
+        self._step = tuple(storage.shape[1:])
+        self._expected = [(leaf.dtype, torch.Size((*self._step, *leaf.shape))) for leaf in self._layout.leaves]
+        self._staged: dict[int, StagedRows | None] = {}
+        #: Memory for a write of one step.
+        self.one_step = self._new_staged(self._step)
+
+    def staged_for(self, columns: Columns) -> StagedRows | None:
+        """Memory for a write of as many rows as the first of ``columns`` has, of a storage of one dimension."""
+        if len(self._step) > 0:
+            return None
+        value = next(iter(columns.values() if isinstance(columns, Mapping) else columns), None)
+        if type(value) is not np.ndarray or value.ndim == 0:
+            return None
+        n = value.shape[0]
+        if n not in self._staged:
+            if len(self._staged) >= _SIZES:
+                self._staged.clear()
+            self._staged[n] = self._new_staged((n,))
+        return self._staged[n]
+
+    def _new_staged(self, lead: tuple[int, ...]) -> StagedRows | None:
+        # Fake tensors, and modes that change what a function does, take the general way.
+        if not eager(self.table):
+            return None
+        return StagedRows.of(self._storage, lead, keeps_index=self.tells)
+
+    def sources(
+        self, staged: StagedRows | None, columns: Columns, one_step: bool, dim_extend: int
+    ) -> tuple[list[Tensor], int]:
+        """Columns as tensors ``[n, ...]``, and the number of rows.
+
+        Raises:
+            ValueError: a key is missing or unknown, or has another shape or dtype.
+        """
+        if staged is not None and eager(self.table) and staged.fill(columns):
+            found = staged.on_device(self.table.device)
+            if found is not None:
+                return found, staged.n
+        if one_step and len(self._step) == 1:
+            found = self._tensors(columns)
+            if found is not None:
+                return found, self._step[0]
+        return self._read(columns, one_step, dim_extend)
+
+    def _tensors(self, columns: Columns) -> list[Tensor] | None:
+        """The columns of one step of several environments, ``[E, ...]``, if they are plain tensors of one dimension."""
+        values: list[Any]
+        if type(columns) is dict and len(columns) == len(self._keys):
+            values = [columns.get(key) for key in self._keys]
+        elif type(columns) is list and len(columns) == len(self._keys):
+            values = columns
+        else:
+            return None
+        for value, (dtype, shape) in zip(values, self._expected, strict=True):
+            if type(value) is not Tensor or value.dtype is not dtype or value.shape != shape:
+                return None
+        return values
+
+    # Read where they are: tensors, and large arrays
+
+    def _read(self, columns: Columns, one_step: bool, dim_extend: int) -> tuple[list[Tensor], int]:
+        ndim = self._storage.ndim
+        lead = self._step if one_step else None
+        sources: list[Tensor] = []
+        for leaf, value in zip(self._layout.leaves, self._values(columns), strict=True):
+            tensor = value if isinstance(value, Tensor) else _as_tensor(value, leaf)
+            if lead is None:
+                lead = tuple(tensor.shape[:ndim])
+            if tensor.dtype is not leaf.dtype or tensor.shape != (*lead, *leaf.shape) or len(lead) < len(self._step):
+                raise ValueError(
+                    f"key {leaf.name}: the storage holds rows of shape {leaf.shape} and {leaf.dtype}, so that a column "
+                    f"of this write has shape {(*lead, *leaf.shape)}; it has {tuple(tensor.shape)} and {tensor.dtype}"
+                )
+            sources.append(tensor)
+        assert lead is not None
+        n = math.prod(lead)
+        if one_step:
+            return ([t.unsqueeze(0) for t in sources] if ndim == 1 else _flat(sources, ndim - 1)), n
+        if ndim == 1 or n == 0:
+            return sources, n
+        if dim_extend != 0:
+            sources = [t.transpose(0, dim_extend) for t in sources]
+            lead = (lead[dim_extend], *lead[1:dim_extend], lead[0], *lead[dim_extend + 1 :])
+        if lead[1:] != self._step:
+            raise ValueError(
+                f"the storage's shape is {tuple(self._storage.shape)}, the batch's {lead}: all but the first must agree"
+            )
+        return _flat(sources, ndim), n
+
+    def _values(self, columns: Columns) -> list[Any]:
+        if isinstance(columns, Mapping):
+            ignored = self._layout.ignored
+            by_key = {as_key(key): value for key, value in columns.items()}
+            given = {key: value for key, value in by_key.items() if not (len(key) == 1 and key[0] in ignored)}
+            stored = [leaf.key for leaf in self._layout.leaves]
+            if given.keys() != set(stored):
+                missing = [as_written(key) for key in stored if key not in given]
+                extra = [as_written(key) for key in given if key not in stored]
+                raise ValueError(f"the columns differ from the storage's keys: missing {missing}, extra {extra}")
+            return [given[key] for key in stored]
+        if not isinstance(columns, (list, tuple)):
+            raise TypeError(f"expected a dict, list or tuple of arrays, got a {type(columns).__name__}")
+        if len(columns) != len(self._keys):
+            raise ValueError(f"the storage has the {len(self._keys)} columns {self._keys}, got {len(columns)}")
+        return list(columns)
+
+
+def _as_tensor(value: Any, leaf: Leaf) -> Tensor:
+    if isinstance(value, (np.ndarray, np.generic)):
+        try:
+            return torch.from_numpy(_readable(np.asarray(value)))
+        except TypeError as error:
+            raise ValueError(
+                f"key {leaf.name}: the storage holds {leaf.dtype}, the column can't be read: {error}"
+            ) from None
+    return torch.as_tensor(value, dtype=leaf.dtype)
+
+
+def _flat(sources: list[Tensor], dims: int) -> list[Tensor]:
+    return sources if dims == 1 else [t.flatten(0, dims - 1) for t in sources]
