@@ -26,6 +26,7 @@ SUBJECTS = (
     "batches",
     "learning",
     "algorithms",
+    "losses",
 )
 
 

@@ -21,6 +21,7 @@ from benchmarks.report.training import learning_section, training_runs_table, tr
 from benchmarks.studies.batches import batches_section
 from benchmarks.studies.host import host_section
 from benchmarks.studies.kernels import launches_table, resources_table
+from benchmarks.studies.losses import losses_section
 from benchmarks.studies.predict import prediction_table
 from benchmarks.workloads.registry import REGISTRY, TITLES
 from benchmarks.workloads.replay import WORKLOADS
@@ -338,6 +339,7 @@ FIGURES: dict[str, Callable[[Runs], str]] = {
     "host": host_section,
     "batches": batches_section,
     "learning": learning_section,
+    "losses": losses_section,
     "algorithms": algorithms_section,
     "memory": memory_tables,
     "launches": launches_table,

@@ -1,0 +1,385 @@
+"""Every loss by gpubuf, by hand in plain PyTorch and by TorchRL, on the same parameters: forward and backward.
+
+:func:`contenders` makes the calls to time. Before that it asserts that their losses and gradients agree.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+from benchmarks.peers.libraries import UnavailableError
+from benchmarks.workloads import plain_losses as plain
+from benchmarks.workloads.plain_sac import ACTION, LOWEST_SCALE, OBSERVATION, PlainSAC, make_batch
+
+Call = Callable[[], object]
+LOSSES = ("loss_actor", "loss_qvalue", "loss_alpha")
+
+
+def wave(shape: Sequence[int]) -> Tensor:
+    """Numbers that look like normal ones, by a formula: the same for every batch of the last two dimensions."""
+    last = torch.Size(shape[-2:])
+    noise = 1.4 * torch.sin(0.3 + 1.7 * torch.arange(last.numel(), dtype=torch.float32)).reshape(last)
+    return noise.expand(shape).clone()
+
+
+@contextmanager
+def without_chance() -> Iterator[None]:
+    """Within it PyTorch's random numbers follow a formula, in whatever order libraries ask for them."""
+
+    def shaped(*shape: Any, **_: Any) -> Tensor:
+        return wave(shape[0] if isinstance(shape[0], (tuple, list)) else shape)
+
+    with (
+        mock.patch.object(torch, "randn", shaped),
+        mock.patch.object(torch, "randn_like", lambda x, **_: wave(x.shape)),
+        mock.patch.object(torch, "normal", lambda mean, std: mean + std * wave(mean.shape)),
+        mock.patch.object(torch.distributions.normal, "_standard_normal", lambda shape, **_: shaped(shape)),
+        mock.patch.object(torch, "randperm", lambda n, **_: torch.arange(n)),
+    ):
+        yield
+
+
+def transitions(rows: int, discrete: bool) -> TensorDict:
+    """A batch of which one row in ten is terminated."""
+    batch = make_batch(rows)
+    batch["next", "terminated"] = batch["next", "done"] = torch.rand(rows, 1) < 0.1
+    if discrete:
+        batch["action"] = torch.randint(plain.ACTIONS, (rows,))
+    return batch
+
+
+def with_own_parameters(module: nn.Module) -> list[nn.Module]:
+    """The parts of ``module`` that hold parameters."""
+    return [part for part in module.modules() if any(True for _ in part.parameters(recurse=False))]
+
+
+@torch.no_grad()
+def copy_parameters(source: nn.Module, networks: list[nn.Module]) -> None:
+    """Copy from a network of gpubuf, or net k of an ensemble of them into the k-th of ``networks``."""
+    stacked = any(isinstance(getattr(part, "ensemble_size", None), int) for part in source.modules())
+    for k, network in enumerate(networks):
+        for ours, theirs in zip(with_own_parameters(source), with_own_parameters(network), strict=True):
+            for name, parameter in theirs.named_parameters(recurse=False):
+                value = getattr(ours, name)[k] if stacked else getattr(ours, name)
+                parameter.copy_(value.T if stacked and parameter.ndim == 2 else value.reshape(parameter.shape))
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One loss.
+
+    Attributes:
+        title: for people.
+        plain: makes the loss by hand.
+        networks: makes gpubuf's (actor, critics).
+        ours: makes gpubuf's loss of these networks.
+        torchrl: TorchRL's name of the loss and its options, or None.
+        same: the losses in which TorchRL's agrees.
+        discrete: actions are indices.
+    """
+
+    title: str
+    plain: Callable[[], PlainSAC]
+    networks: Callable[[], tuple[Any, Any]]
+    ours: Callable[[Any, Any], Any]
+    torchrl: tuple[str, dict[str, Any]] | None = None
+    same: tuple[str, ...] = LOSSES
+    discrete: bool = False
+
+
+def gaussian_and_values(nets: int, **critic_options: Any) -> tuple[Any, Any]:
+    """SAC's actor, and critics of two hidden layers."""
+    from tensordict.nn import TensorDictModule
+
+    from gpubuf.modules import EnsembleMLP, make_sac_actor
+
+    critics = EnsembleMLP(nets, OBSERVATION + ACTION, 1, (256, 256), **critic_options)
+    return make_sac_actor(OBSERVATION, ACTION), TensorDictModule(
+        critics, ["observation", "action"], ["state_action_value"]
+    )
+
+
+def discrete_networks() -> tuple[Any, Any]:
+    from tensordict.nn import TensorDictModule
+
+    from gpubuf.modules import MLP, EnsembleMLP
+
+    actor = categorical_actor(MLP(OBSERVATION, plain.ACTIONS, (256, 256)))
+    critics = EnsembleMLP(2, OBSERVATION, plain.ACTIONS, (256, 256))
+    return actor, TensorDictModule(critics, ["observation"], ["action_value"])
+
+
+def categorical_actor(network: nn.Module) -> Any:
+    """A policy over indices."""
+    from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
+    from torch.distributions import Categorical
+
+    options = {"distribution_class": Categorical, "distribution_kwargs": {"validate_args": False}}
+    head = ProbabilisticTensorDictModule(["logits"], ["action"], **options)
+    return ProbabilisticTensorDictSequential(TensorDictModule(network, ["observation"], ["logits"]), head)
+
+
+def deterministic_networks() -> tuple[Any, Any]:
+    from tensordict.nn import TensorDictModule
+
+    from gpubuf.modules import MLP
+
+    network = nn.Sequential(MLP(OBSERVATION, ACTION, (256, 256)), nn.Tanh())
+    return TensorDictModule(network, ["observation"], ["action"]), gaussian_and_values(2)[1]
+
+
+def fastsac_networks() -> tuple[Any, Any]:
+    from gpubuf.modules import make_fastsac_actor, make_fastsac_critic
+
+    cells = plain.FASTSAC_CELLS
+    return make_fastsac_actor(OBSERVATION, ACTION, cells), make_fastsac_critic(OBSERVATION, ACTION, cells)
+
+
+def flashsac_networks() -> tuple[Any, Any]:
+    from gpubuf.modules import make_flashsac_actor, make_flashsac_critic
+
+    narrow, wide = plain.FLASHSAC_WIDTHS
+    return make_flashsac_actor(OBSERVATION, ACTION, narrow), make_flashsac_critic(OBSERVATION, ACTION, wide)
+
+
+def objective(name: str, **options: Any) -> Callable[[Any, Any], Any]:
+    """Makes the loss called ``name``, or one of its presets."""
+
+    def make(actor: Any, critics: Any) -> Any:
+        from gpubuf import objectives
+
+        found: Any = objectives
+        for part in name.split("."):
+            found = getattr(found, part)
+        return found(actor, critics, **options)
+
+    return make
+
+
+ENTROPY = {"target_entropy": -float(ACTION)}
+TEN = {"num_qvalue_nets": 10, **ENTROPY}
+DISCRETE = {"action_space": "categorical", "num_actions": plain.ACTIONS}
+BOUNDS = {"bounds": (-1.0, 1.0)}
+WORKLOADS = {
+    "sac": Workload(
+        "SACLoss", PlainSAC, lambda: gaussian_and_values(2), objective("SACLoss", **ENTROPY), ("SACLoss", ENTROPY)
+    ),
+    "redq": Workload(
+        "REDQLoss, ten critics",
+        plain.PlainREDQ,
+        lambda: gaussian_and_values(10),
+        objective("REDQLoss", **TEN),
+        ("REDQLoss", TEN),
+        # Its entropy, and so the temperature's loss, mixes in the actions of the next states.
+        ("loss_actor", "loss_qvalue"),
+    ),
+    "crossq": Workload(
+        "CrossQLoss",
+        plain.PlainCrossQ,
+        lambda: gaussian_and_values(2, norm="batch", norm_kwargs={"momentum": 0.01}),
+        objective("CrossQLoss", **ENTROPY),
+        ("CrossQLoss", ENTROPY),
+    ),
+    "discrete": Workload(
+        "DiscreteSACLoss",
+        plain.PlainDiscreteSAC,
+        discrete_networks,
+        objective("DiscreteSACLoss", **DISCRETE),
+        ("DiscreteSACLoss", DISCRETE),
+        discrete=True,
+    ),
+    "td3": Workload(
+        "TD3Loss",
+        plain.PlainTD3,
+        deterministic_networks,
+        objective("TD3Loss", **BOUNDS),
+        ("TD3Loss", BOUNDS),
+        ("loss_actor", "loss_qvalue"),
+    ),
+    "fastsac": Workload(
+        "DistributionalSACLoss.fastsac",
+        plain.PlainFastSAC,
+        fastsac_networks,
+        objective("DistributionalSACLoss.fastsac"),
+    ),
+    "flashsac": Workload(
+        "DistributionalSACLoss.flashsac",
+        plain.PlainFlashSAC,
+        flashsac_networks,
+        objective("DistributionalSACLoss.flashsac"),
+    ),
+}
+
+
+class Pair(nn.Module):
+    """A network of observation and action, or of their concatenation."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        value: Tensor = self.network(torch.cat(inputs, -1) if len(inputs) > 1 else inputs[0])
+        return value
+
+
+def for_torchrl(network: nn.Module) -> nn.Module:
+    """A copy of a plain network with PyTorch's own batch norms, which TorchRL can run on several critics at once."""
+    if not isinstance(network, plain.Layers):
+        return copy.deepcopy(network)
+    parts: list[nn.Module] = []
+    for part in network.parts:
+        if isinstance(part, plain.BatchNorm):
+            norm = nn.BatchNorm1d(len(part.weight), momentum=0.01)
+            norm.weight, norm.bias = copy.deepcopy((part.weight, part.bias))
+            parts += [norm, nn.ReLU()]
+        else:
+            parts.append(copy.deepcopy(part))
+    return nn.Sequential(*parts)
+
+
+def torchrls(workload: Workload, by_hand: PlainSAC) -> nn.Module:
+    """TorchRL's loss, on copies of the networks of ``by_hand``."""
+    assert workload.torchrl is not None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from tensordict.nn import TensorDictModule
+            from torchrl import objectives
+            from torchrl.modules import NormalParamExtractor, ProbabilisticActor, TanhNormal
+    except ImportError as error:
+        raise UnavailableError(f"TorchRL is not installed here: {error}") from error
+
+    name, options = workload.torchrl
+    network: nn.Module = copy.deepcopy(by_hand.actor)
+    if name == "DiscreteSACLoss":
+        actor: Any = categorical_actor(network)
+    elif name == "TD3Loss":
+        actor = TensorDictModule(network, ["observation"], ["action"])
+    else:
+        extract = NormalParamExtractor(scale_mapping="biased_softplus_1.0", scale_lb=LOWEST_SCALE)
+        head = TensorDictModule(nn.Sequential(network, extract), ["observation"], ["loc", "scale"])
+        actor = ProbabilisticActor(
+            head, in_keys=["loc", "scale"], distribution_class=TanhNormal, return_log_prob=name == "REDQLoss"
+        )
+    keys = (["observation"], ["action_value"]) if workload.discrete else (
+        ["observation", "action"],
+        ["state_action_value"],
+    )  # fmt: skip
+    critics = [TensorDictModule(Pair(for_torchrl(critic)), *keys) for critic in by_hand.critics]
+    bounds = {"bounds": options["bounds"]} if name == "TD3Loss" else options
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loss = getattr(objectives, name)(actor, critics, **{"num_qvalue_nets": len(critics), **bounds})
+        loss.make_value_estimator(gamma=by_hand.gamma)
+        if "Target" not in name and any("target_qvalue" in key for key in loss._modules):
+            objectives.SoftUpdate(loss, tau=0.005)
+    return loss  # type: ignore[no-any-return]
+
+
+def summed(out: Any) -> Tensor:
+    """The sum of the losses."""
+    total: Tensor = out["loss_actor"] + out["loss_qvalue"]
+    return total + out["loss_alpha"] if "loss_alpha" in out else total
+
+
+def named(where: str) -> Callable[[str], str]:
+    """For ``torch.testing.assert_close``: the message, after what it is about."""
+    return lambda message: f"{where}: {message}"
+
+
+def agree(workload: Workload, name: str, loss: Any, by_hand: PlainSAC, batch: TensorDict) -> None:
+    """Assert that a loss, and the gradient that the actor's last layer gets from it, are those of the loss by hand."""
+    with without_chance():
+        found, expected = loss(batch.clone()), by_hand(batch)
+    keys = workload.same if name == "TorchRL" else [key for key in LOSSES if key in expected]
+    # TorchRL keeps actions away from the ends of their range, which shows in the fourth digit. The programs with
+    # categorical critics add 1e-6 below the logarithm, which shows in the third where tanh saturates.
+    rtol = 1e-2 if workload.title.startswith("Distributional") else 2e-3 if name == "TorchRL" else 1e-4
+    for key in keys:
+        text = f"{key} of {name}'s {workload.title}"
+        torch.testing.assert_close(
+            found[key], expected[key], rtol=rtol, atol=rtol / 10, msg=lambda m, t=text: f"{t}: {m}"
+        )
+    parameters = [list(by_hand.actor.parameters())[-1]]
+    (theirs,) = torch.autograd.grad(expected["loss_actor"], parameters)
+    parameters = [p for p in loss.actor_network_params.parameters() if p.shape == theirs.shape][-1:]
+    (ours,) = torch.autograd.grad(found["loss_actor"], parameters)
+    torch.testing.assert_close(ours, theirs, rtol=20 * rtol, atol=rtol / 10)
+
+
+def forward_backward(loss: Callable[[TensorDict], Any], parameters: list[Tensor], batch: TensorDict) -> Call:
+    """The call to time."""
+
+    def call() -> None:
+        summed(loss(batch)).backward()
+        for parameter in parameters:
+            parameter.grad = None
+
+    return call
+
+
+def contenders(name: str, rows: int, compiled: bool) -> dict[str, Call]:
+    """The calls of one loss by contender: forward, and backward of the sum of the losses.
+
+    Args:
+        name: one of :data:`WORKLOADS`.
+        rows: the batch.
+        compiled: also ours and the one by hand under ``torch.compile``.
+    """
+    workload = WORKLOADS[name]
+    torch.manual_seed(0)
+    batch = transitions(rows, workload.discrete)
+    by_hand = workload.plain()
+    actor, critics = workload.networks()
+    copy_parameters(actor, [by_hand.actor])
+    copy_parameters(critics, list(by_hand.critics))
+    by_hand.targets.load_state_dict(by_hand.critics.state_dict())
+    if isinstance(by_hand, plain.PlainTD3):
+        by_hand.target_actor.load_state_dict(by_hand.actor.state_dict())
+    losses: dict[str, Any] = {"plain PyTorch": by_hand}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        losses["gpubuf"] = workload.ours(actor, critics)
+    if workload.torchrl is not None:
+        try:
+            losses["TorchRL"] = torchrls(workload, by_hand)
+        except UnavailableError as error:
+            print(f"{name}: {error}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for who, loss in itertools.islice(losses.items(), 1, None):
+            agree(workload, who, loss, by_hand, batch)
+    calls = {who: forward_backward(loss, list(loss.parameters()), batch) for who, loss in losses.items()}
+    if compiled:
+        for who in ("plain PyTorch", "gpubuf"):
+            calls[f"{who}, compiled"] = compiled_call(losses[who], batch)
+    return calls
+
+
+def compiled_call(loss: Any, batch: TensorDict) -> Call:
+    """The call under ``torch.compile``, once it agrees with the eager one on the same noise."""
+    import torch._dynamo
+    import torch._inductor.config as inductor
+
+    inductor.fallback_random = True
+    torch._dynamo.reset()
+    compiled = torch.compile(loss)
+    found = []
+    for each in (loss, compiled, compiled):
+        torch.manual_seed(1)
+        found.append({key: value.detach().clone() for key, value in each(batch).items() if key in LOSSES})
+    for key, value in found[0].items():
+        torch.testing.assert_close(found[2][key], value, rtol=1e-3, atol=1e-4)
+    return forward_backward(compiled, list(loss.parameters()), batch)
