@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from gpubuf.data import (
         Codec,
         Hindsight,
+        ImmutableDatasetWriter,
         LazyMemmapStorage,
         LazyTensorStorage,
         MixedReplayBuffer,
@@ -55,6 +56,7 @@ _MODULES = {
     "gpubuf.data": (
         "Codec",
         "Hindsight",
+        "ImmutableDatasetWriter",
         "LazyMemmapStorage",
         "LazyTensorStorage",
         "MixedReplayBuffer",
@@ -101,6 +103,7 @@ __all__ = [
     "DistributionalSACLoss",
     "HardUpdate",
     "Hindsight",
+    "ImmutableDatasetWriter",
     "LazyMemmapStorage",
     "LazyTensorStorage",
     "MixedReplayBuffer",

@@ -11,7 +11,12 @@ from gpubuf.data.buffers.tensordict_buffers import (
     TensorDictReplayBuffer,
 )
 from gpubuf.data.buffers.transforms import Compose
-from gpubuf.data.buffers.writers import RoundRobinWriter, TensorDictRoundRobinWriter, Writer
+from gpubuf.data.buffers.writers import (
+    ImmutableDatasetWriter,
+    RoundRobinWriter,
+    TensorDictRoundRobinWriter,
+    Writer,
+)
 from gpubuf.data.formats.minari import from_minari
 from gpubuf.data.formats.torchrl import load_torchrl, save_torchrl
 from gpubuf.data.processing.clip import Clip
@@ -38,6 +43,7 @@ __all__ = [
     "Codec",
     "Compose",
     "Hindsight",
+    "ImmutableDatasetWriter",
     "LazyMemmapStorage",
     "LazyTensorStorage",
     "Mirror",

@@ -20,9 +20,11 @@ from gpubuf.data.buffers.components import (
 )
 from gpubuf.data.buffers.composition import Composed
 from gpubuf.data.buffers.copying import Copyable
+from gpubuf.data.buffers.edits import Edits
 from gpubuf.data.buffers.hindsight import Hindsight
 from gpubuf.data.buffers.moving import Movable
 from gpubuf.data.buffers.multi_step import without_multi_steps
+from gpubuf.data.buffers.overview import Overview
 from gpubuf.data.buffers.row_order import RowOrder
 from gpubuf.data.buffers.sampling import Batches
 from gpubuf.data.buffers.stateful import Stateful
@@ -45,7 +47,7 @@ _compiling = torch.compiler.is_compiling
 _no_lock = nullcontext()
 
 
-class ReplayBuffer(ColumnWrites, Composed, Copyable, Movable, Stateful, WriteBack):
+class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, Stateful, WriteBack):
     """A replay buffer whose rows, counters and random numbers stay on the storage's device.
 
     ``extend``, ``sample`` and ``update_priority`` never synchronise with the host. All of them may be called from
@@ -235,16 +237,6 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Movable, Stateful, WriteBac
         """Whether the storage has been allocated."""
         return self._storage.initialized
 
-    @property
-    def write_count(self) -> int:
-        """Number of rows ever written."""
-        self._finish_what_was_interrupted()
-        return self._storage.written
-
-    def __len__(self) -> int:
-        self._finish_what_was_interrupted()
-        return len(self._storage)
-
     # Writing
 
     def extend(self, data: Data, *, update_priority: bool | None = None) -> Tensor:
@@ -324,14 +316,20 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Movable, Stateful, WriteBac
     def __setitem__(self, index: Any, data: Data) -> None:
         """Overwrite rows in place. Priorities stay as they are: announce the change with :meth:`mark_update`."""
         with self._lock:
+            self._writer.check_writable()
             self._storage[index] = data
 
-    def empty(self) -> None:
-        """Forget every row, priority and prefetched batch, in O(1) for the rows; memory stays allocated."""
+    def empty(self, empty_write_count: bool = True) -> None:
+        """Forget every row, priority and prefetched batch, in O(1) for the rows; memory stays allocated.
+
+        Args:
+            empty_write_count: let :attr:`write_count` begin again at 0.
+        """
         with self._lock:
+            self._writer.check_writable()
             self._prefetcher.discard()
             before = self._storage.begin(Unfinished(empties=True))
-            self._storage.empty()
+            self._storage.empty(empty_write_count)
             self._sampler.empty()
             self._storage.end(before)
 

@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
 
+from gpubuf.data.buffers.writers import Writer
 from gpubuf.data.concurrency.locking import unless_compiling
 from gpubuf.data.runtime.interruption import DERIVED
 from gpubuf.data.samplers.base import Sampler
@@ -28,6 +29,7 @@ class WriteBack:
 
     _storage: TensorStorage
     _sampler: Sampler
+    _writer: Writer
     _recipe: Recipe
     _lock: Any
 
@@ -58,8 +60,9 @@ class WriteBack:
             IndexError: an index is out of range (CPU; a GPU skips the row and counts a fault).
         """
         with unless_compiling(self._lock):
+            self._writer.check_writable()
             storage = self._storage
-            found = _entries(data)
+            found = entries(data)
             if generation is None:
                 generation = found.get(("index_generation",))
             if generation is None:
@@ -68,19 +71,36 @@ class WriteBack:
                     "info['index_generation'] of the sample; RoundRobinWriter(track_generations=True) adds it"
                 )
             positions = as_positions(index, storage.shape, storage.device, lambda: storage.steps_stored)
-            keys, sources = _stored(storage, found, positions.numel())
+            keys, sources = stored_keys(storage, found, positions.numel())
             _check_of_drawn_row(storage.form, self._recipe, keys)
             if not keys:
                 return
-            columns = [storage.form.columns[key] for key in keys]
-            before = storage.begin(DERIVED) if self._sampler.depends_on(columns) else None
-            storage.update(positions, keys, sources, vector(generation, torch.int64, positions))
-            if self._sampler.depends_on(columns):
-                self._sampler.rows_changed()
-                storage.end(before)
+            update_keys(storage, self._sampler, positions, keys, sources, vector(generation, torch.int64, positions))
 
 
-def _entries(data: Data) -> dict[Key, Tensor]:
+def update_keys(
+    storage: TensorStorage,
+    sampler: Sampler,
+    positions: Tensor,
+    keys: list[int],
+    sources: list[Tensor],
+    generation: Tensor,
+) -> None:
+    """Overwrite single keys of rows in place, and tell the sampler if it has derived anything from them.
+
+    Args:
+        storage, positions, keys, sources, generation: as for :meth:`TensorStorage.update`.
+        sampler: that of the buffer.
+    """
+    columns = [storage.form.columns[key] for key in keys]
+    before = storage.begin(DERIVED) if sampler.depends_on(columns) else None
+    storage.update(positions, keys, sources, generation)
+    if sampler.depends_on(columns):
+        sampler.rows_changed()
+        storage.end(before)
+
+
+def entries(data: Data) -> dict[Key, Tensor]:
     """The tensors of a batch by key; that of a batch which is a tensor has the empty key."""
     if isinstance(data, Tensor):
         return {(): data}
@@ -91,11 +111,11 @@ def _entries(data: Data) -> dict[Key, Tensor]:
         if isinstance(value, Tensor):
             found[name,] = value
         else:
-            found |= {(name, *key): tensor for key, tensor in _entries(value).items()}
+            found |= {(name, *key): tensor for key, tensor in entries(value).items()}
     return found
 
 
-def _stored(storage: TensorStorage, found: dict[Key, Tensor], n: int) -> tuple[list[int], list[Tensor]]:
+def stored_keys(storage: TensorStorage, found: dict[Key, Tensor], n: int) -> tuple[list[int], list[Tensor]]:
     """The positions of keys in the layout of what is written, and ``n`` rows of each.
 
     Raises:
@@ -115,7 +135,7 @@ def _stored(storage: TensorStorage, found: dict[Key, Tensor], n: int) -> tuple[l
         if position in prefixes:
             whole = layout.leaves[prefixes[position]]
             raise ValueError(f"key {leaf.name} is stored as the first elements of {whole.name}: write that one")
-        _check_unshared(storage.form, position)
+        check_unshared(storage.form, position)
         if storage.sharing is not None and storage.form.columns[position] in storage.sharing.leaves:
             raise ValueError(
                 f"key {leaf.name} is stored once with the next observations (share_next): write whole rows, buffer[i] ="
@@ -149,7 +169,7 @@ def _check_of_drawn_row(form: Form, recipe: Recipe, keys: Sequence[int]) -> None
             )
 
 
-def _check_unshared(form: Form, position: int) -> None:
+def check_unshared(form: Form, position: int) -> None:
     """Raise for a key that shares its memory with the next observation of another row.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Writers: where the next rows go. All of them write round-robin, the oldest rows first to be overwritten."""
+"""Writers: where the next rows go. Most write round-robin, the oldest rows first to be overwritten."""
 
 from __future__ import annotations
 
@@ -32,6 +32,14 @@ class Writer:
         """Write a batch; returns the rows' flat positions, int64 ``[n]``."""
         raise NotImplementedError
 
+    def check_writable(self) -> None:
+        """Called before rows are changed, added or forgotten: raise if the writer allows none of that."""
+
+    @property
+    def write_count(self) -> int:
+        """Number of rows written since the buffer was made, or since ``empty()``."""
+        return self._storage.rows_written
+
     def state_dict(self) -> dict[str, Any]:
         """Everything that the writer needs to go on."""
         return {}
@@ -56,11 +64,6 @@ class RoundRobinWriter(Writer):
         """Write a batch at the cursor. No host sync. See :meth:`TensorStorage.append`."""
         return self._storage.append(data)
 
-    @property
-    def write_count(self) -> int:
-        """Number of rows ever written."""
-        return self._storage.written
-
 
 class TensorDictRoundRobinWriter(RoundRobinWriter):
     """A :class:`RoundRobinWriter` for buffers whose samples carry ``"index"``.
@@ -72,3 +75,26 @@ class TensorDictRoundRobinWriter(RoundRobinWriter):
     def register_storage(self, storage: Storage) -> None:
         super().register_storage(storage)
         self._storage.ignored_keys = DERIVED_KEYS
+
+
+class ImmutableDatasetWriter(Writer):
+    """A writer for data that stay as they are: whatever adds, changes or forgets rows raises a RuntimeError.
+
+    The rows are those of a :class:`TensorStorage` that was given its tensors, or of a checkpoint. Priorities can be
+    set. ``buffer.storage`` is not protected: it belongs to whoever made it.
+    """
+
+    def check_writable(self) -> None:
+        """Raise.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            "the rows of this buffer can't be changed: it has an ImmutableDatasetWriter; set_writer() gives it another"
+        )
+
+    def extend(self, data: Data) -> Tensor:
+        """Raise as :meth:`check_writable`."""
+        self.check_writable()
+        raise AssertionError

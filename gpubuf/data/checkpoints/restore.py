@@ -94,6 +94,7 @@ class _Replacement:
         self._fresh = not self._storage.initialized
         self._kept = None if self._fresh or all(map(_is_own, (self._sampler, self._writer))) else _kept(self._storage)
         self._counters = (0, 0) if self._fresh else (self._storage.written, len(self._storage))
+        self._skipped = self._storage.written - self._storage.rows_written
         self._laps = self._storage._laps
         self._before = Before(self._sampler, self._writer) if self._fresh or self._kept is not None else None
         self.begun = False
@@ -130,6 +131,7 @@ class _Replacement:
             error.add_note("the rows were being replaced: the buffer is empty now")
         else:
             storage.counters.set(*self._counters)
+            storage.counters.skipped = self._skipped
         if self._before is not None:
             self._before.put_back()
 

@@ -59,6 +59,8 @@ def _check_storage(storage: TensorStorage, manifest: Manifest, state: dict[str, 
         (written, size, capacity) == (manifest.written, manifest.size, manifest.capacity),
         "the checkpoint's state and its manifest contradict each other",
     )
+    skipped = state.get("skipped", 0)
+    need(is_count(skipped) and skipped <= written, f"the checkpoint counts {written} rows written, {skipped!r} skipped")
     per_step = math.prod(shape[1:])
     need(
         per_step > 0 and math.prod(shape) == capacity and size <= min(capacity, written) and written % per_step == 0,

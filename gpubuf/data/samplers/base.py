@@ -237,6 +237,11 @@ class Sampler:
         if storage is not None and storage is not self._storage:
             self.bind(storage)
 
+    def can_sample(self, storage: TensorStorage, batch_size: int) -> bool:
+        """Whether a batch of ``batch_size`` rows can be drawn from ``storage`` now."""
+        self._serve(storage)
+        return len(storage) > 0
+
     def random_state(self, device: torch.device | str) -> RandomState:
         """The random stream, created at its first use: seeded by ``set_rng``, else by torch's global generator."""
         state = self._random

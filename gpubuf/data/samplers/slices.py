@@ -422,6 +422,15 @@ class SliceSampler(Sampler):
         info = {key: value.view(*shape, *value.shape[1:]) for key, value in info.items()}
         return Drawn(tensors, rows, generation, info, shape)
 
+    def can_sample(self, storage: TensorStorage, batch_size: int) -> bool:
+        """Whether a trajectory is long enough. Synchronises. Raises RuntimeError if the batch size doesn't fit."""
+        _, length = self._partition(batch_size)
+        if not super().can_sample(storage, batch_size):
+            return False
+        index = self._index_made()
+        index.use(self._rule(length))
+        return int(index.total) > 0
+
     # State
 
     def load_state_dict(self, state: dict[str, Any], order: Tensor | None = None) -> None:

@@ -78,6 +78,9 @@ class SamplerWithoutReplacement(Sampler):
         self.ran_out = ran_out
         return torch.cat(found), {}
 
+    def can_sample(self, storage: TensorStorage, batch_size: int) -> bool:
+        return len(storage) >= (batch_size if self.drop_last else 1)
+
     def forget_storage(self) -> None:
         super().forget_storage()
         self._remaining, self._size = None, 0

@@ -133,3 +133,18 @@ def stored_positions(index: Any, shape: tuple[int, ...], size: int, device: torc
             raise IndexError(f"index out of range: {size} rows are stored, got {flat.tolist()[:8]}")
         flat = torch.where(flat < 0, flat + size, flat)
     return flat.to(device)
+
+
+def contained(index: int | Tensor, shape: tuple[int, ...], size: int) -> bool | Tensor:
+    """Whether rows are stored at an index: of an int a bool, of a tensor a bool for each of its rows.
+
+    With several dimensions an int is a step, and a tensor ``[..., ndim]`` has coordinates. Negative ones count from the
+    end of what is stored, as they do on tensors. No host sync.
+    """
+    steps = size // math.prod(shape[1:])
+    if not isinstance(index, Tensor):
+        return -steps <= index < steps
+    if len(shape) > 1 and index.ndim and index.shape[-1] == len(shape):
+        bounds = (steps, *shape[1:])
+        return torch.stack([(i >= -n) & (i < n) for i, n in zip(index.unbind(-1), bounds, strict=True)]).all(0)
+    return (index >= -steps) & (index < steps)

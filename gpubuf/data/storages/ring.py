@@ -67,6 +67,7 @@ class Ring:
     Attributes:
         counters: int64 ``[4]``; see :mod:`gpubuf.kernels.rows`.
         written: number of rows ever written (mirror). :meth:`empty` moves it on to a multiple of the capacity.
+        skipped: how far ``written`` is ahead of the number of rows that users count.
         size: number of valid rows, at positions ``0 .. size - 1`` (mirror).
         updates: how many times single keys of rows were changed in place, so that a checkpoint knows of it.
     """
@@ -75,6 +76,7 @@ class Ring:
         self.capacity = capacity
         self.counters: Tensor = rows.new_ring(device)
         self.written = 0
+        self.skipped = 0
         self.size = 0
         self.updates = 0
         self._number = next(_numbers)
@@ -124,24 +126,38 @@ class Ring:
 
     def set(self, written: int, size: int) -> None:
         """Set mirror and counters."""
-        self.written, self.size = written, size
+        self.written, self.size, self.skipped = written, size, 0
         self.counters.copy_(torch.tensor([written, size, 0, 0]), non_blocking=True)
 
-    def empty(self) -> None:
-        """Forget every row. Generations go on, so that priorities still under way are dropped. No host sync."""
+    def empty(self, recount: bool = False) -> None:
+        """Forget every row. Generations go on, so that priorities still under way are dropped. No host sync.
+
+        ``recount``: the count of rows written begins again at 0.
+        """
         # On the device too by arithmetic, not from the mirror: that is behind after the replay of a captured graph.
         # In one step, for an interrupt between several would leave rows behind that were never written.
         lap_end = (self.counters[rows.WRITTEN] + (self.capacity - 1)).div(self.capacity, rounding_mode="floor")
         self.counters[: rows.SIZE + 1].copy_(torch.stack([lap_end * self.capacity, torch.zeros_like(lap_end)]))
-        self._empty_mirror()
+        self._empty_mirror(recount)
 
-    def _empty_mirror(self) -> None:
+    def _empty_mirror(self, recount: bool) -> None:
         recording = current_recording()
         if recording is not None:
-            recording.after(self._empty_mirror)
+            recording.after(functools.partial(self._empty_mirror, recount))
             return
-        self.written = -(-self.written // self.capacity) * self.capacity
+        lap_end = -(-self.written // self.capacity) * self.capacity
+        self.skipped = lap_end if recount else self.skipped + lap_end - self.written
+        self.written = lap_end
         self.size = 0
+
+    def generations(self, index: Tensor) -> Tensor:
+        """The write generations of rows, int64 ``[n]``: -1 where none is stored. No host sync.
+
+        ``index`` is int64 ``[n]`` on the counters' device.
+        """
+        written, size = self.counters[rows.WRITTEN], self.counters[rows.SIZE]
+        found = (written - index + (self.capacity - 1)).div(self.capacity, rounding_mode="floor")
+        return torch.where((index >= 0) & (index < size), found, -1)
 
     def refresh(self) -> None:
         """Read the device's counters into the mirror. Synchronises.

@@ -206,8 +206,17 @@ class RowMemory(Followed):
         """Number of rows ever written; :meth:`empty` moves it on to a multiple of ``max_size``."""
         return 0 if self._ring is None else self._ring.written
 
+    @property
+    def rows_written(self) -> int:
+        """Number of rows written, as users count them: from 0 again after ``empty()``."""
+        return 0 if self._ring is None else self._ring.written - self._ring.skipped
+
     def __len__(self) -> int:
         return 0 if self._ring is None else self._ring.size
+
+    def generations(self, index: Tensor) -> Tensor:
+        """The write generations of rows: see :meth:`Ring.generations`. Raises RuntimeError before the first write."""
+        return self.counters.generations(index)
 
     @property
     def steps_stored(self) -> int:
@@ -284,6 +293,7 @@ class RowMemory(Followed):
         ring = self._new_ring(placement.device)
         if self._laps:
             ring.set(self._laps * self.max_size, 0)
+            ring.skipped = ring.written
         self.table = self._addresses(form.stored, placement.device)
         self._form = form
         self.sharing = self._new_sharing(form, shape, placement, ring)
@@ -386,10 +396,10 @@ class RowMemory(Followed):
         self._placement = placement
         self._tell_followers()
 
-    def empty(self) -> None:
-        """Forget every row, in O(1); memory stays allocated. No host sync."""
+    def empty(self, recount: bool = False) -> None:
+        """Forget every row, in O(1); memory stays allocated. No host sync. ``recount``: as for :meth:`Ring.empty`."""
         if self._ring is not None:
-            self._ring.empty()
+            self._ring.empty(recount)
         if self.end_bits is not None:
             self.end_bits.clear()
 

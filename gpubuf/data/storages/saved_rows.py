@@ -32,6 +32,7 @@ class SavedRows(SharedRows):
             "max_size": self.max_size,
             "shape": list(self._shape),
             "written": self.written,
+            "skipped": self.written - self.rows_written,
             "size": len(self),
             "rows": parts[0] if len(parts) == 1 else parts,
         }
@@ -81,6 +82,8 @@ class SavedRows(SharedRows):
         order, first = None, 0
         if self.max_size == old_max:
             self.counters.set(state["written"], size)
+            # Older checkpoints have none.
+            self.counters.skipped = state.get("skipped", 0)
         else:
             first = state["written"] % old_max if size == old_max else 0
             order = (torch.arange(size) + first) % old_max

@@ -18,7 +18,7 @@ from gpubuf.data.runtime.interruption import DERIVED, Unfinished
 from gpubuf.data.storages.codecs import Codec
 from gpubuf.data.storages.columns import owned_column
 from gpubuf.data.storages.forms import Options, keys_told
-from gpubuf.data.storages.indexing import stored_positions, unravel
+from gpubuf.data.storages.indexing import contained, stored_positions, unravel
 from gpubuf.data.storages.layout import Data, RowLayout, batch_shape, device_of, rows_in
 from gpubuf.data.storages.placement import AUTO, PINNED, SPLIT, IndexBytes, place, readable
 from gpubuf.data.storages.row_memory import Storage as Storage
@@ -335,9 +335,9 @@ class TensorStorage(SharedStates):
             raise NotImplementedError("set_cursor=True is not supported: extend() moves the cursor")
         self[cursor] = data
 
-    def contains(self, index: int) -> bool:
-        """Whether a row is stored at ``index``."""
-        return -len(self) <= index < len(self)
+    def contains(self, index: int | Tensor) -> bool | Tensor:
+        """Whether a row is stored at ``index``; of a tensor, for each. See :func:`~.indexing.contained`."""
+        return contained(index, self.shape, len(self))
 
     def __repr__(self) -> str:
         device: Any = self.requested_device

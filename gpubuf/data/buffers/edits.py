@@ -1,0 +1,222 @@
+"""Changing rows that are stored: single keys, or all rows, read and written in the order in which they lie."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from tensordict import TensorDictBase, is_tensorclass
+from torch import Tensor
+
+from gpubuf.data.buffers.transforms import Compose
+from gpubuf.data.buffers.write_back import stored_keys, update_keys
+from gpubuf.data.buffers.writers import Writer
+from gpubuf.data.concurrency.locking import BufferLock
+from gpubuf.data.runtime.interruption import DERIVED
+from gpubuf.data.samplers.base import Sampler
+from gpubuf.data.storages.indexing import as_positions
+from gpubuf.data.storages.layout import Data, Key, Leaf, as_written, batch_shape
+from gpubuf.data.storages.tensor_storage import TensorStorage
+
+
+class Edits:
+    """Changes rows that are stored. A mixin of methods that users call on the buffer.
+
+    None of them moves the cursor, a priority or a row's generation. If a key is written that tells where trajectories
+    end, the sampler indexes all rows anew, which is O(capacity). Batches that were prefetched stay as they are.
+    """
+
+    _storage: TensorStorage
+    _sampler: Sampler
+    _writer: Writer
+    _transform: Compose
+    _lock: BufferLock
+
+    def __getitem__(self, index: Any) -> Data:
+        raise NotImplementedError
+
+    def set_(self, key: Any, value: Any) -> Self:
+        """Set one key of all rows stored. No host sync.
+
+        Args:
+            key: a stored key, nested ones as tuples; or one with keys below it, for a TensorDict.
+            value: ``[n, ...]`` for the ``n`` rows stored (``[T, E, ...]`` for storages of two dimensions), converted to
+                the key's dtype; or a number for all.
+
+        Returns:
+            The buffer.
+
+        Raises:
+            KeyError: the key is not stored.
+            ValueError: the value has another shape, or the key has no memory of its own (``share_next``, ``prefixes``).
+            RuntimeError: nothing has been written yet, or the writer refuses writes. In all cases nothing is written.
+        """
+        return self._edit({as_path(key): value}, slice(None), whole=True)
+
+    def set_at_(self, key: Any, value: Any, index: Any) -> Self:
+        """Set one key of some rows. No host sync, but for a boolean mask on a GPU.
+
+        Args:
+            key: as for :meth:`set_`.
+            value: a value of the shape of ``buffer[index][key]``, or one that broadcasts to it.
+            index: as for ``buffer[index]``: an int, a slice, a sequence, a mask, or a tensor of positions, of any
+                shape. For storages of several dimensions: an int or a slice of steps, ``[..., ndim]`` coordinates as
+                samples carry them, or a tuple of one tensor per dimension. Of duplicates the last one wins.
+
+        Returns:
+            The buffer.
+
+        Raises:
+            IndexError: an index is beyond the rows stored (CPU; a GPU skips the row and counts a fault).
+            KeyError, RuntimeError, ValueError: as :meth:`set_`.
+        """
+        return self._edit({as_path(key): value}, index, whole=False)
+
+    def update_(
+        self, input_dict_or_td: Any, clone: bool = False, *, keys_to_update: Sequence[Any] | None = None
+    ) -> Self:
+        """Set several keys of all rows stored, as :meth:`set_` does. No host sync.
+
+        Args:
+            input_dict_or_td: a TensorDict, a tensorclass or a dict, nested ones too.
+            clone: accepted for compatibility: values are always copied.
+            keys_to_update: only these keys, or those below them. Default: all.
+
+        Returns:
+            The buffer.
+
+        Raises:
+            KeyError, RuntimeError, ValueError: as :meth:`set_`.
+        """
+        found = _flat(input_dict_or_td, ())
+        if keys_to_update is not None:
+            chosen = [as_path(key) for key in keys_to_update]
+            found = {key: value for key, value in found.items() if any(key[: len(one)] == one for one in chosen)}
+        return self._edit(found, slice(None), whole=True)
+
+    def _edit(self, values: Mapping[Key, Any], index: Any, *, whole: bool) -> Self:
+        with self._lock:
+            self._writer.check_writable()
+            storage = self._storage
+            leaves = storage.written_layout.leaves
+            positions, batch = _rows_at(storage, index)
+            found: dict[Key, Tensor] = {}
+            for key, value in (item for path, given in values.items() for item in _flat(given, path).items()):
+                position = storage.written_layout.position(key)
+                if position is None:
+                    stored = sorted(leaf.name for leaf in leaves)
+                    raise KeyError(f"key {as_written(key)!r} is not stored; the storage has {stored}")
+                found[key] = _fitted(value, leaves[position], batch, whole)
+            keys, sources = stored_keys(storage, found, positions.numel())
+            if keys:
+                generation = storage.generations(positions)
+                update_keys(storage, self._sampler, positions, keys, sources, generation)
+        return self
+
+    def read_all_in_order(self, end: int | None = None) -> Data:
+        """The rows in the order in which they lie, transformed: ``buffer[:end]``.
+
+        Args:
+            end: this many steps; default: all that are stored.
+        """
+        return self[:] if end is None else self[:end]
+
+    def write_all(self, data: Data, end: int | None = None) -> None:
+        """Overwrite the first rows, in the order in which they lie, with all their keys. No host sync.
+
+        Inverse transforms apply, as they do in ``extend``. Priorities stay as they are.
+
+        Args:
+            data: ``[n]`` rows; for storages of two dimensions ``[steps, E]``, as ``buffer[:]`` gives them.
+            end: this many steps; must agree with the data.
+
+        Raises:
+            ValueError: there are more rows than are stored, fewer than ``end``, or a key, shape or dtype differs.
+            RuntimeError: the writer refuses writes. In all cases nothing is written.
+        """
+        with self._lock:
+            self._writer.check_writable()
+            storage = self._storage
+            if len(self._transform):
+                data = self._transform.inv(data if isinstance(data, Tensor) else data.copy())
+            shape = batch_shape(data, storage.ndim)
+            stored = storage.steps_stored
+            if shape[0] > stored or (end is not None and shape[0] != min(end, stored)):
+                wanted = f"{stored} are stored" if end is None else f"{min(end, stored)} are addressed"
+                raise ValueError(f"the data has {shape[0]} steps, {wanted}: extend() adds rows")
+            if shape[1:] != tuple(storage.shape[1:]):
+                raise ValueError(f"the data has the shape {shape}, the storage {tuple(storage.shape)}")
+            n = math.prod(shape)
+            if n == 0:
+                return
+            before = storage.begin(DERIVED)
+            storage.write(
+                torch.arange(n, device=storage.device), data if storage.ndim == 1 else data.flatten(0, storage.ndim - 1)
+            )
+            if self._sampler.depends_on(list(range(len(storage.layout.leaves)))):
+                self._sampler.rows_changed()
+            storage.end(before)
+
+    write_all_in_order = write_all
+
+
+def as_path(key: Any) -> Key:
+    """A key as users write it, as a tuple of names: ``"a"``, ``("a", "b")`` or ``("a", ("b", "c"))``.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if isinstance(key, str):
+        return (key,)
+    if not isinstance(key, (tuple, list)):
+        raise TypeError(f"a key is a string or a tuple of strings, got {type(key).__name__}")
+    return tuple(name for part in key for name in as_path(part))
+
+
+def _flat(value: Any, path: Key) -> dict[Key, Any]:
+    """The values under ``path``, by key."""
+    if not isinstance(value, (Mapping, TensorDictBase)) and not is_tensorclass(value):
+        return {path: value}
+    found: dict[Key, Any] = {}
+    for name, item in value.items():
+        found |= _flat(item, (*path, *as_path(name)))
+    return found
+
+
+def _rows_at(storage: TensorStorage, index: Any) -> tuple[Tensor, tuple[int, ...]]:
+    """The flat positions of ``storage[index]``, int64 ``[n]``, and the batch shape of that data."""
+    if index is Ellipsis:
+        index = slice(None)
+    if isinstance(index, (int, slice)):
+        found = storage.coordinates(index)
+        batch = found.shape if storage.ndim == 1 else found.shape[:-1]
+        return as_positions(found, storage.shape, storage.device), tuple(batch)
+    positions = storage.coordinates(index)
+    positions = as_positions(positions, storage.shape, storage.device)
+    if isinstance(index, Tensor) and index.dtype is not torch.bool:
+        own = index.shape[:-1] if storage.ndim > 1 and index.ndim > 1 else index.shape
+        return positions, tuple(own)
+    return positions, (positions.numel(),)
+
+
+def _fitted(value: Any, leaf: Leaf, batch: tuple[int, ...], whole: bool) -> Tensor:
+    """A value as ``[*batch, ...]`` of a key's dtype.
+
+    Raises:
+        ValueError: it has another shape.
+    """
+    tensor = torch.as_tensor(value).detach().to(leaf.dtype)
+    target = (*batch, *leaf.shape)
+    if tensor.shape == target:
+        return tensor
+    if tuple(tensor.shape) == batch and leaf.n_elements == 1:
+        return tensor.reshape(target)
+    # All rows at once are given row by row, or by one number: anything between would hide a mistake.
+    if tensor.dim() == 0 or not whole:
+        try:
+            return tensor.expand(target)
+        except RuntimeError:
+            pass
+    raise ValueError(f"key {leaf.name}: expected the shape {target}, got {tuple(tensor.shape)}")

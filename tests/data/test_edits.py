@@ -1,0 +1,197 @@
+"""Stored rows are changed in place, counted, forgotten and protected, as TorchRL's buffers do it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from gpubuf import data as gpubuf_data
+from gpubuf.data import (
+    ImmutableDatasetWriter,
+    LazyTensorStorage,
+    PrioritizedSampler,
+    ReplayBuffer,
+    SliceSampler,
+    TensorDictReplayBuffer,
+    TensorStorage,
+)
+from tests.support.fake_cuda import fake_cuda, no_blocking_copies
+from tests.support.torchrl_buffers import edits
+from tests.support.torchrl_buffers.edits import rows
+
+#: Of both, a value of the wrong shape.
+OTHER_ERROR = ("set_ too many", "set_ one row")
+
+
+def test_all_is_as_with_torchrl(backend):
+    due, told = json.loads(edits.FILE.read_text()), json.loads(json.dumps(edits.story(gpubuf_data)))
+    for name in OTHER_ERROR:
+        assert (due[name].pop(0), told[name].pop(0)) == ("RuntimeError", "ValueError")
+    assert told == due
+
+
+def two_dimensional() -> TensorDictReplayBuffer:
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(12, ndim=2))
+    buffer.extend(TensorDict({"a": torch.arange(10).view(2, 5)}, [2, 5]))
+    return buffer
+
+
+def test_two_dimensions_are_steps_and_environments(backend):
+    buffer = two_dimensional()
+    assert buffer[:]["a"].tolist() == [[t, 5 + t] for t in range(5)]
+    buffer.set_("a", torch.arange(10).view(5, 2))
+    assert buffer[:]["a"].flatten().tolist() == list(range(10))
+    buffer.set_at_("a", -1, 0)
+    buffer.set_at_("a", torch.tensor([[7], [8]]), slice(1, 3))
+    buffer.set_at_("a", torch.tensor([70, 71]), torch.tensor([[3, 1], [4, 0]]))
+    buffer.set_at_("a", 90, (torch.tensor([4]), torch.tensor([1])))
+    assert buffer[:]["a"].tolist() == [[-1, -1], [7, 7], [8, 8], [6, 70], [71, 90]]
+    buffer.write_all(TensorDict({"a": torch.arange(4).view(2, 2)}, [2, 2]))
+    assert buffer[:]["a"].tolist() == [[0, 1], [2, 3], [8, 8], [6, 70], [71, 90]]
+    for steps, text in ((1, "3 are addressed"), (6, "3 are addressed")):
+        with pytest.raises(ValueError, match=text):
+            buffer.write_all(TensorDict({"a": torch.zeros(steps, 2, dtype=torch.long)}, [steps, 2]), end=3)
+    coordinates = torch.tensor([[4, 1], [5, 0], [0, 2], [-5, -2]])
+    assert buffer.storage.contains(coordinates).tolist() == [True, False, False, True]
+
+
+def test_set_of_end_flags_indexes_trajectories_anew(backend):
+    sampler = SliceSampler(slice_len=3, end_key=("next", "done"))
+    buffer = ReplayBuffer(storage=LazyTensorStorage(8), sampler=sampler)
+    buffer.extend(rows(8))
+    assert buffer.can_sample(3)
+    buffer.set_at_(("next", "done"), True, [1, 3, 5])
+    assert not buffer.can_sample(3)
+    written = rows(8, 100)
+    written["next", "done"][4] = True
+    buffer.write_all(written)
+    assert buffer.can_sample(3)
+    starts = {int(row) for _ in range(30) for row in buffer.sample(3)["a"][:1]}
+    assert starts <= {100, 101, 102, 105}
+
+
+def test_priorities_and_generations_stay(backend):
+    sampler = PrioritizedSampler(8, alpha=1.0, beta=1.0)
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(8), sampler=sampler)
+    index = buffer.extend(rows(8))
+    buffer.update_priority(index, torch.arange(8.0))
+    batch = buffer.sample(4)
+    leaves = sampler.tree.leaves.clone()
+    buffer.set_("a", 7).update_({"obs": torch.ones(8, 2)}).write_all(rows(8, 8))
+    assert torch.equal(sampler.tree.leaves, leaves)
+    buffer.update_priority(batch["index"], 100.0, generation=batch["index_generation"])
+    assert float(sampler.tree.max_priority) == 100.0
+
+
+def test_stored_forms(backend):
+    """Values are given as they are written, and stored as rows are."""
+    storage = LazyTensorStorage(6, dtypes={"obs": torch.float16})
+    buffer = ReplayBuffer(storage=storage)
+    buffer.extend(rows(4))
+    buffer.set_("obs", torch.full((4, 2), 0.5)).set_at_("obs", torch.tensor([2.0, 3.0]), 1)
+    assert buffer[:]["obs"].tolist() == [[0.5, 0.5], [2.0, 3.0], [0.5, 0.5], [0.5, 0.5]]
+    shared = ReplayBuffer(storage=LazyTensorStorage(6, share_next=["a"]))
+    shared.extend(TensorDict({"a": torch.arange(4.0), "next": {"a": torch.arange(1, 5.0), "b": torch.zeros(4)}}, [4]))
+    with pytest.raises(ValueError, match="share_next"):
+        shared.set_("a", torch.zeros(4))
+    shared.set_(("next", "b"), 3)
+    assert shared[:]["next", "b"].tolist() == [3.0] * 4
+    plain = ReplayBuffer(storage=LazyTensorStorage(6))
+    plain.extend(torch.arange(4.0))
+    plain.write_all(torch.arange(2.0) + 7)
+    assert plain.read_all_in_order().tolist() == [7.0, 8.0, 2.0, 3.0]
+
+
+def test_before_the_first_write():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(4))
+    with pytest.raises(RuntimeError, match="write a batch first"):
+        buffer.set_("a", 1)
+    assert buffer.stats() == {
+        "size": 0,
+        "write_count": 0,
+        "prefetch_queue_size": 0,
+        "initialized": False,
+        "capacity": 4,
+        "utilization": 0.0,
+    }
+
+
+def test_inverse_transforms_apply_to_write_all():
+    class Scale:
+        def __call__(self, data: Any) -> Any:
+            return data.set("a", data["a"] * 2)
+
+        def inv(self, data: Any) -> Any:
+            return data.set("a", data["a"] // 2)
+
+    buffer = ReplayBuffer(storage=LazyTensorStorage(4), transform=Scale())
+    buffer.extend(TensorDict({"a": torch.arange(4) * 2}, [4]))
+    given = buffer.read_all_in_order()
+    given["a"] = given["a"] + 2
+    kept = given.clone()
+    buffer.write_all(given)
+    assert (given == kept).all()
+    assert buffer.storage[:]["a"].tolist() == [1, 2, 3, 4]
+
+
+def test_the_count_of_written_rows_is_saved(tmp_path):
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10))
+    buffer.extend(rows(7))
+    buffer.empty()
+    buffer.extend(rows(4))
+    buffer.save(tmp_path / "made")
+    other = ReplayBuffer(storage=LazyTensorStorage(10))
+    other.load(tmp_path / "made")
+    assert other.write_count == buffer.write_count == 4
+    other.extend(rows(1))
+    assert other.write_count == 5
+
+
+def test_an_immutable_buffer_refuses_every_write():
+    whole = rows(6)
+    sampler = PrioritizedSampler(6, 1, 1)
+    buffer = TensorDictReplayBuffer(
+        storage=TensorStorage(whole.clone()),
+        writer=ImmutableDatasetWriter(),
+        batch_size=3,
+        sampler=sampler,
+    )
+    batch = buffer.sample()
+    for write in (
+        lambda: buffer.add(whole[0]),
+        lambda: buffer.extend(whole),
+        lambda: buffer.set_("a", 1),
+        lambda: buffer.set_at_("a", 1, 0),
+        lambda: buffer.update_({"a": 1}),
+        lambda: buffer.write_all(whole),
+        lambda: buffer.__setitem__(0, whole[0]),
+        lambda: buffer.update_if_present(batch["index"], batch.select("a"), generation=batch["index_generation"]),
+        buffer.empty,
+    ):
+        with pytest.raises(RuntimeError, match="ImmutableDatasetWriter"):
+            write()
+    assert (buffer[:].select(*whole.keys()) == whole).all()
+    buffer.update_priority(batch["index"], 3.0)
+    assert len(buffer.sample()) == 3
+
+
+def test_no_host_sync():
+    with fake_cuda():
+        sampler = SliceSampler(slice_len=3, end_key=("next", "done"))
+        buffer = ReplayBuffer(storage=LazyTensorStorage(100, device="cuda"), sampler=sampler)
+        whole = rows(40).apply(lambda tensor: torch.empty_like(tensor, device="cuda"))
+        buffer.extend(whole)
+        index = torch.arange(3, device="cuda")
+        value = torch.zeros(3, 1, device="cuda", dtype=torch.bool)
+        with no_blocking_copies():
+            buffer.set_("a", whole["a"])
+            buffer.set_at_(("next", "done"), value, index)
+            buffer.update_(whole)
+            buffer.write_all(whole)
+            buffer.empty(empty_write_count=False)
+            assert buffer.stats()["write_count"] == 40
+            assert not buffer.can_sample(3)
