@@ -1,0 +1,270 @@
+"""Compares TorchRL's names with gpubuf's, and renders docs/migration.md."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gpubuf.data
+import gpubuf.objectives
+from benchmarks.report.migration.signatures import REQUIRED, Member, Name, described
+
+HERE = Path(__file__).parent
+PAGE = HERE.parents[2] / "docs" / "migration.md"
+STATES = ("same", "better", "different", "missing")
+#: The parts of the page: their heading, and the areas that each lists.
+PARTS = {
+    "Buffers": ("replay_buffers", "her", "offline_to_online", "ray_buffer"),
+    "Storages": ("storages",),
+    "Samplers": ("samplers",),
+    "Writers": ("writers",),
+    "Sample units and transforms": ("sample_units", "transforms"),
+    "Checkpointers, queries and data formats": ("checkpointers", "query", "utils"),
+    "Losses and updates of targets": ("objectives",),
+    "Value estimators": ("values",),
+}
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a name or an item is not the same.
+
+    Attributes:
+        state: one of ``STATES``.
+        why: one sentence or two.
+        probe: a call that raises while the reason holds, for an argument that is accepted at its default only.
+        whole: the sentence says it for all members of the class, and they are not listed.
+    """
+
+    state: str
+    why: str
+    probe: str = ""
+    whole: bool = False
+
+
+@dataclass
+class Compared:
+    """A name of TorchRL's, and how it is here. Items are members, arguments, and arguments of members."""
+
+    name: str
+    area: str
+    state: str
+    why: str = ""
+    found: bool = False
+    same: list[str] = field(default_factory=list)
+    others: dict[str, Reason] = field(default_factory=dict)
+    more: list[str] = field(default_factory=list)
+
+
+def recorded() -> dict[str, Any]:
+    """TorchRL's names."""
+    return dict(json.loads((HERE / "torchrl.json").read_text()))
+
+
+def reasons() -> dict[str, Reason]:
+    """What was written by hand, by name (``ReplayBuffer``), item (``ReplayBuffer.sample(batch_size)``) or area."""
+    return {name: Reason(**entry) for name, entry in tomllib.loads((HERE / "reasons.toml").read_text()).items()}
+
+
+def own_names() -> dict[str, Any]:
+    """gpubuf's public names in the same modules."""
+    return {name: getattr(module, name) for module in (gpubuf.data, gpubuf.objectives) for name in module.__all__}
+
+
+def items_of(entry: Name) -> Iterator[tuple[str, str]]:
+    """Every item of a class with the default of an argument, or nothing. A member comes before its arguments."""
+    for name, default in entry.get("args", {}).items():
+        yield f"({name})", default
+    for name, member in entry.get("members", {}).items():
+        yield f".{name}", ""
+        for argument, default in member.get("args", {}).items():
+            yield f".{name}({argument})", default
+
+
+def automatic(theirs: Member, own: Member, argument: str, item: str) -> Reason | None:
+    """The difference of one argument of a method, or of a constructor, if there is one."""
+    default, found = theirs["args"][argument], own.get("args", {})
+    if argument in found:
+        if found[argument] == default:
+            return None
+        here = "required" if found[argument] == REQUIRED else f"`{found[argument]}`"
+        there = "required" if default == REQUIRED else f"`{default}`"
+        return Reason("different", f"Default here: {here}; there: {there}.")
+    if own.get("passes_on"):
+        return None
+    position = list(theirs["args"]).index(argument)
+    at_position = list(found)[position : position + 1]
+    if default == REQUIRED and item.startswith(".") and at_position and at_position[0] not in theirs["args"]:
+        return Reason("different", f"Named `{at_position[0]}` here: pass it by position.")
+    return Reason("missing", "")
+
+
+def compared(name: str, entry: Name, value: Any, written: dict[str, Reason]) -> Compared:
+    """A name that both have, item by item."""
+    found = Compared(name, entry["area"], "same", found=True)
+    own = described(value, "gpubuf", set())
+    theirs: dict[str, Member] = {"": {"args": entry.get("args", {})}, **entry.get("members", {})}
+    ours: dict[str, Member] = {"": {"args": own.get("args", {})}, **own.get("members", {})}
+    bases = (name, *entry.get("bases", ()))
+    renamed = set()
+    for item, _ in items_of(entry):
+        member, _, argument = item.removeprefix(".").rstrip(")").partition("(")
+        exists = member in ours or hasattr(value, member)
+        if argument and not exists:
+            continue  # said once, for the member
+        difference = None if exists else Reason("missing", "")
+        if argument and ours.get(member, {}).get("kind", "method") == "method" and member in ours:
+            difference = automatic(theirs[member], ours[member], argument, item)
+        by_hand = next((written[f"{base}{item}"] for base in bases if f"{base}{item}" in written), None)
+        if by_hand is not None or difference is not None:
+            found.others[item] = by_hand or difference  # type: ignore[assignment]
+            renamed.add(found.others[item].why)
+        else:
+            found.same.append(item)
+    for member, described_here in ours.items():
+        for argument in described_here.get("args", {}) if member in theirs else ():
+            if argument not in theirs[member].get("args", {}) and not any(f"`{argument}`" in why for why in renamed):
+                found.more.append(f".{member}({argument})" if member else f"({argument})")
+    reason = written.get(name)
+    if reason is not None:
+        found.state, found.why = reason.state, reason.why
+        if reason.whole:
+            found.same, found.others, found.more = [], {}, []
+    elif found.others:
+        found.state = "different"
+    elif found.more:
+        found.state = "better"
+    return found
+
+
+def comparison() -> list[Compared]:
+    """Every name of TorchRL's."""
+    own, written = own_names(), reasons()
+    found = []
+    for name, entry in recorded()["names"].items():
+        if name in own:
+            found.append(compared(name, entry, own[name], written))
+        else:
+            reason = written.get(name) or written.get(f"area {entry['area']}") or Reason("missing", "")
+            found.append(Compared(name, entry["area"], reason.state, reason.why))
+    return found
+
+
+def stale_reasons() -> list[str]:
+    """Reasons for names that TorchRL has no more, and those that call missing what is here."""
+    names, own = recorded()["names"], own_names()
+    known = {f"area {entry['area']}" for entry in names.values()} | set(names)
+    known |= {f"{name}{item}" for name, entry in names.items() for item, _ in items_of(entry)}
+    by_name = {each.name: each for each in comparison()}
+    stale = []
+    for key, reason in reasons().items():
+        name, _, rest = key.replace("(", ".(", 1).partition(".")
+        value = own.get(name)
+        if key not in known:
+            stale.append(f"{key}: TorchRL has no such name")
+        elif reason.state not in STATES:
+            stale.append(f"{key}: {reason.state} is no state")
+        elif reason.state == "missing" and not reason.probe:
+            member = rest.partition("(")[0]
+            here = value is not None and (not rest or (member == rest and hasattr(value, member)))
+            argument = rest.partition("(")[2].rstrip(")")
+            here = here or (
+                bool(argument)
+                and value is not None
+                and argument in described(value, "gpubuf", set()).get("members", {}).get(member, {}).get("args", {})
+            )
+            if here:
+                stale.append(f"{key}: it is here, so it is not missing")
+    return [*stale, *(f"{each.name}: unknown state" for each in by_name.values() if each.state not in STATES)]
+
+
+def unexplained() -> list[str]:
+    """Names and items that are not the same, with no sentence that says why."""
+    found = []
+    for each in comparison():
+        if each.state != "same" and not each.why and not each.found:
+            found.append(each.name)
+        found += [f"{each.name}{item}" for item, reason in each.others.items() if not reason.why]
+    return found
+
+
+# Rendering
+
+
+def code(item: str) -> str:
+    """An item as the page shows it: constructor arguments without parentheses."""
+    shown = item.removeprefix(".")
+    return f"`{shown[1:-1]}=`" if shown.startswith("(") else f"`{shown}`"
+
+
+def table(rows: list[list[str]]) -> str:
+    """A Markdown table of names."""
+    head = "| name | state | |\n| --- | --- | --- |\n"
+    return head + "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def details(each: Compared, others: dict[str, Reason]) -> str:
+    """The section of one class."""
+    parts = [f"### `{each.name}`"]
+    if others:
+        order = sorted(others.items(), key=lambda pair: (STATES.index(pair[1].state), pair[0]))
+        parts.append(table([[code(item), reason.state, reason.why] for item, reason in order]))
+    arguments = [code(item) for item in each.same if item.startswith("(")]
+    members = [code(item) for item in each.same if item.startswith(".") and "(" not in item]
+    if arguments:
+        parts.append(f"The same arguments: {', '.join(arguments)}.")
+    if members:
+        parts.append(f"The same members: {', '.join(members)}.")
+    if each.more:
+        parts.append(f"Only here: {', '.join(code(item) for item in each.more)}.")
+    return "\n\n".join(parts)
+
+
+def counts(found: list[Compared]) -> str:
+    """How many names are in which state."""
+    return ", ".join(f"{sum(each.state == state for each in found)} {state}" for state in STATES)
+
+
+def render() -> str:
+    """The page."""
+    found, data = comparison(), recorded()
+    listed = [each for each in found if not each.area.startswith("other: ")]
+    inside = [each for each in listed if each.found]
+    items = [Compared("", "", reason.state) for each in inside for reason in each.others.values()]
+    same = sum(len(each.same) for each in inside)
+    by_name = {each.name: each for each in found}
+    parts = [(HERE / "introduction.md").read_text().strip()]
+    parts.append(
+        f"## Every name\n\nTorchRL {data['version']} has {len(listed)} public names for replay buffers and losses: "
+        f"{counts(listed)}. Of the arguments and members of the {len(inside)} names that are here too, {same} are the "
+        f"same, and {counts(items).partition(', ')[2]}. *Missing* means that you get an error that says so, never "
+        "another result."
+    )
+    for title, areas in PARTS.items():
+        rows = [[f"`{each.name}`", each.state, each.why] for each in listed if each.area in areas]
+        parts.append(f"### {title}\n\n{table(rows)}")
+    parts.append(
+        "## Every argument and member\n\nOf the classes that both have. A class has what its base has, and only what "
+        "differs from that is listed for it."
+    )
+    for each in inside:
+        entry = data["names"][each.name]
+        above = [by_name[base] for base in entry.get("bases", ()) if base in by_name and by_name[base].found]
+        said = {item: reason for base in above for item, reason in base.others.items()}
+        others = {item: reason for item, reason in each.others.items() if said.get(item) != reason}
+        inherited = {item for base in above for item in base.same}
+        more = {item for base in above for item in base.more}
+        own = Compared(
+            each.name,
+            each.area,
+            each.state,
+            same=[item for item in each.same if item not in inherited],
+            more=[item for item in each.more if item not in more],
+        )
+        if others or own.same or own.more:
+            parts.append(details(own, others).replace("### `", "#### `", 1))
+    return "\n\n".join(parts) + "\n"

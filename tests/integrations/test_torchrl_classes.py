@@ -1,0 +1,215 @@
+"""gpubuf's classes with TorchRL's types: gpubuf's behaviour, none of TorchRL's code. TorchRL need not be installed."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import pickle
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+import gpubuf.data
+from tests.support import torchrl_stand_in
+
+JOINED = torchrl_stand_in.joined()
+BUFFERS = ("ReplayBuffer", "TensorDictReplayBuffer", "PrioritizedReplayBuffer", "TensorDictPrioritizedReplayBuffer")
+
+
+def batch(n: int, *shape: int) -> TensorDict:
+    done = torch.zeros(*shape, n, 1, dtype=torch.bool)
+    done[..., -1, :] = True
+    rows = {"observation": torch.randn(*shape, n, 3), "next": {"reward": torch.randn(*shape, n, 1), "done": done}}
+    return TensorDict(rows, (*shape, n))
+
+
+def buffer_of(name: str, **options: Any) -> Any:
+    if "Prioritized" in name:
+        options = {"alpha": 0.6, "beta": 0.4, **options}
+    return getattr(JOINED, name)(batch_size=8, **options)
+
+
+def is_torchrl(instance: Any) -> bool:
+    """Whether an instance is one of TorchRL's class of the same name, and of gpubuf's."""
+    theirs = [base for base in type(instance).__mro__ if base.__module__.startswith("torchrl")]
+    return any(base.__name__ == type(instance).__name__ for base in theirs)
+
+
+@pytest.mark.parametrize("name", JOINED.__all__)
+def test_a_class_is_of_both_libraries(name: str):
+    joined = getattr(JOINED, name)
+    assert issubclass(joined, getattr(gpubuf.data, name)) or name in BUFFERS
+    assert next(base.__name__ for base in joined.__mro__ if base.__module__.startswith("torchrl")) == name
+
+
+@pytest.mark.parametrize("name", BUFFERS)
+def test_a_buffer_and_its_parts_have_torchrls_types(name: str):
+    buffer = buffer_of(name)
+    assert is_torchrl(buffer)
+    assert is_torchrl(buffer.storage)
+    assert is_torchrl(buffer.sampler)
+    assert is_torchrl(buffer.writer)
+    buffer.extend(batch(20))
+    batch_of_it = buffer.sample()
+    assert batch_of_it.shape == (8,)
+    assert ("index" in batch_of_it.keys()) == name.startswith("TensorDict")
+
+
+@pytest.mark.parametrize("name", BUFFERS)
+def test_a_buffer_draws_what_gpubufs_draws(name: str):
+    """Seeded alike, with the same rows."""
+    data = batch(20)
+    drawn = []
+    for module in (JOINED, gpubuf.data):
+        options = {"alpha": 0.6, "beta": 0.4} if "Prioritized" in name else {}
+        buffer = getattr(module, name)(batch_size=8, generator=torch.Generator().manual_seed(1), **options)
+        buffer.extend(data)
+        drawn.append(buffer.sample(return_info=True)[1])
+    assert drawn[0].keys() == drawn[1].keys()
+    assert all(torch.equal(drawn[0][key], drawn[1][key]) for key in drawn[0])
+
+
+def test_no_call_of_the_fast_path_is_added():
+    """A call of a joined buffer is that of gpubuf's class: the same function."""
+    for name in ("sample", "extend", "update_priority", "update_tensordict_priority"):
+        assert getattr(JOINED.TensorDictReplayBuffer, name) is getattr(gpubuf.data.TensorDictReplayBuffer, name)
+    for name in ("draw", "update_priority", "on_write"):
+        assert getattr(JOINED.PrioritizedSampler, name) is getattr(gpubuf.data.PrioritizedSampler, name)
+    for name in ("append", "gather", "sample_uniform", "assemble"):
+        assert getattr(JOINED.LazyTensorStorage, name) is getattr(gpubuf.data.LazyTensorStorage, name)
+    buffer = buffer_of("TensorDictReplayBuffer")
+    # TorchRL's ensemble finds one to call, and batches are made without.
+    assert buffer._collate_fn("rows") == "rows"
+    assert buffer._batches._collate_fn is None
+
+
+def test_a_collate_fn_of_the_users_stays():
+    buffer = buffer_of("ReplayBuffer", collate_fn=lambda rows: rows["observation"])
+    buffer.extend(batch(20))
+    assert buffer.sample().shape == (8, 3)
+    assert buffer._collate_fn({"observation": 1}) == 1
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda buffer: pickle.loads(pickle.dumps(buffer))], ids=["deep", "pickle"]
+)
+def test_copies(copied: Any):
+    if copied is not copy.deepcopy and not torchrl_stand_in.installed():
+        pytest.skip("needs TorchRL: pickle looks the classes up where they were imported")
+    buffer = buffer_of("TensorDictPrioritizedReplayBuffer")
+    buffer.extend(batch(20))
+    other = copied(buffer)
+    other.extend(batch(5))
+    assert (len(buffer), len(other), type(other)) == (20, 25, type(buffer))
+    assert other.sample().shape == (8,)
+
+
+@pytest.mark.parametrize("name", ["PrioritizedSampler", "SliceSampler", "LazyTensorStorage", "RoundRobinWriter"])
+def test_representations_are_gpubufs(name: str):
+    options = {"PrioritizedSampler": (100, 0.6, 0.4), "LazyTensorStorage": (100,)}
+    made = getattr(JOINED, name)(*options.get(name, ()), **({"slice_len": 4} if name == "SliceSampler" else {}))
+    assert name in repr(made)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("RandomSampler", "SamplerWithoutReplacement"), ("SliceSampler", "SliceSamplerWithoutReplacement")],
+)
+def test_replacement_false_gives_a_joined_sampler(name: str, expected: str):
+    options = {"slice_len": 2} if name == "SliceSampler" else {}
+    assert type(getattr(JOINED, name)(replacement=False, **options)) is getattr(JOINED, expected)
+    assert type(getattr(JOINED, name)(replacement=True, **options)) is getattr(JOINED, name)
+
+
+def test_replacement_false_of_a_prioritized_sampler():
+    with pytest.raises(TypeError, match="PrioritizedSampler has no form without replacement: leave"):
+        JOINED.PrioritizedSampler(10, 0.5, 0.5, replacement=False)
+
+
+def test_a_sampler_of_ones_own():
+    class First(JOINED.Sampler):  # type: ignore[misc,name-defined]
+        def choose(self, n: int) -> tuple[torch.Tensor, dict[Any, torch.Tensor]]:
+            return torch.zeros(n, dtype=torch.int64), {}
+
+    buffer = JOINED.TensorDictReplayBuffer(sampler=First(), batch_size=4)
+    buffer.extend(batch(20))
+    assert buffer.sample()["index"].tolist() == [0] * 4
+
+
+def test_small_members_that_torchrls_code_asks_for():
+    buffer = buffer_of("TensorDictReplayBuffer")
+    assert not buffer.can_sample()
+    buffer.extend(batch(4))
+    assert buffer.can_sample()
+    assert buffer.can_sample(8)
+    assert buffer.start() is buffer
+    assert buffer.client() is buffer
+    assert buffer.share(False) is buffer
+    assert (buffer.shared, buffer.is_alive, buffer.service_backend) == (False, True, "direct")
+
+
+# Messages
+
+
+def test_a_member_that_gpubuf_has_not():
+    buffer = buffer_of("ReplayBuffer")
+    with pytest.raises(
+        NotImplementedError, match=r"ReplayBuffer.as_remote is TorchRL's, .* docs/migration.md says what"
+    ):
+        buffer.as_remote()
+    assert not hasattr(buffer, "as_remote")
+    with pytest.raises(NotImplementedError, match=r"LazyTensorStorage.flatten is TorchRL's"):
+        JOINED.LazyTensorStorage(10).flatten()
+
+
+def test_sharing_between_processes_is_refused():
+    with pytest.raises(NotImplementedError, match="stay in one process: write in the process that owns the buffer"):
+        buffer_of("ReplayBuffer").share()
+
+
+@pytest.mark.parametrize("name", ["PrioritizedReplayBuffer", "TensorDictPrioritizedReplayBuffer"])
+def test_sync_false_is_refused(name: str):
+    with pytest.raises(NotImplementedError, match="sync=False"):
+        buffer_of(name, sync=False)
+
+
+def test_a_checkpointer_is_refused():
+    storage = JOINED.LazyTensorStorage(10)
+    storage.checkpointer = None
+    with pytest.raises(NotImplementedError, match=r"leave checkpointer= out, .*save_torchrl"):
+        storage.checkpointer = object()
+
+
+def test_writing_elsewhere_than_at_the_cursor():
+    """What a writer of TorchRL's asks of a storage."""
+    storage = JOINED.LazyTensorStorage(10)
+    storage.set(torch.arange(4), batch(4))
+    storage.set(torch.tensor([1, 3]), batch(2), set_cursor=False)
+    assert len(storage) == 4
+    with pytest.raises(NotImplementedError, match=r"give the buffer a writer of gpubuf\.integrations\.torchrl"):
+        storage.set(torch.tensor([7]), batch(1))
+
+
+class _Theirs:
+    """A storage that is none of gpubuf's."""
+
+
+def test_torchrls_storage_with_gpubufs_parts():
+    with pytest.raises(TypeError, match=r"can't draw from TorchRL's _Theirs: use a storage of gpubuf\.integrations"):
+        JOINED.RandomSampler().bind(_Theirs())
+    with pytest.raises(TypeError, match=r"can't write to TorchRL's _Theirs: use a storage of gpubuf\.integrations"):
+        JOINED.RoundRobinWriter().register_storage(_Theirs())
+
+
+def test_without_torchrl():
+    """One sentence, and gpubuf itself imports without it."""
+    if torchrl_stand_in.installed():
+        pytest.skip("TorchRL is installed")
+    with pytest.raises(ImportError, match=r"^gpubuf.integrations.torchrl needs TorchRL: pip install torchrl$"):
+        importlib.import_module(torchrl_stand_in.PACKAGE)
+    program = "import gpubuf.integrations, sys; assert not [m for m in sys.modules if m.startswith('torchrl')]"
+    subprocess.run([sys.executable, "-c", program], check=True)

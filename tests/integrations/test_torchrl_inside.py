@@ -1,0 +1,313 @@
+"""gpubuf's storages, samplers, writers and buffers inside TorchRL's own classes. Skipped without TorchRL."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+
+import gpubuf.objectives
+from tests.support import torchrl_stand_in
+
+if not torchrl_stand_in.installed():
+    pytest.skip("needs TorchRL", allow_module_level=True)
+
+JOINED = torchrl_stand_in.joined()
+
+import torchrl.data  # noqa: E402
+import torchrl.objectives  # noqa: E402
+from torchrl.data import replay_buffers as theirs  # noqa: E402
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+
+def batch(n: int, *shape: int) -> TensorDict:
+    done = (torch.arange(n) % 5 == 4).view(n, 1).expand(*shape, n, 1)
+    flags = {"done": done, "terminated": done, "truncated": torch.zeros_like(done)}
+    following = {"observation": torch.randn(*shape, n, 3), "reward": torch.randn(*shape, n, 1), **flags}
+    return TensorDict({"observation": torch.randn(*shape, n, 3), "next": following}, (*shape, n))
+
+
+SAMPLERS = {
+    "random": lambda: JOINED.RandomSampler(),
+    "without replacement": lambda: JOINED.SamplerWithoutReplacement(),
+    "prioritized": lambda: JOINED.PrioritizedSampler(100, 0.6, 0.4),
+    "slices": lambda: JOINED.SliceSampler(slice_len=2, end_key=("next", "done")),
+    "slices without replacement": lambda: JOINED.SliceSamplerWithoutReplacement(slice_len=2),
+    "prioritized slices": lambda: JOINED.PrioritizedSliceSampler(100, 0.6, 0.4, slice_len=2),
+}
+
+
+def buffer_of(sampler: str = "random", writer: bool = True, ndim: int = 1, **options: Any) -> Any:
+    """TorchRL's buffer with gpubuf's parts."""
+    return theirs.TensorDictReplayBuffer(
+        storage=JOINED.LazyTensorStorage(100, ndim=ndim),
+        sampler=SAMPLERS[sampler](),
+        writer=JOINED.TensorDictRoundRobinWriter() if writer else None,
+        batch_size=8,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("ndim", [1, 2])
+@pytest.mark.parametrize("writer", [True, False], ids=["gpubuf's writer", "TorchRL's writer"])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_rows_come_back(sampler: str, writer: bool, ndim: int):
+    """Over several laps of the ring, and the rows of a batch are those at its index."""
+    buffer = buffer_of(sampler, writer, ndim)
+    for step in range(4):
+        index = buffer.extend(batch(40) if ndim == 1 else batch(10, 4))
+        assert index.shape == ((40,) if ndim == 1 else (40, 2))
+        assert len(buffer) == min(40 * (step + 1), 100)
+        drawn = buffer.sample()
+        assert drawn.shape == (8,)
+        at = drawn["index"] if ndim == 1 else tuple(drawn["index"].unbind(-1))
+        assert torch.equal(drawn["observation"], buffer.storage[at]["observation"])
+        drawn["td_error"] = torch.rand(8)
+        buffer.update_tensordict_priority(drawn)
+    if writer:
+        assert buffer.write_count == 160
+
+
+def test_priorities_reach_the_tree():
+    """TorchRL updates those of its own type only."""
+    buffer = buffer_of("prioritized")
+    buffer.extend(batch(20))
+    drawn = buffer.sample(8)
+    drawn["td_error"] = torch.arange(8.0) * 100
+    buffer.update_tensordict_priority(drawn)
+    last = {int(i): float(p) for i, p in zip(drawn["index"], drawn["td_error"], strict=True)}
+    expected = torch.tensor([(p + 1e-8) ** 0.6 for p in last.values()])
+    torch.testing.assert_close(buffer.sampler.tree.leaves[torch.tensor(list(last))], expected)
+    assert isinstance(buffer.sampler, theirs.PrioritizedSampler)
+
+
+def test_new_rows_have_the_priority_of_new_rows():
+    for writer in (True, False):
+        buffer = buffer_of("prioritized", writer)
+        buffer.extend(batch(20))
+        assert buffer.sampler.tree.leaves[:20].tolist() == [1.0] * 20
+        buffer.add(batch(1)[0])
+        assert buffer.sampler.tree.leaves[20] == 1.0
+
+
+def test_a_sampler_that_comes_later():
+    buffer = buffer_of()
+    buffer.extend(batch(20))
+    buffer.set_sampler(JOINED.PrioritizedSampler(100, 0.6, 0.4))
+    buffer.extend(batch(20))
+    assert "priority_weight" in buffer.sample().keys()
+
+
+def test_two_buffers_share_a_storage():
+    """A write through one reaches the sampler of the other."""
+    storage = JOINED.LazyTensorStorage(100)
+    one, other = (
+        theirs.TensorDictReplayBuffer(storage=storage, sampler=SAMPLERS["prioritized"](), writer=writer, batch_size=8)
+        for writer in (JOINED.TensorDictRoundRobinWriter(), theirs.ImmutableDatasetWriter())
+    )
+    one.extend(batch(20))
+    assert other.sampler.tree.leaves[:20].tolist() == [1.0] * 20
+    assert other.sample().shape == (8,)
+
+
+def test_generations():
+    buffer = theirs.TensorDictReplayBuffer(
+        storage=JOINED.LazyTensorStorage(10),
+        writer=JOINED.TensorDictRoundRobinWriter(track_generations=True),
+        sampler=JOINED.RandomSampler(),
+        batch_size=8,
+    )
+    index = buffer.extend(batch(10))
+    before = buffer.writer.generations_of(index)
+    buffer.extend(batch(4))
+    assert (buffer.writer.generations_of(index) - before).tolist() == [1] * 4 + [0] * 6
+    drawn = buffer.sample()
+    assert torch.equal(drawn["index_generation"], buffer.writer.generations_of(drawn["index"]))
+
+
+def test_torchrls_samplers_on_gpubufs_storage():
+    for sampler in (theirs.RandomSampler(), theirs.SliceSampler(slice_len=2, end_key=("next", "done"))):
+        for writer in (JOINED.TensorDictRoundRobinWriter(), None):
+            buffer = theirs.TensorDictReplayBuffer(
+                storage=JOINED.LazyTensorStorage(100), sampler=sampler, writer=writer, batch_size=8
+            )
+            buffer.extend(batch(40))
+            assert buffer.sample().shape == (8,)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_an_epoch(prefetch: int):
+    buffer = buffer_of("without replacement", prefetch=prefetch)
+    buffer.extend(batch(32))
+    for _ in range(3):
+        seen = torch.cat([drawn["index"] for drawn in buffer])
+        assert seen.sort().values.tolist() == list(range(32))
+
+
+def test_empty():
+    buffer = buffer_of("prioritized")
+    buffer.extend(batch(30))
+    buffer.empty()
+    buffer.extend(batch(7))
+    assert (len(buffer), int(buffer.sample()["index"].max()) < 7) == (7, True)
+
+
+def test_states_and_folders(tmp_path: Path):
+    buffer = buffer_of("prioritized")
+    buffer.extend(batch(20))
+    drawn = buffer.sample()
+    drawn["td_error"] = torch.rand(8)
+    buffer.update_tensordict_priority(drawn)
+    buffer.dumps(tmp_path)
+    by_state, by_folder, by_pickle = buffer_of("prioritized"), buffer_of("prioritized"), None
+    by_state.load_state_dict(buffer.state_dict())
+    by_folder.loads(tmp_path)
+    by_pickle = pickle.loads(pickle.dumps(buffer))
+    for other in (by_state, by_folder, by_pickle):
+        assert len(other) == 20
+        assert torch.equal(other.sampler.tree.leaves, buffer.sampler.tree.leaves)
+        assert (other.storage[:] == buffer.storage[:]).all()
+        assert other.extend(batch(1)).tolist() == [20]
+
+
+# gpubuf's buffers where TorchRL's are asked for
+
+
+def of_gpubuf(name: str = "TensorDictReplayBuffer", **options: Any) -> Any:
+    buffer = getattr(JOINED, name)(storage=JOINED.LazyTensorStorage(100), **options)
+    buffer.extend(batch(50))
+    return buffer
+
+
+def test_ensemble():
+    ensemble = theirs.ReplayBufferEnsemble(of_gpubuf(), of_gpubuf(), batch_size=8, p=[0.5, 0.5])
+    drawn, info = ensemble.sample(return_info=True)
+    assert drawn.shape == (2, 4)
+    assert info["index"]["buffer_ids"].shape[0] == 2
+
+
+def test_ensemble_of_both_libraries():
+    other = theirs.TensorDictReplayBuffer(storage=theirs.LazyTensorStorage(100))
+    other.extend(batch(50))
+    ensemble = theirs.ReplayBufferEnsemble(of_gpubuf(), other, batch_size=8, sample_from_all=True)
+    assert ensemble.sample().shape == (2, 4)
+
+
+def test_ensemble_that_is_written():
+    one, other = of_gpubuf("ReplayBuffer"), of_gpubuf("ReplayBuffer")
+    ensemble = theirs.ReplayBufferEnsemble(one, other, batch_size=8, routing_key="which")
+    data = batch(10)
+    data["which"] = torch.arange(10) % 2
+    with pytest.raises(ValueError, match="which"):
+        ensemble.extend(data)
+    one, other = (JOINED.ReplayBuffer(storage=JOINED.LazyTensorStorage(100)) for _ in range(2))
+    ensemble = theirs.ReplayBufferEnsemble(one, other, batch_size=8, routing_key="which")
+    ensemble.extend(data)
+    assert (len(one), len(other)) == (5, 5)
+
+
+def test_offline_to_online():
+    buffer = torchrl.data.OfflineToOnlineReplayBuffer(
+        of_gpubuf("ReplayBuffer"), online_storage=JOINED.LazyTensorStorage(60), batch_size=16
+    )
+    for _ in range(5):
+        buffer.extend(batch(20))
+        drawn = buffer.sample()
+        assert drawn.shape == (16,)
+    assert len(buffer) == 110
+    torchrl.data.prefill_replay_buffer(buffer.online_buffer, of_gpubuf("ReplayBuffer"), 30, chunk_size=10)
+
+
+def test_trainer_hooks():
+    from torchrl.trainers import ReplayBufferTrainer
+
+    buffer = of_gpubuf("TensorDictPrioritizedReplayBuffer", alpha=0.6, beta=0.4)
+    hook = ReplayBufferTrainer(buffer, batch_size=8, flatten_tensordicts=True)
+    hook.extend(batch(5, 4))
+    assert len(buffer) == 70
+    drawn = hook.sample(batch(1))
+    drawn["td_error"] = torch.rand(8)
+    hook.update_priority(drawn)
+    hook.load_state_dict(hook.state_dict())
+
+
+def test_transforms_of_torchrl():
+    from torchrl.envs.transforms import RewardScaling
+
+    scaling = RewardScaling(0.0, 10.0, in_keys=[("next", "reward")])
+    for buffer in (of_gpubuf(transform=scaling, batch_size=8), buffer_of(transform=scaling)):
+        if not len(buffer):
+            buffer.extend(batch(50))
+        drawn = buffer.sample()
+        stored = buffer.storage[drawn["index"]]["next", "reward"]
+        torch.testing.assert_close(drawn["next", "reward"], stored * 10)
+
+
+# Losses
+
+
+@pytest.mark.parametrize("updates", ["SoftUpdate", "HardUpdate"])
+@pytest.mark.parametrize("updater", [torchrl.objectives, gpubuf.objectives], ids=["TorchRL's", "gpubuf's"])
+@pytest.mark.parametrize("losses", [torchrl.objectives, gpubuf.objectives], ids=["TorchRL's", "gpubuf's"])
+def test_updates_and_losses_mix(losses: Any, updater: Any, updates: str):
+    """Targets follow after the same number of steps by the same amount."""
+    torch.manual_seed(0)
+    loss = losses.TD3Loss(
+        TensorDictModule(torch.nn.Linear(3, 2), ["observation"], ["action"]),
+        TensorDictModule(torch.nn.Linear(3, 1), ["observation"], ["state_action_value"]),
+        bounds=(-1.0, 1.0),
+    )
+    options = {"eps": 0.9} if updates == "SoftUpdate" else {"value_network_update_interval": 1}
+    update = getattr(updater, updates)(loss, **options)
+    target, source = (
+        dict(getattr(loss, name).items(True, True))
+        for name in ("target_qvalue_network_params", "qvalue_network_params")
+    )
+    with torch.no_grad():
+        for parameter in source.values():
+            parameter.add_(1.0)
+    expected = {key: value + (0.1 if updates == "SoftUpdate" else 1.0) for key, value in target.items()}
+    update.step()
+    if updates == "HardUpdate" and updater is torchrl.objectives:
+        update.step()  # counts from zero
+    for key, value in expected.items():
+        torch.testing.assert_close(target[key].data, value.data)
+
+
+def test_torchrls_loss_takes_gpubufs_batch():
+    buffer = of_gpubuf("TensorDictPrioritizedReplayBuffer", alpha=0.6, beta=0.4, batch_size=8)
+    loss = torchrl.objectives.DDPGLoss(
+        TensorDictModule(torch.nn.Linear(3, 2), ["observation"], ["action"]),
+        TensorDictModule(torch.nn.Linear(3, 1), ["observation"], ["state_action_value"]),
+    )
+    drawn = buffer.sample()
+    out = loss(drawn)
+    (out["loss_actor"] + out["loss_value"]).backward()
+    assert drawn["td_error"].shape == (8,)
+    buffer.update_tensordict_priority(drawn)
+
+
+def test_the_manuals_blocks_run():
+    page = (Path(__file__).parents[2] / "docs" / "integrations" / "torchrl.md").read_text()
+    namespace: dict[str, Any] = {}
+    for block in re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
+        exec(block, namespace)
+
+
+def test_mixed_by_mistake():
+    with pytest.raises(TypeError, match=r"can't write to TorchRL's LazyTensorStorage: use a storage of gpubuf"):
+        theirs.ReplayBuffer(storage=theirs.LazyTensorStorage(10), writer=JOINED.RoundRobinWriter())
+    buffer = theirs.ReplayBuffer(storage=theirs.LazyTensorStorage(10), sampler=JOINED.RandomSampler())
+    buffer.extend(batch(4))
+    with pytest.raises(TypeError, match=r"can't draw from TorchRL's LazyTensorStorage: use a storage of gpubuf"):
+        buffer.sample(4)
