@@ -143,19 +143,19 @@ class SimpleReplayBuffer:
         for below, name, dtype, _ in self._columns:
             value = following[name] if below else tensor_dict[name]
             columns.append(value if value.dtype is dtype else value.to(dtype))
-        if not self.buffer.initialized:
-            self._check(columns)
-        root: dict[str, Any] = {}
-        under_next: dict[str, Any] = {}
-        for (below, name, _, _), value in zip(self._columns, columns, strict=True):
-            (under_next if below else root)[name] = value
-        root["next"] = TensorDict(under_next, batch_size=[self.n_env])
-        self.buffer.extend(TensorDict(root, batch_size=[self.n_env]).unsqueeze(0))
+        if self.buffer.initialized:
+            self.buffer.add_columns(columns)
+        else:
+            self._begin(columns)
 
-    def _check(self, columns: list[Tensor]) -> None:
+    def _begin(self, columns: list[Tensor]) -> None:
+        """The first write, which settles shapes and the order of the columns."""
         for (_, name, _, shape), value in zip(self._columns, columns, strict=True):
             if value.shape != (self.n_env, *shape):
                 raise ValueError(f"{name!r} has shape {tuple(value.shape)}, expected {(self.n_env, *shape)}")
+        keys: list[Any] = [("next", name) if below else name for below, name, _, _ in self._columns]
+        self.buffer.add_columns(dict(zip(keys, columns, strict=True)))
+        assert self.buffer.column_keys == keys
 
     def sample(self, batch_size: int) -> TensorDict:
         """``E * batch_size`` transitions, ``batch_size`` of each environment in turn. No host sync.

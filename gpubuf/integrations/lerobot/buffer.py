@@ -1,0 +1,332 @@
+"""LeRobot's ``ReplayBuffer``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from gpubuf.data.buffers.replay_buffer import ReplayBuffer as Rows
+from gpubuf.data.processing.random_shift import RandomShift
+from gpubuf.data.storages.codecs import Codec
+from gpubuf.data.storages.tensor_storage import LazyTensorStorage
+from gpubuf.integrations.lerobot.ahead import ahead
+from gpubuf.integrations.lerobot.datasets import INFO, features_of, frame_of, new_dataset, transitions_of
+
+IMAGE = "observation.image"
+PAD = 4
+_FRAMES = 64
+
+
+class ReplayBuffer:
+    """LeRobot's replay buffer: the same arguments, methods, keys, shapes and dtypes.
+
+    It differs in this:
+
+    * With ``optimize_memory`` the next state of an episode's last transition is the one that was given, and not the
+      first state of the next episode. The newest transition can be drawn, with its own next state.
+    * Every transition must have the keys of ``complementary_info`` that the first one had. LeRobot keeps what was in
+      memory.
+    * An error in the thread of :meth:`get_iterator` reaches the caller. LeRobot waits for ever.
+    * The random shift is part of the launch that copies the rows, unless you give a function of your own. Nothing is
+      compiled at the first batch.
+
+    Args:
+        capacity: number of transitions.
+        device: where batches go.
+        state_keys: only read by LeRobot's programs: the states that you add have the keys.
+        image_augmentation_function: called once for all images of a batch ``[n, C, H, W]``, instead of a random shift
+            by up to 4 pixels.
+        use_drq: whether states with keys that begin with ``"observation.image"`` are augmented.
+        storage_device: where the rows are: as for :class:`gpubuf.LazyTensorStorage`.
+        optimize_memory: store states once.
+        dtypes: how states are stored, by their keys: ``{"observation.image": Codec(torch.uint8, scale=1 / 255)}`` takes
+            a quarter of the memory. See :class:`gpubuf.LazyTensorStorage`.
+        next_capacity: with ``optimize_memory``, room for the last states of episodes.
+
+    Attributes:
+        buffer: the :class:`gpubuf.ReplayBuffer` behind it; None before the first transition.
+
+    Raises:
+        ValueError: ``capacity`` is below 1.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        device: str = "cuda:0",
+        state_keys: Sequence[str] | None = None,
+        image_augmentation_function: Callable[[Tensor], Tensor] | None = None,
+        use_drq: bool = True,
+        storage_device: str = "cpu",
+        optimize_memory: bool = False,
+        *,
+        dtypes: Mapping[str, torch.dtype | Codec] | None = None,
+        next_capacity: int | None = None,
+    ) -> None:
+        if capacity <= 0:
+            raise ValueError(f"capacity must be at least 1, got {capacity}")
+        self.capacity = capacity
+        self.device = device
+        self.state_keys = [] if state_keys is None else state_keys
+        self.image_augmentation_function = image_augmentation_function
+        self.use_drq = use_drq
+        self.storage_device = storage_device
+        self.optimize_memory = optimize_memory
+        self.buffer: Rows | None = None
+        self._dtypes, self._next_capacity = dict(dtypes or {}), next_capacity
+        self._states: list[str] = []
+        self._info: list[str] | None = None
+
+    # As LeRobot's attributes
+
+    @property
+    def initialized(self) -> bool:
+        """Whether a transition has been added."""
+        return self.buffer is not None
+
+    @property
+    def size(self) -> int:
+        """The number of stored transitions."""
+        return 0 if self.buffer is None else len(self.buffer)
+
+    @property
+    def position(self) -> int:
+        """Where the next transition goes."""
+        return 0 if self.buffer is None else self.buffer.storage.cursor
+
+    def __len__(self) -> int:
+        """The number of stored transitions."""
+        return self.size
+
+    # Writing
+
+    def add(
+        self,
+        state: Mapping[str, Tensor],
+        action: Tensor,
+        reward: float | Tensor,
+        next_state: Mapping[str, Tensor],
+        done: bool | Tensor,
+        truncated: bool | Tensor,
+        complementary_info: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Add a transition. All numbers are stored as float32, unless ``dtypes`` says otherwise.
+
+        Args:
+            state, next_state: tensors by key, with a batch dimension of 1 or without one.
+            action: likewise.
+            reward, done, truncated: numbers.
+            complementary_info: tensors or numbers by key, which come back in batches.
+
+        Raises:
+            KeyError: a key of the first transition is missing.
+            ValueError: a tensor has another shape, or information is neither a tensor nor a number.
+        """
+        if self.buffer is None:
+            self._begin(state, complementary_info)
+        assert self.buffer is not None
+        row: dict[Any, Any] = {("state", key): _row(state[key]) for key in self._states}
+        row["action"] = _row(action)
+        row["reward"] = torch.as_tensor(reward, dtype=torch.float32).reshape(())
+        row["done"] = torch.as_tensor(done, dtype=torch.bool).reshape(())
+        row["truncated"] = torch.as_tensor(truncated, dtype=torch.bool).reshape(())
+        row |= {("next", "state", key): _row(next_state[key]) for key in self._states}
+        if self._info is not None:
+            given = {} if complementary_info is None else complementary_info
+            row |= {("complementary_info", key): _row(_number(key, given)) for key in self._info}
+        # Columns in the order of the first write, which gives their names.
+        self.buffer.add_columns(list(row.values()) if self.buffer.initialized else row)
+
+    def _begin(self, state: Mapping[str, Tensor], info: Mapping[str, Any] | None) -> None:
+        self._states = list(state)
+        self._info = None if info is None else [key for key in info if _number(key, info) is not None]
+        keys = [("state", key) for key in self._states]
+        storage = LazyTensorStorage(
+            self.capacity,
+            device=self.storage_device,
+            dtypes={("state", key): dtype for key, dtype in self._dtypes.items()},
+            batch_dtypes={"done": torch.float32, "truncated": torch.float32},
+            share_next=keys if self.optimize_memory else False,
+            next_capacity=self._next_capacity,
+        )
+        shifted = [("state", key) for key in self._images]
+        own = self.image_augmentation_function is None
+        self.buffer = Rows(storage=storage, process=[RandomShift(shifted, PAD)] if shifted and own else [])
+
+    @property
+    def _images(self) -> list[str]:
+        return [key for key in self._states if key.startswith(IMAGE)] if self.use_drq else []
+
+    # Reading
+
+    def sample(self, batch_size: int) -> dict[str, Any]:
+        """A batch of ``min(batch_size, len(self))`` transitions, drawn uniformly with replacement.
+
+        Returns:
+            ``"state"`` and ``"next_state"`` (dicts), ``"action"``, ``"reward"``, ``"done"`` and ``"truncated"``
+            (float32), and ``"complementary_info"`` (a dict or None): tensors ``[B, ...]`` on ``device``.
+
+        Raises:
+            RuntimeError: nothing has been added.
+        """
+        if self.buffer is None:
+            raise RuntimeError("cannot sample from an empty buffer: add transitions first")
+        data: TensorDict = self.buffer.sample(min(batch_size, len(self.buffer)))
+        states: list[dict[str, Tensor]] = [
+            {key: _to(where["state"][key], self.device) for key in self._states} for where in (data, data["next"])
+        ]
+        if self.image_augmentation_function is not None and self._images:
+            self._augment(self.image_augmentation_function, states)
+        info = None
+        if self._info is not None:
+            info = {key: _to(data["complementary_info"][key], self.device) for key in self._info}
+        batch: dict[str, Any] = {"state": states[0], "action": _to(data["action"], self.device)}
+        batch["reward"] = _to(data["reward"], self.device)
+        batch["next_state"] = states[1]
+        batch |= {name: _to(data[name], self.device) for name in ("done", "truncated")}
+        batch["complementary_info"] = info
+        return batch
+
+    def _augment(self, function: Callable[[Tensor], Tensor], states: Sequence[dict[str, Tensor]]) -> None:
+        """Call ``function`` once, as LeRobot does, with the images of all keys: states, and then next states."""
+        images = function(torch.cat([state[key] for key in self._images for state in states]))
+        parts = iter(images.chunk(len(self._images) * len(states)))
+        for key in self._images:
+            for state in states:
+                state[key] = next(parts)
+
+    def get_iterator(
+        self, batch_size: int, async_prefetch: bool = True, queue_size: int = 2
+    ) -> Iterator[dict[str, Any]]:
+        """Batches without end.
+
+        Args:
+            batch_size: as for :meth:`sample`.
+            async_prefetch: let a thread draw ahead. It ends when the iterator is closed or collected.
+            queue_size: how many batches are drawn ahead, by the thread or without one.
+
+        Raises:
+            RuntimeError: nothing has been added.
+            ValueError: ``queue_size`` is below 1.
+        """
+        if async_prefetch:
+            yield from ahead(lambda: self.sample(batch_size), queue_size)
+        waiting = [self.sample(batch_size) for _ in range(queue_size)]
+        if not waiting:
+            raise ValueError(f"queue_size must be at least 1, got {queue_size}")
+        while True:
+            yield waiting.pop(0)
+            waiting.append(self.sample(batch_size))
+
+    # Data sets
+
+    @classmethod
+    def from_lerobot_dataset(
+        cls,
+        lerobot_dataset: Any,
+        device: str = "cuda:0",
+        state_keys: Sequence[str] | None = None,
+        capacity: int | None = None,
+        image_augmentation_function: Callable[[Tensor], Tensor] | None = None,
+        use_drq: bool = True,
+        storage_device: str = "cpu",
+        optimize_memory: bool = False,
+        **options: Any,
+    ) -> Self:
+        """A buffer with the transitions of a ``LeRobotDataset``. Each frame is read once, and none is kept beside.
+
+        Args:
+            lerobot_dataset: the data set. An episode ends where ``"next.done"`` says so, or, without this key, where
+                another one begins. The state after its last frame is in no data set: the last state stands for it.
+            capacity: default: the length of the data set.
+            device, state_keys, image_augmentation_function, use_drq, storage_device, optimize_memory: as for the class.
+            **options: its other arguments.
+
+        Raises:
+            ValueError: ``capacity`` is below the length of the data set, or there are no ``state_keys``.
+        """
+        n = len(lerobot_dataset)
+        if capacity is not None and capacity < n:
+            raise ValueError(f"the data set has {n} frames, but the capacity is {capacity}")
+        buffer = cls(
+            n if capacity is None else capacity,
+            device,
+            state_keys,
+            image_augmentation_function,
+            use_drq,
+            storage_device,
+            optimize_memory,
+            **options,
+        )
+        for transition in transitions_of(lerobot_dataset, state_keys):
+            buffer.add(**transition)
+        return buffer
+
+    def to_lerobot_dataset(
+        self, repo_id: str, fps: int = 1, root: Any = None, task_name: str = "from_replay_buffer"
+    ) -> Any:
+        """The transitions as a ``LeRobotDataset``, the oldest first, an episode up to each end. Needs LeRobot.
+
+        Args:
+            repo_id, fps, root: as for ``LeRobotDataset.create``.
+            task_name: of all frames.
+
+        Raises:
+            ImportError: LeRobot is missing.
+            ValueError: the buffer is empty.
+        """
+        rows = self.buffer
+        if rows is None or not len(rows):
+            raise ValueError("the buffer is empty: there is nothing to convert")
+        n, start = len(rows), self.position - len(rows)
+        order = (torch.arange(n) + start) % self.capacity
+        dataset = new_dataset(repo_id, fps, root, features_of(self._frame(rows.storage[order[:1]][0])))
+        dataset.start_image_writer(num_processes=0, num_threads=3)
+        # A few frames at a time, since images are large.
+        for part in order.split(_FRAMES):
+            for row in rows.storage[part].cpu().unbind(0):
+                dataset.add_frame(frame_of(self._frame(row), row["reward"], row["done"], task_name))
+                if row["done"] or row["truncated"]:
+                    dataset.save_episode()
+        if dataset.episode_buffer["size"] > 0:
+            dataset.save_episode()
+        dataset.stop_image_writer()
+        dataset.finalize()
+        return dataset
+
+    def _frame(self, row: TensorDict) -> dict[str, Tensor]:
+        """States, action and information of a row. Numbers have one dimension."""
+        frame = {key: row["state"][key] for key in self._states} | {"action": row["action"]}
+        info = {INFO + key: row["complementary_info"][key] for key in self._info or ()}
+        return frame | {key: value.reshape(1) if value.ndim == 0 else value for key, value in info.items()}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.size}/{self.capacity} transitions, buffer={self.buffer!r})"
+
+
+def _row(value: Tensor) -> Tensor:
+    return value.squeeze(0).to(torch.float32)
+
+
+def _to(value: Tensor, device: str) -> Tensor:
+    return value.to(device, non_blocking=False)
+
+
+def _number(key: str, info: Mapping[str, Any]) -> Tensor:
+    """Information as a tensor.
+
+    Raises:
+        ValueError: it is something else, or missing.
+    """
+    value = info.get(key)
+    if isinstance(value, Tensor):
+        return value
+    if not isinstance(value, int | float):
+        raise ValueError(
+            f"complementary_info[{key!r}] must be a tensor or a number in every transition, got {type(value).__name__}"
+        )
+    return torch.tensor(float(value))

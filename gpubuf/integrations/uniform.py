@@ -1,0 +1,228 @@
+"""What the buffers of FlashSAC and of rsl_rl_flashsac have in common."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from gpubuf.data.buffers.replay_buffer import ReplayBuffer
+from gpubuf.data.samplers.base import Sampler
+from gpubuf.data.samplers.random import RandomSampler
+from gpubuf.data.storages.layout import Key
+from gpubuf.data.storages.tensor_storage import LazyTensorStorage
+from gpubuf.integrations.laws import WholeWindows
+
+OBSERVATION: Key = ("observation",)
+STEPS = "steps_to_next_obs"
+FLAGS: tuple[Key, ...] = (("next", "terminated"), ("next", "truncated"))
+
+
+class Column(NamedTuple):
+    """One key of a transition.
+
+    Attributes:
+        given: where a transition has it.
+        stored: its key in storage.
+        dtype: in batches.
+        shape: of one row.
+    """
+
+    given: Key
+    stored: Key
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class UniformBuffer:
+    """Base of the buffers called ``TorchUniformBuffer``.
+
+    Args:
+        observations: dtype and shape of each part of an observation, by its key.
+        action: those of an action.
+        n_step, gamma, max_length, min_length, sample_batch_size: see the subclasses.
+        device: of the rows.
+        obs_storage_dtype: of the observations in storage; None: as in batches.
+        share_next: whether observations are stored once.
+        next_capacity: with it, room for the last observations of trajectories.
+        discounts: whether a batch has ``"discount"``, and windows that end at the newest row may be shorter.
+
+    Attributes:
+        buffer: the :class:`ReplayBuffer` behind it.
+    """
+
+    def __init__(
+        self,
+        observations: Mapping[Key, tuple[torch.dtype, tuple[int, ...]]],
+        action: tuple[torch.dtype, tuple[int, ...]],
+        *,
+        n_step: int,
+        gamma: float,
+        max_length: int,
+        min_length: int,
+        sample_batch_size: int,
+        device: torch.device | str,
+        obs_storage_dtype: torch.dtype | None,
+        share_next: bool,
+        next_capacity: int | None,
+        discounts: bool,
+    ) -> None:
+        self._n_step, self._gamma, self._discounts = n_step, float(gamma), discounts
+        self._max_length, self._min_length = max_length, min_length
+        self._sample_batch_size, self._device = sample_batch_size, device
+        self._share_next, self._next_capacity = list(observations) if share_next else False, next_capacity
+        self._dtypes: dict[Key, torch.dtype] = dict.fromkeys(FLAGS, torch.bool)
+        if obs_storage_dtype is not None:
+            self._dtypes |= dict.fromkeys(observations, obs_storage_dtype)
+        self._columns = [
+            *[Column(key, key, *kind) for key, kind in observations.items()],
+            Column(("action",), ("action",), *action),
+            *[Column(("next_observation", *key[1:]), ("next", *key), *kind) for key, kind in observations.items()],
+            *[Column((name,), ("next", name), torch.float32, ()) for name in ("reward", "terminated", "truncated")],
+        ]
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything. The next transition may be of another number of environments."""
+        # One row an environment and step, if rows must be known to follow each other.
+        self._ndim = 2 if self._n_step > 1 or self._share_next else 1
+        sampler: Sampler = RandomSampler()
+        if self._n_step > 1 and not self._discounts:
+            sampler = WholeWindows(self._n_step)
+        storage = LazyTensorStorage(
+            self._max_length,
+            device=self._device,
+            ndim=self._ndim,
+            dtypes=self._dtypes,
+            share_next=self._share_next,
+            next_capacity=self._next_capacity,
+        )
+        self.buffer = ReplayBuffer(
+            storage=storage,
+            sampler=sampler,
+            dim_extend=0,
+            n_steps=self._n_step,
+            gamma=self._gamma,
+            end_keys=FLAGS,
+            batch_size=self._sample_batch_size,
+        )
+
+    def __len__(self) -> int:
+        """The number of stored transitions."""
+        return len(self.buffer)
+
+    def can_sample(self) -> bool:
+        """Whether ``min_length`` transitions are stored."""
+        return len(self.buffer) >= self._min_length
+
+    # Writing
+
+    def add(self, transition: Mapping[str, Any]) -> None:
+        """Write one step of all environments. No host sync.
+
+        Args:
+            transition: ``"observation"``, ``"action"``, ``"reward"``, ``"terminated"``, ``"truncated"`` and
+                ``"next_observation"``, arrays or tensors ``[E, ...]``. They are read before this returns. Other keys
+                are left alone, and other dtypes converted.
+
+        Raises:
+            KeyError: a key is missing.
+            ValueError: an array has another shape, or there are more or fewer environments than before; nothing is
+                written.
+        """
+        values: list[Tensor] = []
+        for column in self._columns:
+            value: Any = transition
+            for name in column.given:
+                value = value[name]
+            tensor = value.detach() if isinstance(value, Tensor) else torch.as_tensor(value)
+            values.append(tensor if tensor.dtype is column.dtype else tensor.to(column.dtype))
+        if not self.buffer.initialized:
+            self._begin(values)
+        elif self._ndim == 1:
+            self.buffer.extend_columns(values)
+        else:
+            self.buffer.add_columns(values)
+
+    def _begin(self, values: list[Tensor]) -> None:
+        """The first write, which settles shapes and the order of the columns."""
+        lead = values[0].shape[:1]
+        for column, value in zip(self._columns, values, strict=True):
+            if value.shape != (*lead, *column.shape):
+                name = ".".join(column.given)
+                raise ValueError(f"{name!r} has shape {tuple(value.shape)}, expected {(*lead, *column.shape)}")
+        named = {column.stored: value for column, value in zip(self._columns, values, strict=True)}
+        (self.buffer.extend_columns if self._ndim == 1 else self.buffer.add_columns)(named)
+
+    # Reading
+
+    def sample(self, sample_idxs: Any = None) -> dict[str, Any]:
+        """A batch of ``sample_batch_size`` transitions, drawn uniformly with replacement. No host sync.
+
+        Args:
+            sample_idxs: the transitions to take instead: their positions, int ``[B]``. Step t of environment e, of E,
+                is at ``(t * E + e) % capacity``.
+
+        Returns:
+            ``"observation"``, ``"action"``, ``"reward"``, ``"terminated"``, ``"truncated"`` and ``"next_observation"``,
+            with ``discounts`` also ``"discount"``: tensors ``[B, ...]`` that the caller owns, flags and rewards float32
+            ``[B]``.
+
+        Raises:
+            RuntimeError: nothing is stored.
+            IndexError: a position is out of range (on the CPU).
+        """
+        data: TensorDict = self.buffer.sample() if sample_idxs is None else self._rows(sample_idxs)
+        following: TensorDict = data["next"]
+        batch: dict[str, Any] = {name: data[name] for name in ("observation", "action")}
+        batch |= {name: following[name] for name in ("reward", "terminated", "truncated")}
+        batch["next_observation"] = following["observation"]
+        if self._discounts and self._n_step > 1:
+            batch["discount"] = self._gamma ** data[STEPS].squeeze(-1).float()
+        elif self._discounts:
+            batch["discount"] = torch.full_like(batch["reward"], self._gamma)
+        return batch
+
+    def _rows(self, index: Any) -> Any:
+        sampler = self.buffer.sampler
+        reader = sampler.reader
+        if reader is None or not len(self.buffer):
+            raise RuntimeError("cannot sample from an empty storage")
+        positions = torch.as_tensor(index, dtype=torch.int64, device=reader.device).reshape(-1).contiguous()
+        with sampler.lock:
+            return reader.assemble(reader.gather(positions)[0])
+
+    def get_observations(self) -> Any:
+        """The stored observations ``[n, ...]``, in the order of their positions: a copy."""
+        return self.buffer.storage[torch.arange(len(self.buffer))]["observation"]
+
+    # State
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Save all transitions, those under way too, and the random stream, into one file. Synchronises."""
+        folder = os.path.dirname(os.fspath(path))
+        if folder:
+            os.makedirs(folder, exist_ok=True)
+        torch.save(self.buffer.state_dict(), path)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Load what :meth:`save` wrote. It is read by pickle: load files that you trust.
+
+        Raises:
+            ValueError: the file is of the program's own buffer, whose rows are n-step transitions already, or of a
+                buffer with other keys.
+        """
+        state = torch.load(path, map_location="cpu", weights_only=False)
+        if "num_in_buffer" in state:
+            raise ValueError(
+                f"{os.fspath(path)!r} was saved by the program's own buffer, which keeps transitions of n_step steps: "
+                "fill the buffer anew, or load the file there"
+            )
+        self.buffer.load_state_dict(state)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(n_step={self._n_step}, buffer={self.buffer!r})"

@@ -1,0 +1,226 @@
+"""LeRobot's buffer: ours gives the rows that LeRobot's gave, and the right next state where it did not."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from gpubuf import Codec
+from gpubuf.integrations.lerobot import ReplayBuffer
+from tests.support import lerobot_buffer
+from tests.support.lerobot_buffer.transitions import ADDED, CAPACITY, Frames, ended, frames, plain, state, transition
+
+RECORDED: dict[str, Any] = json.loads((Path(lerobot_buffer.__path__[0]) / "record.json").read_text())
+
+
+def filled(added: int, **options: Any) -> ReplayBuffer:
+    buffer = ReplayBuffer(CAPACITY, "cpu", **({"use_drq": False} | options))
+    for number in range(added):
+        buffer.add(**transition(number))
+    return buffer
+
+
+def batch_at(buffer: ReplayBuffer, rows: range, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    assert buffer.buffer is not None
+    sampler = buffer.buffer.sampler
+    monkeypatch.setattr(sampler, "draw", lambda n: type(sampler).__mro__[1].draw(sampler, n))
+    monkeypatch.setattr(sampler, "choose", lambda n: (torch.tensor(rows), {}))
+    return buffer.sample(len(rows))
+
+
+@pytest.mark.parametrize("optimize_memory", [False, True], ids=["twice", "once"])
+@pytest.mark.parametrize("added", ADDED)
+def test_batches_are_those_of_lerobot(added, optimize_memory, monkeypatch):
+    """Keys, dtypes, shapes and bits. Stored once, the rows are those that LeRobot has when it stores them twice."""
+    buffer = filled(added, optimize_memory=optimize_memory)
+    assert plain(batch_at(buffer, range(len(buffer)), monkeypatch)) == RECORDED[f"{added} added"]
+
+
+@pytest.mark.parametrize("added", ADDED)
+def test_the_next_state_at_an_end_is_the_one_that_was_given(added, monkeypatch):
+    """Case 39. With optimize_memory LeRobot gives the first state of the next episode, and the oldest at the seam."""
+    buffer = filled(added, optimize_memory=True)
+    ours = plain(batch_at(buffer, range(len(buffer)), monkeypatch))["next_state"]
+    theirs = RECORDED[f"{added} added, once"]["next_state"]
+    oldest = max(0, added - CAPACITY)
+    for number in range(oldest, added):
+        row = number % CAPACITY
+        wrong = any(ended(number)) or number == added - 1
+        for key in ("observation.state", "observation.image"):
+            true = plain(transition(number)["next_state"][key].squeeze(0))["values"]
+            assert ours[key]["values"][row] == true
+            assert (theirs[key]["values"][row] != true) == wrong
+
+
+def test_a_function_of_images_sees_what_lerobots_sees(monkeypatch):
+    def number_images(images: torch.Tensor) -> torch.Tensor:
+        return images + 1000 * torch.arange(float(len(images))).reshape(-1, 1, 1, 1)
+
+    buffer = filled(3, use_drq=True, image_augmentation_function=number_images)
+    assert plain(batch_at(buffer, range(3), monkeypatch)) == RECORDED["augmented"]
+
+
+def test_images_are_shifted_by_up_to_four_pixels():
+    """Each image by its own shift; all 81 come. What is beyond the border is the border."""
+    image = torch.arange(48.0).reshape(1, 1, 6, 8)
+    padded = torch.nn.functional.pad(image, (4, 4, 4, 4), mode="replicate")[0]
+    shifted = {padded[:, y : y + 6, x : x + 8].numpy().tobytes(): (y, x) for y in range(9) for x in range(9)}
+    buffer = ReplayBuffer(64, "cpu")
+    for _ in range(64):
+        images = {"observation.image.wrist": image, "observation.state": torch.zeros(1, 2)}
+        buffer.add(images, torch.zeros(1, 1), 0.0, images, False, False)
+    drawn = []
+    for _ in range(20):
+        batch = buffer.sample(64)
+        pairs = zip(
+            batch["state"]["observation.image.wrist"], batch["next_state"]["observation.image.wrist"], strict=True
+        )
+        drawn += [tuple(shifted[each.numpy().tobytes()] for each in pair) for pair in pairs]
+    assert {own for own, _ in drawn} == {coming for _, coming in drawn} == {(y, x) for y in range(9) for x in range(9)}
+    assert any(own != coming for own, coming in drawn)
+
+
+def test_without_drq_images_stay():
+    batch = filled(4).sample(4)
+    assert all(
+        bool((image % 16 == state(0)["observation.image"]).all()) for image in batch["state"]["observation.image"]
+    )
+
+
+def test_images_of_one_byte_a_pixel():
+    buffer = ReplayBuffer(64, "cpu", use_drq=False, dtypes={"observation.image": Codec(torch.uint8, scale=1 / 255)})
+    image = torch.arange(256.0).reshape(1, 1, 16, 16) / 255
+    buffer.add({"observation.image": image}, torch.zeros(1, 1), 0, {"observation.image": image}, False, False)
+    batch = buffer.sample(1)
+    torch.testing.assert_close(batch["state"]["observation.image"], image)
+    assert buffer.buffer is not None
+    assert buffer.buffer.storage.nbytes < 64 * 2 * (256 + 16)
+
+
+def test_a_batch_is_no_larger_than_the_buffer():
+    buffer = filled(4)
+    assert len(buffer.sample(100)["reward"]) == 4
+    assert (len(buffer), buffer.size, buffer.position, buffer.capacity, buffer.initialized) == (4, 4, 4, CAPACITY, True)
+    assert (filled(9).size, filled(9).position) == (CAPACITY, 3)
+
+
+def test_an_empty_buffer():
+    buffer = ReplayBuffer(CAPACITY, "cpu")
+    assert (len(buffer), buffer.position, buffer.initialized) == (0, 0, False)
+    with pytest.raises(RuntimeError, match="empty"):
+        buffer.sample(2)
+    with pytest.raises(RuntimeError, match="empty"):
+        next(buffer.get_iterator(2))
+    with pytest.raises(ValueError, match="empty"):
+        buffer.to_lerobot_dataset("someone/something")
+    with pytest.raises(ValueError, match="capacity"):
+        ReplayBuffer(0)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"complementary_info": None}, ValueError, "discrete_penalty"),
+        ({"complementary_info": {"discrete_penalty": "none"}}, ValueError, "tensor or a number"),
+        ({"state": {"observation.state": torch.zeros(1, 2)}}, KeyError, "observation.image"),
+        ({"action": torch.zeros(1, 2)}, ValueError, "action"),
+    ],
+    ids=["no information", "text", "no image", "another shape"],
+)
+def test_another_transition_is_refused(change, error, text):
+    buffer = filled(2)
+    with pytest.raises(error, match=text):
+        buffer.add(**(transition(2) | change))
+    assert len(buffer) == 2
+
+
+def test_without_information():
+    buffer = ReplayBuffer(CAPACITY, "cpu", use_drq=False)
+    buffer.add(**(transition(0) | {"complementary_info": None}))
+    assert buffer.sample(1)["complementary_info"] is None
+
+
+@pytest.mark.parametrize("async_prefetch", [True, False])
+def test_iterators_draw_without_end(async_prefetch):
+    buffer = filled(4)
+    iterator = buffer.get_iterator(3, async_prefetch, queue_size=2)
+    for number in range(4, 9):
+        assert len(next(iterator)["reward"]) == 3
+        buffer.add(**transition(number))
+    iterator.close()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("async_prefetch", [True, False])
+def test_an_iterator_needs_a_queue(async_prefetch):
+    with pytest.raises(ValueError, match="queue_size"):
+        next(filled(4).get_iterator(3, async_prefetch, queue_size=0))
+
+
+def test_an_error_of_the_thread_reaches_the_caller():
+    """LeRobot waits for ever."""
+
+    def refuse(images: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("no images today")
+
+    with pytest.raises(ArithmeticError, match="no images today"):
+        next(filled(4, use_drq=True, image_augmentation_function=refuse).get_iterator(2))
+
+
+@pytest.mark.parametrize("optimize_memory", [False, True], ids=["twice", "once"])
+@pytest.mark.parametrize("with_done", [False, True], ids=["", "with ends"])
+def test_data_sets_are_read_as_lerobot_reads_them(with_done, optimize_memory, monkeypatch):
+    keys = ["observation.state", "observation.image"]
+    given = frames(with_done=with_done)
+    buffer = ReplayBuffer.from_lerobot_dataset(given, "cpu", keys, use_drq=False, optimize_memory=optimize_memory)
+    name = "read with ends" if with_done else "read"
+    assert plain(batch_at(buffer, range(5), monkeypatch)) == RECORDED[name]
+
+
+def test_data_sets_are_read_once_a_frame():
+    read: list[int] = []
+
+    class Counted(Frames):
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            read.append(index)
+            return super().__getitem__(index)
+
+    ReplayBuffer.from_lerobot_dataset(Counted(frames(with_done=False).frames), "cpu", ["observation.state"])
+    assert read == list(range(5))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"), [({}, "state_keys"), ({"state_keys": ["observation.state"], "capacity": 4}, "5 frames")]
+)
+def test_data_sets_that_are_refused(options, text):
+    with pytest.raises(ValueError, match=text):
+        ReplayBuffer.from_lerobot_dataset(frames(with_done=True), "cpu", **options)
+
+
+@pytest.fixture
+def lerobot(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """LeRobot's module of data sets, with one that notes what is done to it; or none."""
+
+    def install(there: bool) -> None:
+        module = ModuleType("lerobot.datasets.lerobot_dataset")
+        module.LeRobotDataset = Frames  # type: ignore[attr-defined]
+        for name in ("lerobot", "lerobot.datasets"):
+            monkeypatch.setitem(sys.modules, name, ModuleType(name) if there else None)
+        monkeypatch.setitem(sys.modules, module.__name__, module if there else None)
+
+    return install
+
+
+def test_data_sets_are_written_as_lerobot_writes_them(lerobot):
+    lerobot(True)
+    assert plain(filled(9).to_lerobot_dataset("someone/something", fps=5).calls) == RECORDED["written"]
+
+
+def test_lerobot_is_asked_for_by_name(lerobot):
+    lerobot(False)
+    with pytest.raises(ImportError, match="pip install lerobot"):
+        filled(1).to_lerobot_dataset("someone/something")

@@ -1,0 +1,42 @@
+"""Writes record.json: the batches of FlashSAC's buffer at given positions.
+
+FlashSAC is not on PyPI. Run this from the root of the repository with a checkout of it:
+``PYTHONPATH=.:/path/to/FlashSAC python -m tests.support.flashsac_buffer.record``.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from flash_rl.buffers.torch_buffer import TorchUniformBuffer
+
+from tests.support.flashsac_buffer.steps import ACT, ENVS, GAMMA, OBS, STEPS, WRITTEN, Box, slots, step_of
+
+FILE = Path(__file__).with_suffix(".json")
+
+
+def recorded() -> dict[str, Any]:
+    """Batches by the number of steps of a transition, the number of steps written, and the dtype in storage."""
+    found: dict[str, Any] = {}
+    for n_step in (1, 3):
+        for written in WRITTEN:
+            for dtype in (None, torch.bfloat16):
+                arguments = Box(OBS), Box(ACT), n_step, GAMMA, ENVS * STEPS, 1, 4, "cpu", dtype
+                buffer = TorchUniformBuffer(*arguments)
+                for step in range(written):
+                    buffer.add(step_of(step))
+                batch = buffer.sample(slots(written, n_step).numpy())
+                name = f"{n_step} steps, {written} written" + ("" if dtype is None else ", bfloat16")
+                found[name] = {
+                    key: {"dtype": str(value.dtype).removeprefix("torch."), "values": value.tolist()}
+                    for key, value in batch.items()
+                }
+    return found
+
+
+if __name__ == "__main__":
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(batch)}" for name, batch in recorded().items())
+    FILE.write_text("{" + lines + "}\n")
