@@ -27,6 +27,8 @@ SUBJECTS = (
     "learning",
     "algorithms",
     "losses",
+    "discrete",
+    "speed",
 )
 
 

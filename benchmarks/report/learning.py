@@ -31,10 +31,11 @@ def algorithms_section(runs: Runs) -> str:
         for curve, ones in curves.items():
             returns = [one["mean_return"] for one in ones]
             seeds = ", ".join(f"{one['mean_return']:.0f}" for one in ones)
-            minutes = statistics.fmean(one["seconds"] for one in ones) / 60
+            known = [spent / 60 for one in ones if (spent := one["processor_seconds"]) is not None]
+            minutes = f"{statistics.fmean(known):.1f}" if known else ""
             steps = f"{ones[0]['steps']:,}"
-            rows.append([f"{env}, {curve}", steps, seeds, f"{statistics.fmean(returns):.0f}", f"{minutes:.1f}"])
-    head = ["environment, algorithm", "steps", "mean return by seed", "mean", "minutes"]
+            rows.append([f"{env}, {curve}", steps, seeds, f"{statistics.fmean(returns):.0f}", minutes])
+    head = ["environment, algorithm", "steps", "mean return by seed", "mean", "minutes of the processor"]
     picture = f"![Returns of each algorithm over the steps]({{root}}{LEARNING_PLOT})"
     return "\n\n".join([table(head, rows), described(run), load_before(run), picture])
 

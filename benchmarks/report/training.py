@@ -79,3 +79,30 @@ def learning_section(runs: Runs) -> str:
     return "\n\n".join(
         [table(["HalfCheetah-v5, mean return", *(f"seed {seed}" for seed in seeds)], rows), described(run)]
     )
+
+
+def discrete_section(runs: Runs) -> str:
+    """docs/losses.md: the pendulum with a finite set of torques, by seed."""
+    run = runs.get("discrete")
+    if run is None:
+        return f"No run of `python -m benchmarks.studies.discrete` is committed: {OPEN}."
+    rows = [
+        [str(one["seed"]), f"{one['mean_return']:.1f}", f"{one['std_return']:.1f}", str(one["episodes"])]
+        for one in run.data["discrete"]
+    ]
+    return "\n\n".join([table(["seed", "mean return", "deviation", "of episodes"], rows), described(run)])
+
+
+def speed_section(runs: Runs) -> str:
+    """docs/training.md: steps a second of several programs."""
+    run = runs.get("speed")
+    if run is None:
+        return f"No run of `python -m benchmarks.studies.speed` is committed: {OPEN}."
+    found = run.data["speed"]
+    rows = []
+    for one in found:
+        rounds = f"{min(one['rounds']):.0f} to {max(one['rounds']):.0f}"
+        factor = found[0]["steps_per_second"] / one["steps_per_second"]
+        rows.append([one["program"], f"{one['steps_per_second']:.0f}", rounds, f"{factor:.2f}x"])
+    head = [f"SAC on {found[0]['env']}", "steps a second", "in the rounds", f"{found[0]['program']}, as fast"]
+    return "\n\n".join([table(head, rows), described(run), load_before(run)])

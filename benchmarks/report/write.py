@@ -17,7 +17,13 @@ from benchmarks.measure.machine import RESULTS
 from benchmarks.measure.results import Run, Runs, newest_runs
 from benchmarks.report.learning import LEARNING_PLOT, algorithms_section, draw_learning, is_learning_plot_of
 from benchmarks.report.memory import memory_tables
-from benchmarks.report.training import learning_section, training_runs_table, training_table
+from benchmarks.report.training import (
+    discrete_section,
+    learning_section,
+    speed_section,
+    training_runs_table,
+    training_table,
+)
 from benchmarks.studies.batches import batches_section
 from benchmarks.studies.host import host_section
 from benchmarks.studies.kernels import launches_table, resources_table
@@ -340,6 +346,8 @@ FIGURES: dict[str, Callable[[Runs], str]] = {
     "batches": batches_section,
     "learning": learning_section,
     "losses": losses_section,
+    "discrete": discrete_section,
+    "speed": speed_section,
     "algorithms": algorithms_section,
     "memory": memory_tables,
     "launches": launches_table,

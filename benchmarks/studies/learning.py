@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import statistics
 import subprocess
 import sys
@@ -35,6 +36,9 @@ OURS: dict[str, tuple[str, ...]] = {
 PEER = "Stable-Baselines3"
 CURVES = ("sac, uniform", "sac, prioritized", "fastsac", "flashsac", PEER)
 ENVIRONMENTS = ("HalfCheetah-v5", "Hopper-v5")
+
+#: The file of a run with the seconds that it took of the processor: a loaded machine doesn't change them.
+PROCESSOR = "processor_seconds.json"
 
 PEER_PYTHON = ROOT / ".peers" / "sb3" / "bin" / "python"
 PEER_SCRIPT = ROOT / "benchmarks" / "peers" / "train_sb3.py"
@@ -79,7 +83,18 @@ def run(planned: Planned, folder: Path) -> None:
         command = [sys.executable, "-m", "gpubuf", "train", "--quiet", "--overwrite", "--out", str(folder)]
         command += [*OURS[planned.curve], "--device", "cpu", *planned.options]
         command += ["--checkpoint-every", str(max(planned.steps // 5, 1))]
+    before = _processor_seconds()
     subprocess.run(command, check=True, cwd=ROOT)
+    # Of a run that was interrupted only the last part is known.
+    if "--resume" not in command:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / PROCESSOR).write_text(json.dumps(round(_processor_seconds() - before, 1)))
+
+
+def _processor_seconds() -> float:
+    """What all commands that have ended have taken of the processor."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def finding(planned: Planned, folder: Path) -> dict[str, Any] | None:
@@ -95,6 +110,7 @@ def finding(planned: Planned, folder: Path) -> dict[str, Any] | None:
         records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
         points = [(record["step"], record["mean_return"]) for record in records if record["kind"] == "evaluation"]
         mean, deviation, seconds = result["mean_return"], result["std_return"], result["timing"]["seconds"]
+    spent = folder / PROCESSOR
     return {
         "curve": planned.curve,
         "env": planned.env,
@@ -106,6 +122,7 @@ def finding(planned: Planned, folder: Path) -> dict[str, Any] | None:
         "std_return": round(deviation, 1),
         "episodes": planned.eval_episodes,
         "seconds": seconds,
+        "processor_seconds": json.loads(spent.read_text()) if spent.exists() else None,
     }
 
 

@@ -28,7 +28,7 @@ _Losses = Callable[[TensorDict], tuple[Tensor, Tensor]]
 class Agent(abc.ABC):
     """A policy, its critics, and how they learn from a batch.
 
-    An algorithm says what its networks, its loss and its optimiser are.
+    An algorithm says what its networks and its loss are, and what is special about its optimiser.
 
     Args:
         config: The run's settings.
@@ -66,7 +66,7 @@ class Agent(abc.ABC):
         self.actor = self.make_actor(observation_size, action_size, config.hidden, device)
         self.loss = self.make_loss(config, observation_size, action_size)
         self.loss.make_value_estimator(gamma=config.gamma)
-        self._optimizer = self.make_optimizer(config)
+        self._optimizer = self._make_optimizer(config)
         self._noise: HeldNoise | None = None
         if config.noise_hold > 1:
             self._noise = HeldNoise(config.num_envs, action_size, config.noise_hold, device)
@@ -91,8 +91,8 @@ class Agent(abc.ABC):
     def make_loss(self, config: TrainConfig, observation_size: int, action_size: int) -> SACLoss:
         """The loss, with the critics, of ``self.actor``."""
 
-    def make_optimizer(self, config: TrainConfig) -> torch.optim.Optimizer:
-        """The optimiser of `parameters`; by default it moves the targets as well."""
+    def _make_optimizer(self, config: TrainConfig) -> AdamW:
+        """The optimiser of `parameters`, which moves the targets as well."""
         temperature = [p for p in self.parameters() if p is self.loss.log_alpha]
         networks = [p for p in self.parameters() if p is not self.loss.log_alpha]
         groups = [{"params": networks}, {"params": temperature, "weight_decay": 0.0}]
@@ -106,20 +106,11 @@ class Agent(abc.ABC):
             **targets,
         )
 
-    def step(self) -> None:
-        """One step of the optimiser, and of the targets."""
-        self._optimizer.step()
-
     # Common to all algorithms
 
     def parameters(self) -> list[Tensor]:
         """Those of policy, critics and temperature that learn."""
         return [parameter for parameter in self.loss.parameters() if parameter.requires_grad]
-
-    @property
-    def capturable(self) -> bool:
-        """Whether the optimiser works without the host, as a graph demands. PyTorch has that on CUDA only."""
-        return self.device.type == "cuda"
 
     def act(self, observation: Tensor, deterministic: bool = False) -> Tensor:
         """Actions `[E, A]` in [-1, 1], on the networks' device: drawn, or the tanh of the mean.
@@ -180,7 +171,7 @@ class Agent(abc.ABC):
             warnings.warn(f"torch.compile failed, going on without it: {error}", stacklevel=2)
             self._losses, self._critic_losses = self._eager_losses, self._eager_critic_losses
             values = self._gradients(batch, policy)
-        self.step()
+        self._optimizer.step()
         return values
 
     def _gradients(self, batch: TensorDict, policy: bool) -> Tensor:
@@ -217,9 +208,6 @@ class Agent(abc.ABC):
         """Restore what `state_dict` returned; its tensors may be on any device."""
         self.loss.load_state_dict(state["loss"])
         self._optimizer.load_state_dict(state["optimizer"])
-        # This setting depends on the device, not on the run.
-        for group in self._optimizer.param_groups:
-            group["capturable"] = self.capturable
         if self._noise is not None:
             self._noise.load_state_dict(state["noise"])
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-
-from gpubuf.objectives import SACLoss, SoftUpdate
+from gpubuf.objectives import SACLoss
 from gpubuf.train.algorithms.plain_networks import PlainNetworksAgent
 from gpubuf.train.config import TrainConfig
 
@@ -22,11 +20,3 @@ class SACAgent(PlainNetworksAgent):
             loss_function="l2",
             target_entropy=-float(action_size),
         )
-
-    def make_optimizer(self, config: TrainConfig) -> torch.optim.Optimizer:
-        self._updater = SoftUpdate(self.loss, tau=config.tau)
-        return torch.optim.Adam(self.parameters(), lr=config.learning_rate, fused=True, capturable=self.capturable)
-
-    def step(self) -> None:
-        super().step()
-        self._updater.step()

@@ -1,0 +1,107 @@
+"""Times training with SAC beside other programs: environment steps a second, one update a step, on one thread.
+
+``python -m benchmarks.studies.speed`` runs every program twice, for a few and for many steps, and divides the steps
+between by the time between. What comes before the first update and after the last one so cancels out. All have batches
+of 256, two critics and a policy with two hidden layers of 256, and 1,000 random steps before the first update. They
+take turns, several rounds, and the median counts.
+
+CleanRL is no package: ``--cleanrl FILE`` names its ``sac_continuous_action.py``, which runs in the environment of
+Stable-Baselines3 (with ``pip install tyro``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from benchmarks.measure.machine import describe
+from benchmarks.measure.results import write_results
+from benchmarks.studies.learning import PEER_PYTHON, PEER_SCRIPT, ROOT
+
+STARTS = 1_000
+
+Command = Callable[[int, Path], list[str]]
+"""The command that trains for so many steps, with a folder for what it writes."""
+
+
+def ours(env: str, *more: str) -> Command:
+    """``gpubuf train``."""
+    fixed = ("--env", env, "--device", "cpu", "--threads", "1", "--eval-every", "0", "--eval-episodes", "1", *more)
+    return lambda steps, folder: [
+        *(sys.executable, "-m", "gpubuf", "train", "--quiet", "--overwrite", "--out", str(folder / "run")),
+        *("--total-steps", str(steps), "--learning-starts", str(STARTS), *fixed),
+    ]
+
+
+def stable_baselines3(env: str) -> Command:
+    """Its SAC, by the script of the study of learning."""
+    fixed = ("--env", env, "--seed", "0", "--eval-every", "0", "--eval-episodes", "1")
+    return lambda steps, folder: [
+        *(str(PEER_PYTHON), str(PEER_SCRIPT), "--total-steps", str(steps), "--learning-starts", str(STARTS)),
+        *("--out", str(folder / "sb3.json"), *fixed),
+    ]
+
+
+def cleanrl(env: str, script: Path) -> Command:
+    """Its SAC for continuous actions."""
+    return lambda steps, folder: [
+        *(str(PEER_PYTHON), str(script), "--env-id", env, "--no-cuda"),
+        *("--total-timesteps", str(steps), "--learning-starts", str(STARTS)),
+    ]
+
+
+def seconds(command: Command, steps: int) -> float:
+    """What a whole run of the program takes."""
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.perf_counter()
+        subprocess.run(command(steps, Path(folder)), check=True, cwd=ROOT, env=one_thread, stdout=subprocess.DEVNULL)
+        return time.perf_counter() - began
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.studies.speed", description=__doc__.partition("\n")[0])
+    parser.add_argument("--env", default="Pendulum-v1", help="default: Pendulum-v1")
+    parser.add_argument("--few", type=int, default=500, help="updates of the short run; default: 500")
+    parser.add_argument("--many", type=int, default=3_500, help="updates of the long run; default: 3500")
+    parser.add_argument("--rounds", type=int, default=3, help="default: 3")
+    parser.add_argument("--cleanrl", type=Path, help="CleanRL's sac_continuous_action.py")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/speed-<device>-<date>.json")
+    options = parser.parse_args(arguments)
+    if options.many <= options.few:
+        parser.error("--many must be more than --few")
+    programs = {"gpubuf, uniform": ours(options.env, "--uniform"), "gpubuf, prioritized": ours(options.env)}
+    if PEER_PYTHON.exists():
+        programs["Stable-Baselines3"] = stable_baselines3(options.env)
+        if options.cleanrl is not None:
+            programs["CleanRL"] = cleanrl(options.env, options.cleanrl.resolve())
+    else:
+        print("left out: Stable-Baselines3, which is not in .peers/sb3; `make .peers/sb3/.ready` installs it")
+    machine = {**describe("cpu"), "threads": 1}
+    speeds: dict[str, list[float]] = {name: [] for name in programs}
+    for _ in range(options.rounds):
+        for name, command in programs.items():
+            short, long = (seconds(command, STARTS + updates) for updates in (options.few, options.many))
+            speeds[name].append((options.many - options.few) / (long - short))
+            print(f"{name}: {speeds[name][-1]:.1f} steps a second", flush=True)
+    found = [
+        {
+            "program": name,
+            "env": options.env,
+            "steps_per_second": round(statistics.median(rounds), 1),
+            "rounds": [round(speed, 1) for speed in rounds],
+        }
+        for name, rounds in speeds.items()
+    ]
+    write_results("speed", found, machine, options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""The studies of speed beside other programs, and of the pendulum with a finite set of torques."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.measure.results import Run, kind_of
+from benchmarks.report.training import discrete_section, speed_section
+from benchmarks.studies import discrete, speed
+
+
+def runs_of(path: Path, kind: str) -> dict[str, Run]:
+    data = json.loads(path.read_text())
+    assert kind_of(data) == kind
+    return {kind: Run("benchmarks/results/x.json", data)}
+
+
+def test_speed_is_the_steps_between_two_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    """Programs that take 5 seconds before they learn, and a hundredth, or a fiftieth, of a second a step then."""
+    commands = []
+
+    def seconds(command, steps):
+        words = command(steps, tmp_path)
+        commands.append(words)
+        return 5 + steps * (0.01 if "--uniform" in words else 0.02)
+
+    monkeypatch.setattr(speed, "seconds", seconds)
+    monkeypatch.setattr(speed, "PEER_PYTHON", tmp_path / "python")
+    out = tmp_path / "results.json"
+    speed.main(["--rounds", "2", "--out", str(out)])
+    assert "left out: Stable-Baselines3" in capsys.readouterr().out
+    assert len(commands) == 8
+    (tmp_path / "python").touch()
+    speed.main(["--rounds", "1", "--cleanrl", str(tmp_path / "sac.py"), "--out", str(out)])
+    found = {one["program"]: one["steps_per_second"] for one in json.loads(out.read_text())["speed"]}
+    assert found == {"gpubuf, uniform": 100, "gpubuf, prioritized": 50, "Stable-Baselines3": 50, "CleanRL": 50}
+    assert {words[words.index("--learning-starts") + 1] for words in commands} == {"1000"}
+    text = speed_section(runs_of(out, "speed"))
+    assert "| gpubuf, uniform | 100 | 100 to 100 | 1.00x |" in text
+    assert "| CleanRL | 50 | 50 to 50 | 2.00x |" in text
+    assert "committed: open" in speed_section({})
+
+
+def test_speed_runs_the_command(tmp_path: Path):
+    """The real one, far too short to time."""
+    assert speed.seconds(speed.ours("torch/Pendulum", "--num-envs", "1", "--hidden", "8"), speed.STARTS + 3) > 0
+
+
+def test_the_pendulum_with_torques(tmp_path: Path):
+    out = tmp_path / "results.json"
+    tiny = ["--steps", "40", "--learning-starts", "20", "--width", "8", "--batch-size", "8", "--episodes", "2"]
+    discrete.main(["--seeds", "3", "--out", str(out), *tiny])
+    (found,) = json.loads(out.read_text())["discrete"]
+    assert (found["seed"], found["episodes"]) == (3, 2)
+    assert -2000 < found["mean_return"] < 0
+    assert f"| 3 | {found['mean_return']:.1f} |" in discrete_section(runs_of(out, "discrete"))
+    assert "committed: open" in discrete_section({})
