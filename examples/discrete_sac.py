@@ -4,12 +4,12 @@
 """
 
 import argparse
-import itertools
 import statistics
 
 import gymnasium as gym
 import numpy as np
 import torch
+from rich.progress import track
 from tensordict import TensorDict
 from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
 from torch.distributions import Categorical
@@ -17,7 +17,6 @@ from torch.distributions import Categorical
 from gpubuf import DiscreteSACLoss, LazyTensorStorage, TensorDictPrioritizedReplayBuffer
 from gpubuf.modules import MLP, EnsembleMLP
 from gpubuf.optim import AdamW
-from gpubuf.progress import make_progress
 
 
 class Torques(gym.ActionWrapper):
@@ -94,38 +93,32 @@ def main(arguments: list[str] | None = None) -> list[float]:
     )
 
     observation, _ = env.reset(seed=options.seed)
-    progress = make_progress("{task.description}", "bar", "count", "remaining")
-    with progress:
-        task = progress.add_task("training", total=options.steps)
-        for step in itertools.count(1):
-            learning = step > options.learning_starts
-            action = choose(loss, observation) if learning else int(env.action_space.sample())
-            following, reward, terminated, truncated, _ = env.step(action)
-            buffer.add(
-                TensorDict(
-                    {
-                        "observation": torch.as_tensor(observation),
-                        "action": torch.tensor(action),
-                        "next": {
-                            "observation": torch.as_tensor(following),
-                            "reward": torch.tensor([reward], dtype=torch.float32),
-                            "done": torch.tensor([terminated or truncated]),
-                            "terminated": torch.tensor([terminated]),
-                        },
-                    }
-                )
+    for step in track(range(1, options.steps + 1), "training"):
+        learning = step > options.learning_starts
+        action = choose(loss, observation) if learning else int(env.action_space.sample())
+        following, reward, terminated, truncated, _ = env.step(action)
+        buffer.add(
+            TensorDict(
+                {
+                    "observation": torch.as_tensor(observation),
+                    "action": torch.tensor(action),
+                    "next": {
+                        "observation": torch.as_tensor(following),
+                        "reward": torch.tensor([reward], dtype=torch.float32),
+                        "done": torch.tensor([terminated or truncated]),
+                        "terminated": torch.tensor([terminated]),
+                    },
+                }
             )
-            observation = env.reset()[0] if terminated or truncated else following
-            if learning:
-                batch = buffer.sample()
-                losses = loss(batch)
-                optimizer.zero_grad()
-                (losses["loss_qvalue"] + losses["loss_actor"] + losses["loss_alpha"]).backward()
-                optimizer.step()
-                buffer.update_tensordict_priority(batch)
-            progress.advance(task)
-            if step == options.steps:
-                break
+        )
+        observation = env.reset()[0] if terminated or truncated else following
+        if learning:
+            batch = buffer.sample()
+            losses = loss(batch)
+            optimizer.zero_grad()
+            (losses["loss_qvalue"] + losses["loss_actor"] + losses["loss_alpha"]).backward()
+            optimizer.step()
+            buffer.update_tensordict_priority(batch)
 
     returns = evaluate(loss, env, options.episodes)
     print(f"mean return of {options.episodes} episodes: {statistics.fmean(returns):.1f}")
