@@ -13,6 +13,7 @@ import json
 import math
 import os
 import zlib
+from collections import namedtuple
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -258,6 +259,8 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         return value
     if isinstance(value, (list, tuple)):
         items = [_encode(item, f"{path}.{i}" if path else str(i), tensors) for i, item in enumerate(value)]
+        if hasattr(value, "_fields"):
+            return {"$namedtuple": [type(value).__name__, list(value._fields), items]}
         return items if isinstance(value, list) else {"$tuple": items}
     if isinstance(value, TensorDictBase):
         rows = {key: _encode(item, f"{path}.{key}" if path else key, tensors) for key, item in value.items()}
@@ -287,6 +290,10 @@ def _decode(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
         return float(tree["$float"])
     if "$tuple" in tree:
         return tuple(_decode(item, tensors) for item in tree["$tuple"])
+    if "$namedtuple" in tree:
+        # A class of its own: that of the saved one is code of the user's.
+        name, fields, items = tree["$namedtuple"]
+        return namedtuple(name, fields)(*(_decode(item, tensors) for item in items))  # type: ignore[misc]
     if "$dict" in tree:
         return {_decode(key, tensors): _decode(item, tensors) for key, item in tree["$dict"]}
     return {key: _decode(item, tensors) for key, item in tree.items()}

@@ -340,8 +340,6 @@ def test_arguments(tmp_path: Path):
         LazyMemmapStorage(10, device="cuda")
     with pytest.raises(ValueError, match="at least one row"):
         LazyMemmapStorage(0)
-    with pytest.raises(NotImplementedError):
-        LazyMemmapStorage(10, shared_init=True)
     assert LazyMemmapStorage(10, device="auto").device.type == "cpu"
 
 

@@ -20,6 +20,7 @@ from gpubuf.data.buffers.components import (
 )
 from gpubuf.data.buffers.composition import Composed
 from gpubuf.data.buffers.copying import Copyable
+from gpubuf.data.buffers.delayed import may_be_delayed
 from gpubuf.data.buffers.edits import Edits
 from gpubuf.data.buffers.hindsight import Hindsight
 from gpubuf.data.buffers.moving import Movable
@@ -37,10 +38,11 @@ from gpubuf.data.runtime.interruption import DERIVED, Unfinished
 from gpubuf.data.runtime.recording import refuse_in_capture
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.random import RandomSampler
-from gpubuf.data.storages.layout import Data, RowLayout, batch_shape
+from gpubuf.data.storages.layout import Data, batch_shape
 from gpubuf.data.storages.reader import Reader
 from gpubuf.data.storages.recipe import Recipe
 from gpubuf.data.storages.tensor_storage import Storage, TensorStorage
+from gpubuf.data.storages.trees import inside, layout_of, mapped, shallow
 
 _compiling = torch.compiler.is_compiling
 # Traced code takes no lock. When it runs, its operations are ordered by the data that they read and write.
@@ -85,8 +87,10 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, S
             :class:`Mirror` and :class:`RandomShift`. Indexing gives rows as they were written.
         relabel: gives rows of a batch other goals, see :class:`Hindsight`.
         compilable: accepted for compatibility.
-        shared, sample_unit, checkpointer, consume_after_n_samples, delayed_init, service_backend,
-            service_backend_options, transport, transport_options: accepted at their defaults; out of scope.
+        delayed_init: make the parts at the first use of the buffer, and call functions that return parts only then.
+            Default: True with a ``transform_factory``. Errors in the arguments are then raised at the first use.
+        shared, sample_unit, checkpointer, consume_after_n_samples, service_backend, service_backend_options,
+            transport, transport_options: accepted at their defaults; out of scope.
 
     Raises:
         TypeError: a component has the wrong type.
@@ -97,6 +101,7 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, S
     #: Whether iteration puts the info of a sample into it.
     _samples_have_info = False
 
+    @may_be_delayed
     def __init__(
         self,
         *,
@@ -123,7 +128,7 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, S
         consume_after_n_samples: int | None = None,
         shared: bool = False,
         compilable: bool | None = None,
-        delayed_init: bool | None = None,
+        delayed_init: bool | None = None,  # noqa: ARG002, read by the decorator
         service_backend: str = "direct",
         service_backend_options: Any = None,
         transport: str = "auto",
@@ -134,7 +139,6 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, S
             checkpointer=checkpointer,
             consume_after_n_samples=consume_after_n_samples,
             shared=shared,
-            delayed_init=delayed_init,
             service_backend=None if service_backend == "direct" else service_backend,
             service_backend_options=service_backend_options,
             transport=None if transport == "auto" else transport,
@@ -263,20 +267,20 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, S
         if isinstance(data, list):
             if not data:
                 return no_rows(storage)
-            data = torch.stack(data, 0)
+            data = storage.batch_of(data)
         if len(self._transform):
             # Inverse transforms may set keys in place; the caller's TensorDict must not see them.
-            data = self._transform.inv(data if isinstance(data, Tensor) else data.copy())
+            data = self._transform.inv(shallow(data))
             if data is None:
                 return no_rows(storage)
         if not storage.initialized and storage.holds_nothing(data):
             return no_rows(storage)
         if storage.ndim > 1 and self.dim_extend != 0:
-            data = data.transpose(0, self.dim_extend)
+            data = mapped(data, lambda value: value.transpose(0, self.dim_extend))
         given = priority(data) if priority is not None else None
         if not storage.initialized:
             refuse_in_capture("the first write allocates the storage: write before")
-            self._sampler.check_rows(RowLayout(data, storage.ndim, storage.ignored_keys), storage.ndim)
+            self._sampler.check_rows(layout_of(data, storage.ndim, storage.ignored_keys), storage.ndim)
             full = storage.full_shape(batch_shape(data, storage.ndim))
             storage.beside = self._sampler.index_beside(storage.requested_device, full)
         pipeline = self._pipeline
@@ -289,7 +293,7 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, S
         # Of more rows than the capacity only the newest are there.
         self._tell_sampler(index[-storage.max_size :] if index.numel() > storage.max_size else index)
         if pipeline is not None:
-            pipeline.on_write(data, storage.ndim)
+            pipeline.on_write(inside(storage.written_layout, data, storage.ndim), storage.ndim)
         storage.end(None)
         self._given = None
         if self._row_order is not None and not _compiling():
@@ -310,7 +314,7 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, S
         """
         with self._lock:
             cursor = self._storage.cursor
-            index = self.extend(data.unsqueeze(self.dim_extend))
+            index = self.extend(self._storage.as_batch(data, self.dim_extend))
             return cursor if self._storage.ndim == 1 and index.numel() else index
 
     def __setitem__(self, index: Any, data: Data) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import Tensor
@@ -63,6 +64,11 @@ class RoundRobinWriter(Writer):
     def extend(self, data: Data) -> Tensor:
         """Write a batch at the cursor. No host sync. See :meth:`TensorStorage.append`."""
         return self._storage.append(data)
+
+    @property
+    def _cursor(self) -> int:
+        """The step that the next rows go to, as programs for TorchRL read it."""
+        return self._storage.cursor // math.prod(self._storage.shape[1:])
 
 
 class TensorDictRoundRobinWriter(RoundRobinWriter):

@@ -65,7 +65,8 @@ def _copied(value: Any) -> Any:
     if isinstance(value, list):
         return [_copied(item) for item in value]
     if isinstance(value, tuple):
-        return tuple(_copied(item) for item in value)
+        items = [_copied(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     return value.clone() if isinstance(value, (Tensor, TensorDict)) else value
 
 

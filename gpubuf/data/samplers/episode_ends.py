@@ -14,6 +14,7 @@ from torch import Tensor
 from gpubuf.data.storages.forms import check_tells_ends
 from gpubuf.data.storages.layout import Key, RowLayout, address, as_key
 from gpubuf.data.storages.tensor_storage import TensorStorage
+from gpubuf.data.storages.trees import inside
 from gpubuf.kernels.rows import table_entry
 
 #: Keys of identifiers of trajectories, tried in this order if no key is given.
@@ -143,7 +144,7 @@ def interleaved_environments(storage: TensorStorage, end_keys: Sequence[Any] | N
     n = min(len(storage), _ROWS, _BYTES // max(width, 1))
     if width == 0 or n < 2:
         return None
-    data = storage[:n].cpu()
+    data = inside(layout, storage[:n], 1).cpu()
 
     def of(keys: list[Key]) -> Tensor:
         return torch.cat([data.get(key).reshape(n, -1).contiguous().view(torch.uint8) for key in keys], 1)

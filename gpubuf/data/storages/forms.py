@@ -197,13 +197,13 @@ class Form:
         """
         leaves = written.leaves
         if not options:
-            return cls(written, written, written, None, tuple(range(len(leaves))))
+            return cls(written, written.plain, written, None, tuple(range(len(leaves))))
         found = sources(leaves, options)
         owners = [position for position, source in enumerate(found) if source.owner == position]
         columns = {owner: column for column, owner in enumerate(owners)}
         return cls(
             written,
-            written.with_leaves([replace(leaves[own], dtype=found[own].stored) for own in owners]),
+            written.plain.with_leaves([replace(leaves[own], dtype=found[own].stored) for own in owners]),
             written.with_leaves([replace(leaf, dtype=s.batch) for leaf, s in zip(leaves, found, strict=True)]),
             tuple(found),
             tuple(columns[source.owner] for source in found),

@@ -120,6 +120,8 @@ def stored_positions(index: Any, shape: tuple[int, ...], size: int, device: torc
         TypeError: the index is not made of integers.
         IndexError: an index, or a coordinate in its dimension, is beyond the rows stored.
     """
+    if index is Ellipsis:
+        index = slice(None)
     if isinstance(index, slice):
         index = range(*index.indices(size))
     if isinstance(index, range):

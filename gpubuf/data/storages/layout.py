@@ -14,9 +14,11 @@ import torch
 from tensordict import TensorDict, TensorDictBase, is_non_tensor, is_tensorclass
 from torch import Tensor
 
+from gpubuf.data.storages.containers import first_of
 from gpubuf.kernels.rows import ALIGNMENT, arena_offsets
 
-Data = Any  # a Tensor, a TensorDictBase or a tensorclass: tensordict exports no common type for the three
+# A Tensor, a TensorDictBase or a tensorclass, or containers of these: there is no common type.
+Data = Any
 Key = tuple[str, ...]
 
 
@@ -31,7 +33,7 @@ def as_written(key: Key) -> str | Key:
 
 
 def batch_shape(data: Data, ndim: int) -> tuple[int, ...]:
-    """The leading ``ndim`` dimensions of a batch.
+    """The leading ``ndim`` dimensions of a batch: of containers those of the first tensor in them.
 
     Raises:
         TypeError: ``data`` has no batch dimensions.
@@ -42,7 +44,12 @@ def batch_shape(data: Data, ndim: int) -> tuple[int, ...]:
     elif isinstance(data, TensorDictBase) or is_tensorclass(data):
         shape = data.batch_size
     else:
-        raise TypeError(f"expected a TensorDict, a tensorclass or a tensor, got {type(data).__name__}")
+        first = first_of(data)
+        if first is data:
+            raise TypeError(
+                f"expected a TensorDict, a tensorclass, a tensor or containers of tensors, got {type(data).__name__}"
+            )
+        return batch_shape(first, ndim)
     if len(shape) < ndim:
         raise ValueError(f"the storage has {ndim} batch dimension(s), the batch has shape {tuple(shape)}")
     return tuple(shape[:ndim])
@@ -55,6 +62,7 @@ def device_of(data: Data) -> torch.device:
         ValueError: it has no tensors.
     """
     device: torch.device
+    data = first_of(data)
     if isinstance(data, Tensor) or data.device is not None:
         device = data.device
         return device
@@ -204,7 +212,7 @@ class RowLayout:
 
         A TensorDict that has all keys of a tensorclass here, and no others, is one of that class again.
         """
-        other = object.__new__(RowLayout)
+        other = object.__new__(type(self))
         vars(other).update(self.__getstate__())
         other.leaves = list(leaves)
         other.root = _tree(list(enumerate(leaves)), (), self.root)
@@ -212,6 +220,11 @@ class RowLayout:
         other.takes_info = other.is_tensordict and not other.nested_batch
         other._positions = {leaf.key: position for position, leaf in enumerate(leaves)}
         return other
+
+    @property
+    def plain(self) -> RowLayout:
+        """The layout inside: of tensors and TensorDicts."""
+        return self
 
     @property
     def nested_batch(self) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ from gpubuf.data.storages.memmap_files import COUNTERS_FILE, GPUBUF_FILE
 from gpubuf.data.storages.placement import Placement
 from gpubuf.data.storages.ring import Ring
 from gpubuf.data.storages.tensor_storage import LazyTensorStorage
+from gpubuf.data.storages.trees import saved_tree, with_tree
 from gpubuf.kernels import rows
 
 FORMAT = "gpubuf-memmap"
@@ -53,7 +54,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         dtypes, batch_dtypes, prefixes: not supported: the files hold what is written, for TorchRL reads them.
         existsok: open the storage that is in ``scratch_dir`` already, if there is one, with the rows it holds.
         compilable: accepted for compatibility; every operation can be compiled.
-        shared_init: accepted as False; process sharing is out of scope.
+        shared_init: accepted for compatibility, with one warning: a storage belongs to one process.
         auto_cleanup: remove the files when the storage is dropped or the process exits. Default: for temporary folders
             only. Files left by a killed process are removed by the next process that creates a temporary storage.
             Nothing but the storage's own files is ever removed.
@@ -97,6 +98,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir).absolute()
         self._finalizer: weakref.finalize[Any, Any] | None = None
         self._hold: int | None = None  # of a temporary folder
+        self._tree: dict[str, Any] = {}  # what the folder says about containers of the rows
         if self.scratch_dir is not None and (self.scratch_dir / GPUBUF_FILE).exists():
             if not existsok:
                 raise RuntimeError(
@@ -132,7 +134,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         ignored = content.get("ignored")
         if not isinstance(ignored, list):
             raise ValueError(f"{folder / GPUBUF_FILE}: 'ignored' must be a list of keys, not {ignored!r}")
-        layout = RowLayout(data, self.ndim, frozenset(map(str, ignored)))
+        layout = with_tree(RowLayout(data, self.ndim, frozenset(map(str, ignored))), content.get("tree"))
         counters = files.map_file(folder / COUNTERS_FILE, torch.int64, (4,), writable=True)
         written, size = int(counters[rows.WRITTEN]), int(counters[rows.SIZE])
         if not 0 <= size <= min(written, math.prod(shape)):
@@ -141,6 +143,10 @@ class LazyMemmapStorage(LazyTensorStorage):
         columns = [Column(tensor) for tensor in layout.collect(data, self.ndim)]
         self._adopt(self.form_like(layout), columns, shape, Placement("cpu", torch.device("cpu")))
         self.counters.set(written, size)
+
+    def _establish(self, form: Form, shape: tuple[int, ...], data_device: torch.device) -> None:
+        self._tree = saved_tree(form.written)
+        super()._establish(form, shape, data_device)
 
     def _allocate(self, layout: RowLayout, shape: tuple[int, ...], placement: Placement) -> list[Column]:
         files.check_names(layout)
@@ -169,6 +175,7 @@ class LazyMemmapStorage(LazyTensorStorage):
                     "max_size": self.requested_size,
                     "ndim": self.ndim,
                     "ignored": sorted(layout.ignored),
+                    **self._tree,
                 },
             )
         except BaseException:

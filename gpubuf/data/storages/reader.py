@@ -16,6 +16,7 @@ from gpubuf.data.storages.recipe import STEPS_KEY, Recipe
 from gpubuf.data.storages.ring import Ring
 from gpubuf.data.storages.row_memory import NOT_INITIALIZED
 from gpubuf.data.storages.tensor_storage import TensorStorage
+from gpubuf.data.storages.trees import layout_of
 from gpubuf.kernels import transitions
 from gpubuf.kernels._registry import in_memory, lazy, past_dispatcher, without_dispatch
 from gpubuf.kernels.transitions import DOUBLED, LAST, NEXT, OFF, STEPS, SUM, Field, dtype_code
@@ -229,4 +230,4 @@ def _batch_layout(layout: RowLayout, with_steps: bool) -> RowLayout:
         return layout
     example = [torch.empty((1, *leaf.shape), dtype=leaf.dtype, device="meta") for leaf in layout.leaves]
     steps = {STEPS_KEY: torch.empty((1, 1), dtype=torch.int64, device="meta")}
-    return RowLayout(layout.assemble(example, (1,), None, steps), 1)
+    return layout_of(layout.assemble(example, (1,), None, steps), 1)

@@ -19,6 +19,7 @@ from gpubuf.data.storages.layout import Data, RowLayout, batch_shape, device_of
 from gpubuf.data.storages.placement import AUTO, IndexBytes, Placement, place, working_device
 from gpubuf.data.storages.records import by_key, records
 from gpubuf.data.storages.ring import Ring
+from gpubuf.data.storages.trees import layout_of
 from gpubuf.kernels.transitions import Field
 
 _compiling = torch.compiler.is_compiling
@@ -247,7 +248,7 @@ class RowMemory(Followed):
     def initialize(self, data: Data) -> None:
         """Allocate for rows like those of ``data`` (a batch of ``ndim`` dimensions). Writes nothing."""
         full = self.full_shape(batch_shape(data, self.ndim))
-        self._establish(self.form_like(RowLayout(data, self.ndim, self.ignored_keys)), full, device_of(data))
+        self._establish(self.form_like(layout_of(data, self.ndim, self.ignored_keys)), full, device_of(data))
 
     @property
     def converts(self) -> bool:

@@ -12,6 +12,7 @@ from gpubuf.data.storages import host_memory
 from gpubuf.data.storages.forms import Form, Options, check_same, described, written_leaves
 from gpubuf.data.storages.layout import Data, Pieces, RowLayout, device_of
 from gpubuf.data.storages.shared_rows import SharedRows
+from gpubuf.data.storages.trees import saved_tree, with_tree
 
 
 class SavedRows(SharedRows):
@@ -36,6 +37,7 @@ class SavedRows(SharedRows):
             "size": len(self),
             "rows": parts[0] if len(parts) == 1 else parts,
         }
+        state |= saved_tree(self.written_layout)
         return {**state, "form": described(self.form)} if self.computed else state
 
     def _filled_part(self, part: int) -> Data:
@@ -69,7 +71,7 @@ class SavedRows(SharedRows):
         data, size, old_max = pieces.example, state["size"], state["max_size"]
         shape = tuple(state["shape"])
         fresh = self._layout is None
-        form = self.form_of(data, state.get("form"))
+        form = self.form_of(data, state.get("form"), state.get("tree"))
         form.stored.collect(data, self.ndim)
         own = self._shape[1:] if not fresh else shape[1:]
         if own != shape[1:]:
@@ -104,14 +106,15 @@ class SavedRows(SharedRows):
 
     def form_for(self, state: dict[str, Any]) -> Form:
         """The form of the rows of a state: that of this storage. Raises as :meth:`form_of`."""
-        return self.form_of(Pieces.of(state["rows"], self.ndim).example, state.get("form"))
+        return self.form_of(Pieces.of(state["rows"], self.ndim).example, state.get("form"), state.get("tree"))
 
-    def form_of(self, data: Data, saved: Any) -> Form:
+    def form_of(self, data: Data, saved: Any, tree: Any = None) -> Form:
         """The form of the rows of a state: that of this storage.
 
         Args:
             data: rows as they are stored.
             saved: what the state says about what was written; None: it is what is stored.
+            tree: what it says about the containers of the rows. A storage that has rows keeps its own.
 
         Raises:
             ValueError: this storage has, or would have, another one.
@@ -122,7 +125,7 @@ class SavedRows(SharedRows):
         form = self._form
         if form is None:
             written = stored if saved is None else stored.with_leaves(written_leaves(saved))
-            form = self.form_like(written)
+            form = self.form_like(with_tree(written, tree))
         if self.computed or saved is not None:
             check_same(form, described(Form.of(stored, Options())) if saved is None else saved)
         return form

@@ -12,18 +12,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
 
 from gpubuf.data.runtime.interruption import DERIVED, Unfinished
 from gpubuf.data.storages.codecs import Codec
 from gpubuf.data.storages.columns import owned_column
 from gpubuf.data.storages.forms import Options, keys_told
-from gpubuf.data.storages.indexing import contained, stored_positions, unravel
+from gpubuf.data.storages.indexing import stored_positions, unravel
 from gpubuf.data.storages.layout import Data, RowLayout, batch_shape, device_of, rows_in
 from gpubuf.data.storages.placement import AUTO, PINNED, SPLIT, IndexBytes, place, readable
 from gpubuf.data.storages.row_memory import Storage as Storage
 from gpubuf.data.storages.shared_states import SharedStates
 from gpubuf.data.storages.staging import to_device
+from gpubuf.data.storages.torchrl_names import TorchRLNames, warn_of_no_effect
+from gpubuf.data.storages.trees import TreeLayout, layout_of, mapped
 from gpubuf.kernels import rows
 from gpubuf.kernels._registry import in_memory, lazy, past_dispatcher, without_dispatch
 from gpubuf.kernels.rows import arena_offsets
@@ -38,7 +41,7 @@ _gather_into = lazy("gpubuf.kernels.rows._cpu:gather_into")
 _sample_into = lazy("gpubuf.kernels.rows._cpu:sample_into")
 
 
-class TensorStorage(SharedStates):
+class TensorStorage(TorchRLNames, SharedStates):
     """Rows in one contiguous tensor per key.
 
     Args:
@@ -68,7 +71,7 @@ class TensorStorage(SharedStates):
         if max_size is not None and max_size != math.prod(shape):
             raise ValueError(f"max_size is {max_size}, but the storage has {math.prod(shape)} rows (shape {shape})")
         self._configure(math.prod(shape), device, ndim)
-        layout = RowLayout(storage, ndim)
+        layout = layout_of(storage, ndim)
         requested = device_of(storage) if device == AUTO else device
         placement = place(requested, self.max_size * layout.row_bytes, IndexBytes(), shape, device_of(storage))
         columns = [owned_column(t.detach(), placement) for t in layout.collect(storage, ndim)]
@@ -140,7 +143,7 @@ class TensorStorage(SharedStates):
     def holds_nothing(self, data: Data) -> bool:
         """Whether ``data`` has no rows or no keys. As a first batch it does not tell the layout of a row."""
         empty = math.prod(batch_shape(data, self.ndim)) == 0
-        return empty or not RowLayout(data, self.ndim, self.ignored_keys).leaves
+        return empty or not layout_of(data, self.ndim, self.ignored_keys).leaves
 
     def write(self, index: Tensor, data: Data) -> None:
         """Overwrite rows in place. Neither the cursor nor any row's write generation moves.
@@ -154,8 +157,9 @@ class TensorStorage(SharedStates):
             IndexError: an index is out of range (on CPU; a GPU skips the row and counts a fault).
         """
         layout = self.written_layout
-        if not isinstance(data, Tensor) and len(data.batch_size) == 0:
-            data = data.expand(index.numel())
+        if self._is_one_row(data):
+            n = index.numel()
+            data = mapped(data, lambda row: row.expand(n, *row.shape))
         if batch_shape(data, 1) != (index.numel(),):
             raise ValueError(f"{index.numel()} rows are addressed, the batch has shape {batch_shape(data, 1)}")
         sources = layout.collect(data, 1)
@@ -170,6 +174,13 @@ class TensorStorage(SharedStates):
         if self.end_bits is not None:
             self.rebuild()
             self.end(before)
+
+    def _is_one_row(self, data: Data) -> bool:
+        """Whether a batch to be written is one row, without a batch dimension."""
+        if isinstance(data, TensorDictBase) or is_tensorclass(data):
+            return len(data.batch_size) == 0
+        layout = self.written_layout
+        return isinstance(layout, TreeLayout) and layout.is_one_row(data)
 
     def update(self, index: Tensor, keys: Sequence[int], sources: list[Tensor], generation: Tensor) -> None:
         """Overwrite single keys of rows in place, of those that were not overwritten since they were drawn.
@@ -282,6 +293,8 @@ class TensorStorage(SharedStates):
             IndexError: an index is beyond the rows written.
         """
         layout = self.written_layout
+        if index is Ellipsis:
+            index = slice(None)
         if isinstance(index, (int, slice)) and (self._rows_on_host or self.computed):
             chosen = torch.arange(self.steps_stored, device=self._device)[index]
             batch: tuple[int, ...] = (*chosen.shape, *self._shape[1:])
@@ -309,6 +322,8 @@ class TensorStorage(SharedStates):
 
     def coordinates(self, index: Any) -> Tensor:
         """The positions of ``storage[index]``: int64 of that data's batch shape (``[..., ndim]`` if above 1)."""
+        if index is Ellipsis:
+            index = slice(None)
         if not isinstance(index, (int, slice)):
             return self.unravel(self._positions(index))
         steps = torch.arange(self.steps_stored, device=self._device)[index]
@@ -327,17 +342,10 @@ class TensorStorage(SharedStates):
         return self.get(index)
 
     def __setitem__(self, index: Any, data: Data) -> None:
-        self.write(self._positions(index), data)
-
-    def set(self, cursor: Any, data: Data, *, set_cursor: bool = False) -> None:
-        """``storage[cursor] = data``. ``set_cursor`` is refused: the ring's cursor belongs to its writer."""
-        if set_cursor:
-            raise NotImplementedError("set_cursor=True is not supported: extend() moves the cursor")
-        self[cursor] = data
-
-    def contains(self, index: int | Tensor) -> bool | Tensor:
-        """Whether a row is stored at ``index``; of a tensor, for each. See :func:`~.indexing.contained`."""
-        return contained(index, self.shape, len(self))
+        if self._layout is None:
+            self.set(index, data)
+        else:
+            self.write(self._positions(index), data)
 
     def __repr__(self) -> str:
         device: Any = self.requested_device
@@ -377,7 +385,9 @@ class LazyTensorStorage(TensorStorage):
             A write that would need more raises RuntimeError on the CPU, and nothing is written; on a GPU such rows
             count as faults, which the next call that synchronises raises. ``storage.sharing.used`` says how many are.
         compilable: accepted for compatibility; every operation can be compiled.
-        consolidated, shared_init, cleanup_memmap: accepted at their defaults; process sharing is out of scope.
+        consolidated, shared_init: accepted for compatibility, with one warning: the rows of each key are one piece of
+            memory anyway, and a storage belongs to one process.
+        cleanup_memmap: accepted for compatibility.
 
     Keys are given as you write them elsewhere, nested ones as tuples. A root key also means the same key under "next",
     unless that is given itself. With any of these options indexing gives copies.
@@ -405,8 +415,7 @@ class LazyTensorStorage(TensorStorage):
         shared_init: bool = False,
         cleanup_memmap: bool = True,
     ) -> None:
-        if consolidated or shared_init:
-            raise NotImplementedError("consolidated and shared_init storages are not supported")
+        warn_of_no_effect(consolidated=consolidated, shared_init=shared_init)
         self._configure(max_size, device, ndim)
         self._options = Options.of(dtypes, batch_dtypes, prefixes)
         self.computed = bool(self._options)

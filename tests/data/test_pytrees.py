@@ -1,0 +1,262 @@
+"""Rows that are dicts, tuples and lists of tensors: in and out in their own structure."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from gpubuf.data import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    PrioritizedReplayBuffer,
+    ReplayBuffer,
+    SamplerWithoutReplacement,
+    SliceSampler,
+    TensorDictReplayBuffer,
+    TensorStorage,
+)
+
+Point = namedtuple("Point", ["x", "y"])
+
+
+def batch(n: int, first: int = 0) -> dict[str, Any]:
+    """``n`` rows, each of which tells its number in every tensor."""
+    number = torch.arange(first, first + n)
+    return {
+        "observation": OrderedDict(
+            pixels=number.to(torch.uint8).view(n, 1).expand(n, 3), state=(number.float(), number)
+        ),
+        "point": Point(number.double(), number.view(n, 1).float().expand(n, 2)),
+        "list": [number.int(), number % 2 == 0],
+        "inner": TensorDict({"a": number}, [n]),
+        7: number,
+    }
+
+
+def numbers(data: dict[str, Any]) -> list[int]:
+    """The numbers of the rows, after a check that all tensors of a row agree."""
+    found = data[7]
+    assert list(data) == ["observation", "point", "list", "inner", 7]
+    assert isinstance(data["observation"], dict) and type(data["observation"]["state"]) is tuple
+    assert type(data["list"]) is list and isinstance(data["inner"], TensorDict)
+    assert data["inner"].batch_size == found.shape
+    state, point = data["observation"]["state"], data["point"]
+    assert (type(point).__name__, point._fields) == ("Point", ("x", "y"))
+    for other in (state[0], state[1], point.x, point.y[..., 0], point.y[..., 1], data["list"][0], data["inner"]["a"]):
+        assert torch.equal(other.long(), found)
+    assert torch.equal(data["observation"]["pixels"].long()[..., 2], found)
+    assert torch.equal(data["list"][1], found % 2 == 0)
+    assert (point.x.dtype, data["list"][0].dtype) == (torch.float64, torch.int32)
+    return found.reshape(-1).tolist()
+
+
+def row(number: int) -> dict[str, Any]:
+    buffer = ReplayBuffer(storage=LazyTensorStorage(1))
+    buffer.extend(batch(1, number))
+    return buffer[0]
+
+
+def filled(capacity: int = 10, n: int = 6, **kwargs: Any) -> ReplayBuffer:
+    buffer = ReplayBuffer(storage=LazyTensorStorage(capacity), batch_size=4, **kwargs)
+    buffer.extend(batch(n))
+    return buffer
+
+
+def test_the_structure_comes_back():
+    buffer = filled()
+    assert set(numbers(buffer.sample())) <= set(range(6))
+    data, info = buffer.sample(return_info=True)
+    assert numbers(data) == info["index"].tolist()
+    assert type(data["point"]) is Point
+    assert numbers(buffer[:]) == list(range(6))
+    assert numbers(buffer[2:4]) == [2, 3]
+    assert numbers(buffer[3]) == [3]
+    assert numbers(buffer[[4, -1]]) == [4, 5]
+    assert numbers(buffer[torch.tensor([1, 1])]) == [1, 1]
+    assert numbers(buffer.sample(batches=2)) and buffer.sample(batches=2)[7].shape == (2, 4)
+    assert buffer.storage.get(0)[7].shape == ()
+
+
+def test_rows_are_added_and_overwritten():
+    buffer = filled()
+    assert buffer.add(row(6)) == 6
+    buffer[2] = row(20)
+    buffer[[0, 1]] = batch(2, 30)
+    buffer[3:5] = row(9)
+    assert numbers(buffer[:]) == [30, 31, 20, 9, 9, 5, 6]
+    assert buffer.extend([row(7), row(8)]).tolist() == [7, 8]
+    assert numbers(buffer[-2:]) == [7, 8]
+    # More rows than the capacity: the newest stay.
+    buffer.extend(batch(23, 100))
+    assert sorted(numbers(buffer[:])) == list(range(113, 123))
+    buffer.empty()
+    assert len(buffer) == 0
+    buffer.extend(batch(3))
+    assert numbers(buffer[:]) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("root", ["tuple", "named tuple"])
+def test_other_roots(root: str):
+    def make(n: int, first: int = 0) -> Any:
+        number = torch.arange(first, first + n)
+        return (number, number.float()) if root == "tuple" else Point(number, number.float())
+
+    buffer = ReplayBuffer(storage=LazyTensorStorage(5), batch_size=3)
+    buffer.extend(make(4))
+    buffer.add(type(make(1))(*[t[0] for t in make(1, 4)]) if root != "tuple" else tuple(t[0] for t in make(1, 4)))
+    got = buffer.sample()
+    assert type(got) is type(make(1)) and torch.equal(got[0].float(), got[1])
+    assert buffer[:][0].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_dict_of_another_order_is_the_same():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(5))
+    buffer.extend({"a": torch.zeros(2), "b": torch.ones(2)})
+    buffer.extend({"b": torch.ones(2), "a": torch.zeros(2)})
+    assert buffer[:]["a"].tolist() == [0, 0, 0, 0] and list(buffer[:]) == ["a", "b"]
+
+
+def test_what_does_not_fit_is_refused_and_nothing_written():
+    buffer = filled()
+    wrong: list[tuple[Any, str]] = [
+        ({k: v for k, v in batch(2).items() if k != "list"}, "list"),
+        ({**batch(2), "more": torch.zeros(2)}, "more"),
+        ({**batch(2), "list": tuple(batch(2)["list"])}, "tuple"),
+        ({**batch(2), "list": batch(2)["list"][:1]}, "2 entries"),
+        ({**batch(2), 7: torch.zeros(2)}, "float32"),
+        ({**batch(2), 7: torch.zeros(2, 2, dtype=torch.int64)}, r"shape \(2,\)"),
+        ({**batch(2), 7: torch.zeros(3, dtype=torch.int64)}, "3"),
+        ({**batch(2), 7: {"a": torch.zeros(2)}}, "dict"),
+        (Point(torch.zeros(2), torch.zeros(2)), "Point"),
+    ]
+    for data, match in wrong:
+        with pytest.raises(ValueError, match=match):
+            buffer.extend(data)
+    assert numbers(buffer[:]) == list(range(6))
+    for data, match in (
+        ({"a": torch.zeros(2), "b": ["x", "y"]}, "ListStorage"),
+        ({(1, 2): torch.zeros(2)}, "text or integers"),
+    ):
+        with pytest.raises(TypeError, match=match):
+            ReplayBuffer(storage=LazyTensorStorage(3)).extend(data)
+    with pytest.raises(ValueError, match="same text"):
+        ReplayBuffer(storage=LazyTensorStorage(3)).extend({1: torch.zeros(2), "1": torch.zeros(2)})
+    with pytest.raises(TypeError, match="a list means several rows"):
+        filled().add([torch.zeros(())])
+    with pytest.raises(TypeError, match="stores TensorDicts"):
+        TensorDictReplayBuffer(storage=LazyTensorStorage(3)).extend(batch(2))
+
+
+def test_states_and_checkpoints(tmp_path: Path):
+    buffer = filled(n=13)
+    buffer.sample()
+    buffer.dumps(tmp_path / "first")
+    state = buffer.state_dict()
+    for restore in (lambda other: other.loads(tmp_path / "first"), lambda other: other.load_state_dict(state)):
+        for other in (filled(n=2), ReplayBuffer(storage=LazyTensorStorage(10), batch_size=4)):
+            restore(other)
+            assert numbers(other[:]) == numbers(buffer[:])
+            other.extend(batch(2, 50))
+            assert {50, 51} <= set(numbers(other[:]))
+        larger = ReplayBuffer(storage=LazyTensorStorage(17), batch_size=4)
+        restore(larger)
+        assert numbers(larger[:]) == list(range(3, 13))
+    same = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=4)
+    same.loads(tmp_path / "first")
+    assert numbers(same.sample(4)) == numbers(buffer.sample(4))
+    twin = copy.deepcopy(buffer)
+    assert numbers(twin.sample(4)) == numbers(buffer.sample(4))
+
+
+def test_prefetch_and_its_state(tmp_path: Path):
+    buffer = filled(prefetch=2)
+    assert set(numbers(buffer.sample())) <= set(range(6))
+    buffer.dumps(tmp_path / "first")
+    other = filled(prefetch=2)
+    other.loads(tmp_path / "first")
+    for _ in range(4):
+        assert numbers(other.sample()) == numbers(buffer.sample())
+
+
+def test_priorities_and_epochs():
+    buffer = PrioritizedReplayBuffer(alpha=1.0, beta=1.0, storage=LazyTensorStorage(10), batch_size=4)
+    buffer.extend(batch(6))
+    buffer.update_priority(torch.arange(6), torch.tensor([0, 0, 0, 1.0, 0, 0]))
+    data, info = buffer.sample(return_info=True)
+    assert numbers(data) == [3, 3, 3, 3] and "priority_weight" in info
+    epoch = filled(sampler=SamplerWithoutReplacement())
+    assert sorted(numbers(epoch.sample()) + numbers(epoch.sample())) == list(range(6))
+
+
+def test_slices_and_n_steps_find_their_keys():
+    n = 12
+    done = torch.arange(n) % 6 == 5
+    data = {
+        "observation": torch.arange(n).float(),
+        "next": {"observation": torch.arange(1, n + 1).float(), "reward": torch.ones(n, 1), "done": done.view(n, 1)},
+    }
+    slices = ReplayBuffer(
+        storage=LazyTensorStorage(n), sampler=SliceSampler(slice_len=3, end_key=("next", "done")), batch_size=6
+    )
+    slices.extend(data)
+    got = slices.sample()["observation"].view(2, 3)
+    assert torch.equal(got - got[:, :1], torch.arange(3.0).expand(2, 3))
+    steps = ReplayBuffer(storage=LazyTensorStorage(n), n_steps=3, gamma=0.5, batch_size=32)
+    steps.extend(data)
+    got = steps.sample()
+    assert type(got) is dict and type(got["next"]) is dict
+    assert torch.equal(got["next"]["observation"] - got["observation"], got["steps_to_next_obs"][:, 0].float())
+    assert set(got["next"]["reward"].view(-1).tolist()) <= {1.0, 1.5, 1.75}
+
+
+def test_two_dimensions():
+    number = torch.arange(12).view(4, 3)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(24, ndim=2), batch_size=8, dim_extend=0)
+    buffer.extend({"a": number, "b": (number.float(),)})
+    got, info = buffer.sample(return_info=True)
+    assert torch.equal(got["a"].float(), got["b"][0])
+    assert torch.equal(got["a"], info["index"][:, 0] * 3 + info["index"][:, 1])
+    assert buffer[:]["a"].tolist() == number.tolist()
+    buffer.add({"a": number[0], "b": (number[0].float(),)})
+    assert buffer[4]["b"][0].tolist() == [0, 1, 2]
+
+
+def test_transforms_see_the_structure():
+    seen: list[Any] = []
+    buffer = ReplayBuffer(storage=LazyTensorStorage(5), batch_size=2, transform=lambda data: seen.append(data) or data)
+    buffer.append_transform(lambda data: {**data, "b": data["a"] + 1}, invert=True)
+    given = {"a": torch.zeros(3)}
+    buffer.extend(given)
+    assert set(given) == {"a"} and buffer.sample()["b"].tolist() == [1.0, 1.0]
+    assert type(seen[0]) is dict
+    plain = ReplayBuffer(storage=LazyTensorStorage(5), batch_size=2, collate_fn=lambda data: data["a"])
+    plain.extend(given)
+    assert plain.sample().shape == (2,)
+
+
+def test_given_memory_and_dtypes():
+    memory = {"a": torch.arange(5), "b": (torch.rand(5, 2),)}
+    full = ReplayBuffer(storage=TensorStorage(memory), batch_size=3)
+    assert len(full) == 5 and torch.equal(full[:]["b"][0], memory["b"][0])
+    full[0] = {"a": torch.tensor(9), "b": (torch.zeros(2),)}
+    assert memory["a"][0] == 9
+    stored = LazyTensorStorage(5, dtypes={"a": torch.int16, ("b", "0"): torch.float16})
+    other = ReplayBuffer(storage=stored, batch_size=3)
+    other.extend({"a": torch.arange(4), "b": (torch.arange(4.0),)})
+    assert other.sample()["a"].dtype is torch.int64 and other[:]["b"][0].tolist() == [0, 1, 2, 3]
+
+
+def test_files_are_opened_again(tmp_path: Path):
+    buffer = ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=tmp_path / "rows"), batch_size=4)
+    buffer.extend(batch(6))
+    del buffer
+    again = ReplayBuffer(storage=LazyMemmapStorage.open(tmp_path / "rows"), batch_size=4)
+    assert numbers(again[:]) == list(range(6))
+    again.extend(batch(2, 6))
+    assert numbers(again[:]) == list(range(8))

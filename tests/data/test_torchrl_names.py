@@ -1,0 +1,187 @@
+"""Names and options of TorchRL's storages and buffers that programs in the wild use."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from gpubuf.data import (
+    LazyTensorStorage,
+    PrioritizedSampler,
+    RandomSampler,
+    ReplayBuffer,
+    TensorDictReplayBuffer,
+)
+from gpubuf.data.storages import torchrl_names
+
+
+def rows(first: int, n: int) -> TensorDict:
+    number = torch.arange(first, first + n)
+    return TensorDict({"a": number, "b": number.float().view(n, 1)}, [n])
+
+
+def made(counts: dict[str, int], name: str, part: Any) -> Any:
+    def make() -> Any:
+        counts[name] = counts.get(name, 0) + 1
+        return part()
+
+    return make
+
+
+# Parts made at the first use
+
+
+def test_parts_are_made_at_the_first_use():
+    counts: dict[str, int] = {}
+    buffer = TensorDictReplayBuffer(
+        storage=made(counts, "storage", lambda: LazyTensorStorage(10)),
+        sampler=made(counts, "sampler", RandomSampler),
+        transform_factory=made(counts, "transform", lambda: lambda td: td.set("twice", td["a"] * 2)),
+        batch_size=4,
+        priority_key="own",
+        delayed_init=True,
+    )
+    assert counts == {} and isinstance(buffer, TensorDictReplayBuffer) and not buffer.initialized
+    assert "delayed_init" in repr(buffer) and buffer.priority_key == "own"
+    assert len(buffer) == 0
+    assert counts == {"storage": 1, "sampler": 1, "transform": 1}
+    buffer.extend(rows(0, 6))
+    assert type(buffer) is TensorDictReplayBuffer and buffer.initialized and buffer.priority_key == "own"
+    batch = buffer.sample()
+    assert torch.equal(batch["twice"], batch["a"] * 2)
+    assert counts == {"storage": 1, "sampler": 1, "transform": 1}
+
+
+@pytest.mark.parametrize("use", ["storage", "sampler", "writer", "state_dict", "deepcopy", "pickle", "iter"])
+def test_any_use_makes_the_parts(use: str):
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=2, delayed_init=True)
+    if use in ("storage", "sampler", "writer"):
+        assert getattr(buffer, use) is getattr(buffer, f"_{use}")
+    elif use == "state_dict":
+        assert not buffer.state_dict()["_storage"]["initialized"]
+    elif use == "iter":
+        with pytest.raises(RuntimeError, match="empty"):
+            next(iter(buffer))
+    else:
+        other = copy.deepcopy(buffer) if use == "deepcopy" else pickle.loads(pickle.dumps(buffer))
+        assert type(other) is ReplayBuffer
+        other.extend(rows(0, 3))
+        assert len(other) == 3 and len(buffer) == 0
+    assert type(buffer) is ReplayBuffer
+
+
+def test_parts_that_can_not_be_made_are_tried_again():
+    ready: list[LazyTensorStorage] = []
+    buffer = ReplayBuffer(storage=lambda: ready[0], delayed_init=True)
+    with pytest.raises(IndexError):
+        buffer.extend(rows(0, 3))
+    ready.append(LazyTensorStorage(4))
+    buffer.extend(rows(0, 3))
+    assert len(buffer) == 3 and buffer.storage is ready[0]
+
+
+def test_a_transform_factory_delays_unless_told_otherwise():
+    counts: dict[str, int] = {}
+    factory = made(counts, "transform", lambda: lambda td: td)
+    ReplayBuffer(transform_factory=factory)
+    assert counts == {}
+    ReplayBuffer(transform_factory=factory, delayed_init=False)
+    assert counts == {"transform": 1}
+
+
+# Options without a counterpart
+
+
+def test_options_without_effect_warn_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torchrl_names, "_warned", set())
+    for option in ("consolidated", "shared_init"):
+        with pytest.warns(UserWarning, match=f"{option}=True has no effect"):
+            storage = LazyTensorStorage(3, **{option: True})
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            LazyTensorStorage(3, **{option: True})
+        buffer = ReplayBuffer(storage=storage)
+        buffer.extend(rows(0, 2))
+        assert len(buffer) == 2
+
+
+def test_a_shared_buffer_is_refused_with_what_to_do():
+    with pytest.raises(NotImplementedError, match="belongs to one process. Send batches"):
+        ReplayBuffer(shared=True)
+
+
+# Rows at positions of one's own
+
+
+def test_set_before_the_first_write():
+    for cursor in (range(4), slice(0, 4), slice(None), ..., [0, 1, 2, 3], torch.arange(4)):
+        storage = LazyTensorStorage(10)
+        storage.set(cursor, rows(0, 4))
+        assert len(storage) == 4 and storage[:]["a"].tolist() == [0, 1, 2, 3]
+    storage = LazyTensorStorage(10)
+    storage.set(0, rows(0, 1)[0])
+    storage.set(torch.tensor(1), rows(1, 1)[0])
+    assert storage[...]["a"].tolist() == [0, 1]
+
+
+def test_set_adds_behind_the_rows_and_overwrites_them():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(6), batch_size=3)
+    buffer.extend(rows(0, 2))
+    buffer.storage.set([1, 3, 2], rows(10, 3))
+    assert buffer[:]["a"].tolist() == [0, 10, 12, 11]
+    assert buffer.extend(rows(50, 1)).tolist() == [4]
+    buffer.storage.set([5, 5], rows(70, 2))
+    assert buffer[-1]["a"] == 71
+    buffer.storage.set(..., rows(0, 6))
+    assert buffer[...]["a"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert set(buffer.sample().keys()) == {"a", "b"}
+    buffer.storage.set(2, rows(9, 1)[0], set_cursor=False)
+    assert buffer[2]["a"] == 9
+
+
+def test_set_leaves_no_gap():
+    storage = LazyTensorStorage(6)
+    for cursor in ([1], [0, 2], [6], [-1], range(1, 3)):
+        with pytest.raises(IndexError):
+            storage.set(cursor, rows(0, len(cursor)))
+    with pytest.raises(RuntimeError, match="not initialized"):
+        storage.set([0], rows(0, 1), set_cursor=False)
+    assert len(storage) == 0
+    storage.set(range(2), rows(0, 2))
+    with pytest.raises(ValueError, match="missing"):
+        storage.set([2], rows(0, 1).select("a"))
+    assert len(storage) == 2
+
+
+def test_a_buffer_goes_on_behind_rows_that_were_set():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(8), sampler=PrioritizedSampler(8, 1.0, 1.0), batch_size=16)
+    buffer.storage.set(range(3), rows(0, 3))
+    buffer.mark_update(range(3))
+    buffer.extend(rows(3, 1))
+    assert set(buffer.sample()["a"].tolist()) <= {0, 1, 2, 3}
+
+
+def test_what_programs_read():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(4), batch_size=2)
+    assert buffer._storage._storage is None and buffer._storage._len == 0 and buffer._writer._cursor == 0
+    buffer.extend(rows(0, 3))
+    assert buffer._storage._len == 3 and buffer._writer._cursor == 3
+    full = buffer._storage._storage
+    assert full.batch_size == (4,) and full[:3]["a"].tolist() == [0, 1, 2]
+    buffer.extend(rows(3, 3))
+    assert buffer._writer._cursor == 2 and full["a"].tolist() == [4, 5, 2, 3]
+    steps = ReplayBuffer(storage=LazyTensorStorage(12, ndim=2), dim_extend=0)
+    steps.extend(TensorDict({"a": torch.zeros(2, 3)}, [2, 3]))
+    assert steps._writer._cursor == 2 and steps._storage._storage.shape == (4, 3)
+    with pytest.raises(AttributeError):
+        buffer._storage._len = 2  # type: ignore[misc]
+    converted = LazyTensorStorage(4, dtypes={"b": torch.float16})
+    converted.set([0], rows(0, 1))
+    with pytest.raises(NotImplementedError, match=r"storage\[index\]"):
+        _ = converted._storage
