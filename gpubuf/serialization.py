@@ -293,7 +293,7 @@ def _decode(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
     if "$namedtuple" in tree:
         # A class of its own: that of the saved one is code of the user's.
         name, fields, items = tree["$namedtuple"]
-        return namedtuple(name, fields)(*(_decode(item, tensors) for item in items))  # type: ignore[misc]
+        return namedtuple(name, fields)(*(_decode(item, tensors) for item in items))
     if "$dict" in tree:
         return {_decode(key, tensors): _decode(item, tensors) for key, item in tree["$dict"]}
     return {key: _decode(item, tensors) for key, item in tree.items()}

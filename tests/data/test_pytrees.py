@@ -43,8 +43,10 @@ def numbers(data: dict[str, Any]) -> list[int]:
     """The numbers of the rows, after a check that all tensors of a row agree."""
     found = data[7]
     assert list(data) == ["observation", "point", "list", "inner", 7]
-    assert isinstance(data["observation"], dict) and type(data["observation"]["state"]) is tuple
-    assert type(data["list"]) is list and isinstance(data["inner"], TensorDict)
+    assert isinstance(data["observation"], dict)
+    assert type(data["observation"]["state"]) is tuple
+    assert type(data["list"]) is list
+    assert isinstance(data["inner"], TensorDict)
     assert data["inner"].batch_size == found.shape
     state, point = data["observation"]["state"], data["point"]
     assert (type(point).__name__, point._fields) == ("Point", ("x", "y"))
@@ -79,7 +81,8 @@ def test_the_structure_comes_back():
     assert numbers(buffer[3]) == [3]
     assert numbers(buffer[[4, -1]]) == [4, 5]
     assert numbers(buffer[torch.tensor([1, 1])]) == [1, 1]
-    assert numbers(buffer.sample(batches=2)) and buffer.sample(batches=2)[7].shape == (2, 4)
+    assert numbers(buffer.sample(batches=2))
+    assert buffer.sample(batches=2)[7].shape == (2, 4)
     assert buffer.storage.get(0)[7].shape == ()
 
 
@@ -111,7 +114,8 @@ def test_other_roots(root: str):
     buffer.extend(make(4))
     buffer.add(type(make(1))(*[t[0] for t in make(1, 4)]) if root != "tuple" else tuple(t[0] for t in make(1, 4)))
     got = buffer.sample()
-    assert type(got) is type(make(1)) and torch.equal(got[0].float(), got[1])
+    assert type(got) is type(make(1))
+    assert torch.equal(got[0].float(), got[1])
     assert buffer[:][0].tolist() == [0, 1, 2, 3, 4]
 
 
@@ -119,7 +123,8 @@ def test_a_dict_of_another_order_is_the_same():
     buffer = ReplayBuffer(storage=LazyTensorStorage(5))
     buffer.extend({"a": torch.zeros(2), "b": torch.ones(2)})
     buffer.extend({"b": torch.ones(2), "a": torch.zeros(2)})
-    assert buffer[:]["a"].tolist() == [0, 0, 0, 0] and list(buffer[:]) == ["a", "b"]
+    assert buffer[:]["a"].tolist() == [0, 0, 0, 0]
+    assert list(buffer[:]) == ["a", "b"]
 
 
 def test_what_does_not_fit_is_refused_and_nothing_written():
@@ -189,7 +194,8 @@ def test_priorities_and_epochs():
     buffer.extend(batch(6))
     buffer.update_priority(torch.arange(6), torch.tensor([0, 0, 0, 1.0, 0, 0]))
     data, info = buffer.sample(return_info=True)
-    assert numbers(data) == [3, 3, 3, 3] and "priority_weight" in info
+    assert numbers(data) == [3, 3, 3, 3]
+    assert "priority_weight" in info
     epoch = filled(sampler=SamplerWithoutReplacement())
     assert sorted(numbers(epoch.sample()) + numbers(epoch.sample())) == list(range(6))
 
@@ -210,7 +216,8 @@ def test_slices_and_n_steps_find_their_keys():
     steps = ReplayBuffer(storage=LazyTensorStorage(n), n_steps=3, gamma=0.5, batch_size=32)
     steps.extend(data)
     got = steps.sample()
-    assert type(got) is dict and type(got["next"]) is dict
+    assert type(got) is dict
+    assert type(got["next"]) is dict
     assert torch.equal(got["next"]["observation"] - got["observation"], got["steps_to_next_obs"][:, 0].float())
     assert set(got["next"]["reward"].view(-1).tolist()) <= {1.0, 1.5, 1.75}
 
@@ -233,7 +240,8 @@ def test_transforms_see_the_structure():
     buffer.append_transform(lambda data: {**data, "b": data["a"] + 1}, invert=True)
     given = {"a": torch.zeros(3)}
     buffer.extend(given)
-    assert set(given) == {"a"} and buffer.sample()["b"].tolist() == [1.0, 1.0]
+    assert set(given) == {"a"}
+    assert buffer.sample()["b"].tolist() == [1.0, 1.0]
     assert type(seen[0]) is dict
     plain = ReplayBuffer(storage=LazyTensorStorage(5), batch_size=2, collate_fn=lambda data: data["a"])
     plain.extend(given)
@@ -243,13 +251,15 @@ def test_transforms_see_the_structure():
 def test_given_memory_and_dtypes():
     memory = {"a": torch.arange(5), "b": (torch.rand(5, 2),)}
     full = ReplayBuffer(storage=TensorStorage(memory), batch_size=3)
-    assert len(full) == 5 and torch.equal(full[:]["b"][0], memory["b"][0])
+    assert len(full) == 5
+    assert torch.equal(full[:]["b"][0], memory["b"][0])
     full[0] = {"a": torch.tensor(9), "b": (torch.zeros(2),)}
     assert memory["a"][0] == 9
     stored = LazyTensorStorage(5, dtypes={"a": torch.int16, ("b", "0"): torch.float16})
     other = ReplayBuffer(storage=stored, batch_size=3)
     other.extend({"a": torch.arange(4), "b": (torch.arange(4.0),)})
-    assert other.sample()["a"].dtype is torch.int64 and other[:]["b"][0].tolist() == [0, 1, 2, 3]
+    assert other.sample()["a"].dtype is torch.int64
+    assert other[:]["b"][0].tolist() == [0, 1, 2, 3]
 
 
 def test_files_are_opened_again(tmp_path: Path):

@@ -47,12 +47,17 @@ def test_parts_are_made_at_the_first_use():
         priority_key="own",
         delayed_init=True,
     )
-    assert counts == {} and isinstance(buffer, TensorDictReplayBuffer) and not buffer.initialized
-    assert "delayed_init" in repr(buffer) and buffer.priority_key == "own"
+    assert counts == {}
+    assert isinstance(buffer, TensorDictReplayBuffer)
+    assert not buffer.initialized
+    assert "delayed_init" in repr(buffer)
+    assert buffer.priority_key == "own"
     assert len(buffer) == 0
     assert counts == {"storage": 1, "sampler": 1, "transform": 1}
     buffer.extend(rows(0, 6))
-    assert type(buffer) is TensorDictReplayBuffer and buffer.initialized and buffer.priority_key == "own"
+    assert type(buffer) is TensorDictReplayBuffer
+    assert buffer.initialized
+    assert buffer.priority_key == "own"
     batch = buffer.sample()
     assert torch.equal(batch["twice"], batch["a"] * 2)
     assert counts == {"storage": 1, "sampler": 1, "transform": 1}
@@ -72,7 +77,8 @@ def test_any_use_makes_the_parts(use: str):
         other = copy.deepcopy(buffer) if use == "deepcopy" else pickle.loads(pickle.dumps(buffer))
         assert type(other) is ReplayBuffer
         other.extend(rows(0, 3))
-        assert len(other) == 3 and len(buffer) == 0
+        assert len(other) == 3
+        assert len(buffer) == 0
     assert type(buffer) is ReplayBuffer
 
 
@@ -83,7 +89,8 @@ def test_parts_that_can_not_be_made_are_tried_again():
         buffer.extend(rows(0, 3))
     ready.append(LazyTensorStorage(4))
     buffer.extend(rows(0, 3))
-    assert len(buffer) == 3 and buffer.storage is ready[0]
+    assert len(buffer) == 3
+    assert buffer.storage is ready[0]
 
 
 def test_a_transform_factory_delays_unless_told_otherwise():
@@ -112,7 +119,7 @@ def test_options_without_effect_warn_once(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_shared_buffer_is_refused_with_what_to_do():
-    with pytest.raises(NotImplementedError, match="belongs to one process. Send batches"):
+    with pytest.raises(NotImplementedError, match=r"belongs to one process\. Send batches"):
         ReplayBuffer(shared=True)
 
 
@@ -123,7 +130,8 @@ def test_set_before_the_first_write():
     for cursor in (range(4), slice(0, 4), slice(None), ..., [0, 1, 2, 3], torch.arange(4)):
         storage = LazyTensorStorage(10)
         storage.set(cursor, rows(0, 4))
-        assert len(storage) == 4 and storage[:]["a"].tolist() == [0, 1, 2, 3]
+        assert len(storage) == 4
+        assert storage[:]["a"].tolist() == [0, 1, 2, 3]
     storage = LazyTensorStorage(10)
     storage.set(0, rows(0, 1)[0])
     storage.set(torch.tensor(1), rows(1, 1)[0])
@@ -169,16 +177,22 @@ def test_a_buffer_goes_on_behind_rows_that_were_set():
 
 def test_what_programs_read():
     buffer = ReplayBuffer(storage=LazyTensorStorage(4), batch_size=2)
-    assert buffer._storage._storage is None and buffer._storage._len == 0 and buffer._writer._cursor == 0
+    assert buffer._storage._storage is None
+    assert buffer._storage._len == 0
+    assert buffer._writer._cursor == 0
     buffer.extend(rows(0, 3))
-    assert buffer._storage._len == 3 and buffer._writer._cursor == 3
+    assert buffer._storage._len == 3
+    assert buffer._writer._cursor == 3
     full = buffer._storage._storage
-    assert full.batch_size == (4,) and full[:3]["a"].tolist() == [0, 1, 2]
+    assert full.batch_size == (4,)
+    assert full[:3]["a"].tolist() == [0, 1, 2]
     buffer.extend(rows(3, 3))
-    assert buffer._writer._cursor == 2 and full["a"].tolist() == [4, 5, 2, 3]
+    assert buffer._writer._cursor == 2
+    assert full["a"].tolist() == [4, 5, 2, 3]
     steps = ReplayBuffer(storage=LazyTensorStorage(12, ndim=2), dim_extend=0)
     steps.extend(TensorDict({"a": torch.zeros(2, 3)}, [2, 3]))
-    assert steps._writer._cursor == 2 and steps._storage._storage.shape == (4, 3)
+    assert steps._writer._cursor == 2
+    assert steps._storage._storage.shape == (4, 3)
     with pytest.raises(AttributeError):
         buffer._storage._len = 2  # type: ignore[misc]
     converted = LazyTensorStorage(4, dtypes={"b": torch.float16})

@@ -44,8 +44,8 @@ def refuse_out_of_scope(**arguments: Any) -> None:
     for name, value in arguments.items():
         if value and name == "shared":
             raise NotImplementedError(
-                "shared=True is not supported: a buffer belongs to one process. Send batches to that process, and write "
-                "and sample there"
+                "shared=True is not supported: a buffer belongs to one process. Send batches to that process, and "
+                "write and sample there"
             )
         if value:
             raise NotImplementedError(f"{name}={value!r} is not supported by gpubuf")

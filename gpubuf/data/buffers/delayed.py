@@ -27,7 +27,8 @@ def may_be_delayed(init: Callable[..., None]) -> Callable[..., None]:
             init(self, **arguments)
             return
         vars(self)[_ARGUMENTS] = init, arguments
-        self.__class__ = _delayed(type(self))
+        kind: Any = type(self)
+        self.__class__ = _delayed(kind)
 
     return begin
 

@@ -128,7 +128,7 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, S
         consume_after_n_samples: int | None = None,
         shared: bool = False,
         compilable: bool | None = None,
-        delayed_init: bool | None = None,  # noqa: ARG002, read by the decorator
+        delayed_init: bool | None = None,
         service_backend: str = "direct",
         service_backend_options: Any = None,
         transport: str = "auto",

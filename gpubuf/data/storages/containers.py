@@ -142,7 +142,7 @@ def read_structure(saved: Any) -> Container | None:
         kind, name, keys, parts = (saved[entry] for entry in ("kind", "name", "keys", "parts"))
         if len(keys) != len(parts) or len(set(map(str, keys))) < len(keys) or {*map(type, keys)} - {str, int}:
             raise ValueError(f"{keys!r} are no keys")
-        made = namedtuple(str(name), keys) if kind == "namedtuple" else _KINDS[kind]  # type: ignore[misc]
+        made = namedtuple(str(name), keys) if kind == "namedtuple" else _KINDS[kind]
         if not issubclass(made, dict):
             keys = range(len(parts))
         return Container(made, tuple(keys), tuple(read_structure(part) for part in parts))

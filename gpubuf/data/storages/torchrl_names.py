@@ -14,7 +14,6 @@ from gpubuf.data.storages.layout import Data, batch_shape
 from gpubuf.data.storages.row_memory import NOT_INITIALIZED, RowMemory
 from gpubuf.data.storages.trees import mapped, stacked
 
-
 _warned: set[str] = set()
 
 

@@ -151,7 +151,7 @@ def _inside(tree: Container, data: Any, batch_dims: int) -> TensorDict:
 
 
 def _level(entries: dict[str, Any], size: torch.Size) -> TensorDict:
-    source = {name: _level(value, size) if type(value) is dict else value for name, value in entries.items()}
+    source: Any = {name: _level(value, size) if type(value) is dict else value for name, value in entries.items()}
     return TensorDict._new_unsafe(source, size, None, nested=False)
 
 
