@@ -20,7 +20,7 @@ from gpubuf.data.storages.codecs import Codec
 from gpubuf.data.storages.columns import owned_column
 from gpubuf.data.storages.forms import Options, keys_told
 from gpubuf.data.storages.indexing import stored_positions, unravel
-from gpubuf.data.storages.layout import Data, RowLayout, batch_shape, device_of, rows_in
+from gpubuf.data.storages.layout import Data, batch_shape, device_of, rows_in
 from gpubuf.data.storages.placement import AUTO, PINNED, SPLIT, IndexBytes, place, readable
 from gpubuf.data.storages.row_memory import Storage as Storage
 from gpubuf.data.storages.shared_states import SharedStates
