@@ -1,0 +1,86 @@
+"""Every example runs, briefly, with warnings as errors. Which options make it brief stands here, beside its name."""
+
+import importlib.util
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+SHORT = {
+    "custom_sampler": "--steps 60",
+    "dqn": "--steps 60 --warmup 40 --batch-size 16",
+    "offline": "--folder data --rows 500 --steps 5 --batch-size 32",
+    "resume": "--folder run --steps 30 --save-every 10",
+    "sac": "--steps 230 --warmup 220 --batch-size 16 --plot curve.png",
+    "torchrl_after": "--steps 230 --warmup 225",
+    "torchrl_before": "--steps 230 --warmup 225",
+    "world_model": "--steps 3 --envs 2 --recorded 210 --slice-len 8 --slices 4",
+}
+#: The library that an example shows beside gpubuf.
+PEERS = {"torchrl_before": "torchrl"}
+
+
+def run(name: str, options: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a program, in this process: to import PyTorch takes longer than most examples."""
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *options.split()])
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+
+
+def test_every_example_is_run():
+    assert sorted(path.stem for path in EXAMPLES.glob("*.py")) == sorted(SHORT)
+
+
+def test_every_example_has_a_place_on_the_page():
+    page = (ROOT / "docs" / "examples.md").read_text()
+    assert [name for name in SHORT if f"(../examples/{name}.py)" not in page] == []
+
+
+@pytest.mark.parametrize("name", sorted(SHORT))
+def test_it_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    if name in PEERS and importlib.util.find_spec(PEERS[name]) is None:
+        pytest.skip(f"{PEERS[name]} is not installed")
+    monkeypatch.chdir(tmp_path)
+    run(name, SHORT[name], monkeypatch)
+    assert capsys.readouterr().out.strip()
+
+
+def test_data_are_recorded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.chdir(tmp_path)
+    run("offline", SHORT["offline"], monkeypatch)
+    first = capsys.readouterr().out
+    run("offline", f"{SHORT['offline']} --placement auto", monkeypatch)
+    second = capsys.readouterr().out
+    assert "recording" in first
+    assert "recording" not in second
+    assert first.splitlines()[-1] == second.splitlines()[-1], "the same losses from files and from memory"
+
+
+def test_a_killed_run_ends_as_if_nobody_had_killed_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    command = [sys.executable, EXAMPLES / "resume.py", *SHORT["resume"].split(), "--die-at", "25"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    died = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert died.returncode == -signal.SIGKILL, died.stderr
+    run("resume", SHORT["resume"], monkeypatch)
+    resumed = capsys.readouterr().out
+    assert "resumed at step 20" in resumed
+    run("resume", SHORT["resume"].replace("run", "another"), monkeypatch)
+    assert capsys.readouterr().out.splitlines()[-1] == resumed.splitlines()[-1]
+
+
+def test_only_the_imports_of_the_torchrl_script_differ():
+    before, after = (
+        [line for line in (EXAMPLES / f"torchrl_{when}.py").read_text().partition('"""\n\n')[2].splitlines() if line]
+        for when in ("before", "after")
+    )
+    different = set(before) ^ set(after)
+    assert different
+    assert all(line.startswith(("from torchrl", "from gpubuf")) for line in different)
