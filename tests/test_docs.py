@@ -3,6 +3,7 @@
 CASES.md 30: a documentation example that raises NameError.
 """
 
+import importlib.util
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,8 @@ from gpubuf.cli import COMMANDS
 ROOT = Path(__file__).parent.parent
 TOP = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 DOCUMENTS = [*TOP, *sorted((ROOT / "docs").glob("*/**/*.md")), ROOT / "examples" / "README.md"]
+#: Libraries that the pages of integrations show beside gpubuf.
+PEERS = ("torchrl", "stable_baselines3", "holosoma", "lerobot")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -34,6 +37,10 @@ def name(document: Path) -> str:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name)
 def test_python_blocks_run(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The blocks of a page, one after the other in one namespace, in an empty folder."""
+    code = "\n".join(block for _, block in blocks(document, "python", "py"))
+    for peer in PEERS:
+        if re.search(rf"^\s*(?:import|from) {peer}\b", code, re.MULTILINE) and importlib.util.find_spec(peer) is None:
+            pytest.skip(f"{peer} is not installed")
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     namespace: dict[str, Any] = {"__name__": "__main__"}

@@ -67,7 +67,7 @@ class ColumnWrites:
         return [as_written(leaf.key) for leaf in self._storage.written_layout.leaves]
 
     def extend_columns(self, columns: Columns) -> None:
-        """Write rows given as one array a key, as :meth:`extend` writes a TensorDict of them, in less time.
+        """Write rows given as one array a key: :meth:`extend` without a TensorDict, in less time. No host sync.
 
         Args:
             columns: NumPy arrays or tensors ``[n, ...]`` by key; for storages of two dimensions ``[E, T, ...]``, see
@@ -76,7 +76,6 @@ class ColumnWrites:
 
         Raises:
             ValueError: a key is missing or unknown, or has another shape or dtype; nothing is written.
-            No host sync.
         """
         if _compiling():
             self._write_tensordict(columns, False)
