@@ -1,6 +1,8 @@
-"""Soft actor-critic over a finite set of actions: swings Gymnasium's pendulum up with a few torques to choose from.
+"""Soft actor-critic over a finite set of actions.
 
-``python examples/discrete_sac.py`` solves it in 10,000 steps; ``--help`` lists the options.
+Swings Gymnasium's pendulum up with a few torques to choose from, and solves it in 10,000 steps:
+
+    python examples/discrete_sac.py
 """
 
 import argparse

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 SHORT = {
     "custom_sampler": "--steps 60",
+    "discrete_sac": "--steps 210 --learning-starts 205 --width 16 --batch-size 16 --episodes 1",
     "dqn": "--steps 60 --warmup 40 --batch-size 16",
     "offline": "--folder data --rows 500 --steps 5 --batch-size 32",
     "resume": "--folder run --steps 30 --save-every 10",
