@@ -1,0 +1,421 @@
+"""Buffers with the interface of Stable-Baselines3's, which CleanRL's scripts use too. Neither need be installed.
+
+:mod:`gpubuf.integrations.sb3` and :mod:`gpubuf.integrations.cleanrl` make their classes of :class:`StableBuffer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpubuf.data.buffers.replay_buffer import ReplayBuffer
+from gpubuf.data.samplers.base import Sampler
+from gpubuf.data.samplers.random import RandomSampler
+from gpubuf.data.storages.codecs import Codec
+from gpubuf.data.storages.recipe import STEPS_KEY
+from gpubuf.data.storages.tensor_storage import LazyTensorStorage
+from gpubuf.integrations.spaces import action_dtype, action_length, is_dict, is_discrete, observation_shape
+
+#: Steps that wait on the host, and the bytes that these may take: one launch then writes all of them.
+WAITING_STEPS, WAITING_BYTES = 64, 1 << 16
+
+_OBSERVATION, _DONE = "observation", ("next", "done")
+_REWARD, _TERMINATED = ("next", "reward"), ("next", "terminated")
+
+
+class ReplayBufferSamples(NamedTuple):
+    """A batch, with the names of Stable-Baselines3. Observations are tensors, or dicts of tensors."""
+
+    observations: Any
+    actions: Tensor
+    next_observations: Any
+    dones: Tensor
+    rewards: Tensor
+    discounts: Tensor | None = None
+
+
+def _key(*path: str) -> Any:
+    return path[0] if len(path) == 1 else path
+
+
+def chosen_device(device: torch.device | str) -> torch.device:
+    """``"auto"`` is the GPU; without one every device is the CPU."""
+    found = torch.device("cuda" if device == "auto" else device)
+    return torch.device("cpu") if found.type == "cuda" and not torch.cuda.is_available() else found
+
+
+class StableBuffer:
+    """Transitions of several environments, which come one step at a time. Rows are on the device of the batches.
+
+    The arguments, attributes and batches are those of Stable-Baselines3's ``ReplayBuffer``, ``DictReplayBuffer`` and
+    ``NStepReplayBuffer``; keyword-only arguments are ours. It differs in this:
+
+    * With ``optimize_memory_usage`` all rows can be drawn, next observations are exact, timeouts are handled, and
+      observations may be dicts. There must be room for those next observations that no row begins with:
+      ``next_capacity``.
+    * Random numbers are torch's: ``torch.manual_seed`` makes batches repeatable, ``np.random.seed`` does not.
+    * ``add`` may keep some steps on the host. They are written before anybody can read them here; call :meth:`flush`
+      before you read :attr:`buffer`.
+
+    Args:
+        buffer_size: number of transitions, of all environments together.
+        observation_space: of one environment: Box, Dict of such, Discrete, MultiDiscrete or MultiBinary.
+        action_space: of one environment.
+        device: of the batches. ``"auto"`` is the GPU, or the CPU without one.
+        n_envs: number of environments, E.
+        optimize_memory_usage: store observations once: half the memory.
+        handle_timeout_termination: read ``"TimeLimit.truncated"`` in the infos: such ends are not terminations.
+        n_steps: steps of a transition, 1 .. 64. ``discounts`` of a batch are ``gamma ** steps`` then.
+        gamma: the discount of n-step returns.
+        placement: where rows are: as ``device`` of :class:`LazyTensorStorage`. Default: where batches are, and on a
+            GPU ``"auto"``, which takes pinned host memory for what does not fit.
+        next_capacity: see :class:`LazyTensorStorage`.
+        dtypes: how keys are stored, such as ``{"observation": torch.float16}``. See :class:`LazyTensorStorage`.
+        sampler: which rows a batch is made of. Default: :class:`RandomSampler`.
+
+    Attributes:
+        buffer: the :class:`gpubuf.ReplayBuffer` behind it.
+
+    Raises:
+        NotImplementedError: rows of a space can't be stored.
+        ValueError: a size, ``n_steps`` or ``gamma`` is out of range.
+    """
+
+    _samples: Any = ReplayBufferSamples
+
+    def __init__(
+        self,
+        buffer_size: int,
+        observation_space: Any,
+        action_space: Any,
+        device: torch.device | str = "auto",
+        n_envs: int = 1,
+        optimize_memory_usage: bool = False,
+        handle_timeout_termination: bool = True,
+        *,
+        n_steps: int = 1,
+        gamma: float = 0.99,
+        placement: torch.device | str | None = None,
+        next_capacity: int | None = None,
+        dtypes: Mapping[Any, torch.dtype | Codec] | None = None,
+        sampler: Sampler | None = None,
+    ) -> None:
+        self.observation_space = observation_space
+        self.action_space = action_space
+        self.obs_shape = observation_shape(observation_space)
+        self.action_dim = action_length(action_space)
+        self.n_envs = n_envs
+        self.buffer_size = max(buffer_size // n_envs, 1)
+        self.optimize_memory_usage = optimize_memory_usage
+        self.handle_timeout_termination = handle_timeout_termination
+        self.n_steps = n_steps
+        self.gamma = gamma
+        self._device = chosen_device(device)
+        if placement is None:
+            placement = "auto" if self._device.type == "cuda" and self._device.index is None else self._device
+        storage = LazyTensorStorage(
+            self.buffer_size * n_envs,
+            device=placement,
+            ndim=2,
+            share_next=[(_OBSERVATION, *name) for name in self._names()] if optimize_memory_usage else False,
+            next_capacity=next_capacity,
+            dtypes=dtypes,
+        )
+        self.buffer = ReplayBuffer(
+            storage=storage,
+            sampler=RandomSampler() if sampler is None else sampler,
+            dim_extend=0,
+            n_steps=n_steps,
+            gamma=gamma,
+            reward_keys=[_REWARD] if n_steps > 1 else None,
+            end_keys=[_DONE] if n_steps > 1 else None,
+        )
+        # The number of rows when the steps that wait were about to be written.
+        self._written_before: int | None = None
+        self._waiting = 0
+        self._prepare()
+
+    def _names(self) -> list[tuple[str, ...]]:
+        """What comes behind "observation" in the key of each tensor of an observation."""
+        return [(name,) for name in self.obs_shape] if is_dict(self.observation_space) else [()]
+
+    def _prepare(self) -> None:
+        """Make the memory for the steps that wait."""
+        spaces: dict[Any, Any] = {(): self.observation_space}
+        shapes: dict[Any, tuple[int, ...]] = {(): self.obs_shape}
+        if is_dict(self.observation_space):
+            spaces = {(name,): space for name, space in self.observation_space.spaces.items()}
+            shapes = {(name,): shape for name, shape in self.obs_shape.items()}
+        kinds: dict[Any, tuple[np.dtype, tuple[int, ...]]] = {}
+        for path, space in spaces.items():
+            kinds[_key(_OBSERVATION, *path)] = np.dtype(space.dtype), shapes[path]
+        kinds["action"] = action_dtype(self.action_space), (self.action_dim,)
+        for path, space in spaces.items():
+            kinds[_key("next", _OBSERVATION, *path)] = np.dtype(space.dtype), shapes[path]
+        kinds[_REWARD] = kinds[_TERMINATED] = np.dtype(np.float32), (1,)
+        if self.n_steps > 1:
+            kinds[_DONE] = np.dtype(bool), (1,)
+        step_bytes = sum(dtype.itemsize * int(np.prod(shape)) for dtype, shape in kinds.values()) * self.n_envs
+        self._most = max(1, min(WAITING_STEPS, WAITING_BYTES // max(step_bytes, 1), self.buffer_size))
+        lead = (self._most, self.n_envs)
+        self._columns = {key: np.zeros((*lead, *shape), dtype) for key, (dtype, shape) in kinds.items()}
+        # Name in a dict, memory of observation and next one, and a shape where the environment gives none.
+        self._observed = [
+            (
+                path[0] if path else None,
+                self._columns[_key(_OBSERVATION, *path)],
+                self._columns[_key("next", _OBSERVATION, *path)],
+                (self.n_envs, *shapes[path]) if is_discrete(space) else None,
+            )
+            for path, space in spaces.items()
+        ]
+        self._actions = self._columns["action"]
+        self._action_shape = (self.n_envs, self.action_dim)
+        self._rewards = self._columns[_REWARD][..., 0]
+        self._terminated = self._columns[_TERMINATED][..., 0]
+        self._ended = self._columns[_DONE][..., 0] if self.n_steps > 1 else None
+        self._powers = torch.from_numpy(self.gamma ** np.arange(self.n_steps + 1, dtype=np.float32))
+
+    # Writing
+
+    def add(
+        self,
+        obs: Any,
+        next_obs: Any,
+        action: np.ndarray,
+        reward: np.ndarray,
+        done: np.ndarray,
+        infos: Any,
+    ) -> None:
+        """Add one step of all environments.
+
+        Args:
+            obs: observations ``[E, ...]``, or a dict of them.
+            next_obs: the observations behind them, those before the reset where an episode ends.
+            action: ``[E, ...]``.
+            reward: ``[E]``.
+            done: bool ``[E]``.
+            infos: a dict for each environment. Not looked at without ``handle_timeout_termination``.
+
+        Raises:
+            ValueError: an array has another shape. Numbers are converted to the dtype of their space. No host sync.
+        """
+        at = self._waiting
+        if at == self._most:
+            self.flush()
+            at = 0
+        for name, column, following, shape in self._observed:
+            own, coming = (obs, next_obs) if name is None else (obs[name], next_obs[name])
+            column[at] = own if shape is None else own.reshape(shape)
+            following[at] = coming if shape is None else coming.reshape(shape)
+        self._actions[at] = action.reshape(self._action_shape)
+        self._rewards[at] = reward
+        self._terminated[at] = done
+        if self._ended is not None:
+            self._ended[at] = done
+        if self.handle_timeout_termination:
+            for environment, info in enumerate(infos):
+                if info.get("TimeLimit.truncated", False):
+                    self._terminated[at, environment] = 0.0
+                    if self._ended is not None:
+                        self._ended[at, environment] = True
+        self._waiting = at + 1
+
+    def extend(self, *arguments: Any) -> None:
+        """Add several steps: the arguments of :meth:`add`, each with one more dimension in front."""
+        for step in zip(*arguments, strict=True):
+            self.add(*step)
+
+    def flush(self) -> None:
+        """Write the steps that wait on the host. No host sync."""
+        steps = self._waiting
+        if not steps:
+            return
+        if self._written_before is None:
+            self._written_before = self.buffer.write_count
+        # Otherwise an interrupt came: the steps are written, or they are not.
+        if self.buffer.write_count == self._written_before:
+            if steps == 1:
+                self.buffer.add_columns({key: column[0] for key, column in self._columns.items()})
+            else:
+                self.buffer.extend_columns({key: column[:steps] for key, column in self._columns.items()})
+        self._waiting, self._written_before = 0, None
+
+    def reset(self) -> None:
+        """Forget all transitions."""
+        self._waiting, self._written_before = 0, None
+        self.buffer.empty()
+
+    # Reading
+
+    def sample(self, batch_size: int, env: Any = None) -> Any:
+        """Transitions drawn uniformly, with replacement.
+
+        Args:
+            batch_size: number of transitions, B.
+            env: a ``VecNormalize`` that normalises observations and rewards.
+
+        Returns:
+            ``observations`` ``[B, ...]`` (or a dict of them), ``actions`` ``[B, action_dim]``, ``next_observations``,
+            ``dones`` and ``rewards`` float32 ``[B, 1]``, ``discounts`` float32 ``[B, 1]`` or None. ``dones`` are 1 for
+            terminations alone. The caller owns all of them. No host sync without ``env``.
+
+        Raises:
+            RuntimeError: nothing has been added.
+        """
+        self.flush()
+        batches = self.buffer._batches
+        # Flat positions: coordinates would cost more than the draw.
+        data, info, _, _ = batches.finish(batches.part(batch_size))
+        return self._batch(data, info, env)
+
+    def _get_samples(self, batch_inds: np.ndarray, env: Any = None) -> Any:
+        """Transitions of given steps, each of an environment that NumPy draws, as in Stable-Baselines3."""
+        environments = np.random.randint(0, high=self.n_envs, size=(len(batch_inds),))
+        return self.samples_at(batch_inds, environments, env)
+
+    def samples_at(self, steps: np.ndarray, environments: np.ndarray, env: Any = None) -> Any:
+        """A batch as :meth:`sample` makes it, of given steps and environments: int64 ``[B]`` each."""
+        self.flush()
+        reader = self.buffer._reader
+        index = torch.from_numpy(np.asarray(steps, np.int64) * self.n_envs + np.asarray(environments, np.int64))
+        with self.buffer._lock:
+            tensors, generation = reader.gather(index.to(self.buffer.storage.device))
+            data = reader.assemble(tensors)
+        return self._batch(data, {"index": index, "index_generation": generation}, env)
+
+    def _batch(self, data: Any, info: dict[Any, Tensor], env: Any) -> Any:
+        following = data["next"]
+        observations, coming, rewards = data[_OBSERVATION], following[_OBSERVATION], following["reward"]
+        if is_dict(self.observation_space):
+            observations, coming = dict(observations.items()), dict(coming.items())
+        discounts = None
+        steps = data[STEPS_KEY] if self.n_steps > 1 else None
+        if steps is not None:
+            discounts = self._powers.to(steps.device)[steps]
+        if env is not None:
+            observations, coming = _normalized(observations, env), _normalized(coming, env)
+            rewards = self._normalized_rewards(rewards, info["index"], steps, env)
+        return self._made(
+            self._samples(observations, data["action"], coming, following["terminated"], rewards, discounts), info
+        )
+
+    def _made(self, samples: Any, info: dict[Any, Tensor]) -> Any:
+        return samples
+
+    def _normalized_rewards(self, rewards: Tensor, index: Tensor, steps: Tensor | None, env: Any) -> Tensor:
+        if steps is None:
+            return _through(env.normalize_reward, rewards)
+        # Each reward of the sum is scaled and cut for itself.
+        size, envs = self.buffer.storage.max_size, self.n_envs
+        behind = torch.arange(self.n_steps, device=index.device)
+        rows = (index.unsqueeze(1) + behind * envs) % size
+        storage = self.buffer.storage
+        key = storage.form.batch.position(_REWARD)
+        assert key is not None
+        with self.buffer._lock:
+            single = storage.gather_key(key, rows.reshape(-1)).view(rows.shape)
+        counted = _through(env.normalize_reward, single) * self._powers[:-1].to(index.device) * (behind < steps)
+        return counted.sum(1, keepdim=True)
+
+    # What is known of the rows
+
+    def size(self) -> int:
+        """The number of steps stored."""
+        return min(len(self.buffer) // self.n_envs + self._waiting, self.buffer_size)
+
+    @property
+    def pos(self) -> int:
+        """The step that the next one is written to."""
+        return (self.buffer.write_count // self.n_envs + self._waiting) % self.buffer_size
+
+    @property
+    def full(self) -> bool:
+        """Whether the oldest steps are being overwritten."""
+        return self.size() == self.buffer_size
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the batches. Setting another one moves the rows there."""
+        return self._device
+
+    @device.setter
+    def device(self, device: torch.device | str) -> None:
+        device = chosen_device(device)
+        numbers = {device.index, self._device.index}
+        if device.type != self._device.type or (None not in numbers and len(numbers) > 1):
+            self.flush()
+            self.buffer.to(device)
+        self._device = device
+
+    @property
+    def dones(self) -> EndFlags:
+        """The flags of terminations, float32 ``[T, E]``, of which single steps can be set: see :class:`EndFlags`."""
+        self.flush()
+        return EndFlags(self)
+
+    # Copies
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.flush()
+        made = ("_columns", "_observed", "_actions", "_rewards", "_terminated", "_ended", "_powers")
+        return {name: value for name, value in vars(self).items() if name not in made}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._prepare()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.size()}/{self.buffer_size} steps of {self.n_envs}, buffer={self.buffer!r})"
+
+
+class EndFlags:
+    """``dones`` of a buffer. Stable-Baselines3 sets those of the newest step when training begins again.
+
+    ``dones[step] = True`` ends the trajectories there: n-step returns end, and without ``handle_timeout_termination``
+    the rows count as terminated. Reading, as in ``np.asarray(dones)``, copies.
+    """
+
+    def __init__(self, owner: StableBuffer) -> None:
+        self._owner = owner
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        owner = self._owner
+        flags = np.zeros((owner.buffer_size, owner.n_envs), np.float32)
+        if owner.buffer.initialized:
+            stored = owner.buffer[:][_TERMINATED].squeeze(-1).cpu().numpy()
+            flags[: len(stored)] = stored
+        return flags if dtype is None else flags.astype(dtype)
+
+    def __getitem__(self, index: Any) -> Any:
+        return np.asarray(self)[index]
+
+    def __setitem__(self, index: Any, ended: Any) -> None:
+        owner = self._owner
+        storage, envs = owner.buffer.storage, owner.n_envs
+        steps = np.atleast_1d(np.arange(owner.buffer_size)[index])
+        flat = torch.from_numpy((steps[:, None] * envs + np.arange(envs)).reshape(-1)).to(storage.device)
+        with owner.buffer._lock:
+            rows = storage.written_layout.assemble(storage.as_written(flat), (flat.numel(),), storage.device)
+            flags = torch.full_like(rows[_TERMINATED], float(ended))
+            if not owner.handle_timeout_termination:
+                rows[_TERMINATED] = flags
+            if owner.n_steps > 1:
+                rows[_DONE] = flags.bool()
+            storage.write(flat, rows)
+
+
+def _normalized(observations: Any, env: Any) -> Any:
+    if isinstance(observations, dict):
+        found = env.normalize_obs({name: value.cpu().numpy() for name, value in observations.items()})
+        return {name: torch.from_numpy(found[name]).to(value.device) for name, value in observations.items()}
+    return _through(env.normalize_obs, observations)
+
+
+def _through(function: Any, numbers: Tensor) -> Tensor:
+    """``function`` of NumPy applied to a tensor: float32, on its device. Synchronises on a GPU."""
+    return torch.from_numpy(function(numbers.cpu().numpy()).astype(np.float32, copy=False)).to(numbers.device)

@@ -1,0 +1,246 @@
+"""Stable-Baselines3's buffers: ours give the batches of theirs, from a record and, where it is installed, beside it."""
+
+import copy
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+from gpubuf.integrations import cleanrl, sb3
+from gpubuf.integrations.stable_buffers import WAITING_STEPS
+from tests.support import sb3_buffers
+from tests.support.sb3_buffers.cases import (
+    ACTIONS,
+    BOX,
+    CASES,
+    CUT,
+    MEAN,
+    REWARD_VARIANCE,
+    SPACES,
+    STEPS,
+    VARIANCE,
+    WRITTEN,
+    stream,
+)
+
+RECORDED: dict[str, Any] = json.loads((Path(sb3_buffers.__path__[0]) / "record.json").read_text())
+
+
+class Normalizer:
+    """What VecNormalize does to a batch."""
+
+    def normalize_obs(self, obs: Any) -> Any:
+        if isinstance(obs, dict):
+            return {**obs, "vector": self.normalize_obs(obs["vector"])}
+        return np.clip((obs - MEAN) / np.sqrt(VARIANCE + 1e-8), -CUT, CUT).astype(np.float32)
+
+    def normalize_reward(self, reward: np.ndarray) -> np.ndarray:
+        return np.clip(reward / np.sqrt(REWARD_VARIANCE + 1e-8), -CUT / 2, CUT / 2).astype(np.float32)
+
+
+def filled(case: tuple[Any, ...], written: int, **options: Any) -> Any:
+    _, kind, space, action, envs, arguments, _ = case
+    buffer = getattr(sb3, kind)(
+        STEPS * envs, SPACES[space], ACTIONS[action], "cpu", n_envs=envs, **arguments, **options
+    )
+    for step in stream(space, action, envs, written):
+        buffer.add(*step)
+    return buffer
+
+
+def assert_equal(entry: Any, value: Any) -> None:
+    if entry is None:
+        assert value is None
+    elif "dtype" not in entry:
+        assert list(entry) == list(value)
+        for name, part in entry.items():
+            assert_equal(part, value[name])
+    else:
+        torch.testing.assert_close(value, torch.tensor(entry["values"], dtype=getattr(torch, entry["dtype"])))
+
+
+@pytest.mark.parametrize("once", [False, True], ids=["plain", "observations once"])
+@pytest.mark.parametrize("written", WRITTEN)
+@pytest.mark.parametrize("case", CASES, ids=[case[0] for case in CASES])
+def test_batches_are_those_of_stable_baselines(case, written, once):
+    """Shapes, dtypes, numbers of all rows; also where observations are stored once, and theirs refuses timeouts."""
+    options = {"optimize_memory_usage": True, "next_capacity": 2 * STEPS} if once else {}
+    buffer = filled(case, written, **options)
+    recorded = RECORDED["batches"][f"{case[0]}, {written} written"]
+    assert (buffer.pos, buffer.full) == (recorded["pos"], recorded["full"])
+    np.random.seed(0)
+    batch = buffer._get_samples(np.arange(buffer.size()), Normalizer() if case[-1] else None)
+    for field, value in batch._asdict().items():
+        assert_equal(recorded[field], value)
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case[0] for case in CASES])
+def test_drawn_batches_hold_rows(case):
+    """A drawn batch is made of the rows that are there, with their shapes and dtypes."""
+    buffer = filled(case, 31)
+    env = Normalizer() if case[-1] else None
+    steps, envs = np.divmod(np.arange(STEPS * buffer.n_envs), buffer.n_envs)
+    rows, batch = buffer.samples_at(steps, envs, env), buffer.sample(500, env)
+
+    def lines(samples: Any) -> np.ndarray:
+        parts = []
+        for value in samples:
+            found = value.values() if isinstance(value, dict) else [value]
+            parts += [part.reshape(len(part), -1).double() for part in found if part is not None]
+        return torch.cat(parts, 1).numpy()
+
+    found = {line.tobytes() for line in lines(batch)}
+    assert found == {line.tobytes() for line in lines(rows)}
+    assert batch.dones.shape == batch.rewards.shape == (500, 1)
+    assert batch.actions.shape == (500, buffer.action_dim)
+
+
+def test_draws_are_uniform_over_steps_and_environments():
+    buffer = filled(CASES[0], 31)
+    torch.manual_seed(0)
+    codes = buffer.samples_at(*np.divmod(np.arange(36), 3)).observations[:, 0] * 1000
+    drawn = buffer.sample(36 * 400)
+    counts = torch.tensor([(drawn.observations[:, 0] * 1000 == code).sum() for code in codes.unique()])
+    expected = torch.tensor([(codes == code).sum() for code in codes.unique()]) * 400
+    assert ((counts - expected).square() / expected).sum() < 80
+
+
+@pytest.mark.skipif(sb3._theirs is None, reason="needs stable_baselines3, which is in an environment of its own")
+def test_subclasses_of_stable_baselines():
+    assert issubclass(sb3.ReplayBuffer, sb3._theirs.ReplayBuffer)
+    assert issubclass(sb3.DictReplayBuffer, sb3._theirs.DictReplayBuffer)
+    assert type(filled(CASES[0], 7).sample(2)) is sb3._types.ReplayBufferSamples
+
+
+def test_learning_was_recorded():
+    """SAC and DQN learn with our buffers; saved models and buffers come back, and training goes on."""
+    assert set(RECORDED["learnt"]) == {"SAC", "SAC, observations stored once", "SAC, n-step", "DQN"}
+    for run in RECORDED["learnt"].values():
+        assert run == {
+            "transitions": 500,
+            "policy restored": True,
+            "rows restored": True,
+            "transitions after more": 700,
+            "finite": True,
+        }
+
+
+def test_steps_wait_and_are_written_once(monkeypatch):
+    """Steps that wait on the host are seen by every reader, also if the write was interrupted."""
+    buffer = filled(CASES[0], 5)
+    assert (buffer.size(), buffer.pos, len(buffer.buffer)) == (5, 5, 0)
+    write = buffer.buffer.extend_columns
+
+    def interrupted(columns: Any) -> None:
+        write(columns)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(buffer.buffer, "extend_columns", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        buffer.sample(2)
+    monkeypatch.undo()
+    buffer.flush()
+    assert (buffer.size(), len(buffer.buffer)) == (5, 15)
+    steps = list(stream("box", "box", 3, 5 + 3 * WAITING_STEPS))
+    for step in steps[5:]:
+        buffer.add(*step)
+    assert len(buffer.buffer) == STEPS * 3
+    buffer.reset()
+    assert (buffer.size(), buffer.pos, buffer.full) == (0, 0, False)
+    with pytest.raises(RuntimeError, match="empty"):
+        buffer.sample(2)
+    buffer.extend(*[np.stack(column) for column in list(zip(*steps[:4], strict=True))[:5]], [s[5] for s in steps[:4]])
+    assert buffer.pos == 4
+
+
+def test_a_refused_step_is_told_at_each_write():
+    """No room for next observations: an error, and no rows but those before."""
+    buffer = sb3.ReplayBuffer(200, BOX, ACTIONS["box"], "cpu", optimize_memory_usage=True, next_capacity=1)
+    one, zero = np.ones((1, 2), np.float32), np.zeros((1, 2), np.float32)
+    for _ in range(12):
+        buffer.add(zero, one, zero, np.zeros(1), np.zeros(1, bool), [{}])
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="next_capacity"):
+            buffer.sample(2)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda buffer: pickle.loads(pickle.dumps(buffer))], ids=["deepcopy", "pickle"]
+)
+def test_copies_go_on(copied):
+    case = CASES[6]
+    buffer = filled(case, 20)
+    other = copied(buffer)
+    for step in list(stream("box", "box", 3, 31))[20:]:
+        buffer.add(*step)
+        other.add(*step)
+    np.random.seed(0)
+    ours = buffer._get_samples(np.arange(STEPS))
+    np.random.seed(0)
+    theirs = other._get_samples(np.arange(STEPS))
+    for one, two in zip(ours, theirs, strict=True):
+        assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("timeouts", [True, False])
+def test_ends_that_are_set_when_training_begins_again(timeouts):
+    """``dones[step] = True`` ends the trajectory; it is a termination only where all ends are."""
+    case = (*CASES[6][:5], {"n_steps": 3, "gamma": 0.9, "handle_timeout_termination": timeouts}, False)
+    buffer = filled(case, 2)
+    every = np.array([0, 0, 0]), np.arange(3)
+    assert torch.allclose(buffer.samples_at(*every).discounts, torch.tensor(0.9**2))
+    buffer.dones[0] = True
+    batch = buffer.samples_at(*every)
+    assert torch.allclose(batch.discounts, torch.tensor(0.9))
+    assert batch.dones.flatten().tolist() == [float(not timeouts)] * 3
+    assert np.asarray(buffer.dones).shape == (STEPS, 3)
+    assert buffer.dones[0].tolist() == [float(not timeouts)] * 3
+
+
+def test_priorities():
+    buffer = sb3.PrioritizedReplayBuffer(STEPS * 3, BOX, ACTIONS["box"], "cpu", n_envs=3, alpha=1.0)
+    for step in stream("box", "box", 3, STEPS):
+        buffer.add(*step)
+    batch = buffer.sample(8)
+    assert batch.weights.shape == (8, 1)
+    buffer.update_priorities(batch, torch.zeros(8, 1))
+    again = buffer.sample(200)
+    assert not set(again.indices.tolist()) & set(batch.indices.tolist())
+
+
+def test_cleanrl():
+    """The call of its scripts: positional spaces, infos that are a dict, timeouts handled by the script."""
+    buffer = cleanrl.ReplayBuffer(
+        100, BOX, ACTIONS["box"], torch.device("cpu"), n_envs=2, handle_timeout_termination=False
+    )
+    for obs, following, action, reward, done, _ in stream("box", "box", 2, 10):
+        buffer.add(obs, following, action, reward, done, {"final_info": None})
+    data = buffer.sample(32)
+    assert data.observations.shape == data.next_observations.shape == (32, 2)
+    assert data.rewards.flatten().shape == data.dones.flatten().shape == (32,)
+    assert data.observations.dtype is torch.float32
+
+
+def test_spaces_that_can_not_be_stored():
+    with pytest.raises(NotImplementedError, match="can't be stored"):
+        sb3.ReplayBuffer(10, spaces.Text(3), ACTIONS["box"])
+    with pytest.raises(NotImplementedError, match="dicts of dicts"):
+        sb3.ReplayBuffer(10, spaces.Dict({"a": spaces.Dict({"b": BOX})}), ACTIONS["box"])
+    with pytest.raises(NotImplementedError, match="actions"):
+        sb3.ReplayBuffer(10, BOX, spaces.Text(3))
+    made = sb3.ReplayBuffer(10, spaces.MultiDiscrete([3, 4]), spaces.MultiBinary(3))
+    assert (made.obs_shape, made.action_dim, made.size()) == ((2,), 3, 0)
+    assert sb3.ReplayBuffer(10, BOX, spaces.MultiDiscrete([3, 4])).action_dim == 2
+
+
+def test_the_device_that_load_sets():
+    buffer = filled(CASES[0], 5)
+    buffer.device = torch.device("cpu")
+    assert buffer.device == torch.device("cpu")
+    assert buffer.sample(3).rewards.device.type == "cpu"
+    assert "5/12 steps of 3" in repr(buffer)
