@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.runtime.recording import current, refuse_in_capture
+from gpubuf.data.samplers.adaptation import adapt
 from gpubuf.data.samplers.random_state import RandomState
 from gpubuf.data.samplers.saved_state import demand, is_tensor
 from gpubuf.data.storages import host_memory
-from gpubuf.data.storages.indexing import as_positions
 from gpubuf.data.storages.layout import RowLayout
 from gpubuf.data.storages.placement import IndexBytes, depends_on_room
 from gpubuf.data.storages.reader import Reader
@@ -69,7 +69,9 @@ class Sampler:
     write. A sampler serves one storage at a time: that of its buffer, until that is gone or has another sampler. Its
     next buffer begins with a tree, an index and an epoch of its own; the random stream goes on.
 
-    A sampler written for TorchRL, which overrides :meth:`sample` and nothing else of these, works too.
+    A sampler written for TorchRL, which overrides :meth:`sample` and nothing else of these, works too: its
+    ``update_priority(index, priority, *, storage)``, ``mark_update``, ``extend``, ``add``, ``_empty``, ``state_dict``
+    and ``load_state_dict`` are called as there, and it need not call ``super().__init__()``.
 
     Attributes:
         has_priorities: declares that the sampler has a use for priorities: those that come with a write reach
@@ -86,28 +88,21 @@ class Sampler:
     torchrl_form: ClassVar[Literal["epoch", "priorities"] | None] = None
     ran_out: bool = False
     lock: AbstractContextManager[Any] = nullcontext()
+    reader: Rows | None = None
+    # For samplers whose constructor does not call that of this class.
+    _storage: TensorStorage | None = None
+    _random: RandomState | None = None
+    _generator: torch.Generator | None = None
 
     def __init__(self) -> None:
         # Also in the instance: compiled code depends on where an attribute is.
         self.ran_out = False
-        self._storage: TensorStorage | None = None
-        self.reader: Rows | None = None
-        self._random: RandomState | None = None
-        self._generator: torch.Generator | None = None
+        self._storage = self.reader = self._random = self._generator = None
 
     def __init_subclass__(cls, **named: Any) -> None:
-        """Let :meth:`draw` use the subclass's own method: :meth:`choose`, or :meth:`sample` as in TorchRL."""
+        """Let :meth:`draw` use the subclass's own :meth:`choose`, and fit in a class that is written for TorchRL."""
         super().__init_subclass__(**named)
-        own = vars(cls)
-        if "choose" in own:
-            cls._chosen = own["choose"]
-        elif "sample" in own and "draw" not in own:
-            cls.choose = _choose_as_in_torchrl  # type: ignore[method-assign]
-        else:
-            return
-        if "draw" not in own:
-            # One that is inherited may choose by itself.
-            cls.draw = Sampler.draw  # type: ignore[method-assign]
+        adapt(cls, Sampler)
 
     def __getstate__(self) -> dict[str, Any]:
         """All but the lock of the buffer, which gives a copy its own."""
@@ -264,6 +259,11 @@ class Sampler:
         """Start a new random stream, seeded by ``generator`` (None: by torch's global one)."""
         self._generator, self._random = generator, None
 
+    @property
+    def _rng(self) -> torch.Generator | None:
+        """The generator, by TorchRL's name: samplers written for it read this."""
+        return self._generator
+
     # Writing
 
     def on_write(self, positions: Tensor, priority: Tensor | None) -> None:
@@ -274,7 +274,18 @@ class Sampler:
             priority: float32 ``[n]`` if the batch came with priorities and the sampler has a use for them, else None.
         """
 
+    def extend(self, index: Tensor) -> None:
+        """Called after a write with the index of its rows, as in TorchRL. For samplers of your own that override it."""
+
+    def add(self, index: int) -> None:
+        """Called instead of :meth:`extend` after a write of one row, if it is overridden."""
+
     # Priorities
+
+    @property
+    def default_priority(self) -> Tensor | float:
+        """Priority of the next new row."""
+        return 1.0
 
     def reduce(self, priority: Tensor, n: int) -> Tensor:
         """A priority of more dimensions than the batch, as one number for each of ``n`` rows: the largest."""
@@ -355,8 +366,10 @@ class Sampler:
             order: None if every row is back at its position. Otherwise the rows lie from position 0 on, and this is the
                 old position of each, int64 ``[size]`` on the CPU, as :meth:`TensorStorage.load_state_dict` returns it.
         """
-        if state["random"] is not None:
-            self.random_state(self.storage.device).load_state_dict(state["random"])
+        # TorchRL's states have none.
+        random = state.get("random")
+        if random is not None:
+            self.random_state(self.storage.device).load_state_dict(random)
 
     def check_state(self, state: dict[str, Any], capacity: int, size: int) -> None:
         """Raise unless ``state``, which was read from files, can be loaded.
@@ -375,13 +388,6 @@ class Sampler:
         if random is not None:
             is_state = isinstance(random, dict) and is_tensor(random["state"], torch.int64, (3,))
             demand(is_state, "the checkpoint's random state is not int64 [3]")
-
-
-def _choose_as_in_torchrl(self: Sampler, n: int) -> tuple[Tensor, dict[Any, Tensor]]:
-    """:meth:`Sampler.choose` of a sampler that overrides :meth:`Sampler.sample` only."""
-    storage = self.storage
-    index, info = self.sample(storage, n)
-    return as_positions(index, storage.shape, storage.device), dict(info)
 
 
 def require_rows(storage: TensorStorage) -> None:
