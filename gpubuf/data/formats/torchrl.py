@@ -15,29 +15,24 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
 from gpubuf.data.buffers.components import component
 from gpubuf.data.buffers.replay_buffer import ReplayBuffer
 from gpubuf.data.buffers.tensordict_buffers import TensorDictReplayBuffer
+from gpubuf.data.samplers import torchrl_state
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.data.storages import memmap_files as files
 from gpubuf.data.storages.layout import Data, RowLayout
 from gpubuf.data.storages.tensor_storage import LazyTensorStorage, Storage, TensorStorage
-from gpubuf.kernels import sum_tree
 
-_SAMPLER_FILE = "sampler_metadata.json"
-_SAMPLER_VERSION = 1
 _WRITER_FILE = "metadata.json"
 _BUFFER_FILE = "buffer_metadata.json"
 _INDEX = ("index",)
 _COPY_BYTES = 1 << 26
 # Steps ever written are a C int in TorchRL.
 _MAX_STEPS = 2**31 - 1
-# What TorchRL's tree of minima holds where there is no row.
-_NO_MINIMUM = torch.finfo(torch.float32).max
 
 
 class _Rows(NamedTuple):
@@ -47,16 +42,6 @@ class _Rows(NamedTuple):
     shape: tuple[int, ...]
     size: int
     written: int
-
-
-class _Priorities(NamedTuple):
-    """The sampler of a dump. ``weights`` are the transformed priorities, float64 ``[max_capacity]``."""
-
-    alpha: float
-    beta: float
-    eps: float
-    max_priority: float | None
-    weights: Tensor
 
 
 def load_torchrl(
@@ -95,7 +80,7 @@ def load_torchrl(
     if storage is not None and len(storage):
         raise ValueError(f"the storage must be empty, it has {len(storage)} rows")
     found = _read_rows(folder, None if storage is None else storage.ndim)
-    priorities = _read_priorities(folder / "sampler")
+    priorities = torchrl_state.read_priorities(folder / "sampler")
     settings = files.read_json(folder / _BUFFER_FILE)
     if (folder / "transform.t").exists():
         warnings.warn(f"{folder / 'transform.t'} is a pickle: the state of the transforms is not read", stacklevel=2)
@@ -109,7 +94,8 @@ def load_torchrl(
     buffer = kind(storage=storage, sampler=sampler, **kwargs)
     order = _append(storage, found) if storage.converts else _take(storage, found)
     if priorities is not None and buffer.sampler.torchrl_form == "priorities":
-        _restore_priorities(buffer.sampler, storage, priorities, order, found)
+        state = priorities.state(storage.max_size, found.size, order)
+        buffer.sampler.load_state_dict({**buffer.sampler.state_dict(), **state})
     return buffer
 
 
@@ -181,51 +167,6 @@ def _guess_ndim(dims: tuple[int, ...], size: int, count: Any) -> int:
     return len(dims)
 
 
-def _read_priorities(folder: Path) -> _Priorities | None:
-    path = folder / _SAMPLER_FILE
-    if not path.exists():
-        return None
-    content = files.read_json(path)
-    version = content.get("_schema_version", 0)
-    if version not in (0, _SAMPLER_VERSION):
-        raise ValueError(f"{path} has version {version!r}, this reads up to {_SAMPLER_VERSION}")
-    alpha, beta, eps, capacity = (
-        _number(content.get(f"_{n}"), n, path) for n in ("alpha", "beta", "eps", "max_capacity")
-    )
-    largest = content.get("_max_priority")
-    if not isinstance(largest, list) or len(largest) != 2:
-        raise ValueError(f"{path}: '_max_priority' must be a priority and an index, not {largest!r}")
-    if not capacity.is_integer() or capacity >= 1 << 48:
-        raise ValueError(f"{path}: 'max_capacity' must be a whole number, not {capacity}")
-    weights = files.map_file(folder / "sumtree.memmap", torch.float64, (int(capacity),), writable=False)
-    if not bool(((weights >= 0) & weights.float().isfinite()).all()):
-        raise ValueError(f"{folder / 'sumtree.memmap'} holds weights that are negative or not finite")
-    highest = None if largest[0] is None else _number(largest[0], "max_priority", path)
-    return _Priorities(alpha, beta, eps, highest, weights)
-
-
-def _number(value: Any, name: str, path: Path) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (0 <= value < math.inf):
-        raise ValueError(f"{path}: {name!r} must be a number of at least 0, not {value!r}")
-    return float(value)
-
-
-def _restore_priorities(
-    sampler: Sampler, storage: TensorStorage, given: _Priorities, order: Tensor | None, found: _Rows
-) -> None:
-    weights = given.weights[: found.size].float()
-    if weights.numel() < found.size:
-        raise ValueError(f"the sampler of the dump has room for {weights.numel()} rows, the storage holds {found.size}")
-    leaves = torch.zeros(storage.max_size, dtype=torch.float32)
-    leaves[: found.size] = weights if order is None else weights[order]
-    scalars = torch.zeros(5, dtype=torch.float64)
-    scalars[sum_tree.ALPHA], scalars[sum_tree.BETA], scalars[sum_tree.EPS] = given.alpha, given.beta, given.eps
-    scalars[sum_tree.MAX_PRIORITY] = -1.0 if given.max_priority is None else given.max_priority
-    tree = {"capacity": storage.max_size, "leaves": leaves, "hyper": scalars}
-    hyperparameters = {"alpha": given.alpha, "beta": given.beta, "eps": given.eps}
-    sampler.load_state_dict({**sampler.state_dict(), **hyperparameters, "tree": tree})
-
-
 def save_torchrl(buffer: ReplayBuffer, path: str | os.PathLike[str]) -> None:
     """Write a buffer as TorchRL's ``dumps`` would, for ``loads`` of a TorchRL buffer with the same components.
 
@@ -251,7 +192,7 @@ def save_torchrl(buffer: ReplayBuffer, path: str | os.PathLike[str]) -> None:
     try:
         _write_rows(buffer, temporary)
         if buffer.sampler.torchrl_form is not None:
-            _WRITERS[buffer.sampler.torchrl_form](buffer.sampler, buffer.storage, temporary / "sampler")
+            _WRITERS[buffer.sampler.torchrl_form](buffer.sampler, temporary / "sampler")
         settings = {"batch_size": buffer.batch_size, "consume_after_n_samples": None}
         files.write_json(temporary / _BUFFER_FILE, settings)
         os.rename(temporary, target)
@@ -312,40 +253,14 @@ def _decode(storage: TensorStorage, targets: list[Tensor]) -> None:
             target.view(-1, *rows.shape[1:])[start : start + step].copy_(rows)
 
 
-def _write_epoch(sampler: Any, storage: TensorStorage, folder: Path) -> None:
-    epoch = {"len_storage": 0, "_sample_list": torch.zeros(0, dtype=torch.int64)}
-    TensorDict({**epoch, "drop_last": sampler.drop_last, "_ran_out": False}).memmap(folder)
+def _write_epoch(sampler: Any, folder: Path) -> None:
+    torchrl_state.write_epoch(sampler, folder, anew=True)
 
 
-def _write_priorities(sampler: Any, storage: TensorStorage, folder: Path) -> None:
+def _write_priorities(sampler: Any, folder: Path) -> None:
     folder.mkdir()
-    state = sampler.tree.state_dict()
-    capacity, leaves, scalars = (
-        max(sampler.max_capacity, storage.max_size),
-        state["leaves"].cpu(),
-        state["hyper"].tolist(),
-    )
-    for name, empty in (("sumtree", 0.0), ("mintree", _NO_MINIMUM)):
-        tree = files.create_file(folder / f"{name}.memmap", torch.float64, (capacity,))
-        tree.fill_(empty)
-        tree[: leaves.numel()] = torch.where(leaves > 0, leaves, empty)
-    # Not null before the first priority: in TorchRL writing a row counts as giving it priority 1.
-    largest = 1.0 if scalars[sum_tree.MAX_PRIORITY] < 0 else scalars[sum_tree.MAX_PRIORITY]
-    files.write_json(
-        folder / _SAMPLER_FILE,
-        {
-            "_alpha": sampler.alpha,
-            "_beta": float(sampler.beta),
-            "_eps": sampler.eps,
-            "_max_priority": [largest, float(leaves.argmax())],
-            "_max_capacity": float(capacity),
-            "_schema_version": _SAMPLER_VERSION,
-        },
-    )
+    torchrl_state.write_priorities(sampler, folder)
 
 
-_WRITERS: dict[str, Callable[[Any, TensorStorage, Path], None]] = {
-    "epoch": _write_epoch,
-    "priorities": _write_priorities,
-}
+_WRITERS: dict[str, Callable[[Any, Path], None]] = {"epoch": _write_epoch, "priorities": _write_priorities}
 """By what a sampler declares as its ``torchrl_form``."""

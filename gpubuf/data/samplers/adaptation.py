@@ -9,38 +9,35 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gpubuf.data.storages.indexing import as_positions
 
-if TYPE_CHECKING:
-    from gpubuf.data.samplers.base import Sampler
-
 _NOTICES = ("extend", "add")
 
 
-def adapt(cls: type[Sampler], base: type[Sampler]) -> None:
+def adapt(cls: type[Any], base: type[Any]) -> None:
     """Give ``cls``, which was just derived from ``base``, what the contract asks for and its methods lack."""
     own = vars(cls)
     foreign = "sample" in own and not {"choose", "draw"} & own.keys()
     if "choose" in own:
         cls._chosen = own["choose"]
     elif foreign:
-        cls.choose = _choose  # type: ignore[method-assign]
+        cls.choose = _choose
     if ("choose" in own or foreign) and "draw" not in own:
         # One that is inherited may choose by itself.
-        cls.draw = base.draw  # type: ignore[method-assign]
+        cls.draw = base.draw
     if "update_priority" in own:
         _adapt_update_priority(cls, foreign)
     if "mark_update" in own and foreign:
-        cls.mark_update = _with_storage(own["mark_update"])  # type: ignore[method-assign]
+        cls.mark_update = _with_storage(own["mark_update"])
     _adapt_state(cls, base, foreign)
     if isinstance(flag := own.get("ran_out"), property) and flag.fset is None:
         # Buffers set it to False when an epoch begins.
-        cls.ran_out = flag.setter(lambda self, value: None)  # type: ignore[assignment]
+        cls.ran_out = flag.setter(lambda self, value: None)
     if "_empty" in own and "empty" not in own:
         _adapt_empty(cls)
     if "on_write" not in own:
@@ -53,7 +50,7 @@ def _takes(method: Any, name: str) -> bool:
     return any(parameter.name == name or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
-def _choose(self: Sampler, n: int) -> tuple[Tensor, dict[Any, Tensor]]:
+def _choose(self: Any, n: int) -> tuple[Tensor, dict[Any, Tensor]]:
     """``choose`` of a sampler that overrides ``sample(storage, batch_size)`` only."""
     storage = self.storage
     index, given = self.sample(storage, n)
@@ -68,21 +65,21 @@ def _choose(self: Sampler, n: int) -> tuple[Tensor, dict[Any, Tensor]]:
     return positions, info
 
 
-def _adapt_update_priority(cls: type[Sampler], foreign: bool) -> None:
+def _adapt_update_priority(cls: type[Any], foreign: bool) -> None:
     own = vars(cls)["update_priority"]
     if _takes(own, "generation"):
         return
     takes_storage = _takes(own, "storage")
 
     def update_priority(
-        self: Sampler, index: Any, priority: Any, *, storage: Any = None, generation: Tensor | None = None
+        self: Any, index: Any, priority: Any, *, storage: Any = None, generation: Tensor | None = None
     ) -> Any:
         if not takes_storage:
             return own(self, index, priority)
         return own(self, index, priority, storage=self._storage if storage is None else storage)
 
     update_priority.__doc__ = own.__doc__
-    cls.update_priority = update_priority  # type: ignore[method-assign]
+    cls.update_priority = update_priority
     if foreign and "has_priorities" not in vars(cls):
         cls.has_priorities = True
 
@@ -90,7 +87,7 @@ def _adapt_update_priority(cls: type[Sampler], foreign: bool) -> None:
 def _with_storage(own: Callable[..., Any]) -> Callable[..., Any]:
     takes_storage = _takes(own, "storage")
 
-    def mark_update(self: Sampler, index: Any, *, storage: Any = None) -> Any:
+    def mark_update(self: Any, index: Any, *, storage: Any = None) -> Any:
         if not takes_storage:
             return own(self, index)
         return own(self, index, storage=self._storage if storage is None else storage)
@@ -99,36 +96,36 @@ def _with_storage(own: Callable[..., Any]) -> Callable[..., Any]:
     return mark_update
 
 
-def _adapt_state(cls: type[Sampler], base: type[Sampler], foreign: bool) -> None:
+def _adapt_state(cls: type[Any], base: type[Any], foreign: bool) -> None:
     """Add what every sampler of this library has in its state: its type and its random stream."""
     save, load = vars(cls).get("state_dict"), vars(cls).get("load_state_dict")
     if load is not None and not _takes(load, "order"):
 
-        def load_state_dict(self: Sampler, state: dict[str, Any], order: Tensor | None = None) -> None:
+        def load_state_dict(self: Any, state: dict[str, Any], order: Tensor | None = None) -> None:
             base.load_state_dict(self, state, order)
             load(self, state)
 
         foreign = True
-        cls.load_state_dict = load_state_dict  # type: ignore[method-assign]
+        cls.load_state_dict = load_state_dict
     if save is not None and foreign:
 
-        def state_dict(self: Sampler) -> dict[str, Any]:
+        def state_dict(self: Any) -> dict[str, Any]:
             return {**base.state_dict(self), **save(self)}
 
-        cls.state_dict = state_dict  # type: ignore[method-assign]
+        cls.state_dict = state_dict
 
 
-def _adapt_empty(cls: type[Sampler]) -> None:
+def _adapt_empty(cls: type[Any]) -> None:
     before = cls.empty
 
-    def empty(self: Sampler) -> None:
+    def empty(self: Any) -> None:
         before(self)
-        self._empty()  # type: ignore[attr-defined]
+        self._empty()
 
-    cls.empty = empty  # type: ignore[method-assign]
+    cls.empty = empty
 
 
-def _adapt_on_write(cls: type[Sampler], base: type[Sampler], foreign: bool) -> None:
+def _adapt_on_write(cls: type[Any], base: type[Any], foreign: bool) -> None:
     """Tell the sampler of writes by the methods that it has for that."""
     before = cls.on_write
     # A class that knows on_write() treats new rows there.
@@ -136,7 +133,7 @@ def _adapt_on_write(cls: type[Sampler], base: type[Sampler], foreign: bool) -> N
     if getattr(before, "notifies", False) or not (marks or any(name in vars(cls) for name in _NOTICES)):
         return
 
-    def on_write(self: Sampler, positions: Tensor, priority: Tensor | None) -> None:
+    def on_write(self: Any, positions: Tensor, priority: Tensor | None) -> None:
         before(self, positions, priority)
         storage = self.storage
         index = storage.unravel(positions)
@@ -150,4 +147,4 @@ def _adapt_on_write(cls: type[Sampler], base: type[Sampler], foreign: bool) -> N
             self.update_priority(index, priority, storage=storage)
 
     on_write.notifies = True  # type: ignore[attr-defined]
-    cls.on_write = on_write  # type: ignore[method-assign]
+    cls.on_write = on_write

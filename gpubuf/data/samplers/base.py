@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -87,12 +88,22 @@ class Sampler:
     has_priorities: ClassVar[bool] = False
     torchrl_form: ClassVar[Literal["epoch", "priorities"] | None] = None
     ran_out: bool = False
+    #: The class that ``replacement=False`` stands for.
+    without_replacement: ClassVar[type[Sampler] | None] = None
     lock: AbstractContextManager[Any] = nullcontext()
     reader: Rows | None = None
     # For samplers whose constructor does not call that of this class.
     _storage: TensorStorage | None = None
     _random: RandomState | None = None
     _generator: torch.Generator | None = None
+
+    def __new__(cls, *args: Any, replacement: bool = True, **named: Any) -> Any:
+        """An instance; of :attr:`without_replacement` if ``replacement`` is False and the class has one."""
+        other = vars(cls).get("without_replacement")
+        if replacement or other is None:
+            return super().__new__(cls)
+        # Python calls the constructor of what is an instance of this class, too.
+        return object.__new__(other) if issubclass(other, cls) else other(*args, **named)
 
     def __init__(self) -> None:
         # Also in the instance: compiled code depends on where an attribute is.
@@ -103,6 +114,18 @@ class Sampler:
         """Let :meth:`draw` use the subclass's own :meth:`choose`, and fit in a class that is written for TorchRL."""
         super().__init_subclass__(**named)
         adapt(cls, Sampler)
+
+    def require_replacement(self, replacement: bool) -> None:
+        """Raise unless ``replacement`` is True.
+
+        Raises:
+            TypeError: it is False.
+        """
+        if not replacement:
+            raise TypeError(
+                f"{type(self).__name__} has no without-replacement variant: leave replacement=False out, or use "
+                "SamplerWithoutReplacement or SliceSamplerWithoutReplacement"
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         """All but the lock of the buffer, which gives a copy its own."""
@@ -370,6 +393,15 @@ class Sampler:
         random = state.get("random")
         if random is not None:
             self.random_state(self.storage.device).load_state_dict(random)
+
+    def dumps(self, path: str | os.PathLike[str]) -> None:
+        """Write what TorchRL's sampler of this kind would, into a folder. Nothing, for samplers without such a form.
+
+        A buffer's own :meth:`save` is complete; TorchRL's form has no random stream.
+        """
+
+    def loads(self, path: str | os.PathLike[str]) -> None:
+        """Restore what :meth:`dumps` or TorchRL has written, after the storage has been restored."""
 
     def check_state(self, state: dict[str, Any], capacity: int, size: int) -> None:
         """Raise unless ``state``, which was read from files, can be loaded.

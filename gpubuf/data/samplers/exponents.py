@@ -31,6 +31,18 @@ def exponent(name: str, value: float) -> float:
     return float(value)
 
 
+def refuse_negative(alpha: float = 0.0, beta: float | Tensor = 0.0) -> None:
+    """Raise for negative exponents in TorchRL's words. All else that is wrong with them is found later.
+
+    Raises:
+        ValueError: one is negative.
+    """
+    if alpha < 0:
+        raise ValueError(f"alpha must be greater or equal than 0, got alpha={alpha}")
+    if not isinstance(beta, Tensor) and beta < 0:
+        raise ValueError(f"beta must be greater or equal to 0, got beta={beta}")
+
+
 class Reweighing:
     """A change of alpha under way: ``weight ** (new / old)`` for every leaf.
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,9 +15,10 @@ from gpubuf.data.concurrency.locking import unless_compiling
 from gpubuf.data.runtime.interruption import DERIVED
 from gpubuf.data.runtime.recording import current, current_recording, refuse_in_capture, traced_property
 from gpubuf.data.samplers.base import Sampler
-from gpubuf.data.samplers.exponents import check_beta, exponent
+from gpubuf.data.samplers.exponents import check_beta, exponent, refuse_negative
 from gpubuf.data.samplers.saved_state import demand, is_tensor
 from gpubuf.data.samplers.sum_tree import SumTree
+from gpubuf.data.samplers.torchrl_state import Priorities, priorities_of, read_priorities, write_priorities
 from gpubuf.data.storages.indexing import as_positions
 from gpubuf.data.storages.placement import IndexBytes
 from gpubuf.data.storages.tensor_storage import Storage, TensorStorage
@@ -24,6 +27,7 @@ from gpubuf.kernels.sum_tree import REFUSED
 _compiling = torch.compiler.is_compiling
 
 REDUCTIONS = ("max", "min", "mean", "median")
+DTYPES = (torch.float32, torch.float64)
 
 
 class PrioritizedSampler(Sampler):
@@ -41,13 +45,14 @@ class PrioritizedSampler(Sampler):
     changes one, a warning says so, once: on CPU at once, on a GPU when refused priorities raise.
 
     Args:
-        max_capacity: number of rows; at least the storage's.
+        max_capacity: accepted for compatibility, at least 1: the tree takes the storage's size.
         alpha: exponent of the priorities, finite, at least 0. Setting the attribute re-transforms every row,
             O(capacity).
         beta: exponent of the importance weights, finite, at least 0. The attribute may be set to a float or a 0-dim
             tensor, also between replays of a captured graph. The value of a tensor on a GPU is not checked.
         eps: added to every priority, finite, at least 0.
-        dtype: accepted for compatibility. Weights are float32 at the leaves and float64 in all sums.
+        dtype: float32 or float64, accepted for compatibility. Weights are float32 at the leaves and float64 in all
+            sums.
         reduction: how a priority with more dimensions than its batch becomes one number a row: ``"max"``,
             ``"min"``, ``"mean"`` or ``"median"``.
         max_priority_within_buffer: new rows get the largest priority now in the buffer, in O(1), instead of the
@@ -56,9 +61,12 @@ class PrioritizedSampler(Sampler):
         stratified: cut the total weight into as many equal parts as a batch has rows, and draw one row from each, as
             the paper does. A row is drawn as often as without, on average; batches differ less from each other. Rows of
             a batch are in the order of the storage then.
+        replacement: accepted as True: rows are drawn with replacement.
 
     Raises:
         ValueError: an argument is out of range.
+        NotImplementedError: ``dtype`` is something else.
+        TypeError: ``replacement`` is False.
     """
 
     has_priorities = True
@@ -76,14 +84,20 @@ class PrioritizedSampler(Sampler):
         device: torch.device | str | None = None,
         *,
         stratified: bool = False,
+        replacement: bool = True,
     ) -> None:
         super().__init__()
         if max_capacity < 1:
             raise ValueError(f"max_capacity must be at least 1, got {max_capacity}")
+        refuse_negative(alpha, beta)
         check_beta(beta)
+        if dtype not in DTYPES:
+            raise NotImplementedError(f"dtype {dtype} not supported by {type(self).__name__}: give torch.float32")
+        self.require_replacement(replacement)
         if reduction not in REDUCTIONS:
             raise ValueError(f"reduction must be one of {REDUCTIONS}, got {reduction!r}")
-        self.max_capacity = int(max_capacity)
+        self.max_capacity, self.dtype = int(max_capacity), dtype
+        self._device = None if device is None else torch.device(device)
         self.reduction = reduction
         self.max_priority_within_buffer = max_priority_within_buffer
         self.stratified = stratified
@@ -100,6 +114,7 @@ class PrioritizedSampler(Sampler):
 
     @alpha.setter
     def alpha(self, value: float) -> None:
+        refuse_negative(alpha=value)
         value = exponent("alpha", value)
         refuse_in_capture("alpha is set, which transforms every priority: set it between calls of the step")
         with self.lock:
@@ -139,6 +154,20 @@ class PrioritizedSampler(Sampler):
         return self._eps
 
     @property
+    def max_size(self) -> int:
+        """``max_capacity``, by TorchRL's name."""
+        return self.max_capacity
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tree is. Before the first write: where the storage will be, as far as that is known."""
+        if self._tree is not None:
+            return self._tree.device
+        if self._storage is not None and self._storage.initialized:
+            return self._storage.device
+        return torch.device("cpu") if self._device is None else self._device
+
+    @property
     def default_priority(self) -> Tensor | float:
         """Priority of the next new row, before the transformation: a 0-dim device tensor. No host sync."""
         return 1.0 if self._tree is None else self._tree.max_priority
@@ -153,16 +182,6 @@ class PrioritizedSampler(Sampler):
         if self._storage is None or not self._storage.initialized:
             raise RuntimeError("the sampler has no tree before the first write")
         return self._tree_made()
-
-    def check_storage(self, storage: TensorStorage) -> None:
-        """Check that the storage fits.
-
-        Raises:
-            ValueError: it has room for more than ``max_capacity`` rows.
-        """
-        if storage.requested_size > self.max_capacity:
-            raise ValueError(f"max_capacity is {self.max_capacity}, the storage's capacity {storage.requested_size}")
-        super().check_storage(storage)
 
     def forget_storage(self) -> None:
         super().forget_storage()
@@ -344,7 +363,18 @@ class PrioritizedSampler(Sampler):
         }
 
     def load_state_dict(self, state: dict[str, Any], order: Tensor | None = None) -> None:
-        tree, storage = state["tree"], self.storage
+        """Restore :meth:`state_dict`, after the storage has been restored; or TorchRL's, which has no random stream.
+
+        TorchRL's trees may be tensors, arrays, lists, or its own objects.
+
+        Raises:
+            RuntimeError: TorchRL's state is given before there are rows.
+            ValueError: TorchRL's state has fewer priorities than there are rows, or impossible ones.
+        """
+        storage = self.storage
+        if "_sum_tree" in state:
+            state = self._from_torchrl(priorities_of(state, self.max_priority_within_buffer), order)
+        tree = state["tree"]
         if tree is None:
             self.empty()
         else:
@@ -355,6 +385,36 @@ class PrioritizedSampler(Sampler):
             self._tree_made().load_state_dict(tree)
         super().load_state_dict(state, order)
         self._alpha, self._beta, self._eps = state["alpha"], state["beta"], state["eps"]
+
+    def _from_torchrl(self, priorities: Priorities, order: Tensor | None = None) -> dict[str, Any]:
+        storage = self.storage
+        if not storage.initialized:
+            raise RuntimeError("priorities belong to rows: restore the rows of the storage first")
+        return priorities.state(storage.max_size, len(storage), order)
+
+    def dumps(self, path: str | os.PathLike[str]) -> None:
+        """Write exponents and priorities into a folder, as TorchRL does. Synchronises.
+
+        Raises:
+            RuntimeError: nothing has been written to the storage yet.
+        """
+        folder = Path(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        with self.lock:
+            write_priorities(self, folder)
+
+    def loads(self, path: str | os.PathLike[str]) -> None:
+        """Restore what :meth:`dumps` or TorchRL has written, after the storage has been restored. Synchronises.
+
+        Raises:
+            RuntimeError: there are no rows.
+            ValueError: the files are damaged, there are none, or they have fewer priorities than there are rows.
+        """
+        with self.lock:
+            priorities = read_priorities(Path(path))
+            if priorities is None:
+                raise ValueError(f"{path} has no priorities: it was not written by a prioritized sampler")
+            self.load_state_dict(self._from_torchrl(priorities))
 
     def check_state(self, state: dict[str, Any], capacity: int, size: int) -> None:
         super().check_state(state, capacity, size)

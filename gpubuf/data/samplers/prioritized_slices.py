@@ -14,6 +14,7 @@ from torch import Tensor
 from gpubuf.data.runtime.interruption import DERIVED
 from gpubuf.data.runtime.recording import current_recording, refuse_in_capture
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
+from gpubuf.data.samplers.slice_sizes import pair_of
 from gpubuf.data.samplers.slices import SliceSampler
 from gpubuf.data.samplers.trajectory_index import TrajectoryIndex
 from gpubuf.data.storages.placement import IndexBytes
@@ -31,7 +32,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
     normalised by the smallest of the eligible starts.
 
     Args:
-        max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer: as for
+        max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer, replacement: as for
             :class:`PrioritizedSampler`.
         num_slices, slice_len, end_key, end_keys, traj_key, ends, trajectories, cache_values, truncated_key, init_key,
             strict_length, compile, stack: as for :class:`SliceSampler`.
@@ -60,14 +61,25 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         init_key: Any = "is_init",
         strict_length: bool = True,
         compile: bool | dict[str, Any] = False,
-        span: bool | int | tuple[bool | int, bool | int] = False,
+        span: bool | int | Sequence[bool | int] = False,
         max_priority_within_buffer: bool = False,
         stack: bool = False,
+        replacement: bool = True,
     ) -> None:
-        before, after = span if isinstance(span, tuple) else (span, span)
+        before, after = pair_of(span)
         if before:
             warnings.warn(f"{type(self).__name__} draws the first step itself: the left span is ignored", stacklevel=2)
-        PrioritizedSampler.__init__(self, max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer)
+        PrioritizedSampler.__init__(
+            self,
+            max_capacity,
+            alpha,
+            beta,
+            eps,
+            dtype,
+            reduction,
+            max_priority_within_buffer,
+            replacement=replacement,
+        )
         SliceSampler.__init__(
             self,
             num_slices=num_slices,

@@ -13,15 +13,17 @@ from gpubuf.kernels.rows import SIZE
 
 
 class RandomSampler(Sampler):
-    """Rows drawn uniformly, with replacement, in the launch that copies them."""
+    """Rows drawn uniformly, with replacement, in the launch that copies them.
 
-    def __new__(cls, *args: Any, replacement: bool = True, **kwargs: Any) -> Any:
-        if cls is RandomSampler and not replacement:
-            return SamplerWithoutReplacement(*args, **kwargs)
-        return super().__new__(cls)
+    Args:
+        replacement: False makes a :class:`SamplerWithoutReplacement` of the other arguments.
+    """
+
+    without_replacement = SamplerWithoutReplacement
 
     def __init__(self, *, replacement: bool = True) -> None:
         super().__init__()
+        self.require_replacement(replacement)
 
     def choose(self, n: int) -> tuple[Tensor, dict[Any, Tensor]]:
         """Uniform positions. No host sync."""

@@ -14,6 +14,7 @@ from gpubuf.data.runtime.recording import current_recording, refuse_in_capture
 from gpubuf.data.samplers.base import UNBOUND, Drawn, Sampler, require_rows
 from gpubuf.data.samplers.episode_ends import Signal, fixed_signal, interleaved_environments, signal_keys, stored_signal
 from gpubuf.data.samplers.slice_flags import SliceFlags
+from gpubuf.data.samplers.slice_sizes import pair_of, partition
 from gpubuf.data.samplers.trajectory_index import Trajectories, TrajectoryIndex
 from gpubuf.data.storages.forms import check_tells_ends
 from gpubuf.data.storages.layout import RowLayout
@@ -65,6 +66,7 @@ class SliceSampler(Sampler):
             trajectory. Steps outside are cut off. True: all but one step.
         weighting: ``"trajectory"``, or ``"transition"``: uniform over all places where a slice may start.
         stack: batches (and their info) have the shape ``[num_slices, slice_len]``.
+        replacement: False makes a :class:`SliceSamplerWithoutReplacement` of the other arguments.
 
     Raises:
         TypeError: neither or both of ``num_slices`` and ``slice_len`` are given.
@@ -90,13 +92,15 @@ class SliceSampler(Sampler):
         strict_length: bool = True,
         pad_output: bool = False,
         compile: bool | dict[str, Any] = False,
-        span: bool | int | tuple[bool | int, bool | int] = False,
+        span: bool | int | Sequence[bool | int] = False,
         use_gpu: torch.device | bool = False,
         weighting: str = "trajectory",
         stack: bool = False,
+        replacement: bool = True,
     ) -> None:
         # By name: in a prioritized slice sampler the next class is another sampler, which has arguments of its own.
         Sampler.__init__(self)
+        self.require_replacement(replacement)
         if (num_slices is None) == (slice_len is None):
             raise TypeError(f"give either num_slices or slice_len, got num_slices={num_slices}, slice_len={slice_len}")
         for name, value in (("num_slices", num_slices), ("slice_len", slice_len)):
@@ -123,7 +127,7 @@ class SliceSampler(Sampler):
         self.ends, self.fixed_trajectories = ends, trajectories
         self.truncated_key, self.init_key = truncated_key, init_key
         self.strict_length, self.pad_output = strict_length, pad_output
-        self.span = span if isinstance(span, tuple) else (span, span)
+        self.span = pair_of(span)
         self.weighting, self.stack = weighting, stack
         if any(not isinstance(s, bool) and (s < 0 or (slice_len is not None and s >= slice_len)) for s in self.span):
             raise ValueError(f"a span must be smaller than the slice, got span={span} and slice_len={slice_len}")
@@ -153,16 +157,6 @@ class SliceSampler(Sampler):
         if max(before, after) >= length > 1:
             raise ValueError(f"a span must be smaller than the slice, got span={self.span} and slices of {length}")
         return Rule(length, length if self.strict_length else 1, before, after, self.weighting == "transition")
-
-    def _partition(self, batch_size: int) -> tuple[int, int]:
-        """(slices in a batch, steps of a slice)."""
-        divisor = self.num_slices or self.slice_len
-        assert divisor is not None
-        if batch_size % divisor:
-            name = "num_slices" if self.num_slices else "slice_len"
-            raise RuntimeError(f"the batch size must be divisible by {name}: got {batch_size} and {divisor}")
-        other = batch_size // divisor
-        return (divisor, other) if self.num_slices else (other, divisor)
 
     def check_recipe(self, recipe: Recipe) -> None:
         """Raise for transitions of several steps, and for mirrored ones: slices are runs of single ones, in order.
@@ -361,7 +355,7 @@ class SliceSampler(Sampler):
         storage = self._storage
         if storage is None:
             raise RuntimeError(UNBOUND)
-        n, length = self._partition(batch_size)
+        n, length = partition(batch_size, self.num_slices, self.slice_len)
         n *= batches
         index = self._index_made()
         # On the CPU alone, for it reads rows; and only where the number of rows may be looked at.

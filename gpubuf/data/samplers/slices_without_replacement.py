@@ -30,6 +30,7 @@ class SliceSamplerWithoutReplacement(SliceSampler):
         shuffle: False visits the trajectories in the order of the index.
         num_slices, slice_len, end_key, end_keys, traj_key, ends, trajectories, truncated_key, init_key, strict_length,
             compile, use_gpu, stack: as for :class:`SliceSampler`.
+        replacement: accepted for compatibility.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class SliceSamplerWithoutReplacement(SliceSampler):
         compile: bool | dict[str, Any] = False,
         use_gpu: torch.device | bool = False,
         stack: bool = False,
+        replacement: bool = False,
     ) -> None:
         super().__init__(
             num_slices=num_slices,
@@ -154,3 +156,6 @@ class SliceSamplerWithoutReplacement(SliceSampler):
             demand(positions_below(ranks, size), "the checkpoint's epoch is damaged")
             is_epoch = len(epoch) == 1 + len(Rule._fields) and all(is_count(int(n)) for n in epoch)
             demand(is_epoch, "its rule is damaged")
+
+
+SliceSampler.without_replacement = SliceSamplerWithoutReplacement

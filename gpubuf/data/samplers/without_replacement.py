@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gpubuf.data.runtime.recording import refuse_in_capture
+from gpubuf.data.samplers import torchrl_state
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.saved_state import demand, is_count, positions_below
 from gpubuf.data.storages.placement import IndexBytes
@@ -25,11 +28,12 @@ class SamplerWithoutReplacement(Sampler):
         drop_last: end the epoch before a batch that could not be filled. Otherwise the last batch of an epoch is
             what remains, and may be shorter than asked for.
         shuffle: False visits the rows in storage order.
+        replacement: accepted for compatibility.
     """
 
     torchrl_form = "epoch"
 
-    def __init__(self, drop_last: bool = False, shuffle: bool = True) -> None:
+    def __init__(self, drop_last: bool = False, shuffle: bool = True, *, replacement: bool = False) -> None:
         super().__init__()
         self.drop_last = drop_last
         self.shuffle = shuffle
@@ -105,6 +109,10 @@ class SamplerWithoutReplacement(Sampler):
         return {**super().state_dict(), "remaining": self._remaining, "size": self._size, "ran_out": self.ran_out}
 
     def load_state_dict(self, state: dict[str, Any], order: Tensor | None = None) -> None:
+        """Restore :meth:`state_dict`, or TorchRL's, which has no random stream."""
+        if "_sample_list" in state:
+            self.drop_last = bool(state["drop_last"])
+            state = torchrl_state.epoch_of(state)
         super().load_state_dict(state, order)
         remaining = state["remaining"]
         if order is not None or remaining is None:
@@ -113,6 +121,20 @@ class SamplerWithoutReplacement(Sampler):
         else:
             self._remaining, self._size = remaining.to(self.storage.device, copy=True), state["size"]
         self.ran_out = state["ran_out"]
+
+    def dumps(self, path: str | os.PathLike[str]) -> None:
+        """Write the epoch into a folder, as TorchRL does. Synchronises."""
+        with self.lock:
+            torchrl_state.write_epoch(self, Path(path))
+
+    def loads(self, path: str | os.PathLike[str]) -> None:
+        """Restore what :meth:`dumps` or TorchRL has written. Synchronises.
+
+        Raises:
+            ValueError: the files are damaged, or there are none.
+        """
+        with self.lock:
+            self.load_state_dict(torchrl_state.read_epoch(Path(path)))
 
     def check_state(self, state: dict[str, Any], capacity: int, size: int) -> None:
         super().check_state(state, capacity, size)

@@ -276,6 +276,20 @@ def _read_level(folder: Path, batch: tuple[int, ...], writable: bool, depth: int
     return TensorDict(source, shape, device="cpu")
 
 
+def read_tensor(folder: Path, name: str) -> Tensor | None:
+    """The tensor of this name at the root of a folder; None if there is none, or something else.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    path = folder / META_FILE
+    entry = read_json(path).get(name)
+    if not isinstance(entry, dict) or "type" in entry:
+        return None
+    dtype, shape = _described(entry, (), path, name)
+    return map_file(tensor_file(folder, (name,)), dtype, shape, writable=False)
+
+
 def _described(entry: Any, batch: tuple[int, ...], path: Path, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
     if not isinstance(entry, dict) or entry.get("is_nested"):
         raise ValueError(f"{path}: {name!r} is not a tensor: {entry!r}")

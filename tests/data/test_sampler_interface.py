@@ -1,0 +1,315 @@
+"""Arguments, states and files of samplers as TorchRL has them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+import gpubuf.data
+from gpubuf.data import (
+    LazyTensorStorage,
+    PrioritizedReplayBuffer,
+    PrioritizedSampler,
+    PrioritizedSliceSampler,
+    RandomSampler,
+    ReplayBuffer,
+    SamplerWithoutReplacement,
+    SliceSampler,
+    SliceSamplerWithoutReplacement,
+    TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
+)
+from tests.support.torchrl_samples import states
+from tests.support.transitions import transitions
+
+RECORDED = json.loads(states.RECORDED.read_text())
+DUMP = Path(__file__).parents[1] / "support" / "torchrl_files" / "torchrl" / "prioritized" / "sampler"
+
+
+NEGATIVE = {
+    "alpha": "alpha must be greater or equal than 0, got alpha=-1.0",
+    "beta": "beta must be greater or equal to 0, got beta=-1.0",
+}
+"""TorchRL's words."""
+
+
+def new(sampler, capacity: int = 8, rows: int = 5) -> TensorDictReplayBuffer:
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(capacity), sampler=sampler)
+    if rows:
+        buffer.extend(TensorDict({"number": torch.arange(rows)}, [rows]))
+    return buffer
+
+
+def leaves(sampler: PrioritizedSampler, n: int = 5) -> list[float]:
+    return sampler.tree.leaves[:n].tolist()
+
+
+class TestArguments:
+    @pytest.mark.parametrize("max_capacity", [2, 8, 1_000])
+    def test_the_tree_takes_the_size_of_the_storage(self, max_capacity):
+        sampler = PrioritizedSampler(max_capacity, 1.0, 1.0, eps=0.0)
+        buffer = new(sampler)
+        assert sampler.tree.capacity == 8
+        assert sampler.max_capacity == sampler.max_size == max_capacity
+        buffer.update_priority(torch.tensor([4]), 3.0)
+        assert leaves(sampler) == [1, 1, 1, 1, 3]
+        slices = PrioritizedSliceSampler(max_capacity, 1.0, 1.0, slice_len=2, end_key=("next", "done"))
+        other = TensorDictReplayBuffer(storage=LazyTensorStorage(8), sampler=slices, batch_size=4)
+        other.extend(TensorDict({("next", "done"): torch.zeros(6, 1, dtype=torch.bool)}, [6]))
+        assert other.sample().batch_size == (4,)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    def test_dtype_and_device_are_told(self, dtype):
+        sampler = PrioritizedSampler(8, 1.0, 1.0, dtype=dtype, device="cpu")
+        assert sampler.dtype is dtype
+        assert sampler.device == torch.device("cpu")
+        new(sampler)
+        assert sampler.device == torch.device("cpu")
+
+    @pytest.mark.parametrize("span", [[False, 2], [1, True], (1, 2), 2, True])
+    def test_a_span_may_be_a_list(self, span):
+        kind = SliceSampler(slice_len=4, end_key="done", span=span)
+        assert kind.span == (tuple(span) if isinstance(span, list | tuple) else (span, span))
+        with pytest.raises(ValueError, match="a pair of numbers"):
+            SliceSampler(slice_len=4, span=[1, 2, 3])
+
+    def test_a_span_of_prioritized_slices_may_be_a_list(self):
+        sampler = PrioritizedSliceSampler(8, 1.0, 1.0, slice_len=4, span=[False, 2])
+        assert sampler.span == (False, 2)
+
+    def test_without_replacement_is_another_class(self):
+        sampler = RandomSampler(replacement=False, drop_last=True)
+        assert type(sampler) is SamplerWithoutReplacement
+        assert sampler.drop_last
+        slices = SliceSampler(replacement=False, slice_len=3, shuffle=False, drop_last=True)
+        assert type(slices) is SliceSamplerWithoutReplacement
+        assert (slices.slice_len, slices.shuffle, slices.drop_last) == (3, False, True)
+        for again in (copy.deepcopy(slices), pickle.loads(pickle.dumps(slices))):
+            assert type(again) is SliceSamplerWithoutReplacement
+            assert again.slice_len == 3
+
+    @pytest.mark.parametrize("replacement", [True, False])
+    def test_samplers_without_replacement_take_the_argument(self, replacement):
+        assert SamplerWithoutReplacement(replacement=replacement).shuffle
+        assert SliceSamplerWithoutReplacement(slice_len=2, replacement=replacement).slice_len == 2
+
+    def test_with_replacement_is_the_same_class(self):
+        assert type(RandomSampler(replacement=True)) is RandomSampler
+        assert type(SliceSampler(slice_len=2, replacement=True)) is SliceSampler
+        assert type(PrioritizedSampler(4, 1.0, 1.0, replacement=True)) is PrioritizedSampler
+        assert PrioritizedSliceSampler(4, 1.0, 1.0, slice_len=2, replacement=True).slice_len == 2
+
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda: PrioritizedSampler(4, 1.0, 1.0, replacement=False),
+            lambda: PrioritizedSliceSampler(4, 1.0, 1.0, slice_len=2, replacement=False),
+        ],
+        ids=["rows", "slices"],
+    )
+    def test_prioritized_ones_draw_with_replacement_only(self, make):
+        with pytest.raises(TypeError, match="has no without-replacement variant"):
+            make()
+
+
+@pytest.mark.usefixtures("backend")
+class TestExponents:
+    @pytest.mark.parametrize("value", [math.inf, math.nan, -1.0])
+    @pytest.mark.parametrize("name", ["alpha", "beta", "eps"])
+    def test_exponents_are_checked_by_the_constructor(self, name, value):
+        """Case 53. Negative ones in TorchRL's words."""
+        wrong = NEGATIVE.get(name) if value < 0 else None
+        arguments = {"alpha": 1.0, "beta": 1.0, name: value}
+        for make in (
+            lambda: PrioritizedSampler(4, **arguments),
+            lambda: PrioritizedReplayBuffer(storage=LazyTensorStorage(4), **arguments),
+            lambda: TensorDictPrioritizedReplayBuffer(storage=LazyTensorStorage(4), **arguments),
+            lambda: PrioritizedSliceSampler(4, slice_len=2, **arguments),
+        ):
+            with pytest.raises(ValueError, match=wrong or f"{name} must be finite and not negative, but is {value}"):
+                make()
+
+    @pytest.mark.parametrize("value", [math.inf, math.nan, -1.0, torch.tensor(math.inf), torch.ones(2)])
+    @pytest.mark.parametrize("written", [0, 3])
+    def test_exponents_are_checked_by_the_setters(self, value, written):
+        """Case 53: also before there is a tree."""
+        buffer = TensorDictPrioritizedReplayBuffer(alpha=0.5, beta=0.25, eps=0.0, storage=LazyTensorStorage(4))
+        buffer.extend(transitions(written))
+        with pytest.raises(ValueError, match="beta must be"):
+            buffer.sampler.beta = value
+        if not isinstance(value, torch.Tensor):
+            wrong = NEGATIVE["alpha"] if value < 0 else f"alpha must be finite and not negative, but is {value}"
+            with pytest.raises(ValueError, match=wrong):
+                buffer.sampler.alpha = value
+        assert (buffer.sampler.alpha, buffer.sampler.beta) == (0.5, 0.25)
+        buffer.extend(transitions(3))
+        assert leaves(buffer.sampler, len(buffer)) == [1] * len(buffer)
+        assert len(buffer.sample(8)) == 8
+
+
+class TestWithoutItsBuffer:
+    def test_priorities_are_updated_and_marked(self):
+        sampler = PrioritizedSampler(8, 1.0, 1.0, eps=0.0)
+        buffer = new(sampler)
+        sampler.update_priority(torch.tensor([0, 2]), torch.tensor([3.0, 4.0]))
+        sampler.update_priority([1], 2.0, storage=buffer.storage)
+        sampler.mark_update(torch.tensor([3]))
+        sampler.mark_update(4, storage=buffer.storage)
+        assert leaves(sampler) == [3, 2, 4, 4, 4]
+
+    def test_one_that_has_no_storage_says_so(self):
+        sampler = PrioritizedSampler(8, 1.0, 1.0)
+        with pytest.raises(TypeError, match="pass storage="):
+            sampler.update_priority(torch.tensor([0]), 1.0)
+        with pytest.raises(TypeError, match="pass storage="):
+            sampler.mark_update(torch.tensor([0]))
+
+    def test_a_storage_binds_it(self):
+        storage = LazyTensorStorage(8)
+        storage.append(TensorDict({"number": torch.arange(5)}, [5]))
+        sampler = PrioritizedSampler(8, 1.0, 1.0, eps=0.0)
+        sampler.mark_update(torch.arange(5), storage=storage)
+        sampler.update_priority(torch.tensor([2]), 9.0, storage=storage)
+        assert leaves(sampler) == [1, 1, 9, 1, 1]
+        index, info = sampler.sample(storage, 100)
+        assert index.shape == info["priority_weight"].shape == (100,)
+
+
+def as_tensors(state):
+    return {key: torch.tensor(value) if isinstance(value, list) else value for key, value in state.items()}
+
+
+def as_arrays(state):
+    return {key: np.array(value) if key.endswith("tree") else value for key, value in state.items()}
+
+
+class Tree:
+    """As TorchRL's compiled tree: a size, and values by index."""
+
+    def __init__(self, values) -> None:
+        self._values = torch.tensor(values)
+
+    @property
+    def size(self) -> int:
+        return len(self._values)
+
+    def __getitem__(self, index):
+        return self._values[index]
+
+
+def as_trees(state):
+    return {key: Tree(value) if key.endswith("tree") else value for key, value in state.items()}
+
+
+class TestStates:
+    @pytest.mark.parametrize("given", [dict, as_tensors, as_arrays, as_trees], ids=lambda given: given.__name__)
+    def test_priorities_of_torchrl(self, given):
+        expected, sampler = states.prioritized(gpubuf.data).sampler, PrioritizedSampler(8, 1.0, 1.0)
+        buffer = new(sampler)
+        sampler.load_state_dict(given(RECORDED["prioritized"]))
+        assert (sampler.alpha, float(sampler.beta), sampler.eps) == (0.5, 0.25, 0.0)
+        assert leaves(sampler, 8) == leaves(expected, 8)
+        assert float(sampler.default_priority) == 4.0
+        assert float(sampler.tree.total) == pytest.approx(sum(math.sqrt(p) for p in states.PRIORITIES))
+        buffer.extend(TensorDict({"number": torch.arange(1)}, [1]))
+        assert leaves(sampler, 6)[5] == 2.0
+        sampler.mark_update(torch.tensor([5]))
+        index, _ = sampler.sample(buffer.storage, 200)
+        assert 2 not in index
+
+    def test_a_state_without_a_version_has_a_transformed_maximum(self):
+        state = {**RECORDED["prioritized"], "_max_priority": [2.0, 3]}
+        del state["_schema_version"]
+        for within, expected in ((False, 2.0), (True, 4.0)):
+            sampler = PrioritizedSampler(8, 1.0, 1.0, max_priority_within_buffer=within)
+            new(sampler)
+            sampler.load_state_dict(state)
+            assert float(sampler.default_priority) == pytest.approx(expected)
+
+    @pytest.mark.parametrize(
+        ("change", "rows", "error", "text"),
+        [
+            ({"_sum_tree": [1.0, 2.0]}, 5, ValueError, "room for 2 rows, the storage holds 5"),
+            ({"_sum_tree": [1.0] * 4 + [-1.0]}, 5, ValueError, "negative or not finite"),
+            ({"_alpha": -1.0}, 5, ValueError, "'alpha' must be a number of at least 0"),
+            ({"_max_priority": [math.nan, 0]}, 5, ValueError, "'max_priority' must be"),
+            ({"_schema_version": 2}, 5, ValueError, "version 2"),
+            ({}, 0, RuntimeError, "restore the rows of the storage first"),
+        ],
+        ids=["few weights", "negative weight", "alpha", "maximum", "version", "no rows"],
+    )
+    def test_priorities_that_can_not_be_loaded(self, change, rows, error, text):
+        sampler = PrioritizedSampler(8, 1.0, 1.0)
+        new(sampler, rows=rows)
+        with pytest.raises(error, match=text):
+            sampler.load_state_dict({**RECORDED["prioritized"], **change})
+        assert (sampler.alpha, sampler.beta) == (1.0, 1.0)
+        if rows:
+            assert leaves(sampler) == [1] * 5
+
+    def test_an_epoch_of_torchrl(self):
+        sampler = SamplerWithoutReplacement()
+        buffer = new(sampler)
+        sampler.load_state_dict(RECORDED["epoch"])
+        assert sampler.drop_last
+        assert buffer.sample(2)["number"].tolist() == RECORDED["epoch"]["_sample_list"][:2]
+        with pytest.raises(ValueError, match="must be below 5"):
+            sampler.load_state_dict({**RECORDED["epoch"], "_sample_list": [5]})
+        sampler.load_state_dict({"len_storage": 0, "_sample_list": None, "drop_last": False, "_ran_out": False})
+        assert sorted(buffer.sample(5)["number"].tolist()) == [0, 1, 2, 3, 4]
+
+    @pytest.mark.parametrize("kind", [RandomSampler, lambda: SliceSampler(slice_len=2)], ids=["rows", "slices"])
+    def test_a_state_of_torchrl_without_entries(self, kind):
+        sampler = kind()
+        buffer = ReplayBuffer(storage=LazyTensorStorage(8), sampler=sampler, batch_size=4)
+        buffer.extend(TensorDict({("next", "done"): torch.zeros(6, 1, dtype=torch.bool)}, [6]))
+        sampler.load_state_dict(RECORDED["random"])
+        assert len(buffer.sample()) == 4
+
+
+class TestFiles:
+    def test_priorities_that_torchrl_has_written(self):
+        sampler = PrioritizedSampler(8, 1.0, 1.0)
+        new(sampler, rows=8)
+        sampler.loads(DUMP)
+        assert (sampler.alpha, float(sampler.beta), sampler.eps) == (0.5, 0.25, 0.0)
+        assert float(sampler.default_priority) == 9.0
+
+    def test_priorities_come_back(self, tmp_path):
+        buffer, other = states.prioritized(gpubuf.data), new(PrioritizedSampler(8, 1.0, 1.0))
+        for _ in range(2):
+            # TorchRL writes into the same folder again.
+            buffer.sampler.dumps(tmp_path / "saved")
+        other.sampler.loads(str(tmp_path / "saved"))
+        assert leaves(other.sampler, 8) == leaves(buffer.sampler, 8)
+        assert float(other.sampler.default_priority) == 4.0
+        with pytest.raises(ValueError, match="has no priorities"):
+            other.sampler.loads(tmp_path)
+        with pytest.raises(RuntimeError, match="before the first write"):
+            new(PrioritizedSampler(8, 1.0, 1.0), rows=0).sampler.dumps(tmp_path / "nothing")
+
+    def test_an_epoch_comes_back(self, tmp_path):
+        buffer, other = new(SamplerWithoutReplacement(drop_last=True)), new(SamplerWithoutReplacement())
+        buffer.sampler.dumps(tmp_path / "begun")
+        other.sampler.loads(tmp_path / "begun")
+        assert other.sampler.drop_last
+        buffer.sample(2)
+        buffer.sampler.dumps(tmp_path / "saved")
+        other.sampler.loads(tmp_path / "saved")
+        assert torch.equal(buffer.sample(2)["number"], other.sample(2)["number"])
+        with pytest.raises(ValueError, match=r"meta\.json|can't be read"):
+            other.sampler.loads(tmp_path)
+
+    def test_uniform_samplers_have_nothing_to_write(self, tmp_path):
+        for sampler in (RandomSampler(), SliceSampler(slice_len=2)):
+            sampler.dumps(tmp_path)
+            sampler.loads(tmp_path)
+        assert not list(tmp_path.iterdir())
