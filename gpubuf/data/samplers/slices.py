@@ -418,7 +418,7 @@ class SliceSampler(Sampler):
 
     def can_sample(self, storage: TensorStorage, batch_size: int) -> bool:
         """Whether a trajectory is long enough. Synchronises. Raises RuntimeError if the batch size doesn't fit."""
-        _, length = self._partition(batch_size)
+        _, length = partition(batch_size, self.num_slices, self.slice_len)
         if not super().can_sample(storage, batch_size):
             return False
         index = self._index_made()
