@@ -50,6 +50,7 @@ class Composed:
 
     def insert_transform(self, index: int, transform: Callable[[Data], Data], *, invert: bool = False) -> Self:
         """Add a transform before the one at ``index``. Batches that were prefetched stay as they are."""
+        self._take_assigned_storage()
         with self._lock, self._prefetcher.quiet():
             rest, recipe = without_multi_steps(transform, self._recipe)
             if rest is not None:
@@ -66,6 +67,11 @@ class Composed:
             self._sampler.set_rng(generator)
             if self._pipeline is not None:
                 self._pipeline.set_rng(generator)
+
+    def _take_assigned_storage(self) -> None:
+        """Take over a storage that was assigned to ``_storage``, as programs on TorchRL do for want of a setter."""
+        if self._storage is not self._lock.storage:
+            self.set_storage(self._storage)
 
     def set_storage(self, storage: Storage) -> None:
         """Replace the storage; the sampler starts afresh."""

@@ -348,6 +348,7 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, S
             return self._transform(data) if len(self._transform) else data
 
     def _read(self, index: Any) -> Data:
+        self._take_assigned_storage()
         return self._storage[index]
 
     def sample(self, batch_size: int | None = None, return_info: bool = False, *, batches: int | None = None) -> Any:
@@ -385,18 +386,30 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, S
 
     # Priorities
 
-    def update_priority(self, index: Any, priority: Any, *, generation: Tensor | None = None) -> None:
+    def update_priority(self, index: Any, priority: Any = None, *, generation: Tensor | None = None) -> None:
         """Set the priorities of rows. See :meth:`PrioritizedSampler.update_priority`. No host sync.
 
         Args:
-            index: ``info["index"]`` of a sample.
+            index: ``info["index"]`` of a sample. Or a sampled batch and nothing else, as for
+                :meth:`TensorDictReplayBuffer.update_tensordict_priority`.
             priority: ``[n]``, or a number for all.
             generation: ``info["index_generation"]``; rows overwritten since the sample are then left alone.
+
+        Raises:
+            TypeError: there is no ``priority``, and no batch that has some.
         """
+        if priority is None:
+            return self._update_from_batch(index)
         with _no_lock if _compiling() else self._lock:
             before = self._storage.begin(DERIVED)
             self._sampler.update_priority(index, priority, generation=generation)
             self._storage.end(before)
+
+    def _update_from_batch(self, batch: Any) -> None:
+        raise TypeError(
+            "update_priority needs the index and the priority of rows: a batch that carries both goes to "
+            "update_tensordict_priority of a TensorDictReplayBuffer"
+        )
 
     def mark_update(self, index: Any) -> None:
         """Rows were written elsewhere (``buffer[i] = ...``, or through the storage): treat them as new."""

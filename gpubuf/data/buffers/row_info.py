@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
-from tensordict import TensorDictBase
+from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
 
 INDEX = "index"
@@ -18,6 +19,8 @@ def put(data: TensorDictBase, info: Mapping[Any, Tensor], ndim: int) -> None:
     shape ``[n, T]`` entries of shape ``[n]`` become ``[n, T]``, without memory of their own. If a transform has given
     the batch another shape, the info takes that shape too.
 
+    A tensorclass has the fields that it has: it takes of the info what there is a field for.
+
     Args:
         data: the batch.
         info: its info. The leading dimensions of its index are those of the draw.
@@ -28,7 +31,10 @@ def put(data: TensorDictBase, info: Mapping[Any, Tensor], ndim: int) -> None:
     """
     lead, shape = info[INDEX].dim() - (ndim > 1), data.batch_size
     same = info[INDEX].shape[:lead] == shape[:lead]
+    names = {entry.name for entry in fields(data)} if is_tensorclass(data) else None
     for key, value in info.items():
+        if names is not None and key not in names:
+            continue
         if not same:
             if value.shape[:lead].numel() == shape.numel():
                 value = value.reshape(*shape, *value.shape[lead:])

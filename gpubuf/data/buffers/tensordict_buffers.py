@@ -67,7 +67,8 @@ class TensorDictReplayBuffer(ReplayBuffer):
 
     def _read(self, index: Any) -> Data:
         data = super()._read(index)
-        if not isinstance(data, TensorDictBase):
+        # As TorchRL's: another writer stores no index.
+        if not isinstance(data, TensorDictBase) or "index" not in self._storage.ignored_keys:
             return data
         coordinates = self._storage.coordinates(index)
         lead = coordinates.dim() - (self._storage.ndim > 1)
@@ -136,6 +137,11 @@ class TensorDictReplayBuffer(ReplayBuffer):
         if generation is not None:
             generation = collapsed(generation, lead, generation.dim() - lead)
         return index, self._sampler.reduce(priority, data.batch_size[:lead].numel()), generation
+
+    def _update_from_batch(self, batch: Any) -> None:
+        if not isinstance(batch, TensorDictBase):
+            super()._update_from_batch(batch)
+        self.update_tensordict_priority(batch)
 
 
 def _prioritized(

@@ -42,10 +42,7 @@ def _train(buffer: Any, prioritized: bool, device: Any) -> Yielded:
         buffer.extend(collected.reshape(-1).cpu())
         for _ in range(2):
             batch = buffer.sample()
-            if batch.device != device:
-                batch = batch.to(device, non_blocking=True)
-            else:
-                batch = batch.clone()
+            batch = batch.to(device, non_blocking=True) if batch.device != device else batch.clone()
             yield f"batch {step}", batch
             if prioritized:
                 batch["td_error"] = torch.rand(batch.shape)
@@ -315,9 +312,7 @@ def tutorial_epochs(library: Any) -> Yielded:
     buffer = library.ReplayBuffer(batch_size=32, **options)
     buffer.extend(data)
     yield "batches", sum(1 for _ in buffer)
-    buffer = library.ReplayBuffer(
-        storage=library.LazyMemmapStorage(1000), sampler=library.SamplerWithoutReplacement()
-    )
+    buffer = library.ReplayBuffer(storage=library.LazyMemmapStorage(1000), sampler=library.SamplerWithoutReplacement())
     buffer.extend(data)
     yield "3", buffer.sample(3)
     yield "5", buffer.sample(5)
