@@ -1,5 +1,7 @@
 """Replay buffers: storages, writers, samplers, and the buffers made of them."""
 
+from typing import NoReturn
+
 from gpubuf.data.buffers.ensemble import ReplayBufferEnsemble
 from gpubuf.data.buffers.hindsight import Hindsight
 from gpubuf.data.buffers.mixed import MixedReplayBuffer
@@ -37,6 +39,7 @@ from gpubuf.data.samplers.without_replacement import SamplerWithoutReplacement
 from gpubuf.data.storages.codecs import Codec
 from gpubuf.data.storages.memmap_storage import LazyMemmapStorage
 from gpubuf.data.storages.tensor_storage import LazyTensorStorage, Storage, TensorStorage
+from gpubuf.missing_names import refuse
 
 __all__ = [
     "Clip",
@@ -77,3 +80,7 @@ __all__ = [
     "load_torchrl",
     "save_torchrl",
 ]
+
+
+def __getattr__(name: str) -> NoReturn:
+    refuse(__name__, name)

@@ -1,5 +1,8 @@
 """Losses, and the updates of their target parameters. docs/extending.md shows how to write a loss."""
 
+from typing import NoReturn
+
+from gpubuf.missing_names import refuse
 from gpubuf.objectives.crossq import CrossQLoss
 from gpubuf.objectives.discrete_sac import DiscreteSACLoss
 from gpubuf.objectives.distributional import DistributionalSACLoss
@@ -30,3 +33,7 @@ __all__ = [
     "ValueEstimators",
     "target_parameters",
 ]
+
+
+def __getattr__(name: str) -> NoReturn:
+    refuse(__name__, name)

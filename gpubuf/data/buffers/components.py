@@ -8,9 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpubuf.data.runtime.foreign import told
 from gpubuf.data.storages.tensor_storage import LazyTensorStorage, TensorStorage
 
 DEFAULT_CAPACITY = 1_000
+_HERE = "the buffer works in the process that makes it, so leave this out and send rows to that process"
+_INSTEAD = {
+    "sample_unit": "leave it out, and draw sequences with a SliceSampler",
+    "checkpointer": "leave it out, for save() and dumps() need none; save_torchrl() writes TorchRL's folders",
+    "consume_after_n_samples": "draw with a SamplerWithoutReplacement, and empty() the buffer after the epoch",
+    "service_backend": _HERE,
+    "service_backend_options": _HERE,
+    "transport": _HERE,
+    "transport_options": _HERE,
+}
 
 
 def component(given: Any, kind: type, default: Callable[[], Any]) -> Any:
@@ -20,7 +31,7 @@ def component(given: Any, kind: type, default: Callable[[], Any]) -> Any:
     if not isinstance(given, kind) and callable(given):
         given = given()
     if not isinstance(given, kind):
-        raise TypeError(f"expected a {kind.__name__} or a function that returns one, got {type(given).__name__}")
+        raise TypeError(f"expected a {kind.__name__} or a function that returns one, got {told(given)}")
     return given
 
 
@@ -48,7 +59,7 @@ def refuse_out_of_scope(**arguments: Any) -> None:
                 "write and sample there"
             )
         if value:
-            raise NotImplementedError(f"{name}={value!r} is not supported by gpubuf")
+            raise NotImplementedError(f"{name}={value!r} is not supported by gpubuf: {_INSTEAD[name]}")
 
 
 def given_transform(transform: Any, factory: Callable[[], Any] | None) -> Any:

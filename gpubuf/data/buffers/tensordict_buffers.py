@@ -172,7 +172,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         sync: bool = True,
         **kwargs: Any,
     ) -> None:
-        _require_sync(sync)
+        require_sync(sync)
         storage, sampler = _prioritized(storage, alpha, beta, eps)
         super().__init__(storage=storage, sampler=sampler, **kwargs)
 
@@ -200,11 +200,15 @@ class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
         reduction: str = "max",
         **kwargs: Any,
     ) -> None:
-        _require_sync(sync)
+        require_sync(sync)
         storage, sampler = _prioritized(storage, alpha, beta, eps, reduction)
         super().__init__(priority_key=priority_key, storage=storage, sampler=sampler, **kwargs)
 
 
-def _require_sync(sync: bool) -> None:
+def require_sync(sync: bool) -> None:
+    """Raise NotImplementedError for TorchRL's ``sync=False``."""
     if not sync:
-        raise NotImplementedError("sync=False (writers in other processes) is not supported by gpubuf")
+        raise NotImplementedError(
+            "sync=False (writers in other processes) is not supported by gpubuf: leave it out, and send the rows to "
+            "the process that has the buffer"
+        )

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from gpubuf.data.runtime.foreign import told
 from gpubuf.data.storages.layout import Data
 from gpubuf.data.storages.tensor_storage import Storage, TensorStorage
 
@@ -26,7 +27,7 @@ class Writer:
             TypeError: the storage is not tensor-backed.
         """
         if not isinstance(storage, TensorStorage):
-            raise TypeError(f"gpubuf's writers need a TensorStorage, got {type(storage).__name__}")
+            raise TypeError(f"gpubuf's writers need a TensorStorage, got {told(storage)}")
         self._storage = storage
 
     def extend(self, data: Data) -> Tensor:

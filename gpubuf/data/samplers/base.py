@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from gpubuf.data.runtime.foreign import told
 from gpubuf.data.runtime.recording import current, refuse_in_capture
 from gpubuf.data.samplers.adaptation import adapt
 from gpubuf.data.samplers.random_state import RandomState
@@ -156,7 +157,7 @@ class Sampler:
             ValueError: the sampler can't serve it, or serves a buffer with another storage that is still in use.
         """
         if not isinstance(storage, TensorStorage):
-            raise TypeError(f"gpubuf's samplers need a TensorStorage, got {type(storage).__name__}")
+            raise TypeError(f"gpubuf's samplers need a TensorStorage, got {told(storage)}")
         other = storage is not self._storage
         if other and lock is not self.lock and getattr(self.lock, "in_use", False):
             raise ValueError(

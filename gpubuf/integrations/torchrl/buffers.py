@@ -10,6 +10,7 @@ from torchrl.data import replay_buffers as theirs
 
 from gpubuf import data
 from gpubuf.data.buffers.components import DEFAULT_CAPACITY, component
+from gpubuf.data.buffers.tensordict_buffers import require_sync
 from gpubuf.integrations.torchrl.joining import Joined
 from gpubuf.integrations.torchrl.samplers import PrioritizedSampler, RandomSampler
 from gpubuf.integrations.torchrl.storages import LazyTensorStorage
@@ -143,7 +144,7 @@ class PrioritizedReplayBuffer(ReplayBuffer, theirs.PrioritizedReplayBuffer, meta
         sync: bool = True,
         **kwargs: Any,
     ) -> None:
-        _require_sync(sync)
+        require_sync(sync)
         storage, sampler = _prioritized(storage, alpha, beta, eps, "max")
         super().__init__(storage=storage, sampler=sampler, **kwargs)
 
@@ -171,11 +172,6 @@ class TensorDictPrioritizedReplayBuffer(
         reduction: str = "max",
         **kwargs: Any,
     ) -> None:
-        _require_sync(sync)
+        require_sync(sync)
         storage, sampler = _prioritized(storage, alpha, beta, eps, reduction)
         super().__init__(storage=storage, sampler=sampler, **kwargs)
-
-
-def _require_sync(sync: bool) -> None:
-    if not sync:
-        raise NotImplementedError("sync=False (writers in other processes) is not supported by gpubuf")

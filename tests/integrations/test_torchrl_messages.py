@@ -1,0 +1,101 @@
+"""What a program on TorchRL is told when it mixes parts, or uses what gpubuf has not: one sentence on what to do.
+
+Parts of gpubuf's in TorchRL's buffers are in test_torchrl_classes.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+
+import gpubuf.data
+import gpubuf.objectives
+from gpubuf import missing_names
+from gpubuf.data import PrioritizedReplayBuffer, ReplayBuffer, TensorDictPrioritizedReplayBuffer, TensorDictReplayBuffer
+
+
+def theirs(name: str) -> Any:
+    """An instance of a class that TorchRL might have."""
+    return type(name, (), {"__module__": "torchrl.data.replay_buffers"})()
+
+
+BUFFERS = (ReplayBuffer, TensorDictReplayBuffer)
+
+
+@pytest.mark.parametrize("buffer", BUFFERS)
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [("storage", "LazyTensorStorage"), ("sampler", "RandomSampler"), ("writer", "RoundRobinWriter")],
+)
+def test_a_part_of_torchrls(buffer: type, part: str, name: str):
+    message = (
+        f"got TorchRL's {name}: take gpubuf.data's class of that name here, and gpubuf.integrations.torchrl's in a "
+        "buffer of TorchRL's"
+    )
+    for given in (theirs(name), lambda: theirs(name)):
+        with pytest.raises(TypeError, match=f"^expected a .* or a function that returns one, {message}$"):
+            buffer(**{part: given})
+    setter = getattr(buffer(), f"set_{part}")
+    with pytest.raises(TypeError, match=message):
+        setter(theirs(name))
+
+
+def test_a_storage_of_torchrls_for_a_sampler_or_a_writer():
+    with pytest.raises(
+        TypeError, match=r"^gpubuf's samplers need a TensorStorage, got TorchRL's LazyTensorStorage: take"
+    ):
+        gpubuf.data.RandomSampler().bind(theirs("LazyTensorStorage"))
+    with pytest.raises(
+        TypeError, match=r"^gpubuf's writers need a TensorStorage, got TorchRL's LazyTensorStorage: take"
+    ):
+        gpubuf.data.RoundRobinWriter().register_storage(theirs("LazyTensorStorage"))
+
+
+def test_a_part_of_nobodys():
+    with pytest.raises(TypeError, match=r"^expected a Storage or a function that returns one, got int$"):
+        ReplayBuffer(storage=3)
+
+
+@pytest.mark.parametrize("name", sorted(missing_names.DATA))
+def test_a_name_that_is_missing(name: str):
+    """The import itself says it."""
+    assert name not in gpubuf.data.__all__
+    with pytest.raises(ImportError, match=f"^gpubuf.data has no {name} as TorchRL does: ..."):
+        importlib.import_module("gpubuf.data").__getattr__(name)
+    with pytest.raises(ImportError, match=f"has no {name}"):
+        exec(f"from gpubuf.data import {name}", {})
+
+
+def test_a_loss_that_is_missing():
+    with pytest.raises(ImportError, match=r"^gpubuf\.objectives has no PPOLoss as TorchRL may do: TorchRL's takes"):
+        exec("from gpubuf.objectives import PPOLoss", {})
+
+
+@pytest.mark.parametrize("module", [gpubuf.data, gpubuf.objectives])
+def test_a_name_that_nobody_has(module: Any):
+    with pytest.raises(AttributeError, match=r"^module 'gpubuf\.\w+' has no attribute 'Nothing'$"):
+        _ = module.Nothing
+    assert not hasattr(module, "nothing")
+
+
+@pytest.mark.parametrize("buffer", [PrioritizedReplayBuffer, TensorDictPrioritizedReplayBuffer])
+def test_writers_in_other_processes(buffer: Any):
+    with pytest.raises(NotImplementedError, match="leave it out, and send the rows to the process that has the buffer"):
+        buffer(alpha=0.6, beta=0.4, sync=False)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("service_backend", "ray"),
+        ("service_backend_options", {"a": 1}),
+        ("transport", "distributed"),
+        ("transport_options", {"a": 1}),
+        ("shared", True),
+    ],
+)
+def test_buffers_in_other_processes(argument: str, value: Any):
+    with pytest.raises(NotImplementedError, match=rf"^{argument}=.* is not supported.*: .*process"):
+        ReplayBuffer(**{argument: value})
