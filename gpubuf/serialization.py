@@ -14,12 +14,12 @@ import math
 import os
 import zlib
 from collections import namedtuple
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, is_non_tensor
 from torch import Tensor
 
 Buffer = bytes | memoryview
@@ -262,6 +262,8 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         if hasattr(value, "_fields"):
             return {"$namedtuple": [type(value).__name__, list(value._fields), items]}
         return items if isinstance(value, list) else {"$tuple": items}
+    if is_non_tensor(value):
+        return {"$nontensor": _encode(value.tolist(), path, tensors), "batch_size": list(value.batch_size)}
     if isinstance(value, TensorDictBase):
         rows = {key: _encode(item, f"{path}.{key}" if path else key, tensors) for key, item in value.items()}
         return {"$tensordict": rows, "batch_size": list(value.batch_size)}
@@ -286,6 +288,8 @@ def _decode(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
     if "$tensordict" in tree:
         rows = {key: _decode(item, tensors) for key, item in tree["$tensordict"].items()}
         return TensorDict(rows, tree["batch_size"])
+    if "$nontensor" in tree:
+        return _non_tensor(_decode(tree["$nontensor"], tensors), tree["batch_size"])
     if "$float" in tree:
         return float(tree["$float"])
     if "$tuple" in tree:
@@ -297,6 +301,12 @@ def _decode(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
     if "$dict" in tree:
         return {_decode(key, tensors): _decode(item, tensors) for key, item in tree["$dict"]}
     return {key: _decode(item, tensors) for key, item in tree.items()}
+
+
+def _non_tensor(values: Any, shape: Sequence[int]) -> NonTensorData | NonTensorStack:
+    if not shape or not all(shape):
+        return NonTensorData(values, batch_size=shape)
+    return NonTensorStack(*(_non_tensor(value, shape[1:]) for value in values))
 
 
 def _header(tensors: Mapping[str, Tensor], tree: str) -> bytes:

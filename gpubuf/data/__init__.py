@@ -37,6 +37,7 @@ from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.data.samplers.trajectory_index import Trajectories, TrajectoryIndex
 from gpubuf.data.samplers.without_replacement import SamplerWithoutReplacement
 from gpubuf.data.storages.codecs import Codec
+from gpubuf.data.storages.list_storage import ListStorage
 from gpubuf.data.storages.memmap_storage import LazyMemmapStorage
 from gpubuf.data.storages.tensor_storage import LazyTensorStorage, Storage, TensorStorage
 from gpubuf.missing_names import refuse
@@ -49,6 +50,7 @@ __all__ = [
     "ImmutableDatasetWriter",
     "LazyMemmapStorage",
     "LazyTensorStorage",
+    "ListStorage",
     "Mirror",
     "MixedReplayBuffer",
     "MultiStepTransform",

@@ -140,7 +140,9 @@ class ColumnWrites:
         given = self._sampler.has_priorities and storage.written_layout.position(priority) is not None
         learns = pipeline is not None and pipeline.learns
         plain = type(self._writer).extend is RoundRobinWriter.extend
-        return _Plan(storage, self._writer, self._sampler, direct=plain and not (given or learns))
+        return _Plan(
+            storage, self._writer, self._sampler, direct=plain and storage.host is None and not (given or learns)
+        )
 
     def _write_tensordict(self, columns: Columns, one_step: bool) -> None:
         storage = self._storage

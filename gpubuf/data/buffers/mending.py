@@ -57,6 +57,8 @@ class Mending:
         """Whether an interrupted write has written rows; the sampler knows of them then."""
         storage = self._storage
         storage.refresh()
+        if storage.host is not None:
+            storage.host.settle(storage.written)
         n = min(storage.written - written, storage.max_size)
         if n > 0:
             first = storage.written - n

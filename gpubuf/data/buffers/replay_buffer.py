@@ -188,7 +188,7 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, S
             self._transform,
             self._lock,
             self._prefetcher,
-            collate_fn=self._collate_fn,
+            collate_fn=self._collate_fn or self._storage.default_collate,
             pin_memory=self._pin_memory,
             batch_size=self._batch_size,
             relabel=self._relabel,
@@ -343,8 +343,9 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, S
         """Rows by index, transformed. Ints and slices give views of the storage, all else copies."""
         with self._lock:
             data = self._read(index)
-            if self._collate_fn is not None and not isinstance(index, int):
-                data = self._collate_fn(data)
+            collate = self._collate_fn or self._storage.default_collate
+            if collate is not None and not isinstance(index, int):
+                data = collate(data)
             return self._transform(data) if len(self._transform) else data
 
     def _read(self, index: Any) -> Data:

@@ -101,7 +101,7 @@ class Batches:
             batch = take(functools.partial(self._draw, n, False, batches), self.finish)
         if batch is None:
             batch = self.finish(self._draw(n, include_info, batches))
-        if include_info and not batch.has_info:
+        if include_info and not batch.has_info and hasattr(batch.data, "set"):
             put(batch.data, batch.info, self._storage.ndim)
         return batch
 
@@ -109,6 +109,7 @@ class Batches:
     def plain(self) -> bool:
         """Whether batches are copies of rows as they are stored, and nothing else."""
         copied = self._reader is self._storage and not self._storage.computed and self._relabel is None
+        copied = copied and self._storage.host is None
         return copied and self._collate_fn is None and not self._pin_memory and not len(self._transform)
 
     def part(self, n: int, batches: int | None = None) -> Batch:
@@ -119,6 +120,8 @@ class Batches:
         Raises:
             ValueError: rows are doubled.
         """
+        if self._storage.host is not None:
+            raise ValueError("a buffer of data that are not tensors can't have a part in batches of several buffers")
         if self._doubled:
             raise ValueError("a buffer with Mirror(mode='double') can't have a part in batches of several buffers")
         return self._draw(n, False, batches, whole=False)
@@ -160,7 +163,11 @@ class Batches:
                 and not len(self._transform)
                 and reader.batch_layout.takes_info
             )
-            data = reader.assemble(drawn.tensors, info if direct else None, drawn.batch_size)
+            extra, host = info if direct else None, storage.host
+            if host is None:
+                data = reader.assemble(drawn.tensors, extra, drawn.batch_size)
+            else:
+                data = host.assembled(reader, drawn.tensors, drawn.positions, drawn.batch_size, extra)
             return Batch(data, info, sampler.ran_out, direct)
 
     def _info(self, drawn: Drawn, whole: bool) -> dict[Any, Tensor]:

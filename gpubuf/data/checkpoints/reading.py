@@ -85,7 +85,8 @@ def pieces(storage: TensorStorage, rows: RowFiles, parts: list[list[Tensor]], ad
     places = [order[leaf.key] for leaf in layout.leaves]
 
     def data(tensors: list[Tensor]) -> Data:
-        return layout.assemble([tensors[i] for i in places], tuple(tensors[0].shape[: storage.ndim]), None)
+        own = tuple(tensors[0].shape[: storage.ndim]) if tensors else (0, *batch)
+        return layout.assemble([tensors[i] for i in places], own, None)
 
     told = set[str]()
 

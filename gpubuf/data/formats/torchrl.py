@@ -26,6 +26,7 @@ from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.data.storages import memmap_files as files
 from gpubuf.data.storages.layout import Data, RowLayout
 from gpubuf.data.storages.tensor_storage import LazyTensorStorage, Storage, TensorStorage
+from gpubuf.data.storages.trees import TreeLayout
 
 _WRITER_FILE = "metadata.json"
 _BUFFER_FILE = "buffer_metadata.json"
@@ -208,6 +209,9 @@ def _write_rows(buffer: ReplayBuffer, folder: Path) -> None:
         raise RuntimeError("the buffer is empty: nothing was ever written to it")
     layout, shape = storage.written_layout, tuple(storage.shape)
     files.check_names(layout)
+    if layout.host or isinstance(layout, TreeLayout):
+        what = f"{list(layout.host)} are not tensors" if layout.host else "the rows are dicts, tuples or lists"
+        raise ValueError(f"only TensorDicts of tensors are written in TorchRL's form; {what}. save() takes them")
     (folder / "storage").mkdir()
     (folder / "writer").mkdir()
     targets = [

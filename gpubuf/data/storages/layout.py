@@ -7,7 +7,6 @@ the kernels a flat list of tensors, and cuts the arena that a gather returns int
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -15,21 +14,15 @@ from tensordict import TensorDict, TensorDictBase, is_non_tensor, is_tensorclass
 from torch import Tensor
 
 from gpubuf.data.storages.containers import first_of
+from gpubuf.data.storages.leaves import Key as Key
+from gpubuf.data.storages.leaves import Leaf as Leaf
+from gpubuf.data.storages.leaves import Node as Node
+from gpubuf.data.storages.leaves import as_key as as_key
+from gpubuf.data.storages.leaves import as_written as as_written
 from gpubuf.kernels.rows import ALIGNMENT, arena_offsets
 
 # A Tensor, a TensorDictBase or a tensorclass, or containers of these: there is no common type.
 Data = Any
-Key = tuple[str, ...]
-
-
-def as_key(key: Any) -> Key:
-    """A key as its user writes it (``"reward"``, ``("next", "reward")``, nested further) as a flat tuple of names."""
-    return (key,) if isinstance(key, str) else tuple(name for part in key for name in as_key(part))
-
-
-def as_written(key: Key) -> str | Key:
-    """The shortest way to write a key: the name alone where there is only one."""
-    return key[0] if len(key) == 1 else key
 
 
 def batch_shape(data: Data, ndim: int) -> tuple[int, ...]:
@@ -74,41 +67,6 @@ def device_of(data: Data) -> torch.device:
 
 #: Bytes of a batch from which on it is one allocation on the CPU too.
 _LARGE_BATCH = 1 << 20
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """One key of a row. ``shape`` is that of a single row, contiguous."""
-
-    key: Key
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...] = field(init=False)
-    n_elements: int = field(init=False)
-    row_bytes: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        strides, n_elements = [], 1
-        for length in reversed(self.shape):
-            strides.append(n_elements)
-            n_elements *= length
-        object.__setattr__(self, "strides", tuple(reversed(strides)))
-        object.__setattr__(self, "n_elements", n_elements)
-        object.__setattr__(self, "row_bytes", n_elements * self.dtype.itemsize)
-
-    @property
-    def name(self) -> str:
-        """The key as its user writes it: ``'reward'`` or ``('next', 'reward')``."""
-        return repr(as_written(self.key))
-
-
-@dataclass(frozen=True)
-class Node:
-    """One level of a nested row: children by name, each a position in ``RowLayout.leaves`` or another node."""
-
-    children: dict[str, int | Node]
-    batch_suffix: tuple[int, ...]  # batch dimensions beyond the storage's, as in ("agents",) of shape [B, n_agents]
-    tensorclass: type | None
 
 
 class ArenaPlan(NamedTuple):
@@ -175,6 +133,8 @@ class RowLayout:
     def __init__(self, example: Data, batch_dims: int, ignored: frozenset[str] = frozenset()) -> None:
         self.ignored = ignored
         self.leaves: list[Leaf] = []
+        #: The keys of data that are not tensors, and the batch dimensions that a row of each has.
+        self.host: dict[Key, tuple[int, ...]] = {}
         self.root = self._describe(example, (), batch_dims)
         #: Whether a batch is a plain TensorDict, rather than a tensor or a tensorclass.
         self.is_tensordict = isinstance(self.root, Node) and self.root.tensorclass is None
@@ -198,13 +158,17 @@ class RowLayout:
         if is_non_tensor(data) or not (isinstance(data, TensorDictBase) or is_tensorclass(data)):
             where = f"key {path!r} holds" if path else "the data is"
             raise TypeError(
-                f"only tensors, TensorDicts and tensorclasses can be stored; {where} a {type(data).__name__}"
+                f"only tensors, TensorDicts and tensorclasses can be stored; {where} a {type(data).__name__}. "
+                "A ListStorage takes any object"
             )
-        children = {
-            name: self._describe(value, (*path, name), batch_dims)
-            for name, value in _tensordict_of(data).items()
-            if path or name not in self.ignored
-        }
+        children: dict[str, int | Node] = {}
+        for name, value in _tensordict_of(data).items():
+            if not path and name in self.ignored:
+                continue
+            if is_non_tensor(value):
+                self.host[*path, name] = tuple(value.batch_size[batch_dims:])
+            else:
+                children[name] = self._describe(value, (*path, name), batch_dims)
         return Node(children, tuple(data.batch_size[batch_dims:]), type(data) if is_tensorclass(data) else None)
 
     def with_leaves(self, leaves: Sequence[Leaf]) -> RowLayout:
@@ -257,6 +221,9 @@ class RowLayout:
         found: dict[str, Any] = data._tensordict if type(data) is TensorDict else dict(_tensordict_of(data).items())
         if not path and not self.ignored.isdisjoint(found):
             found = {name: value for name, value in found.items() if name not in self.ignored}
+        if found.keys() != node.children.keys() and self.host:
+            # :class:`~gpubuf.data.storages.host_rows.HostRows` looks after these.
+            found = {name: value for name, value in found.items() if (*path, name) not in self.host}
         if found.keys() != node.children.keys():
             missing = [(*path, name) for name in node.children if name not in found]
             extra = [(*path, name) for name in found if name not in node.children]

@@ -145,6 +145,10 @@ class LazyMemmapStorage(LazyTensorStorage):
         self.counters.set(written, size)
 
     def _establish(self, form: Form, shape: tuple[int, ...], data_device: torch.device) -> None:
+        if form.written.host:
+            raise NotImplementedError(
+                f"{list(form.written.host)} are not tensors, and files hold tensors only: use a LazyTensorStorage"
+            )
         self._tree = saved_tree(form.written)
         super()._establish(form, shape, data_device)
 

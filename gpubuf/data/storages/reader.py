@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gpubuf.data.storages.fields import field_table
 from gpubuf.data.storages.forms import NEXT_KEY, Form
-from gpubuf.data.storages.layout import Data, RowLayout
+from gpubuf.data.storages.layout import Data, RowLayout, as_written
 from gpubuf.data.storages.recipe import STEPS_KEY, Recipe
 from gpubuf.data.storages.ring import Ring
 from gpubuf.data.storages.row_memory import NOT_INITIALIZED
@@ -78,6 +78,9 @@ class Reader:
     def check_rows(self, form: Form) -> None:
         """Raise if rows of ``form`` lack what the recipe needs. See :meth:`Recipe.check_rows`."""
         self.recipe.check_rows(form)
+        late = [as_written(key) for key in form.written.host if key[:1] == (NEXT_KEY,)]
+        if late and self.recipe.n_steps > 1:
+            raise ValueError(f"{late} are not tensors, and can't be those of a later row: n-step batches lack them")
 
     def follow(self) -> None:
         """Read the rows where the storage has them now."""

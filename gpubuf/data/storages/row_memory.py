@@ -15,6 +15,7 @@ from gpubuf.data.storages.fields import NextObservations, field_table, fields_of
 from gpubuf.data.storages.followers import Followed
 from gpubuf.data.storages.followers import Storage as Storage
 from gpubuf.data.storages.forms import Form, Options
+from gpubuf.data.storages.host_rows import HostRows
 from gpubuf.data.storages.layout import Data, RowLayout, batch_shape, device_of
 from gpubuf.data.storages.placement import AUTO, IndexBytes, Placement, place, working_device
 from gpubuf.data.storages.records import by_key, records
@@ -43,6 +44,8 @@ class RowMemory(Followed):
         self.requested_device = device
         self._layout: RowLayout | None = None
         self._form: Form | None = None
+        #: What is kept for each row on the host: data that are not tensors. None: nothing.
+        self.host: HostRows | None = None
         #: Whether rows are written and read by :mod:`gpubuf.kernels.transitions`: what is written, what is stored and
         #: what a batch has may differ then. Rows of other storages are copied by :mod:`gpubuf.kernels.rows`.
         self.computed = False
@@ -299,6 +302,8 @@ class RowMemory(Followed):
         self._form = form
         self.sharing = self._new_sharing(form, shape, placement, ring)
         self._make_tables(placement.device)
+        if form.written.host:
+            self.host = HostRows(form.written.host, self.max_size)
         if self.end_bits is not None:
             self.end_bits.allocate(form, self._shape, self.table)
         # In one step: from here on the storage is initialised.
@@ -401,6 +406,8 @@ class RowMemory(Followed):
         """Forget every row, in O(1); memory stays allocated. No host sync. ``recount``: as for :meth:`Ring.empty`."""
         if self._ring is not None:
             self._ring.empty(recount)
+        if self.host is not None:
+            self.host.forget()
         if self.end_bits is not None:
             self.end_bits.clear()
 
@@ -417,7 +424,7 @@ class RowMemory(Followed):
             self.refresh()
         finally:
             self._laps = -(-self.written // self.max_size)
-            self._layout, self._columns, self._ring, self._placement = None, [], None, None
+            self._layout, self._columns, self._ring, self._placement, self.host = None, [], None, None, None
             self._form = self._fields = self._written_fields = self._raw_fields = self.sharing = None
             self.max_size = self.requested_size
             self.overwrites += 1

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gpubuf.data.storages import host_memory
 from gpubuf.data.storages.forms import Form, Options, check_same, described, written_leaves
+from gpubuf.data.storages.host_rows import saved_host
 from gpubuf.data.storages.layout import Data, Pieces, RowLayout, device_of
 from gpubuf.data.storages.shared_rows import SharedRows
 from gpubuf.data.storages.trees import saved_tree, with_tree
@@ -38,6 +39,8 @@ class SavedRows(SharedRows):
             "rows": parts[0] if len(parts) == 1 else parts,
         }
         state |= saved_tree(self.written_layout)
+        if self.host is not None:
+            state["host"] = self.host.state(len(self))
         return {**state, "form": described(self.form)} if self.computed else state
 
     def _filled_part(self, part: int) -> Data:
@@ -71,7 +74,7 @@ class SavedRows(SharedRows):
         data, size, old_max = pieces.example, state["size"], state["max_size"]
         shape = tuple(state["shape"])
         fresh = self._layout is None
-        form = self.form_of(data, state.get("form"), state.get("tree"))
+        form = self.form_of(data, state)
         form.stored.collect(data, self.ndim)
         own = self._shape[1:] if not fresh else shape[1:]
         if own != shape[1:]:
@@ -94,6 +97,8 @@ class SavedRows(SharedRows):
         if self._rows_on_host:
             # The host is about to write where the GPU may still be reading.
             host_memory.synchronize(self._device)
+        if self.host is not None:
+            self.host.load(state["host"], order)
         for start, part in pieces.parts:
             # The oldest step comes to lie first: all others turn with it.
             place = (start - first // per_step) % (old_max // per_step)
@@ -106,26 +111,31 @@ class SavedRows(SharedRows):
 
     def form_for(self, state: dict[str, Any]) -> Form:
         """The form of the rows of a state: that of this storage. Raises as :meth:`form_of`."""
-        return self.form_of(Pieces.of(state["rows"], self.ndim).example, state.get("form"), state.get("tree"))
+        return self.form_of(Pieces.of(state["rows"], self.ndim).example, state)
 
-    def form_of(self, data: Data, saved: Any, tree: Any = None) -> Form:
+    def form_of(self, data: Data, state: dict[str, Any]) -> Form:
         """The form of the rows of a state: that of this storage.
 
         Args:
             data: rows as they are stored.
-            saved: what the state says about what was written; None: it is what is stored.
-            tree: what it says about the containers of the rows. A storage that has rows keeps its own.
+            state: what says in ``"form"`` what was written, if that is not what is stored, in ``"tree"`` in which
+                containers, and in ``"host"`` what is not in tensors. A storage that has rows keeps its own containers.
 
         Raises:
             ValueError: this storage has, or would have, another one.
         """
+        saved, host = state.get("form"), saved_host(state)
+        if self._form is not None and self._form.written.host != host:
+            own = list(self._form.written.host)
+            raise ValueError(f"the state has the keys {list(host)} that are not tensors, the storage has {own}")
         if self._form is not None and not self.computed and saved is None:
             return self._form
         stored = RowLayout(data, self.ndim, self.ignored_keys)
         form = self._form
         if form is None:
             written = stored if saved is None else stored.with_leaves(written_leaves(saved))
-            form = self.form_like(with_tree(written, tree))
+            written.host = host
+            form = self.form_like(with_tree(written, state.get("tree")))
         if self.computed or saved is not None:
             check_same(form, described(Form.of(stored, Options())) if saved is None else saved)
         return form

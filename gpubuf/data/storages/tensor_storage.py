@@ -77,6 +77,9 @@ class TensorStorage(TorchRLNames, SharedStates):
         columns = [owned_column(t.detach(), placement) for t in layout.collect(storage, ndim)]
         self._adopt(self.form_like(layout), columns, shape, placement)
         self.counters.set(self.max_size, self.max_size)
+        if self.host is not None:
+            self.host.announce(storage, shape, 0)
+            self.host.settle(self.max_size)
 
     # Writing
 
@@ -108,7 +111,13 @@ class TensorStorage(TorchRLNames, SharedStates):
             raise ValueError(f"the storage's shape is {self._shape}, the batch's {shape}: all but the first must agree")
         if self.computed:
             sources = self._sources(sources, self.ndim)
-        return self._append(self._local(sources, self.ndim), n)
+        local, host = self._local(sources, self.ndim), self.host
+        if host is None:
+            return self._append(local, n)
+        host.announce(data, shape, self.written)
+        index = self._append(local, n)
+        host.settle(self.written)
+        return index
 
     def append_columns(self, sources: list[Tensor], n: int) -> Tensor:
         """:meth:`append` of ``n >= 1`` rows, ``[n, ...]`` for each of ``written_layout.leaves``: nothing is checked."""
@@ -165,12 +174,15 @@ class TensorStorage(TorchRLNames, SharedStates):
         sources = layout.collect(data, 1)
         if self.computed:
             sources = self._sources(sources, 1)
+        rows_on_host = None if self.host is None else self.host.rows_of(data, 1)
         self.overwrites += 1
         before = self.begin(DERIVED) if self.end_bits is not None else None
         if self.computed:
             self._write_computed(self._local(sources, 1), index)
         else:
             _write(self.table, self._local(sources, 1), self.ring, index, self.max_size)
+        if rows_on_host is not None and self.host is not None:
+            self.host.put(index.tolist(), rows_on_host)
         if self.end_bits is not None:
             self.rebuild()
             self.end(before)
@@ -295,19 +307,21 @@ class TensorStorage(TorchRLNames, SharedStates):
         layout = self.written_layout
         if index is Ellipsis:
             index = slice(None)
-        if isinstance(index, (int, slice)) and (self._rows_on_host or self.computed):
+        if isinstance(index, (int, slice)) and (self._rows_on_host or self.computed or self.host is not None):
             chosen = torch.arange(self.steps_stored, device=self._device)[index]
             batch: tuple[int, ...] = (*chosen.shape, *self._shape[1:])
             per_step = torch.arange(math.prod(self._shape[1:]), device=self._device)
             flat = (chosen.reshape(-1, 1) * per_step.numel() + per_step).reshape(-1)
             tensors = [t.view((*batch, *t.shape[1:])) for t in self.as_written(flat)]
-            return layout.assemble(tensors, batch, self._device)
+            extra = None if self.host is None else self.host.entries(flat, batch)
+            return layout.assemble(tensors, batch, self._device, extra)
         if isinstance(index, (int, slice)):
             tensors = [column.whole[: self.steps_stored][index] for column in self._columns]
             steps = () if isinstance(index, int) else (len(range(self.steps_stored)[index]),)
             return layout.assemble(tensors, (*steps, *self._shape[1:]), self._device)
         positions = self._positions(index)
-        return layout.assemble(self.as_written(positions), (positions.numel(),), self._device)
+        extra = None if self.host is None else self.host.entries(positions, (positions.numel(),))
+        return layout.assemble(self.as_written(positions), (positions.numel(),), self._device, extra)
 
     def as_written(self, index: Tensor) -> list[Tensor]:
         """Copies of rows, in the dtypes that were written: one tensor ``[n, ...]`` for each of ``written_layout``.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,6 +37,9 @@ class TorchRLNames(RowMemory):
 
     def __setitem__(self, index: Any, data: Data) -> None:
         raise NotImplementedError
+
+    #: Makes a batch of what a draw or an index gives, where the buffer has no ``collate_fn``; None: it is one.
+    default_collate: Callable[[Any], Any] | None = None
 
     # Rows in other forms
 

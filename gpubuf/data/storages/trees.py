@@ -40,11 +40,15 @@ class TreeLayout(RowLayout):
         self.tree: Container = found
         inside = example if is_data(example) else _inside(found, example, batch_dims)
         super().__init__(inside, batch_dims, ignored)
+        if self.host:
+            raise TypeError(
+                f"{list(self.host)} are not tensors: a TensorDict holds such data, a ListStorage any object"
+            )
         self._place_values()
 
     def _place_values(self) -> None:
         """Find the leaf, or the node, of each value in the containers."""
-        self.is_tensordict = False
+        self.is_tensordict = self.takes_info = False
         self._names = self.tree.names
         self._slots: list[int | Node] = []
         for names in self._names:

@@ -1,0 +1,283 @@
+"""Rows with data that are not tensors: text and other values, in lists on the host beside the tensors."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict, is_non_tensor, tensorclass
+
+from gpubuf.data import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    Mirror,
+    MixedReplayBuffer,
+    PrioritizedSampler,
+    ReplayBuffer,
+    SamplerWithoutReplacement,
+    SliceSampler,
+    TensorDictReplayBuffer,
+    TensorStorage,
+    save_torchrl,
+)
+from gpubuf.data.runtime.recording import CaptureError, Recording, recorded
+from gpubuf.data.storages.host_rows import HostRows
+
+
+def rows(n: int, first: int = 0) -> TensorDict:
+    """``n`` rows whose text says their number."""
+    number = torch.arange(first, first + n)
+    told = [f"row {i}" for i in number.tolist()]
+    inner = TensorDict({"number": number.float(), "text": NonTensorStack(*told)}, [n])
+    return TensorDict({"number": number, "text": NonTensorStack(*told), "inner": inner, "kind": "same"}, [n])
+
+
+def numbers(data: TensorDict) -> list[int]:
+    """The numbers of rows, after a check that tensors and text agree."""
+    found = data["number"].reshape(-1).tolist()
+    text, inner = data.get("text"), data["inner"].get("text")
+    assert is_non_tensor(text)
+    assert text.batch_size == data.batch_size == inner.batch_size
+    for told in (text.tolist(), inner.tolist()):
+        assert [told] if isinstance(told, str) else flat(told) == [f"row {i}" for i in found]
+    assert set(flat([data.get("kind").tolist()])) == {"same"}
+    return found
+
+
+def flat(nested: list[Any]) -> list[Any]:
+    return [value for item in nested for value in (flat(item) if isinstance(item, list) else [item])]
+
+
+def filled(n: int = 6, capacity: int = 10, **kwargs: Any) -> TensorDictReplayBuffer:
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(capacity), batch_size=4, **kwargs)
+    buffer.extend(rows(n))
+    return buffer
+
+
+def test_they_come_with_the_rows():
+    buffer = filled()
+    batch = buffer.sample()
+    assert numbers(batch) == batch["index"].tolist()
+    assert numbers(buffer.sample(batches=3))
+    assert buffer.sample(batches=3).get("text").batch_size == (3, 4)
+    assert numbers(buffer[:]) == list(range(6))
+    assert numbers(buffer[1:3]) == [1, 2]
+    assert numbers(buffer[[5, 0]]) == [5, 0]
+    assert buffer[-1]["text"] == "row 5"
+    assert buffer[2:2].batch_size == (0,)
+
+
+def test_they_keep_up_with_the_ring():
+    buffer = filled()
+    assert buffer.add(rows(1, 6)[0]) == 6
+    buffer.extend([rows(2, 7)[0], rows(2, 7)[1]])
+    assert numbers(buffer[:]) == list(range(9))
+    buffer.extend(rows(4, 9))
+    assert numbers(buffer[:]) == [10, 11, 12, *range(3, 10)]
+    # More rows than the capacity: the newest stay.
+    buffer.extend(rows(23, 100))
+    assert sorted(numbers(buffer[:])) == list(range(113, 123))
+    buffer[3] = rows(1, 50)[0]
+    buffer[[0, 1]] = rows(2, 60)
+    buffer[5:7] = rows(1, 70)[0]
+    found = numbers(buffer[:])
+    assert [found[i] for i in (0, 1, 3, 5, 6)] == [60, 61, 50, 70, 70]
+    buffer.empty()
+    assert len(buffer) == 0
+    buffer.extend(rows(2, 5))
+    assert numbers(buffer[:]) == [5, 6]
+    buffer.free()
+    buffer.extend(TensorDict({"a": torch.zeros(3)}, [3]))
+    assert set(buffer[:].keys()) == {"a", "index"}
+
+
+def test_one_value_for_all_rows_and_values_of_other_types():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(4), batch_size=8)
+    values = [None, 2.5, {"key": [1]}, [1, 2]]
+    for value in values:
+        buffer.add(TensorDict({"a": torch.zeros(()), "value": NonTensorData(value)}))
+    assert buffer[:].get("value").tolist() == values
+    buffer.extend(TensorDict({"a": torch.zeros(2), "value": NonTensorData("all", batch_size=[2])}, [2]))
+    assert buffer[:].get("value").tolist() == ["all", "all", *values[2:]]
+
+
+def test_a_batch_that_does_not_fit_is_refused_and_nothing_written():
+    buffer = filled()
+    for wrong, match in (
+        (rows(2).exclude("text"), "missing 'text'"),
+        (rows(2).set("text", torch.zeros(2)), "missing 'text', not a tensor"),
+        (rows(2).set("more", NonTensorStack("a", "b")), "extra"),
+        (rows(2).exclude("number"), "number"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            buffer.extend(wrong)
+    with pytest.raises(ValueError, match="text"):
+        buffer[0] = rows(1).exclude("text")[0]
+    assert numbers(buffer[:]) == list(range(6))
+    assert numbers(buffer.sample())
+    plain = ReplayBuffer(storage=LazyTensorStorage(4))
+    plain.extend(TensorDict({"a": torch.zeros(2)}, [2]))
+    with pytest.raises(ValueError, match="text"):
+        plain.extend(TensorDict({"a": torch.zeros(2), "text": "new"}, [2]))
+
+
+@tensorclass
+class Step:
+    """A tensorclass with a field of text."""
+
+    number: torch.Tensor
+    text: str
+
+
+def test_tensorclasses():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(4), batch_size=3)
+    buffer.extend([Step(number=torch.tensor(i), text=f"row {i}", batch_size=[]) for i in range(3)])
+    batch = buffer.sample()
+    assert isinstance(batch, Step)
+    assert list(batch.text) == [f"row {i}" for i in batch.number.tolist()]
+    assert buffer[1].text == "row 1"
+    other = ReplayBuffer(storage=LazyTensorStorage(4), batch_size=3)
+    other.load_state_dict(buffer.state_dict())
+    assert isinstance(other[:], Step)
+    assert list(other[:].text) == ["row 0", "row 1", "row 2"]
+
+
+def test_states_and_checkpoints(tmp_path: Path):
+    buffer = filled(13, prefetch=1)
+    buffer.sample()
+    buffer.dumps(tmp_path / "first")
+    state = buffer.state_dict()
+    for restore in (lambda other: other.loads(tmp_path / "first"), lambda other: other.load_state_dict(state)):
+        for other in (filled(2), TensorDictReplayBuffer(storage=LazyTensorStorage(10), batch_size=4, prefetch=1)):
+            restore(other)
+            assert numbers(other[:]) == numbers(buffer[:])
+            other.extend(rows(2, 50))
+            assert {50, 51} <= set(numbers(other[:]))
+        larger = TensorDictReplayBuffer(storage=LazyTensorStorage(17), batch_size=4)
+        restore(larger)
+        assert numbers(larger[:]) == list(range(3, 13))
+    same = TensorDictReplayBuffer(storage=LazyTensorStorage(10), batch_size=4, prefetch=1)
+    same.loads(tmp_path / "first")
+    for other in (same, copy.deepcopy(same)):
+        assert numbers(other.sample())
+    assert numbers(buffer.sample()) == numbers(filled_like(tmp_path / "first").sample())
+    # A save builds on the one before.
+    buffer.extend(rows(2, 80))
+    buffer.dumps(tmp_path / "first")
+    same.loads(tmp_path / "first")
+    assert numbers(same[:]) == numbers(buffer[:])
+
+
+def filled_like(path: Path) -> TensorDictReplayBuffer:
+    other = TensorDictReplayBuffer(storage=LazyTensorStorage(10), batch_size=4, prefetch=1)
+    other.loads(path)
+    return other
+
+
+def test_a_state_with_other_keys_is_refused(tmp_path: Path):
+    buffer = filled()
+    state = buffer.state_dict()
+    state["_storage"]["host"][0]["rows"].pop()
+    with pytest.raises(ValueError, match="does not have 6 rows"):
+        filled(2).load_state_dict(state)
+    other = ReplayBuffer(storage=LazyTensorStorage(10))
+    other.extend(rows(2).exclude("text", "kind", ("inner", "text")))
+    with pytest.raises(ValueError, match="not tensors"):
+        filled(2).load_state_dict({**buffer.state_dict(), "_storage": other.state_dict()["_storage"]})
+    assert numbers(buffer[:]) == list(range(6))
+    unsaved = ReplayBuffer(storage=LazyTensorStorage(4))
+    unsaved.extend(TensorDict({"a": torch.zeros(1), "value": NonTensorData(object(), batch_size=[1])}, [1]))
+    with pytest.raises(TypeError, match="host"):
+        unsaved.dumps(tmp_path / "objects")
+
+
+def test_samplers_and_prefetch():
+    for sampler in (SamplerWithoutReplacement(), PrioritizedSampler(10, 1.0, 1.0)):
+        buffer = filled(sampler=sampler, prefetch=2)
+        for _ in range(4):
+            batch = buffer.sample()
+            assert numbers(batch) == batch["index"].tolist()
+    buffer.update_priority(range(6), torch.tensor([0, 0, 1.0, 0, 0, 0]))
+    for _ in range(3):
+        batch = buffer.sample()
+    assert numbers(batch) == [2] * 4
+    slices = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(12), sampler=SliceSampler(slice_len=3, traj_key="episode"), batch_size=6
+    )
+    slices.extend(rows(12).set("episode", torch.arange(12) // 4))
+    found = numbers(slices.sample())
+    assert [found[i + 1] - found[i] for i in (0, 1, 3, 4)] == [1] * 4
+
+
+def test_other_shapes_of_storage():
+    steps = TensorDictReplayBuffer(storage=LazyTensorStorage(12, ndim=2), dim_extend=0, batch_size=5)
+    steps.extend(rows(8).exclude("inner").view(4, 2))
+    told = steps[:].get("text").tolist()
+    assert flat(told) == [f"row {i}" for i in steps[:]["number"].view(-1).tolist()]
+    steps.extend(rows(8, 8).exclude("inner").view(4, 2))
+    assert flat(steps[:].get("text").tolist()) == [f"row {i}" for i in steps[:]["number"].view(-1).tolist()]
+    whole = ReplayBuffer(storage=LazyTensorStorage(5), batch_size=3)
+    whole.extend(rows(8).exclude("inner").view(4, 2))
+    batch = whole.sample()
+    assert batch.get("text").batch_size == (3, 2)
+    assert flat(batch.get("text").tolist()) == [f"row {i}" for i in batch["number"].view(-1).tolist()]
+    full = ReplayBuffer(storage=TensorStorage(rows(4)), batch_size=3)
+    assert numbers(full[:]) == [0, 1, 2, 3]
+    full.extend(rows(2, 4))
+    assert numbers(full[:]) == [4, 5, 2, 3]
+
+
+def test_what_changes_batches_keeps_them_with_their_rows():
+    doubled = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(10), batch_size=4, process=[Mirror({"value": ([1, 0], 1.0)}, mode="double")]
+    )
+    doubled.extend(rows(6).exclude("inner").set("value", torch.ones(6, 2)))
+    batch = doubled.sample()
+    assert batch.get("text").tolist() == [f"row {i}" for i in batch["number"].tolist()]
+    converted = TensorDictReplayBuffer(storage=LazyTensorStorage(10, dtypes={"number": torch.int16}), batch_size=4)
+    converted.extend(rows(6))
+    assert numbers(converted.sample())
+    assert numbers(converted[:]) == list(range(6))
+
+
+def test_an_interrupted_write_is_finished(monkeypatch: pytest.MonkeyPatch):
+    buffer = filled()
+    settle = HostRows.settle
+
+    def interrupted(self: HostRows, written: int) -> None:
+        monkeypatch.setattr(HostRows, "settle", settle)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(HostRows, "settle", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        buffer.extend(rows(3, 6))
+    assert numbers(buffer[:]) == list(range(9))
+    # One that has written nothing leaves nothing behind.
+    monkeypatch.setattr(LazyTensorStorage, "_append", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        buffer.extend(rows(3, 90))
+    monkeypatch.undo()
+    assert numbers(buffer[:]) == list(range(9))
+    buffer.extend(rows(1, 9))
+    assert numbers(buffer[:]) == list(range(10))
+
+
+def test_what_is_refused(tmp_path: Path):
+    buffer = filled()
+    with recorded(Recording()), pytest.raises(CaptureError, match="outside of the step"):
+        buffer.extend(rows(1))
+    assert numbers(buffer[:]) == list(range(6))
+    with pytest.raises(ValueError, match="not tensors"):
+        MixedReplayBuffer([buffer, filled()], batch_size=4).sample()
+    with pytest.raises(NotImplementedError, match="LazyTensorStorage"):
+        ReplayBuffer(storage=LazyMemmapStorage(4, scratch_dir=tmp_path / "rows")).extend(rows(2))
+    with pytest.raises(ValueError, match="not tensors"):
+        save_torchrl(buffer, tmp_path / "dump")
+    n_step = {"next": {"reward": torch.ones(4, 1), "done": torch.zeros(4, 1, dtype=torch.bool), "text": "late"}}
+    with pytest.raises(ValueError, match="later row"):
+        ReplayBuffer(storage=LazyTensorStorage(4), n_steps=2).extend(TensorDict(n_step, [4]))
+    with pytest.raises(TypeError, match="a ListStorage any object"):
+        ReplayBuffer(storage=LazyTensorStorage(4)).extend({"a": TensorDict({"text": "x"}, [2])})

@@ -1,0 +1,201 @@
+"""Objects of any kind in a ListStorage."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from gpubuf.data import (
+    ListStorage,
+    PrioritizedSampler,
+    RandomSampler,
+    ReplayBuffer,
+    SamplerWithoutReplacement,
+    SliceSampler,
+    TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
+)
+
+
+def filled(n: int = 4, capacity: int | None = 6, **kwargs: Any) -> ReplayBuffer:
+    buffer = ReplayBuffer(storage=ListStorage(capacity), batch_size=3, **kwargs)
+    buffer.extend([f"object {i}" for i in range(n)])
+    return buffer
+
+
+def test_objects_come_back():
+    buffer = filled()
+    assert len(buffer) == 4
+    data, info = buffer.sample(return_info=True)
+    assert data == [f"object {i}" for i in info["index"].tolist()]
+    assert buffer[0] == "object 0"
+    assert buffer[-1] == buffer[torch.tensor(3)] == buffer[np.int64(3)] == "object 3"
+    assert buffer[1:3] == ["object 1", "object 2"]
+    assert buffer[[2, 0]] == buffer[torch.tensor([2, 0])] == ["object 2", "object 0"]
+    assert buffer[:] == buffer[...] == [f"object {i}" for i in range(4)]
+    with pytest.raises(IndexError):
+        buffer[4]
+    thing = object()
+    assert buffer.add(thing) == 4
+    assert buffer[4] is thing
+
+
+def test_what_it_is_extended_by():
+    for given in ([0, 1, 2], (0, 1, 2), {0, 1, 2}, range(3), np.arange(3)):
+        buffer = ReplayBuffer(storage=ListStorage(5), batch_size=2)
+        assert buffer.extend(given).tolist() == [0, 1, 2]
+        assert sorted(buffer[:]) == [0, 1, 2]
+    for nothing in ([], (), range(0), torch.zeros(0, 2)):
+        assert buffer.extend(nothing).numel() == 0
+
+
+def test_what_it_refuses():
+    buffer = filled()
+    for wrong in ({"a": torch.zeros(2)}, "text", 3):
+        with pytest.raises(TypeError, match=r"add\(\) writes one object"):
+            buffer.extend(wrong)
+    with pytest.raises(ValueError, match="2 rows are addressed, 1 objects"):
+        buffer[[0, 1]] = ["one"]
+    with pytest.raises(ValueError, match="one batch at a time"):
+        buffer.sample(batches=2)
+    with pytest.raises(KeyError):
+        ReplayBuffer(
+            storage=ListStorage(4), sampler=SliceSampler(slice_len=2, traj_key="episode"), batch_size=2
+        ).extend([1, 2])
+    with pytest.raises(RuntimeError, match="empty"):
+        ReplayBuffer(storage=ListStorage(4), batch_size=2).sample()
+    with pytest.raises(NotImplementedError):
+        buffer.to("cpu")
+    assert buffer[:] == [f"object {i}" for i in range(4)]
+
+
+def test_the_ring():
+    buffer = filled()
+    buffer.extend(["a", "b", "c"])
+    assert buffer[:] == ["c", "object 1", "object 2", "object 3", "a", "b"]
+    assert buffer.extend(list(range(20))).numel() == 20
+    assert sorted(buffer[:]) == list(range(14, 20))
+    buffer[2] = "two"
+    buffer[[3, 4]] = ["three", "four"]
+    assert buffer[2:5] == ["two", "three", "four"]
+    buffer.empty()
+    assert len(buffer) == 0
+    buffer.extend(["new"])
+    assert buffer[:] == ["new"]
+    endless = filled(capacity=None)
+    endless.extend(list(range(1000)))
+    assert len(endless) == 1004
+    endless.empty()
+    endless.extend([1])
+    assert endless[:] == [1]
+
+
+def test_set():
+    storage = ListStorage(4)
+    storage.set(0, "a")
+    storage.set([1, 2], ["b", "c"])
+    storage.set(range(1, 4), ["B", "C", "d"])
+    storage.set(torch.tensor(0), "A")
+    assert storage[:] == storage._storage == ["A", "B", "C", "d"]
+    with pytest.raises(IndexError):
+        storage.set(4, "e")
+    with pytest.raises(IndexError):
+        ListStorage(4).set(1, "b")
+    storage.set(..., [1, 2, 3, 4])
+    assert storage[...] == [1, 2, 3, 4]
+    assert 3 in storage[:]
+    assert storage.contains(3)
+    assert not storage.contains(4)
+
+
+def test_batches_are_stacked_where_objects_allow_it():
+    buffer = ReplayBuffer(storage=ListStorage(10), batch_size=5)
+    given = torch.arange(6.0).view(3, 2)
+    buffer.extend(given)
+    given.zero_()
+    assert buffer.sample().shape == (5, 2)
+    assert buffer[:].tolist() == [[0, 1], [2, 3], [4, 5]]
+    buffer.add(torch.zeros(3))
+    assert [len(row) for row in buffer[[0, 3]]] == [2, 3]
+    trees = ReplayBuffer(storage=ListStorage(10), batch_size=5)
+    trees.extend([{"a": torch.tensor(i), "b": (torch.zeros(2),)} for i in range(3)])
+    batch = trees.sample()
+    assert batch["a"].shape == (5,)
+    assert batch["b"][0].shape == (5, 2)
+    trees.add({"a": "text"})
+    assert isinstance(trees[:], list)
+    own = ReplayBuffer(storage=ListStorage(10), batch_size=5, collate_fn=lambda items: "-".join(items))
+    own.extend(["x", "y"])
+    assert len(own.sample()) == 9
+    assert own[:] == "x-y"
+    assert own[0] == "x"
+
+
+def test_tensordicts():
+    buffer = TensorDictReplayBuffer(storage=ListStorage(10), batch_size=4)
+    buffer.extend(TensorDict({"a": torch.arange(6)}, [6]))
+    buffer.add(TensorDict({"a": torch.tensor(6)}))
+    batch = buffer.sample()
+    assert torch.equal(batch["a"], batch["index"])
+    assert buffer[2]["a"] == 2
+    assert "index" not in buffer.storage[2].keys()
+    ragged = TensorDictReplayBuffer(storage=ListStorage(4), batch_size=2)
+    ragged.extend([TensorDict({"a": torch.zeros(n)}) for n in (1, 2)])
+    assert isinstance(ragged.sample(), list | TensorDict)
+    assert isinstance(ragged[:], list)
+
+
+def test_samplers():
+    epoch = filled(6, sampler=SamplerWithoutReplacement())
+    assert sorted(epoch.sample() + epoch.sample()) == [f"object {i}" for i in range(6)]
+    best = filled(sampler=PrioritizedSampler(6, 1.0, 1.0))
+    best.update_priority(range(4), torch.tensor([0, 0, 1.0, 0]))
+    data, info = best.sample(return_info=True)
+    assert data == ["object 2"] * 3
+    assert info["priority_weight"].shape == (3,)
+    best.add("new")
+    assert set(best.sample() + best.sample() + best.sample()) <= {"object 2", "new"}
+    weighted = TensorDictPrioritizedReplayBuffer(alpha=1.0, beta=1.0, storage=ListStorage(4), batch_size=3)
+    weighted.extend(TensorDict({"a": torch.arange(4)}, [4]))
+    batch = weighted.sample()
+    batch["td_error"] = torch.ones(3)
+    weighted.update_tensordict_priority(batch)
+    ahead = filled(prefetch=2, sampler=RandomSampler())
+    assert all(set(ahead.sample()) <= set(ahead[:]) for _ in range(4))
+
+
+def test_states_and_checkpoints(tmp_path: Path):
+    buffer = ReplayBuffer(storage=ListStorage(4), batch_size=3)
+    buffer.extend([1, "two", {"three": torch.ones(3)}, (4.0, None), [5], TensorDict({"a": torch.ones(2)}, [2])])
+    buffer.sample()
+    buffer.dumps(tmp_path / "objects")
+    state = buffer.state_dict()
+    for restore in (lambda other: other.loads(tmp_path / "objects"), lambda other: other.load_state_dict(state)):
+        for capacity in (4, 9, None):
+            other = filled(capacity=capacity) if capacity else ReplayBuffer(storage=ListStorage(), batch_size=3)
+            restore(other)
+            items = other[:]
+            kinds = sorted(type(item).__name__ for item in items)
+            assert kinds == ["TensorDict", "dict", "list", "tuple"]
+            other.add("more")
+            assert "more" in [item for item in other[:] if isinstance(item, str)]
+    assert str(copy.deepcopy(buffer).sample()) == str(buffer.sample())
+    buffer.add(object())
+    with pytest.raises(TypeError, match="object"):
+        buffer.dumps(tmp_path / "objects")
+    with pytest.raises(ValueError, match="room"):
+        ReplayBuffer(storage=ListStorage(2)).load_state_dict(state)
+
+
+def test_objects_move_to_a_device():
+    buffer = ReplayBuffer(storage=ListStorage(4, device="meta"), batch_size=2)
+    buffer.extend([torch.zeros(2), {"a": (torch.zeros(1),)}, "text"])
+    assert buffer[0].is_meta
+    assert buffer[1]["a"][0].is_meta
+    assert buffer[2] == "text"
