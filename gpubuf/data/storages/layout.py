@@ -166,7 +166,8 @@ class RowLayout:
             if not path and name in self.ignored:
                 continue
             if is_non_tensor(value):
-                self.host[*path, name] = tuple(value.batch_size[batch_dims:])
+                other: Any = value
+                self.host[*path, name] = tuple(other.batch_size[batch_dims:])
             else:
                 children[name] = self._describe(value, (*path, name), batch_dims)
         return Node(children, tuple(data.batch_size[batch_dims:]), type(data) if is_tensorclass(data) else None)

@@ -189,7 +189,7 @@ class ListStorage(TensorStorage):
         """
         items = self.objects.items
         if _is_int(index):
-            item = items[self._positions([int(index)]).item()]
+            item = items[int(self._positions([int(index)]))]
             # Keys that are set in it later are not those of the stored one.
             return item.copy() if isinstance(item, TensorDictBase) or is_tensorclass(item) else item
         return [items[position] for position in self._positions(index).tolist()]
