@@ -29,6 +29,7 @@ SUBJECTS = (
     "losses",
     "discrete",
     "speed",
+    "adapters",
 )
 
 

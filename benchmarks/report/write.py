@@ -8,6 +8,7 @@ fails if a page is out of date. The plot of the slices is drawn from the same ru
 from __future__ import annotations
 
 import argparse
+import functools
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,6 +25,8 @@ from benchmarks.report.training import (
     training_runs_table,
     training_table,
 )
+from benchmarks.studies.adapters.registry import ADAPTERS
+from benchmarks.studies.adapters.section import adapters_section
 from benchmarks.studies.batches import batches_section
 from benchmarks.studies.host import host_section
 from benchmarks.studies.kernels import launches_table, resources_table
@@ -358,6 +361,10 @@ FIGURES: dict[str, Callable[[Runs], str]] = {
     "slices": slices_section,
     "slices_in_short": lambda runs: slices_section(runs, spread=False),
     "curves": curves_section,
+    **{
+        f"adapters_{page}": functools.partial(adapters_section, page)
+        for page in dict.fromkeys(adapter.page for adapter in ADAPTERS.values())
+    },
 }
 
 BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
@@ -365,7 +372,7 @@ BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", r
 
 def pages() -> list[str]:
     """Every page with figures, from the root of the project."""
-    found = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    found = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     return [path.relative_to(ROOT).as_posix() for path in found if BLOCK.search(path.read_text())]
 
 
