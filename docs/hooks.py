@@ -118,7 +118,7 @@ def relinked(markdown: str, page: str, repository: str) -> str:
         else:
             place = f"{repository}/{'tree' if (ROOT / file).is_dir() else 'blob'}/main/{file}{hash_}{anchor}"
         start = match[1]
-        if start == f"[{target.replace('../', '')}](" and file in places:
+        if file in places and file.endswith(".md") and start == f"[{target.replace('../', '')}](":
             start = f"[{title(file)}]("
         return start + place + match[3]
 
