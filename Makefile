@@ -13,6 +13,7 @@ FROM ?=
 VENV := .venv
 COMPAT := .compat
 DOCS := .docs
+RELEASE := .release
 PEERS := .peers
 PEER_NAMES := torchrl cpprb flashbax sb3 holosoma
 READY := $(PEER_NAMES:%=$(PEERS)/%/.ready)
@@ -27,7 +28,7 @@ export PIP_BUILD_CONSTRAINT := $(PIP_CONSTRAINT)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test compat bench gpu sanitize report docs clean
+.PHONY: help train test compat bench gpu sanitize report docs dist clean
 
 help:
 	@echo "make train   train SAC on Pendulum-v1; options: ARGS='--env NAME --uniform --seed 1 ...'"
@@ -41,6 +42,7 @@ help:
 	@echo "make report  write the figures of benchmarks/results/ into README.md and the pages of docs/;"
 	@echo "             FROM='folders' of make gpu are brought there first"
 	@echo "make docs    build the documentation site into site/; warnings are errors"
+	@echo "make dist    build sdist and wheel into dist/, and check them"
 	@echo "make clean   remove environments, caches and build products"
 
 train: $(VENV)/.train
@@ -88,8 +90,13 @@ docs: $(DOCS)/.ready
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet $(ARGS)
 	@echo "open site/index.html"
 
+dist: $(RELEASE)/.ready
+	rm -rf dist
+	$(RELEASE)/bin/python -m build
+	$(RELEASE)/bin/python -m twine check --strict dist/*
+
 clean:
-	rm -rf $(VENV) $(COMPAT) $(DOCS) $(PEERS) site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks .coverage
+	rm -rf $(VENV) $(COMPAT) $(DOCS) $(RELEASE) $(PEERS) site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks .coverage
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 define create_venv
@@ -99,7 +106,7 @@ $(PYTHON) -m venv --clear $(@D)
 @touch $@
 endef
 
-$(VENV)/.created $(COMPAT)/.created $(DOCS)/.created:
+$(VENV)/.created $(COMPAT)/.created $(DOCS)/.created $(RELEASE)/.created:
 	$(create_venv)
 
 # The oldest torch that is supported has no build for the CPU alone on PyPI: its CUDA packages take about 5 GB.
@@ -122,6 +129,10 @@ $(VENV)/.test: $(VENV)/.created $(DECIDES)
 # The API reference is read from the sources, so this environment needs no torch.
 $(DOCS)/.ready: $(DOCS)/.created docs/requirements.txt constraints.txt
 	$(DOCS)/bin/python -m pip install -q -r docs/requirements.txt
+	@touch $@
+
+$(RELEASE)/.ready: $(RELEASE)/.created constraints.txt
+	$(RELEASE)/bin/python -m pip install -q build twine
 	@touch $@
 
 # A peer's environment holds what the peer needs beside ours, and sees the rest there, so that all are measured on one

@@ -1,10 +1,13 @@
 """Wheel and sdist hold what they should: a checkout without symlinks would silently lose the kernels."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
+import tomllib
 import zipfile
 from email.parser import Parser
 from pathlib import Path
@@ -93,11 +96,12 @@ def test_sdist_holds_the_project(sdist_files: list[str]):
     """Package, tests, benchmarks, documentation, and what the two commands need."""
     present = set(sdist_files)
     assert package_files() | {TUNED} <= present
-    for folder in ("tests", "benchmarks", "docs"):
+    for folder in ("tests", "benchmarks", "docs", "examples"):
         expected = {p.relative_to(ROOT).as_posix() for p in (ROOT / folder).rglob("*.[pm][yd]")}
         assert expected
         assert expected <= present
     assert {"LICENSE", "Makefile", "README.md", "constraints.txt", "pyproject.toml", ".ci/run"} <= present
+    assert {"CITATION.cff", "mkdocs.yml", "docs/drawings/ring.svg"} <= present
     assert {"CHANGELOG.md", "CONTRIBUTING.md", ".pre-commit-config.yaml", ".github/workflows/ci.yml"} <= present
     assert not [name for name in present if name.startswith("kernels/") or "__pycache__" in name]
 
@@ -136,6 +140,115 @@ def test_wheel_works_away_from_the_checkout(tree: Path, tmp_path: Path):
     assert run.returncode == 0, run.stderr
     version = wheel.name.split("-")[1]
     assert run.stdout.split() == [str(tmp_path / "gpubuf" / "kernels" / "__init__.py"), version]
+
+
+WITHOUT_EXTRAS = """
+import sys
+
+# None makes a package look as if it were not installed.
+sys.modules.update(dict.fromkeys({missing}))
+import torch
+from tensordict import TensorDict
+import gpubuf
+
+print(gpubuf.__file__, gpubuf.__version__)
+buffer = gpubuf.TensorDictPrioritizedReplayBuffer(
+    alpha=0.6, beta=0.4, storage=gpubuf.LazyTensorStorage(100), batch_size=16, n_steps=2
+)
+done = (torch.arange(120) % 10 == 9).unsqueeze(-1)
+rows = {{"observation": torch.randn(120, 3), "next": {{"reward": torch.randn(120, 1), "done": done}}}}
+buffer.extend(TensorDict(rows, [120]))
+batch = buffer.sample()
+batch["td_error"] = torch.rand(16)
+buffer.update_tensordict_priority(batch)
+buffer.save("saved")
+buffer.load("saved")
+slices = gpubuf.TensorDictReplayBuffer(
+    storage=gpubuf.LazyMemmapStorage(200), sampler=gpubuf.SliceSampler(slice_len=4), batch_size=16
+)
+slices.extend(TensorDict(rows, [120]))
+assert slices.sample()["next", "reward"].shape == (16, 1)
+print(gpubuf.plan(buffer[:4], 1_000).row_bytes)
+"""
+
+
+def packages_of_extras() -> set[str]:
+    """Import names of everything that only an extra installs, and of what these bring along."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = {re.split(r"[^\w-]", line)[0] for lines in project["optional-dependencies"].values() for line in lines}
+    names = {name.replace("-", "_") for name in extras} | {
+        "_pytest",
+        "markdown_it",
+        "h5py",
+        "mujoco",
+        "imageio",
+        "xdist",
+    }
+    # torch itself imports setuptools where it is installed.
+    return names - {"setuptools"}
+
+
+def test_buffers_need_no_extra(tree: Path, tmp_path: Path):
+    """`pip install gpubuf` without extras: write, sample, priorities, slices, files, checkpoints and a plan."""
+    (wheel,) = (tree / "dist").glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    missing = packages_of_extras()
+    assert {"gymnasium", "rich", "matplotlib", "minari", "pytest"} <= missing
+    run = subprocess.run(
+        [sys.executable, "-P", "-c", WITHOUT_EXTRAS.format(missing=missing)],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith(str(tmp_path / "gpubuf"))
+
+
+@pytest.mark.slow
+def test_the_wheel_installs_into_a_fresh_environment(tree: Path, tmp_path: Path):
+    """pip, the library and its command. The environment sees the packages installed here, so nothing is downloaded."""
+    (wheel,) = (tree / "dist").glob("*.whl")
+    environment = tmp_path / "fresh"
+    subprocess.run([sys.executable, "-m", "venv", environment], check=True)
+    python = environment / "bin" / "python"
+    away = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    install = [python, "-m", "pip", "install", "-q", "--no-index", "--no-deps", wheel]
+    subprocess.run(install, env=away, cwd=tmp_path, check=True, capture_output=True)
+    # A plain path: what is installed here as a link to a checkout stays out.
+    own = sysconfig.get_path("purelib", vars={"base": str(environment)})
+    Path(own, "shared.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    program = WITHOUT_EXTRAS.format(missing=packages_of_extras())
+    run = subprocess.run(
+        [python, "-P", "-c", program], env=away, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    file, version, *_ = run.stdout.split()
+    assert file.startswith(str(environment))
+    assert version == wheel.name.split("-")[1]
+    command = [environment / "bin" / "gpubuf", "plan", "--spec", "observation=3:float32", "--capacity", "100"]
+    planned = subprocess.run(command, env=away, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "observation" in planned.stdout, planned.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (ROOT / ".release" / ".ready").exists(), reason="`make dist` has not made its environment")
+def test_twine_accepts_what_is_built(tree: Path):
+    check = [ROOT / ".release" / "bin" / "python", "-m", "twine", "check", "--strict", *(tree / "dist").iterdir()]
+    run = subprocess.run(check, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_the_citation_agrees_with_the_project():
+    """It has no version of its own."""
+    text = (ROOT / "CITATION.cff").read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert f"license: {project['license']}\n" in text
+    assert f"repository-code: {project['urls']['Repository']}\n" in text
+    assert f"name: {project['authors'][0]['name']}\n" in text
+    assert not re.search(r"^version:", text, re.MULTILINE)
 
 
 def test_the_kernels_are_reached_through_a_relative_link():
