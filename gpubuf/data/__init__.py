@@ -4,6 +4,7 @@ from typing import NoReturn
 
 from gpubuf.data.buffers.ensemble import ReplayBufferEnsemble
 from gpubuf.data.buffers.hindsight import Hindsight
+from gpubuf.data.buffers.max_value import TensorDictMaxValueWriter
 from gpubuf.data.buffers.mixed import MixedReplayBuffer
 from gpubuf.data.buffers.multi_step import MultiStepTransform
 from gpubuf.data.buffers.replay_buffer import ReplayBuffer
@@ -71,6 +72,7 @@ __all__ = [
     "SliceSamplerWithoutReplacement",
     "Storage",
     "SumTree",
+    "TensorDictMaxValueWriter",
     "TensorDictPrioritizedReplayBuffer",
     "TensorDictReplayBuffer",
     "TensorDictRoundRobinWriter",

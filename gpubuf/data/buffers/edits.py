@@ -17,7 +17,7 @@ from gpubuf.data.concurrency.locking import BufferLock
 from gpubuf.data.runtime.interruption import DERIVED
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.storages.indexing import as_positions
-from gpubuf.data.storages.layout import Data, Key, Leaf, as_written, batch_shape
+from gpubuf.data.storages.layout import Data, Key, Leaf, as_key, as_written, batch_shape
 from gpubuf.data.storages.tensor_storage import TensorStorage
 
 
@@ -53,7 +53,7 @@ class Edits:
             ValueError: the value has another shape, or the key has no memory of its own (``share_next``, ``prefixes``).
             RuntimeError: nothing has been written yet, or the writer refuses writes. In all cases nothing is written.
         """
-        return self._edit({as_path(key): value}, slice(None), whole=True)
+        return self._edit({as_key(key): value}, slice(None), whole=True)
 
     def set_at_(self, key: Any, value: Any, index: Any) -> Self:
         """Set one key of some rows. No host sync, but for a boolean mask on a GPU.
@@ -72,7 +72,7 @@ class Edits:
             IndexError: an index is beyond the rows stored (CPU; a GPU skips the row and counts a fault).
             KeyError, RuntimeError, ValueError: as :meth:`set_`.
         """
-        return self._edit({as_path(key): value}, index, whole=False)
+        return self._edit({as_key(key): value}, index, whole=False)
 
     def update_(
         self, input_dict_or_td: Any, clone: bool = False, *, keys_to_update: Sequence[Any] | None = None
@@ -92,7 +92,7 @@ class Edits:
         """
         found = _flat(input_dict_or_td, ())
         if keys_to_update is not None:
-            chosen = [as_path(key) for key in keys_to_update]
+            chosen = [as_key(key) for key in keys_to_update]
             found = {key: value for key, value in found.items() if any(key[: len(one)] == one for one in chosen)}
         return self._edit(found, slice(None), whole=True)
 
@@ -111,7 +111,7 @@ class Edits:
                 found[key] = _fitted(value, leaves[position], batch, whole)
             keys, sources = stored_keys(storage, found, positions.numel())
             if keys:
-                generation = storage.generations(positions)
+                generation = storage.counters.without_rewrites(positions, storage.generations(positions))
                 update_keys(storage, self._sampler, positions, keys, sources, generation)
         return self
 
@@ -140,7 +140,10 @@ class Edits:
             self._writer.check_writable()
             storage = self._storage
             if len(self._transform):
-                data = self._transform.inv(data if isinstance(data, Tensor) else data.copy())
+                transformed = self._transform.inv(data if isinstance(data, Tensor) else data.copy())
+                if transformed is None:
+                    return
+                data = transformed
             shape = batch_shape(data, storage.ndim)
             stored = storage.steps_stored
             if shape[0] > stored or (end is not None and shape[0] != min(end, stored)):
@@ -162,26 +165,13 @@ class Edits:
     write_all_in_order = write_all
 
 
-def as_path(key: Any) -> Key:
-    """A key as users write it, as a tuple of names: ``"a"``, ``("a", "b")`` or ``("a", ("b", "c"))``.
-
-    Raises:
-        TypeError: it is none.
-    """
-    if isinstance(key, str):
-        return (key,)
-    if not isinstance(key, (tuple, list)):
-        raise TypeError(f"a key is a string or a tuple of strings, got {type(key).__name__}")
-    return tuple(name for part in key for name in as_path(part))
-
-
 def _flat(value: Any, path: Key) -> dict[Key, Any]:
     """The values under ``path``, by key."""
     if not isinstance(value, (Mapping, TensorDictBase)) and not is_tensorclass(value):
         return {path: value}
     found: dict[Key, Any] = {}
     for name, item in value.items():
-        found |= _flat(item, (*path, *as_path(name)))
+        found |= _flat(item, (*path, *as_key(name)))
     return found
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpubuf.data.buffers.writers import Writer
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.storages.tensor_storage import TensorStorage
 
@@ -21,6 +22,7 @@ class Mending:
     _lock: Any
     _storage: TensorStorage
     _sampler: Sampler
+    _writer: Writer
 
     def _tell_sampler(self, survivors: Tensor) -> None:
         raise NotImplementedError
@@ -46,11 +48,13 @@ class Mending:
         if left.empties:
             storage.empty()
             sampler.empty()
-        elif left.written is None or self._complete_write(left.written):
+            self._writer.empty()
+        elif left.written is None or self._complete_write(left.written) or not self._writer.in_order:
             if not left.counted:
                 storage.refresh()
             storage.rebuild()
             sampler.mend()
+            self._writer.mend()
         storage.end(None)
 
     def _complete_write(self, written: int) -> bool:

@@ -145,7 +145,7 @@ class MixedReplayBuffer:
         """Write a batch to one of the buffers. See :meth:`ReplayBuffer.extend`."""
         return self._buffers[buffer].extend(data)
 
-    def add(self, data: Data, *, buffer: int = 0) -> int | Tensor:
+    def add(self, data: Data, *, buffer: int = 0) -> int | Tensor | None:
         """Write one row to one of the buffers. See :meth:`ReplayBuffer.add`."""
         return self._buffers[buffer].add(data)
 

@@ -38,6 +38,8 @@ from gpubuf.data.runtime.interruption import DERIVED, Unfinished
 from gpubuf.data.runtime.recording import refuse_in_capture
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.random import RandomSampler
+from gpubuf.data.samplers.vectors import vector
+from gpubuf.data.storages.indexing import as_positions
 from gpubuf.data.storages.layout import Data, batch_shape
 from gpubuf.data.storages.reader import Reader
 from gpubuf.data.storages.recipe import Recipe
@@ -173,6 +175,7 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, S
     def _assemble(self) -> None:
         """Make batches of the parts that the buffer has now."""
         reader = self._reader_of(self._storage)
+        self._writer.attach(self._sampler, self._recipe, self._relabel)
         if self._relabel is not None:
             self._relabel.check_recipe(self._recipe, () if self._pipeline is None else self._pipeline.steps)
             self._storage.followed_by(self._relabel)
@@ -291,7 +294,8 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, S
         if index.numel() == 0:
             return no_rows(storage)
         # Of more rows than the capacity only the newest are there.
-        self._tell_sampler(index[-storage.max_size :] if index.numel() > storage.max_size else index)
+        newest = index.numel() > storage.max_size and self._writer.in_order
+        self._tell_sampler(index[-storage.max_size :] if newest else index)
         if pipeline is not None:
             pipeline.on_write(inside(storage.written_layout, data, storage.ndim), storage.ndim)
         storage.end(None)
@@ -306,16 +310,19 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, S
             given = given[-survivors.numel() :]
         self._sampler.on_write(survivors, given)
 
-    def add(self, data: Data) -> int | Tensor:
+    def add(self, data: Data) -> int | Tensor | None:
         """Write one row (of one step of all environments, for storages of several dimensions).
 
         Returns:
-            Its index: an int, or int64 ``[n, ndim]`` for storages of several dimensions. No host sync.
+            Its index: an int, or int64 ``[n, ndim]`` for storages of several dimensions. No host sync. None if the
+            writer did not keep it (:class:`TensorDictMaxValueWriter`).
         """
         with self._lock:
             cursor = self._storage.cursor
             index = self.extend(self._storage.as_batch(data, self.dim_extend))
-            return cursor if self._storage.ndim == 1 and index.numel() else index
+            if self._storage.ndim > 1 or not index.numel():
+                return index
+            return cursor if self._writer.in_order else self._writer.added(index)
 
     def __setitem__(self, index: Any, data: Data) -> None:
         """Overwrite rows in place. Priorities stay as they are: announce the change with :meth:`mark_update`."""
@@ -334,6 +341,7 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, S
             self._prefetcher.discard()
             before = self._storage.begin(Unfinished(empties=True))
             self._storage.empty(empty_write_count)
+            self._writer.empty(empty_write_count)
             self._sampler.empty()
             self._storage.end(before)
 
@@ -402,6 +410,10 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, S
         if priority is None:
             return self._update_from_batch(index)
         with _no_lock if _compiling() else self._lock:
+            ring = self._storage._ring
+            if generation is not None and ring is not None and ring.rewritten is not None:
+                index = as_positions(index, self._storage.shape, self._storage.device)
+                generation = ring.without_rewrites(index, vector(generation, torch.int64, index))
             before = self._storage.begin(DERIVED)
             self._sampler.update_priority(index, priority, generation=generation)
             self._storage.end(before)

@@ -172,6 +172,9 @@ class Batches:
 
     def _info(self, drawn: Drawn, whole: bool) -> dict[Any, Tensor]:
         index, generation, shape = drawn.positions, drawn.generation, drawn.batch_size
+        ring = self._storage._ring
+        if ring is not None and ring.rewritten is not None:
+            generation = ring.with_rewrites(index, generation)
         if whole:
             index = self._storage.unravel(index)
         if shape is not None:

@@ -75,7 +75,8 @@ class WriteBack:
             _check_of_drawn_row(storage.form, self._recipe, keys)
             if not keys:
                 return
-            update_keys(storage, self._sampler, positions, keys, sources, vector(generation, torch.int64, positions))
+            generation = storage.counters.without_rewrites(positions, vector(generation, torch.int64, positions))
+            update_keys(storage, self._sampler, positions, keys, sources, generation)
 
 
 def update_keys(

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
+from gpubuf.data.buffers.hindsight import Hindsight
+from gpubuf.data.concurrency.locking import unless_compiling
 from gpubuf.data.runtime.foreign import told
+from gpubuf.data.runtime.interruption import DERIVED
+from gpubuf.data.samplers.base import Sampler
+from gpubuf.data.storages.indexing import as_positions
 from gpubuf.data.storages.layout import Data
+from gpubuf.data.storages.recipe import Recipe
 from gpubuf.data.storages.tensor_storage import Storage, TensorStorage
 
 #: Root keys that a TensorDict writer derives at sampling time instead of storing them.
@@ -16,9 +24,15 @@ DERIVED_KEYS = frozenset({"index", "index_generation"})
 
 
 class Writer:
-    """Base class of writers (the type that buffers accept)."""
+    """Base class of writers (the type that buffers accept).
 
+    Attributes:
+        in_order: declares that rows lie in the order in which they were written, up to the seam of the ring.
+    """
+
+    in_order: ClassVar[bool] = True
     _storage: TensorStorage
+    _served: Sampler | None = None
 
     def register_storage(self, storage: Storage) -> None:
         """Tell the writer which storage it writes to.
@@ -30,9 +44,23 @@ class Writer:
             raise TypeError(f"gpubuf's writers need a TensorStorage, got {told(storage)}")
         self._storage = storage
 
+    def attach(self, sampler: Sampler, recipe: Recipe, relabel: Hindsight | None) -> None:
+        """Called by the buffer, with its other parts: raise if the writer can't serve them."""
+        self._served = sampler
+
     def extend(self, data: Data) -> Tensor:
-        """Write a batch; returns the rows' flat positions, int64 ``[n]``."""
+        """Write a batch; returns the rows' flat positions, int64 ``[n]``: -1 for rows that were not written."""
         raise NotImplementedError
+
+    def added(self, index: Tensor) -> int | Tensor | None:
+        """The result of the buffer's ``add``, from that of :meth:`extend`. For writers that are not ``in_order``."""
+        return index
+
+    def empty(self, recount: bool = False) -> None:
+        """The buffer has forgotten every row. ``recount``: :attr:`write_count` begins again at 0."""
+
+    def mend(self) -> None:
+        """An operation was interrupted that may have written rows. What is derived from them is to be made anew."""
 
     def check_writable(self) -> None:
         """Called before rows are changed, added or forgotten: raise if the writer allows none of that."""
@@ -42,12 +70,79 @@ class Writer:
         """Number of rows written since the buffer was made, or since ``empty()``."""
         return self._storage.rows_written
 
+    # Generations
+
+    @property
+    def tracks_generations(self) -> bool:
+        """Whether samples that have no priorities carry ``"index_generation"`` too."""
+        return bool(getattr(self, "track_generations", False))
+
+    def generations_of(self, index: Any) -> Tensor:
+        """How often each row's place was written. No host sync.
+
+        A row with another generation than at an earlier moment has been overwritten since. Generations move on when a
+        row is written by :meth:`extend` or :meth:`write_at`, and when the buffer is emptied; not when a stored row is
+        changed (``set_``, ``update_if_present``). It is the number that samples carry as ``"index_generation"``, and
+        there is one whether they do or not.
+
+        Args:
+            index: an int, a sequence or a tensor, of flat positions; for storages of several dimensions ``[..., ndim]``
+                coordinates, or a tuple of one tensor per dimension.
+
+        Returns:
+            int64 of the shape of the index, on its device if it is a tensor: 1 and more, and -1 where no row is stored.
+        """
+        storage = self._storage
+        where = index.device if isinstance(index, Tensor) else torch.device("cpu")
+        asked = torch.stack([torch.as_tensor(i) for i in index], -1) if isinstance(index, tuple) else index
+        asked = torch.as_tensor(asked)
+        shape = asked.shape[:-1] if storage.ndim > 1 and asked.ndim > 1 else asked.shape
+        if not storage.initialized:
+            return torch.full(shape, -1, dtype=torch.int64, device=where)
+        positions = as_positions(asked, storage.shape, storage.device)
+        return storage.generations(positions).reshape(shape).to(where)
+
+    def write_at(self, index: Any, data: Data) -> Tensor:
+        """Write rows over stored ones, at places of your own, without moving the cursor.
+
+        They count as new: their generations move on, and a prioritized sampler gives them the priority of new rows. A
+        sampler of slices indexes all rows anew. No host sync.
+
+        Args:
+            index: as for ``buffer[index]``: ints, slices, sequences, tensors. Of duplicates the last one wins.
+            data: ``[n]`` rows, or one row without a batch dimension.
+
+        Returns:
+            The index, as a tensor.
+
+        Raises:
+            IndexError: no row is stored there (CPU; on a GPU nothing is written at places beyond the capacity).
+            ValueError: a key, shape or dtype differs from the storage's.
+            RuntimeError: nothing has been written yet.
+        """
+        sampler, storage = self._served, self._storage
+        with unless_compiling(nullcontext() if sampler is None else sampler.lock):
+            self.check_writable()
+            positions = as_positions(storage.coordinates(index), storage.shape, storage.device)
+            before = storage.begin(DERIVED)
+            storage.write(positions, data.unsqueeze(0) if isinstance(data, Tensor) and isinstance(index, int) else data)
+            storage.counters.rewrite(positions)
+            if sampler is not None:
+                sampler.mark_update(positions)
+            storage.end(before)
+        return torch.as_tensor(index) if isinstance(index, int) else storage.unravel(positions)
+
+    # State
+
     def state_dict(self) -> dict[str, Any]:
         """Everything that the writer needs to go on."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`."""
+        """Restore :meth:`state_dict`, after the storage has been restored."""
+
+    def check_state(self, state: dict[str, Any], capacity: int, size: int) -> None:
+        """Raise unless ``state``, which was read from files, can be loaded; as :meth:`Sampler.check_state`."""
 
 
 class RoundRobinWriter(Writer):

@@ -23,6 +23,9 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore that."""
 
+    def check_state(self, state: dict[str, Any], capacity: int, size: int) -> None:
+        """Raise unless ``state``, which was read from files, can be loaded."""
+
 
 @dataclass(frozen=True)
 class Parts:

@@ -37,6 +37,7 @@ def check(parts: Parts, manifest: Manifest, state: dict[str, Any]) -> None:
         _check_storage(parts.storage, manifest, state["_storage"])
         capacity, size = state["_storage"]["max_size"], state["_storage"].get("size", 0)
         parts.sampler.check_state(state["_sampler"], capacity, size)
+        parts.writer.check_state(state["_writer"], capacity, size)
         _check_transforms(parts.transform, state["_transforms"])
         check_processing(parts.processing, state)
         batch_size = state["_batch_size"]
@@ -61,6 +62,9 @@ def _check_storage(storage: TensorStorage, manifest: Manifest, state: dict[str, 
     )
     skipped = state.get("skipped", 0)
     need(is_count(skipped) and skipped <= written, f"the checkpoint counts {written} rows written, {skipped!r} skipped")
+    rewritten = state.get("rewritten")
+    if rewritten is not None:
+        need_form("rewritten", rewritten, torch.int64, (capacity,))
     per_step = math.prod(shape[1:])
     need(
         per_step > 0 and math.prod(shape) == capacity and size <= min(capacity, written) and written % per_step == 0,

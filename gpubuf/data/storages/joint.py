@@ -106,5 +106,4 @@ class JointRows:
 
 def generations(storage: TensorStorage, positions: Tensor) -> Tensor:
     """Write generations of rows, int64 ``[n]``. No host sync."""
-    capacity = storage.max_size
-    return (storage.ring[rows.WRITTEN] - positions + (capacity - 1)).div(capacity, rounding_mode="floor")
+    return storage.counters.with_rewrites(positions, storage.counters.laps(positions))

@@ -69,6 +69,7 @@ class Ring:
         written: number of rows ever written (mirror). :meth:`empty` moves it on to a multiple of the capacity.
         skipped: how far ``written`` is ahead of the number of rows that users count.
         size: number of valid rows, at positions ``0 .. size - 1`` (mirror).
+        rewritten: how many times each row was overwritten out of turn, int64 ``[capacity]``; None: none ever was.
         updates: how many times single keys of rows were changed in place, so that a checkpoint knows of it.
     """
 
@@ -78,6 +79,7 @@ class Ring:
         self.written = 0
         self.skipped = 0
         self.size = 0
+        self.rewritten: Tensor | None = None
         self.updates = 0
         self._number = next(_numbers)
         _rings[self._number] = self
@@ -150,14 +152,64 @@ class Ring:
         self.written = lap_end
         self.size = 0
 
+    # Rows that are not written at the cursor
+
+    def fill(self, n: int) -> None:
+        """Count ``n`` rows that were written behind the others, or fewer if there was less room. No host sync."""
+        size = self.counters[rows.SIZE]
+        self.counters[: rows.SIZE + 1].add_((size + n).clamp(max=self.capacity) - size)
+        self._fill_mirror(n)
+
+    def _fill_mirror(self, n: int) -> None:
+        recording = current_recording()
+        if recording is not None:
+            recording.after(functools.partial(self._fill_mirror, n))
+            return
+        added = min(self.size + n, self.capacity) - self.size
+        self.written, self.size = self.written + added, self.size + added
+
+    def rewrite(self, index: Tensor, happened: Tensor | None = None) -> None:
+        """Count rows that were overwritten out of turn: their generations move on. No host sync.
+
+        Args:
+            index: int64 ``[n]``, positions of the ring.
+            happened: bool ``[n]``: leave out the others.
+        """
+        if self.rewritten is None:
+            self.rewritten = torch.zeros(self.capacity, dtype=torch.int64, device=self.counters.device)
+        ones = torch.ones_like(index) if happened is None else happened.to(torch.int64)
+        self.rewritten.index_add_(0, index, ones)
+
+    def laps(self, index: Tensor) -> Tensor:
+        """How often the ring has been written over positions, int64 ``[n]``. No host sync."""
+        return (self.counters[rows.WRITTEN] - index + (self.capacity - 1)).div(self.capacity, rounding_mode="floor")
+
     def generations(self, index: Tensor) -> Tensor:
         """The write generations of rows, int64 ``[n]``: -1 where none is stored. No host sync.
 
         ``index`` is int64 ``[n]`` on the counters' device.
         """
-        written, size = self.counters[rows.WRITTEN], self.counters[rows.SIZE]
-        found = (written - index + (self.capacity - 1)).div(self.capacity, rounding_mode="floor")
-        return torch.where((index >= 0) & (index < size), found, -1)
+        found = self.with_rewrites(index, self.laps(index))
+        return torch.where((index >= 0) & (index < self.counters[rows.SIZE]), found, -1)
+
+    def with_rewrites(self, index: Tensor, generation: Tensor) -> Tensor:
+        """The generations of rows, from those that the kernels know, which count laps."""
+        return generation if self.rewritten is None else generation + self._rewrites(index)
+
+    def without_rewrites(self, index: Tensor, generation: Tensor) -> Tensor:
+        """What the kernels have to find for a row that is still the one of ``generation``."""
+        return generation if self.rewritten is None else generation - self._rewrites(index)
+
+    def _rewrites(self, index: Tensor) -> Tensor:
+        assert self.rewritten is not None
+        # Other indices than those of rows are told by the kernels.
+        return self.rewritten.gather(0, index.clamp(0, self.capacity - 1))
+
+    def to(self, device: torch.device) -> None:
+        """Move the counters."""
+        self.counters = self.counters.to(device)
+        if self.rewritten is not None:
+            self.rewritten = self.rewritten.to(device)
 
     def refresh(self) -> None:
         """Read the device's counters into the mirror. Synchronises.

@@ -394,7 +394,7 @@ class RowMemory(Followed):
                 self.end_bits.readdress(table)
         else:
             self.table, self._device = table, placement.device
-            self.counters.counters = self.ring.to(placement.device)
+            self.counters.to(placement.device)
             if self.end_bits is not None:
                 # The shape of the index depends on the device.
                 self.end_bits.allocate(self.form, self._shape, table)
@@ -423,7 +423,7 @@ class RowMemory(Followed):
         try:
             self.refresh()
         finally:
-            self._laps = -(-self.written // self.max_size)
+            self._laps = -(-self.written // self.max_size) + self._most_rewrites()
             self._layout, self._columns, self._ring, self._placement, self.host = None, [], None, None, None
             self._form = self._fields = self._written_fields = self._raw_fields = self.sharing = None
             self.max_size = self.requested_size
@@ -432,6 +432,11 @@ class RowMemory(Followed):
             if self.end_bits is not None:
                 self.end_bits.free()
             self._tell_followers()
+
+    def _most_rewrites(self) -> int:
+        """The largest number of times that a row was overwritten out of turn. Synchronises."""
+        rewritten = self.counters.rewritten
+        return 0 if rewritten is None else int(rewritten.max())
 
     def refresh(self) -> None:
         """Bring ``len()`` up to date after the replay of a captured graph. Synchronises. See :meth:`Ring.refresh`."""

@@ -36,6 +36,7 @@ class SavedRows(SharedRows):
             "written": self.written,
             "skipped": self.written - self.rows_written,
             "size": len(self),
+            "rewritten": self.counters.rewritten,
             "rows": parts[0] if len(parts) == 1 else parts,
         }
         state |= saved_tree(self.written_layout)
@@ -89,6 +90,8 @@ class SavedRows(SharedRows):
             self.counters.set(state["written"], size)
             # Older checkpoints have none.
             self.counters.skipped = state.get("skipped", 0)
+            rewritten = state.get("rewritten")
+            self.counters.rewritten = None if rewritten is None else rewritten.to(self._device, copy=True)
         else:
             first = state["written"] % old_max if size == old_max else 0
             order = (torch.arange(size) + first) % old_max

@@ -1,0 +1,340 @@
+"""The writer that keeps the best rows: as a heap that sees one row after the other, on the host and on a GPU."""
+
+from __future__ import annotations
+
+import copy
+import heapq
+import json
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+from torch import Tensor
+
+from gpubuf import data as gpubuf_data
+from gpubuf.data import (
+    LazyTensorStorage,
+    PrioritizedSampler,
+    ReplayBuffer,
+    SliceSampler,
+    TensorDictMaxValueWriter,
+    TensorDictReplayBuffer,
+)
+from gpubuf.data.buffers import max_value
+from gpubuf.data.buffers.ranks import DeviceRanks, HeapRanks, RankState, comparable
+from tests.support.fake_cuda import fake_cuda, no_blocking_copies
+from tests.support.torchrl_buffers import max_value as recorded
+
+NO_ROWS = torch.empty(0, dtype=torch.float64)
+STREAMS = st.integers(1, 9).flatmap(
+    lambda capacity: st.tuples(
+        st.just(capacity),
+        st.lists(st.lists(st.integers(0, 5) | st.integers(0, 100), min_size=1, max_size=capacity), max_size=8),
+    )
+)
+
+
+class Model:
+    """A heap of (rank, number of the row)."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity, self.seen = capacity, 0
+        self.heap: list[tuple[float, int]] = []
+
+    def show(self, rank: float) -> None:
+        if len(self.heap) < self.capacity:
+            heapq.heappush(self.heap, (rank, self.seen))
+        elif rank > self.heap[0][0]:
+            heapq.heapreplace(self.heap, (rank, self.seen))
+        self.seen += 1
+
+    @property
+    def kept(self) -> list[int]:
+        return sorted(number for _, number in self.heap)
+
+
+@given(STREAMS)
+@settings(max_examples=200, deadline=None)
+def test_both_keep_what_a_heap_keeps(stream):
+    capacity, batches = stream
+    model = Model(capacity)
+    both = [
+        HeapRanks(RankState.of(NO_ROWS, capacity)),
+        DeviceRanks(RankState.of(NO_ROWS, capacity), torch.device("cpu")),
+    ]
+    lying: dict[int, int] = {}
+    for batch in batches:
+        first = model.seen
+        for rank in batch:
+            model.show(rank)
+        index, other = (ranks.admit(comparable(torch.tensor(batch))) for ranks in both)
+        assert torch.equal(index, other)
+        lying |= {place: first + i for i, place in enumerate(index.tolist()) if place >= 0}
+        assert sorted(lying.values()) == model.kept
+        for ranks in both:
+            assert ranks.still_there(index, first).tolist() == index.tolist()
+        states = [ranks.state() for ranks in both]
+        assert all(torch.equal(*pair) for pair in zip(*states, strict=True))
+        # Each goes on from the other's state.
+        both = [HeapRanks(states[1]), DeviceRanks(states[0], torch.device("cpu"))]
+
+
+@pytest.fixture(params=["heap", "vectors"])
+def kind(request, monkeypatch):
+    """Ranks as on a CPU, and as on a GPU."""
+    if request.param == "vectors":
+        monkeypatch.setattr(max_value, "HeapRanks", lambda state: DeviceRanks(state, torch.device("cpu")))
+    return request.param
+
+
+def rows(ranks: Any, start: int = 0) -> TensorDict:
+    """Rows that tell which they are."""
+    rank = torch.as_tensor(ranks, dtype=torch.float64)
+    n = rank.shape[0]
+    number = torch.arange(start, start + n)
+    return TensorDict({"rank": rank, "number": number, "wide": number.float().unsqueeze(-1).expand(n, 5)}, [n])
+
+
+def buffer_of(capacity: int, sampler: Any = None, batch_size: int = 4, **storage: Any) -> TensorDictReplayBuffer:
+    return TensorDictReplayBuffer(
+        storage=LazyTensorStorage(capacity, **storage),
+        writer=TensorDictMaxValueWriter(rank_key="rank"),
+        sampler=sampler,
+        batch_size=batch_size,
+        generator=torch.Generator().manual_seed(5),
+    )
+
+
+@pytest.mark.parametrize("capacity", [1, 7])
+@pytest.mark.parametrize("dtypes", [None, {"wide": torch.float16}])
+def test_a_buffer_keeps_the_best_rows(backend, kind, capacity, dtypes):
+    generator = torch.Generator().manual_seed(capacity)
+    buffer, model = buffer_of(capacity, dtypes=dtypes), Model(capacity)
+    for n in (3, 1, 0, 20, 2, 7, 1, 1, 30):
+        data = rows(torch.randint(0, 12, (n,), generator=generator), start=model.seen)
+        given = data.clone()
+        for rank in data["rank"].tolist():
+            model.show(rank)
+        index = buffer.extend(data)
+        assert (data == given).all()
+        assert sorted(buffer[:]["number"].tolist()) == model.kept
+        assert (index.dtype, index.shape) == (torch.int64, (n,))
+        assert (index >= 0).tolist() == [number in model.kept for number in data["number"].tolist()]
+        stays = index >= 0
+        assert torch.equal(buffer[index[stays]]["number"], data["number"][stays])
+        assert torch.equal(buffer[:]["wide"][:, 0], buffer[:]["number"].float())
+        assert len(buffer) == len(model.kept) == len(buffer.storage)
+    assert (buffer.sample()["rank"] >= min(buffer[:]["rank"])).all()
+
+
+def test_it_keeps_what_torchrl_keeps(kind):
+    assert json.loads(json.dumps(recorded.story(gpubuf_data))) == json.loads(recorded.FILE.read_text())
+
+
+def test_priorities_of_new_rows_and_late_ones(backend, kind):
+    """Rows that are not kept change no priority, and one that was replaced takes no late one (CASES 46)."""
+    buffer = buffer_of(4, PrioritizedSampler(4, alpha=1.0, beta=1.0), 64)
+    index = buffer.extend(rows([5, 1, 3, 4]))
+    buffer.update_priority(index, torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    batch = buffer.sample()
+    # Row 1 leaves for the one of rank 9, the other new one isn't kept.
+    assert buffer.extend(rows([9, 0], start=4)).tolist() == [1, -1]
+    assert buffer.sampler.tree.leaves[:4].tolist() == [1.0, 4.0, 3.0, 4.0]
+    batch["td_error"] = batch["index"] + 10.0
+    buffer.update_tensordict_priority(batch)
+    drawn = set(batch["index"].tolist())
+    due = [10.0 + i if i in drawn and i != 1 else [1.0, 4.0, 3.0, 4.0][i] for i in range(4)]
+    assert buffer.sampler.tree.leaves[:4].tolist() == due
+    again = buffer.sample()
+    assert {int(g) for g in again["index_generation"][again["index"] == 1]} == {2}
+    buffer.update_tensordict_priority(again.set("td_error", torch.full((64,), 7.0)))
+    assert buffer.sampler.tree.leaves[1] == 7.0
+    buffer.update_if_present(batch["index"], batch.select("number") * 0 - 5, generation=batch["index_generation"])
+    assert buffer[:]["number"].tolist() == [-5 if i in drawn and i != 1 else [0, 4, 2, 3][i] for i in range(4)]
+    assert buffer.writer.generations_of(torch.arange(5)).tolist() == [1, 2, 1, 1, -1]
+    buffer.set_("number", 3)
+    assert buffer[:]["number"].tolist() == [3] * 4
+
+
+def test_add_returns_the_place_or_none(kind):
+    buffer = buffer_of(2)
+    assert [buffer.add(rows([rank])[0]) for rank in (4, 2, 1, 3, 9)] == [0, 1, None, 1, 1]
+    assert buffer.write_count == 4
+    assert sorted(buffer[:]["rank"].tolist()) == [4, 9]
+
+
+@pytest.mark.parametrize(("reduction", "due"), [("sum", 1), ("max", 0), ("min", 2), ("mean", 1), ("median", 1)])
+def test_a_rank_of_several_elements(reduction, due):
+    writer = TensorDictMaxValueWriter("r", reduction)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(1), writer=writer)
+    ranks = torch.tensor([[9, -9, 0], [7, 4, 0], [3, 3, 3]])
+    index = buffer.extend(TensorDict({"r": ranks.unsqueeze(-1)}, [3, 3]))
+    assert index.tolist() == [0 if row == due else -1 for row in range(3)]
+
+
+def test_ranks_without_an_order_are_the_lowest(kind):
+    buffer = buffer_of(2)
+    nan, inf = float("nan"), float("inf")
+    assert buffer.extend(rows([nan, -inf, nan, 1.0, inf])).tolist() == [-1, -1, -1, 0, 1]
+    assert buffer.extend(rows([nan, inf, 2.0])).tolist() == [-1, 0, -1]
+
+
+def test_the_state_goes_on(backend, kind, tmp_path):
+    generator = torch.Generator().manual_seed(2)
+    buffer = buffer_of(8, PrioritizedSampler(8, 0.6, 0.4))
+    for _ in range(5):
+        buffer.extend(rows(torch.randint(0, 6, (4,), generator=generator)))
+    buffer.save(tmp_path / "made")
+    others = [buffer_of(8, PrioritizedSampler(8, 0.6, 0.4)) for _ in range(2)]
+    others[0].load(tmp_path / "made")
+    others[1].extend(rows([1.0, 2.0]))
+    others[1].load_state_dict(copy.deepcopy(buffer.state_dict()))
+    others.append(copy.deepcopy(buffer))
+    wider = buffer_of(12, PrioritizedSampler(12, 0.6, 0.4))
+    wider.load(tmp_path / "made")
+    batch = buffer.sample()
+    for other in others:
+        assert (other.sample() == batch).all()
+    more = rows(torch.randint(0, 6, (9,), generator=generator), start=100)
+    index = buffer.extend(more)
+    for other in others:
+        assert torch.equal(other.extend(more), index)
+        assert (other[:] == buffer[:]).all()
+        assert other.write_count == buffer.write_count
+        other.update_priority(batch["index"], 3.0, generation=batch["index_generation"])
+    buffer.update_priority(batch["index"], 3.0, generation=batch["index_generation"])
+    for other in others:
+        assert torch.equal(other.sampler.tree.leaves, buffer.sampler.tree.leaves)
+    assert wider.extend(more[:4]).tolist() == [8, 9, 10, 11]
+    assert len(wider) == 12
+
+
+def test_rows_of_another_writer_are_ranked(kind, tmp_path):
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(4))
+    buffer.extend(rows([3, 8, 1, 7, 5, 6]))
+    buffer.save(tmp_path / "made")
+    loaded = buffer_of(4)
+    loaded.load(tmp_path / "made")
+    buffer.set_writer(TensorDictMaxValueWriter(rank_key="rank"))
+    for one in (buffer, loaded):
+        assert one[:]["rank"].tolist() == [5, 6, 1, 7]
+        assert one.extend(rows([0, 2, 9])).tolist() == [-1, -1, 2]
+        assert one.write_count == 7
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"ranks": torch.zeros(3, dtype=torch.float64)},
+        {"ranks": torch.full((4,), float("nan"), dtype=torch.float64)},
+        {"ages": torch.zeros(4, dtype=torch.int64)},
+        {"ages": torch.arange(4) + 90},
+        {"ages": torch.arange(4) - 1},
+        {"counts": torch.zeros(1, dtype=torch.int64)},
+    ],
+    ids=["fewer", "nan", "the same", "too large", "negative", "no counts"],
+)
+def test_a_damaged_state_is_refused(damage):
+    buffer = buffer_of(6)
+    buffer.extend(rows([1, 2, 3, 4]))
+    state = buffer.writer.state_dict()
+    buffer.writer.check_state(state, 6, 4)
+    with pytest.raises(ValueError, match=r"checkpoint|rank"):
+        buffer.writer.check_state({**state, **damage}, 6, 4)
+
+
+def test_an_emptied_and_a_freed_buffer_begin_anew(kind):
+    buffer = buffer_of(3, PrioritizedSampler(3, 1.0, 1.0))
+    buffer.extend(rows([5, 6, 7, 8]))
+    old = buffer.sample()
+    buffer.empty()
+    assert (len(buffer), buffer.write_count) == (0, 0)
+    assert buffer.extend(rows([1, 2])).tolist() == [0, 1]
+    buffer.update_priority(old["index"], 50.0, generation=old["index_generation"])
+    assert float(buffer.sampler.tree.max_priority) == 1.0
+    newer = buffer.sample()
+    buffer.extend(rows([3, 4, 5]))
+    buffer.free()
+    # The row of rank 0 took the second place for a moment.
+    assert buffer.extend(rows([1, 0, 2, 3])).tolist() == [0, -1, 2, 1]
+    assert sorted(buffer[:]["rank"].tolist()) == [1, 2, 3]
+    for late in (old, newer):
+        buffer.update_priority(late["index"], 50.0, generation=late["index_generation"])
+    assert float(buffer.sampler.tree.max_priority) == 1.0
+
+
+class StopError(Exception):
+    """An interrupt, as of Ctrl-C."""
+
+
+@pytest.mark.parametrize("where", ["update", "rewrite", "fill"])
+def test_an_interrupted_write_is_finished(kind, monkeypatch, where):
+    buffer = buffer_of(4, PrioritizedSampler(4, 1.0, 1.0))
+    buffer.extend(rows([3, 8, 1]))
+    target = type(buffer.storage) if where == "update" else type(buffer.storage.counters)
+
+    def interrupt(*_: Any, **__: Any) -> Any:
+        raise StopError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(target, where, interrupt)
+        with pytest.raises(StopError):
+            buffer.extend(rows([9, 2], start=3))
+    buffer.extend(rows([7, 0, 5], start=10))
+    stored = buffer[:]
+    assert len(buffer) == 4
+    # The rank of every row is that of the row that lies there.
+    buffer.extend(rows([6], start=20))
+    assert torch.equal(buffer[:]["wide"][:, 0], buffer[:]["number"].float())
+    assert buffer[:]["rank"].min() >= stored["rank"].min()
+    assert (buffer.sampler.tree.leaves[:4] > 0).all()
+
+
+def test_what_needs_rows_in_order_is_refused():
+    for parts, text in (
+        ({"sampler": SliceSampler(slice_len=2)}, "SliceSampler"),
+        ({"n_steps": 3}, "n_steps=3"),
+        ({"storage": LazyTensorStorage(4, ndim=2)}, "2 dimensions"),
+        ({"storage": LazyTensorStorage(4, share_next=True)}, "share_next"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            ReplayBuffer(**{"storage": LazyTensorStorage(4), "writer": TensorDictMaxValueWriter(), **parts})
+    with pytest.raises(ValueError, match="reduction must be one of"):
+        TensorDictMaxValueWriter(reduction="first")
+    buffer = buffer_of(4)
+    with pytest.raises(KeyError, match="rank"):
+        buffer.extend(rows([1]).exclude("rank"))
+    with pytest.raises(TypeError, match="ranks the rows of TensorDicts"):
+        ReplayBuffer(storage=LazyTensorStorage(4), writer=TensorDictMaxValueWriter()).extend(torch.zeros(3))
+    assert len(buffer) == 0
+    buffer.extend(rows([1, 2]))
+    with pytest.raises(ValueError, match="number"):
+        buffer.extend(rows([5]).exclude("number"))
+    assert buffer[:]["rank"].tolist() == [1, 2]
+    assert buffer.extend(rows([3])).tolist() == [2]
+
+
+def test_no_host_sync():
+    with fake_cuda():
+        writer = TensorDictMaxValueWriter(rank_key="rank")
+        storage = LazyTensorStorage(100, device="cuda")
+        sampler = PrioritizedSampler(100, 0.6, 0.4)
+        buffer = TensorDictReplayBuffer(storage=storage, writer=writer, sampler=sampler)
+
+        def batch(n: int) -> TensorDict:
+            return TensorDict({"rank": torch.empty(n, 1, device="cuda"), "a": torch.empty(n, 3, device="cuda")}, [n])
+
+        buffer.extend(batch(10))
+        with no_blocking_copies():
+            for n in (1, 60, 300):
+                index: Tensor = buffer.extend(batch(n))
+                assert (index.shape, index.device.type) == ((n,), "cuda")
+            drawn = buffer.sample(16)
+            drawn["td_error"] = torch.empty(16, device="cuda")
+            buffer.update_tensordict_priority(drawn)
+            buffer.update_if_present(drawn["index"], drawn.select("a"), generation=drawn["index_generation"])
+            assert len(buffer) == 100
+            assert buffer.add(batch(1)[0]).shape == (1,)
