@@ -231,3 +231,12 @@ def test_a_negative_position_counts_from_the_last_row():
     buffer = new(Last(), kind=ReplayBuffer)
     buffer.extend(numbers(0, 5))
     assert buffer.sample()["number"].tolist() == [4] * 4
+
+
+def test_a_buffer_gives_back_the_part_that_is_replaced():
+    first, second = Chooses(), Chooses()
+    buffer = new(first)
+    writer, storage = buffer.writer, buffer.storage
+    assert buffer.set_sampler(second) is first
+    assert buffer.set_writer(type(writer)()) is writer
+    assert buffer.set_storage(LazyTensorStorage(5)) is storage

@@ -308,6 +308,32 @@ class TestFiles:
         with pytest.raises(ValueError, match=r"meta\.json|can't be read"):
             other.sampler.loads(tmp_path)
 
+    @pytest.mark.parametrize("changed", [False, True])
+    def test_an_epoch_of_slices_comes_back(self, tmp_path, changed):
+        def filled() -> TensorDictReplayBuffer:
+            sampler = SliceSamplerWithoutReplacement(slice_len=2, end_key=("next", "done"), shuffle=True)
+            buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(30), sampler=sampler)
+            done = torch.arange(24) % 4 == 3
+            buffer.extend(TensorDict({"episode": torch.arange(24) // 4, ("next", "done"): done.unsqueeze(1)}, [24]))
+            return buffer
+
+        buffer, other = filled(), filled()
+        buffer.sampler.dumps(tmp_path / "begun")
+        other.sampler.loads(tmp_path / "begun")
+        seen = buffer.sample(4)["episode"][::2].tolist()
+        buffer.sampler.dumps(tmp_path / "saved")
+        other.sampler.loads(tmp_path / "saved")
+        copied = other.state_dict()["_sampler"]
+        assert copied["ranks"] is copied["epoch"] is None
+        if changed:
+            other.extend(other[:4])
+        rest = [other.sample(4)["episode"][::2] for _ in range(2)]
+        found = sorted([*seen, *torch.cat(rest).tolist()])
+        if not changed:
+            assert found == [0, 1, 2, 3, 4, 5]
+            assert torch.equal(rest[0], buffer.sample(4)["episode"][::2])
+        assert other.sampler.ran_out is not changed
+
     def test_uniform_samplers_have_nothing_to_write(self, tmp_path):
         for sampler in (RandomSampler(), SliceSampler(slice_len=2)):
             sampler.dumps(tmp_path)

@@ -73,10 +73,11 @@ class Composed:
         if self._storage is not self._lock.storage:
             self.set_storage(self._storage)
 
-    def set_storage(self, storage: Storage) -> None:
-        """Replace the storage; the sampler starts afresh."""
+    def set_storage(self, storage: Storage) -> TensorStorage:
+        """Replace the storage; the sampler starts afresh. Returns the one before."""
         with self._lock:
             self._prefetcher.discard()
+            before = self._storage
             new: TensorStorage = component(storage, TensorStorage, default_storage)
             # Raises before anything is replaced.
             self._reader = self._reader_of(new)
@@ -85,11 +86,13 @@ class Composed:
             self._storage = self._lock.storage = new
             self._sampler.empty()
             self._assemble()
+            return before
 
-    def set_sampler(self, sampler: Sampler) -> None:
-        """Replace the sampler; rows already stored count as new to it."""
+    def set_sampler(self, sampler: Sampler) -> Sampler:
+        """Replace the sampler; rows already stored count as new to it. Returns the one before."""
         with self._lock:
             self._prefetcher.discard()
+            before = self._sampler
             sampler = component(sampler, Sampler, RandomSampler)
             if sampler is not self._sampler:
                 sampler.check_recipe(self._recipe)
@@ -97,12 +100,15 @@ class Composed:
                 self._sampler.unbind()
                 self._sampler = sampler
                 self._assemble()
+            return before
 
-    def set_writer(self, writer: Writer) -> None:
-        """Replace the writer."""
+    def set_writer(self, writer: Writer) -> Writer:
+        """Replace the writer. Returns the one before."""
         with self._lock:
             self._prefetcher.discard()
+            before = self._writer
             writer = component(writer, Writer, self._default_writer)
             writer.register_storage(self._storage)
             self._writer = writer
             self._assemble()
+            return before

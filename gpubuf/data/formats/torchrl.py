@@ -258,7 +258,7 @@ def _decode(storage: TensorStorage, targets: list[Tensor]) -> None:
 
 
 def _write_epoch(sampler: Any, folder: Path) -> None:
-    torchrl_state.write_epoch(sampler, folder, anew=True)
+    torchrl_state.write_epoch(folder, None, 0, sampler.drop_last, False)
 
 
 def _write_priorities(sampler: Any, folder: Path) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gpubuf.data.runtime.recording import refuse_in_capture
+from gpubuf.data.samplers import torchrl_state
 from gpubuf.data.samplers.base import Drawn
 from gpubuf.data.samplers.saved_state import demand, is_count, positions_below
 from gpubuf.data.samplers.slices import SliceSampler
@@ -69,6 +72,8 @@ class SliceSamplerWithoutReplacement(SliceSampler):
         self.drop_last, self.shuffle = drop_last, shuffle
         self._ranks: Tensor | None = None
         self._epoch: tuple[int, Rule] | None = None
+        # How many trajectories there were in an epoch of TorchRL's, until the next batch tells whether they are there.
+        self._restored: int | None = None
 
     def _choose_slices(
         self, storage: TensorStorage, index: TrajectoryIndex, n: int, length: int
@@ -79,6 +84,8 @@ class SliceSamplerWithoutReplacement(SliceSampler):
         rule = self._rule(length)
         index.use(rule)
         rng = self.random_state(storage.device)
+        if self._restored is not None:
+            self._go_on(storage, index)
         if self._ranks is None or self._epoch != (storage.written, rule):
             self._begin(storage, index)
         assert self._ranks is not None
@@ -105,6 +112,11 @@ class SliceSamplerWithoutReplacement(SliceSampler):
             raise RuntimeError(index.nothing_eligible())
         self._ranks = self.order_of(total, storage.device, self.shuffle)
         self._epoch = (storage.written, index.rule)
+
+    def _go_on(self, storage: TensorStorage, index: TrajectoryIndex) -> None:
+        """Go on with an epoch that was restored, if there are as many trajectories as then. Synchronises."""
+        same = int(index.total.item()) == self._restored
+        self._epoch, self._restored = (storage.written, index.rule) if same else None, None
 
     def rebuild(self) -> None:
         with self.lock:
@@ -133,11 +145,20 @@ class SliceSamplerWithoutReplacement(SliceSampler):
             self._ranks = self._ranks.to(self.storage.device)
 
     def state_dict(self) -> dict[str, Any]:
-        left = None if self._ranks is None else self._ranks.clone()
+        # What was restored of TorchRL's has no epoch until a batch is drawn.
+        left = None if self._ranks is None or self._epoch is None else self._ranks.clone()
         epoch = None if self._epoch is None else [self._epoch[0], *self._epoch[1]]
         return {**super().state_dict(), "ranks": left, "epoch": epoch, "ran_out": self.ran_out}
 
     def load_state_dict(self, state: dict[str, Any], order: Tensor | None = None) -> None:
+        """Restore :meth:`state_dict`, or TorchRL's: what an epoch has left. TorchRL's has no random stream.
+
+        An epoch of TorchRL's begins anew if there are more or less trajectories than there were.
+        """
+        self._restored = None
+        if "_sample_list" in state:
+            self._load_epoch(state, order)
+            return
         super().load_state_dict(state, order)
         ranks, epoch, self.ran_out = state["ranks"], state["epoch"], state["ran_out"]
         if ranks is None or order is not None:
@@ -146,6 +167,29 @@ class SliceSamplerWithoutReplacement(SliceSampler):
         else:
             written, *rule = epoch
             self._ranks, self._epoch = ranks.to(self.storage.device, copy=True), (written, Rule(*rule))
+
+    def _load_epoch(self, state: dict[str, Any], order: Tensor | None) -> None:
+        super().load_state_dict({}, order)
+        epoch = torchrl_state.epoch_of(state)
+        left, self.drop_last, self.ran_out = epoch["remaining"], bool(state["drop_last"]), epoch["ran_out"]
+        begun = left is not None and left.numel() > 0 and order is None
+        self._ranks = left.to(self.storage.device) if begun else None
+        self._epoch, self._restored = None, epoch["size"] if begun else None
+
+    def dumps(self, path: str | os.PathLike[str]) -> None:
+        """Write the epoch into a folder, as TorchRL does. Synchronises."""
+        with self.lock:
+            total = 0 if self._ranks is None or self._index is None else int(self._index.total.item())
+            torchrl_state.write_epoch(Path(path), self._ranks, total, self.drop_last, self.ran_out)
+
+    def loads(self, path: str | os.PathLike[str]) -> None:
+        """Restore what :meth:`dumps` or TorchRL has written, after the storage has been restored. Synchronises.
+
+        Raises:
+            ValueError: the files are damaged, or there are none.
+        """
+        with self.lock:
+            self.load_state_dict(torchrl_state.read_epoch(Path(path)))
 
     def check_state(self, state: dict[str, Any], capacity: int, size: int) -> None:
         super().check_state(state, capacity, size)

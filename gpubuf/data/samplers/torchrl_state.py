@@ -153,14 +153,19 @@ def epoch_of(state: Mapping[str, Any]) -> dict[str, Any]:
     return {"remaining": remaining, "size": size, "ran_out": bool(state["_ran_out"])}
 
 
-def write_epoch(sampler: Any, folder: Path, *, anew: bool = False) -> None:
-    """Write an epoch as TorchRL's ``dumps`` does; with ``anew`` that of a sampler which has not begun."""
-    state = sampler.state_dict()
-    left = None if anew else state["remaining"]
+def write_epoch(folder: Path, left: Tensor | None, size: int, drop_last: bool, ran_out: bool) -> None:
+    """Write what an epoch has left as TorchRL's ``dumps`` does.
+
+    Args:
+        folder: where to.
+        left: the rows or trajectories left, int64; None: the epoch has not begun.
+        size: how many there are in all.
+        drop_last, ran_out: the sampler's.
+    """
     epoch: dict[str, Any] = {"len_storage": 0, "_sample_list": torch.zeros(0, dtype=torch.int64), "_ran_out": False}
     if left is not None:
-        epoch = {"len_storage": state["size"], "_sample_list": left.cpu().contiguous(), "_ran_out": state["ran_out"]}
-    TensorDict({**epoch, "drop_last": sampler.drop_last}).memmap(folder)
+        epoch = {"len_storage": size, "_sample_list": left.cpu().contiguous(), "_ran_out": ran_out}
+    TensorDict({**epoch, "drop_last": drop_last}).memmap(folder)
 
 
 def read_epoch(folder: Path) -> dict[str, Any]:

@@ -125,7 +125,7 @@ class SamplerWithoutReplacement(Sampler):
     def dumps(self, path: str | os.PathLike[str]) -> None:
         """Write the epoch into a folder, as TorchRL does. Synchronises."""
         with self.lock:
-            torchrl_state.write_epoch(self, Path(path))
+            torchrl_state.write_epoch(Path(path), self._remaining, self._size, self.drop_last, self.ran_out)
 
     def loads(self, path: str | os.PathLike[str]) -> None:
         """Restore what :meth:`dumps` or TorchRL has written. Synchronises.

@@ -71,7 +71,7 @@ class TreeLayout(RowLayout):
         inside = {
             name: value for name, value in self.__getstate__().items() if name not in ("tree", "_names", "_slots")
         }
-        vars(other).update({**inside, "is_tensordict": True})
+        vars(other).update({**inside, "is_tensordict": True, "takes_info": not self.nested_batch})
         return other
 
     def collect(self, data: Data, batch_dims: int) -> list[Tensor]:
