@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+import shutil
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +14,15 @@ import torch
 from tensordict import TensorDict
 
 from gpubuf.data import (
+    LazyMemmapStorage,
     LazyTensorStorage,
     PrioritizedSampler,
     RandomSampler,
     ReplayBuffer,
+    SamplerWithoutReplacement,
+    SliceSampler,
     TensorDictReplayBuffer,
+    load_torchrl,
 )
 from gpubuf.data.storages import torchrl_names
 
@@ -199,3 +205,94 @@ def test_what_programs_read():
     converted.set([0], rows(0, 1))
     with pytest.raises(NotImplementedError, match=r"storage\[index\]"):
         _ = converted._storage
+
+
+# TorchRL's files
+
+DUMPS = Path(__file__).parents[1] / "support" / "torchrl_files" / "torchrl"
+
+
+@pytest.mark.parametrize("name", ["wrapped", "full", "partial", "prioritized"])
+@pytest.mark.parametrize("capacity", [None, 30])
+def test_loads_takes_a_dump_of_torchrl(name: str, capacity: int | None):
+    expected = load_torchrl(DUMPS / name)
+    size = expected.storage.max_size if capacity is None else capacity
+    for sampler in (RandomSampler(), SamplerWithoutReplacement(), PrioritizedSampler(size, 0.5, 0.25, eps=0.0)):
+        buffer = TensorDictReplayBuffer(
+            storage=LazyTensorStorage(size), sampler=sampler, batch_size=3, transform=lambda td: td, prefetch=1
+        )
+        buffer.extend(expected[:2].exclude("index"))
+        buffer.sample()
+        buffer.loads(DUMPS / name)
+        assert len(buffer) == len(expected)
+        assert sorted(buffer[:]["next", "reward"].flatten().tolist()) == sorted(
+            expected[:]["next", "reward"].flatten().tolist()
+        )
+        if capacity is None:
+            assert_same(buffer[:], expected[:])
+        assert buffer.batch_size == expected.batch_size
+        batch = buffer.sample(4)
+        assert_same(batch.select("observation", "action"), buffer[batch["index"]].select("observation", "action"))
+        buffer.extend(expected[:3].exclude("index"))
+        assert len(buffer) == min(len(expected) + 3, size)
+    if name == "prioritized" and capacity is None:
+        buffer.loads(DUMPS / name)
+        assert torch.equal(buffer.sampler.tree.state_dict()["leaves"], expected.sampler.tree.state_dict()["leaves"])
+
+
+def assert_same(one: TensorDict, other: TensorDict) -> None:
+    assert set(one.keys(True, True)) == set(other.keys(True, True))
+    assert all(torch.equal(one[key], other[key]) for key in one.keys(True, True))
+
+
+def test_a_dump_that_does_not_fit_leaves_the_buffer_as_it_was():
+    small = TensorDictReplayBuffer(storage=LazyTensorStorage(3), batch_size=2)
+    small.extend(rows(0, 2))
+    with pytest.raises(ValueError, match="room for 3"):
+        small.loads(DUMPS / "full")
+    other = TensorDictReplayBuffer(storage=LazyTensorStorage(30), batch_size=2)
+    other.extend(rows(0, 2))
+    with pytest.raises(ValueError, match="keys differ"):
+        other.loads(DUMPS / "full")
+    lacking = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(30), sampler=SliceSampler(slice_len=2, end_key="episode"), batch_size=2
+    )
+    with pytest.raises(ValueError, match="episode"):
+        lacking.loads(DUMPS / "full")
+    for buffer in (small, other):
+        assert buffer[:]["a"].tolist() == [0, 1]
+        assert len(buffer.sample()) == 2
+    assert not lacking.initialized
+
+
+def test_slices_and_two_dimensions_of_a_dump():
+    slices = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(8),
+        sampler=SliceSampler(slice_len=2, traj_key=("collector", "traj_ids")),
+        batch_size=4,
+    )
+    slices.loads(DUMPS / "wrapped")
+    found = slices.sample()["observation"][:, 0].view(2, 2)
+    assert torch.equal(found[:, 1] - found[:, 0], torch.ones(2))
+    steps = TensorDictReplayBuffer(storage=LazyTensorStorage(12, ndim=2), batch_size=4)
+    steps.loads(DUMPS / "two_dimensions")
+    assert_same(steps[:], load_torchrl(DUMPS / "two_dimensions")[:])
+    converted = TensorDictReplayBuffer(storage=LazyTensorStorage(8, dtypes={"action": torch.float32}), batch_size=4)
+    converted.extend(load_torchrl(DUMPS / "wrapped")[:3].exclude("index"))
+    converted.loads(DUMPS / "wrapped")
+    assert sorted(converted[:]["action"].flatten().tolist()) == sorted(
+        load_torchrl(DUMPS / "wrapped")[:]["action"].flatten().tolist()
+    )
+
+
+def test_a_storage_of_torchrl_is_replaced_in_files(tmp_path: Path):
+    shutil.copytree(DUMPS / "full" / "storage", tmp_path / "rows")
+    data = load_torchrl(DUMPS / "full")[:2].exclude("index")
+    with pytest.raises(RuntimeError, match="exists"):
+        ReplayBuffer(storage=LazyMemmapStorage(4, scratch_dir=tmp_path / "rows")).extend(data)
+    buffer = ReplayBuffer(storage=LazyMemmapStorage(4, scratch_dir=tmp_path / "rows", existsok=True))
+    buffer.extend(data)
+    assert len(buffer) == 2
+    assert_same(buffer[:], data)
+    again = LazyMemmapStorage.open(tmp_path / "rows")
+    assert_same(again[:], data)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 from gpubuf.data.buffers.transforms import Compose
 from gpubuf.data.buffers.writers import Writer
 from gpubuf.data.checkpoints import restore, saving
 from gpubuf.data.checkpoints.parts import Parts
+from gpubuf.data.checkpoints.torchrl_dumps import is_dump, load_dump
 from gpubuf.data.concurrency.locking import BufferLock
 from gpubuf.data.concurrency.prefetch import Prefetcher
 from gpubuf.data.processing.pipeline import Pipeline
@@ -72,7 +74,17 @@ class Stateful:
         return saving.save(self._lock, self._parts, path, **options)
 
     def load(self, path: str | os.PathLike[str], **options: Any) -> None:
-        """Restore what :meth:`save` wrote; see :func:`gpubuf.data.checkpoints.saving.load`. Synchronises."""
+        """Restore what :meth:`save` wrote; see :func:`gpubuf.data.checkpoints.saving.load`. Synchronises.
+
+        A folder that TorchRL's ``dumps`` has written is recognised: its rows, counters and priorities replace those of
+        the buffer; see :func:`gpubuf.data.checkpoints.torchrl_dumps.load_dump`.
+        """
+        folder = Path(path)
+        if is_dump(folder):
+            with self._lock:
+                self._batch_size = load_dump(self._lock, self._parts, folder)
+                self._assemble()
+            return
         saving.load(self._lock, self._parts, path, **options)
 
     dump = dumps = save

@@ -12,7 +12,7 @@ import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,29 +20,19 @@ from torch import Tensor
 from gpubuf.data.buffers.components import component
 from gpubuf.data.buffers.replay_buffer import ReplayBuffer
 from gpubuf.data.buffers.tensordict_buffers import TensorDictReplayBuffer
+from gpubuf.data.checkpoints.torchrl_dumps import BUFFER_FILE, WRITER_FILE, read_rows, take_rows
 from gpubuf.data.samplers import torchrl_state
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.data.storages import memmap_files as files
-from gpubuf.data.storages.layout import Data, RowLayout
+from gpubuf.data.storages.layout import RowLayout
 from gpubuf.data.storages.tensor_storage import LazyTensorStorage, Storage, TensorStorage
 from gpubuf.data.storages.trees import TreeLayout
 
-_WRITER_FILE = "metadata.json"
-_BUFFER_FILE = "buffer_metadata.json"
 _INDEX = ("index",)
 _COPY_BYTES = 1 << 26
 # Steps ever written are a C int in TorchRL.
 _MAX_STEPS = 2**31 - 1
-
-
-class _Rows(NamedTuple):
-    """The rows of a dump, and the place of the ring's cursor in them; a step is one index of the first dimension."""
-
-    data: Data
-    shape: tuple[int, ...]
-    size: int
-    written: int
 
 
 def load_torchrl(
@@ -80,9 +70,9 @@ def load_torchrl(
     storage = component(storage, TensorStorage, lambda: None) if storage is not None else None
     if storage is not None and len(storage):
         raise ValueError(f"the storage must be empty, it has {len(storage)} rows")
-    found = _read_rows(folder, None if storage is None else storage.ndim)
+    found = read_rows(folder, None if storage is None else storage.ndim)
     priorities = torchrl_state.read_priorities(folder / "sampler")
-    settings = files.read_json(folder / _BUFFER_FILE)
+    settings = files.read_json(folder / BUFFER_FILE)
     if (folder / "transform.t").exists():
         warnings.warn(f"{folder / 'transform.t'} is a pickle: the state of the transforms is not read", stacklevel=2)
     if storage is None:
@@ -90,82 +80,14 @@ def load_torchrl(
     if sampler is None and priorities is not None:
         sampler = PrioritizedSampler(storage.max_size, priorities.alpha, priorities.beta, priorities.eps)
     if settings.get("batch_size") is not None:
-        kwargs.setdefault("batch_size", files.read_count(settings, "batch_size", folder / _BUFFER_FILE))
+        kwargs.setdefault("batch_size", files.read_count(settings, "batch_size", folder / BUFFER_FILE))
     kind = ReplayBuffer if isinstance(found.data, Tensor) else TensorDictReplayBuffer
     buffer = kind(storage=storage, sampler=sampler, **kwargs)
-    order = _append(storage, found) if storage.converts else _take(storage, found)
+    order = take_rows(storage, found)
     if priorities is not None and buffer.sampler.torchrl_form == "priorities":
         state = priorities.state(storage.max_size, found.size, order)
         buffer.sampler.load_state_dict({**buffer.sampler.state_dict(), **state})
     return buffer
-
-
-def _take(storage: TensorStorage, found: _Rows) -> Tensor | None:
-    return storage.load_state_dict(
-        {
-            "initialized": True,
-            "max_size": math.prod(found.shape),
-            "shape": list(found.shape),
-            "written": found.written,
-            "size": found.size,
-            "rows": found.data[: found.size // math.prod(found.shape[1:])],
-        }
-    )
-
-
-def _append(storage: TensorStorage, found: _Rows) -> Tensor:
-    """Write the rows, oldest first, to a storage that converts them. The old position of each."""
-    if found.size > storage.max_size:
-        raise ValueError(f"the dump holds {found.size} rows, the storage has room for {storage.max_size}")
-    capacity, per_step = math.prod(found.shape), math.prod(found.shape[1:])
-    first = found.written % capacity if found.size == capacity else 0
-    steps, oldest = found.size // per_step, first // per_step
-    row_bytes = RowLayout(found.data, len(found.shape), storage.ignored_keys).row_bytes
-    at_once = max(1, _COPY_BYTES // max(1, row_bytes * per_step))
-    for start, stop in ((oldest, steps), (0, oldest)):
-        for step in range(start, stop, at_once):
-            storage.append(found.data[step : min(step + at_once, stop)])
-    # The sampler has not looked at the storage yet.
-    storage.end(None)
-    return (torch.arange(found.size) + first) % capacity
-
-
-def _read_rows(folder: Path, ndim: int | None) -> _Rows:
-    data, size = files.read_rows(folder / "storage", writable=False)
-    path = folder / "writer" / _WRITER_FILE
-    writer = files.read_json(path)
-    cursor = files.read_count(writer, "cursor", path)
-    count = writer.get("write_count")
-    dims = tuple(data.shape)
-    if ndim is None:
-        ndim = 1 if isinstance(data, Tensor) else _guess_ndim(dims, size, count)
-    shape = dims[:ndim]
-    steps, per_step = dims[0] if dims else 0, math.prod(shape[1:])
-    if len(shape) < ndim or steps * per_step == 0:
-        raise ValueError(f"{folder}: rows of shape {dims} are no storage of {ndim} dimension(s)")
-    if size > steps * per_step or size % per_step or cursor >= steps:
-        raise ValueError(
-            f"{folder}: {size} rows and a cursor at step {cursor} are impossible in a storage of shape {shape}"
-        )
-    filled = size // per_step
-    if filled == steps:
-        # TorchRL's count overflows after 2^31 steps, and older versions have none.
-        known = isinstance(count, int) and count >= steps and count % steps == cursor
-        written = count if known else steps + cursor
-    elif filled == cursor or filled == 0:
-        written = filled
-    else:
-        raise ValueError(
-            f"{folder}: the rows are not those of a ring: {filled} steps are filled, the cursor is at {cursor}"
-        )
-    return _Rows(data, shape, size, written * per_step)
-
-
-def _guess_ndim(dims: tuple[int, ...], size: int, count: Any) -> int:
-    """How many dimensions of a TensorDict index rows, which a dump doesn't say: all, unless that can't be."""
-    if isinstance(count, int) and len(dims) > 1 and size == min(count, dims[0]) > 0:
-        return 1
-    return len(dims)
 
 
 def save_torchrl(buffer: ReplayBuffer, path: str | os.PathLike[str]) -> None:
@@ -195,7 +117,7 @@ def save_torchrl(buffer: ReplayBuffer, path: str | os.PathLike[str]) -> None:
         if buffer.sampler.torchrl_form is not None:
             _WRITERS[buffer.sampler.torchrl_form](buffer.sampler, temporary / "sampler")
         settings = {"batch_size": buffer.batch_size, "consume_after_n_samples": None}
-        files.write_json(temporary / _BUFFER_FILE, settings)
+        files.write_json(temporary / BUFFER_FILE, settings)
         os.rename(temporary, target)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -232,7 +154,7 @@ def _write_rows(buffer: ReplayBuffer, folder: Path) -> None:
     steps = state["written"] // math.prod(shape[1:])
     if steps > _MAX_STEPS:
         steps = shape[0] + steps % shape[0]
-    files.write_json(folder / "writer" / _WRITER_FILE, {"cursor": steps % shape[0], "write_count": steps})
+    files.write_json(folder / "writer" / WRITER_FILE, {"cursor": steps % shape[0], "write_count": steps})
 
 
 def _stores_index(buffer: ReplayBuffer, layout: RowLayout) -> bool:

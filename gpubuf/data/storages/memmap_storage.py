@@ -52,7 +52,8 @@ class LazyMemmapStorage(LazyTensorStorage):
         device: ``"cpu"``; ``"auto"`` means the same.
         ndim: number of batch dimensions: 1, or 2 for time-first ``[T, E]`` storage.
         dtypes, batch_dtypes, prefixes: not supported: the files hold what is written, for TorchRL reads them.
-        existsok: open the storage that is in ``scratch_dir`` already, if there is one, with the rows it holds.
+        existsok: open the storage that is in ``scratch_dir`` already, if there is one, with the rows it holds. A
+            storage of TorchRL's, or a mapped TensorDict, is replaced, as TorchRL does; files of anything else are not.
         compilable: accepted for compatibility; every operation can be compiled.
         shared_init: accepted for compatibility, with one warning: a storage belongs to one process.
         auto_cleanup: remove the files when the storage is dropped or the process exits. Default: for temporary folders
@@ -165,10 +166,10 @@ class LazyMemmapStorage(LazyTensorStorage):
         created: list[Path] = []
         try:
             columns = [
-                Column(_create(files.tensor_file(folder, leaf.key), leaf.dtype, (*shape, *leaf.shape), created))
+                Column(self._create(files.tensor_file(folder, leaf.key), leaf.dtype, (*shape, *leaf.shape), created))
                 for leaf in layout.leaves
             ]
-            self._mapped_counters = _create(folder / COUNTERS_FILE, torch.int64, (4,), created)
+            self._mapped_counters = self._create(folder / COUNTERS_FILE, torch.int64, (4,), created)
             files.write_metadata(folder, layout, shape, 0)
             # Last, because it makes the folder a storage.
             files.write_json(
@@ -187,6 +188,19 @@ class LazyMemmapStorage(LazyTensorStorage):
                 path.unlink(missing_ok=True)
             raise
         return columns
+
+    def _create(self, path: Path, dtype: torch.dtype, shape: tuple[int, ...], created: list[Path]) -> Tensor:
+        if self.existsok and (path.parent / files.META_FILE).exists():
+            # Of a storage of TorchRL's, or of a TensorDict. Files of anybody else stay.
+            path.unlink(missing_ok=True)
+        try:
+            tensor = files.create_file(path, dtype, shape)
+        except FileExistsError:
+            raise RuntimeError(
+                f"{path} exists, but is not part of a storage of gpubuf: choose another scratch_dir"
+            ) from None
+        created.append(path)
+        return tensor
 
     def _adopt(self, form: Form, columns: list[Column], shape: tuple[int, ...], placement: Placement) -> None:
         super()._adopt(form, columns, shape, placement)
@@ -251,17 +265,6 @@ class LazyMemmapStorage(LazyTensorStorage):
             self._hold = None
         if self._finalizer is not None:
             self._finalizer.detach()
-
-
-def _create(path: Path, dtype: torch.dtype, shape: tuple[int, ...], created: list[Path]) -> Tensor:
-    try:
-        tensor = files.create_file(path, dtype, shape)
-    except FileExistsError:
-        raise RuntimeError(
-            f"{path} exists, but is not part of a storage of gpubuf: choose another scratch_dir"
-        ) from None
-    created.append(path)
-    return tensor
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
