@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from typing import Any
 import gpubuf.data
 import gpubuf.objectives
 from benchmarks.report.migration.signatures import REQUIRED, Member, Name, described
+from gpubuf import missing_names
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[2] / "docs" / "migration.md"
@@ -65,9 +67,24 @@ def recorded() -> dict[str, Any]:
     return dict(json.loads((HERE / "torchrl.json").read_text()))
 
 
+#: Calls, dotted names, names with capitals inside or with underscores.
+_NAMES = re.compile(r"\b(?:\w+=)?[\w.]+\([^()]*\)|\b\w+(?:\.\w+)+|\b[A-Z]\w*[a-z][A-Z]\w*|\b\w+_\w+")
+
+
+def sentence(text: str) -> str:
+    """What follows a colon in a message, as a sentence of the page, with names of gpubuf's and TorchRL's as code."""
+    text = _NAMES.sub(lambda found: found[0] if found[0] == "TorchRL" else f"`{found[0]}`", text)
+    return text[0].upper() + text[1:] + "."
+
+
 def reasons() -> dict[str, Reason]:
     """What was written by hand, by name (``ReplayBuffer``), item (``ReplayBuffer.sample(batch_size)``) or area."""
-    return {name: Reason(**entry) for name, entry in tomllib.loads((HERE / "reasons.toml").read_text()).items()}
+    by_hand = tomllib.loads((HERE / "reasons.toml").read_text())
+    found = {name: Reason("missing", sentence(text)) for name, text in missing_names.DATA.items()}
+    found["area objectives"] = Reason("missing", "Use " + missing_names.OBJECTIVES + ".")
+    for name, entry in by_hand.items():
+        found[name] = Reason(**{"why": found[name].why if name in found else "", **entry})
+    return found
 
 
 def own_names() -> dict[str, Any]:
@@ -120,6 +137,8 @@ def compared(name: str, entry: Name, value: Any, written: dict[str, Reason]) -> 
         if argument and ours.get(member, {}).get("kind", "method") == "method" and member in ours:
             difference = automatic(theirs[member], ours[member], argument, item)
         by_hand = next((written[f"{base}{item}"] for base in bases if f"{base}{item}" in written), None)
+        if by_hand is None and difference is not None and not difference.why:
+            by_hand = next((written[f"{base}.*"] for base in bases if f"{base}.*" in written), None)
         if by_hand is not None or difference is not None:
             found.others[item] = by_hand or difference  # type: ignore[assignment]
             renamed.add(found.others[item].why)
@@ -158,6 +177,7 @@ def stale_reasons() -> list[str]:
     """Reasons for names that TorchRL has no more, and those that call missing what is here."""
     names, own = recorded()["names"], own_names()
     known = {f"area {entry['area']}" for entry in names.values()} | set(names)
+    known |= {f"{name}.*" for name, entry in names.items() if "members" in entry}
     known |= {f"{name}{item}" for name, entry in names.items() for item, _ in items_of(entry)}
     by_name = {each.name: each for each in comparison()}
     stale = []
@@ -170,7 +190,7 @@ def stale_reasons() -> list[str]:
             stale.append(f"{key}: {reason.state} is no state")
         elif reason.state == "missing" and not reason.probe:
             member = rest.partition("(")[0]
-            here = value is not None and (not rest or (member == rest and hasattr(value, member)))
+            here = value is not None and rest != "*" and (not rest or (member == rest and hasattr(value, member)))
             argument = rest.partition("(")[2].rstrip(")")
             here = here or (
                 bool(argument)
@@ -186,7 +206,7 @@ def unexplained() -> list[str]:
     """Names and items that are not the same, with no sentence that says why."""
     found = []
     for each in comparison():
-        if each.state != "same" and not each.why and not each.found:
+        if each.state != "same" and not each.why and not each.found and not each.area.startswith("other: "):
             found.append(each.name)
         found += [f"{each.name}{item}" for item, reason in each.others.items() if not reason.why]
     return found
@@ -211,8 +231,10 @@ def details(each: Compared, others: dict[str, Reason]) -> str:
     """The section of one class."""
     parts = [f"### `{each.name}`"]
     if others:
-        order = sorted(others.items(), key=lambda pair: (STATES.index(pair[1].state), pair[0]))
-        parts.append(table([[code(item), reason.state, reason.why] for item, reason in order]))
+        together: dict[tuple[str, str], list[str]] = {}
+        for item, reason in sorted(others.items(), key=lambda pair: (STATES.index(pair[1].state), pair[0])):
+            together.setdefault((reason.state, reason.why), []).append(code(item))
+        parts.append(table([[", ".join(items), *reason] for reason, items in together.items()]))
     arguments = [code(item) for item in each.same if item.startswith("(")]
     members = [code(item) for item in each.same if item.startswith(".") and "(" not in item]
     if arguments:
