@@ -6,6 +6,7 @@ TorchRL's answers are recorded in tests/support/torchrl_programs/programs.json.
 from __future__ import annotations
 
 import json
+import tempfile
 import types
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,6 @@ from tests.support.torchrl_programs import calls
 RECORDED = json.loads((Path(__file__).parents[1] / "support" / "torchrl_programs" / "programs.json").read_text())
 #: What gpubuf's batches have and TorchRL's don't: priorities that return late are recognised by it.
 MORE = {"index_generation"}
-#: Programs that need names which gpubuf has not yet.
-WAITING = {"tutorial_storages", "tutorial_any_data", "tutorial_priorities_of_objects", "tutorial_priorities"}
 
 
 class ExcludeTransform:
@@ -49,9 +48,7 @@ def without_more(found: Any) -> Any:
     return [without_more(value) for value in found] if isinstance(found, list) else found
 
 
-@pytest.mark.parametrize(
-    "program", [name for name in calls.PROGRAMS if "error" not in RECORDED[name] and name not in WAITING]
-)
+@pytest.mark.parametrize("program", [name for name in calls.PROGRAMS if "error" not in RECORDED[name]])
 @pytest.mark.filterwarnings("ignore")
 def test_program(program: str):
     found = json.loads(json.dumps(calls.outcome(program, library())))
@@ -93,3 +90,49 @@ def test_a_storage_that_is_assigned():
     buffer._storage = gpubuf.data.TensorStorage(other)
     assert torch.equal(buffer[:]["observation"], other["observation"])
     assert set(buffer.sample().keys()) == {"observation", "index"}
+
+
+@pytest.mark.parametrize("first", [range(5), ["a", 0], [None], (1, 2)], ids=["range", "list", "none", "tuple"])
+def test_objects_in_a_buffer_that_was_given_no_storage(first: Any):
+    """TorchRL's default storage takes anything; tensors still lie in one piece here."""
+    buffer = gpubuf.data.ReplayBuffer(batch_size=4, collate_fn=lambda found: found)
+    buffer.extend(first)
+    assert isinstance(buffer.storage, gpubuf.data.ListStorage)
+    assert len(buffer) == len(first)
+    assert len(buffer.sample()) == 4
+
+
+@pytest.mark.parametrize(
+    "first",
+    [torch.zeros(5, 2), calls.transitions(5), [torch.zeros(2)] * 5, {"a": (torch.zeros(5), [torch.zeros(5)])}],
+    ids=["tensor", "TensorDict", "list", "dict"],
+)
+def test_tensors_in_a_buffer_that_was_given_no_storage(first: Any):
+    buffer = gpubuf.data.ReplayBuffer()
+    buffer.extend(first)
+    assert isinstance(buffer.storage, gpubuf.data.LazyTensorStorage)
+    assert len(buffer) == 5
+
+
+def test_one_object_in_a_buffer_that_was_given_no_storage():
+    buffer = gpubuf.data.ReplayBuffer()
+    assert [buffer.add("a"), buffer.add(1)] == [0, 1]
+
+
+def test_rows_with_their_files():
+    """A folder may be given by a TemporaryDirectory, as the buffer tutorial does, and is that folder."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = tempfile.TemporaryDirectory(dir=name)
+        storage = gpubuf.data.LazyMemmapStorage(10, scratch_dir=folder)
+        assert storage._storage is None
+        buffer = gpubuf.data.ReplayBuffer(storage=storage)
+        rows = TensorDict({"a": torch.arange(3), "b": {"c": torch.ones(3)}}, [3])
+        buffer.extend(rows)
+        for key in ("a", ("b", "c")):
+            file = Path(storage._storage[key].filename)
+            assert file.is_relative_to(folder.name)
+            assert torch.equal(storage._storage[key][:3], rows[key])
+        buffer.extend(rows + 5)
+        assert storage._storage["a"][:6].tolist() == [0, 1, 2, 5, 6, 7]
+        del buffer, storage
+        folder.cleanup()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 import torch
 
-from gpubuf.data.buffers.components import component, default_storage
+from gpubuf.data.buffers.components import DEFAULT_CAPACITY, component, default_storage
 from gpubuf.data.buffers.multi_step import without_multi_steps
 from gpubuf.data.buffers.transforms import Compose
 from gpubuf.data.buffers.writers import Writer
@@ -16,7 +16,9 @@ from gpubuf.data.concurrency.prefetch import Prefetcher
 from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.samplers.base import Rows, Sampler
 from gpubuf.data.samplers.random import RandomSampler
+from gpubuf.data.storages.containers import is_container, is_data
 from gpubuf.data.storages.layout import Data
+from gpubuf.data.storages.list_storage import ListStorage
 from gpubuf.data.storages.recipe import Recipe
 from gpubuf.data.storages.tensor_storage import Storage, TensorStorage
 
@@ -67,6 +69,16 @@ class Composed:
             self._sampler.set_rng(generator)
             if self._pipeline is not None:
                 self._pipeline.set_rng(generator)
+
+    def _storage_for(self, data: Any) -> TensorStorage:
+        """The default storage for a first batch like ``data``: one for any objects, if these are no tensors."""
+        leaves: Any = [data[0]] if isinstance(data, list) and data else [data]
+        while leaves and is_container(leaves[0]):
+            first = leaves[0]
+            leaves = list(first.values()) if isinstance(first, dict) else list(first)
+        if leaves and not is_data(leaves[0]):
+            self.set_storage(ListStorage(DEFAULT_CAPACITY))
+        return self._storage
 
     def _take_assigned_storage(self) -> None:
         """Take over a storage that was assigned to ``_storage``, as programs on TorchRL do for want of a setter."""

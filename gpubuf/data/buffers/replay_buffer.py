@@ -60,7 +60,8 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, S
 
     Args:
         storage: where the rows live: a storage or a function that returns one. Default: a
-            :class:`LazyTensorStorage` of 1000 rows on the CPU.
+            :class:`LazyTensorStorage` of 1000 rows on the CPU, or a :class:`ListStorage` of 1000 if the first write is
+            of other objects than tensors and containers of them.
         sampler: which rows a batch is made of. Default: :class:`RandomSampler`.
         writer: where new rows go. Default: :class:`RoundRobinWriter`.
         collate_fn: applied to every gathered batch, before the transforms.
@@ -148,6 +149,7 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, S
         )
         check_sizes(prefetch, batch_size)
         transform = given_transform(transform, transform_factory)
+        self._has_default_storage = storage is None
         self._storage: TensorStorage = component(storage, Storage, default_storage)
         self._sampler: Sampler = component(sampler, Sampler, RandomSampler)
         self._writer: Writer = component(writer, Writer, self._default_writer)
@@ -267,6 +269,8 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, S
 
     def _extend(self, data: Data, priority: Callable[[Data], Tensor | None] | None) -> Tensor:
         storage = self._storage
+        if storage._layout is None and self._has_default_storage:
+            storage = self._storage_for(data)
         if isinstance(data, list):
             if not data:
                 return no_rows(storage)
@@ -318,6 +322,8 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, S
             writer did not keep it (:class:`TensorDictMaxValueWriter`).
         """
         with self._lock:
+            if self._storage._layout is None and self._has_default_storage:
+                self._storage_for(data)
             cursor = self._storage.cursor
             index = self.extend(self._storage.as_batch(data, self.dim_extend))
             if self._storage.ndim > 1 or not index.numel():

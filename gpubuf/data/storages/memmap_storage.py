@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tensordict import MemoryMappedTensor
 from torch import Tensor
 
 from gpubuf.data.storages import memmap_files as files
 from gpubuf.data.storages import memmap_temporary as temporary
 from gpubuf.data.storages.columns import Column
 from gpubuf.data.storages.forms import Form
-from gpubuf.data.storages.layout import RowLayout, batch_shape
+from gpubuf.data.storages.layout import Data, RowLayout, batch_shape
 from gpubuf.data.storages.memmap_files import COUNTERS_FILE, GPUBUF_FILE
 from gpubuf.data.storages.placement import Placement
 from gpubuf.data.storages.ring import Ring
@@ -48,7 +49,8 @@ class LazyMemmapStorage(LazyTensorStorage):
 
     Args:
         max_size: capacity in transitions. With ``ndim > 1`` it is rounded up to whole steps of all environments.
-        scratch_dir: folder of the files, made where it is missing. Default: a new temporary folder.
+        scratch_dir: folder of the files, made where it is missing, or a ``TemporaryDirectory``. Default: a new
+            temporary folder.
         device: ``"cpu"``; ``"auto"`` means the same.
         ndim: number of batch dimensions: 1, or 2 for time-first ``[T, E]`` storage.
         dtypes, batch_dtypes, prefixes: not supported: the files hold what is written, for TorchRL reads them.
@@ -71,7 +73,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         self,
         max_size: int,
         *,
-        scratch_dir: str | os.PathLike[str] | None = None,
+        scratch_dir: str | os.PathLike[str] | tempfile.TemporaryDirectory[str] | None = None,
         device: torch.device | str = "cpu",
         ndim: int = 1,
         dtypes: None = None,
@@ -94,6 +96,8 @@ class LazyMemmapStorage(LazyTensorStorage):
                 "choose a LazyTensorStorage"
             )
         super().__init__(max_size, device="cpu", ndim=ndim, compilable=compilable, shared_init=shared_init)
+        if isinstance(scratch_dir, tempfile.TemporaryDirectory):
+            scratch_dir = scratch_dir.name
         self.existsok = existsok
         self.auto_cleanup = scratch_dir is None if auto_cleanup is None else auto_cleanup
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir).absolute()
@@ -107,6 +111,20 @@ class LazyMemmapStorage(LazyTensorStorage):
                     "LazyMemmapStorage.open(), or choose another scratch_dir"
                 )
             self._reopen(self.scratch_dir)
+
+    @property
+    def _storage(self) -> Data:
+        """All rows, as programs for TorchRL read them: tensors that know their files, by ``filename``."""
+        if self._layout is None or self.scratch_dir is None:
+            return super()._storage
+        folder = self.scratch_dir
+        tensors = [
+            MemoryMappedTensor.from_filename(
+                filename=files.tensor_file(folder, leaf.key), dtype=leaf.dtype, shape=(*self._shape, *leaf.shape)
+            )
+            for leaf in self._layout.leaves
+        ]
+        return self.written_layout.assemble(tensors, tuple(self._shape), self.rows_device)
 
     @classmethod
     def open(cls, scratch_dir: str | os.PathLike[str]) -> LazyMemmapStorage:

@@ -265,6 +265,7 @@ def tutorial_storages(library: Any) -> Yielded:
         buffer.extend(data)
         yield "file of a", str(buffer._storage._storage["a"].filename).endswith("a.memmap")
         yield "file of b, c", str(buffer._storage._storage["b", "c"].filename).endswith("c.memmap")
+        yield "all rows", buffer._storage._storage
     buffer = library.TensorDictReplayBuffer(storage=library.LazyMemmapStorage(10_000), batch_size=12)
     buffer.extend(data)
     yield "with info", buffer.sample()
