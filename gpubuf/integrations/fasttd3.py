@@ -138,10 +138,11 @@ class SimpleReplayBuffer:
             ValueError: a tensor has another shape, or in ``playground_mode`` (on the CPU) observations of the critic
                 don't begin with the observation; nothing is written.
         """
-        following = tensor_dict["next"]
+        root: Any = _entries(tensor_dict)
+        following: Any = _entries(root["next"])
         columns: list[Tensor] = []
         for below, name, dtype, _ in self._columns:
-            value = following[name] if below else tensor_dict[name]
+            value = following[name] if below else root[name]
             columns.append(value if value.dtype is dtype else value.to(dtype))
         if self.buffer.initialized:
             self.buffer.add_columns(columns)
@@ -188,3 +189,8 @@ class SimpleReplayBuffer:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(n_env={self.n_env}, n_steps={self.n_steps}, buffer={self.buffer!r})"
+
+
+def _entries(data: Any) -> Any:
+    """What a plain TensorDict holds: looked up in a tenth of the time that its own method takes."""
+    return data._tensordict if type(data) is TensorDict else data

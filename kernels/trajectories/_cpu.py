@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gpubuf.kernels._jit import OPTIONS, jit
 from gpubuf.kernels._pointers import as_i64
-from gpubuf.kernels.rows import SIZE, WRITTEN
+from gpubuf.kernels.rows import ENTRY, SIZE, WRITTEN
 from gpubuf.kernels.trajectories import new_slices, touched_rows
 from gpubuf.kernels.trajectories._check import (
     check_draw,
@@ -28,6 +28,7 @@ from gpubuf.kernels.trajectories._cpu_update import (
     longest_trajectory,
     rebuild_index,
     update_eligible_steps,
+    update_ends_alone,
     update_index,
 )
 from gpubuf.kernels.trajectories._cpu_weights import weigh_all
@@ -57,6 +58,13 @@ def _rebuild(  # type: ignore[no-untyped-def]
     oldest, filled, _ = ring_view(counters[WRITTEN], counters[SIZE], steps, envs)
     rule = (slice_len, min_len, before, after, by_transition)
     rebuild_index(ends, sums, signals, n_keys, by_id, steps, envs, oldest, filled, rule, lowest_bit(fan_out))
+
+
+@jit("void(int64, int64, int64, int64, boolean, int64, int64, int64)", **OPTIONS)
+def _update_ends(ends, ring, signals, n_keys, by_id, n, steps, envs):  # type: ignore[no-untyped-def]
+    counters = carray(as_i64(ring), 4)
+    oldest, filled, _ = ring_view(counters[WRITTEN], counters[SIZE], steps, envs)
+    update_ends_alone(ends, signals, n_keys, by_id, n, steps, envs, oldest, filled)
 
 
 @jit("void(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, boolean)", **OPTIONS)
@@ -113,6 +121,12 @@ def update(
         fan_out,
         *rule,
     )
+
+
+def update_ends(ends: Tensor, ring: Tensor, signals: Tensor, by_id: bool, n: int, steps: int, envs: int) -> None:
+    """:func:`update` for who reads ``ends`` alone: sums stay as they are. The caller vouches for the arguments."""
+    n_keys = signals.numel() // ENTRY
+    _update_ends(ends.data_ptr(), ring.data_ptr(), signals.data_ptr(), n_keys, by_id, n, steps, envs)
 
 
 def resum(

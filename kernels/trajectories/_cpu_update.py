@@ -85,6 +85,21 @@ def update_index(  # type: ignore[no-untyped-def]
 
 
 @jit
+def update_ends_alone(  # type: ignore[no-untyped-def]
+    ends, signals, n_keys, by_id, n, steps, envs, oldest, filled
+):
+    """:data:`gpubuf.kernels.trajectories.update` of ``ends``, without weights and sums."""
+    if n >= steps:
+        clear_all(ends, steps, envs)
+    n = min(n, filled)
+    if n == 0:
+        return
+    first = step_of(max(filled - n - (1 if by_id else 0), 0), oldest, steps)
+    newest = step_of(filled - 1, oldest, steps)
+    _read_ages(ends, signals, n_keys, by_id, steps, envs, first, newest)
+
+
+@jit
 def longest_trajectory(ends, steps, envs, oldest, filled):  # type: ignore[no-untyped-def]
     """Length of the longest trajectory in the ring, 0 where it is empty."""
     longest = 0

@@ -399,3 +399,17 @@ def encode_integers(numbers, n, code, address):  # type: ignore[no-untyped-def]
         misfits += numbers[i] < least or numbers[i] > greatest
         _write_integer(address, i, code, min(max(numbers[i], least), greatest))
     return misfits
+
+
+@jit
+def encode_flags(source, stride, written, n, target):  # type: ignore[no-untyped-def]
+    """``n`` rows of one number each as bytes that are 1 where the number is not zero; whether it was done."""
+    if written == I64:
+        for i in range(n):
+            _write_8(target, i, read_i64(source + i * stride, 0) != 0)
+        return True
+    if written == F32:
+        for i in range(n):
+            _write_8(target, i, read_f32(source + i * stride, 0) != 0)
+        return True
+    return False

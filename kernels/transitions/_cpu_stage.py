@@ -23,7 +23,18 @@ from gpubuf.kernels.transitions import (
     WRITTEN_AS_STORED,
 )
 from gpubuf.kernels.transitions._cpu_compute import float_of, is_integer
-from gpubuf.kernels.transitions._cpu_convert import BF16, F16, F32, F64, decode, encode, encode_f32, encode_integers
+from gpubuf.kernels.transitions._cpu_convert import (
+    BF16,
+    BOOL,
+    F16,
+    F32,
+    F64,
+    decode,
+    encode,
+    encode_f32,
+    encode_flags,
+    encode_integers,
+)
 
 # The fields that an operation takes from its sources.
 EVERY, NOT_NEXT, NEXT_ALONE = range(3)
@@ -73,6 +84,9 @@ def _encode_field(field, source, stride, n, target):  # type: ignore[no-untyped-
     """Convert ``n`` rows. Returns how many numbers don't fit."""
     elements, written, stored = field[ELEMENTS], field[WRITTEN], field[STORED]
     coded = float_of(field[SCALE]) != 1 or float_of(field[OFFSET]) != 0
+    # Flags of many environments: a loop that goes through no numbers of a row.
+    if stored == BOOL and elements == 1 and not coded and encode_flags(source, stride, written, n, target):
+        return 0
     if not coded and is_integer(written) and is_integer(stored):
         integers, misfits = np.empty(elements, np.int64), 0
         for i in range(n):

@@ -9,6 +9,7 @@ import torch
 
 from gpubuf.kernels import philox
 from gpubuf.kernels.trajectories import Rule, reference
+from gpubuf.kernels.trajectories._cpu import update_ends
 from tests.support.trajectory_setup import Index
 
 RULES = {
@@ -42,6 +43,23 @@ def test_every_shape_of_ring(backend, steps, envs, by_id):
     index.assert_bounds()
     index.assert_draws(20)
     index.assert_slices(rule.slice_len)
+
+
+@pytest.mark.parametrize("by_id", [False, True], ids=["flags", "ids"])
+@pytest.mark.parametrize("envs", [1, 3])
+@pytest.mark.parametrize("steps", [1, 7, 64, 65, 200])
+def test_ends_alone_are_those_of_an_update(steps, envs, by_id):
+    """What a storage keeps on the CPU for n-step transitions: the bits, and no sums."""
+    index = Index(steps, envs, by_id=by_id, seed=steps)
+    ends = torch.zeros_like(index.ends)
+    for i, n in enumerate(writes_of(steps, "numba")):
+        index.write(n, chance=(0.02, 0.3, 0.9)[i % 3])
+        update_ends(ends, index.ring, index.signals, by_id, n, steps, envs)
+        assert torch.equal(ends, index.ends), f"after the write of {n} steps"
+    ends.fill_(-1)
+    update_ends(ends, index.ring, index.signals, by_id, steps, steps, envs)
+    index.update(steps)
+    assert torch.equal(ends, index.ends), "a rebuild"
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)

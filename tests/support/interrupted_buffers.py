@@ -67,9 +67,9 @@ def check(buffer: TensorDictReplayBuffer) -> None:
     storage, sampler = buffer.storage, buffer.sampler
     if not storage.initialized:
         return
-    assert [buffer.write_count, n] == storage.ring[[WRITTEN, SIZE]].tolist()
+    assert [storage.written, n] == storage.ring[[WRITTEN, SIZE]].tolist()
     with buffer._lock:
-        newest = buffer.write_count
+        newest = storage.written
     if n:
         position = torch.arange(n)
         rows = storage[:]

@@ -16,7 +16,7 @@ from gpubuf.kernels import transitions
 from gpubuf.kernels._registry import in_memory, lazy, past_dispatcher, without_dispatch
 from gpubuf.kernels.rows import arena_offsets
 
-_extend = without_dispatch(transitions.extend, given=("sources",))
+_extend = without_dispatch(transitions.extend, trusted=True, given=("sources",))
 _gather = without_dispatch(transitions.gather, trusted=True, given=("index",))
 _sample = without_dispatch(transitions.sample, trusted=True)
 _write = without_dispatch(transitions.write, given=("sources", "index"))

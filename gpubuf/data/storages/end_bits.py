@@ -13,10 +13,12 @@ from gpubuf.data.storages.forms import Form
 from gpubuf.data.storages.placement import device_name
 from gpubuf.data.storages.recipe import Recipe
 from gpubuf.kernels import config, trajectories
-from gpubuf.kernels._registry import without_dispatch
+from gpubuf.kernels._registry import lazy, past_dispatcher, without_dispatch
 from gpubuf.kernels.trajectories import Rule
 
 _update = without_dispatch(trajectories.update)
+# The CPU's form for who has no use for sums: most of the time of an update is theirs.
+_update_ends = lazy("gpubuf.kernels.trajectories._cpu:update_ends")
 # Every trajectory counts. Nothing is drawn by this rule: the bits alone are read.
 _RULE = Rule(1)
 
@@ -91,18 +93,11 @@ class EndBits:
 
     def write(self, ring: Tensor, rows: int) -> None:
         """The newest ``rows`` rows were written. No host sync."""
-        _update(
-            self.words,
-            self._sums,
-            ring,
-            self._signals,
-            self._by_id,
-            rows // self._envs,
-            self._steps,
-            self._envs,
-            self._fan_out,
-            *_RULE,
-        )
+        words, written = self.words, (rows // self._envs, self._steps, self._envs)
+        if past_dispatcher(words):  # type: ignore[arg-type]
+            _update_ends(words, ring, self._signals, self._by_id, *written)
+        else:
+            _update(words, self._sums, ring, self._signals, self._by_id, *written, self._fan_out, *_RULE)
 
     def rebuild(self, ring: Tensor) -> None:
         """Rows were changed in place: index all of them anew, O(capacity). No host sync."""
