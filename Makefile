@@ -15,7 +15,7 @@ COMPAT := .compat
 DOCS := .docs
 RELEASE := .release
 PEERS := .peers
-PEER_NAMES := torchrl cpprb flashbax sb3 holosoma
+PEER_NAMES := torchrl cpprb flashbax sb3 holosoma lerobot
 READY := $(PEER_NAMES:%=$(PEERS)/%/.ready)
 DECIDES := pyproject.toml constraints.txt
 

@@ -63,7 +63,7 @@ def measure_elsewhere(name: str, rounds: int, peers: Path) -> Found | None:
     python = str(own) if own.exists() else sys.executable
     ended = subprocess.run(
         [python, "-m", "benchmarks.studies.adapters", "--one", name, "--rounds", str(rounds)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
         stdout=subprocess.PIPE,
         text=True,
         check=False,

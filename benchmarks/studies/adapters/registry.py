@@ -45,6 +45,7 @@ class Adapter:
 
 
 _SB3 = "benchmarks.studies.adapters.stable_baselines"
+_RINGS = "benchmarks.studies.adapters.rings"
 
 #: By name.
 ADAPTERS: dict[str, Adapter] = {
@@ -54,4 +55,15 @@ ADAPTERS: dict[str, Adapter] = {
     "sb3_images": Adapter("sb3", "images of 4 x 84 x 84 bytes, 10 000 rows", "sb3", f"{_SB3}:images"),
     "sb3_dicts": Adapter("sb3", "dicts of two observations, 1 M rows", "sb3", f"{_SB3}:dicts"),
     "cleanrl": Adapter("cleanrl", "one environment, 17 + 6 + 17 numbers, 1 M rows", "sb3", f"{_SB3}:cleanrl"),
+    "fasttd3_128": Adapter("fasttd3", "128 environments, n = 3, 65 536 rows", "holosoma", f"{_RINGS}:few"),
+    "fasttd3_1024": Adapter("fasttd3", "1024 environments, n = 3, 65 536 rows", "holosoma", f"{_RINGS}:some"),
+    "fasttd3_4096": Adapter("fasttd3", "4096 environments, n = 3, 65 536 rows", "holosoma", f"{_RINGS}:many"),
+    # FlashSAC is not on PyPI: run the study with a checkout of it in PYTHONPATH.
+    "flashsac": Adapter("flashsac", "1024 environments, n = 3, 262 144 rows", "flashsac", f"{_RINGS}:flashsac"),
+    "lerobot": Adapter(
+        "lerobot",
+        "one camera of 3 x 64 x 64 pixels, 1000 transitions",
+        "lerobot",
+        "benchmarks.studies.adapters.lerobot:camera",
+    ),
 }

@@ -1,46 +1,21 @@
 """Writes record.json: what LeRobot 0.4.4's buffer gives, reads and writes.
 
-Run it from the root of the repository: ``.peers/lerobot/bin/python -m tests.support.lerobot_buffer.record``. LeRobot's
-data sets need libraries that are of no use here: this file reads the module of the buffer alone.
+Run it from the root of the repository: ``.peers/lerobot/bin/python -m tests.support.lerobot_buffer.record``.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
 import torch
 
+from benchmarks.peers.lerobot_buffer import lerobot_buffer
 from tests.support.lerobot_buffer.transitions import ADDED, CAPACITY, Frames, frames, plain, transition
 
 FILE = Path(__file__).with_suffix(".json")
-
-
-def peer() -> Any:
-    """LeRobot's class, from its own file."""
-    found = importlib.util.find_spec("lerobot")
-    assert found is not None, "LeRobot is not installed here"
-    root = Path(next(iter(found.submodule_search_locations or ())))
-    data, transitions = ModuleType("lerobot.datasets.lerobot_dataset"), ModuleType("lerobot.utils.transition")
-    data.LeRobotDataset, transitions.Transition = Frames, dict  # type: ignore[attr-defined]
-    hub = ModuleType("huggingface_hub.constants")
-    hub.HF_HOME = ""  # type: ignore[attr-defined]
-    stubs = {module.__name__: module for module in (data, transitions, hub)} | {"tqdm": mock.Mock(tqdm=iter)}
-    stubs |= {name: ModuleType(name) for name in ("lerobot", "lerobot.datasets", "lerobot.utils", "huggingface_hub")}
-    with mock.patch.dict(sys.modules, stubs):
-        for name in ("utils.constants", "rl.buffer"):
-            spec = importlib.util.spec_from_file_location(f"lerobot.{name}", root / f"{name.replace('.', '/')}.py")
-            assert spec is not None
-            assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[spec.name] = module
-            spec.loader.exec_module(module)
-    return module.ReplayBuffer
 
 
 def batch_at(buffer: Any, rows: range) -> Any:
@@ -51,13 +26,16 @@ def batch_at(buffer: Any, rows: range) -> Any:
 
 def recorded() -> dict[str, Any]:
     """Batches by the number of transitions; what a function of images gets; and what is done with data sets."""
-    kind, found = peer(), {}
+    kind: Any = lerobot_buffer(Frames)
+    found: dict[str, Any] = {}
     for added in ADDED:
         for optimize_memory in (False, True):
             buffer = kind(CAPACITY, "cpu", use_drq=False, optimize_memory=optimize_memory)
             for number in range(added):
                 buffer.add(**transition(number))
-            found[f"{added} added" + (", once" if optimize_memory else "")] = batch_at(buffer, range(len(buffer)))
+            # The newest one has no next state yet, and is not drawn before the buffer is full.
+            drawn = len(buffer) - int(optimize_memory and added < CAPACITY)
+            found[f"{added} added" + (", once" if optimize_memory else "")] = batch_at(buffer, range(drawn))
     buffer = kind(CAPACITY, "cpu", image_augmentation_function=number_images)
     for number in range(3):
         buffer.add(**transition(number))
