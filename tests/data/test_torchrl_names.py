@@ -255,7 +255,7 @@ def test_a_dump_that_does_not_fit_leaves_the_buffer_as_it_was():
     with pytest.raises(ValueError, match="keys differ"):
         other.loads(DUMPS / "full")
     lacking = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(30), sampler=SliceSampler(slice_len=2, end_key="episode"), batch_size=2
+        storage=LazyTensorStorage(30), n_steps=2, reward_keys=[("next", "episode")], batch_size=2
     )
     with pytest.raises(ValueError, match="episode"):
         lacking.loads(DUMPS / "full")

@@ -20,6 +20,7 @@ from gpubuf.data.storages.layout import Data, as_key, as_written, batch_shape
 from gpubuf.data.storages.recipe import Recipe
 from gpubuf.data.storages.ring import Ring
 from gpubuf.data.storages.tensor_storage import Storage
+from gpubuf.data.storages.trees import layout_of
 
 REDUCTIONS = ("max", "min", "mean", "median", "sum")
 
@@ -110,6 +111,8 @@ class TensorDictMaxValueWriter(Writer):
             return torch.empty(0, dtype=torch.int64, device=storage.device if storage.initialized else None)
         ranks = self.ranks_of(data)
         if not storage.initialized:
+            if layout_of(data, 1).host:
+                raise ValueError("TensorDictMaxValueWriter takes rows of tensors only: text beside them has no rank")
             storage.initialize(data)
         sources = storage.written_layout.collect(data, 1)
         prefixes = dict(storage.form.prefixes)

@@ -250,6 +250,7 @@ def keys_told(form: Form) -> list[str]:
         elif source is not None and source.stored is not leaf.dtype:
             text += f" as {source.stored}"
         found.append(text)
+    found += [f"{as_written(key)!r}: on the host" for key in form.written.host]
     return found
 
 

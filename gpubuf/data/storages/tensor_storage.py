@@ -192,6 +192,8 @@ class TensorStorage(TorchRLNames, SharedStates):
         if isinstance(data, TensorDictBase) or is_tensorclass(data):
             return len(data.batch_size) == 0
         layout = self.written_layout
+        if isinstance(data, Tensor):
+            return isinstance(layout.root, int) and data.ndim == len(layout.leaves[layout.root].shape)
         return isinstance(layout, TreeLayout) and layout.is_one_row(data)
 
     def update(self, index: Tensor, keys: Sequence[int], sources: list[Tensor], generation: Tensor) -> None:
