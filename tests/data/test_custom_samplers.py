@@ -13,6 +13,7 @@ from gpubuf.data import (
     Sampler,
     TensorDictReplayBuffer,
 )
+from tests.support.fake_cuda import fake_cuda, no_blocking_copies
 
 
 class Newest(Sampler):
@@ -221,6 +222,11 @@ def test_a_prioritized_sampler_may_be_changed_in_torchrls_form():
     assert sampler.beta == 0.1
     buffer.update_priority(torch.arange(5), torch.arange(5.0))
     assert sampler.tree.leaves[:5].tolist() == [0, 2, 4, 6, 8]
+    batch["td_error"] = torch.full((4,), 50.0)
+    buffer.extend(numbers(5, 15))
+    expected = sampler.tree.leaves.clone()
+    buffer.update_tensordict_priority(batch)
+    assert torch.equal(sampler.tree.leaves, expected), "these rows have been overwritten"
 
 
 def test_a_negative_position_counts_from_the_last_row():
@@ -240,3 +246,21 @@ def test_a_buffer_gives_back_the_part_that_is_replaced():
     assert buffer.set_sampler(second) is first
     assert buffer.set_writer(type(writer)()) is writer
     assert buffer.set_storage(LazyTensorStorage(5)) is storage
+
+
+def test_nothing_waits_for_the_gpu():
+    class Uniform(Sampler):
+        def sample(self, storage, batch_size):
+            return storage._rand_given_ndim(batch_size), {"age": 3}
+
+        def extend(self, index):
+            assert index.device.type == "cuda"
+
+    with fake_cuda(), no_blocking_copies():
+        for ndim in (1, 2):
+            storage = LazyTensorStorage(20, device="cuda", ndim=ndim)
+            buffer = TensorDictReplayBuffer(storage=storage, sampler=Uniform(), batch_size=6)
+            shape = (10,) if ndim == 1 else (2, 5)
+            buffer.extend(TensorDict({"number": torch.empty(*shape, device="cuda")}, shape))
+            buffer.add(TensorDict({"number": torch.empty(shape[:-1], device="cuda")}, shape[:-1]))
+            assert buffer.sample()["age"].shape == (6,)

@@ -17,6 +17,7 @@ from gpubuf.data import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
+from tests.support.fake_cuda import fake_cuda, no_blocking_copies
 from tests.support.torchrl_samples import whole_trajectories
 from tests.support.torchrl_samples.whole_trajectories import KINDS, REDUCTIONS, reads, rows, update
 
@@ -130,3 +131,17 @@ def test_batches_of_several_buffers_are_valid_too():
     buffers = [new("prioritized"), new("uniform")]
     batch = MixedReplayBuffer(buffers, [0.5, 0.5], batch_size=6).sample()
     assert batch.batch_size == batch["index"].shape == batch["buffer"].shape == (6, 4)
+
+
+def test_nothing_waits_for_the_gpu():
+    with fake_cuda(), no_blocking_copies():
+        sampler = PrioritizedSampler(20, 0.6, 0.4)
+        buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(20, device="cuda"), sampler=sampler, batch_size=6)
+        for n in (5, 20):
+            buffer.extend(rows(n, 4, device="cuda"))
+        batch = buffer.sample()
+        assert batch["index"].device.type == "cuda"
+        assert batch["priority_weight"].shape == (6, 4)
+        batch["td_error"] = torch.empty(6, 4, 1, device="cuda")
+        buffer.update_tensordict_priority(batch)
+        assert buffer[:].batch_size == (20, 4)

@@ -31,7 +31,7 @@ def adapt(cls: type[Any], base: type[Any]) -> None:
         # One that is inherited may choose by itself.
         cls.draw = base.draw
     if "update_priority" in own:
-        _adapt_update_priority(cls, foreign)
+        _adapt_update_priority(cls, base, foreign)
     if "mark_update" in own and foreign:
         cls.mark_update = _with_storage(own["mark_update"])
     _adapt_state(cls, base, foreign)
@@ -58,27 +58,36 @@ def _choose(self: Any, n: int) -> tuple[Tensor, dict[Any, Tensor]]:
     positions = torch.where(positions < 0, positions + len(storage), positions)
     info = {}
     for key, value in given.items():
-        # Read anyway: buffers make their own.
-        if key != "index":
-            value = torch.as_tensor(value, device=storage.device)
+        if key == "index":
+            # Buffers make their own.
+            continue
+        if isinstance(value, int | float):
+            info[key] = torch.full(positions.shape, value, device=storage.device)
+        else:
+            value = torch.as_tensor(value).to(storage.device, non_blocking=True)
             info[key] = value if value.dim() else value.expand(positions.numel())
     return positions, info
 
 
-def _adapt_update_priority(cls: type[Any], foreign: bool) -> None:
-    own = vars(cls)["update_priority"]
+def _adapt_update_priority(cls: type[Any], base: type[Any], foreign: bool) -> None:
+    own, before = vars(cls)["update_priority"], super(cls, cls).update_priority
     if _takes(own, "generation"):
         return
     takes_storage = _takes(own, "storage")
+    # A tree ignores the position -1; what a class without one would do with it is not known.
+    skips = before is not base.update_priority and getattr(before, "skips", True)
 
     def update_priority(
         self: Any, index: Any, priority: Any, *, storage: Any = None, generation: Tensor | None = None
     ) -> Any:
-        if not takes_storage:
-            return own(self, index, priority)
-        return own(self, index, priority, storage=self._storage if storage is None else storage)
+        storage = self._storage if storage is None else storage
+        if skips and generation is not None and storage is not None:
+            positions = as_positions(index, storage.shape, storage.device)
+            index = torch.where(storage.generations(positions) == generation.reshape(-1), positions, -1)
+        return own(self, index, priority, storage=storage) if takes_storage else own(self, index, priority)
 
     update_priority.__doc__ = own.__doc__
+    update_priority.skips = skips  # type: ignore[attr-defined]
     cls.update_priority = update_priority
     if foreign and "has_priorities" not in vars(cls):
         cls.has_priorities = True

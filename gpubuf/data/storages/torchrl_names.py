@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.data.storages.indexing import contained
+from gpubuf.data.storages.indexing import contained, unravel
 from gpubuf.data.storages.layout import Data, batch_shape
 from gpubuf.data.storages.row_memory import NOT_INITIALIZED, RowMemory
 from gpubuf.data.storages.trees import mapped, stacked
@@ -152,6 +152,11 @@ class TorchRLNames(RowMemory):
             )
         tensors = [column.whole for column in self._columns]
         return self.written_layout.assemble(tensors, tuple(self._shape), self.rows_device)
+
+    def _rand_given_ndim(self, batch_size: int) -> Tensor | tuple[Tensor, ...]:
+        """An index of rows drawn uniformly, with torch's generator: samplers written for TorchRL call this."""
+        flat = torch.randint(len(self), (batch_size,), device=self.device)
+        return flat if self.ndim == 1 else unravel(flat, self.shape).unbind(-1)
 
 
 def _length(rows: Data) -> int:

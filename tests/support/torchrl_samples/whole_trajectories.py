@@ -20,9 +20,10 @@ REDUCTIONS = ("max", "min", "mean", "median")
 ERRORS = [[1.0, 5.0, 2.0, 4.0], [0.5, 0.25, 0.125, 3.0], [7.0, 7.0, 1.0, 2.0]]
 
 
-def rows(n: int, steps: int) -> TensorDict:
+def rows(n: int, steps: int, device: str = "cpu") -> TensorDict:
     """``n`` trajectories of ``steps`` steps."""
-    return TensorDict({"a": torch.zeros(n, steps), "b": torch.zeros(n, steps, 2)}, [n, steps])
+    a, b = torch.zeros(n, steps, device=device), torch.zeros(n, steps, 2, device=device)
+    return TensorDict({"a": a, "b": b}, [n, steps])
 
 
 def new(library: Any, kind: str, reduction: str = "max") -> Any:
