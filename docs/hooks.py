@@ -209,8 +209,10 @@ def with_reference(markdown: str) -> str:
     def reference(match: re.Match[str]) -> str:
         entries = []
         for path in referenced(match[0]):
-            options = "\n    options:\n      inherited_members: true" if has_parts(path) else ""
-            entries.append(f"::: {path}{options}")
+            options = ["inherited_members: true"] if has_parts(path) else []
+            # Several of these modules have a class of the same name.
+            options += ["show_root_full_path: true"] if path.startswith("gpubuf.integrations.") else []
+            entries.append("\n      ".join([f"::: {path}", *options]).replace("\n", "\n    options:\n", 1))
         return "\n\n".join(entries)
 
     return API.sub(reference, markdown)

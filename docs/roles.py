@@ -21,14 +21,21 @@ WRAPPED = re.compile(r"^( {4}(?:[*]{0,2}\w+, )*[*]{0,2}\w+,)\n +", re.MULTILINE)
 ROLE = re.compile(r":(?:class|func|meth|attr|mod|exc|data):`~?([\w.]+)`")
 
 
-def linked(docstring: str, owner: str | None, members: set[str]) -> str:
-    """The docstring with a link for every role that names something in the reference, and code for the others."""
+def linked(docstring: str, owner: str | None, members: set[str], integration: bool) -> str:
+    """The docstring with a link for every role that names something in the reference, and code for the others.
+
+    Args:
+        docstring: the text.
+        owner: public path of the class that it belongs to.
+        members: names of that class's members.
+        integration: whether short names may be those of another library's classes.
+    """
 
     def link(match: re.Match[str]) -> str:
         name = match[1]
-        short = name.removeprefix("gpubuf.").rpartition(".")[2] if name.startswith("gpubuf.") else name
+        short = name.rpartition(".")[2] if name.startswith("gpubuf.") else name
         head, _, member = short.partition(".")
-        if head in PUBLIC:
+        if head in PUBLIC and (short != name or not integration):
             return f"[`{short}`][{PUBLIC[head]}{'.' + member if member else ''}]"
         if owner is not None and short in members:
             return f"[`{short}`][{owner}.{short}]"
@@ -43,7 +50,8 @@ class Roles(Extension):
     def on_object(self, *, obj: Object, **kwargs: Any) -> None:
         if obj.docstring is None:
             return
+        integration = obj.path.startswith("gpubuf.integrations.")
         owner = obj if isinstance(obj, Class) else obj.parent
-        public = PUBLIC.get(owner.name) if isinstance(owner, Class) else None
+        public = PUBLIC.get(owner.name) if isinstance(owner, Class) and not integration else None
         members = {name for name, member in owner.members.items() if member.docstring} if public and owner else set()
-        obj.docstring.value = linked(obj.docstring.value, public, members)
+        obj.docstring.value = linked(obj.docstring.value, public, members, integration)

@@ -19,12 +19,13 @@ SHORT = {
     "offline": "--folder data --rows 500 --steps 5 --batch-size 32",
     "resume": "--folder run --steps 30 --save-every 10",
     "sac": "--steps 230 --warmup 220 --batch-size 16 --plot curve.png",
+    "sb3": "--steps 430 --warmup 420",
     "torchrl_after": "--steps 230 --warmup 225",
     "torchrl_before": "--steps 230 --warmup 225",
     "world_model": "--steps 3 --envs 2 --recorded 210 --slice-len 8 --slices 4",
 }
 #: The library that an example shows beside gpubuf.
-PEERS = {"torchrl_before": "torchrl"}
+PEERS = {"sb3": "stable_baselines3", "torchrl_before": "torchrl"}
 
 
 def run(name: str, options: str, monkeypatch: pytest.MonkeyPatch) -> None:

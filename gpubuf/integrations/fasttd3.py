@@ -17,6 +17,8 @@ from gpubuf.data.storages.codecs import Codec
 from gpubuf.data.storages.tensor_storage import LazyTensorStorage
 from gpubuf.integrations.laws import EachEnvironment
 
+__all__ = ["SimpleReplayBuffer"]
+
 _STEPS = "steps_to_next_obs"
 
 

@@ -12,6 +12,8 @@ import torch
 
 from gpubuf.integrations.uniform import OBSERVATION, UniformBuffer
 
+__all__ = ["MemoryEfficientTorchUniformBuffer", "TorchUniformBuffer"]
+
 _DTYPES = {
     np.dtype(np.int32): torch.int32,
     np.dtype(np.int64): torch.int64,

@@ -13,6 +13,8 @@ import torch
 from gpubuf.data.storages.codecs import Codec
 from gpubuf.integrations import fasttd3
 
+__all__ = ["SimpleReplayBuffer"]
+
 
 class SimpleReplayBuffer(fasttd3.SimpleReplayBuffer):
     """The buffer of holosoma's ``fast_sac_utils``.

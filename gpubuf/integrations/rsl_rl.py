@@ -13,6 +13,8 @@ import torch
 
 from gpubuf.integrations.uniform import OBSERVATION, UniformBuffer
 
+__all__ = ["MemoryEfficientTorchUniformBuffer", "TorchUniformBuffer"]
+
 
 class TorchUniformBuffer(UniformBuffer):
     """rsl_rl_flashsac's buffer. Observations are TensorDicts of groups, in transitions and in batches.

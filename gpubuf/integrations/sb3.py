@@ -15,6 +15,8 @@ from gpubuf.integrations import stable_buffers
 from gpubuf.integrations.spaces import is_dict
 from gpubuf.integrations.stable_buffers import StableBuffer
 
+__all__ = ["DictReplayBuffer", "NStepReplayBuffer", "PrioritizedReplayBuffer", "PrioritizedSamples", "ReplayBuffer"]
+
 try:
     from stable_baselines3.common import buffers as _theirs
     from stable_baselines3.common import type_aliases as _types
