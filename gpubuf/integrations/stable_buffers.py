@@ -42,6 +42,14 @@ def _key(*path: str) -> Any:
     return path[0] if len(path) == 1 else path
 
 
+def _like(memory: np.ndarray, value: Any) -> np.ndarray:
+    """``value``, or where its shape or dtype differ, ``memory`` with its numbers."""
+    if type(value) is np.ndarray and value.dtype == memory.dtype and value.shape == memory.shape:
+        return value
+    memory[...] = value
+    return memory
+
+
 def chosen_device(device: torch.device | str) -> torch.device:
     """``"auto"`` is the GPU; without one every device is the CPU."""
     found = torch.device("cuda" if device == "auto" else device)
@@ -163,13 +171,17 @@ class StableBuffer:
         self._most = max(1, min(WAITING_STEPS, WAITING_BYTES // max(step_bytes, 1), self.buffer_size))
         lead = (self._most, self.n_envs)
         self._columns = {key: np.zeros((*lead, *shape), dtype) for key, (dtype, shape) in kinds.items()}
-        # Name in a dict, memory of observation and next one, and a shape where the environment gives none.
+        # Large steps don't wait: their arrays are read where they are.
+        self._direct = {key: column[0] for key, column in self._columns.items()} if self._most == 1 else None
+        # Name in a dict, a shape where the environment gives none, and key and memory of observation and next one.
         self._observed = [
             (
                 path[0] if path else None,
-                self._columns[_key(_OBSERVATION, *path)],
-                self._columns[_key("next", _OBSERVATION, *path)],
                 (self.n_envs, *shapes[path]) if is_discrete(space) else None,
+                own := _key(_OBSERVATION, *path),
+                self._columns[own],
+                following := _key("next", _OBSERVATION, *path),
+                self._columns[following],
             )
             for path, space in spaces.items()
         ]
@@ -208,10 +220,15 @@ class StableBuffer:
         if at == self._most:
             self.flush()
             at = 0
-        for name, column, following, shape in self._observed:
+        direct = self._direct
+        for name, shape, key, column, next_key, next_column in self._observed:
             own, coming = (obs, next_obs) if name is None else (obs[name], next_obs[name])
-            column[at] = own if shape is None else own.reshape(shape)
-            following[at] = coming if shape is None else coming.reshape(shape)
+            if shape is not None:
+                own, coming = own.reshape(shape), coming.reshape(shape)
+            if direct is None:
+                column[at], next_column[at] = own, coming
+            else:
+                direct[key], direct[next_key] = _like(column[0], own), _like(next_column[0], coming)
         self._actions[at] = action.reshape(self._action_shape)
         self._rewards[at] = reward
         self._terminated[at] = done
@@ -223,7 +240,10 @@ class StableBuffer:
                     self._terminated[at, environment] = 0.0
                     if self._ended is not None:
                         self._ended[at, environment] = True
-        self._waiting = at + 1
+        if direct is None:
+            self._waiting = at + 1
+        else:
+            self.buffer.add_columns(direct)
 
     def extend(self, *arguments: Any) -> None:
         """Add several steps: the arguments of :meth:`add`, each with one more dimension in front."""
@@ -296,7 +316,9 @@ class StableBuffer:
         discounts = None
         steps = data[STEPS_KEY] if self.n_steps > 1 else None
         if steps is not None:
-            discounts = self._powers.to(steps.device)[steps]
+            if self._powers.device != steps.device:
+                self._powers = self._powers.to(steps.device)
+            discounts = self._powers[steps]
         if env is not None:
             observations, coming = _normalized(observations, env), _normalized(coming, env)
             rewards = self._normalized_rewards(rewards, info["index"], steps, env)
@@ -319,7 +341,7 @@ class StableBuffer:
         assert key is not None
         with self.buffer._lock:
             single = storage.gather_key(key, rows.reshape(-1)).view(rows.shape)
-        counted = _through(env.normalize_reward, single) * self._powers[:-1].to(index.device) * (behind < steps)
+        counted = _through(env.normalize_reward, single) * self._powers[:-1] * (behind < steps)
         return counted.sum(1, keepdim=True)
 
     # What is known of the rows
@@ -362,7 +384,7 @@ class StableBuffer:
 
     def __getstate__(self) -> dict[str, Any]:
         self.flush()
-        made = ("_columns", "_observed", "_actions", "_rewards", "_terminated", "_ended", "_powers")
+        made = ("_columns", "_observed", "_direct", "_actions", "_rewards", "_terminated", "_ended", "_powers")
         return {name: value for name, value in vars(self).items() if name not in made}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

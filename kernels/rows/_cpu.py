@@ -8,7 +8,6 @@ than the first (measured on Zen 4, 1 M rows: 17 µs without and with prefetches 
 # Numba needs the real signatures: no `from __future__ import annotations`.
 
 from array import array
-from collections.abc import Callable
 
 import torch
 from numba import carray
@@ -326,32 +325,34 @@ def extend(table: Tensor, sources: list[Tensor], ring: Tensor, n: int, capacity:
     raise _source_misfit(table, sources[result], result, n)
 
 
-def prepared_extend(
-    table: Tensor, sources: list[Tensor], ring: Tensor, n: int, capacity: int, keeps_index: bool
-) -> "Callable[[], Tensor]":
-    """:func:`extend` with ``n >= 1`` rows of the same contiguous memory at every call, which is checked only here.
+class PreparedExtend:
+    """:func:`extend` with ``n >= 1`` rows of contiguous sources at addresses that are known, which are checked here.
 
-    Returns:
-        A function that writes what is in the memory then and returns its index: a tensor of its own for each call, or,
-        without ``keeps_index``, always the same one.
+    Attributes:
+        described: address, ``CONTIGUOUS`` and bytes of each source, one after the other. An address may be changed
+            before a call to that of other memory of this size; whoever does so keeps it alive.
     """
-    n_keys = check_storage(table, ring, capacity)
-    check_source_count(sources, n_keys)
-    described, alive = describe_sources(sources, n)
-    for key, row_bytes in enumerate(table[:, ROW_BYTES].tolist()):
-        if described[3 * key + 2] != n * row_bytes:
-            raise _source_misfit(table, sources[key], key, n)
-    arguments = (table.data_ptr(), n_keys, described.buffer_info()[0], ring.data_ptr(), n, capacity)
-    model = torch.empty(n, dtype=torch.int64)
-    # The kernel knows addresses alone.
-    kept = (table, sources, ring, described, alive)
 
-    def launch(_kept: object = kept) -> Tensor:
-        index = torch.empty_like(model) if keeps_index else model
-        _extend(*arguments, index.data_ptr())
+    def __init__(
+        self, table: Tensor, sources: list[Tensor], ring: Tensor, n: int, capacity: int, keeps_index: bool
+    ) -> None:
+        n_keys = check_storage(table, ring, capacity)
+        check_source_count(sources, n_keys)
+        self.described, alive = describe_sources(sources, n)
+        for key, row_bytes in enumerate(table[:, ROW_BYTES].tolist()):
+            if self.described[3 * key + 2] != n * row_bytes:
+                raise _source_misfit(table, sources[key], key, n)
+        self._arguments = (table.data_ptr(), n_keys, self.described.buffer_info()[0], ring.data_ptr(), n, capacity)
+        self._index = torch.empty(n, dtype=torch.int64)
+        self._keeps_index = keeps_index
+        # The kernel knows addresses alone.
+        self._alive = (table, sources, ring, alive)
+
+    def __call__(self) -> Tensor:
+        """Write what is in the memory now. Returns the index: without ``keeps_index`` the same tensor at each call."""
+        index = torch.empty_like(self._index) if self._keeps_index else self._index
+        _extend(*self._arguments, index.data_ptr())
         return index
-
-    return launch
 
 
 def write(

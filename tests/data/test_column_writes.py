@@ -20,10 +20,12 @@ from gpubuf import (
     TensorDictReplayBuffer,
 )
 from gpubuf.data import Normalize, RewardScale
+from gpubuf.data.storages import staged_rows
 from gpubuf.kernels.rows import WRITTEN
 from tests.support.fake_cuda import fake_cuda, no_blocking_copies
 from tests.support.interrupted_buffers import CAPACITY, check, steps
 from tests.support.interrupts import interrupted
+from tests.support.late_gpu import GPU, LateGpu
 
 SAMPLERS = {
     "uniform": RandomSampler,
@@ -245,7 +247,7 @@ def test_lists_numbers_and_strange_arrays():
     assert made[:]["n"].tolist() == [3, 4, 5, 6]
     frozen = np.arange(20000, dtype=np.float32)
     frozen.flags.writeable = False
-    for column in (frozen[::2][:4], frozen[:4][::-1], frozen):
+    for column in (frozen[::2][:4], frozen[:4][::-1], frozen, frozen[::2], frozen[::-1], frozen[:9000], frozen[::2]):
         n = len(column)
         made.extend_columns({"x": column, "n": np.zeros(n, np.int64), "ok": np.zeros(n, bool)})
         assert made[:]["x"][(made.write_count - 1) % 10] == column[-1]
@@ -328,6 +330,27 @@ def test_a_write_that_is_interrupted_anywhere(sampler):
         assert made.write_count == int(made.storage.ring[WRITTEN])
         made, place = new(), place + 2
     assert outcomes == {48, 51}
+
+
+def test_memory_is_filled_again_before_the_gpu_has_read_it(monkeypatch: pytest.MonkeyPatch):
+    """Case 51: each write has pinned memory of its own, and waits for nothing."""
+    gpu = LateGpu(monkeypatch)
+    monkeypatch.setattr(staged_rows, "capturing", lambda: False)
+    made = buffer("steps")
+    made.add_columns(rows((3,), 0))
+    gpu.synchronize()
+    staged = staged_rows.StagedRows.of(made.storage, (3,), keeps_index=False)
+    written = []
+    for step in range(3):
+        assert staged.fill(rows((3,), 3 * step))
+        written.append(staged.on_device(GPU))
+    assert len(gpu.queue) == 3
+    gpu.synchronize()
+    assert gpu.waits == 0
+    for step, sources in enumerate(written):
+        columns = rows((3,), 3 * step)
+        for key, source in zip(made.column_keys, sources, strict=True):
+            assert torch.equal(source, torch.from_numpy(columns[key]))
 
 
 def test_no_sync_on_a_gpu():

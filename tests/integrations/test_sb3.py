@@ -158,6 +158,21 @@ def test_steps_wait_and_are_written_once(monkeypatch):
     assert buffer.pos == 4
 
 
+def test_large_steps_are_written_at_once():
+    """Their arrays are read where they are, in the dtype of the space, and are the caller's again."""
+    space = spaces.Box(0, 255, (4, 100, 100), np.uint8)
+    buffer = sb3.ReplayBuffer(6, space, ACTIONS["discrete"], "cpu", n_envs=2)
+    for step in range(4):
+        obs = np.full((2, 4, 100, 100), step, np.uint8)
+        buffer.add(obs, obs.astype(np.int64) + 1, np.array([1, 2]), np.zeros(2), np.zeros(2, bool), [{}, {}])
+        obs[:] = 99
+    assert (len(buffer.buffer), buffer.pos, buffer.full) == (6, 1, True)
+    batch = buffer.samples_at(np.arange(3), np.array([0, 1, 0]))
+    assert batch.observations[:, 0, 0, 0].tolist() == [3, 1, 2]
+    assert batch.next_observations[:, 3, 99, 99].tolist() == [4, 2, 3]
+    assert batch.next_observations.dtype is torch.uint8
+
+
 def test_a_refused_step_is_told_at_each_write():
     """No room for next observations: an error, and no rows but those before."""
     buffer = sb3.ReplayBuffer(200, BOX, ACTIONS["box"], "cpu", optimize_memory_usage=True, next_capacity=1)

@@ -191,9 +191,9 @@ def _tensordict_of(columns: Mapping[Any, Any], lead: int, dtypes: Mapping[Key, t
 
 def _readable(array: np.ndarray) -> np.ndarray:
     """``array``, or a copy if PyTorch would not take its memory, or would warn that it may be written to."""
-    if not array.flags.writeable or any(stride < 0 for stride in array.strides):
-        return array.copy()
-    return array
+    if array.flags.carray or (array.flags.writeable and all(stride >= 0 for stride in array.strides)):
+        return array
+    return array.copy()
 
 
 class _Plan:
@@ -257,7 +257,7 @@ class _Plan:
         return self._read(columns, one_step, dim_extend)
 
     def _tensors(self, columns: Columns) -> list[Tensor] | None:
-        """The columns of one step of several environments, ``[E, ...]``, if they are plain tensors of one dimension."""
+        """The columns of one step, ``[E, ...]``, if they are plain tensors and arrays of the right shape and dtype."""
         values: list[Any]
         if type(columns) is dict and len(columns) == len(self._keys):
             values = [columns.get(key) for key in self._keys]
@@ -265,10 +265,14 @@ class _Plan:
             values = columns
         else:
             return None
+        found: list[Tensor] = []
         for value, (dtype, shape) in zip(values, self._expected, strict=True):
+            if type(value) is np.ndarray and value.flags.carray and value.dtype.isnative and value.dtype.kind != "O":
+                value = torch.from_numpy(value)
             if type(value) is not Tensor or value.dtype is not dtype or value.shape != shape:
                 return None
-        return values
+            found.append(value)
+        return found
 
     # Read where they are: tensors, and large arrays
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,10 +19,16 @@ from gpubuf.kernels._registry import lazy
 #: An array a key, by key (``"reward"``, ``("next", "reward")``) or in the order of the storage's keys.
 Columns = Mapping[Any, Any] | Sequence[Any]
 
-STAGED_BYTES = 1 << 16
+STAGED_BYTES = 1 << 14
 """Writes of so many bytes are staged. The copy of larger ones takes longer than finding out where they are."""
 
-_prepared = lazy("gpubuf.kernels.rows._cpu:prepared_extend")
+READ_IN_PLACE = 1 << 12
+"""A column of so many bytes, which only a storage on the CPU reads: it is not copied first, if it is contiguous."""
+
+PLACED_BYTES = 1 << 20
+"""As :data:`STAGED_BYTES`, where such columns are read in place."""
+
+_prepared = lazy("gpubuf.kernels.rows._cpu:PreparedExtend")
 _array = np.ndarray
 
 
@@ -48,21 +54,24 @@ class StagedRows:
         self._layout = layout
         self._memory = torch.zeros(layout.arena(self.n).n_bytes, dtype=torch.uint8)
         self.sources = layout.cut(self._memory, self.n)
-        self._targets: list[tuple[Any, np.ndarray, np.dtype, tuple[int, ...]]] = []
-        for leaf, source in zip(layout.leaves, self.sources, strict=True):
-            target = source.numpy().reshape((*lead, *leaf.shape))
-            self._targets.append((as_written(leaf.key), target, target.dtype, target.shape))
-        self._columns = [(target, dtype, shape) for _, target, dtype, shape in self._targets]
         #: Writes what is in the memory, on the CPU, and returns the index. None: the storage has another way.
-        self.launch: Callable[[], Tensor] | None = None
-        if storage.table.is_cpu and not storage.computed:
+        self.launch: Any = None
+        if _is_plain(storage):
             self.launch = _prepared(storage.table, self.sources, storage.ring, self.n, storage.max_size, keeps_index)
+        self._keys = [as_written(leaf.key) for leaf in layout.leaves]
+        # By key: the memory, with dtype and shape of what is copied there, and for a large column where its address is.
+        self._targets: list[tuple[np.ndarray, np.dtype, tuple[int, ...], int | None]] = []
+        for place, (leaf, source) in enumerate(zip(layout.leaves, self.sources, strict=True)):
+            target = source.numpy().reshape((*lead, *leaf.shape))
+            large = self.launch is not None and source.nbytes >= READ_IN_PLACE
+            self._targets.append((target, target.dtype, target.shape, 3 * place if large else None))
 
     @staticmethod
     def of(storage: TensorStorage, lead: tuple[int, ...], *, keeps_index: bool) -> StagedRows | None:
         """For columns with these batch dimensions; None if they are too large, or NumPy lacks a dtype."""
         n = math.prod(lead)
-        if n == 0 or n * storage.written_layout.row_bytes > STAGED_BYTES:
+        most = PLACED_BYTES if _is_plain(storage) else STAGED_BYTES
+        if n == 0 or n * storage.written_layout.row_bytes > most:
             return None
         try:
             return StagedRows(storage, lead, keeps_index=keeps_index)
@@ -70,24 +79,32 @@ class StagedRows:
             return None
 
     def fill(self, columns: Columns) -> bool:
-        """Copy columns here; False if some of them are anything but NumPy arrays of the right shape and dtype."""
+        """Copy columns here; False if some of them are anything but NumPy arrays of the right shape and dtype.
+
+        Large ones are read by the launch, which must come before they change.
+        """
         if type(columns) is dict:
-            try:
-                for key, target, dtype, shape in self._targets:
-                    value = columns[key]
-                    if type(value) is not _array or value.dtype != dtype or value.shape != shape:
-                        return False
-                    target[...] = value
-            except KeyError:
-                return False
-            return len(columns) == len(self._targets)
-        if not isinstance(columns, (list, tuple)) or len(columns) != len(self._columns):
+            values: Sequence[Any] = [columns.get(key) for key in self._keys]
+        elif type(columns) is list or type(columns) is tuple:
+            values = columns
+        else:
             return False
-        for value, (target, dtype, shape) in zip(columns, self._columns, strict=True):
+        if len(columns) != len(self._targets):
+            return False
+        for value, (target, dtype, shape, slot) in zip(values, self._targets, strict=True):
             if type(value) is not _array or value.dtype != dtype or value.shape != shape:
                 return False
-            target[...] = value
+            if slot is None:
+                target[...] = value
+            else:
+                self._place(target, value, slot)
         return True
+
+    def _place(self, target: np.ndarray, value: np.ndarray, slot: int) -> None:
+        if not value.flags.c_contiguous:
+            target[...] = value
+            value = target
+        self.launch.described[slot] = value.ctypes.data
 
     def on_device(self, device: torch.device) -> list[Tensor] | None:
         """What is in the memory, on ``device``; None if it must be read where it comes from.
@@ -102,3 +119,8 @@ class StagedRows:
         pinned = host_memory.staging(self._memory.numel())
         pinned.copy_(self._memory)
         return self._layout.cut(pinned.to(device, non_blocking=True), self.n)
+
+
+def _is_plain(storage: TensorStorage) -> bool:
+    """Whether rows are copied on the CPU as they are."""
+    return storage.table.is_cpu and not storage.computed
