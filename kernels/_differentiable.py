@@ -22,21 +22,10 @@ def computing_dtype(*tensors: Tensor) -> torch.dtype:
 def direct(op: Any) -> Callable[..., Any]:
     """``op`` without its gradient, called past PyTorch's dispatcher where that has nothing to decide.
 
-    The dispatcher gives lazy tensors (:func:`~gpubuf.kernels._registry.is_lazy`) their values. Users may pass them, and
-    so may autograd, as gradients.
+    Lazy tensors (:func:`~gpubuf.kernels._registry.is_lazy`) are copied first, as the dispatcher would do. Users may
+    pass them, and so may autograd, as gradients.
     """
-    past = without_dispatch(op)
-
-    def call(*args: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return op(*args)
-        for arg in args:
-            # What is real is not conjugated.
-            if isinstance(arg, Tensor) and (arg.is_neg() or arg._is_zerotensor()):
-                return op(*args)
-        return past(*args)
-
-    return call
+    return without_dispatch(op, given=None)
 
 
 def register_autograd(op: Any, setup_context: Callable[..., None], backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,6 +53,9 @@ def register_autograd(op: Any, setup_context: Callable[..., None], backward: Cal
         {"forward": staticmethod(forward), "backward": staticmethod(backward)},
     )
 
+    # Past `Function.apply`, whose Python serves transforms of torch.func: they never come here.
+    apply: Any = super(torch.autograd.Function, gradient).apply
+
     def differentiable(*args: Any) -> Any:
         if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
             return gradient.apply(*args)
@@ -73,10 +65,10 @@ def register_autograd(op: Any, setup_context: Callable[..., None], backward: Cal
     library.impl(op.name().partition("::")[2], differentiable, "Autograd")
 
     def call(*args: Any) -> Any:
-        if torch.compiler.is_compiling() or not eager(args[0]) or torch._C._are_functorch_transforms_active():
+        if not eager(args[0]) or torch._C._are_functorch_transforms_active():
             return op(*args)
         if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
-            return gradient.apply(*args)
+            return apply(*args)
         return straight(*args)
 
     return call

@@ -190,13 +190,22 @@ def in_memory(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone(memory_format=torch.contiguous_format) if is_lazy(tensor) else tensor
 
 
-def without_dispatch(operation: Any, *, given: Sequence[str] = (), trusted: bool = False) -> Callable[..., Any]:
+def _is_tensor(operation: Any, name: str) -> bool:
+    """Whether the argument called ``name`` is a tensor, or a tensor or None."""
+    kind = next(argument.type for argument in operation._schema.arguments if argument.name == name)
+    if isinstance(kind, torch.OptionalType):
+        kind = kind.getElementType()
+    return isinstance(kind, torch.TensorType)
+
+
+def without_dispatch(operation: Any, *, given: Sequence[str] | None = (), trusted: bool = False) -> Callable[..., Any]:
     """``operation``, called past PyTorch's dispatcher if that has nothing to decide.
 
     Args:
         operation: what :func:`define` returned.
         given: names of the arguments that come from users: real tensors, or lists of any tensors. The CPU reads them by
-            address, so that lazy ones are copied (:func:`in_memory`). The check takes 0.15 µs a tensor.
+            address, so that lazy ones are copied (:func:`in_memory`). The check takes 0.15 µs a tensor. None: all
+            tensors, the first argument too.
         trusted: the caller vouches for dtypes, shapes, strides and devices of all arguments. A function that takes the
             keyword ``trusted`` then skips its checks.
     """
@@ -206,6 +215,9 @@ def without_dispatch(operation: Any, *, given: Sequence[str] = (), trusted: bool
         on_gpu = _on_its_device(launcher, trusted=True)
     # Counted from the second argument, as `call` has them.
     positions = {argument.name: i - 1 for i, argument in enumerate(operation._schema.arguments)}
+    first_too = given is None
+    if given is None:
+        given = [name for name, position in positions.items() if position >= 0 and _is_tensor(operation, name)]
     lists = {argument.name for argument in operation._schema.arguments if isinstance(argument.type, torch.ListType)}
     rows = [positions[name] for name in given if name in lists]
     vectors = [positions[name] for name in given if name not in lists]
@@ -227,16 +239,19 @@ def without_dispatch(operation: Any, *, given: Sequence[str] = (), trusted: bool
 
     def call(first: torch.Tensor, *args: Any) -> Any:
         nonlocal twin
-        # `is_lazy` spelled out: it is asked for every key of every write. What is real is not conjugated.
-        if given and not _compiling():
-            for position in vectors:
-                tensor = args[position]
-                if tensor is not None and (tensor.is_neg() or tensor._is_zerotensor()):
-                    return call(first, *copied(args))
-            if rows and some_rows_are_lazy(args):
-                return call(first, *copied(args))
         # `eager` spelled out.
-        if type(first) is not torch.Tensor or _compiling() or _modes() or _functions():
+        if _compiling():
+            return operation(first, *args)
+        # `is_lazy` spelled out: it is asked for every key of every write. What is real is not conjugated.
+        for position in vectors:
+            tensor = args[position]
+            if tensor is not None and (tensor.is_neg() or tensor._is_zerotensor()):
+                return call(first, *copied(args))
+        if rows and some_rows_are_lazy(args):
+            return call(first, *copied(args))
+        if first_too and (first.is_neg() or first._is_zerotensor()):
+            return call(in_memory(first), *args)
+        if type(first) is not torch.Tensor or _modes() or _functions():
             return operation(first, *args)
         if not first.is_cpu or _triton_on_cpu:
             return on_gpu(first, *args) if first.is_cuda or first.is_cpu else operation(first, *args)

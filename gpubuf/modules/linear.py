@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +49,52 @@ def ensemble_input_layer(inputs: Sequence[Tensor], weight: Tensor, bias: Tensor 
         out = torch.bmm(rows, part) if out is None else torch.baddbmm(out, rows, part)
     assert out is not None
     return out
+
+
+class _OneOutput(torch.autograd.Function):
+    """:func:`ensemble_product` for one output a net on a CPU.
+
+    The backward of ``torch.baddbmm`` multiplies matrices that are one wide, which MKL does ten times slower than need
+    be. Here the gradient of the weight is that of its transpose, and that of the input an elementwise product.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.bmm(x, weight) if bias is None else torch.baddbmm(bias, x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        of_x, of_weight, of_bias = ctx.needs_input_grad
+        return (
+            grad * weight.transpose(1, 2) if of_x else None,
+            torch.bmm(grad.transpose(1, 2), x).transpose(1, 2) if of_weight else None,
+            grad.sum(1, keepdim=True) if of_bias else None,
+        )
+
+
+# Past `Function.apply`, whose Python serves transforms of torch.func: they never come here.
+_one_output: Any = super(torch.autograd.Function, _OneOutput).apply
+
+
+def ensemble_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """One linear layer of N nets: ``[N, rows, in]`` times ``[N, in, out]``, plus ``[N, 1, out]`` or None."""
+    if (
+        weight.shape[-1] == 1
+        and weight.requires_grad
+        and x.is_cpu
+        and torch.is_grad_enabled()
+        and x.dtype is weight.dtype
+        and not (
+            torch.compiler.is_compiling()
+            or torch._C._are_functorch_transforms_active()
+            or torch.is_autocast_enabled("cpu")
+            or torch._C._get_tracing_state()
+        )
+    ):
+        return cast(Tensor, _one_output(x, weight, bias))
+    return torch.bmm(x, weight) if bias is None else torch.baddbmm(bias, x, weight)
 
 
 class UnitLinear(nn.Linear):
@@ -125,9 +172,7 @@ class EnsembleLinear(nn.Module):
             nn.init.uniform_(self.bias, -bound, bound)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.bias is None:
-            return torch.bmm(x, self.weight)
-        return torch.baddbmm(self.bias, x, self.weight)
+        return ensemble_product(x, self.weight, self.bias)
 
     def extra_repr(self) -> str:
         text = f"num_nets={self.num_nets}, in_features={self.in_features}, out_features={self.out_features}"

@@ -81,7 +81,7 @@ class _RowNorm(_Norm):
     def forward(self, x: Tensor) -> Tensor:
         if self.features > norms.MAX_WIDTH or _takes_torch(x):
             return norms.composed(x, self.weight, self.bias, self.eps, self._kind, self._activation)
-        y: Tensor = norms.norm_activation(x, self.weight, self.bias, self.eps, self._kind, self._activation)[0]
+        y: Tensor = norms.norm_activation_direct(x, self.weight, self.bias, self.eps, self._kind, self._activation)[0]
         return y
 
 
@@ -216,7 +216,7 @@ class BatchNorm(_Norm):
 
     def forward(self, x: Tensor) -> Tensor:
         by_torch = _takes_torch(x)
-        run = norms.composed_batch if by_torch else norms.batch_norm_activation
+        run = norms.composed_batch if by_torch else norms.batch_norm_activation_direct
         weight, bias = self.weight, self.bias
         assert bias is not None
         follows = self.statistics == "update" and self.training and torch.is_grad_enabled()
@@ -239,7 +239,7 @@ class BatchNorm(_Norm):
 
     @torch.no_grad()
     def _moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        mean, var = norms.batch_moments(x, self.weight)
+        mean, var = norms.batch_moments_direct(x, self.weight)
         return mean, var
 
     def _by_torch(self, x: Tensor) -> tuple[Tensor, Tensor]:

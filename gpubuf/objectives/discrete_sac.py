@@ -14,6 +14,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from gpubuf.kernels import discrete_sac, sac
+from gpubuf.kernels._differentiable import direct
 from gpubuf.modules.plain import entry
 from gpubuf.objectives.actor_critic import ActorCriticLossModule
 from gpubuf.objectives.arguments import warn
@@ -27,6 +28,8 @@ from gpubuf.objectives.discrete_actions import (
 from gpubuf.objectives.reductions import REDUCTIONS
 from gpubuf.objectives.td import TDLossModule
 from gpubuf.objectives.temperature import TemperatureLossModule
+
+_soft_value = direct(discrete_sac.soft_value)
 
 
 class DiscreteSACLoss(TemperatureLossModule, ActorCriticLossModule):
@@ -185,10 +188,10 @@ class DiscreteSACLoss(TemperatureLossModule, ActorCriticLossModule):
         shape, code = target.shape, REDUCTIONS[self.reduction]
         weight, mask = self.row_weights(seen, shape)
         values = self._actor_values(seen, q)
-        loss_actor, log_prob, entropy, _ = discrete_sac.actor_loss(
+        loss_actor, log_prob, entropy, _ = discrete_sac.actor_loss_direct(
             values, self._checked_logits(logits, values), alpha, weight, mask, code
         )
-        loss_alpha, _ = sac.temperature_loss(self.log_alpha, log_prob, self._target_entropy, weight, mask, code)
+        loss_alpha, _ = sac.temperature_loss_direct(self.log_alpha, log_prob, self._target_entropy, weight, mask, code)
         tensordict.set(self.tensor_keys.priority, td_error)
         losses = {"loss_actor": loss_actor, "loss_qvalue": loss_qvalue, "loss_alpha": loss_alpha}
         return self._output(tensordict, losses, {"alpha": alpha, "entropy": entropy})
@@ -199,7 +202,7 @@ class DiscreteSACLoss(TemperatureLossModule, ActorCriticLossModule):
         state = self._next_state(tensordict)
         logits = policy_logits(self._networks["actor_network"].target(), state)
         next_q = self._critics.target(state, self.tensor_keys.action_value)
-        value = discrete_sac.soft_value(next_q, self._checked_logits(logits, next_q), alpha)
+        value = _soft_value(next_q, self._checked_logits(logits, next_q), alpha)
         return self.td_target(value.unsqueeze(0), tensordict, value.shape)
 
     def _critic_loss(self, tensordict: TensorDictBase, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,12 +12,15 @@ from tensordict.nn import TensorDictModule
 from torch import Tensor
 
 from gpubuf.kernels import categorical
+from gpubuf.kernels._differentiable import direct
 from gpubuf.modules.plain import entry
 from gpubuf.objectives.arguments import one_of
 from gpubuf.objectives.joint_batches import halves, joined
 from gpubuf.objectives.reductions import REDUCTIONS, lookup
 from gpubuf.objectives.sac import SACLoss
 from gpubuf.objectives.values import ValueEstimators
+
+_categorical_target = direct(categorical.categorical_target)
 
 TARGETS = {"own": categorical.OWN, "min": categorical.MIN, "mixture": categorical.MIXTURE}
 PRIORITIES = {"divergence": categorical.DIVERGENCE, "value_error": categorical.VALUE_ERROR}
@@ -226,7 +229,7 @@ class DistributionalSACLoss(SACLoss):
         return 0.5 * components * math.log(2 * math.pi * math.e * self.target_sigma**2)
 
     def _critic_values(self, q: Tensor) -> Tensor:
-        values: Tensor = categorical.expected_value(q, self.v_min, self.v_max)
+        values: Tensor = categorical.expected_value_direct(q, self.v_min, self.v_max)
         return values
 
     def _checked_logits(self, logits: Tensor, shape: torch.Size) -> Tensor:
@@ -261,7 +264,7 @@ class DistributionalSACLoss(SACLoss):
         logits, next_logits = self._logits(tensordict, state)
         reward, terminated, steps = self.bootstrap_rows(tensordict, shape)
         support = self.v_min, self.v_max
-        target = categorical.categorical_target(
+        target = _categorical_target(
             self._checked_logits(next_logits, shape),
             next_log_prob,
             alpha,
@@ -274,7 +277,7 @@ class DistributionalSACLoss(SACLoss):
             self._target_code,
         )
         weight, mask = self.row_weights(tensordict, shape)
-        loss, priority, _ = categorical.categorical_loss(
+        loss, priority, _ = categorical.categorical_loss_direct(
             self._checked_logits(logits, shape),
             target,
             weight,

@@ -24,6 +24,7 @@ class ParametersByName:
     """
 
     def __init__(self, params: Mapping[str, TensorDictParams]) -> None:
+        self._owners: list[tuple[dict[str, Any], str, Tensor]] = []
         self._places: dict[str, list[tuple[Path, dict[str, Any], Tensor]]] = {}
         for name, each in params.items():
             root, places = nn.Module(), []
@@ -36,12 +37,17 @@ class ParametersByName:
                 owner[path[-1]] = leaf
                 places.append((path, owner, leaf))
             self._places[name] = places
+            self._owners += [(owner, path[-1], leaf) for path, owner, leaf in places]
             # Before `__getattr__`, which makes the modules that nobody reads.
             each.__dict__.update(root._modules)
 
     def replaced(self) -> dict[str, TensorDict] | None:
         """All parameters by name if any of them is replaced, else None."""
-        if all(owner[path[-1]] is leaf for places in self._places.values() for path, owner, leaf in places):
+        # Asked at every call of the loss.
+        for owner, last, leaf in self._owners:
+            if owner[last] is not leaf:
+                break
+        else:
             return None
         out = {}
         for name, places in self._places.items():

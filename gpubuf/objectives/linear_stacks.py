@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from gpubuf.modules.mlp import MLP, ensemble_input_layer
+from gpubuf.modules.linear import ensemble_input_layer, ensemble_product
+from gpubuf.modules.mlp import MLP
 from gpubuf.modules.plain import hooked, is_plain
 
 _ELEMENTWISE = (
@@ -60,10 +60,7 @@ class LinearStack:
                 continue
             weight = tensors[layer.weight].transpose(1, 2)
             bias = None if layer.bias is None else tensors[layer.bias].unsqueeze(1)
-            if x is None:
-                x = ensemble_input_layer(inputs, weight, bias)
-            else:
-                x = torch.bmm(x, weight) if bias is None else torch.baddbmm(bias, x, weight)
+            x = ensemble_input_layer(inputs, weight, bias) if x is None else ensemble_product(x, weight, bias)
         assert x is not None
         batch = inputs[0].shape[:-1]
         return x if len(batch) == 1 else x.reshape(x.shape[0], *batch, -1)

@@ -14,7 +14,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
 from gpubuf.objectives.arguments import warn
-from gpubuf.objectives.masks import importance_weight, joint_mask, mask_keys, masks_in, without_masked
+from gpubuf.objectives.masks import importance_weight, joint_mask, mask_keys, masks_in, none_in, without_masked
 
 
 class LossModule(TensorDictModuleBase):
@@ -119,14 +119,19 @@ class LossModule(TensorDictModuleBase):
 
     def row_weights(self, tensordict: TensorDictBase, shape: torch.Size) -> tuple[Tensor | None, Tensor | None]:
         """(importance weights, mask) of a loss of ``shape``, each with one element per row or None."""
-        weight = importance_weight(tensordict, self.tensor_keys.priority_weight, self.use_prioritized_weights, shape)
-        return weight, joint_mask(tensordict, mask_keys(self.loss_mask_key), shape)
+        key, masks = self._tensor_keys.priority_weight, mask_keys(self.loss_mask_key)  # type: ignore[attr-defined]
+        if self.use_prioritized_weights is not True and none_in(tensordict, (key, *masks)):
+            return None, None
+        weight = importance_weight(tensordict, key, self.use_prioritized_weights, shape)
+        return weight, joint_mask(tensordict, masks, shape)
 
     def without_masked(self, tensordict: TensorDictBase, keys: Iterable[NestedKey]) -> TensorDictBase:
         """The batch with finite numbers in masked rows, in the entries at ``keys``; the batch itself if it has no mask.
 
         The gradient of a masked row is 0, but 0 times NaN reaches the parameters of a network that has seen NaN.
         """
+        if none_in(tensordict, mask_keys(self.loss_mask_key)):
+            return tensordict
         masks = masks_in(tensordict, mask_keys(self.loss_mask_key))
         return without_masked(tensordict, masks, keys) if masks else tensordict
 

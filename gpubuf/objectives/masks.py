@@ -28,6 +28,15 @@ def maybe(tensordict: TensorDictBase, key: NestedKey) -> Tensor | None:
     return found
 
 
+def none_in(tensordict: TensorDictBase, keys: Iterable[NestedKey]) -> bool:
+    """Whether the batch has none of ``keys``, by their first parts. A loss asks it several times, of most batches."""
+    present = tensordict.keys()
+    for key in keys:  # noqa: SIM110 - a generator would take longer than this
+        if (key if isinstance(key, str) else key[0]) in present:
+            return False
+    return True
+
+
 def importance_weight(
     tensordict: TensorDictBase, key: NestedKey, wanted: bool | str, shape: torch.Size
 ) -> Tensor | None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gpubuf.kernels._differentiable import computing_dtype, register_autograd
+from gpubuf.kernels._differentiable import computing_dtype, direct, register_autograd
 from gpubuf.kernels._registry import define
 from gpubuf.kernels.td import check_rows, loss_shape
 
@@ -165,6 +165,9 @@ That is so because the target's mass sums to one; ``average`` divides by N.
 """
 
 
+_loss_gradient = direct(categorical_loss_backward)
+
+
 def _loss_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     logits, target, weight, mask, _, _, _, ctx.average, ctx.reduction = inputs
     _, priority, norm = output
@@ -176,11 +179,11 @@ def _loss_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _loss_backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     by_logits = None
     if grad is not None:
-        by_logits = categorical_loss_backward(grad, *ctx.saved_tensors, ctx.average, ctx.reduction)
+        by_logits = _loss_gradient(grad, *ctx.saved_tensors, ctx.average, ctx.reduction)
     return by_logits, None, None, None, None, None, None, None, None
 
 
-register_autograd(categorical_loss, _loss_setup, _loss_backward)
+categorical_loss_direct = register_autograd(categorical_loss, _loss_setup, _loss_backward)
 
 
 # --- expected value ---------------------------------------------------------------------------------------------------
@@ -203,6 +206,9 @@ expected_value_backward = define(
 """Gradient of :data:`expected_value`: grad[k, i] * softmax(logits[k, i])_j * (z_j - value[k, i])."""
 
 
+_value_gradient = direct(expected_value_backward)
+
+
 def _value_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     logits, *ctx.support = inputs
     ctx.save_for_backward(logits, output)
@@ -210,8 +216,8 @@ def _value_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _value_backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
-    by_logits = None if grad is None else expected_value_backward(grad, *ctx.saved_tensors, *ctx.support)
+    by_logits = None if grad is None else _value_gradient(grad, *ctx.saved_tensors, *ctx.support)
     return by_logits, None, None
 
 
-register_autograd(expected_value, _value_setup, _value_backward)
+expected_value_direct = register_autograd(expected_value, _value_setup, _value_backward)

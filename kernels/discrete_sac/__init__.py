@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gpubuf.kernels._differentiable import computing_dtype, register_autograd
+from gpubuf.kernels._differentiable import computing_dtype, direct, register_autograd
 from gpubuf.kernels._registry import define
 from gpubuf.kernels.td import NONE, check_rows
 
@@ -109,6 +109,9 @@ and ``-f_i p`` by the critic that attains the minimum.
 """
 
 
+_actor_loss_gradient = direct(actor_loss_backward)
+
+
 def _actor_loss_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     q, logits, alpha, weight, mask, ctx.reduction = inputs
     _, log_prob, entropy, norm = output
@@ -121,9 +124,9 @@ def _actor_loss_backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, .
     by_q = by_logits = None
     if grad is not None:
         with_q = ctx.needs_input_grad[0]
-        by_logits, by_q = actor_loss_backward(grad, *ctx.saved_tensors, ctx.reduction, with_q)
+        by_logits, by_q = _actor_loss_gradient(grad, *ctx.saved_tensors, ctx.reduction, with_q)
         by_q = by_q if with_q else None
     return by_q, by_logits, None, None, None, None
 
 
-register_autograd(actor_loss, _actor_loss_setup, _actor_loss_backward)
+actor_loss_direct = register_autograd(actor_loss, _actor_loss_setup, _actor_loss_backward)

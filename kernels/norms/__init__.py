@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gpubuf.kernels._differentiable import computing_dtype, register_autograd
+from gpubuf.kernels._differentiable import computing_dtype, direct, register_autograd
 from gpubuf.kernels._registry import define
 
 LAYER, RMS = range(2)
@@ -133,6 +133,9 @@ def _composed_gradient(y: Tensor, grad: Tensor, *arguments: Tensor | None) -> tu
     return tuple(next(found) if t is not None and t.requires_grad else None for t in arguments)
 
 
+_backward = direct(norm_activation_backward)
+
+
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, weight, bias, ctx.eps, ctx.norm, ctx.activation = inputs
     ctx.save_for_backward(x, weight, bias, output[1])
@@ -147,11 +150,11 @@ def _gradient(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
     if torch.is_grad_enabled():  # Somebody wants a gradient of the gradient.
         y = composed(x, weight, bias, ctx.eps, ctx.norm, ctx.activation)
         return *_composed_gradient(y, grad, x, weight, bias), None, None, None
-    by_x, by_weight, by_bias = norm_activation_backward(grad, x, weight, bias, statistics, ctx.norm, ctx.activation)
+    by_x, by_weight, by_bias = _backward(grad, x, weight, bias, statistics, ctx.norm, ctx.activation)
     return by_x, by_weight, None if bias is None else by_bias, None, None, None
 
 
-register_autograd(norm_activation, _setup, _gradient)
+norm_activation_direct = register_autograd(norm_activation, _setup, _gradient)
 
 
 # --- batch norm -------------------------------------------------------------------------------------------------------
@@ -223,6 +226,10 @@ and by x, weight / sqrt(var + eps) * (g - mean(g) - h * mean(g * h)) with means 
 """
 
 
+batch_moments_direct = direct(batch_moments)
+_batch_backward = direct(batch_norm_activation_backward)
+
+
 def _batch_setup(ctx: Any, inputs: tuple[Any, ...], _: Any) -> None:
     *tensors, ctx.eps, ctx.activation, ctx.own = inputs
     ctx.save_for_backward(*tensors)
@@ -237,7 +244,7 @@ def _batch_gradient(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
     options = (ctx.eps, ctx.activation, ctx.own)
     if torch.is_grad_enabled():
         return *_composed_gradient(composed_batch(x, weight, bias, mean, var, *options), grad, x, weight, bias), *none
-    return *batch_norm_activation_backward(grad, x, weight, bias, mean, var, *options), *none
+    return *_batch_backward(grad, x, weight, bias, mean, var, *options), *none
 
 
-register_autograd(batch_norm_activation, _batch_setup, _batch_gradient)
+batch_norm_activation_direct = register_autograd(batch_norm_activation, _batch_setup, _batch_gradient)

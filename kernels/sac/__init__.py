@@ -127,4 +127,4 @@ def _temperature_loss_backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[
     return by_log_alpha, None, None, None, None, None
 
 
-register_autograd(temperature_loss, _temperature_loss_setup, _temperature_loss_backward)
+temperature_loss_direct = register_autograd(temperature_loss, _temperature_loss_setup, _temperature_loss_backward)
