@@ -113,11 +113,25 @@ def test_two_buffers_share_a_storage():
     storage = JOINED.LazyTensorStorage(100)
     one, other = (
         theirs.TensorDictReplayBuffer(storage=storage, sampler=SAMPLERS["prioritized"](), writer=writer, batch_size=8)
-        for writer in (JOINED.TensorDictRoundRobinWriter(), theirs.ImmutableDatasetWriter())
+        for writer in (JOINED.TensorDictRoundRobinWriter(), JOINED.ImmutableDatasetWriter())
     )
     one.extend(batch(20))
     assert other.sampler.tree.leaves[:20].tolist() == [1.0] * 20
     assert other.sample().shape == (8,)
+    with pytest.raises(RuntimeError, match="ImmutableDatasetWriter"):
+        other.extend(batch(2))
+
+
+def test_rows_written_at_an_index():
+    buffer = buffer_of("prioritized")
+    buffer.extend(batch(20))
+    buffer.update_priority(torch.tensor([3, 4]), torch.tensor([5.0, 5.0]))
+    before = buffer.sampler.tree.leaves[:5].clone()
+    rows = batch(1)
+    buffer.writer.write_at(torch.tensor([3]), rows)
+    assert torch.equal(buffer.storage[3]["observation"], rows["observation"][0])
+    after = buffer.sampler.tree.leaves[:5]
+    assert [float(after[4]), int(buffer.writer.generations_of(3))] == [float(before[4]), 2]
 
 
 def test_generations():

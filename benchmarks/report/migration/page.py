@@ -246,6 +246,15 @@ def details(each: Compared, others: dict[str, Reason]) -> str:
     return "\n\n".join(parts)
 
 
+def told(each: Compared) -> str:
+    """The sentence of a class that nothing was written about: how many of its items are the same."""
+    if not each.same and not each.others:
+        return ""
+    total = len(each.same) + len(each.others)
+    which = f"{len(each.same)} of {total}" if each.others else f"All {total}"
+    return f"{which} arguments and members are the same{', and it has more' if each.more else ''}."
+
+
 def counts(found: list[Compared]) -> str:
     """How many names are in which state."""
     return ", ".join(f"{sum(each.state == state for each in found)} {state}" for state in STATES)
@@ -267,8 +276,17 @@ def render() -> str:
         "another result."
     )
     for title, areas in PARTS.items():
-        rows = [[f"`{each.name}`", each.state, each.why] for each in listed if each.area in areas]
+        rows = [[f"`{each.name}`", each.state, each.why or told(each)] for each in listed if each.area in areas]
         parts.append(f"### {title}\n\n{table(rows)}")
+    other: dict[str, list[str]] = {}
+    for each in found:
+        if each not in listed:
+            other.setdefault(each.area.removeprefix("other: "), []).append(f"`{each.name}`")
+    names = "\n".join(f"- {area}: {', '.join(sorted(names))}" for area, names in sorted(other.items()))
+    parts.append(
+        "### The rest of `torchrl.data`\n\nThese names have nothing to do with buffers. Import them from TorchRL; what "
+        f"they do works with gpubuf's buffers as with TorchRL's.\n\n{names}"
+    )
     parts.append(
         "## Every argument and member\n\nOf the classes that both have. A class has what its base has, and only what "
         "differs from that is listed for it."

@@ -32,9 +32,14 @@ from gpubuf.integrations.torchrl.samplers import (
     SliceSamplerWithoutReplacement,
 )
 from gpubuf.integrations.torchrl.storages import LazyMemmapStorage, LazyTensorStorage, TensorStorage
-from gpubuf.integrations.torchrl.writers import RoundRobinWriter, TensorDictRoundRobinWriter
+from gpubuf.integrations.torchrl.writers import (
+    ImmutableDatasetWriter,
+    RoundRobinWriter,
+    TensorDictRoundRobinWriter,
+)
 
 __all__ = [
+    "ImmutableDatasetWriter",
     "LazyMemmapStorage",
     "LazyTensorStorage",
     "PrioritizedReplayBuffer",

@@ -51,6 +51,7 @@ class WriterOfTorchRL(SavedInFolder):
         if "_entities" not in vars(self._storage):
             return super().extend(data)  # type: ignore[misc,no-any-return]
         storage, told = self._storage, self._buffer() is not None
+        self.check_writable()  # type: ignore[attr-defined]
         index: Tensor = storage.write_next(data) if told else super().extend(data)  # type: ignore[misc]
         if not told:
             return index
@@ -66,21 +67,13 @@ class WriterOfTorchRL(SavedInFolder):
         index = self.extend(data.unsqueeze(0))
         return cursor if int(self._storage.ndim) == 1 else index
 
-    @property
-    def tracks_generations(self) -> bool:
-        """Whether samples carry ``"index_generation"``."""
-        return bool(getattr(self, "track_generations", False))
-
-    def generations_of(self, index: Any) -> Tensor:
-        """How often each row was written, int64 ``[n]``; compare it with that of a later moment. No host sync."""
-        generation: Tensor = self._storage.gather(self._storage._positions(index))[1]
-        return generation
-
-    @property
-    def _cursor(self) -> int:
-        """The next step that is written."""
-        storage = self._storage
-        return int(storage.cursor // (storage.max_size // storage.shape[0]))
+    def write_at(self, index: Any, data: Any) -> Tensor:
+        """Write rows over stored ones, and tell the buffers of TorchRL's that read them."""
+        written: Tensor = super().write_at(index, data)  # type: ignore[misc]
+        if "_entities" in vars(self._storage):
+            for buffer in self._storage._attached_entities:
+                buffer.mark_update(written)
+        return written
 
     @property
     def _write_count(self) -> int:
@@ -96,3 +89,7 @@ class RoundRobinWriter(WriterOfTorchRL, data.RoundRobinWriter, theirs.RoundRobin
 
 class TensorDictRoundRobinWriter(WriterOfTorchRL, data.TensorDictRoundRobinWriter, theirs.TensorDictRoundRobinWriter):
     """:class:`gpubuf.data.TensorDictRoundRobinWriter`, which is also TorchRL's."""
+
+
+class ImmutableDatasetWriter(WriterOfTorchRL, data.ImmutableDatasetWriter, theirs.ImmutableDatasetWriter):
+    """:class:`gpubuf.data.ImmutableDatasetWriter`, which is also TorchRL's."""
