@@ -153,9 +153,9 @@ def compared(name: str, entry: Name, value: Any, written: dict[str, Reason]) -> 
         found.state, found.why = reason.state, reason.why
         if reason.whole:
             found.same, found.others, found.more = [], {}, []
-    elif found.others:
+    elif any(reason.state in ("different", "missing") for reason in found.others.values()):
         found.state = "different"
-    elif found.more:
+    elif found.more or any(reason.state == "better" for reason in found.others.values()):
         found.state = "better"
     return found
 
@@ -251,7 +251,8 @@ def told(each: Compared) -> str:
     if not each.same and not each.others:
         return ""
     total = len(each.same) + len(each.others)
-    which = f"{len(each.same)} of {total}" if each.others else f"All {total}"
+    same = len(each.same) + sum(reason.state in ("same", "better") for reason in each.others.values())
+    which = f"All {total}" if same == total else f"{same} of {total}"
     return f"{which} arguments and members are the same{', and it has more' if each.more else ''}."
 
 
@@ -266,14 +267,14 @@ def render() -> str:
     listed = [each for each in found if not each.area.startswith("other: ")]
     inside = [each for each in listed if each.found]
     items = [Compared("", "", reason.state) for each in inside for reason in each.others.values()]
-    same = sum(len(each.same) for each in inside)
+    items += [Compared("", "", "same") for each in inside for _ in each.same]
     by_name = {each.name: each for each in found}
     parts = [(HERE / "introduction.md").read_text().strip()]
     parts.append(
         f"## Every name\n\nTorchRL {data['version']} has {len(listed)} public names for replay buffers and losses: "
-        f"{counts(listed)}. Of the arguments and members of the {len(inside)} names that are here too, {same} are the "
-        f"same, and {counts(items).partition(', ')[2]}. *Missing* means that you get an error that says so, never "
-        "another result."
+        f"{counts(listed)}. Of the {len(items)} arguments and members of the {len(inside)} names that are here too: "
+        f"{counts(items)}. *Missing* means an error, "
+        "never another result."
     )
     for title, areas in PARTS.items():
         rows = [[f"`{each.name}`", each.state, each.why or told(each)] for each in listed if each.area in areas]

@@ -74,7 +74,11 @@ def recorded() -> dict[str, Any]:
     for name, (area, value) in sorted(found.items()):
         entry = described(value, "torchrl", set(found))
         if area not in COMPARED and name not in LOSSES:
-            entry = {"kind": entry["kind"]}
+            entry = (
+                {"kind": entry["kind"], "args": entry.get("args", {})}
+                if area == "transforms"
+                else {"kind": entry["kind"]}
+            )
         listed[name] = {"area": area, **entry}
     return {"version": importlib.import_module("torchrl").__version__, "names": listed}
 
