@@ -8,6 +8,7 @@ from gpubuf.data.buffers.max_value import TensorDictMaxValueWriter
 from gpubuf.data.buffers.mixed import MixedReplayBuffer
 from gpubuf.data.buffers.multi_step import MultiStepTransform
 from gpubuf.data.buffers.replay_buffer import ReplayBuffer
+from gpubuf.data.buffers.sample_units import SampleUnit, Sequence, Transition
 from gpubuf.data.buffers.tensordict_buffers import (
     PrioritizedReplayBuffer,
     TensorDictPrioritizedReplayBuffer,
@@ -66,8 +67,10 @@ __all__ = [
     "ReplayBufferEnsemble",
     "RewardScale",
     "RoundRobinWriter",
+    "SampleUnit",
     "Sampler",
     "SamplerWithoutReplacement",
+    "Sequence",
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
     "Storage",
@@ -79,6 +82,7 @@ __all__ = [
     "TensorStorage",
     "Trajectories",
     "TrajectoryIndex",
+    "Transition",
     "Writer",
     "from_minari",
     "load_torchrl",

@@ -14,7 +14,6 @@ from gpubuf.data.storages.tensor_storage import LazyTensorStorage, TensorStorage
 DEFAULT_CAPACITY = 1_000
 _HERE = "the buffer works in the process that makes it, so leave this out and send rows to that process"
 _INSTEAD = {
-    "sample_unit": "leave it out, and draw sequences with a SliceSampler",
     "checkpointer": "leave it out, for save() and dumps() need none; save_torchrl() writes TorchRL's folders",
     "consume_after_n_samples": "draw with a SamplerWithoutReplacement, and empty() the buffer after the epoch",
     "service_backend": _HERE,

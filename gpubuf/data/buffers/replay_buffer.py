@@ -27,6 +27,7 @@ from gpubuf.data.buffers.moving import Movable
 from gpubuf.data.buffers.multi_step import without_multi_steps
 from gpubuf.data.buffers.overview import Overview
 from gpubuf.data.buffers.row_order import RowOrder
+from gpubuf.data.buffers.sample_units import SampleUnit, check_parts, checked_unit
 from gpubuf.data.buffers.sampling import Batches
 from gpubuf.data.buffers.stateful import Stateful
 from gpubuf.data.buffers.transforms import Compose
@@ -89,10 +90,11 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, S
         process: what happens to keys on their way out: :class:`Normalize`, :class:`RewardScale`, :class:`Clip`,
             :class:`Mirror` and :class:`RandomShift`. Indexing gives rows as they were written.
         relabel: gives rows of a batch other goals, see :class:`Hindsight`.
+        sample_unit: what a drawn row stands for: a :class:`Sequence` of steps around it. Default: itself.
         compilable: accepted for compatibility.
         delayed_init: make the parts at the first use of the buffer, and call functions that return parts only then.
             Default: True with a ``transform_factory``. Errors in the arguments are then raised at the first use.
-        shared, sample_unit, checkpointer, consume_after_n_samples, service_backend, service_backend_options,
+        shared, checkpointer, consume_after_n_samples, service_backend, service_backend_options,
             transport, transport_options: accepted at their defaults; out of scope.
 
     Raises:
@@ -110,7 +112,7 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, S
         *,
         storage: Storage | Callable[[], Storage] | None = None,
         sampler: Sampler | Callable[[], Sampler] | None = None,
-        sample_unit: Any = None,
+        sample_unit: SampleUnit | None = None,
         writer: Writer | Callable[[], Writer] | None = None,
         collate_fn: Callable[[Data], Data] | None = None,
         pin_memory: bool = False,
@@ -138,7 +140,6 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, S
         transport_options: Any = None,
     ) -> None:
         refuse_out_of_scope(
-            sample_unit=sample_unit,
             checkpointer=checkpointer,
             consume_after_n_samples=consume_after_n_samples,
             shared=shared,
@@ -167,6 +168,7 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, S
         if transform is not None:
             self._transform.append(transform)
         self._relabel = relabel
+        self._unit = checked_unit(sample_unit)
         self._reader: TensorStorage | Reader = self._storage
         # The priorities of the write that is under way.
         self._given: Tensor | None = None
@@ -178,6 +180,9 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, S
         """Make batches of the parts that the buffer has now."""
         reader = self._reader_of(self._storage)
         self._writer.attach(self._sampler, self._recipe, self._relabel)
+        if self._unit is not None:
+            check_parts(self._sampler, self._recipe, relabels=self._relabel is not None)
+            self._unit.bind(self._storage)
         if self._relabel is not None:
             self._relabel.check_recipe(self._recipe, () if self._pipeline is None else self._pipeline.steps)
             self._storage.followed_by(self._relabel)
@@ -197,6 +202,7 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, S
             pin_memory=self._pin_memory,
             batch_size=self._batch_size,
             relabel=self._relabel,
+            unit=self._unit,
         )
 
     def _reader_of(self, storage: TensorStorage) -> TensorStorage | Reader:

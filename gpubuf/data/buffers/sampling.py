@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gpubuf.data.buffers.hindsight import Hindsight
 from gpubuf.data.buffers.row_info import put
+from gpubuf.data.buffers.sample_units import SampleUnit
 from gpubuf.data.buffers.transforms import Compose
 from gpubuf.data.buffers.writers import Writer
 from gpubuf.data.concurrency.locking import BufferLock
@@ -44,6 +45,7 @@ class Batches:
         pin_memory: whether batches end in pinned memory.
         batch_size: of the buffer's constructor.
         relabel: gives rows other goals.
+        unit: makes windows of drawn rows.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Batches:
         pin_memory: bool,
         batch_size: int | None,
         relabel: Hindsight | None,
+        unit: SampleUnit | None,
     ) -> None:
         self._storage = storage
         self._reader = reader
@@ -74,6 +77,7 @@ class Batches:
         processing = reader.recipe.processing if isinstance(reader, Reader) else None
         self._doubled = processing is not None and processing.mirror == DOUBLED
         self._relabel = relabel
+        self._unit = unit
         self._warned = False
 
     def next(self, batch_size: int | None, include_info: bool, batches: int | None = None) -> Batch:
@@ -109,7 +113,7 @@ class Batches:
     def plain(self) -> bool:
         """Whether batches are copies of rows as they are stored, and nothing else."""
         copied = self._reader is self._storage and not self._storage.computed and self._relabel is None
-        copied = copied and self._storage.host is None
+        copied = copied and self._storage.host is None and self._unit is None
         return copied and self._collate_fn is None and not self._pin_memory and not len(self._transform)
 
     def part(self, n: int, batches: int | None = None) -> Batch:
@@ -122,6 +126,8 @@ class Batches:
         """
         if self._storage.host is not None:
             raise ValueError("a buffer of data that are not tensors can't have a part in batches of several buffers")
+        if self._unit is not None:
+            raise ValueError("a buffer with a sample_unit can't have a part in batches of several buffers")
         if self._doubled:
             raise ValueError("a buffer with Mirror(mode='double') can't have a part in batches of several buffers")
         return self._draw(n, False, batches, whole=False)
@@ -151,7 +157,10 @@ class Batches:
             # Past `len`, which is a call. Compiled code may not depend on the number of rows.
             if not _compiling() and (storage._ring is None or not storage._ring.size):
                 require_rows(storage)
-            drawn = sampler.draw(n) if batches is None else sampler.draw_batches(n, batches)
+            if self._unit is not None:
+                drawn = self._unit.draw(sampler, reader, n, batches, storage)
+            else:
+                drawn = sampler.draw(n) if batches is None else sampler.draw_batches(n, batches)
             if self._doubled:
                 drawn = drawn.doubled()
             if self._relabel is not None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from gpubuf.data.buffers.components import component, default_storage
 from gpubuf.data.buffers.replay_buffer import ReplayBuffer
 from gpubuf.data.buffers.row_info import collapsed, expanded
+from gpubuf.data.buffers.sample_units import by_anchor
 from gpubuf.data.buffers.writers import TensorDictRoundRobinWriter
 from gpubuf.data.concurrency.locking import unless_compiling
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
@@ -118,6 +119,11 @@ class TensorDictReplayBuffer(ReplayBuffer):
             raise KeyError(f"the batch has no {missing!r}; its keys are {sorted(map(str, data.keys(True, True)))}")
         generation = get("index_generation", None)
         n = data.numel()
+        if self._unit is not None and (anchor := get("anchor_index", None)) is not None:
+            valid, generation = get("validity_mask", None), get("anchor_generation", None)
+            found = by_anchor(self._storage, anchor, sampler.reduce(priority, n), valid, generation)
+            self.update_priority(*found[:2], generation=found[2])
+            return
         if priority.dim() != 1 or priority.numel() != n or (index.dim() != 1 and self._storage.ndim == 1):
             index, priority, generation = self._by_row(data, index, priority, generation)
         self.update_priority(index, priority, generation=generation)

@@ -1,0 +1,222 @@
+"""A drawn row stands for a window of steps around it: the windows are TorchRL's, and their ends come from the index."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from gpubuf import data as gpubuf_data
+from gpubuf.data import (
+    LazyTensorStorage,
+    MixedReplayBuffer,
+    PrioritizedSampler,
+    ReplayBuffer,
+    SamplerWithoutReplacement,
+    SampleUnit,
+    Sequence,
+    SliceSampler,
+    TensorDictReplayBuffer,
+    Transition,
+)
+from tests.support.fake_cuda import fake_cuda, no_blocking_copies
+from tests.support.torchrl_buffers import sequences
+
+KEYS = {"validity_mask", "learning_mask", "anchor_index", "sequence_id", "step_in_sequence", "index"}
+
+
+def test_the_windows_are_torchrls(backend):
+    due, told = json.loads(sequences.FILE.read_text()), json.loads(json.dumps(sequences.story(gpubuf_data)))
+    assert told.keys() == due.keys()
+    for case in due:
+        assert told[case] == due[case], case
+
+
+def rows(n: int, start: int = 0, ends: tuple[int, ...] = ()) -> TensorDict:
+    number = torch.arange(start, start + n)
+    done = torch.zeros(n, 1, dtype=torch.bool)
+    done[[end - start for end in ends]] = True
+    return TensorDict({"number": number, "next": {"done": done}}, [n])
+
+
+def buffer_of(
+    unit: Any, sampler: Any = None, capacity: int = 12, ndim: int = 1, **options: Any
+) -> TensorDictReplayBuffer:
+    generator, storage = torch.Generator().manual_seed(7), LazyTensorStorage(capacity, ndim=ndim)
+    return TensorDictReplayBuffer(
+        storage=storage, sampler=sampler, sample_unit=unit, batch_size=4, generator=generator, **options
+    )
+
+
+def test_batches_are_windows_one_after_the_other(backend):
+    buffer = buffer_of(Sequence(3, burn_in=1))
+    buffer.extend(rows(17, ends=(4, 9, 14)))
+    for _ in range(5):
+        batch = buffer.sample()
+        assert batch.shape == (16,)
+        assert set(batch.keys()) == {"number", "next", *KEYS}
+        windows = batch["number"].view(4, 4)
+        steps = windows.diff(dim=1)
+        assert ((steps == 0) | (steps == 1)).all()
+        assert torch.equal(buffer[batch["index"]]["number"], batch["number"])
+        assert torch.equal(batch["anchor_index"].view(4, 4)[:, 1], batch["index"].view(4, 4)[:, 1])
+        # A step that goes on to the next trajectory is never in the window.
+        assert not (batch["next", "done"].view(4, 4)[:, :-1] & (steps == 1)).any()
+        assert torch.equal(batch["sequence_id"], torch.arange(4).repeat_interleave(4))
+
+
+def test_the_index_follows_writes_and_edits(backend):
+    buffer = buffer_of(Sequence(12), SamplerWithoutReplacement(shuffle=False), capacity=8)
+    buffer.extend(rows(8, ends=(5,)))
+    real = buffer.sample()["validity_mask"].view(4, 12).sum(1)
+    assert real.tolist() == [6, 5, 4, 3]
+    buffer.set_at_(("next", "done"), True, 2)
+    buffer.sample()
+    assert buffer.sample()["validity_mask"].view(4, 12).sum(1).tolist() == [3, 2, 1, 3]
+    buffer.empty()
+    buffer.extend(rows(3, 50))
+    batch = next(iter(buffer))
+    assert batch["number"].view(-1, 12)[0].tolist() == [50, 51] + [52] * 10
+
+
+def test_priorities_are_those_of_anchors(backend):
+    sampler = PrioritizedSampler(12, alpha=1.0, beta=1.0)
+    buffer = buffer_of(Sequence(3, burn_in=1), sampler)
+    index = buffer.extend(rows(12, ends=(3,)))
+    buffer.update_priority(index, 1.0)
+    batch = buffer.sample()
+    assert {*KEYS, "priority_weight", "index_generation", "anchor_generation"} <= set(batch.keys())
+    batch["td_error"] = torch.arange(1.0, 17.0)
+    windows = [batch[key].view(4, 4) for key in ("td_error", "validity_mask", "anchor_index")]
+    due = [1.0] * 12
+    for error, valid, anchor in zip(*windows, strict=True):
+        place = int(anchor[0])
+        due[place] = max(due[place] if due[place] > 1 else 0.0, float(error[valid].max()))
+    # Invalid rows don't count.
+    batch["td_error"] = torch.where(batch["validity_mask"], batch["td_error"], 99.0)
+    late = batch.clone()
+    buffer.update_tensordict_priority(batch)
+    assert sampler.tree.leaves[:12].tolist() == due
+    buffer.extend(rows(12, 20))
+    buffer.update_tensordict_priority(late.set("td_error", torch.full((16, 1), 70.0)))
+    assert float(sampler.tree.max_priority) < 70
+
+
+def test_two_dimensions(backend):
+    buffer = buffer_of(Sequence(2, "stop"), PrioritizedSampler(12, 1.0, 1.0), ndim=2)
+    buffer.extend(rows(10, ends=(4,)).view(2, 5))
+    batch = buffer.sample()
+    assert batch["index"].shape == batch["anchor_index"].shape == (8, 2)
+    assert torch.equal(buffer[batch["index"]]["number"], batch["number"])
+    assert (batch["number"].view(4, 2).diff(dim=1) == 1).all()
+    buffer.update_tensordict_priority(batch.set("td_error", torch.full((8, 1), 5.0)))
+    drawn = batch["anchor_index"][:, 0] * 2 + batch["anchor_index"][:, 1]
+    assert (buffer.sampler.tree.leaves[drawn] == 5.0).all()
+
+
+def test_several_batches_at_once_and_prefetched_ones(backend):
+    buffer = buffer_of(Sequence(3))
+    buffer.extend(rows(12))
+    ahead = [buffer_of(Sequence(3), prefetch=n) for n in (0, 2)]
+    for one in ahead:
+        one.extend(rows(12, ends=(6,)))
+    for _ in range(4):
+        first, second = (one.sample() for one in ahead)
+        assert (first == second).all()
+    several = buffer.sample(batches=3)
+    assert several.shape == (3, 12)
+    assert several["sequence_id"].max() == 3
+    assert torch.equal(several["number"], several["index"])
+
+
+def test_the_state_goes_on(tmp_path):
+    buffer = buffer_of(Sequence(3, burn_in=2), PrioritizedSampler(12, 0.6, 0.4))
+    buffer.extend(rows(15, ends=(4, 9)))
+    buffer.sample()
+    buffer.save(tmp_path / "made")
+    other = buffer_of(Sequence(3, burn_in=2), PrioritizedSampler(12, 0.6, 0.4))
+    other.load(tmp_path / "made")
+    copied = copy.deepcopy(buffer)
+    for _ in range(3):
+        batch = buffer.sample()
+        assert (other.sample() == batch).all()
+        assert (copied.sample() == batch).all()
+
+
+def test_a_unit_of_your_own():
+    class Pairs(SampleUnit):
+        """Each row, and the one before it."""
+
+        def expand(self, index: Any, info: dict[Any, Any], storage: Any) -> tuple[Any, dict[Any, Any]]:
+            pairs = torch.stack((index, (index - 1).clamp(min=0)), 1).reshape(-1)
+            return pairs, {"first": torch.tensor([True, False]).repeat(len(index))}
+
+    buffer = buffer_of(Pairs())
+    buffer.extend(rows(8))
+    batch = buffer.sample()
+    assert batch.shape == (8,)
+    pairs = batch["number"].view(4, 2)
+    assert torch.equal(pairs[:, 1], (pairs[:, 0] - 1).clamp(min=0))
+    assert batch["first"].tolist() == [True, False] * 4
+    plain = buffer_of(Transition())
+    plain.extend(rows(8))
+    assert set(plain.sample().keys()) == {"number", "next", "index"}
+
+
+def test_what_does_not_fit_is_refused():
+    for options, text in (
+        ({"sampler": SliceSampler(slice_len=2)}, "SliceSampler"),
+        ({"n_steps": 3}, "n_steps=3"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            ReplayBuffer(storage=LazyTensorStorage(4), sample_unit=Sequence(2), **options)
+    with pytest.raises(TypeError, match="SampleUnit"):
+        ReplayBuffer(storage=LazyTensorStorage(4), sample_unit=3)
+    for wrong in (
+        {"length": 0},
+        {"length": 1, "burn_in": -1},
+        {"length": 1, "dilation": 0},
+        {"length": 1, "bootstrap": -1},
+    ):
+        with pytest.raises(ValueError, match="at least"):
+            Sequence(**wrong)
+    with pytest.raises(ValueError, match="episode_boundary"):
+        Sequence(2, "wrap")
+    buffer = buffer_of(Sequence(2, done_key="missing"))
+    with pytest.raises(KeyError, match="missing"):
+        buffer.extend(rows(3))
+    units = [buffer_of(Sequence(2)), buffer_of(None)]
+    for one in units:
+        one.extend(rows(4))
+    with pytest.raises(ValueError, match="sample_unit"):
+        MixedReplayBuffer(units, batch_size=4).sample()
+
+
+@pytest.mark.parametrize("boundary", ["pad", "stop", "include_reset"])
+def test_no_host_sync(boundary):
+    with fake_cuda():
+        sampler = PrioritizedSampler(100, 0.6, 0.4)
+        unit = Sequence(4, boundary, burn_in=1, bootstrap=1, dilation=2)
+        buffer = TensorDictReplayBuffer(
+            storage=LazyTensorStorage(100, device="cuda"), sampler=sampler, sample_unit=unit, batch_size=16
+        )
+        data = TensorDict(
+            {
+                "number": torch.empty(40, device="cuda"),
+                "next": {"done": torch.empty(40, 1, dtype=torch.bool, device="cuda")},
+            },
+            [40],
+        )
+        buffer.extend(data)
+        buffer.sample()
+        with no_blocking_copies():
+            for _ in range(4):
+                buffer.extend(data)
+                batch = buffer.sample()
+                assert batch.shape == (96,)
+                batch["td_error"] = torch.empty(96, device="cuda")
+                buffer.update_tensordict_priority(batch)
