@@ -14,7 +14,6 @@ DATA = {
     "CompressedListStorage": "store smaller dtypes: LazyTensorStorage(dtypes=..., share_next=True)",
     "CompressedListStorageCheckpointer": _CHECKPOINTER,
     "ConditionalUpdateResult": "update_if_present changes the rows, and returns nothing, so that it need not wait",
-    "ConsumingSampler": "give the buffer consume_after_n_samples",
     "Flat2TED": _CHECKPOINTER,
     "FlatStorageCheckpointer": _CHECKPOINTER,
     "H5Combine": _CHECKPOINTER,

@@ -29,6 +29,7 @@ from gpubuf.data.processing.normalize import Normalize
 from gpubuf.data.processing.random_shift import RandomShift
 from gpubuf.data.processing.reward_scale import RewardScale
 from gpubuf.data.samplers.base import Sampler
+from gpubuf.data.samplers.consuming import ConsumingSampler
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.data.samplers.prioritized_slices import PrioritizedSliceSampler
 from gpubuf.data.samplers.random import RandomSampler
@@ -48,6 +49,7 @@ __all__ = [
     "Clip",
     "Codec",
     "Compose",
+    "ConsumingSampler",
     "Hindsight",
     "ImmutableDatasetWriter",
     "LazyMemmapStorage",

@@ -82,7 +82,7 @@ def test_update_priority_without_priorities():
 
 
 def test_what_is_out_of_scope_says_so():
-    for argument in ("shared", "consume_after_n_samples"):
+    for argument in ("shared", "transport_options"):
         with pytest.raises(NotImplementedError, match=argument):
             ReplayBuffer(**{argument: 1})
 

@@ -139,10 +139,9 @@ class ColumnWrites:
         priority = as_key(getattr(self, "priority_key", ()))
         given = self._sampler.has_priorities and storage.written_layout.position(priority) is not None
         learns = pipeline is not None and pipeline.learns
-        plain = type(self._writer).extend is RoundRobinWriter.extend
-        return _Plan(
-            storage, self._writer, self._sampler, direct=plain and storage.host is None and not (given or learns)
-        )
+        plain = type(self._writer).extend is RoundRobinWriter.extend and not self._sampler.consumes
+        direct = plain and storage.host is None and not (given or learns)
+        return _Plan(storage, self._writer, self._sampler, direct=direct)
 
     def _write_tensordict(self, columns: Columns, one_step: bool) -> None:
         storage = self._storage

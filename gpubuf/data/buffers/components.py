@@ -8,14 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpubuf.data.buffers.hindsight import Hindsight
+from gpubuf.data.buffers.sample_units import SampleUnit, check_parts
+from gpubuf.data.buffers.writers import Writer
 from gpubuf.data.runtime.foreign import told
+from gpubuf.data.samplers.base import Sampler
+from gpubuf.data.samplers.consuming import ConsumingSampler, checked_count
+from gpubuf.data.samplers.random import RandomSampler
+from gpubuf.data.storages.recipe import Recipe
 from gpubuf.data.storages.tensor_storage import LazyTensorStorage, TensorStorage
 
 DEFAULT_CAPACITY = 1_000
 _HERE = "the buffer works in the process that makes it, so leave this out and send rows to that process"
 _INSTEAD = {
     "checkpointer": "leave it out, for save() and dumps() need none; save_torchrl() writes TorchRL's folders",
-    "consume_after_n_samples": "draw with a SamplerWithoutReplacement, and empty() the buffer after the epoch",
     "service_backend": _HERE,
     "service_backend_options": _HERE,
     "transport": _HERE,
@@ -86,3 +92,49 @@ def check_sizes(prefetch: int | None, batch_size: int | None) -> None:
         raise ValueError(f"prefetch must not be negative, got {prefetch}")
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+
+
+def consuming(sampler: Sampler, consume_after_n_samples: Any, prefetch: int | None) -> Sampler:
+    """The sampler of a buffer whose rows leave after they were drawn so many times; otherwise the one given.
+
+    Raises:
+        TypeError: the number is no int.
+        ValueError: it is below 1, another sampler was given than a :class:`RandomSampler`, or one that consumes rows
+            after another number, or batches are to be prepared ahead.
+    """
+    if consume_after_n_samples is not None:
+        count = checked_count("consume_after_n_samples", consume_after_n_samples)
+        if type(sampler) is RandomSampler:
+            sampler = ConsumingSampler(count)
+        elif not isinstance(sampler, ConsumingSampler):
+            raise ValueError(
+                f"consume_after_n_samples draws uniformly: it can't be used with a {type(sampler).__name__}"
+            )
+        elif sampler.max_sample_count != count:
+            raise ValueError(
+                f"consume_after_n_samples is {count}, the sampler's max_sample_count {sampler.max_sample_count}"
+            )
+    if sampler.consumes and prefetch:
+        raise ValueError("prefetch draws rows before they are asked for: it can't be used with a ConsumingSampler")
+    return sampler
+
+
+def fit_together(
+    storage: TensorStorage,
+    sampler: Sampler,
+    writer: Writer,
+    recipe: Recipe,
+    relabel: Hindsight | None,
+    unit: SampleUnit | None,
+) -> None:
+    """Make the parts of a buffer known to each other.
+
+    Raises:
+        ValueError: one can't be used with another.
+    """
+    writer.attach(sampler, recipe, relabel)
+    if sampler.consumes and not writer.in_order:
+        raise ValueError(f"a {type(sampler).__name__} needs a writer that fills places in turn, not {writer!r}")
+    if unit is not None:
+        check_parts(sampler, recipe, relabels=relabel is not None)
+        unit.bind(storage)

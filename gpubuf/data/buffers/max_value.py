@@ -104,6 +104,7 @@ class TensorDictMaxValueWriter(Writer):
         Raises:
             KeyError: the batch has no rank.
             TypeError: it is not a TensorDict.
+            ValueError: a key, shape or dtype differs from the storage's, or something is no tensor.
         """
         storage = self._storage
         (n,) = batch_shape(data, 1)
@@ -114,6 +115,8 @@ class TensorDictMaxValueWriter(Writer):
             if layout_of(data, 1).host:
                 raise ValueError("TensorDictMaxValueWriter takes rows of tensors only: text beside them has no rank")
             storage.initialize(data)
+        if storage.host is not None:
+            raise ValueError("TensorDictMaxValueWriter keeps rows of tensors: leave out what is none")
         sources = storage.written_layout.collect(data, 1)
         prefixes = dict(storage.form.prefixes)
         keys = [key for key in range(len(sources)) if key not in prefixes]
@@ -179,12 +182,6 @@ class TensorDictMaxValueWriter(Writer):
         found = HeapRanks(state) if device.type == "cpu" else DeviceRanks(state, device)
         self._ranks, self._of = found, self._storage.counters
         return found
-
-    def added(self, index: Tensor) -> int | Tensor | None:
-        if not index.is_cpu:
-            return index
-        place = int(index)
-        return None if place < 0 else place
 
     @property
     def write_count(self) -> int:

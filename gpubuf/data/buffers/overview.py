@@ -32,7 +32,7 @@ class Overview:
 
     def __len__(self) -> int:
         self._finish_what_was_interrupted()
-        return len(self._storage)
+        return self._sampler.available() if self._sampler.consumes else len(self._storage)
 
     def stats(self) -> dict[str, Any]:
         """The state of the buffer in numbers, for a logger. It changes nothing. No host sync.

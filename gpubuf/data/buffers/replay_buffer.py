@@ -13,7 +13,9 @@ from gpubuf.data.buffers.column_writes import ColumnWrites
 from gpubuf.data.buffers.components import (
     check_sizes,
     component,
+    consuming,
     default_storage,
+    fit_together,
     given_transform,
     no_rows,
     refuse_out_of_scope,
@@ -27,7 +29,7 @@ from gpubuf.data.buffers.moving import Movable
 from gpubuf.data.buffers.multi_step import without_multi_steps
 from gpubuf.data.buffers.overview import Overview
 from gpubuf.data.buffers.row_order import RowOrder
-from gpubuf.data.buffers.sample_units import SampleUnit, check_parts, checked_unit
+from gpubuf.data.buffers.sample_units import SampleUnit, checked_unit
 from gpubuf.data.buffers.sampling import Batches
 from gpubuf.data.buffers.stateful import Stateful
 from gpubuf.data.buffers.transforms import Compose
@@ -69,14 +71,13 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, S
         pin_memory: put every CPU tensor of a batch and of its info into pinned memory, after the transforms. Without
             an accelerator this warns once and does nothing.
         prefetch: number of batches, of ``batch_size`` transitions, that are prepared while the consumer has one: by a
-            thread, or, with the rows on a GPU, on a stream of its own. Their order, and what they hold, is the same
-            as if each were drawn when it was asked for; a batch asked for ahead holds the rows of that moment.
-        transform: a callable on a batch, or a module; also applied by indexing. A :class:`MultiStepTransform` sets
-            ``n_steps``.
+            thread, or, with the rows on a GPU, on a stream of its own. Their order is the same as if each were drawn
+            when it was asked for; a batch asked for ahead holds the rows of that moment.
+        transform: a callable on a batch, or a module, also for indexing. :class:`MultiStepTransform` sets ``n_steps``.
         transform_factory: a function that returns one; excludes ``transform``.
         batch_size: number of transitions in a batch; :meth:`sample` may override it.
-        dim_extend: the dimension of a written batch along which time runs; it becomes the first. Default: the last
-            of the storage's dimensions.
+        dim_extend: the dimension of a written batch along which time runs, and which becomes the first; default: the
+            last of the storage's.
         generator: seeds the random stream; default: torch's global generator, at the first use.
         n_steps: steps of a transition in a batch, 1 .. 64. With 2 and more a drawn row stands for itself and the rows
             behind it, up to the end of its trajectory and the newest row: rewards are summed with discounts, all under
@@ -90,12 +91,12 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, S
         process: what happens to keys on their way out: :class:`Normalize`, :class:`RewardScale`, :class:`Clip`,
             :class:`Mirror` and :class:`RandomShift`. Indexing gives rows as they were written.
         relabel: gives rows of a batch other goals, see :class:`Hindsight`.
+        consume_after_n_samples: rows leave after they were drawn so many times, see :class:`ConsumingSampler`.
         sample_unit: what a drawn row stands for: a :class:`Sequence` of steps around it. Default: itself.
         compilable: accepted for compatibility.
         delayed_init: make the parts at the first use of the buffer, and call functions that return parts only then.
             Default: True with a ``transform_factory``. Errors in the arguments are then raised at the first use.
-        shared, checkpointer, consume_after_n_samples, service_backend, service_backend_options,
-            transport, transport_options: accepted at their defaults; out of scope.
+        shared, checkpointer, service_backend*, transport*: accepted at their defaults; out of scope.
 
     Raises:
         TypeError: a component has the wrong type.
@@ -141,7 +142,6 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, S
     ) -> None:
         refuse_out_of_scope(
             checkpointer=checkpointer,
-            consume_after_n_samples=consume_after_n_samples,
             shared=shared,
             service_backend=None if service_backend == "direct" else service_backend,
             service_backend_options=service_backend_options,
@@ -152,7 +152,7 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, S
         transform = given_transform(transform, transform_factory)
         self._has_default_storage = storage is None
         self._storage: TensorStorage = component(storage, Storage, default_storage)
-        self._sampler: Sampler = component(sampler, Sampler, RandomSampler)
+        self._sampler = consuming(component(sampler, Sampler, RandomSampler), consume_after_n_samples, prefetch)
         self._writer: Writer = component(writer, Writer, self._default_writer)
         self._writer.register_storage(self._storage)
         if dim_extend is not None and not 0 <= dim_extend < self._storage.ndim:
@@ -179,10 +179,7 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, S
     def _assemble(self) -> None:
         """Make batches of the parts that the buffer has now."""
         reader = self._reader_of(self._storage)
-        self._writer.attach(self._sampler, self._recipe, self._relabel)
-        if self._unit is not None:
-            check_parts(self._sampler, self._recipe, relabels=self._relabel is not None)
-            self._unit.bind(self._storage)
+        fit_together(self._storage, self._sampler, self._writer, self._recipe, self._relabel, self._unit)
         if self._relabel is not None:
             self._relabel.check_recipe(self._recipe, () if self._pipeline is None else self._pipeline.steps)
             self._storage.followed_by(self._relabel)
@@ -300,7 +297,8 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, S
         if pipeline is not None:
             pipeline.check_write(data, storage.ndim)
         self._given = given
-        index = self._writer.extend(data)
+        append = self._writer.extend
+        index = self._sampler.write(append, data) if self._sampler.consumes else append(data)
         if index.numel() == 0:
             return no_rows(storage)
         # Of more rows than the capacity only the newest are there.
@@ -324,8 +322,8 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, S
         """Write one row (of one step of all environments, for storages of several dimensions).
 
         Returns:
-            Its index: an int, or int64 ``[n, ndim]`` for storages of several dimensions. No host sync. None if the
-            writer did not keep it (:class:`TensorDictMaxValueWriter`).
+            Its index: an int (None if the writer did not keep it), or int64 ``[n, ndim]`` for storages of several
+            dimensions. No host sync.
         """
         with self._lock:
             if self._storage._layout is None and self._has_default_storage:
@@ -334,7 +332,8 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, S
             index = self.extend(self._storage.as_batch(data, self.dim_extend))
             if self._storage.ndim > 1 or not index.numel():
                 return index
-            return cursor if self._writer.in_order else self._writer.added(index)
+            in_turn = self._writer.in_order and not self._sampler.consumes
+            return cursor if in_turn else self._writer.added(index)
 
     def __setitem__(self, index: Any, data: Data) -> None:
         """Overwrite rows in place. Priorities stay as they are: announce the change with :meth:`mark_update`."""

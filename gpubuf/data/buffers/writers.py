@@ -53,8 +53,14 @@ class Writer:
         raise NotImplementedError
 
     def added(self, index: Tensor) -> int | Tensor | None:
-        """The result of the buffer's ``add``, from that of :meth:`extend`. For writers that are not ``in_order``."""
-        return index
+        """The result of the buffer's ``add``, from that of :meth:`extend`, of a row that did not go to the cursor.
+
+        On a CPU an int, or None if the row was not kept; on a GPU the index itself, to wait for nothing.
+        """
+        if not index.is_cpu:
+            return index
+        place = int(index)
+        return None if place < 0 else place
 
     def empty(self, recount: bool = False) -> None:
         """The buffer has forgotten every row. ``recount``: :attr:`write_count` begins again at 0."""

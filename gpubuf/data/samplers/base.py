@@ -17,7 +17,7 @@ from gpubuf.data.samplers.adaptation import adapt
 from gpubuf.data.samplers.random_state import RandomState
 from gpubuf.data.samplers.saved_state import demand, is_tensor
 from gpubuf.data.storages import host_memory
-from gpubuf.data.storages.layout import RowLayout
+from gpubuf.data.storages.layout import Data, RowLayout
 from gpubuf.data.storages.placement import IndexBytes, depends_on_room
 from gpubuf.data.storages.reader import Reader
 from gpubuf.data.storages.recipe import Recipe
@@ -80,6 +80,7 @@ class Sampler:
             :meth:`on_write`, those of an update :meth:`update_priority`, and samples carry ``"index_generation"``, by
             which a priority that returns too late is recognised.
         torchrl_form: declares what the sampler writes into a folder of TorchRL's; None: nothing.
+        consumes: declares that rows leave when they were drawn, and that the sampler says where new ones go.
         ran_out: whether an epoch has ended with the last batch; iteration over the buffer stops there.
         lock: the lock of the sampler's buffer, for methods that users call on the sampler itself.
         reader: what :meth:`draw` reads rows from: the storage, or the :class:`Reader` of a buffer whose batches are
@@ -88,6 +89,7 @@ class Sampler:
 
     has_priorities: ClassVar[bool] = False
     torchrl_form: ClassVar[Literal["epoch", "priorities"] | None] = None
+    consumes: ClassVar[bool] = False
     ran_out: bool = False
     #: The class that ``replacement=False`` stands for.
     without_replacement: ClassVar[type[Sampler] | None] = None
@@ -289,6 +291,17 @@ class Sampler:
         return self._generator
 
     # Writing
+
+    def write(self, append: Callable[[Data], Tensor], data: Data) -> Tensor:
+        """Write a batch, by ``append``, which writes at the cursor, or elsewhere. Only of a sampler that consumes rows.
+
+        Returns the flat positions of the rows.
+        """
+        return append(data)
+
+    def available(self) -> int:
+        """Number of rows that are left. Only of a sampler that consumes rows."""
+        return 0 if self._storage is None else len(self._storage)
 
     def on_write(self, positions: Tensor, priority: Tensor | None) -> None:
         """Called once for every write, with the flat positions of its surviving rows.

@@ -1,0 +1,120 @@
+"""Rows leave a buffer after they were drawn so many times, and new ones take their places."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpubuf import data as gpubuf_data
+from gpubuf.data import (
+    ConsumingSampler,
+    LazyTensorStorage,
+    ReplayBuffer,
+    TensorDictMaxValueWriter,
+    TensorDictReplayBuffer,
+)
+from tests.support.torchrl_buffers import consuming
+from tests.support.torchrl_buffers.consuming import rows
+
+
+def test_all_is_as_with_torchrl(backend):
+    assert json.loads(json.dumps(consuming.story(gpubuf_data))) == json.loads(consuming.FILE.read_text())
+
+
+def buffer_of(capacity: int = 8, count: int = 1, seed: int = 3) -> TensorDictReplayBuffer:
+    return TensorDictReplayBuffer(
+        storage=LazyTensorStorage(capacity),
+        sampler=ConsumingSampler(count),
+        generator=torch.Generator().manual_seed(seed),
+    )
+
+
+@given(
+    st.integers(1, 7),
+    st.integers(1, 3),
+    st.lists(st.tuples(st.booleans(), st.integers(1, 9)), max_size=14),
+    st.integers(0, 2**31),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_model_follows(capacity, count, operations, seed):
+    buffer = buffer_of(capacity, count, seed)
+    stored: dict[int, list[int]] = {}  # number and draws by place
+    consumed: list[int] = []
+    next_number = 0
+    for writes, n in operations:
+        left = {place for place, (_, draws) in stored.items() if draws < count}
+        assert len(buffer) == len(left)
+        if writes:
+            index = buffer.extend(rows(n, next_number)).tolist()
+            if n < capacity:
+                free = [place for place in consumed if stored[place][1] >= count]
+                assert index[: len(free)] == free[:n]
+                assert len(set(index)) == n
+                # No row that is left goes while there is another place.
+                overwritten = sum(place in left for place in index)
+                assert overwritten == max(0, n - len(free) - (capacity - len(stored)))
+            for i, place in enumerate(index):
+                stored[place] = [next_number + i, 0]
+                consumed = [other for other in consumed if other != place]
+            next_number += n
+        elif left:
+            batch = buffer.sample(n)
+            places, numbers = batch["index"].tolist(), batch["number"].tolist()
+            assert len(set(places)) == len(places) == min(n, len(left))
+            for place, number in zip(places, numbers, strict=True):
+                assert place in left
+                assert stored[place][0] == number
+                stored[place][1] += 1
+                if stored[place][1] == count:
+                    consumed.append(place)
+        else:
+            with pytest.raises(RuntimeError, match="cannot sample"):
+                buffer.sample(n)
+
+
+def test_the_state_goes_on(tmp_path):
+    buffer = buffer_of(8, 2)
+    buffer.extend(rows(7))
+    buffer.sample(5)
+    buffer.sample(3)
+    buffer.save(tmp_path / "made")
+    for capacity in (12, 8):
+        # First into a larger one.
+        other = buffer_of(capacity, 2)
+        other.load(tmp_path / "made")
+        assert len(other) == len(buffer)
+        if capacity == 12:
+            continue
+        for size in (4, 2):
+            batch = buffer.sample(size)
+            assert (other.sample(size) == batch).all()
+            assert torch.equal(other.extend(rows(3, 50)), buffer.extend(rows(3, 50)))
+
+
+def test_columns_and_single_rows_take_the_places_too():
+    buffer = buffer_of(4)
+    buffer.extend(rows(3))
+    drawn = buffer.sample(2)["index"].tolist()
+    assert buffer.add(rows(1, 10)[0]) == drawn[0]
+    buffer.extend_columns({"number": torch.tensor([11, 12])})
+    assert sorted(buffer[:]["number"][drawn].tolist()) == [10, 11]
+    assert len(buffer) == 4
+
+
+def test_what_does_not_fit_is_refused():
+    for options, text in (
+        ({"storage": LazyTensorStorage(4, ndim=2)}, "one dimension"),
+        ({"writer": TensorDictMaxValueWriter()}, "TensorDictMaxValueWriter"),
+        ({"prefetch": 2, "batch_size": 2}, "prefetch"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            ReplayBuffer(**{"storage": LazyTensorStorage(4), "sampler": ConsumingSampler(), **options})
+    wrong: Any
+    for wrong, kind in ((0, ValueError), (True, TypeError), (1.5, TypeError)):
+        with pytest.raises(kind, match="max_sample_count"):
+            ConsumingSampler(wrong)
