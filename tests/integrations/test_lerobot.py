@@ -1,5 +1,6 @@
 """LeRobot's buffer: ours gives the rows that LeRobot's gave, and the right next state where it did not."""
 
+import copy
 import json
 import sys
 from collections.abc import Callable
@@ -138,6 +139,22 @@ def test_another_transition_is_refused(change, error, text):
     with pytest.raises(error, match=text):
         buffer.add(**(transition(2) | change))
     assert len(buffer) == 2
+
+
+def test_numbers_may_be_tensors_and_states_without_a_batch(monkeypatch):
+    """As LeRobot takes them. A copy goes on by itself."""
+    buffer = filled(2)
+    given = transition(2)
+    for key in ("reward", "done", "truncated"):
+        given[key] = torch.tensor([given[key]])
+    buffer.add(**given)
+    given = transition(3)
+    for key in ("state", "next_state"):
+        given[key]["observation.state"] = given[key]["observation.state"].squeeze(0)
+    other = copy.deepcopy(buffer)
+    for each in (buffer, other):
+        each.add(**given)
+        assert plain(batch_at(each, range(4), monkeypatch)) == RECORDED["4 added"]
 
 
 def test_without_information():

@@ -253,7 +253,19 @@ class _Plan:
             found = self._tensors(columns)
             if found is not None:
                 return found, self._step[0]
+        elif not one_step and not self._step and type(columns) is list and len(columns) == len(self._keys):
+            n = self._rows_of(columns)
+            if n:
+                return columns, n
         return self._read(columns, one_step, dim_extend)
+
+    def _rows_of(self, columns: list[Any]) -> int:
+        """The number of rows of columns of a storage of one dimension, if all are plain tensors that fit; or else 0."""
+        n = len(columns[0]) if type(columns[0]) is Tensor and columns[0].ndim else 0
+        for value, (dtype, shape) in zip(columns, self._expected, strict=True):
+            if type(value) is not Tensor or value.dtype is not dtype or value.shape != (n, *shape):
+                return 0
+        return n
 
     def _tensors(self, columns: Columns) -> list[Tensor] | None:
         """The columns of one step, ``[E, ...]``, if they are plain tensors and arrays of the right shape and dtype."""

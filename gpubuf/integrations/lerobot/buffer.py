@@ -80,6 +80,9 @@ class ReplayBuffer:
         self._dtypes, self._next_capacity = dict(dtypes or {}), next_capacity
         self._states: list[str] = []
         self._info: list[str] | None = None
+        # The columns of a transition, in the order of the first write.
+        self._keys: list[Any] = []
+        self._numbers = [torch.zeros(1, dtype=dtype) for dtype in (torch.float32, torch.bool, torch.bool)]
 
     # As LeRobot's attributes
 
@@ -129,22 +132,23 @@ class ReplayBuffer:
         if self.buffer is None:
             self._begin(state, complementary_info)
         assert self.buffer is not None
-        row: dict[Any, Any] = {("state", key): _row(state[key]) for key in self._states}
-        row["action"] = _row(action)
-        row["reward"] = torch.as_tensor(reward, dtype=torch.float32).reshape(())
-        row["done"] = torch.as_tensor(done, dtype=torch.bool).reshape(())
-        row["truncated"] = torch.as_tensor(truncated, dtype=torch.bool).reshape(())
-        row |= {("next", "state", key): _row(next_state[key]) for key in self._states}
+        # Memory that is there already, read before this returns.
+        for number, value in zip(self._numbers, (reward, done, truncated), strict=True):
+            number.numpy()[0] = value.item() if isinstance(value, Tensor) else value
+        columns = [_column(state[key]) for key in self._states]
+        columns += [_column(action), *self._numbers]
+        columns += [_column(next_state[key]) for key in self._states]
         if self._info is not None:
             given = {} if complementary_info is None else complementary_info
-            row |= {("complementary_info", key): _row(_number(key, given)) for key in self._info}
-        # Columns in the order of the first write, which gives their names.
-        self.buffer.add_columns(list(row.values()) if self.buffer.initialized else row)
+            columns += [_column(_number(key, given)) for key in self._info]
+        self.buffer.extend_columns(columns if self.buffer.initialized else dict(zip(self._keys, columns, strict=True)))
 
     def _begin(self, state: Mapping[str, Tensor], info: Mapping[str, Any] | None) -> None:
         self._states = list(state)
         self._info = None if info is None else [key for key in info if _number(key, info) is not None]
         keys = [("state", key) for key in self._states]
+        self._keys = [*keys, "action", "reward", "done", "truncated", *[("next", *key) for key in keys]]
+        self._keys += [("complementary_info", key) for key in self._info or ()]
         storage = LazyTensorStorage(
             self.capacity,
             device=self.storage_device,
@@ -308,8 +312,11 @@ class ReplayBuffer:
         return f"{type(self).__name__}({self.size}/{self.capacity} transitions, buffer={self.buffer!r})"
 
 
-def _row(value: Tensor) -> Tensor:
-    return value.squeeze(0).to(torch.float32)
+def _column(value: Tensor) -> Tensor:
+    """A row as a column of one: a batch dimension of 1 is that of the rows."""
+    if value.ndim == 0 or value.shape[0] != 1:
+        value = value.unsqueeze(0)
+    return value if value.dtype is torch.float32 else value.to(torch.float32)
 
 
 def _to(value: Tensor, device: str) -> Tensor:
