@@ -26,6 +26,9 @@ _INSTEAD = {
     "service_backend_options": _HERE,
     "transport": _HERE,
     "transport_options": _HERE,
+    "collate_fns": "give one collate_fn, for batches of all buffers",
+    "routing_key": "write to each buffer by its own extend()",
+    "routing_dim": "write to each buffer by its own extend()",
 }
 
 
