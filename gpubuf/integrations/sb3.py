@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from gpubuf.data.buffers.hindsight import Hindsight
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.integrations import stable_buffers
 from gpubuf.integrations.spaces import is_dict
@@ -20,11 +22,13 @@ __all__ = ["DictReplayBuffer", "NStepReplayBuffer", "PrioritizedReplayBuffer", "
 try:
     from stable_baselines3.common import buffers as _theirs
     from stable_baselines3.common import type_aliases as _types
+    from stable_baselines3.her import her_replay_buffer as _her
 except ImportError:
-    _theirs = _types = None
+    _theirs = _types = _her = None
 
 _Replay: Any = object if _theirs is None else _theirs.ReplayBuffer
 _DictReplay: Any = object if _theirs is None else _theirs.DictReplayBuffer
+_HerReplay: Any = object if _her is None else _her.HerReplayBuffer
 ReplayBufferSamples: Any = stable_buffers.ReplayBufferSamples if _types is None else _types.ReplayBufferSamples
 DictReplayBufferSamples: Any = stable_buffers.ReplayBufferSamples if _types is None else _types.DictReplayBufferSamples
 
@@ -49,6 +53,107 @@ class NStepReplayBuffer(ReplayBuffer):
 
     def __init__(self, *args: Any, n_steps: int = 3, gamma: float = 0.99, **kwargs: Any) -> None:
         super().__init__(*args, n_steps=n_steps, gamma=gamma, **kwargs)
+
+
+class _EnvironmentReward:
+    """The reward of environments with goals: their ``compute_reward``. Copies have no environments."""
+
+    def __init__(self, env: Any) -> None:
+        self.env = env
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"env": None}
+
+    def __call__(self, achieved: Tensor, goal: Tensor, batch: Any) -> Tensor:
+        if self.env is None:
+            raise RuntimeError("goals need the environments for their rewards: call set_env(env) after loading")
+        infos: list[dict[str, Any]] = [{} for _ in range(len(goal))]
+        # That of the first environment, which stands for all.
+        found = self.env.env_method("compute_reward", achieved.cpu().numpy(), goal.cpu().numpy(), infos, indices=[0])
+        return torch.from_numpy(np.asarray(found[0], np.float32)).to(goal.device)
+
+
+class HerReplayBuffer(DictReplayBuffer, _HerReplay):
+    """Stable-Baselines3's ``HerReplayBuffer``: :class:`gpubuf.Hindsight` relabels goals when a batch is drawn.
+
+    It differs in this: rows of episodes in progress can be drawn, and their goals come from the steps so far; each row
+    is relabelled with the same probability, in place of a fixed number a batch. Drawing synchronises on a GPU, for the
+    environment computes rewards on the host.
+
+    Args:
+        env: the environments, whose ``compute_reward(achieved_goal, desired_goal, infos)`` gives the rewards of a
+            batch; ``infos`` are empty dicts.
+        n_sampled_goal: rows with other goals for each that keeps its own.
+        goal_selection_strategy: ``"future"``, ``"final"`` or ``"episode"``.
+        copy_info_dict: not supported: infos are not stored.
+        *others: as for :class:`ReplayBuffer`.
+
+    Raises:
+        NotImplementedError: ``copy_info_dict`` was set.
+    """
+
+    def __init__(
+        self,
+        buffer_size: int,
+        observation_space: Any,
+        action_space: Any,
+        env: Any,
+        device: torch.device | str = "auto",
+        n_envs: int = 1,
+        optimize_memory_usage: bool = False,
+        handle_timeout_termination: bool = True,
+        n_sampled_goal: int = 4,
+        goal_selection_strategy: Any = "future",
+        copy_info_dict: bool = False,
+        **options: Any,
+    ) -> None:
+        if copy_info_dict:
+            raise NotImplementedError("copy_info_dict=True is not supported: infos are not stored")
+        self.n_sampled_goal = n_sampled_goal
+        self.her_ratio = 1 - 1.0 / (n_sampled_goal + 1)
+        self.copy_info_dict = copy_info_dict
+        self.goal_selection_strategy = goal_selection_strategy
+        relabel = Hindsight(
+            _EnvironmentReward(env),
+            goal_key=("observation", "desired_goal"),
+            achieved_key=("next", "observation", "achieved_goal"),
+            strategy=getattr(goal_selection_strategy, "name", goal_selection_strategy).lower(),
+            ratio=self.her_ratio,
+            end_keys=[("next", "done")],
+        )
+        super().__init__(
+            buffer_size,
+            observation_space,
+            action_space,
+            device,
+            n_envs,
+            optimize_memory_usage,
+            handle_timeout_termination,
+            relabel=relabel,
+            **options,
+        )
+
+    @property
+    def env(self) -> Any:
+        """The environments that compute rewards; None after loading."""
+        relabel: Any = self.buffer._relabel
+        return relabel.reward.env
+
+    def set_env(self, env: Any) -> None:
+        """Give a loaded buffer its environments.
+
+        Raises:
+            ValueError: it has some.
+        """
+        if self.env is not None:
+            raise ValueError("the buffer has environments already")
+        relabel: Any = self.buffer._relabel
+        relabel.reward.env = env
+
+    def truncate_last_trajectory(self) -> None:
+        """End the episodes in progress: what is added next belongs to others. They count as timeouts."""
+        if self.size():
+            self.dones[(self.pos - 1) % self.buffer_size] = True
 
 
 class PrioritizedSamples(NamedTuple):

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpubuf.data.buffers.hindsight import Hindsight
 from gpubuf.data.buffers.replay_buffer import ReplayBuffer
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.random import RandomSampler
@@ -84,6 +85,7 @@ class StableBuffer:
         next_capacity: see :class:`LazyTensorStorage`.
         dtypes: how keys are stored, such as ``{"observation": torch.float16}``. See :class:`LazyTensorStorage`.
         sampler: which rows a batch is made of. Default: :class:`RandomSampler`.
+        relabel: gives rows of a batch other goals, see :class:`gpubuf.Hindsight`.
 
     Attributes:
         buffer: the :class:`gpubuf.ReplayBuffer` behind it.
@@ -111,6 +113,7 @@ class StableBuffer:
         next_capacity: int | None = None,
         dtypes: Mapping[Any, torch.dtype | Codec] | None = None,
         sampler: Sampler | None = None,
+        relabel: Hindsight | None = None,
     ) -> None:
         self.observation_space = observation_space
         self.action_space = action_space
@@ -136,12 +139,14 @@ class StableBuffer:
         self.buffer = ReplayBuffer(
             storage=storage,
             sampler=RandomSampler() if sampler is None else sampler,
+            relabel=relabel,
             dim_extend=0,
             n_steps=n_steps,
             gamma=gamma,
             reward_keys=[_REWARD] if n_steps > 1 else None,
             end_keys=[_DONE] if n_steps > 1 else None,
         )
+        self._keeps_ends = n_steps > 1 or relabel is not None
         # The number of rows when the steps that wait were about to be written.
         self._written_before: int | None = None
         self._waiting = 0
@@ -165,7 +170,7 @@ class StableBuffer:
         for path, space in spaces.items():
             kinds[_key("next", _OBSERVATION, *path)] = np.dtype(space.dtype), shapes[path]
         kinds[_REWARD] = kinds[_TERMINATED] = np.dtype(np.float32), (1,)
-        if self.n_steps > 1:
+        if self._keeps_ends:
             kinds[_DONE] = np.dtype(bool), (1,)
         step_bytes = sum(dtype.itemsize * int(np.prod(shape)) for dtype, shape in kinds.values()) * self.n_envs
         self._most = max(1, min(WAITING_STEPS, WAITING_BYTES // max(step_bytes, 1), self.buffer_size))
@@ -189,7 +194,7 @@ class StableBuffer:
         self._action_shape = (self.n_envs, self.action_dim)
         self._rewards = self._columns[_REWARD][..., 0]
         self._terminated = self._columns[_TERMINATED][..., 0]
-        self._ended = self._columns[_DONE][..., 0] if self.n_steps > 1 else None
+        self._ended = self._columns[_DONE][..., 0] if self._keeps_ends else None
         self._powers = torch.from_numpy(self.gamma ** np.arange(self.n_steps + 1, dtype=np.float32))
 
     # Writing
@@ -426,7 +431,7 @@ class EndFlags:
             flags = torch.full_like(rows[_TERMINATED], float(ended))
             if not owner.handle_timeout_termination:
                 rows[_TERMINATED] = flags
-            if owner.n_steps > 1:
+            if owner._keeps_ends:
                 rows[_DONE] = flags.bool()
             storage.write(flat, rows)
 

@@ -119,7 +119,7 @@ def test_subclasses_of_stable_baselines():
 
 def test_learning_was_recorded():
     """SAC and DQN learn with our buffers; saved models and buffers come back, and training goes on."""
-    assert set(RECORDED["learnt"]) == {"SAC", "SAC, observations stored once", "SAC, n-step", "DQN"}
+    assert set(RECORDED["learnt"]) == {"SAC", "SAC, observations stored once", "SAC, n-step", "DQN", "DQN, HER"}
     for run in RECORDED["learnt"].values():
         assert run == {
             "transitions": 500,
@@ -215,6 +215,56 @@ def test_ends_that_are_set_when_training_begins_again(timeouts):
     assert batch.dones.flatten().tolist() == [float(not timeouts)] * 3
     assert np.asarray(buffer.dones).shape == (STEPS, 3)
     assert buffer.dones[0].tolist() == [float(not timeouts)] * 3
+
+
+class Goals:
+    """Environments whose reward is whether a goal is reached."""
+
+    def env_method(
+        self, name: str, achieved: np.ndarray, goal: np.ndarray, infos: list[Any], indices: Any
+    ) -> list[Any]:
+        assert (name, indices, len(infos)) == ("compute_reward", [0], len(goal))
+        return [(achieved == goal).all(-1).astype(np.float64) - 1]
+
+
+@pytest.mark.parametrize("strategy", ["future", "final", "episode"])
+def test_goals_are_relabelled(strategy):
+    """Goals of other rows are what their episode achieves, later for "future"; rewards are the environments'."""
+    space = spaces.Dict(dict.fromkeys(["observation", "achieved_goal", "desired_goal"], BOX))
+    buffer = sb3.HerReplayBuffer(
+        48, space, ACTIONS["box"], Goals(), "cpu", 2, n_sampled_goal=3, goal_selection_strategy=strategy
+    )
+    for step in range(30):
+        # Steps of an episode of 6 are numbered, and its goal can't be reached.
+        here = np.stack([np.full(2, step // 6), np.full(2, step % 6)], -1).astype(np.float32)
+        there, goal = here + np.array([0, 1]), np.full((2, 2), -1.0)
+        done = np.full(2, step % 6 == 5)
+        obs = {"observation": here, "achieved_goal": here, "desired_goal": goal}
+        following = {"observation": there, "achieved_goal": there, "desired_goal": goal}
+        buffer.add(obs, following, np.zeros((2, 2)), np.full(2, -1.0), done, [{}, {}])
+    torch.manual_seed(0)
+    batch = buffer.sample(2000)
+    own, goal = batch.observations["observation"], batch.observations["desired_goal"]
+    other = goal[:, 0] >= 0
+    assert 0.7 < other.float().mean() < 0.8
+    assert torch.equal(goal, batch.next_observations["desired_goal"])
+    assert torch.equal(goal[other, 0], own[other, 0])
+    ahead = goal[other, 1] - own[other, 1] - 1
+    assert (ahead.min() >= 0) == (strategy != "episode")
+    assert (goal[other, 1] == 6).all() == (strategy == "final")
+    reached = (goal == batch.next_observations["achieved_goal"]).all(-1, keepdim=True)
+    assert torch.equal(batch.rewards, reached.float() - 1)
+    loaded = pickle.loads(pickle.dumps(buffer))
+    assert loaded.env is None
+    with pytest.raises(RuntimeError, match="set_env"):
+        loaded.sample(2)
+    loaded.set_env(Goals())
+    assert loaded.sample(2).rewards.shape == (2, 1)
+    with pytest.raises(ValueError, match="already"):
+        loaded.set_env(Goals())
+    loaded.truncate_last_trajectory()
+    with pytest.raises(NotImplementedError, match="copy_info_dict"):
+        sb3.HerReplayBuffer(48, space, ACTIONS["box"], Goals(), copy_info_dict=True)
 
 
 def test_priorities():

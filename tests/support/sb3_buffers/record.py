@@ -16,6 +16,7 @@ import stable_baselines3
 import torch
 from stable_baselines3 import DQN, SAC
 from stable_baselines3.common import buffers
+from stable_baselines3.common.envs import BitFlippingEnv
 from stable_baselines3.common.running_mean_std import RunningMeanStd
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
@@ -93,12 +94,14 @@ def learnt() -> dict[str, Any]:
         "SAC, observations stored once": (SAC, "Pendulum-v1", {"optimize_memory_usage": True}),
         "SAC, n-step": (SAC, "Pendulum-v1", {"replay_buffer_kwargs": {"n_steps": 3}}),
         "DQN": (DQN, "CartPole-v1", {}),
+        "DQN, HER": (DQN, "", {"replay_buffer_class": sb3.HerReplayBuffer}),
     }
-    for name, (algorithm, env, arguments) in runs.items():
+    for name, (algorithm, title, given) in runs.items():
+        env: Any = gymnasium.make(title) if title else BitFlippingEnv(n_bits=4, continuous=False, max_steps=4)
+        arguments = {"replay_buffer_class": sb3.ReplayBuffer, **given}
         model = algorithm(
-            "MlpPolicy",
+            "MlpPolicy" if title else "MultiInputPolicy",
             env,
-            replay_buffer_class=sb3.ReplayBuffer,
             learning_starts=100,
             seed=0,
             device="cpu",
@@ -109,8 +112,8 @@ def learnt() -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             model.save(f"{folder}/model")
             model.save_replay_buffer(f"{folder}/rows")
-            again = algorithm.load(f"{folder}/model", env=gymnasium.make(env), device="cpu")
-            again.load_replay_buffer(f"{folder}/rows")
+            again = algorithm.load(f"{folder}/model", env=env, device="cpu")
+            again.load_replay_buffer(f"{folder}/rows", truncate_last_traj=False)
         same = all(torch.equal(before[part], tensor) for part, tensor in again.policy.state_dict().items())
         rows, written = model.replay_buffer.buffer, again.replay_buffer.size()
         equal = all(
