@@ -255,6 +255,30 @@ def test_trainer_hooks():
     hook.load_state_dict(hook.state_dict())
 
 
+@pytest.mark.parametrize("inside", [False, True], ids=["gpubuf's buffer", "TorchRL's buffer"])
+def test_collector(inside: bool):
+    pytest.importorskip("gymnasium")
+    from torchrl.collectors import Collector
+    from torchrl.envs import GymEnv
+    from torchrl.modules import RandomPolicy
+
+    environment = GymEnv("CartPole-v1")
+    storage = JOINED.LazyTensorStorage(100)
+    buffer = buffer_of() if inside else JOINED.TensorDictReplayBuffer(storage=storage, batch_size=8)
+    collector = Collector(
+        environment,
+        RandomPolicy(environment.action_spec),
+        replay_buffer=buffer,
+        frames_per_batch=8,
+        total_frames=32,
+    )
+    for _ in collector:
+        pass
+    collector.shutdown()
+    assert len(buffer) == buffer.write_count == 32
+    assert buffer.sample()["next", "observation"].shape == (8, 4)
+
+
 def test_transforms_of_torchrl():
     from torchrl.envs.transforms import RewardScaling
 
