@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from gpubuf.kernels._tuned import Space
@@ -109,6 +109,21 @@ class BlockConfig:
     num_warps: int
 
 
+@dataclass(frozen=True)
+class TileConfig:
+    """How a kernel over a matrix is launched.
+
+    Attributes:
+        block_rows: rows that a program holds at a time.
+        block_columns: columns of one program.
+        num_warps: warps of a program.
+    """
+
+    block_rows: int
+    block_columns: int
+    num_warps: int
+
+
 # Spaces
 
 
@@ -136,6 +151,11 @@ def _slices_tile(sizes: Mapping[str, int], config: SliceConfig) -> int:
 
 def _block_tile(sizes: Mapping[str, int], config: BlockConfig) -> int:
     return config.block
+
+
+def _rows_tile(name: str) -> Callable[[Mapping[str, int], BlockConfig], int]:
+    """The elements of whole rows, as wide as the size called ``name``, rounded up to a power of two."""
+    return lambda sizes, config: config.block << max(sizes[name] - 1, 0).bit_length()
 
 
 SPACES: dict[str, Space] = {
@@ -180,6 +200,14 @@ SPACES: dict[str, Space] = {
     ),
     "tanh_normal_sample": Space(("tanh_normal",), ("n", "width"), BlockConfig, tile=_block_tile),
     "tanh_normal_backward": Space(("tanh_normal",), ("n",), BlockConfig, tile=_block_tile),
-    "loss_rows": Space(("td", "sac"), ("n",), BlockConfig, tile=_block_tile),
+    "loss_rows": Space(("td", "sac", "discrete_sac"), ("n",), BlockConfig, tile=_block_tile),
+    "atom_rows": Space(("categorical",), ("n", "atoms"), BlockConfig, tile=_rows_tile("atoms")),
+    "norm_rows": Space(("norms",), ("n", "width"), BlockConfig, tile=_rows_tile("width")),
+    "norm_columns": Space(
+        ("norms",),
+        ("n", "width"),
+        TileConfig,
+        tile=lambda sizes, config: config.block_rows * config.block_columns,
+    ),
 }
 """Every operation that can be tuned, by its name in tuned files."""

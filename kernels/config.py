@@ -22,6 +22,7 @@ from gpubuf.kernels._spaces import (
     IndexConfig,
     RowsConfig,
     SliceConfig,
+    TileConfig,
     UpdateConfig,
 )
 from gpubuf.kernels._tuned import TunedFile, folders, nearest, read, said, slug
@@ -34,6 +35,9 @@ LOSS_BLOCK = 1024
 
 TANH_NORMAL_BLOCK = 512
 """Elements of one program of the tanh-normal kernels, by rule."""
+
+MATRIX_TILE = 1024
+"""Numbers that a program of a categorical loss, or of a norm, holds at a time, by rule."""
 
 _explicit: dict[str, Any] = {}
 _use_files = True
@@ -337,3 +341,39 @@ def loss_rows(n: int, device_name: str | None = None, directory: Path | None = N
         return found
     block = min(max(ceil_power(n), 32), LOSS_BLOCK)
     return BlockConfig(block, min(max(block // 64, 1), 16))
+
+
+@_remembered
+def atom_rows(n: int, atoms: int, device_name: str | None = None, directory: Path | None = None) -> BlockConfig:
+    """Launch configuration of ``n`` rows of atoms. The rule: up to 1024 numbers and 32 rows, no more than there are."""
+    found: BlockConfig | None = tuned("atom_rows", device_name, directory, n=n, atoms=atoms)
+    if found is not None:
+        return found
+    width = ceil_power(atoms)
+    block = max(min(MATRIX_TILE // width, 32, ceil_power(n)), 1)
+    return BlockConfig(block, min(max(block * width // 256, 1), 8))
+
+
+@_remembered
+def norm_rows(n: int, width: int, device_name: str | None = None, directory: Path | None = None) -> BlockConfig:
+    """Launch configuration of layer norm or RMS norm of ``n`` rows of a net. The rule: up to 1024 numbers at a time."""
+    found: BlockConfig | None = tuned("norm_rows", device_name, directory, n=n, width=width)
+    if found is not None:
+        return found
+    row = ceil_power(width)
+    block = min(max(MATRIX_TILE // row, 1), ceil_power(n))
+    return BlockConfig(block, min(max(block * row // 256, 1), 8))
+
+
+@_remembered
+def norm_columns(n: int, width: int, device_name: str | None = None, directory: Path | None = None) -> TileConfig:
+    """Launch configuration of batch norm of ``n`` rows of a net.
+
+    The rule: columns of a whole line of the cache in float32, and up to 1024 numbers at a time.
+    """
+    found: TileConfig | None = tuned("norm_columns", device_name, directory, n=n, width=width)
+    if found is not None:
+        return found
+    columns = min(32, ceil_power(width))
+    rows = min(MATRIX_TILE // columns, ceil_power(max(n, 1)))
+    return TileConfig(rows, columns, min(max(rows * columns // 256, 1), 4))

@@ -20,6 +20,12 @@ from gpubuf.tuning.shapes import Shapes
 THREAD_ELEMENTS = 64
 """Elements of a tile that a thread may hold in a candidate: with more, the registers can't suffice."""
 
+ATOMS = 101
+"""Atoms of a categorical critic: those of FastSAC, FlashSAC and XQC."""
+
+NORM_WIDTHS = (256, 768)
+"""Features of a layer that is normalised; without time for more, the first."""
+
 Sizes = Mapping[str, int]
 
 
@@ -34,6 +40,9 @@ SHARES = {
     "loss_rows": 1,
     "tanh_normal_sample": 1,
     "tanh_normal_backward": 1,
+    "atom_rows": 1,
+    "norm_rows": 1,
+    "norm_columns": 1,
 }
 """The operations in the order in which they are tuned, the headline first: there is most time for it.
 
@@ -62,6 +71,7 @@ def jobs(shapes: Shapes, thorough: bool = False) -> list[Job]:
     """The points to tune, in order: the fan-out of a tree comes before what depends on it."""
     found = []
     batches, width = shapes.batch_sizes, shapes.action_width
+    norm_widths = NORM_WIDTHS if thorough else NORM_WIDTHS[:1]
     # The rows of a step are marked. For a few rows there is little to choose.
     marked = {shapes.envs} if thorough or shapes.envs >= 64 else set()
     for capacity in shapes.capacities:
@@ -82,6 +92,8 @@ def jobs(shapes: Shapes, thorough: bool = False) -> list[Job]:
             Job("loss_rows", {"n": n}),
             Job("tanh_normal_sample", {"n": n, "width": width}),
             Job("tanh_normal_backward", {"n": n * width}),
+            Job("atom_rows", {"n": n, "atoms": ATOMS}),
+            *(Job(name, {"n": n, "width": cells}) for name in ("norm_rows", "norm_columns") for cells in norm_widths),
         ]
     return sorted(found, key=lambda job: list(SHARES).index(job.operation))
 
@@ -107,6 +119,9 @@ _RULES: dict[str, Callable[[Sizes], Any]] = {
     "tanh_normal_sample": lambda sizes: config.tanh_normal_sample(sizes["n"], sizes["width"]),
     "tanh_normal_backward": lambda sizes: config.tanh_normal_backward(sizes["n"]),
     "loss_rows": lambda sizes: config.loss_rows(sizes["n"]),
+    "atom_rows": lambda sizes: config.atom_rows(sizes["n"], sizes["atoms"]),
+    "norm_rows": lambda sizes: config.norm_rows(sizes["n"], sizes["width"]),
+    "norm_columns": lambda sizes: config.norm_columns(sizes["n"], sizes["width"]),
 }
 
 

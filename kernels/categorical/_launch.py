@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpubuf.kernels import config
+from gpubuf.kernels._check import device_name
 from gpubuf.kernels._differentiable import computing_dtype, dense
 from gpubuf.kernels._launching import cdiv, launch
 from gpubuf.kernels.categorical import OWN, check_categorical_target, check_logits, check_loss, check_support
@@ -19,12 +21,6 @@ from gpubuf.kernels.categorical._triton import (
 from gpubuf.kernels.categorical._triton_loss import categorical_loss_backward_kernel, categorical_loss_kernel
 from gpubuf.kernels.td import NONE
 from gpubuf.kernels.td._launch import REAL, finish_loss, optional
-
-TILE = 1024
-"""Numbers of a tile, rows times atoms, that a program with four warps holds at a time."""
-
-LARGEST_BLOCK = 32
-"""Rows of a tile at most."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +47,11 @@ class AtomPlan:
         return self.programs == 1
 
 
-def plan_atoms(n: int, atoms: int) -> AtomPlan:
-    """Tiles of up to TILE numbers, in as few programs as ``n`` rows need, at least one."""
-    width = 1 << (atoms - 1).bit_length()
-    rows = 1 << max(n - 1, 0).bit_length()
-    block = max(min(TILE // width, LARGEST_BLOCK, rows), 1)
-    warps = min(max(block * width // 256, 1), 8)
-    return AtomPlan(width, block, max(cdiv(n, block), 1), warps, min(max(width // 128, 1), 8))
+def plan_atoms(n: int, atoms: int, device_name: str | None = None) -> AtomPlan:
+    """Tiles as configured, in as few programs as ``n`` rows need, at least one."""
+    width, chosen = config.ceil_power(atoms), config.atom_rows(n, atoms, device_name)
+    programs = max(cdiv(n, chosen.block), 1)
+    return AtomPlan(width, chosen.block, programs, chosen.num_warps, min(max(width // 128, 1), 8))
 
 
 def _support(v_min: float, v_max: float) -> dict[str, float]:
@@ -85,7 +79,7 @@ def categorical_target(
     n, real, targets = reward.numel(), computing_dtype(next_logits), nets if target == OWN else 1
     mass = torch.empty((targets, *next_logits.shape[1:]), dtype=real, device=next_logits.device)
     if n:
-        plan = plan_atoms(n, atoms)
+        plan = plan_atoms(n, atoms, device_name(next_logits.device))
         launch(
             categorical_target_kernel,
             targets * n,
@@ -126,7 +120,8 @@ def categorical_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :data:`gpubuf.kernels.categorical.categorical_loss`."""
     n, nets, atoms = check_loss(logits, target, weight, mask, v_min, v_max)
-    rows, real, plan = logits.shape[1:-1], computing_dtype(logits), plan_atoms(n, atoms)
+    rows, real = logits.shape[1:-1], computing_dtype(logits)
+    plan = plan_atoms(n, atoms, device_name(logits.device))
     new: dict[str, Any] = {"dtype": real, "device": logits.device}
     loss = torch.empty(rows if reduction == NONE else (), **new)
     far, norm = torch.empty(rows, **new), torch.empty((), **new)
@@ -179,7 +174,7 @@ def categorical_loss_backward(
     n, nets, atoms = logits.shape[1:-1].numel(), logits.shape[0], logits.shape[-1]
     by_logits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     if n:
-        plan = plan_atoms(n, atoms)
+        plan = plan_atoms(n, atoms, device_name(logits.device))
         launch(
             categorical_loss_backward_kernel,
             nets * plan.programs,
@@ -214,7 +209,7 @@ def expected_value(logits: Tensor, v_min: float, v_max: float) -> Tensor:
     value = torch.empty(logits.shape[:-1], dtype=real, device=logits.device)
     n = value.numel()
     if n:
-        plan = plan_atoms(n, atoms)
+        plan = plan_atoms(n, atoms, device_name(logits.device))
         launch(
             expected_value_kernel,
             plan.programs,
@@ -236,7 +231,7 @@ def expected_value_backward(grad: Tensor, logits: Tensor, value: Tensor, v_min: 
     real, n, atoms = computing_dtype(logits), value.numel(), logits.shape[-1]
     by_logits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     if n:
-        plan = plan_atoms(n, atoms)
+        plan = plan_atoms(n, atoms, device_name(logits.device))
         launch(
             expected_value_backward_kernel,
             plan.programs,

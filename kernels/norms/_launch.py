@@ -10,9 +10,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from gpubuf.kernels import config
+from gpubuf.kernels._check import device_name
 from gpubuf.kernels._differentiable import computing_dtype, dense
 from gpubuf.kernels._launching import cdiv, launch
-from gpubuf.kernels.config import ceil_power
 from gpubuf.kernels.norms import check_arguments, check_vectors, check_width
 from gpubuf.kernels.norms._triton import (
     finish_norm_gradients_kernel,
@@ -27,14 +28,10 @@ from gpubuf.kernels.norms._triton_batch import (
 
 REAL = {torch.float32: tl.float32, torch.float64: tl.float64}
 
-#: Elements of a program at a time, in registers.
-TILE = 1024
 #: Programs of the backward, about: enough for every multiprocessor to have some, and few sums to add at the end.
 PROGRAMS = 512
 #: Rows of the backward that are worth a program.
 PART_ROWS = 8
-#: Columns of a program of batch norm.
-BATCH_COLUMNS = 32
 #: Elements of a row, and sums, that a finishing program adds at a time.
 FINISH_BLOCK, FINISH_PARTS = 32, 32
 
@@ -60,14 +57,14 @@ class NormPlan:
     num_warps: int
 
 
-def plan_norm(nets: int, n_rows: int, width: int) -> NormPlan:
+def plan_norm(nets: int, n_rows: int, width: int, device_name: str | None = None) -> NormPlan:
     """Whole rows; a program of the backward has as many as leave :data:`PROGRAMS` programs, at least a few."""
-    block_width = ceil_power(width)
-    block_rows = min(max(TILE // block_width, 1), ceil_power(n_rows))
+    block_width, chosen = config.ceil_power(width), config.norm_rows(n_rows, width, device_name)
+    block_rows = chosen.block
     part_rows = max(cdiv(n_rows * nets, PROGRAMS), min(PART_ROWS, n_rows), block_rows)
     part_rows = cdiv(part_rows, block_rows) * block_rows
-    num_warps = min(max(block_rows * block_width // 256, 1), 8)
-    return NormPlan(block_rows, block_width, cdiv(n_rows, block_rows), cdiv(n_rows, part_rows), part_rows, num_warps)
+    blocks, parts = cdiv(n_rows, block_rows), cdiv(n_rows, part_rows)
+    return NormPlan(block_rows, block_width, blocks, parts, part_rows, chosen.num_warps)
 
 
 @dataclass(frozen=True)
@@ -89,12 +86,11 @@ class BatchPlan:
     num_warps: int
 
 
-def plan_batch(n_rows: int, width: int) -> BatchPlan:
-    """Columns of a whole line of the cache in float32, or all that there are."""
-    block = min(BATCH_COLUMNS, ceil_power(width))
-    block_rows = min(TILE // block, ceil_power(max(n_rows, 1)))
-    num_warps = min(max(block_rows * block // 256, 1), 4)
-    return BatchPlan(block_rows, block, cdiv(width, block), cdiv(n_rows, block_rows), num_warps)
+def plan_batch(n_rows: int, width: int, device_name: str | None = None) -> BatchPlan:
+    """Columns and rows of a program as configured."""
+    chosen = config.norm_columns(n_rows, width, device_name)
+    rows, columns = chosen.block_rows, chosen.block_columns
+    return BatchPlan(rows, columns, cdiv(width, columns), cdiv(n_rows, rows), chosen.num_warps)
 
 
 def norm_activation(
@@ -108,7 +104,7 @@ def norm_activation(
     statistics = torch.empty((2, *x.shape[:-1]), dtype=real, device=x.device)
     if not rows:
         return y, statistics
-    plan = plan_norm(nets, rows, width)
+    plan = plan_norm(nets, rows, width, device_name(x.device))
     launch(
         norm_activation_kernel,
         nets * plan.blocks,
@@ -145,7 +141,7 @@ def norm_activation_backward(
     if not rows:
         return by_x, torch.zeros(weight.shape, **new), torch.zeros(weight.shape, **new)
     by_weight, by_bias = torch.empty(weight.shape, **new), torch.empty(weight.shape, **new)
-    plan = plan_norm(nets, rows, width)
+    plan = plan_norm(nets, rows, width, device_name(x.device))
     partial = torch.empty((2, nets * plan.parts, width), dtype=real, device=x.device)
     launch(
         norm_activation_backward_kernel,
@@ -196,7 +192,7 @@ def batch_moments(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     mean, var = (torch.empty(weight.shape, dtype=real, device=x.device) for _ in range(2))
     if not rows:
         return mean.fill_(math.nan), var.fill_(math.nan)
-    plan = plan_batch(rows, width)
+    plan = plan_batch(rows, width, device_name(x.device))
     launch(
         batch_moments_kernel,
         nets * plan.blocks,
@@ -223,7 +219,7 @@ def batch_norm_activation(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not rows:
         return y
-    plan = plan_batch(rows, width)
+    plan = plan_batch(rows, width, device_name(x.device))
     launch(
         batch_norm_activation_kernel,
         nets * plan.blocks * plan.parts,
@@ -265,7 +261,7 @@ def batch_norm_activation_backward(
     by_weight, by_bias = (torch.empty(weight.shape, dtype=weight.dtype, device=x.device) for _ in range(2))
     if not rows:
         return by_x, by_weight.zero_(), by_bias.zero_()
-    plan = plan_batch(rows, width)
+    plan = plan_batch(rows, width, device_name(x.device))
     launch(
         batch_norm_activation_backward_kernel,
         nets * plan.blocks,

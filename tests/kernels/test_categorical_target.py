@@ -9,6 +9,7 @@ from gpubuf.kernels import categorical
 from gpubuf.kernels._registry import triton_on_cpu
 from gpubuf.kernels.categorical import _launch, reference
 from gpubuf.kernels.categorical._launch import plan_atoms
+from gpubuf.kernels.config import MATRIX_TILE
 from tests.support.categorical_setup import GAMMA, SUPPORT, TARGETS, Rows, projected_atom_by_atom, random, torch_threads
 from tests.support.fake_cuda import fake_cuda
 from tests.support.precision import assert_no_worse
@@ -315,7 +316,7 @@ def test_plan_covers_every_row():
             assert plan.programs * plan.block >= n
             assert (plan.programs - 1) * plan.block < max(n, 1)
             assert plan.width // 2 < atoms <= plan.width
-            assert plan.block * plan.width <= max(_launch.TILE, plan.width)
+            assert plan.block * plan.width <= max(MATRIX_TILE, plan.width)
             assert {plan.num_warps, plan.row_warps} <= {1, 2, 4, 8}
     assert plan_atoms(8, 101).single
     assert not plan_atoms(9, 101).single
