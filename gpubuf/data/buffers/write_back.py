@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
 
+from gpubuf.data.buffers.conditional import ConditionalUpdateResult, judged, versions, with_versions
 from gpubuf.data.buffers.writers import Writer
 from gpubuf.data.concurrency.locking import unless_compiling
 from gpubuf.data.runtime.interruption import DERIVED
@@ -16,7 +18,7 @@ from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.vectors import vector
 from gpubuf.data.storages.forms import NEXT_KEY, Form
 from gpubuf.data.storages.indexing import as_positions
-from gpubuf.data.storages.layout import Data, Key, as_written
+from gpubuf.data.storages.layout import Key, as_key, as_written
 from gpubuf.data.storages.recipe import Recipe
 from gpubuf.data.storages.tensor_storage import TensorStorage
 
@@ -25,7 +27,7 @@ _OF_THE_DRAW = frozenset({("index",), ("index_generation",), ("priority_weight",
 
 
 class WriteBack:
-    """Writes keys of drawn rows back. A mixin of a method that users call on the buffer."""
+    """Writes keys of drawn rows back. A mixin of methods that users call on the buffer."""
 
     _storage: TensorStorage
     _sampler: Sampler
@@ -33,7 +35,17 @@ class WriteBack:
     _recipe: Recipe
     _lock: Any
 
-    def update_if_present(self, index: Any, data: Data, *, generation: Tensor | None = None) -> None:
+    def update_if_present(
+        self,
+        index: Any,
+        data: Any = None,
+        *,
+        generation: Tensor | None = None,
+        patch: Any = None,
+        version_key: Any = None,
+        version: Any = None,
+        require_newer: bool = False,
+    ) -> ConditionalUpdateResult | None:
         """Write some keys of drawn rows back, leaving out rows that were overwritten since. No host sync.
 
         Of a row that the batch has more than once, the last entry wins. Other keys of the rows stay as they are, and so
@@ -51,18 +63,31 @@ class WriteBack:
                 are not written unless they are stored keys.
             generation: ``info["index_generation"]``; default: that in ``data``. Samples of prioritized buffers have it,
                 and those of others with ``RoundRobinWriter(track_generations=True)``.
+            patch: TorchRL's name for ``data``, also a dict of tensors by key; the result then says what was written.
+            version_key: a stored key of one number a row. An entry whose version is below that of its row is left out;
+                the version of the others is written. Of a row that the batch has more than once, the entry with the
+                highest version wins, and of these the last.
+            version: the entries' versions: a number for all, or ``[n]``.
+            require_newer: leave out entries of the same version as their row, too.
+
+        Returns:
+            With ``patch``, a :class:`ConditionalUpdateResult`; otherwise None.
 
         Raises:
             RuntimeError: nothing has been written yet.
             ValueError: there is no generation, or ``data`` has keys that are not stored, that have no memory of their
                 own (``share_next``, ``prefixes``), or that an n-step batch has from other rows; or another shape or
-                dtype. Nothing is written.
+                dtype; or a version without its key. Nothing is written.
             IndexError: an index is out of range (CPU; a GPU skips the row and counts a fault).
         """
+        if (data is None) == (patch is None):
+            raise TypeError("update_if_present needs the values to write, as data or as patch, not both")
+        if (version_key is None) != (version is None):
+            raise ValueError("version_key and version belong together")
         with unless_compiling(self._lock):
             self._writer.check_writable()
             storage = self._storage
-            found = entries(data)
+            found = entries(data if patch is None else patch)
             if generation is None:
                 generation = found.get(("index_generation",))
             if generation is None:
@@ -71,12 +96,39 @@ class WriteBack:
                     "info['index_generation'] of the sample; RoundRobinWriter(track_generations=True) adds it"
                 )
             positions = as_positions(index, storage.shape, storage.device, lambda: storage.steps_stored)
-            keys, sources = stored_keys(storage, found, positions.numel())
+            n, incoming, result = positions.numel(), None, None
+            if version_key is not None:
+                incoming = versions(version, n, positions)
+                found = with_versions(storage, found, version_key, incoming)
+            keys, sources = stored_keys(storage, found, n)
             _check_of_drawn_row(storage.form, self._recipe, keys)
-            if not keys:
-                return
-            generation = storage.counters.without_rewrites(positions, vector(generation, torch.int64, positions))
-            update_keys(storage, self._sampler, positions, keys, sources, generation)
+            generation = vector(generation, torch.int64, positions)
+            if patch is not None or incoming is not None:
+                if generation.numel() != n:
+                    raise ValueError(f"{n} rows are addressed, but given are {generation.numel()} generations")
+                result = judged(storage, positions, generation, version_key, incoming, require_newer)
+                # No row has the generation -1.
+                generation = torch.where(result.updated, generation, -1)
+            if keys:
+                generation = storage.counters.without_rewrites(positions, generation)
+                update_keys(storage, self._sampler, positions, keys, sources, generation)
+            return result
+
+    def submit_update_if_present(self, **arguments: Any) -> Future[ConditionalUpdateResult | None]:
+        """:meth:`update_if_present`, with a future of its result.
+
+        The update is made before this returns: on a GPU it is launched, and nothing waits for it. Batches that are
+        drawn later see it, and those in preparation do not.
+
+        Args:
+            **arguments: those of :meth:`update_if_present`.
+        """
+        future: Future[ConditionalUpdateResult | None] = Future()
+        try:
+            future.set_result(self.update_if_present(**arguments))
+        except Exception as error:
+            future.set_exception(error)
+        return future
 
 
 def update_keys(
@@ -101,10 +153,12 @@ def update_keys(
         storage.end(before)
 
 
-def entries(data: Data) -> dict[Key, Tensor]:
+def entries(data: Any) -> dict[Key, Tensor]:
     """The tensors of a batch by key; that of a batch which is a tensor has the empty key."""
     if isinstance(data, Tensor):
         return {(): data}
+    if isinstance(data, Mapping):
+        return {(*as_key(name), *key): tensor for name, value in data.items() for key, tensor in entries(value).items()}
     if not isinstance(data, TensorDictBase) and not is_tensorclass(data):
         raise TypeError(f"expected a TensorDict, a tensorclass or a tensor, got {type(data).__name__}")
     found: dict[Key, Tensor] = {}
