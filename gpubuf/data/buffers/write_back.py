@@ -87,7 +87,7 @@ class WriteBack:
         with unless_compiling(self._lock):
             self._writer.check_writable()
             storage = self._storage
-            found = entries(data if patch is None else patch)
+            found = entries(data) if patch is None else _of_patch(patch)
             if generation is None:
                 generation = found.get(("index_generation",))
             if generation is None:
@@ -153,12 +153,17 @@ def update_keys(
         storage.end(before)
 
 
-def entries(data: Any) -> dict[Key, Tensor]:
+def _of_patch(patch: Any) -> dict[Key, Tensor]:
+    """As :func:`entries`, also of a dict of tensors by key."""
+    if not isinstance(patch, Mapping):
+        return entries(patch)
+    return {as_key(key): torch.as_tensor(value) for key, value in patch.items()}
+
+
+def entries(data: Data) -> dict[Key, Tensor]:
     """The tensors of a batch by key; that of a batch which is a tensor has the empty key."""
     if isinstance(data, Tensor):
         return {(): data}
-    if isinstance(data, Mapping):
-        return {(*as_key(name), *key): tensor for name, value in data.items() for key, tensor in entries(value).items()}
     if not isinstance(data, TensorDictBase) and not is_tensorclass(data):
         raise TypeError(f"expected a TensorDict, a tensorclass or a tensor, got {type(data).__name__}")
     found: dict[Key, Tensor] = {}
