@@ -18,7 +18,7 @@ from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.vectors import vector
 from gpubuf.data.storages.forms import NEXT_KEY, Form
 from gpubuf.data.storages.indexing import as_positions
-from gpubuf.data.storages.layout import Key, as_key, as_written
+from gpubuf.data.storages.layout import Data, Key, as_key, as_written
 from gpubuf.data.storages.recipe import Recipe
 from gpubuf.data.storages.tensor_storage import TensorStorage
 
