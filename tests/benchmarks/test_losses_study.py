@@ -17,7 +17,10 @@ def without_torchrl(calls):
     return {name: call for name, call in calls.items() if name != "TorchRL"}
 
 
-@pytest.mark.parametrize("name", WORKLOADS)
+QUICK = ("sac", "flashsac")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in WORKLOADS])
 def test_contenders_agree(name):
     """Making them asserts it. Ours dispatches fewer operations than the one by hand."""
     calls = contenders(name, 32, compiled=False)
