@@ -19,6 +19,7 @@ from gpubuf.data import (
     ReplayBuffer,
     SamplerWithoutReplacement,
     SliceSampler,
+    TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
     TensorStorage,
     save_torchrl,
@@ -212,6 +213,20 @@ def test_samplers_and_prefetch():
     assert [found[i + 1] - found[i] for i in (0, 1, 3, 4)] == [1] * 4
 
 
+def test_tensors_beside_text_are_changed_in_place():
+    buffer = filled()
+    buffer.writer.write_at([1, 2], rows(2, 40))
+    assert numbers(buffer[:]) == [0, 40, 41, 3, 4, 5]
+    batch = buffer.sample()
+    generation = buffer.writer.generations_of(batch["index"])
+    changed = batch.set("number", batch["number"] + 1).set("text", "not written")
+    buffer.update_if_present(batch["index"], changed, generation=generation)
+    assert "not written" not in flat(buffer[:].get("text").tolist())
+    buffer.writer.write_at(range(6), rows(6))
+    assert numbers(buffer[:]) == list(range(6))
+    assert "'text': on the host" in repr(buffer)
+
+
 def test_other_shapes_of_storage():
     steps = TensorDictReplayBuffer(storage=LazyTensorStorage(12, ndim=2), dim_extend=0, batch_size=5)
     steps.extend(rows(8).exclude("inner").view(4, 2))
@@ -276,6 +291,10 @@ def test_what_is_refused(tmp_path: Path):
         ReplayBuffer(storage=LazyMemmapStorage(4, scratch_dir=tmp_path / "rows")).extend(rows(2))
     with pytest.raises(ValueError, match="not tensors"):
         save_torchrl(buffer, tmp_path / "dump")
+    best = TensorDictReplayBuffer(storage=LazyTensorStorage(4), writer=TensorDictMaxValueWriter(rank_key="number"))
+    with pytest.raises(ValueError, match="has no rank"):
+        best.extend(rows(2))
+    assert not best.initialized
     n_step = {"next": {"reward": torch.ones(4, 1), "done": torch.zeros(4, 1, dtype=torch.bool), "text": "late"}}
     with pytest.raises(ValueError, match="later row"):
         ReplayBuffer(storage=LazyTensorStorage(4), n_steps=2).extend(TensorDict(n_step, [4]))

@@ -16,11 +16,13 @@ from tensordict import TensorDict
 from gpubuf.data import (
     LazyMemmapStorage,
     LazyTensorStorage,
+    PrioritizedReplayBuffer,
     PrioritizedSampler,
     RandomSampler,
     ReplayBuffer,
     SamplerWithoutReplacement,
     SliceSampler,
+    TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
     load_torchrl,
 )
@@ -97,6 +99,18 @@ def test_parts_that_can_not_be_made_are_tried_again():
     buffer.extend(rows(0, 3))
     assert len(buffer) == 3
     assert buffer.storage is ready[0]
+
+
+@pytest.mark.parametrize("kind", [PrioritizedReplayBuffer, TensorDictPrioritizedReplayBuffer])
+def test_prioritized_buffers_are_delayed_too(kind: type[ReplayBuffer]):
+    counts: dict[str, int] = {}
+    storage = made(counts, "storage", lambda: LazyTensorStorage(10))
+    buffer = kind(alpha=1.0, beta=1.0, storage=storage, batch_size=4, delayed_init=True)
+    assert counts == {}
+    buffer.extend(rows(0, 6))
+    assert counts == {"storage": 1}
+    assert buffer.sampler.storage is buffer.storage
+    assert len(buffer.sample()) == 4
 
 
 def test_a_transform_factory_delays_unless_told_otherwise():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -152,9 +153,10 @@ class TensorDictReplayBuffer(ReplayBuffer):
 
 def _prioritized(
     storage: Any, alpha: float, beta: float, eps: float, reduction: str = "max"
-) -> tuple[TensorStorage, PrioritizedSampler]:
-    storage = component(storage, Storage, default_storage)
-    return storage, PrioritizedSampler(storage.max_size, alpha, beta, eps, reduction=reduction)
+) -> tuple[Callable[[], TensorStorage], Callable[[], PrioritizedSampler]]:
+    # Functions, for a buffer may make its parts at its first use.
+    made = functools.cache(functools.partial(component, storage, Storage, default_storage))
+    return made, lambda: PrioritizedSampler(made().max_size, alpha, beta, eps, reduction=reduction)
 
 
 class PrioritizedReplayBuffer(ReplayBuffer):
