@@ -377,6 +377,10 @@ class TensorStorage(TorchRLNames, SharedStates):
 class LazyTensorStorage(TensorStorage):
     """A :class:`TensorStorage` that allocates at the first write, from the keys, shapes and dtypes found there.
 
+    Rows are TensorDicts, tensorclasses, tensors, or dicts, tuples, lists and named tuples of them, nested: batches have
+    the structure of the first write. Text and other data that are not tensors may lie beside the tensors of a
+    TensorDict. A list on the host keeps them, so that a draw on a GPU waits for its index.
+
     Args:
         max_size: capacity in transitions. With ``ndim > 1`` it is rounded up to whole steps of all environments.
         device: ``"cpu"``, ``"cuda"`` or a ``torch.device``; ``"pinned"`` for rows in pinned host memory that the GPU
