@@ -13,7 +13,6 @@ DATA = {
     "BurnInTransform": "TorchRL's transform works in gpubuf's buffers",
     "CompressedListStorage": "store smaller dtypes: LazyTensorStorage(dtypes=..., share_next=True)",
     "CompressedListStorageCheckpointer": _CHECKPOINTER,
-    "ConditionalUpdateResult": "update_if_present returns a result that has updated and version_rejected, too",
     "Flat2TED": _CHECKPOINTER,
     "FlatStorageCheckpointer": _CHECKPOINTER,
     "H5Combine": _CHECKPOINTER,

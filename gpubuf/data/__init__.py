@@ -2,6 +2,7 @@
 
 from typing import NoReturn
 
+from gpubuf.data.buffers.conditional import ConditionalUpdateResult
 from gpubuf.data.buffers.ensemble import ReplayBufferEnsemble
 from gpubuf.data.buffers.hindsight import Hindsight
 from gpubuf.data.buffers.max_value import TensorDictMaxValueWriter
@@ -49,6 +50,7 @@ __all__ = [
     "Clip",
     "Codec",
     "Compose",
+    "ConditionalUpdateResult",
     "ConsumingSampler",
     "Hindsight",
     "ImmutableDatasetWriter",

@@ -216,7 +216,7 @@ def test_counters_that_fall_are_caught(tmp_path: Path):
     made.buffer.extend(made.rows.between(made.buffer.write_count, made.buffer.write_count + 5))
     check_rising(before, counters(made.buffer))
     made.buffer.empty()
-    with pytest.raises(BrokenInvariantError, match="len fell"):
+    with pytest.raises(BrokenInvariantError, match="write_count fell"):
         check_rising(before, counters(made.buffer))
 
 

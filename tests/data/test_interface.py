@@ -7,7 +7,6 @@ import warnings
 
 import pytest
 import torch
-from tensordict import TensorDict
 from torch import nn
 
 from gpubuf.data import (
@@ -132,11 +131,6 @@ def test_a_full_storage_can_be_given():
     assert buffer.extend(transitions(1, 9)).tolist() == [0]
     with pytest.raises(ValueError, match="max_size"):
         TensorStorage(data, max_size=4)
-
-
-def test_only_tensors_can_be_stored():
-    with pytest.raises(TypeError, match="NonTensor"):
-        buffer_of(3).extend(TensorDict({"x": torch.zeros(2), "name": "text"}, [2]))
 
 
 def test_reading_by_index_tells_the_index():

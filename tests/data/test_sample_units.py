@@ -29,11 +29,16 @@ from tests.support.torchrl_buffers import sequences
 KEYS = {"validity_mask", "learning_mask", "anchor_index", "sequence_id", "step_in_sequence", "index"}
 
 
-def test_the_windows_are_torchrls(backend):
+def test_the_windows_are_torchrls():
     due, told = json.loads(sequences.FILE.read_text()), json.loads(json.dumps(sequences.story(gpubuf_data)))
     assert told.keys() == due.keys()
     for case in due:
         assert told[case] == due[case], case
+
+
+@pytest.mark.slow
+def test_the_windows_are_torchrls_through_the_launchers(interpreter):
+    test_the_windows_are_torchrls()
 
 
 def rows(n: int, start: int = 0, ends: tuple[int, ...] = ()) -> TensorDict:
@@ -118,15 +123,19 @@ def test_two_dimensions(backend):
     assert (buffer.sampler.tree.leaves[drawn] == 5.0).all()
 
 
-def test_several_batches_at_once_and_prefetched_ones(backend):
-    buffer = buffer_of(Sequence(3))
-    buffer.extend(rows(12))
+def test_prefetched_batches():
+    """On the CPU backend alone: Triton's interpreter runs in one thread."""
     ahead = [buffer_of(Sequence(3), prefetch=n) for n in (0, 2)]
     for one in ahead:
         one.extend(rows(12, ends=(6,)))
     for _ in range(4):
         first, second = (one.sample() for one in ahead)
         assert (first == second).all()
+
+
+def test_several_batches_at_once(backend):
+    buffer = buffer_of(Sequence(3))
+    buffer.extend(rows(12))
     several = buffer.sample(batches=3)
     assert several.shape == (3, 12)
     assert several["sequence_id"].max() == 3

@@ -129,11 +129,11 @@ class TestIgnored:
         assert config.rows_copy(1024, DEVICE, folder) == config.rows_copy(1024)
         assert len(caplog.records) == 1
 
-    @pytest.mark.parametrize("changed", ["td", "sac"])
-    def test_losses_are_stale_after_a_change_of_either_family(self, write, caplog, changed):
-        """The kernels of both are launched by `loss_rows`."""
+    @pytest.mark.parametrize("changed", ["td", "sac", "discrete_sac"])
+    def test_losses_are_stale_after_a_change_of_any_family(self, write, caplog, changed):
+        """The kernels of all three are launched by `loss_rows`."""
         points = {"loss_rows": [point({"block": 128, "num_warps": 2}, n=256)]}
-        stamps = {family: _tuned.stamp(family) for family in ("td", "sac")}
+        stamps = {family: _tuned.stamp(family) for family in ("td", "sac", "discrete_sac")}
         assert config.loss_rows(256, DEVICE, write(points, kernels=stamps)) == BlockConfig(128, 2)
         changed_stamps = stamps | {changed: "another"}
         assert config.loss_rows(256, DEVICE, write(points, kernels=changed_stamps)) == config.loss_rows(256)
