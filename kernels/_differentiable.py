@@ -28,6 +28,12 @@ def direct(op: Any) -> Callable[..., Any]:
     return without_dispatch(op, given=None)
 
 
+def past_functorch(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """``function.apply`` without its Python, which serves transforms of torch.func: for calls that never are in one."""
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return apply
+
+
 def register_autograd(op: Any, setup_context: Callable[..., None], backward: Callable[..., Any]) -> Callable[..., Any]:
     """Register the gradient of ``op``, as ``torch.library.register_autograd`` does, at a third of its cost a call.
 
@@ -53,8 +59,7 @@ def register_autograd(op: Any, setup_context: Callable[..., None], backward: Cal
         {"forward": staticmethod(forward), "backward": staticmethod(backward)},
     )
 
-    # Past `Function.apply`, whose Python serves transforms of torch.func: they never come here.
-    apply: Any = super(torch.autograd.Function, gradient).apply
+    apply = past_functorch(gradient)
 
     def differentiable(*args: Any) -> Any:
         if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):

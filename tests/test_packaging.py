@@ -26,6 +26,12 @@ def build(source: Path, *what: str) -> None:
     assert run.returncode == 0, run.stdout + run.stderr
 
 
+def run_away(python: str | Path, program: str, cwd: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run a program where the checkout can't be imported."""
+    # -P: the working directory is no place to import from
+    return subprocess.run([python, "-P", "-c", program], env=env, cwd=cwd, capture_output=True, text=True, check=False)
+
+
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the source tree with a tuned configuration in it, wheel and sdist built in ``dist/``.
@@ -128,15 +134,7 @@ def test_wheel_works_away_from_the_checkout(tree: Path, tmp_path: Path):
         "assert importlib.util.find_spec('gpubuf.kernels.rows._cpu')\n"
         "print(gpubuf.kernels.__file__, gpubuf.__version__)"
     )
-    # -P: the working directory is no place to import from
-    run = subprocess.run(
-        [sys.executable, "-P", "-c", program],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    run = run_away(sys.executable, program, tmp_path, {**os.environ, "PYTHONPATH": str(tmp_path)})
     assert run.returncode == 0, run.stderr
     version = wheel.name.split("-")[1]
     assert run.stdout.split() == [str(tmp_path / "gpubuf" / "kernels" / "__init__.py"), version]
@@ -195,14 +193,8 @@ def test_buffers_need_no_extra(tree: Path, tmp_path: Path):
         archive.extractall(tmp_path)
     missing = packages_of_extras()
     assert {"gymnasium", "rich", "matplotlib", "minari", "pytest"} <= missing
-    run = subprocess.run(
-        [sys.executable, "-P", "-c", WITHOUT_EXTRAS.format(missing=missing)],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    program = WITHOUT_EXTRAS.format(missing=missing)
+    run = run_away(sys.executable, program, tmp_path, {**os.environ, "PYTHONPATH": str(tmp_path)})
     assert run.returncode == 0, run.stderr
     assert run.stdout.startswith(str(tmp_path / "gpubuf"))
 
@@ -221,9 +213,7 @@ def test_the_wheel_installs_into_a_fresh_environment(tree: Path, tmp_path: Path)
     own = sysconfig.get_path("purelib", vars={"base": str(environment)})
     Path(own, "shared.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
     program = WITHOUT_EXTRAS.format(missing=packages_of_extras())
-    run = subprocess.run(
-        [python, "-P", "-c", program], env=away, cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    run = run_away(python, program, tmp_path, away)
     assert run.returncode == 0, run.stderr
     file, version, *_ = run.stdout.split()
     assert file.startswith(str(environment))

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -27,12 +26,12 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
+from benchmarks.measure.elsewhere import found_by, peer_python
 from benchmarks.measure.figures import OPEN, described, load_before, table
 from benchmarks.measure.machine import describe
 from benchmarks.measure.results import Runs, write_results
 from benchmarks.peers.sources import transitions
 
-ROOT = Path(__file__).parents[2]
 BATCHES = (256, 4096)
 #: Rows, and the same as steps of environments.
 ROWS, ENVS = 1_000_000, 64
@@ -252,26 +251,16 @@ def measure(group: str, rounds: int) -> Found:
     return {name: {str(n): statistics.median(took[name, n]) for n in BATCHES} for name in contenders}
 
 
-def interpreter(group: str) -> str:
-    """The Python of a group."""
-    own = ROOT / ".peers" / group / "bin" / "python"
-    return str(own) if own.exists() else sys.executable
-
-
 def measure_elsewhere(group: str, rounds: int, flashsac_at: Path | None) -> Found | None:
     """:func:`measure` in a process of its own; None if the peer is not installed."""
-    path = os.pathsep.join(str(folder) for folder in (ROOT, flashsac_at) if folder)
-    ended = subprocess.run(
-        [interpreter(group), "-m", "benchmarks.studies.batches", "--group", group, "--rounds", str(rounds)],
-        env={**os.environ, "PYTHONPATH": path},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
-    if ended.returncode:
+    arguments = ("--group", group, "--rounds", str(rounds))
+    try:
+        found: Found = found_by(
+            peer_python(group), "benchmarks.studies.batches", *arguments, path=str(flashsac_at or "")
+        )
+    except subprocess.CalledProcessError:
         print(f"{group}: can't be measured here", file=sys.stderr)
         return None
-    found: Found = json.loads(ended.stdout.splitlines()[-1])
     return found
 
 

@@ -17,8 +17,6 @@ import json
 import os
 import shutil
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,13 +25,13 @@ from pathlib import Path
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.measure.elsewhere import found_by, peer_python
 from benchmarks.measure.figures import OPEN, described, digits, load_before, table
 from benchmarks.measure.machine import describe
 from benchmarks.measure.results import Runs, write_results
 from benchmarks.workloads.loss_parts import categorical_alone, norm, optimiser, sac_alone
 from benchmarks.workloads.losses import WORKLOADS, Call, contenders
 
-ROOT = Path(__file__).parents[2]
 BATCHES = ("256", "8192")
 #: Losses that are compiled at the larger batch too. Compiling takes longer than measuring.
 COMPILED_WIDE = ("sac", "fastsac", "flashsac")
@@ -158,23 +156,10 @@ def measure(group: str, seconds: float, compiled: bool) -> Found:
     return found
 
 
-def interpreter() -> str:
-    """TorchRL's Python where it exists, else this one."""
-    peer = ROOT / ".peers" / "torchrl" / "bin" / "python"
-    return str(peer) if peer.exists() else sys.executable
-
-
 def measure_elsewhere(group: str, seconds: float, compiled: bool, python: str) -> Found:
     """:func:`measure` in a process of its own."""
-    command = [python, "-m", "benchmarks.studies.losses", "--group", group, "--seconds", str(seconds)]
-    ended = subprocess.run(
-        [*command, *([] if compiled else ["--eager"])],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TORCHINDUCTOR_COMPILE_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    found: Found = json.loads(ended.stdout.splitlines()[-1])
+    arguments = ["--group", group, "--seconds", str(seconds), *([] if compiled else ["--eager"])]
+    found: Found = found_by(python, "benchmarks.studies.losses", *arguments, env={"TORCHINDUCTOR_COMPILE_THREADS": "1"})
     return found
 
 
@@ -225,7 +210,9 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=COLUMN, help="for each column of a table")
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
     parser.add_argument("--eager", action="store_true", help="compile nothing")
-    parser.add_argument("--python", default=interpreter(), help="the interpreter to measure in; default: TorchRL's")
+    parser.add_argument(
+        "--python", default=peer_python("torchrl"), help="the interpreter to measure in; default: TorchRL's"
+    )
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/losses-<device>-<date>.json")
     parser.add_argument("--group", choices=GROUPS, help=argparse.SUPPRESS)
     arguments = parser.parse_args(given)

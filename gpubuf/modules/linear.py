@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from gpubuf.kernels._differentiable import past_functorch
 from gpubuf.modules.unit_rows import normalize_rows
 
 
@@ -74,8 +75,7 @@ class _OneOutput(torch.autograd.Function):
         )
 
 
-# Past `Function.apply`, whose Python serves transforms of torch.func: they never come here.
-_one_output: Any = super(torch.autograd.Function, _OneOutput).apply
+_one_output = past_functorch(_OneOutput)
 
 
 def ensemble_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -43,6 +43,16 @@ def rebuild_index(  # type: ignore[no-untyped-def]
 
 
 @jit
+def _read_newest(ends, signals, n_keys, by_id, n, steps, envs, oldest, filled):  # type: ignore[no-untyped-def]
+    """Read the ends of the newest ``n`` steps, at least one. Returns the first and the last step that were read."""
+    # With identifiers, the step before the write has got a next one, which may make it an end.
+    first = step_of(max(filled - n - (1 if by_id else 0), 0), oldest, steps)
+    newest = step_of(filled - 1, oldest, steps)
+    _read_ages(ends, signals, n_keys, by_id, steps, envs, first, newest)
+    return first, newest
+
+
+@jit
 def update_index(  # type: ignore[no-untyped-def]
     ends, sums, signals, n_keys, by_id, n, steps, envs, oldest, filled, cursor, rule, shift
 ):
@@ -50,10 +60,7 @@ def update_index(  # type: ignore[no-untyped-def]
     n = min(n, filled)
     if n == 0:
         return
-    # With identifiers, the step before the write has got a next one, which may make it an end.
-    first = step_of(max(filled - n - (1 if by_id else 0), 0), oldest, steps)
-    newest = step_of(filled - 1, oldest, steps)
-    _read_ages(ends, signals, n_keys, by_id, steps, envs, first, newest)
+    first, newest = _read_newest(ends, signals, n_keys, by_id, n, steps, envs, oldest, filled)
 
     # Slots a .. b, and where the write goes round the end of the ring, 0 .. c too.
     a, b = first >> 6, (newest if first <= newest else steps - 1) >> 6
@@ -92,11 +99,8 @@ def update_ends_alone(  # type: ignore[no-untyped-def]
     if n >= steps:
         clear_all(ends, steps, envs)
     n = min(n, filled)
-    if n == 0:
-        return
-    first = step_of(max(filled - n - (1 if by_id else 0), 0), oldest, steps)
-    newest = step_of(filled - 1, oldest, steps)
-    _read_ages(ends, signals, n_keys, by_id, steps, envs, first, newest)
+    if n > 0:
+        _read_newest(ends, signals, n_keys, by_id, n, steps, envs, oldest, filled)
 
 
 @jit

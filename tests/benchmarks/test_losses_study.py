@@ -11,6 +11,7 @@ from benchmarks.measure.results import newest_runs
 from benchmarks.studies import losses as study
 from benchmarks.workloads import loss_parts
 from benchmarks.workloads.losses import WORKLOADS, contenders, without_chance
+from tests.support.report_runs import a_run
 
 
 def without_torchrl(calls):
@@ -85,15 +86,7 @@ FOUND = {
 def test_section(tmp_path):
     """A table a group; what was not measured stays empty."""
     assert "open" in study.losses_section({})
-    machine = {
-        "device": {"kind": "cpu", "name": "some CPU"},
-        "versions": {"torch": "2.0"},
-        "python_version": "3.11",
-        "threads": 1,
-        "cores": 2,
-        "load_before": 0.1,
-    }
-    data = {"datetime": "2026-01-01", "machine_info": machine, "losses": FOUND, "compiled": "there is no compiler"}
+    data = a_run(losses=FOUND, compiled="there is no compiler").data
     folder = tmp_path / "benchmarks" / "results"
     folder.mkdir(parents=True)
     (folder / "losses.json").write_text(json.dumps(data))

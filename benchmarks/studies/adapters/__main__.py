@@ -14,13 +14,13 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.measure.elsewhere import PEERS, found_by, peer_python
 from benchmarks.measure.figures import table
 from benchmarks.measure.machine import describe
 from benchmarks.measure.results import write_results
 from benchmarks.studies.adapters.registry import ADAPTERS
 from benchmarks.studies.adapters.section import Found, rows_of
 
-ROOT = Path(__file__).parents[3]
 #: Seconds of one call of one contender in one round.
 SLICE_OF_TIME = 0.05
 
@@ -59,19 +59,14 @@ def measure(name: str, rounds: int) -> Found:
 
 def measure_elsewhere(name: str, rounds: int, peers: Path) -> Found | None:
     """:func:`measure` in a process of the peer's environment; None if the peer is not installed."""
-    own = peers / ADAPTERS[name].peer / "bin" / "python"
-    python = str(own) if own.exists() else sys.executable
-    ended = subprocess.run(
-        [python, "-m", "benchmarks.studies.adapters", "--one", name, "--rounds", str(rounds)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
-    if ended.returncode:
+    python, arguments = peer_python(ADAPTERS[name].peer, peers), ("--one", name, "--rounds", str(rounds))
+    try:
+        found: Found = found_by(
+            python, "benchmarks.studies.adapters", *arguments, path=os.environ.get("PYTHONPATH", "")
+        )
+    except subprocess.CalledProcessError:
         print(f"{name}: can't be measured here", file=sys.stderr)
         return None
-    found: Found = json.loads(ended.stdout.splitlines()[-1])
     return found
 
 
@@ -80,7 +75,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.studies.adapters")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--adapters", nargs="+", choices=ADAPTERS, default=list(ADAPTERS))
-    parser.add_argument("--peers", type=Path, default=ROOT / ".peers", help="the folder of the peers' environments")
+    parser.add_argument("--peers", type=Path, default=PEERS, help="the folder of the peers' environments")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/adapters-<device>-<date>.json")
     parser.add_argument("--one", choices=ADAPTERS, help=argparse.SUPPRESS)
     arguments = parser.parse_args(given)

@@ -147,20 +147,18 @@ class ColumnWrites:
         storage = self._storage
         lead = storage.ndim - 1 if one_step else storage.ndim
         if not isinstance(columns, Mapping):
-            columns = dict(zip(self.column_keys, columns, strict=True)) if storage.initialized else _named(columns)
+            if not storage.initialized:
+                raise ValueError(
+                    "the first write settles keys and their order: expected a dict of arrays by key, got a "
+                    f"{type(columns).__name__}"
+                )
+            columns = dict(zip(self.column_keys, columns, strict=True))
         leaves = storage.written_layout.leaves if storage.initialized else []
         data = _tensordict_of(columns, lead, {leaf.key: leaf.dtype for leaf in leaves})
         if one_step:
             self.add(data)
         else:
             self.extend(data)
-
-
-def _named(columns: Any) -> Mapping[Any, Any]:
-    raise ValueError(
-        "the first write settles keys and their order: expected a dict of arrays by key, got a "
-        f"{type(columns).__name__}"
-    )
 
 
 def _tensordict_of(columns: Mapping[Any, Any], lead: int, dtypes: Mapping[Key, torch.dtype]) -> TensorDict:

@@ -106,8 +106,7 @@ class Ring:
             return
         if self.counters.is_cuda and capturing():
             return
-        self.written += n
-        self.size = min(self.size + n, self.capacity)
+        self.note(n)
 
     def note(self, n: int) -> None:
         """:meth:`count` in eager mode, where nothing is recorded or captured."""

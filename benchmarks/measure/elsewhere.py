@@ -1,0 +1,44 @@
+"""Measures in a process of another environment: that of a peer."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+PEERS = ROOT / ".peers"
+
+
+def peer_python(name: str, peers: Path = PEERS) -> str:
+    """The interpreter of a peer's environment where that is installed, else this one."""
+    own = peers / name / "bin" / "python"
+    return str(own) if own.exists() else sys.executable
+
+
+def found_by(python: str, module: str, *arguments: str, path: str = "", env: Mapping[str, str] | None = None) -> Any:
+    """What ``python -m module`` prints last: one line of JSON.
+
+    Args:
+        python: the interpreter.
+        module: in the project, such as ``benchmarks.studies.batches``.
+        arguments: of the module.
+        path: more folders to import from, after the project, as ``PYTHONPATH`` has them.
+        env: variables of the environment besides ours.
+
+    Raises:
+        subprocess.CalledProcessError: the process has failed.
+    """
+    folders = os.pathsep.join(filter(None, (str(ROOT), path)))
+    ended = subprocess.run(
+        [python, "-m", module, *arguments],
+        env={**os.environ, "PYTHONPATH": folders, **(env or {})},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return json.loads(ended.stdout.splitlines()[-1])
