@@ -10,14 +10,12 @@ import math
 
 import numpy as np
 import torch
-from numba import carray
 from torch import Tensor
 
 from gpubuf.kernels._differentiable import computing_dtype, dense
 from gpubuf.kernels._elementary import exp_below_700
-from gpubuf.kernels._floats import read, write
+from gpubuf.kernels._floats import load, read, store, write
 from gpubuf.kernels._jit import OPTIONS, jit
-from gpubuf.kernels._pointers import as_f32, as_f64
 from gpubuf.kernels.discrete_sac import check_actor, check_values
 from gpubuf.kernels.td import NONE, check_rows
 from gpubuf.kernels.td._cpu_reduce import address, normaliser, smallest_critic, weight_of, weighting
@@ -30,32 +28,6 @@ TILE = 512
 def rows_of_tile(actions):  # type: ignore[no-untyped-def]
     """How many rows are worked on at a time."""
     return max(TILE // actions, 1)
-
-
-@jit(forceinline=True)
-def load(source, wide, first, count, target):  # type: ignore[no-untyped-def]
-    """Copy elements of the float64 (``wide``) or float32 array at ``source``."""
-    if wide:
-        doubles = carray(as_f64(source), first + count)
-        for j in range(count):
-            target[j] = doubles[first + j]
-    else:
-        floats = carray(as_f32(source), first + count)
-        for j in range(count):
-            target[j] = floats[first + j]
-
-
-@jit(forceinline=True)
-def store(source, target, wide, first, count):  # type: ignore[no-untyped-def]
-    """The reverse of ``load``."""
-    if wide:
-        doubles = carray(as_f64(target), first + count)
-        for j in range(count):
-            doubles[first + j] = source[j]
-    else:
-        floats = carray(as_f32(target), first + count)
-        for j in range(count):
-            floats[first + j] = source[j]
 
 
 @jit(forceinline=True)

@@ -6,30 +6,51 @@ arithmetic is float64 either way. The address 0 stands for an absent argument.
 
 # Numba needs the real signatures: no `from __future__ import annotations`.
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gpubuf.kernels._differentiable import computing_dtype, dense
-from gpubuf.kernels._floats import read, write
+from gpubuf.kernels._floats import load, read, store, total_of, write
 from gpubuf.kernels._jit import OPTIONS, jit
 from gpubuf.kernels.td import AVERAGE, NONE, SMALLEST, check_critics, check_rows
-from gpubuf.kernels.td._cpu_reduce import address, normaliser, one_critic, smallest_critic, weight_of, weighting
+from gpubuf.kernels.td._cpu_reduce import (
+    TILE,
+    address,
+    load_factors,
+    load_mean,
+    load_smallest,
+    load_weights,
+    normaliser,
+    weight_of,
+    weighting,
+)
 
 
-@jit(forceinline=True)
-def _actor_rows(q, log_prob, alpha, weight, mask, reduction, combine, n, nets, wide, loss_out, entropy, norm_out):  # type: ignore[no-untyped-def]
+@jit(
+    "void(int64, int64, int64, int64, int64, int64, int64, int64, int64, boolean, int64, int64, int64)",
+    **OPTIONS,
+)
+def _actor_loss(q, log_prob, alpha, weight, mask, reduction, combine, n, nets, wide, loss_out, entropy, norm_out):  # type: ignore[no-untyped-def]
     temperature = read(alpha, wide, 0)
     total = mass = surprise = 0.0
-    for row in range(n):
-        value, _ = one_critic(q, wide, n, nets, row, combine)
-        density = read(log_prob, wide, row)
-        surprise += density
-        w, counts = weight_of(weight, mask, wide, row)
-        product = w * (temperature * density - value) if counts else 0.0
+    values, densities, weights = np.empty(TILE), np.empty(TILE), np.empty(TILE)
+    which, counts = np.empty(TILE, np.int64), np.empty(TILE, np.bool_)
+    for first in range(0, n, TILE):
+        count = min(TILE, n - first)
+        if combine == AVERAGE:
+            load_mean(q, wide, n, nets, first, count, values, densities)
+        else:
+            load_smallest(q, wide, n, nets, first, count, values, which, densities)
+        load(log_prob, wide, first, count, densities)
+        load_weights(weight, mask, wide, first, count, weights, counts)
+        for j in range(count):
+            values[j] = weights[j] * (temperature * densities[j] - values[j]) if counts[j] else 0.0
         if reduction == NONE:
-            write(loss_out, wide, row, product)
-        total += product
-        mass += w
+            store(values, loss_out, wide, first, count)
+        surprise += total_of(densities, count)
+        total += total_of(values, count)
+        mass += total_of(weights, count)
     norm = normaliser(mass, reduction)
     write(norm_out, wide, 0, norm)
     write(entropy, wide, 0, -surprise / max(n, 1))
@@ -38,42 +59,31 @@ def _actor_rows(q, log_prob, alpha, weight, mask, reduction, combine, n, nets, w
 
 
 @jit(
-    "void(int64, int64, int64, int64, int64, int64, int64, int64, int64, boolean, int64, int64, int64)",
-    **OPTIONS,
-)
-def _actor_loss(q, log_prob, alpha, weight, mask, reduction, combine, n, nets, wide, loss_out, entropy, norm_out):  # type: ignore[no-untyped-def]
-    # Two loops, neither of which asks in each row: that took half as long again.
-    if combine == AVERAGE:
-        _actor_rows(q, log_prob, alpha, weight, mask, reduction, AVERAGE, n, nets, wide, loss_out, entropy, norm_out)
-    else:
-        _actor_rows(q, log_prob, alpha, weight, mask, reduction, SMALLEST, n, nets, wide, loss_out, entropy, norm_out)
-
-
-@jit(forceinline=True)
-def _actor_gradients(grad, q, alpha, weight, mask, norm, reduction, combine, n, nets, wide, by_q, by_log_prob):  # type: ignore[no-untyped-def]
-    temperature, scale = read(alpha, wide, 0), read(norm, wide, 0)
-    for row in range(n):
-        w, _ = weight_of(weight, mask, wide, row)
-        factor = read(grad, wide, row if reduction == NONE else 0) * scale * w
-        write(by_log_prob, wide, row, factor * temperature)
-        if combine == AVERAGE:
-            for net in range(nets):
-                write(by_q, wide, net * n + row, -factor / nets)
-            continue
-        _, which = smallest_critic(q, wide, n, nets, row)
-        for net in range(nets):
-            write(by_q, wide, net * n + row, -factor if net == which else 0.0)
-
-
-@jit(
     "void(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, boolean, int64, int64)",
     **OPTIONS,
 )
 def _actor_loss_backward(grad, q, alpha, weight, mask, norm, reduction, combine, n, nets, wide, by_q, by_log_prob):  # type: ignore[no-untyped-def]
-    if combine == AVERAGE:
-        _actor_gradients(grad, q, alpha, weight, mask, norm, reduction, AVERAGE, n, nets, wide, by_q, by_log_prob)
-    else:
-        _actor_gradients(grad, q, alpha, weight, mask, norm, reduction, SMALLEST, n, nets, wide, by_q, by_log_prob)
+    temperature, scale = read(alpha, wide, 0), read(norm, wide, 0)
+    factors, values, other = np.empty(TILE), np.empty(TILE), np.empty(TILE)
+    which, counts = np.empty(TILE, np.int64), np.empty(TILE, np.bool_)
+    for first in range(0, n, TILE):
+        count = min(TILE, n - first)
+        load_weights(weight, mask, wide, first, count, factors, counts)
+        load_factors(grad, scale, reduction, wide, first, count, factors, other)
+        for j in range(count):
+            other[j] = factors[j] * temperature
+        store(other, by_log_prob, wide, first, count)
+        if combine == AVERAGE:
+            for j in range(count):
+                other[j] = -factors[j] / nets
+            for net in range(nets):
+                store(other, by_q, wide, net * n + first, count)
+            continue
+        load_smallest(q, wide, n, nets, first, count, values, which, other)
+        for net in range(nets):
+            for j in range(count):
+                other[j] = -factors[j] if net == which[j] else 0.0
+            store(other, by_q, wide, net * n + first, count)
 
 
 @jit(

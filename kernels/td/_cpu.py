@@ -6,33 +6,26 @@ arithmetic is float64 either way. The address 0 stands for an absent argument.
 
 # Numba needs the real signatures: no `from __future__ import annotations`.
 
-import math
-
+import numpy as np
 import torch
 from numba import carray
 from torch import Tensor
 
 from gpubuf.kernels._differentiable import computing_dtype, dense
-from gpubuf.kernels._floats import read, write
+from gpubuf.kernels._floats import load, read, store, total_of, write
 from gpubuf.kernels._jit import OPTIONS, jit
 from gpubuf.kernels._pointers import as_u8
 from gpubuf.kernels.td import AVERAGE, L1, L2, NONE, SMALLEST, check_critics, check_rows, check_target
-from gpubuf.kernels.td._cpu_reduce import address, normaliser, one_critic, weight_of, weighting
-
-
-@jit(forceinline=True)
-def _targets(next_q, next_log_prob, alpha, reward, terminated, gamma, steps, combine, n, nets, wide, target):  # type: ignore[no-untyped-def]
-    discount = read(gamma, True, 0)
-    temperature = read(alpha, wide, 0) if alpha else 0.0
-    ended = carray(as_u8(terminated), n)
-    for row in range(n):
-        y = read(reward, wide, row)
-        if not ended[row]:
-            value, _ = one_critic(next_q, wide, n, nets, row, combine)
-            if next_log_prob:
-                value -= temperature * read(next_log_prob, wide, row)
-            y += (discount ** read(steps, wide, row) if steps else discount) * value
-        write(target, wide, row, y)
+from gpubuf.kernels.td._cpu_reduce import (
+    TILE,
+    address,
+    load_factors,
+    load_mean,
+    load_smallest,
+    load_weights,
+    normaliser,
+    weighting,
+)
 
 
 @jit(
@@ -40,11 +33,50 @@ def _targets(next_q, next_log_prob, alpha, reward, terminated, gamma, steps, com
     **OPTIONS,
 )
 def _soft_td_target(next_q, next_log_prob, alpha, reward, terminated, gamma, steps, combine, n, nets, wide, target):  # type: ignore[no-untyped-def]
-    # Two loops, neither of which asks in each row: that took half as long again.
-    if combine == AVERAGE:
-        _targets(next_q, next_log_prob, alpha, reward, terminated, gamma, steps, AVERAGE, n, nets, wide, target)
+    discount = read(gamma, True, 0)
+    temperature = read(alpha, wide, 0) if alpha else 0.0
+    ended = carray(as_u8(terminated), n)
+    values, rewards, other, which = np.empty(TILE), np.empty(TILE), np.empty(TILE), np.empty(TILE, np.int64)
+    for first in range(0, n, TILE):
+        count = min(TILE, n - first)
+        if combine == AVERAGE:
+            load_mean(next_q, wide, n, nets, first, count, values, other)
+        else:
+            load_smallest(next_q, wide, n, nets, first, count, values, which, other)
+        if next_log_prob:
+            load(next_log_prob, wide, first, count, other)
+            for j in range(count):
+                values[j] -= temperature * other[j]
+        if steps:
+            load(steps, wide, first, count, other)
+            for j in range(count):
+                values[j] *= discount ** other[j]
+        else:
+            for j in range(count):
+                values[j] *= discount
+        load(reward, wide, first, count, rewards)
+        for j in range(count):
+            values[j] = rewards[j] if ended[first + j] else rewards[j] + values[j]
+        store(values, target, wide, first, count)
+
+
+@jit(forceinline=True)
+def _add_distances(d, loss_function, count, loss, largest):  # type: ignore[no-untyped-def]
+    """Add one critic's distances to ``loss``; by differences ``d`` of a tile of rows."""
+    for j in range(count):
+        magnitude = abs(d[j])
+        far = (magnitude > largest[j]) | (magnitude != magnitude)
+        largest[j] = magnitude if far else largest[j]
+    if loss_function == L1:
+        for j in range(count):
+            loss[j] += abs(d[j])
+    elif loss_function == L2:
+        for j in range(count):
+            loss[j] += d[j] * d[j]
     else:
-        _targets(next_q, next_log_prob, alpha, reward, terminated, gamma, steps, SMALLEST, n, nets, wide, target)
+        for j in range(count):
+            magnitude = abs(d[j])
+            loss[j] += 0.5 * d[j] * d[j] if magnitude < 1 else magnitude - 0.5
 
 
 @jit(
@@ -53,31 +85,44 @@ def _soft_td_target(next_q, next_log_prob, alpha, reward, terminated, gamma, ste
 )
 def _td_loss(q, target, weight, mask, loss_function, reduction, n, nets, wide, loss_out, td_error, norm_out):  # type: ignore[no-untyped-def]
     total = mass = 0.0
-    for row in range(n):
-        y = read(target, wide, row)
-        loss = largest = 0.0
+    targets, d, loss, largest = np.empty(TILE), np.empty(TILE), np.empty(TILE), np.empty(TILE)
+    weights, counts = np.empty(TILE), np.empty(TILE, np.bool_)
+    for first in range(0, n, TILE):
+        count = min(TILE, n - first)
+        load(target, wide, first, count, targets)
+        for j in range(count):
+            loss[j] = largest[j] = 0.0
         for net in range(nets):
-            d = read(q, wide, net * n + row) - y
-            magnitude = abs(d)
-            if magnitude > largest or magnitude != magnitude:
-                largest = magnitude
-            if loss_function == L1:
-                loss += magnitude
-            elif loss_function == L2:
-                loss += d * d
-            else:
-                loss += 0.5 * d * d if magnitude < 1 else magnitude - 0.5
-        write(td_error, wide, row, largest)
-        w, counts = weight_of(weight, mask, wide, row)
-        product = w * loss if counts else 0.0
+            load(q, wide, net * n + first, count, d)
+            for j in range(count):
+                d[j] -= targets[j]
+            _add_distances(d, loss_function, count, loss, largest)
+        store(largest, td_error, wide, first, count)
+        load_weights(weight, mask, wide, first, count, weights, counts)
+        for j in range(count):
+            loss[j] = weights[j] * loss[j] if counts[j] else 0.0
         if reduction == NONE:
-            write(loss_out, wide, row, product)
-        total += product
-        mass += w
+            store(loss, loss_out, wide, first, count)
+        total += total_of(loss, count)
+        mass += total_of(weights, count)
     norm = normaliser(mass, reduction)
     write(norm_out, wide, 0, norm)
     if reduction != NONE:
         write(loss_out, wide, 0, total * norm)
+
+
+@jit(forceinline=True)
+def _slopes(d, loss_function, count):  # type: ignore[no-untyped-def]
+    """Derivatives of the distance, in the place of differences ``d``. By comparisons that a NaN fails: it stays one."""
+    if loss_function == L2:
+        for j in range(count):
+            d[j] *= 2
+    elif loss_function == L1:
+        for j in range(count):
+            d[j] = (1.0 if d[j] > 0 else -1.0) if abs(d[j]) > 0 else d[j]
+    else:
+        for j in range(count):
+            d[j] = (1.0 if d[j] > 0 else -1.0) if abs(d[j]) >= 1 else d[j]
 
 
 @jit(
@@ -86,21 +131,21 @@ def _td_loss(q, target, weight, mask, loss_function, reduction, n, nets, wide, l
 )
 def _td_loss_backward(grad, q, target, weight, mask, norm, loss_function, reduction, n, nets, wide, by_q):  # type: ignore[no-untyped-def]
     scale = read(norm, wide, 0)
-    for row in range(n):
-        w, counts = weight_of(weight, mask, wide, row)
-        factor = read(grad, wide, row if reduction == NONE else 0) * scale * w
-        y = read(target, wide, row)
+    targets, d, factors, grads = np.empty(TILE), np.empty(TILE), np.empty(TILE), np.empty(TILE)
+    counts = np.empty(TILE, np.bool_)
+    for first in range(0, n, TILE):
+        count = min(TILE, n - first)
+        load(target, wide, first, count, targets)
+        load_weights(weight, mask, wide, first, count, factors, counts)
+        load_factors(grad, scale, reduction, wide, first, count, factors, grads)
         for net in range(nets):
-            slope = 0.0
-            if counts:
-                slope = read(q, wide, net * n + row) - y
-                if loss_function == L2:
-                    slope *= 2
-                # By comparisons that a NaN fails, so that it stays one.
-                elif (loss_function == L1 and abs(slope) > 0) or abs(slope) >= 1:
-                    slope = math.copysign(1.0, slope)
-                slope *= factor
-            write(by_q, wide, net * n + row, slope)
+            load(q, wide, net * n + first, count, d)
+            for j in range(count):
+                d[j] -= targets[j]
+            _slopes(d, loss_function, count)
+            for j in range(count):
+                d[j] = factors[j] * d[j] if counts[j] else 0.0
+            store(d, by_q, wide, net * n + first, count)
 
 
 def soft_td_target(

@@ -7,10 +7,13 @@ from numba import carray
 from torch import Tensor
 
 from gpubuf.kernels._differentiable import dense
-from gpubuf.kernels._floats import read
+from gpubuf.kernels._floats import load, read
 from gpubuf.kernels._jit import jit
 from gpubuf.kernels._pointers import as_u8
-from gpubuf.kernels.td import AVERAGE, MEAN
+from gpubuf.kernels.td import AVERAGE, MEAN, NONE
+
+#: Rows that the loops work on at a time: the buffers of a tile stay in the first cache.
+TILE = 512
 
 
 @jit(forceinline=True)
@@ -19,6 +22,38 @@ def weight_of(weight, mask, wide, row):  # type: ignore[no-untyped-def]
     if mask and not carray(as_u8(mask), row + 1)[row]:
         return 0.0, False
     return (read(weight, wide, row) if weight else 1.0), True
+
+
+@jit(forceinline=True)
+def load_weights(weight, mask, wide, first, count, weights, counts):  # type: ignore[no-untyped-def]
+    """:func:`weight_of` of a tile of rows."""
+    if weight:
+        load(weight, wide, first, count, weights)
+    else:
+        for j in range(count):
+            weights[j] = 1.0
+    if mask:
+        flags = carray(as_u8(mask), first + count)
+        for j in range(count):
+            counts[j] = flags[first + j] != 0
+        for j in range(count):
+            weights[j] = weights[j] if counts[j] else 0.0
+    else:
+        for j in range(count):
+            counts[j] = True
+
+
+@jit(forceinline=True)
+def load_factors(grad, scale, reduction, wide, first, count, weights, grads):  # type: ignore[no-untyped-def]
+    """Make ``weights`` of a tile of rows the factors of their gradients; ``grads`` is a buffer."""
+    if reduction == NONE:
+        load(grad, wide, first, count, grads)
+        for j in range(count):
+            weights[j] *= grads[j] * scale
+    else:
+        factor = read(grad, wide, 0) * scale
+        for j in range(count):
+            weights[j] *= factor
 
 
 @jit(forceinline=True)
@@ -49,6 +84,34 @@ def one_critic(q, wide, n, nets, row, combine):  # type: ignore[no-untyped-def]
     for net in range(nets):
         total += read(q, wide, net * n + row)
     return total / nets, 0
+
+
+@jit(forceinline=True)
+def load_smallest(q, wide, n, nets, first, count, smallest, which, other):  # type: ignore[no-untyped-def]
+    """:func:`smallest_critic` of a tile of rows; ``other`` is a buffer. No branches: LLVM vectorises the loops."""
+    load(q, wide, first, count, smallest)
+    for j in range(count):
+        which[j] = 0
+    for net in range(1, nets):
+        load(q, wide, net * n + first, count, other)
+        for j in range(count):
+            value, least = other[j], smallest[j]
+            better = (value < least) | ((value != value) & (least == least))
+            smallest[j] = value if better else least
+            which[j] = net if better else which[j]
+
+
+@jit(forceinline=True)
+def load_mean(q, wide, n, nets, first, count, mean, other):  # type: ignore[no-untyped-def]
+    """The mean of all critics of a tile of rows; ``other`` is a buffer."""
+    for j in range(count):
+        mean[j] = 0.0
+    for net in range(nets):
+        load(q, wide, net * n + first, count, other)
+        for j in range(count):
+            mean[j] += other[j]
+    for j in range(count):
+        mean[j] /= nets
 
 
 def address(tensor: Tensor | None) -> int:
