@@ -113,7 +113,7 @@ $(VENV)/.created $(COMPAT)/.created $(DOCS)/.created $(RELEASE)/.created:
 $(COMPAT)/.test: export PIP_CONSTRAINT := $(dir $(PIP_CONSTRAINT))$(COMPAT)/constraints.txt
 $(COMPAT)/.test: export PIP_BUILD_CONSTRAINT := $(dir $(PIP_CONSTRAINT))$(COMPAT)/constraints.txt
 $(COMPAT)/.test: $(COMPAT)/.created $(DECIDES) constraints-compat.txt
-	grep -vE '^(torch|triton|numpy)==' constraints.txt | cat - constraints-compat.txt > $(@D)/constraints.txt
+	grep -vE '^(torch|triton|numpy|setuptools)==' constraints.txt | cat - constraints-compat.txt > $(@D)/constraints.txt
 	$(COMPAT)/bin/python -m pip install -q -e '.[train,test]'
 	@touch $@
 
