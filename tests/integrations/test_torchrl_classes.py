@@ -42,7 +42,7 @@ def is_torchrl(instance: Any) -> bool:
 @pytest.mark.parametrize("name", JOINED.__all__)
 def test_a_class_is_of_both_libraries(name: str):
     joined = getattr(JOINED, name)
-    assert issubclass(joined, getattr(gpubuf.data, name)) or name in BUFFERS
+    assert issubclass(joined, getattr(gpubuf.data, name))
     assert next(base.__name__ for base in joined.__mro__ if base.__module__.startswith("torchrl")) == name
 
 
@@ -85,6 +85,42 @@ def test_no_call_of_the_fast_path_is_added():
     # TorchRL's ensemble finds one to call, and batches are made without.
     assert buffer._collate_fn("rows") == "rows"
     assert buffer._batches._collate_fn is None
+
+
+def test_the_parts_that_a_buffer_makes_later_have_torchrls_types():
+    """Those of the first write of objects, and of rows that leave when they were drawn."""
+    buffer = buffer_of("ReplayBuffer")
+    buffer.extend(["some", "text"])
+    assert type(buffer.storage) is JOINED.ListStorage
+    assert set(buffer.sample()) <= {"some", "text"}
+    for sampler in (None, JOINED.RandomSampler(), gpubuf.data.RandomSampler()):
+        buffer = buffer_of("TensorDictReplayBuffer", sampler=sampler, consume_after_n_samples=2)
+        assert type(buffer.sampler) is JOINED.ConsumingSampler
+    delayed = buffer_of("TensorDictPrioritizedReplayBuffer", delayed_init=True)
+    delayed.extend(batch(20))
+    assert type(delayed.sampler) is JOINED.PrioritizedSampler
+    assert type(delayed.storage) is JOINED.LazyTensorStorage
+    for name in ("storage", "sampler", "writer"):
+        getattr(delayed, f"set_{name}")(None)
+        assert is_torchrl(getattr(delayed, name))
+
+
+def test_sample_units():
+    buffer = buffer_of("TensorDictPrioritizedReplayBuffer", sample_unit=JOINED.Sequence(3))
+    buffer.extend(batch(20))
+    drawn = buffer.sample()
+    assert drawn.shape == (24,)
+    assert isinstance(buffer._sample_unit, gpubuf.data.Sequence)
+    # Transitions need no unit.
+    assert buffer_of("ReplayBuffer", sample_unit=JOINED.Transition())._sample_unit is None
+
+    class Twice(JOINED.SampleUnit):  # type: ignore[misc,name-defined]
+        def expand(self, index: Any, info: dict[Any, Any], storage: Any) -> tuple[Any, dict[Any, Any]]:
+            return index.repeat_interleave(2), {key: value.repeat_interleave(2) for key, value in info.items()}
+
+    buffer = buffer_of("TensorDictReplayBuffer", sample_unit=Twice())
+    buffer.extend(batch(20))
+    assert torch.equal(*buffer.sample()["index"].view(8, 2).unbind(1))
 
 
 def test_a_collate_fn_of_the_users_stays():

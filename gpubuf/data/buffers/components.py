@@ -14,9 +14,8 @@ from gpubuf.data.buffers.writers import Writer
 from gpubuf.data.runtime.foreign import told
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.consuming import ConsumingSampler, checked_count
-from gpubuf.data.samplers.random import RandomSampler
 from gpubuf.data.storages.recipe import Recipe
-from gpubuf.data.storages.tensor_storage import LazyTensorStorage, TensorStorage
+from gpubuf.data.storages.tensor_storage import TensorStorage
 
 DEFAULT_CAPACITY = 1_000
 _HERE = "the buffer works in the process that makes it, so leave this out and send rows to that process"
@@ -41,11 +40,6 @@ def component(given: Any, kind: type, default: Callable[[], Any]) -> Any:
     if not isinstance(given, kind):
         raise TypeError(f"expected a {kind.__name__} or a function that returns one, got {told(given)}")
     return given
-
-
-def default_storage() -> LazyTensorStorage:
-    """The storage of a buffer that was given none."""
-    return LazyTensorStorage(DEFAULT_CAPACITY)
 
 
 def no_rows(storage: TensorStorage) -> Tensor:
@@ -97,8 +91,14 @@ def check_sizes(prefetch: int | None, batch_size: int | None) -> None:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
 
 
-def consuming(sampler: Sampler, consume_after_n_samples: Any, prefetch: int | None) -> Sampler:
+def consuming(
+    sampler: Sampler, consume_after_n_samples: Any, prefetch: int | None, kind: type[ConsumingSampler] | None
+) -> Sampler:
     """The sampler of a buffer whose rows leave after they were drawn so many times; otherwise the one given.
+
+    Args:
+        sampler, consume_after_n_samples, prefetch: as the buffer was given them.
+        kind: the class of the sampler that may take the place of this one; None: none may.
 
     Raises:
         TypeError: the number is no int.
@@ -107,8 +107,8 @@ def consuming(sampler: Sampler, consume_after_n_samples: Any, prefetch: int | No
     """
     if consume_after_n_samples is not None:
         count = checked_count("consume_after_n_samples", consume_after_n_samples)
-        if type(sampler) is RandomSampler:
-            sampler = ConsumingSampler(count)
+        if kind is not None:
+            sampler = kind(count)
         elif not isinstance(sampler, ConsumingSampler):
             raise ValueError(
                 f"consume_after_n_samples draws uniformly: it can't be used with a {type(sampler).__name__}"

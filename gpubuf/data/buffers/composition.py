@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import torch
 
-from gpubuf.data.buffers.components import DEFAULT_CAPACITY, component, default_storage
+from gpubuf.data.buffers.components import DEFAULT_CAPACITY, component, consuming
 from gpubuf.data.buffers.multi_step import without_multi_steps
 from gpubuf.data.buffers.transforms import Compose
 from gpubuf.data.buffers.writers import Writer
@@ -15,18 +15,24 @@ from gpubuf.data.concurrency.locking import BufferLock
 from gpubuf.data.concurrency.prefetch import Prefetcher
 from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.samplers.base import Rows, Sampler
+from gpubuf.data.samplers.consuming import ConsumingSampler
 from gpubuf.data.samplers.random import RandomSampler
 from gpubuf.data.storages.containers import is_container, is_data
 from gpubuf.data.storages.layout import Data
 from gpubuf.data.storages.list_storage import ListStorage
 from gpubuf.data.storages.recipe import Recipe
-from gpubuf.data.storages.tensor_storage import Storage, TensorStorage
+from gpubuf.data.storages.tensor_storage import LazyTensorStorage, Storage, TensorStorage
 
 
 class Composed:
     """Replaces the parts of a buffer. A mixin of methods that users call on the buffer."""
 
+    #: The classes of the parts that a buffer makes itself.
+    _default_storage: type[LazyTensorStorage] = LazyTensorStorage
+    _default_objects: type[ListStorage] = ListStorage
+    _default_sampler: type[Sampler] = RandomSampler
     _default_writer: type[Writer]
+    _consuming_sampler: type[ConsumingSampler] = ConsumingSampler
     _storage: TensorStorage
     _sampler: Sampler
     _writer: Writer
@@ -42,6 +48,16 @@ class Composed:
 
     def _reader_of(self, storage: TensorStorage) -> Rows:
         raise NotImplementedError
+
+    @classmethod
+    def _new_storage(cls) -> LazyTensorStorage:
+        """The storage of a buffer that was given none."""
+        return cls._default_storage(DEFAULT_CAPACITY)
+
+    def _first_sampler(self, given: Any, consume_after_n_samples: Any, prefetch: int | None) -> Sampler:
+        sampler: Sampler = component(given, Sampler, self._default_sampler)
+        uniform = type(sampler) in (RandomSampler, self._default_sampler)
+        return consuming(sampler, consume_after_n_samples, prefetch, self._consuming_sampler if uniform else None)
 
     def append_transform(self, transform: Callable[[Data], Data], *, invert: bool = False) -> Self:
         """Add a transform behind the others; ``invert=True`` applies it to written batches instead.
@@ -77,7 +93,7 @@ class Composed:
             first = leaves[0]
             leaves = list(first.values()) if isinstance(first, dict) else list(first)
         if leaves and not is_data(leaves[0]):
-            self.set_storage(ListStorage(DEFAULT_CAPACITY))
+            self.set_storage(self._default_objects(DEFAULT_CAPACITY))
         return self._storage
 
     def _take_assigned_storage(self) -> None:
@@ -90,7 +106,7 @@ class Composed:
         with self._lock:
             self._prefetcher.discard()
             before = self._storage
-            new: TensorStorage = component(storage, TensorStorage, default_storage)
+            new: TensorStorage = component(storage, TensorStorage, self._new_storage)
             # Raises before anything is replaced.
             self._reader = self._reader_of(new)
             self._sampler.bind(new, self._lock)
@@ -105,7 +121,7 @@ class Composed:
         with self._lock:
             self._prefetcher.discard()
             before = self._sampler
-            sampler = component(sampler, Sampler, RandomSampler)
+            sampler = component(sampler, Sampler, self._default_sampler)
             if sampler is not self._sampler:
                 sampler.check_recipe(self._recipe)
                 sampler.bind(self._storage, self._lock)

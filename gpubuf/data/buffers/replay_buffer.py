@@ -13,8 +13,6 @@ from gpubuf.data.buffers.column_writes import ColumnWrites
 from gpubuf.data.buffers.components import (
     check_sizes,
     component,
-    consuming,
-    default_storage,
     fit_together,
     given_transform,
     no_rows,
@@ -40,7 +38,6 @@ from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.runtime.interruption import DERIVED, Unfinished
 from gpubuf.data.runtime.recording import refuse_in_capture
 from gpubuf.data.samplers.base import Sampler
-from gpubuf.data.samplers.random import RandomSampler
 from gpubuf.data.samplers.vectors import vector
 from gpubuf.data.storages.indexing import as_positions
 from gpubuf.data.storages.layout import Data, batch_shape
@@ -151,8 +148,8 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, S
         check_sizes(prefetch, batch_size)
         transform = given_transform(transform, transform_factory)
         self._has_default_storage = storage is None
-        self._storage: TensorStorage = component(storage, Storage, default_storage)
-        self._sampler = consuming(component(sampler, Sampler, RandomSampler), consume_after_n_samples, prefetch)
+        self._storage: TensorStorage = component(storage, Storage, self._new_storage)
+        self._sampler = self._first_sampler(sampler, consume_after_n_samples, prefetch)
         self._writer: Writer = component(writer, Writer, self._default_writer)
         self._writer.register_storage(self._storage)
         if dim_extend is not None and not 0 <= dim_extend < self._storage.ndim:

@@ -245,8 +245,10 @@ def checked_unit(unit: Any) -> SampleUnit | None:
     Raises:
         TypeError: it is none.
     """
-    if unit is None or isinstance(unit, SampleUnit):
-        return None if type(unit) is Transition else unit
+    if unit is None:
+        return None
+    if isinstance(unit, SampleUnit):
+        return None if type(unit).expand is Transition.expand else unit
     raise TypeError(f"sample_unit must be a SampleUnit of gpubuf's, such as Sequence, got {told(unit)}")
 
 

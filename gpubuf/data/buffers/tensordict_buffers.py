@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase, is_tensorclass
 from torch import Tensor
 
-from gpubuf.data.buffers.components import component, default_storage
+from gpubuf.data.buffers.components import component
 from gpubuf.data.buffers.replay_buffer import ReplayBuffer
 from gpubuf.data.buffers.row_info import collapsed, expanded
 from gpubuf.data.buffers.sample_units import by_anchor
@@ -151,15 +151,20 @@ class TensorDictReplayBuffer(ReplayBuffer):
         self.update_tensordict_priority(batch)
 
 
-def _prioritized(
-    storage: Any, alpha: float, beta: float, eps: float, reduction: str = "max"
-) -> tuple[Callable[[], TensorStorage], Callable[[], PrioritizedSampler]]:
-    # Functions, for a buffer may make its parts at its first use.
-    made = functools.cache(functools.partial(component, storage, Storage, default_storage))
-    return made, lambda: PrioritizedSampler(made().max_size, alpha, beta, eps, reduction=reduction)
+class Prioritized(ReplayBuffer):
+    """Base of the buffers with priorities."""
+
+    _prioritized_sampler: type[PrioritizedSampler] = PrioritizedSampler
+
+    def _prioritized(
+        self, storage: Any, alpha: float, beta: float, eps: float, reduction: str = "max"
+    ) -> tuple[Callable[[], TensorStorage], Callable[[], PrioritizedSampler]]:
+        # Functions, for a buffer may make its parts at its first use.
+        made = functools.cache(functools.partial(component, storage, Storage, self._new_storage))
+        return made, lambda: self._prioritized_sampler(made().max_size, alpha, beta, eps, reduction=reduction)
 
 
-class PrioritizedReplayBuffer(ReplayBuffer):
+class PrioritizedReplayBuffer(Prioritized):
     """A :class:`ReplayBuffer` with a :class:`PrioritizedSampler`.
 
     Args:
@@ -181,11 +186,11 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         **kwargs: Any,
     ) -> None:
         require_sync(sync)
-        storage, sampler = _prioritized(storage, alpha, beta, eps)
+        storage, sampler = self._prioritized(storage, alpha, beta, eps)
         super().__init__(storage=storage, sampler=sampler, **kwargs)
 
 
-class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
+class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer, Prioritized):
     """A :class:`TensorDictReplayBuffer` with a :class:`PrioritizedSampler`.
 
     Args:
@@ -209,7 +214,7 @@ class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
         **kwargs: Any,
     ) -> None:
         require_sync(sync)
-        storage, sampler = _prioritized(storage, alpha, beta, eps, reduction)
+        storage, sampler = self._prioritized(storage, alpha, beta, eps, reduction)
         super().__init__(priority_key=priority_key, storage=storage, sampler=sampler, **kwargs)
 
 

@@ -22,7 +22,9 @@ from gpubuf.integrations.torchrl.buffers import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
+from gpubuf.integrations.torchrl.sample_units import SampleUnit, Sequence, Transition
 from gpubuf.integrations.torchrl.samplers import (
+    ConsumingSampler,
     PrioritizedSampler,
     PrioritizedSliceSampler,
     RandomSampler,
@@ -31,29 +33,36 @@ from gpubuf.integrations.torchrl.samplers import (
     SliceSampler,
     SliceSamplerWithoutReplacement,
 )
-from gpubuf.integrations.torchrl.storages import LazyMemmapStorage, LazyTensorStorage, TensorStorage
+from gpubuf.integrations.torchrl.storages import LazyMemmapStorage, LazyTensorStorage, ListStorage, TensorStorage
 from gpubuf.integrations.torchrl.writers import (
     ImmutableDatasetWriter,
     RoundRobinWriter,
+    TensorDictMaxValueWriter,
     TensorDictRoundRobinWriter,
 )
 
 __all__ = [
+    "ConsumingSampler",
     "ImmutableDatasetWriter",
     "LazyMemmapStorage",
     "LazyTensorStorage",
+    "ListStorage",
     "PrioritizedReplayBuffer",
     "PrioritizedSampler",
     "PrioritizedSliceSampler",
     "RandomSampler",
     "ReplayBuffer",
     "RoundRobinWriter",
+    "SampleUnit",
     "Sampler",
     "SamplerWithoutReplacement",
+    "Sequence",
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
+    "TensorDictMaxValueWriter",
     "TensorDictPrioritizedReplayBuffer",
     "TensorDictReplayBuffer",
     "TensorDictRoundRobinWriter",
     "TensorStorage",
+    "Transition",
 ]

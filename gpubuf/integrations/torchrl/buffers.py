@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Self
 
-import torch
 from torchrl.data import replay_buffers as theirs
 
 from gpubuf import data
-from gpubuf.data.buffers.components import DEFAULT_CAPACITY, component
-from gpubuf.data.buffers.tensordict_buffers import require_sync
 from gpubuf.integrations.torchrl.joining import Joined
-from gpubuf.integrations.torchrl.samplers import PrioritizedSampler, RandomSampler
-from gpubuf.integrations.torchrl.storages import LazyTensorStorage
+from gpubuf.integrations.torchrl.samplers import ConsumingSampler, PrioritizedSampler, RandomSampler
+from gpubuf.integrations.torchrl.storages import LazyTensorStorage, ListStorage
 from gpubuf.integrations.torchrl.writers import RoundRobinWriter, TensorDictRoundRobinWriter
 
 
@@ -46,13 +42,16 @@ class BufferOfTorchRL(Joined):
     is_alive = True
     service_backend = "direct"
     _delayed_init = False
-    _sample_unit = None
     _collate_fn = _CollateFn()
 
     def _assemble(self) -> None:
         super()._assemble()  # type: ignore[misc]
         # gpubuf's batches take a shorter way without one.
         self._batches._collate_fn = vars(self)["_collate_fn"]  # type: ignore[attr-defined]
+
+    @property
+    def _sample_unit(self) -> Any:
+        return self._unit  # type: ignore[attr-defined]
 
     @property
     def _replay_lock(self) -> Any:
@@ -91,17 +90,17 @@ class BufferOfTorchRL(Joined):
 class ReplayBuffer(BufferOfTorchRL, data.ReplayBuffer, theirs.ReplayBuffer, metaclass=_Plain):
     """:class:`gpubuf.data.ReplayBuffer`, which is also a ``torchrl.data.ReplayBuffer``.
 
+    The parts that it makes itself have TorchRL's types too.
+
     Args:
-        storage, sampler: as for :class:`gpubuf.data.ReplayBuffer`; the default ones have TorchRL's types too.
         **kwargs: as for :class:`gpubuf.data.ReplayBuffer`.
     """
 
+    _default_storage = LazyTensorStorage
+    _default_objects = ListStorage
+    _default_sampler = RandomSampler
     _default_writer = RoundRobinWriter
-
-    def __init__(self, *, storage: Any = None, sampler: Any = None, **kwargs: Any) -> None:
-        if storage is None:
-            storage = LazyTensorStorage(DEFAULT_CAPACITY)
-        super().__init__(storage=storage, sampler=RandomSampler() if sampler is None else sampler, **kwargs)
+    _consuming_sampler = ConsumingSampler
 
 
 class TensorDictReplayBuffer(
@@ -117,42 +116,26 @@ class TensorDictReplayBuffer(
     _default_writer = TensorDictRoundRobinWriter
 
 
-def _prioritized(
-    storage: Any, alpha: float, beta: float, eps: float, reduction: str
-) -> tuple[LazyTensorStorage, PrioritizedSampler]:
-    storage = component(storage, data.Storage, lambda: LazyTensorStorage(DEFAULT_CAPACITY))
-    return storage, PrioritizedSampler(storage.max_size, alpha, beta, eps, reduction=reduction)
-
-
-class PrioritizedReplayBuffer(ReplayBuffer, theirs.PrioritizedReplayBuffer, metaclass=_Plain):
-    """A :class:`ReplayBuffer` with a :class:`PrioritizedSampler`, which is also TorchRL's.
+class PrioritizedReplayBuffer(
+    ReplayBuffer, data.PrioritizedReplayBuffer, theirs.PrioritizedReplayBuffer, metaclass=_Plain
+):
+    """:class:`gpubuf.data.PrioritizedReplayBuffer`, which is also a ``torchrl.data.PrioritizedReplayBuffer``.
 
     Args:
         alpha, beta, eps, dtype, storage, sampler_device, sync: as for :class:`gpubuf.data.PrioritizedReplayBuffer`.
         **kwargs: as for :class:`ReplayBuffer`.
     """
 
-    def __init__(
-        self,
-        *,
-        alpha: float,
-        beta: float,
-        eps: float = 1e-8,
-        dtype: torch.dtype = torch.float,
-        storage: Any | Callable[[], Any] = None,
-        sampler_device: torch.device | str | None = None,
-        sync: bool = True,
-        **kwargs: Any,
-    ) -> None:
-        require_sync(sync)
-        storage, sampler = _prioritized(storage, alpha, beta, eps, "max")
-        super().__init__(storage=storage, sampler=sampler, **kwargs)
+    _prioritized_sampler = PrioritizedSampler
 
 
 class TensorDictPrioritizedReplayBuffer(
-    TensorDictReplayBuffer, theirs.TensorDictPrioritizedReplayBuffer, metaclass=_Plain
+    TensorDictReplayBuffer,
+    data.TensorDictPrioritizedReplayBuffer,
+    theirs.TensorDictPrioritizedReplayBuffer,
+    metaclass=_Plain,
 ):
-    """A :class:`TensorDictReplayBuffer` with a :class:`PrioritizedSampler`, which is also TorchRL's.
+    """:class:`gpubuf.data.TensorDictPrioritizedReplayBuffer`, which is also TorchRL's class of that name.
 
     Args:
         alpha, beta, eps, reduction, priority_key, storage, sampler_device, sync: as for
@@ -160,18 +143,4 @@ class TensorDictPrioritizedReplayBuffer(
         **kwargs: as for :class:`TensorDictReplayBuffer`.
     """
 
-    def __init__(
-        self,
-        *,
-        alpha: float,
-        beta: float,
-        eps: float = 1e-8,
-        storage: Any | Callable[[], Any] = None,
-        sampler_device: torch.device | str | None = None,
-        sync: bool = True,
-        reduction: str = "max",
-        **kwargs: Any,
-    ) -> None:
-        require_sync(sync)
-        storage, sampler = _prioritized(storage, alpha, beta, eps, reduction)
-        super().__init__(storage=storage, sampler=sampler, **kwargs)
+    _prioritized_sampler = PrioritizedSampler

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torchrl.data import replay_buffers as theirs
 
 from gpubuf import data
@@ -94,6 +95,29 @@ class SamplerWithoutReplacement(
     """
 
     _remaining_batches = 0
+
+
+class ConsumingSampler(SamplerOfTorchRL, data.ConsumingSampler, theirs.ConsumingSampler, metaclass=_Plain):
+    """:class:`gpubuf.data.ConsumingSampler`, which is also TorchRL's.
+
+    In a buffer of TorchRL's it needs a writer of this module, which asks it where new rows go.
+    """
+
+    def can_sample(self, storage: Storage, batch_size: int) -> bool:
+        """Whether there is a row left. Synchronises."""
+        return self._num_sampleable(storage) > 0
+
+    def _num_sampleable(self, storage: Storage | None = None) -> int:
+        if storage is not None:
+            self._serve(storage)
+        return self.available()
+
+    def _sampleable_count(self, storage: Storage, batch_size: int) -> int:
+        return self._num_sampleable(storage)
+
+    def _pop_consumed_indices(self, storage: Storage | None = None, max_count: int | None = None) -> Tensor:
+        """None: the writer puts new rows in the places of consumed ones."""
+        return torch.empty(0, dtype=torch.int64)
 
 
 class PrioritizedSampler(SamplerOfTorchRL, data.PrioritizedSampler, theirs.PrioritizedSampler, metaclass=_Plain):

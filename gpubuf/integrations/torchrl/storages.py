@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
 from torch import Tensor
 from torchrl.data import replay_buffers as theirs
 
 from gpubuf import data
 from gpubuf.data.samplers.base import Sampler
-from gpubuf.data.storages.layout import Data, RowLayout
+from gpubuf.data.storages.layout import Data, batch_shape
+from gpubuf.data.storages.trees import layout_of, mapped
 from gpubuf.integrations.torchrl.joining import SavedInFolder
+
+_OWN_WRITER = "give the buffer a writer of gpubuf.integrations.torchrl"
 
 
 class StorageOfTorchRL(SavedInFolder):
@@ -48,23 +51,30 @@ class StorageOfTorchRL(SavedInFolder):
 
     # Writing
 
-    def write_next(self, rows: Data) -> Tensor:
-        """Write a batch at the cursor and tell the samplers of TorchRL's buffers.
+    def write_next(
+        self, rows: Data, append: Callable[[Data], Tensor] | None = None, *, in_order: bool = True
+    ) -> Tensor:
+        """Write a batch, and tell the samplers of TorchRL's buffers.
+
+        Args:
+            rows: the batch.
+            append: writes it. Default: at the cursor.
+            in_order: whether ``append`` lets new rows overwrite the oldest ones.
 
         Returns:
-            Flat positions, int64 ``[n]``.
+            Flat positions, int64 ``[n]``: -1 for rows that were not written.
 
         Raises as :meth:`TensorStorage.append`.
         """
         storage: Any = self
         self.bind_samplers()
         if not storage.initialized and not storage.holds_nothing(rows):
-            layout = RowLayout(rows, storage.ndim, storage.ignored_keys)
+            layout = layout_of(rows, storage.ndim, storage.ignored_keys)
             for sampler in self._samplers():
                 sampler.check_rows(layout, storage.ndim)
-        index: Tensor = storage.append(rows)
+        index: Tensor = storage.append(rows) if append is None else append(rows)
         if index.numel():
-            survivors = index[-storage.max_size :]
+            survivors = index[-storage.max_size :] if in_order else index
             for sampler in self._samplers():
                 sampler.on_write(survivors, None)
             storage.end(None)
@@ -76,15 +86,16 @@ class StorageOfTorchRL(SavedInFolder):
         An index on a GPU is read, which synchronises: the writers of this module don't.
 
         Raises:
-            NotImplementedError: rows are to be written somewhere else.
+            NotImplementedError: rows are to be written somewhere else, or a sampler says where new ones go.
         """
         storage: Any = self
-        if isinstance(data, list):
-            data = torch.stack(data)
-        one = isinstance(cursor, int) or (isinstance(cursor, Tensor) and cursor.ndim == 0)
-        if one:
-            cursor, data = torch.as_tensor(cursor).reshape(1), data.unsqueeze(0)
-        elif isinstance(cursor, range | slice | list | tuple):
+        if any(sampler.consumes for sampler in self._samplers()):
+            raise NotImplementedError(f"a ConsumingSampler says where new rows go: {_OWN_WRITER}")
+        if isinstance(cursor, int) or (isinstance(cursor, Tensor) and cursor.ndim == 0):
+            cursor, data = torch.as_tensor(cursor).reshape(1), storage.as_batch(data, 0)
+        elif isinstance(data, list):
+            data = storage.batch_of(data)
+        if isinstance(cursor, range | slice | list | tuple):
             steps = range(*cursor.indices(self._max_size_along_dim0())) if isinstance(cursor, slice) else cursor
             cursor = torch.as_tensor(list(steps))
         index = cursor.cpu()
@@ -95,20 +106,22 @@ class StorageOfTorchRL(SavedInFolder):
         elif index.numel() and int(index.max()) < storage.steps_stored:
             envs = math.prod(storage.shape[1:])
             flat = (index[:, None] * envs + torch.arange(envs)).reshape(-1)
-            storage.write(flat.to(storage.device), data if storage.ndim == 1 else data.reshape(-1))
+            if storage.ndim > 1:
+                data = mapped(data, lambda value: value.flatten(0, storage.ndim - 1))
+            storage.write(flat.to(storage.device), data)
         else:
             raise NotImplementedError(
-                "gpubuf's storages write at their own cursor, or over rows that are there: give the buffer a writer of "
-                "gpubuf.integrations.torchrl"
+                f"gpubuf's storages write at their own cursor, or over rows that are there: {_OWN_WRITER}"
             )
 
     def _max_size_along_dim0(self, *, single_data: Any = None, batched_data: Any = None) -> int:
         storage: Any = self
         if storage.ndim == 1 or storage.initialized:
             return int(storage.shape[0])
-        given = batched_data if batched_data is not None else single_data
-        shape = given.batch_size if isinstance(given, TensorDictBase) else given.shape
-        envs = math.prod(shape[1 : storage.ndim] if batched_data is not None else shape[: storage.ndim - 1])
+        if batched_data is not None:
+            envs = math.prod(batch_shape(batched_data, storage.ndim)[1:])
+        else:
+            envs = math.prod(batch_shape(single_data, storage.ndim - 1))
         return -(-int(storage.max_size) // envs)
 
     def _empty(self) -> None:
@@ -167,3 +180,7 @@ class LazyTensorStorage(StorageOfTorchRL, data.LazyTensorStorage, theirs.LazyTen
 
 class LazyMemmapStorage(StorageOfTorchRL, data.LazyMemmapStorage, theirs.LazyMemmapStorage):
     """:class:`gpubuf.data.LazyMemmapStorage`, which is also a ``torchrl.data.LazyMemmapStorage``."""
+
+
+class ListStorage(StorageOfTorchRL, data.ListStorage, theirs.ListStorage):
+    """:class:`gpubuf.data.ListStorage`, which is also a ``torchrl.data.ListStorage``."""
