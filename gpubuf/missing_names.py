@@ -6,23 +6,25 @@ from typing import NoReturn
 
 _ENSEMBLE = "ReplayBufferEnsemble and MixedReplayBuffer take whole buffers"
 _PROCESSES = "keep the buffer in the learner's process, and send it rows"
-_CHECKPOINTER = "dumps writes complete checkpoints, and save_torchrl TorchRL's folders"
+_CHECKPOINTER = "TorchRL's works here: ReplayBuffer(checkpointer=...)"
+_HOOK = "TorchRL's works here: register_save_hook() or register_load_hook() takes it"
+_NO_CHECKPOINTER = "leave it out, for save() and dumps() need no checkpointer"
 
 #: Of ``torchrl.data``.
 DATA = {
     "BurnInTransform": "TorchRL's transform works in gpubuf's buffers",
     "CompressedListStorage": "store smaller dtypes: LazyTensorStorage(dtypes=..., share_next=True)",
-    "CompressedListStorageCheckpointer": _CHECKPOINTER,
-    "Flat2TED": _CHECKPOINTER,
+    "CompressedListStorageCheckpointer": _NO_CHECKPOINTER,
+    "Flat2TED": _HOOK,
     "FlatStorageCheckpointer": _CHECKPOINTER,
-    "H5Combine": _CHECKPOINTER,
-    "H5Split": _CHECKPOINTER,
+    "H5Combine": _HOOK,
+    "H5Split": _HOOK,
     "H5StorageCheckpointer": _CHECKPOINTER,
     "HERReplayBuffer": "give any buffer relabel=Hindsight(...)",
     "HindsightStrategy": "Hindsight(strategy=...) takes its name as a string",
     "LazyStackStorage": "rows have one shape: pad them, and store a mask",
-    "ListStorageCheckpointer": _CHECKPOINTER,
-    "Nested2TED": _CHECKPOINTER,
+    "ListStorageCheckpointer": _NO_CHECKPOINTER,
+    "Nested2TED": _HOOK,
     "NestedStorageCheckpointer": _CHECKPOINTER,
     "NextStateReconstructor": "LazyTensorStorage(share_next=True) stores observations once, and batches have the next",
     "OfflineToOnlineReplayBuffer": "MixedReplayBuffer draws one batch from several buffers by shares",
@@ -32,14 +34,12 @@ DATA = {
     "RemoteTensorDictReplayBuffer": _PROCESSES,
     "SamplerEnsemble": _ENSEMBLE,
     "StalenessAwareSampler": "store the version, and give the rows a priority by it",
-    "StorageCheckpointerBase": _CHECKPOINTER,
     "StorageEnsemble": _ENSEMBLE,
-    "StorageEnsembleCheckpointer": _CHECKPOINTER,
+    "StorageEnsembleCheckpointer": _NO_CHECKPOINTER,
     "StoreStorage": "LazyMemmapStorage keeps more rows than memory, on this machine",
     "StreamingSliceSampler": "SliceSampler draws new and old slices alike",
-    "TED2Flat": _CHECKPOINTER,
-    "TED2Nested": _CHECKPOINTER,
-    "TensorStorageCheckpointer": _CHECKPOINTER,
+    "TED2Flat": _HOOK,
+    "TED2Nested": _HOOK,
     "Trajectory": "TorchRL's queries take rows: buffer[:]",
     "TrajectoryPredicate": "TorchRL's queries take rows: buffer[:]",
     "WriterEnsemble": _ENSEMBLE,
@@ -50,7 +50,9 @@ DATA = {
     "traj": "TorchRL's queries take rows: buffer[:]",
 }
 #: Of ``torchrl.objectives``: every other loss.
-OBJECTIVES = "TorchRL's takes gpubuf's batches, and the updates of targets of both libraries take it"
+OBJECTIVES = "use TorchRL's: it takes gpubuf's batches, and SoftUpdate and HardUpdate of both libraries take it"
+#: And what is no loss.
+OTHER_OBJECTIVES = "use TorchRL's: it works on gpubuf's batches too"
 
 
 def refuse(module: str, name: str) -> NoReturn:

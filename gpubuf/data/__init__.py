@@ -40,6 +40,7 @@ from gpubuf.data.samplers.slices_without_replacement import SliceSamplerWithoutR
 from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.data.samplers.trajectory_index import Trajectories, TrajectoryIndex
 from gpubuf.data.samplers.without_replacement import SamplerWithoutReplacement
+from gpubuf.data.storages.checkpointers import StorageCheckpointerBase, TensorStorageCheckpointer
 from gpubuf.data.storages.codecs import Codec
 from gpubuf.data.storages.list_storage import ListStorage
 from gpubuf.data.storages.memmap_storage import LazyMemmapStorage
@@ -78,12 +79,14 @@ __all__ = [
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
     "Storage",
+    "StorageCheckpointerBase",
     "SumTree",
     "TensorDictMaxValueWriter",
     "TensorDictPrioritizedReplayBuffer",
     "TensorDictReplayBuffer",
     "TensorDictRoundRobinWriter",
     "TensorStorage",
+    "TensorStorageCheckpointer",
     "Trajectories",
     "TrajectoryIndex",
     "Transition",

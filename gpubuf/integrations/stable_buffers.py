@@ -414,7 +414,7 @@ class EndFlags:
         owner = self._owner
         flags = np.zeros((owner.buffer_size, owner.n_envs), np.float32)
         if owner.buffer.initialized:
-            stored = owner.buffer[:][_TERMINATED].squeeze(-1).cpu().numpy()
+            stored = owner.buffer.storage[:][_TERMINATED].squeeze(-1).cpu().numpy()
             flags[: len(stored)] = stored
         return flags if dtype is None else flags.astype(dtype)
 

@@ -389,7 +389,8 @@ class TestTwoDimensions:
         assert torch.equal(batch["index"][:, 1], batch["env"])
         assert torch.equal(batch["index"][:, 0], batch["time"] % 4)
         assert set(batch["time"].tolist()) == {1, 2, 3, 4}
-        assert buffer[:].shape == (4, 3)
+        assert buffer[:].shape == (3, 4)
+        assert buffer.storage[:].shape == (4, 3)
         assert buffer[batch["index"]]["time"].equal(batch["time"])
         with pytest.raises(ValueError, match="shape"):
             buffer.extend(self.steps(5, 1, envs=2))

@@ -43,19 +43,21 @@ def two_dimensional() -> TensorDictReplayBuffer:
 
 def test_two_dimensions_are_steps_and_environments(backend):
     buffer = two_dimensional()
-    assert buffer[:]["a"].tolist() == [[t, 5 + t] for t in range(5)]
+    assert buffer[:]["a"].tolist() == [list(range(5)), list(range(5, 10))]
     buffer.set_("a", torch.arange(10).view(5, 2))
-    assert buffer[:]["a"].flatten().tolist() == list(range(10))
+    assert buffer.storage[:]["a"].flatten().tolist() == list(range(10))
     buffer.set_at_("a", -1, 0)
     buffer.set_at_("a", torch.tensor([[7], [8]]), slice(1, 3))
     buffer.set_at_("a", torch.tensor([70, 71]), torch.tensor([[3, 1], [4, 0]]))
     buffer.set_at_("a", 90, (torch.tensor([4]), torch.tensor([1])))
-    assert buffer[:]["a"].tolist() == [[-1, -1], [7, 7], [8, 8], [6, 70], [71, 90]]
-    buffer.write_all(TensorDict({"a": torch.arange(4).view(2, 2)}, [2, 2]))
-    assert buffer[:]["a"].tolist() == [[0, 1], [2, 3], [8, 8], [6, 70], [71, 90]]
-    for steps, text in ((1, "3 are addressed"), (6, "3 are addressed")):
+    assert buffer.storage[:]["a"].tolist() == [[-1, -1], [7, 7], [8, 8], [6, 70], [71, 90]]
+    buffer.write_all(TensorDict({"a": torch.arange(5).view(1, 5)}, [1, 5]))
+    assert buffer.storage[:]["a"].tolist() == [[0, -1], [1, 7], [2, 8], [3, 70], [4, 90]]
+    for envs, text in ((1, "2 are addressed"), (3, "2 are addressed")):
         with pytest.raises(ValueError, match=text):
-            buffer.write_all(TensorDict({"a": torch.zeros(steps, 2, dtype=torch.long)}, [steps, 2]), end=3)
+            buffer.write_all(TensorDict({"a": torch.zeros(envs, 5, dtype=torch.long)}, [envs, 5]), end=3)
+    with pytest.raises(ValueError, match=r"the buffer \[2, 5\]"):
+        buffer.write_all(TensorDict({"a": torch.zeros(2, 6, dtype=torch.long)}, [2, 6]))
     coordinates = torch.tensor([[4, 1], [5, 0], [0, 2], [-5, -2]])
     assert buffer.storage.contains(coordinates).tolist() == [True, False, False, True]
 

@@ -80,7 +80,8 @@ class TestRows:
         lazy = torch._neg_view(-values)
         buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(12, ndim=2))
         buffer.extend(TensorDict({"a": lazy}, [2, 6]))
-        assert torch.equal(buffer[:]["a"], values.transpose(0, 1))
+        assert torch.equal(buffer[:]["a"], values)
+        assert torch.equal(buffer.storage[:]["a"], values.transpose(0, 1))
 
     def test_add(self, make):
         values = make(1)

@@ -21,8 +21,10 @@ from gpubuf.data import (
     RandomShift,
     ReplayBuffer,
     RewardScale,
+    TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
 )
+from gpubuf.data.processing.normalize import _kept
 from tests.support.fake_cuda import fake_cuda, no_blocking_copies
 from tests.support.graph_recorder import RecordedCuda
 from tests.support.processing_setup import close, generator, normalised, steps
@@ -358,3 +360,24 @@ def test_the_state_follows_the_rows_to_another_device():
         pipeline.bind(buffer.storage.batch_layout.leaves, 1, torch.device("cuda"))
         assert {tensor.device.type for step in pipeline.steps for tensor in step.tensors()} == {"cuda"}
         assert pipeline.noise.device.type == "cuda"
+
+
+def test_rows_that_are_not_kept_do_not_count(backend):
+    """A writer that keeps the best rows rejects the others; those are in no batch."""
+    processing = Normalize("observation")
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(4), writer=TensorDictMaxValueWriter("rank"), process=[processing]
+    )
+    kept = []
+    for numbers in ([3.0, 1.0, 4.0, 1.5, 5.0], [9.0, 2.0], [0.0, 0.5]):
+        rows = torch.tensor(numbers)
+        index = buffer.extend(TensorDict({"observation": rows.unsqueeze(-1), "rank": rows}, [len(rows)]))
+        kept += rows[index >= 0].tolist()
+    assert float(processing.count()) == len(kept) == 5
+    torch.testing.assert_close(float(processing.mean()), sum(kept) / 5)
+
+
+def test_rows_that_are_not_kept_do_not_count_on_a_gpu():
+    with fake_cuda():
+        found = _kept(torch.zeros(3, 2, device="cuda"), torch.ones(3, dtype=torch.bool, device="cuda"))
+        assert (found.shape, found.dtype) == ((3, 2), torch.float64)

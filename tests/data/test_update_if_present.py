@@ -95,7 +95,7 @@ def test_negative_positions_and_tuples():
     buffer.extend(transitions(6).view(2, 3))
     back = TensorDict({"action": torch.tensor([[50.0], [60.0]], dtype=torch.float64)}, [2])
     buffer.update_if_present((torch.tensor([-1, 0]), torch.tensor([0, -1])), back, generation=torch.ones(2).long())
-    assert buffer[:]["action"][..., 0].tolist() == [[0, 60], [1, 4], [50, 5]]
+    assert buffer[:]["action"][..., 0].tolist() == [[0, 1, 50], [60, 4, 5]]
 
 
 def test_a_storage_of_tensors(backend):

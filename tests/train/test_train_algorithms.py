@@ -168,7 +168,7 @@ def test_rewards_are_scaled_by_the_returns_of_each_environment(apart):
     trainer = Trainer(config, CPU, lambda record: None)
     for _ in range(10):
         trainer.advance()
-    rewards = trainer.buffer[:]["next", "reward"].reshape(10, 8).double()
+    rewards = trainer.buffer.storage[:]["next", "reward"].reshape(10, 8).double()
     returns = []
     for reward in rewards:
         returns.append(reward + (0.9 * returns[-1] if returns else 0.0))

@@ -47,7 +47,7 @@ def test_batches_are_made_of_the_steps_of_one_environment(envs, prioritized, sha
         trainer.advance()
     storage = trainer.buffer.storage
     assert storage.shape == ((200,) if envs == 1 else (50, 4))
-    rows = trainer.buffer[:]
+    rows = storage[:]
     steps = 120 // envs
     reward, done, coming = (rows["next", key].view(steps, envs, -1) for key in ("reward", "done", "observation"))
     batch = trainer.buffer.sample(batches=8).reshape(-1)

@@ -81,7 +81,8 @@ def reasons() -> dict[str, Reason]:
     """What was written by hand, by name (``ReplayBuffer``), item (``ReplayBuffer.sample(batch_size)``) or area."""
     by_hand = tomllib.loads((HERE / "reasons.toml").read_text())
     found = {name: Reason("missing", sentence(text)) for name, text in missing_names.DATA.items()}
-    found["area objectives"] = Reason("missing", "Use " + missing_names.OBJECTIVES + ".")
+    found["area objectives"] = Reason("missing", sentence(missing_names.OTHER_OBJECTIVES))
+    found["losses"] = Reason("missing", sentence(missing_names.OBJECTIVES))
     for name, entry in by_hand.items():
         found[name] = Reason(**{"why": found[name].why if name in found else "", **entry})
     return found
@@ -168,7 +169,8 @@ def comparison() -> list[Compared]:
         if name in own:
             found.append(compared(name, entry, own[name], written))
         else:
-            reason = written.get(name) or written.get(f"area {entry['area']}") or Reason("missing", "")
+            area = "losses" if name.endswith("Loss") else f"area {entry['area']}"
+            reason = written.get(name) or written.get(area) or Reason("missing", "")
             found.append(Compared(name, entry["area"], reason.state, reason.why))
     return found
 
@@ -176,7 +178,7 @@ def comparison() -> list[Compared]:
 def stale_reasons() -> list[str]:
     """Reasons for names that TorchRL has no more, and those that call missing what is here."""
     names, own = recorded()["names"], own_names()
-    known = {f"area {entry['area']}" for entry in names.values()} | set(names)
+    known = {f"area {entry['area']}" for entry in names.values()} | set(names) | {"losses"}
     known |= {f"{name}.*" for name, entry in names.items() if "members" in entry}
     known |= {f"{name}{item}" for name, entry in names.items() for item, _ in items_of(entry)}
     by_name = {each.name: each for each in comparison()}

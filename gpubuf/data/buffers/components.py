@@ -20,7 +20,6 @@ from gpubuf.data.storages.tensor_storage import TensorStorage
 DEFAULT_CAPACITY = 1_000
 _HERE = "the buffer works in the process that makes it, so leave this out and send rows to that process"
 _INSTEAD = {
-    "checkpointer": "leave it out, for save() and dumps() need none; save_torchrl() writes TorchRL's folders",
     "service_backend": _HERE,
     "service_backend_options": _HERE,
     "transport": _HERE,

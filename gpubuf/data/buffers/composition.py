@@ -24,6 +24,26 @@ from gpubuf.data.storages.recipe import Recipe
 from gpubuf.data.storages.tensor_storage import LazyTensorStorage, Storage, TensorStorage
 
 
+class _Assigned:
+    """A part that TorchRL's users assign, for want of a setter: ``buffer._storage = other`` calls the setter.
+
+    There is no ``__get__``: reading the attribute costs what it costs anyway.
+    """
+
+    def __init__(self, setter: str) -> None:
+        self._setter = setter
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __set__(self, buffer: Any, part: Any) -> None:
+        if "_batches" in vars(buffer):
+            getattr(buffer, self._setter)(part)
+        else:
+            # The constructor.
+            vars(buffer)[self._name] = part
+
+
 class Composed:
     """Replaces the parts of a buffer. A mixin of methods that users call on the buffer."""
 
@@ -33,9 +53,9 @@ class Composed:
     _default_sampler: type[Sampler] = RandomSampler
     _default_writer: type[Writer]
     _consuming_sampler: type[ConsumingSampler] = ConsumingSampler
-    _storage: TensorStorage
-    _sampler: Sampler
-    _writer: Writer
+    _storage: TensorStorage = _Assigned("set_storage")  # type: ignore[assignment]
+    _sampler: Sampler = _Assigned("set_sampler")  # type: ignore[assignment]
+    _writer: Writer = _Assigned("set_writer")  # type: ignore[assignment]
     _transform: Compose
     _recipe: Recipe
     _reader: Rows
@@ -68,7 +88,6 @@ class Composed:
 
     def insert_transform(self, index: int, transform: Callable[[Data], Data], *, invert: bool = False) -> Self:
         """Add a transform before the one at ``index``. Batches that were prefetched stay as they are."""
-        self._take_assigned_storage()
         with self._lock, self._prefetcher.quiet():
             rest, recipe = without_multi_steps(transform, self._recipe)
             if rest is not None:
@@ -96,11 +115,6 @@ class Composed:
             self.set_storage(self._default_objects(DEFAULT_CAPACITY))
         return self._storage
 
-    def _take_assigned_storage(self) -> None:
-        """Take over a storage that was assigned to ``_storage``, as programs on TorchRL do for want of a setter."""
-        if self._storage is not self._lock.storage:
-            self.set_storage(self._storage)
-
     def set_storage(self, storage: Storage) -> TensorStorage:
         """Replace the storage; the sampler starts afresh. Returns the one before."""
         with self._lock:
@@ -111,7 +125,7 @@ class Composed:
             self._reader = self._reader_of(new)
             self._sampler.bind(new, self._lock)
             self._writer.register_storage(new)
-            self._storage = self._lock.storage = new
+            vars(self)["_storage"] = self._lock.storage = new
             self._sampler.empty()
             self._assemble()
             return before
@@ -126,7 +140,7 @@ class Composed:
                 sampler.check_recipe(self._recipe)
                 sampler.bind(self._storage, self._lock)
                 self._sampler.unbind()
-                self._sampler = sampler
+                vars(self)["_sampler"] = sampler
                 self._assemble()
             return before
 
@@ -137,6 +151,6 @@ class Composed:
             before = self._writer
             writer = component(writer, Writer, self._default_writer)
             writer.register_storage(self._storage)
-            self._writer = writer
+            vars(self)["_writer"] = writer
             self._assemble()
             return before

@@ -33,8 +33,22 @@ def may_be_delayed(init: Callable[..., None]) -> Callable[..., None]:
     return begin
 
 
+def _part(name: str) -> property:
+    """A part, which the class of the buffer itself has an attribute for: Python would find that."""
+
+    def read(self: Any) -> Any:
+        return getattr(_built(self), name)
+
+    def assign(self: Any, part: Any) -> None:
+        setattr(_built(self), name, part)
+
+    return property(read, assign)
+
+
 class _Delayed:
     """The class of a buffer without parts, before its own."""
+
+    _storage, _sampler, _writer = _part("_storage"), _part("_sampler"), _part("_writer")
 
     @property
     def initialized(self) -> bool:

@@ -10,32 +10,24 @@ import torch
 from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
 
-from gpubuf.data.buffers.transforms import Compose
+from gpubuf.data.buffers.row_access import RowAccess
 from gpubuf.data.buffers.write_back import stored_keys, update_keys
-from gpubuf.data.buffers.writers import Writer
-from gpubuf.data.concurrency.locking import BufferLock
 from gpubuf.data.runtime.interruption import DERIVED
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.storages.indexing import as_positions
 from gpubuf.data.storages.layout import Data, Key, Leaf, as_key, as_written, batch_shape
 from gpubuf.data.storages.tensor_storage import TensorStorage
+from gpubuf.data.storages.trees import mapped
 
 
-class Edits:
+class Edits(RowAccess):
     """Changes rows that are stored. A mixin of methods that users call on the buffer.
 
     None of them moves the cursor, a priority or a row's generation. If a key is written that tells where trajectories
     end, the sampler indexes all rows anew, which is O(capacity). Batches that were prefetched stay as they are.
     """
 
-    _storage: TensorStorage
     _sampler: Sampler
-    _writer: Writer
-    _transform: Compose
-    _lock: BufferLock
-
-    def __getitem__(self, index: Any) -> Data:
-        raise NotImplementedError
 
     def set_(self, key: Any, value: Any) -> Self:
         """Set one key of all rows stored. No host sync.
@@ -119,7 +111,7 @@ class Edits:
         """The rows in the order in which they lie, transformed: ``buffer[:end]``.
 
         Args:
-            end: this many steps; default: all that are stored.
+            end: this many rows (of the first dimension, for storages of two); default: all that are stored.
         """
         return self[:] if end is None else self[:end]
 
@@ -129,8 +121,8 @@ class Edits:
         Inverse transforms apply, as they do in ``extend``. Priorities stay as they are.
 
         Args:
-            data: ``[n]`` rows; for storages of two dimensions ``[steps, E]``, as ``buffer[:]`` gives them.
-            end: this many steps; must agree with the data.
+            data: ``[n]`` rows; for storages of two dimensions as ``buffer[:end]`` gives them.
+            end: this many of the first dimension; must agree with the data.
 
         Raises:
             ValueError: there are more rows than are stored, fewer than ``end``, or a key, shape or dtype differs.
@@ -145,19 +137,25 @@ class Edits:
                     return
                 data = transformed
             shape = batch_shape(data, storage.ndim)
-            stored = storage.steps_stored
-            if shape[0] > stored or (end is not None and shape[0] != min(end, stored)):
-                wanted = f"{stored} are stored" if end is None else f"{min(end, stored)} are addressed"
-                raise ValueError(f"the data has {shape[0]} steps, {wanted}: extend() adds rows")
-            if shape[1:] != tuple(storage.shape[1:]):
-                raise ValueError(f"the data has the shape {shape}, the storage {tuple(storage.shape)}")
+            held = [storage.steps_stored, *storage.shape[1:]]
+            held[0], held[self.dim_extend] = held[self.dim_extend], held[0]
+            if shape[0] > held[0] or (end is not None and shape[0] != min(end, held[0])):
+                wanted = f"{held[0]} are stored" if end is None else f"{min(end, held[0])} are addressed"
+                raise ValueError(f"the data has {shape[0]} rows, {wanted}: extend() adds rows")
+            if list(shape[1:]) != held[1:]:
+                raise ValueError(f"the data has the shape {list(shape)}, the buffer {held}")
             n = math.prod(shape)
             if n == 0:
                 return
+            if storage.ndim == 1:
+                where = torch.arange(n, device=storage.device)
+            else:
+                data = mapped(data, lambda value: value.flatten(0, storage.ndim - 1))
+                where = as_positions(
+                    self._coordinates(slice(shape[0])).reshape(n, storage.ndim), storage.shape, storage.device
+                )
             before = storage.begin(DERIVED)
-            storage.write(
-                torch.arange(n, device=storage.device), data if storage.ndim == 1 else data.flatten(0, storage.ndim - 1)
-            )
+            storage.write(where, data)
             if self._sampler.depends_on(list(range(len(storage.layout.leaves)))):
                 self._sampler.rows_changed()
             storage.end(before)

@@ -93,7 +93,9 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, S
         compilable: accepted for compatibility.
         delayed_init: make the parts at the first use of the buffer, and call functions that return parts only then.
             Default: True with a ``transform_factory``. Errors in the arguments are then raised at the first use.
-        shared, checkpointer, service_backend*, transport*: accepted at their defaults; out of scope.
+        checkpointer: writes and reads the rows where the buffer is saved: an object with ``dumps(storage, path)`` and
+            ``loads(storage, path)``, such as TorchRL's checkpointers of tensor storages. Default: gpubuf's own form.
+        shared, service_backend*, transport*: accepted at their defaults; out of scope.
 
     Raises:
         TypeError: a component has the wrong type.
@@ -138,7 +140,6 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, S
         transport_options: Any = None,
     ) -> None:
         refuse_out_of_scope(
-            checkpointer=checkpointer,
             shared=shared,
             service_backend=None if service_backend == "direct" else service_backend,
             service_backend_options=service_backend_options,
@@ -147,8 +148,10 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, S
         )
         check_sizes(prefetch, batch_size)
         transform = given_transform(transform, transform_factory)
-        self._has_default_storage = storage is None
+        self._has_default_storage = storage is None and checkpointer is None
         self._storage: TensorStorage = component(storage, Storage, self._new_storage)
+        if checkpointer is not None:
+            self._storage.checkpointer = checkpointer
         self._sampler = self._first_sampler(sampler, consume_after_n_samples, prefetch)
         self._writer: Writer = component(writer, Writer, self._default_writer)
         self._writer.register_storage(self._storage)
@@ -302,7 +305,8 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, S
         newest = index.numel() > storage.max_size and self._writer.in_order
         self._tell_sampler(index[-storage.max_size :] if newest else index)
         if pipeline is not None:
-            pipeline.on_write(inside(storage.written_layout, data, storage.ndim), storage.ndim)
+            rows = inside(storage.written_layout, data, storage.ndim)
+            pipeline.on_write(rows, storage.ndim, None if self._writer.in_order else index >= 0)
         storage.end(None)
         self._given = None
         if self._row_order is not None and not _compiling():
@@ -332,12 +336,6 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, S
             in_turn = self._writer.in_order and not self._sampler.consumes
             return cursor if in_turn else self._writer.added(index)
 
-    def __setitem__(self, index: Any, data: Data) -> None:
-        """Overwrite rows in place. Priorities stay as they are: announce the change with :meth:`mark_update`."""
-        with self._lock:
-            self._writer.check_writable()
-            self._storage[index] = data
-
     def empty(self, empty_write_count: bool = True) -> None:
         """Forget every row, priority and prefetched batch, in O(1) for the rows; memory stays allocated.
 
@@ -354,19 +352,6 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, S
             self._storage.end(before)
 
     # Reading
-
-    def __getitem__(self, index: Any) -> Data:
-        """Rows by index, transformed. Ints and slices give views of the storage, all else copies."""
-        with self._lock:
-            data = self._read(index)
-            collate = self._collate_fn or self._storage.default_collate
-            if collate is not None and not isinstance(index, int):
-                data = collate(data)
-            return self._transform(data) if len(self._transform) else data
-
-    def _read(self, index: Any) -> Data:
-        self._take_assigned_storage()
-        return self._storage[index]
 
     def sample(self, batch_size: int | None = None, return_info: bool = False, *, batches: int | None = None) -> Any:
         """A batch of transitions.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,18 @@ class Stateful:
         methods = self.state_dict, self.load_state_dict
         parts = self._storage, self._sampler, self._writer, self._transform, self._prefetcher, self._pin_memory
         return Parts(*parts, *methods, self._pipeline)
+
+    def register_save_hook(self, hook: Callable[..., Any]) -> None:
+        """Have a hook change the rows that :meth:`save` writes: ``hook(rows, path=folder)`` returns others.
+
+        Hooks belong to the storage, and are not part of a checkpoint: register them again before :meth:`load`. See
+        :class:`gpubuf.data.storages.checkpointers.StorageCheckpointerBase`.
+        """
+        self._storage.register_save_hook(hook)
+
+    def register_load_hook(self, hook: Callable[..., Any]) -> None:
+        """Have a hook make rows of what :meth:`load` reads: ``hook(data, out=None)`` returns all rows of a storage."""
+        self._storage.register_load_hook(hook)
 
     def save(self, path: str | os.PathLike[str], **options: Any) -> saving.Saved:
         """Save everything to a folder, atomically; see :func:`gpubuf.data.checkpoints.saving.save`. Synchronises."""

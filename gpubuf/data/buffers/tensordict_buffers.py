@@ -72,7 +72,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         # As TorchRL's: another writer stores no index.
         if not isinstance(data, TensorDictBase) or "index" not in self._storage.ignored_keys:
             return data
-        coordinates = self._storage.coordinates(index)
+        coordinates = self._coordinates(index)
         lead = coordinates.dim() - (self._storage.ndim > 1)
         if data.batch_dims > lead:
             coordinates = expanded(coordinates, lead, data.batch_size)

@@ -18,6 +18,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from gpubuf import serialization
+from gpubuf.data.checkpoints import apart
 from gpubuf.data.checkpoints import manifest as files
 from gpubuf.data.checkpoints.manifest import DamagedError, File, Manifest
 from gpubuf.data.checkpoints.parts import Parts
@@ -104,7 +105,8 @@ def save(
         if storage.initialized:
             # A stream that is seeded only later would not be the same in the restored buffer.
             parts.sampler.random_state(storage.device)
-        state = parts.state_dict()
+        state, save_id = parts.state_dict(), secrets.token_hex(8)
+        apart.put(folder, save_id, storage, state)
         known = _fingerprints.setdefault(storage, {})
         previous = _previous(folder)
         if not incremental or (previous is not None and previous.id not in known):
@@ -116,7 +118,6 @@ def save(
         if snapshot.n_bytes_read <= _COPY_BYTES:
             snapshot.copy()
             locked.close()
-        save_id = secrets.token_hex(8)
         with (
             progress_bar("saving", snapshot.n_bytes, progress, columns=BYTES, least=_BAR_BYTES) as advance,
             _Writer(folder, save_id, advance) as writer,
@@ -125,6 +126,7 @@ def save(
             writer.finish()
         manifest_bytes = files.write_manifest(folder, manifest)
         files.remove_others(folder, manifest)
+        apart.settle(folder, state)
         with lock:
             _remember(known, save_id, now)
     return Saved(
@@ -168,7 +170,8 @@ def load(
             with lock:
                 parts = parts_now()
                 storage = parts.storage
-                check(parts, manifest, state)
+                read_apart = apart.take(folder, manifest, storage, state)
+                check(parts, read_apart, state)
                 if manifest.rows is not None:
                     state["_storage"]["rows"] = pieces(storage, manifest.rows, row_parts, advance)
                 parts.load_state_dict(state)

@@ -60,7 +60,8 @@ def load_dump(lock: BufferLock, parts_now: Callable[[], Parts], folder: Path) ->
     with lock:
         parts = parts_now()
         storage, sampler = parts.storage, parts.sampler
-        found = read_rows(folder, storage.ndim)
+        rows = storage.rows_saved(folder / "storage") if storage.saves_apart else None
+        found = read_rows(folder, storage.ndim, rows)
         priorities = torchrl_state.read_priorities(folder / "sampler")
         settings = files.read_json(folder / BUFFER_FILE)
         size = None
@@ -151,17 +152,18 @@ def _append(storage: TensorStorage, found: DumpedRows) -> Tensor:
     return (torch.arange(found.size) + first) % capacity
 
 
-def read_rows(folder: Path, ndim: int | None) -> DumpedRows:
+def read_rows(folder: Path, ndim: int | None, rows: tuple[Data, int] | None = None) -> DumpedRows:
     """The rows of a dump: views of the mapped files.
 
     Args:
         folder: the dump.
         ndim: number of dimensions of the storage; None: guessed.
+        rows: the rows and their number, if a checkpointer has read them; None: those of the files.
 
     Raises:
         ValueError: the folder is no such dump, or is damaged.
     """
-    data, size = files.read_rows(folder / "storage", writable=False)
+    data, size = files.read_rows(folder / "storage", writable=False) if rows is None else rows
     path = folder / "writer" / WRITER_FILE
     writer = files.read_json(path)
     cursor = files.read_count(writer, "cursor", path)

@@ -121,8 +121,14 @@ class Process:
     def check_write(self, data: Data, ndim: int) -> None:
         """Raise a ValueError if a batch that is to be written can't be learnt from."""
 
-    def on_write(self, data: Data, ndim: int) -> None:
-        """A batch has been written: ``[n]`` rows, or ``[T, E]`` for storages of two dimensions. No host sync."""
+    def on_write(self, data: Data, ndim: int, stored: Tensor | None = None) -> None:
+        """A batch has been written: ``[n]`` rows, or ``[T, E]`` for storages of two dimensions. No host sync.
+
+        Args:
+            data: the batch.
+            ndim: number of its dimensions that index rows.
+            stored: bool ``[n]`` on the storage's device, which of the rows the writer kept; None: all of them.
+        """
 
     def tensors(self) -> list[Tensor]:
         """The tensors that its state is in, on the device."""

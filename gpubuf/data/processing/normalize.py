@@ -89,12 +89,12 @@ class Normalize(RunningStatistics):
         with unless_compiling(self.lock):
             self._learn(data, 0)
 
-    def _learn(self, data: Data, ndim: int) -> None:
+    def _learn(self, data: Data, ndim: int, stored: Tensor | None = None) -> None:
         for key, numbers in zip(self.keys, self._rows(data, self.keys, self._tensor), strict=True):
             moments = self._moments.get(key)
             if moments is None:
                 raise RuntimeError("Normalize does not know its rows yet: write a batch to its buffer first")
-            moments.update(numbers.reshape(-1, moments.elements))
+            moments.update(_kept(numbers.reshape(-1, moments.elements), stored))
 
     def _tensor(self, data: Data, key: Key) -> Tensor:
         if isinstance(data, Tensor) and len(self.keys) == 1:
@@ -131,3 +131,14 @@ class Normalize(RunningStatistics):
 
     def __repr__(self) -> str:
         return f"Normalize({list(self.keys)}, update={self._update!r}, training={self.training})"
+
+
+def _kept(numbers: Tensor, stored: Tensor | None) -> Tensor:
+    """``[n, elements]`` numbers without those of rows that were not stored. No host sync."""
+    if stored is None:
+        return numbers
+    if stored.is_cpu:
+        return numbers[stored]
+    # How many they are is not known here; numbers that are not finite are left out.
+    exact = numbers.double()
+    return torch.where(stored.unsqueeze(1), exact, torch.full_like(exact, math.nan))

@@ -141,10 +141,10 @@ class Pipeline:
         for step in self._checking:
             step.check_write(data, ndim)
 
-    def on_write(self, data: Data, ndim: int) -> None:
-        """A batch has been written: ``[n]`` rows, or ``[T, E]`` for storages of two dimensions. No host sync."""
+    def on_write(self, data: Data, ndim: int, stored: Tensor | None = None) -> None:
+        """A batch has been written, of which the writer kept some rows. See :meth:`Process.on_write`."""
         for step in self._learning:
-            step.on_write(data, ndim)
+            step.on_write(data, ndim, stored)
 
     @property
     def nbytes(self) -> int:

@@ -148,7 +148,8 @@ class RewardScale(RunningStatistics):
         with unless_compiling(self.lock):
             self._learn(data, ndim)
 
-    def _learn(self, data: Data, ndim: int) -> None:
+    def _learn(self, data: Data, ndim: int, stored: Tensor | None = None) -> None:
+        # Returns add up along the stream: a row that was not stored is a step of it all the same.
         envs, rows = self._envs, math.prod(batch_shape(data, ndim))
         if not self._returns or envs is None:
             raise RuntimeError("RewardScale does not know its rows yet: write a batch to its buffer first")

@@ -92,12 +92,12 @@ class RunningStatistics(Process):
         """Freeze the statistics. They still apply."""
         return self.train(False)
 
-    def on_write(self, data: Data, ndim: int) -> None:
+    def on_write(self, data: Data, ndim: int, stored: Tensor | None = None) -> None:
         """Learn from a batch that was written, with ``update="write"``."""
         if self._update == "write":
-            self._learn(data, ndim)
+            self._learn(data, ndim, stored)
 
-    def _learn(self, data: Data, ndim: int) -> None:
+    def _learn(self, data: Data, ndim: int, stored: Tensor | None = None) -> None:
         raise NotImplementedError
 
     def _rows(self, data: Data, keys: Sequence[Key], at: Callable[[Data, Key], Tensor]) -> list[Tensor]:

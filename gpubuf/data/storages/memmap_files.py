@@ -152,12 +152,17 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def is_count(value: Any) -> bool:
+    """Whether a value read from JSON is an integer of at least 0."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
 def read_count(content: dict[str, Any], name: str, path: Path) -> int:
     """An integer of at least 0 from the result of :func:`read_json`."""
-    value = content.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    value: Any = content.get(name)
+    if not is_count(value):
         raise ValueError(f"{path}: {name!r} must be an integer of at least 0, not {value!r}")
-    return value
+    return int(value)
 
 
 def write_metadata(

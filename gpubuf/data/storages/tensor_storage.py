@@ -23,7 +23,6 @@ from gpubuf.data.storages.indexing import stored_positions, unravel
 from gpubuf.data.storages.layout import Data, batch_shape, device_of, rows_in
 from gpubuf.data.storages.placement import AUTO, PINNED, SPLIT, IndexBytes, place, readable
 from gpubuf.data.storages.row_memory import Storage as Storage
-from gpubuf.data.storages.shared_states import SharedStates
 from gpubuf.data.storages.staging import to_device
 from gpubuf.data.storages.torchrl_names import TorchRLNames, warn_of_no_effect
 from gpubuf.data.storages.trees import TreeLayout, layout_of, mapped
@@ -41,7 +40,7 @@ _gather_into = lazy("gpubuf.kernels.rows._cpu:gather_into")
 _sample_into = lazy("gpubuf.kernels.rows._cpu:sample_into")
 
 
-class TensorStorage(TorchRLNames, SharedStates):
+class TensorStorage(TorchRLNames):
     """Rows in one contiguous tensor per key.
 
     Args:
@@ -309,7 +308,7 @@ class TensorStorage(TorchRLNames, SharedStates):
         layout = self.written_layout
         if index is Ellipsis:
             index = slice(None)
-        if isinstance(index, (int, slice)) and (self._rows_on_host or self.computed or self.host is not None):
+        if isinstance(index, (int, slice)) and not self.gives_views:
             chosen = torch.arange(self.steps_stored, device=self._device)[index]
             batch: tuple[int, ...] = (*chosen.shape, *self._shape[1:])
             per_step = torch.arange(math.prod(self._shape[1:]), device=self._device)
@@ -353,6 +352,12 @@ class TensorStorage(TorchRLNames, SharedStates):
     def unravel(self, flat: Tensor) -> Tensor:
         """``[n]`` flat positions as ``[n, ndim]`` coordinates; ``[n]`` itself for ``ndim=1``."""
         return flat if self.ndim == 1 else unravel(flat, self._shape)
+
+    def flatten(self) -> TensorStorage:
+        """A storage of one dimension with a copy of the rows, step by step. Of one dimension: the storage itself."""
+        if self.ndim == 1:
+            return self
+        return TensorStorage(mapped(self[:], lambda value: value.flatten(0, self.ndim - 1)), device=self._device)
 
     def __getitem__(self, index: Any) -> Data:
         return self.get(index)

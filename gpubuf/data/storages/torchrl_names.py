@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpubuf.data.storages.checkpointers import SavesItself
 from gpubuf.data.storages.indexing import contained, unravel
 from gpubuf.data.storages.layout import Data, batch_shape
-from gpubuf.data.storages.row_memory import NOT_INITIALIZED, RowMemory
+from gpubuf.data.storages.row_memory import NOT_INITIALIZED
 from gpubuf.data.storages.trees import mapped, stacked
 
 _warned: set[str] = set()
@@ -26,7 +27,7 @@ def warn_of_no_effect(**options: bool) -> None:
             warnings.warn(f"{name}=True has no effect in gpubuf: a storage belongs to one process", stacklevel=4)
 
 
-class TorchRLNames(RowMemory):
+class TorchRLNames(SavesItself):
     """Adds to a :class:`TensorStorage` what TorchRL's users read and call beside indexing."""
 
     def append(self, data: Data) -> Tensor:
@@ -124,7 +125,29 @@ class TorchRLNames(RowMemory):
             raise IndexError(f"index out of range: {size} rows are stored, got {found[:8]}")
         return found
 
+    # The buffers that read from the storage
+
+    #: Single keys of rows can be written, if they were not overwritten since: by ``update_if_present`` of a buffer.
+    supports_conditional_update = True
+
+    def attach(self, buffer: Any) -> None:
+        """Nothing, for a buffer of this storage: a write tells its sampler.
+
+        Raises:
+            NotImplementedError: it is the buffer of another storage, or something else.
+        """
+        if getattr(buffer, "storage", None) is not self:
+            raise NotImplementedError(
+                f"a {type(buffer).__name__} is not told of writes to a storage that it was not made with: call its "
+                "mark_update() with the result of extend()"
+            )
+
     # Reading
+
+    @property
+    def gives_views(self) -> bool:
+        """Whether ints and slices give views of the rows."""
+        return not (self._rows_on_host or self.computed or self.host is not None)
 
     def contains(self, index: int | Tensor) -> bool | Tensor:
         """Whether a row is stored at ``index``; of a tensor, for each. See :func:`~.indexing.contained`."""

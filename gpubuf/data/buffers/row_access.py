@@ -1,0 +1,112 @@
+"""Rows of a buffer by their index: read, and overwritten in place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Self
+
+from torch import Tensor
+
+from gpubuf.data.buffers.transforms import Compose
+from gpubuf.data.buffers.writers import Writer
+from gpubuf.data.concurrency.locking import BufferLock
+from gpubuf.data.storages.layout import Data
+from gpubuf.data.storages.tensor_storage import TensorStorage
+from gpubuf.data.storages.trees import mapped, shallow
+
+
+class RowAccess:
+    """Indexes the rows of a buffer. A mixin of methods that users call on the buffer.
+
+    Of a storage of two dimensions, ints, slices and keys see the rows as they were written: ``[E, T]``, or ``[T, E]``
+    with ``dim_extend=0``. Tensors, sequences and tuples of tensors are positions as samples carry them.
+    """
+
+    _storage: TensorStorage
+    _writer: Writer
+    _transform: Compose
+    _lock: BufferLock
+    _collate_fn: Callable[[Data], Data] | None
+
+    @property
+    def dim_extend(self) -> int:
+        raise NotImplementedError
+
+    def set_(self, key: Any, value: Any) -> Self:
+        raise NotImplementedError
+
+    def __getitem__(self, index: Any) -> Data:
+        """Rows by index, transformed. Ints and slices give views of the storage, all else copies.
+
+        A key gives one key of all rows: ``buffer["next", "reward"]`` is ``buffer[:]["next", "reward"]``.
+        """
+        if is_key(index):
+            return self[:][index]
+        with self._lock:
+            data = self._read(index)
+            collate = self._collate_fn or self._storage.default_collate
+            if collate is not None and not isinstance(index, int):
+                data = collate(data)
+            return self._transform(data) if len(self._transform) else data
+
+    def __setitem__(self, index: Any, data: Data) -> None:
+        """Overwrite rows in place, after the inverse transforms. Under a key: that key of all rows, as it is stored.
+
+        Priorities stay as they are: announce the change with :meth:`mark_update`.
+        """
+        with self._lock:
+            self._writer.check_writable()
+            storage = self._storage
+            if is_key(index):
+                self.set_(index, self._in_written_order(data) if isinstance(data, Tensor) and data.ndim else data)
+                return
+            if len(self._transform):
+                data = self._transform.inv(shallow(data))
+                if data is None:
+                    return
+            if storage.ndim > 1 and storage.initialized and is_plain(index):
+                where = self._in_written_order(storage.coordinates(slice(None)))[index]
+                lead = where.shape[:-1]
+                rows = mapped(data, lambda value: value.reshape(math.prod(lead), *value.shape[len(lead) :]))
+                storage[where.reshape(-1, storage.ndim)] = rows
+            else:
+                storage[index] = data
+
+    def _read(self, index: Any) -> Data:
+        storage = self._storage
+        if storage.ndim == 1 or not storage.initialized or not is_plain(index):
+            return storage[index]
+        if storage.gives_views:
+            return mapped(storage[:], lambda value: self._in_written_order(value)[index])
+        where = self._in_written_order(storage.coordinates(slice(None)))[index]
+        rows = storage[where.reshape(-1, storage.ndim)]
+        return mapped(rows, lambda value: value.reshape(*where.shape[:-1], *value.shape[1:]))
+
+    def _coordinates(self, index: Any) -> Tensor:
+        """The positions of ``self[index]``: int64 of that data's batch shape (``[..., ndim]`` if above 1)."""
+        storage = self._storage
+        if storage.ndim == 1 or not is_plain(index):
+            return storage.coordinates(index)
+        found: Tensor = self._in_written_order(storage.coordinates(slice(None)))[index]
+        return found
+
+    def _in_written_order(self, value: Any) -> Any:
+        """``[T, E, ...]`` with the dimensions that a written batch has."""
+        return value.transpose(0, self.dim_extend) if self.dim_extend else value
+
+
+def is_key(index: Any) -> bool:
+    """Whether an index is a key: a name, or a tuple of names."""
+    return isinstance(index, str) or (isinstance(index, tuple) and index != () and all(map(_is_name, index)))
+
+
+def is_plain(index: Any) -> bool:
+    """Whether an index is made of ints, slices and ``...``, which count rows as they were written."""
+    if isinstance(index, tuple):
+        return all(map(is_plain, index))
+    return index is Ellipsis or isinstance(index, slice) or (isinstance(index, int) and not isinstance(index, bool))
+
+
+def _is_name(part: Any) -> bool:
+    return isinstance(part, str)
