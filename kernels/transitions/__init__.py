@@ -32,10 +32,13 @@ row's next observation is then one of three:
 * *aside*: ``links[row]`` is s > 0, and the observation is entry s - 1 of the field's entries, ``[slots]`` rows.
 
 The entries form a ring too: ``owners``, int64 ``[slots + 1]``, has in place s the number of the row that entry s was
-last taken for (counted from the first row ever written; -1: none), and last how many were ever taken, t. The next one
-is entry ``t % slots``. An entry is *taken* as long as its owner is stored: as long as ``owner >= max(written - size,
-written' - capacity)``, with the counters before a write, and ``written'`` behind it. All shared fields of a row lie
-aside together, or none. Rows are told apart by the bytes that are stored, so that any data comes back.
+last taken for (counted from the first row ever written; -1: none), and last the turn t, which starts at 0. A row takes
+the first free entry from ``t % slots`` on, the ring around, and t moves behind it: an entry ``s >= t`` was never taken.
+An entry is *taken* as long as its owner is stored: as long as ``owner >= max(written - size, written' - capacity)``,
+with the counters before a write, and ``written'`` behind it. Rows that are only appended leave in the order in which
+they came, so that the next entry is free if any is. Rows that are written in place leave taken entries in the way, and
+a search passes them once a round. All shared fields of a row lie aside together, or none. Rows are told apart by the
+bytes that are stored, so that any data comes back.
 
 When no entry is free, ``links[row]`` becomes ``LOST``. The CPU refuses such a write before it changes anything. A GPU
 can't say so without a sync: it counts each such row in ``ring[FAULTS]``; the row reads as any row out of range does.

@@ -42,14 +42,23 @@ def _differ(a, b, row_bytes):  # type: ignore[no-untyped-def]
 
 @jit(forceinline=True)
 def _room(owners, slots, need, bound):  # type: ignore[no-untyped-def]
-    """Whether the next ``need`` entries are free: their owners came before row number ``bound``."""
-    if need > slots:
-        return False
-    taken = owners[slots]
-    free = True
-    for i in range(need):
-        free &= owners[(taken + i) % slots] < bound
-    return free
+    """Whether ``need`` entries are free: their owners came before row number ``bound``. The next in turn mostly are."""
+    turn, passed = owners[slots], 0
+    while need > 0 and passed < slots:
+        need -= owners[(turn + passed) % slots] < bound
+        passed += 1
+    return need <= 0
+
+
+@jit(forceinline=True)
+def _take(owners, slots, number, bound):  # type: ignore[no-untyped-def]
+    """The entry for row ``number``: the first free one in turn. There has to be one."""
+    turn = owners[slots]
+    while owners[turn % slots] >= bound:
+        turn += 1
+    entry = turn % slots
+    owners[entry], owners[slots] = number, turn + 1
+    return entry
 
 
 @jit(forceinline=True)
@@ -151,9 +160,12 @@ def extend_rows(  # type: ignore[no-untyped-def]
         need = _find_separate(fields, n_fields, staged, envs, kept, pending, separate)
         if need < 0:
             return problem(UNLINKED, -2 - need)
-        if not _room(owners, slots, need, max(written - size, written + n - capacity)):
+        bound = max(written - size, written + n - capacity)
+        if not _room(owners, slots, need, bound):
             return problem(NO_ROOM, need)
-        _set_links(fields, n_fields, staged, links, owners, slots, written, n, kept, capacity, envs, pending, separate)
+        _set_links(
+            fields, n_fields, staged, links, owners, slots, bound, written, n, kept, capacity, envs, pending, separate
+        )
     else:
         for f in range(n_fields):
             if is_taken(fields[f], NEXT_ALONE):
@@ -176,22 +188,21 @@ def extend_rows(  # type: ignore[no-untyped-def]
 
 @jit(forceinline=True)
 def _set_links(  # type: ignore[no-untyped-def]
-    fields, n_fields, staged, links, owners, slots, written, n, kept, capacity, envs, pending, separate
+    fields, n_fields, staged, links, owners, slots, bound, written, n, kept, capacity, envs, pending, separate
 ):
     """Move next observations aside, the old pending ones first; those of the last step become pending."""
-    taken = owners[slots]
     if pending:
         first = (written - envs) % capacity
         for e in range(envs):
             link = 0
             if separate[e]:
-                entry = taken % slots
+                entry = _take(owners, slots, written - envs + e, bound)
                 for f in range(n_fields):
                     field = fields[f]
                     if is_taken(field, NEXT_ALONE):
                         old = field[PENDING] + e * field[SIDE_STRIDE]
                         copy_row(field[ENTRIES] + entry * field[SIDE_STRIDE], old, field[ROW_BYTES])
-                owners[entry], link, taken = written - envs + e, entry + 1, taken + 1
+                link = entry + 1
             write_32(links, first + e, link)
     number = written + n - kept
     row = number % capacity
@@ -200,12 +211,11 @@ def _set_links(  # type: ignore[no-untyped-def]
         if i >= kept - envs:
             _put_pending(fields, n_fields, staged, i, i - kept + envs)
         elif separate[envs + i]:
-            entry = taken % slots
+            entry = _take(owners, slots, number + i, bound)
             _put_aside(fields, n_fields, staged, i, entry)
-            owners[entry], link, taken = number + i, entry + 1, taken + 1
+            link = entry + 1
         write_32(links, row, link)
         row = row + 1 if row + 1 < capacity else 0
-    owners[slots] = taken
 
 
 @jit(f"int64(int64{', int64' * 9})", **OPTIONS)
@@ -320,7 +330,6 @@ def relink_rows(  # type: ignore[no-untyped-def]
                 # Free, if this succeeds.
                 owners[before[i] - 1] = ~owners[before[i] - 1]
     fits = _room(owners, slots, need, written - size)
-    taken = owners[slots]
     for i in range(n):
         row = rows[i]
         if row >= 0 and not newest <= row < newest + envs and before[i] > 0:
@@ -336,11 +345,9 @@ def relink_rows(  # type: ignore[no-untyped-def]
             continue
         link = 0
         if separate[i]:
-            entry = taken % slots
-            _put_aside(fields, n_fields, staged, i, entry)
             # The number of the row: the cursor is that of the next one.
-            owners[entry] = written - 1 - (written - 1 - row) % capacity
-            link, taken = entry + 1, taken + 1
+            entry = _take(owners, slots, written - 1 - (written - 1 - row) % capacity, written - size)
+            _put_aside(fields, n_fields, staged, i, entry)
+            link = entry + 1
         write_32(links, row, link)
-    owners[slots] = taken
     return DONE

@@ -334,6 +334,7 @@ def _share(
     again = winner is not None
     candidates = n if again else n - skipped + envs
     differs = torch.empty(candidates, dtype=torch.int32, device=index.device)
+    free = torch.empty_like(differs)
     given = ring if winner is None else winner
     for part in parts:
         tile, num_warps = write_tile(part.n_bytes, index.device)
@@ -370,6 +371,7 @@ def _share(
         index,
         given,
         differs,
+        free,
         n,
         skipped,
         capacity,

@@ -190,7 +190,7 @@ def transitions_compare_kernel(
 
 @triton.jit(
     do_not_specialize=["n", "skipped", "capacity", "envs", "slots"],
-    do_not_specialize_on_alignment=["index_ptr", "winner_ptr", "differs_ptr"],
+    do_not_specialize_on_alignment=["index_ptr", "winner_ptr", "differs_ptr", "free_ptr"],
 )
 def transitions_assign_kernel(
     ring_ptr,  # int64 [4]: (written, size, ticket, faults), as before the write
@@ -199,6 +199,7 @@ def transitions_assign_kernel(
     index_ptr,  # int64 [n], RELINK
     winner_ptr,  # bool [n]: false where a later entry names the same row, RELINK
     differs_ptr,  # int32 [candidates]
+    free_ptr,  # int32 [candidates], scratch: the entries that are given, in turn
     n,
     skipped,
     capacity,
@@ -209,7 +210,8 @@ def transitions_assign_kernel(
 ):
     """Entries for the candidates that differ, in their order; IN_SUCCESSOR for the others. Grid: (1,).
 
-    The next entry is number ``owners[slots] % slots``. If it is taken, the rest of the candidates is lost.
+    Free entries are looked for from number ``owners[slots] % slots`` on, once around. If there are too few, the last
+    candidates are lost.
     """
     n = n.to(tl.int64)
     skipped = skipped.to(tl.int64)
@@ -236,11 +238,16 @@ def transitions_assign_kernel(
             row, valid = normalise(tl.load(index_ptr + i, mask=i < count, other=0), capacity)
             count_faults(ring_ptr, (i < count) & ~(valid & (row < size)))
         tl.debug_barrier()
-    taken = tl.load(owners_ptr + slots)
-    first = taken - quotient(taken, tl.maximum(slots, 1)) * slots
-    given = taken * 0
-    # Candidates that differ, from this one on, find no entry. A value of its own: it changes in the loop.
-    end = slots + given
+    turn = tl.load(owners_ptr + slots)
+    first = (turn - quotient(turn, tl.maximum(slots, 1)) * slots).to(tl.int32)
+    # Numbers of entries are int32, as links are.
+    room = slots.to(tl.int32)
+    # How many candidates differ so far, and how many of them have an entry; entries that were looked at; and where the
+    # last one that is given ends.
+    asked = first * 0
+    given = first * 0
+    passed = first * 0
+    end = first * 0
     for begin in range(0, count, BLOCK):
         i = begin + lane
         position, number, _, there, newest = load_candidates(
@@ -248,19 +255,27 @@ def transitions_assign_kernel(
         )
         needs = there & ~newest
         needs = needs & (tl.load(differs_ptr + i, mask=needs, other=0) != 0)
-        rank = given + tl.cumsum(needs.to(tl.int64), 0) - 1
-        entry = first + rank
-        entry = tl.where(entry < slots, entry, entry - slots)
-        owner = tl.load(owners_ptr + entry, mask=needs & (rank < end), other=-1)
-        end = tl.minimum(end, tl.min(tl.where(needs & (owner >= stored), rank, end), 0))
-        gets = needs & (rank < end)
+        rank = asked + tl.cumsum(needs.to(tl.int32), 0) - 1
+        asked += tl.sum(needs.to(tl.int32), 0)
+        while (given < asked) & (passed < room):
+            place = passed + tl.arange(0, BLOCK)
+            entry = place + tl.where(place < room - first, first, first - room)
+            free = (place < room) & (tl.load(owners_ptr + entry, mask=place < room, other=0) < stored)
+            order = given + tl.cumsum(free.to(tl.int32), 0) - 1
+            chosen = free & (order < asked)
+            tl.store(free_ptr + order, entry, mask=chosen)
+            end = tl.maximum(end, tl.max(tl.where(chosen, place + 1, 0), 0))
+            given += tl.sum(chosen.to(tl.int32), 0)
+            passed = tl.where(given < asked, passed + BLOCK, end)
+            tl.debug_barrier()
+        gets = needs & (rank < given)
+        entry = tl.load(free_ptr + rank, mask=gets, other=0)
         tl.store(owners_ptr + entry, number, mask=gets)
         link = tl.where(gets, entry + 1, tl.where(needs, LOST, IN_SUCCESSOR))
         tl.store(links_ptr + position, link.to(tl.int32), mask=there)
         count_faults(ring_ptr, needs & ~gets)
-        given += tl.sum(needs.to(tl.int64), 0)
-    tl.debug_barrier()
-    tl.store(owners_ptr + slots, taken + tl.minimum(given, end))
+    # If the turn moves, a barrier of the search lies between the load and this.
+    tl.store(owners_ptr + slots, turn + end, mask=end > 0)
 
 
 @triton.jit(

@@ -70,15 +70,17 @@ class StoredOnce:
             for key, found in shared:
                 key.pending[row % self.envs] = found
         elif not all(same_bytes(found, key.column[self.after(row)]) for key, found in shared):
-            slots, taken = len(self.owners) - 1, self.owners[-1]
-            if slots == 0 or self.owners[taken % slots] >= live:
+            slots, turn = len(self.owners) - 1, self.owners[-1]
+            free = [place for place in range(turn, turn + slots) if self.owners[place % slots] < live]
+            if not free:
                 if self.refuses:
                     raise RuntimeError("no room aside")
                 self.links[row], self.faults = LOST, self.faults + 1
                 return
-            self.owners[taken % slots], self.owners[-1], self.links[row] = number, taken + 1, taken % slots + 1
+            entry = free[0] % slots
+            self.owners[entry], self.owners[-1], self.links[row] = number, free[0] + 1, entry + 1
             for key, found in shared:
-                key.entries[taken % slots] = found
+                key.entries[entry] = found
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:

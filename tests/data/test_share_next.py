@@ -10,7 +10,7 @@ from tensordict import TensorDict
 
 from gpubuf import LazyMemmapStorage, LazyTensorStorage
 from gpubuf.data.storages.sharing import entries_of
-from gpubuf.kernels._registry import triton_on_cpu, triton_on_cpu_enabled
+from gpubuf.kernels._registry import triton_on_cpu
 from tests.support.shared_rows import WIDTH, Ring, Stream, check, shared
 
 
@@ -49,9 +49,6 @@ def use_at_random(choose: random.Random, envs: int | None, seed: int, breaks: li
         elif what < 4 and len(ring):
             index = [choose.randrange(len(ring)) for _ in range(choose.randrange(1, 4))]
             rows = stream.rows_at(len(index))
-            if triton_on_cpu_enabled():
-                # A GPU can't find out by itself that entries are free which are not next in turn.
-                buffer.storage.sharing.makes_room(torch.tensor(index))
             buffer.storage.write(torch.tensor(index), rows)
             ring.write(index, rows)
         else:

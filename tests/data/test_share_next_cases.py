@@ -11,7 +11,6 @@ import torch
 from tensordict import TensorDict
 
 from gpubuf import LazyTensorStorage, TensorDictReplayBuffer, capture
-from gpubuf.data.runtime.interruption import DERIVED
 from gpubuf.kernels import _launching as launching
 from gpubuf.kernels._registry import triton_on_cpu
 from gpubuf.kernels.rows import SIZE, WRITTEN
@@ -284,33 +283,6 @@ def test_an_interrupted_write_in_place():
         check(buffer, ring)
         place += 1
     assert outcomes == {False, True}
-
-
-def test_an_interrupted_move_of_entries():
-    """Case 54: entries that are moved together are all there afterwards."""
-
-    def prepared():
-        stream, buffer, ring = Stream(5), shared(12), Ring(12)
-        rows = stream.steps(17)
-        buffer.extend(rows)
-        ring.extend(rows)
-        for i in range(4):
-            rows = stream.rows_at(1)
-            buffer[torch.tensor([i * 3])] = rows
-            ring.write([i * 3], rows)
-        return buffer, ring
-
-    def move(buffer: TensorDictReplayBuffer) -> None:
-        with buffer._lock:
-            before = buffer.storage.begin(DERIVED)
-            assert buffer.storage.sharing.makes_room()
-            buffer.storage.end(before)
-
-    place = 0
-    while interrupted(functools.partial(move, (made := prepared())[0]), place):
-        check(*made)
-        place += 1
-    assert place > 5
 
 
 def test_counters_of_an_empty_buffer():

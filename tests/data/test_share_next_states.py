@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 
@@ -19,6 +20,8 @@ from gpubuf import (
     serialization,
 )
 from gpubuf.data.checkpoints import manifest as files
+from gpubuf.kernels._registry import triton_on_cpu
+from gpubuf.kernels.rows import FAULTS
 from tests.support.shared_rows import Ring, Stream, check, same_bytes, shared
 
 CAPACITY = 24
@@ -189,6 +192,26 @@ def test_a_second_save_writes_what_changed(tmp_path):
     target = shared(4000, next_capacity=500)
     target.load(tmp_path)
     goes_on(target, ring, stream)
+
+
+@pytest.mark.parametrize(("way", "on_gpu"), [("files", False), ("state", True)])
+def test_a_turn_that_has_come_to_a_taken_entry(way, on_gpu, tmp_path):
+    """As versions left it whose turn counted the entries that were taken: what is free lies behind."""
+    buffer, ring, stream = used(31, next_capacity=CAPACITY - 1)
+    sharing = buffer.storage.sharing
+    live = sharing.owners[:-1] >= buffer.storage.rows_written - CAPACITY
+    assert live.any()
+    assert not live.all()
+    sharing.owners[-1] = sharing.slots + int((live & ~live.roll(-1)).nonzero()[0])
+    target = shared(CAPACITY, next_capacity=CAPACITY - 1)
+    moved(buffer, target, way, tmp_path)
+    with triton_on_cpu() if on_gpu else contextlib.nullcontext():
+        for position in (3, 11, 17):
+            rows = stream.rows_at(1)
+            target.storage.write(torch.tensor([position]), rows)
+            ring.write([position], rows)
+        goes_on(target, ring, stream)
+    assert target.storage.ring[FAULTS] == 0
 
 
 # Files that were changed

@@ -269,6 +269,54 @@ class TestRelink:
             assert store.gather(torch.tensor([0]))[0][1].item() == 50 + turn
             assert sorted(store.owners.tolist()[:2]) == [-1, 0]
 
+    def test_free_entries_behind_taken_ones(self, transitions_backend):
+        """Case 40: rows keep their entries for many turns, and others find what is free between them."""
+        store = TransitionStore(ONE, 12, slots=5)
+        pairs = [(0, 90), (1, 2), (2, 91), (3, 4), (4, 92), (5, 6), (6, 7)]
+        store.extend([torch.tensor([[pair[k]] for pair in pairs]) for k in (0, 1)], 7)
+        for turn in range(1, 7):
+            # Row 2 lets go of its entry last, so that the free ones lie somewhere else each time.
+            index, ring = torch.tensor([1, 3, 2] if turn == 6 else [1, 3]), store.reference()
+            sources = [torch.empty(0), torch.arange(100 * turn, 100 * turn + len(index)).view(-1, 1)]
+            store.relink(sources, index)
+            ring.relink(sources, index.tolist())
+            assert_store(store, ring)
+        found = store.gather(torch.arange(7))[0][1][:, 0].tolist()
+        assert found == [90, 600, 602, 601, 92, 6, 7]
+        assert int(store.ring[3]) == 0
+
+    def test_a_search_over_many_entries(self, transitions_backend):
+        """More entries, and more of them taken in a row, than a program looks at together."""
+        n = 1400
+        store = TransitionStore(ONE, n, slots=n, written=n)
+        # All are taken but the last, and every seventh of the first. The turn is behind those.
+        store.owners.copy_(torch.cat([torch.arange(n - 1), torch.tensor([-1, n + 401])]))
+        store.links.copy_(torch.cat([torch.arange(1, n), torch.tensor([0])]))
+        index = torch.arange(0, 400, 7)
+        store.owners[index], store.links[index] = -1, 0
+        index = index[torch.randperm(len(index), generator=torch.Generator().manual_seed(0))]
+        sources, ring = [torch.empty(0), 5000 + index.view(-1, 1)], store.reference()
+        store.relink(sources, index)
+        ring.relink(sources, index.tolist())
+        assert_store(store, ring)
+        assert store.links[index].tolist() == [n, *range(1, 400, 7)][: len(index)]
+
+    def test_too_few_free_entries_between_taken_ones(self, transitions_backend):
+        """Case 40: a GPU gives those that there are to the first rows; a CPU refuses."""
+        store = TransitionStore(ONE, 12, slots=5)
+        store.extend([torch.arange(8).view(8, 1), torch.tensor([[90], [2], [91], [4], [92], [6], [93], [8]])], 8)
+        index, before = torch.tensor([5, 2, 3]), store.reference()
+        sources = [torch.empty(0), torch.tensor([[70], [71], [72]])]
+        if transitions_backend == "numba":
+            with pytest.raises(RuntimeError, match=r"^3 .*no room aside"):
+                store.relink(sources, index)
+            assert_store(store, before)
+            return
+        store.relink(sources, index)
+        before.relink(sources, index.tolist())
+        assert_store(store, before)
+        assert store.links.tolist()[:8] == [1, 0, 2, LOST, 3, 5, 4, 0]
+
     def test_no_room(self):
         """Case 40: nothing changes."""
         store = TransitionStore(ONE, 6, slots=2)

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,13 +32,19 @@ _write = without_dispatch(rows.write)
 _gather_rows = lazy("gpubuf.kernels.rows._cpu:gather_into")
 _compiling = torch.compiler.is_compiling
 
-T = TypeVar("T")
-
 
 def shared_columns(form: Form) -> dict[int, Leaf]:
     """The columns of a form that hold next observations too, by their positions, as they are stored."""
     found = [number for number, source in zip(form.columns, form.sources or (), strict=False) if source.follows]
     return {number: form.stored.leaves[number] for number in sorted(set(found))}
+
+
+def _with_advice(refused: NoRoomError, sharing: Sharing) -> NoRoomError:
+    """The error of a write that there is no room for, with what to do about it."""
+    return NoRoomError(
+        f"{refused}. Ways out: more room, next_capacity={sharing.slots} at present; share_next=False, if most rows are "
+        "not continued by the row behind; or, if several environments write to the storage in turn, ndim=2"
+    )
 
 
 class SharedRows(ComputedRows):
@@ -106,8 +112,8 @@ class SharedRows(ComputedRows):
             # One call of machine code: it is done or not done.
             try:
                 return super()._extend_computed(sources, n)
-            except NoRoomError:
-                return self._with_room(self.sharing, functools.partial(super()._extend_computed, sources, n))
+            except NoRoomError as error:
+                raise _with_advice(error, self.sharing) from None
         if self.sharing is None or _compiling() or capturing():
             return super()._extend_computed(sources, n)
         extend = functools.partial(super()._extend_computed, sources, n)
@@ -124,25 +130,6 @@ class SharedRows(ComputedRows):
     def _extend_unless_done(self, written: int, extend: Callable[[], Tensor]) -> None:
         if int(self.ring[WRITTEN]) == written:
             extend()
-
-    def _with_room(self, sharing: Sharing, operation: Callable[[], T], index: Tensor | None = None) -> T:
-        """The result of an operation that takes entries, and gives those back that the rows of ``index`` have.
-
-        Raises:
-            NoRoomError: there are too few, however they are used; nothing has changed.
-        """
-        try:
-            return operation()
-        except NoRoomError as error:
-            refused = error
-        # Entries that are free need not be next in turn, after rows were written in place.
-        if sharing.makes_room(index):
-            with contextlib.suppress(NoRoomError):
-                return operation()
-        raise NoRoomError(
-            f"{refused}. Ways out: more room, next_capacity={sharing.slots} at present; share_next=False, if most rows "
-            "are not continued by the row behind; or, if several environments write to the storage in turn, ndim=2"
-        ) from None
 
     def _write_computed(self, sources: list[Tensor], index: Tensor) -> None:
         sharing = self.sharing
@@ -170,8 +157,6 @@ class SharedRows(ComputedRows):
 
     def redo(self) -> None:
         """Make a change again that was interrupted. One that there was no room for is undone."""
-        if self.sharing is not None:
-            self.sharing.finish()
         if self._redo is not None:
             with contextlib.suppress(NoRoomError):
                 self._redo()
@@ -199,8 +184,10 @@ class SharedRows(ComputedRows):
     def _relink(self, fields: Tensor | None, sources: list[Tensor], index: Tensor) -> None:
         sharing = self.sharing
         assert sharing is not None
-        link = functools.partial(_relink, fields, sources, self.ring, sharing.links, sharing.owners, index)
-        self._with_room(sharing, functools.partial(link, self.max_size, self._envs), index)
+        try:
+            _relink(fields, sources, self.ring, sharing.links, sharing.owners, index, self.max_size, self._envs)
+        except NoRoomError as error:
+            raise _with_advice(error, sharing) from None
 
     def _before(self, sharing: Sharing, index: Tensor) -> Tensor:
         """The rows before those of ``index`` whose next observations are the observations of these.

@@ -7,9 +7,8 @@ in the memory that is allocated here.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -152,8 +151,6 @@ class Sharing:
         self._capacity, self._envs = math.prod(shape), math.prod(shape[1:])
         self.links, self.owners = transitions.new_links(self._capacity, slots, placement.device)
         self.sides = [self.new_side(leaf, placement) for leaf in self.leaves.values()]
-        # A move of entries that was begun.
-        self._move: Callable[[], None] | None = None
 
     def new_side(self, leaf: Leaf, placement: Placement) -> Tensor:
         """Uninitialised memory for the entries and the pending rows of one column."""
@@ -223,51 +220,6 @@ class Sharing:
         for side, first, last in zip(self.sides, entries, pending, strict=True):
             side[: len(first)] = first
             side[self.slots :] = last
-
-    def makes_room(self, index: Tensor | None = None) -> bool:
-        """Move the entries that are taken together, so that all others are next in turn; whether that may give room.
-
-        The CPU does it when a write finds no room. On a GPU it is up to you: rows that are written in place take new
-        entries each time, for themselves and for the rows before, and give back others that are not next in turn. If
-        you write more rows in place than there are entries, while the ring goes round once, call this in between.
-        Synchronises.
-
-        Args:
-            index: rows whose entries come last in turn, for they are about to become free.
-        """
-        written, size = int(self._ring.counters[WRITTEN]), int(self._ring.counters[SIZE])
-        owners = self.owners[:-1]
-        taken = (owners >= max(written - size, 0)).nonzero().squeeze(-1)
-        taken = taken[owners[taken].argsort()]
-        leaving = torch.zeros_like(taken, dtype=torch.bool)
-        if index is not None:
-            leaving = torch.isin(owners[taken] % self._capacity, index % self._capacity)
-        taken, n = torch.cat([taken[~leaving], taken[leaving]]), int(leaving.sum())
-        stay, free = taken.numel() - n, self.slots - taken.numel()
-        places = torch.arange(taken.numel(), device=taken.device)
-        places[stay:] += free
-        # Free ones are next, then those that leave, and then the oldest.
-        if torch.equal((taken - self.owners[-1]) % self.slots, (places - stay) % self.slots):
-            return False
-        entries = [side[taken.to(side.device)] for side in self.sides]
-        self._move = functools.partial(self._moved, entries, owners[taken], places, stay + (self.slots if n else 0))
-        self.finish()
-        return True
-
-    def finish(self) -> None:
-        """Move entries, if that was begun."""
-        if self._move is not None:
-            self._move()
-            self._move = None
-
-    def _moved(self, entries: list[Tensor], owners: Tensor, places: Tensor, turn: int) -> None:
-        for side, kept in zip(self.sides, entries, strict=True):
-            side[: self.slots] = 0
-            side[places.to(side.device)] = kept
-        self.owners.fill_(-1)
-        self.owners[places] = owners
-        self.owners[-1] = turn
-        self.links[owners % self._capacity] = (places + 1).to(torch.int32)
 
     def __repr__(self) -> str:
         return f"Sharing({', '.join(str(as_written(key)) for key in self.keys)}, room for {self.slots} aside)"

@@ -65,9 +65,10 @@ def link_specs(n_bytes: int, n_keys: int, capacity: str, again: bool) -> list[Ao
     fields = {"fields_ptr": "*i64", "n_keys": "i32"} | sources(n_keys)
     columns = min(COMPARED_COLUMNS, tile)
     keys = {"RELINK": again, "KEYS": padded_keys(n_keys)}
+    assigned = dict.fromkeys(("links_ptr", "differs_ptr", "free_ptr"), "*i32") | {"owners_ptr": "*i64", "slots": "i32"}
     signatures: dict[str, dict[str, Any]] = {
         "compare": fields | {"differs_ptr": "*i32", "begun": "i32"},
-        "assign": {"links_ptr": "*i32", "owners_ptr": "*i64", "differs_ptr": "*i32", "slots": "i32"},
+        "assign": assigned,
         "aside": fields | {"links_ptr": "*i32", "advance": "i32"},
     }
     constants: dict[str, dict[str, Any]] = {

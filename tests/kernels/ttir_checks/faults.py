@@ -80,6 +80,9 @@ def observations_shared() -> None:
     store.extend(store.batch(12, 1), 12)
     # Entries that come free are taken again at once.
     store.relink(store.batch(12, 2), torch.arange(12))
+    # Some that are taken lie between free ones.
+    for seed in range(3, 6):
+        store.relink(store.batch(5, seed), torch.tensor([2, 9, 4, 0, 6]))
 
 
 def loss_computed() -> None:
