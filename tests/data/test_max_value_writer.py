@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import heapq
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpubuf import data as gpubuf_data
 from gpubuf.data import (
@@ -24,10 +29,13 @@ from gpubuf.data import (
     TensorDictReplayBuffer,
 )
 from gpubuf.data.buffers import max_value
+from gpubuf.data.buffers import ranks as ranks_module
+from gpubuf.data.buffers.rank_tree import RankTree
 from gpubuf.data.buffers.ranks import DeviceRanks, HeapRanks, RankState, comparable
 from tests.support.fake_cuda import fake_cuda, no_blocking_copies
 from tests.support.torchrl_buffers import max_value as recorded
 
+CPU = torch.device("cpu")
 NO_ROWS = torch.empty(0, dtype=torch.float64)
 STREAMS = st.integers(1, 9).flatmap(
     lambda capacity: st.tuples(
@@ -56,38 +64,90 @@ class Model:
         return sorted(number for _, number in self.heap)
 
 
-@given(STREAMS)
+@contextlib.contextmanager
+def trees_of(fan_out: int, direct: int) -> Iterator[None]:
+    """Trees of ranks have so many children a node, and search so many nodes at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks_module, "RankTree", functools.partial(RankTree, fan_out=fan_out, direct=direct))
+        yield
+
+
+@given(STREAMS, st.sampled_from([(64, 4096), (2, 1), (2, 3), (3, 2)]))
 @settings(max_examples=200, deadline=None)
-def test_both_keep_what_a_heap_keeps(stream):
-    capacity, batches = stream
+def test_both_keep_what_a_heap_keeps(stream, tree):
+    """Whatever the shape of the tree: one level or several, full or not."""
+    with trees_of(*tree):
+        follow_a_heap(*stream)
+
+
+def follow_a_heap(capacity: int, batches: list[list[int]]) -> None:
     model = Model(capacity)
     both = [
         HeapRanks(RankState.of(NO_ROWS, capacity)),
-        DeviceRanks(RankState.of(NO_ROWS, capacity), torch.device("cpu")),
+        DeviceRanks(RankState.of(NO_ROWS, capacity), CPU),
     ]
     lying: dict[int, int] = {}
     for batch in batches:
         first = model.seen
         for rank in batch:
             model.show(rank)
-        index, other = (ranks.admit(comparable(torch.tensor(batch))) for ranks in both)
+        index, other = (kept.admit(comparable(torch.tensor(batch))) for kept in both)
         assert torch.equal(index, other)
         lying |= {place: first + i for i, place in enumerate(index.tolist()) if place >= 0}
         assert sorted(lying.values()) == model.kept
-        for ranks in both:
-            assert ranks.still_there(index, first).tolist() == index.tolist()
-        states = [ranks.state() for ranks in both]
+        for kept in both:
+            assert kept.still_there(index, first).tolist() == index.tolist()
+        states = [kept.state() for kept in both]
         assert all(torch.equal(*pair) for pair in zip(*states, strict=True))
         # Each goes on from the other's state.
-        both = [HeapRanks(states[1]), DeviceRanks(states[0], torch.device("cpu"))]
+        both = [HeapRanks(states[1]), DeviceRanks(states[0], CPU)]
 
 
-@pytest.fixture(params=["heap", "vectors"])
+@pytest.mark.parametrize("capacity", [3000, 70_000])
+def test_large_rings(capacity):
+    """Ties, lowest and infinite ranks among many; small batches, and some as large as the ring or nearly so."""
+    generator = torch.Generator().manual_seed(capacity)
+    heap, tree = HeapRanks(RankState.of(NO_ROWS, capacity)), DeviceRanks(RankState.of(NO_ROWS, capacity), CPU)
+    for turn, n in enumerate((1000, capacity, 1, 7, 300, 64, capacity // 2, 1, 2500)):
+        batch = torch.randint(0, 500 + 100 * turn, (n,), generator=generator).double()
+        batch[torch.rand(n, generator=generator) < 0.01] = torch.nan
+        batch[torch.rand(n, generator=generator) < 0.001] = torch.inf
+        batch = comparable(batch)
+        assert torch.equal(heap.admit(batch), tree.admit(batch))
+    assert all(torch.equal(*pair) for pair in zip(heap.state(), tree.state(), strict=True))
+
+
+def test_a_write_looks_at_few_rows():
+    """No operation makes a tensor as long as the ring; nor does the number of nodes grow with it."""
+    made: list[int] = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            found = function(*args, **(kwargs or {}))
+            names = {alias.alias_info for alias in function._schema.returns}
+            if names == {None}:
+                made.extend(t.numel() for t in pytree.tree_leaves(found) if isinstance(t, Tensor))
+            return found
+
+    capacity = 500_000
+    tree = DeviceRanks(RankState.of(torch.arange(float(capacity)), capacity), CPU)
+    for n in (1, 64, 256):
+        made.clear()
+        with Sizes():
+            index = tree.admit(torch.full((n,), 1e9, dtype=torch.float64))
+        assert len(index) == n
+        assert 0 < max(made) <= max(64 * n, 4096)
+
+
+@pytest.fixture(params=["heap", "tree"])
 def kind(request, monkeypatch):
-    """Ranks as on a CPU, and as on a GPU."""
-    if request.param == "vectors":
-        monkeypatch.setattr(max_value, "HeapRanks", lambda state: DeviceRanks(state, torch.device("cpu")))
-    return request.param
+    """Ranks as on a CPU, and as on a GPU, in trees of several levels."""
+    if request.param == "heap":
+        yield "heap"
+        return
+    monkeypatch.setattr(max_value, "HeapRanks", lambda state: DeviceRanks(state, CPU))
+    with trees_of(2, 2):
+        yield "tree"
 
 
 def rows(ranks: Any, start: int = 0) -> TensorDict:

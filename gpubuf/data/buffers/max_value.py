@@ -32,8 +32,8 @@ class TensorDictMaxValueWriter(Writer):
     place they take. Of rows of equal rank the one that came first leaves first. So the rows that are kept do not depend
     on how they were cut into batches. A rank that is NaN counts as the lowest.
 
-    On a CPU this is a heap. On a GPU it is found by operations on whole vectors, in O(capacity), without a host sync.
-    There a row takes a float64 and an int64 beside its data.
+    On a CPU this is a heap. On a GPU it is a tree of minima: a write of k rows takes O(k log capacity), without a host
+    sync. There a row takes a float64 and an int64 beside its data, and the tree above them a 63rd of that.
 
     ``extend`` returns the place of every row, and -1 for rows that were not kept, which samplers with priorities
     ignore. ``add`` returns an int, or None; on a GPU an int64 tensor ``[1]``.

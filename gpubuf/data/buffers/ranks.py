@@ -3,7 +3,7 @@
 Both classes here keep the best ``capacity`` rows of all that they were shown, exactly as a heap does that sees one row
 after the other: a row enters if there is room, or if its rank is above that of the worst row, whose place it takes.
 Of rows of equal rank the one that came first leaves first. :class:`HeapRanks` is such a heap, for the host.
-:class:`DeviceRanks` finds the same rows and places by operations on whole vectors, without a host sync.
+:class:`DeviceRanks` finds the same rows and places with a tree of minima, without a host sync.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_NEVER = 2**62
+from gpubuf.data.buffers.rank_tree import NEVER, RankTree
+
 #: Ages of places that hold no row: below those of all rows, and rising with the place.
 _EMPTY = -(2**61)
 
@@ -125,18 +126,14 @@ class DeviceRanks:
     """
 
     def __init__(self, state: RankState, device: torch.device) -> None:
-        self._capacity = capacity = state.ranks.numel()
-        # One place more, for rows that don't enter.
-        self._ranks = torch.empty(capacity + 1, dtype=torch.float64, device=device)
-        self._ages = torch.zeros(capacity + 1, dtype=torch.int64, device=device)
-        self._ranks[:capacity].copy_(state.ranks)
-        self._ages[:capacity].copy_(state.ages)
+        self._capacity = state.ranks.numel()
+        self._tree = RankTree(state.ranks, state.ages, device)
         self._counts = state.counts.to(device, copy=True, non_blocking=True)
 
     @property
     def device(self) -> torch.device:
         """The device of the tensors."""
-        return self._ranks.device
+        return self._tree.ranks.device
 
     @property
     def entered(self) -> int:
@@ -162,8 +159,8 @@ class DeviceRanks:
             those that leave in the order in which these would leave.
         """
         n = ranks.numel()
-        places = self._least(n)
-        old = self._ranks.gather(0, places)
+        places = self._tree.least(n)
+        old = self._tree.ranks.gather(0, places)
         threshold = torch.cat((old, ranks)).kthvalue(n + 1).values
         below, equal = (old < threshold).sum(), (old == threshold).sum()
         # The first so many that are not worse than the threshold replace the rows below it.
@@ -174,21 +171,13 @@ class DeviceRanks:
         own = early & (ranks == threshold)
         stays = (early | late) & ~(own & (own.cumsum(0) <= late.sum() - equal))
         place = places.gather(0, (stays.cumsum(0) - 1).clamp(min=0))
+        # Behind the rows is a place that is none, for those that don't enter.
         target = torch.where(stays, place, self._capacity)
-        self._ranks.scatter_(0, target, ranks)
-        self._ages.scatter_(0, target, self._counts[0] + torch.arange(n, device=ranks.device))
+        ages = torch.where(stays, self._counts[0] + torch.arange(n, device=ranks.device), NEVER)
+        self._tree.put(target, torch.where(stays, ranks, torch.inf), ages)
         self._counts[0].add_(n)
         self._counts[1].add_(stays.sum())
         return torch.where(stays, place, -1)
-
-    def _least(self, n: int) -> Tensor:
-        """The places of the ``n`` worst rows, the worst and of these the oldest first; empty places before all."""
-        ranks, ages = self._ranks[: self._capacity], self._ages[: self._capacity]
-        bound = ranks.kthvalue(n).values
-        order = torch.where(ranks < bound, ages - _NEVER, torch.where(ranks == bound, ages, _NEVER))
-        places = order.topk(n, largest=False, sorted=False).indices
-        places = places.gather(0, ages.gather(0, places).argsort())
-        return places.gather(0, ranks.gather(0, places).argsort(stable=True))
 
     def still_there(self, index: Tensor, first_age: int | Tensor) -> Tensor:
         """The places of rows, with -1 for those that have left since. No host sync.
@@ -198,9 +187,9 @@ class DeviceRanks:
             first_age: :attr:`next_age` before the first of them was shown.
         """
         ages = first_age + torch.arange(index.numel(), device=index.device)
-        return torch.where(self._ages.gather(0, index.clamp(min=0)) == ages, index, -1)
+        return torch.where(self._tree.ages.gather(0, index.clamp(min=0)) == ages, index, -1)
 
     def state(self) -> RankState:
         """The state of now: copies. Synchronises."""
-        capacity = self._capacity
-        return RankState(self._ranks[:capacity].clone(), self._ages[:capacity].clone(), self._counts.cpu())
+        ranks, ages = self._tree.ranks[: self._capacity], self._tree.ages[: self._capacity]
+        return RankState(ranks.clone(), ages.clone(), self._counts.cpu())
