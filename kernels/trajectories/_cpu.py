@@ -2,6 +2,8 @@
 
 # Numba needs the real signatures: no `from __future__ import annotations`.
 
+import functools
+from collections.abc import Callable
 from typing import Never
 
 import torch
@@ -125,8 +127,16 @@ def update(
 
 def update_ends(ends: Tensor, ring: Tensor, signals: Tensor, by_id: bool, n: int, steps: int, envs: int) -> None:
     """:func:`update` for who reads ``ends`` alone: sums stay as they are. The caller vouches for the arguments."""
+    prepared_ends(ends, ring, signals, by_id, n, steps, envs)()
+
+
+def prepared_ends(
+    ends: Tensor, ring: Tensor, signals: Tensor, by_id: bool, n: int, steps: int, envs: int
+) -> Callable[[], None]:
+    """:func:`update_ends`, to be called as often as one likes, as long as the caller keeps the tensors alive."""
     n_keys = signals.numel() // ENTRY
-    _update_ends(ends.data_ptr(), ring.data_ptr(), signals.data_ptr(), n_keys, by_id, n, steps, envs)
+    addresses = ends.data_ptr(), ring.data_ptr(), signals.data_ptr()
+    return functools.partial(_update_ends, *addresses, n_keys, by_id, n, steps, envs)
 
 
 def resum(

@@ -19,7 +19,7 @@ from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.runtime.recording import current
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.storages.layout import Key, Leaf, as_key, as_written
-from gpubuf.data.storages.staged_rows import Columns, StagedRows
+from gpubuf.data.storages.staged_rows import Columns, PlacedRows, StagedRows
 from gpubuf.data.storages.tensor_storage import TensorStorage
 from gpubuf.kernels._registry import eager, past_dispatcher
 
@@ -114,13 +114,14 @@ class ColumnWrites:
             return
         # No priorities come with the rows, also for whoever completes this write.
         self._given = None
-        staged = plan.one_step if one_step else plan.staged_for(columns)
-        launch = None if staged is None else staged.launch
-        if launch is not None and past_dispatcher(plan.table) and staged.fill(columns):  # type: ignore[union-attr]
-            n = staged.n  # type: ignore[union-attr]
-            index = storage.append_prepared(launch, n)
-        else:
-            sources, n = plan.sources(None if launch else staged, columns, one_step, self.dim_extend)
+        index, n = None, 0
+        if past_dispatcher(plan.table):
+            ready = plan.prepared(columns, one_step)
+            if ready is not None:
+                n = ready.n
+                index = storage.append_prepared(ready.launch, n)
+        if index is None:
+            sources, n = plan.sources(columns, one_step, self.dim_extend)
             if n == 0:
                 return
             index = storage.append_columns(sources, n)
@@ -212,10 +213,21 @@ class _Plan:
         self._step = tuple(storage.shape[1:])
         self._expected = [(leaf.dtype, torch.Size((*self._step, *leaf.shape))) for leaf in self._layout.leaves]
         self._staged: dict[int, StagedRows | None] = {}
-        #: Memory for a write of one step.
-        self.one_step = self._new_staged(self._step)
+        # Of a write of one step: memory for its arrays, and the way of its tensors.
+        self._one_step = self._new_staged(self._step)
+        self._placed = PlacedRows.of(storage, self._step, keeps_index=self.tells) if eager(self.table) else None
 
-    def staged_for(self, columns: Columns) -> StagedRows | None:
+    def prepared(self, columns: Columns, one_step: bool) -> PlacedRows | StagedRows | None:
+        """The write of these columns on the CPU, ready to launch; None if it takes the general way."""
+        if not one_step:
+            staged = self._staged_for(columns)
+        elif self._placed is not None and type(columns) is list and type(columns[0]) is Tensor:
+            return self._placed if self._placed.place(columns) else None
+        else:
+            staged = self._one_step
+        return staged if staged is not None and staged.launch is not None and staged.fill(columns) else None
+
+    def _staged_for(self, columns: Columns) -> StagedRows | None:
         """Memory for a write of as many rows as the first of ``columns`` has, of a storage of one dimension."""
         if len(self._step) > 0:
             return None
@@ -235,15 +247,14 @@ class _Plan:
             return None
         return StagedRows.of(self._storage, lead, keeps_index=self.tells)
 
-    def sources(
-        self, staged: StagedRows | None, columns: Columns, one_step: bool, dim_extend: int
-    ) -> tuple[list[Tensor], int]:
+    def sources(self, columns: Columns, one_step: bool, dim_extend: int) -> tuple[list[Tensor], int]:
         """Columns as tensors ``[n, ...]``, and the number of rows.
 
         Raises:
             ValueError: a key is missing or unknown, or has another shape or dtype.
         """
-        if staged is not None and eager(self.table) and staged.fill(columns):
+        staged = self._one_step if one_step else self._staged_for(columns)
+        if staged is not None and staged.launch is None and eager(self.table) and staged.fill(columns):
             found = staged.on_device(self.table.device)
             if found is not None:
                 return found, staged.n

@@ -19,6 +19,7 @@ from gpubuf.kernels.trajectories import Rule
 _update = without_dispatch(trajectories.update)
 # The CPU's form for who has no use for sums: most of the time of an update is theirs.
 _update_ends = lazy("gpubuf.kernels.trajectories._cpu:update_ends")
+_prepared_ends = lazy("gpubuf.kernels.trajectories._cpu:prepared_ends")
 # Every trajectory counts. Nothing is drawn by this rule: the bits alone are read.
 _RULE = Rule(1)
 
@@ -45,10 +46,12 @@ class EndBits:
         self._columns: tuple[int, ...] = ()
         self._by_id = False
         self._steps, self._envs, self._fan_out = 0, 1, 2
+        # The last update that was prepared: for which memory and number of rows, and what makes it.
+        self._prepared: tuple[Any, ...] = (None, None, None, 0, None)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without addresses."""
-        return {**vars(self), "_signals": None}
+        return {**vars(self), "_signals": None, "_prepared": (None, None, None, 0, None)}
 
     def serves(self, recipe: Recipe) -> bool:
         """Whether these are the ends that ``recipe`` asks for."""
@@ -98,6 +101,15 @@ class EndBits:
             _update_ends(words, ring, self._signals, self._by_id, *written)
         else:
             _update(words, self._sums, ring, self._signals, self._by_id, *written, self._fan_out, *_RULE)
+
+    def write_again(self, ring: Tensor, rows: int) -> None:
+        """:meth:`write` in eager mode on the CPU, in less time for who writes as many rows each time."""
+        words, counters, signals, n, update = self._prepared
+        if words is not self.words or counters is not ring or signals is not self._signals or n != rows:
+            written = rows // self._envs, self._steps, self._envs
+            update = _prepared_ends(self.words, ring, self._signals, self._by_id, *written)
+            self._prepared = self.words, ring, self._signals, rows, update
+        update()
 
     def rebuild(self, ring: Tensor) -> None:
         """Rows were changed in place: index all of them anew, O(capacity). No host sync."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,7 +30,79 @@ PLACED_BYTES = 1 << 20
 """As :data:`STAGED_BYTES`, where such columns are read in place."""
 
 _prepared = lazy("gpubuf.kernels.rows._cpu:PreparedExtend")
+_prepared_computed = lazy("gpubuf.kernels.transitions._cpu_prepared:PreparedExtend")
 _array = np.ndarray
+# The address of an array, in a tenth of the time of `array.ctypes.data`.
+_first_byte, _address_of = ctypes.c_char.from_buffer, ctypes.addressof
+
+
+def _launch_on_cpu(storage: TensorStorage, sources: list[Tensor], n: int, keeps_index: bool) -> Any:
+    """A launch that writes ``n`` rows of ``sources``, on the CPU; None where the storage has another way."""
+    table, ring = storage.table, storage.ring
+    if not table.is_cpu:
+        return None
+    if not storage.computed:
+        return _prepared(table, sources, ring, n, storage.max_size, keeps_index)
+    # Prefixes are compared when they are written.
+    if storage.form.prefixes:
+        return None
+    envs = math.prod(storage.shape[1:])
+    links = storage._links
+    return _prepared_computed(storage._written_fields, sources, ring, *links, n, storage.max_size, envs, keeps_index)
+
+
+class PlacedRows:
+    """The columns of a write of ``n`` rows that are plain tensors on the CPU: the launch reads them where they are.
+
+    Args:
+        storage: where they are written to. Its memory stays where it is as long as this is used.
+        lead: batch dimensions of a column.
+        keeps_index: as for :class:`StagedRows`.
+
+    Attributes:
+        n: number of rows.
+        launch: writes the columns that were placed, and returns the index, or None if they are refused.
+    """
+
+    def __init__(self, storage: TensorStorage, lead: tuple[int, ...], *, keeps_index: bool) -> None:
+        leaves = storage.written_layout.leaves
+        self.n = math.prod(lead)
+        self._expected = [(leaf.dtype, torch.Size((*lead, *leaf.shape))) for leaf in leaves]
+        # Sizes without memory: addresses are those of the columns.
+        shapes = [torch.empty((self.n, *leaf.shape), dtype=leaf.dtype, device="meta") for leaf in leaves]
+        self.launch = _launch_on_cpu(storage, shapes, self.n, keeps_index)
+
+    @staticmethod
+    def of(storage: TensorStorage, lead: tuple[int, ...], *, keeps_index: bool) -> PlacedRows | None:
+        """For columns with these batch dimensions; None if the storage has no such launch."""
+        if math.prod(lead) == 0 or any(leaf.dtype.is_complex for leaf in storage.written_layout.leaves):
+            return None
+        placed = PlacedRows(storage, lead, keeps_index=keeps_index)
+        return None if placed.launch is None else placed
+
+    def place(self, columns: list[Any]) -> bool:
+        """Say where columns are; False if some of them are anything but contiguous tensors that fit.
+
+        They must not change before the launch.
+        """
+        described, slot = self.launch.described, 0
+        for value, (dtype, shape) in zip(columns, self._expected, strict=True):
+            if (
+                type(value) is not Tensor
+                or value.dtype is not dtype
+                or not value.is_cpu
+                or value.shape != shape
+                or not value.is_contiguous()
+                or value.is_neg()
+            ):
+                return False
+            # Tensors of zeros may have no memory.
+            address = value.data_ptr()
+            if address == 0:
+                return False
+            described[slot] = address
+            slot += 3
+        return True
 
 
 class StagedRows:
@@ -54,10 +127,9 @@ class StagedRows:
         self._layout = layout
         self._memory = torch.zeros(layout.arena(self.n).n_bytes, dtype=torch.uint8)
         self.sources = layout.cut(self._memory, self.n)
-        #: Writes what is in the memory, on the CPU, and returns the index. None: the storage has another way.
-        self.launch: Any = None
-        if _is_plain(storage):
-            self.launch = _prepared(storage.table, self.sources, storage.ring, self.n, storage.max_size, keeps_index)
+        #: Writes what is in the memory, on the CPU, and returns the index, or None if the rows are refused. It is None
+        #: itself where the storage has another way.
+        self.launch: Any = _launch_on_cpu(storage, self.sources, self.n, keeps_index)
         self._keys = [as_written(leaf.key) for leaf in layout.leaves]
         # By key: the memory, with dtype and shape of what is copied there, and for a large column where its address is.
         self._targets: list[tuple[np.ndarray, np.dtype, tuple[int, ...], int | None]] = []
@@ -70,7 +142,7 @@ class StagedRows:
     def of(storage: TensorStorage, lead: tuple[int, ...], *, keeps_index: bool) -> StagedRows | None:
         """For columns with these batch dimensions; None if they are too large, or NumPy lacks a dtype."""
         n = math.prod(lead)
-        most = PLACED_BYTES if _is_plain(storage) else STAGED_BYTES
+        most = PLACED_BYTES if storage.table.is_cpu and not storage.form.prefixes else STAGED_BYTES
         if n == 0 or n * storage.written_layout.row_bytes > most:
             return None
         try:
@@ -101,10 +173,13 @@ class StagedRows:
         return True
 
     def _place(self, target: np.ndarray, value: np.ndarray, slot: int) -> None:
-        if not value.flags.c_contiguous:
+        try:
+            address = _address_of(_first_byte(value))
+        except (TypeError, ValueError, BufferError):
+            # Not contiguous, or not to be written to.
             target[...] = value
-            value = target
-        self.launch.described[slot] = value.ctypes.data
+            address = target.ctypes.data
+        self.launch.described[slot] = address
 
     def on_device(self, device: torch.device) -> list[Tensor] | None:
         """What is in the memory, on ``device``; None if it must be read where it comes from.
@@ -120,7 +195,3 @@ class StagedRows:
         pinned.copy_(self._memory)
         return self._layout.cut(pinned.to(device, non_blocking=True), self.n)
 
-
-def _is_plain(storage: TensorStorage) -> bool:
-    """Whether rows are copied on the CPU as they are."""
-    return storage.table.is_cpu and not storage.computed

@@ -124,14 +124,20 @@ class TensorStorage(TorchRLNames):
             sources = self._sources(sources, 1)
         return self._append(to_device(sources, self._device), n)
 
-    def append_prepared(self, launch: Callable[[], Tensor], n: int) -> Tensor:
-        """:meth:`append` of ``n`` rows by a launch that was prepared, in eager mode on the CPU."""
-        ring = self.counters
+    def append_prepared(self, launch: Callable[[], Tensor | None], n: int) -> Tensor | None:
+        """:meth:`append` of ``n`` rows by a launch that was prepared, in eager mode on the CPU.
+
+        None: the launch has refused the rows, and nothing is written.
+        """
+        ring = self._ring
+        assert ring is not None
         self.unfinished = Unfinished(ring.written)
         index = launch()
+        if index is None:
+            return None
         ring.note(n)
         if self.end_bits is not None:
-            self.end_bits.write(self.ring, n)
+            self.end_bits.write_again(ring.counters, n)
         return index
 
     def _append(self, local: list[Tensor], n: int) -> Tensor:
