@@ -18,6 +18,7 @@ from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.random import RandomSampler
 from gpubuf.data.storages.codecs import Codec
 from gpubuf.data.storages.recipe import STEPS_KEY
+from gpubuf.data.storages.staged_rows import StagedRows
 from gpubuf.data.storages.tensor_storage import LazyTensorStorage
 from gpubuf.integrations.spaces import action_dtype, action_length, is_dict, is_discrete, observation_shape
 
@@ -176,26 +177,32 @@ class StableBuffer:
         self._most = max(1, min(WAITING_STEPS, WAITING_BYTES // max(step_bytes, 1), self.buffer_size))
         lead = (self._most, self.n_envs)
         self._columns = {key: np.zeros((*lead, *shape), dtype) for key, (dtype, shape) in kinds.items()}
-        # Large steps don't wait: their arrays are read where they are.
-        self._direct = {key: column[0] for key, column in self._columns.items()} if self._most == 1 else None
-        # Name in a dict, a shape where the environment gives none, and key and memory of observation and next one.
+        # Large steps don't wait: their arrays are read where they are. The columns of one, in order.
+        self._direct = [column[0] for column in self._columns.values()] if self._most == 1 else None
+        # Where they are put instead, once the buffer has memory for that.
+        self._staged: StagedRows | None = None
+        # Name in a dict, a shape where the environment gives none, and memory of observation and next one.
         self._observed = [
             (
                 path[0] if path else None,
                 (self.n_envs, *shapes[path]) if is_discrete(space) else None,
-                own := _key(_OBSERVATION, *path),
-                self._columns[own],
-                following := _key("next", _OBSERVATION, *path),
-                self._columns[following],
+                self._columns[_key(_OBSERVATION, *path)],
+                self._columns[_key("next", _OBSERVATION, *path)],
             )
             for path, space in spaces.items()
         ]
-        self._actions = self._columns["action"]
         self._action_shape = (self.n_envs, self.action_dim)
-        self._rewards = self._columns[_REWARD][..., 0]
-        self._terminated = self._columns[_TERMINATED][..., 0]
-        self._ended = self._columns[_DONE][..., 0] if self._keeps_ends else None
+        self._write_into(list(self._columns.values()))
         self._powers = torch.from_numpy(self.gamma ** np.arange(self.n_steps + 1, dtype=np.float32))
+
+    def _write_into(self, columns: list[np.ndarray]) -> None:
+        """Let actions, rewards and flags of steps be written into these columns ``[steps, E, ...]``."""
+        count = len(self._observed)
+        # The place of the first next observation among the columns.
+        self._behind = count + 1
+        self._actions = columns[count]
+        self._rewards, self._terminated = columns[2 * count + 1][..., 0], columns[2 * count + 2][..., 0]
+        self._ended = columns[2 * count + 3][..., 0] if self._keeps_ends else None
 
     # Writing
 
@@ -225,16 +232,19 @@ class StableBuffer:
         if at == self._most:
             self.flush()
             at = 0
-        direct = self._direct
-        for name, shape, key, column, next_key, next_column in self._observed:
+        direct, staged = self._direct, self._staged
+        for place, (name, shape, column, next_column) in enumerate(self._observed):
             own, coming = (obs, next_obs) if name is None else (obs[name], next_obs[name])
             if shape is not None:
                 own, coming = own.reshape(shape), coming.reshape(shape)
             if direct is None:
                 column[at], next_column[at] = own, coming
+            elif staged is not None:
+                staged.put(place, own)
+                staged.put(self._behind + place, coming)
             else:
-                direct[key], direct[next_key] = _like(column[0], own), _like(next_column[0], coming)
-        self._actions[at] = action.reshape(self._action_shape)
+                direct[place], direct[self._behind + place] = _like(column[0], own), _like(next_column[0], coming)
+        self._actions[at] = action if action.shape == self._action_shape else action.reshape(self._action_shape)
         self._rewards[at] = reward
         self._terminated[at] = done
         if self._ended is not None:
@@ -247,8 +257,25 @@ class StableBuffer:
                         self._ended[at, environment] = True
         if direct is None:
             self._waiting = at + 1
-        else:
+        elif staged is None:
+            self._add_direct(direct)
+        elif not self.buffer._add_staged(staged):
+            self._stage()
+
+    def _add_direct(self, direct: list[np.ndarray]) -> None:
+        """Write a step that doesn't wait. The first one settles the order of the columns."""
+        if self.buffer.initialized:
             self.buffer.add_columns(direct)
+            return
+        self.buffer.add_columns(dict(zip(self._columns, direct, strict=True)))
+        assert self.buffer.column_keys == list(self._columns)
+        self._stage()
+
+    def _stage(self) -> None:
+        """Put the next steps where the buffer needs no copy of them, if it can."""
+        self._staged = self.buffer._staged_step()
+        columns = list(self._columns.values())
+        self._write_into(columns if self._staged is None else [value[None] for value in self._staged.values])
 
     def extend(self, *arguments: Any) -> None:
         """Add several steps: the arguments of :meth:`add`, each with one more dimension in front."""
@@ -389,7 +416,17 @@ class StableBuffer:
 
     def __getstate__(self) -> dict[str, Any]:
         self.flush()
-        made = ("_columns", "_observed", "_direct", "_actions", "_rewards", "_terminated", "_ended", "_powers")
+        made = (
+            "_columns",
+            "_observed",
+            "_direct",
+            "_staged",
+            "_actions",
+            "_rewards",
+            "_terminated",
+            "_ended",
+            "_powers",
+        )
         return {name: value for name, value in vars(self).items() if name not in made}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -98,7 +98,21 @@ class ColumnWrites:
         with self._lock:
             self._write_columns(columns, True)
 
-    def _write_columns(self, columns: Columns, one_step: bool) -> None:
+    def _staged_step(self) -> StagedRows | None:
+        """Memory that the columns of one step can be put into, for :meth:`_add_staged`; None: there is none."""
+        with self._lock:
+            if self._columns is None and self._storage.initialized:
+                self._columns = self._new_plan()
+            staged = None if self._columns is None else self._columns.one_step
+        return None if staged is None or staged.launch is None else staged
+
+    def _add_staged(self, staged: StagedRows) -> bool:
+        """:meth:`add_columns` of what was put there, in eager mode. Returns whether the next step may go there too."""
+        with self._lock:
+            self._write_columns(staged, True)
+            return self._columns is not None and self._columns.one_step is staged
+
+    def _write_columns(self, columns: Columns | StagedRows, one_step: bool) -> None:
         storage, plan = self._storage, self._columns
         # Whether all is as it was when the plan was made, spelled out: every write asks.
         if (
@@ -110,7 +124,7 @@ class ColumnWrites:
         ):
             plan = self._columns = self._new_plan() if storage.initialized else None
         if plan is None or not plan.direct or len(self._transform) or current.recording is not None:
-            self._write_tensordict(columns, one_step)
+            self._write_tensordict(_values_of(columns), one_step)
             return
         # No priorities come with the rows, also for whoever completes this write.
         self._given = None
@@ -121,7 +135,7 @@ class ColumnWrites:
                 n = ready.n
                 index = storage.append_prepared(ready.launch, n)
         if index is None:
-            sources, n = plan.sources(columns, one_step, self.dim_extend)
+            sources, n = plan.sources(_values_of(columns), one_step, self.dim_extend)
             if n == 0:
                 return
             index = storage.append_columns(sources, n)
@@ -187,6 +201,10 @@ def _tensordict_of(columns: Mapping[Any, Any], lead: int, dtypes: Mapping[Key, t
     return out
 
 
+def _values_of(columns: Columns | StagedRows) -> Columns:
+    return columns.values if isinstance(columns, StagedRows) else columns
+
+
 def _readable(array: np.ndarray) -> np.ndarray:
     """``array``, or a copy if PyTorch would not take its memory, or would warn that it may be written to."""
     if array.flags.carray or (array.flags.writeable and all(stride >= 0 for stride in array.strides)):
@@ -213,18 +231,21 @@ class _Plan:
         self._step = tuple(storage.shape[1:])
         self._expected = [(leaf.dtype, torch.Size((*self._step, *leaf.shape))) for leaf in self._layout.leaves]
         self._staged: dict[int, StagedRows | None] = {}
-        # Of a write of one step: memory for its arrays, and the way of its tensors.
-        self._one_step = self._new_staged(self._step)
+        # For writes of one step: memory for arrays, and the way of tensors.
+        self.one_step = self._new_staged(self._step)
         self._placed = PlacedRows.of(storage, self._step, keeps_index=self.tells) if eager(self.table) else None
 
-    def prepared(self, columns: Columns, one_step: bool) -> PlacedRows | StagedRows | None:
+    def prepared(self, columns: Columns | StagedRows, one_step: bool) -> PlacedRows | StagedRows | None:
         """The write of these columns on the CPU, ready to launch; None if it takes the general way."""
+        if type(columns) is StagedRows:
+            # Perhaps of another plan.
+            return columns if columns is self.one_step and columns.launch is not None else None
         if not one_step:
             staged = self._staged_for(columns)
         elif self._placed is not None and type(columns) is list and type(columns[0]) is Tensor:
             return self._placed if self._placed.place(columns) else None
         else:
-            staged = self._one_step
+            staged = self.one_step
         return staged if staged is not None and staged.launch is not None and staged.fill(columns) else None
 
     def _staged_for(self, columns: Columns) -> StagedRows | None:
@@ -253,7 +274,7 @@ class _Plan:
         Raises:
             ValueError: a key is missing or unknown, or has another shape or dtype.
         """
-        staged = self._one_step if one_step else self._staged_for(columns)
+        staged = self.one_step if one_step else self._staged_for(columns)
         if staged is not None and staged.launch is None and eager(self.table) and staged.fill(columns):
             found = staged.on_device(self.table.device)
             if found is not None:

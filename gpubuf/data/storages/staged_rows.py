@@ -137,6 +137,8 @@ class StagedRows:
             target = source.numpy().reshape((*lead, *leaf.shape))
             large = self.launch is not None and source.nbytes >= READ_IN_PLACE
             self._targets.append((target, target.dtype, target.shape, 3 * place if large else None))
+        #: What :meth:`put` has set: the memory of each column, or an array in its place.
+        self.values: list[np.ndarray] = [target for target, *_ in self._targets]
 
     @staticmethod
     def of(storage: TensorStorage, lead: tuple[int, ...], *, keeps_index: bool) -> StagedRows | None:
@@ -149,6 +151,29 @@ class StagedRows:
             return StagedRows(storage, lead, keeps_index=keeps_index)
         except TypeError:
             return None
+
+    def put(self, place: int, value: Any) -> None:
+        """Set one column of the next launch; numbers of other dtypes are converted, as NumPy does.
+
+        A large array is read by the launch, which must come before it changes.
+
+        Raises:
+            ValueError: it has another shape.
+        """
+        target, dtype, shape, slot = self._targets[place]
+        if slot is None:
+            target[...] = value
+            return
+        if type(value) is _array and value.dtype == dtype and value.shape == shape:
+            try:
+                self.launch.described[slot] = _address_of(_first_byte(value))
+            except (TypeError, ValueError):
+                pass
+            else:
+                self.values[place] = value
+                return
+        target[...] = value
+        self.launch.described[slot], self.values[place] = target.ctypes.data, target
 
     def fill(self, columns: Columns) -> bool:
         """Copy columns here; False if some of them are anything but NumPy arrays of the right shape and dtype.
@@ -168,18 +193,14 @@ class StagedRows:
                 return False
             if slot is None:
                 target[...] = value
-            else:
-                self._place(target, value, slot)
+                continue
+            try:
+                self.launch.described[slot] = _address_of(_first_byte(value))
+            except (TypeError, ValueError):
+                # Not contiguous, or not to be written to.
+                target[...] = value
+                self.launch.described[slot] = target.ctypes.data
         return True
-
-    def _place(self, target: np.ndarray, value: np.ndarray, slot: int) -> None:
-        try:
-            address = _address_of(_first_byte(value))
-        except (TypeError, ValueError, BufferError):
-            # Not contiguous, or not to be written to.
-            target[...] = value
-            address = target.ctypes.data
-        self.launch.described[slot] = address
 
     def on_device(self, device: torch.device) -> list[Tensor] | None:
         """What is in the memory, on ``device``; None if it must be read where it comes from.
@@ -194,4 +215,3 @@ class StagedRows:
         pinned = host_memory.staging(self._memory.numel())
         pinned.copy_(self._memory)
         return self._layout.cut(pinned.to(device, non_blocking=True), self.n)
-
