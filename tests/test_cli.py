@@ -284,6 +284,42 @@ def test_speed_and_time_left(monkeypatch):
     assert speed.left(20_000, 10) == "0:00"
 
 
+@pytest.mark.parametrize("kind", ["bar", "plain"])
+def test_no_rate_while_the_first_steps_are_compiled(kind, capsys, monkeypatch):
+    """The minute of the first step is no speed: dashes, until steps behind it have been counted."""
+    now = 0.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    reporter = PlainReporter() if kind == "plain" else BarReporter()
+    reporter.start(0, 100_000)
+    shown = []
+    for step, seconds in [(1, 65.0), *[(step, 0.05) for step in range(2, 2_000)], (2_000, 70.0)]:
+        now += seconds
+        reporter.update(Status(step, None, None, None))
+        if kind == "bar":
+            shown.append(reporter._progress.tasks[0].fields["speed"])
+    if kind == "plain":
+        shown = [line.rpartition("  actor -  ")[2] for line in capsys.readouterr().out.splitlines()]
+    else:
+        reporter.stop()
+    assert shown[0] == "- steps/s  -:-- left"
+    assert shown[1 if kind == "plain" else 100].startswith("20 steps/s  1:2")
+    assert shown[-1] == "- steps/s  -:-- left"
+    assert not any(text.startswith("0") for text in shown)
+
+
+def test_slow_steps_have_a_rate(monkeypatch):
+    """Steps that all take long are no pauses."""
+    now = 0.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    reporter = BarReporter()
+    reporter.start(0, 1000)
+    for step in range(1, 5):
+        now += 10.0
+        reporter.update(Status(step, None, None, None))
+    assert reporter._progress.tasks[0].fields["speed"] == "0.1 steps/s  2:46:00 left"
+    reporter.stop()
+
+
 @pytest.mark.skipif(os.name != "posix", reason="signals between processes")
 def test_ctrl_c_in_a_process_of_its_own(tmp_path):
     """The real thing: SIGINT to the process, exit code 130, a checkpoint, and no traceback."""

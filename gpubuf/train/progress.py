@@ -12,6 +12,8 @@ from gpubuf.progress import make_progress
 _PLAIN_LINES = 10
 _PLAIN_SECONDS = 60.0
 _REFRESH_SECONDS = 0.1
+# A step that takes longer is a pause, in which something is compiled, unless the one before took as long.
+_PAUSE_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
@@ -48,12 +50,25 @@ class Reporter(Protocol):
 
 
 class Speed:
-    """Steps per second over the last few seconds, so that the remaining time is right after the random warm-up, too."""
+    """Steps per second over the last few seconds, so that the remaining time is right after the random warm-up, too.
+
+    What is compiled at the first steps takes up to minutes, and says nothing about those that follow: no rate is known
+    from such a pause until more steps have been counted.
+    """
 
     def __init__(self, step: int, total: int, span: float = 5.0) -> None:
         self._total = total
         self._span = span
-        self._marks = [(time.monotonic(), step)]
+        self._paused = False
+        self._last = time.monotonic()
+        self._marks = [(self._last, step)]
+
+    def count(self, step: int, now: float) -> None:
+        """Note the time at which ``step`` was done. Called after every step."""
+        pause = now - self._last > _PAUSE_SECONDS
+        if pause and not self._paused:
+            self._marks = [(now, step)]
+        self._paused, self._last = pause, now
 
     def update(self, step: int) -> float:
         """Note the time of ``step``. Returns steps per second, 0 while unknown."""
@@ -82,6 +97,11 @@ def describe(status: Status) -> str:
     )
 
 
+def _speed(rate: float, left: str) -> str:
+    """Rate and remaining time as text, with dashes while they are unknown."""
+    return f"{f'{rate:.0f}' if rate >= 10 else f'{rate:.2g}' if rate > 0 else '-'} steps/s  {left} left"
+
+
 def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
@@ -104,14 +124,15 @@ class PlainReporter:
 
     def update(self, status: Status) -> None:
         now = time.monotonic()
+        self._speed.count(status.step, now)
         if status.step < self._due and now < self._shown + _PLAIN_SECONDS:
             return
         self._shown = now
         rate = self._speed.update(status.step)
         self._due = self._next(status.step)
         self.message(
-            f"step {status.step:,}/{self._total:,}  {describe(status)}  {rate:.0f} steps/s  "
-            f"{self._speed.left(status.step, rate)} left"
+            f"step {status.step:,}/{self._total:,}  {describe(status)}  "
+            f"{_speed(rate, self._speed.left(status.step, rate))}"
         )
         self._speed = Speed(status.step, self._total, span=float("inf"))
 
@@ -149,12 +170,12 @@ class BarReporter:
             "short bar",
             "{task.completed:,.0f}/{task.total:,.0f}",
             "[cyan]{task.fields[description_]}",
-            "{task.fields[rate]:.0f} steps/s  {task.fields[left]} left",
+            "{task.fields[speed]}",
         )
         self._speed = Speed(0, 0)
         self._shown = 0.0
         self._latest: Status | None = None
-        self._task = self._progress.add_task("", total=None, start=False, description_="", rate=0.0, left="-:--")
+        self._task = self._progress.add_task("", total=None, start=False, description_="", speed="")
 
     def start(self, step: int, total: int) -> None:
         self._speed = Speed(step, total)
@@ -165,6 +186,7 @@ class BarReporter:
     def update(self, status: Status) -> None:
         self._latest = status
         now = time.monotonic()
+        self._speed.count(status.step, now)
         if now - self._shown >= _REFRESH_SECONDS:
             self._shown = now
             self._show(status)
@@ -175,8 +197,7 @@ class BarReporter:
             self._task,
             completed=status.step,
             description_=describe(status),
-            rate=rate,
-            left=self._speed.left(status.step, rate),
+            speed=_speed(rate, self._speed.left(status.step, rate)),
         )
 
     def message(self, text: str) -> None:

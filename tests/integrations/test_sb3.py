@@ -173,6 +173,36 @@ def test_large_steps_are_written_at_once():
     assert batch.next_observations.dtype is torch.uint8
 
 
+@pytest.mark.parametrize("once", [False, True], ids=["plain", "observations once"])
+def test_large_steps_of_every_kind_of_array(once):
+    """Arrays that can't be read where they are, and rows that are elsewhere than before."""
+    space = spaces.Box(0, 255, (4, 100, 100), np.uint8)
+    room = 20 if once else None
+    buffer = sb3.ReplayBuffer(40, space, ACTIONS["box"], "cpu", optimize_memory_usage=once, next_capacity=room)
+    kinds = [
+        lambda image: image,
+        lambda image: np.broadcast_to(image, image.shape),
+        lambda image: np.asfortranarray(image),
+        lambda image: image.astype(np.float64),
+        lambda image: image[:, ::-1],
+    ]
+    for step in range(20):
+        images = [np.full((1, 4, 100, 100), step + after, np.uint8) for after in range(2)]
+        images = [kinds[(step + place) % len(kinds)](image) for place, image in enumerate(images)]
+        ended = np.array([step % 7 == 6])
+        buffer.add(*images, np.full((1, 2), step), np.full(1, step), ended, [{"TimeLimit.truncated": step == 13}])
+        if step == 8:
+            buffer = pickle.loads(pickle.dumps(buffer))
+        if step == 12:
+            buffer.buffer.load_state_dict(copy.deepcopy(buffer.buffer.state_dict()))
+    batch, steps = buffer.samples_at(np.arange(20), np.zeros(20, np.int64)), torch.arange(20)
+    assert torch.equal(batch.observations[:, 3, 99, 99].long(), steps)
+    assert torch.equal(batch.next_observations[:, 0, 0, 0].long(), steps + 1)
+    assert torch.equal(batch.actions, steps.float()[:, None].expand(20, 2))
+    assert torch.equal(batch.rewards[:, 0].long(), steps)
+    assert batch.dones[:, 0].nonzero().flatten().tolist() == [6]
+
+
 def test_a_refused_step_is_told_at_each_write():
     """No room for next observations: an error, and no rows but those before."""
     buffer = sb3.ReplayBuffer(200, BOX, ACTIONS["box"], "cpu", optimize_memory_usage=True, next_capacity=1)

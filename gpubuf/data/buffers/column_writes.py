@@ -242,7 +242,7 @@ class _Plan:
             return columns if columns is self.one_step and columns.launch is not None else None
         if not one_step:
             staged = self._staged_for(columns)
-        elif self._placed is not None and type(columns) is list and type(columns[0]) is Tensor:
+        elif self._placed is not None and type(columns) is list and columns and type(columns[0]) is Tensor:
             return self._placed if self._placed.place(columns) else None
         else:
             staged = self.one_step

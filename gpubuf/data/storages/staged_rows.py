@@ -85,6 +85,8 @@ class PlacedRows:
 
         They must not change before the launch.
         """
+        if len(columns) != len(self._expected):
+            return False
         described, slot = self.launch.described, 0
         for value, (dtype, shape) in zip(columns, self._expected, strict=True):
             if (
