@@ -296,6 +296,13 @@ def test_parts_that_are_replaced():
     assert_same_buffers(ours, theirs)
 
 
+def _negated(value: torch.Tensor) -> torch.Tensor:
+    """The same numbers, in memory that holds them with the other sign."""
+    if not value.is_floating_point():
+        return value
+    return torch.complex(torch.zeros_like(value), -value).conj().imag
+
+
 def test_tensors_of_a_step_that_are_no_plain_memory():
     """Views, negations, zeros without memory and tensors with gradients: their numbers are written."""
     options = {"ndim": 2, "share_next": True, "dtypes": {("next", "done"): torch.float32}}
@@ -308,7 +315,7 @@ def test_tensors_of_a_step_that_are_no_plain_memory():
     strange = [
         lambda value: value.flip(0).flip(0),
         lambda value: torch.stack([value, value], 1)[:, 0],
-        lambda value: torch.complex(torch.zeros_like(value), -value).conj().imag if value.is_floating_point() else value,
+        _negated,
         lambda value: torch._efficientzerotensor(value.shape, dtype=value.dtype),
         lambda value: value.requires_grad_() if value.is_floating_point() else value,
         lambda value: value.as_strided(value.shape, (0,) * value.ndim),
@@ -336,7 +343,7 @@ def test_tensors_of_a_step_that_are_refused():
         which.add_columns(rows((3,), 0))
         which.add_columns(tensors(1))
     wrong = tensors(2)
-    with pytest.raises(ValueError, match="key 'action': a number to store as torch.int8 is out of its range"):
+    with pytest.raises(ValueError, match="key 'action': a number to store as"):
         made.add_columns([wrong[0], wrong[1] + 1000, *wrong[2:]])
     for bad in (wrong[0][:2], wrong[0].double(), wrong[0].to("meta")):
         with pytest.raises((ValueError, RuntimeError, NotImplementedError)):
