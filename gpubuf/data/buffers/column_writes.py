@@ -237,15 +237,12 @@ class _Plan:
 
     def prepared(self, columns: Columns | StagedRows, one_step: bool) -> PlacedRows | StagedRows | None:
         """The write of these columns on the CPU, ready to launch; None if it takes the general way."""
-        if type(columns) is StagedRows:
+        if isinstance(columns, StagedRows):
             # Perhaps of another plan.
             return columns if columns is self.one_step and columns.launch is not None else None
-        if not one_step:
-            staged = self._staged_for(columns)
-        elif self._placed is not None and type(columns) is list and columns and type(columns[0]) is Tensor:
+        if one_step and self._placed is not None and type(columns) is list and columns and type(columns[0]) is Tensor:
             return self._placed if self._placed.place(columns) else None
-        else:
-            staged = self.one_step
+        staged = self.one_step if one_step else self._staged_for(columns)
         return staged if staged is not None and staged.launch is not None and staged.fill(columns) else None
 
     def _staged_for(self, columns: Columns) -> StagedRows | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,8 @@ _prepared = lazy("gpubuf.kernels.rows._cpu:PreparedExtend")
 _prepared_computed = lazy("gpubuf.kernels.transitions._cpu_prepared:PreparedExtend")
 _array = np.ndarray
 # The address of an array, in a tenth of the time of `array.ctypes.data`.
-_first_byte, _address_of = ctypes.c_char.from_buffer, ctypes.addressof
+_first_byte: Callable[[Any], Any] = ctypes.c_char.from_buffer
+_address_of = ctypes.addressof
 
 
 def _launch_on_cpu(storage: TensorStorage, sources: list[Tensor], n: int, keeps_index: bool) -> Any:
