@@ -20,6 +20,7 @@ from gpubuf.data.storages.codecs import Codec
 from gpubuf.data.storages.recipe import STEPS_KEY
 from gpubuf.data.storages.staged_rows import StagedRows
 from gpubuf.data.storages.tensor_storage import LazyTensorStorage
+from gpubuf.integrations.end_flags import EndFlags
 from gpubuf.integrations.spaces import action_dtype, action_length, is_dict, is_discrete, observation_shape
 
 #: Steps that wait on the host, and the bytes that these may take: one launch then writes all of them.
@@ -435,42 +436,6 @@ class StableBuffer:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.size()}/{self.buffer_size} steps of {self.n_envs}, buffer={self.buffer!r})"
-
-
-class EndFlags:
-    """``dones`` of a buffer. Stable-Baselines3 sets those of the newest step when training begins again.
-
-    ``dones[step] = True`` ends the trajectories there: n-step returns end, and without ``handle_timeout_termination``
-    the rows count as terminated. Reading, as in ``np.asarray(dones)``, copies.
-    """
-
-    def __init__(self, owner: StableBuffer) -> None:
-        self._owner = owner
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        owner = self._owner
-        flags = np.zeros((owner.buffer_size, owner.n_envs), np.float32)
-        if owner.buffer.initialized:
-            stored = owner.buffer.storage[:][_TERMINATED].squeeze(-1).cpu().numpy()
-            flags[: len(stored)] = stored
-        return flags if dtype is None else flags.astype(dtype)
-
-    def __getitem__(self, index: Any) -> Any:
-        return np.asarray(self)[index]
-
-    def __setitem__(self, index: Any, ended: Any) -> None:
-        owner = self._owner
-        storage, envs = owner.buffer.storage, owner.n_envs
-        steps = np.atleast_1d(np.arange(owner.buffer_size)[index])
-        flat = torch.from_numpy((steps[:, None] * envs + np.arange(envs)).reshape(-1)).to(storage.device)
-        with owner.buffer._lock:
-            rows = storage.written_layout.assemble(storage.as_written(flat), (flat.numel(),), storage.device)
-            flags = torch.full_like(rows[_TERMINATED], float(ended))
-            if not owner.handle_timeout_termination:
-                rows[_TERMINATED] = flags
-            if owner._keeps_ends:
-                rows[_DONE] = flags.bool()
-            storage.write(flat, rows)
 
 
 def _normalized(observations: Any, env: Any) -> Any:

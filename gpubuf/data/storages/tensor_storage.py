@@ -125,12 +125,8 @@ class TensorStorage(TorchRLNames):
         return self._append(to_device(sources, self._device), n)
 
     def append_prepared(self, launch: Callable[[], Tensor | None], n: int) -> Tensor | None:
-        """:meth:`append` of ``n`` rows by a launch that was prepared, in eager mode on the CPU.
-
-        None: the launch has refused the rows, and nothing is written.
-        """
-        ring = self._ring
-        assert ring is not None
+        """:meth:`append` of ``n`` rows by a prepared launch, in eager mode on the CPU; None: it has refused them."""
+        ring = self.counters
         self.unfinished = Unfinished(ring.written)
         index = launch()
         if index is None:
