@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
-
-if TYPE_CHECKING:
-    from gpubuf.integrations.stable_buffers import StableBuffer
 
 _DONE, _TERMINATED = ("next", "done"), ("next", "terminated")
 
@@ -20,7 +17,7 @@ class EndFlags:
     the rows count as terminated. Reading, as in ``np.asarray(dones)``, copies.
     """
 
-    def __init__(self, owner: StableBuffer) -> None:
+    def __init__(self, owner: Any) -> None:
         self._owner = owner
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:

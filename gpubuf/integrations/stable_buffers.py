@@ -28,6 +28,8 @@ WAITING_STEPS, WAITING_BYTES = 64, 1 << 16
 
 _OBSERVATION, _DONE = "observation", ("next", "done")
 _REWARD, _TERMINATED = ("next", "reward"), ("next", "terminated")
+#: What copies make anew.
+_MADE = "_columns _observed _direct _staged _actions _rewards _terminated _ended _powers".split()
 
 
 class ReplayBufferSamples(NamedTuple):
@@ -136,7 +138,8 @@ class StableBuffer:
             ndim=2,
             share_next=[(_OBSERVATION, *name) for name in self._names()] if optimize_memory_usage else False,
             next_capacity=next_capacity,
-            dtypes=dtypes,
+            # Rows that store observations once are converted anyway: a flag then takes a byte.
+            dtypes={**({_TERMINATED: torch.bool} if optimize_memory_usage else {}), **(dtypes or {})},
         )
         self.buffer = ReplayBuffer(
             storage=storage,

@@ -55,6 +55,7 @@ ADAPTERS: dict[str, Adapter] = {
     "sb3_images": Adapter("sb3", "images of 4 x 84 x 84 bytes, 10 000 rows", "sb3", f"{_SB3}:images"),
     "sb3_dicts": Adapter("sb3", "dicts of two observations, 1 M rows", "sb3", f"{_SB3}:dicts"),
     "cleanrl": Adapter("cleanrl", "one environment, 17 + 6 + 17 numbers, 1 M rows", "sb3", f"{_SB3}:cleanrl"),
+    "fasttd3_16": Adapter("fasttd3", "16 environments, n = 3, 65 536 rows", "holosoma", f"{_RINGS}:single"),
     "fasttd3_128": Adapter("fasttd3", "128 environments, n = 3, 65 536 rows", "holosoma", f"{_RINGS}:few"),
     "fasttd3_1024": Adapter("fasttd3", "1024 environments, n = 3, 65 536 rows", "holosoma", f"{_RINGS}:some"),
     "fasttd3_4096": Adapter("fasttd3", "4096 environments, n = 3, 65 536 rows", "holosoma", f"{_RINGS}:many"),

@@ -89,6 +89,11 @@ def _rings(envs: int) -> dict[str, Contender]:
     return found
 
 
+def single() -> dict[str, Contender]:
+    """16 environments: the time of a write is that of the calls around it."""
+    return _rings(16)
+
+
 def few() -> dict[str, Contender]:
     """128 environments, as HumanoidBench has."""
     return _rings(128)

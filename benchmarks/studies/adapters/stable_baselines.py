@@ -13,7 +13,7 @@ from benchmarks.studies.adapters.registry import Contender
 
 BATCH, ROWS = 256, 1_000_000
 #: Steps that are written over and over, with an episode of 500 in each environment.
-STEPS = 2_000
+STEPS, EPISODE = 2_000, 500
 BOX, ACTION = spaces.Box(-10, 10, (17,), np.float32), spaces.Box(-1, 1, (6,), np.float32)
 IMAGE = spaces.Box(0, 255, (4, 84, 84), np.uint8)
 DICT = spaces.Dict({"position": BOX, "goal": spaces.Box(-10, 10, (3,), np.float32)})
@@ -33,7 +33,7 @@ def steps_of(space: Any, envs: int, count: int) -> list[tuple[Any, ...]]:
     observations = [observed() for _ in range(count)]
     found = []
     for at in range(count):
-        done = np.full(envs, at % 500 == 499)
+        done = np.full(envs, at % EPISODE == EPISODE - 1)
         infos: list[dict[str, Any]] = [{"TimeLimit.truncated": True} if ended else {} for ended in done]
         action, reward = rng.standard_normal((envs, 6), np.float32), rng.standard_normal(envs, np.float32)
         found.append((observations[at], observations[(at + 1) % count], action, reward, done, infos))
@@ -81,6 +81,12 @@ def _pair(theirs: str, ours: Any, space: Any, envs: int, rows: int, once: bool, 
     if once:
         shared = ours(rows, space, ACTION, "cpu", n_envs=envs, optimize_memory_usage=True, **options)
         found["gpubuf, optimize_memory_usage"] = contender(shared, steps)
+        # As many as there are ends of episodes, four times over.
+        ends = max(4 * rows // EPISODE, envs)
+        fitted = ours(
+            rows, space, ACTION, "cpu", n_envs=envs, optimize_memory_usage=True, next_capacity=ends, **options
+        )
+        found["gpubuf, optimize_memory_usage, next_capacity for these episodes"] = contender(fitted, steps)
     return found
 
 
