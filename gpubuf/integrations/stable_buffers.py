@@ -21,6 +21,7 @@ from gpubuf.data.storages.recipe import STEPS_KEY
 from gpubuf.data.storages.staged_rows import StagedRows
 from gpubuf.data.storages.tensor_storage import LazyTensorStorage
 from gpubuf.integrations.end_flags import EndFlags
+from gpubuf.integrations.normalizing import normalized, through
 from gpubuf.integrations.spaces import action_dtype, action_length, is_dict, is_discrete, observation_shape
 
 #: Steps that wait on the host, and the bytes that these may take: one launch then writes all of them.
@@ -29,7 +30,7 @@ WAITING_STEPS, WAITING_BYTES = 64, 1 << 16
 _OBSERVATION, _DONE = "observation", ("next", "done")
 _REWARD, _TERMINATED = ("next", "reward"), ("next", "terminated")
 #: What copies make anew.
-_MADE = "_columns _observed _direct _staged _actions _rewards _terminated _ended _powers".split()
+_MADE = {"_columns", "_observed", "_direct", "_staged", "_actions", "_rewards", "_terminated", "_ended", "_powers"}
 
 
 class ReplayBufferSamples(NamedTuple):
@@ -356,7 +357,7 @@ class StableBuffer:
                 self._powers = self._powers.to(steps.device)
             discounts = self._powers[steps]
         if env is not None:
-            observations, coming = _normalized(observations, env), _normalized(coming, env)
+            observations, coming = normalized(observations, env), normalized(coming, env)
             rewards = self._normalized_rewards(rewards, info["index"], steps, env)
         return self._made(
             self._samples(observations, data["action"], coming, following["terminated"], rewards, discounts), info
@@ -367,7 +368,7 @@ class StableBuffer:
 
     def _normalized_rewards(self, rewards: Tensor, index: Tensor, steps: Tensor | None, env: Any) -> Tensor:
         if steps is None:
-            return _through(env.normalize_reward, rewards)
+            return through(env.normalize_reward, rewards)
         # Each reward of the sum is scaled and cut for itself.
         size, envs = self.buffer.storage.max_size, self.n_envs
         behind = torch.arange(self.n_steps, device=index.device)
@@ -377,7 +378,7 @@ class StableBuffer:
         assert key is not None
         with self.buffer._lock:
             single = storage.gather_key(key, rows.reshape(-1)).view(rows.shape)
-        counted = _through(env.normalize_reward, single) * self._powers[:-1] * (behind < steps)
+        counted = through(env.normalize_reward, single) * self._powers[:-1] * (behind < steps)
         return counted.sum(1, keepdim=True)
 
     # What is known of the rows
@@ -439,15 +440,3 @@ class StableBuffer:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.size()}/{self.buffer_size} steps of {self.n_envs}, buffer={self.buffer!r})"
-
-
-def _normalized(observations: Any, env: Any) -> Any:
-    if isinstance(observations, dict):
-        found = env.normalize_obs({name: value.cpu().numpy() for name, value in observations.items()})
-        return {name: torch.from_numpy(found[name]).to(value.device) for name, value in observations.items()}
-    return _through(env.normalize_obs, observations)
-
-
-def _through(function: Any, numbers: Tensor) -> Tensor:
-    """``function`` of NumPy applied to a tensor: float32, on its device. Synchronises on a GPU."""
-    return torch.from_numpy(function(numbers.cpu().numpy()).astype(np.float32, copy=False)).to(numbers.device)
