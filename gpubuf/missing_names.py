@@ -40,14 +40,9 @@ DATA = {
     "StreamingSliceSampler": "SliceSampler draws new and old slices alike",
     "TED2Flat": _HOOK,
     "TED2Nested": _HOOK,
-    "Trajectory": "TorchRL's queries take rows: buffer[:]",
-    "TrajectoryPredicate": "TorchRL's queries take rows: buffer[:]",
     "WriterEnsemble": _ENSEMBLE,
-    "filter_trajectories": "TorchRL's function takes rows: buffer[:]",
     "find_start_stop_traj": "the samplers of slices find the ends of trajectories",
-    "iter_trajectories": "TorchRL's function takes rows: buffer[:]",
     "prefill_replay_buffer": "buffer.extend(dataset[:]), or TorchRL's function, which works with gpubuf's buffers",
-    "traj": "TorchRL's queries take rows: buffer[:]",
 }
 #: Of ``torchrl.objectives``: every other loss.
 OBJECTIVES = "use TorchRL's: it takes gpubuf's batches, and SoftUpdate and HardUpdate of both libraries take it"

@@ -8,6 +8,8 @@ from gpubuf.data.buffers.hindsight import Hindsight
 from gpubuf.data.buffers.max_value import TensorDictMaxValueWriter
 from gpubuf.data.buffers.mixed import MixedReplayBuffer
 from gpubuf.data.buffers.multi_step import MultiStepTransform
+from gpubuf.data.buffers.predicates import TrajectoryPredicate, traj
+from gpubuf.data.buffers.query import Trajectory, filter_trajectories, iter_trajectories
 from gpubuf.data.buffers.replay_buffer import ReplayBuffer
 from gpubuf.data.buffers.sample_units import SampleUnit, Sequence, Transition
 from gpubuf.data.buffers.tensordict_buffers import (
@@ -88,12 +90,17 @@ __all__ = [
     "TensorStorage",
     "TensorStorageCheckpointer",
     "Trajectories",
+    "Trajectory",
     "TrajectoryIndex",
+    "TrajectoryPredicate",
     "Transition",
     "Writer",
+    "filter_trajectories",
     "from_minari",
+    "iter_trajectories",
     "load_torchrl",
     "save_torchrl",
+    "traj",
 ]
 
 

@@ -53,7 +53,7 @@ class Composed:
     _default_sampler: type[Sampler] = RandomSampler
     _default_writer: type[Writer]
     _consuming_sampler: type[ConsumingSampler] = ConsumingSampler
-    _storage: TensorStorage = _Assigned("set_storage")  # type: ignore[assignment]
+    _storage: TensorStorage = _Assigned("_replace_storage")  # type: ignore[assignment]
     _sampler: Sampler = _Assigned("set_sampler")  # type: ignore[assignment]
     _writer: Writer = _Assigned("set_writer")  # type: ignore[assignment]
     _transform: Compose
@@ -62,6 +62,7 @@ class Composed:
     _pipeline: Pipeline | None
     _lock: BufferLock
     _prefetcher: Prefetcher
+    _collate_fn: Callable[[Data], Data] | None
 
     def _assemble(self) -> None:
         raise NotImplementedError
@@ -112,11 +113,26 @@ class Composed:
             first = leaves[0]
             leaves = list(first.values()) if isinstance(first, dict) else list(first)
         if leaves and not is_data(leaves[0]):
-            self.set_storage(self._default_objects(DEFAULT_CAPACITY))
+            self._replace_storage(self._default_objects(DEFAULT_CAPACITY))
         return self._storage
 
-    def set_storage(self, storage: Storage) -> TensorStorage:
-        """Replace the storage; the sampler starts afresh. Returns the one before."""
+    def set_storage(self, storage: Storage, collate_fn: Callable[[Data], Data] | None = None) -> TensorStorage:
+        """Replace the storage and the ``collate_fn``; the sampler starts afresh. Returns the storage before.
+
+        Args:
+            storage: the new one, or a function that returns it.
+            collate_fn: applied to gathered batches. Default: none, whatever the constructor was given.
+        """
+        with self._lock:
+            given, vars(self)["_collate_fn"] = vars(self)["_collate_fn"], collate_fn
+            try:
+                return self._replace_storage(storage)
+            except BaseException:
+                vars(self)["_collate_fn"] = given
+                raise
+
+    def _replace_storage(self, storage: Storage) -> TensorStorage:
+        """Replace the storage alone."""
         with self._lock:
             self._prefetcher.discard()
             before = self._storage

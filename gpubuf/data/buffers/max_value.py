@@ -139,6 +139,18 @@ class TensorDictMaxValueWriter(Writer):
         ring.rewrite(positions, stays & (ring.generations(positions) >= 0))
         ring.fill(index.numel())
 
+    def get_insert_index(self, data: Data) -> int | None:
+        """The place that a row would take, or None if it would not be kept. Nothing changes. Synchronises with a GPU.
+
+        Args:
+            data: a row without a batch dimension.
+        """
+        ranks = self.ranks_of(self._storage.as_batch(data, 0))
+        if not self._storage.initialized:
+            return 0
+        place = int(HeapRanks(RankState(*(part.cpu() for part in self._kept().state()))).admit(ranks))
+        return None if place < 0 else place
+
     def ranks_of(self, data: Data) -> Tensor:
         """The ranks of ``[n]`` rows: float64 ``[n]``.
 

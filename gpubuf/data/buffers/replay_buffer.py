@@ -26,9 +26,11 @@ from gpubuf.data.buffers.hindsight import Hindsight
 from gpubuf.data.buffers.moving import Movable
 from gpubuf.data.buffers.multi_step import without_multi_steps
 from gpubuf.data.buffers.overview import Overview
+from gpubuf.data.buffers.query import Queries
 from gpubuf.data.buffers.row_order import RowOrder
 from gpubuf.data.buffers.sample_units import SampleUnit, checked_unit
 from gpubuf.data.buffers.sampling import Batches
+from gpubuf.data.buffers.service import Service
 from gpubuf.data.buffers.stateful import Stateful
 from gpubuf.data.buffers.transforms import Compose
 from gpubuf.data.buffers.write_back import WriteBack
@@ -51,7 +53,7 @@ _compiling = torch.compiler.is_compiling
 _no_lock = nullcontext()
 
 
-class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, Stateful, WriteBack):
+class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, Queries, Service, Stateful, WriteBack):
     """A replay buffer whose rows, counters and random numbers stay on the storage's device.
 
     ``extend``, ``sample`` and ``update_priority`` never synchronise with the host. All of them may be called from

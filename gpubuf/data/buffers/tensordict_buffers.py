@@ -16,6 +16,7 @@ from gpubuf.data.buffers.row_info import collapsed, expanded
 from gpubuf.data.buffers.sample_units import by_anchor
 from gpubuf.data.buffers.writers import TensorDictRoundRobinWriter
 from gpubuf.data.concurrency.locking import unless_compiling
+from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.data.storages.layout import Data
 from gpubuf.data.storages.tensor_storage import Storage, TensorStorage
@@ -155,6 +156,11 @@ class Prioritized(ReplayBuffer):
     """Base of the buffers with priorities."""
 
     _prioritized_sampler: type[PrioritizedSampler] = PrioritizedSampler
+
+    @property
+    def prioritized_sampler(self) -> Sampler:
+        """The sampler, under TorchRL's name."""
+        return self._sampler
 
     def _prioritized(
         self, storage: Any, alpha: float, beta: float, eps: float, reduction: str = "max"

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from gpubuf import serialization
 from gpubuf.data.buffers.hindsight import Hindsight
 from gpubuf.data.concurrency.locking import unless_compiling
 from gpubuf.data.runtime.foreign import told
 from gpubuf.data.runtime.interruption import DERIVED
 from gpubuf.data.samplers.base import Sampler
+from gpubuf.data.storages import memmap_files as files
 from gpubuf.data.storages.indexing import as_positions
 from gpubuf.data.storages.layout import Data
 from gpubuf.data.storages.recipe import Recipe
@@ -21,6 +24,8 @@ from gpubuf.data.storages.tensor_storage import Storage, TensorStorage
 
 #: Root keys that a TensorDict writer derives at sampling time instead of storing them.
 DERIVED_KEYS = frozenset({"index", "index_generation"})
+_CURSOR_FILE = "metadata.json"
+_STATE_FILE = "gpubuf.safetensors"
 
 
 class Writer:
@@ -33,6 +38,9 @@ class Writer:
     in_order: ClassVar[bool] = True
     _storage: TensorStorage
     _served: Sampler | None = None
+
+    def __init__(self, compilable: bool = False) -> None:
+        """``compilable`` is accepted for compatibility: every operation can be compiled."""
 
     def register_storage(self, storage: Storage) -> None:
         """Tell the writer which storage it writes to.
@@ -51,6 +59,17 @@ class Writer:
     def extend(self, data: Data) -> Tensor:
         """Write a batch; returns the rows' flat positions, int64 ``[n]``: -1 for rows that were not written."""
         raise NotImplementedError
+
+    def add(self, data: Data) -> int | Tensor | None:
+        """Write one row (of one step of all environments, for storages of several dimensions).
+
+        The buffer's ``add`` does that, and applies transforms. Returns as :meth:`added`; above one dimension the index.
+        """
+        cursor = self._storage.cursor
+        index = self.extend(self._storage.as_batch(data, 0))
+        if self._storage.ndim > 1:
+            return self._storage.unravel(index)
+        return cursor if self.in_order else self.added(index)
 
     def added(self, index: Tensor) -> int | Tensor | None:
         """The result of the buffer's ``add``, from that of :meth:`extend`, of a row that did not go to the cursor.
@@ -147,6 +166,41 @@ class Writer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`, after the storage has been restored."""
 
+    def dumps(self, path: Any) -> None:
+        """Write cursor and count into a folder, as TorchRL does, and :meth:`state_dict`. The buffer saves all of it.
+
+        Synchronises.
+        """
+        folder, storage = Path(path), self._storage
+        folder.mkdir(parents=True, exist_ok=True)
+        per_step = math.prod(storage.shape[1:])
+        place = {"cursor": storage.cursor // per_step, "write_count": self.write_count // per_step}
+        files.write_json(folder / _CURSOR_FILE, place)
+        serialization.save(folder / _STATE_FILE, self.state_dict())
+
+    def loads(self, path: Any) -> None:
+        """Restore what :meth:`dumps`, or that of TorchRL's writers, has written, after the storage has its rows.
+
+        Raises:
+            ValueError: the files are missing or damaged, or don't fit the rows of the storage.
+        """
+        folder, storage = Path(path), self._storage
+        file = folder / _CURSOR_FILE
+        content = files.read_json(file)
+        cursor, count = (files.read_count(content, name, file) for name in ("cursor", "write_count"))
+        if storage.initialized and self.in_order:
+            steps, per_step, size = storage.shape[0], math.prod(storage.shape[1:]), len(storage)
+            full = size == storage.max_size
+            if cursor >= steps or (not full and cursor * per_step != size):
+                raise ValueError(
+                    f"{file}: the cursor is at step {cursor}, but {size} of {storage.max_size} rows are stored"
+                )
+            if full:
+                written = count if count >= steps and count % steps == cursor else steps + cursor
+                storage.counters.set(written * per_step, size)
+        if (folder / _STATE_FILE).exists():
+            self.load_state_dict(serialization.load(folder / _STATE_FILE))
+
     def check_state(self, state: dict[str, Any], capacity: int, size: int) -> None:
         """Raise unless ``state``, which was read from files, can be loaded; as :meth:`Sampler.check_state`."""
 
@@ -192,17 +246,25 @@ class ImmutableDatasetWriter(Writer):
     set. ``buffer.storage`` is not protected: it belongs to whoever made it.
     """
 
+    WRITING_ERR = (
+        "the rows of this buffer can't be changed: it has an ImmutableDatasetWriter; set_writer() gives it another"
+    )
+
     def check_writable(self) -> None:
         """Raise.
 
         Raises:
             RuntimeError: always.
         """
-        raise RuntimeError(
-            "the rows of this buffer can't be changed: it has an ImmutableDatasetWriter; set_writer() gives it another"
-        )
+        raise RuntimeError(self.WRITING_ERR)
 
     def extend(self, data: Data) -> Tensor:
         """Raise as :meth:`check_writable`."""
         self.check_writable()
         raise AssertionError
+
+    def dumps(self, path: Any) -> None:
+        """Nothing: there is no cursor."""
+
+    def loads(self, path: Any) -> None:
+        """Nothing."""
