@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
 import torch
 
 from gpubuf import ReplayBufferEnsemble
-from gpubuf.data import LazyTensorStorage, PrioritizedSampler, RandomSampler, TensorDictRoundRobinWriter
+from gpubuf import data as gpubuf_data
+from gpubuf.data import (
+    LazyTensorStorage,
+    PrioritizedSampler,
+    RandomSampler,
+    ReplayBuffer,
+    SliceSampler,
+    TensorDictReplayBuffer,
+    TensorDictRoundRobinWriter,
+    traj,
+)
 from tests.support.mixed_setup import part
+from tests.support.torchrl_buffers import ensembles
+from tests.support.torchrl_buffers.ensembles import ensemble, rows
 from tests.support.transitions import transitions
 
 
@@ -49,6 +64,124 @@ def test_refused():
         ReplayBufferEnsemble(storages=[LazyTensorStorage(3), LazyTensorStorage(3)], samplers=[RandomSampler()])
     with pytest.raises(ValueError, match="exclude each other"):
         ReplayBufferEnsemble(one, other, p=[0.5, 0.5], sample_from_all=True)
-    for options in ({"p": "sampleable"}, {"num_buffer_sampled": 1}, {"routing_key": "task"}):
+    for options in ({"collate_fns": [len, len]}, {"num_buffer_sampled": 1}):
         with pytest.raises(NotImplementedError, match="not supported by gpubuf"):
             ReplayBufferEnsemble(one, other, **options)
+
+
+def from_zero(told: Any) -> Any:
+    """TorchRL's generations count from 0, and gpubuf's from 1."""
+    if isinstance(told, dict):
+        shift = {"index_generation": lambda found: (torch.tensor(found) - 1).tolist()}
+        return {key: shift.get(key, from_zero)(value) for key, value in told.items()}
+    return [from_zero(each) for each in told] if isinstance(told, list) else told
+
+
+def test_all_is_as_with_torchrl(backend):
+    due = json.loads(ensembles.FILE.read_text())
+    told = from_zero(json.loads(json.dumps(ensembles.story(gpubuf_data))))
+    # Of gpubuf's storages: whether they are allocated.
+    assert (due["stats before"].pop("initialized"), told["stats before"].pop("initialized")) == (True, False)
+    assert told == due
+
+
+def test_shares_by_the_rows_that_are_stored(backend):
+    sized = ensemble(gpubuf_data, routing_key="task", p="sampleable")
+    assert not sized.can_sample()
+    sized.extend(rows(5).set("task", torch.tensor([0, 1, 1, 1, 1])))
+    assert torch.bincount(sized.sample(20)["buffer_ids"], minlength=3).tolist() == [4, 16, 0]
+    assert sized.can_sample()
+    assert sized.next().shape == (6,)
+    with pytest.raises(ValueError, match="sampleable"):
+        ensemble(gpubuf_data, p="rows")
+    slices = TensorDictReplayBuffer(storage=LazyTensorStorage(4), sampler=SliceSampler(slice_len=2))
+    with pytest.raises(NotImplementedError, match="not slices"):
+        ReplayBufferEnsemble(slices, p="sampleable")
+
+
+def test_rows_are_transformed_on_their_way_in_and_out(backend):
+    found = ensemble(
+        gpubuf_data, routing_key="task", transform_factory=lambda: lambda batch: batch.set("b", batch["a"])
+    )
+    found.insert_transform(0, lambda batch: batch.set("a", batch["a"] + 100), invert=True)
+    found.append_transform(lambda batch: batch.set("c", batch["b"] + 1))
+    data = rows(6)
+    found.extend(data)
+    assert data["a"].tolist() == list(range(6))
+    batch = found.sample()
+    assert torch.equal(batch["c"], batch["a"] + 1)
+    assert batch["a"].min() >= 100
+    found.append_transform(lambda batch: None, invert=True)
+    assert found.extend(rows(3)).batch_size == (0,)
+    assert len(found) == 6
+
+
+def test_rows_of_two_dimensional_storages_are_marked_and_updated(backend):
+    parts = [
+        TensorDictReplayBuffer(
+            storage=LazyTensorStorage(12, ndim=2),
+            writer=TensorDictRoundRobinWriter(track_generations=True),
+            sampler=PrioritizedSampler(12, 1.0, 1.0),
+        )
+        for _ in range(2)
+    ]
+    both = ReplayBufferEnsemble(*parts, batch_size=4)
+    for number, envs in enumerate((2, 3)):
+        both.extend(rows(2 * envs, 10 * number).view(envs, 2), buffer=number)
+    batch = both.sample()
+    both.update_priority(batch["index"], 0.0, buffer=batch["buffer_ids"])
+    before = [part.sampler.tree.leaves.clone() for part in parts]
+    both.mark_update(batch.select("index", "buffer_ids"))
+    assert all((part.sampler.tree.leaves >= old).all() for part, old in zip(parts, before, strict=True))
+    result = both.update_if_present(
+        batch.select("index", "buffer_ids"),
+        generation=batch["index_generation"],
+        patch={"value": torch.full((4,), -5.0)},
+    )
+    assert result.updated.all()
+    assert both[0]["value"].eq(-5).any()
+    coordinates = torch.tensor([[1, 1], [1, 2]])
+    found = both.update_if_present(
+        {"index": coordinates, "buffer_ids": torch.tensor([0, 1])},
+        generation=torch.ones(2, dtype=torch.long),
+        patch={"value": torch.tensor([-8.0, -9.0])},
+    )
+    assert found.updated_count == 2
+    assert both[0].storage[:]["value"][1, 1] == -8
+    assert both[1].storage[:]["value"][1, 2] == -9
+
+
+def test_queries_hooks_and_errors(tmp_path, backend):
+    found = ensemble(gpubuf_data, routing_key="task")
+    found.register_save_hook(lambda data, path: data.set("a", data["a"] * 2))
+    found.register_load_hook(lambda data, out: data.to_tensordict().apply_(lambda value: value // 2))
+    data = rows(9).set(("next", "done"), torch.arange(9) > 5)
+    found.extend(data)
+    assert [each.a.tolist() for each in found.query(traj.a.first() < 2)] == [[0, 3, 6], [1, 4, 7]]
+    found.save(tmp_path)
+    assert found[1]["a"].tolist() == [1, 4, 7]
+    with pytest.raises(TypeError, match="buffer="):
+        found.mark_update(torch.tensor([0]))
+    with pytest.raises(ValueError, match="generation"):
+        found.update_if_present(torch.tensor([0]), buffer=torch.tensor([0]), patch={"a": torch.tensor([1])})
+    with pytest.raises(KeyError, match="task"):
+        found.extend(rows(3).exclude("task"))
+    future = ensemble(gpubuf_data).submit_update_if_present(
+        index=torch.tensor([0]), buffer=torch.tensor([0]), generation=torch.tensor([1]), patch={"a": torch.tensor([1])}
+    )
+    with pytest.raises(RuntimeError, match="nothing has been written"):
+        future.result()
+    assert ReplayBufferEnsemble(ReplayBuffer(storage=LazyTensorStorage(4))).write_count == 0
+
+
+def test_streams_that_can_not_be_ended():
+    part = TensorDictReplayBuffer(storage=LazyTensorStorage(4))
+    part.extend(rows(2))
+    both = ReplayBufferEnsemble(part)
+    with pytest.raises(KeyError, match="not stored"):
+        both.end_streams()
+    with pytest.raises(TypeError, match="no flag"):
+        both.end_streams(end_key="value")
+    with pytest.raises(RuntimeError, match="one dimension"):
+        ReplayBufferEnsemble(TensorDictReplayBuffer(storage=LazyTensorStorage(4, ndim=2))).end_streams()
+    assert both.share(False) is both

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -123,12 +123,19 @@ class WriteBack:
         Args:
             **arguments: those of :meth:`update_if_present`.
         """
-        future: Future[ConditionalUpdateResult | None] = Future()
-        try:
-            future.set_result(self.update_if_present(**arguments))
-        except Exception as error:
-            future.set_exception(error)
-        return future
+        return finished_future(self.update_if_present, **arguments)
+
+
+def finished_future(
+    update: Callable[..., ConditionalUpdateResult | None], **arguments: Any
+) -> Future[ConditionalUpdateResult | None]:
+    """A future of the result of an update, or of its error."""
+    future: Future[ConditionalUpdateResult | None] = Future()
+    try:
+        future.set_result(update(**arguments))
+    except Exception as error:
+        future.set_exception(error)
+    return future
 
 
 def update_keys(
