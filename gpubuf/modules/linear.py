@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gpubuf.kernels._differentiable import past_functorch
+from gpubuf.modules.perceptron import by_input, by_weight, fast_here, product
 from gpubuf.modules.unit_rows import normalize_rows
 
 
@@ -52,48 +53,35 @@ def ensemble_input_layer(inputs: Sequence[Tensor], weight: Tensor, bias: Tensor 
     return out
 
 
-class _OneOutput(torch.autograd.Function):
-    """:func:`ensemble_product` for one output a net on a CPU.
-
-    The backward of ``torch.baddbmm`` multiplies matrices that are one wide, which MKL does ten times slower than need
-    be. Here the gradient of the weight is that of its transpose, and that of the input an elementwise product.
-    """
+class _Narrowing(torch.autograd.Function):
+    """:func:`ensemble_product` on a CPU for few outputs: its products have the layout that is fast."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return torch.bmm(x, weight) if bias is None else torch.baddbmm(bias, x, weight)
+        return product(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.needs_input_grad
         return (
-            grad * weight.transpose(1, 2) if of_x else None,
-            torch.bmm(grad.transpose(1, 2), x).transpose(1, 2) if of_weight else None,
+            by_input(grad, weight) if of_x else None,
+            by_weight(x, grad) if of_weight else None,
             grad.sum(1, keepdim=True) if of_bias else None,
         )
 
 
-_one_output = past_functorch(_OneOutput)
+_narrowing = past_functorch(_Narrowing)
 
 
 def ensemble_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """One linear layer of N nets: ``[N, rows, in]`` times ``[N, in, out]``, plus ``[N, 1, out]`` or None."""
-    if (
-        weight.shape[-1] == 1
-        and weight.requires_grad
-        and x.is_cpu
-        and torch.is_grad_enabled()
-        and x.dtype is weight.dtype
-        and not (
-            torch.compiler.is_compiling()
-            or torch._C._are_functorch_transforms_active()
-            or torch.is_autocast_enabled("cpu")
-            or torch._C._get_tracing_state()
-        )
-    ):
-        return cast(Tensor, _one_output(x, weight, bias))
+    if 2 * weight.shape[-1] <= weight.shape[-2] and fast_here(x, weight):
+        if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+            return cast(Tensor, _narrowing(x, weight, bias))
+        if bias is None or not bias.requires_grad:
+            return product(x, weight, bias)
     return torch.bmm(x, weight) if bias is None else torch.baddbmm(bias, x, weight)
 
 

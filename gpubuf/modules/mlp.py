@@ -18,6 +18,7 @@ from gpubuf.modules.linear import (
     shared_rows,
 )
 from gpubuf.modules.norms import NormName, check_norm, make_norm
+from gpubuf.modules.perceptron import is_perceptron, perceptron
 from gpubuf.modules.unit_rows import normalize_weights
 
 __all__ = ["MLP", "EnsembleLinear", "EnsembleMLP", "ensemble_input_layer"]
@@ -204,6 +205,10 @@ class MLP(nn.Sequential):
         super().__init__(*layers.build(in_features, out_features, num_cells))
 
     def forward(self, *inputs: Tensor) -> Tensor:
+        layers: list[Any] = list(self._modules.values())
+        if is_perceptron(layers, nn.Linear, inputs, 1):
+            linear = layers[::2]
+            return perceptron(inputs, [each.weight.t() for each in linear], [each.bias for each in linear])
         output: Tensor = super().forward(joined(inputs))  # type: ignore[no-untyped-call]
         return output
 
@@ -282,7 +287,11 @@ class EnsembleMLP(nn.Module):
     def forward(self, *inputs: Tensor) -> Tensor:
         if self.shared_input:
             batch = inputs[0].shape[:-1]
-            first, *others = self.layers
+            layers: list[Any] = list(self.layers._modules.values())
+            if is_perceptron(layers, EnsembleLinear, inputs, self.ensemble_size):
+                linear = layers[::2]
+                return perceptron(inputs, [each.weight for each in linear], [each.bias for each in linear])
+            first, *others = layers
             if isinstance(first, EnsembleLinear):
                 x = ensemble_input_layer(inputs, first.weight, first.bias)
             else:

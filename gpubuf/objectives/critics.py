@@ -10,9 +10,11 @@ from tensordict.nn import TensorDictParams
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
+from gpubuf.modules.linear import EnsembleLinear
 from gpubuf.modules.mlp import EnsembleMLP
 from gpubuf.modules.norms import set_statistics
-from gpubuf.modules.plain import entry, is_plain
+from gpubuf.modules.perceptron import is_perceptron, perceptron
+from gpubuf.modules.plain import entry, hooked, is_plain
 from gpubuf.objectives.linear_stacks import LinearStack, linear_stack
 from gpubuf.objectives.networks import (
     ParameterPlaces,
@@ -66,6 +68,10 @@ class Critics:
     def detached(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
         """Values with gradients to the inputs only."""
         raise NotImplementedError
+
+    def detached_first(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
+        """:meth:`detached`, for a loss that has gradients to the values of the first network only."""
+        return self.detached(inputs, key)
 
     def target(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
         """Values with the target parameters, or, without target parameters, with the detached ones."""
@@ -160,6 +166,18 @@ class BatchedCritics(Critics):
             return self._run(self._subset.module, inputs, key, len(subset))
         finally:
             self._subset.places.clear()
+
+    def detached_first(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
+        core = getattr(self.network, "module", None)
+        if type(core) is not EnsembleMLP or not core.shared_input or not is_plain(self.network) or hooked(core):
+            return super().detached_first(inputs, key)
+        entries = [entry(inputs, name) for name in self.network.in_keys]
+        if not is_perceptron(list(core.layers), EnsembleLinear, entries, 1, many=0):
+            return super().detached_first(inputs, key)
+        self._detached.places.fill(constants(self._tensors))
+        detached: Any = self._detached.module
+        linear = list(detached.module.layers)[::2]
+        return perceptron(entries, [each.weight for each in linear], [each.bias for each in linear], 1)
 
     def expect_joint_batches(self) -> None:
         self._detached.keep_running_statistics()

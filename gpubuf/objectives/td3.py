@@ -12,7 +12,7 @@ from tensordict.nn import TensorDictModule
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from gpubuf.modules.plain import entry
+from gpubuf.modules.plain import entry, is_plain
 from gpubuf.objectives.action_bounds import action_bounds, check_order
 from gpubuf.objectives.actor_critic import ActorCriticLossModule
 from gpubuf.objectives.reductions import reduced
@@ -171,6 +171,9 @@ class TD3Loss(ActorCriticLossModule):
 
     def _action(self, actor: Any, state: TensorDictBase) -> Tensor:
         """The action of ``actor``, which may be its target."""
+        if is_plain(actor) and actor.out_keys[0] == self.tensor_keys.action:
+            action: Tensor = actor.module(*(entry(state, key) for key in actor.in_keys))
+            return action
         before = state.exclude(self.tensor_keys.action)
         return entry(actor(before), self.tensor_keys.action)
 
@@ -180,7 +183,8 @@ class TD3Loss(ActorCriticLossModule):
         action = self._action(self._networks["actor_network"].online(), state)
         state.set(self.tensor_keys.action, action)
         shape = action.shape[:-1]
-        q = self._checked(self._critics.detached(state, self.tensor_keys.state_action_value), shape).reshape(-1, *shape)
+        q = self._critics.detached_first(state, self.tensor_keys.state_action_value)
+        q = self._checked(q, shape).reshape(-1, *shape)
         weight, mask = self.row_weights(tensordict, shape)
         return reduced(-q[0], weight, mask, self.reduction), q.detach()
 
