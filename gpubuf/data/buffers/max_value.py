@@ -17,12 +17,17 @@ from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.saved_state import demand, is_tensor
 from gpubuf.data.samplers.slices import SliceSampler
 from gpubuf.data.storages.layout import Data, as_key, as_written, batch_shape
+from gpubuf.data.storages.list_storage import UNLIMITED, ListStorage
 from gpubuf.data.storages.recipe import Recipe
 from gpubuf.data.storages.ring import Ring
 from gpubuf.data.storages.tensor_storage import Storage
 from gpubuf.data.storages.trees import layout_of
 
 REDUCTIONS = ("max", "min", "mean", "median", "sum")
+
+
+class UnrankedRowsError(TypeError, RuntimeError):
+    """Rows have no keys, so no rank. A RuntimeError too, as TorchRL raises it."""
 
 
 class TensorDictMaxValueWriter(Writer):
@@ -37,6 +42,8 @@ class TensorDictMaxValueWriter(Writer):
 
     ``extend`` returns the place of every row, and -1 for rows that were not kept, which samplers with priorities
     ignore. ``add`` returns an int, or None; on a GPU an int64 tensor ``[1]``.
+
+    The rows of a :class:`ListStorage` are TensorDicts of any shapes; it needs a ``max_size``.
 
     Rows do not follow each other in time: the writer refuses samplers of slices, ``n_steps``, ``relabel`` and
     ``share_next``. To keep the best trajectories, make each of them a row: ``[n, T]`` data in one-dimensional storage.
@@ -67,8 +74,10 @@ class TensorDictMaxValueWriter(Writer):
         """Write to ``storage``. Rows that it holds are ranked by what they hold.
 
         Raises:
-            ValueError: it has several dimensions, or stores observations once.
+            ValueError: it has several dimensions, no capacity, or stores observations once.
         """
+        if storage.max_size == UNLIMITED:
+            raise ValueError("TensorDictMaxValueWriter keeps so many rows: give the ListStorage a max_size")
         if storage.ndim > 1:
             raise ValueError(
                 f"TensorDictMaxValueWriter ranks rows: it can't write to a storage of {storage.ndim} dimensions. For "
@@ -103,10 +112,12 @@ class TensorDictMaxValueWriter(Writer):
 
         Raises:
             KeyError: the batch has no rank.
-            TypeError: it is not a TensorDict.
+            UnrankedRowsError: it is not a TensorDict.
             ValueError: a key, shape or dtype differs from the storage's, or something is no tensor.
         """
         storage = self._storage
+        if isinstance(storage, ListStorage):
+            return self._extend_objects(storage, storage.as_items(data))
         (n,) = batch_shape(data, 1)
         if n == 0:
             return torch.empty(0, dtype=torch.int64, device=storage.device if storage.initialized else None)
@@ -120,15 +131,29 @@ class TensorDictMaxValueWriter(Writer):
         sources = storage.written_layout.collect(data, 1)
         prefixes = dict(storage.form.prefixes)
         keys = [key for key in range(len(sources)) if key not in prefixes]
+        index = self._admit(ranks)
+        self._write(index, keys, [sources[key] for key in keys])
+        self._in_doubt = False
+        return index
+
+    def _extend_objects(self, storage: ListStorage, items: list[Any]) -> Tensor:
+        if not items:
+            return torch.empty(0, dtype=torch.int64)
+        index = self._admit(self._ranks_of_all(items))
+        storage.place(index.tolist(), items)
+        self._count(index)
+        self._in_doubt = False
+        return index
+
+    def _admit(self, ranks: Tensor) -> Tensor:
+        """The places of new rows of these ranks, and -1 for those that are not kept."""
+        storage = self._storage
         kept, ranks = self._kept(), ranks.to(storage.device, non_blocking=True)
         storage.unfinished, self._in_doubt = Unfinished(storage.written), True
         first_age = kept.next_age
         parts = [kept.admit(some) for some in ranks.split(storage.max_size)]
         # Rows of an earlier part may have left for those of a later one.
-        index = parts[0] if len(parts) == 1 else kept.still_there(torch.cat(parts), first_age)
-        self._write(index, keys, [sources[key] for key in keys])
-        self._in_doubt = False
-        return index
+        return parts[0] if len(parts) == 1 else kept.still_there(torch.cat(parts), first_age)
 
     def _write(self, index: Tensor, keys: list[int], sources: list[Tensor]) -> None:
         ring = self._storage.counters
@@ -136,7 +161,12 @@ class TensorDictMaxValueWriter(Writer):
         # No row has the generation -1: the kernels leave out what isn't kept.
         laps = ring.laps(positions)
         self._storage.update(positions, keys, sources, torch.where(stays, laps, -1))
-        ring.rewrite(positions, stays & (ring.generations(positions) >= 0))
+        self._count(index)
+
+    def _count(self, index: Tensor) -> None:
+        ring = self._storage.counters
+        positions = index.clamp(min=0)
+        ring.rewrite(positions, (index >= 0) & (ring.generations(positions) >= 0))
         ring.fill(index.numel())
 
     def get_insert_index(self, data: Data) -> int | None:
@@ -145,21 +175,31 @@ class TensorDictMaxValueWriter(Writer):
         Args:
             data: a row without a batch dimension.
         """
-        ranks = self.ranks_of(self._storage.as_batch(data, 0))
+        ranks = self._ranks_of_all([data])
         if not self._storage.initialized:
             return 0
         place = int(HeapRanks(RankState(*(part.cpu() for part in self._kept().state()))).admit(ranks))
         return None if place < 0 else place
+
+    def _ranks_of_all(self, rows: list[Any]) -> Tensor:
+        found = [torch.empty(0, dtype=torch.float64)]
+        for row in rows:
+            ranked = isinstance(row, TensorDictBase) or is_tensorclass(row)
+            found.append(self.ranks_of(row.unsqueeze(0) if ranked else row))
+        return torch.cat(found)
 
     def ranks_of(self, data: Data) -> Tensor:
         """The ranks of ``[n]`` rows: float64 ``[n]``.
 
         Raises:
             KeyError: they have none.
-            TypeError: the rows are not a TensorDict.
+            UnrankedRowsError: the rows are not a TensorDict.
         """
         if not isinstance(data, TensorDictBase) and not is_tensorclass(data):
-            raise TypeError(f"TensorDictMaxValueWriter ranks the rows of TensorDicts, got a {type(data).__name__}")
+            raise UnrankedRowsError(
+                "TensorDictMaxValueWriter ranks the rows of TensorDicts: it expects data to be a tensor collection, "
+                f"got a {type(data).__name__}"
+            )
         value = data.get(as_written(self.rank_key), None)
         if value is None:
             raise KeyError(f"the batch has no rank_key {as_written(self.rank_key)!r}")
@@ -184,7 +224,8 @@ class TensorDictMaxValueWriter(Writer):
             state = kept.state()
         else:
             size = len(storage)
-            ranks = self.ranks_of(storage[:]) if size else torch.empty(0, dtype=torch.float64)
+            stored = storage[:] if size else []
+            ranks = self.ranks_of(stored) if not isinstance(stored, list) else self._ranks_of_all(stored)
             state = RankState.of(ranks, storage.max_size)
             state.counts[1] = storage.rows_written
         return self._adopt(state)
@@ -194,6 +235,11 @@ class TensorDictMaxValueWriter(Writer):
         found = HeapRanks(state) if device.type == "cpu" else DeviceRanks(state, device)
         self._ranks, self._of = found, self._storage.counters
         return found
+
+    @property
+    def _cursor(self) -> int:
+        """The place of the next row while there is room, as programs for TorchRL read it."""
+        return len(self._storage) % self._storage.max_size
 
     @property
     def write_count(self) -> int:

@@ -59,11 +59,16 @@ class TensorDictReplayBuffer(ReplayBuffer):
         with unless_compiling(self._lock):
             return self._extend(data, self._given_priority if wanted else None)
 
-    def _given_priority(self, data: TensorDictBase) -> Tensor | None:
-        priority = data.get(self.priority_key, None)
+    def _given_priority(self, data: Any) -> Tensor | None:
+        if isinstance(data, list):
+            # The rows of a ListStorage.
+            found = [row.get(self.priority_key, None) for row in data]
+            priority = None if any(entry is None for entry in found) else torch.stack(found)
+        else:
+            priority = data.get(self.priority_key, None)
         if priority is None:
             return None
-        n = data.batch_size[: self._storage.ndim].numel()
+        n = len(data) if isinstance(data, list) else data.batch_size[: self._storage.ndim].numel()
         priority = self._sampler.reduce(priority.detach(), n).float()
         self._sampler.check_priority(priority)
         return priority

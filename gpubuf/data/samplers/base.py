@@ -393,6 +393,10 @@ class Sampler:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the sampler needs to go on with the same batches. Synchronises."""
+        storage, seeded = self._storage, self._generator is not None
+        if self._random is None and seeded and storage is not None and storage.initialized:
+            # The seed that was given is as much of the state as the draws since.
+            self.random_state(storage.device)
         return {"type": type(self).__name__, "random": self._random.state_dict() if self._random else None}
 
     def load_state_dict(self, state: dict[str, Any], order: Tensor | None = None) -> None:

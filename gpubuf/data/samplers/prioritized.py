@@ -22,7 +22,7 @@ from gpubuf.data.samplers.torchrl_state import Priorities, priorities_of, read_p
 from gpubuf.data.storages.indexing import as_positions
 from gpubuf.data.storages.placement import IndexBytes
 from gpubuf.data.storages.tensor_storage import Storage, TensorStorage
-from gpubuf.kernels.sum_tree import REFUSED
+from gpubuf.kernels.sum_tree import ALPHA, EPS, REFUSED
 
 _compiling = torch.compiler.is_compiling
 
@@ -170,7 +170,15 @@ class PrioritizedSampler(Sampler):
     @property
     def default_priority(self) -> Tensor | float:
         """Priority of the next new row, before the transformation: a 0-dim device tensor. No host sync."""
-        return 1.0 if self._tree is None else self._tree.max_priority
+        tree = self._tree
+        if tree is None:
+            return 1.0
+        if not self.max_priority_within_buffer:
+            return tree.max_priority
+        alpha, weight = tree.scalars[ALPHA], tree.maximum
+        # With alpha 0 all weights are 1, whatever the priorities.
+        priority = weight ** (1 / alpha) - tree.scalars[EPS]
+        return torch.where(weight > 0, torch.where(alpha > 0, priority, tree.max_priority), 1.0)
 
     @property
     def tree(self) -> SumTree:

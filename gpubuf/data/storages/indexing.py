@@ -92,8 +92,10 @@ def as_positions(
         and index.is_contiguous()
     ):
         return index
-    if isinstance(index, tuple) and len(index) == len(shape) and len(shape) > 1:
-        index = torch.stack([torch.as_tensor(i) for i in index], -1)
+    if isinstance(index, tuple) and len(index) == len(shape):
+        # As samplers of slices give it. A tuple of one int is a sequence.
+        one = len(index) == 1
+        index = (index[0] if isinstance(index[0], Tensor) else index) if one else _stacked(index)
     index = torch.as_tensor(index)
     if index.dtype is torch.bool or index.is_floating_point() or index.is_complex():
         raise TypeError(f"rows are indexed by integers, got {index.dtype}")
@@ -108,6 +110,10 @@ def as_positions(
         index = ravel(index, shape)
     flat: Tensor = index.reshape(-1).contiguous()
     return flat
+
+
+def _stacked(index: tuple[Any, ...]) -> Tensor:
+    return torch.stack([torch.as_tensor(i) for i in index], -1)
 
 
 def stored_positions(index: Any, shape: tuple[int, ...], size: int, device: torch.device) -> Tensor:

@@ -110,7 +110,7 @@ class ListStorage(TensorStorage):
         Raises:
             TypeError: ``data`` is a dict, or nothing that can be gone through.
         """
-        items = self._items(data)
+        items = self.as_items(data)
         if not items:
             return torch.empty(0, dtype=torch.int64)
         self.objects.expect({_OBJECTS: items}, self.written)
@@ -118,7 +118,8 @@ class ListStorage(TensorStorage):
         self.objects.settle(self.written)
         return index
 
-    def _items(self, data: Any) -> list[Any]:
+    def as_items(self, data: Any) -> list[Any]:
+        """The objects of a batch, as they are to be stored."""
         if is_data(data):
             # The caller may change its batch as soon as this returns.
             items = list(data.clone().unbind(0))
@@ -145,11 +146,19 @@ class ListStorage(TensorStorage):
         Raises:
             ValueError: there are more or fewer objects than positions.
         """
-        items, positions = self._items(data), index.tolist()
+        items, positions = self.as_items(data), index.tolist()
         if len(items) != len(positions):
             raise ValueError(f"{len(positions)} rows are addressed, {len(items)} objects given")
         self.overwrites += 1
         self.objects.put(positions, {_OBJECTS: items})
+
+    def place(self, positions: list[int], items: list[Any]) -> None:
+        """Put objects where a writer says, which counts them: nowhere, for -1."""
+        stored = self.objects.items
+        stored += [None] * (max(positions, default=-1) + 1 - len(stored))
+        for position, item in zip(positions, items, strict=True):
+            if position >= 0:
+                stored[position] = item
 
     def __setitem__(self, index: Any, data: Any) -> None:
         if _is_int(index):
@@ -165,7 +174,7 @@ class ListStorage(TensorStorage):
         """
         if _is_int(cursor):
             cursor, data = [int(cursor)], [data]
-        items = self._items(data)
+        items = self.as_items(data)
         if cursor is Ellipsis or isinstance(cursor, slice):
             reach = max(len(self), len(items))
             cursor = range(reach) if cursor is Ellipsis else range(*cursor.indices(reach))
