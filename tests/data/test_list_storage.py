@@ -12,12 +12,14 @@ import torch
 from tensordict import TensorDict
 
 from gpubuf.data import (
+    LazyTensorStorage,
     ListStorage,
     PrioritizedSampler,
     RandomSampler,
     ReplayBuffer,
     SamplerWithoutReplacement,
     SliceSampler,
+    TensorDictMaxValueWriter,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
@@ -199,3 +201,48 @@ def test_objects_move_to_a_device():
     assert buffer[0].is_meta
     assert buffer[1]["a"][0].is_meta
     assert buffer[2] == "text"
+
+
+def ranked(n: int, seed: int) -> TensorDict:
+    return TensorDict({"reward": torch.randint(100, (n,), generator=torch.Generator().manual_seed(seed))}, [n])
+
+
+@pytest.mark.parametrize("sizes", [(30,), (3, 9, 1, 1, 20), (1,) * 12])
+def test_rows_of_the_highest_rank(sizes: tuple[int, ...]):
+    """Each at the place that it has in a storage of tensors, also after a copy of the buffer."""
+    buffers = [
+        TensorDictReplayBuffer(storage=storage(7), writer=TensorDictMaxValueWriter("reward"))
+        for storage in (ListStorage, LazyTensorStorage)
+    ]
+    for number, n in enumerate(sizes):
+        index = [buffer.extend(ranked(n, number)).tolist() for buffer in buffers]
+        assert index[0] == index[1]
+        if number == 1:
+            buffers = [copy.deepcopy(buffer) for buffer in buffers]
+    best = TensorDict({"reward": torch.tensor(1000)}, [])
+    assert buffers[0].add(best) == buffers[1].add(best)
+    assert buffers[0].add(best * 0) is None
+    rows, tensors = buffers[0].storage[:], buffers[1].storage[:]["reward"].tolist()
+    assert [int(row["reward"]) for row in rows] == tensors
+    assert (len(buffers[0]), buffers[0].write_count) == (len(buffers[1]), buffers[1].write_count)
+
+
+def test_rows_of_the_highest_rank_need_a_capacity_and_a_rank():
+    with pytest.raises(ValueError, match="give the ListStorage a max_size"):
+        ReplayBuffer(storage=ListStorage(), writer=TensorDictMaxValueWriter())
+    buffer = ReplayBuffer(storage=ListStorage(4), writer=TensorDictMaxValueWriter())
+    for kind in (TypeError, RuntimeError):
+        with pytest.raises(kind, match="expects data to be a tensor collection, got a str"):
+            buffer.extend(["text"])
+    assert len(buffer) == 0
+
+
+def test_priorities_that_come_with_rows():
+    sampler = PrioritizedSampler(4, 1.0, 1.0, eps=0.0)
+    buffer = TensorDictReplayBuffer(storage=ListStorage(4), sampler=sampler, batch_size=2)
+    rows = TensorDict({"a": torch.arange(3), "td_error": torch.arange(1.0, 4.0)}, [3])
+    buffer.extend(rows)
+    buffer.add(rows[2])
+    assert sampler.tree.leaves[:4].tolist() == [1.0, 2.0, 3.0, 3.0]
+    buffer.extend(list(rows[:2].exclude("td_error")))
+    assert sampler.tree.leaves[:4].tolist() == [3.0, 3.0, 3.0, 3.0]

@@ -24,6 +24,8 @@ BETTER = {
     "storages/TensorStorage/state of tree": "TorchRL has no state of dicts and tuples",
     "storages/TensorStorage/memmap on a GPU": "TorchRL asserts that there is a GPU before it refuses it",
     "storages/states/folder in use, existsok": "the rows that are in the folder stay, and new ones come behind them",
+    "storages/states/folder of LazyTensorStorage, * begun: False": "a folder is read before the first write, too",
+    "others/dimensions/TensorDict* tensordict 2": "rows that are read carry both coordinates of their index",
     "samplers/priorities/bad eps*": "a negative eps is refused",
     "samplers/priorities/bad reduction*": "an unknown reduction is refused",
     "samplers/slices/span 3*": "TorchRL draws fewer slices that a trajectory's end cuts than span allows",

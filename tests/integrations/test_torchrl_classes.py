@@ -7,6 +7,7 @@ import importlib
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -186,6 +187,28 @@ def test_small_members_that_torchrls_code_asks_for():
     assert buffer.client() is buffer
     assert buffer.share(False) is buffer
     assert (buffer.shared, buffer.is_alive, buffer.service_backend) == (False, True, "direct")
+    buffer.synchronize()
+    buffer.shutdown()
+    assert not buffer.is_alive
+
+
+def test_every_change_of_a_storage_is_noted():
+    """TorchRL's samplers ask for the number before they use what they keep about trajectories."""
+    storage = JOINED.LazyTensorStorage(10)
+    assert storage._last_cursor_index is None
+    seen = [storage._mutation_revision]
+    for change in (
+        lambda: storage.set(torch.arange(4), batch(4)),
+        lambda: storage.set(torch.tensor([1, 3]), batch(2), set_cursor=False),
+        lambda: storage[:].set_("observation", torch.zeros(4, 3)) is not None and storage._bump_mutation_revision(),
+        lambda: storage._empty(),
+        lambda: storage._empty(),
+        lambda: JOINED.TensorDictReplayBuffer(storage=storage).extend(batch(12)),
+    ):
+        change()
+        seen.append(storage._mutation_revision)
+    assert len(set(seen)) == len(seen)
+    assert storage._last_cursor_index == 1
 
 
 # Messages
@@ -198,12 +221,12 @@ def test_a_member_that_gpubuf_has_not():
     ):
         buffer.as_remote()
     assert not hasattr(buffer, "as_remote")
-    with pytest.raises(NotImplementedError, match=r"LazyTensorStorage.flatten is TorchRL's"):
-        JOINED.LazyTensorStorage(10).flatten()
+    with pytest.raises(NotImplementedError, match=r"SliceSampler.fragmented is TorchRL's"):
+        assert JOINED.SliceSampler(slice_len=2).fragmented
 
 
 def test_sharing_between_processes_is_refused():
-    with pytest.raises(NotImplementedError, match="stay in one process: write in the process that owns the buffer"):
+    with pytest.raises(NotImplementedError, match="belongs to one process: send batches to that process"):
         buffer_of("ReplayBuffer").share()
 
 
@@ -213,11 +236,27 @@ def test_sync_false_is_refused(name: str):
         buffer_of(name, sync=False)
 
 
-def test_a_checkpointer_is_refused():
-    storage = JOINED.LazyTensorStorage(10)
-    storage.checkpointer = None
-    with pytest.raises(NotImplementedError, match=r"leave checkpointer= out, .*save_torchrl"):
-        storage.checkpointer = object()
+class _Checkpointer:
+    def dumps(self, storage: Any, path: Path) -> None:
+        self.saved = storage._storage.clone()
+
+    def loads(self, storage: Any, path: Path) -> None:
+        storage.load_state_dict({"_storage": self.saved, "_len": len(self.saved)})
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["own", "of the user's"])
+def test_rows_are_saved_by_a_checkpointer(own: bool, tmp_path: Path):
+    """As those of gpubuf's storages."""
+    storages = [JOINED.LazyTensorStorage(10) for _ in range(2)]
+    checkpointer = _Checkpointer() if own else None
+    for storage in storages:
+        storage.checkpointer = checkpointer
+    storages[0].set(torch.arange(10), batch(10))
+    storages[0].dumps(tmp_path)
+    storages[1].loads(tmp_path)
+    assert (storages[1][:] == storages[0][:]).all()
+    with pytest.raises(TypeError, match="a checkpointer has the methods dumps"):
+        storages[0].checkpointer = object()
 
 
 def test_writing_elsewhere_than_at_the_cursor():

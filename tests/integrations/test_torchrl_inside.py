@@ -159,6 +159,29 @@ def test_torchrls_samplers_on_gpubufs_storage():
             assert buffer.sample().shape == (8,)
 
 
+@pytest.mark.parametrize("writer", [True, False], ids=["gpubuf's writer", "TorchRL's writer"])
+@pytest.mark.parametrize("kind", ["SliceSampler", "SliceSamplerWithoutReplacement"])
+def test_torchrls_samplers_find_trajectories_anew_after_a_write(kind: str, writer: bool):
+    """Over several laps, with batches that end within a trajectory: no slice crosses the newest row."""
+    options = {"cache_values": True} if kind == "SliceSampler" else {}
+    buffer = theirs.TensorDictReplayBuffer(
+        storage=JOINED.LazyTensorStorage(50),
+        sampler=getattr(theirs, kind)(slice_len=3, end_key=("next", "done"), **options),
+        writer=JOINED.TensorDictRoundRobinWriter() if writer else None,
+        batch_size=12,
+    )
+    for start in range(0, 161, 23):
+        number = torch.arange(start, start + 23)
+        done = (number % 7 == 6).view(-1, 1)
+        buffer.extend(TensorDict({"number": number, "next": {"done": done}}, [23]))
+        for _ in range(2):
+            slices = buffer.sample()["number"].view(-1, 3)
+            assert (slices.diff(dim=1) == 1).all()
+            assert torch.equal(slices[:, 0] // 7, slices[:, -1] // 7)
+    buffer.set_at_("number", torch.zeros(2, dtype=torch.int64), torch.tensor([0, 1]))
+    assert buffer.storage[:2]["number"].tolist() == [0, 0]
+
+
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_an_epoch(prefetch: int):
     buffer = buffer_of("without replacement", prefetch=prefetch)
@@ -192,6 +215,21 @@ def test_states_and_folders(tmp_path: Path):
         assert torch.equal(other.sampler.tree.leaves, buffer.sampler.tree.leaves)
         assert (other.storage[:] == buffer.storage[:]).all()
         assert other.extend(batch(1)).tolist() == [20]
+
+
+@pytest.mark.parametrize("kind", ["TensorStorageCheckpointer", "FlatStorageCheckpointer", "NestedStorageCheckpointer"])
+def test_rows_are_saved_by_torchrls_checkpointers(kind: str, tmp_path: Path):
+    """Folders that TorchRL's buffer reads, with TorchRL's storage."""
+    buffer = buffer_of(checkpointer=getattr(theirs.checkpointers, kind)())
+    buffer.extend(batch(100))
+    buffer.dumps(tmp_path)
+    other = buffer_of(checkpointer=getattr(theirs.checkpointers, kind)())
+    other.loads(tmp_path)
+    storage = theirs.LazyTensorStorage(100)
+    storage.checkpointer = getattr(theirs.checkpointers, kind)()
+    storage.loads(tmp_path / "storage")
+    for rows in (other.storage[:], storage[:]):
+        torch.testing.assert_close(rows["observation"], buffer.storage[:]["observation"])
 
 
 # gpubuf's buffers where TorchRL's are asked for

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any, Self
 
+from tensordict import TensorDictBase
 from torch import Tensor
 
 from gpubuf.data.buffers.transforms import Compose
@@ -68,6 +69,9 @@ class RowAccess:
             if storage.ndim > 1 and storage.initialized and is_plain(index):
                 where = self._in_written_order(storage.coordinates(slice(None)))[index]
                 lead = where.shape[:-1]
+                # Rows of one environment may be those of all, as on a TensorDict.
+                few = isinstance(data, TensorDictBase) and data.batch_dims < len(lead)
+                data = data.expand(*lead) if few else data
                 rows = mapped(data, lambda value: value.reshape(math.prod(lead), *value.shape[len(lead) :]))
                 storage[where.reshape(-1, storage.ndim)] = rows
             else:

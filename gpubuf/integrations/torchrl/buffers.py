@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any
 
 from torchrl.data import replay_buffers as theirs
 
@@ -39,8 +39,6 @@ class BufferOfTorchRL(Joined):
     """What TorchRL's collectors, trainers and ensembles ask of a buffer beside what gpubuf's has."""
 
     shared = False
-    is_alive = True
-    service_backend = "direct"
     _delayed_init = False
     _collate_fn = _CollateFn()
 
@@ -61,30 +59,6 @@ class BufferOfTorchRL(Joined):
 
     def _synchronize_futures_locked(self) -> None:
         """Nothing: batches that are prepared ahead hold the rows of the moment at which they were drawn."""
-
-    def can_sample(self, batch_size: int | None = None) -> bool:
-        """Whether anything is stored."""
-        return len(self) > 0  # type: ignore[arg-type]
-
-    def share(self, shared: bool = True) -> Self:
-        """Accepted as False.
-
-        Raises:
-            NotImplementedError: ``shared`` is True.
-        """
-        if shared:
-            raise NotImplementedError(
-                "gpubuf's buffers stay in one process: write in the process that owns the buffer, and send it the rows"
-            )
-        return self
-
-    def start(self) -> Self:
-        """The buffer itself, which needs no start."""
-        return self
-
-    def client(self) -> Self:
-        """The buffer itself: it is in this process."""
-        return self
 
 
 class ReplayBuffer(BufferOfTorchRL, data.ReplayBuffer, theirs.ReplayBuffer, metaclass=_Plain):

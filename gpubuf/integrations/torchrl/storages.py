@@ -14,12 +14,12 @@ from gpubuf import data
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.storages.layout import Data, batch_shape
 from gpubuf.data.storages.trees import layout_of, mapped
-from gpubuf.integrations.torchrl.joining import SavedInFolder
+from gpubuf.integrations.torchrl.joining import Joined
 
 _OWN_WRITER = "give the buffer a writer of gpubuf.integrations.torchrl"
 
 
-class StorageOfTorchRL(SavedInFolder):
+class StorageOfTorchRL(Joined):
     """What TorchRL's buffers, samplers and writers ask of a storage beside what gpubuf's has."""
 
     supports_conditional_update = False
@@ -125,7 +125,32 @@ class StorageOfTorchRL(SavedInFolder):
         return -(-int(storage.max_size) // envs)
 
     def _empty(self) -> None:
-        self.empty()  # type: ignore[attr-defined]
+        storage: Any = self
+        storage.empty()
+        self._bumps += 1
+
+    # Changes, by which TorchRL's samplers know whether what they keep about trajectories still holds
+
+    _bumps = 0
+
+    @property
+    def _mutation_revision(self) -> int:
+        storage: Any = self
+        ring = storage._ring
+        changed = 0 if ring is None else ring.updates
+        return int(storage.written + storage.overwrites + changed + self._bumps)
+
+    def _bump_mutation_revision(self) -> None:
+        """Rows were changed through views of them."""
+        storage: Any = self
+        self._bumps += 1
+        storage.rebuild()
+
+    @property
+    def _last_cursor_index(self) -> int | None:
+        storage: Any = self
+        cursor: int | None = storage._last_cursor
+        return cursor
 
     # Reading
 
@@ -136,10 +161,6 @@ class StorageOfTorchRL(SavedInFolder):
         return super().get(index)  # type: ignore[misc]
 
     @property
-    def _is_full(self) -> bool:
-        return len(self) == self.max_size  # type: ignore[attr-defined,no-any-return,arg-type]
-
-    @property
     def _len_along_dim0(self) -> int:
         return self.steps_stored  # type: ignore[attr-defined,no-any-return]
 
@@ -147,27 +168,6 @@ class StorageOfTorchRL(SavedInFolder):
         storage: Any = self
         flat = torch.randint(len(storage), (batch_size,), generator=self._rng, device=storage.device)
         return flat if storage.ndim == 1 else storage.unravel(flat).unbind(-1)
-
-    # Saving
-
-    @property
-    def checkpointer(self) -> None:
-        """None: :meth:`dumps` needs none.
-
-        Raises:
-            NotImplementedError: one is set.
-        """
-
-    @checkpointer.setter
-    def checkpointer(self, value: Any) -> None:
-        if value is not None:
-            raise NotImplementedError(
-                f"{type(self).__name__} saves itself: leave checkpointer= out, and write TorchRL's folders with "
-                "gpubuf.data.save_torchrl"
-            )
-
-    save = dump = SavedInFolder.dumps
-    load = SavedInFolder.loads
 
 
 class TensorStorage(StorageOfTorchRL, data.TensorStorage, theirs.TensorStorage):

@@ -20,11 +20,8 @@ WRITERS = ("RoundRobinWriter", "TensorDictMaxValueWriter")
 ROWS = [
     ("ReplayBuffer", "ListStorage", "tensor"),
     ("TensorDictReplayBuffer", "ListStorage", "tensordict"),
-    *(
-        ("ReplayBuffer", storage, kind)
-        for storage in ("LazyTensorStorage", "LazyMemmapStorage")
-        for kind in ("tensor", "tensordict", "tree")
-    ),
+    *(("ReplayBuffer", "LazyTensorStorage", kind) for kind in ("tensor", "tensordict", "tree")),
+    ("ReplayBuffer", "LazyMemmapStorage", "tree"),
     ("TensorDictReplayBuffer", "LazyTensorStorage", "tensordict"),
     ("TensorDictReplayBuffer", "LazyMemmapStorage", "tensordict"),
 ]
