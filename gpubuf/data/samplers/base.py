@@ -393,9 +393,9 @@ class Sampler:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the sampler needs to go on with the same batches. Synchronises."""
-        storage, seeded = self._storage, self._generator is not None
-        if self._random is None and seeded and storage is not None and storage.initialized:
-            # The seed that was given is as much of the state as the draws since.
+        storage = self._storage
+        # A seed that no draw has used yet is part of the state, too.
+        if self._random is None and self._generator is not None and storage is not None and storage.initialized:
             self.random_state(storage.device)
         return {"type": type(self).__name__, "random": self._random.state_dict() if self._random else None}
 

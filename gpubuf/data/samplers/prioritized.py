@@ -171,14 +171,11 @@ class PrioritizedSampler(Sampler):
     def default_priority(self) -> Tensor | float:
         """Priority of the next new row, before the transformation: a 0-dim device tensor. No host sync."""
         tree = self._tree
-        if tree is None:
-            return 1.0
-        if not self.max_priority_within_buffer:
-            return tree.max_priority
-        alpha, weight = tree.scalars[ALPHA], tree.maximum
+        if tree is None or not self.max_priority_within_buffer:
+            return 1.0 if tree is None else tree.max_priority
         # With alpha 0 all weights are 1, whatever the priorities.
-        priority = weight ** (1 / alpha) - tree.scalars[EPS]
-        return torch.where(weight > 0, torch.where(alpha > 0, priority, tree.max_priority), 1.0)
+        priority = tree.maximum ** (1 / tree.scalars[ALPHA]) - tree.scalars[EPS]
+        return torch.where(tree.maximum > 0, torch.where(tree.scalars[ALPHA] > 0, priority, tree.max_priority), 1.0)
 
     @property
     def tree(self) -> SumTree:
