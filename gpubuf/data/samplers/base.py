@@ -392,9 +392,8 @@ class Sampler:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the sampler needs to go on with the same batches. Synchronises."""
+        """What the sampler needs to go on with the same batches, also with a seed not used yet. Synchronises."""
         storage = self._storage
-        # A seed that no draw has used yet is part of the state, too.
         if self._random is None and self._generator is not None and storage is not None and storage.initialized:
             self.random_state(storage.device)
         return {"type": type(self).__name__, "random": self._random.state_dict() if self._random else None}
