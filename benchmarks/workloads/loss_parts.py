@@ -41,21 +41,25 @@ class Given:
 
 
 def sac_alone(rows: int) -> dict[str, Call]:
-    """Target, the critics' loss, the actor's and the temperature's, of given values."""
+    """Target, the critics' loss, the actor's and the temperature's, of given values, called as the losses call them."""
     from gpubuf.kernels import sac, td
+    from gpubuf.kernels._differentiable import direct
 
+    td_target, temperature_loss = direct(td.soft_td_target), direct(sac.temperature_loss)
     given, gamma = Given(rows, 1), torch.tensor(0.99, dtype=torch.float64)
 
     def ours() -> Sequence[Tensor]:
         alpha = given.log_alpha.detach().exp()
-        target = td.soft_td_target(
+        target = td_target(
             given.next_values, given.next_log_prob, alpha, given.reward, given.terminated, gamma, None, td.SMALLEST
         )
-        loss, _, _ = td.td_loss(given.values, target, None, None, td.SMOOTH_L1, td.MEAN)
-        actor, _, _ = sac.actor_loss(given.policy_values, given.log_prob, alpha, None, None, td.MEAN, td.SMALLEST)
+        loss, _, _ = td.td_loss_direct(given.values, target, None, None, td.SMOOTH_L1, td.MEAN)
+        actor, _, _ = sac.actor_loss_direct(
+            given.policy_values, given.log_prob, alpha, None, None, td.MEAN, td.SMALLEST
+        )
         log_prob = given.log_prob.detach()
-        temperature, _ = sac.temperature_loss(given.log_alpha, log_prob, given.entropy, None, None, td.MEAN)
-        return torch.autograd.grad(loss + actor + temperature, given.learn)
+        _, slope = temperature_loss(given.log_alpha.detach(), log_prob, given.entropy, None, None, td.MEAN)
+        return torch.autograd.grad(loss + actor + given.log_alpha * slope, given.learn)
 
     def by_hand() -> Sequence[Tensor]:
         alpha = given.log_alpha.detach().exp()
@@ -74,7 +78,9 @@ def sac_alone(rows: int) -> dict[str, Call]:
 def categorical_alone(rows: int, program: str) -> dict[str, Call]:
     """The same of given logits, for "fastsac" or "flashsac"."""
     from gpubuf.kernels import categorical, sac, td
+    from gpubuf.kernels._differentiable import direct
 
+    moved, temperature_loss = direct(categorical.categorical_target), direct(sac.temperature_loss)
     fast = program == "fastsac"
     support = plain.PlainFastSAC.support if fast else plain.PlainFlashSAC.support
     discount = 0.97 if fast else 0.99
@@ -88,18 +94,18 @@ def categorical_alone(rows: int, program: str) -> dict[str, Call]:
 
     def ours() -> Sequence[Tensor]:
         alpha = given.log_alpha.detach().exp()
-        target = categorical.categorical_target(
+        target = moved(
             given.next_values, given.next_log_prob, alpha, given.reward, given.terminated, gamma, None, scale,
             *support, target_code,
         )  # fmt: skip
-        loss, _, _ = categorical.categorical_loss(
+        loss, _, _ = categorical.categorical_loss_direct(
             given.values, target, None, None, *support, categorical.DIVERGENCE, not fast, td.MEAN
         )
-        value = categorical.expected_value(given.policy_values, *support)
-        actor, _, _ = sac.actor_loss(value, given.log_prob, alpha, None, None, td.MEAN, combine)
+        value = categorical.expected_value_direct(given.policy_values, *support)
+        actor, _, _ = sac.actor_loss_direct(value, given.log_prob, alpha, None, None, td.MEAN, combine)
         factor = given.log_alpha.exp()
-        temperature, _ = sac.temperature_loss(factor, learnt_from(), given.entropy, None, None, td.MEAN)
-        return torch.autograd.grad(loss + actor + temperature, given.learn)
+        _, slope = temperature_loss(factor.detach(), learnt_from(), given.entropy, None, None, td.MEAN)
+        return torch.autograd.grad(loss + actor + factor * slope, given.learn)
 
     def by_hand() -> Sequence[Tensor]:
         alpha = given.log_alpha.detach().exp()
