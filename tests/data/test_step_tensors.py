@@ -102,3 +102,26 @@ def test_a_step_after_the_rows_were_released_or_moved(tmp_path):
     assert_same_buffers(made, theirs)
     theirs.add_columns(rows((3,), 27))
     assert_same_buffers(copied, theirs)
+
+
+@pytest.mark.parametrize("storage", ["rows", "small"])
+def test_rows_of_one_dimension(storage):
+    """As many rows at each write as the tensors have: over the seam, more than there is room for, and views."""
+    ours, theirs = buffer(storage), buffer(storage)
+    ours.extend_columns(rows((3,), 0))
+    theirs.extend_columns(rows((3,), 0))
+    first = 3
+    for n in (1, 3, 1, 20, 3, 60, 2, 1, 5, 6, 7, 8, 9, 10, 1):
+        columns = rows((n,), first)
+        tensors = [torch.from_numpy(value) for value in columns.values()]
+        if n == 7:
+            tensors[0] = tensors[0].flip(0).flip(1).flip(1).flip(0)
+        ours.extend_columns(tensors)
+        theirs.extend_columns(columns)
+        for tensor in tensors:
+            tensor.zero_()
+        first += n
+    with pytest.raises(ValueError, match="obs"):
+        ours.extend_columns([tensors[0].double(), *tensors[1:]])
+    ours.extend_columns([tensor[:0] for tensor in tensors])
+    assert_same_buffers(ours, theirs)

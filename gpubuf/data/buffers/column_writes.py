@@ -19,7 +19,7 @@ from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.runtime.recording import current
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.storages.layout import Key, Leaf, as_key, as_written
-from gpubuf.data.storages.staged_rows import Columns, PlacedRows, StagedRows
+from gpubuf.data.storages.staged_rows import PLACED_BYTES, Columns, PlacedRows, StagedRows
 from gpubuf.data.storages.tensor_storage import TensorStorage
 from gpubuf.kernels._registry import eager, past_dispatcher
 
@@ -231,6 +231,7 @@ class _Plan:
         self._step = tuple(storage.shape[1:])
         self._expected = [(leaf.dtype, torch.Size((*self._step, *leaf.shape))) for leaf in self._layout.leaves]
         self._staged: dict[int, StagedRows | None] = {}
+        self._placed_rows: dict[int, PlacedRows | None] = {}
         # For writes of one step: memory for arrays, and the way of tensors.
         self.one_step = self._new_staged(self._step)
         self._placed = PlacedRows.of(storage, self._step, keeps_index=self.tells) if eager(self.table) else None
@@ -240,10 +241,22 @@ class _Plan:
         if isinstance(columns, StagedRows):
             # Perhaps of another plan.
             return columns if columns is self.one_step and columns.launch is not None else None
-        if one_step and self._placed is not None and type(columns) is list and columns and type(columns[0]) is Tensor:
-            return self._placed if self._placed.place(columns) else None
+        if type(columns) is list and columns and type(columns[0]) is Tensor:
+            placed = self._placed if one_step else self._placed_for(columns[0])
+            return placed if placed is not None and placed.place(columns) else None
         staged = self.one_step if one_step else self._staged_for(columns)
         return staged if staged is not None and staged.launch is not None and staged.fill(columns) else None
+
+    def _placed_for(self, column: Tensor) -> PlacedRows | None:
+        """The way of as many rows as a column has, into a storage of one dimension."""
+        n = column.shape[0] if column.ndim and not self._step else 0
+        if n == 0 or n * self._layout.row_bytes > PLACED_BYTES:
+            return None
+        if n not in self._placed_rows:
+            if len(self._placed_rows) >= _SIZES:
+                self._placed_rows.clear()
+            self._placed_rows[n] = PlacedRows.of(self._storage, (n,), keeps_index=self.tells)
+        return self._placed_rows[n]
 
     def _staged_for(self, columns: Columns) -> StagedRows | None:
         """Memory for a write of as many rows as the first of ``columns`` has, of a storage of one dimension."""
