@@ -25,7 +25,7 @@ from gpubuf.data.storages.shared_states import SharedStates
 Hook = Callable[..., Any]
 _COPY_BYTES = 1 << 26
 _OWN_FILE = "gpubuf.safetensors"
-_RING_FILE = "gpubuf_ring.json"
+_RING = "gpubuf"
 
 
 class StoredRows:
@@ -302,8 +302,10 @@ class SavesItself(SharedStates):
         self.checkpointer.dumps(self.rows_to_save(), path)
         if type(self.checkpointer) is TensorStorageCheckpointer:
             (folder / _OWN_FILE).unlink(missing_ok=True)
-            skipped = self.written - self.rows_written
-            files.write_json(folder / _RING_FILE, {"written": self.written, "skipped": skipped})
+            # In the file that TorchRL replaces when it writes over this: a file beside it could be of older rows.
+            content = files.read_json(folder / files.STORAGE_FILE)
+            ring = {"written": self.written, "skipped": self.written - self.rows_written}
+            files.write_json(folder / files.STORAGE_FILE, {**content, _RING: ring})
 
     def loads(self, path: Any) -> None:
         """Replace all rows by those of a folder that :meth:`dumps`, or that of TorchRL's storages, has written.
@@ -320,10 +322,12 @@ class SavesItself(SharedStates):
         if not self.saves_apart and (folder / _OWN_FILE).exists():
             state = serialization.load(folder / _OWN_FILE)
         else:
-            ring = files.read_json(folder / _RING_FILE) if (folder / _RING_FILE).exists() else {}
             state = self.state_of(*self.rows_saved(path))
-            if files.is_count(ring.get("written")) and ring["written"] >= state["size"]:
-                state |= {"written": ring["written"], "skipped": int(ring.get("skipped", 0))}
+            own = type(self.checkpointer) is TensorStorageCheckpointer
+            ring = files.read_json(folder / files.STORAGE_FILE).get(_RING) if own else None
+            if isinstance(ring, dict) and files.is_count(ring.get("written")) and ring["written"] >= state["size"]:
+                skipped: Any = ring.get("skipped")
+                state |= {"written": ring["written"], "skipped": skipped if files.is_count(skipped) else 0}
         self.load_state_dict(state)
         self.unfinished = Unfinished(written=0)
 
