@@ -69,7 +69,8 @@ def test_a_name_that_is_missing(name: str):
 
 
 def test_a_loss_that_is_missing():
-    with pytest.raises(ImportError, match=r"^gpubuf\.objectives has no PPOLoss as TorchRL may do: TorchRL's takes"):
+    message = r"^gpubuf\.objectives has no PPOLoss as TorchRL may do: use TorchRL's: it takes"
+    with pytest.raises(ImportError, match=message):
         exec("from gpubuf.objectives import PPOLoss", {})
 
 
