@@ -110,16 +110,21 @@ def test_a_wait_that_is_interrupted_gives_up_its_place():
         pass
 
     def stop(*_):
-        raise StoppedError
+        if not stopped.is_set():
+            stopped.set()
+            raise StoppedError
 
     def hold():
         with lock:
             waiting.set()
             wait_for_line(lock, 1)
-            signal.pthread_kill(main, signal.SIGUSR1)
+            # Not once: a signal that comes just before Python waits for a lock does not end that wait.
+            while not stopped.is_set():
+                signal.pthread_kill(main, signal.SIGUSR1)
+                stopped.wait(0.01)
             released.wait()
 
-    released, before = threading.Event(), signal.signal(signal.SIGUSR1, stop)
+    stopped, released, before = threading.Event(), threading.Event(), signal.signal(signal.SIGUSR1, stop)
     holder = threading.Thread(target=hold)
     try:
         holder.start()
@@ -128,9 +133,9 @@ def test_a_wait_that_is_interrupted_gives_up_its_place():
             pytest.fail("the lock was taken")
         assert not lock._waiting
     finally:
-        signal.signal(signal.SIGUSR1, before)
         released.set()
         holder.join()
+        signal.signal(signal.SIGUSR1, before)
     together(lambda: lock.__enter__() and None)
 
 
