@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from tensordict import TensorDict
+from torch.overrides import TorchFunctionMode
 
 from gpubuf import data as gpubuf_data
 from gpubuf.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
@@ -37,6 +38,40 @@ def test_indices_go_by_the_written_shape(backend, dim_extend):
             # The index of a row is that of the storage, in whatever shape the rows are given.
             where = found["index"].reshape(-1, 2)
             assert torch.equal(buffer[where]["a"], found["a"].reshape(-1))
+
+
+def test_indices_that_no_row_has(backend):
+    for buffer in buffers():
+        for index, error in (
+            (2, IndexError),
+            ((0, 5), IndexError),
+            ((0, 0, 0), IndexError),
+            (slice(5, 2, -1), ValueError),
+        ):
+            with pytest.raises(error):
+                buffer[index]
+        assert buffer[5:].shape == (0, 5)
+        assert buffer[1, 3:1].shape == (0,)
+
+
+def test_one_row_of_many_lists_no_others(backend):
+    """A list of the positions of all rows is larger than they are, with a large buffer of few columns."""
+
+    class Sizes(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor):
+                sizes.append(out.untyped_storage().nbytes())
+            return out
+
+    sizes = []
+    buffer = ReplayBuffer(storage=LazyTensorStorage(2**16, ndim=2, dtypes={"a": torch.int32}))
+    buffer.extend(TensorDict({"a": torch.arange(2**16).view(2, -1)}, [2, 2**15]))
+    with Sizes():
+        assert buffer[1, 77]["a"] == 2**15 + 77
+        assert buffer[:, 7:9]["a"].tolist() == [[7, 8], [2**15 + 7, 2**15 + 8]]
+    assert sizes
+    assert max(size for size in sizes if size != buffer.storage.nbytes) < 2**10
 
 
 @pytest.mark.parametrize("dim_extend", [None, 0])

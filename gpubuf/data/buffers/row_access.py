@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, Self
+from collections.abc import Callable, Sequence
+from typing import Any, Self, TypeVar
 
+import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
@@ -15,6 +16,8 @@ from gpubuf.data.concurrency.locking import BufferLock
 from gpubuf.data.storages.layout import Data
 from gpubuf.data.storages.tensor_storage import TensorStorage
 from gpubuf.data.storages.trees import mapped, shallow
+
+_T = TypeVar("_T")
 
 
 class RowAccess:
@@ -67,7 +70,7 @@ class RowAccess:
                 if data is None:
                     return
             if storage.ndim > 1 and storage.initialized and is_plain(index):
-                where = self._in_written_order(storage.coordinates(slice(None)))[index]
+                where = self._coordinates(index)
                 lead = where.shape[:-1]
                 # Rows of one environment may be those of all, as on a TensorDict.
                 few = isinstance(data, TensorDictBase) and data.batch_dims < len(lead)
@@ -83,7 +86,7 @@ class RowAccess:
             return storage[index]
         if storage.gives_views:
             return mapped(storage[:], lambda value: self._in_written_order(value)[index])
-        where = self._in_written_order(storage.coordinates(slice(None)))[index]
+        where = self._coordinates(index)
         rows = storage[where.reshape(-1, storage.ndim)]
         return mapped(rows, lambda value: value.reshape(*where.shape[:-1], *value.shape[1:]))
 
@@ -92,12 +95,45 @@ class RowAccess:
         storage = self._storage
         if storage.ndim == 1 or not is_plain(index):
             return storage.coordinates(index)
-        found: Tensor = self._in_written_order(storage.coordinates(slice(None)))[index]
-        return found
+        # Of those asked for alone: a list of all positions would take longer, and more memory than the rows.
+        steps = (storage.steps_stored, *storage.shape[1:])
+        parts = chosen(index, swapped(steps, self.dim_extend))
+        spans = [torch.arange(*_limits(part), device=storage.device) for part in parts]
+        places = torch.stack(swapped(torch.meshgrid(*spans, indexing="ij"), self.dim_extend), -1)
+        return places.reshape(*(len(part) for part in parts if isinstance(part, range)), storage.ndim)
 
     def _in_written_order(self, value: Any) -> Any:
         """``[T, E, ...]`` with the dimensions that a written batch has."""
         return value.transpose(0, self.dim_extend) if self.dim_extend else value
+
+
+def swapped(values: Sequence[_T], dim: int) -> tuple[_T, ...]:
+    """The values of each dimension, that of ``dim`` and the first exchanged."""
+    out = list(values)
+    out[0], out[dim] = out[dim], out[0]
+    return tuple(out)
+
+
+def chosen(index: Any, sizes: Sequence[int]) -> list[int | range]:
+    """What a plain index takes of each dimension: a place, or a range of them. IndexError as tensors raise it."""
+    given = list(index) if isinstance(index, tuple) else [index]
+    if given.count(Ellipsis) > 1 or len(given) - given.count(Ellipsis) > len(sizes):
+        raise IndexError(f"too many indices for the {len(sizes)} dimensions of the buffer: {index}")
+    at = given.index(Ellipsis) if Ellipsis in given else len(given)
+    missing = len(sizes) - (len(given) - given.count(Ellipsis))
+    given[at : at + 1] = [slice(None)] * missing
+    parts = []
+    for dim, (size, part) in enumerate(zip(sizes, given, strict=True)):
+        if isinstance(part, int) and not -size <= part < size:
+            raise IndexError(f"index {part} is out of bounds for dimension {dim} with size {size}")
+        if isinstance(part, slice) and part.step is not None and part.step <= 0:
+            raise ValueError(f"the step of a slice must be above 0, not {part.step}")
+        parts.append(range(size)[part])
+    return parts
+
+
+def _limits(part: int | range) -> tuple[int, int, int]:
+    return (part, part + 1, 1) if isinstance(part, int) else (part.start, max(part.start, part.stop), part.step)
 
 
 def is_key(index: Any) -> bool:
