@@ -186,6 +186,8 @@ def packages_of_extras() -> set[str]:
     return names - {"setuptools"}
 
 
+# Without its folder of compiled kernels everything is compiled anew: half a minute.
+@pytest.mark.slow
 def test_buffers_need_no_extra(tree: Path, tmp_path: Path):
     """`pip install gpubuf` without extras: write, sample, priorities, slices, files, checkpoints and a plan."""
     (wheel,) = (tree / "dist").glob("*.whl")

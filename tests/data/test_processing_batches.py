@@ -192,16 +192,18 @@ def test_shifted_images(storage):
             assert torch.equal(processed[key], torch.stack(due)), pair
 
 
-def test_shifts_are_even():
+def test_shifts_are_even(backend):
     """Each of the 25 shifts of a pad of 2 is as likely: chi-square with 24 degrees of freedom."""
+    # The interpreter takes 6 ms a row.
+    each = 100 if backend == "numba" else 20
     image = torch.arange(81, dtype=torch.uint8).view(1, 1, 9, 9).expand(4, 1, 9, 9).contiguous()
-    buffer = ReplayBuffer(storage=LazyTensorStorage(4), process=[RandomShift("pixels", 2)], batch_size=2500)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(4), process=[RandomShift("pixels", 2)], batch_size=25 * each)
     buffer.set_rng(generator(3))
     buffer.extend(TensorDict({"pixels": image}, [4]))
     centres = buffer.sample()["pixels"][:, 0, 4, 4]
     counts = torch.bincount(centres.long(), minlength=81)
     assert int((counts > 0).sum()) == 25
-    assert float(((counts[counts > 0] - 100.0) ** 2 / 100).sum()) < 60
+    assert float(((counts[counts > 0] - float(each)) ** 2 / each).sum()) < 60
 
 
 def test_the_order_is_fixed():
