@@ -10,43 +10,16 @@ import math
 
 import numpy as np
 import torch
-from numba import carray
 from torch import Tensor
 
 from gpubuf.kernels._differentiable import computing_dtype, dense
 from gpubuf.kernels._elementary import exp_below_700, is_positive_normal, log1p_of_fraction, log_of_normal
-from gpubuf.kernels._floats import read, write
+from gpubuf.kernels._floats import load, read, store, write
 from gpubuf.kernels._jit import OPTIONS, jit
-from gpubuf.kernels._pointers import as_f32, as_f64
 from gpubuf.kernels.tanh_normal import HALF_LOG_2_PI, LOG_2, check_arguments
 
 #: Elements that are worked on at a time, in buffers that stay in the first cache.
 _CHUNK = 256
-
-
-@jit(forceinline=True)
-def _load(address, wide, start, buffer, count):  # type: ignore[no-untyped-def]
-    """Copy ``count`` elements from ``start`` on into a float64 buffer. Two loops, so that each is vectorised."""
-    if wide:
-        source = carray(as_f64(address), start + count)
-        for j in range(count):
-            buffer[j] = source[start + j]
-    else:
-        narrow = carray(as_f32(address), start + count)
-        for j in range(count):
-            buffer[j] = narrow[start + j]
-
-
-@jit(forceinline=True)
-def _store(address, wide, start, buffer, count):  # type: ignore[no-untyped-def]
-    if wide:
-        target = carray(as_f64(address), start + count)
-        for j in range(count):
-            target[start + j] = buffer[j]
-    else:
-        narrow = carray(as_f32(address), start + count)
-        for j in range(count):
-            narrow[start + j] = buffer[j]
 
 
 @jit("void(int64, int64, int64, int64, int64, float64, float64, int64, int64, int64, boolean, int64, int64)", **OPTIONS)
@@ -61,9 +34,9 @@ def _sample(loc, scale, noise, low, high, low_value, high_value, n, width, last,
     total, row, column, bound = 0.0, 0, 0, 0
     for start in range(0, n * width, _CHUNK):
         count = min(_CHUNK, n * width - start)
-        _load(loc, wide, start, mean, count)
-        _load(scale, wide, start, deviation, count)
-        _load(noise, wide, start, z, count)
+        load(loc, wide, start, count, mean)
+        load(scale, wide, start, count, deviation)
+        load(noise, wide, start, count, z)
         for j in range(count):
             x = mean[j] + deviation[j] * z[j]
             decay = exp_below_700(-2 * abs(x))
@@ -85,7 +58,7 @@ def _sample(loc, scale, noise, low, high, low_value, high_value, n, width, last,
             if column == width:
                 write(log_prob, wide, row, total)
                 total, column, row = 0.0, 0, row + 1
-        _store(action, wide, start, tanh, count)
+        store(tanh, action, wide, start, count)
     if not width:
         for i in range(n):
             write(log_prob, wide, i, 0.0)
@@ -106,11 +79,11 @@ def _sample_backward(  # type: ignore[no-untyped-def]
     row, column, bound = 0, 0, 0
     for start in range(0, n * width, _CHUNK):
         count = min(_CHUNK, n * width - start)
-        _load(loc, wide, start, mean, count)
-        _load(scale, wide, start, deviation, count)
-        _load(noise, wide, start, z, count)
+        load(loc, wide, start, count, mean)
+        load(scale, wide, start, count, deviation)
+        load(noise, wide, start, count, z)
         if grad_action:
-            _load(grad_action, wide, start, by_action, count)
+            load(grad_action, wide, start, count, by_action)
             for j in range(count):
                 by_action[j] *= halves[bound]
                 bound += 1
@@ -130,8 +103,8 @@ def _sample_backward(  # type: ignore[no-untyped-def]
             slope = by_density[j] * 2 * tanh + by_action[j] * 4 * decay * inverse * inverse
             mean[j] = slope
             deviation[j] = slope * z[j] - by_density[j] / deviation[j]
-        _store(by_loc, wide, start, mean, count)
-        _store(by_scale, wide, start, deviation, count)
+        store(mean, by_loc, wide, start, count)
+        store(deviation, by_scale, wide, start, count)
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -415,7 +415,7 @@ def test_closure():
     assert float(optimizer.state[net[0].weight]["step"]) == 1
 
 
-# As torch 2.11 does.
+# torch 2.11 warns.
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
 def test_hooks_and_profilers():
     """They see steps as they see those of torch's optimisers."""

@@ -215,7 +215,7 @@ def test_without_delayed_critics_the_present_ones_are_the_target():
         pytest.param({"critics": "replicated", "separate_losses": True}, marks=pytest.mark.slow),
     ],
 )
-# The compiler of torch 2.11 asks.
+# The compiler of torch 2.11 asks for that attribute, and warns.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_functional_call_within_compiled_code(options):
     torch._dynamo.reset()

@@ -137,13 +137,12 @@ class Edits(RowAccess):
                     return
                 data = transformed
             shape = batch_shape(data, storage.ndim)
-            held = [storage.steps_stored, *storage.shape[1:]]
-            held[0], held[self.dim_extend] = held[self.dim_extend], held[0]
+            held = self._written_shape()
             if shape[0] > held[0] or (end is not None and shape[0] != min(end, held[0])):
                 wanted = f"{held[0]} are stored" if end is None else f"{min(end, held[0])} are addressed"
                 raise ValueError(f"the data has {shape[0]} rows, {wanted}: extend() adds rows")
-            if list(shape[1:]) != held[1:]:
-                raise ValueError(f"the data has the shape {list(shape)}, the buffer {held}")
+            if tuple(shape[1:]) != held[1:]:
+                raise ValueError(f"the data has the shape {list(shape)}, the buffer {list(held)}")
             n = math.prod(shape)
             if n == 0:
                 return

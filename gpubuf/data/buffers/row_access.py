@@ -96,11 +96,15 @@ class RowAccess:
         if storage.ndim == 1 or not is_plain(index):
             return storage.coordinates(index)
         # Of those asked for alone: a list of all positions would take longer, and more memory than the rows.
-        steps = (storage.steps_stored, *storage.shape[1:])
-        parts = chosen(index, swapped(steps, self.dim_extend))
+        parts = chosen(index, self._written_shape())
         spans = [torch.arange(*_limits(part), device=storage.device) for part in parts]
         places = torch.stack(swapped(torch.meshgrid(*spans, indexing="ij"), self.dim_extend), -1)
         return places.reshape(*(len(part) for part in parts if isinstance(part, range)), storage.ndim)
+
+    def _written_shape(self) -> tuple[int, ...]:
+        """The sizes of ``self[:]``."""
+        storage = self._storage
+        return swapped((storage.steps_stored, *storage.shape[1:]), self.dim_extend)
 
     def _in_written_order(self, value: Any) -> Any:
         """``[T, E, ...]`` with the dimensions that a written batch has."""
