@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,9 +20,12 @@ from torch import Tensor, nn
 from benchmarks.peers.libraries import UnavailableError
 from benchmarks.workloads import plain_losses as plain
 from benchmarks.workloads.plain_sac import ACTION, LOWEST_SCALE, OBSERVATION, PlainSAC, make_batch
+from benchmarks.workloads.program_losses import as_its_program
 
 Call = Callable[[], object]
 LOSSES = ("loss_actor", "loss_qvalue", "loss_alpha")
+#: Contenders: a loss by hand, and one as its program writes it.
+BY_HAND, PROGRAM = "plain PyTorch", "PyTorch, as the program writes it"
 
 
 def wave(shape: Sequence[int]) -> Tensor:
@@ -301,6 +303,7 @@ def named(where: str) -> Callable[[str], str]:
 
 def agree(workload: Workload, name: str, loss: Any, by_hand: PlainSAC, batch: TensorDict) -> None:
     """Assert that a loss, and the gradient that the actor's last layer gets from it, are those of the loss by hand."""
+    by_hand = copy.deepcopy(by_hand)  # whose running statistics move with each call
     with without_chance():
         found, expected = loss(batch.clone()), by_hand(batch)
     keys = workload.same if name == "TorchRL" else [key for key in LOSSES if key in expected]
@@ -314,8 +317,11 @@ def agree(workload: Workload, name: str, loss: Any, by_hand: PlainSAC, batch: Te
         )
     parameters = [list(by_hand.actor.parameters())[-1]]
     (theirs,) = torch.autograd.grad(expected["loss_actor"], parameters)
-    parameters = [p for p in loss.actor_network_params.parameters() if p.shape == theirs.shape][-1:]
-    (ours,) = torch.autograd.grad(found["loss_actor"], parameters)
+    if name == PROGRAM:
+        parameters = [loss.actor.mean.bias, loss.actor.scale.bias]
+    else:
+        parameters = [p for p in loss.actor_network_params.parameters() if p.shape == theirs.shape][-1:]
+    ours = torch.cat(torch.autograd.grad(found["loss_actor"], parameters, retain_graph=True))
     torch.testing.assert_close(ours, theirs, rtol=20 * rtol, atol=rtol / 10)
 
 
@@ -336,7 +342,7 @@ def contenders(name: str, rows: int, compiled: bool) -> dict[str, Call]:
     Args:
         name: one of :data:`WORKLOADS`.
         rows: the batch.
-        compiled: also ours and the one by hand under ``torch.compile``.
+        compiled: also all but TorchRL's under ``torch.compile``.
     """
     workload = WORKLOADS[name]
     torch.manual_seed(0)
@@ -348,7 +354,9 @@ def contenders(name: str, rows: int, compiled: bool) -> dict[str, Call]:
     by_hand.targets.load_state_dict(by_hand.critics.state_dict())
     if isinstance(by_hand, plain.PlainTD3):
         by_hand.target_actor.load_state_dict(by_hand.actor.state_dict())
-    losses: dict[str, Any] = {"plain PyTorch": by_hand}
+    program = as_its_program(by_hand)
+    losses: dict[str, Any] = {} if program is None else {PROGRAM: program}
+    losses[BY_HAND] = by_hand
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         losses["gpubuf"] = workload.ours(actor, critics)
@@ -359,11 +367,12 @@ def contenders(name: str, rows: int, compiled: bool) -> dict[str, Call]:
             print(f"{name}: {error}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for who, loss in itertools.islice(losses.items(), 1, None):
-            agree(workload, who, loss, by_hand, batch)
+        for who, loss in losses.items():
+            if loss is not by_hand:
+                agree(workload, who, loss, by_hand, batch)
     calls = {who: forward_backward(loss, list(loss.parameters()), batch) for who, loss in losses.items()}
     if compiled:
-        for who in ("plain PyTorch", "gpubuf"):
+        for who in [who for who in losses if who != "TorchRL"]:
             calls[f"{who}, compiled"] = compiled_call(losses[who], batch)
     return calls
 

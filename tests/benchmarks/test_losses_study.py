@@ -9,8 +9,8 @@ import torch
 
 from benchmarks.measure.results import newest_runs
 from benchmarks.studies import losses as study
-from benchmarks.workloads import loss_parts
-from benchmarks.workloads.losses import WORKLOADS, contenders, without_chance
+from benchmarks.workloads import loss_parts, program_losses
+from benchmarks.workloads.losses import BY_HAND, PROGRAM, WORKLOADS, contenders, without_chance
 from tests.support.report_runs import a_run
 
 
@@ -19,15 +19,19 @@ def without_torchrl(calls):
 
 
 QUICK = ("sac", "flashsac")
+#: Losses that are compared with their programs' code, too.
+PROGRAMS = ("fastsac", "flashsac")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in WORKLOADS])
 def test_contenders_agree(name):
-    """Making them asserts it. Ours dispatches fewer operations than the one by hand."""
+    """Making them asserts it. Ours dispatches fewer operations than the one by hand, and half of a program's."""
     calls = contenders(name, 32, compiled=False)
-    assert list(without_torchrl(calls)) == ["plain PyTorch", "gpubuf"]
-    by_hand, ours = (study.counted(calls[who]) for who in ("plain PyTorch", "gpubuf"))
-    assert 0 < ours < by_hand
+    assert list(without_torchrl(calls)) == [*([PROGRAM] if name in PROGRAMS else []), BY_HAND, "gpubuf"]
+    operations = {who: study.counted(call) for who, call in calls.items()}
+    assert 0 < operations["gpubuf"] < operations[BY_HAND]
+    if name in PROGRAMS:
+        assert operations["gpubuf"] <= operations[PROGRAM] / 2
 
 
 @pytest.mark.parametrize("group", [name for name, group in study.GROUPS.items() if name not in WORKLOADS])
@@ -43,6 +47,12 @@ def test_categorical_losses_take_half_the_operations():
     for program in ("fastsac", "flashsac"):
         calls = loss_parts.categorical_alone(16, program)
         assert study.counted(calls["gpubuf"]) <= study.counted(calls["plain PyTorch"]) / 2
+
+
+def test_a_difference_to_the_program_is_found(monkeypatch):
+    monkeypatch.setattr(program_losses.ProgramFastSAC, "values", lambda self, logits: logits.mean(-1))
+    with pytest.raises(AssertionError, match="loss_actor of PyTorch, as the program writes it"):
+        contenders("fastsac", 32, compiled=False)
 
 
 def test_a_difference_is_found(monkeypatch):
