@@ -22,7 +22,7 @@ def by_curve(run: Run) -> dict[str, dict[str, list[dict[str, Any]]]]:
 
 
 def algorithms_section(runs: Runs) -> str:
-    """docs/training.md: mean returns at the end by algorithm and seed, minutes, and the picture."""
+    """docs/training.md: mean returns at the end by algorithm and seed, those on the way, minutes, and the picture."""
     run = runs.get("algorithms")
     if run is None:
         return f"No run of `python -m benchmarks.studies.learning` is committed: {OPEN}."
@@ -34,8 +34,10 @@ def algorithms_section(runs: Runs) -> str:
             known = [spent / 60 for one in ones if (spent := one["processor_seconds"]) is not None]
             minutes = f"{statistics.fmean(known):.1f}" if known else ""
             steps = f"{ones[0]['steps']:,}"
-            rows.append([f"{env}, {curve}", steps, seeds, f"{statistics.fmean(returns):.0f}", minutes])
-    head = ["environment, algorithm", "steps", "mean return by seed", "mean", "minutes of the processor"]
+            on_the_way = statistics.fmean(value for one in ones for _, value in one["points"])
+            means = [f"{statistics.fmean(returns):.0f}", f"{on_the_way:.0f}"]
+            rows.append([f"{env}, {curve}", steps, seeds, *means, minutes])
+    head = ["environment, algorithm", "steps", "mean return by seed", "mean", "mean on the way", "minutes of a core"]
     picture = f"![Returns of each algorithm over the steps]({{root}}{LEARNING_PLOT})"
     return "\n\n".join([table(head, rows), described(run), load_before(run), picture])
 

@@ -93,8 +93,8 @@ def test_table_and_picture(tmp_path: Path):
     assert files.kind_of(data) == "algorithms"
     runs = {"algorithms": Run("benchmarks/results/x.json", data)}
     text = report.algorithms_section(runs)
-    assert "| Hopper-v5, flashsac | 10,000 | 100, 300 | 200 | 2.0 |" in text
-    assert "| HalfCheetah-v5, sac, uniform | 10,000 | 50 | 50 | 2.0 |" in text
+    assert "| Hopper-v5, flashsac | 10,000 | 100, 300 | 200 | 150 | 2.0 |" in text
+    assert "| HalfCheetah-v5, sac, uniform | 10,000 | 50 | 50 | 38 | 2.0 |" in text
     assert f"({{root}}{report.LEARNING_PLOT})" in text
     path = tmp_path / "learning.png"
     report.draw_learning(path, runs)
