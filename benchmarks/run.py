@@ -21,13 +21,10 @@ from typing import Any
 import torch
 
 from benchmarks.measure import roofline
+from benchmarks.measure.elsewhere import PEER_ENVIRONMENTS, ROOT, peer_python
 from benchmarks.measure.machine import PACKAGES, RESULTS, describe, result_path
 from benchmarks.measure.results import write_results
 from benchmarks.workloads.registry import PEERS, REGISTRY, TITLES, environment
-
-ROOT = Path(__file__).parent.parent
-#: Where `make bench` makes the environments of the peers.
-ENVIRONMENTS = ROOT / ".peers"
 
 
 def benchmark_options(into: Path, kind: str) -> list[str]:
@@ -36,12 +33,11 @@ def benchmark_options(into: Path, kind: str) -> list[str]:
     return ["benchmarks", *shown, f"--into={into}", f"--device={kind}", "-p", "no:cacheprovider"]
 
 
-def interpreters(folder: Path = ENVIRONMENTS) -> dict[Path, list[str]]:
+def interpreters(folder: Path = PEER_ENVIRONMENTS) -> dict[Path, list[str]]:
     """Which environments each interpreter serves; a peer that has none of its own is looked for in this one."""
     serves: dict[Path, list[str]] = {Path(sys.executable): ["gpubuf"]}
     for peer in PEERS:
-        own = folder / peer / "bin" / "python"
-        serves.setdefault(own if own.exists() else Path(sys.executable), []).append(peer)
+        serves.setdefault(Path(peer_python(peer, folder)), []).append(peer)
     return serves
 
 

@@ -11,12 +11,18 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-PEERS = ROOT / ".peers"
+#: Where `make bench` makes the environments of the peers.
+PEER_ENVIRONMENTS = ROOT / ".peers"
 
 
-def peer_python(name: str, peers: Path = PEERS) -> str:
+def own_python(peer: str, folder: Path = PEER_ENVIRONMENTS) -> Path:
+    """The interpreter of a peer's environment, whether that is installed or not."""
+    return folder / peer / "bin" / "python"
+
+
+def peer_python(peer: str, folder: Path = PEER_ENVIRONMENTS) -> str:
     """The interpreter of a peer's environment where that is installed, else this one."""
-    own = peers / name / "bin" / "python"
+    own = own_python(peer, folder)
     return str(own) if own.exists() else sys.executable
 
 

@@ -19,10 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.measure.elsewhere import ROOT, own_python
 from benchmarks.measure.machine import describe, version
 from benchmarks.measure.results import write_results
-
-ROOT = Path(__file__).parents[2]
 
 #: Options of ``gpubuf train``, by the name of a curve.
 OURS: dict[str, tuple[str, ...]] = {
@@ -40,7 +39,7 @@ ENVIRONMENTS = ("HalfCheetah-v5", "Hopper-v5")
 #: The file of a run with the seconds that it took of the processor: a loaded machine doesn't change them.
 PROCESSOR = "processor_seconds.json"
 
-PEER_PYTHON = ROOT / ".peers" / "sb3" / "bin" / "python"
+PEER_PYTHON = own_python("sb3")
 PEER_SCRIPT = ROOT / "benchmarks" / "peers" / "train_sb3.py"
 
 

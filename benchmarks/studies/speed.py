@@ -21,9 +21,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from benchmarks.measure.elsewhere import ROOT
 from benchmarks.measure.machine import describe
 from benchmarks.measure.results import write_results
-from benchmarks.studies.learning import PEER_PYTHON, PEER_SCRIPT, ROOT
+from benchmarks.studies.learning import PEER_PYTHON, PEER_SCRIPT
 
 STARTS = 1_000
 

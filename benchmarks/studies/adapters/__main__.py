@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.measure.elsewhere import PEERS, found_by, peer_python
+from benchmarks.measure.elsewhere import PEER_ENVIRONMENTS, found_by, peer_python
 from benchmarks.measure.figures import table
 from benchmarks.measure.machine import describe
 from benchmarks.measure.results import write_results
@@ -75,7 +75,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.studies.adapters")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--adapters", nargs="+", choices=ADAPTERS, default=list(ADAPTERS))
-    parser.add_argument("--peers", type=Path, default=PEERS, help="the folder of the peers' environments")
+    parser.add_argument("--peers", type=Path, default=PEER_ENVIRONMENTS, help="the folder of the peers' environments")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/adapters-<device>-<date>.json")
     parser.add_argument("--one", choices=ADAPTERS, help=argparse.SUPPRESS)
     arguments = parser.parse_args(given)
