@@ -342,7 +342,7 @@ def contenders(name: str, rows: int, compiled: bool) -> dict[str, Call]:
     Args:
         name: one of :data:`WORKLOADS`.
         rows: the batch.
-        compiled: also all but TorchRL's under ``torch.compile``.
+        compiled: also ours and the one by hand under ``torch.compile``.
     """
     workload = WORKLOADS[name]
     torch.manual_seed(0)
@@ -372,7 +372,7 @@ def contenders(name: str, rows: int, compiled: bool) -> dict[str, Call]:
                 agree(workload, who, loss, by_hand, batch)
     calls = {who: forward_backward(loss, list(loss.parameters()), batch) for who, loss in losses.items()}
     if compiled:
-        for who in [who for who in losses if who != "TorchRL"]:
+        for who in (BY_HAND, "gpubuf"):
             calls[f"{who}, compiled"] = compiled_call(losses[who], batch)
     return calls
 
