@@ -237,6 +237,7 @@ class TestSliceModel(SliceMachine.TestCase):
     settings = settings(max_examples=50, stateful_step_count=25, deadline=None)
 
 
+@pytest.mark.usefixtures("interpreter")
 class TestTritonSliceModel(TritonSliceMachine.TestCase):
     settings = settings(max_examples=5, stateful_step_count=6, deadline=None)
 
@@ -247,5 +248,6 @@ class TestLongSliceModel(SliceMachine.TestCase):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("interpreter")
 class TestLongTritonSliceModel(TritonSliceMachine.TestCase):
     settings = settings(max_examples=12, stateful_step_count=6, deadline=None)

@@ -169,6 +169,7 @@ class InterpretedMachine(TransitionsMachine):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("interpreter")
 class TestTransitionsModelOfTriton(InterpretedMachine.TestCase):
     settings = settings(
         max_examples=10, stateful_step_count=10, deadline=None, suppress_health_check=[HealthCheck.too_slow]
