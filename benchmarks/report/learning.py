@@ -6,7 +6,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure.figures import OPEN, described, load_before, table
+from benchmarks.measure.figures import OPEN, described, table
 from benchmarks.measure.results import Run, Runs
 
 #: The picture, from the root of the project.
@@ -39,7 +39,8 @@ def algorithms_section(runs: Runs) -> str:
             rows.append([f"{env}, {curve}", steps, seeds, *means, minutes])
     head = ["environment, algorithm", "steps", "mean return by seed", "mean", "mean on the way", "minutes of a core"]
     picture = f"![Returns of each algorithm over the steps]({{root}}{LEARNING_PLOT})"
-    return "\n\n".join([table(head, rows), described(run), load_before(run), picture])
+    # Without the machine's load: the file knows only that of the moment when the runs were collected.
+    return "\n\n".join([table(head, rows), described(run), picture])
 
 
 def learning_plot_source(runs: Runs) -> str:
