@@ -16,8 +16,8 @@ from numba.core.compiler_lock import global_compiler_lock
 
 logger = logging.getLogger("gpubuf.kernels")
 
-#: Compile from the explicit signature, keep the machine code on disk, release the GIL.
-OPTIONS: dict[str, Any] = {"nogil": True, "cache": True, "error_model": "numpy"}
+#: What every kernel with a signature is compiled with: it releases the GIL, and divides as NumPy does.
+OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 
 # Seconds that a process compiles before it says so.
 _SILENCE = 2.0
@@ -41,11 +41,14 @@ def jit(signature: Any = None, **options: Any) -> Any:
     used while no source of a CPU kernel has changed. Numba itself looks at the file of the function alone, and would go
     on with the old code of a helper in another file.
 
-    Helpers ask LLVM to inline them (``forceinline``). Numba's own ``inline="always"`` copies a helper into its callers
-    before types are known, and infers the types in each of them: that takes longer than everything else.
+    Without a signature the function is a helper of other kernels, and asks LLVM to inline it (``forceinline``). Numba's
+    own ``inline="always"`` copies a helper into its callers before types are known, and infers the types in each of
+    them: that takes longer than everything else.
     """
-    if callable(signature) or not options.pop("cache", False):
-        return numba.njit(signature, **options)
+    if callable(signature):
+        return _helper(signature, options)
+    if signature is None:
+        return functools.partial(_helper, options=options)
 
     def kernel(function: Any) -> Any:
         dispatcher = numba.njit(**options)(function)
@@ -70,6 +73,23 @@ def jit(signature: Any = None, **options: Any) -> Any:
         return dispatcher
 
     return kernel
+
+
+def _helper(function: Any, options: dict[str, Any]) -> Any:
+    """A function for other kernels, compiled once for its types and without the code that a call from Python needs.
+
+    Numba would compile it anew for each constant that is passed to it. LLVM finds the constants where it inlines it.
+    """
+    unwrapped: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    helper: Any = numba.njit(**options, **unwrapped)(function)
+    template = helper.get_call_template
+    helper.get_call_template = lambda args, keywords: template(tuple(map(numba.types.unliteral, args)), keywords)
+
+    # A call from Python (tests make them) finds no machine code here, and goes to a copy that it can enter.
+    copy = functools.cache(lambda: numba.njit(**options)(function))
+    helper._insert = lambda *_: None
+    helper._compile_for_args = lambda *_: copy()
+    return helper
 
 
 def address_of(kernel: Any) -> int:

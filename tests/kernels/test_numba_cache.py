@@ -105,6 +105,30 @@ def test_a_kernel_is_compiled_at_its_first_call_and_from_its_signature(tmp_path)
     assert not module.twice_again.overloads
 
 
+HELPER = """
+from gpubuf.kernels._jit import OPTIONS, jit
+
+@jit(forceinline=True)
+def times(x, factor):
+    return factor * x
+
+@jit("int64(int64)", **OPTIONS)
+def six_times(x):
+    return times(times(x, 2), 3)
+"""
+
+
+def test_a_helper_is_compiled_once_for_all_constants_and_can_be_called_from_python(tmp_path):
+    path = tmp_path / "cached_kernel.py"
+    path.write_text(HELPER)
+    module = imported(path)
+    assert module.times(7, 3) == 21
+    assert not module.times.overloads
+    assert module.six_times(7) == 42
+    assert [[str(argument) for argument in arguments] for arguments in module.times.overloads] == [["int64", "int64"]]
+    assert module.times(7.5, 2) == 15.0
+
+
 def test_long_compilation_is_announced_once(monkeypatch):
     said = threading.Event()
     handler = logging.Handler()
