@@ -31,7 +31,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .PHONY: help train test compat bench gpu sanitize report docs dist clean
 
 help:
-	@echo "make train   train SAC on Pendulum-v1; options: ARGS='--env NAME --uniform --seed 1 ...'"
+	@echo "make train   train SAC on Pendulum-v1; options: ARGS='--env NAME --prioritized --seed 1 ...'"
 	@echo "make test    ruff, mypy and the tests; ARGS go to pytest; with SLOW=1 also the tests marked slow"
 	@echo "make compat  the tests on the oldest torch and triton supported (downloads gigabytes); ARGS and SLOW as above"
 	@echo "make bench   all benchmarks beside TorchRL, cpprb, flashbax and Stable-Baselines3, each in its environment;"

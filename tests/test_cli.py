@@ -154,12 +154,12 @@ def test_train_interrupt_resume(capsys, tmp_path, monkeypatch):
     """Ctrl-C: exit code 130 and a run to go on with; the folder is named once more, or not at all."""
     monkeypatch.chdir(tmp_path)
     train_environments.signals_at[60] = [signal.SIGINT]
-    assert main(["train", *TINY, "--out", "run", "--uniform"]) == 130
+    assert main(["train", *TINY, "--out", "run"]) == 130
     assert "interrupted after 60 steps" in capsys.readouterr().out
     assert "already holds a run" in refused(capsys, *TINY, "--out", "run")
     assert "seed is 0 in the run, 5 was asked for" in refused(capsys, "--out", "run", "--resume", "--seed", "5")
     assert "prioritized is False in the run, True" in refused(capsys, "--resume", "run", "--prioritized")
-    assert main(["train", "--resume", "run", "--seed", "0", "--uniform"]) == 0
+    assert main(["train", "--resume", "run", "--seed", "0"]) == 0
     assert "evaluation over 2 episodes: mean return" in capsys.readouterr().out
     assert "the run in run is complete" in refused(capsys, "--resume", "run")
     assert main(["train", "--out", "run", "--resume", "--total-steps", "140", "--quiet"]) == 0
@@ -220,7 +220,7 @@ def test_a_log_gets_plain_lines(capsys, tmp_path, monkeypatch):
     assert "\r" not in output
     lines = output.splitlines()
     assert len(lines) == 13
-    assert lines[0].startswith("SAC on tests.support.train_environments:Signalling-v0, prioritized replay, seed 0; in ")
+    assert lines[0].startswith("SAC on tests.support.train_environments:Signalling-v0, uniform replay, seed 0; in ")
     assert lines[10].startswith("step 120/120  return -")
     assert "steps/s" in lines[10]
     assert "critic -" in lines[1]

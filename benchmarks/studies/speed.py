@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.many <= options.few:
         parser.error("--many must be more than --few")
-    programs = {"gpubuf, uniform": ours(options.env, "--uniform"), "gpubuf, prioritized": ours(options.env)}
+    programs = {"gpubuf, uniform": ours(options.env), "gpubuf, prioritized": ours(options.env, "--prioritized")}
     if PEER_PYTHON.exists():
         programs["Stable-Baselines3"] = stable_baselines3(options.env)
         if options.cleanrl is not None:

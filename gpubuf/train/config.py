@@ -78,7 +78,7 @@ class TrainConfig:
         env: Gymnasium id of an environment with a bounded continuous action space; ``module:id`` imports the
             module first. ``torch/Pendulum`` or ``torch/CartPoleSwingUp`` for one whose copies live on the device.
         algo: The algorithm, one of `ALGORITHM_DEFAULTS`.
-        prioritized: Draw by priority (Schaul et al. 2016) or uniformly.
+        prioritized: Draw by priority (Schaul et al. 2016), not uniformly.
         device: ``"auto"`` (CUDA if there is one), ``"cpu"``, ``"cuda"`` or ``"cuda:N"``. Networks, buffer and
             update live there; Gymnasium's environments run on the CPU.
         seed: Seeds PyTorch's global generator and the environments.
@@ -119,7 +119,7 @@ class TrainConfig:
 
     env: str = "Pendulum-v1"
     algo: str = "sac"
-    prioritized: bool = _BY_ALGORITHM
+    prioritized: bool = False
     device: str = "auto"
     seed: int = 0
     total_steps: int = _BY_ENVIRONMENT

@@ -23,7 +23,7 @@ def test_speed_is_the_steps_between_two_runs(tmp_path: Path, monkeypatch: pytest
     def seconds(command, steps):
         words = command(steps, tmp_path)
         commands.append(words)
-        return 5 + steps * (0.01 if "--uniform" in words else 0.02)
+        return 5 + steps * (0.01 if "gpubuf" in words and "--prioritized" not in words else 0.02)
 
     monkeypatch.setattr(speed, "seconds", seconds)
     monkeypatch.setattr(speed, "PEER_PYTHON", tmp_path / "python")

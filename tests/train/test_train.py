@@ -30,6 +30,7 @@ SIGNALLING = PREFIX + "Signalling-v0"
 def tiny(env=WALK, **changes):
     """A run of a second or less."""
     settings = {
+        "prioritized": True,
         "total_steps": 120,
         "learning_starts": 40,
         "batch_size": 8,

@@ -100,7 +100,7 @@ def test_the_capacity_is_bounded_by_the_steps_and_a_million():
 @pytest.mark.parametrize("name", sorted(field.name for field in dataclasses.fields(TrainConfig)))
 def test_which_settings_a_resumed_run_may_change(name):
     values = json.loads(TrainConfig().to_json())
-    other = {"env": "Other-v0", "algo": "redq", "prioritized": False, "device": "cpu", "hidden": (3,)}.get(name)
+    other = {"env": "Other-v0", "algo": "redq", "prioritized": True, "device": "cpu", "hidden": (3,)}.get(name)
     if other is None:
         other = 0.5 if isinstance(values[name], float) else 20_000 if name == "total_steps" else 3
     config = TrainConfig(buffer_size=1000)

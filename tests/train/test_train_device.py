@@ -28,6 +28,7 @@ def tiny(**changes):
     """Sixteen pendulums, 30 steps each, with two updates whenever all have stepped."""
     settings = {
         "env": "torch/Pendulum",
+        "prioritized": True,
         "num_envs": 16,
         "total_steps": 16 * 30,
         "learning_starts": 16 * 5,

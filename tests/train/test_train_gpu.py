@@ -22,7 +22,8 @@ N = 256
 
 def short(**changes):
     settings = {"env": "torch/Pendulum", "num_envs": N, "total_steps": N * 40, "log_every": N * 20, "eval_every": 0}
-    return TrainConfig(**{**settings, "learning_starts": N * 4, "hidden": (64, 64), "eval_episodes": 32, **changes})
+    settings |= {"prioritized": True, "learning_starts": N * 4, "hidden": (64, 64), "eval_episodes": 32}
+    return TrainConfig(**{**settings, **changes})
 
 
 def test_the_device_steps_as_the_cpu_does():

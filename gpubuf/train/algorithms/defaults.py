@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 _SAC: dict[str, Any] = {
-    "prioritized": True,
     "batch_size": 256,
     "learning_rate": 1e-3,
     "gamma": 0.99,
@@ -26,17 +25,17 @@ ALGORITHM_DEFAULTS: dict[str, dict[str, Any]] = {
     "sac": _SAC,
     "fastsac": {
         **_SAC,
-        **{"prioritized": False, "learning_rate": 3e-4, "tau": 0.05, "hidden": (256, 128, 64), "policy_every": 2},
+        **{"learning_rate": 3e-4, "tau": 0.05, "hidden": (256, 128, 64), "policy_every": 2},
         **{"atoms": 101, "v_min": -10.0, "v_max": 10.0, "scale_rewards": True},
     },
     # FlashSAC's program has tau 0.01 and makes a million updates; docs/training.md says why a short run needs more.
     "flashsac": {
         **_SAC,
-        **{"prioritized": False, "tau": 0.05, "hidden": (128,), "policy_every": 2},
+        **{"tau": 0.05, "hidden": (128,), "policy_every": 2},
         **{"atoms": 101, "v_min": -5.0, "v_max": 5.0, "scale_rewards": True, "noise_hold": 16},
     },
-    "redq": {**_SAC, "prioritized": False, "learning_rate": 3e-4, "critics": 10, "policy_every": 5},
-    "crossq": {**_SAC, "prioritized": False, "tau": None, "policy_every": 3},
+    "redq": {**_SAC, "learning_rate": 3e-4, "critics": 10, "policy_every": 5},
+    "crossq": {**_SAC, "tau": None, "policy_every": 3},
 }
 
 #: Updates for each update of ``sac``, where ``--update-ratio`` is not given.
