@@ -74,6 +74,8 @@ DTYPES: tuple[torch.dtype, ...] = (
 OPAQUE = len(DTYPES)
 """Code of a dtype that is not in :data:`DTYPES`: its elements are copied as bytes."""
 
+_INTEGER_OF = {dtype.itemsize: DTYPES.index(dtype) for dtype in (torch.uint8, torch.int16, torch.int32, torch.int64)}
+
 DRAWN, LAST, NEXT, SUM, STEPS = range(5)
 """Which row a field reads: values of :attr:`Field.row`."""
 
@@ -109,7 +111,7 @@ class Field:
             row[permutation[i]]``; 0: this field is not mirrored.
         pad: images ``[..., height, width]`` are shifted by up to so many pixels in both directions: pixel (y, x) is
             that at ``(y + dy, x + dx)``, each cut to the image, with ``dy = floor(u * (2 * pad + 1)) - pad`` of the
-            first uniform of the field's pair, and dx of the second; 0: none.
+            first uniform of the field's pair, and dx of the second; 0: none. Elements have up to 8 bytes.
         height, width: of the images.
         pair: number of the field's pair of uniforms, among those of a row.
         entries, pending: addresses of the memory of next observations, for ``NEXT``.
@@ -147,6 +149,9 @@ class Field:
     def encoded(self) -> list[int]:
         """The entry: ``FIELD`` integers. Those behind the attributes follow from them, and save a GPU work."""
         values = [float_bits(value) if isinstance(value, float) else value for value in astuple(self)]
+        if self._is_moved_unknown():
+            # A GPU learns from the code how large an element is. Integers of that size are moved bit for bit.
+            values[STORED] = values[WRITTEN] = values[BATCH] = _INTEGER_OF[self.row_bytes // self.elements]
         aligned = self.device_rows | self.row_bytes | self.host_rows | self.row_stride
         if self.row == NEXT:
             aligned |= self.entries | self.pending | self.side_stride
@@ -158,11 +163,21 @@ class Field:
     def _has_codec(self) -> bool:
         return self.scale != 1 or self.offset != 0
 
+    @property
+    def _is_computed(self) -> bool:
+        """Whether elements of batches are computed even where they are neither mirrored nor shifted."""
+        bounded = self.low != float("-inf") or self.high != float("inf")
+        changed = self.row in (SUM, STEPS) or self.stored != self.batch or self._has_codec
+        return bool(changed or self.mean or self.factor or bounded)
+
+    def _is_moved_unknown(self) -> bool:
+        """Whether elements of an unknown dtype are shifted, and no more."""
+        unknown = self.stored == self.written == self.batch == OPAQUE and self.elements > 0
+        return unknown and self.pad > 0 and not (self.permutation or self.sign or self._is_computed)
+
     def _copied(self) -> int:
         """``COPIED`` of the entry: 0 if batches are computed, 1 if mirrored ones are, 2 if all are copied as bytes."""
-        bounded = self.low != float("-inf") or self.high != float("inf")
-        computed = self.row in (SUM, STEPS) or self.stored != self.batch or self._has_codec
-        if computed or self.mean or self.factor or bounded or self.pad:
+        if self._is_computed or self.pad:
             return 0
         return 1 if self.permutation or self.sign else 2
 

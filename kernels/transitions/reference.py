@@ -25,7 +25,8 @@ class Ring(StoredOnce):
     def read(self, key: Key, row: int, n_steps: int, gamma: float, mirrored: bool, shift: tuple[int, int]) -> Tensor:
         rows, kind = self.window(row, n_steps), key.field.row
         if kind in (SUM, STEPS):
-            steps = torch.full((key.field.elements,), float(len(rows)))
+            wide = torch.float64 in (key.column.dtype, key.batch)
+            steps = torch.full((key.field.elements,), len(rows), dtype=torch.float64 if wide else torch.float32)
             numbers = steps if kind == STEPS else discounted(key, rows, gamma)
             return computed(key, ABSENT, numbers, mirrored, shift)
         stored = self.next_of(key, rows[-1]) if kind == NEXT else key.column[row if kind == DRAWN else rows[-1]]

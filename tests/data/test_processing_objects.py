@@ -4,8 +4,9 @@ import math
 
 import pytest
 import torch
+from tensordict import TensorDict
 
-from gpubuf.data import Clip, Mirror, Normalize, RandomShift, RewardScale
+from gpubuf.data import Clip, LazyTensorStorage, Mirror, Normalize, RandomShift, RewardScale, TensorDictReplayBuffer
 from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.kernels.transitions import BY_CHANCE, DOUBLED, OFF
 from tests.support.processing_setup import bound, generator, steps
@@ -53,6 +54,31 @@ def test_the_stream_of_a_pipeline():
     assert torch.equal(first.noise, second.noise)
 
 
+def depth(dtype: torch.dtype) -> TensorDict:
+    """Images of a dtype with which no kernel computes."""
+    return TensorDict({"depth": torch.ones(1, 2, 2).to(dtype)}, [1])
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.complex64], ids=str)
+def test_images_of_any_dtype_are_shifted(backend, dtype):
+    """Depth in millimetres as uint16, for example: whole pixels, on both backends."""
+    images = torch.arange(1, 49).reshape(4, 3, 4).to(dtype)
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(4), process=[RandomShift("depth", 1)], batch_size=16)
+    buffer.extend(TensorDict({"depth": images}, [4]))
+    batch = buffer.sample()
+    for image, row in zip(batch["depth"], batch["index"].tolist(), strict=True):
+        places = [(y, x) for y in (-1, 0, 1) for x in (-1, 0, 1)]
+        assert any(torch.equal(image, shifted(images[row], *place)) for place in places)
+
+
+def shifted(image: torch.Tensor, down: int, right: int) -> torch.Tensor:
+    """An image of which each pixel comes from so far down and to the right, or from the border."""
+    height, width = image.shape
+    rows = (torch.arange(height) + down).clamp(0, height - 1)
+    columns = (torch.arange(width) + right).clamp(0, width - 1)
+    return image[rows][:, columns]
+
+
 # Refusals
 
 
@@ -89,6 +115,10 @@ def test_the_stream_of_a_pipeline():
         (lambda: bound(Mirror({"observation": ([0, 1], 1)})), "2 elements"),
         (lambda: bound(RandomShift("observation")), "images"),
         (lambda: bound(Clip("action", 1, 2), Clip("action", 3, 4)), "leave nothing"),
+        (lambda: bound(Clip("depth"), data=depth(torch.uint16)), "can't compute with torch.uint16"),
+        (lambda: bound(Mirror({"depth": ([1, 0, 3, 2], 1)}), data=depth(torch.complex64)), "torch.complex64"),
+        (lambda: bound(Normalize("depth"), data=depth(torch.float8_e5m2)), "torch.float8_e5m2"),
+        (lambda: bound(RandomShift("depth"), data=depth(torch.complex128)), "up to 8 bytes"),
     ],
 )
 def test_refusals(make, text: str):

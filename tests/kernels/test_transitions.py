@@ -227,18 +227,21 @@ def test_shifts_reach_every_offset_alike():
     assert ((counts[1:6, 1:6] - 200.0) ** 2 / 200).sum() < 51
 
 
-def test_rows_of_an_unknown_dtype_are_copied():
-    """Complex numbers, as bytes: drawn, last, next and shifted ones."""
-    specs = [Spec(4, row, torch.complex64) for row in (DRAWN, LAST)]
-    specs += [Spec(4, NEXT, torch.complex64, of=0), Spec(4, DRAWN, torch.complex64, pad=1, height=2, width=2)]
-    store = TransitionStore(specs, 9, slots=12)
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.uint16, torch.float8_e4m3fn], ids=str)
+def test_rows_of_an_unknown_dtype_are_copied(transitions_backend, dtype):
+    """As bytes: drawn, last, next and shifted ones."""
+    specs = [Spec(6, row, dtype) for row in (DRAWN, LAST)]
+    specs += [Spec(6, NEXT, dtype, of=0), Spec(6, DRAWN, dtype, pad=1, height=2, width=3)]
+    specs += [Spec(6, DRAWN, dtype, pad=2, height=1, width=3, pair=1)]
+    store = TransitionStore(specs, 9, slots=12, layout="record")
     store.noise = philox.new_state(3, "cpu")
-    for seed in range(6):
-        store.extend(store.batch(2, seed), 2)
-    expected = expected_batch(store, range(9), 2)
-    assert_same(
-        [x.view(torch.float32) for x in store.gather(torch.arange(9), 2)[0]], [x.view(torch.float32) for x in expected]
-    )
+    sizes = [2, 2, 2, 2, 2, 2] if transitions_backend == "numba" else [6, 4]
+    for seed, n in enumerate(sizes):
+        store.extend(store.batch(n, seed), n)
+    index = torch.arange(9)
+    expected = expected_batch(store, index.tolist(), 2)
+    found, _ = store.gather(index, 2)
+    assert_same([x.view(torch.uint8) for x in found], [x.view(torch.uint8) for x in expected])
 
 
 def test_codes():

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gpubuf.data.storages.forms import NEXT_KEY
 from gpubuf.data.storages.layout import Data, Key, Leaf, as_key, as_written
+from gpubuf.kernels.transitions import DTYPES
 
 
 def as_keys(keys: Any) -> tuple[Key, ...]:
@@ -145,12 +146,24 @@ class Process:
         """Raise a ValueError unless ``state``, which was read from files, can be loaded."""
 
 
+def require_numbers(what: str, leaf: Leaf) -> None:
+    """Raise unless the kernels can compute with the elements of this leaf.
+
+    Raises:
+        ValueError: they can't.
+    """
+    if leaf.dtype not in DTYPES:
+        known = ", ".join(str(each).removeprefix("torch.") for each in DTYPES)
+        raise ValueError(f"{what} can't compute with {leaf.dtype}, of {leaf.name} in the batch: it takes {known}")
+
+
 def require_floating(what: str, leaf: Leaf) -> None:
-    """Raise unless the batch has floating-point numbers in this leaf.
+    """Raise unless the batch has floating-point numbers in this leaf, with which the kernels can compute.
 
     Raises:
         ValueError: it has not.
     """
+    require_numbers(what, leaf)
     if not leaf.dtype.is_floating_point:
         raise ValueError(
             f"{what} makes fractions, but {leaf.name} is {leaf.dtype} in the batch: give the storage "

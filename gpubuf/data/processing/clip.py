@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
-from gpubuf.data.processing.base import Process, as_keys
-from gpubuf.data.storages.layout import Key
+from gpubuf.data.processing.base import Process, as_keys, require_numbers
+from gpubuf.data.storages.layout import Key, Leaf
 
 
 def check_bounds(low: float, high: float) -> tuple[float, float]:
@@ -40,6 +41,11 @@ class Clip(Process):
         self.keys = as_keys(keys)
         self.low, self.high = check_bounds(low, high)
         self._served = self.serves()
+
+    def check(self, leaves: Sequence[Leaf]) -> None:
+        """Raise unless the batch has these keys, as numbers."""
+        for leaf, _ in self.served_leaves(leaves):
+            require_numbers("Clip", leaf)
 
     def options(self, key: Key) -> dict[str, Any]:
         """The bounds."""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpubuf.data.processing.base import Process
+from gpubuf.data.processing.base import Process, require_numbers
 from gpubuf.data.storages.layout import Key, Leaf, address, as_key, as_written
 from gpubuf.kernels.transitions import BY_CHANCE, DOUBLED
 
@@ -55,8 +55,9 @@ class Mirror(Process):
         return DOUBLED if self.mode == "double" else BY_CHANCE
 
     def check(self, leaves: Sequence[Leaf]) -> None:
-        """Raise unless the batch has these keys, with as many elements a row."""
+        """Raise unless the batch has these keys, as numbers, with as many elements a row."""
         for leaf, origin in self.served_leaves(leaves):
+            require_numbers("Mirror", leaf)
             permutation, _ = self._images[origin.key]
             if permutation.numel() != leaf.n_elements:
                 raise ValueError(

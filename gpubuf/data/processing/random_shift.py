@@ -19,8 +19,8 @@ class RandomShift(Process):
     from beyond the border are those of the border: that is padding by repetition and a random crop.
 
     Args:
-        keys: a key, or a list of keys, of images ``[..., H, W]`` of any dtype. A root key stands for its twin under
-            "next" too.
+        keys: a key, or a list of keys, of images ``[..., H, W]`` of any dtype of up to 8 bytes. A root key stands for
+            its twin under "next" too.
         pad: the largest shift, in pixels.
 
     Raises:
@@ -39,10 +39,14 @@ class RandomShift(Process):
         self._sizes: dict[Key, tuple[int, int]] = {}
 
     def check(self, leaves: Sequence[Leaf]) -> None:
-        """Raise unless the batch has these keys, with rows of two dimensions at least."""
+        """Raise unless the batch has these keys, with rows of two dimensions or more, of elements of up to 8 bytes."""
         for leaf, _ in self.served_leaves(leaves):
             if len(leaf.shape) < 2:
                 raise ValueError(f"RandomShift needs images [..., H, W], but rows of {leaf.name} are of {leaf.shape}")
+            if leaf.dtype.itemsize > 8:
+                raise ValueError(
+                    f"RandomShift moves elements of up to 8 bytes, but those of {leaf.name} are {leaf.dtype}"
+                )
 
     def bind(self, leaves: Sequence[Leaf], envs: int, device: torch.device) -> None:
         """Note the sizes of the images."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gpubuf.data.storages.forms import NEXT_KEY, Form, check_tells_ends
 from gpubuf.data.storages.layout import Key, Leaf, RowLayout, as_key, as_written
-from gpubuf.kernels.transitions import MAX_STEPS
+from gpubuf.kernels.transitions import DTYPES, MAX_STEPS
 
 REWARD_KEYS: tuple[Key, ...] = (("next", "reward"),)
 END_NAMES = ("done", "terminated", "truncated")
@@ -121,10 +121,10 @@ class Recipe:
             )
         for position in self.rewards(form):
             leaf = form.batch.leaves[position]
-            if not leaf.dtype.is_floating_point:
+            if not leaf.dtype.is_floating_point or leaf.dtype not in DTYPES:
                 raise ValueError(
                     f"n_steps={self.n_steps} sums the reward {leaf.name} with discounts, but it is {leaf.dtype}: write "
-                    "floating-point numbers, or give the storage batch_dtypes"
+                    "floating-point numbers of 16, 32 or 64 bits, or give the storage batch_dtypes"
                 )
         self.ends(form)
 
