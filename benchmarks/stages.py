@@ -38,6 +38,8 @@ from gpubuf.kernels._tuned import slug, user_folder
 LIMIT, LEAST = 520, 15
 #: Seconds between asking a step to end, which lets it write its reports, and ending it.
 GRACE = 15
+#: Exit code of a step that took too long.
+CUT = 124
 #: Processes that share the gpu-marked tests, which mostly compile.
 WORKERS = 8
 
@@ -108,10 +110,10 @@ class Plan:
     def _first(self) -> list[Step]:
         together = [name for name in gpu_files() if name not in ALONE]
         return [
-            self._tests("tests", together, 240, workers=WORKERS),
-            self._tests("placement", ["data/test_placement_gpu.py"], 80),
+            self._tests("tests", together, 240, each=100, workers=WORKERS),
+            self._tests("placement", ["data/test_placement_gpu.py"], 80, each=40),
             # In a process of its own, because it breaks CUDA for the rest of the process.
-            self._tests("broken-capture", ["graphs/test_broken_capture_gpu.py"], 50),
+            self._tests("broken-capture", ["graphs/test_broken_capture_gpu.py"], 50, each=30),
             self._benchmarks("by rule", 120, REPLAY),
         ]
 
@@ -128,12 +130,15 @@ class Plan:
         command = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "1")
         # Without PyTorch's cache, so that an access beyond a tensor is one beyond an allocation.
         uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        trained = ["train/test_train_gpu.py", "tuning/test_tuning_gpu.py"]
+        # Not in workers, as the sanitizer watches the process that it begins.
+        sanitized = self._tests(
+            "sanitizer", SANITIZED, LIMIT, workers=0, before=command, environment=uncached, needs=command[0]
+        )
         return [
-            self._tests(
-                "training-and-tuning", ["train/test_train_gpu.py", "tuning/test_tuning_gpu.py"], 130, workers=WORKERS
-            ),
+            self._tests("training-and-tuning", trained, 130, each=100, workers=WORKERS),
             self._benchmarks("curves", 190, CURVES, "--curves", "--huge"),
-            self._tests("sanitizer", SANITIZED, LIMIT, before=command, environment=uncached, needs=command[0]),
+            sanitized,
         ]
 
     def _tests(
@@ -142,14 +147,20 @@ class Plan:
         files: Sequence[str],
         seconds: float,
         *,
-        workers: int = 0,
+        each: float = 0,
+        workers: int = 1,
         before: tuple[str, ...] = (),
         environment: dict[str, str] | None = None,
         needs: str = "",
     ) -> Step:
         junit = self.folder / f"stage-{self.stage}-{name}.xml"
-        options = ["-W", "default", "-p", "no:cacheprovider", "-v", "-rf", "--tb=short", "--maxfail=200"]
-        options += ["-m", "gpu", f"--junitxml={junit}", "-n", str(workers)]
+        options = ["-W", "default", "-p", "no:cacheprovider", "-p", "tests.support.lost_gpu"]
+        options += ["-v", "-rf", "--tb=short", "--maxfail=200"]
+        # A test without a time in the report has not ended: see `outcomes`.
+        options += ["-m", "gpu", f"--junitxml={junit}", "-o", "junit_duration_report=call", "-n", str(workers)]
+        if each:
+            # Ends the worker, also where a hanging kernel makes it deaf: the test has failed, another worker goes on.
+            options += ["-o", f"faulthandler_timeout={each}", "-o", "faulthandler_exit_on_timeout=true"]
         command = (*before, sys.executable, "-m", "pytest", *options, *(f"tests/{file}" for file in files))
         return Step(name, command, seconds, {"GPUBUF_TEST_GPU": "1", **(environment or {})}, junit, needs)
 
@@ -201,11 +212,17 @@ def run_limited(command: Sequence[str], seconds: float, log: Path, environment: 
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        return 124
+        return CUT
 
 
-def outcomes(report: Path) -> dict[str, Any]:
-    """Counts and the names of failed tests, from a JUnit file; of a run that left none, that it did not end."""
+def outcomes(report: Path, cut: bool = False) -> dict[str, Any]:
+    """Counts and the names of failed tests, from a JUnit file; of a run that left none, that it did not end.
+
+    Args:
+        report: the file.
+        cut: the run took too long. Tests that were under way have no outcome and no time in the file, and count as
+            failed: one of them may be what took so long.
+    """
     found: dict[str, list[str]] = {"passed": [], "failed": [], "skipped": []}
     try:
         cases = list(ElementTree.parse(report).iter("testcase"))
@@ -214,7 +231,10 @@ def outcomes(report: Path) -> dict[str, Any]:
     for case in cases:
         kinds = {child.tag for child in case}
         outcome = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
-        found[outcome].append(f"{case.get('classname')}::{case.get('name')}")
+        name = f"{case.get('classname')}::{case.get('name')}"
+        if cut and outcome == "passed" and float(case.get("time", 0)) == 0:
+            outcome, name = "failed", f"{name} (had not ended)"
+        found[outcome].append(name)
     return {**{outcome: len(names) for outcome, names in found.items()}, "failures": found["failed"]}
 
 
@@ -264,7 +284,7 @@ def keep(plan: Plan, step: Step, entry: dict[str, Any]) -> str:
     data = json.loads(plan.results.read_text()) if plan.results.exists() else {}
     said = ""
     if step.junit is not None and "code" in entry:
-        entry["tests"] = outcomes(step.junit)
+        entry["tests"] = outcomes(step.junit, entry["code"] == CUT)
         said = ", {passed} passed, {failed} failed, {skipped} skipped".format(**entry["tests"])
     data = {"benchmarks": [], "skipped": [], "steps": [], **data, "stage": plan.stage}
     data["datetime"] = datetime.datetime.now(datetime.UTC).isoformat()
@@ -290,13 +310,18 @@ def keep_tuned(data: dict[str, Any], folder: Path) -> None:
 
 
 def describe_machine(path: Path, kind: str) -> None:
-    """Begin the file of results with a description of the machine, and print more about it."""
-    machine = {**describe(kind), "roofline": roofline.measure(kind)}
-    print(f"this machine: {roofline.describe(machine['roofline'])}", flush=True)
+    """Begin the file of results with a description of the machine, and print more about it.
+
+    The speeds come last: they are the first launches of Triton's, and may fail or hang.
+    """
+    machine = describe(kind)
     write_whole(path, {"machine_info": machine})
     for command in (["nvidia-smi"], [sys.executable, "-m", "pip", "list"], [sys.executable, "-m", "gpubuf", "info"]):
         with contextlib.suppress(OSError):
             subprocess.run(command, cwd=ROOT, check=False)
+    machine["roofline"] = roofline.measure(kind)
+    print(f"this machine: {roofline.describe(machine['roofline'])}", flush=True)
+    write_whole(path, {"machine_info": machine})
 
 
 def gather(folders: Sequence[Path], out: Path) -> list[Path]:

@@ -58,7 +58,11 @@ def test_every_test_for_a_gpu_is_run_once():
         if step.name != "sanitizer":
             run += [word for word in step.command if word.startswith("tests/")]
         shared = step.name in ("tests", "training-and-tuning")
-        assert step.command[step.command.index("-n") + 1] == ("8" if shared else "0")
+        workers = "8" if shared else "0" if step.name == "sanitizer" else "1"
+        assert step.command[step.command.index("-n") + 1] == workers
+        # A test that hangs ends well before the step does.
+        each = [float(word.partition("=")[2]) for word in step.command if word.startswith("faulthandler_timeout=")]
+        assert [seconds < step.seconds - stages.GRACE for seconds in each] == [True] * (step.name != "sanitizer")
         assert {"-v", "-rf", "--tb=short", "--maxfail=200", f"--junitxml={step.junit}"} < set(step.command)
         assert step.environment["GPUBUF_TEST_GPU"] == "1"
     assert sorted(run) == [f"tests/{name}" for name in stages.gpu_files()]
@@ -275,6 +279,62 @@ def test_outcomes_are_read_from_the_report(tmp_path: Path):
     assert stages.outcomes(report) == expected
     report.write_text("<testsuites><testsuite>")
     assert stages.outcomes(report)["failures"] == ["report left no report"]
+
+
+BAD_DAY = """
+import ctypes, time
+import pytest, torch
+
+pytestmark = pytest.mark.gpu
+
+@pytest.mark.parametrize("i", range(3))
+def test_good(i):
+    time.sleep(0.01)
+
+def test_hangs():
+    ctypes.PyDLL(None).sleep(1000)  # deaf: no signal reaches Python
+
+def lost(device=None):
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+def test_loses_the_gpu(monkeypatch):
+    torch.cuda._initialized, torch.cuda.synchronize = True, lost
+    torch.cuda.is_initialized = lambda: True
+    lost()
+
+@pytest.mark.parametrize("i", range(5))
+def test_after(i):
+    time.sleep(0.01)
+    assert torch.cuda.synchronize is not lost
+"""
+
+
+@pytest.mark.slow
+def test_a_test_that_hangs_or_loses_the_gpu_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The others run all the same, and pass; the log tells what happened."""
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    (tmp_path / "test_bad_day.py").write_text(BAD_DAY)
+    plan = Plan(1, tmp_path)
+    step = plan._tests("tests", ["x"], 600, each=5)
+    command = [*step.command[:-1], "-o", "markers=gpu", f"--rootdir={tmp_path}", str(tmp_path / "test_bad_day.py")]
+    stages.run_limited(command, step.seconds, plan.log, step.environment)
+    found = stages.outcomes(plan.folder / "stage-1-tests.xml")
+    assert (found["passed"], found["skipped"]) == (8, 0)
+    assert sorted(name.rpartition("::")[2] for name in found["failures"]) == ["test_hangs", "test_loses_the_gpu"]
+    log = plan.log.read_text()
+    assert "Timeout (0:00:05)!" in log
+    assert re.search(r"test_loses_the_gpu has cost this worker its GPU:\n.*", log)
+    assert "RuntimeError: CUDA error: an illegal memory access" in log
+
+
+def test_what_is_cut_short_has_not_passed(tmp_path: Path):
+    """pytest enters a test into its report when it begins."""
+    report = tmp_path / "report.xml"
+    cases = '<testcase classname="t" name="a" time="0.012"/><testcase classname="t" name="b" time="0.000"/>'
+    report.write_text(f"<testsuite>{cases}</testsuite>")
+    assert stages.outcomes(report)["passed"] == 2
+    cut = {"passed": 1, "failed": 1, "skipped": 0, "failures": ["t::b (had not ended)"]}
+    assert stages.outcomes(report, cut=True) == cut
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
