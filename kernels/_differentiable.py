@@ -34,18 +34,43 @@ def past_functorch(function: type[torch.autograd.Function]) -> Callable[..., Any
     return apply
 
 
-def register_autograd(op: Any, setup_context: Callable[..., None], backward: Callable[..., Any]) -> Callable[..., Any]:
+def _once(name: str, backward: Callable[..., Any]) -> Callable[..., Any]:
+    """``backward``, whose gradients refuse to be differentiated: as constants they would give a wrong result."""
+
+    def gradient(ctx: Any, *grads: Tensor | None) -> Any:
+        found = backward(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return found
+        # They depend on all of these: autograd skips what no path leads through.
+        sources = [each for each in (*grads, *ctx.saved_tensors) if each is not None and each.requires_grad]
+        tensors = [each for each in found if each is not None]
+        refusing = torch._C._functions.DelayedError(
+            f"{name} has no gradient of its gradient: write what you differentiate twice in PyTorch's own operations",
+            len(tensors) + len(sources),
+        )
+        left = iter(refusing(*tensors, *sources) if tensors and sources else tensors)
+        return tuple(None if each is None else next(left) for each in found)
+
+    return gradient
+
+
+def register_autograd(
+    op: Any, setup_context: Callable[..., None], backward: Callable[..., Any], *, twice: bool = False
+) -> Callable[..., Any]:
     """Register the gradient of ``op``, as ``torch.library.register_autograd`` does, at a third of its cost a call.
 
     Args:
         op: the overload that :func:`~gpubuf.kernels._registry.define` returned.
         setup_context: ``(ctx, inputs, output)``; saves what the backward needs.
         backward: ``(ctx, *grads)``; one gradient, or None, for each input.
+        twice: ``backward`` returns gradients that can be differentiated while gradients are enabled. Otherwise a
+            second derivative raises RuntimeError.
 
     Returns:
         ``op``, called past PyTorch's dispatcher where that has nothing to decide: in eager mode, for plain tensors.
     """
     straight = direct(op)
+    backward = backward if twice else _once(op.name(), backward)
 
     def forward(ctx: Any, *args: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():

@@ -82,6 +82,7 @@ def without_masked(tensordict: TensorDictBase, masks: Sequence[Tensor], keys: It
 
     The gradient of such a row is 0, but 0 times NaN reaches the parameters. These elements are taken from the first row
     that counts instead, so that no network sees an observation that it can't take. Other elements stay.
+    If no row counts, they become 0.
 
     Args:
         tensordict: the batch.
@@ -104,5 +105,7 @@ def without_masked(tensordict: TensorDictBase, masks: Sequence[Tensor], keys: It
         rows = value.flatten(0, value.ndim - 2) if value.ndim > 1 else value
         flags = counts.expand(*value.shape[:-1], 1).flatten() if value.ndim > 1 else counts.expand(value.shape)
         first = rows.index_select(0, flags.int().argmax().reshape(1)).squeeze(0)
+        # If no row counts, that is a masked one.
+        first = torch.where(first.isfinite(), first, 0)
         out.set(key, torch.where(counts | value.isfinite(), value, first))
     return out

@@ -154,7 +154,7 @@ def _gradient(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
     return by_x, by_weight, None if bias is None else by_bias, None, None, None
 
 
-norm_activation_direct = register_autograd(norm_activation, _setup, _gradient)
+norm_activation_direct = register_autograd(norm_activation, _setup, _gradient, twice=True)
 
 
 # --- batch norm -------------------------------------------------------------------------------------------------------
@@ -247,4 +247,4 @@ def _batch_gradient(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
     return *_batch_backward(grad, x, weight, bias, mean, var, *options), *none
 
 
-batch_norm_activation_direct = register_autograd(batch_norm_activation, _batch_setup, _batch_gradient)
+batch_norm_activation_direct = register_autograd(batch_norm_activation, _batch_setup, _batch_gradient, twice=True)

@@ -123,3 +123,12 @@ def test_masked_rows_are_replaced():
     seen = without_masked(batch, masks_in(batch, ["shifted_valid"]), ["observation"])
     assert torch.equal(seen["observation"][mask], batch["observation"][mask])
     assert (seen["observation"][~mask] == batch["observation"][1]).all()
+
+
+def test_a_batch_of_masked_rows_alone_has_no_nan():
+    """Its rows were replaced by the first of them."""
+    batch = make_batch()
+    batch["shifted_valid"] = torch.zeros(9, dtype=torch.bool)
+    batch["observation"][:] = float("nan")
+    seen = without_masked(batch, masks_in(batch, ["shifted_valid"]), ["observation"])
+    assert (seen["observation"] == 0).all()
