@@ -165,7 +165,7 @@ class TD3Loss(ActorCriticLossModule):
         q = self._checked(self._critics.online(seen, self.tensor_keys.state_action_value), target.shape)
         loss_qvalue, td_error = self.td_loss(q, target, seen)
         tensordict.set(self.tensor_keys.priority, td_error.square())
-        values = (loss_actor, loss_qvalue, q.detach().reshape(-1, *target.shape), actor_values, next_value, target)
+        values = (loss_actor, loss_qvalue, q.detach().reshape(len(q), *target.shape), actor_values, next_value, target)
         # No batch size would fit values of all critics and rows alike.
         return TensorDict(dict(zip(self.loss_names, values, strict=True)), batch_size=[])
 
@@ -184,7 +184,7 @@ class TD3Loss(ActorCriticLossModule):
         state.set(self.tensor_keys.action, action)
         shape = action.shape[:-1]
         q = self._critics.detached_first(state, self.tensor_keys.state_action_value)
-        q = self._checked(q, shape).reshape(-1, *shape)
+        q = self._checked(q, shape).reshape(len(q), *shape)
         weight, mask = self.row_weights(tensordict, shape)
         return reduced(-q[0], weight, mask, self.reduction), q.detach()
 

@@ -227,3 +227,14 @@ def test_learning_on_a_bandit():
         optimizer.step()
         updater.step()
     assert abs(actor(TensorDict({"observation": ones[:1]}, [1]))["action"].item() - 0.5) < 0.1
+
+
+def test_a_batch_without_rows_has_losses_of_zero():
+    """As the other losses; it could not be reshaped."""
+    loss = make_td3()
+    out = run_loss(loss, make_batch(6)[:0], 3)
+    assert out["pred_value"].shape == (2, 0)
+    both = out["loss_actor"] + out["loss_qvalue"]
+    assert both == 0
+    both.backward()
+    assert all((parameter.grad == 0).all() for parameter in loss.parameters() if parameter.grad is not None)
