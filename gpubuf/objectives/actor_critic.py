@@ -168,6 +168,10 @@ class ActorCriticLossModule(TDLossModule):
         self._run_on(registered)
         self.__dict__["_parameters_by_name"] = ParametersByName(registered)
 
+    def before_loading(self) -> None:
+        super().before_loading()
+        self._critics.before_loading()
+
     def _run_on(self, params: dict[str, Any]) -> None:
         """Put ``params``, by the names that this loss has for them, into the networks."""
         owners = {name: params[f"{name}_params"] for name in self._networks}

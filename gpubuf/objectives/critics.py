@@ -19,6 +19,7 @@ from gpubuf.objectives.linear_stacks import LinearStack, linear_stack
 from gpubuf.objectives.networks import (
     ParameterPlaces,
     Path,
+    SideBySide,
     SwappableCopy,
     batch_norms,
     constants,
@@ -27,6 +28,7 @@ from gpubuf.objectives.networks import (
     leaves,
     paths,
     redrawn_copies,
+    share_parameters,
     stacked_parameters,
 )
 from gpubuf.objectives.single_network import Owners, shared_paths, shared_tensor
@@ -60,6 +62,12 @@ class Critics:
         self._target_tensors = None
         if target_params is not None:
             self._target_tensors = [target_params.get(path) for path in paths(self.params)]
+
+    def before_loading(self) -> None:
+        """Give shared parameters memory that can be written to, until the next :meth:`refresh`."""
+        for path in self._shared:
+            entry = self.params.get(path)
+            entry.data = entry.data.clone()
 
     def online(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
         """Values with gradients to parameters and inputs."""
@@ -209,7 +217,7 @@ class StackedCritics(Critics):
 
     def __init__(self, members: list[Any], use_vmap: bool, shared: dict[int, Path]) -> None:
         owners = shared_paths(TensorDict.from_module(members[0]), shared)
-        super().__init__(len(members), members[0], stacked_parameters(distinct(members), shared), owners)
+        super().__init__(len(members), members[0], stacked_parameters(members, shared), owners)
         self._use_vmap = use_vmap
         where = paths(self.params)
         self._copy = self._detached_copy = self._target_copy = SwappableCopy(self.network, where)
@@ -267,7 +275,8 @@ def make_critics(networks: Any, size: int, *, use_vmap: bool, shared: dict[int, 
 
     Args:
         networks: one natively batched ensemble (see :func:`ensemble_size`), one network to be copied ``size`` times
-            and drawn anew, or a list of ``size`` networks of the same structure.
+            and drawn anew, or a list of ``size`` networks of the same structure. Those of a list that share parameters
+            keep sharing them.
         size: number of networks, N.
         use_vmap: run networks that need it through ``torch.vmap``; otherwise one after the other.
         shared: parameters that get no gradient from the critics: their owner and path there, by id.
@@ -280,7 +289,11 @@ def make_critics(networks: Any, size: int, *, use_vmap: bool, shared: dict[int, 
     if isinstance(networks, list | tuple | nn.ModuleList):
         if len(networks) != size:
             raise ValueError(f"num_qvalue_nets={size}, but {len(networks)} networks were given")
-        return StackedCritics(list(networks), use_vmap, shared)
+        members = distinct(list(networks))
+        if share_parameters(members, shared):
+            # Stacked, each would get a copy of its own.
+            return BatchedCritics(SideBySide(members), size, shared)
+        return StackedCritics(members, use_vmap, shared)
     batched = ensemble_size(networks)
     if batched is None:
         return StackedCritics(redrawn_copies(networks, size, shared), use_vmap, shared)

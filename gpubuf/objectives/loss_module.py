@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from tensordict.nn import TensorDictModuleBase
+from tensordict.nn import TensorDictModuleBase, TensorDictParams
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
@@ -47,6 +48,7 @@ class LossModule(TensorDictModuleBase):
         # Of this name and kind, because TorchRL's target updaters write it.
         self._has_update_associated = {"targets": False}
         self._first_call = self.register_forward_pre_hook(_check_updater).id
+        self.register_load_state_dict_pre_hook(_before_loading)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(_after_loading)  # type: ignore[no-untyped-call]
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -95,12 +97,26 @@ class LossModule(TensorDictModuleBase):
         """Look the parameters up again after they were moved or replaced. A subclass extends it."""
         self.links_version += 1
 
+    def before_loading(self) -> None:
+        """Called before ``load_state_dict`` writes into the tensors."""
+
     def after_loading(self) -> None:
         """Called after ``load_state_dict``."""
         self.refresh_links()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # A TensorDict would copy its tensors apart from the networks and optimisers that have them, too.
+        for part in self._modules.values():
+            if isinstance(part, TensorDictParams):
+                tensors = part.apply(lambda tensor: copy.deepcopy(tensor, memo))
+                memo[id(part)] = TensorDictParams(tensors, no_convert=True)
+        out: Any = object.__new__(type(self))
+        memo[id(self)] = out
+        out.__setstate__(copy.deepcopy(self.__dict__, memo))
+        return out
+
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # A TensorDict is copied (or unpickled) apart from the modules that share its tensors.
+        # A TensorDict is unpickled apart from the modules that share its tensors.
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.refresh_links()
 
@@ -166,6 +182,10 @@ def _check_updater(loss: LossModule, _: Any) -> None:
     targets = any(name.startswith("target_") and name.endswith("_params") for name in loss._modules)
     if targets and not all(loss._has_update_associated.values()):
         warn(NO_UPDATER)
+
+
+def _before_loading(loss: LossModule, *_: Any) -> None:
+    loss.before_loading()
 
 
 def _after_loading(loss: LossModule, _: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import TensorDictParams
+from tensordict.nn import TensorDictModuleBase, TensorDictParams
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
@@ -154,21 +154,54 @@ def distinct(modules: Sequence[nn.Module]) -> list[nn.Module]:
     return out
 
 
+def share_parameters(modules: Sequence[nn.Module], apart: Collection[int]) -> bool:
+    """Whether two of ``modules`` have a parameter in common that is trained, other than those ``apart`` (by id)."""
+    owners: dict[int, nn.Module] = {}
+    for module in modules:
+        for parameter in module.parameters():
+            owner = owners.setdefault(id(parameter), module)
+            if owner is not module and parameter.requires_grad and id(parameter) not in apart:
+                return True
+    return False
+
+
+class SideBySide(TensorDictModuleBase):
+    """An ensemble (see :func:`ensemble_size`) of networks that share parameters. They run one after the other."""
+
+    def __init__(self, members: Sequence[Any]) -> None:
+        super().__init__()
+        self.members = nn.ModuleList(members)
+        self.ensemble_size = len(members)
+        self.in_keys, self.out_keys = members[0].in_keys, members[0].out_keys
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        found = [member(tensordict.copy()) for member in self.members]
+        for key in self.out_keys:
+            tensordict.set(key, torch.stack([each.get(key) for each in found]))
+        return tensordict
+
+
 def stacked_parameters(modules: Sequence[nn.Module], shared: Collection[int]) -> TensorDictParams:
     """The parameters and buffers of ``modules``, all of the same structure, stacked along a new first dimension.
 
-    A parameter among ``shared`` (by id) is not copied but viewed ``len(modules)`` times, without gradient.
+    A parameter among ``shared`` (by id) is not copied but viewed ``len(modules)`` times, without gradient. One that has
+    several places in a module has them here, too.
     """
     n = len(modules)
     each = [TensorDict.from_module(module) for module in modules]
     stacked: dict[NestedKey, Tensor] = {}
+    found: dict[tuple[int, ...], Tensor] = {}
     for path in paths(each[0]):
         first = each[0].get(path)
         if id(first) in shared:
             stacked[path] = first.detach().expand(n, *first.shape)
             continue
-        tensor = torch.stack([params.get(path).detach() for params in each])
-        stacked[path] = nn.Parameter(tensor, first.requires_grad) if isinstance(first, nn.Parameter) else tensor
+        own = [params.get(path) for params in each]
+        same = tuple(map(id, own))
+        if same not in found:
+            tensor = torch.stack([one.detach() for one in own])
+            found[same] = nn.Parameter(tensor, first.requires_grad) if isinstance(first, nn.Parameter) else tensor
+        stacked[path] = found[same]
     return TensorDictParams(TensorDict(stacked, batch_size=[n]), no_convert=True)
 
 
