@@ -78,7 +78,7 @@ sanitize: export GPUBUF_TEST_GPU := 1
 sanitize: export PYTORCH_NO_CUDA_MEMORY_CACHING := 1
 sanitize:
 	for tool in memcheck racecheck; do \
-	  compute-sanitizer --tool $$tool --error-exitcode 1 $(GPU_PYTHON) -m pytest $(SANITIZED) -m gpu $(ARGS) || exit 1; \
+	  compute-sanitizer --tool $$tool --error-exitcode 1 $(GPU_PYTHON) -m pytest $(SANITIZED) -W default -m gpu $(ARGS) || exit 1; \
 	done
 
 report: $(VENV)/.test

@@ -31,6 +31,11 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if os.environ.get("GPUBUF_TEST_GPU") != "1" and torch.cuda.is_available():
+        interpreted = pytest.mark.skip(reason="kernels are interpreted in this run: make gpu runs those for a GPU")
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(interpreted)
     if hasattr(config, "workerinput"):
         files = {f"tests/{file}": place for place, file in enumerate(LONGEST)}
         items.sort(key=lambda item: files.get(item.nodeid.partition("::")[0], len(files)))

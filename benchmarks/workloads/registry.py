@@ -287,6 +287,10 @@ class LastFilled:
                 self.filled = entry.fill(library, device)
             except UnavailableError as error:
                 self.refused = error
+            except BaseException:
+                # Not half a buffer for the next: it fails by itself, and says why.
+                self.contents = None
+                raise
         if self.refused is not None:
             raise self.refused
         return self.filled

@@ -317,6 +317,8 @@ def test_what_was_filled_is_kept_for_the_next():
         fills.append(library)
         if library == "cpprb":
             raise UnavailableError("not today")
+        if library == "sb3":
+            raise RuntimeError("out of memory")
         return library
 
     entry = replace(REGISTRY["uniform-sample-256"], fill=fill)
@@ -326,6 +328,10 @@ def test_what_was_filled_is_kept_for_the_next():
         with pytest.raises(UnavailableError, match="not today"):
             last.get(entry, "cpprb", "cpu")
     assert fills == ["gpubuf", "cpprb"]
+    for _ in range(2):
+        # Not an empty buffer, whose error would tell nothing.
+        with pytest.raises(RuntimeError, match="out of memory"):
+            last.get(entry, "sb3", "cpu")
 
 
 @pytest.mark.parametrize("layout", [TRANSITIONS, TINY, transitions_layout(4096, 1)], ids=lambda x: str(x.row_bytes))
