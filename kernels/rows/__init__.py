@@ -146,8 +146,8 @@ extend = define(
 every 128 keys. No host sync.
 
 Raises:
-    ValueError: there are not as many sources as keys, or one does not hold ``n`` rows, or not of its key's size
-        (the last on CPU only: on a GPU the sizes are not known to the host); nothing is written.
+    ValueError: there are not as many sources as keys, or one does not hold ``n`` rows of its key's size. A CPU compares
+        the bytes of all rows, a GPU the number of rows: sizes are not known to the host. Nothing is written.
 """
 
 

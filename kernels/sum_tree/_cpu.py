@@ -39,7 +39,7 @@ from gpubuf.kernels.sum_tree._cpu_node import WIDTH, choose_by_table, choose_lea
 # Draws that go down the tree together: enough to hide the latency of memory, few enough to stay in the L1 cache.
 _TOGETHER = 512
 
-# Draws a parent from which on its prefix sums are worked out beforehand: measured, with room to spare.
+# A level gets a table of prefix sums if its parents have so many draws each on average: measured, with room to spare.
 _DRAWS_A_PARENT = 4
 
 # Leaves between a prefetch and its write.

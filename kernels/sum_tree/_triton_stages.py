@@ -10,12 +10,8 @@ a whole node.
 The atomics of these kernels are relaxed. Launches and barriers order the stages, and a fence would wait for all of a
 program's memory accesses.
 
-Arguments that all kernels share:
+Arguments that kernels of updates share, beside those in :mod:`gpubuf.kernels.sum_tree._triton`:
 
-* ``leaves_ptr``: float32 [n_leaves], the capacity rounded up to a multiple of the fan-out F = 1 << SHIFT;
-* ``nodes_ptr``: float64 [3, n_nodes], planes sum, minimum, maximum; level 1 first, the root last;
-* ``scalars_ptr``: float64 [5] = (alpha, beta, eps, max_priority, refused);
-* ``eligible_ptr``: int64 [cdiv(capacity, 64)], row r is bit r % 64 of word r // 64; not read without HAS_ELIGIBLE;
 * ``ring_ptr``: int64 [4] = (written, size, ticket, faults);
 * ``index_ptr``: int64 [n], rows; -1 is ignored;
 * ``weight_ptr``: float32 [n], scratch: the weights of the entries that have tagged a leaf; not read without HAS_TAGS.

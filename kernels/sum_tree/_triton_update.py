@@ -1,6 +1,6 @@
 """The sum tree on the GPU: the kernels of updates, marks and refreshes.
 
-Arguments that kernels share are listed in :mod:`gpubuf.kernels.sum_tree._triton_stages`.
+Arguments that kernels share are listed in :mod:`gpubuf.kernels.sum_tree._triton` and ``_triton_stages``.
 """
 
 import triton

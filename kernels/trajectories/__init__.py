@@ -4,7 +4,42 @@ Rows form a ring of ``steps`` steps (T) of ``envs`` environments (E). Row ``t * 
 ``e``. A step's *age* counts from the oldest step in the ring, which has age 0. A trajectory is a run of steps of one
 environment that ends with a set end flag. The ring limits it too: nothing is older than the oldest step (the cursor of
 a full ring, else step 0), and the newest step (just before the cursor) is the *virtual end* of every trajectory still
-in progress. Both follow from the ring's counters and are never stored. ``reference.py`` has all of this in a page.
+in progress. Both follow from the ring's counters and are never stored.
+
+Here is a ring of eight steps of one environment. Ten steps were written, so the next one goes to step 2, the oldest:
+
+.. code-block:: text
+
+    step          0   1   2   3   4   5   6   7
+    age           6   7   0   1   2   3   4   5
+    end flag      1   .   .   .   1   .   .   .
+    trajectory    B   C   A   A   A   B   B   B         B goes round the end of the ring, C is in progress
+
+    >>> import torch
+    >>> from gpubuf.kernels import rows, trajectories
+    >>> flags = torch.tensor([1, 0, 0, 0, 1, 0, 0, 0], dtype=torch.bool)
+    >>> signals = torch.tensor([rows.table_entry(flags.data_ptr(), row_bytes=1)])
+    >>> ring = torch.tensor([10, 8, 0, 0])  # written, stored
+    >>> rule = trajectories.Rule(slice_len=3, min_len=3)
+    >>> ends, sums = trajectories.new_index(steps=8, envs=1, fan_out=16, device="cpu")
+    >>> trajectories.update(ends, sums, ring, signals, False, 8, 8, 1, 16, *rule)
+    >>> bin(ends.item())
+    '0b10001'
+    >>> sums[-1].item()  # trajectories of three steps or more: A and B
+    2
+    >>> first, last, length = trajectories.bounds(ends, ring, torch.tensor([7, 1]), 8, 1)  # of B and of C
+    >>> first.tolist(), last.tolist(), length.tolist()
+    ([5, 1], [0, 1], [4, 1])
+    >>> trajectories.slices(ends, ring, torch.tensor([6, 3]), 3, 8, 1)[0].tolist()  # the second one is cut at its end
+    [6, 7, 0, 3, 4, 4]
+
+``reference.py`` has the definitions in a page. Then read one backend. On the CPU ``_cpu.py`` has the operations,
+``_cpu_update.py`` and ``_cpu_read.py`` their stages, ``_cpu_bits.py`` the bits, ``_cpu_search.py`` the way to the next
+and previous end, and ``_cpu_weights.py`` weights and sums. On a GPU ``_triton.py`` has searches, draws and bounds,
+``_triton_update.py`` the kernels of updates, ``_triton_stages.py`` the stages that these consist of, and ``_launch.py``
+decides between one launch and several.
+
+The tensors:
 
 * ``ends``: int64 ``[sum(bit_levels(T, E))]``, a bitmap of the end flags with summaries. On level 0 a word has the flags
   of 64 steps of one environment: bit ``t % 64`` of word ``(t // 64) * E + e`` is that of row ``t * E + e``. The words

@@ -71,7 +71,7 @@ def draw_slices(  # type: ignore[no-untyped-def]
     length_address,
     last_address,
 ):
-    """-1, or -2 where there is nothing to draw from, or the position of a rank out of range.
+    """DONE, or EMPTY where there is nothing to draw from, or the position of a rank out of range.
 
     ``rank_address`` is 0 where there are no ranks.
     """
@@ -147,7 +147,7 @@ def draw_slices(  # type: ignore[no-untyped-def]
 
 @jit(forceinline=True)
 def _first_not_stored(rows, n, filled, envs):  # type: ignore[no-untyped-def]
-    """Position of the first row that is not in the ring, or -1. The rows in the ring are the first ones of it."""
+    """Position of the first entry that is no stored row, or DONE. Rows ``0 .. filled * envs - 1`` are stored."""
     size = filled * envs
     wrong = 0
     for i in range(n):
@@ -175,7 +175,7 @@ def _fetch(ends, rows, n, steps, envs, before, after):  # type: ignore[no-untype
 def slices_from_rows(  # type: ignore[no-untyped-def]
     ends, ring_address, start_address, n, slice_len, steps, envs, index_address, length_address, last_address
 ):
-    """-1, or the position of a row that is not stored."""
+    """DONE, or the position of a row that is not stored."""
     ring = carray(as_i64(ring_address), 4)
     rows = carray(as_i64(start_address), n)
     index = carray(as_i64(index_address), n * slice_len)
@@ -198,7 +198,7 @@ def slices_from_rows(  # type: ignore[no-untyped-def]
 
 @jit("int64(int64, int64, int64, int64, int64, int64, int64)", **OPTIONS)
 def bounds_of_rows(ends, ring_address, row_address, n, steps, envs, out_address):  # type: ignore[no-untyped-def]
-    """-1, or the position of a row that is not stored."""
+    """DONE, or the position of a row that is not stored."""
     ring = carray(as_i64(ring_address), 4)
     rows = carray(as_i64(row_address), n)
     out = carray(as_i64(out_address), 3 * n)

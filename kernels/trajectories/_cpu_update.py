@@ -77,7 +77,8 @@ def update_index(  # type: ignore[no-untyped-def]
                 ends, sums, steps, envs, slot, slot, oldest, filled, rule, touched, n_touched, shift
             )
     if filled == steps:
-        # The first end after the cursor, whose trajectory may have lost its head, of up to n steps.
+        # The first end after the cursor, whose trajectory may have lost its head, of up to n steps. Its weight changes
+        # only if it was eligible before and, where each trajectory weighs 1, no longer is.
         min_len, by_transition = rule[1], rule[4]
         for env in range(envs):
             age = last_age(ends, steps, envs, env, oldest, oldest, filled)

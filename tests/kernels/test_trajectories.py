@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import doctest
 import itertools
 
 import pytest
 import torch
 
-from gpubuf.kernels import philox
+from gpubuf.kernels import philox, trajectories
 from gpubuf.kernels.trajectories import Rule, reference
 from gpubuf.kernels.trajectories._cpu import update_ends
 from tests.support.trajectory_setup import Index
@@ -328,3 +329,10 @@ def test_rule_agrees_with_enumeration():
         for length in range(1, 12):
             rule = Rule(slice_len, min_len, before, after)
             assert rule.offsets(length) == len(reference.offsets(rule, length))
+
+
+def test_the_code_of_the_example(backend):
+    """The ring of eight steps that kernels/trajectories opens with."""
+    example = doctest.DocTestFinder(recurse=False).find(trajectories, "trajectories")[0]
+    assert len(example.examples) >= 11
+    assert doctest.DocTestRunner().run(example).failed == 0
