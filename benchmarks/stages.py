@@ -43,6 +43,9 @@ CUT = 124
 #: Processes that share the gpu-marked tests, which mostly compile.
 WORKERS = 8
 
+#: pytest loads the plugins that are needed, and none that a machine has beside them: they may not suit this pytest.
+PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist.plugin,pytest_benchmark.plugin"}
+
 ALONE = (
     "train/test_train_gpu.py",
     "tuning/test_tuning_gpu.py",
@@ -162,13 +165,13 @@ class Plan:
             # Ends the worker, also where a hanging kernel makes it deaf: the test has failed, another worker goes on.
             options += ["-o", f"faulthandler_timeout={each}", "-o", "faulthandler_exit_on_timeout=true"]
         command = (*before, sys.executable, "-m", "pytest", *options, *(f"tests/{file}" for file in files))
-        return Step(name, command, seconds, {"GPUBUF_TEST_GPU": "1", **(environment or {})}, junit, needs)
+        return Step(name, command, seconds, {"GPUBUF_TEST_GPU": "1", **PLUGINS, **(environment or {})}, junit, needs)
 
     def _benchmarks(self, name: str, seconds: float, workloads: Sequence[str], *more: str) -> Step:
         options = [*benchmark_options(self.results, self.kind), "--environment=gpubuf", "--deadline={deadline}"]
         options += [f"--workload={pattern}" for pattern in workloads]
         options += ["--quick", "--seconds=0.05"] if self.kind == "cpu" else []
-        return Step(name, (sys.executable, "-m", "pytest", "-W", "default", *options, *more), seconds)
+        return Step(name, (sys.executable, "-m", "pytest", "-W", "default", *options, *more), seconds, PLUGINS)
 
 
 def gpu_files() -> list[str]:

@@ -64,7 +64,7 @@ def test_every_test_for_a_gpu_is_run_once():
         each = [float(word.partition("=")[2]) for word in step.command if word.startswith("faulthandler_timeout=")]
         assert [seconds < step.seconds - stages.GRACE for seconds in each] == [True] * (step.name != "sanitizer")
         assert {"-v", "-rf", "--tb=short", "--maxfail=200", f"--junitxml={step.junit}"} < set(step.command)
-        assert step.environment["GPUBUF_TEST_GPU"] == "1"
+        assert {"GPUBUF_TEST_GPU": "1", **stages.PLUGINS}.items() <= step.environment.items()
     assert sorted(run) == [f"tests/{name}" for name in stages.gpu_files()]
     assert len(run) > 12
 
@@ -104,11 +104,10 @@ class Present(PathFinder):
 sys.meta_path[sys.meta_path.index(PathFinder)] = Present
 import pytest, benchmarks.stages
 files = [f"tests/{{name}}" for name in benchmarks.stages.gpu_files()]
-sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "benchmarks", *files]))
+sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", "benchmarks", *files]))
 """
     # Plugins of packages that are here, and would not be there, are not looked for.
-    plugins = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "pytest_benchmark.plugin"}
-    environment = {**os.environ, **plugins}
+    environment = {**os.environ, **stages.PLUGINS}
     done = subprocess.run([*CODE, code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
