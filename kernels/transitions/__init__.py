@@ -89,6 +89,9 @@ IN_SUCCESSOR, LOST = 0, -1
 MAX_STEPS = 64
 """Most steps of a window: it lies in two words of the bitmap."""
 
+MAX_PAD = 2**14 - 1
+"""Largest shift of an image: a GPU keeps both shifts of a row, up to twice as large, in one int32."""
+
 
 class NoRoomError(RuntimeError):
     """There is no room aside for the next observations of a write. The message says of how many of how many rows."""
@@ -111,7 +114,8 @@ class Field:
             row[permutation[i]]``; 0: this field is not mirrored.
         pad: images ``[..., height, width]`` are shifted by up to so many pixels in both directions: pixel (y, x) is
             that at ``(y + dy, x + dx)``, each cut to the image, with ``dy = floor(u * (2 * pad + 1)) - pad`` of the
-            first uniform of the field's pair, and dx of the second; 0: none. Elements have up to 8 bytes.
+            first uniform of the field's pair, and dx of the second; 0: none. At most ``MAX_PAD``. Elements have up to 8
+            bytes.
         height, width: of the images.
         pair: number of the field's pair of uniforms, among those of a row.
         entries, pending: addresses of the memory of next observations, for ``NEXT``.

@@ -105,6 +105,7 @@ def shifted(image: torch.Tensor, down: int, right: int) -> torch.Tensor:
         (lambda: Mirror({"a": ([0, 1], 1)}, mode="often"), "mode"),
         (lambda: RandomShift("a", 0), "pad"),
         (lambda: RandomShift("a", 1.5), "pad"),
+        (lambda: RandomShift("a", 2**14), "pad must be a whole number of 1 to 16383, got 16384"),
         (lambda: Pipeline([Normalize("a"), Normalize(["b", "a"])]), "both"),
         (lambda: Pipeline([Normalize("a"), Normalize([("next", "a")])]), "both"),
         (lambda: Pipeline([RewardScale(0.9), Normalize([("next", "reward")])]), "both"),

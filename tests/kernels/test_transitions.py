@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gpubuf.kernels import philox, rows, transitions
-from gpubuf.kernels.transitions import BY_CHANCE, DOUBLED, DRAWN, LAST, NEXT, OFF, STEPS, SUM
+from gpubuf.kernels.transitions import BY_CHANCE, DOUBLED, DRAWN, LAST, MAX_PAD, NEXT, OFF, STEPS, SUM
 from tests.support.transitions_setup import Spec, TransitionStore, assert_same, expected_batch, transitions_backend
 
 __all__ = ["transitions_backend"]
@@ -225,6 +225,15 @@ def test_shifts_reach_every_offset_alike():
     assert counts[1:6, 1:6].sum() == 5000
     # 24 degrees of freedom: the 99.9 % point of chi-square is 51
     assert ((counts[1:6, 1:6] - 200.0) ** 2 / 200).sum() < 51
+
+
+def test_the_largest_shift(transitions_backend):
+    """Images far smaller than it: a pixel in the middle is hardly ever seen."""
+    store = TransitionStore([Spec(3, DRAWN, torch.uint8, pad=MAX_PAD, height=1, width=3)], 4, written=4)
+    store.noise = philox.new_state(3, "cpu")
+    index = torch.arange(4).repeat(4)
+    expected = expected_batch(store, index.tolist())
+    assert_same(store.gather(index)[0], expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.uint16, torch.float8_e4m3fn], ids=str)

@@ -9,6 +9,7 @@ import torch
 
 from gpubuf.data.processing.base import Process, as_keys
 from gpubuf.data.storages.layout import Key, Leaf
+from gpubuf.kernels.transitions import MAX_PAD
 
 
 class RandomShift(Process):
@@ -21,10 +22,10 @@ class RandomShift(Process):
     Args:
         keys: a key, or a list of keys, of images ``[..., H, W]`` of any dtype of up to 8 bytes. A root key stands for
             its twin under "next" too.
-        pad: the largest shift, in pixels.
+        pad: the largest shift, in pixels; up to 16383.
 
     Raises:
-        ValueError: ``pad`` is below 1.
+        ValueError: ``pad`` is out of range.
 
     As in DrQ (Kostrikov, Yarats, Fergus, "Image Augmentation Is All You Need", 2021), with whole pixels.
     """
@@ -33,8 +34,8 @@ class RandomShift(Process):
 
     def __init__(self, keys: Any, pad: int = 4) -> None:
         self.keys = as_keys(keys)
-        if pad < 1 or pad != int(pad):
-            raise ValueError(f"pad must be a whole number of at least 1, got {pad}")
+        if not 1 <= pad <= MAX_PAD or pad != int(pad):
+            raise ValueError(f"pad must be a whole number of 1 to {MAX_PAD}, got {pad}")
         self.pad = int(pad)
         self._sizes: dict[Key, tuple[int, int]] = {}
 
