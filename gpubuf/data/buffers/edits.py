@@ -13,10 +13,8 @@ from torch import Tensor
 from gpubuf.data.buffers.row_access import RowAccess
 from gpubuf.data.buffers.write_back import stored_keys, update_keys
 from gpubuf.data.runtime.interruption import DERIVED
-from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.storages.indexing import as_positions
 from gpubuf.data.storages.layout import Data, Key, Leaf, as_key, as_written, batch_shape
-from gpubuf.data.storages.tensor_storage import TensorStorage
 from gpubuf.data.storages.trees import mapped
 
 
@@ -26,8 +24,6 @@ class Edits(RowAccess):
     None of them moves the cursor, a priority or a row's generation. If a key is written that tells where trajectories
     end, the sampler indexes all rows anew, which is O(capacity). Batches that were prefetched stay as they are.
     """
-
-    _sampler: Sampler
 
     def set_(self, key: Any, value: Any) -> Self:
         """Set one key of all rows stored. No host sync.
@@ -93,7 +89,7 @@ class Edits(RowAccess):
             self._writer.check_writable()
             storage = self._storage
             leaves = storage.written_layout.leaves
-            positions, batch = _rows_at(storage, index)
+            positions, batch = storage.located(index)
             found: dict[Key, Tensor] = {}
             for key, value in (item for path, given in values.items() for item in _flat(given, path).items()):
                 position = storage.written_layout.position(key)
@@ -155,8 +151,7 @@ class Edits(RowAccess):
                 )
             before = storage.begin(DERIVED)
             storage.write(where, data)
-            if self._sampler.depends_on(list(range(len(storage.layout.leaves)))):
-                self._sampler.rows_changed()
+            self._rows_edited()
             storage.end(before)
 
     write_all_in_order = write_all
@@ -170,22 +165,6 @@ def _flat(value: Any, path: Key) -> dict[Key, Any]:
     for name, item in value.items():
         found |= _flat(item, (*path, *as_key(name)))
     return found
-
-
-def _rows_at(storage: TensorStorage, index: Any) -> tuple[Tensor, tuple[int, ...]]:
-    """The flat positions of ``storage[index]``, int64 ``[n]``, and the batch shape of that data."""
-    if index is Ellipsis:
-        index = slice(None)
-    if isinstance(index, (int, slice)):
-        found = storage.coordinates(index)
-        batch = found.shape if storage.ndim == 1 else found.shape[:-1]
-        return as_positions(found, storage.shape, storage.device), tuple(batch)
-    positions = storage.coordinates(index)
-    positions = as_positions(positions, storage.shape, storage.device)
-    if isinstance(index, Tensor) and index.dtype is not torch.bool:
-        own = index.shape[:-1] if storage.ndim > 1 and index.ndim > 1 else index.shape
-        return positions, tuple(own)
-    return positions, (positions.numel(),)
 
 
 def _fitted(value: Any, leaf: Leaf, batch: tuple[int, ...], whole: bool) -> Tensor:

@@ -13,6 +13,9 @@ from torch import Tensor
 from gpubuf.data.buffers.transforms import Compose
 from gpubuf.data.buffers.writers import Writer
 from gpubuf.data.concurrency.locking import BufferLock
+from gpubuf.data.runtime.interruption import DERIVED
+from gpubuf.data.samplers.base import Sampler
+from gpubuf.data.storages.indexing import plain_index
 from gpubuf.data.storages.layout import Data
 from gpubuf.data.storages.tensor_storage import TensorStorage
 from gpubuf.data.storages.trees import mapped, shallow
@@ -29,6 +32,7 @@ class RowAccess:
 
     _storage: TensorStorage
     _writer: Writer
+    _sampler: Sampler
     _transform: Compose
     _lock: BufferLock
     _collate_fn: Callable[[Data], Data] | None
@@ -41,12 +45,13 @@ class RowAccess:
         raise NotImplementedError
 
     def __getitem__(self, index: Any) -> Data:
-        """Rows by index, transformed. Ints and slices give views of the storage, all else copies.
+        """Rows by index, transformed. Ints and slices give views of the storage, all else copies, in the index's shape.
 
         A key gives one key of all rows: ``buffer["next", "reward"]`` is ``buffer[:]["next", "reward"]``.
         """
         if is_key(index):
             return self[:][index]
+        index = plain_index(index)
         with self._lock:
             data = self._read(index)
             collate = self._collate_fn or self._storage.default_collate
@@ -57,7 +62,8 @@ class RowAccess:
     def __setitem__(self, index: Any, data: Data) -> None:
         """Overwrite rows in place, after the inverse transforms. Under a key: that key of all rows, as it is stored.
 
-        Priorities stay as they are: announce the change with :meth:`mark_update`.
+        Priorities stay as they are: announce the change with :meth:`mark_update`. A sampler of slices indexes all rows
+        anew, which is O(capacity).
         """
         with self._lock:
             self._writer.check_writable()
@@ -69,6 +75,8 @@ class RowAccess:
                 data = self._transform.inv(shallow(data))
                 if data is None:
                     return
+            index = plain_index(index)
+            before = storage.begin(DERIVED)
             if storage.ndim > 1 and storage.initialized and is_plain(index):
                 where = self._coordinates(index)
                 lead = where.shape[:-1]
@@ -79,6 +87,14 @@ class RowAccess:
                 storage[where.reshape(-1, storage.ndim)] = rows
             else:
                 storage[index] = data
+            self._rows_edited()
+            storage.end(before)
+
+    def _rows_edited(self) -> None:
+        """Rows were changed in place: the sampler finds anew where trajectories end, if it keeps that."""
+        storage = self._storage
+        if storage.initialized and self._sampler.depends_on(range(len(storage.layout.leaves))):
+            self._sampler.rows_changed()
 
     def _read(self, index: Any) -> Data:
         storage = self._storage

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -96,7 +97,8 @@ def as_positions(
         # As samplers of slices give it. A tuple of one int is a sequence.
         one = len(index) == 1
         index = (index[0] if isinstance(index[0], Tensor) else index) if one else _stacked(index)
-    index = torch.as_tensor(index)
+    if not isinstance(index, Tensor):
+        index = _tensor_of(index)
     if index.dtype is torch.bool or index.is_floating_point() or index.is_complex():
         raise TypeError(f"rows are indexed by integers, got {index.dtype}")
     index = index.to(torch.int64)
@@ -116,6 +118,49 @@ def _stacked(index: tuple[Any, ...]) -> Tensor:
     return torch.stack([torch.as_tensor(i) for i in index], -1)
 
 
+def _tensor_of(index: Any) -> Tensor:
+    """An index of Python's or NumPy's as a tensor. Raises TypeError if it is none."""
+    if isinstance(index, (list, tuple)) and not index:
+        return torch.empty(0, dtype=torch.int64)
+    try:
+        return torch.as_tensor(index)
+    except (RuntimeError, TypeError, ValueError):
+        raise TypeError(
+            f"rows are indexed by an int, a slice, a mask, a tensor or a sequence of integers, got {index!r}"
+        ) from None
+
+
+def plain_index(index: Any) -> Any:
+    """An index in the types that the rest of the package tells apart.
+
+    ``...`` is a slice, a number of NumPy's an int, an array or a list of flags a tensor. All else stays as it is.
+
+    Raises:
+        TypeError: the index is one bool.
+    """
+    if index is Ellipsis:
+        return slice(None)
+    if isinstance(index, (bool, np.bool_)):
+        raise TypeError(f"rows are indexed by integers, got {index!r}: a mask has a flag for each row")
+    if isinstance(index, np.ndarray):
+        index = torch.as_tensor(index) if index.ndim else index[()]
+    if isinstance(index, np.integer):
+        return int(index)
+    if isinstance(index, list) and index and all(isinstance(flag, (bool, np.bool_)) for flag in index):
+        return torch.tensor(index)
+    return index
+
+
+def index_shape(index: Any, ndim: int, n: int) -> tuple[int, ...]:
+    """The batch shape of the ``n`` rows at an index that is no int and no slice: its own, but for coordinates."""
+    if isinstance(index, list):
+        index = _tensor_of(index)
+    if not isinstance(index, Tensor) or index.dtype is torch.bool:
+        return (n,)
+    of_coordinates = ndim > 1 and index.ndim > 1 and index.shape[-1] == ndim
+    return tuple(index.shape[:-1] if of_coordinates else index.shape)
+
+
 def stored_positions(index: Any, shape: tuple[int, ...], size: int, device: torch.device) -> Tensor:
     """Any index into ``size`` stored rows, as int64 ``[n]`` flat positions on ``device``.
 
@@ -124,15 +169,18 @@ def stored_positions(index: Any, shape: tuple[int, ...], size: int, device: torc
 
     Raises:
         TypeError: the index is not made of integers.
-        IndexError: an index, or a coordinate in its dimension, is beyond the rows stored.
+        IndexError: an index, or a coordinate in its dimension, is beyond the rows stored; or a mask has a flag for
+            neither each row stored nor each row of the capacity.
     """
-    if index is Ellipsis:
-        index = slice(None)
+    index = plain_index(index)
     if isinstance(index, slice):
         index = range(*index.indices(size))
     if isinstance(index, range):
         index = torch.arange(index.start, index.stop, index.step)
     if isinstance(index, Tensor) and index.dtype is torch.bool:
+        steps = size // math.prod(shape[1:])
+        if tuple(index.shape) not in {(size,), (math.prod(shape),), (steps, *shape[1:]), shape}:
+            raise IndexError(f"the mask has the shape {list(index.shape)}, the rows stored {[steps, *shape[1:]]}")
         index = index.nonzero().squeeze(-1)
     where = index.device if isinstance(index, Tensor) else torch.device("cpu")
     flat = as_positions(index, shape, where, lambda: size // math.prod(shape[1:]))

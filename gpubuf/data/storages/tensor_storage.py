@@ -18,8 +18,9 @@ from torch import Tensor
 from gpubuf.data.runtime.interruption import DERIVED, Unfinished
 from gpubuf.data.storages.codecs import Codec
 from gpubuf.data.storages.columns import owned_column
+from gpubuf.data.storages.containers import first_of
 from gpubuf.data.storages.forms import Options, keys_told
-from gpubuf.data.storages.indexing import stored_positions, unravel
+from gpubuf.data.storages.indexing import index_shape, plain_index, stored_positions, unravel
 from gpubuf.data.storages.layout import Data, batch_shape, device_of, rows_in
 from gpubuf.data.storages.placement import AUTO, PINNED, SPLIT, IndexBytes, place, readable
 from gpubuf.data.storages.row_memory import Storage as Storage
@@ -307,24 +308,17 @@ class TensorStorage(TorchRLNames):
         Raises:
             IndexError: an index is beyond the rows written.
         """
-        layout = self.written_layout
-        if index is Ellipsis:
-            index = slice(None)
-        if isinstance(index, (int, slice)) and not self.gives_views:
-            chosen = torch.arange(self.steps_stored, device=self._device)[index]
-            batch: tuple[int, ...] = (*chosen.shape, *self._shape[1:])
-            per_step = torch.arange(math.prod(self._shape[1:]), device=self._device)
-            flat = (chosen.reshape(-1, 1) * per_step.numel() + per_step).reshape(-1)
-            tensors = [t.view((*batch, *t.shape[1:])) for t in self.as_written(flat)]
-            extra = None if self.host is None else self.host.entries(flat, batch)
-            return layout.assemble(tensors, batch, self._device, extra)
-        if isinstance(index, (int, slice)):
+        layout, index = self.written_layout, plain_index(index)
+        if isinstance(index, (int, slice)) and self.gives_views:
             tensors = [column.whole[: self.steps_stored][index] for column in self._columns]
             steps = () if isinstance(index, int) else (len(range(self.steps_stored)[index]),)
             return layout.assemble(tensors, (*steps, *self._shape[1:]), self._device)
-        positions = self._positions(index)
-        extra = None if self.host is None else self.host.entries(positions, (positions.numel(),))
-        return layout.assemble(self.as_written(positions), (positions.numel(),), self._device, extra)
+        flat, batch = self.located(index)
+        tensors = self.as_written(flat)
+        if len(batch) != 1:
+            tensors = [t.view((*batch, *t.shape[1:])) for t in tensors]
+        extra = None if self.host is None else self.host.entries(flat, batch)
+        return layout.assemble(tensors, batch, self._device, extra)
 
     def as_written(self, index: Tensor) -> list[Tensor]:
         """Copies of rows, in the dtypes that were written: one tensor ``[n, ...]`` for each of ``written_layout``.
@@ -337,19 +331,21 @@ class TensorStorage(TorchRLNames):
     def _positions(self, index: Any) -> Tensor:
         return stored_positions(index, self._shape, len(self), self._device)
 
+    def located(self, index: Any) -> tuple[Tensor, tuple[int, ...]]:
+        """The flat positions of ``storage[index]``, int64 ``[n]``, and the batch shape of that data."""
+        index = plain_index(index)
+        if not isinstance(index, (int, slice)):
+            flat = self._positions(index)
+            return flat, index_shape(index, self.ndim, flat.numel())
+        chosen = torch.arange(self.steps_stored, device=self._device)[index]
+        per_step = torch.arange(math.prod(self._shape[1:]), device=self._device)
+        flat = (chosen.reshape(-1, 1) * per_step.numel() + per_step).reshape(-1)
+        return flat, (*chosen.shape, *self._shape[1:])
+
     def coordinates(self, index: Any) -> Tensor:
         """The positions of ``storage[index]``: int64 of that data's batch shape (``[..., ndim]`` if above 1)."""
-        if index is Ellipsis:
-            index = slice(None)
-        if not isinstance(index, (int, slice)):
-            return self.unravel(self._positions(index))
-        steps = torch.arange(self.steps_stored, device=self._device)[index]
-        if self.ndim == 1:
-            return steps
-        rest = [torch.arange(length, device=self._device) for length in self._shape[1:]]
-        grid = torch.meshgrid(steps.reshape(-1), *rest, indexing="ij")
-        grids = torch.stack(grid, -1)
-        return grids[0] if isinstance(index, int) else grids
+        flat, batch = self.located(index)
+        return self.unravel(flat).reshape((*batch, self.ndim) if self.ndim > 1 else batch)
 
     def unravel(self, flat: Tensor) -> Tensor:
         """``[n]`` flat positions as ``[n, ndim]`` coordinates; ``[n]`` itself for ``ndim=1``."""
@@ -366,9 +362,13 @@ class TensorStorage(TorchRLNames):
 
     def __setitem__(self, index: Any, data: Data) -> None:
         if self._layout is None:
-            self.set(index, data)
-        else:
-            self.write(self._positions(index), data)
+            return self.set(index, data)
+        index = plain_index(index)
+        flat = self._positions(index)
+        shape = (1,) if isinstance(index, (int, slice)) else index_shape(index, self.ndim, flat.numel())
+        if len(shape) > 1 and getattr(first_of(data), "shape", ())[: len(shape)] == shape:
+            data = mapped(data, lambda value: value.reshape(flat.numel(), *value.shape[len(shape) :]))
+        self.write(flat, data)
 
     def __repr__(self) -> str:
         device: Any = self.requested_device
