@@ -52,6 +52,9 @@ class Copyable(Mending):
     def __getstate__(self) -> dict[str, Any]:
         """A copy of everything as of one moment. Synchronises."""
         with self._lock, self._prefetcher.quiet():
+            if self._storage.initialized:
+                # A stream that is seeded only later would not be the same in the copy.
+                self._sampler.random_state(self._storage.device)
             state = {name: value for name, value in vars(self).items() if name not in _OF_THE_PROCESS}
             state = {**copy.deepcopy(state), "_prefetch": self._prefetcher.depth}
         # A process that is being spawned gets bytes: torch would pass it the memory of tensors as open files, and fails

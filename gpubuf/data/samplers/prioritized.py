@@ -19,6 +19,7 @@ from gpubuf.data.samplers.exponents import check_beta, exponent, refuse_negative
 from gpubuf.data.samplers.saved_state import demand, is_tensor
 from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.data.samplers.torchrl_state import Priorities, priorities_of, read_priorities, write_priorities
+from gpubuf.data.samplers.vectors import rows_at
 from gpubuf.data.storages.indexing import as_positions
 from gpubuf.data.storages.placement import IndexBytes
 from gpubuf.data.storages.tensor_storage import Storage, TensorStorage
@@ -277,10 +278,9 @@ class PrioritizedSampler(Sampler):
         tree.update(index, priority, ring=ring.counters, generation=generation)
 
     def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
-        """Rows were written elsewhere: give them the priority of new rows. No host sync."""
+        """Rows were written elsewhere: give them the priority of new rows. IndexError if they are not stored (CPU)."""
         own = self._storage_of("mark_update", storage)
-        positions = as_positions(index, own.shape, own.device, lambda: own.steps_stored)
-        self.on_write(positions, None)
+        self.on_write(rows_at(index, own), None)
 
     def _storage_of(self, method: str, storage: Storage | None) -> TensorStorage:
         """The storage that an index refers to: ``storage``, which ``method`` was given, or that of the buffer."""

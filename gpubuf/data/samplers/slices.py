@@ -33,8 +33,8 @@ class SliceSampler(Sampler):
     A slice never crosses an end flag, the storage's cursor, or from one environment to another. The trajectory in
     progress counts up to its newest step. Every write keeps an index of the trajectories up to
     date, so that a sample costs the same whatever the size of the buffer and however long ago the last write was: one
-    launch for the choice and one for the rows. If you change rows other than by ``extend``, call the buffer's
-    ``mark_update`` or :meth:`rebuild`.
+    launch for the choice and one for the rows. If you change rows behind the buffer's back, through the storage or a
+    view of it, call :meth:`rebuild`.
 
     A batch of ``batch_size`` transitions is flat, ``[num_slices * slice_len]``, slice after slice. Its info has,
     besides ``"index"``, the keys that go with ``truncated_key``, bool ``[n, 1]`` or of the shape of the stored ones:

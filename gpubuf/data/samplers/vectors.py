@@ -7,6 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpubuf.data.storages.indexing import as_positions
+from gpubuf.data.storages.tensor_storage import TensorStorage
+from gpubuf.kernels.rows import SIZE
+from gpubuf.kernels.sum_tree import NO_ROW
+
 
 class CountError(RuntimeError, ValueError):
     """There are not as many priorities or generations as rows."""
@@ -29,6 +34,22 @@ def vector(values: Tensor, dtype: torch.dtype, like: Tensor) -> Tensor:
             raise TypeError(f"rows and generations are integers, not {values.dtype}")
         values = values.detach().to(like.device, dtype).reshape(-1)
     return values if values.is_contiguous() else values.contiguous()
+
+
+def rows_at(index: Any, storage: TensorStorage) -> Tensor:
+    """The flat positions of stored rows. Of others on a GPU, and in compiled code, it is ``NO_ROW``, without a sync.
+
+    Raises:
+        IndexError: no row is stored there.
+    """
+    positions = as_positions(index, storage.shape, storage.device, lambda: storage.steps_stored)
+    if not storage.initialized or not positions.numel():
+        return positions
+    if torch.compiler.is_compiling() or not positions.is_cpu or type(positions) is not Tensor:
+        return torch.where(positions < storage.ring[SIZE], positions, NO_ROW)
+    if int(positions.max()) >= len(storage):
+        raise IndexError(f"index {int(positions.max())} is out of range: {len(storage)} rows are stored")
+    return positions
 
 
 def priority_vectors(

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from tensordict import TensorDict, TensorDictBase, is_non_tensor, is_tensorclass
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_non_tensor, is_tensorclass
 from torch import Tensor
 
 from gpubuf.data.storages.containers import first_of
@@ -41,6 +41,7 @@ def batch_shape(data: Data, ndim: int) -> tuple[int, ...]:
         if first is data:
             raise TypeError(
                 f"expected a TensorDict, a tensorclass, a tensor or containers of tensors, got {type(data).__name__}"
+                f"{' without tensors (extend_columns takes NumPy arrays)' if isinstance(data, (Mapping, tuple)) else ''}"
             )
         return batch_shape(first, ndim)
     if len(shape) < ndim:
@@ -118,6 +119,21 @@ def _tensordict_of(data: Data) -> TensorDictBase:
     return own
 
 
+def _entries(data: Data, path: Key) -> dict[str, Any]:
+    """The entries of a TensorDict or a tensorclass, by name.
+
+    Raises:
+        ValueError: it is a lazy stack, and some of its TensorDicts have keys that others lack.
+    """
+    own = _tensordict_of(data)
+    if isinstance(own, LazyStackedTensorDict):
+        several = {name for td in own.tensordicts for name in td.keys()} - set(own.keys())
+        if several:
+            keys = sorted(str((*path, name)) for name in several)
+            raise ValueError(f"some rows of the batch have keys that others lack: {', '.join(keys)}")
+    return dict(own.items())
+
+
 class RowLayout:
     """Keys, shapes and dtypes of a row, fixed for the life of a storage.
 
@@ -153,6 +169,8 @@ class RowLayout:
 
     def _describe(self, data: Data, path: tuple[str, ...], batch_dims: int) -> int | Node:
         if isinstance(data, Tensor):
+            if data.layout is not torch.strided:
+                raise TypeError(f"key {path or 'root'} has the layout {data.layout}: only dense tensors can be stored")
             self.leaves.append(Leaf(path, data.dtype, tuple(data.shape[batch_dims:])))
             return len(self.leaves) - 1
         if is_non_tensor(data) or not (isinstance(data, TensorDictBase) or is_tensorclass(data)):
@@ -162,7 +180,7 @@ class RowLayout:
                 "A ListStorage takes any object"
             )
         children: dict[str, int | Node] = {}
-        for name, value in _tensordict_of(data).items():
+        for name, value in _entries(data, path).items():
             if not path and name in self.ignored:
                 continue
             if is_non_tensor(value):
@@ -219,7 +237,7 @@ class RowLayout:
         if type(data) is not TensorDict and not isinstance(data, TensorDictBase) and not is_tensorclass(data):
             raise ValueError(f"key {path or 'root'}: the storage holds a TensorDict, the batch a {type(data).__name__}")
         # A plain TensorDict's own entries, which are only read here: a copy takes as long as the check of a key.
-        found: dict[str, Any] = data._tensordict if type(data) is TensorDict else dict(_tensordict_of(data).items())
+        found: dict[str, Any] = data._tensordict if type(data) is TensorDict else _entries(data, path)
         if not path and not self.ignored.isdisjoint(found):
             found = {name: value for name, value in found.items() if name not in self.ignored}
         if found.keys() != node.children.keys() and self.host:

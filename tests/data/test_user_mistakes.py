@@ -1,0 +1,178 @@
+"""What users do with a buffer beside the usual way: indices of every kind, rows set in place, copies before a draw."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from tensordict import LazyStackedTensorDict, TensorDict
+
+from gpubuf.data import (
+    LazyTensorStorage,
+    PrioritizedSliceSampler,
+    ReplayBuffer,
+    SliceSampler,
+    SliceSamplerWithoutReplacement,
+    TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
+)
+
+
+def steps(first: int, n: int, done: tuple[int, ...] = ()) -> TensorDict:
+    number = torch.arange(first, first + n)
+    flag = torch.isin(number, torch.tensor(done, dtype=torch.int64)).unsqueeze(1)
+    return TensorDict({"number": number, "next": {"done": flag}}, [n])
+
+
+def filled(n: int = 7, **options) -> TensorDictReplayBuffer:
+    options.setdefault("storage", LazyTensorStorage(10))
+    buffer = TensorDictReplayBuffer(batch_size=6, **options)
+    buffer.extend(steps(0, n))
+    return buffer
+
+
+INDICES = {
+    "NumPy int": np.int64(2),
+    "NumPy 0-d": np.array(2),
+    "0-d tensor": torch.tensor(3),
+    "negative 0-d tensor": torch.tensor(-1),
+    "matrix": torch.tensor([[1, 2], [3, 4]]),
+    "nested list": [[1, 2], [3, 4]],
+    "empty list": [],
+    "flags": [True, False] * 3 + [True],
+    "NumPy mask": np.arange(7) % 2 == 0,
+    "mask": torch.arange(7) > 3,
+    "range": range(1, 4),
+    "NumPy array": np.array([6, 0]),
+}
+
+
+@pytest.mark.parametrize("computed", [False, True])
+@pytest.mark.parametrize("name", INDICES)
+def test_an_index_gives_the_rows_and_the_shape_that_it_gives_of_a_tensordict(name, computed):
+    storage = LazyTensorStorage(10, dtypes={"number": torch.int32}) if computed else LazyTensorStorage(10)
+    buffer, index = filled(storage=storage), INDICES[name]
+    rows, due = buffer[index], buffer[:].clone()[index]
+    assert rows.batch_size == due.batch_size
+    assert rows["number"].tolist() == due["number"].tolist() == rows["index"].tolist()
+    assert rows["next", "done"].shape == due["next", "done"].shape
+    buffer[index] = due.exclude("index").apply(lambda value: value + 100 if value.dtype is torch.int64 else ~value)
+    assert buffer[index]["number"].tolist() == (due["number"] + 100).tolist()
+    assert buffer[index]["next", "done"].all()
+    assert int((buffer[:]["number"] >= 100).sum()) == due["number"].numel()
+
+
+@pytest.mark.parametrize("index", [True, np.False_, None, slice, {1}, (slice(0, 2),), (None, 1), 1.5, ["number"]])
+def test_what_is_no_index_is_named_in_a_type_error(index):
+    buffer = filled()
+    with pytest.raises(TypeError, match="rows are indexed by"):
+        buffer[index]
+    with pytest.raises(TypeError, match="rows are indexed by"):
+        buffer[index] = steps(0, 1)[0]
+    assert buffer[:]["number"].tolist() == list(range(7))
+
+
+def test_a_mask_of_another_length_is_refused():
+    buffer = filled()
+    for length in (0, 5, 8, 11):
+        with pytest.raises(IndexError, match="mask"):
+            buffer[torch.zeros(length, dtype=torch.bool)]
+    whole = torch.zeros(10, dtype=torch.bool)
+    whole[2] = True
+    assert buffer[whole]["number"].tolist() == [2]
+
+
+@pytest.mark.parametrize("index", [[], (), np.array([], dtype=np.int64)])
+def test_no_rows_take_no_priorities(index):
+    buffer = TensorDictPrioritizedReplayBuffer(alpha=0.7, beta=0.5, storage=LazyTensorStorage(10), batch_size=4)
+    buffer.extend(steps(0, 7))
+    leaves = buffer.sampler.tree.leaves.clone()
+    buffer.update_priority(index, [])
+    buffer.mark_update(index)
+    assert torch.equal(buffer.sampler.tree.leaves, leaves)
+
+
+@pytest.mark.parametrize("index", [8, [3, 9], torch.tensor([8])])
+def test_a_row_that_was_never_written_is_not_marked_as_new(index):
+    """It had a weight from then on, and was drawn: memory that nobody had written."""
+    buffer = TensorDictPrioritizedReplayBuffer(alpha=0.7, beta=0.5, storage=LazyTensorStorage(10), batch_size=500)
+    buffer.extend(steps(0, 8))
+    with pytest.raises(IndexError, match="8 rows are stored"):
+        buffer.mark_update(index)
+    assert (buffer.sampler.tree.leaves[8:10] == 0).all()
+    assert int(buffer.sample()["index"].max()) < 8
+
+
+@pytest.mark.parametrize("name", ["row", "slice", "tensor", "storage of two dimensions"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: SliceSampler(slice_len=3),
+        lambda: SliceSampler(slice_len=3, cache_values=True),
+        lambda: SliceSamplerWithoutReplacement(slice_len=3),
+        lambda: PrioritizedSliceSampler(9, 0.7, 0.5, slice_len=3),
+    ],
+    ids=["slices", "cached", "without replacement", "prioritized"],
+)
+def test_slices_do_not_cross_an_end_that_was_set_by_index(make, name):
+    two = name == "storage of two dimensions"
+    storage = LazyTensorStorage(9, ndim=2 if two else 1)
+    buffer = TensorDictReplayBuffer(storage=storage, sampler=make(), batch_size=30)
+    buffer.extend(steps(0, 9).unsqueeze(0) if two else steps(0, 9))
+    buffer.sample()
+    end = steps(4, 1, done=(4,))
+    if two:
+        buffer[0, 4] = end[0]
+    elif name == "row":
+        buffer[4] = end[0]
+    else:
+        buffer[slice(4, 5) if name == "slice" else torch.tensor([4])] = end
+    found = {tuple(part) for _ in range(20) for part in buffer.sample()["number"].view(-1, 3).tolist()}
+    assert found <= {(0, 1, 2), (1, 2, 3), (2, 3, 4), (5, 6, 7), (6, 7, 8)}
+    assert (2, 3, 4) in found and (5, 6, 7) in found
+
+
+@pytest.mark.parametrize("copied", ["state_dict", "pickle", "deepcopy", "save"])
+def test_a_copy_made_before_the_first_draw_draws_the_same_batches(copied, tmp_path):
+    buffer = filled()
+    if copied == "pickle":
+        other = pickle.loads(pickle.dumps(buffer))
+    elif copied == "deepcopy":
+        other = copy.deepcopy(buffer)
+    else:
+        other = filled(1)
+        other.sample()
+        if copied == "save":
+            buffer.save(tmp_path)
+            other.load(tmp_path)
+        else:
+            other.load_state_dict(buffer.state_dict())
+    for _ in range(3):
+        assert (buffer.sample() == other.sample()).all()
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("first", [False, True])
+def test_rows_of_a_list_whose_keys_differ_are_refused(first, nested):
+    """Keys that only some rows of a lazy stack have were left out."""
+    rows = [TensorDict({"a": torch.zeros(2)}, []), TensorDict({"a": torch.zeros(2), "b": torch.ones(1)}, [])]
+    if nested:
+        rows = [TensorDict({"in": row, "t": torch.tensor(0)}, []) for row in rows]
+    batch = LazyStackedTensorDict.lazy_stack(rows)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=2)
+    if not first:
+        buffer.extend(torch.stack([rows[0], rows[0]]))
+    with pytest.raises(ValueError, match="some rows of the batch have keys that others lack: .*b"):
+        buffer.extend(batch)
+    assert len(buffer) == (0 if first else 2)
+
+
+def test_what_cannot_be_stored_is_named():
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(10), batch_size=2)
+    with pytest.raises(TypeError, match="'a'.*torch.sparse_coo"):
+        buffer.extend(TensorDict({"a": torch.eye(5).to_sparse()}, [5]))
+    with pytest.raises(TypeError, match="dict without tensors .*extend_columns"):
+        ReplayBuffer(storage=LazyTensorStorage(10), batch_size=2).extend({"a": np.zeros(5)})
