@@ -132,7 +132,7 @@ def test_slices_do_not_cross_an_end_that_was_set_by_index(make, name):
         buffer[slice(4, 5) if name == "slice" else torch.tensor([4])] = end
     found = {tuple(part) for _ in range(20) for part in buffer.sample()["number"].view(-1, 3).tolist()}
     assert found <= {(0, 1, 2), (1, 2, 3), (2, 3, 4), (5, 6, 7), (6, 7, 8)}
-    assert (2, 3, 4) in found and (5, 6, 7) in found
+    assert found >= {(2, 3, 4), (5, 6, 7)}
 
 
 @pytest.mark.parametrize("copied", ["state_dict", "pickle", "deepcopy", "save"])
@@ -165,14 +165,14 @@ def test_rows_of_a_list_whose_keys_differ_are_refused(first, nested):
     buffer = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=2)
     if not first:
         buffer.extend(torch.stack([rows[0], rows[0]]))
-    with pytest.raises(ValueError, match="some rows of the batch have keys that others lack: .*b"):
+    with pytest.raises(ValueError, match=r"some rows of the batch have keys that others lack: .*b"):
         buffer.extend(batch)
     assert len(buffer) == (0 if first else 2)
 
 
 def test_what_cannot_be_stored_is_named():
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(10), batch_size=2)
-    with pytest.raises(TypeError, match="'a'.*torch.sparse_coo"):
+    with pytest.raises(TypeError, match=r"'a'.*torch.sparse_coo"):
         buffer.extend(TensorDict({"a": torch.eye(5).to_sparse()}, [5]))
-    with pytest.raises(TypeError, match="dict without tensors .*extend_columns"):
+    with pytest.raises(TypeError, match=r"dict without tensors .*extend_columns"):
         ReplayBuffer(storage=LazyTensorStorage(10), batch_size=2).extend({"a": np.zeros(5)})

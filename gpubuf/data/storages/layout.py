@@ -39,9 +39,10 @@ def batch_shape(data: Data, ndim: int) -> tuple[int, ...]:
     else:
         first = first_of(data)
         if first is data:
+            empty = " without tensors (extend_columns takes NumPy arrays)" if isinstance(data, (Mapping, tuple)) else ""
             raise TypeError(
-                f"expected a TensorDict, a tensorclass, a tensor or containers of tensors, got {type(data).__name__}"
-                f"{' without tensors (extend_columns takes NumPy arrays)' if isinstance(data, (Mapping, tuple)) else ''}"
+                "expected a TensorDict, a tensorclass, a tensor or containers of tensors, got "
+                f"{type(data).__name__}{empty}"
             )
         return batch_shape(first, ndim)
     if len(shape) < ndim:
