@@ -46,7 +46,7 @@ INDICES = {
     "NumPy mask": np.arange(7) % 2 == 0,
     "mask": torch.arange(7) > 3,
     "range": range(1, 4),
-    "NumPy array": np.array([6, 0]),
+    "NumPy array, reversed": np.array([6, 0])[::-1],
 }
 
 
@@ -55,7 +55,7 @@ INDICES = {
 def test_an_index_gives_the_rows_and_the_shape_that_it_gives_of_a_tensordict(name, computed):
     storage = LazyTensorStorage(10, dtypes={"number": torch.int32}) if computed else LazyTensorStorage(10)
     buffer, index = filled(storage=storage), INDICES[name]
-    rows, due = buffer[index], buffer[:].clone()[index]
+    rows, due = buffer[index], buffer[:].clone()[index.copy() if isinstance(index, np.ndarray) else index]
     assert rows.batch_size == due.batch_size
     assert rows["number"].tolist() == due["number"].tolist() == rows["index"].tolist()
     assert rows["next", "done"].shape == due["next", "done"].shape

@@ -133,7 +133,7 @@ def _tensor_of(index: Any) -> Tensor:
 def plain_index(index: Any) -> Any:
     """An index in the types that the rest of the package tells apart.
 
-    ``...`` is a slice, a number of NumPy's an int, an array or a list of flags a tensor. All else stays as it is.
+    ``...`` is a slice, a number of NumPy's an int, an array or a list a tensor. All else stays as it is.
 
     Raises:
         TypeError: the index is one bool.
@@ -143,18 +143,14 @@ def plain_index(index: Any) -> Any:
     if isinstance(index, (bool, np.bool_)):
         raise TypeError(f"rows are indexed by integers, got {index!r}: a mask has a flag for each row")
     if isinstance(index, np.ndarray):
-        index = torch.as_tensor(index) if index.ndim else index[()]
+        index = torch.as_tensor(np.ascontiguousarray(index)) if index.ndim else index[()]
     if isinstance(index, np.integer):
         return int(index)
-    if isinstance(index, list) and index and all(isinstance(flag, (bool, np.bool_)) for flag in index):
-        return torch.tensor(index)
-    return index
+    return _tensor_of(index) if isinstance(index, list) else index
 
 
 def index_shape(index: Any, ndim: int, n: int) -> tuple[int, ...]:
-    """The batch shape of the ``n`` rows at an index that is no int and no slice: its own, but for coordinates."""
-    if isinstance(index, list):
-        index = _tensor_of(index)
+    """The batch shape of the ``n`` rows at a plain index that is no int and no slice: its own, but for coordinates."""
     if not isinstance(index, Tensor) or index.dtype is torch.bool:
         return (n,)
     of_coordinates = ndim > 1 and index.ndim > 1 and index.shape[-1] == ndim
