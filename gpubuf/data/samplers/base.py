@@ -395,7 +395,6 @@ class Sampler:
         """What the sampler needs to go on with the same batches, also with a seed not used yet. Synchronises."""
         storage = self._storage
         if storage is not None and storage.initialized:
-            # A stream that is seeded only later would not be the same in the restored sampler.
             self.random_state(storage.device)
         return {"type": type(self).__name__, "random": self._random.state_dict() if self._random else None}
 
