@@ -18,7 +18,7 @@ from gpubuf.objectives.arguments import one_of, refuse_deprecated, warn
 from gpubuf.objectives.critics import make_critics
 from gpubuf.objectives.functional import ParametersByName
 from gpubuf.objectives.networks import Path, leaves, paths, target_parameters
-from gpubuf.objectives.shapes import next_key, rows_of
+from gpubuf.objectives.shapes import is_values_of, next_key, rows_of
 from gpubuf.objectives.single_network import SingleNetwork
 from gpubuf.objectives.td import TDLossModule
 
@@ -346,7 +346,7 @@ class ActorCriticLossModule(TDLossModule):
 
     def _checked(self, q: Tensor, shape: torch.Size) -> Tensor:
         """``q``; ValueError unless it goes with log-densities of ``shape``."""
-        if q.shape[1:] not in (shape, (*shape, 1)):
+        if not is_values_of(q.shape[1:], shape):
             raise ValueError(
                 f"the critics' {self.tensor_keys.state_action_value!r} must be {[q.shape[0], *shape, 1]} to go with "
                 f"log-densities of shape {list(shape)}, got {list(q.shape)}"

@@ -16,6 +16,7 @@ from gpubuf.modules.plain import entry, is_plain
 from gpubuf.objectives.action_bounds import action_bounds, check_order
 from gpubuf.objectives.actor_critic import ActorCriticLossModule
 from gpubuf.objectives.reductions import reduced
+from gpubuf.objectives.shapes import is_values_of
 from gpubuf.objectives.td import TDLossModule
 
 
@@ -200,7 +201,7 @@ class TD3Loss(ActorCriticLossModule):
         return next_q.amin(0).reshape(shape), self.td_target(next_q, tensordict, shape)
 
     def _checked(self, q: Tensor, shape: torch.Size) -> Tensor:
-        if q.shape[1:] not in (shape, (*shape, 1)):
+        if not is_values_of(q.shape[1:], shape):
             raise ValueError(
                 f"the critics' {self.tensor_keys.state_action_value!r} must be {[q.shape[0], *shape, 1]} to go with "
                 f"actions of batch shape {list(shape)}, got {list(q.shape)}"
