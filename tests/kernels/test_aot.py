@@ -8,7 +8,10 @@ import pytest
 import gpubuf.kernels
 from gpubuf.kernels.aot.compiler import GATES, all_specs, compile_in_subprocess
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
+
+#: Bytes that a thread may spill: none, but for the few of Triton 3.6 that docs/performance.md explains.
+SPILLS = 32 if triton.__version__.startswith("3.6.") else 0
 
 
 def is_triton_jit(decorator: ast.expr) -> bool:
@@ -66,7 +69,8 @@ def test_every_kernel_compiles(target: str):
     assert not failed, f"{target} refused:\n" + "\n".join(failed)
     assert all(r.registers > 0 for r in results)
     if target.startswith("sm_"):
-        spilled = [f"{r.spec}: {r.spill_bytes} bytes, {r.registers} registers" for r in results if r.spill_bytes]
+        over = [r for r in results if r.spill_bytes > SPILLS]
+        spilled = [f"{r.spec}: {r.spill_bytes} bytes, {r.registers} registers" for r in over]
         assert not spilled, f"spills on {target}:\n" + "\n".join(spilled)
     irreducible = [r.spec for r in results if r.irreducible]
     assert not irreducible, f"loops on {target} that may never end:\n" + "\n".join(irreducible)
