@@ -338,7 +338,7 @@ def test_a_forked_child_removes_nothing(tmp_path: Path):
 def test_arguments(tmp_path: Path):
     with pytest.raises(ValueError, match="can't be cuda"):
         LazyMemmapStorage(10, device="cuda")
-    with pytest.raises(ValueError, match="at least one row"):
+    with pytest.raises(ValueError, match="a whole number of rows"):
         LazyMemmapStorage(0)
     assert LazyMemmapStorage(10, device="auto").device.type == "cpu"
 

@@ -390,7 +390,7 @@ def test_refused():
         mixed.sample()
     with pytest.raises(RuntimeError, match="iteration needs"):
         next(iter(mixed))
-    with pytest.raises(ValueError, match="batch_size must be at least 1"):
+    with pytest.raises(ValueError, match="batch_size must be a whole number of at least 1"):
         mixed.sample(0)
     with pytest.raises(ValueError, match="same slice_len and stack"):
         MixedReplayBuffer([one, part(12, 0, kind="slices")]).sample(4)

@@ -86,8 +86,8 @@ def check_sizes(prefetch: int | None, batch_size: int | None) -> None:
         raise ValueError("prefetch needs the batch_size given to the constructor")
     if prefetch is not None and prefetch < 0:
         raise ValueError(f"prefetch must not be negative, got {prefetch}")
-    if batch_size is not None and batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+    if batch_size is not None and (batch_size < 1 or batch_size % 1):
+        raise ValueError(f"batch_size must be a whole number of at least 1, got {batch_size}")
 
 
 def consuming(

@@ -141,8 +141,8 @@ class Batches:
             warnings.warn(
                 f"sample() got batch_size={batch_size}, the constructor {own}; the first is used", stacklevel=4
             )
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        if batch_size < 1 or batch_size % 1:
+            raise ValueError(f"batch_size must be a whole number of at least 1, got {batch_size}")
         return batch_size
 
     def _draw(self, n: int, include_info: bool, batches: int | None, *, whole: bool = True) -> Batch:

@@ -102,6 +102,9 @@ def save(
         locked.enter_context(lock.taken())
         parts = parts_now()
         storage = parts.storage
+        if storage.initialized:
+            # A stream that is seeded only later would not be the same in the restored buffer.
+            parts.sampler.random_state(storage.device)
         state, save_id = parts.state_dict(), secrets.token_hex(8)
         apart.put(folder, save_id, storage, state)
         known = _fingerprints.setdefault(storage, {})

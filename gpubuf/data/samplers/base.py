@@ -394,7 +394,7 @@ class Sampler:
     def state_dict(self) -> dict[str, Any]:
         """What the sampler needs to go on with the same batches, also with a seed not used yet. Synchronises."""
         storage = self._storage
-        if storage is not None and storage.initialized:
+        if self._random is None and self._generator is not None and storage is not None and storage.initialized:
             self.random_state(storage.device)
         return {"type": type(self).__name__, "random": self._random.state_dict() if self._random else None}
 

@@ -34,8 +34,8 @@ class RowMemory(Followed):
     _placement: Placement | None
 
     def _configure(self, max_size: int, device: torch.device | str, ndim: int) -> None:
-        if max_size < 1:
-            raise ValueError(f"a storage needs room for at least one row, got max_size={max_size}")
+        if max_size < 1 or max_size % 1:
+            raise ValueError(f"a storage needs room for a whole number of rows, one or more, got max_size={max_size}")
         if ndim < 1:
             raise ValueError(f"a storage has at least one dimension, got ndim={ndim}")
         self.max_size = int(max_size)
