@@ -1,6 +1,7 @@
 """The structure that the rest relies on: who imports whom, what an import does, how large a file gets."""
 
 import ast
+import functools
 import json
 import re
 import subprocess
@@ -26,6 +27,7 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
 
 
+@functools.cache
 def imported_modules(path: Path) -> set[str]:
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
