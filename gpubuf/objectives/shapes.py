@@ -40,9 +40,7 @@ def per_row(tensor: Tensor, shape: torch.Size, name: str) -> Tensor:
 
 def is_values_of(own: torch.Size, shape: torch.Size) -> bool:
     """Whether ``own`` is ``shape``, or ``[*shape, 1]``."""
-    if own in (shape, (*shape, 1)):
-        return True
-    # Compiled code with sizes that vary takes tuples for different whose elements are equal.
+    # Element by element: compiled code with sizes that vary takes tuples for different whose elements are equal.
     own = own[:-1] if len(own) == len(shape) + 1 and own[-1] == 1 else own
     return len(own) == len(shape) and all(a == b for a, b in zip(own, shape, strict=True))
 

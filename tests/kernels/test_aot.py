@@ -10,8 +10,17 @@ from gpubuf.kernels.aot.compiler import GATES, all_specs, compile_in_subprocess
 
 triton = pytest.importorskip("triton")
 
-#: Bytes that a thread may spill: none, but for the few of Triton 3.6 that docs/performance.md explains.
-SPILLS = 32 if triton.__version__.startswith("3.6.") else 0
+#: Bytes that a thread may spill, by kernel: none, but for the few of Triton 3.6 that docs/performance.md explains.
+SPILLS: dict[str, int] = {}
+if triton.__version__.startswith("3.6."):
+    SPILLS = {
+        "batch_norm_activation_backward_kernel": 24,
+        "norm_activation_backward_kernel": 32,
+        "rows_extend_kernel": 8,
+        "sum_tree_refresh_leaves_kernel": 8,
+        "trajectories_update_envs_kernel": 32,
+        "transitions_extend_kernel": 16,
+    }
 
 
 def is_triton_jit(decorator: ast.expr) -> bool:
@@ -69,7 +78,7 @@ def test_every_kernel_compiles(target: str):
     assert not failed, f"{target} refused:\n" + "\n".join(failed)
     assert all(r.registers > 0 for r in results)
     if target.startswith("sm_"):
-        over = [r for r in results if r.spill_bytes > SPILLS]
+        over = [r for r in results if r.spill_bytes > SPILLS.get(r.spec.partition("(")[0], 0)]
         spilled = [f"{r.spec}: {r.spill_bytes} bytes, {r.registers} registers" for r in over]
         assert not spilled, f"spills on {target}:\n" + "\n".join(spilled)
     irreducible = [r.spec for r in results if r.irreducible]

@@ -86,7 +86,13 @@ def check_sizes(prefetch: int | None, batch_size: int | None) -> None:
         raise ValueError("prefetch needs the batch_size given to the constructor")
     if prefetch is not None and prefetch < 0:
         raise ValueError(f"prefetch must not be negative, got {prefetch}")
-    if batch_size is not None and (batch_size < 1 or batch_size % 1):
+    if batch_size is not None:
+        check_batch_size(batch_size)
+
+
+def check_batch_size(batch_size: int) -> None:
+    """Raise ValueError unless a batch can have so many transitions."""
+    if batch_size < 1 or batch_size % 1:
         raise ValueError(f"batch_size must be a whole number of at least 1, got {batch_size}")
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpubuf.data.buffers.components import check_batch_size
 from gpubuf.data.buffers.hindsight import Hindsight
 from gpubuf.data.buffers.row_info import put
 from gpubuf.data.buffers.sample_units import SampleUnit
@@ -141,8 +142,7 @@ class Batches:
             warnings.warn(
                 f"sample() got batch_size={batch_size}, the constructor {own}; the first is used", stacklevel=4
             )
-        if batch_size < 1 or batch_size % 1:
-            raise ValueError(f"batch_size must be a whole number of at least 1, got {batch_size}")
+        check_batch_size(batch_size)
         return batch_size
 
     def _draw(self, n: int, include_info: bool, batches: int | None, *, whole: bool = True) -> Batch:
