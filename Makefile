@@ -12,6 +12,7 @@ STAGE ?= 1
 FROM ?=
 VENV := .venv
 COMPAT := .compat
+NEWEST := .newest
 DOCS := .docs
 RELEASE := .release
 PEERS := .peers
@@ -23,17 +24,19 @@ DECIDES := pyproject.toml constraints.txt
 # for isolated builds, earlier ones the first; both are exported so that no step escapes the constraints.
 empty :=
 blank := $(empty) $(empty)
-export PIP_CONSTRAINT := file://$(subst $(blank),%20,$(CURDIR))/constraints.txt
+PIP_FILE := file://$(subst $(blank),%20,$(CURDIR))/constraints.txt
+export PIP_CONSTRAINT := $(PIP_FILE)
 export PIP_BUILD_CONSTRAINT := $(PIP_CONSTRAINT)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test compat bench gpu sanitize report docs dist clean
+.PHONY: help train test compat newest bench gpu sanitize report docs dist clean
 
 help:
 	@echo "make train   train SAC on Pendulum-v1; options: ARGS='--env NAME --prioritized --seed 1 ...'"
 	@echo "make test    ruff, mypy and the tests; ARGS go to pytest; with SLOW=1 also the tests marked slow"
 	@echo "make compat  the tests on the oldest torch and triton supported (downloads gigabytes); ARGS and SLOW as above"
+	@echo "make newest  the same on the newest ones, those that pip installs today"
 	@echo "make bench   all benchmarks beside TorchRL, cpprb, flashbax and Stable-Baselines3, each in its environment;"
 	@echo "             writes benchmarks/results/<device>-<date>.json and curves/, or into OUT=folder"
 	@echo "make gpu STAGE=1|2|3  tests and benchmarks on an NVIDIA GPU, each stage within nine minutes; OUT=folder"
@@ -56,6 +59,9 @@ test: $(VENV)/.test
 
 compat: $(COMPAT)/.test
 	$(COMPAT)/bin/python -m pytest $(SELECTED)
+
+newest: $(NEWEST)/.test
+	$(NEWEST)/bin/python -m pytest $(SELECTED)
 
 bench: $(VENV)/.test $(READY)
 	$(VENV)/bin/python -m benchmarks.run --huge --curves $(INTO) $(ARGS)
@@ -96,7 +102,7 @@ dist: $(RELEASE)/.ready
 	$(RELEASE)/bin/python -m twine check --strict dist/*
 
 clean:
-	rm -rf $(VENV) $(COMPAT) $(DOCS) $(RELEASE) $(PEERS) site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks .coverage
+	rm -rf $(VENV) $(COMPAT) $(NEWEST) $(DOCS) $(RELEASE) $(PEERS) site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks .coverage
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 define create_venv
@@ -106,15 +112,18 @@ $(PYTHON) -m venv --clear $(@D)
 @touch $@
 endef
 
-$(VENV)/.created $(COMPAT)/.created $(DOCS)/.created $(RELEASE)/.created:
+$(VENV)/.created $(COMPAT)/.created $(NEWEST)/.created $(DOCS)/.created $(RELEASE)/.created:
 	$(create_venv)
 
-# The oldest torch that is supported has no build for the CPU alone on PyPI: its CUDA packages take about 5 GB.
-$(COMPAT)/.test: export PIP_CONSTRAINT := $(dir $(PIP_CONSTRAINT))$(COMPAT)/constraints.txt
-$(COMPAT)/.test: export PIP_BUILD_CONSTRAINT := $(dir $(PIP_CONSTRAINT))$(COMPAT)/constraints.txt
-$(COMPAT)/.test: $(COMPAT)/.created $(DECIDES) constraints-compat.txt
-	grep -vE '^(torch|triton|numpy|setuptools)==' constraints.txt | cat - constraints-compat.txt > $(@D)/constraints.txt
-	$(COMPAT)/bin/python -m pip install -q -e '.[train,test]'
+# The two ends of the window of versions that is supported. Neither torch has a build for the CPU alone on PyPI: the CUDA
+# packages take about 5 GB each. What constraints-<end>.txt names takes the place of the same names in constraints.txt.
+$(COMPAT)/.test $(NEWEST)/.test: export PIP_CONSTRAINT = $(dir $(PIP_FILE))$(@D)/constraints.txt
+$(COMPAT)/.test $(NEWEST)/.test: export PIP_BUILD_CONSTRAINT = $(PIP_CONSTRAINT)
+$(COMPAT)/.test: constraints-compat.txt
+$(NEWEST)/.test: constraints-newest.txt
+$(COMPAT)/.test $(NEWEST)/.test: %/.test: %/.created $(DECIDES)
+	grep -vE '^(torch|triton|numpy|setuptools)==' constraints.txt | cat - constraints-$(@D:.%=%).txt > $(@D)/constraints.txt
+	$(@D)/bin/python -m pip install -q -e '.[train,test]'
 	@touch $@
 
 # One environment, two stamps: training needs no test tools. The tests train, so theirs holds both.

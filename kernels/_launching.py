@@ -48,6 +48,9 @@ except ImportError:  # A Triton with other insides, or without NVIDIA's backend.
 KEPT = 1024
 """Configurations kept for a kernel. It has more only if sizes change with every call."""
 
+FP_FUSION = True
+"""Whether the compiler may round a product and a sum once. Said at every launch: Triton changes its default in 3.10."""
+
 _run = JITFunction.run if JITFunction.run.__module__ == JITFunction.__module__ else None
 
 
@@ -170,7 +173,7 @@ def launch(kernel: Any, programs: int, *arguments: Any, num_warps: int = 4, **co
         or runtime.add_stages_inspection_hook
         or kernel.pre_run_hooks
     ):
-        kernel[(programs,)](*arguments, num_warps=num_warps, **constexprs)
+        kernel[(programs,)](*arguments, num_warps=num_warps, enable_fp_fusion=FP_FUSION, **constexprs)
         return
     parts, values = key_of(arguments, launches.specialised)
     constants = constexprs.values()
@@ -188,7 +191,7 @@ def launch(kernel: Any, programs: int, *arguments: Any, num_warps: int = 4, **co
     )
     compiled = launches.compiled.get(key)
     if compiled is None:
-        made = kernel[(programs,)](*arguments, num_warps=num_warps, **constexprs)
+        made = kernel[(programs,)](*arguments, num_warps=num_warps, enable_fp_fusion=FP_FUSION, **constexprs)
         if _can_be_kept(made, launches, constexprs):
             if len(launches.compiled) >= KEPT:
                 launches.compiled.clear()

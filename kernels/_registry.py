@@ -51,6 +51,24 @@ def check_interpreter() -> None:
         )
 
 
+@functools.cache
+def _repair_interpreter() -> None:
+    """Let comparisons of numbers be masks, as they are on a GPU.
+
+    The interpreter takes such a comparison for a number of its operands' dtype when it broadcasts it, and that of
+    Triton 3.9 refuses masks that are not boolean.
+    """
+    from triton import language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    broadcast = InterpreterBuilder.create_splat
+
+    def create_splat(self: Any, kind: Any, value: Any) -> Any:
+        return broadcast(self, kind, TensorHandle(value.data, tl.int1) if value.data.dtype == bool else value)
+
+    InterpreterBuilder.create_splat = create_splat
+
+
 @contextlib.contextmanager
 def triton_on_cpu(enabled: bool = True) -> Iterator[None]:
     """Send every operation on CPU tensors through its Triton launcher instead of its CPU twin.
@@ -69,6 +87,7 @@ def triton_on_cpu(enabled: bool = True) -> Iterator[None]:
         if not triton.knobs.runtime.interpret:
             raise RuntimeError("triton_on_cpu needs TRITON_INTERPRET=1, set before Triton is imported")
         check_interpreter()
+        _repair_interpreter()
     previous, _triton_on_cpu = _triton_on_cpu, enabled
     try:
         yield

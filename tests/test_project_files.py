@@ -1,5 +1,6 @@
 """What is said once and needed in several places agrees: version, Pythons, tools."""
 
+import json
 import os
 import re
 import shutil
@@ -45,11 +46,18 @@ def test_the_version_is_written_once():
     assert PROJECT["version"] in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_the_workflow_runs_the_check_on_every_python():
+def test_the_workflow_runs_the_check_on_every_python_and_at_both_ends_of_the_versions():
     workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
-    assert re.findall(r'"(3\.\d+)"', workflow) == PYTHONS
-    assert "run: .ci/run\n" in workflow
+    pinned = re.search(r"^ *python: (\[.*\])$", workflow, re.MULTILINE)
+    assert pinned is not None
+    assert json.loads(pinned[1]) == PYTHONS
+    assert "run: ${{ matrix.command || '.ci/run' }}\n" in workflow
     assert "PYTHON: " in workflow
+    makefile = (ROOT / "Makefile").read_text()
+    for end, target in (("oldest", "compat"), ("newest", "newest")):
+        assert re.search(rf"versions: {end}, .*command: make {target} ", workflow)
+        assert f"\n{target}: " in makefile
+        assert re.search(r"^torch==", (ROOT / f"constraints-{target}.txt").read_text(), re.MULTILINE)
 
 
 def test_the_hooks_are_the_tools_of_make_test():

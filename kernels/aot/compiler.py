@@ -15,14 +15,15 @@ atomics that order memory, and the bytes that a thread moves in one access to gl
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import io
 import json
 import os
 import pkgutil
 import re
 import subprocess
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -129,19 +130,8 @@ def _by_width(widths: Iterable[int]) -> dict[str, int]:
     return {str(width): count for width, count in sorted(Counter(widths).items(), reverse=True)}
 
 
-def _ptxas_resources(ptx: str, arch: int) -> dict[str, Any]:
-    """Registers and spills from ``ptxas -v``, barriers and accesses from the code."""
-    from triton import knobs
-
-    ptxas = (knobs.nvidia.ptxas_blackwell if arch >= 100 else knobs.nvidia.ptxas).path
-    gpu = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
-    assert gpu is not None, "PTX without a .target line"
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, "kernel.ptx")
-        source.write_text(ptx)
-        # the optimisation flag is the one that Triton passes
-        command = [ptxas, "-v", "--regAllocOptLevel=2", f"--gpu-name={gpu[1]}", source, "-o", Path(folder, "cubin")]
-        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+def _ptxas_resources(ptx: str, log: str) -> dict[str, Any]:
+    """Registers and spills from the log of ``ptxas -v``, barriers and accesses from the code."""
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", log)
     assert len(spills) >= 2, f"ptxas reported no spill counts:\n{log}"
     accesses = [(kind, int(vector or 1) * int(bits) // 8) for kind, vector, bits in _PTX_ACCESS.findall(ptx)]
@@ -184,14 +174,18 @@ def alignments(kernel: Any, signature: dict[str, Any]) -> dict[tuple[int, ...], 
     return found
 
 
-def assembly(spec: AotSpec, target: str) -> tuple[str, dict[str, Any]]:
-    """(PTX or AMD assembly, the compiler's metadata) of one spec.
+def assembly(spec: AotSpec, target: str) -> tuple[str, dict[str, Any], str]:
+    """PTX or AMD assembly of one spec, the compiler's metadata, and the log of ``ptxas -v`` for an NVIDIA target.
 
-    Triton's own pipeline, but for its last stage, in which it would run ``ptxas`` a second time.
+    Triton's own pipeline, with its choice of a ``ptxas`` and of options, which differ between its versions. AMD's last
+    stage says nothing, and is left out.
     """
+    from triton import knobs
     from triton._C.libtriton import ir
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
+
+    from gpubuf.kernels._launching import FP_FUSION
 
     name, _, unaligned = target.partition(":")
     module, _, function = spec.kernel.partition(":")
@@ -209,7 +203,7 @@ def assembly(spec: AotSpec, target: str) -> tuple[str, dict[str, Any]]:
     else:
         gpu = GPUTarget("hip", name, 64 if name.startswith("gfx9") else 32)
     backend = make_backend(gpu)
-    options = backend.parse_options({"num_warps": spec.num_warps})
+    options = backend.parse_options({"num_warps": spec.num_warps, "enable_fp_fusion": FP_FUSION})
     context = ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)
@@ -218,17 +212,20 @@ def assembly(spec: AotSpec, target: str) -> tuple[str, dict[str, Any]]:
     stages: dict[str, Any] = {}
     backend.add_stages(stages, options, source.language)
     metadata: dict[str, Any] = {"target": gpu, **options.__dict__}
-    for stage in list(stages.values())[:-1]:
+    *before, last = stages.values()
+    for stage in before:
         code = stage(code, metadata)
-    return code, metadata
+    log = io.StringIO()
+    if gpu.backend == "cuda":
+        with knobs.nvidia.scope(), contextlib.redirect_stdout(log):
+            knobs.nvidia.dump_ptxas_log = True
+            last(code, metadata)
+    return code, metadata, log.getvalue()
 
 
 def _compile(spec: AotSpec, target: str) -> Compiled:
-    code, metadata = assembly(spec, target)
-    if target.startswith("sm_"):
-        found = _ptxas_resources(code, int(target.partition(":")[0].removeprefix("sm_")))
-    else:
-        found = _amdgcn_resources(code)
+    code, metadata, log = assembly(spec, target)
+    found = _ptxas_resources(code, log) if target.startswith("sm_") else _amdgcn_resources(code)
     return Compiled(str(spec), target, shared_bytes=metadata["shared"], **found)
 
 

@@ -96,7 +96,7 @@ def test_the_interpreter_launches_by_itself(monkeypatch):
     monkeypatch.setattr(_launching, "_launches", {})
     for _ in range(2):
         launch(kernel, 3, 1, 2, num_warps=8, BLOCK=4)
-    assert called == [((3,), (1, 2), {"num_warps": 8, "BLOCK": 4})] * 2
+    assert called == [((3,), (1, 2), {"num_warps": 8, "enable_fp_fusion": True, "BLOCK": 4})] * 2
 
 
 @pytest.fixture(scope="module")

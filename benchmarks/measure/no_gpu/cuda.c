@@ -19,6 +19,11 @@ CUresult cuCtxGetCurrent(void **context) {
   return 0;
 }
 
+CUresult cuCtxGetDevice(int *device) {
+  *device = 0;
+  return 0;
+}
+
 CUresult cuCtxSetCurrent(void *context) { return 0; }
 
 CUresult cuDevicePrimaryCtxRetain(void **context, int device) {
@@ -41,6 +46,13 @@ CUresult cuPointerGetAttribute(void **value, int attribute, void *pointer) { ret
 
 CUresult cuModuleLoadData(void **module, const void *image) {
   *module = (void *)1;
+  return 0;
+}
+
+CUresult cuModuleUnload(void *module) { return 0; }
+
+CUresult cuStreamIsCapturing(void *stream, int *status) {
+  *status = 0;
   return 0;
 }
 

@@ -2,7 +2,7 @@
 
 from gpubuf.kernels import config
 from gpubuf.kernels.aot.compiler import AotSpec
-from gpubuf.kernels.trajectories._launch import BLOCK_ROWS, ELIGIBLE_WORDS, SUMS_WARPS, run_bounds, shape_of
+from gpubuf.kernels.trajectories._launch import BLOCK_ROWS, COMPARED, ELIGIBLE_WORDS, SUMS_WARPS, run_bounds, shape_of
 
 READ = "gpubuf.kernels.trajectories._triton:"
 WRITE = "gpubuf.kernels.trajectories._triton_update:"
@@ -81,7 +81,19 @@ def writers(fan_out: int, n: int, steps: int, envs: int, large: bool, flags: tup
             SUMS_WARPS,
         ),
     ]
+    blocks = {name: size for name, size in COMPARED.items() if name != "num_warps"}
     for flag in flags:
+        specs.append(
+            AotSpec(
+                WRITE + "trajectories_compare_kernel",
+                {"breaks_ptr": "*u8", "pairs_ptr": "*i64", "index_ptr": "*i64"}
+                | RING
+                | size
+                | ints("n_pairs", "count"),
+                blocks | {"HAS_INDEX": flag},
+                COMPARED["num_warps"],
+            )
+        )  # fmt: skip
         chosen = config.index_update(fan_out, n, run_words, envs, by_id=flag)
         bits = {"SPAN": span, "BLOCK_WORDS": chosen.block_words}
         if chosen.block_envs:
