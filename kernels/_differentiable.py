@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -102,6 +103,22 @@ def register_autograd(
         return straight(*args)
 
     return call
+
+
+library.define("snapshot(Tensor x) -> Tensor")
+library.impl("snapshot", torch.clone, "CompositeExplicitAutograd")
+
+snapshot = torch.ops.gpubuf.snapshot.default
+"""A copy of ``x`` as it is now, without gradient, that a compiled backward reads too.
+
+Inductor computes a plain copy anew in the backward, and there finds what the forward has since written into ``x``.
+What no compiler can see into is saved.
+"""
+
+
+@functools.partial(torch.library.register_vmap, "gpubuf::snapshot", lib=library)
+def _snapshot_vmap(_: Any, dims: tuple[int | None], x: Tensor) -> tuple[Tensor, int | None]:
+    return snapshot(x), dims[0]
 
 
 def dense(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -30,8 +30,10 @@ _warned = False
 def source_stamp() -> tuple[Any, ...]:
     """Names, sizes and times of all files that CPU kernels may be compiled from: `_cpu*.py` and what they import."""
     others = ("_triton", "_launch", "reference")
-    files = (path for path in Path(__file__).parent.rglob("*.py") if not path.stem.startswith(others))
-    return tuple((str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(files))
+    root = Path(__file__).parent
+    files = (path for path in root.rglob("*.py") if not path.stem.startswith(others))
+    # Relative, so that a copy of the folder that keeps times (`cp -a`, an image) brings its machine code along.
+    return tuple((str(path.relative_to(root)), path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(files))
 
 
 def jit(signature: Any = None, **options: Any) -> Any:

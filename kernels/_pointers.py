@@ -34,6 +34,18 @@ as_u32 = _pointer_cast(types.uint32)
 
 
 @intrinsic
+def _load_i64(typingctx, address):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return builder.load(builder.inttoptr(args[0], ir.IntType(64).as_pointer()), align=1)
+
+    return types.int64(types.int64), codegen
+
+
+#: ``load_i64(address)``: eight bytes from an address of any alignment.
+load_i64: Any = _load_i64
+
+
+@intrinsic
 def _copy_bytes(typingctx, destination, source, n_bytes):  # type: ignore[no-untyped-def]
     def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
         byte_pointer = ir.IntType(8).as_pointer()

@@ -21,6 +21,12 @@ from gpubuf.kernels.philox._cpu import philox_uniform_f64
 from gpubuf.kernels.rows import (
     DEVICE_ROWS,
     ENTRY,
+    JOURNAL_CHECK,
+    JOURNAL_KEYS,
+    JOURNAL_ROWS,
+    JOURNAL_SIZE,
+    JOURNAL_WORDS,
+    JOURNAL_WRITTEN,
     ROW_BYTES,
     ROW_STRIDE,
     SIZE,
@@ -37,6 +43,7 @@ from gpubuf.kernels.rows._check import (
 )
 from gpubuf.kernels.rows._cpu_copy import (
     AHEAD,
+    copy_rows,
     describe_sources,
     first_invalid,
     prefetch_row,
@@ -217,6 +224,61 @@ def _write(  # type: ignore[no-untyped-def]
                 continue
             copy_row(row_address(entry, position), source + i * stride, row_bytes)
     return _DONE
+
+
+@jit("int64(int64, int64, int64, int64, int64, int64, int64, int64)", **OPTIONS)
+def _keep(table_address, keys_address, n_keys, ring_address, index_address, n, capacity, journal_address):  # type: ignore[no-untyped-def]
+    """``index_address`` is 0 for the rows from the cursor on."""
+    keys, ring = carray(as_i64(keys_address), n_keys), carray(as_i64(ring_address), 4)
+    words = carray(as_i64(journal_address), JOURNAL_WORDS + n_keys + n)
+    position = words[JOURNAL_WORDS + n_keys :]
+    given, has_index = carray(as_i64(index_address), n), index_address != 0
+    if has_index:
+        invalid = first_invalid(given, n, capacity)
+        if invalid >= 0:
+            return invalid
+    words[JOURNAL_WRITTEN], words[JOURNAL_SIZE] = ring[WRITTEN], ring[SIZE]
+    words[JOURNAL_ROWS], words[JOURNAL_KEYS] = n, n_keys
+    for k in range(n_keys):
+        words[JOURNAL_WORDS + k] = keys[k]
+    first = ring[WRITTEN] % capacity
+    for i in range(n):
+        at = given[i] if has_index else first + i - (capacity if first + i >= capacity else 0)
+        position[i] = at + capacity if at < 0 else at
+    before_seam = min(n, capacity - first)
+    target = journal_address + 8 * (JOURNAL_WORDS + n_keys + n)
+    for k in range(n_keys):
+        entry = carray(as_i64(table_address + 8 * ENTRY * keys[k]), ENTRY)
+        row_bytes, stride = entry[ROW_BYTES], entry[ROW_STRIDE]
+        if has_index:
+            for i in range(n):
+                copy_row(target + i * row_bytes, row_address(entry, position[i]), row_bytes)
+        else:
+            copy_rows(target, row_bytes, row_address(entry, first), stride, row_bytes, before_seam)
+            behind = target + before_seam * row_bytes
+            copy_rows(behind, row_bytes, row_address(entry, 0), stride, row_bytes, n - before_seam)
+        target += (n * row_bytes + 7) // 8 * 8
+    total = 0
+    kept = carray(as_i64(journal_address), (target - journal_address) // 8)
+    for i in range(JOURNAL_CHECK + 1, len(kept)):
+        total += kept[i]
+    words[JOURNAL_CHECK] = total
+    return _DONE
+
+
+def keep(place: tuple[int, int, int, int], index: "Tensor | None", n: int, capacity: int, journal: int) -> None:
+    """Copy the rows that a write is about to replace to an address, in the form of a journal; its state is left alone.
+
+    For storages in one memory, which vouch for the addresses in ``place``: of the table, of the numbers of the keys,
+    how many they are, and of the ring. ``index`` is int64 ``[n]``, contiguous; None: the rows from the cursor on.
+
+    Raises:
+        IndexError: an index is out of range.
+    """
+    result = _keep(*place, 0 if index is None else index.data_ptr(), n, capacity, journal)
+    if result != _DONE:
+        assert index is not None
+        raise _out_of_range(index, result, capacity)
 
 
 def _out_of_range(index: Tensor, place: int, capacity: int) -> IndexError:

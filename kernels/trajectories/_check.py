@@ -94,13 +94,31 @@ def check_signals(signals: Tensor, by_id: bool, n: int) -> int:
     if (
         signals.dtype is torch.int64
         and n_words % ENTRY == 0
-        and (n_words == ENTRY or not by_id)
+        and (n_words >= ENTRY or not by_id)
         and signals.is_contiguous()
         and n >= 0
     ):
         return n_words // ENTRY
-    demand_int64("signals", signals, (1 if by_id else n_words // ENTRY, ENTRY))
+    demand_int64("signals", signals, (max(n_words // ENTRY, int(by_id)), ENTRY))
     raise ValueError(f"the number of steps must not be negative, but is {n}")
+
+
+def check_compare(breaks: Tensor, pairs: Tensor, index: Tensor | None, n: int, steps: int, envs: int) -> int:
+    """Number of ``pairs``; raise TypeError or ValueError unless rows can be compared by them."""
+    check_ring_shape(steps, envs)
+    if breaks.dtype is not torch.uint8 or breaks.numel() != steps * envs or not breaks.is_contiguous():
+        raise ValueError(
+            f"breaks must be a contiguous uint8 tensor of {steps * envs} flags, not {breaks.dtype} of shape "
+            f"{list(breaks.shape)}"
+        )
+    n_pairs = pairs.numel() // (2 * ENTRY)
+    if pairs.dtype is not torch.int64 or pairs.numel() != 2 * ENTRY * n_pairs or not pairs.is_contiguous():
+        demand_int64("pairs", pairs, (n_pairs, 2, ENTRY))
+    if index is not None:
+        check_rows("index", index)
+    if n < 0:
+        raise ValueError(f"the number of steps must not be negative, but is {n}")
+    return n_pairs
 
 
 def check_draw(rng: Tensor, rank: Tensor | None, n: int) -> None:

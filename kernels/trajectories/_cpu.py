@@ -15,6 +15,7 @@ from gpubuf.kernels._pointers import as_i64
 from gpubuf.kernels.rows import ENTRY, SIZE, WRITTEN
 from gpubuf.kernels.trajectories import new_slices, touched_rows
 from gpubuf.kernels.trajectories._check import (
+    check_compare,
     check_draw,
     check_eligible,
     check_ends,
@@ -27,6 +28,8 @@ from gpubuf.kernels.trajectories._check import (
 from gpubuf.kernels.trajectories._cpu_read import DONE, EMPTY, bounds_of_rows, draw_slices, slices_from_rows
 from gpubuf.kernels.trajectories._cpu_search import lowest_bit, ring_view
 from gpubuf.kernels.trajectories._cpu_update import (
+    compare_rows,
+    compare_steps,
     longest_trajectory,
     rebuild_index,
     update_eligible_steps,
@@ -67,6 +70,16 @@ def _update_ends(ends, ring, signals, n_keys, by_id, n, steps, envs):  # type: i
     counters = carray(as_i64(ring), 4)
     oldest, filled, _ = ring_view(counters[WRITTEN], counters[SIZE], steps, envs)
     update_ends_alone(ends, signals, n_keys, by_id, n, steps, envs, oldest, filled)
+
+
+@jit("void(int64, int64, int64, int64, int64, int64, int64, int64, int64)", **OPTIONS)
+def _compare(breaks, ring_address, pairs, n_pairs, index, count, n, steps, envs):  # type: ignore[no-untyped-def]
+    ring = carray(as_i64(ring_address), 4)
+    oldest, filled, _ = ring_view(ring[WRITTEN], ring[SIZE], steps, envs)
+    if index == 0:
+        compare_steps(breaks, pairs, n_pairs, n, steps, envs, oldest, filled)
+    else:
+        compare_rows(breaks, pairs, n_pairs, index, count, steps, envs, oldest, filled)
 
 
 @jit("void(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, boolean)", **OPTIONS)
@@ -137,6 +150,15 @@ def prepared_ends(
     n_keys = signals.numel() // ENTRY
     addresses = ends.data_ptr(), ring.data_ptr(), signals.data_ptr()
     return functools.partial(_update_ends, *addresses, n_keys, by_id, n, steps, envs)
+
+
+def compare(breaks: Tensor, ring: Tensor, pairs: Tensor, index: Tensor | None, n: int, steps: int, envs: int) -> None:
+    """See :data:`gpubuf.kernels.trajectories.compare`."""
+    n_pairs = check_compare(breaks, pairs, index, n, steps, envs)
+    # Memory of an empty tensor has no address.
+    if index is None or index.numel():
+        given, count = (0, 0) if index is None else (index.data_ptr(), index.numel())
+        _compare(breaks.data_ptr(), ring.data_ptr(), pairs.data_ptr(), n_pairs, given, count, n, steps, envs)
 
 
 def resum(

@@ -10,7 +10,7 @@ from numba import carray
 from gpubuf.kernels._jit import jit
 from gpubuf.kernels._pointers import as_i64, as_u8
 from gpubuf.kernels.rows import ENTRY, ROW_BYTES, ROW_STRIDE
-from gpubuf.kernels.rows._cpu_table import row_address
+from gpubuf.kernels.rows._cpu_table import differ, row_address
 from gpubuf.kernels.trajectories._cpu_search import load_i64, store_i64
 
 # For eight bytes: their lowest seven bits, their lowest bit, and the factor that moves these into the highest byte. All
@@ -41,20 +41,6 @@ def _any_byte(address, row_bytes):  # type: ignore[no-untyped-def]
 
 
 @jit(forceinline=True)
-def _differ(a, b, row_bytes):  # type: ignore[no-untyped-def]
-    if row_bytes == 8:
-        return load_i64(a) != load_i64(b)
-    found = 0
-    whole = row_bytes & ~7
-    for i in range(0, whole, 8):
-        found |= load_i64(a + i) ^ load_i64(b + i)
-    view_a, view_b = carray(as_u8(a), row_bytes), carray(as_u8(b), row_bytes)
-    for i in range(whole, row_bytes):
-        found |= view_a[i] ^ view_b[i]
-    return found != 0
-
-
-@jit(forceinline=True)
 def _bits_of_64_bytes(address):  # type: ignore[no-untyped-def]
     """Bit i says whether byte i is not zero."""
     found = 0
@@ -80,12 +66,12 @@ def _read_single(signals, n_keys, by_id, steps, slot, first, last):  # type: ign
         row_bytes, stride = table[k, ROW_BYTES], table[k, ROW_STRIDE]
         # The two memories of a split storage meet between two words.
         at = row_address(table[k], 64 * slot)
-        if by_id:
+        if by_id and k == 0:
             for bit in range(first, last + 1):
                 here = at + bit * stride
                 coming = 64 * slot + bit + 1
                 following = row_address(table[k], coming if coming < steps else 0)
-                if _differ(here, following, row_bytes):
+                if differ(here, following, row_bytes):
                     bits |= 1 << bit
         elif row_bytes == 1:
             if first == 0 and last == 63 and stride == 1:
@@ -112,10 +98,10 @@ def _read_many(ends, signals, n_keys, by_id, steps, envs, slot, first, last):  #
         for bit in range(first, last + 1):
             step = 64 * slot + bit
             here = row_address(table[k], step * envs)
-            if by_id:
+            if by_id and k == 0:
                 following = row_address(table[k], (step + 1) * envs if step + 1 < steps else 0)
                 for env in range(envs):
-                    if _differ(here + env * stride, following + env * stride, row_bytes):
+                    if differ(here + env * stride, following + env * stride, row_bytes):
                         words[env] |= 1 << bit
             elif row_bytes == 1:
                 view = carray(as_u8(here), envs * stride)

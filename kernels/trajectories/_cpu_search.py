@@ -16,6 +16,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from gpubuf.kernels._jit import jit
+from gpubuf.kernels._pointers import load_i64 as load_i64
 from gpubuf.kernels._pointers import prefetch_l2
 
 _I1, _I64 = ir.IntType(1), ir.IntType(64)
@@ -37,18 +38,6 @@ lowest_bit: Any = _bit_intrinsic(lambda builder, word: builder.cttz(word, _I1(0)
 
 #: ``highest_bit(word)``: position of the highest set bit of an int64; -1 where there is none.
 highest_bit: Any = _bit_intrinsic(lambda builder, word: builder.sub(_I64(63), builder.ctlz(word, _I1(0))))
-
-
-@intrinsic
-def _load_i64(typingctx, address):  # type: ignore[no-untyped-def]
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        return builder.load(builder.inttoptr(args[0], _I64.as_pointer()), align=1)
-
-    return types.int64(types.int64), codegen
-
-
-#: ``load_i64(address)``: eight bytes from an address of any alignment.
-load_i64: Any = _load_i64
 
 
 @intrinsic

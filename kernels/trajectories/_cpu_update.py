@@ -6,7 +6,9 @@ import numpy as np
 from numba import carray
 
 from gpubuf.kernels._jit import jit
-from gpubuf.kernels._pointers import as_i64
+from gpubuf.kernels._pointers import as_i64, as_u8
+from gpubuf.kernels.rows import ENTRY, ROW_BYTES
+from gpubuf.kernels.rows._cpu_table import differ, row_address
 from gpubuf.kernels.trajectories._cpu_bits import clear_all, clear_step, read_steps, summarise
 from gpubuf.kernels.trajectories._cpu_search import age_of, last_age, load_i64, step_of
 from gpubuf.kernels.trajectories._cpu_weights import sum_above, weigh_all, weigh_slots, weigh_word
@@ -102,6 +104,48 @@ def update_ends_alone(  # type: ignore[no-untyped-def]
     n = min(n, filled)
     if n > 0:
         _read_newest(ends, signals, n_keys, by_id, n, steps, envs, oldest, filled)
+
+
+@jit(forceinline=True)
+def _compare_row(breaks, table, n_pairs, row, age, filled, steps, envs):  # type: ignore[no-untyped-def]
+    """Whether a stored row is continued by the next one. The newest is followed by none."""
+    found = False
+    if age < filled - 1:
+        following = row + envs if row + envs < steps * envs else row + envs - steps * envs
+        for p in range(n_pairs):
+            here, there = table[2 * p], table[2 * p + 1]
+            found |= differ(row_address(here, row), row_address(there, following), here[ROW_BYTES])
+    breaks[row] = found
+
+
+@jit
+def compare_steps(breaks_address, pairs, n_pairs, n, steps, envs, oldest, filled):  # type: ignore[no-untyped-def]
+    """:data:`gpubuf.kernels.trajectories.compare` of the newest ``n`` steps and the one before them."""
+    breaks = carray(as_u8(breaks_address), steps * envs)
+    table = carray(as_i64(pairs), (2 * n_pairs, ENTRY))
+    for age in range(max(filled - n - 1, 0), filled):
+        first = step_of(age, oldest, steps) * envs
+        for row in range(first, first + envs):
+            _compare_row(breaks, table, n_pairs, row, age, filled, steps, envs)
+
+
+@jit
+def compare_rows(  # type: ignore[no-untyped-def]
+    breaks_address, pairs, n_pairs, index_address, count, steps, envs, oldest, filled
+):
+    """:data:`gpubuf.kernels.trajectories.compare` of some rows and those one step before them."""
+    breaks, index = carray(as_u8(breaks_address), steps * envs), carray(as_i64(index_address), count)
+    table = carray(as_i64(pairs), (2 * n_pairs, ENTRY))
+    for i in range(2 * count):
+        row = index[i >> 1]
+        row += steps * envs if row < 0 else 0
+        if row < 0 or row >= steps * envs:
+            continue
+        row -= (i & 1) * envs
+        row += steps * envs if row < 0 else 0
+        age = age_of(row // envs, oldest, steps)
+        if age < filled:
+            _compare_row(breaks, table, n_pairs, row, age, filled, steps, envs)
 
 
 @jit

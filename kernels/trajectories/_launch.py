@@ -19,6 +19,7 @@ from gpubuf.kernels.trajectories import _triton as readers
 from gpubuf.kernels.trajectories import _triton_update as writers
 from gpubuf.kernels.trajectories import bit_levels, eligible_words, level_sizes, new_slices, touched_rows
 from gpubuf.kernels.trajectories._check import (
+    check_compare,
     check_draw,
     check_eligible,
     check_ends,
@@ -256,6 +257,32 @@ def _launch_weights(
         num_warps=chosen.num_warps,
     )
     _launch_sums(sums, ring, others, n, run, n_others, steps, envs, shape, chosen)
+
+
+COMPARED = {"BLOCK_ROWS": 4, "BLOCK_COLUMNS": 256, "num_warps": 4}
+"""Rows that a program compares, and elements at a time: narrow rows are few programs anyway, wide ones take turns."""
+
+
+def compare(breaks: Tensor, ring: Tensor, pairs: Tensor, index: Tensor | None, n: int, steps: int, envs: int) -> None:
+    """See :data:`gpubuf.kernels.trajectories.compare`."""
+    n_pairs = check_compare(breaks, pairs, index, n, steps, envs)
+    check_devices(breaks, ring, pairs, index)
+    count = min(n + 1, steps) * envs if index is None else 2 * index.numel()
+    if count:
+        launch(
+            writers.trajectories_compare_kernel,
+            cdiv(count, COMPARED["BLOCK_ROWS"]),
+            breaks,
+            ring,
+            pairs,
+            ring if index is None else index,
+            n_pairs,
+            count,
+            steps,
+            envs,
+            HAS_INDEX=index is not None,
+            **COMPARED,
+        )
 
 
 def resum(

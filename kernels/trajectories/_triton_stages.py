@@ -91,17 +91,21 @@ def run_bits(slot, first, last, count, SPAN: tl.constexpr):
 
 
 @triton.jit
-def _differs(address, next_address, active, DTYPE: tl.constexpr, BY_ID: tl.constexpr):
-    """Whether an element is not zero, or not as that of the next step."""
+def differs(address, next_address, active, kept, DTYPE: tl.constexpr, COMPARES: tl.constexpr):
+    """Whether an element is not zero or, if it is compared, not as the ``kept`` bits of that at the next address."""
     value = tl.load(address.to(tl.pointer_type(DTYPE)), mask=active, other=0)
-    if BY_ID:
-        return value != tl.load(next_address.to(tl.pointer_type(DTYPE)), mask=active, other=0)
+    if COMPARES:
+        # A mask of bits, the same for all lanes, takes fewer registers than one of lanes.
+        return value != (tl.load(next_address.to(tl.pointer_type(DTYPE)), mask=active, other=0) & kept.to(DTYPE))
     return value != 0
 
 
 @triton.jit
 def _load_flags(signals_ptr, n_signals, row, seam, active, steps, envs, BY_ID: tl.constexpr):
-    """Whether trajectories end at rows; the next step of one at the ``seam`` is in the first rows."""
+    """Whether trajectories end at rows; the next step of one at the ``seam`` is in the first rows.
+
+    With BY_ID the first of the signals is an identifier, and is compared.
+    """
     flag = active & (row < 0)
     for k in range(0, n_signals):
         device_rows = tl.load(signals_ptr + k * ENTRY + DEVICE_ROWS)
@@ -116,13 +120,14 @@ def _load_flags(signals_ptr, n_signals, row, seam, active, steps, envs, BY_ID: t
             address = device_rows + row * stride + tl.where(row < split, 0, host_rows - device_rows)
         next_row = row + tl.where(seam, envs - steps * envs, envs)
         next_address = row_address(next_row, device_rows, split, host_rows, stride)
+        kept = tl.where(k == 0, -1, 0)
         # Identifiers are words as a rule, and flags single bytes.
         if BY_ID and ((device_rows | host_rows | row_bytes | stride) & 7) == 0:
             for byte in range(0, row_bytes, 8):
-                flag |= _differs(address + byte, next_address + byte, active, tl.int64, BY_ID)
+                flag |= differs(address + byte, next_address + byte, active, kept, tl.int64, BY_ID)
         else:
             for byte in range(0, row_bytes):
-                flag |= _differs(address + byte, next_address + byte, active, tl.uint8, BY_ID)
+                flag |= differs(address + byte, next_address + byte, active, kept, tl.uint8, BY_ID)
     return flag
 
 

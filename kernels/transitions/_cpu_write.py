@@ -12,9 +12,9 @@ from gpubuf.kernels._jit import OPTIONS, jit
 from gpubuf.kernels._pointers import as_i64
 from gpubuf.kernels.rows import DEVICE_ROWS, ROW_BYTES, SIZE, WRITTEN
 from gpubuf.kernels.rows._cpu_copy import AHEAD, first_invalid, prefetch_row, write_run
-from gpubuf.kernels.rows._cpu_table import copy_row, row_address
+from gpubuf.kernels.rows._cpu_table import copy_row, differ, row_address
 from gpubuf.kernels.transitions import ENTRIES, FIELD, NEXT, PENDING, ROW, SIDE_STRIDE
-from gpubuf.kernels.transitions._cpu_convert import read_i32, read_i64, read_u8, write_32
+from gpubuf.kernels.transitions._cpu_convert import read_i32, write_32
 from gpubuf.kernels.transitions._cpu_stage import (
     DONE,
     EVERY,
@@ -27,17 +27,6 @@ from gpubuf.kernels.transitions._cpu_stage import (
     is_taken,
     problem,
 )
-
-
-@jit(forceinline=True)
-def _differ(a, b, row_bytes):  # type: ignore[no-untyped-def]
-    """Whether two rows have different bytes."""
-    found = 0
-    for i in range(row_bytes >> 3):
-        found |= read_i64(a, i) ^ read_i64(b, i)
-    for i in range(row_bytes & ~7, row_bytes):
-        found |= read_u8(a, i) ^ read_u8(b, i)
-    return found != 0
 
 
 @jit(forceinline=True)
@@ -114,9 +103,9 @@ def _find_separate(fields, n_fields, staged, envs, kept, pending, separate):  # 
         after, after_stride, stride = staged[g, 0], staged[g, 1], staged[f, 1]
         if pending:
             for e in range(envs):
-                separate[e] |= _differ(field[PENDING] + e * field[SIDE_STRIDE], after + e * after_stride, width)
+                separate[e] |= differ(field[PENDING] + e * field[SIDE_STRIDE], after + e * after_stride, width)
         for i in range(kept - envs):
-            separate[envs + i] |= _differ(staged[f, 0] + i * stride, after + (i + envs) * after_stride, width)
+            separate[envs + i] |= differ(staged[f, 0] + i * stride, after + (i + envs) * after_stride, width)
     need = 0
     for i in range(kept):
         need += separate[i]
@@ -324,7 +313,7 @@ def relink_rows(  # type: ignore[no-untyped-def]
             for f in range(n_fields):
                 if is_taken(fields[f], NEXT_ALONE):
                     source = staged[f, 0] + i * staged[f, 1]
-                    separate[i] |= _differ(source, row_address(fields[f], after), fields[f, ROW_BYTES])
+                    separate[i] |= differ(source, row_address(fields[f], after), fields[f, ROW_BYTES])
             need += separate[i]
             if before[i] > 0:
                 # Free, if this succeeds.

@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 
-from gpubuf.kernels import philox, trajectories
+from gpubuf.kernels import philox, rows, trajectories
 from gpubuf.kernels.trajectories import Rule, reference
 from gpubuf.kernels.trajectories._cpu import update_ends
 from tests.support.trajectory_setup import Index
@@ -336,3 +336,81 @@ def test_the_code_of_the_example(backend):
     example = doctest.DocTestFinder(recurse=False).find(trajectories, "trajectories")[0]
     assert len(example.examples) >= 11
     assert doctest.DocTestRunner().run(example).failed == 0
+
+
+@pytest.mark.parametrize("split", [None, 64])
+@pytest.mark.parametrize("width", [1, 4, 12, 24, 601])
+@pytest.mark.parametrize("envs", [1, 3])
+def test_rows_that_are_not_continued(backend, envs, width, split):
+    """Case 57: two keys in records, of several widths, written step by step and changed in place, over several laps."""
+    if backend == "triton" and (width not in (4, 24, 601) or (split is None) == (width == 24)):
+        pytest.skip("the interpreter is slow")
+    steps, gap = 70, 24
+    n, border = steps * envs, steps * envs if split is None else split * envs
+    # A record of both keys, and the second memory behind a gap.
+    memory = torch.zeros(n + gap, 2 * width + 3, dtype=torch.uint8)
+    at = [row + (gap if row >= border else 0) for row in range(n)]
+    first, second = ([memory[row, key * width : (key + 1) * width] for row in at] for key in (0, 1))
+    entries = [
+        rows.table_entry(
+            memory[:, key * width].data_ptr(),
+            width,
+            border,
+            memory[border + gap if border < n else 0, key * width].data_ptr(),
+            stride=2 * width + 3,
+        )
+        for key in (1, 0)
+    ]
+    pairs, ring = torch.tensor([entries, entries]), rows.new_ring("cpu")
+    breaks = torch.full((n,), 7, dtype=torch.uint8)
+    generator = torch.Generator().manual_seed(width)
+    written = 0
+
+    def check() -> None:
+        size = min(written, steps)
+        ages = [[(written - size + age) % steps * envs + env for env in range(envs)] for age in range(size)]
+        now, coming = ([[bytes(key[row].tolist()) for row in step] for step in ages] for key in (first, second))
+        found = [[bool(breaks[row]) for row in step] for step in ages]
+        # The newest step is followed by none.
+        due = [[b != a for b, a in zip(*pair, strict=True)] for pair in zip(coming, now[1:], strict=False)]
+        assert found == [*due, [False] * envs]
+
+    value = torch.zeros(envs, dtype=torch.int64)
+    for count in (1, 3, 66, 2, 80, 1) if backend == "numba" else (2, 71):
+        for step in range(count):
+            cut = torch.rand(envs, generator=generator) < 0.2
+            for env in range(envs):
+                row = ((written + step) % steps) * envs + env
+                first[row].fill_(int(value[env]) % 251)
+                value[env] += 1
+                second[row].fill_(int(value[env]) % 251)
+                # One byte of a row tells, wherever it is.
+                second[row][int(torch.randint(width, (), generator=generator))] += int(cut[env])
+        written += count
+        ring[rows.WRITTEN], ring[rows.SIZE] = written * envs, min(written, steps) * envs
+        trajectories.compare(breaks, ring, pairs, None, count, steps, envs)
+        check()
+    changed = torch.tensor([0, 5, 5, n - 1, -2, n, -n - 1])
+    for row in (0, 5, n - 1, n - 2):
+        first[row].fill_(250)
+        second[row].fill_(1)
+    trajectories.compare(breaks, ring, pairs, changed, 0, steps, envs)
+    check()
+    trajectories.compare(breaks, ring, pairs, changed[:0], 0, steps, envs)
+
+
+@pytest.mark.parametrize("envs", [1, 3])
+def test_flags_beside_identifiers(backend, envs):
+    """Case 57: identifiers come first, and the flags that follow end trajectories too."""
+    steps = 70
+    identifiers = torch.arange(steps).div(20, rounding_mode="floor").repeat_interleave(envs)
+    flags = torch.zeros(steps * envs, dtype=torch.uint8)
+    flags[33 * envs] = flags[50 * envs + envs - 1] = 1
+    signals = torch.tensor([rows.table_entry(t.data_ptr(), t.element_size()) for t in (identifiers, flags)])
+    index = Index(steps, envs, by_id=True)
+    index.ring[rows.WRITTEN] = index.ring[rows.SIZE] = steps * envs
+    trajectories.update(index.ends, index.sums, index.ring, signals, True, steps, steps, envs, 16, *index.rule)
+    bits = [index.ends[step // 64 * envs + env].item() >> step % 64 & 1 for step in range(steps) for env in range(envs)]
+    due = (identifiers != identifiers.roll(-envs)) | (flags != 0)
+    due[-envs:] = False
+    assert bits == due.tolist()

@@ -116,10 +116,27 @@ def test_numbers_out_of_range(backend):
         trajectories.bounds(index.ends, index.ring, torch.tensor([0]), 0, 2)
 
 
-def test_identifiers_are_one_key(backend):
-    index = Index(20, by_id=True, keys=2)
+def test_signals_by_identifier_begin_with_one(backend):
+    index = Index(20, by_id=True, keys=0)
+    index.signals = torch.empty(0, 5, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"signals must have shape \[1, 5\]"):
         index.update(1)
+
+
+def test_what_is_compared_fits(backend):
+    """The flags, the pairs and the rows of an index of 20 steps of two environments."""
+    index = Index(20, 2)
+    breaks, pairs = torch.zeros(40, dtype=torch.uint8), torch.stack([index.signals[0]] * 2).unsqueeze(0)
+    for wrong, message in (
+        ((breaks[:39], pairs, None, 1), r"uint8 tensor of 40 flags, not torch.uint8 of shape \[39\]"),
+        ((breaks.bool(), pairs, None, 1), "uint8 tensor of 40 flags, not torch.bool"),
+        ((breaks, pairs[:, :1], None, 1), r"pairs must have shape \[0, 2, 5\]"),
+        ((breaks, pairs, None, -1), "must not be negative, but is -1"),
+        ((breaks, pairs, torch.zeros(2, 2, dtype=torch.int64), 0), "index must have shape"),
+    ):
+        flags, given, rows, n = wrong
+        with pytest.raises(ValueError, match=message):
+            trajectories.compare(flags, index.ring, given, rows, n, 20, 2)
 
 
 def test_opcheck():
@@ -130,6 +147,9 @@ def test_opcheck():
     tree = index.ends, index.sums, index.ring
     rng, rows = philox.new_state(1, "cpu"), torch.tensor([3, 5])
     torch.library.opcheck(trajectories.update, (*tree, index.signals, False, 3, *shape, 16, *rule))
+    breaks, pairs = torch.zeros(140, dtype=torch.uint8), torch.stack([index.signals[0]] * 2).unsqueeze(0)
+    torch.library.opcheck(trajectories.compare, (breaks, index.ring, pairs, None, 3, *shape))
+    torch.library.opcheck(trajectories.compare, (breaks, index.ring, pairs, rows, 0, *shape))
     torch.library.opcheck(trajectories.resum, (*tree, *shape, 16, *rule))
     torch.library.opcheck(trajectories.draw, (*tree, rng, None, 4, *shape, 16, *rule))
     torch.library.opcheck(trajectories.draw, (*tree, rng, torch.tensor([0, 1]), 2, *shape, 16, *rule))

@@ -447,4 +447,4 @@ def require_rows(storage: TensorStorage) -> None:
     """
     # Compiled code may not depend on the number of rows; its operations find an empty ring out by themselves.
     if not torch.compiler.is_compiling() and len(storage) == 0:
-        raise RuntimeError("cannot sample from an empty storage")
+        raise RuntimeError("Cannot sample from an empty storage: write rows first")

@@ -14,6 +14,7 @@ from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.saved_state import demand, is_count, is_tensor
 from gpubuf.data.storages.indexing import as_positions
 from gpubuf.data.storages.layout import Data, RowLayout, batch_shape
+from gpubuf.data.storages.list_storage import ListStorage
 from gpubuf.data.storages.placement import IndexBytes
 from gpubuf.data.storages.tensor_storage import Storage, TensorStorage
 
@@ -54,7 +55,7 @@ class ConsumingSampler(Sampler):
             ValueError: it has several dimensions.
         """
         if storage.ndim > 1:
-            raise ValueError(f"a ConsumingSampler needs a storage of one dimension, this one has {storage.ndim}")
+            raise ValueError(f"a ConsumingSampler serves 1-dimensional storages, this one has ndim={storage.ndim}")
         super().check_storage(storage)
 
     def check_rows(self, layout: RowLayout, ndim: int) -> None:
@@ -91,7 +92,8 @@ class ConsumingSampler(Sampler):
         if available == 0:
             self.ran_out = True
             raise RuntimeError(
-                f"cannot sample: all rows have been drawn {self.max_sample_count} times, and no new ones were written"
+                "Cannot sample from an empty storage: no new rows were written since all have been drawn "
+                f"{self.max_sample_count} times"
             )
         uniform = self.random_state(storage.device).uniform(left.numel())
         # Of numbers from an order without ties every choice of rows has the same probability.
@@ -124,7 +126,9 @@ class ConsumingSampler(Sampler):
             Their positions, int64 ``[n]``.
         """
         storage = self.storage
-        (n,) = batch_shape(data, 1)
+        if isinstance(storage, ListStorage):
+            data = storage.as_items(data)
+        n = len(data) if isinstance(data, list) else batch_shape(data, 1)[0]
         if not storage.initialized or n >= storage.max_size:
             return append(data)
         size, capacity = len(storage), storage.max_size
@@ -144,7 +148,7 @@ class ConsumingSampler(Sampler):
         found = [free[:inside]]
         if free.numel():
             chosen = torch.cat((torch.arange(inside), torch.arange(n - rest, n))).to(free.device)
-            storage.write(free, data if not fresh and n == free.numel() else data[chosen])
+            storage.write(free, data if not fresh and n == free.numel() else _chosen(data, chosen))
             storage.counters.rewrite(free)
         if fresh:
             found.append(append(data[inside : inside + fresh]))
@@ -205,6 +209,10 @@ class ConsumingSampler(Sampler):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(max_sample_count={self.max_sample_count}, left={self.available()})"
+
+
+def _chosen(data: Data, rows: Tensor) -> Data:
+    return [data[row] for row in rows.tolist()] if isinstance(data, list) else data[rows]
 
 
 def checked_count(name: str, value: Any) -> int:

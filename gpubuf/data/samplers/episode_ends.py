@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +52,12 @@ class Signal:
 
 
 def _addresses(storage: TensorStorage, positions: Sequence[int]) -> Tensor:
-    return torch.stack([storage.table[position] for position in positions])
+    return _with_breaks(storage, torch.stack([storage.table[position] for position in positions]))
+
+
+def _with_breaks(storage: TensorStorage, table: Tensor) -> Tensor:
+    """Entries, and those of the flags that the storage sets where rows are not continued."""
+    return table if storage.breaks is None else torch.cat([table, storage.breaks.entries])
 
 
 def signal_keys(
@@ -118,11 +124,11 @@ def fixed_signal(storage: TensorStorage, values: Tensor, by_id: bool) -> Signal:
     full = torch.zeros(storage.max_size, dtype=values.dtype, device=storage.device)
     full[:n].copy_(values.reshape(-1))
     table = torch.tensor([table_entry(address(full), full.element_size())]).to(storage.device, non_blocking=True)
-    return Signal(table, by_id, tensor=full)
+    return Signal(_with_breaks(storage, table), by_id, tensor=full)
 
 
 def interleaved_environments(storage: TensorStorage, end_keys: Sequence[Any] | None = None) -> int | None:
-    """How many environments take turns in a 1-D storage.
+    """How many environments take turns in a storage of one.
 
     The observations tell. The next observation of row p is stored again in row p + 1 or, if E environments take turns,
     in row p + E. A single environment whose next observations are E steps ahead looks alike: :func:`_take_turns` tells
@@ -132,8 +138,37 @@ def interleaved_environments(storage: TensorStorage, end_keys: Sequence[Any] | N
         1 if rows follow each other, E if they do so E rows apart; None if nothing tells (yet): no key is stored both at
         the root and under ``"next"``, or next steps may be several steps ahead.
     """
+    envs = math.prod(storage.shape[1:])
+    rows = _first_rows(storage, end_keys) if envs == 1 else None
+    if rows is None:
+        return None
+    values, coming, now, ended = (part.flatten(0, 1) for part in rows)
+    n, going_on = len(ended), (~ended).nonzero().squeeze(-1)
+
+    def follow(apart: int) -> Tensor:
+        """Which of the rows that go on, and have a row so far behind them, go on there."""
+        before = going_on[going_on < n - apart]
+        return (coming[before] == now[before + apart]).all(1)
+
+    if follow(1).any():
+        return 1
+    if len(going_on) == 0:
+        return None
+    start = int(going_on[0])
+    candidates = (coming[start] == now[start:]).all(1).nonzero().squeeze(-1).tolist()
+    for apart in candidates:
+        if apart > 1 and len(found := follow(apart)) > 1 and bool(found.all()):
+            return int(apart) if _take_turns(values, coming, ended, apart) else None
+    return None
+
+
+def _first_rows(storage: TensorStorage, end_keys: Sequence[Any] | None) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+    """Of the first steps ``[T, E]``: observations as numbers, the next ones and these as bytes, and whether rows end.
+
+    None: they can't be compared, or there are fewer than two.
+    """
     layout = storage.written_layout
-    if storage.ndim > 1 or layout.position(("steps_to_next_obs",)) is not None:
+    if layout.position(("steps_to_next_obs",)) is not None:
         return None
     pairs = [
         leaf.key
@@ -141,37 +176,41 @@ def interleaved_environments(storage: TensorStorage, end_keys: Sequence[Any] | N
         if leaf.key[0] == "next" and layout.position(leaf.key[1:]) is not None and leaf.dtype is not torch.bool
     ]
     width = sum(layout.leaves[layout.position(key) or 0].row_bytes for key in pairs)
-    n = min(len(storage), _ROWS, _BYTES // max(width, 1))
-    if width == 0 or n < 2:
+    envs = math.prod(storage.shape[1:])
+    steps = min(storage.steps_stored, max(min(_ROWS, _BYTES // max(width, 1)) // envs, 2))
+    if width == 0 or steps * envs < 2:
         return None
-    data = inside(layout, storage[:n], 1).cpu()
+    data = inside(layout, storage[:steps], storage.ndim).cpu()
 
-    def of(keys: list[Key]) -> Tensor:
-        return torch.cat([data.get(key).reshape(n, -1).contiguous().view(torch.uint8) for key in keys], 1)
+    def of(keys: list[Key], form: Callable[[Tensor], Tensor]) -> Tensor:
+        return torch.cat([form(data.get(key).reshape(steps, envs, -1).contiguous()) for key in keys], 2)
 
-    coming, now = of(pairs), of([key[1:] for key in pairs])
-    values = torch.cat([_numbers(data.get(key[1:])).reshape(n, -1) for key in pairs], 1)
-    ended = torch.zeros(n, dtype=torch.bool)
+    coming, now = (of(keys, lambda value: value.view(torch.uint8)) for keys in (pairs, [key[1:] for key in pairs]))
+    ended = torch.zeros(steps, envs, dtype=torch.bool)
     for key in [END_KEY] if end_keys is None else end_keys:
         if layout.position(as_key(key)) is not None:
-            ended |= data.get(as_key(key)).reshape(n, -1).any(1)
-    going_on = (~ended).nonzero().squeeze(-1)
+            ended |= data.get(as_key(key)).reshape(steps, envs, -1).any(2)
+    return of([key[1:] for key in pairs], _numbers), coming, now, ended
 
-    def follow(apart: int) -> Tensor:
-        """Which of the rows that go on, and have a row so far behind them, go on there."""
-        rows = going_on[going_on < n - apart]
-        return (coming[rows] == now[rows + apart]).all(1)
 
-    if follow(1).any():
-        return 1
-    if len(going_on) == 0:
+def continues_across(storage: TensorStorage, end_keys: Sequence[Any] | None = None) -> bool | None:
+    """Whether the rows of a storage ``[T, E]`` continue from one environment to the next, instead of in time.
+
+    Batches that were written in the other order of time and environments look so. Synchronises if the storage is not on
+    the CPU.
+
+    Returns:
+        False if rows continue in time; None if nothing tells (yet).
+    """
+    first = _first_rows(storage, end_keys)
+    if first is None or min(first[-1].shape) < 2:
         return None
-    first = int(going_on[0])
-    candidates = (coming[first] == now[first:]).all(1).nonzero().squeeze(-1).tolist()
-    for apart in candidates:
-        if apart > 1 and len(found := follow(apart)) > 1 and bool(found.all()):
-            return int(apart) if _take_turns(values, coming, ended, apart) else None
-    return None
+    _, coming, now, ended = first
+    if ((coming[:-1] == now[1:]).all(2) & ~ended[:-1]).any():
+        return False
+    across = (coming[:, :-1] == now[:, 1:]).all(2)[~ended[:, :-1]]
+    # Some episodes may end without a flag.
+    return True if across.numel() > 1 and across.float().mean() > 0.5 else None
 
 
 def _numbers(values: Tensor) -> Tensor:

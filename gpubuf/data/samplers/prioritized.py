@@ -46,7 +46,7 @@ class PrioritizedSampler(Sampler):
     changes one, a warning says so, once: on CPU at once, on a GPU when refused priorities raise.
 
     Args:
-        max_capacity: accepted for compatibility, at least 1: the tree takes the storage's size.
+        max_capacity: the capacity of a buffer that is given no storage, at least 1. The tree takes the storage's size.
         alpha: exponent of the priorities, finite, at least 0. Setting the attribute re-transforms every row,
             O(capacity).
         beta: exponent of the importance weights, finite, at least 0. The attribute may be set to a float or a 0-dim
@@ -105,6 +105,8 @@ class PrioritizedSampler(Sampler):
         self._alpha, self._eps = exponent("alpha", alpha), exponent("eps", eps)
         self._beta: float | Tensor = beta
         self._tree: SumTree | None = None
+        # Priorities that were given before there was a storage, and None for rows that were marked.
+        self._early: list[tuple[Tensor, Tensor | None]] = []
 
     # Hyperparameters
 
@@ -207,6 +209,8 @@ class PrioritizedSampler(Sampler):
             if len(storage) > n_new:
                 tree.mark(torch.arange(len(storage), device=storage.device))
             self._tree = tree
+            if self._early:
+                self._take_early(tree, storage)
         if recording is not None:
             recording.holds(self, "_tree")
         return self._tree
@@ -254,7 +258,8 @@ class PrioritizedSampler(Sampler):
                 ignored; negative coordinates count from the end of their dimension (in the first one, on a CPU, from
                 the last step stored).
             priority: ``[n]``, any shape with n elements, or a number for all rows; any real dtype.
-            storage: the storage that the index refers to, if the sampler serves none yet; as TorchRL passes it.
+            storage: the storage that the index refers to, if the sampler serves none yet; as TorchRL passes it. Without
+                one the priorities are kept, for the rows that are in the first storage when it draws.
             generation: ``"index_generation"`` of the sample. Rows overwritten since are left alone.
 
         Raises:
@@ -264,6 +269,8 @@ class PrioritizedSampler(Sampler):
                 priority).
         """
         own = self._storage
+        if own is None and storage is None:
+            return self._keep(index, torch.as_tensor(priority))
         if own is None or (storage is not None and storage is not own):
             own = self._storage_of("update_priority", storage)
         ring = own._ring
@@ -279,8 +286,32 @@ class PrioritizedSampler(Sampler):
 
     def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
         """Rows were written elsewhere: give them the priority of new rows. IndexError if they are not stored (CPU)."""
+        if self._storage is None and storage is None:
+            return self._keep(index, None)
         own = self._storage_of("mark_update", storage)
         self.on_write(rows_at(index, own), None)
+
+    def _keep(self, index: Any, priority: Tensor | None) -> None:
+        """Keep priorities, or marks, for the rows of the first storage."""
+        positions = torch.as_tensor(index).reshape(-1)
+        if positions.numel() and not 0 <= int(positions.min()) <= int(positions.max()) < self.max_capacity:
+            raise IndexError(f"an index is out of range: max_capacity is {self.max_capacity}")
+        if priority is not None:
+            if priority.numel() not in (1, positions.numel()):
+                raise RuntimeError(f"{positions.numel()} rows are addressed, given are {priority.numel()} priorities")
+            priority = priority.float().reshape(-1).expand(positions.numel()).clone()
+            self.check_priority(priority)
+        self._early.append((positions.clone(), priority))
+
+    def _take_early(self, tree: SumTree, storage: TensorStorage) -> None:
+        for positions, priority in self._early:
+            stored = positions < len(storage)
+            rows = positions[stored].to(storage.device)
+            if priority is None:
+                tree.mark(rows, within_buffer=self.max_priority_within_buffer)
+            else:
+                tree.update(rows, priority[stored].to(storage.device), ring=storage.ring)
+        self._early = []
 
     def _storage_of(self, method: str, storage: Storage | None) -> TensorStorage:
         """The storage that an index refers to: ``storage``, which ``method`` was given, or that of the buffer."""

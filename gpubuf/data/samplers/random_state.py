@@ -72,7 +72,8 @@ class RandomState:
 
     def to(self, device: torch.device | str) -> RandomState:
         """This stream on ``device``: self if it is there, else a copy that goes on from the same point."""
-        moved = self.state.to(device)
+        # CUDA has read memory that is not pinned when the call returns.
+        moved = self.state.to(device, non_blocking=self.state.is_cpu)
         if moved is self.state:
             return self
         copy = object.__new__(type(self))

@@ -119,7 +119,7 @@ class SliceSampler(Sampler):
         if len(static) == 2 or (static and keys):
             raise RuntimeError(f"{' and '.join(static + keys)} exclude each other")
         if pad_output and strict_length:
-            raise ValueError("pad_output=True needs strict_length=False: strict slices are never short")
+            raise ValueError("pad_output=True is incompatible with strict_length=True: strict slices are never short")
         if weighting not in WEIGHTINGS:
             raise ValueError(f"weighting must be one of {WEIGHTINGS}, got {weighting!r}")
         self.num_slices, self.slice_len = num_slices, slice_len
@@ -229,7 +229,7 @@ class SliceSampler(Sampler):
     def _check_order(self, storage: TensorStorage, index: TrajectoryIndex) -> None:
         """Refuse environments that take turns in a 1-D storage, as far as the stored rows tell."""
         self._check_order_at = 2 * len(storage) if len(storage) <= 4096 else None
-        if index.signal.by_id or index.signal.tensor is not None:
+        if storage.ndim > 1 or index.signal.by_id or index.signal.tensor is not None:
             self._check_order_at = None
             return
         apart = interleaved_environments(storage, self._end_keys)
@@ -258,7 +258,11 @@ class SliceSampler(Sampler):
     def depends_on(self, keys: Sequence[int]) -> bool:
         """Whether one of them tells where trajectories end."""
         index = self._index
-        return index is not None and not set(keys).isdisjoint(index.signal.positions)
+        if index is None:
+            return False
+        breaks = index.storage.breaks
+        told = {*index.signal.positions, *(() if breaks is None else breaks.columns)}
+        return not told.isdisjoint(keys)
 
     def rows_changed(self) -> None:
         """Index all rows anew, O(capacity)."""

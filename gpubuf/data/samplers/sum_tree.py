@@ -199,12 +199,16 @@ class SumTree:
             and index.dtype is torch.int64
             and index.dim() == 1
             and index.get_device() == number
+            # Those on "meta" have the number of the CPU.
+            and not (index.is_meta or priority.is_meta)
+            and index.layout is priority.layout is torch.strided
             and index.is_contiguous()
             and index.numel() == priority.numel()
             and (
                 generation is None
                 or (
                     generation.dtype is torch.int64
+                    and not generation.is_meta
                     and generation.dim() == 1
                     and generation.get_device() == number
                     and generation.is_contiguous()

@@ -6,6 +6,7 @@ Nothing is unpickled. Random streams are not part of TorchRL's states.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -89,16 +90,16 @@ def _leaves(tree: Any) -> Tensor:
     return torch.as_tensor(tree).detach().cpu().double().reshape(-1)
 
 
-def read_priorities(folder: Path) -> Priorities | None:
+def read_priorities(folder: Path, root: Path | None = None) -> Priorities | None:
     """The priorities in the folder that a prioritized sampler's ``dumps`` has written; None: it has written none.
 
     Raises:
-        ValueError: the files are damaged, or of a later version.
+        ValueError: the files are damaged, or of a later version, or links lead to them from ``root``.
     """
     path = folder / _FILE
-    if not path.exists():
+    if not os.path.lexists(path):
         return None
-    content = files.read_json(path)
+    content = files.read_json(path, root)
     _check_version(content.get("_schema_version", 0), str(path))
     alpha, beta, eps, capacity = (
         _number(content.get(f"_{n}"), n, str(path)) for n in ("alpha", "beta", "eps", "max_capacity")
@@ -108,7 +109,7 @@ def read_priorities(folder: Path) -> Priorities | None:
         raise ValueError(f"{path}: '_max_priority' must be a priority and an index, not {largest!r}")
     if not capacity.is_integer() or capacity >= 1 << 48:
         raise ValueError(f"{path}: 'max_capacity' must be a whole number, not {capacity}")
-    weights = files.map_file(folder / "sumtree.memmap", torch.float64, (int(capacity),), writable=False)
+    weights = files.map_file(folder / "sumtree.memmap", torch.float64, (int(capacity),), writable=False, root=root)
     _check_weights(weights, str(folder / "sumtree.memmap"))
     highest = None if largest[0] is None else _number(largest[0], "max_priority", str(path))
     return Priorities(alpha, beta, eps, highest, weights)
@@ -174,7 +175,10 @@ def read_epoch(folder: Path) -> dict[str, Any]:
     Raises:
         ValueError: the files are damaged, or there are none.
     """
-    found = {name: files.read_tensor(folder, name) for name in ("len_storage", "_sample_list", "drop_last", "_ran_out")}
+    found = {
+        name: files.read_tensor(folder, name, folder)
+        for name in ("len_storage", "_sample_list", "drop_last", "_ran_out")
+    }
     if missing := [name for name, value in found.items() if value is None and name != "_sample_list"]:
         raise ValueError(f"{folder} has no {missing}: it was not written by a sampler without replacement")
     return found

@@ -124,7 +124,8 @@ class TrajectoryIndex:
             self.storage.ring,
             signal.table,
             signal.by_id,
-            n,
+            # The step before the write is followed now.
+            n + (self.storage.breaks is not None),
             *self._shape_and_rule,
         )
 

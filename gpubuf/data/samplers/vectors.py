@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.data.storages.indexing import as_positions
+from gpubuf.data.storages.indexing import as_positions, check_dense
 from gpubuf.data.storages.tensor_storage import TensorStorage
 from gpubuf.kernels.rows import SIZE
 from gpubuf.kernels.sum_tree import NO_ROW
@@ -29,11 +29,19 @@ def vector(values: Tensor, dtype: torch.dtype, like: Tensor) -> Tensor:
         or values.requires_grad
         # the number of the device, -1 for the CPU: cheaper to compare than torch.device
         or values.get_device() != like.get_device()
+        or values.is_meta
+        or values.layout is not torch.strided
     ):
+        check_dense("rows, priorities or generations", values)
         if dtype is torch.int64 and (values.is_floating_point() or values.dtype is torch.bool):
             raise TypeError(f"rows and generations are integers, not {values.dtype}")
         values = values.detach().to(like.device, dtype).reshape(-1)
     return values if values.is_contiguous() else values.contiguous()
+
+
+def any_of_each(flags: Tensor, n: int) -> Tensor:
+    """Whether any of the flags of each of ``n`` rows is set, ``[n]``."""
+    return flags.reshape(n, flags.numel() // max(n, 1)).any(-1)
 
 
 def rows_at(index: Any, storage: TensorStorage) -> Tensor:

@@ -40,6 +40,11 @@ class SamplerWithoutReplacement(Sampler):
         self._remaining: Tensor | None = None
         self._size = 0
 
+    @property
+    def _sample_list(self) -> Tensor | None:
+        """The rest of the epoch, as programs for TorchRL read it."""
+        return self._remaining
+
     def _permutation(self, storage: TensorStorage) -> Tensor:
         return self.order_of(len(storage), storage.device, self.shuffle)
 
@@ -55,7 +60,8 @@ class SamplerWithoutReplacement(Sampler):
         )
         if self.drop_last and len(storage) < n:
             raise ValueError(
-                f"batch size {n} exceeds the {len(storage)} stored rows, and drop_last=True forbids repeats"
+                f"The batch size ({n}) is greater than the storage capacity in use, {len(storage)} rows, and "
+                "drop_last=True forbids repeats"
             )
         if self._remaining is None or self._size != len(storage):
             self._remaining, self._size = self._permutation(storage), len(storage)

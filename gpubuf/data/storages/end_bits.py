@@ -1,4 +1,4 @@
-"""The ends of a storage's trajectories, a bit a row, for n-step transitions."""
+"""The ends of a storage's trajectories: a bit per row for n-step transitions, and what no flag tells."""
 
 from __future__ import annotations
 
@@ -9,19 +9,151 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.data.storages.forms import Form
+from gpubuf.data.storages.fields import NextObservations
+from gpubuf.data.storages.forms import NEXT_KEY, Form
+from gpubuf.data.storages.layout import address, as_written
 from gpubuf.data.storages.placement import device_name
 from gpubuf.data.storages.recipe import Recipe
+from gpubuf.data.storages.sharing import continued_keys
 from gpubuf.kernels import config, trajectories
 from gpubuf.kernels._registry import lazy, past_dispatcher, without_dispatch
+from gpubuf.kernels.rows import ENTRY, table_entry
 from gpubuf.kernels.trajectories import Rule
 
+FLAGS, CONTINUITY = "flags", "flags+continuity"
+"""What ends a trajectory: values of the option ``ends`` of storages."""
+
+_compare = without_dispatch(trajectories.compare, given=("index",))
 _update = without_dispatch(trajectories.update)
 # The CPU's form for who has no use for sums: most of the time of an update is theirs.
 _update_ends = lazy("gpubuf.kernels.trajectories._cpu:update_ends")
 _prepared_ends = lazy("gpubuf.kernels.trajectories._cpu:prepared_ends")
 # Every trajectory counts. Nothing is drawn by this rule: the bits alone are read.
 _RULE = Rule(1)
+
+
+def compared_columns(form: Form) -> list[tuple[int, int]]:
+    """The columns whose rows are compared: that of a next observation, and that of the observation it should be.
+
+    An observation stored once has one column for both: its links tell where the next row does not continue it.
+
+    Raises:
+        ValueError: there are none, or the two are not stored alike.
+    """
+    leaves, found = form.written.leaves, list[tuple[int, int]]()
+    keys = continued_keys(leaves)
+    for key in keys:
+        root, coming = (form.written.position(name) for name in (key, (NEXT_KEY, *key)))
+        assert root is not None
+        assert coming is not None
+        if form.sources is not None:
+            one, other = form.sources[root], form.sources[coming]
+            if one.whole is not None or other.whole is not None:
+                # The longer key is compared.
+                continue
+            stored = [(source.stored, source.scale, source.offset) for source in (one, other)]
+            if stored[0] != stored[1]:
+                raise ValueError(
+                    f"ends={CONTINUITY!r} compares the bytes of {as_written(key)!r} with those under 'next', but they "
+                    f"are stored with (dtype, scale, offset) = {stored[0]} and {stored[1]}: store them alike"
+                )
+        found.append((form.columns[coming], form.columns[root]))
+    if not found:
+        raise ValueError(
+            f"ends={CONTINUITY!r} finds nothing to compare: it takes keys at the root and under 'next', of one shape "
+            f"and dtype, but for flags and rewards; there are {[as_written(leaf.key) for leaf in leaves]}"
+        )
+    return found
+
+
+class Breaks:
+    """Where a row's next observation is not the observation of the row after it: a byte per row, kept by a storage.
+
+    Rows are told apart by the bytes that are stored. Samplers and :class:`EndBits` read :attr:`entries` as they read
+    stored flags; what moves has its addresses changed in place, since a captured graph reads them.
+
+    Attributes:
+        rows: uint8 ``[capacity]``, the flags; None while the storage is not allocated, or if all observations are
+            stored once.
+        entries: int64 ``[K, 5]``, entries of a table of :mod:`gpubuf.kernels.rows`: flags that end trajectories. The
+            links of observations stored once are such flags.
+        positions: the keys that are compared, by their positions among those that are written.
+        columns: and among those that are stored.
+    """
+
+    def __init__(self) -> None:
+        self.rows: Tensor | None = None
+        self.entries = torch.empty((0, ENTRY), dtype=torch.int64)
+        self.positions: frozenset[int] = frozenset()
+        self.columns: frozenset[int] = frozenset()
+        self._pairs: Tensor | None = None
+        self._places: list[int] = []
+        self._flags: list[Tensor] = []
+        self._steps, self._envs = 0, 1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are taken."""
+        return 0 if self.rows is None else self.rows.nbytes
+
+    def allocate(self, form: Form, shape: Sequence[int], table: Tensor, sharing: NextObservations | None) -> None:
+        """Begin anew for a storage of ``shape``, on the device of its ``table`` of addresses.
+
+        Raises:
+            ValueError: as :func:`compared_columns`.
+        """
+        found = compared_columns(form)
+        self.columns = frozenset(column for pair in found for column in pair)
+        self.positions = frozenset(i for i, column in enumerate(form.columns) if column in self.columns)
+        self._places = [column for pair in found if pair[0] != pair[1] for column in pair]
+        self._steps, self._envs = shape[0], math.prod(shape[1:])
+        self.rows = self._pairs = None
+        if self._places:
+            self.rows = torch.zeros(self._steps * self._envs, dtype=torch.uint8, device=table.device)
+            self._pairs = torch.stack([table[place] for place in self._places])
+        links = None if sharing is None else sharing.links
+        self._flags = [flags for flags in (self.rows, links) if flags is not None]
+        self.entries = self._addresses().to(table.device, non_blocking=True)
+
+    def _addresses(self) -> Tensor:
+        return torch.tensor([table_entry(address(flags), flags.element_size()) for flags in self._flags])
+
+    @property
+    def found(self) -> Tensor:
+        """Whether each row is not continued, bool ``[capacity]``. The newest step has no next one, and is."""
+        return torch.stack([flags != 0 for flags in self._flags]).any(0)
+
+    def readdress(self, table: Tensor) -> None:
+        """Read observations and flags where they are now."""
+        if self._pairs is not None:
+            self._pairs.copy_(torch.stack([table[place] for place in self._places]))
+        self.entries.copy_(self._addresses(), non_blocking=True)
+
+    def write(self, ring: Tensor, steps: int) -> None:
+        """The newest ``steps`` steps were written. No host sync."""
+        self._compare(ring, None, steps)
+
+    def rewrite(self, ring: Tensor, index: Tensor) -> None:
+        """Rows of ``index`` (int64 ``[n]``, flat) were changed in place. No host sync."""
+        self._compare(ring, index, 0)
+
+    def _compare(self, ring: Tensor, index: Tensor | None, steps: int) -> None:
+        if torch.compiler.is_compiling():
+            # The bitmap of ends reads flags and links by address: compiled code may still hold them in copies.
+            raise NotImplementedError(
+                f"writes to a storage with ends={CONTINUITY!r} can't be compiled: call extend() outside of compiled "
+                "code. Samples can be compiled, and gpubuf.capture takes both"
+            )
+        if self.rows is not None:
+            _compare(self.rows, ring, self._pairs, index, steps, self._steps, self._envs)
+
+    def rebuild(self, ring: Tensor) -> None:
+        """Compare all rows anew, O(capacity). No host sync."""
+        self.write(ring, self._steps)
+
+    def free(self) -> None:
+        """Release the memory."""
+        self.__init__()  # type: ignore[misc]
 
 
 class EndBits:
@@ -31,13 +163,14 @@ class EndBits:
 
     Args:
         recipe: says which keys tell the ends.
+        breaks: of the storage, which end trajectories too; None: flags alone do.
 
     Attributes:
         words: the bitmap; None while the storage is not allocated.
     """
 
-    def __init__(self, recipe: Recipe) -> None:
-        self._recipe = recipe
+    def __init__(self, recipe: Recipe, breaks: Breaks | None = None) -> None:
+        self._recipe, self._breaks = recipe, breaks
         self.words: Tensor | None = None
         self._sums: Tensor | None = None
         self._signals: Tensor | None = None
@@ -85,7 +218,8 @@ class EndBits:
         self.words = words
 
     def _addresses(self, table: Tensor) -> Tensor:
-        return torch.stack([table[position] for position in self._columns])
+        flags = torch.stack([table[position] for position in self._columns])
+        return flags if self._breaks is None else torch.cat([flags, self._breaks.entries])
 
     def readdress(self, table: Tensor) -> None:
         """Read the flags where they are now; in place, since a captured graph reads the addresses from there."""
@@ -96,17 +230,21 @@ class EndBits:
 
     def write(self, ring: Tensor, rows: int) -> None:
         """The newest ``rows`` rows were written. No host sync."""
-        words, written = self.words, (rows // self._envs, self._steps, self._envs)
+        words, written = self.words, (self._touched(rows), self._steps, self._envs)
         if past_dispatcher(words):  # type: ignore[arg-type]
             _update_ends(words, ring, self._signals, self._by_id, *written)
         else:
             _update(words, self._sums, ring, self._signals, self._by_id, *written, self._fan_out, *_RULE)
 
+    def _touched(self, rows: int) -> int:
+        """The steps that a write of ``rows`` rows may have made ends of: the one before is followed now."""
+        return rows // self._envs + (self._breaks is not None)
+
     def write_again(self, ring: Tensor, rows: int) -> None:
         """:meth:`write` in eager mode on the CPU, in less time for who writes as many rows each time."""
         words, counters, signals, n, update = self._prepared
         if words is not self.words or counters is not ring or signals is not self._signals or n != rows:
-            written = rows // self._envs, self._steps, self._envs
+            written = self._touched(rows), self._steps, self._envs
             update = _prepared_ends(self.words, ring, self._signals, self._by_id, *written)
             self._prepared = self.words, ring, self._signals, rows, update
         update()
