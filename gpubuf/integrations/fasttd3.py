@@ -13,9 +13,11 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from gpubuf.data.buffers.replay_buffer import ReplayBuffer
-from gpubuf.data.storages.codecs import Codec
+from gpubuf.data.storages.codecs import Codec, stored_as
+from gpubuf.data.storages.end_bits import CONTINUITY, FLAGS
 from gpubuf.data.storages.tensor_storage import LazyTensorStorage
 from gpubuf.integrations.laws import EachEnvironment
+from gpubuf.integrations.uniform import checked_autoreset
 
 __all__ = ["SimpleReplayBuffer"]
 
@@ -51,12 +53,15 @@ class SimpleReplayBuffer:
         share_next: store observations once: half the memory. See :class:`LazyTensorStorage`.
         next_capacity: with ``share_next``, room for the last observations of trajectories.
         dtypes: how keys are stored, such as ``{"observations": torch.bfloat16}``. See :class:`LazyTensorStorage`.
+        autoreset: when the environments reset: in the step that ends an episode, or with ``"next_step"`` on the one
+            after it, as Gymnasium's vector environments do by default. Such a step is no transition: the one before it
+            is stored once more in its place.
 
     Attributes:
         buffer: the :class:`ReplayBuffer` behind it, for everything that FastTD3's buffer does not have.
 
     Raises:
-        ValueError: ``n_steps``, ``gamma`` or a size is out of range.
+        ValueError: ``n_steps``, ``gamma`` or a size is out of range, or ``autoreset`` is neither.
     """
 
     def __init__(
@@ -75,7 +80,9 @@ class SimpleReplayBuffer:
         share_next: bool = False,
         next_capacity: int | None = None,
         dtypes: Mapping[Any, torch.dtype | Codec] | None = None,
+        autoreset: str = "same_step",
     ) -> None:
+        self._autoreset, self._resets = autoreset, checked_autoreset(autoreset)
         self.n_env = n_env
         self.buffer_size = buffer_size
         self.n_obs = n_obs
@@ -103,6 +110,8 @@ class SimpleReplayBuffer:
             n_env * buffer_size,
             device="cpu" if device is None else device,
             ndim=2,
+            # Windows alone depend on it.
+            ends=CONTINUITY if n_steps > 1 else FLAGS,
             dtypes={**flags, **(dtypes or {})},
             prefixes={"observations": "critic_observations"} if self.playground_mode else None,
             share_next=owners if share_next else False,
@@ -137,15 +146,18 @@ class SimpleReplayBuffer:
 
         Raises:
             KeyError: a key is missing.
-            ValueError: a tensor has another shape, or in ``playground_mode`` (on the CPU) observations of the critic
-                don't begin with the observation; nothing is written.
+            ValueError: a tensor has another shape; or on the CPU: numbers that its key can't hold, or in
+                ``playground_mode`` observations of the critic that don't begin with the observation. Nothing is
+                written.
         """
         root: Any = _entries(tensor_dict)
         following: Any = _entries(root["next"])
         columns: list[Tensor] = []
         for below, name, dtype, _ in self._columns:
             value = following[name] if below else root[name]
-            columns.append(value if value.dtype is dtype else value.to(dtype))
+            columns.append(stored_as(value, dtype, repr(name)))
+        if self._resets is not None:
+            columns = self._resets.of(columns, (-2, -1))
         if self.buffer.initialized:
             self.buffer.add_columns(columns)
         else:
@@ -188,6 +200,7 @@ class SimpleReplayBuffer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`."""
         self.buffer.load_state_dict(state)
+        self._resets = checked_autoreset(self._autoreset)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(n_env={self.n_env}, n_steps={self.n_steps}, buffer={self.buffer!r})"

@@ -48,9 +48,12 @@ class TorchUniformBuffer(UniformBuffer):
         discounts: put the discount of the next value into batches, float32 ``[B]``.
         next_capacity: for :class:`MemoryEfficientTorchUniformBuffer`: room for the last observations of trajectories.
             See :class:`gpubuf.LazyTensorStorage`.
+        autoreset: when the environments reset: in the step that ends an episode, or with ``"next_step"`` on the one
+            after it, as Gymnasium's vector environments do by default. Such a step is no transition: the one before it
+            is stored once more in its place.
 
     Raises:
-        ValueError: ``n_step``, ``gamma`` or ``max_length`` is out of range.
+        ValueError: ``n_step``, ``gamma`` or ``max_length`` is out of range, or ``autoreset`` is neither.
     """
 
     _stores_once: ClassVar[bool] = False
@@ -69,6 +72,7 @@ class TorchUniformBuffer(UniformBuffer):
         *,
         discounts: bool = False,
         next_capacity: int | None = None,
+        autoreset: str = "same_step",
     ) -> None:
         dtype, shape = _kind(observation_space)
         super().__init__(
@@ -84,6 +88,7 @@ class TorchUniformBuffer(UniformBuffer):
             share_next=self._stores_once,
             next_capacity=next_capacity,
             discounts=discounts,
+            autoreset=autoreset,
         )
 
 

@@ -36,6 +36,7 @@ class SimpleReplayBuffer(fasttd3.SimpleReplayBuffer):
         share_next: bool = False,
         next_capacity: int | None = None,
         dtypes: Mapping[Any, torch.dtype | Codec] | None = None,
+        autoreset: str = "same_step",
     ) -> None:
         super().__init__(
             n_env,
@@ -50,4 +51,5 @@ class SimpleReplayBuffer(fasttd3.SimpleReplayBuffer):
             share_next=share_next,
             next_capacity=next_capacity,
             dtypes=dtypes,
+            autoreset=autoreset,
         )

@@ -26,7 +26,8 @@ class TorchUniformBuffer(UniformBuffer):
         num_actions: length of an action.
         device: of the rows: ``"cpu"``, ``"cuda"``, or another of :class:`gpubuf.LazyTensorStorage`.
         store_groups: the groups to store. Default: all of ``obs``.
-        n_step, gamma, max_length, min_length, sample_batch_size, obs_storage_dtype, discounts, next_capacity: as for
+        n_step, gamma, max_length, min_length, sample_batch_size, obs_storage_dtype, discounts, next_capacity,
+            autoreset: as for
             :class:`gpubuf.integrations.flashsac.TorchUniformBuffer`.
 
     Raises:
@@ -51,6 +52,7 @@ class TorchUniformBuffer(UniformBuffer):
         *,
         discounts: bool = False,
         next_capacity: int | None = None,
+        autoreset: str = "same_step",
     ) -> None:
         groups = list(obs.keys()) if store_groups is None else list(store_groups)
         super().__init__(
@@ -66,6 +68,7 @@ class TorchUniformBuffer(UniformBuffer):
             share_next=self._stores_once,
             next_capacity=next_capacity,
             discounts=discounts,
+            autoreset=autoreset,
         )
 
 

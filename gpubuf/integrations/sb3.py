@@ -5,6 +5,7 @@ The classes are subclasses of Stable-Baselines3's, which asks for that. Without 
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,10 +15,19 @@ from torch import Tensor
 from gpubuf.data.buffers.hindsight import Hindsight
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.integrations import stable_buffers
-from gpubuf.integrations.spaces import is_dict
-from gpubuf.integrations.stable_buffers import StableBuffer
+from gpubuf.integrations.stable_buffers import StableBuffer, is_dict
 
-__all__ = ["DictReplayBuffer", "NStepReplayBuffer", "PrioritizedReplayBuffer", "PrioritizedSamples", "ReplayBuffer"]
+__all__ = [
+    "DictReplayBuffer",
+    "HerReplayBuffer",
+    "NStepReplayBuffer",
+    "PrioritizedReplayBuffer",
+    "PrioritizedSamples",
+    "ReplayBuffer",
+]
+
+#: Where a batch has the positions of its rows while its rewards are computed.
+_ROW = "row"
 
 try:
     from stable_baselines3.common import buffers as _theirs
@@ -55,19 +65,27 @@ class NStepReplayBuffer(ReplayBuffer):
         super().__init__(*args, n_steps=n_steps, gamma=gamma, **kwargs)
 
 
-class _EnvironmentReward:
-    """The reward of environments with goals: their ``compute_reward``. Copies have no environments."""
+class _Goals(Hindsight):
+    """Goals whose rewards are those of the environments: their ``compute_reward``. Copies have no environments."""
 
-    def __init__(self, env: Any) -> None:
-        self.env = env
+    def __init__(self, env: Any, infos: np.ndarray | None, **options: Any) -> None:
+        super().__init__(self._rewards, **options)
+        self.env, self.infos = env, infos
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"env": None}
+        return {**vars(self), "env": None}
 
-    def __call__(self, achieved: Tensor, goal: Tensor, batch: Any) -> Tensor:
+    def finish(self, data: Any, info: dict[Any, Tensor]) -> None:
+        # The rows tell the infos.
+        super().finish(data.set(_ROW, info["index"]), info)
+        data.del_(_ROW)
+
+    def _rewards(self, achieved: Tensor, goal: Tensor, batch: Any) -> Tensor:
         if self.env is None:
             raise RuntimeError("goals need the environments for their rewards: call set_env(env) after loading")
-        infos: list[dict[str, Any]] = [{} for _ in range(len(goal))]
+        infos: Any = [{} for _ in range(len(goal))]
+        if self.infos is not None:
+            infos = [dict(info) for info in self.infos.reshape(-1)[batch[_ROW].cpu().numpy()]]
         # That of the first environment, which stands for all.
         found = self.env.env_method("compute_reward", achieved.cpu().numpy(), goal.cpu().numpy(), infos, indices=[0])
         return torch.from_numpy(np.asarray(found[0], np.float32)).to(goal.device)
@@ -82,14 +100,11 @@ class HerReplayBuffer(DictReplayBuffer, _HerReplay):
 
     Args:
         env: the environments, whose ``compute_reward(achieved_goal, desired_goal, infos)`` gives the rewards of a
-            batch; ``infos`` are empty dicts.
+            batch.
         n_sampled_goal: rows with other goals for each that keeps its own.
         goal_selection_strategy: ``"future"``, ``"final"`` or ``"episode"``.
-        copy_info_dict: not supported: infos are not stored.
+        copy_info_dict: keep the infos of each step, on the host, for the rewards; without it ``infos`` are empty dicts.
         *others: as for :class:`ReplayBuffer`.
-
-    Raises:
-        NotImplementedError: ``copy_info_dict`` was set.
     """
 
     def __init__(
@@ -107,14 +122,14 @@ class HerReplayBuffer(DictReplayBuffer, _HerReplay):
         copy_info_dict: bool = False,
         **options: Any,
     ) -> None:
-        if copy_info_dict:
-            raise NotImplementedError("copy_info_dict=True is not supported: infos are not stored")
         self.n_sampled_goal = n_sampled_goal
         self.her_ratio = 1 - 1.0 / (n_sampled_goal + 1)
         self.copy_info_dict = copy_info_dict
         self.goal_selection_strategy = goal_selection_strategy
-        relabel = Hindsight(
-            _EnvironmentReward(env),
+        steps = max(buffer_size // n_envs, 1)
+        relabel = _Goals(
+            env,
+            np.array([[{} for _ in range(n_envs)] for _ in range(steps)]) if copy_info_dict else None,
             goal_key=("observation", "desired_goal"),
             achieved_key=("next", "observation", "achieved_goal"),
             strategy=getattr(goal_selection_strategy, "name", goal_selection_strategy).lower(),
@@ -134,10 +149,15 @@ class HerReplayBuffer(DictReplayBuffer, _HerReplay):
         )
 
     @property
+    def _goals(self) -> _Goals:
+        relabel = self.buffer._relabel
+        assert isinstance(relabel, _Goals)
+        return relabel
+
+    @property
     def env(self) -> Any:
         """The environments that compute rewards; None after loading."""
-        relabel: Any = self.buffer._relabel
-        return relabel.reward.env
+        return self._goals.env
 
     def set_env(self, env: Any) -> None:
         """Give a loaded buffer its environments.
@@ -147,13 +167,69 @@ class HerReplayBuffer(DictReplayBuffer, _HerReplay):
         """
         if self.env is not None:
             raise ValueError("the buffer has environments already")
-        relabel: Any = self.buffer._relabel
-        relabel.reward.env = env
+        self._goals.env = env
+
+    @property
+    def infos(self) -> np.ndarray | None:
+        """The infos of each step, ``[T, E]``, with ``copy_info_dict``."""
+        return self._goals.infos
+
+    def add(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any, *more: Any) -> None:
+        """Add one step of all environments, as :meth:`ReplayBuffer.add` does."""
+        if self.infos is not None and isinstance(infos, dict):
+            raise ValueError("copy_info_dict needs a dict for each environment, got one dict")
+        step = self.pos
+        super().add(obs, next_obs, action, reward, done, infos, *more)
+        if self.infos is not None:
+            self.infos[step] = infos
 
     def truncate_last_trajectory(self) -> None:
-        """End the episodes in progress: what is added next belongs to others. They count as timeouts."""
-        if self.size():
-            self.dones[(self.pos - 1) % self.buffer_size] = True
+        """End the episodes in progress, with a warning: what is added next belongs to others. They count as timeouts,
+        if timeouts are handled.
+        """
+        if not self.size():
+            return
+        last = (self.pos - 1) % self.buffer_size
+        going_on = np.flatnonzero(self.dones[last] == 0)
+        if going_on.size:
+            warnings.warn(
+                "The last trajectory in the replay buffer will be truncated: "
+                "load it with truncate_last_traj=False if you are in the same episode",
+                stacklevel=2,
+            )
+            (self.timeouts if self.handle_timeout_termination else self.dones)[last, going_on] = True
+
+    # Where episodes are, as theirs has it
+
+    def _episodes(self) -> tuple[np.ndarray, np.ndarray]:
+        """The first step of each step's episode, and its length, 0 while it goes on: int64 ``[size + 1, E]``, the
+        oldest step first, and behind the newest the one that comes."""
+        n, steps = self.size(), np.arange(self.size() + 1)[:, None]
+        ended = np.zeros((n + 1, self.n_envs), bool)
+        ended[:n] = self.dones[(self.pos - n + steps[:-1, 0]) % self.buffer_size] > 0
+        first = np.maximum.accumulate(np.where(np.roll(ended, 1, 0), steps, 0), 0)
+        last = np.minimum.accumulate(np.where(ended, steps, n)[::-1], 0)[::-1]
+        return first, np.where(last < n, last - first + 1, 0)
+
+    def _as_stored(self, values: np.ndarray) -> np.ndarray:
+        found = np.zeros((self.buffer_size, self.n_envs), np.int64)
+        n = self.size()
+        found[(self.pos - n + np.arange(n)) % self.buffer_size] = values[:n]
+        return found
+
+    @property
+    def ep_start(self) -> np.ndarray:
+        """The first stored step of each step's episode: int64 ``[T, E]``, a copy."""
+        return self._as_stored((self._episodes()[0] + self.pos - self.size()) % self.buffer_size)
+
+    @property
+    def ep_length(self) -> np.ndarray:
+        """The number of stored steps of each step's episode, 0 while it goes on: int64 ``[T, E]``, a copy."""
+        return self._as_stored(self._episodes()[1])
+
+    @property
+    def _current_ep_start(self) -> Any:
+        return (self._episodes()[0][-1] + self.pos - self.size()) % self.buffer_size
 
 
 class PrioritizedSamples(NamedTuple):

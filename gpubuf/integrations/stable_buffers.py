@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,12 +19,10 @@ from gpubuf.data.buffers.replay_buffer import ReplayBuffer
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.random import RandomSampler
 from gpubuf.data.storages.codecs import Codec
+from gpubuf.data.storages.end_bits import CONTINUITY
 from gpubuf.data.storages.recipe import STEPS_KEY
 from gpubuf.data.storages.staged_rows import StagedRows
 from gpubuf.data.storages.tensor_storage import LazyTensorStorage
-from gpubuf.integrations.end_flags import EndFlags
-from gpubuf.integrations.normalizing import normalized, through
-from gpubuf.integrations.spaces import action_dtype, action_length, is_dict, is_discrete, observation_shape
 
 #: Steps that wait on the host, and the bytes that these may take: one launch then writes all of them.
 WAITING_STEPS, WAITING_BYTES = 64, 1 << 16
@@ -31,6 +31,37 @@ _OBSERVATION, _DONE = "observation", ("next", "done")
 _REWARD, _TERMINATED = ("next", "reward"), ("next", "terminated")
 #: What copies make anew.
 _MADE = {"_columns", "_observed", "_direct", "_staged", "_actions", "_rewards", "_terminated", "_ended", "_powers"}
+#: What the infos of Gymnasium's vector environments have at the end of an episode that they reset in the same step.
+_FINAL = "_final_obs", "_final_info", "_final_observation"
+
+
+class StoredArray(np.ndarray):
+    """A copy of one column of a buffer, ``[T, E, ...]``: zeros where nothing is stored. Setting items writes to it.
+
+    Arrays that are computed from it are plain ones; views of it can't be written.
+    """
+
+    _write: Any = None
+    _values: np.ndarray
+
+    @classmethod
+    def of(cls, values: np.ndarray, write: Callable[[Any, np.ndarray], None]) -> StoredArray:
+        found = values.view(cls)
+        found.flags.writeable = False
+        found._write, found._values = write, values
+        return found
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        if self._write is None:
+            if not self.flags.writeable:
+                raise ValueError("a view of a copy can't be written: set items as in buffer.rewards[step, environment]")
+            return super().__setitem__(index, value)
+        places = np.zeros(self.shape, bool)
+        places[index] = True
+        values = self._values.copy()
+        values[index] = value
+        self._write(np.nonzero(places.reshape(*self.shape[:2], -1).any(-1)), values)
+        self._values[index] = value
 
 
 class ReplayBufferSamples(NamedTuple):
@@ -139,6 +170,8 @@ class StableBuffer:
             ndim=2,
             share_next=[(_OBSERVATION, *name) for name in self._names()] if optimize_memory_usage else False,
             next_capacity=next_capacity,
+            # Also where a program says nothing of an end.
+            ends=CONTINUITY,
             # Rows that store observations once are converted anyway: a flag then takes a byte.
             dtypes={**({_TERMINATED: torch.bool} if optimize_memory_usage else {}), **(dtypes or {})},
         )
@@ -152,7 +185,9 @@ class StableBuffer:
             reward_keys=[_REWARD] if n_steps > 1 else None,
             end_keys=[_DONE] if n_steps > 1 else None,
         )
-        self._keeps_ends = n_steps > 1 or relabel is not None
+        # Whether batches depend on where episodes end.
+        self._needs_ends = n_steps > 1 or relabel is not None
+        self._last_ends: tuple[np.ndarray, list[Any]] | None = None
         # The number of rows when the steps that wait were about to be written.
         self._written_before: int | None = None
         self._waiting = 0
@@ -176,8 +211,7 @@ class StableBuffer:
         for path, space in spaces.items():
             kinds[_key("next", _OBSERVATION, *path)] = np.dtype(space.dtype), shapes[path]
         kinds[_REWARD] = kinds[_TERMINATED] = np.dtype(np.float32), (1,)
-        if self._keeps_ends:
-            kinds[_DONE] = np.dtype(bool), (1,)
+        kinds[_DONE] = np.dtype(bool), (1,)
         step_bytes = sum(dtype.itemsize * int(np.prod(shape)) for dtype, shape in kinds.values()) * self.n_envs
         self._most = max(1, min(WAITING_STEPS, WAITING_BYTES // max(step_bytes, 1), self.buffer_size))
         lead = (self._most, self.n_envs)
@@ -207,7 +241,7 @@ class StableBuffer:
         self._behind = count + 1
         self._actions = columns[count]
         self._rewards, self._terminated = columns[2 * count + 1][..., 0], columns[2 * count + 2][..., 0]
-        self._ended = columns[2 * count + 3][..., 0] if self._keeps_ends else None
+        self._ended = columns[2 * count + 3][..., 0]
 
     # Writing
 
@@ -219,6 +253,7 @@ class StableBuffer:
         reward: np.ndarray,
         done: np.ndarray,
         infos: Any,
+        truncations: np.ndarray | None = None,
     ) -> None:
         """Add one step of all environments.
 
@@ -228,11 +263,22 @@ class StableBuffer:
             action: ``[E, ...]``.
             reward: ``[E]``.
             done: bool ``[E]``.
-            infos: a dict for each environment. Not looked at without ``handle_timeout_termination``.
+            infos: a dict for each environment, not looked at without ``handle_timeout_termination``; or the one dict of
+                Gymnasium's vector environments. Of these, a step that only resets an environment is no transition: the
+                one before it is stored once more in its place.
+            truncations: bool ``[E]``, ends that are no terminations; ``done`` is the terminations then.
 
         Raises:
-            ValueError: an array has another shape. Numbers are converted to the dtype of their space. No host sync.
+            ValueError: an array has another shape, or ``infos`` is one dict and ``truncations`` are missing, but
+                timeouts or the ends of episodes matter. Numbers are converted to the dtype of their space. No host
+                sync.
         """
+        ended: Any = done
+        if truncations is not None or type(infos) is dict:
+            (obs, next_obs, action, reward, done), ended = self._of_vector_environments(
+                [obs, next_obs, action, reward, done], infos, truncations
+            )
+            infos = () if type(infos) is dict else infos
         at = self._waiting
         if at == self._most:
             self.flush()
@@ -252,20 +298,44 @@ class StableBuffer:
         self._actions[at] = action if action.shape == self._action_shape else action.reshape(self._action_shape)
         self._rewards[at] = reward
         self._terminated[at] = done
-        if self._ended is not None:
-            self._ended[at] = done
+        self._ended[at] = ended
         if self.handle_timeout_termination:
             for environment, info in enumerate(infos):
                 if info.get("TimeLimit.truncated", False):
                     self._terminated[at, environment] = 0.0
-                    if self._ended is not None:
-                        self._ended[at, environment] = True
+                    self._ended[at, environment] = True
         if direct is None:
             self._waiting = at + 1
         elif staged is None:
             self._add_direct(direct)
         elif not self.buffer._add_staged(staged):
             self._stage()
+
+    def _of_vector_environments(
+        self, step: list[Any], infos: Any, truncations: np.ndarray | None
+    ) -> tuple[list[Any], np.ndarray]:
+        """A step of Gymnasium's vector environments without rows that only reset, and where episodes end."""
+        if truncations is None and (self._needs_ends or self.handle_timeout_termination):
+            raise ValueError(
+                "infos is one dict, as of Gymnasium's vector environments, which does not tell where a time limit ends "
+                "an episode: call add(obs, next_obs, action, reward, terminations, infos, truncations)"
+            )
+        infos = infos if isinstance(infos, dict) else {}
+        at_once = np.zeros(self.n_envs, bool)
+        for name in _FINAL:
+            at_once |= infos.get(name, False)
+        ended = at_once | np.asarray(step[-1], bool) | infos.get("_episode", False)
+        if truncations is not None:
+            ended |= np.asarray(truncations, bool)
+        resets = np.zeros(self.n_envs, bool)
+        if self._last_ends is not None:
+            # Environments that reset in the next step begin it where the episode ended, and give no reward.
+            resets, before = self._last_ends
+            resets = resets & ~ended & (np.asarray(step[3]) == 0) & _same(step[0], before[1])
+            step = [_chosen(resets, old, new) for old, new in zip(before, step, strict=True)]
+        following = ended & ~at_once
+        self._last_ends = (following, [_chosen(following, value, value) for value in step]) if following.any() else None
+        return step, ended | resets
 
     def _add_direct(self, direct: list[np.ndarray]) -> None:
         """Write a step that doesn't wait. The first one settles the order of the columns."""
@@ -304,7 +374,7 @@ class StableBuffer:
 
     def reset(self) -> None:
         """Forget all transitions."""
-        self._waiting, self._written_before = 0, None
+        self._waiting, self._written_before, self._last_ends = 0, None, None
         self.buffer.empty()
 
     # Reading
@@ -389,50 +459,132 @@ class StableBuffer:
 
     @property
     def pos(self) -> int:
-        """The step that the next one is written to."""
+        """The step that the next one is written to. Setting it, or ``full``, writes all that stays anew."""
         return (self.buffer.write_count // self.n_envs + self._waiting) % self.buffer_size
+
+    @pos.setter
+    def pos(self, pos: int) -> None:
+        if not 0 <= pos < self.buffer_size:
+            raise ValueError(f"pos must be in 0 .. {self.buffer_size - 1}, got {pos}")
+        self._continue_at(pos, self.full)
 
     @property
     def full(self) -> bool:
-        """Whether the oldest steps are being overwritten."""
+        """Whether the oldest steps are being overwritten. Set to True: steps that were never written are zeros."""
         return self.size() == self.buffer_size
+
+    @full.setter
+    def full(self, full: bool) -> None:
+        self._continue_at(self.pos, full)
+
+    def _continue_at(self, pos: int, full: bool) -> None:
+        """Keep all steps, or, unless ``full``, those before ``pos``, and write there next."""
+        if (pos, full) == (self.pos, self.full):
+            return
+        columns = {
+            key: self._stored(key).reshape(self.buffer_size, *self._columns[key].shape[1:]) for key in self._columns
+        }
+        self.reset()
+        for steps in (self.buffer_size, pos) if full else (pos,):
+            if steps:
+                self.buffer.extend_columns({key: column[:steps] for key, column in columns.items()})
+
+    # Columns as arrays
+
+    def _stored(self, key: Any) -> np.ndarray:
+        """The values of a key, ``[T, E, ...]``. Synchronises on a GPU."""
+        self.flush()
+        column, n = self._columns[key], len(self.buffer)
+        found = np.zeros((self.buffer_size, *column.shape[1:]), column.dtype)
+        if n:
+            storage = self.buffer.storage
+            position = storage.form.batch.position(key if isinstance(key, tuple) else (key,))
+            assert position is not None
+            with self.buffer._lock:
+                values = storage.gather_key(position, torch.arange(n, device=storage.device))
+            found.reshape(-1, *column.shape[2:])[:n] = values.cpu().numpy()
+        return found[..., 0] if key in (_REWARD, _TERMINATED, _DONE) else found
+
+    def _array(self, key: Any) -> StoredArray:
+        return StoredArray.of(self._stored(key), partial(self._set, key))
+
+    def _observations(self, *path: str) -> Any:
+        found = {name: self._array(_key(*path, *name)) for name in self._names()}
+        return {name[0]: array for name, array in found.items()} if is_dict(self.observation_space) else found[()]
+
+    def _set(self, key: Any, places: tuple[np.ndarray, ...], values: np.ndarray) -> None:
+        steps, stored = places[0], self.size()
+        if steps.size and steps.max() >= stored:
+            raise IndexError(f"step {steps.max()} can't be set: {stored} steps are stored")
+        given = torch.from_numpy(values[places].reshape(len(steps), *self._columns[key].shape[2:]))
+        self.buffer.set_at_(key, given, tuple(map(torch.from_numpy, places)))
+
+    def _set_ends(self, changed: str, places: tuple[np.ndarray, ...], values: np.ndarray) -> None:
+        done, given = self._stored(_DONE), values.astype(bool)
+        timeout = done & (self._stored(_TERMINATED) == 0)
+        if changed == "timeouts":
+            done, timeout = done | given, given
+        else:
+            # Where theirs handles no timeouts it sets the flag for an episode that is cut off.
+            cut = self.optimize_memory_usage and self.handle_timeout_termination
+            done, timeout = given, given & (timeout | cut)
+        self._set(_DONE, places, done)
+        self._set(_TERMINATED, places, (done & ~timeout).astype(np.float32))
+
+    @property
+    def observations(self) -> Any:
+        """Observations, a :class:`StoredArray` ``[T, E, ...]``, or a dict of them."""
+        return self._observations(_OBSERVATION)
+
+    @property
+    def next_observations(self) -> Any:
+        """The observations behind them."""
+        return self._observations("next", _OBSERVATION)
+
+    @property
+    def actions(self) -> Any:
+        """Actions, a :class:`StoredArray` ``[T, E, action_dim]``."""
+        return self._array("action")
+
+    @property
+    def rewards(self) -> Any:
+        """Rewards of single steps, a :class:`StoredArray` float32 ``[T, E]``."""
+        return self._array(_REWARD)
+
+    @property
+    def dones(self) -> Any:
+        """Where episodes end, a :class:`StoredArray` float32 ``[T, E]``.
+
+        Setting one makes it a termination; with ``optimize_memory_usage`` and timeouts that are handled it counts as a
+        timeout, for Stable-Baselines3 sets it when training begins again.
+        """
+        return StoredArray.of(self._stored(_DONE).astype(np.float32), partial(self._set_ends, "dones"))
+
+    @property
+    def timeouts(self) -> Any:
+        """Ends that are no terminations, a :class:`StoredArray` float32 ``[T, E]``. Setting one ends the episode."""
+        found = self._stored(_DONE) & (self._stored(_TERMINATED) == 0)
+        return StoredArray.of(found.astype(np.float32), partial(self._set_ends, "timeouts"))
 
     @property
     def device(self) -> torch.device:
-        """The device of the batches. Setting another one moves the rows there."""
+        """The device of the batches. Setting another one moves the rows there, if this machine has it."""
         return self._device
 
     @device.setter
     def device(self, device: torch.device | str) -> None:
-        device = chosen_device(device)
-        numbers = {device.index, self._device.index}
-        if device.type != self._device.type or (None not in numbers and len(numbers) > 1):
+        new, old = chosen_device(device), chosen_device(self._device)
+        numbers = {new.index, old.index}
+        if new.type != old.type or (None not in numbers and len(numbers) > 1):
             self.flush()
-            self.buffer.to(device)
-        self._device = device
-
-    @property
-    def dones(self) -> EndFlags:
-        """The flags of terminations, float32 ``[T, E]``, of which single steps can be set: see :class:`EndFlags`."""
-        self.flush()
-        return EndFlags(self)
+            self.buffer.to(new)
+        self._device = new if device == "auto" else torch.device(device)
 
     # Copies
 
     def __getstate__(self) -> dict[str, Any]:
         self.flush()
-        made = (
-            "_columns",
-            "_observed",
-            "_direct",
-            "_staged",
-            "_actions",
-            "_rewards",
-            "_terminated",
-            "_ended",
-            "_powers",
-        )
-        return {name: value for name, value in vars(self).items() if name not in made}
+        return {name: value for name, value in vars(self).items() if name not in _MADE}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -440,3 +592,97 @@ class StableBuffer:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.size()}/{self.buffer_size} steps of {self.n_envs}, buffer={self.buffer!r})"
+
+
+# Steps of vector environments
+
+
+def _same(one: Any, two: Any) -> Any:
+    """Of which environments two observations ``[E, ...]`` are equal."""
+    if isinstance(one, Mapping):
+        return np.logical_and.reduce([_same(value, two[name]) for name, value in one.items()])
+    equal = np.asarray(one) == two
+    return equal.reshape(len(equal), -1).all(1)
+
+
+def _chosen(which: np.ndarray, one: Any, two: Any) -> Any:
+    """``one`` for the environments in ``which``, ``two`` for the others: a copy."""
+    if isinstance(two, Mapping):
+        return {name: _chosen(which, one[name], value) for name, value in two.items()}
+    two = np.asarray(two)
+    return np.where(which.reshape(-1, *[1] * (two.ndim - 1)), one, two)
+
+
+# Spaces, of Gymnasium or of its predecessor, which has the same classes. Neither need be installed.
+
+
+def _is(space: Any, name: str) -> bool:
+    """Whether a space is of the class of that name. Neither library need be installed."""
+    return any(kind.__name__ == name for kind in type(space).__mro__)
+
+
+def is_dict(space: Any) -> bool:
+    """Whether observations are dicts."""
+    return _is(space, "Dict")
+
+
+def is_discrete(space: Any) -> bool:
+    """Whether observations are single integers, which have no dimension of their own."""
+    return _is(space, "Discrete")
+
+
+def observation_shape(space: Any) -> Any:
+    """The shape of an observation without environments; for a dict one a key.
+
+    Raises:
+        NotImplementedError: for tuples, and dicts in dicts.
+    """
+    if is_dict(space):
+        found = {key: observation_shape(part) for key, part in space.spaces.items()}
+        if any(isinstance(shape, dict) for shape in found.values()):
+            raise NotImplementedError(f"observations that are dicts of dicts can't be stored: {space}")
+        return found
+    if _is(space, "Box") or _is(space, "MultiBinary"):
+        return tuple(space.shape)
+    if is_discrete(space):
+        return (1,)
+    if _is(space, "MultiDiscrete"):
+        return (len(space.nvec),)
+    raise NotImplementedError(f"observations of {space} can't be stored: expected Box, Dict, or a discrete space")
+
+
+def action_length(space: Any) -> int:
+    """The number of elements of an action.
+
+    Raises:
+        NotImplementedError: it is of another space than Box, Discrete, MultiDiscrete and MultiBinary.
+    """
+    if _is(space, "Discrete"):
+        return 1
+    if _is(space, "MultiDiscrete"):
+        return len(space.nvec)
+    if _is(space, "Box") or _is(space, "MultiBinary"):
+        return math.prod(space.shape)
+    raise NotImplementedError(f"actions of {space} can't be stored: expected Box or a discrete space")
+
+
+def action_dtype(space: Any) -> np.dtype:
+    """The dtype in which actions are stored: that of the space, or float32 in place of float64."""
+    dtype = np.dtype(space.dtype)
+    return np.dtype(np.float32) if dtype == np.float64 else dtype
+
+
+# Batches through the ``VecNormalize`` of Stable-Baselines3, which works on the host.
+
+
+def normalized(observations: Any, env: Any) -> Any:
+    """Observations as ``env`` normalises them: a tensor, or a dict of them."""
+    if isinstance(observations, dict):
+        found = env.normalize_obs({name: value.cpu().numpy() for name, value in observations.items()})
+        return {name: torch.from_numpy(found[name]).to(value.device) for name, value in observations.items()}
+    return through(env.normalize_obs, observations)
+
+
+def through(function: Any, numbers: Tensor) -> Tensor:
+    """``function`` of NumPy applied to a tensor: float32, on its device. Synchronises on a GPU."""
+    return torch.from_numpy(function(numbers.cpu().numpy()).astype(np.float32, copy=False)).to(numbers.device)

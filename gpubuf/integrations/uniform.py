@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +13,9 @@ from torch import Tensor
 from gpubuf.data.buffers.replay_buffer import ReplayBuffer
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.random import RandomSampler
+from gpubuf.data.storages.codecs import stored_as
+from gpubuf.data.storages.end_bits import CONTINUITY
+from gpubuf.data.storages.end_bits import FLAGS as FLAGS_ALONE
 from gpubuf.data.storages.layout import Key
 from gpubuf.data.storages.tensor_storage import LazyTensorStorage
 from gpubuf.integrations.laws import WholeWindows
@@ -38,6 +41,42 @@ class Column(NamedTuple):
     shape: tuple[int, ...]
 
 
+class NextStepResets:
+    """Steps of environments that reset on the step after an end, without the rows that only reset.
+
+    Such a row leads from the last observation of an episode to the first one of the next, whatever the action. The row
+    before it, which ended the episode, is written once more in its place. All memory is made at the first step, and
+    then written in place, for a captured graph reads it where it is. No host sync.
+    """
+
+    def __init__(self) -> None:
+        self._ended: Tensor | None = None
+        self._before: list[Tensor] = []
+
+    def of(self, columns: list[Tensor], flags: Sequence[int]) -> list[Tensor]:
+        """The columns ``[E, ...]`` of a step, of which those at ``flags`` say where episodes end."""
+        ended = torch.stack([columns[flag].reshape(len(columns[flag]), -1).ne(0).any(1) for flag in flags]).any(0)
+        if self._ended is None:
+            self._ended, self._before = ended, [column.clone() for column in columns]
+            return columns
+        for before, column in zip(self._before, columns, strict=True):
+            resets = self._ended.view(-1, *[1] * (column.ndim - 1))
+            before.copy_(torch.where(resets, before, column))
+        self._ended.copy_(ended & ~self._ended)
+        return self._before
+
+
+def checked_autoreset(autoreset: str) -> NextStepResets | None:
+    """What takes the rows out that only reset, with ``autoreset="next_step"``; None with ``"same_step"``.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if autoreset not in ("same_step", "next_step"):
+        raise ValueError(f"autoreset must be 'same_step' or 'next_step', got {autoreset!r}")
+    return NextStepResets() if autoreset == "next_step" else None
+
+
 class UniformBuffer:
     """Base of the buffers called ``TorchUniformBuffer``.
 
@@ -50,6 +89,7 @@ class UniformBuffer:
         share_next: whether observations are stored once.
         next_capacity: with it, room for the last observations of trajectories.
         discounts: whether a batch has ``"discount"``, and windows that end at the newest row may be shorter.
+        autoreset: see the subclasses.
 
     Attributes:
         buffer: the :class:`ReplayBuffer` behind it.
@@ -70,7 +110,10 @@ class UniformBuffer:
         share_next: bool,
         next_capacity: int | None,
         discounts: bool,
+        autoreset: str,
     ) -> None:
+        checked_autoreset(autoreset)
+        self._autoreset = autoreset
         self._n_step, self._gamma, self._discounts = n_step, float(gamma), discounts
         self._max_length, self._min_length = max_length, min_length
         self._sample_batch_size, self._device = sample_batch_size, device
@@ -88,6 +131,7 @@ class UniformBuffer:
 
     def reset(self) -> None:
         """Forget everything. The next transition may be of another number of environments."""
+        self._resets = checked_autoreset(self._autoreset)
         # One row an environment and step, if rows must be known to follow each other.
         self._ndim = 2 if self._n_step > 1 or self._share_next else 1
         sampler: Sampler = RandomSampler()
@@ -97,6 +141,8 @@ class UniformBuffer:
             self._max_length,
             device=self._device,
             ndim=self._ndim,
+            # Windows alone depend on it.
+            ends=CONTINUITY if self._n_step > 1 else FLAGS_ALONE,
             dtypes=self._dtypes,
             share_next=self._share_next,
             next_capacity=self._next_capacity,
@@ -131,8 +177,8 @@ class UniformBuffer:
 
         Raises:
             KeyError: a key is missing.
-            ValueError: an array has another shape, or there are more or fewer environments than before; nothing is
-                written.
+            ValueError: an array has another shape, or (on the CPU) numbers that its key can't hold; or there are more
+                or fewer environments than before; nothing is written.
         """
         values: list[Tensor] = []
         for column in self._columns:
@@ -140,7 +186,9 @@ class UniformBuffer:
             for name in column.given:
                 value = value[name]
             tensor = value.detach() if isinstance(value, Tensor) else torch.as_tensor(value)
-            values.append(tensor if tensor.dtype is column.dtype else tensor.to(column.dtype))
+            values.append(stored_as(tensor, column.dtype, repr(".".join(column.given))))
+        if self._resets is not None:
+            values = self._resets.of(values, (-2, -1))
         if not self.buffer.initialized:
             self._begin(values)
         elif self._ndim == 1:
@@ -223,6 +271,7 @@ class UniformBuffer:
                 "fill the buffer anew, or load the file there"
             )
         self.buffer.load_state_dict(state)
+        self._resets = checked_autoreset(self._autoreset)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(n_step={self._n_step}, buffer={self.buffer!r})"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpubuf import Codec
+from gpubuf import Codec, SliceSampler
 from gpubuf.integrations.lerobot import ReplayBuffer
 from tests.support import lerobot_buffer
 from tests.support.lerobot_buffer.transitions import ADDED, CAPACITY, Frames, ended, frames, plain, state, transition
@@ -57,6 +57,26 @@ def test_the_next_state_at_an_end_is_the_one_that_was_given(added, monkeypatch):
             true = plain(transition(number)["next_state"][key].squeeze(0))["values"]
             assert ours[key]["values"][row] == true
             assert (theirs[key]["values"][row] != true) == wrong
+
+
+@pytest.mark.parametrize("optimize_memory", [False, True], ids=["twice", "once"])
+@pytest.mark.parametrize("told", ["done", "truncated", "nothing"])
+def test_no_window_leads_over_an_end(told, optimize_memory):
+    """Case 57. Slices of the buffer behind it end where a transition is done, truncated, or leads elsewhere."""
+    buffer = ReplayBuffer(50, "cpu", optimize_memory=optimize_memory)
+    for number in range(70):
+        # Episodes of seven steps; the last state of one is not the first of the next.
+        last = number % 7 == 6
+        here = torch.tensor([[float(number // 7), number % 7]])
+        states = {"state": {"at": here}, "next_state": {"at": here + torch.tensor([0.0, 1.0])}}
+        flags = {"done": last and told == "done", "truncated": last and told == "truncated"}
+        buffer.add(**states, action=here, reward=0.0, **flags)
+    assert buffer.buffer is not None
+    buffer.buffer.set_sampler(SliceSampler(slice_len=3, end_keys=["done", "truncated"]))
+    batch = buffer.sample(48)
+    episode = batch["state"]["at"].view(16, 3, 2)[..., 0]
+    assert (episode == episode[:, :1]).all()
+    assert torch.equal(batch["next_state"]["at"], batch["state"]["at"] + torch.tensor([0.0, 1.0]))
 
 
 def test_a_function_of_images_sees_what_lerobots_sees(monkeypatch):
@@ -114,14 +134,55 @@ def test_a_batch_is_no_larger_than_the_buffer():
 def test_an_empty_buffer():
     buffer = ReplayBuffer(CAPACITY, "cpu")
     assert (len(buffer), buffer.position, buffer.initialized) == (0, 0, False)
-    with pytest.raises(RuntimeError, match="empty"):
+    # The words of LeRobot's errors, which its tests look for.
+    with pytest.raises(RuntimeError, match="Cannot sample from an empty buffer"):
         buffer.sample(2)
-    with pytest.raises(RuntimeError, match="empty"):
+    with pytest.raises(RuntimeError, match="Cannot sample from an empty buffer"):
         next(buffer.get_iterator(2))
-    with pytest.raises(ValueError, match="empty"):
+    with pytest.raises(ValueError, match=r"The replay buffer is empty\. Cannot convert to a dataset\."):
         buffer.to_lerobot_dataset("someone/something")
-    with pytest.raises(ValueError, match="capacity"):
+    with pytest.raises(ValueError, match=r"Capacity must be greater than 0\. The capacity is 0"):
         ReplayBuffer(0)
+    assert (buffer.states, buffer.next_states, buffer.complementary_info) == ({}, {}, {})
+    with pytest.raises(AttributeError, match="first transition"):
+        _ = buffer.actions
+
+
+@pytest.mark.parametrize("optimize_memory", [False, True], ids=["twice", "once"])
+@pytest.mark.parametrize("added", ADDED)
+def test_tensors_of_all_rows(added, optimize_memory):
+    """``states`` and so on, ``[capacity, ...]`` with LeRobot's dtypes; zeros where nothing is stored."""
+    buffer = filled(added, optimize_memory=optimize_memory)
+    for row in range(CAPACITY):
+        number = max(range(row, added, CAPACITY), default=None)
+        given = transition(0 if number is None else number)
+        for found, expected in (
+            (buffer.states, given["state"]),
+            (buffer.next_states, given["next_state"]),
+            (buffer.complementary_info, given["complementary_info"]),
+            ({0: buffer.actions, 1: buffer.rewards}, {0: given["action"], 1: given["reward"]}),
+            ({0: buffer.dones, 1: buffer.truncateds}, {0: given["done"], 1: given["truncated"]}),
+        ):
+            for key, value in expected.items():
+                shape = (CAPACITY, *(value.shape[1:] if isinstance(value, torch.Tensor) else ()))
+                assert found[key].shape == shape
+                wanted = torch.as_tensor(value).reshape(shape[1:])
+                assert torch.equal(found[key][row].double(), wanted.double() * (number is not None))
+    assert buffer.dones.dtype is buffer.truncateds.dtype is torch.bool
+    assert buffer.rewards.dtype is buffer.actions.dtype is torch.float32
+
+
+@pytest.mark.parametrize("optimize_memory", [False, True], ids=["twice", "once"])
+def test_there_may_be_no_next_state_at_an_end(optimize_memory):
+    """The state stands for it, as in data sets; in the middle of an episode it is refused."""
+    buffer = filled(0, optimize_memory=optimize_memory)
+    with pytest.raises(ValueError, match="the episode goes on"):
+        buffer.add(**(transition(0) | {"next_state": None}))
+    assert not buffer.initialized
+    for number in range(6):
+        buffer.add(**(transition(number) | ({"next_state": None} if any(ended(number)) else {})))
+    assert buffer.states["observation.state"][:, 0].tolist() == [0, 1, 2, 3, 4, 5]
+    assert buffer.next_states["observation.state"][:, 0].tolist() == [1, 2, 2, 4, 5, 5]
 
 
 @pytest.mark.parametrize(

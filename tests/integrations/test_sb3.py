@@ -6,10 +6,12 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
 
 from gpubuf.integrations import cleanrl, sb3
 from gpubuf.integrations.stable_buffers import WAITING_STEPS
@@ -232,19 +234,281 @@ def test_copies_go_on(copied):
         assert torch.equal(one, two)
 
 
+@pytest.mark.parametrize("once", [False, True], ids=["plain", "observations once"])
 @pytest.mark.parametrize("timeouts", [True, False])
-def test_ends_that_are_set_when_training_begins_again(timeouts):
-    """``dones[step] = True`` ends the trajectory; it is a termination only where all ends are."""
-    case = (*CASES[6][:5], {"n_steps": 3, "gamma": 0.9, "handle_timeout_termination": timeouts}, False)
-    buffer = filled(case, 2)
+@pytest.mark.parametrize("name", ["dones", "timeouts"])
+def test_ends_that_are_set(name, timeouts, once):
+    """``dones[step] = True`` ends the trajectory, with a termination, as theirs does. Where theirs handles no timeouts,
+    with observations stored once, it sets the flag when training begins again, and nothing has terminated."""
+    options = {"handle_timeout_termination": timeouts, "optimize_memory_usage": once}
+    buffer = filled((*CASES[6][:5], {"n_steps": 3, "gamma": 0.9, **options}, False), 2)
     every = np.array([0, 0, 0]), np.arange(3)
     assert torch.allclose(buffer.samples_at(*every).discounts, torch.tensor(0.9**2))
-    buffer.dones[0] = True
+    getattr(buffer, name)[buffer.pos - 2, :] = True
     batch = buffer.samples_at(*every)
     assert torch.allclose(batch.discounts, torch.tensor(0.9))
-    assert batch.dones.flatten().tolist() == [float(not timeouts)] * 3
-    assert np.asarray(buffer.dones).shape == (STEPS, 3)
-    assert buffer.dones[0].tolist() == [float(not timeouts)] * 3
+    terminated = name == "dones" and not (once and timeouts)
+    assert batch.dones.flatten().tolist() == [float(terminated)] * 3
+    assert buffer.dones.shape == buffer.timeouts.shape == (STEPS, 3)
+    assert buffer.dones[0].tolist() == [1.0] * 3
+    assert buffer.timeouts[0].tolist() == [float(not terminated)] * 3
+    buffer.timeouts[0, 1] = False
+    buffer.dones[0, 2] = False
+    assert buffer.dones[0].tolist() == [1, 1, 0]
+    assert buffer.timeouts[0].tolist() == [float(not terminated), 0, 0]
+
+
+def arrays_of(buffer: Any) -> dict[str, np.ndarray]:
+    found = {name: getattr(buffer, name) for name in ("actions", "rewards", "dones", "timeouts")}
+    for name in ("observations", "next_observations"):
+        parts = getattr(buffer, name)
+        found |= {f"{name} {key}": part for key, part in (parts if isinstance(parts, dict) else {"": parts}).items()}
+    return found
+
+
+@pytest.mark.parametrize("once", [False, True], ids=["plain", "observations once"])
+@pytest.mark.parametrize("written", [0, *WRITTEN])
+@pytest.mark.parametrize("case", [CASES[place] for place in (0, 3, 4, 5, 6)], ids=lambda case: case[0])
+def test_arrays_are_those_of_stable_baselines(case, written, once):
+    """``observations`` and so on, ``[T, E, ...]``: the dtypes of theirs, zeros where nothing was written."""
+    options = {"optimize_memory_usage": True, "next_capacity": 2 * STEPS} if once else {}
+    buffer = filled(case, written, **options)
+    _, _, space, action, envs, _, _ = case
+    found = arrays_of(buffer)
+    expected = {name: np.zeros_like(array) for name, array in found.items()}
+    for number, (obs, following, act, reward, done, infos) in enumerate(stream(space, action, envs, written)):
+        cut = [info.get("TimeLimit.truncated", False) for info in infos]
+        step = {"actions": act.reshape(envs, -1), "rewards": reward, "dones": done, "timeouts": np.array(cut)}
+        for name, value in (("observations", obs), ("next_observations", following)):
+            step |= {f"{name} {key}": part for key, part in (value if isinstance(value, dict) else {"": value}).items()}
+        for name, value in step.items():
+            expected[name][number % STEPS] = value.reshape(expected[name].shape[1:])
+    for name, array in found.items():
+        np.testing.assert_array_equal(array, expected[name], name)
+        assert array.shape[:2] == (STEPS, envs)
+    spaces_of = SPACES["dict"].spaces if space == "dict" else {"": SPACES[space]}
+    assert {key: found[f"observations {key}"].dtype for key in spaces_of} == {
+        key: part.dtype for key, part in spaces_of.items()
+    }
+
+
+def test_items_of_arrays_are_written():
+    """Setting items writes these steps and no others, also where the array is older than they are."""
+    buffer = filled(CASES[0], 5)
+    rewards = buffer.rewards
+    for step in list(stream("box", "box", 3, 6))[5:]:
+        buffer.add(*step)
+    last = buffer.rewards[5].copy()
+    rewards[1:3, 1] = 100
+    rewards[rewards == 100] += 1
+    buffer.actions[0, 2] = [0.25, 0.5]
+    assert buffer.rewards[:, 1].tolist()[1:3] == rewards[:, 1].tolist()[1:3] == [101, 101]
+    np.testing.assert_array_equal(buffer.rewards[5], last)
+    batch = buffer.samples_at(np.array([1, 0]), np.array([1, 2]))
+    assert (batch.rewards[0].item(), batch.actions[1].tolist()) == (101, [0.25, 0.5])
+    with pytest.raises(ValueError, match="view of a copy"):
+        buffer.rewards[0][1] = 3
+    with pytest.raises(IndexError, match="6 steps are stored"):
+        buffer.rewards[6] = 3
+    assert (buffer.rewards * 2)[5].tolist() == (2 * last).tolist()
+    once = filled(CASES[0], 5, optimize_memory_usage=True)
+    with pytest.raises(ValueError, match="share_next"):
+        once.observations[0] = 1
+
+
+@pytest.mark.parametrize("once", [False, True], ids=["plain", "observations once"])
+@pytest.mark.parametrize(
+    ("written", "pos", "full"),
+    [(0, 0, True), (7, 7, True), (7, 3, False), (7, 9, False), (31, 2, True), (31, 5, False)],
+)
+def test_full_and_pos_can_be_set(written, pos, full, once):
+    """As in theirs: all steps stay where they are, and steps that were never written are zeros."""
+    options = {"optimize_memory_usage": True, "next_capacity": 3 * STEPS} if once else {}
+    buffer = filled(CASES[6], written, **options)
+    before = {name: np.array(array) for name, array in arrays_of(buffer).items()}
+    buffer.full = full
+    buffer.pos = pos
+    assert (buffer.pos, buffer.full, buffer.size()) == (pos, full, STEPS if full else pos)
+    for name, array in arrays_of(buffer).items():
+        np.testing.assert_array_equal(array[: buffer.size()], before[name][: buffer.size()], name)
+    for step in stream("box", "box", 3, 1):
+        buffer.add(*step)
+        np.testing.assert_array_equal(buffer.rewards[pos], step[3])
+    assert buffer.sample(64).rewards.shape == (64, 1)
+    with pytest.raises(ValueError, match=r"0 \.\. 11"):
+        buffer.pos = STEPS
+
+
+class Numbered(gym.Wrapper):
+    """Observations with the number of the environment, its episode, and the step in it."""
+
+    def __init__(self, number: int, limit: int, goals: bool) -> None:
+        super().__init__(gym.make("Pendulum-v1", max_episode_steps=limit))
+        self.at, self.goals = np.array([number, 0, 0], np.float32), goals
+        self.observation_space = spaces.Box(-100, 100, (6,), np.float32)
+        if goals:
+            goal = spaces.Box(-100, 100, (3,), np.float32)
+            self.observation_space = spaces.Dict(
+                {"observation": self.observation_space, "achieved_goal": goal, "desired_goal": goal}
+            )
+
+    def seen(self, observation: np.ndarray) -> Any:
+        own = np.concatenate([self.at, observation])
+        return {"observation": own, "achieved_goal": self.at.copy(), "desired_goal": 0 * self.at} if self.goals else own
+
+    def reset(self, **options: Any) -> tuple[Any, dict[str, Any]]:
+        observation, info = self.env.reset(**options)
+        self.at += [0, 1, -self.at[2]]
+        return self.seen(observation), info
+
+    def step(self, action: Any) -> tuple[Any, ...]:
+        observation, *others = self.env.step(action)
+        self.at[2] += 1
+        return self.seen(observation), *others
+
+
+def chosen_rows(values: Any, which: np.ndarray, others: Any) -> Any:
+    """``values``, with the rows ``which`` of ``others``."""
+    if isinstance(values, dict):
+        return {
+            name: chosen_rows(value, which, [other and other[name] for other in others])
+            for name, value in values.items()
+        }
+    return np.stack([other if chosen else value for value, chosen, other in zip(values, which, others, strict=True)])
+
+
+LOOPS = "next step", "same step", "stable_baselines3", "nothing said"
+
+
+def run(buffer: Any, loop: str, goals: bool, steps: int = 60) -> None:
+    """Steps of two environments with a real time limit, as programs write them: with Gymnasium's vector environments,
+    or with Stable-Baselines3's, which have a dict of infos each, with ``terminal_observation``. ``"nothing said"``: a
+    program that stores terminations alone.
+    """
+    mode = AutoresetMode.NEXT_STEP if loop == "next step" else AutoresetMode.SAME_STEP
+    envs = gym.vector.SyncVectorEnv([lambda e=e: Numbered(e, 5 + 3 * e, goals) for e in range(2)], autoreset_mode=mode)
+    obs, _ = envs.reset(seed=0)
+    for _ in range(steps):
+        action = np.zeros((2, 1), np.float32)
+        following, reward, terminated, truncated, infos = envs.step(action)
+        last = following
+        if "final_obs" in infos:
+            last = chosen_rows(following, truncated, infos["final_obs"])
+        if loop == "nothing said":
+            buffer.add(obs, last, action, reward, terminated, [{}, {}])
+        elif loop == "stable_baselines3":
+            each = [{"TimeLimit.truncated": True, "terminal_observation": 0} if cut else {} for cut in truncated]
+            buffer.add(obs, last, action, reward, terminated | truncated, each)
+        else:
+            buffer.add(obs, last, action, reward, terminated, infos, truncated)
+        obs = following
+
+
+@pytest.mark.parametrize("capacity", [200, 40], ids=["part", "full"])
+@pytest.mark.parametrize("once", [False, True], ids=["plain", "observations once"])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_no_window_leads_over_a_time_limit(loop, once, capacity):
+    """Case 57. No row leads from one episode into the next, none only resets, and nothing has terminated."""
+    space = spaces.Box(-100, 100, (6,), np.float32)
+    buffer = sb3.ReplayBuffer(
+        2 * capacity,
+        space,
+        spaces.Box(-2, 2, (1,), np.float32),
+        "cpu",
+        2,
+        once,
+        n_steps=3,
+        gamma=0.5,
+        next_capacity=2 * capacity if once else None,
+    )
+    run(buffer, loop, False)
+    batch = buffer.samples_at(*np.divmod(np.arange(2 * buffer.size()), 2))
+    own, coming = batch.observations, batch.next_observations
+    taken = coming[:, 2] - own[:, 2]
+    assert torch.equal(own[:, :2], coming[:, :2])
+    torch.testing.assert_close(batch.discounts[:, 0], 0.5**taken)
+    assert batch.dones.sum() == 0
+    # Windows are cut short by ends and by the newest row alone.
+    limit = torch.where(own[:, 0] == 0, 5, 8)
+    newest = torch.arange(len(own)) // 2 == (buffer.pos - 1) % buffer.size()
+    newest |= torch.arange(len(own)) // 2 == (buffer.pos - 2) % buffer.size()
+    assert torch.equal(taken[~newest], (limit - own[:, 2]).clamp(max=3)[~newest])
+    assert {int(steps) for steps in taken} == {1, 2, 3}
+    assert buffer.timeouts.sum() == buffer.dones.sum()
+    assert (buffer.timeouts.sum() == 0) == (loop == "nothing said")
+
+
+@pytest.mark.parametrize("strategy", ["future", "final", "episode"])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_no_goal_is_of_another_episode(loop, strategy):
+    """Case 57. Goals are what the row's own episode achieves."""
+    space = Numbered(0, 5, True).observation_space
+    buffer = sb3.HerReplayBuffer(
+        400,
+        space,
+        spaces.Box(-2, 2, (1,), np.float32),
+        Goals(),
+        "cpu",
+        2,
+        n_sampled_goal=3,
+        goal_selection_strategy=strategy,
+    )
+    run(buffer, loop, True)
+    batch = buffer.sample(4000)
+    own, goal = batch.observations["observation"], batch.observations["desired_goal"]
+    other = goal[:, 1] > 0
+    assert 0.7 < other.float().mean() < 0.8
+    assert torch.equal(goal[other, :2], own[other, :2])
+    assert torch.equal(own[:, :2], batch.next_observations["observation"][:, :2])
+    assert (strategy == "episode") == bool((goal[other, 2] <= own[other, 2]).any())
+
+
+def test_rows_that_only_reset_are_no_transitions():
+    """Case 57. The transition before stands for them; rewards of zero, or equal observations alone, tell nothing."""
+
+    def one(value: float) -> np.ndarray:
+        return np.full((1, 2), value, np.float32)
+
+    buffer = sb3.ReplayBuffer(20, BOX, ACTIONS["box"], "cpu")
+    yes, no, nought = np.array([True]), np.array([False]), np.array([0.0])
+    steps = [
+        (one(0), one(1), no, nought),
+        (one(1), one(2), yes, nought),
+        (one(2), one(5), no, nought),
+        (one(5), one(6), no, nought),
+    ]
+    steps += [
+        (one(6), one(7), yes, nought),
+        (one(8), one(9), no, nought),
+        (one(9), one(10), yes, nought),
+        (one(10), one(11), no, nought + 1),
+    ]
+    for obs, following, cut, reward in steps:
+        buffer.add(obs, following, one(0), reward, no, {}, cut)
+    assert buffer.observations[: len(steps), 0, 0].tolist() == [0, 1, 1, 5, 6, 8, 9, 10]
+    assert buffer.next_observations[: len(steps), 0, 0].tolist() == [1, 2, 2, 6, 7, 9, 10, 11]
+    assert buffer.timeouts[: len(steps), 0].tolist() == [0, 1, 1, 0, 1, 0, 1, 0]
+
+
+def test_truncations_beside_infos_of_each_environment():
+    """Either tells an end."""
+    buffer = sb3.ReplayBuffer(60, BOX, ACTIONS["box"], "cpu", 3)
+    zero, both = np.zeros((3, 2), np.float32), np.array([True, True, False])
+    infos = [{}, {"TimeLimit.truncated": True}, {}]
+    buffer.add(zero, zero, zero, np.ones(3), both, infos, np.array([False, False, True]))
+    assert (buffer.dones[0].tolist(), buffer.timeouts[0].tolist()) == ([1, 1, 1], [0, 1, 1])
+
+
+@pytest.mark.parametrize(
+    "options", [{"n_steps": 3, "handle_timeout_termination": False}, {}], ids=["steps", "timeouts"]
+)
+def test_one_dict_of_infos_needs_truncations(options):
+    """Case 57. Gymnasium's infos don't tell where a time limit ends an episode."""
+    buffer = sb3.ReplayBuffer(20, BOX, ACTIONS["box"], "cpu", **options)
+    zero = np.zeros((1, 2), np.float32)
+    with pytest.raises(ValueError, match="truncations"):
+        buffer.add(zero, zero, zero, np.zeros(1), np.zeros(1, bool), {})
+    assert buffer.size() == 0
 
 
 class Goals:
@@ -292,9 +556,50 @@ def test_goals_are_relabelled(strategy):
     assert loaded.sample(2).rewards.shape == (2, 1)
     with pytest.raises(ValueError, match="already"):
         loaded.set_env(Goals())
-    loaded.truncate_last_trajectory()
-    with pytest.raises(NotImplementedError, match="copy_info_dict"):
-        sb3.HerReplayBuffer(48, space, ACTIONS["box"], Goals(), copy_info_dict=True)
+
+
+def test_episodes_in_progress_are_cut_off_with_a_warning():
+    """Theirs tells of it, too; ``ep_start`` and ``ep_length`` say where episodes are."""
+    space = spaces.Dict(dict.fromkeys(["observation", "achieved_goal", "desired_goal"], BOX))
+    buffer = sb3.HerReplayBuffer(20, space, ACTIONS["box"], Goals(), "cpu", 2)
+    buffer.truncate_last_trajectory()
+    for step in range(13):
+        obs, following = (dict.fromkeys(space.spaces, np.full((2, 2), step + after, np.float32)) for after in range(2))
+        done = np.array([step in (3, 12), False])
+        buffer.add(obs, following, np.zeros((2, 2)), np.zeros(2), done, [{}, {}])
+    assert buffer.ep_length.T.tolist() == [[9, 9, 9, 1, 9, 9, 9, 9, 9, 9], [0] * 10]
+    assert buffer.ep_start.T.tolist() == [[4, 4, 4, 3, 4, 4, 4, 4, 4, 4], [3] * 10]
+    with pytest.warns(UserWarning, match="The last trajectory in the replay buffer will be truncated"):
+        buffer.truncate_last_trajectory()
+    assert buffer.dones[2].tolist() == [1, 1]
+    assert buffer.timeouts[2].tolist() == [0, 1]
+    assert buffer.ep_length[2].tolist() == [9, 10]
+    buffer.truncate_last_trajectory()
+
+
+def test_rewards_see_infos():
+    """``copy_info_dict``: those of the row, over the seam and after loading. Copies are given away."""
+
+    class Told:
+        def env_method(self, name: str, achieved: Any, goal: Any, infos: list[Any], indices: Any) -> list[Any]:
+            for info, reached in zip(infos, achieved, strict=True):
+                assert info.pop("at") == tuple(reached)
+            return [np.ones(len(infos))]
+
+    space = spaces.Dict(dict.fromkeys(["observation", "achieved_goal", "desired_goal"], BOX))
+    buffer = sb3.HerReplayBuffer(20, space, ACTIONS["box"], Told(), "cpu", 2, copy_info_dict=True)
+    for step in range(14):
+        here = np.array([[0, step], [1, step]], np.float32)
+        obs, following = (dict.fromkeys(space.spaces, here + np.array([0, after], np.float32)) for after in range(2))
+        infos = [{"at": (0, step + 1)}, {"at": (1, step + 1)}]
+        buffer.add(obs, following, np.zeros((2, 2)), np.zeros(2), np.zeros(2, bool), infos)
+        if step == 11:
+            buffer = pickle.loads(pickle.dumps(buffer))
+            buffer.set_env(Told())
+    for _ in range(2):
+        assert 0.7 < buffer.sample(500).rewards.mean() < 0.9
+    with pytest.raises(ValueError, match="a dict for each environment"):
+        buffer.add(obs, following, np.zeros((2, 2)), np.zeros(2), np.zeros(2, bool), {}, np.zeros(2, bool))
 
 
 def test_priorities():
@@ -339,3 +644,7 @@ def test_the_device_that_load_sets():
     assert buffer.device == torch.device("cpu")
     assert buffer.sample(3).rewards.device.type == "cpu"
     assert "5/12 steps of 3" in repr(buffer)
+    if not torch.cuda.is_available():
+        # A model of a machine with a GPU that is loaded on one without.
+        buffer.device = "cuda"
+        assert (buffer.device.type, buffer.sample(3).rewards.device.type) == ("cuda", "cpu")

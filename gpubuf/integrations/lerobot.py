@@ -1,9 +1,15 @@
-"""LeRobot's ``ReplayBuffer``."""
+"""LeRobot's replay buffer, with its names: ``from gpubuf.integrations.lerobot import ReplayBuffer``.
+
+LeRobot is at https://github.com/huggingface/lerobot; its buffer is in ``lerobot/rl/buffer.py``. It is imported by
+:meth:`ReplayBuffer.to_lerobot_dataset` only.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Self
+from queue import SimpleQueue
+from typing import Any, Self, TypeVar
 
 import torch
 from tensordict import TensorDict
@@ -12,13 +18,18 @@ from torch import Tensor
 from gpubuf.data.buffers.replay_buffer import ReplayBuffer as Rows
 from gpubuf.data.processing.random_shift import RandomShift
 from gpubuf.data.storages.codecs import Codec
+from gpubuf.data.storages.end_bits import CONTINUITY
 from gpubuf.data.storages.tensor_storage import LazyTensorStorage
-from gpubuf.integrations.lerobot.ahead import ahead
-from gpubuf.integrations.lerobot.datasets import INFO, features_of, frame_of, new_dataset, transitions_of
 
+__all__ = ["ReplayBuffer"]
+
+T = TypeVar("T")
 IMAGE = "observation.image"
 PAD = 4
 _FRAMES = 64
+# Keys of data sets.
+ACTION, REWARD, DONE = "action", "next.reward", "next.done"
+INFO = "complementary_info."
 
 
 class ReplayBuffer:
@@ -68,7 +79,7 @@ class ReplayBuffer:
         next_capacity: int | None = None,
     ) -> None:
         if capacity <= 0:
-            raise ValueError(f"capacity must be at least 1, got {capacity}")
+            raise ValueError(f"Capacity must be greater than 0. The capacity is {capacity}")
         self.capacity = capacity
         self.device = device
         self.state_keys = [] if state_keys is None else state_keys
@@ -105,6 +116,54 @@ class ReplayBuffer:
         """The number of stored transitions."""
         return self.size
 
+    def _stored(self, *key: str) -> Tensor:
+        if self.buffer is None:
+            raise AttributeError("nothing has been added: the first transition settles keys and shapes")
+        storage, n = self.buffer.storage, len(self.buffer)
+        position = storage.form.batch.position(key)
+        assert position is not None
+        with self.buffer._lock:
+            rows = storage.gather_key(position, torch.arange(n, device=storage.device))
+        rows = rows.bool() if key[0] in ("done", "truncated") else rows
+        return torch.cat([rows, rows.new_zeros(self.capacity - n, *rows.shape[1:])])
+
+    @property
+    def states(self) -> dict[str, Tensor]:
+        """States by key, ``[capacity, ...]`` float32 on the device of the rows, zeros where nothing is stored. These
+        and all that follow are copies: changing them changes no row.
+        """
+        return {key: self._stored("state", key) for key in self._states}
+
+    @property
+    def next_states(self) -> dict[str, Tensor]:
+        """States after each transition, as :attr:`states`: those that were given, also with ``optimize_memory``."""
+        return {key: self._stored("next", "state", key) for key in self._states}
+
+    @property
+    def actions(self) -> Tensor:
+        """Actions, ``[capacity, ...]`` float32."""
+        return self._stored("action")
+
+    @property
+    def rewards(self) -> Tensor:
+        """Rewards, ``[capacity]`` float32."""
+        return self._stored("reward")
+
+    @property
+    def dones(self) -> Tensor:
+        """Ends of the task, ``[capacity]`` bool."""
+        return self._stored("done")
+
+    @property
+    def truncateds(self) -> Tensor:
+        """Ends by length, ``[capacity]`` bool."""
+        return self._stored("truncated")
+
+    @property
+    def complementary_info(self) -> dict[str, Tensor]:
+        """Information by key, ``[capacity, ...]`` float32."""
+        return {key: self._stored("complementary_info", key) for key in self._info or ()}
+
     # Writing
 
     def add(
@@ -112,7 +171,7 @@ class ReplayBuffer:
         state: Mapping[str, Tensor],
         action: Tensor,
         reward: float | Tensor,
-        next_state: Mapping[str, Tensor],
+        next_state: Mapping[str, Tensor] | None,
         done: bool | Tensor,
         truncated: bool | Tensor,
         complementary_info: Mapping[str, Any] | None = None,
@@ -120,15 +179,21 @@ class ReplayBuffer:
         """Add a transition. All numbers are stored as float32, unless ``dtypes`` says otherwise.
 
         Args:
-            state, next_state: tensors by key, with a batch dimension of 1 or without one.
+            state, next_state: tensors by key, with a batch dimension of 1 or without one. ``next_state`` may be None at
+                the end of an episode: the state stands for it, as in data sets.
             action: likewise.
             reward, done, truncated: numbers.
             complementary_info: tensors or numbers by key, which come back in batches.
 
         Raises:
             KeyError: a key of the first transition is missing.
-            ValueError: a tensor has another shape, or information is neither a tensor nor a number.
+            ValueError: a tensor has another shape, information is neither a tensor nor a number, or there is no
+                ``next_state`` and the episode goes on.
         """
+        if next_state is None:
+            if not done and not truncated:
+                raise ValueError("next_state is None, and the episode goes on: give the state that follows")
+            next_state = state
         if self.buffer is None:
             self._begin(state, complementary_info)
         assert self.buffer is not None
@@ -156,6 +221,8 @@ class ReplayBuffer:
             batch_dtypes={"done": torch.float32, "truncated": torch.float32},
             share_next=keys if self.optimize_memory else False,
             next_capacity=self._next_capacity,
+            # Also where a program says nothing of an end.
+            ends=CONTINUITY,
         )
         shifted = [("state", key) for key in self._images]
         own = self.image_augmentation_function is None
@@ -178,7 +245,7 @@ class ReplayBuffer:
             RuntimeError: nothing has been added.
         """
         if self.buffer is None:
-            raise RuntimeError("cannot sample from an empty buffer: add transitions first")
+            raise RuntimeError("Cannot sample from an empty buffer: add transitions first")
         data: TensorDict = self.buffer.sample(min(batch_size, len(self.buffer)))
         states: list[dict[str, Tensor]] = [
             {key: _to(where["state"][key], self.device) for key in self._states} for where in (data, data["next"])
@@ -285,7 +352,7 @@ class ReplayBuffer:
         """
         rows = self.buffer
         if rows is None or not len(rows):
-            raise ValueError("the buffer is empty: there is nothing to convert")
+            raise ValueError("The replay buffer is empty. Cannot convert to a dataset.")
         n, start = len(rows), self.position - len(rows)
         order = (torch.arange(n) + start) % self.capacity
         dataset = new_dataset(repo_id, fps, root, features_of(self._frame(rows.storage[order[:1]][0])))
@@ -337,3 +404,115 @@ def _number(key: str, info: Mapping[str, Any]) -> Tensor:
             f"complementary_info[{key!r}] must be a tensor or a number in every transition, got {type(value).__name__}"
         )
     return torch.tensor(float(value))
+
+
+def ahead(make: Callable[[], T], depth: int) -> Iterator[T]:
+    """Results of ``make``, called by a thread, of which up to ``depth`` wait.
+
+    An exception of ``make`` is raised where its result would have come. The thread ends with the iterator.
+    """
+    if depth < 1:
+        raise ValueError(f"queue_size must be at least 1, got {depth}")
+    results: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
+    room, stopped = threading.Semaphore(depth), threading.Event()
+
+    def work() -> None:
+        while room.acquire() and not stopped.is_set():
+            try:
+                results.put((make(), None))
+            except BaseException as error:
+                results.put((None, error))
+                return
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        while True:
+            result, error = results.get()
+            if error is not None:
+                raise error
+            room.release()
+            yield result  # type: ignore[misc]
+    finally:
+        stopped.set()
+        room.release()
+        thread.join()
+
+
+# Between transitions and data sets
+
+
+def transitions_of(dataset: Any, state_keys: Sequence[str] | None) -> Iterator[dict[str, Any]]:
+    """The transitions of a data set, as arguments of :meth:`ReplayBuffer.add`; each sample is read once.
+
+    Args:
+        dataset: ``dataset[i]`` is a dict with ``"action"``, ``"next.reward"``, ``"episode_index"``, ``state_keys``, and
+            perhaps ``"next.done"``. Keys that begin with ``"complementary_info."`` come along.
+        state_keys: what a state is made of.
+
+    Raises:
+        ValueError: there are no ``state_keys``.
+    """
+    if state_keys is None:
+        raise ValueError("state_keys must be given: which keys of the data set make a state")
+    n = len(dataset)
+    following: Any = dataset[0] if n else None
+    for i in range(n):
+        sample: Any = following
+        following = dataset[i + 1] if i + 1 < n else None
+        goes_on = following is not None and bool(following["episode_index"] == sample["episode_index"])
+        done = bool(sample[DONE].item()) if DONE in sample else not goes_on
+        # The state behind the last one is in no data set.
+        coming = following if goes_on and not done else sample
+        info = {key.removeprefix(INFO): _one(value) for key, value in sample.items() if key.startswith(INFO)}
+        yield {
+            "state": {key: _one(sample[key]) for key in state_keys},
+            "action": _one(sample[ACTION]),
+            "reward": float(sample[REWARD].item()),
+            "next_state": {key: _one(coming[key]) for key in state_keys},
+            "done": done,
+            "truncated": False,
+            "complementary_info": info or None,
+        }
+
+
+def _one(value: Any) -> Any:
+    return value.unsqueeze(0) if isinstance(value, Tensor) else value
+
+
+def new_dataset(repo_id: str, fps: int, root: Any, features: Mapping[str, Any]) -> Any:
+    """An empty data set of LeRobot's.
+
+    Raises:
+        ImportError: LeRobot is missing.
+    """
+    try:
+        from lerobot.datasets.lerobot_dataset import LeRobotDataset
+    except ImportError as error:
+        raise ImportError("to_lerobot_dataset() needs LeRobot: pip install lerobot") from error
+    return LeRobotDataset.create(
+        repo_id=repo_id, fps=fps, root=root, robot_type=None, features=dict(features), use_videos=True
+    )
+
+
+def features_of(rows: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
+    """LeRobot's description of frames with these values, of which the reward and the flag are left out."""
+    found: dict[str, dict[str, Any]] = {
+        "index": {"dtype": "int64", "shape": [1]},
+        "episode_index": {"dtype": "int64", "shape": [1]},
+        "frame_index": {"dtype": "int64", "shape": [1]},
+        "timestamp": {"dtype": "float32", "shape": [1]},
+        "task_index": {"dtype": "int64", "shape": [1]},
+        REWARD: {"dtype": "float32", "shape": (1,)},
+        DONE: {"dtype": "bool", "shape": (1,)},
+    }
+    for key, value in rows.items():
+        shape = tuple(value.shape)
+        is_image = len(shape) == 3 and shape[0] in (1, 3)
+        found[key] = {"dtype": "image" if is_image else "float32", "shape": shape}
+    return found
+
+
+def frame_of(row: Mapping[str, Tensor], reward: Tensor, done: Tensor, task: str) -> dict[str, Any]:
+    """A frame of one row, on the CPU."""
+    return {**row, REWARD: reward.reshape(1).float(), DONE: done.reshape(1).to(torch.bool), "task": task}
