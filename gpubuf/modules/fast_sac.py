@@ -6,7 +6,7 @@ The widths that they start from are those of the programs. They are made for GPU
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tensordict.nn import TensorDictModule
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from gpubuf.modules.mlp import MLP, EnsembleMLP
 from gpubuf.modules.norms import NormName
 from gpubuf.modules.sac import TanhNormalActor, tanh_normal_actor
+from gpubuf.modules.unit_rows import draw_rows
 
 
 class SquashedGaussianParameters(nn.Module):
@@ -62,6 +63,9 @@ def make_fastsac_actor(
 ) -> TanhNormalActor:
     """The actor of FastSAC: layer norm and SiLU, and a standard deviation whose logarithm tanh keeps in its range.
 
+    The last layer begins at 0: the first policy has mean 0, and the standard deviation in the middle of its range,
+    ``exp(-2.5) = 0.082``, everywhere.
+
     It is used as that of :func:`~gpubuf.modules.make_sac_actor`.
 
     Args:
@@ -84,10 +88,10 @@ def make_fastsac_actor(
         ValueError: the bounds of the actions or of the standard deviation are out of order or not finite.
     """
     new: dict[str, Any] = {"device": device, "dtype": dtype}
-    network = nn.Sequential(
-        MLP(obs_dim, 2 * action_dim, num_cells, activation, norm=norm, **new),
-        SquashedGaussianParameters(log_std_min, log_std_max),
-    )
+    body = MLP(obs_dim, 2 * action_dim, num_cells, activation, norm=norm, **new)
+    for parameter in body[-1].parameters():
+        nn.init.zeros_(parameter)
+    network = nn.Sequential(body, SquashedGaussianParameters(log_std_min, log_std_max))
     return tanh_normal_actor(
         network, action_dim, low=low, high=high, in_keys=in_keys, action_key=action_key,
         return_log_prob=return_log_prob, **new,
@@ -179,7 +183,8 @@ def make_flashsac_actor(
         low: lower bound of the actions: a number or ``[A]`` numbers.
         high: upper bound of the actions, as ``low``.
         activation: factory of the activation modules.
-        unit_rows: the rows of all weights have unit length.
+        unit_rows: the rows of all weights have unit length, and begin orthogonal; scale and shift of a norm together
+            have the length sqrt(features).
         log_std_min: least logarithm of the standard deviation.
         log_std_max: greatest logarithm of the standard deviation.
         in_keys: keys of the inputs, each ``[*batch, width]``.
@@ -193,10 +198,12 @@ def make_flashsac_actor(
     """
     new: dict[str, Any] = {"device": device, "dtype": dtype}
     options = _flashsac_options(num_blocks, expansion, unit_rows)
-    network = nn.Sequential(
-        MLP(obs_dim, 2 * action_dim, (width,), activation, **options, **new),
-        SquashedGaussianParameters(log_std_min, log_std_max),
-    )
+    body = MLP(obs_dim, 2 * action_dim, (width,), activation, **options, **new)
+    if unit_rows:
+        # The program has two heads, of the means and of the standard deviations.
+        for head in cast(Tensor, body[-1].weight).chunk(2):
+            draw_rows(head, -1)
+    network = nn.Sequential(body, SquashedGaussianParameters(log_std_min, log_std_max))
     return tanh_normal_actor(
         network, action_dim, low=low, high=high, in_keys=in_keys, action_key=action_key,
         return_log_prob=return_log_prob, **new,
@@ -234,7 +241,8 @@ def make_flashsac_critic(
         num_atoms: number of atoms, A; 1 for plain values.
         num_nets: number of networks, N.
         activation: factory of the activation modules.
-        unit_rows: the rows of all weights have unit length.
+        unit_rows: the rows of all weights have unit length, and begin orthogonal; scale and shift of a norm together
+            have the length sqrt(features).
         in_keys: keys of the inputs, each ``[*batch, width]``.
         out_key: key of the logits, ``[N, *batch, A]``.
         device: of the parameters.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gpubuf.kernels._differentiable import past_functorch
 from gpubuf.modules.perceptron import by_input, by_weight, fast_here, product
-from gpubuf.modules.unit_rows import normalize_rows
+from gpubuf.modules.unit_rows import draw_rows
 
 
 def joined(inputs: Sequence[Tensor]) -> Tensor:
@@ -88,7 +88,7 @@ def ensemble_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 class UnitLinear(nn.Linear):
     """``nn.Linear`` whose weight has rows of unit length: see :mod:`gpubuf.modules.unit_rows`.
 
-    The rows start in uniformly random directions, and the bias at 0.
+    The rows start orthogonal (see :func:`~gpubuf.modules.unit_rows.draw_rows`), and the bias at 0.
     """
 
     unit_rows = True
@@ -97,8 +97,7 @@ class UnitLinear(nn.Linear):
 
     def reset_parameters(self) -> None:
         """Draw the directions of all rows anew, and set the bias to 0."""
-        nn.init.normal_(self.weight)
-        normalize_rows(self.weight, -1)
+        draw_rows(self.weight, -1)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
@@ -149,8 +148,7 @@ class EnsembleLinear(nn.Module):
     def reset_parameters(self) -> None:
         """Draw all parameters anew: uniform in +-1/sqrt(in_features) as ``nn.Linear``, or as :class:`UnitLinear`."""
         if self.unit_rows:
-            nn.init.normal_(self.weight)
-            normalize_rows(self.weight, -2)
+            draw_rows(self.weight, -2)
             if self.bias is not None:
                 nn.init.zeros_(self.bias)
             return

@@ -169,8 +169,8 @@ class MLP(nn.Sequential):
         num_blocks: number of residual blocks.
         expansion: width within a residual block, as a multiple of its own.
         bias: give the hidden layers a bias. The last layer always has one.
-        unit_rows: the rows of all weights have unit length, and the scales of norms the length sqrt(width): see
-            :meth:`normalize_weights`.
+        unit_rows: the rows of all weights have unit length and begin orthogonal, and scale and shift of a norm together
+            have the length sqrt(width): see :meth:`normalize_weights`.
         device: of the parameters.
         dtype: of the parameters.
 

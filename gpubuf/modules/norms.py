@@ -2,9 +2,10 @@
 
 Each has a scale and most a shift per feature and net. ``num_nets=None`` is one net, on ``[*batch, features]``, with
 parameters ``[features]``; otherwise the input is ``[num_nets, rows, features]`` and the parameters are
-``[num_nets, 1, features]``. Inputs of lower precision, as under autocast, are normalised in float32 and returned in
-their own. A norm with its activation is one kernel each way (:mod:`gpubuf.kernels.norms`), and one more for the
-statistics of a batch. Code that ``torch.compile`` or ``torch.vmap`` transforms has PyTorch's operations instead.
+``[num_nets, 1, features]``. With ``unit_rows`` one parameter, ``weight``, has the scale and after it the shift, twice
+as many features. Inputs of lower precision, as under autocast, are normalised in float32 and returned in their own. A
+norm with its activation is one kernel each way (:mod:`gpubuf.kernels.norms`), and one more for the statistics of a
+batch. Code that ``torch.compile`` or ``torch.vmap`` transforms has PyTorch's operations instead.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gpubuf.kernels import norms
+from gpubuf.kernels._differentiable import snapshot
 
 Statistics = Literal["update", "batch", "running"]
 NormName = Literal["layer", "rms", "batch", "batch_renorm"]
@@ -59,14 +61,31 @@ class _Norm(nn.Module):
         self.features, self.num_nets, self.eps, self.unit_rows = features, num_nets, eps, unit_rows
         self.row_norm = math.sqrt(features)
         self._shape = (features,) if num_nets is None else (num_nets, 1, features)
-        self.weight = nn.Parameter(torch.ones(self._shape, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.zeros(self._shape, device=device, dtype=dtype)) if bias else None
+        # A row that has one length is one tensor: the optimiser scales it in the program that updates it.
+        self._joint = unit_rows and bias
+        shape = (*self._shape[:-1], 2 * features) if self._joint else self._shape
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        apart = bias and not self._joint
+        self.bias = nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) if apart else None
+        _Norm.reset_parameters(self)
+
+    @property
+    def scale(self) -> Tensor:
+        """What the normalised input is multiplied with, ``[features]`` or ``[num_nets, 1, features]``."""
+        return self.weight.chunk(2, -1)[0] if self._joint else self.weight
+
+    @property
+    def shift(self) -> Tensor | None:
+        """What is added to it, of the same shape."""
+        return self.weight.chunk(2, -1)[1] if self._joint else self.bias
 
     def reset_parameters(self) -> None:
         """Set the scale to 1 and the shift to 0."""
-        nn.init.ones_(self.weight)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+        shift = self.shift
+        with torch.no_grad():
+            self.scale.fill_(1)
+            if shift is not None:
+                shift.zero_()
 
     def extra_repr(self) -> str:
         nets = "" if self.num_nets is None else f", num_nets={self.num_nets}"
@@ -80,8 +99,8 @@ class _RowNorm(_Norm):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.features > norms.MAX_WIDTH or _takes_torch(x):
-            return norms.composed(x, self.weight, self.bias, self.eps, self._kind, self._activation)
-        y: Tensor = norms.norm_activation_direct(x, self.weight, self.bias, self.eps, self._kind, self._activation)[0]
+            return norms.composed(x, self.scale, self.shift, self.eps, self._kind, self._activation)
+        y: Tensor = norms.norm_activation_direct(x, self.scale, self.shift, self.eps, self._kind, self._activation)[0]
         return y
 
 
@@ -96,7 +115,7 @@ class LayerNorm(_RowNorm):
         eps: added to the variance.
         bias: add a shift.
         activation: "relu", "silu" or None.
-        unit_rows: the scale is to have the norm sqrt(features), see :mod:`gpubuf.modules.unit_rows`.
+        unit_rows: scale and shift together are to have the norm sqrt(features), see :mod:`gpubuf.modules.unit_rows`.
         device: of the parameters.
         dtype: of the parameters.
 
@@ -123,7 +142,7 @@ class RMSNorm(_RowNorm):
         eps: added to the mean square.
         bias: add a shift.
         activation: "relu", "silu" or None.
-        unit_rows: the scale is to have the norm sqrt(features), see :mod:`gpubuf.modules.unit_rows`.
+        unit_rows: scale and shift together are to have the norm sqrt(features), see :mod:`gpubuf.modules.unit_rows`.
         device: of the parameters.
         dtype: of the parameters.
 
@@ -163,14 +182,17 @@ class BatchNorm(_Norm):
         r_max: largest correction of the scale.
         d_max: largest correction of the mean, in standard deviations.
         activation: "relu", "silu" or None.
-        unit_rows: the scale is to have the norm sqrt(features), see :mod:`gpubuf.modules.unit_rows`.
+        unit_rows: scale and shift together are to have the norm sqrt(features), see :mod:`gpubuf.modules.unit_rows`.
         device: of the parameters.
         dtype: of the parameters.
 
     Attributes:
         statistics: "update", "batch" or "running", see :func:`set_statistics`.
+        counts: which rows count, or None; see :func:`count_rows`. The others are normalised like these, and change no
+            statistic, running one or gradient. With fewer than two rows that count the running statistics stay.
 
-    ``forward`` raises ValueError if the statistics of a batch of fewer than two rows are asked for.
+    ``forward`` raises ValueError if the statistics of a batch of fewer than two rows are asked for, or if ``counts``
+    does not have one element for each row.
     """
 
     running_mean: Tensor
@@ -200,8 +222,9 @@ class BatchNorm(_Norm):
             raise ValueError(f"momentum must be in (0, 1], got {momentum}")
         self.momentum, self.renorm_warmup, self.r_max, self.d_max = momentum, renorm_warmup, r_max, d_max
         self.statistics: Statistics = "update"
-        self.register_buffer("running_mean", torch.zeros_like(self.weight))
-        self.register_buffer("running_var", torch.ones_like(self.weight))
+        self.counts: Tensor | None = None
+        self.register_buffer("running_mean", torch.zeros_like(self.scale))
+        self.register_buffer("running_var", torch.ones_like(self.scale))
         if renorm_warmup is not None:
             self.register_buffer("num_batches", torch.zeros((), dtype=torch.int64, device=device))
 
@@ -216,36 +239,57 @@ class BatchNorm(_Norm):
 
     def forward(self, x: Tensor) -> Tensor:
         by_torch = _takes_torch(x)
-        run = norms.composed_batch if by_torch else norms.batch_norm_activation_direct
-        weight, bias = self.weight, self.bias
+        weight, bias = self.scale, self.shift
         assert bias is not None
         follows = self.statistics == "update" and self.training and torch.is_grad_enabled()
         if not (follows or (self.statistics == "batch" and self.training)):
             mean, var = self.running_mean, self.running_var
             if torch.is_grad_enabled():  # They may move before the backward reads them.
-                mean, var = mean.clone(), var.clone()
-            return cast(Tensor, run(x, weight, bias, mean, var, self.eps, self._activation, False))
-        rows = x.numel() // weight.numel()
+                copy = snapshot if by_torch else torch.clone
+                mean, var = copy(mean), copy(var)
+            fixed = norms.composed_batch if by_torch else norms.batch_norm_activation_direct
+            return cast(Tensor, fixed(x, weight, bias, mean, var, self.eps, self._activation, False))
+        rows: int | Tensor = x.numel() // weight.numel()
         if rows < 2:
             raise ValueError(f"the statistics of a batch need at least two rows, got an input of shape {list(x.shape)}")
-        mean, var = self._by_torch(x) if by_torch else self._moments(x)
+        if self.counts is not None:
+            by_torch = True
+            mean, var, rows = self._of_counting(x, self.counts)
+        else:
+            mean, var = self._by_torch(x) if by_torch else self._moments(x)
         if self.renorm_warmup is not None:
             r, d = self._renorm(mean.detach(), var.detach())
-            weight, bias = weight * r, torch.addcmul(bias, weight, d)  # type: ignore[assignment]
+            if by_torch:  # The statistics move before the backward, which would compute both anew.
+                r, d = snapshot(r), snapshot(d)
+            weight, bias = weight * r, torch.addcmul(bias, weight, d)
         if follows:
             self._follow(mean.detach(), var.detach(), rows)
         # PyTorch's operations differentiate mean and variance themselves.
+        run = norms.composed_batch if by_torch else norms.batch_norm_activation_direct
         return cast(Tensor, run(x, weight, bias, mean, var, self.eps, self._activation, not by_torch))
 
     @torch.no_grad()
     def _moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        mean, var = norms.batch_moments_direct(x, self.weight)
+        mean, var = norms.batch_moments_direct(x, self.running_mean)
         return mean, var
 
     def _by_torch(self, x: Tensor) -> tuple[Tensor, Tensor]:
         dims = tuple(range(x.ndim - 1)) if self.num_nets is None else (1,)
         var, mean = torch.var_mean(x.to(torch.promote_types(x.dtype, torch.float32)), dims, correction=0)
-        return mean.reshape(self.weight.shape), var.reshape(self.weight.shape)
+        return mean.reshape(self._shape), var.reshape(self._shape)
+
+    def _of_counting(self, x: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(mean, variance, number) of the rows that count; 0 if none does."""
+        rows, dims = (x.shape[:-1], tuple(range(x.ndim - 1))) if self.num_nets is None else (x.shape[1:-1], (1,))
+        if counts.numel() != rows.numel():
+            raise ValueError(
+                f"which rows count must be said of each: got {list(counts.shape)} for an input of {list(x.shape)}"
+            )
+        counts, x = counts.reshape(*rows, 1), x.to(torch.promote_types(x.dtype, torch.float32))
+        number = counts.sum().to(x.dtype)
+        mean = torch.where(counts, x, 0.0).sum(dims, keepdim=True) / number.clamp(min=1)
+        var = torch.where(counts, x - mean, 0.0).square().sum(dims, keepdim=True) / number.clamp(min=1)
+        return mean.reshape(self._shape), var.reshape(self._shape), number
 
     @torch.no_grad()
     def _renorm(self, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
@@ -258,16 +302,31 @@ class BatchNorm(_Norm):
         return torch.where(warm, r, 1.0), torch.where(warm, d, 0.0)
 
     @torch.no_grad()
-    def _follow(self, mean: Tensor, var: Tensor, rows: int) -> None:
+    def _follow(self, mean: Tensor, var: Tensor, rows: int | Tensor) -> None:
+        mean, unbiased = mean - self.running_mean, var * (rows / (rows - 1)) - self.running_var
+        if isinstance(rows, Tensor):
+            mean, unbiased = (torch.where(rows > 1, step, 0.0) for step in (mean, unbiased))
         # Not lerp_, which vmap does not know.
-        self.running_mean.add_(mean - self.running_mean, alpha=self.momentum)
-        self.running_var.add_(var * (rows / (rows - 1)) - self.running_var, alpha=self.momentum)
+        self.running_mean.add_(mean, alpha=self.momentum)
+        self.running_var.add_(unbiased, alpha=self.momentum)
         if self.renorm_warmup is not None:
-            self.num_batches.add_(1)
+            self.num_batches.add_(rows > 1)
 
     def extra_repr(self) -> str:
         renorm = "" if self.renorm_warmup is None else f", renorm_warmup={self.renorm_warmup}"
         return f"{super().extra_repr()}, momentum={self.momentum}{renorm}"
+
+
+def count_rows(module: nn.Module, counts: Tensor | None) -> None:
+    """Say which rows count in the statistics of a batch of every :class:`BatchNorm` within ``module``, until told anew.
+
+    Args:
+        module: the network.
+        counts: bool, an element for each row of the inputs to come; None for all rows.
+    """
+    for part in module.modules():
+        if isinstance(part, BatchNorm):
+            part.counts = counts
 
 
 def set_statistics(module: nn.Module, statistics: Statistics) -> None:

@@ -52,6 +52,21 @@ def normalize_rows(weight: Tensor, dim: int, norm: float = 1.0) -> None:
     weight.mul_(norm / length.clamp_min(torch.finfo(length.dtype).tiny))
 
 
+@torch.no_grad()
+def draw_rows(weight: Tensor, dim: int) -> None:
+    """Draw orthogonal rows of unit length along ``dim``, the last dimension or the one before, in each net's matrix.
+
+    More rows than a row has elements can't all be orthogonal; then the elements are, over the rows, before the rows get
+    their length.
+    """
+    drawn = weight if weight.dtype in (torch.float32, torch.float64) else weight.float()
+    for net in drawn if drawn.ndim == 3 else (drawn,):
+        nn.init.orthogonal_(net)
+    if drawn is not weight:
+        weight.copy_(drawn)
+    normalize_rows(weight, dim)
+
+
 def normalize_weights(module: nn.Module) -> None:
     """Bring all weights within ``module`` that are to have unit rows to their length, in place. No host sync.
 

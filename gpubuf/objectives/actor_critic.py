@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +14,16 @@ from tensordict.nn import TensorDictModule, TensorDictParams, dispatch
 from tensordict.utils import NestedKey, unravel_key
 from torch import Tensor, nn
 
+from gpubuf.data.runtime.recording import current_recording
+from gpubuf.data.storages.leaves import priority_mask_key
 from gpubuf.modules.plain import entry
 from gpubuf.objectives.arguments import one_of, refuse_deprecated, warn
 from gpubuf.objectives.critics import make_critics
 from gpubuf.objectives.functional import ParametersByName
-from gpubuf.objectives.networks import Path, leaves, paths, target_parameters
-from gpubuf.objectives.shapes import is_values_of, next_key, rows_of
+from gpubuf.objectives.loss_module import pairs_of
+from gpubuf.objectives.masks import HAS_TARGET, counting_rows, joint_mask, leaf_keys, without_ended
+from gpubuf.objectives.networks import Path, leaves, paths, redraw, run_counting, target_parameters
+from gpubuf.objectives.shapes import is_values_of, next_key
 from gpubuf.objectives.single_network import SingleNetwork
 from gpubuf.objectives.td import TDLossModule
 
@@ -42,7 +47,8 @@ class ActorCriticLossModule(TDLossModule):
         delay_actor: give the actor target parameters.
         delay_qvalue: give the critics target parameters.
         separate_losses: parameters that critics share with the actor get gradients from the actor's loss only.
-        skip_done_states: let networks see a terminated row's own observation in place of the next.
+        skip_done_states: keep the next states of ended rows from the networks; see
+            :class:`~gpubuf.objectives.SACLoss`.
         deactivate_vmap: run several critics one after the other.
         loss_function: see :class:`TDLossModule`.
         reduction: "mean" (also for None), "sum" or "none".
@@ -73,6 +79,8 @@ class ActorCriticLossModule(TDLossModule):
     #: Entries of the output: losses, and scalars that ``reduction="none"`` leaves out.
     loss_names: tuple[str, ...] = ("loss_actor", "loss_qvalue")
     scalar_names: tuple[str, ...] = ()
+    #: Keys that an actor knows, and where it does.
+    _keys_of_actors: tuple[tuple[str, str], ...] = (("log_prob", "log_prob_keys"), ("action", "dist_sample_keys"))
     #: Losses of further networks, which come last.
     further_loss_names: tuple[str, ...] = ()
 
@@ -114,9 +122,11 @@ class ActorCriticLossModule(TDLossModule):
             )
             scalar_output_mode = "exclude"
         self.scalar_output_mode = scalar_output_mode
+        #: Whether NaN was named already, or whoever reads the losses names it.
+        self.nan_named = False
+        self._out_keys: list[NestedKey] | None = None
         self._set_networks(actor_network, qvalue_network, separate_losses, further or {})
-        names = {"log_prob": "log_prob_keys", "action": "dist_sample_keys"}
-        found = {key: getattr(actor_network, name, None) for key, name in names.items()}
+        found = {key: getattr(actor_network, name, None) for key, name in self._keys_of_actors}
         self.set_keys(**{key: next(iter(value)) for key, value in found.items() if value})
 
     # --- networks ---
@@ -168,6 +178,16 @@ class ActorCriticLossModule(TDLossModule):
         self._run_on(registered)
         self.__dict__["_parameters_by_name"] = ParametersByName(registered)
 
+    @torch.no_grad()
+    def reset_parameters_recursive(self) -> None:  # type: ignore[override]
+        """Draw the parameters of all networks anew, in place. Target parameters become equal to them."""
+        for single in self._networks.values():
+            redraw(single.network)
+        self._critics.redraw()
+        if any(name.startswith("target_") for name in self._modules):
+            for target, source in pairs_of(self):
+                target.copy_(source)
+
     def before_loading(self) -> None:
         super().before_loading()
         self._critics.before_loading()
@@ -203,12 +223,15 @@ class ActorCriticLossModule(TDLossModule):
 
     @property
     def in_keys(self) -> list[NestedKey]:
-        """The entries that :meth:`forward` reads."""
+        """The entries that :meth:`forward` reads, in the order of its arguments.
+
+        They follow from the networks and from :meth:`set_keys`; what you assign holds until the next call of that.
+        """
         return self._in_keys
 
     @in_keys.setter
     def in_keys(self, value: Any) -> None:
-        raise AttributeError("in_keys follow from the networks and from set_keys()")
+        self._in_keys = [unravel_key(key) for key in value]
 
     def set_keys(self, **kwargs: NestedKey | None) -> None:
         super().set_keys(**kwargs)
@@ -242,13 +265,23 @@ class ActorCriticLossModule(TDLossModule):
 
     @property
     def out_keys(self) -> list[NestedKey]:
-        """The entries that :meth:`forward` returns."""
-        scalars = () if self._scalars_left_out else self.scalar_names
-        return [*self.loss_names, *scalars, *self.further_loss_names]
+        """The entries that :meth:`forward` returns; of those that you assign, or give to ``select_out_keys``, a part.
+
+        Raises:
+            ValueError: one that is assigned is not among them.
+        """
+        return self._every_out_key() if self._out_keys is None else self._out_keys
 
     @out_keys.setter
     def out_keys(self, value: Any) -> None:
-        raise AttributeError("out_keys are fixed")
+        chosen, every = [unravel_key(key) for key in value], self._every_out_key()
+        if unknown := [key for key in chosen if key not in every]:
+            raise ValueError(f"{type(self).__name__} returns {every}, got {unknown}")
+        self._out_keys = chosen
+
+    def _every_out_key(self) -> list[NestedKey]:
+        scalars = () if self._scalars_left_out else self.scalar_names
+        return [*self.loss_names, *scalars, *self.further_loss_names]
 
     @property
     def _scalars_left_out(self) -> bool:
@@ -259,14 +292,61 @@ class ActorCriticLossModule(TDLossModule):
         """The losses of a batch; see the class. Writes the priority entry into ``tensordict``."""
         # Compiled code has a guard for each of them, for it would otherwise run on the parameters of its first call.
         given = self._parameters_by_name.replaced()
-        if given is None:
-            return self._losses(tensordict)
-        with self._using(given):
-            return self._losses(tensordict)
+        with contextlib.nullcontext() if given is None else self._using(given):
+            losses = self._losses(tensordict)
+            self._look_for_nan(tensordict, losses)
+        return losses
 
     def _losses(self, tensordict: TensorDictBase) -> TensorDictBase:
         """The losses of a batch, made by :meth:`_output`."""
         raise NotImplementedError
+
+    def _look_for_nan(self, tensordict: TensorDictBase, losses: TensorDictBase) -> None:
+        """:meth:`warn_of_nan` where that costs no synchronisation, and tensors have values."""
+        if torch.compiler.is_compiling() or self.nan_named or current_recording() is not None:
+            return
+        first: Any = next(iter(losses.values()))
+        wrapped = type(first) is not Tensor or torch._C._functorch.is_functorch_wrapped_tensor(first)
+        if not wrapped and first.device.type == "cpu":
+            self.warn_of_nan(tensordict, losses)
+
+    def warn_of_nan(self, tensordict: TensorDictBase, losses: TensorDictBase) -> None:
+        """Warn if any of ``losses`` is NaN, once in the life of this loss, and say where the batch is not finite.
+
+        On a CPU, outside compiled code, every call of the loss does so. On a GPU and in compiled code nothing looks at
+        the values. There call it where you read the losses anyway, to log them, say: it synchronises.
+
+        Args:
+            tensordict: the batch.
+            losses: what the loss returned for it.
+        """
+        names = [str(name) for name in self.out_keys if name in losses.keys() and str(name).startswith("loss_")]
+        found = []
+        for name in names:
+            value = losses.get(name)
+            # `isnan` of one number is two more operations in every call.
+            if math.isnan(value.item()) if value.ndim == 0 else bool(value.isnan().any()):
+                found.append(name)
+        if not found or self.nan_named:
+            return
+        self.nan_named = True
+        seen, places, of_ended = self._seen(tensordict), [], False
+        rows_and_rest = (*tensordict.batch_size, -1)
+        done = self.done(tensordict).bool().reshape(rows_and_rest).any(-1)
+        for key in leaf_keys(seen, self._keys_seen()):
+            rows = ~entry(seen, key).isfinite().reshape(rows_and_rest).all(-1)
+            if rows.any():
+                ended = int((rows & done).sum())
+                of_ended = of_ended or (key[0] == "next" and ended > 0)
+                places.append(f"at {key!r} in {int(rows.sum())} of {rows.numel()} rows ({ended} of them done)")
+        text = f"{type(self).__name__}: {' and '.join(found)} NaN. "
+        if not places:
+            text += "The batch is finite where the networks look: look at their parameters."
+        else:
+            text += f"The batch is not finite {', and '.join(places)}."
+            if of_ended and not self.skip_done_states:
+                text += " skip_done_states=True keeps the next states of ended rows from the networks."
+        warn(text)
 
     def _output(
         self, tensordict: TensorDictBase, losses: dict[str, Tensor], scalars: dict[str, Tensor]
@@ -290,13 +370,37 @@ class ActorCriticLossModule(TDLossModule):
         yield from map(next_key, states)
         yield next_key(self.tensor_keys.reward)
 
+    def _seen(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """The batch as networks and targets see it; see :mod:`~gpubuf.objectives.masks`."""
+        if self.skip_done_states:
+            # First: masked rows take from the others what these have by then.
+            flags = self.terminated(tensordict), self.done(tensordict)
+            tensordict = without_ended(tensordict, self._state_keys(), *flags)
+        return self.without_masked(tensordict, self._keys_seen())
+
+    def _set_priority(self, tensordict: TensorDictBase, seen: TensorDictBase, priority: Tensor) -> Tensor:
+        """Write the priority of each row into the batch; of rows without a target 0, and that they have none.
+
+        Returns:
+            What was written.
+        """
+        key = self.tensor_keys.priority
+        known = joint_mask(seen, (HAS_TARGET,), priority.shape)
+        if known is not None:
+            known = known.reshape(priority.shape)
+            priority = torch.where(known, priority, 0)
+            tensordict.set(priority_mask_key(key), known)
+        tensordict.set(key, priority)
+        return priority
+
     def _draw(self, actor: Any, tensordict: TensorDictBase) -> tuple[Any, Tensor]:
         """(actions, log-densities S) that can be differentiated by the parameters of ``actor``.
 
         The actions are one tensor, or, of a ``tensordict.nn.CompositeDistribution``, a TensorDict of several. Their
         log-density is then the sum of all parts.
         """
-        dist = actor.get_dist(tensordict)
+        counts = counting_rows(tensordict, actor.in_keys)
+        dist = run_counting(actor, counts, lambda: actor.get_dist(tensordict))
         fused = getattr(dist, "rsample_and_log_prob", None)
         if fused is not None:
             action, log_prob = fused()
@@ -313,20 +417,20 @@ class ActorCriticLossModule(TDLossModule):
         return action, log_prob
 
     def _act(self, state: TensorDictBase, action: Any) -> None:
-        """Put what :meth:`_draw` returned into ``state``, where the critics find it."""
-        if isinstance(action, Tensor):
-            state.set(self.tensor_keys.action, action)
+        """Put what :meth:`_draw` returned into ``state``, where the critics find it.
+
+        The parts of a composite action lie where their distribution says, or, if that knows nothing of the action's
+        key, under it.
+        """
+        key = self.tensor_keys.action
+        if isinstance(action, Tensor) or unravel_key(key) not in action.keys(True):
+            state.set(key, action)
         else:
             state.update(action)
 
     def _next_state(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """The entries of the next step in a TensorDict of their own, with nothing that no network may see."""
+        """The entries of the next step in a TensorDict of their own."""
         state: TensorDictBase = tensordict.get("next").copy()
-        if self.skip_done_states:
-            ended = self.terminated(tensordict).bool()
-            for key in self._state_keys():
-                own, after = entry(tensordict, key), entry(tensordict, next_key(key))
-                state.set(key, torch.where(rows_of(ended, after), own, after))
         return state
 
     @torch.no_grad()

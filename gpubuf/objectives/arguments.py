@@ -27,7 +27,7 @@ def refuse_deprecated(**kwargs: Any) -> None:
 def warn(text: str) -> None:
     """A warning that points to the caller of a loss, or of its constructor, however many classes that has."""
     level, frame = 1, sys._getframe()
-    inside = ("gpubuf.objectives", "torch.nn.modules.module")
+    inside = ("gpubuf.objectives", "torch.nn.modules.module", "tensordict.nn.")
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(inside):
         level, frame = level + 1, frame.f_back
     warnings.warn(text, category=UserWarning, stacklevel=level)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import TensorDictParams
+from tensordict.nn import InteractionType, TensorDictParams, set_interaction_type
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
@@ -16,6 +16,7 @@ from gpubuf.modules.norms import set_statistics
 from gpubuf.modules.perceptron import is_perceptron, perceptron
 from gpubuf.modules.plain import entry, hooked, is_plain
 from gpubuf.objectives.linear_stacks import LinearStack, linear_stack
+from gpubuf.objectives.masks import counting_rows
 from gpubuf.objectives.networks import (
     ParameterPlaces,
     Path,
@@ -27,13 +28,20 @@ from gpubuf.objectives.networks import (
     ensemble_size,
     leaves,
     paths,
+    redraw,
     redrawn_copies,
+    run_counting,
     share_parameters,
     stacked_parameters,
 )
 from gpubuf.objectives.single_network import Owners, shared_paths, shared_tensor
 
 _RANDOM_MODULES = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+def _decided() -> set_interaction_type:
+    """Within it a critic that has the actor among its parts, as actor-critics with common layers do, takes its mode."""
+    return set_interaction_type(InteractionType.DETERMINISTIC)
 
 
 class Critics:
@@ -68,6 +76,10 @@ class Critics:
         for path in self._shared:
             entry = self.params.get(path)
             entry.data = entry.data.clone()
+
+    def redraw(self) -> None:
+        """Draw the parameters anew, in place."""
+        redraw(self.network)
 
     def online(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
         """Values with gradients to parameters and inputs."""
@@ -193,12 +205,18 @@ class BatchedCritics(Critics):
 
     def _run(self, module: Any, inputs: TensorDictBase, key: NestedKey, size: int | None = None) -> Tensor:
         entries = [entry(inputs, name) for name in self.network.in_keys]
-        if is_plain(module):
-            value: Tensor = module.module(*entries)
-        else:
-            # The nets come first in the output: no batch size would fit inputs and output alike.
-            data = TensorDict(dict(zip(self.network.in_keys, entries, strict=True)), batch_size=[])
-            value = module(data).get(key)
+
+        def run() -> Tensor:
+            if is_plain(module):
+                value: Tensor = module.module(*entries)
+            else:
+                # The nets come first in the output: no batch size would fit inputs and output alike.
+                data = TensorDict(dict(zip(self.network.in_keys, entries, strict=True)), batch_size=[])
+                with _decided():
+                    value = module(data).get(key)
+            return value
+
+        value = run_counting(module, counting_rows(inputs, self.network.in_keys), run)
         size = self.size if size is None else size
         if value.shape[:1] != (size,):
             raise ValueError(
@@ -231,6 +249,12 @@ class StackedCritics(Critics):
                 set_statistics(copy.module, "running")
         self._stack: LinearStack | None = linear_stack(self.network, where)
 
+    def redraw(self) -> None:
+        for own in zip(*(tensor.detach().unbind(0) for tensor in self._tensors), strict=True):
+            self._copy.places.fill(own)
+            redraw(self._copy.module)
+        self._copy.places.clear()
+
     def online(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
         return self._run(self._tensors, inputs, key, self._copy)
 
@@ -259,13 +283,18 @@ class StackedCritics(Critics):
 
         def single(*own: Tensor) -> Tensor:
             copy.places.fill(own)
-            output: Tensor = copy.module(inputs.copy()).get(key)
+            with _decided():
+                output: Tensor = copy.module(inputs.copy()).get(key)
             return output
 
-        try:
+        def run() -> Tensor:
             if self._use_vmap:
-                return torch.vmap(single, randomness=self.vmap_randomness)(*tensors)
+                found: Tensor = torch.vmap(single, randomness=self.vmap_randomness)(*tensors)
+                return found
             return torch.stack([single(*own) for own in zip(*(t.unbind(0) for t in tensors), strict=True)])
+
+        try:
+            return run_counting(copy.module, counting_rows(inputs, self.network.in_keys), run)
         finally:
             copy.places.clear()
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule
+from tensordict.utils import NestedKey
 from torch import Tensor
 
 from gpubuf.objectives.joint_batches import halves, joined
@@ -31,6 +33,13 @@ class CrossQLoss(SACLoss):
         actor_network: as in :class:`~gpubuf.objectives.SACLoss`, and so are all other arguments.
         qvalue_network: as in :class:`~gpubuf.objectives.SACLoss`.
     """
+
+    @dataclass
+    class _AcceptedKeys(SACLoss._AcceptedKeys):
+        log_prob: NestedKey = "_log_prob"
+
+    default_keys = _AcceptedKeys
+    _keys_of_actors = (("action", "dist_sample_keys"),)
 
     def __init__(
         self,
@@ -76,6 +85,16 @@ class CrossQLoss(SACLoss):
         self._networks["actor_network"].keep_running_statistics()
         self._critics.expect_joint_batches()
         self.refresh_links()
+
+    def alpha_loss(self, log_prob: Tensor, tensordict: TensorDictBase | None = None) -> Tensor:
+        """``loss_alpha``, reduced, as TorchRL's.
+
+        Args:
+            log_prob: log-densities S of the actor's actions, which :meth:`actor_loss` returns.
+            tensordict: the batch, for its importance weights and masks.
+        """
+        batch = TensorDict({}, []) if tensordict is None else tensordict
+        return self._temperature_loss(batch, log_prob.detach())
 
     def _critic_loss(self, tensordict: TensorDictBase, alpha: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         state, next_log_prob = self._next_action(tensordict)

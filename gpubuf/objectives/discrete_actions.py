@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.distributions import Categorical, OneHotCategorical
 
 from gpubuf.modules.plain import entry
+from gpubuf.objectives.masks import counting_rows
+from gpubuf.objectives.networks import run_counting
 
 ONE_HOT, CATEGORICAL = "one-hot", "categorical"
 
@@ -99,6 +101,11 @@ def policy_logits(actor: Any, tensordict: TensorDictBase) -> Tensor:
     """
     last: Any = actor[-1] if type(actor) is ProbabilisticTensorDictSequential and not actor.return_composite else None
     plain = type(last) is ProbabilisticTensorDictModule and last.distribution_class in (Categorical, OneHotCategorical)
+    return run_counting(actor, counting_rows(tensordict, actor.in_keys), lambda: _logits(actor, tensordict, plain))
+
+
+def _logits(actor: Any, tensordict: TensorDictBase, plain: bool) -> Tensor:
+    last: Any = actor[-1] if plain else None
     if not plain or {*last.distribution_kwargs} - {"validate_args"} or last.dist_keys not in (["logits"], ["probs"]):
         return action_logits(actor.get_dist(tensordict.copy()))
     found: Tensor = entry(actor.get_dist_params(tensordict.copy()), last.in_keys[0])

@@ -76,8 +76,7 @@ class DiscreteSACLoss(TemperatureLossModule, ActorCriticLossModule):
         priority_key: refused; see :meth:`set_keys`.
         separate_losses: parameters that critics and actor share get gradients from the actor's loss only.
         reduction: "mean" (default), "sum", or "none" for losses of shape S, weighted, 0 where masked.
-        skip_done_states: in terminated rows every network sees the row's own observation instead of the next one,
-            which may then be anything, NaN included. Truncated rows bootstrap from the real next observation.
+        skip_done_states: as in :class:`~gpubuf.objectives.SACLoss`.
         deactivate_vmap: run several critics one after the other.
         use_prioritized_weights: False, True (a batch without weights is an error), or "auto".
         scalar_output_mode: whether ``alpha`` and ``entropy`` are returned with ``reduction="none"``: "exclude" (also
@@ -180,21 +179,44 @@ class DiscreteSACLoss(TemperatureLossModule, ActorCriticLossModule):
 
     def _losses(self, tensordict: TensorDictBase) -> TensorDictBase:
         alpha = self.alpha
-        seen = self.without_masked(tensordict, self._keys_seen())
+        seen = self._seen(tensordict)
         with set_interaction_type(InteractionType.RANDOM):
             target = self._target(seen, alpha)
             loss_qvalue, td_error, q = self._critic_loss(seen, target)
             logits = policy_logits(self._networks["actor_network"].online(), seen)
         shape, code = target.shape, REDUCTIONS[self.reduction]
         weight, mask = self.row_weights(seen, shape)
-        values = self._actor_values(seen, q)
-        loss_actor, log_prob, entropy, _ = discrete_sac.actor_loss_direct(
-            values, self._checked_logits(logits, values), alpha, weight, mask, code
-        )
+        loss_actor, log_prob, entropy = self._policy_loss(seen, logits, self._actor_values(seen, q), alpha)
         loss_alpha, _ = sac.temperature_loss_direct(self.log_alpha, log_prob, self._target_entropy, weight, mask, code)
-        tensordict.set(self.tensor_keys.priority, td_error)
+        self._set_priority(tensordict, seen, td_error)
         losses = {"loss_actor": loss_actor, "loss_qvalue": loss_qvalue, "loss_alpha": loss_alpha}
         return self._output(tensordict, losses, {"alpha": alpha, "entropy": entropy})
+
+    # The parts of `forward`, as TorchRL names them.
+
+    def qvalue_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
+        """(``loss_qvalue``, ``{"td_error": priorities S}``), which it also writes into ``tensordict``."""
+        seen = self._seen(tensordict)
+        loss, td_error, _ = self._critic_loss(seen, self._target(seen, self.alpha))
+        return loss, {"td_error": self._set_priority(tensordict, seen, td_error)}
+
+    def actor_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
+        """(``loss_actor``, ``{"log_prob": sum_a p log p, S}``, without gradient)."""
+        seen = self._seen(tensordict)
+        logits = policy_logits(self._networks["actor_network"].online(), seen)
+        values = self._critics.detached(seen, self.tensor_keys.action_value)
+        loss, log_prob, _ = self._policy_loss(seen, logits, values, self.alpha)
+        return loss, {"log_prob": log_prob.detach()}
+
+    def _policy_loss(
+        self, tensordict: TensorDictBase, logits: Tensor, values: Tensor, alpha: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(reduced loss of the actor, its mean log-probabilities S, mean entropy ``[]``)."""
+        weight, mask = self.row_weights(tensordict, logits.shape[:-1])
+        loss, log_prob, entropy, _ = discrete_sac.actor_loss_direct(
+            values, self._checked_logits(logits, values), alpha, weight, mask, REDUCTIONS[self.reduction]
+        )
+        return loss, log_prob, entropy
 
     @torch.no_grad()
     def _target(self, tensordict: TensorDictBase, alpha: Tensor) -> Tensor:

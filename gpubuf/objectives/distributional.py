@@ -276,7 +276,7 @@ class DistributionalSACLoss(SACLoss):
             *support,
             self._target_code,
         )
-        weight, mask = self.row_weights(tensordict, shape)
+        weight, mask = self.row_weights(tensordict, shape, target=True)
         loss, priority, _ = categorical.categorical_loss_direct(
             self._checked_logits(logits, shape),
             target,

@@ -10,14 +10,19 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from gpubuf.modules.plain import entry
+from gpubuf.objectives.masks import COUNTS, maybe
 
 
 def joined(present: TensorDictBase, following: TensorDictBase, keys: Iterable[NestedKey]) -> TensorDictBase:
-    """The entries at ``keys`` of both, the rows of ``following`` after those of ``present``: ``[2 B, *rest]``."""
+    """The entries at ``keys`` of both, the rows of ``following`` after those of ``present``: ``[2 B, *rest]``.
+
+    Where ``present`` says which rows count, both rows of a transition do, or neither.
+    """
     out = TensorDict({}, batch_size=[2 * rows for rows in present.batch_size[:1]])
     for key in keys:
         out.set(key, torch.cat([entry(present, key), entry(following, key)]))
-    return out
+    counts = maybe(present, COUNTS)
+    return out if counts is None else out.set(COUNTS, torch.cat([counts, counts]))
 
 
 def halves(rows: Tensor, dim: int = 0) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,15 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
 from gpubuf.objectives.arguments import warn
-from gpubuf.objectives.masks import importance_weight, joint_mask, mask_keys, masks_in, none_in, without_masked
+from gpubuf.objectives.masks import (
+    HAS_TARGET,
+    importance_weight,
+    joint_mask,
+    mask_keys,
+    masks_in,
+    none_in,
+    without_masked,
+)
 
 
 class LossModule(TensorDictModuleBase):
@@ -133,9 +141,19 @@ class LossModule(TensorDictModuleBase):
         """
         return pairs_of(self)
 
-    def row_weights(self, tensordict: TensorDictBase, shape: torch.Size) -> tuple[Tensor | None, Tensor | None]:
-        """(importance weights, mask) of a loss of ``shape``, each with one element per row or None."""
+    def row_weights(
+        self, tensordict: TensorDictBase, shape: torch.Size, target: bool = False
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """(importance weights, mask) of a loss of ``shape``, each with one element per row or None.
+
+        Args:
+            tensordict: the batch.
+            shape: of the loss.
+            target: whether the loss compares with what was made of the next states: rows without a target do not count.
+        """
         key, masks = self._tensor_keys.priority_weight, mask_keys(self.loss_mask_key)  # type: ignore[attr-defined]
+        if target:
+            masks = (*masks, HAS_TARGET)
         if self.use_prioritized_weights is not True and none_in(tensordict, (key, *masks)):
             return None, None
         weight = importance_weight(tensordict, key, self.use_prioritized_weights, shape)
@@ -168,9 +186,10 @@ def pairs_of(loss: nn.Module) -> list[tuple[Tensor, Tensor]]:
     return pairs
 
 
+# It begins as TorchRL's: programs filter by these words.
 NO_UPDATER = (
-    "The loss has target parameters, and no target updater: make one, such as gpubuf.SoftUpdate(loss, tau=0.005), or "
-    "update them yourself."
+    "No target network updater has been associated with this loss module, which has target parameters: make one, such "
+    "as gpubuf.SoftUpdate(loss, tau=0.005), or update them yourself."
 )
 
 

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from tensordict.utils import NestedKey
+from tensordict.utils import NestedKey, unravel_key
 from torch import Tensor
 
 from gpubuf.modules.plain import entry
-from gpubuf.objectives.shapes import per_row, rows_of
+from gpubuf.objectives.shapes import next_key, per_row, rows_of, trimmed
 
 #: Entries of a batch that, where present, say which rows count; all that are there must agree.
 AUTO_LOSS_MASK_KEYS: tuple[NestedKey, ...] = (("collector", "mask"), "shifted_valid")
+
+#: Entry that :func:`without_ended` adds to the batch as networks see it: which rows have a target. It is one more mask
+#: of what compares values with targets, and of what else is made of the next states.
+HAS_TARGET = "_has_target"
+
+
+#: Entry that :func:`without_masked` adds to the batch as networks see it: which rows count. gpubuf's batch norms take
+#: their statistics from these alone.
+COUNTS = "_counts"
 
 
 def mask_keys(chosen: NestedKey | None) -> tuple[NestedKey, ...]:
@@ -77,6 +88,32 @@ def masks_in(tensordict: TensorDictBase, keys: Iterable[NestedKey]) -> list[Tens
     return [mask for mask in (maybe(tensordict, key) for key in keys) if mask is not None]
 
 
+def leaf_keys(tensordict: TensorDictBase, keys: Iterable[NestedKey]) -> list[NestedKey]:
+    """``keys``, with those of the tensors in it in the place of each that has a TensorDict."""
+    found: dict[NestedKey, None] = {}
+    for key in keys:
+        value: Any = entry(tensordict, key)
+        parts = [(key, part) for part in value.keys(True, True)] if isinstance(value, TensorDictBase) else [key]
+        found.update(dict.fromkeys(map(unravel_key, parts)))
+    return list(found)
+
+
+def counting_rows(tensordict: TensorDictBase, keys: Iterable[NestedKey]) -> Tensor | None:
+    """:data:`COUNTS` for each row of what a network reads at ``keys``, ``[*batch]``; None if every row counts."""
+    counts = maybe(tensordict, COUNTS)
+    if counts is None:
+        return None
+    # A sequence names among its inputs also what its own parts write, where these name the parts of an entry.
+    given = [key for key in keys if maybe(tensordict, key) is not None]
+    found = (entry(tensordict, key) for key in leaf_keys(tensordict, given))
+    like = next((value for value in found if value.is_floating_point()), None)
+    if like is None:
+        return None
+    flags = ~rows_of(~counts, like)
+    # The last dimension has the features.
+    return flags if like.ndim < 2 else flags.expand(*like.shape[:-1], 1).squeeze(-1)
+
+
 def without_masked(tensordict: TensorDictBase, masks: Sequence[Tensor], keys: Iterable[NestedKey]) -> TensorDictBase:
     """The batch as networks and targets see it: in masked rows, no NaN and nothing infinite.
 
@@ -90,18 +127,18 @@ def without_masked(tensordict: TensorDictBase, masks: Sequence[Tensor], keys: It
         keys: entries that networks or targets read.
 
     Returns:
-        A shallow copy, in which the entries at ``keys`` are new.
+        A shallow copy, in which the entries at ``keys`` are new, with :data:`COUNTS`.
     """
-    out = tensordict.copy()
-    for key in keys:
+    given = [trimmed(mask.bool()) for mask in masks]
+    dims = max(mask.ndim for mask in given)
+    aligned = (mask.reshape(mask.shape + (1,) * (dims - mask.ndim)) for mask in given)
+    every = functools.reduce(torch.logical_and, aligned)
+    out = tensordict.copy().set(COUNTS, every.reshape(every.shape + (1,) * (tensordict.ndim - dims)))
+    for key in leaf_keys(tensordict, keys):
         value = entry(tensordict, key)
         if not value.is_floating_point():
             continue
-        counts = None
-        for mask in masks:
-            masked = rows_of(~mask.bool(), value)
-            counts = ~masked if counts is None else counts & ~masked
-        assert counts is not None
+        counts = ~rows_of(~every, value)
         rows = value.flatten(0, value.ndim - 2) if value.ndim > 1 else value
         flags = counts.expand(*value.shape[:-1], 1).flatten() if value.ndim > 1 else counts.expand(value.shape)
         first = rows.index_select(0, flags.int().argmax().reshape(1)).squeeze(0)
@@ -109,3 +146,38 @@ def without_masked(tensordict: TensorDictBase, masks: Sequence[Tensor], keys: It
         first = torch.where(first.isfinite(), first, 0)
         out.set(key, torch.where(counts | value.isfinite(), value, first))
     return out
+
+
+def without_ended(
+    tensordict: TensorDictBase, keys: Iterable[NestedKey], terminated: Tensor, done: Tensor
+) -> TensorDictBase:
+    """The batch as networks see it with ``skip_done_states``: in rows that have ended, no next state that isn't one.
+
+    A terminated row has its own state in the place of the next. So has a row that is done, not terminated, and whose
+    next state is not finite throughout: it would bootstrap from a value that nobody knows, so it has no target. A row
+    is what one flag stands for.
+
+    Args:
+        tensordict: the batch.
+        keys: the states that networks read.
+        terminated: flags, of bool or a number; NaN is true.
+        done: likewise.
+
+    Returns:
+        A shallow copy, in which the next states are new, with :data:`HAS_TARGET`.
+    """
+    terminated, done = trimmed(terminated.bool()), trimmed(done.bool())
+    dims = max(terminated.ndim, done.ndim)
+    terminated, done = (flag.reshape(flag.shape + (1,) * (dims - flag.ndim)) for flag in (terminated, done))
+    ended = terminated | done
+    out, lost = tensordict.copy(), torch.zeros_like(ended)
+    for key in leaf_keys(tensordict, keys):
+        own, after = entry(tensordict, key), entry(tensordict, next_key(key))
+        replaced = rows_of(terminated, after)
+        if after.is_floating_point():
+            rows = min(dims, max(after.ndim - 1, 1))
+            unknown = ~(after.isfinite().flatten(rows).all(-1) if after.ndim > rows else after.isfinite())
+            lost = lost | (ended & ~terminated & unknown.reshape(unknown.shape + (1,) * (dims - rows)))
+            replaced = replaced | (rows_of(ended, after) & unknown.reshape(unknown.shape + (1,) * (after.ndim - rows)))
+        out.set(next_key(key), torch.where(replaced, own, after))
+    return out.set(HAS_TARGET, (~lost).reshape(lost.shape + (1,) * (tensordict.ndim - dims)))

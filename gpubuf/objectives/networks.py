@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -12,9 +12,12 @@ from tensordict.nn import TensorDictModuleBase, TensorDictParams
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
-from gpubuf.modules.norms import set_statistics
+from gpubuf.kernels._differentiable import snapshot
+from gpubuf.modules.norms import BatchNorm, count_rows, set_statistics
 
 Path = tuple[str, ...]
+
+Found = TypeVar("Found")
 
 
 def paths(params: TensorDictBase) -> list[Path]:
@@ -45,6 +48,17 @@ def ensemble_size(module: nn.Module) -> int | None:
     return None
 
 
+def run_counting(module: nn.Module, counts: Tensor | None, run: Callable[[], Found]) -> Found:
+    """What ``run`` returns, which runs ``module``, with the rows that count in the statistics of its batch norms."""
+    if counts is None:
+        return run()
+    count_rows(module, counts)
+    try:
+        return run()
+    finally:
+        count_rows(module, None)
+
+
 class ParameterPlaces:
     """The places within a module that hold its parameters and buffers, in the order of given paths."""
 
@@ -73,6 +87,18 @@ def batch_norms(module: nn.Module) -> list[Any]:
     return [part for part in module.modules() if part._buffers.get("running_mean") is not None]
 
 
+def _read_snapshots(norm: nn.Module, _: Any) -> None:
+    """In compiled code: let ``norm`` read its running statistics as they are now, in the backward too."""
+    if torch.compiler.is_compiling():
+        norm.__dict__["own"] = own = norm._buffers["running_mean"], norm._buffers["running_var"]
+        norm._buffers["running_mean"], norm._buffers["running_var"] = (snapshot(each) for each in own)
+
+
+def _read_statistics(norm: nn.Module, *_: Any) -> None:
+    if torch.compiler.is_compiling():
+        norm._buffers["running_mean"], norm._buffers["running_var"] = norm.__dict__.pop("own")
+
+
 class SwappableCopy:
     """A copy of a module's structure. It shares the tensors of the module until you put others in their places.
 
@@ -99,6 +125,9 @@ class SwappableCopy:
         self._modes = [pair for pair in self._modes if id(pair[1]) not in fixed]
         for norm in norms:
             norm.training = False
+            if not isinstance(norm, BatchNorm):
+                norm.register_forward_pre_hook(_read_snapshots)
+                norm.register_forward_hook(_read_statistics)
 
     def use_batch_statistics(self) -> None:
         """From now on gpubuf's batch norms normalise by the batch also where nothing needs gradients."""
@@ -106,7 +135,7 @@ class SwappableCopy:
         set_statistics(self.module, "batch")
 
 
-def _redraw(module: nn.Module) -> None:
+def redraw(module: nn.Module) -> None:
     """Draw all parameters anew: by ``reset_parameters`` where there is one, else uniformly in their present range."""
     for part in module.modules():
         reset = getattr(part, "reset_parameters", None)
@@ -119,12 +148,10 @@ def _redraw(module: nn.Module) -> None:
                 parameter.copy_(low + (high - low) * torch.rand_like(parameter))
 
 
-def _copied(module: nn.Module, shared: Collection[int] = ()) -> nn.Module:
-    """A copy of ``module`` with parameters and buffers of its own, except for the ``shared`` ones."""
+def _copied(module: nn.Module) -> nn.Module:
+    """A copy of ``module`` with parameters and buffers of its own."""
 
     def own(tensor: Tensor) -> Tensor:
-        if id(tensor) in shared:
-            return tensor
         clone = tensor.detach().clone()
         return nn.Parameter(clone, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else clone
 
@@ -132,14 +159,12 @@ def _copied(module: nn.Module, shared: Collection[int] = ()) -> nn.Module:
 
 
 def redrawn_copies(module: nn.Module, n: int, shared: Collection[int]) -> list[nn.Module]:
-    """``n`` copies of ``module`` with parameters drawn anew, except for the ``shared`` ones, which stay."""
-    kept = [(p, p.detach().clone()) for p in module.parameters() if id(p) in shared]
-    out = [_copied(module, shared) for _ in range(n)]
+    """``n`` copies of ``module`` with parameters drawn anew, except for the ``shared`` ones, which nobody touches."""
+    kept = {tuple(name.split(".")): p for name, p in module.named_parameters(remove_duplicate=False) if id(p) in shared}
+    out = [_copied(module) for _ in range(n)]
     for each in out:
-        _redraw(each)
-    with torch.no_grad():
-        for parameter, value in kept:
-            parameter.copy_(value)
+        redraw(each)
+        ParameterPlaces(each, kept).fill(kept.values())
     return out
 
 
@@ -149,7 +174,7 @@ def distinct(modules: Sequence[nn.Module]) -> list[nn.Module]:
     for module in modules:
         if any(module is other for other in out):
             module = _copied(module)
-            _redraw(module)
+            redraw(module)
         out.append(module)
     return out
 

@@ -36,7 +36,7 @@ class REDQLoss(SACLoss):
         actor_network: as in :class:`~gpubuf.objectives.SACLoss`, and so are all arguments that are not listed here.
         qvalue_network: as in :class:`~gpubuf.objectives.SACLoss`.
         num_qvalue_nets: number of critics, N.
-        sub_sample_len: number of critics, M, whose minimum a target takes.
+        sub_sample_len: number of critics, M, whose minimum a target takes; default: 2, or the only one.
         min_alpha: least temperature.
         max_alpha: greatest temperature.
         gSDE: refused unless False: the noise is that of the actor's distribution.
@@ -51,6 +51,7 @@ class REDQLoss(SACLoss):
         sample_log_prob: NestedKey = "sample_log_prob"
 
     default_keys = _AcceptedKeys
+    _keys_of_actors = (*SACLoss._keys_of_actors, ("sample_log_prob", "log_prob_keys"))
     actor_value = "mean"
     temperature_loss = "alpha"
 
@@ -60,7 +61,7 @@ class REDQLoss(SACLoss):
         qvalue_network: TensorDictModule | Sequence[TensorDictModule],
         *,
         num_qvalue_nets: int = 10,
-        sub_sample_len: int = 2,
+        sub_sample_len: int | None = None,
         loss_function: str = "smooth_l1",
         alpha_init: float = 1.0,
         min_alpha: float | None = 0.1,
@@ -81,6 +82,8 @@ class REDQLoss(SACLoss):
     ) -> None:
         if gSDE:
             raise NotImplementedError("the noise is that of the actor's distribution: leave gSDE out")
+        if sub_sample_len is None:
+            sub_sample_len = min(2, num_qvalue_nets)
         if not 1 <= sub_sample_len <= num_qvalue_nets:
             raise ValueError(
                 f"sub_sample_len must be in [1, num_qvalue_nets], got {sub_sample_len} of {num_qvalue_nets} critics"

@@ -86,8 +86,11 @@ class SACLoss(TemperatureLossModule, StateValueLossModule):
         separate_losses: parameters that critics and actor share get gradients from the actor's loss only. Those that
             critics share with the value network get theirs from its loss only.
         reduction: "mean" (default), "sum", or "none" for losses of shape S, weighted, 0 where masked.
-        skip_done_states: in terminated rows every network sees the row's own observation instead of the next one, which
-            may then be anything, NaN included. Truncated rows bootstrap from the real next observation. Shapes stay.
+        skip_done_states: keep the next states of ended rows from the networks. A terminated row has its own state
+            there, whatever the next one holds, NaN included. A truncated one bootstraps from its real next state; where
+            that is not finite, the row has no target: the critics' loss leaves it out as if it were masked, and it
+            gives no priority (0, and False at ``"td_error_mask"``, by which buffers leave the old one). A row is what
+            one done flag stands for.
         deactivate_vmap: run several critics one after the other.
         use_prioritized_weights: False, True (a batch without weights is an error), or "auto".
         scalar_output_mode: whether ``alpha`` and ``entropy`` are returned with ``reduction="none"``: "exclude" (also
@@ -189,7 +192,7 @@ class SACLoss(TemperatureLossModule, StateValueLossModule):
 
     def _losses(self, tensordict: TensorDictBase) -> TensorDictBase:
         alpha = self.alpha
-        seen = self.without_masked(tensordict, self._keys_seen())
+        seen = self._seen(tensordict)
         with set_interaction_type(InteractionType.RANDOM):
             losses, priority, next_log_prob = self._value_losses(seen, alpha)
             loss_actor, log_prob, entropy = self._actor_loss(seen, alpha)
@@ -197,7 +200,7 @@ class SACLoss(TemperatureLossModule, StateValueLossModule):
         learnt_from = log_prob.detach() if self.temperature_from == "current" else next_log_prob
         assert learnt_from is not None
         losses = {"loss_actor": loss_actor, **losses, "loss_alpha": self._temperature_loss(seen, learnt_from)}
-        tensordict.set(self.tensor_keys.priority, priority)
+        self._set_priority(tensordict, seen, priority)
         return self._output(tensordict, losses, {"alpha": alpha, "entropy": entropy})
 
     def critic_losses(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -210,15 +213,46 @@ class SACLoss(TemperatureLossModule, StateValueLossModule):
         given = self._parameters_by_name.replaced()
         with contextlib.nullcontext() if given is None else self._using(given):
             alpha = self.alpha
-            seen = self.without_masked(tensordict, self._keys_seen())
+            seen = self._seen(tensordict)
             with set_interaction_type(InteractionType.RANDOM):
                 losses, priority, next_log_prob = self._value_losses(seen, alpha)
             if self.temperature_from == "next":
                 assert next_log_prob is not None
                 self._learn_target_entropy(tensordict.get(self.tensor_keys.action), next_log_prob.shape)
                 losses["loss_alpha"] = self._temperature_loss(seen, next_log_prob)
-            tensordict.set(self.tensor_keys.priority, priority)
-            return self._output(tensordict, losses, {"alpha": alpha})
+            self._set_priority(tensordict, seen, priority)
+            found = self._output(tensordict, losses, {"alpha": alpha})
+            self._look_for_nan(tensordict, found)
+            return found
+
+    # The parts of `forward`, as TorchRL names them. Programs that update the actor more rarely call them instead.
+
+    def qvalue_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
+        """(``loss_qvalue``, ``{"td_error": priorities S}``), which it also writes into ``tensordict``."""
+        seen = self._seen(tensordict)
+        with set_interaction_type(InteractionType.RANDOM):
+            loss, priority, _ = self._critic_loss(seen, self.alpha)
+        return loss, {"td_error": self._set_priority(tensordict, seen, priority)}
+
+    # TorchRL's name it by the version of SAC; the networks decide.
+    qvalue_v1_loss = qvalue_v2_loss = qvalue_loss
+
+    def actor_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
+        """(``loss_actor``, ``{"log_prob": log-densities S of the actions drawn}``, without gradient)."""
+        with set_interaction_type(InteractionType.RANDOM):
+            loss, log_prob, _ = self._actor_loss(self._seen(tensordict), self.alpha)
+        return loss, {"log_prob": log_prob.detach()}
+
+    def value_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
+        """(``loss_value``, ``{}``).
+
+        Raises:
+            RuntimeError: the loss has no value network.
+        """
+        if self.value_network_params is None:
+            raise RuntimeError("value_loss needs a value_network, and this loss has none")
+        with set_interaction_type(InteractionType.RANDOM):
+            return self._state_value_loss(self._seen(tensordict), self.alpha), {}
 
     def _value_losses(
         self, tensordict: TensorDictBase, alpha: Tensor
@@ -281,7 +315,7 @@ class SACLoss(TemperatureLossModule, StateValueLossModule):
 
     def _temperature_loss(self, tensordict: TensorDictBase, log_prob: Tensor) -> Tensor:
         """The reduced loss of the temperature, by log-densities S without gradient."""
-        weight, mask = self.row_weights(tensordict, log_prob.shape)
+        weight, mask = self.row_weights(tensordict, log_prob.shape, target=self.temperature_from == "next")
         factor = self.log_alpha if self.temperature_loss == "log_alpha" else self.log_alpha.exp()
         _, slope = _temperature_loss(
             factor.detach(), log_prob, self._target_entropy, weight, mask, REDUCTIONS[self.reduction]

@@ -45,14 +45,20 @@ def is_values_of(own: torch.Size, shape: torch.Size) -> bool:
     return len(own) == len(shape) and all(a == b for a, b in zip(own, shape, strict=True))
 
 
+def trimmed(flag: Tensor) -> Tensor:
+    """``flag`` without trailing dimensions of size 1, one dimension at least."""
+    while flag.ndim > 1 and flag.shape[-1] == 1:
+        flag = flag.squeeze(-1)
+    return flag
+
+
 def rows_of(flag: Tensor, like: Tensor) -> Tensor:
     """A flag per row, shaped to broadcast against an observation ``like``, ``[*batch, *features]``.
 
     Trailing dimensions of size 1 of the flag are dropped. A flag with more batch dimensions than the observation (one
     per agent, for a state that agents share) holds for a row where it holds for all of them.
     """
-    while flag.ndim > 1 and flag.shape[-1] == 1:
-        flag = flag.squeeze(-1)
+    flag = trimmed(flag)
     while flag.ndim > max(like.ndim - 1, 1):
         flag = flag.all(-1)
     return flag.reshape(flag.shape + (1,) * (like.ndim - flag.ndim))

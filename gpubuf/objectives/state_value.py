@@ -9,6 +9,8 @@ from torch import Tensor
 
 from gpubuf.modules.plain import entry
 from gpubuf.objectives.actor_critic import ActorCriticLossModule
+from gpubuf.objectives.masks import HAS_TARGET, counting_rows
+from gpubuf.objectives.networks import run_counting
 
 
 class StateValueLossModule(ActorCriticLossModule):
@@ -24,7 +26,9 @@ class StateValueLossModule(ActorCriticLossModule):
         """``V(s)``, S, by the value network or its target."""
         network = self._networks["value_network"]
         module = network.target() if target else network.online()
-        value: Tensor = entry(module(tensordict.copy()), self.tensor_keys.value)
+        counts = counting_rows(tensordict, module.in_keys)
+        found = run_counting(module, counts, lambda: module(tensordict.copy()))
+        value: Tensor = entry(found, self.tensor_keys.value)
         return value.squeeze(-1) if value.ndim and value.shape[-1] == 1 else value
 
     @torch.no_grad()
@@ -70,5 +74,6 @@ class StateValueLossModule(ActorCriticLossModule):
                 f"the {self.tensor_keys.value!r} of a state must be {[*target.shape, 1]} to go with log-densities of "
                 f"shape {list(target.shape)}, got {list(value.shape)}"
             )
-        loss, _ = self.td_loss(value.unsqueeze(0), target, tensordict)
+        # This target is of the present state: every row has one.
+        loss, _ = self.td_loss(value.unsqueeze(0), target, tensordict.exclude(HAS_TARGET))
         return loss

@@ -13,11 +13,12 @@ from torch import Tensor
 from gpubuf.kernels import td
 from gpubuf.modules.plain import entry
 from gpubuf.objectives.loss_module import LossModule
-from gpubuf.objectives.masks import joint_mask, mask_keys, maybe
+from gpubuf.objectives.masks import maybe
 from gpubuf.objectives.reductions import COMBINATIONS, LOSS_FUNCTIONS, REDUCTIONS, lookup
 from gpubuf.objectives.shapes import next_key, per_row
 from gpubuf.objectives.values import (
     ESTIMATORS,
+    EstimatorKeys,
     TD0Estimator,
     TDLambdaEstimator,
     ValueEstimators,
@@ -59,12 +60,15 @@ class TDLossModule(LossModule):
         lookup(LOSS_FUNCTIONS, loss_function, "loss_function")
         self.reduction, self.loss_function = reduction, loss_function
 
-    def make_value_estimator(self, value_type: Any = None, **hyperparams: Any) -> Self:
+    def make_value_estimator(
+        self, value_type: Any = None, *, device: torch.device | str | None = None, **hyperparams: Any
+    ) -> Self:
         """Choose how targets are made.
 
         Args:
             value_type: one of ``SUPPORTED_VALUE_ESTIMATORS``: its name, or the member of an enum of that name. None for
                 TD0. TD1 and TDLambda need batches of sequences, ``[B, T]``.
+            device: of the hyperparameters; default: that of the loss.
             **hyperparams: ``gamma`` (0.99), and for TDLambda ``lmbda`` (0.95).
 
         Returns:
@@ -79,12 +83,15 @@ class TDLossModule(LossModule):
         if kind not in self.SUPPORTED_VALUE_ESTIMATORS:
             names = ", ".join(each.name for each in self.SUPPORTED_VALUE_ESTIMATORS)
             raise NotImplementedError(f"{type(self).__name__} bootstraps with {names} only, got {value_type=}")
-        self._value_estimator = make_estimator(kind, self.device, hyperparams)
+        self._value_estimator = make_estimator(kind, self.device if device is None else device, hyperparams)
         return self
 
     @property
     def value_estimator(self) -> TD0Estimator:
-        """The estimator that makes the targets; its ``gamma`` is the discount."""
+        """The estimator that makes the targets: its ``gamma`` is the discount, its ``tensor_keys`` are the loss's."""
+        keys = self.tensor_keys
+        value = getattr(keys, "value", getattr(keys, "state_action_value", None))
+        self._value_estimator.tensor_keys = EstimatorKeys(keys.reward, keys.done, keys.terminated, value)
         return self._value_estimator
 
     def terminated(self, tensordict: TensorDictBase) -> Tensor:
@@ -150,7 +157,7 @@ class TDLossModule(LossModule):
         if not isinstance(estimator, TDLambdaEstimator):
             return estimator.soft_target(*soft, reward, terminated, steps, code)
         done = per_row(self.done(tensordict), shape, str(self.tensor_keys.done))
-        mask = joint_mask(tensordict, mask_keys(self.loss_mask_key), shape)
+        _, mask = self.row_weights(tensordict, shape, target=True)
         times = steps_of(tensordict, shape)
         return estimator.soft_return(*soft, reward, terminated, done, mask, steps, *times, code)
 
@@ -162,7 +169,7 @@ class TDLossModule(LossModule):
             target: what :meth:`td_target` returned, S.
             tensordict: the batch, for its importance weights and masks.
         """
-        weight, mask = self.row_weights(tensordict, target.shape)
+        weight, mask = self.row_weights(tensordict, target.shape, target=True)
         code = LOSS_FUNCTIONS[self.loss_function]
         loss, td_error, _ = td.td_loss_direct(q, target, weight, mask, code, REDUCTIONS[self.reduction])
         return loss, td_error

@@ -15,6 +15,8 @@ from torch import Tensor
 from gpubuf.modules.plain import entry, is_plain
 from gpubuf.objectives.action_bounds import action_bounds, check_order
 from gpubuf.objectives.actor_critic import ActorCriticLossModule
+from gpubuf.objectives.masks import counting_rows
+from gpubuf.objectives.networks import run_counting
 from gpubuf.objectives.reductions import reduced
 from gpubuf.objectives.shapes import is_values_of
 from gpubuf.objectives.td import TDLossModule
@@ -40,7 +42,7 @@ class TD3Loss(ActorCriticLossModule):
     order of ``out_keys``. Nothing synchronises with the host: the noise is drawn on the device of the actions.
 
     Importance weights, masks, and the shapes of rewards and flags are those of :class:`~gpubuf.objectives.SACLoss`. A
-    terminated row's next observation may be NaN, unless a network refuses it.
+    terminated row's next observation may be NaN, unless a network refuses it; see ``skip_done_states``.
 
     Args:
         actor_network: the policy, a module that writes the action at ``tensor_keys.action``.
@@ -59,6 +61,7 @@ class TD3Loss(ActorCriticLossModule):
         priority_key: refused; see :meth:`set_keys`.
         separate_losses: parameters that critics and actor share get gradients from the actor's loss only.
         reduction: "mean" (default), "sum", or "none" for losses of shape S, weighted, 0 where masked.
+        skip_done_states: as in :class:`~gpubuf.objectives.SACLoss`.
         deactivate_vmap: run several critics one after the other.
         use_prioritized_weights: False, True (a batch without weights is an error), or "auto".
 
@@ -85,6 +88,7 @@ class TD3Loss(ActorCriticLossModule):
         state_action_value: NestedKey = "state_action_value"
 
     default_keys = _AcceptedKeys
+    _keys_of_actors = (("action", "dist_sample_keys"),)
     loss_names = (
         "loss_actor",
         "loss_qvalue",
@@ -117,11 +121,15 @@ class TD3Loss(ActorCriticLossModule):
         priority_key: str | None = None,
         separate_losses: bool = False,
         reduction: str | None = None,
+        skip_done_states: bool = False,
         deactivate_vmap: bool = False,
         use_prioritized_weights: str | bool = "auto",
     ) -> None:
         if (action_spec is None) == (bounds is None):
-            raise ValueError(f"give one of bounds and action_spec, got bounds={bounds} and action_spec={action_spec}")
+            raise ValueError(
+                f"give one of bounds and action_spec, got bounds={bounds} and action_spec={action_spec}: one is "
+                "needed, but not both"
+            )
         for name, value in (("policy_noise", policy_noise), ("noise_clip", noise_clip)):
             if not value >= 0:
                 raise ValueError(f"{name} must be at least 0, got {value}")
@@ -133,6 +141,7 @@ class TD3Loss(ActorCriticLossModule):
             delay_qvalue=delay_qvalue,
             separate_losses=separate_losses,
             deactivate_vmap=deactivate_vmap,
+            skip_done_states=skip_done_states,
             loss_function=loss_function,
             reduction=reduction,
             use_prioritized_weights=use_prioritized_weights,
@@ -160,18 +169,43 @@ class TD3Loss(ActorCriticLossModule):
         super().set_keys(**kwargs)
 
     def _losses(self, tensordict: TensorDictBase) -> TensorDictBase:
-        seen = self.without_masked(tensordict, self._keys_seen())
+        seen = self._seen(tensordict)
         loss_actor, actor_values = self._actor_loss(seen)
+        loss_qvalue, rows = self._value_loss(tensordict, seen)
+        found = {"loss_actor": loss_actor, "loss_qvalue": loss_qvalue, "state_action_value_actor": actor_values, **rows}
+        # No batch size would fit values of all critics and rows alike.
+        return TensorDict({name: found[name] for name in self.loss_names}, batch_size=[])
+
+    # The parts of `forward`, as TorchRL names them.
+
+    def value_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
+        """(``loss_qvalue``, ``{"td_error", "next_state_value", "pred_value", "target_value"}``).
+
+        ``"td_error"`` is ``(Q_k - y)^2`` here, ``[N, *S]``. Its largest of each row, the priority, is written into
+        ``tensordict``.
+        """
+        loss, rows = self._value_loss(tensordict, self._seen(tensordict))
+        return loss, {"td_error": (rows["pred_value"] - rows["target_value"]).square(), **rows}
+
+    def actor_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
+        """(``loss_actor``, ``{"state_action_value_actor": Q_k(s, mu(s)), [N, *S]}``, without gradient)."""
+        loss, values = self._actor_loss(self._seen(tensordict))
+        return loss, {"state_action_value_actor": values}
+
+    def _value_loss(self, tensordict: TensorDictBase, seen: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
+        """(reduced loss of all critics, values without gradient)."""
         next_value, target = self._target(seen)
         q = self._checked(self._critics.online(seen, self.tensor_keys.state_action_value), target.shape)
-        loss_qvalue, td_error = self.td_loss(q, target, seen)
-        tensordict.set(self.tensor_keys.priority, td_error.square())
-        values = (loss_actor, loss_qvalue, q.detach().reshape(len(q), *target.shape), actor_values, next_value, target)
-        # No batch size would fit values of all critics and rows alike.
-        return TensorDict(dict(zip(self.loss_names, values, strict=True)), batch_size=[])
+        loss, td_error = self.td_loss(q, target, seen)
+        self._set_priority(tensordict, seen, td_error.square())
+        pred_value = q.detach().reshape(len(q), *target.shape)
+        return loss, {"next_state_value": next_value, "pred_value": pred_value, "target_value": target}
 
     def _action(self, actor: Any, state: TensorDictBase) -> Tensor:
         """The action of ``actor``, which may be its target."""
+        return run_counting(actor, counting_rows(state, actor.in_keys), lambda: self._act_of(actor, state))
+
+    def _act_of(self, actor: Any, state: TensorDictBase) -> Tensor:
         if is_plain(actor) and actor.out_keys[0] == self.tensor_keys.action:
             action: Tensor = actor.module(*(entry(state, key) for key in actor.in_keys))
             return action

@@ -114,6 +114,14 @@ class TemperatureLossModule(LossModule):
 
     _alpha = alpha
 
+    def alpha_loss(self, log_prob: Tensor) -> Tensor:
+        """``-log_alpha (log_prob + target_entropy)`` of each row, neither weighted nor reduced, as TorchRL's.
+
+        Args:
+            log_prob: log-densities S of the actor's actions, which :meth:`actor_loss` returns.
+        """
+        return -self.log_alpha * (log_prob.detach() + self.target_entropy)
+
     @property
     def device(self) -> torch.device:
         """The device of the temperature."""

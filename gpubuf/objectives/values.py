@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
 from gpubuf.kernels import td
@@ -21,6 +23,7 @@ class ValueEstimators(Enum):
     TD1 = "TD(1) (infinity-step return)"
     TDLambda = "TD(lambda)"
     GAE = "Generalized advantage estimate"
+    MAGAE = "Multi-agent generalized advantage estimate"
     VTrace = "V-trace"
 
     @classmethod
@@ -51,12 +54,14 @@ class TD0Estimator(nn.Module):
 
     Attributes:
         gamma: the discount, float64 ``[]``, read on the device at every use: set it with ``fill_``.
+        tensor_keys: the keys of the loss, as :attr:`TDLossModule.value_estimator` says them.
 
     Raises:
         ValueError: the discount is out of range.
     """
 
     gamma: Tensor
+    tensor_keys: EstimatorKeys
     hyperparameters: tuple[str, ...] = ("gamma",)
 
     def __init__(self, gamma: float = DEFAULT_GAMMA, device: torch.device | str | None = None) -> None:
@@ -163,7 +168,17 @@ ESTIMATORS: dict[ValueEstimators, type[TD0Estimator]] = {
 }
 
 
-def make_estimator(kind: ValueEstimators, device: torch.device, hyperparameters: dict[str, Any]) -> TD0Estimator:
+@dataclass(frozen=True)
+class EstimatorKeys:
+    """Where an estimator reads, by the loss that has it."""
+
+    reward: NestedKey
+    done: NestedKey
+    terminated: NestedKey
+    value: NestedKey | None
+
+
+def make_estimator(kind: ValueEstimators, device: torch.device | str, hyperparameters: dict[str, Any]) -> TD0Estimator:
     """The estimator of ``kind`` with these hyperparameters.
 
     Raises:

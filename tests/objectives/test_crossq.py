@@ -14,8 +14,9 @@ from torch import nn
 from gpubuf.kernels.categorical import DIVERGENCE, MIN, reference, reference_loss
 from gpubuf.kernels.tanh_normal.reference import tanh_normal
 from gpubuf.kernels.td import reference as td
-from gpubuf.modules import BatchNorm, EnsembleMLP
-from gpubuf.objectives import CrossQLoss, DistributionalSACLoss, SoftUpdate
+from gpubuf.modules import MLP, BatchNorm, EnsembleMLP, GaussianParameters, tanh_normal_actor
+from gpubuf.modules.norms import count_rows
+from gpubuf.objectives import CrossQLoss, DistributionalSACLoss, SACLoss, SoftUpdate, TD3Loss
 from tests.support.distributional_setup import SUPPORT
 from tests.support.fake_cuda import fake_cuda
 from tests.support.graph_recorder import recorded
@@ -208,7 +209,6 @@ def test_there_are_no_target_networks(backend):
 
 def test_without_norms_it_is_sac_without_targets(backend):
     """Several batch dimensions, weights, masks and agents come with SACLoss's parts."""
-    from gpubuf.objectives import SACLoss
     from tests.support.sac_setup import CRITICS as PLAIN
 
     for shape in ((6,), (3, 2)):
@@ -305,3 +305,126 @@ def test_as_torchrl(name):
     for key, value in ours.items():
         one, other = (torch.tensor(each, dtype=torch.float64) for each in (value, found[key]))
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}")
+
+
+def filled(batch, value):
+    """``batch`` with a mask, and ``value`` wherever a masked row holds a number that a network or a target reads."""
+    batch = batch.clone()
+    mask = torch.arange(batch.numel()).reshape(batch.shape) % 3 != 1
+    batch.set("shifted_valid", mask)
+    for key in ("observation", "action", ("next", "observation"), ("next", "reward")):
+        batch.get(key)[~mask] = value
+    return batch
+
+
+def norms_everywhere(**options):
+    return {"norm": "batch", "norm_kwargs": {"momentum": 0.5, **options}, "dtype": torch.float64}
+
+
+def our_actor(kind="batch", **options):
+    network = nn.Sequential(
+        MLP(OBSERVATION, 2 * ACTION, CELLS, **{**norms_everywhere(**options), "norm": kind}), GaussianParameters()
+    )
+    return tanh_normal_actor(network, ACTION, dtype=torch.float64)
+
+
+def our_critics(outputs=1, kind="batch", **options):
+    network = EnsembleMLP(2, OBSERVATION + ACTION, outputs, CELLS, **{**norms_everywhere(**options), "norm": kind})
+    return TensorDictModule(network, KEYS, VALUE)
+
+
+MASKED = {
+    "CrossQLoss": lambda: CrossQLoss(our_actor(), our_critics(), target_entropy=-2.0),
+    "CrossQLoss, batch renorm": lambda: CrossQLoss(
+        our_actor("batch_renorm", renorm_warmup=1), our_critics(1, "batch_renorm", renorm_warmup=1), target_entropy=-2.0
+    ),
+    "CrossQLoss, vmap": lambda: CrossQLoss(
+        our_actor(),
+        TensorDictModule(MLP(OBSERVATION + ACTION, 1, CELLS, **norms_everywhere()), KEYS, VALUE),
+        target_entropy=-2.0,
+    ),
+    "DistributionalSACLoss": lambda: DistributionalSACLoss(
+        our_actor(), our_critics(SUPPORT["num_atoms"]), **SUPPORT, joint_batch="all", target_entropy=-2.0
+    ),
+    "SACLoss": lambda: SACLoss(our_actor(), our_critics(), target_entropy=-2.0),
+    "TD3Loss": lambda: TD3Loss(
+        TensorDictModule(MLP(OBSERVATION, ACTION, CELLS, **norms_everywhere()), ["observation"], ["action"]),
+        our_critics(),
+        bounds=(-1.0, 1.0),
+        policy_noise=0.0,
+    ),
+}
+
+
+def after(loss, batch):
+    """Losses, gradients and statistics after a call, with the priorities of the rows that count."""
+    out = run_loss(loss, batch, 3)
+    losses = {key: value for key, value in out.items() if key.startswith("loss_")}
+    named = {name: p for name, p in loss.named_parameters() if p.requires_grad}
+    slopes = dict(zip(named, torch.autograd.grad(sum(losses.values()), named.values()), strict=True))
+    mask = batch.get("shifted_valid", torch.ones(batch.shape, dtype=torch.bool))
+    buffers = {name: buffer.clone() for name, buffer in loss.named_buffers()}
+    return {**losses, **slopes, **buffers, "td_error": out["td_error"].reshape(mask.shape)[mask]}
+
+
+@pytest.mark.parametrize("shape", [(7,), (4, 3)], ids=str)
+@pytest.mark.parametrize("name", MASKED)
+def test_masked_rows_change_no_statistic(name, shape):
+    """Case 64: whatever they hold, losses, gradients and running statistics are the same."""
+    first, clean = MASKED[name](), make_batch(*shape)
+    due = after(copy.deepcopy(first), filled(clean, 0.0))
+    assert any(not torch.equal(buffer, due[key]) for key, buffer in first.named_buffers() if "running" in key)
+    for value in (1e3, float("nan"), float("inf")):
+        found = after(copy.deepcopy(first), filled(clean, value))
+        for key, each in due.items():
+            assert each.isfinite().all()
+            torch.testing.assert_close(found[key], each, rtol=1e-9, atol=1e-9, msg=f"{value}: {key}")
+
+
+@pytest.mark.parametrize("name", ["CrossQLoss", "CrossQLoss, vmap", "DistributionalSACLoss"])
+def test_masked_rows_are_left_out_of_statistics(name):
+    """Case 64: with two copies of the batch, of which one is masked, losses and statistics are those of one alone."""
+    first, batch = MASKED[name](), make_batch(6)
+    for norm in (part for part in first.modules() if isinstance(part, BatchNorm)):
+        assert norm.counts is None
+    noise = torch.randn(6, ACTION, dtype=torch.float64)
+    twice = torch.cat([batch, filled(batch, 1e3).exclude("shifted_valid")])
+    twice["shifted_valid"] = torch.arange(12) < 6
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "randn", lambda shape, **_: noise.repeat(shape[0] // 6, 1))
+        one, two = after(copy.deepcopy(first), batch), after(copy.deepcopy(first), twice)
+    for key in one:
+        torch.testing.assert_close(two[key], one[key], rtol=1e-9, atol=1e-9, msg=key)
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_all_rows_masked(name):
+    """Case 64: nothing moves, and every number is finite."""
+    loss, batch = MASKED[name](), make_batch(5)
+    batch.set("shifted_valid", torch.zeros(5, dtype=torch.bool))
+    batch["observation"].fill_(float("nan"))
+    before = {key: value.clone() for key, value in loss.named_buffers()}
+    found = after(loss, batch)
+    assert all(value.isfinite().all() for value in found.values())
+    assert all(torch.equal(found[key], value) for key, value in before.items() if "running" in key)
+
+
+def test_masked_rows_in_compiled_code():
+    torch._dynamo.reset()
+    loss, batch = MASKED["CrossQLoss, vmap"](), filled(make_batch(7), 1e3)
+    other = copy.deepcopy(loss)
+    due = after(loss, batch)
+    compiled = torch.compile(other, backend="aot_eager", fullgraph=True)
+    torch.manual_seed(3)
+    out = compiled(batch.clone())
+    for key in ("loss_actor", "loss_qvalue", "loss_alpha"):
+        torch.testing.assert_close(out[key], due[key])
+    for key, buffer in other.named_buffers():
+        torch.testing.assert_close(buffer, due[key])
+
+
+def test_flags_of_rows_have_to_fit():
+    norm = BatchNorm(3)
+    count_rows(norm, torch.ones(5, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"of each: got \[5\] for an input of \[4, 3\]"):
+        norm(torch.randn(4, 3))

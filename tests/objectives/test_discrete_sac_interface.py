@@ -190,8 +190,9 @@ def test_the_batch_is_left_as_it_was():
         batch = discrete_batch(4)
         before = batch.clone()
         make_discrete(skip_done_states=skip)(batch)
-        assert set(batch.keys(True, True)) - set(before.keys(True, True)) == {"td_error"}
-        assert (before == batch.exclude("td_error")).all()
+        added = {"td_error", "td_error_mask"} if skip else {"td_error"}
+        assert set(batch.keys(True, True)) - set(before.keys(True, True)) == added
+        assert (before == batch.exclude(*added)).all()
         assert not batch["td_error"].requires_grad
 
 

@@ -16,7 +16,7 @@ from tests.support.losses_setup import assert_agrees, discrete_batch, total
 from tests.support.sac_setup import make_batch, run_loss
 
 
-@pytest.mark.filterwarnings("ignore:The loss has target parameters")
+@pytest.mark.filterwarnings("ignore:No target network updater")
 @pytest.mark.parametrize(
     ("name", "shape"), [(name, shape) for name in LOSSES for shape in shapes_of(name, full=False)], ids=str
 )
@@ -26,7 +26,7 @@ def test_losses_and_gradients(name, shape):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The loss has target parameters")
+@pytest.mark.filterwarnings("ignore:No target network updater")
 @pytest.mark.parametrize("critics", AXES["critics"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_full_product(name, critics):
@@ -45,7 +45,7 @@ def test_the_choice_covers_every_pair(atoms):
         assert pairs[0] == pairs[1]
 
 
-@pytest.mark.filterwarnings("ignore:The loss has target parameters")
+@pytest.mark.filterwarnings("ignore:No target network updater")
 @pytest.mark.parametrize("name", LOSSES)
 def test_autocast_keeps_sums_in_float32(name):
     """bfloat16 networks; losses, errors and their sums in float32, or 2048 rows would add up to something else."""

@@ -26,6 +26,7 @@ from gpubuf.modules import (
     unit_weights,
 )
 from gpubuf.modules.linear import ensemble_product
+from gpubuf.optim import AdamW
 from tests.support.dispatched import Count
 
 DOUBLE = {"dtype": torch.float64}
@@ -442,3 +443,20 @@ class TestFewOutputs:
         torch.testing.assert_close(torch.vmap(layer)(x.expand(2, -1, -1, -1))[1], expected)
         with torch.autocast("cpu"):
             assert layer.float()(x.float()).dtype is torch.bfloat16
+
+
+def test_scale_and_shift_have_one_length():
+    """FlashSAC's rule: their squares together add up to d, after normalize_weights and after a step of AdamW."""
+    for norm in (BatchNorm(4, unit_rows=True), BatchNorm(4, 2, unit_rows=True), LayerNorm(4, unit_rows=True)):
+        with torch.no_grad():
+            norm.weight.copy_(draw(*norm.weight.shape) + 2)
+            weight, bias = norm.scale.clone(), norm.shift.clone()
+        due = 2 / (weight.square().sum(-1, keepdim=True) + bias.square().sum(-1, keepdim=True)).sqrt()
+        other = copy.deepcopy(norm)
+        normalize_weights(norm)
+        other.weight.grad = torch.zeros_like(other.weight)
+        AdamW(other.parameters(), lr=0.0, weight_decay=0.0, unit_rows=other).step()
+        for each in (norm, other):
+            torch.testing.assert_close(each.scale, weight * due)
+            torch.testing.assert_close(each.shift, bias * due)
+    assert unit_weights(norm)[0].norm == 2.0

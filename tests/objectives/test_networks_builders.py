@@ -213,3 +213,25 @@ def test_rows_of_a_loss_stay_of_unit_length():
         lengths = params.get(unit.path).norm(dim=unit.dim)
         torch.testing.assert_close(lengths, torch.full_like(lengths, unit.norm))
     assert isinstance(actor[0].module[0][-1], UnitLinear)
+
+
+def test_first_policies_and_weights_of_the_programs():
+    """holosoma: both heads 0, so mean 0 and standard deviation exp(-2.5). FlashSAC: orthogonal rows of unit length."""
+    observation = TensorDict({"observation": torch.randn(6, 5)}, [6])
+    with torch.no_grad():
+        fast = make_fastsac_actor(5, 3, (16, 8)).get_dist(observation)
+    assert fast.loc.eq(0).all()
+    torch.testing.assert_close(fast.scale, torch.full((6, 3), math.exp(-2.5)))
+    assert round(float(fast.scale[0, 0]), 3) == 0.082
+    flash, critic = make_flashsac_actor(5, 3, 16), make_flashsac_critic(5, 3, 16, num_atoms=11)
+    mlp = flash[0].module[0]
+    eye = torch.eye(3)
+    for head in mlp[-1].weight.chunk(2):
+        torch.testing.assert_close(head @ head.T, eye)
+    assert mlp[-1].bias.eq(0).all()
+    narrow = mlp[2].layers[2].weight  # [16, 64]: fewer rows than a row has elements
+    torch.testing.assert_close(narrow @ narrow.T, torch.eye(16))
+    wide = mlp[2].layers[0].weight  # [64, 16]
+    torch.testing.assert_close(wide.norm(dim=1), torch.ones(64))
+    for net in critic.module.layers[-1].weight:  # [16, 11]
+        torch.testing.assert_close(net.T @ net, torch.eye(11))

@@ -261,13 +261,14 @@ def test_separate_steps_in_torchrl_order():
 
 
 def test_the_batch_is_left_as_it_was():
-    """Only the priorities are added."""
+    """Only the priorities are added, and with `skip_done_states` which rows have one."""
     for skip in (False, True):
         batch = make_batch(4)
         before = batch.clone()
         make_loss(skip_done_states=skip)(batch)
-        assert set(batch.keys(True, True)) - set(before.keys(True, True)) == {"td_error"}
-        assert (before == batch.exclude("td_error")).all()
+        added = {"td_error", "td_error_mask"} if skip else {"td_error"}
+        assert set(batch.keys(True, True)) - set(before.keys(True, True)) == added
+        assert (before == batch.exclude(*added)).all()
         assert batch["td_error"].shape == (4,)
         assert not batch["td_error"].requires_grad
 

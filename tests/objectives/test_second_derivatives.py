@@ -10,7 +10,7 @@ from tests.support.loss_matrix import LOSSES, Shape, make_loss
 from tests.support.losses_setup import discrete_batch, total
 from tests.support.sac_setup import make_batch, run_loss
 
-pytestmark = pytest.mark.filterwarnings("ignore:The loss has target parameters")
+pytestmark = pytest.mark.filterwarnings("ignore:No target network updater")
 
 
 @pytest.mark.parametrize("name", LOSSES)

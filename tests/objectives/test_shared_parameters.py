@@ -14,7 +14,7 @@ from gpubuf.modules import TanhNormal
 from gpubuf.objectives import SACLoss, SoftUpdate
 from tests.support.sac_setup import ACTION, KEYS, OBSERVATION, VALUE, make_actor, make_batch, run_loss, total
 
-pytestmark = pytest.mark.filterwarnings("ignore:The loss has target parameters")
+pytestmark = pytest.mark.filterwarnings("ignore:No target network updater")
 
 
 class Encoded(nn.Module):

@@ -52,6 +52,7 @@ DEFAULTS = {
     "priority_key": None,
     "separate_losses": False,
     "reduction": None,
+    "skip_done_states": False,
     "deactivate_vmap": False,
     "use_prioritized_weights": "auto",
 }

@@ -34,7 +34,7 @@ def differing(ours, theirs) -> set[str]:
     return {key for key in ours if not torch.allclose(ours[key], theirs[key], rtol=1e-6, atol=1e-6)}
 
 
-@pytest.mark.filterwarnings("ignore:The loss has target parameters")
+@pytest.mark.filterwarnings("ignore:No target network updater")
 @pytest.mark.parametrize(
     ("family", "name"), [(f, n) for f, (cases, _) in LOSSES.items() for n in cases if (f, n) not in NOT_RIGHT]
 )
@@ -48,7 +48,7 @@ def test_where_torchrl_is_right(family, name):
     assert all(value.shape == theirs[key].shape for key, value in ours.items())
 
 
-@pytest.mark.filterwarnings("ignore:The loss has target parameters")
+@pytest.mark.filterwarnings("ignore:No target network updater")
 class TestWhereTorchRLIsNotRight:
     """Each fault in the figures that it reaches, and our figures against a way to have them without it."""
 

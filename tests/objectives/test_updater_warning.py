@@ -20,7 +20,9 @@ def test_once_at_the_first_call():
     loss = make_loss()
     copied = copy.deepcopy(loss)
     for each in (loss, copied):
-        with pytest.warns(UserWarning, match="no target updater: make one") as caught:
+        with pytest.warns(
+            UserWarning, match="^No target network updater has been associated with this loss module"
+        ) as caught:
             each(make_batch(3))
         assert caught[0].filename == __file__
         each(make_batch(3))

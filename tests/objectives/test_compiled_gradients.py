@@ -1,0 +1,167 @@
+"""Case 62: compiled and eager losses agree in values, gradients and statistics, over batch norms that move fast.
+
+Inductor computes in the backward anew what is cheap, also from statistics that the forward has moved.
+"""
+
+from __future__ import annotations
+
+import copy
+import shutil
+
+import pytest
+import torch
+from tensordict.nn import TensorDictModule
+from torch import nn
+
+from gpubuf.modules import MLP, EnsembleMLP, GaussianParameters, make_flashsac_actor, make_flashsac_critic
+from gpubuf.modules.sac import tanh_normal_actor
+from gpubuf.objectives import CrossQLoss, DiscreteSACLoss, DistributionalSACLoss, REDQLoss, SACLoss, TD3Loss
+from tests.support.losses_setup import ACTIONS, discrete_actor, discrete_batch
+from tests.support.sac_setup import ACTION, KEYS, OBSERVATION, VALUE, make_batch
+
+# The import of Inductor warns of PyTorch's own code.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+
+F64 = {"dtype": torch.float64}
+FAST = {"norm": "batch", "norm_kwargs": {"momentum": 0.5}, **F64}
+RENORM = {"norm": "batch_renorm", "norm_kwargs": {"momentum": 0.5, "renorm_warmup": 0}, **F64}
+PAIR = OBSERVATION + ACTION
+
+
+def actor(**options):
+    network = nn.Sequential(MLP(OBSERVATION, 2 * ACTION, (8,), **{**FAST, **options}), GaussianParameters())
+    return tanh_normal_actor(network, ACTION, **F64)
+
+
+def critic(outputs=1, nets=2, **options):
+    return TensorDictModule(EnsembleMLP(nets, PAIR, outputs, (8,), **{**FAST, **options}), KEYS, VALUE)
+
+
+class TorchCritic(nn.Module):
+    """One critic around PyTorch's batch norm; with ``ensemble_size`` it runs as it is."""
+
+    def __init__(self, ensemble_size=None) -> None:
+        super().__init__()
+        self.before, self.head = nn.Linear(PAIR, 8, **F64), nn.Linear(8, 1, **F64)
+        self.norm = nn.BatchNorm1d(8, momentum=0.5, **F64)
+        if ensemble_size is not None:
+            self.ensemble_size = ensemble_size
+
+    def forward(self, observation, action):
+        value = self.head(self.norm(self.before(torch.cat([observation, action], -1))).tanh())
+        return value if getattr(self, "ensemble_size", None) is None else value.unsqueeze(0)
+
+
+def torch_critics(n):
+    return [TensorDictModule(TorchCritic(), KEYS, VALUE) for _ in range(n)]
+
+
+def state_value():
+    return TensorDictModule(MLP(OBSERVATION, 1, (8,), **FAST), ["observation"], ["state_value"])
+
+
+def values_of_actions():
+    return TensorDictModule(EnsembleMLP(2, OBSERVATION, ACTIONS, (8,), **FAST), ["observation"], ["action_value"])
+
+
+def deterministic():
+    network = nn.Sequential(MLP(OBSERVATION, ACTION, (8,), **FAST), nn.Tanh())
+    return TensorDictModule(network, ["observation"], ["action"])
+
+
+def flashsac():
+    sizes = {"width": 4, "num_blocks": 1, "expansion": 2, **F64}
+    critic = make_flashsac_critic(OBSERVATION, ACTION, num_atoms=11, **sizes)
+    networks = make_flashsac_actor(OBSERVATION, ACTION, **sizes), critic
+    for part in (each for network in networks for each in network.modules()):
+        if hasattr(part, "momentum"):
+            part.momentum = 0.5
+    return DistributionalSACLoss.flashsac(*networks, num_atoms=11)
+
+
+ENTROPY = {"target_entropy": -3.0}
+LOSSES = {
+    "SACLoss": lambda: SACLoss(actor(), critic(), **ENTROPY),
+    "SACLoss, batch renorm": lambda: SACLoss(actor(**RENORM), critic(**RENORM), delay_actor=True, **ENTROPY),
+    "SACLoss, value network": lambda: SACLoss(actor(), critic(), state_value(), **ENTROPY),
+    "SACLoss, PyTorch's norms": lambda: SACLoss(actor(), torch_critics(2), **ENTROPY),
+    "DiscreteSACLoss": lambda: DiscreteSACLoss(
+        discrete_actor(network=MLP(OBSERVATION, ACTIONS, (8,), **FAST)),
+        values_of_actions(),
+        num_actions=ACTIONS,
+        action_space="one-hot",
+    ),
+    "TD3Loss": lambda: TD3Loss(deterministic(), critic(), bounds=(-1.0, 1.0)),
+    "REDQLoss": lambda: REDQLoss(actor(), critic(nets=3), num_qvalue_nets=3, sub_sample_len=2, **ENTROPY),
+    "CrossQLoss": lambda: CrossQLoss(actor(), critic(), **ENTROPY),
+    "CrossQLoss, batch renorm": lambda: CrossQLoss(actor(**RENORM), critic(**RENORM), **ENTROPY),
+    "CrossQLoss, vmap of PyTorch's norms": lambda: CrossQLoss(actor(), torch_critics(2), **ENTROPY),
+    "CrossQLoss, vmap of ours": lambda: CrossQLoss(
+        actor(), TensorDictModule(MLP(PAIR, 1, (8,), **RENORM), KEYS, VALUE), **ENTROPY
+    ),
+    "CrossQLoss, loop": lambda: CrossQLoss(actor(), torch_critics(2), deactivate_vmap=True, **ENTROPY),
+    "CrossQLoss, PyTorch's norm in a batched network": lambda: CrossQLoss(
+        actor(), TensorDictModule(TorchCritic(1), KEYS, VALUE), num_qvalue_nets=1, **ENTROPY
+    ),
+    "FastSAC": lambda: DistributionalSACLoss.fastsac(actor(), critic(11), v_min=-3.0, v_max=3.0, num_atoms=11),
+    "FlashSAC": flashsac,
+}
+
+
+def as_inductor(graph, inputs, **options):
+    """Inductor's passes and its division into forward and backward, but their graphs run in Python: no C++."""
+    from functorch.compile import make_boxed_func
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(graph, inputs, inner_compile=lambda part, *_, **__: make_boxed_func(part.forward))
+
+
+def outcome(loss, function, batch):
+    """Losses, priorities, gradients and all buffers after a call with the same noise."""
+    torch.manual_seed(3)
+    batch = batch.copy()
+    out = function(batch)
+    losses = {key: out.get(key) for key in out.keys() if key.startswith("loss_")}
+    named = {name: parameter for name, parameter in loss.named_parameters() if parameter.requires_grad}
+    slopes = torch.autograd.grad(sum(losses.values()), named.values())
+    found = {**losses, "td_error": batch.get(loss.tensor_keys.priority)}
+    found |= {f"gradient of {name}": slope for name, slope in zip(named, slopes, strict=True)}
+    return found | {name: buffer.clone() for name, buffer in loss.named_buffers()}
+
+
+def check(name, sizes=(6, 10), **options):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    loss = LOSSES[name]()
+    other = copy.deepcopy(loss)
+    # Sizes vary from the beginning, so that one compilation serves all.
+    compiled = torch.compile(other, fullgraph=True, dynamic=True, **options)
+    moved = 0
+    for rows in sizes:
+        batch = discrete_batch(rows) if name == "DiscreteSACLoss" else make_batch(rows)
+        before = {key: value.clone() for key, value in loss.named_buffers() if "running" in key}
+        expected, found = outcome(loss, loss, batch), outcome(other, compiled, batch)
+        for key, value in expected.items():
+            torch.testing.assert_close(
+                found[key], value, rtol=1e-9, atol=1e-9, equal_nan=True, msg=lambda text, key=key: f"{key}: {text}"
+            )
+        moved += sum(not torch.equal(expected[key], value) for key, value in before.items())
+    assert moved
+
+
+QUICK = ["CrossQLoss", "FlashSAC"]
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in LOSSES])
+def test_the_backward_reads_the_statistics_of_its_forward(name):
+    with torch._inductor.config.patch(fallback_random=True):
+        check(name, backend=as_inductor)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+# PyTorch's own, of its lowering of `diagonal`.
+@pytest.mark.filterwarnings("ignore:.torch._prims_common.check. is deprecated:FutureWarning")
+@pytest.mark.parametrize("name", QUICK)
+def test_inductor(name):
+    check(name, options={"fallback_random": True})
