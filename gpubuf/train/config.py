@@ -29,6 +29,9 @@ _DEFAULT_CAPACITY = 1_000_000
 # The largest default number of updates for each step of all environments.
 _UPDATES_A_STEP = 16
 
+#: Defaults of what only prioritized runs have.
+_PRIORITIES = {"priority_alpha": 0.6, "priority_beta": 0.4}
+
 # None: the default comes from `defaults`, or from `ALGORITHM_DEFAULTS`.
 _BY_ENVIRONMENT: Any = None
 _BY_ALGORITHM: Any = None
@@ -102,10 +105,12 @@ class TrainConfig:
         v_max: Highest value of that support, above ``v_min``.
         scale_rewards: Divide rewards by the spread of the returns so far, so that no return is above ``v_max`` (5 if
             there is none).
+        normalize_observations: Give observations mean 0 and variance 1, by the running statistics of all that were
+            stored; policy and critics see no others.
         noise_hold: Most steps for which exploration holds the same noise; 1 to draw it at every step.
-        priority_alpha: Exponent of the priorities; prioritized only.
-        priority_beta: Exponent of the importance weights at the first update, annealed linearly to 1 at
-            ``total_steps``; prioritized only.
+        priority_alpha: Exponent of the priorities, by default 0.6; prioritized only.
+        priority_beta: Exponent of the importance weights at the first update, by default 0.4, annealed linearly to 1
+            at ``total_steps``; prioritized only.
         eval_every: Transitions between two short evaluations for the curve; 0 for none.
         eval_episodes: Episodes of the evaluation that ends the run.
         log_every: Transitions between two records of the losses.
@@ -140,9 +145,10 @@ class TrainConfig:
     v_min: float | None = None
     v_max: float | None = None
     scale_rewards: bool = _BY_ALGORITHM
+    normalize_observations: bool = _BY_ALGORITHM
     noise_hold: int = _BY_ALGORITHM
-    priority_alpha: float = 0.6
-    priority_beta: float = 0.4
+    priority_alpha: float | None = None
+    priority_beta: float | None = None
     eval_every: int = _BY_ENVIRONMENT
     eval_episodes: int = _BY_ENVIRONMENT
     log_every: int = _BY_ENVIRONMENT
@@ -173,13 +179,16 @@ class TrainConfig:
         self._require(
             "learning_starts", self.learning_starts < self.total_steps, f"below total_steps ({self.total_steps})"
         )
-        self._require("gamma", 0 <= self.gamma < 1, "in [0, 1)")
+        self._require("gamma", 0 <= self.gamma <= 1, "in [0, 1]")
         # As many as a window of the buffer can have.
         self._require("n_steps", 1 <= self.n_steps <= 64, "in 1 .. 64")
         if self.tau is not None:
             self._require("tau", 0 < self.tau <= 1, "in (0, 1]")
-        self._require("priority_alpha", 0 <= self.priority_alpha <= 1, "in [0, 1]")
-        self._require("priority_beta", 0 <= self.priority_beta <= 1, "in [0, 1]")
+        for name in _PRIORITIES:
+            value = getattr(self, name)
+            if not self.prioritized and value is not None:
+                raise UsageError(f"{name} means nothing to a run that is not prioritized, got {value}")
+            self._require(name, not self.prioritized or 0 <= value <= 1, "in [0, 1]")
         self._require(
             "hidden", len(self.hidden) > 0 and all(width >= 1 for width in self.hidden), "one or more widths above 0"
         )
@@ -199,7 +208,8 @@ class TrainConfig:
         of_algorithm = ALGORITHM_DEFAULTS[self.algo]
         of_environment = defaults(self.env, self.num_envs)
         of_environment["update_ratio"] *= UPDATES.get(self.algo, 1)
-        for name, value in {**of_environment, **of_algorithm}.items():
+        of_mode = _PRIORITIES if self.prioritized else {}
+        for name, value in {**of_environment, **of_algorithm, **of_mode}.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
             elif value is None:
@@ -257,6 +267,9 @@ class TrainConfig:
             raise UsageError(f"{path} cannot be read as JSON: {error}") from None
         if not isinstance(values, dict):
             raise UsageError(f"{path} must hold a JSON object, got {type(values).__name__}")
+        if not values.get("prioritized"):
+            # Older runs have the defaults there.
+            values = {name: value for name, value in values.items() if name not in _PRIORITIES}
         try:
             return cls.from_mapping(values)
         except UsageError as error:
@@ -286,7 +299,7 @@ def _typed(name: str, value: Any, default: Any) -> Any:
         if isinstance(value, (list, tuple)) and all(type(width) is int for width in value):
             return tuple(value)
         raise UsageError(f"hidden must be a list of integers, got {value!r}")
-    if name in ("tau", "v_min", "v_max"):
+    if name in ("tau", "v_min", "v_max", *_PRIORITIES):
         if value is None or type(value) in (int, float):
             return value if value is None else float(value)
         raise UsageError(f"{name} must be a number or null, got {value!r}")

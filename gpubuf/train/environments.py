@@ -14,6 +14,10 @@ import torch
 from torch import Tensor
 
 
+class NotFiniteError(RuntimeError):
+    """Something that a run must not go on with is NaN or infinite."""
+
+
 @dataclass(frozen=True)
 class Steps:
     """One step of all environments, `[E]` of them, on their device.

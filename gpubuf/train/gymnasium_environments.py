@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import gymnasium as gym
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpubuf.train.config import UsageError
-from gpubuf.train.environments import Steps
+from gpubuf.train.environments import NotFiniteError, Steps
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -55,11 +55,26 @@ def make(name: str) -> gym.Env[NDArray[Any], NDArray[Any]]:
         )
     if not (np.isfinite(space.low).all() and np.isfinite(space.high).all()):
         raise EnvironmentUnusableError(f"{name} has actions without bounds, {space}; SAC needs bounded ones")
+    if image := _image(env.observation_space):
+        raise EnvironmentUnusableError(
+            f"{name} has images as observations, {image}: the networks here are MLPs, which would take each pixel for "
+            "a feature between 0 and 255. Register an environment whose observations are features, or train a network "
+            "of your own with gpubuf's buffers and losses"
+        )
     if not isinstance(env.observation_space, Box) or len(env.observation_space.shape) != 1:
         if not env.observation_space.is_np_flattenable:
             raise EnvironmentUnusableError(f"{name} has observations that can't be flattened, {env.observation_space}")
         return gym.wrappers.FlattenObservation(env)
     return env
+
+
+def _image(space: gym.Space[Any]) -> Box | None:
+    """An image that is part of an observation, if there is one."""
+    if isinstance(space, Box):
+        return space if space.dtype == np.uint8 and len(space.shape) > 1 else None
+    parts = getattr(space, "spaces", ())
+    found = map(_image, parts.values() if isinstance(parts, Mapping) else parts)
+    return next((image for image in found if image is not None), None)
 
 
 def _make(name: str) -> gym.Env[Any, Any]:
@@ -161,6 +176,7 @@ class GymnasiumEnvironments:
     def __init__(
         self, name: str, num_envs: int, seed: int | Sequence[int], make_env: Callable[[str], gym.Env[Any, Any]] = make
     ) -> None:
+        self._name = name
         self._recorders: list[EpisodeRecorder] = []
         self._vector = SyncVectorEnv(
             [lambda: self._recorded(make_env(name))] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP
@@ -190,15 +206,23 @@ class GymnasiumEnvironments:
         self._returns[:] = 0
         self._lengths[:] = 0
         self._ended = []
-        return torch.from_numpy(self._flat(observation))
+        flat = self._flat(observation)
+        self._check("observation", flat)
+        return torch.from_numpy(flat)
 
     def step(self, action: Tensor) -> Steps:
         """Act in every environment. Synchronises with the device that the actions are on.
 
         Args:
             action: `[E, A]` float32 in [-1, 1], stretched here to the bounds of the action space.
+
+        Raises:
+            NotFiniteError: an action, an observation or a reward is NaN or infinite.
         """
-        observation, reward, terminated, truncated, info = self._vector.step(self._stretched(action.cpu().numpy()))
+        actions = action.cpu().numpy()
+        if not np.isfinite(actions).all():
+            raise NotFiniteError(f"training diverged: the policy's actions for {self._name} are NaN or infinite")
+        observation, reward, terminated, truncated, info = self._vector.step(self._stretched(actions))
         flat = self._flat(observation)
         next_observation = flat
         self._returns += reward
@@ -211,6 +235,9 @@ class GymnasiumEnvironments:
                 self._ended.append({"kind": "episode", **ended})
                 self._returns[i] = 0
                 self._lengths[i] = 0
+        self._check("observation", next_observation)
+        self._check("observation", flat)
+        self._check("reward", reward[:, None])
         return Steps(
             next_observation=torch.from_numpy(next_observation),
             observation=torch.from_numpy(flat),
@@ -227,6 +254,15 @@ class GymnasiumEnvironments:
     def _stretched(self, action: NDArray[np.float32]) -> NDArray[Any]:
         scaled = self._centre + self._scale * action.reshape(self.num_envs, *self._action_shape)
         return scaled.astype(self._action_dtype)
+
+    def _check(self, what: str, values: NDArray[Any]) -> None:
+        wrong = ~np.isfinite(values).all(1)
+        if wrong.any():
+            i = int(np.flatnonzero(wrong)[0])
+            raise NotFiniteError(
+                f"the {what} of {self._name} is NaN or infinite: {values[i].tolist()}, in copy {i} of "
+                f"{self.num_envs}. Nothing of this step was stored"
+            )
 
     def _flat(self, observation: NDArray[Any]) -> NDArray[np.float32]:
         return observation.reshape(self.num_envs, -1).astype(np.float32)

@@ -76,7 +76,7 @@ def train(
 
     Raises:
         UsageError: The environment, the device or the folder can't be used. Nothing was written.
-        DivergedError: A loss became infinite or NaN.
+        NotFiniteError: A loss, an observation or a reward became infinite or NaN.
     """
     path = Path(folder)
     device = _resolve_device(config.device)
@@ -104,7 +104,7 @@ def resume(
     Raises:
         UsageError: There is no checkpoint, it is damaged, the run is complete, or ``changes`` contradict it. Nothing
             was changed.
-        DivergedError: A loss became infinite or NaN.
+        NotFiniteError: A loss, an observation or a reward became infinite or NaN.
     """
     path = Path(folder)
     if path.name == CHECKPOINT_FILE:

@@ -14,14 +14,17 @@ from torch import Tensor
 from gpubuf import graphs
 from gpubuf.data import (
     LazyTensorStorage,
+    Normalize,
     RewardScale,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
+from gpubuf.data.storages.layout import Leaf, as_key
 from gpubuf.train.agent import make_agent
 from gpubuf.train.algorithms.base import LOSS_NAMES
 from gpubuf.train.config import TrainConfig, UsageError
 from gpubuf.train.environment_factory import make_environments
+from gpubuf.train.environments import NotFiniteError
 from gpubuf.train.evaluation import Evaluation
 from gpubuf.train.progress import Status
 
@@ -34,13 +37,17 @@ _COMPILING_PAYS = 200_000
 # Of scaled rewards, where critics have no bound.
 _LARGEST_RETURN = 5.0
 
+# FastSAC's program divides observations by their standard deviation and this. Here it is the least one: the same for
+# elements that hardly change, and 1 % more for others.
+_LEAST_DEVIATION = 0.01
+
 _Wrap = Callable[[Callable[[], None]], Callable[[], Any]]
 
 # Environments for training, curve and final evaluation: the second word of their seeds.
 _TRAINING, _CURVE, _FINAL = range(3)
 
 
-class DivergedError(RuntimeError):
+class DivergedError(NotFiniteError):
     """A loss is no longer a number."""
 
 
@@ -81,7 +88,8 @@ class Trainer:
         torch.manual_seed(config.seed)
         sizes = self._environments.observation_size, self._environments.action_size
         self.agent = make_agent(config, *sizes, device, compiled=compiled)
-        self.buffer = _make_buffer(config, device)
+        self.agent.normalize = _make_normalize(config, sizes[0], device)
+        self.buffer = _make_buffer(config, device, self.agent.normalize)
         # Written in place, for graphs read it where it is.
         self._observation = self._environments.reset().to(device)
         self._updates = 0
@@ -193,6 +201,7 @@ class Trainer:
 
     def _beta(self) -> float:
         start = self.config.priority_beta
+        assert start is not None
         return start + (1 - start) * min(1.0, self.step / self.config.total_steps)
 
     def _log_losses(self) -> None:
@@ -233,7 +242,13 @@ class Trainer:
         return Evaluation(environments, lambda observation: self.agent.act(observation, deterministic=True), wrap)
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole state of the run, as tensors and plain values."""
+        """The whole state of the run, as tensors and plain values. Synchronises.
+
+        Raises:
+            DivergedError: a loss since the last record is NaN or infinite: the networks are not worth keeping.
+        """
+        if not self._sums.isfinite().all():
+            raise DivergedError(f"training diverged by step {self.step:,}: {self._sums.tolist()}")
         return {
             "step": self.step,
             "updates": self._updates,
@@ -302,13 +317,24 @@ def _evaluation_record(kind: str, step: int, returns: list[float]) -> dict[str, 
     return {"kind": kind, "step": step, "mean_return": mean, "returns": returns}
 
 
-def _make_buffer(config: TrainConfig, device: torch.device) -> TensorDictReplayBuffer:
+def _make_normalize(config: TrainConfig, observation_size: int, device: torch.device) -> Normalize | None:
+    """The statistics of observations, on the device from the first step on: it may be by policy, and captured."""
+    if not config.normalize_observations:
+        return None
+    normalize = Normalize("observation", eps=_LEAST_DEVIATION**2)
+    normalize.bind([Leaf(as_key("observation"), torch.float32, (observation_size,))], config.num_envs, device)
+    return normalize
+
+
+def _make_buffer(config: TrainConfig, device: torch.device, normalize: Normalize | None) -> TensorDictReplayBuffer:
     # Where a row is read together with those behind it, environments must not take turns.
     apart = config.num_envs > 1 and (config.n_steps > 1 or config.share_next)
     storage = LazyTensorStorage(
         config.capacity,
         device=device,
         ndim=2 if apart else 1,
+        # An episode that can't be played again after a pause has no end.
+        ends="flags+continuity" if config.n_steps > 1 else "flags",
         share_next=["observation"] if config.share_next else False,
     )
     options: dict[str, Any] = {
@@ -316,11 +342,15 @@ def _make_buffer(config: TrainConfig, device: torch.device) -> TensorDictReplayB
         "batch_size": config.batch_size,
         "n_steps": config.n_steps,
         "gamma": config.gamma,
+        "process": [] if normalize is None else [normalize],
     }
     if config.scale_rewards:
         # In a storage of one dimension environments take turns.
         envs = None if apart else config.num_envs
-        options["process"] = [RewardScale(config.gamma, config.v_max or _LARGEST_RETURN, envs=envs)]
+        options["process"].append(RewardScale(config.gamma, config.v_max or _LARGEST_RETURN, envs=envs))
     if config.prioritized:
-        return TensorDictPrioritizedReplayBuffer(alpha=config.priority_alpha, beta=config.priority_beta, **options)
+        alpha, beta = config.priority_alpha, config.priority_beta
+        assert alpha is not None
+        assert beta is not None
+        return TensorDictPrioritizedReplayBuffer(alpha=alpha, beta=beta, **options)
     return TensorDictReplayBuffer(**options)

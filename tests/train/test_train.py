@@ -17,6 +17,7 @@ from tensordict.nn import InteractionType, set_interaction_type
 
 from gpubuf.serialization import load, save
 from gpubuf.train import TrainConfig, UsageError, load_actor, resume, train
+from gpubuf.train.environments import NotFiniteError
 from gpubuf.train.metrics import JsonLines, read
 from gpubuf.train.run import CHECKPOINT_FILE, default_threads, free_folder
 from gpubuf.train.trainer import DivergedError, Trainer
@@ -268,11 +269,35 @@ def test_nothing_is_written_when_the_run_cannot_begin(tmp_path):
         train(tiny(), tmp_path / "file" / "run")
 
 
-@pytest.mark.parametrize(("prioritized", "step"), [(True, 41), (False, 50)])
-def test_losses_that_are_no_numbers_end_the_run(tmp_path, prioritized, step):
-    """At the next record of the losses, or at once where they would become priorities."""
-    with pytest.raises(DivergedError, match=f"training diverged by step {step}:"):
+@pytest.mark.parametrize(
+    ("prioritized", "message"),
+    [(True, " by step 42: priorities must be finite"), (False, ": the policy's actions for")],
+)
+def test_losses_that_are_no_numbers_end_the_run(tmp_path, prioritized, message):
+    """At once where they would become priorities, or at the next step, before an environment gets such an action."""
+    with pytest.raises(NotFiniteError, match=f"training diverged{message}"):
         train(tiny(PREFIX + "Infinite-v0", prioritized=prioritized), tmp_path)
+
+
+@pytest.mark.parametrize("what", ["reward", "observation"])
+def test_what_is_no_number_in_an_environment_ends_the_run_before_it_is_stored(tmp_path, what):
+    """The text names the environment, and the checkpoint before it goes on."""
+    name = f"{PREFIX}Broken-{what}-v0"
+    with pytest.raises(NotFiniteError, match=f"the {what} of {name} is NaN or infinite: .* in copy 0 of 1"):
+        train(tiny(name, checkpoint_every=50, eval_every=0), tmp_path)
+    state = load(tmp_path / CHECKPOINT_FILE)["trainer"]
+    assert state["step"] == 50
+    assert all(tensor.isfinite().all() for tensor in state["agent"]["loss"].values() if tensor.is_floating_point())
+    # The environment has recovered.
+    train_environments.steps_taken = 100
+    assert resume(tmp_path).returns
+
+
+def test_networks_that_are_no_numbers_are_not_saved():
+    trainer = Trainer(tiny(), torch.device("cpu"), lambda record: None)
+    trainer._sums[0] = float("nan")
+    with pytest.raises(DivergedError, match="training diverged by step 0"):
+        trainer.state_dict()
 
 
 def test_the_stored_transitions_are_those_of_the_environment():

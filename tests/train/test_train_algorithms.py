@@ -9,6 +9,7 @@ import signal
 import pytest
 import torch
 from tensordict import TensorDict
+from tensordict.nn import InteractionType, set_interaction_type
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gpubuf.cli import main
@@ -286,3 +287,42 @@ def test_held_noise_does_not_synchronise():
     with fake_cuda():
         noise = HeldNoise(4, 2, 16, torch.device("cuda"))
         assert noise.draw().device.type == "cuda"
+
+
+def test_observations_are_normalised(tmp_path):
+    """Batches, actions, evaluations and the saved policy see the statistics of all stored rows; a resumed run too."""
+    config = tiny("fastsac")
+    assert config.normalize_observations
+    assert not any(tiny(algo).normalize_observations for algo in ALGORITHMS if algo != "fastsac")
+    trainer = Trainer(config, CPU, lambda record: None)
+    for _ in range(12):
+        trainer.advance()
+    stored = trainer.buffer.storage[:]["observation"].double()
+    mean, deviation = stored.mean(0), (stored.var(0, correction=0) + 1e-4).sqrt()
+    batch = trainer.buffer.sample(batches=8).reshape(-1)
+    raw = trainer.buffer.storage[batch["index"]]
+    for key in ("observation", ("next", "observation")):
+        torch.testing.assert_close(batch[key].double(), (raw[key].double() - mean) / deviation, rtol=1e-4, atol=1e-5)
+    observation = torch.randn(5, 3) * torch.tensor([1.0, 1.0, 8.0])
+    normal = ((observation - mean) / deviation).float()
+    with torch.no_grad():
+        due = trainer.agent.actor.get_dist(TensorDict({"observation": normal}, [5])).deterministic_sample
+    action = trainer.agent.act(observation, deterministic=True)
+    torch.testing.assert_close(action, due, rtol=1e-4, atol=1e-5)
+
+    trainer.agent.save_model(tmp_path / "model.safetensors")
+    actor = load_actor(tmp_path / "model.safetensors")
+    with set_interaction_type(InteractionType.DETERMINISTIC), torch.no_grad():
+        loaded = actor(TensorDict({"observation": observation}, [5]))["action"]
+    torch.testing.assert_close(loaded, action)
+
+    resumed = Trainer(config, CPU, lambda record: None)
+    resumed.load_state_dict(trainer.state_dict())
+    assert torch.equal(resumed.agent.act(observation, deterministic=True), action)
+
+
+def test_observations_are_normalised_from_the_first_step():
+    """By policy, when nothing is known yet: then they stay as they are."""
+    trainer = Trainer(tiny("fastsac", learning_starts=0), CPU, lambda record: None)
+    trainer.advance()
+    assert trainer.buffer.storage[:]["observation"].isfinite().all()

@@ -28,11 +28,11 @@ from gpubuf.train.config import CHANGEABLE_ON_RESUME, TrainConfig, UsageError
         ("update_ratio", 0.0, "above 0"),
         ("learning_rate", float("nan"), "above 0 and finite, got nan"),
         ("learning_rate", float("inf"), "finite"),
-        ("gamma", 1.0, r"in \[0, 1\), got 1.0"),
+        ("gamma", 1.01, r"in \[0, 1\], got 1.01"),
         ("gamma", float("nan"), "gamma"),
         ("tau", 0.0, r"in \(0, 1\]"),
-        ("priority_alpha", 1.5, r"in \[0, 1\], got 1.5"),
-        ("priority_beta", -0.5, r"in \[0, 1\]"),
+        ("priority_alpha", 0.6, "means nothing to a run that is not prioritized, got 0.6"),
+        ("priority_beta", 0.4, "means nothing to a run that is not prioritized, got 0.4"),
         ("hidden", (), "one or more widths"),
         ("hidden", (64, 0), r"one or more widths above 0, got \(64, 0\)"),
     ],
@@ -41,6 +41,18 @@ def test_nonsense_is_refused_with_both_sides(name, value, message):
     with pytest.raises(UsageError, match=message) as caught:
         TrainConfig(**{name: value})
     assert name in str(caught.value)
+
+
+def test_what_only_some_runs_have(tmp_path):
+    """A discount of 1 is legal, and priorities have exponents where there are priorities; older files have them all."""
+    assert TrainConfig(gamma=1).gamma == 1
+    assert (TrainConfig().priority_alpha, TrainConfig(prioritized=True).priority_alpha) == (None, 0.6)
+    for name in ("priority_alpha", "priority_beta"):
+        with pytest.raises(UsageError, match=rf"{name} must be in \[0, 1\], got 1.5"):
+            TrainConfig(prioritized=True, **{name: 1.5})
+    older = {**dataclasses.asdict(TrainConfig()), "priority_alpha": 0.6, "priority_beta": 0.4}
+    (tmp_path / "config.json").write_text(json.dumps(older))
+    assert TrainConfig.read(tmp_path) == TrainConfig()
 
 
 def test_json_there_and_back(tmp_path):
@@ -67,7 +79,7 @@ def test_json_there_and_back(tmp_path):
         ('{"total_steps": "10"}', "total_steps must be of type int, got '10'"),
         ('{"update_ratio": true}', "update_ratio must be of type float, got True"),
         ('{"cuda_graph": 1}', "cuda_graph must be true, false or null, got 1"),
-        ('{"gamma": 2}', r"config.json: gamma must be in \[0, 1\)"),
+        ('{"gamma": 2}', r"config.json: gamma must be in \[0, 1\]"),
     ],
 )
 def test_other_files_are_refused(tmp_path, content, message):

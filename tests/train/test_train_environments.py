@@ -171,6 +171,8 @@ def test_observations_are_flattened():
         (PREFIX + "Whole-v0", "discrete action space"),
         (PREFIX + "Boundless-v0", "actions without bounds"),
         (PREFIX + "Lists-v0", "observations that can't be flattened"),
+        (PREFIX + "Pixels-v0", r"has images as observations, Box\(0, 255, \(8, 8, 3\), uint8\): the networks here"),
+        (PREFIX + "PixelsBeside-v0", "has images as observations"),
     ],
 )
 def test_unusable_environments_say_why(name, message):

@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
+from gpubuf.data import Normalize
 from gpubuf.modules import TanhNormal, TanhNormalActor
 from gpubuf.objectives import SACLoss
 from gpubuf.optim import AdamW
@@ -66,7 +67,11 @@ class Agent(abc.ABC):
         self.actor = self.make_actor(observation_size, action_size, config.hidden, device)
         self.loss = self.make_loss(config, observation_size, action_size)
         self.loss.make_value_estimator(gamma=config.gamma)
+        # The run stops at NaN, and is the one that says so.
+        self.loss.nan_named = True
         self._optimizer = self._make_optimizer(config)
+        #: Normalises observations as the buffer does those of its batches.
+        self.normalize: Normalize | None = None
         self._noise: HeldNoise | None = None
         if config.noise_hold > 1:
             self._noise = HeldNoise(config.num_envs, action_size, config.noise_hold, device)
@@ -135,8 +140,10 @@ class Agent(abc.ABC):
             return TanhNormal(held, policy.scale).deterministic_sample
 
     def _distribution(self, observation: Tensor) -> TanhNormal:
-        inputs = TensorDict({"observation": observation.to(self.device)}, observation.shape[:1])
-        return self.actor.get_dist(inputs)
+        observation = observation.to(self.device)
+        if self.normalize is not None:
+            observation = self.normalize(observation)
+        return self.actor.get_dist(TensorDict({"observation": observation}, observation.shape[:1]))
 
     @property
     def critic_loss_names(self) -> frozenset[str]:
@@ -212,5 +219,8 @@ class Agent(abc.ABC):
             self._noise.load_state_dict(state["noise"])
 
     def save_model(self, path: str | os.PathLike[str]) -> None:
-        """Write the policy to ``path``, for `load_actor`."""
-        save(path, {**self._shape, "actor": self.actor.state_dict()})
+        """Write the policy to ``path``, for `load_actor`, with the statistics of its observations."""
+        model = {**self._shape, "actor": self.actor.state_dict()}
+        if self.normalize is not None:
+            model["normalize"] = {"mean": self.normalize.mean().float(), "factor": self.normalize.factor()}
+        save(path, model)

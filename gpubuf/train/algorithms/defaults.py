@@ -17,6 +17,7 @@ _SAC: dict[str, Any] = {
     "v_min": None,
     "v_max": None,
     "scale_rewards": False,
+    "normalize_observations": False,
     "noise_hold": 1,
 }
 
@@ -26,7 +27,7 @@ ALGORITHM_DEFAULTS: dict[str, dict[str, Any]] = {
     "fastsac": {
         **_SAC,
         **{"learning_rate": 3e-4, "tau": 0.05, "hidden": (256, 128, 64), "policy_every": 2},
-        **{"atoms": 101, "v_min": -10.0, "v_max": 10.0, "scale_rewards": True},
+        **{"atoms": 101, "v_min": -10.0, "v_max": 10.0, "scale_rewards": True, "normalize_observations": True},
     },
     # FlashSAC's program has tau 0.01 and makes a million updates; docs/training.md says why a short run needs more.
     "flashsac": {
