@@ -18,8 +18,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, is_non_tensor
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, is_non_tensor, is_tensorclass
 from torch import Tensor
 
 Buffer = bytes | memoryview
@@ -30,7 +31,7 @@ _CHECKSUM = "#crc32"
 _CHECKSUM_BYTES = 4
 _CHUNK_BYTES = 1 << 22
 _LENGTH_BYTES = 8
-_ALIGNMENT = 8
+_ALIGNMENT = 16
 
 NAMES = {
     torch.float64: "F64",
@@ -48,7 +49,28 @@ NAMES = {
     torch.bool: "BOOL",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.float4_e2m1fn_x2: "F4_X2",
+    torch.complex32: "C32",
+    torch.complex64: "C64",
+    torch.complex128: "C128",
 }
+"""Every dtype that is saved."""
+
+# What a file holds in place of dtypes that not every reader of safetensors knows; the last dimension is one more.
+_HELD_AS = {
+    torch.complex32: torch.float16,
+    torch.complex64: torch.float32,
+    torch.complex128: torch.float64,
+    torch.float8_e4m3fnuz: torch.uint8,
+    torch.float8_e5m2fnuz: torch.uint8,
+    torch.float8_e8m0fnu: torch.uint8,
+    torch.float4_e2m1fn_x2: torch.uint8,
+}
+# Those that NumPy has, too.
+_NUMPY = {str(dtype).removeprefix("torch.") for dtype in NAMES} & set(np.sctypeDict)
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 
@@ -58,7 +80,8 @@ def save(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
     Args:
         path: The file to write. ``path`` + ``.tmp`` is used on the way.
         state: A tree of dictionaries, TensorDicts, lists and tuples whose leaves are tensors of any device and
-            stride, integers of any size, floats, strings, booleans or None. Dictionary keys are strings, integers,
+            stride, NumPy's arrays and numbers, integers of any size, floats, complex numbers, strings, bytes, booleans
+            or None. Dictionary keys are strings, integers,
             floats, booleans or None. Nothing in it is changed, and no tensor that is contiguous on the CPU is copied.
 
     Raises:
@@ -113,7 +136,8 @@ def contents(state: Mapping[str, Any]) -> Iterator[Buffer]:
     tensors: dict[str, Tensor] = {}
     tree = _encode(state, "", tensors)
     # Widest elements first: the format allows no gaps, and this keeps every tensor aligned in the mapped file.
-    ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
+    widest_first = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    ordered = {name: _held(tensor) for name, tensor in widest_first}
     header = _header(ordered, json.dumps(tree, separators=(",", ":"), allow_nan=False))
 
     def pieces() -> Iterator[Buffer]:
@@ -252,11 +276,18 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         while name in tensors or name == _CHECKSUM:
             name += "'"
         tensors[name] = value.detach()
-        return {"$tensor": name}
+        return {"$tensor": name, "dtype": NAMES[value.dtype]} if value.dtype in _HELD_AS else {"$tensor": name}
     if isinstance(value, float):
         return value if math.isfinite(value) else {"$float": repr(value)}
     if value is None or isinstance(value, (bool, int, str)):
         return value
+    if isinstance(value, bytes):
+        return {"$bytes": value.decode("latin-1")}
+    if isinstance(value, complex):
+        return {"$complex": [_encode(value.real, path, tensors), _encode(value.imag, path, tensors)]}
+    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.isnative and value.dtype.name in _NUMPY:
+        scalar = isinstance(value, np.generic)
+        return {"$numpy": _encode(torch.from_numpy(np.array(value)), path, tensors), "scalar": scalar}
     if isinstance(value, (list, tuple)):
         items = [_encode(item, f"{path}.{i}" if path else str(i), tensors) for i, item in enumerate(value)]
         if hasattr(value, "_fields"):
@@ -264,6 +295,9 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         return items if isinstance(value, list) else {"$tuple": items}
     if is_non_tensor(value):
         return {"$nontensor": _encode(value.tolist(), path, tensors), "batch_size": list(value.batch_size)}
+    if is_tensorclass(value):
+        # No class is looked up by name when a file is read: its entries are what is saved.
+        value = value._tensordict
     if isinstance(value, TensorDictBase):
         rows = {key: _encode(item, f"{path}.{key}" if path else key, tensors) for key, item in value.items()}
         return {"$tensordict": rows, "batch_size": list(value.batch_size)}
@@ -284,7 +318,15 @@ def _decode(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
     if not isinstance(tree, dict):
         return tree
     if "$tensor" in tree:
-        return tensors[tree["$tensor"]]
+        found = tensors[tree["$tensor"]]
+        return found.view(DTYPES[tree["dtype"]]).squeeze(-1) if "dtype" in tree else found
+    if "$bytes" in tree:
+        return tree["$bytes"].encode("latin-1")
+    if "$complex" in tree:
+        return complex(*(_decode(part, tensors) for part in tree["$complex"]))
+    if "$numpy" in tree:
+        array = _decode(tree["$numpy"], tensors).numpy()
+        return array[()] if tree["scalar"] else array
     if "$tensordict" in tree:
         rows = {key: _decode(item, tensors) for key, item in tree["$tensordict"].items()}
         return TensorDict(rows, tree["batch_size"])
@@ -324,8 +366,18 @@ def _header(tensors: Mapping[str, Tensor], tree: str) -> bytes:
     checksum_place = [offset, offset + _CHECKSUM_BYTES]
     entries[_CHECKSUM] = {"dtype": "U8", "shape": [_CHECKSUM_BYTES], "data_offsets": checksum_place}
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
+    text += b" " * (-(_LENGTH_BYTES + len(text)) % _ALIGNMENT)
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+
+def _held(tensor: Tensor) -> Tensor:
+    """A tensor in a dtype that a file holds."""
+    dtype = _HELD_AS.get(tensor.dtype)
+    if dtype is None:
+        return tensor
+    if dtype.itemsize == tensor.itemsize:
+        return tensor.view(dtype).unsqueeze(-1)
+    return tensor.resolve_conj().resolve_neg().unsqueeze(-1).contiguous().view(dtype)
 
 
 def _chunks(tensor: Tensor) -> Iterator[memoryview]:

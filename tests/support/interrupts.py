@@ -14,8 +14,15 @@ from typing import Any
 
 import gpubuf
 
-# Where Ctrl-C may strike: in gpubuf itself, and in the context managers that it is made of.
-_FILES = (str(Path(gpubuf.__file__).parent), str(Path(gpubuf.__file__).parents[1] / "kernels"), "contextlib.py")
+# Where Ctrl-C may strike: in gpubuf itself, and in what it is made of.
+_FILES = (
+    str(Path(gpubuf.__file__).parent),
+    str(Path(gpubuf.__file__).parents[1] / "kernels"),
+    "contextlib.py",
+    "threading.py",
+    "queue.py",
+    str(Path("concurrent", "futures")),
+)
 
 
 @functools.cache
@@ -37,10 +44,18 @@ def _after_calls(code: CodeType) -> frozenset[int]:
     )
 
 
-def interrupted(operation: Callable[[], Any], place: int) -> bool:
+def interrupted(operation: Callable[[], Any], place: int, *, lines: bool = False) -> KeyboardInterrupt | None:
     """Run ``operation``, and raise KeyboardInterrupt at the place of this number, if it has so many.
 
     No garbage is collected meanwhile: an interrupt in a finalizer of another object would go unseen.
+
+    Args:
+        operation: what to interrupt.
+        place: how many places it goes past.
+        lines: count the beginnings of lines: also those at which CPython doesn't look, such as the end of a ``with``.
+
+    Returns:
+        The interrupt. Whoever keeps it keeps the frames that it came through, as an interactive Python does.
     """
     left = place
 
@@ -49,8 +64,8 @@ def interrupted(operation: Callable[[], Any], place: int) -> bool:
         if event == "call":
             if not any(part in frame.f_code.co_filename for part in _FILES):
                 return None
-            frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        elif event != "opcode" or frame.f_lasti not in _after_calls(frame.f_code):
+            frame.f_trace_opcodes, frame.f_trace_lines = not lines, lines
+        elif event != ("line" if lines else "opcode") or not (lines or frame.f_lasti in _after_calls(frame.f_code)):
             return trace
         left -= 1
         if left < 0:
@@ -63,10 +78,10 @@ def interrupted(operation: Callable[[], Any], place: int) -> bool:
     sys.settrace(trace)
     try:
         operation()
-    except KeyboardInterrupt:
-        return True
+    except KeyboardInterrupt as interrupt:
+        return interrupt
     finally:
         sys.settrace(before)
         if collecting:
             gc.enable()
-    return False
+    return None

@@ -20,7 +20,7 @@ from triton.runtime import driver
 import gpubuf
 from benchmarks.measure.no_gpu import install
 from gpubuf.kernels import _launching
-from gpubuf.kernels._launching import launch
+from gpubuf.kernels._launching import FP_FUSION, launch
 from gpubuf.kernels.categorical import _launch as categorical
 from gpubuf.kernels.norms import _launch as norms
 from gpubuf.kernels.philox import _launch as philox
@@ -98,9 +98,10 @@ def every_operation(watch: Watch) -> dict[str, Any]:
 
     def both(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
         kernels.add(kernel.__name__)
-        # Triton would compile once more for the same number, left out.
+        # Triton would compile once more for the same options in another order, or left out.
         options.setdefault("num_warps", 4)
-        expected, _ = watch.of(lambda: kernel[(programs,)](*args, **options))
+        given = {"num_warps": options["num_warps"], "enable_fp_fusion": FP_FUSION, **options}
+        expected, _ = watch.of(lambda: kernel[(programs,)](*args, **given))
         # The first of a configuration goes by Triton.
         launch(kernel, programs, *args, **options)
         direct, by_triton = watch.of(lambda: launch(kernel, programs, *args, **options))

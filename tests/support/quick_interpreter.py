@@ -57,13 +57,13 @@ class _Replacements:
 
 @contextlib.contextmanager
 def quick_interpreter() -> Iterator[None]:
-    """Use it for all launches in here. Versions of Triton other than the one it was written for run as they are."""
+    """Use it for all launches in here. Versions of Triton other than those it was written for run as they are."""
     try:
         import triton
     except ImportError:
         yield
         return
-    if not triton.__version__.startswith("3.7.") or not triton.knobs.runtime.interpret:
+    if not triton.__version__.startswith(("3.7.", "3.9.")) or not triton.knobs.runtime.interpret:
         yield
         return
     from triton import language

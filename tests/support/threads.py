@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 
 from gpubuf.data.concurrency.locking import BufferLock
@@ -31,4 +32,12 @@ def together(*jobs: Callable[[], None]) -> None:
 def wait_for_line(lock: BufferLock, n: int) -> None:
     """Until so many threads wait for the lock."""
     while len(lock._waiting) < n:
+        os.sched_yield()
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Until ``condition`` holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
         os.sched_yield()

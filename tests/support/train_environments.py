@@ -82,11 +82,11 @@ class Unrepeatable(Walk):
 
 
 class Infinite(Walk):
-    """Rewards that are not finite: nothing can be learnt from them."""
+    """Rewards whose squares are not finite: nothing can be learnt from them."""
 
     def step(self, action):
         observation, _, terminated, truncated, info = super().step(action)
-        return observation, float("nan"), terminated, truncated, info
+        return observation, 3e38, terminated, truncated, info
 
 
 class Spaces(Counting):
@@ -96,6 +96,25 @@ class Spaces(Counting):
         super().__init__()
         self.action_space = action_space or self.action_space
         self.observation_space = observation_space or self.observation_space
+
+
+class Broken(Walk):
+    """A walk whose 70th step, over all of them, gives something that is no number."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.what = what
+
+    def step(self, action):
+        global steps_taken
+        steps_taken += 1
+        observation, reward, *rest = super().step(action)
+        if steps_taken == 70:
+            if self.what == "reward":
+                reward = float("nan")
+            else:
+                observation = np.full_like(observation, np.inf)
+        return observation, reward, *rest
 
 
 class Nested(Walk):
@@ -119,9 +138,14 @@ gym.register("Walk-v0", Walk)
 gym.register("Signalling-v0", Signalling)
 gym.register("Unrepeatable-v0", Unrepeatable)
 gym.register("Infinite-v0", Infinite)
+for broken in ("reward", "observation"):
+    gym.register(f"Broken-{broken}-v0", Broken, kwargs={"what": broken})
 gym.register("Nested-v0", Nested)
 gym.register("NeedsPackage-v0", needs_package)
 gym.register("Several-v0", Spaces, kwargs={"action_space": MultiDiscrete([2, 3])})
 gym.register("Whole-v0", Spaces, kwargs={"action_space": Box(-2, 2, (1,), np.int64)})
 gym.register("Boundless-v0", Spaces, kwargs={"action_space": Box(-np.inf, np.inf, (1,), np.float32)})
+PIXELS = Box(0, 255, (8, 8, 3), np.uint8)
+gym.register("Pixels-v0", Spaces, kwargs={"observation_space": PIXELS})
+gym.register("PixelsBeside-v0", Spaces, kwargs={"observation_space": Dict({"camera": PIXELS, "gear": Discrete(4)})})
 gym.register("Lists-v0", Spaces, kwargs={"observation_space": Sequence(Discrete(2))})

@@ -76,6 +76,7 @@ def take(folder: Path, manifest: Manifest, storage: TensorStorage, state: dict[s
         return manifest
     need(isinstance(saved, dict) and _NAME.fullmatch(str(saved.get("folder"))) is not None, "the rows are nowhere")
     path, by = folder / saved["folder"], type(storage.checkpointer).__name__
+    need(not path.is_symlink(), f"{path} is a link: links are refused")
     if saved["by"] != by:
         raise ValueError(f"the rows were saved by a {saved['by']}: give the buffer that checkpointer, not a {by}")
     rows, size = storage.rows_saved(path, tuple(saved["shape"]))

@@ -8,23 +8,26 @@ the manifest's own checksum has been verified, and a manifest can name files of 
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
+import functools
 import json
 import os
 import re
+import select
 import stat
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from gpubuf import serialization
+from gpubuf.data.concurrency.locking import Guard
 from gpubuf.data.storages.layout import Key
 
 MANIFEST = "manifest.json"
 FORMAT = "gpubuf-checkpoint"
+MIX_FORMAT = "gpubuf-mixed-checkpoint"
 VERSION = 1
 
 Kind = Literal["rows", "tensor", "state"]
@@ -99,8 +102,35 @@ class Manifest:
         return [*rows, *(file for tensor in self.tensors for file in tensor.files), self.state]
 
 
+@dataclass(frozen=True)
+class MixManifest:
+    """The content of a checkpoint of several buffers.
+
+    Attributes:
+        id: of the save.
+        parts: what the folder of each buffer holds, also where its own manifest is an older one.
+        state: what the buffers share.
+    """
+
+    id: str
+    parts: tuple[Manifest, ...]
+    state: File
+
+    @property
+    def files(self) -> list[File]:
+        """Every file beside the folders of the buffers."""
+        return [self.state]
+
+
+_M = TypeVar("_M", Manifest, MixManifest)
+
+
 class DamagedError(ValueError):
     """A checkpoint is not what this library writes."""
+
+
+class ForeignError(DamagedError):
+    """A manifest is that of another program, or of another kind of checkpoint."""
 
 
 def need(condition: bool, what: str) -> None:
@@ -112,13 +142,12 @@ def need(condition: bool, what: str) -> None:
 # Writing
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> int:
+def write_manifest(folder: Path, manifest: Manifest | MixManifest) -> int:
     """Put the manifest in place: from here on the checkpoint is this one. Returns its size."""
     content = asdict(manifest)
     # Not indented: that takes an encoder whose functions refer to each other, and stay until garbage is collected.
-    text = json.dumps(
-        {"format": FORMAT, "version": VERSION, "checksum": _checksum(content), "content": content}
-    ).encode()
+    form = FORMAT if isinstance(manifest, Manifest) else MIX_FORMAT
+    text = json.dumps({"format": form, "version": VERSION, "checksum": _checksum(content), "content": content}).encode()
     # The names of the files that the manifest refers to must be on the disk before it is.
     serialization.sync_folder(folder)
     serialization.replace(folder / MANIFEST, [text])
@@ -126,7 +155,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> int:
     return len(text)
 
 
-def remove_others(folder: Path, manifest: Manifest) -> None:
+def remove_others(folder: Path, manifest: Manifest | MixManifest) -> None:
     """Remove the files of earlier and of killed saves. Files of other names are not ours, and stay."""
     named = {file.name for file in manifest.files}
     for entry in folder.iterdir():
@@ -136,15 +165,28 @@ def remove_others(folder: Path, manifest: Manifest) -> None:
             entry.unlink(missing_ok=True)
 
 
-@contextlib.contextmanager
-def locked(folder: Path, *, exclusive: bool) -> Iterator[None]:
-    """Hold the folder: one save, or any number of loads at a time. A killed process lets go of it."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
-        yield
-    finally:
-        os.close(descriptor)
+class FolderLock(Guard):
+    """``with FolderLock(folder, exclusive=...):``: one save, or any number of loads at a time. Used once.
+
+    A killed process lets go of it, and so does an interrupted call.
+    """
+
+    def __init__(self, folder: Path, *, exclusive: bool) -> None:
+        super().__init__()
+        self._folder, self._how = folder, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
+
+    def _take(self) -> Callable[..., None]:
+        end = super()._take()
+        # Any object of C's that owns a descriptor, and closes it without a word when it is freed.
+        holder = select.epoll()
+        self._give_back = functools.partial(holder.__exit__, None, None)
+        descriptor = os.open(self._folder, os.O_RDONLY)
+        try:
+            os.dup2(descriptor, holder.fileno(), inheritable=False)
+        finally:
+            os.close(descriptor)
+        fcntl.flock(holder, self._how)
+        return end
 
 
 # Reading
@@ -157,6 +199,15 @@ def read_manifest(folder: Path) -> Manifest:
         FileNotFoundError: there is none.
         DamagedError: it is not one, is damaged, or is of a newer version.
     """
+    return _read(folder, FORMAT, "", _manifest)
+
+
+def read_mix(folder: Path) -> MixManifest:
+    """:func:`read_manifest` of a checkpoint of several buffers."""
+    return _read(folder, MIX_FORMAT, " of several buffers", _mix)
+
+
+def _read(folder: Path, form: str, what: str, build: Callable[[Any], _M]) -> _M:
     path = folder / MANIFEST
     if not path.is_file():
         raise FileNotFoundError(f"there is no checkpoint at {folder}: it has no {MANIFEST}")
@@ -165,7 +216,10 @@ def read_manifest(folder: Path) -> Manifest:
     except (ValueError, RecursionError) as error:
         raise DamagedError(f"{path} is damaged: {error}") from None
     found = raw.get("format") if isinstance(raw, dict) else None
-    need(found == FORMAT, f"{path} is not the manifest of a gpubuf checkpoint: its format is {found!r}, not {FORMAT!r}")
+    if found != form:
+        raise ForeignError(
+            f"{path} is not the manifest of a gpubuf checkpoint{what}: its format is {found!r}, not {form!r}"
+        )
     version = raw.get("version")
     need(
         type(version) is int and version == VERSION,
@@ -174,7 +228,7 @@ def read_manifest(folder: Path) -> Manifest:
     content = raw.get("content")
     try:
         need(raw.get("checksum") == _checksum(content), f"{path} is damaged: its checksum does not match")
-        return _manifest(content)
+        return build(content)
     except DamagedError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
@@ -212,6 +266,11 @@ def _manifest(raw: dict[str, Any]) -> Manifest:
     paths = [tensor.path for tensor in manifest.tensors]
     need(len(set(paths)) == len(paths), "two tensors of the checkpoint have the same path")
     return manifest
+
+
+def _mix(raw: dict[str, Any]) -> MixManifest:
+    parts = tuple(_manifest(part) for part in _list(raw["parts"]))
+    return MixManifest(_text(raw["id"], _ID), parts, _file(raw["state"]))
 
 
 def _rows(raw: dict[str, Any]) -> RowFiles:

@@ -40,6 +40,8 @@ class Parts:
         pin_memory: whether batches are put into pinned memory.
         state_dict: the buffer's method. The state is made by the buffer, for a subclass may add to it.
         load_state_dict: the buffer's method.
+        batch_size: that of the constructor, or of the state that was loaded last.
+        adopt: gives the buffer another one.
         processing: what happens to batches; None: nothing.
     """
 
@@ -51,4 +53,6 @@ class Parts:
     pin_memory: bool
     state_dict: Callable[[], dict[str, Any]]
     load_state_dict: Callable[[dict[str, Any]], None]
+    batch_size: int | None
+    adopt: Callable[[int | None], None]
     processing: Pipeline | None = None

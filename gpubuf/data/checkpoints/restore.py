@@ -1,15 +1,17 @@
 """Putting a state into a buffer: all of it, or nothing.
 
 What can be verified is verified before anything changes. For what only shows when it is tried (transforms and samplers
-of the user's own, memory that runs out) the buffer remembers what it was, and is put back.
+of the user's own, memory that runs out, an interrupt) the buffer remembers what it was, and is put back.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import FunctionType, MethodType, ModuleType, TracebackType
 from typing import Any, Self
 
@@ -17,32 +19,75 @@ import torch
 from torch import Tensor, nn
 
 from gpubuf.data.checkpoints.parts import Parts
-from gpubuf.data.checkpoints.validate import check_processing
+from gpubuf.data.checkpoints.validate import check_batch_size, check_processing
 from gpubuf.data.concurrency.locking import BufferLock
 from gpubuf.data.concurrency.pinning import copied, tensors_of
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.storages import host_memory
 from gpubuf.data.storages.forms import Form
-from gpubuf.data.storages.layout import Data, Pieces
+from gpubuf.data.storages.layout import Data, Pieces, RowLayout
 from gpubuf.data.storages.linking import Repeated
 from gpubuf.data.storages.row_memory import Storage
 from gpubuf.data.storages.tensor_storage import TensorStorage
 
+#: Where the state of a buffer says that it is one of several.
+TOGETHER = "_together"
 
-def restore(parts: Parts, state: dict[str, Any]) -> int | None:
-    """Restore the state of a buffer whose lock is held. See :meth:`gpubuf.ReplayBuffer.load_state_dict`.
 
-    Returns:
-        The batch size of the state.
+@dataclass
+class Together:
+    """Buffers that all take their states, or none: what has to be put back is put back for all of them.
+
+    Attributes:
+        stack: puts things back.
+        last: what is done once all have their states.
+        finished: whether all of it is done, and nothing is put back any more.
     """
-    storage, sampler, ahead, transform = parts.storage, parts.sampler, parts.prefetcher, parts.transform
-    batch_size: int | None = state["_batch_size"]
-    rows, queue = dict(state["_storage"]), state.get("_prefetch", [])
+
+    stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    last: list[Callable[[], None]] = field(default_factory=list)
+    finished: bool = False
+
+    def finish(self) -> None:
+        """All have their states."""
+        for action in self.last:
+            action()
+        self.finished = True
+
+
+@contextmanager
+def together(transform: nn.Module) -> Iterator[Together]:
+    """Around the restoration of several buffers whose locks are held, and of their common transforms."""
+    before = Before(transform)
+    with contextlib.ExitStack() as stack:
+        group = Together(stack)
+        try:
+            yield group
+            group.finish()
+        except BaseException:
+            if not group.finished:
+                before.put_back()
+            raise
+
+
+def check(parts: Parts, state: dict[str, Any]) -> None:
+    """Raise unless a buffer of these parts can take ``state``, as far as that shows before it is tried.
+
+    Raises:
+        ValueError: it can't; the buffer is as it was.
+    """
+    _checked_rows(parts, state)
+
+
+def _checked_rows(parts: Parts, state: dict[str, Any]) -> dict[str, Any]:
+    storage, sampler = parts.storage, parts.sampler
     kind = state["_sampler"]["type"]
     if kind != type(sampler).__name__:
         raise ValueError(f"the state is that of a {kind}, this buffer has a {type(sampler).__name__}")
-    ahead.check(queue)
+    check_batch_size(state["_batch_size"])
+    parts.prefetcher.check(state.get("_prefetch", []))
     check_processing(parts.processing, state)
+    rows = dict(state["_storage"])
     if rows["initialized"]:
         rows["rows"] = Pieces.of(rows["rows"], storage.ndim)
         if not storage.initialized:
@@ -50,21 +95,31 @@ def restore(parts: Parts, state: dict[str, Any]) -> int | None:
             shape = storage.full_shape(tuple(rows["shape"]))
             storage.beside = sampler.index_beside(storage.requested_device, shape)
         storage.check_state(rows)
-    processing = parts.processing
-    with ahead.quiet(), _put_back_on_failure(*(part for part in (transform, processing) if part is not None)):
-        transform.load_state_dict(state["_transforms"])
-        if processing is not None:
-            processing.load_state_dict(state["_processing"])
+    return rows
+
+
+def restore(parts: Parts, state: dict[str, Any]) -> None:
+    """Restore the state of a buffer whose lock is held. See :meth:`gpubuf.ReplayBuffer.load_state_dict`."""
+    storage, sampler, ahead = parts.storage, parts.sampler, parts.prefetcher
+    batch_size: int | None = state["_batch_size"]
+    group: Together | None = state.get(TOGETHER)
+    rows, queue = _checked_rows(parts, state), state.get("_prefetch", [])
+    with ahead.quiet(), contextlib.ExitStack() as own:
+        whole = Together(own) if group is None else group
+        replacement = whole.stack.enter_context(Replacement(parts, whole))
+        parts.transform.load_state_dict(state["_transforms"])
+        if parts.processing is not None:
+            parts.processing.load_state_dict(state["_processing"])
         slots = ahead.prepared(queue, parts.pin_memory) if storage.initialized else None
-        with _Replacement(parts) as replacement:
-            order = storage.load_state_dict(replacement.watched(rows))
-            replacement.begun = True
-            sampler.load_state_dict(state["_sampler"], order)
-            parts.writer.load_state_dict(state["_writer"])
-            if slots is None:
-                slots = ahead.prepared(queue, parts.pin_memory)
-        ahead.replace(slots)
-    return batch_size
+        order = storage.load_state_dict(replacement.watched(rows))
+        replacement.begun = True
+        sampler.load_state_dict(state["_sampler"], order)
+        parts.writer.load_state_dict(state["_writer"])
+        if slots is None:
+            slots = ahead.prepared(queue, parts.pin_memory)
+        whole.last.append(functools.partial(replacement.take, slots, batch_size))
+        if group is None:
+            whole.finish()
 
 
 def _check_rows(sampler: Sampler, storage: TensorStorage, form: Form) -> None:
@@ -78,26 +133,33 @@ def _check_rows(sampler: Sampler, storage: TensorStorage, form: Form) -> None:
 # The rows
 
 
-class _Replacement:
-    """Puts storage, sampler and writer back where something fails.
+class Replacement:
+    """Puts a buffer back as it was where the ``with`` block that replaces its contents does not finish.
 
-    Rows that are to be replaced are copied to the host first, where the sampler or the writer is not gpubuf's own, and
-    there is room. For gpubuf's own all is verified beforehand: only an interruption or a lack of memory is left. Rows
-    that are lost then leave an empty buffer behind, never a mixture.
+    Rows that are to be replaced are copied to the host first, if there is room. Otherwise rows that are lost leave an
+    empty buffer behind, never a mixture.
 
     Attributes:
         begun: whether rows may have been replaced.
     """
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, whole: Together) -> None:
+        self._parts, self._whole = parts, whole
         self._storage, self._sampler, self._writer = parts.storage, parts.sampler, parts.writer
         self._fresh = not self._storage.initialized
-        self._kept = None if self._fresh or all(map(_is_own, (self._sampler, self._writer))) else _kept(self._storage)
+        self._kept = None if self._fresh else _kept(self._storage)
         self._counters = (0, 0) if self._fresh else (self._storage.written, len(self._storage))
         self._skipped = self._storage.written - self._storage.rows_written
-        self._laps = self._storage._laps
-        self._before = Before(self._sampler, self._writer) if self._fresh or self._kept is not None else None
+        self._laps, self._unfinished = self._storage._laps, self._storage.unfinished
+        self._queue = list(parts.prefetcher.queue)
+        self._around = Before(*(part for part in (parts.transform, parts.processing) if part is not None))
+        self._before = Before(self._sampler, self._writer)
         self.begun = False
+
+    def take(self, slots: list[Any], batch_size: int | None) -> None:
+        """All is replaced: give the buffer the queue and the batch size of the state too."""
+        self._parts.prefetcher.replace(slots)
+        self._parts.adopt(batch_size)
 
     def watched(self, state: dict[str, Any]) -> dict[str, Any]:
         """The storage's state; :attr:`begun` is set when the first of its rows are asked for."""
@@ -114,7 +176,9 @@ class _Replacement:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if error is None:
+        # What is done last refers to this object.
+        self._whole.last.clear()
+        if self._whole.finished or error is None:
             return
         storage = self._storage
         if self._fresh:
@@ -123,17 +187,21 @@ class _Replacement:
                 storage._laps = self._laps
             else:
                 storage.empty()
+        elif not self.begun:
+            storage.counters.set(*self._counters)
+            storage.counters.skipped = self._skipped
         elif self._kept is not None:
             storage.load_state_dict(self._kept)
-        elif self.begun:
+        else:
             storage.empty()
             self._sampler.empty()
             error.add_note("the rows were being replaced: the buffer is empty now")
-        else:
-            storage.counters.set(*self._counters)
-            storage.counters.skipped = self._skipped
-        if self._before is not None:
+        if self._fresh or not self.begun or self._kept is not None:
             self._before.put_back()
+        self._around.put_back()
+        storage.unfinished = self._unfinished
+        self._parts.prefetcher.replace(self._queue)
+        self._parts.adopt(self._parts.batch_size)
 
 
 def _is_own(component: object) -> bool:
@@ -151,7 +219,8 @@ def _kept(storage: TensorStorage) -> dict[str, Any] | None:
 
 # Objects
 
-_NO_PARTS = (Storage, BufferLock, type, ModuleType, FunctionType, MethodType)
+# The models of batches in a layout have no memory that could be copied.
+_NO_PARTS = (Storage, BufferLock, RowLayout, type, ModuleType, FunctionType, MethodType)
 
 
 class Before:
@@ -192,13 +261,3 @@ class Before:
         with torch.no_grad():
             for tensor, before in self._tensors:
                 tensor.copy_(before)
-
-
-@contextmanager
-def _put_back_on_failure(*objects: object) -> Iterator[None]:
-    before = Before(*objects)
-    try:
-        yield
-    except BaseException:
-        before.put_back()
-        raise

@@ -6,16 +6,18 @@ and :mod:`gpubuf.data.checkpoints.validate` for what is verified.
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import itertools
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
+
+import torch
 
 from gpubuf import serialization
 from gpubuf.data.checkpoints import apart
@@ -25,7 +27,8 @@ from gpubuf.data.checkpoints.parts import Parts
 from gpubuf.data.checkpoints.reading import pieces, read
 from gpubuf.data.checkpoints.snapshot import Piece, Snapshot
 from gpubuf.data.checkpoints.validate import check
-from gpubuf.data.concurrency.locking import BufferLock
+from gpubuf.data.concurrency.locking import BufferLock, holding, under
+from gpubuf.data.concurrency.pinning import copied
 from gpubuf.data.storages.tensor_storage import TensorStorage
 from gpubuf.progress import BYTES, Advance, progress_bar
 
@@ -94,47 +97,149 @@ def save(
         ValueError: the folder holds a ``manifest.json`` of another program, or ``file_bytes`` is below 1.
         OSError: the files can't be written. In all of these cases the previous checkpoint is whole. Synchronises.
     """
-    if file_bytes is not None and file_bytes < 1:
-        raise ValueError(f"file_bytes must be at least 1, got {file_bytes}")
+    (saved,) = _save([Member(lock, parts_now, Path(path))], None, incremental, progress, file_bytes)
+    return saved
+
+
+@dataclass(frozen=True)
+class Member:
+    """A buffer that is saved or loaded: its lock, its parts (called while the lock is held), and its folder."""
+
+    lock: BufferLock
+    parts_now: Callable[[], Parts]
+    folder: Path
+
+
+def save_mix(
+    members: Sequence[Member],
+    state_now: Callable[[], dict[str, Any]],
+    path: str | os.PathLike[str],
+    *,
+    incremental: bool = True,
+    progress: bool | None = None,
+    file_bytes: int | None = None,
+) -> list[Saved]:
+    """:func:`save` of several buffers, each to its own folder, as of one moment.
+
+    One manifest in the folder of all says what each of them holds. It is replaced in one step, when everything is on
+    the disk: a save that is killed leaves the previous checkpoint of all the buffers whole.
+
+    Args:
+        members: the buffers.
+        state_now: gives what they share; called while all locks are held.
+        path: the folder of all.
+        incremental, progress, file_bytes: as for :func:`save`.
+
+    Raises as :func:`save`.
+    """
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    with files.locked(folder, exclusive=True), contextlib.ExitStack() as locked:
-        locked.enter_context(lock.taken())
-        parts = parts_now()
+    with files.FolderLock(folder, exclusive=True):
+        try:
+            files.read_mix(folder)
+        except files.ForeignError as error:
+            raise ValueError(f"{error}; it would be overwritten") from None
+        except (FileNotFoundError, DamagedError):
+            pass
+        return _save(members, (folder, state_now), incremental, progress, file_bytes)
+
+
+def _save(
+    members: Sequence[Member],
+    whole: tuple[Path, Callable[[], dict[str, Any]]] | None,
+    incremental: bool,
+    progress: bool | None,
+    file_bytes: int | None,
+) -> list[Saved]:
+    if file_bytes is not None and file_bytes < 1:
+        raise ValueError(f"file_bytes must be at least 1, got {file_bytes}")
+    for member in members:
+        member.folder.mkdir(parents=True, exist_ok=True)
+
+    def save_all() -> list[Saved]:
+        def snapshots() -> tuple[list[_Save], dict[str, Any], bool]:
+            saves = [_Save(member, incremental, file_bytes) for member in members]
+            shared = {} if whole is None else copied(whole[1](), torch.device("cpu"))
+            copies = sum(one.snapshot.n_bytes_read for one in saves) <= _COPY_BYTES
+            for one in saves:
+                if copies:
+                    one.snapshot.copy()
+                else:
+                    one.write(progress)
+            return saves, shared, copies
+
+        saves, shared, copies = under([member.lock for member in members], snapshots)
+        if copies:
+            for one in saves:
+                one.write(progress)
+        if whole is not None:
+            folder, save_id = whole[0], secrets.token_hex(8)
+            with _Writer(folder, save_id, lambda _: None) as writer:
+                state = writer.write("state", [0], shared, 0, 0)
+                writer.finish()
+            for member in members:
+                serialization.sync_folder(member.folder)
+            mix = files.MixManifest(save_id, tuple(one.manifest for one in saves), state)
+            files.write_manifest(folder, mix)
+            files.remove_others(folder, mix)
+        return [one.settle() for one in saves]
+
+    return holding([files.FolderLock(member.folder, exclusive=True) for member in members], save_all)
+
+
+class _Save:
+    """The save of one buffer: begun with its lock held, then written, then settled.
+
+    Attributes:
+        snapshot: what is to be written.
+        manifest: of what was written; it is in place once the save is settled.
+    """
+
+    manifest: Manifest
+
+    def __init__(self, member: Member, incremental: bool, file_bytes: int | None) -> None:
+        self._folder, self._lock = member.folder, member.lock
+        parts = member.parts_now()
         storage = parts.storage
         if storage.initialized:
             # A stream that is seeded only later would not be the same in the restored buffer.
             parts.sampler.random_state(storage.device)
-        state, save_id = parts.state_dict(), secrets.token_hex(8)
-        apart.put(folder, save_id, storage, state)
-        known = _fingerprints.setdefault(storage, {})
-        previous = _previous(folder)
-        if not incremental or (previous is not None and previous.id not in known):
+        self._state, self._id = parts.state_dict(), secrets.token_hex(8)
+        apart.put(self._folder, self._id, storage, self._state)
+        self._known = _fingerprints.setdefault(storage, {})
+        previous = _previous(self._folder)
+        if not incremental or (previous is not None and previous.id not in self._known):
             previous = None
-        now = _fingerprint(storage)
-        since = None if previous is None else known[previous.id]
-        same = functools.partial(_unchanged, since, now, storage.max_size)
-        snapshot = Snapshot(folder, storage, state, previous, same, file_bytes)
-        if snapshot.n_bytes_read <= _COPY_BYTES:
-            snapshot.copy()
-            locked.close()
+        self._now = _fingerprint(storage)
+        since = None if previous is None else self._known[previous.id]
+        same = functools.partial(_unchanged, since, self._now, storage.max_size)
+        self.snapshot = Snapshot(self._folder, storage, self._state, previous, same, file_bytes)
+
+    def write(self, progress: bool | None) -> None:
+        """Bring all of it to the disk."""
+        snapshot = self.snapshot
         with (
             progress_bar("saving", snapshot.n_bytes, progress, columns=BYTES, least=_BAR_BYTES) as advance,
-            _Writer(folder, save_id, advance) as writer,
+            _Writer(self._folder, self._id, advance) as writer,
         ):
-            manifest = snapshot.manifest(save_id, writer.put, lambda: writer.write("state", [0], snapshot.state, 0, 0))
+            state = functools.partial(writer.write, "state", [0], snapshot.state, 0, 0)
+            self.manifest = snapshot.manifest(self._id, writer.put, state)
             writer.finish()
-        manifest_bytes = files.write_manifest(folder, manifest)
-        files.remove_others(folder, manifest)
-        apart.settle(folder, state)
-        with lock:
-            _remember(known, save_id, now)
-    return Saved(
-        bytes_written=writer.bytes + manifest_bytes,
-        files_written=writer.files + 1,
-        bytes=sum(file.size for file in manifest.files) + manifest_bytes,
-        files=len(manifest.files) + 1,
-    )
+        self._written = writer
+
+    def settle(self) -> Saved:
+        """Let the folder's manifest name it, and remove what no checkpoint names any more."""
+        manifest_bytes = files.write_manifest(self._folder, self.manifest)
+        files.remove_others(self._folder, self.manifest)
+        apart.settle(self._folder, self._state)
+        with self._lock:
+            _remember(self._known, self._id, self._now)
+        return Saved(
+            bytes_written=self._written.bytes + manifest_bytes,
+            files_written=self._written.files + 1,
+            bytes=sum(file.size for file in self.manifest.files) + manifest_bytes,
+            files=len(self.manifest.files) + 1,
+        )
 
 
 def load(
@@ -158,25 +263,89 @@ def load(
         ValueError: the checkpoint is damaged, incomplete, foreign, or of a newer version, or doesn't fit the buffer.
             The buffer is as it was. Synchronises.
     """
+    folder = _existing(path)
+    with files.FolderLock(folder, exclusive=False):
+        member = Member(lock, parts_now, folder)
+        _load([member], [files.read_manifest(folder)], None, progress)
+
+
+def load_mix(
+    members: Sequence[Member],
+    path: str | os.PathLike[str],
+    restore: Callable[[list[dict[str, Any]], dict[str, Any] | None], None],
+    *,
+    progress: bool | None = None,
+) -> None:
+    """Restore what :func:`save_mix` wrote: all of the buffers, or none.
+
+    Args:
+        members: the buffers.
+        path: the folder of all.
+        restore: restores the states of the buffers, and what they share. Called with all locks held, after everything
+            was verified that can be. What they share is None for a checkpoint of an earlier release, which has none,
+            and no manifest of all.
+        progress: as for :func:`load`.
+
+    Raises as :func:`load`; ValueError also for a checkpoint of another number of buffers.
+    """
+    folder = _existing(path)
+    with files.FolderLock(folder, exclusive=False):
+        shared: dict[str, Any] | None = None
+        if (folder / files.MANIFEST).exists() or not (members[0].folder / files.MANIFEST).exists():
+            mix = files.read_mix(folder)
+            manifests, shared = list(mix.parts), files.open_file(folder, mix.state)
+            files.need(
+                isinstance(shared.get("_transforms"), dict), f"{folder} has no state of the transforms of the mix"
+            )
+        else:
+            # Of an earlier release.
+            n = sum(1 for _ in itertools.takewhile(lambda k: (folder / f"buffer_{k}").is_dir(), itertools.count()))
+            manifests = [files.read_manifest(folder / f"buffer_{k}") for k in range(n)]
+        if len(manifests) != len(members):
+            raise ValueError(f"the checkpoint at {folder} is of {len(manifests)} buffers, here are {len(members)}")
+        holding(
+            [files.FolderLock(_existing(member.folder), exclusive=False) for member in members],
+            lambda: _load(members, manifests, lambda states: restore(states, shared), progress),
+        )
+
+
+def _existing(path: str | os.PathLike[str]) -> Path:
     folder = Path(path)
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no checkpoint at {folder}")
-    with files.locked(folder, exclusive=False):
-        manifest = files.read_manifest(folder)
-        # Every file is read, and its rows are copied.
-        total = 2 * sum(file.size for file in manifest.files)
-        with progress_bar("loading", total, progress, columns=BYTES, least=_BAR_BYTES) as advance:
-            state, row_parts = read(folder, manifest, advance)
-            with lock:
-                parts = parts_now()
-                storage = parts.storage
-                read_apart = apart.take(folder, manifest, storage, state)
-                check(parts, read_apart, state)
+    return folder
+
+
+def _load(
+    members: Sequence[Member],
+    manifests: Sequence[Manifest],
+    restore: Callable[[list[dict[str, Any]]], None] | None,
+    progress: bool | None,
+) -> None:
+    # Every file is read, and its rows are copied.
+    total = 2 * sum(file.size for manifest in manifests for file in manifest.files)
+    with progress_bar("loading", total, progress, columns=BYTES, least=_BAR_BYTES) as advance:
+        found = [read(one.folder, manifest, advance) for one, manifest in zip(members, manifests, strict=True)]
+
+        def replace_all() -> None:
+            loaded = []
+            for member, manifest, (state, row_parts) in zip(members, manifests, found, strict=True):
+                parts = member.parts_now()
+                check(parts, apart.take(member.folder, manifest, parts.storage, state), state)
                 if manifest.rows is not None:
-                    state["_storage"]["rows"] = pieces(storage, manifest.rows, row_parts, advance)
-                parts.load_state_dict(state)
+                    state["_storage"]["rows"] = pieces(parts.storage, manifest.rows, row_parts, advance)
+                loaded.append((parts, manifest, state))
+            if restore is None:
+                for parts, _, state in loaded:
+                    parts.load_state_dict(state)
+            else:
+                restore([state for _, _, state in loaded])
+            for parts, manifest, _ in loaded:
+                storage = parts.storage
                 if storage.max_size == manifest.capacity and manifest.rows is not None:
                     _remember(_fingerprints.setdefault(storage, {}), manifest.id, _fingerprint(storage))
+
+        under([member.lock for member in members], replace_all)
 
 
 # Search for changes
@@ -188,9 +357,9 @@ def _previous(folder: Path) -> Manifest | None:
         return files.read_manifest(folder)
     except FileNotFoundError:
         return None
-    except DamagedError as error:
-        if "is not the manifest of a gpubuf checkpoint" in str(error):
-            raise ValueError(f"{error}; it would be overwritten") from None
+    except files.ForeignError as error:
+        raise ValueError(f"{error}; it would be overwritten") from None
+    except DamagedError:
         return None
 
 

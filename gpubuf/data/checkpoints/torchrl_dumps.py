@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Callable
@@ -13,8 +14,8 @@ from torch import Tensor
 
 from gpubuf.data.checkpoints.manifest import MANIFEST
 from gpubuf.data.checkpoints.parts import Parts
+from gpubuf.data.checkpoints.restore import Replacement, Together
 from gpubuf.data.concurrency.locking import BufferLock
-from gpubuf.data.runtime.interruption import Unfinished
 from gpubuf.data.samplers import torchrl_state
 from gpubuf.data.storages import memmap_files as files
 from gpubuf.data.storages.layout import Data, RowLayout
@@ -39,19 +40,17 @@ def is_dump(folder: Path) -> bool:
     return (folder / BUFFER_FILE).is_file() and not (folder / MANIFEST).exists()
 
 
-def load_dump(lock: BufferLock, parts_now: Callable[[], Parts], folder: Path) -> int | None:
+def load_dump(lock: BufferLock, parts_now: Callable[[], Parts], folder: Path) -> None:
     """Load what TorchRL's ``dumps`` has written into a buffer, in place of all that it holds.
 
-    Rows and counters come from the dump, and the priorities of a prioritized sampler. Transforms, the random stream and
-    an epoch of the dump do not: a sampler without priorities meets all rows as new ones.
+    Rows, counters and batch size come from the dump, and the priorities of a prioritized sampler. Transforms, the
+    random stream and an epoch of the dump do not: a sampler without priorities meets all rows as new ones.
+    Synchronises.
 
     Args:
         lock: of the buffer.
         parts_now: gives the buffer's parts; called while the lock is held.
         folder: the dump.
-
-    Returns:
-        The batch size of the dump. Synchronises.
 
     Raises:
         ValueError: the dump is damaged, holds what can't be stored here, or does not fit the buffer, which is as it
@@ -62,7 +61,7 @@ def load_dump(lock: BufferLock, parts_now: Callable[[], Parts], folder: Path) ->
         storage, sampler = parts.storage, parts.sampler
         rows = storage.rows_saved(folder / "storage") if storage.saves_apart else None
         found = read_rows(folder, storage.ndim, rows)
-        priorities = torchrl_state.read_priorities(folder / "sampler")
+        priorities = torchrl_state.read_priorities(folder / "sampler", folder)
         settings = files.read_json(folder / BUFFER_FILE)
         size = None
         if settings.get("batch_size") is not None:
@@ -73,21 +72,21 @@ def load_dump(lock: BufferLock, parts_now: Callable[[], Parts], folder: Path) ->
             )
         _check(parts, found)
         parts.prefetcher.discard()
-        # If this is interrupted, the next operation empties the buffer.
-        before = storage.begin(Unfinished(empties=True))
-        storage.empty()
-        sampler.empty()
-        order = take_rows(storage, found)
-        storage.unfinished = Unfinished(empties=True)
-        if found.size:
-            sampler.on_write(torch.arange(found.size, device=storage.device), None)
-        if priorities is not None and sampler.torchrl_form == "priorities":
-            state = priorities.state(storage.max_size, found.size, order)
-            sampler.load_state_dict({**sampler.state_dict(), **state})
-        storage.rebuild()
-        sampler.mend()
-        storage.end(before)
-        return size
+        whole = Together()
+        with Replacement(parts, whole) as replacement:
+            replacement.begun = True
+            storage.empty()
+            sampler.empty()
+            order = take_rows(storage, found)
+            if found.size:
+                sampler.on_write(torch.arange(found.size, device=storage.device), None)
+            if priorities is not None and sampler.torchrl_form == "priorities":
+                state = priorities.state(storage.max_size, found.size, order)
+                sampler.load_state_dict({**sampler.state_dict(), **state})
+            storage.rebuild()
+            sampler.mend()
+            whole.last.append(functools.partial(replacement.take, [], size))
+            whole.finish()
 
 
 def _check(parts: Parts, found: DumpedRows) -> None:
@@ -163,9 +162,9 @@ def read_rows(folder: Path, ndim: int | None, rows: tuple[Data, int] | None = No
     Raises:
         ValueError: the folder is no such dump, or is damaged.
     """
-    data, size = files.read_rows(folder / "storage", writable=False) if rows is None else rows
+    data, size = files.read_rows(folder / "storage", writable=False, root=folder) if rows is None else rows
     path = folder / "writer" / WRITER_FILE
-    writer = files.read_json(path)
+    writer = files.read_json(path, folder)
     cursor = files.read_count(writer, "cursor", path)
     count = writer.get("write_count")
     dims = tuple(data.shape)

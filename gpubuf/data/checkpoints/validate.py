@@ -38,13 +38,17 @@ def check(parts: Parts, manifest: Manifest, state: dict[str, Any]) -> None:
         capacity, size = state["_storage"]["max_size"], state["_storage"].get("size", 0)
         parts.sampler.check_state(state["_sampler"], capacity, size)
         parts.writer.check_state(state["_writer"], capacity, size)
-        _check_transforms(parts.transform, state["_transforms"])
+        check_transforms(parts.transform, state["_transforms"])
         check_processing(parts.processing, state)
-        batch_size = state["_batch_size"]
-        need(batch_size is None or is_count(batch_size, 1), f"the checkpoint's batch size is {batch_size!r}")
+        check_batch_size(state["_batch_size"])
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
         # Of another type than all that a save writes.
         raise ValueError(f"the checkpoint's state can't be used: {error!r}") from None
+
+
+def check_batch_size(size: Any) -> None:
+    """Raise unless a buffer could have been made with this batch size, or None."""
+    need(size is None or (is_count(size, 1) and size < 2**31), f"the checkpoint's batch size is {size!r}")
 
 
 def _check_storage(storage: TensorStorage, manifest: Manifest, state: dict[str, Any]) -> None:
@@ -122,7 +126,8 @@ def need_form(name: str, tensor: Any, dtype: torch.dtype, shape: tuple[int, ...]
     need(found == (dtype, shape), f"the checkpoint's {name} are {found}, expected {(dtype, shape)}")
 
 
-def _check_transforms(transform: nn.Module, state: dict[str, Any]) -> None:
+def check_transforms(transform: nn.Module, state: dict[str, Any]) -> None:
+    """Raise unless transforms have the entries of ``state``, of the same shapes."""
     own = transform.state_dict()
     need(
         set(own) == set(state),

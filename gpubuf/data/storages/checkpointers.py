@@ -188,8 +188,9 @@ def write_rows(folder: Path, rows: Data, ndim: int, size: int) -> None:
     for leaf, source in zip(layout.leaves, layout.collect(rows, ndim), strict=True):
         path = files.tensor_file(folder, leaf.key)
         temporary = path.with_name(path.name + ".tmp")
+        files.refuse_links(path.parent, folder)
         temporary.unlink(missing_ok=True)
-        target = files.create_file(temporary, leaf.dtype, (*shape, *leaf.shape))
+        target = files.create_file(temporary, leaf.dtype, (*shape, *leaf.shape), folder)
         step = max(1, _COPY_BYTES * len(source) // max(1, source.nbytes)) if len(source) else 1
         for start in range(0, len(source), step):
             target[start : start + step].copy_(source[start : start + step])

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gpubuf.data.runtime.recording import capturing, current_recording
+from gpubuf.data.storages.codecs import host_can_read
 from gpubuf.data.storages.layout import Leaf, rows_in
 from gpubuf.data.storages.row_memory import RowMemory
 from gpubuf.kernels import transitions
@@ -125,7 +125,7 @@ class ComputedRows(RowMemory):
         return out
 
     def _check_prefix(self, position: int, whole: int, part: Tensor, other: Tensor, batch_dims: int) -> None:
-        if not (_readable(part) and _readable(other)):
+        if not (host_can_read(part) and host_can_read(other)):
             return
         leaves = self.written_layout.leaves
         beginning = other.narrow(batch_dims, 0, leaves[position].shape[0])
@@ -134,13 +134,6 @@ class ComputedRows(RowMemory):
                 f"{leaves[position].name} is stored as the first elements of {leaves[whole].name}, but the batch has "
                 "others there: nothing is written"
             )
-
-
-def _readable(tensor: Tensor) -> bool:
-    """Whether the host may look at a tensor's values now, without waiting for a GPU."""
-    if torch.compiler.is_compiling() or current_recording() is not None or capturing():
-        return False
-    return tensor.is_cpu and type(tensor) is Tensor
 
 
 def _bits(values: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 from weakref import WeakSet
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.storages import host_memory
-from gpubuf.data.storages.end_bits import EndBits
+from gpubuf.data.storages.end_bits import Breaks, EndBits, compared_columns
 from gpubuf.data.storages.forms import Form
 from gpubuf.data.storages.placement import IndexBytes, depends_on_room
 from gpubuf.data.storages.recipe import Recipe
@@ -43,6 +44,7 @@ class Followed(Storage):
     """Lets a storage be followed.
 
     Attributes:
+        breaks: where rows are not continued by the next ones, with ``ends="flags+continuity"``.
         end_bits: where trajectories end, if a follower needs that.
     """
 
@@ -51,7 +53,8 @@ class Followed(Storage):
     _shape: torch.Size
     table: Tensor
 
-    def _begin_following(self) -> None:
+    def _begin_following(self, continuity: bool) -> None:
+        self.breaks = Breaks() if continuity else None
         self.end_bits: EndBits | None = None
         # Weak, because they refer to the storage.
         self._followers = WeakSet[Follower]()
@@ -75,7 +78,7 @@ class Followed(Storage):
             return
         if any(other.needs_ends for other in self._followers):
             raise ValueError("another buffer with the same storage tells the ends of trajectories by other keys")
-        bits = EndBits(recipe)
+        bits = EndBits(recipe, self.breaks)
         if self._form is not None and self._ring is not None:
             bits.allocate(self._form, self._shape, self.table)
             bits.rebuild(self._ring.counters)
@@ -86,21 +89,30 @@ class Followed(Storage):
             follower.follow()
 
     def check_rows(self, form: Form) -> None:
-        """Raise if rows of ``form`` lack what a follower needs.
+        """Raise if rows of ``form`` lack what a follower needs, or can't be compared.
 
         Raises:
             KeyError, ValueError: they do.
         """
+        if self.breaks is not None:
+            compared_columns(form)
         for follower in self._followers:
             follower.check_rows(form)
 
     def rebuild(self) -> None:
         """Rows were changed in place: compute anew what is known about them. O(capacity). No host sync."""
-        if self.end_bits is not None and self._ring is not None:
+        if self._ring is None:
+            return
+        if self.breaks is not None:
+            self.breaks.rebuild(self._ring.counters)
+        if self.end_bits is not None:
             self.end_bits.rebuild(self._ring.counters)
 
     def derived_bytes(self, requested: torch.device | str, shape: tuple[int, ...]) -> IndexBytes:
         """Bytes that a storage of ``shape`` keeps beside its rows; zero for placements that ignore free memory."""
-        if self.end_bits is None or not depends_on_room(requested):
+        if not depends_on_room(requested):
             return IndexBytes()
-        return IndexBytes(index=EndBits.bytes_for(shape, "cuda" if host_memory.cuda_present() else "cpu"))
+        index = 0 if self.breaks is None else math.prod(shape)
+        if self.end_bits is not None:
+            index += EndBits.bytes_for(shape, "cuda" if host_memory.cuda_present() else "cpu")
+        return IndexBytes(index=index)

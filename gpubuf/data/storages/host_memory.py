@@ -114,8 +114,7 @@ def _limit(limit: Path, used: Path, stat: Path, cached: str) -> tuple[int, int] 
             return None
         taken = int(used.read_text())
         # Files that the group has read count as used, but are given up for whoever needs memory.
-        pairs = (line.split() for line in stat.read_text().splitlines())
-        taken -= next((int(pair[1]) for pair in pairs if pair[0] == cached), 0)
+        taken -= int(dict(map(str.split, stat.read_text().splitlines())).get(cached, 0))
     except OSError:
         return None
     return int(text) - taken, int(text)

@@ -72,14 +72,27 @@ def unravel(flat: Tensor, shape: tuple[int, ...]) -> Tensor:
     return coordinates
 
 
+def check_dense(name: str, tensor: Tensor) -> None:
+    """Raise TypeError for a tensor that has no memory of its own to be read: sparse, or on the device "meta"."""
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        what = "no data" if tensor.is_meta else f"the layout {tensor.layout}"
+        raise TypeError(f"{name} has {what}: only dense tensors can be used")
+
+
 def as_positions(
-    index: Any, shape: tuple[int, ...], device: torch.device, steps: Callable[[], int] | None = None
+    index: Any,
+    shape: tuple[int, ...],
+    device: torch.device,
+    steps: Callable[[], int] | None = None,
+    *,
+    handles: bool = False,
 ) -> Tensor:
     """An integer index as samples carry it, as int64 ``[n]`` flat positions on ``device``, contiguous.
 
     Accepts an int, a sequence, a tensor ``[n]``; with several dimensions also a tensor ``[n, ndim]`` and a tuple of one
     tensor per dimension. Negative positions stay negative; negative coordinates count from the end of their dimension,
-    in the first one from the last of ``steps`` (see :func:`ravel`). No host sync.
+    in the first one from the last of ``steps`` (see :func:`ravel`). With ``handles`` coordinates that are all -1 are
+    those of a row that is gone, as a write returns them: the position is -1. No host sync.
 
     Raises:
         TypeError: the index is not made of integers.
@@ -93,6 +106,8 @@ def as_positions(
         and index.is_contiguous()
     ):
         return index
+    if isinstance(index, Tensor):
+        check_dense("the index", index)
     if isinstance(index, tuple) and len(index) == len(shape):
         # As samplers of slices give it. A tuple of one int is a sequence.
         one = len(index) == 1
@@ -103,6 +118,9 @@ def as_positions(
         raise TypeError(f"rows are indexed by integers, got {index.dtype}")
     index = index.to(torch.int64)
     several = len(shape) > 1 and index.ndim > 1 and index.shape[-1] == len(shape)
+    gone = (index == -1).all(-1) if several and handles else None
+    if gone is not None:
+        index = torch.where(gone.unsqueeze(-1), 0, index)
     if several and index.is_cpu:
         # Before it goes to a GPU: here it can raise.
         index, several = ravel(index, shape, None if steps is None or torch.compiler.is_compiling() else steps()), False
@@ -110,6 +128,8 @@ def as_positions(
         index = index.to(device)
     if several:
         index = ravel(index, shape)
+    if gone is not None:
+        index = torch.where(gone.to(device), -1, index)
     flat: Tensor = index.reshape(-1).contiguous()
     return flat
 
@@ -200,3 +220,10 @@ def contained(index: int | Tensor, shape: tuple[int, ...], size: int) -> bool | 
         bounds = (steps, *shape[1:])
         return torch.stack([(i >= -n) & (i < n) for i, n in zip(index.unbind(-1), bounds, strict=True)]).all(0)
     return (index >= -steps) & (index < steps)
+
+
+def expanded(value: Tensor, lead: int, batch_size: tuple[int, ...]) -> Tensor:
+    """``[*batch_size[:lead], ...]`` as ``[*batch_size, ...]``, a view."""
+    rest = value.shape[lead:]
+    ones = (1,) * (len(batch_size) - lead)
+    return value.reshape((*value.shape[:lead], *ones, *rest)).expand((*batch_size, *rest))

@@ -13,7 +13,9 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_non_tensor, is_tensorclass
 from torch import Tensor
 
+from gpubuf import serialization
 from gpubuf.data.storages.containers import first_of
+from gpubuf.data.storages.indexing import check_dense
 from gpubuf.data.storages.leaves import Key as Key
 from gpubuf.data.storages.leaves import Leaf as Leaf
 from gpubuf.data.storages.leaves import Node as Node
@@ -170,8 +172,9 @@ class RowLayout:
 
     def _describe(self, data: Data, path: tuple[str, ...], batch_dims: int) -> int | Node:
         if isinstance(data, Tensor):
-            if data.layout is not torch.strided:
-                raise TypeError(f"key {path or 'root'} has the layout {data.layout}: only dense tensors can be stored")
+            check_dense(f"key {path or 'root'}", data)
+            if data.dtype not in serialization.NAMES:
+                raise TypeError(f"key {path or 'root'} has the dtype {data.dtype}, which can't be saved: convert it")
             self.leaves.append(Leaf(path, data.dtype, tuple(data.shape[batch_dims:])))
             return len(self.leaves) - 1
         if is_non_tensor(data) or not (isinstance(data, TensorDictBase) or is_tensorclass(data)):
@@ -256,7 +259,8 @@ class RowLayout:
             if isinstance(child, int):
                 leaf, tensor = self.leaves[child], found[name]
                 # `_checked` spelled out, for it is asked of every key of every write.
-                if type(tensor) is Tensor and tensor.dtype is leaf.dtype and tensor.shape[batch_dims:] == leaf.shape:
+                same = type(tensor) is Tensor and tensor.dtype is leaf.dtype and tensor.shape[batch_dims:] == leaf.shape
+                if same and tensor.layout is torch.strided and not tensor.is_meta:
                     out.append(tensor)
                 else:
                     out.append(self._checked(leaf, tensor, batch_dims))
@@ -272,6 +276,7 @@ class RowLayout:
                 f"key {leaf.name}: the storage holds rows of shape {leaf.shape} and {leaf.dtype}, "
                 f"the batch rows of shape {tuple(data.shape[batch_dims:])} and {data.dtype}"
             )
+        check_dense(f"key {leaf.name}", data)
         return data
 
     # From tensors to a batch

@@ -20,6 +20,12 @@ def as_written(key: Key) -> str | Key:
     return key[0] if len(key) == 1 else key
 
 
+def priority_mask_key(key: Any) -> Any:
+    """Where a batch says which rows have a priority at ``key``: ``"td_error_mask"``. A row of which it says no keeps
+    its old one."""
+    return f"{key}_mask" if isinstance(key, str) else (*key[:-1], priority_mask_key(key[-1]))
+
+
 @dataclass(frozen=True)
 class Leaf:
     """One key of a row. ``shape`` is that of a single row, contiguous."""

@@ -70,7 +70,8 @@ class ListStorage(TensorStorage):
         compilable: accepted for compatibility.
         device: where tensors in the objects are moved to when they are written. Default: they stay where they are.
 
-    Checkpoints take objects that are tensors, TensorDicts, plain values, and containers of these.
+    Checkpoints take objects that are tensors, TensorDicts, tensorclasses (which come back as TensorDicts), plain
+    values, and containers of these.
     """
 
     def __init__(
@@ -88,6 +89,8 @@ class ListStorage(TensorStorage):
         """The objects."""
         assert isinstance(self.host, Objects)
         return self.host
+
+    supports_conditional_update = False
 
     @property
     def relocatable(self) -> bool:
@@ -196,12 +199,19 @@ class ListStorage(TensorStorage):
         Raises:
             IndexError: an index is beyond the objects stored.
         """
-        items = self.objects.items
         if _is_int(index):
-            item = items[int(self._positions([int(index)]))]
-            # Keys that are set in it later are not those of the stored one.
-            return item.copy() if isinstance(item, TensorDictBase) or is_tensorclass(item) else item
-        return [items[position] for position in self._positions(index).tolist()]
+            return self._object(int(self._positions([int(index)])))
+        return [self._object(position) for position in self._positions(index).tolist()]
+
+    def _object(self, position: int) -> Any:
+        item = self.objects.items[position]
+        if not isinstance(item, TensorDictBase) and not is_tensorclass(item):
+            return item
+        # Keys that are set in it later are not those of the stored one.
+        item = item.copy()
+        if "index" in self.ignored_keys and isinstance(item, TensorDictBase):
+            item.set("index", torch.tensor(position).expand(item.batch_size))
+        return item
 
     @property
     def _storage(self) -> list[Any]:

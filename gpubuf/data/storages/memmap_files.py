@@ -8,10 +8,13 @@ Everything read is checked before a byte is mapped; nothing is unpickled, and no
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import math
 import mmap
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +30,14 @@ META_FILE = "meta.json"
 STORAGE_FILE = "storage_metadata.json"
 GPUBUF_FILE = "gpubuf.json"
 COUNTERS_FILE = "gpubuf.counters"
+JOURNAL_FILE = "gpubuf.journal"
 TENSOR_NAME = "_-single-tensor-_"  # of the only file of a storage that holds a plain tensor
 
 _TENSORCLASS_FOLDER = "_tensordict"
 _FORMAT_VERSION = 1
 _MAX_DEPTH = 32
 _MAX_ELEMENTS = 1 << 60
-_DTYPES = {
-    str(dtype): dtype
-    for dtype in (
-        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
-        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8),
-        *(torch.bool, torch.complex64, torch.complex128),
-    )
-}
+_DTYPES = {str(dtype): dtype for dtype in serialization.NAMES}
 # Characters that a file name can't hold on some system; tensordict writes the same characters in the same way.
 _UNSAFE = {ord(c): f"%{ord(c):02X}" for c in '%/\\:*?"<>| ' + "".join(map(chr, (*range(32), 127)))}
 # Entries of meta.json that are not keys.
@@ -62,14 +59,69 @@ def tensor_file(folder: Path, key: Key) -> Path:
 
 def is_own(name: str) -> bool:
     """Whether a file of this name may be one of a storage."""
-    known = (META_FILE, STORAGE_FILE, GPUBUF_FILE, COUNTERS_FILE)
+    known = (META_FILE, STORAGE_FILE, GPUBUF_FILE, COUNTERS_FILE, JOURNAL_FILE)
     return name.endswith(".memmap") or name.removesuffix(".tmp") in known
+
+
+# Opening
+
+
+def open_file(path: Path, flags: int, root: Path | None = None) -> int:
+    """A descriptor of a regular file. Nothing that is a link is followed on the way from ``root`` to it.
+
+    Args:
+        path: the file.
+        flags: as for ``os.open``. With ``os.O_CREAT`` missing folders are made.
+        root: a folder above the file; it may be reached through links. None: the one that the file is in.
+
+    Raises:
+        FileExistsError: with ``os.O_EXCL``: there is something at ``path``.
+        ValueError: the file is missing, is a link or something else than a file, or lies in a folder that is a link.
+    """
+    root = path.parent if root is None else root
+    *folders, name = path.relative_to(root).parts
+    own = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # to open a pipe does not wait for its other end
+    folder, descriptor = -1, -1
+    try:
+        folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        for part in folders:
+            if flags & os.O_CREAT:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(part, dir_fd=folder)
+            above, folder = folder, os.open(part, os.O_RDONLY | os.O_DIRECTORY | own, dir_fd=folder)
+            os.close(above)
+        descriptor = os.open(name, flags | own, 0o666, dir_fd=folder)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError(f"{path} is not a regular file")
+        found, descriptor = descriptor, -1
+        return found
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing") from None
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO):
+            raise
+        raise ValueError(f"{path} is no regular file, or below {root} a link leads to it: links are refused") from None
+    finally:
+        for left in (folder, descriptor):
+            if left >= 0:
+                os.close(left)
+
+
+def refuse_links(path: Path, root: Path) -> None:
+    """Raise a ValueError if a folder between ``root`` and ``path`` is a link, or ``path`` itself."""
+    for part in (path, *path.parents):
+        if part == root:
+            return
+        if part.is_symlink():
+            raise ValueError(f"{part} is a link: links are refused")
 
 
 # Mapping
 
 
-def map_file(path: Path, dtype: torch.dtype, shape: tuple[int, ...], *, writable: bool) -> Tensor:
+def map_file(
+    path: Path, dtype: torch.dtype, shape: tuple[int, ...], *, writable: bool, root: Path | None = None
+) -> Tensor:
     """A tensor on the bytes of a file, which must be exactly as long as the tensor.
 
     Args:
@@ -77,16 +129,15 @@ def map_file(path: Path, dtype: torch.dtype, shape: tuple[int, ...], *, writable
         dtype: of the tensor.
         shape: of the tensor.
         writable: changes go to the file. Otherwise the tensor must not be written to: its memory is protected.
+        root: as for :func:`open_file`.
 
     Raises:
-        ValueError: the file is missing, or has another size.
+        ValueError: as :func:`open_file`; the file has another size.
     """
     n_bytes = math.prod(shape) * dtype.itemsize
     if n_bytes == 0:
         return torch.empty(shape, dtype=dtype)  # an empty file can't be mapped, and TorchRL writes none
-    if not path.is_file():
-        raise ValueError(f"{path} is missing")
-    with open(path, "r+b" if writable else "rb") as file:
+    with os.fdopen(open_file(path, os.O_RDWR if writable else os.O_RDONLY, root), "r+b" if writable else "rb") as file:
         found = os.fstat(file.fileno()).st_size
         if found != n_bytes:
             raise ValueError(f"{path} has {found} bytes, but {list(shape)} of {dtype} take {n_bytes}")
@@ -107,20 +158,25 @@ class _Mapping:
         self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (len(memory),), "data": (address, False)}
 
 
-def create_file(path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """A new file of zeros, and a writable tensor on it. The file is sparse: it takes space as it is written to."""
+def create_file(path: Path, dtype: torch.dtype, shape: tuple[int, ...], root: Path | None = None) -> Tensor:
+    """A new file of zeros, and a writable tensor on it. The file is sparse: it takes space as it is written to.
+
+    Raises as :func:`open_file` for a new file.
+    """
     n_bytes = math.prod(shape) * dtype.itemsize
     if n_bytes:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "xb") as file:
-            os.truncate(file.fileno(), n_bytes)
-    return map_file(path, dtype, shape, writable=True)
+        descriptor = open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, root)
+        try:
+            os.truncate(descriptor, n_bytes)
+        finally:
+            os.close(descriptor)
+    return map_file(path, dtype, shape, writable=True, root=root)
 
 
-def sync_file(path: Path) -> None:
+def sync_file(path: Path, root: Path | None = None) -> None:
     """Wait until everything written to a file, through a mapping too, is on the disk."""
     if path.exists():
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        descriptor = open_file(path, os.O_RDONLY, root)
         try:
             os.fsync(descriptor)
         finally:
@@ -135,18 +191,17 @@ def write_json(path: Path, content: Any) -> None:
     serialization.replace(path, [json.dumps(content).encode()])
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, root: Path | None = None) -> dict[str, Any]:
     """Read a small JSON file that holds an object.
 
     Raises:
-        ValueError: it is missing, or holds something else.
+        ValueError: as :func:`open_file`; it holds something else.
     """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{path} is missing") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} can't be read: {error}") from None
+    with os.fdopen(open_file(path, os.O_RDONLY, root), encoding="utf-8") as file:
+        try:
+            content = json.loads(file.read())
+        except (OSError, ValueError, RecursionError) as error:
+            raise ValueError(f"{path} can't be read: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__}, not an object")
     return content
@@ -182,13 +237,14 @@ def write_metadata(
         leaf = layout.leaves[layout.root]
         plain[TENSOR_NAME] = {"dtype": str(leaf.dtype), "shape": [*shape, *leaf.shape]}
     else:
-        _write_level(folder, layout, layout.root, shape, extra)
+        _write_level(folder, folder, layout, layout.root, shape, extra)
     write_json(folder / STORAGE_FILE, {"metadata": plain, "is_pytree": bool(plain), "len": size})
 
 
 def _write_level(
-    folder: Path, layout: RowLayout, node: Node, shape: tuple[int, ...], extra: tuple[Key, ...] = ()
+    root: Path, folder: Path, layout: RowLayout, node: Node, shape: tuple[int, ...], extra: tuple[Key, ...] = ()
 ) -> None:
+    refuse_links(folder, root)
     folder.mkdir(parents=True, exist_ok=True)
     entries: dict[str, Any] = {}
     for name, child in node.children.items():
@@ -197,7 +253,7 @@ def _write_level(
             entries[name] = _entry((*shape, *leaf.shape), leaf.dtype)
         else:
             entries[name] = {"type": "TensorDict"}
-            _write_level(folder / encoded(name), layout, child, shape)
+            _write_level(root, folder / encoded(name), layout, child, shape)
     entries.update({key[0]: _entry(shape, torch.int64) for key in extra})
     write_json(
         folder / META_FILE,
@@ -228,12 +284,13 @@ def check_names(layout: RowLayout) -> None:
                 raise ValueError(f"key {leaf.name}: the name {name!r} is taken by the metadata of memory-mapped files")
 
 
-def read_rows(folder: Path, *, writable: bool) -> tuple[Data, int]:
+def read_rows(folder: Path, *, writable: bool, root: Path | None = None) -> tuple[Data, int]:
     """Map the rows of a folder, without reading them.
 
     Args:
         folder: where the rows are.
         writable: changes go to the files.
+        root: links are refused below it; None: below ``folder``.
 
     Returns:
         A TensorDict or a tensor on the files, as long as the full storage, and the number of valid rows.
@@ -242,27 +299,28 @@ def read_rows(folder: Path, *, writable: bool) -> tuple[Data, int]:
         ValueError: a file is missing, damaged, of another size than the metadata says, or of a kind that is not
             supported (non-tensor data, nested tensors, several tensors in a list).
     """
+    root = folder if root is None else root
     path = folder / STORAGE_FILE
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise ValueError(f"{folder} holds no memory-mapped storage: there is no {STORAGE_FILE}")
-    content = read_json(path)
+    content = read_json(path, root)
     size = read_count(content, "len", path)
     if not content.get("is_pytree"):
-        return _read_level(folder, (), writable, 0), size
+        return _read_level(root, folder, (), writable, 0), size
     entries = content.get("metadata")
     if not isinstance(entries, dict) or list(entries) != [TENSOR_NAME]:
         raise ValueError(f"{path}: only single tensors and TensorDicts can be read, this is a tree of {entries!r}")
     dtype, shape = _described(entries[TENSOR_NAME], (), path, TENSOR_NAME)
-    return map_file(tensor_file(folder, ()), dtype, shape, writable=writable), size
+    return map_file(tensor_file(folder, ()), dtype, shape, writable=writable, root=root), size
 
 
-def _read_level(folder: Path, batch: tuple[int, ...], writable: bool, depth: int) -> TensorDict:
+def _read_level(root: Path, folder: Path, batch: tuple[int, ...], writable: bool, depth: int) -> TensorDict:
     if depth > _MAX_DEPTH:
         raise ValueError(f"{folder}: nested more than {_MAX_DEPTH} levels deep")
     path = folder / META_FILE
-    content = read_json(path)
+    content = read_json(path, root)
     if "shape" not in content and (folder / _TENSORCLASS_FOLDER).is_dir():
-        return _read_level(folder / _TENSORCLASS_FOLDER, batch, writable, depth + 1)
+        return _read_level(root, folder / _TENSORCLASS_FOLDER, batch, writable, depth + 1)
     version = content.get("_format_version", 0)
     if not isinstance(version, int) or version > _FORMAT_VERSION:
         raise ValueError(f"{path} has the format version {version!r}, this reads up to {_FORMAT_VERSION}")
@@ -274,25 +332,25 @@ def _read_level(folder: Path, batch: tuple[int, ...], writable: bool, depth: int
         if isinstance(entry, dict) and "type" in entry:
             if "NonTensor" in str(entry["type"]):
                 raise ValueError(f"{path}: {name!r} holds non-tensor data, which can't be stored")
-            source[name] = _read_level(folder / encoded(name), shape, writable, depth + 1)
+            source[name] = _read_level(root, folder / encoded(name), shape, writable, depth + 1)
         else:
             dtype, size = _described(entry, shape, path, name)
-            source[name] = map_file(tensor_file(folder, (name,)), dtype, size, writable=writable)
+            source[name] = map_file(tensor_file(folder, (name,)), dtype, size, writable=writable, root=root)
     return TensorDict(source, shape, device="cpu")
 
 
-def read_tensor(folder: Path, name: str) -> Tensor | None:
+def read_tensor(folder: Path, name: str, root: Path) -> Tensor | None:
     """The tensor of this name at the root of a folder; None if there is none, or something else.
 
     Raises:
         ValueError: it is damaged.
     """
     path = folder / META_FILE
-    entry = read_json(path).get(name)
+    entry = read_json(path, root).get(name)
     if not isinstance(entry, dict) or "type" in entry:
         return None
     dtype, shape = _described(entry, (), path, name)
-    return map_file(tensor_file(folder, (name,)), dtype, shape, writable=False)
+    return map_file(tensor_file(folder, (name,)), dtype, shape, writable=False, root=root)
 
 
 def _described(entry: Any, batch: tuple[int, ...], path: Path, name: str) -> tuple[torch.dtype, tuple[int, ...]]:

@@ -231,6 +231,7 @@ def _batch_layout(layout: RowLayout, with_steps: bool) -> RowLayout:
     """The layout of a batch: that of single rows, and the number of steps."""
     if not with_steps:
         return layout
-    example = [torch.empty((1, *leaf.shape), dtype=leaf.dtype, device="meta") for leaf in layout.leaves]
-    steps = {STEPS_KEY: torch.empty((1, 1), dtype=torch.int64, device="meta")}
+    # One element each, whatever the shape.
+    example = [torch.empty((), dtype=leaf.dtype).expand(1, *leaf.shape) for leaf in layout.leaves]
+    steps = {STEPS_KEY: torch.empty((1, 1), dtype=torch.int64)}
     return layout_of(layout.assemble(example, (1,), None, steps), 1)

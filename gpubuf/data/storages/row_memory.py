@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gpubuf.data.runtime.interruption import Unfinished
 from gpubuf.data.storages.columns import Column, address_table, columns_of, new_columns, record_of
+from gpubuf.data.storages.end_bits import CONTINUITY, FLAGS
 from gpubuf.data.storages.fields import NextObservations, field_table, fields_of
 from gpubuf.data.storages.followers import Followed
 from gpubuf.data.storages.followers import Storage as Storage
@@ -33,11 +34,13 @@ class RowMemory(Followed):
 
     _placement: Placement | None
 
-    def _configure(self, max_size: int, device: torch.device | str, ndim: int) -> None:
+    def _configure(self, max_size: int, device: torch.device | str, ndim: int, ends: str = FLAGS) -> None:
         if max_size < 1 or max_size % 1:
             raise ValueError(f"a storage needs room for a whole number of rows, one or more, got max_size={max_size}")
         if ndim < 1:
             raise ValueError(f"a storage has at least one dimension, got ndim={ndim}")
+        if ends not in (FLAGS, CONTINUITY):
+            raise ValueError(f"ends must be {FLAGS!r} or {CONTINUITY!r}, got {ends!r}")
         self.max_size = int(max_size)
         self.requested_size = self.max_size  # before rounding up to whole steps
         self.ndim = ndim
@@ -72,7 +75,7 @@ class RowMemory(Followed):
         #: What an operation is about to change; still there after it if that was interrupted, and mended then by the
         #: next one. See :meth:`gpubuf.ReplayBuffer._mend`.
         self.unfinished: Unfinished | None = None
-        self._begin_following()
+        self._begin_following(ends == CONTINUITY)
 
     def __getstate__(self) -> dict[str, Any]:
         """All but addresses. A record goes as a whole: pickle would write its memory once for each of its keys."""
@@ -99,8 +102,7 @@ class RowMemory(Followed):
                 self.sharing.renew(self._placement)
         self.table = self._addresses(self._layout, self._device)
         self._make_tables(self._device)
-        if self.end_bits is not None:
-            self.end_bits.readdress(self.table)
+        self._readdress(self.table)
 
     # Properties
 
@@ -304,6 +306,8 @@ class RowMemory(Followed):
         self._make_tables(placement.device)
         if form.written.host:
             self.host = HostRows(form.written.host, self.max_size)
+        if self.breaks is not None:
+            self.breaks.allocate(form, self._shape, self.table, self.sharing)
         if self.end_bits is not None:
             self.end_bits.allocate(form, self._shape, self.table)
         # In one step: from here on the storage is initialised.
@@ -390,17 +394,25 @@ class RowMemory(Followed):
         if placement.device == self._device:
             # In place: a captured graph reads the addresses from here.
             self.table.copy_(table)
-            if self.end_bits is not None:
-                self.end_bits.readdress(table)
+            self._readdress(table)
         else:
             self.table, self._device = table, placement.device
             self.counters.to(placement.device)
+            # The shape of the index depends on the device.
+            if self.breaks is not None:
+                self.breaks.allocate(self.form, self._shape, table, self.sharing)
             if self.end_bits is not None:
-                # The shape of the index depends on the device.
                 self.end_bits.allocate(self.form, self._shape, table)
-                self.rebuild()
+            self.rebuild()
         self._placement = placement
         self._tell_followers()
+
+    def _readdress(self, table: Tensor) -> None:
+        """Read the ends of trajectories where they are now."""
+        if self.breaks is not None:
+            self.breaks.readdress(table)
+        if self.end_bits is not None:
+            self.end_bits.readdress(table)
 
     def empty(self, recount: bool = False) -> None:
         """Forget every row, in O(1); memory stays allocated. No host sync. ``recount``: as for :meth:`Ring.empty`."""
@@ -429,6 +441,8 @@ class RowMemory(Followed):
             self.max_size = self.requested_size
             self.overwrites += 1
             del self.table
+            if self.breaks is not None:
+                self.breaks.free()
             if self.end_bits is not None:
                 self.end_bits.free()
             self._tell_followers()

@@ -54,6 +54,9 @@ class SharedStates(SavedRows):
             sharing.restore(shared.links, shared.owners, shared.entries, shared.pending)
         elif sharing is not None:
             self._link(sharing, full_state(state, self.ndim))
+        if sharing is not None and self.breaks is not None:
+            # Links are flags of theirs.
+            self.rebuild()
         return order
 
     def check_state(self, state: dict[str, Any]) -> None:

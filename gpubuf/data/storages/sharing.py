@@ -33,13 +33,24 @@ OF_A_STEP = frozenset({*END_NAMES, "reward"})
 SHARE, LEAST = 8, 256
 
 
+def continued_keys(leaves: Sequence[Leaf]) -> tuple[Key, ...]:
+    """The keys at the root that are under ``"next"`` too, with the same shape and dtype, but for :data:`OF_A_STEP`."""
+    by_key = {leaf.key: leaf for leaf in leaves}
+    return tuple(
+        leaf.key
+        for leaf in leaves
+        if leaf.key[-1] not in OF_A_STEP
+        and (other := by_key.get((NEXT_KEY, *leaf.key))) is not None
+        and (other.dtype, other.shape) == (leaf.dtype, leaf.shape)
+    )
+
+
 def shared_keys(leaves: Sequence[Leaf], share_next: bool | Sequence[Any]) -> tuple[Key, ...]:
     """The keys whose next values are not stored: those at the root.
 
     Args:
         leaves: the keys that have columns.
-        share_next: True for every key that is under ``"next"`` too, with the same shape and dtype, but for those that
-            are called as one of :data:`OF_A_STEP`. Or a list of keys at the root.
+        share_next: True for :func:`continued_keys`, or a list of keys at the root.
 
     Raises:
         ValueError: a key of the list is missing at the root or under ``"next"``, or differs there; or no key is found.
@@ -49,13 +60,7 @@ def shared_keys(leaves: Sequence[Leaf], share_next: bool | Sequence[Any]) -> tup
     by_key = {leaf.key: leaf for leaf in leaves}
     if share_next is not True:
         return tuple(dict.fromkeys(_named(by_key, as_key(key)) for key in share_next))
-    found = tuple(
-        leaf.key
-        for leaf in leaves
-        if leaf.key[-1] not in OF_A_STEP
-        and (other := by_key.get((NEXT_KEY, *leaf.key))) is not None
-        and (other.dtype, other.shape) == (leaf.dtype, leaf.shape)
-    )
+    found = continued_keys(leaves)
     if not found:
         raise ValueError(
             "share_next=True finds no key to share: it takes those at the root and under 'next', of one shape and "

@@ -19,8 +19,9 @@ from gpubuf.data.runtime.interruption import DERIVED, Unfinished
 from gpubuf.data.storages.codecs import Codec
 from gpubuf.data.storages.columns import owned_column
 from gpubuf.data.storages.containers import first_of
+from gpubuf.data.storages.end_bits import FLAGS
 from gpubuf.data.storages.forms import Options, keys_told
-from gpubuf.data.storages.indexing import index_shape, plain_index, stored_positions, unravel
+from gpubuf.data.storages.indexing import expanded, index_shape, plain_index, stored_positions, unravel
 from gpubuf.data.storages.layout import Data, batch_shape, device_of, rows_in
 from gpubuf.data.storages.placement import AUTO, PINNED, SPLIT, IndexBytes, place, readable
 from gpubuf.data.storages.row_memory import Storage as Storage
@@ -51,10 +52,11 @@ class TensorStorage(TorchRLNames):
         device: ``"cpu"``, ``"cuda"``, a ``torch.device``, ``"pinned"`` for rows in pinned host memory that the GPU
             reads, or ``"auto"`` for the data's own device: it has been allocated already.
         ndim: number of leading dimensions of ``storage`` that index rows.
+        ends: see :class:`LazyTensorStorage`.
         compilable: accepted for compatibility; every operation can be compiled.
 
     Raises:
-        ValueError: ``max_size`` contradicts ``storage``.
+        ValueError: ``max_size`` contradicts ``storage``, or there is no ``storage``.
         RuntimeError: there is no such device.
     """
 
@@ -65,12 +67,18 @@ class TensorStorage(TorchRLNames):
         *,
         device: torch.device | str = "cpu",
         ndim: int = 1,
+        ends: str = FLAGS,
         compilable: bool = False,
     ) -> None:
+        if storage is None:
+            raise ValueError("Expected storage to be non-null: LazyTensorStorage(max_size) begins without rows")
         shape = batch_shape(storage, ndim)
         if max_size is not None and max_size != math.prod(shape):
-            raise ValueError(f"max_size is {max_size}, but the storage has {math.prod(shape)} rows (shape {shape})")
-        self._configure(math.prod(shape), device, ndim)
+            raise ValueError(
+                f"The max-size and the storage shape mismatch: max_size is {max_size}, the storage has "
+                f"{math.prod(shape)} rows (shape {shape})"
+            )
+        self._configure(math.prod(shape), device, ndim, ends)
         layout = layout_of(storage, ndim)
         requested = device_of(storage) if device == AUTO else device
         placement = place(requested, self.max_size * layout.row_bytes, IndexBytes(), shape, device_of(storage))
@@ -80,6 +88,7 @@ class TensorStorage(TorchRLNames):
         if self.host is not None:
             self.host.announce(storage, shape, 0)
             self.host.settle(self.max_size)
+        self.rebuild()
 
     # Writing
 
@@ -92,7 +101,8 @@ class TensorStorage(TorchRLNames):
                 may be changed as soon as this returns, whether they are pinned or not.
 
         Returns:
-            int64 ``[n]`` (``[T * E]``) on the storage's device. Of more rows than ``max_size`` the newest stay.
+            int64 ``[n]`` (``[T * E]``) on the storage's device. Of more rows than ``max_size`` the newest stay: the
+            others have the positions of those that took their places.
 
         Raises:
             ValueError: a key, shape or dtype differs from the storage's; nothing is written.
@@ -133,6 +143,8 @@ class TensorStorage(TorchRLNames):
         if index is None:
             return None
         ring.note(n)
+        if self.breaks is not None:
+            self.breaks.write(ring.counters, n // math.prod(self._shape[1:]))
         if self.end_bits is not None:
             self.end_bits.write_again(ring.counters, n)
         return index
@@ -147,6 +159,8 @@ class TensorStorage(TorchRLNames):
             else _extend(self.table, local, self.ring, n, self.max_size)
         )
         self.counters.count(n)
+        if self.breaks is not None:
+            self.breaks.write(self.ring, n // math.prod(self._shape[1:]))
         if self.end_bits is not None:
             self.end_bits.write(self.ring, n)
         return index
@@ -178,22 +192,30 @@ class TensorStorage(TorchRLNames):
             sources = self._sources(sources, 1)
         rows_on_host = None if self.host is None else self.host.rows_of(data, 1)
         self.overwrites += 1
-        before = self.begin(DERIVED) if self.end_bits is not None else None
+        derived = self.breaks is not None or self.end_bits is not None
+        before = self.begin(DERIVED) if derived else None
         if self.computed:
             self._write_computed(self._local(sources, 1), index)
         else:
             _write(self.table, self._local(sources, 1), self.ring, index, self.max_size)
         if rows_on_host is not None and self.host is not None:
             self.host.put(index.tolist(), rows_on_host)
-        if self.end_bits is not None:
-            self.rebuild()
+        if derived:
+            self._tell_ends_anew(index)
             self.end(before)
+
+    def _tell_ends_anew(self, index: Tensor) -> None:
+        """Rows were changed in place, in keys that tell where trajectories end."""
+        if self.breaks is not None:
+            self.breaks.rewrite(self.ring, index)
+        if self.end_bits is not None:
+            self.end_bits.rebuild(self.ring)
 
     def _is_one_row(self, data: Data) -> bool:
         """Whether a batch to be written is one row, without a batch dimension."""
-        if isinstance(data, TensorDictBase) or is_tensorclass(data):
-            return len(data.batch_size) == 0
         layout = self.written_layout
+        if isinstance(data, TensorDictBase) or is_tensorclass(data):
+            return len(data.batch_size) == len(layout.nested_batch)
         if isinstance(data, Tensor):
             return isinstance(layout.root, int) and data.ndim == len(layout.leaves[layout.root].shape)
         return isinstance(layout, TreeLayout) and layout.is_one_row(data)
@@ -212,6 +234,7 @@ class TensorStorage(TorchRLNames):
         """
         self.counters.count_update()
         ends = self.end_bits is not None and self.end_bits.depend_on(keys)
+        ends |= self.breaks is not None and not self.breaks.positions.isdisjoint(keys)
         before = self.begin(DERIVED) if ends else None
         if self.computed:
             self._update_computed(self._local(sources, 1), keys, index, generation)
@@ -220,7 +243,7 @@ class TensorStorage(TorchRLNames):
             table = torch.stack([self.table[key] for key in keys])
             _update(table, self._local(sources, 1), self.ring, index, self.max_size, generation)
         if ends:
-            self.rebuild()
+            self._tell_ends_anew(index)
             self.end(before)
 
     def _local(self, sources: list[Tensor], ndim: int) -> list[Tensor]:
@@ -303,11 +326,19 @@ class TensorStorage(TorchRLNames):
         Ints and slices give views of the storage, as they do on tensors; all else gives copies. Where rows are in
         pinned host memory there are only copies, on the GPU, for that orders them with what was launched before. Of a
         storage with ``dtypes``, ``batch_dtypes`` or ``prefixes`` there are only copies too, in the dtypes that were
-        written.
+        written. TensorDicts of a storage that a TensorDict writer writes to carry ``"index"``, as samples do.
 
         Raises:
             IndexError: an index is beyond the rows written.
         """
+        data = self._rows(index)
+        # TorchRL's writers of TensorDicts store it; here it is known when rows are read.
+        if "index" not in self.ignored_keys or not isinstance(data, TensorDictBase):
+            return data
+        coordinates = self.coordinates(index)
+        return data.set("index", expanded(coordinates, coordinates.dim() - (self.ndim > 1), data.batch_size))
+
+    def _rows(self, index: Any) -> Data:
         layout, index = self.written_layout, plain_index(index)
         if isinstance(index, (int, slice)) and self.gives_views:
             tensors = [column.whole[: self.steps_stored][index] for column in self._columns]
@@ -355,7 +386,8 @@ class TensorStorage(TorchRLNames):
         """A storage of one dimension with a copy of the rows, step by step. Of one dimension: the storage itself."""
         if self.ndim == 1:
             return self
-        return TensorStorage(mapped(self[:], lambda value: value.flatten(0, self.ndim - 1)), device=self._device)
+        rows = mapped(self._rows(slice(None)), lambda value: value.flatten(0, self.ndim - 1))
+        return TensorStorage(rows, device=self._device)
 
     def __getitem__(self, index: Any) -> Data:
         return self.get(index)
@@ -411,6 +443,11 @@ class LazyTensorStorage(TensorStorage):
             of trajectories. Default: an eighth of the rows, at least 256 and one an environment, never more than rows.
             A write that would need more raises RuntimeError on the CPU, and nothing is written; on a GPU such rows
             count as faults, which the next call that synchronises raises. ``storage.sharing.used`` says how many are.
+        ends: what ends a trajectory for n-step transitions, slices, sequences, hindsight and queries. ``"flags"``: what
+            samplers and buffers read, flags or identifiers. ``"flags+continuity"``: also a row whose next observation
+            is not, byte for byte as stored, the observation of the row after it in its environment; of all keys that
+            ``share_next=True`` takes. Such a row is the last one of its trajectory, and is not terminated: nothing
+            stored changes. Every write compares its rows, without a host sync; see docs/slices.md for what that takes.
         compilable: accepted for compatibility; every operation can be compiled.
         consolidated, shared_init: accepted for compatibility, with one warning: the rows of each key are one piece of
             memory anyway, and a storage belongs to one process.
@@ -420,8 +457,9 @@ class LazyTensorStorage(TensorStorage):
     unless that is given itself. With any of these options indexing gives copies.
 
     Raises:
-        ValueError: ``max_size`` or ``ndim`` below 1; a dtype can't be converted; at the first write: an option names a
-            key that the batch doesn't have.
+        ValueError: ``max_size`` or ``ndim`` below 1; a dtype can't be converted; ``ends`` is neither; at the first
+            write: an option names a key that the batch doesn't have, or ``"flags+continuity"`` finds nothing to
+            compare, or next observations that are stored otherwise than observations.
         RuntimeError: at the first write: there is no such device, or ``"auto"`` finds room nowhere
             (:class:`gpubuf.data.storages.placement.NothingFitsError`).
     """
@@ -437,13 +475,14 @@ class LazyTensorStorage(TensorStorage):
         prefixes: Mapping[Any, Any] | None = None,
         share_next: bool | Sequence[Any] = False,
         next_capacity: int | None = None,
+        ends: str = FLAGS,
         compilable: bool = False,
         consolidated: bool = False,
         shared_init: bool = False,
         cleanup_memmap: bool = True,
     ) -> None:
         warn_of_no_effect(consolidated=consolidated, shared_init=shared_init)
-        self._configure(max_size, device, ndim)
+        self._configure(max_size, device, ndim, ends)
         self._options = Options.of(dtypes, batch_dtypes, prefixes)
         self.computed = bool(self._options)
         self._share(share_next, next_capacity)

@@ -55,8 +55,16 @@ class TorchRLNames(SavesItself):
         return mapped(row, lambda value: value.unsqueeze(dim))
 
     def batch_of(self, rows: list[Data]) -> Data:
-        """A list of rows as a batch. Raises ValueError if they have different structures."""
-        return stacked(rows)
+        """A list of rows as a batch.
+
+        Raises:
+            RuntimeError: they have different shapes.
+            ValueError: they have different structures.
+        """
+        try:
+            return stacked(rows)
+        except RuntimeError as error:
+            raise RuntimeError(f"Stacking the elements of the list resulted in an error: {error}") from None
 
     # Writing
 
