@@ -59,7 +59,7 @@ class TestWriting:
         buffer, written = buffer_of(10), 0
         for _ in range(4):
             index = buffer.extend(transitions(n, written))
-            assert index.tolist() == [(written + i) % 10 for i in range(n)]
+            assert index.tolist() == [-1] * max(n - 10, 0) + [(written + i) % 10 for i in range(max(n - 10, 0), n)]
             written += n
         newest = range(max(0, written - 10), written)
         assert len(buffer) == len(newest)
@@ -114,7 +114,7 @@ class TestWriting:
         buffer.storage.ring[0] = far
         buffer.storage.refresh()
         assert buffer.write_count == far
-        assert buffer.extend(transitions(4)).tolist() == [1, 2, 0, 1]
+        assert buffer.extend(transitions(4)).tolist() == [-1, 2, 0, 1]
         assert buffer.write_count == far + 4
 
     def test_the_callers_tensordict_is_never_changed(self):

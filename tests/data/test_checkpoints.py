@@ -131,7 +131,7 @@ def test_steps_of_several_environments(tmp_path):
     def make() -> ReplayBuffer:
         return ReplayBuffer(storage=LazyTensorStorage(12, ndim=2), dim_extend=0, sampler=SliceSampler(slice_len=2))
 
-    rows = transitions(21).view(7, 3)
+    rows = transitions(21).view(3, 7).transpose(0, 1)
     buffer, other = make(), make()
     buffer.extend(rows)
     buffer.save(tmp_path, file_bytes=150)

@@ -4,14 +4,12 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 
-from gpubuf import serialization
 from gpubuf.data.checkpoints import manifest
-from tests.support.checkpoint_crashes import FILE_BYTES, new_buffer, verify, write
+from tests.support.checkpoint_crashes import FILE_BYTES, PowerCutError, new_buffer, steps_of_a_save, verify, write
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,34 +26,6 @@ def test_killed_while_saving_in_a_loop(kills, tmp_path):
     assert within is not None
     # Otherwise the test would show nothing.
     assert int(within[1]) > kills // 10
-
-
-class PowerCutError(BaseException):
-    """Not an Exception: nothing may handle it."""
-
-
-def steps_of_a_save(monkeypatch: pytest.MonkeyPatch, fail_at: int | None) -> list[int]:
-    """Count the calls that change the disk, and fail before one of them."""
-    calls, lock = [0], threading.Lock()
-
-    def counted(module, name):
-        original = getattr(module, name)
-
-        def call(*args, **kwargs):
-            with lock:
-                if calls[0] == fail_at:
-                    raise PowerCutError
-                calls[0] += 1
-            return original(*args, **kwargs)
-
-        monkeypatch.setattr(module, name, call)
-
-    counted(os, "replace")
-    counted(os, "fsync")
-    counted(serialization, "write")
-    counted(serialization, "sync_folder")
-    counted(Path, "unlink")
-    return calls
 
 
 def test_cut_short_before_every_step(tmp_path, monkeypatch):
@@ -122,6 +92,6 @@ def test_a_save_waits_for_another_of_the_same_folder(tmp_path):
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
     for exclusive in (True, False):
-        with manifest.locked(tmp_path, exclusive=exclusive):
+        with manifest.FolderLock(tmp_path, exclusive=exclusive):
             assert subprocess.run(command, capture_output=True, text=True).stdout == "held\n"
     assert subprocess.run(command, capture_output=True, text=True).stdout == ""

@@ -21,13 +21,19 @@ import torch
 
 from gpubuf import (
     LazyTensorStorage,
+    ListStorage,
+    MultiStepTransform,
     PrioritizedSliceSampler,
+    ReplayBuffer,
     SamplerWithoutReplacement,
     SliceSamplerWithoutReplacement,
     TensorDictReplayBuffer,
     serialization,
 )
+from gpubuf.data import TensorDictMaxValueWriter
 from gpubuf.data.checkpoints import manifest
+from gpubuf.data.processing.normalize import Normalize
+from gpubuf.data.storages import host_memory
 from tests.support.checkpoint_setup import contents
 from tests.support.transitions import transitions
 
@@ -190,9 +196,10 @@ def change_tensor(tensor: torch.Tensor, generator: random.Random) -> torch.Tenso
     return tensor
 
 
-def change_tree(tree: Any, generator: random.Random) -> None:
+def change_tree(tree: Any, generator: random.Random, place: int | None = None) -> None:
     """Change one value of a tree, or remove, double or rename it."""
-    container, key = generator.choice(places(tree))
+    found = places(tree)
+    container, key = generator.choice(found) if place is None else found[place]
     kind = generator.randrange(8)
     if isinstance(container[key], torch.Tensor) and kind < 6:
         container[key] = change_tensor(container[key], generator)
@@ -262,6 +269,101 @@ def test_changed_meaning(kind, tmp_path):
     assert n_refused < n
 
 
+class Scale(torch.nn.Module):
+    """A transform with parameters, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+        self.register_buffer("count", torch.zeros(1, dtype=torch.int64))
+
+    def forward(self, data: Any) -> Any:
+        return data
+
+
+SYSTEMS: dict[str, Callable[[], TensorDictReplayBuffer]] = {
+    "prefetch and transforms": lambda: TensorDictReplayBuffer(
+        storage=LazyTensorStorage(CAPACITY), batch_size=6, prefetch=2, transform=Scale()
+    ),
+    "steps at the write": lambda: TensorDictReplayBuffer(
+        storage=LazyTensorStorage(CAPACITY), batch_size=6, transform=MultiStepTransform(3, 0.9, write_time=True)
+    ),
+    "processing": lambda: TensorDictReplayBuffer(
+        storage=LazyTensorStorage(CAPACITY), batch_size=6, process=[Normalize("observation")]
+    ),
+    "ranks": lambda: TensorDictReplayBuffer(
+        storage=LazyTensorStorage(CAPACITY), batch_size=6, writer=TensorDictMaxValueWriter()
+    ),
+    "next observations shared": lambda: TensorDictReplayBuffer(
+        storage=LazyTensorStorage(CAPACITY, share_next=["observation"]), batch_size=6
+    ),
+    "containers and text": lambda: ReplayBuffer(storage=ListStorage(CAPACITY), batch_size=6),
+}
+
+
+def filled_system(kind: str, start: int) -> Any:
+    buffer: Any = SYSTEMS[kind]()
+    rows = transitions(55, start=start)
+    buffer.extend([{"text": "a", "row": row} for row in rows] if kind.startswith("containers") else rows)
+    buffer.sample()
+    return buffer
+
+
+def state_bytes(buffer: Any) -> bytes:
+    return b"".join(map(bytes, serialization.contents(buffer.state_dict())))
+
+
+@pytest.mark.parametrize("kind", SYSTEMS)
+def test_every_field_of_every_part(kind, tmp_path):
+    """Each field of a manifest and of the state, changed in many ways: a ValueError, or loaded as a whole."""
+    folder, generator = tmp_path / "c", random.Random(3)
+    torch.manual_seed(0)
+    filled_system(kind, 0).save(folder)
+    content = json.loads((folder / manifest.MANIFEST).read_text())["content"]
+    name = content["state"]["name"]
+    state = copy.deepcopy(serialization.load(folder / name))
+    buffer = filled_system(kind, 500)
+    before, kept = state_bytes(buffer), copy.deepcopy(buffer.state_dict())
+    n_fields = {"manifest": len(places(content)), "state": len(places(state))}
+    n_refused = n = 0
+    for part, fields in n_fields.items():
+        chosen = range(fields) if fields <= 150 else generator.sample(range(fields), 150)
+        for place in chosen:
+            for _ in range(3):
+                said, told = copy.deepcopy(content), copy.deepcopy(state)
+                change_tree(said if part == "manifest" else told, generator, place)
+                if part == "state":
+                    (folder / name).unlink(missing_ok=True)
+                    sizes = serialization.write(folder / name, serialization.contents(told))
+                    said["state"]["size"], said["state"]["checksum"] = sizes
+                reseal(folder, said)
+                n += 1
+                try:
+                    buffer.load(folder)
+                except ValueError as error:
+                    refusal = str(error)
+                else:
+                    buffer.load_state_dict(copy.deepcopy(kept))
+                    continue
+                n_refused += 1
+                assert refusal
+                assert state_bytes(buffer) == before, (part, place, refusal)
+        (folder / name).unlink()
+        sizes = serialization.write(folder / name, serialization.contents(state))
+        content["state"]["size"], content["state"]["checksum"] = sizes
+    assert 0.2 * n < n_refused < n
+
+
+def test_a_batch_size_that_no_buffer_could_have(tmp_path):
+    buffer = filled_system("prefetch and transforms", 0)
+    for size in (2**31, 0, -1, 1.5, True, "6"):
+        with pytest.raises(ValueError, match="batch"):
+            buffer.load_state_dict({**buffer.state_dict(), "_batch_size": size})
+    assert buffer.batch_size == 6
+    with pytest.raises(ValueError, match="below 2"):
+        ReplayBuffer(storage=LazyTensorStorage(4), batch_size=2**31)
+
+
 @pytest.mark.parametrize("name", ["../out.safetensors", "/tmp/out.safetensors", "sub/rows.safetensors", "..", ""])
 def test_no_file_outside_of_the_folder_is_named(name, tmp_path):
     target = Target(tmp_path / "c", "rows")
@@ -306,14 +408,22 @@ def audit(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def test_loading_runs_no_code_and_reads_no_other_file(tmp_path):
-    global events
     target = Target(tmp_path / "c", "prioritized")
     target.buffer.load(target.folder)
     sys.addaudithook(audit)
-    events = []
-    try:
-        target.buffer.load(target.folder)
-    finally:
-        seen, events = events, None
-    assert {event for event, _ in seen} == {"open"}
-    assert {str(Path(path).parent) for _, path in seen if Path(path) != target.folder} == {str(target.folder)}
+
+    def heard(action: Callable[[], object]) -> set[Path]:
+        global events
+        events = []
+        try:
+            action()
+        finally:
+            seen, events = events, None
+        assert {event for event, _ in seen} == {"open"}
+        return {Path(path) for _, path in seen}
+
+    # A load asks for free memory, to keep what the buffer held.
+    machine = heard(host_memory.free)
+    opened = heard(lambda: target.buffer.load(target.folder))
+    assert machine < opened
+    assert {path.parent for path in opened - machine - {target.folder}} == {target.folder}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ from gpubuf.data.checkpoints import restore
 from gpubuf.data.storages import host_memory
 from gpubuf.data.storages.layout import Pieces
 from tests.support.checkpoint_setup import contents
+from tests.support.interrupts import interrupted
 from tests.support.transitions import same, transitions
 
 CAPACITY = 40
@@ -211,10 +213,13 @@ def check_empty(buffer: ReplayBuffer) -> None:
     assert buffer.sample(4)["next", "step"].min() >= 900
 
 
-def test_an_interruption_between_rows_leaves_an_empty_buffer():
-    """gpubuf's own samplers need no copy of the rows, and get none."""
+@pytest.mark.parametrize("room", [True, False])
+def test_an_interruption_between_rows(monkeypatch, room):
+    """The buffer is as it was, where the host had room to remember it, and else empty."""
     buffer, state = filled(PrioritizedSampler(CAPACITY, 0.7, 0.5)), checkpoint(PrioritizedSampler(CAPACITY, 0.7, 0.5))
-    rows = state["_storage"]["rows"]
+    rows, before = state["_storage"]["rows"], contents(buffer)
+    if not room:
+        monkeypatch.setattr(host_memory, "free", lambda device=None: host_memory.Free(1000))
 
     def parts():
         yield 0, rows[:10]
@@ -223,18 +228,70 @@ def test_an_interruption_between_rows_leaves_an_empty_buffer():
     state["_storage"]["rows"] = Pieces(rows, parts())
     with pytest.raises(KeyboardInterrupt) as raised:
         buffer.load_state_dict(state)
+    if room:
+        assert contents(buffer) == before
+        return
     assert raised.value.__notes__ == ["the rows were being replaced: the buffer is empty now"]
     check_empty(buffer)
 
 
-def test_rows_are_copied_for_components_of_the_users_own_alone(monkeypatch):
+INTERRUPTED: dict[str, Callable[[], Any]] = {
+    "random": RandomSampler,
+    "without replacement": SamplerWithoutReplacement,
+    "prioritized": lambda: PrioritizedSampler(CAPACITY, 0.7, 0.5),
+    "prioritized slices": lambda: PrioritizedSliceSampler(CAPACITY, 0.7, 0.5, slice_len=2),
+    "custom": lambda: SAMPLERS["prioritized"](True),
+}
+
+
+# CPython tells of an interrupt while it closes a generator, and goes on.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("pace", [25, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("path", "lines"), [(False, False), (False, True), (True, False)])
+@pytest.mark.parametrize("sampler", INTERRUPTED)
+def test_a_load_that_is_interrupted_anywhere(sampler, path, lines, pace, tmp_path):
+    """All is as it was, down to the next batches and the size of batches; or all is that of the state."""
+
+    def made(shift: int, **named: Any) -> ReplayBuffer:
+        torch.manual_seed(shift)
+        buffer = TensorDictReplayBuffer(
+            storage=LazyTensorStorage(CAPACITY), sampler=INTERRUPTED[sampler](), prefetch=1, **named
+        )
+        buffer.sampler.broken = False
+        buffer.extend(transitions(CAPACITY + 7, start=shift))
+        buffer.sample()
+        return buffer
+
+    def prepared() -> tuple[ReplayBuffer, Callable[[], None]]:
+        buffer = made(0, batch_size=4)
+        return buffer, functools.partial(*((buffer.load, tmp_path) if path else (buffer.load_state_dict, state)))
+
+    source = made(500, batch_size=6)
+    source.save(tmp_path)
+    state, new = source.state_dict(), contents(source)
+    # Numba does not survive an interrupt while it compiles.
+    prepared()[1]()
+    (buffer, load), place, sizes = prepared(), 0, set()
+    old = contents(buffer)
+    while interrupted(load, place, lines=lines):
+        sizes.add(buffer.batch_size)
+        assert contents(buffer) == (old if buffer.batch_size == 4 else new)
+        if buffer.batch_size == 6:
+            buffer, load = prepared()
+        place += pace
+    assert place > 100
+    assert 4 in sizes
+    assert contents(buffer) == new
+
+
+def test_a_new_buffer_copies_no_rows(monkeypatch):
     copies = []
     monkeypatch.setattr(restore, "copied", lambda data, device: copies.append(len(data)) or data.clone())
-    own, users = filled(PrioritizedSampler(CAPACITY, 0.7, 0.5)), filled(SAMPLERS["prioritized"](True))
-    own.load_state_dict(checkpoint(PrioritizedSampler(CAPACITY, 0.7, 0.5)))
+    state = checkpoint(PrioritizedSampler(CAPACITY, 0.7, 0.5))
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(CAPACITY), sampler=PrioritizedSampler(CAPACITY, 0.7, 0.5))
+    buffer.load_state_dict(state)
     assert copies == []
-    users.sampler.broken = False
-    users.load_state_dict(checkpoint(SAMPLERS["prioritized"](True)))
+    buffer.load_state_dict(state)
     assert copies == [CAPACITY]
 
 

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tensordict import TensorDict
 
 from benchmarks.studies.soak import tracked
-from gpubuf import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer, serialization
+from gpubuf import TensorDictReplayBuffer, serialization
 from gpubuf.data.checkpoints import saving
 from tests.support.checkpoint_setup import new, numbers, used
 from tests.support.threads import wait_for_line
@@ -101,11 +100,3 @@ def test_no_garbage_is_left_for_the_collector(tmp_path):
         assert tracked() - before < 20
     finally:
         gc.enable()
-
-
-def test_rows_of_a_dtype_that_files_cannot_have(tmp_path):
-    buffer = ReplayBuffer(storage=LazyTensorStorage(4))
-    buffer.extend(TensorDict({"wave": torch.zeros(2, dtype=torch.complex64)}, [2]))
-    with pytest.raises(TypeError, match=r"'wave': it has the dtype torch\.complex64"):
-        buffer.save(tmp_path)
-    assert not list(tmp_path.iterdir())

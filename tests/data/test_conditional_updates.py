@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from gpubuf import data as gpubuf_data
-from gpubuf.data import LazyTensorStorage, RoundRobinWriter, TensorDictReplayBuffer
+from gpubuf.data import LazyTensorStorage, ListStorage, ReplayBuffer, RoundRobinWriter, TensorDictReplayBuffer
 from tests.support.fake_cuda import fake_cuda, no_blocking_copies
 from tests.support.torchrl_buffers import conditional
 from tests.support.torchrl_buffers.conditional import rows
@@ -35,8 +35,11 @@ def test_what_contradicts_itself_is_refused():
         ({}, TypeError, "data or as patch"),
         ({"data": rows(2), "patch": value}, TypeError, "not both"),
         ({"patch": value, "version": 3}, ValueError, "belong together"),
-        ({"patch": value, "version_key": "value", "version": 3}, ValueError, "can't be among"),
+        ({"patch": value, "version_key": "value", "version": 3}, ValueError, "may not appear in patch"),
         ({"patch": value, "version_key": "missing", "version": 3}, ValueError, "not stored"),
+        ({"patch": value, "version_key": "missing", "version": 3}, KeyError, "^version_key 'missing' is not stored$"),
+        ({"patch": value, "version_key": "deep.v", "version": 3}, KeyError, "Dotted-string"),
+        ({"patch": {"missing": torch.ones(2)}}, KeyError, "^key 'missing' is not stored; the storage has"),
         ({"patch": value, "version_key": ("deep", "v"), "version": torch.arange(3)}, ValueError, "version must be"),
         ({"patch": {"value": torch.ones(3)}}, ValueError, "2 rows"),
     ):
@@ -45,6 +48,26 @@ def test_what_contradicts_itself_is_refused():
         future = buffer.submit_update_if_present(**given, **arguments)
         assert isinstance(future.exception(), kind)
     assert (buffer[:]["value"] == 0).all()
+
+
+def test_a_row_that_was_never_written_is_stale():
+    """Its generation is -1, which counted as live: the result said that it was updated."""
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(8))
+    buffer.extend(rows(5))
+    index = torch.tensor([1, 7])
+    generation = buffer.writer.generations_of(index)
+    assert generation[1] == -1
+    result = buffer.update_if_present(index=index, generation=generation, patch={"value": torch.ones(2)})
+    assert result.updated.tolist() == [True, False]
+    assert (result.stale_count, len(buffer)) == (1, 5)
+
+
+def test_objects_have_no_conditional_updates():
+    buffer = ReplayBuffer(storage=ListStorage(4))
+    buffer.extend([1, 2])
+    assert not buffer.storage.supports_conditional_update
+    with pytest.raises(NotImplementedError, match="conditional"):
+        buffer.update_if_present(index=torch.arange(1), generation=torch.ones(1), patch={"a": torch.ones(1)})
 
 
 def test_the_form_with_data_takes_versions_too():

@@ -14,7 +14,9 @@ from gpubuf import data as gpubuf_data
 from gpubuf.data import (
     ConsumingSampler,
     LazyTensorStorage,
+    ListStorage,
     ReplayBuffer,
+    RoundRobinWriter,
     TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
 )
@@ -58,7 +60,8 @@ def test_a_model_follows(capacity, count, operations, seed):
                 # No row that is left goes while there is another place.
                 overwritten = sum(place in left for place in index)
                 assert overwritten == max(0, n - len(free) - (capacity - len(stored)))
-            for i, place in enumerate(index):
+            # Of more rows than the capacity the newest stay; the others are nowhere, -1.
+            for i, place in ((i, place) for i, place in enumerate(index) if place >= 0):
                 stored[place] = [next_number + i, 0]
                 consumed = [other for other in consumed if other != place]
             next_number += n
@@ -73,7 +76,7 @@ def test_a_model_follows(capacity, count, operations, seed):
                 if stored[place][1] == count:
                     consumed.append(place)
         else:
-            with pytest.raises(RuntimeError, match="cannot sample"):
+            with pytest.raises(RuntimeError, match="Cannot sample from an empty storage"):
                 buffer.sample(n)
 
 
@@ -106,14 +109,30 @@ def test_columns_and_single_rows_take_the_places_too():
     assert len(buffer) == 4
 
 
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_objects_of_any_shape_take_the_places_of_those_consumed(shape):
+    """A list of numbers was taken for a batch, by the shape of the first one."""
+    buffer = ReplayBuffer(storage=ListStorage(4), consume_after_n_samples=1)
+    buffer.extend([torch.full(shape, i) for i in range(3)])
+    first = set(buffer.sample(2).reshape(-1).tolist())
+    buffer.extend([torch.full(shape, i) for i in (3, 4, 5)])
+    assert len(buffer) == 4
+    assert set(buffer.sample(9).reshape(-1).tolist()) == {0, 1, 2, 3, 4, 5} - first
+    buffer.add(torch.full(shape, 6))
+    assert buffer.sample(1).reshape(-1).tolist() == [6]
+
+
 def test_what_does_not_fit_is_refused():
     for options, text in (
-        ({"storage": LazyTensorStorage(4, ndim=2)}, "one dimension"),
+        ({"storage": LazyTensorStorage(4, ndim=2)}, "1-dimensional storages"),
         ({"writer": TensorDictMaxValueWriter()}, "TensorDictMaxValueWriter"),
-        ({"prefetch": 2, "batch_size": 2}, "prefetch"),
+        ({"prefetch": 2, "batch_size": 2}, "Prefetching is not supported"),
     ):
         with pytest.raises(ValueError, match=text):
             ReplayBuffer(**{"storage": LazyTensorStorage(4), "sampler": ConsumingSampler(), **options})
+    fixed = type("Fixed", (RoundRobinWriter,), {"write_at": None})()
+    with pytest.raises(TypeError, match="requires a writer with a callable"):
+        ReplayBuffer(storage=LazyTensorStorage(4), writer=fixed, sampler=ConsumingSampler())
     wrong: Any
     for wrong, kind in ((0, ValueError), (True, TypeError), (1.5, TypeError)):
         with pytest.raises(kind, match="max_sample_count"):

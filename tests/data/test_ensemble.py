@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 from gpubuf import ReplayBufferEnsemble
 from gpubuf import data as gpubuf_data
@@ -149,6 +150,54 @@ def test_rows_of_two_dimensional_storages_are_marked_and_updated(backend):
     assert found.updated_count == 2
     assert both[0].storage[:]["value"][1, 1] == -8
     assert both[1].storage[:]["value"][1, 2] == -9
+
+
+@pytest.mark.parametrize("ndim", [1, 2])
+def test_rows_that_are_gone_at_once_have_no_handle(ndim, backend):
+    """Of a routed write larger than its buffer: nothing that is done by such a handle touches the rows that stayed."""
+    parts = [
+        TensorDictReplayBuffer(
+            storage=LazyTensorStorage(capacity, ndim=ndim),
+            writer=TensorDictRoundRobinWriter(track_generations=True),
+            sampler=PrioritizedSampler(capacity, 1.0, 1.0),
+        )
+        for capacity in (4, 40)
+    ]
+    both = ReplayBufferEnsemble(*parts, routing_key="task")
+    if ndim == 1:
+        written = both.extend(rows(20).set("task", torch.arange(20) % 2))
+        gone = torch.arange(20) < 12
+        gone &= written["buffer_ids"] == 0
+        assert (written["index"][gone] == -1).all()
+        assert torch.equal(written["index_generation"] == -1, gone)
+    else:
+        index = parts[0].extend(rows(20).view(2, 10))
+        parts[1].extend(rows(20).view(2, 10))
+        assert index.shape == (20, 2)
+        gone = (index == -1).all(-1)
+        generation = parts[0].writer.generations_of(index)
+        written = {"buffer_ids": torch.zeros(20, dtype=torch.long), "index": index, "index_generation": generation}
+        assert (generation == torch.where(gone, -1, 5)).all()
+    assert gone.sum() == (6 if ndim == 1 else 16)
+    values = torch.arange(20.0) - 1000
+    result = both.update_if_present(
+        {name: written[name] for name in ("index", "buffer_ids")},
+        generation=written["index_generation"],
+        patch={"value": values},
+    )
+    assert torch.equal(result.updated, ~gone)
+    if ndim == 1:
+        assert sorted(parts[0][:]["value"].tolist()) == values[12::2].tolist()
+        before = parts[0].sampler.tree.leaves.clone()
+        parts[0].update_priority(written["index"][gone], 7.0)
+        both.mark_update(TensorDict({"index": written["index"][gone], "buffer_ids": torch.zeros(6).long()}, [6]))
+        assert torch.equal(parts[0].sampler.tree.leaves, before)
+    else:
+        assert sorted(parts[0][:]["value"].reshape(-1).tolist()) == sorted(values[~gone].tolist())
+    assert (parts[0].writer.generations_of(written["index"][gone]) == -1).all()
+    parts[0].empty()
+    late = parts[0].update_if_present(written["index"][gone], generation=torch.full((int(gone.sum()),), -1), patch={})
+    assert not late.updated.any()
 
 
 def test_queries_hooks_and_errors(tmp_path, backend):

@@ -147,7 +147,8 @@ def test_an_index_in_the_data_is_not_stored():
     buffer.extend(transitions(4))
     buffer.extend(buffer.sample(3))
     assert len(buffer) == 7
-    assert "index" not in buffer.storage[:].keys()
+    assert "index" not in {leaf.name for leaf in buffer.storage.layout.leaves}
+    assert buffer.storage[:]["index"].tolist() == list(range(7))
 
 
 def test_writer_and_sampler_in_two_threads():

@@ -146,7 +146,11 @@ def test_tensordicts():
     batch = buffer.sample()
     assert torch.equal(batch["a"], batch["index"])
     assert buffer[2]["a"] == 2
-    assert "index" not in buffer.storage[2].keys()
+    # One object, several and all say where they are, in the storage as in the buffer.
+    assert all(row["index"] == 2 for row in (buffer[2], buffer.storage[2], buffer.storage[2:3][0], buffer[2:3][0]))
+    assert buffer[:]["index"].tolist() == list(range(7))
+    assert [row["index"].item() for row in buffer.storage[[5, 1]]] == [5, 1]
+    assert "index" not in buffer.storage.objects.items[2].keys()
     ragged = TensorDictReplayBuffer(storage=ListStorage(4), batch_size=2)
     ragged.extend([TensorDict({"a": torch.zeros(n)}) for n in (1, 2)])
     assert isinstance(ragged.sample(), list | TensorDict)

@@ -47,8 +47,11 @@ def transitions(n: int, first: int = 0) -> TensorDict:
     )
 
 
-def filled(folder: Path, n: int = 13, capacity: int = 10, **kwargs) -> TensorDictReplayBuffer:
-    buffer = TensorDictReplayBuffer(storage=LazyMemmapStorage(capacity, scratch_dir=folder), batch_size=4, **kwargs)
+def filled(
+    folder: Path, n: int = 13, capacity: int = 10, auto_cleanup: bool = False, **kwargs
+) -> TensorDictReplayBuffer:
+    storage = LazyMemmapStorage(capacity, scratch_dir=folder, auto_cleanup=auto_cleanup)
+    buffer = TensorDictReplayBuffer(storage=storage, batch_size=4, **kwargs)
     for first in range(0, n, 4):
         buffer.extend(transitions(min(4, n - first), first))
     return buffer
@@ -330,6 +333,64 @@ def test_a_forked_child_removes_nothing(tmp_path: Path):
     (tmp_path / "rows").write_text("")
     _remove(tmp_path, [tmp_path / "rows"], os.getpid() + 1, None)
     assert (tmp_path / "rows").exists()
+
+
+# Links
+
+
+def linked(path: Path, elsewhere: Path) -> list[bytes]:
+    """Move a file or folder away and leave a link to it; what its files hold."""
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+    return contents(elsewhere)
+
+
+def contents(path: Path) -> list[bytes]:
+    return [file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()] or [path.read_bytes()]
+
+
+def test_no_file_is_reached_through_a_link(tmp_path: Path):
+    """Case 56: opened, a link in the folder would let a write overwrite somebody else's file."""
+    filled(tmp_path / "rows")
+    below = [path.relative_to(tmp_path / "rows") for path in sorted((tmp_path / "rows").rglob("*"))]
+    assert {Path("next"), Path("agents/body"), Path("next/meta.json"), Path("gpubuf.json")} < set(below)
+    for number, name in enumerate(below):
+        folder = tmp_path / str(number)
+        shutil.copytree(tmp_path / "rows", folder)
+        before = linked(folder / name, tmp_path / f"{number}-away")
+        with pytest.raises(ValueError, match="link"):
+            LazyMemmapStorage.open(folder)
+        assert contents(tmp_path / f"{number}-away") == before
+    # The folder itself is the user's to choose.
+    (tmp_path / "short").symlink_to(tmp_path / "rows")
+    assert len(LazyMemmapStorage.open(tmp_path / "short")) == 10
+
+
+def test_no_file_is_made_written_or_removed_through_a_link(tmp_path: Path):
+    """Where a link takes the place of a folder later, or waits there before the first write."""
+    buffer = filled(tmp_path / "rows", auto_cleanup=True)
+    before = linked(tmp_path / "rows" / "next", tmp_path / "away")
+    with pytest.raises(ValueError, match="link"):
+        buffer.storage.flush()
+    with pytest.raises(ValueError, match="link"):
+        _ = buffer.storage._storage
+    buffer.storage.cleanup()
+    assert contents(tmp_path / "away") == before
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "meta.json").write_text("{}")
+    (tmp_path / "new" / "next").symlink_to(tmp_path / "away")
+    with pytest.raises(ValueError, match="link"):
+        LazyMemmapStorage(10, scratch_dir=tmp_path / "new", existsok=True).append(transitions(3))
+    assert contents(tmp_path / "away") == before
+
+
+def test_a_pipe_in_the_place_of_a_file(tmp_path: Path):
+    """It is refused, not waited for."""
+    filled(tmp_path / "rows")
+    (tmp_path / "rows" / "step.memmap").unlink()
+    os.mkfifo(tmp_path / "rows" / "step.memmap")
+    with pytest.raises(ValueError, match="regular file"):
+        LazyMemmapStorage.open(tmp_path / "rows")
 
 
 # Errors

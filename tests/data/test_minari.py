@@ -59,6 +59,7 @@ def test_transitions():
         ("next", "terminated"): torch.isin(step, torch.tensor([11.0]))[:, None],
         ("next", "truncated"): torch.isin(step, torch.tensor([2.0, 23.0]))[:, None],
         ("next", "done"): torch.isin(step, torch.tensor([2.0, 11.0, 23.0]))[:, None],
+        "index": torch.arange(9),
     }
     found = dict(rows.items(True, True))
     assert found.keys() == expected.keys()
@@ -140,6 +141,7 @@ def test_exclude():
         ("observation", "image"),
         "action",
         *(("next", name) for name in ("reward", "terminated", "truncated", "done")),
+        "index",
     }
     assert "observation" not in from_minari(data, exclude=["observation"]).storage[:]["next"].keys()
 

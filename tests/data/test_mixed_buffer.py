@@ -21,7 +21,7 @@ from gpubuf.data import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
-from gpubuf.data.buffers.shares import counts, owners
+from gpubuf.data.buffers.shares import cut, owners
 from gpubuf.kernels._registry import triton_on_cpu
 from gpubuf.kernels.rows import _launch as rows_launch
 from tests.support.mixed_setup import part
@@ -37,7 +37,8 @@ def assert_rows(mixed: MixedReplayBuffer, batch: TensorDict) -> None:
     flat = batch.flatten()
     for i, number in enumerate(owner):
         stored = mixed[number].storage[index[i : i + 1]]
-        for key in stored.keys(True, True):
+        # Of the storage by itself the index is in coordinates.
+        for key in stored.exclude("index").keys(True, True):
             if key != ("next", "done"):
                 assert torch.equal(flat[i : i + 1][key], stored[key]), key
 
@@ -46,31 +47,91 @@ def assert_rows(mixed: MixedReplayBuffer, batch: TensorDict) -> None:
 
 
 def test_numbers_of_rows():
-    """Cases 45: they add up, no buffer gives more than it has, and without limits each is its share, rounded."""
-    for shares in [(0.5, 0.5), (1.0, 0.0), (0.3, 0.7), (2.0, 1.0, 1.0), (0.0, 0.0, 5.0), (0.1, 0.2, 0.7)]:
+    """Cases 45 and 61: they add up, none is more than a buffer has or a row from its share, which they are on average.
+
+    All offsets between which the numbers change are tried, so that the averages are exact.
+    """
+    for shares in [
+        (0.5, 0.5),
+        (1.0, 0.0),
+        (0.3, 0.7),
+        (2.0, 1.0, 1.0),
+        (0.0, 0.0, 5.0),
+        (0.1, 0.2, 0.7),
+        (0.999, 0.001),
+    ]:
         for n, stored in itertools.product(range(1, 12), itertools.product((0, 1, 3, 50), repeat=len(shares))):
             if not any(stored):
                 continue
-            found = counts(shares, n, stored)
-            assert sum(found) == n
-            if sum(stored) >= n:
-                assert all(count <= rows for count, rows in zip(found, stored, strict=True))
-            assert all(count == 0 for count, rows in zip(found, stored, strict=True) if rows == 0)
+            parts = cut(shares, n, stored)
+            steps = sorted({0.0, *(-end % 1 for end in parts.ends), 1.0})
+            average = [0.0] * len(shares)
+            for offset, until in itertools.pairwise(steps):
+                found = parts.rounded((offset + until) / 2)
+                assert sum(found) == n
+                if sum(stored) >= n:
+                    assert all(count <= rows for count, rows in zip(found, stored, strict=True))
+                assert all(count == 0 for count, rows in zip(found, stored, strict=True) if rows == 0)
+                average = [mean + count * (until - offset) for mean, count in zip(average, found, strict=True)]
+                if min(stored) == 50:
+                    middle = torch.tensor([(offset + until) / 2], dtype=torch.float64)
+                    owner = owners(torch.tensor(shares, dtype=torch.float64), n, torch.tensor(stored), middle)
+                    on_device = torch.bincount(owner, minlength=len(shares))
+                    due = torch.tensor(shares, dtype=torch.float64) * n / sum(shares)
+                    assert ((on_device - due).abs() < 1).all()
+                    assert ((torch.tensor(found) - due).abs() < 1).all()
             if min(stored) == 50:
-                exact = [n * share / sum(shares) for share in shares]
-                assert all(abs(count - due) < 1 for count, due in zip(found, exact, strict=True))
-                owner = owners(torch.tensor(shares, dtype=torch.float64), n, torch.tensor(stored))
-                assert torch.bincount(owner, minlength=len(shares)).tolist() == list(found)
-    assert counts((0.5, 0.5), 10, (2, 100)) == (2, 8)
-    assert counts((0.5, 0.25, 0.25), 8, (1, 50, 50)) == (1, 3, 4)
-    assert counts((0.5, 0.5), 10, (2, 3)) == (5, 5)
+                assert average == pytest.approx([n * share / sum(shares) for share in shares], abs=1e-9)
+    assert cut((0.5, 0.5), 10, (2, 100)) == ((2, 8), ())
+    assert cut((0.5, 0.25, 0.25), 8, (1, 50, 50)) == ((1, 3, 3), (0.0, 0.5, 1.0))
+    assert cut((0.5, 0.5), 10, (2, 3)) == ((5, 5), ())
+
+
+def test_shares_of_a_device_are_exact_on_average():
+    """Case 61: over all offsets of a fine grid, each buffer gives its share."""
+    for shares, n in (((0.999, 0.001), 1), ((1.0, 1.0, 1.0), 1), ((0.1, 0.2, 0.7), 7), ((0.25, 0.75), 16)):
+        sizes, weights = torch.full((len(shares),), 50), torch.tensor(shares, dtype=torch.float64)
+        grid = ((torch.arange(3000, dtype=torch.float64) + 0.5) / 3000).split(1)
+        total = sum(torch.bincount(owners(weights, n, sizes, offset), minlength=len(shares)) for offset in grid)
+        assert ((total / 3000 - n * weights / weights.sum()).abs() < 1e-3).all()
 
 
 def test_shares_of_empty_buffers_on_a_device():
-    shares = torch.tensor([0.5, 0.25, 0.25])
-    assert owners(shares, 4, torch.tensor([0, 3, 3])).tolist() == [1, 1, 2, 2]
-    assert owners(torch.tensor([1.0, 0.0, 0.0]), 4, torch.tensor([0, 3, 3])).tolist() == [1, 1, 2, 2]
-    assert owners(torch.tensor([-1.0, 0.0, 2.0]), 2, torch.tensor([9, 3, 3])).tolist() == [2, 2]
+    shares, offset = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([0.5], dtype=torch.float64)
+    assert owners(shares, 4, torch.tensor([0, 3, 3]), offset).tolist() == [1, 1, 2, 2]
+    assert owners(torch.tensor([1.0, 0.0, 0.0]), 4, torch.tensor([0, 3, 3]), offset).tolist() == [1, 1, 2, 2]
+    assert owners(torch.tensor([-1.0, 0.0, 2.0]), 2, torch.tensor([9, 3, 3]), offset).tolist() == [2, 2]
+
+
+def drawn_from(mixed: MixedReplayBuffer, batch_size: int, turns: int) -> torch.Tensor:
+    found = [mixed.sample(batch_size, return_info=True)[1]["buffer"] for _ in range(turns)]
+    return torch.bincount(torch.cat(found), minlength=len(mixed.buffers))
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_small_shares_are_drawn(on_device):
+    """Case 61: at 1024 batches of one row a share of .001 has one; at 999 of three equal ones each has its third.
+
+    Counts of independent offsets: 5 standard deviations.
+    """
+    for shares, turns in (([0.999, 0.001], 4000), ([1.0, 1.0, 1.0], 999)):
+        mixed = MixedReplayBuffer(
+            [part(12, 100 * k) for k in range(len(shares))],
+            torch.tensor(shares) if on_device else shares,
+            generator=torch.Generator().manual_seed(4),
+        )
+        found, due = drawn_from(mixed, 1, turns), torch.tensor(shares) / sum(shares)
+        assert ((found - turns * due).abs() <= 5 * (turns * due * (1 - due)).sqrt()).all()
+        assert found.min() > 0
+
+
+def test_a_batch_without_rows_of_a_prioritized_buffer_has_weights():
+    """Batches of one mix have the same keys, whichever buffers they have rows of."""
+    mixed = MixedReplayBuffer(
+        [part(12, 0), part(12, 100, kind="prioritized")], generator=torch.Generator().manual_seed(1)
+    )
+    found = {(*sorted(map(str, mixed.sample(1, return_info=True)[1])),) for _ in range(20)}
+    assert found == {("buffer", "index", "index_generation", "priority_weight")}
 
 
 # Batches

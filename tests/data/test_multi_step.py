@@ -148,6 +148,64 @@ def test_rows_that_wait_are_part_of_the_state(tmp_path):
     model.check(second[:].exclude("index"), 4, 0.9)
 
 
+def dotted_rows(n):
+    rows = TensorDict(
+        {"observation.state": torch.rand(n, 3), "a": {"b": {"c": torch.rand(n)}}, "a.b": torch.rand(n)}, [n]
+    )
+    done = torch.zeros(n, 1, dtype=torch.bool)
+    return rows.set(
+        "next", TensorDict({"observation.state": torch.rand(n, 3), "reward": torch.rand(n, 1), "done": done}, [n])
+    )
+
+
+def dotted():
+    return TensorDictReplayBuffer(
+        storage=LazyTensorStorage(50), transform=MultiStepTransform(3, 0.9, write_time=True), batch_size=4
+    )
+
+
+def test_keys_with_dots_wait_under_their_own_names(tmp_path):
+    """LeRobot's "observation.state" comes back from a checkpoint as one name, beside nested keys."""
+    first, rows = dotted(), dotted_rows(5)
+    first.extend(dotted_rows(10))
+    first.save(tmp_path / "c")
+    second = dotted()
+    second.load(tmp_path / "c")
+    for buffer in (first, second):
+        buffer.extend(rows)
+    assert len(second) == 13
+    assert (second[:] == first[:]).all()
+
+
+def test_waiting_rows_of_older_checkpoints_find_their_keys():
+    """These joined names by dots: the next rows tell which keys are meant."""
+    first, rows = dotted(), dotted_rows(5).exclude("a.b")
+    first.extend(dotted_rows(10).exclude("a.b"))
+    state = first.state_dict()
+    waiting = first.transform[0]._waiting
+    old = {".".join(key if isinstance(key, tuple) else (key,)): value for key, value in waiting.items(True, True)}
+    state["_transforms"]["steps.0.transform._extra_state"] = {"rows": old, "shape": [2]}
+    second = dotted()
+    second.load_state_dict(state)
+    again = dotted()
+    again.load_state_dict(second.state_dict())
+    for buffer in (first, second, again):
+        buffer.extend(rows)
+        assert len(buffer) == 13
+        assert (buffer[:] == first[:]).all()
+
+
+@pytest.mark.parametrize(
+    "state", [3, {"waiting": 3}, {"rows": [], "shape": [2]}, {"rows": {"a": 1}, "shape": [2]}, {"x": 1}]
+)
+def test_states_of_something_else(state):
+    transform = MultiStepTransform(3, 0.9, write_time=True)
+    transform.inv(agents_rows(8))
+    with pytest.raises(ValueError, match="rows that wait"):
+        transform.set_extra_state(state)
+    assert transform._waiting.batch_size == (2,)
+
+
 def test_it_is_not_for_captured_steps():
     transform = MultiStepTransform(2, 0.9, write_time=True)
     with recorded(Recording()), pytest.raises(CaptureError, match="n_steps= does not"):

@@ -5,22 +5,26 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
 
 from gpubuf import (
+    Hindsight,
     LazyMemmapStorage,
     LazyTensorStorage,
     PrioritizedSampler,
     ReplayBuffer,
     RoundRobinWriter,
     SamplerWithoutReplacement,
+    SliceSampler,
     TensorDictReplayBuffer,
     TensorStorage,
     plan,
 )
+from gpubuf.data import Sequence
 from tests.support.n_step_model import Model, agents_rows, filled, new
 from tests.support.transitions import same
 
@@ -213,6 +217,97 @@ def test_environments_that_take_turns():
         ReplayBuffer(storage=LazyTensorStorage(100), **options).extend(rows.clone().set("env", torch.arange(80) % 4))
     single = ReplayBuffer(storage=LazyTensorStorage(100), n_steps=3)
     single.extend(in_turn(1, 80))
+
+
+def rollouts(steps: int, envs: int, kind: str = "counts") -> TensorDict:
+    """``[T, E]``: what rsl_rl, CleanRL and Isaac Lab write."""
+    time, env = torch.arange(steps).view(-1, 1, 1), torch.arange(envs).view(1, -1, 1)
+    now = (1000.0 * env + time).expand(steps, envs, 1)
+    coming = now + 1
+    if kind == "constant":
+        now = coming = torch.zeros(steps, envs, 1)
+    if kind == "unrelated":
+        now, coming = torch.rand(2, steps, envs, 1)
+    done = (time % 7 == 6).expand(steps, envs, 1)
+    following = {"observation": coming, "reward": torch.ones(steps, envs, 1), "done": done if kind == "ends" else ~done}
+    following["done"] = following["done"] & (kind == "ends")
+    return TensorDict({"observation": now, "next": following}, [steps, envs])
+
+
+WINDOWS = {
+    "n_steps": lambda: {"n_steps": 3},
+    "slices": lambda: {"sampler": SliceSampler(slice_len=2, end_key=("next", "done"))},
+    "sequences": lambda: {"sample_unit": Sequence(2)},
+    "hindsight": lambda: {
+        "relabel": Hindsight(
+            lambda a, g, d: (a == g).float(), goal_key="observation", achieved_key=("next", "observation")
+        )
+    },
+}
+
+
+def order_warnings(batches: list[TensorDict], **options: Any) -> list[str]:
+    """What is said at each of the writes, "" where nothing is."""
+    buffer = ReplayBuffer(storage=LazyTensorStorage(4000, ndim=2), **options)
+    said = []
+    for batch in batches:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            buffer.extend(batch)
+        assert all(warning.filename == __file__ for warning in caught)
+        said.append(" ".join(str(warning.message) for warning in caught))
+    return said
+
+
+@pytest.mark.parametrize("kind", WINDOWS)
+@pytest.mark.parametrize("ends", ["counts", "ends"])
+def test_rollouts_in_the_other_order(kind, ends):
+    """Case 58: said at the first write, once; nothing is said of the right order."""
+    batch = rollouts(20, 8, ends)
+    for given, options, dims in (
+        (batch, {}, (0, 1)),
+        (batch.transpose(0, 1), {"dim_extend": 0}, (1, 0)),
+    ):
+        said = order_warnings([given, given], **options, **WINDOWS[kind]())
+        assert (
+            f"rows continue along dimension {dims[0]}, not {dims[1]}: transpose, or pass dim_extend={dims[0]}"
+            in said[0]
+        )
+        assert said[1] == ""
+    for given, options in ((batch.transpose(0, 1), {}), (batch, {"dim_extend": 0})):
+        assert order_warnings([given, given], **options, **WINDOWS[kind]()) == ["", ""]
+
+
+def test_single_steps_in_the_other_order():
+    """Case 58: ``[1, E]`` each time, which is one environment's E steps: its rows take turns."""
+    steps = list(rollouts(20, 8).split(1))
+    said = order_warnings(steps, n_steps=3)
+    assert sum(bool(words) for words in said) == 1
+    assert "rows continue along dimension 0, not 1: transpose, or pass dim_extend=0" in "".join(said)
+    assert order_warnings([step.transpose(0, 1) for step in steps], n_steps=3) == [""] * 20
+
+
+@pytest.mark.parametrize("kind", ["constant", "unrelated", "counts", "ends"])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 8), (20, 1), (20, 8)])
+def test_no_false_alarm_about_the_order(kind, shape):
+    """Case 58: observations that are all the same, or tell nothing; one step, one environment."""
+    batch = rollouts(*shape, kind).transpose(0, 1)
+    assert order_warnings([batch] * 3, n_steps=3) == [""] * 3
+    assert order_warnings([rollouts(*shape, kind)] * 3, n_steps=3, dim_extend=0) == [""] * 3
+    if kind in ("constant", "unrelated"):
+        assert order_warnings([rollouts(*shape, kind)] * 3, n_steps=3) == [""] * 3
+
+
+def test_the_order_is_not_looked_at_where_batches_are_single_rows():
+    assert order_warnings([rollouts(20, 8)]) == [""]
+
+
+@pytest.mark.parametrize("kind", ["sequences", "hindsight"])
+def test_environments_that_take_turns_are_named_for_every_window(kind):
+    """Case 58, in one dimension: not for n-step returns alone. Slices are refused when they are drawn."""
+    buffer = ReplayBuffer(storage=LazyTensorStorage(400), **WINDOWS[kind]())
+    with pytest.warns(UserWarning, match="rows of 8 environments take turns.*windows of several steps mix them"):
+        buffer.extend(rollouts(20, 8).reshape(-1))
 
 
 # Storages that compute

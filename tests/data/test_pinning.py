@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import threading
 from typing import NamedTuple
 
@@ -36,15 +37,24 @@ class Step:
 def accelerator(monkeypatch):
     """A machine with an accelerator, on which pinning copies and is remembered. Returns the count of copies."""
     pinned: dict[int, Tensor] = {}  # alive, so that no other tensor gets the same id
-    # Buffers of the test before may still be preparing batches.
-    others = set(threading.enumerate()) - {threading.current_thread()}
+    # Buffers of the test before may still be preparing batches. No thread that is there already counts but this one.
+    own, start = threading.local(), _thread.start_new_thread
+    own.here = True
+
+    def start_own(function, arguments):
+        def run():
+            own.here = True
+            function(*arguments)
+
+        return start(run, ())
 
     def pin_memory(self):
         copy = self.clone()
-        if threading.current_thread() not in others:
+        if hasattr(own, "here"):
             pinned[id(copy)] = copy
         return copy
 
+    monkeypatch.setattr(_thread, "start_new_thread", start_own)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(Tensor, "pin_memory", pin_memory)
     monkeypatch.setattr(Tensor, "is_pinned", lambda self: id(self) in pinned)

@@ -22,6 +22,7 @@ from gpubuf import (
 from gpubuf.data.buffers import moving
 from gpubuf.data.concurrency.prefetch import Prefetcher
 from tests.support.prefetch_setup import SAMPLERS, WAIT, Counter, Gate, identical, new
+from tests.support.threads import wait_until
 from tests.support.transitions import transitions
 
 # What drops the queue
@@ -146,9 +147,9 @@ def test_a_queue_goes_along_when_its_buffer_moves(monkeypatch):
 
     def relocate(*_):
         # stands for another device, which a CPU-only machine doesn't have
-        monkeypatch.setattr(Prefetcher, "_home", torch.device("cpu"))
+        monkeypatch.setattr(Prefetcher, "home", torch.device("cpu"))
 
-    monkeypatch.setattr(Prefetcher, "_home", None)
+    monkeypatch.setattr(Prefetcher, "home", None)
     monkeypatch.setattr(moving, "move", relocate)
     ahead.to("cpu")
     for _ in range(4):
@@ -213,16 +214,14 @@ def test_the_thread_ends_with_its_buffer():
     gc.collect()
     gc.disable()
     try:
-        before = set(threading.enumerate())
         buffer = new("prioritized", 3)
         buffer.extend(transitions(50))
-        assert not set(threading.enumerate()) - before
+        assert buffer._prefetcher._worker is None
         buffer.sample()
-        (worker,) = set(threading.enumerate()) - before
-        alive = weakref.ref(buffer)
+        alive, worker = weakref.ref(buffer), buffer._prefetcher._worker[1]
+        assert worker() is not None
         del buffer
-        worker.join(WAIT)
-        assert not worker.is_alive()
+        wait_until(lambda: worker() is None)
         assert alive() is None
     finally:
         gc.enable()
@@ -254,7 +253,7 @@ def test_a_failed_batch_in_the_queue_goes_with_its_buffer(fails):
         buffer.sample()
         with buffer._lock, buffer._prefetcher.quiet():
             pass
-        errors = [slot.future.exception() for slot in buffer._prefetcher.queue]
+        errors = [slot.outcome for slot in buffer._prefetcher.queue]
         assert [type(error) for error in errors] == [ValueError, ValueError]
         assert errors[0].__traceback__.tb_next is not None
         del errors

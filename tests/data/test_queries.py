@@ -34,11 +34,11 @@ def test_objects_and_refusals():
     assert [each.a.tolist() for each in buffer.query()] == [[0, 1, 2], [3, 4, 5, 6], [7, 8]]
     plain = ReplayBuffer(storage=LazyTensorStorage(4))
     plain.extend(torch.arange(3.0))
-    with pytest.raises(TypeError, match="TensorDicts"):
+    with pytest.raises(TypeError, match="tensordict-backed storage, of TensorDicts"):
         plain.query()
     with pytest.raises(AttributeError, match="neither at the root"):
         _ = buffer.query()[0].nothing
-    with pytest.raises(ValueError, match="one batch dimension"):
+    with pytest.raises(ValueError, match="single batch dimension"):
         Trajectory(rows(4).view(2, 2))
 
 

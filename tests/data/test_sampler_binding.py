@@ -78,8 +78,6 @@ def test_without_a_storage():
             call()
     with pytest.raises(TypeError, match="TensorStorage"):
         sampler.bind(object())
-    with pytest.raises(TypeError, match="pass storage="):
-        PrioritizedSampler(9, 1.0, 1.0).update_priority(torch.arange(3), 1.0)
     storage = LazyTensorStorage(10)
     with pytest.raises(RuntimeError, match="empty"):
         sampler.sample(storage, 3)

@@ -165,12 +165,22 @@ class TestWithoutItsBuffer:
         sampler.mark_update(4, storage=buffer.storage)
         assert leaves(sampler) == [3, 2, 4, 4, 4]
 
-    def test_one_that_has_no_storage_says_so(self):
-        sampler = PrioritizedSampler(8, 1.0, 1.0)
-        with pytest.raises(TypeError, match="pass storage="):
-            sampler.update_priority(torch.tensor([0]), 1.0)
-        with pytest.raises(TypeError, match="pass storage="):
-            sampler.mark_update(torch.tensor([0]))
+    def test_priorities_that_are_given_first_are_those_of_the_first_storage(self):
+        sampler = PrioritizedSampler(8, 1.0, 1.0, eps=0.0)
+        sampler.update_priority(torch.tensor([0, 2, 7]), torch.tensor([4.0, 5.0, 6.0]))
+        sampler.mark_update(torch.tensor([0]))
+        with pytest.raises(ValueError, match="finite"):
+            sampler.update_priority(torch.tensor([1]), float("nan"))
+        with pytest.raises(IndexError, match="max_capacity is 8"):
+            sampler.update_priority(torch.tensor([8]), 1.0)
+        with pytest.raises(RuntimeError, match="2 priorities"):
+            sampler.update_priority(torch.tensor([1]), torch.ones(2))
+        storage = LazyTensorStorage(8)
+        storage.append(TensorDict({"number": torch.arange(5)}, [5]))
+        sampler.sample(storage, 3)
+        # Row 0 was marked after 5 had been given. There is no row 7.
+        assert leaves(sampler)[1:] == [1, 5, 1, 1]
+        assert leaves(sampler)[0] == 5
 
     def test_a_storage_binds_it(self):
         storage = LazyTensorStorage(8)

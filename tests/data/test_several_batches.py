@@ -73,7 +73,7 @@ def test_info_and_shapes_of_a_plain_buffer():
 
 @pytest.mark.parametrize("batches", [0, -1])
 def test_none_at_all(batches):
-    with pytest.raises(ValueError, match=f"batches must be at least 1, got {batches}"):
+    with pytest.raises(ValueError, match=f"batches must be a whole number of at least 1, got {batches}"):
         new().sample(batches=batches)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,6 @@ from gpubuf import LazyTensorStorage, PrioritizedSampler, TensorDictReplayBuffer
 from gpubuf.data.concurrency import locking
 from gpubuf.data.concurrency.locking import BufferLock, StreamOrder
 from gpubuf.data.concurrency.prefetch import Batch, SideStream
-from tests.support.transitions import transitions
 
 
 class Stream:
@@ -153,8 +153,9 @@ def test_what_another_thread_does_during_a_capture_is_waited_for(monkeypatch):
     """Its event is no part of the graph, and the replay comes after it."""
     machine = Machine(monkeypatch)
     lock = BufferLock(LazyTensorStorage(10))
-    lock.storage.append(transitions(5))
-    monkeypatch.setattr(lock, "gpu", lambda: DEVICE)
+    counters = SimpleNamespace(is_cuda=True, device=DEVICE)
+    monkeypatch.setattr(lock.storage, "_ring", SimpleNamespace(counters=counters))
+    monkeypatch.setattr(lock, "_has_cuda", True)
     with lock:
         pass
     # The capture begins: what comes before it is on the stream of whoever captures.

@@ -19,7 +19,9 @@ from tests.support.torchrl_behaviours.asking import as_recorded, same
 RECORDED = record.recorded()
 GROUPS = [(area, group) for area, groups in RECORDED.items() for group in groups]
 
+GONE = "buffers/* RoundRobinWriter 3/extend"
 BETTER = {
+    GONE: "the index of rows that are gone at once, of more than the capacity, is -1: TorchRL's names others",
     "buffers/* LazyMemmapStorage */pickle": "TorchRL's files can't be pickled",
     "storages/TensorStorage/state of tree": "TorchRL has no state of dicts and tuples",
     "storages/TensorStorage/memmap on a GPU": "TorchRL asserts that there is a GPU before it refuses it",
@@ -37,11 +39,10 @@ BETTER = {
 }
 DIFFERENT = {
     "buffers/ReplayBuffer *tensordict *TensorDictMaxValueWriter *add": "TorchRL's add stores an index, its extend none",
-    "buffers/*TensorDictReplayBuffer *TensorDictMaxValueWriter *index": "rows that are read carry their index",
+    "buffers/* TensorDictMaxValueWriter *index": "rows that are read carry their index",
     "storages/* in place/new key": "the first write lays out a row: later ones have its keys",
     "storages/*/ragged stack": "rows have one shape: a ListStorage takes others",
-    "storages/TensorStorage/None": "a TypeError",
-    "samplers/priorities/before the storage": "the priorities of a storage need it: pass storage=",
+    "samplers/priorities/before the storage": "the priorities wait for a storage, whose size the tree takes",
     "samplers/slices/refused: no flag": "a KeyError",
     "samplers/slices/refused: objects": "a KeyError",
     "others/default parts/tensors for TensorDicts": "a TypeError",
@@ -68,6 +69,17 @@ def test_facts(area: str, group: str):
     listed = [*BETTER, *DIFFERENT]
     unlisted = [fact for fact in differing(area, group) if not any(fnmatch.fnmatchcase(fact, name) for name in listed)]
     assert not unlisted, {fact: ours(area)[group][fact.split("/", 2)[2]] for fact in unlisted}
+
+
+def test_only_the_index_of_rows_that_are_gone_differs():
+    found = [
+        (ours(area)[group]["extend"], RECORDED[area][group]["extend"])
+        for area, group in GROUPS
+        if fnmatch.fnmatchcase(f"{area}/{group}/extend", GONE)
+    ]
+    assert found
+    for (index, *own), (theirs, *others) in found:
+        assert (index, theirs, own) == ([-1, -1, *theirs[2:]], [0, 1, 2, 0, 1], others)
 
 
 def test_the_lists_are_of_what_differs():

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, tensorclass
 
 from gpubuf.data import (
     LazyMemmapStorage,
     LazyTensorStorage,
+    ListStorage,
     PrioritizedReplayBuffer,
     PrioritizedSampler,
     RandomSampler,
@@ -24,6 +25,7 @@ from gpubuf.data import (
     SliceSampler,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
+    TensorStorage,
     load_torchrl,
 )
 from gpubuf.data.storages import torchrl_names
@@ -310,3 +312,100 @@ def test_a_storage_of_torchrl_is_replaced_in_files(tmp_path: Path):
     assert_same(buffer[:], data)
     again = LazyMemmapStorage.open(tmp_path / "rows")
     assert_same(again[:], data)
+
+
+# What TorchRL's own tests look at
+
+
+def test_words_that_programs_for_torchrl_match():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(4))
+    with pytest.raises(RuntimeError, match="Cannot sample from an empty storage"):
+        buffer.sample(1)
+    buffer.extend(torch.arange(2))
+    with pytest.raises(RuntimeError, match="batch_size not specified"):
+        buffer.sample()
+    with pytest.raises(RuntimeError, match=r"Cannot iterate over the replay buffer\. Batch_size was not specified"):
+        next(iter(buffer))
+    with pytest.raises(RuntimeError, match="Stacking the elements of the list resulted in an error"):
+        buffer.extend([torch.zeros(4), torch.zeros(1)])
+    with pytest.raises(ValueError, match="Expected storage to be non-null"):
+        TensorStorage(None)
+    with pytest.raises(ValueError, match="The max-size and the storage shape mismatch"):
+        TensorStorage(torch.zeros(3), max_size=4)
+    epoch = ReplayBuffer(storage=LazyTensorStorage(4), sampler=SamplerWithoutReplacement(drop_last=True), batch_size=3)
+    epoch.extend(torch.arange(2))
+    with pytest.raises(ValueError, match=r"The batch size .* is greater than the storage capacity"):
+        epoch.sample()
+
+
+def test_a_sampler_tells_the_capacity_of_a_buffer_without_a_storage():
+    """A ring of five, as its program had with TorchRL's default of older versions: here it had 1000 rows."""
+    buffer = TensorDictReplayBuffer(sampler=PrioritizedSampler(5, 1.0, 1.0), batch_size=5)
+    assert buffer.storage.max_size == 5
+    buffer.extend(rows(0, 3))
+    buffer.extend(rows(3, 5))
+    assert set(buffer.sample()["a"].tolist()) <= set(range(3, 8))
+    objects = ReplayBuffer(sampler=lambda: PrioritizedSampler(5, 1.0, 1.0))
+    objects.extend(["an object"] * 7)
+    assert (len(objects), objects.storage.max_size) == (5, 5)
+    # A storage that is given counts, whatever the sampler was told.
+    other = ReplayBuffer(storage=LazyTensorStorage(9), sampler=PrioritizedSampler(5, 1.0, 1.0), batch_size=64)
+    other.extend(torch.arange(9))
+    assert set(other.sample().tolist()) > {5, 6, 7, 8}
+
+
+def test_cleanup_says_whether_there_were_files(tmp_path):
+    storage = LazyMemmapStorage(4, scratch_dir=tmp_path / "rows")
+    assert storage.cleanup() is False
+    storage.set(range(2), rows(0, 2))
+    assert storage.cleanup() is True
+    assert storage.cleanup() is False
+    gone = LazyMemmapStorage(4, scratch_dir=tmp_path / "gone")
+    gone.set(range(2), rows(0, 2))
+    shutil.rmtree(tmp_path / "gone")
+    assert gone.cleanup() is False
+
+
+@tensorclass
+class Described:
+    number: torch.Tensor
+    deep: TensorDict
+    text: str
+
+
+def test_a_storage_saves_tensorclasses_with_text_by_itself(tmp_path):
+    """ "cannot save rows: it is of type Described". A class is not in the files: the storage that has it gives it."""
+    storage = LazyTensorStorage(10)
+    deep = TensorDict({"c": torch.arange(3)}, [3])
+    storage.set(range(3), Described(number=torch.arange(3), deep=deep, text="some text", batch_size=[3]))
+    storage.dumps(tmp_path)
+    storage.dumps(tmp_path)
+    knows, new = LazyTensorStorage(10), LazyTensorStorage(10)
+    knows.set(range(3), storage[:].clone().zero_())
+    for other in (knows, new):
+        other.loads(tmp_path)
+        assert torch.equal(other[:].number if other is knows else other[:]["number"], torch.arange(3))
+        assert (other[:].text if other is knows else other[:]["text"]) == ["some text"] * 3
+    assert isinstance(knows[:], Described)
+
+
+def test_a_list_saves_tensorclasses_as_their_entries(tmp_path):
+    storage = ListStorage(4)
+    storage.set(0, Described(number=torch.zeros(2), deep=TensorDict({}, []), text="a", batch_size=[]))
+    storage.dumps(tmp_path)
+    other = ListStorage(4)
+    other.loads(tmp_path)
+    assert torch.equal(other[0]["number"], torch.zeros(2))
+    assert other[0]["text"] == "a"
+
+
+def test_a_row_with_batch_dimensions_of_its_own_is_written_under_an_int():
+    """TorchRL's docstring of TensorStorage: ``storage.set(0, storage.get(0).zero_())``; here a ValueError."""
+    storage = TensorStorage(TensorDict({"a": torch.arange(6).view(3, 2) + 1}, [3, 2]))
+    storage.set(0, storage.get(0).zero_())
+    storage[2] = TensorDict({"a": torch.tensor([8, 9])}, [2])
+    assert storage[:]["a"].tolist() == [[0, 0], [3, 4], [8, 9]]
+    buffer = ReplayBuffer(storage=LazyTensorStorage(3))
+    buffer.extend(storage[:])
+    buffer[1] = storage[2]
+    assert buffer[:]["a"].tolist() == [[0, 0], [8, 9], [8, 9]]

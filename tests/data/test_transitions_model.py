@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
+import warnings
 
 import pytest
 import torch
@@ -28,6 +30,7 @@ from tests.support.transitions import same
 
 GAMMA = 0.9
 KEYS = ("observation", "number", "next")
+ANOTHER_ORDER = r"rows continue along dimension 1, not 0: transpose|the rows of \d+ environments take turns"
 
 OBSERVATIONS = st.integers(0, 2)
 
@@ -86,7 +89,21 @@ class TransitionsMachine(RuleBasedStateMachine):
                 written.append(row)
                 rows.append(row)
         shape = (k,) if self.ndim == 1 else (k, self.model.envs)
-        self.buffer.extend(as_batch(rows, shape))
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            self.buffer.extend(as_batch(rows, shape))
+        # Rows that are drawn may look like those of another order, but not where one of them goes on in time.
+        assert not said or not self.goes_on_in_time()
+        assert all(re.match(ANOTHER_ORDER, str(warning.message)) for warning in said)
+
+    def goes_on_in_time(self) -> bool:
+        """Whether a stored row that doesn't end is followed by its next observation, one step later."""
+        rows = {position: self.model.at(position) for position in self.model.stored}
+        return any(
+            not row.ends and later is not None and later.observation == row.next_observation
+            for position, row in rows.items()
+            for later in [rows.get(position + self.model.envs)]
+        )
 
     @precondition(lambda self: self.model.stored)
     @rule(data=st.data(), n=st.integers(1, 4))

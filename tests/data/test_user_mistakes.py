@@ -192,5 +192,63 @@ def test_a_fraction_is_no_size(size):
         LazyTensorStorage(size)
     with pytest.raises(ValueError, match=f"batch_size must be a whole number of at least 1, got {size}"):
         ReplayBuffer(storage=LazyTensorStorage(10), batch_size=size)
-    with pytest.warns(UserWarning, match="the first is used"), pytest.raises(ValueError, match="a whole number"):
+    with pytest.raises(ValueError, match="a whole number"):
         filled().sample(size)
+
+
+@pytest.mark.parametrize("number", [True, "4", 2.5, 4.0, float("nan"), -1, 0, [4]])
+def test_sizes_that_are_no_numbers(number):
+    """Whole numbers, in all places alike."""
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(8), batch_size=2)
+    buffer.extend(TensorDict({"x": torch.arange(8)}, [8]))
+    for name, call in {
+        "batch_size": buffer.sample,
+        "batches": lambda number: buffer.sample(batches=number),
+        "prefetch": lambda number: TensorDictReplayBuffer(batch_size=2, prefetch=number if number != 0 else -1),
+    }.items():
+        with pytest.raises((TypeError, ValueError), match=f"^{name} must be a whole number of at least"):
+            call(number)
+    with pytest.raises((TypeError, ValueError), match=r"^batch_size must be a whole number of at least 1"):
+        TensorDictReplayBuffer(batch_size=number)
+
+
+@pytest.mark.parametrize("generator", [3, True, "seed", torch.Generator])
+def test_a_generator_that_is_none(generator):
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(8), batch_size=2)
+    buffer.extend(TensorDict({"x": torch.arange(8)}, [8]))
+    with pytest.raises(TypeError, match=r"generator must be a torch\.Generator or None, got"):
+        buffer.set_rng(generator)
+    with pytest.raises(TypeError, match=r"generator must be a torch\.Generator or None, got"):
+        TensorDictReplayBuffer(generator=generator)
+    assert len(buffer.sample()) == 2
+
+
+@pytest.mark.parametrize("kind", ["meta", "sparse"])
+def test_tensors_without_memory(kind):
+    """Written, as an index, and as priorities: a meta tensor has the CPU's number, and no address."""
+
+    def other(tensor):
+        return tensor.to("meta") if kind == "meta" else tensor.to_sparse()
+
+    dense, buffer = (
+        torch.ones(4, 2),
+        TensorDictPrioritizedReplayBuffer(alpha=0.7, beta=0.5, storage=LazyTensorStorage(8), batch_size=2),
+    )
+    with pytest.raises(TypeError, match="only dense tensors"):
+        buffer.extend(TensorDict({"x": other(dense)}, [4]))
+    assert not buffer.initialized
+    buffer.extend(TensorDict({"x": dense}, [4]))
+    index, priority = torch.arange(4), torch.ones(4)
+    leaves = buffer.sampler.tree.leaves.clone()
+    for call in (
+        lambda: buffer.extend(TensorDict({"x": other(dense)}, [4])),
+        lambda: buffer.__setitem__(slice(0, 4), TensorDict({"x": other(dense)}, [4])),
+        lambda: buffer.update_priority(other(index), priority),
+        lambda: buffer.update_priority(index, other(priority)),
+        lambda: buffer.update_priority(index, priority, generation=other(torch.ones(4, dtype=torch.int64))),
+    ):
+        with pytest.raises(TypeError, match="only dense tensors"):
+            call()
+    assert len(buffer) == 4
+    assert (buffer[:]["x"] == 1).all()
+    assert torch.equal(buffer.sampler.tree.leaves, leaves)

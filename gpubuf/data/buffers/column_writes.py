@@ -18,6 +18,7 @@ from gpubuf.data.concurrency.locking import BufferLock
 from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.runtime.recording import current
 from gpubuf.data.samplers.base import Sampler
+from gpubuf.data.storages.codecs import as_numbers, stored_as
 from gpubuf.data.storages.layout import Key, Leaf, as_key, as_written
 from gpubuf.data.storages.staged_rows import PLACED_BYTES, Columns, PlacedRows, StagedRows
 from gpubuf.data.storages.tensor_storage import TensorStorage
@@ -75,7 +76,8 @@ class ColumnWrites:
                 are read before this returns, and never changed. Lists and Python numbers take the dtype of their key.
 
         Raises:
-            ValueError: a key is missing or unknown, or has another shape or dtype; nothing is written.
+            ValueError: a key is missing or unknown, has another shape or dtype, or can't hold a number of a list;
+                nothing is written.
         """
         if _compiling():
             self._write_tensordict(columns, False)
@@ -188,7 +190,7 @@ def _tensordict_of(columns: Mapping[Any, Any], lead: int, dtypes: Mapping[Key, t
     for key, value in columns.items():
         if isinstance(value, (np.ndarray, np.generic)):
             value = torch.from_numpy(_readable(np.asarray(value)))
-        tensor = value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=dtypes.get(as_key(key)))
+        tensor = value if isinstance(value, Tensor) else _of_numbers(value, dtypes.get(as_key(key)), str(key))
         if out is None:
             out = TensorDict({}, batch_size=tensor.shape[:lead])
         if tensor.ndim < lead or tensor.shape[:lead] != out.batch_size:
@@ -382,7 +384,12 @@ def _as_tensor(value: Any, leaf: Leaf) -> Tensor:
             raise ValueError(
                 f"key {leaf.name}: the storage holds {leaf.dtype}, the column can't be read: {error}"
             ) from None
-    return torch.as_tensor(value, dtype=leaf.dtype)
+    return _of_numbers(value, leaf.dtype, leaf.name)
+
+
+def _of_numbers(value: Any, dtype: torch.dtype | None, name: str) -> Tensor:
+    """Lists and numbers in the dtype of their key, or without one in that of PyTorch."""
+    return torch.as_tensor(value) if dtype is None else stored_as(as_numbers(value), dtype, name)
 
 
 def _flat(sources: list[Tensor], dims: int) -> list[Tensor]:

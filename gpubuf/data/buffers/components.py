@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -84,16 +85,20 @@ def check_sizes(prefetch: int | None, batch_size: int | None) -> None:
     """
     if prefetch and batch_size is None:
         raise ValueError("prefetch needs the batch_size given to the constructor")
-    if prefetch is not None and prefetch < 0:
-        raise ValueError(f"prefetch must not be negative, got {prefetch}")
+    if prefetch is not None:
+        check_batch_size(prefetch, "prefetch", 0)
     if batch_size is not None:
         check_batch_size(batch_size)
 
 
-def check_batch_size(batch_size: int) -> None:
-    """Raise ValueError unless a batch can have so many transitions."""
-    if batch_size < 1 or batch_size % 1:
-        raise ValueError(f"batch_size must be a whole number of at least 1, got {batch_size}")
+def check_batch_size(batch_size: Any, name: str = "batch_size", least: int = 1) -> None:
+    """Raise ValueError, or TypeError for what is no number, unless a batch can have so many transitions."""
+    number = not isinstance(batch_size, bool) and isinstance(batch_size, (int, float, SupportsIndex))
+    if not number or not isinstance(batch_size, SupportsIndex) or batch_size < least:  # type: ignore[operator]
+        kind = ValueError if number else TypeError
+        raise kind(f"{name} must be a whole number of at least {least}, got {batch_size!r}")
+    if operator.index(batch_size) >= 2**31:
+        raise ValueError(f"{name} must be below 2**31, got {batch_size}")
 
 
 def consuming(
@@ -116,14 +121,17 @@ def consuming(
             sampler = kind(count)
         elif not isinstance(sampler, ConsumingSampler):
             raise ValueError(
-                f"consume_after_n_samples draws uniformly: it can't be used with a {type(sampler).__name__}"
+                "consume_after_n_samples only supports the default RandomSampler: it can't be used with a "
+                f"{type(sampler).__name__}"
             )
         elif sampler.max_sample_count != count:
             raise ValueError(
                 f"consume_after_n_samples is {count}, the sampler's max_sample_count {sampler.max_sample_count}"
             )
     if sampler.consumes and prefetch:
-        raise ValueError("prefetch draws rows before they are asked for: it can't be used with a ConsumingSampler")
+        raise ValueError(
+            "Prefetching is not supported with a ConsumingSampler: it draws rows before they are asked for"
+        )
     return sampler
 
 
@@ -138,9 +146,12 @@ def fit_together(
     """Make the parts of a buffer known to each other.
 
     Raises:
+        TypeError: the writer can't write where a sampler says.
         ValueError: one can't be used with another.
     """
     writer.attach(sampler, recipe, relabel)
+    if sampler.consumes and not callable(getattr(writer, "write_at", None)):
+        raise TypeError(f"a {type(sampler).__name__} requires a writer with a callable write_at(), not {writer!r}")
     if sampler.consumes and not writer.in_order:
         raise ValueError(f"a {type(sampler).__name__} needs a writer that fills places in turn, not {writer!r}")
     if unit is not None:

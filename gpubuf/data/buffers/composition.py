@@ -71,9 +71,9 @@ class Composed:
         raise NotImplementedError
 
     @classmethod
-    def _new_storage(cls) -> LazyTensorStorage:
-        """The storage of a buffer that was given none."""
-        return cls._default_storage(DEFAULT_CAPACITY)
+    def _new_storage(cls, sampler: Sampler | None = None) -> LazyTensorStorage:
+        """The storage of a buffer that was given none: of the capacity that the sampler tells, if it does."""
+        return cls._default_storage(getattr(sampler, "max_capacity", DEFAULT_CAPACITY))
 
     def _first_sampler(self, given: Any, consume_after_n_samples: Any, prefetch: int | None) -> Sampler:
         sampler: Sampler = component(given, Sampler, self._default_sampler)
@@ -100,6 +100,8 @@ class Composed:
 
     def set_rng(self, generator: torch.Generator | None) -> None:
         """Start a new random stream, seeded by ``generator``. Like the setters below, it drops prefetched batches."""
+        if generator is not None and not isinstance(generator, torch.Generator):
+            raise TypeError(f"generator must be a torch.Generator or None, got {generator!r}")
         with self._lock:
             self._prefetcher.discard()
             self._sampler.set_rng(generator)
@@ -113,7 +115,7 @@ class Composed:
             first = leaves[0]
             leaves = list(first.values()) if isinstance(first, dict) else list(first)
         if leaves and not is_data(leaves[0]):
-            self._replace_storage(self._default_objects(DEFAULT_CAPACITY))
+            self._replace_storage(self._default_objects(self._storage.max_size))
         return self._storage
 
     def set_storage(self, storage: Storage, collate_fn: Callable[[Data], Data] | None = None) -> TensorStorage:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.data.storages.layout import Key, as_key, as_written
+from gpubuf.data.storages.codecs import as_numbers, stored_as
+from gpubuf.data.storages.layout import as_key, as_written
 from gpubuf.data.storages.tensor_storage import TensorStorage
 
 
@@ -46,16 +47,11 @@ class ConditionalUpdateResult:
         return self.updated.numel() - self.updated_count - self.version_rejected_count
 
 
-def versions(version: Any, n: int, like: Tensor) -> Tensor:
-    """Incoming versions, one for each of ``n`` entries, on the device of ``like``.
+class UnknownKeyError(KeyError, ValueError):
+    """A key that is not stored. A KeyError too, as TorchRL raises it."""
 
-    Raises:
-        ValueError: there are not as many.
-    """
-    tensor = torch.as_tensor(version, device=like.device)
-    if tensor.numel() not in (1, n):
-        raise ValueError(f"version must be one number or {n} of them, got the shape {tuple(tensor.shape)}")
-    return tensor.reshape(-1).expand(n).contiguous()
+    # That of KeyError is the repr of its argument.
+    __str__ = ValueError.__str__
 
 
 def judged(
@@ -72,16 +68,17 @@ def judged(
         storage: where the rows lie.
         positions: of the entries' rows, int64 ``[n]``.
         generation: that their rows had, int64 ``[n]``.
-        version_key: a stored key of one number a row; None: no versions.
-        incoming: the entries' versions, ``[n]``.
+        version_key: a stored key of one number a row.
+        incoming: the entries' versions, ``[n, ...]`` as their key has them; None: no versions.
         newer: whether an entry of the same version as the row loses.
     """
-    live = storage.generations(positions) == generation
+    # Where no row is stored there is no generation to compare.
+    live = (storage.generations(positions) == generation) & (generation >= 0)
     if incoming is None:
         return ConditionalUpdateResult(live)
     number = storage.batch_layout.position(as_key(version_key))
     assert number is not None
-    stored = storage.gather_key(number, torch.where(live, positions, 0)).reshape(-1)
+    incoming, stored = _comparable(incoming), _comparable(storage.gather_key(number, torch.where(live, positions, 0)))
     accepted = live & ((incoming > stored) if newer else (incoming >= stored))
     # Of several entries for a row the one of the highest version wins, and of these the last. Others are alone.
     n = positions.numel()
@@ -94,21 +91,32 @@ def judged(
     return ConditionalUpdateResult(accepted & wins, live & ~(accepted & wins))
 
 
-def with_versions(
-    storage: TensorStorage, found: dict[Key, Tensor], version_key: Any, incoming: Tensor
-) -> dict[Key, Tensor]:
-    """The entries of an update, and their versions as the row has them.
+def versions(storage: TensorStorage, version_key: Any, version: Any, n: int, like: Tensor) -> Tensor:
+    """Incoming versions as their key has them, ``[n, ...]`` for ``n`` entries, on the device of ``like``.
 
     Raises:
-        ValueError: the versions are among the entries, or their key is not stored.
+        ValueError: there are not as many, or the key is not stored, has several numbers a row, or can't hold one.
     """
+    tensor = as_numbers(version)
+    if tensor.numel() not in (1, n):
+        raise ValueError(f"version must be one number or {n} of them, got the shape {tuple(tensor.shape)}")
     key = as_key(version_key)
-    if key in found:
-        raise ValueError(f"version_key {as_written(key)!r} can't be among the keys to write")
     number = storage.written_layout.position(key)
     if number is None:
-        raise ValueError(f"version_key {as_written(key)!r} is not stored")
+        hint = ". Dotted-string keys are not nested ones: write a tuple" if "." in key[0] else ""
+        raise UnknownKeyError(f"version_key {as_written(key)!r} is not stored{hint}")
     leaf = storage.written_layout.leaves[number]
     if leaf.n_elements != 1:
         raise ValueError(f"version_key {as_written(key)!r} has {leaf.n_elements} numbers a row, not one")
-    return {**found, key: incoming.to(leaf.dtype).reshape(-1, *leaf.shape)}
+    # Rounded, an older version could pass for a newer one.
+    held = stored_as(tensor, leaf.dtype, leaf.name, storage.ring, exact=True)
+    return held.reshape(-1).to(like.device).expand(n).reshape(n, *leaf.shape)
+
+
+def _comparable(version: Tensor) -> Tensor:
+    """Numbers ``[n]`` in the same order, of a dtype that can be compared and sorted."""
+    numbers = version.reshape(-1)
+    if numbers.is_floating_point():
+        return numbers
+    wide = numbers.to(torch.int64)
+    return wide ^ -(2**63) if numbers.dtype is torch.uint64 else wide

@@ -13,6 +13,7 @@ from torch import Tensor
 from gpubuf.data.buffers.row_access import RowAccess
 from gpubuf.data.buffers.write_back import stored_keys, update_keys
 from gpubuf.data.runtime.interruption import DERIVED
+from gpubuf.data.storages.codecs import as_numbers, stored_as
 from gpubuf.data.storages.indexing import as_positions
 from gpubuf.data.storages.layout import Data, Key, Leaf, as_key, as_written, batch_shape
 from gpubuf.data.storages.trees import mapped
@@ -30,15 +31,17 @@ class Edits(RowAccess):
 
         Args:
             key: a stored key, nested ones as tuples; or one with keys below it, for a TensorDict.
-            value: ``[n, ...]`` for the ``n`` rows stored (``[T, E, ...]`` for storages of two dimensions), converted to
-                the key's dtype; or a number for all.
+            value: ``[n, ...]`` for the ``n`` rows stored (``[T, E, ...]`` for storages of two dimensions), or a number
+                for all. Converted to the key's dtype as ``to()`` of tensors does.
 
         Returns:
             The buffer.
 
         Raises:
             KeyError: the key is not stored.
-            ValueError: the value has another shape, or the key has no memory of its own (``share_next``, ``prefixes``).
+            ValueError: the value has another shape, or numbers that the key can't hold, such as 300 or NaN in uint8 (a
+                GPU cuts them to the range and counts a fault); or the key has no memory of its own (``share_next``,
+                ``prefixes``).
             RuntimeError: nothing has been written yet, or the writer refuses writes. In all cases nothing is written.
         """
         return self._edit({as_key(key): value}, slice(None), whole=True)
@@ -96,7 +99,7 @@ class Edits(RowAccess):
                 if position is None:
                     stored = sorted(leaf.name for leaf in leaves)
                     raise KeyError(f"key {as_written(key)!r} is not stored; the storage has {stored}")
-                found[key] = _fitted(value, leaves[position], batch, whole)
+                found[key] = _fitted(value, leaves[position], batch, whole, storage.ring)
             keys, sources = stored_keys(storage, found, positions.numel())
             if keys:
                 generation = storage.counters.without_rewrites(positions, storage.generations(positions))
@@ -167,13 +170,13 @@ def _flat(value: Any, path: Key) -> dict[Key, Any]:
     return found
 
 
-def _fitted(value: Any, leaf: Leaf, batch: tuple[int, ...], whole: bool) -> Tensor:
+def _fitted(value: Any, leaf: Leaf, batch: tuple[int, ...], whole: bool, ring: Tensor) -> Tensor:
     """A value as ``[*batch, ...]`` of a key's dtype.
 
     Raises:
-        ValueError: it has another shape.
+        ValueError: it has another shape, or numbers that the key can't hold.
     """
-    tensor = torch.as_tensor(value).detach().to(leaf.dtype)
+    tensor = stored_as(as_numbers(value), leaf.dtype, leaf.name, ring)
     target = (*batch, *leaf.shape)
     if tensor.shape == target:
         return tensor

@@ -18,9 +18,11 @@ from gpubuf.data.buffers.query import Predicate, Trajectory
 from gpubuf.data.buffers.replay_buffer import ReplayBuffer
 from gpubuf.data.buffers.tensordict_buffers import TensorDictReplayBuffer
 from gpubuf.data.buffers.write_back import finished_future
+from gpubuf.data.concurrency.locking import under
 from gpubuf.data.concurrency.prefetch import Batch
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.slices import SliceSampler
+from gpubuf.data.samplers.vectors import rows_at
 from gpubuf.data.storages.layout import Data
 from gpubuf.data.storages.tensor_storage import Storage
 
@@ -31,7 +33,7 @@ class ReplayBufferEnsemble(MixedReplayBuffer):
     """A :class:`MixedReplayBuffer` with the arguments of TorchRL's class of this name.
 
     Two things differ. Batches are flat, ``[batch_size]``, the rows of one buffer behind those of another. And ``p`` are
-    the shares of every batch: a buffer gives as many rows as TorchRL's draws of whole buffers give on average. The info
+    the shares of every batch: on average a buffer gives as many rows as TorchRL's draws of whole buffers do. The info
     has ``"buffer_ids"`` as well, which is ``"buffer"``.
 
     Args:
@@ -124,8 +126,9 @@ class ReplayBufferEnsemble(MixedReplayBuffer):
             their ``"index"`` there, and ``"index_generation"`` if all writers track generations; this synchronises.
 
         Raises:
-            ValueError: as :meth:`ReplayBuffer.extend`; or the routing does not fit the batch. Rows of buffers before
-                the one that refuses are written.
+            ValueError: as :meth:`ReplayBuffer.extend`; or the routing does not fit the batch. Nothing is written if a
+                buffer has not the keys, shapes and dtypes of the rows. What only shows at the write (inverse
+                transforms, codecs, ``next_capacity``) leaves the rows of buffers before it written.
         """
         if buffer is not None or not self._routing.is_given:
             options = {} if update_priority is None else {"update_priority": update_priority}
@@ -162,9 +165,17 @@ class ReplayBufferEnsemble(MixedReplayBuffer):
             buffer: the buffer of each, with an index.
         """
         index, owner = routing.handles(index, buffer, len(self._buffers))
-        for number, part in enumerate(self._buffers):
-            if part.initialized and bool((owner == number).any()):
-                part.mark_update(routing.positions_in(part, index)[(owner == number).to(part.storage.device)])
+
+        def mark() -> None:
+            parts = []
+            for number, part in enumerate(self._buffers):
+                if part.initialized and bool((owner == number).any()):
+                    found = routing.positions_in(part, index)[(owner == number).to(part.storage.device)]
+                    parts.append((part, rows_at(found, part.storage)))
+            for part, positions in parts:
+                part.mark_update(positions)
+
+        under(self._locks, mark)
 
     def update_if_present(  # type: ignore[override]
         self,
@@ -201,7 +212,7 @@ class ReplayBufferEnsemble(MixedReplayBuffer):
         if isinstance(patch, TensorDictBase):
             patch = patch.reshape(-1)
         versions = {"version_key": version_key, "version": version, "require_newer": require_newer}
-        return routing.update(self._buffers, index, owner, generation, patch=patch, **versions)
+        return routing.update(self._buffers, index, data, owner, generation, patch=patch, **versions)
 
     def submit_update_if_present(self, **arguments: Any) -> Future[ConditionalUpdateResult | None]:
         """:meth:`update_if_present`, with a future of its result. See :meth:`ReplayBuffer.submit_update_if_present`."""

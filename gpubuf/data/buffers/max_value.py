@@ -80,8 +80,8 @@ class TensorDictMaxValueWriter(Writer):
             raise ValueError("TensorDictMaxValueWriter keeps so many rows: give the ListStorage a max_size")
         if storage.ndim > 1:
             raise ValueError(
-                f"TensorDictMaxValueWriter ranks rows: it can't write to a storage of {storage.ndim} dimensions. For "
-                "trajectories as rows use a one-dimensional storage and data of shape [n, T]"
+                "TensorDictMaxValueWriter is not compatible with storages with more than one dimension, here "
+                f"{storage.ndim} dimensions: it ranks rows. For trajectories as rows use data of shape [n, T]"
             )
         super().register_storage(storage)
         if self._storage._share_next:

@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
 
+from gpubuf.data.buffers import routing
 from gpubuf.data.buffers.components import check_sizes
 from gpubuf.data.buffers.mixing import Mixture
 from gpubuf.data.buffers.replay_buffer import ReplayBuffer
@@ -19,10 +20,19 @@ from gpubuf.data.buffers.row_info import put
 from gpubuf.data.buffers.sampling import finished
 from gpubuf.data.buffers.shares import check_shares
 from gpubuf.data.buffers.transforms import Compose
+from gpubuf.data.checkpoints import restore, saving
 from gpubuf.data.checkpoints.saving import Saved
+from gpubuf.data.checkpoints.validate import check_transforms
+from gpubuf.data.concurrency.locking import BufferLock, under
 from gpubuf.data.concurrency.prefetch import Batch
 from gpubuf.data.runtime.recording import refuse_in_capture
+from gpubuf.data.samplers.vectors import any_of_each, priority_vectors
+from gpubuf.data.storages.codecs import host_can_read
 from gpubuf.data.storages.layout import Data
+from gpubuf.data.storages.leaves import priority_mask_key
+
+# Of states that were taken by an earlier release.
+_UNSEEDED = {"host": None, "device": None}
 
 
 class MixedReplayBuffer:
@@ -44,23 +54,28 @@ class MixedReplayBuffer:
     Otherwise, and for more than two buffers and in compiled code, each buffer makes its part, and the parts are put
     together.
 
+    Shares that are no whole numbers of rows are rounded up or down at random, so that each buffer gives exactly its
+    share on average: one of .001 has a row in one of 1000 batches of one row. The random stream is the mix's own, and
+    part of its state. ``sample(batches=k)`` rounds once for all k.
+
     A buffer that stores fewer rows than its share of a batch gives those, and the others the rest; an empty one gives
     none. (If all together store fewer rows than the batch has, only empty ones give less.) In a captured step all
-    buffers must store their share; compiled code takes that for granted.
+    buffers must store their share; compiled code takes that for granted. Both round on the device, at each run: each
+    buffer then draws a whole batch, as with a tensor of shares.
 
     Args:
         buffers: at least one, all on one device by the time of the first draw. Either all of them draw slices, of the
             same length, or none does.
-        shares: a number for each buffer, in proportion to which it gives rows; default: equal ones. Numbers of rows
-            are rounded so that they add up. A tensor ``[len(buffers)]`` on the buffers' device may be changed in place
-            at any time, also between replays of a captured step: each buffer then draws a whole batch, and the device
-            decides which of these rows are gathered. Only empty buffers give less than their share then.
+        shares: a number for each buffer, in proportion to which it gives rows; default: equal ones. A tensor
+            ``[len(buffers)]`` on the buffers' device may be changed in place at any time, also between replays of a
+            captured step: each buffer then draws a whole batch, and the device decides which of these rows are
+            gathered. Only empty buffers give less than their share then.
         batch_size: number of transitions in a batch; :meth:`sample` may override it.
         collate_fn: applied to every batch, before the transforms.
         transform: a callable on a batch, or a module, applied to every batch.
         pin_memory: put every CPU tensor of a batch and of its info into pinned memory, after the transforms.
         priority_key: where a batch carries its priorities; default: that of the first buffer that has one.
-        generator: seeds the random streams of all the buffers.
+        generator: seeds the random streams of all the buffers, and that by which shares are rounded.
 
     Raises:
         TypeError: a buffer is none.
@@ -179,7 +194,9 @@ class MixedReplayBuffer:
 
         Raises:
             RuntimeError: all the buffers are empty, or no batch size is known.
-            ValueError: the buffers store different keys, or are on different devices. No host sync.
+            ValueError: the buffers store different keys, or are on different devices; or a sampler can't leave out rows
+                (without replacement, stratified, slices of unequal lengths), and shares are on a device or have to be
+                rounded in captured or compiled code. No host sync.
         """
         if batches is not None and batches < 1:
             raise ValueError(f"batches must be at least 1, got {batches}")
@@ -223,21 +240,38 @@ class MixedReplayBuffer:
             index, buffer: ``"index"`` and ``"buffer"`` of a batch's info.
             priority: as for :meth:`ReplayBuffer.update_priority`.
             generation: ``"index_generation"`` of the info; rows overwritten since are then left alone.
+
+        Raises:
+            ValueError: a priority of one of these rows is NaN, infinite or negative, or a number is no buffer's.
+            IndexError: an index is out of range. In both cases no buffer has changed, on the CPU; a GPU refuses single
+                rows as :meth:`ReplayBuffer.update_priority` does.
         """
         taken = [(k, part) for k, part in enumerate(self._buffers) if part.sampler.has_priorities]
         if not taken:
             warnings.warn("update_priority() was called, but no buffer has priorities", stacklevel=2)
         positions, owner = index.reshape(-1), buffer.reshape(-1)
-        for k, part in taken:
-            if part.initialized:
-                # A position of -1 is ignored.
-                own = torch.where(owner == k, positions, -1)
-                part.update_priority(own, priority, generation=None if generation is None else generation.reshape(-1))
+        marks = None if generation is None else generation.reshape(-1)
+
+        def update() -> None:
+            routing.check_rows(self._buffers, positions, owner)
+            values = priority
+            if host_can_read(positions) and host_can_read(owner):
+                _, values, _ = priority_vectors(positions, priority, marks, positions)
+                wrong = ~(values >= 0) | values.isinf()
+                if bool(wrong.any()) and any(bool(wrong[(owner == k) & (positions >= 0)].any()) for k, _ in taken):
+                    raise ValueError("priorities must be finite and non-negative; nothing was changed in any buffer")
+            for k, part in taken:
+                if part.initialized:
+                    # A position of -1 is ignored.
+                    part.update_priority(torch.where(owner == k, positions, -1), values, generation=marks)
+
+        under([] if torch.compiler.is_compiling() else self._locks, update)
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
         """Take over the priorities that a sampled batch carries under ``priority_key``, each in its buffer.
 
-        Rows that were overwritten since the sample are left alone. No host sync.
+        Rows that were overwritten since the sample, or that have no priority, are left alone, as by
+        :meth:`TensorDictReplayBuffer.update_tensordict_priority`. No host sync.
 
         Raises:
             KeyError: the batch has no priorities, or does not say which rows it is made of.
@@ -250,11 +284,16 @@ class MixedReplayBuffer:
         if priority is None or index is None or buffer is None:
             missing = self.priority_key if priority is None else "index" if index is None else "buffer"
             raise KeyError(f"the batch has no {missing!r}; its keys are {sorted(map(str, data.keys(True, True)))}")
+        mask = data.get(priority_mask_key(self.priority_key), None)
+        if mask is not None:
+            buffer = torch.where(any_of_each(mask, index.numel()).to(buffer.device), buffer.reshape(-1), -1)
         priority = sampler.reduce(priority, index.numel())
         self.update_priority(index, priority, buffer=buffer, generation=generation)
 
     def update_if_present(self, index: Tensor, data: Data, *, buffer: Tensor, generation: Tensor | None = None) -> None:
-        """Write some keys of drawn rows back, each to its buffer. See :meth:`ReplayBuffer.update_if_present`.
+        """Write some keys of drawn rows back, each to its buffer: to all, or if one refuses them to none.
+
+        See :meth:`ReplayBuffer.update_if_present`.
 
         Args:
             index, buffer: ``"index"`` and ``"buffer"`` of a batch's info.
@@ -264,20 +303,17 @@ class MixedReplayBuffer:
             generation = data.get("index_generation", None)
         if generation is None:
             raise ValueError("update_if_present needs info['index_generation'] of the sample")
-        positions, owner = index.reshape(-1), buffer.reshape(-1)
-        for k, part in enumerate(self._buffers):
-            if part.initialized:
-                mine = owner == k
-                # No row has the generation -1.
-                own = torch.where(mine, positions, 0), torch.where(mine, generation.reshape(-1), -1)
-                part.update_if_present(own[0], data, generation=own[1])
+        owner = buffer.reshape(-1)
+        if True in [part.initialized for part in self._buffers]:
+            routing.update(self._buffers, index.reshape(-1), data, owner, generation)
 
     # State
 
     def set_rng(self, generator: torch.Generator | None) -> None:
-        """Start new random streams in all the buffers, seeded by ``generator`` one after the other."""
+        """Start new random streams in all the buffers and for shares, seeded by ``generator`` one after the other."""
         for buffer in self._buffers:
             buffer.set_rng(generator)
+        self._mixture.offsets.set_rng(generator)
 
     def to(self, device: torch.device | str) -> MixedReplayBuffer:
         """Move all the buffers. See :meth:`ReplayBuffer.to`."""
@@ -286,43 +322,92 @@ class MixedReplayBuffer:
         return self
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of the buffers, and that of the transforms. The shares are yours."""
-        return {
-            "_buffers": [buffer.state_dict() for buffer in self._buffers],
-            "_transforms": self._transform.state_dict(),
-        }
+        """The states of the buffers, of the transforms, and of the stream by which shares are rounded. Synchronises.
+
+        The shares are yours.
+        """
+        return under(
+            self._locks,
+            lambda: {"_buffers": [buffer.state_dict() for buffer in self._buffers], **self._own_state()},
+        )
+
+    def _own_state(self) -> dict[str, Any]:
+        return {"_transforms": self._transform.state_dict(), "_rounding": self._mixture.offsets.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`, one buffer after the other; see :meth:`ReplayBuffer.load_state_dict`.
+        """Restore :meth:`state_dict` into all the buffers, or into none; see :meth:`ReplayBuffer.load_state_dict`.
+
+        If a transform, sampler or writer of yours raises, all the buffers are put back as they were.
 
         Raises:
-            ValueError: the state is that of another number of buffers; nothing changes.
+            ValueError: the state is that of another number of buffers, or one of them can't take its own; nothing
+                changes.
         """
         states = state["_buffers"]
         if len(states) != len(self._buffers):
             raise ValueError(f"the state is that of {len(states)} buffers, here are {len(self._buffers)}")
-        self._transform.load_state_dict(state["_transforms"])
-        for buffer, own in zip(self._buffers, states, strict=True):
-            buffer.load_state_dict(own)
+        under(self._locks, lambda: self._restore(states, state))
+
+    def _restore(self, states: Sequence[dict[str, Any]], own: dict[str, Any] | None) -> None:
+        """Restore the states of the buffers and ``own``, that of the mix; None: an earlier release saved none."""
+        transform, offsets = self._transform, self._mixture.offsets
+        if own is None and transform.state_dict():
+            raise ValueError(
+                "the checkpoint is of an earlier release, which did not save the state of the transforms of a mix: "
+                "load it into a mix without them, and append them then"
+            )
+        if own is not None:
+            check_transforms(transform, own["_transforms"])
+            offsets.check_state(own.get("_rounding", _UNSEEDED))
+        members = [buffer._parts() for buffer in self._buffers]
+        for parts, state in zip(members, states, strict=True):
+            restore.check(parts, state)
+        with restore.together(transform) as group:
+            if own is not None:
+                transform.load_state_dict(own["_transforms"])
+            for buffer, state in zip(self._buffers, states, strict=True):
+                buffer.load_state_dict({**state, restore.TOGETHER: group})
+        if own is not None:
+            offsets.load_state_dict(own.get("_rounding", _UNSEEDED))
 
     def save(self, path: str | os.PathLike[str], **options: Any) -> list[Saved]:
-        """Save each buffer to a folder of its own, ``path/buffer_0`` and so on; see :meth:`ReplayBuffer.save`.
+        """Save all the buffers, and what the mix has of its own, as of one moment; see :meth:`ReplayBuffer.save`.
 
-        Each buffer is saved atomically: a save that is killed leaves some buffers as of now and others as of before.
+        Each buffer has a folder, ``path/buffer_0`` and so on, which it can also load by itself. A manifest in ``path``
+        says what each of them holds: a save that is killed leaves the previous checkpoint of all of them.
+
+        Returns:
+            How much was written for each buffer.
         """
-        return [buffer.save(folder, **options) for buffer, folder in self._folders(path)]
+        if any(buffer.initialized for buffer in self._buffers):
+            # A stream that is seeded only later would not be the same in the restored mix.
+            self._mixture.offsets.seeded()
+        return saving.save_mix(self._members(path), self._own_state, path, **options)
 
     def load(self, path: str | os.PathLike[str], **options: Any) -> None:
-        """Restore what :meth:`save` wrote; see :meth:`ReplayBuffer.load`."""
-        for buffer, folder in self._folders(path):
-            buffer.load(folder, **options)
+        """Restore what :meth:`save` wrote into all the buffers, or into none; see :meth:`ReplayBuffer.load`.
+
+        Checkpoints of earlier releases, which had no manifest for all the buffers, are read too.
+
+        Raises:
+            FileNotFoundError: there is no checkpoint.
+            ValueError: a part of it is damaged or does not fit, or it is of another number of buffers. All the buffers
+                are as they were.
+        """
+        saving.load_mix(self._members(path), path, self._restore, **options)
 
     dump = dumps = save
     loads = load
 
-    def _folders(self, path: str | os.PathLike[str]) -> Iterator[tuple[ReplayBuffer, Path]]:
-        for number, buffer in enumerate(self._buffers):
-            yield buffer, Path(path) / f"buffer_{number}"
+    def _members(self, path: str | os.PathLike[str]) -> list[saving.Member]:
+        return [
+            saving.Member(buffer._lock, buffer._parts, Path(path) / f"buffer_{number}")
+            for number, buffer in enumerate(self._buffers)
+        ]
+
+    @property
+    def _locks(self) -> list[BufferLock]:
+        return [buffer._lock for buffer in self._buffers]
 
     def __repr__(self) -> str:
         shares = f"a tensor on {self._shares.device}" if isinstance(self._shares, Tensor) else self._shares

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.buffers.replay_buffer import ReplayBuffer
-from gpubuf.data.buffers.shares import counts, owners, remembered_counts
-from gpubuf.data.concurrency.locking import BufferLock
+from gpubuf.data.buffers.shares import Offsets, cut, owners, remembered_cut
+from gpubuf.data.concurrency.locking import under
 from gpubuf.data.concurrency.prefetch import Batch
-from gpubuf.data.runtime.recording import current_recording, refuse_in_capture
+from gpubuf.data.runtime.recording import capturing, current_recording, refuse_in_capture
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.random import RandomSampler
 from gpubuf.data.samplers.slices import SliceSampler
@@ -32,15 +32,19 @@ class Mixture:
 
     Args:
         buffers: where the rows are.
+
+    Attributes:
+        offsets: the random stream by which shares are rounded.
     """
 
     def __init__(self, buffers: Sequence[ReplayBuffer]) -> None:
         self._buffers = buffers
+        self.offsets = Offsets()
         self._joint: JointRows | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Without addresses."""
-        return {"_buffers": self._buffers, "_joint": None}
+        return {**vars(self), "_joint": None}
 
     def draw(self, n: int, shares: Sequence[float] | Tensor, batches: int | None) -> Batch:
         """``n`` rows (``batches`` times so many), with all of their info.
@@ -49,9 +53,9 @@ class Mixture:
             RuntimeError: all the buffers are empty.
             ValueError: the buffers don't go together.
         """
-        # In one order, whoever mixes the buffers. Compiled code takes no lock.
-        locks = [] if _compiling() else sorted((buffer._lock for buffer in self._buffers), key=id)
-        drawn = self._under(locks, n, shares, batches)
+        # Compiled code takes no lock.
+        locks = [] if _compiling() else [buffer._lock for buffer in self._buffers]
+        drawn = under(locks, lambda: self._drawn(n, shares, batches))
         if isinstance(drawn, Batch):
             return drawn
         # Without the locks, for this calls functions of users.
@@ -59,12 +63,7 @@ class Mixture:
         data = _put_together([batch.data for batch in parts.values()], drawn.merge)
         return self._batch(data, {number: batch.info for number, batch in parts.items()}, drawn.merge)
 
-    def _under(
-        self, locks: Sequence[BufferLock], n: int, shares: Sequence[float] | Tensor, batches: int | None
-    ) -> Batch | _Parts:
-        if locks:
-            with locks[0]:
-                return self._under(locks[1:], n, shares, batches)
+    def _drawn(self, n: int, shares: Sequence[float] | Tensor, batches: int | None) -> Batch | _Parts:
         unit = self._unit(n)
         for buffer in self._buffers:
             buffer._sampler.ran_out = False
@@ -128,10 +127,18 @@ class Mixture:
     ) -> Batch | _Parts:
         # No more than would be drawn from it: as long as that stays, so does the result.
         units = tuple([min(max(rows // unit, 1), n // unit) if rows else 0 for rows in stored])
-        found = (counts if _compiling() else remembered_counts)(tuple(shares), n // unit, units)
-        if current_recording() is not None and found != counts(tuple(shares), n // unit, (n,) * len(units)):
+        found = (cut if _compiling() else remembered_cut)(tuple(shares), n // unit, units)
+        if current_recording() is not None and found != cut(tuple(shares), n // unit, (n,) * len(units)):
             refuse_in_capture("a buffer stores fewer rows than its share, which would stay so: fill it first")
-        parts = [(number, unit * count) for number, count in enumerate(found) if count]
+        if found.ends:
+            device = next(buffer.storage.device for buffer, rows in zip(self._buffers, stored, strict=True) if rows)
+            self.offsets.prepared(device)
+            if _compiling() or current_recording() is not None or capturing():
+                # Numbers of rows on the host would stay: the device decides, at each run.
+                known = [torch.full((), share, dtype=torch.float64, device=device) for share in shares]
+                return self._by_device(n, unit, torch.stack(known), stored, batches)
+        whole = found.rounded(self.offsets.on_host()) if found.ends else found.whole
+        parts = [(number, unit * count) for number, count in enumerate(whole) if count]
         joint = self._joined(stored) if len(parts) == 2 else None
         merge = _OneAfterTheOther(0 if batches is None else 1)
         if joint is None:
@@ -156,7 +163,7 @@ class Mixture:
             refuse_in_capture("a buffer is empty, which would stay so: write to it first")
             shares = torch.stack([shares[number] for number in live])
         sizes = torch.stack([buffer.storage.ring[SIZE] for buffer in buffers])
-        owner = owners(shares, n // unit, sizes).unsqueeze(1).expand(-1, unit)
+        owner = owners(shares, n // unit, sizes, self.offsets.on(device)).unsqueeze(1).expand(-1, unit)
         joint = self._joined(stored)
         if joint is not None:
             chosen = [self._choose(number, n, batches) for number in live]
@@ -184,16 +191,19 @@ class Mixture:
         return self._batch(joint.first.assemble(tensors, None, shape), dict(enumerate(chosen)), merge)
 
     @property
+    def _with_priorities(self) -> bool:
+        return True in [buffer._sampler.has_priorities for buffer in self._buffers]
+
+    @property
     def _with_generations(self) -> bool:
-        for buffer in self._buffers:
-            if buffer._sampler.has_priorities or getattr(buffer._writer, "track_generations", False):
-                return True
-        return False
+        tracks = [getattr(buffer._writer, "track_generations", False) for buffer in self._buffers]
+        return self._with_priorities or True in tracks
 
     def _batch(self, data: Data, infos: dict[int, dict[Any, Tensor]], merge: _Merge) -> Batch:
         """A batch with the info of its parts, by the numbers of their buffers."""
         parts = list(infos.values())
-        if True in [WEIGHT in info for info in parts]:
+        # Also where this batch has no row of a buffer with priorities.
+        if self._with_priorities or True in [WEIGHT in info for info in parts]:
             for info in parts:
                 if WEIGHT not in info:
                     info[WEIGHT] = torch.ones(info["index"].shape, device=info["index"].device)
@@ -226,8 +236,10 @@ def _check_exchangeable(sampler: Sampler) -> None:
     short = isinstance(sampler, SliceSampler) and sampler._may_be_short and not sampler.pad_output
     if ordered or short or isinstance(sampler, SamplerWithoutReplacement | SliceSamplerWithoutReplacement):
         raise ValueError(
-            f"shares on a device leave some of the rows out that each buffer draws, which a {type(sampler).__name__} "
-            "does not allow (without replacement, stratified, or slices of unequal lengths): give shares as numbers"
+            "shares on a device, and in captured and compiled code those that are no whole numbers of rows, leave some "
+            f"of the rows out that each buffer draws, which a {type(sampler).__name__} does not allow (without "
+            "replacement, stratified, or slices of unequal lengths): give shares as numbers, and a batch size that "
+            "makes each of them whole"
         )
 
 

@@ -75,9 +75,15 @@ class Movable:
         Raises:
             RuntimeError: there is no such device, or no room there: the buffer is then where it was.
         """
-        with self._lock, self._prefetcher.carried(self._pin_memory):
-            move(self._storage, self._sampler, device, progress)
-            self._lock.ended()
+        ahead = self._prefetcher
+        with self._lock, ahead.quiet():
+            before, batches = ahead.home, ahead.state_dict()
+            try:
+                move(self._storage, self._sampler, device, progress)
+                self._lock.ended()
+            finally:
+                if ahead.home != before:
+                    ahead.replace(ahead.prepared(batches, self._pin_memory))
         return self
 
 
@@ -185,5 +191,6 @@ def report(storage: TensorStorage, sampler: Sampler, processing: int) -> MemoryR
     kind = placement.kind if storage.relocatable else DISK
     on_host = sum(column.parts[1].nbytes for column in storage.columns) if placement.kind == SPLIT else 0
     index = taken.index + (0 if storage.end_bits is None else storage.end_bits.nbytes)
+    index += 0 if storage.breaks is None else storage.breaks.nbytes
     index += 0 if storage.sharing is None else storage.sharing.link_bytes
     return MemoryReport(kind, str(placement.device), storage.nbytes, taken.tree, index, counters, on_host)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from gpubuf.data.buffers.transforms import Compose
+from gpubuf.data.runtime.foreign import told
 from gpubuf.data.runtime.recording import refuse_in_capture
 from gpubuf.data.storages.forms import NEXT_KEY
 from gpubuf.data.storages.layout import Data, Key, as_key
@@ -80,8 +82,13 @@ class MultiStepTransform(nn.Module):
             return data
         refuse_in_capture("MultiStepTransform(write_time=True) keeps rows on the host's account: n_steps= does not")
         recipe = self._recipe
-        dim = data.batch_dims - 1
-        total: Any = data if self._waiting is None else torch.cat([self._waiting.to(data.device), data], dim)
+        dim, waiting = data.batch_dims - 1, self._waiting
+        if waiting is not None and NEXT_KEY not in waiting.keys():
+            # Of an older checkpoint, which joined the names of a key by dots.
+            joined, waiting = waiting, TensorDict({}, waiting.batch_size)
+            for key in data.keys(True, True):
+                waiting.set(key, joined.get((".".join(as_key(key)),)))
+        total: Any = data if waiting is None else torch.cat([waiting.to(data.device), data], dim)
         length, ahead = total.batch_size[dim], recipe.n_steps - 1
         made = max(length - ahead, 0)
         out = _multi_step(total, made, recipe)
@@ -90,21 +97,22 @@ class MultiStepTransform(nn.Module):
 
     def get_extra_state(self) -> dict[str, Any]:
         """The rows that wait."""
-        waiting = self._waiting
-        if waiting is None:
-            return {}
-        rows = {".".join(as_key(key)): value for key, value in waiting.items(True, True)}
-        return {"rows": rows, "shape": list(waiting.batch_size)}
+        return {} if self._waiting is None else {"waiting": self._waiting}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`get_extra_state`."""
-        if not state:
-            self._waiting = None
-            return
-        rows = {tuple(name.split(".")): value.clone() for name, value in state["rows"].items()}
-        self._waiting = TensorDict({}, state["shape"])
-        for key, value in rows.items():
-            self._waiting.set(key, value)
+        """Restore :meth:`get_extra_state`.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        waiting = state.get("waiting") if isinstance(state, dict) else None
+        if isinstance(state, dict) and state.keys() == {"rows", "shape"}:
+            # Of an older checkpoint: the next rows tell the keys.
+            with contextlib.suppress(RuntimeError, TypeError, ValueError):
+                waiting = TensorDict(state["rows"], state["shape"])
+        if state != {} and not (isinstance(waiting, TensorDict) and waiting.batch_dims):
+            raise ValueError(f"the state of a MultiStepTransform has no rows that wait: {told(state)}")
+        self._waiting = None if waiting is None else waiting.clone()
 
 
 def multi_step_of(transform: Any, recipe: Recipe) -> Recipe | None:

@@ -39,7 +39,7 @@ class Trajectory:
 
     def __init__(self, data: TensorDictBase) -> None:
         if data.batch_dims != 1:
-            raise ValueError(f"a trajectory has one batch dimension, got the batch size {list(data.batch_size)}")
+            raise ValueError(f"a trajectory has a single batch dimension, got the batch size {list(data.batch_size)}")
         self.data = data
 
     @property
@@ -75,7 +75,7 @@ class Trajectory:
     def __getattr__(self, name: str) -> Any:
         value = None if name.startswith("_") or name == "data" else self.get(name)
         if value is None:
-            raise AttributeError(f"the trajectory has no {name!r}, neither at the root nor under 'next'")
+            raise AttributeError(f"the trajectory has no entry {name!r}, neither at the root nor under 'next'")
         return value
 
     def __getitem__(self, index: Any) -> Any:
@@ -99,9 +99,10 @@ class Queries:
     def query(self, predicate: Predicate | None = None, *, trajectory_key: Any = None) -> list[Trajectory]:
         """The stored trajectories that fulfil a condition, the oldest first; of several environments, one by one.
 
-        Trajectories end where their identifier changes, or else at flags under "next" or at the root, and at the newest
-        row. The oldest one may have lost its first steps. Those that lie across the seam of the ring are whole, in the
-        order of time. Transforms are applied to each.
+        Trajectories end where their identifier changes, or else at flags under "next" or at the root, at the newest
+        row, and where a storage with ``ends="flags+continuity"`` finds that rows don't continue. The oldest one may
+        have lost its first steps. Those that lie across the seam of the ring are whole, in the order of time.
+        Transforms are applied to each.
 
         Args:
             predicate: a condition made of :data:`traj`, or a function of a :class:`Trajectory`. Default: all of them.
@@ -126,12 +127,17 @@ class Queries:
             if is_tensorclass(rows):
                 rows = rows.to_tensordict(retain_none=False)
             if not isinstance(rows, TensorDictBase):
-                raise TypeError(f"a query needs rows that are TensorDicts, the storage gives a {type(rows).__name__}")
+                raise TypeError(
+                    f"a query needs a tensordict-backed storage, of TensorDicts; this one gives a {type(rows).__name__}"
+                )
             oldest = 0
             if storage._is_full and self._writer.in_order:
                 oldest = ((storage._last_cursor or 0) + 1) % storage.shape[0]
             found = []
-            for data in pieces(rows, storage.ndim, oldest, trajectory_key):
+            broken = None
+            if storage.breaks is not None:
+                broken = storage.breaks.found[: len(storage)].reshape(rows.batch_size[: storage.ndim])
+            for data in pieces(rows, storage.ndim, oldest, trajectory_key, broken):
                 if len(self._transform):
                     data = self._transform(data)
                 trajectory = Trajectory(data)
@@ -146,10 +152,15 @@ def check(predicate: Any) -> None:
         predicate(None)
 
 
-def pieces(rows: TensorDictBase, ndim: int, oldest: int, trajectory_key: Any) -> Iterator[TensorDictBase]:
-    """Rows ``[T]`` or ``[T, E]`` by trajectories; ``oldest`` is the step that time begins with."""
+def pieces(
+    rows: TensorDictBase, ndim: int, oldest: int, trajectory_key: Any, broken: Tensor | None = None
+) -> Iterator[TensorDictBase]:
+    """Rows ``[T]`` or ``[T, E]`` by trajectories, also cut at ``broken`` ones; time begins with step ``oldest``."""
     steps, *envs = rows.batch_size[:ndim]
-    ends = _ends(rows, ndim, oldest, trajectory_key).reshape(steps, -1).cpu()
+    ends = _ends(rows, ndim, oldest, trajectory_key)
+    if broken is not None:
+        ends = ends | broken.roll(-oldest, 0).to(ends.device)
+    ends = ends.reshape(steps, -1).cpu()
     for number, ended in enumerate(ends.unbind(-1)):
         where = torch.unravel_index(torch.tensor(number), tuple(envs)) if envs else ()
         start = 0
@@ -182,7 +193,7 @@ def _ends(rows: TensorDictBase, ndim: int, oldest: int, trajectory_key: Any) -> 
             ended[-1] = True
             return ended
     raise KeyError(
-        f"nothing tells where trajectories end: neither {[str(key) for key in _IDENTIFIERS]} nor {list(END_NAMES)} are "
+        f"Cannot split data into trajectories: neither {[str(key) for key in _IDENTIFIERS]} nor {list(END_NAMES)} are "
         "stored; give trajectory_key"
     )
 
@@ -200,7 +211,7 @@ def iter_trajectories(data: TensorDictBase, trajectory_key: Any = None) -> Itera
         KeyError: nothing tells where trajectories end.
     """
     if not isinstance(data, TensorDictBase):
-        raise TypeError(f"trajectories are found in TensorDicts, got a {type(data).__name__}")
+        raise TypeError(f"expected a TensorDictBase, got a {type(data).__name__}")
     if data.batch_dims != 1:
         raise ValueError(f"rows follow each other in one batch dimension, got the batch size {list(data.batch_size)}")
     if len(data):

@@ -40,6 +40,7 @@ from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.runtime.interruption import DERIVED, Unfinished
 from gpubuf.data.runtime.recording import refuse_in_capture
 from gpubuf.data.samplers.base import Sampler
+from gpubuf.data.samplers.slices import SliceSampler
 from gpubuf.data.samplers.vectors import vector
 from gpubuf.data.storages.indexing import as_positions
 from gpubuf.data.storages.layout import Data, batch_shape
@@ -62,8 +63,8 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, Q
 
     Args:
         storage: where the rows live: a storage or a function that returns one. Default: a
-            :class:`LazyTensorStorage` of 1000 rows on the CPU, or a :class:`ListStorage` of 1000 if the first write is
-            of other objects than tensors and containers of them.
+            :class:`LazyTensorStorage` on the CPU, or a :class:`ListStorage` if the first write is of other objects than
+            tensors and containers of them, of the ``max_capacity`` of a prioritized sampler, or of 1000 rows.
         sampler: which rows a batch is made of. Default: :class:`RandomSampler`.
         writer: where new rows go. Default: :class:`RoundRobinWriter`.
         collate_fn: applied to every gathered batch, before the transforms.
@@ -151,10 +152,10 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, Q
         check_sizes(prefetch, batch_size)
         transform = given_transform(transform, transform_factory)
         self._has_default_storage = storage is None and checkpointer is None
-        self._storage: TensorStorage = component(storage, Storage, self._new_storage)
+        self._sampler = self._first_sampler(sampler, consume_after_n_samples, prefetch)
+        self._storage: TensorStorage = component(storage, Storage, lambda: self._new_storage(self._sampler))
         if checkpointer is not None:
             self._storage.checkpointer = checkpointer
-        self._sampler = self._first_sampler(sampler, consume_after_n_samples, prefetch)
         self._writer: Writer = component(writer, Writer, self._default_writer)
         self._writer.register_storage(self._storage)
         if dim_extend is not None and not 0 <= dim_extend < self._storage.ndim:
@@ -187,7 +188,9 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, Q
             self._storage.followed_by(self._relabel)
         if self._sampler.reader is not reader:
             self._sampler.read_from(reader)
-        self._row_order = RowOrder(self._recipe) if self._recipe.n_steps > 1 else None
+        slices = isinstance(self._sampler, SliceSampler)
+        windows = slices or self._recipe.n_steps > 1 or self._relabel is not None or self._unit is not None
+        self._row_order = RowOrder(self._recipe, self.dim_extend, refused=slices) if windows else None
         self._reader = reader
         self._batches = Batches(
             self._storage,
@@ -262,7 +265,8 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, Q
             update_priority: not for this class (NotImplementedError): see :class:`TensorDictReplayBuffer`.
 
         Returns:
-            The rows' index, int64 ``[n]`` on the storage's device (``[n, ndim]`` for several dimensions).
+            The rows' index, int64 ``[n]`` on the storage's device (``[n, ndim]`` for several dimensions): -1 for rows
+            that are gone already, because there were more than the capacity.
 
         Raises:
             ValueError: a key is missing or unknown, or has another shape or dtype; nothing is written.
@@ -313,7 +317,11 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, Q
         self._given = None
         if self._row_order is not None and not _compiling():
             self._row_order.look(storage)
-        return storage.unravel(index)
+        found = storage.unravel(index)
+        if newest:
+            # Their places hold later rows of this write.
+            found[: -storage.max_size] = -1
+        return found
 
     def _tell_sampler(self, survivors: Tensor) -> None:
         given = self._given
@@ -377,7 +385,9 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, Q
     def __iter__(self) -> Iterator[Any]:
         """Batches of the constructor's ``batch_size``, until the sampler has run out (one epoch) or for ever."""
         if self._batch_size is None:
-            raise RuntimeError("iteration needs the batch_size given to the constructor")
+            raise RuntimeError(
+                "Cannot iterate over the replay buffer. Batch_size was not specified: give the constructor a batch_size"
+            )
         ran_out = False
         while not ran_out:
             batch = self._batches.next(None, self._samples_have_info)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,10 @@ from torch import Tensor
 
 from gpubuf.data.buffers.conditional import ConditionalUpdateResult
 from gpubuf.data.buffers.replay_buffer import ReplayBuffer
+from gpubuf.data.concurrency.locking import under
+from gpubuf.data.storages.codecs import host_can_read
 from gpubuf.data.storages.indexing import as_positions
+from gpubuf.data.storages.list_storage import ListStorage
 
 
 class Routing:
@@ -84,27 +88,38 @@ def write(buffers: Sequence[ReplayBuffer], rows: TensorDictBase, owner: Tensor) 
 
     Returns:
         A TensorDict ``[n]`` with ``"buffer_ids"``, the rows' ``"index"`` in their buffer, and, if all writers track
-        generations, ``"index_generation"``.
+        generations, ``"index_generation"``. Of rows that are gone already, because their buffer had room for fewer,
+        index and generation are -1.
 
-    Raises as :meth:`ReplayBuffer.extend`; rows of buffers before the one that refuses are written.
+    Raises as :meth:`ReplayBuffer.extend`. Nothing is written if a buffer has not the keys, shapes and dtypes of the
+    rows. What only shows at the write (inverse transforms, codecs, ``next_capacity``) leaves those before it written.
     """
     tracked = all(buffer.writer.tracks_generations for buffer in buffers)
-    index: Tensor | None = None
-    generation = torch.empty(owner.numel(), dtype=torch.int64, device=owner.device)
-    for number, buffer in enumerate(buffers):
-        where = (owner == number).nonzero().squeeze(-1)
-        if not where.numel():
-            continue
-        found = buffer.extend(rows[where.to(rows.device or where.device)]).to(owner.device)
+
+    def all_parts() -> TensorDict:
+        parts = []
+        for number, buffer in enumerate(buffers):
+            where = (owner == number).nonzero().squeeze(-1)
+            if where.numel():
+                part = rows[where.to(rows.device or where.device)]
+                if buffer.initialized and not len(buffer.transform) and not isinstance(buffer.storage, ListStorage):
+                    buffer.storage.written_layout.collect(part, buffer.storage.ndim)
+                parts.append((buffer, where, part))
+        index: Tensor | None = None
+        generation = torch.empty(owner.numel(), dtype=torch.int64, device=owner.device)
+        for buffer, where, part in parts:
+            found = buffer.extend(part).to(owner.device)
+            if index is None:
+                index = torch.empty((owner.numel(), *found.shape[1:]), dtype=torch.int64, device=owner.device)
+            index[where] = found
+            if tracked:
+                generation[where] = buffer.writer.generations_of(found)
         if index is None:
-            index = torch.empty((owner.numel(), *found.shape[1:]), dtype=torch.int64, device=owner.device)
-        index[where] = found
-        if tracked:
-            generation[where] = buffer.writer.generations_of(found)
-    if index is None:
-        index = torch.empty(0, dtype=torch.int64, device=owner.device)
-    extra = {"index_generation": generation} if tracked else {}
-    return TensorDict({"buffer_ids": owner, "index": index, **extra}, [owner.numel()])
+            index = torch.empty(0, dtype=torch.int64, device=owner.device)
+        extra = {"index_generation": generation} if tracked else {}
+        return TensorDict({"buffer_ids": owner, "index": index, **extra}, [owner.numel()])
+
+    return under([buffer._lock for buffer in buffers], all_parts)
 
 
 def nothing() -> TensorDict:
@@ -134,28 +149,64 @@ def positions_in(buffer: ReplayBuffer, index: Any) -> Tensor:
     if storage.ndim > 1 and isinstance(index, Tensor) and index.shape[-1:] == (storage.ndim,) and index.ndim > 1:
         limits = torch.tensor(tuple(storage.shape), device=index.device)
         index = torch.minimum(index, limits - 1)
-        return as_positions(index.reshape(-1, storage.ndim), storage.shape, storage.device)
-    return as_positions(torch.as_tensor(index).reshape(-1), storage.shape, storage.device)
+        return as_positions(index.reshape(-1, storage.ndim), storage.shape, storage.device, handles=True)
+    return as_positions(torch.as_tensor(index).reshape(-1), storage.shape, storage.device, handles=True)
+
+
+def check_rows(buffers: Sequence[ReplayBuffer], positions: Tensor, owner: Tensor) -> None:
+    """Raise for rows that no update can reach, before any buffer is updated. On a GPU nothing is looked at.
+
+    Args:
+        buffers: the buffers.
+        positions: int64 ``[n]``, of rows; -1: no row.
+        owner: int64 ``[n]``, the numbers of their buffers; -1: of none.
+
+    Raises:
+        ValueError: a number is no buffer's.
+        IndexError: a position is out of the range of its buffer.
+    """
+    if not (host_can_read(positions) and host_can_read(owner)) or not positions.numel():
+        return
+    limits = torch.tensor([b.storage.max_size if b.initialized else positions.max() + 1 for b in buffers])
+    wrong = (owner >= 0) & ((positions < -1) | (positions >= limits[checked(owner.clamp(min=0), len(buffers))]))
+    if bool(wrong.any()):
+        number, position = int(owner[wrong][0]), int(positions[wrong][0])
+        raise IndexError(f"index {position} is out of range: buffer {number} has {int(limits[number])} rows")
 
 
 def update(
-    buffers: Sequence[ReplayBuffer], index: Any, owner: Tensor, generation: Tensor, **what: Any
-) -> ConditionalUpdateResult:
-    """:meth:`ReplayBuffer.update_if_present` with a ``patch``, in each buffer for its rows. No host sync."""
+    buffers: Sequence[ReplayBuffer], index: Any, data: Any, owner: Tensor, generation: Tensor, **what: Any
+) -> ConditionalUpdateResult | None:
+    """:meth:`ReplayBuffer.update_if_present` in each buffer for its rows: in all of them, or in none. No host sync."""
+
+    def both() -> list[ConditionalUpdateResult | None]:
+        prepared = []
+        for number, buffer in enumerate(buffers):
+            if not buffer.initialized:
+                continue
+            mine = (owner == number).to(buffer.storage.device)
+            positions = positions_in(buffer, index)
+            if positions.numel() == owner.numel():
+                check_rows(buffers[number : number + 1], torch.where(mine, positions, -1), torch.zeros_like(owner))
+            # No row has the generation -1.
+            marks = torch.where(mine, generation.reshape(-1).to(mine.device), -1)
+            found = buffer._update(torch.where(mine, positions, 0), data, generation=marks, **what)
+            # The kernels of a storage with codecs look at the values: these may still refuse.
+            prepared.append((not buffer.storage.computed, *found))
+        for _, apply, _ in sorted(prepared, key=operator.itemgetter(0)):
+            apply()
+        return [result for _, _, result in prepared]
+
+    results = under([] if torch.compiler.is_compiling() else [buffer._lock for buffer in buffers], both)
+    if not results:
+        raise RuntimeError("nothing has been written to any of the buffers")
     updated = rejected = None
-    for number, buffer in enumerate(buffers):
-        if not buffer.initialized:
-            continue
-        mine = (owner == number).to(buffer.storage.device)
-        own = torch.where(mine, positions_in(buffer, index), 0)
-        # No row has the generation -1.
-        marks = torch.where(mine, generation.reshape(-1).to(mine.device), -1)
-        found = buffer.update_if_present(own, generation=marks, **what)
-        assert found is not None
+    for found in results:
+        if found is None:
+            return None
         updated = found.updated if updated is None else updated | found.updated.to(updated.device)
         if found.version_rejected is not None:
             part = found.version_rejected
             rejected = part if rejected is None else rejected | part.to(rejected.device)
-    if updated is None:
-        raise RuntimeError("nothing has been written to any of the buffers")
+    assert updated is not None
     return ConditionalUpdateResult(updated, rejected)

@@ -9,6 +9,8 @@ from typing import Any
 from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
 
+from gpubuf.data.storages.indexing import expanded
+
 INDEX = "index"
 
 
@@ -43,16 +45,10 @@ def put(data: TensorDictBase, info: Mapping[Any, Tensor], ndim: int) -> None:
         data.set(key, value)
 
 
-def expanded(value: Tensor, lead: int, batch_size: tuple[int, ...]) -> Tensor:
-    """``[*batch_size[:lead], ...]`` as ``[*batch_size, ...]``, a view."""
-    rest = value.shape[lead:]
-    ones = (1,) * (len(batch_size) - lead)
-    return value.reshape(*value.shape[:lead], *ones, *rest).expand(*batch_size, *rest)
-
-
 def collapsed(value: Tensor, lead: int, own: int) -> Tensor:
-    """The inverse of :func:`expanded`: the numbers of the rows, of which the ``own`` dimensions behind ``lead`` say
-    the same.
+    """The inverse of :func:`~gpubuf.data.storages.indexing.expanded`: the numbers of the rows.
+
+    The ``own`` dimensions after ``lead`` say the same.
     """
     for _ in range(own):
         value = value.select(lead, 0)

@@ -93,8 +93,8 @@ class Batches:
         n = self._batch_size
         if n is None or batch_size is not None:
             n = self._checked(batch_size)
-        if batches is not None and batches < 1:
-            raise ValueError(f"batches must be at least 1, got {batches}")
+        if batches is not None:
+            check_batch_size(batches, "batches")
         if batches is not None and self._doubled:
             raise ValueError("Mirror(mode='double') makes one batch at a time: sample() without batches")
         batch, ahead = None, self._prefetcher
@@ -136,13 +136,13 @@ class Batches:
     def _checked(self, batch_size: int | None) -> int:
         own = self._batch_size
         if batch_size is None:
-            raise RuntimeError("batch_size must be given to sample() or to the constructor")
+            raise RuntimeError("batch_size not specified: give it to sample() or to the constructor")
+        check_batch_size(batch_size)
         if own is not None and own != batch_size and not self._warned:
             self._warned = True
             warnings.warn(
                 f"sample() got batch_size={batch_size}, the constructor {own}; the first is used", stacklevel=4
             )
-        check_batch_size(batch_size)
         return batch_size
 
     def _draw(self, n: int, include_info: bool, batches: int | None, *, whole: bool = True) -> Batch:

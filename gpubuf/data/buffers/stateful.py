@@ -54,21 +54,24 @@ class Stateful:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict` into this buffer's own memory: all of it, or nothing. Synchronises.
 
-        If a custom transform, sampler or writer raises, the buffer is put back as it was. With a custom sampler or
-        writer the rows are copied to the host beforehand. If the copy does not fit there, or the process is interrupted
-        while rows are replaced, the buffer is left empty, and a note in the error says so.
+        If it is interrupted, or a custom transform, sampler or writer raises, the buffer is put back as it was. For
+        that the rows that it has are copied to the host beforehand. If they would take more than half of the free
+        memory there, nothing is copied, and the buffer is left empty: a note in the error says so.
 
         Raises:
             ValueError: the state is that of another sampler, or its rows don't fit; the buffer is left as it was.
         """
         with self._lock:
-            self._batch_size = restore.restore(self._parts(), state)
-            self._assemble()
+            restore.restore(self._parts(), state)
+
+    def _adopt(self, batch_size: int | None) -> None:
+        self._batch_size = batch_size
+        self._assemble()
 
     def _parts(self) -> Parts:
         methods = self.state_dict, self.load_state_dict
         parts = self._storage, self._sampler, self._writer, self._transform, self._prefetcher, self._pin_memory
-        return Parts(*parts, *methods, self._pipeline)
+        return Parts(*parts, *methods, self._batch_size, self._adopt, self._pipeline)
 
     def register_save_hook(self, hook: Callable[..., Any]) -> None:
         """Have a hook change the rows that :meth:`save` writes: ``hook(rows, path=folder)`` returns others.
@@ -95,8 +98,7 @@ class Stateful:
         folder = Path(path)
         if is_dump(folder):
             with self._lock:
-                self._batch_size = load_dump(self._lock, self._parts, folder)
-                self._assemble()
+                load_dump(self._lock, self._parts, folder)
             return
         saving.load(self._lock, self._parts, path, **options)
 

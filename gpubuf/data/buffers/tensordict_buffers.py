@@ -12,13 +12,16 @@ from torch import Tensor
 
 from gpubuf.data.buffers.components import component
 from gpubuf.data.buffers.replay_buffer import ReplayBuffer
-from gpubuf.data.buffers.row_info import collapsed, expanded
+from gpubuf.data.buffers.row_info import collapsed
 from gpubuf.data.buffers.sample_units import by_anchor
 from gpubuf.data.buffers.writers import TensorDictRoundRobinWriter
 from gpubuf.data.concurrency.locking import unless_compiling
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
+from gpubuf.data.samplers.vectors import any_of_each
+from gpubuf.data.storages.indexing import as_positions
 from gpubuf.data.storages.layout import Data
+from gpubuf.data.storages.leaves import priority_mask_key
 from gpubuf.data.storages.tensor_storage import Storage, TensorStorage
 
 
@@ -73,17 +76,6 @@ class TensorDictReplayBuffer(ReplayBuffer):
         self._sampler.check_priority(priority)
         return priority
 
-    def _read(self, index: Any) -> Data:
-        data = super()._read(index)
-        # As TorchRL's: another writer stores no index.
-        if not isinstance(data, TensorDictBase) or "index" not in self._storage.ignored_keys:
-            return data
-        coordinates = self._coordinates(index)
-        lead = coordinates.dim() - (self._storage.ndim > 1)
-        if data.batch_dims > lead:
-            coordinates = expanded(coordinates, lead, data.batch_size)
-        return data.set("index", coordinates)
-
     def sample(
         self,
         batch_size: int | None = None,
@@ -109,7 +101,8 @@ class TensorDictReplayBuffer(ReplayBuffer):
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
         """Take over the priorities that a sampled batch carries under ``priority_key``. No host sync.
 
-        Rows that were overwritten since the sample are left alone.
+        Rows that were overwritten since the sample are left alone. So are those that have none: a loss with
+        ``skip_done_states`` says so at ``priority_key`` with ``"_mask"`` appended, true for the rows that have one.
 
         Raises:
             KeyError: the batch has no priorities, or no ``"index"``.
@@ -125,14 +118,24 @@ class TensorDictReplayBuffer(ReplayBuffer):
             missing = self.priority_key if priority is None else "index"
             raise KeyError(f"the batch has no {missing!r}; its keys are {sorted(map(str, data.keys(True, True)))}")
         generation = get("index_generation", None)
-        n = data.numel()
+        mask, n = (
+            get(f"{self.priority_key}_mask" if plain else priority_mask_key(self.priority_key), None),
+            data.numel(),
+        )
         if self._unit is not None and (anchor := get("anchor_index", None)) is not None:
             valid, generation = get("validity_mask", None), get("anchor_generation", None)
+            if mask is not None:
+                mask = any_of_each(mask, n)
+                valid = mask if valid is None else valid.reshape(n) & mask
             found = by_anchor(self._storage, anchor, sampler.reduce(priority, n), valid, generation)
             self.update_priority(*found[:2], generation=found[2])
             return
         if priority.dim() != 1 or priority.numel() != n or (index.dim() != 1 and self._storage.ndim == 1):
             index, priority, generation = self._by_row(data, index, priority, generation)
+        if mask is not None:
+            positions = as_positions(index, self._storage.shape, self._storage.device)
+            # A position of -1 is ignored.
+            index = torch.where(any_of_each(mask, positions.numel()).to(positions.device), positions, -1)
         self.update_priority(index, priority, generation=generation)
 
     def _by_row(

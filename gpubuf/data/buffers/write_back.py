@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
 
-from gpubuf.data.buffers.conditional import ConditionalUpdateResult, judged, versions, with_versions
+from gpubuf.data.buffers.conditional import ConditionalUpdateResult, UnknownKeyError, judged, versions
 from gpubuf.data.buffers.writers import Writer
 from gpubuf.data.concurrency.locking import unless_compiling
 from gpubuf.data.runtime.interruption import DERIVED
@@ -19,6 +19,7 @@ from gpubuf.data.samplers.vectors import vector
 from gpubuf.data.storages.forms import NEXT_KEY, Form
 from gpubuf.data.storages.indexing import as_positions
 from gpubuf.data.storages.layout import Data, Key, as_key, as_written
+from gpubuf.data.storages.list_storage import ListStorage
 from gpubuf.data.storages.recipe import Recipe
 from gpubuf.data.storages.tensor_storage import TensorStorage
 
@@ -67,7 +68,7 @@ class WriteBack:
             version_key: a stored key of one number a row. An entry whose version is below that of its row is left out;
                 the version of the others is written. Of a row that the batch has more than once, the entry with the
                 highest version wins, and of these the last.
-            version: the entries' versions: a number for all, or ``[n]``.
+            version: the entries' versions: a number for all, or ``[n]``; such as the key holds without rounding.
             require_newer: leave out entries of the same version as their row, too.
 
         Returns:
@@ -75,44 +76,84 @@ class WriteBack:
 
         Raises:
             RuntimeError: nothing has been written yet.
+            NotImplementedError: the storage is a :class:`ListStorage`.
             ValueError: there is no generation, or ``data`` has keys that are not stored, that have no memory of their
                 own (``share_next``, ``prefixes``), or that an n-step batch has from other rows; or another shape or
-                dtype; or a version without its key. Nothing is written.
-            IndexError: an index is out of range (CPU; a GPU skips the row and counts a fault).
+                dtype; or a version without its key, or one that its key can't hold, such as 300 in uint8 (a GPU cuts
+                it to the range and counts a fault). Nothing is written.
+            IndexError: an index is out of range (CPU; a GPU skips the row and counts a fault). One of -1 (all
+                coordinates) is that of a row that is gone.
         """
+        with unless_compiling(self._lock):
+            apply, result = self._update(
+                index,
+                data,
+                generation=generation,
+                patch=patch,
+                version_key=version_key,
+                version=version,
+                require_newer=require_newer,
+            )
+            apply()
+            return result
+
+    def _update(
+        self,
+        index: Any,
+        data: Any,
+        *,
+        generation: Tensor | None,
+        patch: Any = None,
+        version_key: Any = None,
+        version: Any = None,
+        require_newer: bool = False,
+    ) -> tuple[Callable[[], None], ConditionalUpdateResult | None]:
+        """:meth:`update_if_present` with the lock held, up to the point from which on rows change: the rest of it."""
         if (data is None) == (patch is None):
             raise TypeError("update_if_present needs the values to write, as data or as patch, not both")
         if (version_key is None) != (version is None):
             raise ValueError("version_key and version belong together")
-        with unless_compiling(self._lock):
-            self._writer.check_writable()
-            storage = self._storage
-            found = entries(data) if patch is None else _of_patch(patch)
-            if generation is None:
-                generation = found.get(("index_generation",))
-            if generation is None:
-                raise ValueError(
-                    "update_if_present needs the generation of the rows, to know those that were overwritten: "
-                    "info['index_generation'] of the sample; RoundRobinWriter(track_generations=True) adds it"
-                )
-            positions = as_positions(index, storage.shape, storage.device, lambda: storage.steps_stored)
-            n, incoming, result = positions.numel(), None, None
-            if version_key is not None:
-                incoming = versions(version, n, positions)
-                found = with_versions(storage, found, version_key, incoming)
-            keys, sources = stored_keys(storage, found, n)
-            _check_of_drawn_row(storage.form, self._recipe, keys)
-            generation = vector(generation, torch.int64, positions)
-            if patch is not None or incoming is not None:
-                if generation.numel() != n:
-                    raise ValueError(f"{n} rows are addressed, but given are {generation.numel()} generations")
-                result = judged(storage, positions, generation, version_key, incoming, require_newer)
-                # No row has the generation -1.
-                generation = torch.where(result.updated, generation, -1)
+        self._writer.check_writable()
+        storage = self._storage
+        if isinstance(storage, ListStorage):
+            raise NotImplementedError("a ListStorage has no conditional updates: its objects have no keys")
+        found = entries(data) if patch is None else _of_patch(patch)
+        if generation is None:
+            generation = found.get(("index_generation",))
+        if generation is None:
+            raise ValueError(
+                "update_if_present needs the generation of the rows, to know those that were overwritten: "
+                "info['index_generation'] of the sample; RoundRobinWriter(track_generations=True) adds it"
+            )
+        positions = as_positions(index, storage.shape, storage.device, lambda: storage.steps_stored, handles=True)
+        n, incoming, result = positions.numel(), None, None
+        if version_key is not None:
+            key = as_key(version_key)
+            if key in found:
+                raise ValueError(f"version_key {as_written(key)!r} may not appear in patch: version is written")
+            incoming = found[key] = versions(storage, key, version, n, positions)
+        keys, sources = stored_keys(storage, found, n)
+        _check_of_drawn_row(storage.form, self._recipe, keys)
+        generation = vector(generation, torch.int64, positions)
+        if patch is not None or incoming is not None:
+            if generation.numel() != n:
+                raise ValueError(f"{n} rows are addressed, but given are {generation.numel()} generations")
+            result = judged(storage, positions, generation, version_key, incoming, require_newer)
+            # No row has the generation -1.
+            generation = torch.where(result.updated, generation, -1)
+
+        def apply() -> None:
             if keys:
-                generation = storage.counters.without_rewrites(positions, generation)
-                update_keys(storage, self._sampler, positions, keys, sources, generation)
-            return result
+                update_keys(
+                    storage,
+                    self._sampler,
+                    positions,
+                    keys,
+                    sources,
+                    storage.counters.without_rewrites(positions, generation),
+                )
+
+        return apply, result
 
     def submit_update_if_present(self, **arguments: Any) -> Future[ConditionalUpdateResult | None]:
         """:meth:`update_if_present`, with a future of its result.
@@ -197,7 +238,7 @@ def stored_keys(storage: TensorStorage, found: dict[Key, Tensor], n: int) -> tup
             if key in _OF_THE_DRAW:
                 continue
             stored = sorted(leaf.name for leaf in layout.leaves)
-            raise ValueError(f"key {as_written(key)!r} is not stored; the storage has {stored}")
+            raise UnknownKeyError(f"key {as_written(key)!r} is not stored; the storage has {stored}")
         leaf = layout.leaves[position]
         if position in prefixes:
             whole = layout.leaves[prefixes[position]]

@@ -115,7 +115,8 @@ class Writer:
                 coordinates, or a tuple of one tensor per dimension.
 
         Returns:
-            int64 of the shape of the index, on its device if it is a tensor: 1 and more, and -1 where no row is stored.
+            int64 of the shape of the index, on its device if it is a tensor: 1 and more, and -1 where no row is stored,
+            also for an index of -1 (all coordinates), which :meth:`extend` returns of rows that are gone already.
         """
         storage = self._storage
         where = index.device if isinstance(index, Tensor) else torch.device("cpu")
@@ -124,7 +125,7 @@ class Writer:
         shape = asked.shape[:-1] if storage.ndim > 1 and asked.ndim > 1 else asked.shape
         if not storage.initialized:
             return torch.full(shape, -1, dtype=torch.int64, device=where)
-        positions = as_positions(asked, storage.shape, storage.device)
+        positions = as_positions(asked, storage.shape, storage.device, handles=True)
         return storage.generations(positions).reshape(shape).to(where)
 
     def write_at(self, index: Any, data: Data) -> Tensor:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 
 from gpubuf.data.runtime.recording import current, outside_captures, used
 from gpubuf.data.storages.tensor_storage import TensorStorage
+
+_T = TypeVar("_T")
 
 
 class PendingDraw(Protocol):
@@ -119,30 +122,78 @@ def unless_compiling(lock: AbstractContextManager[Any]) -> AbstractContextManage
 
 
 def _nothing(*exception: object) -> None:
-    """The exit of a ``with`` whose thread held the lock already."""
+    """The end of a block."""
 
 
-class _End:
-    """``BufferLock.__exit__``, chosen when a ``with`` begins.
+class _Exit:
+    """``Guard.__exit__``: takes the lock when a ``with`` begins, and gives it what ends its block.
 
-    ``with`` looks it up before it enters. An interrupt can come when a function of Python is entered, and would keep it
-    from releasing the lock. The method of ``threading.RLock`` is written in C, and can't be interrupted.
+    ``with`` looks its exit up before it enters the block, and keeps it where nothing else refers to it.
     """
 
-    def __get__(self, lock: BufferLock | None, kind: type | None = None) -> Callable[..., None]:
-        if lock is None:
+    def __get__(self, guard: Guard | None, kind: type | None = None) -> Callable[..., None]:
+        if guard is None:
             raise AttributeError("the exit of a lock depends on the lock")
-        inner = lock._lock
-        # `held` spelled out, as in `BufferLock.__enter__`: each operation comes here.
-        if inner._is_owned():  # type: ignore[attr-defined]
+        lock = guard._lock
+        # `held` spelled out: each operation comes here.
+        if lock._is_owned():  # type: ignore[attr-defined]
             return _nothing
-        # The first write decides whether the buffer is on a GPU.
-        launches = lock._cuda_present() if lock.storage._ring is None else lock.gpu() is not None
-        return lock._end_on_gpu if launches else inner.__exit__
+        try:
+            return _hold(guard._take(), guard._give_back)
+        except BaseException:
+            if lock._is_owned():  # type: ignore[attr-defined]
+                guard._give_back(None)
+            raise
 
 
-class BufferLock:
-    """A reentrant lock of a buffer, ``with lock:``. Threads get it in the order in which they asked.
+def _hold(end: Callable[..., None], give_back: Callable[..., None]) -> Callable[..., None]:
+    """Holds a lock that was taken. A function of its own: the traceback of a draw keeps the locals of its callers."""
+    hold = functools.partial(end)
+    try:
+        # In its own attributes, since a lock has two holds while one is `outside`.
+        hold.given_back = weakref.ref(hold, give_back)  # type: ignore[attr-defined]
+        return hold
+    except BaseException:
+        vars(hold).clear()
+        raise
+
+
+class Guard:
+    """A reentrant lock, ``with guard:``, that no interrupt can leave held.
+
+    An exception can come at any call, that of an ``__exit__`` too: from Ctrl-C, a timer, another thread. A function of
+    Python that has to release a lock may never begin. So a ``with`` holds the lock by an object, and the lock is
+    released when that object is freed, by a function written in C: however the block is left, nothing comes between.
+    """
+
+    __exit__ = _Exit()
+
+    def __init__(self) -> None:
+        self.renew()
+
+    def renew(self) -> None:
+        """Begin with a lock that nobody has."""
+        # Reentrant so that it knows its owner. A `with` inside another one leaves it alone.
+        self._lock = threading.RLock()
+        # It is told about the weak reference too.
+        self._give_back = functools.partial(self._lock.__exit__, None, None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    @property
+    def held(self) -> bool:
+        """Whether this thread holds the lock."""
+        return self._lock._is_owned()  # type: ignore[attr-defined, no-any-return]
+
+    def _take(self) -> Callable[..., None]:
+        """Take the lock. Returns what is called at the end of the block, before the lock is released."""
+        self._lock.acquire()
+        return _nothing
+
+
+class BufferLock(Guard):
+    """The lock of a buffer, ``with lock:``. Threads get it in the order in which they asked.
 
     Whoever gets it makes the draws that were asked for earlier first. So the contents of a batch depend on the order of
     the calls and not on how threads happen to run. Operations on a GPU are ordered across streams. If an operation was
@@ -157,8 +208,6 @@ class BufferLock:
         pending: draws that were asked for, in order.
     """
 
-    __exit__ = _End()
-
     def __init__(self, storage: TensorStorage, mend: Callable[[], None] | None = None) -> None:
         self.storage = storage
         self.pending: deque[PendingDraw] = deque()
@@ -171,22 +220,16 @@ class BufferLock:
 
     def renew(self) -> None:
         """Begin with a lock that nobody has: in a copy, and in a forked process."""
-        # Reentrant so that it knows its owner. A `with` inside another one leaves it alone.
-        self._lock = threading.RLock()
+        super().renew()
         # A free lock goes to the first thread that asks, mostly the one that has just released it: a thread that writes
-        # in a loop would keep all others out. So a thread that waits holds a gate in this line until it has the lock.
-        self._waiting: deque[threading.Lock] = deque()
+        # in a loop would keep all others out. So a thread that waits holds a place in this line until it has the lock.
+        self._waiting: deque[Guard] = deque()
         self.pending.clear()
 
     @property
     def in_use(self) -> bool:
         """Whether the buffer that the lock was made for is still there."""
         return self._mend is None or self._mend() is not None
-
-    @property
-    def held(self) -> bool:
-        """Whether this thread holds the lock."""
-        return self._lock._is_owned()  # type: ignore[attr-defined, no-any-return]
 
     def gpu(self) -> torch.device | None:
         """The GPU that operations are launched on, or None. Fake tensors claim to be on one that is not there."""
@@ -233,17 +276,23 @@ class BufferLock:
             self.pending[0].perform()
             self.pending.popleft()
 
-    def _acquire(self) -> None:
+    def _take(self) -> Callable[..., None]:
         if self._waiting or not self._lock.acquire(False):
             self._stand_in_line()
+        storage, ring = self.storage, self.storage._ring
+        # Past `gpu`, which is a call. The first write decides whether the buffer is on a GPU.
+        launches = (ring is None or ring.counters.is_cuda) and self._cuda_present()
+        if storage.unfinished is not None or self.pending or current.locks is not None or launches:
+            self._begin()
+        return self.ended if launches else _nothing
 
     def _stand_in_line(self) -> None:
         """Take the lock after all who came before."""
-        line, gate = self._waiting, threading.Lock()
-        with gate:
+        line, place = self._waiting, Guard()
+        with place:
             try:
-                line.append(gate)
-                while (first := line[0]) is not gate:
+                line.append(place)
+                while (first := line[0]) is not place:
                     with first:
                         # The first thread has got the lock or given up. An interrupt may have kept it in the line.
                         if line[0] is first:
@@ -251,71 +300,48 @@ class BufferLock:
                 self._lock.acquire()
             finally:
                 with contextlib.suppress(ValueError):
-                    line.remove(gate)
-
-    def _release(self) -> None:
-        if self.held:
-            self._lock.release()
-
-    def __enter__(self) -> BufferLock:
-        lock = self._lock
-        if lock._is_owned():  # type: ignore[attr-defined]
-            return self
-        try:
-            if self._waiting or not lock.acquire(False):
-                self._stand_in_line()
-            if (
-                self.storage.unfinished is not None
-                or self.pending
-                or current.locks is not None
-                or self.gpu() is not None
-            ):
-                self._begin()
-            return self
-        except BaseException:
-            self._release()
-            raise
+                    line.remove(place)
 
     def mend(self) -> None:
         """Finish an interrupted operation. With the lock held there is none left."""
         with self:
             pass
 
-    def ended(self) -> None:
+    def ended(self, *exception: object) -> None:
         """Note where on its stream an operation on a GPU ends."""
         device = self.gpu()
         if device is not None:
             self._streams.end(device)
 
-    def _end_on_gpu(self, *exception: object) -> None:
-        try:
-            self.ended()
-        finally:
-            self._lock.release()
-
-    @contextlib.contextmanager
-    def taken(self) -> Iterator[None]:
-        """``with lock:`` for an :class:`contextlib.ExitStack`."""
-        with self:
-            yield
-
     def outside(self, wait: Callable[[], object]) -> None:
         """Release the lock, which this thread holds however often, while ``wait`` runs; then take it again."""
-        interrupt: BaseException | None = None
-        try:
-            self.ended()
-            self._lock.release()
-            wait()
-        finally:
-            while True:
-                # `held` is a call as well, behind which an interrupt can come.
-                try:
-                    while not self.held:
-                        self._acquire()
-                    break
-                except BaseException as error:
-                    # The caller is going to release the lock, and must hold it then.
-                    interrupt = error
-            if interrupt is not None:
-                raise interrupt
-            self._begin()
+        interrupt, waited = None, False
+        # The caller believes that it holds the lock, also where it is interrupted: nothing leaves this loop without it.
+        while True:
+            try:
+                if not waited:
+                    self.ended()
+                    waited = True
+                    self._lock.release()
+                    wait()
+                if not self.held:
+                    self._stand_in_line()
+                break
+            except BaseException as error:
+                interrupt, waited = error, True
+        if interrupt is not None:
+            raise interrupt
+        self._begin()
+
+
+def under(locks: Sequence[BufferLock], action: Callable[[], _T]) -> _T:
+    """``action()`` with the locks of several buffers held. They are taken in one order, whoever asks for them."""
+    return holding(sorted(locks, key=id), action)
+
+
+def holding(guards: Sequence[Guard], action: Callable[[], _T]) -> _T:
+    """``action()`` with locks held, which are taken one after the other."""
+    if not guards:
+        return action()
+    with guards[0]:
+        return holding(guards[1:], action)

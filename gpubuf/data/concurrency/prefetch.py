@@ -3,6 +3,10 @@
 With the rows on the CPU, one worker thread prepares them: one, so that draws and transforms run in order. The kernels
 release the interpreter lock. With the rows on a GPU, the caller launches the work on a stream of its own.
 
+An interrupt may strike the consumer anywhere. So what passes between the threads passes by one call of a function
+written in C (``SimpleQueue`` and ``deque``), locks are held by :class:`~gpubuf.data.concurrency.locking.Guard`, and a
+batch is waited for only by those who can make it themselves, should nobody else be at it.
+
 A batch is drawn as of the moment at which it was asked for. If another operation (a write, new priorities) comes before
 the worker has drawn it, that operation makes the draw first: see
 :class:`~gpubuf.data.concurrency.locking.BufferLock`. So the contents of batches depend only on the order of the calls.
@@ -10,17 +14,23 @@ the worker has drawn it, that operation makes the draw first: see
 
 from __future__ import annotations
 
+import _thread
+import atexit
 import contextlib
+import functools
+import os
 import threading
+import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gpubuf.data.concurrency.locking import BufferLock
+from gpubuf.data.concurrency.locking import BufferLock, Guard, _nothing
 from gpubuf.data.concurrency.pinning import copied, pin, tensors_of
 from gpubuf.data.runtime.kept_errors import forget_locals
 from gpubuf.data.storages.layout import Data
@@ -29,10 +39,41 @@ from gpubuf.kernels._threads import stay_alone
 _STATE_KEYS = ("data", "info", "ran_out", "device", "claimed")
 
 
-def _beside_the_consumer(threads: int) -> None:
-    """Set up the worker: torch uses as many threads in it as in the consumer, and gpubuf's kernels one."""
-    torch.set_num_threads(threads)
-    stay_alone()
+#: The tasks of every worker, and whether it is there. No ``threading.Thread``: an interrupt while that starts may keep
+#: the new thread waiting for ever.
+_workers: list[tuple[SimpleQueue[Any], weakref.ref[Any]]] = []
+
+
+def _work(tasks: SimpleQueue[Any], threads: int, token: object) -> None:
+    """The worker's thread, which is there as long as ``token`` is.
+
+    Torch uses as many threads in it as in the consumer, and gpubuf's kernels one.
+    """
+    try:
+        torch.set_num_threads(threads)
+        stay_alone()
+        while (task := tasks.get()) is not None:
+            # The consumer is told of it.
+            with contextlib.suppress(BaseException):
+                task()
+            del task
+    finally:
+        # The traceback of a batch that failed leads here.
+        del token
+
+
+def _end_workers() -> None:
+    """Before the interpreter takes itself apart."""
+    for tasks, _ in _workers:
+        tasks.put(None)
+    for _, worker in _workers:
+        while worker() is not None:
+            time.sleep(0.001)
+
+
+atexit.register(_end_workers)
+# The threads stay with the parent.
+os.register_at_fork(after_in_child=_workers.clear)
 
 
 def _is_entry(entry: Any) -> bool:
@@ -41,10 +82,23 @@ def _is_entry(entry: Any) -> bool:
         return False
     info, device = entry["info"], entry["device"]
     pairs = isinstance(info, list) and all(
-        isinstance(pair, (list, tuple)) and len(pair) == 2 and isinstance(pair[1], Tensor) for pair in info
+        isinstance(pair, (list, tuple)) and len(pair) == 2 and _is_key(pair[0]) and isinstance(pair[1], Tensor)
+        for pair in info
     )
     flags = isinstance(entry["ran_out"], bool) and isinstance(entry["claimed"], bool)
-    return pairs and flags and (device is None or isinstance(device, str))
+    return pairs and flags and (device is None or device == "storage" or _is_device(device))
+
+
+def _is_key(key: Any) -> bool:
+    return isinstance(key, str) or (isinstance(key, (list, tuple)) and all(isinstance(name, str) for name in key))
+
+
+def _is_device(name: Any) -> bool:
+    """Whether there is a device of this name here."""
+    try:
+        return isinstance(name, str) and torch.empty(0, device=name).device.type != "meta"
+    except (AssertionError, RuntimeError):
+        return False
 
 
 class Batch(NamedTuple):
@@ -111,57 +165,73 @@ class SideStream:
 
 
 class _Asked:
-    """One batch that was asked for. ``draw`` and ``finish`` are given up once done: they hold on to the buffer."""
+    """One batch that was asked for.
+
+    Attributes:
+        draw, finish: make it. Given up once that is done: they hold on to the buffer.
+        fork: of the consumer's stream, see :class:`SideStream`.
+        worker: the thread that it was given to, as long as that is there.
+        undrawable: whether it has to be drawn again when it is asked for: the draw failed, or the batch was dropped.
+        drawn: the batch before ``finish``, or the error of the draw.
+        outcome: the batch, or the error that takes its place.
+        ready: events behind which the batch is ready.
+        opened: has something in it once there is an outcome.
+    """
 
     def __init__(
         self,
         draw: Callable[[], Batch] | None = None,
         finish: Callable[[Batch], Batch] | None = None,
         fork: tuple[torch.device, torch.cuda.Event] | None = None,
+        outcome: Batch | None = None,
     ) -> None:
-        self.future: Future[Batch] = Future()
-        # Open once the batch is there. A wait for the future itself could be interrupted while it holds its lock.
-        self.gate = threading.Lock()
+        self.draw, self.finish, self.fork = draw, finish, fork
         self.grad = torch.is_grad_enabled()
-        self.fork = fork
+        self.worker: Callable[[], object] = _nobody
+        self.undrawable = self.dropped = False
+        self.drawn: Batch | Exception | None = None
+        self.outcome: Batch | Exception | None = outcome
         self.ready: dict[torch.device, torch.cuda.Event] = {}
-        self.undrawable = False
-        self._draw = draw
-        self._finish = finish
-        self._drawn: Batch | Exception | None = None
-
-    @classmethod
-    def finished(cls, batch: Batch) -> _Asked:
-        """A batch that is there."""
-        slot = cls()
-        slot.future.set_result(batch)
-        return slot
+        self.opened: SimpleQueue[None] = SimpleQueue()
 
     def perform(self) -> None:
         """Draw and gather, unless that is done. An error is kept for the consumer."""
-        draw, self._draw = self._draw, None
-        if draw is None:
+        if self.draw is None or self.drawn is not None:
             return
         try:
-            self._drawn = draw()
+            self.drawn = self.draw()
         except Exception as error:
-            self._drawn, self.undrawable = error, True
-        except BaseException:
-            self._draw = draw
-            raise
+            self.drawn, self.undrawable = error, True
 
-    def finish(self) -> Batch:
-        """Collate, transform, pin."""
-        drawn, self._drawn = self._drawn, None
-        if not isinstance(drawn, Batch):
-            assert drawn is not None
-            raise drawn
-        assert self._finish is not None
-        return self._finish(drawn)
+    def finished(self) -> Batch:
+        """Collate, transform, pin what was drawn."""
+        if not isinstance(self.drawn, Batch):
+            assert self.drawn is not None
+            raise self.drawn
+        assert self.finish is not None
+        return self.finish(self.drawn)
 
-    def let_go(self) -> None:
-        """Drop all references to the buffer."""
-        self._draw = self._finish = self._drawn = None
+
+def _nobody() -> None:
+    """The worker of a batch that no thread was given."""
+
+
+class _Quiet(Guard):
+    """See :meth:`Prefetcher.quiet`. Shares the lock of its door."""
+
+    def __init__(self, ahead: Prefetcher, discard: bool) -> None:
+        self._ahead, self._discard = ahead, discard
+        self._lock, self._give_back = ahead._door._lock, ahead._door._give_back
+
+    def _take(self) -> Callable[..., None]:
+        ahead, lock = self._ahead, self._ahead._lock
+        if not self._lock.acquire(False):
+            lock.outside(self._lock.acquire)
+        while self._discard and ahead.queue:
+            ahead.queue.popleft().dropped = True
+        while busy := ahead._unfinished():
+            lock.outside(functools.partial(ahead._finish, busy))
+        return _nothing
 
 
 class Prefetcher:
@@ -180,15 +250,14 @@ class Prefetcher:
         self.depth = depth
         self._lock = lock
         self.queue: deque[_Asked] = deque()
-        self._executor: ThreadPoolExecutor | None = None
         self._side = SideStream()
-        # Entered with the buffer's lock held or without; the buffer's lock is never taken inside it.
-        # The lock is C's and used as such: an interrupt can't leave it held, as it can a function of Python.
-        self._mutex = threading.RLock()
-        self._condition = threading.Condition(self._mutex)
-        self._unfinished: set[_Asked] = set()
-        self._holders: set[object] = set()  # those for whom it is to be quiet
-        self._preparing: set[int] = set()  # threads that prepare a batch now
+        # Whoever asks for batches comes through the door, and whoever wants quiet keeps it. The buffer's lock may be
+        # taken with the door held, but not the other way round.
+        self._door = Guard()
+        # Held by the thread that prepares a batch, before the buffer's lock.
+        self._making = Guard()
+        self._current: Callable[[], _Asked | None] = _nobody
+        self._worker: tuple[SimpleQueue[Any], Callable[[], object]] | None = None
 
     def __len__(self) -> int:
         return len(self.queue)
@@ -220,27 +289,25 @@ class Prefetcher:
             return None
         ahead = self.depth
         while True:
-            with self._mutex:
-                self._wait_for(self._open)
+            with self._door:
                 fresh = not self.queue
                 if fresh and self.depth == 0:
                     return None
-                asked = [self._ask(draw, finish, on_gpu) for _ in range(1 + ahead - len(self.queue))]
-                self.queue.extend(asked)
+                while len(self.queue) <= ahead:
+                    self.queue.append(self._ask(draw, finish, on_gpu))
                 slot = self.queue.popleft()
-            if on_gpu:
-                for one in asked:
-                    self._prepare(one)
+                asked = [slot, *self.queue] if on_gpu else [slot]
             # Those ahead are asked for once: if every draw fails, this would never end.
             ahead = 0
             try:
-                return self._wait(slot)
+                self._finish(asked)
+                return self._delivered(slot)
             except Exception:
                 if fresh or not slot.undrawable:
                     raise
             finally:
                 # An error whose traceback led back to it would keep the buffer until the garbage is collected.
-                del slot.future, slot, asked
+                del slot, asked
 
     def take_other(self, draw: Callable[[], Batch], finish: Callable[[Batch], Batch]) -> Batch | None:
         """A batch unlike those of the queue, which stay there; drawn and transformed behind them.
@@ -251,96 +318,105 @@ class Prefetcher:
         on_gpu = self._lock.on_gpu()
         if self.depth == 0 or on_gpu or self._bypassed(on_gpu):
             return None
-        with self._mutex:
-            self._wait_for(self._open)
+        with self._door:
             slot = self._ask(draw, finish, on_gpu)
         try:
-            return self._wait(slot)
-        finally:
-            del slot.future, slot
-
-    def _wait_for(self, predicate: Callable[[], bool]) -> None:
-        """Wait, with the mutex held. Looks again now and then: an interrupt may have kept a notice back."""
-        while not self._condition.wait_for(predicate, 1.0):
-            pass
-
-    def _open(self) -> bool:
-        return not self._holders
-
-    def _bypassed(self, on_gpu: bool) -> bool:
-        return threading.get_ident() in self._preparing or (on_gpu and torch.cuda.is_current_stream_capturing())
-
-    def _wait(self, slot: _Asked) -> Batch:
-        try:
-            with slot.gate:
-                batch = slot.future.result()
-            self._side.join(batch, slot.ready)
-            return batch
+            self._finish([slot])
+            return self._delivered(slot)
         finally:
             del slot
+
+    def _bypassed(self, on_gpu: bool) -> bool:
+        # In a transform, or while it is to be quiet.
+        own = self._making.held or self._door.held
+        return own or (on_gpu and torch.cuda.is_current_stream_capturing())
+
+    def _delivered(self, slot: _Asked) -> Batch:
+        outcome = slot.outcome
+        try:
+            if not isinstance(outcome, Batch):
+                assert outcome is not None
+                raise outcome
+            self._side.join(outcome, slot.ready)
+            return outcome
+        finally:
+            del slot, outcome
+
+    def _finish(self, slots: list[_Asked]) -> None:
+        """Wait until batches are prepared. What is left by nobody's fault but an interrupt's is prepared here."""
+        for slot in slots:
+            while slot.outcome is None:
+                if slot.worker() is None:
+                    self._prepare(slot)
+                    continue
+                with contextlib.suppress(Empty):
+                    # Looks now and then whether the worker is still there.
+                    slot.opened.get(timeout=1.0)
+                    slot.opened.put(None)
 
     # Preparation
 
     def _ask(self, draw: Callable[[], Batch], finish: Callable[[Batch], Batch], on_gpu: bool) -> _Asked:
         slot = _Asked(draw, finish, self._side.fork(self._lock.storage.ring.device if on_gpu else None))
-        slot.gate.acquire()
-        self._unfinished.add(slot)
-        if on_gpu:
-            return slot
-        if self._executor is None:
-            # OpenMP and MKL keep a number of threads for every thread that calls them: this one's is the caller's.
-            threads = torch.get_num_threads()
-            self._executor = ThreadPoolExecutor(1, "gpubuf-prefetch", _beside_the_consumer, (threads,))
-        try:
-            self._executor.submit(self._prepare, slot)
+        if not on_gpu:
+            # An interrupt between these loses a batch that nobody waits for.
+            tasks, slot.worker = self._running()
             self._lock.pending.append(slot)
-        except BaseException:
-            # Interrupted: nobody is going to ask for this one.
-            slot.future.cancel()
-            self._unfinished.discard(slot)
-            raise
+            tasks.put(functools.partial(self._prepare, slot))
         return slot
 
+    def _running(self) -> tuple[SimpleQueue[Any], Callable[[], object]]:
+        """The tasks of the worker, which is started if there is none, and whether it is there."""
+        if self._worker is None or self._worker[1]() is None:
+            tasks, token = SimpleQueue[Any](), threading.Lock()
+            worker = tasks, weakref.ref(token)
+            _workers[:] = [other for other in _workers if other[1]() is not None] + [worker]
+            weakref.finalize(self, tasks.put, None).atexit = False
+            # OpenMP and MKL keep a number of threads for every thread that calls them: this one's is the caller's.
+            _thread.start_new_thread(_work, (tasks, torch.get_num_threads(), token))
+            self._worker = worker
+        return self._worker
+
     def _prepare(self, slot: _Asked) -> None:
-        future = slot.future
-        if not future.set_running_or_notify_cancel():
-            return
-        thread = threading.get_ident()
-        self._preparing.add(thread)
+        """Prepare a batch, unless that is done."""
         try:
-            if not threading.main_thread().is_alive():
-                raise RuntimeError("no batch can be prepared while the interpreter shuts down")
-            with torch.set_grad_enabled(slot.grad), self._side.running(slot.fork):
-                with self._lock:
-                    slot.perform()
-                batch = slot.finish()
-                slot.ready = self._side.ready(batch)
-            future.set_result(batch)
+            with self._making:
+                if slot.outcome is None:
+                    slot.outcome = self._prepared(slot)
         except BaseException as error:
             forget_locals(error)
             if isinstance(error, Exception):
-                future.set_exception(error)
-            else:
+                slot.outcome = error
+            elif slot.outcome is None:
                 # The interrupt is not the batch's: that is drawn anew when it is asked for.
-                slot.undrawable = True
-                future.set_exception(RuntimeError("the preparation of a batch was interrupted"))
+                slot.undrawable, slot.outcome = True, RuntimeError("the preparation of a batch was interrupted")
                 raise
         finally:
-            slot.let_go()
-            self._preparing.discard(thread)
-            with self._mutex:
-                self._unfinished.discard(slot)
-                self._condition.notify_all()
-            slot.gate.release()
-            del slot, future, self
+            slot.draw = slot.finish = slot.drawn = None
+            slot.opened.put(None)
+            del slot, self
+
+    def _prepared(self, slot: _Asked) -> Batch:
+        if slot.dropped:
+            slot.undrawable = True
+            raise RuntimeError("the batch was dropped")
+        if not threading.main_thread().is_alive():
+            raise RuntimeError("no batch can be prepared while the interpreter shuts down")
+        with torch.set_grad_enabled(slot.grad), self._side.running(slot.fork):
+            with self._lock:
+                # From here on the batch does not need the lock: see `_unfinished`.
+                self._current = weakref.ref(slot)
+                slot.perform()
+            batch = slot.finished()
+            slot.ready = self._side.ready(batch)
+            return batch
 
     # For the buffer
 
-    @contextlib.contextmanager
-    def quiet(self, *, discard: bool = False) -> Iterator[None]:
-        """Wait until no batch is in preparation, and let nobody ask for one. Call it with the lock held.
+    def quiet(self, *, discard: bool = False) -> Guard:
+        """``with ahead.quiet():``, with the lock held: no batch is in preparation, and nobody asks for one.
 
-        While it waits, it releases the lock: a transform may need it.
+        While it waits for that, it releases the lock: a transform may need it.
 
         Args:
             discard: drop the queue.
@@ -348,29 +424,16 @@ class Prefetcher:
         Raises:
             RuntimeError: called by a transform.
         """
-        if threading.get_ident() in self._preparing:
+        if self._making.held:
             raise RuntimeError("a transform can't do this to its buffer: it would wait for its own batch")
-        holder = object()
-        # All of it within the `try`: an interrupt can come behind any call, also that which leaves a `with`.
-        try:
-            with self._mutex:
-                self._holders.add(holder)
-                while discard and self.queue:
-                    slot = self.queue.popleft()
-                    if slot.future.cancel():
-                        slot.let_go()
-                        self._unfinished.discard(slot)
-            if self._unfinished:
-                self._lock.outside(self._until_idle)
-            yield
-        finally:
-            with self._mutex:
-                self._holders.discard(holder)
-                self._condition.notify_all()
+        return _Quiet(self, discard)
 
-    def _until_idle(self) -> None:
-        with self._mutex:
-            self._wait_for(lambda: not self._unfinished)
+    def _unfinished(self) -> list[_Asked]:
+        """The batches of the queue that are not prepared, and the one at which a thread works now.
+
+        Called with the lock held: no thread can begin another one then, since the draw needs the lock.
+        """
+        return [slot for slot in (self._current(), *self.queue) if slot is not None and slot.outcome is None]
 
     @staticmethod
     def check(state: Any) -> None:
@@ -386,31 +449,23 @@ class Prefetcher:
         """Drop the queue, before its rows are released. Call it with the lock held."""
         if self.active:
             with self.quiet(discard=True):
-                pass
+                self.queue.clear()
         self._lock.settle()
 
     # State
 
-    @contextlib.contextmanager
-    def carried(self, pinned: bool) -> Iterator[None]:
-        """Take the queue along while the storage moves to another device. Call it with the lock held."""
-        with self.quiet():
-            before, state = self._home, self.state_dict()
-            yield
-            if self._home != before:
-                self.replace(self.prepared(state, pinned))
-
     @property
-    def _home(self) -> torch.device | None:
+    def home(self) -> torch.device | None:
+        """Where the rows are, and with them the batches of the queue."""
         storage = self._lock.storage
         return storage.device if storage.initialized else None
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Copies of the batches in the queue, all of them finished; used inside :meth:`quiet`."""
-        state, home = [], self._home
+        state, home = [], self.home
         for slot in self.queue:
-            if slot.future.exception() is None:
-                batch = self._wait(slot)
+            if isinstance(slot.outcome, Batch):
+                batch = self._delivered(slot)
                 devices = {t.device for t in tensors_of(batch.data)}
                 device = devices.pop() if len(devices) == 1 else None
                 state.append(
@@ -430,18 +485,17 @@ class Prefetcher:
 
         Batches that lay on the device of the storage then come to its present device.
         """
-        home, slots = self._home, []
+        home, slots = self.home, []
         for entry in state:
             device = home if entry["device"] == "storage" else entry["device"]
             data = copied(entry["data"], device, claim=entry["claimed"])
             info = {k if isinstance(k, str) else tuple(k): copied(v, home) for k, v in entry["info"]}
             if pinned:
                 data, info = pin((data, info))
-            slots.append(_Asked.finished(Batch(data, info, entry["ran_out"])))
+            slots.append(_Asked(outcome=Batch(data, info, entry["ran_out"])))
         return slots
 
     def replace(self, slots: list[_Asked]) -> None:
         """Make these the queue; used inside :meth:`quiet`. Can't fail."""
-        with self._mutex:
-            self.queue.clear()
-            self.queue.extend(slots)
+        self.queue.clear()
+        self.queue.extend(slots)

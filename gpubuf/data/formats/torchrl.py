@@ -71,7 +71,7 @@ def load_torchrl(
     if storage is not None and len(storage):
         raise ValueError(f"the storage must be empty, it has {len(storage)} rows")
     found = read_rows(folder, None if storage is None else storage.ndim)
-    priorities = torchrl_state.read_priorities(folder / "sampler")
+    priorities = torchrl_state.read_priorities(folder / "sampler", folder)
     settings = files.read_json(folder / BUFFER_FILE)
     if (folder / "transform.t").exists():
         warnings.warn(f"{folder / 'transform.t'} is a pickle: the state of the transforms is not read", stacklevel=2)
@@ -137,7 +137,7 @@ def _write_rows(buffer: ReplayBuffer, folder: Path) -> None:
     (folder / "storage").mkdir()
     (folder / "writer").mkdir()
     targets = [
-        files.create_file(files.tensor_file(folder / "storage", leaf.key), leaf.dtype, (*shape, *leaf.shape))
+        files.create_file(files.tensor_file(folder / "storage", leaf.key), leaf.dtype, (*shape, *leaf.shape), folder)
         for leaf in layout.leaves
     ]
     if storage.computed:
@@ -148,7 +148,7 @@ def _write_rows(buffer: ReplayBuffer, folder: Path) -> None:
     # The rows of TorchRL's TensorDict buffers have an index, without which they could not be added to.
     extra = (_INDEX,) if _stores_index(buffer, layout) else ()
     for key in extra:
-        index = files.create_file(files.tensor_file(folder / "storage", key), torch.int64, shape)
+        index = files.create_file(files.tensor_file(folder / "storage", key), torch.int64, shape, folder)
         index.copy_(torch.arange(shape[0]).view(-1, *[1] * (len(shape) - 1)))
     files.write_metadata(folder / "storage", layout, shape, state["size"], extra)
     steps = state["written"] // math.prod(shape[1:])

@@ -27,8 +27,11 @@ class Lock(Protocol):
 
     storage: Any
 
-    def taken(self) -> contextlib.AbstractContextManager[None]:
+    def __enter__(self) -> Any:
         """Around an operation."""
+
+    def __exit__(self, *exception: object) -> None:
+        """After it."""
 
     @property
     def device(self) -> torch.device | None:
@@ -74,32 +77,35 @@ class Recording:
         for name in attributes:
             self._held.setdefault((id(owner), name), (owner, name, getattr(owner, name)))
 
-    @contextlib.contextmanager
-    def replay(self) -> Iterator[None]:
-        """Around a replay: one operation of all the buffers, with its work on the host.
+    def replay(self, launch: Callable[[], object], taken: int = 0) -> None:
+        """Replay by ``launch``: one operation of all the buffers, with its work on the host.
+
+        Args:
+            launch: replays the graph.
+            taken: so many of the locks are held.
 
         Raises:
             CaptureError: a buffer has replaced something that the graph uses.
         """
-        with contextlib.ExitStack() as stack:
-            for lock in self.locks:
-                stack.enter_context(lock.taken())
-            for owner, name, value in self._held.values():
-                if getattr(owner, name, None) is not value:
-                    raise CaptureError(
-                        f"a {type(owner).__name__} was moved, freed or given other parts since its step was captured: "
-                        "call reset() on the captured step, and it is captured anew"
-                    )
-            for action in self._before.values():
-                action()
-            # After an interrupt only the device knows whether the replay ran.
-            storages = [lock.storage for lock in self.locks]
-            before = [storage.begin(REPLAY) for storage in storages]
-            yield
-            for action in self._after:
-                action()
-            for storage, outer in zip(storages, before, strict=True):
-                storage.end(outer)
+        if taken < len(self.locks):
+            with self.locks[taken]:
+                return self.replay(launch, taken + 1)
+        for owner, name, value in self._held.values():
+            if getattr(owner, name, None) is not value:
+                raise CaptureError(
+                    f"a {type(owner).__name__} was moved, freed or given other parts since its step was captured: "
+                    "call reset() on the captured step, and it is captured anew"
+                )
+        for action in self._before.values():
+            action()
+        # After an interrupt only the device knows whether the replay ran.
+        storages = [lock.storage for lock in self.locks]
+        before = [storage.begin(REPLAY) for storage in storages]
+        launch()
+        for action in self._after:
+            action()
+        for storage, outer in zip(storages, before, strict=True):
+            storage.end(outer)
 
 
 class _Current(threading.local):
