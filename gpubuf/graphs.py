@@ -208,8 +208,7 @@ class Captured:
     def _replay(self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert self._graph is not None
         arguments.fill(args, kwargs)
-        with self._recording.replay():
-            self._graph.replay()
+        self._recording.replay(self._graph.replay)
         return fresh(self._results)
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""The structure that the rest relies on: who imports whom, what an import does, how large a file gets."""
+"""The structure that the rest relies on: who imports whom, and what an import does."""
 
 import ast
 import functools
@@ -232,13 +232,6 @@ def test_nobody_imports_upwards(folders: tuple[str, ...], unknown: set[str]):
     reached = {(path.name, name) for path in files for name in imported_modules(path)}
     assert not [found for found in reached if found[1].partition(".")[0] in unknown]
     assert not [path.name for path in files if re.search(rf"import_module\(.({'|'.join(unknown)})\b", path.read_text())]
-
-
-def test_files_stay_readable():
-    """About 400 lines."""
-    assert len(SOURCES) > 20
-    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in SOURCES}
-    assert not {name: n for name, n in lengths.items() if n > 450}
 
 
 def test_nothing_collects_garbage():

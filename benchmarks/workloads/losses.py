@@ -73,6 +73,8 @@ def copy_parameters(source: nn.Module, networks: list[nn.Module]) -> None:
     for k, network in enumerate(networks):
         for ours, theirs in zip(with_own_parameters(source), with_own_parameters(network), strict=True):
             for name, parameter in theirs.named_parameters(recurse=False):
+                # Of a norm with unit rows one parameter has both.
+                name = {"weight": "scale", "bias": "shift"}[name] if hasattr(ours, "shift") else name
                 value = getattr(ours, name)[k] if stacked else getattr(ours, name)
                 parameter.copy_(value.T if stacked and parameter.ndim == 2 else value.reshape(parameter.shape))
 

@@ -234,8 +234,9 @@ def draw_with_normal(parameters: Tensor, low: float, high: float) -> tuple[Tenso
     mean, raw = parameters.chunk(2, -1)
     normal = Normal(mean, (low + 0.5 * (high - low) * (raw.tanh() + 1)).exp(), validate_args=False)
     x = normal.rsample()
-    action = x.tanh()
-    return action, (normal.log_prob(x) - torch.log(1 - action.square() + 1e-6)).sum(-1)
+    # log(1 - tanh(x)^2), also where tanh saturates.
+    log_slope = 2 * (math.log(2) - x - functional.softplus(-2 * x))
+    return x.tanh(), (normal.log_prob(x) - log_slope).sum(-1)
 
 
 def moved_atoms(

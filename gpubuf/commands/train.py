@@ -32,9 +32,9 @@ def run(options: dict[str, Any]) -> int:
     if missing:
         raise UsageError(f'training needs {", ".join(missing)}; pip install "gpubuf[train]"')
 
+    from gpubuf.train.environments import NotFiniteError
     from gpubuf.train.progress import choose_reporter
     from gpubuf.train.run import free_folder, resume, train
-    from gpubuf.train.trainer import DivergedError
 
     reporter = choose_reporter(quiet)
     try:
@@ -43,7 +43,7 @@ def run(options: dict[str, Any]) -> int:
         else:
             folder = out or free_folder(config)
             result = train(config, folder, overwrite=overwrite, reporter=reporter)
-    except DivergedError as error:
+    except NotFiniteError as error:
         print(f"gpubuf train: {error}", file=sys.stderr)
         return 1
     return 0 if result.signal is None else SIGNAL_EXIT + result.signal
@@ -120,6 +120,8 @@ def add(commands: Any) -> None:
     _setting(learning, "v_min", "X", "lowest value of that support")
     _setting(learning, "v_max", "X", "highest value of that support")
     _switch(learning, "scale_rewards", "divide rewards by the spread of the returns" + _by_algorithm("scale_rewards"))
+    text = "give observations mean 0 and variance 1" + _by_algorithm("normalize_observations")
+    _switch(learning, "normalize_observations", text)
     _setting(learning, "noise_hold", "N", "most steps for which exploration holds the same noise")
     _setting(learning, "priority_alpha", "X", "exponent of the priorities")
     _setting(learning, "priority_beta", "X", "exponent of the importance weights at the start; 1 at the end")
@@ -143,7 +145,7 @@ ON_DEVICE = {
 }
 
 
-_TYPES = {"atoms": int, "v_min": float, "v_max": float}
+_TYPES = {"atoms": int, "v_min": float, "v_max": float, "priority_alpha": float, "priority_beta": float}
 
 
 def _setting(group: Any, name: str, metavar: str, text: str) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 import subprocess
 import sys
+import warnings
 from typing import Any
 
 import pytest
+import torch
+from tensordict import TensorDict
 
-import gpubuf.data
+import gpubuf.data as G
 from benchmarks.report.migration import page
 from benchmarks.report.migration.signatures import arguments, constructor, public_members
 from tests.support import torchrl_stand_in
@@ -35,7 +39,7 @@ def test_every_difference_has_a_reason():
 @pytest.mark.parametrize("name", PROBES)
 def test_an_argument_is_accepted_at_its_default_only(name: str):
     with pytest.raises(NotImplementedError):
-        eval(PROBES[name], {each: getattr(gpubuf.data, each) for each in gpubuf.data.__all__})
+        eval(PROBES[name], {each: getattr(G, each) for each in G.__all__})
 
 
 def test_every_name_is_on_the_page():
@@ -50,6 +54,184 @@ def test_the_record_is_torchrls():
     program = "import json; from benchmarks.report.migration.record import recorded; print(json.dumps(recorded()))"
     told = subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, capture_output=True, text=True)
     assert json.loads(told.stdout.splitlines()[-1]) == page.recorded()
+
+
+# The table of differences
+
+
+def rows(n: int, **keys: torch.Tensor) -> TensorDict:
+    return TensorDict({"a": torch.arange(n), **keys}, [n])
+
+
+def filled(data: Any = None, kind: Any = G.TensorDictReplayBuffer, **parts: Any) -> Any:
+    data = rows(4) if data is None else data
+    n = data.numel() if isinstance(data, (TensorDict, torch.Tensor)) else len(data)
+    buffer = kind(**{"storage": G.LazyTensorStorage(n), "batch_size": 2, **parts})
+    buffer.extend(data)
+    return buffer
+
+
+def refuses(kind: type[Exception], call: Any, *arguments: Any) -> bool:
+    with pytest.raises(kind):
+        call(*arguments)
+    return True
+
+
+def slices(**named: Any) -> Any:
+    sampler = G.SliceSampler(slice_len=2, **named)
+    return filled(rows(12, episode=torch.arange(12) // 4), sampler=sampler, batch_size=4)
+
+
+def two_dimensions(**parts: Any) -> Any:
+    data = TensorDict({"a": torch.arange(10).view(2, 5)}, [2, 5])
+    return filled(data, storage=G.LazyTensorStorage(10, ndim=2), **parts)
+
+
+def without_a_storage() -> bool:
+    kept = filled(storage=None).storage
+    small = filled(storage=None, sampler=G.PrioritizedSampler(5, 1.0, 1.0)).storage
+    words = filled(["a"], G.ReplayBuffer, storage=None).storage
+    return (type(kept), kept.max_size, small.max_size, type(words)) == (G.LazyTensorStorage, 1000, 5, G.ListStorage)
+
+
+def copies_in_a_list() -> bool:
+    data = rows(4)
+    buffer = filled(data, storage=G.ListStorage(4))
+    data["a"].zero_()
+    return bool(buffer[3]["a"] == 3)
+
+
+def initialized() -> bool:
+    buffer = G.ReplayBuffer(storage=G.LazyTensorStorage(4))
+    before = buffer.initialized
+    buffer.extend(torch.arange(2))
+    return (before, buffer.initialized) == (False, True)
+
+
+def n_steps() -> bool:
+    flags = torch.zeros(8, 1, dtype=torch.bool)
+    data = TensorDict({"next": {"reward": torch.ones(8, 1), "done": flags}}, [8])
+    buffer = filled(data, transform=G.MultiStepTransform(n_steps=3, gamma=0.5), batch_size=64)
+    waiting = filled(data, transform=G.MultiStepTransform(n_steps=3, gamma=0.5, write_time=True))
+    batch, stored = buffer.sample(), buffer[:]
+    assert batch["steps_to_next_obs"].shape == (64, 1)
+    assert not {"nonterminal", "gamma"} & set(batch.keys()) | {"original_reward"} & set(batch["next"].keys())
+    assert len(waiting) < 8
+    assert set(waiting[:]["next", "reward"].reshape(-1).tolist()) == {1.75}
+    return len(buffer) == 8 and bool((stored["next", "reward"] == 1).all()) and "steps_to_next_obs" not in stored.keys()
+
+
+def generations() -> bool:
+    buffer = filled(rows(2), storage=G.LazyTensorStorage(4))
+    first = buffer.writer.generations_of([0, 1, 2]).tolist()
+    buffer.extend(rows(4))
+    return (first, buffer.writer.generations_of([0, 1, 2]).tolist()) == ([1, 1, -1], [2, 2, 1])
+
+
+def prioritized(**named: Any) -> Any:
+    return filled(kind=G.TensorDictPrioritizedReplayBuffer, alpha=1.0, beta=1.0, **named)
+
+
+def new_rows() -> bool:
+    buffer = prioritized()
+    buffer.update_priority(torch.arange(4), 0.5)
+    return float(buffer.sampler.default_priority) == 0.5
+
+
+def update_without_tracking() -> bool:
+    buffer = filled()
+    handle = {"index": torch.arange(4), "generation": buffer.writer.generations_of(torch.arange(4))}
+    return bool(buffer.update_if_present(**handle, patch={"a": torch.zeros(4, dtype=torch.int64)}).updated.all())
+
+
+def ahead() -> bool:
+    buffer = filled(torch.arange(64), G.ReplayBuffer, prefetch=2, batch_size=8)
+    buffer.sample()
+    state, copy = buffer.state_dict(), pickle.loads(pickle.dumps(buffer))
+    other = filled(torch.arange(64), G.ReplayBuffer, prefetch=2, batch_size=8)
+    other.load_state_dict(state)
+    due = buffer.sample()
+    return torch.equal(due, other.sample()) and not torch.equal(due, copy.sample())
+
+
+def from_a_generator() -> bool:
+    buffers = [filled(torch.arange(64), G.ReplayBuffer) for _ in range(2)]
+    for buffer in buffers:
+        buffer.set_rng(torch.Generator().manual_seed(1))
+    return not hasattr(buffers[0], "_rng") and torch.equal(buffers[0].sample(), buffers[1].sample())
+
+
+def trajectories() -> bool:
+    done = torch.tensor([0, 1, 0, 1]).bool()
+    data = TensorDict({"next": {"done": done}}, [4])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return [len(one) for one in G.iter_trajectories(data)] == [2, 2]
+
+
+#: The tasks of the table, and whether gpubuf does what their rows say.
+CHECKS = {
+    "Buffer without a storage": without_a_storage,
+    "First write": lambda: all(
+        refuses(ValueError, filled(rows(2, b=torch.ones(2))).extend, other)
+        for other in (rows(2), rows(2, b=torch.ones(2), c=torch.ones(2)), rows(2, b=torch.ones(2, 1)))
+    ),
+    "Empty write": lambda: filled().extend(rows(0)).shape == (0,),
+    "Batch with more rows than the capacity": lambda: filled().extend(rows(6)).tolist() == [-1, -1, 2, 3, 0, 1],
+    "`ListStorage`: the batch is changed after `extend`": copies_in_a_list,
+    "`ListStorage`: `sample()` of ints or strings": lambda: (
+        filled(["a", "a"], G.ReplayBuffer, storage=G.ListStorage(4)).sample() == ["a", "a"]
+    ),
+    "`buffer.initialized`": initialized,
+    '`info["index"]` with `ndim=2`': lambda: two_dimensions().sample(return_info=True)[1]["index"].shape == (2, 2),
+    "`buffer[tensor]` with `ndim=2`": lambda: two_dimensions()[torch.tensor([[3, 1]])]["a"].tolist() == [8],
+    '`"index"` of slices': lambda: slices().sample()["index"].shape == (4,),
+    "`SliceSampler(pad_output=True)`": lambda: (
+        ("collector", "mask") in slices(strict_length=False, pad_output=True).sample().keys(True)
+    ),
+    "`sampler.traj_key`": lambda: (lambda made: (made.sample(), made.sampler.traj_key)[1] is None)(slices()),
+    "`SliceSamplerWithoutReplacement`": lambda: (
+        issubclass(G.SliceSamplerWithoutReplacement, G.SliceSampler)
+        and not issubclass(G.SliceSamplerWithoutReplacement, G.SamplerWithoutReplacement)
+    ),
+    "`SamplerWithoutReplacement(drop_last=True)` without `batch_size`": lambda: (
+        len(filled(sampler=G.SamplerWithoutReplacement(drop_last=True), batch_size=None).sample(3)) == 3
+    ),
+    "`MultiStepTransform(n_steps=n)`": n_steps,
+    "Generations of rows": generations,
+    "Samples with priorities": lambda: (
+        {"index", "priority_weight", "index_generation"} < set(prioritized().sample().keys())
+    ),
+    "`update_tensordict_priority` of a batch without priorities": lambda: (
+        lambda made: refuses(KeyError, made.update_tensordict_priority, made.sample())
+    )(prioritized()),
+    "Priority of new rows": new_rows,
+    "NaN, infinite or negative priority": lambda: all(
+        refuses(ValueError, prioritized().update_priority, torch.arange(4), value)
+        for value in (float("nan"), float("inf"), -1.0)
+    ),
+    "`update_if_present`": update_without_tracking,
+    "`TensorDictMaxValueWriter`": lambda: (
+        "index" in filled(writer=G.TensorDictMaxValueWriter("a"), kind=G.ReplayBuffer)[:].keys()
+    ),
+    "`generator=`": from_a_generator,
+    "`state_dict()`": lambda: not {"_rng", "_prefetch_state"} & set(filled().state_dict()),
+    "`pickle` with `prefetch`": ahead,
+    "`dumps(path)`": lambda: G.ReplayBuffer.dumps.__annotations__["return"] not in (None, "None"),
+    "`iter_trajectories` by end flags": trajectories,
+    "`Trajectory` of `buffer.query`": lambda: type(G.Trajectory(rows(3)).data) is TensorDict,
+}
+
+
+@pytest.mark.parametrize("task", CHECKS)
+def test_the_table_of_differences_is_true(task: str):
+    assert CHECKS[task]() is True
+
+
+def test_every_difference_is_checked():
+    introduction = page.PAGE.read_text().partition("## Every name")[0]
+    table = re.findall(r"^\| (.+?) \| .+ \| .+ \| .*\|$", introduction, re.MULTILINE)
+    assert table == ["task", "---", *CHECKS]
 
 
 # Comparing
