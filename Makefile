@@ -83,6 +83,7 @@ SANITIZED := tests/kernels/test_rows_gpu.py tests/kernels/test_sum_tree_gpu.py t
 sanitize: export GPUBUF_TEST_GPU := 1
 sanitize: export PYTORCH_NO_CUDA_MEMORY_CACHING := 1
 sanitize:
+	$(GPU_PYTHON) -m tests.support.planted_fault compute-sanitizer --tool memcheck --error-exitcode 1
 	for tool in memcheck racecheck; do \
 	  compute-sanitizer --tool $$tool --error-exitcode 1 $(GPU_PYTHON) -m pytest $(SANITIZED) -W default -m gpu $(ARGS) || exit 1; \
 	done

@@ -43,6 +43,10 @@ CUT = 124
 #: Processes that share the gpu-marked tests, which mostly compile.
 WORKERS = 8
 
+#: The kernels' own figures: time, instructions, and why warps wait. Clocks stay as they are: a guest may not set them.
+NCU = ("ncu", "--clock-control", "none", "--profile-from-start", "off", "--csv", "--page", "raw")
+NCU_SECTIONS = ("SpeedOfLight", "LaunchStats", "InstructionStats", "SchedulerStats", "WarpStateStats")
+
 #: pytest loads the plugins that are needed, and none that a machine has beside them: they may not suit this pytest.
 PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist.plugin,pytest_benchmark.plugin"}
 
@@ -125,6 +129,7 @@ class Plan:
         return [
             Step("tune", tune, 190),
             self._benchmarks("replay", 90, REPLAY),
+            self._profile(50),
             self._benchmarks("placement and SAC", 90, OTHERS),
             self._benchmarks("slices and filling", 105, SLICES),
         ]
@@ -138,11 +143,20 @@ class Plan:
         sanitized = self._tests(
             "sanitizer", SANITIZED, LIMIT, workers=0, before=command, environment=uncached, needs=command[0]
         )
+        # What finds nothing must be able to find something: a kernel that writes beyond its tensor.
+        planted = (sys.executable, "-m", "tests.support.planted_fault", *command)
         return [
             self._tests("training-and-tuning", trained, 130, each=100, workers=WORKERS),
             self._benchmarks("curves", 190, CURVES, "--curves", "--huge"),
+            Step("planted fault", planted, 60, uncached, needs=command[0]),
             sanitized,
         ]
+
+    def _profile(self, seconds: float) -> Step:
+        sections = [word for section in NCU_SECTIONS for word in ("--section", section)]
+        table = ("--log-file", str(self.folder / f"stage-{self.stage}-ncu.csv"))
+        command = (*NCU, *sections, *table, sys.executable, "-m", "benchmarks.studies.profiled", self.kind)
+        return Step("profile", command, seconds, needs=NCU[0])
 
     def _tests(
         self,
@@ -165,7 +179,9 @@ class Plan:
             # Ends the worker, also where a hanging kernel makes it deaf: the test has failed, another worker goes on.
             options += ["-o", f"faulthandler_timeout={each}", "-o", "faulthandler_exit_on_timeout=true"]
         command = (*before, sys.executable, "-m", "pytest", *options, *(f"tests/{file}" for file in files))
-        return Step(name, command, seconds, {"GPUBUF_TEST_GPU": "1", **PLUGINS, **(environment or {})}, junit, needs)
+        # Inductor's own processes, beside several that test, would starve each other.
+        given = {"GPUBUF_TEST_GPU": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", **PLUGINS, **(environment or {})}
+        return Step(name, command, seconds, given, junit, needs)
 
     def _benchmarks(self, name: str, seconds: float, workloads: Sequence[str], *more: str) -> Step:
         options = [*benchmark_options(self.results, self.kind), "--environment=gpubuf", "--deadline={deadline}"]
@@ -237,6 +253,8 @@ def outcomes(report: Path, cut: bool = False) -> dict[str, Any]:
         name = f"{case.get('classname')}::{case.get('name')}"
         if cut and outcome == "passed" and float(case.get("time", 0)) == 0:
             outcome, name = "failed", f"{name} (had not ended)"
+        if "beside" in case.keys():
+            name += f" (beside {case.get('beside')}, which hung: proves nothing)"
         found[outcome].append(name)
     return {**{outcome: len(names) for outcome, names in found.items()}, "failures": found["failed"]}
 
@@ -319,7 +337,14 @@ def describe_machine(path: Path, kind: str) -> None:
     """
     machine = describe(kind)
     write_whole(path, {"machine_info": machine})
-    for command in (["nvidia-smi"], [sys.executable, "-m", "pip", "list"], [sys.executable, "-m", "gpubuf", "info"]):
+    # Of the machine itself too: what compute-sanitizer and ncu can do depends on what runs the guest.
+    runtime = (["uname", "-a"], ["systemd-detect-virt"], ["cat", "/proc/version", "/proc/driver/nvidia/params"])
+    for command in (
+        *runtime,
+        ["nvidia-smi"],
+        [sys.executable, "-m", "pip", "list"],
+        [sys.executable, "-m", "gpubuf", "info"],
+    ):
         with contextlib.suppress(OSError):
             subprocess.run(command, cwd=ROOT, check=False)
     machine["roofline"] = roofline.measure(kind)

@@ -45,8 +45,8 @@ def test_a_stage_fits_into_nine_minutes(stage: int):
 def test_the_order_is_by_value():
     """Correctness before figures, figures by rule before tuned ones, what takes long and says less at the end."""
     assert list(planned(1)) == ["environment", "tests", "placement", "broken-capture", "by rule"]
-    assert list(planned(2)) == ["environment", "tune", "replay", "placement and SAC", "slices and filling"]
-    assert list(planned(3)) == ["environment", "training-and-tuning", "curves", "sanitizer"]
+    assert list(planned(2)) == ["environment", "tune", "replay", "profile", "placement and SAC", "slices and filling"]
+    assert list(planned(3)) == ["environment", "training-and-tuning", "curves", "planted fault", "sanitizer"]
 
 
 def test_every_test_for_a_gpu_is_run_once():
@@ -88,7 +88,39 @@ def test_no_more_files_than_come_back():
     for stage in (1, 2, 3):
         plan = Plan(stage, Path("/out"))
         files = {plan.results, plan.log, *(step.junit for step in plan.steps() if step.junit)}
+        files |= {Path(word) for step in plan.steps() for word in step.command if word.endswith(".csv")}
         assert len(files) + (stage == 2) <= 8
+
+
+def test_the_headline_figures_are_profiled_after_they_are_measured(capsys: pytest.CaptureFixture[str]):
+    """The calls are made before, unseen, so that neither compiling nor filling is looked at."""
+    from benchmarks.studies import profiled
+
+    step = planned(2)["profile"]
+    assert step.needs == "ncu"
+    assert "--profile-from-start off" in " ".join(step.command)
+    assert step.command[-3:] == ("-m", "benchmarks.studies.profiled", "cuda")
+    assert set(profiled.WORKLOADS) <= set(REGISTRY)
+
+
+@pytest.mark.parametrize(
+    ("sanitizer", "code"),
+    [
+        ("echo 'Invalid __global__ write of size 4 bytes'; exit 1", 0),
+        ("echo 'ERROR SUMMARY: 0 errors'", 1),
+        ("echo 'the debugger interface is not available'; exit 1", 1),
+    ],
+    ids=["sees", "finds-nothing", "can-not-look"],
+)
+def test_a_sanitizer_has_to_see_a_planted_fault(sanitizer: str, code: int):
+    from tests.support.planted_fault import main
+
+    assert main(["sh", "-c", sanitizer]) == code
+
+
+def test_inductor_compiles_in_the_process_that_tests():
+    """Workers beside each other, each with processes that compile for it, would starve."""
+    assert planned(1)["tests"].environment["TORCHINDUCTOR_COMPILE_THREADS"] == "1"
 
 
 def test_a_bare_machine_has_all_that_tests_and_benchmarks_import():
@@ -295,6 +327,10 @@ def test_good(i):
 def test_hangs():
     ctypes.PyDLL(None).sleep(1000)  # deaf: no signal reaches Python
 
+def test_fails_beside():
+    time.sleep(1)
+    assert False, "out of time"
+
 def lost(device=None):
     raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
@@ -316,12 +352,15 @@ def test_a_test_that_hangs_or_loses_the_gpu_fails_alone(tmp_path: Path, monkeypa
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     (tmp_path / "test_bad_day.py").write_text(BAD_DAY)
     plan = Plan(1, tmp_path)
-    step = plan._tests("tests", ["x"], 600, each=5)
+    step = plan._tests("tests", ["x"], 600, each=5, workers=2)
     command = [*step.command[:-1], "-o", "markers=gpu", f"--rootdir={tmp_path}", str(tmp_path / "test_bad_day.py")]
     stages.run_limited(command, step.seconds, plan.log, step.environment)
     found = stages.outcomes(plan.folder / "stage-1-tests.xml")
     assert (found["passed"], found["skipped"]) == (8, 0)
-    assert sorted(name.rpartition("::")[2] for name in found["failures"]) == ["test_hangs", "test_loses_the_gpu"]
+    failed = {test.rpartition("::")[2]: said for test, _, said in (name.partition(" ") for name in found["failures"])}
+    assert failed.keys() == {"test_hangs", "test_fails_beside", "test_loses_the_gpu"}
+    assert not failed["test_hangs"]
+    assert re.fullmatch(r"\(beside \S*test_hangs, which hung: proves nothing\)", failed["test_fails_beside"])
     log = plan.log.read_text()
     assert "Timeout (0:00:05)!" in log
     assert re.search(r"test_loses_the_gpu has cost this worker its GPU:\n.*", log)
