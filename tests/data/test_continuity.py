@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 
 import pytest
@@ -23,6 +24,7 @@ from gpubuf import (
 from gpubuf.data import Codec, Sequence
 from tests.support.fake_cuda import fake_cuda, no_blocking_copies
 from tests.support.graph_recorder import RecordedCuda
+from tests.support.graph_worlds import differences
 from tests.support.placements import GIB, Machine
 
 CAPACITY = 48
@@ -368,18 +370,46 @@ def test_replays_of_a_captured_write(monkeypatch, share_next):
     assert_breaks(buffer)
 
 
-@pytest.mark.parametrize("share_next", [False, True])
-def test_a_compiled_write_is_refused_and_a_compiled_sample_is_right(share_next):
-    """Compiled code holds what an operation changes in copies, and the ends read it by address."""
-    stream = Stream(chance=0.3)
-    storage = LazyTensorStorage(CAPACITY, ends=CONTINUITY, share_next=share_next)
-    buffer = TensorDictReplayBuffer(storage=storage, n_steps=3, batch_size=32)
-    buffer.extend(stream.rows(5))
-    with pytest.raises(Exception, match="ends='flags\\+continuity' can't be compiled"):
-        torch.compile(buffer.extend, backend="aot_eager", fullgraph=True)(stream.rows(5))
-    assert len(buffer) == 5
-    buffer.sample()
-    sample = torch.compile(buffer.sample, backend="aot_eager", fullgraph=True)
-    for _ in range(3):
-        buffer.extend(stream.rows(5))
-        assert torch.equal((batch := sample())["of"], batch["next", "was"])
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("storage", "envs", "backend"),
+    [
+        *((name, envs, "aot_eager") for name in ("plain", "stored once", "some stored once") for envs in (1, 2)),
+        pytest.param("some stored once", 2, "inductor", marks=pytest.mark.slow),
+    ],
+)
+def test_compiled_steps_are_eager_ones(storage, envs, backend):
+    """Rows, flags and ends, bit for bit, while the ring wraps. Compiled code holds what operations change in copies."""
+    results = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        stream = Stream(envs, chance=0.3)
+        stored = STORAGES[storage](ndim=1 if envs == 1 else 2)
+        sampler = SliceSampler(slice_len=3, strict_length=False, pad_output=True, end_key=("next", "done"))
+        drawn, sliced = (
+            TensorDictReplayBuffer(storage=stored, n_steps=3, batch_size=32),
+            TensorDictReplayBuffer(storage=stored, sampler=sampler, batch_size=12),
+        )
+        for buffer in (drawn, sliced):
+            buffer.extend(stream.rows(5))
+            buffer.sample()
+
+        def step(rows: TensorDict, drawn=drawn, sliced=sliced) -> tuple:
+            sliced.extend(rows)
+            return drawn.sample(), sliced.sample()
+
+        compiled = functools.partial(torch.compile, backend=backend, fullgraph=True) if compiles else lambda it: it
+        run, found = compiled(step), []
+        for number in range(14):
+            with torch._dynamo.config.patch(error_on_recompile=True):
+                batches = run(stream.rows(5))
+            if number in (2, 11):
+                # Compiled anew each time: a storage counts these.
+                compiled(stored.write)(torch.tensor([0, 7, 12 if number == 2 else -2]), stream.rows(3).reshape(-1)[:3])
+            bits = (stored.breaks.found, stored.end_bits.words, sliced.sampler.trajectory_index.ends)
+            found.append((*batches, stored[:].clone(), [tensor.clone() for tensor in bits]))
+        assert stored.breaks.found.sum() > 5
+        assert_breaks(drawn)
+        results.append(found)
+        torch._dynamo.reset()
+    assert not differences(results[1], results[0])

@@ -15,15 +15,16 @@ from gpubuf.data.storages.layout import address, as_written
 from gpubuf.data.storages.placement import device_name
 from gpubuf.data.storages.recipe import Recipe
 from gpubuf.data.storages.sharing import continued_keys
-from gpubuf.kernels import config, trajectories
+from gpubuf.kernels import config, rows, trajectories
 from gpubuf.kernels._registry import lazy, past_dispatcher, without_dispatch
-from gpubuf.kernels.rows import ENTRY, table_entry
+from gpubuf.kernels.rows import ENTRY, SIZE, table_entry
 from gpubuf.kernels.trajectories import Rule
 
 FLAGS, CONTINUITY = "flags", "flags+continuity"
 """What ends a trajectory: values of the option ``ends`` of storages."""
 
 _compare = without_dispatch(trajectories.compare, given=("index",))
+_publish = without_dispatch(rows.write)
 _update = without_dispatch(trajectories.update)
 # The CPU's form for who has no use for sums: most of the time of an update is theirs.
 _update_ends = lazy("gpubuf.kernels.trajectories._cpu:update_ends")
@@ -129,27 +130,37 @@ class Breaks:
             self._pairs.copy_(torch.stack([table[place] for place in self._places]))
         self.entries.copy_(self._addresses(), non_blocking=True)
 
-    def write(self, ring: Tensor, steps: int) -> None:
-        """The newest ``steps`` steps were written. No host sync."""
+    def write(self, ring: Tensor, steps: int, index: Tensor) -> None:
+        """The newest ``steps`` steps were written, at ``index`` (int64 ``[n]``, flat). No host sync."""
         self._compare(ring, None, steps)
+        if torch.compiler.is_compiling():
+            self._publish(ring, index)
 
     def rewrite(self, ring: Tensor, index: Tensor) -> None:
         """Rows of ``index`` (int64 ``[n]``, flat) were changed in place. No host sync."""
         self._compare(ring, index, 0)
+        if torch.compiler.is_compiling():
+            self._publish(ring, index)
 
     def _compare(self, ring: Tensor, index: Tensor | None, steps: int) -> None:
-        if torch.compiler.is_compiling():
-            # The bitmap of ends reads flags and links by address: compiled code may still hold them in copies.
-            raise NotImplementedError(
-                f"writes to a storage with ends={CONTINUITY!r} can't be compiled: call extend() outside of compiled "
-                "code. Samples can be compiled, and gpubuf.capture takes both"
-            )
         if self.rows is not None:
             _compare(self.rows, ring, self._pairs, index, steps, self._steps, self._envs)
 
+    def _publish(self, ring: Tensor, index: Tensor) -> None:
+        """Bring the flags of ``index`` and of the steps before to where :attr:`entries` say.
+
+        Compiled code may hold a tensor that an operation changes in a copy, and would put it back in the end; the
+        bitmap of ends reads flags by address before that.
+        """
+        capacity = self._steps * self._envs
+        index = torch.remainder(torch.cat([index, index - self._envs]), capacity)
+        # Row 0 in place of rows that are not stored.
+        index = torch.where(index < ring[SIZE], index, 0)
+        _publish(self.entries, [flags[index] for flags in self._flags], ring, index, capacity)
+
     def rebuild(self, ring: Tensor) -> None:
         """Compare all rows anew, O(capacity). No host sync."""
-        self.write(ring, self._steps)
+        self._compare(ring, None, self._steps)
 
     def free(self) -> None:
         """Release the memory."""

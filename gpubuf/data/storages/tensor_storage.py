@@ -144,7 +144,7 @@ class TensorStorage(TorchRLNames):
             return None
         ring.note(n)
         if self.breaks is not None:
-            self.breaks.write(ring.counters, n // math.prod(self._shape[1:]))
+            self.breaks.write(ring.counters, n // math.prod(self._shape[1:]), index)
         if self.end_bits is not None:
             self.end_bits.write_again(ring.counters, n)
         return index
@@ -160,7 +160,7 @@ class TensorStorage(TorchRLNames):
         )
         self.counters.count(n)
         if self.breaks is not None:
-            self.breaks.write(self.ring, n // math.prod(self._shape[1:]))
+            self.breaks.write(self.ring, n // math.prod(self._shape[1:]), index)
         if self.end_bits is not None:
             self.end_bits.write(self.ring, n)
         return index
