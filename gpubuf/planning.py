@@ -21,7 +21,7 @@ from gpubuf.data.samplers.slices_without_replacement import SliceSamplerWithoutR
 from gpubuf.data.samplers.without_replacement import SamplerWithoutReplacement
 from gpubuf.data.storages import host_memory
 from gpubuf.data.storages.codecs import Codec
-from gpubuf.data.storages.end_bits import EndBits
+from gpubuf.data.storages.end_bits import CONTINUITY, FLAGS, EndBits, check_ends, compared_keys
 from gpubuf.data.storages.forms import Options, sources
 from gpubuf.data.storages.host_memory import Free
 from gpubuf.data.storages.layout import Key, Leaf, RowLayout, as_key, batch_shape
@@ -186,6 +186,7 @@ def plan(
     prefixes: Mapping[Any, Any] | None = None,
     share_next: bool | Sequence[Any] = False,
     next_capacity: int | None = None,
+    ends: str = FLAGS,
     n_steps: int = 1,
 ) -> Plan:
     """The memory that a buffer takes, and where it fits on this machine now. Nothing is allocated. No host sync.
@@ -198,7 +199,7 @@ def plan(
         budget: bytes, or text such as ``"24GiB"``, for rows, index and counters together, instead of ``capacity``: the
             plan is for as many transitions as fit, and for no more than one would if it were added.
         envs: environments, for storages with ``ndim=2``.
-        dtypes, batch_dtypes, prefixes, share_next, next_capacity: as for :class:`gpubuf.LazyTensorStorage`.
+        dtypes, batch_dtypes, prefixes, share_next, next_capacity, ends: as for :class:`gpubuf.LazyTensorStorage`.
         n_steps: as for :class:`gpubuf.ReplayBuffer`. More than one take a few bits a row.
 
     Returns:
@@ -213,9 +214,10 @@ def plan(
         raise TypeError(f"give either capacity or budget, got capacity={capacity} and budget={budget!r}")
     if envs < 1 or (capacity is not None and capacity < 1):
         raise ValueError(f"capacity and envs must be at least 1, got capacity={capacity} and envs={envs}")
+    check_ends(ends)
     leaves = _leaves(spec)
     options = with_shared(leaves, Options.of(dtypes, batch_dtypes, prefixes), share_next)
-    row = _Row.of(leaves, options, next_capacity, Recipe.of(n_steps).n_steps > 1)
+    row = _Row.of(leaves, options, next_capacity, Recipe.of(n_steps).n_steps > 1, ends == CONTINUITY)
     chosen = _sampler(sampler)
     free = host_memory.free()
     device_type = "cpu" if free.device is None else "cuda"
@@ -239,6 +241,7 @@ class _Row:
         counters: bytes of the counters and tables.
         next_capacity: as for :class:`gpubuf.LazyTensorStorage`.
         has_ends: whether the storage keeps the ends of trajectories, for transitions of several steps.
+        has_breaks: whether a byte says that the next row does not continue it.
     """
 
     leaves: list[Leaf]
@@ -247,10 +250,15 @@ class _Row:
     counters: int
     next_capacity: int | None
     has_ends: bool
+    has_breaks: bool
 
     @classmethod
-    def of(cls, written: list[Leaf], options: Options, next_capacity: int | None, has_ends: bool) -> _Row:
+    def of(
+        cls, written: list[Leaf], options: Options, next_capacity: int | None, has_ends: bool, continuity: bool
+    ) -> _Row:
         found = sources(written, options)
+        # The links of observations stored once tell it anyway.
+        breaks = continuity and any(not found[coming].follows for coming, _ in compared_keys(written, found))
         leaves = [replace(leaf, dtype=source.stored) for leaf, source in zip(written, found, strict=True)]
         owned = [source.owner == position for position, source in enumerate(found)]
         follows = [source.follows and source.whole is None for source in found]
@@ -260,7 +268,7 @@ class _Row:
             tables += 8 * FIELD * len(leaves) * (1 if as_written else 2)
         widths = [leaf.row_bytes if own else 0 for leaf, own in zip(leaves, owned, strict=True)]
         aside = [leaf.row_bytes if elsewhere else 0 for leaf, elsewhere in zip(leaves, follows, strict=True)]
-        return cls(leaves, widths, aside, _COUNTERS + tables, next_capacity, has_ends)
+        return cls(leaves, widths, aside, _COUNTERS + tables, next_capacity, has_ends, breaks)
 
     @property
     def n_bytes(self) -> int:
@@ -277,6 +285,7 @@ class _Row:
         """Bytes of tree and index."""
         shape = (steps,) if envs == 1 else (steps, envs)
         ends = EndBits.bytes_for(shape, device_type) if self.has_ends else 0
+        ends += steps * envs if self.has_breaks else 0
         return sampler.index_bytes(shape, device_type) + IndexBytes(index=ends) + self.beside(steps, envs)[1]
 
     def plans(self, steps: int, envs: int) -> tuple[KeyPlan, ...]:

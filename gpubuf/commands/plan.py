@@ -37,6 +37,7 @@ def run(options: dict[str, Any]) -> int:
             prefixes={key: tuple(whole.split(".")) for key, whole in prefixes.items()},
             share_next=options["share_next"],
             next_capacity=options["next_capacity"],
+            ends=options["ends"],
             n_steps=options["n_steps"],
         )
     except ValueError as error:
@@ -93,6 +94,12 @@ def add(commands: Any) -> None:
         type=int,
         metavar="N",
         help="room for next observations that are not in the row behind (default: an eighth of the rows)",
+    )
+    parser.add_argument(
+        "--ends",
+        choices=("flags", "flags+continuity"),
+        default="flags",
+        help="what ends a trajectory: flags, or also rows that the next one does not continue (default: flags)",
     )
     size = parser.add_mutually_exclusive_group(required=True)
     size.add_argument("--capacity", type=int, metavar="N", help="transitions")

@@ -60,6 +60,24 @@ def test_a_plan_is_what_is_then_taken(name, capacity):
     assert taken.total == due.host_bytes
 
 
+@pytest.mark.parametrize("share_next", [False, True, ["observation"]])
+@pytest.mark.parametrize("envs", [1, 3])
+def test_continuity_takes_a_byte_per_row(envs, share_next):
+    """Unless all observations are stored once."""
+    data = TensorDict({"observation": torch.rand(60, 5), "pixels": torch.rand(60, 3)}, [60])
+    data["next"] = data.clone().update({"reward": torch.zeros(60, 1), "done": torch.zeros(60, 1, dtype=torch.bool)})
+    options = {"share_next": share_next, "ends": "flags+continuity"}
+    made = gpubuf.plan(data, 600, envs=envs, n_steps=3, **options)
+    storage = LazyTensorStorage(600, ndim=1 if envs == 1 else 2, **options)
+    buffer = TensorDictReplayBuffer(storage=storage, batch_size=2, n_steps=3)
+    buffer.extend(data if envs == 1 else data.view(envs, -1))
+    buffer.sample()
+    taken, due = buffer.memory(), made.fit("cpu")
+    assert (taken.rows, taken.index, taken.total) == (made.rows, due.index.index, due.host_bytes)
+    without = gpubuf.plan(data, 600, envs=envs, n_steps=3, share_next=share_next)
+    assert due.index.index - without.fit("cpu").index.index == (0 if share_next is True else 600)
+
+
 @pytest.mark.parametrize("kind", ["cuda", "pinned", "split"])
 def test_a_plan_is_what_is_then_taken_on_a_gpu(monkeypatch, kind):
     machine = Machine(device=100_000 if kind == "split" else GIB).install(monkeypatch)
@@ -155,6 +173,10 @@ def test_bad_arguments(arguments, error, message):
 
 
 def test_bad_options():
+    with pytest.raises(ValueError, match="ends must be"):
+        gpubuf.plan(SPEC, 3, ends="flag")
+    with pytest.raises(ValueError, match="nothing to compare"):
+        gpubuf.plan(SPEC, 3, ends="flags+continuity")
     with pytest.raises(ValueError, match="sampler must be one of"):
         gpubuf.plan(SPEC, 3, sampler="random")
     with pytest.raises(TypeError, match="expected a sampler"):

@@ -105,6 +105,12 @@ def test_the_command(capsys):
     out = capsys.readouterr().out
     line = next(line for line in out.splitlines() if line.startswith("next.observation"))
     assert "122.3 KiB" in line
+    found = []
+    for ends in ("flags", "flags+continuity"):
+        assert main(["plan", *arguments, "--capacity", "81920", "--ends", ends]) == 0
+        found.append(next(line for line in capsys.readouterr().out.splitlines() if line.startswith("cpu")).split())
+    assert found[0][3:5] == ["0", "bytes"]
+    assert found[1][3:5] == ["80", "KiB"]
 
 
 # Moves and copies

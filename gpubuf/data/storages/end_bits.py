@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.storages.fields import NextObservations
-from gpubuf.data.storages.forms import NEXT_KEY, Form
-from gpubuf.data.storages.layout import address, as_written
+from gpubuf.data.storages.forms import NEXT_KEY, Form, Source
+from gpubuf.data.storages.layout import Leaf, address, as_written
 from gpubuf.data.storages.placement import device_name
 from gpubuf.data.storages.recipe import Recipe
 from gpubuf.data.storages.sharing import continued_keys
@@ -33,22 +33,28 @@ _prepared_ends = lazy("gpubuf.kernels.trajectories._cpu:prepared_ends")
 _RULE = Rule(1)
 
 
-def compared_columns(form: Form) -> list[tuple[int, int]]:
-    """The columns whose rows are compared: that of a next observation, and that of the observation it should be.
+def check_ends(ends: str) -> None:
+    """Raise ValueError unless ``ends`` is a value of that option."""
+    if ends not in (FLAGS, CONTINUITY):
+        raise ValueError(f"ends must be {FLAGS!r} or {CONTINUITY!r}, got {ends!r}")
 
-    An observation stored once has one column for both: its links tell where the next row does not continue it.
+
+def compared_keys(leaves: Sequence[Leaf], sources: Sequence[Source] | None) -> list[tuple[int, int]]:
+    """The keys whose rows are compared: a next observation and the observation it should be, by their positions.
+
+    Args:
+        leaves: the keys that are written.
+        sources: what each of them is read from; None: from a column of its own.
 
     Raises:
         ValueError: there are none, or the two are not stored alike.
     """
-    leaves, found = form.written.leaves, list[tuple[int, int]]()
-    keys = continued_keys(leaves)
-    for key in keys:
-        root, coming = (form.written.position(name) for name in (key, (NEXT_KEY, *key)))
-        assert root is not None
-        assert coming is not None
-        if form.sources is not None:
-            one, other = form.sources[root], form.sources[coming]
+    positions = {leaf.key: position for position, leaf in enumerate(leaves)}
+    found = list[tuple[int, int]]()
+    for key in continued_keys(leaves):
+        root, coming = positions[key], positions[NEXT_KEY, *key]
+        if sources is not None:
+            one, other = sources[root], sources[coming]
             if one.whole is not None or other.whole is not None:
                 # The longer key is compared.
                 continue
@@ -58,7 +64,7 @@ def compared_columns(form: Form) -> list[tuple[int, int]]:
                     f"ends={CONTINUITY!r} compares the bytes of {as_written(key)!r} with those under 'next', but they "
                     f"are stored with (dtype, scale, offset) = {stored[0]} and {stored[1]}: store them alike"
                 )
-        found.append((form.columns[coming], form.columns[root]))
+        found.append((coming, root))
     if not found:
         raise ValueError(
             f"ends={CONTINUITY!r} finds nothing to compare: it takes keys at the root and under 'next', of one shape "
@@ -101,9 +107,11 @@ class Breaks:
         """Begin anew for a storage of ``shape``, on the device of its ``table`` of addresses.
 
         Raises:
-            ValueError: as :func:`compared_columns`.
+            ValueError: as :func:`compared_keys`.
         """
-        found = compared_columns(form)
+        # An observation stored once has one column for both: its links tell where the next row does not continue it.
+        keys = compared_keys(form.written.leaves, form.sources)
+        found = [(form.columns[coming], form.columns[root]) for coming, root in keys]
         self.columns = frozenset(column for pair in found for column in pair)
         self.positions = frozenset(i for i, column in enumerate(form.columns) if column in self.columns)
         self._places = [column for pair in found if pair[0] != pair[1] for column in pair]

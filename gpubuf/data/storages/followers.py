@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.storages import host_memory
-from gpubuf.data.storages.end_bits import Breaks, EndBits, compared_columns
+from gpubuf.data.storages.end_bits import Breaks, EndBits, compared_keys
 from gpubuf.data.storages.forms import Form
 from gpubuf.data.storages.placement import IndexBytes, depends_on_room
 from gpubuf.data.storages.recipe import Recipe
@@ -95,7 +95,7 @@ class Followed(Storage):
             KeyError, ValueError: they do.
         """
         if self.breaks is not None:
-            compared_columns(form)
+            compared_keys(form.written.leaves, form.sources)
         for follower in self._followers:
             follower.check_rows(form)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gpubuf.data.runtime.interruption import Unfinished
 from gpubuf.data.storages.columns import Column, address_table, columns_of, new_columns, record_of
-from gpubuf.data.storages.end_bits import CONTINUITY, FLAGS
+from gpubuf.data.storages.end_bits import CONTINUITY, FLAGS, check_ends
 from gpubuf.data.storages.fields import NextObservations, field_table, fields_of
 from gpubuf.data.storages.followers import Followed
 from gpubuf.data.storages.followers import Storage as Storage
@@ -39,8 +39,7 @@ class RowMemory(Followed):
             raise ValueError(f"a storage needs room for a whole number of rows, one or more, got max_size={max_size}")
         if ndim < 1:
             raise ValueError(f"a storage has at least one dimension, got ndim={ndim}")
-        if ends not in (FLAGS, CONTINUITY):
-            raise ValueError(f"ends must be {FLAGS!r} or {CONTINUITY!r}, got {ends!r}")
+        check_ends(ends)
         self.max_size = int(max_size)
         self.requested_size = self.max_size  # before rounding up to whole steps
         self.ndim = ndim
