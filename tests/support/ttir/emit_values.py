@@ -48,6 +48,7 @@ FUNCTIONS = {
     **{f"math.{name}": f"np.{name}" for name in ("exp", "exp2", "log", "log2", "log1p", "sqrt", "floor", "ceil")},
     **{f"math.{name}": f"np.{name}" for name in ("cos", "sin", "tanh")},
     **{"math.absf": "np.abs", "math.absi": "np.abs", "math.erf": "ar.erf", "math.rsqrt": "ar.rsqrt"},
+    "arith.negf": "np.negative",
 }
 
 COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}

@@ -11,6 +11,8 @@ from typing import Any
 # Triton's own functions must be compiled ones, which is decided when it is imported. The tests' conftest.py asks for
 # the interpreter after that.
 os.environ.pop("TRITON_INTERPRET", None)
+# Tests launch kernels of their own too, without saying whether a * b + c may be one operation. Triton 3.9 asks for it.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 import pytest
 import torch
