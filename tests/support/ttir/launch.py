@@ -27,10 +27,10 @@ TARGET = GPUTarget("cuda", 90, 32)
 
 @dataclass
 class Compiled:
-    """A specialisation. ``paths`` leads to the arguments that are not constants, through tuples."""
+    """A specialisation. ``paths`` leads to the arguments that are not constants, through tuples; with their types."""
 
-    program: Program
-    paths: list[tuple[int, ...]]
+    program: Any
+    paths: list[tuple[tuple[int, ...], str]]
 
 
 class Executor:
@@ -89,44 +89,58 @@ class Executor:
             except Exception as error:
                 self.report.add("compile", function.__name__, f"{type(error).__name__}: {str(error)[:300]}")
                 raise
-            paths = list(_paths(list(signature.values())))
-            if len(paths) != len(program.arg_types):
-                raise RuntimeError(f"{len(program.arg_types)} arguments in the IR, {len(paths)} in the signature")
-            self._compiled[key] = Compiled(program, paths)
+            self._compiled[key] = Compiled(program, list(_paths(list(signature.values()))))
             self.report.specialisations += 1
         return self._compiled[key], bound
 
-    def _program(self, source: ASTSource, options: Any) -> Program:
+    def _program(self, source: ASTSource, options: Any) -> Any:
+        """What a launch of a specialisation executes."""
+        return translate(str(self._lowered(source, options, "ttir")[0]))
+
+    def _lowered(self, source: ASTSource, options: Any, last: str) -> tuple[Any, dict[str, Any]]:
+        """The output of a stage of the compiler, and what the stages have said of it."""
         context = ir.context()
         ir.load_dialects(context)
         self._backend.load_dialects(context)
         implementation = self._backend.get_codegen_implementation(options)
-        module = source.make_ir(TARGET, options, implementation, self._backend.get_module_map(), context)
+        code = source.make_ir(TARGET, options, implementation, self._backend.get_module_map(), context)
         stages: dict[str, Any] = {}
         self._backend.add_stages(stages, options, source.language)
-        return translate(str(stages["ttir"](module, {})))
+        metadata = {"target": TARGET, **options.__dict__}
+        for name, stage in stages.items():
+            code = stage(code, metadata)
+            if name == last:
+                break
+        return code, metadata
 
-    def _execute(self, compiled: Compiled, bound: dict[str, Any], grid: tuple[int, int, int]) -> None:
-        arguments: list[Any] = []
-        bounds: dict[int, Bounds] = {}
+    def _arguments(self, compiled: Compiled, bound: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
+        """Name, value and type of those that are not constants."""
         names, values = list(bound), list(bound.values())
-        self.storages.begin_launch()
-        for number, (path, kind) in enumerate(zip(compiled.paths, compiled.program.arg_types, strict=True)):
+        for path, kind in compiled.paths:
             value: Any = values
             for i in path:
                 value = value[i]
+            yield names[path[0]], value, kind
+
+    def _execute(self, compiled: Compiled, bound: dict[str, Any], grid: tuple[int, int, int]) -> None:
+        program: Program = compiled.program
+        arguments: list[Any] = []
+        bounds: dict[int, Bounds] = {}
+        self.storages.begin_launch()
+        given = list(self._arguments(compiled, bound))
+        for number, ((argument, value, _), kind) in enumerate(zip(given, program.arg_types, strict=True)):
             if kind.is_pointer:
-                bounds[number] = self._bounds(names[path[0]], value)
+                bounds[number] = self._bounds(argument, value)
                 arguments.append(np.int64(value.data_ptr()))
             elif kind.is_integer:
                 arguments.append(arithmetic.integer(int(value), kind.elem))
             else:
                 arguments.append(arithmetic.DTYPES[kind.elem].type(value))
-        name, count = compiled.program.name, grid[0] * grid[1] * grid[2]
+        name, count = program.name, grid[0] * grid[1] * grid[2]
         self.report.launched(name, count)
         order = self._random.permutation(count).tolist()
         arithmetic.Undefined.note = lambda message: self.report.add("undefined", name, message)
-        machine = Machine(compiled.program, grid, bounds, self.storages, self.report, self._random)
+        machine = Machine(program, grid, bounds, self.storages, self.report, self._random)
         with np.errstate(all="ignore"):
             machine.run(arguments, order)
 
@@ -137,10 +151,10 @@ class Executor:
         return Bounds(name, start, end, first, first + (span * tensor.element_size() if tensor.numel() else 0))
 
 
-def _paths(kinds: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
-    """The places of a signature's arguments: tuples are flattened, and constants are left out."""
+def _paths(kinds: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], str]]:
+    """The places and types of a signature's arguments: tuples are flattened, and constants are left out."""
     if isinstance(kinds, (tuple, list)):
         for i, kind in enumerate(kinds):
             yield from _paths(kind, (*path, i))
     elif kinds != "constexpr":
-        yield path
+        yield path, kinds

@@ -71,12 +71,21 @@ class Storages:
             bad = self._outside_known(addresses, size)
         return bad
 
-    def _outside_known(self, addresses: np.ndarray, size: int) -> np.ndarray:
+    def within(self, start: int, end: int) -> bool:
+        """Whether one known storage has all of these bytes; False may be wrong."""
+        low, high = self._sorted()
+        before = int(np.searchsorted(low, start, side="right")) - 1
+        return before >= 0 and end <= int(high[before])
+
+    def _sorted(self) -> tuple[np.ndarray, np.ndarray]:
         if self._bounds is None:
             starts = sorted(self._known)
             ends = [start + self._known[start][1] for start in starts]
             self._bounds = np.array(starts, np.int64), np.array(ends, np.int64)
-        low, high = self._bounds
+        return self._bounds
+
+    def _outside_known(self, addresses: np.ndarray, size: int) -> np.ndarray:
+        low, high = self._sorted()
         bad = np.ones(addresses.shape, bool)
         before = np.searchsorted(low, addresses, side="right") - 1
         # Storages may overlap (views of foreign memory): any of those that begin before.

@@ -1,4 +1,7 @@
-"""``python -m pytest -p tests.support.ttir.plugin -n 0``: Triton's launches on CPU tensors are executed from TTIR."""
+"""``python -m pytest -p tests.support.ttir.plugin -n 0``: Triton's launches on CPU tensors are executed from TTIR.
+
+With ``--ptx lockstep`` or ``--ptx warps`` they are executed from PTX.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ import torch
 import triton
 import triton.language  # its functions, too, before the line above is undone
 
+from tests.support.ptx.launch import Executor as PtxExecutor
 from tests.support.ttir.blocks import BLOCKS, blocks
 from tests.support.ttir.launch import Executor
 from tests.support.ttir.machine import POISON
@@ -29,6 +33,7 @@ EXECUTOR = pytest.StashKey[Executor]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("ttir")
     group.addoption("--ttir-seed", type=int, default=0, help="of the order of programs and lanes")
+    group.addoption("--ptx", choices=("lockstep", "warps"), default=None, help="execute PTX, warps in this order")
     group.addoption("--ttir-report", type=Path, default=None, help="JSON of what was executed and found")
     group.addoption("--ttir-blocks", choices=BLOCKS, nargs="+", default=["default"], help="sizes of programs")
 
@@ -67,7 +72,8 @@ def _poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    executor = config.stash[EXECUTOR] = Executor(config.getoption("--ttir-seed"))
+    seed, order = config.getoption("--ttir-seed"), config.getoption("--ptx")
+    executor = config.stash[EXECUTOR] = PtxExecutor(seed, order == "lockstep") if order else Executor(seed)
     with contextlib.ExitStack() as stack:
         stack.enter_context(executor.installed())
         config.add_cleanup(stack.pop_all().close)
@@ -102,7 +108,7 @@ def executor(request: pytest.FixtureRequest) -> Executor:
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     report = config.stash[EXECUTOR].report
-    terminalreporter.section("TTIR")
+    terminalreporter.section("PTX" if config.getoption("--ptx") else "TTIR")
     terminalreporter.write_line(report.text())
     path = config.getoption("--ttir-report")
     if path is not None:

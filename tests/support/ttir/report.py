@@ -11,14 +11,18 @@ HIGH = {
     "alias": "a name that enters a loop as another one and becomes it there: the compiler does not carry it",
     "compile": "the front end refuses the kernel",
     "out-of-bounds": "outside the storage that the pointer comes from, or outside all live storages",
-    "misaligned": "an address that is no multiple of the element's size",
+    "misaligned": "an address that is no multiple of the element's size, or of what a vector of them takes",
     "race": "two programs touch a place, one writes, and neither access comes before the other",
     "barrier": "two lanes of a program touch a place, one writes, and no barrier is between",
     "barrier-scalar": "all threads load a scalar and one stores it, and no barrier is between",
     "duplicate": "lanes of one store give a place different values",
     "uninitialised": "a load of memory that nothing has written",
+    "shared-bounds": "outside the shared memory of a program",
+    "shuffle": "lanes of a warp exchange values with some that have gone another way",
+    "register": "a register is read that nothing has been written to",
+    "endless": "a program that does not end",
 }
-"""Kinds of findings that are faults unless the kernel declares them, see :mod:`.declared`."""
+"""Kinds of findings that are faults unless the kernel declares them, see :mod:`.declared`. The last four: of PTX."""
 
 LOW = {
     "race-equal": "a race of stores of one value",

@@ -1,0 +1,146 @@
+"""In the place of Triton's launches: compile to PTX as the JIT would, execute that, and count what is executed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from triton.compiler.compiler import ASTSource
+
+from tests.support.ptx.emitter import Program, translate
+from tests.support.ptx.machine import Machine, PtxFaultError
+from tests.support.ptx.parse import parse
+from tests.support.ttir.launch import Compiled
+from tests.support.ttir.launch import Executor as TtirExecutor
+
+LANES = 4096
+"""As many threads of programs are executed at once."""
+
+_FLOATS = {"fp32": np.float32, "fp64": np.float64}
+
+
+@dataclass
+class Lowered:
+    """What a specialisation executes."""
+
+    program: Program
+    shared_bytes: int
+
+
+@dataclass
+class Launch:
+    """What one launch cost. An instruction counts once for every warp in which any thread executes it.
+
+    Attributes:
+        warps: of one program.
+        instructions: warp instructions of all programs.
+        most_instructions: those of the program that has most.
+        bytes_loaded: from global memory, of all threads.
+        bytes_stored: to global memory.
+        barriers: that one warp passes, at most.
+        atomics: of all threads.
+    """
+
+    kernel: str
+    grid: tuple[int, int, int]
+    warps: int
+    instructions: int = 0
+    most_instructions: int = 0
+    bytes_loaded: int = 0
+    bytes_stored: int = 0
+    barriers: int = 0
+    atomics: int = 0
+    _places: list[Counter[str]] = field(default_factory=list, repr=False, compare=False)
+    _executed: Any = field(default=0, repr=False, compare=False)
+
+    @property
+    def by_line(self) -> Counter[str]:
+        """Warp instructions of all programs, by line of source (``rows/_triton.py:150``), innermost if inlined."""
+        lines: Counter[str] = Counter()
+        for places, executed in zip(self._places, self._executed, strict=True):
+            for place, count in places.items():
+                lines[place] += count * int(executed)
+        return +lines
+
+    def add(self, machine: Machine) -> None:
+        """Count a group of programs that have been executed."""
+        blocks = machine.program.kernel.blocks
+        lengths = np.array([len(block) for block in blocks])
+        barriers = np.array([block[0].is_barrier for block in blocks])
+        programs = (lengths @ machine.executed).reshape(-1, self.warps).sum(axis=1)
+        self._places = machine.program.places
+        self._executed = self._executed + machine.executed.sum(axis=1)
+        self.instructions += int(programs.sum())
+        self.most_instructions = max(self.most_instructions, int(programs.max()))
+        self.barriers = max(self.barriers, int((barriers @ machine.executed).max()))
+        self.bytes_loaded += machine.loaded
+        self.bytes_stored += machine.stored
+        self.atomics += machine.atomics
+
+
+class Executor(TtirExecutor):
+    """Executes launches from PTX while it is :meth:`installed`. ``launches`` has what each of them cost.
+
+    ``ptx`` is what was compiled last.
+
+    Args:
+        seed: of the order of programs, of atomics and of warps.
+        lockstep: whether warps go on together, or a random part of them runs ahead to the next barrier.
+    """
+
+    def __init__(self, seed: int = 0, lockstep: bool = True) -> None:
+        super().__init__(seed)
+        self.lockstep = lockstep
+        self.launches: list[Launch] = []
+        self.ptx = ""
+
+    def lowered(self, ptx: str, shared_bytes: int) -> Lowered:
+        """Translate PTX. A test may override this to plant a fault in the text."""
+        return Lowered(translate(parse(ptx)), shared_bytes)
+
+    def _program(self, source: ASTSource, options: Any) -> Lowered:
+        self.ptx, metadata = self._lowered(source, options, "ptx")
+        return self.lowered(self.ptx, metadata["shared"])
+
+    def _execute(self, compiled: Compiled, bound: dict[str, Any], grid: tuple[int, int, int]) -> None:
+        lowered: Lowered = compiled.program
+        kernel = lowered.program.kernel
+        self.storages.begin_launch()
+        arguments = [self._bits(*argument) for argument in self._arguments(compiled, bound)]
+        count = grid[0] * grid[1] * grid[2]
+        self.report.launched(kernel.name, count)
+        launch = Launch(kernel.name, grid, kernel.threads // 32)
+        order = self._random.permutation(count)
+        at_once = max(1, LANES // kernel.threads)
+        for first in range(0, count, at_once):
+            programs = order[first : first + at_once]
+            machine = Machine(
+                lowered.program,
+                arguments,
+                grid,
+                programs,
+                lowered.shared_bytes,
+                self.storages,
+                self._random,
+                self.lockstep,
+            )
+            try:
+                with np.errstate(all="ignore"):
+                    machine.run()
+            except PtxFaultError as fault:
+                self.report.add(fault.kind, kernel.name, fault.message, (fault.place, fault.place))
+                raise
+            launch.add(machine)
+        self.launches.append(launch)
+
+    def _bits(self, name: str, value: Any, kind: str) -> np.uint64:
+        """What the kernel reads of an argument."""
+        if kind[0] == "*":
+            self._bounds(name, value)
+            return np.uint64(value.data_ptr())
+        if kind in _FLOATS:
+            bits = np.asarray(_FLOATS[kind](value)).view(f"u{_FLOATS[kind]().itemsize}")
+            return np.uint64(bits)
+        return np.uint64(int(value) & 0xFFFFFFFFFFFFFFFF)

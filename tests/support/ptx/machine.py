@@ -1,0 +1,342 @@
+"""Runs programs of a launch side by side, a NumPy lane per thread, and checks what they do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tests.support.ptx.arithmetic import take
+from tests.support.ptx.emitter import DONE, Program, bits_of
+from tests.support.ttir.memory import Storages, gather, scatter
+
+_WAITING = 1 << 20
+"""Added to the block of a lane that waits at a barrier."""
+
+_STEPS = 200_000
+_POISON = np.uint64(0xDBDBDBDBDBDBDBDB)
+"""In registers and shared memory before anyone writes to them. Triton computes with it in lanes that nobody reads."""
+
+_SWITCH = 0.15
+"""How likely another part of the warps is held back, at each block."""
+
+_ATOMICS: dict[str, Callable[[Any, Any], Any]] = {
+    "add": np.add,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "exch": lambda old, new: new,
+}
+_REDUCTIONS: dict[str, Any] = {name: _ATOMICS[name] for name in ("add", "min", "max", "and", "or", "xor")}
+
+
+class PtxFaultError(Exception):
+    """What no device does, or not twice alike. ``kind`` is one of :data:`tests.support.ttir.report.HIGH`."""
+
+    def __init__(self, kind: str, message: str, place: str) -> None:
+        super().__init__(f"{kind}: {message}, {place}")
+        self.kind, self.message, self.place = kind, message, place
+
+
+class Machine:
+    """A group of programs of a launch, at the beginning.
+
+    Args:
+        arguments: the bits of the kernel's.
+        programs: the numbers of the programs.
+        shared_bytes: shared memory of each.
+        random: the order of atomics of one instruction, and of warps.
+        lockstep: whether all warps go on together, or a random part of them runs ahead.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        arguments: list[np.uint64],
+        grid: tuple[int, int, int],
+        programs: np.ndarray,
+        shared_bytes: int,
+        storages: Storages,
+        random: np.random.Generator,
+        lockstep: bool = True,
+    ) -> None:
+        self.program, self.arguments, self.grid, self.storages = program, arguments, grid, storages
+        self.random, self.lockstep = random, lockstep
+        threads = program.kernel.threads
+        self.threads, self.lanes, self.count = threads, threads * programs.size, threads * programs.size
+        self._thread = np.tile(np.arange(threads, dtype="u4"), programs.size)
+        numbers = np.repeat(programs.astype("u4"), threads)
+        width, height = np.uint32(grid[0]), np.uint32(grid[1])
+        self._program = [numbers % width, numbers // width % height, numbers // (width * height)]
+        self._shared_size = shared_bytes
+        self._stride = -(-shared_bytes // 16) * 16
+        self._start = np.repeat(np.arange(programs.size) * self._stride, threads)
+        self._shared = np.full(self._stride * programs.size, 0xDB, "u1")
+        self._everyone = np.arange(self.lanes)
+        self.registers: list[Any] = [_POISON.astype(bits_of(name)) for name in program.registers]
+        self.executed = np.zeros((len(program.blocks), self.lanes // 32), np.int64)
+        self.loaded = self.stored = self.atomics = 0
+
+    def run(self) -> None:
+        """Run the programs to their ends."""
+        blocks = self.program.blocks
+        at: Any = 0  # the block of all lanes, or of each
+        held: np.ndarray | None = None
+        for _ in range(_STEPS):
+            lanes: np.ndarray | None = None
+            if not isinstance(at, int):
+                self._release(at)
+                if not self.lockstep:
+                    held = self._held(at, held)
+                seen = at if held is None else np.where(held, DONE, at)
+                first = int(seen.min())
+                if first >= DONE:
+                    return
+                here = seen == first
+                lanes = None if here.all() else np.flatnonzero(here)
+                self.executed[first] += here.reshape(-1, 32).any(axis=1)
+            elif at == DONE:
+                return
+            else:
+                first = at
+                if not self.lockstep:
+                    at = np.full(self.lanes, at)
+                    continue
+                self.executed[first] += 1
+            block = blocks[first]
+            self.count = self.lanes if lanes is None else lanes.size
+            if block is not None:
+                after = block(self, self.registers, lanes)
+            else:
+                after = first + 1 if lanes is None else first + _WAITING
+            if lanes is None:
+                at = after
+            else:
+                at[lanes] = after
+        raise PtxFaultError("endless", f"more than {_STEPS} blocks", self._place(first))
+
+    def _release(self, at: np.ndarray) -> None:
+        """Let lanes go on from a barrier that all lanes of their programs have reached."""
+        waiting = (at >= _WAITING) & (at < DONE)
+        if not waiting.any():
+            return
+        groups = at.reshape(-1, self.threads)
+        ready = (waiting | (at == DONE)).reshape(groups.shape).all(axis=1) & waiting.reshape(groups.shape).any(axis=1)
+        if ready.any():
+            blocks = np.where(groups == DONE, groups.min(axis=1, keepdims=True), groups)[ready]
+            if (blocks != blocks[:, :1]).any():
+                raise PtxFaultError("barrier", "warps wait at different barriers", self._place(int(blocks.min())))
+            released = np.repeat(ready, self.threads) & waiting
+            at[released] -= _WAITING - 1
+
+    def _held(self, at: np.ndarray, held: np.ndarray | None) -> np.ndarray:
+        """Lanes of the warps that are not to run now: some at random, and never all that could."""
+        able = at < _WAITING
+        while held is None or self.random.random() < _SWITCH or (able.any() and not (able & ~held).any()):
+            held = np.repeat(self.random.random(self.lanes // 32) < self.random.random(), 32)
+        return held
+
+    def _place(self, number: int) -> str:
+        return self.program.kernel.blocks[number % _WAITING][0].place
+
+    # What blocks call
+
+    def tid(self, axis: int, lanes: np.ndarray | None) -> Any:
+        return take(self._thread, lanes) if axis == 0 else np.uint32(0)
+
+    def ntid(self, axis: int, lanes: np.ndarray | None) -> Any:
+        return np.uint32(1 if axis else self.threads)
+
+    def ctaid(self, axis: int, lanes: np.ndarray | None) -> Any:
+        return take(self._program[axis], lanes)
+
+    def nctaid(self, axis: int, lanes: np.ndarray | None) -> Any:
+        return np.uint32(self.grid[axis])
+
+    def parameter(self, number: int, dtype: str) -> Any:
+        # Triton adds pointers to scratch memory, which no kernel here has.
+        bits = self.arguments[number] if number < len(self.arguments) else np.uint64(0)
+        return bits.astype(f"u{dtype[1:]}").view(dtype)
+
+    def keep(self, before: Any, lanes: np.ndarray | None, value: Any) -> Any:
+        """A register after some lanes have set it."""
+        if lanes is None:
+            return value
+        after = np.array(np.broadcast_to(before, self.lanes))
+        after[lanes] = value
+        return after
+
+    def branch(self, taken: Any, target: int, otherwise: int) -> Any:
+        if not taken.ndim:
+            return target if taken else otherwise
+        return np.where(taken, target, otherwise)
+
+    def choose(self, targets: list[int], which: Any) -> Any:
+        chosen = np.array(targets)[which]
+        return chosen if chosen.ndim else int(chosen)
+
+    def unset(self, name: str, place: str) -> None:
+        raise PtxFaultError("register", f"{name} is read, and nothing is written to it before", place)
+
+    def _chosen(self, lanes: np.ndarray | None, guard: Any, address: Any) -> tuple[Any, np.ndarray]:
+        """Which of a block's lanes make an access, as an index, and their addresses."""
+        if guard is None:
+            return slice(None), np.broadcast_to(address, self.count)
+        chosen = np.flatnonzero(np.broadcast_to(guard, self.count))
+        return chosen, np.broadcast_to(address, self.count)[chosen]
+
+    def _spread(self, chosen: Any, values: list[np.ndarray], dtype: str) -> list[np.ndarray]:
+        if isinstance(chosen, slice):
+            return [value.view(dtype) for value in values]
+        spread = []
+        for value in values:
+            spread.append(np.zeros(self.count, dtype))
+            spread[-1][chosen] = value.view(dtype)
+        return spread
+
+    def _check(self, address: np.ndarray, size: int, unit: int, place: str, what: str) -> None:
+        """``size`` bytes at once, of a type of ``unit`` bytes, in global memory."""
+        if not address.size:
+            return
+        self._aligned(address, size, place, what)
+        low, high = int(address.min()), int(address.max())
+        if not self.storages.within(low, high + size):
+            bad = self.storages.outside(address, size)
+            if bad.any():
+                where = f"{what} of {size} bytes at {int(address[bad][0]):#x}"
+                raise PtxFaultError("out-of-bounds", where, place)
+
+    def _aligned(self, address: np.ndarray, size: int, place: str, what: str) -> None:
+        if (address & (size - 1)).any():
+            where = f"{what} of {size} bytes at {int(address[(address & (size - 1)) != 0][0]):#x}"
+            raise PtxFaultError("misaligned", where, place)
+
+    def load_global(
+        self, lanes: np.ndarray | None, address: Any, guard: Any, dtype: str, count: int, place: str
+    ) -> list[np.ndarray]:
+        size = int(dtype[1:])
+        chosen, address = self._chosen(lanes, guard, address)
+        self._check(address, size * count, size, place, "load")
+        self.loaded += address.size * size * count
+        return self._spread(chosen, [gather(address + k * size, size) for k in range(count)], dtype)
+
+    def store_global(
+        self, lanes: np.ndarray | None, address: Any, guard: Any, size: int, values: list[Any], place: str
+    ) -> None:
+        chosen, address = self._chosen(lanes, guard, address)
+        self._check(address, size * len(values), size, place, "store")
+        self.stored += address.size * size * len(values)
+        for k, value in enumerate(values):
+            scatter(address + k * size, size, np.broadcast_to(value, self.count)[chosen])
+
+    def _in_shared(
+        self, lanes: np.ndarray | None, chosen: Any, address: np.ndarray, size: int, place: str, what: str
+    ) -> np.ndarray:
+        """Places in the memory of all programs here, of addresses in the shared memory of one."""
+        bad = (address < 0) | (address + size > self._shared_size)
+        if bad.any():
+            where = f"{what} of {size} bytes at {int(address[bad][0])} of {self._shared_size}"
+            raise PtxFaultError("shared-bounds", where, place)
+        self._aligned(address, size, place, what)
+        return address + take(self._start, lanes)[chosen]
+
+    def load_shared(
+        self, lanes: np.ndarray | None, address: Any, guard: Any, dtype: str, count: int, place: str
+    ) -> list[np.ndarray]:
+        size = int(dtype[1:])
+        chosen, address = self._chosen(lanes, guard, address)
+        first = self._in_shared(lanes, chosen, address, size * count, place, "load") // size
+        memory = self._shared.view(f"u{size}")
+        return self._spread(chosen, [memory[first + k] for k in range(count)], dtype)
+
+    def store_shared(
+        self, lanes: np.ndarray | None, address: Any, guard: Any, size: int, values: list[Any], place: str
+    ) -> None:
+        chosen, address = self._chosen(lanes, guard, address)
+        first = self._in_shared(lanes, chosen, address, size * len(values), place, "store") // size
+        memory = self._shared.view(f"u{size}")
+        for k, value in enumerate(values):
+            memory[first + k] = np.broadcast_to(value, self.count)[chosen]
+
+    def atomic(
+        self, lanes: np.ndarray | None, address: Any, guard: Any, action: str, values: list[Any], dtype: str, place: str
+    ) -> np.ndarray:
+        """Apply an operation of all lanes, in random order. What was there before is returned."""
+        size = int(dtype[1:])
+        chosen, address = self._chosen(lanes, guard, address)
+        self._check(address, size, size, place, "atomic")
+        self.atomics += address.size
+        operands = [np.broadcast_to(value, self.count)[chosen] for value in values]
+        before = np.zeros(address.size, dtype)
+        order = self.random.permutation(address.size)
+        while order.size:
+            _, firsts = np.unique(address[order], return_index=True)
+            now = order[firsts]  # each place once
+            old = before[now] = gather(address[now], size).view(dtype)
+            if action == "cas":
+                new = np.where(old == operands[0][now], operands[1][now], old)
+            else:
+                new = _ATOMICS[action](old, operands[0][now])
+            scatter(address[now], size, np.ascontiguousarray(new).view(f"u{size}"))
+            order = np.delete(order, firsts)
+        return self._spread(chosen, [before], dtype)[0]
+
+    def _whole_warps(self, lanes: np.ndarray | None, guard: Any, mask: Any, place: str) -> None:
+        """Lanes that exchange values are of whole warps, as all masks of Triton say."""
+        active = self._everyone if lanes is None else lanes
+        if guard is not None:
+            active = active[np.broadcast_to(guard, self.count)]
+        if active.size % 32 or (active.reshape(-1, 32)[:, 0] + 31 != active.reshape(-1, 32)[:, 31]).any():
+            raise PtxFaultError("shuffle", "lanes of a warp exchange values with some that are not there", place)
+        if not np.all(mask == np.uint32(0xFFFFFFFF)):
+            raise NotImplementedError("an exchange among some lanes of a warp")
+
+    def shuffle(
+        self, lanes: np.ndarray | None, value: Any, mode: str, b: Any, c: Any, mask: Any, guard: Any, place: str
+    ) -> Any:
+        self._whole_warps(lanes, guard, mask, place)
+        lane = (self._everyone[: self.count] & 31).astype("i4")
+        segment, clamp = (c >> np.int32(8)) & np.int32(31), c & np.int32(31)
+        first = lane & segment
+        last = first | (clamp & ~segment)
+        if mode == "bfly":
+            other = lane ^ b
+        elif mode == "idx":
+            other = first | (b & ~segment)
+        else:
+            other = lane + b if mode == "down" else lane - b
+        kept = other < last if mode == "up" else other > last
+        source = np.where(kept, 0, other - lane) + self._everyone[: self.count]
+        return np.broadcast_to(value, self.count)[source]
+
+    def reduce(
+        self, lanes: np.ndarray | None, value: Any, action: str, mask: Any, guard: Any, place: str
+    ) -> np.ndarray:
+        self._whole_warps(lanes, guard, mask, place)
+        whole = np.broadcast_to(value, self.count).reshape(-1, 32)
+        return np.repeat(_REDUCTIONS[action].reduce(whole, axis=1, dtype=whole.dtype), 32)
+
+    def vote(self, lanes: np.ndarray | None, value: Any, action: str, mask: Any, guard: Any, place: str) -> np.ndarray:
+        self._whole_warps(lanes, guard, mask, place)
+        whole = np.broadcast_to(value, self.count).reshape(-1, 32)
+        if action == "ballot":
+            return np.repeat(np.packbits(whole, axis=1, bitorder="little").view("u4")[:, 0], 32)
+        return np.repeat(whole.any(axis=1) if action == "any" else whole.all(axis=1), 32)
+
+    def _rows(self, lanes: np.ndarray | None, address: Any, count: int, place: str) -> list[np.ndarray]:
+        """Places of what each lane has of matrices of 8 by 8 halves, whose rows the lanes of a warp point to."""
+        self._whole_warps(lanes, None, np.uint32(0xFFFFFFFF), place)
+        every = slice(None)
+        rows = self._in_shared(lanes, every, np.broadcast_to(address, self.count), 16, place, "matrix").reshape(-1, 32)
+        lane = np.arange(32)
+        return [(rows[:, 8 * k + lane // 4] + 4 * (lane % 4)).reshape(-1) // 4 for k in range(count)]
+
+    def load_matrix(self, lanes: np.ndarray | None, address: Any, count: int, place: str) -> list[np.ndarray]:
+        return [self._shared.view("u4")[row] for row in self._rows(lanes, address, count, place)]
+
+    def store_matrix(self, lanes: np.ndarray | None, address: Any, values: list[Any], place: str) -> None:
+        for row, value in zip(self._rows(lanes, address, len(values), place), values, strict=True):
+            self._shared.view("u4")[row] = np.broadcast_to(value, self.count)
