@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -214,7 +215,7 @@ def check_empty(buffer: ReplayBuffer) -> None:
 
 
 @pytest.mark.parametrize("room", [True, False])
-def test_an_interruption_between_rows(monkeypatch, room):
+def test_an_error_between_rows(monkeypatch, room):
     """The buffer is as it was, where the host had room to remember it, and else empty."""
     buffer, state = filled(PrioritizedSampler(CAPACITY, 0.7, 0.5)), checkpoint(PrioritizedSampler(CAPACITY, 0.7, 0.5))
     rows, before = state["_storage"]["rows"], contents(buffer)
@@ -223,16 +224,62 @@ def test_an_interruption_between_rows(monkeypatch, room):
 
     def parts():
         yield 0, rows[:10]
-        raise KeyboardInterrupt
+        raise FailedError
 
     state["_storage"]["rows"] = Pieces(rows, parts())
-    with pytest.raises(KeyboardInterrupt) as raised:
+    with pytest.raises(FailedError) as raised:
         buffer.load_state_dict(state)
     if room:
         assert contents(buffer) == before
         return
     assert raised.value.__notes__ == ["the rows were being replaced: the buffer is empty now"]
     check_empty(buffer)
+
+
+@pytest.mark.parametrize("room", [True, False])
+@pytest.mark.parametrize("times", [1, 2])
+def test_signals_between_rows(monkeypatch, caplog, room, times):
+    """Without room to remember the buffer one waits until the load is done, and a second one does not."""
+    buffer, state = filled(PrioritizedSampler(CAPACITY, 0.7, 0.5)), checkpoint(PrioritizedSampler(CAPACITY, 0.7, 0.5))
+    rows, before, handler = state["_storage"]["rows"], contents(buffer), signal.getsignal(signal.SIGINT)
+    if not room:
+        monkeypatch.setattr(host_memory, "free", lambda device=None: host_memory.Free(1000))
+
+    def parts():
+        yield 0, rows[:10]
+        for _ in range(times):
+            signal.raise_signal(signal.SIGINT)
+        yield 10, rows[10:]
+
+    state["_storage"]["rows"] = Pieces(rows, parts())
+    with pytest.raises(KeyboardInterrupt) as raised:
+        buffer.load_state_dict(state)
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert ("waits until the buffer is whole" in caplog.text) == (not room)
+    if room:
+        assert contents(buffer) == before
+    elif times == 1:
+        assert same(buffer[:].exclude("index"), rows)
+    else:
+        assert raised.value.__notes__ == ["the rows were being replaced: the buffer is empty now"]
+        check_empty(buffer)
+
+
+def test_a_second_signal_waits_until_the_buffer_is_put_back(monkeypatch):
+    """It does not stop what the first one made necessary."""
+    buffer, state = filled(PrioritizedSampler(CAPACITY, 0.7, 0.5)), checkpoint(PrioritizedSampler(CAPACITY, 0.7, 0.5))
+    before, load, loads = contents(buffer), LazyTensorStorage.load_state_dict, []
+
+    def interrupted_load(storage, state):
+        loads.append(load(storage, state))
+        signal.raise_signal(signal.SIGINT)
+        return loads[-1]
+
+    monkeypatch.setattr(LazyTensorStorage, "load_state_dict", interrupted_load)
+    with pytest.raises(KeyboardInterrupt):
+        buffer.load_state_dict(state)
+    assert len(loads) == 2
+    assert contents(buffer) == before
 
 
 INTERRUPTED: dict[str, Callable[[], Any]] = {
@@ -248,9 +295,16 @@ INTERRUPTED: dict[str, Callable[[], Any]] = {
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("pace", [25, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("path", "lines"), [(False, False), (False, True), (True, False)])
-@pytest.mark.parametrize("sampler", INTERRUPTED)
-def test_a_load_that_is_interrupted_anywhere(sampler, path, lines, pace, tmp_path):
-    """All is as it was, down to the next batches and the size of batches; or all is that of the state."""
+@pytest.mark.parametrize(
+    ("sampler", "room"), [*((name, True) for name in INTERRUPTED), ("random", False), ("prioritized slices", False)]
+)
+def test_a_load_that_is_interrupted_anywhere(monkeypatch, sampler, room, path, lines, pace, tmp_path):
+    """All is as it was, down to the next batches and the size of batches; or all is that of the state.
+
+    Also without room to remember the buffer.
+    """
+    if not room:
+        monkeypatch.setattr(host_memory, "free", lambda device=None: host_memory.Free(1000))
 
     def made(shift: int, **named: Any) -> ReplayBuffer:
         torch.manual_seed(shift)

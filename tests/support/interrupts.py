@@ -6,6 +6,7 @@ import dis
 import functools
 import gc
 import itertools
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -45,7 +46,7 @@ def _after_calls(code: CodeType) -> frozenset[int]:
 
 
 def interrupted(operation: Callable[[], Any], place: int, *, lines: bool = False) -> KeyboardInterrupt | None:
-    """Run ``operation``, and raise KeyboardInterrupt at the place of this number, if it has so many.
+    """Run ``operation``, and send SIGINT at the place of this number, if it has so many.
 
     No garbage is collected meanwhile: an interrupt in a finalizer of another object would go unseen.
 
@@ -70,7 +71,7 @@ def interrupted(operation: Callable[[], Any], place: int, *, lines: bool = False
         left -= 1
         if left < 0:
             sys.settrace(None)
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
         return trace
 
     before, collecting = sys.gettrace(), gc.isenabled()

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
+import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import FunctionType, MethodType, ModuleType, TracebackType
+from types import FrameType, FunctionType, MethodType, ModuleType, TracebackType
 from typing import Any, Self
 
 import torch
@@ -30,8 +33,61 @@ from gpubuf.data.storages.linking import Repeated
 from gpubuf.data.storages.row_memory import Storage
 from gpubuf.data.storages.tensor_storage import TensorStorage
 
+logger = logging.getLogger("gpubuf")
+
 #: Where the state of a buffer says that it is one of several.
 TOGETHER = "_together"
+
+
+class Signals:
+    """What the program does at a signal, such as Ctrl-C, it does later while :attr:`wait` says so.
+
+    The first signal of a kind waits for :meth:`end`; a second one does not. An exception that a signal raises makes
+    all later ones wait: what it interrupts is put back.
+
+    Attributes:
+        wait: whether signals wait.
+    """
+
+    def __init__(self) -> None:
+        self.wait = self._ended = False
+        self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+        self._waiting: dict[int, FrameType | None] = {}
+
+    def begin(self) -> None:
+        """Take the place of the program's handlers. They are called in the main thread alone; elsewhere none wait."""
+        if threading.current_thread() is threading.main_thread():
+            for number in signal.valid_signals():
+                handler = signal.getsignal(number)
+                if callable(handler):
+                    self._handlers[number] = handler
+                    signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.wait and not self._ended and number not in self._waiting:
+            self._waiting[number] = frame
+            logger.warning(
+                "signal %d (%s) waits until the buffer is whole; another one does not, and can leave the buffer empty",
+                number,
+                signal.strsignal(number),
+            )
+            return
+        self._waiting.pop(number, None)
+        try:
+            self._handlers[number](number, frame)
+        except BaseException:
+            self.wait = True
+            raise
+
+    def end(self) -> None:
+        """Give the handlers their places back, and call those of the signals that wait."""
+        self._ended = True
+        with contextlib.ExitStack() as stack:
+            for number, handler in self._handlers.items():
+                if signal.getsignal(number) == self._handle:
+                    signal.signal(number, handler)
+                if number in self._waiting:
+                    stack.callback(handler, number, self._waiting[number])
 
 
 @dataclass
@@ -40,31 +96,38 @@ class Together:
 
     Attributes:
         stack: puts things back.
+        signals: those that come meanwhile.
         last: what is done once all have their states.
         finished: whether all of it is done, and nothing is put back any more.
     """
 
-    stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    stack: contextlib.ExitStack
+    signals: Signals
     last: list[Callable[[], None]] = field(default_factory=list)
     finished: bool = False
 
     def finish(self) -> None:
         """All have their states."""
+        self.signals.wait = True
         for action in self.last:
             action()
         self.finished = True
 
 
 @contextmanager
-def together(transform: nn.Module) -> Iterator[Together]:
-    """Around the restoration of several buffers whose locks are held, and of their common transforms."""
-    before = Before(transform)
+def together(*transforms: nn.Module) -> Iterator[Together]:
+    """Around the restoration of buffers whose locks are held, and of transforms that they have in common."""
+    before = Before(*transforms)
     with contextlib.ExitStack() as stack:
-        group = Together(stack)
+        group = Together(stack, Signals())
+        # After all has been put back.
+        stack.callback(group.signals.end)
         try:
+            group.signals.begin()
             yield group
             group.finish()
         except BaseException:
+            group.signals.wait = True
             if not group.finished:
                 before.put_back()
             raise
@@ -104,8 +167,7 @@ def restore(parts: Parts, state: dict[str, Any]) -> None:
     batch_size: int | None = state["_batch_size"]
     group: Together | None = state.get(TOGETHER)
     rows, queue = _checked_rows(parts, state), state.get("_prefetch", [])
-    with ahead.quiet(), contextlib.ExitStack() as own:
-        whole = Together(own) if group is None else group
+    with ahead.quiet(), together() if group is None else contextlib.nullcontext(group) as whole:
         replacement = whole.stack.enter_context(Replacement(parts, whole))
         parts.transform.load_state_dict(state["_transforms"])
         if parts.processing is not None:
@@ -118,8 +180,6 @@ def restore(parts: Parts, state: dict[str, Any]) -> None:
         if slots is None:
             slots = ahead.prepared(queue, parts.pin_memory)
         whole.last.append(functools.partial(replacement.take, slots, batch_size))
-        if group is None:
-            whole.finish()
 
 
 def _check_rows(sampler: Sampler, storage: TensorStorage, form: Form) -> None:
@@ -136,8 +196,8 @@ def _check_rows(sampler: Sampler, storage: TensorStorage, form: Form) -> None:
 class Replacement:
     """Puts a buffer back as it was where the ``with`` block that replaces its contents does not finish.
 
-    Rows that are to be replaced are copied to the host first, if there is room. Otherwise rows that are lost leave an
-    empty buffer behind, never a mixture.
+    Rows that are to be replaced are copied to the host first, if there is room. Otherwise signals wait until all is
+    replaced, and an error then leaves an empty buffer behind, never a mixture.
 
     Attributes:
         begun: whether rows may have been replaced.
@@ -169,6 +229,7 @@ class Replacement:
         return {**state, "rows": Pieces(example, Repeated(functools.partial(self._watched, parts)))}
 
     def _watched(self, parts: Iterable[tuple[int, Data]]) -> Iterator[tuple[int, Data]]:
+        self._whole.signals.wait |= self._kept is None and not self._fresh
         self.begun = True
         yield from parts
 
@@ -191,17 +252,24 @@ class Replacement:
             storage.counters.set(*self._counters)
             storage.counters.skipped = self._skipped
         elif self._kept is not None:
-            storage.load_state_dict(self._kept)
+            try:
+                storage.load_state_dict(self._kept)
+            except BaseException as another:
+                self._forget(another)
+                raise
         else:
-            storage.empty()
-            self._sampler.empty()
-            error.add_note("the rows were being replaced: the buffer is empty now")
+            self._forget(error)
         if self._fresh or not self.begun or self._kept is not None:
             self._before.put_back()
         self._around.put_back()
         storage.unfinished = self._unfinished
         self._parts.prefetcher.replace(self._queue)
         self._parts.adopt(self._parts.batch_size)
+
+    def _forget(self, error: BaseException) -> None:
+        self._storage.empty()
+        self._sampler.empty()
+        error.add_note("the rows were being replaced: the buffer is empty now")
 
 
 def _is_own(component: object) -> bool:
