@@ -268,6 +268,21 @@ def test_interrupts_at_random(sampler, tmp_path):
         check_nothing_waits(buffer, tmp_path, ["extend", *rest, "save", "load"], f"{name}, place {place}")
 
 
+# A file that was being opened is closed by who collects it.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pace
+@pytest.mark.parametrize("lines", [False, True], ids=["signals", "lines"])
+def test_nothing_waits_after_a_save_that_was_interrupted(tmp_path, lines, pace):
+    """Case 63: the threads that bring files to the disk leave nothing that the next save waits for."""
+    buffer, place, kept = new_buffer("uniform", 45), 0, deque(maxlen=50)
+    while interrupt := interrupted(lambda: buffer.save(tmp_path, file_bytes=400), place, lines=lines):
+        kept.append(interrupt)
+        check_nothing_waits(buffer, tmp_path, ["save"], f"save, place {place}")
+        place += 7 * pace
+    assert place > 500
+    check_nothing_waits(buffer, tmp_path, ["load", "sample"], "save")
+
+
 @pytest.mark.parametrize("rounds", [1000, pytest.param(4000, marks=pytest.mark.slow)])
 def test_signals_at_random_times(rounds):
     """Case 54: many real ones, in a loop that writes, samples and sets priorities, beside a second thread."""

@@ -6,14 +6,16 @@ and :mod:`gpubuf.data.checkpoints.validate` for what is verified.
 
 from __future__ import annotations
 
+import _thread
 import functools
 import itertools
 import os
 import secrets
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -174,9 +176,9 @@ def _save(
                 one.write(progress)
         if whole is not None:
             folder, save_id = whole[0], secrets.token_hex(8)
-            with _Writer(folder, save_id, lambda _: None) as writer:
-                state = writer.write("state", [0], shared, 0, 0)
-                writer.finish()
+            writer = _Writer(folder, save_id, lambda _: None)
+            state = writer.write("state", [0], shared, 0, 0)
+            writer.finish()
             for member in members:
                 serialization.sync_folder(member.folder)
             mix = files.MixManifest(save_id, tuple(one.manifest for one in saves), state)
@@ -218,10 +220,8 @@ class _Save:
     def write(self, progress: bool | None) -> None:
         """Bring all of it to the disk."""
         snapshot = self.snapshot
-        with (
-            progress_bar("saving", snapshot.n_bytes, progress, columns=BYTES, least=_BAR_BYTES) as advance,
-            _Writer(self._folder, self._id, advance) as writer,
-        ):
+        with progress_bar("saving", snapshot.n_bytes, progress, columns=BYTES, least=_BAR_BYTES) as advance:
+            writer = _Writer(self._folder, self._id, advance)
             state = functools.partial(writer.write, "state", [0], snapshot.state, 0, 0)
             self.manifest = snapshot.manifest(self._id, writer.put, state)
             writer.finish()
@@ -391,32 +391,45 @@ def _unchanged(since: _Fingerprint | None, now: _Fingerprint, capacity: int, sta
 # Writing
 
 
+def _flush(paths: SimpleQueue[Path | None], flushed: SimpleQueue[BaseException | None]) -> None:
+    """Bring files to the disk, and tell of each. None ends this thread and all others."""
+    while (path := paths.get()) is not None:
+        error: BaseException | None = None
+        try:
+            serialization.sync(path)
+        except BaseException as failure:
+            error = failure
+        flushed.put(error)
+        del error
+    paths.put(None)
+
+
 class _Writer:
-    """Writes the files of one save, except for those that are there already."""
+    """Writes the files of one save, except for those that are there already.
+
+    An interrupt may strike anywhere: no thread pool, which would keep a lock that whoever comes next waits for.
+    """
 
     def __init__(self, folder: Path, save_id: str, advance: Advance) -> None:
         self._folder, self._id, self._advance = folder, save_id, advance
         self.bytes = self.files = 0
         # A file system that waits for one file at a time would take twice as long.
-        self._disk = ThreadPoolExecutor(_FLUSHING)
-        self._flushes: list[Future[None]] = []
-
-    def __enter__(self) -> _Writer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._disk.shutdown()
+        self._paths, self._flushed = SimpleQueue[Path | None](), SimpleQueue[BaseException | None]()
+        weakref.finalize(self, self._paths.put, None).atexit = False
 
     def finish(self) -> None:
         """Wait until all that was written is on the disk."""
-        for flush in self._flushes:
-            flush.result()
+        for _ in range(self.files):
+            if (error := self._flushed.get()) is not None:
+                raise error
 
     def write(self, kind: files.Kind, numbers: list[int], state: Mapping[str, Any], start: int, stop: int) -> File:
         name = files.file_name(kind, numbers, self._id)
         path = self._folder / name
         size, checksum = serialization.write(path, serialization.contents(state))
-        self._flushes.append(self._disk.submit(serialization.sync, path))
+        if self.files < _FLUSHING:
+            _thread.start_new_thread(_flush, (self._paths, self._flushed))
+        self._paths.put(path)
         self.bytes, self.files = self.bytes + size, self.files + 1
         return File(name, size, checksum, start, stop)
 
