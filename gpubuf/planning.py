@@ -12,6 +12,7 @@ from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
 
 from gpubuf.data.buffers.writers import DERIVED_KEYS
+from gpubuf.data.runtime.foreign import check_count
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.data.samplers.prioritized_slices import PrioritizedSliceSampler
@@ -212,8 +213,9 @@ def plan(
     """
     if (capacity is None) == (budget is None):
         raise TypeError(f"give either capacity or budget, got capacity={capacity} and budget={budget!r}")
-    if envs < 1 or (capacity is not None and capacity < 1):
-        raise ValueError(f"capacity and envs must be at least 1, got capacity={capacity} and envs={envs}")
+    check_count(envs, "envs")
+    if capacity is not None:
+        check_count(capacity, "capacity")
     check_ends(ends)
     leaves = _leaves(spec)
     options = with_shared(leaves, Options.of(dtypes, batch_dtypes, prefixes), share_next)

@@ -194,7 +194,7 @@ def test_several_batches_at_once(kind, on_device):
             last = dict(zip(batch["index"][mine].tolist(), batch["td_error"][mine].tolist(), strict=True))
             leaves = buffer.sampler.tree.leaves
             assert all(leaves[row] == pytest.approx((priority + 1e-8) ** 0.6) for row, priority in last.items())
-    with pytest.raises(ValueError, match="batches must be at least 1"):
+    with pytest.raises(ValueError, match="batches must be a whole number of at least 1, got 0"):
         mixed.sample(12, batches=0)
 
 

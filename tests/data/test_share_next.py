@@ -194,7 +194,7 @@ def test_wrong_keys():
     unequal = td(a=torch.zeros(4, 5), next_a=torch.zeros(4, 5, dtype=torch.float64))
     with pytest.raises(ValueError, match="only equal ones can share a column"):
         LazyTensorStorage(8, share_next=["a"]).append(unequal)
-    with pytest.raises(ValueError, match="next_capacity must be at least 1"):
+    with pytest.raises(ValueError, match="next_capacity must be a whole number of at least 1"):
         LazyTensorStorage(8, share_next=True, next_capacity=0)
     with pytest.raises(ValueError, match="next_capacity is for storages with share_next"):
         LazyTensorStorage(8, next_capacity=3)

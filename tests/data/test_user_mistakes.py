@@ -10,10 +10,14 @@ import pytest
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict
 
+import gpubuf
 from gpubuf.data import (
     LazyTensorStorage,
+    MixedReplayBuffer,
+    PrioritizedSampler,
     PrioritizedSliceSampler,
     ReplayBuffer,
+    Sequence,
     SliceSampler,
     SliceSamplerWithoutReplacement,
     TensorDictPrioritizedReplayBuffer,
@@ -210,6 +214,21 @@ def test_sizes_that_are_no_numbers(number):
             call(number)
     with pytest.raises((TypeError, ValueError), match=r"^batch_size must be a whole number of at least 1"):
         TensorDictReplayBuffer(batch_size=number)
+    for name, call in {
+        "ndim": lambda number: LazyTensorStorage(8, ndim=number),
+        "next_capacity": lambda number: LazyTensorStorage(8, share_next=True, next_capacity=number),
+        "slice_len": lambda number: SliceSampler(slice_len=number),
+        "num_slices": lambda number: SliceSampler(num_slices=number),
+        "length": Sequence,
+        "capacity": lambda number: gpubuf.plan({"x": "3:int8"}, number),
+        "envs": lambda number: gpubuf.plan({"x": "3:int8"}, 8, envs=number),
+        "max_capacity": lambda number: PrioritizedSampler(number + 0.5 if number == 4.0 else number, 0.6, 0.4),
+        "batches": lambda number: MixedReplayBuffer([buffer], batch_size=2).sample(batches=number),
+    }.items():
+        with pytest.raises((TypeError, ValueError), match=f"^{name} must be a whole number of at least 1, got"):
+            call(number)
+    with pytest.raises(ValueError, match="a whole number of rows, one or more, got max_size=True"):
+        LazyTensorStorage(True)
 
 
 @pytest.mark.parametrize("generator", [3, True, "seed", torch.Generator])

@@ -70,7 +70,8 @@ def test_rows_come_back(sampler: str, writer: bool, ndim: int):
         assert len(buffer) == min(40 * (step + 1), 100)
         drawn = buffer.sample()
         assert drawn.shape == (8,)
-        at = drawn["index"] if ndim == 1 else tuple(drawn["index"].unbind(-1))
+        # TorchRL stacks the index of slices, a tuple of one tensor per dimension, also where there is one: [8, 1].
+        at = tuple(drawn["index"].reshape(8, ndim).unbind(-1))
         assert torch.equal(drawn["observation"], buffer.storage[at]["observation"])
         drawn["td_error"] = torch.rand(8)
         buffer.update_tensordict_priority(drawn)

@@ -162,6 +162,6 @@ def test_the_backward_reads_the_statistics_of_its_forward(name):
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 # PyTorch's own, of its lowering of `diagonal`.
 @pytest.mark.filterwarnings("ignore:.torch._prims_common.check. is deprecated:FutureWarning")
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", LOSSES)
 def test_inductor(name):
     check(name, options={"fallback_random": True})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any, SupportsIndex
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from gpubuf.data.buffers.hindsight import Hindsight
 from gpubuf.data.buffers.sample_units import SampleUnit, check_parts
 from gpubuf.data.buffers.writers import Writer
-from gpubuf.data.runtime.foreign import told
+from gpubuf.data.runtime.foreign import check_count, told
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.consuming import ConsumingSampler, checked_count
 from gpubuf.data.storages.recipe import Recipe
@@ -93,10 +93,7 @@ def check_sizes(prefetch: int | None, batch_size: int | None) -> None:
 
 def check_batch_size(batch_size: Any, name: str = "batch_size", least: int = 1) -> None:
     """Raise ValueError, or TypeError for what is no number, unless a batch can have so many transitions."""
-    number = not isinstance(batch_size, bool) and isinstance(batch_size, (int, float, SupportsIndex))
-    if not number or not isinstance(batch_size, SupportsIndex) or batch_size < least:  # type: ignore[operator]
-        kind = ValueError if number else TypeError
-        raise kind(f"{name} must be a whole number of at least {least}, got {batch_size!r}")
+    check_count(batch_size, name, least)
     if operator.index(batch_size) >= 2**31:
         raise ValueError(f"{name} must be below 2**31, got {batch_size}")
 

@@ -13,7 +13,7 @@ from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
 
 from gpubuf.data.buffers import routing
-from gpubuf.data.buffers.components import check_sizes
+from gpubuf.data.buffers.components import check_batch_size, check_sizes
 from gpubuf.data.buffers.mixing import Mixture
 from gpubuf.data.buffers.replay_buffer import ReplayBuffer
 from gpubuf.data.buffers.row_info import put
@@ -198,8 +198,8 @@ class MixedReplayBuffer:
                 (without replacement, stratified, slices of unequal lengths), and shares are on a device or have to be
                 rounded in captured or compiled code. No host sync.
         """
-        if batches is not None and batches < 1:
-            raise ValueError(f"batches must be at least 1, got {batches}")
+        if batches is not None:
+            check_batch_size(batches, "batches")
         batch = self._draw(self._checked(batch_size), batches)
         data, info = batch.data, batch.info
         is_tensordict = isinstance(data, TensorDictBase) or is_tensorclass(data)

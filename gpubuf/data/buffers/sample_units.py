@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.data.runtime.foreign import told
+from gpubuf.data.runtime.foreign import check_count, told
 from gpubuf.data.runtime.recording import current_recording
 from gpubuf.data.samplers.base import Drawn, Rows, Sampler
 from gpubuf.data.samplers.slices import SliceSampler
@@ -119,8 +119,7 @@ class Sequence(SampleUnit):
             ("bootstrap", bootstrap, 0),
             ("dilation", dilation, 1),
         ):
-            if value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
+            check_count(value, name, least)
         if episode_boundary not in BOUNDARIES:
             raise ValueError(f"episode_boundary must be one of {BOUNDARIES}, got {episode_boundary!r}")
         self.length, self.burn_in, self.bootstrap, self.dilation = length, burn_in, bootstrap, dilation

@@ -1,8 +1,18 @@
-"""Parts of another library, given where gpubuf's belong."""
+"""What callers give: numbers that are none, and parts of another library where gpubuf's belong."""
 
 from __future__ import annotations
 
+from typing import Any, SupportsIndex
+
 _LIBRARIES = {"torchrl": "TorchRL"}
+
+
+def check_count(value: Any, name: str, least: int = 1) -> None:
+    """Raise ValueError, or TypeError for what is no number, unless ``value`` is a whole number of at least so much."""
+    number = not isinstance(value, bool) and isinstance(value, (int, float, SupportsIndex))
+    if not number or not isinstance(value, SupportsIndex) or value < least:  # type: ignore[operator]
+        kind = ValueError if number else TypeError
+        raise kind(f"{name} must be a whole number of at least {least}, got {value!r}")
 
 
 def told(given: object) -> str:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.concurrency.locking import unless_compiling
+from gpubuf.data.runtime.foreign import check_count
 from gpubuf.data.runtime.interruption import DERIVED
 from gpubuf.data.runtime.recording import current, current_recording, refuse_in_capture, traced_property
 from gpubuf.data.samplers.base import Sampler
@@ -88,8 +89,8 @@ class PrioritizedSampler(Sampler):
         replacement: bool = True,
     ) -> None:
         super().__init__()
-        if max_capacity < 1:
-            raise ValueError(f"max_capacity must be at least 1, got {max_capacity}")
+        whole = isinstance(max_capacity, float) and max_capacity.is_integer()
+        check_count(int(max_capacity) if whole else max_capacity, "max_capacity")
         refuse_negative(alpha, beta)
         check_beta(beta)
         if dtype not in DTYPES:
@@ -263,7 +264,7 @@ class PrioritizedSampler(Sampler):
             generation: ``"index_generation"`` of the sample. Rows overwritten since are left alone.
 
         Raises:
-            RuntimeError: the priorities are not as many as the indices, or nothing has been written yet.
+            RuntimeError: the priorities are not as many as the indices, or the storage has no rows yet.
             ValueError: a priority is NaN, infinite or negative (CPU).
             IndexError: an index, or a coordinate in its dimension, is out of range (CPU; a GPU refuses it as it does a
                 priority).

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpubuf.data.runtime.foreign import check_count
 from gpubuf.data.runtime.recording import current_recording, refuse_in_capture
 from gpubuf.data.samplers.base import UNBOUND, Drawn, Sampler, require_rows
 from gpubuf.data.samplers.episode_ends import Signal, fixed_signal, interleaved_environments, signal_keys, stored_signal
@@ -104,8 +105,8 @@ class SliceSampler(Sampler):
         if (num_slices is None) == (slice_len is None):
             raise TypeError(f"give either num_slices or slice_len, got num_slices={num_slices}, slice_len={slice_len}")
         for name, value in (("num_slices", num_slices), ("slice_len", slice_len)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+            if value is not None:
+                check_count(value, name)
         if fragmented:
             raise NotImplementedError(
                 "fragmented=True is not supported: keep the environments apart in a storage with ndim=2 and batches of "

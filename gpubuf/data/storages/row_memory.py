@@ -9,6 +9,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from gpubuf.data.runtime.foreign import check_count
 from gpubuf.data.runtime.interruption import Unfinished
 from gpubuf.data.storages.columns import Column, address_table, columns_of, new_columns, record_of
 from gpubuf.data.storages.end_bits import CONTINUITY, FLAGS, check_ends
@@ -35,10 +36,9 @@ class RowMemory(Followed):
     _placement: Placement | None
 
     def _configure(self, max_size: int, device: torch.device | str, ndim: int, ends: str = FLAGS) -> None:
-        if max_size < 1 or max_size % 1:
+        if isinstance(max_size, bool) or max_size < 1 or max_size % 1:
             raise ValueError(f"a storage needs room for a whole number of rows, one or more, got max_size={max_size}")
-        if ndim < 1:
-            raise ValueError(f"a storage has at least one dimension, got ndim={ndim}")
+        check_count(ndim, "ndim")
         check_ends(ends)
         self.max_size = int(max_size)
         self.requested_size = self.max_size  # before rounding up to whole steps

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpubuf.data.runtime.foreign import check_count
 from gpubuf.data.runtime.interruption import DERIVED
 from gpubuf.data.runtime.recording import capturing
 from gpubuf.data.storages.computed import ComputedRows
@@ -62,8 +63,8 @@ class SharedRows(ComputedRows):
             raise TypeError(f"share_next is True or a list of keys, got {share_next!r}")
         if next_capacity is not None and not share_next:
             raise ValueError("next_capacity is for storages with share_next")
-        if next_capacity is not None and next_capacity < 1:
-            raise ValueError(f"next_capacity must be at least 1, got {next_capacity}")
+        if next_capacity is not None:
+            check_count(next_capacity, "next_capacity")
         self._share_next = share_next if isinstance(share_next, bool) else tuple(share_next)
         self._next_capacity = next_capacity
         self.computed = self.computed or bool(share_next)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpubuf.data.runtime.foreign import check_count
 from gpubuf.data.storages.columns import Column
 from gpubuf.data.storages.forms import NEXT_KEY, Options, sources
 from gpubuf.data.storages.layout import Key, Leaf, address, as_key, as_written
@@ -115,8 +116,7 @@ def entries_of(capacity: int, envs: int, next_capacity: int | None) -> int:
     """
     if next_capacity is None:
         next_capacity = max(-(-capacity // SHARE), LEAST, envs)
-    if next_capacity < 1:
-        raise ValueError(f"next_capacity must be at least 1, got {next_capacity}")
+    check_count(next_capacity, "next_capacity")
     return min(next_capacity, capacity)
 
 
