@@ -355,7 +355,7 @@ FIGURES: dict[str, Callable[[Runs], str]] = {
     "memory": memory_tables,
     "launches": launches_table,
     "resources": resources_table,
-    "prediction": lambda _: prediction_table(),
+    "prediction": prediction_table,
     "checkpoints": checkpoints_section,
     "soak": soak_table,
     "slices": slices_section,

@@ -1,20 +1,22 @@
-"""The resources of the kernels, and how many of them a call launches: all that is known without a GPU.
+"""What is known of the kernels without a GPU: their resources, and what a call launches and executes.
 
-``python -m benchmarks.studies.kernels`` compiles every kernel ahead of time for four targets, runs the calls of a
-training step through Triton's interpreter and counts the launches, and writes both into one file of results. Neither
-needs a GPU.
+``python -m benchmarks.studies.kernels`` compiles every kernel ahead of time for four targets. It makes the calls of a
+training step with tests/support/ptx in the place of a GPU, which executes the PTX for sm_90 on the CPU and counts: the
+launches of a call, and of each its programs, warp instructions, bytes and dependent trips to memory. All goes into one
+file of results. :mod:`benchmarks.studies.predict` makes times of it.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,29 +24,24 @@ from unittest import mock
 
 import torch
 
+from benchmarks.measure.elsewhere import ROOT
 from benchmarks.measure.figures import OPEN, described, table
 from benchmarks.measure.machine import describe
 from benchmarks.measure.results import Runs, write_results
 from benchmarks.studies.checkpoints import rows as transitions
 
 CAPACITY, STORED = 1_000_000, 20_000
-SAMPLERS = ("uniform", "prioritized", "slices", "prioritized slices")
+SIZES = {
+    "uniform": (256, 4096, 32768),
+    "prioritized": (256, 1024, 4096),
+    "slices": (256, 4096),
+    "prioritized slices": (256,),
+}
+"""Rows of a batch, by the kind of sampler. Slices have :data:`SLICE` rows."""
 
-
-@contextlib.contextmanager
-def counted_launches() -> Iterator[Counter[str]]:
-    """Counts the kernels that Triton's interpreter runs, by name."""
-    from triton.runtime.interpreter import GridExecutor
-
-    found: Counter[str] = Counter()
-    launch = GridExecutor.__call__
-
-    def counting(self: GridExecutor, *args: Any, **kwargs: Any) -> Any:
-        found[self.fn.__name__] += 1
-        return launch(self, *args, **kwargs)
-
-    with mock.patch.object(GridExecutor, "__call__", counting):
-        yield found
+SLICE = 8
+COUNTED = ("kernel", "programs", "warps", "instructions", "most_instructions", "bytes_loaded", "bytes_stored", "trips")
+"""What is written down of a launch, see :class:`tests.support.ptx.launch.Launch`."""
 
 
 @contextlib.contextmanager
@@ -74,8 +71,8 @@ def filled_buffer(kind: str) -> Any:
     samplers: dict[str, Callable[[], Any]] = {
         "uniform": RandomSampler,
         "prioritized": lambda: PrioritizedSampler(CAPACITY, 0.6, 0.4),
-        "slices": lambda: SliceSampler(slice_len=8),
-        "prioritized slices": lambda: PrioritizedSliceSampler(CAPACITY, 0.6, 0.4, slice_len=8),
+        "slices": lambda: SliceSampler(slice_len=SLICE),
+        "prioritized slices": lambda: PrioritizedSliceSampler(CAPACITY, 0.6, 0.4, slice_len=SLICE),
     }
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(CAPACITY), sampler=samplers[kind]())
     data = transitions(STORED)
@@ -86,31 +83,51 @@ def filled_buffer(kind: str) -> Any:
     return buffer
 
 
-def calls(kind: str, n: int) -> Iterator[tuple[str, Callable[[], object]]]:
+def calls(kind: str, sizes: Sequence[int]) -> Iterator[tuple[str, Callable[[], object]]]:
     """The calls of a training step on one kind of buffer, with their names."""
-    buffer, data = filled_buffer(kind), transitions(n)
-    yield f"{kind}: sample, {n}", lambda: buffer.sample(n)
-    yield f"{kind}: extend, {n}", lambda: buffer.extend(data)
-    if "prioritized" in kind:
-        index, priority = torch.randint(STORED, (n,)), torch.rand(n) + 0.1
-        yield f"{kind}: priority update, {n}", lambda: buffer.update_priority(index, priority)
+    buffer = filled_buffer(kind)
+    for n in sizes:
+        data, index, priority = transitions(n), torch.randint(STORED, (n,)), torch.rand(n) + 0.1
+        yield f"{kind}: sample, {n}", functools.partial(buffer.sample, n)
+        if kind == "uniform":
+            yield f"{kind}: gather, {n}", functools.partial(buffer.__getitem__, index)
+        yield f"{kind}: extend, {n}", functools.partial(buffer.extend, data)
+        if "prioritized" in kind:
+            yield f"{kind}: priority update, {n}", functools.partial(buffer.update_priority, index, priority)
 
 
-def count(kinds: Sequence[str] = SAMPLERS, sizes: Sequence[int] = (256,)) -> list[dict[str, Any]]:
-    """Launches of every call. Needs ``TRITON_INTERPRET=1``, set before Triton is imported."""
-    from gpubuf.kernels._registry import triton_on_cpu
+def other_calls() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Statistics of a normalised write, and the pieces of a SAC loss."""
+    from benchmarks.studies.host import BATCH, sac_calls
+    from gpubuf.kernels import moments
 
-    found = []
-    with shaped_as_on_a_gpu(), counted_launches() as launches:
-        for kind in kinds:
-            for n in sizes:
-                for name, call in calls(kind, n):
-                    # The first call of a kind allocates, and may launch what later ones don't.
-                    for _ in range(2):
-                        launches.clear()
-                        with triton_on_cpu():
-                            call()
-                    found.append({"call": name, "total": launches.total(), "kernels": dict(launches)})
+    for n, elements in ((256, 48), (4096, 48)):
+        state, mean, factor = moments.new_state(elements, "cpu")
+        rule = torch.tensor(moments.Rule(1e-8), dtype=torch.float64)
+        update = functools.partial(moments.update, state, torch.randn(n, elements), mean, factor, rule)
+        yield f"statistics of {elements} elements, {n}", update
+    for name, call in sac_calls().items():
+        yield f"{name}, {BATCH}", call
+
+
+def count(sizes: Mapping[str, Sequence[int]] = SIZES, others: bool = True) -> list[dict[str, Any]]:
+    """What every call launches, and what that costs. Triton must not be in its interpreter's mode."""
+    from gpubuf.kernels import _registry
+    from tests.support.ptx.launch import Executor
+
+    torch.manual_seed(0)
+    executor, found = Executor(), []
+    with shaped_as_on_a_gpu(), executor.installed():
+        for chosen in (*(calls(kind, n) for kind, n in sizes.items()), *([other_calls()] if others else [])):
+            for name, call in chosen:
+                # The first call of a kind allocates, and may launch what later ones don't.
+                for _ in range(2):
+                    executor.launches.clear()
+                    with mock.patch.object(_registry, "_triton_on_cpu", True):
+                        call()
+                launches = [{what: getattr(each, what) for what in COUNTED} for each in executor.launches]
+                kernels = Counter(each["kernel"] for each in launches)
+                found.append({"call": name, "total": len(launches), "kernels": kernels, "launches": launches})
     return found
 
 
@@ -135,12 +152,13 @@ def resources() -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def counted_in_subprocess() -> list[dict[str, Any]]:
-    """:func:`count` in a process with Triton's interpreter."""
-    command = [sys.executable, "-m", "benchmarks.studies.kernels", "--count"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    run = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(run.stdout.splitlines()[-1])
+def counted_in_subprocess(*options: str) -> list[dict[str, Any]]:
+    """:func:`count` in a process whose kernels are compiled, whatever those of this one are."""
+    command = [sys.executable, "-m", "benchmarks.studies.kernels", "--count", *options]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    found: list[dict[str, Any]] = json.loads(run.stdout.splitlines()[-1])
+    return found
 
 
 def launches_table(runs: Runs) -> str:
@@ -180,11 +198,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="python -m benchmarks.studies.kernels", description=__doc__.partition("\n")[0]
     )
     parser.add_argument("--count", action="store_true", help="print the launches as JSON, and nothing else")
+    parser.add_argument("--small", action="store_true", help="with --count: batches of 256 rows alone")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/kernels-<device>-<date>.json")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     if options.count:
-        print(json.dumps(count()))
+        print(json.dumps(count({kind: sizes[:1] for kind, sizes in SIZES.items()}) if options.small else count()))
         return
     machine = describe("cpu")
     launches = counted_in_subprocess()

@@ -1,33 +1,97 @@
-"""The prediction of kernel times: its parts, by hand."""
+"""The prediction of times from counts: its parts, by hand."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 
 from benchmarks.studies import predict
-from benchmarks.studies.predict import Call, random_bytes
+from tests.support.ptx.parse import parse
+from tests.support.ptx.trips import Trips
+from tests.support.report_runs import a_run, block, line
 
 
-@pytest.mark.parametrize(("width", "expected"), [(1, 32), (4, 32), (24, 48), (32, 32), (33, 64), (68, 96), (192, 192)])
-def test_a_random_row_moves_whole_sectors(width, expected):
-    assert random_bytes(width) == pytest.approx(expected, rel=0.01)
+def launch(**counted: Any) -> dict[str, Any]:
+    nothing = dict.fromkeys(("instructions", "most_instructions", "bytes_loaded", "bytes_stored", "trips"), 0)
+    return {"kernel": "a_kernel", "programs": 1, "warps": 1, **nothing, **counted}
 
 
-def test_rows_of_the_benchmarks_read_twice_their_bytes():
-    assert sum(map(random_bytes, predict.WIDTHS)) == pytest.approx(336)
-    assert predict.read(1) == pytest.approx(336 + 166)
+def test_an_empty_kernel_takes_its_launch():
+    assert predict.microseconds(launch()) == predict.LAUNCH
+
+
+def test_one_trip_goes_to_memory_and_the_others_to_the_cache():
+    assert predict.parts(launch(trips=1))[0] == predict.MEMORY
+    assert predict.parts(launch(trips=4))[0] == pytest.approx(predict.MEMORY + 3 * predict.CACHE)
 
 
 def test_the_longer_of_bytes_and_instructions_counts():
-    base = Call("x", 2, 3.0, 0, 0).seconds
-    assert base == pytest.approx(2 * predict.LAUNCH + 3 * predict.TRIP)
-    assert Call("x", 2, 3.0, 4.1e6, 1).seconds - base == pytest.approx(1e-6)
-    assert Call("x", 2, 3.0, 1, predict.ISSUE).seconds - base == pytest.approx(1)
+    work = launch(bytes_loaded=int(3 * predict.BANDWIDTH), bytes_stored=int(predict.BANDWIDTH), instructions=1)
+    assert predict.microseconds(work) == pytest.approx(predict.LAUNCH + 4)
+    assert predict.microseconds({**work, "bytes_loaded": 0}) == pytest.approx(predict.LAUNCH + 1)
 
 
-def test_the_table_has_every_call_once():
-    names = [call.name for call in predict.calls()]
-    assert len(names) == len(set(names))
-    text = predict.prediction_table()
-    assert all(f"| {name} |" in text for name in names)
-    assert all(call.seconds > call.launches * predict.LAUNCH for call in predict.calls())
+def test_a_lone_warp_waits_for_each_instruction():
+    """Many warps hide it, up to what a multiprocessor issues."""
+    alone = predict.parts(launch(most_instructions=1000, instructions=1000))[2]
+    assert alone == pytest.approx(1000 * predict.MACHINE_CODE * 4 / predict.CLOCK)
+    shared = predict.parts(launch(most_instructions=1000, instructions=1000, warps=8))[2]
+    assert shared == pytest.approx(alone / 8)
+    full = predict.parts(launch(most_instructions=1000, instructions=1000, warps=32))[2]
+    assert full == pytest.approx(alone / 10)
+
+
+def test_programs_share_the_multiprocessors():
+    """Twice as many programs as multiprocessors take no longer than one each while they hide each other's waits."""
+    one = launch(programs=132, most_instructions=1000, instructions=132_000)
+    two = {**one, "programs": 264, "instructions": 264_000}
+    many = {**one, "programs": 13_200, "instructions": 13_200_000}
+    times = [predict.parts(each)[2] for each in (one, two, many)]
+    assert times == pytest.approx([times[0], times[0], times[0] * 100 / 10])
+
+
+def test_the_table_adds_the_launches_of_a_call():
+    assert "committed: open" in block("prediction", {})
+    launches = [launch(trips=1, programs=3, warps=4, most_instructions=1700), launch(trips=2)]
+    found = {"kernels": a_run(kernels={"launches": [{"call": "a call", "launches": launches}]})}
+    cells = line(block("prediction", found), "a call")
+    assert cells[:3] == ["3 x 4 + 1 x 1", "1,700 + 0", "1 + 2"]
+    assert float(cells[-1]) == pytest.approx(sum(map(predict.microseconds, launches)), rel=0.01)
+
+
+PTX = """
+.visible .entry a_kernel(
+)
+.reqntid 64
+{
+    ld.global.b32 %r1, [%rd1];
+    ld.global.b32 %r2, [%rd2];
+    add.s32 %r3, %r1, %r2;
+    add.s32 %r4, %r2, %r2;
+    ld.global.b32 %r5, [%rd3];
+    mov.b32 %r5, 0;
+    add.s32 %r6, %r5, %r5;
+$L__loop:
+    ld.shared.b32 %r7, [%r6];
+    ld.global.b32 %r8, [%r7];
+    @%p1 bra $L__loop;
+    st.global.b32 [%rd1], %r8;
+    ret;
+}
+"""
+
+
+def test_loads_that_are_under_way_together_are_one_trip():
+    """A wait is for all loads before it; what is overwritten, or comes from shared memory, is not waited for."""
+    trips = Trips(parse(PTX))
+    counts, pending = np.zeros((2, 2), np.int64)
+    trips.count(0, counts, pending, slice(None))
+    assert counts.tolist() == [1, 1]
+    # Nobody uses in the loop what the loop loads: whoever goes round again asks for it anew.
+    first = np.array([True, False])
+    for warps in (slice(None), first, first):
+        trips.count(1, counts, pending, warps)
+    trips.count(2, counts, pending, slice(None))
+    assert counts.tolist() == [2, 2]

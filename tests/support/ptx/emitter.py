@@ -18,6 +18,7 @@ import numpy as np
 
 from tests.support.ptx import arithmetic
 from tests.support.ptx.parse import Instruction, Kernel, names
+from tests.support.ptx.trips import Trips
 
 DONE = 1 << 28
 """The block that comes after the last one."""
@@ -65,12 +66,14 @@ class Program:
         blocks: a function per basic block, None for one that is a barrier.
         registers: those that live beyond a block have a number each.
         places: how many instructions of each block come from which line of source.
+        trips: what its warps wait for.
     """
 
     kernel: Kernel
     blocks: list[Callable[..., Any] | None]
     registers: dict[str, int]
     places: list[Counter[str]]
+    trips: Trips
     source: str
 
 
@@ -90,7 +93,7 @@ def translate(kernel: Kernel) -> Program:
     exec(compile(source, f"<{kernel.name}.ptx>", "exec"), namespace)
     blocks = [namespace.get(f"block_{number}") for number in range(len(kernel.blocks))]
     places = [Counter(instruction.place for instruction in block) for block in kernel.blocks]
-    return Program(kernel, blocks, numbers, places, source)
+    return Program(kernel, blocks, numbers, places, Trips(kernel), source)
 
 
 class _Flow:

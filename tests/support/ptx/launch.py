@@ -41,6 +41,8 @@ class Launch:
         bytes_stored: to global memory.
         barriers: that one warp passes, at most.
         atomics: of all threads.
+        trips: how often a warp waits for global memory one after the other, at most; see
+            :class:`~tests.support.ptx.machine.Trips`.
     """
 
     kernel: str
@@ -52,8 +54,14 @@ class Launch:
     bytes_stored: int = 0
     barriers: int = 0
     atomics: int = 0
+    trips: int = 0
     _places: list[Counter[str]] = field(default_factory=list, repr=False, compare=False)
     _executed: Any = field(default=0, repr=False, compare=False)
+
+    @property
+    def programs(self) -> int:
+        """How many there are."""
+        return self.grid[0] * self.grid[1] * self.grid[2]
 
     @property
     def by_line(self) -> Counter[str]:
@@ -78,6 +86,7 @@ class Launch:
         self.bytes_loaded += machine.loaded
         self.bytes_stored += machine.stored
         self.atomics += machine.atomics
+        self.trips = max(self.trips, int(machine.trips.max()))
 
 
 class Executor(TtirExecutor):

@@ -79,6 +79,7 @@ class Machine:
         self.registers: list[Any] = [_POISON.astype(bits_of(name)) for name in program.registers]
         self.executed = np.zeros((len(program.blocks), self.lanes // 32), np.int64)
         self.loaded = self.stored = self.atomics = 0
+        self.trips, self._pending = np.zeros((2, self.lanes // 32), np.int64)
 
     def run(self) -> None:
         """Run the programs to their ends."""
@@ -97,21 +98,26 @@ class Machine:
                     return
                 here = seen == first
                 lanes = None if here.all() else np.flatnonzero(here)
-                self.executed[first] += here.reshape(-1, 32).any(axis=1)
+                warps = here.reshape(-1, 32).any(axis=1)
+                self.executed[first] += warps
             elif at == DONE:
                 return
             else:
-                first = at
+                first, warps = at, slice(None)
                 if not self.lockstep:
                     at = np.full(self.lanes, at)
                     continue
                 self.executed[first] += 1
+            self.program.trips.count(first, self.trips, self._pending, warps)
             block = blocks[first]
             self.count = self.lanes if lanes is None else lanes.size
             if block is not None:
                 after = block(self, self.registers, lanes)
+            elif lanes is None:
+                self._meet(slice(None))
+                after = first + 1
             else:
-                after = first + 1 if lanes is None else first + _WAITING
+                after = first + _WAITING
             if lanes is None:
                 at = after
             else:
@@ -129,8 +135,14 @@ class Machine:
             blocks = np.where(groups == DONE, groups.min(axis=1, keepdims=True), groups)[ready]
             if (blocks != blocks[:, :1]).any():
                 raise PtxFaultError("barrier", "warps wait at different barriers", self._place(int(blocks.min())))
+            self._meet(ready)
             released = np.repeat(ready, self.threads) & waiting
             at[released] -= _WAITING - 1
+
+    def _meet(self, programs: Any) -> None:
+        """The warps of these programs have waited for each other."""
+        trips = self.trips.reshape(-1, self.threads // 32)
+        trips[programs] = trips[programs].max(axis=1, keepdims=True)
 
     def _held(self, at: np.ndarray, held: np.ndarray | None) -> np.ndarray:
         """Lanes of the warps that are not to run now: some at random, and never all that could."""
