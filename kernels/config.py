@@ -39,6 +39,9 @@ TANH_NORMAL_BLOCK = 512
 MATRIX_TILE = 1024
 """Numbers that a program of a categorical loss, or of a norm, holds at a time, by rule."""
 
+MOMENTS_WIDTH = 16
+"""Elements of a row that a program of running statistics has, at most: 64 bytes of float32. They share a ticket."""
+
 _explicit: dict[str, Any] = {}
 _use_files = True
 
@@ -352,6 +355,14 @@ def atom_rows(n: int, atoms: int, device_name: str | None = None, directory: Pat
     width = ceil_power(atoms)
     block = max(min(MATRIX_TILE // width, 32, ceil_power(n)), 1)
     return BlockConfig(block, min(max(block * width // 256, 1), 8))
+
+
+@_remembered
+def moments_tile(n: int, elements: int) -> TileConfig:
+    """Launch configuration of running statistics of ``n`` rows: up to 2048 numbers at a time, eight for a thread."""
+    columns = min(MOMENTS_WIDTH, ceil_power(elements))
+    rows = min(2048 // columns, ceil_power(n))
+    return TileConfig(rows, columns, min(max(rows * columns // 256, 1), 8))
 
 
 @_remembered

@@ -6,7 +6,9 @@ They live in tensors that the operations advance, so that a captured CUDA graph 
   their squared deviations from it (M2), and their largest magnitude;
 * ``rule``: float64 ``[5]``: see :class:`Rule`;
 * ``mean``, ``factor``: float32 ``[elements]``, what others read of it: ``factor = 1 / max(sqrt(M2 / count + eps),
-  largest / peak_at)``, and the mean. Before any number they are 1 and 0.
+  largest / peak_at)``, and the mean. Before any number they are 1 and 0;
+* ``tickets``: int64 ``[ceil(elements / 16)]``: scratch of the GPU kernel, zero between calls. The last program that
+  reads rows of some elements merges what all of them have found.
 
 Numbers that are not finite are left out, each for its own element. The count is exact to 2**53. Beyond, it stays, and
 the statistics with it as good as.
@@ -24,6 +26,7 @@ from torch import Tensor
 
 from gpubuf.kernels._check import check_devices
 from gpubuf.kernels._registry import define
+from gpubuf.kernels.config import MOMENTS_WIDTH
 
 COUNT, MEAN, M2, PEAK = range(4)
 """Rows of ``state``."""
@@ -50,11 +53,17 @@ class Rule(NamedTuple):
     gamma: float = 1.0
 
 
-def new_state(elements: int, device: torch.device | str) -> tuple[Tensor, Tensor, Tensor]:
-    """``(state, mean, factor)`` before any number."""
+def n_tickets(elements: int) -> int:
+    """How many tickets rows of so many elements take."""
+    return -(-elements // MOMENTS_WIDTH)
+
+
+def new_state(elements: int, device: torch.device | str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``(state, mean, factor, tickets)`` before any number."""
     state = torch.zeros(4, elements, dtype=torch.float64, device=device)
     mean = torch.zeros(elements, dtype=torch.float32, device=device)
-    return state, mean, torch.ones(elements, dtype=torch.float32, device=device)
+    factor = torch.ones(elements, dtype=torch.float32, device=device)
+    return state, mean, factor, torch.zeros(n_tickets(elements), dtype=torch.int64, device=device)
 
 
 def check_update(state: Tensor, source: Tensor, mean: Tensor | None, factor: Tensor, rule: Tensor) -> None:
@@ -92,16 +101,20 @@ def check_returns(before: Tensor, rewards: Tensor, ends: Tensor, rule: Tensor) -
 
 
 update = define(
-    "moments_update(Tensor(a!) state, Tensor source, Tensor(b!)? mean, Tensor(c!) factor, Tensor rule) -> ()",
+    "moments_update(Tensor(a!) state, Tensor source, Tensor(b!)? mean, Tensor(c!) factor, Tensor rule,"
+    " Tensor(d!) tickets) -> ()",
     cpu="gpubuf.kernels.moments._cpu:update",
     cuda="gpubuf.kernels.moments._launch:update",
-    fake=lambda state, source, mean, factor, rule: None,
+    fake=lambda state, source, mean, factor, rule, tickets: None,
 )
-"""``update(state, source, mean, factor, rule)``: take the numbers ``source``, ``[n, elements]`` of any real dtype, in.
+"""``update(state, source, mean, factor, rule, tickets)``: take in ``source``, ``[n, elements]`` of any real dtype.
 
 Their mean and M2 are computed in two passes, and merged with the state: with ``d = mean_b - mean_a`` the mean moves by
-``d * n_b / n`` and M2 becomes ``M2_a + M2_b + d * d * n_a * n_b / n``. All of it is float64. ``mean`` may be None.
-Without rows, mean and factor are computed anew from the state. One launch, no host sync.
+``d * n_b / n`` and M2 becomes ``M2_a + M2_b + d * d * n_a * n_b / n``. On a GPU programs read parts of many rows, each
+in two passes, and the last one merges them at once by the same formula for many parts: ``mean = sum(n_i * mean_i) / n``
+and ``M2 = sum(M2_i + n_i * (mean_i - mean)^2)``. All of it is float64, in an order that depends on the shape alone:
+results repeat to the bit on one kind of device. ``mean`` may be None. Without rows, mean and factor are computed anew
+from the state. ``tickets``, like ``state``, is for one call at a time. One launch, no host sync.
 
 Raises:
     ValueError: a tensor has another shape, dtype or device.

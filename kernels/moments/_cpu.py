@@ -125,7 +125,7 @@ def _update(source, wide, n, elements, state_address, mean_address, factor_addre
             means[e] = state[MEAN, e]
 
 
-def update(state: Tensor, source: Tensor, mean: Tensor | None, factor: Tensor, rule: Tensor) -> None:
+def update(state: Tensor, source: Tensor, mean: Tensor | None, factor: Tensor, rule: Tensor, tickets: Tensor) -> None:
     """See :data:`gpubuf.kernels.moments.update`."""
     check_update(state, source, mean, factor, rule)
     wide = source.dtype is not torch.float32

@@ -7,36 +7,51 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gpubuf.kernels import config
+from gpubuf.kernels._check import check_devices, demand_int64
 from gpubuf.kernels._launching import cdiv, launch
 from gpubuf.kernels.config import ceil_power
-from gpubuf.kernels.moments import check_returns, check_update
+from gpubuf.kernels.moments import check_returns, check_update, n_tickets
 from gpubuf.kernels.moments._triton import moments_returns_kernel, moments_update_kernel
 
-#: Numbers that a program reads at a time.
-_TILE = 1024
-#: Elements of a program. Rows of so many float32 numbers are read a whole line of the cache at a time.
-_WIDTH = 32
 #: Environments and elements of a program of the returns.
 _LANES = 128
+#: Blocks of rows from which on several programs read them: a merge takes as long as reading a few.
+_FEW = 4
+#: Programs of an update, about: enough for every multiprocessor to have some. And parts of the rows, at most: the last
+#: program holds what is merged.
+_PROGRAMS, _PARTS = 512, 128
 
 
 @dataclass(frozen=True)
 class UpdatePlan:
-    """How the update covers ``[n, elements]`` numbers."""
+    """How the update covers ``[n, elements]`` numbers.
+
+    Attributes:
+        block_rows: rows that a program reads at a time.
+        block_width: elements of a program.
+        blocks: of elements.
+        parts: of the rows.
+        part_rows: rows of each of these.
+        num_warps: of a program.
+    """
 
     block_rows: int
     block_width: int
-    programs: int
+    blocks: int
+    parts: int
+    part_rows: int
     num_warps: int
 
 
 def plan_update(n: int, elements: int) -> UpdatePlan:
-    """A program for every 32 elements, over all rows."""
-    block_width = min(_WIDTH, ceil_power(elements))
-    block_rows = min(_TILE // block_width, ceil_power(n))
-    return UpdatePlan(
-        block_rows, block_width, cdiv(elements, block_width), min(max(block_rows * block_width // 128, 1), 8)
-    )
+    """All rows in one program for each block of elements while they are few, then in parts."""
+    chosen = config.moments_tile(n, elements)
+    rows, width = chosen.block_rows, chosen.block_columns
+    tiles, blocks = cdiv(n, rows), cdiv(elements, width)
+    parts = min(tiles, _PARTS, max(_PROGRAMS // blocks, 1)) if tiles > _FEW else 1
+    part_rows = max(cdiv(tiles, parts), 1) * rows
+    return UpdatePlan(rows, width, blocks, max(cdiv(n, part_rows), 1), part_rows, chosen.num_warps)
 
 
 def _read(tensor: Tensor) -> Tensor:
@@ -45,26 +60,35 @@ def _read(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor
 
 
-def update(state: Tensor, source: Tensor, mean: Tensor | None, factor: Tensor, rule: Tensor) -> None:
+def update(state: Tensor, source: Tensor, mean: Tensor | None, factor: Tensor, rule: Tensor, tickets: Tensor) -> None:
     """See :data:`gpubuf.kernels.moments.update`."""
     check_update(state, source, mean, factor, rule)
     n, elements = source.shape
     if not elements:
         return
     plan = plan_update(n, elements)
+    check_devices(state, tickets)
+    demand_int64("tickets", tickets, (n_tickets(elements),))
+    several = plan.parts > 1
     launch(
         moments_update_kernel,
-        plan.programs,
+        plan.blocks * plan.parts,
         _read(source),
         state,
         factor if mean is None else mean,
         factor,
         rule,
+        torch.empty((plan.parts, *state.shape), dtype=state.dtype, device=state.device) if several else state,
+        tickets,
         n,
         elements,
+        plan.blocks,
+        plan.parts,
+        plan.part_rows,
         HAS_MEAN=mean is not None,
         BLOCK_ROWS=plan.block_rows,
         BLOCK_WIDTH=plan.block_width,
+        BLOCK_PARTS=ceil_power(plan.parts),
         num_warps=plan.num_warps,
     )
 

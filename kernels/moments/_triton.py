@@ -1,4 +1,4 @@
-"""Running statistics on the GPU: a program has some elements of a row, and all rows of the batch."""
+"""Running statistics on the GPU: a program has some elements of a row, and all rows of a batch or a part of them."""
 
 import triton
 import triton.language as tl
@@ -19,46 +19,33 @@ GAMMA = tl.constexpr(moments.GAMMA)
 INFINITY = tl.constexpr(float("inf"))
 
 
-@triton.jit(do_not_specialize=["n"])
-def moments_update_kernel(
-    source_ptr,  # any real [n, elements]
-    state_ptr,  # float64 [4, elements]
-    mean_ptr,  # float32 [elements], out where HAS_MEAN
-    factor_ptr,  # float32 [elements], out
-    rule_ptr,  # float64 [5]
-    n,
-    elements,
-    HAS_MEAN: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_WIDTH: tl.constexpr,
-):
-    """Mean and M2 of the batch in two passes, merged with those of the state. Grid: (cdiv(elements, BLOCK_WIDTH),)."""
-    element = tl.program_id(0) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
-    inside = element < elements
-    row = tl.arange(0, BLOCK_ROWS).to(tl.int64)
-    source_ptr += element[None, :]
-    counts = tl.zeros([BLOCK_ROWS, BLOCK_WIDTH], tl.float64)
-    totals = tl.zeros([BLOCK_ROWS, BLOCK_WIDTH], tl.float64)
-    peaks = tl.zeros([BLOCK_ROWS, BLOCK_WIDTH], tl.float64)
-    for start in range(0, n, BLOCK_ROWS):
-        there = (start + row < n)[:, None] & inside[None, :]
-        x = tl.load(source_ptr + (start + row)[:, None] * elements, mask=there, other=0).to(tl.float64)
-        counted = there & (tl.abs(x) < INFINITY)
-        x = tl.where(counted, x, 0.0)
-        counts += tl.where(counted, 1.0, 0.0)
-        totals += x
-        peaks = tl.maximum(peaks, tl.abs(x))
-    batch_count = tl.sum(counts, 0)
-    batch_mean = tl.sum(totals, 0) / tl.where(batch_count > 0, batch_count, 1.0)
-    squares = tl.zeros([BLOCK_ROWS, BLOCK_WIDTH], tl.float64)
-    for start in range(0, n, BLOCK_ROWS):
-        there = (start + row < n)[:, None] & inside[None, :]
-        x = tl.load(source_ptr + (start + row)[:, None] * elements, mask=there, other=0).to(tl.float64)
-        deviation = tl.where(there & (tl.abs(x) < INFINITY), x - batch_mean[None, :], 0.0)
-        squares += deviation * deviation
-    batch_m2 = tl.sum(squares, 0)
-    batch_peak = tl.max(peaks, 0)
+@triton.jit
+def load_numbers(source_ptr, first, last, elements, inside, BLOCK_ROWS: tl.constexpr):
+    """(float64 numbers of rows from ``first`` to ``last``, which of them are finite); the others are 0."""
+    row = first + tl.arange(0, BLOCK_ROWS)
+    there = (row < last)[:, None] & inside[None, :]
+    x = tl.load(source_ptr + row[:, None] * elements, mask=there, other=0).to(tl.float64)
+    counted = there & (tl.abs(x) < INFINITY)
+    return tl.where(counted, x, 0.0), counted
 
+
+@triton.jit
+def arrives_last(ticket_ptr, n):
+    """Whether this program is the last of ``n``. If so, it may read what the others stored, and tickets start anew."""
+    # The atomic is one thread's: the barrier puts the stores of all before it.
+    tl.debug_barrier()
+    last = tl.atomic_add(ticket_ptr, 1, sem="acq_rel") == n - 1
+    if last:
+        tl.store(ticket_ptr, 0)
+    return last
+
+
+@triton.jit
+def merge_into_state(
+    state_ptr, mean_ptr, factor_ptr, rule_ptr, element, inside, elements, batch_count, batch_mean, batch_m2, batch_peak,
+    HAS_MEAN: tl.constexpr,
+):  # fmt: skip
+    """Take the moments of a batch into those of the state, and write what is read of it."""
     state_ptr += element
     count = tl.load(state_ptr + COUNT * elements, mask=inside, other=0)
     mean = tl.load(state_ptr + MEAN * elements, mask=inside, other=0)
@@ -84,6 +71,87 @@ def moments_update_kernel(
     tl.store(factor_ptr + element, factor.to(tl.float32), mask=inside)
     if HAS_MEAN:
         tl.store(mean_ptr + element, mean.to(tl.float32), mask=inside)
+
+
+@triton.jit(do_not_specialize=["n", "elements", "n_blocks", "n_parts", "part_rows"])
+def moments_update_kernel(
+    source_ptr,  # any real [n, elements]
+    state_ptr,  # float64 [4, elements]
+    mean_ptr,  # float32 [elements], out where HAS_MEAN
+    factor_ptr,  # float32 [elements], out
+    rule_ptr,  # float64 [5]
+    parts_ptr,  # float64 [n_parts, 4, elements], scratch where BLOCK_PARTS > 1
+    tickets_ptr,  # int64 [n_blocks], zero before and afterwards, used where BLOCK_PARTS > 1
+    n,
+    elements,
+    n_blocks,  # blocks of elements
+    n_parts,  # of the rows
+    part_rows,  # rows of a part
+    HAS_MEAN: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,  # at least n_parts; 1 if that is 1
+):
+    """Mean and M2 of the batch, merged with those of the state.
+
+    A program has a part of the rows of a block of elements, in two passes; the first rows stay in registers. The last
+    program of a block merges all parts, in their order, whichever it is: ``mean = sum(n_i mean_i) / n`` and
+    ``M2 = sum(M2_i + n_i (mean_i - mean)^2)``.
+
+    Grid: (n_parts * n_blocks,), n_blocks = cdiv(elements, BLOCK_WIDTH), n_parts = cdiv(n, part_rows).
+    """
+    block = tl.program_id(0) % n_blocks
+    part = (tl.program_id(0) // n_blocks).to(tl.int64)
+    element = block * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
+    inside = element < elements
+    first = part * part_rows
+    last = tl.minimum(first + part_rows, n)
+    source_ptr += element[None, :]
+    x, counted = load_numbers(source_ptr, first, last, elements, inside, BLOCK_ROWS)
+    counts = counted.to(tl.int32)
+    totals = x
+    peaks = tl.abs(x)
+    for start in range(first + BLOCK_ROWS, last, BLOCK_ROWS):
+        more, also = load_numbers(source_ptr, start, last, elements, inside, BLOCK_ROWS)
+        counts += also.to(tl.int32)
+        totals += more
+        peaks = tl.maximum(peaks, tl.abs(more))
+    count = tl.sum(counts, 0).to(tl.float64)
+    mean = tl.sum(totals, 0) / tl.where(count > 0, count, 1.0)
+    peak = tl.max(peaks, 0)
+    deviation = tl.where(counted, x - mean[None, :], 0.0)
+    squares = deviation * deviation
+    for start in range(first + BLOCK_ROWS, last, BLOCK_ROWS):
+        more, also = load_numbers(source_ptr, start, last, elements, inside, BLOCK_ROWS)
+        deviation = tl.where(also, more - mean[None, :], 0.0)
+        squares += deviation * deviation
+    m2 = tl.sum(squares, 0)
+
+    if BLOCK_PARTS == 1:
+        merge_into_state(
+            state_ptr, mean_ptr, factor_ptr, rule_ptr, element, inside, elements, count, mean, m2, peak, HAS_MEAN
+        )
+    else:
+        own_ptr = parts_ptr + part * 4 * elements + element
+        tl.store(own_ptr + COUNT * elements, count, mask=inside)
+        tl.store(own_ptr + MEAN * elements, mean, mask=inside)
+        tl.store(own_ptr + M2 * elements, m2, mask=inside)
+        tl.store(own_ptr + PEAK * elements, peak, mask=inside)
+        if arrives_last(tickets_ptr + block, n_parts):
+            each = tl.arange(0, BLOCK_PARTS)
+            there = (each < n_parts)[:, None] & inside[None, :]
+            each_ptr = parts_ptr + each.to(tl.int64)[:, None] * 4 * elements + element[None, :]
+            some = tl.load(each_ptr + COUNT * elements, mask=there, other=0)
+            means = tl.load(each_ptr + MEAN * elements, mask=there, other=0)
+            m2s = tl.load(each_ptr + M2 * elements, mask=there, other=0)
+            peak = tl.max(tl.load(each_ptr + PEAK * elements, mask=there, other=0), 0)
+            count = tl.sum(some, 0)
+            mean = tl.sum(some * means, 0) / tl.where(count > 0, count, 1.0)
+            step = means - mean[None, :]
+            m2 = tl.sum(m2s + some * step * step, 0)
+            merge_into_state(
+                state_ptr, mean_ptr, factor_ptr, rule_ptr, element, inside, elements, count, mean, m2, peak, HAS_MEAN
+            )
 
 
 @triton.jit(do_not_specialize=["steps"])

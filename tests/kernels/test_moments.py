@@ -42,10 +42,10 @@ def close(a: Tensor, b: Tensor | list, tolerance: float = 1e-12) -> None:
 
 def check(parts: list[Tensor], elements: int, rule: Rule) -> Tensor:
     """Give the parts to both, one after the other. The state at the end."""
-    state, mean, factor = new_state(elements, "cpu")
+    state, mean, factor, tickets = new_state(elements, "cpu")
     expected = state.tolist()
     for part in parts:
-        moments.update(state, part, mean, factor, torch.tensor(rule, dtype=torch.float64))
+        moments.update(state, part, mean, factor, torch.tensor(rule, dtype=torch.float64), tickets)
         expected = reference_update(part.double().tolist(), expected, rule)
         close(state, expected, 1e-9)
         close(mean, expected[MEAN], 1e-6)
@@ -69,12 +69,38 @@ def test_strided_rows():
 
 
 def test_many_rows_are_those_of_var_mean():
-    rows, (state, mean, factor) = numbers(3000, 2, torch.float32), new_state(2, "cpu")
+    rows, (state, mean, factor, tickets) = numbers(3000, 2, torch.float32), new_state(2, "cpu")
     for part in rows.split(1100):
-        moments.update(state, part, mean, factor, rule_of())
+        moments.update(state, part, mean, factor, rule_of(), tickets)
     variance, expected = torch.var_mean(rows.double(), 0, correction=0)
     close(state[MEAN], expected)
     close(state[M2] / state[COUNT], variance, 1e-10)
+
+
+@pytest.mark.parametrize(("n", "elements"), [(640, 17), (1300, 33), (2561, 3), (1 << 14, 1)])
+def test_rows_of_several_programs(n, elements):
+    """Some of them find only numbers that are not finite; twice the same bits, whichever program is the last."""
+    rows = numbers(n, elements)
+    rows[: n // 2, 0] = math.nan
+    rows[n // 3, -1] = -math.inf
+    plan = plan_update(n, elements)
+    assert plan.parts > 3
+    first = check([rows, rows[:5]], elements, Rule(1e-8))
+    assert torch.equal(first, check([rows, rows[:5]], elements, Rule(1e-8)))
+
+
+def test_parts_of_different_sizes_and_levels():
+    """What is between the parts counts as what is in them, and is no less exact."""
+    rows = numbers(1500, 16) * 1e-3 + 1e5 * torch.arange(1500, dtype=torch.float64)[:, None].div(
+        128, rounding_mode="floor"
+    )
+    state, mean, factor, tickets = new_state(16, "cpu")
+    for _ in range(2):
+        moments.update(state, rows, mean, factor, rule_of(), tickets)
+        assert not tickets.any()
+    variance, expected = torch.var_mean(torch.cat((rows, rows)), 0, correction=0)
+    close(state[MEAN], expected, 1e-14)
+    close(state[M2] / state[COUNT], variance, 1e-13)
 
 
 def test_numbers_that_are_not_finite():
@@ -94,22 +120,22 @@ def test_rules():
 
 def test_a_count_beyond_what_a_float_can_count():
     """Case 44: the count stops, and nothing becomes infinite or NaN."""
-    state, mean, factor = new_state(1, "cpu")
+    state, mean, factor, tickets = new_state(1, "cpu")
     state.copy_(torch.tensor([[2.0**53], [4.0], [2.0**53], [9.0]]))
     for _ in range(3):
-        moments.update(state, torch.full((1, 1), 1000.0), mean, factor, rule_of())
+        moments.update(state, torch.full((1, 1), 1000.0), mean, factor, rule_of(), tickets)
     assert state[COUNT].item() == 2.0**53
     close(mean, [4.0])
     close(factor, [1.0], 1e-6)
 
 
 def test_no_rows_compute_mean_and_factor_anew():
-    state, mean, factor = new_state(2, "cpu")
+    state, mean, factor, tickets = new_state(2, "cpu")
     state.copy_(torch.tensor([[4.0, 0.0], [5.0, 0.0], [16.0, 0.0], [7.0, 0.0]]))
-    moments.update(state, torch.empty(0, 2), mean, factor, rule_of())
+    moments.update(state, torch.empty(0, 2), mean, factor, rule_of(), tickets)
     assert mean.tolist() == [5, 0]
     close(factor, [0.5, 1.0], 1e-6)
-    moments.update(state, torch.empty(0, 2), None, factor, rule_of(peak_at=0.7))
+    moments.update(state, torch.empty(0, 2), None, factor, rule_of(peak_at=0.7), tickets)
     close(factor, [0.1, 1.0], 1e-6)
 
 
@@ -149,14 +175,14 @@ def test_no_steps_and_no_environments():
     assert before.tolist() == [[1], [1]]
     none = torch.empty(0, 1, dtype=torch.float64)
     moments.returns(none, torch.empty(3, 0, 1), torch.empty(3, 0, dtype=torch.bool), rule_of())
-    state, *read = new_state(0, "cpu")
-    moments.update(state, torch.empty(3, 0), *read, rule_of())
+    state, mean, factor, tickets = new_state(0, "cpu")
+    moments.update(state, torch.empty(3, 0), mean, factor, rule_of(), tickets)
 
 
 def test_opcheck():
-    state, mean, factor = new_state(3, "cpu")
-    torch.library.opcheck(moments.update, (state, numbers(4, 3), mean, factor, rule_of()))
-    torch.library.opcheck(moments.update, (state, numbers(4, 3), None, factor, rule_of()))
+    state, mean, factor, tickets = new_state(3, "cpu")
+    torch.library.opcheck(moments.update, (state, numbers(4, 3), mean, factor, rule_of(), tickets))
+    torch.library.opcheck(moments.update, (state, numbers(4, 3), None, factor, rule_of(), tickets))
     before = torch.zeros(2, 1, dtype=torch.float64)
     given = (before, numbers(4, 2).unsqueeze(-1), numbers(4, 2) > 100, rule_of(gamma=0.9))
     torch.library.opcheck(moments.returns, given)
@@ -176,7 +202,7 @@ def test_opcheck():
     ],
 )
 def test_update_refuses(name, value):
-    state, mean, factor = new_state(2, "cpu")
+    state, mean, factor, _ = new_state(2, "cpu")
     given = {
         "source": torch.zeros(3, 2),
         "state": state,
@@ -209,9 +235,21 @@ def test_returns_refuse(name, value):
         moments.returns(**({**given, "rule": rule_of()} | {name: value}))
 
 
-@pytest.mark.parametrize("n", [0, 1, 5, 4096, 10**6])
-@pytest.mark.parametrize("elements", [1, 7, 310, 10**5])
-def test_plan_covers_all_elements(n, elements):
+@pytest.mark.parametrize("n", [0, 1, 5, 600, 4096, 10**6])
+@pytest.mark.parametrize("elements", [1, 7, 48, 310, 10**5])
+def test_plan_covers_all_numbers(n, elements):
     plan = plan_update(n, elements)
-    assert plan.programs * plan.block_width >= elements
-    assert plan.block_rows * plan.block_width <= 1024
+    assert (plan.blocks - 1) * plan.block_width < elements <= plan.blocks * plan.block_width
+    assert n <= plan.parts * plan.part_rows
+    assert plan.parts == 1 or (plan.parts - 1) * plan.part_rows < n
+    assert plan.blocks <= new_state(elements, "meta")[-1].numel()
+    assert plan.block_rows * plan.block_width <= 2048
+
+
+def test_plan_covers_the_device():
+    """Few rows are one program for each block of elements; of many rows a program reads few at a time."""
+    assert plan_update(512, 48).parts == 1
+    large = plan_update(4096, 48)
+    assert (large.parts, large.blocks, large.part_rows) == (32, 3, large.block_rows)
+    assert 64 < plan_update(10**6, 48).parts <= 128
+    assert plan_update(4096, 28224).parts == 1

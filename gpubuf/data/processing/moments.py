@@ -46,10 +46,11 @@ class Moments:
         mean, factor: float32 ``[elements]``, at fixed addresses: a number becomes ``(number - mean) * factor``, with
             ``factor = 1 / max(sqrt(M2 / count + eps), largest / peak_at)``. Before any number: 0 and 1.
         rule: float64 ``[5]``, on the device: see :class:`gpubuf.kernels.moments.Rule`.
+        tickets: scratch of the kernel.
     """
 
     def __init__(self, elements: int, device: torch.device, rule: Rule, centred: bool) -> None:
-        self.state, self.mean, self.factor = moments.new_state(elements, device)
+        self.state, self.mean, self.factor, self.tickets = moments.new_state(elements, device)
         self.rule = torch.tensor(rule, dtype=torch.float64).to(device)
         self._centred = centred
 
@@ -65,7 +66,7 @@ class Moments:
 
     def update(self, numbers: Tensor) -> None:
         """Take ``[n, elements]`` numbers in, of any dtype, on the device. One launch, no host sync."""
-        _update(self.state, numbers, self.mean if self._centred else None, self.factor, self.rule)
+        _update(self.state, numbers, self.mean if self._centred else None, self.factor, self.rule, self.tickets)
 
     def activate(self, active: bool) -> None:
         """Let the statistics move, or not: in place, so that captured graphs go by it. No host sync."""
@@ -87,7 +88,7 @@ class Moments:
 
     def tensors(self) -> list[Tensor]:
         """The tensors."""
-        return [self.state, self.mean, self.factor, self.rule]
+        return [self.state, self.mean, self.factor, self.rule, self.tickets]
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of count, mean, M2 and largest magnitude, float64 ``[elements]``: :func:`merged` goes by them."""
