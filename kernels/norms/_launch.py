@@ -21,9 +21,11 @@ from gpubuf.kernels.norms._triton import (
     norm_activation_kernel,
 )
 from gpubuf.kernels.norms._triton_batch import (
+    apply_batch_norm_gradients_kernel,
     batch_moments_kernel,
     batch_norm_activation_backward_kernel,
     batch_norm_activation_kernel,
+    finish_batch_moments_kernel,
 )
 
 REAL = {torch.float32: tl.float32, torch.float64: tl.float64}
@@ -32,6 +34,9 @@ REAL = {torch.float32: tl.float32, torch.float64: tl.float64}
 PROGRAMS = 512
 #: Rows of the backward that are worth a program.
 PART_ROWS = 8
+#: Rows of a part of batch norm, at least: it reads them twice, the second time from a cache. And parts, at most: a
+#: program adds the sums of all of them at once.
+BATCH_ROWS, BATCH_PARTS = 256, 128
 #: Elements of a row, and sums, that a finishing program adds at a time.
 FINISH_BLOCK, FINISH_PARTS = 32, 32
 
@@ -72,25 +77,39 @@ class BatchPlan:
     """How kernels cover the columns of ``[nets, n_rows, width]`` elements.
 
     Attributes:
-        block_rows: rows at a time.
+        block_rows: rows of a program that needs no sums.
         block: columns of a program.
-        blocks: programs of a net that have all rows.
-        parts: blocks of rows of a net.
-        num_warps: of all kernels.
+        blocks: of columns.
+        row_blocks: programs of a net for each block of columns, where no sums are needed.
+        num_warps: of these.
+        sum_rows: rows at a time where sums are needed.
+        parts: programs of a net for each block of columns, there.
+        part_rows: rows of each of these.
+        sum_warps: of these.
     """
 
     block_rows: int
     block: int
     blocks: int
-    parts: int
+    row_blocks: int
     num_warps: int
+    sum_rows: int
+    parts: int
+    part_rows: int
+    sum_warps: int
 
 
 def plan_batch(n_rows: int, width: int, device_name: str | None = None) -> BatchPlan:
-    """Columns and rows of a program as configured."""
+    """Columns and rows of a program as configured. Where sums are needed, up to twice the rows and the warps."""
     chosen = config.norm_columns(n_rows, width, device_name)
     rows, columns = chosen.block_rows, chosen.block_columns
-    return BatchPlan(rows, columns, cdiv(width, columns), cdiv(n_rows, rows), chosen.num_warps)
+    sum_rows = min(2 * rows, config.ceil_power(n_rows)) if chosen.num_warps < 8 else rows
+    part_rows = max(cdiv(n_rows, BATCH_PARTS), BATCH_ROWS) if n_rows > 2 * BATCH_ROWS else n_rows
+    part_rows = cdiv(part_rows, sum_rows) * sum_rows
+    return BatchPlan(
+        rows, columns, cdiv(width, columns), cdiv(n_rows, rows), chosen.num_warps,
+        sum_rows, cdiv(n_rows, part_rows), part_rows, chosen.num_warps * sum_rows // rows,
+    )  # fmt: skip
 
 
 def norm_activation(
@@ -166,6 +185,13 @@ def norm_activation_backward(
         BLOCK_WIDTH=plan.block_width,
         num_warps=plan.num_warps,
     )
+    finish_gradients(partial, by_weight, by_bias, nets, plan.parts)
+    return by_x, by_weight, by_bias
+
+
+def finish_gradients(partial: Tensor, by_weight: Tensor, by_bias: Tensor, nets: int, parts: int) -> None:
+    """Add the sums ``[2, nets * parts, width]`` of all parts."""
+    width = partial.shape[-1]
     blocks = cdiv(width, FINISH_BLOCK)
     launch(
         finish_norm_gradients_kernel,
@@ -175,14 +201,18 @@ def norm_activation_backward(
         by_bias,
         nets,
         width,
-        plan.parts,
+        parts,
         blocks,
-        REAL=REAL[real],
+        REAL=REAL[partial.dtype],
         BLOCK_PARTS=FINISH_PARTS,
         BLOCK=FINISH_BLOCK,
         num_warps=4,
     )
-    return by_x, by_weight, by_bias
+
+
+def _partial(nets: int, plan: BatchPlan, width: int, x: Tensor, real: torch.dtype) -> Tensor:
+    """Room for two numbers of each column of each part."""
+    return torch.empty((2, nets * plan.parts, width), dtype=real, device=x.device)
 
 
 def batch_moments(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -193,20 +223,33 @@ def batch_moments(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     if not rows:
         return mean.fill_(math.nan), var.fill_(math.nan)
     plan = plan_batch(rows, width, device_name(x.device))
+    sizes = (rows, width, plan.blocks, plan.parts, plan.part_rows)
+    several = plan.parts > 1
+    found: Any = _partial(nets, plan, width, x, real) if several else (mean, var)
     launch(
         batch_moments_kernel,
-        nets * plan.blocks,
+        nets * plan.blocks * plan.parts,
         dense(x),
-        mean,
-        var,
-        rows,
-        width,
-        plan.blocks,
+        *found,
+        *sizes,
         REAL=REAL[real],
-        BLOCK_ROWS=plan.block_rows,
+        BLOCK_ROWS=plan.sum_rows,
         BLOCK=plan.block,
-        num_warps=plan.num_warps,
+        num_warps=plan.sum_warps,
     )
+    if several:
+        launch(
+            finish_batch_moments_kernel,
+            nets * plan.blocks,
+            *found,
+            mean,
+            var,
+            *sizes,
+            REAL=REAL[real],
+            BLOCK_PARTS=config.ceil_power(plan.parts),
+            BLOCK=plan.block,
+            num_warps=plan.sum_warps,
+        )
     return mean, var
 
 
@@ -222,7 +265,7 @@ def batch_norm_activation(
     plan = plan_batch(rows, width, device_name(x.device))
     launch(
         batch_norm_activation_kernel,
-        nets * plan.blocks * plan.parts,
+        nets * plan.blocks * plan.row_blocks,
         dense(x),
         dense(weight),
         dense(bias),
@@ -232,7 +275,7 @@ def batch_norm_activation(
         rows,
         width,
         plan.blocks,
-        plan.parts,
+        plan.row_blocks,
         REAL=REAL[computing_dtype(x)],
         EPS=eps,
         ACTIVATION=activation,
@@ -261,28 +304,42 @@ def batch_norm_activation_backward(
     by_weight, by_bias = (torch.empty(weight.shape, dtype=weight.dtype, device=x.device) for _ in range(2))
     if not rows:
         return by_x, by_weight.zero_(), by_bias.zero_()
-    plan = plan_batch(rows, width, device_name(x.device))
+    plan, real = plan_batch(rows, width, device_name(x.device)), computing_dtype(x)
+    several = plan.parts > 1
+    arguments = [dense(tensor) for tensor in (grad, x, weight, bias, mean, var)]
+    sizes = (rows, width, plan.blocks, plan.parts, plan.part_rows)
+    constants: dict[str, Any] = {"REAL": REAL[real], "EPS": eps, "ACTIVATION": activation}
+    sums: Any = _partial(nets, plan, width, x, real) if several else (by_weight, by_bias)
     launch(
         batch_norm_activation_backward_kernel,
-        nets * plan.blocks,
-        dense(grad),
-        dense(x),
-        dense(weight),
-        dense(bias),
-        dense(mean),
-        dense(var),
+        nets * plan.blocks * plan.parts,
+        *arguments,
         by_x,
-        by_weight,
-        by_bias,
-        rows,
-        width,
-        plan.blocks,
-        REAL=REAL[computing_dtype(x)],
-        EPS=eps,
-        ACTIVATION=activation,
+        *sums,
+        *sizes,
+        **constants,
         OWN=own,
-        BLOCK_ROWS=plan.block_rows,
+        PARTS=several,
+        BLOCK_ROWS=plan.sum_rows,
         BLOCK=plan.block,
-        num_warps=plan.num_warps,
+        num_warps=plan.sum_warps,
     )
+    if several and own:
+        launch(
+            apply_batch_norm_gradients_kernel,
+            nets * plan.blocks * plan.parts,
+            *arguments,
+            *sums,
+            by_x,
+            by_weight,
+            by_bias,
+            *sizes,
+            **constants,
+            BLOCK_PARTS=config.ceil_power(plan.parts),
+            BLOCK_ROWS=plan.sum_rows,
+            BLOCK=plan.block,
+            num_warps=plan.sum_warps,
+        )
+    elif several:
+        finish_gradients(sums, by_weight, by_bias, nets, plan.parts)
     return by_x, by_weight, by_bias

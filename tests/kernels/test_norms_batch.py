@@ -64,6 +64,21 @@ def test_shapes(backend, shape, own):
     check(shape, torch.float32, SILU, own, tolerance=1e-5)
 
 
+@pytest.mark.parametrize("own", [True, False], ids=["batch", "given"])
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((2, 513, 33), torch.float32), ((1, 1100, 3), torch.bfloat16), ((2, 600, 5), torch.float64)],
+    ids=str,
+)
+def test_rows_of_several_programs(backend, shape, dtype, own):
+    """The last part has fewer rows. Twice the same bits, in whichever order programs run."""
+    assert plan_batch(shape[1], shape[2]).parts > 1
+    check(shape, dtype, SILU, own)
+    arguments = inputs(shape, shape[0], dtype)
+    for one, other in zip(results(ours(RELU, own), *arguments), results(ours(RELU, own), *arguments), strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("shape", [(6, 5), (2, 3, 5)], ids=str)
 def test_one_net(backend, shape):
     """A weight without nets: all rows are one batch."""
@@ -82,6 +97,11 @@ def test_moments(backend):
     torch.testing.assert_close(mean.double(), x.double().mean(1, keepdim=True), rtol=1e-6, atol=0)
     torch.testing.assert_close(var.double(), x.double().var(1, correction=0, keepdim=True), rtol=1e-4, atol=0)
     assert mean.dtype is torch.float32
+    # Parts whose means differ: what is between them counts, too.
+    steps = x.repeat(1, 9, 1) + torch.arange(900).div(256, rounding_mode="floor")[None, :, None] * 50
+    mean, var = norms.batch_moments(steps, weight)
+    torch.testing.assert_close(mean.double(), steps.double().mean(1, keepdim=True), rtol=1e-6, atol=0)
+    torch.testing.assert_close(var.double(), steps.double().var(1, correction=0, keepdim=True), rtol=1e-5, atol=0)
     none = norms.batch_moments(x[:, :0], weight)
     assert all(t.isnan().all() for t in none)
 
@@ -95,15 +115,16 @@ def test_a_column_of_one_value(backend):
         torch.testing.assert_close(one.double(), true, rtol=1e-4, atol=1e-5)
 
 
-def test_nan(backend):
+@pytest.mark.parametrize("rows", [5, 600])
+def test_nan(backend, rows):
     """A NaN spoils its own column of its own net, and nothing else."""
-    x, weight, bias = inputs((2, 5, 6), 2, torch.float32)
+    x, weight, bias = inputs((2, rows, 6), 2, torch.float32)
     x[0, 2, 3] = float("nan")
     for activation in ACTIVATIONS:
         y, by_x, by_weight, by_bias = results(ours(activation, True), x, weight, bias)
         assert y[0, :, 3].isnan().all()
-        assert y.isnan().sum() == 5
-        assert by_x.isnan().sum() in (0, 5)  # ReLU takes a NaN for its own gradient
+        assert y.isnan().sum() == rows
+        assert by_x.isnan().sum() in (0, rows)  # ReLU takes a NaN for its own gradient
         assert by_weight.isnan().sum() == 1
         assert by_bias.isnan().sum() <= 1
 
@@ -180,17 +201,22 @@ def test_arguments_are_checked(backend):
 
 
 def test_plans():
-    """Every column in one program, a line of the cache at a time."""
-    assert plan_batch(2048, 1024) == BatchPlan(32, 32, 32, 64, 4)
-    assert plan_batch(2, 5) == BatchPlan(2, 8, 1, 1, 1)
-    for rows in (1, 7, 1000):
+    """Columns of a line of the cache. Parts of many rows fit into one, and their sums into a program."""
+    assert plan_batch(2048, 1024) == BatchPlan(32, 32, 32, 64, 4, 64, 8, 256, 8)
+    assert plan_batch(2, 5) == BatchPlan(2, 8, 1, 1, 1, 2, 1, 2, 1)
+    assert plan_batch(512, 512).parts == 1
+    assert (plan_batch(32768, 512).parts, plan_batch(32768, 512).part_rows) == (128, 256)
+    for rows in (1, 7, 1000, 10**6):
         for width in (1, 5, 33, 4096):
             plan = plan_batch(rows, width)
             assert (plan.blocks - 1) * plan.block < width <= plan.blocks * plan.block
-            assert (plan.parts - 1) * plan.block_rows < rows <= plan.parts * plan.block_rows
+            assert (plan.row_blocks - 1) * plan.block_rows < rows <= plan.row_blocks * plan.block_rows
+            assert (plan.parts - 1) * plan.part_rows < rows <= plan.parts * plan.part_rows
+            assert plan.parts <= 128
+            assert plan.part_rows % plan.sum_rows == 0
 
 
-@pytest.mark.parametrize("rows", [0, 256])
+@pytest.mark.parametrize("rows", [0, 256, 1024])
 def test_nothing_synchronises(monkeypatch, rows):
     """Launchers and registered operations on fake CUDA tensors, of which none can be read on the host."""
     launched = []
@@ -199,8 +225,9 @@ def test_nothing_synchronises(monkeypatch, rows):
         def __getitem__(self, grid):
             return lambda *args, **constants: launched.append(grid)
 
-    for name in ("batch_moments_kernel", "batch_norm_activation_kernel", "batch_norm_activation_backward_kernel"):
-        monkeypatch.setattr(_launch, name, Kernel())
+    for name in vars(_launch).copy():
+        if name.endswith("_kernel"):
+            monkeypatch.setattr(_launch, name, Kernel())
     with fake_cuda():
         x, weight = torch.empty(2, rows, 6, device="cuda"), torch.empty(2, 1, 6, device="cuda")
         for module in (_launch, norms):
@@ -209,7 +236,7 @@ def test_nothing_synchronises(monkeypatch, rows):
             grads = module.batch_norm_activation_backward(y, x, weight, weight, mean, var, EPS, SILU, True)
             assert [g.shape for g in grads] == [x.shape, weight.shape, weight.shape]
             if module is _launch:
-                assert len(launched) == (3 if rows else 0)
+                assert len(launched) == {0: 0, 256: 3, 1024: 5}[rows]
 
 
 @pytest.mark.gpu

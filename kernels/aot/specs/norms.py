@@ -5,6 +5,7 @@ from typing import Any
 import triton.language as tl
 
 from gpubuf.kernels.aot.compiler import AotSpec
+from gpubuf.kernels.config import ceil_power
 from gpubuf.kernels.norms import LAYER, MAX_WIDTH, NONE, RELU, RMS, SILU
 from gpubuf.kernels.norms._launch import FINISH_BLOCK, FINISH_PARTS, plan_batch, plan_norm
 
@@ -98,22 +99,32 @@ def batch(kernel: str, rows: int, width: int, given: str, **constants: Any) -> A
     """A kernel of batch norm; vectors have the computing dtype."""
     plan = plan_batch(rows, width)
     real = tl.float64 if given == "fp64" else tl.float32
+    vectors = dict.fromkeys(("weight", "bias", "mean", "var"), real.name)
     signature = {
         "batch_moments": {"x": given, "mean": real.name, "var": real.name},
-        "batch_norm_activation": {
-            "x": given, **dict.fromkeys(("weight", "bias", "mean", "var"), real.name), "y": given,
-        },
+        "finish_batch_moments": dict.fromkeys(("means", "vars", "mean", "var"), real.name),
+        "batch_norm_activation": {"x": given, **vectors, "y": given},
         "batch_norm_activation_backward": {
-            "grad": given, "x": given, **dict.fromkeys(("weight", "bias", "mean", "var"), real.name),
+            "grad": given, "x": given, **vectors, "grad_x": given, "grad_weight": real.name, "grad_bias": real.name,
+        },
+        "apply_batch_norm_gradients": {
+            "grad": given, "x": given, **vectors, "by_weight": real.name, "by_bias": real.name,
             "grad_x": given, "grad_weight": real.name, "grad_bias": real.name,
         },
     }[kernel]  # fmt: skip
-    sizes = ["n_rows", "width", "n_blocks", *(["n_parts"] if kernel == "batch_norm_activation" else [])]
+    sums = kernel != "batch_norm_activation"
+    sizes = ["n_rows", "width", "n_blocks", "n_parts", *(["part_rows"] if sums else [])]
+    if kernel in ("finish_batch_moments", "apply_batch_norm_gradients"):
+        constants["BLOCK_PARTS"] = ceil_power(plan.parts)
+    if kernel == "batch_norm_activation_backward":
+        constants["PARTS"] = plan.parts > 1
+    if kernel != "finish_batch_moments":
+        constants["BLOCK_ROWS"] = plan.sum_rows if sums else plan.block_rows
     return AotSpec(
         f"{BATCH}{kernel}_kernel",
         {**{f"{name}_ptr": f"*{kind}" for name, kind in signature.items()}, **dict.fromkeys(sizes, "i32")},
-        {"REAL": real, **constants, "BLOCK_ROWS": plan.block_rows, "BLOCK": plan.block},
-        plan.num_warps,
+        {"REAL": real, **constants, "BLOCK": plan.block},
+        plan.sum_warps if sums else plan.num_warps,
     )
 
 
@@ -122,6 +133,7 @@ BATCH_CASES: list[tuple[Any, ...]] = [
     (2048, 1024, "bf16", SILU),
     (256, 5, "fp32", NONE),
     (256, 256, "fp64", SILU),
+    (32768, 512, "fp64", SILU),
 ]
 CASES: list[tuple[Any, ...]] = [
     (256, 768, "fp32", LAYER, SILU),
@@ -138,11 +150,17 @@ SPECS = [
     *(forward(*case) for case in CASES),
     *(backward(*case) for case in CASES),
     *(batch("batch_moments", *case[:3]) for case in BATCH_CASES),
+    *(batch("finish_batch_moments", *case[:3]) for case in BATCH_CASES if case[0] > 512),
     *(batch("batch_norm_activation", *case[:3], EPS=1e-5, ACTIVATION=case[3]) for case in BATCH_CASES),
     *(
         batch("batch_norm_activation_backward", *case[:3], EPS=1e-5, ACTIVATION=case[3], OWN=own)
         for case in BATCH_CASES
         for own in (True, False)
+    ),
+    *(
+        batch("apply_batch_norm_gradients", *case[:3], EPS=1e-5, ACTIVATION=case[3])
+        for case in BATCH_CASES
+        if case[0] > 512
     ),
     finish(tl.float32, "fp32"),
     finish(tl.float32, "bf16"),
