@@ -11,8 +11,11 @@ from tensordict import TensorDict
 
 from gpubuf import (
     LazyTensorStorage,
+    ListStorage,
     PrioritizedSliceSampler,
+    RandomSampler,
     ReplayBuffer,
+    SamplerWithoutReplacement,
     SliceSampler,
     SliceSamplerWithoutReplacement,
     TensorDictReplayBuffer,
@@ -366,3 +369,35 @@ def test_index_in_inspection():
     )
     assert index.nbytes > 0
     assert "SliceSampler" in repr(sampler)
+
+
+@pytest.mark.parametrize("kind", [SliceSampler, SliceSamplerWithoutReplacement])
+def test_the_key_that_was_found(kind):
+    """As TorchRL's samplers say it: from the first use on, unless a key was given; of flags there is none."""
+    ids, of_collector = torch.arange(12) // 4, ("collector", "traj_ids")
+    for given, data, due in (
+        (None, {"episode": ids}, "episode"),
+        (None, {"episode": ids * 0, of_collector: ids}, of_collector),
+        ("episode", {"episode": ids, of_collector: ids * 0}, "episode"),
+        (None, {("next", "done"): torch.tensor(episodes(4, 4, 4))}, None),
+    ):
+        buffer = TensorDictReplayBuffer(
+            storage=LazyTensorStorage(12), sampler=kind(num_slices=2, traj_key=given), batch_size=4
+        )
+        assert buffer.sampler.traj_key == given
+        buffer.extend(TensorDict(data, [12]))
+        buffer.sample()
+        assert buffer.sampler.traj_key == due
+
+
+def test_what_samplers_say_of_themselves_and_of_rows_they_cannot_slice():
+    assert repr(RandomSampler()) == "RandomSampler()"
+    assert repr(SamplerWithoutReplacement(True)) == "SamplerWithoutReplacement(drop_last=True, shuffle=True)"
+    objects = ListStorage(12)
+    objects.set(range(12), list(range(12)))
+    with pytest.raises(RuntimeError, match="Could not get a tensordict out of the storage, which is required for"):
+        SliceSampler(num_slices=2).sample(objects, 4)
+    storage = LazyTensorStorage(12)
+    storage.set(range(12), TensorDict({"episode": torch.arange(12) // 4}, [12]))
+    with pytest.raises(RuntimeError, match="Did not find a single trajectory with sufficient length: 6 steps"):
+        SliceSampler(slice_len=6).sample(storage, 6)

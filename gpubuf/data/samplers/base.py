@@ -113,6 +113,9 @@ class Sampler:
         self.ran_out = False
         self._storage = self.reader = self._random = self._generator = None
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
     def __init_subclass__(cls, **named: Any) -> None:
         """Let :meth:`draw` use the subclass's own :meth:`choose`, and fit in a class that is written for TorchRL."""
         super().__init_subclass__(**named)

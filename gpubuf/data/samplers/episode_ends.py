@@ -70,6 +70,7 @@ def signal_keys(
 
     Raises:
         KeyError: neither is there.
+        RuntimeError: the rows are objects.
         ValueError: the rows are themselves batches.
     """
     if layout.nested_batch:
@@ -91,6 +92,12 @@ def signal_keys(
                 stacklevel=2,
             )
         return positions, by_id
+    if not layout.leaves:
+        # TorchRL's sentence, and what to do.
+        raise RuntimeError(
+            "Could not get a tensordict out of the storage, which is required for SliceSampler to compute the "
+            "trajectories. Its rows are objects: use a LazyTensorStorage"
+        )
     raise KeyError(
         f"nothing tells where trajectories end: none of {[key for _, keys in choices for key in keys]} is stored; the "
         f"storage has {[leaf.key for leaf in layout.leaves]}"

@@ -18,7 +18,7 @@ from gpubuf.data.samplers.slice_flags import SliceFlags
 from gpubuf.data.samplers.slice_sizes import pair_of, partition
 from gpubuf.data.samplers.trajectory_index import Trajectories, TrajectoryIndex
 from gpubuf.data.storages.forms import check_tells_ends
-from gpubuf.data.storages.layout import RowLayout
+from gpubuf.data.storages.layout import RowLayout, as_written
 from gpubuf.data.storages.placement import IndexBytes
 from gpubuf.data.storages.recipe import Recipe
 from gpubuf.data.storages.tensor_storage import Storage, TensorStorage
@@ -124,7 +124,7 @@ class SliceSampler(Sampler):
         if weighting not in WEIGHTINGS:
             raise ValueError(f"weighting must be one of {WEIGHTINGS}, got {weighting!r}")
         self.num_slices, self.slice_len = num_slices, slice_len
-        self.end_key, self.end_keys, self.traj_key = end_key, end_keys, traj_key
+        self.end_key, self.end_keys, self._traj_key = end_key, end_keys, traj_key
         self.ends, self.fixed_trajectories = ends, trajectories
         self.truncated_key, self.init_key = truncated_key, init_key
         self.strict_length, self.pad_output = strict_length, pad_output
@@ -210,7 +210,7 @@ class SliceSampler(Sampler):
             return fixed_signal(storage, self.ends, by_id=False)
         if self.fixed_trajectories is not None:
             return fixed_signal(storage, self.fixed_trajectories, by_id=True)
-        return stored_signal(storage, self._end_keys, self.traj_key)
+        return stored_signal(storage, self._end_keys, self._traj_key)
 
     def check_rows(self, layout: RowLayout, ndim: int) -> None:
         """Raise if nothing in the rows tells where trajectories end."""
@@ -218,10 +218,18 @@ class SliceSampler(Sampler):
             with warnings.catch_warnings():
                 # Said when the index is made.
                 warnings.simplefilter("ignore")
-                positions, by_id = signal_keys(layout, ndim, self._end_keys, self.traj_key)
+                positions, by_id = signal_keys(layout, ndim, self._end_keys, self._traj_key)
             if self._storage is not None and self._storage.computed:
                 form = self._storage.form_like(layout)
                 check_tells_ends(form, [form.columns[position] for position in positions], by_id)
+
+    @property
+    def traj_key(self) -> Any:
+        """The key of the trajectories' identifiers: as given, or, from the first use on, the one that was found."""
+        index = self._index
+        if self._traj_key is not None or index is None or not (index.signal.by_id and index.signal.positions):
+            return self._traj_key
+        return as_written(index.storage.layout.leaves[index.signal.positions[0]].key)
 
     @property
     def _end_keys(self) -> Sequence[Any] | None:

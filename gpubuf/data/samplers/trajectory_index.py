@@ -180,8 +180,8 @@ class TrajectoryIndex:
     def nothing_eligible(self) -> str:
         """The message for a user if no slice can be drawn. Synchronises."""
         found = self.trajectories()
-        text = f"no trajectory is long enough: {self.rule.min_len} steps are needed, the longest of {found} has "
-        text += f"{found.longest}"
+        text = f"Did not find a single trajectory with sufficient length: {self.rule.min_len} steps are needed, the "
+        text += f"longest of {found} has {found.longest}"
         if self.signal.by_id and self.envs == 1 and found.longest == 1 and len(found) > 1:
             text += (
                 ". Every row has another identifier than the one before: if several environments take turns, use a "

@@ -40,6 +40,9 @@ class SamplerWithoutReplacement(Sampler):
         self._remaining: Tensor | None = None
         self._size = 0
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(drop_last={self.drop_last}, shuffle={self.shuffle})"
+
     @property
     def _sample_list(self) -> Tensor | None:
         """The rest of the epoch, as programs for TorchRL read it."""
