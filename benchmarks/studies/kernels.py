@@ -102,9 +102,9 @@ def other_calls() -> Iterator[tuple[str, Callable[[], object]]]:
     from gpubuf.kernels import moments
 
     for n, elements in ((256, 48), (4096, 48)):
-        state, mean, factor = moments.new_state(elements, "cpu")
+        state, mean, factor, tickets = moments.new_state(elements, "cpu")
         rule = torch.tensor(moments.Rule(1e-8), dtype=torch.float64)
-        update = functools.partial(moments.update, state, torch.randn(n, elements), mean, factor, rule)
+        update = functools.partial(moments.update, state, torch.randn(n, elements), mean, factor, rule, tickets)
         yield f"statistics of {elements} elements, {n}", update
     for name, call in sac_calls().items():
         yield f"{name}, {BATCH}", call

@@ -34,9 +34,9 @@ def calls(device: str) -> Iterator[tuple[str, Callable[[], object]]]:
         entry = REGISTRY[name]
         yield name, entry.prepare(filled.get(entry, "gpubuf", device), "gpubuf", device)
     source = torch.randn(4096, 48, device=device)
-    state, mean, factor = moments.new_state(48, device)
+    state, mean, factor, tickets = moments.new_state(48, device)
     rule = torch.tensor(moments.Rule(1e-8), dtype=torch.float64, device=device)
-    yield "moments of 4096 x 48", lambda: moments.update(state, source, mean, factor, rule)
+    yield "moments of 4096 x 48", lambda: moments.update(state, source, mean, factor, rule, tickets)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
