@@ -74,7 +74,7 @@ def extract(value: Any, position: Any, length: Any) -> Any:
 def permute(a: Any, b: Any, selector: Any) -> Any:
     """``prmt.b32``: four bytes of the eight in ``a`` and ``b``, by the four nibbles of ``selector``."""
     both = a.astype("u8") | (b.astype("u8") << np.uint64(32))
-    out = np.uint32(0)
+    out: Any = np.uint32(0)
     for k in range(4):
         nibble = selector >> np.uint32(4 * k)
         byte = ((both >> ((nibble & np.uint32(7)) * np.uint32(8)).astype("u8")) & np.uint64(255)).astype("u4")
@@ -93,10 +93,36 @@ def float_to_integer(value: Any, rounding: Any, dtype: str) -> Any:
     return np.where(rounded <= float(info.min), info.dtype.type(info.min), out)
 
 
+def _sum(a: Any, b: Any) -> tuple[Any, Any]:
+    """A sum, and what rounding took from it."""
+    total = a + b
+    part = total - a
+    return total, (a - (total - part)) + (b - part)
+
+
+def _product(a: Any, b: Any) -> tuple[Any, Any]:
+    """A product, and what rounding took from it."""
+    product = a * b
+    (a_high, a_low), (b_high, b_low) = ((high := x * 134217729.0 - (x * 134217729.0 - x), x - high) for x in (a, b))
+    return product, ((a_high * b_high - product) + a_high * b_low + a_low * b_high) + a_low * b_low
+
+
+def _odd(total: Any, lost: Any) -> Any:
+    """A sum rounded to odd, so that it may be rounded again."""
+    bits = np.asarray(total).view("i8")
+    wrong = (lost != 0) & ((bits & 1) == 0)
+    return np.where(wrong, bits + np.where((lost > 0) == (total > 0), 1, -1), bits).view("f8")
+
+
 def fused(a: Any, b: Any, c: Any) -> Any:
-    """``fma``, with the intermediate result in the next wider float."""
-    wide = "f8" if a.dtype.itemsize < 8 else np.longdouble
-    return (a.astype(wide) * b.astype(wide) + c.astype(wide)).astype(a.dtype)
+    """``fma``, rounded once (Boldo and Melquiond, Emulation of FMA and correctly rounded sums)."""
+    if a.dtype.itemsize < 8:
+        return np.where(np.isfinite(a * b + c), _odd(*_sum(a.astype("f8") * b, c.astype("f8"))), a * b + c).astype("f4")
+    high, low = _product(a, b)
+    upper, lower = _sum(c, low)
+    total, rest = _sum(high, upper)
+    exact = total + _odd(*_sum(lower, rest))
+    return np.where(np.isfinite(exact), exact, a * b + c)
 
 
 def reciprocal_of_high_half(value: Any) -> Any:

@@ -29,6 +29,7 @@ _COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="
 _COMPARE["hs"] = ">="
 _ROUNDING = {"rzi": "np.trunc", "rmi": "np.floor", "rni": "np.rint", "rpi": "np.ceil"}
 _LOGIC = {"and": "&", "or": "|", "xor": "^"}
+EXCHANGES = ("shfl", "vote", "redux", "ldmatrix", "stmatrix")
 _SPECIAL = {
     f"%{name}.{axis}": f"m.{name}({i}, lanes)"
     for name in ("tid", "ctaid", "nctaid", "ntid")
@@ -65,15 +66,17 @@ class Program:
     Attributes:
         blocks: a function per basic block, None for one that is a barrier.
         registers: those that live beyond a block have a number each.
-        places: how many instructions of each block come from which line of source.
         trips: what its warps wait for.
+        exchanges: blocks in which lanes of a warp exchange values: they begin there together.
+        places: how many instructions of each block come from which line of source.
     """
 
     kernel: Kernel
     blocks: list[Callable[..., Any] | None]
     registers: dict[str, int]
-    places: list[Counter[str]]
     trips: Trips
+    exchanges: set[int]
+    places: list[Counter[str]]
     source: str
 
 
@@ -93,60 +96,44 @@ def translate(kernel: Kernel) -> Program:
     exec(compile(source, f"<{kernel.name}.ptx>", "exec"), namespace)
     blocks = [namespace.get(f"block_{number}") for number in range(len(kernel.blocks))]
     places = [Counter(instruction.place for instruction in block) for block in kernel.blocks]
-    return Program(kernel, blocks, numbers, places, Trips(kernel), source)
+    exchanges = {number for number, block in enumerate(kernel.blocks) if any(i.op in EXCHANGES for i in block)}
+    return Program(kernel, blocks, numbers, Trips(kernel), exchanges, places, source)
 
 
 class _Flow:
-    """Which registers live into each block, and which are read where nothing is written to them before."""
+    """Which registers a block uses from before it, which it sets, and which live into it.
+
+    ``unset`` are those that something reads and nothing sets.
+    """
 
     def __init__(self, kernel: Kernel) -> None:
-        self.kernel = kernel
         count = len(kernel.blocks)
         self.after = [kernel.successors(number) for number in range(count)]
-        self.unset = self._unset()
+        self.used, self.written = zip(*map(self._uses, kernel.blocks), strict=True)
+        self.unset = set().union(*self.used) - set().union(*self.written)
         self.live_in: list[set[str]] = [set() for _ in range(count)]
-        used, defined = zip(*map(self._uses, kernel.blocks), strict=True)
         changed = True
         while changed:
             changed = False
             for number in reversed(range(count)):
-                live = used[number] | (self.live_out(number) - defined[number])
+                live = self.used[number] | (self.live_out(number) - self.written[number])
                 if live != self.live_in[number]:
                     self.live_in[number], changed = live, True
 
     def live_out(self, number: int) -> set[str]:
         return set().union(*(self.live_in[after] for after in self.after[number] if after < len(self.live_in)))
 
-    def _uses(self, block: list[Instruction]) -> tuple[set[str], set[str]]:
+    @staticmethod
+    def _uses(block: list[Instruction]) -> tuple[set[str], set[str]]:
         used: set[str] = set()
-        defined: set[str] = set()
+        written: set[str] = set()
         for instruction in block:
-            written = [name for name in instruction.written() if name != "_"]
-            old = written if instruction.guard else []
-            used |= {*instruction.read(), *old} - defined
-            defined |= {*written}
-        return used, defined
-
-    def _unset(self) -> set[str]:
-        """Registers that are read where nothing can have set them."""
-        blocks = self.kernel.blocks
-        known: list[set[str]] = [set() for _ in blocks]
-        missing: set[str] = set()
-        pending, visited = [0], set()
-        while pending:
-            number = pending.pop()
-            visited.add(number)
-            here = known[number].union(*(instruction.written() for instruction in blocks[number]))
-            for after in self.after[number]:
-                if after < len(blocks) and (after not in visited or not here <= known[after]):
-                    known[after] |= here
-                    pending.append(after)
-        for number in visited:
-            here = set(known[number])
-            for instruction in blocks[number]:
-                missing.update(name for name in instruction.read() if name not in here)
-                here.update(instruction.written())
-        return missing
+            # What a guarded instruction does not set stays as it was.
+            used.update(name for name in instruction.read if name not in written)
+            if instruction.guard:
+                used.update(name for name in instruction.written if name not in written)
+            written.update(instruction.written)
+        return used, written
 
 
 @dataclass
@@ -165,7 +152,7 @@ class _Block:
 
     def source(self) -> str:
         block = self.kernel.blocks[self.number]
-        for name in sorted(self.flow.live_in[self.number] & self.flow._uses(block)[0]):
+        for name in sorted(self.flow.used[self.number]):
             self._set(name, f"take(registers[{self.numbers[name]}], lanes)", bits_of(name))
         end = ""
         for instruction in block:
@@ -173,8 +160,7 @@ class _Block:
                 end = self._end(instruction)
             else:
                 self._instruction(instruction)
-        written = {name for i in block for name in i.written()}
-        for name in sorted(self.flow.live_out(self.number) & written):
+        for name in sorted(self.flow.live_out(self.number) & self.flow.written[self.number]):
             value = self._value(name, bits_of(name))
             self._line(f"registers[{self.numbers[name]}] = m.keep(registers[{self.numbers[name]}], lanes, {value})")
         self._line(f"return {end or self._after()}")
@@ -230,7 +216,7 @@ class _Block:
 
     def _write(self, name: str, expression: str, dtype: str) -> None:
         """Give a register the result of an instruction, where its guard holds."""
-        if name in ("_", "tmp"):
+        if name == "_":
             return
         size = bits_of(name)[1:]
         if size != dtype[1:]:
@@ -246,7 +232,7 @@ class _Block:
         self.guard = None
         if instruction.guard:
             self.guard = ("~" if instruction.negated else "") + self._value(instruction.guard, "b1")
-        for name in instruction.read():
+        for name in instruction.read:
             if name in self.flow.unset:
                 self._line(f"m.unset({name!r}, {instruction.place!r})")
 

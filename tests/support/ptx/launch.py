@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,9 @@ from tests.support.ptx.machine import Machine, PtxFaultError
 from tests.support.ptx.parse import parse
 from tests.support.ttir.launch import Compiled
 from tests.support.ttir.launch import Executor as TtirExecutor
+
+ORDERS = ("lockstep", "warps")
+"""Of warps: all go on together, or a random part of them runs ahead to the next barrier."""
 
 LANES = 4096
 """As many threads of programs are executed at once."""
@@ -42,7 +45,7 @@ class Launch:
         barriers: that one warp passes, at most.
         atomics: of all threads.
         trips: how often a warp waits for global memory one after the other, at most; see
-            :class:`~tests.support.ptx.machine.Trips`.
+            :class:`~tests.support.ptx.trips.Trips`.
     """
 
     kernel: str
@@ -96,12 +99,13 @@ class Executor(TtirExecutor):
 
     Args:
         seed: of the order of programs, of atomics and of warps.
-        lockstep: whether warps go on together, or a random part of them runs ahead to the next barrier.
+        order: one of :data:`ORDERS`.
+        fusion: whether products and sums may become one instruction, as on a device, with one rounding less.
     """
 
-    def __init__(self, seed: int = 0, lockstep: bool = True) -> None:
+    def __init__(self, seed: int = 0, order: str = "lockstep", fusion: bool = True) -> None:
         super().__init__(seed)
-        self.lockstep = lockstep
+        self.order, self.fusion = order, fusion
         self.launches: list[Launch] = []
         self.ptx = ""
 
@@ -110,6 +114,8 @@ class Executor(TtirExecutor):
         return Lowered(translate(parse(ptx)), shared_bytes)
 
     def _program(self, source: ASTSource, options: Any) -> Lowered:
+        if not self.fusion:
+            options = replace(options, enable_fp_fusion=False)
         self.ptx, metadata = self._lowered(source, options, "ptx")
         return self.lowered(self.ptx, metadata["shared"])
 
@@ -133,7 +139,7 @@ class Executor(TtirExecutor):
                 lowered.shared_bytes,
                 self.storages,
                 self._random,
-                self.lockstep,
+                self.order == "lockstep",
             )
             try:
                 with np.errstate(all="ignore"):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tests.support.ptx.arithmetic import take
-from tests.support.ptx.emitter import DONE, Program, bits_of
+from tests.support.ptx.emitter import DONE, EXCHANGES, Program, bits_of
 from tests.support.ttir.memory import Storages, gather, scatter
 
 _WAITING = 1 << 20
@@ -76,6 +76,7 @@ class Machine:
         self._start = np.repeat(np.arange(programs.size) * self._stride, threads)
         self._shared = np.full(self._stride * programs.size, 0xDB, "u1")
         self._everyone = np.arange(self.lanes)
+        self._all_warps = np.ones(self.lanes // 32, bool)
         self.registers: list[Any] = [_POISON.astype(bits_of(name)) for name in program.registers]
         self.executed = np.zeros((len(program.blocks), self.lanes // 32), np.int64)
         self.loaded = self.stored = self.atomics = 0
@@ -88,26 +89,24 @@ class Machine:
         held: np.ndarray | None = None
         for _ in range(_STEPS):
             lanes: np.ndarray | None = None
+            warps = self._all_warps
             if not isinstance(at, int):
                 self._release(at)
                 if not self.lockstep:
                     held = self._held(at, held)
-                seen = at if held is None else np.where(held, DONE, at)
-                first = int(seen.min())
-                if first >= DONE:
+                first, here = self._next(at if held is None else np.where(held, DONE, at))
+                if first == DONE:
                     return
-                here = seen == first
                 lanes = None if here.all() else np.flatnonzero(here)
                 warps = here.reshape(-1, 32).any(axis=1)
-                self.executed[first] += warps
             elif at == DONE:
                 return
             else:
-                first, warps = at, slice(None)
+                first = at
                 if not self.lockstep:
                     at = np.full(self.lanes, at)
                     continue
-                self.executed[first] += 1
+            self.executed[first] += warps
             self.program.trips.count(first, self.trips, self._pending, warps)
             block = blocks[first]
             self.count = self.lanes if lanes is None else lanes.size
@@ -123,6 +122,23 @@ class Machine:
             else:
                 at[lanes] = after
         raise PtxFaultError("endless", f"more than {_STEPS} blocks", self._place(first))
+
+    def _next(self, at: np.ndarray) -> tuple[int, np.ndarray]:
+        """The first block that lanes may run now, and which."""
+        early: int | None = None
+        while True:
+            first = int(at.min())
+            here = at == first
+            if first >= _WAITING and early is not None:
+                where = self.program.kernel.blocks[early]
+                place = next(i.place for i in where if i.op in EXCHANGES)
+                raise PtxFaultError("shuffle", "lanes of a warp wait for others that never come", place)
+            if first not in self.program.exchanges or here.all():
+                return first, here
+            whole = np.repeat(here.reshape(-1, 32).all(axis=1), 32)
+            if whole.any():
+                return first, whole
+            early, at = first, np.where(here, DONE, at)
 
     def _release(self, at: np.ndarray) -> None:
         """Let lanes go on from a barrier that all lanes of their programs have reached."""

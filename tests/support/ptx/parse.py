@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 _ENTRY = re.compile(r"\.visible \.entry (\w+)\((.*?)\)\s*\n\.(?:reqntid|maxntid) (\d+)", re.DOTALL)
 _LOC = re.compile(r"\.loc\s+(\d+) (\d+)")
 _GUARD = re.compile(r"@(!?)(%p\d+)\s+(.*)")
 _OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*")
+_WITHOUT_RESULT = ("st", "red", "stmatrix", "bra", "brx", "ret", "bar", "barrier", "membar", "fence")
 _REGISTER = re.compile(r"%[a-z]+\d+")
 
 
@@ -39,15 +41,17 @@ class Instruction:
     def ends_block(self) -> bool:
         return self.op in ("bra", "brx", "ret") or self.is_barrier
 
+    @cached_property
     def written(self) -> list[str]:
-        """Registers that it sets, in order; ``_`` for a value that is dropped."""
-        if self.op in ("st", "red", "stmatrix", "bra", "brx", "ret", "bar", "barrier", "membar", "fence"):
+        """Registers that it sets."""
+        if self.op in _WITHOUT_RESULT:
             return []
-        return ["_" if name == "tmp" else name for name in names(self.operands[0].partition("|")[0])]
+        return _REGISTER.findall(self.operands[0].partition("|")[0])
 
+    @cached_property
     def read(self) -> list[str]:
         """Registers whose values it uses, its guard too."""
-        operands = self.operands[bool(self.written()) :]
+        operands = self.operands if self.op in _WITHOUT_RESULT else self.operands[1:]
         registers = [name for operand in operands for name in _REGISTER.findall(operand)]
         return [*registers, *([self.guard] if self.guard else [])]
 
@@ -75,8 +79,8 @@ class Kernel:
 
 
 def names(operand: str) -> list[str]:
-    """The names in an operand: ``{%r1, %r2}`` or ``%r1``."""
-    return [name.strip() for name in operand.strip("{} ").split(",")]
+    """The names in an operand: ``{%r1, %r2}`` or ``%r1``; ``_`` is of a value that is dropped."""
+    return ["_" if name.strip() == "tmp" else name.strip() for name in operand.strip("{} ").split(",")]
 
 
 def parse(ptx: str) -> Kernel:

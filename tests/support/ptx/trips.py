@@ -39,13 +39,13 @@ class Trips:
         if (block, number) not in self._after:
             waits, asked = 0, set(self._sets[number])
             for instruction in self._blocks[block]:
-                if asked.intersection(instruction.read()):
+                if asked.intersection(instruction.read):
                     waits += 1
                     asked.clear()
                 if _is_load(instruction):
-                    asked.update(instruction.written())
+                    asked.update(instruction.written)
                 else:
-                    asked.difference_update(instruction.written())
+                    asked.difference_update(instruction.written)
             after = frozenset(asked)
             if after not in self._sets:
                 self._sets.append(after)
@@ -54,4 +54,4 @@ class Trips:
 
 
 def _is_load(instruction: Instruction) -> bool:
-    return instruction.op in ("ld", "atom") and "global" in instruction.parts and bool(instruction.written())
+    return instruction.op in ("ld", "atom") and "global" in instruction.parts and bool(instruction.written)

@@ -1,6 +1,6 @@
 """``python -m pytest -p tests.support.ttir.plugin -n 0``: Triton's launches on CPU tensors are executed from TTIR.
 
-With ``--ptx lockstep`` or ``--ptx warps`` they are executed from PTX.
+With ``--ptx lockstep warps`` they are executed from PTX, each test in both orders of warps.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 import triton
 import triton.language  # its functions, too, before the line above is undone
 
+from tests.support.ptx.launch import ORDERS
 from tests.support.ptx.launch import Executor as PtxExecutor
 from tests.support.ttir.blocks import BLOCKS, blocks
 from tests.support.ttir.launch import Executor
@@ -33,7 +34,7 @@ EXECUTOR = pytest.StashKey[Executor]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("ttir")
     group.addoption("--ttir-seed", type=int, default=0, help="of the order of programs and lanes")
-    group.addoption("--ptx", choices=("lockstep", "warps"), default=None, help="execute PTX, warps in this order")
+    group.addoption("--ptx", choices=ORDERS, nargs="+", default=[], help="execute PTX, warps in these orders")
     group.addoption("--ttir-report", type=Path, default=None, help="JSON of what was executed and found")
     group.addoption("--ttir-blocks", choices=BLOCKS, nargs="+", default=["default"], help="sizes of programs")
 
@@ -72,8 +73,10 @@ def _poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    seed, order = config.getoption("--ttir-seed"), config.getoption("--ptx")
-    executor = config.stash[EXECUTOR] = PtxExecutor(seed, order == "lockstep") if order else Executor(seed)
+    seed = config.getoption("--ttir-seed")
+    # The tests compare bits with references that round every product.
+    executor = PtxExecutor(seed, fusion=False) if config.getoption("--ptx") else Executor(seed)
+    config.stash[EXECUTOR] = executor
     with contextlib.ExitStack() as stack:
         stack.enter_context(executor.installed())
         config.add_cleanup(stack.pop_all().close)
@@ -93,12 +96,20 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     chosen = metafunc.config.getoption("--ttir-blocks")
     if chosen != ["default"]:
         metafunc.parametrize("ttir_blocks", chosen, indirect=True, scope="session")
+    if metafunc.config.getoption("--ptx"):
+        metafunc.parametrize("ptx_order", metafunc.config.getoption("--ptx"), indirect=True, scope="session")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def ttir_blocks(request: pytest.FixtureRequest) -> Iterator[None]:
     with blocks(getattr(request, "param", "default")):
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ptx_order(request: pytest.FixtureRequest) -> None:
+    if hasattr(request, "param"):
+        request.config.stash[EXECUTOR].order = request.param
 
 
 @pytest.fixture(scope="session")
