@@ -189,9 +189,9 @@ def tree_fan_out(
 def tree_update(fan_out: int, n: int, device_name: str | None = None, directory: Path | None = None) -> UpdateConfig:
     """Launch configuration of an update or a mark of ``n`` rows.
 
-    The rule: up to 1024 entries take one launch of one program, which beats one launch for each level. That program is
-    as wide as AMD's processors allow, so that a batch of 256 is one turn on each level. More entries take many small
-    programs.
+    The rule: up to 1024 entries take one launch of one program, which beats one launch for each level. Eight warps keep
+    the schedulers of its multiprocessor busy, and a batch of 256 is one turn on each level; more warps would only
+    repeat what is the same for every node. More entries take many small programs.
     """
     found: UpdateConfig | None = tuned("sum_tree_update", device_name, directory, fan_out=fan_out, n=n)
     if found is not None:
@@ -200,7 +200,8 @@ def tree_update(fan_out: int, n: int, device_name: str | None = None, directory:
         return UpdateConfig(False, 256, max(1, min(32, 1024 // fan_out)), 4)
     if n <= 64:
         return UpdateConfig(True, 64, max(1, min(64, 2048 // fan_out)), 4)
-    return UpdateConfig(True, 256 if n <= 256 else 1024, max(1, min(256, 8192 // fan_out)), 16)
+    children = 8192 if fan_out <= 32 else 4096  # registers for the parts of a wide node do not suffice for more
+    return UpdateConfig(True, 256 if n <= 256 else 1024, max(1, min(256, children // fan_out)), 8)
 
 
 @_remembered

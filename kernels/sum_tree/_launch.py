@@ -49,8 +49,13 @@ TOP_WARPS = 8
 
 
 def top_block(fan_out: int) -> int:
-    """Nodes that ``sum_tree_top_kernel`` recomputes at a time."""
-    return max(1, min(64, 4096 // fan_out))
+    """Nodes that ``sum_tree_top_kernel`` recomputes at a time; with more of 64 children sm_100 spills registers."""
+    return max(1, min(64, 2048 // fan_out))
+
+
+def run_block(chosen: UpdateConfig) -> int:
+    """Nodes that a mark or a refresh by one program recomputes at a time. Mostly few are due."""
+    return max(1, chosen.block_nodes // 2)
 
 
 def _refresh(
@@ -155,7 +160,8 @@ def refresh(
             depth,
             HAS_ELIGIBLE=eligible is not None,
             SHIFT=_shift(fan_out),
-            BLOCK_NODES=chosen.block_nodes,
+            BLOCK_ENTRIES=chosen.block_entries,
+            BLOCK_NODES=run_block(chosen),
             num_warps=chosen.num_warps,
         )
         return
@@ -274,7 +280,7 @@ def mark(
             WITHIN_BUFFER=within_buffer,
             SHIFT=_shift(fan_out),
             BLOCK_ENTRIES=chosen.block_entries,
-            BLOCK_NODES=chosen.block_nodes,
+            BLOCK_NODES=run_block(chosen),
             num_warps=chosen.num_warps,
         )
         return

@@ -44,22 +44,49 @@ TAG = tl.constexpr(0x80000000)
 ENTRY_OF_TAG = tl.constexpr(0x7FFFFFFF)
 
 
-@triton.jit
-def _nodes_above(index_ptr, i, n, capacity, level_shift, count):
-    """The node that entry ``i`` has to recompute in a level of ``count`` nodes, and whether it has to.
+@triton.constexpr_function
+def columns_of(shift):
+    """Binary logarithm of the children of a node, ``1 << shift`` in all, that are read together."""
+    return shift if shift < 3 else 3 if shift < 6 else shift - 2
 
-    An entry leaves a node to the entry right before it if that has the same one. If entries farther apart have the
-    same node, all of them recompute it, to the same bits. A level with no more nodes than there are entries is
-    recomputed as a whole ("dense"): then ``i`` is the node itself.
+
+@triton.constexpr_function
+def few_nodes(shift, block_nodes):
+    """Nodes that a single program recomputes in one short turn, with a child for each thread of eight warps."""
+    return min(block_nodes, max(256 >> columns_of(shift), 1))
+
+
+@triton.jit
+def in_level(first, last, level_shift, count):
+    """Where rows ``first`` to ``last`` begin in a level of ``count`` nodes, and over how many nodes they go there.
+
+    They go around the end of the ring where ``last`` is below ``first``.
     """
-    dense = count <= n
-    listed = (i < n) & (count > n)
-    row = tl.load(index_ptr + i, mask=listed, other=-1)
-    row_before = tl.load(index_ptr + i - 1, mask=listed & (i > 0), other=-1)
-    node = tl.where((row >= 0) & (row < capacity), row >> level_shift, -1)
-    node_before = tl.where((row_before >= 0) & (row_before < capacity), row_before >> level_shift, -1)
-    needed = tl.where(dense, i < count, (node >= 0) & (node != node_before))
-    return tl.where(dense, i, node), needed
+    start = first >> level_shift
+    length = (last >> level_shift) - start + 1
+    return start, tl.minimum(tl.where(last < first, length + count, length), count)
+
+
+@triton.jit
+def _nodes_above(index_ptr, i, n, capacity, level_shift, count, start, length):
+    """The node that entry ``i`` has to recompute in a level of ``count`` nodes, else 0, and whether it has to.
+
+    The rows lie under the ``length`` nodes from ``start`` on, around the end of the level. If there are no more of
+    these nodes than entries, all are recomputed, and ``i`` counts them. Otherwise an entry leaves a node to the entry
+    right before it if that has the same one. If entries farther apart have the same node, all of them recompute it, to
+    the same bits.
+    """
+    if length <= n:
+        node = start + i.to(tl.int64)
+        node = tl.where(node < count, node, node - count)
+        needed = i < length
+    else:
+        row = tl.load(index_ptr + i, mask=i < n, other=-1)
+        row_before = tl.load(index_ptr + i - 1, mask=(i < n) & (i > 0), other=-1)
+        node = tl.where((row >= 0) & (row < capacity), row >> level_shift, -1)
+        node_before = tl.where((row_before >= 0) & (row_before < capacity), row_before >> level_shift, -1)
+        needed = (node >= 0) & (node != node_before)
+    return tl.where(needed, node, 0), needed
 
 
 @triton.jit
@@ -128,6 +155,25 @@ def stage_mark(leaves_ptr, index_ptr, weight, i, n, capacity):
 
 
 @triton.jit
+def run_of(index_ptr, n, capacity, BLOCK_ENTRIES: tl.constexpr):
+    """(first, last): all rows of the index lie between these, around the end of the ring if last < first.
+
+    They are its first and its last row, as after a write; otherwise those of the whole ring, 0 and capacity - 1.
+    """
+    first = tl.load(index_ptr)
+    last = tl.load(index_ptr + n - 1)
+    length = tl.where(last < first, last - first + capacity, last - first)
+    outside = ((first < 0) | (first >= capacity) | (last < 0) | (last >= capacity)).to(tl.int32)
+    for start in range(0, n, BLOCK_ENTRIES):
+        i = start + tl.arange(0, BLOCK_ENTRIES)
+        row = tl.load(index_ptr + i, mask=i < n, other=-1)
+        place = tl.where(row < first, row - first + capacity, row - first)
+        beyond = (row >= 0) & (row < capacity) & (place > length)
+        outside = tl.maximum(outside, tl.max(beyond.to(tl.int32), axis=0))
+    return tl.where(outside == 0, first, 0), tl.where(outside == 0, last, capacity - 1)
+
+
+@triton.jit
 def stage_refresh_leaves(
     leaves_ptr,
     nodes_ptr,
@@ -138,35 +184,37 @@ def stage_refresh_leaves(
     n,
     capacity,
     n_nodes,
+    start,
+    length,
     HAS_ELIGIBLE: tl.constexpr,
     HAS_TAGS: tl.constexpr,
     SHIFT: tl.constexpr,
 ):
-    """Recompute level-1 nodes from their leaves.
+    """Recompute level-1 nodes from their leaves; ``start`` and ``length`` are those of ``_nodes_above``.
 
     With HAS_TAGS leaves may hold tags, and the weights of the entries replace them. Two programs may have the same
     node, so that one reads a leaf while the other stores it. It then finds the tag or the weight that the tag stands
     for: both programs compute and store the same.
     """
-    columns: tl.constexpr = SHIFT if SHIFT < 3 else 3 if SHIFT < 6 else SHIFT - 2
-    node, needed = _nodes_above(index_ptr, i, n, capacity, SHIFT, level_up(capacity, SHIFT))
+    columns: tl.constexpr = columns_of(SHIFT)
+    node, needed = _nodes_above(index_ptr, i, n, capacity, SHIFT, level_up(capacity, SHIFT), start, length)
     first = (node << SHIFT)[:, None] + tl.arange(0, 1 << columns)[None, :]
     if HAS_ELIGIBLE and SHIFT <= 6:
         # One word has the bits of a whole node.
-        word = tl.load(eligible_ptr + ((node << SHIFT) >> 6), mask=needed, other=0)[:, None]
+        word = tl.load(eligible_ptr + ((node << SHIFT) >> 6))[:, None]
     for part in tl.static_range(1 << (SHIFT - columns)):
         leaf = first + (part << columns)
         # TTIR race (sum_tree_refresh_leaves_kernel): a tag, or the weight that another program puts in its place.
-        weight = tl.load(leaves_ptr + leaf, mask=needed[:, None], other=0.0)
+        weight = tl.load(leaves_ptr + leaf)
         if HAS_TAGS:
             bits = weight.to(tl.int32, bitcast=True)
-            tagged = bits < 0
+            tagged = needed[:, None] & (bits < 0)
             weight = tl.where(tagged, tl.load(weight_ptr + (bits & ENTRY_OF_TAG), mask=tagged, other=0.0), weight)
             tl.store(leaves_ptr + leaf, weight, mask=tagged)
         if HAS_ELIGIBLE:
             if SHIFT > 6:
                 # The bits of the padding, which weighs nothing, may not exist.
-                word = tl.load(eligible_ptr + (leaf >> 6), mask=needed[:, None] & (leaf < capacity), other=0)
+                word = tl.load(eligible_ptr + (leaf >> 6), mask=leaf < capacity, other=0)
             weight = counting(weight, word, leaf)
         positive = tl.where(weight > 0.0, weight, float("inf"))
         if part == 0:
@@ -181,19 +229,20 @@ def stage_refresh_leaves(
 
 
 @triton.jit
-def stage_refresh(nodes_ptr, index_ptr, i, n, capacity, n_nodes, level, below, count, SHIFT: tl.constexpr):
+def stage_refresh(
+    nodes_ptr, index_ptr, i, n, capacity, n_nodes, level, below, count, start, length, SHIFT: tl.constexpr
+):
     """Recompute nodes of ``level`` (2 or more), which has ``count`` of them, from the level that starts ``below``."""
-    columns: tl.constexpr = SHIFT if SHIFT < 3 else 3 if SHIFT < 6 else SHIFT - 2
-    node, needed = _nodes_above(index_ptr, i, n, capacity, level * SHIFT, count)
+    columns: tl.constexpr = columns_of(SHIFT)
+    node, needed = _nodes_above(index_ptr, i, n, capacity, level * SHIFT, count, start, length)
     first = (node << SHIFT)[:, None] + tl.arange(0, 1 << columns)[None, :]
     # Levels are padded to a multiple of the fan-out.
     first = nodes_ptr + tl.multiple_of(below, 1 << columns) + first
-    mask = needed[:, None]
     for part in tl.static_range(1 << (SHIFT - columns)):
         child = first + (part << columns)
-        weight = tl.load(child + n_nodes * SUM, mask=mask, other=0.0)
-        low = tl.load(child + n_nodes * MINIMUM, mask=mask, other=float("inf"))
-        high = tl.load(child + n_nodes * MAXIMUM, mask=mask, other=0.0)
+        weight = tl.load(child + n_nodes * SUM)
+        low = tl.load(child + n_nodes * MINIMUM)
+        high = tl.load(child + n_nodes * MAXIMUM)
         if part == 0:
             total, least, largest = weight, low, high
         else:
@@ -202,8 +251,11 @@ def stage_refresh(nodes_ptr, index_ptr, i, n, capacity, n_nodes, level, below, c
             largest = tl.maximum(largest, high)
     target = nodes_ptr + below + (count << SHIFT) + node
     tl.store(target + n_nodes * SUM, add_halves(total, columns), mask=needed)
-    tl.store(target + n_nodes * MINIMUM, tl.min(least, axis=1), mask=needed)
-    tl.store(target + n_nodes * MAXIMUM, tl.max(largest, axis=1), mask=needed)
+    # Weights of leaves, in float64.
+    least = tl.min(least.to(tl.float32), axis=1)
+    largest = tl.max(largest.to(tl.float32), axis=1)
+    tl.store(target + n_nodes * MINIMUM, least.to(tl.float64), mask=needed)
+    tl.store(target + n_nodes * MAXIMUM, largest.to(tl.float64), mask=needed)
 
 
 @triton.jit
@@ -215,18 +267,38 @@ def levels_above(
     n_nodes,
     first_level,
     depth,
+    first,
+    last,
     SHIFT: tl.constexpr,
     BLOCK_NODES: tl.constexpr,
 ):
-    """All levels from ``first_level`` (2 or more) up, by one program."""
+    """All levels from ``first_level`` (2 or more) up, by one program. The rows lie from ``first`` to ``last``."""
+    few = tl.arange(0, few_nodes(SHIFT, BLOCK_NODES))
     block = tl.arange(0, BLOCK_NODES)
     below = level_start(capacity, first_level - 1, SHIFT)
     for level in range(first_level, depth + 1):
         # The level below is complete.
         tl.debug_barrier()
         count = level_count(capacity, level, SHIFT)
-        for start in range(0, tl.minimum(count, n), BLOCK_NODES):
-            stage_refresh(nodes_ptr, index_ptr, start + block, n, capacity, n_nodes, level, below, count, SHIFT)
+        start, length = in_level(first, last, level * SHIFT, count)
+        if tl.minimum(length, n) <= few.shape[0]:
+            stage_refresh(nodes_ptr, index_ptr, few, n, capacity, n_nodes, level, below, count, start, length, SHIFT)
+        else:
+            for begin in range(0, tl.minimum(length, n), BLOCK_NODES):
+                stage_refresh(
+                    nodes_ptr,
+                    index_ptr,
+                    begin + block,
+                    n,
+                    capacity,
+                    n_nodes,
+                    level,
+                    below,
+                    count,
+                    start,
+                    length,
+                    SHIFT,
+                )
         below += count << SHIFT
 
 
@@ -240,29 +312,53 @@ def all_levels(
     capacity,
     n_nodes,
     depth,
+    first,
+    last,
     HAS_ELIGIBLE: tl.constexpr,
     SHIFT: tl.constexpr,
     BLOCK_NODES: tl.constexpr,
 ):
     """All levels, by one program, which has written the leaves and has read the old root."""
+    few = tl.arange(0, few_nodes(SHIFT, BLOCK_NODES))
     block = tl.arange(0, BLOCK_NODES)
+    start, length = in_level(first, last, SHIFT, level_up(capacity, SHIFT))
     tl.debug_barrier()
-    for start in range(0, tl.minimum(level_up(capacity, SHIFT), n), BLOCK_NODES):
+    if tl.minimum(length, n) <= few.shape[0]:
         stage_refresh_leaves(
             leaves_ptr,
             nodes_ptr,
             eligible_ptr,
             leaves_ptr,
             index_ptr,
-            start + block,
+            few,
             n,
             capacity,
             n_nodes,
+            start,
+            length,
             HAS_ELIGIBLE,
             False,
             SHIFT,
         )
-    levels_above(nodes_ptr, index_ptr, n, capacity, n_nodes, 2, depth, SHIFT, BLOCK_NODES)
+    else:
+        for begin in range(0, tl.minimum(length, n), BLOCK_NODES):
+            stage_refresh_leaves(
+                leaves_ptr,
+                nodes_ptr,
+                eligible_ptr,
+                leaves_ptr,
+                index_ptr,
+                begin + block,
+                n,
+                capacity,
+                n_nodes,
+                start,
+                length,
+                HAS_ELIGIBLE,
+                False,
+                SHIFT,
+            )
+    levels_above(nodes_ptr, index_ptr, n, capacity, n_nodes, 2, depth, first, last, SHIFT, BLOCK_NODES)
 
 
 @triton.jit

@@ -6,11 +6,12 @@ Arguments that kernels share are listed in :mod:`gpubuf.kernels.sum_tree._triton
 import triton
 import triton.language as tl
 
-from gpubuf.kernels.sum_tree._triton import ALPHA, EPS, level_count, level_start, weight_of
+from gpubuf.kernels.sum_tree._triton import ALPHA, EPS, level_count, level_start, level_up, weight_of
 from gpubuf.kernels.sum_tree._triton_stages import (
     all_levels,
     levels_above,
     new_weight,
+    run_of,
     stage_claim,
     stage_mark,
     stage_refresh,
@@ -114,6 +115,8 @@ def sum_tree_refresh_leaves_kernel(
         n,
         capacity,
         n_nodes,
+        0,
+        level_up(capacity, SHIFT),
         HAS_ELIGIBLE,
         HAS_TAGS,
         SHIFT,
@@ -139,7 +142,7 @@ def sum_tree_refresh_kernel(
     i = tl.program_id(0).to(tl.int64) * BLOCK_NODES + tl.arange(0, BLOCK_NODES)
     below = level_start(capacity, level - 1, SHIFT)
     count = level_count(capacity, level, SHIFT)
-    stage_refresh(nodes_ptr, index_ptr, i, n, capacity, n_nodes.to(tl.int64), level, below, count, SHIFT)
+    stage_refresh(nodes_ptr, index_ptr, i, n, capacity, n_nodes.to(tl.int64), level, below, count, 0, count, SHIFT)
 
 
 @triton.jit(
@@ -158,9 +161,9 @@ def sum_tree_top_kernel(
     BLOCK_NODES: tl.constexpr,
 ):
     """Recompute the narrow levels above rows ``index``, from ``first_level`` up to the root. Grid: (1,)."""
-    levels_above(
-        nodes_ptr, index_ptr, n, capacity.to(tl.int64), n_nodes.to(tl.int64), first_level, depth, SHIFT, BLOCK_NODES
-    )
+    capacity = capacity.to(tl.int64)
+    n_nodes = n_nodes.to(tl.int64)
+    levels_above(nodes_ptr, index_ptr, n, capacity, n_nodes, first_level, depth, 0, capacity - 1, SHIFT, BLOCK_NODES)
 
 
 @triton.jit(
@@ -208,7 +211,19 @@ def sum_tree_update_small_kernel(
     for start in range(0, n, BLOCK_ENTRIES):
         stage_resolve(leaves_ptr, scalars_ptr, index_ptr, priority_ptr, start + entries, n, capacity)
     all_levels(
-        leaves_ptr, nodes_ptr, eligible_ptr, index_ptr, n, capacity, n_nodes, depth, HAS_ELIGIBLE, SHIFT, BLOCK_NODES
+        leaves_ptr,
+        nodes_ptr,
+        eligible_ptr,
+        index_ptr,
+        n,
+        capacity,
+        n_nodes,
+        depth,
+        0,
+        capacity - 1,
+        HAS_ELIGIBLE,
+        SHIFT,
+        BLOCK_NODES,
     )
 
 
@@ -239,8 +254,21 @@ def sum_tree_mark_small_kernel(
     entries = tl.arange(0, BLOCK_ENTRIES).to(tl.int64)
     for start in range(0, n, BLOCK_ENTRIES):
         stage_mark(leaves_ptr, index_ptr, weight, start + entries, n, capacity)
+    first, last = run_of(index_ptr, n, capacity, BLOCK_ENTRIES)
     all_levels(
-        leaves_ptr, nodes_ptr, eligible_ptr, index_ptr, n, capacity, n_nodes, depth, HAS_ELIGIBLE, SHIFT, BLOCK_NODES
+        leaves_ptr,
+        nodes_ptr,
+        eligible_ptr,
+        index_ptr,
+        n,
+        capacity,
+        n_nodes,
+        depth,
+        first,
+        last,
+        HAS_ELIGIBLE,
+        SHIFT,
+        BLOCK_NODES,
     )
 
 
@@ -259,11 +287,25 @@ def sum_tree_refresh_small_kernel(
     depth,  # inner levels
     HAS_ELIGIBLE: tl.constexpr,
     SHIFT: tl.constexpr,
+    BLOCK_ENTRIES: tl.constexpr,
     BLOCK_NODES: tl.constexpr,
 ):
     """All levels above rows ``index`` by one program. Grid: (1,)."""
     capacity = capacity.to(tl.int64)
     n_nodes = n_nodes.to(tl.int64)
+    first, last = run_of(index_ptr, n, capacity, BLOCK_ENTRIES)
     all_levels(
-        leaves_ptr, nodes_ptr, eligible_ptr, index_ptr, n, capacity, n_nodes, depth, HAS_ELIGIBLE, SHIFT, BLOCK_NODES
+        leaves_ptr,
+        nodes_ptr,
+        eligible_ptr,
+        index_ptr,
+        n,
+        capacity,
+        n_nodes,
+        depth,
+        first,
+        last,
+        HAS_ELIGIBLE,
+        SHIFT,
+        BLOCK_NODES,
     )

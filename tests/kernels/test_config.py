@@ -145,7 +145,7 @@ class TestLaunches:
             assert value > 0
             assert value & (value - 1) == 0
         assert draw.block_draws * fan_out <= max(512, fan_out)
-        assert update.block_nodes * fan_out <= max(512 * update.num_warps, fan_out)
+        assert update.block_nodes * fan_out <= max(1024 * update.num_warps, fan_out)
         assert update.single_program == (n <= 1024)
 
     def test_configurations_are_values(self):

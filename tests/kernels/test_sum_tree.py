@@ -99,6 +99,55 @@ def test_contiguous_runs(backend):
     assert_same(tree, model)
 
 
+RUNS = {
+    "run": range(1030, 1330),
+    "around the end": [*range(4800, 5000), *range(100)],
+    "whole ring": [*range(37, 800), *range(37)],
+    "one row": [7],
+    "with gaps": [40, -1, 45, -1, 44, 60],
+    "backwards": [21, 20],
+    "not between its ends": [100, 4000, 130],
+    "invalid ends": [-1, 9, 10, 5000],
+    "two runs": [*range(90, 120), *range(2000, 2030)],
+}
+
+
+@pytest.mark.parametrize("rows", RUNS)
+def test_marks_and_refreshes_of_runs(backend, rows):
+    """One program looks whether rows follow each other: then it recomputes the nodes above them as they lie."""
+    tree = SumTree(800 if rows == "whole ring" else 5000, fan_out=4)
+    tree.update(torch.arange(tree.capacity), random_priorities(tree.capacity, 0))
+    index = torch.tensor([*RUNS[rows]])
+    if backend == "numba":
+        index = index[index < tree.capacity]
+    tree.mark(index)
+    marked = tree.nodes.clone()
+    tree.rebuild()
+    assert marked.equal(tree.nodes)
+    named = index[(index >= 0) & (index < tree.capacity)]
+    tree.leaves[named] = 1 + torch.arange(len(named), dtype=torch.float32)
+    tree.refresh(index)
+    refreshed = tree.nodes.clone()
+    tree.rebuild()
+    assert refreshed.equal(tree.nodes)
+
+
+@pytest.mark.parametrize("rows", ["run", "around the end"])
+def test_a_run_touches_only_the_nodes_above_it(rows):
+    """Also on levels with fewer nodes than the run has rows, which other batches recompute as a whole."""
+    with triton_on_cpu():
+        tree = SumTree(5000, fan_out=4)
+        index = torch.tensor([*RUNS[rows]])
+        start, above = 0, set()
+        for level, size in enumerate(sum_tree.level_sizes(5000, 4), 1):
+            above |= {start + row // 4**level for row in index.tolist()}
+            start += size
+        others = torch.tensor([node for node in range(start) if node not in above])
+        tree.nodes[:, others] = 0.25
+        tree.mark(index)
+        assert (tree.nodes[:, others] == 0.25).all()
+
+
 def test_a_million_rows_in_one_mark():
     tree = SumTree(1_000_003)
     tree.update(torch.tensor([5]), 3.0)

@@ -2,7 +2,7 @@
 
 from gpubuf.kernels import config
 from gpubuf.kernels.aot.compiler import AotSpec
-from gpubuf.kernels.sum_tree._launch import TOP_WARPS, top_block
+from gpubuf.kernels.sum_tree._launch import TOP_WARPS, run_block, top_block
 
 DRAW = "gpubuf.kernels.sum_tree._triton:"
 UPDATE = "gpubuf.kernels.sum_tree._triton_update:"
@@ -34,6 +34,7 @@ def specs_of(fan_out: int, sizes: dict[str, str], flags: tuple[tuple[bool, bool]
         "BLOCK_ENTRIES": small.block_entries,
         "BLOCK_NODES": small.block_nodes,
     }
+    of_a_run = one_program | {"BLOCK_NODES": run_block(small)}
     index = pick(ENTRIES, "index_ptr")
     specs = [
         AotSpec(
@@ -61,7 +62,7 @@ def specs_of(fan_out: int, sizes: dict[str, str], flags: tuple[tuple[bool, bool]
             AotSpec(
                 UPDATE + "sum_tree_refresh_small_kernel",
                 pick(TREE, "leaves_ptr", "nodes_ptr") | ELIGIBLE | index | sizes | {"depth": "i32"},
-                has_eligible | {"SHIFT": shift, "BLOCK_NODES": small.block_nodes},
+                of_a_run | has_eligible,
                 small.num_warps,
             ),
             AotSpec(
@@ -85,7 +86,7 @@ def specs_of(fan_out: int, sizes: dict[str, str], flags: tuple[tuple[bool, bool]
             AotSpec(
                 UPDATE + "sum_tree_mark_small_kernel",
                 TREE | ELIGIBLE | index | sizes | {"depth": "i32"},
-                one_program | has_eligible | {"WITHIN_BUFFER": flag},
+                of_a_run | has_eligible | {"WITHIN_BUFFER": flag},
                 small.num_warps,
             ),
         ]
