@@ -136,14 +136,14 @@ def tuned(operation: str, device_name: str | None, directory: Path | None = None
 def rows_copy(n_bytes: int, device_name: str | None = None, directory: Path | None = None) -> RowsConfig:
     """Launch configuration of a copy of ``n_bytes`` bytes.
 
-    The rule: two elements a thread up to 1 MiB, four beyond. A small copy takes as long as a few dependent memory
-    accesses, and small tiles use more multiprocessors. In a large one four elements a thread keep enough bytes in
-    flight and spread the cost of finding the key.
+    The rule: two elements a thread up to 1 MiB, four beyond, eight from 4 MiB on. A small copy takes as long as a few
+    dependent memory accesses, and small tiles use more multiprocessors. A large one keeps all of them busy, and larger
+    tiles spread the instructions that find the key.
     """
     found: RowsConfig | None = tuned("rows_copy", device_name, directory, n_bytes=n_bytes)
     if found is not None:
         return found
-    return RowsConfig(256, 4) if n_bytes <= 2**20 else RowsConfig(512, 4)
+    return RowsConfig(256 if n_bytes <= 2**20 else 512 if n_bytes < 2**22 else 1024, 4)
 
 
 def _fan_out(count: int, device_type: str, explicit: int | None, found: FanOut | None) -> int:

@@ -116,6 +116,8 @@ def rows_sample_kernel(
     capacity = capacity.to(tl.int64)
     size = tl.load(ring_ptr + SIZE)
     rng_offset = tl.load(rng_ptr + OFFSET)
+    # Before the ticket, which waits for the loads before it and holds up those after it.
+    tiles, sizes, lanes = load_tiles(table_ptr, n_keys, n, KEYS, TILE)
     ticket = take_ticket(rng_ptr + TICKET)
     if program < row_programs:
         row = program * TILE + tl.arange(0, TILE)
@@ -125,7 +127,6 @@ def rows_sample_kernel(
         tl.store(generation_ptr + row, generation, mask=row < n)
         count_faults(ring_ptr, (row < n) & (position < 0))
     else:
-        tiles, sizes, lanes = load_tiles(table_ptr, n_keys, n, KEYS, TILE)
         for tile in range(program - row_programs, tl.sum(tiles, 0), tl.num_programs(0) - row_programs):
             key, number, offset = find_tile(tiles, sizes, lanes, tile, ALIGNMENT)
             device_rows, split, host_rows, stride, alignment, row_bytes, first_row, first_byte = load_key(

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from gpubuf.kernels import sum_tree
-from gpubuf.kernels.philox._triton import OFFSET, SEED, advance_when_last, philox_uniform_f64
+from gpubuf.kernels.philox._triton import OFFSET, SEED, TICKET, advance_state, philox_uniform_f64, take_ticket
 
 # Planes of ``nodes_ptr``.
 SUM = tl.constexpr(sum_tree.SUM)
@@ -144,10 +144,14 @@ def sum_tree_draw_kernel(
     capacity = capacity.to(tl.int64)
     n_nodes = n_nodes.to(tl.int64)
     i = tl.program_id(0).to(tl.int64) * BLOCK_DRAWS + tl.arange(0, BLOCK_DRAWS)
-    uniform = philox_uniform_f64(tl.load(rng_ptr + SEED), tl.load(rng_ptr + OFFSET) + i)
+    seed = tl.load(rng_ptr + SEED)
+    offset = tl.load(rng_ptr + OFFSET)
     total = tl.load(nodes_ptr + root(n_nodes, SUM))
-    # Nothing is in flight yet that the ticket would wait for. At the end the stores would be.
-    advance_when_last(rng_ptr, n)
+    least = tl.load(nodes_ptr + root(n_nodes, MINIMUM))
+    beta = tl.load(scalars_ptr + BETA)
+    # After the loads that need no other, as it waits for them and holds up those after it.
+    ticket = take_ticket(rng_ptr + TICKET)
+    uniform = philox_uniform_f64(seed, offset + i)
     mass = ((i.to(tl.float64) + uniform) / n.to(tl.float64) if STRATIFIED else uniform) * total
 
     lane = tl.arange(0, fan_out)
@@ -166,9 +170,9 @@ def sum_tree_draw_kernel(
     drawn = tl.sum(tl.where(lane[None, :] == child[:, None], weight, 0.0), axis=1)
 
     some = total > 0.0
-    ratio = tl.where(some, drawn / tl.load(nodes_ptr + root(n_nodes, MINIMUM)), 1.0)
-    beta = tl.load(scalars_ptr + BETA)
+    ratio = tl.where(some, drawn / least, 1.0)
     # Both special cases come out exactly: log2(1) is 0, and so is any finite number times 0.
     importance = tl.exp2(tl.log2(ratio) * -beta)
     tl.store(index_ptr + i, tl.where(some, row, NO_ROW), mask=i < n)
     tl.store(weight_ptr + i, tl.where(some, importance, 0.0).to(tl.float32), mask=i < n)
+    advance_state(rng_ptr, ticket, offset + n)

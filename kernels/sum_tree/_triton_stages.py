@@ -204,13 +204,15 @@ def stage_refresh_leaves(
         word = tl.load(eligible_ptr + ((node << SHIFT) >> 6))[:, None]
     for part in tl.static_range(1 << (SHIFT - columns)):
         leaf = first + (part << columns)
-        # TTIR race (sum_tree_refresh_leaves_kernel): a tag, or the weight that another program puts in its place.
-        weight = tl.load(leaves_ptr + leaf)
         if HAS_TAGS:
+            # TTIR race (sum_tree_refresh_leaves_kernel): a tag, or the weight that another program puts in its place.
+            weight = tl.load(leaves_ptr + leaf, mask=needed[:, None], other=0.0)
             bits = weight.to(tl.int32, bitcast=True)
-            tagged = needed[:, None] & (bits < 0)
+            tagged = bits < 0
             weight = tl.where(tagged, tl.load(weight_ptr + (bits & ENTRY_OF_TAG), mask=tagged, other=0.0), weight)
             tl.store(leaves_ptr + leaf, weight, mask=tagged)
+        else:
+            weight = tl.load(leaves_ptr + leaf)
         if HAS_ELIGIBLE:
             if SHIFT > 6:
                 # The bits of the padding, which weighs nothing, may not exist.

@@ -130,11 +130,12 @@ class TestLaunches:
         assert config.loss_rows(300, DEVICE, directory) == BlockConfig(256, 8)
         assert config.loss_rows(300) == BlockConfig(512, 8)
 
-    @pytest.mark.parametrize("n_bytes", [0, 1, 2**20, 2**20 + 1, 2**40])
-    def test_rows_rule(self, n_bytes):
-        chosen = config.rows_copy(n_bytes)
-        assert chosen.tile & (chosen.tile - 1) == 0
-        assert chosen == (RowsConfig(256, 4) if n_bytes <= 2**20 else RowsConfig(512, 4))
+    @pytest.mark.parametrize(
+        ("n_bytes", "tile"),
+        [(0, 256), (1, 256), (2**20, 256), (2**20 + 1, 512), (2**22 - 1, 512), (2**22, 1024), (2**40, 1024)],
+    )
+    def test_rows_rule(self, n_bytes, tile):
+        assert config.rows_copy(n_bytes) == RowsConfig(tile, 4)
 
     @pytest.mark.parametrize("fan_out", [2, 16, 32, 64, 1024, 4096])
     @pytest.mark.parametrize("n", [1, 256, 1024, 1025, 10**7])
