@@ -127,7 +127,7 @@ def _statements(body: str, files: dict[str, str]) -> Iterator[tuple[str, str]]:
         if found := _LOC.match(line):
             place = f"{files.get(found[1], '?').rpartition('/kernels/')[2]}:{found[2]}"
             continue
-        if label := re.match(r"(\$\w+:)\s*", line):
+        if label := re.match(r"([$\w]+:)(?:\s+|$)", line):
             yield label[1], place
             line = line[label.end() :]
         *whole, rest = f"{rest} {line}".split(";")
