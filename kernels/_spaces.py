@@ -68,14 +68,14 @@ class IndexConfig:
 
     Attributes:
         block_envs: environments of which one program computes all bits and weights; 0: every stage is a launch.
-        block_words: words of end flags that a program computes at a time.
+        block_bytes: bytes of end flags, of eight steps each, that a program computes at a time.
         block_weights: weights that a program computes at a time.
         block_nodes: sums that a program recomputes at a time.
         num_warps: warps of a program.
     """
 
     block_envs: int
-    block_words: int
+    block_bytes: int
     block_weights: int
     block_nodes: int
     num_warps: int
@@ -141,8 +141,8 @@ def _fan_out_refusal(config: FanOut) -> str:
 
 
 def _index_tile(sizes: Mapping[str, int], config: IndexConfig) -> int:
-    # The lanes of a word are 64, or 2 for a single step; but a point for one step counts for a few as well.
-    return max(64 * config.block_words, config.block_weights, config.block_envs, sizes["fan_out"] * config.block_nodes)
+    # A thread reads the flags of a byte side by side; of a single step one, but a point for it counts for a few as well.
+    return max(8 * config.block_bytes, config.block_weights, config.block_envs, sizes["fan_out"] * config.block_nodes)
 
 
 def _slices_tile(sizes: Mapping[str, int], config: SliceConfig) -> int:

@@ -250,13 +250,9 @@ def ceil_power(number: int) -> int:
     return 1 << max(number - 1, 0).bit_length()
 
 
-def index_span(n: int, steps: int) -> int:
-    """Bits of a word that a lane looks at in an update of ``n`` of ``steps`` steps: those of the run, or all 64.
-
-    One step changes two bits at most on every level: its own, and (identifiers) that of the step before it. In a ring
-    of one step these are the same.
-    """
-    return 2 if n == 1 < steps else 64
+def index_span(n: int, by_id: bool) -> int:
+    """Steps that a lane reads the flags of in an update of ``n``: those of its byte, or the one that was written."""
+    return 1 if n == 1 and not by_id else 8
 
 
 @_remembered
@@ -272,8 +268,8 @@ def index_update(
     """Launch configuration of an update of ``n`` steps, which lie in ``run_words`` words of each environment.
 
     The rule: one program does all stages of some environments, up to 512 words, as long as these environments are
-    enough for memory accesses side by side. Tiles have up to 1024 bits, half as many where each takes two loads
-    (identifiers), or children; for the few words of a small write of few environments, about as many as these need.
+    enough for memory accesses side by side. A thread has a byte of bits at a time, or a few children; for the few
+    words of a small write of few environments, about as many as these need.
     """
     found: IndexConfig | None = tuned(
         "trajectories_update", device_name, directory, fan_out=fan_out, n=n, envs=envs, by_id=int(by_id)
@@ -284,25 +280,26 @@ def index_update(
     few = (run_words + 1) * ceil_power(envs) <= (96 if n == 1 else 16)
     if run_words > 512 or block_envs < min(ceil_power(envs), 32):
         block_envs = 0
-    block_nodes = max(1, min(4, 128 // fan_out) if few else (1024 if n == 1 else 512) // fan_out)
-    if n == 1:
-        block_words, num_warps = (16, 1) if few else (64, 4)
-        return IndexConfig(block_envs, block_words, 32 * num_warps, block_nodes, num_warps)
-    block_words, num_warps = (4 if few else 8, 2) if by_id else (16, 4)
-    return IndexConfig(block_envs, block_words, 32 if few else 32 * num_warps, block_nodes, num_warps)
+    block_nodes = max(1, min(4, 128 // fan_out) if few else (1024 if n == 1 else 256) // fan_out)
+    num_warps = 1 if few and n == 1 else 4
+    return IndexConfig(block_envs, 32 * num_warps, 32 if few else 32 * num_warps, block_nodes, num_warps)
 
 
 @_remembered
 def index_draw(
     fan_out: int, n: int, slice_len: int, device_name: str | None = None, directory: Path | None = None
 ) -> SliceConfig:
-    """Launch configuration of ``n`` drawn slices: as :func:`tree_draw`, and up to 64 steps written at a time."""
+    """Launch configuration of ``n`` drawn slices.
+
+    The rule: a slice a program while they all fit the processor side by side, since a warp that draws several takes
+    their turns one after the other. Then as :func:`tree_draw`. Up to 64 steps are written at a time.
+    """
     found: SliceConfig | None = tuned(
         "trajectories_draw", device_name, directory, fan_out=fan_out, n=n, slice_len=slice_len
     )
     if found is not None:
         return found
-    block_slices = max(1, min(4 if n <= 512 else 16, 512 // fan_out))
+    block_slices = 1 if n <= 4096 else max(1, min(16, 512 // fan_out))
     return SliceConfig(
         block_slices=block_slices,
         block_steps=min(64, ceil_power(max(slice_len, 8))),

@@ -80,6 +80,16 @@ def run_bounds(n: int, slots: tuple[int, ...]) -> list[int]:
     return bounds
 
 
+def run_bytes(n: int, steps: int, slots: tuple[int, ...]) -> list[int]:
+    """For every level of ``ends``, in how many bytes of an environment the bits of ``n`` steps can lie."""
+    if n >= steps:
+        return [8 * count for count in slots]
+    bounds = []
+    for positions, count in zip((n, *run_bounds(n - 1, slots)), (steps, *slots[:-1]), strict=False):
+        bounds.append(min(positions, (positions + 13) // 8 + 1, -(-count // 8)))
+    return bounds
+
+
 def _launch_sums(
     sums: Tensor,
     ring: Tensor,
@@ -156,7 +166,7 @@ def update(
     n_others = 0 if n == steps else envs
     others = ring if n == steps else torch.empty(envs, dtype=torch.int64, device=ends.device)
     chosen = config.index_update(fan_out, n, runs[0], envs, by_id, device_name(ends.device))
-    span = config.index_span(n, steps)
+    span = config.index_span(n, by_id)
     if chosen.block_envs:
         single = envs <= chosen.block_envs
         launch(
@@ -183,7 +193,7 @@ def update(
             SPAN=span,
             SHIFT=shape.shift,
             BLOCK_ENVS=chosen.block_envs,
-            BLOCK_WORDS=chosen.block_words,
+            BLOCK_BYTES=chosen.block_bytes,
             BLOCK_WEIGHTS=chosen.block_weights,
             BLOCK_NODES=chosen.block_nodes,
             num_warps=chosen.num_warps,
@@ -191,34 +201,11 @@ def update(
         if not single:
             _launch_sums(sums, ring, others, n, runs[0] * envs, n_others, steps, envs, shape, chosen)
         return
-    bits: dict[str, Any] = {"SPAN": span, "BLOCK_WORDS": chosen.block_words, "num_warps": chosen.num_warps}
-    launch(
-        writers.trajectories_bits_kernel,
-        cdiv(runs[0] * envs, chosen.block_words),
-        ends,
-        ring,
-        signals,
-        n_signals,
-        n,
-        runs[0],
-        steps,
-        envs,
-        BY_ID=by_id,
-        **bits,
-    )
-    for level, run in enumerate(runs[1:], 1):
-        launch(
-            writers.trajectories_bits_above_kernel,
-            cdiv(run * envs, chosen.block_words),
-            ends,
-            ring,
-            n,
-            run,
-            level,
-            steps,
-            envs,
-            **bits,
-        )
+    bits: dict[str, Any] = {"BY_ID": by_id, "BLOCK_BYTES": chosen.block_bytes, "num_warps": chosen.num_warps}
+    lowest, *above = [cdiv(count * envs, chosen.block_bytes) for count in run_bytes(n + by_id, steps, shape.slots)]
+    launch(writers.trajectories_bits_kernel, lowest, ends, ring, signals, n_signals, n, steps, envs, SPAN=span, **bits)
+    for level, grid in enumerate(above, 1):
+        launch(writers.trajectories_bits_above_kernel, grid, ends, ring, n, level, steps, envs, **bits)
     _launch_weights(ends, sums, ring, others, n, runs[0], n_others, steps, envs, rule, shape, chosen)
 
 

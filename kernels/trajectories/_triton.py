@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from gpubuf.kernels import trajectories
-from gpubuf.kernels.philox._triton import OFFSET, SEED, advance_when_last, philox_uniform_f64
+from gpubuf.kernels.philox._triton import OFFSET, SEED, TICKET, advance_state, philox_uniform_f64, take_ticket
 from gpubuf.kernels.rows._triton_tiles import SIZE, WRITTEN
 
 NO_ROW = tl.constexpr(trajectories.NO_ROW)
@@ -25,31 +25,31 @@ NO_ROW = tl.constexpr(trajectories.NO_ROW)
 
 
 @triton.jit
-def lowest_bit(word):
-    """Position of the lowest set bit of int64 words; some position in 0..63 where there is none."""
+def nearest_bit(word, forward):
+    """Position of the lowest set bit of int64 words (``forward``), or of the highest; some in 0..63 if there is none."""
     # A power of two is exact in float32, whose exponent (biased by 127) then is the position. 127 is -1 modulo 64.
-    exponent = (word & -word).to(tl.float32).to(tl.int32, bitcast=True) >> 23
+    # Without two ones in a row below the highest bit, rounding cannot carry into the next power of two.
+    one = tl.where(forward, word & -word, word & ~((word >> 1) & 0x7FFFFFFFFFFFFFFF)).to(tl.uint64, bitcast=True)
+    exponent = one.to(tl.float32).to(tl.int32, bitcast=True) >> 23
     return ((exponent + 1) & 63).to(tl.int64)
 
 
 @triton.jit
-def highest_bit(word):
-    """Position of the highest set bit of int64 words; some position in 0..63 where there is none."""
-    # Without two ones in a row below the highest bit, rounding to float32 cannot carry into the next power of two.
-    exponent = (word & ~(word >> 1)).to(tl.float32).to(tl.int32, bitcast=True) >> 23
-    return tl.where(word < 0, 63, (exponent + 1) & 63).to(tl.int64)
+def lowest_bit(word):
+    """Position of the lowest set bit of int64 words; some position in 0..63 where there is none."""
+    return nearest_bit(word, True)
 
 
 @triton.jit
 def count_bits(word):
-    """Number of set bits of int64 words."""
+    """Number of set bits of int64 words: int32."""
     # Counts of 2, 4, 8 bits side by side, then the sum of the bytes. The masks drop what the signed shifts bring in.
     word = (word & 0x5555555555555555) + ((word >> 1) & 0x5555555555555555)
     word = (word & 0x3333333333333333) + ((word >> 2) & 0x3333333333333333)
     word = (word + (word >> 4)) & 0x0F0F0F0F0F0F0F0F
-    word += word >> 8
-    word += word >> 16
-    return (word + (word >> 32)) & 127
+    count = (word + (word >> 32)).to(tl.int32)
+    count += count >> 8
+    return (count + (count >> 16)) & 127
 
 
 @triton.jit
@@ -128,36 +128,37 @@ def load_word(ends_ptr, slot, env, active, filled, oldest, steps, envs):
 
 
 @triton.jit
-def nearest_end(ends_ptr, step, env, active, steps, envs, levels, FORWARD: tl.constexpr):
-    """The first end flag at ``step`` or after it (FORWARD), or at it or before it, going round the ring.
+def nearest_end(ends_ptr, step, env, active, steps, envs, levels, forward):
+    """The first end flag at ``step`` or after it (``forward``), or at it or before it, going round the ring.
 
     ``step`` int64 [R], -1 .. T - 1. Returns its step, -1 where the environment has none. One walk does the seam as
     well: the last level is one word for each environment, and what is not in it to one side of ``step`` is to the
     other side.
     """
     start = steps * 0
+    words = steps
     at = step
-    height = step * 0 + levels
+    height = (step * 0).to(tl.int32) + levels
     searching = active
+    # The bits on the way from the lowest one of a word, and what makes them those of the other way.
+    side_bits = tl.where(forward, -1, -2).to(tl.int64)
+    flip = tl.where(forward, 0, -1).to(tl.int64)
+    way = tl.where(forward, 1, -1).to(tl.int64)
     for level in range(levels):
+        words = (words + 63) >> 6
         top = level == levels - 1
         slot = at >> 6
         # Next to the first or the last word there is none; but the word of the last level is always read.
         read = tl.where(top, 0, slot)
-        inside = searching & (read >= 0) & (read < words_of(steps, level))
+        inside = searching & (read >= 0) & (read < words)
         word = tl.load(ends_ptr + start + read * envs + env, mask=inside, other=0)
-        if FORWARD:
-            side = word & (tl.full((), -1, tl.int64) << (at & 63))
-        else:
-            side = word & ~(tl.full((), -2, tl.int64) << (at & 63))
-        side = tl.where(read == slot, side, 0)
+        side = tl.where(read == slot, word & ((side_bits << (at & 63)) ^ flip), 0)
         side = tl.where(top & (side == 0), word, side)
         hit = searching & (side != 0)
-        nearest = (read << 6) + (lowest_bit(side) if FORWARD else highest_bit(side))
-        at = tl.where(hit, nearest, tl.where(searching, (slot + 1) if FORWARD else (slot - 1), at))
+        at = tl.where(hit, (read << 6) + nearest_bit(side, forward), tl.where(searching, slot + way, at))
         height = tl.where(hit, level, height)
         searching = searching & ~hit
-        start += words_of(steps, level) * envs
+        start += words * envs
     found = active & ~searching
     start -= envs
     for down in range(1, levels):
@@ -165,7 +166,7 @@ def nearest_end(ends_ptr, step, env, active, steps, envs, levels, FORWARD: tl.co
         start -= words_of(steps, level) * envs
         descends = found & (height > level)
         word = tl.load(ends_ptr + start + at * envs + env, mask=descends, other=0)
-        at = tl.where(descends, (at << 6) + (lowest_bit(word) if FORWARD else highest_bit(word)), at)
+        at = tl.where(descends, (at << 6) + nearest_bit(word, forward), at)
     return tl.where(found, at, -1)
 
 
@@ -289,9 +290,10 @@ def trajectories_draw_kernel(
     _, filled, oldest = load_ring(ring_ptr, steps, envs)
     i = tl.program_id(0).to(tl.int64) * BLOCK_SLICES + tl.arange(0, BLOCK_SLICES)
     seed = tl.load(rng_ptr + SEED)
-    counter = tl.load(rng_ptr + OFFSET) + 2 * i
+    offset = tl.load(rng_ptr + OFFSET)
+    ticket = take_ticket(rng_ptr + TICKET)
+    counter = offset + 2 * i
     total = tl.load(sums_ptr + root)
-    advance_when_last(rng_ptr, 2 * n)
     drawn = scaled(philox_uniform_f64(seed, counter), total)
     unit = tl.load(rank_ptr + i, mask=i < n, other=-1) if HAS_RANK else drawn
     eligible = (i < n) & (unit >= 0) & (unit < total)
@@ -304,10 +306,12 @@ def trajectories_draw_kernel(
         start -= nodes_of(words, depth - down + 1, SHIFT) << SHIFT
         child = tl.load(sums_ptr + start + (node << SHIFT)[:, None] + lane[None, :])
         prefix = tl.cumsum(child, axis=1)
-        # A child that weighs nothing never holds the unit: its prefix sum is that of the child before it.
-        passed = prefix <= unit[:, None]
-        chosen = tl.minimum(tl.sum(passed.to(tl.int64), axis=1), fan_out - 1)
-        unit -= tl.max(tl.where(passed, prefix, 0), axis=1)
+        # A child that weighs nothing never holds the unit: its prefix sum is that of the child before it. Prefix sums
+        # rise, so that the last one passed, with its number in the low bits, is the greatest: one reduction for both.
+        passed = tl.where(prefix <= unit[:, None], (prefix << (SHIFT + 1)) + (lane[None, :] + 1), 0)
+        most = tl.max(passed, axis=1)
+        chosen = tl.minimum(most & (2 * fan_out - 1), fan_out - 1)
+        unit -= most >> (SHIFT + 1)
         # Only sums that do not fit together lead into the padding.
         node = tl.minimum((node << SHIFT) + chosen, nodes_of(words, depth - down, SHIFT) - 1)
 
@@ -333,13 +337,14 @@ def trajectories_draw_kernel(
     if not BY_TRANSITION:
         offsets = offsets_of(length, slice_len, min_len, before, after)
         unit = scaled(philox_uniform_f64(seed, counter + 1), offsets)
-    offset = unit - tl.minimum(before, longest - 1)
-    stop = tl.minimum(offset + longest, length)
-    offset = tl.maximum(offset, 0)
-    taken = tl.where(length > 0, stop - offset, 0)
+    virtual = unit - tl.minimum(before, longest - 1)
+    stop = tl.minimum(virtual + longest, length)
+    skipped = tl.maximum(virtual, 0)
+    taken = tl.where(length > 0, stop - skipped, 0)
     store_slices(
-        index_ptr, length_ptr, last_ptr, i, n, begin + offset, taken, env, slice_len, oldest, steps, envs, BLOCK_STEPS
+        index_ptr, length_ptr, last_ptr, i, n, begin + skipped, taken, env, slice_len, oldest, steps, envs, BLOCK_STEPS
     )
+    advance_state(rng_ptr, ticket, offset + 2 * n)
 
 
 @triton.jit(

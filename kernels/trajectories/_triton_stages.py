@@ -1,9 +1,9 @@
 """The trajectory index on the GPU: the stages of an update.
 
 A write changes a *run* of steps, cyclic like the ring, and therefore a run of words on every level of ``ends``. A lane
-is a pair of a word's number ``j`` in the run and an environment. A word follows from what is below it and from its own
-bits outside the run, and so do weights and sums: if two lanes have the same one, they store the same value in any
-order.
+is a pair of a number ``j`` in the run and an environment. It has a byte of a level of ``ends``, or a weight: a whole
+byte in one thread takes no exchange between threads. It follows from what is below it and from its own bits outside the
+run, and so do sums: if two lanes have the same one, they store the same value in any order.
 
 A helper whose name starts with ``stage`` does the work of one launch on one block. If an environment has few words, one
 program does all stages of its environments, with a barrier between. Otherwise every stage is a launch of its own.
@@ -21,15 +21,11 @@ import triton.language as tl
 from gpubuf.kernels.rows._triton_tiles import DEVICE_ROWS, ENTRY, HOST_ROWS, ROW_BYTES, ROW_STRIDE, SPLIT, row_address
 from gpubuf.kernels.trajectories._triton import (
     age_of,
-    bit,
     count_bits,
-    first_of_word,
-    last_age,
-    load_ring,
     load_word,
+    nearest_end,
     next_in_word,
     nodes_of,
-    step_of,
     weight_of,
     words_of,
 )
@@ -51,178 +47,196 @@ def run_of_steps(cursor, n, steps):
 
 
 @triton.jit
-def run_above(first, last, words):
-    """(first, last, number) of the slots, of ``words``, in which the positions of a cyclic run lie."""
-    head = first >> 6
-    tail = last >> 6
+def run_above(first, last, parts, SHIFT: tl.constexpr = 6):
+    """(first, last, number) of the words, or of other ``parts`` of 1 << SHIFT, where positions of a cyclic run lie."""
+    head = first >> SHIFT
+    tail = last >> SHIFT
     count = tail - head + 1
-    # A run that goes all the way round may end in the word in which it begins.
-    count = tl.where((count < 1) | ((count == 1) & (first > last)), count + words, count)
-    whole = count >= words
-    return tl.where(whole, 0, head), tl.where(whole, words - 1, tail), tl.minimum(count, words)
+    # A run that goes all the way round may end in the part in which it begins.
+    count = tl.where((count < 1) | ((count == 1) & (first > last)), count + parts, count)
+    whole = count >= parts
+    return tl.where(whole, 0, head), tl.where(whole, parts - 1, tail), tl.minimum(count, parts)
 
 
 @triton.jit
-def bits_bound(run_words, words, level):
-    """Bound of the number of slots of a run on ``level``, from that on level 0: the partial words are two, or three."""
-    for _ in range(0, level):
-        run_words = tl.minimum(run_words, ((run_words + 125) >> 6) + 1)
-    return tl.minimum(run_words, words)
+def run_of_bytes(first, last, positions, rebuild):
+    """(first, number, of how many) of the bytes of an environment that hold the bits of a run of ``positions``.
 
-
-@triton.jit
-def run_bits(slot, first, last, count, SPAN: tl.constexpr):
-    """Positions [R, SPAN], of ``count``, and which of them lie in the words ``slot`` and in the run.
-
-    With a SPAN of 64 they are the bits of the word; a smaller one holds the whole run.
+    A rebuild also clears the bytes of the last word after the last position.
     """
-    lane = tl.arange(0, SPAN).to(tl.int64)[None, :]
-    if SPAN == 64:
-        position = (slot[:, None] << 6) + lane
-        after = position >= first
-        before = position <= last
-        inside = ((after | before) & (first > last)) | (after & before)
-        return position, inside & (position < count)
-    position = wrapped(first + lane, count) + (slot * 0)[:, None]
-    return position, ((position >> 6) == slot[:, None]) & (lane <= wrapped(last - first, count))
+    parts = tl.where(rebuild, ((positions + 63) >> 6) << 3, (positions + 7) >> 3)
+    head, _, count = run_above(first, last, parts, 3)
+    return head, tl.where(rebuild, parts, count), parts
+
+
+@triton.jit
+def bits_before(position, begin):
+    """int32: which of the eight positions from ``begin`` on lie before another one."""
+    return (1 << tl.minimum(tl.maximum(position - begin, 0), 8).to(tl.int32)) - 1
+
+
+@triton.jit
+def byte_of_run(j, active, first, last, positions, known, rebuild):
+    """(byte, its bits in the run, whether there is one) for the numbers ``j`` of bytes in a run of ``positions``.
+
+    The first ``known`` positions are in use.
+    """
+    head, count, parts = run_of_bytes(first, last, positions, rebuild)
+    byte = wrapped(head + j, parts)
+    begin = byte << 3
+    before = bits_before(last + 1, begin)
+    after = ~bits_before(first, begin)
+    inside = tl.where(first > last, before | after, before & after) & bits_before(known, begin)
+    active = active & (j < count)
+    return byte, tl.where(active, inside, 0), active
 
 
 # Memory
 
 
 @triton.jit
-def differs(address, next_address, active, kept, DTYPE: tl.constexpr, COMPARES: tl.constexpr):
-    """Whether an element is not zero or, if it is compared, not as the ``kept`` bits of that at the next address."""
-    value = tl.load(address.to(tl.pointer_type(DTYPE)), mask=active, other=0)
-    if COMPARES:
-        # A mask of bits, the same for all lanes, takes fewer registers than one of lanes.
-        return value != (tl.load(next_address.to(tl.pointer_type(DTYPE)), mask=active, other=0) & kept.to(DTYPE))
-    return value != 0
+def _changes(here, behind, pitch, left, wanted, DTYPE: tl.constexpr, SPAN: tl.constexpr):
+    """Bits: which of the values at ``here``, ``pitch`` bytes apart, differ from the next; ``left`` come before ``behind``."""
+    pointer: tl.constexpr = tl.pointer_type(DTYPE)
+    needed = wanted | (wanted << 1)
+    value = tl.load(here.to(pointer), mask=(wanted & 1) != 0, other=0)
+    found = wanted * 0
+    for bit in tl.static_range(SPAN):
+        following = behind if bit + 1 == SPAN else tl.where(bit + 1 < left, here + (bit + 1) * pitch, behind)
+        next_value = tl.load(following.to(pointer), mask=(needed & (2 << bit)) != 0, other=0)
+        found |= (value != next_value).to(tl.int32) << bit
+        value = next_value
+    return found
 
 
 @triton.jit
-def _load_flags(signals_ptr, n_signals, row, seam, active, steps, envs, BY_ID: tl.constexpr):
-    """Whether trajectories end at rows; the next step of one at the ``seam`` is in the first rows.
+def _load_flags(signals_ptr, n_signals, step, env, wanted, steps, envs, BY_ID: tl.constexpr, SPAN: tl.constexpr):
+    """Bits: whether trajectories end at the ``wanted`` ones of SPAN steps, which share a byte.
 
     With BY_ID the first of the signals is an identifier, and is compared.
     """
-    flag = active & (row < 0)
-    for k in range(0, n_signals):
-        device_rows = tl.load(signals_ptr + k * ENTRY + DEVICE_ROWS)
-        row_bytes = tl.load(signals_ptr + k * ENTRY + ROW_BYTES)
-        split = tl.load(signals_ptr + k * ENTRY + SPLIT)
-        host_rows = tl.load(signals_ptr + k * ENTRY + HOST_ROWS)
-        stride = tl.load(signals_ptr + k * ENTRY + ROW_STRIDE)
-        if BY_ID:
-            address = row_address(row, device_rows, split, host_rows, stride)
-        else:
-            # As there, in the form that needs fewer registers here.
-            address = device_rows + row * stride + tl.where(row < split, 0, host_rows - device_rows)
-        next_row = row + tl.where(seam, envs - steps * envs, envs)
-        next_address = row_address(next_row, device_rows, split, host_rows, stride)
-        kept = tl.where(k == 0, -1, 0)
+    row = step * envs + env
+    flags = wanted * 0
+    if BY_ID:
+        device_rows = tl.load(signals_ptr + DEVICE_ROWS)
+        row_bytes = tl.load(signals_ptr + ROW_BYTES)
+        split = tl.load(signals_ptr + SPLIT)
+        host_rows = tl.load(signals_ptr + HOST_ROWS)
+        stride = tl.load(signals_ptr + ROW_STRIDE)
+        here = row_address(row, device_rows, split, host_rows, stride)
+        # After the last step of a ring comes the first.
+        left = tl.minimum(steps - step, SPAN)
+        behind = row_address(
+            tl.where(step + left < steps, row + left * envs, env), device_rows, split, host_rows, stride
+        )
         # Identifiers are words as a rule, and flags single bytes.
-        if BY_ID and ((device_rows | host_rows | row_bytes | stride) & 7) == 0:
+        if ((device_rows | host_rows | row_bytes | stride) & 7) == 0:
             for byte in range(0, row_bytes, 8):
-                flag |= differs(address + byte, next_address + byte, active, kept, tl.int64, BY_ID)
+                flags |= _changes(here + byte, behind + byte, envs * stride, left, wanted, tl.int64, SPAN)
         else:
             for byte in range(0, row_bytes):
-                flag |= differs(address + byte, next_address + byte, active, kept, tl.uint8, BY_ID)
-    return flag
+                flags |= _changes(here + byte, behind + byte, envs * stride, left, wanted, tl.uint8, SPAN)
+    for k in range(1 if BY_ID else 0, n_signals):
+        entry_ptr = signals_ptr + k * ENTRY
+        pitch = envs * tl.load(entry_ptr + ROW_STRIDE)
+        # Memories change at a multiple of 64 steps: the others of the byte lie in the one of the first.
+        address = row_address(
+            row,
+            tl.load(entry_ptr + DEVICE_ROWS),
+            tl.load(entry_ptr + SPLIT),
+            tl.load(entry_ptr + HOST_ROWS),
+            tl.load(entry_ptr + ROW_STRIDE),
+        )
+        for byte in range(0, tl.load(entry_ptr + ROW_BYTES)):
+            for bit in tl.static_range(SPAN):
+                at = (address + byte + bit * pitch).to(tl.pointer_type(tl.uint8))
+                value = tl.load(at, mask=(wanted & (1 << bit)) != 0, other=0)
+                flags |= (value != 0).to(tl.int32) << bit
+    return flags & wanted
 
 
 @triton.jit
-def _store_bits(target, touched, value, position, active, rebuild):
-    """Put the touched bits of words; the others stay, but for a rebuild."""
-    bits = bit(position)
-    touched_bits = tl.sum(tl.where(touched, bits, 0), axis=1)
-    old = tl.load(target, mask=active & (rebuild == 0), other=0)
-    tl.store(target, (old & ~touched_bits) | tl.sum(tl.where(touched & value, bits, 0), axis=1), mask=active)
+def _kept_bits(ends_ptr, word, byte, touched, active, rebuild):
+    """(where a byte of words lies, those of its bits that stay, whether to store it): a rebuild keeps none."""
+    target = (ends_ptr + word).to(tl.pointer_type(tl.uint8)) + (byte & 7)
+    active = active & (rebuild | (touched != 0))
+    old = tl.load(target, mask=active & ~rebuild & (touched != 255), other=0)
+    return target, old & ~touched, active
+
+
+@triton.jit
+def run_of_bits(cursor, n, steps, BY_ID: tl.constexpr):
+    """(first, last) of the steps whose flags a write of ``n`` changes: with identifiers the step before it as well.
+
+    That one has got a next one.
+    """
+    return run_of_steps(cursor, n + (1 if BY_ID else 0), steps)
 
 
 @triton.jit
 def stage_bits(
-    ends_ptr, ring_ptr, signals_ptr, n_signals, n, j, env, active, steps, envs, BY_ID: tl.constexpr, SPAN: tl.constexpr
-):
-    """Words of level 0: the flags of the steps written. By identifiers, the step before them has got a next one."""
-    cursor, filled, oldest = load_ring(ring_ptr, steps, envs)
-    words = words_of(steps, 0)
-    first, last = run_of_steps(cursor, n + 1, steps)
-    head, _, count = run_above(first, last, words)
-    slot = wrapped(head + j, words)
-    active = active & (j < count)
-    lane = tl.arange(0, SPAN).to(tl.int64)[None, :]
-    step = (slot[:, None] << 6) + lane if SPAN == 64 else wrapped(cursor - 1 - lane, steps) + (slot * 0)[:, None]
-    age = age_of(step, oldest, steps)
-    touched = (active[:, None] & (step < steps) & (age < filled)) & (step >> 6 == slot[:, None])
-    touched = touched & (age >= filled - n - (1 if BY_ID else 0))
-    # The newest step is followed by none.
-    stored = touched & (age < filled - (1 if BY_ID else 0))
-    row = step * envs + env[:, None]
-    seam = step == steps - 1
-    flag = _load_flags(signals_ptr, n_signals, row, seam, stored, steps, envs, BY_ID)
-    _store_bits(ends_ptr + slot * envs + env, touched, flag, step, active, n >= steps)
-
-
-@triton.jit
-def stage_bits_above(ends_ptr, ring_ptr, n, level, j, env, active, steps, envs, SPAN: tl.constexpr):
-    """Words of a level from 1 up: which of the words of the run below are not zero."""
-    cursor, _, _ = load_ring(ring_ptr, steps, envs)
-    first, last = run_of_steps(cursor, n + 1, steps)
-    start = steps * 0
-    # A value of its own: the compiler carries no name that enters a loop as another one and becomes it there.
-    below = steps * 0
-    for lower in range(0, level):
-        first, last, _ = run_above(first, last, words_of(steps, lower))
-        below = start
-        start += words_of(steps, lower) * envs
-    head, _, count = run_above(first, last, words_of(steps, level))
-    slot = wrapped(head + j, words_of(steps, level))
-    active = active & (j < count)
-    child, touched = run_bits(slot, first, last, words_of(steps, level - 1), SPAN)
-    touched = touched & active[:, None]
-    some = tl.load(ends_ptr + below + child * envs + env[:, None], mask=touched, other=0) != 0
-    _store_bits(ends_ptr + start + slot * envs + env, touched, some, child, active, n >= steps)
-
-
-@triton.jit
-def _store_weights(
     ends_ptr,
-    sums_ptr,
-    slot,
+    signals_ptr,
+    n_signals,
+    cursor,
+    filled,
+    n,
+    j,
     env,
     active,
-    filled,
-    oldest,
     steps,
     envs,
-    levels,
-    slice_len,
-    min_len,
-    before,
-    after,
-    BY_TRANSITION: tl.constexpr,
+    BY_ID: tl.constexpr,
+    SPAN: tl.constexpr,
 ):
-    """The weights of words: those of the trajectories that end in them."""
-    rest = load_word(ends_ptr, slot, env, active, filled, oldest, steps, envs)
-    first = first_of_word(ends_ptr, slot, env, rest != 0, oldest, steps, envs, levels)
-    weight = rest * 0
-    # As in the draw: one reduction, before the loop.
-    for _ in range(tl.max(count_bits(rest), 0)):
-        age, length, others = next_in_word(rest, slot, first, oldest, steps)
-        own = weight_of(length, slice_len, min_len, before, after, BY_TRANSITION)
-        weight += tl.where(rest != 0, own, 0)
-        first = age + 1
-        rest = tl.where(rest != 0, others, 0)
-    tl.store(sums_ptr + slot * envs + env, weight, mask=active)
+    """Bytes ``j`` of the run on level 0: the flags of the steps written."""
+    rebuild = n >= steps
+    first, last = run_of_bits(cursor, n, steps, BY_ID)
+    byte, touched, active = byte_of_run(j, active, first, last, steps, filled, rebuild)
+    # Before the flags, so that it takes no round trip of its own.
+    target, kept, stored = _kept_bits(ends_ptr, (byte >> 3) * envs + env, byte, touched, active, rebuild)
+    wanted = touched
+    if BY_ID:
+        # The newest step is followed by none.
+        newest = wrapped(cursor - 1, steps)
+        wanted = tl.where(newest >> 3 == byte, touched & ~(1 << (newest & 7).to(tl.int32)), touched)
+    if SPAN == 1:
+        # Of one step written a single flag is read.
+        newest = wrapped(cursor - 1, steps)
+        one = (wanted != 0).to(tl.int32)
+        flags = _load_flags(signals_ptr, n_signals, newest, env, one, steps, envs, BY_ID, SPAN)
+        flags = tl.where(flags != 0, wanted, 0)
+    else:
+        flags = _load_flags(signals_ptr, n_signals, byte << 3, env, wanted, steps, envs, BY_ID, SPAN)
+    tl.store(target, (kept | flags).to(tl.uint8), mask=stored)
+
+
+@triton.jit
+def stage_bits_above(ends_ptr, below, first, last, positions, rebuild, j, env, active, envs):
+    """Bytes ``j`` of the run on a level from 1 up: which of the words of the run below are not zero.
+
+    That level starts ``below`` and has ``positions`` words for each environment, of which the run has ``first ..
+    last``.
+    """
+    byte, touched, active = byte_of_run(j, active, first, last, positions, positions, rebuild)
+    word = below + (positions + (byte >> 3)) * envs + env
+    target, kept, stored = _kept_bits(ends_ptr, word, byte, touched, active, rebuild)
+    child_ptr = ends_ptr + below + (byte << 3) * envs + env
+    some = touched * 0
+    for bit in tl.static_range(8):
+        child = tl.load(child_ptr + bit * envs, mask=(touched & (1 << bit)) != 0, other=0)
+        some |= (child != 0).to(tl.int32) << bit
+    tl.store(target, (kept | some).to(tl.uint8), mask=stored)
 
 
 @triton.jit
 def stage_weights(
     ends_ptr,
     sums_ptr,
-    ring_ptr,
     others_ptr,
+    cursor,
+    filled,
+    oldest,
     n,
     j,
     env,
@@ -237,33 +251,37 @@ def stage_weights(
     after,
     BY_TRANSITION: tl.constexpr,
 ):
-    """Weights of the words of the run; ``j = run_words`` is the word of the first end after the cursor."""
-    cursor, filled, oldest = load_ring(ring_ptr, steps, envs)
+    """Weights of the words of the run, those of the trajectories that end in them.
+
+    ``j = run_words`` is the word of the first end after the cursor, if that is not in the run.
+    """
     words = words_of(steps, 0)
     first, last = run_of_steps(cursor, n + 1, steps)
     head, _, count = run_above(first, last, words)
+    slot = wrapped(head + j, words)
+    rest = load_word(ends_ptr, slot, env, active & (j < run_words) & (j < count), filled, oldest, steps, envs)
     # Before the ring is full nothing has lost its head, and after a rebuild every word is in the run.
     beheaded = active & (j == run_words) & (filled == steps) & (n < steps)
-    age = last_age(ends_ptr, oldest + j * 0, env, j * 0, beheaded, filled, oldest, steps, envs, levels)
-    slot = tl.where(j < run_words, wrapped(head + j, words), step_of(age, oldest, steps) >> 6)
-    tl.store(others_ptr + env, tl.where(beheaded, slot * envs + env, -1), mask=active & (j == run_words))
-    _store_weights(
-        ends_ptr,
-        sums_ptr,
-        slot,
-        env,
-        (active & (j < run_words) & (j < count)) | beheaded,
-        filled,
-        oldest,
-        steps,
-        envs,
-        levels,
-        slice_len,
-        min_len,
-        before,
-        after,
-        BY_TRANSITION,
-    )
+    start = tl.where(beheaded, oldest, (slot << 6) - 1)
+    end = nearest_end(ends_ptr, start, env, beheaded | (rest != 0), steps, envs, levels, beheaded)
+    # Without an end after it, it ends in the word of the newest step.
+    beheaded = beheaded & (end >= 0) & (wrapped((end >> 6) - head, words) >= count)
+    slot = tl.where(beheaded, end >> 6, slot)
+    other = slot * envs + env
+    tl.store(others_ptr + env, tl.where(beheaded, other, -1), mask=active & (j == run_words))
+    stored = beheaded | (active & (j < run_words) & (j < count))
+    rest = tl.where(beheaded, tl.load(ends_ptr + other, mask=beheaded, other=0), rest)
+    # No trajectory reaches back beyond the oldest step, which an age that no step has says.
+    first = tl.where(beheaded, steps, tl.where(end < 0, 0, age_of(end, oldest, steps) + 1))
+    weight = rest * 0
+    # As in the draw: one reduction, before the loop.
+    for _ in range(tl.max(count_bits(rest), 0)):
+        age, length, others = next_in_word(rest, slot, first, oldest, steps)
+        own = weight_of(length, slice_len, min_len, before, after, BY_TRANSITION)
+        weight += tl.where(rest != 0, own, 0)
+        first = age + 1
+        rest = tl.where(rest != 0, others, 0)
+    tl.store(sums_ptr + other, weight, mask=stored)
 
 
 @triton.jit
@@ -279,9 +297,8 @@ def sums_entries(run, n_others, words, level, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def first_word(ring_ptr, n, steps, envs):
+def first_word(cursor, n, steps, envs):
     """The first word of the run on level 0, all environments counted."""
-    cursor, _, _ = load_ring(ring_ptr, steps, envs)
     first, _ = run_of_steps(cursor, n + 1, steps)
     return (first >> 6) * envs
 

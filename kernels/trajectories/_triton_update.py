@@ -19,9 +19,10 @@ from gpubuf.kernels.rows._triton_tiles import (
 from gpubuf.kernels.trajectories._triton import bit, last_age, load_ring, locate, step_of, words_of
 from gpubuf.kernels.trajectories._triton_stages import (
     all_sums,
-    bits_bound,
-    differs,
     first_word,
+    run_above,
+    run_of_bits,
+    run_of_bytes,
     stage_bits,
     stage_bits_above,
     stage_sums,
@@ -33,9 +34,12 @@ from gpubuf.kernels.trajectories._triton_stages import (
 
 @triton.jit
 def lane_of(i, run, envs, ENVS: tl.constexpr):
-    """Lane ``i`` of a program that has ``ENVS`` environments: (number in the run, environment, whether it is one)."""
+    """Lane ``i`` of a program that has ``ENVS`` environments: (number in the run, environment, whether it is one).
+
+    A program has few lanes: their numbers, unlike those of steps, are int32.
+    """
     # Both divisions are by a constant power of two: shifts. All others by run-time sizes that need not be powers.
-    j = i // ENVS
+    j = (i // ENVS).to(tl.int64)
     env = tl.program_id(0).to(tl.int64) * ENVS + i % ENVS
     return j, env, (j < run) & (env < envs)
 
@@ -71,7 +75,7 @@ def trajectories_update_envs_kernel(
     SPAN: tl.constexpr,
     SHIFT: tl.constexpr,
     BLOCK_ENVS: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr,
+    BLOCK_BYTES: tl.constexpr,
     BLOCK_WEIGHTS: tl.constexpr,
     BLOCK_NODES: tl.constexpr,
 ):
@@ -85,27 +89,39 @@ def trajectories_update_envs_kernel(
     words = words.to(tl.int64)
     run_words = run_words.to(tl.int64)
     slice_len = slice_len.to(tl.int64)
-    block = tl.arange(0, BLOCK_WORDS).to(tl.int64)
-    for start in range(0, run_words * BLOCK_ENVS, BLOCK_WORDS):
-        j, env, active = lane_of(start + block, run_words, envs, BLOCK_ENVS)
-        stage_bits(ends_ptr, ring_ptr, signals_ptr, n_signals, n, j, env, active, steps, envs, BY_ID, SPAN)
-    for level in range(1, levels):
-        # The level below is complete.
-        tl.debug_barrier()
-        run = bits_bound(run_words, words_of(steps, level), level)
-        for start in range(0, run * BLOCK_ENVS, BLOCK_WORDS):
-            j, env, active = lane_of(start + block, run, envs, BLOCK_ENVS)
-            stage_bits_above(ends_ptr, ring_ptr, n, level, j, env, active, steps, envs, SPAN)
+    cursor, filled, oldest = load_ring(ring_ptr, steps, envs)
+    block = tl.arange(0, BLOCK_BYTES)
+    first, last = run_of_bits(cursor, n, steps, BY_ID)
+    _, count, _ = run_of_bytes(first, last, steps, n >= steps)
+    for start in range(0, count.to(tl.int32) * BLOCK_ENVS, BLOCK_BYTES):
+        j, env, active = lane_of(start + block, count, envs, BLOCK_ENVS)
+        stage_bits(ends_ptr, signals_ptr, n_signals, cursor, filled, n, j, env, active, steps, envs, BY_ID, SPAN)
+    # The level below is complete. The ring is read again: over the flags there are no registers to hold it.
     tl.debug_barrier()
-    block = tl.arange(0, BLOCK_WEIGHTS).to(tl.int64)
+    cursor, filled, oldest = load_ring(ring_ptr, steps, envs)
+    first, last = run_of_bits(cursor, n, steps, BY_ID)
+    below = steps * 0
+    positions = steps
+    for _ in range(1, levels):
+        positions = (positions + 63) >> 6
+        first, last, _ = run_above(first, last, positions)
+        _, count, _ = run_of_bytes(first, last, positions, n >= steps)
+        for start in range(0, count.to(tl.int32) * BLOCK_ENVS, BLOCK_BYTES):
+            j, env, active = lane_of(start + block, count, envs, BLOCK_ENVS)
+            stage_bits_above(ends_ptr, below, first, last, positions, n >= steps, j, env, active, envs)
+        below += positions * envs
+        tl.debug_barrier()
+    block = tl.arange(0, BLOCK_WEIGHTS)
     run = run_words + (n_others > 0).to(tl.int64)
-    for start in range(0, run * BLOCK_ENVS, BLOCK_WEIGHTS):
+    for start in range(0, run.to(tl.int32) * BLOCK_ENVS, BLOCK_WEIGHTS):
         j, env, active = lane_of(start + block, run, envs, BLOCK_ENVS)
         stage_weights(
             ends_ptr,
             sums_ptr,
-            ring_ptr,
             others_ptr,
+            cursor,
+            filled,
+            oldest,
             n,
             j,
             env,
@@ -121,7 +137,7 @@ def trajectories_update_envs_kernel(
             BY_TRANSITION,
         )
     if SUMS:
-        begin = first_word(ring_ptr, n, steps, envs)
+        begin = first_word(cursor, n, steps, envs)
         all_sums(sums_ptr, others_ptr, begin, run_words * envs, n_others, 1, depth, words, SHIFT, BLOCK_NODES)
 
 
@@ -139,11 +155,13 @@ def _entry_at(entry_ptr, row):
 def _any_differs(here, there, column, row_bytes, active, DTYPE: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
     """int32 [R, BLOCK_COLUMNS], some not zero in each active row whose bytes differ from the other's."""
     size: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    kept = tl.full((), -1, tl.int32)
+    pointer: tl.constexpr = tl.pointer_type(DTYPE)
     found = (column * 0).to(tl.int32) + (active * 0).to(tl.int32)
     for begin in range(0, row_bytes, BLOCK_COLUMNS * size):
         byte = begin + column * size
-        found |= differs(here + byte, there + byte, active & (byte < row_bytes), kept, DTYPE, True).to(tl.int32)
+        inside = active & (byte < row_bytes)
+        value = tl.load((here + byte).to(pointer), mask=inside, other=0)
+        found |= (value != tl.load((there + byte).to(pointer), mask=inside, other=0)).to(tl.int32)
     return found
 
 
@@ -199,49 +217,59 @@ def trajectories_compare_kernel(
     tl.store(breaks_ptr + row, tl.max(found, 1).to(tl.uint8), mask=stored)
 
 
-@triton.jit(do_not_specialize=["n_signals", "n", "run_words", "steps", "envs"])
+@triton.jit(do_not_specialize=["n_signals", "n", "steps", "envs"])
 def trajectories_bits_kernel(
     ends_ptr,
     ring_ptr,
     signals_ptr,
     n_signals,
     n,
-    run_words,
     steps,
     envs,
     BY_ID: tl.constexpr,
     SPAN: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr,
+    BLOCK_BYTES: tl.constexpr,
 ):
-    """First launch of a large update: the flags of the steps written. Grid: (cdiv(run_words * envs, BLOCK_WORDS),)."""
+    """First launch of a large update: the flags of the steps written. Grid: (cdiv(bytes of the run, BLOCK_BYTES),)."""
+    n = n.to(tl.int64)
     steps = steps.to(tl.int64)
     envs = envs.to(tl.int64)
-    i = tl.program_id(0).to(tl.int64) * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)
+    cursor, filled, _ = load_ring(ring_ptr, steps, envs)
+    i = tl.program_id(0).to(tl.int64) * BLOCK_BYTES + tl.arange(0, BLOCK_BYTES)
     j = i // envs
-    active = j < run_words
-    stage_bits(
-        ends_ptr, ring_ptr, signals_ptr, n_signals, n.to(tl.int64), j, i - j * envs, active, steps, envs, BY_ID, SPAN
-    )
+    active = j >= 0
+    env = i - j * envs
+    stage_bits(ends_ptr, signals_ptr, n_signals, cursor, filled, n, j, env, active, steps, envs, BY_ID, SPAN)
 
 
-@triton.jit(do_not_specialize=["n", "run", "level", "steps", "envs"])
+@triton.jit(do_not_specialize=["n", "level", "steps", "envs"])
 def trajectories_bits_above_kernel(
     ends_ptr,
     ring_ptr,
     n,
-    run,  # words of one environment in the run on this level, a bound
     level,
     steps,
     envs,
-    SPAN: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr,
+    BY_ID: tl.constexpr,
+    BLOCK_BYTES: tl.constexpr,
 ):
-    """The next launches: the summaries on ``level``, from 1 up. Grid: (cdiv(run * envs, BLOCK_WORDS),)."""
+    """The next launches: the summaries on ``level``, from 1 up. Grid: (cdiv(bytes of the run, BLOCK_BYTES),)."""
+    n = n.to(tl.int64)
     steps = steps.to(tl.int64)
     envs = envs.to(tl.int64)
-    i = tl.program_id(0).to(tl.int64) * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)
+    cursor, _, _ = load_ring(ring_ptr, steps, envs)
+    first, last = run_of_bits(cursor, n, steps, BY_ID)
+    first, last, _ = run_above(first, last, words_of(steps, 0))
+    below = steps * 0
+    for lower in range(1, level):
+        below += words_of(steps, lower - 1) * envs
+        first, last, _ = run_above(first, last, words_of(steps, lower))
+    i = tl.program_id(0).to(tl.int64) * BLOCK_BYTES + tl.arange(0, BLOCK_BYTES)
     j = i // envs
-    stage_bits_above(ends_ptr, ring_ptr, n.to(tl.int64), level, j, i - j * envs, j < run, steps, envs, SPAN)
+    active = j >= 0
+    stage_bits_above(
+        ends_ptr, below, first, last, words_of(steps, level - 1), n >= steps, j, i - j * envs, active, envs
+    )
 
 
 @triton.jit(
@@ -271,13 +299,16 @@ def trajectories_weights_kernel(
     steps = steps.to(tl.int64)
     envs = envs.to(tl.int64)
     run_words = run_words.to(tl.int64)
+    cursor, filled, oldest = load_ring(ring_ptr, steps, envs)
     i = tl.program_id(0).to(tl.int64) * BLOCK_WEIGHTS + tl.arange(0, BLOCK_WEIGHTS)
     j = i // envs
     stage_weights(
         ends_ptr,
         sums_ptr,
-        ring_ptr,
         others_ptr,
+        cursor,
+        filled,
+        oldest,
         n.to(tl.int64),
         j,
         i - j * envs,
@@ -312,7 +343,10 @@ def trajectories_sums_kernel(
     """A wide level of sums. Grid: (cdiv(entries, BLOCK_NODES),), entries as ``sums_entries`` has them."""
     words = words.to(tl.int64)
     i = tl.program_id(0).to(tl.int64) * BLOCK_NODES + tl.arange(0, BLOCK_NODES)
-    begin = first_word(ring_ptr, n.to(tl.int64), steps.to(tl.int64), envs.to(tl.int64))
+    steps = steps.to(tl.int64)
+    envs = envs.to(tl.int64)
+    cursor, _, _ = load_ring(ring_ptr, steps, envs)
+    begin = first_word(cursor, n.to(tl.int64), steps, envs)
     below = sums_start(words, level - 1, SHIFT)
     stage_sums(sums_ptr, others_ptr, begin, run.to(tl.int64), n_others, i, level, below, words, SHIFT)
 
@@ -334,7 +368,10 @@ def trajectories_top_kernel(
     BLOCK_NODES: tl.constexpr,
 ):
     """The narrow levels of sums, from ``first_level`` up to the root. Grid: (1,)."""
-    begin = first_word(ring_ptr, n.to(tl.int64), steps.to(tl.int64), envs.to(tl.int64))
+    steps = steps.to(tl.int64)
+    envs = envs.to(tl.int64)
+    cursor, _, _ = load_ring(ring_ptr, steps, envs)
+    begin = first_word(cursor, n.to(tl.int64), steps, envs)
     words = words.to(tl.int64)
     all_sums(sums_ptr, others_ptr, begin, run.to(tl.int64), n_others, first_level, depth, words, SHIFT, BLOCK_NODES)
 

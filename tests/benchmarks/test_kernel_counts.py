@@ -111,16 +111,8 @@ def test_more_instructions_do_not_pass_unnoticed():
 def test_the_resources_are_of_all_kernels():
     found = committed()["resources"]
     assert {each["kernel"] for each in found} == {spec.kernel.partition(":")[2] for spec in all_specs()}
-    spilled = {
-        (each["kernel"], target): most["spill_bytes"]
-        for each in found
-        for target, most in each["targets"].items()
-        if "sm_" in target and most["spill_bytes"]
-    }
-    assert spilled == {
-        ("trajectories_update_envs_kernel", "sm_100"): 40,
-        ("trajectories_bits_kernel", "sm_100"): 64,
-    }
+    on_nvidia = [most for each in found for target, most in each["targets"].items() if "sm_" in target]
+    assert not any(most["spill_bytes"] for most in on_nvidia)
 
 
 def test_large_updates_take_a_launch_a_level():

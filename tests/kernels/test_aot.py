@@ -10,10 +10,8 @@ from gpubuf.kernels.aot.compiler import GATES, all_specs, compile_in_subprocess
 
 triton = pytest.importorskip("triton")
 
-#: Bytes that a thread may spill, by kernel: none, but for the few of Triton 3.6, and of two kernels on sm_100, that
-#: docs/performance.md explains.
+#: Bytes that a thread may spill, by kernel: none, but for the few of Triton 3.6 that docs/performance.md explains.
 SPILLS: dict[str, int] = {}
-SPILLS_ON = {"sm_100": {"trajectories_update_envs_kernel": 40, "trajectories_bits_kernel": 64}}
 if triton.__version__.startswith("3.6."):
     SPILLS = {
         "batch_norm_activation_backward_kernel": 24,
@@ -80,8 +78,7 @@ def test_every_kernel_compiles(target: str):
     assert not failed, f"{target} refused:\n" + "\n".join(failed)
     assert all(r.registers > 0 for r in results)
     if target.startswith("sm_"):
-        allowed = SPILLS_ON.get(target, {}) | SPILLS
-        over = [r for r in results if r.spill_bytes > allowed.get(r.spec.partition("(")[0], 0)]
+        over = [r for r in results if r.spill_bytes > SPILLS.get(r.spec.partition("(")[0], 0)]
         spilled = [f"{r.spec}: {r.spill_bytes} bytes, {r.registers} registers" for r in over]
         assert not spilled, f"spills on {target}:\n" + "\n".join(spilled)
     irreducible = [r.spec for r in results if r.irreducible]

@@ -172,7 +172,7 @@ class TestIndex:
         assert config.tree_fan_out(100, "cuda", DEVICE, directory=folder) == 16
 
     def test_tuned_launches(self, write):
-        update = {"block_envs": 0, "block_words": 2, "block_weights": 8, "block_nodes": 1, "num_warps": 1}
+        update = {"block_envs": 0, "block_bytes": 2, "block_weights": 8, "block_nodes": 1, "num_warps": 1}
         draw = {"block_slices": 2, "block_steps": 8, "num_warps": 1}
         folder = write(
             {
@@ -187,15 +187,15 @@ class TestIndex:
 
     def test_a_rebuild_is_out_of_reach_of_single_steps(self, write):
         """A configuration for one step makes one program do all: for millions of steps that would take seconds."""
-        update = {"block_envs": 1, "block_words": 16, "block_weights": 16, "block_nodes": 1, "num_warps": 1}
+        update = {"block_envs": 1, "block_bytes": 16, "block_weights": 16, "block_nodes": 1, "num_warps": 1}
         folder = write({"trajectories_update": [point(update, fan_out=32, n=1, envs=1, by_id=0)]})
         assert config.index_update(32, 1, 1, 1, False, DEVICE, folder).block_envs == 1
         assert config.index_update(32, 10**8, 10**8 // 64, 1, False, DEVICE, folder).block_envs == 0
 
-    def test_span_holds_the_run(self):
-        """One step changes its own bit and perhaps that of the step before; they must be two bits."""
-        assert [config.index_span(n, 10) for n in (1, 2, 10)] == [2, 64, 64]
-        assert config.index_span(1, 1) == 64
+    def test_span(self):
+        """A lane reads a byte of flags, but the one flag of a single step; identifiers tell that of the step before."""
+        assert [config.index_span(n, False) for n in (1, 2, 10)] == [1, 8, 8]
+        assert config.index_span(1, True) == 8
 
     @pytest.mark.parametrize("by_id", [False, True])
     @pytest.mark.parametrize("envs", [1, 3, 32, 33, 4096])
@@ -204,15 +204,19 @@ class TestIndex:
     def test_update_rules(self, fan_out, n, run_words, envs, by_id):
         """Powers of two; many environments stay side by side; no program has more than 512 words of bits."""
         chosen = config.index_update(fan_out, n, run_words, envs, by_id)
-        for value in (chosen.block_words, chosen.block_weights, chosen.block_nodes, chosen.num_warps):
+        for value in (chosen.block_bytes, chosen.block_weights, chosen.block_nodes, chosen.num_warps):
             assert value > 0
             assert value & (value - 1) == 0
         assert chosen.block_envs & (chosen.block_envs - 1) == 0
         assert chosen.block_envs * run_words <= 512
         assert chosen.block_envs == 0 or chosen.block_envs >= min(envs, 32)
-        assert chosen.block_words * config.index_span(n, 10**7) <= 1024
+        assert chosen.block_bytes * config.index_span(n, by_id) <= 1024
         assert chosen.block_nodes * fan_out <= max(1024, fan_out)
         assert (chosen.block_envs > 0) == (run_words * min(1 << (envs - 1).bit_length(), 32) <= 512)
+
+    def test_slices_are_drawn_side_by_side(self):
+        """Issue 23: four slices a program made eight warps for 32 slices, each of more than three times the work."""
+        assert [config.index_draw(32, n, 8).block_slices for n in (1, 32, 4096, 4097)] == [1, 1, 1, 16]
 
     @pytest.mark.parametrize("slice_len", [1, 4, 9, 1000])
     @pytest.mark.parametrize("n", [1, 512, 513, 10**6])

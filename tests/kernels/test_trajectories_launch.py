@@ -16,8 +16,8 @@ import triton.language as tl
 from gpubuf.kernels import config, philox, rows, trajectories
 from gpubuf.kernels._registry import triton_on_cpu
 from gpubuf.kernels.trajectories import Rule, _launch
-from gpubuf.kernels.trajectories._triton import count_bits, highest_bit, lowest_bit, nodes_of, words_of
-from gpubuf.kernels.trajectories._triton_stages import bits_bound, run_above, run_of_steps
+from gpubuf.kernels.trajectories._triton import count_bits, lowest_bit, nearest_bit, nodes_of, words_of
+from gpubuf.kernels.trajectories._triton_stages import run_above, run_of_bytes, run_of_steps
 from tests.support.fake_cuda import fake_cuda
 from tests.support.trajectory_setup import Index
 
@@ -28,30 +28,35 @@ def bits_kernel(words_ptr, lowest_ptr, highest_ptr, count_ptr, BLOCK: tl.constex
     word = tl.load(words_ptr + i)
     tl.store(count_ptr + i, count_bits(word))
     tl.store(lowest_ptr + i, lowest_bit(word))
-    tl.store(highest_ptr + i, highest_bit(word))
+    tl.store(highest_ptr + i, nearest_bit(word, False))
 
 
 @triton.jit
 def runs_kernel(cursor_ptr, n, words_ptr, run_ptr, steps, levels, BLOCK: tl.constexpr):  # noqa: N803
-    """Per cursor and level: (first, last, number) of the run's words."""
+    """Per cursor and level: (first, last, number) of the run's words, (first, number, of how many) of its bytes."""
     i = tl.arange(0, BLOCK)
     first, last = run_of_steps(tl.load(cursor_ptr + i), n, steps)
+    positions = first * 0 + steps
     for level in range(levels):
-        first, last, count = run_above(first, last, words_of(steps, level))
-        at = run_ptr + (level * BLOCK + i) * 3
+        head, n_bytes, parts = run_of_bytes(first, last, positions, n >= steps)
+        positions = words_of(steps, level) + first * 0
+        first, last, count = run_above(first, last, positions)
+        at = run_ptr + (level * BLOCK + i) * 6
         tl.store(at, first)
         tl.store(at + 1, last)
         tl.store(at + 2, count)
+        tl.store(at + 3, head)
+        tl.store(at + 4, n_bytes)
+        tl.store(at + 5, parts)
 
 
-@triton.jit(do_not_specialize=["n_words", "run_words", "levels"])
-def sizes_kernel(size_ptr, n_words, run_words, levels, SHIFT: tl.constexpr):  # noqa: N803
-    """Per level: (words of an environment, bound of a run, nodes of the sums)."""
+@triton.jit(do_not_specialize=["n_words", "levels"])
+def sizes_kernel(size_ptr, n_words, levels, SHIFT: tl.constexpr):  # noqa: N803
+    """Per level: (words of an environment, nodes of the sums)."""
     n_words = n_words.to(tl.int64)
     for level in range(levels):
-        tl.store(size_ptr + 3 * level, words_of(n_words * 64, level))
-        tl.store(size_ptr + 3 * level + 1, bits_bound(run_words, words_of(n_words * 64, level), level))
-        tl.store(size_ptr + 3 * level + 2, nodes_of(n_words, level, SHIFT))
+        tl.store(size_ptr + 2 * level, words_of(n_words * 64, level))
+        tl.store(size_ptr + 2 * level + 1, nodes_of(n_words, level, SHIFT))
 
 
 def test_positions_and_numbers_of_bits():
@@ -74,22 +79,25 @@ def test_positions_and_numbers_of_bits():
 
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("steps", [1, 5, 64, 65, 129, 64 * 64 + 1, 64 * 64 * 2])
-def test_a_run_of_steps_lies_in_no_more_words_than_the_grids_have(steps):
-    """On every level, at every cursor; and the words are those that a set of the steps gives."""
+def test_a_run_of_steps_lies_in_no_more_words_and_bytes_than_the_grids_have(steps):
+    """On every level, at every cursor; and these are those that a set of the steps gives, all for a rebuild."""
     slots = trajectories.bit_levels(steps, 1)
     cursors = sorted({c % steps for c in (0, 1, 2, 62, 63, 64, 65, 127, 128, 4095, 4096, 4097, steps - 1, steps // 2)})
     block = triton.next_power_of_2(len(cursors))
     cursor = torch.tensor(cursors + [0] * (block - len(cursors)))
     for n in sorted({1, 2, 3, 63, 64, 65, 66, 128, 4096, steps - 1, steps - 2, steps} & set(range(1, steps + 1))):
-        run = torch.empty(len(slots), block, 3, dtype=torch.int64)
+        run = torch.empty(len(slots), block, 6, dtype=torch.int64)
         # as the kernels do: with the step before the newest n
         runs_kernel[(1,)](cursor, n + 1, cursor, run, steps, len(slots), BLOCK=block)
-        bounds = _launch.run_bounds(n, tuple(slots))
+        bounds, byte_bounds = _launch.run_bounds(n, tuple(slots)), _launch.run_bytes(n + 1, steps, tuple(slots))
         for i, at in enumerate(cursors):
             places = {(at - 1 - back) % steps for back in range(min(n + 1, steps))}
             for level, count in enumerate(slots):
+                first, last, number, head, n_bytes, parts = run[level, i].tolist()
+                held = {(head + j) % parts for j in range(n_bytes)}
+                assert held == (set(range(8 * count)) if n + 1 >= steps else {place // 8 for place in places})
+                assert len(held) == n_bytes <= byte_bounds[level] <= 8 * count
                 places = {place // 64 for place in places}
-                first, last, number = run[level, i].tolist()
                 assert {(first + j) % count for j in range(number)} == places
                 assert (first + number - 1) % count == last
                 assert len(places) <= bounds[level] <= count
@@ -103,12 +111,10 @@ def test_sizes_agree_with_the_kernels(steps, envs, fan_out):
     assert [words * envs for words in shape.slots] == trajectories.bit_levels(steps, envs)
     sizes = trajectories.level_sizes(steps, envs, fan_out)
     assert (shape.depth, shape.root) == (len(sizes) - 1, sum(sizes) - 1)
-    found = torch.empty(shape.depth + 1, 3, dtype=torch.int64)
-    bounds = _launch.run_bounds(5000, tuple(trajectories.bit_levels(shape.words * 64, 1)))
-    sizes_kernel[(1,)](found, shape.words, bounds[0], shape.depth + 1, SHIFT=shape.shift)
-    for level, (words, bound, nodes) in enumerate(found.tolist()):
+    found = torch.empty(shape.depth + 1, 2, dtype=torch.int64)
+    sizes_kernel[(1,)](found, shape.words, shape.depth + 1, SHIFT=shape.shift)
+    for level, (words, nodes) in enumerate(found.tolist()):
         assert words == -(-shape.words // 64**level)
-        assert bound == (bounds[level] if level < len(bounds) else 1)
         assert nodes == shape.entries(level, shape.words, 0)
         assert level == shape.depth or -(-nodes // fan_out) * fan_out == sizes[level]
 
@@ -116,7 +122,7 @@ def test_sizes_agree_with_the_kernels(steps, envs, fan_out):
 PATHS = {
     "programs of environments": {"block_envs": 2},
     "a launch a stage": {"block_envs": 0},
-    "tiny blocks": {"block_envs": 0, "block_words": 2, "block_weights": 2, "block_nodes": 1},
+    "tiny blocks": {"block_envs": 0, "block_bytes": 2, "block_weights": 2, "block_nodes": 1},
 }
 
 

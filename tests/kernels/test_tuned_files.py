@@ -205,20 +205,20 @@ class TestIgnored:
             (
                 "trajectories_update",
                 {"fan_out": 32, "n": 1, "envs": 1, "by_id": 0},
-                {"block_envs": 0, "block_words": 256, "block_weights": 64, "block_nodes": 16, "num_warps": 1},
+                {"block_envs": 0, "block_bytes": 2048, "block_weights": 64, "block_nodes": 16, "num_warps": 1},
                 {"block_envs": 3},
             ),
             (
                 "trajectories_update",
                 {"fan_out": 32, "n": 1, "envs": 1, "by_id": 0},
-                {"block_envs": 4, "block_words": 16, "block_weights": 64, "block_nodes": 16, "num_warps": 1},
+                {"block_envs": 4, "block_bytes": 16, "block_weights": 64, "block_nodes": 16, "num_warps": 1},
                 {"block_envs": -4},
             ),
             (
                 "trajectories_update",
                 {"fan_out": 32, "n": 1, "envs": 1, "by_id": 0},
-                {"block_envs": 4, "block_words": 16, "block_weights": 64, "block_nodes": 16, "num_warps": 1},
-                {"block_words": 512},
+                {"block_envs": 4, "block_bytes": 16, "block_weights": 64, "block_nodes": 16, "num_warps": 1},
+                {"block_bytes": 4096},
             ),
             (
                 "trajectories_draw",

@@ -62,7 +62,7 @@ def writers(fan_out: int, n: int, steps: int, envs: int, large: bool, flags: tup
     shape = shape_of(steps, envs, fan_out)
     run_words = run_bounds(n, shape.slots)[0]
     chosen = config.index_update(fan_out, n, run_words, envs)
-    span, shift = config.index_span(n, steps), fan_out.bit_length() - 1
+    shift = fan_out.bit_length() - 1
     size = ints("steps", large=large) | {"envs": "i32"}
     run = ints("n", "run_words")
     nodes = {"SHIFT": shift, "BLOCK_NODES": chosen.block_nodes}
@@ -95,7 +95,7 @@ def writers(fan_out: int, n: int, steps: int, envs: int, large: bool, flags: tup
             )
         )  # fmt: skip
         chosen = config.index_update(fan_out, n, run_words, envs, by_id=flag)
-        bits = {"SPAN": span, "BLOCK_WORDS": chosen.block_words}
+        bits = {"BY_ID": flag, "BLOCK_BYTES": chosen.block_bytes}
         if chosen.block_envs:
             specs.append(
                 AotSpec(
@@ -103,9 +103,9 @@ def writers(fan_out: int, n: int, steps: int, envs: int, large: bool, flags: tup
                     ENDS | SUMS | RING | SIGNALS | OTHERS | RULE | size | run
                     | ints("words", large=large) | ints("depth", "levels"),
                     bits | {
+                        "SPAN": config.index_span(n, flag),
                         "SHIFT": shift,
                         "BLOCK_NODES": chosen.block_nodes,
-                        "BY_ID": flag,
                         "BY_TRANSITION": flag,
                         "SUMS": envs <= chosen.block_envs,
                         "BLOCK_ENVS": chosen.block_envs,
@@ -118,13 +118,13 @@ def writers(fan_out: int, n: int, steps: int, envs: int, large: bool, flags: tup
             specs += [
                 AotSpec(
                     WRITE + "trajectories_bits_kernel",
-                    ENDS | RING | SIGNALS | size | run,
-                    bits | {"BY_ID": flag},
+                    ENDS | RING | SIGNALS | size | {"n": "i32"},
+                    bits | {"SPAN": config.index_span(n, flag)},
                     chosen.num_warps,
                 ),
                 AotSpec(
                     WRITE + "trajectories_bits_above_kernel",
-                    ENDS | RING | size | ints("n", "run", "level"),
+                    ENDS | RING | size | ints("n", "level"),
                     bits,
                     chosen.num_warps,
                 ),
@@ -148,7 +148,8 @@ def writers(fan_out: int, n: int, steps: int, envs: int, large: bool, flags: tup
 
 # One environment; a few and thousands, a step and many at a time; and more steps than an int32 counts.
 SPECS = [
-    *readers(32, 1024, 4, False, (False, True)),
+    *readers(32, 256, 4, False, (False, True)),
+    *readers(32, 10**5, 4, False, (True,)),
     *readers(64, 256, 100, True, (True,)),
     *writers(32, 1, 10**6, 1, False, (False, True)),
     *writers(32, 256, 10**6, 1, False, (False, True)),
