@@ -141,7 +141,7 @@ def _fan_out_refusal(config: FanOut) -> str:
 
 
 def _index_tile(sizes: Mapping[str, int], config: IndexConfig) -> int:
-    # A thread reads the flags of a byte side by side; of a single step one, but a point for it counts for a few as well.
+    # A thread reads the flags of a byte side by side; of a single step one, but a point for it counts for a few too.
     return max(8 * config.block_bytes, config.block_weights, config.block_envs, sizes["fan_out"] * config.block_nodes)
 
 

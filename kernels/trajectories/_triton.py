@@ -26,7 +26,7 @@ NO_ROW = tl.constexpr(trajectories.NO_ROW)
 
 @triton.jit
 def nearest_bit(word, forward):
-    """Position of the lowest set bit of int64 words (``forward``), or of the highest; some in 0..63 if there is none."""
+    """Position of the lowest (``forward``) or highest set bit of int64 words; some in 0..63 if there is none."""
     # A power of two is exact in float32, whose exponent (biased by 127) then is the position. 127 is -1 modulo 64.
     # Without two ones in a row below the highest bit, rounding cannot carry into the next power of two.
     one = tl.where(forward, word & -word, word & ~((word >> 1) & 0x7FFFFFFFFFFFFFFF)).to(tl.uint64, bitcast=True)
