@@ -96,7 +96,7 @@ def byte_of_run(j, active, first, last, positions, known, rebuild):
 
 @triton.jit
 def _changes(here, behind, pitch, left, wanted, DTYPE: tl.constexpr, SPAN: tl.constexpr):
-    """Bits: which of the values at ``here``, ``pitch`` bytes apart, differ from the next; ``left`` come before ``behind``."""
+    """Bits: which values, ``pitch`` bytes apart, differ from the next; ``left`` of them come before that ``behind``."""
     pointer: tl.constexpr = tl.pointer_type(DTYPE)
     needed = wanted | (wanted << 1)
     value = tl.load(here.to(pointer), mask=(wanted & 1) != 0, other=0)
