@@ -35,6 +35,7 @@ QUICK = {
         norms::test_a_row_of_one_value
         norms_batch::test_a_column_of_one_value
         norms_batch::test_moments
+        norms_batch::test_rows_of_several_programs
         optim::test_clipped_gradients
     """,
     "stages": """
