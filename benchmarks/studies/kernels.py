@@ -15,8 +15,7 @@ import json
 import os
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -40,8 +39,6 @@ SIZES = {
 """Rows of a batch, by the kind of sampler. Slices have :data:`SLICE` rows."""
 
 SLICE = 8
-COUNTED = ("kernel", "programs", "warps", "instructions", "most_instructions", "bytes_loaded", "bytes_stored", "trips")
-"""What is written down of a launch, see :class:`tests.support.ptx.launch.Launch`."""
 
 
 @contextlib.contextmanager
@@ -110,27 +107,6 @@ def other_calls() -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"{name}, {BATCH}", call
 
 
-def count(sizes: Mapping[str, Sequence[int]] = SIZES, others: bool = True) -> list[dict[str, Any]]:
-    """What every call launches, and what that costs. Triton must not be in its interpreter's mode."""
-    from gpubuf.kernels import _registry
-    from tests.support.ptx.launch import Executor
-
-    torch.manual_seed(0)
-    executor, found = Executor(), []
-    with shaped_as_on_a_gpu(), executor.installed():
-        for chosen in (*(calls(kind, n) for kind, n in sizes.items()), *([other_calls()] if others else [])):
-            for name, call in chosen:
-                # The first call of a kind allocates, and may launch what later ones don't.
-                for _ in range(2):
-                    executor.launches.clear()
-                    with mock.patch.object(_registry, "_triton_on_cpu", True):
-                        call()
-                launches = [{what: getattr(each, what) for what in COUNTED} for each in executor.launches]
-                kernels = Counter(each["kernel"] for each in launches)
-                found.append({"call": name, "total": len(launches), "kernels": kernels, "launches": launches})
-    return found
-
-
 def resources() -> list[dict[str, Any]]:
     """The most that any specialisation of a kernel takes, by kernel and target. The targets side by side."""
     from gpubuf.kernels.aot.compiler import TARGETS, all_specs, compile_in_subprocess
@@ -153,8 +129,8 @@ def resources() -> list[dict[str, Any]]:
 
 
 def counted_in_subprocess(*options: str) -> list[dict[str, Any]]:
-    """:func:`count` in a process whose kernels are compiled, whatever those of this one are."""
-    command = [sys.executable, "-m", "benchmarks.studies.kernels", "--count", *options]
+    """What every call launches and executes, from a process whose kernels are compiled, whatever those here are."""
+    command = [sys.executable, "-m", "tests.support.ptx.counts", *options]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     found: list[dict[str, Any]] = json.loads(run.stdout.splitlines()[-1])
@@ -197,14 +173,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.studies.kernels", description=__doc__.partition("\n")[0]
     )
-    parser.add_argument("--count", action="store_true", help="print the launches as JSON, and nothing else")
-    parser.add_argument("--small", action="store_true", help="with --count: batches of 256 rows alone")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/kernels-<device>-<date>.json")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    if options.count:
-        print(json.dumps(count({kind: sizes[:1] for kind, sizes in SIZES.items()}) if options.small else count()))
-        return
     machine = describe("cpu")
     launches = counted_in_subprocess()
     for each in launches:
