@@ -229,9 +229,13 @@ class Replacement:
         return {**state, "rows": Pieces(example, Repeated(functools.partial(self._watched, parts)))}
 
     def _watched(self, parts: Iterable[tuple[int, Data]]) -> Iterator[tuple[int, Data]]:
+        self.begin()
+        yield from parts
+
+    def begin(self) -> None:
+        """Rows are replaced from here on."""
         self._whole.signals.wait |= self._kept is None and not self._fresh
         self.begun = True
-        yield from parts
 
     def __enter__(self) -> Self:
         return self

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gpubuf.data.checkpoints.manifest import MANIFEST
 from gpubuf.data.checkpoints.parts import Parts
-from gpubuf.data.checkpoints.restore import Replacement, Together
+from gpubuf.data.checkpoints.restore import Replacement, together
 from gpubuf.data.concurrency.locking import BufferLock
 from gpubuf.data.samplers import torchrl_state
 from gpubuf.data.storages import memmap_files as files
@@ -72,9 +72,9 @@ def load_dump(lock: BufferLock, parts_now: Callable[[], Parts], folder: Path) ->
             )
         _check(parts, found)
         parts.prefetcher.discard()
-        whole = Together()
-        with Replacement(parts, whole) as replacement:
-            replacement.begun = True
+        with together() as whole:
+            replacement = whole.stack.enter_context(Replacement(parts, whole))
+            replacement.begin()
             storage.empty()
             sampler.empty()
             order = take_rows(storage, found)
@@ -86,7 +86,6 @@ def load_dump(lock: BufferLock, parts_now: Callable[[], Parts], folder: Path) ->
             storage.rebuild()
             sampler.mend()
             whole.last.append(functools.partial(replacement.take, [], size))
-            whole.finish()
 
 
 def _check(parts: Parts, found: DumpedRows) -> None:

@@ -89,8 +89,8 @@ class PrioritizedSampler(Sampler):
         replacement: bool = True,
     ) -> None:
         super().__init__()
-        whole = isinstance(max_capacity, float) and max_capacity.is_integer()
-        check_count(int(max_capacity) if whole else max_capacity, "max_capacity")
+        given: Any = max_capacity
+        check_count(int(given) if isinstance(given, float) and given.is_integer() else given, "max_capacity")
         refuse_negative(alpha, beta)
         check_beta(beta)
         if dtype not in DTYPES:

@@ -156,6 +156,6 @@ class Executor(TtirExecutor):
             self._bounds(name, value)
             return np.uint64(value.data_ptr())
         if kind in _FLOATS:
-            bits = np.asarray(_FLOATS[kind](value)).view(f"u{_FLOATS[kind]().itemsize}")
-            return np.uint64(bits)
+            number = np.asarray(value, _FLOATS[kind])
+            return np.uint64(number.view(f"u{number.itemsize}"))
         return np.uint64(int(value) & 0xFFFFFFFFFFFFFFFF)

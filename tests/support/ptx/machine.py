@@ -89,7 +89,7 @@ class Machine:
         held: np.ndarray | None = None
         for _ in range(_STEPS):
             lanes: np.ndarray | None = None
-            warps = self._all_warps
+            warps: np.ndarray = self._all_warps
             if not isinstance(at, int):
                 self._release(at)
                 if not self.lockstep:
@@ -98,7 +98,7 @@ class Machine:
                 if first == DONE:
                     return
                 lanes = None if here.all() else np.flatnonzero(here)
-                warps = here.reshape(-1, 32).any(axis=1)
+                warps = np.any(here.reshape(-1, 32), axis=1)
             elif at == DONE:
                 return
             else:
@@ -269,7 +269,8 @@ class Machine:
             where = f"{what} of {size} bytes at {int(address[bad][0])} of {self._shared_size}"
             raise PtxFaultError("shared-bounds", where, place)
         self._aligned(address, size, place, what)
-        return address + take(self._start, lanes)[chosen]
+        places: np.ndarray = address + take(self._start, lanes)[chosen]
+        return places
 
     def load_shared(
         self, lanes: np.ndarray | None, address: Any, guard: Any, dtype: str, count: int, place: str

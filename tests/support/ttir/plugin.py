@@ -109,7 +109,9 @@ def ttir_blocks(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def ptx_order(request: pytest.FixtureRequest) -> None:
     if hasattr(request, "param"):
-        request.config.stash[EXECUTOR].order = request.param
+        executor = request.config.stash[EXECUTOR]
+        assert isinstance(executor, PtxExecutor)
+        executor.order = request.param
 
 
 @pytest.fixture(scope="session")
