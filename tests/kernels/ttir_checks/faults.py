@@ -15,7 +15,7 @@ from triton.compiler.errors import CompilationError
 
 from gpubuf.data.samplers.random_state import RandomState
 from gpubuf.data.samplers.sum_tree import SumTree
-from gpubuf.kernels import philox, td
+from gpubuf.kernels import moments, philox, td
 from gpubuf.kernels._registry import triton_on_cpu
 from gpubuf.kernels.rows import _launch as rows_launch
 from gpubuf.kernels.trajectories import Rule
@@ -89,6 +89,12 @@ def loss_computed() -> None:
     td.td_loss(torch.rand(2, 70), torch.rand(70), None, None, 1, 1)
 
 
+def statistics_of_parts() -> None:
+    state, mean, factor, tickets = moments.new_state(17, "cpu")
+    rule = torch.tensor(moments.Rule(1e-8), dtype=torch.float64)
+    moments.update(state, torch.randn(700, 17), mean, factor, rule, tickets)
+
+
 def optimiser_step() -> None:
     # Rows that lie in a piece, and rows that don't.
     step = Step([Form((3, 300), unit=1), Form((40, 20), unit=0)], torch.float32)
@@ -101,6 +107,7 @@ SCENARIOS = {
     "sum_tree": (tree_used,),
     "trajectories": (index_used,),
     "td": (loss_computed,),
+    "moments": (statistics_of_parts,),
     "optim": (optimiser_step,),
     "transitions": (observations_shared,),
 }
@@ -207,16 +214,19 @@ FAULTS = {
         "duplicate", tree_used,
     ),
     "another's word": Fault(
-        "trajectories._triton_stages:_store_weights", "sums_ptr + slot * envs + env, weight",
-        "sums_ptr + (slot * envs + env) // 2, weight + env", "duplicate", index_used,
+        "trajectories._triton_stages:stage_weights", "sums_ptr + other, weight",
+        "sums_ptr + other // 2, weight + env", "duplicate", index_used,
     ),
     "scratch left out": Fault(
         "trajectories._triton_stages:stage_weights", "mask=active & (j == run_words)", "mask=active & (j > run_words)",
         "uninitialised", index_of_three_levels,
     ),
     "name that is not carried": Fault(
-        "trajectories._triton_stages:stage_bits_above", "below = steps * 0", "below = start", "alias",
-        index_of_three_levels,
+        "trajectories._triton_update:trajectories_bits_above_kernel",
+        "below = steps * 0\n    for lower in range(1, level):\n        below += words_of(steps, lower - 1) * envs",
+        "start = steps * 0\n    below = start\n    for lower in range(1, level):\n        below = start\n"
+        "        start += words_of(steps, lower - 1) * envs",
+        "alias", index_of_three_levels,
     ),
     "everyone's partial sum": Fault(
         "td._triton_reduce:store_reduced", "partial_ptr + program", "partial_ptr", "race", loss_computed
