@@ -31,6 +31,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 from triton import knobs
@@ -151,7 +152,9 @@ def _wants_to_know(hook: Any) -> Any:
     return getattr(hook, "calls", hook)
 
 
-def launch(kernel: Any, programs: int, *arguments: Any, num_warps: int = 4, **constexprs: Any) -> None:
+def launch(
+    kernel: Any, programs: int, *arguments: Any, num_warps: int = 4, maxnreg: int | None = None, **constexprs: Any
+) -> None:
     """``kernel[(programs,)](*arguments, num_warps=num_warps, **constexprs)``. Never waits for the GPU.
 
     Args:
@@ -159,6 +162,8 @@ def launch(kernel: Any, programs: int, *arguments: Any, num_warps: int = 4, **co
         programs: size of the grid.
         arguments: those of the kernel, in its order.
         num_warps: warps of a program.
+        maxnreg: registers that a thread may have on an NVIDIA GPU, always the same for a kernel. Without it ptxas
+            looks for fewer, so that more programs fit, and may spill some.
         constexprs: those of the kernel, all of them and in its order; another order is slower.
     """
     launches = _launches.get(id(kernel))
@@ -173,7 +178,7 @@ def launch(kernel: Any, programs: int, *arguments: Any, num_warps: int = 4, **co
         or runtime.add_stages_inspection_hook
         or kernel.pre_run_hooks
     ):
-        kernel[(programs,)](*arguments, num_warps=num_warps, enable_fp_fusion=FP_FUSION, **constexprs)
+        kernel[(programs,)](*arguments, **_options(num_warps, maxnreg), **constexprs)
         return
     parts, values = key_of(arguments, launches.specialised)
     constants = constexprs.values()
@@ -191,7 +196,7 @@ def launch(kernel: Any, programs: int, *arguments: Any, num_warps: int = 4, **co
     )
     compiled = launches.compiled.get(key)
     if compiled is None:
-        made = kernel[(programs,)](*arguments, num_warps=num_warps, enable_fp_fusion=FP_FUSION, **constexprs)
+        made = kernel[(programs,)](*arguments, **_options(num_warps, maxnreg), **constexprs)
         if _can_be_kept(made, launches, constexprs):
             if len(launches.compiled) >= KEPT:
                 launches.compiled.clear()
@@ -199,6 +204,12 @@ def launch(kernel: Any, programs: int, *arguments: Any, num_warps: int = 4, **co
         return
     stream = driver.active.get_current_stream(device)
     compiled[0](programs, stream, (*values, *constants))
+
+
+def _options(num_warps: int, maxnreg: int | None) -> dict[str, Any]:
+    """Triton's own, of which AMD's backend knows no ``maxnreg``."""
+    limit = {} if maxnreg is None or torch.version.hip else {"maxnreg": maxnreg}
+    return {"num_warps": num_warps, "enable_fp_fusion": FP_FUSION, **limit}
 
 
 def _can_be_kept(made: Any, launches: Launches, constexprs: dict[str, Any]) -> bool:

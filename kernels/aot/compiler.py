@@ -47,12 +47,14 @@ class AotSpec:
         signature: type of every run-time argument, e.g. ``{"x_ptr": "*fp32", "n": "i32", "srcs": ("*u8", "*u8")}``.
         constexprs: value of every ``tl.constexpr`` argument.
         num_warps: as the launcher chooses it for this specialisation.
+        maxnreg: as the launcher gives it, for NVIDIA GPUs.
     """
 
     kernel: str
     signature: dict[str, Any]
     constexprs: dict[str, Any] = field(default_factory=dict)
     num_warps: int = 4
+    maxnreg: int | None = None
 
     def __str__(self) -> str:
         constants = ", ".join(f"{name}={value}" for name, value in self.constexprs.items())
@@ -203,7 +205,10 @@ def assembly(spec: AotSpec, target: str) -> tuple[str, dict[str, Any], str]:
     else:
         gpu = GPUTarget("hip", name, 64 if name.startswith("gfx9") else 32)
     backend = make_backend(gpu)
-    options = backend.parse_options({"num_warps": spec.num_warps, "enable_fp_fusion": FP_FUSION})
+    given = {"num_warps": spec.num_warps, "enable_fp_fusion": FP_FUSION}
+    if spec.maxnreg is not None and gpu.backend == "cuda":
+        given["maxnreg"] = spec.maxnreg
+    options = backend.parse_options(given)
     context = ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)

@@ -33,6 +33,9 @@ from gpubuf.kernels.trajectories._check import (
 TOP_ENTRIES = 512
 """A level of sums with no more entries than this is left to the one program that also does the levels above."""
 
+UPDATE_REGISTERS = 128
+"""Of a thread of the program that does all stages: it uses 72 to 118, and would spill some of fewer."""
+
 SUMS_WARPS = 4
 """Warps of a program that computes sums, and nothing else."""
 
@@ -197,6 +200,7 @@ def update(
             BLOCK_WEIGHTS=chosen.block_weights,
             BLOCK_NODES=chosen.block_nodes,
             num_warps=chosen.num_warps,
+            maxnreg=UPDATE_REGISTERS,
         )
         if not single:
             _launch_sums(sums, ring, others, n, runs[0] * envs, n_others, steps, envs, shape, chosen)

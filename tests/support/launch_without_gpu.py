@@ -20,7 +20,7 @@ from triton.runtime import driver
 import gpubuf
 from benchmarks.measure.no_gpu import install
 from gpubuf.kernels import _launching
-from gpubuf.kernels._launching import FP_FUSION, launch
+from gpubuf.kernels._launching import _options, launch
 from gpubuf.kernels.categorical import _launch as categorical
 from gpubuf.kernels.norms import _launch as norms
 from gpubuf.kernels.philox import _launch as philox
@@ -100,7 +100,7 @@ def every_operation(watch: Watch) -> dict[str, Any]:
         kernels.add(kernel.__name__)
         # Triton would compile once more for the same options in another order, or left out.
         options.setdefault("num_warps", 4)
-        given = {"num_warps": options["num_warps"], "enable_fp_fusion": FP_FUSION, **options}
+        given = {**_options(options["num_warps"], options.get("maxnreg")), **options}
         expected, _ = watch.of(lambda: kernel[(programs,)](*args, **given))
         # The first of a configuration goes by Triton.
         launch(kernel, programs, *args, **options)

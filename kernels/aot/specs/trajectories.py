@@ -2,7 +2,15 @@
 
 from gpubuf.kernels import config
 from gpubuf.kernels.aot.compiler import AotSpec
-from gpubuf.kernels.trajectories._launch import BLOCK_ROWS, COMPARED, ELIGIBLE_WORDS, SUMS_WARPS, run_bounds, shape_of
+from gpubuf.kernels.trajectories._launch import (
+    BLOCK_ROWS,
+    COMPARED,
+    ELIGIBLE_WORDS,
+    SUMS_WARPS,
+    UPDATE_REGISTERS,
+    run_bounds,
+    shape_of,
+)
 
 READ = "gpubuf.kernels.trajectories._triton:"
 WRITE = "gpubuf.kernels.trajectories._triton_update:"
@@ -112,6 +120,7 @@ def writers(fan_out: int, n: int, steps: int, envs: int, large: bool, flags: tup
                         "BLOCK_WEIGHTS": chosen.block_weights,
                     },
                     chosen.num_warps,
+                    UPDATE_REGISTERS,
                 )
             )  # fmt: skip
         else:
