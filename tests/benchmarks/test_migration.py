@@ -189,7 +189,6 @@ CHECKS = {
     "`SliceSampler(pad_output=True)`": lambda: (
         ("collector", "mask") in slices(strict_length=False, pad_output=True).sample().keys(True)
     ),
-    "`sampler.traj_key`": lambda: (lambda made: (made.sample(), made.sampler.traj_key)[1] is None)(slices()),
     "`SliceSamplerWithoutReplacement`": lambda: (
         issubclass(G.SliceSamplerWithoutReplacement, G.SliceSampler)
         and not issubclass(G.SliceSamplerWithoutReplacement, G.SamplerWithoutReplacement)

@@ -293,7 +293,7 @@ INTERRUPTED: dict[str, Callable[[], Any]] = {
 
 # CPython tells of an interrupt while it closes a generator, and goes on.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("pace", [25, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("pace", [75, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("path", "lines"), [(False, False), (False, True), (True, False)])
 @pytest.mark.parametrize(
     ("sampler", "room"), [*((name, True) for name in INTERRUPTED), ("random", False), ("prioritized slices", False)]

@@ -66,7 +66,7 @@ def test_what_it_refuses():
         buffer[[0, 1]] = ["one"]
     with pytest.raises(ValueError, match="one batch at a time"):
         buffer.sample(batches=2)
-    with pytest.raises(KeyError):
+    with pytest.raises(RuntimeError, match="Its rows are objects"):
         ReplayBuffer(
             storage=ListStorage(4), sampler=SliceSampler(slice_len=2, traj_key="episode"), batch_size=2
         ).extend([1, 2])
