@@ -7,7 +7,7 @@ SLOW ?=
 OUT ?=
 INTO := $(if $(OUT),--out '$(OUT)')
 JOBS ?= 2
-SELECTED = -n $(JOBS) --dist worksteal $(if $(SLOW),,-m 'not slow') $(ARGS)
+SELECTED = -n $(JOBS) --dist worksteal $(if $(SLOW),$(if $(filter nightly,$(SLOW)),,-m 'not nightly'),-m 'not slow and not nightly') $(ARGS)
 STAGE ?= 1
 FROM ?=
 VENV := .venv
@@ -34,7 +34,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 help:
 	@echo "make train   train SAC on Pendulum-v1; options: ARGS='--env NAME --prioritized --seed 1 ...'"
-	@echo "make test    ruff, mypy and the tests; ARGS go to pytest; with SLOW=1 also the tests marked slow"
+	@echo "make test    ruff, mypy and the tests; ARGS go to pytest; with SLOW=1 also the tests marked slow,"
+	@echo "             with SLOW=nightly every test"
 	@echo "make compat  the tests on the oldest torch and triton supported (downloads gigabytes); ARGS and SLOW as above"
 	@echo "make newest  the same on the newest ones, those that pip installs today"
 	@echo "make bench   all benchmarks beside TorchRL, cpprb, flashbax and Stable-Baselines3, each in its environment;"

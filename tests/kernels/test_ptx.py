@@ -88,7 +88,7 @@ def test_every_kernel(tmp_path):
     assert not kernels - found, "not executed"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", [name for name, run in RUNS.items() if run.families])
 def test_kernels(name, tmp_path):
     """All tests of a family, in both orders of warps."""

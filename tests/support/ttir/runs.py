@@ -71,7 +71,7 @@ def run_pytest(*arguments: str, report: Path) -> subprocess.CompletedProcess[str
         env=environment,
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=1800,
     )
 
 
