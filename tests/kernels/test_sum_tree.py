@@ -9,8 +9,9 @@ import torch
 
 from gpubuf.data.samplers.random_state import RandomState
 from gpubuf.data.samplers.sum_tree import SumTree
-from gpubuf.kernels import rows, sum_tree
+from gpubuf.kernels import config, rows, sum_tree
 from gpubuf.kernels._registry import triton_on_cpu
+from gpubuf.kernels._spaces import UpdateConfig
 from gpubuf.kernels.sum_tree.reference import WeightList
 from tests.support.sum_tree_checks import assert_consistent
 
@@ -134,8 +135,8 @@ def test_marks_and_refreshes_of_runs(backend, rows):
 
 @pytest.mark.parametrize("rows", ["run", "around the end"])
 def test_a_run_touches_only_the_nodes_above_it(rows):
-    """Also on levels with fewer nodes than the run has rows, which other batches recompute as a whole."""
-    with triton_on_cpu():
+    """In one program, also on levels with fewer nodes than the run has rows, which other batches recompute whole."""
+    with triton_on_cpu(), config.using(sum_tree_update=UpdateConfig(True, 256, 64, 8)):
         tree = SumTree(5000, fan_out=4)
         index = torch.tensor([*RUNS[rows]])
         start, above = 0, set()
