@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.studies.kernels import counted_launches
 from gpubuf.data import (
     LazyTensorStorage,
     PrioritizedSampler,
@@ -26,6 +25,7 @@ from gpubuf.data.samplers.random_state import RandomState
 from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.kernels import philox
 from gpubuf.kernels._registry import triton_on_cpu
+from tests.support.counted_launches import counted_launches
 from tests.support.fake_cuda import fake_cuda
 from tests.support.rows_setup import Store
 from tests.support.transitions import same, transitions

@@ -8,11 +8,11 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from benchmarks.studies.kernels import counted_launches
 from gpubuf import LazyTensorStorage, PrioritizedSampler, RandomSampler, TensorDictReplayBuffer
 from gpubuf.data.buffers import moving
 from gpubuf.data.storages import placement
 from gpubuf.kernels._registry import triton_on_cpu
+from tests.support.counted_launches import counted_launches
 from tests.support.fake_cuda import fake_cuda, no_blocking_copies
 from tests.support.interrupted_buffers import CAPACITY, check, check_goes_on, steps, written
 from tests.support.interrupts import interrupted

@@ -44,7 +44,6 @@ DIFFERENT = {
     "storages/*/ragged stack": "rows have one shape: a ListStorage takes others",
     "samplers/priorities/before the storage": "the priorities wait for a storage, whose size the tree takes",
     "samplers/slices/refused: no flag": "a KeyError",
-    "samplers/slices/refused: objects": "a KeyError",
     "others/default parts/tensors for TensorDicts": "a TypeError",
     "others/ensembles/*": "batches are flat, and p are shares of each: see ReplayBufferEnsemble",
 }
