@@ -55,6 +55,11 @@ FP_FUSION = True
 _run = JITFunction.run if JITFunction.run.__module__ == JITFunction.__module__ else None
 
 
+def all_registers(num_warps: int) -> int:
+    """What a thread can have at most if a multiprocessor's registers are all for one program: for ``maxnreg``."""
+    return min(255, 65536 // (32 * num_warps))
+
+
 def cdiv(count: int, block: int) -> int:
     """How many blocks ``count`` takes, as ``triton.cdiv``, which takes a microsecond on the host."""
     return -(-count // block)
@@ -162,8 +167,8 @@ def launch(
         programs: size of the grid.
         arguments: those of the kernel, in its order.
         num_warps: warps of a program.
-        maxnreg: registers that a thread may have on an NVIDIA GPU, always the same for a kernel. Without it ptxas
-            looks for fewer, so that more programs fit, and may spill some.
+        maxnreg: registers that a thread may have on an NVIDIA GPU, the same for a kernel and a number of warps.
+            Without it ptxas looks for fewer, so that more programs fit, and may spill some.
         constexprs: those of the kernel, all of them and in its order; another order is slower.
     """
     launches = _launches.get(id(kernel))

@@ -54,7 +54,7 @@ def plan_atoms(n: int, atoms: int, device_name: str | None = None) -> AtomPlan:
     return AtomPlan(width, chosen.block, programs, chosen.num_warps, min(max(width // 128, 1), 8))
 
 
-def _support(v_min: float, v_max: float) -> dict[str, float]:
+def _support(v_min: float, v_max: float) -> dict[str, Any]:
     """Bounds as compile-time arguments. A launch can't be looked up by a float that is zero, but by an integer."""
     return {"V_MIN": v_min or 0, "V_MAX": v_max or 0}
 

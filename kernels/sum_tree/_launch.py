@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gpubuf.kernels import config
 from gpubuf.kernels._check import check_devices, device_name
-from gpubuf.kernels._launching import cdiv, launch
+from gpubuf.kernels._launching import all_registers, cdiv, launch
 from gpubuf.kernels._spaces import UpdateConfig
 from gpubuf.kernels.philox import check_request
 from gpubuf.kernels.sum_tree import _triton_update as kernels
@@ -220,6 +220,7 @@ def update(
             BLOCK_ENTRIES=chosen.block_entries,
             BLOCK_NODES=chosen.block_nodes,
             num_warps=chosen.num_warps,
+            maxnreg=all_registers(chosen.num_warps),
         )
         return
     weight = torch.empty_like(priority)

@@ -1,6 +1,7 @@
 """Specialisations of the sum tree's kernels, as their launcher chooses them by rule."""
 
 from gpubuf.kernels import config
+from gpubuf.kernels._launching import all_registers
 from gpubuf.kernels.aot.compiler import AotSpec
 from gpubuf.kernels.sum_tree._launch import TOP_WARPS, run_block, top_block
 
@@ -82,6 +83,7 @@ def specs_of(fan_out: int, sizes: dict[str, str], flags: tuple[tuple[bool, bool]
                 TREE | ELIGIBLE | ENTRIES | sizes | {"depth": "i32"},
                 one_program | has_eligible | {"HAS_GENERATION": flag},
                 small.num_warps,
+                all_registers(small.num_warps),
             ),
             AotSpec(
                 UPDATE + "sum_tree_mark_small_kernel",
