@@ -293,10 +293,15 @@ INTERRUPTED: dict[str, Callable[[], Any]] = {
 
 # CPython tells of an interrupt while it closes a generator, and goes on.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("pace", [75, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("path", "lines"), [(False, False), (False, True), (True, False)])
 @pytest.mark.parametrize(
-    ("sampler", "room"), [*((name, True) for name in INTERRUPTED), ("random", False), ("prioritized slices", False)]
+    ("sampler", "room", "pace"),
+    [
+        *((name, True, 75) for name in INTERRUPTED),
+        ("random", False, 75),
+        ("prioritized slices", False, 75),
+        *(pytest.param(name, True, 1, marks=pytest.mark.slow) for name in INTERRUPTED),
+    ],
 )
 def test_a_load_that_is_interrupted_anywhere(monkeypatch, sampler, room, path, lines, pace, tmp_path):
     """All is as it was, down to the next batches and the size of batches; or all is that of the state.
