@@ -33,7 +33,7 @@ LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\[\]]*\])*\]\()([^)\s]+)(\))")
 FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 #: The reference shows a name in the last of these packages that has it.
 PACKAGES = ("gpubuf", "gpubuf.train", "gpubuf.optim", "gpubuf.modules", "gpubuf.objectives", "gpubuf.data")
-API = re.compile(r"^<!-- api: (\S+)(?: ([a-z]\S*))?((?: [A-Z]\w*)*) -->$", re.MULTILINE)
+API = re.compile(r"^<!-- api: (\S+)(?: ([a-z]\S*))?((?: \w+)*) -->$", re.MULTILINE)
 CASE = re.compile(r"^\| (\d+) \| (.*) \|$", re.MULTILINE)
 
 
@@ -168,16 +168,19 @@ def public_paths() -> dict[str, str]:
 
 
 def referenced(markdown: str) -> list[str]:
-    """Public paths, such as ``gpubuf.data.ReplayBuffer``, of all names that the marks of a page stand for."""
+    """Public paths, such as ``gpubuf.data.ReplayBuffer``, of all names that the marks of a page stand for.
+
+    ``package A B`` stands for A, B and all others of the package, ``package only A B`` for these alone, and ``package
+    module`` for those that a module holds.
+    """
     found = []
     for module, room, names in API.findall(markdown):
         first = names.split()
         for package in packages(module):
             homes = exported(package)
-            for name in [*first, *sorted(homes.keys() - set(first))]:
-                home = homes[name]
-                if not room or room in home.split("."):
-                    found.append(f"{package}.{name}")
+            rest = [] if room == "only" else sorted(homes.keys() - set(first))
+            shown = [n for n in [*first, *rest] if room in ("", "only") or room in homes[n].split(".")]
+            found += [f"{package}.{name}" for name in shown]
     return found
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpubuf.data.runtime.recording import CaptureError
+from gpubuf.data.recording import CaptureError
 
 _READS = "reads a value of a tensor on the host (as .item(), float(x) and `if x:` do), which waits for the GPU"
 _SIZE = "has a result whose size only the GPU knows; masks and torch.where keep sizes fixed"

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from gpubuf.data.runtime.recording import CaptureError, Lock, Recording, capture_under_way, recorded, watched
-from gpubuf.data.storages.host_memory import cuda_present
+from gpubuf.data.recording import CaptureError, Lock, Recording, capture_under_way, recorded, watched
+from gpubuf.data.storage.host_memory import cuda_present
 from gpubuf.graph_checks import Devices, NoHostWork, host_random_state, refuse_host_random
 from gpubuf.graph_values import Arguments, Unchanged, checked_results, devices_of, fresh
 

@@ -17,9 +17,9 @@ import torch
 from tensordict import TensorDict
 
 import gpubuf
-from gpubuf.data.storages import host_memory
-from gpubuf.data.storages.placement import readable
-from gpubuf.data.storages.tensor_storage import LazyTensorStorage
+from gpubuf.data.storage import host_memory
+from gpubuf.data.storage.placement import readable
+from gpubuf.data.storage.tensor_storage import LazyTensorStorage
 from gpubuf.kernels import _tuned
 from gpubuf.kernels._spaces import SPACES
 from gpubuf.tables import aligned

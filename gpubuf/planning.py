@@ -11,8 +11,7 @@ import torch
 from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
 
-from gpubuf.data.buffers.writers import DERIVED_KEYS
-from gpubuf.data.runtime.foreign import check_count
+from gpubuf.data.foreign import check_count
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.data.samplers.prioritized_slices import PrioritizedSliceSampler
@@ -20,13 +19,13 @@ from gpubuf.data.samplers.random import RandomSampler
 from gpubuf.data.samplers.slices import SliceSampler
 from gpubuf.data.samplers.slices_without_replacement import SliceSamplerWithoutReplacement
 from gpubuf.data.samplers.without_replacement import SamplerWithoutReplacement
-from gpubuf.data.storages import host_memory
-from gpubuf.data.storages.codecs import Codec
-from gpubuf.data.storages.end_bits import CONTINUITY, FLAGS, EndBits, check_ends, compared_keys
-from gpubuf.data.storages.forms import Options, sources
-from gpubuf.data.storages.host_memory import Free
-from gpubuf.data.storages.layout import Key, Leaf, RowLayout, as_key, batch_shape
-from gpubuf.data.storages.placement import (
+from gpubuf.data.storage import host_memory
+from gpubuf.data.storage.codecs import Codec
+from gpubuf.data.storage.end_bits import CONTINUITY, FLAGS, EndBits, check_ends, compared_keys
+from gpubuf.data.storage.forms import Options, sources
+from gpubuf.data.storage.host_memory import Free
+from gpubuf.data.storage.layout import Key, Leaf, RowLayout, as_key, batch_shape
+from gpubuf.data.storage.placement import (
     PINNED,
     SPLIT,
     IndexBytes,
@@ -35,9 +34,10 @@ from gpubuf.data.storages.placement import (
     near_steps,
     readable,
 )
-from gpubuf.data.storages.placement import parse_bytes as parse_bytes
-from gpubuf.data.storages.recipe import Recipe
-from gpubuf.data.storages.sharing import entries_of, side_bytes, with_shared
+from gpubuf.data.storage.placement import parse_bytes as parse_bytes
+from gpubuf.data.storage.recipe import Recipe
+from gpubuf.data.storage.sharing import entries_of, side_bytes, with_shared
+from gpubuf.data.writers import DERIVED_KEYS
 from gpubuf.kernels.rows import ENTRY
 from gpubuf.kernels.transitions import FIELD
 from gpubuf.tables import aligned

@@ -87,17 +87,13 @@ def test_readme_lists_every_page():
     assert [page for page in TOP[1:] if f"- [{name(page)}]({name(page)}): " not in listed] == []
 
 
-def test_architecture_names_every_module():
-    """Every package, and every module of the layers that a newcomer looks for."""
+def test_architecture_names_every_package():
+    """And no module or package that is not there."""
     page = (ROOT / "docs" / "architecture.md").read_text()
     package = ROOT / "gpubuf"
-    folders = ("", "data/*", "objectives", "kernels")
-    modules = [m for f in folders for m in package.glob(f"{f}/*.py".lstrip("/"))]
-    packages = [init.parent for f in ("", "kernels") for init in (package / f).glob("*/__init__.py")]
-    rooms = {f"### `{init.parent.name}`" for init in (package / "data").glob("*/__init__.py")}
-    names = {m.name for m in modules if m.name != "__init__.py"} | {f"{p.name}/" for p in packages} | rooms
-    assert len(names) > 20
-    assert not [name for name in sorted(names) if name not in page]
+    folders = [init.parent for f in ("", "data", "kernels") for init in (package / f).glob("*/__init__.py")]
+    assert len(folders) > 15
+    assert not [folder.name for folder in folders if f"{folder.name}/" not in page]
 
 
 WORD = "half|one|two|three|four|five|six|seven|eight|nine|ten|hundred|thousand|quarter|thirds?|tenths?"

@@ -12,8 +12,8 @@ import torch
 
 from gpubuf import info as module
 from gpubuf.cli import main
-from gpubuf.data.storages import host_memory
-from gpubuf.data.storages.placement import readable
+from gpubuf.data.storage import host_memory
+from gpubuf.data.storage.placement import readable
 from gpubuf.info import info, tuned_files, why_no_gpu
 from gpubuf.kernels import _tuned
 from tests.support.tuned_files import DEVICE, FILE, content, draw, write_file

@@ -124,28 +124,37 @@ def test_references_are_short_and_plain(path: Path):
     assert not [source for source in others if any(".reference" in name for name in imported_modules(source))]
 
 
-ROOMS = ("runtime", "storages", "concurrency", "samplers", "processing", "checkpoints", "buffers", "formats")
+FOLDERS = ("storage", "samplers", "processing", "checkpoints", "formats")
 """Folders of gpubuf/data, from the lowest to the highest: each imports from those before it only."""
 
 
-def arrows() -> dict[tuple[str, str], list[str]]:
-    """Imports from one room of gpubuf/data into another, ``"file imports module"`` by the two rooms."""
-    found: dict[tuple[str, str], list[str]] = {}
-    data = ROOT / "gpubuf" / "data"
-    for path in sorted(data.glob("*/*.py")):
-        for name in sorted(imported_modules(path)):
-            top, _, module = name.partition("gpubuf.data.")
-            room = module.partition(".")[0]
-            if not top and room in ROOMS and room != path.parent.name:
-                found.setdefault((path.parent.name, room), []).append(f"{path.relative_to(data)} imports {name}")
-    return found
+def folder_of(module: str) -> str:
+    """``"storage"`` for a module of gpubuf/data/storage; ``""`` for one beside the folders, or elsewhere."""
+    return next((folder for folder in FOLDERS if module.startswith(f"gpubuf.data.{folder}.")), "")
 
 
-def test_rooms_import_downwards():
+def test_folders_of_data_import_downwards():
     """Also where the import is for the type checker alone."""
-    assert {path.parent.name for path in (ROOT / "gpubuf" / "data").glob("*/*.py")} == set(ROOMS)
-    upwards = [lines for (a, b), lines in arrows().items() if ROOMS.index(b) > ROOMS.index(a)]
+    data = ROOT / "gpubuf" / "data"
+    assert {path.parent.name for path in data.glob("*/*.py")} == set(FOLDERS)
+    upwards = [
+        f"{path.relative_to(data)} imports {name}"
+        for path in sorted(data.glob("*/*.py"))
+        for name in sorted(imported_modules(path))
+        if FOLDERS.index(folder_of(name) or FOLDERS[0]) > FOLDERS.index(path.parent.name)
+    ]
     assert not upwards
+
+
+def test_the_core_does_not_know_torchrl():
+    """What is here only because TorchRL has it is in gpubuf/torchrl; gpubuf.data exports it, nobody else imports it."""
+    package = ROOT / "gpubuf"
+    allowed = {package / "data" / "__init__.py", *(package / "torchrl").rglob("*.py")}
+    allowed |= set((package / "integrations").rglob("*.py"))
+    core = [path for path in SOURCES if package in path.parents and path not in allowed]
+    assert not [
+        path for path in core if any(f"{name}.".startswith("gpubuf.torchrl.") for name in imported_modules(path))
+    ]
 
 
 def imports_among(modules: dict[str, Path]) -> dict[str, set[str]]:

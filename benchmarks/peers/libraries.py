@@ -105,7 +105,7 @@ class Library(ABC):
 
     def check_room(self) -> None:
         """Raise where the buffer would leave others less than a quarter of what memory is free."""
-        from gpubuf.data.storages import host_memory
+        from gpubuf.data.storage import host_memory
 
         need = self.row_bytes() * len(self.source)
         on_gpu = self.device == "cuda" and torch.cuda.is_available()

@@ -28,7 +28,7 @@ def run(options: dict[str, Any]) -> int:
         raise UsageError("there is no home folder for the tuned file: name a folder with --out FOLDER")
 
     from gpubuf import tables
-    from gpubuf.data.storages.host_memory import device_memory
+    from gpubuf.data.storage.host_memory import device_memory
     from gpubuf.tuning import files, timing, workloads
     from gpubuf.tuning.operations import jobs
     from gpubuf.tuning.report import notes, progress, table

@@ -2,35 +2,23 @@
 
 from typing import NoReturn
 
-from gpubuf.data.buffers.conditional import ConditionalUpdateResult
-from gpubuf.data.buffers.ensemble import ReplayBufferEnsemble
-from gpubuf.data.buffers.hindsight import Hindsight
-from gpubuf.data.buffers.max_value import TensorDictMaxValueWriter
-from gpubuf.data.buffers.mixed import MixedReplayBuffer
-from gpubuf.data.buffers.multi_step import MultiStepTransform
-from gpubuf.data.buffers.predicates import TrajectoryPredicate, traj
-from gpubuf.data.buffers.query import Trajectory, filter_trajectories, iter_trajectories
-from gpubuf.data.buffers.replay_buffer import ReplayBuffer
-from gpubuf.data.buffers.sample_units import SampleUnit, Sequence, Transition
-from gpubuf.data.buffers.tensordict_buffers import (
-    PrioritizedReplayBuffer,
-    TensorDictPrioritizedReplayBuffer,
-    TensorDictReplayBuffer,
-)
-from gpubuf.data.buffers.transforms import Compose
-from gpubuf.data.buffers.writers import (
-    ImmutableDatasetWriter,
-    RoundRobinWriter,
-    TensorDictRoundRobinWriter,
-    Writer,
-)
+from gpubuf.data.conditional import ConditionalUpdateResult
+from gpubuf.data.ensemble import ReplayBufferEnsemble
 from gpubuf.data.formats.minari import from_minari
 from gpubuf.data.formats.torchrl import load_torchrl, save_torchrl
+from gpubuf.data.hindsight import Hindsight
+from gpubuf.data.max_value import TensorDictMaxValueWriter
+from gpubuf.data.mixed import MixedReplayBuffer
+from gpubuf.data.multi_step import MultiStepTransform
+from gpubuf.data.predicates import TrajectoryPredicate, traj
 from gpubuf.data.processing.clip import Clip
 from gpubuf.data.processing.mirror import Mirror
 from gpubuf.data.processing.normalize import Normalize
 from gpubuf.data.processing.random_shift import RandomShift
 from gpubuf.data.processing.reward_scale import RewardScale
+from gpubuf.data.query import Trajectory, filter_trajectories, iter_trajectories
+from gpubuf.data.replay_buffer import ReplayBuffer
+from gpubuf.data.sample_units import SampleUnit, Sequence, Transition
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.consuming import ConsumingSampler
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
@@ -42,11 +30,23 @@ from gpubuf.data.samplers.slices_without_replacement import SliceSamplerWithoutR
 from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.data.samplers.trajectory_index import Trajectories, TrajectoryIndex
 from gpubuf.data.samplers.without_replacement import SamplerWithoutReplacement
-from gpubuf.data.storages.checkpointers import StorageCheckpointerBase, TensorStorageCheckpointer
-from gpubuf.data.storages.codecs import Codec
-from gpubuf.data.storages.list_storage import ListStorage
-from gpubuf.data.storages.memmap_storage import LazyMemmapStorage
-from gpubuf.data.storages.tensor_storage import LazyTensorStorage, Storage, TensorStorage
+from gpubuf.data.storage.checkpointers import StorageCheckpointerBase, TensorStorageCheckpointer
+from gpubuf.data.storage.codecs import Codec
+from gpubuf.data.storage.list_storage import ListStorage
+from gpubuf.data.storage.memmap_storage import LazyMemmapStorage
+from gpubuf.data.storage.tensor_storage import LazyTensorStorage, Storage, TensorStorage
+from gpubuf.data.tensordict_buffers import (
+    PrioritizedReplayBuffer,
+    TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
+)
+from gpubuf.data.transforms import Compose
+from gpubuf.data.writers import (
+    ImmutableDatasetWriter,
+    RoundRobinWriter,
+    TensorDictRoundRobinWriter,
+    Writer,
+)
 from gpubuf.missing_names import refuse
 
 __all__ = [

@@ -12,10 +12,10 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from gpubuf.data.buffers.replay_buffer import ReplayBuffer
-from gpubuf.data.storages.codecs import Codec, stored_as
-from gpubuf.data.storages.end_bits import CONTINUITY, FLAGS
-from gpubuf.data.storages.tensor_storage import LazyTensorStorage
+from gpubuf.data.replay_buffer import ReplayBuffer
+from gpubuf.data.storage.codecs import Codec, stored_as
+from gpubuf.data.storage.end_bits import CONTINUITY, FLAGS
+from gpubuf.data.storage.tensor_storage import LazyTensorStorage
 from gpubuf.integrations.laws import EachEnvironment
 from gpubuf.integrations.uniform import checked_autoreset
 

@@ -15,11 +15,11 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from gpubuf.data.buffers.replay_buffer import ReplayBuffer as Rows
 from gpubuf.data.processing.random_shift import RandomShift
-from gpubuf.data.storages.codecs import Codec
-from gpubuf.data.storages.end_bits import CONTINUITY
-from gpubuf.data.storages.tensor_storage import LazyTensorStorage
+from gpubuf.data.replay_buffer import ReplayBuffer as Rows
+from gpubuf.data.storage.codecs import Codec
+from gpubuf.data.storage.end_bits import CONTINUITY
+from gpubuf.data.storage.tensor_storage import LazyTensorStorage
 
 __all__ = ["ReplayBuffer"]
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpubuf.data.buffers.hindsight import Hindsight
+from gpubuf.data.hindsight import Hindsight
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.integrations import stable_buffers
 from gpubuf.integrations.stable_buffers import StableBuffer, is_dict

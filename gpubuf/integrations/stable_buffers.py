@@ -14,15 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpubuf.data.buffers.hindsight import Hindsight
-from gpubuf.data.buffers.replay_buffer import ReplayBuffer
+from gpubuf.data.hindsight import Hindsight
+from gpubuf.data.replay_buffer import ReplayBuffer
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.random import RandomSampler
-from gpubuf.data.storages.codecs import Codec
-from gpubuf.data.storages.end_bits import CONTINUITY
-from gpubuf.data.storages.recipe import STEPS_KEY
-from gpubuf.data.storages.staged_rows import StagedRows
-from gpubuf.data.storages.tensor_storage import LazyTensorStorage
+from gpubuf.data.storage.codecs import Codec
+from gpubuf.data.storage.end_bits import CONTINUITY
+from gpubuf.data.storage.recipe import STEPS_KEY
+from gpubuf.data.storage.staged_rows import StagedRows
+from gpubuf.data.storage.tensor_storage import LazyTensorStorage
 
 #: Steps that wait on the host, and the bytes that these may take: one launch then writes all of them.
 WAITING_STEPS, WAITING_BYTES = 64, 1 << 16

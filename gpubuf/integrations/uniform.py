@@ -10,14 +10,14 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from gpubuf.data.buffers.replay_buffer import ReplayBuffer
+from gpubuf.data.replay_buffer import ReplayBuffer
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.random import RandomSampler
-from gpubuf.data.storages.codecs import stored_as
-from gpubuf.data.storages.end_bits import CONTINUITY
-from gpubuf.data.storages.end_bits import FLAGS as FLAGS_ALONE
-from gpubuf.data.storages.layout import Key
-from gpubuf.data.storages.tensor_storage import LazyTensorStorage
+from gpubuf.data.storage.codecs import stored_as
+from gpubuf.data.storage.end_bits import CONTINUITY
+from gpubuf.data.storage.end_bits import FLAGS as FLAGS_ALONE
+from gpubuf.data.storage.layout import Key
+from gpubuf.data.storage.tensor_storage import LazyTensorStorage
 from gpubuf.integrations.laws import WholeWindows
 
 OBSERVATION: Key = ("observation",)

@@ -14,8 +14,8 @@ from tensordict.nn import TensorDictModule, TensorDictParams, dispatch
 from tensordict.utils import NestedKey, unravel_key
 from torch import Tensor, nn
 
-from gpubuf.data.runtime.recording import current_recording
-from gpubuf.data.storages.leaves import priority_mask_key
+from gpubuf.data.recording import current_recording
+from gpubuf.data.storage.leaves import priority_mask_key
 from gpubuf.modules.plain import entry
 from gpubuf.objectives.arguments import one_of, refuse_deprecated, warn
 from gpubuf.objectives.critics import make_critics

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpubuf.data.runtime.recording import current_recording
+from gpubuf.data.recording import current_recording
 from gpubuf.objectives.loss_module import pairs_of
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd import profiler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from gpubuf.data.runtime.recording import CaptureError, capturing, current_recording, refuse_in_capture
+from gpubuf.data.recording import CaptureError, capturing, current_recording, refuse_in_capture
 from gpubuf.kernels import optim
 from gpubuf.kernels._registry import without_dispatch
 from gpubuf.objectives.loss_module import LossModule

@@ -19,7 +19,7 @@ from gpubuf.data import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
-from gpubuf.data.storages.layout import Leaf, as_key
+from gpubuf.data.storage.layout import Leaf, as_key
 from gpubuf.train.agent import make_agent
 from gpubuf.train.algorithms.base import LOSS_NAMES
 from gpubuf.train.config import TrainConfig, UsageError

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from gpubuf.data.storages.layout import Key
+from gpubuf.data.storage.layout import Key
 
 #: A key of a row, its dtype, and its shape in one row.
 Entry = tuple[Key, torch.dtype, tuple[int, ...]]

@@ -270,7 +270,7 @@ def test_a_peer_that_is_absent_says_so(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_buffer_that_does_not_fit_says_so(monkeypatch: pytest.MonkeyPatch):
-    from gpubuf.data.storages import host_memory
+    from gpubuf.data.storage import host_memory
 
     monkeypatch.setattr(host_memory, "host_memory", lambda: (1 << 20, 1 << 30))
     with pytest.raises(UnavailableError, match=r"no room: it takes 0\.2 GiB, and 0\.0 GiB are free"):

@@ -23,10 +23,10 @@ from gpubuf import (
     SliceSampler,
     TensorDictReplayBuffer,
 )
-from gpubuf.data.buffers.writers import TensorDictRoundRobinWriter
 from gpubuf.data.checkpoints import restore
-from gpubuf.data.storages import host_memory
-from gpubuf.data.storages.layout import Pieces
+from gpubuf.data.storage import host_memory
+from gpubuf.data.storage.layout import Pieces
+from gpubuf.data.writers import TensorDictRoundRobinWriter
 from tests.support.checkpoint_setup import contents
 from tests.support.interrupts import interrupted
 from tests.support.transitions import same, transitions

@@ -18,7 +18,7 @@ from gpubuf import (
     TensorDictReplayBuffer,
 )
 from gpubuf.data import Normalize, RewardScale
-from gpubuf.data.storages import staged_rows
+from gpubuf.data.storage import staged_rows
 from gpubuf.kernels.rows import WRITTEN
 from tests.support.column_setup import SAMPLERS, STORAGES, assert_same, assert_same_buffers, buffer, rows, tensordict
 from tests.support.fake_cuda import fake_cuda, no_blocking_copies

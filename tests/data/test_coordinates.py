@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from gpubuf import LazyTensorStorage, TensorDictPrioritizedReplayBuffer
-from gpubuf.data.storages.indexing import as_positions, ravel
+from gpubuf.data.storage.indexing import as_positions, ravel
 from gpubuf.kernels._registry import triton_on_cpu
 from gpubuf.kernels.rows import FAULTS
 from gpubuf.kernels.sum_tree import NO_ROW

@@ -24,8 +24,8 @@ from gpubuf.data import (
     TensorStorage,
     save_torchrl,
 )
-from gpubuf.data.runtime.recording import CaptureError, Recording, recorded
-from gpubuf.data.storages.host_rows import HostRows
+from gpubuf.data.recording import CaptureError, Recording, recorded
+from gpubuf.data.storage.host_rows import HostRows
 
 
 def rows(n: int, first: int = 0) -> TensorDict:

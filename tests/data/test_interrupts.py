@@ -20,8 +20,8 @@ from gpubuf import (
     LazyTensorStorage,
     TensorDictReplayBuffer,
 )
-from gpubuf.data.buffers import moving
-from gpubuf.data.storages import placement
+from gpubuf.data import moving
+from gpubuf.data.storage import placement
 from tests.support.interrupted_buffers import CAPACITY, SAMPLERS, check, check_goes_on, is_free, steps, written
 from tests.support.interrupts import interrupted
 

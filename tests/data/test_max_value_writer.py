@@ -27,11 +27,11 @@ from gpubuf.data import (
     SliceSampler,
     TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
+    max_value,
 )
-from gpubuf.data.buffers import max_value
-from gpubuf.data.buffers import ranks as ranks_module
-from gpubuf.data.buffers.rank_tree import RankTree
-from gpubuf.data.buffers.ranks import DeviceRanks, HeapRanks, RankState, comparable
+from gpubuf.data import ranks as ranks_module
+from gpubuf.data.rank_tree import RankTree
+from gpubuf.data.ranks import DeviceRanks, HeapRanks, RankState, comparable
 from tests.support.fake_cuda import fake_cuda, no_blocking_copies
 from tests.support.torchrl_buffers import max_value as recorded
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gpubuf import LazyMemmapStorage, TensorDictReplayBuffer
-from gpubuf.data.storages import memmap_journal
+from gpubuf.data.storage import memmap_journal
 from gpubuf.kernels.rows import JOURNAL_CHECK, JOURNAL_KEYS, JOURNAL_ROWS, JOURNAL_WORDS
 from tests.support.memmap_crashes import held, opened, transitions
 

@@ -19,8 +19,8 @@ from gpubuf import (
     SamplerWithoutReplacement,
     TensorDictReplayBuffer,
 )
-from gpubuf.data.runtime.recording import Recording, recorded
-from gpubuf.data.storages.reader import Reader
+from gpubuf.data.recording import Recording, recorded
+from gpubuf.data.storage.reader import Reader
 from tests.support.n_step_model import Model, agents_rows, new
 
 ROOT = Path(__file__).parents[2]

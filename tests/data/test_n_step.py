@@ -23,7 +23,7 @@ from gpubuf import (
     TensorStorage,
 )
 from gpubuf.data.samplers.base import Drawn, Sampler
-from gpubuf.data.storages.reader import Reader
+from gpubuf.data.storage.reader import Reader
 from gpubuf.modules import make_sac_actor, make_sac_critic
 from tests.support.n_step_model import SAMPLERS, Model, agents_rows, filled, new
 

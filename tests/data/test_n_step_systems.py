@@ -9,8 +9,8 @@ import torch
 from tensordict import TensorDict
 
 from gpubuf import LazyTensorStorage, PrioritizedSampler, RandomSampler, TensorDictReplayBuffer
-from gpubuf.data.buffers import moving
-from gpubuf.data.storages import placement
+from gpubuf.data import moving
+from gpubuf.data.storage import placement
 from gpubuf.kernels._registry import triton_on_cpu
 from tests.support.counted_launches import counted_launches
 from tests.support.fake_cuda import fake_cuda, no_blocking_copies

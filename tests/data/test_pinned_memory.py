@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from gpubuf.data import LazyTensorStorage
-from gpubuf.data.runtime.recording import capture_under_way
-from gpubuf.data.storages import host_memory
+from gpubuf.data.recording import capture_under_way
+from gpubuf.data.storage import host_memory
 from tests.support.transitions import transitions
 
 GPU = torch.device("cuda", 1)

@@ -17,8 +17,8 @@ from gpubuf import (
     ReplayBuffer,
     TensorDictReplayBuffer,
 )
-from gpubuf.data.concurrency import pinning
-from gpubuf.data.concurrency.pinning import copied, map_tensors, pin, tensors_of
+from gpubuf.data import pinning
+from gpubuf.data.pinning import copied, map_tensors, pin, tensors_of
 from tests.support.transitions import same, transitions
 
 

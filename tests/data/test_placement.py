@@ -20,11 +20,11 @@ from gpubuf.data import (
     TensorDictReplayBuffer,
     TensorStorage,
 )
-from gpubuf.data.storages import host_memory
-from gpubuf.data.storages.host_memory import Free
-from gpubuf.data.storages.layout import RowLayout
-from gpubuf.data.storages.placement import IndexBytes, NothingFitsError, Placement, choose, place, readable
-from gpubuf.data.storages.records import records
+from gpubuf.data.storage import host_memory
+from gpubuf.data.storage.host_memory import Free
+from gpubuf.data.storage.layout import RowLayout
+from gpubuf.data.storage.placement import IndexBytes, NothingFitsError, Placement, choose, place, readable
+from gpubuf.data.storage.records import records
 from tests.support.fake_cuda import fake_cuda
 from tests.support.placements import GIB, Machine
 from tests.support.transitions import same, transitions
@@ -85,7 +85,7 @@ def test_a_machine_with_cuda_never_uses_pageable_memory(monkeypatch):
     """DESIGN.md 4: never pageable memory silently."""
     for host in (0, 10 * GIB, 1000 * GIB):
         machine = Machine(host=host, device=GIB).install(monkeypatch)
-        monkeypatch.setattr("gpubuf.data.storages.placement.named", lambda requested: torch.device("cuda", 0))
+        monkeypatch.setattr("gpubuf.data.storage.placement.named", lambda requested: torch.device("cuda", 0))
         assert machine.device is not None
         for rows in (1, GIB // 2, 2 * GIB, 100 * GIB):
             try:

@@ -13,8 +13,8 @@ from gpubuf.data import (
     SliceSampler,
     TensorDictReplayBuffer,
 )
-from gpubuf.data.storages import host_memory
-from gpubuf.data.storages.placement import NothingFitsError
+from gpubuf.data.storage import host_memory
+from gpubuf.data.storage.placement import NothingFitsError
 from tests.support.transitions import same, transitions
 from tests.support.waiting import no_waiting
 

@@ -14,12 +14,12 @@ from gpubuf.data import (
     LazyTensorStorage,
     TensorDictReplayBuffer,
     TensorStorage,
+    moving,
 )
-from gpubuf.data.buffers import moving
-from gpubuf.data.storages import placement
-from gpubuf.data.storages.columns import Column
-from gpubuf.data.storages.placement import Placement
-from gpubuf.data.storages.records import records
+from gpubuf.data.storage import placement
+from gpubuf.data.storage.columns import Column
+from gpubuf.data.storage.placement import Placement
+from gpubuf.data.storage.records import records
 from gpubuf.kernels import rows
 from tests.support.fake_cuda import fake_cuda
 from tests.support.moved_buffers import SAMPLERS, alike, episodes

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 import gpubuf
-from gpubuf.data import LazyTensorStorage, PrioritizedSampler, TensorDictReplayBuffer, TensorStorage
-from gpubuf.data.buffers import moving
+from gpubuf.data import LazyTensorStorage, PrioritizedSampler, TensorDictReplayBuffer, TensorStorage, moving
 from gpubuf.data.samplers.base import Sampler
-from gpubuf.data.storages.columns import Column
-from gpubuf.data.storages.placement import IndexBytes, near_steps, place
+from gpubuf.data.storage.columns import Column
+from gpubuf.data.storage.placement import IndexBytes, near_steps, place
 from tests.support.fake_cuda import fake_cuda
 from tests.support.moved_buffers import SAMPLERS as SMALL
 from tests.support.moved_buffers import alike, episodes

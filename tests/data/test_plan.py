@@ -12,7 +12,7 @@ from tensordict import TensorDict
 import gpubuf
 from gpubuf.cli import main
 from gpubuf.data import LazyTensorStorage, RandomSampler, SliceSampler, TensorDictReplayBuffer
-from gpubuf.data.storages import host_memory
+from gpubuf.data.storage import host_memory
 from gpubuf.planning import SAMPLERS, parse_bytes, parse_entry
 from tests.support.fake_cuda import fake_cuda
 from tests.support.placements import GIB, Machine
@@ -146,7 +146,7 @@ def test_nothing_is_allocated(monkeypatch):
     def refuse(*arguments, **keywords):
         raise AssertionError("allocated")
 
-    monkeypatch.setattr("gpubuf.data.storages.placement.allocate", refuse)
+    monkeypatch.setattr("gpubuf.data.storage.placement.allocate", refuse)
     monkeypatch.setattr(host_memory, "pinned", refuse)
     monkeypatch.setattr(torch, "zeros", refuse)
     made = gpubuf.plan(SPEC, 10**9, sampler="prioritized-slices")

@@ -19,8 +19,8 @@ from gpubuf import (
     TensorDictReplayBuffer,
     serialization,
 )
-from gpubuf.data.buffers import moving
-from gpubuf.data.concurrency.prefetch import Prefetcher
+from gpubuf.data import moving
+from gpubuf.data.prefetch import Prefetcher
 from tests.support.prefetch_setup import SAMPLERS, WAIT, Counter, Gate, identical, new
 from tests.support.threads import wait_until
 from tests.support.transitions import transitions

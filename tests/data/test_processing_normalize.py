@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from gpubuf.data import Clip, Normalize, RewardScale
 from gpubuf.data.processing.moments import merged
 from gpubuf.data.processing.pipeline import Pipeline
-from gpubuf.data.storages.layout import RowLayout
+from gpubuf.data.storage.layout import RowLayout
 from tests.support.processing_setup import CPU, bound, close, generator, steps
 
 # Moments

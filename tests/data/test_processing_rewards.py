@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gpubuf.data import RewardScale
 from gpubuf.data.processing.pipeline import Pipeline
-from gpubuf.data.storages.layout import RowLayout
+from gpubuf.data.storage.layout import RowLayout
 from tests.support.processing_setup import CPU, bound, close, generator, steps
 
 

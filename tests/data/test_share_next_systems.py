@@ -14,8 +14,8 @@ from gpubuf import (
     SliceSampler,
     TensorDictReplayBuffer,
 )
-from gpubuf.data.buffers.writers import RoundRobinWriter
 from gpubuf.data.samplers.episode_ends import interleaved_environments
+from gpubuf.data.writers import RoundRobinWriter
 from tests.support.shared_rows import Stream, same_bytes
 
 CAPACITY = 40

@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict
 
 from gpubuf.data import LazyTensorStorage, RandomSampler, TensorDictReplayBuffer
-from gpubuf.data.storages import staging
+from gpubuf.data.storage import staging
 from tests.support.late_gpu import GPU, LateGpu
 from tests.support.transitions import same, transitions
 

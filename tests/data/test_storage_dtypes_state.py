@@ -19,9 +19,9 @@ from gpubuf.data import (
     TensorDictReplayBuffer,
     from_minari,
     load_torchrl,
+    moving,
     save_torchrl,
 )
-from gpubuf.data.buffers import moving
 from tests.support.moved_buffers import SAMPLERS, alike, episodes
 from tests.support.placements import Machine
 from tests.support.stored_dtypes import LOSSLESS, LOSSLESS_BYTES

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from gpubuf import LazyTensorStorage, PrioritizedSampler, TensorDictReplayBuffer
-from gpubuf.data.concurrency import locking
-from gpubuf.data.concurrency.locking import BufferLock, StreamOrder
-from gpubuf.data.concurrency.prefetch import Batch, SideStream
+from gpubuf.data import locking
+from gpubuf.data.locking import BufferLock, StreamOrder
+from gpubuf.data.prefetch import Batch, SideStream
 
 
 class Stream:

@@ -28,7 +28,7 @@ from gpubuf.data import (
     TensorStorage,
     load_torchrl,
 )
-from gpubuf.data.storages import torchrl_names
+from gpubuf.data.storage import torchrl_names
 
 
 def rows(first: int, n: int) -> TensorDict:

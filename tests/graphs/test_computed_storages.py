@@ -103,7 +103,7 @@ def test_replays_are_steps(machine, sampler, envs):
 
 def test_a_replay_reads_the_rows_where_they_are_by_then(machine, monkeypatch):
     """A move within a device keeps the tables that a graph reads."""
-    from gpubuf.data.buffers import moving
+    from gpubuf.data import moving
 
     world = World("uniform")
     storage = world.buffer.storage

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpubuf import graphs
-from gpubuf.data.runtime import recording
+from gpubuf.data import recording
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpubuf.data.storages import host_memory, staging, tensor_storage
+from gpubuf.data.storage import host_memory, staging, tensor_storage
 
 GPU = torch.device("cuda", 0)
 

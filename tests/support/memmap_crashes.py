@@ -26,7 +26,7 @@ from tensordict import TensorDict
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpubuf import LazyMemmapStorage, SliceSampler, TensorDictReplayBuffer
-from gpubuf.data.storages import memmap_files, memmap_journal, staged_rows, tensor_storage
+from gpubuf.data.storage import memmap_files, memmap_journal, staged_rows, tensor_storage
 from gpubuf.kernels.rows import ENTRY, ROW_BYTES, ROW_STRIDE, SIZE, WRITTEN
 
 EPISODE = 10

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from gpubuf.data.storages import host_memory, placement
+from gpubuf.data.storage import host_memory, placement
 
 GIB = 1 << 30
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from gpubuf.data import LazyTensorStorage, PrioritizedSampler, RandomSampler, TensorDictReplayBuffer
 from gpubuf.data.processing.base import Process
 from gpubuf.data.processing.pipeline import Pipeline
-from gpubuf.data.storages.layout import RowLayout
+from gpubuf.data.storage.layout import RowLayout
 from gpubuf.kernels import philox
 
 CPU = torch.device("cpu")

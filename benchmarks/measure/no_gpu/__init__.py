@@ -19,7 +19,7 @@ import triton
 from torch.cuda._utils import _get_device_index
 from triton.runtime import driver
 
-from gpubuf.data.concurrency import locking
+from gpubuf.data import locking
 from gpubuf.kernels import _registry
 
 _kept: list[tempfile.TemporaryDirectory[str]] = []

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from gpubuf.data.checkpoints.manifest import Manifest, RowFiles, need
-from gpubuf.data.storages.layout import batch_shape
-from gpubuf.data.storages.tensor_storage import TensorStorage
+from gpubuf.data.storage.layout import batch_shape
+from gpubuf.data.storage.tensor_storage import TensorStorage
 
 #: Where the state says it.
 KEY = "_rows_apart"

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from gpubuf import serialization
-from gpubuf.data.concurrency.locking import Guard
-from gpubuf.data.storages.layout import Key
+from gpubuf.data.locking import Guard
+from gpubuf.data.storage.layout import Key
 
 MANIFEST = "manifest.json"
 FORMAT = "gpubuf-checkpoint"

@@ -8,14 +8,14 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from gpubuf.data.concurrency.prefetch import Prefetcher
+from gpubuf.data.prefetch import Prefetcher
 from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.samplers.base import Sampler
-from gpubuf.data.storages.tensor_storage import TensorStorage
+from gpubuf.data.storage.tensor_storage import TensorStorage
 
 
 class Stateful(Protocol):
-    """A writer: see :class:`gpubuf.data.buffers.writers.Writer`."""
+    """A writer: see :class:`gpubuf.data.writers.Writer`."""
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that it needs to go on."""

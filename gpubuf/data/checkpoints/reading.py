@@ -13,9 +13,9 @@ from torch import Tensor
 from gpubuf import serialization
 from gpubuf.data.checkpoints import manifest as files
 from gpubuf.data.checkpoints.manifest import DamagedError, File, Manifest, RowFiles, need
-from gpubuf.data.storages.layout import Data, Key, Pieces, RowLayout
-from gpubuf.data.storages.linking import Repeated
-from gpubuf.data.storages.tensor_storage import TensorStorage
+from gpubuf.data.storage.layout import Data, Key, Pieces, RowLayout
+from gpubuf.data.storage.linking import Repeated
+from gpubuf.data.storage.tensor_storage import TensorStorage
 from gpubuf.progress import Advance
 
 

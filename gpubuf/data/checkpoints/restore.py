@@ -23,15 +23,15 @@ from torch import Tensor, nn
 
 from gpubuf.data.checkpoints.parts import Parts
 from gpubuf.data.checkpoints.validate import check_batch_size, check_processing
-from gpubuf.data.concurrency.locking import BufferLock
-from gpubuf.data.concurrency.pinning import copied, tensors_of
+from gpubuf.data.locking import BufferLock
+from gpubuf.data.pinning import copied, tensors_of
 from gpubuf.data.samplers.base import Sampler
-from gpubuf.data.storages import host_memory
-from gpubuf.data.storages.forms import Form
-from gpubuf.data.storages.layout import Data, Pieces, RowLayout
-from gpubuf.data.storages.linking import Repeated
-from gpubuf.data.storages.row_memory import Storage
-from gpubuf.data.storages.tensor_storage import TensorStorage
+from gpubuf.data.storage import host_memory
+from gpubuf.data.storage.forms import Form
+from gpubuf.data.storage.layout import Data, Pieces, RowLayout
+from gpubuf.data.storage.linking import Repeated
+from gpubuf.data.storage.row_memory import Storage
+from gpubuf.data.storage.tensor_storage import TensorStorage
 
 logger = logging.getLogger("gpubuf")
 

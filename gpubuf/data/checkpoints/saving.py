@@ -29,9 +29,9 @@ from gpubuf.data.checkpoints.parts import Parts
 from gpubuf.data.checkpoints.reading import pieces, read
 from gpubuf.data.checkpoints.snapshot import Piece, Snapshot
 from gpubuf.data.checkpoints.validate import check
-from gpubuf.data.concurrency.locking import BufferLock, holding, under
-from gpubuf.data.concurrency.pinning import copied
-from gpubuf.data.storages.tensor_storage import TensorStorage
+from gpubuf.data.locking import BufferLock, holding, under
+from gpubuf.data.pinning import copied
+from gpubuf.data.storage.tensor_storage import TensorStorage
 from gpubuf.progress import BYTES, Advance, progress_bar
 
 #: Up to so much is copied, so that the buffer can be used while it is written.

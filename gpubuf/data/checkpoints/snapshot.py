@@ -13,10 +13,10 @@ from torch import Tensor
 
 from gpubuf import serialization
 from gpubuf.data.checkpoints.manifest import File, Kind, LeafSpec, Manifest, RowFiles, TensorFiles
-from gpubuf.data.concurrency.pinning import copied
-from gpubuf.data.storages.columns import Column
-from gpubuf.data.storages.layout import Key, Node
-from gpubuf.data.storages.tensor_storage import TensorStorage
+from gpubuf.data.pinning import copied
+from gpubuf.data.storage.columns import Column
+from gpubuf.data.storage.layout import Key, Node
+from gpubuf.data.storage.tensor_storage import TensorStorage
 
 _MOST_BYTES = 1 << 26
 _LEAST_BYTES = 1 << 20

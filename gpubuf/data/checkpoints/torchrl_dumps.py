@@ -15,11 +15,11 @@ from torch import Tensor
 from gpubuf.data.checkpoints.manifest import MANIFEST
 from gpubuf.data.checkpoints.parts import Parts
 from gpubuf.data.checkpoints.restore import Replacement, together
-from gpubuf.data.concurrency.locking import BufferLock
+from gpubuf.data.locking import BufferLock
 from gpubuf.data.samplers import torchrl_state
-from gpubuf.data.storages import memmap_files as files
-from gpubuf.data.storages.layout import Data, RowLayout
-from gpubuf.data.storages.tensor_storage import TensorStorage
+from gpubuf.data.storage import memmap_files as files
+from gpubuf.data.storage.layout import Data, RowLayout
+from gpubuf.data.storage.tensor_storage import TensorStorage
 
 WRITER_FILE = "metadata.json"
 BUFFER_FILE = "buffer_metadata.json"

@@ -11,11 +11,11 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from gpubuf.data.buffers.components import component
-from gpubuf.data.buffers.tensordict_buffers import TensorDictReplayBuffer
+from gpubuf.data.components import component
 from gpubuf.data.samplers.base import Sampler
-from gpubuf.data.storages.layout import Key, as_key, as_written
-from gpubuf.data.storages.tensor_storage import LazyTensorStorage, Storage, TensorStorage
+from gpubuf.data.storage.layout import Key, as_key, as_written
+from gpubuf.data.storage.tensor_storage import LazyTensorStorage, Storage, TensorStorage
+from gpubuf.data.tensordict_buffers import TensorDictReplayBuffer
 from gpubuf.progress import ITEMS, progress_bar
 
 _EXTRA = "pip install 'gpubuf[minari]'"

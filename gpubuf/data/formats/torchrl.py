@@ -17,17 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.data.buffers.components import component
-from gpubuf.data.buffers.replay_buffer import ReplayBuffer
-from gpubuf.data.buffers.tensordict_buffers import TensorDictReplayBuffer
 from gpubuf.data.checkpoints.torchrl_dumps import BUFFER_FILE, WRITER_FILE, read_rows, take_rows
+from gpubuf.data.components import component
+from gpubuf.data.replay_buffer import ReplayBuffer
 from gpubuf.data.samplers import torchrl_state
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
-from gpubuf.data.storages import memmap_files as files
-from gpubuf.data.storages.layout import RowLayout
-from gpubuf.data.storages.tensor_storage import LazyTensorStorage, Storage, TensorStorage
-from gpubuf.data.storages.trees import TreeLayout
+from gpubuf.data.storage import memmap_files as files
+from gpubuf.data.storage.layout import RowLayout
+from gpubuf.data.storage.tensor_storage import LazyTensorStorage, Storage, TensorStorage
+from gpubuf.data.storage.trees import TreeLayout
+from gpubuf.data.tensordict_buffers import TensorDictReplayBuffer
 
 _INDEX = ("index",)
 _COPY_BYTES = 1 << 26

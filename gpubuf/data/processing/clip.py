@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gpubuf.data.processing.base import Process, as_keys, require_numbers
-from gpubuf.data.storages.layout import Key, Leaf
+from gpubuf.data.storage.layout import Key, Leaf
 
 
 def check_bounds(low: float, high: float) -> tuple[float, float]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.processing.base import Process, require_numbers
-from gpubuf.data.storages.layout import Key, Leaf, address, as_key, as_written
+from gpubuf.data.storage.layout import Key, Leaf, address, as_key, as_written
 from gpubuf.kernels.transitions import BY_CHANCE, DOUBLED
 
 Mode = Literal["random", "double"]

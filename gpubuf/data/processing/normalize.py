@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.data.concurrency.locking import unless_compiling
+from gpubuf.data.locking import unless_compiling
 from gpubuf.data.processing.base import require_floating, tensor_at
 from gpubuf.data.processing.clip import check_bounds
 from gpubuf.data.processing.moments import Moments
 from gpubuf.data.processing.running import RunningStatistics, Update
-from gpubuf.data.storages.layout import Data, Key, Leaf, as_written
+from gpubuf.data.storage.layout import Data, Key, Leaf, as_written
 from gpubuf.kernels.moments import Rule
 
 

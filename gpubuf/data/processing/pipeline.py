@@ -12,7 +12,7 @@ from torch import Tensor
 from gpubuf.data.processing.base import Process
 from gpubuf.data.processing.mirror import Mirror
 from gpubuf.data.samplers.random_state import RandomState
-from gpubuf.data.storages.layout import Data, Key, Leaf, as_written
+from gpubuf.data.storage.layout import Data, Key, Leaf, as_written
 from gpubuf.kernels.transitions import BY_CHANCE, OFF
 
 

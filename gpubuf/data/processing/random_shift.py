@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from gpubuf.data.processing.base import Process, as_keys
-from gpubuf.data.storages.layout import Key, Leaf
+from gpubuf.data.storage.layout import Key, Leaf
 from gpubuf.kernels.transitions import MAX_PAD
 
 

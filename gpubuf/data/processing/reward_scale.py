@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.data.concurrency.locking import unless_compiling
+from gpubuf.data.locking import unless_compiling
 from gpubuf.data.processing.base import as_keys, require_floating, tensor_at
 from gpubuf.data.processing.moments import Moments, returns
 from gpubuf.data.processing.running import RunningStatistics, Update
-from gpubuf.data.storages.layout import Data, Key, Leaf, as_written, batch_shape
+from gpubuf.data.storage.layout import Data, Key, Leaf, as_written, batch_shape
 from gpubuf.kernels.moments import Rule
 
 ENDS: tuple[Key, ...] = (("next", "done"), ("next", "terminated"), ("next", "truncated"))

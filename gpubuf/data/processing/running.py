@@ -9,11 +9,11 @@ from typing import Any, Literal, Self, get_args
 import torch
 from torch import Tensor
 
-from gpubuf.data.concurrency.locking import unless_compiling
+from gpubuf.data.locking import unless_compiling
 from gpubuf.data.processing.base import Process, as_keys
 from gpubuf.data.processing.moments import Moments, merged, packed
-from gpubuf.data.storages.layout import Data, Key, Leaf, address, as_key, as_written
-from gpubuf.data.storages.staging import to_device
+from gpubuf.data.storage.layout import Data, Key, Leaf, address, as_key, as_written
+from gpubuf.data.storage.staging import to_device
 
 Update = Literal["write", "manual"]
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.data.storages.indexing import as_positions
+from gpubuf.data.storage.indexing import as_positions
 
 _NOTICES = ("extend", "add")
 

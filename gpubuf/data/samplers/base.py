@@ -11,17 +11,17 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from gpubuf.data.runtime.foreign import told
-from gpubuf.data.runtime.recording import current, refuse_in_capture
+from gpubuf.data.foreign import told
+from gpubuf.data.recording import current, refuse_in_capture
 from gpubuf.data.samplers.adaptation import adapt
 from gpubuf.data.samplers.random_state import RandomState
 from gpubuf.data.samplers.saved_state import demand, is_tensor
-from gpubuf.data.storages import host_memory
-from gpubuf.data.storages.layout import Data, RowLayout
-from gpubuf.data.storages.placement import IndexBytes, depends_on_room
-from gpubuf.data.storages.reader import Reader
-from gpubuf.data.storages.recipe import Recipe
-from gpubuf.data.storages.tensor_storage import Storage, TensorStorage
+from gpubuf.data.storage import host_memory
+from gpubuf.data.storage.layout import Data, RowLayout
+from gpubuf.data.storage.placement import IndexBytes, depends_on_room
+from gpubuf.data.storage.reader import Reader
+from gpubuf.data.storage.recipe import Recipe
+from gpubuf.data.storage.tensor_storage import Storage, TensorStorage
 
 _compiling = torch.compiler.is_compiling
 

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.data.runtime.recording import refuse_in_capture
+from gpubuf.data.recording import refuse_in_capture
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.saved_state import demand, is_count, is_tensor
-from gpubuf.data.storages.indexing import as_positions
-from gpubuf.data.storages.layout import Data, RowLayout, batch_shape
-from gpubuf.data.storages.list_storage import ListStorage
-from gpubuf.data.storages.placement import IndexBytes
-from gpubuf.data.storages.tensor_storage import Storage, TensorStorage
+from gpubuf.data.storage.indexing import as_positions
+from gpubuf.data.storage.layout import Data, RowLayout, batch_shape
+from gpubuf.data.storage.list_storage import ListStorage
+from gpubuf.data.storage.placement import IndexBytes
+from gpubuf.data.storage.tensor_storage import Storage, TensorStorage
 
 
 class ConsumingSampler(Sampler):

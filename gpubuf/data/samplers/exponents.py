@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from gpubuf.data.runtime.recording import current_recording
+from gpubuf.data.recording import current_recording
 from gpubuf.kernels.sum_tree import LARGEST, SMALLEST
 
 CHUNK = 1 << 24

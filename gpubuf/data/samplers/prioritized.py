@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.data.concurrency.locking import unless_compiling
-from gpubuf.data.runtime.foreign import check_count
-from gpubuf.data.runtime.interruption import DERIVED
-from gpubuf.data.runtime.recording import current, current_recording, refuse_in_capture, traced_property
+from gpubuf.data.foreign import check_count
+from gpubuf.data.interruption import DERIVED
+from gpubuf.data.locking import unless_compiling
+from gpubuf.data.recording import current, current_recording, refuse_in_capture, traced_property
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.exponents import check_beta, exponent, refuse_negative
 from gpubuf.data.samplers.saved_state import demand, is_tensor
 from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.data.samplers.torchrl_state import Priorities, priorities_of, read_priorities, write_priorities
 from gpubuf.data.samplers.vectors import rows_at
-from gpubuf.data.storages.indexing import as_positions
-from gpubuf.data.storages.placement import IndexBytes
-from gpubuf.data.storages.tensor_storage import Storage, TensorStorage
+from gpubuf.data.storage.indexing import as_positions
+from gpubuf.data.storage.placement import IndexBytes
+from gpubuf.data.storage.tensor_storage import Storage, TensorStorage
 from gpubuf.kernels.sum_tree import ALPHA, EPS, REFUSED
 
 _compiling = torch.compiler.is_compiling

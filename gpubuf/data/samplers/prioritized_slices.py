@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.data.runtime.interruption import DERIVED
-from gpubuf.data.runtime.recording import current_recording, refuse_in_capture
+from gpubuf.data.interruption import DERIVED
+from gpubuf.data.recording import current_recording, refuse_in_capture
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.data.samplers.slice_sizes import pair_of
 from gpubuf.data.samplers.slices import SliceSampler
 from gpubuf.data.samplers.trajectory_index import TrajectoryIndex
-from gpubuf.data.storages.placement import IndexBytes
-from gpubuf.data.storages.tensor_storage import Storage, TensorStorage
+from gpubuf.data.storage.placement import IndexBytes
+from gpubuf.data.storage.tensor_storage import Storage, TensorStorage
 from gpubuf.kernels.trajectories import eligible_words
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.data.storages.layout import Key, RowLayout, as_key, as_written
+from gpubuf.data.storage.layout import Key, RowLayout, as_key, as_written
 
 
 class SliceFlags:

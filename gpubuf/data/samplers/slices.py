@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.data.runtime.foreign import check_count
-from gpubuf.data.runtime.recording import current_recording, refuse_in_capture
+from gpubuf.data.foreign import check_count
+from gpubuf.data.recording import current_recording, refuse_in_capture
 from gpubuf.data.samplers.base import UNBOUND, Drawn, Sampler, require_rows
 from gpubuf.data.samplers.episode_ends import Signal, fixed_signal, interleaved_environments, signal_keys, stored_signal
 from gpubuf.data.samplers.slice_flags import SliceFlags
 from gpubuf.data.samplers.slice_sizes import pair_of, partition
 from gpubuf.data.samplers.trajectory_index import Trajectories, TrajectoryIndex
-from gpubuf.data.storages.forms import check_tells_ends
-from gpubuf.data.storages.layout import RowLayout, as_written
-from gpubuf.data.storages.placement import IndexBytes
-from gpubuf.data.storages.recipe import Recipe
-from gpubuf.data.storages.tensor_storage import Storage, TensorStorage
+from gpubuf.data.storage.forms import check_tells_ends
+from gpubuf.data.storage.layout import RowLayout, as_written
+from gpubuf.data.storage.placement import IndexBytes
+from gpubuf.data.storage.recipe import Recipe
+from gpubuf.data.storage.tensor_storage import Storage, TensorStorage
 from gpubuf.kernels.trajectories import Rule
 from gpubuf.kernels.transitions import OFF
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from gpubuf.data.samplers.exponents import Reweighing, check_beta, exponent, may_be_clamped
 from gpubuf.data.samplers.random_state import RandomState
 from gpubuf.data.samplers.vectors import priority_vectors, vector
-from gpubuf.data.storages.placement import device_name
+from gpubuf.data.storage.placement import device_name
 from gpubuf.kernels import config, rows, sum_tree
 from gpubuf.kernels._check import demand_int64
 from gpubuf.kernels._registry import is_lazy, without_dispatch

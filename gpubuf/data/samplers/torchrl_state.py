@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from gpubuf.data.storages import memmap_files as files
+from gpubuf.data.storage import memmap_files as files
 from gpubuf.kernels import sum_tree
 
 _FILE = "sampler_metadata.json"

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.data.runtime.interruption import DERIVED
-from gpubuf.data.runtime.recording import current_recording
+from gpubuf.data.interruption import DERIVED
+from gpubuf.data.recording import current_recording
 from gpubuf.data.samplers.episode_ends import Signal
 from gpubuf.data.samplers.random_state import RandomState
-from gpubuf.data.storages.placement import device_name
-from gpubuf.data.storages.tensor_storage import TensorStorage
+from gpubuf.data.storage.placement import device_name
+from gpubuf.data.storage.tensor_storage import TensorStorage
 from gpubuf.kernels import config, trajectories
 from gpubuf.kernels._registry import without_dispatch
 from gpubuf.kernels.trajectories import Rule

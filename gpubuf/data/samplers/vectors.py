@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.data.storages.indexing import as_positions, check_dense
-from gpubuf.data.storages.tensor_storage import TensorStorage
+from gpubuf.data.storage.indexing import as_positions, check_dense
+from gpubuf.data.storage.tensor_storage import TensorStorage
 from gpubuf.kernels.rows import SIZE
 from gpubuf.kernels.sum_tree import NO_ROW
 

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.data.runtime.recording import refuse_in_capture
+from gpubuf.data.recording import refuse_in_capture
 from gpubuf.data.samplers import torchrl_state
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.saved_state import demand, is_count, positions_below
-from gpubuf.data.storages.placement import IndexBytes
-from gpubuf.data.storages.tensor_storage import TensorStorage
+from gpubuf.data.storage.placement import IndexBytes
+from gpubuf.data.storage.tensor_storage import TensorStorage
 
 
 class SamplerWithoutReplacement(Sampler):

@@ -9,8 +9,8 @@ from torch import Tensor
 from torchrl.data import replay_buffers as theirs
 
 from gpubuf import data
-from gpubuf.data.storages.tensor_storage import Storage
-from gpubuf.data.storages.tensor_storage import TensorStorage as OwnStorage
+from gpubuf.data.storage.tensor_storage import Storage
+from gpubuf.data.storage.tensor_storage import TensorStorage as OwnStorage
 from gpubuf.integrations.torchrl.joining import SavedInFolder
 
 

@@ -12,8 +12,8 @@ from torchrl.data import replay_buffers as theirs
 
 from gpubuf import data
 from gpubuf.data.samplers.base import Sampler
-from gpubuf.data.storages.layout import Data, batch_shape
-from gpubuf.data.storages.trees import layout_of, mapped
+from gpubuf.data.storage.layout import Data, batch_shape
+from gpubuf.data.storage.trees import layout_of, mapped
 from gpubuf.integrations.torchrl.joining import Joined
 
 _OWN_WRITER = "give the buffer a writer of gpubuf.integrations.torchrl"

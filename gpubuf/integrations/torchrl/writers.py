@@ -11,9 +11,9 @@ from torchrl.data import replay_buffers as theirs
 
 from gpubuf import data
 from gpubuf.data.samplers.base import Sampler as GpubufSampler
-from gpubuf.data.storages.layout import Data
-from gpubuf.data.storages.tensor_storage import Storage
-from gpubuf.data.storages.tensor_storage import TensorStorage as OwnStorage
+from gpubuf.data.storage.layout import Data
+from gpubuf.data.storage.tensor_storage import Storage
+from gpubuf.data.storage.tensor_storage import TensorStorage as OwnStorage
 from gpubuf.integrations.torchrl.joining import SavedInFolder
 from gpubuf.integrations.torchrl.storages import StorageOfTorchRL
 

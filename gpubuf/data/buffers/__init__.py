@@ -1,1 +1,0 @@
-"""Buffers: a storage, a sampler and a writer behind one interface."""

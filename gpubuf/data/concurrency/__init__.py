@@ -1,1 +1,0 @@
-"""Threads and streams: the lock of a buffer, prefetching, pinned batches."""

@@ -1,0 +1,289 @@
+"""A writer that keeps the rows of the highest rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase, is_tensorclass
+from torch import Tensor
+
+from gpubuf.data.hindsight import Hindsight
+from gpubuf.data.interruption import Unfinished
+from gpubuf.data.ranks import DeviceRanks, HeapRanks, RankState, comparable
+from gpubuf.data.recording import refuse_in_capture
+from gpubuf.data.samplers.base import Sampler
+from gpubuf.data.samplers.saved_state import demand, is_tensor
+from gpubuf.data.samplers.slices import SliceSampler
+from gpubuf.data.storage.layout import Data, as_key, as_written, batch_shape
+from gpubuf.data.storage.list_storage import UNLIMITED, ListStorage
+from gpubuf.data.storage.recipe import Recipe
+from gpubuf.data.storage.ring import Ring
+from gpubuf.data.storage.tensor_storage import Storage
+from gpubuf.data.storage.trees import layout_of
+from gpubuf.data.writers import DERIVED_KEYS, Writer
+
+REDUCTIONS = ("max", "min", "mean", "median", "sum")
+
+
+class UnrankedRowsError(TypeError, RuntimeError):
+    """Rows have no keys, so no rank. A RuntimeError too, as TorchRL raises it."""
+
+
+class TensorDictMaxValueWriter(Writer):
+    """Keeps the rows of the highest rank, as many as the storage has room for.
+
+    Rows enter in the order in which they come: if there is room, or if the rank is above that of the worst row, whose
+    place they take. Of rows of equal rank the one that came first leaves first. So the rows that are kept do not depend
+    on how they were cut into batches. A rank that is NaN counts as the lowest.
+
+    On a CPU this is a heap. On a GPU it is a tree of minima: a write of k rows takes O(k log capacity), without a host
+    sync. There a row takes a float64 and an int64 beside its data, and the tree above them a 63rd of that.
+
+    ``extend`` returns the place of every row, and -1 for rows that were not kept, which samplers with priorities
+    ignore. ``add`` returns an int, or None; on a GPU an int64 tensor ``[1]``.
+
+    The rows of a :class:`ListStorage` are TensorDicts of any shapes; it needs a ``max_size``.
+
+    Rows do not follow each other in time: the writer refuses samplers of slices, ``n_steps``, ``relabel`` and
+    ``share_next``. To keep the best trajectories, make each of them a row: ``[n, T]`` data in one-dimensional storage.
+
+    Args:
+        rank_key: the key of the rank. Default: ``("next", "reward")``.
+        reduction: how the elements of a row's rank become one: ``"sum"``, ``"mean"``, ``"median"``, ``"max"`` or
+            ``"min"``.
+        compilable: accepted for compatibility.
+
+    Raises:
+        ValueError: the reduction is unknown, or the storage has several dimensions.
+    """
+
+    in_order = False
+
+    def __init__(self, rank_key: Any = None, reduction: str = "sum", compilable: bool = False) -> None:
+        if reduction not in REDUCTIONS:
+            raise ValueError(f"reduction must be one of {REDUCTIONS}, got {reduction!r}")
+        self.rank_key = as_key(("next", "reward") if rank_key is None else rank_key)
+        self.reduction = reduction
+        self._ranks: HeapRanks | DeviceRanks | None = None
+        # The ring whose rows these are the ranks of.
+        self._of: Ring | None = None
+        self._in_doubt = False
+
+    def register_storage(self, storage: Storage) -> None:
+        """Write to ``storage``. Rows that it holds are ranked by what they hold.
+
+        Raises:
+            ValueError: it has several dimensions, no capacity, or stores observations once.
+        """
+        if storage.max_size == UNLIMITED:
+            raise ValueError("TensorDictMaxValueWriter keeps so many rows: give the ListStorage a max_size")
+        if storage.ndim > 1:
+            raise ValueError(
+                "TensorDictMaxValueWriter is not compatible with storages with more than one dimension, here "
+                f"{storage.ndim} dimensions: it ranks rows. For trajectories as rows use data of shape [n, T]"
+            )
+        super().register_storage(storage)
+        if self._storage._share_next:
+            raise ValueError("TensorDictMaxValueWriter has no row behind another: it can't be used with share_next")
+        self._storage.ignored_keys = DERIVED_KEYS
+        self._ranks = None
+
+    def attach(self, sampler: Sampler, recipe: Recipe, relabel: Hindsight | None) -> None:
+        """Raise for parts that need rows which follow each other.
+
+        Raises:
+            ValueError: there is one.
+        """
+        found = f"a {type(sampler).__name__}" if isinstance(sampler, SliceSampler) else None
+        found = f"n_steps={recipe.n_steps}" if recipe.n_steps > 1 else found
+        found = "relabel" if relabel is not None else found
+        if found is not None:
+            raise ValueError(
+                "TensorDictMaxValueWriter keeps rows that don't follow each other in time: it can't be used with "
+                f"{found}"
+            )
+        super().attach(sampler, recipe, relabel)
+
+    # Writing
+
+    def extend(self, data: Data) -> Tensor:
+        """Write the rows of a batch that are kept. No host sync.
+
+        Raises:
+            KeyError: the batch has no rank.
+            UnrankedRowsError: it is not a TensorDict.
+            ValueError: a key, shape or dtype differs from the storage's, or something is no tensor.
+        """
+        storage = self._storage
+        if isinstance(storage, ListStorage):
+            return self._extend_objects(storage, storage.as_items(data))
+        (n,) = batch_shape(data, 1)
+        if n == 0:
+            return torch.empty(0, dtype=torch.int64, device=storage.device if storage.initialized else None)
+        ranks = self.ranks_of(data)
+        if not storage.initialized:
+            if layout_of(data, 1).host:
+                raise ValueError("TensorDictMaxValueWriter takes rows of tensors only: text beside them has no rank")
+            storage.initialize(data)
+        if storage.host is not None:
+            raise ValueError("TensorDictMaxValueWriter keeps rows of tensors: leave out what is none")
+        sources = storage.written_layout.collect(data, 1)
+        prefixes = dict(storage.form.prefixes)
+        keys = [key for key in range(len(sources)) if key not in prefixes]
+        index = self._admit(ranks)
+        self._write(index, keys, [sources[key] for key in keys])
+        self._in_doubt = False
+        return index
+
+    def _extend_objects(self, storage: ListStorage, items: list[Any]) -> Tensor:
+        if not items:
+            return torch.empty(0, dtype=torch.int64)
+        index = self._admit(self._ranks_of_all(items))
+        storage.place(index.tolist(), items)
+        self._count(index)
+        self._in_doubt = False
+        return index
+
+    def _admit(self, ranks: Tensor) -> Tensor:
+        """The places of new rows of these ranks, and -1 for those that are not kept."""
+        storage = self._storage
+        kept, ranks = self._kept(), ranks.to(storage.device, non_blocking=True)
+        storage.unfinished, self._in_doubt = Unfinished(storage.written), True
+        first_age = kept.next_age
+        parts = [kept.admit(some) for some in ranks.split(storage.max_size)]
+        # Rows of an earlier part may have left for those of a later one.
+        return parts[0] if len(parts) == 1 else kept.still_there(torch.cat(parts), first_age)
+
+    def _write(self, index: Tensor, keys: list[int], sources: list[Tensor]) -> None:
+        ring = self._storage.counters
+        stays, positions = index >= 0, index.clamp(min=0)
+        # No row has the generation -1: the kernels leave out what isn't kept.
+        laps = ring.laps(positions)
+        self._storage.update(positions, keys, sources, torch.where(stays, laps, -1))
+        self._count(index)
+
+    def _count(self, index: Tensor) -> None:
+        ring = self._storage.counters
+        positions = index.clamp(min=0)
+        ring.rewrite(positions, (index >= 0) & (ring.generations(positions) >= 0))
+        ring.fill(index.numel())
+
+    def get_insert_index(self, data: Data) -> int | None:
+        """The place that a row would take, or None if it would not be kept. Nothing changes. Synchronises with a GPU.
+
+        Args:
+            data: a row without a batch dimension.
+        """
+        ranks = self._ranks_of_all([data])
+        if not self._storage.initialized:
+            return 0
+        place = int(HeapRanks(RankState(*(part.cpu() for part in self._kept().state()))).admit(ranks))
+        return None if place < 0 else place
+
+    def _ranks_of_all(self, rows: list[Any]) -> Tensor:
+        found = [torch.empty(0, dtype=torch.float64)]
+        for row in rows:
+            ranked = isinstance(row, TensorDictBase) or is_tensorclass(row)
+            found.append(self.ranks_of(row.unsqueeze(0) if ranked else row))
+        return torch.cat(found)
+
+    def ranks_of(self, data: Data) -> Tensor:
+        """The ranks of ``[n]`` rows: float64 ``[n]``.
+
+        Raises:
+            KeyError: they have none.
+            UnrankedRowsError: the rows are not a TensorDict.
+        """
+        if not isinstance(data, TensorDictBase) and not is_tensorclass(data):
+            raise UnrankedRowsError(
+                "TensorDictMaxValueWriter ranks the rows of TensorDicts: it expects data to be a tensor collection, "
+                f"got a {type(data).__name__}"
+            )
+        value = data.get(as_written(self.rank_key), None)
+        if value is None:
+            raise KeyError(f"the batch has no rank_key {as_written(self.rank_key)!r}")
+        value = value.detach().reshape(value.shape[0], -1)
+        if value.shape[1] == 1:
+            return comparable(value[:, 0])
+        if not value.is_floating_point():
+            value = value.to(torch.float64)
+        if self.reduction == "median":
+            return comparable(value.median(1).values)
+        reduce = {"sum": value.sum, "mean": value.mean, "max": value.amax, "min": value.amin}[self.reduction]
+        return comparable(reduce(1))
+
+    def _kept(self) -> HeapRanks | DeviceRanks:
+        """The ranks of the rows that are stored."""
+        storage, kept = self._storage, self._ranks
+        ring = storage.counters
+        if kept is not None and self._of is ring and kept.device == ring.counters.device:
+            return kept
+        refuse_in_capture("the ranks of the rows are made at the first write: write before")
+        if kept is not None and self._of is ring:
+            state = kept.state()
+        else:
+            size = len(storage)
+            stored = storage[:] if size else []
+            ranks = self.ranks_of(stored) if not isinstance(stored, list) else self._ranks_of_all(stored)
+            state = RankState.of(ranks, storage.max_size)
+            state.counts[1] = storage.rows_written
+        return self._adopt(state)
+
+    def _adopt(self, state: RankState) -> HeapRanks | DeviceRanks:
+        device = self._storage.device
+        found = HeapRanks(state) if device.type == "cpu" else DeviceRanks(state, device)
+        self._ranks, self._of = found, self._storage.counters
+        return found
+
+    @property
+    def _cursor(self) -> int:
+        """The place of the next row while there is room, as programs for TorchRL read it."""
+        return len(self._storage) % self._storage.max_size
+
+    @property
+    def write_count(self) -> int:
+        """Number of rows that were kept by the write that they came with. Synchronises with a GPU."""
+        current = self._ranks is not None and self._of is self._storage._ring
+        return self._ranks.entered if current and self._ranks is not None else super().write_count
+
+    # The life of the rows
+
+    def empty(self, recount: bool = False) -> None:
+        if self._ranks is not None and self._storage.initialized:
+            state = RankState.of(torch.empty(0, dtype=torch.float64), self._storage.max_size)
+            state.counts[1] = 0 if recount else self.write_count
+            self._adopt(state)
+
+    def mend(self) -> None:
+        """Rank the rows by what they hold, if a write was interrupted."""
+        if self._in_doubt:
+            self._ranks, self._in_doubt = None, False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The ranks of the rows, in which order they came, and how many there were. Synchronises."""
+        if not self._storage.initialized:
+            return {}
+        size, state = len(self._storage), self._kept().state()
+        return {"ranks": state.ranks[:size], "ages": state.ages[:size], "counts": state.counts}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore :meth:`state_dict`. Rows of another writer are ranked by what they hold."""
+        self._ranks = None
+        if state.get("ranks") is not None:
+            ages, counts = state["ages"].cpu(), state["counts"].clone()
+            self._adopt(RankState.of(state["ranks"].cpu(), self._storage.max_size, ages, counts))
+
+    def check_state(self, state: dict[str, Any], capacity: int, size: int) -> None:
+        if state.get("ranks") is None:
+            return
+        ages, counts = state["ages"], state["counts"]
+        demand(is_tensor(state["ranks"], torch.float64, (size,)), f"the checkpoint has no ranks of {size} rows")
+        demand(is_tensor(ages, torch.int64, (size,)), f"the checkpoint has no order of {size} rows")
+        demand(is_tensor(counts, torch.int64, (2,)), "the checkpoint has no counts of ranked rows")
+        usable = bool((ages >= 0).all() and (ages < counts[0]).all() and ages.unique().numel() == size)
+        demand(usable, "the checkpoint's order of ranked rows is impossible")
+        demand(not bool(state["ranks"].isnan().any() or state["ranks"].isneginf().any()), "a rank is no number")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(rank_key={as_written(self.rank_key)!r}, reduction={self.reduction!r})"

@@ -1,0 +1,415 @@
+"""Batches that several buffers share: online and offline rows, demonstrations, one buffer a task."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase, is_tensorclass
+from torch import Tensor
+
+from gpubuf.data import routing
+from gpubuf.data.checkpoints import restore, saving
+from gpubuf.data.checkpoints.saving import Saved
+from gpubuf.data.checkpoints.validate import check_transforms
+from gpubuf.data.components import check_batch_size, check_sizes
+from gpubuf.data.locking import BufferLock, under
+from gpubuf.data.mixing import Mixture
+from gpubuf.data.prefetch import Batch
+from gpubuf.data.recording import refuse_in_capture
+from gpubuf.data.replay_buffer import ReplayBuffer
+from gpubuf.data.row_info import put
+from gpubuf.data.samplers.vectors import any_of_each, priority_vectors
+from gpubuf.data.sampling import finished
+from gpubuf.data.shares import check_shares
+from gpubuf.data.storage.codecs import host_can_read
+from gpubuf.data.storage.layout import Data
+from gpubuf.data.storage.leaves import priority_mask_key
+from gpubuf.data.transforms import Compose
+
+# Of states that were taken by an earlier release.
+_UNSEEDED = {"host": None, "device": None}
+
+
+class MixedReplayBuffer:
+    """Draws every batch from several buffers, a share of its rows from each.
+
+    The buffers stay what they are: write to them, sample from them, give them priorities as before. A batch has the
+    rows of the first buffer, then those of the second, and so on. Its info says of each row:
+
+    * ``"buffer"``: the buffer that it is from, int64;
+    * ``"index"``: its position there, int64. For storages of several dimensions that is the flat position, which every
+      method of the buffer takes too;
+    * ``"index_generation"``, if any of the buffers has it;
+    * ``"priority_weight"``, if any of the buffers has priorities; 1 for rows of one without. Weights are those of each
+      buffer by itself;
+    * all else that the samplers of all the buffers say.
+
+    If two buffers store the same keys in the same way, one launch gathers the whole batch: rows in one memory each (on
+    a GPU, pinned or in files), as they were written, without transforms of the buffers' own, and without slices.
+    Otherwise, and for more than two buffers and in compiled code, each buffer makes its part, and the parts are put
+    together.
+
+    Shares that are no whole numbers of rows are rounded up or down at random, so that each buffer gives exactly its
+    share on average: one of .001 has a row in one of 1000 batches of one row. The random stream is the mix's own, and
+    part of its state. ``sample(batches=k)`` rounds once for all k.
+
+    A buffer that stores fewer rows than its share of a batch gives those, and the others the rest; an empty one gives
+    none. (If all together store fewer rows than the batch has, only empty ones give less.) In a captured step all
+    buffers must store their share; compiled code takes that for granted. Both round on the device, at each run: each
+    buffer then draws a whole batch, as with a tensor of shares.
+
+    Args:
+        buffers: at least one, all on one device by the time of the first draw. Either all of them draw slices, of the
+            same length, or none does.
+        shares: a number for each buffer, in proportion to which it gives rows; default: equal ones. A tensor
+            ``[len(buffers)]`` on the buffers' device may be changed in place at any time, also between replays of a
+            captured step: each buffer then draws a whole batch, and the device decides which of these rows are
+            gathered. Only empty buffers give less than their share then.
+        batch_size: number of transitions in a batch; :meth:`sample` may override it.
+        collate_fn: applied to every batch, before the transforms.
+        transform: a callable on a batch, or a module, applied to every batch.
+        pin_memory: put every CPU tensor of a batch and of its info into pinned memory, after the transforms.
+        priority_key: where a batch carries its priorities; default: that of the first buffer that has one.
+        generator: seeds the random streams of all the buffers, and that by which shares are rounded.
+
+    Raises:
+        TypeError: a buffer is none.
+        ValueError: there are no buffers, one is given twice, or the shares don't fit them.
+    """
+
+    def __init__(
+        self,
+        buffers: Sequence[ReplayBuffer],
+        shares: Sequence[float] | Tensor | None = None,
+        *,
+        batch_size: int | None = None,
+        collate_fn: Callable[[Data], Data] | None = None,
+        transform: Callable[[Data], Data] | None = None,
+        pin_memory: bool = False,
+        priority_key: str | tuple[str, ...] | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        buffers = tuple(buffers)
+        for buffer in buffers:
+            if not isinstance(buffer, ReplayBuffer):
+                raise TypeError(f"expected ReplayBuffers, got a {type(buffer).__name__}")
+        if not buffers or len({id(buffer) for buffer in buffers}) < len(buffers):
+            raise ValueError(f"expected one or more buffers, each of them once, got {len(buffers)}")
+        check_sizes(None, batch_size)
+        self._buffers = buffers
+        self._mixture = Mixture(buffers)
+        self.shares = [1.0] * len(buffers) if shares is None else shares
+        self._batch_size = batch_size
+        self._collate_fn = collate_fn
+        self._pin_memory = pin_memory
+        self._transform = Compose() if transform is None else Compose(transform)
+        own = (key for buffer in buffers if (key := getattr(buffer, "priority_key", None)) is not None)
+        self.priority_key = next(own, "td_error") if priority_key is None else priority_key
+        if generator is not None:
+            self.set_rng(generator)
+
+    # The parts
+
+    @property
+    def buffers(self) -> tuple[ReplayBuffer, ...]:
+        """The buffers."""
+        return self._buffers
+
+    def __getitem__(self, number: int) -> ReplayBuffer:
+        """A buffer."""
+        return self._buffers[number]
+
+    def __len__(self) -> int:
+        """Number of rows stored in all the buffers."""
+        return sum(map(len, self._buffers))
+
+    @property
+    def shares(self) -> list[float] | Tensor:
+        """The share of each buffer, as it was set."""
+        return self._shares
+
+    @shares.setter
+    def shares(self, shares: Sequence[float] | Tensor) -> None:
+        check_shares(shares, len(self._buffers))
+        refuse_in_capture("shares are set, which would stay: change a tensor of shares in place")
+        self._shares = shares if isinstance(shares, Tensor) else [float(share) for share in shares]
+
+    @property
+    def batch_size(self) -> int | None:
+        """The batch size given to the constructor."""
+        return self._batch_size
+
+    @property
+    def transform(self) -> Compose:
+        """The transforms of batches, in order."""
+        return self._transform
+
+    def append_transform(self, transform: Callable[[Data], Data]) -> MixedReplayBuffer:
+        """Add a transform of batches behind the others."""
+        self._transform.append(transform)
+        return self
+
+    # Writing
+
+    def extend(self, data: Data, *, buffer: int = 0) -> Tensor:
+        """Write a batch to one of the buffers. See :meth:`ReplayBuffer.extend`."""
+        return self._buffers[buffer].extend(data)
+
+    def add(self, data: Data, *, buffer: int = 0) -> int | Tensor | None:
+        """Write one row to one of the buffers. See :meth:`ReplayBuffer.add`."""
+        return self._buffers[buffer].add(data)
+
+    def empty(self) -> None:
+        """Forget every row of every buffer."""
+        for buffer in self._buffers:
+            buffer.empty()
+
+    # Reading
+
+    def sample(
+        self,
+        batch_size: int | None = None,
+        return_info: bool = False,
+        include_info: bool | None = None,
+        *,
+        batches: int | None = None,
+    ) -> Any:
+        """A batch of transitions of all the buffers.
+
+        Args:
+            batch_size: number of transitions; default: that of the constructor. Of slices: a multiple of their length.
+            return_info: also return the info dict.
+            include_info: whether the batch carries its info; default: if it is a TensorDict, and a buffer's own samples
+                do.
+            batches: draw so many batches at once: the batch has the shape ``[batches, batch_size]``, and each of them
+                the shares of one.
+
+        Returns:
+            The batch, which the caller owns; or the batch and its info.
+
+        Raises:
+            RuntimeError: all the buffers are empty, or no batch size is known.
+            ValueError: the buffers store different keys, or are on different devices; or a sampler can't leave out rows
+                (without replacement, stratified, slices of unequal lengths), and shares are on a device or have to be
+                rounded in captured or compiled code. No host sync.
+        """
+        if batches is not None:
+            check_batch_size(batches, "batches")
+        batch = self._draw(self._checked(batch_size), batches)
+        data, info = batch.data, batch.info
+        is_tensordict = isinstance(data, TensorDictBase) or is_tensorclass(data)
+        if include_info is None:
+            include_info = is_tensordict and any(buffer._samples_have_info for buffer in self._buffers)
+        if include_info:
+            put(data, info, 1)
+        return (data, info) if return_info else data
+
+    def _checked(self, batch_size: int | None) -> int:
+        n = self._batch_size if batch_size is None else batch_size
+        if n is None:
+            raise RuntimeError("batch_size must be given to sample() or to the constructor")
+        check_sizes(None, n)
+        return n
+
+    def _draw(self, n: int, batches: int | None) -> Batch:
+        drawn = self._mixture.draw(n, self._shares, batches)
+        return finished(drawn, self._collate_fn, self._transform, self._pin_memory)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Batches of the constructor's ``batch_size``, until a sampler has run out (one epoch) or for ever."""
+        if self._batch_size is None:
+            raise RuntimeError("iteration needs the batch_size given to the constructor")
+        ran_out = False
+        while not ran_out:
+            yield self.sample()
+            ran_out = any(buffer.sampler.ran_out for buffer in self._buffers)
+
+    # Priorities, and single keys
+
+    def update_priority(
+        self, index: Tensor, priority: Any, *, buffer: Tensor, generation: Tensor | None = None
+    ) -> None:
+        """Set the priorities of rows, each in its buffer. Buffers without priorities ignore theirs. No host sync.
+
+        Args:
+            index, buffer: ``"index"`` and ``"buffer"`` of a batch's info.
+            priority: as for :meth:`ReplayBuffer.update_priority`.
+            generation: ``"index_generation"`` of the info; rows overwritten since are then left alone.
+
+        Raises:
+            ValueError: a priority of one of these rows is NaN, infinite or negative, or a number is no buffer's.
+            IndexError: an index is out of range. In both cases no buffer has changed, on the CPU; a GPU refuses single
+                rows as :meth:`ReplayBuffer.update_priority` does.
+        """
+        taken = [(k, part) for k, part in enumerate(self._buffers) if part.sampler.has_priorities]
+        if not taken:
+            warnings.warn("update_priority() was called, but no buffer has priorities", stacklevel=2)
+        positions, owner = index.reshape(-1), buffer.reshape(-1)
+        marks = None if generation is None else generation.reshape(-1)
+
+        def update() -> None:
+            routing.check_rows(self._buffers, positions, owner)
+            values = priority
+            if host_can_read(positions) and host_can_read(owner):
+                _, values, _ = priority_vectors(positions, priority, marks, positions)
+                wrong = ~(values >= 0) | values.isinf()
+                if bool(wrong.any()) and any(bool(wrong[(owner == k) & (positions >= 0)].any()) for k, _ in taken):
+                    raise ValueError("priorities must be finite and non-negative; nothing was changed in any buffer")
+            for k, part in taken:
+                if part.initialized:
+                    # A position of -1 is ignored.
+                    part.update_priority(torch.where(owner == k, positions, -1), values, generation=marks)
+
+        under([] if torch.compiler.is_compiling() else self._locks, update)
+
+    def update_tensordict_priority(self, data: TensorDictBase) -> None:
+        """Take over the priorities that a sampled batch carries under ``priority_key``, each in its buffer.
+
+        Rows that were overwritten since the sample, or that have no priority, are left alone, as by
+        :meth:`TensorDictReplayBuffer.update_tensordict_priority`. No host sync.
+
+        Raises:
+            KeyError: the batch has no priorities, or does not say which rows it is made of.
+        """
+        sampler = next((part.sampler for part in self._buffers if part.sampler.has_priorities), None)
+        if sampler is None:
+            return
+        found = [data.get(key, None) for key in (self.priority_key, "index", "buffer", "index_generation")]
+        priority, index, buffer, generation = found
+        if priority is None or index is None or buffer is None:
+            missing = self.priority_key if priority is None else "index" if index is None else "buffer"
+            raise KeyError(f"the batch has no {missing!r}; its keys are {sorted(map(str, data.keys(True, True)))}")
+        mask = data.get(priority_mask_key(self.priority_key), None)
+        if mask is not None:
+            buffer = torch.where(any_of_each(mask, index.numel()).to(buffer.device), buffer.reshape(-1), -1)
+        priority = sampler.reduce(priority, index.numel())
+        self.update_priority(index, priority, buffer=buffer, generation=generation)
+
+    def update_if_present(self, index: Tensor, data: Data, *, buffer: Tensor, generation: Tensor | None = None) -> None:
+        """Write some keys of drawn rows back, each to its buffer: to all, or if one refuses them to none.
+
+        See :meth:`ReplayBuffer.update_if_present`.
+
+        Args:
+            index, buffer: ``"index"`` and ``"buffer"`` of a batch's info.
+            data, generation: as for :meth:`ReplayBuffer.update_if_present`.
+        """
+        if generation is None and not isinstance(data, Tensor):
+            generation = data.get("index_generation", None)
+        if generation is None:
+            raise ValueError("update_if_present needs info['index_generation'] of the sample")
+        owner = buffer.reshape(-1)
+        if True in [part.initialized for part in self._buffers]:
+            routing.update(self._buffers, index.reshape(-1), data, owner, generation)
+
+    # State
+
+    def set_rng(self, generator: torch.Generator | None) -> None:
+        """Start new random streams in all the buffers and for shares, seeded by ``generator`` one after the other."""
+        for buffer in self._buffers:
+            buffer.set_rng(generator)
+        self._mixture.offsets.set_rng(generator)
+
+    def to(self, device: torch.device | str) -> MixedReplayBuffer:
+        """Move all the buffers. See :meth:`ReplayBuffer.to`."""
+        for buffer in self._buffers:
+            buffer.to(device)
+        return self
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of the buffers, of the transforms, and of the stream by which shares are rounded. Synchronises.
+
+        The shares are yours.
+        """
+        return under(
+            self._locks,
+            lambda: {"_buffers": [buffer.state_dict() for buffer in self._buffers], **self._own_state()},
+        )
+
+    def _own_state(self) -> dict[str, Any]:
+        return {"_transforms": self._transform.state_dict(), "_rounding": self._mixture.offsets.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore :meth:`state_dict` into all the buffers, or into none; see :meth:`ReplayBuffer.load_state_dict`.
+
+        If a transform, sampler or writer of yours raises, all the buffers are put back as they were.
+
+        Raises:
+            ValueError: the state is that of another number of buffers, or one of them can't take its own; nothing
+                changes.
+        """
+        states = state["_buffers"]
+        if len(states) != len(self._buffers):
+            raise ValueError(f"the state is that of {len(states)} buffers, here are {len(self._buffers)}")
+        under(self._locks, lambda: self._restore(states, state))
+
+    def _restore(self, states: Sequence[dict[str, Any]], own: dict[str, Any] | None) -> None:
+        """Restore the states of the buffers and ``own``, that of the mix; None: an earlier release saved none."""
+        transform, offsets = self._transform, self._mixture.offsets
+        if own is None and transform.state_dict():
+            raise ValueError(
+                "the checkpoint is of an earlier release, which did not save the state of the transforms of a mix: "
+                "load it into a mix without them, and append them then"
+            )
+        if own is not None:
+            check_transforms(transform, own["_transforms"])
+            offsets.check_state(own.get("_rounding", _UNSEEDED))
+        members = [buffer._parts() for buffer in self._buffers]
+        for parts, state in zip(members, states, strict=True):
+            restore.check(parts, state)
+        with restore.together(transform) as group:
+            if own is not None:
+                transform.load_state_dict(own["_transforms"])
+            for buffer, state in zip(self._buffers, states, strict=True):
+                buffer.load_state_dict({**state, restore.TOGETHER: group})
+        if own is not None:
+            offsets.load_state_dict(own.get("_rounding", _UNSEEDED))
+
+    def save(self, path: str | os.PathLike[str], **options: Any) -> list[Saved]:
+        """Save all the buffers, and what the mix has of its own, as of one moment; see :meth:`ReplayBuffer.save`.
+
+        Each buffer has a folder, ``path/buffer_0`` and so on, which it can also load by itself. A manifest in ``path``
+        says what each of them holds: a save that is killed leaves the previous checkpoint of all of them.
+
+        Returns:
+            How much was written for each buffer.
+        """
+        if any(buffer.initialized for buffer in self._buffers):
+            # A stream that is seeded only later would not be the same in the restored mix.
+            self._mixture.offsets.seeded()
+        return saving.save_mix(self._members(path), self._own_state, path, **options)
+
+    def load(self, path: str | os.PathLike[str], **options: Any) -> None:
+        """Restore what :meth:`save` wrote into all the buffers, or into none; see :meth:`ReplayBuffer.load`.
+
+        Checkpoints of earlier releases, which had no manifest for all the buffers, are read too.
+
+        Raises:
+            FileNotFoundError: there is no checkpoint.
+            ValueError: a part of it is damaged or does not fit, or it is of another number of buffers. All the buffers
+                are as they were.
+        """
+        saving.load_mix(self._members(path), path, self._restore, **options)
+
+    dump = dumps = save
+    loads = load
+
+    def _members(self, path: str | os.PathLike[str]) -> list[saving.Member]:
+        return [
+            saving.Member(buffer._lock, buffer._parts, Path(path) / f"buffer_{number}")
+            for number, buffer in enumerate(self._buffers)
+        ]
+
+    @property
+    def _locks(self) -> list[BufferLock]:
+        return [buffer._lock for buffer in self._buffers]
+
+    def __repr__(self) -> str:
+        shares = f"a tensor on {self._shares.device}" if isinstance(self._shares, Tensor) else self._shares
+        parts = "".join(f"\n  {buffer!r},".replace("\n", "\n  ") for buffer in self._buffers)
+        return f"{type(self).__name__}([{parts}\n  ], shares={shares}, batch_size={self._batch_size})"

@@ -1,0 +1,308 @@
+"""One batch from several buffers: how many rows from each, and one gather for all where the rows allow it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gpubuf.data.locking import under
+from gpubuf.data.prefetch import Batch
+from gpubuf.data.recording import capturing, current_recording, refuse_in_capture
+from gpubuf.data.replay_buffer import ReplayBuffer
+from gpubuf.data.samplers.base import Sampler
+from gpubuf.data.samplers.random import RandomSampler
+from gpubuf.data.samplers.slices import SliceSampler
+from gpubuf.data.samplers.slices_without_replacement import SliceSamplerWithoutReplacement
+from gpubuf.data.samplers.without_replacement import SamplerWithoutReplacement
+from gpubuf.data.shares import Offsets, cut, owners, remembered_cut
+from gpubuf.data.storage.joint import JointRows, generations
+from gpubuf.data.storage.layout import Data
+from gpubuf.kernels.rows import SIZE
+
+_compiling = torch.compiler.is_compiling
+
+WEIGHT = "priority_weight"
+
+
+class Mixture:
+    """Draws batches from several buffers.
+
+    Args:
+        buffers: where the rows are.
+
+    Attributes:
+        offsets: the random stream by which shares are rounded.
+    """
+
+    def __init__(self, buffers: Sequence[ReplayBuffer]) -> None:
+        self._buffers = buffers
+        self.offsets = Offsets()
+        self._joint: JointRows | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without addresses."""
+        return {**vars(self), "_joint": None}
+
+    def draw(self, n: int, shares: Sequence[float] | Tensor, batches: int | None) -> Batch:
+        """``n`` rows (``batches`` times so many), with all of their info.
+
+        Raises:
+            RuntimeError: all the buffers are empty.
+            ValueError: the buffers don't go together.
+        """
+        # Compiled code takes no lock.
+        locks = [] if _compiling() else [buffer._lock for buffer in self._buffers]
+        drawn = under(locks, lambda: self._drawn(n, shares, batches))
+        if isinstance(drawn, Batch):
+            return drawn
+        # Without the locks, for this calls functions of users.
+        parts = {number: self._buffers[number]._batches.finish(batch) for number, batch in drawn.parts.items()}
+        data = _put_together([batch.data for batch in parts.values()], drawn.merge)
+        return self._batch(data, {number: batch.info for number, batch in parts.items()}, drawn.merge)
+
+    def _drawn(self, n: int, shares: Sequence[float] | Tensor, batches: int | None) -> Batch | _Parts:
+        unit = self._unit(n)
+        for buffer in self._buffers:
+            buffer._sampler.ran_out = False
+        # Compiled code may not depend on the number of rows.
+        stored = [n if _compiling() else len(buffer._storage) for buffer in self._buffers]
+        if not any(stored):
+            raise RuntimeError("cannot sample: all the buffers are empty")
+        self._check_devices(stored)
+        if isinstance(shares, Tensor):
+            return self._by_device(n, unit, shares, stored, batches)
+        return self._by_count(n, unit, shares, stored, batches)
+
+    # What the buffers have in common
+
+    def _unit(self, n: int) -> int:
+        """Rows that stay together: the length of slices, or 1.
+
+        Raises:
+            ValueError: slices have different lengths, or some of the buffers draw none.
+            RuntimeError: ``n`` is no multiple of it.
+        """
+        samplers = [buffer._sampler for buffer in self._buffers]
+        if True not in [isinstance(sampler, SliceSampler) for sampler in samplers]:
+            return 1
+        forms = {(s.slice_len, s.stack) if isinstance(s, SliceSampler) else None for s in samplers}
+        (form,) = forms if len(forms) == 1 else (None,)
+        if form is None or form[0] is None:
+            raise ValueError(
+                "buffers that draw slices are mixed with buffers that draw slices of the same length: give all their "
+                f"samplers the same slice_len and stack, got {samplers}"
+            )
+        if n % form[0]:
+            raise RuntimeError(f"the batch size must be divisible by slice_len: got {n} and {form[0]}")
+        return form[0]
+
+    def _check_devices(self, stored: Sequence[int]) -> None:
+        devices = {b.storage.device for b, n_rows in zip(self._buffers, stored, strict=True) if n_rows}
+        if len(devices) > 1:
+            raise ValueError(f"the buffers are on different devices: {sorted(map(str, devices))}; move them by to()")
+
+    def _joined(self, stored: Sequence[int]) -> JointRows | None:
+        """The rows of two buffers as one table, if they allow it."""
+        # Compiled code would not know that a gather reads the rows of both.
+        if len(self._buffers) != 2 or not all(stored) or _compiling():
+            return None
+        first, second = self._buffers
+        if not all(_plain(buffer) for buffer in self._buffers):
+            return None
+        joint = self._joint
+        if joint is None or joint.first is not first.storage or joint.second is not second.storage:
+            joint = self._joint = JointRows(first.storage, second.storage)
+        recording = current_recording()
+        if recording is not None:
+            recording.holds(self, "_joint")
+        return joint if joint.usable() else None
+
+    # Shares that the host knows
+
+    def _by_count(
+        self, n: int, unit: int, shares: Sequence[float], stored: Sequence[int], batches: int | None
+    ) -> Batch | _Parts:
+        # No more than would be drawn from it: as long as that stays, so does the result.
+        units = tuple([min(max(rows // unit, 1), n // unit) if rows else 0 for rows in stored])
+        found = (cut if _compiling() else remembered_cut)(tuple(shares), n // unit, units)
+        if current_recording() is not None and found != cut(tuple(shares), n // unit, (n,) * len(units)):
+            refuse_in_capture("a buffer stores fewer rows than its share, which would stay so: fill it first")
+        if found.ends:
+            device = next(buffer.storage.device for buffer, rows in zip(self._buffers, stored, strict=True) if rows)
+            self.offsets.prepared(device)
+            if _compiling() or current_recording() is not None or capturing():
+                # Numbers of rows on the host would stay: the device decides, at each run.
+                known = [torch.full((), share, dtype=torch.float64, device=device) for share in shares]
+                return self._by_device(n, unit, torch.stack(known), stored, batches)
+        whole = found.rounded(self.offsets.on_host()) if found.ends else found.whole
+        parts = [(number, unit * count) for number, count in enumerate(whole) if count]
+        joint = self._joined(stored) if len(parts) == 2 else None
+        merge = _OneAfterTheOther(0 if batches is None else 1)
+        if joint is None:
+            return _Parts(
+                {number: self._buffers[number]._batches.part(count, batches) for number, count in parts}, merge
+            )
+        return self._from_both(joint, [self._choose(number, count, batches) for number, count in parts], merge)
+
+    # Shares that the device knows
+
+    def _by_device(
+        self, n: int, unit: int, shares: Tensor, stored: Sequence[int], batches: int | None
+    ) -> Batch | _Parts:
+        live = [number for number, rows in enumerate(stored) if rows]
+        buffers = [self._buffers[number] for number in live]
+        device = buffers[0].storage.device
+        if shares.device != device:
+            raise ValueError(f"the shares are on {shares.device}, the buffers on {device}")
+        for buffer in buffers:
+            _check_exchangeable(buffer.sampler)
+        if len(live) < len(stored):
+            refuse_in_capture("a buffer is empty, which would stay so: write to it first")
+            shares = torch.stack([shares[number] for number in live])
+        sizes = torch.stack([buffer.storage.ring[SIZE] for buffer in buffers])
+        owner = owners(shares, n // unit, sizes, self.offsets.on(device)).unsqueeze(1).expand(-1, unit)
+        joint = self._joined(stored)
+        if joint is not None:
+            chosen = [self._choose(number, n, batches) for number in live]
+            return self._from_both(joint, chosen, _RowByRow(owner, chosen[0]["index"].shape))
+        drawn = {number: self._buffers[number]._batches.part(n, batches) for number in live}
+        return _Parts(drawn, _RowByRow(owner, drawn[live[0]].info["index"].shape))
+
+    # Parts
+
+    def _choose(self, number: int, n: int, batches: int | None) -> dict[Any, Tensor]:
+        """``n`` rows of a buffer, not gathered: their info."""
+        buffer = self._buffers[number]
+        sampler = buffer._sampler
+        positions, info = sampler.choose(n) if batches is None else sampler.choose_batches(n, batches)
+        found = {"index": positions, **info}
+        if self._with_generations:
+            found["index_generation"] = generations(buffer.storage, positions)
+        return found if batches is None else {key: value.view(batches, n) for key, value in found.items()}
+
+    def _from_both(self, joint: JointRows, chosen: list[dict[Any, Tensor]], merge: _Merge) -> Batch:
+        """The rows that were chosen in two buffers, gathered at once."""
+        index = merge([chosen[0]["index"], chosen[1]["index"] + joint.first.max_size])
+        shape = tuple(index.shape)
+        tensors = [tensor.view(*shape, *tensor.shape[1:]) for tensor in joint.gather(index.reshape(-1))]
+        return self._batch(joint.first.assemble(tensors, None, shape), dict(enumerate(chosen)), merge)
+
+    @property
+    def _with_priorities(self) -> bool:
+        return True in [buffer._sampler.has_priorities for buffer in self._buffers]
+
+    @property
+    def _with_generations(self) -> bool:
+        tracks = [getattr(buffer._writer, "track_generations", False) for buffer in self._buffers]
+        return self._with_priorities or True in tracks
+
+    def _batch(self, data: Data, infos: dict[int, dict[Any, Tensor]], merge: _Merge) -> Batch:
+        """A batch with the info of its parts, by the numbers of their buffers."""
+        parts = list(infos.values())
+        # Also where this batch has no row of a buffer with priorities.
+        if self._with_priorities or True in [WEIGHT in info for info in parts]:
+            for info in parts:
+                if WEIGHT not in info:
+                    info[WEIGHT] = torch.ones(info["index"].shape, device=info["index"].device)
+        if not self._with_generations:
+            for info in parts:
+                info.pop("index_generation", None)
+        for number, info in infos.items():
+            info["buffer"] = torch.full_like(info["index"], number)
+        merged = {
+            key: merge(values)
+            for key in parts[0]
+            if len(values := [info[key] for info in parts if key in info]) == len(parts)
+        }
+        ran_out = any(self._buffers[number].sampler.ran_out for number in infos)
+        return Batch(data, merged, ran_out)
+
+
+def _plain(buffer: ReplayBuffer) -> bool:
+    """Whether a buffer's part of a batch is its rows as they are stored, chosen before they are gathered."""
+    return type(buffer.sampler).draw in (Sampler.draw, RandomSampler.draw) and buffer._batches.plain
+
+
+def _check_exchangeable(sampler: Sampler) -> None:
+    """Raise unless any of the rows of a draw may be left out.
+
+    Raises:
+        ValueError: the sampler counts them as drawn, or they are in an order, or their number varies.
+    """
+    ordered = getattr(sampler, "stratified", False)
+    short = isinstance(sampler, SliceSampler) and sampler._may_be_short and not sampler.pad_output
+    if ordered or short or isinstance(sampler, SamplerWithoutReplacement | SliceSamplerWithoutReplacement):
+        raise ValueError(
+            "shares on a device, and in captured and compiled code those that are no whole numbers of rows, leave some "
+            f"of the rows out that each buffer draws, which a {type(sampler).__name__} does not allow (without "
+            "replacement, stratified, or slices of unequal lengths): give shares as numbers, and a batch size that "
+            "makes each of them whole"
+        )
+
+
+class _OneAfterTheOther:
+    """Parts of a batch as one, along a dimension."""
+
+    def __init__(self, dim: int) -> None:
+        self.dim = dim
+
+    def __call__(self, parts: list[Tensor]) -> Tensor:
+        return torch.cat(parts, self.dim)
+
+
+class _RowByRow:
+    """Of several whole batches one, with row i of batch number ``owner[i]``.
+
+    Args:
+        owner: int64, an entry for each row.
+        shape: of the batches; the last dimensions have as many entries as ``owner``.
+    """
+
+    def __init__(self, owner: Tensor, shape: torch.Size) -> None:
+        own = shape if shape.numel() == owner.numel() else shape[1:]
+        self._owner = owner.reshape(own).expand(shape)
+
+    def __call__(self, parts: list[Tensor]) -> Tensor:
+        chosen = parts[0]
+        for number, part in enumerate(parts[1:], 1):
+            mine = (self._owner == number).view(*self._owner.shape, *[1] * (part.dim() - self._owner.dim()))
+            chosen = torch.where(mine, part, chosen)
+        return chosen
+
+
+_Merge = _OneAfterTheOther | _RowByRow
+
+
+class _Parts(NamedTuple):
+    """What each buffer gives to a batch, as it was drawn."""
+
+    parts: dict[int, Batch]
+    merge: _Merge
+
+
+def _put_together(parts: list[Data], merge: _Merge) -> Data:
+    """Batches of the same keys as one.
+
+    Raises:
+        ValueError: their keys, shapes or dtypes differ.
+    """
+    first, *others = parts
+    if not others:
+        return first
+    if isinstance(first, Tensor):
+        return merge(parts)
+    kinds = [_kinds(part) for part in parts]
+    if any(kind != kinds[0] for kind in kinds):
+        raise ValueError(f"buffers that are mixed store the same keys; here are {' and '.join(map(str, kinds))}")
+    if isinstance(merge, _OneAfterTheOther):
+        return torch.cat(parts, merge.dim)
+    return first.apply(lambda *tensors: merge(list(tensors)), *others)
+
+
+def _kinds(data: Data) -> dict[Any, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape of a row and dtype of each key."""
+    dims = len(data.batch_size)
+    return {key: (tuple(value.shape[dims:]), value.dtype) for key, value in data.items(True, True)}

@@ -1,0 +1,231 @@
+"""Connects buffers with captured CUDA graphs.
+
+A graph repeats launches and nothing else. The work of an operation on the host, such as counting rows for ``len()``, is
+noted in a :class:`Recording` while the graph is captured, and done again at each replay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from gpubuf.data.interruption import REPLAY
+
+
+class CaptureError(RuntimeError):
+    """A step that can't be captured in a CUDA graph, or a graph that no longer fits what it was captured with."""
+
+
+class Lock(Protocol):
+    """The lock of a buffer: see :class:`gpubuf.data.locking.BufferLock`."""
+
+    storage: Any
+
+    def __enter__(self) -> Any:
+        """Around an operation."""
+
+    def __exit__(self, *exception: object) -> None:
+        """After it."""
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device that the buffer works on; None before its first write."""
+
+    def joined(self, stream: torch.cuda.Stream) -> None:
+        """All operations so far come before what ``stream`` is given from now on."""
+
+
+class Recording:
+    """The work on the host that goes with the replays of one graph.
+
+    Attributes:
+        locks: those of the buffers that the graph uses.
+    """
+
+    def __init__(self) -> None:
+        self.locks: list[Lock] = []
+        self._before: dict[Hashable, Callable[[], None]] = {}
+        self._after: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], None]] = []
+        self._held: dict[tuple[int, str], tuple[Any, str, Any]] = {}
+
+    def before(self, key: Hashable, action: Callable[[], None]) -> None:
+        """Do ``action`` before each replay; of several with the same key, the first."""
+        self._before.setdefault(key, action)
+
+    def after(self, action: Callable[[], None]) -> None:
+        """Do ``action`` after each replay, as often as it was noted."""
+        self._after.append(action)
+
+    def undo(self, action: Callable[[], None]) -> None:
+        """Do ``action`` if the capture is given up: its launches then never run."""
+        self._undo.append(action)
+
+    def abandon(self) -> None:
+        """The capture is given up: undo the work on the host."""
+        for action in reversed(self._undo):
+            action()
+
+    def holds(self, owner: Any, *attributes: str) -> None:
+        """The graph uses the present values of these attributes: refuse replays once they are replaced."""
+        for name in attributes:
+            self._held.setdefault((id(owner), name), (owner, name, getattr(owner, name)))
+
+    def replay(self, launch: Callable[[], object], taken: int = 0) -> None:
+        """Replay by ``launch``: one operation of all the buffers, with its work on the host.
+
+        Args:
+            launch: replays the graph.
+            taken: so many of the locks are held.
+
+        Raises:
+            CaptureError: a buffer has replaced something that the graph uses.
+        """
+        if taken < len(self.locks):
+            with self.locks[taken]:
+                return self.replay(launch, taken + 1)
+        for owner, name, value in self._held.values():
+            if getattr(owner, name, None) is not value:
+                raise CaptureError(
+                    f"a {type(owner).__name__} was moved, freed or given other parts since its step was captured: "
+                    "call reset() on the captured step, and it is captured anew"
+                )
+        for action in self._before.values():
+            action()
+        # After an interrupt only the device knows whether the replay ran.
+        storages = [lock.storage for lock in self.locks]
+        before = [storage.begin(REPLAY) for storage in storages]
+        launch()
+        for action in self._after:
+            action()
+        for storage, outer in zip(storages, before, strict=True):
+            storage.end(outer)
+
+
+class _Current(threading.local):
+    recording: Recording | None = None
+    locks: list[Lock] | None = None
+
+
+#: The recording and the locks of this thread.
+current = _Current()
+_compiling = torch.compiler.is_compiling
+
+
+def current_recording() -> Recording | None:
+    """The recording of the graph that :func:`gpubuf.capture` is capturing in this thread, if it is."""
+    # Compiled code is traced before, and can't look: its operations note things when they run.
+    return None if _compiling() else current.recording
+
+
+def capturing() -> bool:
+    """Whether work on the current CUDA stream goes into a graph, whoever captures it."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+# Captures of `gpubuf.capture` that are under way, in all threads: one entry each.
+_captures: list[object] = []
+_postponed: deque[Callable[[], None]] = deque()
+
+
+@contextlib.contextmanager
+def capture_under_way() -> Iterator[None]:
+    """Around a capture: garbage is not collected, and actions that would break the capture are put off.
+
+    Finalisers of tensors, graphs and pinned memory call CUDA, and may not do so while a capture is under way. Garbage
+    is collected afterwards.
+    """
+    capture, collects = object(), gc.isenabled()
+    # All of it within the `try`: an interrupt can come behind any call.
+    try:
+        gc.disable()
+        _captures.append(capture)
+        yield
+    finally:
+        if capture in _captures:
+            _captures.remove(capture)
+        if collects:
+            gc.enable()
+        do_postponed()
+
+
+def outside_captures(action: Callable[[], None]) -> None:
+    """Do ``action``, which would break a capture, as a wait for the device does: now, or once no capture is under way.
+
+    A capture that gpubuf did not begin is known in its own thread only. The next call does the actions that it put off.
+    A forked process does nothing, because it may not use its parent's CUDA.
+    """
+    if torch.cuda._is_in_bad_fork():
+        return
+    _postponed.append(action)
+    do_postponed()
+
+
+def do_postponed() -> None:
+    """Do what :func:`outside_captures` has put off, if it can be done now."""
+    while _postponed and not _captures and not capturing():
+        try:
+            action = _postponed.popleft()
+        except IndexError:
+            # Another thread, or a finaliser that has just run, has done it.
+            return
+        action()
+
+
+@contextlib.contextmanager
+def recorded(into: Recording) -> Iterator[None]:
+    """Note in ``into`` the work of operations in this thread from now on."""
+    with watched(into.locks):
+        previous, current.recording = current.recording, into
+        try:
+            yield
+        finally:
+            current.recording = previous
+
+
+@contextlib.contextmanager
+def watched(locks: list[Lock]) -> Iterator[None]:
+    """Enter into ``locks`` those of the buffers that are used from now on, in this thread."""
+    previous, current.locks = current.locks, locks
+    try:
+        yield
+    finally:
+        current.locks = previous
+
+
+def used(lock: Lock) -> None:
+    """An operation on a buffer begins."""
+    locks = current.locks
+    if locks is not None and lock not in locks:
+        locks.append(lock)
+
+
+def refuse_in_capture(reason: str) -> None:
+    """Raise if a graph is being captured in this thread by :func:`gpubuf.capture`.
+
+    Raises:
+        CaptureError: so it is.
+    """
+    if current_recording() is not None:
+        raise CaptureError(f"this can't be captured in a CUDA graph: {reason}")
+
+
+if TYPE_CHECKING:
+    traced_property = property
+else:
+
+    class traced_property(property):  # noqa: N801, used as a decorator
+        """A property that compiled code sets in its place.
+
+        Dynamo of PyTorch 2.11 calls the setter of a plain property only after the compiled code. A ``__set__`` written
+        in Python it traces.
+        """
+
+        def __set__(self, instance: Any, value: Any) -> None:
+            self.fset(instance, value)

@@ -1,0 +1,358 @@
+"""What is written, what is stored and what a batch has, where these three differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from gpubuf.data.storage.codecs import Codec, check_dtype
+from gpubuf.data.storage.layout import Key, Leaf, RowLayout, as_key, as_written
+
+NEXT_KEY = "next"
+
+
+@dataclass(frozen=True)
+class Options:
+    """How keys are to be stored and given out. A key at the root also means the same key under "next".
+
+    Attributes:
+        dtypes: how keys are stored.
+        batch_dtypes: of keys in batches; of others it is the dtype that was written.
+        prefixes: keys that are the first elements of other ones, and have no memory of their own.
+        shared: root keys of which the ones under "next" have no memory of their own.
+    """
+
+    dtypes: Mapping[Key, Codec] = field(default_factory=dict)
+    batch_dtypes: Mapping[Key, torch.dtype] = field(default_factory=dict)
+    prefixes: Mapping[Key, Key] = field(default_factory=dict)
+    shared: frozenset[Key] = frozenset()
+
+    @classmethod
+    def of(
+        cls,
+        dtypes: Mapping[Any, torch.dtype | Codec] | None = None,
+        batch_dtypes: Mapping[Any, torch.dtype] | None = None,
+        prefixes: Mapping[Any, Any] | None = None,
+    ) -> Options:
+        """The options as users give them.
+
+        Raises:
+            TypeError: a dtype is none.
+            ValueError: a dtype can't be converted, or options contradict each other.
+        """
+        codecs = {
+            as_key(key): given if isinstance(given, Codec) else Codec(given) for key, given in (dtypes or {}).items()
+        }
+        for dtype in (batch_dtypes or {}).values():
+            check_dtype(dtype)
+        begins = {as_key(key): as_key(whole) for key, whole in (prefixes or {}).items()}
+        for key, whole in begins.items():
+            if key in codecs:
+                raise ValueError(
+                    f"{as_written(key)!r} is a prefix of {as_written(whole)!r}, and has no dtype of its own in storage"
+                )
+            if whole in begins:
+                raise ValueError(f"{as_written(whole)!r} can't be a prefix itself: {as_written(key)!r} is one of it")
+        return cls(codecs, {as_key(key): dtype for key, dtype in (batch_dtypes or {}).items()}, begins)
+
+    def __bool__(self) -> bool:
+        return bool(self.dtypes or self.batch_dtypes or self.prefixes or self.shared)
+
+    @property
+    def keys(self) -> set[Key]:
+        """All keys that are named."""
+        return {*self.dtypes, *self.batch_dtypes, *self.prefixes, *self.prefixes.values(), *self.shared}
+
+
+def _given(options: Mapping[Key, Any], key: Key) -> Any:
+    """What was said about a key, or about the one at the root that it follows; None: nothing."""
+    return options.get(key, options.get(key[1:]) if key[:1] == (NEXT_KEY,) else None)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What one key of a batch is read from.
+
+    Attributes:
+        owner: the key whose column that is, by its position among the leaves; its own if it has one.
+        stored: the dtype of that column.
+        scale, offset: of its codec.
+        batch: the dtype in batches.
+        follows: whether it is read where the row's next observation is: see :mod:`gpubuf.kernels.transitions`.
+        whole: the key whose first elements these are, by its position; None: it is no prefix.
+    """
+
+    owner: int
+    stored: torch.dtype
+    scale: float
+    offset: float
+    batch: torch.dtype
+    follows: bool = False
+    whole: int | None = None
+
+
+def sources(leaves: Sequence[Leaf], options: Options) -> list[Source]:
+    """What each of the keys that are written is read from.
+
+    Raises:
+        ValueError: an option names a key that there is not, or can't be met.
+    """
+    positions = {leaf.key: position for position, leaf in enumerate(leaves)}
+    for key in options.keys - positions.keys():
+        raise ValueError(
+            f"an option of the storage names {as_written(key)!r}, the batch has {[as_written(k) for k in positions]}"
+        )
+    found = [_own_column(position, leaf, options) for position, leaf in enumerate(leaves)]
+    for position, leaf in enumerate(leaves):
+        if leaf.key[:1] == (NEXT_KEY,) and leaf.key[1:] in options.shared:
+            root = positions[leaf.key[1:]]
+            _check_shared(leaf, leaves[root], found[position], found[root])
+            found[position] = replace(found[position], owner=root, follows=True)
+    for position, leaf in enumerate(leaves):
+        whole = _whole(leaf.key, positions, options)
+        if whole is not None:
+            _check_prefix(leaf, leaves[whole])
+            found[position] = replace(found[whole], batch=found[position].batch, whole=whole)
+    for leaf, source in zip(leaves, found, strict=True):
+        _check_conversion(leaf, source)
+    return found
+
+
+def _own_column(position: int, leaf: Leaf, options: Options) -> Source:
+    batch = _given(options.batch_dtypes, leaf.key) or leaf.dtype
+    codec = _given(options.dtypes, leaf.key)
+    if codec is None:
+        return Source(position, leaf.dtype, 1.0, 0.0, batch)
+    return Source(position, codec.dtype, codec.scale, codec.offset, batch)
+
+
+def _whole(key: Key, positions: Mapping[Key, int], options: Options) -> int | None:
+    if key in options.prefixes:
+        return positions[options.prefixes[key]]
+    whole = _given(options.prefixes, key)
+    # The rule for a root key holds under "next" where both are there.
+    return None if whole is None else positions.get((NEXT_KEY, *whole))
+
+
+def _check_shared(leaf: Leaf, root: Leaf, own: Source, of_root: Source) -> None:
+    codec, of_other = ((source.stored, source.scale, source.offset) for source in (own, of_root))
+    if (leaf.dtype, leaf.shape) != (root.dtype, root.shape) or codec != of_other:
+        raise ValueError(
+            f"{leaf.name} can't share the memory of {root.name}: it is {leaf.dtype} of shape {leaf.shape}, stored with "
+            f"(dtype, scale, offset) = {codec}; the other is {root.dtype} of shape {root.shape}, stored with {of_other}"
+        )
+
+
+def _check_prefix(leaf: Leaf, whole: Leaf) -> None:
+    fits = (
+        leaf.dtype is whole.dtype
+        and leaf.shape[1:] == whole.shape[1:]
+        and len(leaf.shape) == len(whole.shape) > 0
+        and leaf.shape[0] <= whole.shape[0]
+    )
+    if not fits:
+        raise ValueError(
+            f"{leaf.name} can't be a prefix of {whole.name}: its rows are {leaf.dtype} of shape {leaf.shape}, those of "
+            f"the other {whole.dtype} of shape {whole.shape}. They may differ in their first dimension alone"
+        )
+
+
+def _check_conversion(leaf: Leaf, source: Source) -> None:
+    kinds = {leaf.dtype, source.stored, source.batch}
+    if len(kinds) > 1 or (source.scale, source.offset) != (1.0, 0.0):
+        for dtype in kinds:
+            try:
+                check_dtype(dtype)
+            except ValueError as error:
+                raise ValueError(f"key {leaf.name}: {error}") from None
+
+
+@dataclass(frozen=True)
+class Form:
+    """The layouts of a storage. Without options they are one.
+
+    Attributes:
+        written: of a batch that is written.
+        stored: of the columns.
+        batch: of a batch that is drawn: the keys and shapes of ``written``.
+        sources: for each leaf of these what it is read from; None without options.
+        columns: for each leaf of these the position of its column among the leaves of ``stored``.
+    """
+
+    written: RowLayout
+    stored: RowLayout
+    batch: RowLayout
+    sources: tuple[Source, ...] | None
+    columns: tuple[int, ...]
+
+    @classmethod
+    def of(cls, written: RowLayout, options: Options) -> Form:
+        """The form of rows like those of ``written``.
+
+        Raises:
+            ValueError: as :func:`sources`.
+        """
+        leaves = written.leaves
+        if not options:
+            return cls(written, written.plain, written, None, tuple(range(len(leaves))))
+        found = sources(leaves, options)
+        owners = [position for position, source in enumerate(found) if source.owner == position]
+        columns = {owner: column for column, owner in enumerate(owners)}
+        return cls(
+            written,
+            written.plain.with_leaves([replace(leaves[own], dtype=found[own].stored) for own in owners]),
+            written.with_leaves([replace(leaf, dtype=s.batch) for leaf, s in zip(leaves, found, strict=True)]),
+            tuple(found),
+            tuple(columns[source.owner] for source in found),
+        )
+
+    @property
+    def prefixes(self) -> list[tuple[int, int]]:
+        """Leaves that are the first elements of others, and these, by their positions."""
+        return [] if self.sources is None else [(i, s.whole) for i, s in enumerate(self.sources) if s.whole is not None]
+
+
+def check_tells_ends(form: Form, columns: Sequence[int], by_id: bool) -> None:
+    """Check that the bytes of some columns tell where trajectories end, as what was written does.
+
+    Args:
+        form: of a storage.
+        columns: their positions among the leaves of ``form.stored``.
+        by_id: they hold identifiers, instead of flags.
+
+    Raises:
+        ValueError: a codec moves zero, or identifiers lose their differences.
+    """
+    if form.sources is None:
+        return
+    for leaf, source, column in zip(form.written.leaves, form.sources, form.columns, strict=True):
+        if column not in columns:
+            continue
+        exact = source.stored is leaf.dtype or not (by_id and source.stored.is_floating_point)
+        if (source.scale, source.offset) != (1.0, 0.0) or not exact:
+            raise ValueError(
+                f"{leaf.name} tells where trajectories end, and can't be stored as {source.stored} with scale "
+                f"{source.scale} and offset {source.offset}: give it a dtype alone" + (", of integers" if by_id else "")
+            )
+
+
+def keys_told(form: Form) -> list[str]:
+    """Each key for people: its shape and dtype, and how it is stored if that differs."""
+    leaves, found = form.written.leaves, list[str]()
+    for position, leaf in enumerate(leaves):
+        text = f"{leaf.name}: {list(leaf.shape)} {leaf.dtype}"
+        source = None if form.sources is None else form.sources[position]
+        if source is not None and source.owner != position:
+            text += f" in {leaves[source.owner].name}"
+        elif source is not None and source.stored is not leaf.dtype:
+            text += f" as {source.stored}"
+        found.append(text)
+    found += [f"{as_written(key)!r}: on the host" for key in form.written.host]
+    return found
+
+
+# The form in a state
+
+
+def described(form: Form) -> list[dict[str, Any]]:
+    """What is written and how it is stored, as plain values: an entry for each leaf of ``form.written``."""
+    leaves, found = form.written.leaves, form.sources or sources(form.written.leaves, Options())
+    return [
+        {
+            "key": list(leaf.key),
+            "shape": list(leaf.shape),
+            "written": _name(leaf.dtype),
+            "stored": _name(source.stored),
+            "scale": source.scale,
+            "offset": source.offset,
+            "column": list(leaves[source.owner].key),
+            "follows": source.follows,
+        }
+        for leaf, source in zip(leaves, found, strict=True)
+    ]
+
+
+def written_leaves(saved: Any) -> list[Leaf]:
+    """The keys, shapes and dtypes that were written, from the result of :func:`described`.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    try:
+        leaves = [
+            Leaf(
+                tuple(map(_text, entry["key"])),
+                _DTYPES[entry["written"]],
+                tuple(map(_length, entry["shape"])),
+            )
+            for entry in saved
+        ]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"the state does not say what was written: {error!r}") from None
+    if not _in_order([leaf.key for leaf in leaves]):
+        raise ValueError("the state does not say what was written: its keys contradict each other")
+    return leaves
+
+
+def _in_order(keys: Sequence[Key]) -> bool:
+    """Whether the keys are those of a nested dictionary, in the order in which it is walked through."""
+    current, begun, left = set[Key](), set[Key](), set[Key]()
+    for key in keys:
+        above = {key[:length] for length in range(len(key))}
+        if above & left or key in begun or key in left:
+            return False
+        left |= current - above | {key}
+        begun |= above
+        current = above
+    return True
+
+
+def check_same(form: Form, saved: Any) -> None:
+    """Check that rows are stored in the same way.
+
+    Args:
+        form: of a storage.
+        saved: :func:`described`, of another.
+
+    Raises:
+        ValueError: they are not; the text names the first key that differs, and both ways.
+    """
+    written_leaves(saved)
+    own, other = ({tuple(entry["key"]): entry for entry in entries} for entries in (described(form), saved))
+    for key in [*own, *(key for key in other if key not in own)]:
+        if own.get(key) != other.get(key):
+            raise ValueError(
+                f"the rows are stored in another way: {as_written(key)!r} {_told(other.get(key))} there, "
+                f"{_told(own.get(key))} in this storage. Give the storage the same dtypes and prefixes"
+            )
+
+
+def _told(entry: dict[str, Any] | None) -> str:
+    if entry is None:
+        return "is missing"
+    text = f"is {entry['written']} of shape {entry['shape']}, stored as {entry.get('stored')}"
+    if (entry.get("scale"), entry.get("offset")) != (1.0, 0.0):
+        text += f" with scale {entry.get('scale')} and offset {entry.get('offset')}"
+    return text if entry.get("column") == entry["key"] else f"{text} in {entry.get('column')}"
+
+
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"expected a name, got {value!r}")
+    return value
+
+
+def _length(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise TypeError(f"expected a length, got {value!r}")
+    return value

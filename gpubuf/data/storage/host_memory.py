@@ -1,0 +1,205 @@
+"""Free memory, and host memory that a GPU can read: everything that placement asks the machine.
+
+Everything here is called through the module (``memory.free()``), so that tests can say what the machine has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from gpubuf.data.recording import do_postponed, outside_captures
+
+RESERVE = 10
+"""One part in this many of all memory is left to networks, activations, batches and other processes."""
+
+# cudaHostRegisterPortable: pinned for every device of the process; cudaHostRegisterMapped: devices can address it.
+_PORTABLE, _MAPPED = 1, 2
+_CAN_USE_HOST_POINTER = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
+
+
+@dataclass(frozen=True)
+class Free:
+    """Bytes that a buffer may take. The share reserved for others is already subtracted.
+
+    Attributes:
+        host: bytes of host memory.
+        device: bytes of GPU memory; None where there is no CUDA device.
+    """
+
+    host: int
+    device: int | None = None
+
+
+def cuda_present() -> bool:
+    """Whether there is a CUDA (or ROCm) device."""
+    return torch.cuda.is_available()
+
+
+def free(device: torch.device | None = None) -> Free:
+    """The memory that a buffer may take now, on the host and on ``device`` (default: the current GPU, if there is one).
+
+    What PyTorch's allocator has cached but not given out counts as free: it returns it before it fails.
+    """
+    do_postponed()
+    host_free, host_total = host_memory()
+    on_host = max(host_free - host_total // RESERVE, 0)
+    if not cuda_present():
+        return Free(on_host)
+    device_free, device_total = device_memory(device)
+    return Free(on_host, max(device_free - device_total // RESERVE, 0))
+
+
+def device_memory(device: torch.device | None = None) -> tuple[int, int]:
+    """(free, total) bytes of a GPU's memory."""
+    available, total = torch.cuda.mem_get_info(device)
+    return available + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device), total
+
+
+def host_memory(root: Path = Path("/")) -> tuple[int, int]:
+    """(free, total) bytes of host memory: the machine's, or what the process's control group leaves of it.
+
+    ``root`` is where ``proc`` and ``sys`` are. Without Linux's files, all physical memory counts as free.
+    """
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+    except OSError:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return total, total
+    figures = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines if len(line.split()) > 1}
+    available, total = figures["MemAvailable"], figures["MemTotal"]
+    for group_free, group_total in _control_groups(root):
+        available, total = min(available, group_free), min(total, group_total)
+    return max(available, 0), total
+
+
+def _control_groups(root: Path) -> list[tuple[int, int]]:
+    """(free, limit) of every control group that limits the memory of this process, versions 1 and 2."""
+    try:
+        memberships = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    found = []
+    for membership in memberships:
+        number, controllers, path = membership.split(":", 2)
+        if number == "0" and not controllers:
+            mount, limit, used, cached = root / "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            mount, limit, used = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            cached = "total_inactive_file"
+        else:
+            continue
+        # Inside a container the path may be that outside of it; the mount point is then the group itself.
+        parts = Path(path.lstrip("/")).parts
+        for depth in range(len(parts) + 1):
+            folder = mount.joinpath(*parts[:depth])
+            figures = _limit(folder / limit, folder / used, folder / "memory.stat", cached)
+            if figures is not None:
+                found.append(figures)
+    return found
+
+
+def _limit(limit: Path, used: Path, stat: Path, cached: str) -> tuple[int, int] | None:
+    try:
+        text = limit.read_text().strip()
+        if text == "max":
+            return None
+        taken = int(used.read_text())
+        # Files that the group has read count as used, but are given up for whoever needs memory.
+        taken -= int(dict(map(str.split, stat.read_text().splitlines())).get(cached, 0))
+    except OSError:
+        return None
+    return int(text) - taken, int(text)
+
+
+def staging(n_bytes: int) -> torch.Tensor:
+    """Pinned memory for a copy to a GPU, uint8 ``[n_bytes]``, from PyTorch's cache.
+
+    It goes back to the cache with the last reference to it, but is not given out again before all copies from it that
+    were asked for with ``non_blocking=True`` are done.
+    """
+    return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+def pinned(n_bytes: int, device: torch.device) -> np.ndarray:
+    """Host memory, uint8 ``[n_bytes]``, page-locked so that a GPU can read and write it.
+
+    Registered rather than taken from PyTorch's pinned allocator, which rounds up to a power of two: up to twice the
+    memory. It is released with the last reference to it, once ``device`` has done all that was launched there.
+
+    Raises:
+        RuntimeError: the driver refuses to lock so much memory, or ``device`` can't read the host's addresses.
+    """
+    owner = np.empty(n_bytes, np.uint8)
+    memory = owner[:]
+    if n_bytes:
+        register(owner.ctypes.data, n_bytes, device)
+        # Of a view, so that the memory itself outlives a release that has to be put off. Not at exit: the driver may be
+        # gone by then, and takes everything with it.
+        weakref.finalize(memory, _release, unregister, owner, device).atexit = False
+    return memory
+
+
+def _release(unregister: Callable[[int, torch.device], None], owner: np.ndarray, device: torch.device) -> None:
+    outside_captures(lambda: unregister(owner.ctypes.data, device))
+
+
+def register(address: int, n_bytes: int, device: torch.device) -> None:
+    """Page-lock host memory for all GPUs, under the host's own addresses.
+
+    Raises:
+        RuntimeError: the driver refuses, or ``device`` can't read the host's addresses.
+    """
+    torch.cuda.init()
+    do_postponed()
+    if not reads_host_addresses(device):
+        raise RuntimeError(
+            f"{torch.cuda.get_device_name(device)} can't read pinned host memory under the host's own addresses "
+            "(cudaDevAttrCanUseHostPointerForRegisteredMem is 0): rows can lie on 'cuda' or 'cpu' here, not 'pinned' "
+            "or 'split'"
+        )
+    failed = int(torch.cuda.cudart().cudaHostRegister(address, n_bytes, _PORTABLE | _MAPPED))
+    if failed:
+        _clear_error(device)
+        raise RuntimeError(f"the CUDA driver refused to pin {n_bytes} bytes of host memory (error {failed})")
+
+
+def _clear_error(device: torch.device) -> None:
+    """Clear the error of a failed call. Otherwise CUDA reports it again at the next launch in this thread."""
+    with contextlib.suppress(RuntimeError):
+        torch.ones((), device=device)
+
+
+def reads_host_addresses(device: torch.device) -> bool:
+    """Whether a GPU addresses pinned memory as the host does. True if the driver can't be asked, as on AMD."""
+    if torch.version.hip is not None:
+        return True
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return True
+    number = torch.cuda.current_device() if device.index is None else device.index
+    handle, found = ctypes.c_int(), ctypes.c_int(1)
+    if driver.cuDeviceGet(ctypes.byref(handle), number) == 0:
+        driver.cuDeviceGetAttribute(ctypes.byref(found), _CAN_USE_HOST_POINTER, handle)
+    return bool(found.value)
+
+
+def unregister(address: int, device: torch.device) -> None:
+    """Undo :func:`register`, once nothing that was launched on ``device`` reads the memory any more."""
+    synchronize(device)
+    if int(torch.cuda.cudart().cudaHostUnregister(address)):
+        _clear_error(device)
+
+
+def synchronize(device: torch.device | None = None) -> None:
+    """Wait until the GPU has finished everything that was launched."""
+    torch.cuda.synchronize(device)

@@ -1,0 +1,212 @@
+"""Data of rows that are not tensors, such as text: lists on the host, which keep up with the ring.
+
+The kernels know nothing of them. A draw reads them by its index, which on a GPU is a wait for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDictBase, is_non_tensor, is_tensorclass
+from torch import Tensor
+
+from gpubuf.data.recording import refuse_in_capture
+from gpubuf.data.storage.layout import Data, Key, as_written
+
+_PLAIN = (str, bytes, int, float, bool, type(None))
+
+
+class _Pending(NamedTuple):
+    """Rows of a write that may not have been made yet: how many had ever been written before, and what comes."""
+
+    written: int
+    rows: dict[Key, list[Any]]
+
+
+class _Assembles(Protocol):
+    def assemble(
+        self, tensors: list[Tensor], extra: dict[Any, Any] | None = None, batch_size: tuple[int, ...] | None = None
+    ) -> Data: ...
+
+
+class HostRows:
+    """A list of values for each key that is not a tensor, by position in the storage.
+
+    Args:
+        keys: the keys, and the batch dimensions that a row of each has.
+        capacity: number of positions.
+
+    Attributes:
+        columns: the values at the positions written so far.
+    """
+
+    def __init__(self, keys: Mapping[Key, tuple[int, ...]], capacity: int) -> None:
+        self.keys = dict(keys)
+        self.columns: dict[Key, list[Any]] = {key: [] for key in keys}
+        self._capacity = capacity
+        self._pending: _Pending | None = None
+
+    # Writing
+
+    def announce(self, data: Data, shape: tuple[int, ...], written: int) -> None:
+        """Rows are about to be written; :meth:`settle` puts them in place once they have been.
+
+        Args:
+            data: a batch.
+            shape: of its batch dimensions.
+            written: how many rows were ever written before.
+
+        Raises:
+            ValueError: a key is missing, or its rows have other dimensions.
+            CaptureError: a graph is being captured.
+        """
+        self.expect(self.rows_of(data, len(shape)), written)
+
+    def expect(self, rows: dict[Key, list[Any]], written: int) -> None:
+        """As :meth:`announce`, with the values of each key."""
+        refuse_in_capture("data that are not tensors are written by the host: write them outside of the step")
+        if torch.compiler.is_compiling():
+            raise RuntimeError("data that are not tensors are written by the host, not by compiled code")
+        self._pending = _Pending(written, rows)
+
+    def settle(self, written: int) -> None:
+        """Put the announced rows in place, if the write has been made: ``written`` says how many there are now."""
+        pending = self._pending
+        if pending is None:
+            return
+        if written > pending.written:
+            for key, values in pending.rows.items():
+                n = min(len(values), self._capacity)
+                self._put_at((pending.written + len(values) - n) % self._capacity, self.columns[key], values[-n:])
+        self._pending = None
+
+    def _put_at(self, start: int, column: list[Any], values: list[Any]) -> None:
+        """Write around the seam. The column grows up to the capacity."""
+        if len(column) < start:
+            column += [None] * (start - len(column))
+        before_seam = self._capacity - start
+        column[start : start + len(values)] = values[:before_seam]
+        column[: max(len(values) - before_seam, 0)] = values[before_seam:]
+
+    def put(self, index: Sequence[int], rows: dict[Key, list[Any]]) -> None:
+        """Overwrite rows in place; of duplicates the last one wins."""
+        for key, values in rows.items():
+            column = self.columns[key]
+            for position, value in zip(index, values, strict=True):
+                column[position] = value
+
+    def rows_of(self, data: Data, ndim: int) -> dict[Key, list[Any]]:
+        """The values of a batch, one for each row: nested lists where rows have batch dimensions.
+
+        Raises:
+            ValueError: a key is missing, or its rows have other dimensions.
+        """
+        found: dict[Key, list[Any]] = {}
+        for key, dims in self.keys.items():
+            value: Any = data
+            for name in key:
+                value = _entries(value).get(name)
+            if value is None or not is_non_tensor(value):
+                raise ValueError(
+                    f"the batch's keys differ from the storage's: missing {as_written(key)!r}, not a tensor"
+                )
+            if tuple(value.batch_size[ndim:]) != dims:
+                raise ValueError(
+                    f"key {as_written(key)!r}: the storage holds rows of shape {dims}, the batch rows of shape "
+                    f"{tuple(value.batch_size[ndim:])}"
+                )
+            values = value.tolist()
+            for _ in range(ndim - 1):
+                values = [row for step in values for row in step]
+            found[key] = values
+        return found
+
+    # Reading
+
+    def entries(self, index: Tensor, shape: tuple[int, ...]) -> dict[Any, Any]:
+        """The values of rows, as they go into a batch of ``shape``. Synchronises if ``index`` is on a GPU."""
+        positions = index.tolist()
+        return {
+            key: _batch([column[position] for position in positions], shape, self.keys[key])
+            for key, column in self.columns.items()
+        }
+
+    def assembled(
+        self,
+        reader: _Assembles,
+        tensors: list[Tensor],
+        index: Tensor,
+        batch_size: tuple[int, ...] | None,
+        info: dict[Any, Any] | None,
+    ) -> Data:
+        """A batch with these values in it, and with ``info``."""
+        shape = (index.numel(),) if batch_size is None else batch_size
+        return reader.assemble(tensors, {**(info or {}), **self.entries(index, shape)}, batch_size)
+
+    # State
+
+    def forget(self) -> None:
+        """Drop all values."""
+        for column in self.columns.values():
+            column.clear()
+        self._pending = None
+
+    def state(self, size: int) -> list[dict[str, Any]]:
+        """The values of the first ``size`` positions."""
+        return [
+            {"key": list(key), "shape": list(self.keys[key]), "rows": column[:size]}
+            for key, column in self.columns.items()
+        ]
+
+    def load(self, state: Any, order: Tensor | None) -> None:
+        """Restore :meth:`state`; ``order``: the old positions of the rows, in the order in which they lie now."""
+        self._pending = None
+        for entry in state:
+            rows = list(entry["rows"])
+            self.columns[tuple(entry["key"])] = rows if order is None else [rows[i] for i in order.tolist()]
+
+
+def saved_host(state: Mapping[str, Any]) -> dict[Key, tuple[int, ...]]:
+    """The keys of the state of a storage that are not tensors, and their batch dimensions.
+
+    Raises:
+        ValueError: what it says about them contradicts itself.
+    """
+    found: dict[Key, tuple[int, ...]] = {}
+    try:
+        for entry in state.get("host", ()):
+            found[tuple(map(str, entry["key"]))] = tuple(map(int, entry["shape"]))
+            if not isinstance(entry["rows"], list) or len(entry["rows"]) != state["size"]:
+                raise ValueError(f"{entry['key']!r} does not have {state['size']} rows")
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"the state does not hold the data that are not tensors: {error!r}") from None
+    return found
+
+
+def _entries(data: Any) -> Mapping[str, Any]:
+    """The entries of a TensorDict or tensorclass; of anything else none."""
+    if is_tensorclass(data):
+        data = data._tensordict
+    return dict(data.items()) if isinstance(data, TensorDictBase) else {}
+
+
+def _batch(values: list[Any], shape: tuple[int, ...], dims: tuple[int, ...]) -> Any:
+    """Values of rows as an entry of a TensorDict of ``shape``; each is nested lists of ``dims``."""
+    n = math.prod(shape)
+    if n == 0 or math.prod(dims) == 0:
+        return NonTensorData(None, batch_size=(*shape, *dims))
+    for length in reversed(shape[1:]):
+        values = [values[start : start + length] for start in range(0, len(values), length)]
+    return _stack(values if shape else values[0], (*shape, *dims))
+
+
+def _stack(values: Any, shape: tuple[int, ...]) -> Any:
+    if not shape:
+        return NonTensorData(values)
+    if len(shape) == 1 and all(isinstance(value, _PLAIN) for value in values):
+        # A sixth of the time.
+        return NonTensorStack.from_list(values)
+    return NonTensorStack(*(_stack(value, shape[1:]) for value in values))

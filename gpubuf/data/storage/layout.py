@@ -1,0 +1,439 @@
+"""The layout of a row: the keys of a transition, and the way between TensorDicts and bytes.
+
+A :class:`RowLayout` is derived once from the first batch. It checks every later batch against itself, hands
+the kernels a flat list of tensors, and cuts the arena that a gather returns into a TensorDict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_non_tensor, is_tensorclass
+from torch import Tensor
+
+from gpubuf import serialization
+from gpubuf.data.storage.containers import first_of
+from gpubuf.data.storage.indexing import check_dense
+from gpubuf.data.storage.leaves import Key as Key
+from gpubuf.data.storage.leaves import Leaf as Leaf
+from gpubuf.data.storage.leaves import Node as Node
+from gpubuf.data.storage.leaves import as_key as as_key
+from gpubuf.data.storage.leaves import as_written as as_written
+from gpubuf.kernels.rows import ALIGNMENT, arena_offsets
+
+# A Tensor, a TensorDictBase or a tensorclass, or containers of these: there is no common type.
+Data = Any
+
+
+def batch_shape(data: Data, ndim: int) -> tuple[int, ...]:
+    """The leading ``ndim`` dimensions of a batch: of containers those of the first tensor in them.
+
+    Raises:
+        TypeError: ``data`` has no batch dimensions.
+        ValueError: it has fewer than ``ndim``.
+    """
+    if isinstance(data, Tensor):
+        shape = data.shape
+    elif isinstance(data, TensorDictBase) or is_tensorclass(data):
+        shape = data.batch_size
+    else:
+        first = first_of(data)
+        if first is data:
+            empty = " without tensors (extend_columns takes NumPy arrays)" if isinstance(data, (Mapping, tuple)) else ""
+            raise TypeError(
+                "expected a TensorDict, a tensorclass, a tensor or containers of tensors, got "
+                f"{type(data).__name__}{empty}"
+            )
+        return batch_shape(first, ndim)
+    if len(shape) < ndim:
+        raise ValueError(f"the storage has {ndim} batch dimension(s), the batch has shape {tuple(shape)}")
+    return tuple(shape[:ndim])
+
+
+def device_of(data: Data) -> torch.device:
+    """The device of a batch: the one that it claims, or that of its first tensor.
+
+    Raises:
+        ValueError: it has no tensors.
+    """
+    device: torch.device
+    data = first_of(data)
+    if isinstance(data, Tensor) or data.device is not None:
+        device = data.device
+        return device
+    for value in data.values(True, True):
+        device = value.device
+        return device
+    raise ValueError("the data has no keys: there is nothing to store")
+
+
+#: Bytes of a batch from which on it is one allocation on the CPU too.
+_LARGE_BATCH = 1 << 20
+
+
+class ArenaPlan(NamedTuple):
+    """The arena of a batch: its size, and dtype, offset (in elements), size and stride of every key's view."""
+
+    n_bytes: int
+    views: list[tuple[torch.dtype, int, tuple[int, ...], tuple[int, ...]]]
+
+
+class Pieces(NamedTuple):
+    """Rows that come a piece at a time, as from the files of a checkpoint.
+
+    Attributes:
+        example: what all pieces look like; it may have no rows.
+        parts: the first step of every piece, and the piece.
+    """
+
+    example: Data
+    parts: Iterable[tuple[int, Data]]
+
+    @classmethod
+    def of(cls, rows: Any, ndim: int) -> Pieces:
+        """Rows as a state has them: one batch, a list of batches that follow each other, or pieces already."""
+        if isinstance(rows, Pieces):
+            return rows
+        parts, start = [], 0
+        for batch in rows if isinstance(rows, list) else [rows]:
+            parts.append((start, batch))
+            start += batch_shape(batch, ndim)[0]
+        return cls(parts[0][1], parts)
+
+
+def _by_level(entries: Mapping[Any, Tensor]) -> tuple[dict[str, Tensor], dict[str, dict[Key, Tensor]]]:
+    """Entries under names or tuples of names: those of this level, and those below it by the name of their node."""
+    own: dict[str, Tensor] = {}
+    nested: dict[str, dict[Key, Tensor]] = {}
+    for key, value in entries.items():
+        if type(key) is str:
+            own[key] = value
+        elif len(key) == 1:
+            own[key[0]] = value
+        else:
+            nested.setdefault(key[0], {})[key[1:]] = value
+    return own, nested
+
+
+def _tensordict_of(data: Data) -> TensorDictBase:
+    own: TensorDictBase = data if type(data) is TensorDict or not is_tensorclass(data) else data._tensordict
+    return own
+
+
+def _entries(data: Data, path: Key) -> dict[str, Any]:
+    """The entries of a TensorDict or a tensorclass, by name.
+
+    Raises:
+        ValueError: it is a lazy stack, and some of its TensorDicts have keys that others lack.
+    """
+    own = _tensordict_of(data)
+    if isinstance(own, LazyStackedTensorDict):
+        several = {name for td in own.tensordicts for name in td.keys()} - set(own.keys())
+        if several:
+            keys = sorted(str((*path, name)) for name in several)
+            raise ValueError(f"some rows of the batch have keys that others lack: {', '.join(keys)}")
+    return dict(own.items())
+
+
+class RowLayout:
+    """Keys, shapes and dtypes of a row, fixed for the life of a storage.
+
+    Args:
+        example: data whose leading ``batch_dims`` dimensions are batch dimensions.
+        batch_dims: number of leading dimensions that are not part of a row.
+        ignored: root keys that are not stored, whether a batch has them or not.
+
+    Raises:
+        TypeError: the data is neither a tensor nor made of tensors.
+    """
+
+    def __init__(self, example: Data, batch_dims: int, ignored: frozenset[str] = frozenset()) -> None:
+        self.ignored = ignored
+        self.leaves: list[Leaf] = []
+        #: The keys of data that are not tensors, and the batch dimensions that a row of each has.
+        self.host: dict[Key, tuple[int, ...]] = {}
+        self.root = self._describe(example, (), batch_dims)
+        #: Whether a batch is a plain TensorDict, rather than a tensor or a tensorclass.
+        self.is_tensordict = isinstance(self.root, Node) and self.root.tensorclass is None
+        #: Whether info about rows can be an entry of a batch as it is: rows have no batch dimensions of their own.
+        self.takes_info = self.is_tensordict and not self.nested_batch
+        self._positions = {leaf.key: position for position, leaf in enumerate(self.leaves)}
+        self._arenas: dict[int, ArenaPlan] = {}
+        self._models: dict[int, list[Tensor]] = {}
+        self._device: torch.device | None = None
+        #: For each batch size on that device: an empty tensor, offset (in elements), size and stride of every view.
+        self._cuts: dict[int, list[tuple[Tensor, int, tuple[int, ...], tuple[int, ...]]]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is kept to save time: models of batches have shapes, but no memory that could be copied."""
+        return self.__dict__ | {"_arenas": {}, "_models": {}, "_device": None, "_cuts": {}}
+
+    def _describe(self, data: Data, path: tuple[str, ...], batch_dims: int) -> int | Node:
+        if isinstance(data, Tensor):
+            check_dense(f"key {path or 'root'}", data)
+            if data.dtype not in serialization.NAMES:
+                raise TypeError(f"key {path or 'root'} has the dtype {data.dtype}, which can't be saved: convert it")
+            self.leaves.append(Leaf(path, data.dtype, tuple(data.shape[batch_dims:])))
+            return len(self.leaves) - 1
+        if is_non_tensor(data) or not (isinstance(data, TensorDictBase) or is_tensorclass(data)):
+            where = f"key {path!r} holds" if path else "the data is"
+            raise TypeError(
+                f"only tensors, TensorDicts and tensorclasses can be stored; {where} a {type(data).__name__}. "
+                "A ListStorage takes any object"
+            )
+        children: dict[str, int | Node] = {}
+        for name, value in _entries(data, path).items():
+            if not path and name in self.ignored:
+                continue
+            if is_non_tensor(value):
+                other: Any = value
+                self.host[*path, name] = tuple(other.batch_size[batch_dims:])
+            else:
+                children[name] = self._describe(value, (*path, name), batch_dims)
+        return Node(children, tuple(data.batch_size[batch_dims:]), type(data) if is_tensorclass(data) else None)
+
+    def with_leaves(self, leaves: Sequence[Leaf]) -> RowLayout:
+        """The same structure with other leaves, in the order in which a batch is walked through.
+
+        A TensorDict that has all keys of a tensorclass here, and no others, is one of that class again.
+        """
+        other = object.__new__(type(self))
+        vars(other).update(self.__getstate__())
+        other.leaves = list(leaves)
+        other.root = _tree(list(enumerate(leaves)), (), self.root)
+        other.is_tensordict = isinstance(other.root, Node) and other.root.tensorclass is None
+        other.takes_info = other.is_tensordict and not other.nested_batch
+        other._positions = {leaf.key: position for position, leaf in enumerate(leaves)}
+        return other
+
+    @property
+    def plain(self) -> RowLayout:
+        """The layout inside: of tensors and TensorDicts."""
+        return self
+
+    @property
+    def nested_batch(self) -> tuple[int, ...]:
+        """Batch dimensions of the rows themselves: those of the data beyond the storage's."""
+        return () if isinstance(self.root, int) else self.root.batch_suffix
+
+    def position(self, key: Key) -> int | None:
+        """The position of a key in ``leaves``; None if it is not stored."""
+        return self._positions.get(key)
+
+    # From a batch to tensors
+
+    def collect(self, data: Data, batch_dims: int) -> list[Tensor]:
+        """The batch's tensors in the order of ``leaves``, checked. ``batch_dims`` leading dimensions are free.
+
+        Raises:
+            ValueError: a key is missing or unknown, or has another shape or dtype; the text states both sides.
+        """
+        out: list[Tensor] = []
+        if isinstance(self.root, int):
+            out.append(self._checked(self.leaves[self.root], data, batch_dims))
+        else:
+            self._collect(self.root, data, (), batch_dims, out)
+        return out
+
+    def _collect(self, node: Node, data: Data, path: tuple[str, ...], batch_dims: int, out: list[Tensor]) -> None:
+        if type(data) is not TensorDict and not isinstance(data, TensorDictBase) and not is_tensorclass(data):
+            raise ValueError(f"key {path or 'root'}: the storage holds a TensorDict, the batch a {type(data).__name__}")
+        # A plain TensorDict's own entries, which are only read here: a copy takes as long as the check of a key.
+        found: dict[str, Any] = data._tensordict if type(data) is TensorDict else _entries(data, path)
+        if not path and not self.ignored.isdisjoint(found):
+            found = {name: value for name, value in found.items() if name not in self.ignored}
+        if found.keys() != node.children.keys() and self.host:
+            # :class:`~gpubuf.data.storage.host_rows.HostRows` looks after these.
+            found = {name: value for name, value in found.items() if (*path, name) not in self.host}
+        if found.keys() != node.children.keys():
+            missing = [(*path, name) for name in node.children if name not in found]
+            extra = [(*path, name) for name in found if name not in node.children]
+            stored, given = sorted(node.children), sorted(found)
+            raise ValueError(
+                f"the batch's keys differ from the storage's: missing {missing}, extra {extra} "
+                f"(storage: {stored}, batch: {given}{f', under {path}' if path else ''})"
+            )
+        for name, child in node.children.items():
+            if isinstance(child, int):
+                leaf, tensor = self.leaves[child], found[name]
+                # `_checked` spelled out, for it is asked of every key of every write.
+                same = type(tensor) is Tensor and tensor.dtype is leaf.dtype and tensor.shape[batch_dims:] == leaf.shape
+                if same and tensor.layout is torch.strided and not tensor.is_meta:
+                    out.append(tensor)
+                else:
+                    out.append(self._checked(leaf, tensor, batch_dims))
+            else:
+                self._collect(child, found[name], (*path, name), batch_dims, out)
+
+    @staticmethod
+    def _checked(leaf: Leaf, data: Data, batch_dims: int) -> Tensor:
+        if not isinstance(data, Tensor):
+            raise ValueError(f"key {leaf.name}: the storage holds a tensor, the batch a {type(data).__name__}")
+        if data.dtype is not leaf.dtype or data.shape[batch_dims:] != leaf.shape:
+            raise ValueError(
+                f"key {leaf.name}: the storage holds rows of shape {leaf.shape} and {leaf.dtype}, "
+                f"the batch rows of shape {tuple(data.shape[batch_dims:])} and {data.dtype}"
+            )
+        check_dense(f"key {leaf.name}", data)
+        return data
+
+    # From tensors to a batch
+
+    def assemble(
+        self,
+        tensors: list[Tensor],
+        batch_size: tuple[int, ...],
+        device: torch.device | None,
+        extra: Mapping[Any, Tensor] | None = None,
+    ) -> Data:
+        """Tensors in the order of ``leaves``, put together as the data that this layout describes.
+
+        ``extra`` entries, under names or tuples of names, are added, or replace what is there. The root must then be a
+        TensorDict.
+        """
+        if isinstance(self.root, int):
+            return tensors[self.root]
+        return self._assemble(self.root, tensors, torch.Size(batch_size), device, extra)
+
+    def _assemble(
+        self,
+        node: Node,
+        tensors: list[Tensor],
+        batch_size: torch.Size,
+        device: torch.device | None,
+        extra: Mapping[Any, Tensor] | None = None,
+    ) -> Data:
+        own, nested = _by_level(extra) if extra else ({}, {})
+        source: dict[Any, Any] = {}
+        for name, child in node.children.items():
+            if isinstance(child, int):
+                source[name] = tensors[child]
+            else:
+                source[name] = self._assemble(child, tensors, batch_size, device, nested.pop(name, None))
+        if extra:
+            source.update(own)
+            for name, entries in nested.items():
+                source[name] = self._assemble(Node({}, (), None), tensors, batch_size, device, entries)
+        if node.batch_suffix:
+            batch_size = torch.Size((*batch_size, *node.batch_suffix))
+        # The public constructor checks every shape again, which takes several times as long for a nested batch.
+        td = TensorDict._new_unsafe(source, batch_size, device, nested=False)
+        return td if node.tensorclass is None else node.tensorclass._from_tensordict(td)  # type: ignore[attr-defined]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row of all keys."""
+        return sum(leaf.row_bytes for leaf in self.leaves)
+
+    def arena(self, n: int) -> ArenaPlan:
+        """How a batch of ``n`` rows lies in its arena."""
+        if torch.compiler.is_compiling():
+            # Compiled code may not depend on which batch sizes were asked for before.
+            return self._plan(n)
+        plan = self._arenas.get(n)
+        if plan is None:
+            # Users ask for a few batch sizes over and over; the bound serves those who ask for thousands.
+            if len(self._arenas) >= 64:
+                self._arenas.clear()
+            plan = self._arenas[n] = self._plan(n)
+        return plan
+
+    def _plan(self, n: int) -> ArenaPlan:
+        offsets, n_bytes = arena_offsets([leaf.row_bytes for leaf in self.leaves], n)
+        views = [
+            (leaf.dtype, offset // leaf.dtype.itemsize, (n, *leaf.shape), (leaf.n_elements, *leaf.strides))
+            for leaf, offset in zip(self.leaves, offsets, strict=True)
+        ]
+        return ArenaPlan(n_bytes, views)
+
+    def allocate(self, n: int) -> list[Tensor]:
+        """Uninitialised memory on the CPU for a batch of ``n`` rows, contiguous: a tensor per leaf.
+
+        Large batches are views of one allocation (:meth:`cut`). The C library gives memory of that size back to the
+        system and asks for it anew, page by page, unless it comes and goes in one piece.
+        """
+        n_bytes = self.arena(n).n_bytes
+        if n_bytes >= _LARGE_BATCH:
+            return self.cut(torch.empty(n_bytes, dtype=torch.uint8), n)
+        models = self._models.get(n)
+        if models is None:
+            if len(self._models) >= 64:
+                self._models.clear()
+            models = self._models[n] = [torch.empty((n, *leaf.shape), dtype=leaf.dtype) for leaf in self.leaves]
+            for model in models:
+                # Only their shapes are used.
+                model.untyped_storage().resize_(0)
+        # Half the time of torch.empty, which has to find out what a shape and a dtype are.
+        return list(map(torch.empty_like, models))
+
+    def cut(self, arena: Tensor, n: int) -> list[Tensor]:
+        """Views of an arena of ``n`` rows, one per leaf, each contiguous and aligned to ``ALIGNMENT`` bytes.
+
+        In eager mode every view has a version counter of its own, so that changing one key in place does not
+        break a backward pass through another.
+        """
+        if torch.compiler.is_compiling() or type(arena) is not Tensor:
+            # Tracing can't follow set_(); traced code is functional, so that version counters don't matter there.
+            return [_traced_view(arena, *view) for view in self.arena(n).views]
+        if arena.device != self._device:
+            self._device, self._cuts = arena.device, {}
+        cuts = self._cuts.get(n)
+        if cuts is None:
+            cuts = self._remember_cuts(n, arena.device)
+        memory = arena.untyped_storage()
+        # `.data` makes a tensor with a version counter of its own, at less cost than any factory function. set_() takes
+        # most of the time, and is no slower than as_strided() or than split, which would need a view for each shape.
+        return [empty.data.set_(memory, offset, size, stride) for empty, offset, size, stride in cuts]
+
+    def _remember_cuts(
+        self, n: int, device: torch.device
+    ) -> list[tuple[Tensor, int, tuple[int, ...], tuple[int, ...]]]:
+        if len(self._cuts) >= 64:
+            self._cuts.clear()
+        empties = {leaf.dtype: torch.empty(0, dtype=leaf.dtype, device=device) for leaf in self.leaves}
+        self._cuts[n] = [(empties[dtype], offset, size, stride) for dtype, offset, size, stride in self.arena(n).views]
+        return self._cuts[n]
+
+    # Storage
+
+
+def _tree(leaves: Sequence[tuple[int, Leaf]], path: Key, like: int | Node | None) -> int | Node:
+    """The node at ``path`` of leaves that are given with their positions, with all that ``like`` says beside keys."""
+    if len(leaves) == 1 and leaves[0][1].key == path:
+        return leaves[0][0]
+    below: dict[str, list[tuple[int, Leaf]]] = {}
+    for position, leaf in leaves:
+        below.setdefault(leaf.key[len(path)], []).append((position, leaf))
+    old = like if isinstance(like, Node) else Node({}, (), None)
+    children = {name: _tree(own, (*path, name), old.children.get(name)) for name, own in below.items()}
+    children |= {name: child for name, child in old.children.items() if name not in below and _is_empty(child)}
+    return Node(children, old.batch_suffix, old.tensorclass if children.keys() == old.children.keys() else None)
+
+
+def _is_empty(node: int | Node) -> bool:
+    return isinstance(node, Node) and all(map(_is_empty, node.children.values()))
+
+
+def rows_in(arena: Tensor, leaf: Leaf, n: int) -> Tensor:
+    """``n`` rows of the only key of an arena."""
+    return _traced_view(arena, leaf.dtype, 0, (n, *leaf.shape), (leaf.n_elements, *leaf.strides))
+
+
+def _traced_view(
+    arena: Tensor, dtype: torch.dtype, offset: int, size: tuple[int, ...], stride: tuple[int, ...]
+) -> Tensor:
+    """A piece of an arena, in the traceable operations that Inductor of all supported versions takes."""
+    if dtype is torch.bool:
+        # Inductor of PyTorch 2.11 refuses a view of bytes as bool. The bytes are 0 and 1.
+        return arena.as_strided(size, stride, offset).ne(0)
+    return arena.view(dtype).as_strided(size, stride, offset)
+
+
+def address(tensor: Tensor) -> int:
+    """The address of a tensor; a fake one has a shape and a device but no memory, and its kernels never run."""
+    return tensor.data_ptr() if type(tensor) is Tensor else 0
+
+
+assert ALIGNMENT % 16 == 0, "every dtype's size must divide the alignment of an arena's views"

@@ -1,0 +1,239 @@
+"""A storage of objects of any kind, in a list on the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase, is_tensorclass
+from torch import Tensor
+
+from gpubuf.data.storage.containers import is_container, is_data
+from gpubuf.data.storage.host_rows import HostRows
+from gpubuf.data.storage.layout import Data, RowLayout
+from gpubuf.data.storage.placement import Placement
+from gpubuf.data.storage.tensor_storage import TensorStorage
+from gpubuf.data.storage.trees import mapped, stacked
+
+UNLIMITED = 1 << 40
+"""The capacity of a storage without one: more objects than any list can hold."""
+
+_OBJECTS = ()
+
+
+class Objects(HostRows):
+    """The objects of a :class:`ListStorage`, by position."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__({_OBJECTS: ()}, capacity)
+
+    @property
+    def items(self) -> list[Any]:
+        """The objects."""
+        return self.columns[_OBJECTS]
+
+    def assembled(
+        self,
+        reader: Any,
+        tensors: list[Tensor],
+        index: Tensor,
+        batch_size: tuple[int, ...] | None,
+        info: dict[Any, Any] | None,
+    ) -> Data:
+        """The objects at ``index``: a list.
+
+        Raises:
+            ValueError: several batches are asked for at once.
+        """
+        if batch_size is not None:
+            raise ValueError("a ListStorage gives one batch at a time, and no slices: call sample() for each")
+        items = self.items
+        return [items[position] for position in index.tolist()]
+
+
+class ListStorage(TensorStorage):
+    """Objects of any kind, one a row, in a list on the host.
+
+    It is slow: each row is an object of Python, and a batch is put together one object after the other. Rows of the
+    same shape belong into a :class:`LazyTensorStorage`, which also takes dicts and tuples of tensors, and text beside
+    them. Uniform samplers, :class:`SamplerWithoutReplacement` and :class:`PrioritizedSampler` work, with all that goes
+    by the index of a row: priorities, prefetch, checkpoints.
+
+    :meth:`~gpubuf.ReplayBuffer.extend` takes a list, a tuple, a range, a set or a NumPy array of objects, or a tensor
+    or a TensorDict, whose rows become the objects (copies). Objects are kept as they are, and not copied. Batches are
+    collated: tensors, TensorDicts, and containers of such are stacked; of anything else, or of different shapes, a
+    batch is a list. ``collate_fn=`` of the buffer gets the list.
+
+    Args:
+        max_size: capacity in objects. Default: no bound. A :class:`PrioritizedSampler` needs one.
+        compilable: accepted for compatibility.
+        device: where tensors in the objects are moved to when they are written. Default: they stay where they are.
+
+    Checkpoints take objects that are tensors, TensorDicts, tensorclasses (which come back as TensorDicts), plain
+    values, and containers of these.
+    """
+
+    def __init__(
+        self, max_size: int | None = None, *, compilable: bool = False, device: torch.device | str | int | None = None
+    ) -> None:
+        self._configure(UNLIMITED if max_size is None else max_size, "cpu", 1)
+        self.object_device = None if device is None else torch.device(device)
+        layout = RowLayout(TensorDict({}, [0]), 1)
+        layout.host = {_OBJECTS: ()}
+        self._adopt(self.form_like(layout), [], (self.max_size,), Placement("cpu", torch.device("cpu")))
+        self.host = Objects(self.max_size)
+
+    @property
+    def objects(self) -> Objects:
+        """The objects."""
+        assert isinstance(self.host, Objects)
+        return self.host
+
+    supports_conditional_update = False
+
+    @property
+    def relocatable(self) -> bool:
+        return False
+
+    # Writing
+
+    def as_batch(self, row: Any, dim: int) -> list[Any]:
+        return [row]
+
+    def batch_of(self, rows: list[Any]) -> list[Any]:
+        return rows
+
+    def holds_nothing(self, data: Any) -> bool:
+        return len(data) == 0
+
+    def append(self, data: Any) -> Tensor:
+        """Write objects at the cursor, over the oldest ones. Returns their positions, int64 ``[n]``.
+
+        Raises:
+            TypeError: ``data`` is a dict, or nothing that can be gone through.
+        """
+        items = self.as_items(data)
+        if not items:
+            return torch.empty(0, dtype=torch.int64)
+        self.objects.expect({_OBJECTS: items}, self.written)
+        index = self._append([], len(items))
+        self.objects.settle(self.written)
+        return index
+
+    def as_items(self, data: Any) -> list[Any]:
+        """The objects of a batch, as they are to be stored."""
+        if is_data(data):
+            # The caller may change its batch as soon as this returns.
+            items = list(data.clone().unbind(0))
+        elif isinstance(data, (list, tuple, range, set, frozenset, np.ndarray)):
+            items = list(data)
+        else:
+            raise TypeError(
+                f"a ListStorage is extended by a list, a tuple, a range, a set, an array, a tensor or a TensorDict of "
+                f"objects, got a {type(data).__name__}; add() writes one object"
+            )
+        return items if self.object_device is None else [self._moved(item) for item in items]
+
+    def _moved(self, item: Any) -> Any:
+        if hasattr(item, "to"):
+            return item.to(self.object_device)
+        try:
+            return mapped(item, lambda value: value.to(self.object_device)) if is_container(item) else item
+        except TypeError:
+            return item
+
+    def write(self, index: Tensor, data: Any) -> None:
+        """Overwrite objects in place.
+
+        Raises:
+            ValueError: there are more or fewer objects than positions.
+        """
+        items, positions = self.as_items(data), index.tolist()
+        if len(items) != len(positions):
+            raise ValueError(f"{len(positions)} rows are addressed, {len(items)} objects given")
+        self.overwrites += 1
+        self.objects.put(positions, {_OBJECTS: items})
+
+    def place(self, positions: list[int], items: list[Any]) -> None:
+        """Put objects where a writer says, which counts them: nowhere, for -1."""
+        stored = self.objects.items
+        stored += [None] * (max(positions, default=-1) + 1 - len(stored))
+        for position, item in zip(positions, items, strict=True):
+            if position >= 0:
+                stored[position] = item
+
+    def __setitem__(self, index: Any, data: Any) -> None:
+        if _is_int(index):
+            data, index = [data], [int(index)]
+        self.write(self._positions(index), data)
+
+    def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
+        """Write objects at positions of your choice: over stored ones, or behind the last one without a gap.
+
+        Raises:
+            IndexError: a position is further behind.
+            ValueError: there are more or fewer objects than positions.
+        """
+        if _is_int(cursor):
+            cursor, data = [int(cursor)], [data]
+        items = self.as_items(data)
+        if cursor is Ellipsis or isinstance(cursor, slice):
+            reach = max(len(self), len(items))
+            cursor = range(reach) if cursor is Ellipsis else range(*cursor.indices(reach))
+        positions = torch.as_tensor(cursor).reshape(-1).tolist()
+        if len(items) != len(positions):
+            raise ValueError(f"{len(positions)} rows are addressed, {len(items)} objects given")
+        for position, item in zip(positions, items, strict=True):
+            if set_cursor and position == len(self) < self.max_size:
+                self.append([item])
+                self.end(None)
+            else:
+                self[position] = item
+
+    # Reading
+
+    def get(self, index: Any) -> Any:
+        """The object at an int, or a list of those at a slice, a sequence or a tensor of positions.
+
+        Raises:
+            IndexError: an index is beyond the objects stored.
+        """
+        if _is_int(index):
+            return self._object(int(self._positions([int(index)])))
+        return [self._object(position) for position in self._positions(index).tolist()]
+
+    def _object(self, position: int) -> Any:
+        item = self.objects.items[position]
+        if not isinstance(item, TensorDictBase) and not is_tensorclass(item):
+            return item
+        # Keys that are set in it later are not those of the stored one.
+        item = item.copy()
+        if "index" in self.ignored_keys and isinstance(item, TensorDictBase):
+            item.set("index", torch.tensor(position).expand(item.batch_size))
+        return item
+
+    @property
+    def _storage(self) -> list[Any]:
+        """The objects, as programs for TorchRL read them."""
+        return self.objects.items
+
+    @staticmethod
+    def default_collate(items: list[Any]) -> Any:
+        """Objects as a batch: stacked where they allow it, else the list."""
+        if not items or not (is_data(items[0]) or is_container(items[0])):
+            return items
+        try:
+            return stacked(items)
+        except (RuntimeError, TypeError, ValueError):
+            # Other shapes, other keys, or no tensors.
+            return items
+
+    def __repr__(self) -> str:
+        size = "" if self.max_size == UNLIMITED else f"/{self.max_size}"
+        return f"{type(self).__name__}({len(self)}{size} objects)"
+
+
+def _is_int(index: Any) -> bool:
+    scalar = isinstance(index, (Tensor, np.ndarray)) and index.ndim == 0 and index.dtype not in (torch.bool, np.bool_)
+    return scalar or (isinstance(index, (int, np.integer)) and not isinstance(index, bool))

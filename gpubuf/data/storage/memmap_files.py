@@ -1,0 +1,372 @@
+"""Rows in files: one memory-mapped file a key, and JSON that says what they hold.
+
+The layout of a folder is that of a memory-mapped TensorDict inside TorchRL's ``storage/``, so that either side opens
+what the other has written: ``meta.json`` lists the entries of one level with shape and dtype, a tensor lies in
+``<key>.memmap``, a nested TensorDict in the folder ``<key>/``, and ``storage_metadata.json`` says how much is valid.
+Everything read is checked before a byte is mapped; nothing is unpickled, and no class is looked up by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+import mmap
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from gpubuf import serialization
+from gpubuf.data.storage.layout import Data, Key, Node, RowLayout
+
+META_FILE = "meta.json"
+STORAGE_FILE = "storage_metadata.json"
+GPUBUF_FILE = "gpubuf.json"
+COUNTERS_FILE = "gpubuf.counters"
+JOURNAL_FILE = "gpubuf.journal"
+TENSOR_NAME = "_-single-tensor-_"  # of the only file of a storage that holds a plain tensor
+
+_TENSORCLASS_FOLDER = "_tensordict"
+_FORMAT_VERSION = 1
+_MAX_DEPTH = 32
+_MAX_ELEMENTS = 1 << 60
+_DTYPES = {str(dtype): dtype for dtype in serialization.NAMES}
+# Characters that a file name can't hold on some system; tensordict writes the same characters in the same way.
+_UNSAFE = {ord(c): f"%{ord(c):02X}" for c in '%/\\:*?"<>| ' + "".join(map(chr, (*range(32), 127)))}
+# Entries of meta.json that are not keys.
+_RESERVED = frozenset({"shape", "device", "_type", "_format_version", "_class"})
+
+
+def encoded(name: str) -> str:
+    """The part of a path that stands for one name of a key."""
+    if name in ("", ".", ".."):
+        return "%2E" * len(name) or "%"
+    return name.translate(_UNSAFE)
+
+
+def tensor_file(folder: Path, key: Key) -> Path:
+    """The file of a key; the empty key is that of a plain tensor."""
+    names = [encoded(name) for name in key] or [TENSOR_NAME]
+    return folder.joinpath(*names[:-1], f"{names[-1]}.memmap")
+
+
+def is_own(name: str) -> bool:
+    """Whether a file of this name may be one of a storage."""
+    known = (META_FILE, STORAGE_FILE, GPUBUF_FILE, COUNTERS_FILE, JOURNAL_FILE)
+    return name.endswith(".memmap") or name.removesuffix(".tmp") in known
+
+
+# Opening
+
+
+def open_file(path: Path, flags: int, root: Path | None = None) -> int:
+    """A descriptor of a regular file. Nothing that is a link is followed on the way from ``root`` to it.
+
+    Args:
+        path: the file.
+        flags: as for ``os.open``. With ``os.O_CREAT`` missing folders are made.
+        root: a folder above the file; it may be reached through links. None: the one that the file is in.
+
+    Raises:
+        FileExistsError: with ``os.O_EXCL``: there is something at ``path``.
+        ValueError: the file is missing, is a link or something else than a file, or lies in a folder that is a link.
+    """
+    root = path.parent if root is None else root
+    *folders, name = path.relative_to(root).parts
+    own = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # to open a pipe does not wait for its other end
+    folder, descriptor = -1, -1
+    try:
+        folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        for part in folders:
+            if flags & os.O_CREAT:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(part, dir_fd=folder)
+            above, folder = folder, os.open(part, os.O_RDONLY | os.O_DIRECTORY | own, dir_fd=folder)
+            os.close(above)
+        descriptor = os.open(name, flags | own, 0o666, dir_fd=folder)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError(f"{path} is not a regular file")
+        found, descriptor = descriptor, -1
+        return found
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing") from None
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO):
+            raise
+        raise ValueError(f"{path} is no regular file, or below {root} a link leads to it: links are refused") from None
+    finally:
+        for left in (folder, descriptor):
+            if left >= 0:
+                os.close(left)
+
+
+def refuse_links(path: Path, root: Path) -> None:
+    """Raise a ValueError if a folder between ``root`` and ``path`` is a link, or ``path`` itself."""
+    for part in (path, *path.parents):
+        if part == root:
+            return
+        if part.is_symlink():
+            raise ValueError(f"{part} is a link: links are refused")
+
+
+# Mapping
+
+
+def map_file(
+    path: Path, dtype: torch.dtype, shape: tuple[int, ...], *, writable: bool, root: Path | None = None
+) -> Tensor:
+    """A tensor on the bytes of a file, which must be exactly as long as the tensor.
+
+    Args:
+        path: the file.
+        dtype: of the tensor.
+        shape: of the tensor.
+        writable: changes go to the file. Otherwise the tensor must not be written to: its memory is protected.
+        root: as for :func:`open_file`.
+
+    Raises:
+        ValueError: as :func:`open_file`; the file has another size.
+    """
+    n_bytes = math.prod(shape) * dtype.itemsize
+    if n_bytes == 0:
+        return torch.empty(shape, dtype=dtype)  # an empty file can't be mapped, and TorchRL writes none
+    with os.fdopen(open_file(path, os.O_RDWR if writable else os.O_RDONLY, root), "r+b" if writable else "rb") as file:
+        found = os.fstat(file.fileno()).st_size
+        if found != n_bytes:
+            raise ValueError(f"{path} has {found} bytes, but {list(shape)} of {dtype} take {n_bytes}")
+        memory = mmap.mmap(file.fileno(), n_bytes, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
+    return torch.from_numpy(np.asarray(_Mapping(memory))).view(dtype).view(shape)
+
+
+class _Mapping:
+    """A mapping in the form that NumPy accepts.
+
+    A private mapping could be written to, but Linux refuses one that is larger than memory; and PyTorch warns of arrays
+    that say that they are read-only.
+    """
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory = memory
+        address = np.frombuffer(memory, np.uint8).ctypes.data
+        self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (len(memory),), "data": (address, False)}
+
+
+def create_file(path: Path, dtype: torch.dtype, shape: tuple[int, ...], root: Path | None = None) -> Tensor:
+    """A new file of zeros, and a writable tensor on it. The file is sparse: it takes space as it is written to.
+
+    Raises as :func:`open_file` for a new file.
+    """
+    n_bytes = math.prod(shape) * dtype.itemsize
+    if n_bytes:
+        descriptor = open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, root)
+        try:
+            os.truncate(descriptor, n_bytes)
+        finally:
+            os.close(descriptor)
+    return map_file(path, dtype, shape, writable=True, root=root)
+
+
+def sync_file(path: Path, root: Path | None = None) -> None:
+    """Wait until everything written to a file, through a mapping too, is on the disk."""
+    if path.exists():
+        descriptor = open_file(path, os.O_RDONLY, root)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+# Metadata
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a small JSON file. Only the complete new file replaces an old one."""
+    serialization.replace(path, [json.dumps(content).encode()])
+
+
+def read_json(path: Path, root: Path | None = None) -> dict[str, Any]:
+    """Read a small JSON file that holds an object.
+
+    Raises:
+        ValueError: as :func:`open_file`; it holds something else.
+    """
+    with os.fdopen(open_file(path, os.O_RDONLY, root), encoding="utf-8") as file:
+        try:
+            content = json.loads(file.read())
+        except (OSError, ValueError, RecursionError) as error:
+            raise ValueError(f"{path} can't be read: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}, not an object")
+    return content
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value read from JSON is an integer of at least 0."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def read_count(content: dict[str, Any], name: str, path: Path) -> int:
+    """An integer of at least 0 from the result of :func:`read_json`."""
+    value: Any = content.get(name)
+    if not is_count(value):
+        raise ValueError(f"{path}: {name!r} must be an integer of at least 0, not {value!r}")
+    return int(value)
+
+
+def write_metadata(
+    folder: Path, layout: RowLayout, shape: tuple[int, ...], size: int, extra: tuple[Key, ...] = ()
+) -> None:
+    """Describe the rows of a folder whose files are there: ``meta.json`` of every level, and the number of rows.
+
+    Args:
+        folder: where the rows are.
+        layout: what a row looks like. Tensorclasses are written as the TensorDicts that they are made of.
+        shape: of the full storage.
+        size: number of valid rows, counted as TorchRL does, along all dimensions that index rows.
+        extra: root keys beside those of the layout: int64 of the storage's shape.
+    """
+    plain: dict[str, Any] = {}
+    if isinstance(layout.root, int):
+        leaf = layout.leaves[layout.root]
+        plain[TENSOR_NAME] = {"dtype": str(leaf.dtype), "shape": [*shape, *leaf.shape]}
+    else:
+        _write_level(folder, folder, layout, layout.root, shape, extra)
+    write_json(folder / STORAGE_FILE, {"metadata": plain, "is_pytree": bool(plain), "len": size})
+
+
+def _write_level(
+    root: Path, folder: Path, layout: RowLayout, node: Node, shape: tuple[int, ...], extra: tuple[Key, ...] = ()
+) -> None:
+    refuse_links(folder, root)
+    folder.mkdir(parents=True, exist_ok=True)
+    entries: dict[str, Any] = {}
+    for name, child in node.children.items():
+        if isinstance(child, int):
+            leaf = layout.leaves[child]
+            entries[name] = _entry((*shape, *leaf.shape), leaf.dtype)
+        else:
+            entries[name] = {"type": "TensorDict"}
+            _write_level(root, folder / encoded(name), layout, child, shape)
+    entries.update({key[0]: _entry(shape, torch.int64) for key in extra})
+    write_json(
+        folder / META_FILE,
+        {
+            **entries,
+            "shape": [*shape, *node.batch_suffix],
+            "device": "cpu",
+            "_type": "<class 'tensordict._td.TensorDict'>",
+            "_format_version": _FORMAT_VERSION,
+            "_class": "tensordict:TensorDict",
+        },
+    )
+
+
+def _entry(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
+    return {"device": "cpu", "shape": list(shape), "dtype": str(dtype), "is_nested": False}
+
+
+def check_names(layout: RowLayout) -> None:
+    """Refuse keys that can't be told apart from metadata.
+
+    Raises:
+        ValueError: there are any.
+    """
+    for leaf in layout.leaves:
+        for name in leaf.key:
+            if name in _RESERVED:
+                raise ValueError(f"key {leaf.name}: the name {name!r} is taken by the metadata of memory-mapped files")
+
+
+def read_rows(folder: Path, *, writable: bool, root: Path | None = None) -> tuple[Data, int]:
+    """Map the rows of a folder, without reading them.
+
+    Args:
+        folder: where the rows are.
+        writable: changes go to the files.
+        root: links are refused below it; None: below ``folder``.
+
+    Returns:
+        A TensorDict or a tensor on the files, as long as the full storage, and the number of valid rows.
+
+    Raises:
+        ValueError: a file is missing, damaged, of another size than the metadata says, or of a kind that is not
+            supported (non-tensor data, nested tensors, several tensors in a list).
+    """
+    root = folder if root is None else root
+    path = folder / STORAGE_FILE
+    if not os.path.lexists(path):
+        raise ValueError(f"{folder} holds no memory-mapped storage: there is no {STORAGE_FILE}")
+    content = read_json(path, root)
+    size = read_count(content, "len", path)
+    if not content.get("is_pytree"):
+        return _read_level(root, folder, (), writable, 0), size
+    entries = content.get("metadata")
+    if not isinstance(entries, dict) or list(entries) != [TENSOR_NAME]:
+        raise ValueError(f"{path}: only single tensors and TensorDicts can be read, this is a tree of {entries!r}")
+    dtype, shape = _described(entries[TENSOR_NAME], (), path, TENSOR_NAME)
+    return map_file(tensor_file(folder, ()), dtype, shape, writable=writable, root=root), size
+
+
+def _read_level(root: Path, folder: Path, batch: tuple[int, ...], writable: bool, depth: int) -> TensorDict:
+    if depth > _MAX_DEPTH:
+        raise ValueError(f"{folder}: nested more than {_MAX_DEPTH} levels deep")
+    path = folder / META_FILE
+    content = read_json(path, root)
+    if "shape" not in content and (folder / _TENSORCLASS_FOLDER).is_dir():
+        return _read_level(root, folder / _TENSORCLASS_FOLDER, batch, writable, depth + 1)
+    version = content.get("_format_version", 0)
+    if not isinstance(version, int) or version > _FORMAT_VERSION:
+        raise ValueError(f"{path} has the format version {version!r}, this reads up to {_FORMAT_VERSION}")
+    shape = _shape(content.get("shape"), batch, path, "shape")
+    source: dict[str, Any] = {}
+    for name, entry in content.items():
+        if name in _RESERVED:
+            continue
+        if isinstance(entry, dict) and "type" in entry:
+            if "NonTensor" in str(entry["type"]):
+                raise ValueError(f"{path}: {name!r} holds non-tensor data, which can't be stored")
+            source[name] = _read_level(root, folder / encoded(name), shape, writable, depth + 1)
+        else:
+            dtype, size = _described(entry, shape, path, name)
+            source[name] = map_file(tensor_file(folder, (name,)), dtype, size, writable=writable, root=root)
+    return TensorDict(source, shape, device="cpu")
+
+
+def read_tensor(folder: Path, name: str, root: Path) -> Tensor | None:
+    """The tensor of this name at the root of a folder; None if there is none, or something else.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    path = folder / META_FILE
+    entry = read_json(path, root).get(name)
+    if not isinstance(entry, dict) or "type" in entry:
+        return None
+    dtype, shape = _described(entry, (), path, name)
+    return map_file(tensor_file(folder, (name,)), dtype, shape, writable=False, root=root)
+
+
+def _described(entry: Any, batch: tuple[int, ...], path: Path, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+    if not isinstance(entry, dict) or entry.get("is_nested"):
+        raise ValueError(f"{path}: {name!r} is not a tensor: {entry!r}")
+    dtype = _DTYPES.get(str(entry.get("dtype")))
+    if dtype is None:
+        raise ValueError(f"{path}: {name!r} has the unknown dtype {entry.get('dtype')!r}")
+    return dtype, _shape(entry.get("shape"), batch, path, name)
+
+
+def _shape(value: Any, batch: tuple[int, ...], path: Path, name: str) -> tuple[int, ...]:
+    if not isinstance(value, list) or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in value):
+        raise ValueError(f"{path}: the shape of {name!r} must be a list of integers, not {value!r}")
+    if math.prod(max(n, 1) for n in value) >= _MAX_ELEMENTS:
+        raise ValueError(f"{path}: the shape {value} of {name!r} is larger than any tensor can be")
+    if tuple(value[: len(batch)]) != batch:
+        raise ValueError(f"{path}: {name!r} has shape {value}, but belongs to rows of shape {list(batch)}")
+    return tuple(value)

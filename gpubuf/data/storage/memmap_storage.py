@@ -1,0 +1,409 @@
+"""A storage in memory-mapped files. It may be larger than memory, and is there again after a restart."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shutil
+import tempfile
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import MemoryMappedTensor
+from torch import Tensor
+
+from gpubuf.data.storage import memmap_files as files
+from gpubuf.data.storage import memmap_temporary as temporary
+from gpubuf.data.storage.columns import Column
+from gpubuf.data.storage.end_bits import FLAGS
+from gpubuf.data.storage.forms import Form
+from gpubuf.data.storage.layout import Data, RowLayout, batch_shape
+from gpubuf.data.storage.memmap_files import COUNTERS_FILE, GPUBUF_FILE
+from gpubuf.data.storage.memmap_journal import Journal
+from gpubuf.data.storage.placement import Placement
+from gpubuf.data.storage.ring import Ring
+from gpubuf.data.storage.tensor_storage import LazyTensorStorage
+from gpubuf.data.storage.trees import saved_tree, with_tree
+from gpubuf.kernels import rows
+from gpubuf.kernels._registry import in_memory
+
+FORMAT = "gpubuf-memmap"
+VERSION = 1
+
+
+class LazyMemmapStorage(LazyTensorStorage):
+    """A storage with one memory-mapped file a key, allocated at the first write.
+
+    The operating system keeps in memory what is in use, and the rest on disk. Everything works as on any other storage
+    on the CPU, with the same kernels on the mapped memory, and a batch is a copy in memory like any other. The files
+    are sparse: they take space as rows are written.
+
+    The ring's counters are mapped too, so that the rows are all there again when a process was killed, without
+    :meth:`flush`; only a crash of the machine can lose what was not flushed. The write in whose middle it was killed
+    never happened: what it was about to replace is kept in a file until it is done, and put back by who opens the
+    folder next. If a state was being loaded, the storage is empty. Samplers rebuild what they know from the rows: every
+    row then counts as new to a prioritized one.
+
+    The folder is laid out as TorchRL's ``storage/`` and can be read by ``TensorDict.load_memmap``. Only one process at
+    a time may write to it.
+
+    Args:
+        max_size: capacity in transitions. With ``ndim > 1`` it is rounded up to whole steps of all environments.
+        scratch_dir: folder of the files, made where it is missing, or a ``TemporaryDirectory``. Default: a new
+            temporary folder.
+        device: ``"cpu"``; ``"auto"`` means the same.
+        ndim: number of batch dimensions: 1, or 2 for time-first ``[T, E]`` storage.
+        ends: see :class:`LazyTensorStorage`. Opening compares all rows that are there.
+        dtypes, batch_dtypes, prefixes: not supported: the files hold what is written, for TorchRL reads them.
+        existsok: open the storage that is in ``scratch_dir`` already, if there is one, with the rows it holds. A
+            storage of TorchRL's, or a mapped TensorDict, is replaced, as TorchRL does; files of anything else are not.
+        compilable: accepted for compatibility; every operation can be compiled.
+        shared_init: accepted for compatibility, with one warning: a storage belongs to one process.
+        auto_cleanup: remove the files when the storage is dropped or the process exits. Default: for temporary folders
+            only. Files left by a killed process are removed by the next process that creates a temporary storage.
+            Nothing but the storage's own files is ever removed.
+
+    Raises:
+        NotImplementedError: ``dtypes``, ``batch_dtypes``, ``prefixes`` or ``share_next`` are given.
+        ValueError: the device is another, ``max_size`` or ``ndim`` is below 1, or differs from that of the storage in
+            ``scratch_dir``.
+        RuntimeError: there is a storage in ``scratch_dir``, and ``existsok`` is False.
+    """
+
+    def __init__(
+        self,
+        max_size: int,
+        *,
+        scratch_dir: str | os.PathLike[str] | tempfile.TemporaryDirectory[str] | None = None,
+        device: torch.device | str = "cpu",
+        ndim: int = 1,
+        ends: str = FLAGS,
+        dtypes: None = None,
+        batch_dtypes: None = None,
+        prefixes: None = None,
+        existsok: bool = False,
+        compilable: bool = False,
+        shared_init: bool = False,
+        auto_cleanup: bool | None = None,
+        share_next: bool = False,
+    ) -> None:
+        if dtypes or batch_dtypes or prefixes or share_next:
+            raise NotImplementedError(
+                "the files of a LazyMemmapStorage hold what is written, for TorchRL reads them: dtypes, batch_dtypes, "
+                "prefixes and share_next are options of LazyTensorStorage"
+            )
+        if device != "auto" and torch.device(device).type != "cpu":
+            raise ValueError(
+                f"memory-mapped rows are on the CPU, the device can't be {device}: move batches in a transform, or "
+                "choose a LazyTensorStorage"
+            )
+        super().__init__(max_size, device="cpu", ndim=ndim, ends=ends, compilable=compilable, shared_init=shared_init)
+        if isinstance(scratch_dir, tempfile.TemporaryDirectory):
+            scratch_dir = scratch_dir.name
+        self.existsok = existsok
+        self.auto_cleanup = scratch_dir is None if auto_cleanup is None else auto_cleanup
+        self.scratch_dir = None if scratch_dir is None else Path(scratch_dir).absolute()
+        self._finalizer: weakref.finalize[Any, Any] | None = None
+        self._hold: int | None = None  # of a temporary folder
+        self._journal: Journal | None = None
+        self._replacing = self._is_rest = False  # whether a state is being loaded; whether files of ours are in the way
+        self._tree: dict[str, Any] = {}  # what the folder says about containers of the rows
+        if self.scratch_dir is not None and (self.scratch_dir / GPUBUF_FILE).exists():
+            if not existsok:
+                raise RuntimeError(
+                    f"there is a storage in {self.scratch_dir} already: open it with existsok=True or "
+                    "LazyMemmapStorage.open(), or choose another scratch_dir"
+                )
+            self._reopen(self.scratch_dir)
+
+    @property
+    def _storage(self) -> Data:
+        """All rows, as programs for TorchRL read them: tensors that know their files, by ``filename``."""
+        if self._layout is None or self.scratch_dir is None:
+            return super()._storage
+        folder = self.scratch_dir
+        for leaf in self._layout.leaves:
+            files.refuse_links(files.tensor_file(folder, leaf.key), folder)
+        tensors = [
+            MemoryMappedTensor.from_filename(
+                filename=files.tensor_file(folder, leaf.key), dtype=leaf.dtype, shape=(*self._shape, *leaf.shape)
+            )
+            for leaf in self._layout.leaves
+        ]
+        return self.written_layout.assemble(tensors, tuple(self._shape), self.rows_device)
+
+    @classmethod
+    def open(cls, scratch_dir: str | os.PathLike[str], *, ends: str = FLAGS) -> LazyMemmapStorage:
+        """The storage in a folder, with its rows, shape and counters. Copies nothing, and reads nothing before use, but
+        for the observations where ``ends`` asks for it.
+
+        Rows that were tensorclasses come back as TensorDicts.
+
+        Raises:
+            ValueError: there is no storage, or it is damaged, or was written by a newer version.
+        """
+        folder = Path(scratch_dir)
+        content = _manifest(folder)
+        path = folder / GPUBUF_FILE
+        max_size, ndim = (files.read_count(content, name, path) for name in ("max_size", "ndim"))
+        return cls(max_size, scratch_dir=folder, ndim=ndim, ends=ends, existsok=True)
+
+    def _reopen(self, folder: Path) -> None:
+        content = _manifest(folder)
+        for name, own in (("ndim", self.ndim), ("max_size", self.max_size)):
+            if content.get(name) != own:
+                raise ValueError(f"the storage in {folder} has {name}={content.get(name)}, asked for is {name}={own}")
+        data, _ = files.read_rows(folder, writable=True)
+        shape = batch_shape(data, self.ndim)
+        if math.prod(shape) < self.max_size:
+            raise ValueError(f"the storage in {folder} has shape {shape}, which is less than its {self.max_size} rows")
+        ignored = content.get("ignored")
+        if not isinstance(ignored, list):
+            raise ValueError(f"{folder / GPUBUF_FILE}: 'ignored' must be a list of keys, not {ignored!r}")
+        layout = with_tree(RowLayout(data, self.ndim, frozenset(map(str, ignored))), content.get("tree"))
+        counters = files.map_file(folder / COUNTERS_FILE, torch.int64, (4,), writable=True)
+        tensors = layout.collect(data, self.ndim)
+        journal = Journal(folder, [leaf.row_bytes for leaf in layout.leaves], math.prod(shape))
+        journal.recover([tensor.flatten(0, self.ndim - 1) for tensor in tensors], counters)
+        written, size = int(counters[rows.WRITTEN]), int(counters[rows.SIZE])
+        if not 0 <= size <= min(written, math.prod(shape)):
+            raise ValueError(f"{folder / COUNTERS_FILE} is damaged: {size} rows of {written} written, room for {shape}")
+        self._mapped_counters, self._journal = counters, journal
+        columns = list(map(Column, tensors))
+        self._adopt(self.form_like(layout), columns, shape, Placement("cpu", torch.device("cpu")))
+        self.counters.set(written, size)
+        self.rebuild()
+
+    def _establish(self, form: Form, shape: tuple[int, ...], data_device: torch.device) -> None:
+        if form.written.host:
+            raise NotImplementedError(
+                f"{list(form.written.host)} are not tensors, and files hold tensors only: use a LazyTensorStorage"
+            )
+        self._tree = saved_tree(form.written)
+        super()._establish(form, shape, data_device)
+
+    def _allocate(self, layout: RowLayout, shape: tuple[int, ...], placement: Placement) -> list[Column]:
+        files.check_names(layout)
+        if self.scratch_dir is None:
+            if self.auto_cleanup:
+                self.scratch_dir, self._hold = temporary.new_folder()
+            else:
+                self.scratch_dir = Path(tempfile.mkdtemp(prefix=temporary.PREFIX))
+        folder = self.scratch_dir
+        folder.mkdir(parents=True, exist_ok=True)
+        _warn_of_full_disk(folder, math.prod(shape) * layout.row_bytes)
+        created: list[Path] = []
+        # Without the file that is written last: by a process that was killed while it made a storage.
+        self._is_rest = self.existsok and (folder / COUNTERS_FILE).exists()
+        try:
+            self._mapped_counters = self._create(folder / COUNTERS_FILE, torch.int64, (4,), created)
+            columns = [
+                Column(self._create(files.tensor_file(folder, leaf.key), leaf.dtype, (*shape, *leaf.shape), created))
+                for leaf in layout.leaves
+            ]
+            self._create(folder / files.JOURNAL_FILE, torch.int64, (1,), created)
+            self._journal = Journal(folder, [leaf.row_bytes for leaf in layout.leaves], math.prod(shape))
+            if self._replacing:
+                self._journal.void()
+            files.write_metadata(folder, layout, shape, 0)
+            # Last, because it makes the folder a storage.
+            files.write_json(
+                folder / GPUBUF_FILE,
+                {
+                    "format": FORMAT,
+                    "version": VERSION,
+                    "max_size": self.requested_size,
+                    "ndim": self.ndim,
+                    "ignored": sorted(layout.ignored),
+                    **self._tree,
+                },
+            )
+        except BaseException:
+            for path in created:
+                path.unlink(missing_ok=True)
+            raise
+        return columns
+
+    def _create(self, path: Path, dtype: torch.dtype, shape: tuple[int, ...], created: list[Path]) -> Tensor:
+        assert self.scratch_dir is not None
+        files.refuse_links(path.parent, self.scratch_dir)
+        if self._is_rest or (self.existsok and (path.parent / files.META_FILE).exists()):
+            # Of a storage of TorchRL's, or of a TensorDict. Files of anybody else stay.
+            path.unlink(missing_ok=True)
+        try:
+            tensor = files.create_file(path, dtype, shape, self.scratch_dir)
+        except FileExistsError:
+            raise RuntimeError(
+                f"{path} exists, but is not part of a storage of gpubuf: choose another scratch_dir"
+            ) from None
+        created.append(path)
+        return tensor
+
+    def _adopt(self, form: Form, columns: list[Column], shape: tuple[int, ...], placement: Placement) -> None:
+        super()._adopt(form, columns, shape, placement)
+        self._remove_with_self()
+
+    def _remove_with_self(self) -> None:
+        assert self.scratch_dir is not None
+        if self.auto_cleanup:
+            self._finalizer = weakref.finalize(
+                self, _remove, self.scratch_dir, self._own_files(), os.getpid(), self._hold
+            )
+
+    def _new_ring(self, device: torch.device) -> Ring:
+        ring = super()._new_ring(device)
+        # The kernels advance the counters in the file.
+        ring.counters = self._mapped_counters
+        return ring
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy keeps its rows in files of its own, in a new temporary folder."""
+        state = {**super().__getstate__(), "scratch_dir": None, "auto_cleanup": True, "_hold": None}
+        state.update(_journal=None)
+        state.pop("_mapped_counters", None)
+        return {**state, "_finalizer": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self._ring is not None:
+            self._mapped_counters.copy_(self._ring.counters)
+            self._ring.counters = self._mapped_counters
+            self._remove_with_self()
+
+    # What can be killed
+
+    def _kept(
+        self, n: int, index: Tensor | None = None, keys: Sequence[int] | None = None
+    ) -> contextlib.AbstractContextManager[Any]:
+        """For a write of ``n`` rows, at the cursor or at ``index``: whoever opens the files after a kill undoes it."""
+        journal, ring = self._journal, self._ring
+        if journal is None or ring is None or torch.compiler.is_compiling():
+            return contextlib.nullcontext()
+        if index is not None:
+            index = in_memory(index).contiguous()
+        else:
+            # Only what is valid needs to be kept.
+            n = min(n, self.max_size) if ring.size and ring.size + n > self.max_size else 0
+        return journal.keep(self.table, ring.counters, n, index, keys)
+
+    def append_prepared(self, launch: Callable[[], Tensor | None], n: int) -> Tensor | None:
+        with self._kept(n):
+            return super().append_prepared(launch, n)
+
+    def _append(self, local: list[Tensor], n: int) -> Tensor:
+        with self._kept(n):
+            return super()._append(local, n)
+
+    def write(self, index: Tensor, data: Data) -> None:
+        with self._kept(index.numel(), index):
+            super().write(index, data)
+
+    def update(self, index: Tensor, keys: Sequence[int], sources: list[Tensor], generation: Tensor) -> None:
+        with self._kept(index.numel(), index, keys):
+            super().update(index, keys, sources, generation)
+
+    def empty(self, recount: bool = False) -> None:
+        with self._voided():
+            super().empty(recount)
+
+    def load_state_dict(self, state: dict[str, Any]) -> Tensor | None:
+        self._replacing = True
+        try:
+            with self._voided():
+                return super().load_state_dict(state)
+        finally:
+            self._replacing = False
+
+    @contextlib.contextmanager
+    def _voided(self) -> Iterator[None]:
+        """While all rows are replaced, none of them counts for whoever opens the files after a kill."""
+        if self._journal is not None:
+            self._journal.void()
+        try:
+            yield
+        finally:
+            if self._journal is not None:
+                self._journal.settle()
+
+    def _own_files(self) -> list[Path]:
+        """All files of the storage, those that are deepest first."""
+        folder = self.scratch_dir
+        assert folder is not None
+        tensors = [files.tensor_file(folder, leaf.key) for leaf in self.layout.leaves]
+        levels = {parent for path in tensors for parent in path.parents if parent.is_relative_to(folder)} | {folder}
+        metadata = [level / files.META_FILE for level in levels]
+        own = [folder / name for name in (files.STORAGE_FILE, GPUBUF_FILE, COUNTERS_FILE, files.JOURNAL_FILE)]
+        if self._hold is not None:
+            own.append(folder / temporary.LOCK_FILE)
+        return sorted(tensors + metadata + own, key=lambda path: -len(path.parts))
+
+    def flush(self) -> None:
+        """Wait until everything written is on the disk, so that it survives a crash of the machine too.
+
+        Rows first, then the counters. Don't write meanwhile.
+        """
+        if self._layout is None:
+            return
+        assert self.scratch_dir is not None
+        assert self._journal is not None
+        for leaf in self._layout.leaves:
+            files.sync_file(files.tensor_file(self.scratch_dir, leaf.key), self.scratch_dir)
+        files.sync_file(self.scratch_dir / COUNTERS_FILE)
+        self._journal.flush()
+        files.write_metadata(self.scratch_dir, self._layout, tuple(self._shape), len(self))
+
+    def cleanup(self) -> bool:
+        """Remove the files now. The rows can be used until the storage is dropped. Returns whether there were files."""
+        found = self._layout is not None and any(path.exists() for path in self._own_files())
+        if self._layout is not None:
+            assert self.scratch_dir is not None
+            _remove(self.scratch_dir, self._own_files(), os.getpid(), self._hold)
+            self._hold = None
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        return found
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    path = folder / GPUBUF_FILE
+    if not path.exists():
+        hint = "; load_torchrl() reads what TorchRL has saved" if (folder / files.STORAGE_FILE).exists() else ""
+        raise ValueError(f"there is no storage in {folder}: {GPUBUF_FILE} is missing{hint}")
+    content = files.read_json(path)
+    if content.get("format") != FORMAT:
+        raise ValueError(f"{path} is not that of a memory-mapped storage of gpubuf")
+    if content.get("version") != VERSION:
+        raise ValueError(f"{path} has version {content.get('version')!r}, this reads version {VERSION}")
+    return content
+
+
+def _warn_of_full_disk(folder: Path, n_bytes: int) -> None:
+    """Warn if the files can outgrow the disk: the system kills a process that fills it through a mapping."""
+    free = shutil.disk_usage(folder).free
+    if n_bytes > free:
+        warnings.warn(
+            f"the storage takes {n_bytes / 1e9:.1f} GB when it is full, {folder} has {free / 1e9:.1f} GB free: a "
+            "process that runs out of disk while it writes to mapped memory is killed",
+            stacklevel=2,
+        )
+
+
+def _remove(folder: Path, paths: list[Path], owner: int, hold: int | None) -> None:
+    """Remove files, and the folders that are empty then. A forked child leaves its parent's files alone."""
+    if os.getpid() == owner:
+        for path in paths:
+            # What lies behind a link is somebody else's.
+            with contextlib.suppress(ValueError):
+                files.refuse_links(path.parent, folder)
+                path.unlink(missing_ok=True)
+        for level in sorted({path.parent for path in paths} | {folder}, key=lambda path: -len(path.parts)):
+            # Not empty: somebody else's files are there, too.
+            with contextlib.suppress(OSError):
+                level.rmdir()
+    if hold is not None:
+        os.close(hold)

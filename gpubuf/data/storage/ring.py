@@ -1,0 +1,227 @@
+"""The counters of a ring of rows: a device tensor that the kernels advance, and the host's mirror of it."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpubuf.data.recording import capturing, current_recording
+from gpubuf.kernels import rows
+from gpubuf.kernels._registry import define
+
+_rings: weakref.WeakValueDictionary[int, Ring] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def count_by_number(counters: Tensor, number: int, n: int) -> None:
+    """Note ``n`` rows in the mirror of a ring that is known by its number."""
+    ring = _rings.get(number)
+    if ring is not None:
+        ring.count(n)
+
+
+_count_compiled = define(
+    "ring_count(Tensor(a!) counters, int number, int n) -> ()",
+    cpu="gpubuf.data.storage.ring:count_by_number",
+    cuda="gpubuf.data.storage.ring:count_by_number",
+    fake=lambda counters, number, n: None,
+)
+"""What :meth:`Ring.count` is in compiled code.
+
+The mirror changes with every write, and code that is traced may not depend on it: it would be compiled anew each time.
+As an operation it is done when the code runs. It is annotated as changing the counters, so that it is not removed.
+"""
+
+
+def count_update_by_number(counters: Tensor, number: int) -> None:
+    """Note a change of rows in place in the mirror of a ring that is known by its number."""
+    ring = _rings.get(number)
+    if ring is not None:
+        ring.count_update()
+
+
+_count_update_compiled = define(
+    "ring_count_update(Tensor(a!) counters, int number) -> ()",
+    cpu="gpubuf.data.storage.ring:count_update_by_number",
+    cuda="gpubuf.data.storage.ring:count_update_by_number",
+    fake=lambda counters, number: None,
+)
+"""What :meth:`Ring.count_update` is in compiled code."""
+
+
+class Ring:
+    """How many rows were ever written to ``capacity`` positions, and how many are valid.
+
+    The mirror makes ``len()`` free of synchronisation. Replays of a step captured by :func:`gpubuf.capture` count too.
+    Those of other CUDA graphs move the device's counters alone; :meth:`refresh` then brings the mirror up to date.
+
+    Args:
+        capacity: number of positions.
+        device: where the counters live.
+
+    Attributes:
+        counters: int64 ``[4]``; see :mod:`gpubuf.kernels.rows`.
+        written: number of rows ever written (mirror). :meth:`empty` moves it on to a multiple of the capacity.
+        skipped: how far ``written`` is ahead of the number of rows that users count.
+        size: number of valid rows, at positions ``0 .. size - 1`` (mirror).
+        rewritten: how many times each row was overwritten out of turn, int64 ``[capacity]``; None: none ever was.
+        updates: how many times single keys of rows were changed in place, so that a checkpoint knows of it.
+    """
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        self.capacity = capacity
+        self.counters: Tensor = rows.new_ring(device)
+        self.written = 0
+        self.skipped = 0
+        self.size = 0
+        self.rewritten: Tensor | None = None
+        self.updates = 0
+        self._number = next(_numbers)
+        _rings[self._number] = self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy is another ring, also for compiled code."""
+        vars(self).update(state)
+        self._number = next(_numbers)
+        _rings[self._number] = self
+
+    @property
+    def cursor(self) -> int:
+        """Position that the next row goes to."""
+        return self.written % self.capacity
+
+    def count(self, n: int) -> None:
+        """Note in the mirror that an operation has written ``n`` rows."""
+        if torch.compiler.is_compiling():
+            _count_compiled(self.counters, self._number, n)
+            return
+        recording = current_recording()
+        if recording is not None:
+            recording.after(functools.partial(self.count, n))
+            return
+        if self.counters.is_cuda and capturing():
+            return
+        self.note(n)
+
+    def note(self, n: int) -> None:
+        """:meth:`count` in eager mode, where nothing is recorded or captured."""
+        self.written += n
+        size = self.size + n
+        self.size = size if size < self.capacity else self.capacity
+
+    def count_update(self) -> None:
+        """Note that rows were changed in place: now, and at each replay of a captured step."""
+        if torch.compiler.is_compiling():
+            _count_update_compiled(self.counters, self._number)
+            return
+        recording = current_recording()
+        if recording is not None:
+            recording.after(self.count_update)
+            return
+        self.updates += 1
+
+    def set(self, written: int, size: int) -> None:
+        """Set mirror and counters."""
+        self.written, self.size, self.skipped = written, size, 0
+        self.counters.copy_(torch.tensor([written, size, 0, 0]), non_blocking=True)
+
+    def empty(self, recount: bool = False) -> None:
+        """Forget every row. Generations go on, so that priorities still under way are dropped. No host sync.
+
+        ``recount``: the count of rows written begins again at 0.
+        """
+        # On the device too by arithmetic, not from the mirror: that is behind after the replay of a captured graph.
+        # In one step, for an interrupt between several would leave rows behind that were never written.
+        lap_end = (self.counters[rows.WRITTEN] + (self.capacity - 1)).div(self.capacity, rounding_mode="floor")
+        self.counters[: rows.SIZE + 1].copy_(torch.stack([lap_end * self.capacity, torch.zeros_like(lap_end)]))
+        self._empty_mirror(recount)
+
+    def _empty_mirror(self, recount: bool) -> None:
+        recording = current_recording()
+        if recording is not None:
+            recording.after(functools.partial(self._empty_mirror, recount))
+            return
+        lap_end = -(-self.written // self.capacity) * self.capacity
+        self.skipped = lap_end if recount else self.skipped + lap_end - self.written
+        self.written = lap_end
+        self.size = 0
+
+    # Rows that are not written at the cursor
+
+    def fill(self, n: int) -> None:
+        """Count ``n`` rows that were written behind the others, or fewer if there was less room. No host sync."""
+        size = self.counters[rows.SIZE]
+        self.counters[: rows.SIZE + 1].add_((size + n).clamp(max=self.capacity) - size)
+        self._fill_mirror(n)
+
+    def _fill_mirror(self, n: int) -> None:
+        recording = current_recording()
+        if recording is not None:
+            recording.after(functools.partial(self._fill_mirror, n))
+            return
+        added = min(self.size + n, self.capacity) - self.size
+        self.written, self.size = self.written + added, self.size + added
+
+    def rewrite(self, index: Tensor, happened: Tensor | None = None) -> None:
+        """Count rows that were overwritten out of turn: their generations move on. No host sync.
+
+        Args:
+            index: int64 ``[n]``, positions of the ring.
+            happened: bool ``[n]``: leave out the others.
+        """
+        if self.rewritten is None:
+            self.rewritten = torch.zeros(self.capacity, dtype=torch.int64, device=self.counters.device)
+        ones = torch.ones_like(index) if happened is None else happened.to(torch.int64)
+        self.rewritten.index_add_(0, index, ones)
+
+    def laps(self, index: Tensor) -> Tensor:
+        """How often the ring has been written over positions, int64 ``[n]``. No host sync."""
+        return (self.counters[rows.WRITTEN] - index + (self.capacity - 1)).div(self.capacity, rounding_mode="floor")
+
+    def generations(self, index: Tensor) -> Tensor:
+        """The write generations of rows, int64 ``[n]``: -1 where none is stored. No host sync.
+
+        ``index`` is int64 ``[n]`` on the counters' device.
+        """
+        found = self.with_rewrites(index, self.laps(index))
+        return torch.where((index >= 0) & (index < self.counters[rows.SIZE]), found, -1)
+
+    def with_rewrites(self, index: Tensor, generation: Tensor) -> Tensor:
+        """The generations of rows, from those that the kernels know, which count laps."""
+        return generation if self.rewritten is None else generation + self._rewrites(index)
+
+    def without_rewrites(self, index: Tensor, generation: Tensor) -> Tensor:
+        """What the kernels have to find for a row that is still the one of ``generation``."""
+        return generation if self.rewritten is None else generation - self._rewrites(index)
+
+    def _rewrites(self, index: Tensor) -> Tensor:
+        assert self.rewritten is not None
+        # Other indices than those of rows are told by the kernels.
+        return self.rewritten.gather(0, index.clamp(0, self.capacity - 1))
+
+    def to(self, device: torch.device) -> None:
+        """Move the counters."""
+        self.counters = self.counters.to(device)
+        if self.rewritten is not None:
+            self.rewritten = self.rewritten.to(device)
+
+    def refresh(self) -> None:
+        """Read the device's counters into the mirror. Synchronises.
+
+        Raises:
+            IndexError: since the last call a GPU, which can't raise without a sync, has refused to read or write rows
+                out of range (they read as zeros). The mirror is up to date all the same.
+        """
+        counters = self.counters.tolist()
+        self.written, self.size = counters[rows.WRITTEN], counters[rows.SIZE]
+        if counters[rows.FAULTS]:
+            self.counters[rows.FAULTS].zero_()
+            raise IndexError(
+                f"{counters[rows.FAULTS]} rows that were read or written are out of range, hold numbers "
+                "that their dtype has no room for, or found no room for their next observation (next_capacity)"
+            )

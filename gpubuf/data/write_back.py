@@ -1,0 +1,293 @@
+"""Writing single keys of drawn rows back: latents, values, anything that was computed from a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase, is_tensorclass
+from torch import Tensor
+
+from gpubuf.data.conditional import ConditionalUpdateResult, UnknownKeyError, judged, versions
+from gpubuf.data.interruption import DERIVED
+from gpubuf.data.locking import unless_compiling
+from gpubuf.data.samplers.base import Sampler
+from gpubuf.data.samplers.vectors import vector
+from gpubuf.data.storage.forms import NEXT_KEY, Form
+from gpubuf.data.storage.indexing import as_positions
+from gpubuf.data.storage.layout import Data, Key, as_key, as_written
+from gpubuf.data.storage.list_storage import ListStorage
+from gpubuf.data.storage.recipe import Recipe
+from gpubuf.data.storage.tensor_storage import TensorStorage
+from gpubuf.data.writers import Writer
+
+#: Root keys of a batch that say which rows it is made of.
+_OF_THE_DRAW = frozenset({("index",), ("index_generation",), ("priority_weight",), ("relabelled",)})
+
+
+class WriteBack:
+    """Writes keys of drawn rows back. A mixin of methods that users call on the buffer."""
+
+    _storage: TensorStorage
+    _sampler: Sampler
+    _writer: Writer
+    _recipe: Recipe
+    _lock: Any
+
+    def update_if_present(
+        self,
+        index: Any,
+        data: Any = None,
+        *,
+        generation: Tensor | None = None,
+        patch: Any = None,
+        version_key: Any = None,
+        version: Any = None,
+        require_newer: bool = False,
+    ) -> ConditionalUpdateResult | None:
+        """Write some keys of drawn rows back, leaving out rows that were overwritten since. No host sync.
+
+        Of a row that the batch has more than once, the last entry wins. Other keys of the rows stay as they are, and so
+        do priorities: update them by ``update_priority``. If a key is written that tells where trajectories end, the
+        sampler indexes all rows anew, which is O(capacity). Values are written as they are: no processing is undone.
+
+        An n-step batch has the index of the rows that were drawn. Its keys under "next" and its rewards are those of
+        other rows too, and can't be written back.
+
+        Args:
+            index: ``info["index"]`` of a sample, in any shape: ``[n]``, ``[K, B]``, ``[..., ndim]`` for storages of
+                several dimensions, or a tuple of one tensor per dimension.
+            data: a TensorDict with the keys to write, nested ones too, an entry for each row of the index. Of a storage
+                of plain tensors: a tensor. It is never changed. ``"index"`` and other info of a sample
+                are not written unless they are stored keys.
+            generation: ``info["index_generation"]``; default: that in ``data``. Samples of prioritized buffers have it,
+                and those of others with ``RoundRobinWriter(track_generations=True)``.
+            patch: TorchRL's name for ``data``, also a dict of tensors by key; the result then says what was written.
+            version_key: a stored key of one number a row. An entry whose version is below that of its row is left out;
+                the version of the others is written. Of a row that the batch has more than once, the entry with the
+                highest version wins, and of these the last.
+            version: the entries' versions: a number for all, or ``[n]``; such as the key holds without rounding.
+            require_newer: leave out entries of the same version as their row, too.
+
+        Returns:
+            With ``patch``, a :class:`ConditionalUpdateResult`; otherwise None.
+
+        Raises:
+            RuntimeError: nothing has been written yet.
+            NotImplementedError: the storage is a :class:`ListStorage`.
+            ValueError: there is no generation, or ``data`` has keys that are not stored, that have no memory of their
+                own (``share_next``, ``prefixes``), or that an n-step batch has from other rows; or another shape or
+                dtype; or a version without its key, or one that its key can't hold, such as 300 in uint8 (a GPU cuts
+                it to the range and counts a fault). Nothing is written.
+            IndexError: an index is out of range (CPU; a GPU skips the row and counts a fault). One of -1 (all
+                coordinates) is that of a row that is gone.
+        """
+        with unless_compiling(self._lock):
+            apply, result = self._update(
+                index,
+                data,
+                generation=generation,
+                patch=patch,
+                version_key=version_key,
+                version=version,
+                require_newer=require_newer,
+            )
+            apply()
+            return result
+
+    def _update(
+        self,
+        index: Any,
+        data: Any,
+        *,
+        generation: Tensor | None,
+        patch: Any = None,
+        version_key: Any = None,
+        version: Any = None,
+        require_newer: bool = False,
+    ) -> tuple[Callable[[], None], ConditionalUpdateResult | None]:
+        """:meth:`update_if_present` with the lock held, up to the point from which on rows change: the rest of it."""
+        if (data is None) == (patch is None):
+            raise TypeError("update_if_present needs the values to write, as data or as patch, not both")
+        if (version_key is None) != (version is None):
+            raise ValueError("version_key and version belong together")
+        self._writer.check_writable()
+        storage = self._storage
+        if isinstance(storage, ListStorage):
+            raise NotImplementedError("a ListStorage has no conditional updates: its objects have no keys")
+        found = entries(data) if patch is None else _of_patch(patch)
+        if generation is None:
+            generation = found.get(("index_generation",))
+        if generation is None:
+            raise ValueError(
+                "update_if_present needs the generation of the rows, to know those that were overwritten: "
+                "info['index_generation'] of the sample; RoundRobinWriter(track_generations=True) adds it"
+            )
+        positions = as_positions(index, storage.shape, storage.device, lambda: storage.steps_stored, handles=True)
+        n, incoming, result = positions.numel(), None, None
+        if version_key is not None:
+            key = as_key(version_key)
+            if key in found:
+                raise ValueError(f"version_key {as_written(key)!r} may not appear in patch: version is written")
+            incoming = found[key] = versions(storage, key, version, n, positions)
+        keys, sources = stored_keys(storage, found, n)
+        _check_of_drawn_row(storage.form, self._recipe, keys)
+        generation = vector(generation, torch.int64, positions)
+        if patch is not None or incoming is not None:
+            if generation.numel() != n:
+                raise ValueError(f"{n} rows are addressed, but given are {generation.numel()} generations")
+            result = judged(storage, positions, generation, version_key, incoming, require_newer)
+            # No row has the generation -1.
+            generation = torch.where(result.updated, generation, -1)
+
+        def apply() -> None:
+            if keys:
+                update_keys(
+                    storage,
+                    self._sampler,
+                    positions,
+                    keys,
+                    sources,
+                    storage.counters.without_rewrites(positions, generation),
+                )
+
+        return apply, result
+
+    def submit_update_if_present(self, **arguments: Any) -> Future[ConditionalUpdateResult | None]:
+        """:meth:`update_if_present`, with a future of its result.
+
+        The update is made before this returns: on a GPU it is launched, and nothing waits for it. Batches that are
+        drawn later see it, and those in preparation do not.
+
+        Args:
+            **arguments: those of :meth:`update_if_present`.
+        """
+        return finished_future(self.update_if_present, **arguments)
+
+
+def finished_future(
+    update: Callable[..., ConditionalUpdateResult | None], **arguments: Any
+) -> Future[ConditionalUpdateResult | None]:
+    """A future of the result of an update, or of its error."""
+    future: Future[ConditionalUpdateResult | None] = Future()
+    try:
+        future.set_result(update(**arguments))
+    except Exception as error:
+        future.set_exception(error)
+    return future
+
+
+def update_keys(
+    storage: TensorStorage,
+    sampler: Sampler,
+    positions: Tensor,
+    keys: list[int],
+    sources: list[Tensor],
+    generation: Tensor,
+) -> None:
+    """Overwrite single keys of rows in place, and tell the sampler if it has derived anything from them.
+
+    Args:
+        storage, positions, keys, sources, generation: as for :meth:`TensorStorage.update`.
+        sampler: that of the buffer.
+    """
+    columns = [storage.form.columns[key] for key in keys]
+    before = storage.begin(DERIVED) if sampler.depends_on(columns) else None
+    storage.update(positions, keys, sources, generation)
+    if sampler.depends_on(columns):
+        sampler.rows_changed()
+        storage.end(before)
+
+
+def _of_patch(patch: Any) -> dict[Key, Tensor]:
+    """As :func:`entries`, also of a dict of tensors by key."""
+    if not isinstance(patch, Mapping):
+        return entries(patch)
+    return {as_key(key): torch.as_tensor(value) for key, value in patch.items()}
+
+
+def entries(data: Data) -> dict[Key, Tensor]:
+    """The tensors of a batch by key; that of a batch which is a tensor has the empty key."""
+    if isinstance(data, Tensor):
+        return {(): data}
+    if not isinstance(data, TensorDictBase) and not is_tensorclass(data):
+        raise TypeError(f"expected a TensorDict, a tensorclass or a tensor, got {type(data).__name__}")
+    found: dict[Key, Tensor] = {}
+    for name, value in data.items():
+        if isinstance(value, Tensor):
+            found[name,] = value
+        else:
+            found |= {(name, *key): tensor for key, tensor in entries(value).items()}
+    return found
+
+
+def stored_keys(storage: TensorStorage, found: dict[Key, Tensor], n: int) -> tuple[list[int], list[Tensor]]:
+    """The positions of keys in the layout of what is written, and ``n`` rows of each.
+
+    Raises:
+        ValueError: a key is not stored, has another shape or dtype, is a prefix of another, or is shared with "next".
+    """
+    layout, prefixes = storage.written_layout, dict(storage.form.prefixes)
+    keys: list[int] = []
+    sources: list[Tensor] = []
+    for key, tensor in found.items():
+        position = layout.position(key)
+        if position is None:
+            if key in _OF_THE_DRAW:
+                continue
+            stored = sorted(leaf.name for leaf in layout.leaves)
+            raise UnknownKeyError(f"key {as_written(key)!r} is not stored; the storage has {stored}")
+        leaf = layout.leaves[position]
+        if position in prefixes:
+            whole = layout.leaves[prefixes[position]]
+            raise ValueError(f"key {leaf.name} is stored as the first elements of {whole.name}: write that one")
+        check_unshared(storage.form, position)
+        if storage.sharing is not None and storage.form.columns[position] in storage.sharing.leaves:
+            raise ValueError(
+                f"key {leaf.name} is stored once with the next observations (share_next): write whole rows, buffer[i] ="
+            )
+        rows = tensor.shape[: tensor.dim() - len(leaf.shape)]
+        if tensor.dtype is not leaf.dtype or (*rows, *leaf.shape) != tensor.shape or rows.numel() != n:
+            raise ValueError(
+                f"key {leaf.name}: {n} rows of shape {leaf.shape} and {leaf.dtype} are addressed, "
+                f"the batch has shape {tuple(tensor.shape)} and {tensor.dtype}"
+            )
+        keys.append(position)
+        sources.append(tensor.detach().reshape(n, *leaf.shape))
+    return keys, sources
+
+
+def _check_of_drawn_row(form: Form, recipe: Recipe, keys: Sequence[int]) -> None:
+    """Raise for keys that n-step batches have from other rows than the drawn one.
+
+    Raises:
+        ValueError: there are some.
+    """
+    if recipe.n_steps == 1:
+        return
+    rewards = recipe.rewards(form)
+    for key in keys:
+        leaf = form.written.leaves[key]
+        if leaf.key[0] == NEXT_KEY or key in rewards:
+            raise ValueError(
+                f"key {leaf.name} of an n-step batch is that of a later row than its index, or a sum: with "
+                f"n_steps={recipe.n_steps} it can't be written back"
+            )
+
+
+def check_unshared(form: Form, position: int) -> None:
+    """Raise for a key that shares its memory with the next observation of another row.
+
+    Raises:
+        ValueError: so it does.
+    """
+    if form.sources is None:
+        return
+    owner = form.sources[position].owner
+    if any(source.follows and source.owner == owner for source in form.sources):
+        raise ValueError(
+            f"key {form.written.leaves[position].name} is stored once for two rows (share_next): write whole rows, by "
+            "buffer[index] = ..."
+        )
