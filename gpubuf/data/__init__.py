@@ -2,14 +2,13 @@
 
 from typing import NoReturn
 
-from gpubuf.data.conditional import ConditionalUpdateResult
+from gpubuf.data.buffer import ReplayBuffer
 from gpubuf.data.ensemble import ReplayBufferEnsemble
 from gpubuf.data.formats.minari import from_minari
 from gpubuf.data.formats.torchrl import load_torchrl, save_torchrl
 from gpubuf.data.hindsight import Hindsight
 from gpubuf.data.max_value import TensorDictMaxValueWriter
 from gpubuf.data.mixed import MixedReplayBuffer
-from gpubuf.data.multi_step import MultiStepTransform
 from gpubuf.data.predicates import TrajectoryPredicate, traj
 from gpubuf.data.processing.clip import Clip
 from gpubuf.data.processing.mirror import Mirror
@@ -17,8 +16,6 @@ from gpubuf.data.processing.normalize import Normalize
 from gpubuf.data.processing.random_shift import RandomShift
 from gpubuf.data.processing.reward_scale import RewardScale
 from gpubuf.data.query import Trajectory, filter_trajectories, iter_trajectories
-from gpubuf.data.replay_buffer import ReplayBuffer
-from gpubuf.data.sample_units import SampleUnit, Sequence, Transition
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.consuming import ConsumingSampler
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
@@ -30,6 +27,7 @@ from gpubuf.data.samplers.slices_without_replacement import SliceSamplerWithoutR
 from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.data.samplers.trajectory_index import Trajectories, TrajectoryIndex
 from gpubuf.data.samplers.without_replacement import SamplerWithoutReplacement
+from gpubuf.data.sequences import SampleUnit, Sequence, Transition
 from gpubuf.data.storage.checkpointers import StorageCheckpointerBase, TensorStorageCheckpointer
 from gpubuf.data.storage.codecs import Codec
 from gpubuf.data.storage.list_storage import ListStorage
@@ -40,7 +38,8 @@ from gpubuf.data.tensordict_buffers import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
-from gpubuf.data.transforms import Compose
+from gpubuf.data.transforms import Compose, MultiStepTransform
+from gpubuf.data.updates import ConditionalUpdateResult
 from gpubuf.data.writers import (
     ImmutableDatasetWriter,
     RoundRobinWriter,

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.data.foreign import check_count, told
+from gpubuf.data.arguments import check_count, describe_type
 from gpubuf.data.hindsight import Hindsight
-from gpubuf.data.sample_units import SampleUnit, check_parts
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.consuming import ConsumingSampler, checked_count
+from gpubuf.data.sequences import SampleUnit, check_parts
 from gpubuf.data.storage.recipe import Recipe
 from gpubuf.data.storage.tensor_storage import TensorStorage
 from gpubuf.data.writers import Writer
@@ -38,7 +38,7 @@ def component(given: Any, kind: type, default: Callable[[], Any]) -> Any:
     if not isinstance(given, kind) and callable(given):
         given = given()
     if not isinstance(given, kind):
-        raise TypeError(f"expected a {kind.__name__} or a function that returns one, got {told(given)}")
+        raise TypeError(f"expected a {kind.__name__} or a function that returns one, got {describe_type(given)}")
     return given
 
 

@@ -8,8 +8,7 @@ from typing import Any, Self
 import torch
 
 from gpubuf.data.components import DEFAULT_CAPACITY, component, consuming
-from gpubuf.data.locking import BufferLock
-from gpubuf.data.multi_step import without_multi_steps
+from gpubuf.data.lock import BufferLock
 from gpubuf.data.prefetch import Prefetcher
 from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.samplers.base import Rows, Sampler
@@ -20,7 +19,7 @@ from gpubuf.data.storage.layout import Data
 from gpubuf.data.storage.list_storage import ListStorage
 from gpubuf.data.storage.recipe import Recipe
 from gpubuf.data.storage.tensor_storage import LazyTensorStorage, Storage, TensorStorage
-from gpubuf.data.transforms import Compose
+from gpubuf.data.transforms import Compose, without_multi_steps
 from gpubuf.data.writers import Writer
 
 

@@ -15,11 +15,11 @@ import weakref
 from multiprocessing.context import get_spawning_popen
 from typing import Any, Self
 
-from gpubuf.data.interruption import REPLAY
-from gpubuf.data.locking import BufferLock
+from gpubuf.data.lock import BufferLock
 from gpubuf.data.mending import Mending
 from gpubuf.data.prefetch import Prefetcher
 from gpubuf.data.processing.pipeline import Pipeline
+from gpubuf.data.recording import REPLAY
 
 _BYTES = "_bytes"
 # A copy gets new ones.

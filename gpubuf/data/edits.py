@@ -10,13 +10,13 @@ import torch
 from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
 
-from gpubuf.data.interruption import DERIVED
+from gpubuf.data.recording import DERIVED
 from gpubuf.data.row_access import RowAccess
 from gpubuf.data.storage.codecs import as_numbers, stored_as
 from gpubuf.data.storage.indexing import as_positions
 from gpubuf.data.storage.layout import Data, Key, Leaf, as_key, as_written, batch_shape
 from gpubuf.data.storage.trees import mapped
-from gpubuf.data.write_back import stored_keys, update_keys
+from gpubuf.data.updates import stored_keys, update_keys
 
 
 class Edits(RowAccess):

@@ -11,20 +11,19 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from gpubuf.data import routing
+from gpubuf.data.buffer import ReplayBuffer
 from gpubuf.data.components import given_transform, refuse_out_of_scope
-from gpubuf.data.conditional import ConditionalUpdateResult
-from gpubuf.data.locking import under
+from gpubuf.data.lock import under
 from gpubuf.data.mixed import MixedReplayBuffer
 from gpubuf.data.prefetch import Batch
 from gpubuf.data.query import Predicate, Trajectory
-from gpubuf.data.replay_buffer import ReplayBuffer
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.slices import SliceSampler
 from gpubuf.data.samplers.vectors import rows_at
 from gpubuf.data.storage.layout import Data
 from gpubuf.data.storage.tensor_storage import Storage
 from gpubuf.data.tensordict_buffers import TensorDictReplayBuffer
-from gpubuf.data.write_back import finished_future
+from gpubuf.data.updates import ConditionalUpdateResult, finished_future
 
 _SAMPLEABLE = "sampleable"
 

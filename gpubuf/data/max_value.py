@@ -9,9 +9,8 @@ from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
 
 from gpubuf.data.hindsight import Hindsight
-from gpubuf.data.interruption import Unfinished
 from gpubuf.data.ranks import DeviceRanks, HeapRanks, RankState, comparable
-from gpubuf.data.recording import refuse_in_capture
+from gpubuf.data.recording import Unfinished, refuse_in_capture
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.saved_state import demand, is_tensor
 from gpubuf.data.samplers.slices import SliceSampler

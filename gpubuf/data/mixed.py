@@ -13,18 +13,17 @@ from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
 
 from gpubuf.data import routing
+from gpubuf.data.batches import attach_info, finished
+from gpubuf.data.buffer import ReplayBuffer
 from gpubuf.data.checkpoints import restore, saving
 from gpubuf.data.checkpoints.saving import Saved
 from gpubuf.data.checkpoints.validate import check_transforms
 from gpubuf.data.components import check_batch_size, check_sizes
-from gpubuf.data.locking import BufferLock, under
+from gpubuf.data.lock import BufferLock, under
 from gpubuf.data.mixing import Mixture
 from gpubuf.data.prefetch import Batch
 from gpubuf.data.recording import refuse_in_capture
-from gpubuf.data.replay_buffer import ReplayBuffer
-from gpubuf.data.row_info import put
 from gpubuf.data.samplers.vectors import any_of_each, priority_vectors
-from gpubuf.data.sampling import finished
 from gpubuf.data.shares import check_shares
 from gpubuf.data.storage.codecs import host_can_read
 from gpubuf.data.storage.layout import Data
@@ -206,7 +205,7 @@ class MixedReplayBuffer:
         if include_info is None:
             include_info = is_tensordict and any(buffer._samples_have_info for buffer in self._buffers)
         if include_info:
-            put(data, info, 1)
+            attach_info(data, info, 1)
         return (data, info) if return_info else data
 
     def _checked(self, batch_size: int | None) -> int:

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gpubuf.data.locking import under
+from gpubuf.data.buffer import ReplayBuffer
+from gpubuf.data.lock import under
 from gpubuf.data.prefetch import Batch
 from gpubuf.data.recording import capturing, current_recording, refuse_in_capture
-from gpubuf.data.replay_buffer import ReplayBuffer
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.random import RandomSampler
 from gpubuf.data.samplers.slices import SliceSampler

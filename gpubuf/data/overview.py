@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpubuf.data.locking import BufferLock
+from gpubuf.data.lock import BufferLock
 from gpubuf.data.prefetch import Prefetcher
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.storage.tensor_storage import TensorStorage

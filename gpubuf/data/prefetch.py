@@ -4,12 +4,12 @@ With the rows on the CPU, one worker thread prepares them: one, so that draws an
 release the interpreter lock. With the rows on a GPU, the caller launches the work on a stream of its own.
 
 An interrupt may strike the consumer anywhere. So what passes between the threads passes by one call of a function
-written in C (``SimpleQueue`` and ``deque``), locks are held by :class:`~gpubuf.data.locking.Guard`, and a
+written in C (``SimpleQueue`` and ``deque``), locks are held by :class:`~gpubuf.data.lock.Guard`, and a
 batch is waited for only by those who can make it themselves, should nobody else be at it.
 
 A batch is drawn as of the moment at which it was asked for. If another operation (a write, new priorities) comes before
 the worker has drawn it, that operation makes the draw first: see
-:class:`~gpubuf.data.locking.BufferLock`. So the contents of batches depend only on the order of the calls.
+:class:`~gpubuf.data.lock.BufferLock`. So the contents of batches depend only on the order of the calls.
 """
 
 from __future__ import annotations
@@ -21,20 +21,114 @@ import functools
 import os
 import threading
 import time
+import traceback
+import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
+from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
 
-from gpubuf.data.kept_errors import forget_locals
-from gpubuf.data.locking import BufferLock, Guard, _nothing
-from gpubuf.data.pinning import copied, pin, tensors_of
+from gpubuf.data.lock import BufferLock, Guard, _nothing
 from gpubuf.data.storage.layout import Data
 from gpubuf.kernels._threads import stay_alone
+
+_warned = False
+
+
+def map_tensors(data: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """``data`` with ``function`` applied to every tensor in it. Other values stay as they are.
+
+    Args:
+        data: a tensor, a TensorDict or tensorclass, or tuples, lists and mappings of them, nested.
+        function: from a tensor to one of the same shape.
+
+    Returns:
+        Containers of the same types, new ones. The device that a TensorDict claims makes no difference.
+    """
+    if isinstance(data, Tensor):
+        return function(data)
+    if isinstance(data, TensorDictBase) or is_tensorclass(data):
+        return data.apply(function)
+    if isinstance(data, Mapping):
+        return type(data)({key: map_tensors(value, function) for key, value in data.items()})  # type: ignore[call-arg]
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*(map_tensors(value, function) for value in data))
+    if isinstance(data, (tuple, list)):
+        return type(data)(map_tensors(value, function) for value in data)
+    return data
+
+
+def tensors_of(data: Any) -> Iterator[Tensor]:
+    """Every tensor in ``data``, which is as for :func:`map_tensors`."""
+    if isinstance(data, Tensor):
+        yield data
+    elif isinstance(data, TensorDictBase) or is_tensorclass(data):
+        yield from (value for value in data.values(True, True) if isinstance(value, Tensor))
+    elif isinstance(data, (Mapping, tuple, list)):
+        for value in data.values() if isinstance(data, Mapping) else data:
+            yield from tensors_of(value)
+
+
+def copied(data: Any, device: torch.device | str | None, *, claim: bool = False) -> Any:
+    """A copy of ``data``, on ``device`` if that is not None; ``claim``: set the TensorDict's device."""
+    if device is None:
+        return map_tensors(data, Tensor.clone)
+    if claim and (isinstance(data, TensorDictBase) or is_tensorclass(data)):
+        data = data.to(device)
+    return map_tensors(data, lambda tensor: tensor.to(device, copy=True))
+
+
+def pin(data: Any) -> Any:
+    """``data`` with every CPU tensor copied to pinned memory. Tensors on a GPU stay as they are.
+
+    A tensor that occurs several times is copied once, and occurs several times in the result.
+
+    Args:
+        data: as for :func:`map_tensors`. Neither it nor its tensors change.
+
+    Returns:
+        The same structure, in which ``is_pinned()`` holds for every CPU tensor; or ``data`` itself if there is no
+        accelerator, with one warning a process. No host sync.
+    """
+    global _warned
+    if not torch.cuda.is_available():
+        if not _warned:
+            _warned = True
+            warnings.warn("pin_memory=True has no effect without an accelerator", stacklevel=3)
+        return data
+    done: dict[int, Tensor] = {}
+
+    def pinned(tensor: Tensor) -> Tensor:
+        if tensor.device.type != "cpu":
+            return tensor
+        copy = done.get(id(tensor))
+        if copy is None:
+            copy = done[id(tensor)] = tensor.pin_memory()
+        return copy
+
+    return map_tensors(data, pinned)
+
+
+def clear_traceback(error: BaseException) -> None:
+    """Empty the functions that an error has come through.
+
+    They refer to the buffer, whose queue keeps the error until its batch is asked for: neither would be freed before
+    garbage is collected.
+    """
+    seen: set[int] = set()
+    chain: list[BaseException | None] = [error]
+    while chain:
+        one = chain.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            traceback.clear_frames(one.__traceback__)
+            chain += [one.__cause__, one.__context__]
+
 
 _STATE_KEYS = ("data", "info", "ran_out", "device", "claimed")
 
@@ -384,7 +478,7 @@ class Prefetcher:
                 if slot.outcome is None:
                     slot.outcome = self._prepared(slot)
         except BaseException as error:
-            forget_locals(error)
+            clear_traceback(error)
             if isinstance(error, Exception):
                 slot.outcome = error
             elif slot.outcome is None:

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDictBase, is_tensorclass, lazy_stack
 from torch import Tensor
 
-from gpubuf.data.locking import BufferLock
+from gpubuf.data.lock import BufferLock
 from gpubuf.data.predicates import ElementwisePredicate
 from gpubuf.data.storage.forms import NEXT_KEY
 from gpubuf.data.storage.layout import as_written

@@ -11,11 +11,33 @@ import gc
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from gpubuf.data.interruption import REPLAY
+
+class Unfinished(NamedTuple):
+    """A mark that an operation sets before it changes anything, and takes away when all is done.
+
+    An exception can come between any two steps of the host: from Ctrl-C, a timer, another thread. The next operation
+    finds the mark and finishes the work; see :class:`gpubuf.data.mending.Mending`.
+
+    Attributes:
+        written: how many rows had ever been written when a write began; the sampler may not know of those after them.
+        counted: whether the host's mirror of the counters is right.
+        empties: whether everything is being forgotten.
+    """
+
+    written: int | None = None
+    counted: bool = True
+    empties: bool = False
+
+
+#: Data derived from rows or priorities is being changed.
+DERIVED = Unfinished()
+
+#: A captured graph is being replayed, which counts rows on the device.
+REPLAY = Unfinished(counted=False)
 
 
 class CaptureError(RuntimeError):
@@ -23,7 +45,7 @@ class CaptureError(RuntimeError):
 
 
 class Lock(Protocol):
-    """The lock of a buffer: see :class:`gpubuf.data.locking.BufferLock`."""
+    """The lock of a buffer: see :class:`gpubuf.data.lock.BufferLock`."""
 
     storage: Any
 

@@ -10,12 +10,12 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from gpubuf.data.conditional import ConditionalUpdateResult
-from gpubuf.data.locking import under
-from gpubuf.data.replay_buffer import ReplayBuffer
+from gpubuf.data.buffer import ReplayBuffer
+from gpubuf.data.lock import under
 from gpubuf.data.storage.codecs import host_can_read
 from gpubuf.data.storage.indexing import as_positions
 from gpubuf.data.storage.list_storage import ListStorage
+from gpubuf.data.updates import ConditionalUpdateResult
 
 
 class Routing:

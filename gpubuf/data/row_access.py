@@ -10,8 +10,8 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from gpubuf.data.interruption import DERIVED
-from gpubuf.data.locking import BufferLock
+from gpubuf.data.lock import BufferLock
+from gpubuf.data.recording import DERIVED
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.storage.indexing import plain_index
 from gpubuf.data.storage.layout import Data

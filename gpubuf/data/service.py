@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Self
 
-from gpubuf.data.locking import BufferLock
+from gpubuf.data.lock import BufferLock
 from gpubuf.data.prefetch import Prefetcher
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from gpubuf.data.checkpoints import restore, saving
 from gpubuf.data.checkpoints.parts import Parts
 from gpubuf.data.checkpoints.torchrl_dumps import is_dump, load_dump
-from gpubuf.data.locking import BufferLock
+from gpubuf.data.lock import BufferLock
 from gpubuf.data.prefetch import Prefetcher
 from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.samplers.base import Sampler

@@ -10,14 +10,14 @@ import torch
 from tensordict import TensorDict, TensorDictBase, is_tensorclass
 from torch import Tensor
 
+from gpubuf.data.batches import collapsed
+from gpubuf.data.buffer import ReplayBuffer
 from gpubuf.data.components import component
-from gpubuf.data.locking import unless_compiling
-from gpubuf.data.replay_buffer import ReplayBuffer
-from gpubuf.data.row_info import collapsed
-from gpubuf.data.sample_units import by_anchor
+from gpubuf.data.lock import unless_compiling
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.data.samplers.vectors import any_of_each
+from gpubuf.data.sequences import by_anchor
 from gpubuf.data.storage.indexing import as_positions
 from gpubuf.data.storage.layout import Data
 from gpubuf.data.storage.leaves import priority_mask_key

@@ -1,13 +1,21 @@
-"""Transforms: what happens to a batch on its way out of the buffer, and on its way in."""
+"""Transforms of batches, in order, and TorchRL's MultiStepTransform."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
 
-from torch import nn
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor, nn
 
-from gpubuf.data.storage.layout import Data
+from gpubuf.data.arguments import describe_type
+from gpubuf.data.recording import refuse_in_capture
+from gpubuf.data.storage.forms import NEXT_KEY
+from gpubuf.data.storage.layout import Data, Key, as_key
+from gpubuf.data.storage.recipe import END_NAMES, REWARD_KEYS, STEPS_KEY, Recipe
 
 
 class _Step(nn.Module):
@@ -123,3 +131,201 @@ class Compose(nn.Module):
             if written is None:
                 break
         return written
+
+
+_MASK_KEY = "mask"
+
+
+class MultiStepTransform(nn.Module):
+    """Makes transitions of several steps. Arguments are those of TorchRL's transform of this name.
+
+    Given to a buffer it sets ``n_steps``, ``gamma``, ``reward_keys`` and ``end_keys`` of the buffer: rows are stored as
+    they are, and a batch is made of them when it is drawn. So is TorchRL's own object. Differences from what TorchRL
+    stores: every row can be drawn, also the newest ones; flags are those of the last step, so that a window that ends
+    in a terminal state does not bootstrap; and there are no keys ``"gamma"``, ``"nonterminal"`` and
+    ``"original_reward"``.
+
+    With ``write_time=True`` rows are changed before they are stored. A row waits until ``n_steps - 1`` rows behind it
+    have come, so that the last ones of a run are never stored. The rows that wait are part of the buffer's state.
+
+    Args:
+        n_steps: steps of a transition, 1 .. 64.
+        gamma: the discount, in [0, 1].
+        reward_keys: keys of the rewards, under ``"next"``. Default: ``["reward"]``.
+        done_key: the flag, under ``"next"``, that ends a trajectory. Default: any of ``"done"``, ``"terminated"`` and
+            ``"truncated"``.
+        done_keys: several such flags, instead.
+        mask_key: accepted at its default: rows of a buffer are all valid.
+        write_time: see above. Rows come in order of time along the last batch dimension, from the same environments.
+
+    Raises:
+        TypeError, ValueError: as for the arguments of :class:`ReplayBuffer`.
+        NotImplementedError: ``mask_key`` is given.
+    """
+
+    def __init__(
+        self,
+        n_steps: int,
+        gamma: float,
+        *,
+        reward_keys: Sequence[Any] | None = None,
+        done_key: Any = None,
+        done_keys: Sequence[Any] | None = None,
+        mask_key: Any = None,
+        write_time: bool = False,
+    ) -> None:
+        super().__init__()
+        if mask_key not in (None, _MASK_KEY):
+            raise NotImplementedError(f"mask_key={mask_key!r} is not supported by gpubuf: store valid rows only")
+        self.n_steps, self.gamma = n_steps, gamma
+        self.reward_keys, self.done_key, self.done_keys, self.mask_key = reward_keys, done_key, done_keys, mask_key
+        self.write_time = write_time
+        self._recipe = _recipe(self, Recipe())
+        self._waiting: TensorDict | None = None
+
+    def forward(self, data: Data) -> Data:
+        """A batch on its way out: as it is."""
+        return data
+
+    def inv(self, data: TensorDictBase) -> TensorDictBase:
+        """The rows whose steps are there now, as transitions of ``n_steps`` steps; the others wait.
+
+        Raises:
+            KeyError: a key is missing.
+        """
+        if not self.write_time:
+            return data
+        refuse_in_capture("MultiStepTransform(write_time=True) keeps rows on the host's account: n_steps= does not")
+        recipe = self._recipe
+        dim, waiting = data.batch_dims - 1, self._waiting
+        if waiting is not None and NEXT_KEY not in waiting.keys():
+            # Of an older checkpoint, which joined the names of a key by dots.
+            joined, waiting = waiting, TensorDict({}, waiting.batch_size)
+            for key in data.keys(True, True):
+                waiting.set(key, joined.get((".".join(as_key(key)),)))
+        total: Any = data if waiting is None else torch.cat([waiting.to(data.device), data], dim)
+        length, ahead = total.batch_size[dim], recipe.n_steps - 1
+        made = max(length - ahead, 0)
+        out = _multi_step(total, made, recipe)
+        self._waiting = total[..., made:].clone()
+        return out
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """The rows that wait."""
+        return {} if self._waiting is None else {"waiting": self._waiting}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Restore :meth:`get_extra_state`.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        waiting = state.get("waiting") if isinstance(state, dict) else None
+        if isinstance(state, dict) and state.keys() == {"rows", "shape"}:
+            # Of an older checkpoint: the next rows tell the keys.
+            with contextlib.suppress(RuntimeError, TypeError, ValueError):
+                waiting = TensorDict(state["rows"], state["shape"])
+        if state != {} and not (isinstance(waiting, TensorDict) and waiting.batch_dims):
+            raise ValueError(f"the state of a MultiStepTransform has no rows that wait: {describe_type(state)}")
+        self._waiting = None if waiting is None else waiting.clone()
+
+
+def multi_step_of(transform: Any, recipe: Recipe) -> Recipe | None:
+    """``recipe`` with the steps of a MultiStepTransform, ours or TorchRL's; None if ``transform`` is something else.
+
+    Raises:
+        TypeError: the recipe has several steps already.
+    """
+    if type(transform).__name__ != MultiStepTransform.__name__ or getattr(transform, "write_time", False):
+        return None
+    if recipe.n_steps > 1:
+        raise TypeError(f"give either n_steps or a MultiStepTransform: n_steps is {recipe.n_steps} already")
+    return _recipe(transform, recipe)
+
+
+def without_multi_steps(transform: Any, recipe: Recipe) -> tuple[Any, Recipe]:
+    """A transform without the MultiStepTransforms in it, or None if nothing is left, and ``recipe`` with their steps.
+
+    They are in it if it is one, or a Compose of which one is a part.
+
+    Raises:
+        TypeError: the recipe has several steps already.
+    """
+    if not isinstance(transform, Compose):
+        own = multi_step_of(transform, recipe)
+        return (transform, recipe) if own is None else (None, own)
+    rest = Compose()
+    for step in transform.steps:
+        own = multi_step_of(step.transform, recipe)
+        if own is None:
+            rest.steps.append(step)
+        else:
+            recipe = own
+    return rest if len(rest) else None, recipe
+
+
+def _recipe(transform: Any, recipe: Recipe) -> Recipe:
+    """``recipe`` with the steps of a transform. TorchRL's has the defaults of its keys filled in."""
+    if transform.mask_key not in (None, _MASK_KEY):
+        raise NotImplementedError(f"mask_key={transform.mask_key!r} is not supported by gpubuf: store valid rows only")
+    end_keys = transform.done_keys
+    if end_keys is None or set(map(as_key, end_keys)) == {(name,) for name in END_NAMES}:
+        end_keys = None if transform.done_key in (None, "done") else [transform.done_key]
+    rewards = transform.reward_keys
+    steps = Recipe.of(
+        transform.n_steps,
+        transform.gamma,
+        None if rewards is None else [_under_next(key) for key in rewards],
+        None if end_keys is None else [_under_next(key) for key in end_keys],
+    )
+    return dataclasses.replace(steps, processing=recipe.processing)
+
+
+def _under_next(key: Any) -> Key:
+    names = as_key(key)
+    return names if names[0] == NEXT_KEY else (NEXT_KEY, *names)
+
+
+def _multi_step(total: TensorDictBase, made: int, recipe: Recipe) -> TensorDictBase:
+    """The first ``made`` rows of ``total``, whose last dimension is time, as transitions of several steps."""
+    out = total[..., :made]
+    if made == 0:
+        return out
+    time = total.batch_dims - 1
+    ends, rewards = _ends(total, recipe), REWARD_KEYS if recipe.reward_keys is None else recipe.reward_keys
+    goes_on = torch.ones_like(ends.narrow(time, 0, made))
+    steps = torch.zeros_like(goes_on, dtype=torch.int64)
+    sums = {key: torch.zeros_like(out.get(key), dtype=torch.float64) for key in rewards}
+    for ahead in range(recipe.n_steps):
+        if ahead:
+            goes_on = goes_on & ~ends.narrow(time, ahead - 1, made)
+        steps += goes_on
+        for key, summed in sums.items():
+            reward = total.get(key).narrow(time, ahead, made)
+            # Not a product: what lies behind the end of a trajectory may be NaN.
+            summed += torch.where(_beside(goes_on, reward), reward.double() * recipe.gamma**ahead, 0.0)
+    last = torch.arange(made, device=steps.device) + steps - 1
+    for key in list(out.keys(True, True)):
+        flat = as_key(key)
+        if flat in sums:
+            out.set(key, sums[flat].to(out.get(key).dtype))
+        elif flat[0] == NEXT_KEY:
+            rows = total.get(key)
+            out.set(key, rows.gather(time, _beside(last, rows).expand_as(out.get(key))))
+    return out.set(STEPS_KEY, steps.unsqueeze(-1))
+
+
+def _beside(values: Tensor, rows: Tensor) -> Tensor:
+    """A value for each row, with dimensions of size 1 for those of the rows."""
+    return values.view(*values.shape, *[1] * (rows.dim() - values.dim()))
+
+
+def _ends(total: TensorDictBase, recipe: Recipe) -> Tensor:
+    """Which rows end a trajectory, in the shape of the batch."""
+    keys = recipe.end_keys
+    if keys is None:
+        keys = tuple(key for name in END_NAMES if (key := (NEXT_KEY, name)) in total.keys(True))
+        if not keys:
+            raise KeyError(f"none of {list(END_NAMES)} is under {NEXT_KEY!r}: give done_key")
+    flags = [total.get(key).reshape(*total.batch_size, -1).ne(0).any(-1) for key in keys]
+    return torch.stack(flags).any(0)

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from gpubuf import serialization
-from gpubuf.data.foreign import told
+from gpubuf.data.arguments import describe_type
 from gpubuf.data.hindsight import Hindsight
-from gpubuf.data.interruption import DERIVED
-from gpubuf.data.locking import unless_compiling
+from gpubuf.data.lock import unless_compiling
+from gpubuf.data.recording import DERIVED
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.storage import memmap_files as files
 from gpubuf.data.storage.indexing import as_positions
@@ -49,7 +49,7 @@ class Writer:
             TypeError: the storage is not tensor-backed.
         """
         if not isinstance(storage, TensorStorage):
-            raise TypeError(f"gpubuf's writers need a TensorStorage, got {told(storage)}")
+            raise TypeError(f"gpubuf's writers need a TensorStorage, got {describe_type(storage)}")
         self._storage = storage
 
     def attach(self, sampler: Sampler, recipe: Recipe, relabel: Hindsight | None) -> None:

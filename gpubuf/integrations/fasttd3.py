@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from gpubuf.data.replay_buffer import ReplayBuffer
+from gpubuf.data.buffer import ReplayBuffer
 from gpubuf.data.storage.codecs import Codec, stored_as
 from gpubuf.data.storage.end_bits import CONTINUITY, FLAGS
 from gpubuf.data.storage.tensor_storage import LazyTensorStorage

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpubuf.data.buffer import ReplayBuffer
 from gpubuf.data.hindsight import Hindsight
-from gpubuf.data.replay_buffer import ReplayBuffer
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.random import RandomSampler
 from gpubuf.data.storage.codecs import Codec

@@ -18,7 +18,7 @@ from gpubuf import (
     SliceSamplerWithoutReplacement,
     TensorDictReplayBuffer,
 )
-from gpubuf.data.locking import BufferLock
+from gpubuf.data.lock import BufferLock
 from tests.support.threads import together, wait_for_line
 from tests.support.transitions import transitions
 

@@ -17,8 +17,8 @@ from gpubuf import (
     ReplayBuffer,
     TensorDictReplayBuffer,
 )
-from gpubuf.data import pinning
-from gpubuf.data.pinning import copied, map_tensors, pin, tensors_of
+from gpubuf.data import prefetch
+from gpubuf.data.prefetch import copied, map_tensors, pin, tensors_of
 from tests.support.transitions import same, transitions
 
 
@@ -138,7 +138,7 @@ def test_tensors_on_a_gpu_stay(accelerator):
 
 
 def test_without_an_accelerator_one_warning(monkeypatch):
-    monkeypatch.setattr(pinning, "_warned", False)
+    monkeypatch.setattr(prefetch, "_warned", False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(4), pin_memory=True)
     buffer.extend(transitions(4))

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from gpubuf import LazyTensorStorage, PrioritizedSampler, TensorDictReplayBuffer
-from gpubuf.data import locking
-from gpubuf.data.locking import BufferLock, StreamOrder
+from gpubuf.data import lock
+from gpubuf.data.lock import BufferLock, StreamOrder
 from gpubuf.data.prefetch import Batch, SideStream
 
 
@@ -44,7 +44,7 @@ class Machine:
         monkeypatch.setattr(cuda, "is_initialized", lambda: True)
         monkeypatch.setattr(cuda, "current_device", lambda: 0)
         monkeypatch.setattr(cuda, "current_stream", lambda device=None: self.current)
-        monkeypatch.setattr(locking, "_raw_stream", (lambda index: id(self.current)) if handles else None)
+        monkeypatch.setattr(lock, "_raw_stream", (lambda index: id(self.current)) if handles else None)
         monkeypatch.setattr(cuda, "is_current_stream_capturing", lambda: self.capturing)
         monkeypatch.setattr(cuda, "Event", Event)
         monkeypatch.setattr(cuda, "Stream", lambda device=None: Stream("side", self.log))
@@ -95,7 +95,7 @@ def test_streams_wait_for_each_other(monkeypatch, handles):
 def test_default_streams_of_two_devices_are_two(monkeypatch):
     """They have the same handle. A buffer may have moved between two operations."""
     machine, order = Machine(monkeypatch), StreamOrder()
-    monkeypatch.setattr(locking, "_raw_stream", lambda index: 0)
+    monkeypatch.setattr(lock, "_raw_stream", lambda index: 0)
     order.begin(DEVICE)
     order.end(DEVICE)
     with machine.on(machine.other):

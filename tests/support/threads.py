@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from gpubuf.data.locking import BufferLock
+from gpubuf.data.lock import BufferLock
 
 
 def together(*jobs: Callable[[], None]) -> None:

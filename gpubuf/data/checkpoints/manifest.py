@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from gpubuf import serialization
-from gpubuf.data.locking import Guard
+from gpubuf.data.lock import Guard
 from gpubuf.data.storage.layout import Key
 
 MANIFEST = "manifest.json"

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from gpubuf.data.checkpoints.parts import Parts
 from gpubuf.data.checkpoints.validate import check_batch_size, check_processing
-from gpubuf.data.locking import BufferLock
-from gpubuf.data.pinning import copied, tensors_of
+from gpubuf.data.lock import BufferLock
+from gpubuf.data.prefetch import copied, tensors_of
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.forms import Form

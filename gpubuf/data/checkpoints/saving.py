@@ -29,8 +29,8 @@ from gpubuf.data.checkpoints.parts import Parts
 from gpubuf.data.checkpoints.reading import pieces, read
 from gpubuf.data.checkpoints.snapshot import Piece, Snapshot
 from gpubuf.data.checkpoints.validate import check
-from gpubuf.data.locking import BufferLock, holding, under
-from gpubuf.data.pinning import copied
+from gpubuf.data.lock import BufferLock, holding, under
+from gpubuf.data.prefetch import copied
 from gpubuf.data.storage.tensor_storage import TensorStorage
 from gpubuf.progress import BYTES, Advance, progress_bar
 

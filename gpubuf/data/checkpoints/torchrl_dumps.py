@@ -15,7 +15,7 @@ from torch import Tensor
 from gpubuf.data.checkpoints.manifest import MANIFEST
 from gpubuf.data.checkpoints.parts import Parts
 from gpubuf.data.checkpoints.restore import Replacement, together
-from gpubuf.data.locking import BufferLock
+from gpubuf.data.lock import BufferLock
 from gpubuf.data.samplers import torchrl_state
 from gpubuf.data.storage import memmap_files as files
 from gpubuf.data.storage.layout import Data, RowLayout

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpubuf.data.buffer import ReplayBuffer
 from gpubuf.data.checkpoints.torchrl_dumps import BUFFER_FILE, WRITER_FILE, read_rows, take_rows
 from gpubuf.data.components import component
-from gpubuf.data.replay_buffer import ReplayBuffer
 from gpubuf.data.samplers import torchrl_state
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.prioritized import PrioritizedSampler

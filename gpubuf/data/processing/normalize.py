@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.data.locking import unless_compiling
+from gpubuf.data.lock import unless_compiling
 from gpubuf.data.processing.base import require_floating, tensor_at
 from gpubuf.data.processing.clip import check_bounds
 from gpubuf.data.processing.moments import Moments

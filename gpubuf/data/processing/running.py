@@ -9,7 +9,7 @@ from typing import Any, Literal, Self, get_args
 import torch
 from torch import Tensor
 
-from gpubuf.data.locking import unless_compiling
+from gpubuf.data.lock import unless_compiling
 from gpubuf.data.processing.base import Process, as_keys
 from gpubuf.data.processing.moments import Moments, merged, packed
 from gpubuf.data.storage.layout import Data, Key, Leaf, address, as_key, as_written

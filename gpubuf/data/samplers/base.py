@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from gpubuf.data.foreign import told
+from gpubuf.data.arguments import describe_type
 from gpubuf.data.recording import current, refuse_in_capture
 from gpubuf.data.samplers.adaptation import adapt
 from gpubuf.data.samplers.random_state import RandomState
@@ -162,7 +162,7 @@ class Sampler:
             ValueError: the sampler can't serve it, or serves a buffer with another storage that is still in use.
         """
         if not isinstance(storage, TensorStorage):
-            raise TypeError(f"gpubuf's samplers need a TensorStorage, got {told(storage)}")
+            raise TypeError(f"gpubuf's samplers need a TensorStorage, got {describe_type(storage)}")
         other = storage is not self._storage
         if other and lock is not self.lock and getattr(self.lock, "in_use", False):
             raise ValueError(

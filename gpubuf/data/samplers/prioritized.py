@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.data.foreign import check_count
-from gpubuf.data.interruption import DERIVED
-from gpubuf.data.locking import unless_compiling
-from gpubuf.data.recording import current, current_recording, refuse_in_capture, traced_property
+from gpubuf.data.arguments import check_count
+from gpubuf.data.lock import unless_compiling
+from gpubuf.data.recording import DERIVED, current, current_recording, refuse_in_capture, traced_property
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.exponents import check_beta, exponent, refuse_negative
 from gpubuf.data.samplers.saved_state import demand, is_tensor

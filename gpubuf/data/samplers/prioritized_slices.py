@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.data.interruption import DERIVED
-from gpubuf.data.recording import current_recording, refuse_in_capture
+from gpubuf.data.recording import DERIVED, current_recording, refuse_in_capture
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.data.samplers.slice_sizes import pair_of
 from gpubuf.data.samplers.slices import SliceSampler

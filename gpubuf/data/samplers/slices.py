@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.data.foreign import check_count
+from gpubuf.data.arguments import check_count
 from gpubuf.data.recording import current_recording, refuse_in_capture
 from gpubuf.data.samplers.base import UNBOUND, Drawn, Sampler, require_rows
 from gpubuf.data.samplers.episode_ends import Signal, fixed_signal, interleaved_environments, signal_keys, stored_signal

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.data.interruption import DERIVED
-from gpubuf.data.recording import current_recording
+from gpubuf.data.recording import DERIVED, current_recording
 from gpubuf.data.samplers.episode_ends import Signal
 from gpubuf.data.samplers.random_state import RandomState
 from gpubuf.data.storage.placement import device_name

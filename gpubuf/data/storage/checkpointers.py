@@ -17,7 +17,7 @@ from tensordict import TensorDict, TensorDictBase, is_tensorclass
 from torch import Tensor
 
 from gpubuf import serialization
-from gpubuf.data.interruption import Unfinished
+from gpubuf.data.recording import Unfinished
 from gpubuf.data.storage import memmap_files as files
 from gpubuf.data.storage.layout import Data, RowLayout, batch_shape
 from gpubuf.data.storage.shared_states import SharedStates

@@ -9,8 +9,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from gpubuf.data.foreign import check_count
-from gpubuf.data.interruption import Unfinished
+from gpubuf.data.arguments import check_count
+from gpubuf.data.recording import Unfinished
 from gpubuf.data.storage.columns import Column, address_table, columns_of, new_columns, record_of
 from gpubuf.data.storage.end_bits import CONTINUITY, FLAGS, check_ends
 from gpubuf.data.storage.fields import NextObservations, field_table, fields_of

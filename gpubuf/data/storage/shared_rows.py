@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.data.foreign import check_count
-from gpubuf.data.interruption import DERIVED
-from gpubuf.data.recording import capturing
+from gpubuf.data.arguments import check_count
+from gpubuf.data.recording import DERIVED, capturing
 from gpubuf.data.storage.computed import ComputedRows
 from gpubuf.data.storage.fields import field_table
 from gpubuf.data.storage.forms import Form

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.data.foreign import check_count
+from gpubuf.data.arguments import check_count
 from gpubuf.data.storage.columns import Column
 from gpubuf.data.storage.forms import NEXT_KEY, Options, sources
 from gpubuf.data.storage.layout import Key, Leaf, address, as_key, as_written

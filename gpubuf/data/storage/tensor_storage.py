@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
 
-from gpubuf.data.interruption import DERIVED, Unfinished
+from gpubuf.data.recording import DERIVED, Unfinished
 from gpubuf.data.storage.codecs import Codec
 from gpubuf.data.storage.columns import owned_column
 from gpubuf.data.storage.containers import first_of

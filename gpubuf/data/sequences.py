@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.data.foreign import check_count, told
+from gpubuf.data.arguments import check_count, describe_type
 from gpubuf.data.recording import current_recording
 from gpubuf.data.samplers.base import Drawn, Rows, Sampler
 from gpubuf.data.samplers.slices import SliceSampler
@@ -248,7 +248,7 @@ def checked_unit(unit: Any) -> SampleUnit | None:
         return None
     if isinstance(unit, SampleUnit):
         return None if type(unit).expand is Transition.expand else unit
-    raise TypeError(f"sample_unit must be a SampleUnit of gpubuf's, such as Sequence, got {told(unit)}")
+    raise TypeError(f"sample_unit must be a SampleUnit of gpubuf's, such as Sequence, got {describe_type(unit)}")
 
 
 def check_parts(sampler: Sampler, recipe: Recipe, *, relabels: bool) -> None:

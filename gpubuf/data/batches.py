@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import fields
 from typing import Any
 
 import torch
+from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
 
 from gpubuf.data.components import check_batch_size
 from gpubuf.data.hindsight import Hindsight
-from gpubuf.data.locking import BufferLock
-from gpubuf.data.pinning import pin
-from gpubuf.data.prefetch import Batch, Prefetcher
+from gpubuf.data.lock import BufferLock
+from gpubuf.data.prefetch import Batch, Prefetcher, pin
 from gpubuf.data.recording import refuse_in_capture
-from gpubuf.data.row_info import put
-from gpubuf.data.sample_units import SampleUnit
 from gpubuf.data.samplers.base import Drawn, Rows, Sampler, require_rows
+from gpubuf.data.sequences import SampleUnit
+from gpubuf.data.storage.indexing import expanded
 from gpubuf.data.storage.layout import Data
 from gpubuf.data.storage.reader import Reader
 from gpubuf.data.storage.tensor_storage import TensorStorage
@@ -107,7 +108,7 @@ class Batches:
         if batch is None:
             batch = self.finish(self._draw(n, include_info, batches))
         if include_info and not batch.has_info and hasattr(batch.data, "set"):
-            put(batch.data, batch.info, self._storage.ndim)
+            attach_info(batch.data, batch.info, self._storage.ndim)
         return batch
 
     @property
@@ -213,3 +214,47 @@ def finished(batch: Batch, collate_fn: Callable[[Data], Data] | None, transform:
         refuse_in_capture("pin_memory=True puts batches into the host's memory")
         data, info = pin((data, info))
     return Batch(data, info, ran_out, has_info)
+
+
+INDEX = "index"
+
+
+def attach_info(data: TensorDictBase, info: Mapping[Any, Tensor], ndim: int) -> None:
+    """Write the info of a draw into its batch.
+
+    A number for each row stands for all elements of the row, so that the batch stays a valid TensorDict: in a batch of
+    shape ``[n, T]`` entries of shape ``[n]`` become ``[n, T]``, without memory of their own. If a transform has given
+    the batch another shape, the info takes that shape too.
+
+    A tensorclass has the fields that it has: it takes of the info what there is a field for.
+
+    Args:
+        data: the batch.
+        info: its info. The leading dimensions of its index are those of the draw.
+        ndim: dimensions of the storage: with several, the last dimension of an index holds coordinates.
+
+    Raises:
+        RuntimeError: a transform has left another number of rows than were drawn.
+    """
+    lead, shape = info[INDEX].dim() - (ndim > 1), data.batch_size
+    same = info[INDEX].shape[:lead] == shape[:lead]
+    names = {entry.name for entry in fields(data)} if is_tensorclass(data) else None
+    for key, value in info.items():
+        if names is not None and key not in names:
+            continue
+        if not same:
+            if value.shape[:lead].numel() == shape.numel():
+                value = value.reshape(*shape, *value.shape[lead:])
+        elif len(shape) > lead and (key == INDEX or value.shape[: len(shape)] != shape):
+            value = expanded(value, lead, shape)
+        data.set(key, value)
+
+
+def collapsed(value: Tensor, lead: int, own: int) -> Tensor:
+    """The inverse of :func:`~gpubuf.data.storage.indexing.expanded`: the numbers of the rows.
+
+    The ``own`` dimensions after ``lead`` say the same.
+    """
+    for _ in range(own):
+        value = value.select(lead, 0)
+    return value

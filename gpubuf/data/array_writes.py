@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from gpubuf.data.locking import BufferLock
+from gpubuf.data.lock import BufferLock
 from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.recording import current
 from gpubuf.data.row_order import RowOrder

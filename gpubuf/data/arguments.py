@@ -15,7 +15,7 @@ def check_count(value: Any, name: str, least: int = 1) -> None:
         raise kind(f"{name} must be a whole number of at least {least}, got {value!r}")
 
 
-def told(given: object) -> str:
+def describe_type(given: object) -> str:
     """The type of what was given, and of a part of TorchRL's what to do instead; the end of a message."""
     kind = type(given)
     library = _LIBRARIES.get(kind.__module__.partition(".")[0])

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.data.column_writes import ColumnWrites
+from gpubuf.data.array_writes import ColumnWrites
+from gpubuf.data.batches import Batches
 from gpubuf.data.components import (
     check_sizes,
     component,
@@ -23,20 +24,17 @@ from gpubuf.data.copying import Copyable
 from gpubuf.data.delayed import may_be_delayed
 from gpubuf.data.edits import Edits
 from gpubuf.data.hindsight import Hindsight
-from gpubuf.data.interruption import DERIVED, Unfinished
-from gpubuf.data.locking import unless_compiling
+from gpubuf.data.lock import unless_compiling
 from gpubuf.data.moving import Movable
-from gpubuf.data.multi_step import without_multi_steps
 from gpubuf.data.overview import Overview
 from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.query import Queries
-from gpubuf.data.recording import refuse_in_capture
+from gpubuf.data.recording import DERIVED, Unfinished, refuse_in_capture
 from gpubuf.data.row_order import RowOrder
-from gpubuf.data.sample_units import SampleUnit, checked_unit
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.slices import SliceSampler
 from gpubuf.data.samplers.vectors import vector
-from gpubuf.data.sampling import Batches
+from gpubuf.data.sequences import SampleUnit, checked_unit
 from gpubuf.data.service import Service
 from gpubuf.data.stateful import Stateful
 from gpubuf.data.storage.indexing import as_positions
@@ -45,8 +43,8 @@ from gpubuf.data.storage.reader import Reader
 from gpubuf.data.storage.recipe import Recipe
 from gpubuf.data.storage.tensor_storage import Storage, TensorStorage
 from gpubuf.data.storage.trees import inside, layout_of, mapped, shallow
-from gpubuf.data.transforms import Compose
-from gpubuf.data.write_back import WriteBack
+from gpubuf.data.transforms import Compose, without_multi_steps
+from gpubuf.data.updates import WriteBack
 from gpubuf.data.writers import RoundRobinWriter, Writer
 
 _compiling = torch.compiler.is_compiling
