@@ -15,22 +15,7 @@ from typing import Any
 from benchmarks.measure.machine import RESULTS, result_path
 
 #: The studies: one of these stands in a file in place of pytest-benchmark's ``benchmarks``.
-SUBJECTS = (
-    "training",
-    "breakdown",
-    "checkpoints",
-    "kernels",
-    "soak",
-    "host",
-    "threads",
-    "batches",
-    "learning",
-    "algorithms",
-    "losses",
-    "discrete",
-    "speed",
-    "adapters",
-)
+SUBJECTS = ("checkpoints", "kernels", "host", "threads", "learning", "speed", "adapters", "batches", "losses")
 
 
 @dataclass(frozen=True)
@@ -89,7 +74,7 @@ Runs = dict[str, Run]
 
 
 def kind_of(data: dict[str, Any]) -> str | None:
-    """``cpu`` and ``cuda`` for benchmarks, ``training``, ``checkpoints on cuda`` and the like for other subjects.
+    """``cpu`` and ``cuda`` for benchmarks, ``learning``, ``checkpoints on cuda`` and the like for other subjects.
 
     None for a file of any other kind.
     """

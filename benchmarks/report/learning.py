@@ -1,4 +1,4 @@
-"""The table and the picture of what each algorithm learns: returns over steps, with the spread of the seeds."""
+"""What was trained: returns at the end and on the way, the picture of them, and the speed beside other programs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure.figures import OPEN, described, table
+from benchmarks.measure.figures import OPEN, described, load_before, table
 from benchmarks.measure.results import Run, Runs
 
 #: The picture, from the root of the project.
@@ -16,14 +16,14 @@ LEARNING_PLOT = "docs/learning.png"
 def by_curve(run: Run) -> dict[str, dict[str, list[dict[str, Any]]]]:
     """The runs of each environment, by curve."""
     found: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    for one in run.data["algorithms"]:
+    for one in run.data["learning"]:
         found.setdefault(one["env"], {}).setdefault(one["curve"], []).append(one)
     return found
 
 
 def algorithms_section(runs: Runs) -> str:
     """docs/training.md: mean returns at the end by algorithm and seed, those on the way, minutes, and the picture."""
-    run = runs.get("algorithms")
+    run = runs.get("learning")
     if run is None:
         return f"No run of `python -m benchmarks.studies.learning` is committed: {OPEN}."
     rows = []
@@ -34,18 +34,51 @@ def algorithms_section(runs: Runs) -> str:
             known = [spent / 60 for one in ones if (spent := one["processor_seconds"]) is not None]
             minutes = f"{statistics.fmean(known):.1f}" if known else ""
             steps = f"{ones[0]['steps']:,}"
-            on_the_way = statistics.fmean(value for one in ones for _, value in one["points"])
-            means = [f"{statistics.fmean(returns):.0f}", f"{on_the_way:.0f}"]
-            rows.append([f"{env}, {curve}", steps, seeds, *means, minutes])
+            points = [value for one in ones for _, value in one["points"]]
+            on_the_way = f"{statistics.fmean(points):.0f}" if points else ""
+            rows.append([f"{env}, {curve}", steps, seeds, f"{statistics.fmean(returns):.0f}", on_the_way, minutes])
     head = ["environment, algorithm", "steps", "mean return by seed", "mean", "mean on the way", "minutes of a core"]
     picture = f"![Returns of each algorithm over the steps]({{root}}{LEARNING_PLOT})"
     # Without the machine's load: the file knows only that of the moment when the runs were collected.
     return "\n\n".join([table(head, rows), described(run), picture])
 
 
+def training_table(runs: Runs) -> str:
+    """README: what ``make train`` reaches with every seed, and how fast it is."""
+    run = runs.get("learning")
+    shown = {} if run is None else {env: ones for env, ones in by_curve(run).items() if "Pendulum" in env}
+    if run is None or not shown:
+        return f"No runs of `python -m benchmarks.studies.learning` on Pendulum are committed: {OPEN}."
+    rows = []
+    for env, curves in shown.items():
+        for curve, ones in curves.items():
+            returns = ", ".join(f"{one['mean_return']:.1f} (seed {one['seed']})" for one in ones)
+            minutes = statistics.fmean(one["seconds"] for one in ones) / 60
+            speed = statistics.fmean(one["steps_per_second"] for one in ones)
+            mode = f"{env}, {curve}, {ones[0]['steps']:,} steps"
+            rows.append([mode, returns, str(ones[0]["episodes"]), f"{minutes:.1f}", f"{speed:.0f}"])
+    head = ["`gpubuf train`", "mean return", "of episodes", "minutes", "steps per second"]
+    return "\n\n".join([table(head, rows), described(run)])
+
+
+def speed_section(runs: Runs) -> str:
+    """docs/training.md: steps per second of several programs."""
+    run = runs.get("speed")
+    if run is None:
+        return f"No run of `python -m benchmarks.studies.speed` is committed: {OPEN}."
+    found = run.data["speed"]
+    rows = []
+    for one in found:
+        rounds = f"{min(one['rounds']):.0f} to {max(one['rounds']):.0f}"
+        factor = found[0]["steps_per_second"] / one["steps_per_second"]
+        rows.append([one["program"], f"{one['steps_per_second']:.0f}", rounds, f"{factor:.2f}x"])
+    head = [f"SAC on {found[0]['env']}", "steps per second", "in the rounds", f"{found[0]['program']}, as fast"]
+    return "\n\n".join([table(head, rows), described(run), load_before(run)])
+
+
 def learning_plot_source(runs: Runs) -> str:
     """Which run the picture shows; it says so itself, in its metadata. Empty where there is none."""
-    run = runs.get("algorithms")
+    run = runs.get("learning")
     return f"Drawn from {run.source} of {run.data['datetime']}." if run else ""
 
 
@@ -60,7 +93,11 @@ def draw_learning(path: Path, runs: Runs) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    of_environments = by_curve(runs["algorithms"])
+    of_environments = {
+        env: curves
+        for env, curves in by_curve(runs["learning"]).items()
+        if all(one["points"] for ones in curves.values() for one in ones)
+    }
     figure = Figure(figsize=(6 * len(of_environments), 4), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(of_environments), squeeze=False)[0]

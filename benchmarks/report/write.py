@@ -16,22 +16,19 @@ from pathlib import Path
 from benchmarks.measure.figures import OPEN, against, described, digits, load_before, microseconds, or_open, table
 from benchmarks.measure.machine import RESULTS
 from benchmarks.measure.results import Run, Runs, newest_runs
-from benchmarks.report.learning import LEARNING_PLOT, algorithms_section, draw_learning, is_learning_plot_of
-from benchmarks.report.memory import memory_tables
-from benchmarks.report.training import (
-    discrete_section,
-    learning_section,
+from benchmarks.report.learning import (
+    LEARNING_PLOT,
+    algorithms_section,
+    draw_learning,
+    is_learning_plot_of,
     speed_section,
-    training_runs_table,
     training_table,
 )
-from benchmarks.studies.adapters.registry import ADAPTERS
-from benchmarks.studies.adapters.section import adapters_section
-from benchmarks.studies.batches import batches_section
+from benchmarks.report.memory import memory_tables
 from benchmarks.studies.host import host_section
 from benchmarks.studies.kernels import launches_table, resources_table
-from benchmarks.studies.losses import losses_section
 from benchmarks.studies.predict import prediction_table
+from benchmarks.studies.side_by_side import TABLES, section
 from benchmarks.workloads.registry import REGISTRY, TITLES
 from benchmarks.workloads.replay import WORKLOADS
 from benchmarks.workloads.slices import OPERATIONS, SIZES, SLICES, short, sized
@@ -150,24 +147,6 @@ def threads_table(runs: Runs) -> str:
     return "\n\n".join([table(["µs a call", "library", *columns, "gain"], rows), described(run), load_before(run)])
 
 
-def breakdown_table(runs: Runs) -> str:
-    """docs/performance.md: the parts of a uniform sample."""
-    run = runs.get("breakdown")
-    if run is None:
-        return f"No run of `python -m benchmarks.studies.breakdown` is committed: {OPEN}."
-    found = run.data["breakdown"]
-    parts = [[name, microseconds(seconds)] for name, seconds in found["parts"].items()]
-    sentences = (
-        f"Through the dispatcher it would be {microseconds(found['dispatcher'])} µs more. The kernel takes "
-        f"{microseconds(found['kernel_cached'])} µs where the rows are in the cache; the rest of its time is waiting "
-        "for memory."
-    )
-    ours, plain = found["operations"]["gpubuf"], found["operations"]["plain"]
-    sentences += f" `SACLoss` and its backward dispatch {ours} operations, the same mathematics by hand {plain}."
-    whole = ["`buffer.sample()`", microseconds(found["whole"])]
-    return "\n\n".join([table(["part", "µs"], [*parts, whole]), sentences, described(run), load_before(run)])
-
-
 def incremental(run: Run) -> float:
     """Per cent of a full save's bytes that are written when 1 % of the rows are new."""
     written = {row["operation"]: row["bytes"] for row in run.data["checkpoints"]["results"]}
@@ -201,27 +180,6 @@ def checkpoints_section(runs: Runs) -> str:
     if not found:
         return f"No run of `python -m benchmarks.studies.checkpoints` is committed: {OPEN}."
     return "\n\n".join(checkpoints_table(run) for run in found)
-
-
-def soak_table(runs: Runs) -> str:
-    """docs/checkpoints.md: the work of a buffer under load, and its memory."""
-    run = runs.get("soak")
-    if run is None:
-        return f"No run of `python -m benchmarks.studies.soak --record` is committed: {OPEN}."
-    found = run.data["soak"]
-    first, last = (found["resident"][i] / 2**20 for i in (0, -1)) if found["resident"] else (0.0, 0.0)
-    in_use = found["growth_in_use_bytes"]
-    sentences = (
-        f"{found['sampler']}, {found['capacity']:,} rows, prefetch {found['prefetch']}, {found['seconds'] / 60:.1f} "
-        f"minutes: the rows of {found['hours_of_training']:.2f} hours of training at {found['rate']:,} steps a second. "
-        f"Memory: {first:.1f} MiB after the warm-up, {last:.1f} MiB at the end; in the second half "
-        f"{found['growth_bytes'] / 2**20:+.2f} MiB, "
-        + ("" if in_use is None else f"{in_use / 2**20:+.2f} MiB of them in use, ")
-        + f"and {found['growth_objects']:+.0f} Python objects. "
-    )
-    sentences += f"Broken: {'; '.join(found['problems'])}." if found["problems"] else "No invariant broke."
-    rows = [[name, f"{n:,}", f"{n / found['seconds']:,.1f}"] for name, n in found["counts"].items()]
-    return "\n\n".join([table(["what", "number", "a second"], rows), sentences, described(run), load_before(run)])
 
 
 def sizes_table(run: Run) -> str:
@@ -343,13 +301,7 @@ FIGURES: dict[str, Callable[[Runs], str]] = {
     "cpu": lambda runs: spread_table(runs, "cpu"),
     "gpu": lambda runs: spread_table(runs, "cuda"),
     "training": training_table,
-    "training_runs": training_runs_table,
-    "breakdown": breakdown_table,
     "host": host_section,
-    "batches": batches_section,
-    "learning": learning_section,
-    "losses": losses_section,
-    "discrete": discrete_section,
     "speed": speed_section,
     "algorithms": algorithms_section,
     "memory": memory_tables,
@@ -357,13 +309,12 @@ FIGURES: dict[str, Callable[[Runs], str]] = {
     "resources": resources_table,
     "prediction": prediction_table,
     "checkpoints": checkpoints_section,
-    "soak": soak_table,
     "slices": slices_section,
     "slices_in_short": lambda runs: slices_section(runs, spread=False),
     "curves": curves_section,
     **{
-        f"adapters_{page}": functools.partial(adapters_section, page)
-        for page in dict.fromkeys(adapter.page for adapter in ADAPTERS.values())
+        page: functools.partial(section, page)
+        for page in dict.fromkeys(each.page for tables in TABLES.values() for each in tables.values())
     },
 }
 

@@ -3,7 +3,8 @@
 ``python -m benchmarks.studies.learning`` runs ``gpubuf train`` as a user does, one run after the other, on one thread.
 Each run takes minutes and has a folder of its own under ``--folder``. Run the command again to go on: a run that has
 ended is not repeated, and one that was interrupted goes on from its last checkpoint. The file of results is written
-once all have ended, or with ``--collect`` of those that have.
+once all have ended, or with ``--collect`` of those that have; what else a file of that name holds stays in it. The runs
+of the README are ``--envs Pendulum-v1 torch/Pendulum --curves 'sac, uniform' 'sac, prioritized' --steps 10000``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure.elsewhere import ROOT, own_python
-from benchmarks.measure.machine import describe, version
+from benchmarks.measure.machine import describe, result_path, version
 from benchmarks.measure.results import write_results
 
 #: Options of ``gpubuf train``, by the name of a curve.
@@ -121,6 +122,7 @@ def finding(planned: Planned, folder: Path) -> dict[str, Any] | None:
         "std_return": round(deviation, 1),
         "episodes": planned.eval_episodes,
         "seconds": seconds,
+        "steps_per_second": round(result["steps"] / seconds, 1),
         "processor_seconds": json.loads(spent.read_text()) if spent.exists() else None,
     }
 
@@ -131,6 +133,12 @@ def plan(options: argparse.Namespace, more: Sequence[str]) -> Iterator[Planned]:
         for env in options.envs:
             for curve in options.curves:
                 yield Planned(curve, env, seed, options.steps, options.eval_every, options.eval_episodes, tuple(more))
+
+
+def merged(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The runs of both; one that is in both counts as the new one."""
+    by_run = {tuple(one[key] for key in ("env", "curve", "steps", "seed")): one for one in (*old, *new)}
+    return [by_run[key] for key in sorted(by_run)]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -151,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--collect", action="store_true", help="run nothing; write the results of the runs that have ended"
     )
-    parser.add_argument("--out", type=Path, help="default: benchmarks/results/algorithms-<device>-<date>.json")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/learning-<device>-<date>.json")
     options, more = parser.parse_known_args(arguments)
     # The threads are each run's own: one.
     machine = {**describe("cpu"), "threads": 1}
@@ -168,7 +176,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if result is not None:
             print(f"{planned.name}: {result['mean_return']:.1f} in {result['seconds'] / 60:.1f} minutes", flush=True)
             found.append(result)
-    write_results("algorithms", found, machine, options.out)
+    out = options.out or result_path("cpu", "learning")
+    if out.exists():
+        found = merged(json.loads(out.read_text())["learning"], found)
+    write_results("learning", found, machine, out)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """Every loss by gpubuf, by hand in plain PyTorch and by TorchRL, on the same parameters: forward and backward.
 
-:func:`contenders` makes the calls to time. Before that it asserts that their losses and gradients agree.
+They are made by :func:`calls`, which asserts before that their losses and gradients agree.
 """
 
 from __future__ import annotations
 
 import copy
+import os
+import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,12 +19,14 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
+from benchmarks.measure.in_turn import Call, Contender
 from benchmarks.peers.libraries import UnavailableError
 from benchmarks.workloads import plain_losses as plain
 from benchmarks.workloads.plain_sac import ACTION, LOWEST_SCALE, OBSERVATION, PlainSAC, make_batch
 from benchmarks.workloads.program_losses import as_its_program
 
-Call = Callable[[], object]
+#: Losses that are compiled at every size of a batch.
+COMPILED_WIDE = ("sac", "fastsac", "flashsac")
 LOSSES = ("loss_actor", "loss_qvalue", "loss_alpha")
 #: Contenders: a loss by hand, and one as its program writes it.
 BY_HAND, PROGRAM = "plain PyTorch", "PyTorch, as the program writes it"
@@ -338,7 +342,7 @@ def forward_backward(loss: Callable[[TensorDict], Any], parameters: list[Tensor]
     return call
 
 
-def contenders(name: str, rows: int, compiled: bool) -> dict[str, Call]:
+def calls(name: str, rows: int, compiled: bool) -> dict[str, Call]:
     """The calls of one loss by contender: forward, and backward of the sum of the losses.
 
     Args:
@@ -372,11 +376,27 @@ def contenders(name: str, rows: int, compiled: bool) -> dict[str, Call]:
         for who, loss in losses.items():
             if loss is not by_hand:
                 agree(workload, who, loss, by_hand, batch)
-    calls = {who: forward_backward(loss, list(loss.parameters()), batch) for who, loss in losses.items()}
+    made = {who: forward_backward(loss, list(loss.parameters()), batch) for who, loss in losses.items()}
     if compiled:
         for who in (BY_HAND, "gpubuf"):
-            calls[f"{who}, compiled"] = compiled_call(losses[who], batch)
-    return calls
+            made[f"{who}, compiled"] = compiled_call(losses[who], batch)
+    return made
+
+
+def contenders(name: str, batches: Sequence[int] = (256, 8192)) -> dict[str, Contender]:
+    """A loss with its networks at every size of a batch; compiled where there is a C++ compiler, and at most sizes."""
+    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
+    found: dict[str, dict[str, Call]] = {}
+    for rows in batches:
+        # Compiling takes longer than measuring.
+        compiled = compiler is not None and (rows == batches[0] or name in COMPILED_WIDE)
+        for who, call in calls(name, rows, compiled).items():
+            found.setdefault(who, {})[f"batch of {rows}"] = call
+    return {
+        # A compiled call has no operations of its own.
+        who: Contender(of_sizes, counted=None if "compiled" in who else of_sizes[f"batch of {batches[0]}"])
+        for who, of_sizes in found.items()
+    }
 
 
 def compiled_call(loss: Any, batch: TensorDict) -> Call:

@@ -281,7 +281,7 @@ def test_every_peer_can_be_installed():
     """`make bench` makes an environment for each, of pinned versions."""
     makefile = (run.ROOT / "Makefile").read_text()
     assert re.search(r"^PEER_NAMES := (.*)$", makefile, re.MULTILINE)[1].split() == [*PEERS, "holosoma", "lerobot"]
-    # Those two take part in studies alone: benchmarks.studies.batches and benchmarks.studies.adapters.
+    # Those two take part in studies alone: benchmarks.studies.side_by_side.
     for peer in (*PEERS, "holosoma", "lerobot"):
         files = list((run.ROOT / "benchmarks" / "peers").glob(f"{peer}*.txt"))
         assert any("==" in path.read_text() for path in files), peer

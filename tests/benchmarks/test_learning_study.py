@@ -9,6 +9,7 @@ from benchmarks.measure import results as files
 from benchmarks.measure.results import Run
 from benchmarks.report import learning as report
 from benchmarks.studies import learning
+from tests.support.report_runs import a_run, block, line
 
 TINY = ["--learning-starts", "240", "--eval-every", "100", "--eval-episodes", "2"]
 
@@ -16,7 +17,7 @@ TINY = ["--learning-starts", "240", "--eval-every", "100", "--eval-episodes", "2
 def study(tmp_path: Path, *arguments: str) -> list[dict]:
     out = tmp_path / "results.json"
     learning.main([*arguments, "--steps", "250", "--folder", str(tmp_path / "runs"), "--out", str(out), *TINY])
-    return json.loads(out.read_text())["algorithms"]
+    return json.loads(out.read_text())["learning"]
 
 
 def test_a_run_is_recorded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
@@ -79,7 +80,7 @@ def test_an_interrupted_run_goes_on(tmp_path: Path, commands):
 def one(curve: str, seed: int, final: float, env: str = "Hopper-v5") -> dict:
     points = [[5000, final / 2], [10_000, final]]
     found = {"curve": curve, "env": env, "seed": seed, "steps": 10_000, "points": points}
-    seconds = {"seconds": 150.0, "processor_seconds": 120.0}
+    seconds = {"seconds": 150.0, "steps_per_second": 66.7, "processor_seconds": 120.0}
     return {**found, **seconds, "mean_return": final, "std_return": 1.0, "episodes": 10, "options": ""}
 
 
@@ -89,9 +90,9 @@ def test_table_and_picture(tmp_path: Path):
     ones = [one("flashsac", 0, 100.0), one("flashsac", 1, 300.0), one("sac, uniform", 0, 50.0, "HalfCheetah-v5")]
     device = {"kind": "cpu", "name": "a CPU"}
     machine = {"device": device, "versions": {}, "python_version": "3", "threads": 1, "load_before": 0.1, "cores": 2}
-    data = {"datetime": "2026-11-22T12:00:00", "machine_info": machine, "algorithms": ones}
-    assert files.kind_of(data) == "algorithms"
-    runs = {"algorithms": Run("benchmarks/results/x.json", data)}
+    data = {"datetime": "2026-11-22T12:00:00", "machine_info": machine, "learning": ones}
+    assert files.kind_of(data) == "learning"
+    runs = {"learning": Run("benchmarks/results/x.json", data)}
     text = report.algorithms_section(runs)
     assert "| Hopper-v5, flashsac | 10,000 | 100, 300 | 200 | 150 | 2.0 |" in text
     assert "| HalfCheetah-v5, sac, uniform | 10,000 | 50 | 50 | 38 | 2.0 |" in text
@@ -101,3 +102,22 @@ def test_table_and_picture(tmp_path: Path):
     assert report.is_learning_plot_of(path, runs)
     data["datetime"] = "2026-11-23"
     assert not report.is_learning_plot_of(path, runs)
+
+
+def test_the_table_of_the_readme():
+    ones = [one("sac, uniform", seed, -150.0 - seed, "Pendulum-v1") for seed in (0, 1)]
+    text = block("training", {"learning": a_run(learning=[*ones, one("flashsac", 0, 900.0)])})
+    shown = ["-150.0 (seed 0), -151.0 (seed 1)", "10", "2.5", "67"]
+    assert line(text, "Pendulum-v1, sac, uniform, 10,000 steps") == shown
+    assert "flashsac" not in text
+    assert "committed: open" in block("training", {})
+
+
+def test_runs_are_added_to_those_of_the_file(tmp_path: Path):
+    """A run again counts once, the new one."""
+    old, new = [one("redq", 0, 1.0), one("redq", 1, 2.0)], [one("redq", 1, 3.0), one("crossq", 0, 4.0)]
+    assert [run["mean_return"] for run in learning.merged(old, new)] == [4.0, 1.0, 3.0]
+    out = tmp_path / "results.json"
+    out.write_text(json.dumps({"learning": old}))
+    learning.main(["--collect", "--folder", str(tmp_path / "runs"), "--out", str(out)])
+    assert json.loads(out.read_text())["learning"] == old

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from benchmarks.studies.adapters.registry import Contender
+from benchmarks.measure.in_turn import Contender
 
 BATCH, ROWS = 256, 1_000_000
 #: Steps that are written over and over, with an episode of 500 in each environment.

@@ -1,4 +1,4 @@
-"""The studies of speed beside other programs, and of the pendulum with a finite set of torques."""
+"""The study of speed beside other programs."""
 
 import json
 from pathlib import Path
@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.measure.results import Run, kind_of
-from benchmarks.report.training import discrete_section, speed_section
-from benchmarks.studies import discrete, speed
+from benchmarks.report.learning import speed_section
+from benchmarks.studies import speed
 
 
 def runs_of(path: Path, kind: str) -> dict[str, Run]:
@@ -46,14 +46,3 @@ def test_speed_is_the_steps_between_two_runs(tmp_path: Path, monkeypatch: pytest
 def test_speed_runs_the_command():
     """The real one, far too short to time."""
     assert speed.seconds(speed.ours("torch/Pendulum", "--num-envs", "1", "--hidden", "8"), speed.STARTS + 3) > 0
-
-
-def test_the_pendulum_with_torques(tmp_path: Path):
-    out = tmp_path / "results.json"
-    tiny = ["--steps", "40", "--learning-starts", "20", "--width", "8", "--batch-size", "8", "--episodes", "2"]
-    discrete.main(["--seeds", "3", "--out", str(out), *tiny])
-    (found,) = json.loads(out.read_text())["discrete"]
-    assert (found["seed"], found["episodes"]) == (3, 2)
-    assert -2000 < found["mean_return"] < 0
-    assert f"| 3 | {found['mean_return']:.1f} |" in discrete_section(runs_of(out, "discrete"))
-    assert "committed: open" in discrete_section({})

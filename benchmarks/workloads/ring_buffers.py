@@ -11,7 +11,7 @@ import torch
 from gymnasium import spaces
 from tensordict import TensorDict
 
-from benchmarks.studies.adapters.registry import Contender
+from benchmarks.measure.in_turn import Contender
 
 GAMMA, N_STEPS = 0.97, 3
 #: Numbers of an observation, of one of the critic, and of an action: a humanoid robot.
@@ -66,7 +66,8 @@ def _contender(
     return {"one step": lambda: add(next(endless)), f"sample {batch}": sample}
 
 
-def _rings(envs: int) -> dict[str, Contender]:
+def rings(envs: int) -> dict[str, Contender]:
+    """holosoma's ring and ours. HumanoidBench has 128 environments, MuJoCo Playground 1024, Isaac Lab 4096."""
     from holosoma.agents.fast_sac.fast_sac_utils import SimpleReplayBuffer  # type: ignore[import-not-found]
 
     from gpubuf.integrations import holosoma
@@ -87,26 +88,6 @@ def _rings(envs: int) -> dict[str, Contender]:
         calls = _contender(ring.extend, sample, steps, length, per_env * envs)
         found[name] = Contender(calls, held(ring) if name == "holosoma" else ring.buffer.memory().total)
     return found
-
-
-def single() -> dict[str, Contender]:
-    """16 environments: the time of a write is that of the calls around it."""
-    return _rings(16)
-
-
-def few() -> dict[str, Contender]:
-    """128 environments, as HumanoidBench has."""
-    return _rings(128)
-
-
-def some() -> dict[str, Contender]:
-    """1024 environments, as MuJoCo Playground has."""
-    return _rings(1024)
-
-
-def many() -> dict[str, Contender]:
-    """4096 environments, as Isaac Lab has."""
-    return _rings(4096)
 
 
 def flashsac() -> dict[str, Contender]:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.measure.in_turn import Contender
 from benchmarks.peers.lerobot_buffer import lerobot_buffer
-from benchmarks.studies.adapters.registry import Contender
 
 CAPACITY, BATCH, SIDE = 1_000, 64, 64
 IMAGE = "observation.images.front"

@@ -1,0 +1,114 @@
+"""Buffers and losses beside others: the contenders do the same, calls take turns, and the tables say what was found."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from benchmarks.measure import in_turn as timing
+from benchmarks.measure.in_turn import Contender, in_turn, operations
+from benchmarks.studies import side_by_side as study
+from benchmarks.workloads import computed_batches, losses, program_losses, stable_buffers
+from gpubuf.integrations import cleanrl
+from tests.support.report_runs import a_run, block, line
+
+#: Losses that are compared with their programs' code, too.
+PROGRAMS = ("fastsac", "flashsac")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in ("sac", "flashsac") else pytest.mark.slow) for n in losses.WORKLOADS]
+)
+def test_losses_agree(name: str):
+    """Making them asserts it. Ours dispatches fewer operations than the one by hand, and half of a program's."""
+    calls = losses.calls(name, 32, compiled=False)
+    expected = [*([losses.PROGRAM] if name in PROGRAMS else []), losses.BY_HAND, "gpubuf"]
+    assert [who for who in calls if who != "TorchRL"] == expected
+    dispatched = {who: operations(call) for who, call in calls.items()}
+    assert 0 < dispatched["gpubuf"] < dispatched[losses.BY_HAND]
+    if name in PROGRAMS:
+        assert dispatched["gpubuf"] <= dispatched[losses.PROGRAM] / 2
+
+
+def test_a_difference_to_the_program_is_found(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(program_losses.ProgramFastSAC, "values", lambda self, logits: logits.mean(-1))
+    with pytest.raises(AssertionError, match="loss_actor of PyTorch, as the program writes it"):
+        losses.calls("fastsac", 32, compiled=False)
+
+
+def test_without_chance_is_over_afterwards():
+    with losses.without_chance():
+        assert torch.equal(torch.randn(3, 2), torch.randn(3, 2))
+        assert torch.equal(torch.randn_like(torch.ones(4, 3, 2))[1], torch.randn((3, 2)))
+    assert not torch.equal(torch.randn(3, 2), torch.randn(3, 2))
+
+
+def test_computed_batches(monkeypatch: pytest.MonkeyPatch):
+    """Every contender draws the sizes of the table, and what torch normalises is what the launch normalises."""
+    monkeypatch.setattr(computed_batches, "ROWS", 1200)
+    monkeypatch.setattr(computed_batches, "WIDE_ROWS", 1200)
+    for make in (computed_batches.n_step, computed_batches.observations, computed_batches.normalised):
+        for contender in make().values():
+            assert list(contender.calls) == ["batch of 256", "batch of 4096"]
+            assert contender.calls["batch of 256"]().shape == (256,)  # type: ignore[attr-defined]
+
+
+def test_a_full_buffer_is_timed():
+    space, action = stable_buffers.BOX, stable_buffers.ACTION
+    steps = stable_buffers.steps_of(space, 2, 20)
+    made = stable_buffers.contender(cleanrl.ReplayBuffer(600, space, action, "cpu", 2), steps)
+    for call in made.calls.values():
+        call()
+    assert made.n_bytes is not None
+    assert made.n_bytes >= 600 * 4 * (17 + 6 + 17 + 2)
+
+
+def test_calls_take_turns(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(timing, "TURN", 0.0)
+    seen = []
+    call = lambda: torch.zeros(2).add(seen.append("one") or 1)  # noqa: E731
+    found = in_turn({"one": Contender({"a": call}, 7, call), "two": Contender({"a": lambda: seen.append("two")})}, 2)
+    assert seen[:8] == ["one", "one", "two", "two"] * 2
+    assert found["one"]["calls"]["a"] > 0
+    assert (found["one"]["bytes"], found["one"]["operations"]) == (7, 2)
+    assert found["two"].keys() == {"calls"}
+
+
+FOUND = {
+    "theirs": {"bytes": 3 << 20, "calls": {"add": 10.0, "sample 256": 100.0}},
+    "gpubuf": {"bytes": 700, "calls": {"add": 5.0}},
+}
+LOSSES = {
+    "plain PyTorch": {"calls": {"batch of 256": 6000.0}, "operations": 300},
+    "gpubuf, compiled": {"calls": {"batch of 256": 4500.0}},
+}
+
+
+def test_tables():
+    """What was not measured stays empty."""
+    text = block("adapters_sb3", {"adapters": a_run(adapters={"sb3": FOUND})})
+    assert "numbers, 1 M rows | add, µs | sample 256, µs | memory |" in text
+    assert line(text, "theirs") == ["10.0", "100", "3.00 MiB"]
+    assert line(text, "gpubuf") == ["5.00 (0.50x)", "", "700 bytes"]
+    assert "is committed: open" in block("adapters_cleanrl", {"adapters": a_run(adapters={"sb3": FOUND})})
+    text = block("losses", {"losses": a_run(losses={"sac": LOSSES})})
+    assert line(text, "plain PyTorch") == ["6000", "300"]
+    assert line(text, "gpubuf, compiled") == ["4500 (0.75x)", ""]
+    assert "is committed: open" in block("losses", {})
+
+
+def test_the_command(tmp_path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """It writes what could be measured, and names what could not."""
+    monkeypatch.setattr(study, "found_by", lambda *_, **__: FOUND)
+    out = tmp_path / "adapters.json"
+    study.main(["adapters", "--tables", "sb3", "cleanrl", "--out", str(out)])
+    assert json.loads(out.read_text())["adapters"] == {"sb3": FOUND, "cleanrl": FOUND}
+    monkeypatch.undo()
+    monkeypatch.setattr(study, "peer_python", lambda peer: "/bin/false")
+    study.main(["adapters", "--tables", "lerobot", "--out", str(out)])
+    assert json.loads(out.read_text())["adapters"] == {}
+    assert "lerobot: can't be measured here" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        study.main(["losses", "--tables", "lerobot"])
