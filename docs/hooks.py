@@ -202,7 +202,7 @@ def has_parts(path: str) -> bool:
     for node in ast.parse(source.read_text()).body:
         if isinstance(node, ast.ClassDef) and node.name == name:
             known = public_paths().keys() | vars(builtins).keys()
-            return any(isinstance(base, ast.Name) and base.id not in known for base in node.bases)
+            return any(not isinstance(base, ast.Name) or base.id not in known for base in node.bases)
     return False
 
 

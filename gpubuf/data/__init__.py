@@ -28,11 +28,8 @@ from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.data.samplers.trajectory_index import Trajectories, TrajectoryIndex
 from gpubuf.data.samplers.without_replacement import SamplerWithoutReplacement
 from gpubuf.data.sequences import SampleUnit, Sequence, Transition
-from gpubuf.data.storage.checkpointers import StorageCheckpointerBase, TensorStorageCheckpointer
 from gpubuf.data.storage.codecs import Codec
-from gpubuf.data.storage.list_storage import ListStorage
-from gpubuf.data.storage.memmap_storage import LazyMemmapStorage
-from gpubuf.data.storage.tensor_storage import LazyTensorStorage, Storage, TensorStorage
+from gpubuf.data.storage.tensor_storage import Storage
 from gpubuf.data.tensordict_buffers import (
     PrioritizedReplayBuffer,
     TensorDictPrioritizedReplayBuffer,
@@ -47,6 +44,11 @@ from gpubuf.data.writers import (
     Writer,
 )
 from gpubuf.missing_names import refuse
+from gpubuf.torchrl.checkpointers import StorageCheckpointerBase, TensorStorageCheckpointer
+from gpubuf.torchrl.storages import LazyMemmapStorage, LazyTensorStorage, ListStorage, TensorStorage
+
+# The storages that buffers make themselves have TorchRL's names too.
+ReplayBuffer._default_storage, ReplayBuffer._default_objects = LazyTensorStorage, ListStorage
 
 __all__ = [
     "Clip",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, SupportsIndex
 
 _LIBRARIES = {"torchrl": "TorchRL"}
+_warned: set[str] = set()
 
 
 def check_count(value: Any, name: str, least: int = 1) -> None:
@@ -25,3 +27,11 @@ def describe_type(given: object) -> str:
         f"{library}'s {kind.__name__}: take gpubuf.data's class of that name here, and "
         f"gpubuf.integrations.torchrl's in a buffer of {library}'s"
     )
+
+
+def warn_of_no_effect(**options: bool) -> None:
+    """Warn once a process of each option that is set: TorchRL's has no counterpart, and programs go on without it."""
+    for name, value in options.items():
+        if value and name not in _warned:
+            _warned.add(name)
+            warnings.warn(f"{name}=True has no effect in gpubuf: a storage belongs to one process", stacklevel=4)

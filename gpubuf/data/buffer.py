@@ -153,7 +153,8 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, Q
         self._sampler = self._first_sampler(sampler, consume_after_n_samples, prefetch)
         self._storage: TensorStorage = component(storage, Storage, lambda: self._new_storage(self._sampler))
         if checkpointer is not None:
-            self._storage.checkpointer = checkpointer
+            saved: Any = self._storage
+            saved.checkpointer = checkpointer
         self._writer: Writer = component(writer, Writer, self._default_writer)
         self._writer.register_storage(self._storage)
         if dim_extend is not None and not 0 <= dim_extend < self._storage.ndim:

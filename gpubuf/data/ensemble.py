@@ -243,7 +243,7 @@ class ReplayBufferEnsemble(MixedReplayBuffer):
                 raise RuntimeError("end_streams is for storages of one dimension, which hold one stream")
             if not len(storage):
                 continue
-            newest = storage._last_cursor or 0
+            newest = (storage.cursor - 1) % storage.max_size
             row = storage[torch.tensor([newest])][0]
             ended, cut = row.get(end_key, None), row.get(truncated_key, None) if truncated_key is not None else None
             if ended is None:

@@ -131,8 +131,8 @@ class Queries:
                     f"a query needs a tensordict-backed storage, of TensorDicts; this one gives a {type(rows).__name__}"
                 )
             oldest = 0
-            if storage._is_full and self._writer.in_order:
-                oldest = ((storage._last_cursor or 0) + 1) % storage.shape[0]
+            if len(storage) == storage.max_size and self._writer.in_order:
+                oldest = storage.cursor // storage.shape[1:].numel()
             found = []
             broken = None
             if storage.breaks is not None:

@@ -77,13 +77,15 @@ class Stateful:
         """Have a hook change the rows that :meth:`save` writes: ``hook(rows, path=folder)`` returns others.
 
         Hooks belong to the storage, and are not part of a checkpoint: register them again before :meth:`load`. See
-        :class:`gpubuf.data.storage.checkpointers.StorageCheckpointerBase`.
+        :class:`gpubuf.torchrl.checkpointers.StorageCheckpointerBase`.
         """
-        self._storage.register_save_hook(hook)
+        storage: Any = self._storage
+        storage.register_save_hook(hook)
 
     def register_load_hook(self, hook: Callable[..., Any]) -> None:
         """Have a hook make rows of what :meth:`load` reads: ``hook(data, out=None)`` returns all rows of a storage."""
-        self._storage.register_load_hook(hook)
+        storage: Any = self._storage
+        storage.register_load_hook(hook)
 
     def save(self, path: str | os.PathLike[str], **options: Any) -> saving.Saved:
         """Save everything to a folder, atomically; see :func:`gpubuf.data.checkpoints.saving.save`. Synchronises."""

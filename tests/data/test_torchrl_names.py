@@ -26,9 +26,9 @@ from gpubuf.data import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
     TensorStorage,
+    arguments,
     load_torchrl,
 )
-from gpubuf.data.storage import torchrl_names
 
 
 def rows(first: int, n: int) -> TensorDict:
@@ -128,7 +128,7 @@ def test_a_transform_factory_delays_unless_told_otherwise():
 
 
 def test_options_without_effect_warn_once(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torchrl_names, "_warned", set())
+    monkeypatch.setattr(arguments, "_warned", set())
     for option in ("consolidated", "shared_init"):
         with pytest.warns(UserWarning, match=f"{option}=True has no effect"):
             storage = LazyTensorStorage(3, **{option: True})

@@ -17,6 +17,7 @@ from typing import Any
 
 from gpubuf.data.checkpoints.manifest import Manifest, RowFiles, need
 from gpubuf.data.storage.layout import batch_shape
+from gpubuf.data.storage.saved_rows import rows_state
 from gpubuf.data.storage.tensor_storage import TensorStorage
 
 #: Where the state says it.
@@ -31,16 +32,17 @@ def put(folder: Path, save_id: str, storage: TensorStorage, state: dict[str, Any
     Raises what the checkpointer and the hooks raise.
     """
     own = state["_storage"]
-    if not storage.saves_apart or not own["initialized"]:
+    custom = storage.custom_rows
+    if custom is None or not own["initialized"]:
         return
     name = f"{_LINK}-{save_id}"
     try:
-        storage.checkpointer.dumps(storage.rows_to_save(), folder / name)
+        custom.save(folder / name)
     except BaseException:
         shutil.rmtree(folder / name, ignore_errors=True)
         raise
     rest = {key: value for key, value in own.items() if key != "rows"}
-    state[KEY] = {**rest, "folder": name, "by": type(storage.checkpointer).__name__}
+    state[KEY] = {**rest, "folder": name, "by": custom.name}
     state["_storage"] = {"initialized": False, "max_size": storage.max_size}
 
 
@@ -75,17 +77,18 @@ def take(folder: Path, manifest: Manifest, storage: TensorStorage, state: dict[s
     if saved is None:
         return manifest
     need(isinstance(saved, dict) and _NAME.fullmatch(str(saved.get("folder"))) is not None, "the rows are nowhere")
-    path, by = folder / saved["folder"], type(storage.checkpointer).__name__
+    path, custom = folder / saved["folder"], storage.custom_rows
     need(not path.is_symlink(), f"{path} is a link: links are refused")
-    if saved["by"] != by:
-        raise ValueError(f"the rows were saved by a {saved['by']}: give the buffer that checkpointer, not a {by}")
-    rows, size = storage.rows_saved(path, tuple(saved["shape"]))
+    if custom is None or saved["by"] != custom.name:
+        own_name = "its own" if custom is None else f"a {custom.name}"
+        raise ValueError(f"the rows were saved by a {saved['by']}: give the buffer that checkpointer, not {own_name}")
+    rows, size = custom.load(path, tuple(saved["shape"]))
     shape = batch_shape(rows, storage.ndim)
     need(
         (list(shape), size) == (saved["shape"], saved["size"]),
         f"{path} holds {size} rows of a storage of shape {list(shape)}, not {saved['size']} of {saved['shape']}",
     )
-    own = storage.state_of(rows, size)
+    own = rows_state(rows, storage.ndim, size)
     state["_storage"] = {**{key: value for key, value in saved.items() if key not in ("folder", "by")}, **own}
     state["_storage"]["written"] = saved["written"]
     form = RowFiles((), (), tuple(batch_shape(own["rows"], storage.ndim)), ())

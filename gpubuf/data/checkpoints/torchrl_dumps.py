@@ -19,6 +19,7 @@ from gpubuf.data.lock import BufferLock
 from gpubuf.data.samplers import torchrl_state
 from gpubuf.data.storage import memmap_files as files
 from gpubuf.data.storage.layout import Data, RowLayout
+from gpubuf.data.storage.saved_rows import rows_state
 from gpubuf.data.storage.tensor_storage import TensorStorage
 
 WRITER_FILE = "metadata.json"
@@ -59,7 +60,8 @@ def load_dump(lock: BufferLock, parts_now: Callable[[], Parts], folder: Path) ->
     with lock:
         parts = parts_now()
         storage, sampler = parts.storage, parts.sampler
-        rows = storage.rows_saved(folder / "storage") if storage.saves_apart else None
+        custom = storage.custom_rows
+        rows = None if custom is None else custom.load(folder / "storage")
         found = read_rows(folder, storage.ndim, rows)
         priorities = torchrl_state.read_priorities(folder / "sampler", folder)
         settings = files.read_json(folder / BUFFER_FILE)
@@ -121,16 +123,7 @@ def take_rows(storage: TensorStorage, found: DumpedRows) -> Tensor | None:
     """
     if storage.converts:
         return _append(storage, found)
-    return storage.load_state_dict(
-        {
-            "initialized": True,
-            "max_size": math.prod(found.shape),
-            "shape": list(found.shape),
-            "written": found.written,
-            "size": found.size,
-            "rows": found.data[: found.size // math.prod(found.shape[1:])],
-        }
-    )
+    return storage.load_state_dict(rows_state(found.data, len(found.shape), found.size, found.written))
 
 
 def _append(storage: TensorStorage, found: DumpedRows) -> Tensor:

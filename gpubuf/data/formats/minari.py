@@ -14,7 +14,7 @@ from torch import Tensor
 from gpubuf.data.components import component
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.storage.layout import Key, as_key, as_written
-from gpubuf.data.storage.tensor_storage import LazyTensorStorage, Storage, TensorStorage
+from gpubuf.data.storage.tensor_storage import Storage, TensorStorage
 from gpubuf.data.tensordict_buffers import TensorDictReplayBuffer
 from gpubuf.progress import ITEMS, progress_bar
 
@@ -64,7 +64,7 @@ def from_minari(
     n_steps, n_episodes = int(dataset.total_steps), int(dataset.total_episodes)
     if n_steps == 0:
         raise ValueError("the data set has no steps")
-    target: TensorStorage = component(storage, TensorStorage, lambda: LazyTensorStorage(n_steps))
+    target: TensorStorage = component(storage, TensorStorage, lambda: TensorDictReplayBuffer._default_storage(n_steps))
     if target.ndim != 1 or len(target):
         raise ValueError(f"the storage must be empty and of one dimension, it is {target!r}")
     if target.max_size < n_steps:

@@ -25,7 +25,7 @@ from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.data.storage import memmap_files as files
 from gpubuf.data.storage.layout import RowLayout
-from gpubuf.data.storage.tensor_storage import LazyTensorStorage, Storage, TensorStorage
+from gpubuf.data.storage.tensor_storage import Storage, TensorStorage
 from gpubuf.data.storage.trees import TreeLayout
 from gpubuf.data.tensordict_buffers import TensorDictReplayBuffer
 
@@ -76,7 +76,7 @@ def load_torchrl(
     if (folder / "transform.t").exists():
         warnings.warn(f"{folder / 'transform.t'} is a pickle: the state of the transforms is not read", stacklevel=2)
     if storage is None:
-        storage = LazyTensorStorage(math.prod(found.shape), ndim=len(found.shape))
+        storage = ReplayBuffer._default_storage(math.prod(found.shape), ndim=len(found.shape))
     if sampler is None and priorities is not None:
         sampler = PrioritizedSampler(storage.max_size, priorities.alpha, priorities.beta, priorities.eps)
     if settings.get("batch_size") is not None:

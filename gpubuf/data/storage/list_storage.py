@@ -90,8 +90,6 @@ class ListStorage(TensorStorage):
         assert isinstance(self.host, Objects)
         return self.host
 
-    supports_conditional_update = False
-
     @property
     def relocatable(self) -> bool:
         return False
@@ -164,32 +162,9 @@ class ListStorage(TensorStorage):
                 stored[position] = item
 
     def __setitem__(self, index: Any, data: Any) -> None:
-        if _is_int(index):
+        if is_int(index):
             data, index = [data], [int(index)]
         self.write(self._positions(index), data)
-
-    def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
-        """Write objects at positions of your choice: over stored ones, or behind the last one without a gap.
-
-        Raises:
-            IndexError: a position is further behind.
-            ValueError: there are more or fewer objects than positions.
-        """
-        if _is_int(cursor):
-            cursor, data = [int(cursor)], [data]
-        items = self.as_items(data)
-        if cursor is Ellipsis or isinstance(cursor, slice):
-            reach = max(len(self), len(items))
-            cursor = range(reach) if cursor is Ellipsis else range(*cursor.indices(reach))
-        positions = torch.as_tensor(cursor).reshape(-1).tolist()
-        if len(items) != len(positions):
-            raise ValueError(f"{len(positions)} rows are addressed, {len(items)} objects given")
-        for position, item in zip(positions, items, strict=True):
-            if set_cursor and position == len(self) < self.max_size:
-                self.append([item])
-                self.end(None)
-            else:
-                self[position] = item
 
     # Reading
 
@@ -199,7 +174,7 @@ class ListStorage(TensorStorage):
         Raises:
             IndexError: an index is beyond the objects stored.
         """
-        if _is_int(index):
+        if is_int(index):
             return self._object(int(self._positions([int(index)])))
         return [self._object(position) for position in self._positions(index).tolist()]
 
@@ -212,11 +187,6 @@ class ListStorage(TensorStorage):
         if "index" in self.ignored_keys and isinstance(item, TensorDictBase):
             item.set("index", torch.tensor(position).expand(item.batch_size))
         return item
-
-    @property
-    def _storage(self) -> list[Any]:
-        """The objects, as programs for TorchRL read them."""
-        return self.objects.items
 
     @staticmethod
     def default_collate(items: list[Any]) -> Any:
@@ -234,6 +204,7 @@ class ListStorage(TensorStorage):
         return f"{type(self).__name__}({len(self)}{size} objects)"
 
 
-def _is_int(index: Any) -> bool:
+def is_int(index: Any) -> bool:
+    """Whether an index is one int, of Python's, NumPy's or torch's."""
     scalar = isinstance(index, (Tensor, np.ndarray)) and index.ndim == 0 and index.dtype not in (torch.bool, np.bool_)
     return scalar or (isinstance(index, (int, np.integer)) and not isinstance(index, bool))

@@ -11,10 +11,9 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
-from tensordict import MemoryMappedTensor
 from torch import Tensor
 
 from gpubuf.data.storage import memmap_files as files
@@ -121,24 +120,8 @@ class LazyMemmapStorage(LazyTensorStorage):
                 )
             self._reopen(self.scratch_dir)
 
-    @property
-    def _storage(self) -> Data:
-        """All rows, as programs for TorchRL read them: tensors that know their files, by ``filename``."""
-        if self._layout is None or self.scratch_dir is None:
-            return super()._storage
-        folder = self.scratch_dir
-        for leaf in self._layout.leaves:
-            files.refuse_links(files.tensor_file(folder, leaf.key), folder)
-        tensors = [
-            MemoryMappedTensor.from_filename(
-                filename=files.tensor_file(folder, leaf.key), dtype=leaf.dtype, shape=(*self._shape, *leaf.shape)
-            )
-            for leaf in self._layout.leaves
-        ]
-        return self.written_layout.assemble(tensors, tuple(self._shape), self.rows_device)
-
     @classmethod
-    def open(cls, scratch_dir: str | os.PathLike[str], *, ends: str = FLAGS) -> LazyMemmapStorage:
+    def open(cls, scratch_dir: str | os.PathLike[str], *, ends: str = FLAGS) -> Self:
         """The storage in a folder, with its rows, shape and counters. Copies nothing, and reads nothing before use, but
         for the observations where ``ends`` asks for it.
 

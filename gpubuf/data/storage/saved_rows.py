@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -11,9 +12,42 @@ from torch import Tensor
 from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.forms import Form, Options, check_same, described, written_leaves
 from gpubuf.data.storage.host_rows import saved_host
-from gpubuf.data.storage.layout import Data, Pieces, RowLayout, device_of
+from gpubuf.data.storage.layout import Data, Pieces, RowLayout, batch_shape, device_of
 from gpubuf.data.storage.shared_rows import SharedRows
 from gpubuf.data.storage.trees import saved_tree, with_tree
+
+
+class CustomRows(Protocol):
+    """Saves and reads the rows of one storage in a form of its own, in place of a checkpoint's."""
+
+    @property
+    def name(self) -> str:
+        """What a checkpoint says about who has saved its rows."""
+
+    def save(self, folder: Path) -> None:
+        """Write the rows into a folder that does not exist yet. Synchronises."""
+
+    def load(self, folder: Path, shape: tuple[int, ...] | None = None) -> tuple[Data, int]:
+        """All rows of the storage that was saved, also those never written, and the number of those that were.
+
+        ``shape`` is that of the storage; None: unknown.
+        """
+
+
+def rows_state(rows: Data, ndim: int, size: int, written: int | None = None) -> dict[str, Any]:
+    """The state of a storage of ``ndim`` dimensions that consists of ``rows``, ``size`` of which were written.
+
+    ``written`` is the number of rows ever written; None: ``size``.
+    """
+    shape = tuple(batch_shape(rows, ndim))
+    return {
+        "initialized": True,
+        "max_size": math.prod(shape),
+        "shape": list(shape),
+        "written": size if written is None else written,
+        "size": size,
+        "rows": rows[: size // max(math.prod(shape[1:]), 1)],
+    }
 
 
 class SavedRows(SharedRows):

@@ -15,19 +15,22 @@ import torch
 from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
 
+from gpubuf.data.arguments import warn_of_no_effect
 from gpubuf.data.recording import DERIVED, Unfinished
 from gpubuf.data.storage.codecs import Codec
 from gpubuf.data.storage.columns import owned_column
 from gpubuf.data.storage.containers import first_of
 from gpubuf.data.storage.end_bits import FLAGS
 from gpubuf.data.storage.forms import Options, keys_told
-from gpubuf.data.storage.indexing import expanded, index_shape, plain_index, stored_positions, unravel
+from gpubuf.data.storage.indexing import contained, expanded, index_shape, plain_index, stored_positions, unravel
 from gpubuf.data.storage.layout import Data, batch_shape, device_of, rows_in
 from gpubuf.data.storage.placement import AUTO, PINNED, SPLIT, IndexBytes, place, readable
+from gpubuf.data.storage.row_memory import NOT_INITIALIZED
 from gpubuf.data.storage.row_memory import Storage as Storage
+from gpubuf.data.storage.saved_rows import CustomRows
+from gpubuf.data.storage.shared_states import SharedStates
 from gpubuf.data.storage.staging import to_device
-from gpubuf.data.storage.torchrl_names import TorchRLNames, warn_of_no_effect
-from gpubuf.data.storage.trees import TreeLayout, layout_of, mapped
+from gpubuf.data.storage.trees import TreeLayout, layout_of, mapped, stacked
 from gpubuf.kernels import rows
 from gpubuf.kernels._registry import in_memory, lazy, past_dispatcher, without_dispatch
 from gpubuf.kernels.rows import arena_offsets
@@ -42,7 +45,7 @@ _gather_into = lazy("gpubuf.kernels.rows._cpu:gather_into")
 _sample_into = lazy("gpubuf.kernels.rows._cpu:sample_into")
 
 
-class TensorStorage(TorchRLNames):
+class TensorStorage(SharedStates):
     """Rows in one contiguous tensor per key.
 
     Args:
@@ -59,6 +62,11 @@ class TensorStorage(TorchRLNames):
         ValueError: ``max_size`` contradicts ``storage``, or there is no ``storage``.
         RuntimeError: there is no such device.
     """
+
+    #: Makes a batch of what a draw or an index gives, where the buffer has no ``collate_fn``; None: it is one.
+    default_collate: Callable[[Any], Any] | None = None
+    #: Saves and reads the rows in a form of their own; None: checkpoints hold them as they are stored.
+    custom_rows: CustomRows | None = None
 
     def __init__(
         self,
@@ -91,6 +99,28 @@ class TensorStorage(TorchRLNames):
         self.rebuild()
 
     # Writing
+
+    def as_batch(self, row: Data, dim: int) -> Data:
+        """One row as a batch; ``dim`` is the dimension of its steps.
+
+        Raises:
+            TypeError: it is a list.
+        """
+        if isinstance(row, list):
+            raise TypeError("a list means several rows, for extend(): a row of several parts is a tuple or a dict")
+        return mapped(row, lambda value: value.unsqueeze(dim))
+
+    def batch_of(self, rows: list[Data]) -> Data:
+        """A list of rows as a batch.
+
+        Raises:
+            RuntimeError: they have different shapes.
+            ValueError: they have different structures.
+        """
+        try:
+            return stacked(rows)
+        except RuntimeError as error:
+            raise RuntimeError(f"Stacking the elements of the list resulted in an error: {error}") from None
 
     def append(self, data: Data) -> Tensor:
         """Write a batch at the cursor, over the oldest rows. Returns the flat positions of the new rows.
@@ -254,6 +284,15 @@ class TensorStorage(TorchRLNames):
 
     # Reading
 
+    @property
+    def gives_views(self) -> bool:
+        """Whether ints and slices give views of the rows."""
+        return not (self._rows_on_host or self.computed or self.host is not None)
+
+    def contains(self, index: int | Tensor) -> bool | Tensor:
+        """Whether a row is stored at ``index``; of a tensor, for each. See :func:`~.indexing.contained`."""
+        return contained(index, self.shape, len(self))
+
     def gather(self, index: Tensor) -> tuple[list[Tensor], Tensor]:
         """Copies of rows, and their write generations. One launch, no host sync.
 
@@ -382,19 +421,12 @@ class TensorStorage(TorchRLNames):
         """``[n]`` flat positions as ``[n, ndim]`` coordinates; ``[n]`` itself for ``ndim=1``."""
         return flat if self.ndim == 1 else unravel(flat, self._shape)
 
-    def flatten(self) -> TensorStorage:
-        """A storage of one dimension with a copy of the rows, step by step. Of one dimension: the storage itself."""
-        if self.ndim == 1:
-            return self
-        rows = mapped(self._rows(slice(None)), lambda value: value.flatten(0, self.ndim - 1))
-        return TensorStorage(rows, device=self._device)
-
     def __getitem__(self, index: Any) -> Data:
         return self.get(index)
 
     def __setitem__(self, index: Any, data: Data) -> None:
         if self._layout is None:
-            return self.set(index, data)
+            raise RuntimeError(NOT_INITIALIZED)
         index = plain_index(index)
         flat = self._positions(index)
         shape = (1,) if isinstance(index, (int, slice)) else index_shape(index, self.ndim, flat.numel())

@@ -16,16 +16,11 @@ import torch
 from tensordict import TensorDict, TensorDictBase, is_tensorclass
 from torch import Tensor
 
-from gpubuf import serialization
-from gpubuf.data.recording import Unfinished
 from gpubuf.data.storage import memmap_files as files
 from gpubuf.data.storage.layout import Data, RowLayout, batch_shape
-from gpubuf.data.storage.shared_states import SharedStates
 
 Hook = Callable[..., Any]
 _COPY_BYTES = 1 << 26
-_OWN_FILE = "gpubuf.safetensors"
-_RING = "gpubuf"
 
 
 class StoredRows:
@@ -234,156 +229,48 @@ _OF_OTHER_STORAGES = {
 }
 
 
-class SavesItself(SharedStates):
-    """Lets a storage be saved by itself, and its rows by checkpointers and hooks of users."""
+class CheckpointedRows:
+    """The rows of a storage, as its checkpointer saves and reads them: the storage's ``custom_rows``."""
 
-    _checkpointer: Any = None
-
-    @property
-    def _storage(self) -> Data:
-        raise NotImplementedError
+    def __init__(self, storage: Any) -> None:
+        self._storage, self._checkpointer = storage, storage.checkpointer
 
     @property
-    def checkpointer(self) -> Any:
-        """What writes and reads the rows where the storage is saved by itself, or by a buffer that was given it.
+    def name(self) -> str:
+        """The class of the checkpointer."""
+        return type(self._checkpointer).__name__
 
-        An object with the methods ``dumps(storage, path)`` and ``loads(storage, path)``, such as TorchRL's. None gives
-        the storage its own again: :class:`TensorStorageCheckpointer`, without hooks.
-        """
-        if self._checkpointer is None:
-            self._checkpointer = TensorStorageCheckpointer()
-        return self._checkpointer
-
-    @checkpointer.setter
-    def checkpointer(self, checkpointer: Any) -> None:
-        self._checkpointer = None if checkpointer is None else checked_checkpointer(checkpointer)
-
-    def register_save_hook(self, hook: Hook) -> None:
-        """Have ``hook(rows, path=folder)`` change rows before they are saved. See :class:`StorageCheckpointerBase`."""
-        self.checkpointer.register_save_hook(hook)
-
-    def register_load_hook(self, hook: Hook) -> None:
-        """Have ``hook(data, out=None)`` make rows of what was saved. See :class:`StorageCheckpointerBase`."""
-        self.checkpointer.register_load_hook(hook)
-
-    @property
-    def saves_apart(self) -> bool:
-        """Whether the rows are saved in a form of the user's: by a checkpointer that was given, or with hooks."""
-        own = self._checkpointer
-        return own is not None and (type(own) is not TensorStorageCheckpointer or own.has_hooks)
-
-    @property
-    def _is_full(self) -> bool:
-        return len(self) == self.max_size
-
-    @property
-    def _last_cursor(self) -> int | None:
-        """The step that was written last, as programs for TorchRL read it."""
-        if not self.written:
-            return None
-        per_step = math.prod(self.shape[1:])
-        return (self.written // per_step - 1) % self.shape[0]
-
-    def dumps(self, path: Any) -> None:
-        """Write the rows into a folder. A buffer saves all of itself: :meth:`gpubuf.ReplayBuffer.dumps`.
-
-        Plain rows become memory-mapped files, as TorchRL writes them. Others (with ``dtypes`` or ``share_next``, in two
-        places, in containers, or no tensors) become one file of gpubuf's. Files that are there are replaced, one after
-        the other. Synchronises.
-
-        Raises:
-            RuntimeError: nothing was ever written.
-            NotImplementedError: there is a checkpointer or a hook, and the rows are not in memory as they were written.
-        """
-        folder = Path(path)
-        folder.mkdir(parents=True, exist_ok=True)
-        if not self.saves_apart and not self._is_plain:
-            serialization.save(folder / _OWN_FILE, self.state_dict())
-            return
-        self.checkpointer.dumps(self.rows_to_save(), path)
-        if type(self.checkpointer) is TensorStorageCheckpointer:
-            (folder / _OWN_FILE).unlink(missing_ok=True)
-            # In the file that TorchRL replaces when it writes over this: a file beside it could be of older rows.
-            content = files.read_json(folder / files.STORAGE_FILE)
-            ring = {"written": self.written, "skipped": self.written - self.rows_written}
-            files.write_json(folder / files.STORAGE_FILE, {**content, _RING: ring})
-
-    def loads(self, path: Any) -> None:
-        """Replace all rows by those of a folder that :meth:`dumps`, or that of TorchRL's storages, has written.
-
-        To the sampler of a buffer all of them are new. Synchronises.
-
-        Raises:
-            FileNotFoundError: there is no such folder.
-            ValueError: it holds no rows, is damaged, or its rows don't fit.
-        """
-        folder = Path(path)
-        if not folder.is_dir():
-            raise FileNotFoundError(f"there is no folder {folder}")
-        if not self.saves_apart and (folder / _OWN_FILE).exists():
-            state = serialization.load(folder / _OWN_FILE)
-        else:
-            state = self.state_of(*self.rows_saved(path))
-            own = type(self.checkpointer) is TensorStorageCheckpointer
-            ring = files.read_json(folder / files.STORAGE_FILE).get(_RING) if own else None
-            if isinstance(ring, dict) and files.is_count(ring.get("written")) and ring["written"] >= state["size"]:
-                skipped: Any = ring.get("skipped")
-                state |= {"written": ring["written"], "skipped": skipped if files.is_count(skipped) else 0}
-        self.load_state_dict(state)
-        self.unfinished = Unfinished(written=0)
-
-    save = dump = dumps
-    load = loads
-
-    @property
-    def _is_plain(self) -> bool:
-        """Whether the rows are in memory as they were written, in one place, as tensors of a TensorDict or one."""
-        if self._layout is None:
-            return True
-        layout = self.written_layout
-        one_place = all(len(column.parts) == 1 for column in self.columns)
-        return one_place and not self.computed and self.host is None and type(layout) is RowLayout
-
-    def rows_to_save(self) -> StoredRows:
-        """What a checkpointer is given to save. Synchronises.
+    def save(self, folder: Any) -> None:
+        """Write the rows into a folder. Synchronises.
 
         Raises:
             NotImplementedError: the rows are not in memory as they were written.
         """
-        if self._layout is None:
-            return StoredRows(self.max_size, self.ndim, None)
-        self.refresh()
-        if not self._is_plain:
-            raise NotImplementedError(
-                "checkpointers and hooks take rows that are in memory as they were written: save() without them, or "
-                "make the storage without dtypes, prefixes, share_next, 'split', containers and objects"
-            )
-        rows = self._storage
-        rows = rows if self.rows_device.type == "cpu" else rows.to("cpu")
-        return StoredRows(self.max_size, self.ndim, tuple(self.shape), rows, len(self), self._last_cursor or 0)
+        storage = self._storage
+        stored = StoredRows(storage.max_size, storage.ndim, None)
+        if storage.initialized:
+            storage.refresh()
+            if not storage.is_plain:
+                raise NotImplementedError(
+                    "checkpointers and hooks take rows that are in memory as they were written: save() without them, "
+                    "or make the storage without dtypes, prefixes, share_next, 'split', containers and objects"
+                )
+            rows = storage._storage
+            rows = rows if storage.rows_device.type == "cpu" else rows.to("cpu")
+            newest = storage._last_cursor or 0
+            stored = StoredRows(storage.max_size, storage.ndim, tuple(storage.shape), rows, len(storage), newest)
+        self._checkpointer.dumps(stored, folder)
 
-    def rows_saved(self, path: Any, shape: tuple[int, ...] | None = None) -> tuple[Data, int]:
+    def load(self, folder: Any, shape: tuple[int, ...] | None = None) -> tuple[Data, int]:
         """The rows that the checkpointer finds in a folder, as long as the storage they are from, and their number.
 
         Args:
-            path: the folder.
+            folder: the folder.
             shape: that of the storage that they are from; None: this one's.
         """
-        if shape is None and self._layout is not None:
-            shape = tuple(self.shape)
-        stored = StoredRows(self.max_size, self.ndim, shape)
-        self.checkpointer.loads(stored, path)
+        storage = self._storage
+        if shape is None and storage.initialized:
+            shape = tuple(storage.shape)
+        stored = StoredRows(storage.max_size, storage.ndim, shape)
+        self._checkpointer.loads(stored, folder)
         return stored.loaded()
-
-    def state_of(self, rows: Data, size: int) -> dict[str, Any]:
-        """The state of a storage with such rows, the result of :meth:`rows_saved`."""
-        shape = batch_shape(rows, self.ndim)
-        capacity, per_step = math.prod(shape), math.prod(shape[1:])
-        return {
-            "initialized": True,
-            "max_size": capacity,
-            "shape": list(shape),
-            "written": size,
-            "size": size,
-            "rows": rows[: size // max(per_step, 1)],
-        }

@@ -1,0 +1,326 @@
+"""The storages of :mod:`gpubuf.data`: those of the core, with the names and comforts of TorchRL's."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import MemoryMappedTensor
+from torch import Tensor
+
+from gpubuf import serialization
+from gpubuf.data.recording import Unfinished
+from gpubuf.data.storage import list_storage as lists
+from gpubuf.data.storage import memmap_files as files
+from gpubuf.data.storage import memmap_storage as mapped_files
+from gpubuf.data.storage import tensor_storage as core
+from gpubuf.data.storage.indexing import unravel
+from gpubuf.data.storage.layout import Data, RowLayout, batch_shape
+from gpubuf.data.storage.row_memory import NOT_INITIALIZED
+from gpubuf.data.storage.saved_rows import rows_state
+from gpubuf.data.storage.trees import mapped
+from gpubuf.torchrl.checkpointers import CheckpointedRows, Hook, TensorStorageCheckpointer, checked_checkpointer
+
+_OWN_FILE = "gpubuf.safetensors"
+_RING = "gpubuf"
+
+
+class TensorStorage(core.TensorStorage):
+    __doc__ = core.TensorStorage.__doc__
+
+    _checkpointer: Any = None
+
+    # Writing
+
+    def __setitem__(self, index: Any, data: Data) -> None:
+        if self._layout is None:
+            self.set(index, data)
+        else:
+            super().__setitem__(index, data)
+
+    def set(self, cursor: Any, data: Data, *, set_cursor: bool = True) -> None:
+        """Write rows at positions of your choice, also before the first write and behind the rows stored.
+
+        Rows that are stored are overwritten in place, as by ``storage[cursor] = data``. Rows behind them are added,
+        and :meth:`~gpubuf.ReplayBuffer.extend` goes on behind those. A sampler with priorities does not hear of
+        either: announce them with ``buffer.mark_update(index)``.
+
+        Args:
+            cursor: an int, a slice, a sequence, a tensor, or ``...`` for all rows.
+            data: a row for each position, or one row for all of them. Under an int: one row.
+            set_cursor: False writes to stored rows only.
+
+        Raises:
+            IndexError: rows would be left out: those behind the stored ones must follow them without a gap.
+            ValueError: a key, shape or dtype differs from the storage's.
+            NotImplementedError: rows are added to a storage of several dimensions. An index on a GPU synchronises.
+        """
+        size = len(self)
+        if not set_cursor and self._layout is None:
+            raise RuntimeError(NOT_INITIALIZED)
+        if not set_cursor or (size == self.max_size and cursor is not Ellipsis):
+            self[cursor] = data
+            return
+        one = isinstance(cursor, int) or (isinstance(cursor, Tensor) and cursor.ndim == 0)
+        rows = self.as_batch(data, 0) if one else data
+        if isinstance(rows, list):
+            rows = self.batch_of(rows)
+        positions = self._chosen_positions(cursor, rows)
+        beyond = [number for number, position in enumerate(positions) if position >= size]
+        if not beyond:
+            self[torch.tensor(positions, dtype=torch.int64)] = rows
+            return
+        if self.ndim > 1:
+            raise NotImplementedError("rows are added to a storage of several dimensions by extend()")
+        # Of duplicates the last one counts.
+        last = {positions[number]: number for number in beyond}
+        if sorted(last) != list(range(size, size + len(last))) or max(last) >= self.max_size:
+            raise IndexError(
+                f"{size} of {self.max_size} rows are stored: rows are added at {size}, {size + 1} and so on without a "
+                f"gap, got {sorted(last)[:8]}"
+            )
+        new = torch.tensor([last[position] for position in sorted(last)], dtype=torch.int64)
+        self.append(mapped(rows, lambda value: value[new.to(value.device or new.device)]))
+        self.end(None)
+        if len(beyond) < len(positions):
+            old = torch.tensor([number for number, position in enumerate(positions) if position < size])
+            index = torch.tensor([position for position in positions if position < size])
+            self[index] = mapped(rows, lambda value: value[old.to(value.device or old.device)])
+
+    def _chosen_positions(self, cursor: Any, rows: Data) -> list[int]:
+        size = len(self)
+        if cursor is Ellipsis:
+            cursor = slice(None)
+        if isinstance(cursor, slice):
+            from_zero = cursor.start in (None, 0) and cursor.stop is None
+            reach = max(size, _length(rows)) if from_zero else self.max_size
+            cursor = range(*cursor.indices(reach))
+        index = cursor if isinstance(cursor, Tensor) else torch.as_tensor(cursor)
+        if index.dtype is torch.bool:
+            index = index.nonzero()
+        found: list[int] = [position + size if position < 0 else position for position in index.reshape(-1).tolist()]
+        if any(position < 0 for position in found):
+            raise IndexError(f"index out of range: {size} rows are stored, got {found[:8]}")
+        return found
+
+    #: Single keys of rows can be written, if they were not overwritten since: by ``update_if_present`` of a buffer.
+    supports_conditional_update = True
+
+    def attach(self, buffer: Any) -> None:
+        """Nothing, for a buffer of this storage: a write tells its sampler.
+
+        Raises:
+            NotImplementedError: it is the buffer of another storage, or something else.
+        """
+        if getattr(buffer, "storage", None) is not self:
+            raise NotImplementedError(
+                f"a {type(buffer).__name__} is not told of writes to a storage that it was not made with: call its "
+                "mark_update() with the result of extend()"
+            )
+
+    # Reading
+
+    def flatten(self) -> TensorStorage:
+        """A storage of one dimension with a copy of the rows, step by step. Of one dimension: the storage itself."""
+        if self.ndim == 1:
+            return self
+        rows = mapped(self._rows(slice(None)), lambda value: value.flatten(0, self.ndim - 1))
+        return TensorStorage(rows, device=self._device)
+
+    @property
+    def _len(self) -> int:
+        """The number of rows, as programs for TorchRL read it."""
+        return len(self)
+
+    @property
+    def _storage(self) -> Data:
+        """All rows, also those that were not written yet, ``[*shape, ...]``: views, as programs for TorchRL read them.
+
+        None before the first write.
+
+        Raises:
+            NotImplementedError: the rows are not in memory as they were written, or in two places.
+        """
+        if self._layout is None:
+            return None
+        if self.computed or any(len(column.parts) > 1 for column in self._columns):
+            raise NotImplementedError(
+                "the rows of this storage are not in memory as they were written: read them by storage[index]"
+            )
+        tensors = [column.whole for column in self._columns]
+        return self.written_layout.assemble(tensors, tuple(self._shape), self.rows_device)
+
+    def _rand_given_ndim(self, batch_size: int) -> Tensor | tuple[Tensor, ...]:
+        """An index of rows drawn uniformly, with torch's generator: samplers written for TorchRL call this."""
+        flat = torch.randint(len(self), (batch_size,), device=self.device)
+        return flat if self.ndim == 1 else unravel(flat, self.shape).unbind(-1)
+
+    # Saving
+
+    @property
+    def checkpointer(self) -> Any:
+        """What writes and reads the rows where the storage is saved by itself, or by a buffer that was given it.
+
+        An object with the methods ``dumps(storage, path)`` and ``loads(storage, path)``, such as TorchRL's. None gives
+        the storage its own again: :class:`TensorStorageCheckpointer`, without hooks.
+        """
+        if self._checkpointer is None:
+            self._checkpointer = TensorStorageCheckpointer()
+        return self._checkpointer
+
+    @checkpointer.setter
+    def checkpointer(self, checkpointer: Any) -> None:
+        self._checkpointer = None if checkpointer is None else checked_checkpointer(checkpointer)
+
+    def register_save_hook(self, hook: Hook) -> None:
+        """Have ``hook(rows, path=folder)`` change rows before they are saved. See :class:`StorageCheckpointerBase`."""
+        self.checkpointer.register_save_hook(hook)
+
+    def register_load_hook(self, hook: Hook) -> None:
+        """Have ``hook(data, out=None)`` make rows of what was saved. See :class:`StorageCheckpointerBase`."""
+        self.checkpointer.register_load_hook(hook)
+
+    @property
+    def custom_rows(self) -> CheckpointedRows | None:  # type: ignore[override]
+        """Saves the rows where a checkpointer was given, or hooks registered; None: nobody did."""
+        own = self._checkpointer
+        if own is None or (type(own) is TensorStorageCheckpointer and not own.has_hooks):
+            return None
+        return CheckpointedRows(self)
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self) == self.max_size
+
+    @property
+    def _last_cursor(self) -> int | None:
+        """The step that was written last, as programs for TorchRL read it."""
+        if not self.written:
+            return None
+        per_step = math.prod(self.shape[1:])
+        return (self.written // per_step - 1) % self.shape[0]
+
+    def dumps(self, path: Any) -> None:
+        """Write the rows into a folder. A buffer saves all of itself: :meth:`gpubuf.ReplayBuffer.dumps`.
+
+        Plain rows become memory-mapped files, as TorchRL writes them. Others (with ``dtypes`` or ``share_next``, in two
+        places, in containers, or no tensors) become one file of gpubuf's. Files that are there are replaced, one after
+        the other. Synchronises.
+
+        Raises:
+            RuntimeError: nothing was ever written.
+            NotImplementedError: there is a checkpointer or a hook, and the rows are not in memory as they were written.
+        """
+        folder = Path(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.custom_rows is None and not self.is_plain:
+            serialization.save(folder / _OWN_FILE, self.state_dict())
+            return
+        CheckpointedRows(self).save(path)
+        if type(self.checkpointer) is TensorStorageCheckpointer:
+            (folder / _OWN_FILE).unlink(missing_ok=True)
+            # In the file that TorchRL replaces when it writes over this: a file beside it could be of older rows.
+            content = files.read_json(folder / files.STORAGE_FILE)
+            ring = {"written": self.written, "skipped": self.written - self.rows_written}
+            files.write_json(folder / files.STORAGE_FILE, {**content, _RING: ring})
+
+    def loads(self, path: Any) -> None:
+        """Replace all rows by those of a folder that :meth:`dumps`, or that of TorchRL's storages, has written.
+
+        To the sampler of a buffer all of them are new. Synchronises.
+
+        Raises:
+            FileNotFoundError: there is no such folder.
+            ValueError: it holds no rows, is damaged, or its rows don't fit.
+        """
+        folder = Path(path)
+        if not folder.is_dir():
+            raise FileNotFoundError(f"there is no folder {folder}")
+        if self.custom_rows is None and (folder / _OWN_FILE).exists():
+            state = serialization.load(folder / _OWN_FILE)
+        else:
+            rows, size = CheckpointedRows(self).load(path)
+            state = rows_state(rows, self.ndim, size)
+            own = type(self.checkpointer) is TensorStorageCheckpointer
+            ring = files.read_json(folder / files.STORAGE_FILE).get(_RING) if own else None
+            if isinstance(ring, dict) and files.is_count(ring.get("written")) and ring["written"] >= state["size"]:
+                skipped: Any = ring.get("skipped")
+                state |= {"written": ring["written"], "skipped": skipped if files.is_count(skipped) else 0}
+        self.load_state_dict(state)
+        self.unfinished = Unfinished(written=0)
+
+    save = dump = dumps
+    load = loads
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the rows are in memory as they were written, in one place, as tensors of a TensorDict or one."""
+        if self._layout is None:
+            return True
+        layout = self.written_layout
+        one_place = all(len(column.parts) == 1 for column in self.columns)
+        return one_place and not self.computed and self.host is None and type(layout) is RowLayout
+
+
+def _length(rows: Data) -> int:
+    return math.prod(batch_shape(rows, 1))
+
+
+class LazyTensorStorage(TensorStorage, core.LazyTensorStorage):
+    __doc__ = core.LazyTensorStorage.__doc__
+
+
+class LazyMemmapStorage(LazyTensorStorage, mapped_files.LazyMemmapStorage):
+    __doc__ = mapped_files.LazyMemmapStorage.__doc__
+
+    @property
+    def _storage(self) -> Data:
+        """All rows, as programs for TorchRL read them: tensors that know their files, by ``filename``."""
+        if self._layout is None or self.scratch_dir is None:
+            return super()._storage
+        folder = self.scratch_dir
+        for leaf in self._layout.leaves:
+            files.refuse_links(files.tensor_file(folder, leaf.key), folder)
+        tensors = [
+            MemoryMappedTensor.from_filename(
+                filename=files.tensor_file(folder, leaf.key), dtype=leaf.dtype, shape=(*self._shape, *leaf.shape)
+            )
+            for leaf in self._layout.leaves
+        ]
+        return self.written_layout.assemble(tensors, tuple(self._shape), self.rows_device)
+
+
+class ListStorage(TensorStorage, lists.ListStorage):
+    __doc__ = lists.ListStorage.__doc__
+
+    supports_conditional_update = False
+
+    def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
+        """Write objects at positions of your choice: over stored ones, or behind the last one without a gap.
+
+        Raises:
+            IndexError: a position is further behind.
+            ValueError: there are more or fewer objects than positions.
+        """
+        if lists.is_int(cursor):
+            cursor, data = [int(cursor)], [data]
+        items = self.as_items(data)
+        if cursor is Ellipsis or isinstance(cursor, slice):
+            reach = max(len(self), len(items))
+            cursor = range(reach) if cursor is Ellipsis else range(*cursor.indices(reach))
+        positions = torch.as_tensor(cursor).reshape(-1).tolist()
+        if len(items) != len(positions):
+            raise ValueError(f"{len(positions)} rows are addressed, {len(items)} objects given")
+        for position, item in zip(positions, items, strict=True):
+            if set_cursor and position == len(self) < self.max_size:
+                self.append([item])
+                self.end(None)
+            else:
+                self[position] = item
+
+    @property
+    def _storage(self) -> list[Any]:
+        """The objects, as programs for TorchRL read them."""
+        return self.objects.items
