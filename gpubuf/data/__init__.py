@@ -3,18 +3,14 @@
 from typing import NoReturn
 
 from gpubuf.data.buffer import ReplayBuffer
-from gpubuf.data.ensemble import ReplayBufferEnsemble
 from gpubuf.data.formats.minari import from_minari
 from gpubuf.data.formats.torchrl import load_torchrl, save_torchrl
 from gpubuf.data.hindsight import Hindsight
 from gpubuf.data.max_value import TensorDictMaxValueWriter
 from gpubuf.data.mixed import MixedReplayBuffer
 from gpubuf.data.predicates import TrajectoryPredicate, traj
-from gpubuf.data.processing.clip import Clip
-from gpubuf.data.processing.mirror import Mirror
-from gpubuf.data.processing.normalize import Normalize
-from gpubuf.data.processing.random_shift import RandomShift
-from gpubuf.data.processing.reward_scale import RewardScale
+from gpubuf.data.processing.augment import Clip, Mirror, RandomShift
+from gpubuf.data.processing.statistics import Normalize, RewardScale
 from gpubuf.data.query import Trajectory, filter_trajectories, iter_trajectories
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.consuming import ConsumingSampler
@@ -45,6 +41,7 @@ from gpubuf.data.writers import (
 )
 from gpubuf.missing_names import refuse
 from gpubuf.torchrl.checkpointers import StorageCheckpointerBase, TensorStorageCheckpointer
+from gpubuf.torchrl.ensemble import ReplayBufferEnsemble
 from gpubuf.torchrl.storages import LazyMemmapStorage, LazyTensorStorage, ListStorage, TensorStorage
 
 # The storages that buffers make themselves have TorchRL's names too.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +13,6 @@ import torch
 from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
 
-from gpubuf.data import routing
 from gpubuf.data.batches import attach_info, finished
 from gpubuf.data.buffer import ReplayBuffer
 from gpubuf.data.checkpoints import restore, saving
@@ -20,15 +20,16 @@ from gpubuf.data.checkpoints.saving import Saved
 from gpubuf.data.checkpoints.validate import check_transforms
 from gpubuf.data.components import check_batch_size, check_sizes
 from gpubuf.data.lock import BufferLock, under
-from gpubuf.data.mixing import Mixture
+from gpubuf.data.mixed_draws import Mixture, check_shares
 from gpubuf.data.prefetch import Batch
 from gpubuf.data.recording import refuse_in_capture
 from gpubuf.data.samplers.vectors import any_of_each, priority_vectors
-from gpubuf.data.shares import check_shares
 from gpubuf.data.storage.codecs import host_can_read
+from gpubuf.data.storage.indexing import as_positions
 from gpubuf.data.storage.layout import Data
 from gpubuf.data.storage.leaves import priority_mask_key
 from gpubuf.data.transforms import Compose
+from gpubuf.data.updates import ConditionalUpdateResult
 
 # Of states that were taken by an earlier release.
 _UNSEEDED = {"host": None, "device": None}
@@ -252,7 +253,7 @@ class MixedReplayBuffer:
         marks = None if generation is None else generation.reshape(-1)
 
         def update() -> None:
-            routing.check_rows(self._buffers, positions, owner)
+            check_rows(self._buffers, positions, owner)
             values = priority
             if host_can_read(positions) and host_can_read(owner):
                 _, values, _ = priority_vectors(positions, priority, marks, positions)
@@ -304,7 +305,7 @@ class MixedReplayBuffer:
             raise ValueError("update_if_present needs info['index_generation'] of the sample")
         owner = buffer.reshape(-1)
         if True in [part.initialized for part in self._buffers]:
-            routing.update(self._buffers, index.reshape(-1), data, owner, generation)
+            update_rows(self._buffers, index.reshape(-1), data, owner, generation)
 
     # State
 
@@ -412,3 +413,89 @@ class MixedReplayBuffer:
         shares = f"a tensor on {self._shares.device}" if isinstance(self._shares, Tensor) else self._shares
         parts = "".join(f"\n  {buffer!r},".replace("\n", "\n  ") for buffer in self._buffers)
         return f"{type(self).__name__}([{parts}\n  ], shares={shares}, batch_size={self._batch_size})"
+
+
+# Rows of several buffers
+
+
+def checked_owners(number: Tensor, n_buffers: int) -> Tensor:
+    """Numbers of buffers as int64.
+
+    Raises:
+        TypeError: they are no integers.
+        ValueError: one is no buffer's.
+    """
+    if number.dtype is torch.bool or number.is_floating_point() or number.is_complex():
+        raise TypeError(f"buffers are numbered by integers, got {number.dtype}")
+    if number.numel() and not 0 <= int(number.min()) <= int(number.max()) < n_buffers:
+        raise ValueError(f"there are {n_buffers} buffers, and the numbers {number.unique().tolist()[:8]}")
+    return number.to(torch.int64)
+
+
+def positions_in(buffer: ReplayBuffer, index: Any) -> Tensor:
+    """Flat positions of an index of rows of several buffers, as one of them counts; those of others mean nothing."""
+    storage = buffer.storage
+    if storage.ndim > 1 and isinstance(index, Tensor) and index.shape[-1:] == (storage.ndim,) and index.ndim > 1:
+        limits = torch.tensor(tuple(storage.shape), device=index.device)
+        index = torch.minimum(index, limits - 1)
+        return as_positions(index.reshape(-1, storage.ndim), storage.shape, storage.device, handles=True)
+    return as_positions(torch.as_tensor(index).reshape(-1), storage.shape, storage.device, handles=True)
+
+
+def check_rows(buffers: Sequence[ReplayBuffer], positions: Tensor, owner: Tensor) -> None:
+    """Raise for rows that no update can reach, before any buffer is updated. On a GPU nothing is looked at.
+
+    Args:
+        buffers: the buffers.
+        positions: int64 ``[n]``, of rows; -1: no row.
+        owner: int64 ``[n]``, the numbers of their buffers; -1: of none.
+
+    Raises:
+        ValueError: a number is no buffer's.
+        IndexError: a position is out of the range of its buffer.
+    """
+    if not (host_can_read(positions) and host_can_read(owner)) or not positions.numel():
+        return
+    limits = torch.tensor([b.storage.max_size if b.initialized else positions.max() + 1 for b in buffers])
+    wrong = (owner >= 0) & ((positions < -1) | (positions >= limits[checked_owners(owner.clamp(min=0), len(buffers))]))
+    if bool(wrong.any()):
+        number, position = int(owner[wrong][0]), int(positions[wrong][0])
+        raise IndexError(f"index {position} is out of range: buffer {number} has {int(limits[number])} rows")
+
+
+def update_rows(
+    buffers: Sequence[ReplayBuffer], index: Any, data: Any, owner: Tensor, generation: Tensor, **what: Any
+) -> ConditionalUpdateResult | None:
+    """:meth:`ReplayBuffer.update_if_present` in each buffer for its rows: in all of them, or in none. No host sync."""
+
+    def both() -> list[ConditionalUpdateResult | None]:
+        prepared = []
+        for number, buffer in enumerate(buffers):
+            if not buffer.initialized:
+                continue
+            mine = (owner == number).to(buffer.storage.device)
+            positions = positions_in(buffer, index)
+            if positions.numel() == owner.numel():
+                check_rows(buffers[number : number + 1], torch.where(mine, positions, -1), torch.zeros_like(owner))
+            # No row has the generation -1.
+            marks = torch.where(mine, generation.reshape(-1).to(mine.device), -1)
+            found = buffer._update(torch.where(mine, positions, 0), data, generation=marks, **what)
+            # The kernels of a storage with codecs look at the values: these may still refuse.
+            prepared.append((not buffer.storage.computed, *found))
+        for _, apply, _ in sorted(prepared, key=operator.itemgetter(0)):
+            apply()
+        return [result for _, _, result in prepared]
+
+    results = under([] if torch.compiler.is_compiling() else [buffer._lock for buffer in buffers], both)
+    if not results:
+        raise RuntimeError("nothing has been written to any of the buffers")
+    updated = rejected = None
+    for found in results:
+        if found is None:
+            return None
+        updated = found.updated if updated is None else updated | found.updated.to(updated.device)
+        if found.version_rejected is not None:
+            part = found.version_rejected
+            rejected = part if rejected is None else rejected | part.to(rejected.device)
+    assert updated is not None
+    return ConditionalUpdateResult(updated, rejected)

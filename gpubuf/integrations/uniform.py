@@ -18,7 +18,7 @@ from gpubuf.data.storage.end_bits import CONTINUITY
 from gpubuf.data.storage.end_bits import FLAGS as FLAGS_ALONE
 from gpubuf.data.storage.layout import Key
 from gpubuf.data.storage.tensor_storage import LazyTensorStorage
-from gpubuf.integrations.laws import WholeWindows
+from gpubuf.integrations.draw_orders import WholeWindows
 
 OBSERVATION: Key = ("observation",)
 STEPS = "steps_to_next_obs"

@@ -32,7 +32,7 @@ from gpubuf import (
 )
 from gpubuf.data import TensorDictMaxValueWriter
 from gpubuf.data.checkpoints import manifest
-from gpubuf.data.processing.normalize import Normalize
+from gpubuf.data.processing.statistics import Normalize
 from gpubuf.data.storage import host_memory
 from tests.support.checkpoint_setup import contents
 from tests.support.transitions import transitions

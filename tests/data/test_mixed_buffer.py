@@ -21,7 +21,7 @@ from gpubuf.data import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
-from gpubuf.data.shares import cut, owners
+from gpubuf.data.mixed_draws import cut, owners
 from gpubuf.kernels._registry import triton_on_cpu
 from gpubuf.kernels.rows import _launch as rows_launch
 from tests.support.mixed_setup import part

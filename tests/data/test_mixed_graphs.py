@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from gpubuf import MixedReplayBuffer, capture
-from gpubuf.data.shares import Offsets
+from gpubuf.data.mixed_draws import Offsets
 from tests.support.fake_cuda import fake_cuda, no_blocking_copies
 from tests.support.graph_recorder import RecordedCuda
 from tests.support.mixed_setup import part

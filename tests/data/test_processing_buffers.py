@@ -24,7 +24,7 @@ from gpubuf.data import (
     TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
 )
-from gpubuf.data.processing.normalize import _kept
+from gpubuf.data.processing.statistics import _kept
 from tests.support.fake_cuda import fake_cuda, no_blocking_copies
 from tests.support.graph_recorder import RecordedCuda
 from tests.support.processing_setup import close, generator, normalised, steps

@@ -8,8 +8,8 @@ import torch
 from tensordict import TensorDict
 
 from gpubuf.data import Clip, Normalize, RewardScale
-from gpubuf.data.processing.moments import merged
 from gpubuf.data.processing.pipeline import Pipeline
+from gpubuf.data.processing.statistics import merged
 from gpubuf.data.storage.layout import RowLayout
 from tests.support.processing_setup import CPU, bound, close, generator, steps
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
@@ -169,3 +170,15 @@ def require_floating(what: str, leaf: Leaf) -> None:
             f"{what} makes fractions, but {leaf.name} is {leaf.dtype} in the batch: give the storage "
             "batch_dtypes={key: torch.float32}"
         )
+
+
+def check_bounds(low: float, high: float) -> tuple[float, float]:
+    """Bounds as floats.
+
+    Raises:
+        ValueError: one is NaN, or none is below the other.
+    """
+    low, high = float(low), float(high)
+    if math.isnan(low) or math.isnan(high) or low > high:
+        raise ValueError(f"nothing lies between {low} and {high}")
+    return low, high

@@ -9,8 +9,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from gpubuf.data.processing.augment import Mirror
 from gpubuf.data.processing.base import Process
-from gpubuf.data.processing.mirror import Mirror
 from gpubuf.data.samplers.random_state import RandomState
 from gpubuf.data.storage.layout import Data, Key, Leaf, as_written
 from gpubuf.kernels.transitions import BY_CHANCE, OFF

@@ -15,30 +15,32 @@ try:
 except ImportError as error:
     raise ImportError("gpubuf.integrations.torchrl needs TorchRL: pip install torchrl") from error
 
-import gpubuf.integrations.torchrl.losses  # noqa: F401
 from gpubuf.integrations.torchrl.buffers import (
     PrioritizedReplayBuffer,
     ReplayBuffer,
+    SampleUnit,
+    Sequence,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
+    Transition,
 )
-from gpubuf.integrations.torchrl.sample_units import SampleUnit, Sequence, Transition
-from gpubuf.integrations.torchrl.samplers import (
+from gpubuf.integrations.torchrl.parts import (
     ConsumingSampler,
+    ImmutableDatasetWriter,
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ListStorage,
     PrioritizedSampler,
     PrioritizedSliceSampler,
     RandomSampler,
+    RoundRobinWriter,
     Sampler,
     SamplerWithoutReplacement,
     SliceSampler,
     SliceSamplerWithoutReplacement,
-)
-from gpubuf.integrations.torchrl.storages import LazyMemmapStorage, LazyTensorStorage, ListStorage, TensorStorage
-from gpubuf.integrations.torchrl.writers import (
-    ImmutableDatasetWriter,
-    RoundRobinWriter,
     TensorDictMaxValueWriter,
     TensorDictRoundRobinWriter,
+    TensorStorage,
 )
 
 __all__ = [

@@ -5,12 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from torchrl.data import replay_buffers as theirs
+from torchrl.objectives import LossModule
 
-from gpubuf import data
-from gpubuf.integrations.torchrl.joining import Joined
-from gpubuf.integrations.torchrl.samplers import ConsumingSampler, PrioritizedSampler, RandomSampler
-from gpubuf.integrations.torchrl.storages import LazyTensorStorage, ListStorage
-from gpubuf.integrations.torchrl.writers import RoundRobinWriter, TensorDictRoundRobinWriter
+from gpubuf import data, objectives
+from gpubuf.integrations.torchrl.parts import (
+    ConsumingSampler,
+    Joined,
+    LazyTensorStorage,
+    ListStorage,
+    PrioritizedSampler,
+    RandomSampler,
+    RoundRobinWriter,
+    TensorDictRoundRobinWriter,
+)
 
 
 class _Plain(type(theirs.ReplayBuffer)):  # type: ignore[misc]
@@ -118,3 +125,19 @@ class TensorDictPrioritizedReplayBuffer(
     """
 
     _prioritized_sampler = PrioritizedSampler
+
+
+class SampleUnit(Joined, data.SampleUnit, theirs.SampleUnit):
+    """:class:`gpubuf.data.SampleUnit`, which is also TorchRL's: the base of units of your own."""
+
+
+class Transition(Joined, data.Transition, theirs.Transition):
+    """:class:`gpubuf.data.Transition`, which is also TorchRL's."""
+
+
+class Sequence(Joined, data.Sequence, theirs.Sequence):
+    """:class:`gpubuf.data.Sequence`, which is also TorchRL's. It needs a storage of this module."""
+
+
+# TorchRL's base class is an abstract one, which others may be declared instances of.
+LossModule.register(objectives.LossModule)

@@ -1,4 +1,4 @@
-"""Samplers that draw by the laws of other programs' buffers."""
+"""Samplers that draw rows in the order of other programs' buffers."""
 
 from __future__ import annotations
 

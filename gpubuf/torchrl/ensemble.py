@@ -7,20 +7,20 @@ from concurrent.futures import Future
 from typing import Any, Self
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from gpubuf.data import routing
 from gpubuf.data.buffer import ReplayBuffer
 from gpubuf.data.components import given_transform, refuse_out_of_scope
 from gpubuf.data.lock import under
-from gpubuf.data.mixed import MixedReplayBuffer
+from gpubuf.data.mixed import MixedReplayBuffer, checked_owners, positions_in, update_rows
 from gpubuf.data.prefetch import Batch
 from gpubuf.data.query import Predicate, Trajectory
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.slices import SliceSampler
 from gpubuf.data.samplers.vectors import rows_at
 from gpubuf.data.storage.layout import Data
+from gpubuf.data.storage.list_storage import ListStorage
 from gpubuf.data.storage.tensor_storage import Storage
 from gpubuf.data.tensordict_buffers import TensorDictReplayBuffer
 from gpubuf.data.updates import ConditionalUpdateResult, finished_future
@@ -73,7 +73,7 @@ class ReplayBufferEnsemble(MixedReplayBuffer):
         routing_dim: int | None = None,
     ) -> None:
         refuse_out_of_scope(collate_fns=collate_fns)
-        self._routing = routing.Routing(routing_key, routing_dim)
+        self._routing = Routing(routing_key, routing_dim)
         if isinstance(p, str) and p != _SAMPLEABLE:
             raise ValueError(f"p must be numbers, a tensor or {_SAMPLEABLE!r}, got {p!r}")
         if sample_from_all and p is not None:
@@ -135,9 +135,9 @@ class ReplayBufferEnsemble(MixedReplayBuffer):
         if len(self._transform):
             data = self._transform.inv(data.copy())
             if data is None:
-                return routing.nothing()
+                return no_rows()
         owner = self._routing.owners(data, len(self._buffers))
-        return routing.write(self._buffers, data.reshape(-1), owner)
+        return write_rows(self._buffers, data.reshape(-1), owner)
 
     def add(self, data: Data, *, buffer: int | None = None) -> Any:
         """Write one row to its buffer. Returns as :meth:`ReplayBuffer.add`; of a row that was routed a TensorDict.
@@ -163,13 +163,13 @@ class ReplayBufferEnsemble(MixedReplayBuffer):
             index: what :meth:`extend` returned of rows that were routed; or the index of rows.
             buffer: the buffer of each, with an index.
         """
-        index, owner = routing.handles(index, buffer, len(self._buffers))
+        index, owner = handles(index, buffer, len(self._buffers))
 
         def mark() -> None:
             parts = []
             for number, part in enumerate(self._buffers):
                 if part.initialized and bool((owner == number).any()):
-                    found = routing.positions_in(part, index)[(owner == number).to(part.storage.device)]
+                    found = positions_in(part, index)[(owner == number).to(part.storage.device)]
                     parts.append((part, rows_at(found, part.storage)))
             for part, positions in parts:
                 part.mark_update(positions)
@@ -200,7 +200,7 @@ class ReplayBufferEnsemble(MixedReplayBuffer):
         Returns:
             With ``patch``, a :class:`ConditionalUpdateResult`; otherwise None.
         """
-        index, owner = routing.handles(index, buffer, len(self._buffers))
+        index, owner = handles(index, buffer, len(self._buffers))
         if patch is None:
             super().update_if_present(index, data, buffer=owner, generation=generation)
             return None
@@ -211,7 +211,7 @@ class ReplayBufferEnsemble(MixedReplayBuffer):
         if isinstance(patch, TensorDictBase):
             patch = patch.reshape(-1)
         versions = {"version_key": version_key, "version": version, "require_newer": require_newer}
-        return routing.update(self._buffers, index, data, owner, generation, patch=patch, **versions)
+        return update_rows(self._buffers, index, data, owner, generation, patch=patch, **versions)
 
     def submit_update_if_present(self, **arguments: Any) -> Future[ConditionalUpdateResult | None]:
         """:meth:`update_if_present`, with a future of its result. See :meth:`ReplayBuffer.submit_update_if_present`."""
@@ -374,3 +374,114 @@ def _made_of(
         TensorDictReplayBuffer(storage=storage, sampler=sampler, writer=writer)
         for storage, sampler, writer in zip(storages, samplers or nothing, writers or nothing, strict=True)
     )
+
+
+class Routing:
+    """Says to which buffer each row of a batch belongs.
+
+    Args:
+        key: a key of one integer a row, the number of its buffer.
+        dim: a dimension of the batch that is as long as there are buffers; excludes ``key``.
+
+    Raises:
+        ValueError: both are given.
+        TypeError: ``dim`` is no int.
+    """
+
+    def __init__(self, key: Any, dim: int | None) -> None:
+        if key is not None and dim is not None:
+            raise ValueError("routing_key and routing_dim exclude each other")
+        if dim is not None and not isinstance(dim, int):
+            raise TypeError(f"routing_dim is an int, got a {type(dim).__name__}")
+        self.key, self.dim = key, dim
+
+    @property
+    def is_given(self) -> bool:
+        """Whether rows are routed at all."""
+        return self.key is not None or self.dim is not None
+
+    def owners(self, data: Any, n_buffers: int) -> Tensor:
+        """The buffer of each row, int64 ``[n]`` for all batch dimensions in one. Synchronises with a GPU.
+
+        Raises:
+            TypeError: ``data`` is no TensorDict, or the numbers are no integers.
+            ValueError: there is not one number for each row, or one names no buffer.
+        """
+        if not isinstance(data, TensorDictBase):
+            raise TypeError(f"rows that are routed are TensorDicts, got a {type(data).__name__}")
+        shape = data.batch_size
+        if self.dim is not None:
+            if not shape or shape[self.dim] != n_buffers:
+                raise ValueError(f"dimension {self.dim} of the batch {list(shape)} is not one of {n_buffers} buffers")
+            number = torch.arange(n_buffers, device=data.device)
+            return (
+                number.view([-1 if d == self.dim % len(shape) else 1 for d in range(len(shape))])
+                .expand(shape)
+                .reshape(-1)
+            )
+        number = data.get(self.key, None)
+        if number is None:
+            raise KeyError(f"the batch has no routing_key {self.key!r}")
+        if number.numel() != shape.numel():
+            raise ValueError(f"routing_key {self.key!r} has the shape {list(number.shape)}, the batch {list(shape)}")
+        return checked_owners(number.reshape(-1), n_buffers)
+
+
+def write_rows(buffers: Sequence[ReplayBuffer], rows: TensorDictBase, owner: Tensor) -> TensorDict:
+    """Write each of ``[n]`` rows to its buffer.
+
+    Returns:
+        A TensorDict ``[n]`` with ``"buffer_ids"``, the rows' ``"index"`` in their buffer, and, if all writers track
+        generations, ``"index_generation"``. Of rows that are gone already, because their buffer had room for fewer,
+        index and generation are -1.
+
+    Raises as :meth:`ReplayBuffer.extend`. Nothing is written if a buffer has not the keys, shapes and dtypes of the
+    rows. What only shows at the write (inverse transforms, codecs, ``next_capacity``) leaves those before it written.
+    """
+    tracked = all(buffer.writer.tracks_generations for buffer in buffers)
+
+    def all_parts() -> TensorDict:
+        parts = []
+        for number, buffer in enumerate(buffers):
+            where = (owner == number).nonzero().squeeze(-1)
+            if where.numel():
+                part = rows[where.to(rows.device or where.device)]
+                if buffer.initialized and not len(buffer.transform) and not isinstance(buffer.storage, ListStorage):
+                    buffer.storage.written_layout.collect(part, buffer.storage.ndim)
+                parts.append((buffer, where, part))
+        index: Tensor | None = None
+        generation = torch.empty(owner.numel(), dtype=torch.int64, device=owner.device)
+        for buffer, where, part in parts:
+            found = buffer.extend(part).to(owner.device)
+            if index is None:
+                index = torch.empty((owner.numel(), *found.shape[1:]), dtype=torch.int64, device=owner.device)
+            index[where] = found
+            if tracked:
+                generation[where] = buffer.writer.generations_of(found)
+        if index is None:
+            index = torch.empty(0, dtype=torch.int64, device=owner.device)
+        extra = {"index_generation": generation} if tracked else {}
+        return TensorDict({"buffer_ids": owner, "index": index, **extra}, [owner.numel()])
+
+    return under([buffer._lock for buffer in buffers], all_parts)
+
+
+def no_rows() -> TensorDict:
+    """The result of :func:`write_rows` of no rows."""
+    none = torch.empty(0, dtype=torch.int64)
+    return TensorDict({"buffer_ids": none, "index": none.clone()}, [0])
+
+
+def handles(index: Any, buffer: Tensor | None, n_buffers: int) -> tuple[Any, Tensor]:
+    """The index of rows and their buffers, from TorchRL's form: a TensorDict of both, or from two tensors.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if isinstance(index, (TensorDictBase, dict)):
+        return index["index"], checked_owners(index["buffer_ids"].reshape(-1), n_buffers)
+    if buffer is None:
+        raise TypeError(
+            "rows of several buffers are named by a TensorDict with 'index' and 'buffer_ids', or by buffer="
+        )
+    return index, buffer.reshape(-1)

@@ -1,0 +1,643 @@
+"""Running statistics of rows, in float64 on their device, and what divides by them: Normalize, RewardScale."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Self, get_args
+
+import torch
+from torch import Tensor
+
+from gpubuf.data.lock import unless_compiling
+from gpubuf.data.processing.base import Process, as_keys, check_bounds, require_floating, tensor_at
+from gpubuf.data.storage.layout import Data, Key, Leaf, address, as_key, as_written, batch_shape
+from gpubuf.data.storage.staging import to_device
+from gpubuf.kernels import moments as kernels
+from gpubuf.kernels._registry import without_dispatch
+from gpubuf.kernels.moments import ACTIVE, COUNT, M2, MEAN, PEAK, Rule
+
+_update = without_dispatch(kernels.update, given=("source",))
+returns = without_dispatch(kernels.returns, given=("rewards", "ends"))
+
+
+def merged(a: Tensor, b: Tensor) -> Tensor:
+    """The state of all numbers that two states are of.
+
+    Chan, Golub, LeVeque, "Algorithms for Computing the Sample Variance: Analysis and Recommendations", The American
+    Statistician 37 (1983): with ``d = mean_b - mean_a`` the mean moves by ``d * n_b / n`` and M2 is ``M2_a + M2_b + d *
+    d * n_a * n_b / n``.
+    """
+    total = a[COUNT] + b[COUNT]
+    share = b[COUNT] / total.clamp(min=1.0)
+    step = b[MEAN] - a[MEAN]
+    mean = torch.where(b[COUNT] > 0, a[MEAN] + step * share, a[MEAN])
+    m2 = a[M2] + b[M2] + step * step * a[COUNT] * share
+    return torch.stack((total, mean, m2, torch.maximum(a[PEAK], b[PEAK])))
+
+
+class Moments:
+    """Count, mean and sum of squared deviations (M2) for each element, and what the kernels read of them.
+
+    See :mod:`gpubuf.kernels.moments`, also for numbers that are not finite, and for counts beyond 2**53.
+
+    Args:
+        elements: of a row.
+        device: of the rows.
+        rule: how the statistics go on.
+        centred: whether the mean is subtracted.
+
+    Attributes:
+        state: float64 ``[4, elements]``: count, mean, M2, largest magnitude.
+        mean, factor: float32 ``[elements]``, at fixed addresses: a number becomes ``(number - mean) * factor``, with
+            ``factor = 1 / max(sqrt(M2 / count + eps), largest / peak_at)``. Before any number: 0 and 1.
+        rule: float64 ``[5]``, on the device: see :class:`gpubuf.kernels.moments.Rule`.
+        tickets: scratch of the kernel.
+    """
+
+    def __init__(self, elements: int, device: torch.device, rule: Rule, centred: bool) -> None:
+        self.state, self.mean, self.factor, self.tickets = kernels.new_state(elements, device)
+        self.rule = torch.tensor(rule, dtype=torch.float64).to(device)
+        self._centred = centred
+
+    @property
+    def elements(self) -> int:
+        """Of a row."""
+        return self.state.shape[1]
+
+    @property
+    def variance(self) -> Tensor:
+        """Of the population (``M2 / count``), float64 ``[elements]``; 0 before any number."""
+        return self.state[M2] / self.state[COUNT].clamp(min=1.0)
+
+    def update(self, numbers: Tensor) -> None:
+        """Take ``[n, elements]`` numbers in, of any dtype, on the device. One launch, no host sync."""
+        _update(self.state, numbers, self.mean if self._centred else None, self.factor, self.rule, self.tickets)
+
+    def activate(self, active: bool) -> None:
+        """Let the statistics move, or not: in place, so that captured graphs go by it. No host sync."""
+        self.rule[ACTIVE].fill_(float(active))
+
+    def put(self, state: Tensor) -> None:
+        """Have ``state``, in place. No host sync."""
+        self.state.copy_(state)
+        # No rows: what is read of the state is computed anew.
+        self.update(self.state[:0])
+
+    def to(self, device: torch.device) -> Self:
+        """These on ``device``: self if they are there."""
+        if device == self.state.device:
+            return self
+        other = object.__new__(type(self))
+        vars(other).update({name: v.to(device) if isinstance(v, Tensor) else v for name, v in vars(self).items()})
+        return other
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors."""
+        return [self.state, self.mean, self.factor, self.rule, self.tickets]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of count, mean, M2 and largest magnitude, float64 ``[elements]``: :func:`merged` goes by them."""
+        return dict(zip(_NAMES, self.state.clone().unbind(), strict=True))
+
+
+_NAMES = ("count", "mean", "m2", "peak")
+
+
+def packed(state: dict[str, Any]) -> Tensor:
+    """The state of :meth:`Moments.state_dict`, as one tensor ``[4, elements]``.
+
+    Raises:
+        ValueError: it is none.
+    """
+    parts = [state.get(name) for name in _NAMES] if isinstance(state, dict) else []
+    if not parts or not all(isinstance(p, Tensor) and p.dtype is torch.float64 and p.dim() == 1 for p in parts):
+        raise ValueError(f"expected {', '.join(_NAMES)}, float64 [elements] each")
+    tensors = [part for part in parts if isinstance(part, Tensor)]
+    if len({len(tensor) for tensor in tensors}) > 1:
+        raise ValueError(f"{', '.join(_NAMES)} have the lengths {[len(tensor) for tensor in tensors]}")
+    found = torch.stack(tensors)
+    if not bool(found.isfinite().all()) or bool((found[[COUNT, M2, PEAK]] < 0).any()):
+        raise ValueError("statistics are finite, and counts, M2 and magnitudes not negative")
+    return found
+
+
+Update = Literal["write", "manual"]
+
+
+class RunningStatistics(Process):
+    """Statistics of chosen keys, a :class:`Moments` each.
+
+    Attributes:
+        training: whether the statistics move: see :meth:`train` and :meth:`eval`.
+    """
+
+    slot = "normalises"
+
+    def __init__(self, keys: Any, update: Update, eps: float, until: int | None) -> None:
+        if update not in get_args(Update):
+            raise ValueError(f"update must be one of {get_args(Update)}, got {update!r}")
+        if not 0.0 < eps < math.inf:
+            raise ValueError(f"eps must be finite and above 0, got {eps}")
+        if until is not None and until < 1:
+            raise ValueError(f"until must be at least 1, got {until}")
+        self.keys = as_keys(keys)
+        self.training = True
+        self._update: Update = update
+        self._eps = float(eps)
+        self._until = math.inf if until is None else float(until)
+        self._moments: dict[Key, Moments] = {}
+        self._shapes: dict[Key, tuple[int, ...]] = {}
+        self._device = torch.device("cpu")
+        self._served = self.serves()
+
+    def _new_moments(self, elements: int, device: torch.device) -> Moments:
+        raise NotImplementedError
+
+    # Binding
+
+    def check(self, leaves: Sequence[Leaf]) -> None:
+        """Raise unless the rows have these keys, with as many elements as the statistics that are there."""
+        for leaf, _ in self.served_leaves(leaves):
+            known = self._moments.get(self._served[leaf.key])
+            if known is not None and known.elements != leaf.n_elements:
+                raise ValueError(
+                    f"{type(self).__name__} has statistics of {known.elements} elements for {leaf.name}, whose rows "
+                    f"have {leaf.n_elements}"
+                )
+
+    def bind(self, leaves: Sequence[Leaf], envs: int, device: torch.device) -> None:
+        """Have statistics on the device. Those that are there go on."""
+        for key, leaf in self.found(leaves).items():
+            known = self._moments.get(key)
+            self._moments[key] = self._new_moments(leaf.n_elements, device) if known is None else known.to(device)
+            self._shapes[key] = leaf.shape
+        self._device = device
+
+    def options(self, key: Key) -> dict[str, Any]:
+        """The addresses of mean and factor."""
+        if key not in self._served:
+            return {}
+        moments = self._moments[self._served[key]]
+        return {"mean": address(moments.mean), "factor": address(moments.factor)}
+
+    def tensors(self) -> list[Tensor]:
+        """Statistics, and what is read of them."""
+        return [tensor for moments in self._moments.values() for tensor in moments.tensors()]
+
+    # Training
+
+    def train(self, mode: bool = True) -> Self:
+        """Let the statistics move, or not. In place: a captured graph goes by it. No host sync."""
+        with unless_compiling(self.lock):
+            for moments in self._moments.values():
+                moments.activate(mode)
+            self.training = mode
+        return self
+
+    def eval(self) -> Self:
+        """Freeze the statistics. They still apply."""
+        return self.train(False)
+
+    def on_write(self, data: Data, ndim: int, stored: Tensor | None = None) -> None:
+        """Learn from a batch that was written, with ``update="write"``."""
+        if self._update == "write":
+            self._learn(data, ndim, stored)
+
+    def _learn(self, data: Data, ndim: int, stored: Tensor | None = None) -> None:
+        raise NotImplementedError
+
+    def _rows(self, data: Data, keys: Sequence[Key], at: Callable[[Data, Key], Tensor]) -> list[Tensor]:
+        """The tensors of a batch under ``keys``, on the device of the statistics."""
+        return to_device([at(data, key).detach() for key in keys], self._device)
+
+    # Reading
+
+    def count(self, key: Any = None) -> Tensor:
+        """How many numbers were counted for each element of a row: float64, of the row's shape. A copy."""
+        return self._read(key, lambda moments: moments.state[0].clone())
+
+    def mean(self, key: Any = None) -> Tensor:
+        """The mean of each element, float64, of the row's shape: a copy. ``key`` may be left out if there is one."""
+        return self._read(key, lambda moments: moments.state[1].clone())
+
+    def var(self, key: Any = None) -> Tensor:
+        """The variance of each element, of the population: float64, of the row's shape. A copy."""
+        return self._read(key, lambda moments: moments.variance)
+
+    def factor(self, key: Any = None) -> Tensor:
+        """What the numbers of each element are multiplied with: float32, of the row's shape. A copy."""
+        return self._read(key, lambda moments: moments.factor.clone())
+
+    def _read(self, key: Any, part: Callable[[Moments], Tensor]) -> Tensor:
+        own = self._key(key)
+        with unless_compiling(self.lock):
+            return part(self._known(own)).view(self._shapes.get(own, (-1,)))
+
+    def _key(self, key: Any) -> Key:
+        if key is None:
+            if len(self.keys) > 1:
+                raise ValueError(f"which of the keys {[as_written(each) for each in self.keys]}?")
+            return self.keys[0]
+        found = self._served.get(as_key(key))
+        if found is None:
+            raise KeyError(f"{key!r} is none of the keys {[as_written(each) for each in self.keys]}")
+        return found
+
+    def _known(self, key: Key) -> Moments:
+        if key not in self._moments:
+            raise RuntimeError(f"{type(self).__name__} knows nothing yet: write a batch first, or load a state")
+        return self._moments[key]
+
+    # State
+
+    def merge(self, other: Self | dict[str, Any]) -> Self:
+        """Take in all that ``other`` has counted, exactly, and return self.
+
+        Args:
+            other: another object for the same keys, or its :meth:`state_dict`, as from another process. It must have
+                counted other rows: what both have counted counts twice. Not changed.
+
+        Raises:
+            ValueError: it has other keys or shapes. No host sync for an object.
+        """
+        if isinstance(other, RunningStatistics):
+            if other.keys != self.keys:
+                raise ValueError(f"expected statistics of the keys {list(self.keys)}, got {list(other.keys)}")
+            states = {key: moments.state for key, moments in other._moments.items()}
+        else:
+            states = self._checked(other)
+        with unless_compiling(self.lock):
+            for key, state in states.items():
+                own = self._moments.get(key)
+                if own is None:
+                    own = self._moments[key] = self._new_moments(state.shape[1], self._device)
+                elif own.elements != state.shape[1]:
+                    raise ValueError(f"{as_written(key)!r} has {own.elements} elements, the other {state.shape[1]}")
+                own.put(merged(own.state, state.to(own.state.device)))
+        return self
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of the statistics: ``"moments"`` has a dict of count, mean, M2 and largest magnitude a key.
+
+        The entries are in the order of :attr:`keys`, and empty before the first write.
+        """
+        with unless_compiling(self.lock):
+            entries = [self._moments[key].state_dict() if key in self._moments else {} for key in self.keys]
+            return {"training": self.training, "moments": {str(number): entry for number, entry in enumerate(entries)}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore :meth:`state_dict`, in place where there are statistics.
+
+        Raises:
+            ValueError: it is of another number of keys, or of rows of another size. Nothing changes.
+        """
+        self.check_state(state)
+        found = self._checked(state)
+        with unless_compiling(self.lock):
+            for key in self.keys:
+                known = self._moments.get(key)
+                if key in found:
+                    if known is None:
+                        known = self._moments[key] = self._new_moments(found[key].shape[1], self._device)
+                    known.put(found[key].to(known.state.device))
+                elif known is not None:
+                    known.put(torch.zeros_like(known.state))
+            self.train(state["training"])
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raise a ValueError unless ``state`` can be loaded."""
+        if not isinstance(state.get("training"), bool):
+            raise ValueError("the statistics don't say whether they were frozen")
+        for key, found in self._checked(state).items():
+            known = self._moments.get(key)
+            if known is not None and known.elements != found.shape[1]:
+                raise ValueError(
+                    f"{as_written(key)!r} has {known.elements} elements, the statistics are of {found.shape[1]}"
+                )
+
+    def _checked(self, state: dict[str, Any]) -> dict[Key, Tensor]:
+        entries = state.get("moments") if isinstance(state, dict) else None
+        if not isinstance(entries, dict) or len(entries) != len(self.keys):
+            raise ValueError(
+                f"expected statistics of {len(self.keys)} key(s), got {entries if entries is None else len(entries)}"
+            )
+        given: dict[Key, Any] = {key: entries.get(str(number)) for number, key in enumerate(self.keys)}
+        return {key: packed(entry) for key, entry in given.items() if entry != {}}
+
+
+class Normalize(RunningStatistics):
+    """Gives every element of chosen keys mean 0 and variance 1, in the launch that copies the rows.
+
+    A number becomes ``(number - mean) / sqrt(variance + eps)``, with the running mean and variance of its element of a
+    row, over all rows ever written (of the population; also of rows that have been overwritten since). The stored rows
+    stay as they are, and a batch has the statistics of the moment at which it was drawn: for a prefetched one that is
+    before you ask for it. Statistics are float64 on the device of the rows.
+
+    A root key stands for its twin under "next" too: with the same statistics, which learn from the root key alone.
+    Statistics are of rows as they are written; mirroring, which comes first, does not enter.
+
+    * Before the first row nothing changes. After one row, and for elements that never change, the variance is 0: what
+      equals the mean becomes 0, and any other number is multiplied by ``1 / sqrt(eps)``. ``clip`` bounds it.
+    * Numbers that are not finite are not counted, for their element. In the batch they are what the formula gives.
+    * Counts are float64: exact to 2**53 rows, after which the statistics stay as they are.
+    * A write that was interrupted, by Ctrl-C for example, may be missing in the statistics.
+
+    Call it on data that does not come from the buffer, such as the observations that you act on.
+
+    Args:
+        keys: a key, or a list of keys, of floating-point numbers in the batch.
+        update: ``"write"`` learns from every batch that is written, ``"manual"`` in :meth:`update` alone.
+        eps: added to the variance.
+        clip: normalised numbers are cut to ``-clip .. clip``, or to ``(low, high)``; None: not.
+        until: an element learns nothing more once it has counted so many rows.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    No method waits for the GPU but ``state_dict`` of a buffer. A write takes one launch more for each key.
+
+    Source of the update: Chan, Golub, LeVeque, "Algorithms for Computing the Sample Variance: Analysis and
+    Recommendations", The American Statistician 37 (1983).
+    """
+
+    def __init__(
+        self,
+        keys: Any,
+        *,
+        update: Update = "write",
+        eps: float = 1e-8,
+        clip: float | tuple[float, float] | None = None,
+        until: int | None = None,
+    ) -> None:
+        super().__init__(keys, update, eps, until)
+        if clip is None:
+            clip = math.inf
+        self.low, self.high = check_bounds(*(clip if isinstance(clip, tuple) else (-clip, clip)))
+
+    def _new_moments(self, elements: int, device: torch.device) -> Moments:
+        return Moments(elements, device, Rule(self._eps, math.inf, self._until, self.training), centred=True)
+
+    def check(self, leaves: Sequence[Leaf]) -> None:
+        """Raise unless the batch has these keys, as floating-point numbers."""
+        super().check(leaves)
+        for leaf, _ in self.served_leaves(leaves):
+            require_floating("Normalize", leaf)
+
+    def options(self, key: Key) -> dict[str, Any]:
+        """The addresses of mean and factor, and the bounds."""
+        own = super().options(key)
+        return {**own, "low": self.low, "high": self.high} if own else own
+
+    def update(self, data: Data) -> None:
+        """Learn from a batch of any shape: a TensorDict, or a tensor if there is one key. No host sync.
+
+        Frozen statistics stay as they are. Don't give it rows that the buffer learns from as well.
+        """
+        with unless_compiling(self.lock):
+            self._learn(data, 0)
+
+    def _learn(self, data: Data, ndim: int, stored: Tensor | None = None) -> None:
+        for key, numbers in zip(self.keys, self._rows(data, self.keys, self._tensor), strict=True):
+            moments = self._moments.get(key)
+            if moments is None:
+                raise RuntimeError("Normalize does not know its rows yet: write a batch to its buffer first")
+            moments.update(_kept(numbers.reshape(-1, moments.elements), stored))
+
+    def _tensor(self, data: Data, key: Key) -> Tensor:
+        if isinstance(data, Tensor) and len(self.keys) == 1:
+            return data
+        return tensor_at(data, key)
+
+    def __call__(self, data: Data) -> Data:
+        """Normalise and clip data that is not from the buffer, as a batch is. No host sync.
+
+        Args:
+            data: a tensor ``[..., *row]``, if there is one key; or a TensorDict of any batch size, in which those of
+                the keys, and of their twins under "next", that are there are replaced. The data itself is not changed.
+
+        Returns:
+            A tensor, or a shallow copy of the TensorDict. Dtype and device are those of the data, which must be where
+            the statistics are.
+        """
+        if isinstance(data, Tensor):
+            return self._normalised(data, self._key(None))
+        out = data.copy()
+        for key, origin in self._served.items():
+            value = data.get(as_written(key), None)
+            if value is not None:
+                out.set(as_written(key), self._normalised(value, origin))
+        return out
+
+    def _normalised(self, numbers: Tensor, key: Key) -> Tensor:
+        with unless_compiling(self.lock):
+            moments = self._known(key)
+            shape = self._shapes.get(key, (moments.elements,))
+            computed = numbers if numbers.dtype is torch.float64 else numbers.float()
+            computed = (computed - moments.mean.view(shape)) * moments.factor.view(shape)
+        return computed.clamp(self.low, self.high).to(numbers.dtype)
+
+    def __repr__(self) -> str:
+        return f"Normalize({list(self.keys)}, update={self._update!r}, training={self.training})"
+
+
+def _kept(numbers: Tensor, stored: Tensor | None) -> Tensor:
+    """``[n, elements]`` numbers without those of rows that were not stored. No host sync."""
+    if stored is None:
+        return numbers
+    if stored.is_cpu:
+        return numbers[stored]
+    # How many they are is not known here; numbers that are not finite are left out.
+    exact = numbers.double()
+    return torch.where(stored.unsqueeze(1), exact, torch.full_like(exact, math.nan))
+
+
+ENDS: tuple[Key, ...] = (("next", "done"), ("next", "terminated"), ("next", "truncated"))
+
+
+class RewardScale(RunningStatistics):
+    """Divides rewards so that returns have a standard deviation of at most 1, and magnitudes of at most ``g_max``.
+
+    G is a running discounted return for each environment: ``G = gamma * G + reward``, and 0 again behind a step that
+    ends a trajectory. A reward becomes ``reward / max(sqrt(Var G + eps), max |G| / g_max)``, with the variance (of the
+    population) and the largest magnitude over all steps ever written. The mean stays where it is. The stored rows stay
+    as they are; a sum of rewards (n-step) is scaled as one.
+
+    Before the first step rewards stay as they are. A reward that is not finite counts as 0 in G. Rewards of several
+    elements have a G for each. While the statistics are frozen, G goes on. All of it is float64, on the device of the
+    rows.
+
+    The rows of a storage are steps of its environments (its dimensions beyond the first), one step of all of them after
+    the other. A storage of one dimension has one environment, or ``envs`` of them, of which each write has whole steps.
+
+    Args:
+        gamma: the discount of G: that of your loss.
+        g_max: largest magnitude of a scaled return.
+        keys: the key of the rewards, or a list of keys.
+        end_keys: flags, any of which ends a trajectory. Default: those of done, terminated and truncated under "next"
+            that are stored.
+        update: ``"write"`` learns from every batch that is written, ``"manual"`` in :meth:`update` alone.
+        eps: added to the variance.
+        envs: number of environments in a storage of one dimension: row i is of environment ``i % envs``.
+        until: an element learns nothing more once it has counted so many steps.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    No method waits for the GPU but ``state_dict`` of a buffer.
+
+    Source: FlashSAC (2026), after "Hyperspherical Normalization for Scalable Deep Reinforcement Learning" (Lee et al.
+    2025), where ``g_max`` is 5.
+    """
+
+    def __init__(
+        self,
+        gamma: float,
+        g_max: float = 5.0,
+        *,
+        keys: Any = ("next", "reward"),
+        end_keys: Any = None,
+        update: Update = "write",
+        eps: float = 1e-8,
+        envs: int | None = None,
+        until: int | None = None,
+    ) -> None:
+        super().__init__(keys, update, eps, until)
+        if not 0.0 <= gamma <= 1.0:
+            raise ValueError(f"gamma must be between 0 and 1, got {gamma}")
+        if not g_max > 0.0:
+            raise ValueError(f"g_max must be above 0, got {g_max}")
+        if envs is not None and envs < 1:
+            raise ValueError(f"envs must be at least 1, got {envs}")
+        self.gamma, self.g_max = float(gamma), float(g_max)
+        self._given_ends = None if end_keys is None else as_keys(end_keys)
+        self._ends: tuple[Key, ...] = ENDS
+        self._envs = self._given_envs = envs
+        #: For each key gamma * G of the newest step of every environment, float64 [envs, elements]; 0 behind an end.
+        self._returns: dict[Key, Tensor] = {}
+
+    def serves(self) -> dict[Key, Key]:
+        """The keys themselves: a reward has no twin under "next"."""
+        return {key: key for key in self.keys}
+
+    def _new_moments(self, elements: int, device: torch.device) -> Moments:
+        rule = Rule(self._eps, self.g_max, self._until, self.training, self.gamma)
+        return Moments(elements, device, rule, centred=False)
+
+    # Binding
+
+    def check(self, leaves: Sequence[Leaf]) -> None:
+        """Raise unless the rows have these keys, and flags that say where trajectories end."""
+        super().check(leaves)
+        for leaf, _ in self.served_leaves(leaves):
+            require_floating("RewardScale", leaf)
+        self._ends_among(leaves)
+
+    def _ends_among(self, leaves: Sequence[Leaf]) -> tuple[Key, ...]:
+        stored = {leaf.key for leaf in leaves}
+        given = self._given_ends
+        found = tuple(key for key in given or ENDS if key in stored)
+        if not found or (given is not None and len(found) < len(given)):
+            raise ValueError(
+                f"RewardScale finds the ends of trajectories in {[as_written(key) for key in given or ENDS]}, but the "
+                f"rows have the keys {', '.join(leaf.name for leaf in leaves)}: give it end_keys"
+            )
+        return found
+
+    def bind(self, leaves: Sequence[Leaf], envs: int, device: torch.device) -> None:
+        """Have statistics, and a return for each environment, on the device."""
+        super().bind(leaves, envs, device)
+        self._ends = self._ends_among(leaves)
+        self._envs = envs if envs > 1 else self._given_envs or 1
+        for key, moments in self._moments.items():
+            shape, known = (self._envs, moments.elements), self._returns.get(key)
+            if known is None or known.shape != shape:
+                known = torch.zeros(shape, dtype=torch.float64)
+            self._returns[key] = known.to(device)
+
+    def tensors(self) -> list[Tensor]:
+        """Statistics, what is read of them, and returns."""
+        return [*super().tensors(), *self._returns.values()]
+
+    # Learning
+
+    def check_write(self, data: Data, ndim: int) -> None:
+        """Raise unless a batch has whole steps.
+
+        Raises:
+            ValueError: it ends within a step.
+        """
+        rows = math.prod(batch_shape(data, ndim))
+        if self._envs is not None and rows % self._envs:
+            raise ValueError(f"RewardScale was told of {self._envs} environments, but {rows} rows are written")
+
+    def update(self, data: Data) -> None:
+        """Learn from a TensorDict of steps ``[T, E]``, or ``[n]`` with one batch dimension. No host sync.
+
+        They follow the steps before. Don't give it those that the buffer learns from as well.
+
+        Raises:
+            ValueError: the steps are not whole.
+        """
+        ndim = len(data.batch_size)
+        self.check_write(data, ndim)
+        with unless_compiling(self.lock):
+            self._learn(data, ndim)
+
+    def _learn(self, data: Data, ndim: int, stored: Tensor | None = None) -> None:
+        # Returns add up along the stream: a row that was not stored is a step of it all the same.
+        envs, rows = self._envs, math.prod(batch_shape(data, ndim))
+        if not self._returns or envs is None:
+            raise RuntimeError("RewardScale does not know its rows yet: write a batch to its buffer first")
+        if not rows:
+            return
+        tensors = self._rows(data, (*self.keys, *self._ends), tensor_at)
+        ends: Tensor | None = None
+        for flags in tensors[len(self.keys) :]:
+            ended = flags.reshape(rows // envs, envs, -1).ne(0)
+            ended = ended.squeeze(-1) if ended.shape[-1] == 1 else ended.any(-1)
+            ends = ended if ends is None else ends | ended
+        for key, rewards in zip(self.keys, tensors, strict=False):
+            moments = self._moments[key]
+            numbers = rewards.reshape(rows // envs, envs, moments.elements)
+            moments.update(returns(self._returns[key], numbers, ends, moments.rule).flatten(0, 1))
+
+    def reset(self) -> None:
+        """Begin a new trajectory in every environment. Statistics stay as they are. No host sync."""
+        with unless_compiling(self.lock):
+            for returns in self._returns.values():
+                returns.zero_()
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of statistics and returns."""
+        with unless_compiling(self.lock):
+            returns = {str(number): self._returns[key].clone() for number, key in enumerate(self.keys) if self._returns}
+            return {**super().state_dict(), "returns": returns}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore :meth:`state_dict`, in place. Returns of another number of environments begin anew.
+
+        Raises:
+            ValueError: it is of another number of keys, or of rows of another size. Nothing changes.
+        """
+        super().load_state_dict(state)
+        with unless_compiling(self.lock):
+            for number, key in enumerate(self.keys):
+                saved, known = state["returns"].get(str(number)), self._returns.get(key)
+                if known is None and saved is not None:
+                    self._returns[key] = saved.to(self._device, copy=True)
+                elif known is not None:
+                    known.copy_(saved if saved is not None and saved.shape == known.shape else torch.zeros_like(known))
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raise a ValueError unless ``state`` can be loaded."""
+        super().check_state(state)
+        returns = state.get("returns")
+        entries = returns.values() if isinstance(returns, dict) else [None]
+        if not all(isinstance(e, Tensor) and e.dtype is torch.float64 and e.dim() == 2 for e in entries):
+            raise ValueError("the running returns are not float64 [envs, elements]")
+
+    def __repr__(self) -> str:
+        return f"RewardScale(gamma={self.gamma}, g_max={self.g_max}, training={self.training})"
