@@ -20,7 +20,7 @@ from benchmarks.report.comparison import missing, names, placements, read, table
 from benchmarks.run import curves_path, run_benchmarks
 from benchmarks.workloads.registry import REGISTRY, TITLES
 from benchmarks.workloads.sweeps import AXES
-from gpubuf.tables import show
+from gpubuf.terminal import show
 from gpubuf.train.config import UsageError
 
 #: Packages that the benchmarks need beside the library's own.

@@ -3,15 +3,427 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from tensordict import TensorDictBase, is_non_tensor, is_tensorclass
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpubuf.data.recording import CaptureError, Lock, Recording, capture_under_way, recorded, watched
 from gpubuf.data.storage.host_memory import cuda_present
-from gpubuf.graph_checks import Devices, NoHostWork, host_random_state, refuse_host_random
-from gpubuf.graph_values import Arguments, Unchanged, checked_results, devices_of, fresh
+
+Map = Callable[[str, Tensor], Tensor]
+"""From the place of a tensor, and the tensor, to its replacement."""
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional arguments and keyword arguments."""
+
+
+class TensorKind(NamedTuple):
+    """The properties of a tensor argument that must not change."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def __str__(self) -> str:
+        return f"a tensor of shape {self.shape}, {self.dtype}, on {self.device}"
+
+
+class Container(NamedTuple):
+    """The properties of a container argument that must not change."""
+
+    kind: type
+    extent: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        return f"a {self.kind.__name__} of {self.extent}"
+
+
+class Constant:
+    """An argument that becomes part of the graph."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Constant) or type(self.value) is not type(other.value):
+            return False
+        try:
+            return self.value is other.value or bool(self.value == other.value)
+        except (RuntimeError, ValueError):
+            # Comparing arrays gives an array, not one answer.
+            return False
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __str__(self) -> str:
+        return repr(self.value)
+
+
+def _is_tensordict(value: Any) -> bool:
+    return isinstance(value, TensorDictBase) or is_tensorclass(value)
+
+
+def _inside(value: Any) -> list[tuple[Any, Any]] | None:
+    """The parts of a container by key, in an order that does not depend on how it was filled; None for no container."""
+    if _is_tensordict(value) and not is_non_tensor(value):
+        return sorted(((key, value.get(key)) for key in value.keys()), key=lambda item: item[0])
+    if isinstance(value, dict):
+        return sorted(value.items(), key=lambda item: repr(item[0]))
+    if isinstance(value, list | tuple):
+        return list(enumerate(value))
+    return None
+
+
+def describe(value: Any, path: str, out: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Enter the fixed properties of ``value`` into ``out``, and its tensors into ``tensors``, by their places."""
+    if isinstance(value, Tensor):
+        tensors[path] = value
+        out[path] = TensorKind(tuple(value.shape), value.dtype, value.device)
+        return
+    parts = _inside(value)
+    if parts is None:
+        out[path] = Constant(value.data if is_non_tensor(value) else value)
+        return
+    extent = tuple(value.batch_size) if _is_tensordict(value) else tuple(key for key, _ in parts)
+    out[path] = Container(type(value), extent)
+    for key, part in parts:
+        describe(part, f"{path}[{key!r}]", out, tensors)
+
+
+def mapped(value: Any, of_tensor: Map, path: str) -> Any:
+    """``value`` in new containers, with ``of_tensor`` applied to each tensor."""
+    if isinstance(value, Tensor):
+        return of_tensor(path, value)
+    if _is_tensordict(value):
+        if is_non_tensor(value):
+            return value
+
+        def entry(key: Any, tensor: Tensor) -> Tensor:
+            names = key if isinstance(key, tuple) else (key,)
+            return of_tensor(path + "".join(f"[{name!r}]" for name in names), tensor)
+
+        return value.named_apply(entry, nested_keys=True)
+    if isinstance(value, dict):
+        return {key: mapped(part, of_tensor, f"{path}[{key!r}]") for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        parts = [mapped(part, of_tensor, f"{path}[{i}]") for i, part in enumerate(value)]
+        if isinstance(value, list):
+            return parts
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    return value
+
+
+def _same(path: str, tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def fresh(value: Any) -> Any:
+    """``value`` in new containers, with the same tensors."""
+    return value if isinstance(value, Tensor) else mapped(value, _same, "")
+
+
+def _described(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    out: dict[str, Any] = {}
+    tensors: dict[str, Tensor] = {}
+    for i, value in enumerate(args):
+        describe(value, f"argument {i}", out, tensors)
+    for name, value in kwargs.items():
+        describe(value, name, out, tensors)
+    return out, tensors
+
+
+class Arguments:
+    """The arguments of a step: their fixed properties at the first call, and the tensors in which a graph reads them.
+
+    Attributes:
+        devices: of the tensors among them.
+        inputs: the tensors that the graph reads, by their places among the arguments.
+
+    Raises:
+        ValueError: a tensor among them requires gradients.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._kinds, tensors = _described(args, kwargs)
+        for path, tensor in tensors.items():
+            if tensor.requires_grad:
+                raise ValueError(
+                    f"{path} requires gradients, which would end at the graph's copy of it: detach it, or let the step "
+                    "reach it by itself, as it does its networks"
+                )
+        self.inputs: dict[str, Tensor] = {}
+        self.devices = {tensor.device for tensor in tensors.values()}
+
+    def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
+        """The tensors among the arguments, checked against those of the first call.
+
+        Raises:
+            ValueError: an argument has changed; the message states both sides.
+        """
+        if not args and not kwargs and not self._kinds:
+            return {}
+        kinds, tensors = _described(args, kwargs)
+        if kinds == self._kinds:
+            return tensors
+        for path in dict.fromkeys((*self._kinds, *kinds)):
+            was, now = (found.get(path) for found in (self._kinds, kinds))
+            if was != now:
+                before, after = ("missing" if kind is None else str(kind) for kind in (was, now))
+                fixed = isinstance(was, Constant) or isinstance(now, Constant)
+                reason = "; what is no tensor is part of the graph, or reset() the step" if fixed else ""
+                raise ValueError(f"{path} was {before} at the first call, now it is {after}{reason}")
+        raise AssertionError("two different sets of arguments have a difference")
+
+    def passed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """The arguments as the step gets them: in copied containers, so that only the step sees what it adds."""
+        return self._mapped(args, kwargs, _same)
+
+    def static(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """The arguments as the graph gets them: their tensors are in :attr:`inputs`, which :meth:`fill` overwrites."""
+        if self.inputs:
+            self.fill(args, kwargs)
+        else:
+            for path, tensor in self.tensors(args, kwargs).items():
+                self.inputs[path] = tensor.clone(memory_format=torch.contiguous_format)
+        return self._mapped(args, kwargs, lambda path, tensor: self.inputs[path])
+
+    @staticmethod
+    def _mapped(args: tuple[Any, ...], kwargs: dict[str, Any], of_tensor: Map) -> Call:
+        return (
+            tuple(mapped(value, of_tensor, f"argument {i}") for i, value in enumerate(args)),
+            {name: mapped(value, of_tensor, name) for name, value in kwargs.items()},
+        )
+
+    def fill(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Copy the tensors among the arguments to where the graph reads them. No host sync.
+
+        Raises:
+            ValueError: as :meth:`tensors`.
+        """
+        tensors = self.tensors(args, kwargs)
+        if tensors:
+            torch._foreach_copy_(list(self.inputs.values()), [tensors[path] for path in self.inputs])
+
+
+class Unchanged:
+    """Makes sure that a step does not change its arguments in place: their owner would not see what a replay does."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self._tensors = tensors
+        self._versions = {path: tensor._version for path, tensor in tensors.items() if not tensor.is_inference()}
+
+    def check(self) -> None:
+        """Call it after the step.
+
+        Raises:
+            ValueError: the step has changed a tensor in place.
+        """
+        for path, version in self._versions.items():
+            if self._tensors[path]._version != version:
+                raise ValueError(f"the step changes {path} in place, which its caller would not see: return a tensor")
+
+
+def _result(path: str, tensor: Tensor) -> Tensor:
+    return tensor.detach()
+
+
+def checked_results(value: Any) -> Any:
+    """The results of a step, without gradients.
+
+    Raises:
+        ValueError: a replay could not bring one of them up to date.
+    """
+    kinds: dict[str, Any] = {}
+    describe(value, "the result", kinds, {})
+    for path, kind in kinds.items():
+        if isinstance(kind, Constant) and kind.value is not None:
+            raise ValueError(
+                f"{path} is {kind.value!r}, a {type(kind.value).__name__}, which would be the same at every replay: a "
+                "step returns tensors, TensorDicts, tuples, lists or dictionaries of them, or None"
+            )
+    return mapped(value, _result, "the result")
+
+
+def devices_of(value: Any) -> set[torch.device]:
+    """The devices of the tensors in ``value``."""
+    tensors: dict[str, Tensor] = {}
+    describe(value, "", {}, tensors)
+    return {tensor.device for tensor in tensors.values()}
+
+
+_READS = "reads a value of a tensor on the host (as .item(), float(x) and `if x:` do), which waits for the GPU"
+_SIZE = "has a result whose size only the GPU knows; masks and torch.where keep sizes fixed"
+
+SYNCHRONISING = {
+    "aten::_local_scalar_dense": _READS,
+    "aten::equal": _READS,
+    "aten::is_nonzero": _READS,
+    "aten::nonzero": _SIZE,
+    "aten::masked_select": _SIZE,
+    "aten::_unique": _SIZE,
+    "aten::_unique2": _SIZE,
+    "aten::unique_dim": _SIZE,
+    "aten::unique_consecutive": _SIZE,
+    "aten::unique_dim_consecutive": _SIZE,
+    "aten::bincount": _SIZE,
+}
+"""Operations that wait for the GPU, and why."""
+
+_INDEXING = frozenset({"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"})
+_COPIES = frozenset({"aten::copy_", "aten::copy", "aten::_to_copy", "aten::_foreach_copy_"})
+_HOST = "which a replay would not do again: work on the GPU, or outside of the step"
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _masks(schema_name: str, args: tuple[Any, ...]) -> bool:
+    """Whether an indexing operation has to count the elements that a mask selects."""
+    if not any(index.dtype in (torch.bool, torch.uint8) for index in _tensors(args[1])):
+        return False
+    # With one value for all of them it is a masked_fill_, which counts nothing.
+    return schema_name == "aten::index" or args[2].numel() != 1
+
+
+def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            yield from _tensors((value,))
+
+
+def host_random_state() -> dict[str, bytes]:
+    """The states of the random generators of the host, by name."""
+    return {
+        "torch's CPU generator": torch.get_rng_state().numpy().tobytes(),
+        "Python's random": repr(random.getstate()).encode(),
+        "numpy.random": repr(np.random.get_state()).encode(),
+    }
+
+
+def refuse_host_random(before: dict[str, bytes]) -> None:
+    """Raise if the step has drawn random numbers on the host.
+
+    Raises:
+        CaptureError: it has.
+    """
+    for name, state in host_random_state().items():
+        if state != before[name]:
+            raise CaptureError(f"the step can't be captured in a CUDA graph: it draws from {name}, {_HOST}")
+
+
+class _Watch(TorchDispatchMode):
+    """A mode that changes neither operations nor compiled code."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """True: compiled code runs under this mode, instead of the Python code that it was compiled from."""
+        return True
+
+
+class Devices(_Watch):
+    """Collects the devices of the tensors of all operations.
+
+    Attributes:
+        found: those devices.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: set[torch.device] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.found |= {tensor.device for tensor in _tensors((*args, out))}
+        return out
+
+
+class NoHostWork(_Watch):
+    """Refuses every operation that a graph on ``device`` can't hold, at the line of the step that calls it.
+
+    Attributes:
+        kept: memory that the graph uses and that is older than the graph. While it is kept, nobody else gets it.
+
+    Raises:
+        CaptureError: an operation waits for the GPU, copies between host and GPU, or works on the host.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._type = device.type
+        self.kept: dict[int, Any] = {}
+        self._made: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not isinstance(func, torch._ops.OpOverload):
+            # An operation that calls others, as compiled code has. Its parts were checked when it was compiled.
+            return func(*args, **kwargs)
+        given = list(_tensors((*args, *kwargs.values())))
+        self._check_before(func, args, kwargs, given)
+        self._keep(given)
+        out = func(*args, **kwargs)
+        results = list(_tensors(out if isinstance(out, list | tuple) else (out,)))
+        seeded = torch.Tag.nondeterministic_seeded in func.tags
+        for tensor in results:
+            if self._on_host(tensor) and (tensor.ndim > 0 or seeded):
+                # Kernels get numbers as CPU tensors without dimensions. They are constants of the graph.
+                self._refuse(func, f"makes a tensor on the CPU, {_HOST}")
+        self._note(results)
+        return out
+
+    def _check_before(self, func: Any, args: Any, kwargs: dict[str, Any], given: list[Tensor]) -> None:
+        name = func._schema.name
+        ours = [tensor for tensor in given if tensor.device.type == self._type]
+        if ours and name in SYNCHRONISING:
+            self._refuse(func, SYNCHRONISING[name])
+        if ours and name == "aten::repeat_interleave" and kwargs.get("output_size") is None:
+            self._refuse(func, _SIZE)
+        if ours and name in _INDEXING and _masks(name, args):
+            self._refuse(func, f"is indexed by a mask: it {_SIZE}")
+        if name in _COPIES and self._type != "cpu":
+            there = kwargs.get("device")
+            if len({tensor.device.type for tensor in given} | ({torch.device(there).type} if there else set())) > 1:
+                self._refuse(func, "copies between host and GPU: pass the tensor as an argument, on the GPU")
+        if any(self._on_host(tensor) for tensor in _mutated(func, args, kwargs)):
+            self._refuse(func, f"changes a tensor on the CPU, {_HOST}")
+
+    def _on_host(self, tensor: Tensor) -> bool:
+        return self._type != "cpu" and tensor.device.type == "cpu"
+
+    def _refuse(self, func: Any, reason: str) -> None:
+        raise CaptureError(f"the step can't be captured in a CUDA graph: {func.name()} {reason}")
+
+    def _keep(self, given: list[Tensor]) -> None:
+        for tensor in given:
+            memory = self._memory(tensor)
+            if memory is not None and memory.data_ptr() not in self._made:
+                self.kept[memory.data_ptr()] = memory
+
+    def _note(self, results: list[Tensor]) -> None:
+        for tensor in results:
+            memory = self._memory(tensor)
+            if memory is not None and memory.data_ptr() not in self.kept:
+                self._made.add(memory.data_ptr())
+
+    def _memory(self, tensor: Tensor) -> Any:
+        # Tensors of other kinds, such as fake ones, may have no memory.
+        plain = type(tensor) in (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+        return tensor.untyped_storage() if plain and tensor.device.type == self._type else None
+
 
 __all__ = ["CaptureError", "Captured", "capture"]
 

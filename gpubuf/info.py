@@ -22,7 +22,7 @@ from gpubuf.data.storage.placement import readable
 from gpubuf.data.storage.tensor_storage import LazyTensorStorage
 from gpubuf.kernels import _tuned
 from gpubuf.kernels._spaces import SPACES
-from gpubuf.tables import aligned
+from gpubuf.terminal import aligned
 
 PACKAGES = ("torch", "triton", "tensordict", "numba", "numpy", "safetensors")
 

@@ -192,7 +192,7 @@ def test_what_finds_circles():
 def test_a_loss_on_values_needs_nothing_of_sac():
     """Neither its kernels nor its distribution."""
     arrows = imports_among(gpubuf_modules())
-    reached, new = set(), {"gpubuf.objectives.td"}
+    reached, new = set(), {"gpubuf.objectives.values"}
     while new:
         reached |= new
         new = {target for name in new for target in arrows[name]} - reached

@@ -9,7 +9,7 @@ def run(options: dict[str, Any]) -> int:
     import json
 
     from gpubuf.info import info
-    from gpubuf.tables import show
+    from gpubuf.terminal import show
 
     found = info()
     if options["json"]:

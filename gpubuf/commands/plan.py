@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpubuf.tables import show
+from gpubuf.terminal import show
 from gpubuf.train.config import UsageError
 
 #: Samplers by the name of their option, and what each becomes with --slices.

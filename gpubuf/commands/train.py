@@ -8,8 +8,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gpubuf.train.algorithms.defaults import ALGORITHM_DEFAULTS, UPDATES
-from gpubuf.train.config import CHANGEABLE_ON_RESUME, TORCH_PREFIX, TrainConfig, UsageError, defaults
+from gpubuf.train.config import (
+    ALGORITHM_DEFAULTS,
+    CHANGEABLE_ON_RESUME,
+    TORCH_PREFIX,
+    UPDATES,
+    TrainConfig,
+    UsageError,
+    defaults,
+)
 
 SIGNAL_EXIT = 128
 """Added to a signal's number, it gives the exit code of a process that the signal ended."""

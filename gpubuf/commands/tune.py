@@ -27,9 +27,9 @@ def run(options: dict[str, Any]) -> int:
     if folder is None:
         raise UsageError("there is no home folder for the tuned file: name a folder with --out FOLDER")
 
-    from gpubuf import tables
+    from gpubuf import terminal
     from gpubuf.data.storage.host_memory import device_memory
-    from gpubuf.tuning import files, timing, workloads
+    from gpubuf.tuning import report, timing, workloads
     from gpubuf.tuning.operations import jobs
     from gpubuf.tuning.report import notes, progress, table
     from gpubuf.tuning.search import tune
@@ -51,11 +51,11 @@ def run(options: dict[str, Any]) -> int:
     results = []
     try:
         with torch.cuda.device(device), progress(len(todo)) as show:
-            device_name, made = torch.cuda.get_device_name(device), files.heading(shapes, thorough, timer, device)
+            device_name, made = torch.cuda.get_device_name(device), report.heading(shapes, thorough, timer, device)
             # A folder that can't be written to shows now, not after hours of work.
-            path = files.save(folder, device_name, [], made)
+            path = report.save(folder, device_name, [], made)
             for result in tune(todo, bench, timer, thorough=thorough, budget=seconds or math.inf):
-                files.save(folder, device_name, [result], made)
+                report.save(folder, device_name, [result], made)
                 show(result)
                 results.append(result)
     except (timing.DeviceError, timing.UnusableError) as error:
@@ -63,20 +63,20 @@ def run(options: dict[str, Any]) -> int:
         return 1
     except OSError as error:
         raise UsageError(f"the tuned file can't be written ({error}); name another folder with --out FOLDER") from error
-    tables.show(table(results))
+    terminal.show(table(results))
     for note in notes(results):
         print(note)
     print(
         f"A copy on this GPU moves {made['copy_bytes_per_second'] / 1e9:,.0f} GB/s, read and written; "
         f"an empty kernel in a graph takes {1e6 * made['launch_seconds']:.2f} µs."
     )
-    print(f"Written: {path}. {files.caveat(path) or 'gpubuf goes by it from now on'}.")
+    print(f"Written: {path}. {report.caveat(path) or 'gpubuf goes by it from now on'}.")
     return 0
 
 
 def _shapes(options: dict[str, Any]) -> Any:
     from gpubuf.planning import parse_entry
-    from gpubuf.tuning.shapes import Shapes
+    from gpubuf.tuning.operations import Shapes
 
     given = {name: options[name] for name in ("envs", "slice_len") if options[name] is not None}
     given |= {name: tuple(options[name]) for name in ("capacities", "batch_sizes") if options[name]}

@@ -17,7 +17,7 @@ from gpubuf.data.storage.placement import AUTO, DISK, SPLIT, IndexBytes, MemoryR
 from gpubuf.data.storage.records import records
 from gpubuf.data.storage.sharing import Sharing
 from gpubuf.data.storage.tensor_storage import TensorStorage
-from gpubuf.progress import BINARY_BYTES, Advance, progress_bar, show_nothing
+from gpubuf.terminal import BINARY_BYTES, Advance, progress_bar, show_nothing
 
 CHUNK_BYTES = 1 << 28
 """Bytes that are copied at a time."""

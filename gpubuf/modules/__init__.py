@@ -1,25 +1,23 @@
 """Networks and distributions that the losses know how to run fast."""
 
-from gpubuf.modules.fast_sac import (
-    SquashedGaussianParameters,
-    make_fastsac_actor,
-    make_fastsac_critic,
-    make_flashsac_actor,
-    make_flashsac_critic,
-)
 from gpubuf.modules.linear import UnitLinear
 from gpubuf.modules.mlp import MLP, EnsembleLinear, EnsembleMLP, ResidualBlock
 from gpubuf.modules.norms import BatchNorm, LayerNorm, RMSNorm, set_statistics
 from gpubuf.modules.sac import (
     GaussianParameters,
+    SquashedGaussianParameters,
     TanhNormalActor,
     TanhNormalHead,
+    make_fastsac_actor,
+    make_fastsac_critic,
+    make_flashsac_actor,
+    make_flashsac_critic,
     make_sac_actor,
     make_sac_critic,
     tanh_normal_actor,
 )
 from gpubuf.modules.tanh_normal import TanhNormal
-from gpubuf.modules.unit_rows import UnitWeight, normalize_rows, normalize_weights, unit_weights
+from gpubuf.modules.weight_norm import UnitWeight, normalize_rows, normalize_weights, unit_weights
 
 __all__ = [
     "MLP",

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from gpubuf.modules.linear import (
     EnsembleLinear,
     ensemble_input_layer,
+    is_perceptron,
     joined,
     make_linear,
+    perceptron,
     shared_rows,
 )
 from gpubuf.modules.norms import NormName, check_norm, make_norm
-from gpubuf.modules.perceptron import is_perceptron, perceptron
-from gpubuf.modules.unit_rows import normalize_weights
+from gpubuf.modules.weight_norm import normalize_weights
 
 __all__ = ["MLP", "EnsembleLinear", "EnsembleMLP", "ensemble_input_layer"]
 

@@ -35,7 +35,7 @@ def _takes_torch(x: Tensor) -> bool:
 
 
 class _Norm(nn.Module):
-    """Base class: parameters, the activation, and what makes unit rows (see :mod:`gpubuf.modules.unit_rows`)."""
+    """Base class: parameters, the activation, and what makes unit rows (see :mod:`gpubuf.modules.weight_norm`)."""
 
     in_dim = -1
     weight: nn.Parameter
@@ -115,7 +115,7 @@ class LayerNorm(_RowNorm):
         eps: added to the variance.
         bias: add a shift.
         activation: "relu", "silu" or None.
-        unit_rows: scale and shift together are to have the norm sqrt(features), see :mod:`gpubuf.modules.unit_rows`.
+        unit_rows: scale and shift together are to have the norm sqrt(features), see :mod:`gpubuf.modules.weight_norm`.
         device: of the parameters.
         dtype: of the parameters.
 
@@ -142,7 +142,7 @@ class RMSNorm(_RowNorm):
         eps: added to the mean square.
         bias: add a shift.
         activation: "relu", "silu" or None.
-        unit_rows: scale and shift together are to have the norm sqrt(features), see :mod:`gpubuf.modules.unit_rows`.
+        unit_rows: scale and shift together are to have the norm sqrt(features), see :mod:`gpubuf.modules.weight_norm`.
         device: of the parameters.
         dtype: of the parameters.
 
@@ -182,7 +182,7 @@ class BatchNorm(_Norm):
         r_max: largest correction of the scale.
         d_max: largest correction of the mean, in standard deviations.
         activation: "relu", "silu" or None.
-        unit_rows: scale and shift together are to have the norm sqrt(features), see :mod:`gpubuf.modules.unit_rows`.
+        unit_rows: scale and shift together are to have the norm sqrt(features), see :mod:`gpubuf.modules.weight_norm`.
         device: of the parameters.
         dtype: of the parameters.
 

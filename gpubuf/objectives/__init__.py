@@ -3,17 +3,16 @@
 from typing import NoReturn
 
 from gpubuf.missing_names import refuse
+from gpubuf.objectives.base import LossModule
 from gpubuf.objectives.crossq import CrossQLoss
 from gpubuf.objectives.discrete_sac import DiscreteSACLoss
 from gpubuf.objectives.distributional import DistributionalSACLoss
-from gpubuf.objectives.loss_module import LossModule
 from gpubuf.objectives.networks import target_parameters
 from gpubuf.objectives.redq import REDQLoss
 from gpubuf.objectives.sac import SACLoss
 from gpubuf.objectives.targets import HardUpdate, SoftUpdate, TargetNetUpdater
-from gpubuf.objectives.td import TDLossModule
 from gpubuf.objectives.td3 import TD3Loss
-from gpubuf.objectives.values import TD0Estimator, TD1Estimator, TDLambdaEstimator, ValueEstimators
+from gpubuf.objectives.values import TD0Estimator, TD1Estimator, TDLambdaEstimator, TDLossModule, ValueEstimators
 
 __all__ = [
     "CrossQLoss",

@@ -16,16 +16,29 @@ from torch import Tensor, nn
 
 from gpubuf.data.recording import current_recording
 from gpubuf.data.storage.leaves import priority_mask_key
-from gpubuf.modules.plain import entry
-from gpubuf.objectives.arguments import one_of, refuse_deprecated, warn
+from gpubuf.modules.fast_call import entry
+from gpubuf.objectives.base import one_of, pairs_of, refuse_deprecated, warn
+from gpubuf.objectives.batch import (
+    HAS_TARGET,
+    counting_rows,
+    is_values_of,
+    joint_mask,
+    leaf_keys,
+    next_key,
+    without_ended,
+)
 from gpubuf.objectives.critics import make_critics
-from gpubuf.objectives.functional import ParametersByName
-from gpubuf.objectives.loss_module import pairs_of
-from gpubuf.objectives.masks import HAS_TARGET, counting_rows, joint_mask, leaf_keys, without_ended
-from gpubuf.objectives.networks import Path, leaves, paths, redraw, run_counting, target_parameters
-from gpubuf.objectives.shapes import is_values_of, next_key
-from gpubuf.objectives.single_network import SingleNetwork
-from gpubuf.objectives.td import TDLossModule
+from gpubuf.objectives.networks import (
+    ParametersByName,
+    Path,
+    SingleNetwork,
+    leaves,
+    paths,
+    redraw,
+    run_counting,
+    target_parameters,
+)
+from gpubuf.objectives.values import TDLossModule
 
 
 class ActorCriticLossModule(TDLossModule):
@@ -371,7 +384,7 @@ class ActorCriticLossModule(TDLossModule):
         yield next_key(self.tensor_keys.reward)
 
     def _seen(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """The batch as networks and targets see it; see :mod:`~gpubuf.objectives.masks`."""
+        """The batch as networks and targets see it; see :mod:`~gpubuf.objectives.batch`."""
         if self.skip_done_states:
             # First: masked rows take from the others what these have by then.
             flags = self.terminated(tensordict), self.done(tensordict)

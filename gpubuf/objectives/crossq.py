@@ -11,7 +11,7 @@ from tensordict.nn import TensorDictModule
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from gpubuf.objectives.joint_batches import halves, joined
+from gpubuf.objectives.batch import halves, joined
 from gpubuf.objectives.sac import SACLoss
 
 

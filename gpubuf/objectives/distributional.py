@@ -13,10 +13,9 @@ from torch import Tensor
 
 from gpubuf.kernels import categorical
 from gpubuf.kernels._differentiable import direct
-from gpubuf.modules.plain import entry
-from gpubuf.objectives.arguments import one_of
-from gpubuf.objectives.joint_batches import halves, joined
-from gpubuf.objectives.reductions import REDUCTIONS, lookup
+from gpubuf.modules.fast_call import entry
+from gpubuf.objectives.base import one_of
+from gpubuf.objectives.batch import REDUCTIONS, halves, joined, lookup
 from gpubuf.objectives.sac import SACLoss
 from gpubuf.objectives.values import ValueEstimators
 

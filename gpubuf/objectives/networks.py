@@ -1,9 +1,9 @@
-"""Handles parameters apart from their networks: finds, stacks, redraws and swaps them."""
+"""Networks of a loss, apart from their parameters: finds, stacks, redraws and swaps these."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -233,3 +233,117 @@ def stacked_parameters(modules: Sequence[nn.Module], shared: Collection[int]) ->
 def target_parameters(params: TensorDictParams) -> TensorDictParams:
     """A copy of ``params`` without gradients, registered as buffers."""
     return TensorDictParams(params.apply(lambda tensor: tensor.detach().clone()), no_convert=True)
+
+
+Owners = Mapping[str, TensorDictBase]
+"""The parameters of the networks that share theirs with others, by the name of the network."""
+
+
+def shared_paths(params: TensorDictBase, shared: Mapping[int, Path]) -> dict[Path, Path]:
+    """For each parameter of ``params`` that is ``shared``, the name of its owner and its path there."""
+    return {path: shared[id(params.get(path))] for path in paths(params) if id(params.get(path)) in shared}
+
+
+def shared_tensor(owners: Owners, owner: Path) -> Tensor:
+    """The parameter of ``owner``, without gradient."""
+    tensor: Tensor = owners[owner[0]].get(owner[1:])
+    return tensor.detach()
+
+
+class SingleNetwork:
+    """A network such as an actor or a state value.
+
+    Args:
+        network: the network. It keeps its parameters.
+        shared: parameters that get no gradient from this network: their owners, by id.
+        delayed: whether it has target parameters.
+
+    Attributes:
+        network: as given.
+        params: its parameters, the very ones of ``network`` except for the shared ones.
+    """
+
+    def __init__(self, network: Any, shared: Mapping[int, Path], delayed: bool) -> None:
+        own = TensorDict.from_module(network)
+        self._shared = shared_paths(own, shared)
+        for path in self._shared:
+            own.set(path, own.get(path).detach())
+        self.network, self.params = network, TensorDictParams(own, no_convert=True)
+        self._where = where = paths(self.params)
+        self._places = ParameterPlaces(network, where)
+        self._copy = SwappableCopy(network, where) if self._shared else None
+        self._target = SwappableCopy(network, where) if delayed else None
+
+    def refresh(self, params: TensorDictBase, target_params: TensorDictBase | None, owners: Owners) -> None:
+        """Run on these parameters from now on."""
+        for path, owner in self._shared.items():
+            params.get(path).data = shared_tensor(owners, owner)
+        (self._places if self._copy is None else self._copy.places).fill(leaves(params))
+        if self._target is not None:
+            self._target.places.fill(leaves(params if target_params is None else target_params))
+
+    def keep_running_statistics(self) -> None:
+        """Let :meth:`target` normalise by the running statistics of batch norms, in either mode, for good."""
+        if not batch_norms(self.network):
+            return
+        if self._target is None:
+            self._target = SwappableCopy(self.network, self._where)
+        self._target.keep_running_statistics()
+
+    def online(self) -> Any:
+        """The module that runs on the network's own parameters."""
+        return self.network if self._copy is None else _ready(self._copy)
+
+    def target(self) -> Any:
+        """The module that runs on the target parameters; the online one where there are none."""
+        return self.online() if self._target is None else _ready(self._target)
+
+
+def _ready(copy: SwappableCopy) -> Any:
+    copy.follow_mode()
+    return copy.module
+
+
+class ParametersByName:
+    """Modules that hold the tensors of ``TensorDictParams`` under the names by which PyTorch looks for them.
+
+    ``functional_call`` replaces a module's parameters for one call. A ``TensorDictParams`` makes a new module each time
+    one of its levels is accessed, so the tensors would be put where nobody reads them. Here every level is one
+    permanent module.
+
+    Args:
+        params: the parameters by the name that the loss has for them.
+    """
+
+    def __init__(self, params: Mapping[str, TensorDictParams]) -> None:
+        self._owners: list[tuple[dict[str, Any], str, Tensor]] = []
+        self._places: dict[str, list[tuple[Path, dict[str, Any], Tensor]]] = {}
+        for name, each in params.items():
+            root, places = nn.Module(), []
+            for path, leaf in zip(paths(each), leaves(each), strict=True):
+                level = root
+                for part in path[:-1]:
+                    level._modules.setdefault(part, nn.Module())
+                    level = level._modules[part]  # type: ignore[assignment]
+                owner: Any = level._parameters if isinstance(leaf, nn.Parameter) else level._buffers
+                owner[path[-1]] = leaf
+                places.append((path, owner, leaf))
+            self._places[name] = places
+            self._owners += [(owner, path[-1], leaf) for path, owner, leaf in places]
+            # Before `__getattr__`, which makes the modules that nobody reads.
+            each.__dict__.update(root._modules)
+
+    def replaced(self) -> dict[str, TensorDict] | None:
+        """All parameters by name if any of them is replaced, else None."""
+        # Asked at every call of the loss.
+        for owner, last, leaf in self._owners:
+            if owner[last] is not leaf:
+                break
+        else:
+            return None
+        out = {}
+        for name, places in self._places.items():
+            out[name] = TensorDict({}, batch_size=[])
+            for path, owner, _ in places:
+                out[name].set(path, owner[path[-1]])
+        return out

@@ -16,7 +16,7 @@ from torch import Tensor
 from gpubuf.kernels import sac, td
 from gpubuf.kernels._differentiable import direct
 from gpubuf.objectives.actor_critic import ActorCriticLossModule
-from gpubuf.objectives.reductions import REDUCTIONS
+from gpubuf.objectives.batch import REDUCTIONS
 from gpubuf.objectives.state_value import StateValueLossModule
 from gpubuf.objectives.temperature import TemperatureLossModule
 

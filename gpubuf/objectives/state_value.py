@@ -7,9 +7,9 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictParams
 from torch import Tensor
 
-from gpubuf.modules.plain import entry
+from gpubuf.modules.fast_call import entry
 from gpubuf.objectives.actor_critic import ActorCriticLossModule
-from gpubuf.objectives.masks import HAS_TARGET, counting_rows
+from gpubuf.objectives.batch import HAS_TARGET, counting_rows
 from gpubuf.objectives.networks import run_counting
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gpubuf.data.recording import current_recording
-from gpubuf.objectives.loss_module import pairs_of
+from gpubuf.objectives.base import pairs_of
 
 
 class TargetNetUpdater:

@@ -10,7 +10,7 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey, unravel_key
 from torch import Tensor, nn
 
-from gpubuf.objectives.loss_module import LossModule
+from gpubuf.objectives.base import LossModule
 
 
 class TemperatureLossModule(LossModule):

@@ -1,30 +1,328 @@
-"""AdamW that also keeps weight rows at their length and moves target networks, in one pass."""
+"""AdamW in one launch per 64 parameters, with gradient clipping, unit rows and target averaging."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import profiler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from gpubuf.data.recording import CaptureError, capturing, current_recording, refuse_in_capture
 from gpubuf.kernels import optim
-from gpubuf.kernels._registry import without_dispatch
-from gpubuf.objectives.loss_module import LossModule
-from gpubuf.optim.buckets import (
-    Bucket,
-    Place,
-    UnitRows,
-    arrange,
-    check_parameter,
-    new_moments,
-    same_layout,
-)
-from gpubuf.optim.device_values import Hyperparameters, Watch
+from gpubuf.kernels._registry import is_lazy, without_dispatch
+from gpubuf.kernels.optim import DTYPES, MAX_ENTRIES, address, entry, moment_dtype, tiles_of
+from gpubuf.objectives.base import LossModule
+
+
+class Hyperparameters:
+    """The hyperparameters of all groups on the device, and what was sent there.
+
+    Attributes:
+        values: float64 ``[G, 9]``, see :mod:`gpubuf.kernels.optim`.
+    """
+
+    def __init__(self, groups: Sequence[dict[str, Any]], max_norm: float | None, device: torch.device) -> None:
+        self._device = device
+        rows = [[0.0] * optim.HYPER for _ in groups]
+        self._sent = [self._on_host(group, max_norm) for group in groups]
+        for row, sent in zip(rows, self._sent, strict=True):
+            for column, value in enumerate(_columns(sent)):
+                row[column] = 0.0 if value is None else value
+        # Of groups without tensors: the same as in `_sent`, in a form that is quickly compared.
+        self._numbers: list[tuple[Any, ...] | None] = [None] * len(rows)
+        # Not waited for: CUDA has read memory that is not pinned when the call returns.
+        self.values = torch.tensor(rows, dtype=torch.float64, device="cpu").to(device, non_blocking=True)
+
+    def _on_host(self, group: dict[str, Any], max_norm: float | None) -> tuple[float | None, ...]:
+        """The values that the host knows, in the order of the columns; None for those in tensors on the device."""
+        lr, tau, (beta1, beta2) = group["lr"], group["tau"], group["betas"]
+        if isinstance(lr, Tensor):
+            lr = None if lr.device == self._device else float(lr)
+        if isinstance(tau, Tensor):
+            tau = None if tau.device == self._device else float(tau)
+        return lr, beta1, beta2, group["eps"], group["weight_decay"], tau, max_norm
+
+    def send(self, groups: Sequence[dict[str, Any]], max_norm: float | None) -> None:
+        """Send what has changed on the host."""
+        for row, group in enumerate(groups):
+            lr, tau = group["lr"], group["tau"]
+            if type(lr) is float and type(tau) is float:
+                numbers = lr, tau, group["betas"], group["eps"], group["weight_decay"], max_norm
+                if numbers == self._numbers[row]:
+                    continue
+                self._numbers[row] = numbers
+            else:
+                self._numbers[row] = None
+            found, sent = self._on_host(group, max_norm), self._sent[row]
+            if found != sent:
+                for column, (new, old) in enumerate(zip(_columns(found), _columns(sent), strict=True)):
+                    if new is not None and new != old:
+                        self.values[row, column].fill_(new)
+                self._sent[row] = found
+
+    def copy_tensors(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Copy those that are tensors on the device; a graph has these copies."""
+        for row, sent in enumerate(self._sent):
+            if sent[0] is None:
+                self.values[row, optim.LR].copy_(groups[row]["lr"].reshape(()))
+            if sent[5] is None:
+                self.values[row, optim.TAU].copy_(groups[row]["tau"].reshape(()))
+
+
+def _columns(values: tuple[float | None, ...]) -> list[float | None]:
+    """A row of hyperparameters."""
+    lr, beta1, beta2, eps, weight_decay, tau, max_norm = values
+    logarithms = [-math.inf if not beta else math.log2(beta) for beta in (beta1, beta2)]
+    return [lr, beta1, beta2, eps, weight_decay, tau, *logarithms, math.inf if max_norm is None else max_norm]
+
+
+class Watch:
+    """Notices that tensors whose addresses are in a table were moved or replaced.
+
+    Args:
+        params: of the optimiser.
+        pairs: (target, source) of all targets.
+        source: where the pairs come from; a loss may look its tensors up again.
+        state: of the optimiser.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        pairs: Sequence[tuple[Tensor, Tensor]],
+        source: LossModule | Sequence[tuple[Tensor, Tensor]] | None,
+        state: dict[Tensor, Any],
+    ) -> None:
+        # Fake tensors have no addresses, and never move.
+        self._fake = any(isinstance(tensor, FakeTensor) for tensor in params)
+        self._params, self._pairs = list(params), _flat(pairs)
+        self._addresses = self._now(self._params), self._now(self._pairs)
+        self._loss = source if isinstance(source, LossModule) else None
+        self._version = None if self._loss is None else self._loss.links_version
+        self.watch_state(state)
+
+    def watch_state(self, state: dict[Tensor, Any]) -> None:
+        """The state has the tensors that it had, in another dictionary."""
+        self._state, self._states = state, len(state)
+
+    def _now(self, tensors: Sequence[Tensor]) -> list[int]:
+        return [] if self._fake else list(map(Tensor.data_ptr, tensors))
+
+    def unchanged(self, state: dict[Tensor, Any]) -> bool:
+        """Whether all tensors are where they were, and the optimiser has the same state."""
+        if self._loss is not None and self._loss.links_version != self._version:
+            # Loading a state looks the tensors up again, and finds the same ones.
+            self._version = self._loss.links_version
+            self._pairs = _flat(self._loss.target_pairs())
+        return (
+            self._now(self._params) == self._addresses[0]
+            and self._now(self._pairs) == self._addresses[1]
+            and state is self._state
+            and len(state) == self._states
+        )
+
+
+def _flat(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    return [tensor for pair in pairs for tensor in pair]
+
+
+@dataclass(frozen=True)
+class UnitRows:
+    """The rows of a weight along ``dim`` have length ``norm`` after each step."""
+
+    dim: int
+    norm: float
+
+
+@dataclass
+class Place:
+    """One entry of a bucket.
+
+    Attributes:
+        param: the parameter, or a tensor that is only the source of a target.
+        group: its parameter group; None if it is only a source.
+        target: follows it, or None.
+        rows: their length, or None.
+        moments: first and second moment; None if it is only a source.
+    """
+
+    param: Tensor
+    group: int | None
+    target: Tensor | None = None
+    rows: UnitRows | None = None
+    moments: tuple[Tensor, Tensor] | None = None
+
+
+@dataclass
+class Bucket:
+    """Up to 64 entries of one dtype: one launch, or one compiled call.
+
+    Attributes:
+        places: the entries; those that are only sources come last.
+        optimised: the parameters with a group, in order; the first of ``params``.
+        groups: the group of each of them.
+        params, moments, targets: what the operation writes.
+        averages: for each entry, whether it has a target.
+        steps: float32 ``[E]``.
+        table, tiles, ticket, aligned, unit_rows: see :data:`gpubuf.kernels.optim.adamw`.
+        addresses: of parameters and targets, to see whether one was moved.
+    """
+
+    places: list[Place]
+    device: torch.device
+    optimised: list[Tensor] = field(init=False)
+    groups: list[int] = field(init=False)
+    others: list[None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        places = self.places
+        self.optimised = [place.param for place in places if place.group is not None]
+        self.groups = [place.group for place in places if place.group is not None]
+        self.others = [None] * (len(places) - len(self.optimised))
+        self.params = [place.param.detach() for place in places]
+        self.moments = [moment for place in places for moment in place.moments or ()]
+        self.targets = [place.target.detach() for place in places if place.target is not None]
+        self.averages = [place.target is not None for place in places]
+        self.stays = [False] * len(places)
+        # Elements of each parameter, and -1 if it is not contiguous.
+        self.contiguous = [param.numel() if param.is_contiguous() else -1 for param in self.optimised]
+        self.device_index = self.optimised[0].get_device() if self.optimised else -1
+        self.dtype = places[0].param.dtype
+        entries = [
+            entry(p, place.moments, place.target, place.group or 0, *_unit(place))
+            for p, place in zip(self.params, places, strict=True)
+        ]
+        self.unit_rows = any(place.rows is not None for place in places)
+        self.aligned = not any(address & 15 for each in entries for address in each[:4])
+        # Not waited for: CUDA has read memory that is not pinned when the call returns.
+        self.table = torch.tensor(entries, dtype=torch.int64, device="cpu").to(self.device, non_blocking=True)
+        self.tiles = torch.tensor(tiles_of(entries), dtype=torch.int64, device="cpu").to(self.device, non_blocking=True)
+        self.ticket = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.steps = torch.zeros(len(places), dtype=torch.float32, device=self.device)
+
+    def gradients(self, chosen: frozenset[int] | None) -> list[Tensor | None]:
+        """One for each entry, with its parameter's strides; None where there is none, or the group is not chosen."""
+        if chosen is None:
+            found = [param.grad for param in self.optimised]
+        else:
+            found = [
+                param.grad if group in chosen else None
+                for param, group in zip(self.optimised, self.groups, strict=True)
+            ]
+        dtype, device = self.dtype, self.device_index
+        for i, grad in enumerate(found):
+            # What a kernel reads by address has to be what the parameter is; the commonest case is asked for first.
+            if grad is not None and not (
+                grad.dtype is dtype
+                and grad.is_contiguous()
+                and grad.numel() == self.contiguous[i]
+                and grad.get_device() == device
+                and not grad.is_neg()
+            ):
+                found[i] = _as_parameter(grad, self.optimised[i])
+        return [*found, *self.others] if self.others else found
+
+    def moving(self, chosen: frozenset[int] | None, targets: bool) -> list[bool]:
+        """For each entry, whether its target moves: those of other groups stay where they are."""
+        if not targets:
+            return self.stays
+        if chosen is None:
+            return self.averages
+        return [place.target is not None and (place.group is None or place.group in chosen) for place in self.places]
+
+
+def _unit(place: Place) -> tuple[int | None, float]:
+    return (None, 1.0) if place.rows is None else (place.rows.dim, place.rows.norm)
+
+
+def _as_parameter(grad: Tensor, param: Tensor) -> Tensor:
+    """The gradient with the parameter's strides: itself, or a copy."""
+    if grad.layout is not torch.strided:
+        raise RuntimeError("gpubuf.optim.AdamW does not support sparse gradients")
+    if grad.shape != param.shape or grad.dtype is not param.dtype or grad.device != param.device:
+        raise ValueError(
+            f"a gradient must be like its parameter: expected {param.dtype} {list(param.shape)} on {param.device}, got "
+            f"{grad.dtype} {list(grad.shape)} on {grad.device}"
+        )
+    if same_layout(grad, param) and not is_lazy(grad):
+        return grad
+    return torch.empty_strided(param.shape, param.stride(), dtype=grad.dtype, device=grad.device).copy_(grad)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements lie side by side, in any order of the dimensions."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def same_layout(a: Tensor, b: Tensor) -> bool:
+    """Whether two dense tensors have the same elements at the same distance from their addresses."""
+    if a.shape != b.shape or a.dtype is not b.dtype or a.device != b.device:
+        return False
+    return all(x == y or size == 1 for x, y, size in zip(a.stride(), b.stride(), a.shape, strict=True))
+
+
+def check_parameter(param: Tensor, device: torch.device) -> None:
+    """Raise TypeError or ValueError unless the step can work on ``param``."""
+    if param.dtype not in DTYPES:
+        raise TypeError(f"parameters must be float32, float64 or bfloat16, got {param.dtype}")
+    if param.device != device:
+        raise ValueError(f"all parameters must be on one device, got {device} and {param.device}")
+    if not is_dense(param):
+        raise ValueError(f"parameters must be dense, got strides {param.stride()} for shape {list(param.shape)}")
+
+
+def new_moments(param: Tensor) -> tuple[Tensor, Tensor]:
+    """Two tensors of zeros with the parameter's strides; float32 for bfloat16 parameters."""
+    dtype = moment_dtype(param.dtype)
+    first, second = (
+        torch.empty_strided(param.shape, param.stride(), dtype=dtype, device=param.device).zero_() for _ in range(2)
+    )
+    return first, second
+
+
+def make_buckets(places: Sequence[Place], device: torch.device) -> list[Bucket]:
+    """As few buckets as possible. Entries that are only sources come last in each of them."""
+    ordered = sorted(places, key=lambda place: place.group is None)
+    buckets = []
+    for dtype in dict.fromkeys(place.param.dtype for place in ordered):
+        alike = [place for place in ordered if place.param.dtype is dtype]
+        buckets += [Bucket(alike[i : i + MAX_ENTRIES], device) for i in range(0, len(alike), MAX_ENTRIES)]
+    return buckets
+
+
+def arrange(places: list[Place], pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> list[Bucket]:
+    """The buckets of some parameters and of pairs (target, source), in the order of their launches.
+
+    A target belongs to the entry of its source if that is a parameter. Other sources have entries of their own: in
+    later buckets if they share memory with a parameter, as the programs of a launch run in any order.
+    """
+    by_identity = {id(place.param): place for place in places}
+    by_address = {address(place.param): place for place in places if address(place.param)}
+    memory = {place.param.untyped_storage()._cdata for place in places}
+    apart: list[Place] = []
+    later: list[Place] = []
+    for target, source in pairs:
+        place = by_identity.get(id(source)) or by_address.get(address(source))
+        if place is not None and place.target is None and same_layout(place.param, source):
+            place.target = target
+        else:
+            shared = source.untyped_storage()._cdata in memory
+            (later if shared else apart).append(Place(source, None, target))
+    return [*make_buckets([*places, *apart], device), *make_buckets(later, device)]
+
 
 _kernel = without_dispatch(optim.adamw, trusted=True)
 

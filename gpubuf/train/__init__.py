@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 from gpubuf.train.config import TrainConfig, UsageError
 
 if TYPE_CHECKING:
-    from gpubuf.train.agent import load_actor
+    from gpubuf.train.algorithms import load_actor
     from gpubuf.train.run import TrainResult, resume, train
 
 __all__ = ["TrainConfig", "TrainResult", "UsageError", "load_actor", "resume", "train"]
 
 _LAZY = {
     "TrainResult": "gpubuf.train.run",
-    "load_actor": "gpubuf.train.agent",
+    "load_actor": "gpubuf.train.algorithms",
     "resume": "gpubuf.train.run",
     "train": "gpubuf.train.run",
 }

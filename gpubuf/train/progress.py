@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import Protocol, TextIO
 
-from gpubuf.progress import make_progress
+from gpubuf.terminal import make_progress
 
 _PLAIN_LINES = 10
 _PLAIN_SECONDS = 60.0

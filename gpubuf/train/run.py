@@ -19,10 +19,9 @@ from typing import Any
 import torch
 
 from gpubuf.serialization import load, replace, save
-from gpubuf.train.agent import MODEL_FILE
+from gpubuf.train.algorithms import MODEL_FILE
 from gpubuf.train.config import CONFIG_FILE, TrainConfig, UsageError
-from gpubuf.train.metrics import METRICS_FILE, TIMING_FILE, JsonLines, check_lines, read
-from gpubuf.train.plotting import CURVE_FILE, draw_curve
+from gpubuf.train.metrics import CURVE_FILE, METRICS_FILE, TIMING_FILE, JsonLines, check_lines, draw_curve, read
 from gpubuf.train.progress import QuietReporter, Reporter
 from gpubuf.train.trainer import Trainer
 

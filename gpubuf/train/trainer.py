@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,12 +20,9 @@ from gpubuf.data import (
     TensorDictReplayBuffer,
 )
 from gpubuf.data.storage.layout import Leaf, as_key
-from gpubuf.train.agent import make_agent
-from gpubuf.train.algorithms.base import LOSS_NAMES
-from gpubuf.train.config import TrainConfig, UsageError
-from gpubuf.train.environment_factory import make_environments
-from gpubuf.train.environments import NotFiniteError
-from gpubuf.train.evaluation import Evaluation
+from gpubuf.train.algorithms import LOSS_NAMES, make_agent
+from gpubuf.train.config import TORCH_PREFIX, TrainConfig, UsageError
+from gpubuf.train.environments import Environments, Evaluation, NotFiniteError
 from gpubuf.train.progress import Status
 
 # Episodes of an evaluation for the curve. They take time on the host, and nearly none on a device.
@@ -354,3 +351,30 @@ def _make_buffer(config: TrainConfig, device: torch.device, normalize: Normalize
         assert beta is not None
         return TensorDictPrioritizedReplayBuffer(alpha=alpha, beta=beta, **options)
     return TensorDictReplayBuffer(**options)
+
+
+def make_environments(name: str, num_envs: int, seed: int | Sequence[int], device: torch.device) -> Environments:
+    """Make ``num_envs`` copies of the environment ``name``.
+
+    Args:
+        name: ``torch/...`` for environments on ``device``, else a Gymnasium id: those run on the host.
+        num_envs: How many.
+        seed: One or more words.
+        device: Of the training.
+
+    Raises:
+        UsageError: There is no such environment, or it can't be trained on.
+    """
+    # Each kind is imported only if it is used: environments on the device need no Gymnasium.
+    if name.startswith(TORCH_PREFIX):
+        from gpubuf.train.torch_environments import make_torch_environments
+
+        return make_torch_environments(name, num_envs, seed, device)
+    try:
+        from gpubuf.train.gymnasium_environments import GymnasiumEnvironments
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f'{name} needs a package that is not installed: {error}; pip install "gpubuf[train]"'
+        ) from None
+
+    return GymnasiumEnvironments(name, num_envs, seed)

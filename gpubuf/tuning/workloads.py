@@ -21,8 +21,7 @@ from gpubuf.data.samplers.random_state import RandomState
 from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.data.storage.tensor_storage import TensorStorage
 from gpubuf.kernels import categorical, config, norms, rows, sac, tanh_normal, td, trajectories
-from gpubuf.tuning.operations import Job, steps_of
-from gpubuf.tuning.shapes import Shapes
+from gpubuf.tuning.operations import Job, Shapes, steps_of
 
 Call = Callable[[], Any]
 

@@ -227,7 +227,7 @@ def test_progress(tmp_path, capsys, monkeypatch):
     assert not captured.out
     buffer.save(tmp_path)
     assert not capsys.readouterr().err
-    monkeypatch.setattr("gpubuf.progress.has_rich", lambda: False)
+    monkeypatch.setattr("gpubuf.terminal.has_rich", lambda: False)
     with pytest.raises(ImportError, match="pip install rich"):
         buffer.save(tmp_path, progress=True)
 
@@ -235,7 +235,7 @@ def test_progress(tmp_path, capsys, monkeypatch):
 def test_a_bar_by_default_for_large_ones_on_a_terminal(tmp_path, monkeypatch):
     shown = []
     monkeypatch.setattr(saving, "_BAR_BYTES", 100)
-    monkeypatch.setattr("gpubuf.progress.has_rich", lambda: shown.append(True))
+    monkeypatch.setattr("gpubuf.terminal.has_rich", lambda: shown.append(True))
     buffer = used()
     buffer.save(tmp_path)
     assert not shown

@@ -165,7 +165,7 @@ def test_only_rows_that_are_stored_are_copied_in_chunks(machine, monkeypatch, ca
     copied = []
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(1000), batch_size=4)
     buffer.extend(TensorDict({"x": torch.arange(10.0), "wide": torch.zeros(10, 9)}, [10]))
-    monkeypatch.setattr("gpubuf.progress.show_nothing", copied.append)
+    monkeypatch.setattr("gpubuf.terminal.show_nothing", copied.append)
     buffer.to("pinned")
     assert copied == [16, 16, 8, *[36] * 10]
     assert capsys.readouterr().err == ""

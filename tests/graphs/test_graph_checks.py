@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gpubuf import CaptureError
-from gpubuf.graph_checks import NoHostWork, host_random_state, refuse_host_random
+from gpubuf.graphs import NoHostWork, host_random_state, refuse_host_random
 from tests.support.fake_cuda import fake_cuda
 from tests.support.graph_worlds import WORLDS
 

@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from gpubuf import HardUpdate, capture, graph_checks
+from gpubuf import HardUpdate, capture
 from gpubuf.graphs import Captured
 from gpubuf.kernels._registry import triton_on_cpu
 from tests.support.graph_recorder import RecordedCuda, recorded
@@ -228,7 +228,7 @@ def test_a_replay_is_a_turn_of_its_buffers(machine):
 def test_a_compiled_step_can_be_captured(machine, monkeypatch):
     """Rows are counted although the operation that counts in compiled code is not part of a graph."""
     # Compiled code looks whether numbers that lie on the CPU are NaN. On a GPU it doesn't.
-    monkeypatch.setattr(graph_checks, "SYNCHRONISING", {})
+    monkeypatch.setattr("gpubuf.graphs.SYNCHRONISING", {})
     torch._dynamo.reset()
     eager = World("prioritized", learn="soft")
     due = run(eager, eager.step, 6)

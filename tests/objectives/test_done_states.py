@@ -14,7 +14,7 @@ from gpubuf import LazyTensorStorage, MixedReplayBuffer, SoftUpdate, TensorDictP
 from gpubuf.data import Sequence
 from gpubuf.modules import MLP, make_sac_actor, make_sac_critic
 from gpubuf.objectives import SACLoss
-from gpubuf.objectives.masks import HAS_TARGET, without_ended
+from gpubuf.objectives.batch import HAS_TARGET, without_ended
 from tests.support.fake_cuda import fake_cuda
 from tests.support.loss_matrix import LOSSES, Shape, make_loss
 from tests.support.losses_setup import discrete_batch, total

@@ -1,4 +1,4 @@
-"""Linear layers with ReLU between them as one operation: see gpubuf.modules.perceptron."""
+"""Linear layers with ReLU between them as one operation: see gpubuf.modules.linear."""
 
 import itertools
 
@@ -8,7 +8,7 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
 
-from gpubuf.modules import MLP, EnsembleMLP, perceptron
+from gpubuf.modules import MLP, EnsembleMLP, linear
 from gpubuf.objectives import TD3Loss
 
 F64 = torch.float64
@@ -30,7 +30,7 @@ def parts(nets: int | None, bias: bool = True, out: int = 2):
 def grouped(request, monkeypatch):
     """All nets at once, or two at a time: the last group is smaller."""
     if request.param == "in groups":
-        monkeypatch.setattr(perceptron, "GROUP_BYTES", 2 * 6 * 4 * 8)
+        monkeypatch.setattr(linear, "GROUP_BYTES", 2 * 6 * 4 * 8)
 
 
 @pytest.mark.usefixtures("grouped")
@@ -42,9 +42,9 @@ def test_gradients(nets, bias, out):
     learn = [t.requires_grad_() for t in (*inputs, *weights, *biases) if t is not None]
 
     def run(*_):
-        return perceptron.perceptron(inputs, weights, biases)
+        return linear.perceptron(inputs, weights, biases)
 
-    torch.testing.assert_close(run(), perceptron.by_layer(inputs, weights, biases))
+    torch.testing.assert_close(run(), linear.by_layer(inputs, weights, biases))
     assert torch.autograd.gradcheck(run, learn)
     assert torch.autograd.gradgradcheck(run, learn)
 
@@ -57,11 +57,11 @@ def test_only_what_is_needed(wanted):
     learn = {"action": [inputs[1]], "weights": weights, "last bias": biases[-1:], "first weight": weights[:1]}[wanted]
     for tensor in learn:
         tensor.requires_grad_()
-    out = perceptron.perceptron(inputs, weights, biases)
+    out = linear.perceptron(inputs, weights, biases)
     slope = torch.randn_like(out)
     found = torch.autograd.grad(out, learn, slope, retain_graph=True)
     assert all(map(torch.equal, found, torch.autograd.grad(out, learn, slope)))
-    expected = torch.autograd.grad(perceptron.by_layer(inputs, weights, biases), learn, slope)
+    expected = torch.autograd.grad(linear.by_layer(inputs, weights, biases), learn, slope)
     torch.testing.assert_close(found, expected)
 
 
@@ -71,8 +71,8 @@ def test_leading_nets():
     inputs, weights, biases = parts(3)
     inputs[1].requires_grad_()
     out, expected = (
-        perceptron.perceptron(inputs, weights, biases, 1),
-        perceptron.perceptron(inputs, weights, biases),
+        linear.perceptron(inputs, weights, biases, 1),
+        linear.perceptron(inputs, weights, biases),
     )
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(
@@ -87,7 +87,7 @@ def test_networks_take_it(make, monkeypatch):
     """Large batches do, in eager mode without hooks; all ways agree, in any batch shape."""
     net, x = make(), torch.randn(2, 6, 5, dtype=F64)
     expected = net(x)
-    monkeypatch.setattr(perceptron.is_perceptron, "__defaults__", (0,))
+    monkeypatch.setattr(linear.is_perceptron, "__defaults__", (0,))
     out = net(x)
     assert out.shape == expected.shape
     assert "Perceptron" in str(torch.autograd.graph.get_gradient_edge(out).node.next_functions[0][0].name())

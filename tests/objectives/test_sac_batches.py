@@ -20,7 +20,7 @@ from torch.distributions import Independent, Normal
 from gpubuf.data import LazyTensorStorage, PrioritizedSampler, TensorDictReplayBuffer
 from gpubuf.modules import TanhNormal, make_sac_critic
 from gpubuf.objectives import SACLoss
-from gpubuf.objectives.shapes import rows_of
+from gpubuf.objectives.batch import rows_of
 from tests.support.sac_setup import (
     ACTION,
     CELLS,

@@ -13,7 +13,7 @@ from torch import nn
 
 from gpubuf.modules import make_sac_critic
 from gpubuf.objectives import SoftUpdate, TD3Loss
-from gpubuf.objectives.reductions import reduced
+from gpubuf.objectives.batch import reduced
 from tests.support.losses_setup import (
     F64,
     assert_agrees,
@@ -84,7 +84,7 @@ def test_importance_weights_and_masks(backend, reduction):
 def test_the_reduction_without_kernels(dtype, n):
     """The same numbers as those of the kernels, and 0 for a mean over nothing."""
     from gpubuf.kernels import sac
-    from gpubuf.objectives.reductions import REDUCTIONS
+    from gpubuf.objectives.batch import REDUCTIONS
 
     rows, weight, mask = torch.randn(n, 1).to(dtype), torch.rand(n), torch.arange(n) % 3 != 1
     for name, code in REDUCTIONS.items():

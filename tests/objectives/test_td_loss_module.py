@@ -10,7 +10,7 @@ from torch import nn
 
 from gpubuf.kernels.td import reference
 from gpubuf.objectives import SoftUpdate, TDLossModule, target_parameters
-from gpubuf.objectives.masks import masks_in, without_masked
+from gpubuf.objectives.batch import masks_in, without_masked
 
 
 class ValueLoss(TDLossModule):

@@ -19,8 +19,7 @@ from triton.runtime import driver
 from gpubuf.kernels import _registry, config
 from gpubuf.kernels._spaces import SPACES
 from gpubuf.tuning._triton import empty_kernel
-from gpubuf.tuning.operations import Job, candidates, jobs
-from gpubuf.tuning.shapes import Shapes
+from gpubuf.tuning.operations import Job, Shapes, candidates, jobs
 from gpubuf.tuning.timing import launched
 from gpubuf.tuning.workloads import Bench
 from tests.support.tuning_setup import first_of_each

@@ -8,9 +8,8 @@ import torch
 
 from gpubuf.kernels import config
 from gpubuf.kernels._spaces import DrawConfig
-from gpubuf.tuning.operations import Job, jobs
+from gpubuf.tuning.operations import Job, Shapes, jobs
 from gpubuf.tuning.search import Result, tune
-from gpubuf.tuning.shapes import Shapes
 from gpubuf.tuning.timing import Timing, UnusableError
 from gpubuf.tuning.workloads import Workload
 

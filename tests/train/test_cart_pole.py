@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from gpubuf.train import TrainConfig
-from gpubuf.train.environment_factory import make_environments
 from gpubuf.train.torch_environments import CartPoleSwingUp
-from gpubuf.train.trainer import Trainer
+from gpubuf.train.trainer import Trainer, make_environments
 from tests.support import cart_pole
 
 CPU = torch.device("cpu")

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from gpubuf.train import UsageError
-from gpubuf.train.environment_factory import make_environments
 from gpubuf.train.torch_environments import TORCH_ENVIRONMENTS, Pendulum
+from gpubuf.train.trainer import make_environments
 from tests.support.fake_cuda import fake_cuda
 
 CPU = torch.device("cpu")

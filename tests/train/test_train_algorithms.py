@@ -15,9 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from gpubuf.cli import main
 from gpubuf.serialization import load
 from gpubuf.train import TrainConfig, UsageError, load_actor, resume, train
-from gpubuf.train.agent import AGENTS
-from gpubuf.train.algorithms.defaults import ALGORITHM_DEFAULTS
-from gpubuf.train.algorithms.held_noise import HeldNoise
+from gpubuf.train.algorithms import AGENTS, StickyNoise
+from gpubuf.train.config import ALGORITHM_DEFAULTS
 from gpubuf.train.torch_environments import Pendulum
 from gpubuf.train.trainer import Trainer
 from tests.support.fake_cuda import DataDependentOutputException, fake_cuda
@@ -247,7 +246,7 @@ def test_the_policy_learns_at_some_updates_only():
 
 def test_noise_is_held_for_a_zeta_distributed_number_of_steps():
     torch.manual_seed(0)
-    noise = HeldNoise(2000, 2, 4, CPU)
+    noise = StickyNoise(2000, 2, 4, CPU)
     drawn = torch.stack([noise.draw().clone() for _ in range(60)])
     changed = (drawn[1:] != drawn[:-1]).any(-1)
     lengths = []
@@ -265,7 +264,7 @@ def test_noise_is_held_for_a_zeta_distributed_number_of_steps():
     assert float(drawn[0].std()) == pytest.approx(1.0, abs=0.05)
 
 
-def test_held_noise_is_that_of_the_policy_s_distribution():
+def test_sticky_noise_is_that_of_the_policy_s_distribution():
     """The action of a held step is tanh(mean + deviation * noise), and the noise goes on after a restart."""
     config = tiny("sac", noise_hold=16)
     torch.manual_seed(0)
@@ -283,9 +282,9 @@ def test_held_noise_is_that_of_the_policy_s_distribution():
     assert all(torch.equal(other.explore(observation), action) for action in following)
 
 
-def test_held_noise_does_not_synchronise():
+def test_sticky_noise_does_not_synchronise():
     with fake_cuda():
-        noise = HeldNoise(4, 2, 16, torch.device("cuda"))
+        noise = StickyNoise(4, 2, 16, torch.device("cuda"))
         assert noise.draw().device.type == "cuda"
 
 

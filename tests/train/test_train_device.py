@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gpubuf.graphs import Captured
 from gpubuf.train import TrainConfig, UsageError, resume, train
-from gpubuf.train.algorithms.sac import SACAgent
+from gpubuf.train.algorithms import SACAgent
 from gpubuf.train.metrics import read
 from gpubuf.train.run import CHECKPOINT_FILE
 from gpubuf.train.torch_environments import Pendulum

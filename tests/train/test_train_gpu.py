@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gpubuf.train import TrainConfig, resume, train
-from gpubuf.train.algorithms.defaults import ALGORITHM_DEFAULTS
+from gpubuf.train.config import ALGORITHM_DEFAULTS
 from gpubuf.train.torch_environments import Pendulum
 from gpubuf.train.trainer import Trainer
 from tests.support.waiting import no_waiting

@@ -16,10 +16,9 @@ import torch
 from gpubuf.kernels import _tuned, config
 from gpubuf.kernels._spaces import SPACES, DrawConfig, FanOut
 from gpubuf.kernels.trajectories._launch import run_bounds
-from gpubuf.tuning.operations import candidates, jobs, rule
+from gpubuf.tuning.operations import Shapes, candidates, jobs, rule
 from gpubuf.tuning.report import notes
 from gpubuf.tuning.search import MARGIN, Trial, choose, disagreement, tune
-from gpubuf.tuning.shapes import Shapes
 from gpubuf.tuning.timing import Timing
 from tests.support.tuning_setup import BLOCK, DRAW, FAN_OUT, FakeBench, FakeTimer, draw_seconds, never, tuned
 

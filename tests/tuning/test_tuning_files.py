@@ -8,9 +8,8 @@ import pytest
 
 from gpubuf.kernels import _tuned, config
 from gpubuf.kernels._spaces import SPACES, BlockConfig, DrawConfig
-from gpubuf.tuning.files import caveat, path_for, save
 from gpubuf.tuning.operations import Job
-from gpubuf.tuning.report import HEADING, notes, table
+from gpubuf.tuning.report import HEADING, caveat, notes, path_for, save, table
 from gpubuf.tuning.search import Result
 from tests.support.tuning_setup import BLOCK, DRAW, FakeTimer, draw_seconds, never, tuned
 

@@ -16,11 +16,10 @@ from gpubuf.cli import main
 from gpubuf.kernels import _tuned, config
 from gpubuf.kernels._registry import triton_on_cpu
 from gpubuf.kernels._spaces import SPACES
-from gpubuf.tuning import files, report, timing, workloads
-from gpubuf.tuning.operations import Job, jobs, rule
+from gpubuf.tuning import report, timing, workloads
+from gpubuf.tuning.operations import Job, Shapes, jobs, rule
 from gpubuf.tuning.report import table
 from gpubuf.tuning.search import disagreement, tune
-from gpubuf.tuning.shapes import Shapes
 from gpubuf.tuning.timing import DeviceError, GraphTimer, Timing, UnusableError, copy_bandwidth, launch_seconds
 from gpubuf.tuning.workloads import Bench
 from tests.support.tuning_setup import first_of_each
@@ -227,8 +226,8 @@ class TestCommand:
             workloads, "Bench", lambda *args, **kw: benches.append(Bench(*args, **kw)) or bench(args[0])
         )
         monkeypatch.setattr(timing, "GraphTimer", lambda *args: CountingTimer())
-        monkeypatch.setattr(files, "copy_bandwidth", lambda timer, device: copy_bandwidth(timer, CPU, 1024))
-        monkeypatch.setattr(files, "launch_seconds", lambda timer, device: launch_seconds(timer, CPU))
+        monkeypatch.setattr(report, "copy_bandwidth", lambda timer, device: copy_bandwidth(timer, CPU, 1024))
+        monkeypatch.setattr(report, "launch_seconds", lambda timer, device: launch_seconds(timer, CPU))
         with triton_on_cpu():
             yield benches
 

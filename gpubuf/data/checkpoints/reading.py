@@ -16,7 +16,7 @@ from gpubuf.data.checkpoints.manifest import DamagedError, File, Manifest, RowFi
 from gpubuf.data.storage.layout import Data, Key, Pieces, RowLayout
 from gpubuf.data.storage.linking import Repeated
 from gpubuf.data.storage.tensor_storage import TensorStorage
-from gpubuf.progress import Advance
+from gpubuf.terminal import Advance
 
 
 def read(folder: Path, manifest: Manifest, advance: Advance) -> tuple[dict[str, Any], list[list[Tensor]]]:

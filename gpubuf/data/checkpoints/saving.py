@@ -32,7 +32,7 @@ from gpubuf.data.checkpoints.validate import check
 from gpubuf.data.lock import BufferLock, holding, under
 from gpubuf.data.prefetch import copied
 from gpubuf.data.storage.tensor_storage import TensorStorage
-from gpubuf.progress import BYTES, Advance, progress_bar
+from gpubuf.terminal import BYTES, Advance, progress_bar
 
 #: Up to so much is copied, so that the buffer can be used while it is written.
 _COPY_BYTES = 1 << 28

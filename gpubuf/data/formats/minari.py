@@ -16,7 +16,7 @@ from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.storage.layout import Key, as_key, as_written
 from gpubuf.data.storage.tensor_storage import Storage, TensorStorage
 from gpubuf.data.tensordict_buffers import TensorDictReplayBuffer
-from gpubuf.progress import ITEMS, progress_bar
+from gpubuf.terminal import ITEMS, progress_bar
 
 _EXTRA = "pip install 'gpubuf[minari]'"
 

@@ -1,4 +1,4 @@
-"""Importance weights and masks of a batch: which rows count, and how much."""
+"""Entries of a batch as losses read them: shapes per row, weights, masks, joint batches, and reductions."""
 
 from __future__ import annotations
 
@@ -7,12 +7,71 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from tensordict.utils import NestedKey, unravel_key
 from torch import Tensor
 
-from gpubuf.modules.plain import entry
-from gpubuf.objectives.shapes import next_key, per_row, rows_of, trimmed
+from gpubuf.kernels import td
+from gpubuf.kernels._differentiable import computing_dtype
+from gpubuf.modules.fast_call import entry
+
+
+def next_key(key: NestedKey) -> NestedKey:
+    """The key that holds the value of ``key`` after the step."""
+    following: NestedKey = unravel_key(("next", key))
+    return following
+
+
+def per_row(tensor: Tensor, shape: torch.Size, name: str) -> Tensor:
+    """``tensor`` with one element for every row of a loss of ``shape``.
+
+    Trailing dimensions of size 1 beyond those of the loss are dropped; missing ones are added on the right; dimensions
+    of size 1 are broadcast. So a loss ``[B, n_agents]`` accepts ``[B]``, ``[B, 1]``, ``[B, n_agents]``,
+    ``[B, n_agents, 1]`` and ``[B, 1, 1]``. A tensor that already has one element per row is returned as it is, whatever
+    its trailing dimensions of size 1: the operations read rows, not shapes.
+
+    Raises:
+        ValueError: no such reading exists.
+    """
+    own = list(tensor.shape)
+    while len(own) > len(shape) and own[-1] == 1:
+        own.pop()
+    if own == list(shape):
+        return tensor
+    own += [1] * (len(shape) - len(own))
+    if len(own) != len(shape) or any(a not in (1, b) for a, b in zip(own, shape, strict=True)):
+        raise ValueError(
+            f"{name!r} of shape {list(tensor.shape)} does not fit a loss of shape {list(shape)}: it may lack "
+            "dimensions on the right, have dimensions of size 1, and have trailing dimensions of size 1"
+        )
+    return tensor.reshape(own).expand(shape)
+
+
+def is_values_of(own: torch.Size, shape: torch.Size) -> bool:
+    """Whether ``own`` is ``shape``, or ``[*shape, 1]``."""
+    # Element by element: compiled code with sizes that vary takes tuples for different whose elements are equal.
+    own = own[:-1] if len(own) == len(shape) + 1 and own[-1] == 1 else own
+    return len(own) == len(shape) and all(a == b for a, b in zip(own, shape, strict=True))
+
+
+def trimmed(flag: Tensor) -> Tensor:
+    """``flag`` without trailing dimensions of size 1, one dimension at least."""
+    while flag.ndim > 1 and flag.shape[-1] == 1:
+        flag = flag.squeeze(-1)
+    return flag
+
+
+def rows_of(flag: Tensor, like: Tensor) -> Tensor:
+    """A flag per row, shaped to broadcast against an observation ``like``, ``[*batch, *features]``.
+
+    Trailing dimensions of size 1 of the flag are dropped. A flag with more batch dimensions than the observation (one
+    per agent, for a state that agents share) holds for a row where it holds for all of them.
+    """
+    flag = trimmed(flag)
+    while flag.ndim > max(like.ndim - 1, 1):
+        flag = flag.all(-1)
+    return flag.reshape(flag.shape + (1,) * (like.ndim - flag.ndim))
+
 
 #: Entries of a batch that, where present, say which rows count; all that are there must agree.
 AUTO_LOSS_MASK_KEYS: tuple[NestedKey, ...] = (("collector", "mask"), "shifted_valid")
@@ -181,3 +240,57 @@ def without_ended(
             replaced = replaced | (rows_of(ended, after) & unknown.reshape(unknown.shape + (1,) * (after.ndim - rows)))
         out.set(next_key(key), torch.where(replaced, own, after))
     return out.set(HAS_TARGET, (~lost).reshape(lost.shape + (1,) * (tensordict.ndim - dims)))
+
+
+def joined(present: TensorDictBase, following: TensorDictBase, keys: Iterable[NestedKey]) -> TensorDictBase:
+    """The entries at ``keys`` of both, the rows of ``following`` after those of ``present``: ``[2 B, *rest]``.
+
+    Where ``present`` says which rows count, both rows of a transition do, or neither.
+    """
+    out = TensorDict({}, batch_size=[2 * rows for rows in present.batch_size[:1]])
+    for key in keys:
+        out.set(key, torch.cat([entry(present, key), entry(following, key)]))
+    counts = maybe(present, COUNTS)
+    return out if counts is None else out.set(COUNTS, torch.cat([counts, counts]))
+
+
+def halves(rows: Tensor, dim: int = 0) -> tuple[Tensor, Tensor]:
+    """What belongs to the present rows, and to the next ones, of what a network says of :func:`joined` rows."""
+    present, following = rows.chunk(2, dim)
+    return present, following
+
+
+REDUCTIONS = {"none": td.NONE, "mean": td.MEAN, "sum": td.SUM}
+COMBINATIONS = {"min": td.SMALLEST, "mean": td.AVERAGE}
+LOSS_FUNCTIONS = {"l1": td.L1, "l2": td.L2, "smooth_l1": td.SMOOTH_L1, "huber": td.SMOOTH_L1}
+
+
+def lookup(table: dict[str, int], name: str, argument: str) -> int:
+    """The code of ``name``; ValueError if there is none."""
+    if name not in table:
+        raise ValueError(f"{argument} must be one of {sorted(table)}, got {name!r}")
+    return table[name]
+
+
+def reduced(rows: Tensor, weight: Tensor | None, mask: Tensor | None, reduction: str) -> Tensor:
+    """One number (or the weighted rows) of per-row losses, in float32 or float64; see :mod:`gpubuf.kernels.td`.
+
+    In plain operations, for losses without a kernel of their own.
+    """
+    rows = rows.to(computing_dtype(rows))
+    if weight is None and mask is None:
+        if reduction == "none":
+            return rows
+        # The mean of nothing is 0, as in the kernels.
+        return rows.mean() if reduction == "mean" and rows.numel() else rows.sum()
+    w = torch.ones_like(rows) if weight is None else weight.reshape(rows.shape).to(rows.dtype)
+    if mask is not None:
+        counts = mask.reshape(rows.shape).bool()
+        rows, w = torch.where(counts, rows, 0), torch.where(counts, w, 0)
+    if reduction == "none":
+        return w * rows
+    total = (w * rows).sum()
+    if reduction == "sum":
+        return total
+    mass = w.sum()
+    return total / torch.where(mass == 0, 1, mass)

@@ -1,10 +1,10 @@
-"""Progress bars, drawn by rich where it is installed. Importing this module does not import rich."""
+"""Progress bars, drawn by rich where it is installed, and tables. Importing this module does not import rich."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO
 
@@ -90,3 +90,31 @@ def progress_bar(
 
 def show_nothing(done: int) -> None:
     """Advance no bar."""
+
+
+Lines = Sequence[Sequence[str]]
+
+
+def aligned(lines: Lines) -> str:
+    """Lines of cells as text, every column as wide as its widest cell."""
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return "\n".join(
+        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+
+
+def show(lines: Lines) -> None:
+    """Print lines of cells, the first of which is the heading."""
+    if not can_show(sys.stdout):
+        print(aligned(lines), end="\n\n")
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    heading, *rest = lines
+    table = Table(*heading)
+    for line in rest:
+        # Text in brackets is no markup.
+        table.add_row(*map(Text, line))
+    Console(highlight=False).print(table)

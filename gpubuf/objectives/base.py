@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any
@@ -14,8 +16,7 @@ from tensordict.nn import TensorDictModuleBase, TensorDictParams
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
-from gpubuf.objectives.arguments import warn
-from gpubuf.objectives.masks import (
+from gpubuf.objectives.batch import (
     HAS_TARGET,
     importance_weight,
     joint_mask,
@@ -24,6 +25,32 @@ from gpubuf.objectives.masks import (
     none_in,
     without_masked,
 )
+
+
+def one_of(choices: tuple[Any, ...], value: Any, argument: str) -> Any:
+    """``value``; ValueError if it is none of ``choices``."""
+    # By type too: 1 is equal to True.
+    if not any(type(value) is type(choice) and value == choice for choice in choices):
+        raise ValueError(f"{argument} must be one of {list(choices)}, got {value!r}")
+    return value
+
+
+def refuse_deprecated(**kwargs: Any) -> None:
+    """Raise RuntimeError for an argument that became a key."""
+    for name, value in kwargs.items():
+        if value is not None:
+            raise RuntimeError(
+                f"Setting {name!r} via the constructor is deprecated, use .set_keys(<key>='some_key') instead."
+            )
+
+
+def warn(text: str) -> None:
+    """A warning that points to the caller of a loss, or of its constructor, however many classes that has."""
+    level, frame = 1, sys._getframe()
+    inside = ("gpubuf.objectives", "torch.nn.modules.module", "tensordict.nn.")
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(inside):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, category=UserWarning, stacklevel=level)
 
 
 class LossModule(TensorDictModuleBase):
@@ -36,7 +63,7 @@ class LossModule(TensorDictModuleBase):
     Attributes:
         reduction: "mean", "sum" or "none".
         use_prioritized_weights: True, False, or "auto": weigh the rows where the batch has weights.
-        loss_mask_key: key of the mask, "auto" for those of :data:`~gpubuf.objectives.masks.AUTO_LOSS_MASK_KEYS`,
+        loss_mask_key: key of the mask, "auto" for those of :data:`~gpubuf.objectives.batch.AUTO_LOSS_MASK_KEYS`,
             or None for no mask.
     """
 

@@ -1,0 +1,522 @@
+"""The algorithms of ``gpubuf train``: networks, loss, optimiser and schedule of an agent, and saved policies.
+
+To add one: write a subclass of `Agent`, name it in `AGENTS`, and give its settings defaults in `gpubuf.train.config`.
+"""
+
+from __future__ import annotations
+
+import abc
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, cast
+
+import torch
+from tensordict import TensorDict
+from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule
+from torch import Tensor, nn
+
+from gpubuf.data import Normalize
+from gpubuf.modules import (
+    MLP,
+    EnsembleMLP,
+    GaussianParameters,
+    TanhNormal,
+    TanhNormalActor,
+    make_fastsac_actor,
+    make_fastsac_critic,
+    make_flashsac_actor,
+    make_flashsac_critic,
+    make_sac_actor,
+    make_sac_critic,
+    tanh_normal_actor,
+)
+from gpubuf.objectives import CrossQLoss, DistributionalSACLoss, REDQLoss, SACLoss
+from gpubuf.optim import AdamW
+from gpubuf.serialization import load, save
+from gpubuf.train.config import TrainConfig, UsageError
+
+
+class StickyNoise:
+    """Standard normal noise for each environment, the same for k steps, k drawn from a truncated zeta distribution.
+
+    k is in 1 .. ``longest`` with a probability proportional to k^-2. Held noise moves a body further than noise that is
+    drawn at every step. ("Temporally extended epsilon-greedy exploration", Dabney et al. 2021, holds actions so;
+    FlashSAC holds the noise of a policy.)
+
+    A draw changes the same tensors in place without waiting for the device, and can become part of a CUDA graph.
+
+    Args:
+        num_envs: Environments, `E`.
+        action_size: Numbers in an action, `A`.
+        longest: Most steps.
+        device: Of the tensors.
+    """
+
+    def __init__(self, num_envs: int, action_size: int, longest: int, device: torch.device) -> None:
+        weights = torch.arange(1, longest + 1, dtype=torch.float64).pow(-2)
+        # The last one is left out: a number beyond all others stands for the longest.
+        self._cumulative = (weights.cumsum(0) / weights.sum())[:-1].float().to(device)
+        self._noise = torch.zeros(num_envs, action_size, device=device)
+        self._left = torch.zeros(num_envs, dtype=torch.int64, device=device)
+
+    def draw(self) -> Tensor:
+        """The noise of the next step, `[E, A]` float32; the next draw overwrites it."""
+        over = self._left == 0
+        # Every environment draws at every step, also without need: shapes must not depend on values.
+        fresh = torch.randn_like(self._noise)
+        uniform = torch.rand(self._left.shape, device=self._left.device)
+        steps = torch.searchsorted(self._cumulative, uniform, right=True) + 1
+        self._noise.copy_(torch.where(over[:, None], fresh, self._noise))
+        self._left.copy_(torch.where(over, steps, self._left)).sub_(1)
+        return self._noise
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Noise and steps that are left."""
+        return {"noise": self._noise, "left": self._left}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Restore what `state_dict` returned, in place."""
+        self._noise.copy_(state["noise"])
+        self._left.copy_(state["left"])
+
+
+#: The values that `Agent.update` returns, in this order.
+LOSS_NAMES = ("loss_qvalue", "loss_actor", "loss_alpha", "alpha", "entropy")
+
+_Losses = Callable[[TensorDict], tuple[Tensor, Tensor]]
+
+
+class Agent(abc.ABC):
+    """A policy, its critics, and how they learn from a batch.
+
+    An algorithm says what its networks and its loss are, and what is special about its optimiser.
+
+    Args:
+        config: The run's settings.
+        observation_size: Numbers in an observation, `O`.
+        action_size: Numbers in an action, `A`; each is in [-1, 1].
+        device: Of the networks.
+        compiled: Whether to compile the losses and their gradients with `torch.compile`. None: try it, and warn and
+            go on without if the compiler fails.
+    """
+
+    #: The algorithm's name, for people.
+    title: ClassVar[str]
+    #: Of the optimiser.
+    betas: ClassVar[tuple[float, float]] = (0.9, 0.999)
+    weight_decay: ClassVar[float] = 0.0
+    #: Networks whose weights the optimiser keeps at unit rows.
+    unit_rows: Sequence[nn.Module] = ()
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        observation_size: int,
+        action_size: int,
+        device: torch.device,
+        *,
+        compiled: bool | None = False,
+    ) -> None:
+        self.device = device
+        self._shape = {
+            "algo": config.algo,
+            "observation_size": observation_size,
+            "action_size": action_size,
+            "hidden": list(config.hidden),
+        }
+        self.actor = self.make_actor(observation_size, action_size, config.hidden, device)
+        self.loss = self.make_loss(config, observation_size, action_size)
+        self.loss.make_value_estimator(gamma=config.gamma)
+        # The run stops at NaN, and is the one that says so.
+        self.loss.nan_named = True
+        self._optimizer = self._make_optimizer(config)
+        #: Normalises observations as the buffer does those of its batches.
+        self.normalize: Normalize | None = None
+        self._noise: StickyNoise | None = None
+        if config.noise_hold > 1:
+            self._noise = StickyNoise(config.num_envs, action_size, config.noise_hold, device)
+        self._may_fall_back = compiled is None
+        # Of a whole update, and of one that trains the critics alone.
+        self._losses: _Losses = self._eager_losses
+        self._critic_losses: _Losses = self._eager_critic_losses
+        if compiled is not False:
+            self._losses = torch.compile(self._eager_losses, fullgraph=True)
+            self._critic_losses = torch.compile(self._eager_critic_losses, fullgraph=True)
+
+    # The algorithm
+
+    @staticmethod
+    @abc.abstractmethod
+    def make_actor(
+        observation_size: int, action_size: int, hidden: Sequence[int], device: torch.device | str
+    ) -> TanhNormalActor:
+        """The policy. `load_actor` calls it with what the file of a model says."""
+
+    @abc.abstractmethod
+    def make_loss(self, config: TrainConfig, observation_size: int, action_size: int) -> SACLoss:
+        """The loss, with the critics, of ``self.actor``."""
+
+    def _make_optimizer(self, config: TrainConfig) -> AdamW:
+        """The optimiser of `parameters`, which moves the targets as well."""
+        temperature = [p for p in self.parameters() if p is self.loss.log_alpha]
+        networks = [p for p in self.parameters() if p is not self.loss.log_alpha]
+        groups = [{"params": networks}, {"params": temperature, "weight_decay": 0.0}]
+        targets: dict[str, Any] = {} if config.tau is None else {"targets": self.loss, "tau": config.tau}
+        return AdamW(
+            groups,
+            config.learning_rate,
+            self.betas,
+            weight_decay=self.weight_decay,
+            unit_rows=self.unit_rows,
+            **targets,
+        )
+
+    # Common to all algorithms
+
+    def parameters(self) -> list[Tensor]:
+        """Those of policy, critics and temperature that learn."""
+        return [parameter for parameter in self.loss.parameters() if parameter.requires_grad]
+
+    def act(self, observation: Tensor, deterministic: bool = False) -> Tensor:
+        """Actions `[E, A]` in [-1, 1], on the networks' device: drawn, or the tanh of the mean.
+
+        Does not synchronise, unless the observations are on another device.
+
+        Args:
+            observation: `[E, O]` float32.
+            deterministic: Whether to take the tanh of the mean.
+        """
+        with torch.no_grad():
+            distribution = self._distribution(observation)
+            return distribution.deterministic_sample if deterministic else distribution.sample()
+
+    def explore(self, observation: Tensor) -> Tensor:
+        """The actions of a step of training: drawn, with noise that may be held for some steps. See `act`."""
+        if self._noise is None:
+            return self.act(observation)
+        with torch.no_grad():
+            policy = self._distribution(observation)
+            held = torch.addcmul(policy.loc, policy.scale, self._noise.draw())
+            return TanhNormal(held, policy.scale).deterministic_sample
+
+    def _distribution(self, observation: Tensor) -> TanhNormal:
+        observation = observation.to(self.device)
+        if self.normalize is not None:
+            observation = self.normalize(observation)
+        return self.actor.get_dist(TensorDict({"observation": observation}, observation.shape[:1]))
+
+    @property
+    def critic_loss_names(self) -> frozenset[str]:
+        """Those of `LOSS_NAMES` that an update of the critics alone has."""
+        names = {"loss_qvalue", "alpha"}
+        return frozenset(names if self.loss.temperature_from == "current" else {*names, "loss_alpha"})
+
+    def update(self, batch: TensorDict, policy: bool = True) -> Tensor:
+        """Take one step of the optimiser on ``batch``, and write ``"td_error"`` into it.
+
+        The operations are the same at every call with the same ``policy``: each of the two can be captured into a CUDA
+        graph. Does not synchronise.
+
+        Args:
+            batch: `[B]` transitions.
+            policy: Whether policy and temperature learn too. Otherwise a temperature learns only from next actions.
+
+        Returns:
+            The values of `LOSS_NAMES`, `[5]` float32 on the device; 0 for those that were not computed.
+        """
+        try:
+            values = self._gradients(batch, policy)
+        except RuntimeError as error:
+            # Imported here, since it takes seconds, and nothing else needs it.
+            from torch._dynamo.exc import TorchDynamoException
+
+            # The compiler fails at the first call only, before a parameter has changed.
+            if not isinstance(error, TorchDynamoException):
+                raise
+            if not self._may_fall_back:
+                raise UsageError(f"torch.compile failed, --no-compile does without it: {error}") from error
+            warnings.warn(f"torch.compile failed, going on without it: {error}", stacklevel=2)
+            self._losses, self._critic_losses = self._eager_losses, self._eager_critic_losses
+            values = self._gradients(batch, policy)
+        self._optimizer.step()
+        return values
+
+    def _gradients(self, batch: TensorDict, policy: bool) -> Tensor:
+        """Set the gradients of the parameters that learn, and None for others. Returns the values of `LOSS_NAMES`."""
+        total, values = (self._losses if policy else self._critic_losses)(batch)
+        self._optimizer.zero_grad(set_to_none=True)
+        total.backward()
+        return values
+
+    def _eager_losses(self, batch: TensorDict) -> tuple[Tensor, Tensor]:
+        """The sum to minimise, and the values of `LOSS_NAMES`."""
+        losses = self.loss(batch)
+        # The losses share no parameters, so their sum gives each parameter the gradient of its own loss.
+        total = losses["loss_qvalue"] + losses["loss_actor"] + losses["loss_alpha"]
+        return total, torch.stack([losses[name].detach().reshape(()) for name in LOSS_NAMES])
+
+    def _eager_critic_losses(self, batch: TensorDict) -> tuple[Tensor, Tensor]:
+        """The same for the critics alone."""
+        losses = self.loss.critic_losses(batch)
+        total = losses["loss_qvalue"]
+        if "loss_alpha" in self.critic_loss_names:
+            total = total + losses["loss_alpha"]
+        absent = torch.zeros_like(losses["alpha"])
+        names = self.critic_loss_names
+        values = [losses[name].detach().reshape(()) if name in names else absent for name in LOSS_NAMES]
+        return total, torch.stack(values)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Networks, temperature, optimiser, and noise that is held."""
+        state = {"loss": self.loss.state_dict(), "optimizer": self._optimizer.state_dict()}
+        return state if self._noise is None else {**state, "noise": self._noise.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned; its tensors may be on any device."""
+        self.loss.load_state_dict(state["loss"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        if self._noise is not None:
+            self._noise.load_state_dict(state["noise"])
+
+    def save_model(self, path: str | os.PathLike[str]) -> None:
+        """Write the policy to ``path``, for `load_actor`, with the statistics of its observations."""
+        model = {**self._shape, "actor": self.actor.state_dict()}
+        if self.normalize is not None:
+            model["normalize"] = {"mean": self.normalize.mean().float(), "factor": self.normalize.factor()}
+        save(path, model)
+
+
+class PlainNetworksAgent(Agent):
+    """Base class of agents with the networks of SAC."""
+
+    @staticmethod
+    def make_actor(
+        observation_size: int, action_size: int, hidden: Sequence[int], device: torch.device | str
+    ) -> TanhNormalActor:
+        return make_sac_actor(observation_size, action_size, hidden, device=device)
+
+    def make_critic(self, config: TrainConfig, observation_size: int, action_size: int) -> TensorDictModule:
+        """The ensemble of ``config.critics``."""
+        return make_sac_critic(
+            observation_size, action_size, config.hidden, num_nets=config.critics, device=self.device
+        )
+
+
+class SACAgent(PlainNetworksAgent):
+    """Soft actor-critic (Haarnoja et al. 2018, arXiv:1812.05905) with a learnt temperature."""
+
+    title = "SAC"
+
+    def make_loss(self, config: TrainConfig, observation_size: int, action_size: int) -> SACLoss:
+        return SACLoss(
+            self.actor,
+            self.make_critic(config, observation_size, action_size),
+            num_qvalue_nets=config.critics,
+            loss_function="l2",
+            target_entropy=-float(action_size),
+        )
+
+
+# Critics whose minimum makes a target.
+_SUBSET = 2
+
+
+class REDQAgent(PlainNetworksAgent):
+    """Randomized ensembled double Q-learning (Chen et al. 2021, arXiv:2101.05982)."""
+
+    title = "REDQ"
+
+    def make_loss(self, config: TrainConfig, observation_size: int, action_size: int) -> SACLoss:
+        return REDQLoss(
+            self.actor,
+            self.make_critic(config, observation_size, action_size),
+            num_qvalue_nets=config.critics,
+            sub_sample_len=min(_SUBSET, config.critics),
+            loss_function="l2",
+            min_alpha=None,
+            max_alpha=None,
+            target_entropy=-float(action_size),
+        )
+
+
+class CrossQAgent(Agent):
+    """CrossQ (Bhatt et al. 2024, arXiv:1902.05605): policy and critics have a batch norm before every layer."""
+
+    title = "CrossQ"
+    betas = (0.5, 0.999)
+
+    @staticmethod
+    def make_actor(
+        observation_size: int, action_size: int, hidden: Sequence[int], device: torch.device | str
+    ) -> TanhNormalActor:
+        network = nn.Sequential(
+            MLP(observation_size, 2 * action_size, hidden, norm="batch", norm_place="before", device=device),
+            GaussianParameters(),
+        )
+        return tanh_normal_actor(network, action_size, device=device)
+
+    def make_loss(self, config: TrainConfig, observation_size: int, action_size: int) -> SACLoss:
+        network = EnsembleMLP(
+            config.critics,
+            observation_size + action_size,
+            1,
+            config.hidden,
+            norm="batch",
+            norm_place="before",
+            device=self.device,
+        )
+        critic = TensorDictModule(network, ["observation", "action"], ["state_action_value"])
+        return CrossQLoss(
+            self.actor,
+            critic,
+            num_qvalue_nets=config.critics,
+            loss_function="l2",
+            target_entropy=-float(action_size),
+        )
+
+
+class FastSACAgent(Agent):
+    """FastSAC (Seo et al., arXiv:2512.01996; holosoma fc600e7, ``agents/fast_sac``), in a size for a CPU."""
+
+    title = "FastSAC"
+    betas = (0.9, 0.95)
+    weight_decay = 0.001
+
+    @staticmethod
+    def make_actor(
+        observation_size: int, action_size: int, hidden: Sequence[int], device: torch.device | str
+    ) -> TanhNormalActor:
+        return make_fastsac_actor(observation_size, action_size, hidden, device=device)
+
+    def make_loss(self, config: TrainConfig, observation_size: int, action_size: int) -> SACLoss:
+        assert config.atoms is not None
+        critic = make_fastsac_critic(
+            observation_size,
+            action_size,
+            config.hidden,
+            num_atoms=config.atoms,
+            num_nets=config.critics,
+            device=self.device,
+        )
+        return DistributionalSACLoss.fastsac(
+            self.actor,
+            critic,
+            num_qvalue_nets=config.critics,
+            v_min=config.v_min,
+            v_max=config.v_max,
+            num_atoms=config.atoms,
+            target_entropy=0.0,
+        )
+
+
+# Features within a residual block, as a multiple of its width.
+_EXPANSION = 2
+
+# FlashSAC's first temperature: rewards are scaled so that returns are around 1.
+_TEMPERATURE = 0.01
+
+
+class FlashSACAgent(Agent):
+    """FlashSAC (its program at 87edc90, ``agents/flashSAC``), in a size for a CPU.
+
+    ``config.hidden`` has the width of each residual block of a critic. Those of the policy are half as wide.
+    """
+
+    title = "FlashSAC"
+
+    @staticmethod
+    def make_actor(
+        observation_size: int, action_size: int, hidden: Sequence[int], device: torch.device | str
+    ) -> TanhNormalActor:
+        width = max(hidden[0] // 2, 1)
+        return make_flashsac_actor(
+            observation_size, action_size, width, num_blocks=len(hidden), expansion=_EXPANSION, device=device
+        )
+
+    def make_loss(self, config: TrainConfig, observation_size: int, action_size: int) -> SACLoss:
+        assert config.atoms is not None
+        critic = make_flashsac_critic(
+            observation_size,
+            action_size,
+            config.hidden[0],
+            num_blocks=len(config.hidden),
+            expansion=_EXPANSION,
+            num_atoms=config.atoms,
+            num_nets=config.critics,
+            device=self.device,
+        )
+        self.unit_rows = (self.actor, critic)
+        return DistributionalSACLoss.flashsac(
+            self.actor,
+            critic,
+            num_qvalue_nets=config.critics,
+            v_min=config.v_min,
+            v_max=config.v_max,
+            num_atoms=config.atoms,
+            alpha_init=_TEMPERATURE,
+        )
+
+
+MODEL_FILE = "model.safetensors"
+
+#: By the name that ``--algo`` takes.
+AGENTS: dict[str, type[Agent]] = {
+    "sac": SACAgent,
+    "fastsac": FastSACAgent,
+    "flashsac": FlashSACAgent,
+    "redq": REDQAgent,
+    "crossq": CrossQAgent,
+}
+
+
+class _Normalized(nn.Module):
+    """``(x - mean) * factor``, which is all that a policy needs of :class:`~gpubuf.data.Normalize`."""
+
+    mean: Tensor
+    factor: Tensor
+
+    def __init__(self, mean: Tensor, factor: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("mean", mean)
+        self.register_buffer("factor", factor)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - self.mean) * self.factor
+
+
+def make_agent(
+    config: TrainConfig,
+    observation_size: int,
+    action_size: int,
+    device: torch.device,
+    *,
+    compiled: bool | None = False,
+) -> Agent:
+    """The agent of ``config.algo``; see `Agent` for the arguments."""
+    return AGENTS[config.algo](config, observation_size, action_size, device, compiled=compiled)
+
+
+def load_actor(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> ProbabilisticTensorDictSequential:
+    """The trained policy in ``path``: it reads ``"observation"`` `[*, O]` and writes ``"action"`` `[*, A]` in [-1, 1].
+
+    A policy that was trained on normalised observations takes them as they are, and normalises them itself.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: The file does not hold a policy, or is damaged.
+    """
+    model = load(path)
+    try:
+        hidden: Sequence[int] = model["hidden"]
+        # Files of versions with one algorithm do not name it.
+        agent = AGENTS[model.get("algo", "sac")]
+        actor = agent.make_actor(model["observation_size"], model["action_size"], hidden, device)
+        actor.load_state_dict(model["actor"])
+        if "normalize" in model:
+            statistics = model["normalize"]
+            network = cast(nn.Sequential, actor[0].module)
+            network.insert(0, _Normalized(statistics["mean"].to(device), statistics["factor"].to(device)))
+    except (AttributeError, KeyError, TypeError, RuntimeError) as error:
+        raise ValueError(f"{os.fspath(path)} does not hold a policy: {error!r}") from None
+    return actor.eval()

@@ -1,0 +1,319 @@
+"""Environments made of tensor operations: thousands of copies, stepped together on the device of the training.
+
+To add one: write a subclass of `TorchEnvironments` with its three methods, and name it in `TORCH_ENVIRONMENTS`. The
+base class does the rest.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpubuf.data.samplers.random_state import RandomState
+from gpubuf.train.config import UsageError
+from gpubuf.train.environments import Steps
+
+
+@dataclass(frozen=True)
+class Transition:
+    """The outcome of an action, before anything is reset.
+
+    Attributes:
+        state: `[E, S]` float64.
+        reward: `[E]` float64.
+        terminated: `[E]` bool, the task has ended.
+    """
+
+    state: Tensor
+    reward: Tensor
+    terminated: Tensor
+
+
+class TorchEnvironments(abc.ABC):
+    """``num_envs`` copies of an environment as tensors on a device.
+
+    A step is a fixed sequence of operations that change the same tensors in place, and never synchronises: it can be
+    captured into a CUDA graph. Every copy whose episode ends is reset in the same step, and draws its new beginning
+    from a Philox stream whose state is a tensor, so that replays of a graph draw new ones.
+
+    Args:
+        num_envs: How many, `E`.
+        seed: One or more words.
+        device: Where they live.
+    """
+
+    #: Numbers in an observation, an action, and a state.
+    observation_size: ClassVar[int]
+    action_size: ClassVar[int]
+    state_size: ClassVar[int]
+    #: Random numbers that the beginning of an episode takes.
+    random_numbers: ClassVar[int]
+    #: Steps after which an episode is truncated.
+    time_limit: ClassVar[int]
+
+    capturable = True
+    shown_records = 1
+
+    def __init__(self, num_envs: int, seed: int | Sequence[int], device: torch.device | str) -> None:
+        self.num_envs = num_envs
+        self.device = torch.device(device)
+        self._seed = int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0])
+        self._random = RandomState(self._seed, device=self.device)
+        self._state = torch.zeros(num_envs, self.state_size, dtype=torch.float64, device=self.device)
+        self._returns = torch.zeros(num_envs, dtype=torch.float64, device=self.device)
+        self._lengths = torch.zeros(num_envs, dtype=torch.int64, device=self.device)
+        # Of the episodes that have ended: how many, the sum of their returns, the sum of their lengths.
+        self._ended = torch.zeros(3, dtype=torch.float64, device=self.device)
+
+    # The environment itself
+
+    @abc.abstractmethod
+    def begin(self, uniform: Tensor) -> Tensor:
+        """First states `[E, S]` float64, from ``uniform`` `[E, random_numbers]` float64 in [0, 1)."""
+
+    @abc.abstractmethod
+    def transition(self, state: Tensor, action: Tensor) -> Transition:
+        """Act.
+
+        Args:
+            state: `[E, S]` float64.
+            action: `[E, A]` float32 in [-1, 1], to be stretched to what the environment takes.
+        """
+
+    @abc.abstractmethod
+    def observe(self, state: Tensor) -> Tensor:
+        """Observations `[E, O]` float32 of states `[E, S]`."""
+
+    # Common to all environments
+
+    def reset(self) -> Tensor:
+        """Begin the first episodes again, the same at every call. Returns the observations, `[E, O]` float32."""
+        self._random.manual_seed(self._seed)
+        self._state.copy_(self._fresh())
+        for tensor in (self._returns, self._lengths, self._ended):
+            tensor.zero_()
+        return self.observe(self._state)
+
+    def _fresh(self) -> Tensor:
+        count = self.random_numbers
+        return self.begin(self._random.uniform(self.num_envs * count).view(self.num_envs, count))
+
+    def step(self, action: Tensor) -> Steps:
+        """Act in every environment. No host sync.
+
+        Args:
+            action: `[E, A]` float32 in [-1, 1] on the environments' device.
+        """
+        after = self.transition(self._state, action)
+        self._returns += after.reward
+        self._lengths += 1
+        truncated = self._lengths >= self.time_limit
+        over = after.terminated | truncated
+        # Every copy draws at every step, also without need: shapes must not depend on values.
+        self._state.copy_(torch.where(over[:, None], self._fresh(), after.state))
+        self._count(over)
+        return Steps(
+            next_observation=self.observe(after.state),
+            observation=self.observe(self._state),
+            reward=after.reward.float()[:, None],
+            terminated=after.terminated[:, None],
+            truncated=truncated[:, None],
+        )
+
+    def _count(self, over: Tensor) -> None:
+        """Add the episodes that are over to the sums, and start theirs from zero."""
+        each = torch.stack([over.double(), self._returns, self._lengths.double()])
+        self._ended += torch.where(over, each, 0.0).sum(1)
+        self._returns.masked_fill_(over, 0.0)
+        self._lengths.masked_fill_(over, 0)
+
+    def take_episodes(self, due: bool) -> list[dict[str, Any]]:
+        """One record on all episodes that have ended since the last record; none if none has. Synchronises if ``due``.
+
+        Args:
+            due: Whether it is time for a record.
+        """
+        if not due:
+            return []
+        count, returns, lengths = self._ended.tolist()
+        if count == 0:
+            return []
+        self._ended.zero_()
+        means = {"mean_return": returns / count, "mean_length": lengths / count}
+        return [{"kind": "episodes", "episodes": int(count), **means}]
+
+    def state(self) -> dict[str, Any]:
+        """The open episodes and the random stream: copies of the tensors."""
+        return {name: tensor.clone() for name, tensor in self._tensors().items()}
+
+    def restore(self, state: dict[str, Any]) -> tuple[Tensor, list[int]]:
+        """Continue from where `state` was taken, in place. Returns the observations, `[E, O]`, and an empty list.
+
+        Raises:
+            KeyError: A tensor is missing.
+            RuntimeError: A tensor has another shape: the state is of other environments.
+        """
+        for name, tensor in self._tensors().items():
+            if state[name].shape != tensor.shape:
+                raise RuntimeError(f"{name} must be {list(tensor.shape)}, the state has {list(state[name].shape)}")
+            tensor.copy_(state[name])
+        return self.observe(self._state), []
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {
+            "state": self._state,
+            "returns": self._returns,
+            "lengths": self._lengths,
+            "ended": self._ended,
+            "random": self._random.state,
+        }
+
+    def close(self) -> None:  # noqa: B027 (no duty of an environment)
+        """There is nothing to close."""
+
+
+class CartPoleSwingUp(TorchEnvironments):
+    """A pole hangs from a cart on a track. Push the cart so that the pole swings up, and hold it there.
+
+    The state is (x, v, angle, angular velocity): the cart's position and velocity, and the pole's angle from upright,
+    positive when it leans towards positive x. The observation is (x, v, cos, sin, angular velocity). The action is the
+    force on the cart, in units of 10 N.
+
+    **Equations.** A cart of mass M with viscous friction b carries a uniform rod of mass m and half length l on a hinge
+    without friction. The rod's moment of inertia about its centre is m l^2 / 3. Lagrange's equations of
+
+        T = (M + m) v^2 / 2 + m l v w cos(angle) + (2 / 3) m l^2 w^2,    V = m g l cos(angle)
+
+    are solved for the accelerations:
+
+        v' = (F - b v + m l w^2 sin - (3 / 4) m g sin cos) / (M + m - (3 / 4) m cos^2)
+        w' = (3 / 4) (g sin - v' cos) / l
+
+    They are those of R. V. Florian, "Correct equations for the dynamics of the cart-pole system" (2007), with friction
+    of the cart instead of the track's; the masses, the length, the friction and the force are those of the swing-up in
+    M. P. Deisenroth and C. E. Rasmussen, "PILCO" (2011). A step is one of the classical Runge-Kutta method (RK4), of
+    0.02 s, with a constant force.
+
+    **Reward**, of the state that the step led to: (1 + cos(angle)) / 2, 1 upright and 0 hanging, times
+    cos(pi x / (2 X)), 1 in the middle of the track and 0 at its ends, |x| = X = 2.4 m.
+
+    **Episodes** begin at rest with the pole hanging, up to 0.2 off in every component. They are truncated after 500
+    steps. They terminate, with a reward of 0, when the cart leaves the track.
+    """
+
+    observation_size = 5
+    action_size = 1
+    state_size = 4
+    random_numbers = 4
+    time_limit = 500
+
+    _GRAVITY, _CART_MASS, _POLE_MASS, _HALF_LENGTH = 9.82, 0.5, 0.5, 0.3
+    _FRICTION, _SECONDS = 0.1, 0.02
+    _MOST_FORCE, _TRACK = 10.0, 2.4
+    _FIRST_OFFSET = 0.2
+
+    def begin(self, uniform: Tensor) -> Tensor:
+        """Every component within 0.2 of the cart at rest and the pole hanging."""
+        x, speed, angle, turn = ((2 * uniform - 1) * self._FIRST_OFFSET).unbind(1)
+        return torch.stack([x, speed, angle + math.pi, turn], 1)
+
+    def transition(self, state: Tensor, action: Tensor) -> Transition:
+        """One step of RK4."""
+        force = (action[:, 0].double() * self._MOST_FORCE).clamp(-self._MOST_FORCE, self._MOST_FORCE)
+        after = self._moved(state, force)
+        x, angle = after[:, 0], after[:, 2]
+        terminated = x.abs() > self._TRACK
+        reward = 0.5 * (1 + angle.cos()) * (x * (math.pi / 2 / self._TRACK)).cos()
+        return Transition(after, reward.masked_fill(terminated, 0.0), terminated)
+
+    def _moved(self, state: Tensor, force: Tensor) -> Tensor:
+        """The state after a step with a constant ``force`` `[E]`."""
+        h = self._SECONDS
+        k1 = self._derivative(state, force)
+        k2 = self._derivative(torch.add(state, k1, alpha=h / 2), force)
+        k3 = self._derivative(torch.add(state, k2, alpha=h / 2), force)
+        k4 = self._derivative(torch.add(state, k3, alpha=h), force)
+        return torch.add(state, k1 + 2 * (k2 + k3) + k4, alpha=h / 6)
+
+    def _derivative(self, state: Tensor, force: Tensor) -> Tensor:
+        """Velocities and accelerations `[E, 4]`."""
+        m, length, g = self._POLE_MASS, self._HALF_LENGTH, self._GRAVITY
+        _, speed, angle, turn = state.unbind(1)
+        sin, cos = angle.sin(), angle.cos()
+        push = force - self._FRICTION * speed + m * sin * (length * turn.square() - 0.75 * g * cos)
+        pushed = push / (self._CART_MASS + m - 0.75 * m * cos.square())
+        turned = 0.75 / length * (g * sin - pushed * cos)
+        return torch.stack([speed, pushed, turn, turned], 1)
+
+    def observe(self, state: Tensor) -> Tensor:
+        """(position, velocity, cos, sin, angular velocity)."""
+        x, speed, angle, turn = state.unbind(1)
+        return torch.stack([x, speed, angle.cos(), angle.sin(), turn], 1).float()
+
+
+class Pendulum(TorchEnvironments):
+    """Gymnasium's ``Pendulum-v1``: swing a pendulum up, and hold it there.
+
+    The state is (angle, angular velocity), 0 upright; the observation (cos, sin, velocity). As in Gymnasium, the state
+    is float64, and what the torque contributes is computed in float32.
+    """
+
+    observation_size = 3
+    action_size = 1
+    state_size = 2
+    random_numbers = 2
+    time_limit = 200
+
+    _GRAVITY, _MASS, _LENGTH, _SECONDS = 10.0, 1.0, 1.0, 0.05
+    _MOST_TORQUE, _MOST_SPEED = 2.0, 8.0
+    _FIRST_ANGLE, _FIRST_SPEED = math.pi, 1.0
+
+    def begin(self, uniform: Tensor) -> Tensor:
+        """Angles in [-pi, pi), velocities in [-1, 1)."""
+        angle, speed = (2 * uniform - 1).unbind(1)
+        return torch.stack([angle * self._FIRST_ANGLE, speed * self._FIRST_SPEED], 1)
+
+    def transition(self, state: Tensor, action: Tensor) -> Transition:
+        """Semi-implicit Euler: the velocity first, then the angle with the new velocity."""
+        angle, speed = state.unbind(1)
+        torque = (action[:, 0] * self._MOST_TORQUE).clamp(-self._MOST_TORQUE, self._MOST_TORQUE)
+        # The distance from upright, as an angle in [-pi, pi).
+        tilt = torch.remainder(angle + math.pi, 2 * math.pi) - math.pi
+        cost = tilt.square() + 0.1 * speed.square() + 0.001 * torque.square()
+        pull = 3 * self._GRAVITY / (2 * self._LENGTH) * angle.sin()
+        push = 3.0 / (self._MASS * self._LENGTH**2) * torque
+        speed = (speed + (pull + push) * self._SECONDS).clamp(-self._MOST_SPEED, self._MOST_SPEED)
+        angle = angle + speed * self._SECONDS
+        return Transition(torch.stack([angle, speed], 1), -cost, torch.zeros_like(cost, dtype=torch.bool))
+
+    def observe(self, state: Tensor) -> Tensor:
+        """(cos, sin, velocity)."""
+        angle, speed = state.unbind(1)
+        return torch.stack([angle.cos(), angle.sin(), speed], 1).float()
+
+
+#: By the name that ``--env`` takes.
+TORCH_ENVIRONMENTS: dict[str, type[TorchEnvironments]] = {
+    "torch/CartPoleSwingUp": CartPoleSwingUp,
+    "torch/Pendulum": Pendulum,
+}
+
+
+def make_torch_environments(
+    name: str, num_envs: int, seed: int | Sequence[int], device: torch.device | str
+) -> TorchEnvironments:
+    """Make ``num_envs`` copies of the environment ``name`` of `TORCH_ENVIRONMENTS` on ``device``.
+
+    Raises:
+        UsageError: There is no such environment.
+    """
+    if name not in TORCH_ENVIRONMENTS:
+        raise UsageError(f"unknown environment {name!r}; in torch there are {sorted(TORCH_ENVIRONMENTS)}")
+    return TORCH_ENVIRONMENTS[name](num_envs, seed, device)
