@@ -20,9 +20,7 @@ from gpubuf.data.samplers.slices import SliceSampler
 from gpubuf.data.samplers.slices_without_replacement import SliceSamplerWithoutReplacement
 from gpubuf.data.samplers.without_replacement import SamplerWithoutReplacement
 from gpubuf.data.storage import host_memory
-from gpubuf.data.storage.codecs import Codec
 from gpubuf.data.storage.end_bits import CONTINUITY, FLAGS, EndBits, check_ends, compared_keys
-from gpubuf.data.storage.forms import Options, sources
 from gpubuf.data.storage.host_memory import Free
 from gpubuf.data.storage.layout import Key, Leaf, RowLayout, as_key, batch_shape
 from gpubuf.data.storage.placement import (
@@ -36,6 +34,7 @@ from gpubuf.data.storage.placement import (
 )
 from gpubuf.data.storage.placement import parse_bytes as parse_bytes
 from gpubuf.data.storage.recipe import Recipe
+from gpubuf.data.storage.schema import Codec, Options, sources
 from gpubuf.data.storage.sharing import entries_of, side_bytes, with_shared
 from gpubuf.data.writers import DERIVED_KEYS
 from gpubuf.kernels.rows import ENTRY

@@ -24,7 +24,7 @@ from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.data.samplers.trajectory_index import Trajectories, TrajectoryIndex
 from gpubuf.data.samplers.without_replacement import SamplerWithoutReplacement
 from gpubuf.data.sequences import SampleUnit, Sequence, Transition
-from gpubuf.data.storage.codecs import Codec
+from gpubuf.data.storage.schema import Codec
 from gpubuf.data.storage.tensor_storage import Storage
 from gpubuf.data.tensordict_buffers import (
     PrioritizedReplayBuffer,

@@ -16,8 +16,8 @@ from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.recording import current
 from gpubuf.data.row_order import RowOrder
 from gpubuf.data.samplers.base import Sampler
-from gpubuf.data.storage.codecs import as_numbers, stored_as
 from gpubuf.data.storage.layout import Key, Leaf, as_key, as_written
+from gpubuf.data.storage.schema import as_numbers, stored_as
 from gpubuf.data.storage.staged_rows import PLACED_BYTES, Columns, PlacedRows, StagedRows
 from gpubuf.data.storage.tensor_storage import TensorStorage
 from gpubuf.data.transforms import Compose

@@ -38,11 +38,10 @@ from gpubuf.data.sequences import SampleUnit, checked_unit
 from gpubuf.data.service import Service
 from gpubuf.data.stateful import Stateful
 from gpubuf.data.storage.indexing import as_positions
-from gpubuf.data.storage.layout import Data, batch_shape
+from gpubuf.data.storage.layout import Data, batch_shape, inside, layout_of, mapped, shallow
 from gpubuf.data.storage.reader import Reader
 from gpubuf.data.storage.recipe import Recipe
 from gpubuf.data.storage.tensor_storage import Storage, TensorStorage
-from gpubuf.data.storage.trees import inside, layout_of, mapped, shallow
 from gpubuf.data.transforms import Compose, without_multi_steps
 from gpubuf.data.updates import WriteBack
 from gpubuf.data.writers import RoundRobinWriter, Writer

@@ -14,8 +14,7 @@ from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.samplers.base import Rows, Sampler
 from gpubuf.data.samplers.consuming import ConsumingSampler
 from gpubuf.data.samplers.random import RandomSampler
-from gpubuf.data.storage.containers import is_container, is_data
-from gpubuf.data.storage.layout import Data
+from gpubuf.data.storage.layout import Data, is_container, is_data
 from gpubuf.data.storage.list_storage import ListStorage
 from gpubuf.data.storage.recipe import Recipe
 from gpubuf.data.storage.tensor_storage import LazyTensorStorage, Storage, TensorStorage

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from gpubuf.data.recording import DERIVED
 from gpubuf.data.row_access import RowAccess
-from gpubuf.data.storage.codecs import as_numbers, stored_as
 from gpubuf.data.storage.indexing import as_positions
-from gpubuf.data.storage.layout import Data, Key, Leaf, as_key, as_written, batch_shape
-from gpubuf.data.storage.trees import mapped
+from gpubuf.data.storage.layout import Data, Key, Leaf, as_key, as_written, batch_shape, mapped
+from gpubuf.data.storage.schema import as_numbers, stored_as
 from gpubuf.data.updates import stored_keys, update_keys
 
 

@@ -13,9 +13,9 @@ from gpubuf.data.processing.base import Process
 from gpubuf.data.recording import current_recording
 from gpubuf.data.samplers.base import Drawn
 from gpubuf.data.samplers.random_state import RandomState
-from gpubuf.data.storage.forms import NEXT_KEY, Form
 from gpubuf.data.storage.layout import Data, Key, Leaf, RowLayout, as_key, as_written
 from gpubuf.data.storage.recipe import Recipe
+from gpubuf.data.storage.schema import NEXT_KEY, Form
 from gpubuf.data.storage.tensor_storage import TensorStorage
 from gpubuf.kernels import trajectories
 from gpubuf.kernels._registry import without_dispatch

@@ -14,12 +14,11 @@ from gpubuf.data.recording import Unfinished, refuse_in_capture
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.saved_state import demand, is_tensor
 from gpubuf.data.samplers.slices import SliceSampler
-from gpubuf.data.storage.layout import Data, as_key, as_written, batch_shape
+from gpubuf.data.storage.layout import Data, as_key, as_written, batch_shape, layout_of
 from gpubuf.data.storage.list_storage import UNLIMITED, ListStorage
 from gpubuf.data.storage.recipe import Recipe
 from gpubuf.data.storage.ring import Ring
 from gpubuf.data.storage.tensor_storage import Storage
-from gpubuf.data.storage.trees import layout_of
 from gpubuf.data.writers import DERIVED_KEYS, Writer
 
 REDUCTIONS = ("max", "min", "mean", "median", "sum")

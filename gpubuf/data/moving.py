@@ -12,9 +12,8 @@ from gpubuf.data.prefetch import Prefetcher
 from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.storage import host_memory
-from gpubuf.data.storage.columns import Column, new_columns
+from gpubuf.data.storage.column import Column, new_columns, records
 from gpubuf.data.storage.placement import AUTO, DISK, SPLIT, IndexBytes, MemoryReport, Placement, place, readable
-from gpubuf.data.storage.records import records
 from gpubuf.data.storage.sharing import Sharing
 from gpubuf.data.storage.tensor_storage import TensorStorage
 from gpubuf.terminal import BINARY_BYTES, Advance, progress_bar, show_nothing

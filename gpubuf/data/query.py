@@ -11,9 +11,9 @@ from torch import Tensor
 
 from gpubuf.data.lock import BufferLock
 from gpubuf.data.predicates import ElementwisePredicate
-from gpubuf.data.storage.forms import NEXT_KEY
 from gpubuf.data.storage.layout import as_written
 from gpubuf.data.storage.recipe import END_NAMES
+from gpubuf.data.storage.schema import NEXT_KEY
 from gpubuf.data.storage.tensor_storage import TensorStorage
 from gpubuf.data.transforms import Compose
 from gpubuf.data.writers import Writer

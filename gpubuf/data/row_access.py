@@ -14,9 +14,8 @@ from gpubuf.data.lock import BufferLock
 from gpubuf.data.recording import DERIVED
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.storage.indexing import plain_index
-from gpubuf.data.storage.layout import Data
+from gpubuf.data.storage.layout import Data, mapped, shallow
 from gpubuf.data.storage.tensor_storage import TensorStorage
-from gpubuf.data.storage.trees import mapped, shallow
 from gpubuf.data.transforms import Compose
 from gpubuf.data.writers import Writer
 

@@ -6,8 +6,8 @@ import warnings
 
 from gpubuf.data.recording import current_recording
 from gpubuf.data.samplers.episode_ends import continues_across, interleaved_environments
-from gpubuf.data.storage.forms import NEXT_KEY
 from gpubuf.data.storage.recipe import END_NAMES, Recipe
+from gpubuf.data.storage.schema import NEXT_KEY
 from gpubuf.data.storage.tensor_storage import TensorStorage
 
 # The first rows tell. They are looked at whenever their number has doubled, up to so many.

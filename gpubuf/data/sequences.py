@@ -12,10 +12,10 @@ from gpubuf.data.arguments import check_count, describe_type
 from gpubuf.data.recording import current_recording
 from gpubuf.data.samplers.base import Drawn, Rows, Sampler
 from gpubuf.data.samplers.slices import SliceSampler
-from gpubuf.data.storage.forms import Form
 from gpubuf.data.storage.indexing import as_positions
 from gpubuf.data.storage.layout import as_key
 from gpubuf.data.storage.recipe import Recipe
+from gpubuf.data.storage.schema import Form
 from gpubuf.data.storage.tensor_storage import TensorStorage
 from gpubuf.kernels import trajectories
 from gpubuf.kernels._registry import without_dispatch

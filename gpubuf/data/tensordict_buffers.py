@@ -19,8 +19,7 @@ from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.data.samplers.vectors import any_of_each
 from gpubuf.data.sequences import by_anchor
 from gpubuf.data.storage.indexing import as_positions
-from gpubuf.data.storage.layout import Data
-from gpubuf.data.storage.leaves import priority_mask_key
+from gpubuf.data.storage.layout import Data, priority_mask_key
 from gpubuf.data.storage.tensor_storage import Storage, TensorStorage
 from gpubuf.data.writers import TensorDictRoundRobinWriter
 

@@ -15,12 +15,11 @@ from gpubuf.data.lock import unless_compiling
 from gpubuf.data.recording import DERIVED
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.vectors import vector
-from gpubuf.data.storage.codecs import as_numbers, stored_as
-from gpubuf.data.storage.forms import NEXT_KEY, Form
 from gpubuf.data.storage.indexing import as_positions
 from gpubuf.data.storage.layout import Data, Key, as_key, as_written
 from gpubuf.data.storage.list_storage import ListStorage
 from gpubuf.data.storage.recipe import Recipe
+from gpubuf.data.storage.schema import NEXT_KEY, Form, as_numbers, stored_as
 from gpubuf.data.storage.tensor_storage import TensorStorage
 from gpubuf.data.writers import Writer
 

@@ -13,8 +13,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from gpubuf.data.buffer import ReplayBuffer
-from gpubuf.data.storage.codecs import Codec, stored_as
 from gpubuf.data.storage.end_bits import CONTINUITY, FLAGS
+from gpubuf.data.storage.schema import Codec, stored_as
 from gpubuf.data.storage.tensor_storage import LazyTensorStorage
 from gpubuf.integrations.draw_orders import EachEnvironment
 from gpubuf.integrations.uniform import checked_autoreset

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from gpubuf.data.storage.codecs import Codec
+from gpubuf.data.storage.schema import Codec
 from gpubuf.integrations import fasttd3
 
 __all__ = ["SimpleReplayBuffer"]

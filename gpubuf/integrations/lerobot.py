@@ -17,8 +17,8 @@ from torch import Tensor
 
 from gpubuf.data.buffer import ReplayBuffer as Rows
 from gpubuf.data.processing.augment import RandomShift
-from gpubuf.data.storage.codecs import Codec
 from gpubuf.data.storage.end_bits import CONTINUITY
+from gpubuf.data.storage.schema import Codec
 from gpubuf.data.storage.tensor_storage import LazyTensorStorage
 
 __all__ = ["ReplayBuffer"]

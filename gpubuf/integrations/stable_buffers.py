@@ -18,9 +18,9 @@ from gpubuf.data.buffer import ReplayBuffer
 from gpubuf.data.hindsight import Hindsight
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.random import RandomSampler
-from gpubuf.data.storage.codecs import Codec
 from gpubuf.data.storage.end_bits import CONTINUITY
 from gpubuf.data.storage.recipe import STEPS_KEY
+from gpubuf.data.storage.schema import Codec
 from gpubuf.data.storage.staged_rows import StagedRows
 from gpubuf.data.storage.tensor_storage import LazyTensorStorage
 

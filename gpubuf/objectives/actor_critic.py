@@ -15,7 +15,7 @@ from tensordict.utils import NestedKey, unravel_key
 from torch import Tensor, nn
 
 from gpubuf.data.recording import current_recording
-from gpubuf.data.storage.leaves import priority_mask_key
+from gpubuf.data.storage.layout import priority_mask_key
 from gpubuf.modules.fast_call import entry
 from gpubuf.objectives.base import one_of, pairs_of, refuse_deprecated, warn
 from gpubuf.objectives.batch import (

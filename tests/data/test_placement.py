@@ -21,10 +21,10 @@ from gpubuf.data import (
     TensorStorage,
 )
 from gpubuf.data.storage import host_memory
+from gpubuf.data.storage.column import records
 from gpubuf.data.storage.host_memory import Free
 from gpubuf.data.storage.layout import RowLayout
 from gpubuf.data.storage.placement import IndexBytes, NothingFitsError, Placement, choose, place, readable
-from gpubuf.data.storage.records import records
 from tests.support.fake_cuda import fake_cuda
 from tests.support.placements import GIB, Machine
 from tests.support.transitions import same, transitions

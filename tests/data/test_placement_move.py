@@ -17,9 +17,8 @@ from gpubuf.data import (
     moving,
 )
 from gpubuf.data.storage import placement
-from gpubuf.data.storage.columns import Column
+from gpubuf.data.storage.column import Column, records
 from gpubuf.data.storage.placement import Placement
-from gpubuf.data.storage.records import records
 from gpubuf.kernels import rows
 from tests.support.fake_cuda import fake_cuda
 from tests.support.moved_buffers import SAMPLERS, alike, episodes

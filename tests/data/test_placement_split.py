@@ -8,7 +8,7 @@ import torch
 import gpubuf
 from gpubuf.data import LazyTensorStorage, PrioritizedSampler, TensorDictReplayBuffer, TensorStorage, moving
 from gpubuf.data.samplers.base import Sampler
-from gpubuf.data.storage.columns import Column
+from gpubuf.data.storage.column import Column
 from gpubuf.data.storage.placement import IndexBytes, near_steps, place
 from tests.support.fake_cuda import fake_cuda
 from tests.support.moved_buffers import SAMPLERS as SMALL

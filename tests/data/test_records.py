@@ -12,8 +12,8 @@ from tensordict import TensorDict
 
 import gpubuf
 from gpubuf.data import LazyTensorStorage, TensorDictReplayBuffer, TensorStorage
+from gpubuf.data.storage.column import records
 from gpubuf.data.storage.layout import Leaf
-from gpubuf.data.storage.records import records
 from gpubuf.kernels import rows
 from tests.support.transitions import same, transitions
 

@@ -21,7 +21,7 @@ from gpubuf.data import (
     TensorDictReplayBuffer,
     TensorStorage,
 )
-from gpubuf.data.storage.codecs import check_dtype
+from gpubuf.data.storage.schema import check_dtype
 from gpubuf.kernels import rows
 from tests.support.moved_buffers import SAMPLERS, alike, episodes
 from tests.support.stored_dtypes import LOSSLESS, LOSSLESS_BYTES, WRITTEN_BYTES

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpubuf.data.storage.columns import Column, address_table
+from gpubuf.data.storage.column import Column, address_table
 from gpubuf.kernels import rows
 from tests.support.rows_setup import ROWS, RecordStore, Store, assert_same, check_gather, check_sample, check_write
 

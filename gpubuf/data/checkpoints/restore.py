@@ -27,10 +27,10 @@ from gpubuf.data.lock import BufferLock
 from gpubuf.data.prefetch import copied, tensors_of
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.storage import host_memory
-from gpubuf.data.storage.forms import Form
 from gpubuf.data.storage.layout import Data, Pieces, RowLayout
 from gpubuf.data.storage.linking import Repeated
 from gpubuf.data.storage.row_memory import Storage
+from gpubuf.data.storage.schema import Form
 from gpubuf.data.storage.tensor_storage import TensorStorage
 
 logger = logging.getLogger("gpubuf")

@@ -14,7 +14,7 @@ from torch import Tensor
 from gpubuf import serialization
 from gpubuf.data.checkpoints.manifest import File, Kind, LeafSpec, Manifest, RowFiles, TensorFiles
 from gpubuf.data.prefetch import copied
-from gpubuf.data.storage.columns import Column
+from gpubuf.data.storage.column import Column
 from gpubuf.data.storage.layout import Key, Node
 from gpubuf.data.storage.tensor_storage import TensorStorage
 

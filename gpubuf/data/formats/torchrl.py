@@ -24,9 +24,8 @@ from gpubuf.data.samplers import torchrl_state
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.data.storage import memmap_files as files
-from gpubuf.data.storage.layout import RowLayout
+from gpubuf.data.storage.layout import RowLayout, TreeLayout
 from gpubuf.data.storage.tensor_storage import Storage, TensorStorage
-from gpubuf.data.storage.trees import TreeLayout
 from gpubuf.data.tensordict_buffers import TensorDictReplayBuffer
 
 _INDEX = ("index",)

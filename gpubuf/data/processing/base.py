@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from gpubuf.data.storage.forms import NEXT_KEY
 from gpubuf.data.storage.layout import Data, Key, Leaf, as_key, as_written
+from gpubuf.data.storage.schema import NEXT_KEY
 from gpubuf.kernels.transitions import DTYPES
 
 

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.data.storage.forms import check_tells_ends
-from gpubuf.data.storage.layout import Key, RowLayout, address, as_key
+from gpubuf.data.storage.layout import Key, RowLayout, address, as_key, inside
+from gpubuf.data.storage.schema import check_tells_ends
 from gpubuf.data.storage.tensor_storage import TensorStorage
-from gpubuf.data.storage.trees import inside
 from gpubuf.kernels.rows import table_entry
 
 #: Keys of identifiers of trajectories, tried in this order if no key is given.

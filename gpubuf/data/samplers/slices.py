@@ -17,10 +17,10 @@ from gpubuf.data.samplers.episode_ends import Signal, fixed_signal, interleaved_
 from gpubuf.data.samplers.slice_flags import SliceFlags
 from gpubuf.data.samplers.slice_sizes import pair_of, partition
 from gpubuf.data.samplers.trajectory_index import Trajectories, TrajectoryIndex
-from gpubuf.data.storage.forms import check_tells_ends
 from gpubuf.data.storage.layout import RowLayout, as_written
 from gpubuf.data.storage.placement import IndexBytes
 from gpubuf.data.storage.recipe import Recipe
+from gpubuf.data.storage.schema import check_tells_ends
 from gpubuf.data.storage.tensor_storage import Storage, TensorStorage
 from gpubuf.kernels.trajectories import Rule
 from gpubuf.kernels.transitions import OFF

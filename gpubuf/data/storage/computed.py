@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gpubuf.data.storage.codecs import host_can_read
 from gpubuf.data.storage.layout import Leaf, rows_in
 from gpubuf.data.storage.row_memory import RowMemory
+from gpubuf.data.storage.schema import host_can_read
 from gpubuf.kernels import transitions
 from gpubuf.kernels._registry import in_memory, lazy, past_dispatcher, without_dispatch
 from gpubuf.kernels.rows import arena_offsets

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.storage.fields import NextObservations
-from gpubuf.data.storage.forms import NEXT_KEY, Form, Source
 from gpubuf.data.storage.layout import Leaf, address, as_written
 from gpubuf.data.storage.placement import device_name
 from gpubuf.data.storage.recipe import Recipe
+from gpubuf.data.storage.schema import NEXT_KEY, Form, Source
 from gpubuf.data.storage.sharing import continued_keys
 from gpubuf.kernels import config, rows, trajectories
 from gpubuf.kernels._registry import lazy, past_dispatcher, without_dispatch

@@ -8,10 +8,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gpubuf.data.storage.columns import Column
-from gpubuf.data.storage.forms import Form
+from gpubuf.data.storage.column import Column
 from gpubuf.data.storage.layout import RowLayout
 from gpubuf.data.storage.placement import Placement
+from gpubuf.data.storage.schema import Form
 from gpubuf.kernels.transitions import DRAWN, FIELD, NEXT, Field, dtype_code
 
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.end_bits import Breaks, EndBits, compared_keys
-from gpubuf.data.storage.forms import Form
 from gpubuf.data.storage.placement import IndexBytes, depends_on_room
 from gpubuf.data.storage.recipe import Recipe
 from gpubuf.data.storage.ring import Ring
+from gpubuf.data.storage.schema import Form
 
 
 class Storage:

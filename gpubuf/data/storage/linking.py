@@ -10,8 +10,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from gpubuf.data.storage.forms import NEXT_KEY, Form, Options, described
 from gpubuf.data.storage.layout import Data, Key, Pieces, RowLayout
+from gpubuf.data.storage.schema import NEXT_KEY, Form, Options, described
 from gpubuf.data.storage.sharing import Sharing
 from gpubuf.kernels.transitions import LOST
 

@@ -9,12 +9,10 @@ import torch
 from tensordict import TensorDict, TensorDictBase, is_tensorclass
 from torch import Tensor
 
-from gpubuf.data.storage.containers import is_container, is_data
 from gpubuf.data.storage.host_rows import HostRows
-from gpubuf.data.storage.layout import Data, RowLayout
+from gpubuf.data.storage.layout import Data, RowLayout, is_container, is_data, mapped, stacked
 from gpubuf.data.storage.placement import Placement
 from gpubuf.data.storage.tensor_storage import TensorStorage
-from gpubuf.data.storage.trees import mapped, stacked
 
 UNLIMITED = 1 << 40
 """The capacity of a storage without one: more objects than any list can hold."""

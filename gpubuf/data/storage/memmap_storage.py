@@ -18,16 +18,15 @@ from torch import Tensor
 
 from gpubuf.data.storage import memmap_files as files
 from gpubuf.data.storage import memmap_temporary as temporary
-from gpubuf.data.storage.columns import Column
+from gpubuf.data.storage.column import Column
 from gpubuf.data.storage.end_bits import FLAGS
-from gpubuf.data.storage.forms import Form
-from gpubuf.data.storage.layout import Data, RowLayout, batch_shape
+from gpubuf.data.storage.layout import Data, RowLayout, batch_shape, saved_tree, with_tree
 from gpubuf.data.storage.memmap_files import COUNTERS_FILE, GPUBUF_FILE
 from gpubuf.data.storage.memmap_journal import Journal
 from gpubuf.data.storage.placement import Placement
 from gpubuf.data.storage.ring import Ring
+from gpubuf.data.storage.schema import Form
 from gpubuf.data.storage.tensor_storage import LazyTensorStorage
-from gpubuf.data.storage.trees import saved_tree, with_tree
 from gpubuf.kernels import rows
 from gpubuf.kernels._registry import in_memory
 

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.storage.fields import field_table
-from gpubuf.data.storage.forms import NEXT_KEY, Form
-from gpubuf.data.storage.layout import Data, RowLayout, as_written
+from gpubuf.data.storage.layout import Data, RowLayout, as_written, layout_of
 from gpubuf.data.storage.recipe import STEPS_KEY, Recipe
 from gpubuf.data.storage.ring import Ring
 from gpubuf.data.storage.row_memory import NOT_INITIALIZED
+from gpubuf.data.storage.schema import NEXT_KEY, Form
 from gpubuf.data.storage.tensor_storage import TensorStorage
-from gpubuf.data.storage.trees import layout_of
 from gpubuf.kernels import transitions
 from gpubuf.kernels._registry import in_memory, lazy, past_dispatcher, without_dispatch
 from gpubuf.kernels.transitions import DOUBLED, LAST, NEXT, OFF, STEPS, SUM, Field, dtype_code

@@ -10,8 +10,8 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
-from gpubuf.data.storage.forms import NEXT_KEY, Form, check_tells_ends
 from gpubuf.data.storage.layout import Key, Leaf, RowLayout, as_key, as_written
+from gpubuf.data.storage.schema import NEXT_KEY, Form, check_tells_ends
 from gpubuf.kernels.transitions import DTYPES, MAX_STEPS
 
 REWARD_KEYS: tuple[Key, ...] = (("next", "reward"),)

@@ -11,18 +11,16 @@ from torch import Tensor
 
 from gpubuf.data.arguments import check_count
 from gpubuf.data.recording import Unfinished
-from gpubuf.data.storage.columns import Column, address_table, columns_of, new_columns, record_of
+from gpubuf.data.storage.column import Column, address_table, by_key, columns_of, new_columns, record_of, records
 from gpubuf.data.storage.end_bits import CONTINUITY, FLAGS, check_ends
 from gpubuf.data.storage.fields import NextObservations, field_table, fields_of
 from gpubuf.data.storage.followers import Followed
 from gpubuf.data.storage.followers import Storage as Storage
-from gpubuf.data.storage.forms import Form, Options
 from gpubuf.data.storage.host_rows import HostRows
-from gpubuf.data.storage.layout import Data, RowLayout, batch_shape, device_of
+from gpubuf.data.storage.layout import Data, RowLayout, batch_shape, device_of, layout_of
 from gpubuf.data.storage.placement import AUTO, IndexBytes, Placement, place, working_device
-from gpubuf.data.storage.records import by_key, records
 from gpubuf.data.storage.ring import Ring
-from gpubuf.data.storage.trees import layout_of
+from gpubuf.data.storage.schema import Form, Options
 from gpubuf.kernels.transitions import Field
 
 _compiling = torch.compiler.is_compiling

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.storage import host_memory
-from gpubuf.data.storage.forms import Form, Options, check_same, described, written_leaves
 from gpubuf.data.storage.host_rows import saved_host
-from gpubuf.data.storage.layout import Data, Pieces, RowLayout, batch_shape, device_of
+from gpubuf.data.storage.layout import Data, Pieces, RowLayout, batch_shape, device_of, saved_tree, with_tree
+from gpubuf.data.storage.schema import Form, Options, check_same, described, written_leaves
 from gpubuf.data.storage.shared_rows import SharedRows
-from gpubuf.data.storage.trees import saved_tree, with_tree
 
 
 class CustomRows(Protocol):

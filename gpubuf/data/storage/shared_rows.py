@@ -15,11 +15,11 @@ from gpubuf.data.arguments import check_count
 from gpubuf.data.recording import DERIVED, capturing
 from gpubuf.data.storage.computed import ComputedRows
 from gpubuf.data.storage.fields import field_table
-from gpubuf.data.storage.forms import Form
 from gpubuf.data.storage.layout import Leaf, RowLayout
 from gpubuf.data.storage.placement import IndexBytes, Placement, depends_on_room, place
 from gpubuf.data.storage.ring import Ring
 from gpubuf.data.storage.row_memory import into
+from gpubuf.data.storage.schema import Form
 from gpubuf.data.storage.sharing import Sharing, entries_of, side_bytes, with_shared
 from gpubuf.kernels import rows, transitions
 from gpubuf.kernels._registry import in_memory, lazy, past_dispatcher, without_dispatch

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.data.storage.forms import NEXT_KEY, Form, written_leaves
 from gpubuf.data.storage.layout import Data, Key, Pieces, RowLayout
 from gpubuf.data.storage.linking import (
     SharedState,
@@ -20,6 +19,7 @@ from gpubuf.data.storage.linking import (
     value_of,
 )
 from gpubuf.data.storage.saved_rows import SavedRows
+from gpubuf.data.storage.schema import NEXT_KEY, Form, written_leaves
 from gpubuf.data.storage.shared_rows import shared_columns
 from gpubuf.data.storage.sharing import Sharing, entries_of
 

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.arguments import check_count
-from gpubuf.data.storage.columns import Column
-from gpubuf.data.storage.forms import NEXT_KEY, Options, sources
+from gpubuf.data.storage.column import Column
 from gpubuf.data.storage.layout import Key, Leaf, address, as_key, as_written
 from gpubuf.data.storage.placement import Placement, allocate
 from gpubuf.data.storage.recipe import END_NAMES
 from gpubuf.data.storage.ring import Ring
+from gpubuf.data.storage.schema import NEXT_KEY, Options, sources
 from gpubuf.kernels import transitions
 from gpubuf.kernels.rows import SIZE, WRITTEN
 from gpubuf.kernels.transitions import Field, dtype_code

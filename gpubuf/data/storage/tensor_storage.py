@@ -17,20 +17,27 @@ from torch import Tensor
 
 from gpubuf.data.arguments import warn_of_no_effect
 from gpubuf.data.recording import DERIVED, Unfinished
-from gpubuf.data.storage.codecs import Codec
-from gpubuf.data.storage.columns import owned_column
-from gpubuf.data.storage.containers import first_of
+from gpubuf.data.storage.column import owned_column
 from gpubuf.data.storage.end_bits import FLAGS
-from gpubuf.data.storage.forms import Options, keys_told
 from gpubuf.data.storage.indexing import contained, expanded, index_shape, plain_index, stored_positions, unravel
-from gpubuf.data.storage.layout import Data, batch_shape, device_of, rows_in
+from gpubuf.data.storage.layout import (
+    Data,
+    TreeLayout,
+    batch_shape,
+    device_of,
+    first_of,
+    layout_of,
+    mapped,
+    rows_in,
+    stacked,
+)
 from gpubuf.data.storage.placement import AUTO, PINNED, SPLIT, IndexBytes, place, readable
 from gpubuf.data.storage.row_memory import NOT_INITIALIZED
 from gpubuf.data.storage.row_memory import Storage as Storage
 from gpubuf.data.storage.saved_rows import CustomRows
+from gpubuf.data.storage.schema import Codec, Options, keys_told
 from gpubuf.data.storage.shared_states import SharedStates
 from gpubuf.data.storage.staging import to_device
-from gpubuf.data.storage.trees import TreeLayout, layout_of, mapped, stacked
 from gpubuf.kernels import rows
 from gpubuf.kernels._registry import in_memory, lazy, past_dispatcher, without_dispatch
 from gpubuf.kernels.rows import arena_offsets
