@@ -14,11 +14,8 @@ from torch import Tensor
 from gpubuf.data.arguments import check_count
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
-from gpubuf.data.samplers.prioritized_slices import PrioritizedSliceSampler
-from gpubuf.data.samplers.random import RandomSampler
-from gpubuf.data.samplers.slices import SliceSampler
-from gpubuf.data.samplers.slices_without_replacement import SliceSamplerWithoutReplacement
-from gpubuf.data.samplers.without_replacement import SamplerWithoutReplacement
+from gpubuf.data.samplers.slices import PrioritizedSliceSampler, SliceSampler, SliceSamplerWithoutReplacement
+from gpubuf.data.samplers.uniform import RandomSampler, SamplerWithoutReplacement
 from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.end_bits import CONTINUITY, FLAGS, EndBits, check_ends, compared_keys
 from gpubuf.data.storage.host_memory import Free

@@ -8,21 +8,15 @@ from gpubuf.data.formats.torchrl import load_torchrl, save_torchrl
 from gpubuf.data.hindsight import Hindsight
 from gpubuf.data.max_value import TensorDictMaxValueWriter
 from gpubuf.data.mixed import MixedReplayBuffer
-from gpubuf.data.predicates import TrajectoryPredicate, traj
 from gpubuf.data.processing.augment import Clip, Mirror, RandomShift
 from gpubuf.data.processing.statistics import Normalize, RewardScale
-from gpubuf.data.query import Trajectory, filter_trajectories, iter_trajectories
-from gpubuf.data.samplers.base import Sampler
+from gpubuf.data.samplers.base import RandomState, Sampler
 from gpubuf.data.samplers.consuming import ConsumingSampler
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
-from gpubuf.data.samplers.prioritized_slices import PrioritizedSliceSampler
-from gpubuf.data.samplers.random import RandomSampler
-from gpubuf.data.samplers.random_state import RandomState
-from gpubuf.data.samplers.slices import SliceSampler
-from gpubuf.data.samplers.slices_without_replacement import SliceSamplerWithoutReplacement
+from gpubuf.data.samplers.slices import PrioritizedSliceSampler, SliceSampler, SliceSamplerWithoutReplacement
 from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.data.samplers.trajectory_index import Trajectories, TrajectoryIndex
-from gpubuf.data.samplers.without_replacement import SamplerWithoutReplacement
+from gpubuf.data.samplers.uniform import RandomSampler, SamplerWithoutReplacement
 from gpubuf.data.sequences import SampleUnit, Sequence, Transition
 from gpubuf.data.storage.schema import Codec
 from gpubuf.data.storage.tensor_storage import Storage
@@ -31,6 +25,7 @@ from gpubuf.data.tensordict_buffers import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
+from gpubuf.data.trajectories import Trajectory, TrajectoryPredicate, filter_trajectories, iter_trajectories, traj
 from gpubuf.data.transforms import Compose, MultiStepTransform
 from gpubuf.data.updates import ConditionalUpdateResult
 from gpubuf.data.writers import (

@@ -14,8 +14,8 @@ from torch import Tensor
 from gpubuf.data.lock import BufferLock
 from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.recording import current
-from gpubuf.data.row_order import RowOrder
 from gpubuf.data.samplers.base import Sampler
+from gpubuf.data.samplers.trajectory_index import RowOrder
 from gpubuf.data.storage.layout import Key, Leaf, as_key, as_written
 from gpubuf.data.storage.schema import as_numbers, stored_as
 from gpubuf.data.storage.staged_rows import PLACED_BYTES, Columns, PlacedRows, StagedRows

@@ -28,12 +28,11 @@ from gpubuf.data.lock import unless_compiling
 from gpubuf.data.moving import Movable
 from gpubuf.data.overview import Overview
 from gpubuf.data.processing.pipeline import Pipeline
-from gpubuf.data.query import Queries
 from gpubuf.data.recording import DERIVED, Unfinished, refuse_in_capture
-from gpubuf.data.row_order import RowOrder
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.slices import SliceSampler
-from gpubuf.data.samplers.vectors import vector
+from gpubuf.data.samplers.sum_tree import vector
+from gpubuf.data.samplers.trajectory_index import RowOrder
 from gpubuf.data.sequences import SampleUnit, checked_unit
 from gpubuf.data.service import Service
 from gpubuf.data.stateful import Stateful
@@ -42,6 +41,7 @@ from gpubuf.data.storage.layout import Data, batch_shape, inside, layout_of, map
 from gpubuf.data.storage.reader import Reader
 from gpubuf.data.storage.recipe import Recipe
 from gpubuf.data.storage.tensor_storage import Storage, TensorStorage
+from gpubuf.data.trajectories import Queries
 from gpubuf.data.transforms import Compose, without_multi_steps
 from gpubuf.data.updates import WriteBack
 from gpubuf.data.writers import RoundRobinWriter, Writer

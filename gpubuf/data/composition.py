@@ -13,7 +13,7 @@ from gpubuf.data.prefetch import Prefetcher
 from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.samplers.base import Rows, Sampler
 from gpubuf.data.samplers.consuming import ConsumingSampler
-from gpubuf.data.samplers.random import RandomSampler
+from gpubuf.data.samplers.uniform import RandomSampler
 from gpubuf.data.storage.layout import Data, is_container, is_data
 from gpubuf.data.storage.list_storage import ListStorage
 from gpubuf.data.storage.recipe import Recipe

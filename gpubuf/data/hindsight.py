@@ -11,8 +11,7 @@ from torch import Tensor
 
 from gpubuf.data.processing.base import Process
 from gpubuf.data.recording import current_recording
-from gpubuf.data.samplers.base import Drawn
-from gpubuf.data.samplers.random_state import RandomState
+from gpubuf.data.samplers.base import Drawn, RandomState
 from gpubuf.data.storage.layout import Data, Key, Leaf, RowLayout, as_key, as_written
 from gpubuf.data.storage.recipe import Recipe
 from gpubuf.data.storage.schema import NEXT_KEY, Form

@@ -23,7 +23,7 @@ from gpubuf.data.lock import BufferLock, under
 from gpubuf.data.mixed_draws import Mixture, check_shares
 from gpubuf.data.prefetch import Batch
 from gpubuf.data.recording import refuse_in_capture
-from gpubuf.data.samplers.vectors import any_of_each, priority_vectors
+from gpubuf.data.samplers.sum_tree import any_of_each, priority_vectors
 from gpubuf.data.storage.indexing import as_positions
 from gpubuf.data.storage.layout import Data, priority_mask_key
 from gpubuf.data.storage.schema import host_can_read

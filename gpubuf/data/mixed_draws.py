@@ -16,13 +16,9 @@ from gpubuf.data.buffer import ReplayBuffer
 from gpubuf.data.lock import under
 from gpubuf.data.prefetch import Batch
 from gpubuf.data.recording import capturing, current_recording, refuse_in_capture
-from gpubuf.data.samplers.base import Sampler
-from gpubuf.data.samplers.random import RandomSampler
-from gpubuf.data.samplers.random_state import RandomState
-from gpubuf.data.samplers.saved_state import demand, is_tensor
-from gpubuf.data.samplers.slices import SliceSampler
-from gpubuf.data.samplers.slices_without_replacement import SliceSamplerWithoutReplacement
-from gpubuf.data.samplers.without_replacement import SamplerWithoutReplacement
+from gpubuf.data.samplers.base import RandomState, Sampler, demand, is_tensor
+from gpubuf.data.samplers.slices import SliceSampler, SliceSamplerWithoutReplacement
+from gpubuf.data.samplers.uniform import RandomSampler, SamplerWithoutReplacement
 from gpubuf.data.storage.layout import Data
 from gpubuf.data.storage.tensor_storage import TensorStorage
 from gpubuf.kernels import philox, rows

@@ -16,7 +16,7 @@ from gpubuf.data.components import component
 from gpubuf.data.lock import unless_compiling
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
-from gpubuf.data.samplers.vectors import any_of_each
+from gpubuf.data.samplers.sum_tree import any_of_each
 from gpubuf.data.sequences import by_anchor
 from gpubuf.data.storage.indexing import as_positions
 from gpubuf.data.storage.layout import Data, priority_mask_key

@@ -14,7 +14,7 @@ from torch import Tensor
 from gpubuf.data.lock import unless_compiling
 from gpubuf.data.recording import DERIVED
 from gpubuf.data.samplers.base import Sampler
-from gpubuf.data.samplers.vectors import vector
+from gpubuf.data.samplers.sum_tree import vector
 from gpubuf.data.storage.indexing import as_positions
 from gpubuf.data.storage.layout import Data, Key, as_key, as_written
 from gpubuf.data.storage.list_storage import ListStorage

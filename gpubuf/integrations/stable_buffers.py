@@ -17,7 +17,7 @@ from torch import Tensor
 from gpubuf.data.buffer import ReplayBuffer
 from gpubuf.data.hindsight import Hindsight
 from gpubuf.data.samplers.base import Sampler
-from gpubuf.data.samplers.random import RandomSampler
+from gpubuf.data.samplers.uniform import RandomSampler
 from gpubuf.data.storage.end_bits import CONTINUITY
 from gpubuf.data.storage.recipe import STEPS_KEY
 from gpubuf.data.storage.schema import Codec

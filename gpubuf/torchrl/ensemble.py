@@ -15,14 +15,14 @@ from gpubuf.data.components import given_transform, refuse_out_of_scope
 from gpubuf.data.lock import under
 from gpubuf.data.mixed import MixedReplayBuffer, checked_owners, positions_in, update_rows
 from gpubuf.data.prefetch import Batch
-from gpubuf.data.query import Predicate, Trajectory
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.slices import SliceSampler
-from gpubuf.data.samplers.vectors import rows_at
+from gpubuf.data.samplers.sum_tree import rows_at
 from gpubuf.data.storage.layout import Data
 from gpubuf.data.storage.list_storage import ListStorage
 from gpubuf.data.storage.tensor_storage import Storage
 from gpubuf.data.tensordict_buffers import TensorDictReplayBuffer
+from gpubuf.data.trajectories import Predicate, Trajectory
 from gpubuf.data.updates import ConditionalUpdateResult, finished_future
 
 _SAMPLEABLE = "sampleable"

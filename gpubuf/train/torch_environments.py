@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpubuf.data.samplers.random_state import RandomState
+from gpubuf.data.samplers.base import RandomState
 from gpubuf.train.config import UsageError
 from gpubuf.train.environments import Steps
 

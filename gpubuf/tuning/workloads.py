@@ -17,7 +17,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from gpubuf.data.samplers.random_state import RandomState
+from gpubuf.data.samplers.base import RandomState
 from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.data.storage.tensor_storage import TensorStorage
 from gpubuf.kernels import categorical, config, norms, rows, sac, tanh_normal, td, trajectories

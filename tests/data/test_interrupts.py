@@ -135,7 +135,7 @@ def test_what_changes_rows_or_priorities_is_interrupted_anywhere(sampler, name, 
 def test_a_change_of_alpha_is_interrupted_anywhere(monkeypatch, sampler, pace):
     """Case 54: all priorities have the old exponent or all have the new one, and the sampler says which."""
     # Several parts, so that some of them are done when the interrupt comes.
-    monkeypatch.setattr("gpubuf.data.samplers.exponents.CHUNK", 16)
+    monkeypatch.setattr("gpubuf.data.samplers.sum_tree.CHUNK", 16)
     priority = 1.0 + torch.arange(45.0)
 
     def prepared():

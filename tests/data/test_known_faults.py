@@ -20,8 +20,7 @@ from gpubuf.data import (
     SliceSampler,
     TensorDictReplayBuffer,
 )
-from gpubuf.data.samplers.base import Sampler
-from gpubuf.data.samplers.random_state import RandomState
+from gpubuf.data.samplers.base import RandomState, Sampler
 from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.kernels import philox
 from gpubuf.kernels._registry import triton_on_cpu

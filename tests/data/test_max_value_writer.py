@@ -29,9 +29,8 @@ from gpubuf.data import (
     TensorDictReplayBuffer,
     max_value,
 )
-from gpubuf.data import ranks as ranks_module
-from gpubuf.data.rank_tree import RankTree
-from gpubuf.data.ranks import DeviceRanks, HeapRanks, RankState, comparable
+from gpubuf.data import max_value as ranks_module
+from gpubuf.data.max_value import DeviceRanks, HeapRanks, RankState, RankTree, comparable
 from tests.support.fake_cuda import fake_cuda, no_blocking_copies
 from tests.support.torchrl_buffers import max_value as recorded
 

@@ -14,7 +14,7 @@ from gpubuf import (
     SliceSampler,
     TensorDictReplayBuffer,
 )
-from gpubuf.data.samplers.episode_ends import interleaved_environments
+from gpubuf.data.samplers.trajectory_index import interleaved_environments
 from gpubuf.data.writers import RoundRobinWriter
 from tests.support.shared_rows import Stream, same_bytes
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from gpubuf.data.samplers.random_state import RandomState
+from gpubuf.data.samplers.base import RandomState
 from gpubuf.data.samplers.sum_tree import SumTree
 from tests.support.fake_cuda import fake_cuda
 from tests.support.sum_tree_checks import assert_consistent
@@ -134,7 +134,7 @@ class TestAlpha:
 
     def test_in_pieces(self, monkeypatch):
         """A tree of any size is transformed without a copy of it in float64."""
-        monkeypatch.setattr("gpubuf.data.samplers.exponents.CHUNK", 4)
+        monkeypatch.setattr("gpubuf.data.samplers.sum_tree.CHUNK", 4)
         tree = filled()
         tree.set_alpha(2.0)
         assert weights_of(tree)[:5] == [1, 4, 9, 16, 25]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gpubuf.data import LazyTensorStorage, TensorDictReplayBuffer
-from gpubuf.data.samplers.random_state import RandomState
+from gpubuf.data.samplers.base import RandomState
 from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.kernels import _threads
 from tests.support.transitions import transitions
@@ -207,7 +207,7 @@ def test_a_forked_child_has_threads_of_its_own():
     program = """
 import os, torch
 torch.set_num_threads(2)
-from gpubuf.data.samplers.random_state import RandomState
+from gpubuf.data.samplers.base import RandomState
 from tests.kernels.test_kernel_threads import LARGE, filled, names_of_workers
 storage, tree = filled()
 expected = storage.sample_uniform(RandomState(seed=7).state, LARGE)[0]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpubuf.data.samplers.random_state import RandomState
+from gpubuf.data.samplers.base import RandomState
 from gpubuf.kernels import philox
 from gpubuf.kernels.philox import reference
 from tests.support.fake_cuda import fake_cuda

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from gpubuf.data.samplers.random_state import RandomState
+from gpubuf.data.samplers.base import RandomState
 from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.kernels import config, rows, sum_tree
 from gpubuf.kernels._registry import triton_on_cpu

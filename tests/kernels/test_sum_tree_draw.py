@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from gpubuf.data.samplers.random_state import RandomState
+from gpubuf.data.samplers.base import RandomState
 from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.kernels import config
 from gpubuf.kernels.philox.reference import uniforms

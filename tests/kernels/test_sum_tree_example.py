@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from gpubuf.data.samplers.random_state import RandomState
+from gpubuf.data.samplers.base import RandomState
 from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.kernels import philox, sum_tree
 from gpubuf.kernels.philox.reference import uniforms

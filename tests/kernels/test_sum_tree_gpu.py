@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from gpubuf.data.samplers.random_state import RandomState
+from gpubuf.data.samplers.base import RandomState
 from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.kernels.sum_tree import NO_ROW
 from tests.support.sum_tree_checks import assert_consistent, chi_square, chi_square_bound

@@ -16,7 +16,7 @@ from gpubuf import serialization
 from gpubuf.data.checkpoints.manifest import Manifest, RowFiles, need
 from gpubuf.data.checkpoints.parts import Parts
 from gpubuf.data.processing.pipeline import Pipeline
-from gpubuf.data.samplers.saved_state import is_count
+from gpubuf.data.samplers.base import is_count
 from gpubuf.data.storage.linking import SharedState
 from gpubuf.data.storage.schema import NEXT_KEY
 from gpubuf.data.storage.tensor_storage import TensorStorage

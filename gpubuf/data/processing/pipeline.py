@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gpubuf.data.processing.augment import Mirror
 from gpubuf.data.processing.base import Process
-from gpubuf.data.samplers.random_state import RandomState
+from gpubuf.data.samplers.base import RandomState
 from gpubuf.data.storage.layout import Data, Key, Leaf, as_written
 from gpubuf.kernels.transitions import BY_CHANCE, OFF
 

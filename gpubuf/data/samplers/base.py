@@ -1,4 +1,7 @@
-"""The contract of samplers, which choose the rows of a batch. docs/extending.md shows how to write one."""
+"""The contract of samplers, which choose the rows of a batch, and their random streams.
+
+docs/extending.md shows how to write a sampler.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,126 @@ from torch import Tensor
 from gpubuf.data.arguments import describe_type
 from gpubuf.data.recording import current, refuse_in_capture
 from gpubuf.data.samplers.adaptation import adapt
-from gpubuf.data.samplers.random_state import RandomState
-from gpubuf.data.samplers.saved_state import demand, is_tensor
 from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.layout import Data, RowLayout
 from gpubuf.data.storage.placement import IndexBytes, depends_on_room
 from gpubuf.data.storage.reader import Reader
 from gpubuf.data.storage.recipe import Recipe
 from gpubuf.data.storage.tensor_storage import Storage, TensorStorage
+from gpubuf.kernels import philox
+from gpubuf.kernels._registry import without_dispatch
+
+_uniform = without_dispatch(philox.uniform)
+
+
+class RandomState:
+    """The state of a Philox4x32-10 stream, as a tensor that the kernels advance.
+
+    The same seed gives the same variates on every device. A CUDA graph that was captured with this state draws
+    new numbers at every replay, and sees :meth:`manual_seed` and :meth:`load_state_dict`, which work in place.
+
+    Args:
+        seed: any 64-bit seed. None draws one from ``generator``, so that ``torch.manual_seed`` makes a run
+            repeatable.
+        generator: a seed is drawn from it; None is torch's global CPU generator.
+        device: the state lives there, and draws happen there.
+
+    Attributes:
+        state: int64 ``[3]`` = (seed, offset, scratch); see :mod:`gpubuf.kernels.philox`.
+
+    Raises:
+        ValueError: both a seed and a generator are given.
+    """
+
+    def __init__(
+        self,
+        seed: int | None = None,
+        generator: torch.Generator | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.state: Tensor
+        if seed is not None:
+            if generator is not None:
+                raise ValueError("give a seed or a generator to draw one from, not both")
+            self.state = philox.new_state(seed, device)
+            return
+        origin = "cpu" if generator is None else generator.device
+        drawn = torch.empty((), dtype=torch.int64, device=origin).random_(generator=generator)
+        # Copied as a tensor: the host need not know the seed, so that this never synchronises with a GPU. Nor does the
+        # host wait for the copy: CUDA has read memory that is not pinned when the call returns.
+        self.state = torch.zeros(3, dtype=torch.int64, device=device)
+        self.state[philox.SEED].copy_(drawn, non_blocking=True)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the state."""
+        return self.state.device
+
+    def uniform(self, n: int) -> Tensor:
+        """``n`` uniforms in [0, 1), float64 ``[n]`` on :attr:`device`, of 53 random bits each. No host sync.
+
+        Raises:
+            ValueError: ``n`` is negative.
+        """
+        drawn: Tensor = _uniform(self.state, n)
+        return drawn
+
+    def manual_seed(self, seed: int) -> RandomState:
+        """Start the stream of ``seed``, in place, and return self."""
+        self.state.copy_(philox.new_state(seed, "cpu"))
+        return self
+
+    def to(self, device: torch.device | str) -> RandomState:
+        """This stream on ``device``: self if it is there, else a copy that goes on from the same point."""
+        # CUDA has read memory that is not pinned when the call returns.
+        moved = self.state.to(device, non_blocking=self.state.is_cpu)
+        if moved is self.state:
+            return self
+        copy = object.__new__(type(self))
+        copy.state = moved
+        return copy
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of the state."""
+        return {"state": self.state.clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from the point at which ``state`` was taken, in place.
+
+        Raises:
+            KeyError: ``state`` has no ``"state"``.
+            TypeError: the state is not int64.
+            ValueError: the state has another shape than ``[3]``.
+        """
+        philox.check_state(state["state"])
+        self.state.copy_(state["state"])
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(device={str(self.device)!r})"
+
+
+def demand(condition: bool, text: str) -> None:
+    """Raise a ValueError unless ``condition`` holds."""
+    if not condition:
+        raise ValueError(text)
+
+
+def is_count(value: Any, at_least: int = 0) -> bool:
+    """Whether ``value`` is an int of at least so much, which fits into int64."""
+    return type(value) is int and at_least <= value < 2**63
+
+
+def is_tensor(value: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
+    """Whether ``value`` is a tensor of this dtype and shape."""
+    return isinstance(value, Tensor) and value.dtype is dtype and tuple(value.shape) == shape
+
+
+def positions_below(value: Any, bound: int) -> bool:
+    """Whether ``value`` is an int64 vector of positions below ``bound``."""
+    if not isinstance(value, Tensor) or value.dtype is not torch.int64 or value.dim() != 1:
+        return False
+    return bool(((value >= 0) & (value < bound)).all())
+
 
 _compiling = torch.compiler.is_compiling
 

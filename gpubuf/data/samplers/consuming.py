@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.recording import refuse_in_capture
-from gpubuf.data.samplers.base import Sampler
-from gpubuf.data.samplers.saved_state import demand, is_count, is_tensor
+from gpubuf.data.samplers.base import Sampler, demand, is_count, is_tensor
 from gpubuf.data.storage.indexing import as_positions
 from gpubuf.data.storage.layout import Data, RowLayout, batch_shape
 from gpubuf.data.storage.list_storage import ListStorage

@@ -14,12 +14,9 @@ from torch import Tensor
 from gpubuf.data.arguments import check_count
 from gpubuf.data.lock import unless_compiling
 from gpubuf.data.recording import DERIVED, current, current_recording, refuse_in_capture, traced_property
-from gpubuf.data.samplers.base import Sampler
-from gpubuf.data.samplers.exponents import check_beta, exponent, refuse_negative
-from gpubuf.data.samplers.saved_state import demand, is_tensor
-from gpubuf.data.samplers.sum_tree import SumTree
+from gpubuf.data.samplers.base import Sampler, demand, is_tensor
+from gpubuf.data.samplers.sum_tree import SumTree, check_beta, exponent, refuse_negative, rows_at
 from gpubuf.data.samplers.torchrl_state import Priorities, priorities_of, read_priorities, write_priorities
-from gpubuf.data.samplers.vectors import rows_at
 from gpubuf.data.storage.indexing import as_positions
 from gpubuf.data.storage.placement import IndexBytes
 from gpubuf.data.storage.tensor_storage import Storage, TensorStorage

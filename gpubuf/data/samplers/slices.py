@@ -2,28 +2,124 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import os
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gpubuf.data.arguments import check_count
-from gpubuf.data.recording import current_recording, refuse_in_capture
-from gpubuf.data.samplers.base import UNBOUND, Drawn, Sampler, require_rows
-from gpubuf.data.samplers.episode_ends import Signal, fixed_signal, interleaved_environments, signal_keys, stored_signal
-from gpubuf.data.samplers.slice_flags import SliceFlags
-from gpubuf.data.samplers.slice_sizes import pair_of, partition
-from gpubuf.data.samplers.trajectory_index import Trajectories, TrajectoryIndex
-from gpubuf.data.storage.layout import RowLayout, as_written
+from gpubuf.data.recording import DERIVED, current_recording, refuse_in_capture
+from gpubuf.data.samplers import torchrl_state
+from gpubuf.data.samplers.base import UNBOUND, Drawn, Sampler, demand, is_count, positions_below, require_rows
+from gpubuf.data.samplers.prioritized import PrioritizedSampler
+from gpubuf.data.samplers.trajectory_index import (
+    Signal,
+    Trajectories,
+    TrajectoryIndex,
+    fixed_signal,
+    interleaved_environments,
+    signal_keys,
+    stored_signal,
+)
+from gpubuf.data.storage.layout import Key, RowLayout, as_key, as_written
 from gpubuf.data.storage.placement import IndexBytes
 from gpubuf.data.storage.recipe import Recipe
 from gpubuf.data.storage.schema import check_tells_ends
 from gpubuf.data.storage.tensor_storage import Storage, TensorStorage
-from gpubuf.kernels.trajectories import Rule
+from gpubuf.kernels.trajectories import Rule, eligible_words
 from gpubuf.kernels.transitions import OFF
+
+
+def pair_of(span: bool | int | Sequence[bool | int]) -> tuple[bool | int, bool | int]:
+    """A span as a pair: how far a slice may begin before its trajectory, and go on behind it.
+
+    Raises:
+        ValueError: it has another number of entries.
+    """
+    if isinstance(span, int):
+        return span, span
+    if len(span) != 2:
+        raise ValueError(f"span must be a number or a pair of numbers, got {span!r}")
+    before, after = span
+    return before, after
+
+
+def partition(batch_size: int, num_slices: int | None, slice_len: int | None) -> tuple[int, int]:
+    """(slices in a batch, steps of a slice), one of which is given.
+
+    Raises:
+        RuntimeError: the batch can't be cut like that.
+    """
+    divisor = num_slices or slice_len
+    assert divisor is not None
+    if batch_size % divisor:
+        name = "num_slices" if num_slices else "slice_len"
+        raise RuntimeError(f"the batch size must be divisible by {name}: got {batch_size} and {divisor}")
+    other = batch_size // divisor
+    return (divisor, other) if num_slices else (other, divisor)
+
+
+class SliceFlags:
+    """Which flags to report, and where the stored ones are among the tensors of a gathered batch.
+
+    Args:
+        layout: of the rows.
+        truncated_key: under which the last step of every slice is reported; ``"done"`` and ``"terminated"`` go beside
+            it. None reports none of them.
+        init_key: of stored flags that are set at the first step of every slice; None, or not stored: of none.
+    """
+
+    def __init__(self, layout: RowLayout, truncated_key: Any | None, init_key: Any | None) -> None:
+        self.truncated: Any = None
+        if truncated_key is not None:
+            truncated = as_key(truncated_key)
+            done: Key = (*truncated[:-1], "done")
+            terminated: Key = (*truncated[:-1], "terminated")
+            self.truncated, self.done, self.terminated = (as_written(key) for key in (truncated, done, terminated))
+            self._truncated, self._done, self._terminated = (
+                layout.position(key) for key in (truncated, done, terminated)
+            )
+        init = None if init_key is None else as_key(init_key)
+        self._init = None if init is None else layout.position(init)
+        self.init: Any = None if init is None or self._init is None else as_written(init)
+
+    def entries(self, tensors: list[Tensor], last: Tensor, length: int, kept: Tensor | None) -> dict[Any, Tensor]:
+        """The flags of a batch, by key.
+
+        Args:
+            tensors: the gathered rows, ``[n, ...]`` each, in the order of the layout. They are not changed.
+            last: bool ``[n]``, set at the last step of every slice.
+            length: steps of a slice.
+            kept: which of the steps of slices of equal length are in the batch, int64 ``[n]``; None: all of them.
+        """
+        flags: dict[Any, Tensor] = {}
+        if self.truncated is not None:
+            done = None if self._done is None else tensors[self._done]
+            truncated = last.unsqueeze(-1)
+            like = tensors[self._truncated] if done is None and self._truncated is not None else done
+            if like is not None and like.shape != truncated.shape:
+                # Flags of several elements a row (agents) keep their shape: all of them see where the slice ends.
+                truncated = last.view(-1, *[1] * (like.ndim - 1)).expand(like.shape).contiguous()
+            flags[self.truncated] = truncated
+            flags[self.done] = truncated.clone() if done is None else done | truncated
+            terminated = torch.zeros_like(truncated) if self._terminated is None else tensors[self._terminated]
+            flags[self.terminated] = terminated
+        if self._init is not None:
+            stored = tensors[self._init]
+            started = stored.clone()
+            if kept is None:
+                started.view(-1, length, *stored.shape[1:]).select(1, 0).fill_(True)
+            else:
+                started |= (kept % length == 0).view(-1, *[1] * (stored.ndim - 1))
+            flags[self.init] = started
+        return flags
+
 
 WEIGHTINGS = ("trajectory", "transition")
 
@@ -453,3 +549,365 @@ class SliceSampler(Sampler):
             f"{type(self).__name__}(num_slices={self.num_slices}, slice_len={self.slice_len}, "
             f"strict_length={self.strict_length}, weighting={self.weighting!r}, index={self._index})"
         )
+
+
+class SliceSamplerWithoutReplacement(SliceSampler):
+    """Every eligible trajectory once an epoch, one slice of it, which starts anywhere in it with equal probability.
+
+    A batch has fewer slices than asked for if no more trajectories are left; then ``ran_out`` is set, and the next
+    batch begins an epoch in another order. So does the first batch after a write. An epoch begins with a
+    synchronisation: how many trajectories there are is known to the device alone.
+
+    Args:
+        drop_last: end the epoch before a batch that could not be filled.
+        shuffle: False visits the trajectories in the order of the index.
+        num_slices, slice_len, end_key, end_keys, traj_key, ends, trajectories, truncated_key, init_key, strict_length,
+            compile, use_gpu, stack: as for :class:`SliceSampler`.
+        replacement: accepted for compatibility.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_slices: int | None = None,
+        slice_len: int | None = None,
+        drop_last: bool = False,
+        end_key: Any = None,
+        end_keys: Sequence[Any] | None = None,
+        traj_key: Any = None,
+        ends: Tensor | None = None,
+        trajectories: Tensor | None = None,
+        truncated_key: Any = ("next", "truncated"),
+        init_key: Any = "is_init",
+        strict_length: bool = True,
+        shuffle: bool = True,
+        compile: bool | dict[str, Any] = False,
+        use_gpu: torch.device | bool = False,
+        stack: bool = False,
+        replacement: bool = False,
+    ) -> None:
+        super().__init__(
+            num_slices=num_slices,
+            slice_len=slice_len,
+            end_key=end_key,
+            end_keys=end_keys,
+            traj_key=traj_key,
+            ends=ends,
+            trajectories=trajectories,
+            truncated_key=truncated_key,
+            init_key=init_key,
+            strict_length=strict_length,
+            stack=stack,
+        )
+        self.drop_last, self.shuffle = drop_last, shuffle
+        self._ranks: Tensor | None = None
+        self._epoch: tuple[int, Rule] | None = None
+        # How many trajectories there were in an epoch of TorchRL's, until the next batch tells whether they are there.
+        self._restored: int | None = None
+
+    def _choose_slices(
+        self, storage: TensorStorage, index: TrajectoryIndex, n: int, length: int
+    ) -> tuple[Tensor, Tensor, Tensor, dict[Any, Tensor]]:
+        refuse_in_capture(
+            "an epoch begins when the host says so: sample slices without replacement outside of the step"
+        )
+        rule = self._rule(length)
+        index.use(rule)
+        rng = self.random_state(storage.device)
+        if self._restored is not None:
+            self._go_on(storage, index)
+        if self._ranks is None or self._epoch != (storage.written, rule):
+            self._begin(storage, index)
+        assert self._ranks is not None
+        if self.drop_last and self._ranks.numel() < n:
+            raise ValueError(
+                f"a batch takes {n} trajectories, {self._ranks.numel()} are eligible, and drop_last=True forbids less"
+            )
+        ranks, left = self._ranks[:n], self._ranks[n:]
+        chosen = index.draw(ranks.numel(), rng, ranks)
+        ran_out = left.numel() < (n if self.drop_last else 1)
+        # In one step: an interrupt may come at any call.
+        self._ranks, self.ran_out = None if ran_out else left, ran_out
+        return *chosen, {}
+
+    def draw_batches(self, n: int, batches: int) -> Drawn:
+        if not self.drop_last:
+            raise ValueError("the last batch of an epoch may be shorter than the others: several need drop_last=True")
+        return super().draw_batches(n, batches)
+
+    def _begin(self, storage: TensorStorage, index: TrajectoryIndex) -> None:
+        """Begin an epoch. Synchronises."""
+        total = int(index.total.item())
+        if total == 0:
+            raise RuntimeError(index.nothing_eligible())
+        self._ranks = self.order_of(total, storage.device, self.shuffle)
+        self._epoch = (storage.written, index.rule)
+
+    def _go_on(self, storage: TensorStorage, index: TrajectoryIndex) -> None:
+        """Go on with an epoch that was restored, if there are as many trajectories as then. Synchronises."""
+        same = int(index.total.item()) == self._restored
+        self._epoch, self._restored = (storage.written, index.rule) if same else None, None
+
+    def rebuild(self) -> None:
+        with self.lock:
+            super().rebuild()
+            self._ranks = None
+
+    def empty(self) -> None:
+        super().empty()
+        self._ranks = None
+
+    def free(self) -> None:
+        super().free()
+        self._ranks = self._epoch = None
+
+    def forget_storage(self) -> None:
+        super().forget_storage()
+        self._ranks = self._epoch = None
+
+    def memory(self) -> IndexBytes:
+        order = 0 if self._ranks is None else self._ranks.untyped_storage().nbytes()
+        return IndexBytes(index=order) + super().memory()
+
+    def move(self) -> None:
+        super().move()
+        if self._ranks is not None:
+            self._ranks = self._ranks.to(self.storage.device)
+
+    def state_dict(self) -> dict[str, Any]:
+        # What was restored of TorchRL's has no epoch until a batch is drawn.
+        left = None if self._ranks is None or self._epoch is None else self._ranks.clone()
+        epoch = None if self._epoch is None else [self._epoch[0], *self._epoch[1]]
+        return {**super().state_dict(), "ranks": left, "epoch": epoch, "ran_out": self.ran_out}
+
+    def load_state_dict(self, state: dict[str, Any], order: Tensor | None = None) -> None:
+        """Restore :meth:`state_dict`, or TorchRL's: what an epoch has left. TorchRL's has no random stream.
+
+        An epoch of TorchRL's begins anew if there are more or less trajectories than there were.
+        """
+        self._restored = None
+        if "_sample_list" in state:
+            self._load_epoch(state, order)
+            return
+        super().load_state_dict(state, order)
+        ranks, epoch, self.ran_out = state["ranks"], state["epoch"], state["ran_out"]
+        if ranks is None or order is not None:
+            # Rows that lie elsewhere now begin a new epoch.
+            self._ranks = self._epoch = None
+        else:
+            written, *rule = epoch
+            self._ranks, self._epoch = ranks.to(self.storage.device, copy=True), (written, Rule(*rule))
+
+    def _load_epoch(self, state: dict[str, Any], order: Tensor | None) -> None:
+        super().load_state_dict({}, order)
+        epoch = torchrl_state.epoch_of(state)
+        left, self.drop_last, self.ran_out = epoch["remaining"], bool(state["drop_last"]), epoch["ran_out"]
+        begun = left is not None and left.numel() > 0 and order is None
+        self._ranks = left.to(self.storage.device) if begun else None
+        self._epoch, self._restored = None, epoch["size"] if begun else None
+
+    def dumps(self, path: str | os.PathLike[str]) -> None:
+        """Write the epoch into a folder, as TorchRL does. Synchronises."""
+        with self.lock:
+            total = 0 if self._ranks is None or self._index is None else int(self._index.total.item())
+            torchrl_state.write_epoch(Path(path), self._ranks, total, self.drop_last, self.ran_out)
+
+    def loads(self, path: str | os.PathLike[str]) -> None:
+        """Restore what :meth:`dumps` or TorchRL has written, after the storage has been restored. Synchronises.
+
+        Raises:
+            ValueError: the files are damaged, or there are none.
+        """
+        with self.lock:
+            self.load_state_dict(torchrl_state.read_epoch(Path(path)))
+
+    def check_state(self, state: dict[str, Any], capacity: int, size: int) -> None:
+        super().check_state(state, capacity, size)
+        ranks, epoch = state["ranks"], state["epoch"]
+        demand(type(state["ran_out"]) is bool, "the checkpoint's epoch is damaged")
+        if ranks is not None:
+            # At most one trajectory a row.
+            demand(positions_below(ranks, size), "the checkpoint's epoch is damaged")
+            is_epoch = len(epoch) == 1 + len(Rule._fields) and all(is_count(int(n)) for n in epoch)
+            demand(is_epoch, "its rule is damaged")
+
+
+SliceSampler.without_replacement = SliceSamplerWithoutReplacement
+
+
+class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
+    """Draws where a slice starts by priority, among the rows from which a slice can start.
+
+    A start is eligible where ``slice_len`` steps of its trajectory are left (fewer, by the right ``span``) or, with
+    ``strict_length=False``, at the first row of a trajectory too. A bitmap, which every write keeps up to date, tells
+    the sum tree which rows these are; the priorities of the others stay what they are, and count again as soon as
+    their trajectory has grown. ``"priority_weight"`` is that of the start, for every step of its slice. Weights are
+    normalised by the smallest of the eligible starts.
+
+    Args:
+        max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer, replacement: as for
+            :class:`PrioritizedSampler`.
+        num_slices, slice_len, end_key, end_keys, traj_key, ends, trajectories, cache_values, truncated_key, init_key,
+            strict_length, compile, stack: as for :class:`SliceSampler`.
+        span: as for :class:`SliceSampler`, but slices never begin before their trajectory: the first entry of a pair is
+            ignored, with a warning.
+    """
+
+    def __init__(
+        self,
+        max_capacity: int,
+        alpha: float,
+        beta: float,
+        eps: float = 1e-8,
+        dtype: torch.dtype = torch.float,
+        reduction: str = "max",
+        *,
+        num_slices: int | None = None,
+        slice_len: int | None = None,
+        end_key: Any = None,
+        end_keys: Sequence[Any] | None = None,
+        traj_key: Any = None,
+        ends: Tensor | None = None,
+        trajectories: Tensor | None = None,
+        cache_values: bool = False,
+        truncated_key: Any = ("next", "truncated"),
+        init_key: Any = "is_init",
+        strict_length: bool = True,
+        compile: bool | dict[str, Any] = False,
+        span: bool | int | Sequence[bool | int] = False,
+        max_priority_within_buffer: bool = False,
+        stack: bool = False,
+        replacement: bool = True,
+    ) -> None:
+        before, after = pair_of(span)
+        if before:
+            warnings.warn(f"{type(self).__name__} draws the first step itself: the left span is ignored", stacklevel=2)
+        PrioritizedSampler.__init__(
+            self,
+            max_capacity,
+            alpha,
+            beta,
+            eps,
+            dtype,
+            reduction,
+            max_priority_within_buffer,
+            replacement=replacement,
+        )
+        SliceSampler.__init__(
+            self,
+            num_slices=num_slices,
+            slice_len=slice_len,
+            end_key=end_key,
+            end_keys=end_keys,
+            traj_key=traj_key,
+            ends=ends,
+            trajectories=trajectories,
+            truncated_key=truncated_key,
+            init_key=init_key,
+            strict_length=strict_length,
+            span=(False, after),
+            stack=stack,
+        )
+        # How many steps must be left, and the rows of which that is true.
+        self._need = 0
+        self._eligible: Tensor | None = None
+
+    def forget_storage(self) -> None:
+        super().forget_storage()
+        self._eligible = None
+
+    def _steps_needed(self, length: int) -> int:
+        return length - self._rule(length).after
+
+    def _restrict(self, storage: TensorStorage, index: TrajectoryIndex, need: int) -> Tensor:
+        """Tell the tree which starts are eligible, of slices that need ``need`` steps. O(capacity)."""
+        eligible = self._eligible
+        recording = current_recording()
+        if recording is not None:
+            recording.after(functools.partial(setattr, self, "_need", need))
+            recording.undo(functools.partial(setattr, self, "_need", self._need))
+        if eligible is None:
+            refuse_in_capture("the first write or sample finds the eligible starts: do it before")
+            eligible = torch.zeros(eligible_words(storage.max_size), dtype=torch.int64, device=storage.device)
+        before = storage.begin(DERIVED)
+        index.update_eligible(eligible, index.steps, need, not self.strict_length)
+        self._tree_made().restrict(eligible)
+        self._need, self._eligible = need, eligible
+        storage.end(before)
+        return eligible
+
+    def _require(self, storage: TensorStorage, index: TrajectoryIndex, need: int) -> None:
+        if self._eligible is None or need != self._need:
+            self._restrict(storage, index, need)
+
+    def _note_need(self, storage: TensorStorage, index: TrajectoryIndex) -> None:
+        """A graph that is captured now finds the starts that are eligible now, at each replay."""
+        recording = current_recording()
+        if recording is not None:
+            recording.holds(self, "_eligible")
+            recording.before(self, functools.partial(self._require, storage, index, self._need))
+
+    def _choose_slices(
+        self, storage: TensorStorage, index: TrajectoryIndex, n: int, length: int
+    ) -> tuple[Tensor, Tensor, Tensor, dict[Any, Tensor]]:
+        self._note_need(storage, index)
+        self._require(storage, index, self._steps_needed(length))
+        try:
+            start, info = PrioritizedSampler.choose(self, n)
+        except RuntimeError as error:
+            raise RuntimeError(self._nothing_eligible(index)) from error
+        return *index.slices(start, length), info
+
+    def _nothing_eligible(self, index: TrajectoryIndex) -> str:
+        return (
+            f"no slice can start anywhere: {self._need} steps are needed, the stored trajectories are "
+            f"{index.trajectories()}, and no row with so many left has a positive priority"
+        )
+
+    def on_write(self, positions: Tensor, priority: Tensor | None) -> None:
+        """Index the steps of one write, and give them their priority, in one tree update."""
+        trajectories, storage = self._index_made(), self.storage
+        n = positions.numel() // trajectories.envs
+        self._note_need(storage, trajectories)
+        trajectories.write(n)
+        eligible = self._eligible
+        if eligible is None:
+            eligible = self._restrict(
+                storage, trajectories, self._steps_needed(self.slice_len) if self.slice_len else 1
+            )
+        touched = trajectories.update_eligible(eligible, n, self._need, not self.strict_length)
+        PrioritizedSampler.on_write(self, positions, priority)
+        self._tree_made().refresh(touched)
+
+    def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
+        """Rows were written elsewhere: index all of them anew, and give these the priority of new ones. O(capacity)."""
+        self.rebuild()
+        PrioritizedSampler.mark_update(self, index, storage=storage)
+
+    def rebuild(self) -> None:
+        with self.lock:
+            super().rebuild()
+            if self._index is not None and self._eligible is not None:
+                self._restrict(self._index.storage, self._index, self._need)
+
+    def empty(self) -> None:
+        super().empty()
+        if self._eligible is not None:
+            self._eligible.zero_()
+
+    def free(self) -> None:
+        super().free()
+        self._eligible = None
+
+    def index_bytes(self, shape: tuple[int, ...], device_type: str) -> IndexBytes:
+        return IndexBytes(index=8 * eligible_words(math.prod(shape))) + super().index_bytes(shape, device_type)
+
+    def memory(self) -> IndexBytes:
+        return IndexBytes(index=0 if self._eligible is None else self._eligible.nbytes) + super().memory()
+
+    def move(self) -> None:
+        super().move()
+        storage = self.storage
+        if self._index is not None and self._eligible is not None and self._eligible.device != storage.device:
+            self._eligible = None
+            self._restrict(storage, self._index, self._need)

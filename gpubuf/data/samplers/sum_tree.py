@@ -10,14 +10,188 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.data.samplers.exponents import Reweighing, check_beta, exponent, may_be_clamped
-from gpubuf.data.samplers.random_state import RandomState
-from gpubuf.data.samplers.vectors import priority_vectors, vector
+from gpubuf.data.recording import current_recording
+from gpubuf.data.samplers.base import RandomState
+from gpubuf.data.storage.indexing import as_positions, check_dense
 from gpubuf.data.storage.placement import device_name
+from gpubuf.data.storage.tensor_storage import TensorStorage
 from gpubuf.kernels import config, rows, sum_tree
 from gpubuf.kernels._check import demand_int64
 from gpubuf.kernels._registry import is_lazy, without_dispatch
-from gpubuf.kernels.sum_tree import ALPHA, BETA, EPS, LARGEST, MAX_PRIORITY, MAXIMUM, MINIMUM, REFUSED, SMALLEST, SUM
+from gpubuf.kernels.rows import SIZE
+from gpubuf.kernels.sum_tree import (
+    ALPHA,
+    BETA,
+    EPS,
+    LARGEST,
+    MAX_PRIORITY,
+    MAXIMUM,
+    MINIMUM,
+    NO_ROW,
+    REFUSED,
+    SMALLEST,
+    SUM,
+)
+
+
+class CountError(RuntimeError, ValueError):
+    """There are not as many priorities or generations as rows."""
+
+
+def vector(values: Tensor, dtype: torch.dtype, like: Tensor) -> Tensor:
+    """``values`` as a contiguous ``[n]`` on the device of ``like``; as they are if they are so already.
+
+    Raises:
+        TypeError: rows or generations are not integers.
+    """
+    if (
+        values.dtype is not dtype
+        or values.dim() != 1
+        or values.requires_grad
+        # the number of the device, -1 for the CPU: cheaper to compare than torch.device
+        or values.get_device() != like.get_device()
+        or values.is_meta
+        or values.layout is not torch.strided
+    ):
+        check_dense("rows, priorities or generations", values)
+        if dtype is torch.int64 and (values.is_floating_point() or values.dtype is torch.bool):
+            raise TypeError(f"rows and generations are integers, not {values.dtype}")
+        values = values.detach().to(like.device, dtype).reshape(-1)
+    return values if values.is_contiguous() else values.contiguous()
+
+
+def any_of_each(flags: Tensor, n: int) -> Tensor:
+    """Whether any of the flags of each of ``n`` rows is set, ``[n]``."""
+    return flags.reshape(n, flags.numel() // max(n, 1)).any(-1)
+
+
+def rows_at(index: Any, storage: TensorStorage) -> Tensor:
+    """The flat positions of stored rows. Of others on a GPU, and in compiled code, it is ``NO_ROW``, without a sync.
+
+    Raises:
+        IndexError: no row is stored there.
+    """
+    positions = as_positions(index, storage.shape, storage.device, lambda: storage.steps_stored)
+    if not storage.initialized or not positions.numel():
+        return positions
+    if torch.compiler.is_compiling() or not positions.is_cpu or type(positions) is not Tensor:
+        return torch.where(positions < storage.ring[SIZE], positions, NO_ROW)
+    if int(positions.max()) >= len(storage):
+        raise IndexError(f"index {int(positions.max())} is out of range: {len(storage)} rows are stored")
+    return positions
+
+
+def priority_vectors(
+    index: Tensor, priority: Any, generation: Tensor | None, like: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Rows, and a priority and maybe a generation for each of them, on the device of ``like``.
+
+    One priority stands for all.
+
+    Raises:
+        CountError: there are not as many as rows.
+    """
+    index = vector(index, torch.int64, like)
+    n = index.numel()
+    if not isinstance(priority, Tensor):
+        # Filled on the device itself: a copy from the host can't be captured in a graph.
+        number = isinstance(priority, int | float)
+        priority = torch.full((n,), priority, device=like.device) if number else torch.as_tensor(priority)
+    if priority.numel() == 1 and n != 1:
+        priority = priority.reshape(1).expand(n)
+    priority = vector(priority, torch.float32, like)
+    if generation is not None:
+        generation = vector(generation, torch.int64, like)
+    if priority.numel() != n or (generation is not None and generation.numel() != n):
+        given = {"priorities": priority.numel()}
+        if generation is not None:
+            given["generations"] = generation.numel()
+        raise CountError(f"{n} rows are addressed, but given are {given}")
+    return index, priority, generation
+
+
+CHUNK = 1 << 24
+"""Weights that a change of alpha holds in float64 at a time."""
+
+
+def may_be_clamped(alpha: float, eps: float) -> bool:
+    """Whether the weight of any float32 priority is out of float32's range."""
+    least = eps or 2.0**-149
+    return alpha * math.log2(LARGEST + eps) > math.log2(LARGEST) or alpha * math.log2(least) < math.log2(SMALLEST)
+
+
+def exponent(name: str, value: float) -> float:
+    """``value``, checked.
+
+    Raises:
+        ValueError: it is not a finite number of at least 0.
+    """
+    if not 0.0 <= value < math.inf:
+        raise ValueError(f"{name} must be finite and not negative, but is {value}")
+    return float(value)
+
+
+def refuse_negative(alpha: float = 0.0, beta: float | Tensor = 0.0) -> None:
+    """Raise for negative exponents in TorchRL's words. All else that is wrong with them is found later.
+
+    Raises:
+        ValueError: one is negative.
+    """
+    if alpha < 0:
+        raise ValueError(f"alpha must be greater or equal than 0, got alpha={alpha}")
+    if not isinstance(beta, Tensor) and beta < 0:
+        raise ValueError(f"beta must be greater or equal to 0, got beta={beta}")
+
+
+class Reweighing:
+    """A change of alpha under way: ``weight ** (new / old)`` for every leaf.
+
+    An interrupt can come anywhere, and :meth:`finish` goes on from there. The new weights of a part are kept until they
+    are stored for certain: storing them twice changes nothing, computing them twice would.
+
+    Args:
+        leaves: the weights, which change in place.
+        old: alpha so far. If it is 0, the weights stay: they don't tell the priorities.
+        alpha: alpha from now on.
+    """
+
+    def __init__(self, leaves: Tensor, old: float, alpha: float) -> None:
+        self.alpha = alpha
+        self._parts = leaves.split(CHUNK) if old else ()
+        self._power = alpha / old if old else 1.0
+        # The part to store next, and its new weights if they have been computed: one object, replaced as a whole.
+        self._next: tuple[int, Tensor | None] = 0, None
+
+    def finish(self) -> None:
+        """Change all weights that have not been changed. No host sync."""
+        first, weights = self._next
+        for number in range(first, len(self._parts)):
+            part = self._parts[number]
+            if weights is None:
+                old = part.double()
+                weights = torch.where(old > 0, (old**self._power).clamp_(SMALLEST, LARGEST), 0.0).to(part.dtype)
+                self._next = number, weights
+            part.copy_(weights)
+            weights = None
+            self._next = number + 1, None
+
+
+def check_beta(beta: float | Tensor) -> None:
+    """Check the exponent of the importance weights. The value of a tensor is checked only if that costs no sync.
+
+    It costs none on the CPU, outside of compiled code and of a capture, whose replays have other values.
+
+    Raises:
+        ValueError: it is negative or not finite, or a tensor of several elements.
+    """
+    if not isinstance(beta, Tensor):
+        exponent("beta", beta)
+        return
+    if beta.numel() != 1:
+        raise ValueError(f"beta must be a single number, not of shape {list(beta.shape)}")
+    if not torch.compiler.is_compiling() and beta.is_cpu and type(beta) is Tensor and current_recording() is None:
+        exponent("beta", beta.item())
+
 
 _update = without_dispatch(sum_tree.update, trusted=True, given=("index", "priority", "generation"))
 _mark = without_dispatch(sum_tree.mark, trusted=True, given=("index",))
@@ -183,7 +357,7 @@ class SumTree:
         Raises:
             IndexError: an index is outside ``[-1, capacity)`` (CPU; a GPU counts it in :attr:`refused`).
             ValueError: a priority is NaN, infinite or negative (CPU; a GPU keeps the old one, and counts it in
-                :attr:`refused`), or, as :class:`~gpubuf.data.samplers.vectors.CountError`, the arguments have
+                :attr:`refused`), or, as :class:`~gpubuf.data.samplers.sum_tree.CountError`, the arguments have
                 different numbers of elements. Nothing has changed.
         """
         number = self.leaves.get_device()

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gpubuf.data.samplers.random_state import RandomState
+from gpubuf.data.samplers.base import RandomState
 from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.kernels._registry import triton_on_cpu
 from tests.support.ptx.launch import ORDERS, Executor

@@ -13,7 +13,7 @@ import pytest
 import torch
 from triton.compiler.errors import CompilationError
 
-from gpubuf.data.samplers.random_state import RandomState
+from gpubuf.data.samplers.base import RandomState
 from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.kernels import moments, philox, td
 from gpubuf.kernels._registry import triton_on_cpu

@@ -1,4 +1,4 @@
-"""Uniform sampling without replacement: every row once an epoch."""
+"""Uniform sampling, with and without replacement."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor
 
 from gpubuf.data.recording import refuse_in_capture
 from gpubuf.data.samplers import torchrl_state
-from gpubuf.data.samplers.base import Sampler
-from gpubuf.data.samplers.saved_state import demand, is_count, positions_below
+from gpubuf.data.samplers.base import UNBOUND, Drawn, Sampler, demand, is_count, positions_below
 from gpubuf.data.storage.placement import IndexBytes
 from gpubuf.data.storage.tensor_storage import TensorStorage
+from gpubuf.kernels.rows import SIZE
 
 
 class SamplerWithoutReplacement(Sampler):
@@ -150,3 +150,33 @@ class SamplerWithoutReplacement(Sampler):
         remaining = state["remaining"]
         demand(is_count(state["size"]) and type(state["ran_out"]) is bool, "the checkpoint's epoch is damaged")
         demand(remaining is None or positions_below(remaining, size), "the checkpoint's epoch is damaged")
+
+
+class RandomSampler(Sampler):
+    """Rows drawn uniformly, with replacement, in the launch that copies them.
+
+    Args:
+        replacement: False makes a :class:`SamplerWithoutReplacement` of the other arguments.
+    """
+
+    without_replacement = SamplerWithoutReplacement
+
+    def __init__(self, *, replacement: bool = True) -> None:
+        super().__init__()
+        self.require_replacement(replacement)
+
+    def choose(self, n: int) -> tuple[Tensor, dict[Any, Tensor]]:
+        """Uniform positions. No host sync."""
+        storage = self.storage
+        uniform = self.random_state(storage.device).uniform(n)
+        # The device's count: in a CUDA graph the host's would stay that of the capture.
+        size = storage.ring[SIZE]
+        return torch.minimum((uniform * size).to(torch.int64), size - 1), {}
+
+    def draw(self, n: int) -> Drawn:
+        """Choose and gather in one launch. No host sync."""
+        reader = self.reader
+        if reader is None:
+            raise RuntimeError(UNBOUND)
+        tensors, index, generation = reader.sample_uniform(self.random_state(reader.device).state, n)
+        return Drawn(tensors, index, generation, {})
