@@ -4,7 +4,6 @@ from typing import NoReturn
 
 from gpubuf.data.buffer import ReplayBuffer
 from gpubuf.data.formats.minari import from_minari
-from gpubuf.data.formats.torchrl import load_torchrl, save_torchrl
 from gpubuf.data.hindsight import Hindsight
 from gpubuf.data.max_value import TensorDictMaxValueWriter
 from gpubuf.data.mixed import MixedReplayBuffer
@@ -36,6 +35,7 @@ from gpubuf.data.writers import (
 )
 from gpubuf.missing_names import refuse
 from gpubuf.torchrl.checkpointers import StorageCheckpointerBase, TensorStorageCheckpointer
+from gpubuf.torchrl.dumps import load_torchrl, save_torchrl
 from gpubuf.torchrl.ensemble import ReplayBufferEnsemble
 from gpubuf.torchrl.storages import LazyMemmapStorage, LazyTensorStorage, ListStorage, TensorStorage
 

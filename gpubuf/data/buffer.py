@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from gpubuf.data.array_writes import ColumnWrites
 from gpubuf.data.batches import Batches
+from gpubuf.data.checkpoints import restore, save
+from gpubuf.data.checkpoints.save import Saved
 from gpubuf.data.components import (
     check_sizes,
     component,
@@ -35,7 +38,6 @@ from gpubuf.data.samplers.sum_tree import vector
 from gpubuf.data.samplers.trajectory_index import RowOrder
 from gpubuf.data.sequences import SampleUnit, checked_unit
 from gpubuf.data.service import Service
-from gpubuf.data.stateful import Stateful
 from gpubuf.data.storage.indexing import as_positions
 from gpubuf.data.storage.layout import Data, batch_shape, inside, layout_of, mapped, shallow
 from gpubuf.data.storage.reader import Reader
@@ -51,7 +53,7 @@ _compiling = torch.compiler.is_compiling
 _no_lock = nullcontext()
 
 
-class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, Queries, Service, Stateful, WriteBack):
+class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, Queries, Service, WriteBack):
     """A replay buffer whose rows, counters and random numbers stay on the storage's device.
 
     ``extend``, ``sample`` and ``update_priority`` never synchronise with the host. All of them may be called from
@@ -434,6 +436,56 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, Q
             self._storage.rebuild()
             self._sampler.mark_update(index)
             self._storage.end(before)
+
+    # Saving
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that is needed to go on with the same batches. Row tensors are views. Synchronises.
+
+        Waits until the batches in preparation are finished; they are part of the state.
+        """
+        return save.state_of(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore :meth:`state_dict` into this buffer's own memory: all of it, or nothing. Synchronises.
+
+        If it is interrupted, or a custom transform, sampler or writer raises, the buffer is put back as it was. For
+        that the rows that it has are copied to the host beforehand. If they would take more than half of the free
+        memory there, nothing is copied, and the buffer is left empty: a note in the error says so.
+
+        Raises:
+            ValueError: the state is that of another sampler, or its rows don't fit; the buffer is left as it was.
+        """
+        restore.load_state(self, state)
+
+    def save(self, path: str | os.PathLike[str], **options: Any) -> Saved:
+        """Save everything to a folder, atomically; see :func:`gpubuf.data.checkpoints.save.save`. Synchronises."""
+        return save.save(self, path, **options)
+
+    def load(self, path: str | os.PathLike[str], **options: Any) -> None:
+        """Restore what :meth:`save` wrote; see :func:`gpubuf.data.checkpoints.restore.load`. Synchronises.
+
+        A folder that TorchRL's ``dumps`` has written is recognised: its rows, counters and priorities replace those of
+        the buffer; see :func:`gpubuf.torchrl.dumps.load_dump`.
+        """
+        restore.load(self, path, **options)
+
+    dump = dumps = save
+    loads = load
+
+    def register_save_hook(self, hook: Callable[..., Any]) -> None:
+        """Have a hook change the rows that :meth:`save` writes: ``hook(rows, path=folder)`` returns others.
+
+        Hooks belong to the storage, and are not part of a checkpoint: register them again before :meth:`load`. See
+        :class:`gpubuf.torchrl.checkpointers.StorageCheckpointerBase`.
+        """
+        storage: Any = self._storage
+        storage.register_save_hook(hook)
+
+    def register_load_hook(self, hook: Callable[..., Any]) -> None:
+        """Have a hook make rows of what :meth:`load` reads: ``hook(data, out=None)`` returns all rows of a storage."""
+        storage: Any = self._storage
+        storage.register_load_hook(hook)
 
     def __repr__(self) -> str:
         return (

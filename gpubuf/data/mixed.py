@@ -6,7 +6,6 @@ import operator
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,9 +14,8 @@ from torch import Tensor
 
 from gpubuf.data.batches import attach_info, finished
 from gpubuf.data.buffer import ReplayBuffer
-from gpubuf.data.checkpoints import restore, saving
-from gpubuf.data.checkpoints.saving import Saved
-from gpubuf.data.checkpoints.validate import check_transforms
+from gpubuf.data.checkpoints import restore, save
+from gpubuf.data.checkpoints.save import Saved
 from gpubuf.data.components import check_batch_size, check_sizes
 from gpubuf.data.lock import BufferLock, under
 from gpubuf.data.mixed_draws import Mixture, check_shares
@@ -356,11 +354,10 @@ class MixedReplayBuffer:
                 "load it into a mix without them, and append them then"
             )
         if own is not None:
-            check_transforms(transform, own["_transforms"])
+            restore.check_transforms(transform, own["_transforms"])
             offsets.check_state(own.get("_rounding", _UNSEEDED))
-        members = [buffer._parts() for buffer in self._buffers]
-        for parts, state in zip(members, states, strict=True):
-            restore.check(parts, state)
+        for buffer, state in zip(self._buffers, states, strict=True):
+            restore.check(buffer, state)
         with restore.together(transform) as group:
             if own is not None:
                 transform.load_state_dict(own["_transforms"])
@@ -381,7 +378,7 @@ class MixedReplayBuffer:
         if any(buffer.initialized for buffer in self._buffers):
             # A stream that is seeded only later would not be the same in the restored mix.
             self._mixture.offsets.seeded()
-        return saving.save_mix(self._members(path), self._own_state, path, **options)
+        return save.save_mix(self._buffers, self._own_state, path, **options)
 
     def load(self, path: str | os.PathLike[str], **options: Any) -> None:
         """Restore what :meth:`save` wrote into all the buffers, or into none; see :meth:`ReplayBuffer.load`.
@@ -393,16 +390,10 @@ class MixedReplayBuffer:
             ValueError: a part of it is damaged or does not fit, or it is of another number of buffers. All the buffers
                 are as they were.
         """
-        saving.load_mix(self._members(path), path, self._restore, **options)
+        restore.load_mix(self._buffers, path, self._restore, **options)
 
     dump = dumps = save
     loads = load
-
-    def _members(self, path: str | os.PathLike[str]) -> list[saving.Member]:
-        return [
-            saving.Member(buffer._lock, buffer._parts, Path(path) / f"buffer_{number}")
-            for number, buffer in enumerate(self._buffers)
-        ]
 
     @property
     def _locks(self) -> list[BufferLock]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpubuf.data.checkpoints import manifest
+from gpubuf.data.checkpoints import files
 from tests.support.checkpoint_crashes import FILE_BYTES, PowerCutError, new_buffer, steps_of_a_save, verify, write
 
 ROOT = Path(__file__).parents[2]
@@ -48,7 +48,7 @@ def test_cut_short_before_every_step(tmp_path, monkeypatch):
                 n = calls[0]
         buffer.save(tmp_path, file_bytes=FILE_BYTES)
         assert verify(str(tmp_path), buffer.write_count) == buffer.write_count
-        named = {file.name for file in manifest.read_manifest(tmp_path).files}
+        named = {file.name for file in files.read_manifest(tmp_path).files}
         assert {path.name for path in tmp_path.iterdir()} == {*named, "manifest.json"}
         fail_at += 1
     assert len(outcomes) == n > 12
@@ -74,7 +74,7 @@ def test_what_is_on_the_disk_before_the_manifest_names_it(tmp_path, monkeypatch)
     buffer = new_buffer()
     write(buffer, 150)
     buffer.save(tmp_path, file_bytes=FILE_BYTES)
-    names = {file.name for file in manifest.read_manifest(tmp_path).files}
+    names = {file.name for file in files.read_manifest(tmp_path).files}
     assert set(events[:-4]) == names
     assert events[-4:] == [tmp_path.name, "manifest.json.tmp", "replace", tmp_path.name]
 
@@ -92,6 +92,6 @@ def test_a_save_waits_for_another_of_the_same_folder(tmp_path):
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
     for exclusive in (True, False):
-        with manifest.FolderLock(tmp_path, exclusive=exclusive):
+        with files.FolderLock(tmp_path, exclusive=exclusive):
             assert subprocess.run(command, capture_output=True, text=True).stdout == "held\n"
     assert subprocess.run(command, capture_output=True, text=True).stdout == ""

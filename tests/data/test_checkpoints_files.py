@@ -16,7 +16,8 @@ from gpubuf import (
     TensorStorage,
     serialization,
 )
-from gpubuf.data.checkpoints import manifest, saving, snapshot
+from gpubuf.data.checkpoints import files
+from gpubuf.data.checkpoints import save as saving
 from gpubuf.train.metrics import JsonLines
 from tests.support.checkpoint_setup import CAPACITY, new, numbers, used
 from tests.support.transitions import same, transitions
@@ -151,7 +152,7 @@ def test_files_of_others_stay(tmp_path):
     for name in ("notes.txt", "rows-1.safetensors", "model.safetensors"):
         (tmp_path / name).write_text("mine")
     buffer = used()
-    left = tmp_path / manifest.file_name("rows", [3], "0123456789abcdef")
+    left = tmp_path / files.file_name("rows", [3], "0123456789abcdef")
     left.write_text("left by a killed save")
     for _ in range(3):
         buffer.extend(transitions(20))
@@ -234,7 +235,7 @@ def test_progress(tmp_path, capsys, monkeypatch):
 
 def test_a_bar_by_default_for_large_ones_on_a_terminal(tmp_path, monkeypatch):
     shown = []
-    monkeypatch.setattr(saving, "_BAR_BYTES", 100)
+    monkeypatch.setattr(saving, "BAR_BYTES", 100)
     monkeypatch.setattr("gpubuf.terminal.has_rich", lambda: shown.append(True))
     buffer = used()
     buffer.save(tmp_path)
@@ -258,7 +259,7 @@ def test_a_bar_by_default_for_large_ones_on_a_terminal(tmp_path, monkeypatch):
     ],
 )
 def test_how_rows_are_cut(length, capacity, item, file_bytes, pieces):
-    spans = snapshot.spans(length, capacity, item, file_bytes)
+    spans = saving.spans(length, capacity, item, file_bytes)
     assert abs(len(spans) - pieces) <= pieces // 50
     assert [0, *(stop for _, stop in spans)] == [*(start for start, _ in spans), length]
 
@@ -311,7 +312,7 @@ def test_a_planted_link_is_replaced_and_not_followed(tmp_path, name):
         precious.write_text("precious")
     (folder / name).symlink_to(precious)
     buffer.save(folder)
-    assert not (folder / manifest.MANIFEST).is_symlink()
+    assert not (folder / files.MANIFEST).is_symlink()
     assert not precious.exists() or precious.read_text() == "precious"
     other = new()
     other.load(folder)

@@ -31,7 +31,7 @@ from gpubuf import (
     serialization,
 )
 from gpubuf.data import TensorDictMaxValueWriter
-from gpubuf.data.checkpoints import manifest
+from gpubuf.data.checkpoints import files
 from gpubuf.data.processing.statistics import Normalize
 from gpubuf.data.storage import host_memory
 from tests.support.checkpoint_setup import contents
@@ -220,21 +220,21 @@ def change_tree(tree: Any, generator: random.Random, place: int | None = None) -
 
 def reseal(folder: Path, content: Any) -> None:
     try:
-        checksum = manifest._checksum(content)
+        checksum = files._checksum(content)
     except ValueError:
         checksum = 0
     whole = {
-        "format": manifest.FORMAT,
-        "version": manifest.VERSION,
+        "format": files.FORMAT,
+        "version": files.VERSION,
         "checksum": checksum,
         "content": content,
     }
-    (folder / manifest.MANIFEST).write_text(json.dumps(whole))
+    (folder / files.MANIFEST).write_text(json.dumps(whole))
 
 
 def change_meaning(target: Target, generator: random.Random) -> None:
     folder = target.folder
-    content = json.loads(target.good[manifest.MANIFEST])["content"]
+    content = json.loads(target.good[files.MANIFEST])["content"]
     file = generator.choice([None, None, content["state"], content["state"], *content["rows"]["files"]])
     if file is None:
         change_tree(content, generator)
@@ -319,7 +319,7 @@ def test_every_field_of_every_part(kind, tmp_path):
     folder, generator = tmp_path / "c", random.Random(3)
     torch.manual_seed(0)
     filled_system(kind, 0).save(folder)
-    content = json.loads((folder / manifest.MANIFEST).read_text())["content"]
+    content = json.loads((folder / files.MANIFEST).read_text())["content"]
     name = content["state"]["name"]
     state = copy.deepcopy(serialization.load(folder / name))
     buffer = filled_system(kind, 500)
@@ -367,7 +367,7 @@ def test_a_batch_size_that_no_buffer_could_have(tmp_path):
 @pytest.mark.parametrize("name", ["../out.safetensors", "/tmp/out.safetensors", "sub/rows.safetensors", "..", ""])
 def test_no_file_outside_of_the_folder_is_named(name, tmp_path):
     target = Target(tmp_path / "c", "rows")
-    content = json.loads(target.good[manifest.MANIFEST])["content"]
+    content = json.loads(target.good[files.MANIFEST])["content"]
     content["state"]["name"] = name
     reseal(target.folder, content)
     with pytest.raises(ValueError, match="is not a name in a checkpoint"):
@@ -385,8 +385,8 @@ def test_links_are_not_followed(tmp_path):
 
 def test_versions_and_formats(tmp_path):
     target = Target(tmp_path / "c", "rows")
-    found = json.loads(target.good[manifest.MANIFEST])
-    path = target.folder / manifest.MANIFEST
+    found = json.loads(target.good[files.MANIFEST])
+    path = target.folder / files.MANIFEST
     path.write_text(json.dumps(found | {"version": 2}))
     with pytest.raises(ValueError, match="is of version 2; this release of gpubuf reads version 1"):
         target.buffer.load(target.folder)

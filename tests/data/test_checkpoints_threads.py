@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gpubuf import TensorDictReplayBuffer, serialization
-from gpubuf.data.checkpoints import saving
+from gpubuf.data.checkpoints import save
 from tests.support.checkpoint_setup import new, numbers, used
 from tests.support.threads import wait_for_line
 from tests.support.transitions import same, transitions
@@ -69,7 +69,7 @@ def saved_while_used(buffer: TensorDictReplayBuffer, folder: Path, waits: bool) 
 def test_a_save_is_of_one_moment(waits, tmp_path, monkeypatch):
     """CASES.md 32: while it is written others go on, or, where it is too much to be copied, wait."""
     if waits:
-        monkeypatch.setattr(saving, "_COPY_BYTES", 0)
+        monkeypatch.setattr(save, "_COPY_BYTES", 0)
     buffer, due = used(), new()
     buffer.save(tmp_path / "due")
     due.load(tmp_path / "due")

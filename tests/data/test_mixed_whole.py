@@ -20,7 +20,7 @@ from gpubuf.data import (
     TensorDictReplayBuffer,
     TensorDictRoundRobinWriter,
 )
-from gpubuf.data.checkpoints import manifest
+from gpubuf.data.checkpoints import files
 from tests.support.checkpoint_crashes import PowerCutError, steps_of_a_save
 from tests.support.mixed_setup import part
 from tests.support.transitions import same, transitions
@@ -122,7 +122,7 @@ def damaged(path: Path) -> Iterator[None]:
 def test_damage_anywhere_changes_nothing(tmp_path: Path):
     """Case 60: the first buffer was replaced before the file of the second was read."""
     mix().save(tmp_path)
-    own = manifest.read_mix(tmp_path)
+    own = files.read_mix(tmp_path)
     other = mix(9)
     before = told(other)
     named = [tmp_path / "manifest.json", tmp_path / own.state.name]
@@ -224,7 +224,7 @@ def test_cut_short_before_every_step(tmp_path: Path, monkeypatch):
     assert len(outcomes) == n > 12
     assert outcomes == sorted(outcomes)
     assert set(outcomes) == {False, True}
-    own = manifest.read_mix(tmp_path)
+    own = files.read_mix(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {own.state.name, "manifest.json", "buffer_0", "buffer_1"}
 
 

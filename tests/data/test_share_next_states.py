@@ -19,7 +19,7 @@ from gpubuf import (
     save_torchrl,
     serialization,
 )
-from gpubuf.data.checkpoints import manifest as files
+from gpubuf.data.checkpoints import files
 from gpubuf.kernels._registry import triton_on_cpu
 from gpubuf.kernels.rows import FAULTS
 from tests.support.shared_rows import Ring, Stream, check, same_bytes, shared

@@ -225,7 +225,7 @@ def test_an_epoch_begins_anew(tmp_path: Path):
 
 
 def test_large_tensors_go_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("gpubuf.data.formats.torchrl._COPY_BYTES", 40)
+    monkeypatch.setattr("gpubuf.torchrl.dumps._COPY_BYTES", 40)
     buffer = filled(TensorDictReplayBuffer(storage=LazyTensorStorage(8)), 7)
     save_torchrl(buffer, tmp_path / "dump")
     assert same(stored(load_torchrl(tmp_path / "dump")), transitions(7))

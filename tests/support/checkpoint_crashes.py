@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from gpubuf import LazyTensorStorage, PrioritizedSampler, TensorDictReplayBuffer, serialization
-from gpubuf.data.checkpoints.manifest import MANIFEST, read_manifest
+from gpubuf.data.checkpoints.files import MANIFEST, read_manifest
 from tests.support.transitions import transitions
 
 CAPACITY = 200

@@ -1,42 +1,329 @@
 """Putting a state into a buffer: all of it, or nothing.
 
-What can be verified is verified before anything changes. For what only shows when it is tried (transforms and samplers
-of the user's own, memory that runs out, an interrupt) the buffer remembers what it was, and is put back.
+What can be verified is verified before anything changes. Checksums say that a file is as it was written; the checks
+here say that what was written fits this buffer, and that no number in it leads outside of anything. For what only shows
+when it is tried (transforms and samplers of the user's own, memory that runs out, an interrupt) the buffer remembers
+what it was, and is put back.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
+import math
+import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType, FunctionType, MethodType, ModuleType, TracebackType
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from gpubuf.data.checkpoints.parts import Parts
-from gpubuf.data.checkpoints.validate import check_batch_size, check_processing
-from gpubuf.data.lock import BufferLock
+from gpubuf import serialization
+from gpubuf.data.checkpoints import custom_rows, files
+from gpubuf.data.checkpoints.files import Manifest, RowFiles, need
+from gpubuf.data.checkpoints.save import BAR_BYTES, Checkpointed, part_folder, remember
+from gpubuf.data.lock import BufferLock, holding, under
 from gpubuf.data.prefetch import copied, tensors_of
-from gpubuf.data.samplers.base import Sampler
+from gpubuf.data.samplers.base import is_count
 from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.layout import Data, Pieces, RowLayout
-from gpubuf.data.storage.linking import Repeated
+from gpubuf.data.storage.linking import Repeated, SharedState
 from gpubuf.data.storage.row_memory import Storage
-from gpubuf.data.storage.schema import Form
+from gpubuf.data.storage.schema import NEXT_KEY, Form
 from gpubuf.data.storage.tensor_storage import TensorStorage
+from gpubuf.kernels.transitions import LOST
+from gpubuf.terminal import BYTES, progress_bar
 
 logger = logging.getLogger("gpubuf")
 
 #: Where the state of a buffer says that it is one of several.
 TOGETHER = "_together"
+#: What loads the folders of other programs: whether one is theirs, and what reads it into a buffer.
+readers: list[tuple[Callable[[Path], bool], Callable[[Checkpointed, Path], None]]] = []
+
+
+# From files
+
+
+def load(buffer: Checkpointed, path: str | os.PathLike[str], *, progress: bool | None = None) -> None:
+    """Restore what :func:`gpubuf.data.checkpoints.save.save` wrote, into the memory that the buffer has.
+
+    Everything is read and verified before anything changes. The buffer may be on another device than the saved one was,
+    and may have more room; with the same capacity it goes on with the same batches. No code is run, and no file outside
+    of ``path`` is read. A folder of another program that is known (:data:`readers`) is read as that program would.
+
+    Args:
+        buffer: the buffer. Its sampler must be of the same class, and its transforms must have the same entries.
+        path: the folder.
+        progress: as for ``save``.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+        ValueError: the checkpoint is damaged, incomplete, foreign, or of a newer version, or doesn't fit the buffer.
+            The buffer is as it was. Synchronises.
+    """
+    folder = _existing(path)
+    for recognises, read in readers:
+        if recognises(folder):
+            read(buffer, folder)
+            return
+    with files.FolderLock(folder, exclusive=False):
+        _load([buffer], [folder], [files.read_manifest(folder)], None, progress)
+
+
+def load_mix(
+    buffers: Sequence[Checkpointed],
+    path: str | os.PathLike[str],
+    restore: Callable[[list[dict[str, Any]], dict[str, Any] | None], None],
+    *,
+    progress: bool | None = None,
+) -> None:
+    """Restore what :func:`gpubuf.data.checkpoints.save.save_mix` wrote: all of the buffers, or none.
+
+    Args:
+        buffers: the buffers.
+        path: the folder of all.
+        restore: restores the states of the buffers, and what they share. Called with all locks held, after everything
+            was verified that can be. What they share is None for a checkpoint of an earlier release, which has none,
+            and no manifest of all.
+        progress: as for :func:`load`.
+
+    Raises as :func:`load`; ValueError also for a checkpoint of another number of buffers.
+    """
+    folder = _existing(path)
+    with files.FolderLock(folder, exclusive=False):
+        shared: dict[str, Any] | None = None
+        if (folder / files.MANIFEST).exists() or not (part_folder(folder, 0) / files.MANIFEST).exists():
+            mix = files.read_mix(folder)
+            manifests, shared = list(mix.parts), files.open_file(folder, mix.state)
+            need(isinstance(shared.get("_transforms"), dict), f"{folder} has no state of the transforms of the mix")
+        else:
+            # Of an earlier release.
+            folders = map(functools.partial(part_folder, folder), itertools.count())
+            manifests = [files.read_manifest(part) for part in itertools.takewhile(Path.is_dir, folders)]
+        if len(manifests) != len(buffers):
+            raise ValueError(f"the checkpoint at {folder} is of {len(manifests)} buffers, here are {len(buffers)}")
+        parts = [_existing(part_folder(folder, number)) for number in range(len(buffers))]
+        holding(
+            [files.FolderLock(part, exclusive=False) for part in parts],
+            lambda: _load(buffers, parts, manifests, lambda states: restore(states, shared), progress),
+        )
+
+
+def _existing(path: str | os.PathLike[str]) -> Path:
+    folder = Path(path)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"there is no checkpoint at {folder}")
+    return folder
+
+
+def _load(
+    buffers: Sequence[Checkpointed],
+    folders: Sequence[Path],
+    manifests: Sequence[Manifest],
+    restore: Callable[[list[dict[str, Any]]], None] | None,
+    progress: bool | None,
+) -> None:
+    # Every file is read, and its rows are copied.
+    total = 2 * sum(file.size for manifest in manifests for file in manifest.files)
+    with progress_bar("loading", total, progress, columns=BYTES, least=BAR_BYTES) as advance:
+        found = [files.read(folder, manifest, advance) for folder, manifest in zip(folders, manifests, strict=True)]
+
+        def replace_all() -> None:
+            for buffer, folder, manifest, (state, parts) in zip(buffers, folders, manifests, found, strict=True):
+                storage = buffer._storage
+                _check_read(buffer, custom_rows.load(folder, manifest, storage, state), state)
+                if manifest.rows is not None:
+                    state["_storage"]["rows"] = files.pieces(storage, manifest.rows, parts, advance)
+            states = [state for state, _ in found]
+            if restore is not None:
+                restore(states)
+            else:
+                buffers[0].load_state_dict(states[0])
+            for buffer, manifest in zip(buffers, manifests, strict=True):
+                if buffer._storage.max_size == manifest.capacity and manifest.rows is not None:
+                    remember(buffer._storage, manifest.id)
+
+        under([buffer._lock for buffer in buffers], replace_all)
+
+
+# What is verified
+
+
+def _check_settings(buffer: Checkpointed, state: dict[str, Any]) -> None:
+    """Raise unless a buffer could have been made with the batch size of ``state``, and processes batches as it does."""
+    size: Any = state["_batch_size"]
+    saved: Any = state.get("_processing")
+    need(size is None or (is_count(size, 1) and size < 2**31), f"the checkpoint's batch size is {size!r}")
+    if buffer._pipeline is None:
+        need(saved is None, "the state has the processing of batches, and this buffer has none: give it `process`")
+    else:
+        need(saved is not None, "this buffer processes its batches, and the state has nothing of that")
+        buffer._pipeline.check_state(saved)
+
+
+def check(buffer: Checkpointed, state: dict[str, Any]) -> None:
+    """Raise unless a buffer can take ``state``, as far as that shows before it is tried.
+
+    Raises:
+        ValueError: it can't; the buffer is as it was.
+    """
+    _checked_rows(buffer, state)
+
+
+def _checked_rows(buffer: Checkpointed, state: dict[str, Any]) -> dict[str, Any]:
+    storage, sampler = buffer._storage, buffer._sampler
+    kind = state["_sampler"]["type"]
+    if kind != type(sampler).__name__:
+        raise ValueError(f"the state is that of a {kind}, this buffer has a {type(sampler).__name__}")
+    buffer._prefetcher.check(state.get("_prefetch", []))
+    _check_settings(buffer, state)
+    rows = dict(state["_storage"])
+    if rows["initialized"]:
+        rows["rows"] = Pieces.of(rows["rows"], storage.ndim)
+        if not storage.initialized:
+            expect_rows(buffer, storage.form_for(rows), tuple(rows["shape"]), "state")
+        storage.check_state(rows)
+    return rows
+
+
+def expect_rows(buffer: Checkpointed, form: Form, shape: tuple[int, ...], of: str) -> None:
+    """Let a buffer without rows expect some of this form, those of a storage of ``shape``.
+
+    Raises:
+        ValueError: it can't serve them.
+    """
+    storage, sampler = buffer._storage, buffer._sampler
+    try:
+        sampler.check_rows(form.written, storage.ndim)
+        storage.check_rows(form)
+    except (LookupError, RuntimeError, TypeError) as error:
+        raise ValueError(f"the buffer can't serve the rows of the {of}: {error}") from error
+    storage.beside = sampler.index_beside(storage.requested_device, storage.full_shape(shape))
+
+
+def _check_read(buffer: Checkpointed, manifest: Manifest, state: dict[str, Any]) -> None:
+    """Raise unless a buffer can take ``state``, which was read from files.
+
+    The rows' keys, shapes and dtypes are checked by the storage.
+
+    Raises:
+        ValueError: it can't; the text states both sides.
+    """
+    try:
+        for name in ("_storage", "_sampler", "_writer", "_transforms"):
+            need(isinstance(state[name], dict), f"the checkpoint's {name} is a {type(state[name]).__name__}")
+        _check_storage(buffer._storage, manifest, state["_storage"])
+        capacity, size = state["_storage"]["max_size"], state["_storage"].get("size", 0)
+        buffer._sampler.check_state(state["_sampler"], capacity, size)
+        buffer._writer.check_state(state["_writer"], capacity, size)
+        check_transforms(buffer._transform, state["_transforms"])
+        _check_settings(buffer, state)
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
+        # Of another type than all that a save writes.
+        raise ValueError(f"the checkpoint's state can't be used: {error!r}") from None
+
+
+def _check_storage(storage: TensorStorage, manifest: Manifest, state: dict[str, Any]) -> None:
+    need(is_count(state["max_size"], 1), f"the checkpoint's capacity is {state['max_size']!r}")
+    need(type(state["initialized"]) is bool, "the checkpoint doesn't say whether rows were written")
+    rows = manifest.rows
+    need(state["initialized"] == (rows is not None), "the checkpoint's state and its rows contradict each other")
+    if rows is None:
+        return
+    written, size, capacity, shape = state["written"], state["size"], state["max_size"], tuple(state["shape"])
+    need(all(is_count(n) for n in (written, size, *shape)), f"the checkpoint's counters are {written!r} and {size!r}")
+    need(
+        (written, size, capacity) == (manifest.written, manifest.size, manifest.capacity),
+        "the checkpoint's state and its manifest contradict each other",
+    )
+    skipped = state.get("skipped", 0)
+    need(is_count(skipped) and skipped <= written, f"the checkpoint counts {written} rows written, {skipped!r} skipped")
+    rewritten = state.get("rewritten")
+    if rewritten is not None:
+        _need_form("rewritten", rewritten, torch.int64, (capacity,))
+    per_step = math.prod(shape[1:])
+    need(
+        per_step > 0 and math.prod(shape) == capacity and size <= min(capacity, written) and written % per_step == 0,
+        f"{size} rows of {written} written in a ring of shape {shape} are impossible",
+    )
+    need(
+        rows.batch_shape == (size // per_step, *shape[1:]) and size % per_step == 0,
+        f"the checkpoint says that it holds {size} rows of shape {shape}, its files are of {rows.batch_shape}",
+    )
+    need(
+        len(shape) == storage.ndim,
+        f"the checkpoint's rows have shape {shape}, the storage has {storage.ndim} dimension(s)",
+    )
+    if state.get("sharing") is not None:
+        _check_sharing(state, rows)
+
+
+def _check_sharing(state: dict[str, Any], rows: RowFiles) -> None:
+    """Check what a state says about observations stored once: no link may lead anywhere but to an entry of its row."""
+    written, size, (steps, *rest) = state["written"], state["size"], state["shape"]
+    capacity, envs, slots = state["max_size"], math.prod(rest), state["sharing"]["slots"]
+    need(is_count(slots, 1) and slots <= capacity, f"the checkpoint has room for {slots!r} next observations")
+    shared = SharedState.of(state)
+    assert shared is not None
+    leaves = {leaf.key: leaf for leaf in rows.leaves}
+    known = {key[:n] for key in leaves for n in range(1, len(key) + 1)}
+    for key in shared.keys:
+        own = all(isinstance(name, str) for name in key) and key in leaves
+        need(own and (NEXT_KEY, *key) not in known and (NEXT_KEY,) not in leaves, f"the checkpoint can't share {key!r}")
+    need(0 < len(set(shared.keys)) == len(shared.keys), "the checkpoint shares a key twice, or none")
+    links, owners = shared.links, shared.owners
+    _need_form("links", links, torch.int32, (capacity,))
+    _need_form("owners", owners, torch.int64, (slots + 1,))
+    taken = int(owners[-1])
+    used = min(taken, slots)
+    for key, entries, pending in zip(shared.keys, shared.entries, shared.pending, strict=True):
+        dtype = serialization.DTYPES[leaves[key].dtype]
+        _need_form("entries", entries, dtype, (used, *leaves[key].shape))
+        _need_form("pending", pending, dtype, (envs, *leaves[key].shape))
+    need(taken >= 0 and int(links.min()) >= LOST and int(links.max()) <= used, "the checkpoint's links lead nowhere")
+    need(int(owners[:-1].min()) >= -1 and int(owners[:-1].max()) < written, "the checkpoint's owners are no rows")
+    position = torch.arange(size)
+    if size:
+        # A link counts only where a row has one behind it.
+        position = position[position // envs != (written // envs - 1) % steps]
+    entry = links[position].long()
+    position, entry = position[entry > 0], entry[entry > 0]
+    number = written - 1 - (written - 1 - position) % capacity
+    need(torch.equal(owners[entry - 1], number), "the checkpoint's links and owners contradict each other")
+
+
+def _need_form(name: str, tensor: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Raise unless ``tensor`` is one of this dtype and shape."""
+    found = (tensor.dtype, tuple(tensor.shape)) if isinstance(tensor, Tensor) else type(tensor).__name__
+    need(found == (dtype, shape), f"the checkpoint's {name} are {found}, expected {(dtype, shape)}")
+
+
+def check_transforms(transform: nn.Module, state: dict[str, Any]) -> None:
+    """Raise unless transforms have the entries of ``state``, of the same shapes."""
+    own = transform.state_dict()
+    need(
+        set(own) == set(state),
+        f"the checkpoint's transforms have the entries {sorted(state)}, the buffer's have {sorted(own)}",
+    )
+    for name, value in own.items():
+        if isinstance(value, Tensor):
+            other = state[name]
+            found = tuple(other.shape) if isinstance(other, Tensor) else type(other).__name__
+            due = tuple(value.shape)
+            need(found == due, f"transform entry {name}: the buffer has {due}, the checkpoint {found}")
+
+
+# All or nothing
 
 
 class Signals:
@@ -133,61 +420,29 @@ def together(*transforms: nn.Module) -> Iterator[Together]:
             raise
 
 
-def check(parts: Parts, state: dict[str, Any]) -> None:
-    """Raise unless a buffer of these parts can take ``state``, as far as that shows before it is tried.
-
-    Raises:
-        ValueError: it can't; the buffer is as it was.
-    """
-    _checked_rows(parts, state)
+def load_state(buffer: Checkpointed, state: dict[str, Any]) -> None:
+    """Restore a state into a buffer's own memory. See :meth:`gpubuf.ReplayBuffer.load_state_dict`."""
+    with buffer._lock:
+        _restore(buffer, state)
 
 
-def _checked_rows(parts: Parts, state: dict[str, Any]) -> dict[str, Any]:
-    storage, sampler = parts.storage, parts.sampler
-    kind = state["_sampler"]["type"]
-    if kind != type(sampler).__name__:
-        raise ValueError(f"the state is that of a {kind}, this buffer has a {type(sampler).__name__}")
-    check_batch_size(state["_batch_size"])
-    parts.prefetcher.check(state.get("_prefetch", []))
-    check_processing(parts.processing, state)
-    rows = dict(state["_storage"])
-    if rows["initialized"]:
-        rows["rows"] = Pieces.of(rows["rows"], storage.ndim)
-        if not storage.initialized:
-            _check_rows(sampler, storage, storage.form_for(rows))
-            shape = storage.full_shape(tuple(rows["shape"]))
-            storage.beside = sampler.index_beside(storage.requested_device, shape)
-        storage.check_state(rows)
-    return rows
-
-
-def restore(parts: Parts, state: dict[str, Any]) -> None:
-    """Restore the state of a buffer whose lock is held. See :meth:`gpubuf.ReplayBuffer.load_state_dict`."""
-    storage, sampler, ahead = parts.storage, parts.sampler, parts.prefetcher
-    batch_size: int | None = state["_batch_size"]
+def _restore(buffer: Checkpointed, state: dict[str, Any]) -> None:
+    storage, sampler, ahead = buffer._storage, buffer._sampler, buffer._prefetcher
     group: Together | None = state.get(TOGETHER)
-    rows, queue = _checked_rows(parts, state), state.get("_prefetch", [])
+    rows, queue = _checked_rows(buffer, state), state.get("_prefetch", [])
     with ahead.quiet(), together() if group is None else contextlib.nullcontext(group) as whole:
-        replacement = whole.stack.enter_context(Replacement(parts, whole))
-        parts.transform.load_state_dict(state["_transforms"])
-        if parts.processing is not None:
-            parts.processing.load_state_dict(state["_processing"])
-        slots = ahead.prepared(queue, parts.pin_memory) if storage.initialized else None
+        replacement = whole.stack.enter_context(Replacement(buffer, whole))
+        buffer._transform.load_state_dict(state["_transforms"])
+        if buffer._pipeline is not None:
+            buffer._pipeline.load_state_dict(state["_processing"])
+        slots = ahead.prepared(queue, buffer._pin_memory) if storage.initialized else None
         order = storage.load_state_dict(replacement.watched(rows))
         replacement.begun = True
         sampler.load_state_dict(state["_sampler"], order)
-        parts.writer.load_state_dict(state["_writer"])
+        buffer._writer.load_state_dict(state["_writer"])
         if slots is None:
-            slots = ahead.prepared(queue, parts.pin_memory)
-        whole.last.append(functools.partial(replacement.take, slots, batch_size))
-
-
-def _check_rows(sampler: Sampler, storage: TensorStorage, form: Form) -> None:
-    try:
-        sampler.check_rows(form.written, storage.ndim)
-        storage.check_rows(form)
-    except (LookupError, RuntimeError, TypeError) as error:
-        raise ValueError(f"the buffer can't serve the rows of the state: {error}") from error
+            slots = ahead.prepared(queue, buffer._pin_memory)
+        whole.last.append(functools.partial(replacement.take, slots, state["_batch_size"]))
 
 
 # The rows
@@ -203,23 +458,24 @@ class Replacement:
         begun: whether rows may have been replaced.
     """
 
-    def __init__(self, parts: Parts, whole: Together) -> None:
-        self._parts, self._whole = parts, whole
-        self._storage, self._sampler, self._writer = parts.storage, parts.sampler, parts.writer
+    def __init__(self, buffer: Checkpointed, whole: Together) -> None:
+        self._buffer, self._whole, self._batch_size = buffer, whole, buffer._batch_size
+        self._storage, self._sampler, self._prefetcher = buffer._storage, buffer._sampler, buffer._prefetcher
         self._fresh = not self._storage.initialized
         self._kept = None if self._fresh else _kept(self._storage)
         self._counters = (0, 0) if self._fresh else (self._storage.written, len(self._storage))
         self._skipped = self._storage.written - self._storage.rows_written
         self._laps, self._unfinished = self._storage._laps, self._storage.unfinished
-        self._queue = list(parts.prefetcher.queue)
-        self._around = Before(*(part for part in (parts.transform, parts.processing) if part is not None))
-        self._before = Before(self._sampler, self._writer)
+        self._queue = list(self._prefetcher.queue)
+        self._around = Before(*(part for part in (buffer._transform, buffer._pipeline) if part is not None))
+        self._before = Before(self._sampler, buffer._writer)
         self.begun = False
 
     def take(self, slots: list[Any], batch_size: int | None) -> None:
         """All is replaced: give the buffer the queue and the batch size of the state too."""
-        self._parts.prefetcher.replace(slots)
-        self._parts.adopt(batch_size)
+        self._prefetcher.replace(slots)
+        self._buffer._batch_size = batch_size
+        self._buffer._assemble()
 
     def watched(self, state: dict[str, Any]) -> dict[str, Any]:
         """The storage's state; :attr:`begun` is set when the first of its rows are asked for."""
@@ -267,8 +523,7 @@ class Replacement:
             self._before.put_back()
         self._around.put_back()
         storage.unfinished = self._unfinished
-        self._parts.prefetcher.replace(self._queue)
-        self._parts.adopt(self._parts.batch_size)
+        self.take(self._queue, self._batch_size)
 
     def _forget(self, error: BaseException) -> None:
         self._storage.empty()

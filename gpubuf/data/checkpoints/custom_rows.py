@@ -1,4 +1,4 @@
-"""Rows that a checkpoint has in a form of the user's: written by a checkpointer that was given, or changed by hooks.
+"""Rows saved by a custom checkpointer, or changed by hooks, in a subfolder.
 
 They lie in a folder of their own inside the checkpoint, ``storage-<id>``. The state names it, so that a save that is
 killed leaves the rows of the previous checkpoint where they are. The link ``storage`` leads to the newest one, for
@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gpubuf.data.checkpoints.manifest import Manifest, RowFiles, need
+from gpubuf.data.checkpoints.files import Manifest, RowFiles, need
 from gpubuf.data.storage.layout import batch_shape
 from gpubuf.data.storage.saved_rows import rows_state
 from gpubuf.data.storage.tensor_storage import TensorStorage
@@ -26,7 +26,7 @@ _NAME = re.compile(r"storage-[0-9a-f]{16}")
 _LINK = "storage"
 
 
-def put(folder: Path, save_id: str, storage: TensorStorage, state: dict[str, Any]) -> None:
+def save(folder: Path, save_id: str, storage: TensorStorage, state: dict[str, Any]) -> None:
     """Write the rows of a storage by its checkpointer, and take them out of ``state``. Synchronises.
 
     Raises what the checkpointer and the hooks raise.
@@ -64,8 +64,8 @@ def settle(folder: Path, state: dict[str, Any]) -> None:
             os.replace(temporary, link)
 
 
-def take(folder: Path, manifest: Manifest, storage: TensorStorage, state: dict[str, Any]) -> Manifest:
-    """Read the rows that :func:`put` has written, if there are any, into ``state``.
+def load(folder: Path, manifest: Manifest, storage: TensorStorage, state: dict[str, Any]) -> Manifest:
+    """Read the rows that :func:`save` has written, if there are any, into ``state``.
 
     Returns:
         The manifest as it would be with these rows in files of the checkpoint.
@@ -76,7 +76,10 @@ def take(folder: Path, manifest: Manifest, storage: TensorStorage, state: dict[s
     saved = state.pop(KEY, None)
     if saved is None:
         return manifest
-    need(isinstance(saved, dict) and _NAME.fullmatch(str(saved.get("folder"))) is not None, "the rows are nowhere")
+    need(
+        isinstance(saved, dict) and _NAME.fullmatch(str(saved.get("folder"))) is not None,
+        "the checkpoint names no valid row folder",
+    )
     path, custom = folder / saved["folder"], storage.custom_rows
     need(not path.is_symlink(), f"{path} is a link: links are refused")
     if custom is None or saved["by"] != custom.name:

@@ -1,0 +1,334 @@
+"""Buffers on their way from and to TorchRL: the folders that its ``ReplayBuffer.dumps`` writes and ``loads`` reads.
+
+Rows, cursor and priorities travel; random streams, transforms and prefetched batches, which TorchRL pickles, do not.
+Nothing is unpickled. Written against TorchRL 0.14.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gpubuf.data.buffer import ReplayBuffer
+from gpubuf.data.checkpoints import restore
+from gpubuf.data.checkpoints.files import MANIFEST
+from gpubuf.data.checkpoints.save import Checkpointed
+from gpubuf.data.components import component
+from gpubuf.data.samplers import torchrl_state
+from gpubuf.data.samplers.base import Sampler
+from gpubuf.data.samplers.prioritized import PrioritizedSampler
+from gpubuf.data.storage import memmap_files as files
+from gpubuf.data.storage.layout import Data, RowLayout, TreeLayout
+from gpubuf.data.storage.saved_rows import rows_state
+from gpubuf.data.storage.tensor_storage import Storage, TensorStorage
+from gpubuf.data.tensordict_buffers import TensorDictReplayBuffer
+from gpubuf.torchrl.storages import LazyTensorStorage
+
+WRITER_FILE = "metadata.json"
+BUFFER_FILE = "buffer_metadata.json"
+_INDEX = ("index",)
+_COPY_BYTES = 1 << 26
+# Steps ever written are a C int in TorchRL.
+_MAX_STEPS = 2**31 - 1
+
+
+class Dump(NamedTuple):
+    """What a dump holds: rows, the place of the ring's cursor in them, and settings.
+
+    A step is one index of the first dimension.
+    """
+
+    data: Data
+    shape: tuple[int, ...]
+    size: int
+    written: int
+    priorities: torchrl_state.Priorities | None
+    batch_size: int | None
+
+
+# Reading
+
+
+def is_dump(folder: Path) -> bool:
+    """Whether TorchRL's ``dumps`` has written the folder, rather than gpubuf's."""
+    return (folder / BUFFER_FILE).is_file() and not (folder / MANIFEST).exists()
+
+
+def load_dump(buffer: Checkpointed, folder: Path) -> None:
+    """Load what TorchRL's ``dumps`` has written into a buffer, in place of all that it holds.
+
+    Rows, counters and batch size come from the dump, and the priorities of a prioritized sampler. Transforms, the
+    random stream and an epoch of the dump do not: a sampler without priorities meets all rows as new ones.
+    Synchronises.
+
+    Raises:
+        ValueError: the dump is damaged, holds what can't be stored here, or does not fit the buffer, which is as it
+            was.
+    """
+    with buffer._lock:
+        storage = buffer._storage
+        custom = storage.custom_rows
+        rows = None if custom is None else custom.load(folder / "storage")
+        found = _read(folder, storage.ndim, rows, stacklevel=6)
+        _take(buffer, found, found.batch_size)
+
+
+restore.readers.append((is_dump, load_dump))
+
+
+def load_torchrl(
+    path: str | os.PathLike[str],
+    *,
+    storage: Storage | Any = None,
+    sampler: Sampler | Any = None,
+    **kwargs: Any,
+) -> ReplayBuffer:
+    """A new buffer with the rows of one that TorchRL saved by ``dumps``.
+
+    The rows are copied from the mapped files straight into the storage. Capacity and batch size are those of the dump,
+    unless given. A prioritized sampler takes its exponents and priorities from the dump.
+
+    Args:
+        path: the folder that was given to ``dumps``.
+        storage: an empty storage, or a function that returns one. Default: a :class:`LazyTensorStorage` on the CPU. One
+            of another capacity, or with other dtypes than the dump, takes the rows oldest first. Give it where the rows
+            themselves have dimensions (``[max_size, agents]``) that could be taken for those of the storage.
+        sampler: a sampler, or a function that returns one. Default: uniform, or prioritized where the dump is.
+        **kwargs: further arguments of :class:`TensorDictReplayBuffer` (of :class:`ReplayBuffer`, where the rows are
+            single tensors).
+
+    Returns:
+        The buffer. Rows that were tensorclasses are TensorDicts; the ``"index"`` that TorchRL stores with the rows is
+        left out, since samples carry theirs.
+
+    Raises:
+        ValueError: the folder is not such a dump, is damaged, holds what can't be stored here (non-tensor data, lists
+            of tensors), or does not fit into ``storage``. Synchronises.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder that TorchRL's dumps() has written")
+    storage = component(storage, TensorStorage, lambda: None) if storage is not None else None
+    if storage is not None and len(storage):
+        raise ValueError(f"the storage must be empty, it has {len(storage)} rows")
+    found = _read(folder, None if storage is None else storage.ndim, stacklevel=4)
+    if storage is None:
+        storage = LazyTensorStorage(math.prod(found.shape), ndim=len(found.shape))
+    if sampler is None and (own := found.priorities) is not None:
+        sampler = PrioritizedSampler(storage.max_size, own.alpha, own.beta, own.eps)
+    kwargs.setdefault("batch_size", found.batch_size)
+    kind = ReplayBuffer if isinstance(found.data, Tensor) else TensorDictReplayBuffer
+    buffer = kind(storage=storage, sampler=sampler, **kwargs)
+    with buffer._lock:
+        _take(buffer, found, buffer.batch_size)
+    return buffer
+
+
+def _take(buffer: Checkpointed, found: Dump, batch_size: int | None) -> None:
+    """Replace all that a buffer holds, with its lock held."""
+    storage, sampler, per_step = buffer._storage, buffer._sampler, math.prod(found.shape[1:])
+    room = -(-storage.max_size // per_step) * per_step
+    if found.size > room:
+        raise ValueError(f"the dump holds {found.size} rows, the storage has room for {room}")
+    if storage.initialized:
+        storage.written_layout.collect(found.data, storage.ndim)
+        if tuple(storage.shape[1:]) != found.shape[1:]:
+            raise ValueError(f"the dump's rows have shape {found.shape}, the storage's {tuple(storage.shape)}")
+    else:
+        layout = RowLayout(found.data, storage.ndim, storage.ignored_keys)
+        restore.expect_rows(buffer, storage.form_like(layout), found.shape, "dump")
+    buffer._prefetcher.discard()
+    with restore.together() as whole:
+        replacement = whole.stack.enter_context(restore.Replacement(buffer, whole))
+        replacement.begin()
+        storage.empty()
+        sampler.empty()
+        if storage.converts:
+            order: Tensor | None = _append(storage, found)
+        else:
+            order = storage.load_state_dict(rows_state(found.data, len(found.shape), found.size, found.written))
+        if found.size:
+            sampler.on_write(torch.arange(found.size, device=storage.device), None)
+        if found.priorities is not None and sampler.torchrl_form == "priorities":
+            state = found.priorities.state(storage.max_size, found.size, order)
+            sampler.load_state_dict({**sampler.state_dict(), **state})
+        storage.rebuild()
+        sampler.mend()
+        whole.last.append(functools.partial(replacement.take, [], batch_size))
+
+
+def _append(storage: TensorStorage, found: Dump) -> Tensor:
+    """Write the rows, oldest first, to a storage that converts them. The old position of each."""
+    if found.size > storage.max_size:
+        raise ValueError(f"the dump holds {found.size} rows, the storage has room for {storage.max_size}")
+    capacity, per_step = math.prod(found.shape), math.prod(found.shape[1:])
+    first = found.written % capacity if found.size == capacity else 0
+    steps, oldest = found.size // per_step, first // per_step
+    row_bytes = RowLayout(found.data, len(found.shape), storage.ignored_keys).row_bytes
+    at_once = max(1, _COPY_BYTES // max(1, row_bytes * per_step))
+    for start, stop in ((oldest, steps), (0, oldest)):
+        for step in range(start, stop, at_once):
+            storage.append(found.data[step : min(step + at_once, stop)])
+    # The sampler has not looked at the storage yet.
+    storage.end(None)
+    return (torch.arange(found.size) + first) % capacity
+
+
+def _read(folder: Path, ndim: int | None, rows: tuple[Data, int] | None = None, *, stacklevel: int) -> Dump:
+    """A dump, whose rows are views of the mapped files.
+
+    Args:
+        folder: the dump.
+        ndim: number of dimensions of the storage; None: guessed.
+        rows: the rows and their number, if a checkpointer has read them; None: those of the files.
+        stacklevel: of the warning about transforms.
+
+    Raises:
+        ValueError: the folder is no such dump, or is damaged.
+    """
+    data, size = files.read_rows(folder / "storage", writable=False, root=folder) if rows is None else rows
+    path = folder / "writer" / WRITER_FILE
+    writer = files.read_json(path, folder)
+    cursor = files.read_count(writer, "cursor", path)
+    count = writer.get("write_count")
+    dims = tuple(data.shape)
+    if ndim is None:
+        ndim = 1 if isinstance(data, Tensor) else _guess_ndim(dims, size, count)
+    shape = dims[:ndim]
+    steps, per_step = dims[0] if dims else 0, math.prod(shape[1:])
+    if len(shape) < ndim or steps * per_step == 0:
+        raise ValueError(f"{folder}: rows of shape {dims} are no storage of {ndim} dimension(s)")
+    if size > steps * per_step or size % per_step or cursor >= steps:
+        raise ValueError(
+            f"{folder}: {size} rows and a cursor at step {cursor} are impossible in a storage of shape {shape}"
+        )
+    filled = size // per_step
+    if filled == steps:
+        # TorchRL's count overflows after 2^31 steps, and older versions have none.
+        known = isinstance(count, int) and count >= steps and count % steps == cursor
+        written = count if known else steps + cursor
+    elif filled == cursor or filled == 0:
+        written = filled
+    else:
+        raise ValueError(
+            f"{folder}: the rows are not those of a ring: {filled} steps are filled, the cursor is at {cursor}"
+        )
+    priorities = torchrl_state.read_priorities(folder / "sampler", folder)
+    settings = files.read_json(folder / BUFFER_FILE)
+    batch_size = None
+    if settings.get("batch_size") is not None:
+        batch_size = files.read_count(settings, "batch_size", folder / BUFFER_FILE)
+    if (path := folder / "transform.t").exists():
+        warnings.warn(f"{path} is a pickle: the state of the transforms is not read", stacklevel=stacklevel)
+    return Dump(data, shape, size, written * per_step, priorities, batch_size)
+
+
+def _guess_ndim(dims: tuple[int, ...], size: int, count: Any) -> int:
+    """How many dimensions of a TensorDict index rows, which a dump doesn't say: all, unless that can't be."""
+    if isinstance(count, int) and len(dims) > 1 and size == min(count, dims[0]) > 0:
+        return 1
+    return len(dims)
+
+
+# Writing
+
+
+def save_torchrl(buffer: ReplayBuffer, path: str | os.PathLike[str]) -> None:
+    """Write a buffer as TorchRL's ``dumps`` would, for ``loads`` of a TorchRL buffer with the same components.
+
+    The folder appears under its name once it is complete. The random stream and the state of transforms are left out.
+    An epoch of a sampler without replacement begins anew.
+
+    Args:
+        buffer: a buffer that has been written to. Rows on a GPU are copied piece by piece. Tensorclasses become
+            TensorDicts. Keys have the dtypes that were written, however they are stored. The buffer may not be written
+            to meanwhile.
+        path: a folder that does not exist yet.
+
+    Raises:
+        RuntimeError: nothing was ever written to the buffer.
+        FileExistsError: there is something at ``path``.
+        ValueError: a key has a name that TorchRL's metadata needs. Synchronises.
+    """
+    target = Path(path).absolute()
+    if target.exists():
+        raise FileExistsError(f"{target} exists: a dump is written into a new folder")
+    temporary = target.with_name(f"{target.name}.tmp-{os.getpid()}")
+    temporary.mkdir(parents=True)
+    try:
+        _write_rows(buffer, temporary)
+        sampler: Any = buffer.sampler
+        if sampler.torchrl_form == "epoch":
+            torchrl_state.write_epoch(temporary / "sampler", None, 0, sampler.drop_last, False)
+        elif sampler.torchrl_form == "priorities":
+            (temporary / "sampler").mkdir()
+            torchrl_state.write_priorities(sampler, temporary / "sampler")
+        settings = {"batch_size": buffer.batch_size, "consume_after_n_samples": None}
+        files.write_json(temporary / BUFFER_FILE, settings)
+        os.rename(temporary, target)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _write_rows(buffer: ReplayBuffer, folder: Path) -> None:
+    storage = buffer.storage
+    state = storage.state_dict()
+    if not state["initialized"]:
+        raise RuntimeError("the buffer is empty: nothing was ever written to it")
+    layout, shape = storage.written_layout, tuple(storage.shape)
+    files.check_names(layout)
+    if layout.host or isinstance(layout, TreeLayout):
+        what = f"{list(layout.host)} are not tensors" if layout.host else "the rows are dicts, tuples or lists"
+        raise ValueError(f"only TensorDicts of tensors are written in TorchRL's form; {what}. save() takes them")
+    (folder / "storage").mkdir()
+    (folder / "writer").mkdir()
+    targets = [
+        files.create_file(files.tensor_file(folder / "storage", leaf.key), leaf.dtype, (*shape, *leaf.shape), folder)
+        for leaf in layout.leaves
+    ]
+    if storage.computed:
+        _decode(storage, targets)
+    else:
+        for source, target in zip(layout.collect(state["rows"], storage.ndim), targets, strict=True):
+            _copy(source, target)
+    # The rows of TorchRL's TensorDict buffers have an index, without which they could not be added to.
+    extra = (_INDEX,) if _stores_index(buffer, layout) else ()
+    for key in extra:
+        index = files.create_file(files.tensor_file(folder / "storage", key), torch.int64, shape, folder)
+        index.copy_(torch.arange(shape[0]).view(-1, *[1] * (len(shape) - 1)))
+    files.write_metadata(folder / "storage", layout, shape, state["size"], extra)
+    steps = state["written"] // math.prod(shape[1:])
+    if steps > _MAX_STEPS:
+        steps = shape[0] + steps % shape[0]
+    files.write_json(folder / "writer" / WRITER_FILE, {"cursor": steps % shape[0], "write_count": steps})
+
+
+def _stores_index(buffer: ReplayBuffer, layout: RowLayout) -> bool:
+    return isinstance(buffer, TensorDictReplayBuffer) and layout.is_tensordict and layout.position(_INDEX) is None
+
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    """Copy rows into the first rows of a file, so that no more than a piece of a GPU's tensor is on its way."""
+    n = source.shape[0]
+    step = max(1, _COPY_BYTES * n // max(1, source.nbytes))
+    for start in range(0, n, step):
+        target[start : min(start + step, n)].copy_(source[start : start + step])
+
+
+def _decode(storage: TensorStorage, targets: list[Tensor]) -> None:
+    """Copy rows in the dtypes that were written, piece by piece."""
+    n = len(storage)
+    step = max(1, _COPY_BYTES // max(1, storage.written_layout.row_bytes))
+    for start in range(0, n, step):
+        index = torch.arange(start, min(start + step, n), device=storage.device)
+        for target, rows in zip(targets, storage.as_written(index), strict=True):
+            target.view(-1, *rows.shape[1:])[start : start + step].copy_(rows)
