@@ -10,18 +10,17 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
-from torch import Tensor
 
 from gpubuf.data.buffer import ReplayBuffer
 from gpubuf.data.storage.end_bits import CONTINUITY, FLAGS
-from gpubuf.data.storage.schema import Codec, stored_as
+from gpubuf.data.storage.layout import Key
+from gpubuf.data.storage.recipe import STEPS_KEY
+from gpubuf.data.storage.schema import Codec
 from gpubuf.data.storage.tensor_storage import LazyTensorStorage
 from gpubuf.integrations.draw_orders import EachEnvironment
-from gpubuf.integrations.uniform import checked_autoreset
+from gpubuf.integrations.environment_steps import Column, StepWriter
 
 __all__ = ["SimpleReplayBuffer"]
-
-_STEPS = "steps_to_next_obs"
 
 
 class SimpleReplayBuffer:
@@ -82,7 +81,6 @@ class SimpleReplayBuffer:
         dtypes: Mapping[Any, torch.dtype | Codec] | None = None,
         autoreset: str = "same_step",
     ) -> None:
-        self._autoreset, self._resets = autoreset, checked_autoreset(autoreset)
         self.n_env = n_env
         self.buffer_size = buffer_size
         self.n_obs = n_obs
@@ -94,15 +92,14 @@ class SimpleReplayBuffer:
         self.n_steps = n_steps
         self.device = device
         widths = {"observations": n_obs} | ({"critic_observations": n_critic_obs} if asymmetric_obs else {})
-        # What is read from a step: whether it is under "next", its name, dtype, and shape without environments.
-        self._columns: list[tuple[bool, str, torch.dtype, tuple[int, ...]]] = [
-            *[(False, name, torch.float32, (width,)) for name, width in widths.items()],
-            (False, "actions", torch.float32, (n_act,)),
-            *[(True, name, torch.float32, (width,)) for name, width in widths.items()],
-            (True, "rewards", torch.float32, ()),
-            (True, "dones", torch.int64, ()),
-            (True, "truncations", torch.int64, ()),
-        ]
+        kinds: dict[Key, tuple[torch.dtype, tuple[int, ...]]] = {
+            **{(name,): (torch.float32, (width,)) for name, width in widths.items()},
+            ("actions",): (torch.float32, (n_act,)),
+            **{("next", name): (torch.float32, (width,)) for name, width in widths.items()},
+            ("next", "rewards"): (torch.float32, ()),
+            ("next", "dones"): (torch.int64, ()),
+            ("next", "truncations"): (torch.int64, ()),
+        }
         # Those with memory of their own.
         owners = [name for name in widths if not (self.playground_mode and name == "observations")]
         flags = {("next", "dones"): torch.bool, ("next", "truncations"): torch.bool}
@@ -125,6 +122,9 @@ class SimpleReplayBuffer:
             gamma=gamma,
             reward_keys=[("next", "rewards")],
             end_keys=[("next", "dones"), ("next", "truncations")],
+        )
+        self._steps = StepWriter(
+            self.buffer, [Column(key, key, *kind) for key, kind in kinds.items()], autoreset, n_env
         )
 
     @property
@@ -150,27 +150,7 @@ class SimpleReplayBuffer:
                 ``playground_mode`` observations of the critic that don't begin with the observation. Nothing is
                 written.
         """
-        root: Any = _entries(tensor_dict)
-        following: Any = _entries(root["next"])
-        columns: list[Tensor] = []
-        for below, name, dtype, _ in self._columns:
-            value = following[name] if below else root[name]
-            columns.append(stored_as(value, dtype, repr(name)))
-        if self._resets is not None:
-            columns = self._resets.of(columns, (-2, -1))
-        if self.buffer.initialized:
-            self.buffer.add_columns(columns)
-        else:
-            self._begin(columns)
-
-    def _begin(self, columns: list[Tensor]) -> None:
-        """The first write, which settles shapes and the order of the columns."""
-        for (_, name, _, shape), value in zip(self._columns, columns, strict=True):
-            if value.shape != (self.n_env, *shape):
-                raise ValueError(f"{name!r} has shape {tuple(value.shape)}, expected {(self.n_env, *shape)}")
-        keys: list[Any] = [("next", name) if below else name for below, name, _, _ in self._columns]
-        self.buffer.add_columns(dict(zip(keys, columns, strict=True)))
-        assert self.buffer.column_keys == keys
+        self._steps.write(tensor_dict)
 
     def sample(self, batch_size: int) -> TensorDict:
         """``E * batch_size`` transitions, ``batch_size`` of each environment in turn. No host sync.
@@ -189,7 +169,7 @@ class SimpleReplayBuffer:
         n = self.n_env * batch_size
         data: TensorDict = self.buffer.sample(n)
         following: TensorDict = data["next"]
-        steps = torch.ones_like(following["dones"]) if self.n_steps == 1 else data.pop(_STEPS).squeeze(-1).float()
+        steps = torch.ones_like(following["dones"]) if self.n_steps == 1 else data.pop(STEPS_KEY).squeeze(-1).float()
         following.set("effective_n_steps", steps)
         return data
 
@@ -200,12 +180,7 @@ class SimpleReplayBuffer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`."""
         self.buffer.load_state_dict(state)
-        self._resets = checked_autoreset(self._autoreset)
+        self._steps.begin_anew()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(n_env={self.n_env}, n_steps={self.n_steps}, buffer={self.buffer!r})"
-
-
-def _entries(data: Any) -> Any:
-    """What a plain TensorDict holds: looked up in a tenth of the time that its own method takes."""
-    return data._tensordict if type(data) is TensorDict else data

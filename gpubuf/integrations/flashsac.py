@@ -5,7 +5,7 @@ FlashSAC is at https://github.com/Holiday-Robot/FlashSAC; its buffer is in ``fla
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -56,8 +56,6 @@ class TorchUniformBuffer(UniformBuffer):
         ValueError: ``n_step``, ``gamma`` or ``max_length`` is out of range, or ``autoreset`` is neither.
     """
 
-    _stores_once: ClassVar[bool] = False
-
     def __init__(
         self,
         observation_space: Any,
@@ -69,26 +67,21 @@ class TorchUniformBuffer(UniformBuffer):
         sample_batch_size: int,
         device_type: str,
         obs_storage_dtype: torch.dtype | None = None,
-        *,
-        discounts: bool = False,
-        next_capacity: int | None = None,
-        autoreset: str = "same_step",
+        **options: Any,
     ) -> None:
         dtype, shape = _kind(observation_space)
+        observations = {OBSERVATION: (dtype if obs_storage_dtype is None else torch.float32, shape)}
         super().__init__(
-            {OBSERVATION: (dtype if obs_storage_dtype is None else torch.float32, shape)},
+            observations,
             _kind(action_space),
-            n_step=n_step,
-            gamma=gamma,
-            max_length=max_length,
-            min_length=min_length,
-            sample_batch_size=sample_batch_size,
-            device=device_type,
-            obs_storage_dtype=obs_storage_dtype,
-            share_next=self._stores_once,
-            next_capacity=next_capacity,
-            discounts=discounts,
-            autoreset=autoreset,
+            n_step,
+            gamma,
+            max_length,
+            min_length,
+            sample_batch_size,
+            device_type,
+            obs_storage_dtype,
+            **options,
         )
 
 

@@ -5,12 +5,10 @@ holosoma is at https://github.com/amazon-far/holosoma. Its FastSAC agent stores 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from gpubuf.data.storage.schema import Codec
 from gpubuf.integrations import fasttd3
 
 __all__ = ["SimpleReplayBuffer"]
@@ -32,24 +30,6 @@ class SimpleReplayBuffer(fasttd3.SimpleReplayBuffer):
         n_steps: int = 1,
         gamma: float = 0.99,
         device: torch.device | str | None = None,
-        *,
-        share_next: bool = False,
-        next_capacity: int | None = None,
-        dtypes: Mapping[Any, torch.dtype | Codec] | None = None,
-        autoreset: str = "same_step",
+        **options: Any,
     ) -> None:
-        super().__init__(
-            n_env,
-            buffer_size,
-            n_obs,
-            n_act,
-            n_critic_obs,
-            asymmetric_obs=True,
-            n_steps=n_steps,
-            gamma=gamma,
-            device=device,
-            share_next=share_next,
-            next_capacity=next_capacity,
-            dtypes=dtypes,
-            autoreset=autoreset,
-        )
+        super().__init__(n_env, buffer_size, n_obs, n_act, n_critic_obs, True, False, n_steps, gamma, device, **options)

@@ -7,7 +7,7 @@ is at https://github.com/Holiday-Robot/rsl_rl_flashsac; its buffer is in ``rsl_r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -35,8 +35,6 @@ class TorchUniformBuffer(UniformBuffer):
         ValueError: as there.
     """
 
-    _stores_once: ClassVar[bool] = False
-
     def __init__(
         self,
         obs: Any,
@@ -49,26 +47,20 @@ class TorchUniformBuffer(UniformBuffer):
         device: str,
         obs_storage_dtype: torch.dtype | None = None,
         store_groups: Sequence[str] | None = None,
-        *,
-        discounts: bool = False,
-        next_capacity: int | None = None,
-        autoreset: str = "same_step",
+        **options: Any,
     ) -> None:
         groups = list(obs.keys()) if store_groups is None else list(store_groups)
         super().__init__(
             {(*OBSERVATION, name): (torch.float32, tuple(obs[name].shape[1:])) for name in groups},
             (torch.float32, (num_actions,)),
-            n_step=n_step,
-            gamma=gamma,
-            max_length=max_length,
-            min_length=min_length,
-            sample_batch_size=sample_batch_size,
-            device=device,
-            obs_storage_dtype=obs_storage_dtype,
-            share_next=self._stores_once,
-            next_capacity=next_capacity,
-            discounts=discounts,
-            autoreset=autoreset,
+            n_step,
+            gamma,
+            max_length,
+            min_length,
+            sample_batch_size,
+            device,
+            obs_storage_dtype,
+            **options,
         )
 
 

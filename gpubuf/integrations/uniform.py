@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorDict
-from torch import Tensor
 
 from gpubuf.data.buffer import ReplayBuffer
 from gpubuf.data.samplers.base import Sampler
@@ -16,65 +15,13 @@ from gpubuf.data.samplers.uniform import RandomSampler
 from gpubuf.data.storage.end_bits import CONTINUITY
 from gpubuf.data.storage.end_bits import FLAGS as FLAGS_ALONE
 from gpubuf.data.storage.layout import Key
-from gpubuf.data.storage.schema import stored_as
+from gpubuf.data.storage.recipe import STEPS_KEY
 from gpubuf.data.storage.tensor_storage import LazyTensorStorage
 from gpubuf.integrations.draw_orders import WholeWindows
+from gpubuf.integrations.environment_steps import Column, StepWriter
 
 OBSERVATION: Key = ("observation",)
-STEPS = "steps_to_next_obs"
 FLAGS: tuple[Key, ...] = (("next", "terminated"), ("next", "truncated"))
-
-
-class Column(NamedTuple):
-    """One key of a transition.
-
-    Attributes:
-        given: where a transition has it.
-        stored: its key in storage.
-        dtype: in batches.
-        shape: of one row.
-    """
-
-    given: Key
-    stored: Key
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
-class NextStepResets:
-    """Steps of environments that reset on the step after an end, without the rows that only reset.
-
-    Such a row leads from the last observation of an episode to the first one of the next, whatever the action. The row
-    before it, which ended the episode, is written once more in its place. All memory is made at the first step, and
-    then written in place, for a captured graph reads it where it is. No host sync.
-    """
-
-    def __init__(self) -> None:
-        self._ended: Tensor | None = None
-        self._before: list[Tensor] = []
-
-    def of(self, columns: list[Tensor], flags: Sequence[int]) -> list[Tensor]:
-        """The columns ``[E, ...]`` of a step, of which those at ``flags`` say where episodes end."""
-        ended = torch.stack([columns[flag].reshape(len(columns[flag]), -1).ne(0).any(1) for flag in flags]).any(0)
-        if self._ended is None:
-            self._ended, self._before = ended, [column.clone() for column in columns]
-            return columns
-        for before, column in zip(self._before, columns, strict=True):
-            resets = self._ended.view(-1, *[1] * (column.ndim - 1))
-            before.copy_(torch.where(resets, before, column))
-        self._ended.copy_(ended & ~self._ended)
-        return self._before
-
-
-def checked_autoreset(autoreset: str) -> NextStepResets | None:
-    """What takes the rows out that only reset, with ``autoreset="next_step"``; None with ``"same_step"``.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    if autoreset not in ("same_step", "next_step"):
-        raise ValueError(f"autoreset must be 'same_step' or 'next_step', got {autoreset!r}")
-    return NextStepResets() if autoreset == "next_step" else None
 
 
 class UniformBuffer:
@@ -83,41 +30,39 @@ class UniformBuffer:
     Args:
         observations: dtype and shape of each part of an observation, by its key.
         action: those of an action.
-        n_step, gamma, max_length, min_length, sample_batch_size: see the subclasses.
+        n_step, gamma, max_length, min_length, sample_batch_size, discounts, next_capacity, autoreset: see the
+            subclasses.
         device: of the rows.
         obs_storage_dtype: of the observations in storage; None: as in batches.
-        share_next: whether observations are stored once.
-        next_capacity: with it, room for the last observations of trajectories.
-        discounts: whether a batch has ``"discount"``, and windows that end at the newest row may be shorter.
-        autoreset: see the subclasses.
 
     Attributes:
         buffer: the :class:`ReplayBuffer` behind it.
     """
 
+    #: Whether observations are stored once.
+    _stores_once: ClassVar[bool] = False
+
     def __init__(
         self,
         observations: Mapping[Key, tuple[torch.dtype, tuple[int, ...]]],
         action: tuple[torch.dtype, tuple[int, ...]],
-        *,
         n_step: int,
         gamma: float,
         max_length: int,
         min_length: int,
         sample_batch_size: int,
         device: torch.device | str,
-        obs_storage_dtype: torch.dtype | None,
-        share_next: bool,
-        next_capacity: int | None,
-        discounts: bool,
-        autoreset: str,
+        obs_storage_dtype: torch.dtype | None = None,
+        *,
+        discounts: bool = False,
+        next_capacity: int | None = None,
+        autoreset: str = "same_step",
     ) -> None:
-        checked_autoreset(autoreset)
         self._autoreset = autoreset
         self._n_step, self._gamma, self._discounts = n_step, float(gamma), discounts
         self._max_length, self._min_length = max_length, min_length
         self._sample_batch_size, self._device = sample_batch_size, device
-        self._share_next, self._next_capacity = list(observations) if share_next else False, next_capacity
+        self._share_next, self._next_capacity = list(observations) if self._stores_once else False, next_capacity
         self._dtypes: dict[Key, torch.dtype] = dict.fromkeys(FLAGS, torch.bool)
         if obs_storage_dtype is not None:
             self._dtypes |= dict.fromkeys(observations, obs_storage_dtype)
@@ -131,18 +76,15 @@ class UniformBuffer:
 
     def reset(self) -> None:
         """Forget everything. The next transition may be of another number of environments."""
-        self._resets = checked_autoreset(self._autoreset)
-        # One row an environment and step, if rows must be known to follow each other.
-        self._ndim = 2 if self._n_step > 1 or self._share_next else 1
-        sampler: Sampler = RandomSampler()
-        if self._n_step > 1 and not self._discounts:
-            sampler = WholeWindows(self._n_step)
+        # One row per environment and step, if rows must be known to follow each other.
+        windows = self._n_step > 1
+        sampler: Sampler = WholeWindows(self._n_step) if windows and not self._discounts else RandomSampler()
         storage = LazyTensorStorage(
             self._max_length,
             device=self._device,
-            ndim=self._ndim,
+            ndim=2 if windows or self._share_next else 1,
             # Windows alone depend on it.
-            ends=CONTINUITY if self._n_step > 1 else FLAGS_ALONE,
+            ends=CONTINUITY if windows else FLAGS_ALONE,
             dtypes=self._dtypes,
             share_next=self._share_next,
             next_capacity=self._next_capacity,
@@ -156,6 +98,7 @@ class UniformBuffer:
             end_keys=FLAGS,
             batch_size=self._sample_batch_size,
         )
+        self._steps = StepWriter(self.buffer, self._columns, self._autoreset)
 
     def __len__(self) -> int:
         """The number of stored transitions."""
@@ -180,31 +123,7 @@ class UniformBuffer:
             ValueError: an array has another shape, or (on the CPU) numbers that its key can't hold; or there are more
                 or fewer environments than before; nothing is written.
         """
-        values: list[Tensor] = []
-        for column in self._columns:
-            value: Any = transition
-            for name in column.given:
-                value = value[name]
-            tensor = value.detach() if isinstance(value, Tensor) else torch.as_tensor(value)
-            values.append(stored_as(tensor, column.dtype, repr(".".join(column.given))))
-        if self._resets is not None:
-            values = self._resets.of(values, (-2, -1))
-        if not self.buffer.initialized:
-            self._begin(values)
-        elif self._ndim == 1:
-            self.buffer.extend_columns(values)
-        else:
-            self.buffer.add_columns(values)
-
-    def _begin(self, values: list[Tensor]) -> None:
-        """The first write, which settles shapes and the order of the columns."""
-        lead = values[0].shape[:1]
-        for column, value in zip(self._columns, values, strict=True):
-            if value.shape != (*lead, *column.shape):
-                name = ".".join(column.given)
-                raise ValueError(f"{name!r} has shape {tuple(value.shape)}, expected {(*lead, *column.shape)}")
-        named = {column.stored: value for column, value in zip(self._columns, values, strict=True)}
-        (self.buffer.extend_columns if self._ndim == 1 else self.buffer.add_columns)(named)
+        self._steps.write(transition)
 
     # Reading
 
@@ -230,7 +149,7 @@ class UniformBuffer:
         batch |= {name: following[name] for name in ("reward", "terminated", "truncated")}
         batch["next_observation"] = following["observation"]
         if self._discounts and self._n_step > 1:
-            batch["discount"] = self._gamma ** data[STEPS].squeeze(-1).float()
+            batch["discount"] = self._gamma ** data[STEPS_KEY].squeeze(-1).float()
         elif self._discounts:
             batch["discount"] = torch.full_like(batch["reward"], self._gamma)
         return batch
@@ -271,7 +190,7 @@ class UniformBuffer:
                 "fill the buffer anew, or load the file there"
             )
         self.buffer.load_state_dict(state)
-        self._resets = checked_autoreset(self._autoreset)
+        self._steps.begin_anew()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(n_step={self._n_step}, buffer={self.buffer!r})"
