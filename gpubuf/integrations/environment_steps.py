@@ -1,7 +1,8 @@
-"""Steps of parallel environments, as programs hand them over: converted to columns, without rows that only reset."""
+"""What adapters share: steps of environments become columns, without rows that only reset; single keys are read."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -95,22 +96,15 @@ class StepWriter:
             KeyError: a key is missing.
             ValueError: an array has another shape, or (on the CPU) numbers that its key can't hold; nothing is written.
         """
-        parts: list[Any] = []
-        for path in self._parts:
-            part = _entries(step)
-            for name in path:
-                part = _entries(part[name])
-            parts.append(part)
+        whole = _entries(step)
+        parts = [functools.reduce(_below, path, whole) if path else whole for path in self._parts]
         values: list[Tensor] = []
         for part, name, dtype, label in self._sources:
             value: Any = parts[part][name]
-            if not isinstance(value, Tensor):
-                value = torch.as_tensor(value)
-            elif value.requires_grad:
-                value = value.detach()
-            values.append(stored_as(value, dtype, label))
+            values.append(stored_as(value if isinstance(value, Tensor) else torch.as_tensor(value), dtype, label))
         if self._resets is not None:
-            values = self._resets.of(values, (-2, -1))
+            with torch.no_grad():
+                values = self._resets.of(values, (-2, -1))
         write = self._buffer.extend_columns if self._one_by_one else self._buffer.add_columns
         write(values if self._buffer.initialized else self._first(values))
 
@@ -123,6 +117,19 @@ class StepWriter:
         return {column.key: value for column, value in zip(self._columns, values, strict=True)}
 
 
+def _below(part: Any, name: str) -> Any:
+    return _entries(part[name])
+
+
 def _entries(data: Any) -> Any:
     """What a plain TensorDict holds: looked up in a tenth of the time that its own method takes."""
     return data._tensordict if type(data) is TensorDict else data
+
+
+def stored_values(buffer: ReplayBuffer, key: Key, index: Tensor | None = None) -> Tensor:
+    """A copy of one key of rows ``[n, ...]``, as in batches: of those at the flat positions ``index``, or of all."""
+    storage = buffer.storage
+    number = storage.form.batch.position(key)
+    assert number is not None
+    with buffer._lock:
+        return storage.gather_key(number, torch.arange(len(buffer), device=storage.device) if index is None else index)

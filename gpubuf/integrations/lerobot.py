@@ -6,10 +6,9 @@ LeRobot is at https://github.com/huggingface/lerobot; its buffer is in ``lerobot
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from queue import SimpleQueue
-from typing import Any, Self, TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Self
 
 import torch
 from tensordict import TensorDict
@@ -20,10 +19,10 @@ from gpubuf.data.processing.augment import RandomShift
 from gpubuf.data.storage.end_bits import CONTINUITY
 from gpubuf.data.storage.schema import Codec
 from gpubuf.data.storage.tensor_storage import LazyTensorStorage
+from gpubuf.integrations.environment_steps import stored_values
 
 __all__ = ["ReplayBuffer"]
 
-T = TypeVar("T")
 IMAGE = "observation.image"
 PAD = 4
 _FRAMES = 64
@@ -119,13 +118,9 @@ class ReplayBuffer:
     def _stored(self, *key: str) -> Tensor:
         if self.buffer is None:
             raise AttributeError("nothing has been added: the first transition settles keys and shapes")
-        storage, n = self.buffer.storage, len(self.buffer)
-        position = storage.form.batch.position(key)
-        assert position is not None
-        with self.buffer._lock:
-            rows = storage.gather_key(position, torch.arange(n, device=storage.device))
+        rows = stored_values(self.buffer, key)
         rows = rows.bool() if key[0] in ("done", "truncated") else rows
-        return torch.cat([rows, rows.new_zeros(self.capacity - n, *rows.shape[1:])])
+        return torch.cat([rows, rows.new_zeros(self.capacity - len(rows), *rows.shape[1:])])
 
     @property
     def states(self) -> dict[str, Tensor]:
@@ -247,28 +242,30 @@ class ReplayBuffer:
         if self.buffer is None:
             raise RuntimeError("Cannot sample from an empty buffer: add transitions first")
         data: TensorDict = self.buffer.sample(min(batch_size, len(self.buffer)))
+        if data.device != torch.device(self.device):
+            data = data.to(self.device)
         states: list[dict[str, Tensor]] = [
-            {key: _to(where["state"][key], self.device) for key in self._states} for where in (data, data["next"])
+            {key: where["state"][key] for key in self._states} for where in (data, data["next"])
         ]
         if self.image_augmentation_function is not None and self._images:
-            self._augment(self.image_augmentation_function, states)
-        info = None
-        if self._info is not None:
-            info = {key: _to(data["complementary_info"][key], self.device) for key in self._info}
-        batch: dict[str, Any] = {"state": states[0], "action": _to(data["action"], self.device)}
-        batch["reward"] = _to(data["reward"], self.device)
-        batch["next_state"] = states[1]
-        batch |= {name: _to(data[name], self.device) for name in ("done", "truncated")}
-        batch["complementary_info"] = info
-        return batch
-
-    def _augment(self, function: Callable[[Tensor], Tensor], states: Sequence[dict[str, Tensor]]) -> None:
-        """Call ``function`` once, as LeRobot does, with the images of all keys: states, and then next states."""
-        images = function(torch.cat([state[key] for key in self._images for state in states]))
-        parts = iter(images.chunk(len(self._images) * len(states)))
-        for key in self._images:
-            for state in states:
-                state[key] = next(parts)
+            # Called once, as LeRobot does, with the images of all keys: states, and then next states.
+            images = self.image_augmentation_function(
+                torch.cat([state[key] for key in self._images for state in states])
+            )
+            parts = iter(images.chunk(len(self._images) * 2))
+            for key in self._images:
+                for state in states:
+                    state[key] = next(parts)
+        info = None if self._info is None else {key: data["complementary_info"][key] for key in self._info}
+        return {
+            "state": states[0],
+            "action": data["action"],
+            "reward": data["reward"],
+            "next_state": states[1],
+            "done": data["done"],
+            "truncated": data["truncated"],
+            "complementary_info": info,
+        }
 
     def get_iterator(
         self, batch_size: int, async_prefetch: bool = True, queue_size: int = 2
@@ -284,14 +281,22 @@ class ReplayBuffer:
             RuntimeError: nothing has been added.
             ValueError: ``queue_size`` is below 1.
         """
-        if async_prefetch:
-            yield from ahead(lambda: self.sample(batch_size), queue_size)
-        waiting = [self.sample(batch_size) for _ in range(queue_size)]
-        if not waiting:
+        if queue_size < 1:
             raise ValueError(f"queue_size must be at least 1, got {queue_size}")
-        while True:
-            yield waiting.pop(0)
-            waiting.append(self.sample(batch_size))
+        if not async_prefetch:
+            waiting = [self.sample(batch_size) for _ in range(queue_size)]
+            while True:
+                yield waiting.pop(0)
+                waiting.append(self.sample(batch_size))
+        thread = ThreadPoolExecutor(1)
+        try:
+            coming = [thread.submit(self.sample, batch_size) for _ in range(queue_size)]
+            while True:
+                batch = coming.pop(0).result()
+                coming.append(thread.submit(self.sample, batch_size))
+                yield batch
+        finally:
+            thread.shutdown(cancel_futures=True)
 
     # Data sets
 
@@ -360,7 +365,8 @@ class ReplayBuffer:
         # A few frames at a time, since images are large.
         for part in order.split(_FRAMES):
             for row in rows.storage[part].cpu().unbind(0):
-                dataset.add_frame(frame_of(self._frame(row), row["reward"], row["done"], task_name))
+                flags = {REWARD: row["reward"].reshape(1).float(), DONE: row["done"].reshape(1).to(torch.bool)}
+                dataset.add_frame({**self._frame(row), **flags, "task": task_name})
                 if row["done"] or row["truncated"]:
                     dataset.save_episode()
         if dataset.episode_buffer["size"] > 0:
@@ -386,10 +392,6 @@ def _column(value: Tensor) -> Tensor:
     return value if value.dtype is torch.float32 else value.to(torch.float32)
 
 
-def _to(value: Tensor, device: str) -> Tensor:
-    return value.to(device, non_blocking=False)
-
-
 def _number(key: str, info: Mapping[str, Any]) -> Tensor:
     """Information as a tensor.
 
@@ -404,39 +406,6 @@ def _number(key: str, info: Mapping[str, Any]) -> Tensor:
             f"complementary_info[{key!r}] must be a tensor or a number in every transition, got {type(value).__name__}"
         )
     return torch.tensor(float(value))
-
-
-def ahead(make: Callable[[], T], depth: int) -> Iterator[T]:
-    """Results of ``make``, called by a thread, of which up to ``depth`` wait.
-
-    An exception of ``make`` is raised where its result would have come. The thread ends with the iterator.
-    """
-    if depth < 1:
-        raise ValueError(f"queue_size must be at least 1, got {depth}")
-    results: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
-    room, stopped = threading.Semaphore(depth), threading.Event()
-
-    def work() -> None:
-        while room.acquire() and not stopped.is_set():
-            try:
-                results.put((make(), None))
-            except BaseException as error:
-                results.put((None, error))
-                return
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    try:
-        while True:
-            result, error = results.get()
-            if error is not None:
-                raise error
-            room.release()
-            yield result  # type: ignore[misc]
-    finally:
-        stopped.set()
-        room.release()
-        thread.join()
 
 
 # Between transitions and data sets
@@ -511,8 +480,3 @@ def features_of(rows: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
         is_image = len(shape) == 3 and shape[0] in (1, 3)
         found[key] = {"dtype": "image" if is_image else "float32", "shape": shape}
     return found
-
-
-def frame_of(row: Mapping[str, Tensor], reward: Tensor, done: Tensor, task: str) -> dict[str, Any]:
-    """A frame of one row, on the CPU."""
-    return {**row, REWARD: reward.reshape(1).float(), DONE: done.reshape(1).to(torch.bool), "task": task}
