@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Self
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from gpubuf.data.recording import current_recording
 from gpubuf.data.storage.layout import priority_mask_key
 from gpubuf.modules.fast_call import entry
-from gpubuf.objectives.base import one_of, pairs_of, refuse_deprecated, warn
+from gpubuf.objectives.base import one_of, pairs_of, warn
 from gpubuf.objectives.batch import (
     HAS_TARGET,
+    checked_values,
     counting_rows,
-    is_values_of,
     joint_mask,
     leaf_keys,
     next_key,
@@ -41,6 +41,48 @@ from gpubuf.objectives.networks import (
 from gpubuf.objectives.values import TDLossModule
 
 
+@dataclass(frozen=True)
+class ActorCriticOptions:
+    """The keyword arguments that losses of an actor and N critics share; :class:`~gpubuf.objectives.SACLoss` has their
+    meaning.
+
+    Raises:
+        TypeError: ``gamma`` is given.
+        RuntimeError: ``priority_key`` is given.
+        ValueError: an argument is out of range or none of its choices.
+    """
+
+    num_qvalue_nets: int = 2
+    loss_function: str = "smooth_l1"
+    delay_actor: bool = False
+    delay_qvalue: bool = True
+    gamma: float | None = None
+    priority_key: str | None = None
+    separate_losses: bool = False
+    reduction: str | None = None
+    skip_done_states: bool = False
+    deactivate_vmap: bool = False
+    use_prioritized_weights: str | bool = "auto"
+    scalar_output_mode: str | None = None
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Self:
+        """The options among ``arguments``, the local variables of a constructor. Others keep their defaults."""
+        return cls(**{field.name: arguments[field.name] for field in fields(cls) if field.name in arguments})
+
+    def __post_init__(self) -> None:
+        if self.gamma is not None:
+            raise TypeError("gamma is not an argument of the loss: call loss.make_value_estimator(gamma=...)")
+        if self.priority_key is not None:
+            raise RuntimeError(
+                "Setting 'priority_key' via the constructor is deprecated, use .set_keys(<key>='some_key') instead."
+            )
+        if self.num_qvalue_nets < 1:
+            raise ValueError(f"num_qvalue_nets must be at least 1, got {self.num_qvalue_nets}")
+        one_of((False, True, "auto"), self.use_prioritized_weights, "use_prioritized_weights")
+        one_of((None, "exclude", "non_tensor"), self.scalar_output_mode, "scalar_output_mode")
+
+
 class ActorCriticLossModule(TDLossModule):
     """A loss of an actor and N critics.
 
@@ -56,26 +98,12 @@ class ActorCriticLossModule(TDLossModule):
     Args:
         actor_network: the policy.
         qvalue_network: one network, a list of ``num_qvalue_nets``, or a natively batched ensemble.
-        num_qvalue_nets: number of critics, N.
-        delay_actor: give the actor target parameters.
-        delay_qvalue: give the critics target parameters.
-        separate_losses: parameters that critics share with the actor get gradients from the actor's loss only.
-        skip_done_states: keep the next states of ended rows from the networks; see
-            :class:`~gpubuf.objectives.SACLoss`.
-        deactivate_vmap: run several critics one after the other.
-        loss_function: see :class:`TDLossModule`.
-        reduction: "mean" (also for None), "sum" or "none".
-        use_prioritized_weights: False, True or "auto".
-        scalar_output_mode: "exclude", "non_tensor" or None; for ``reduction="none"``.
-        gamma: refused; see :meth:`make_value_estimator`.
-        priority_key: refused; see :meth:`set_keys`.
+        options: the arguments that such losses share.
         further: networks besides, by name, each with whether it has target parameters. Of networks that share
             parameters, actor, further networks and critics, the first owns them.
 
     Raises:
-        TypeError: ``gamma`` is given.
-        RuntimeError: ``priority_key`` is given.
-        ValueError: an argument is none of its choices, or the critics are not ``num_qvalue_nets``.
+        ValueError: an option is none of its choices, or the critics are not ``num_qvalue_nets``.
     """
 
     @dataclass
@@ -84,61 +112,44 @@ class ActorCriticLossModule(TDLossModule):
         state_action_value: NestedKey = "state_action_value"
         log_prob: NestedKey = "action_log_prob"
 
-    default_keys: type = _AcceptedKeys
-
     actor_network_params: TensorDictParams
     qvalue_network_params: TensorDictParams
 
     #: Entries of the output: losses, and scalars that ``reduction="none"`` leaves out.
     loss_names: tuple[str, ...] = ("loss_actor", "loss_qvalue")
     scalar_names: tuple[str, ...] = ()
-    #: Keys that an actor knows, and where it does.
-    _keys_of_actors: tuple[tuple[str, str], ...] = (("log_prob", "log_prob_keys"), ("action", "dist_sample_keys"))
     #: Losses of further networks, which come last.
     further_loss_names: tuple[str, ...] = ()
+    #: Keys that an actor knows, and where it does.
+    _keys_of_actors: tuple[tuple[str, str], ...] = (("log_prob", "log_prob_keys"), ("action", "dist_sample_keys"))
+    #: The rows of the batch, for messages: a shape follows.
+    _rows: ClassVar[str] = "log-densities of shape"
 
     def __init__(
         self,
         actor_network: Any,
         qvalue_network: TensorDictModule | Sequence[TensorDictModule],
-        *,
-        num_qvalue_nets: int = 2,
-        delay_actor: bool = False,
-        delay_qvalue: bool = True,
-        separate_losses: bool = False,
-        skip_done_states: bool = False,
-        deactivate_vmap: bool = False,
-        loss_function: str = "smooth_l1",
-        reduction: str | None = None,
-        use_prioritized_weights: str | bool = "auto",
-        scalar_output_mode: str | None = None,
-        gamma: float | None = None,
-        priority_key: str | None = None,
+        options: ActorCriticOptions,
         further: Mapping[str, tuple[Any, bool]] | None = None,
     ) -> None:
-        if gamma is not None:
-            raise TypeError("gamma is not an argument of the loss: call loss.make_value_estimator(gamma=...)")
-        refuse_deprecated(priority_key=priority_key)
-        super().__init__(loss_function=loss_function, reduction="mean" if reduction is None else reduction)
-        if num_qvalue_nets < 1:
-            raise ValueError(f"num_qvalue_nets must be at least 1, got {num_qvalue_nets}")
-        self.num_qvalue_nets = num_qvalue_nets
-        self.delay_actor, self.delay_qvalue = delay_actor, delay_qvalue
-        self.skip_done_states, self.deactivate_vmap = skip_done_states, deactivate_vmap
-        self.use_prioritized_weights = one_of((False, True, "auto"), use_prioritized_weights, "use_prioritized_weights")
-        one_of((None, "exclude", "non_tensor"), scalar_output_mode, "scalar_output_mode")
-        if self.reduction == "none" and scalar_output_mode is None and self.scalar_names:
+        reduction = "mean" if options.reduction is None else options.reduction
+        super().__init__(loss_function=options.loss_function, reduction=reduction)
+        self.num_qvalue_nets = options.num_qvalue_nets
+        self.delay_actor, self.delay_qvalue = options.delay_actor, options.delay_qvalue
+        self.skip_done_states, self.deactivate_vmap = options.skip_done_states, options.deactivate_vmap
+        self.use_prioritized_weights = options.use_prioritized_weights
+        self.scalar_output_mode = options.scalar_output_mode
+        if reduction == "none" and options.scalar_output_mode is None and self.scalar_names:
             warn(
                 f"{type(self).__name__} with reduction='none' leaves {' and '.join(self.scalar_names)}, which are "
                 "scalars, out of its output. Pass scalar_output_mode='exclude' to silence this warning, or "
                 "'non_tensor' to have them as non-tensor data."
             )
-            scalar_output_mode = "exclude"
-        self.scalar_output_mode = scalar_output_mode
+            self.scalar_output_mode = "exclude"
         #: Whether NaN was named already, or whoever reads the losses names it.
         self.nan_named = False
         self._out_keys: list[NestedKey] | None = None
-        self._set_networks(actor_network, qvalue_network, separate_losses, further or {})
+        self._set_networks(actor_network, qvalue_network, options.separate_losses, further or {})
         found = {key: getattr(actor_network, name, None) for key, name in self._keys_of_actors}
         self.set_keys(**{key: next(iter(value)) for key, value in found.items() if value})
 
@@ -213,9 +224,14 @@ class ActorCriticLossModule(TDLossModule):
         self._critics.params = params["qvalue_network_params"]
         self._critics.refresh(params.get("target_qvalue_network_params"), owners)
 
+    def _given_parameters(self) -> contextlib.AbstractContextManager[None]:
+        """Within it the networks run on the parameters that ``functional_call`` gives for a while, if it does."""
+        # Compiled code has a guard for each of them, for it would otherwise run on the parameters of its first call.
+        given = self._parameters_by_name.replaced()
+        return contextlib.nullcontext() if given is None else self._using(given)
+
     @contextlib.contextmanager
     def _using(self, given: dict[str, TensorDict]) -> Iterator[None]:
-        """Within it the networks run on other parameters."""
         try:
             self._run_on(given)
             yield
@@ -303,9 +319,7 @@ class ActorCriticLossModule(TDLossModule):
     @dispatch
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:  # type: ignore[override]
         """The losses of a batch; see the class. Writes the priority entry into ``tensordict``."""
-        # Compiled code has a guard for each of them, for it would otherwise run on the parameters of its first call.
-        given = self._parameters_by_name.replaced()
-        with contextlib.nullcontext() if given is None else self._using(given):
+        with self._given_parameters():
             losses = self._losses(tensordict)
             self._look_for_nan(tensordict, losses)
         return losses
@@ -454,21 +468,9 @@ class ActorCriticLossModule(TDLossModule):
         self._act(state, action)
         return state, log_prob
 
-    def _critic_values(self, q: Tensor) -> Tensor:
-        """The values ``[N, *S]`` or ``[N, *S, 1]`` in what the critics return.
-
-        That is ``q`` itself. Critics that return a distribution of values override it with its expectation.
-        """
-        return q
-
     def _checked(self, q: Tensor, shape: torch.Size) -> Tensor:
-        """``q``; ValueError unless it goes with log-densities of ``shape``."""
-        if not is_values_of(q.shape[1:], shape):
-            raise ValueError(
-                f"the critics' {self.tensor_keys.state_action_value!r} must be {[q.shape[0], *shape, 1]} to go with "
-                f"log-densities of shape {list(shape)}, got {list(q.shape)}"
-            )
-        return q
+        """``q``, which critics have returned; ValueError unless it goes with rows of ``shape``."""
+        return checked_values(q, shape, self.tensor_keys.state_action_value, self._rows)
 
 
 def _read_by(network: Any) -> list[NestedKey]:

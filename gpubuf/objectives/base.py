@@ -35,15 +35,6 @@ def one_of(choices: tuple[Any, ...], value: Any, argument: str) -> Any:
     return value
 
 
-def refuse_deprecated(**kwargs: Any) -> None:
-    """Raise RuntimeError for an argument that became a key."""
-    for name, value in kwargs.items():
-        if value is not None:
-            raise RuntimeError(
-                f"Setting {name!r} via the constructor is deprecated, use .set_keys(<key>='some_key') instead."
-            )
-
-
 def warn(text: str) -> None:
     """A warning that points to the caller of a loss, or of its constructor, however many classes that has."""
     level, frame = 1, sys._getframe()
@@ -71,7 +62,13 @@ class LossModule(TensorDictModuleBase):
     class _AcceptedKeys:
         pass
 
+    #: TorchRL's name of the keys.
+    default_keys: type = _AcceptedKeys
     _schedulable_buffers: frozenset[str] = frozenset()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.default_keys = cls._AcceptedKeys
 
     def __init__(self) -> None:
         super().__init__()

@@ -54,6 +54,16 @@ def is_values_of(own: torch.Size, shape: torch.Size) -> bool:
     return len(own) == len(shape) and all(a == b for a, b in zip(own, shape, strict=True))
 
 
+def checked_values(q: Tensor, shape: torch.Size, key: NestedKey, rows: str) -> Tensor:
+    """``q``; ValueError unless it is ``[N, *shape]`` or ``[N, *shape, 1]``; ``key``, ``rows``: for the message."""
+    if not is_values_of(q.shape[1:], shape):
+        raise ValueError(
+            f"the critics' {key!r} must be {[q.shape[0], *shape, 1]} to go with {rows} {list(shape)}, got "
+            f"{list(q.shape)}"
+        )
+    return q
+
+
 def trimmed(flag: Tensor) -> Tensor:
     """``flag`` without trailing dimensions of size 1, one dimension at least."""
     while flag.ndim > 1 and flag.shape[-1] == 1:

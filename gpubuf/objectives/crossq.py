@@ -11,11 +11,10 @@ from tensordict.nn import TensorDictModule
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from gpubuf.objectives.batch import halves, joined
-from gpubuf.objectives.sac import SACLoss
+from gpubuf.objectives.sac import SACOptions, SoftActorCriticLoss
 
 
-class CrossQLoss(SACLoss):
+class CrossQLoss(SoftActorCriticLoss):
     """CrossQ: SAC without target networks, for critics with batch norms (Bhatt et al., arXiv 1902.05605).
 
     The formulas are those of :class:`~gpubuf.objectives.SACLoss`, with Q in the place of Qtarget. The rows (s, a) and
@@ -35,10 +34,10 @@ class CrossQLoss(SACLoss):
     """
 
     @dataclass
-    class _AcceptedKeys(SACLoss._AcceptedKeys):
+    class _AcceptedKeys(SoftActorCriticLoss._AcceptedKeys):
         log_prob: NestedKey = "_log_prob"
 
-    default_keys = _AcceptedKeys
+    joint_batch = "critics"
     _keys_of_actors = (("action", "dist_sample_keys"),)
 
     def __init__(
@@ -62,29 +61,7 @@ class CrossQLoss(SACLoss):
         use_prioritized_weights: str | bool = "auto",
         scalar_output_mode: str | None = None,
     ) -> None:
-        super().__init__(
-            actor_network,
-            qvalue_network,
-            num_qvalue_nets=num_qvalue_nets,
-            loss_function=loss_function,
-            alpha_init=alpha_init,
-            min_alpha=min_alpha,
-            max_alpha=max_alpha,
-            action_spec=action_spec,
-            fixed_alpha=fixed_alpha,
-            target_entropy=target_entropy,
-            delay_qvalue=False,
-            priority_key=priority_key,
-            separate_losses=separate_losses,
-            reduction=reduction,
-            skip_done_states=skip_done_states,
-            deactivate_vmap=deactivate_vmap,
-            use_prioritized_weights=use_prioritized_weights,
-            scalar_output_mode=scalar_output_mode,
-        )
-        self._networks["actor_network"].keep_running_statistics()
-        self._critics.expect_joint_batches()
-        self.refresh_links()
+        super().__init__(actor_network, qvalue_network, SACOptions.of({**locals(), "delay_qvalue": False}))
 
     def alpha_loss(self, log_prob: Tensor, tensordict: TensorDictBase | None = None) -> Tensor:
         """``loss_alpha``, reduced, as TorchRL's.
@@ -95,13 +72,3 @@ class CrossQLoss(SACLoss):
         """
         batch = TensorDict({}, []) if tensordict is None else tensordict
         return self._temperature_loss(batch, log_prob.detach())
-
-    def _critic_loss(self, tensordict: TensorDictBase, alpha: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        state, next_log_prob = self._next_action(tensordict)
-        shape = next_log_prob.shape
-        rows = joined(tensordict, state, self.qvalue_network.in_keys)
-        q, next_q = halves(self._critics.online(rows, self.tensor_keys.state_action_value), 1)
-        next_q = self._checked(next_q.detach(), shape)
-        target = self.td_target(next_q, tensordict, shape, next_log_prob, alpha)
-        loss, td_error = self.td_loss(self._checked(q, shape), target, tensordict)
-        return loss, td_error, next_log_prob

@@ -20,14 +20,13 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 from torch.distributions import Categorical, OneHotCategorical
 
-from gpubuf.kernels import discrete_sac, sac
+from gpubuf.kernels import discrete_sac
 from gpubuf.kernels._differentiable import direct
 from gpubuf.modules.fast_call import entry
-from gpubuf.objectives.actor_critic import ActorCriticLossModule
 from gpubuf.objectives.base import warn
 from gpubuf.objectives.batch import REDUCTIONS, counting_rows
 from gpubuf.objectives.networks import run_counting
-from gpubuf.objectives.temperature import TemperatureLossModule
+from gpubuf.objectives.sac import SACOptions, SoftActorCriticLoss
 from gpubuf.objectives.values import TDLossModule
 
 ONE_HOT, CATEGORICAL = "one-hot", "categorical"
@@ -155,7 +154,7 @@ def chosen_values(q: Tensor, action: Tensor, space: str, mask: Tensor | None) ->
 _soft_value = direct(discrete_sac.soft_value)
 
 
-class DiscreteSACLoss(TemperatureLossModule, ActorCriticLossModule):
+class DiscreteSACLoss(SoftActorCriticLoss):
     """Soft actor-critic over a finite set of actions (Christodoulou, arXiv 1910.07207).
 
     The critics return the values of all A actions, so that every expectation over the policy ``p`` is exact. With S the
@@ -175,6 +174,9 @@ class DiscreteSACLoss(TemperatureLossModule, ActorCriticLossModule):
     their own loss and for the actor's. Losses are float32, or float64 where a network is, whatever autocast does.
 
     Importance weights, masks, and the shapes of rewards and flags are those of :class:`~gpubuf.objectives.SACLoss`.
+
+    The keys of :meth:`set_keys` are action, action_value, reward, done, terminated, priority and priority_weight; value
+    and log_prob are accepted, as TorchRL's, and not used.
 
     Args:
         actor_network: the policy, with a method ``get_dist(tensordict)`` that returns a distribution with ``logits``
@@ -226,10 +228,6 @@ class DiscreteSACLoss(TemperatureLossModule, ActorCriticLossModule):
         action_value: NestedKey = "action_value"
         log_prob: NestedKey = "log_prob"
 
-    default_keys = _AcceptedKeys
-    loss_names = ("loss_actor", "loss_qvalue", "loss_alpha")
-    scalar_names = ("alpha", "entropy")
-
     def __init__(
         self,
         actor_network: Any,
@@ -254,20 +252,7 @@ class DiscreteSACLoss(TemperatureLossModule, ActorCriticLossModule):
         use_prioritized_weights: str | bool = "auto",
         scalar_output_mode: str | None = None,
     ) -> None:
-        super().__init__(
-            actor_network,
-            qvalue_network,
-            num_qvalue_nets=num_qvalue_nets,
-            delay_qvalue=delay_qvalue,
-            separate_losses=separate_losses,
-            skip_done_states=skip_done_states,
-            deactivate_vmap=deactivate_vmap,
-            loss_function=loss_function,
-            reduction=reduction,
-            use_prioritized_weights=use_prioritized_weights,
-            scalar_output_mode=scalar_output_mode,
-            priority_key=priority_key,
-        )
+        super().__init__(actor_network, qvalue_network, SACOptions.of(locals()))
         if action_space is None:
             warn(
                 "DiscreteSACLoss reads actions as one-hot vectors. Pass action_space='one-hot' to silence this "
@@ -276,8 +261,6 @@ class DiscreteSACLoss(TemperatureLossModule, ActorCriticLossModule):
             action_space = "one-hot"
         space = leaf_space(action_space, self.tensor_keys.action)
         self.action_space = action_space_name(space)
-        first = next((p for p in self.actor_network_params.parameters()), None)
-        self._set_temperature(first, alpha_init, min_alpha, max_alpha, fixed_alpha)
         if target_entropy == "auto":
             num_actions = number_of_actions(space) if num_actions is None else num_actions
             if num_actions is None or num_actions < 1:
@@ -285,74 +268,29 @@ class DiscreteSACLoss(TemperatureLossModule, ActorCriticLossModule):
                     "target_entropy='auto' needs the number of actions: pass num_actions, or a space that knows it, "
                     f"got num_actions={num_actions}"
                 )
-            target_entropy = target_entropy_weight * math.log(num_actions)
-        self._set_target_entropy(target_entropy, None, self.tensor_keys.action)
-        self.make_value_estimator()
-
-    def set_keys(self, **kwargs: NestedKey | None) -> None:
-        """Set where the loss reads and writes; None restores the default of that key.
-
-        The keys are action, action_value, reward, done, terminated, priority and priority_weight; value and log_prob
-        are accepted, as TorchRL's, and not used.
-
-        Raises:
-            ValueError: there is no such key.
-        """
-        super().set_keys(**kwargs)
+            self.target_entropy = target_entropy_weight * math.log(num_actions)
 
     def _losses(self, tensordict: TensorDictBase) -> TensorDictBase:
         alpha = self.alpha
         seen = self._seen(tensordict)
         with set_interaction_type(InteractionType.RANDOM):
-            target = self._target(seen, alpha)
-            loss_qvalue, td_error, q = self._critic_loss(seen, target)
-            logits = policy_logits(self._networks["actor_network"].online(), seen)
-        shape, code = target.shape, REDUCTIONS[self.reduction]
-        weight, mask = self.row_weights(seen, shape)
-        loss_actor, log_prob, entropy = self._policy_loss(seen, logits, self._actor_values(seen, q), alpha)
-        loss_alpha, _ = sac.temperature_loss_direct(self.log_alpha, log_prob, self._target_entropy, weight, mask, code)
+            loss_qvalue, td_error, q = self._value_loss(seen, alpha)
+            loss_actor, log_prob, entropy = self._policy_loss(seen, alpha, q)
+        losses = {"loss_actor": loss_actor, "loss_qvalue": loss_qvalue}
+        losses["loss_alpha"] = self._temperature_loss(seen, log_prob.detach())
         self._set_priority(tensordict, seen, td_error)
-        losses = {"loss_actor": loss_actor, "loss_qvalue": loss_qvalue, "loss_alpha": loss_alpha}
         return self._output(tensordict, losses, {"alpha": alpha, "entropy": entropy})
 
-    # The parts of `forward`, as TorchRL names them.
+    def _critic_loss(self, tensordict: TensorDictBase, alpha: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        loss, priority, _ = self._value_loss(tensordict, alpha)
+        return loss, priority, None
 
-    def qvalue_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
-        """(``loss_qvalue``, ``{"td_error": priorities S}``), which it also writes into ``tensordict``."""
-        seen = self._seen(tensordict)
-        loss, td_error, _ = self._critic_loss(seen, self._target(seen, self.alpha))
-        return loss, {"td_error": self._set_priority(tensordict, seen, td_error)}
+    def _actor_loss(self, tensordict: TensorDictBase, alpha: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self._policy_loss(tensordict, alpha, None)
 
-    def actor_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
-        """(``loss_actor``, ``{"log_prob": sum_a p log p, S}``, without gradient)."""
-        seen = self._seen(tensordict)
-        logits = policy_logits(self._networks["actor_network"].online(), seen)
-        values = self._critics.detached(seen, self.tensor_keys.action_value)
-        loss, log_prob, _ = self._policy_loss(seen, logits, values, self.alpha)
-        return loss, {"log_prob": log_prob.detach()}
-
-    def _policy_loss(
-        self, tensordict: TensorDictBase, logits: Tensor, values: Tensor, alpha: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(reduced loss of the actor, its mean log-probabilities S, mean entropy ``[]``)."""
-        weight, mask = self.row_weights(tensordict, logits.shape[:-1])
-        loss, log_prob, entropy, _ = discrete_sac.actor_loss_direct(
-            values, self._checked_logits(logits, values), alpha, weight, mask, REDUCTIONS[self.reduction]
-        )
-        return loss, log_prob, entropy
-
-    @torch.no_grad()
-    def _target(self, tensordict: TensorDictBase, alpha: Tensor) -> Tensor:
-        """Targets of the critics, S. No gradient."""
-        state = self._next_state(tensordict)
-        logits = policy_logits(self._networks["actor_network"].target(), state)
-        next_q = self._critics.target(state, self.tensor_keys.action_value)
-        value = _soft_value(next_q, self._checked_logits(logits, next_q), alpha)
-        return self.td_target(value.unsqueeze(0), tensordict, value.shape)
-
-    def _critic_loss(self, tensordict: TensorDictBase, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _value_loss(self, tensordict: TensorDictBase, alpha: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(reduced loss of all critics, priority of each row S, values of all actions ``[N, *S, A]``)."""
-        keys = self.tensor_keys
+        keys, target = self.tensor_keys, self._target(tensordict, alpha)
         q = self._critics.online(tensordict, keys.action_value)
         if q.shape[1:-1] != target.shape:
             raise ValueError(
@@ -364,13 +302,36 @@ class DiscreteSACLoss(TemperatureLossModule, ActorCriticLossModule):
         loss, td_error = self.td_loss(chosen, target, tensordict)
         return loss, td_error, q
 
-    def _actor_values(self, tensordict: TensorDictBase, q: Tensor) -> Tensor:
-        """Values of all actions for the actor's loss: those of the critics' own, unless inputs want a gradient."""
+    @torch.no_grad()
+    def _target(self, tensordict: TensorDictBase, alpha: Tensor) -> Tensor:
+        """Targets of the critics, S. No gradient."""
+        state = self._next_state(tensordict)
+        logits = policy_logits(self._networks["actor_network"].target(), state)
+        next_q = self._critics.target(state, self.tensor_keys.action_value)
+        value = _soft_value(next_q, self._checked_logits(logits, next_q), alpha)
+        return self.td_target(value.unsqueeze(0), tensordict, value.shape)
+
+    def _policy_loss(
+        self, tensordict: TensorDictBase, alpha: Tensor, q: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(reduced loss of the actor, its mean log-probabilities S, mean entropy ``[]``).
+
+        Args:
+            tensordict: the batch.
+            alpha: the temperature.
+            q: values of all actions, which the critics' loss has computed; None to compute them.
+        """
+        logits = policy_logits(self._networks["actor_network"].online(), tensordict)
         inputs = (entry(tensordict, key) for key in self.qvalue_network.in_keys)
-        if any(tensor.requires_grad for tensor in inputs):
-            values: Tensor = self._critics.detached(tensordict, self.tensor_keys.action_value)
-            return values
-        return q.detach()
+        if q is None or any(tensor.requires_grad for tensor in inputs):
+            values = self._critics.detached(tensordict, self.tensor_keys.action_value)
+        else:
+            values = q.detach()
+        weight, mask = self.row_weights(tensordict, logits.shape[:-1])
+        loss, log_prob, entropy, _ = discrete_sac.actor_loss_direct(
+            values, self._checked_logits(logits, values), alpha, weight, mask, REDUCTIONS[self.reduction]
+        )
+        return loss, log_prob, entropy
 
     def _checked_logits(self, logits: Tensor, q: Tensor) -> Tensor:
         """``logits``; ValueError unless they go with the critics' values ``q``."""

@@ -16,7 +16,7 @@ from gpubuf.kernels._differentiable import direct
 from gpubuf.modules.fast_call import entry
 from gpubuf.objectives.base import one_of
 from gpubuf.objectives.batch import REDUCTIONS, halves, joined, lookup
-from gpubuf.objectives.sac import SACLoss
+from gpubuf.objectives.sac import SACOptions, SoftActorCriticLoss
 from gpubuf.objectives.values import ValueEstimators
 
 _categorical_target = direct(categorical.categorical_target)
@@ -25,7 +25,7 @@ TARGETS = {"own": categorical.OWN, "min": categorical.MIN, "mixture": categorica
 PRIORITIES = {"divergence": categorical.DIVERGENCE, "value_error": categorical.VALUE_ERROR}
 
 
-class DistributionalSACLoss(SACLoss):
+class DistributionalSACLoss(SoftActorCriticLoss):
     """Soft actor-critic whose critics return distributions: logits of ``num_atoms`` values from v_min to v_max.
 
     With S the batch shape, N critics, z_1 .. z_A the atoms, a distance D apart, p the softmax of the target critics'
@@ -79,7 +79,7 @@ class DistributionalSACLoss(SACLoss):
     """
 
     reward_scale: Tensor
-    _schedulable_buffers = SACLoss._schedulable_buffers | {"reward_scale"}
+    _schedulable_buffers = SoftActorCriticLoss._schedulable_buffers | {"reward_scale"}
     SUPPORTED_VALUE_ESTIMATORS = (ValueEstimators.TD0,)
 
     def __init__(
@@ -130,8 +130,8 @@ class DistributionalSACLoss(SACLoss):
             raise ValueError(f"reward_scale must be finite, got {reward_scale}")
         if not 0 <= cloning_weight < math.inf:
             raise ValueError(f"cloning_weight must be finite and not negative, got {cloning_weight}")
-        self._target_code = lookup(TARGETS, target, "target")
-        self._priority_code = lookup(PRIORITIES, priority, "priority")
+        lookup(TARGETS, target, "target")
+        lookup(PRIORITIES, priority, "priority")
         self.v_min, self.v_max, self.num_atoms = float(v_min), float(v_max), num_atoms
         self.target, self.priority, self.target_sigma = target, priority, target_sigma
         self.actor_value = one_of(("mean", "min"), actor_value, "actor_value")
@@ -139,32 +139,8 @@ class DistributionalSACLoss(SACLoss):
         self.temperature_loss = one_of(("log_alpha", "alpha"), temperature_loss, "temperature_loss")
         self.joint_batch = one_of((False, "critics", "all"), joint_batch, "joint_batch")
         self.average_critics, self.cloning_weight = average_critics, cloning_weight
-        super().__init__(
-            actor_network,
-            qvalue_network,
-            num_qvalue_nets=num_qvalue_nets,
-            alpha_init=alpha_init,
-            min_alpha=min_alpha,
-            max_alpha=max_alpha,
-            action_spec=action_spec,
-            fixed_alpha=fixed_alpha,
-            target_entropy=target_entropy,
-            delay_actor=delay_actor,
-            delay_qvalue=delay_qvalue,
-            gamma=gamma,
-            priority_key=priority_key,
-            separate_losses=separate_losses,
-            reduction=reduction,
-            skip_done_states=skip_done_states,
-            deactivate_vmap=deactivate_vmap,
-            use_prioritized_weights=use_prioritized_weights,
-            scalar_output_mode=scalar_output_mode,
-        )
+        super().__init__(actor_network, qvalue_network, SACOptions.of(locals()))
         self.register_buffer("reward_scale", torch.full_like(self.alpha_init, reward_scale))
-        if self.joint_batch:
-            self._networks["actor_network"].keep_running_statistics()
-            self._critics.expect_joint_batches()
-            self.refresh_links()
 
     @classmethod
     def fastsac(cls, actor_network: Any, qvalue_network: Any, **kwargs: Any) -> Self:
@@ -231,62 +207,26 @@ class DistributionalSACLoss(SACLoss):
         values: Tensor = categorical.expected_value_direct(q, self.v_min, self.v_max)
         return values
 
-    def _checked_logits(self, logits: Tensor, shape: torch.Size) -> Tensor:
-        """``logits``; ValueError unless they go with log-densities of ``shape``."""
-        if logits.shape[1:] != (*shape, self.num_atoms):
+    def _checked(self, q: Tensor, shape: torch.Size) -> Tensor:
+        if q.shape[1:] != (*shape, self.num_atoms):
             raise ValueError(
                 f"the critics' {self.tensor_keys.state_action_value!r} must be logits "
-                f"{[logits.shape[0], *shape, self.num_atoms]} to go with log-densities of shape {list(shape)}, got "
-                f"{list(logits.shape)}"
+                f"{[q.shape[0], *shape, self.num_atoms]} to go with log-densities of shape {list(shape)}, got "
+                f"{list(q.shape)}"
             )
-        return logits
+        return q
 
-    def _logits(self, tensordict: TensorDictBase, state: TensorDictBase) -> tuple[Tensor, Tensor]:
-        """(logits of the critics for the batch, with gradients; of their targets for the next states in ``state``)."""
-        key, critics = self.tensor_keys.state_action_value, self._critics
-        if not self.joint_batch:
-            with torch.no_grad():
-                next_logits = critics.target(state, key)
-            return critics.online(tensordict, key), next_logits
-        rows = joined(tensordict, state, self.qvalue_network.in_keys)
-        if not self.delay_qvalue:
-            logits, next_logits = halves(critics.online(rows, key), 1)
-            return logits, next_logits.detach()
-        with torch.no_grad():
-            _, next_logits = halves(critics.target(rows, key), 1)
-        logits, _ = halves(critics.online(rows, key), 1)
-        return logits, next_logits
-
-    def _critic_loss(self, tensordict: TensorDictBase, alpha: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        state, next_log_prob = self._next_action(tensordict)
-        shape = next_log_prob.shape
-        logits, next_logits = self._logits(tensordict, state)
+    def _critic_distance(
+        self, q: Tensor, next_q: Tensor, next_log_prob: Tensor, alpha: Tensor, tensordict: TensorDictBase
+    ) -> tuple[Tensor, Tensor]:
+        shape, support = next_log_prob.shape, (self.v_min, self.v_max)
         reward, terminated, steps = self.bootstrap_rows(tensordict, shape)
-        support = self.v_min, self.v_max
-        target = _categorical_target(
-            self._checked_logits(next_logits, shape),
-            next_log_prob,
-            alpha,
-            reward,
-            terminated,
-            self._value_estimator.gamma,
-            steps,
-            self.reward_scale,
-            *support,
-            self._target_code,
-        )
+        soft = next_q, next_log_prob, alpha, reward, terminated, self._value_estimator.gamma, steps
+        target = _categorical_target(*soft, self.reward_scale, *support, TARGETS[self.target])
         weight, mask = self.row_weights(tensordict, shape, target=True)
-        loss, priority, _ = categorical.categorical_loss_direct(
-            self._checked_logits(logits, shape),
-            target,
-            weight,
-            mask,
-            *support,
-            self._priority_code,
-            self.average_critics,
-            REDUCTIONS[self.reduction],
-        )
-        return loss, priority, next_log_prob
+        codes = PRIORITIES[self.priority], self.average_critics, REDUCTIONS[self.reduction]
+        loss, priority, _ = categorical.categorical_loss_direct(q, target, weight, mask, *support, *codes)
+        return loss, priority
 
     def _policy_action(self, state: TensorDictBase) -> tuple[Tensor, Tensor]:
         if self.joint_batch != "all":
@@ -297,7 +237,7 @@ class DistributionalSACLoss(SACLoss):
 
     def _policy_values(self, state: TensorDictBase, tensordict: TensorDictBase) -> Tensor:
         logits = self._critics.detached(state, self.tensor_keys.state_action_value)
-        values = self._critic_values(self._checked_logits(logits, logits.shape[1:-1]))
+        values = self._critic_values(self._checked(logits, logits.shape[1:-1]))
         if not self.cloning_weight:
             return values
         key = self.tensor_keys.action

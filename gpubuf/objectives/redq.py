@@ -12,10 +12,10 @@ from tensordict.nn import TensorDictModule
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from gpubuf.objectives.sac import SACLoss
+from gpubuf.objectives.sac import SACOptions, SoftActorCriticLoss
 
 
-class REDQLoss(SACLoss):
+class REDQLoss(SoftActorCriticLoss):
     """Randomized ensembled double Q-learning: SAC with many critics (Chen et al., arXiv 2101.05982).
 
     The formulas are those of :class:`~gpubuf.objectives.SACLoss`, except that
@@ -47,13 +47,13 @@ class REDQLoss(SACLoss):
     """
 
     @dataclass
-    class _AcceptedKeys(SACLoss._AcceptedKeys):
+    class _AcceptedKeys(SoftActorCriticLoss._AcceptedKeys):
         sample_log_prob: NestedKey = "sample_log_prob"
 
-    default_keys = _AcceptedKeys
-    _keys_of_actors = (*SACLoss._keys_of_actors, ("sample_log_prob", "log_prob_keys"))
+    _keys_of_actors = (*SoftActorCriticLoss._keys_of_actors, ("sample_log_prob", "log_prob_keys"))
     actor_value = "mean"
     temperature_loss = "alpha"
+    average_critics = True
 
     def __init__(
         self,
@@ -89,27 +89,7 @@ class REDQLoss(SACLoss):
                 f"sub_sample_len must be in [1, num_qvalue_nets], got {sub_sample_len} of {num_qvalue_nets} critics"
             )
         self.sub_sample_len = sub_sample_len
-        super().__init__(
-            actor_network,
-            qvalue_network,
-            num_qvalue_nets=num_qvalue_nets,
-            loss_function=loss_function,
-            alpha_init=alpha_init,
-            min_alpha=min_alpha,
-            max_alpha=max_alpha,
-            action_spec=action_spec,
-            fixed_alpha=fixed_alpha,
-            target_entropy=target_entropy,
-            delay_qvalue=delay_qvalue,
-            gamma=gamma,
-            priority_key=priority_key,
-            separate_losses=separate_losses,
-            reduction=reduction,
-            skip_done_states=skip_done_states,
-            deactivate_vmap=deactivate_vmap,
-            use_prioritized_weights=use_prioritized_weights,
-            scalar_output_mode=scalar_output_mode,
-        )
+        super().__init__(actor_network, qvalue_network, SACOptions.of(locals()))
         self._critics.expect_subsets(sub_sample_len)
 
     def _next_values(self, state: TensorDictBase, shape: torch.Size) -> Tensor:
@@ -117,7 +97,3 @@ class REDQLoss(SACLoss):
             return super()._next_values(state, shape)
         subset = torch.randperm(self.num_qvalue_nets, device=self.device).narrow(0, 0, self.sub_sample_len)
         return self._checked(self._critics.target_subset(state, self.tensor_keys.state_action_value, subset), shape)
-
-    def _critic_loss(self, tensordict: TensorDictBase, alpha: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        loss, td_error, next_log_prob = super()._critic_loss(tensordict, alpha)
-        return loss / self.num_qvalue_nets, td_error, next_log_prob

@@ -1,29 +1,339 @@
-"""The loss of soft actor-critic."""
+"""The loss of soft actor-critic, and what it shares with its variants: temperature, actor's loss, critics' targets."""
 
 from __future__ import annotations
 
-import contextlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from tensordict.nn import InteractionType, TensorDictModule, set_interaction_type
-from tensordict.utils import NestedKey
-from torch import Tensor
+from tensordict.nn import InteractionType, TensorDictModule, TensorDictParams, set_interaction_type
+from tensordict.utils import NestedKey, unravel_key
+from torch import Tensor, nn
 
 from gpubuf.kernels import sac, td
 from gpubuf.kernels._differentiable import direct
-from gpubuf.objectives.actor_critic import ActorCriticLossModule
-from gpubuf.objectives.batch import REDUCTIONS
-from gpubuf.objectives.state_value import StateValueLossModule
-from gpubuf.objectives.temperature import TemperatureLossModule
+from gpubuf.modules.fast_call import entry
+from gpubuf.objectives.actor_critic import ActorCriticLossModule, ActorCriticOptions
+from gpubuf.objectives.batch import HAS_TARGET, REDUCTIONS, checked_values, counting_rows, halves, joined
+from gpubuf.objectives.networks import run_counting
 
-_temperature_loss = direct(sac.temperature_loss)
+_temperature_slope = direct(sac.temperature_loss)
 
 
-class SACLoss(TemperatureLossModule, StateValueLossModule):
+@dataclass(frozen=True)
+class SACOptions(ActorCriticOptions):
+    """The keyword arguments that the variants of soft actor-critic share; see :class:`SACLoss`.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    alpha_init: float = 1.0
+    min_alpha: float | None = None
+    max_alpha: float | None = None
+    action_spec: Any = None
+    fixed_alpha: bool = False
+    target_entropy: str | float = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.alpha_init < math.inf:
+            raise ValueError(f"alpha_init must be positive and finite, got {self.alpha_init}")
+        low, high = self.min_alpha or 0.0, self.max_alpha or math.inf
+        if not (0 <= low <= high and low < math.inf):
+            raise ValueError(
+                "the temperature needs 0 <= min_alpha <= max_alpha, and a finite min_alpha, got "
+                f"{self.min_alpha} and {self.max_alpha}"
+            )
+        if isinstance(self.target_entropy, str) and self.target_entropy != "auto":
+            raise ValueError(f"target_entropy must be a number or 'auto', got {self.target_entropy!r}")
+
+
+class SoftActorCriticLoss(ActorCriticLossModule):
+    """What all variants of soft actor-critic share: a temperature, learnt or fixed, and the losses that it enters.
+
+    Attributes:
+        log_alpha: logarithm of the temperature, ``[]``: a parameter, or a buffer where it is fixed.
+    """
+
+    @dataclass
+    class _AcceptedKeys(ActorCriticLossModule._AcceptedKeys):
+        value: NestedKey = "state_value"
+
+    loss_names = ("loss_actor", "loss_qvalue", "loss_alpha")
+    scalar_names = ("alpha", "entropy")
+    _schedulable_buffers = frozenset({"alpha_init", "min_log_alpha", "max_log_alpha", "log_alpha"})
+
+    #: How the actor's objective combines the critics: "min" or "mean".
+    actor_value = "min"
+    #: Whose log-densities the temperature learns from: the "current" actions' or the "next" ones'.
+    temperature_from = "current"
+    #: The factor of ``log pi + target_entropy`` in the temperature's loss: "log_alpha" or "alpha".
+    temperature_loss = "log_alpha"
+    #: Whether the critics' loss is the mean over them, not the sum.
+    average_critics = False
+    #: Which networks see present and next rows as one batch: False, "critics", or "all", the actor too.
+    joint_batch: bool | str = False
+
+    log_alpha: Tensor
+    _target_entropy: Tensor
+
+    def __init__(
+        self,
+        actor_network: Any,
+        qvalue_network: TensorDictModule | Sequence[TensorDictModule],
+        options: SACOptions,
+        further: dict[str, tuple[Any, bool]] | None = None,
+    ) -> None:
+        super().__init__(actor_network, qvalue_network, options, further)
+        self._set_temperature(options)
+        if not isinstance(options.target_entropy, str):
+            self.target_entropy = options.target_entropy
+        else:
+            spec = getattr(actor_network, "spec", None) if options.action_spec is None else options.action_spec
+            size = _action_size(spec, self.tensor_keys.action)
+            if size is not None:
+                self.target_entropy = self._automatic_entropy(size)
+        self.make_value_estimator()
+        if self.joint_batch:
+            self._networks["actor_network"].keep_running_statistics()
+            self._critics.expect_joint_batches()
+            self.refresh_links()
+
+    # --- the temperature ---
+
+    def _set_temperature(self, options: SACOptions) -> None:
+        """Register the temperature, its bounds and its aim, on the device of the policy."""
+        self.fixed_alpha = options.fixed_alpha
+        like = next(self.actor_network_params.parameters(), None)
+        new: dict[str, Any] = {
+            "dtype": torch.float64 if like is not None and like.dtype is torch.float64 else torch.get_default_dtype(),
+            "device": None if like is None else like.device,
+        }
+        self.register_buffer("alpha_init", torch.tensor(options.alpha_init, **new))
+        bounded = bool(options.min_alpha or options.max_alpha)
+        low = math.log(options.min_alpha) if options.min_alpha else -math.inf
+        high = math.log(options.max_alpha) if options.max_alpha else math.inf
+        self.register_buffer("min_log_alpha", torch.tensor(low, **new) if bounded else None)
+        self.register_buffer("max_log_alpha", torch.tensor(high, **new) if bounded else None)
+        log_alpha = torch.tensor(math.log(options.alpha_init), **new)
+        if self.fixed_alpha:
+            self.register_buffer("log_alpha", log_alpha)
+        else:
+            self.log_alpha = nn.Parameter(log_alpha)
+        # A buffer in any case, so that every state_dict has it. NaN until it is known.
+        self.register_buffer("_target_entropy", torch.full_like(self.alpha_init, math.nan))
+        self._target_entropy_known = False
+
+    def _automatic_entropy(self, components: int) -> float:
+        """The entropy that "auto" stands for, of an action of so many components."""
+        return -float(components)
+
+    def after_loading(self) -> None:
+        super().after_loading()
+        self._target_entropy_known = not bool(self._target_entropy.isnan())
+
+    @property
+    def target_entropy(self) -> Tensor:
+        """The entropy that the temperature aims at, ``[]``. Assign a number to change it, also within a captured graph.
+
+        Raises:
+            RuntimeError: it is "auto", there was no ``action_spec``, and no batch has been seen yet.
+            ValueError: the number that is assigned is NaN or infinite. It stays what it was.
+        """
+        if not self._target_entropy_known:
+            raise RuntimeError(
+                "Cannot infer the dimensionality of the action before the first batch. Provide the target entropy "
+                "explicitly, or an action_spec."
+            )
+        return self._target_entropy
+
+    @target_entropy.setter
+    def target_entropy(self, value: float) -> None:
+        if isinstance(value, int | float) and not math.isfinite(value):
+            raise ValueError(f"target_entropy must be finite, got {value}")
+        self._target_entropy.fill_(value)
+        self._target_entropy_known = True
+
+    def _learn_target_entropy(self, action: Tensor | TensorDictBase, shape: torch.Size) -> None:
+        """Take "auto" from the first actions, which have one log-density for each of ``shape``."""
+        if not self._target_entropy_known:
+            parts = [action] if isinstance(action, Tensor) else action.values(True, True)
+            self.target_entropy = self._automatic_entropy(sum(part.shape[len(shape) :].numel() for part in parts))
+
+    @property
+    def alpha(self) -> Tensor:
+        """The temperature, within its bounds, ``[]``, without gradient."""
+        if self.min_log_alpha is not None:
+            self.log_alpha.detach().clamp_(self.min_log_alpha, self.max_log_alpha)
+        return self.log_alpha.detach().exp()
+
+    _alpha = alpha
+
+    def alpha_loss(self, log_prob: Tensor) -> Tensor:
+        """``-log_alpha (log_prob + target_entropy)`` of each row, neither weighted nor reduced, as TorchRL's.
+
+        Args:
+            log_prob: log-densities S of the actor's actions, which :meth:`actor_loss` returns.
+        """
+        return -self.log_alpha * (log_prob.detach() + self.target_entropy)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the temperature."""
+        return self.log_alpha.device
+
+    def _temperature_loss(self, tensordict: TensorDictBase, log_prob: Tensor) -> Tensor:
+        """The reduced loss of the temperature, by log-densities S without gradient."""
+        weight, mask = self.row_weights(tensordict, log_prob.shape, target=self.temperature_from == "next")
+        factor = self.log_alpha if self.temperature_loss == "log_alpha" else self.log_alpha.exp()
+        _, slope = _temperature_slope(
+            factor.detach(), log_prob, self._target_entropy, weight, mask, REDUCTIONS[self.reduction]
+        )
+        # A product has its gradient for less than an operation of our own has.
+        loss: Tensor = factor * slope
+        return loss
+
+    # --- the whole loss, and its parts as TorchRL names them: programs that update the actor more rarely call these ---
+
+    def _losses(self, tensordict: TensorDictBase) -> TensorDictBase:
+        alpha = self.alpha
+        seen = self._seen(tensordict)
+        with set_interaction_type(InteractionType.RANDOM):
+            losses, priority, next_log_prob = self._value_losses(seen, alpha)
+            loss_actor, log_prob, entropy = self._actor_loss(seen, alpha)
+        # Detached: the backward of the temperature must not run through the actor's graph, and free it.
+        learnt_from = log_prob.detach() if self.temperature_from == "current" else next_log_prob
+        assert learnt_from is not None
+        losses = {"loss_actor": loss_actor, **losses, "loss_alpha": self._temperature_loss(seen, learnt_from)}
+        self._set_priority(tensordict, seen, priority)
+        return self._output(tensordict, losses, {"alpha": alpha, "entropy": entropy})
+
+    def critic_losses(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """The losses of an update that leaves the actor as it is: ``loss_qvalue``, and ``alpha``.
+
+        And ``loss_alpha``, if the temperature learns from the next actions. For an actor that learns more rarely than
+        its critics: what they need of it is computed, and nothing else. Writes the priority entry into ``tensordict``,
+        as :meth:`forward` does, with the same numbers for the same noise.
+        """
+        with self._given_parameters():
+            alpha = self.alpha
+            seen = self._seen(tensordict)
+            with set_interaction_type(InteractionType.RANDOM):
+                losses, priority, next_log_prob = self._value_losses(seen, alpha)
+            if self.temperature_from == "next":
+                assert next_log_prob is not None
+                self._learn_target_entropy(tensordict.get(self.tensor_keys.action), next_log_prob.shape)
+                losses["loss_alpha"] = self._temperature_loss(seen, next_log_prob)
+            self._set_priority(tensordict, seen, priority)
+            found = self._output(tensordict, losses, {"alpha": alpha})
+            self._look_for_nan(tensordict, found)
+            return found
+
+    def qvalue_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
+        """(``loss_qvalue``, ``{"td_error": priorities S}``), which it also writes into ``tensordict``."""
+        seen = self._seen(tensordict)
+        with set_interaction_type(InteractionType.RANDOM):
+            loss, priority, _ = self._critic_loss(seen, self.alpha)
+        return loss, {"td_error": self._set_priority(tensordict, seen, priority)}
+
+    def actor_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
+        """(``loss_actor``, ``{"log_prob": log-densities S of the actions drawn}``, without gradient)."""
+        with set_interaction_type(InteractionType.RANDOM):
+            loss, log_prob, _ = self._actor_loss(self._seen(tensordict), self.alpha)
+        return loss, {"log_prob": log_prob.detach()}
+
+    def _value_losses(
+        self, tensordict: TensorDictBase, alpha: Tensor
+    ) -> tuple[dict[str, Tensor], Tensor, Tensor | None]:
+        """(losses of all networks but the actor, priorities S, log-densities S of the next actions where drawn)."""
+        loss, priority, next_log_prob = self._critic_loss(tensordict, alpha)
+        return {"loss_qvalue": loss}, priority, next_log_prob
+
+    # --- the critics ---
+
+    def _critic_loss(self, tensordict: TensorDictBase, alpha: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(reduced loss of all critics, priority of each row S, log-densities of the next actions S).
+
+        The priority and the log-densities have no gradient; the latter serve a temperature that learns from the next
+        actions.
+        """
+        state, next_log_prob = self._next_action(tensordict)
+        shape = next_log_prob.shape
+        q, next_q = self._critic_outputs(tensordict, state, shape)
+        loss, priority = self._critic_distance(self._checked(q, shape), next_q, next_log_prob, alpha, tensordict)
+        return loss, priority, next_log_prob
+
+    def _critic_outputs(
+        self, tensordict: TensorDictBase, state: TensorDictBase, shape: torch.Size
+    ) -> tuple[Tensor, Tensor]:
+        """(what critics return for the batch, with gradients; what their targets do for the next ``state``)."""
+        key, critics = self.tensor_keys.state_action_value, self._critics
+        if not self.joint_batch:
+            with torch.no_grad():
+                next_q = self._next_values(state, shape)
+            return critics.online(tensordict, key), next_q
+        rows = joined(tensordict, state, self.qvalue_network.in_keys)
+        if not self.delay_qvalue:
+            q, next_q = halves(critics.online(rows, key), 1)
+            return q, self._checked(next_q.detach(), shape)
+        with torch.no_grad():
+            _, next_q = halves(critics.target(rows, key), 1)
+        q, _ = halves(critics.online(rows, key), 1)
+        return q, self._checked(next_q, shape)
+
+    def _next_values(self, state: TensorDictBase, shape: torch.Size) -> Tensor:
+        """Values ``[N, *S]`` of the next states and actions by the target critics. The target takes their minimum."""
+        return self._checked(self._critics.target(state, self.tensor_keys.state_action_value), shape)
+
+    def _critic_distance(
+        self, q: Tensor, next_q: Tensor, next_log_prob: Tensor, alpha: Tensor, tensordict: TensorDictBase
+    ) -> tuple[Tensor, Tensor]:
+        """(reduced loss of all critics, priority of each row S) between ``q`` and the target of ``next_q``."""
+        target = self.td_target(next_q, tensordict, next_log_prob.shape, next_log_prob, alpha)
+        loss, td_error = self.td_loss(q, target, tensordict)
+        return (loss / self.num_qvalue_nets if self.average_critics else loss), td_error
+
+    # --- the actor ---
+
+    def _actor_loss(self, tensordict: TensorDictBase, alpha: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(reduced loss of the actor, log-densities S of the actions that it drew, mean entropy ``[]``)."""
+        state = tensordict.copy()
+        action, log_prob = self._policy_action(state)
+        self._act(state, action)
+        shape = log_prob.shape
+        self._learn_target_entropy(action, shape)
+        q = self._policy_values(state, tensordict)
+        q = checked_values(q, shape, self.tensor_keys.state_action_value, self._rows)
+        weight, mask = self.row_weights(tensordict, shape)
+        combine = td.AVERAGE if self.actor_value == "mean" else td.SMALLEST
+        loss, entropy, _ = sac.actor_loss_direct(q, log_prob, alpha, weight, mask, REDUCTIONS[self.reduction], combine)
+        if mask is not None:
+            counts = mask.reshape(shape).bool()
+            entropy = -torch.where(counts, log_prob.detach(), 0.0).sum() / counts.sum().clamp(min=1)
+        return loss, log_prob, entropy
+
+    def _policy_action(self, state: TensorDictBase) -> tuple[Tensor, Tensor]:
+        """(actions of the actor in ``state``, log-densities S), with gradients: those that the actor learns from."""
+        return self._draw(self.actor_network, state)
+
+    def _policy_values(self, state: TensorDictBase, tensordict: TensorDictBase) -> Tensor:
+        """Values ``[N, *S]`` of the actor's actions, which ``state`` has; ``tensordict`` is the batch. They reach the
+        actor with gradients, and no parameter of the critics."""
+        return self._critic_values(self._critics.detached(state, self.tensor_keys.state_action_value))
+
+    def _critic_values(self, q: Tensor) -> Tensor:
+        """The values ``[N, *S]`` or ``[N, *S, 1]`` in what the critics return.
+
+        That is ``q`` itself. Critics that return a distribution of values override it with its expectation.
+        """
+        return q
+
+
+class SACLoss(SoftActorCriticLoss):
     """Soft actor-critic (Haarnoja et al., arXiv 1812.05905; with a value network arXiv 1801.01290).
 
     With S the batch shape of the log-density of the actions (agents included), N critics and ``terminated``, not
@@ -58,6 +368,9 @@ class SACLoss(TemperatureLossModule, StateValueLossModule):
     also of the entropy, and may hold NaN. Reward, done flags, weights and masks may have fewer or more dimensions than
     S: dimensions are added on the right, and trailing ones of size 1 dropped. ``"steps_to_next_obs"`` gives the number
     of steps that a reward spans.
+
+    The keys of :meth:`set_keys` are action, value, state_action_value, reward, done, terminated, priority and
+    priority_weight; log_prob is accepted, as TorchRL's, and not used.
 
     Args:
         actor_network: the policy, with a method ``get_dist(tensordict)``. A distribution that offers
@@ -109,20 +422,7 @@ class SACLoss(TemperatureLossModule, StateValueLossModule):
         ValueError: an argument is out of range, or the critics are not ``num_qvalue_nets``.
     """
 
-    @dataclass
-    class _AcceptedKeys(ActorCriticLossModule._AcceptedKeys):
-        value: NestedKey = "state_value"
-
-    default_keys = _AcceptedKeys
-    loss_names = ("loss_actor", "loss_qvalue", "loss_alpha")
-    scalar_names = ("alpha", "entropy")
-
-    #: How the actor's objective combines the critics: "min" or "mean".
-    actor_value = "min"
-    #: Whose log-densities the temperature learns from: the "current" actions' or the "next" ones'.
-    temperature_from = "current"
-    #: The factor of ``log pi + target_entropy`` in the temperature's loss: "log_alpha" or "alpha".
-    temperature_loss = "log_alpha"
+    value_network_params: TensorDictParams | None
 
     def __init__(
         self,
@@ -150,98 +450,16 @@ class SACLoss(TemperatureLossModule, StateValueLossModule):
         use_prioritized_weights: str | bool = "auto",
         scalar_output_mode: str | None = None,
     ) -> None:
-        super().__init__(
-            actor_network,
-            qvalue_network,
-            num_qvalue_nets=num_qvalue_nets,
-            delay_actor=delay_actor,
-            delay_qvalue=delay_qvalue,
-            separate_losses=separate_losses,
-            skip_done_states=skip_done_states,
-            deactivate_vmap=deactivate_vmap,
-            loss_function=loss_function,
-            reduction=reduction,
-            use_prioritized_weights=use_prioritized_weights,
-            scalar_output_mode=scalar_output_mode,
-            gamma=gamma,
-            priority_key=priority_key,
-            further={} if value_network is None else {"value_network": (value_network, delay_value)},
-        )
+        further = {} if value_network is None else {"value_network": (value_network, delay_value)}
+        super().__init__(actor_network, qvalue_network, SACOptions.of(locals()), further)
         self.delay_value = delay_value
         if value_network is None:
             self.value_network_params = self.target_value_network_params = None
         else:
             self.further_loss_names = ("loss_value",)
-        first = next((p for p in self.actor_network_params.parameters()), None)
-        self._set_temperature(first, alpha_init, min_alpha, max_alpha, fixed_alpha)
-        if action_spec is None:
-            action_spec = getattr(actor_network, "spec", None)
-        self._set_target_entropy(target_entropy, action_spec, self.tensor_keys.action)
-        self.make_value_estimator()
-
-    def set_keys(self, **kwargs: NestedKey | None) -> None:
-        """Set where the loss reads and writes; None restores the default of that key.
-
-        The keys are action, value, state_action_value, reward, done, terminated, priority and priority_weight;
-        log_prob is accepted, as TorchRL's, and not used.
-
-        Raises:
-            ValueError: there is no such key.
-        """
-        super().set_keys(**kwargs)
-
-    def _losses(self, tensordict: TensorDictBase) -> TensorDictBase:
-        alpha = self.alpha
-        seen = self._seen(tensordict)
-        with set_interaction_type(InteractionType.RANDOM):
-            losses, priority, next_log_prob = self._value_losses(seen, alpha)
-            loss_actor, log_prob, entropy = self._actor_loss(seen, alpha)
-        # Detached: the backward of the temperature must not run through the actor's graph, and free it.
-        learnt_from = log_prob.detach() if self.temperature_from == "current" else next_log_prob
-        assert learnt_from is not None
-        losses = {"loss_actor": loss_actor, **losses, "loss_alpha": self._temperature_loss(seen, learnt_from)}
-        self._set_priority(tensordict, seen, priority)
-        return self._output(tensordict, losses, {"alpha": alpha, "entropy": entropy})
-
-    def critic_losses(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """The losses of an update that leaves the actor as it is: ``loss_qvalue``, and ``alpha``.
-
-        And ``loss_alpha``, if the temperature learns from the next actions. For an actor that learns more rarely than
-        its critics: what they need of it is computed, and nothing else. Writes the priority entry into ``tensordict``,
-        as :meth:`forward` does, with the same numbers for the same noise.
-        """
-        given = self._parameters_by_name.replaced()
-        with contextlib.nullcontext() if given is None else self._using(given):
-            alpha = self.alpha
-            seen = self._seen(tensordict)
-            with set_interaction_type(InteractionType.RANDOM):
-                losses, priority, next_log_prob = self._value_losses(seen, alpha)
-            if self.temperature_from == "next":
-                assert next_log_prob is not None
-                self._learn_target_entropy(tensordict.get(self.tensor_keys.action), next_log_prob.shape)
-                losses["loss_alpha"] = self._temperature_loss(seen, next_log_prob)
-            self._set_priority(tensordict, seen, priority)
-            found = self._output(tensordict, losses, {"alpha": alpha})
-            self._look_for_nan(tensordict, found)
-            return found
-
-    # The parts of `forward`, as TorchRL names them. Programs that update the actor more rarely call them instead.
-
-    def qvalue_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
-        """(``loss_qvalue``, ``{"td_error": priorities S}``), which it also writes into ``tensordict``."""
-        seen = self._seen(tensordict)
-        with set_interaction_type(InteractionType.RANDOM):
-            loss, priority, _ = self._critic_loss(seen, self.alpha)
-        return loss, {"td_error": self._set_priority(tensordict, seen, priority)}
 
     # TorchRL's name it by the version of SAC; the networks decide.
-    qvalue_v1_loss = qvalue_v2_loss = qvalue_loss
-
-    def actor_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
-        """(``loss_actor``, ``{"log_prob": log-densities S of the actions drawn}``, without gradient)."""
-        with set_interaction_type(InteractionType.RANDOM):
-            loss, log_prob, _ = self._actor_loss(self._seen(tensordict), self.alpha)
-        return loss, {"log_prob": log_prob.detach()}
+    qvalue_v1_loss = qvalue_v2_loss = SoftActorCriticLoss.qvalue_loss
 
     def value_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
         """(``loss_value``, ``{}``).
@@ -257,69 +475,82 @@ class SACLoss(TemperatureLossModule, StateValueLossModule):
     def _value_losses(
         self, tensordict: TensorDictBase, alpha: Tensor
     ) -> tuple[dict[str, Tensor], Tensor, Tensor | None]:
-        """(losses of critics and value network, priorities S, log-densities S of the next actions where drawn)."""
-        loss, priority, next_log_prob = self._critic_loss(tensordict, alpha)
-        losses = {"loss_qvalue": loss}
+        losses, priority, next_log_prob = super()._value_losses(tensordict, alpha)
         if self.value_network_params is not None:
             losses["loss_value"] = self._state_value_loss(tensordict, alpha)
         return losses, priority, next_log_prob
 
-    def _next_values(self, state: TensorDictBase, shape: torch.Size) -> Tensor:
-        """Values ``[N, *S]`` of the next states and actions by the target critics. The target takes their minimum."""
-        return self._checked(self._critics.target(state, self.tensor_keys.state_action_value), shape)
-
-    @torch.no_grad()
-    def _target(self, tensordict: TensorDictBase, alpha: Tensor) -> tuple[Tensor, Tensor]:
-        """(targets of the critics, log-densities of the next actions), both S. No gradient."""
-        state, log_prob = self._next_action(tensordict)
-        next_q = self._next_values(state, log_prob.shape)
-        return self.td_target(next_q, tensordict, log_prob.shape, log_prob, alpha), log_prob
-
     def _critic_loss(self, tensordict: TensorDictBase, alpha: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(reduced loss of all critics, priority of each row S, log-densities of the next actions S).
-
-        A subclass with critics of another kind replaces it. The priority and the log-densities have no gradient; the
-        latter serve a temperature that learns from the next actions.
-        """
-        if self.value_network_params is not None:
-            return *self._critic_loss_by_state_value(tensordict), None
-        target, next_log_prob = self._target(tensordict, alpha)
+        if self.value_network_params is None:
+            return super()._critic_loss(tensordict, alpha)
+        with torch.no_grad():
+            value = self._state_value(self._next_state(tensordict), target=True)
+        target = self.td_target(value.unsqueeze(0), tensordict, value.shape)
         q = self._checked(self._critics.online(tensordict, self.tensor_keys.state_action_value), target.shape)
-        loss, td_error = self.td_loss(q, target, tensordict)
-        return loss, td_error, next_log_prob
+        loss, td_error = self.td_loss(self._own_chunks(q), target, tensordict)
+        return loss, td_error.square(), None
 
-    def _actor_loss(self, tensordict: TensorDictBase, alpha: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(reduced loss of the actor, log-densities S of the actions that it drew, mean entropy ``[]``)."""
-        state = tensordict.copy()
-        action, log_prob = self._policy_action(state)
-        self._act(state, action)
-        shape = log_prob.shape
-        self._learn_target_entropy(action, shape)
-        q = self._checked(self._policy_values(state, tensordict), shape)
-        weight, mask = self.row_weights(tensordict, shape)
-        combine = td.AVERAGE if self.actor_value == "mean" else td.SMALLEST
-        loss, entropy, _ = sac.actor_loss_direct(q, log_prob, alpha, weight, mask, REDUCTIONS[self.reduction], combine)
-        if mask is not None:
-            counts = mask.reshape(shape).bool()
-            entropy = -torch.where(counts, log_prob.detach(), 0.0).sum() / counts.sum().clamp(min=1)
-        return loss, log_prob, entropy
+    def _state_value(self, tensordict: TensorDictBase, target: bool) -> Tensor:
+        """``V(s)``, S, by the value network or its target."""
+        network = self._networks["value_network"]
+        module = network.target() if target else network.online()
+        counts = counting_rows(tensordict, module.in_keys)
+        found = run_counting(module, counts, lambda: module(tensordict.copy()))
+        value: Tensor = entry(found, self.tensor_keys.value)
+        return value.squeeze(-1) if value.ndim and value.shape[-1] == 1 else value
 
-    def _policy_action(self, state: TensorDictBase) -> tuple[Tensor, Tensor]:
-        """(actions of the actor in ``state``, log-densities S), with gradients: those that the actor learns from."""
-        return self._draw(self.actor_network, state)
+    def _own_chunks(self, q: Tensor) -> Tensor:
+        """Of ``q`` ``[N, B, ...]`` the values that the critics learn from, ``[1, B, ...]``: the k-th of N from the k-th
+        chunk of the batch.
 
-    def _policy_values(self, state: TensorDictBase, tensordict: TensorDictBase) -> Tensor:
-        """Values ``[N, *S]`` of the actor's actions, which ``state`` has; ``tensordict`` is the batch. They reach the
-        actor with gradients, and no parameter of the critics."""
-        return self._critic_values(self._critics.detached(state, self.tensor_keys.state_action_value))
+        Raises:
+            RuntimeError: the batch does not divide.
+        """
+        n = self.num_qvalue_nets
+        if q.ndim < 2 or q.shape[1] % n:
+            raise RuntimeError(
+                f"with a value network each critic learns from its own part of the batch: {n} critics need a batch "
+                f"that {n} divides, got values of shape {list(q.shape)}"
+            )
+        chunks: Tensor = q.unflatten(1, (n, q.shape[1] // n))
+        return chunks.diagonal(dim1=0, dim2=1).movedim(-1, 0).flatten(0, 1).unsqueeze(0)
 
-    def _temperature_loss(self, tensordict: TensorDictBase, log_prob: Tensor) -> Tensor:
-        """The reduced loss of the temperature, by log-densities S without gradient."""
-        weight, mask = self.row_weights(tensordict, log_prob.shape, target=self.temperature_from == "next")
-        factor = self.log_alpha if self.temperature_loss == "log_alpha" else self.log_alpha.exp()
-        _, slope = _temperature_loss(
-            factor.detach(), log_prob, self._target_entropy, weight, mask, REDUCTIONS[self.reduction]
-        )
-        # A product has its gradient for less than an operation of our own has.
-        loss: Tensor = factor * slope
+    def _state_value_loss(self, tensordict: TensorDictBase, alpha: Tensor) -> Tensor:
+        """The reduced loss of the value network, whose target is ``min_k Qtarget_k(s, a~) - alpha log pi(a~|s)``."""
+        value = self._state_value(tensordict, target=False)
+        with torch.no_grad():
+            state = tensordict.copy()
+            action, log_prob = self._draw(self._networks["actor_network"].target(), state)
+            self._act(state, action)
+            q = self._checked(self._critics.target(state, self.tensor_keys.state_action_value), log_prob.shape)
+            target = q.amin(0).reshape(log_prob.shape) - alpha * log_prob
+        if value.shape != target.shape:
+            raise ValueError(
+                f"the {self.tensor_keys.value!r} of a state must be {[*target.shape, 1]} to go with log-densities of "
+                f"shape {list(target.shape)}, got {list(value.shape)}"
+            )
+        # This target is of the present state: every row has one.
+        loss, _ = self.td_loss(value.unsqueeze(0), target, tensordict.exclude(HAS_TARGET))
         return loss
+
+
+def _action_size(spec: Any, key: NestedKey) -> int | None:
+    """Components of one action in ``spec``, without the dimensions of the containers that hold it; None if unknown."""
+    path = unravel_key(key)
+    container = 0
+    for name in path if isinstance(path, tuple) else (path,):
+        if not hasattr(spec, "keys"):
+            break
+        container = len(getattr(spec, "shape", None) or ())
+        spec = spec[name]
+    return _components(spec, container)
+
+
+def _components(spec: Any, batch_dims: int) -> int | None:
+    """Elements of ``spec`` beyond ``batch_dims`` dimensions, of all its leaves if it is composite."""
+    if hasattr(spec, "keys"):
+        sizes = [_components(spec[name], batch_dims) for name in spec.keys() if spec[name] is not None]
+        known = [size for size in sizes if size is not None]
+        return sum(known) if known and len(known) == len(sizes) else None
+    shape = getattr(spec, "shape", None)
+    return None if shape is None else math.prod(tuple(shape)[batch_dims:])

@@ -14,8 +14,8 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from gpubuf.modules.fast_call import entry, is_plain
-from gpubuf.objectives.actor_critic import ActorCriticLossModule
-from gpubuf.objectives.batch import counting_rows, is_values_of, reduced
+from gpubuf.objectives.actor_critic import ActorCriticLossModule, ActorCriticOptions
+from gpubuf.objectives.batch import counting_rows, reduced
 from gpubuf.objectives.networks import run_counting
 from gpubuf.objectives.values import TDLossModule
 
@@ -74,6 +74,8 @@ class TD3Loss(ActorCriticLossModule):
     Importance weights, masks, and the shapes of rewards and flags are those of :class:`~gpubuf.objectives.SACLoss`. A
     terminated row's next observation may be NaN, unless a network refuses it; see ``skip_done_states``.
 
+    The keys of :meth:`set_keys` are action, state_action_value, reward, done, terminated, priority and priority_weight.
+
     Args:
         actor_network: the policy, a module that writes the action at ``tensor_keys.action``.
         qvalue_network: one network, which is copied ``num_qvalue_nets`` times and drawn anew; a list of networks; or a
@@ -117,7 +119,7 @@ class TD3Loss(ActorCriticLossModule):
         action: NestedKey = "action"
         state_action_value: NestedKey = "state_action_value"
 
-    default_keys = _AcceptedKeys
+    _rows = "actions of batch shape"
     _keys_of_actors = (("action", "dist_sample_keys"),)
     loss_names = (
         "loss_actor",
@@ -163,21 +165,7 @@ class TD3Loss(ActorCriticLossModule):
         for name, value in (("policy_noise", policy_noise), ("noise_clip", noise_clip)):
             if not value >= 0:
                 raise ValueError(f"{name} must be at least 0, got {value}")
-        super().__init__(
-            actor_network,
-            qvalue_network,
-            num_qvalue_nets=num_qvalue_nets,
-            delay_actor=delay_actor,
-            delay_qvalue=delay_qvalue,
-            separate_losses=separate_losses,
-            deactivate_vmap=deactivate_vmap,
-            skip_done_states=skip_done_states,
-            loss_function=loss_function,
-            reduction=reduction,
-            use_prioritized_weights=use_prioritized_weights,
-            gamma=gamma,
-            priority_key=priority_key,
-        )
+        super().__init__(actor_network, qvalue_network, ActorCriticOptions.of(locals()))
         like = next(iter(self.parameters()), torch.empty(()))
         low, high = action_bounds(action_spec, self.tensor_keys.action) if bounds is None else bounds
         check_order(low, high)
@@ -187,16 +175,6 @@ class TD3Loss(ActorCriticLossModule):
         for name, value in (("policy_noise", policy_noise), ("noise_clip", noise_clip)):
             self.register_buffer(name, torch.tensor(value, dtype=like.dtype, device=like.device), persistent=False)
         self.make_value_estimator()
-
-    def set_keys(self, **kwargs: NestedKey | None) -> None:
-        """Set where the loss reads and writes; None restores the default of that key.
-
-        The keys are action, state_action_value, reward, done, terminated, priority and priority_weight.
-
-        Raises:
-            ValueError: there is no such key.
-        """
-        super().set_keys(**kwargs)
 
     def _losses(self, tensordict: TensorDictBase) -> TensorDictBase:
         seen = self._seen(tensordict)
@@ -263,11 +241,3 @@ class TD3Loss(ActorCriticLossModule):
         shape = action.shape[:-1]
         next_q = self._checked(self._critics.target(state, self.tensor_keys.state_action_value), shape)
         return next_q.amin(0).reshape(shape), self.td_target(next_q, tensordict, shape)
-
-    def _checked(self, q: Tensor, shape: torch.Size) -> Tensor:
-        if not is_values_of(q.shape[1:], shape):
-            raise ValueError(
-                f"the critics' {self.tensor_keys.state_action_value!r} must be {[q.shape[0], *shape, 1]} to go with "
-                f"actions of batch shape {list(shape)}, got {list(q.shape)}"
-            )
-        return q

@@ -32,6 +32,7 @@ from gpubuf.modules import (
     tanh_normal_actor,
 )
 from gpubuf.objectives import CrossQLoss, DistributionalSACLoss, REDQLoss, SACLoss
+from gpubuf.objectives.sac import SoftActorCriticLoss
 from gpubuf.optim import AdamW
 from gpubuf.serialization import load, save
 from gpubuf.train.config import TrainConfig, UsageError
@@ -154,7 +155,7 @@ class Agent(abc.ABC):
         """The policy. `load_actor` calls it with what the file of a model says."""
 
     @abc.abstractmethod
-    def make_loss(self, config: TrainConfig, observation_size: int, action_size: int) -> SACLoss:
+    def make_loss(self, config: TrainConfig, observation_size: int, action_size: int) -> SoftActorCriticLoss:
         """The loss, with the critics, of ``self.actor``."""
 
     def _make_optimizer(self, config: TrainConfig) -> AdamW:
@@ -308,7 +309,7 @@ class SACAgent(PlainNetworksAgent):
 
     title = "SAC"
 
-    def make_loss(self, config: TrainConfig, observation_size: int, action_size: int) -> SACLoss:
+    def make_loss(self, config: TrainConfig, observation_size: int, action_size: int) -> SoftActorCriticLoss:
         return SACLoss(
             self.actor,
             self.make_critic(config, observation_size, action_size),
@@ -327,7 +328,7 @@ class REDQAgent(PlainNetworksAgent):
 
     title = "REDQ"
 
-    def make_loss(self, config: TrainConfig, observation_size: int, action_size: int) -> SACLoss:
+    def make_loss(self, config: TrainConfig, observation_size: int, action_size: int) -> SoftActorCriticLoss:
         return REDQLoss(
             self.actor,
             self.make_critic(config, observation_size, action_size),
@@ -356,7 +357,7 @@ class CrossQAgent(Agent):
         )
         return tanh_normal_actor(network, action_size, device=device)
 
-    def make_loss(self, config: TrainConfig, observation_size: int, action_size: int) -> SACLoss:
+    def make_loss(self, config: TrainConfig, observation_size: int, action_size: int) -> SoftActorCriticLoss:
         network = EnsembleMLP(
             config.critics,
             observation_size + action_size,
@@ -389,7 +390,7 @@ class FastSACAgent(Agent):
     ) -> TanhNormalActor:
         return make_fastsac_actor(observation_size, action_size, hidden, device=device)
 
-    def make_loss(self, config: TrainConfig, observation_size: int, action_size: int) -> SACLoss:
+    def make_loss(self, config: TrainConfig, observation_size: int, action_size: int) -> SoftActorCriticLoss:
         assert config.atoms is not None
         critic = make_fastsac_critic(
             observation_size,
@@ -434,7 +435,7 @@ class FlashSACAgent(Agent):
             observation_size, action_size, width, num_blocks=len(hidden), expansion=_EXPANSION, device=device
         )
 
-    def make_loss(self, config: TrainConfig, observation_size: int, action_size: int) -> SACLoss:
+    def make_loss(self, config: TrainConfig, observation_size: int, action_size: int) -> SoftActorCriticLoss:
         assert config.atoms is not None
         critic = make_flashsac_critic(
             observation_size,
