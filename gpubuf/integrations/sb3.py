@@ -199,38 +199,6 @@ class HerReplayBuffer(DictReplayBuffer, _HerReplay):
             )
             (self.timeouts if self.handle_timeout_termination else self.dones)[last, going_on] = True
 
-    # Where episodes are, as theirs has it
-
-    def _episodes(self) -> tuple[np.ndarray, np.ndarray]:
-        """The first step of each step's episode, and its length, 0 while it goes on: int64 ``[size + 1, E]``, the
-        oldest step first, and behind the newest the one that comes."""
-        n, steps = self.size(), np.arange(self.size() + 1)[:, None]
-        ended = np.zeros((n + 1, self.n_envs), bool)
-        ended[:n] = self.dones[(self.pos - n + steps[:-1, 0]) % self.buffer_size] > 0
-        first = np.maximum.accumulate(np.where(np.roll(ended, 1, 0), steps, 0), 0)
-        last = np.minimum.accumulate(np.where(ended, steps, n)[::-1], 0)[::-1]
-        return first, np.where(last < n, last - first + 1, 0)
-
-    def _as_stored(self, values: np.ndarray) -> np.ndarray:
-        found = np.zeros((self.buffer_size, self.n_envs), np.int64)
-        n = self.size()
-        found[(self.pos - n + np.arange(n)) % self.buffer_size] = values[:n]
-        return found
-
-    @property
-    def ep_start(self) -> np.ndarray:
-        """The first stored step of each step's episode: int64 ``[T, E]``, a copy."""
-        return self._as_stored((self._episodes()[0] + self.pos - self.size()) % self.buffer_size)
-
-    @property
-    def ep_length(self) -> np.ndarray:
-        """The number of stored steps of each step's episode, 0 while it goes on: int64 ``[T, E]``, a copy."""
-        return self._as_stored(self._episodes()[1])
-
-    @property
-    def _current_ep_start(self) -> Any:
-        return (self._episodes()[0][-1] + self.pos - self.size()) % self.buffer_size
-
 
 class PrioritizedSamples(NamedTuple):
     """A batch with what a loss and :meth:`PrioritizedReplayBuffer.update_priorities` need beside it."""

@@ -19,16 +19,18 @@ from gpubuf.data.hindsight import Hindsight
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.uniform import RandomSampler
 from gpubuf.data.storage.end_bits import CONTINUITY
+from gpubuf.data.storage.layout import Key
 from gpubuf.data.storage.recipe import STEPS_KEY
 from gpubuf.data.storage.schema import Codec
 from gpubuf.data.storage.staged_rows import StagedRows
 from gpubuf.data.storage.tensor_storage import LazyTensorStorage
+from gpubuf.integrations.environment_steps import stored_values
 
 #: Steps that wait on the host, and the bytes that these may take: one launch then writes all of them.
 WAITING_STEPS, WAITING_BYTES = 64, 1 << 16
 
-_OBSERVATION, _DONE = "observation", ("next", "done")
-_REWARD, _TERMINATED = ("next", "reward"), ("next", "terminated")
+_OBSERVATION, _NEXT_OBSERVATION, _ACTION = ("observation",), ("next", "observation"), ("action",)
+_REWARD, _TERMINATED, _DONE = ("next", "reward"), ("next", "terminated"), ("next", "done")
 #: What copies make anew.
 _MADE = {"_columns", "_observed", "_direct", "_staged", "_actions", "_rewards", "_terminated", "_ended", "_powers"}
 #: What the infos of Gymnasium's vector environments have at the end of an episode that they reset in the same step.
@@ -73,10 +75,6 @@ class ReplayBufferSamples(NamedTuple):
     dones: Tensor
     rewards: Tensor
     discounts: Tensor | None = None
-
-
-def _key(*path: str) -> Any:
-    return path[0] if len(path) == 1 else path
 
 
 def _like(memory: np.ndarray, value: Any) -> np.ndarray:
@@ -153,8 +151,9 @@ class StableBuffer:
     ) -> None:
         self.observation_space = observation_space
         self.action_space = action_space
-        self.obs_shape = observation_shape(observation_space)
-        self.action_dim = action_length(action_space)
+        shapes = {name: row_shape(space) for name, space in self._parts().items()}
+        self.obs_shape: Any = shapes[()] if () in shapes else {name: shape for (name,), shape in shapes.items()}
+        self.action_dim = math.prod(row_shape(action_space, "actions"))
         self.n_envs = n_envs
         self.buffer_size = max(buffer_size // n_envs, 1)
         self.optimize_memory_usage = optimize_memory_usage
@@ -168,7 +167,7 @@ class StableBuffer:
             self.buffer_size * n_envs,
             device=placement,
             ndim=2,
-            share_next=[(_OBSERVATION, *name) for name in self._names()] if optimize_memory_usage else False,
+            share_next=[(*_OBSERVATION, *name) for name in shapes] if optimize_memory_usage else False,
             next_capacity=next_capacity,
             # Also where a program says nothing of an end.
             ends=CONTINUITY,
@@ -193,26 +192,25 @@ class StableBuffer:
         self._waiting = 0
         self._prepare()
 
-    def _names(self) -> list[tuple[str, ...]]:
-        """What comes behind "observation" in the key of each tensor of an observation."""
-        return [(name,) for name in self.obs_shape] if is_dict(self.observation_space) else [()]
+    def _parts(self) -> dict[tuple[str, ...], Any]:
+        """The space of each tensor of an observation, by what comes after "observation" in its key."""
+        space = self.observation_space
+        return {(name,): part for name, part in space.spaces.items()} if is_dict(space) else {(): space}
 
     def _prepare(self) -> None:
         """Make the memory for the steps that wait."""
-        spaces: dict[Any, Any] = {(): self.observation_space}
-        shapes: dict[Any, tuple[int, ...]] = {(): self.obs_shape}
-        if is_dict(self.observation_space):
-            spaces = {(name,): space for name, space in self.observation_space.spaces.items()}
-            shapes = {(name,): shape for name, shape in self.obs_shape.items()}
-        kinds: dict[Any, tuple[np.dtype, tuple[int, ...]]] = {}
-        for path, space in spaces.items():
-            kinds[_key(_OBSERVATION, *path)] = np.dtype(space.dtype), shapes[path]
-        kinds["action"] = action_dtype(self.action_space), (self.action_dim,)
-        for path, space in spaces.items():
-            kinds[_key("next", _OBSERVATION, *path)] = np.dtype(space.dtype), shapes[path]
-        kinds[_REWARD] = kinds[_TERMINATED] = np.dtype(np.float32), (1,)
-        kinds[_DONE] = np.dtype(bool), (1,)
-        step_bytes = sum(dtype.itemsize * int(np.prod(shape)) for dtype, shape in kinds.values()) * self.n_envs
+        parts = self._parts()
+        observed = {name: (np.dtype(space.dtype), row_shape(space)) for name, space in parts.items()}
+        action = np.dtype(self.action_space.dtype)
+        kinds: dict[Key, tuple[np.dtype, tuple[int, ...]]] = {
+            **{(*_OBSERVATION, *name): kind for name, kind in observed.items()},
+            _ACTION: (np.dtype(np.float32) if action == np.float64 else action, (self.action_dim,)),
+            **{(*_NEXT_OBSERVATION, *name): kind for name, kind in observed.items()},
+            _REWARD: (np.dtype(np.float32), (1,)),
+            _TERMINATED: (np.dtype(np.float32), (1,)),
+            _DONE: (np.dtype(bool), (1,)),
+        }
+        step_bytes = sum(dtype.itemsize * math.prod(shape) for dtype, shape in kinds.values()) * self.n_envs
         self._most = max(1, min(WAITING_STEPS, WAITING_BYTES // max(step_bytes, 1), self.buffer_size))
         lead = (self._most, self.n_envs)
         self._columns = {key: np.zeros((*lead, *shape), dtype) for key, (dtype, shape) in kinds.items()}
@@ -223,25 +221,23 @@ class StableBuffer:
         # Name in a dict, a shape where the environment gives none, and memory of observation and next one.
         self._observed = [
             (
-                path[0] if path else None,
-                (self.n_envs, *shapes[path]) if is_discrete(space) else None,
-                self._columns[_key(_OBSERVATION, *path)],
-                self._columns[_key("next", _OBSERVATION, *path)],
+                name[0] if name else None,
+                (self.n_envs, 1) if _is(space, "Discrete") else None,
+                self._columns[*_OBSERVATION, *name],
+                self._columns[*_NEXT_OBSERVATION, *name],
             )
-            for path, space in spaces.items()
+            for name, space in parts.items()
         ]
         self._action_shape = (self.n_envs, self.action_dim)
-        self._write_into(list(self._columns.values()))
+        # The place of the first next observation among the columns.
+        self._behind = len(parts) + 1
+        self._write_into(self._columns)
         self._powers = torch.from_numpy(self.gamma ** np.arange(self.n_steps + 1, dtype=np.float32))
 
-    def _write_into(self, columns: list[np.ndarray]) -> None:
+    def _write_into(self, columns: Mapping[Key, np.ndarray]) -> None:
         """Let actions, rewards and flags of steps be written into these columns ``[steps, E, ...]``."""
-        count = len(self._observed)
-        # The place of the first next observation among the columns.
-        self._behind = count + 1
-        self._actions = columns[count]
-        self._rewards, self._terminated = columns[2 * count + 1][..., 0], columns[2 * count + 2][..., 0]
-        self._ended = columns[2 * count + 3][..., 0]
+        self._actions = columns[_ACTION]
+        self._rewards, self._terminated, self._ended = (columns[key][..., 0] for key in (_REWARD, _TERMINATED, _DONE))
 
     # Writing
 
@@ -343,14 +339,13 @@ class StableBuffer:
             self.buffer.add_columns(direct)
             return
         self.buffer.add_columns(dict(zip(self._columns, direct, strict=True)))
-        assert self.buffer.column_keys == list(self._columns)
         self._stage()
 
     def _stage(self) -> None:
         """Put the next steps where the buffer needs no copy of them, if it can."""
         self._staged = self.buffer._staged_step()
-        columns = list(self._columns.values())
-        self._write_into(columns if self._staged is None else [value[None] for value in self._staged.values])
+        staged = None if self._staged is None else [value[None] for value in self._staged.values]
+        self._write_into(self._columns if staged is None else dict(zip(self._columns, staged, strict=True)))
 
     def extend(self, *arguments: Any) -> None:
         """Add several steps: the arguments of :meth:`add`, each with one more dimension in front."""
@@ -417,7 +412,7 @@ class StableBuffer:
 
     def _batch(self, data: Any, info: dict[Any, Tensor], env: Any) -> Any:
         following = data["next"]
-        observations, coming, rewards = data[_OBSERVATION], following[_OBSERVATION], following["reward"]
+        observations, coming, rewards = data["observation"], following["observation"], following["reward"]
         if is_dict(self.observation_space):
             observations, coming = dict(observations.items()), dict(coming.items())
         discounts = None
@@ -440,15 +435,10 @@ class StableBuffer:
         if steps is None:
             return through(env.normalize_reward, rewards)
         # Each reward of the sum is scaled and cut for itself.
-        size, envs = self.buffer.storage.max_size, self.n_envs
-        behind = torch.arange(self.n_steps, device=index.device)
-        rows = (index.unsqueeze(1) + behind * envs) % size
-        storage = self.buffer.storage
-        key = storage.form.batch.position(_REWARD)
-        assert key is not None
-        with self.buffer._lock:
-            single = storage.gather_key(key, rows.reshape(-1)).view(rows.shape)
-        counted = through(env.normalize_reward, single) * self._powers[:-1] * (behind < steps)
+        after = torch.arange(self.n_steps, device=index.device)
+        rows = (index.unsqueeze(1) + after * self.n_envs) % self.buffer.storage.max_size
+        single = stored_values(self.buffer, _REWARD, rows.reshape(-1)).view(rows.shape)
+        counted = through(env.normalize_reward, single) * self._powers[:-1] * (after < steps)
         return counted.sum(1, keepdim=True)
 
     # What is known of the rows
@@ -491,28 +481,24 @@ class StableBuffer:
 
     # Columns as arrays
 
-    def _stored(self, key: Any) -> np.ndarray:
+    def _stored(self, key: Key) -> np.ndarray:
         """The values of a key, ``[T, E, ...]``. Synchronises on a GPU."""
         self.flush()
         column, n = self._columns[key], len(self.buffer)
         found = np.zeros((self.buffer_size, *column.shape[1:]), column.dtype)
         if n:
-            storage = self.buffer.storage
-            position = storage.form.batch.position(key if isinstance(key, tuple) else (key,))
-            assert position is not None
-            with self.buffer._lock:
-                values = storage.gather_key(position, torch.arange(n, device=storage.device))
-            found.reshape(-1, *column.shape[2:])[:n] = values.cpu().numpy()
+            found.reshape(-1, *column.shape[2:])[:n] = stored_values(self.buffer, key).cpu().numpy()
         return found[..., 0] if key in (_REWARD, _TERMINATED, _DONE) else found
 
-    def _array(self, key: Any) -> StoredArray:
+    def _array(self, key: Key) -> StoredArray:
         return StoredArray.of(self._stored(key), partial(self._set, key))
 
-    def _observations(self, *path: str) -> Any:
-        found = {name: self._array(_key(*path, *name)) for name in self._names()}
-        return {name[0]: array for name, array in found.items()} if is_dict(self.observation_space) else found[()]
+    def _observations(self, key: Key) -> Any:
+        if not is_dict(self.observation_space):
+            return self._array(key)
+        return {name: self._array((*key, name)) for name in self.observation_space.spaces}
 
-    def _set(self, key: Any, places: tuple[np.ndarray, ...], values: np.ndarray) -> None:
+    def _set(self, key: Key, places: tuple[np.ndarray, ...], values: np.ndarray) -> None:
         steps, stored = places[0], self.size()
         if steps.size and steps.max() >= stored:
             raise IndexError(f"step {steps.max()} can't be set: {stored} steps are stored")
@@ -539,12 +525,12 @@ class StableBuffer:
     @property
     def next_observations(self) -> Any:
         """The observations behind them."""
-        return self._observations("next", _OBSERVATION)
+        return self._observations(_NEXT_OBSERVATION)
 
     @property
     def actions(self) -> Any:
         """Actions, a :class:`StoredArray` ``[T, E, action_dim]``."""
-        return self._array("action")
+        return self._array(_ACTION)
 
     @property
     def rewards(self) -> Any:
@@ -626,50 +612,22 @@ def is_dict(space: Any) -> bool:
     return _is(space, "Dict")
 
 
-def is_discrete(space: Any) -> bool:
-    """Whether observations are single integers, which have no dimension of their own."""
-    return _is(space, "Discrete")
-
-
-def observation_shape(space: Any) -> Any:
-    """The shape of an observation without environments; for a dict one a key.
+def row_shape(space: Any, what: str = "observations") -> tuple[int, ...]:
+    """The shape of one row of a space.
 
     Raises:
         NotImplementedError: for tuples, and dicts in dicts.
     """
-    if is_dict(space):
-        found = {key: observation_shape(part) for key, part in space.spaces.items()}
-        if any(isinstance(shape, dict) for shape in found.values()):
-            raise NotImplementedError(f"observations that are dicts of dicts can't be stored: {space}")
-        return found
     if _is(space, "Box") or _is(space, "MultiBinary"):
         return tuple(space.shape)
-    if is_discrete(space):
+    if _is(space, "Discrete"):
         return (1,)
     if _is(space, "MultiDiscrete"):
         return (len(space.nvec),)
-    raise NotImplementedError(f"observations of {space} can't be stored: expected Box, Dict, or a discrete space")
-
-
-def action_length(space: Any) -> int:
-    """The number of elements of an action.
-
-    Raises:
-        NotImplementedError: it is of another space than Box, Discrete, MultiDiscrete and MultiBinary.
-    """
-    if _is(space, "Discrete"):
-        return 1
-    if _is(space, "MultiDiscrete"):
-        return len(space.nvec)
-    if _is(space, "Box") or _is(space, "MultiBinary"):
-        return math.prod(space.shape)
-    raise NotImplementedError(f"actions of {space} can't be stored: expected Box or a discrete space")
-
-
-def action_dtype(space: Any) -> np.dtype:
-    """The dtype in which actions are stored: that of the space, or float32 in place of float64."""
-    dtype = np.dtype(space.dtype)
-    return np.dtype(np.float32) if dtype == np.float64 else dtype
+    raise NotImplementedError(
+        f"{what} of {space} can't be stored: expected Box, a discrete space, or for observations a Dict of such (no "
+        "dicts of dicts)"
+    )
 
 
 # Batches through the ``VecNormalize`` of Stable-Baselines3, which works on the host.

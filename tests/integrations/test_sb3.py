@@ -559,7 +559,7 @@ def test_goals_are_relabelled(strategy):
 
 
 def test_episodes_in_progress_are_cut_off_with_a_warning():
-    """Theirs tells of it, too; ``ep_start`` and ``ep_length`` say where episodes are."""
+    """Theirs tells of it, too."""
     space = spaces.Dict(dict.fromkeys(["observation", "achieved_goal", "desired_goal"], BOX))
     buffer = sb3.HerReplayBuffer(20, space, ACTIONS["box"], Goals(), "cpu", 2)
     buffer.truncate_last_trajectory()
@@ -567,13 +567,10 @@ def test_episodes_in_progress_are_cut_off_with_a_warning():
         obs, following = (dict.fromkeys(space.spaces, np.full((2, 2), step + after, np.float32)) for after in range(2))
         done = np.array([step in (3, 12), False])
         buffer.add(obs, following, np.zeros((2, 2)), np.zeros(2), done, [{}, {}])
-    assert buffer.ep_length.T.tolist() == [[9, 9, 9, 1, 9, 9, 9, 9, 9, 9], [0] * 10]
-    assert buffer.ep_start.T.tolist() == [[4, 4, 4, 3, 4, 4, 4, 4, 4, 4], [3] * 10]
     with pytest.warns(UserWarning, match="The last trajectory in the replay buffer will be truncated"):
         buffer.truncate_last_trajectory()
     assert buffer.dones[2].tolist() == [1, 1]
     assert buffer.timeouts[2].tolist() == [0, 1]
-    assert buffer.ep_length[2].tolist() == [9, 10]
     buffer.truncate_last_trajectory()
 
 
