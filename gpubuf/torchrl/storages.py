@@ -13,8 +13,8 @@ from torch import Tensor
 from gpubuf import serialization
 from gpubuf.data.recording import Unfinished
 from gpubuf.data.storage import list_storage as lists
+from gpubuf.data.storage import memmap
 from gpubuf.data.storage import memmap_files as files
-from gpubuf.data.storage import memmap_storage as mapped_files
 from gpubuf.data.storage import tensor_storage as core
 from gpubuf.data.storage.indexing import unravel
 from gpubuf.data.storage.layout import Data, RowLayout, batch_shape, mapped
@@ -271,8 +271,8 @@ class LazyTensorStorage(TensorStorage, core.LazyTensorStorage):
     __doc__ = core.LazyTensorStorage.__doc__
 
 
-class LazyMemmapStorage(LazyTensorStorage, mapped_files.LazyMemmapStorage):
-    __doc__ = mapped_files.LazyMemmapStorage.__doc__
+class LazyMemmapStorage(LazyTensorStorage, memmap.LazyMemmapStorage):
+    __doc__ = memmap.LazyMemmapStorage.__doc__
 
     @property
     def _storage(self) -> Data:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gpubuf import LazyMemmapStorage, TensorDictReplayBuffer
-from gpubuf.data.storage import memmap_journal
+from gpubuf.data.storage import memmap_files
 from gpubuf.kernels.rows import JOURNAL_CHECK, JOURNAL_KEYS, JOURNAL_ROWS, JOURNAL_WORDS
 from tests.support.memmap_crashes import held, opened, transitions
 
@@ -80,7 +80,7 @@ def test_a_damaged_journal_is_left_alone(tmp_path: Path, place: int, value: int,
 
 
 def test_while_its_process_lives_an_unfinished_write_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(memmap_journal, "_PATIENCE", 0.01)
+    monkeypatch.setattr(memmap_files, "_PATIENCE", 0.01)
     buffer = TensorDictReplayBuffer(storage=LazyMemmapStorage(40, scratch_dir=tmp_path))
     buffer.extend(transitions(55))
     write = buffer.storage._kept(3)
@@ -102,7 +102,7 @@ def test_storages_without_a_journal(tmp_path: Path):
 
 
 def test_the_journal_of_a_large_write_does_not_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(memmap_journal, "_MOST_BYTES", 1 << 16)
+    monkeypatch.setattr(memmap_files, "_MOST_BYTES", 1 << 16)
     buffer = TensorDictReplayBuffer(storage=LazyMemmapStorage(400, scratch_dir=tmp_path))
     buffer.extend(transitions(800, width=100))
     sizes = []

@@ -328,7 +328,7 @@ def test_cleanup_leaves_the_files_of_others(tmp_path: Path):
 
 
 def test_a_forked_child_removes_nothing(tmp_path: Path):
-    from gpubuf.data.storage.memmap_storage import _remove
+    from gpubuf.data.storage.memmap import _remove
 
     (tmp_path / "rows").write_text("")
     _remove(tmp_path, [tmp_path / "rows"], os.getpid() + 1, None)

@@ -26,7 +26,7 @@ from tensordict import TensorDict
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpubuf import LazyMemmapStorage, SliceSampler, TensorDictReplayBuffer
-from gpubuf.data.storage import memmap_files, memmap_journal, staged_rows, tensor_storage
+from gpubuf.data.storage import memmap_files, staged_rows, tensor_storage
 from gpubuf.kernels.rows import ENTRY, ROW_BYTES, ROW_STRIDE, SIZE, WRITTEN
 
 EPISODE = 10
@@ -276,9 +276,9 @@ def slow_kernels(step: Steps) -> None:
 
     tensor_storage._extend, tensor_storage._write, tensor_storage._update = slow_extend, slow_write, slow_write
     staged_rows._prepared = SlowExtend
-    step.around(memmap_journal, "_keep")
+    step.around(memmap_files, "_keep")
     for name in ("void", "settle"):
-        step.around(memmap_journal.Journal, name)
+        step.around(memmap_files.Journal, name)
 
 
 def stopped_everywhere(work: Callable[[Steps], None], check: Callable[[], None]) -> int:

@@ -17,12 +17,10 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.storage import memmap_files as files
-from gpubuf.data.storage import memmap_temporary as temporary
 from gpubuf.data.storage.column import Column
 from gpubuf.data.storage.end_bits import FLAGS
 from gpubuf.data.storage.layout import Data, RowLayout, batch_shape, saved_tree, with_tree
-from gpubuf.data.storage.memmap_files import COUNTERS_FILE, GPUBUF_FILE
-from gpubuf.data.storage.memmap_journal import Journal
+from gpubuf.data.storage.memmap_files import COUNTERS_FILE, GPUBUF_FILE, Journal
 from gpubuf.data.storage.placement import Placement
 from gpubuf.data.storage.ring import Ring
 from gpubuf.data.storage.schema import Form
@@ -173,9 +171,9 @@ class LazyMemmapStorage(LazyTensorStorage):
         files.check_names(layout)
         if self.scratch_dir is None:
             if self.auto_cleanup:
-                self.scratch_dir, self._hold = temporary.new_folder()
+                self.scratch_dir, self._hold = files.new_folder()
             else:
-                self.scratch_dir = Path(tempfile.mkdtemp(prefix=temporary.PREFIX))
+                self.scratch_dir = Path(tempfile.mkdtemp(prefix=files.TEMPORARY))
         folder = self.scratch_dir
         folder.mkdir(parents=True, exist_ok=True)
         _warn_of_full_disk(folder, math.prod(shape) * layout.row_bytes)
@@ -321,7 +319,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         metadata = [level / files.META_FILE for level in levels]
         own = [folder / name for name in (files.STORAGE_FILE, GPUBUF_FILE, COUNTERS_FILE, files.JOURNAL_FILE)]
         if self._hold is not None:
-            own.append(folder / temporary.LOCK_FILE)
+            own.append(folder / files.LOCK_FILE)
         return sorted(tensors + metadata + own, key=lambda path: -len(path.parts))
 
     def flush(self) -> None:
