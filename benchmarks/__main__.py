@@ -29,7 +29,7 @@ NEEDS = ("pytest", "pytest_benchmark")
 
 def registered() -> list[tuple[str, ...]]:
     """Every workload with its sizes and the libraries that run it."""
-    lines: list[tuple[str, ...]] = [("workload", "capacity", "batch", "bytes a row", "libraries")]
+    lines: list[tuple[str, ...]] = [("workload", "capacity", "batch", "bytes per row", "libraries")]
     for entry in REGISTRY.values():
         sizes = (f"{size:,}" for size in (entry.sizes.capacity, entry.sizes.batch, entry.sizes.row_bytes))
         lines.append((entry.name, *sizes, " ".join(entry.libraries)))

@@ -45,7 +45,7 @@ class Run:
         return None
 
     def entry(self, workload: str, library: str) -> dict[str, Any] | None:
-        """The statistics of one library on one workload, in seconds a call, or None."""
+        """The statistics of one library on one workload, in seconds per call, or None."""
         found = self.benchmark(workload, library)
         if found is None:
             return None

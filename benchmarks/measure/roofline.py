@@ -113,7 +113,7 @@ def best_on_gpu(call: Callable[[], object], repeats: int, calls: int = 1) -> flo
 
 
 def measure(device: str) -> dict[str, float]:
-    """Bandwidths in bytes a second and times of a launch in seconds, of this machine now. Takes some seconds."""
+    """Bandwidths in bytes per second and times of a launch in seconds, of this machine now. Takes some seconds."""
     if device != "cuda":
         return _measure_cpu()
     measured = _measure_gpu()
@@ -155,7 +155,7 @@ def describe(measured: dict[str, Any]) -> str:
     parts = [f"copies at {measured['copy_bytes_per_second'] / 1e9:.1f} GB/s"]
     if "bus_bytes_per_second" in measured:
         parts.append(f"pinned memory to the GPU at {measured['bus_bytes_per_second'] / 1e9:.1f} GB/s")
-    parts.append(f"{measured['launch_seconds'] * 1e6:.2f} µs a launch")
+    parts.append(f"{measured['launch_seconds'] * 1e6:.2f} µs per launch")
     if "graph_launch_seconds" in measured:
         parts.append(f"{measured['graph_launch_seconds'] * 1e6:.2f} µs inside a graph")
     return ", ".join(parts)

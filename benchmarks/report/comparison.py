@@ -81,10 +81,10 @@ def roofline_of(run: Run, workload: str, library: str = OURS) -> float | None:
 
 
 def table(run: Run, workloads: Sequence[str]) -> list[list[str]]:
-    """Head and rows: median µs a call, in brackets how many times as long as gpubuf's; the roofline comes last."""
+    """Head and rows: median µs per call, in brackets how many times as long as gpubuf's; the roofline comes last."""
     columns = libraries(run, workloads)
     titles = {b["extra_info"]["workload"]: b["extra_info"].get("title", "") for b in run.data["benchmarks"]}
-    lines = [["median µs a call", *(TITLES[name] for name in columns), "roofline", "of the roofline"]]
+    lines = [["median µs per call", *(TITLES[name] for name in columns), "roofline", "of the roofline"]]
     for name in workloads:
         ours, least = run.median(name, OURS), roofline_of(run, name)
         cells = [
@@ -106,7 +106,7 @@ def placements(run: Run) -> list[list[str]]:
             times = f"{seconds / least:.1f}x" if seconds and least else "-"
             lines.append([f"{extra['batch']:,} rows", TITLES[library], or_open(seconds), or_open(least), times])
     return (
-        [["rows of 4 KiB to the GPU", "they lie", "median µs a call", "roofline", "of the roofline"], *lines]
+        [["rows of 4 KiB to the GPU", "they lie", "median µs per call", "roofline", "of the roofline"], *lines]
         if lines
         else []
     )

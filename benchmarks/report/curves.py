@@ -144,7 +144,7 @@ def draw(axes: object, panel: Panel) -> None:
         axes.loglog(x, y, label=label, **style)  # type: ignore[attr-defined]
     axes.set_title(panel.title)  # type: ignore[attr-defined]
     axes.set_xlabel(panel.label)  # type: ignore[attr-defined]
-    axes.set_ylabel("median µs a call")  # type: ignore[attr-defined]
+    axes.set_ylabel("median µs per call")  # type: ignore[attr-defined]
     axes.grid(alpha=0.3, which="both")  # type: ignore[attr-defined]
 
 

@@ -65,7 +65,7 @@ def slice_workloads(run: Run) -> list[str]:
 
 
 def comparison_table(runs: Runs, replay: bool) -> str:
-    """README: median time a call, and how many times as long the peers take."""
+    """README: median time per call, and how many times as long the peers take."""
     cpu, gpu = runs.get("cpu"), runs.get("cuda")
     rows_of = [name for name in (workloads(cpu) if cpu else WORKLOADS) if (name in WORKLOADS) == replay]
     peers = [
@@ -81,7 +81,7 @@ def comparison_table(runs: Runs, replay: bool) -> str:
         replayed = gpu.median(workload, "gpubuf-graph") if gpu else None
         in_graph = [] if gpu is None else ["" if replayed is None else microseconds(replayed)]
         rows.append([label(workload), or_open(ours), *compared, or_open(on_gpu), *in_graph])
-    head = ["median µs a call", "gpubuf", *(TITLES[name] for name in peers), "gpubuf on a GPU"]
+    head = ["median µs per call", "gpubuf", *(TITLES[name] for name in peers), "gpubuf on a GPU"]
     head += [] if gpu is None else ["in a graph there"]
     return table(head, rows)
 
@@ -112,7 +112,7 @@ def spreads(run: Run, names: Sequence[str]) -> str:
             if entry:
                 numbers = [microseconds(entry[name]) for name in ("median", "iqr", "min")]
                 rows.append([label(workload), TITLES[library], *numbers])
-    return table(["µs a call", "library", "median", "interquartile range", "minimum"], rows)
+    return table(["µs per call", "library", "median", "interquartile range", "minimum"], rows)
 
 
 def spread_table(runs: Runs, kind: str) -> str:
@@ -144,7 +144,7 @@ def threads_table(runs: Runs) -> str:
                     [REGISTRY[workload].title, TITLES[library], *numbers, f"{before['median'] / after['median']:.2f}x"]
                 )
     columns = [f"{name}, threads: {n}" for n in (first, last) for name in ("median", "minimum")]
-    return "\n\n".join([table(["µs a call", "library", *columns, "gain"], rows), described(run), load_before(run)])
+    return "\n\n".join([table(["µs per call", "library", *columns, "gain"], rows), described(run), load_before(run)])
 
 
 def incremental(run: Run) -> float:
@@ -221,7 +221,7 @@ def other_slices_table(run: Run) -> str:
         plain = f"{microseconds(without)} (index: {(ours / without - 1) * 100:+.0f} %)" if ours and without else ""
         theirs = run.median(name, "torchrl")
         rows.append([label(name), or_open(ours), plain, against(ours, theirs)])
-    return table(["median µs a call", "gpubuf", TITLES["gpubuf-random"], "TorchRL"], rows)
+    return table(["median µs per call", "gpubuf", TITLES["gpubuf-random"], "TorchRL"], rows)
 
 
 def slices_section(runs: Runs, spread: bool = True) -> str:
@@ -231,7 +231,7 @@ def slices_section(runs: Runs, spread: bool = True) -> str:
         return f"No run with slices is committed: {OPEN}."
     parts = [f"![Time to write a row and sample, by rows stored]({{root}}{PLOT})"]
     for kind, run in measured.items():
-        parts += [f"**{KINDS[kind]}**, median µs a call:", sizes_table(run), other_slices_table(run)]
+        parts += [f"**{KINDS[kind]}**, median µs per call:", sizes_table(run), other_slices_table(run)]
         if spread:
             parts += ["Medians and spread:", spreads(run, slice_workloads(run)), described(run)]
     return "\n\n".join(parts)

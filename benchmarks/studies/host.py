@@ -5,7 +5,7 @@
 ``--against TREE`` measures another checkout, one with this module, at the same time: rounds of both take turns.
 
 Counted is everything that Python, PyTorch and Triton do for a call, up to and including Triton's C launcher. Not
-counted: ``cuLaunchKernelEx`` itself (2 to 4 µs a launch), one ``cuPointerGetAttribute`` for each tensor that Triton is
+counted: ``cuLaunchKernelEx`` itself (2 to 4 µs per launch), one ``cuPointerGetAttribute`` for each tensor that Triton is
 given as such, the check which device is current (0.2 µs an operation), and that CUDA's caching allocator is a little
 slower than the allocator of the CPU that stands for it. The stream of a launch is looked up through stand-ins written
 in Python.
@@ -276,7 +276,7 @@ def main() -> None:
 def tables(found: list[dict[str, Found]]) -> str:
     """Both tables. ``found`` is of this checkout, or of another and then this."""
     now = found[-1]
-    columns = [*(["before", "before, least"] if len(found) > 1 else []), "µs a call", "least"]
+    columns = [*(["before", "before, least"] if len(found) > 1 else []), "µs per call", "least"]
     calls = [
         (
             name,
@@ -292,7 +292,7 @@ def tables(found: list[dict[str, Found]]) -> str:
     return "\n\n".join(
         [
             table((f"{BATCH} rows", "launches", *columns, "of that launching"), calls),
-            table(("part of a uniform sample", *(["before"] if len(found) > 1 else []), "µs a call"), parts),
+            table(("part of a uniform sample", *(["before"] if len(found) > 1 else []), "µs per call"), parts),
         ]
     )
 

@@ -1,4 +1,4 @@
-"""Times training with SAC beside other programs: environment steps a second, one update a step, on one thread.
+"""Times training with SAC beside other programs: environment steps per second, one update per step, on one thread.
 
 ``python -m benchmarks.studies.speed`` runs every program twice, for a few and for many steps, and divides the steps
 between by the time between. What comes before the first update and after the last one so cancels out. All have batches
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name, command in programs.items():
             short, long = (seconds(command, STARTS + updates) for updates in (options.few, options.many))
             speeds[name].append((options.many - options.few) / (long - short))
-            print(f"{name}: {speeds[name][-1]:.1f} steps a second", flush=True)
+            print(f"{name}: {speeds[name][-1]:.1f} steps per second", flush=True)
     found = [
         {
             "program": name,

@@ -71,5 +71,5 @@ def camera() -> dict[str, Contender]:
     found["gpubuf, optimize_memory"] = contender(ReplayBuffer(CAPACITY, "cpu", optimize_memory=True))
     bytes_a_pixel = {IMAGE: Codec(torch.uint8, scale=1 / 255)}
     once = ReplayBuffer(CAPACITY, "cpu", optimize_memory=True, dtypes=bytes_a_pixel)
-    found["gpubuf, optimize_memory, a byte a pixel"] = contender(once)
+    found["gpubuf, optimize_memory, a byte per pixel"] = contender(once)
     return found

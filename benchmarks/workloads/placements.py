@@ -28,7 +28,7 @@ class OnGpu(Placed):
 
 
 class Split(Placed):
-    """Half of the rows on the GPU, the others in pinned host memory; one launch a batch."""
+    """Half of the rows on the GPU, the others in pinned host memory; one launch per batch."""
 
     name, title, placement = "gpubuf-split", "half the rows on the GPU", "split:50%"
 

@@ -157,7 +157,7 @@ def sized(stored: int, capacity: int, operation: str) -> str:
     return f"slices-{short(stored)}-in-{short(capacity)}-{operation}"
 
 
-#: (rows stored, capacity) of the buffers of 500-step episodes, of which slices of 4 are drawn, 1024 rows a batch.
+#: (rows stored, capacity) of the buffers of 500-step episodes, of which slices of 4 are drawn, 1024 rows per batch.
 SIZES = (
     (100_000, 120_000),
     (1_000_000, 1_200_000),

@@ -73,7 +73,7 @@ def test_roofline_is_measured():
     assert 0 < measured["launch_seconds"] < 1e-3
     text = roofline.describe(GPU_ROOFLINE)
     assert (
-        text == "copies at 10.0 GB/s, pinned memory to the GPU at 50.0 GB/s, 2.00 µs a launch, 1.00 µs inside a graph"
+        text == "copies at 10.0 GB/s, pinned memory to the GPU at 50.0 GB/s, 2.00 µs per launch, 1.00 µs inside a graph"
     )
 
 
@@ -151,7 +151,7 @@ def test_table_has_ratios_and_the_roofline():
         [{"workload": "uniform-sample-256", "library": "sb3", "reason": "not today"}],
     )
     head, *rows = table(found, ["uniform-sample-256", "SAC-update-256"])
-    assert head == ["median µs a call", "gpubuf", "cpprb", "Stable-Baselines3", "roofline", "of the roofline"]
+    assert head == ["median µs per call", "gpubuf", "cpprb", "Stable-Baselines3", "roofline", "of the roofline"]
     # 87040 bytes at 10 GB/s and a launch of 2 µs
     assert rows[0] == ["uniform sample, 256", "20.0", "50.0 (2.5x)", "-", "10.7", "1.9x"]
     assert rows[1] == ["SAC update, 256", "5000", "-", "-", "-", "-"]
