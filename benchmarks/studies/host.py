@@ -5,8 +5,8 @@
 ``--against TREE`` measures another checkout, one with this module, at the same time: rounds of both take turns.
 
 Counted is everything that Python, PyTorch and Triton do for a call, up to and including Triton's C launcher. Not
-counted: ``cuLaunchKernelEx`` itself (2 to 4 µs per launch), one ``cuPointerGetAttribute`` for each tensor that Triton is
-given as such, the check which device is current (0.2 µs an operation), and that CUDA's caching allocator is a little
+counted: ``cuLaunchKernelEx`` itself (2 to 4 µs per launch), one ``cuPointerGetAttribute`` for each tensor that Triton
+is given as such, the check which device is current (0.2 µs an operation), and that CUDA's caching allocator is a little
 slower than the allocator of the CPU that stands for it. The stream of a launch is looked up through stand-ins written
 in Python.
 """
