@@ -72,8 +72,8 @@ def prediction_table(runs: Runs) -> str:
     constants = (
         f"Predicted for an H200, in a graph: {LAUNCH:.1f} µs per launch, {CACHE} µs per trip to the cache and "
         f"{MEMORY} µs one to memory, and the longer of bytes at {BANDWIDTH / 1e6:.1f} TB/s and instructions, "
-        f"{MACHINE_CODE} for one of PTX, of which a multiprocessor issues {FULL} a cycle, or {ALONE} for each warp that it has. Nothing "
-        "of this is measured."
+        f"{MACHINE_CODE} for one of PTX, of which a multiprocessor issues {FULL} a cycle, or {ALONE} for each warp "
+        "that it has. Nothing of this is measured."
     )
     head = ["call", "programs x warps", "warp instructions of a program", "trips", "µs of trips", "µs of bytes"]
     return f"{constants}\n\n{table([*head, 'µs of instructions', '**µs**'], lines)}"
