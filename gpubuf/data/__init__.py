@@ -9,13 +9,9 @@ from gpubuf.data.max_value import TensorDictMaxValueWriter
 from gpubuf.data.mixed import MixedReplayBuffer
 from gpubuf.data.processing.augment import Clip, Mirror, RandomShift
 from gpubuf.data.processing.statistics import Normalize, RewardScale
-from gpubuf.data.samplers.base import RandomState, Sampler
-from gpubuf.data.samplers.consuming import ConsumingSampler
-from gpubuf.data.samplers.prioritized import PrioritizedSampler
-from gpubuf.data.samplers.slices import PrioritizedSliceSampler, SliceSampler, SliceSamplerWithoutReplacement
+from gpubuf.data.samplers.base import RandomState
 from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.data.samplers.trajectory_index import Trajectories, TrajectoryIndex
-from gpubuf.data.samplers.uniform import RandomSampler, SamplerWithoutReplacement
 from gpubuf.data.sequences import SampleUnit, Sequence, Transition
 from gpubuf.data.storage.schema import Codec
 from gpubuf.data.storage.tensor_storage import Storage
@@ -37,10 +33,23 @@ from gpubuf.missing_names import refuse
 from gpubuf.torchrl.checkpointers import StorageCheckpointerBase, TensorStorageCheckpointer
 from gpubuf.torchrl.dumps import load_torchrl, save_torchrl
 from gpubuf.torchrl.ensemble import ReplayBufferEnsemble
+from gpubuf.torchrl.samplers import (
+    ConsumingSampler,
+    PrioritizedSampler,
+    PrioritizedSliceSampler,
+    RandomSampler,
+    Sampler,
+    SamplerWithoutReplacement,
+    SliceSampler,
+    SliceSamplerWithoutReplacement,
+)
 from gpubuf.torchrl.storages import LazyMemmapStorage, LazyTensorStorage, ListStorage, TensorStorage
 
-# The storages that buffers make themselves have TorchRL's names too.
+# The parts that buffers make themselves have TorchRL's names too.
 ReplayBuffer._default_storage, ReplayBuffer._default_objects = LazyTensorStorage, ListStorage
+ReplayBuffer._default_sampler, ReplayBuffer._consuming_sampler = RandomSampler, ConsumingSampler
+PrioritizedReplayBuffer._prioritized_sampler = PrioritizedSampler
+TensorDictPrioritizedReplayBuffer._prioritized_sampler = PrioritizedSampler
 
 __all__ = [
     "Clip",

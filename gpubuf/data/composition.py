@@ -75,7 +75,7 @@ class Composed:
 
     def _first_sampler(self, given: Any, consume_after_n_samples: Any, prefetch: int | None) -> Sampler:
         sampler: Sampler = component(given, Sampler, self._default_sampler)
-        uniform = type(sampler) in (RandomSampler, self._default_sampler)
+        uniform = isinstance(sampler, RandomSampler) and type(sampler).choose is RandomSampler.choose
         return consuming(sampler, consume_after_n_samples, prefetch, self._consuming_sampler if uniform else None)
 
     def append_transform(self, transform: Callable[[Data], Data], *, invert: bool = False) -> Self:

@@ -17,7 +17,6 @@ from torch import Tensor
 from gpubuf.data.buffer import ReplayBuffer
 from gpubuf.data.hindsight import Hindsight
 from gpubuf.data.samplers.base import Sampler
-from gpubuf.data.samplers.uniform import RandomSampler
 from gpubuf.data.storage.end_bits import CONTINUITY
 from gpubuf.data.storage.layout import Key
 from gpubuf.data.storage.recipe import STEPS_KEY
@@ -25,6 +24,7 @@ from gpubuf.data.storage.schema import Codec
 from gpubuf.data.storage.staged_rows import StagedRows
 from gpubuf.data.storage.tensor_storage import LazyTensorStorage
 from gpubuf.integrations.environment_steps import stored_values
+from gpubuf.torchrl.samplers import RandomSampler
 
 #: Steps that wait on the host, and the bytes that these may take: one launch then writes all of them.
 WAITING_STEPS, WAITING_BYTES = 64, 1 << 16

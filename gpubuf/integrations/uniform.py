@@ -11,7 +11,6 @@ from tensordict import TensorDict
 
 from gpubuf.data.buffer import ReplayBuffer
 from gpubuf.data.samplers.base import Sampler
-from gpubuf.data.samplers.uniform import RandomSampler
 from gpubuf.data.storage.end_bits import CONTINUITY
 from gpubuf.data.storage.end_bits import FLAGS as FLAGS_ALONE
 from gpubuf.data.storage.layout import Key
@@ -19,6 +18,7 @@ from gpubuf.data.storage.recipe import STEPS_KEY
 from gpubuf.data.storage.tensor_storage import LazyTensorStorage
 from gpubuf.integrations.draw_orders import WholeWindows
 from gpubuf.integrations.environment_steps import Column, StepWriter
+from gpubuf.torchrl.samplers import RandomSampler
 
 OBSERVATION: Key = ("observation",)
 FLAGS: tuple[Key, ...] = (("next", "terminated"), ("next", "truncated"))

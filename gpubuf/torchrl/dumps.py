@@ -22,14 +22,13 @@ from gpubuf.data.checkpoints import restore
 from gpubuf.data.checkpoints.files import MANIFEST
 from gpubuf.data.checkpoints.save import Checkpointed
 from gpubuf.data.components import component
-from gpubuf.data.samplers import torchrl_state
 from gpubuf.data.samplers.base import Sampler
-from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.data.storage import memmap_files as files
 from gpubuf.data.storage.layout import Data, RowLayout, TreeLayout
 from gpubuf.data.storage.saved_rows import rows_state
 from gpubuf.data.storage.tensor_storage import Storage, TensorStorage
 from gpubuf.data.tensordict_buffers import TensorDictReplayBuffer
+from gpubuf.torchrl.samplers import Priorities, PrioritizedSampler, read_priorities, write_epoch, write_priorities
 from gpubuf.torchrl.storages import LazyTensorStorage
 
 WRITER_FILE = "metadata.json"
@@ -50,7 +49,7 @@ class Dump(NamedTuple):
     shape: tuple[int, ...]
     size: int
     written: int
-    priorities: torchrl_state.Priorities | None
+    priorities: Priorities | None
     batch_size: int | None
 
 
@@ -157,7 +156,7 @@ def _take(buffer: Checkpointed, found: Dump, batch_size: int | None) -> None:
             order = storage.load_state_dict(rows_state(found.data, len(found.shape), found.size, found.written))
         if found.size:
             sampler.on_write(torch.arange(found.size, device=storage.device), None)
-        if found.priorities is not None and sampler.torchrl_form == "priorities":
+        if found.priorities is not None and getattr(sampler, "torchrl_form", None) == "priorities":
             state = found.priorities.state(storage.max_size, found.size, order)
             sampler.load_state_dict({**sampler.state_dict(), **state})
         storage.rebuild()
@@ -221,7 +220,7 @@ def _read(folder: Path, ndim: int | None, rows: tuple[Data, int] | None = None, 
         raise ValueError(
             f"{folder}: the rows are not those of a ring: {filled} steps are filled, the cursor is at {cursor}"
         )
-    priorities = torchrl_state.read_priorities(folder / "sampler", folder)
+    priorities = read_priorities(folder / "sampler", folder)
     settings = files.read_json(folder / BUFFER_FILE)
     batch_size = None
     if settings.get("batch_size") is not None:
@@ -266,11 +265,12 @@ def save_torchrl(buffer: ReplayBuffer, path: str | os.PathLike[str]) -> None:
     try:
         _write_rows(buffer, temporary)
         sampler: Any = buffer.sampler
-        if sampler.torchrl_form == "epoch":
-            torchrl_state.write_epoch(temporary / "sampler", None, 0, sampler.drop_last, False)
-        elif sampler.torchrl_form == "priorities":
+        form = getattr(sampler, "torchrl_form", None)
+        if form == "epoch":
+            write_epoch(temporary / "sampler", None, 0, sampler.drop_last, False)
+        elif form == "priorities":
             (temporary / "sampler").mkdir()
-            torchrl_state.write_priorities(sampler, temporary / "sampler")
+            write_priorities(sampler, temporary / "sampler")
         settings = {"batch_size": buffer.batch_size, "consume_after_n_samples": None}
         files.write_json(temporary / BUFFER_FILE, settings)
         os.rename(temporary, target)

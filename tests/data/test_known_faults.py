@@ -16,11 +16,12 @@ from gpubuf.data import (
     PrioritizedSampler,
     PrioritizedSliceSampler,
     RandomSampler,
+    RandomState,
+    Sampler,
     SamplerWithoutReplacement,
     SliceSampler,
     TensorDictReplayBuffer,
 )
-from gpubuf.data.samplers.base import RandomState, Sampler
 from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.kernels import philox
 from gpubuf.kernels._registry import triton_on_cpu

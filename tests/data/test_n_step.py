@@ -22,7 +22,8 @@ from gpubuf import (
     TensorDictReplayBuffer,
     TensorStorage,
 )
-from gpubuf.data.samplers.base import Drawn, Sampler
+from gpubuf.data import Sampler
+from gpubuf.data.samplers.base import Drawn
 from gpubuf.data.storage.reader import Reader
 from gpubuf.modules import make_sac_actor, make_sac_critic
 from tests.support.n_step_model import SAMPLERS, Model, agents_rows, filled, new

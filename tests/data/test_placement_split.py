@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import gpubuf
-from gpubuf.data import LazyTensorStorage, PrioritizedSampler, TensorDictReplayBuffer, TensorStorage, moving
-from gpubuf.data.samplers.base import Sampler
+from gpubuf.data import LazyTensorStorage, PrioritizedSampler, Sampler, TensorDictReplayBuffer, TensorStorage, moving
 from gpubuf.data.storage.column import Column
 from gpubuf.data.storage.placement import IndexBytes, near_steps, place
 from tests.support.fake_cuda import fake_cuda

@@ -5,18 +5,16 @@ docs/extending.md shows how to write a sampler.
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gpubuf.data.arguments import describe_type
 from gpubuf.data.recording import current, refuse_in_capture
-from gpubuf.data.samplers.adaptation import adapt
 from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.layout import Data, RowLayout
 from gpubuf.data.storage.placement import IndexBytes, depends_on_room
@@ -186,15 +184,14 @@ class Sampler:
     write. A sampler serves one storage at a time: that of its buffer, until that is gone or has another sampler. Its
     next buffer begins with a tree, an index and an epoch of its own; the random stream goes on.
 
-    A sampler written for TorchRL, which overrides :meth:`sample` and nothing else of these, works too: its
-    ``update_priority(index, priority, *, storage)``, ``mark_update``, ``extend``, ``add``, ``_empty``, ``state_dict``
-    and ``load_state_dict`` are called as there, and it need not call ``super().__init__()``.
+    ``gpubuf.data.Sampler`` also takes a sampler that is written for TorchRL, which overrides ``sample(storage, n)`` and
+    nothing else of these: its ``update_priority(index, priority, *, storage)``, ``mark_update``, ``extend``, ``add``,
+    ``_empty``, ``state_dict`` and ``load_state_dict`` are called as there, and it need not call ``super().__init__()``.
 
     Attributes:
         has_priorities: declares that the sampler has a use for priorities: those that come with a write reach
             :meth:`on_write`, those of an update :meth:`update_priority`, and samples carry ``"index_generation"``, by
             which a priority that returns too late is recognised.
-        torchrl_form: declares what the sampler writes into a folder of TorchRL's; None: nothing.
         consumes: declares that rows leave when they were drawn, and that the sampler says where new ones go.
         ran_out: whether an epoch has ended with the last batch; iteration over the buffer stops there.
         lock: the lock of the sampler's buffer, for methods that users call on the sampler itself.
@@ -203,7 +200,6 @@ class Sampler:
     """
 
     has_priorities: ClassVar[bool] = False
-    torchrl_form: ClassVar[Literal["epoch", "priorities"] | None] = None
     consumes: ClassVar[bool] = False
     ran_out: bool = False
     #: The class that ``replacement=False`` stands for.
@@ -230,11 +226,6 @@ class Sampler:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
-
-    def __init_subclass__(cls, **named: Any) -> None:
-        """Let :meth:`draw` use the subclass's own :meth:`choose`, and fit in a class that is written for TorchRL."""
-        super().__init_subclass__(**named)
-        adapt(cls, Sampler)
 
     def require_replacement(self, replacement: bool) -> None:
         """Raise unless ``replacement`` is True.
@@ -323,8 +314,6 @@ class Sampler:
         """
         raise NotImplementedError(f"{type(self).__name__} overrides neither choose(n) nor sample(storage, batch_size)")
 
-    _chosen: ClassVar[Callable[..., tuple[Tensor, dict[Any, Tensor]]]] = choose
-
     def draw(self, n: int) -> Drawn:
         """Choose ``n`` rows and gather them. Override it if one launch does both."""
         reader = self.reader
@@ -350,26 +339,6 @@ class Sampler:
         Override it where that is something else than one large batch.
         """
         return self.choose(n * batches)
-
-    def sample(self, storage: Storage, batch_size: int) -> tuple[Any, dict[Any, Any]]:
-        """Choose rows, as TorchRL's samplers do: without the buffer, and without gathering them. No host sync.
-
-        Args:
-            storage: the storage to choose from. A sampler that serves no buffer is bound to it.
-            batch_size: number of rows.
-
-        Returns:
-            The index of the rows (int64 ``[n]``; ``[n, ndim]`` for storages of several dimensions), and a dict of
-            info about each of them, by key.
-
-        Raises:
-            RuntimeError: the storage is empty.
-        """
-        self._serve(storage)
-        own = self.storage
-        require_rows(own)
-        positions, info = self._chosen(batch_size)
-        return own.unravel(positions), info
 
     def _serve(self, storage: Storage | None) -> None:
         """Bind to ``storage``, unless the sampler serves it already."""
@@ -403,11 +372,6 @@ class Sampler:
         """Start a new random stream, seeded by ``generator`` (None: by torch's global one)."""
         self._generator, self._random = generator, None
 
-    @property
-    def _rng(self) -> torch.Generator | None:
-        """The generator, by TorchRL's name: samplers written for it read this."""
-        return self._generator
-
     # Writing
 
     def write(self, append: Callable[[Data], Tensor], data: Data) -> Tensor:
@@ -428,12 +392,6 @@ class Sampler:
             positions: int64 ``[n]``.
             priority: float32 ``[n]`` if the batch came with priorities and the sampler has a use for them, else None.
         """
-
-    def extend(self, index: Tensor) -> None:
-        """Called after a write with the index of its rows, as in TorchRL. For samplers of your own that override it."""
-
-    def add(self, index: int) -> None:
-        """Called instead of :meth:`extend` after a write of one row, if it is overridden."""
 
     # Priorities
 
@@ -524,19 +482,9 @@ class Sampler:
             order: None if every row is back at its position. Otherwise the rows lie from position 0 on, and this is the
                 old position of each, int64 ``[size]`` on the CPU, as :meth:`TensorStorage.load_state_dict` returns it.
         """
-        # TorchRL's states have none.
         random = state.get("random")
         if random is not None:
             self.random_state(self.storage.device).load_state_dict(random)
-
-    def dumps(self, path: str | os.PathLike[str]) -> None:
-        """Write what TorchRL's sampler of this kind would, into a folder. Nothing, for samplers without such a form.
-
-        A buffer's own :meth:`save` is complete; TorchRL's form has no random stream.
-        """
-
-    def loads(self, path: str | os.PathLike[str]) -> None:
-        """Restore what :meth:`dumps` or TorchRL has written, after the storage has been restored."""
 
     def check_state(self, state: dict[str, Any], capacity: int, size: int) -> None:
         """Raise unless ``state``, which was read from files, can be loaded.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +14,6 @@ from gpubuf.data.lock import unless_compiling
 from gpubuf.data.recording import DERIVED, current, current_recording, refuse_in_capture, traced_property
 from gpubuf.data.samplers.base import Sampler, demand, is_tensor
 from gpubuf.data.samplers.sum_tree import SumTree, check_beta, exponent, refuse_negative, rows_at
-from gpubuf.data.samplers.torchrl_state import Priorities, priorities_of, read_priorities, write_priorities
 from gpubuf.data.storage.indexing import as_positions
 from gpubuf.data.storage.placement import IndexBytes
 from gpubuf.data.storage.tensor_storage import Storage, TensorStorage
@@ -68,7 +65,6 @@ class PrioritizedSampler(Sampler):
     """
 
     has_priorities = True
-    torchrl_form = "priorities"
 
     def __init__(
         self,
@@ -102,8 +98,6 @@ class PrioritizedSampler(Sampler):
         self._alpha, self._eps = exponent("alpha", alpha), exponent("eps", eps)
         self._beta: float | Tensor = beta
         self._tree: SumTree | None = None
-        # Priorities that were given before there was a storage, and None for rows that were marked.
-        self._early: list[tuple[Tensor, Tensor | None]] = []
 
     # Hyperparameters
 
@@ -154,11 +148,6 @@ class PrioritizedSampler(Sampler):
         return self._eps
 
     @property
-    def max_size(self) -> int:
-        """``max_capacity``, by TorchRL's name."""
-        return self.max_capacity
-
-    @property
     def device(self) -> torch.device:
         """Where the tree is. Before the first write: where the storage will be, as far as that is known."""
         if self._tree is not None:
@@ -206,8 +195,6 @@ class PrioritizedSampler(Sampler):
             if len(storage) > n_new:
                 tree.mark(torch.arange(len(storage), device=storage.device))
             self._tree = tree
-            if self._early:
-                self._take_early(tree, storage)
         if recording is not None:
             recording.holds(self, "_tree")
         return self._tree
@@ -267,7 +254,7 @@ class PrioritizedSampler(Sampler):
         """
         own = self._storage
         if own is None and storage is None:
-            return self._keep(index, torch.as_tensor(priority))
+            return self._keep(index, priority)
         if own is None or (storage is not None and storage is not own):
             own = self._storage_of("update_priority", storage)
         ring = own._ring
@@ -288,27 +275,9 @@ class PrioritizedSampler(Sampler):
         own = self._storage_of("mark_update", storage)
         self.on_write(rows_at(index, own), None)
 
-    def _keep(self, index: Any, priority: Tensor | None) -> None:
-        """Keep priorities, or marks, for the rows of the first storage."""
-        positions = torch.as_tensor(index).reshape(-1)
-        if positions.numel() and not 0 <= int(positions.min()) <= int(positions.max()) < self.max_capacity:
-            raise IndexError(f"an index is out of range: max_capacity is {self.max_capacity}")
-        if priority is not None:
-            if priority.numel() not in (1, positions.numel()):
-                raise RuntimeError(f"{positions.numel()} rows are addressed, given are {priority.numel()} priorities")
-            priority = priority.float().reshape(-1).expand(positions.numel()).clone()
-            self.check_priority(priority)
-        self._early.append((positions.clone(), priority))
-
-    def _take_early(self, tree: SumTree, storage: TensorStorage) -> None:
-        for positions, priority in self._early:
-            stored = positions < len(storage)
-            rows = positions[stored].to(storage.device)
-            if priority is None:
-                tree.mark(rows, within_buffer=self.max_priority_within_buffer)
-            else:
-                tree.update(rows, priority[stored].to(storage.device), ring=storage.ring)
-        self._early = []
+    def _keep(self, index: Any, priority: Any) -> None:
+        """Priorities, or marks (None), of rows of a storage that is not known yet: nothing can be done with them."""
+        self._storage_of("update_priority" if priority is not None else "mark_update", None)
 
     def _storage_of(self, method: str, storage: Storage | None) -> TensorStorage:
         """The storage that an index refers to: ``storage``, which ``method`` was given, or that of the buffer."""
@@ -396,17 +365,7 @@ class PrioritizedSampler(Sampler):
         }
 
     def load_state_dict(self, state: dict[str, Any], order: Tensor | None = None) -> None:
-        """Restore :meth:`state_dict`, after the storage has been restored; or TorchRL's, which has no random stream.
-
-        TorchRL's trees may be tensors, arrays, lists, or its own objects.
-
-        Raises:
-            RuntimeError: TorchRL's state is given before there are rows.
-            ValueError: TorchRL's state has fewer priorities than there are rows, or impossible ones.
-        """
         storage = self.storage
-        if "_sum_tree" in state:
-            state = self._from_torchrl(priorities_of(state, self.max_priority_within_buffer), order)
         tree = state["tree"]
         if tree is None:
             self.empty()
@@ -418,36 +377,6 @@ class PrioritizedSampler(Sampler):
             self._tree_made().load_state_dict(tree)
         super().load_state_dict(state, order)
         self._alpha, self._beta, self._eps = state["alpha"], state["beta"], state["eps"]
-
-    def _from_torchrl(self, priorities: Priorities, order: Tensor | None = None) -> dict[str, Any]:
-        storage = self.storage
-        if not storage.initialized:
-            raise RuntimeError("priorities belong to rows: restore the rows of the storage first")
-        return priorities.state(storage.max_size, len(storage), order)
-
-    def dumps(self, path: str | os.PathLike[str]) -> None:
-        """Write exponents and priorities into a folder, as TorchRL does. Synchronises.
-
-        Raises:
-            RuntimeError: nothing has been written to the storage yet.
-        """
-        folder = Path(path)
-        folder.mkdir(parents=True, exist_ok=True)
-        with self.lock:
-            write_priorities(self, folder)
-
-    def loads(self, path: str | os.PathLike[str]) -> None:
-        """Restore what :meth:`dumps` or TorchRL has written, after the storage has been restored. Synchronises.
-
-        Raises:
-            RuntimeError: there are no rows.
-            ValueError: the files are damaged, there are none, or they have fewer priorities than there are rows.
-        """
-        with self.lock:
-            priorities = read_priorities(Path(path))
-            if priorities is None:
-                raise ValueError(f"{path} has no priorities: it was not written by a prioritized sampler")
-            self.load_state_dict(self._from_torchrl(priorities))
 
     def check_state(self, state: dict[str, Any], capacity: int, size: int) -> None:
         super().check_state(state, capacity, size)

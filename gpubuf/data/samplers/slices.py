@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,8 +13,7 @@ from torch import Tensor
 
 from gpubuf.data.arguments import check_count
 from gpubuf.data.recording import DERIVED, current_recording, refuse_in_capture
-from gpubuf.data.samplers import torchrl_state
-from gpubuf.data.samplers.base import UNBOUND, Drawn, Sampler, demand, is_count, positions_below, require_rows
+from gpubuf.data.samplers.base import UNBOUND, Drawn, Sampler, demand, is_count, positions_below
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.data.samplers.trajectory_index import (
     Signal,
@@ -431,15 +428,6 @@ class SliceSampler(Sampler):
 
     # Sampling
 
-    def sample(self, storage: Storage, batch_size: int) -> tuple[Any, dict[Any, Any]]:
-        """Indices of slices, a tensor for each dimension of the storage, and the info. Gathers the rows for that."""
-        self._serve(storage)
-        own = self.storage
-        require_rows(own)
-        drawn = self.draw(batch_size)
-        coordinates = own.unravel(drawn.positions)
-        return (coordinates,) if own.ndim == 1 else coordinates.unbind(-1), drawn.info
-
     def draw_batches(self, n: int, batches: int) -> Drawn:
         """``batches`` batches of slices with ``n`` steps each.
 
@@ -602,8 +590,6 @@ class SliceSamplerWithoutReplacement(SliceSampler):
         self.drop_last, self.shuffle = drop_last, shuffle
         self._ranks: Tensor | None = None
         self._epoch: tuple[int, Rule] | None = None
-        # How many trajectories there were in an epoch of TorchRL's, until the next batch tells whether they are there.
-        self._restored: int | None = None
 
     def _choose_slices(
         self, storage: TensorStorage, index: TrajectoryIndex, n: int, length: int
@@ -614,8 +600,6 @@ class SliceSamplerWithoutReplacement(SliceSampler):
         rule = self._rule(length)
         index.use(rule)
         rng = self.random_state(storage.device)
-        if self._restored is not None:
-            self._go_on(storage, index)
         if self._ranks is None or self._epoch != (storage.written, rule):
             self._begin(storage, index)
         assert self._ranks is not None
@@ -642,11 +626,6 @@ class SliceSamplerWithoutReplacement(SliceSampler):
             raise RuntimeError(index.nothing_eligible())
         self._ranks = self.order_of(total, storage.device, self.shuffle)
         self._epoch = (storage.written, index.rule)
-
-    def _go_on(self, storage: TensorStorage, index: TrajectoryIndex) -> None:
-        """Go on with an epoch that was restored, if there are as many trajectories as then. Synchronises."""
-        same = int(index.total.item()) == self._restored
-        self._epoch, self._restored = (storage.written, index.rule) if same else None, None
 
     def rebuild(self) -> None:
         with self.lock:
@@ -681,14 +660,6 @@ class SliceSamplerWithoutReplacement(SliceSampler):
         return {**super().state_dict(), "ranks": left, "epoch": epoch, "ran_out": self.ran_out}
 
     def load_state_dict(self, state: dict[str, Any], order: Tensor | None = None) -> None:
-        """Restore :meth:`state_dict`, or TorchRL's: what an epoch has left. TorchRL's has no random stream.
-
-        An epoch of TorchRL's begins anew if there are more or less trajectories than there were.
-        """
-        self._restored = None
-        if "_sample_list" in state:
-            self._load_epoch(state, order)
-            return
         super().load_state_dict(state, order)
         ranks, epoch, self.ran_out = state["ranks"], state["epoch"], state["ran_out"]
         if ranks is None or order is not None:
@@ -697,29 +668,6 @@ class SliceSamplerWithoutReplacement(SliceSampler):
         else:
             written, *rule = epoch
             self._ranks, self._epoch = ranks.to(self.storage.device, copy=True), (written, Rule(*rule))
-
-    def _load_epoch(self, state: dict[str, Any], order: Tensor | None) -> None:
-        super().load_state_dict({}, order)
-        epoch = torchrl_state.epoch_of(state)
-        left, self.drop_last, self.ran_out = epoch["remaining"], bool(state["drop_last"]), epoch["ran_out"]
-        begun = left is not None and left.numel() > 0 and order is None
-        self._ranks = left.to(self.storage.device) if begun else None
-        self._epoch, self._restored = None, epoch["size"] if begun else None
-
-    def dumps(self, path: str | os.PathLike[str]) -> None:
-        """Write the epoch into a folder, as TorchRL does. Synchronises."""
-        with self.lock:
-            total = 0 if self._ranks is None or self._index is None else int(self._index.total.item())
-            torchrl_state.write_epoch(Path(path), self._ranks, total, self.drop_last, self.ran_out)
-
-    def loads(self, path: str | os.PathLike[str]) -> None:
-        """Restore what :meth:`dumps` or TorchRL has written, after the storage has been restored. Synchronises.
-
-        Raises:
-            ValueError: the files are damaged, or there are none.
-        """
-        with self.lock:
-            self.load_state_dict(torchrl_state.read_epoch(Path(path)))
 
     def check_state(self, state: dict[str, Any], capacity: int, size: int) -> None:
         super().check_state(state, capacity, size)

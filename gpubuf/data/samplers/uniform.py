@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gpubuf.data.recording import refuse_in_capture
-from gpubuf.data.samplers import torchrl_state
 from gpubuf.data.samplers.base import UNBOUND, Drawn, Sampler, demand, is_count, positions_below
 from gpubuf.data.storage.placement import IndexBytes
 from gpubuf.data.storage.tensor_storage import TensorStorage
@@ -31,8 +28,6 @@ class SamplerWithoutReplacement(Sampler):
         replacement: accepted for compatibility.
     """
 
-    torchrl_form = "epoch"
-
     def __init__(self, drop_last: bool = False, shuffle: bool = True, *, replacement: bool = False) -> None:
         super().__init__()
         self.drop_last = drop_last
@@ -42,11 +37,6 @@ class SamplerWithoutReplacement(Sampler):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(drop_last={self.drop_last}, shuffle={self.shuffle})"
-
-    @property
-    def _sample_list(self) -> Tensor | None:
-        """The rest of the epoch, as programs for TorchRL read it."""
-        return self._remaining
 
     def _permutation(self, storage: TensorStorage) -> Tensor:
         return self.order_of(len(storage), storage.device, self.shuffle)
@@ -118,10 +108,6 @@ class SamplerWithoutReplacement(Sampler):
         return {**super().state_dict(), "remaining": self._remaining, "size": self._size, "ran_out": self.ran_out}
 
     def load_state_dict(self, state: dict[str, Any], order: Tensor | None = None) -> None:
-        """Restore :meth:`state_dict`, or TorchRL's, which has no random stream."""
-        if "_sample_list" in state:
-            self.drop_last = bool(state["drop_last"])
-            state = torchrl_state.epoch_of(state)
         super().load_state_dict(state, order)
         remaining = state["remaining"]
         if order is not None or remaining is None:
@@ -130,20 +116,6 @@ class SamplerWithoutReplacement(Sampler):
         else:
             self._remaining, self._size = remaining.to(self.storage.device, copy=True), state["size"]
         self.ran_out = state["ran_out"]
-
-    def dumps(self, path: str | os.PathLike[str]) -> None:
-        """Write the epoch into a folder, as TorchRL does. Synchronises."""
-        with self.lock:
-            torchrl_state.write_epoch(Path(path), self._remaining, self._size, self.drop_last, self.ran_out)
-
-    def loads(self, path: str | os.PathLike[str]) -> None:
-        """Restore what :meth:`dumps` or TorchRL has written. Synchronises.
-
-        Raises:
-            ValueError: the files are damaged, or there are none.
-        """
-        with self.lock:
-            self.load_state_dict(torchrl_state.read_epoch(Path(path)))
 
     def check_state(self, state: dict[str, Any], capacity: int, size: int) -> None:
         super().check_state(state, capacity, size)

@@ -1,0 +1,603 @@
+"""The samplers of :mod:`gpubuf.data`: those of the core, which take samplers and states as TorchRL's users have them.
+
+Samplers that are written for TorchRL override ``sample(storage, batch_size)`` and know nothing of ``choose``. Their
+methods may lack arguments that buffers pass here, they hear of writes by ``extend``, ``add`` and ``mark_update``, and
+forget rows by ``_empty``. All of this is looked at once, when such a class is made: other samplers pay nothing for it.
+
+States are those of TorchRL 0.14: its dicts, and the files of its ``dumps``. Nothing is unpickled. Random streams are
+not part of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from gpubuf.data.samplers import base as core
+from gpubuf.data.samplers import consuming, prioritized, slices, uniform
+from gpubuf.data.samplers.sum_tree import SumTree
+from gpubuf.data.samplers.trajectory_index import TrajectoryIndex
+from gpubuf.data.storage import memmap_files as files
+from gpubuf.data.storage.indexing import as_positions
+from gpubuf.data.storage.tensor_storage import Storage, TensorStorage
+from gpubuf.kernels import sum_tree
+
+_FILE = "sampler_metadata.json"
+_VERSION = 1
+# What TorchRL's tree of minima holds where there is no row.
+_NO_MINIMUM = torch.finfo(torch.float32).max
+
+
+# Samplers written for TorchRL
+
+_NOTICES = ("extend", "add")
+
+
+def _adapt(cls: type[Any]) -> None:
+    """Give ``cls``, which was just derived from :class:`Sampler`, what the contract asks for and its methods lack."""
+    own = vars(cls)
+    foreign = "sample" in own and not {"choose", "draw"} & own.keys()
+    if foreign:
+        cls.choose = _choose
+    if ("choose" in own or foreign) and "draw" not in own:
+        # One that is inherited may choose by itself.
+        cls.draw = core.Sampler.draw
+    if "update_priority" in own:
+        _adapt_update_priority(cls, foreign)
+    if "mark_update" in own and foreign:
+        cls.mark_update = _with_storage(own["mark_update"])
+    _adapt_state(cls, foreign)
+    if isinstance(flag := own.get("ran_out"), property) and flag.fset is None:
+        # Buffers set it to False when an epoch begins.
+        cls.ran_out = flag.setter(lambda self, value: None)
+    if "_empty" in own and "empty" not in own:
+        _adapt_empty(cls)
+    if "on_write" not in own:
+        _adapt_on_write(cls, foreign)
+
+
+def _takes(method: Any, name: str) -> bool:
+    """Whether a method takes an argument of this name."""
+    parameters = inspect.signature(method).parameters.values() if callable(method) else ()
+    return any(parameter.name == name or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+
+
+def _choose(self: Any, n: int) -> tuple[Tensor, dict[Any, Tensor]]:
+    """``choose`` of a sampler that overrides ``sample(storage, batch_size)`` only."""
+    storage = self.storage
+    index, given = self.sample(storage, n)
+    positions = as_positions(index, storage.shape, storage.device)
+    positions = torch.where(positions < 0, positions + len(storage), positions)
+    info = {}
+    for key, value in given.items():
+        if key == "index":
+            # Buffers make their own.
+            continue
+        if isinstance(value, int | float):
+            info[key] = torch.full(positions.shape, value, device=storage.device)
+        else:
+            value = torch.as_tensor(value).to(storage.device, non_blocking=True)
+            info[key] = value if value.dim() else value.expand(positions.numel())
+    return positions, info
+
+
+def _adapt_update_priority(cls: type[Any], foreign: bool) -> None:
+    own, before = vars(cls)["update_priority"], super(cls, cls).update_priority
+    if _takes(own, "generation"):
+        return
+    takes_storage = _takes(own, "storage")
+    # A tree ignores the position -1; what a class without one would do with it is not known.
+    skips = before is not Sampler.update_priority and getattr(before, "skips", True)
+
+    def update_priority(
+        self: Any, index: Any, priority: Any, *, storage: Any = None, generation: Tensor | None = None
+    ) -> Any:
+        storage = self._storage if storage is None else storage
+        if skips and generation is not None and storage is not None:
+            positions = as_positions(index, storage.shape, storage.device)
+            index = torch.where(storage.generations(positions) == generation.reshape(-1), positions, -1)
+        return own(self, index, priority, storage=storage) if takes_storage else own(self, index, priority)
+
+    update_priority.__doc__ = own.__doc__
+    update_priority.skips = skips  # type: ignore[attr-defined]
+    cls.update_priority = update_priority
+    if foreign and "has_priorities" not in vars(cls):
+        cls.has_priorities = True
+
+
+def _with_storage(own: Callable[..., Any]) -> Callable[..., Any]:
+    takes_storage = _takes(own, "storage")
+
+    def mark_update(self: Any, index: Any, *, storage: Any = None) -> Any:
+        if not takes_storage:
+            return own(self, index)
+        return own(self, index, storage=self._storage if storage is None else storage)
+
+    mark_update.__doc__ = own.__doc__
+    return mark_update
+
+
+def _adapt_state(cls: type[Any], foreign: bool) -> None:
+    """Add what every sampler of this library has in its state: its type and its random stream."""
+    save, load = vars(cls).get("state_dict"), vars(cls).get("load_state_dict")
+    if load is not None and not _takes(load, "order"):
+
+        def load_state_dict(self: Any, state: dict[str, Any], order: Tensor | None = None) -> None:
+            Sampler.load_state_dict(self, state, order)
+            load(self, state)
+
+        foreign = True
+        cls.load_state_dict = load_state_dict
+    if save is not None and foreign:
+
+        def state_dict(self: Any) -> dict[str, Any]:
+            return {**Sampler.state_dict(self), **save(self)}
+
+        cls.state_dict = state_dict
+
+
+def _adapt_empty(cls: type[Any]) -> None:
+    before = cls.empty
+
+    def empty(self: Any) -> None:
+        before(self)
+        self._empty()
+
+    cls.empty = empty
+
+
+def _adapt_on_write(cls: type[Any], foreign: bool) -> None:
+    """Tell the sampler of writes by the methods that it has for that."""
+    before = cls.on_write
+    # A class that knows on_write() treats new rows there.
+    marks = foreign and "mark_update" in vars(cls) and before is Sampler.on_write
+    if getattr(before, "notifies", False) or not (marks or any(name in vars(cls) for name in _NOTICES)):
+        return
+
+    def on_write(self: Any, positions: Tensor, priority: Tensor | None) -> None:
+        before(self, positions, priority)
+        storage = self.storage
+        index = storage.unravel(positions)
+        if marks:
+            self.mark_update(index, storage=storage)
+        if positions.numel() == 1 and storage.ndim == 1 and type(self).add is not Sampler.add:
+            self.add((storage.cursor - 1) % storage.max_size)
+        else:
+            self.extend(index)
+        if priority is not None and before is Sampler.on_write:
+            self.update_priority(index, priority, storage=storage)
+
+    on_write.notifies = True  # type: ignore[attr-defined]
+    cls.on_write = on_write
+
+
+class Sampler(core.Sampler):
+    __doc__ = core.Sampler.__doc__
+
+    #: What the sampler writes into a folder of TorchRL's; None: nothing.
+    torchrl_form: ClassVar[Literal["epoch", "priorities"] | None] = None
+    # `choose` as it was before a class that overrides `sample` alone.
+    _chosen: ClassVar[Callable[..., tuple[Tensor, dict[Any, Tensor]]]] = core.Sampler.choose
+
+    def __init_subclass__(cls, **named: Any) -> None:
+        """Fit in a class that is written for TorchRL."""
+        super().__init_subclass__(**named)
+        if cls.choose is not _choose:
+            cls._chosen = cls.choose
+        if cls.__module__ != __name__:
+            _adapt(cls)
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[Any, dict[Any, Any]]:
+        """Choose rows, as TorchRL's samplers do: without the buffer, and without gathering them. No host sync.
+
+        Args:
+            storage: the storage to choose from. A sampler that serves no buffer is bound to it.
+            batch_size: number of rows.
+
+        Returns:
+            The index of the rows (int64 ``[n]``; ``[n, ndim]`` for storages of several dimensions), and a dict of
+            info about each of them, by key.
+
+        Raises:
+            RuntimeError: the storage is empty.
+        """
+        self._serve(storage)
+        own = self.storage
+        core.require_rows(own)
+        positions, info = self._chosen(batch_size)
+        return own.unravel(positions), info
+
+    @property
+    def _rng(self) -> torch.Generator | None:
+        """The generator, by TorchRL's name: samplers written for it read this."""
+        return self._generator
+
+    def extend(self, index: Tensor) -> None:
+        """Called after a write with the index of its rows, as in TorchRL. For samplers of your own that override it."""
+
+    def add(self, index: int) -> None:
+        """Called instead of :meth:`extend` after a write of one row, if it is overridden."""
+
+    def dumps(self, path: str | os.PathLike[str]) -> None:
+        """Write what TorchRL's sampler of this kind would, into a folder. Nothing, for samplers without such a form.
+
+        A buffer's own :meth:`save` is complete; TorchRL's form has no random stream.
+        """
+
+    def loads(self, path: str | os.PathLike[str]) -> None:
+        """Restore what :meth:`dumps` or TorchRL has written, after the storage has been restored."""
+
+
+class SamplerWithoutReplacement(Sampler, uniform.SamplerWithoutReplacement):
+    __doc__ = uniform.SamplerWithoutReplacement.__doc__
+
+    torchrl_form = "epoch"
+
+    @property
+    def _sample_list(self) -> Tensor | None:
+        """The rest of the epoch, as programs for TorchRL read it."""
+        return self._remaining
+
+    def load_state_dict(self, state: dict[str, Any], order: Tensor | None = None) -> None:
+        """Restore :meth:`state_dict`, or TorchRL's, which has no random stream."""
+        if "_sample_list" in state:
+            self.drop_last = bool(state["drop_last"])
+            state = epoch_of(state)
+        super().load_state_dict(state, order)
+
+    def dumps(self, path: str | os.PathLike[str]) -> None:
+        """Write the epoch into a folder, as TorchRL does. Synchronises."""
+        with self.lock:
+            write_epoch(Path(path), self._remaining, self._size, self.drop_last, self.ran_out)
+
+    def loads(self, path: str | os.PathLike[str]) -> None:
+        """Restore what :meth:`dumps` or TorchRL has written. Synchronises.
+
+        Raises:
+            ValueError: the files are damaged, or there are none.
+        """
+        with self.lock:
+            self.load_state_dict(read_epoch(Path(path)))
+
+
+class RandomSampler(Sampler, uniform.RandomSampler):
+    __doc__ = uniform.RandomSampler.__doc__
+
+    without_replacement = SamplerWithoutReplacement
+
+
+class ConsumingSampler(Sampler, consuming.ConsumingSampler):
+    __doc__ = consuming.ConsumingSampler.__doc__
+
+
+class PrioritizedSampler(Sampler, prioritized.PrioritizedSampler):
+    __doc__ = prioritized.PrioritizedSampler.__doc__
+
+    torchrl_form = "priorities"
+    # Priorities that were given before there was a storage, and None for rows that were marked.
+    _early: tuple[tuple[Tensor, Tensor | None], ...] = ()
+
+    @property
+    def max_size(self) -> int:
+        """``max_capacity``, by TorchRL's name."""
+        return self.max_capacity
+
+    def _keep(self, index: Any, priority: Any) -> None:
+        """Keep priorities, or marks, for the rows of the first storage."""
+        positions = torch.as_tensor(index).reshape(-1)
+        if positions.numel() and not 0 <= int(positions.min()) <= int(positions.max()) < self.max_capacity:
+            raise IndexError(f"an index is out of range: max_capacity is {self.max_capacity}")
+        if priority is not None:
+            priority = torch.as_tensor(priority)
+            if priority.numel() not in (1, positions.numel()):
+                raise RuntimeError(f"{positions.numel()} rows are addressed, given are {priority.numel()} priorities")
+            priority = priority.float().reshape(-1).expand(positions.numel()).clone()
+            self.check_priority(priority)
+        self._early = (*self._early, (positions.clone(), priority))
+
+    def _tree_made(self, n_new: int = 0) -> SumTree:
+        tree = super()._tree_made(n_new)
+        if self._early:
+            storage = self.storage
+            for positions, priority in self._early:
+                stored = positions < len(storage)
+                rows = positions[stored].to(storage.device)
+                if priority is None:
+                    tree.mark(rows, within_buffer=self.max_priority_within_buffer)
+                else:
+                    tree.update(rows, priority[stored].to(storage.device), ring=storage.ring)
+            self._early = ()
+        return tree
+
+    def load_state_dict(self, state: dict[str, Any], order: Tensor | None = None) -> None:
+        """Restore :meth:`state_dict`, after the storage has been restored; or TorchRL's, which has no random stream.
+
+        TorchRL's trees may be tensors, arrays, lists, or its own objects.
+
+        Raises:
+            RuntimeError: TorchRL's state is given before there are rows.
+            ValueError: TorchRL's state has fewer priorities than there are rows, or impossible ones.
+        """
+        if "_sum_tree" in state:
+            state = self._state_of(priorities_of(state, self.max_priority_within_buffer), order)
+        super().load_state_dict(state, order)
+
+    def _state_of(self, priorities: Priorities, order: Tensor | None = None) -> dict[str, Any]:
+        storage = self.storage
+        if not storage.initialized:
+            raise RuntimeError("priorities belong to rows: restore the rows of the storage first")
+        return priorities.state(storage.max_size, len(storage), order)
+
+    def dumps(self, path: str | os.PathLike[str]) -> None:
+        """Write exponents and priorities into a folder, as TorchRL does. Synchronises.
+
+        Raises:
+            RuntimeError: nothing has been written to the storage yet.
+        """
+        folder = Path(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        with self.lock:
+            write_priorities(self, folder)
+
+    def loads(self, path: str | os.PathLike[str]) -> None:
+        """Restore what :meth:`dumps` or TorchRL has written, after the storage has been restored. Synchronises.
+
+        Raises:
+            RuntimeError: there are no rows.
+            ValueError: the files are damaged, there are none, or they have fewer priorities than there are rows.
+        """
+        with self.lock:
+            priorities = read_priorities(Path(path))
+            if priorities is None:
+                raise ValueError(f"{path} has no priorities: it was not written by a prioritized sampler")
+            self.load_state_dict(self._state_of(priorities))
+
+
+class SliceSampler(Sampler, slices.SliceSampler):
+    __doc__ = slices.SliceSampler.__doc__
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[Any, dict[Any, Any]]:
+        """Indices of slices, a tensor for each dimension of the storage, and the info. Gathers the rows for that."""
+        self._serve(storage)
+        own = self.storage
+        core.require_rows(own)
+        drawn = self.draw(batch_size)
+        coordinates = own.unravel(drawn.positions)
+        return (coordinates,) if own.ndim == 1 else coordinates.unbind(-1), drawn.info
+
+
+class SliceSamplerWithoutReplacement(SliceSampler, slices.SliceSamplerWithoutReplacement):
+    __doc__ = slices.SliceSamplerWithoutReplacement.__doc__
+
+    # How many trajectories there were in an epoch of TorchRL's, until the next batch tells whether they are there.
+    _restored: int | None = None
+
+    def _choose_slices(
+        self, storage: TensorStorage, index: TrajectoryIndex, n: int, length: int
+    ) -> tuple[Tensor, Tensor, Tensor, dict[Any, Tensor]]:
+        if self._restored is not None:
+            # Go on with the epoch if there are as many trajectories as then.
+            index.use(self._rule(length))
+            same = int(index.total.item()) == self._restored
+            self._epoch, self._restored = (storage.written, index.rule) if same else None, None
+        return super()._choose_slices(storage, index, n, length)
+
+    def load_state_dict(self, state: dict[str, Any], order: Tensor | None = None) -> None:
+        """Restore :meth:`state_dict`, or TorchRL's: what an epoch has left. TorchRL's has no random stream.
+
+        An epoch of TorchRL's begins anew if there are more or less trajectories than there were.
+        """
+        self._restored = None
+        if "_sample_list" not in state:
+            super().load_state_dict(state, order)
+            return
+        epoch = epoch_of(state)
+        left, self.drop_last = epoch["remaining"], bool(state["drop_last"])
+        begun = left is not None and left.numel() > 0 and order is None
+        super().load_state_dict({"ranks": None, "epoch": None, "ran_out": epoch["ran_out"]}, order)
+        self._ranks = left.to(self.storage.device) if begun else None
+        self._restored = epoch["size"] if begun else None
+
+    def dumps(self, path: str | os.PathLike[str]) -> None:
+        """Write the epoch into a folder, as TorchRL does. Synchronises."""
+        with self.lock:
+            total = 0 if self._ranks is None or self._index is None else int(self._index.total.item())
+            write_epoch(Path(path), self._ranks, total, self.drop_last, self.ran_out)
+
+    loads = SamplerWithoutReplacement.loads
+
+
+SliceSampler.without_replacement = SliceSamplerWithoutReplacement
+
+
+class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler, slices.PrioritizedSliceSampler):
+    __doc__ = slices.PrioritizedSliceSampler.__doc__
+
+
+# States of TorchRL
+
+
+class Priorities(NamedTuple):
+    """A prioritized sampler of TorchRL's. ``weights`` are the transformed priorities, ``[max_capacity]``."""
+
+    alpha: float
+    beta: float
+    eps: float
+    max_priority: float | None
+    weights: Tensor
+
+    def state(self, capacity: int, size: int, order: Tensor | None = None) -> dict[str, Any]:
+        """What :meth:`PrioritizedSampler.load_state_dict` takes, beside the type and the random stream.
+
+        Args:
+            capacity: of the storage.
+            size: number of rows stored.
+            order: the position in :attr:`weights` of each of them; None: its own.
+
+        Raises:
+            ValueError: there are more rows than weights.
+        """
+        weights = self.weights[:size].float()
+        if weights.numel() < size:
+            raise ValueError(f"the sampler has room for {weights.numel()} rows, the storage holds {size}")
+        leaves = torch.zeros(capacity, dtype=torch.float32)
+        leaves[:size] = weights if order is None else weights[order]
+        scalars = torch.zeros(5, dtype=torch.float64)
+        scalars[sum_tree.ALPHA], scalars[sum_tree.BETA], scalars[sum_tree.EPS] = self.alpha, self.beta, self.eps
+        scalars[sum_tree.MAX_PRIORITY] = -1.0 if self.max_priority is None else self.max_priority
+        tree = {"capacity": capacity, "leaves": leaves, "hyper": scalars}
+        return {"alpha": self.alpha, "beta": self.beta, "eps": self.eps, "tree": tree}
+
+
+def priorities_of(state: Mapping[str, Any], within_buffer: bool) -> Priorities:
+    """The priorities in a ``state_dict()`` of TorchRL's sampler.
+
+    Args:
+        state: the state. Its trees may be tensors, arrays, lists, or TorchRL's own.
+        within_buffer: whether new rows get the largest priority in the buffer. States without a version then have a
+            transformed one as the largest, so that it is found anew.
+
+    Raises:
+        KeyError: an entry is missing.
+        ValueError: a number is negative or not finite, or the state has a later version.
+    """
+    version = state.get("_schema_version", 0)
+    _check_version(version, "the state")
+    alpha, beta, eps = (_number(state[f"_{name}"], name, "the state") for name in ("alpha", "beta", "eps"))
+    weights = _leaves(state["_sum_tree"])
+    _check_weights(weights, "the state")
+    largest = state["_max_priority"]
+    # With the position of its row.
+    if isinstance(largest, (tuple, list)) or (isinstance(largest, Tensor) and largest.dim()):
+        largest = largest[0]
+    if version == 0 and within_buffer and largest is not None and alpha and bool(weights.any()):
+        largest = max(float(weights.max()) ** (1 / alpha) - eps, 0.0)
+    largest = None if largest is None else _number(largest, "max_priority", "the state")
+    return Priorities(alpha, beta, eps, largest, weights)
+
+
+def _leaves(tree: Any) -> Tensor:
+    """The leaves of a tree: a tensor, an array, a list, or an object that has a size and can be indexed."""
+    if isinstance(getattr(tree, "size", None), int) and not hasattr(tree, "shape"):
+        tree = tree[torch.arange(tree.size)]
+    return torch.as_tensor(tree).detach().cpu().double().reshape(-1)
+
+
+def read_priorities(folder: Path, root: Path | None = None) -> Priorities | None:
+    """The priorities in the folder that a prioritized sampler's ``dumps`` has written; None: it has written none.
+
+    Raises:
+        ValueError: the files are damaged, or of a later version, or links lead to them from ``root``.
+    """
+    path = folder / _FILE
+    if not os.path.lexists(path):
+        return None
+    content = files.read_json(path, root)
+    _check_version(content.get("_schema_version", 0), str(path))
+    alpha, beta, eps, capacity = (
+        _number(content.get(f"_{n}"), n, str(path)) for n in ("alpha", "beta", "eps", "max_capacity")
+    )
+    largest = content.get("_max_priority")
+    if not isinstance(largest, list) or len(largest) != 2:
+        raise ValueError(f"{path}: '_max_priority' must be a priority and an index, not {largest!r}")
+    if not capacity.is_integer() or capacity >= 1 << 48:
+        raise ValueError(f"{path}: 'max_capacity' must be a whole number, not {capacity}")
+    weights = files.map_file(folder / "sumtree.memmap", torch.float64, (int(capacity),), writable=False, root=root)
+    _check_weights(weights, str(folder / "sumtree.memmap"))
+    highest = None if largest[0] is None else _number(largest[0], "max_priority", str(path))
+    return Priorities(alpha, beta, eps, highest, weights)
+
+
+def write_priorities(sampler: Any, folder: Path) -> None:
+    """Write the priorities of a sampler as TorchRL's ``dumps`` does, into an existing folder. Synchronises."""
+    storage, state = sampler.storage, sampler.tree.state_dict()
+    capacity, leaves = max(sampler.max_capacity, storage.max_size), state["leaves"].cpu()
+    for name, empty in (("sumtree", 0.0), ("mintree", _NO_MINIMUM)):
+        path = folder / f"{name}.memmap"
+        path.unlink(missing_ok=True)
+        tree = files.create_file(path, torch.float64, (capacity,))
+        tree.fill_(empty)
+        tree[: leaves.numel()] = torch.where(leaves > 0, leaves, empty)
+    largest = float(state["hyper"][sum_tree.MAX_PRIORITY])
+    files.write_json(
+        folder / _FILE,
+        {
+            "_alpha": sampler.alpha,
+            "_beta": float(sampler.beta),
+            "_eps": sampler.eps,
+            # Not null before the first priority: in TorchRL writing a row counts as giving it priority 1.
+            "_max_priority": [1.0 if largest < 0 else largest, float(leaves.argmax())],
+            "_max_capacity": float(capacity),
+            "_schema_version": _VERSION,
+        },
+    )
+
+
+def epoch_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What :meth:`SamplerWithoutReplacement.load_state_dict` takes, of a ``state_dict()`` of TorchRL's.
+
+    Raises:
+        KeyError: an entry is missing.
+        ValueError: the rows left are not numbers below that of all rows.
+    """
+    size, left = int(state["len_storage"]), state["_sample_list"]
+    remaining = None if left is None else torch.as_tensor(left).detach().cpu().to(torch.int64).reshape(-1).clone()
+    if remaining is not None and bool(((remaining < 0) | (remaining >= size)).any()):
+        raise ValueError(f"the rows left of an epoch must be below {size}, got {remaining.tolist()[:8]}")
+    return {"remaining": remaining, "size": size, "ran_out": bool(state["_ran_out"])}
+
+
+def write_epoch(folder: Path, left: Tensor | None, size: int, drop_last: bool, ran_out: bool) -> None:
+    """Write what an epoch has left as TorchRL's ``dumps`` does.
+
+    Args:
+        folder: where to.
+        left: the rows or trajectories left, int64; None: the epoch has not begun.
+        size: how many there are in all.
+        drop_last, ran_out: the sampler's.
+    """
+    epoch: dict[str, Any] = {"len_storage": 0, "_sample_list": torch.zeros(0, dtype=torch.int64), "_ran_out": False}
+    if left is not None:
+        epoch = {"len_storage": size, "_sample_list": left.cpu().contiguous(), "_ran_out": ran_out}
+    TensorDict({**epoch, "drop_last": drop_last}).memmap(folder)
+
+
+def read_epoch(folder: Path) -> dict[str, Any]:
+    """A ``state_dict()`` of TorchRL's, from the folder that its ``dumps`` or :func:`write_epoch` has written.
+
+    Raises:
+        ValueError: the files are damaged, or there are none.
+    """
+    found = {
+        name: files.read_tensor(folder, name, folder)
+        for name in ("len_storage", "_sample_list", "drop_last", "_ran_out")
+    }
+    if missing := [name for name, value in found.items() if value is None and name != "_sample_list"]:
+        raise ValueError(f"{folder} has no {missing}: it was not written by a sampler without replacement")
+    return found
+
+
+def _check_version(version: Any, where: str) -> None:
+    if version not in (0, _VERSION):
+        raise ValueError(f"{where} has version {version!r}, this reads up to {_VERSION}")
+
+
+def _check_weights(weights: Tensor, where: str) -> None:
+    if not bool(((weights >= 0) & weights.float().isfinite()).all()):
+        raise ValueError(f"{where} holds weights that are negative or not finite")
+
+
+def _number(value: Any, name: str, where: str) -> float:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (0 <= value < math.inf):
+        raise ValueError(f"{where}: {name!r} must be a number of at least 0, not {value!r}")
+    return float(value)
