@@ -34,8 +34,7 @@ from gpubuf.data.storage.recipe import Recipe
 from gpubuf.data.storage.schema import Codec, Options, sources
 from gpubuf.data.storage.sharing import entries_of, side_bytes, with_shared
 from gpubuf.data.writers import DERIVED_KEYS
-from gpubuf.kernels.rows import ENTRY
-from gpubuf.kernels.transitions import FIELD
+from gpubuf.kernels.rows import ENTRY, FIELD
 from gpubuf.terminal import aligned
 
 #: Samplers by name. Their memory depends on no other argument.

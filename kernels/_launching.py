@@ -65,6 +65,16 @@ def cdiv(count: int, block: int) -> int:
     return -(-count // block)
 
 
+def encode_arguments(values: Sequence[int]) -> tuple[int, ...]:
+    """``2 * value + 3`` of addresses or strides (0 or more), padded to a power of two by repeating the last.
+
+    Triton compiles a variant for each combination of integers in a tuple that are 1 or multiples of 16, and can't
+    compile those with a 1. These numbers are odd and at least 3. Address 0, of an empty tensor, is one of the values.
+    """
+    padding = (1 << (len(values) - 1).bit_length()) - len(values)
+    return tuple(2 * value + 3 for value in (*values, *[values[-1]] * padding))
+
+
 Launcher = Callable[[int, int, tuple[Any, ...]], None]
 """Takes the size of a grid, a stream's handle and all arguments, constexprs included."""
 

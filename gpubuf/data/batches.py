@@ -26,7 +26,7 @@ from gpubuf.data.storage.reader import Reader
 from gpubuf.data.storage.tensor_storage import TensorStorage
 from gpubuf.data.transforms import Compose
 from gpubuf.data.writers import Writer
-from gpubuf.kernels.transitions import DOUBLED
+from gpubuf.kernels.rows import DOUBLED
 
 _compiling = torch.compiler.is_compiling
 _no_lock = nullcontext()

@@ -19,8 +19,7 @@ from gpubuf.data.storage.schema import Form
 from gpubuf.data.storage.tensor_storage import TensorStorage
 from gpubuf.kernels import trajectories
 from gpubuf.kernels._registry import without_dispatch
-from gpubuf.kernels.rows import SIZE, WRITTEN
-from gpubuf.kernels.transitions import OFF
+from gpubuf.kernels.rows import OFF, SIZE, WRITTEN
 
 _bounds = without_dispatch(trajectories.bounds, given=("row",))
 

@@ -10,11 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 from gpubuf.kernels._check import check_devices
-from gpubuf.kernels._launching import launch
+from gpubuf.kernels._launching import encode_arguments, launch
 from gpubuf.kernels.optim import ROW_TILE, STRIDED_TILE, TILE
 from gpubuf.kernels.optim._check import check_step, gradient_codes
 from gpubuf.kernels.optim._triton import optim_adamw_kernel
-from gpubuf.kernels.rows._launch import encode_arguments
 
 _DTYPES = {torch.float32: tl.float32, torch.float64: tl.float64, torch.bfloat16: tl.bfloat16}
 _REALS = {torch.float32: tl.float32, torch.float64: tl.float64, torch.bfloat16: tl.float32}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gpubuf.kernels._check import demand_int64
-from gpubuf.kernels.rows import ENTRY
+from gpubuf.kernels.philox import check_state
+from gpubuf.kernels.rows import BY_CHANCE, DOUBLED, ENTRY, FIELD, MAX_STEPS, OFF, Reading
 
 
 def check_storage(table: Tensor, ring: Tensor, capacity: int) -> int:
@@ -23,13 +24,14 @@ def check_storage(table: Tensor, ring: Tensor, capacity: int) -> int:
         or not table.is_contiguous()
         or not ring.is_contiguous()
         or table.dim() != 2
-        or table.shape[1] != ENTRY
+        or table.shape[1] not in (ENTRY, FIELD)
     ):
         if capacity < 1:
             raise ValueError(f"the capacity must be at least 1, but is {capacity}")
-        demand_int64("table", table, (table.numel() // ENTRY, ENTRY))
+        width = FIELD if table.shape[-1:] == (FIELD,) else ENTRY
+        demand_int64("table", table, (table.numel() // width, width))
         demand_int64("ring", ring, (4,))
-    return table.numel() // ENTRY
+    return table.shape[0]
 
 
 def check_index(index: Tensor) -> int:
@@ -51,16 +53,59 @@ def check_count(n: int) -> None:
         raise ValueError(f"the number of rows must not be negative, but is {n}")
 
 
-def check_devices(table: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Raise ValueError unless ``tensors`` are on the table's device."""
-    device = table.device
-    for tensor in tensors:
-        if tensor.device != device:
-            raise ValueError(f"the table is on {table.device}, another tensor of the operation on {tensor.device}")
+def check_reading(how: Reading, capacity: int) -> None:
+    """Raise TypeError or ValueError unless a batch can be computed with these arguments."""
+    check_envs(capacity, how.envs)
+    if not 1 <= how.n_steps <= MAX_STEPS:
+        raise ValueError(f"a window has 1 to {MAX_STEPS} steps, not {how.n_steps}")
+    ends, noise = how.ends, how.noise
+    if ends is not None:
+        words = (capacity // how.envs + 63) // 64 * how.envs
+        if ends.dtype is not torch.int64 or not ends.is_contiguous():
+            demand_int64("ends", ends, (ends.numel(),))
+        if ends.numel() < words:
+            raise ValueError(f"ends must have at least {words} words, but has {ends.numel()}")
+    if how.links is not None:
+        check_links(how.links, capacity)
+    if noise is not None:
+        check_state(noise)
+    if not OFF <= how.mirror <= DOUBLED:
+        raise ValueError(f"mirror must be {OFF} to {DOUBLED}, not {how.mirror}")
+    by_chance = how.mirror == BY_CHANCE
+    if how.draws < 0 or ((how.draws or by_chance) and noise is None) or (by_chance and not how.draws):
+        raise ValueError(f"{how.draws} random numbers a row with mirror {how.mirror} don't go with noise {noise}")
 
 
-@dataclass(frozen=True)
-class Source:
+def check_envs(capacity: int, envs: int) -> None:
+    """Raise ValueError unless the capacity is a whole number of steps of ``envs`` environments."""
+    if envs < 1 or capacity % envs:
+        raise ValueError(f"a capacity of {capacity} rows is not a whole number of steps of {envs} environments")
+
+
+def check_links(links: Tensor, capacity: int) -> None:
+    """Raise TypeError or ValueError unless there is an int32 link for each row."""
+    if links.dtype is not torch.int32:
+        raise TypeError(f"links must be int32, not {links.dtype}")
+    if links.shape != (capacity,) or not links.is_contiguous():
+        raise ValueError(f"links must be contiguous, of shape [{capacity}], not of shape {list(links.shape)}")
+
+
+def check_sharing(links: Tensor | None, owners: Tensor | None, n: int, capacity: int, envs: int) -> int:
+    """Number of entries aside, -1 without links; raise unless ``n`` rows can be written to such a storage."""
+    check_envs(capacity, envs)
+    if (links is None) != (owners is None):
+        raise ValueError("links and owners go together: give both or none")
+    if links is None or owners is None:
+        return -1
+    check_links(links, capacity)
+    if n % envs:
+        raise ValueError(f"{n} rows are not a whole number of steps of {envs} environments")
+    if owners.dtype is not torch.int64 or owners.dim() != 1 or not owners.is_contiguous() or owners.numel() < 1:
+        demand_int64("owners", owners, (max(owners.numel(), 1),))
+    return owners.numel() - 1
+
+
+class Source(NamedTuple):
     """The rows of one key, as bytes. ``rows`` keeps the memory alive; row ``i`` starts ``i * stride`` bytes on."""
 
     rows: Tensor

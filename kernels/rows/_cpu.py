@@ -1,390 +1,321 @@
 """Rows on the CPU.
 
-A batch of random rows is bound by cache misses: six small keys of 256 rows touch some 2000 cache lines. The kernels
-ask for rows well ahead of the copy, into the second-level cache, which can wait for more lines at a time
-than the first (measured on Zen 4, 1 M rows: 17 µs without and with prefetches into the first level, 9 µs like this).
+Kernels work on addresses: :mod:`gpubuf.kernels.rows._cpu_read` makes batches, and
+:mod:`gpubuf.kernels.rows._cpu_write` writes rows and keeps the next observations that lie aside. Columns have kernels
+of their own, which copy and take few arguments.
 """
 
-# Numba needs the real signatures: no `from __future__ import annotations`.
+from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-from numba import carray
 from torch import Tensor
 
-from gpubuf.kernels._jit import OPTIONS, jit
-from gpubuf.kernels._pointers import as_i64
+from gpubuf.kernels._jit import address_of
 from gpubuf.kernels._threads import call_in_parts
-from gpubuf.kernels.philox import OFFSET, SEED, check_state
-from gpubuf.kernels.philox._cpu import philox_uniform_f64
+from gpubuf.kernels.philox import OFFSET, check_state
 from gpubuf.kernels.rows import (
-    DEVICE_ROWS,
+    BATCH_BYTES,
+    DTYPES,
+    ELEMENTS,
     ENTRY,
-    JOURNAL_CHECK,
-    JOURNAL_KEYS,
-    JOURNAL_ROWS,
-    JOURNAL_SIZE,
-    JOURNAL_WORDS,
-    JOURNAL_WRITTEN,
     ROW_BYTES,
-    ROW_STRIDE,
-    SIZE,
-    SPLIT,
-    WRITTEN,
+    STORED,
+    WRITES,
+    WRITTEN_AS_STORED,
+    NoRoomError,
+    Reading,
     arena_offsets,
 )
 from gpubuf.kernels.rows._check import (
     check_count,
     check_generation,
     check_index,
+    check_reading,
+    check_sharing,
     check_source_count,
     check_storage,
 )
-from gpubuf.kernels.rows._cpu_copy import (
-    AHEAD,
-    copy_rows,
-    describe_sources,
-    first_invalid,
-    prefetch_row,
-    source_stride,
-    write_generations,
-    write_run,
+from gpubuf.kernels.rows._cpu_compute import compute_narrow, compute_wide
+from gpubuf.kernels.rows._cpu_copy import describe_sources
+from gpubuf.kernels.rows._cpu_read import (
+    DONE,
+    EMPTY,
+    NEEDS_NARROW,
+    NEEDS_WIDE,
+    gather_rows,
+    read_rows,
+    sample_rows,
 )
-from gpubuf.kernels.rows._cpu_table import copy_row, row_address
-
-# Results of the kernels that are not the position of an offending element.
-_DONE = -1
-_EMPTY = -2
-
-
-@jit(forceinline=True)
-def _gather_key(target, entry, row_bytes, position, n, following):  # type: ignore[no-untyped-def]
-    address, stride = entry[DEVICE_ROWS], entry[ROW_STRIDE]
-    next_address, next_stride, next_bytes = following[DEVICE_ROWS], following[ROW_STRIDE], following[ROW_BYTES]
-    ahead = min(AHEAD, n)
-    for i in range(n - ahead):
-        prefetch_row(address + position[i + ahead] * stride, row_bytes)
-        copy_row(target + i * row_bytes, address + position[i] * stride, row_bytes)
-    for i in range(n - ahead, n):
-        prefetch_row(next_address + position[i - n + ahead] * next_stride, next_bytes)
-        copy_row(target + i * row_bytes, address + position[i] * stride, row_bytes)
+from gpubuf.kernels.rows._cpu_write import (
+    EVERY,
+    INVALID,
+    MISFIT,
+    NEEDS_STAGING,
+    NEXT_ALONE,
+    NO_ROOM,
+    NOT_NEXT,
+    UNFIT,
+    append_rows,
+    extend_rows,
+    keep_rows,
+    relink_rows,
+    stage,
+    write_rows,
+)
 
 
-@jit(forceinline=True)
-def _gather_split_key(target, entry, position, n):  # type: ignore[no-untyped-def]
-    """As :func:`_gather_key`, for a key whose rows lie in two memories."""
-    row_bytes = entry[ROW_BYTES]
-    for i in range(n):
-        copy_row(target + i * row_bytes, row_address(entry, position[i]), row_bytes)
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
-@jit("void(int64, int64, int64, int64, int64, int64, int64)", **OPTIONS)
-def _gather_keys(table_address, n_keys, position_address, first, n, capacity, targets_address):  # type: ignore[no-untyped-def]
-    """Copy ``n`` rows of all keys to where row ``first`` of a batch and those behind it go.
-
-    Prefetches run on from the end of one key into the next.
-    """
-    table = carray(as_i64(table_address), (n_keys, ENTRY))
-    targets = carray(as_i64(targets_address), n_keys)
-    position = carray(as_i64(position_address), n)
-    if n_keys == 0:
-        return
-    for i in range(min(AHEAD, n)):
-        prefetch_row(table[0, DEVICE_ROWS] + position[i] * table[0, ROW_STRIDE], table[0, ROW_BYTES])
-    for k in range(n_keys):
-        row_bytes = table[k, ROW_BYTES]
-        target = targets[k] + first * row_bytes
-        following = table[min(k + 1, n_keys - 1)]
-        # The commonest widths get loops of their own, in which the width is a constant.
-        if table[k, SPLIT] < capacity:
-            _gather_split_key(target, table[k], position, n)
-        elif row_bytes == 4:
-            _gather_key(target, table[k], 4, position, n, following)
-        elif row_bytes == 1:
-            _gather_key(target, table[k], 1, position, n, following)
-        else:
-            _gather_key(target, table[k], row_bytes, position, n, following)
-
-
-@jit("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64)", **OPTIONS)
-def _gather(  # type: ignore[no-untyped-def]
-    table_address, n_keys, ring_address, index_address, first, n, capacity, targets_address, generation_address
-):
-    """Rows ``first .. first + n - 1`` of a batch, whose addresses are given."""
-    index = carray(as_i64(index_address + 8 * first), n)
-    generation_address += 8 * first
-    generation = carray(as_i64(generation_address), n)
-    invalid = first_invalid(index, n, capacity)
-    if invalid >= 0:
-        return first + invalid
-    # The memory of the generations holds the positions until the rows are copied.
-    for i in range(n):
-        generation[i] = index[i] + capacity if index[i] < 0 else index[i]
-    _gather_keys(table_address, n_keys, generation_address, first, n, capacity, targets_address)
-    write_generations(carray(as_i64(ring_address), 4)[WRITTEN], capacity, generation, n, generation)
-    return _DONE
-
-
-@jit("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64)", **OPTIONS)
-def _sample(  # type: ignore[no-untyped-def]
-    table_address,
-    n_keys,
-    ring_address,
-    rng_address,
-    first,
-    n,
-    of,
-    capacity,
-    targets_address,
-    index_address,
-    generation_address,
-):
-    """As :func:`_gather`, of random rows; the batch has ``of``. Only who makes a whole batch counts random numbers."""
-    ring = carray(as_i64(ring_address), 4)
-    rng = carray(as_i64(rng_address), 3)
-    index_address, generation_address = index_address + 8 * first, generation_address + 8 * first
-    index = carray(as_i64(index_address), n)
-    size = ring[SIZE]
-    if size == 0:
-        return _EMPTY
-    seed, offset = rng[SEED], rng[OFFSET] + first
-    for i in range(n):
-        index[i] = min(int(philox_uniform_f64(seed, offset + i) * size), size - 1)
-    if n == of:
-        rng[OFFSET] = offset + n
-    _gather_keys(table_address, n_keys, index_address, first, n, capacity, targets_address)
-    write_generations(ring[WRITTEN], capacity, index, n, carray(as_i64(generation_address), n))
-    return _DONE
-
-
-@jit(forceinline=True)
-def _first_misfit(table, n_keys, sources, n):  # type: ignore[no-untyped-def]
-    """The first key whose source has rows of another size than the storage, or -1."""
-    for k in range(n_keys):
-        if sources[3 * k + 2] != n * table[k, ROW_BYTES]:
-            return k
-    return -1
-
-
-@jit("int64(int64, int64, int64, int64, int64, int64, int64)", **OPTIONS)
-def _extend(table_address, n_keys, sources_address, ring_address, n, capacity, index_address):  # type: ignore[no-untyped-def]
-    table = carray(as_i64(table_address), (n_keys, ENTRY))
-    sources = carray(as_i64(sources_address), 3 * n_keys)
-    ring = carray(as_i64(ring_address), 4)
-    index = carray(as_i64(index_address), n)
-    misfit = _first_misfit(table, n_keys, sources, n)
-    if misfit >= 0:
-        return misfit
-    written = ring[WRITTEN]
-    position = written % capacity
-    for i in range(n):
-        index[i] = position
-        position = position + 1 if position + 1 < capacity else 0
-    kept = min(n, capacity)
-    first = (written + n - kept) % capacity
-    before_seam = min(kept, capacity - first)
-    for k in range(n_keys):
-        stride = source_stride(sources, k, table[k, ROW_BYTES])
-        source = sources[3 * k] + (n - kept) * stride
-        write_run(table[k], first, source, stride, before_seam)
-        write_run(table[k], 0, source + before_seam * stride, stride, kept - before_seam)
-    ring[WRITTEN] = written + n
-    ring[SIZE] = min(ring[SIZE] + n, capacity)
-    return _DONE
-
-
-@jit("int64(int64, int64, int64, int64, int64, int64, int64, int64)", **OPTIONS)
-def _write(  # type: ignore[no-untyped-def]
-    table_address, n_keys, sources_address, index_address, n, capacity, ring_address, generation_address
-):
-    """``generation_address`` is 0 where there are no generations."""
-    table = carray(as_i64(table_address), (n_keys, ENTRY))
-    sources = carray(as_i64(sources_address), 3 * n_keys)
-    index = carray(as_i64(index_address), n)
-    # Offending keys and indices share the result: keys come first.
-    misfit = _first_misfit(table, n_keys, sources, n)
-    if misfit >= 0:
-        return misfit
-    invalid = first_invalid(index, n, capacity)
-    if invalid >= 0:
-        return n_keys + invalid
-    written = carray(as_i64(ring_address), 4)[WRITTEN]
-    laps, cursor = written // capacity, written % capacity
-    generation, has_generation = carray(as_i64(generation_address), n), generation_address != 0
-    ahead = min(AHEAD, n)
-    for k in range(n_keys):
-        entry, row_bytes = table[k], table[k, ROW_BYTES]
-        source, stride = sources[3 * k], source_stride(sources, k, row_bytes)
-        for i in range(n):
-            coming = index[min(i + ahead, n - 1)]
-            prefetch_row(row_address(entry, coming + capacity if coming < 0 else coming), row_bytes)
-            position = index[i] + capacity if index[i] < 0 else index[i]
-            if has_generation and generation[i] != laps + (position < cursor):
-                continue
-            copy_row(row_address(entry, position), source + i * stride, row_bytes)
-    return _DONE
-
-
-@jit("int64(int64, int64, int64, int64, int64, int64, int64, int64)", **OPTIONS)
-def _keep(table_address, keys_address, n_keys, ring_address, index_address, n, capacity, journal_address):  # type: ignore[no-untyped-def]
-    """``index_address`` is 0 for the rows from the cursor on."""
-    keys, ring = carray(as_i64(keys_address), n_keys), carray(as_i64(ring_address), 4)
-    words = carray(as_i64(journal_address), JOURNAL_WORDS + n_keys + n)
-    position = words[JOURNAL_WORDS + n_keys :]
-    given, has_index = carray(as_i64(index_address), n), index_address != 0
-    if has_index:
-        invalid = first_invalid(given, n, capacity)
-        if invalid >= 0:
-            return invalid
-    words[JOURNAL_WRITTEN], words[JOURNAL_SIZE] = ring[WRITTEN], ring[SIZE]
-    words[JOURNAL_ROWS], words[JOURNAL_KEYS] = n, n_keys
-    for k in range(n_keys):
-        words[JOURNAL_WORDS + k] = keys[k]
-    first = ring[WRITTEN] % capacity
-    for i in range(n):
-        at = given[i] if has_index else first + i - (capacity if first + i >= capacity else 0)
-        position[i] = at + capacity if at < 0 else at
-    before_seam = min(n, capacity - first)
-    target = journal_address + 8 * (JOURNAL_WORDS + n_keys + n)
-    for k in range(n_keys):
-        entry = carray(as_i64(table_address + 8 * ENTRY * keys[k]), ENTRY)
-        row_bytes, stride = entry[ROW_BYTES], entry[ROW_STRIDE]
-        if has_index:
-            for i in range(n):
-                copy_row(target + i * row_bytes, row_address(entry, position[i]), row_bytes)
-        else:
-            copy_rows(target, row_bytes, row_address(entry, first), stride, row_bytes, before_seam)
-            behind = target + before_seam * row_bytes
-            copy_rows(behind, row_bytes, row_address(entry, 0), stride, row_bytes, n - before_seam)
-        target += (n * row_bytes + 7) // 8 * 8
-    total = 0
-    kept = carray(as_i64(journal_address), (target - journal_address) // 8)
-    for i in range(JOURNAL_CHECK + 1, len(kept)):
-        total += kept[i]
-    words[JOURNAL_CHECK] = total
-    return _DONE
-
-
-def keep(place: tuple[int, int, int, int], index: "Tensor | None", n: int, capacity: int, journal: int) -> None:
-    """Copy the rows that a write is about to replace to an address, in the form of a journal; its state is left alone.
-
-    For storages in one memory, which vouch for the addresses in ``place``: of the table, of the numbers of the keys,
-    how many they are, and of the ring. ``index`` is int64 ``[n]``, contiguous; None: the rows from the cursor on.
-
-    Raises:
-        IndexError: an index is out of range.
-    """
-    result = _keep(*place, 0 if index is None else index.data_ptr(), n, capacity, journal)
-    if result != _DONE:
-        assert index is not None
-        raise _out_of_range(index, result, capacity)
+def _addresses(tensors: list[Tensor]) -> array[int]:
+    """The addresses of tensors, in the form that a kernel reads."""
+    return array("q", list(map(Tensor.data_ptr, tensors)))
 
 
 def _out_of_range(index: Tensor, place: int, capacity: int) -> IndexError:
     return IndexError(f"index[{place}] is {int(index[place])}, outside [-{capacity}, {capacity})")
 
 
-def addresses(tensors: list[Tensor]) -> "array[int]":
-    """The addresses of tensors, in the form that a kernel reads."""
-    return array("q", list(map(Tensor.data_ptr, tensors)))
+# Reading
 
 
-def _pieces(table: Tensor, n: int, arena_bytes: int) -> "tuple[Tensor, array[int]]":
+def _checked(table: Tensor, ring: Tensor, capacity: int, reading: tuple[Any, ...]) -> tuple[Tensor, Reading]:
+    """The bytes of a row of the batch for each key, and what computed batches need besides."""
+    check_storage(table, ring, capacity)
+    how = Reading(*reading)
+    if table.shape[1] == ENTRY:
+        return table[:, ROW_BYTES], Reading()
+    check_reading(how, capacity)
+    return table[:, BATCH_BYTES], how
+
+
+def _pieces(row_bytes: Tensor, n: int, arena_bytes: int) -> tuple[Tensor, array[int]]:
     """An arena for ``n`` rows, and the address of each key's piece of it."""
-    offsets, size = arena_offsets(table[:, ROW_BYTES].tolist(), n)
+    widths = row_bytes.tolist()
+    offsets, size = arena_offsets(widths, n)
     if size != arena_bytes:
-        raise ValueError(
-            f"an arena of {arena_bytes} bytes does not fit {n} rows of {table[:, ROW_BYTES].tolist()} bytes"
-        )
+        raise ValueError(f"an arena of {arena_bytes} bytes does not fit {n} rows of {widths} bytes")
     arena = torch.empty(arena_bytes, dtype=torch.uint8)
     first = arena.data_ptr()
     return arena, array("q", [first + offset for offset in offsets])
 
 
-def gather(table: Tensor, ring: Tensor, index: Tensor, capacity: int, arena_bytes: int) -> tuple[Tensor, Tensor]:
+def gather(
+    table: Tensor, ring: Tensor, index: Tensor, capacity: int, arena_bytes: int, *reading: Any
+) -> tuple[Tensor, Tensor]:
     """See :data:`gpubuf.kernels.rows.gather`."""
-    check_storage(table, ring, capacity)
-    arena, pieces = _pieces(table, check_index(index), arena_bytes)
-    return arena, _gather_to(table, ring, index, capacity, pieces)
+    row_bytes, how = _checked(table, ring, capacity, reading)
+    arena, pieces = _pieces(row_bytes, how.rows(check_index(index)), arena_bytes)
+    return arena, _gather_to(table, ring, index, capacity, pieces, reading)
 
 
-def gather_into(table: Tensor, ring: Tensor, index: Tensor, capacity: int, tensors: list[Tensor]) -> Tensor:
-    """:func:`gather` into one tensor a key, ``[n, ...]`` and contiguous; returns the generations.
+def gather_into(
+    table: Tensor, ring: Tensor, index: Tensor, capacity: int, tensors: list[Tensor], *reading: Any
+) -> Tensor:
+    """:func:`gather` into one tensor per key, ``[n, ...]`` or ``[2n, ...]``, contiguous; returns the generations.
 
     For storages, which vouch for dtypes, shapes and strides: they are not looked at.
     """
-    return _gather_to(table, ring, index, capacity, addresses(tensors))
+    return _gather_to(table, ring, index, capacity, _addresses(tensors), reading)
 
 
-def _gather_to(table: Tensor, ring: Tensor, index: Tensor, capacity: int, targets: "array[int]") -> Tensor:
+def _gather_to(
+    table: Tensor, ring: Tensor, index: Tensor, capacity: int, targets: array[int], reading: tuple[Any, ...]
+) -> Tensor:
+    n = index.numel()
+    if table.shape[1] != ENTRY:
+        how = Reading(*reading)
+        generation = torch.empty(how.rows(n), dtype=torch.int64)
+        if n:
+            _compute(table, ring, None, index, n, capacity, targets, generation, how)
+        return generation
     generation = torch.empty_like(index)
     before = (table.data_ptr(), len(targets), ring.data_ptr(), index.data_ptr())
     behind = (capacity, targets.buffer_info()[0], generation.data_ptr())
-    n = index.numel()
-    for result in call_in_parts(_gather, before, n, behind):
-        if result != _DONE:
+    for result in call_in_parts(gather_rows, before, n, behind):
+        if result != DONE:
             raise _out_of_range(index, result, capacity)
     return generation
 
 
 def sample(
-    table: Tensor, ring: Tensor, rng: Tensor, n: int, capacity: int, arena_bytes: int
+    table: Tensor, ring: Tensor, rng: Tensor, n: int, capacity: int, arena_bytes: int, *reading: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :data:`gpubuf.kernels.rows.sample`."""
-    check_storage(table, ring, capacity)
+    row_bytes, how = _checked(table, ring, capacity, reading)
     check_count(n)
     check_state(rng)
-    arena, pieces = _pieces(table, n, arena_bytes)
-    return arena, *_sample_to(table, ring, rng, n, capacity, pieces)
+    arena, pieces = _pieces(row_bytes, how.rows(n), arena_bytes)
+    return arena, *_sample_to(table, ring, rng, n, capacity, pieces, reading)
 
 
 def sample_into(
-    table: Tensor, ring: Tensor, rng: Tensor, n: int, capacity: int, tensors: list[Tensor]
+    table: Tensor, ring: Tensor, rng: Tensor, n: int, capacity: int, tensors: list[Tensor], *reading: Any
 ) -> tuple[Tensor, Tensor]:
-    """:func:`sample` into one tensor a key, as :func:`gather_into`; returns index and generations."""
-    return _sample_to(table, ring, rng, n, capacity, addresses(tensors))
+    """:func:`sample` into one tensor per key, as :func:`gather_into`; returns index and generations."""
+    return _sample_to(table, ring, rng, n, capacity, _addresses(tensors), reading)
 
 
 def _sample_to(
-    table: Tensor, ring: Tensor, rng: Tensor, n: int, capacity: int, targets: "array[int]"
+    table: Tensor, ring: Tensor, rng: Tensor, n: int, capacity: int, targets: array[int], reading: tuple[Any, ...]
 ) -> tuple[Tensor, Tensor]:
-    index = torch.empty(n, dtype=torch.int64)
+    how = None if table.shape[1] == ENTRY else Reading(*reading)
+    index = torch.empty(n if how is None else how.rows(n), dtype=torch.int64)
     generation = torch.empty_like(index)
     if n == 0:
         return index, generation
+    if how is not None:
+        _compute(table, ring, rng, index, n, capacity, targets, generation, how)
+        return index, generation
     before = (table.data_ptr(), len(targets), ring.data_ptr(), rng.data_ptr())
     behind = (n, capacity, targets.buffer_info()[0], index.data_ptr(), generation.data_ptr())
-    results = call_in_parts(_sample, before, n, behind)
-    if _EMPTY in results:
+    results = call_in_parts(sample_rows, before, n, behind)
+    if EMPTY in results:
         raise RuntimeError("can't sample from an empty storage")
     if len(results) > 1:
         rng[OFFSET] += n
     return index, generation
 
 
-def _source_misfit(table: Tensor, source: Tensor, key: int, n: int) -> ValueError:
-    return ValueError(
-        f"key {key}: expected {n} rows of {int(table[key, ROW_BYTES])} bytes, "
-        f"the source has shape {list(source.shape)} and {source.nbytes} bytes"
-    )
+# Addresses of the kernels that compute fields, in float32 and in float64: 0 until a field needs them.
+_engines = [0, 0]
 
 
-def extend(table: Tensor, sources: list[Tensor], ring: Tensor, n: int, capacity: int) -> Tensor:
-    """See :data:`gpubuf.kernels.rows.extend`."""
-    n_keys = check_storage(table, ring, capacity)
-    check_count(n)
-    check_source_count(sources, n_keys)
+def _compute(
+    fields: Tensor,
+    ring: Tensor,
+    rng: Tensor | None,
+    index: Tensor,
+    n: int,
+    capacity: int,
+    targets: array[int],
+    generation: Tensor,
+    how: Reading,
+) -> None:
+    """Compute a batch of rows ``index``, or of ``n`` rows that are drawn if there is an ``rng``."""
+    ends, links, noise, *numbers = how
+    shared = (_address(ends), _address(links), _address(noise))
+    before = (fields.data_ptr(), len(targets), ring.data_ptr(), *shared, _address(rng), index.data_ptr())
+    behind = (n, capacity, *numbers, targets.buffer_info()[0], generation.data_ptr())
+    results: Sequence[int] = call_in_parts(read_rows, (*_engines, *before), n, behind)
+    while results[0] in (NEEDS_NARROW, NEEDS_WIDE):
+        wide = results[0] == NEEDS_WIDE
+        _engines[wide] = address_of(compute_wide if wide else compute_narrow)
+        results = call_in_parts(read_rows, (*_engines, *before), n, behind)
+    for result in results:
+        if result != DONE:
+            raise _refused_batch(fields, index if rng is None else None, result, n, capacity)
+    if len(results) > 1:
+        if rng is not None:
+            rng[OFFSET] += n
+        if noise is not None:
+            noise[OFFSET] += how.rows(n) * how.draws
+
+
+def _refused_batch(fields: Tensor, index: Tensor | None, result: int, n: int, capacity: int) -> Exception:
+    """What a kernel's result says of a batch of ``n`` rows."""
+    if result == EMPTY:
+        return RuntimeError("can't sample from an empty storage")
+    if result >= 2 * n:
+        field = result - 2 * n
+        return ValueError(
+            f"field {field} can't be read: next observations need links, and elements of an unknown dtype can't be "
+            f"computed, but the field is {fields[field].tolist()}"
+        )
+    if result >= n:
+        row = "" if index is None else f" {int(index[result - n])}"
+        return IndexError(f"the next observation of the window of row{row} (number {result - n} of the batch) is lost")
+    assert index is not None
+    return _out_of_range(index, result, capacity)
+
+
+# Writing
+
+
+def _write_with(
+    kernel: Any, which: int, table: Tensor, sources: list[Tensor], n: int, skipped: int, others: tuple[int, ...]
+) -> int:
+    """The result of a kernel that writes rows from ``skipped`` of ``n`` on; they are converted first if need be."""
+    described, _alive = describe_sources(sources, n)
+    staged = array("q", bytes(16 * len(sources)))
+    given = (table.data_ptr(), len(sources), table.shape[1], described.buffer_info()[0])
+    result: int = kernel(*given, staged.buffer_info()[0], 0, *others)
+    if result == DONE or result & 7 != NEEDS_STAGING:
+        return result
+    scratch = torch.empty(result >> 3, dtype=torch.uint8)
+    result = stage(*given, which, n, skipped, scratch.data_ptr(), staged.buffer_info()[0])
+    return kernel(*given, staged.buffer_info()[0], 1, *others) if result == DONE else result
+
+
+def _misfit(table: Tensor, source: Tensor, key: int, n: int) -> ValueError:
+    what, expected = f"key {key}", f"{int(table[key, ROW_BYTES])} bytes"
+    if table.shape[1] != ENTRY:
+        what, expected = f"field {key}", f"{int(table[key, ELEMENTS])} elements of their written dtype"
+    found = f"the source has shape {list(source.shape)} and {source.nbytes} bytes"
+    return ValueError(f"{what}: expected {n} rows of {expected}, {found}")
+
+
+def _refused_write(
+    table: Tensor, sources: list[Tensor], result: int, n: int, index: Tensor | None, capacity: int
+) -> Exception:
+    """What a kernel's result says of a write."""
+    kind, place = result & 7, result >> 3
+    if kind == MISFIT:
+        return _misfit(table, sources[place], place, n)
+    if kind == UNFIT:
+        dtype = DTYPES[int(table[place, STORED])]
+        return ValueError(f"field {place}: a number to store as {dtype} is out of its range, or NaN")
+    if kind == NO_ROOM:
+        return NoRoomError(
+            f"{place} of {n} rows (and those before them) are not continued by the next row, and there is no "
+            "room aside for so many more next observations"
+        )
+    if kind == INVALID:
+        assert index is not None
+        row = int(index[place])
+        if -capacity <= row < capacity:
+            return IndexError(f"index[{place}] is {row}, but this row is not stored")
+        return _out_of_range(index, place, capacity)
+    return ValueError(f"field {place} can't be written: it needs links, and a field of the same column that is written")
+
+
+def extend(
+    table: Tensor,
+    sources: list[Tensor],
+    ring: Tensor,
+    n: int,
+    capacity: int,
+    envs: int = 1,
+    links: Tensor | None = None,
+    owners: Tensor | None = None,
+    *,
+    trusted: bool = False,
+) -> Tensor:
+    """See :data:`gpubuf.kernels.rows.extend`. ``trusted``: the caller vouches for all but sizes and numbers."""
+    slots = -1 if owners is None else owners.numel() - 1
+    if not trusted:
+        n_keys = check_storage(table, ring, capacity)
+        check_count(n)
+        check_source_count(sources, n_keys)
+        check_sharing(links, owners, n, capacity, envs)
     index = torch.empty(n, dtype=torch.int64)
     if n == 0:
         return index
-    described, _alive = describe_sources(sources, n)
-    result = _extend(
-        table.data_ptr(), n_keys, described.buffer_info()[0], ring.data_ptr(), n, capacity, index.data_ptr()
-    )
-    if result == _DONE:
-        return index
-    raise _source_misfit(table, sources[result], result, n)
+    if table.shape[1] == ENTRY:
+        described, _alive = describe_sources(sources, n)
+        given = (table.data_ptr(), len(sources), described.buffer_info()[0])
+        result = append_rows(*given, ring.data_ptr(), n, capacity, index.data_ptr())
+    else:
+        others = (ring.data_ptr(), _address(links), _address(owners), slots, n, capacity, envs, index.data_ptr())
+        result = _write_with(extend_rows, EVERY, table, sources, n, max(n - capacity, 0), others)
+    if result != DONE:
+        raise _refused_write(table, sources, result, n, None, capacity)
+    return index
 
 
 class PreparedExtend:
@@ -396,25 +327,60 @@ class PreparedExtend:
     """
 
     def __init__(
-        self, table: Tensor, sources: list[Tensor], ring: Tensor, n: int, capacity: int, keeps_index: bool
+        self,
+        table: Tensor,
+        sources: list[Tensor],
+        ring: Tensor,
+        n: int,
+        capacity: int,
+        keeps_index: bool,
+        envs: int = 1,
+        links: Tensor | None = None,
+        owners: Tensor | None = None,
     ) -> None:
         n_keys = check_storage(table, ring, capacity)
+        check_count(n)
         check_source_count(sources, n_keys)
         self.described, alive = describe_sources(sources, n)
-        for key, row_bytes in enumerate(table[:, ROW_BYTES].tolist()):
-            if self.described[3 * key + 2] != n * row_bytes:
-                raise _source_misfit(table, sources[key], key, n)
-        self._arguments = (table.data_ptr(), n_keys, self.described.buffer_info()[0], ring.data_ptr(), n, capacity)
+        self._stage: tuple[int, ...] = ()
         self._index = torch.empty(n, dtype=torch.int64)
         self._keeps_index = keeps_index
-        # The kernel knows addresses alone.
-        self._alive = (table, sources, ring, alive)
+        described = self.described.buffer_info()[0]
+        if table.shape[1] == ENTRY:
+            for key, row_bytes in enumerate(table[:, ROW_BYTES].tolist()):
+                if self.described[3 * key + 2] != n * row_bytes:
+                    raise _misfit(table, sources[key], key, n)
+            self._kernel: Any = append_rows
+            self._arguments: tuple[int, ...] = (table.data_ptr(), n_keys, described, ring.data_ptr(), n, capacity)
+            self._alive: tuple[Any, ...] = (table, sources, ring, alive)
+            return
+        slots = check_sharing(links, owners, n, capacity, envs)
+        staged, skipped = array("q", bytes(16 * n_keys)), max(n - capacity, 0)
+        scratch = torch.empty((n - skipped) * _converted_bytes(table), dtype=torch.uint8)
+        given = (table.data_ptr(), n_keys, table.shape[1], described)
+        if scratch.numel():
+            self._stage = (*given, EVERY, n, skipped, scratch.data_ptr(), staged.buffer_info()[0])
+        self._kernel = extend_rows
+        shared = (ring.data_ptr(), _address(links), _address(owners), slots, n, capacity, envs)
+        self._arguments = (*given, staged.buffer_info()[0], int(scratch.numel() > 0), *shared)
+        # The kernels know addresses alone.
+        self._alive = (table, sources, ring, links, owners, alive, staged, scratch)
 
-    def __call__(self) -> Tensor:
-        """Write what is in the memory now. Returns the index: without ``keeps_index`` the same tensor at each call."""
+    def __call__(self) -> Tensor | None:
+        """Write what is in the memory now. Returns the index: without ``keeps_index`` the same tensor at each call.
+
+        None: the rows were refused, and nothing is written. The operation itself says why.
+        """
+        if self._stage and stage(*self._stage) != DONE:
+            return None
         index = torch.empty_like(self._index) if self._keeps_index else self._index
-        _extend(*self._arguments, index.data_ptr())
-        return index
+        return index if self._kernel(*self._arguments, index.data_ptr()) == DONE else None
+
+
+def _converted_bytes(fields: Tensor) -> int:
+    """Bytes of those fields of a row that are stored in another form than they are written in."""
+    found: list[list[int]] = fields.tolist()
+    return sum(field[ROW_BYTES] for field in found if field[WRITES] and not field[WRITTEN_AS_STORED])
 
 
 def write(
@@ -427,23 +393,48 @@ def write(
 ) -> None:
     """See :data:`gpubuf.kernels.rows.write`."""
     n_keys, n = check_storage(table, ring, capacity), check_index(index)
-    check_source_count(sources, n_keys)
     check_generation(generation, n)
+    check_source_count(sources, n_keys)
     if n == 0:
         return
-    described, _alive = describe_sources(sources, n)
-    result = _write(
-        table.data_ptr(),
-        n_keys,
-        described.buffer_info()[0],
-        index.data_ptr(),
-        n,
-        capacity,
-        ring.data_ptr(),
-        0 if generation is None else generation.data_ptr(),
-    )
-    if result == _DONE:
+    others = (index.data_ptr(), n, capacity, ring.data_ptr(), _address(generation))
+    result = _write_with(write_rows, NOT_NEXT, table, sources, n, 0, others)
+    if result != DONE:
+        raise _refused_write(table, sources, result, n, index, capacity)
+
+
+def relink(
+    table: Tensor,
+    sources: list[Tensor],
+    ring: Tensor,
+    index: Tensor,
+    capacity: int,
+    envs: int,
+    links: Tensor,
+    owners: Tensor,
+) -> None:
+    """See :data:`gpubuf.kernels.rows.relink`."""
+    n_keys, n = check_storage(table, ring, capacity), check_index(index)
+    check_source_count(sources, n_keys)
+    slots = check_sharing(links, owners, 0, capacity, envs)
+    if n == 0:
         return
-    if result < n_keys:
-        raise _source_misfit(table, sources[result], result, n)
-    raise _out_of_range(index, result - n_keys, capacity)
+    others = (ring.data_ptr(), links.data_ptr(), owners.data_ptr(), slots, index.data_ptr(), n, capacity, envs)
+    result = _write_with(relink_rows, NEXT_ALONE, table, sources, n, 0, others)
+    if result != DONE:
+        raise _refused_write(table, sources, result, n, index, capacity)
+
+
+def keep(place: tuple[int, int, int, int], index: Tensor | None, n: int, capacity: int, journal: int) -> None:
+    """Copy the rows that a write is about to replace to an address, in the form of a journal; its state is left alone.
+
+    For storages in one memory, which vouch for the addresses in ``place``: of the table, of the numbers of the keys,
+    how many they are, and of the ring. ``index`` is int64 ``[n]``, contiguous; None: the rows from the cursor on.
+
+    Raises:
+        IndexError: an index is out of range.
+    """
+    result = keep_rows(*place, _address(index), n, capacity, journal)
+    if result != DONE:
+        assert index is not None
+        raise _out_of_range(index, result, capacity)

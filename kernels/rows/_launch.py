@@ -1,38 +1,40 @@
 """Launches the rows kernels: one launch for any number of keys, or for up to 128 of them in a write.
 
-Nothing here waits for the GPU. The addresses in a table may be those of pinned host memory: the same kernels read and
-write it.
+Writes of observations that are stored once take three more. Nothing here waits for the GPU. The addresses in a table
+may be those of pinned host memory: the same kernels read and write it.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gpubuf.kernels._check import device_name
-from gpubuf.kernels._launching import cdiv, launch
-from gpubuf.kernels._spaces import RowsConfig
+from gpubuf.kernels._check import check_devices, device_name
+from gpubuf.kernels._launching import cdiv, encode_arguments, launch
 from gpubuf.kernels.config import ceil_power, rows_copy
 from gpubuf.kernels.philox import check_state
-from gpubuf.kernels.rows import ALIGNMENT, WRITTEN
+from gpubuf.kernels.rows import ALIGNMENT, ENTRY, WRITTEN, Reading, float_bits
 from gpubuf.kernels.rows._check import (
     Source,
     check_count,
-    check_devices,
     check_generation,
     check_index,
+    check_reading,
+    check_sharing,
     check_source_count,
     check_storage,
     strided_source,
 )
-from gpubuf.kernels.rows._triton import (
+from gpubuf.kernels.rows._triton import rows_compute_kernel, rows_gather_kernel, rows_sample_kernel
+from gpubuf.kernels.rows._triton_write import (
+    rows_aside_kernel,
+    rows_assign_kernel,
+    rows_compare_kernel,
     rows_extend_kernel,
-    rows_gather_kernel,
-    rows_sample_kernel,
     rows_write_kernel,
 )
 
@@ -48,9 +50,37 @@ MAX_COPYING = 8192
 WIDE_KEY = 256
 """Average bytes of a key's row from which elements of 16 bytes are the better guess."""
 
+COMPARED_COLUMNS = 32
+"""Elements of a row that are compared at a time: few rows a program, so that small writes have several programs."""
 
-def _config(n_bytes: int, device: torch.device) -> RowsConfig:
-    return rows_copy(n_bytes, device_name(device))
+
+def copy_tile(n_bytes: int, device: torch.device) -> tuple[int, int]:
+    """(elements, warps) of a program that copies rows."""
+    config = rows_copy(n_bytes, device_name(device))
+    return config.tile, config.num_warps
+
+
+def batch_tile(n_bytes: int, device: torch.device) -> tuple[int, int]:
+    """As :func:`copy_tile`, of a computed batch: two elements a thread at most."""
+    tile, num_warps = copy_tile(n_bytes, device)
+    return min(tile, 64 * num_warps), num_warps
+
+
+def write_tile(n_bytes: int, device: torch.device) -> tuple[int, int]:
+    """As :func:`batch_tile`, of a write of fields: one element a thread, or else registers spill on some GPUs."""
+    tile, num_warps = batch_tile(n_bytes, device)
+    return tile, 2 * num_warps
+
+
+def assign_tile(n_bytes: int, device: torch.device) -> tuple[int, int]:
+    """As :func:`write_tile`, of the one program that gives entries: with fewer warps, which wait for each other."""
+    tile, num_warps = batch_tile(n_bytes, device)
+    return min(tile, 32 * num_warps), num_warps
+
+
+def sample_tile(n_bytes: int, device: torch.device, links: bool, noise: bool) -> tuple[int, int]:
+    """As :func:`batch_tile`, of a sample, which draws rows besides. With all there is, one element a thread."""
+    return write_tile(n_bytes, device) if links or noise else batch_tile(n_bytes, device)
 
 
 @functools.lru_cache(maxsize=256)
@@ -75,38 +105,47 @@ def copying_programs(n_keys: int, n: int, n_bytes: int, tile: int) -> int:
     return min(n_keys + n_bytes // (element * tile), MAX_COPYING)
 
 
-def encode_arguments(values: Sequence[int]) -> tuple[int, ...]:
-    """``2 * value + 3`` of addresses or strides (0 or more), padded to a power of two by repeating the last.
-
-    Triton compiles a variant for each combination of integers in a tuple that are 1 or multiples of 16, and can't
-    compile those with a 1. These numbers are odd and at least 3. Address 0, of an empty tensor, is one of the values.
-    """
-    padding = ceil_power(len(values)) - len(values)
-    return tuple(2 * value + 3 for value in (*values, *[values[-1]] * padding))
-
-
 def check_row_bytes(n_bytes: int, n: int) -> None:
     if n_bytes > MAX_ROW_BYTES * n:
         raise ValueError(f"a row may take {MAX_ROW_BYTES} bytes at most, but takes {n_bytes // n}")
 
 
+# Reading
+
+
+def _reading(
+    table: Tensor, ring: Tensor, other: Tensor, capacity: int, reading: tuple[Any, ...], trusted: bool
+) -> Reading | None:
+    """What a computed batch needs; None if rows are copied. A trusted call's table and ring are a storage's own."""
+    if not trusted:
+        check_storage(table, ring, capacity)
+    how = None if table.shape[1] == ENTRY else Reading(*reading)
+    if how is not None and not trusted:
+        check_reading(how, capacity)
+    if not trusted or other.get_device() != table.get_device():
+        check_devices(table, ring, other, *(() if how is None else how[:3]))
+    return how
+
+
 def gather(
-    table: Tensor, ring: Tensor, index: Tensor, capacity: int, arena_bytes: int, *, trusted: bool = False
+    table: Tensor, ring: Tensor, index: Tensor, capacity: int, arena_bytes: int, *reading: Any, trusted: bool = False
 ) -> tuple[Tensor, Tensor]:
     """See :data:`gpubuf.kernels.rows.gather`. A trusted launch comes from a storage, which owns table and ring."""
-    n_keys, n = table.shape[0] if trusted else check_storage(table, ring, capacity), check_index(index)
-    if not trusted or index.get_device() != table.get_device():
-        check_devices(table, (ring, index))
+    n = check_index(index)
+    how = _reading(table, ring, index, capacity, reading, trusted)
     arena = torch.empty(arena_bytes, dtype=torch.uint8, device=table.device)
-    generation = torch.empty_like(index)
+    generation = torch.empty_like(index) if how is None else index.new_empty(how.rows(n))
     if n == 0:
         return arena, generation
+    if how is not None:
+        _compute(table, ring, None, index, arena, generation, n, capacity, how)
+        return arena, generation
     check_row_bytes(arena_bytes, n)
-    config = _config(arena_bytes, table.device)
-    row_programs = cdiv(n, config.tile)
+    tile, num_warps = copy_tile(arena_bytes, table.device)
+    n_keys, row_programs = table.shape[0], cdiv(n, tile)
     launch(
         rows_gather_kernel,
-        row_programs + copying_programs(n_keys, n, arena_bytes, config.tile),
+        row_programs + copying_programs(n_keys, n, arena_bytes, tile),
         table,
         ring,
         index,
@@ -117,33 +156,41 @@ def gather(
         capacity,
         row_programs,
         KEYS=padded_keys(n_keys),
-        TILE=config.tile,
+        TILE=tile,
         ALIGNMENT=ALIGNMENT,
-        num_warps=config.num_warps,
+        num_warps=num_warps,
     )
     return arena, generation
 
 
 def sample(
-    table: Tensor, ring: Tensor, rng: Tensor, n: int, capacity: int, arena_bytes: int, *, trusted: bool = False
+    table: Tensor,
+    ring: Tensor,
+    rng: Tensor,
+    n: int,
+    capacity: int,
+    arena_bytes: int,
+    *reading: Any,
+    trusted: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :data:`gpubuf.kernels.rows.sample`. A trusted launch comes from a storage, which owns table and ring."""
-    n_keys = table.shape[0] if trusted else check_storage(table, ring, capacity)
     check_count(n)
     check_state(rng)
-    if not trusted or rng.get_device() != table.get_device():
-        check_devices(table, (ring, rng))
+    how = _reading(table, ring, rng, capacity, reading, trusted)
     arena = torch.empty(arena_bytes, dtype=torch.uint8, device=table.device)
-    index = torch.empty(n, dtype=torch.int64, device=table.device)
+    index = torch.empty(n if how is None else how.rows(n), dtype=torch.int64, device=table.device)
     generation = torch.empty_like(index)
     if n == 0:
         return arena, index, generation
+    if how is not None:
+        _compute(table, ring, rng, index, arena, generation, n, capacity, how)
+        return arena, index, generation
     check_row_bytes(arena_bytes, n)
-    config = _config(arena_bytes, table.device)
-    row_programs = cdiv(n, config.tile)
+    tile, num_warps = copy_tile(arena_bytes, table.device)
+    n_keys, row_programs = table.shape[0], cdiv(n, tile)
     launch(
         rows_sample_kernel,
-        row_programs + copying_programs(n_keys, n, arena_bytes, config.tile),
+        row_programs + copying_programs(n_keys, n, arena_bytes, tile),
         table,
         ring,
         rng,
@@ -155,81 +202,152 @@ def sample(
         capacity,
         row_programs,
         KEYS=padded_keys(n_keys),
-        TILE=config.tile,
+        TILE=tile,
         ALIGNMENT=ALIGNMENT,
-        num_warps=config.num_warps,
+        num_warps=num_warps,
     )
     return arena, index, generation
 
 
-@dataclass(frozen=True)
-class Part:
-    """The keys of a write that one launch takes."""
+def _compute(
+    fields: Tensor,
+    ring: Tensor,
+    rng: Tensor | None,
+    index: Tensor,
+    arena: Tensor,
+    generation: Tensor,
+    n: int,
+    capacity: int,
+    how: Reading,
+) -> None:
+    """Launch the kernel that computes a batch: of rows ``index``, or of rows that it draws if there is an ``rng``."""
+    n_keys, arena_bytes, rows = fields.shape[0], arena.numel(), generation.numel()
+    check_row_bytes(arena_bytes, rows)
+    ends, links, noise, envs, n_steps, gamma, mirror, draws = how
+    if rng is None:
+        tile, num_warps = batch_tile(arena_bytes, fields.device)
+    else:
+        tile, num_warps = sample_tile(arena_bytes, fields.device, links is not None, noise is not None)
+    row_programs = cdiv(rows, tile)
+    # A window of one step ends there, whatever the flags say.
+    has_ends = ends is not None and n_steps > 1
+    launch(
+        rows_compute_kernel,
+        row_programs + copying_programs(n_keys, rows, arena_bytes, tile),
+        fields,
+        ring,
+        ends if has_ends else ring,
+        ring if links is None else links,
+        ring if noise is None else noise,
+        ring if rng is None else rng,
+        index,
+        arena,
+        generation,
+        n_keys,
+        n,
+        rows,
+        capacity // envs,
+        envs,
+        n_steps,
+        float_bits(gamma),
+        mirror,
+        draws,
+        row_programs,
+        HAS_ENDS=has_ends,
+        HAS_LINKS=links is not None,
+        HAS_NOISE=noise is not None,
+        SAMPLE=rng is not None,
+        KEYS=padded_keys(n_keys),
+        TILE=tile,
+        ALIGNMENT=ALIGNMENT,
+        num_warps=num_warps,
+    )
+
+
+# Writing
+
+
+class Part(NamedTuple):
+    """The keys of a write that one launch takes. ``sources`` may be copies, which nothing else keeps alive."""
 
     table: Tensor
-    n_keys: int
+    sources: Sequence[Source]
     addresses: tuple[int, ...]
     strides: tuple[int, ...]
     n_bytes: int
+    tile: int
+    num_warps: int
+
+    def programs(self, n: int, row_programs: int = 0) -> int:
+        """Programs of a launch that writes ``n`` rows: at least one, for the counters move even without keys."""
+        return max(row_programs + copying_programs(len(self.sources), n, self.n_bytes, self.tile), 1)
 
 
-def parts_of(table: Tensor, sources: Sequence[Source], n: int) -> Iterator[Part]:
-    """Cut a write of ``n`` rows into launches. There is one even without keys: the counters move all the same."""
-    for start in range(0, max(len(sources), 1), MAX_SOURCES):
-        some = sources[start : start + MAX_SOURCES]
-        yield Part(
-            table[start : start + MAX_SOURCES] if len(some) < len(sources) else table,
-            len(some),
-            encode_arguments([s.rows.data_ptr() for s in some] or [0]),
-            encode_arguments([s.stride for s in some] or [0]),
-            n * sum(s.row_bytes for s in some),
-        )
-
-
-def _checked_sources(table: Tensor, sources: Sequence[Tensor], n_keys: int, n: int) -> list[Source]:
-    check_source_count(sources, n_keys)
-    check_devices(table, sources)
-    rows = [strided_source(source, n) for source in sources]
+def parts_of(table: Tensor, sources: Sequence[Tensor], n: int) -> list[Part]:
+    """Cut a write of ``n`` rows into launches, at least one."""
+    plain = table.shape[1] == ENTRY
+    check_source_count(sources, table.shape[0])
+    check_devices(table, *sources)
+    # The source of a field may be empty: it is not written, or has nothing in it.
+    rows = [Source(s, 0, 0) if not plain and s.numel() == 0 else strided_source(s, n) for s in sources]
     check_row_bytes(n * sum(source.row_bytes for source in rows), n)
-    return rows
+    parts = []
+    for start in range(0, max(len(rows), 1), MAX_SOURCES):
+        some = rows[start : start + MAX_SOURCES]
+        addresses = encode_arguments([source.rows.data_ptr() for source in some] or [0])
+        strides = encode_arguments([source.stride for source in some] or [0])
+        n_bytes = n * sum(source.row_bytes for source in some)
+        tile = copy_tile(n_bytes, table.device) if plain else write_tile(n_bytes, table.device)
+        entries = table[start : start + MAX_SOURCES] if len(some) < len(rows) else table
+        parts.append(Part(entries, some, addresses, strides, n_bytes, *tile))
+    return parts
 
 
-def extend(table: Tensor, sources: Sequence[Tensor], ring: Tensor, n: int, capacity: int) -> Tensor:
+def extend(
+    table: Tensor,
+    sources: Sequence[Tensor],
+    ring: Tensor,
+    n: int,
+    capacity: int,
+    envs: int = 1,
+    links: Tensor | None = None,
+    owners: Tensor | None = None,
+) -> Tensor:
     """See :data:`gpubuf.kernels.rows.extend`."""
     n_keys = check_storage(table, ring, capacity)
     check_count(n)
-    check_devices(table, (ring,))
+    check_sharing(links, owners, n, capacity, envs)
+    check_devices(table, ring, links, owners)
     index = torch.empty(n, dtype=torch.int64, device=table.device)
     if n == 0:
         check_source_count(sources, n_keys)
         return index
-    # Kept until the launch: some may be copies, which only this list keeps alive.
-    checked = _checked_sources(table, sources, n_keys, n)
-    parts = list(parts_of(table, checked, n))
+    parts, skipped = parts_of(table, sources, n), max(n - capacity, 0)
     for part in parts:
-        config = _config(part.n_bytes, table.device)
-        # The index is written by the first launch, the counters move in the last.
-        row_programs = cdiv(n, config.tile) if part is parts[0] else 0
-        grid = max(row_programs + copying_programs(part.n_keys, n, part.n_bytes, config.tile), 1)
+        # The index is written by the first launch. The counters move in the last one.
+        row_programs = cdiv(n, part.tile) if part is parts[0] else 0
         launch(
             rows_extend_kernel,
-            grid,
+            part.programs(n, row_programs),
             part.table,
             part.addresses,
             part.strides,
             ring,
             index,
-            part.n_keys,
+            len(part.sources),
             n,
-            max(n - capacity, 0),
+            skipped,
             capacity,
-            n if part is parts[-1] else 0,
+            n if part is parts[-1] and links is None else 0,
             row_programs,
-            KEYS=padded_keys(part.n_keys),
-            TILE=config.tile,
+            PLAIN=table.shape[1] == ENTRY,
+            KEYS=padded_keys(len(part.sources)),
+            TILE=part.tile,
             ALIGNMENT=ALIGNMENT,
-            num_warps=config.num_warps,
+            num_warps=part.num_warps,
         )
+    if links is not None and owners is not None:
+        _share(parts, ring, links, owners, index, None, n, skipped, capacity, envs)
     return index
 
 
@@ -266,34 +384,139 @@ def write(
     """See :data:`gpubuf.kernels.rows.write`."""
     n_keys, n = check_storage(table, ring, capacity), check_index(index)
     check_generation(generation, n)
-    check_devices(table, (ring, index) if generation is None else (ring, index, generation))
+    check_devices(table, ring, index, generation)
     if n == 0:
         check_source_count(sources, n_keys)
         return
-    # Kept until the launch: some may be copies, which only this list keeps alive.
-    checked = _checked_sources(table, sources, n_keys, n)
-    parts = list(parts_of(table, checked, n))
+    parts = parts_of(table, sources, n)
     winner = winners(index, capacity, ring, generation)
     for part in parts:
-        config = _config(part.n_bytes, table.device)
         # Faults are counted by the first launch alone.
-        row_programs = cdiv(n, config.tile) if part is parts[0] else 0
-        grid = max(row_programs + copying_programs(part.n_keys, n, part.n_bytes, config.tile), 1)
+        row_programs = cdiv(n, part.tile) if part is parts[0] else 0
         launch(
             rows_write_kernel,
-            grid,
+            part.programs(n, row_programs),
             part.table,
             part.addresses,
             part.strides,
             ring,
             index,
             winner,
-            part.n_keys,
+            len(part.sources),
             n,
             capacity,
             row_programs,
-            KEYS=padded_keys(part.n_keys),
-            TILE=config.tile,
+            PLAIN=table.shape[1] == ENTRY,
+            KEYS=padded_keys(len(part.sources)),
+            TILE=part.tile,
             ALIGNMENT=ALIGNMENT,
-            num_warps=config.num_warps,
+            num_warps=part.num_warps,
+        )
+
+
+def relink(
+    table: Tensor,
+    sources: Sequence[Tensor],
+    ring: Tensor,
+    index: Tensor,
+    capacity: int,
+    envs: int,
+    links: Tensor,
+    owners: Tensor,
+) -> None:
+    """See :data:`gpubuf.kernels.rows.relink`."""
+    n_keys, n = check_storage(table, ring, capacity), check_index(index)
+    check_sharing(links, owners, 0, capacity, envs)
+    check_devices(table, ring, links, owners, index)
+    if n == 0:
+        check_source_count(sources, n_keys)
+        return
+    winner = last_of_duplicates(index, capacity)
+    _share(parts_of(table, sources, n), ring, links, owners, index, winner, n, 0, capacity, envs)
+
+
+def _share(
+    parts: Sequence[Part],
+    ring: Tensor,
+    links: Tensor,
+    owners: Tensor,
+    index: Tensor,
+    winner: Tensor | None,
+    n: int,
+    skipped: int,
+    capacity: int,
+    envs: int,
+) -> None:
+    """Compare, assign and put aside: of rows that extend the ring, or of ``winner`` among those of ``index``."""
+    again = winner is not None
+    candidates = n if again else n - skipped + envs
+    differs = torch.empty(candidates, dtype=torch.int32, device=index.device)
+    free = torch.empty_like(differs)
+    given = ring if winner is None else winner
+    for part in parts:
+        columns = min(COMPARED_COLUMNS, part.tile)
+        launch(
+            rows_compare_kernel,
+            cdiv(candidates, part.tile // columns),
+            part.table,
+            part.addresses,
+            part.strides,
+            ring,
+            index,
+            given,
+            differs,
+            len(part.sources),
+            n,
+            skipped,
+            capacity,
+            envs,
+            0 if part is parts[0] else 1,
+            RELINK=again,
+            KEYS=padded_keys(len(part.sources)),
+            BLOCK_ROWS=part.tile // columns,
+            BLOCK_COLUMNS=columns,
+            num_warps=part.num_warps,
+        )
+    tile, num_warps = assign_tile(sum(part.n_bytes for part in parts), index.device)
+    launch(
+        rows_assign_kernel,
+        1,
+        ring,
+        links,
+        owners,
+        index,
+        given,
+        differs,
+        free,
+        n,
+        skipped,
+        capacity,
+        envs,
+        owners.numel() - 1,
+        RELINK=again,
+        BLOCK=tile,
+        num_warps=num_warps,
+    )
+    for part in parts:
+        launch(
+            rows_aside_kernel,
+            part.programs(n),
+            part.table,
+            part.addresses,
+            part.strides,
+            ring,
+            links,
+            index,
+            given,
+            len(part.sources),
+            n,
+            skipped,
+            capacity,
+            envs,
+            n if part is parts[-1] else 0,
+            RELINK=again,
+            KEYS=padded_keys(len(part.sources)),
+            TILE=part.tile,
+            ALIGNMENT=ALIGNMENT,
+            num_warps=part.num_warps,
         )

@@ -1,4 +1,4 @@
-"""Rows on the GPU: table-driven copies of bytes, all keys in one launch.
+"""Rows on the GPU: batches, copied or computed, all keys in one launch.
 
 The grid of every kernel is one-dimensional. The first ``row_programs`` programs write what each row has once: index,
 generation, faults. The others copy *tiles*: ``TILE`` elements of one key's batch. An element has 16, 8, 4, 2 or 1
@@ -8,20 +8,27 @@ width, so that a tile of a one-byte key takes as long as a tile of a wide one.
 The number of tiles follows from the table, which is on the device; the host only guesses it. Copying program ``p`` of
 ``P`` therefore copies the tiles ``p``, ``p + P``, ... It finds a tile's key by a search in the running sum of the keys'
 tiles.
+
+Arguments of :func:`rows_compute_kernel` that are None on the host are any address here, and their ``HAS_`` is False.
 """
 
 import triton
 import triton.language as tl
 
 from gpubuf.kernels.philox._triton import OFFSET, SEED, TICKET, advance_state, take_ticket
+from gpubuf.kernels.rows._triton_fields import (
+    STEPS,
+    float_of,
+    load_places,
+    load_positions,
+    make_tiles,
+    newest_step,
+)
 from gpubuf.kernels.rows._triton_tiles import (
-    RING_TICKET,
     SIZE,
     WRITTEN,
-    advance_ring,
     copy_elements,
     count_faults,
-    decoded,
     draw_position,
     draw_tile,
     find_tile,
@@ -29,10 +36,8 @@ from gpubuf.kernels.rows._triton_tiles import (
     load_key,
     load_tiles,
     normalise,
-    quotient,
     row_address,
     rows_and_columns,
-    select,
     unit_shift,
 )
 
@@ -43,7 +48,7 @@ from gpubuf.kernels.rows._triton_tiles import (
     do_not_specialize_on_alignment=["index_ptr", "generation_ptr"],
 )
 def rows_gather_kernel(
-    table_ptr,  # int64 [n_keys, 5]: (device rows, row bytes, split, host rows, row stride), see gpubuf.kernels.rows
+    table_ptr,  # int64 [n_keys, 5]: (device rows, row bytes, split, host rows, row stride), see table_entry
     ring_ptr,  # int64 [4]: (written, size, ticket, faults)
     index_ptr,  # int64 [n]
     arena_ptr,  # uint8 [arena_bytes], 64-byte aligned
@@ -93,7 +98,7 @@ def rows_gather_kernel(
     do_not_specialize_on_alignment=["index_ptr", "generation_ptr"],
 )
 def rows_sample_kernel(
-    table_ptr,  # int64 [n_keys, 5]: (device rows, row bytes, split, host rows, row stride), see gpubuf.kernels.rows
+    table_ptr,  # int64 [n_keys, 5]: (device rows, row bytes, split, host rows, row stride), see table_entry
     ring_ptr,  # int64 [4]: (written, size, ticket, faults)
     rng_ptr,  # int64 [3]: (seed, offset, ticket), advanced by n
     arena_ptr,  # uint8 [arena_bytes], 64-byte aligned
@@ -146,124 +151,98 @@ def rows_sample_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["n_keys", "n", "skipped", "capacity", "advance", "row_programs"],
-    do_not_specialize_on_alignment=["index_ptr"],
-)
-def rows_extend_kernel(
-    table_ptr,  # int64 [n_keys, 5]: (device rows, row bytes, split, host rows, row stride), see gpubuf.kernels.rows
-    source_addresses,  # tuple of at least n_keys integers: 2 * address + 3
-    source_strides,  # as many integers: 2 * (bytes from row to row) + 3
-    ring_ptr,  # int64 [4]: (written, size, ticket, faults); written and size are advanced
-    index_ptr,  # int64 [n], output
-    n_keys,
-    n,
-    skipped,
-    capacity,
-    advance,
-    row_programs,
-    KEYS: tl.constexpr,
-    TILE: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-):
-    """storage[k, (written + i) % capacity] = source[k, i] for i from ``skipped`` = max(n - capacity, 0) on.
-
-    index[i] = (written + i) % capacity for all i. The counters move by ``advance``, n rows in the last launch of a
-    write. Addresses and strides are odd numbers: Triton would compile a variant for every combination of those
-    that are 1 or divisible by 16.
-
-    Grid: (row_programs + any number of copying programs,), row_programs = cdiv(n, TILE) or 0; at least 1.
-    """
-    program = tl.program_id(0).to(tl.int64)
-    n = n.to(tl.int64)
-    capacity = capacity.to(tl.int64)
-    written = tl.load(ring_ptr + WRITTEN)
-    size = tl.load(ring_ptr + SIZE)
-    ticket = take_ticket(ring_ptr + RING_TICKET)
-    if program < row_programs:
-        row = program * TILE + tl.arange(0, TILE)
-        cursor = written - quotient(written, capacity) * capacity
-        tl.store(index_ptr + row, (cursor + row) % capacity, mask=row < n)
-    else:
-        kept = n - skipped
-        first = written + skipped
-        cursor = first - quotient(first, capacity) * capacity
-        tiles, sizes, lanes = load_tiles(table_ptr, n_keys, kept, KEYS, TILE)
-        for tile in range(program - row_programs, tl.sum(tiles, 0), tl.num_programs(0) - row_programs):
-            key, number, _ = find_tile(tiles, sizes, lanes, tile, ALIGNMENT)
-            device_rows, split, host_rows, stride, alignment, row_bytes, first_row, first_byte = load_key(
-                table_ptr, key, kept, number, TILE
-            )
-            source_stride = decoded(select(key, source_strides))
-            source_address = decoded(select(key, source_addresses)) + skipped * source_stride
-            # A worse aligned source is copied in narrower elements, in more than one pass.
-            shift = unit_shift(alignment | source_address | source_stride)
-            words = (row_bytes >> shift).to(tl.int32)
-            passes = 1 << (unit_shift(alignment) - shift)
-            for part in range(0, passes):
-                element = part * TILE + tl.arange(0, TILE)
-                row, column = rows_and_columns(element, (first_byte >> shift).to(tl.int32), words, passes * TILE)
-                row = first_row + row
-                byte = column.to(tl.int64) << shift
-                position = cursor + row
-                position = tl.where(position < capacity, position, position - capacity)
-                source = source_address + row * source_stride + byte
-                target = row_address(position, device_rows, split, host_rows, stride) + byte
-                copy_elements(source, target, shift, row < kept, row < kept)
-    advance_ring(ring_ptr, ticket, written, size, advance, capacity)
-
-
-@triton.jit(
-    do_not_specialize=["n_keys", "n", "capacity", "row_programs"],
-    do_not_specialize_on_alignment=["index_ptr", "winner_ptr"],
-)
-def rows_write_kernel(
-    table_ptr,  # int64 [n_keys, 5]: (device rows, row bytes, split, host rows, row stride), see gpubuf.kernels.rows
-    source_addresses,  # tuple of at least n_keys integers: 2 * address + 3
-    source_strides,  # as many integers: 2 * (bytes from row to row) + 3
+    do_not_specialize=[
+        "n_keys", "n", "rows", "steps", "envs", "n_steps", "gamma_bits", "mirror", "draws", "row_programs"
+    ],
+    do_not_specialize_on_alignment=["index_ptr", "generation_ptr"],
+)  # fmt: skip
+def rows_compute_kernel(
+    fields_ptr,  # int64 [n_keys, 32], see gpubuf.kernels.rows.Field
     ring_ptr,  # int64 [4]: (written, size, ticket, faults)
-    index_ptr,  # int64 [n]
-    winner_ptr,  # bool [n]: false where a later entry names the same row
+    ends_ptr,  # int64 [cdiv(steps, 64) * envs], HAS_ENDS
+    links_ptr,  # int32 [capacity], HAS_LINKS
+    noise_ptr,  # int64 [3]: (seed, offset, ticket), advanced by rows * draws, HAS_NOISE
+    rng_ptr,  # int64 [3]: (seed, offset, ticket), advanced by n, SAMPLE
+    index_ptr,  # int64 [n]; with SAMPLE [rows], output
+    arena_ptr,  # uint8 [arena_bytes], 64-byte aligned
+    generation_ptr,  # int64 [rows]
     n_keys,
     n,
-    capacity,
+    rows,
+    steps,
+    envs,
+    n_steps,
+    gamma_bits,
+    mirror,
+    draws,
     row_programs,
+    HAS_ENDS: tl.constexpr,
+    HAS_LINKS: tl.constexpr,
+    HAS_NOISE: tl.constexpr,
+    SAMPLE: tl.constexpr,
     KEYS: tl.constexpr,
     TILE: tl.constexpr,
     ALIGNMENT: tl.constexpr,
 ):
-    """storage[k, index[i]] = source[k, i] where winner[i]; indices out of range count as faults.
+    """arena[f, b] = field f of the batch's row b, from row index[b] or index[b - n]; generation of that row.
 
-    Addresses, strides and grid as in rows_extend_kernel.
+    With SAMPLE index[b] = min(floor(uniform(seed, offset + b) * size), size - 1), b < n: every program draws for itself
+    the rows that it makes, for the generator is counter-based. rows = n, or 2 n if mirror is DOUBLED. gamma_bits are
+    those of a float64. A row out of range, or whose next observation is lost, reads as zeros and counts as a fault.
+
+    Grid: (row_programs + any number of tile programs,), where row_programs = cdiv(rows, TILE).
     """
     program = tl.program_id(0).to(tl.int64)
     n = n.to(tl.int64)
-    capacity = capacity.to(tl.int64)
+    envs = envs.to(tl.int64)
+    draws = draws.to(tl.int64)
+    steps = steps.to(tl.int64)
+    rows = rows.to(tl.int64)
+    written = tl.load(ring_ptr + WRITTEN)
+    size = n
+    if SAMPLE:
+        size = tl.load(ring_ptr + SIZE)
+    noise_offset = n * 0
+    if HAS_NOISE:
+        noise_offset = tl.load(noise_ptr + OFFSET)
+        noise_ticket = take_ticket(noise_ptr + TICKET)
+    rng_offset = noise_offset
+    if SAMPLE:
+        rng_offset = tl.load(rng_ptr + OFFSET)
+        ticket = take_ticket(rng_ptr + TICKET)
+    memory = (ends_ptr, links_ptr, noise_ptr, index_ptr, rng_ptr)
+    has = (HAS_ENDS, HAS_LINKS, HAS_NOISE, SAMPLE)
+    before = (noise_offset, rng_offset, size)
+    batch = (n, rows, mirror, draws)
+    window = (newest_step(written, steps, envs), steps, envs, n_steps.to(tl.int64))
     if program < row_programs:
         row = program * TILE + tl.arange(0, TILE)
-        _, valid = normalise(tl.load(index_ptr + row, mask=row < n, other=0), capacity)
+        position, valid = load_positions(memory, before, batch, row, steps * envs, has)
+        if SAMPLE:
+            tl.store(index_ptr + row, position, mask=row < rows)
+        if HAS_LINKS:
+            valid = load_places(memory, position, valid, STEPS, window, has) >= 0
+        generation = generation_of(position, valid, written, steps * envs)
+        tl.store(generation_ptr + row, generation, mask=row < rows)
         count_faults(ring_ptr, (row < n) & ~valid)
     else:
-        tiles, sizes, lanes = load_tiles(table_ptr, n_keys, n, KEYS, TILE)
-        for tile in range(program - row_programs, tl.sum(tiles, 0), tl.num_programs(0) - row_programs):
-            key, number, _ = find_tile(tiles, sizes, lanes, tile, ALIGNMENT)
-            device_rows, split, host_rows, stride, alignment, row_bytes, first_row, first_byte = load_key(
-                table_ptr, key, n, number, TILE
-            )
-            source_address = decoded(select(key, source_addresses))
-            source_stride = decoded(select(key, source_strides))
-            # As in rows_extend_kernel.
-            shift = unit_shift(alignment | source_address | source_stride)
-            words = (row_bytes >> shift).to(tl.int32)
-            passes = 1 << (unit_shift(alignment) - shift)
-            for part in range(0, passes):
-                element = part * TILE + tl.arange(0, TILE)
-                row, column = rows_and_columns(element, (first_byte >> shift).to(tl.int32), words, passes * TILE)
-                row = first_row + row
-                byte = column.to(tl.int64) << shift
-                mask = row < n
-                position, valid = normalise(tl.load(index_ptr + row, mask=mask, other=0), capacity)
-                winner = tl.load(winner_ptr + row, mask=mask, other=0).to(tl.int1)
-                chosen = mask & valid & winner
-                source = source_address + row * source_stride + byte
-                target = row_address(position, device_rows, split, host_rows, stride) + byte
-                copy_elements(source, target, shift, chosen, chosen)
+        make_tiles(
+            fields_ptr,
+            arena_ptr,
+            memory,
+            before,
+            batch,
+            window,
+            float_of(gamma_bits.to(tl.int64)),
+            program - row_programs,
+            tl.num_programs(0) - row_programs,
+            n_keys,
+            has,
+            KEYS,
+            TILE,
+            ALIGNMENT,
+        )
+    if SAMPLE:
+        advance_state(rng_ptr, ticket, rng_offset + n)
+    if HAS_NOISE:
+        advance_state(noise_ptr, noise_ticket, noise_offset + rows * draws)

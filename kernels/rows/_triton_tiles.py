@@ -35,9 +35,23 @@ def unit_shift(alignment):
 
 
 @triton.jit
+def wide_quotient(a, b):
+    """``a // b`` of int64 numbers of 0 .. 2**62 and from 1 up. The division of 64 bits is a call, and spills."""
+    inverse = 1.0 / b.to(tl.float32)
+    whole = a * 0
+    rest = a
+    # Each turn leaves a millionth of the rest, and the last one less than the divisor to either side.
+    for _ in tl.static_range(4):
+        part = (rest.to(tl.float32) * inverse).to(tl.int64)
+        whole += part
+        rest -= part * b
+    return whole + (rest >= b).to(tl.int64) - (rest < 0).to(tl.int64)
+
+
+@triton.jit
 def quotient(a, b):
-    """``a // b`` of int64 scalars, at least 0 and at least 1: a 64-bit division takes a hundred instructions."""
-    return (a.to(tl.uint32) // b.to(tl.uint32)).to(tl.int64) if (a | b) < (1 << 31) else a // b
+    """``a // b`` of int64 scalars, at least 0 and at least 1."""
+    return (a.to(tl.uint32) // b.to(tl.uint32)).to(tl.int64) if (a | b) < (1 << 31) else wide_quotient(a, b)
 
 
 @triton.jit
@@ -111,7 +125,7 @@ def generation_of(position, valid, written, capacity):
 
 @triton.jit
 def decoded(value):
-    """The value of a number that ``encode_arguments`` in ``_launch.py`` made odd and at least 3."""
+    """The value of a number that ``encode_arguments`` of ``_launching.py`` made odd and at least 3."""
     return (value - 3) >> 1
 
 
@@ -195,9 +209,12 @@ def count_faults(ring_ptr, fault):
 
 
 @triton.jit
-def advance_ring(ring_ptr, ticket, written, size, n, capacity):
+def advance_ring(ring_ptr, ticket, n, capacity):
     """Count ``n`` rows as written, once per launch, in the program that took the last ticket of the ring."""
     last = is_last(ring_ptr + RING_TICKET, ticket)
     lane = tl.arange(0, 128).to(tl.int64) * 0
-    tl.store(ring_ptr + WRITTEN + lane, lane + (written + n), mask=last)
-    tl.store(ring_ptr + SIZE + lane, lane + tl.minimum(size + n, capacity), mask=last)
+    # Loaded again: the counters of before would occupy registers until here.
+    written = tl.load(ring_ptr + WRITTEN + lane, mask=last, other=0)
+    size = tl.load(ring_ptr + SIZE + lane, mask=last, other=0)
+    tl.store(ring_ptr + WRITTEN + lane, written + n, mask=last)
+    tl.store(ring_ptr + SIZE + lane, tl.minimum(size + n, capacity), mask=last)

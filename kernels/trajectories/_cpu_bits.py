@@ -10,7 +10,7 @@ from numba import carray
 from gpubuf.kernels._jit import jit
 from gpubuf.kernels._pointers import as_i64, as_u8
 from gpubuf.kernels.rows import ENTRY, ROW_BYTES, ROW_STRIDE
-from gpubuf.kernels.rows._cpu_table import differ, row_address
+from gpubuf.kernels.rows._cpu_copy import differ, row_address
 from gpubuf.kernels.trajectories._cpu_search import load_i64, store_i64
 
 # For eight bytes: their lowest seven bits, their lowest bit, and the factor that moves these into the highest byte. All

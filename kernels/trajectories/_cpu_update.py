@@ -8,7 +8,7 @@ from numba import carray
 from gpubuf.kernels._jit import jit
 from gpubuf.kernels._pointers import as_i64, as_u8
 from gpubuf.kernels.rows import ENTRY, ROW_BYTES
-from gpubuf.kernels.rows._cpu_table import differ, row_address
+from gpubuf.kernels.rows._cpu_copy import differ, row_address
 from gpubuf.kernels.trajectories._cpu_bits import clear_all, clear_step, read_steps, summarise
 from gpubuf.kernels.trajectories._cpu_search import age_of, last_age, load_i64, step_of
 from gpubuf.kernels.trajectories._cpu_weights import sum_above, weigh_all, weigh_slots, weigh_word

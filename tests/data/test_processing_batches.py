@@ -301,7 +301,7 @@ def test_priorities_of_a_doubled_batch():
         close(leaves[index], torch.tensor(priority), 1e-5)
 
 
-FAMILIES = ("rows", "sum_tree", "trajectories", "transitions", "moments", "philox")
+FAMILIES = ("rows", "sum_tree", "trajectories", "moments", "philox")
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from tensordict import TensorDict
 
 from gpubuf.data import Clip, LazyTensorStorage, Mirror, Normalize, RandomShift, RewardScale, TensorDictReplayBuffer
 from gpubuf.data.processing.pipeline import Pipeline
-from gpubuf.kernels.transitions import BY_CHANCE, DOUBLED, OFF
+from gpubuf.kernels.rows import BY_CHANCE, DOUBLED, OFF
 from tests.support.processing_setup import bound, generator, steps
 
 

@@ -13,8 +13,7 @@ from tensordict import TensorDict
 from gpubuf import LazyTensorStorage, TensorDictReplayBuffer, capture
 from gpubuf.kernels import _launching as launching
 from gpubuf.kernels._registry import triton_on_cpu
-from gpubuf.kernels.rows import SIZE, WRITTEN
-from gpubuf.kernels.transitions import LOST
+from gpubuf.kernels.rows import LOST, SIZE, WRITTEN
 from tests.support.fake_cuda import fake_cuda, no_blocking_copies
 from tests.support.graph_recorder import RecordedCuda
 from tests.support.interrupts import interrupted
@@ -251,7 +250,7 @@ def test_a_write_that_is_interrupted_between_its_launches(write, place, monkeypa
 
         rows = stream.steps(5)
         with monkeypatch.context() as patch:
-            patch.setattr("gpubuf.kernels.transitions._launch.launch", launch)
+            patch.setattr("gpubuf.kernels.rows._launch.launch", launch)
             with contextlib.suppress(KeyboardInterrupt):
                 if write == "extend":
                     buffer.extend(rows)

@@ -16,10 +16,9 @@ if triton.__version__.startswith("3.6."):
     SPILLS = {
         "batch_norm_activation_backward_kernel": 24,
         "norm_activation_backward_kernel": 32,
-        "rows_extend_kernel": 8,
+        "rows_extend_kernel": 16,
         "sum_tree_refresh_leaves_kernel": 8,
         "trajectories_update_envs_kernel": 32,
-        "transitions_extend_kernel": 16,
     }
 
 

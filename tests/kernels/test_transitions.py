@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
-from gpubuf.kernels import philox, rows, transitions
-from gpubuf.kernels.transitions import BY_CHANCE, DOUBLED, DRAWN, LAST, MAX_PAD, NEXT, OFF, STEPS, SUM
+from gpubuf.kernels import philox, rows
+from gpubuf.kernels.rows import BY_CHANCE, DOUBLED, DRAWN, LAST, MAX_PAD, NEXT, OFF, STEPS, SUM
 from tests.support.transitions_setup import Spec, TransitionStore, assert_same, expected_batch, transitions_backend
 
 __all__ = ["transitions_backend"]
@@ -254,4 +254,4 @@ def test_rows_of_an_unknown_dtype_are_copied(transitions_backend, dtype):
 
 
 def test_codes():
-    assert [transitions.dtype_code(dtype) for dtype in (torch.uint8, torch.bool, torch.complex64)] == [0, 9, 10]
+    assert [rows.dtype_code(dtype) for dtype in (torch.uint8, torch.bool, torch.complex64)] == [0, 9, 10]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpubuf.kernels import _threads, philox, transitions
-from gpubuf.kernels.transitions import BY_CHANCE, DOUBLED, DRAWN, LAST, NEXT, OFF, STEPS, SUM
-from gpubuf.kernels.transitions._cpu import gather_into, sample_into
+from gpubuf.kernels import _threads, philox, rows
+from gpubuf.kernels.rows import BY_CHANCE, DOUBLED, DRAWN, LAST, NEXT, OFF, STEPS, SUM
+from gpubuf.kernels.rows._cpu import gather_into, sample_into
 from tests.support.transitions_setup import Spec, TransitionStore, assert_same, assert_store, transitions_backend
 
 __all__ = ["transitions_backend"]
@@ -35,21 +35,21 @@ def filled(capacity: int = 12, envs: int = 2) -> TransitionStore:
 
 def call(store: TransitionStore, **changed: object) -> object:
     arguments = {
-        "fields": store.fields,
+        "table": store.fields,
         "ring": store.ring,
+        "index": torch.tensor([0, 1]),
+        "capacity": store.capacity,
+        "arena_bytes": store._batch(2)[1],
         "ends": store.end_bits,
         "links": store.links,
         "noise": store.noise,
-        "index": torch.tensor([0, 1]),
-        "capacity": store.capacity,
         "envs": store.envs,
         "n_steps": 3,
         "gamma": 0.9,
         "mirror": OFF,
         "draws": store.draws,
-        "arena_bytes": store._batch(2)[1],
     }
-    return transitions.gather(*{**arguments, **changed}.values())
+    return rows.gather(*{**arguments, **changed}.values())
 
 
 BAD = [
@@ -69,7 +69,7 @@ BAD = [
     ({"links": torch.zeros(3, dtype=torch.int32)}, ValueError, "links must be contiguous"),
     ({"links": torch.zeros(12)}, TypeError, "links must be int32"),
     ({"ring": torch.zeros(3, dtype=torch.int64)}, ValueError, "ring must have shape"),
-    ({"fields": torch.zeros(8, 5, dtype=torch.int64)}, ValueError, "fields must have shape"),
+    ({"table": torch.zeros(8, 6, dtype=torch.int64)}, ValueError, "table must have shape"),
 ]
 
 
@@ -94,12 +94,12 @@ def test_reads_that_the_cpu_refuses():
 def test_writes_that_are_refused(transitions_backend):
     store, sources = filled(), filled().batch(4, 1)
     for change, text in (
-        (lambda: store.extend(sources[1:], 4), "8 fields, but 7 sources"),
+        (lambda: store.extend(sources[1:], 4), "8 keys, but there are 7 sources"),
         (lambda: store.extend(sources, -2), "negative"),
         (lambda: store.extend(store.batch(3, 1), 3), "3 rows are not a whole number of steps of 2"),
-        (lambda: transitions.extend(store.fields, sources, store.ring, store.links, None, 4, 12, 2), "go together"),
-        (lambda: store.write(sources[1:], torch.arange(4)), "8 fields, but 7 sources"),
-        (lambda: store.relink(sources[1:], torch.arange(4)), "8 fields, but 7 sources"),
+        (lambda: rows.extend(store.fields, sources, store.ring, 4, 12, 2, store.links, None), "go together"),
+        (lambda: store.write(sources[1:], torch.arange(4)), "8 keys, but there are 7 sources"),
+        (lambda: store.relink(sources[1:], torch.arange(4)), "8 keys, but there are 7 sources"),
     ):
         before = store.reference()
         with pytest.raises(ValueError, match=text):
@@ -118,7 +118,7 @@ def test_writes_that_the_cpu_refuses():
     with pytest.raises(IndexError, match=r"index\[2\] is 12, outside \[-12, 12\)"):
         store.write(sources, torch.tensor([0, 1, 12, 2]))
     with pytest.raises(ValueError, match="field 1 can't be written: it needs links"):
-        transitions.extend(store.fields, sources, store.ring, None, None, 4, 12, 2)
+        rows.extend(store.fields, sources, store.ring, 4, 12, 2)
     assert_store(store, before)
     alone = TransitionStore([Spec(2), Spec(2, NEXT, of=0)], 4, slots=2)
     alone.specs[0].writes = False
@@ -133,7 +133,7 @@ def test_stale_rows_are_skipped(transitions_backend):
     index = torch.tensor([0, 5, -1, 2, 5])
     generation = torch.tensor([2, 1, 1, 1, 1])
     ring = store.reference()
-    transitions.write(store.fields, sources, store.ring, index, store.capacity, generation)
+    rows.write(store.fields, sources, store.ring, index, store.capacity, generation)
     # Row 2 is in its second generation.
     kept = [0, 1, 2, 4]
     ring.write([x[kept] if x.numel() else x for x in sources], index[kept].tolist())
@@ -159,37 +159,28 @@ def test_opcheck():
     store = TransitionStore(store.specs, 12, 2, slots=12)
     store.extend(store.batch(8, 1), 8)
     store.noise = philox.new_state(5, "cpu")
-    shape, arena_bytes = (store.capacity, store.envs), store._batch(rows_out)[1]
-    read = (store.fields, store.ring, store.end_bits, store.links, store.noise)
-    how = (*shape, 3, 0.9, DOUBLED, 1, arena_bytes)
-    torch.library.opcheck(transitions.gather, (*read, torch.tensor([0, 2, 5]), *how))
-    torch.library.opcheck(
-        transitions.gather,
-        (*read[:2], None, read[3], None, torch.tensor([0, 2, 5]), *shape, 1, 0.9, OFF, 0, store._batch(3)[1]),
-    )
-    torch.library.opcheck(transitions.sample, (*read, rng, 3, *how))
-    sources = store.batch(4, 7)
-    torch.library.opcheck(transitions.extend, (store.fields, sources, store.ring, store.links, store.owners, 4, *shape))
-    torch.library.opcheck(transitions.write, (store.fields, sources, store.ring, torch.arange(4), store.capacity))
-    torch.library.opcheck(
-        transitions.relink, (store.fields, sources, store.ring, store.links, store.owners, torch.arange(4), *shape)
-    )
+    arena_bytes, index = store._batch(rows_out)[1], torch.tensor([0, 2, 5])
+    read = (store.fields, store.ring)
+    reading = (store.end_bits, store.links, store.noise, 2, 3, 0.9, DOUBLED, 1)
+    torch.library.opcheck(rows.gather, (*read, index, 12, arena_bytes, *reading))
+    torch.library.opcheck(rows.gather, (*read, index, 12, store._batch(3)[1], None, store.links, None, 2))
+    torch.library.opcheck(rows.sample, (*read, rng, 3, 12, arena_bytes, *reading))
+    sources, shared = store.batch(4, 7), (2, store.links, store.owners)
+    torch.library.opcheck(rows.extend, (store.fields, sources, store.ring, 4, 12, *shared))
+    torch.library.opcheck(rows.write, (store.fields, sources, store.ring, torch.arange(4), store.capacity))
+    torch.library.opcheck(rows.relink, (store.fields, sources, store.ring, torch.arange(4), 12, *shared))
 
 
 def test_fakes_have_the_shapes_of_results():
     store = filled()
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
-        for mirror, rows in ((OFF, 3), (DOUBLED, 6)):
-            how = (12, 2, 3, 0.9, mirror, store.draws, 640)
-            arena, generation = transitions.gather(
-                store.fields, store.ring, None, store.links, store.noise, torch.arange(3), *how
-            )
-            assert (arena.shape, arena.dtype, generation.shape) == ((640,), torch.uint8, (rows,))
-            drawn = transitions.sample(
-                store.fields, store.ring, None, store.links, store.noise, philox.new_state(1, "cpu"), 3, *how
-            )
-            assert [t.shape for t in drawn] == [(640,), (rows,), (rows,)]
-        index = transitions.extend(store.fields, [], store.ring, None, None, 4, 12, 2)
+        for mirror, n in ((OFF, 3), (DOUBLED, 6)):
+            reading = (None, store.links, store.noise, 2, 3, 0.9, mirror, store.draws)
+            arena, generation = rows.gather(store.fields, store.ring, torch.arange(3), 12, 640, *reading)
+            assert (arena.shape, arena.dtype, generation.shape) == ((640,), torch.uint8, (n,))
+            drawn = rows.sample(store.fields, store.ring, philox.new_state(1, "cpu"), 3, 12, 640, *reading)
+            assert [t.shape for t in drawn] == [(640,), (n,), (n,)]
+        index = rows.extend(store.fields, [], store.ring, None, None, 4, 12, 2)
         assert index.shape == (4,)
 
 
@@ -202,7 +193,7 @@ def test_any_number_of_threads_gives_the_same_bits(n, mirror):
     for seed in range(20):
         store.extend(store.batch(80, seed), 80)
     store.ends = set(range(0, 600, 7))
-    rows, how = n * (2 if mirror == DOUBLED else 1), (600, 2, 5, 0.9, mirror, store.draws)
+    n_out = n * (2 if mirror == DOUBLED else 1)
 
     def results(threads: int) -> list[torch.Tensor]:
         torch.set_num_threads(threads)
@@ -214,10 +205,12 @@ def test_any_number_of_threads_gives_the_same_bits(n, mirror):
 
     def eager() -> list[torch.Tensor]:
         store.noise, rng = philox.new_state(5, "cpu"), philox.new_state(7, "cpu")
-        read = (store.fields, store.ring, store.end_bits, store.links, store.noise)
-        fields = [[torch.empty(rows, s.elements, dtype=store.dtypes(f)[2]) for f, s in enumerate(FIELDS)] for _ in "ab"]
-        index, generation = sample_into(*read, rng, n, *how, fields[0])
-        again = gather_into(*read, index[:n].clone(), *how, fields[1])
+        reading = (store.end_bits, store.links, store.noise, 2, 5, 0.9, mirror, store.draws)
+        fields = [
+            [torch.empty(n_out, s.elements, dtype=store.dtypes(f)[2]) for f, s in enumerate(FIELDS)] for _ in "ab"
+        ]
+        index, generation = sample_into(store.fields, store.ring, rng, n, 600, fields[0], *reading)
+        again = gather_into(store.fields, store.ring, index[:n].clone(), 600, fields[1], *reading)
         return [*fields[0], index, generation, *fields[1], again, store.noise, rng]
 
     try:
@@ -228,7 +221,7 @@ def test_any_number_of_threads_gives_the_same_bits(n, mirror):
     finally:
         torch.set_num_threads(before)
     assert one[-1].tolist() == [7, n, 0]
-    assert one[-2].tolist() == [5, 2 * rows * store.draws, 0]
+    assert one[-2].tolist() == [5, 2 * n_out * store.draws, 0]
 
 
 def test_an_error_in_any_part_is_found():
@@ -240,7 +233,7 @@ def test_an_error_in_any_part_is_found():
         with pytest.raises(IndexError, match=rf"index\[{len(index) - 1}\] is 12"):
             store.gather(index, 3)
         index[-1] = 6
-        store.links[6] = transitions.LOST
+        store.links[6] = rows.LOST
         with pytest.raises(IndexError, match=rf"number {len(index) - 1} of the batch"):
             store.gather(index, 1)
     finally:

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from gpubuf.kernels.transitions import DRAWN, DTYPES, LAST
+from gpubuf.kernels.rows import DRAWN, DTYPES, LAST
 from tests.support.transitions_setup import (
     FLOATS,
     INTEGERS,

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpubuf.kernels import rows, transitions
-from gpubuf.kernels.transitions import _launch
+from gpubuf.kernels import rows
+from gpubuf.kernels.rows import _launch
 from tests.support.fake_cuda import DataDependentOutputException, fake_cuda
 
 
 def storage() -> dict[str, torch.Tensor]:
     """Tensors of a storage of 12 rows of two environments, on the GPU, of three fields."""
-    links, owners = transitions.new_links(12, 4, "cuda")
+    links, owners = rows.new_links(12, 4, "cuda")
     return {
-        "fields": torch.zeros(3, transitions.FIELD, dtype=torch.int64, device="cuda"),
+        "fields": torch.zeros(3, rows.FIELD, dtype=torch.int64, device="cuda"),
         "ring": rows.new_ring("cuda"),
         "ends": torch.zeros(2, dtype=torch.int64, device="cuda"),
         "links": links,
@@ -30,14 +30,14 @@ def sources(n: int) -> list[torch.Tensor]:
 
 def every_operation(module: object, of: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     """What all operations return."""
-    read = (of["fields"], of["ring"], of["ends"], of["links"], of["noise"])
-    shared = (of["ring"], of["links"], of["owners"])
-    plain = module.extend(of["fields"], sources(5), of["ring"], None, None, 5, 12, 1)
-    index = module.extend(of["fields"], sources(4), *shared, 4, 12, 2)
-    module.write(of["fields"], sources(4), of["ring"], index, 12)
-    module.relink(of["fields"], sources(4), *shared, index, 12, 2)
-    batch = module.gather(*read, index, 12, 2, 3, 0.9, transitions.BY_CHANCE, 3, 256)
-    drawn = module.sample(*read, of["rng"], 6, 12, 2, 3, 0.9, transitions.DOUBLED, 3, 512)
+    fields, ring, shared = of["fields"], of["ring"], (2, of["links"], of["owners"])
+    plain = module.extend(fields, sources(5), ring, 5, 12)
+    index = module.extend(fields, sources(4), ring, 4, 12, *shared)
+    module.write(fields, sources(4), ring, index, 12)
+    module.relink(fields, sources(4), ring, index, 12, *shared)
+    reading = (of["ends"], of["links"], of["noise"], 2, 3, 0.9)
+    batch = module.gather(fields, ring, index, 12, 256, *reading, rows.BY_CHANCE, 3)
+    drawn = module.sample(fields, ring, of["rng"], 6, 12, 512, *reading, rows.DOUBLED, 3)
     return [plain, index, *batch, *drawn]
 
 
@@ -47,7 +47,7 @@ SHAPES = [(5,), (4,), (256,), (4,), (512,), (12,), (12,)]
 def test_operations_do_not_wait():
     """On fake CUDA tensors, where reading a value on the host raises."""
     with fake_cuda():
-        found = every_operation(transitions, storage())
+        found = every_operation(rows, storage())
     assert [tuple(x.shape) for x in found] == SHAPES
     assert {x.device.type for x in found} == {"cuda"}
 
@@ -65,8 +65,8 @@ def test_launchers_do_not_wait(monkeypatch):
             of["ring"][0].item()
     assert [tuple(x.shape) for x in found] == SHAPES
     again = ["compare", "assign", "aside"]
-    expected = ["extend", "extend", *again, "write", *again, "gather", "sample"]
-    assert launched == [f"transitions_{name}_kernel" for name in expected]
+    expected = ["extend", "extend", *again, "write", *again, "compute", "compute"]
+    assert launched == [f"rows_{name}_kernel" for name in expected]
 
 
 def test_many_fields_take_several_launches(monkeypatch):
@@ -80,11 +80,11 @@ def test_many_fields_take_several_launches(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "data_ptr", lambda _: 4096)
     with fake_cuda():
         of = storage()
-        fields = torch.zeros(130, transitions.FIELD, dtype=torch.int64, device="cuda")
+        fields = torch.zeros(130, rows.FIELD, dtype=torch.int64, device="cuda")
         given = [torch.zeros(4, 3, device="cuda")] * 130
-        _launch.extend(fields, given, of["ring"], None, None, 4, 12, 2)
+        _launch.extend(fields, given, of["ring"], 4, 12, 2)
         plain, launched[:] = launched[:], []
-        _launch.extend(fields, given, of["ring"], of["links"], of["owners"], 4, 12, 2)
+        _launch.extend(fields, given, of["ring"], 4, 12, 2, of["links"], of["owners"])
     assert plain == [("extend", 0), ("extend", 4)]
     compared = [("compare", 0), ("compare", 1), ("assign", 4)]
     assert launched == [("extend", 0), ("extend", 0), *compared, ("aside", 0), ("aside", 4)]

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpubuf.kernels.transitions import DRAWN, LAST, LOST, NEXT, STEPS, SUM
+from gpubuf.kernels.rows import DRAWN, LAST, LOST, NEXT, STEPS, SUM
 from tests.support.transitions_setup import (
     Spec,
     TransitionStore,

@@ -37,7 +37,7 @@ AREAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("tests/data/test_storage*.py", "tests/data/test_ring*.py", "tests/data/test_indexing*.py"),
     ),
     "n-step": (
-        ("kernels/transitions/_cpu*.py", "kernels/rows/_cpu*.py", "gpubuf/data/storage/plan.py"),
+        ("kernels/rows/_cpu*.py", "gpubuf/data/storage/plan.py"),
         ("tests/kernels/test_transitions*.py", "tests/data/test_n_step*.py"),
     ),
     "share_next": (

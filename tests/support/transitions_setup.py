@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpubuf.kernels import philox, rows, transitions
+from gpubuf.kernels import philox, rows
 from gpubuf.kernels._registry import triton_on_cpu_enabled
-from gpubuf.kernels.transitions import BY_CHANCE, DOUBLED, DRAWN, LAST, NEXT, OFF, STEPS, SUM, Field, dtype_code
-from gpubuf.kernels.transitions.reference import Ring
-from gpubuf.kernels.transitions.reference_elements import ABSENT, Key
+from gpubuf.kernels.rows import BY_CHANCE, DOUBLED, DRAWN, LAST, NEXT, OFF, STEPS, SUM, Field, dtype_code
+from gpubuf.kernels.rows.reference_elements import ABSENT, Key
+from gpubuf.kernels.rows.reference_windows import Ring
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
@@ -132,7 +132,7 @@ class TransitionStore:
         self.links: Tensor | None = None
         self.owners: Tensor | None = None
         if slots is not None:
-            self.links, self.owners = transitions.new_links(capacity, slots, "cpu")
+            self.links, self.owners = rows.new_links(capacity, slots, "cpu")
         self.ends: set[int] = set()
         self.noise: Tensor | None = None
         self.attach()
@@ -175,7 +175,7 @@ class TransitionStore:
         """Make the fields anew from the tensors."""
         self.keys_of = [self._field(f) for f in range(len(self.specs))]
         encoded = [field.encoded() for field in self.keys_of]
-        self.fields = torch.tensor(encoded, dtype=torch.int64).reshape(-1, transitions.FIELD)
+        self.fields = torch.tensor(encoded, dtype=torch.int64).reshape(-1, rows.FIELD)
 
     def _field(self, f: int) -> Field:
         spec, aside, column = self.specs[f], self.aside(f), self.columns[self.root(f)]
@@ -263,9 +263,9 @@ class TransitionStore:
     ) -> tuple[list[Tensor], Tensor]:
         n = index.numel() * (2 if mirror == DOUBLED else 1)
         draws = 0 if self.noise is None else self.draws
-        how = (self.capacity, self.envs, n_steps, gamma, mirror, draws, self._batch(n)[1])
         ends = self.end_bits if self.ends else None
-        arena, generation = transitions.gather(self.fields, self.ring, ends, self.links, self.noise, index, *how)
+        reading = (ends, self.links, self.noise, self.envs, n_steps, gamma, mirror, draws)
+        arena, generation = rows.gather(self.fields, self.ring, index, self.capacity, self._batch(n)[1], *reading)
         return self.cut(arena, n), generation
 
     def sample(
@@ -273,23 +273,23 @@ class TransitionStore:
     ) -> tuple[list[Tensor], Tensor, Tensor]:
         out = n * (2 if mirror == DOUBLED else 1)
         draws = 0 if self.noise is None else self.draws
-        how = (n, self.capacity, self.envs, n_steps, gamma, mirror, draws, self._batch(out)[1])
         ends = self.end_bits if self.ends else None
-        found = transitions.sample(self.fields, self.ring, ends, self.links, self.noise, rng, *how)
+        reading = (ends, self.links, self.noise, self.envs, n_steps, gamma, mirror, draws)
+        found = rows.sample(self.fields, self.ring, rng, n, self.capacity, self._batch(out)[1], *reading)
         return self.cut(found[0], out), found[1], found[2]
 
     def extend(self, sources: list[Tensor], n: int) -> Tensor:
         shared_memory = (self.links, self.owners)
-        return transitions.extend(self.fields, sources, self.ring, *shared_memory, n, self.capacity, self.envs)
+        return rows.extend(self.fields, sources, self.ring, n, self.capacity, self.envs, *shared_memory)
 
     def write(self, sources: list[Tensor], index: Tensor, generation: Tensor | None = None) -> None:
-        transitions.write(self.fields, sources, self.ring, index, self.capacity, generation)
+        rows.write(self.fields, sources, self.ring, index, self.capacity, generation)
 
     def relink(self, sources: list[Tensor], index: Tensor) -> None:
         assert self.links is not None
         assert self.owners is not None
         shared_memory = (self.links, self.owners)
-        transitions.relink(self.fields, sources, self.ring, *shared_memory, index, self.capacity, self.envs)
+        rows.relink(self.fields, sources, self.ring, index, self.capacity, self.envs, *shared_memory)
 
     def batch(self, n: int, seed: int) -> list[Tensor]:
         """``n`` random rows to write, of numbers that every dtype has."""
@@ -357,7 +357,7 @@ def assert_store(store: TransitionStore, ring: Ring) -> None:
 def transitions_backend(backend: str) -> str:
     """As ``backend``, of the backends that this family has."""
     if backend == "triton":
-        pytest.importorskip("gpubuf.kernels.transitions._launch", reason="transitions have no Triton kernels yet")
+        pytest.importorskip("gpubuf.kernels.rows._launch", reason="transitions have no Triton kernels yet")
     return backend
 
 

@@ -40,7 +40,7 @@ from gpubuf.data.storage.linking import Repeated, SharedState
 from gpubuf.data.storage.row_memory import Storage
 from gpubuf.data.storage.schema import NEXT_KEY, Form
 from gpubuf.data.storage.tensor_storage import TensorStorage
-from gpubuf.kernels.transitions import LOST
+from gpubuf.kernels.rows import LOST
 from gpubuf.terminal import BYTES, progress_bar
 
 logger = logging.getLogger("gpubuf")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gpubuf.data.processing.base import Process, as_keys, check_bounds, require_numbers
 from gpubuf.data.storage.layout import Key, Leaf, address, as_key, as_written
-from gpubuf.kernels.transitions import BY_CHANCE, DOUBLED, MAX_PAD
+from gpubuf.kernels.rows import BY_CHANCE, DOUBLED, MAX_PAD
 
 
 class Clip(Process):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gpubuf.data.storage.layout import Data, Key, Leaf, as_key, as_written
 from gpubuf.data.storage.schema import NEXT_KEY
-from gpubuf.kernels.transitions import DTYPES
+from gpubuf.kernels.rows import DTYPES
 
 
 def as_keys(keys: Any) -> tuple[Key, ...]:
@@ -117,7 +117,7 @@ class Process:
         """
 
     def options(self, key: Key) -> dict[str, Any]:
-        """Attributes of :class:`gpubuf.kernels.transitions.Field` for a key of the batch, after :meth:`bind`."""
+        """Attributes of :class:`gpubuf.kernels.rows.Field` for a key of the batch, after :meth:`bind`."""
         return {}
 
     def check_write(self, data: Data, ndim: int) -> None:

@@ -13,7 +13,7 @@ from gpubuf.data.processing.augment import Mirror
 from gpubuf.data.processing.base import Process
 from gpubuf.data.samplers.base import RandomState
 from gpubuf.data.storage.layout import Data, Key, Leaf, as_written
-from gpubuf.kernels.transitions import BY_CHANCE, OFF
+from gpubuf.kernels.rows import BY_CHANCE, OFF
 
 
 class Pipeline:
@@ -27,7 +27,7 @@ class Pipeline:
 
     Attributes:
         steps: these.
-        mirror: the mirroring of a batch, see :mod:`gpubuf.kernels.transitions`.
+        mirror: the mirroring of a batch, see :mod:`gpubuf.kernels.rows`.
         draws: how many random numbers a row of a batch takes.
         random: their stream, once the buffer has rows; None if ``draws`` is 0.
 
@@ -119,7 +119,7 @@ class Pipeline:
         return None if self.random is None else self.random.state
 
     def options(self, key: Key) -> dict[str, Any]:
-        """Attributes of :class:`gpubuf.kernels.transitions.Field` for a key of the batch: valid until :meth:`bind`."""
+        """Attributes of :class:`gpubuf.kernels.rows.Field` for a key of the batch: valid until :meth:`bind`."""
         return self._options.get(key, {})
 
     def set_rng(self, generator: torch.Generator | None) -> None:

@@ -29,8 +29,8 @@ from gpubuf.data.storage.placement import IndexBytes
 from gpubuf.data.storage.recipe import Recipe
 from gpubuf.data.storage.schema import check_tells_ends
 from gpubuf.data.storage.tensor_storage import Storage, TensorStorage
+from gpubuf.kernels.rows import OFF
 from gpubuf.kernels.trajectories import Rule, eligible_words
-from gpubuf.kernels.transitions import OFF
 
 
 def pair_of(span: bool | int | Sequence[bool | int]) -> tuple[bool | int, bool | int]:

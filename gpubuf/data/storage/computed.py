@@ -1,4 +1,4 @@
-"""Rows that are computed while they are copied, by :mod:`gpubuf.kernels.transitions`."""
+"""Rows that are computed while they are copied, by :mod:`gpubuf.kernels.rows`."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch import Tensor
 from gpubuf.data.storage.layout import Leaf, rows_in
 from gpubuf.data.storage.row_memory import RowMemory
 from gpubuf.data.storage.schema import host_can_read
-from gpubuf.kernels import transitions
+from gpubuf.kernels import rows
 from gpubuf.kernels._registry import in_memory, lazy, past_dispatcher, without_dispatch
 from gpubuf.kernels.rows import arena_offsets
 
-_extend = without_dispatch(transitions.extend, trusted=True, given=("sources",))
-_gather = without_dispatch(transitions.gather, trusted=True, given=("index",))
-_sample = without_dispatch(transitions.sample, trusted=True)
-_write = without_dispatch(transitions.write, given=("sources", "index"))
-_update = without_dispatch(transitions.write, given=("sources", "index", "generation"))
+_extend = without_dispatch(rows.extend, trusted=True, given=("sources",))
+_gather = without_dispatch(rows.gather, trusted=True, given=("index",))
+_sample = without_dispatch(rows.sample, trusted=True)
+_write = without_dispatch(rows.write, given=("sources", "index"))
+_update = without_dispatch(rows.write, given=("sources", "index", "generation"))
 # The CPU's forms of two operations that no schema can describe: they write into tensors of the caller's.
-_gather_into = lazy("gpubuf.kernels.transitions._cpu:gather_into")
-_sample_into = lazy("gpubuf.kernels.transitions._cpu:sample_into")
+_gather_into = lazy("gpubuf.kernels.rows._cpu:gather_into")
+_sample_into = lazy("gpubuf.kernels.rows._cpu:sample_into")
 
 #: Integers of the size of an element, by which bits are compared.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -38,7 +38,7 @@ class ComputedRows(RowMemory):
     def _extend_computed(self, sources: list[Tensor], n: int) -> Tensor:
         fields, (links, owners) = self._written_fields, self._links
         try:
-            index: Tensor = _extend(fields, sources, self.ring, links, owners, n, self.max_size, self._envs)
+            index: Tensor = _extend(fields, sources, self.ring, n, self.max_size, self._envs, links, owners)
         except ValueError as error:
             raise self._by_name(error) from None
         return index
@@ -68,35 +68,33 @@ class ComputedRows(RowMemory):
         """Rows as in batches, or as they were written, and their generations."""
         layout, fields = (self.written_layout, self._written_fields) if written else (self.batch_layout, self._fields)
         assert fields is not None
-        n, links = index.numel(), self._links[0]
         # Single rows, without processing.
-        how = self.max_size, self._envs, 1, 1.0, transitions.OFF, 0
+        n, reading = index.numel(), (None, self._links[0], None, self._envs)
         if past_dispatcher(fields):
             tensors = layout.allocate(n)
-            return tensors, _gather_into(fields, self.ring, None, links, None, in_memory(index), *how, tensors)
-        arena, generation = _gather(fields, self.ring, None, links, None, index, *how, layout.arena(n).n_bytes)
+            return tensors, _gather_into(fields, self.ring, in_memory(index), self.max_size, tensors, *reading)
+        arena, generation = _gather(fields, self.ring, index, self.max_size, layout.arena(n).n_bytes, *reading)
         return layout.cut(arena, n), generation
 
     def _gather_key_computed(self, leaf: Leaf, key: int, index: Tensor) -> Tensor:
         """One key of rows, as in batches."""
         assert self._fields is not None
-        fields, n, links = self._fields[key : key + 1], index.numel(), self._links[0]
-        how = self.max_size, self._envs, 1, 1.0, transitions.OFF, 0
+        fields, n, reading = self._fields[key : key + 1], index.numel(), (None, self._links[0], None, self._envs)
         if past_dispatcher(fields):
             found = torch.empty((n, *leaf.shape), dtype=leaf.dtype)
-            _gather_into(fields, self.ring, None, links, None, in_memory(index), *how, [found])
+            _gather_into(fields, self.ring, in_memory(index), self.max_size, [found], *reading)
             return found
         n_bytes = arena_offsets([leaf.row_bytes], n)[1]
-        return rows_in(_gather(fields, self.ring, None, links, None, index, *how, n_bytes)[0], leaf, n)
+        return rows_in(_gather(fields, self.ring, index, self.max_size, n_bytes, *reading)[0], leaf, n)
 
     def _sample_computed(self, rng: Tensor, n: int) -> tuple[list[Tensor], Tensor, Tensor]:
-        layout, fields, links = self.batch_layout, self._fields, self._links[0]
+        layout, fields, reading = self.batch_layout, self._fields, (None, self._links[0], None, self._envs)
         assert fields is not None
-        how = n, self.max_size, self._envs, 1, 1.0, transitions.OFF, 0
         if past_dispatcher(fields):
             tensors = layout.allocate(n)
-            return tensors, *_sample_into(fields, self.ring, None, links, None, rng, *how, tensors)
-        arena, index, generation = _sample(fields, self.ring, None, links, None, rng, *how, layout.arena(n).n_bytes)
+            return tensors, *_sample_into(fields, self.ring, rng, n, self.max_size, tensors, *reading)
+        n_bytes = layout.arena(n).n_bytes
+        arena, index, generation = _sample(fields, self.ring, rng, n, self.max_size, n_bytes, *reading)
         return layout.cut(arena, n), index, generation
 
     @property

@@ -1,4 +1,4 @@
-"""Fields: how :mod:`gpubuf.kernels.transitions` makes the keys of a batch of the columns of a storage."""
+"""Fields: how :mod:`gpubuf.kernels.rows` makes the keys of a batch of the columns of a storage."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from gpubuf.data.storage.column import Column
 from gpubuf.data.storage.layout import RowLayout
 from gpubuf.data.storage.placement import Placement
 from gpubuf.data.storage.schema import Form
-from gpubuf.kernels.transitions import DRAWN, FIELD, NEXT, Field, dtype_code
+from gpubuf.kernels.rows import DRAWN, FIELD, NEXT, Field, dtype_code
 
 
 class NextObservations(Protocol):
-    """The memory of next observations that are stored once; see :mod:`gpubuf.kernels.transitions`.
+    """The memory of next observations that are stored once; see :mod:`gpubuf.kernels.rows`.
 
     Attributes:
         links: where the next observation of each row is.

@@ -13,7 +13,7 @@ from torch import Tensor
 from gpubuf.data.storage.layout import Data, Key, Pieces, RowLayout
 from gpubuf.data.storage.schema import NEXT_KEY, Form, Options, described
 from gpubuf.data.storage.sharing import Sharing
-from gpubuf.kernels.transitions import LOST
+from gpubuf.kernels.rows import LOST
 
 
 class Repeated:
@@ -32,7 +32,7 @@ class SharedState(NamedTuple):
     Attributes:
         keys: the shared keys, at the root.
         slots: number of entries.
-        links, owners: as in :mod:`gpubuf.kernels.transitions`.
+        links, owners: as in :mod:`gpubuf.kernels.rows`.
         entries: of each key, ``[used, ...]``: those that were ever taken.
         pending: of each key, ``[envs, ...]``.
     """

@@ -16,15 +16,15 @@ from gpubuf.data.storage.ring import Ring
 from gpubuf.data.storage.row_memory import NOT_INITIALIZED
 from gpubuf.data.storage.schema import NEXT_KEY, Form
 from gpubuf.data.storage.tensor_storage import TensorStorage
-from gpubuf.kernels import transitions
+from gpubuf.kernels import rows
 from gpubuf.kernels._registry import in_memory, lazy, past_dispatcher, without_dispatch
-from gpubuf.kernels.transitions import DOUBLED, LAST, NEXT, OFF, STEPS, SUM, Field, dtype_code
+from gpubuf.kernels.rows import DOUBLED, LAST, NEXT, OFF, STEPS, SUM, Field, Reading, dtype_code
 
-_gather = without_dispatch(transitions.gather, given=("index",))
-_sample = without_dispatch(transitions.sample)
+_gather = without_dispatch(rows.gather, given=("index",))
+_sample = without_dispatch(rows.sample)
 # The CPU's forms of two operations that no schema can describe: they write into tensors of the caller's.
-_gather_into = lazy("gpubuf.kernels.transitions._cpu:gather_into")
-_sample_into = lazy("gpubuf.kernels.transitions._cpu:sample_into")
+_gather_into = lazy("gpubuf.kernels.rows._cpu:gather_into")
+_sample_into = lazy("gpubuf.kernels.rows._cpu:sample_into")
 
 
 class Reader:
@@ -62,10 +62,8 @@ class Reader:
         self._layout: RowLayout | None = None
         self._fields: Tensor | None = None
         self._ring: Ring | None = None
-        self._ends: Tensor | None = None
-        self._links: Tensor | None = None
-        self._noise: Tensor | None = None
-        self._arguments: tuple[Any, ...] = ()
+        self._capacity = 0
+        self._reading = Reading()
         # How often a drawn row comes in the batch.
         self._copies = 1
 
@@ -91,20 +89,21 @@ class Reader:
             return
         recipe, ends = self.recipe, storage.end_bits
         fields, per_step = self._chosen(storage.form, storage.fields), math.prod(storage.shape[1:])
-        mirror, draws, processing = OFF, 0, recipe.processing
+        mirror, draws, noise, processing = OFF, 0, None, recipe.processing
         if processing is not None:
             leaves = storage.batch_layout.leaves
             processing.bind(leaves, per_step, storage.device)
             for position, leaf in enumerate(leaves):
                 fields[position] = dataclasses.replace(fields[position], **processing.options(leaf.key))
-            mirror, draws, self._noise = processing.mirror, processing.draws, processing.noise
+            mirror, draws, noise = processing.mirror, processing.draws, processing.noise
         if self._layout is None:
             self._form = storage.form
             self._layout = _batch_layout(storage.batch_layout, recipe.n_steps > 1)
         self._ring = storage.counters
-        self._ends = ends.words if ends is not None and recipe.n_steps > 1 else None
-        self._links = None if storage.sharing is None else storage.sharing.links
-        self._arguments = (storage.max_size, per_step, recipe.n_steps, recipe.gamma, mirror, draws)
+        words = ends.words if ends is not None and recipe.n_steps > 1 else None
+        links = None if storage.sharing is None else storage.sharing.links
+        self._capacity = storage.max_size
+        self._reading = Reading(words, links, noise, per_step, recipe.n_steps, recipe.gamma, mirror, draws)
         self._copies = 2 if mirror == DOUBLED else 1
         # Last: with it the reader is ready. An interrupt may come at any call.
         table = field_table(fields, storage.device)
@@ -165,13 +164,12 @@ class Reader:
         fields, n = self._fields, index.numel() * self._copies
         if fields is None:
             fields = self._followed()
-        layout, ring, given = self.batch_layout, self._ring.counters, self._arguments  # type: ignore[union-attr]
+        layout, ring, capacity = self.batch_layout, self._ring.counters, self._capacity  # type: ignore[union-attr]
         if past_dispatcher(fields):
             tensors = layout.allocate(n)
-            index = in_memory(index)
-            return tensors, _gather_into(fields, ring, self._ends, self._links, self._noise, index, *given, tensors)
+            return tensors, _gather_into(fields, ring, in_memory(index), capacity, tensors, *self._reading)
         n_bytes = layout.arena(n).n_bytes
-        arena, generation = _gather(fields, ring, self._ends, self._links, self._noise, index, *given, n_bytes)
+        arena, generation = _gather(fields, ring, index, capacity, n_bytes, *self._reading)
         return layout.cut(arena, n), generation
 
     def sample_uniform(self, rng: Tensor, n: int) -> tuple[list[Tensor], Tensor, Tensor]:
@@ -188,13 +186,13 @@ class Reader:
         fields = self._fields
         if fields is None:
             fields = self._followed()
-        layout, ring, given = self.batch_layout, self._ring.counters, self._arguments  # type: ignore[union-attr]
+        layout, ring, capacity = self.batch_layout, self._ring.counters, self._capacity  # type: ignore[union-attr]
         if past_dispatcher(fields):
             tensors = layout.allocate(n * self._copies)
-            return tensors, *_sample_into(fields, ring, self._ends, self._links, self._noise, rng, n, *given, tensors)
+            return tensors, *_sample_into(fields, ring, rng, n, capacity, tensors, *self._reading)
         rows = n * self._copies
         n_bytes = layout.arena(rows).n_bytes
-        arena, index, generation = _sample(fields, ring, self._ends, self._links, self._noise, rng, n, *given, n_bytes)
+        arena, index, generation = _sample(fields, ring, rng, n, capacity, n_bytes, *self._reading)
         return layout.cut(arena, rows), index, generation
 
     def assemble(

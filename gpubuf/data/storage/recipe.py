@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gpubuf.data.storage.layout import Key, Leaf, RowLayout, as_key, as_written
 from gpubuf.data.storage.schema import NEXT_KEY, Form, check_tells_ends
-from gpubuf.kernels.transitions import DTYPES, MAX_STEPS
+from gpubuf.kernels.rows import DTYPES, MAX_STEPS
 
 REWARD_KEYS: tuple[Key, ...] = (("next", "reward"),)
 END_NAMES = ("done", "terminated", "truncated")

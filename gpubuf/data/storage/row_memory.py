@@ -21,7 +21,7 @@ from gpubuf.data.storage.layout import Data, RowLayout, batch_shape, device_of, 
 from gpubuf.data.storage.placement import AUTO, IndexBytes, Placement, place, working_device
 from gpubuf.data.storage.ring import Ring
 from gpubuf.data.storage.schema import Form, Options
-from gpubuf.kernels.transitions import Field
+from gpubuf.kernels.rows import Field
 
 _compiling = torch.compiler.is_compiling
 
@@ -46,7 +46,7 @@ class RowMemory(Followed):
         self._form: Form | None = None
         #: What is kept for each row on the host: data that are not tensors. None: nothing.
         self.host: HostRows | None = None
-        #: Whether rows are written and read by :mod:`gpubuf.kernels.transitions`: what is written, what is stored and
+        #: Whether rows are written and read by :mod:`gpubuf.kernels.rows`: what is written, what is stored and
         #: what a batch has may differ then. Rows of other storages are copied by :mod:`gpubuf.kernels.rows`.
         self.computed = False
         self._options = Options()
@@ -142,7 +142,7 @@ class RowMemory(Followed):
 
     @property
     def fields(self) -> list[Field]:
-        """How :mod:`gpubuf.kernels.transitions` makes batches: a field for each leaf of :attr:`batch_layout`.
+        """How :mod:`gpubuf.kernels.rows` makes batches: a field for each leaf of :attr:`batch_layout`.
 
         Addresses are those of now. Raises as :attr:`layout`.
         """

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from gpubuf.data.recording import capturing, current_recording
 from gpubuf.data.storage.layout import Key, Leaf, RowLayout, as_key, as_written
-from gpubuf.kernels.rows import FAULTS
-from gpubuf.kernels.transitions import DTYPES
+from gpubuf.kernels.rows import DTYPES, FAULTS
 
 
 @dataclass(frozen=True)
@@ -215,7 +214,7 @@ class Source:
         stored: the dtype of that column.
         scale, offset: of its codec.
         batch: the dtype in batches.
-        follows: whether it is read where the row's next observation is: see :mod:`gpubuf.kernels.transitions`.
+        follows: whether it is read where the row's next observation is: see :mod:`gpubuf.kernels.rows`.
         whole: the key whose first elements these are, by its position; None: it is no prefix.
     """
 

@@ -21,13 +21,12 @@ from gpubuf.data.storage.ring import Ring
 from gpubuf.data.storage.row_memory import into
 from gpubuf.data.storage.schema import Form
 from gpubuf.data.storage.sharing import Sharing, entries_of, side_bytes, with_shared
-from gpubuf.kernels import rows, transitions
+from gpubuf.kernels import rows
 from gpubuf.kernels._registry import in_memory, lazy, past_dispatcher, without_dispatch
-from gpubuf.kernels.rows import SIZE, WRITTEN, arena_offsets
-from gpubuf.kernels.transitions import IN_SUCCESSOR, OFF, NoRoomError
+from gpubuf.kernels.rows import IN_SUCCESSOR, SIZE, WRITTEN, NoRoomError, arena_offsets
 
-_gather = without_dispatch(transitions.gather)
-_relink = without_dispatch(transitions.relink, given=("sources", "index"))
+_gather = without_dispatch(rows.gather)
+_relink = without_dispatch(rows.relink, given=("sources", "index"))
 _write = without_dispatch(rows.write)
 _gather_rows = lazy("gpubuf.kernels.rows._cpu:gather_into")
 _compiling = torch.compiler.is_compiling
@@ -185,7 +184,7 @@ class SharedRows(ComputedRows):
         sharing = self.sharing
         assert sharing is not None
         try:
-            _relink(fields, sources, self.ring, sharing.links, sharing.owners, index, self.max_size, self._envs)
+            _relink(fields, sources, self.ring, index, self.max_size, self._envs, sharing.links, sharing.owners)
         except NoRoomError as error:
             raise _with_advice(error, sharing) from None
 
@@ -205,8 +204,8 @@ class SharedRows(ComputedRows):
         n = index.numel()
         leaves = list(sharing.leaves.values())
         offsets, n_bytes = arena_offsets([leaf.row_bytes for leaf in leaves], n)
-        reading = self.max_size, self._envs, 1, 1.0, OFF, 0, n_bytes
-        arena = _gather(self._raw_fields, self.ring, None, sharing.links, None, index, *reading)[0]
+        reading = None, sharing.links, None, self._envs
+        arena = _gather(self._raw_fields, self.ring, index, self.max_size, n_bytes, *reading)[0]
         ends = [offset + n * leaf.row_bytes for offset, leaf in zip(offsets, leaves, strict=True)]
         return [
             arena[offset:end].view(leaf.dtype).view(n, *leaf.shape)

@@ -1,7 +1,7 @@
 """Observations stored once: which keys share a column with their next ones, and the memory beside the rows.
 
 A key that is at the root and under "next" has one column, that of the root: the next observation of a row is the
-observation of the row behind it. :mod:`gpubuf.kernels.transitions` says which rows are an exception, and keeps theirs
+observation of the row behind it. :mod:`gpubuf.kernels.rows` says which rows are an exception, and keeps theirs
 in the memory that is allocated here.
 """
 
@@ -22,9 +22,8 @@ from gpubuf.data.storage.placement import Placement, allocate
 from gpubuf.data.storage.recipe import END_NAMES
 from gpubuf.data.storage.ring import Ring
 from gpubuf.data.storage.schema import NEXT_KEY, Options, sources
-from gpubuf.kernels import transitions
-from gpubuf.kernels.rows import SIZE, WRITTEN
-from gpubuf.kernels.transitions import Field, dtype_code
+from gpubuf.kernels import rows
+from gpubuf.kernels.rows import SIZE, WRITTEN, Field, dtype_code
 
 #: Keys that are not what an environment is in: a row's own flags and reward are those of the step before, and hardly
 #: ever the same where a trajectory begins.
@@ -145,7 +144,7 @@ class Sharing:
     Attributes:
         leaves: as given.
         slots: as given.
-        links, owners: see :mod:`gpubuf.kernels.transitions`.
+        links, owners: see :mod:`gpubuf.kernels.rows`.
         sides: for each of ``leaves`` its entries, and behind them what is pending: ``[slots + envs, ...]``.
     """
 
@@ -154,7 +153,7 @@ class Sharing:
     ) -> None:
         self.leaves, self.slots, self._ring = dict(leaves), slots, ring
         self._capacity, self._envs = math.prod(shape), math.prod(shape[1:])
-        self.links, self.owners = transitions.new_links(self._capacity, slots, placement.device)
+        self.links, self.owners = rows.new_links(self._capacity, slots, placement.device)
         self.sides = [self.new_side(leaf, placement) for leaf in self.leaves.values()]
 
     def new_side(self, leaf: Leaf, placement: Placement) -> Tensor:
@@ -195,7 +194,7 @@ class Sharing:
         for number, leaf in self.leaves.items():
             code, place = dtype_code(leaf.dtype), columns[number].entry(leaf.row_bytes, self._envs)
             device_rows, row_bytes, split, host_rows, row_stride = place
-            kind = transitions.NEXT, code, code, code, leaf.n_elements
+            kind = rows.NEXT, code, code, code, leaf.n_elements
             field = Field(device_rows, row_bytes, split, host_rows, row_stride, *kind)
             entries, pending, stride = self.addresses(number)
             found.append(replace(field, entries=entries, pending=pending, side_stride=stride))

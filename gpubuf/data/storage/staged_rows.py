@@ -30,7 +30,6 @@ PLACED_BYTES = 1 << 20
 """As :data:`STAGED_BYTES`, where such columns are read in place."""
 
 _prepared = lazy("gpubuf.kernels.rows._cpu:PreparedExtend")
-_prepared_computed = lazy("gpubuf.kernels.transitions._cpu_prepared:PreparedExtend")
 _array = np.ndarray
 # The address of an array, in a tenth of the time of `array.ctypes.data`.
 _first_byte: Callable[[Any], Any] = ctypes.c_char.from_buffer
@@ -49,7 +48,7 @@ def _launch_on_cpu(storage: TensorStorage, sources: list[Tensor], n: int, keeps_
         return None
     envs = math.prod(storage.shape[1:])
     links = storage._links
-    return _prepared_computed(storage._written_fields, sources, ring, *links, n, storage.max_size, envs, keeps_index)
+    return _prepared(storage._written_fields, sources, ring, n, storage.max_size, keeps_index, envs, *links)
 
 
 class PlacedRows:

@@ -9,7 +9,8 @@ from gpubuf.kernels.config import rows_copy
 from gpubuf.kernels.rows import ALIGNMENT
 from gpubuf.kernels.rows._launch import MAX_SOURCES, padded_keys
 
-MODULE = "gpubuf.kernels.rows._triton:"
+READ = "gpubuf.kernels.rows._triton:"
+WRITE = "gpubuf.kernels.rows._triton_write:"
 
 STORAGE = {"table_ptr": "*i64", "ring_ptr": "*i64"}
 BATCH = {"arena_ptr": "*u8", "index_ptr": "*i64", "generation_ptr": "*i64"}
@@ -28,8 +29,14 @@ def specs_of(n_bytes: int, n_keys: int, capacity: str) -> list[AotSpec]:
         "extend": STORAGE | sources | {"index_ptr": "*i64", "skipped": "i32", "advance": "i32"} | sizes,
         "write": STORAGE | sources | {"index_ptr": "*i64", "winner_ptr": "*i1"} | sizes,
     }
+    writes = {name: name in ("extend", "write") for name in signatures}
     return [
-        AotSpec(f"{MODULE}rows_{name}_kernel", signature, constants, config.num_warps)
+        AotSpec(
+            f"{WRITE if writes[name] else READ}rows_{name}_kernel",
+            signature,
+            ({"PLAIN": True} if writes[name] else {}) | constants,
+            config.num_warps,
+        )
         for name, signature in signatures.items()
     ]
 

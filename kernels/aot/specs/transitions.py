@@ -1,4 +1,4 @@
-"""Specialisations of the transitions kernels, as their launcher chooses them by rule."""
+"""Specialisations of the rows kernels for fields, as their launcher chooses them by rule."""
 
 from __future__ import annotations
 
@@ -8,18 +8,25 @@ import torch
 
 from gpubuf.kernels.aot.compiler import AotSpec
 from gpubuf.kernels.rows import ALIGNMENT
-from gpubuf.kernels.rows._launch import MAX_SOURCES, padded_keys
-from gpubuf.kernels.transitions._launch import COMPARED_COLUMNS, assign_tile, batch_tile, sample_tile, write_tile
+from gpubuf.kernels.rows._launch import (
+    COMPARED_COLUMNS,
+    MAX_SOURCES,
+    assign_tile,
+    batch_tile,
+    padded_keys,
+    sample_tile,
+    write_tile,
+)
 
-BATCH = "gpubuf.kernels.transitions._triton:"
-WRITE = "gpubuf.kernels.transitions._triton_write:"
-LINKS = "gpubuf.kernels.transitions._triton_links:"
+BATCH = "gpubuf.kernels.rows._triton:"
+WRITE = "gpubuf.kernels.rows._triton_write:"
 
+TABLE = {"table_ptr": "*i64", "ring_ptr": "*i64"}
 STORAGE = {"fields_ptr": "*i64", "ring_ptr": "*i64"}
 
 
 def batch_specs(n_bytes: int, n_keys: int, steps: str, ends: bool, links: bool, noise: bool) -> list[AotSpec]:
-    """Both kernels that make a batch. ``steps`` is the type of their number."""
+    """The kernel that computes a batch, of given rows and of drawn ones. ``steps`` is the type of their number."""
     device = torch.device("cpu")
     tiles = {"gather": batch_tile(n_bytes, device), "sample": sample_tile(n_bytes, device, links, noise)}
     constants: dict[str, Any] = {
@@ -29,30 +36,29 @@ def batch_specs(n_bytes: int, n_keys: int, steps: str, ends: bool, links: bool, 
         "KEYS": padded_keys(n_keys),
         "ALIGNMENT": ALIGNMENT,
     }
-    pointers = {"ends_ptr": "*i64", "links_ptr": "*i32" if links else "*i64", "noise_ptr": "*i64"}
+    pointers = {"ends_ptr": "*i64", "links_ptr": "*i32" if links else "*i64", "noise_ptr": "*i64", "rng_ptr": "*i64"}
     sizes = dict.fromkeys(("n_keys", "n", "rows", "envs", "n_steps", "mirror", "draws", "row_programs"), "i32")
     common: dict[str, Any] = STORAGE | pointers | {"arena_ptr": "*u8", "index_ptr": "*i64", "generation_ptr": "*i64"}
     common |= sizes | {"steps": steps, "gamma_bits": "i64"}
     return [
         AotSpec(
-            f"{BATCH}transitions_{name}_kernel", common | more, constants | {"TILE": tiles[name][0]}, tiles[name][1]
+            f"{BATCH}rows_compute_kernel", common, constants | {"SAMPLE": name == "sample", "TILE": tile}, num_warps
         )
-        for name, more in {"gather": {}, "sample": {"rng_ptr": "*i64"}}.items()
+        for name, (tile, num_warps) in tiles.items()
     ]
 
 
 def write_specs(n_bytes: int, n_keys: int, capacity: str) -> list[AotSpec]:
     """The kernels that write columns."""
     tile, num_warps = write_tile(n_bytes, torch.device("cpu"))
-    constants = {"KEYS": padded_keys(n_keys), "TILE": tile, "ALIGNMENT": ALIGNMENT}
-    common = STORAGE | sources(n_keys) | {"n_keys": "i32", "n": "i32", "capacity": capacity, "row_programs": "i32"}
+    constants = {"PLAIN": False, "KEYS": padded_keys(n_keys), "TILE": tile, "ALIGNMENT": ALIGNMENT}
+    common = TABLE | sources(n_keys) | {"n_keys": "i32", "n": "i32", "capacity": capacity, "row_programs": "i32"}
     signatures: dict[str, dict[str, Any]] = {
         "extend": common | {"index_ptr": "*i64", "skipped": "i32", "advance": "i32"},
         "write": common | {"index_ptr": "*i64", "winner_ptr": "*i1"},
     }
     return [
-        AotSpec(f"{WRITE}transitions_{name}_kernel", signature, constants, num_warps)
-        for name, signature in signatures.items()
+        AotSpec(f"{WRITE}rows_{name}_kernel", signature, constants, num_warps) for name, signature in signatures.items()
     ]
 
 
@@ -78,7 +84,7 @@ def link_specs(n_bytes: int, n_keys: int, capacity: str, again: bool) -> list[Ao
     }
     warps = {"compare": num_warps, "assign": assign_warps, "aside": num_warps}
     return [
-        AotSpec(f"{LINKS}transitions_{name}_kernel", rows | sizes | signature, constants[name], warps[name])
+        AotSpec(f"{WRITE}rows_{name}_kernel", rows | sizes | signature, constants[name], warps[name])
         for name, signature in signatures.items()
     ]
 

@@ -17,9 +17,9 @@ from gpubuf.data.samplers.base import RandomState
 from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.kernels import moments, philox, td
 from gpubuf.kernels._registry import triton_on_cpu
+from gpubuf.kernels.rows import NEXT
 from gpubuf.kernels.rows import _launch as rows_launch
 from gpubuf.kernels.trajectories import Rule
-from gpubuf.kernels.transitions import NEXT
 from tests.support.optim_setup import Form, Step
 from tests.support.rows_setup import ROWS, Store
 from tests.support.trajectory_setup import Index
@@ -103,13 +103,12 @@ def optimiser_step() -> None:
 
 SCENARIOS = {
     "philox": (philox_draws,),
-    "rows": (rows_written, rows_read),
+    "rows": (rows_written, rows_read, observations_shared),
     "sum_tree": (tree_used,),
     "trajectories": (index_used,),
     "td": (loss_computed,),
     "moments": (statistics_of_parts,),
     "optim": (optimiser_step,),
-    "transitions": (observations_shared,),
 }
 
 
@@ -202,7 +201,7 @@ FAULTS = {
         "rows._triton_tiles:unit_shift", "tl.minimum(", "16 + 0 * tl.minimum(", "misaligned", rows_read
     ),
     "losers write too": Fault(
-        "rows._triton:rows_write_kernel", "mask & valid & winner", "mask & valid", "duplicate", rows_written
+        "rows._triton_write:rows_write_kernel", "mask & valid & winner", "mask & valid", "duplicate", rows_written
     ),
     "store in the place of an atomic": Fault(
         "sum_tree._triton_stages:stage_claim",

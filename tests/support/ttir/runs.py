@@ -47,10 +47,10 @@ class Run:
 
 
 RUNS = {
-    "rows": Run("philox rows rows_ring rows_split", ("philox", "rows")),
+    "rows": Run("philox rows rows_ring rows_split", ("philox",)),
     "sum_tree": Run("sum_tree sum_tree_draw sum_tree_eligible", ("sum_tree",)),
     "trajectories": Run("trajectories trajectories_launch", ("trajectories",), BLOCKS, "stages"),
-    "transitions": Run("transitions transitions_convert transitions_sharing transitions_checks", ("transitions",)),
+    "fields": Run("rows transitions transitions_convert transitions_sharing transitions_checks", ("rows",)),
     "sac": Run("tanh_normal sac_operations lambda_returns", ("sac", "td", "tanh_normal"), quick="stages"),
     "categorical": Run("categorical_target categorical_loss", ("categorical",), ("default",)),
     "discrete_sac": Run("discrete_sac", ("discrete_sac",), quick="stages"),

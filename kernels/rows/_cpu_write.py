@@ -1,6 +1,7 @@
-"""Writes of transitions on the CPU, and the next observations that lie aside.
+"""Writes of rows on the CPU, and the next observations that lie aside.
 
-Everything is checked before the first byte changes: sizes, numbers, rows, and room aside.
+Everything is checked before the first byte changes: sizes, numbers, rows, and room aside. Rows that must be converted
+are staged before that: in memory of their own, as they will be stored.
 """
 
 # Numba needs the real signatures: no `from __future__ import annotations`.
@@ -10,23 +11,237 @@ from numba import carray
 
 from gpubuf.kernels._jit import OPTIONS, jit
 from gpubuf.kernels._pointers import as_i64
-from gpubuf.kernels.rows import DEVICE_ROWS, ROW_BYTES, SIZE, WRITTEN
-from gpubuf.kernels.rows._cpu_copy import AHEAD, first_invalid, prefetch_row, write_run
-from gpubuf.kernels.rows._cpu_table import copy_row, differ, row_address
-from gpubuf.kernels.transitions import ENTRIES, FIELD, NEXT, PENDING, ROW, SIDE_STRIDE
-from gpubuf.kernels.transitions._cpu_convert import read_i32, write_32
-from gpubuf.kernels.transitions._cpu_stage import (
-    DONE,
-    EVERY,
-    INVALID,
-    NEXT_ALONE,
-    NO_ROOM,
-    NOT_NEXT,
-    UNLINKED,
-    find_sources,
-    is_taken,
-    problem,
+from gpubuf.kernels.rows import (
+    CODEC_OFFSET,
+    DEVICE_ROWS,
+    ELEMENTS,
+    ENTRIES,
+    ENTRY,
+    JOURNAL_CHECK,
+    JOURNAL_KEYS,
+    JOURNAL_ROWS,
+    JOURNAL_SIZE,
+    JOURNAL_WORDS,
+    JOURNAL_WRITTEN,
+    NEXT,
+    PENDING,
+    ROW,
+    ROW_BYTES,
+    ROW_STRIDE,
+    SCALE,
+    SIDE_STRIDE,
+    SIZE,
+    STEPS,
+    STORED,
+    WRITES,
+    WRITTEN,
+    WRITTEN_AS,
+    WRITTEN_AS_STORED,
 )
+from gpubuf.kernels.rows._cpu_compute import float_of, is_integer
+from gpubuf.kernels.rows._cpu_copy import (
+    AHEAD,
+    copy_row,
+    copy_rows,
+    differ,
+    first_invalid,
+    prefetch_row,
+    row_address,
+    source_stride,
+    write_run,
+)
+from gpubuf.kernels.rows._cpu_numbers import (
+    BF16,
+    BOOL,
+    F16,
+    F32,
+    F64,
+    decode,
+    encode,
+    encode_f32,
+    encode_flags,
+    encode_integers,
+    read_i32,
+    write_32,
+)
+
+# The fields that an operation takes from its sources.
+EVERY, NOT_NEXT, NEXT_ALONE = range(3)
+
+# Results of the kernels: all is well, or a :func:`problem`.
+DONE = -1
+MISFIT, UNFIT, UNLINKED, NO_ROOM, INVALID, NEEDS_STAGING = range(6)
+
+_SIZES = (1, 1, 2, 4, 8, 2, 2, 4, 8, 1)
+
+
+@jit(forceinline=True)
+def problem(kind, place):  # type: ignore[no-untyped-def]
+    """The result that says which problem there is, and with which field or row."""
+    return kind + 8 * place
+
+
+@jit(forceinline=True)
+def is_taken(field, which):  # type: ignore[no-untyped-def]
+    """Whether an operation writes a key: a column, or a field."""
+    if len(field) == ENTRY:
+        return True
+    if field[WRITES] == 0 or field[ROW] == STEPS:
+        return False
+    return which == EVERY or (field[ROW] == NEXT) == (which == NEXT_ALONE)
+
+
+@jit
+def _encode_rows(field, source, stride, n, numbers, number_type, target):  # type: ignore[no-untyped-def]
+    elements, written, stored = field[ELEMENTS], field[WRITTEN_AS], field[STORED]
+    scale, offset = float_of(field[SCALE]), float_of(field[CODEC_OFFSET])
+    divisor, subtrahend = number_type(scale), number_type(offset)
+    coded, misfits = scale != 1 or offset != 0, 0
+    if written == F32 and not coded and (stored in (F16, BF16)):
+        for i in range(n):
+            encode_f32(source + i * stride, elements, stored, target + i * field[ROW_BYTES])
+        return 0
+    for i in range(n):
+        decode(source + i * stride, written, elements, numbers)
+        if coded:
+            for e in range(elements):
+                numbers[e] = (numbers[e] - subtrahend) / divisor
+        misfits += encode(numbers, elements, stored, target + i * field[ROW_BYTES])
+    return misfits
+
+
+@jit
+def _encode_field(field, source, stride, n, target):  # type: ignore[no-untyped-def]
+    """Convert ``n`` rows. Returns how many numbers don't fit."""
+    elements, written, stored = field[ELEMENTS], field[WRITTEN_AS], field[STORED]
+    coded = float_of(field[SCALE]) != 1 or float_of(field[CODEC_OFFSET]) != 0
+    # Flags of many environments: a loop that goes through no numbers of a row.
+    if stored == BOOL and elements == 1 and not coded and encode_flags(source, stride, written, n, target):
+        return 0
+    if not coded and is_integer(written) and is_integer(stored):
+        integers, misfits = np.empty(elements, np.int64), 0
+        for i in range(n):
+            decode(source + i * stride, written, elements, integers)
+            misfits += encode_integers(integers, elements, stored, target + i * field[ROW_BYTES])
+        return misfits
+    if written == F64 or stored == F64:
+        return _encode_rows(field, source, stride, n, np.empty(elements, np.float64), np.float64, target)
+    return _encode_rows(field, source, stride, n, np.empty(elements, np.float32), np.float32, target)
+
+
+@jit(forceinline=True)
+def find_sources(fields, n_fields, sources, which, n, skipped, staged):  # type: ignore[no-untyped-def]
+    """Set address and stride of the rows of every field that is taken, from row ``skipped`` of ``n`` on.
+
+    Returns DONE, or a problem: a source has rows of another size, or so many bytes of rows must be converted.
+    """
+    needed = 0
+    for f in range(n_fields):
+        if is_taken(fields[f], which):
+            field = fields[f]
+            as_stored = len(field) == ENTRY or field[WRITTEN_AS_STORED] != 0
+            width = field[ROW_BYTES] if as_stored else field[ELEMENTS] * _SIZES[field[WRITTEN_AS]]
+            if sources[3 * f + 2] != n * width:
+                return problem(MISFIT, f)
+            stride = source_stride(sources, f, width)
+            staged[f, 0], staged[f, 1] = sources[3 * f] + skipped * stride, stride
+            if not as_stored:
+                needed += (n - skipped) * field[ROW_BYTES]
+    return problem(NEEDS_STAGING, needed) if needed else DONE
+
+
+@jit(f"int64(int64{', int64' * 8})", **OPTIONS)
+def stage(fields_address, n_fields, width, sources_address, which, n, skipped, scratch, staged_address):  # type: ignore[no-untyped-def]
+    """As :func:`find_sources`, where rows must be converted: into ``scratch``, which is large enough.
+
+    Returns DONE, or a problem: a number does not fit.
+    """
+    fields = carray(as_i64(fields_address), (n_fields, width))
+    sources = carray(as_i64(sources_address), 3 * n_fields)
+    staged = carray(as_i64(staged_address), (n_fields, 2))
+    find_sources(fields, n_fields, sources, which, n, skipped, staged)
+    for f in range(n_fields):
+        field = fields[f]
+        if is_taken(field, which) and not field[WRITTEN_AS_STORED]:
+            if _encode_field(field, staged[f, 0], staged[f, 1], n - skipped, scratch) > 0:
+                return problem(UNFIT, f)
+            staged[f, 0], staged[f, 1] = scratch, field[ROW_BYTES]
+            scratch += (n - skipped) * field[ROW_BYTES]
+    return DONE
+
+
+# Columns
+
+
+@jit("int64(int64, int64, int64, int64, int64, int64, int64)", **OPTIONS)
+def append_rows(table_address, n_keys, sources_address, ring_address, n, capacity, index_address):  # type: ignore[no-untyped-def]
+    """Write ``n`` rows of columns at the cursor."""
+    table = carray(as_i64(table_address), (n_keys, ENTRY))
+    sources = carray(as_i64(sources_address), 3 * n_keys)
+    ring = carray(as_i64(ring_address), 4)
+    index = carray(as_i64(index_address), n)
+    for k in range(n_keys):
+        if sources[3 * k + 2] != n * table[k, ROW_BYTES]:
+            return problem(MISFIT, k)
+    written = ring[WRITTEN]
+    position = written % capacity
+    for i in range(n):
+        index[i] = position
+        position = position + 1 if position + 1 < capacity else 0
+    kept = min(n, capacity)
+    first = (written + n - kept) % capacity
+    before_seam = min(kept, capacity - first)
+    for k in range(n_keys):
+        stride = source_stride(sources, k, table[k, ROW_BYTES])
+        source = sources[3 * k] + (n - kept) * stride
+        write_run(table[k], first, source, stride, before_seam)
+        write_run(table[k], 0, source + before_seam * stride, stride, kept - before_seam)
+    ring[WRITTEN] = written + n
+    ring[SIZE] = min(ring[SIZE] + n, capacity)
+    return DONE
+
+
+@jit("int64(int64, int64, int64, int64, int64, int64, int64, int64)", **OPTIONS)
+def keep_rows(table_address, keys_address, n_keys, ring_address, index_address, n, capacity, journal_address):  # type: ignore[no-untyped-def]
+    """``index_address`` is 0 for the rows from the cursor on."""
+    keys, ring = carray(as_i64(keys_address), n_keys), carray(as_i64(ring_address), 4)
+    words = carray(as_i64(journal_address), JOURNAL_WORDS + n_keys + n)
+    position = words[JOURNAL_WORDS + n_keys :]
+    given, has_index = carray(as_i64(index_address), n), index_address != 0
+    if has_index:
+        invalid = first_invalid(given, n, capacity)
+        if invalid >= 0:
+            return invalid
+    words[JOURNAL_WRITTEN], words[JOURNAL_SIZE] = ring[WRITTEN], ring[SIZE]
+    words[JOURNAL_ROWS], words[JOURNAL_KEYS] = n, n_keys
+    for k in range(n_keys):
+        words[JOURNAL_WORDS + k] = keys[k]
+    first = ring[WRITTEN] % capacity
+    for i in range(n):
+        at = given[i] if has_index else first + i - (capacity if first + i >= capacity else 0)
+        position[i] = at + capacity if at < 0 else at
+    before_seam = min(n, capacity - first)
+    target = journal_address + 8 * (JOURNAL_WORDS + n_keys + n)
+    for k in range(n_keys):
+        entry = carray(as_i64(table_address + 8 * ENTRY * keys[k]), ENTRY)
+        row_bytes, stride = entry[ROW_BYTES], entry[ROW_STRIDE]
+        if has_index:
+            for i in range(n):
+                copy_row(target + i * row_bytes, row_address(entry, position[i]), row_bytes)
+        else:
+            copy_rows(target, row_bytes, row_address(entry, first), stride, row_bytes, before_seam)
+            after = target + before_seam * row_bytes
+            copy_rows(after, row_bytes, row_address(entry, 0), stride, row_bytes, n - before_seam)
+        target += (n * row_bytes + 7) // 8 * 8
+    total = 0
+    kept = carray(as_i64(journal_address), (target - journal_address) // 8)
+    for i in range(JOURNAL_CHECK + 1, len(kept)):
+        total += kept[i]
+    words[JOURNAL_CHECK] = total
+    return DONE
+
+
+# Fields
 
 
 @jit(forceinline=True)
@@ -112,10 +327,11 @@ def _find_separate(fields, n_fields, staged, envs, kept, pending, separate):  # 
     return need
 
 
-@jit(f"int64(int64{', int64' * 12})", **OPTIONS)
+@jit(f"int64(int64{', int64' * 13})", **OPTIONS)
 def extend_rows(  # type: ignore[no-untyped-def]
     fields_address,
     n_fields,
+    width,
     sources_address,
     staged_address,
     is_staged,
@@ -132,7 +348,7 @@ def extend_rows(  # type: ignore[no-untyped-def]
 
     The rows are those of the sources, or, with ``is_staged``, were found and converted by :func:`stage`.
     """
-    fields = carray(as_i64(fields_address), (n_fields, FIELD))
+    fields = carray(as_i64(fields_address), (n_fields, width))
     sources = carray(as_i64(sources_address), 3 * n_fields)
     ring, index = carray(as_i64(ring_address), 4), carray(as_i64(index_address), n)
     kept = min(n, capacity)
@@ -207,10 +423,11 @@ def _set_links(  # type: ignore[no-untyped-def]
         row = row + 1 if row + 1 < capacity else 0
 
 
-@jit(f"int64(int64{', int64' * 9})", **OPTIONS)
+@jit(f"int64(int64{', int64' * 10})", **OPTIONS)
 def write_rows(  # type: ignore[no-untyped-def]
     fields_address,
     n_fields,
+    width,
     sources_address,
     staged_address,
     is_staged,
@@ -221,7 +438,7 @@ def write_rows(  # type: ignore[no-untyped-def]
     generation_address,
 ):
     """``generation_address`` is 0 where there are no generations."""
-    fields = carray(as_i64(fields_address), (n_fields, FIELD))
+    fields = carray(as_i64(fields_address), (n_fields, width))
     sources = carray(as_i64(sources_address), 3 * n_fields)
     index = carray(as_i64(index_address), n)
     invalid = first_invalid(index, n, capacity)
@@ -267,10 +484,11 @@ def _mark_winners(links, rows, n, before):  # type: ignore[no-untyped-def]
             write_32(links, rows[i], before[i])
 
 
-@jit(f"int64(int64{', int64' * 12})", **OPTIONS)
+@jit(f"int64(int64{', int64' * 13})", **OPTIONS)
 def relink_rows(  # type: ignore[no-untyped-def]
     fields_address,
     n_fields,
+    width,
     sources_address,
     staged_address,
     is_staged,
@@ -284,7 +502,7 @@ def relink_rows(  # type: ignore[no-untyped-def]
     envs,
 ):
     """Give rows their next observations."""
-    fields = carray(as_i64(fields_address), (n_fields, FIELD))
+    fields = carray(as_i64(fields_address), (n_fields, width))
     sources = carray(as_i64(sources_address), 3 * n_fields)
     ring, owners = carray(as_i64(ring_address), 4), carray(as_i64(owners_address), slots + 1)
     index = carray(as_i64(index_address), n)

@@ -9,15 +9,13 @@ from numba import carray
 
 from gpubuf.kernels._jit import OPTIONS, jit
 from gpubuf.kernels._pointers import as_f32, as_i64, prefetch_l2
-from gpubuf.kernels.philox import OFFSET as RANDOM_OFFSET
-from gpubuf.kernels.philox import SEED
+from gpubuf.kernels.philox import OFFSET, SEED
 from gpubuf.kernels.philox._cpu import philox_uniform_f64
-from gpubuf.kernels.rows import DEVICE_ROWS, ROW_STRIDE, SPLIT
-from gpubuf.kernels.rows._cpu_copy import AHEAD
-from gpubuf.kernels.rows._cpu_table import copy_row, row_address
-from gpubuf.kernels.transitions import (
+from gpubuf.kernels.rows import (
     BATCH,
     BATCH_BYTES,
+    CODEC_OFFSET,
+    DEVICE_ROWS,
     ELEMENTS,
     FACTOR,
     FIELD,
@@ -26,20 +24,22 @@ from gpubuf.kernels.transitions import (
     LOW,
     MEAN,
     NEXT,
-    OFFSET,
     PAD,
     PAIR,
     PERMUTATION,
     ROW,
     ROW_BYTES,
+    ROW_STRIDE,
     SCALE,
     SIGN,
+    SPLIT,
     STEPS,
     STORED,
     SUM,
     WIDTH,
 )
-from gpubuf.kernels.transitions._cpu_convert import (
+from gpubuf.kernels.rows._cpu_copy import AHEAD, copy_row, row_address, side_address
+from gpubuf.kernels.rows._cpu_numbers import (
     BOOL,
     F32,
     F64,
@@ -52,7 +52,6 @@ from gpubuf.kernels.transitions._cpu_convert import (
     read_f32,
     read_i32,
 )
-from gpubuf.kernels.transitions._cpu_window import side_address
 
 # Bytes that rows to compute are asked for ahead: 8 rows of 310 float32 take 1.4 times as long as to copy them, 32 rows
 # 2.2 times.
@@ -79,7 +78,7 @@ def is_moved(field):  # type: ignore[no-untyped-def]
     """Whether elements are those of rows, or the same integers of another dtype, unless they are mirrored."""
     stored, batch = field[STORED], field[BATCH]
     processed = field[MEAN] != 0 or float_of(field[LOW]) > -math.inf or float_of(field[HIGH]) < math.inf
-    coded = float_of(field[SCALE]) != 1 or float_of(field[OFFSET]) != 0
+    coded = float_of(field[SCALE]) != 1 or float_of(field[CODEC_OFFSET]) != 0
     same = stored == batch or (is_integer(stored) and is_integer(batch))
     return same and not processed and not coded and field[ROW] < SUM
 
@@ -119,7 +118,7 @@ def _decoded(address, field, number_type, numbers):  # type: ignore[no-untyped-d
     """The numbers that a stored row stands for."""
     n = field[ELEMENTS]
     decode(address, field[STORED], n, numbers)
-    scale, offset = float_of(field[SCALE]), float_of(field[OFFSET])
+    scale, offset = float_of(field[SCALE]), float_of(field[CODEC_OFFSET])
     if scale != 1 or offset != 0:
         factor, addend = number_type(scale), number_type(offset)
         for i in range(n):
@@ -172,9 +171,9 @@ def _convert(field, rows, n, capacity, target, numbers):  # type: ignore[no-unty
     # What is read once here would be read for every row: the compiler can't know that no row lies in the field.
     elements, stored, row_bytes, width = field[ELEMENTS], field[STORED], field[ROW_BYTES], field[BATCH_BYTES]
     mean, factor = field[MEAN], field[FACTOR]
-    scale, offset = np.float32(float_of(field[SCALE])), np.float32(float_of(field[OFFSET]))
+    scale, offset = np.float32(float_of(field[SCALE])), np.float32(float_of(field[CODEC_OFFSET]))
     low, high = np.float32(float_of(field[LOW])), np.float32(float_of(field[HIGH]))
-    coded = float_of(field[SCALE]) != 1 or float_of(field[OFFSET]) != 0
+    coded = float_of(field[SCALE]) != 1 or float_of(field[CODEC_OFFSET]) != 0
     clipped = low > -math.inf or high < math.inf
     base, stride, elsewhere = field[DEVICE_ROWS], field[ROW_STRIDE], field[SPLIT] < capacity or field[ROW] == NEXT
     scratch, ahead = np.int64(numbers.ctypes.data), _rows_ahead(row_bytes)
@@ -212,7 +211,7 @@ def _compute(field, rows, length, n, how, number_type, target, numbers):  # type
     seed, offset = 0, 0
     if noise != 0:
         state = carray(as_i64(noise), 3)
-        seed, offset = state[SEED], state[RANDOM_OFFSET] + ahead
+        seed, offset = state[SEED], state[OFFSET] + ahead
     elements, stored, batch, row_bytes = field[ELEMENTS], field[STORED], field[BATCH], field[BATCH_BYTES]
     kind, pad = field[ROW], field[PAD]
     moved = is_moved(field)

@@ -6,9 +6,9 @@ Where next observations are is in ``reference_ring.py``, what becomes of element
 import torch
 from torch import Tensor
 
-from gpubuf.kernels.transitions import DRAWN, NEXT, STEPS, SUM
-from gpubuf.kernels.transitions.reference_elements import ABSENT, Key, computed, discounted, encoded
-from gpubuf.kernels.transitions.reference_ring import StoredOnce
+from gpubuf.kernels.rows import DRAWN, NEXT, STEPS, SUM
+from gpubuf.kernels.rows.reference_elements import ABSENT, Key, computed, discounted, encoded
+from gpubuf.kernels.rows.reference_ring import StoredOnce
 
 
 class Ring(StoredOnce):

@@ -1,8 +1,12 @@
-"""Transitions on the GPU: observations that are stored once, in three launches after that of the columns.
+"""Rows on the GPU: writes, as bytes or with codecs, and observations that are stored once.
 
-A *candidate* is a row whose next observation is given, or was pending until now. In an extension of the ring
-candidates 0 .. envs - 1 are the rows of the step that was the newest, and then come the rows that are written. When
-rows get new next observations (RELINK), candidate i is row index[i], where winner[i].
+Tiles are those of the columns that are written; a field whose written dtype is not the stored one has an element a
+lane. With PLAIN the table has columns, otherwise fields.
+
+Observations that are stored once take three launches after that of the columns. A *candidate* is a row whose next
+observation is given, or was pending until now. In an extension of the ring candidates 0 .. envs - 1 are the rows of the
+step that was the newest, and then come the rows that are written. When rows get new next observations (RELINK),
+candidate i is row index[i], where winner[i].
 
 The first kernel compares the next observations of candidates with the rows that follow them; the second, one program,
 gives entries to those that differ; the third copies them there, and the newest step's to where they are pending. An
@@ -12,56 +16,291 @@ extension moves the counters in the last one, so that all of them see the counte
 import triton
 import triton.language as tl
 
-from gpubuf.kernels import transitions
+from gpubuf.kernels import rows
 from gpubuf.kernels.philox._triton import take_ticket
-from gpubuf.kernels.rows._triton_tiles import (
-    RING_TICKET,
-    SIZE,
-    WRITTEN,
-    copy_elements,
-    count_faults,
-    decoded,
-    find_tile,
-    normalise,
-    rows_and_columns,
-    select,
-    unit_shift,
-)
-from gpubuf.kernels.transitions._triton_fields import (
+from gpubuf.kernels.rows._triton_fields import (
     ALIGNED,
     CODEC_OFFSET,
     ELEMENTS,
     ENTRIES,
     FIELD,
+    NEXT,
     PENDING,
-    ROW_BYTES,
+    ROW,
     SCALE,
     SIDE_STRIDE,
+    STEPS,
     STORED,
+    WRITES,
     WRITTEN_AS,
     WRITTEN_AS_STORED,
     column_address,
     divided,
-    float_of,
-    quotient,
-)
-from gpubuf.kernels.transitions._triton_numbers import (
     encoded_bits,
     item_shift,
     load_aligned_bits,
     load_bits,
+    load_float,
     store_bits,
 )
-from gpubuf.kernels.transitions._triton_write import (
-    advance_counters,
-    load_shared,
-    load_write_tile,
-    load_write_tiles,
-    put_elements,
+from gpubuf.kernels.rows._triton_tiles import (
+    DEVICE_ROWS,
+    ENTRY,
+    HOST_ROWS,
+    RING_TICKET,
+    ROW_BYTES,
+    ROW_STRIDE,
+    SIZE,
+    WRITTEN,
+    advance_ring,
+    copy_elements,
+    count_faults,
+    decoded,
+    find_tile,
+    load_tiles,
+    normalise,
+    quotient,
+    rows_and_columns,
+    select,
+    unit_shift,
 )
 
-IN_SUCCESSOR = tl.constexpr(transitions.IN_SUCCESSOR)
-LOST = tl.constexpr(transitions.LOST)
+IN_SUCCESSOR = tl.constexpr(rows.IN_SUCCESSOR)
+LOST = tl.constexpr(rows.LOST)
+
+# Columns
+
+
+@triton.jit
+def load_shared(fields_ptr, lanes, n_keys):
+    """Whether fields ``lanes`` are next observations that writes give."""
+    kind = tl.load(fields_ptr + lanes * FIELD + ROW, mask=lanes < n_keys, other=0)
+    return (kind == NEXT) & (tl.load(fields_ptr + lanes * FIELD + WRITES, mask=lanes < n_keys, other=0) != 0)
+
+
+@triton.jit
+def load_write_tiles(
+    table_ptr, n_keys, rows, PLAIN: tl.constexpr, SHARED: tl.constexpr, KEYS: tl.constexpr, TILE: tl.constexpr
+):
+    """(tiles, lanes) of ``rows`` written rows, int64 [KEYS]: of next observations (SHARED), or of all other keys."""
+    if PLAIN:
+        tiles, _sizes, lanes = load_tiles(table_ptr, n_keys, rows, KEYS, TILE)
+    else:
+        lanes = tl.arange(0, KEYS)
+        entry_ptr = table_ptr + lanes * FIELD
+        some = lanes < n_keys
+        if SHARED:
+            some = load_shared(table_ptr, lanes, n_keys)
+        else:
+            kind = tl.load(entry_ptr + ROW, mask=some, other=STEPS)
+            some = (kind != NEXT) & (kind != STEPS)
+            some = some & (tl.load(entry_ptr + WRITES, mask=some, other=0) != 0)
+        words = tl.load(entry_ptr + ROW_BYTES, mask=some, other=0)
+        words = words >> unit_shift(tl.load(entry_ptr + ALIGNED, mask=some, other=0))
+        as_stored = tl.load(entry_ptr + WRITTEN_AS_STORED, mask=some, other=1) != 0
+        elements = tl.where(as_stored, words, tl.load(entry_ptr + ELEMENTS, mask=some, other=0)) * rows
+        tiles = (elements + (TILE - 1)) // TILE
+    return tiles, lanes
+
+
+@triton.jit
+def load_write_tile(entry_ptr, number, source, source_stride, PLAIN: tl.constexpr, TILE: tl.constexpr):
+    """(whether to copy, shift, words, first row, first word, passes) of a tile of a key.
+
+    A worse aligned source is copied in narrower elements, in more than one pass.
+    """
+    row_bytes = tl.load(entry_ptr + ROW_BYTES)
+    if PLAIN:
+        as_stored = row_bytes > 0
+        aligned = tl.load(entry_ptr + DEVICE_ROWS) | tl.load(entry_ptr + HOST_ROWS) | tl.load(entry_ptr + ROW_STRIDE)
+        aligned |= row_bytes
+        widest = unit_shift(aligned)
+        units = row_bytes >> widest
+    else:
+        as_stored = tl.load(entry_ptr + WRITTEN_AS_STORED) != 0
+        aligned = tl.load(entry_ptr + ALIGNED)
+        widest = unit_shift(aligned)
+        units = tl.where(as_stored, row_bytes >> widest, tl.load(entry_ptr + ELEMENTS))
+    row = quotient(number * TILE, units)
+    unit = number * TILE - row * units
+    shift = unit_shift(aligned | source | source_stride)
+    narrower = widest - shift
+    if not PLAIN:
+        narrower = tl.where(as_stored, narrower, 0)
+    return as_stored, shift, (units << narrower).to(tl.int32), row, (unit << narrower).to(tl.int32), 1 << narrower
+
+
+@triton.jit
+def _encode_elements(entry_ptr, ring_ptr, source, target, column, shift, chosen, counted):
+    """Encode elements ``column`` of rows that lie from source to target; count those of ``counted`` that don't fit."""
+    stored = tl.load(entry_ptr + STORED)
+    written = tl.load(entry_ptr + WRITTEN_AS)
+    # Tensors that are given are aligned, and columns of records need not be.
+    from_written = item_shift(written)
+    bits = load_aligned_bits(source + (column.to(tl.int64) << from_written), from_written, chosen)
+    scale = load_float(entry_ptr, SCALE)
+    found, fits = encoded_bits(bits, written, stored, scale, load_float(entry_ptr, CODEC_OFFSET))
+    store_bits(target + (column.to(tl.int64) << item_shift(stored)), found, item_shift(stored), shift, chosen)
+    count_faults(ring_ptr, counted & ~fits)
+
+
+@triton.jit
+def put_elements(entry_ptr, ring_ptr, source, target, column, as_stored, shift, chosen, counted, PLAIN: tl.constexpr):
+    """Copy or encode elements ``column`` of rows that lie from source to target; count those of ``counted`` that
+    don't fit."""
+    byte = column.to(tl.int64) << shift
+    if PLAIN or as_stored:
+        copy_elements(source + byte, target + byte, shift, chosen, chosen)
+    else:
+        _encode_elements(entry_ptr, ring_ptr, source, target, column, shift, chosen, counted)
+
+
+@triton.jit(
+    do_not_specialize=["n_keys", "n", "skipped", "capacity", "advance", "row_programs"],
+    # As in rows_gather_kernel.
+    do_not_specialize_on_alignment=["index_ptr"],
+)
+def rows_extend_kernel(
+    table_ptr,  # int64 [n_keys, 5 or 32], see table_entry and Field of gpubuf.kernels.rows
+    source_addresses,  # tuple of at least n_keys integers: 2 * address + 3; address 0: no source
+    source_strides,  # as many integers: 2 * (bytes from row to row) + 3
+    ring_ptr,  # int64 [4]: (written, size, ticket, faults); written and size are advanced
+    index_ptr,  # int64 [n], output
+    n_keys,
+    n,
+    skipped,
+    capacity,
+    advance,
+    row_programs,
+    PLAIN: tl.constexpr,
+    KEYS: tl.constexpr,
+    TILE: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+):
+    """storage[k, (written + i) % capacity] = source[k, i] for i from ``skipped`` = max(n - capacity, 0) on.
+
+    index[i] = (written + i) % capacity for all i. Next observations are left to the other kernels. The counters move by
+    ``advance``, n rows in the last launch of a write. Addresses and strides are odd numbers: Triton would compile a
+    variant for every combination of those that are 1 or divisible by 16.
+
+    Grid: (row_programs + any number of copying programs,), row_programs = cdiv(n, TILE) or 0; at least 1.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    n = n.to(tl.int64)
+    skipped = skipped.to(tl.int64)
+    capacity = capacity.to(tl.int64)
+    written = tl.load(ring_ptr + WRITTEN)
+    ticket = take_ticket(ring_ptr + RING_TICKET)
+    if program < row_programs:
+        lane = tl.arange(0, TILE)
+        begin = written + program * TILE
+        begin -= quotient(begin, capacity) * capacity
+        if capacity >= TILE:
+            position = tl.where(begin + lane < capacity, begin + lane, begin + lane - capacity)
+        else:
+            position = ((begin.to(tl.int32) + lane) % capacity.to(tl.int32)).to(tl.int64)
+        row = program * TILE + lane
+        tl.store(index_ptr + row, position, mask=row < n)
+    else:
+        kept = n - skipped
+        start = written + skipped
+        cursor = start - quotient(start, capacity) * capacity
+        tiles, lanes = load_write_tiles(table_ptr, n_keys, kept, PLAIN, False, KEYS, TILE)
+        for tile in range(program - row_programs, tl.sum(tiles, 0), tl.num_programs(0) - row_programs):
+            key, number, _ = find_tile(tiles, tiles, lanes, tile, ALIGNMENT)
+            entry_ptr = table_ptr + key * (ENTRY if PLAIN else FIELD)
+            source_stride = decoded(select(key, source_strides))
+            address = decoded(select(key, source_addresses))
+            source = address + skipped * source_stride
+            as_stored, shift, words, first_row, first_word, passes = load_write_tile(
+                entry_ptr, number, source, source_stride, PLAIN, TILE
+            )
+            for part in range(0, passes):
+                element = part * TILE + tl.arange(0, TILE)
+                row, column = rows_and_columns(element, first_word, words, passes * TILE)
+                row = first_row + row
+                position = cursor + row
+                position = tl.where(position < capacity, position, position - capacity)
+                chosen = (row < kept) & (address != 0)
+                put_elements(
+                    entry_ptr,
+                    ring_ptr,
+                    source + row * source_stride,
+                    column_address(entry_ptr, position),
+                    column,
+                    as_stored,
+                    shift,
+                    chosen,
+                    chosen,
+                    PLAIN,
+                )
+    advance_ring(ring_ptr, ticket, advance, capacity)
+
+
+@triton.jit(
+    do_not_specialize=["n_keys", "n", "capacity", "row_programs"],
+    do_not_specialize_on_alignment=["index_ptr", "winner_ptr"],
+)
+def rows_write_kernel(
+    table_ptr,  # int64 [n_keys, 5 or 32], see table_entry and Field of gpubuf.kernels.rows
+    source_addresses,  # tuple of at least n_keys integers: 2 * address + 3; address 0: no source
+    source_strides,  # as many integers: 2 * (bytes from row to row) + 3
+    ring_ptr,  # int64 [4]: (written, size, ticket, faults)
+    index_ptr,  # int64 [n]
+    winner_ptr,  # bool [n]: false where a later entry names the same row
+    n_keys,
+    n,
+    capacity,
+    row_programs,
+    PLAIN: tl.constexpr,
+    KEYS: tl.constexpr,
+    TILE: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+):
+    """storage[k, index[i]] = source[k, i] where winner[i]; indices out of range count as faults.
+
+    Addresses, strides and grid as in rows_extend_kernel.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    n = n.to(tl.int64)
+    capacity = capacity.to(tl.int64)
+    if program < row_programs:
+        row = program * TILE + tl.arange(0, TILE)
+        _, valid = normalise(tl.load(index_ptr + row, mask=row < n, other=0), capacity)
+        count_faults(ring_ptr, (row < n) & ~valid)
+    else:
+        tiles, lanes = load_write_tiles(table_ptr, n_keys, n, PLAIN, False, KEYS, TILE)
+        for tile in range(program - row_programs, tl.sum(tiles, 0), tl.num_programs(0) - row_programs):
+            key, number, _ = find_tile(tiles, tiles, lanes, tile, ALIGNMENT)
+            entry_ptr = table_ptr + key * (ENTRY if PLAIN else FIELD)
+            source = decoded(select(key, source_addresses))
+            source_stride = decoded(select(key, source_strides))
+            as_stored, shift, words, first_row, first_word, passes = load_write_tile(
+                entry_ptr, number, source, source_stride, PLAIN, TILE
+            )
+            for part in range(0, passes):
+                element = part * TILE + tl.arange(0, TILE)
+                row, column = rows_and_columns(element, first_word, words, passes * TILE)
+                row = first_row + row
+                mask = (row < n) & (source != 0)
+                position, valid = normalise(tl.load(index_ptr + row, mask=mask, other=0), capacity)
+                winner = tl.load(winner_ptr + row, mask=mask, other=0).to(tl.int1)
+                chosen = mask & valid & winner
+                put_elements(
+                    entry_ptr,
+                    ring_ptr,
+                    source + row * source_stride,
+                    column_address(entry_ptr, position),
+                    column,
+                    as_stored,
+                    shift,
+                    chosen,
+                    chosen,
+                    PLAIN,
+                )
+
+
+# Observations that are stored once
 
 
 @triton.jit
@@ -108,8 +347,8 @@ def differing_bits(one, other, column, words, shift, active, BLOCK_COLUMNS: tl.c
     do_not_specialize=["n_keys", "n", "skipped", "capacity", "envs", "begun"],
     do_not_specialize_on_alignment=["index_ptr", "winner_ptr", "differs_ptr"],
 )
-def transitions_compare_kernel(
-    fields_ptr,  # int64 [n_keys, 32], see gpubuf.kernels.transitions.Field
+def rows_compare_kernel(
+    fields_ptr,  # int64 [n_keys, 32], see gpubuf.kernels.rows.Field
     source_addresses,  # tuple of at least n_keys integers: 2 * address + 3; address 0: no source
     source_strides,  # as many integers: 2 * (bytes from row to row) + 3
     ring_ptr,  # int64 [4]: (written, size, ticket, faults), as before the write
@@ -172,8 +411,8 @@ def transitions_compare_kernel(
             elements = tl.load(entry_ptr + ELEMENTS)
             stored = tl.load(entry_ptr + STORED)
             written_as = tl.load(entry_ptr + WRITTEN_AS)
-            scale = float_of(tl.load(entry_ptr + SCALE))
-            offset = float_of(tl.load(entry_ptr + CODEC_OFFSET))
+            scale = load_float(entry_ptr, SCALE)
+            offset = load_float(entry_ptr, CODEC_OFFSET)
             from_written = item_shift(written_as)
             to_stored = item_shift(stored)
             for begin in range(0, elements, BLOCK_COLUMNS):
@@ -192,7 +431,7 @@ def transitions_compare_kernel(
     do_not_specialize=["n", "skipped", "capacity", "envs", "slots"],
     do_not_specialize_on_alignment=["index_ptr", "winner_ptr", "differs_ptr", "free_ptr"],
 )
-def transitions_assign_kernel(
+def rows_assign_kernel(
     ring_ptr,  # int64 [4]: (written, size, ticket, faults), as before the write
     links_ptr,  # int32 [capacity]
     owners_ptr,  # int64 [slots + 1]: numbers of the rows that entries belong to, and how many were ever taken
@@ -282,8 +521,8 @@ def transitions_assign_kernel(
     do_not_specialize=["n_keys", "n", "skipped", "capacity", "envs", "advance"],
     do_not_specialize_on_alignment=["index_ptr", "winner_ptr"],
 )
-def transitions_aside_kernel(
-    fields_ptr,  # int64 [n_keys, 32], see gpubuf.kernels.transitions.Field
+def rows_aside_kernel(
+    fields_ptr,  # int64 [n_keys, 32], see gpubuf.kernels.rows.Field
     source_addresses,  # tuple of at least n_keys integers: 2 * address + 3; address 0: no source
     source_strides,  # as many integers: 2 * (bytes from row to row) + 3
     ring_ptr,  # int64 [4]: (written, size, ticket, faults), advanced but for RELINK
@@ -315,7 +554,7 @@ def transitions_aside_kernel(
     size = tl.load(ring_ptr + SIZE)
     if not RELINK:
         ticket = take_ticket(ring_ptr + RING_TICKET)
-    tiles, lanes = load_write_tiles(fields_ptr, n_keys, kept, True, KEYS, TILE)
+    tiles, lanes = load_write_tiles(fields_ptr, n_keys, kept, False, True, KEYS, TILE)
     if not RELINK:
         start = written + skipped
         begin = start - quotient(start, capacity) * capacity
@@ -327,7 +566,7 @@ def transitions_aside_kernel(
             source_stride = decoded(select(key, source_strides))
             address = decoded(select(key, source_addresses))
             as_stored, unit, words, first_row, first_word, passes = load_write_tile(
-                entry_ptr, number, address, source_stride, TILE
+                entry_ptr, number, address, source_stride, False, TILE
             )
             shift = tl.where(as_stored, unit, item_shift(tl.load(entry_ptr + STORED)).to(tl.int32))
             for part in range(0, passes):
@@ -353,7 +592,7 @@ def transitions_aside_kernel(
         source_stride = decoded(select(key, source_strides))
         address = decoded(select(key, source_addresses))
         as_stored, shift, words, first_row, first_word, passes = load_write_tile(
-            entry_ptr, number, address, source_stride, TILE
+            entry_ptr, number, address, source_stride, False, TILE
         )
         for part in range(0, passes):
             element = part * TILE + tl.arange(0, TILE)
@@ -387,6 +626,7 @@ def transitions_aside_kernel(
                 shift,
                 chosen,
                 chosen & newest,
+                False,
             )
     if not RELINK:
-        advance_counters(ring_ptr, ticket, advance, capacity)
+        advance_ring(ring_ptr, ticket, advance, capacity)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.kernels.transitions import OPAQUE, SUM, Field, dtype_code
+from gpubuf.kernels.rows import OPAQUE, SUM, Field, dtype_code
 
 #: In place of memory that a field does not have.
 ABSENT = torch.empty(0)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.kernels.transitions import IN_SUCCESSOR, LOST, NEXT, STEPS
+from gpubuf.kernels.rows import IN_SUCCESSOR, LOST, NEXT, STEPS
 
 
 class StoredOnce:
