@@ -161,10 +161,10 @@ class MixedReplayBuffer:
         """Write one row to one of the buffers. See :meth:`ReplayBuffer.add`."""
         return self._buffers[buffer].add(data)
 
-    def empty(self) -> None:
-        """Forget every row of every buffer."""
+    def empty(self, empty_write_count: bool = True) -> None:
+        """Forget every row of every buffer. See :meth:`ReplayBuffer.empty`."""
         for buffer in self._buffers:
-            buffer.empty()
+            buffer.empty(empty_write_count)
 
     # Reading
 
@@ -287,22 +287,29 @@ class MixedReplayBuffer:
         priority = sampler.reduce(priority, index.numel())
         self.update_priority(index, priority, buffer=buffer, generation=generation)
 
-    def update_if_present(self, index: Tensor, data: Data, *, buffer: Tensor, generation: Tensor | None = None) -> None:
+    def update_if_present(
+        self, index: Any, data: Any = None, *, buffer: Tensor, generation: Tensor | None = None, **what: Any
+    ) -> ConditionalUpdateResult | None:
         """Write some keys of drawn rows back, each to its buffer: to all, or if one refuses them to none.
 
         See :meth:`ReplayBuffer.update_if_present`.
 
         Args:
             index, buffer: ``"index"`` and ``"buffer"`` of a batch's info.
-            data, generation: as for :meth:`ReplayBuffer.update_if_present`.
+            data, generation, **what: as for :meth:`ReplayBuffer.update_if_present`.
+
+        Returns:
+            With ``patch``, a :class:`ConditionalUpdateResult`; otherwise None.
         """
-        if generation is None and not isinstance(data, Tensor):
+        if generation is None and data is not None and not isinstance(data, Tensor):
             generation = data.get("index_generation", None)
         if generation is None:
-            raise ValueError("update_if_present needs info['index_generation'] of the sample")
-        owner = buffer.reshape(-1)
-        if True in [part.initialized for part in self._buffers]:
-            update_rows(self._buffers, index.reshape(-1), data, owner, generation)
+            raise ValueError(
+                "update_if_present needs the generation of the rows: info['index_generation'] of the sample"
+            )
+        if not what and True not in [part.initialized for part in self._buffers]:
+            return None
+        return update_rows(self._buffers, index, data, buffer.reshape(-1), generation, **what)
 
     # State
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from gpubuf.data.buffer import ReplayBuffer
 from gpubuf.data.components import given_transform, refuse_out_of_scope
 from gpubuf.data.lock import under
-from gpubuf.data.mixed import MixedReplayBuffer, checked_owners, positions_in, update_rows
+from gpubuf.data.mixed import MixedReplayBuffer, checked_owners, positions_in
 from gpubuf.data.prefetch import Batch
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.slices import SliceSampler
@@ -73,7 +73,11 @@ class ReplayBufferEnsemble(MixedReplayBuffer):
         routing_dim: int | None = None,
     ) -> None:
         refuse_out_of_scope(collate_fns=collate_fns)
-        self._routing = Routing(routing_key, routing_dim)
+        if routing_key is not None and routing_dim is not None:
+            raise ValueError("routing_key and routing_dim exclude each other")
+        if routing_dim is not None and not isinstance(routing_dim, int):
+            raise TypeError(f"routing_dim is an int, got a {type(routing_dim).__name__}")
+        self._routing_key, self._routing_dim = routing_key, routing_dim
         if isinstance(p, str) and p != _SAMPLEABLE:
             raise ValueError(f"p must be numbers, a tensor or {_SAMPLEABLE!r}, got {p!r}")
         if sample_from_all and p is not None:
@@ -129,15 +133,69 @@ class ReplayBufferEnsemble(MixedReplayBuffer):
                 buffer has not the keys, shapes and dtypes of the rows. What only shows at the write (inverse
                 transforms, codecs, ``next_capacity``) leaves the rows of buffers before it written.
         """
-        if buffer is not None or not self._routing.is_given:
+        if buffer is not None or not self._routes:
             options = {} if update_priority is None else {"update_priority": update_priority}
             return self._buffers[buffer or 0].extend(data, **options)
         if len(self._transform):
             data = self._transform.inv(data.copy())
-            if data is None:
-                return no_rows()
-        owner = self._routing.owners(data, len(self._buffers))
-        return write_rows(self._buffers, data.reshape(-1), owner)
+        if data is None:
+            return self._written(None, torch.empty(0, dtype=torch.int64))
+        owner = self._owners(data)
+        return self._written(data.reshape(-1), owner)
+
+    @property
+    def _routes(self) -> bool:
+        return self._routing_key is not None or self._routing_dim is not None
+
+    def _owners(self, data: Any) -> Tensor:
+        """The buffer of each row, int64 ``[n]`` for all batch dimensions in one. Synchronises with a GPU."""
+        if not isinstance(data, TensorDictBase):
+            raise TypeError(f"rows that are routed are TensorDicts, got a {type(data).__name__}")
+        shape, dim, count = data.batch_size, self._routing_dim, len(self._buffers)
+        if dim is not None:
+            if not shape or shape[dim] != count:
+                raise ValueError(f"dimension {dim} of the batch {list(shape)} is not one of {count} buffers")
+            others = [*shape]
+            del others[dim]
+            return torch.arange(count, device=data.device).expand(*others, count).movedim(-1, dim).reshape(-1)
+        number = data.get(self._routing_key, None)
+        if number is None:
+            raise KeyError(f"the batch has no routing_key {self._routing_key!r}")
+        if number.numel() != shape.numel():
+            raise ValueError(
+                f"routing_key {self._routing_key!r} has the shape {list(number.shape)}, the batch {list(shape)}"
+            )
+        return checked_owners(number.reshape(-1), count)
+
+    def _written(self, rows: Any, owner: Tensor) -> TensorDict:
+        """Write each of ``[n]`` rows to its buffer. See :meth:`extend`.
+
+        Of rows that are gone already, because their buffer had room for fewer, index and generation are -1.
+        """
+        tracked = all(buffer.writer.tracks_generations for buffer in self._buffers)
+
+        def write() -> TensorDict:
+            parts = []
+            for number, buffer in enumerate(self._buffers):
+                where = (owner == number).nonzero().squeeze(-1)
+                if where.numel():
+                    part = rows[where.to(rows.device or where.device)]
+                    if buffer.initialized and not len(buffer.transform) and not isinstance(buffer.storage, ListStorage):
+                        buffer.storage.written_layout.collect(part, buffer.storage.ndim)
+                    parts.append((buffer, where, part))
+            index = torch.empty(0, dtype=torch.int64, device=owner.device)
+            generation = torch.empty(owner.numel(), dtype=torch.int64, device=owner.device)
+            for buffer, where, part in parts:
+                found = buffer.extend(part).to(owner.device)
+                if not index.numel():
+                    index = index.new_empty((owner.numel(), *found.shape[1:]))
+                index[where] = found
+                if tracked:
+                    generation[where] = buffer.writer.generations_of(found)
+            extra = {"index_generation": generation} if tracked else {}
+            return TensorDict({"buffer_ids": owner, "index": index, **extra}, [owner.numel()])
+
+        return under(self._locks, write)
 
     def add(self, data: Data, *, buffer: int | None = None) -> Any:
         """Write one row to its buffer. Returns as :meth:`ReplayBuffer.add`; of a row that was routed a TensorDict.
@@ -145,16 +203,11 @@ class ReplayBufferEnsemble(MixedReplayBuffer):
         Raises:
             RuntimeError: rows are routed by a dimension.
         """
-        if buffer is not None or not self._routing.is_given:
+        if buffer is not None or not self._routes:
             return self._buffers[buffer or 0].add(data)
-        if self._routing.dim is not None:
+        if self._routing_dim is not None:
             raise RuntimeError("rows that are routed by a dimension are written by extend()")
         return self.extend(data.unsqueeze(0))[0]
-
-    def empty(self, empty_write_count: bool = True) -> None:
-        """Forget every row of every buffer. See :meth:`ReplayBuffer.empty`."""
-        for buffer in self._buffers:
-            buffer.empty(empty_write_count)
 
     def mark_update(self, index: Any, *, buffer: Tensor | None = None) -> None:
         """Rows were written elsewhere. See :meth:`ReplayBuffer.mark_update`. Synchronises with a GPU.
@@ -201,17 +254,11 @@ class ReplayBufferEnsemble(MixedReplayBuffer):
             With ``patch``, a :class:`ConditionalUpdateResult`; otherwise None.
         """
         index, owner = handles(index, buffer, len(self._buffers))
-        if patch is None:
-            super().update_if_present(index, data, buffer=owner, generation=generation)
-            return None
-        if generation is None:
-            raise ValueError(
-                "update_if_present needs the generation of the rows: info['index_generation'] of the sample"
-            )
         if isinstance(patch, TensorDictBase):
             patch = patch.reshape(-1)
         versions = {"version_key": version_key, "version": version, "require_newer": require_newer}
-        return update_rows(self._buffers, index, data, owner, generation, patch=patch, **versions)
+        what = {} if patch is None else {"patch": patch, **versions}
+        return super().update_if_present(index, data, buffer=owner, generation=generation, **what)
 
     def submit_update_if_present(self, **arguments: Any) -> Future[ConditionalUpdateResult | None]:
         """:meth:`update_if_present`, with a future of its result. See :meth:`ReplayBuffer.submit_update_if_present`."""
@@ -374,102 +421,6 @@ def _made_of(
         TensorDictReplayBuffer(storage=storage, sampler=sampler, writer=writer)
         for storage, sampler, writer in zip(storages, samplers or nothing, writers or nothing, strict=True)
     )
-
-
-class Routing:
-    """Says to which buffer each row of a batch belongs.
-
-    Args:
-        key: a key of one integer a row, the number of its buffer.
-        dim: a dimension of the batch that is as long as there are buffers; excludes ``key``.
-
-    Raises:
-        ValueError: both are given.
-        TypeError: ``dim`` is no int.
-    """
-
-    def __init__(self, key: Any, dim: int | None) -> None:
-        if key is not None and dim is not None:
-            raise ValueError("routing_key and routing_dim exclude each other")
-        if dim is not None and not isinstance(dim, int):
-            raise TypeError(f"routing_dim is an int, got a {type(dim).__name__}")
-        self.key, self.dim = key, dim
-
-    @property
-    def is_given(self) -> bool:
-        """Whether rows are routed at all."""
-        return self.key is not None or self.dim is not None
-
-    def owners(self, data: Any, n_buffers: int) -> Tensor:
-        """The buffer of each row, int64 ``[n]`` for all batch dimensions in one. Synchronises with a GPU.
-
-        Raises:
-            TypeError: ``data`` is no TensorDict, or the numbers are no integers.
-            ValueError: there is not one number for each row, or one names no buffer.
-        """
-        if not isinstance(data, TensorDictBase):
-            raise TypeError(f"rows that are routed are TensorDicts, got a {type(data).__name__}")
-        shape = data.batch_size
-        if self.dim is not None:
-            if not shape or shape[self.dim] != n_buffers:
-                raise ValueError(f"dimension {self.dim} of the batch {list(shape)} is not one of {n_buffers} buffers")
-            number = torch.arange(n_buffers, device=data.device)
-            return (
-                number.view([-1 if d == self.dim % len(shape) else 1 for d in range(len(shape))])
-                .expand(shape)
-                .reshape(-1)
-            )
-        number = data.get(self.key, None)
-        if number is None:
-            raise KeyError(f"the batch has no routing_key {self.key!r}")
-        if number.numel() != shape.numel():
-            raise ValueError(f"routing_key {self.key!r} has the shape {list(number.shape)}, the batch {list(shape)}")
-        return checked_owners(number.reshape(-1), n_buffers)
-
-
-def write_rows(buffers: Sequence[ReplayBuffer], rows: TensorDictBase, owner: Tensor) -> TensorDict:
-    """Write each of ``[n]`` rows to its buffer.
-
-    Returns:
-        A TensorDict ``[n]`` with ``"buffer_ids"``, the rows' ``"index"`` in their buffer, and, if all writers track
-        generations, ``"index_generation"``. Of rows that are gone already, because their buffer had room for fewer,
-        index and generation are -1.
-
-    Raises as :meth:`ReplayBuffer.extend`. Nothing is written if a buffer has not the keys, shapes and dtypes of the
-    rows. What only shows at the write (inverse transforms, codecs, ``next_capacity``) leaves those before it written.
-    """
-    tracked = all(buffer.writer.tracks_generations for buffer in buffers)
-
-    def all_parts() -> TensorDict:
-        parts = []
-        for number, buffer in enumerate(buffers):
-            where = (owner == number).nonzero().squeeze(-1)
-            if where.numel():
-                part = rows[where.to(rows.device or where.device)]
-                if buffer.initialized and not len(buffer.transform) and not isinstance(buffer.storage, ListStorage):
-                    buffer.storage.written_layout.collect(part, buffer.storage.ndim)
-                parts.append((buffer, where, part))
-        index: Tensor | None = None
-        generation = torch.empty(owner.numel(), dtype=torch.int64, device=owner.device)
-        for buffer, where, part in parts:
-            found = buffer.extend(part).to(owner.device)
-            if index is None:
-                index = torch.empty((owner.numel(), *found.shape[1:]), dtype=torch.int64, device=owner.device)
-            index[where] = found
-            if tracked:
-                generation[where] = buffer.writer.generations_of(found)
-        if index is None:
-            index = torch.empty(0, dtype=torch.int64, device=owner.device)
-        extra = {"index_generation": generation} if tracked else {}
-        return TensorDict({"buffer_ids": owner, "index": index, **extra}, [owner.numel()])
-
-    return under([buffer._lock for buffer in buffers], all_parts)
-
-
-def no_rows() -> TensorDict:
-    """The result of :func:`write_rows` of no rows."""
-    none = torch.empty(0, dtype=torch.int64)
-    return TensorDict({"buffer_ids": none, "index": none.clone()}, [0])
 
 
 def handles(index: Any, buffer: Tensor | None, n_buffers: int) -> tuple[Any, Tensor]:
