@@ -128,13 +128,29 @@ Update = Literal["write", "manual"]
 class RunningStatistics(Process):
     """Statistics of chosen keys, a :class:`Moments` each.
 
+    Args:
+        keys, update, eps, until: see the subclasses.
+        centred: whether the mean is subtracted.
+        peak_at: the largest magnitude becomes at most so much.
+        gamma: discount of returns.
+
     Attributes:
         training: whether the statistics move: see :meth:`train` and :meth:`eval`.
     """
 
     slot = "normalises"
 
-    def __init__(self, keys: Any, update: Update, eps: float, until: int | None) -> None:
+    def __init__(
+        self,
+        keys: Any,
+        update: Update,
+        eps: float,
+        until: int | None,
+        *,
+        centred: bool,
+        peak_at: float = math.inf,
+        gamma: float = 1.0,
+    ) -> None:
         if update not in get_args(Update):
             raise ValueError(f"update must be one of {get_args(Update)}, got {update!r}")
         if not 0.0 < eps < math.inf:
@@ -144,15 +160,20 @@ class RunningStatistics(Process):
         self.keys = as_keys(keys)
         self.training = True
         self._update: Update = update
-        self._eps = float(eps)
-        self._until = math.inf if until is None else float(until)
+        self._rule = Rule(float(eps), peak_at, math.inf if until is None else float(until), gamma=gamma)
+        self._centred = centred
         self._moments: dict[Key, Moments] = {}
         self._shapes: dict[Key, tuple[int, ...]] = {}
         self._device = torch.device("cpu")
         self._served = self.serves()
 
-    def _new_moments(self, elements: int, device: torch.device) -> Moments:
-        raise NotImplementedError
+    def _of(self, key: Key, elements: int) -> Moments:
+        """The statistics of a key, which begin now if there are none."""
+        found = self._moments.get(key)
+        if found is None:
+            rule = self._rule._replace(active=float(self.training))
+            found = self._moments[key] = Moments(elements, self._device, rule, self._centred)
+        return found
 
     # Binding
 
@@ -168,11 +189,10 @@ class RunningStatistics(Process):
 
     def bind(self, leaves: Sequence[Leaf], envs: int, device: torch.device) -> None:
         """Have statistics on the device. Those that are there go on."""
-        for key, leaf in self.found(leaves).items():
-            known = self._moments.get(key)
-            self._moments[key] = self._new_moments(leaf.n_elements, device) if known is None else known.to(device)
-            self._shapes[key] = leaf.shape
         self._device = device
+        for key, leaf in self.found(leaves).items():
+            self._moments[key] = self._of(key, leaf.n_elements).to(device)
+            self._shapes[key] = leaf.shape
 
     def options(self, key: Key) -> dict[str, Any]:
         """The addresses of mean and factor."""
@@ -205,11 +225,14 @@ class RunningStatistics(Process):
             self._learn(data, ndim, stored)
 
     def _learn(self, data: Data, ndim: int, stored: Tensor | None = None) -> None:
-        raise NotImplementedError
+        for key, numbers in zip(self.keys, self._rows(data, self.keys), strict=True):
+            moments = self._known(key)
+            moments.update(_kept(numbers.reshape(-1, moments.elements), stored))
 
-    def _rows(self, data: Data, keys: Sequence[Key], at: Callable[[Data, Key], Tensor]) -> list[Tensor]:
+    def _rows(self, data: Data, keys: Sequence[Key]) -> list[Tensor]:
         """The tensors of a batch under ``keys``, on the device of the statistics."""
-        return to_device([at(data, key).detach() for key in keys], self._device)
+        found = [data] if isinstance(data, Tensor) and len(keys) == 1 else [tensor_at(data, key) for key in keys]
+        return to_device([tensor.detach() for tensor in found], self._device)
 
     # Reading
 
@@ -267,15 +290,20 @@ class RunningStatistics(Process):
             states = {key: moments.state for key, moments in other._moments.items()}
         else:
             states = self._checked(other)
+        self._check_elements(states)
         with unless_compiling(self.lock):
             for key, state in states.items():
-                own = self._moments.get(key)
-                if own is None:
-                    own = self._moments[key] = self._new_moments(state.shape[1], self._device)
-                elif own.elements != state.shape[1]:
-                    raise ValueError(f"{as_written(key)!r} has {own.elements} elements, the other {state.shape[1]}")
+                own = self._of(key, state.shape[1])
                 own.put(merged(own.state, state.to(own.state.device)))
         return self
+
+    def _check_elements(self, states: dict[Key, Tensor]) -> None:
+        for key, state in states.items():
+            known = self._moments.get(key)
+            if known is not None and known.elements != state.shape[1]:
+                raise ValueError(
+                    f"{as_written(key)!r} has {known.elements} elements, the statistics are of {state.shape[1]}"
+                )
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of the statistics: ``"moments"`` has a dict of count, mean, M2 and largest magnitude a key.
@@ -296,25 +324,18 @@ class RunningStatistics(Process):
         found = self._checked(state)
         with unless_compiling(self.lock):
             for key in self.keys:
-                known = self._moments.get(key)
                 if key in found:
-                    if known is None:
-                        known = self._moments[key] = self._new_moments(found[key].shape[1], self._device)
+                    known = self._of(key, found[key].shape[1])
                     known.put(found[key].to(known.state.device))
-                elif known is not None:
-                    known.put(torch.zeros_like(known.state))
+                elif key in self._moments:
+                    self._moments[key].put(torch.zeros_like(self._moments[key].state))
             self.train(state["training"])
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise a ValueError unless ``state`` can be loaded."""
         if not isinstance(state.get("training"), bool):
             raise ValueError("the statistics don't say whether they were frozen")
-        for key, found in self._checked(state).items():
-            known = self._moments.get(key)
-            if known is not None and known.elements != found.shape[1]:
-                raise ValueError(
-                    f"{as_written(key)!r} has {known.elements} elements, the statistics are of {found.shape[1]}"
-                )
+        self._check_elements(self._checked(state))
 
     def _checked(self, state: dict[str, Any]) -> dict[Key, Tensor]:
         entries = state.get("moments") if isinstance(state, dict) else None
@@ -370,13 +391,9 @@ class Normalize(RunningStatistics):
         clip: float | tuple[float, float] | None = None,
         until: int | None = None,
     ) -> None:
-        super().__init__(keys, update, eps, until)
-        if clip is None:
-            clip = math.inf
+        super().__init__(keys, update, eps, until, centred=True)
+        clip = math.inf if clip is None else clip
         self.low, self.high = check_bounds(*(clip if isinstance(clip, tuple) else (-clip, clip)))
-
-    def _new_moments(self, elements: int, device: torch.device) -> Moments:
-        return Moments(elements, device, Rule(self._eps, math.inf, self._until, self.training), centred=True)
 
     def check(self, leaves: Sequence[Leaf]) -> None:
         """Raise unless the batch has these keys, as floating-point numbers."""
@@ -396,18 +413,6 @@ class Normalize(RunningStatistics):
         """
         with unless_compiling(self.lock):
             self._learn(data, 0)
-
-    def _learn(self, data: Data, ndim: int, stored: Tensor | None = None) -> None:
-        for key, numbers in zip(self.keys, self._rows(data, self.keys, self._tensor), strict=True):
-            moments = self._moments.get(key)
-            if moments is None:
-                raise RuntimeError("Normalize does not know its rows yet: write a batch to its buffer first")
-            moments.update(_kept(numbers.reshape(-1, moments.elements), stored))
-
-    def _tensor(self, data: Data, key: Key) -> Tensor:
-        if isinstance(data, Tensor) and len(self.keys) == 1:
-            return data
-        return tensor_at(data, key)
 
     def __call__(self, data: Data) -> Data:
         """Normalise and clip data that is not from the buffer, as a batch is. No host sync.
@@ -502,7 +507,7 @@ class RewardScale(RunningStatistics):
         envs: int | None = None,
         until: int | None = None,
     ) -> None:
-        super().__init__(keys, update, eps, until)
+        super().__init__(keys, update, eps, until, centred=False, peak_at=float(g_max), gamma=float(gamma))
         if not 0.0 <= gamma <= 1.0:
             raise ValueError(f"gamma must be between 0 and 1, got {gamma}")
         if not g_max > 0.0:
@@ -519,10 +524,6 @@ class RewardScale(RunningStatistics):
     def serves(self) -> dict[Key, Key]:
         """The keys themselves: a reward has no twin under "next"."""
         return {key: key for key in self.keys}
-
-    def _new_moments(self, elements: int, device: torch.device) -> Moments:
-        rule = Rule(self._eps, self.g_max, self._until, self.training, self.gamma)
-        return Moments(elements, device, rule, centred=False)
 
     # Binding
 
@@ -591,7 +592,7 @@ class RewardScale(RunningStatistics):
             raise RuntimeError("RewardScale does not know its rows yet: write a batch to its buffer first")
         if not rows:
             return
-        tensors = self._rows(data, (*self.keys, *self._ends), tensor_at)
+        tensors = self._rows(data, (*self.keys, *self._ends))
         ends: Tensor | None = None
         for flags in tensors[len(self.keys) :]:
             ended = flags.reshape(rows // envs, envs, -1).ne(0)
