@@ -14,11 +14,11 @@ import sys
 from collections.abc import Sequence
 
 import gpubuf
-from gpubuf.commands import bench, info, plan, train, tune
+from gpubuf.commands import info, plan, train, tune
 from gpubuf.train.config import UsageError
 
 #: A command's ``run`` imports PyTorch and other slow modules: help and mistyped options answer at once.
-COMMANDS = {"train": train, "plan": plan, "tune": tune, "info": info, "bench": bench}
+COMMANDS = {"train": train, "plan": plan, "tune": tune, "info": info}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

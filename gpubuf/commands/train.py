@@ -16,6 +16,7 @@ from gpubuf.train.config import (
     TrainConfig,
     UsageError,
     defaults,
+    setting_types,
 )
 
 SIGNAL_EXIT = 128
@@ -152,9 +153,6 @@ ON_DEVICE = {
 }
 
 
-_TYPES = {"atoms": int, "v_min": float, "v_max": float, "priority_alpha": float, "priority_beta": float}
-
-
 def _setting(group: Any, name: str, metavar: str, text: str) -> None:
     """The option for the setting ``name``, whose type and default `TrainConfig` and the algorithms know."""
     default = ALGORITHM_DEFAULTS[TrainConfig.algo].get(name, getattr(TrainConfig, name))
@@ -165,8 +163,7 @@ def _setting(group: Any, name: str, metavar: str, text: str) -> None:
         text += _by_algorithm(name)
     elif default is not None:
         text = f"{text} (default: {default})"
-    kind = _TYPES.get(name, int if default is None else type(default))
-    group.add_argument(_option(name), type=kind, metavar=metavar, help=text)
+    group.add_argument(_option(name), type=setting_types()[name][0], metavar=metavar, help=text)
 
 
 def _by_algorithm(name: str) -> str:

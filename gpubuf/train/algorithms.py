@@ -288,8 +288,10 @@ class Agent(abc.ABC):
         save(path, model)
 
 
-class PlainNetworksAgent(Agent):
-    """Base class of agents with the networks of SAC."""
+class SACAgent(Agent):
+    """Soft actor-critic (Haarnoja et al. 2018, arXiv:1812.05905) with a learnt temperature."""
+
+    title = "SAC"
 
     @staticmethod
     def make_actor(
@@ -302,12 +304,6 @@ class PlainNetworksAgent(Agent):
         return make_sac_critic(
             observation_size, action_size, config.hidden, num_nets=config.critics, device=self.device
         )
-
-
-class SACAgent(PlainNetworksAgent):
-    """Soft actor-critic (Haarnoja et al. 2018, arXiv:1812.05905) with a learnt temperature."""
-
-    title = "SAC"
 
     def make_loss(self, config: TrainConfig, observation_size: int, action_size: int) -> SoftActorCriticLoss:
         return SACLoss(
@@ -323,7 +319,7 @@ class SACAgent(PlainNetworksAgent):
 _SUBSET = 2
 
 
-class REDQAgent(PlainNetworksAgent):
+class REDQAgent(SACAgent):
     """Randomized ensembled double Q-learning (Chen et al. 2021, arXiv:2101.05982)."""
 
     title = "REDQ"

@@ -9,7 +9,8 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 _SAC: dict[str, Any] = {
     "batch_size": 256,
@@ -199,10 +200,8 @@ class TrainConfig:
         if self.num_envs is not None:
             self._require("num_envs", self.num_envs >= 1, "at least 1")
         self._fill_defaults()
-        for name in (
-            *("total_steps", "batch_size", "critics", "log_every", "eval_episodes"),
-            *("policy_every", "noise_hold"),
-        ):
+        at_least_1 = "total_steps batch_size critics log_every eval_episodes policy_every noise_hold"
+        for name in at_least_1.split():
             self._require(name, getattr(self, name) >= 1, "at least 1")
         for name in ("learning_starts", "eval_every", "checkpoint_every", "seed"):
             self._require(name, getattr(self, name) >= 0, "at least 0")
@@ -276,15 +275,9 @@ class TrainConfig:
         Raises:
             UsageError: A name is not a setting, or a value is of the wrong type or out of range.
         """
-        fields = {field.name: field for field in dataclasses.fields(cls)}
-        unknown = sorted(set(values) - set(fields))
-        if unknown:
-            raise UsageError(f"unknown settings {unknown}; known are {sorted(fields)}")
-        known = {
-            **{name: field.default for name, field in fields.items()},
-            **ALGORITHM_DEFAULTS[cls.algo],
-            **defaults(cls.env),
-        }
+        known = setting_types()
+        if unknown := sorted(set(values) - set(known)):
+            raise UsageError(f"unknown settings {unknown}; known are {sorted(known)}")
         return cls(**{name: _typed(name, value, known[name]) for name, value in values.items()})
 
     @classmethod
@@ -329,26 +322,24 @@ class TrainConfig:
         return dataclasses.replace(self, **{**given, "buffer_size": self.capacity})
 
 
-def _typed(name: str, value: Any, default: Any) -> Any:
-    """``value`` in the type of the setting; JSON's lists and whole-number floats are converted."""
+def setting_types() -> dict[str, tuple[type, ...]]:
+    """The types that a value of each setting may have, that of None among them; ``(tuple,)`` for ``hidden``."""
+    hints = get_type_hints(TrainConfig)
+    return {
+        name: (get_args(hint) if isinstance(hint, UnionType) else (get_origin(hint) or hint,))
+        for name, hint in hints.items()
+    }
+
+
+def _typed(name: str, value: Any, kinds: tuple[type, ...]) -> Any:
+    """``value`` as one of ``kinds``; JSON's lists and whole-number floats are converted."""
     if name == "hidden":
         if isinstance(value, (list, tuple)) and all(type(width) is int for width in value):
             return tuple(value)
         raise UsageError(f"hidden must be a list of integers, got {value!r}")
-    if name in ("tau", "v_min", "v_max", *_PRIORITIES):
-        if value is None or type(value) in (int, float):
-            return value if value is None else float(value)
-        raise UsageError(f"{name} must be a number or null, got {value!r}")
-    if name in ("buffer_size", "threads", "atoms"):
-        if value is None or type(value) is int:
-            return value
-        raise UsageError(f"{name} must be an integer or null, got {value!r}")
-    if name in ("cuda_graph", "compile"):
-        if value is None or type(value) is bool:
-            return value
-        raise UsageError(f"{name} must be true, false or null, got {value!r}")
-    if isinstance(default, float) and type(value) is int:
+    if float in kinds and type(value) is int:
         return float(value)
-    if type(value) is not type(default):
-        raise UsageError(f"{name} must be of type {type(default).__name__}, got {value!r}")
+    if type(value) not in kinds:
+        words = " or ".join("null" if kind is NoneType else kind.__name__ for kind in kinds)
+        raise UsageError(f"{name} must be of type {words}, got {value!r}")
     return value

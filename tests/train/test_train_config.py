@@ -75,10 +75,10 @@ def test_json_there_and_back(tmp_path):
         ('{"seed": 1.5}', "seed must be of type int"),
         ('{"hidden": 256}', "hidden must be a list of integers"),
         ('{"hidden": [2.5]}', "hidden must be a list of integers"),
-        ('{"buffer_size": "all"}', "buffer_size must be an integer or null"),
+        ('{"buffer_size": "all"}', "buffer_size must be of type int or null"),
         ('{"total_steps": "10"}', "total_steps must be of type int, got '10'"),
         ('{"update_ratio": true}', "update_ratio must be of type float, got True"),
-        ('{"cuda_graph": 1}', "cuda_graph must be true, false or null, got 1"),
+        ('{"cuda_graph": 1}', "cuda_graph must be of type bool or null, got 1"),
         ('{"gamma": 2}', r"config.json: gamma must be in \[0, 1\]"),
     ],
 )
