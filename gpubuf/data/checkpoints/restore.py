@@ -19,7 +19,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, FunctionType, MethodType, ModuleType, TracebackType
 from typing import Any, Self
@@ -326,18 +325,24 @@ def check_transforms(transform: nn.Module, state: dict[str, Any]) -> None:
 # All or nothing
 
 
-class Signals:
-    """What the program does at a signal, such as Ctrl-C, it does later while :attr:`wait` says so.
+class Together:
+    """Buffers that all take their states, or none: what has to be put back is put back for all of them.
 
-    The first signal of a kind waits for :meth:`end`; a second one does not. An exception that a signal raises makes
-    all later ones wait: what it interrupts is put back.
+    What the program does at a signal, such as Ctrl-C, it does later while :attr:`wait` says so. The first signal of a
+    kind waits until all is done; a second one does not. An exception that a signal raises makes all later ones wait:
+    what it interrupts is put back.
 
     Attributes:
+        stack: puts things back.
+        last: what is done once all have their states.
+        finished: whether all of it is done, and nothing is put back any more.
         wait: whether signals wait.
     """
 
-    def __init__(self) -> None:
-        self.wait = self._ended = False
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        self.stack = stack
+        self.last: list[Callable[[], None]] = []
+        self.finished = self.wait = self._ended = False
         self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
         self._waiting: dict[int, FrameType | None] = {}
 
@@ -366,6 +371,13 @@ class Signals:
             self.wait = True
             raise
 
+    def finish(self) -> None:
+        """All have their states."""
+        self.wait = True
+        for action in self.last:
+            action()
+        self.finished = True
+
     def end(self) -> None:
         """Give the handlers their places back, and call those of the signals that wait."""
         self._ended = True
@@ -377,44 +389,20 @@ class Signals:
                     stack.callback(handler, number, self._waiting[number])
 
 
-@dataclass
-class Together:
-    """Buffers that all take their states, or none: what has to be put back is put back for all of them.
-
-    Attributes:
-        stack: puts things back.
-        signals: those that come meanwhile.
-        last: what is done once all have their states.
-        finished: whether all of it is done, and nothing is put back any more.
-    """
-
-    stack: contextlib.ExitStack
-    signals: Signals
-    last: list[Callable[[], None]] = field(default_factory=list)
-    finished: bool = False
-
-    def finish(self) -> None:
-        """All have their states."""
-        self.signals.wait = True
-        for action in self.last:
-            action()
-        self.finished = True
-
-
 @contextmanager
 def together(*transforms: nn.Module) -> Iterator[Together]:
     """Around the restoration of buffers whose locks are held, and of transforms that they have in common."""
     before = Before(*transforms)
     with contextlib.ExitStack() as stack:
-        group = Together(stack, Signals())
+        group = Together(stack)
         # After all has been put back.
-        stack.callback(group.signals.end)
+        stack.callback(group.end)
         try:
-            group.signals.begin()
+            group.begin()
             yield group
             group.finish()
         except BaseException:
-            group.signals.wait = True
+            group.wait = True
             if not group.finished:
                 before.put_back()
             raise
@@ -490,7 +478,7 @@ class Replacement:
 
     def begin(self) -> None:
         """Rows are replaced from here on."""
-        self._whole.signals.wait |= self._kept is None and not self._fresh
+        self._whole.wait |= self._kept is None and not self._fresh
         self.begun = True
 
     def __enter__(self) -> Self:
