@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from griffe import Class, Extension, Object
+from griffe import Attribute, Class, Docstring, Extension, Object
 
 sys.path.insert(0, str(Path(__file__).parent))
 from hooks import public_paths
@@ -44,10 +44,23 @@ def linked(docstring: str, owner: str | None, members: set[str], integration: bo
     return ROLE.sub(link, WRAPPED.sub(r"\1 ", docstring))
 
 
+def taken_over(kind: Class, loader: Any) -> Docstring | None:
+    """The docstring of a class that says ``__doc__ = other.Name.__doc__``."""
+    own = kind.members.get("__doc__")
+    other = str(own.value).removesuffix(".__doc__") if isinstance(own, Attribute) else ""
+    if not other or str(own.value) == other:
+        return None
+    module, _, name = other.partition(".")
+    found = loader.modules_collection[f"{kind.resolve(module)}.{name}" if name else kind.resolve(module)].docstring
+    return None if found is None else Docstring(found.value, parent=kind)
+
+
 class Roles(Extension):
     """Rewrites the docstrings of every object that has one."""
 
-    def on_object(self, *, obj: Object, **kwargs: Any) -> None:
+    def on_object(self, *, obj: Object, loader: Any, **kwargs: Any) -> None:
+        if obj.docstring is None and isinstance(obj, Class):
+            obj.docstring = taken_over(obj, loader)
         if obj.docstring is None:
             return
         integration = obj.path.startswith("gpubuf.integrations.")
