@@ -2,8 +2,6 @@
 
 from typing import NoReturn
 
-from gpubuf.data.buffer import ReplayBuffer
-from gpubuf.data.formats.minari import from_minari
 from gpubuf.data.hindsight import Hindsight
 from gpubuf.data.max_value import TensorDictMaxValueWriter
 from gpubuf.data.mixed import MixedReplayBuffer
@@ -15,11 +13,6 @@ from gpubuf.data.samplers.trajectory_index import Trajectories, TrajectoryIndex
 from gpubuf.data.sequences import SampleUnit, Sequence, Transition
 from gpubuf.data.storage.schema import Codec
 from gpubuf.data.storage.tensor_storage import Storage
-from gpubuf.data.tensordict_buffers import (
-    PrioritizedReplayBuffer,
-    TensorDictPrioritizedReplayBuffer,
-    TensorDictReplayBuffer,
-)
 from gpubuf.data.trajectories import Trajectory, TrajectoryPredicate, filter_trajectories, iter_trajectories, traj
 from gpubuf.data.transforms import Compose, MultiStepTransform
 from gpubuf.data.updates import ConditionalUpdateResult
@@ -30,6 +23,13 @@ from gpubuf.data.writers import (
     Writer,
 )
 from gpubuf.missing_names import refuse
+from gpubuf.torchrl.buffers import (
+    PrioritizedReplayBuffer,
+    ReplayBuffer,
+    TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
+    from_minari,
+)
 from gpubuf.torchrl.checkpointers import StorageCheckpointerBase, TensorStorageCheckpointer
 from gpubuf.torchrl.dumps import load_torchrl, save_torchrl
 from gpubuf.torchrl.ensemble import ReplayBufferEnsemble
@@ -44,12 +44,6 @@ from gpubuf.torchrl.samplers import (
     SliceSamplerWithoutReplacement,
 )
 from gpubuf.torchrl.storages import LazyMemmapStorage, LazyTensorStorage, ListStorage, TensorStorage
-
-# The parts that buffers make themselves have TorchRL's names too.
-ReplayBuffer._default_storage, ReplayBuffer._default_objects = LazyTensorStorage, ListStorage
-ReplayBuffer._default_sampler, ReplayBuffer._consuming_sampler = RandomSampler, ConsumingSampler
-PrioritizedReplayBuffer._prioritized_sampler = PrioritizedSampler
-TensorDictPrioritizedReplayBuffer._prioritized_sampler = PrioritizedSampler
 
 __all__ = [
     "Clip",

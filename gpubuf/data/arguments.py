@@ -1,8 +1,10 @@
-"""What callers give: numbers that are none, and parts of another library where gpubuf's belong."""
+"""Checks of what callers give: numbers, parts of a buffer, and arguments of another library."""
 
 from __future__ import annotations
 
+import operator
 import warnings
+from collections.abc import Callable
 from typing import Any, SupportsIndex
 
 _LIBRARIES = {"torchrl": "TorchRL"}
@@ -27,6 +29,38 @@ def describe_type(given: object) -> str:
         f"{library}'s {kind.__name__}: take gpubuf.data's class of that name here, and "
         f"gpubuf.integrations.torchrl's in a buffer of {library}'s"
     )
+
+
+def component(given: Any, kind: type, default: Callable[[], Any]) -> Any:
+    """A storage, sampler or writer given as an instance, a factory or None."""
+    if given is None:
+        return default()
+    if not isinstance(given, kind) and callable(given):
+        given = given()
+    if not isinstance(given, kind):
+        raise TypeError(f"expected a {kind.__name__} or a function that returns one, got {describe_type(given)}")
+    return given
+
+
+def check_sizes(prefetch: int | None, batch_size: int | None) -> None:
+    """Raise for numbers that no buffer can work with.
+
+    Raises:
+        ValueError: the batch size is below 1, ``prefetch`` is negative or lacks a batch size.
+    """
+    if prefetch and batch_size is None:
+        raise ValueError("prefetch needs the batch_size given to the constructor")
+    if prefetch is not None:
+        check_batch_size(prefetch, "prefetch", 0)
+    if batch_size is not None:
+        check_batch_size(batch_size)
+
+
+def check_batch_size(batch_size: Any, name: str = "batch_size", least: int = 1) -> None:
+    """Raise ValueError, or TypeError for what is no number, unless a batch can have so many transitions."""
+    check_count(batch_size, name, least)
+    if operator.index(batch_size) >= 2**31:
+        raise ValueError(f"{name} must be below 2**31, got {batch_size}")
 
 
 def warn_of_no_effect(**options: bool) -> None:

@@ -1,4 +1,4 @@
-"""Writes of rows that come as one array a key: from NumPy or as tensors, without a TensorDict around them."""
+"""Writes of rows that come as one array per key: from NumPy or as tensors, without a TensorDict around them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from gpubuf.data.lock import BufferLock
 from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.recording import current
 from gpubuf.data.samplers.base import Sampler
@@ -26,110 +25,58 @@ from gpubuf.kernels._registry import eager, past_dispatcher
 
 # Numbers of rows, other than one step, for which memory is kept.
 _SIZES = 8
-_compiling = torch.compiler.is_compiling
 
 
-class ColumnWrites:
-    """Writes columns. A mixin of methods that users call on the buffer."""
+class ArrayWrites:
+    """Writes rows that come as one array per key, with the buffer's lock held.
 
-    _storage: TensorStorage
-    _sampler: Sampler
-    _writer: Writer
-    _transform: Compose
-    _pipeline: Pipeline | None
-    _row_order: RowOrder | None
-    _given: Tensor | None
-    _lock: BufferLock
-    _columns: _Plan | None = None
+    Args:
+        storage: where they are written to.
+        writer: moves the cursor.
+        sampler: is notified of the write.
+        transform: that of the buffer: rows that it changes take the general way.
+        pipeline: learns from written rows, or None.
+        row_order: looks at the order of the rows, or None.
+        dim_extend: the dimension of a written batch along which time runs.
+        priority_key: where rows carry their priorities; ``()``: nowhere.
+    """
+
+    def __init__(
+        self,
+        storage: TensorStorage,
+        writer: Writer,
+        sampler: Sampler,
+        transform: Compose,
+        pipeline: Pipeline | None,
+        row_order: RowOrder | None,
+        *,
+        dim_extend: int,
+        priority_key: Any,
+    ) -> None:
+        self._storage, self._writer, self._sampler, self._transform = storage, writer, sampler, transform
+        self._pipeline, self._row_order = pipeline, row_order
+        self._dim_extend, self._priority_key = dim_extend, priority_key
+        self._plan: _Plan | None = None
 
     @property
-    def dim_extend(self) -> int:
-        """The dimension of a written batch along which time runs."""
-        raise NotImplementedError
-
-    def add(self, data: Any) -> Any:
-        """See :class:`gpubuf.ReplayBuffer`."""
-        raise NotImplementedError
-
-    def extend(self, data: Any) -> Tensor:
-        """See :class:`gpubuf.ReplayBuffer`."""
-        raise NotImplementedError
-
-    def _tell_sampler(self, survivors: Tensor) -> None:
-        raise NotImplementedError
-
-    @property
-    def column_keys(self) -> list[Any]:
-        """The keys of a row in the order of its columns.
-
-        Raises:
-            RuntimeError: nothing has been written yet.
-        """
+    def keys(self) -> list[Any]:
+        """The keys of a row in the order of its columns."""
         return [as_written(leaf.key) for leaf in self._storage.written_layout.leaves]
 
-    def extend_columns(self, columns: Columns) -> None:
-        """Write rows given as one array a key: :meth:`extend` without a TensorDict, in less time. No host sync.
-
-        Args:
-            columns: NumPy arrays or tensors ``[n, ...]`` by key; for storages of two dimensions ``[E, T, ...]``, see
-                ``dim_extend``. After the first write also a list or tuple in the order of :attr:`column_keys`. They
-                are read before this returns, and never changed. Lists and Python numbers take the dtype of their key.
-
-        Raises:
-            ValueError: a key is missing or unknown, has another shape or dtype, or can't hold a number of a list;
-                nothing is written.
-        """
-        if _compiling():
-            self._write_tensordict(columns, False)
-            return
-        with self._lock:
-            self._write_columns(columns, False)
-
-    def add_columns(self, columns: Columns) -> None:
-        """Write one row, given as one array a key, without batch dimensions; or one step of all environments.
-
-        Args:
-            columns: as for :meth:`extend_columns`, of the shape of a row; for storages of two dimensions ``[E, ...]``.
-
-        Raises:
-            ValueError: as :meth:`extend_columns`. No host sync.
-        """
-        if _compiling():
-            self._write_tensordict(columns, True)
-            return
-        with self._lock:
-            self._write_columns(columns, True)
-
-    def _staged_step(self) -> StagedRows | None:
-        """Memory that the columns of one step can be put into, for :meth:`_add_staged`; None: there is none."""
-        with self._lock:
-            if self._columns is None and self._storage.initialized:
-                self._columns = self._new_plan()
-            staged = None if self._columns is None else self._columns.one_step
+    def staged_step(self) -> StagedRows | None:
+        """Memory that the columns of one step can be put into; None: there is none."""
+        if self._plan is None and self._storage.initialized:
+            self._plan = self._new_plan()
+        staged = None if self._plan is None else self._plan.one_step
         return None if staged is None or staged.launch is None else staged
 
-    def _add_staged(self, staged: StagedRows) -> bool:
-        """:meth:`add_columns` of what was put there, in eager mode. Returns whether the next step may go there too."""
-        with self._lock:
-            self._write_columns(staged, True)
-            return self._columns is not None and self._columns.one_step is staged
-
-    def _write_columns(self, columns: Columns | StagedRows, one_step: bool) -> None:
-        storage, plan = self._storage, self._columns
-        # Whether all is as it was when the plan was made, spelled out: every write asks.
-        if (
-            plan is None
-            or storage._form is not plan.form
-            or storage.table is not plan.table
-            or self._sampler is not plan.sampler
-            or self._writer is not plan.writer
-        ):
-            plan = self._columns = self._new_plan() if storage.initialized else None
+    def write(self, columns: Columns | StagedRows, one_step: bool) -> bool:
+        """Write rows, in eager mode. False: they take the general way, as :meth:`as_batch`, and nothing has changed."""
+        storage, plan = self._storage, self._plan
+        if plan is None or storage._form is not plan.form or storage.table is not plan.table:
+            plan = self._plan = self._new_plan() if storage.initialized else None
         if plan is None or not plan.direct or len(self._transform) or current.recording is not None:
-            self._write_tensordict(_values_of(columns), one_step)
-            return
-        # No priorities come with the rows, also for whoever completes this write.
-        self._given = None
+            return False
         index, n = None, 0
         if past_dispatcher(plan.table):
             ready = plan.prepared(columns, one_step)
@@ -137,31 +84,27 @@ class ColumnWrites:
                 n = ready.n
                 index = storage.append_prepared(ready.launch, n)
         if index is None:
-            sources, n = plan.sources(_values_of(columns), one_step, self.dim_extend)
+            sources, n = plan.sources(_values_of(columns), one_step, self._dim_extend)
             if n == 0:
-                return
+                return True
             index = storage.append_columns(sources, n)
         if n > storage.max_size:
             # Of more rows than the capacity only the newest are there.
             index = index[-storage.max_size :]
         if plan.tells:
-            self._tell_sampler(index)
+            self._sampler.on_write(index, None)
         storage.unfinished = None
         if self._row_order is not None:
             self._row_order.look(storage)
+        return True
 
-    def _new_plan(self) -> _Plan:
-        storage, pipeline = self._storage, self._pipeline
-        # Priorities that come with the rows, statistics and other writers need the batch as a whole.
-        priority = as_key(getattr(self, "priority_key", ()))
-        given = self._sampler.has_priorities and storage.written_layout.position(priority) is not None
-        learns = pipeline is not None and pipeline.learns
-        plain = type(self._writer).extend is RoundRobinWriter.extend and not self._sampler.consumes
-        direct = plain and storage.host is None and not (given or learns)
-        return _Plan(storage, self._writer, self._sampler, direct=direct)
+    def as_batch(self, columns: Columns | StagedRows, one_step: bool) -> TensorDict:
+        """Columns as a TensorDict, which the buffer can transform and write.
 
-    def _write_tensordict(self, columns: Columns, one_step: bool) -> None:
-        storage = self._storage
+        Raises:
+            ValueError: there are none, they have different batch dimensions, or their keys are not known yet.
+        """
+        columns, storage = _values_of(columns), self._storage
         lead = storage.ndim - 1 if one_step else storage.ndim
         if not isinstance(columns, Mapping):
             if not storage.initialized:
@@ -169,13 +112,17 @@ class ColumnWrites:
                     "the first write settles keys and their order: expected a dict of arrays by key, got a "
                     f"{type(columns).__name__}"
                 )
-            columns = dict(zip(self.column_keys, columns, strict=True))
+            columns = dict(zip(self.keys, columns, strict=True))
         leaves = storage.written_layout.leaves if storage.initialized else []
-        data = _tensordict_of(columns, lead, {leaf.key: leaf.dtype for leaf in leaves})
-        if one_step:
-            self.add(data)
-        else:
-            self.extend(data)
+        return _tensordict_of(columns, lead, {leaf.key: leaf.dtype for leaf in leaves})
+
+    def _new_plan(self) -> _Plan:
+        storage, sampler, pipeline = self._storage, self._sampler, self._pipeline
+        # Priorities that come with the rows, statistics and other writers need the batch as a whole.
+        given = sampler.has_priorities and storage.written_layout.position(as_key(self._priority_key)) is not None
+        learns = pipeline is not None and pipeline.learns
+        plain = type(self._writer).extend is RoundRobinWriter.extend and not sampler.consumes
+        return _Plan(storage, sampler, direct=plain and storage.host is None and not (given or learns))
 
 
 def _tensordict_of(columns: Mapping[Any, Any], lead: int, dtypes: Mapping[Key, torch.dtype]) -> TensorDict:
@@ -215,17 +162,17 @@ def _readable(array: np.ndarray) -> np.ndarray:
 
 
 class _Plan:
-    """How columns are written to a storage, as long as its form, writer and sampler stay.
+    """How columns are written to a storage, as long as its form stays.
 
     Attributes:
         direct: whether columns can be written at all; if not, they become a TensorDict.
-        form, table, writer, sampler: what the plan was made for.
-        tells: whether the sampler is told of writes.
+        form, table: what the plan was made for.
+        tells: whether the sampler is notified of writes.
     """
 
-    def __init__(self, storage: TensorStorage, writer: Writer, sampler: Sampler, *, direct: bool) -> None:
+    def __init__(self, storage: TensorStorage, sampler: Sampler, *, direct: bool) -> None:
         self.direct = direct
-        self.form, self.table, self.writer, self.sampler = storage.form, storage.table, writer, sampler
+        self.form, self.table = storage.form, storage.table
         self.tells = type(sampler).on_write is not Sampler.on_write
         self._storage = storage
         self._layout = storage.written_layout

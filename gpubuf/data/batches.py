@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import fields
 from typing import Any
 
@@ -13,9 +12,9 @@ import torch
 from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
 
-from gpubuf.data.components import check_batch_size
+from gpubuf.data.arguments import check_batch_size
 from gpubuf.data.hindsight import Hindsight
-from gpubuf.data.lock import BufferLock
+from gpubuf.data.lock import NO_LOCK, BufferLock
 from gpubuf.data.prefetch import Batch, Prefetcher, pin
 from gpubuf.data.recording import refuse_in_capture
 from gpubuf.data.samplers.base import Drawn, Rows, Sampler, require_rows
@@ -29,7 +28,6 @@ from gpubuf.data.writers import Writer
 from gpubuf.kernels.rows import DOUBLED
 
 _compiling = torch.compiler.is_compiling
-_no_lock = nullcontext()
 
 
 class Batches:
@@ -152,7 +150,7 @@ class Batches:
         ``whole`` is False for a part of a batch that other buffers have a part in.
         """
         sampler, storage, reader = self._sampler, self._storage, self._reader
-        with _no_lock if _compiling() else self._lock:
+        with NO_LOCK if _compiling() else self._lock:
             if sampler.ran_out:
                 sampler.ran_out = False
             # Past `len`, which is a call. Compiled code may not depend on the number of rows.

@@ -2,58 +2,68 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
+import secrets
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
-from typing import Any
+from multiprocessing.context import get_spawning_popen
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from gpubuf.data.array_writes import ColumnWrites
+from gpubuf.data import moving
+from gpubuf.data.arguments import check_sizes, component
+from gpubuf.data.array_writes import ArrayWrites
 from gpubuf.data.batches import Batches
 from gpubuf.data.checkpoints import restore, save
 from gpubuf.data.checkpoints.save import Saved
-from gpubuf.data.components import (
-    check_sizes,
-    component,
-    fit_together,
-    given_transform,
-    no_rows,
-    refuse_out_of_scope,
-)
-from gpubuf.data.composition import Composed
-from gpubuf.data.copying import Copyable
-from gpubuf.data.delayed import may_be_delayed
-from gpubuf.data.edits import Edits
 from gpubuf.data.hindsight import Hindsight
-from gpubuf.data.lock import unless_compiling
-from gpubuf.data.moving import Movable
-from gpubuf.data.overview import Overview
+from gpubuf.data.lock import NO_LOCK, BufferLock, operation
+from gpubuf.data.prefetch import Prefetcher
 from gpubuf.data.processing.pipeline import Pipeline
-from gpubuf.data.recording import DERIVED, Unfinished, refuse_in_capture
+from gpubuf.data.recording import DERIVED, REPLAY, Unfinished, refuse_in_capture
+from gpubuf.data.row_access import RowAccess, flat_entries, is_key
 from gpubuf.data.samplers.base import Sampler
+from gpubuf.data.samplers.consuming import ConsumingSampler, checked_count
 from gpubuf.data.samplers.slices import SliceSampler
 from gpubuf.data.samplers.sum_tree import vector
 from gpubuf.data.samplers.trajectory_index import RowOrder
-from gpubuf.data.sequences import SampleUnit, checked_unit
-from gpubuf.data.service import Service
-from gpubuf.data.storage.indexing import as_positions
-from gpubuf.data.storage.layout import Data, batch_shape, inside, layout_of, mapped, shallow
+from gpubuf.data.samplers.uniform import RandomSampler
+from gpubuf.data.sequences import SampleUnit, check_parts, checked_unit
+from gpubuf.data.storage.indexing import as_positions, plain_index
+from gpubuf.data.storage.layout import (
+    Data,
+    as_key,
+    batch_shape,
+    inside,
+    is_container,
+    is_data,
+    layout_of,
+    mapped,
+    shallow,
+)
+from gpubuf.data.storage.list_storage import ListStorage
+from gpubuf.data.storage.placement import MemoryReport
 from gpubuf.data.storage.reader import Reader
 from gpubuf.data.storage.recipe import Recipe
-from gpubuf.data.storage.tensor_storage import Storage, TensorStorage
-from gpubuf.data.trajectories import Queries
+from gpubuf.data.storage.staged_rows import Columns, StagedRows
+from gpubuf.data.storage.tensor_storage import LazyTensorStorage, Storage, TensorStorage
+from gpubuf.data.trajectories import Predicate, Trajectory, stored_trajectories
 from gpubuf.data.transforms import Compose, without_multi_steps
-from gpubuf.data.updates import WriteBack
+from gpubuf.data.updates import ConditionalUpdateResult, Updates
 from gpubuf.data.writers import RoundRobinWriter, Writer
 
+DEFAULT_CAPACITY = 1_000
+_BYTES = "_bytes"
+# A copy gets new ones: they have locks, threads and addresses.
+_OF_THE_PROCESS = ("_lock", "_prefetcher", "_batches", "_arrays", "_updates", "_rows")
 _compiling = torch.compiler.is_compiling
-# Traced code takes no lock. When it runs, its operations are ordered by the data that they read and write.
-_no_lock = nullcontext()
 
 
-class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, Queries, Service, WriteBack):
+class ReplayBuffer:
     """A replay buffer whose rows, counters and random numbers stay on the storage's device.
 
     ``extend``, ``sample`` and ``update_priority`` never synchronise with the host. All of them may be called from
@@ -73,13 +83,12 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, Q
             thread, or, with the rows on a GPU, on a stream of its own. Their order is the same as if each were drawn
             when it was asked for; a batch asked for ahead holds the rows of that moment.
         transform: a callable on a batch, or a module, also for indexing. :class:`MultiStepTransform` sets ``n_steps``.
-        transform_factory: a function that returns one; excludes ``transform``.
         batch_size: number of transitions in a batch; :meth:`sample` may override it.
         dim_extend: the dimension of a written batch along which time runs, and which becomes the first; default: the
             last of the storage's.
         generator: seeds the random stream; default: torch's global generator, at the first use.
         n_steps: steps of a transition in a batch, 1 .. 64. With 2 and more a drawn row stands for itself and the rows
-            behind it, up to the end of its trajectory and the newest row: rewards are summed with discounts, all under
+            after it, up to the end of its trajectory and the newest row: rewards are summed with discounts, all under
             ``"next"`` is that of the last row, and ``"steps_to_next_obs"``, int64 ``[B, 1]``, says how many steps were
             taken. Every stored row can be drawn. Indexing gives rows as they were written.
         gamma: the discount, in [0, 1].
@@ -92,23 +101,23 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, Q
         relabel: gives rows of a batch other goals, see :class:`Hindsight`.
         consume_after_n_samples: rows leave after they were drawn so many times, see :class:`ConsumingSampler`.
         sample_unit: what a drawn row stands for: a :class:`Sequence` of steps around it. Default: itself.
-        compilable: accepted for compatibility.
-        delayed_init: make the parts at the first use of the buffer, and call functions that return parts only then.
-            Default: True with a ``transform_factory``. Errors in the arguments are then raised at the first use.
-        checkpointer: writes and reads the rows where the buffer is saved: an object with ``dumps(storage, path)`` and
-            ``loads(storage, path)``, such as TorchRL's checkpointers of tensor storages. Default: gpubuf's own form.
-        shared, service_backend*, transport*: accepted at their defaults; out of scope.
 
     Raises:
         TypeError: a component has the wrong type.
-        NotImplementedError: an argument that is out of scope was set.
+        ValueError: parts or numbers do not fit together.
     """
 
+    #: The classes of the parts that a buffer makes itself.
+    _default_storage: type[LazyTensorStorage] = LazyTensorStorage
+    _default_objects: type[ListStorage] = ListStorage
+    _default_sampler: type[Sampler] = RandomSampler
     _default_writer: type[Writer] = RoundRobinWriter
+    _consuming_sampler: type[ConsumingSampler] = ConsumingSampler
+    #: Where written rows carry their priorities; ``()``: nowhere.
+    priority_key: str | tuple[str, ...] = ()
     #: Whether iteration puts the info of a sample into it.
     _samples_have_info = False
 
-    @may_be_delayed
     def __init__(
         self,
         *,
@@ -120,10 +129,8 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, Q
         pin_memory: bool = False,
         prefetch: int | None = None,
         transform: Callable[[Data], Data] | None = None,
-        transform_factory: Callable[[], Callable[[Data], Data]] | None = None,
         batch_size: int | None = None,
         dim_extend: int | None = None,
-        checkpointer: Any = None,
         generator: torch.Generator | None = None,
         n_steps: int = 1,
         gamma: float = 0.99,
@@ -133,29 +140,11 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, Q
         process: Sequence[Any] = (),
         relabel: Hindsight | None = None,
         consume_after_n_samples: int | None = None,
-        shared: bool = False,
-        compilable: bool | None = None,
-        delayed_init: bool | None = None,
-        service_backend: str = "direct",
-        service_backend_options: Any = None,
-        transport: str = "auto",
-        transport_options: Any = None,
     ) -> None:
-        refuse_out_of_scope(
-            shared=shared,
-            service_backend=None if service_backend == "direct" else service_backend,
-            service_backend_options=service_backend_options,
-            transport=None if transport == "auto" else transport,
-            transport_options=transport_options,
-        )
         check_sizes(prefetch, batch_size)
-        transform = given_transform(transform, transform_factory)
-        self._has_default_storage = storage is None and checkpointer is None
+        self._has_default_storage = storage is None
         self._sampler = self._first_sampler(sampler, consume_after_n_samples, prefetch)
         self._storage: TensorStorage = component(storage, Storage, lambda: self._new_storage(self._sampler))
-        if checkpointer is not None:
-            saved: Any = self._storage
-            saved.checkpointer = checkpointer
         self._writer: Writer = component(writer, Writer, self._default_writer)
         self._writer.register_storage(self._storage)
         if dim_extend is not None and not 0 <= dim_extend < self._storage.ndim:
@@ -179,33 +168,104 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, Q
         if generator is not None:
             self.set_rng(generator)
 
+    # The parts
+
+    @classmethod
+    def _new_storage(cls, sampler: Sampler | None = None) -> LazyTensorStorage:
+        """The storage of a buffer that was given none: of the capacity that the sampler tells, if it does."""
+        return cls._default_storage(getattr(sampler, "max_capacity", DEFAULT_CAPACITY))
+
+    def _first_sampler(self, given: Any, consume_after_n_samples: Any, prefetch: int | None) -> Sampler:
+        """The sampler that a buffer begins with.
+
+        Raises:
+            TypeError: ``consume_after_n_samples`` is no int.
+            ValueError: it is below 1, another sampler was given than a :class:`RandomSampler`, or one that consumes
+                rows after another number, or batches are to be prepared ahead.
+        """
+        sampler: Sampler = component(given, Sampler, self._default_sampler)
+        if consume_after_n_samples is not None:
+            count = checked_count("consume_after_n_samples", consume_after_n_samples)
+            if isinstance(sampler, RandomSampler) and type(sampler).choose is RandomSampler.choose:
+                sampler = self._consuming_sampler(count)
+            elif not isinstance(sampler, ConsumingSampler):
+                raise ValueError(
+                    "consume_after_n_samples only supports the default RandomSampler: it can't be used with a "
+                    f"{type(sampler).__name__}"
+                )
+            elif sampler.max_sample_count != count:
+                raise ValueError(
+                    f"consume_after_n_samples is {count}, the sampler's max_sample_count {sampler.max_sample_count}"
+                )
+        if sampler.consumes and prefetch:
+            raise ValueError(
+                "Prefetching is not supported with a ConsumingSampler: it draws rows before they are asked for"
+            )
+        return sampler
+
+    def _connect(self, prefetch: int) -> None:
+        """Give the buffer a lock and a queue, and make them known."""
+        self._lock = BufferLock(self._storage, self._mend)
+        self._sampler.bind(self._storage, self._lock)
+        self._prefetcher = Prefetcher(prefetch, self._lock)
+        if self._pipeline is not None:
+            self._pipeline.attach(self._lock)
+        self._assemble()
+        _buffers.add(self)
+
     def _assemble(self) -> None:
-        """Make batches of the parts that the buffer has now."""
-        reader = self._reader_of(self._storage)
-        fit_together(self._storage, self._sampler, self._writer, self._recipe, self._relabel, self._unit)
+        """Make batches and writes of the parts that the buffer has now.
+
+        Raises:
+            TypeError: the writer can't write where the sampler says.
+            ValueError: a part can't be used with another.
+        """
+        storage, sampler, writer = self._storage, self._sampler, self._writer
+        reader = self._reader_of(storage)
+        writer.attach(sampler, self._recipe, self._relabel)
+        if sampler.consumes and not callable(getattr(writer, "write_at", None)):
+            raise TypeError(f"a {type(sampler).__name__} requires a writer with a callable write_at(), not {writer!r}")
+        if sampler.consumes and not writer.in_order:
+            raise ValueError(f"a {type(sampler).__name__} needs a writer that fills places in turn, not {writer!r}")
+        if self._unit is not None:
+            check_parts(sampler, self._recipe, relabels=self._relabel is not None)
+            self._unit.bind(storage)
         if self._relabel is not None:
             self._relabel.check_recipe(self._recipe, () if self._pipeline is None else self._pipeline.steps)
-            self._storage.followed_by(self._relabel)
-        if self._sampler.reader is not reader:
-            self._sampler.read_from(reader)
-        slices = isinstance(self._sampler, SliceSampler)
+            storage.followed_by(self._relabel)
+        if sampler.reader is not reader:
+            sampler.read_from(reader)
+        slices = isinstance(sampler, SliceSampler)
         windows = slices or self._recipe.n_steps > 1 or self._relabel is not None or self._unit is not None
         self._row_order = RowOrder(self._recipe, self.dim_extend, refused=slices) if windows else None
         self._reader = reader
+        collate_fn = vars(self)["_collate_fn"] or storage.default_collate
         self._batches = Batches(
-            self._storage,
+            storage,
             reader,
-            self._sampler,
-            self._writer,
+            sampler,
+            writer,
             self._transform,
             self._lock,
             self._prefetcher,
-            collate_fn=self._collate_fn or self._storage.default_collate,
+            collate_fn=collate_fn,
             pin_memory=self._pin_memory,
             batch_size=self._batch_size,
             relabel=self._relabel,
             unit=self._unit,
         )
+        self._arrays = ArrayWrites(
+            storage,
+            writer,
+            sampler,
+            self._transform,
+            self._pipeline,
+            self._row_order,
+            dim_extend=self.dim_extend,
+            priority_key=self.priority_key,
+        )
+        self._updates = Updates(storage, sampler, writer, self._recipe)
+        self._rows = RowAccess(storage, sampler, self.dim_extend)
 
     def _reader_of(self, storage: TensorStorage) -> TensorStorage | Reader:
         """Reads ``storage`` by the buffer's recipe: itself where batches are copies of rows."""
@@ -216,8 +276,6 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, Q
             return reader
         self._sampler.check_recipe(recipe)
         return Reader(storage, recipe)
-
-    # Properties
 
     @property
     def storage(self) -> TensorStorage:
@@ -254,6 +312,89 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, Q
         """Whether the storage has been allocated."""
         return self._storage.initialized
 
+    def append_transform(self, transform: Callable[[Data], Data], *, invert: bool = False) -> Self:
+        """Add a transform behind the others; ``invert=True`` applies it to written batches instead.
+
+        Batches that were prefetched stay as they are.
+        """
+        return self.insert_transform(len(self._transform), transform, invert=invert)
+
+    def insert_transform(self, index: int, transform: Callable[[Data], Data], *, invert: bool = False) -> Self:
+        """Add a transform before the one at ``index``. Batches that were prefetched stay as they are."""
+        with self._lock, self._prefetcher.quiet():
+            rest, recipe = without_multi_steps(transform, self._recipe)
+            if rest is not None:
+                self._transform.insert(index, rest, invert=invert)
+            if recipe is not self._recipe:
+                self._recipe = recipe
+                self._assemble()
+        return self
+
+    def set_rng(self, generator: torch.Generator | None) -> None:
+        """Start a new random stream, seeded by ``generator``. Like the setters below, it drops prefetched batches."""
+        if generator is not None and not isinstance(generator, torch.Generator):
+            raise TypeError(f"generator must be a torch.Generator or None, got {generator!r}")
+        with self._lock:
+            self._prefetcher.discard()
+            self._sampler.set_rng(generator)
+            if self._pipeline is not None:
+                self._pipeline.set_rng(generator)
+
+    def set_storage(self, storage: Storage, collate_fn: Callable[[Data], Data] | None = None) -> TensorStorage:
+        """Replace the storage and the ``collate_fn``; the sampler starts afresh. Returns the storage before.
+
+        Args:
+            storage: the new one, or a function that returns it.
+            collate_fn: applied to gathered batches. Default: none, whatever the constructor was given.
+        """
+        with self._lock:
+            given, vars(self)["_collate_fn"] = vars(self)["_collate_fn"], collate_fn
+            try:
+                return self._replace_storage(storage)
+            except BaseException:
+                vars(self)["_collate_fn"] = given
+                raise
+
+    def _replace_storage(self, storage: Storage) -> TensorStorage:
+        """Replace the storage alone."""
+        with self._lock:
+            self._prefetcher.discard()
+            before = self._storage
+            new: TensorStorage = component(storage, TensorStorage, self._new_storage)
+            # Raises before anything is replaced.
+            self._reader = self._reader_of(new)
+            self._sampler.bind(new, self._lock)
+            self._writer.register_storage(new)
+            vars(self)["_storage"] = self._lock.storage = new
+            self._sampler.empty()
+            self._assemble()
+            return before
+
+    def set_sampler(self, sampler: Sampler) -> Sampler:
+        """Replace the sampler; rows already stored count as new to it. Returns the one before."""
+        with self._lock:
+            self._prefetcher.discard()
+            before = self._sampler
+            sampler = component(sampler, Sampler, self._default_sampler)
+            if sampler is not self._sampler:
+                sampler.check_recipe(self._recipe)
+                sampler.bind(self._storage, self._lock)
+                self._sampler.unbind()
+                vars(self)["_sampler"] = sampler
+                self._assemble()
+            return before
+
+    def set_writer(self, writer: Writer) -> Writer:
+        """Replace the writer. Returns the one before."""
+        with self._lock:
+            self._prefetcher.discard()
+            before = self._writer
+            writer = component(writer, Writer, self._default_writer)
+            writer.register_storage(self._storage)
+            vars(self)["_writer"] = writer
+            self._assemble()
+            return before
+
     # Writing
 
     def extend(self, data: Data, *, update_priority: bool | None = None) -> Tensor:
@@ -273,8 +414,19 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, Q
         """
         if update_priority is not None:
             raise NotImplementedError("update_priority is for TensorDictReplayBuffer, whose batches carry priorities")
-        with _no_lock if _compiling() else self._lock:
+        # `operation` spelled out.
+        with NO_LOCK if _compiling() else self._lock:
             return self._extend(data, None)
+
+    def _storage_for(self, data: Any) -> TensorStorage:
+        """The default storage for a first batch like ``data``: one for any objects, if these are no tensors."""
+        leaves: Any = [data[0]] if isinstance(data, list) and data else [data]
+        while leaves and is_container(leaves[0]):
+            first = leaves[0]
+            leaves = list(first.values()) if isinstance(first, dict) else list(first)
+        if leaves and not is_data(leaves[0]):
+            self._replace_storage(self._default_objects(self._storage.max_size))
+        return self._storage
 
     def _extend(self, data: Data, priority: Callable[[Data], Tensor | None] | None) -> Tensor:
         storage = self._storage
@@ -282,15 +434,15 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, Q
             storage = self._storage_for(data)
         if isinstance(data, list):
             if not data:
-                return no_rows(storage)
+                return _no_rows(storage)
             data = storage.batch_of(data)
         if len(self._transform):
             # Inverse transforms may set keys in place; the caller's TensorDict must not see them.
             data = self._transform.inv(shallow(data))
             if data is None:
-                return no_rows(storage)
+                return _no_rows(storage)
         if not storage.initialized and storage.holds_nothing(data):
-            return no_rows(storage)
+            return _no_rows(storage)
         if storage.ndim > 1 and self.dim_extend != 0:
             data = mapped(data, lambda value: value.transpose(0, self.dim_extend))
         given = priority(data) if priority is not None else None
@@ -306,7 +458,7 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, Q
         append = self._writer.extend
         index = self._sampler.write(append, data) if self._sampler.consumes else append(data)
         if index.numel() == 0:
-            return no_rows(storage)
+            return _no_rows(storage)
         # Of more rows than the capacity only the newest are there.
         newest = index.numel() > storage.max_size and self._writer.in_order
         self._tell_sampler(index[-storage.max_size :] if newest else index)
@@ -345,6 +497,66 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, Q
                 return index
             in_turn = self._writer.in_order and not self._sampler.consumes
             return cursor if in_turn else self._writer.added(index)
+
+    @property
+    def column_keys(self) -> list[Any]:
+        """The keys of a row in the order of its columns.
+
+        Raises:
+            RuntimeError: nothing has been written yet.
+        """
+        return self._arrays.keys
+
+    def extend_columns(self, columns: Columns) -> None:
+        """Write rows given as one array a key: :meth:`extend` without a TensorDict, in less time. No host sync.
+
+        Args:
+            columns: NumPy arrays or tensors ``[n, ...]`` by key; for storages of two dimensions ``[E, T, ...]``, see
+                ``dim_extend``. After the first write also a list or tuple in the order of :attr:`column_keys`. They
+                are read before this returns, and never changed. Lists and Python numbers take the dtype of their key.
+
+        Raises:
+            ValueError: a key is missing or unknown, has another shape or dtype, or can't hold a number of a list;
+                nothing is written.
+        """
+        if _compiling():
+            self.extend(self._arrays.as_batch(columns, False))
+            return
+        with self._lock:
+            # No priorities come with the rows, also for whoever completes this write.
+            self._given = None
+            if not self._arrays.write(columns, False):
+                self.extend(self._arrays.as_batch(columns, False))
+
+    def add_columns(self, columns: Columns) -> None:
+        """Write one row, given as one array a key, without batch dimensions; or one step of all environments.
+
+        Args:
+            columns: as for :meth:`extend_columns`, of the shape of a row; for storages of two dimensions ``[E, ...]``.
+
+        Raises:
+            ValueError: as :meth:`extend_columns`. No host sync.
+        """
+        if _compiling():
+            self.add(self._arrays.as_batch(columns, True))
+            return
+        with self._lock:
+            self._given = None
+            if not self._arrays.write(columns, True):
+                self.add(self._arrays.as_batch(columns, True))
+
+    def _staged_step(self) -> StagedRows | None:
+        """Memory that the columns of one step can be put into, for :meth:`_add_staged`; None: there is none."""
+        with self._lock:
+            return self._arrays.staged_step()
+
+    def _add_staged(self, staged: StagedRows) -> bool:
+        """:meth:`add_columns` of what was put there, in eager mode. Returns whether the next step may go there too."""
+        with self._lock:
+            self._given = None
+            if not self._arrays.write(staged, True):
+                self.add(self._arrays.as_batch(staged, True))
+            return self._arrays.staged_step() is staged
 
     def empty(self, empty_write_count: bool = True) -> None:
         """Forget every row, priority and prefetched batch, in O(1) for the rows; memory stays allocated.
@@ -414,7 +626,7 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, Q
         """
         if priority is None:
             return self._update_from_batch(index)
-        with _no_lock if _compiling() else self._lock:
+        with NO_LOCK if _compiling() else self._lock:
             ring = self._storage._ring
             if generation is not None and ring is not None and ring.rewritten is not None:
                 index = as_positions(index, self._storage.shape, self._storage.device)
@@ -431,13 +643,343 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, Q
 
     def mark_update(self, index: Any) -> None:
         """Rows were written elsewhere (``buffer[i] = ...``, or through the storage): treat them as new."""
-        with unless_compiling(self._lock):
+        with operation(self._lock):
             before = self._storage.begin(DERIVED)
             self._storage.rebuild()
             self._sampler.mark_update(index)
             self._storage.end(before)
 
-    # Saving
+    # Rows by their index
+
+    def __getitem__(self, index: Any) -> Data:
+        """Rows by index, transformed. Ints and slices give views of the storage, all else copies, in the index's shape.
+
+        A key gives one key of all rows: ``buffer["next", "reward"]`` is ``buffer[:]["next", "reward"]``. Of a storage
+        of two dimensions, ints, slices and keys see the rows as they were written: ``[E, T]``, or ``[T, E]`` with
+        ``dim_extend=0``. Tensors, sequences and tuples of tensors are positions as samples carry them.
+        """
+        if is_key(index):
+            return self[:][index]
+        index = plain_index(index)
+        with self._lock:
+            data = self._rows.read(index)
+            collate = vars(self)["_collate_fn"] or self._storage.default_collate
+            if collate is not None and not isinstance(index, int):
+                data = collate(data)
+            return self._transform(data) if len(self._transform) else data
+
+    def __setitem__(self, index: Any, data: Data) -> None:
+        """Overwrite rows in place, after the inverse transforms. Under a key: that key of all rows, as it is stored.
+
+        Priorities stay as they are: announce the change with :meth:`mark_update`. A sampler of slices indexes all rows
+        anew, which is O(capacity).
+        """
+        with self._lock:
+            if is_key(index):
+                self.set_(index, self._rows.in_written_order(data) if isinstance(data, Tensor) and data.ndim else data)
+                return
+            self._writer.check_writable()
+            if len(self._transform):
+                data = self._transform.inv(shallow(data))
+                if data is None:
+                    return
+            self._rows.write(index, data)
+
+    def set_(self, key: Any, value: Any) -> Self:
+        """Set one key of all rows stored. No host sync.
+
+        No cursor, priority or generation moves. If the key tells where trajectories end, the sampler indexes all rows
+        anew, which is O(capacity). Batches that were prefetched stay as they are.
+
+        Args:
+            key: a stored key, nested ones as tuples; or one with keys below it, for a TensorDict.
+            value: ``[n, ...]`` for the ``n`` rows stored (``[T, E, ...]`` for storages of two dimensions), or a number
+                for all. Converted to the key's dtype as ``to()`` of tensors does.
+
+        Returns:
+            The buffer.
+
+        Raises:
+            KeyError: the key is not stored.
+            ValueError: the value has another shape, or numbers that the key can't hold, such as 300 or NaN in uint8 (a
+                GPU cuts them to the range and counts a fault); or the key has no memory of its own (``share_next``,
+                ``prefixes``).
+            RuntimeError: nothing has been written yet, or the writer refuses writes. In all cases nothing is written.
+        """
+        with self._lock:
+            self._writer.check_writable()
+            self._rows.set_keys({as_key(key): value}, slice(None), whole=True)
+        return self
+
+    def set_at_(self, key: Any, value: Any, index: Any) -> Self:
+        """Set one key of some rows. No host sync, but for a boolean mask on a GPU.
+
+        Args:
+            key: as for :meth:`set_`.
+            value: a value of the shape of ``buffer[index][key]``, or one that broadcasts to it.
+            index: as for ``buffer[index]``: an int, a slice, a sequence, a mask, or a tensor of positions, of any
+                shape. For storages of several dimensions: an int or a slice of steps, ``[..., ndim]`` coordinates as
+                samples carry them, or a tuple of one tensor per dimension. Of duplicates the last one wins.
+
+        Returns:
+            The buffer.
+
+        Raises:
+            IndexError: an index is beyond the rows stored (CPU; a GPU skips the row and counts a fault).
+            KeyError, RuntimeError, ValueError: as :meth:`set_`.
+        """
+        with self._lock:
+            self._writer.check_writable()
+            self._rows.set_keys({as_key(key): value}, index, whole=False)
+        return self
+
+    def update_(
+        self, input_dict_or_td: Any, clone: bool = False, *, keys_to_update: Sequence[Any] | None = None
+    ) -> Self:
+        """Set several keys of all rows stored, as :meth:`set_` does. No host sync.
+
+        Args:
+            input_dict_or_td: a TensorDict, a tensorclass or a dict, nested ones too.
+            clone: accepted for compatibility: values are always copied.
+            keys_to_update: only these keys, or those below them. Default: all.
+
+        Returns:
+            The buffer.
+
+        Raises:
+            KeyError, RuntimeError, ValueError: as :meth:`set_`.
+        """
+        found = flat_entries(input_dict_or_td, ())
+        if keys_to_update is not None:
+            chosen = [as_key(key) for key in keys_to_update]
+            found = {key: value for key, value in found.items() if any(key[: len(one)] == one for one in chosen)}
+        with self._lock:
+            self._writer.check_writable()
+            self._rows.set_keys(found, slice(None), whole=True)
+        return self
+
+    def read_all_in_order(self, end: int | None = None) -> Data:
+        """The rows in the order in which they lie, transformed: ``buffer[:end]``.
+
+        Args:
+            end: this many rows (of the first dimension, for storages of two); default: all that are stored.
+        """
+        return self[:] if end is None else self[:end]
+
+    def write_all(self, data: Data, end: int | None = None) -> None:
+        """Overwrite the first rows, in the order in which they lie, with all their keys. No host sync.
+
+        Inverse transforms apply, as they do in ``extend``. Priorities stay as they are.
+
+        Args:
+            data: ``[n]`` rows; for storages of two dimensions as ``buffer[:end]`` gives them.
+            end: this many of the first dimension; must agree with the data.
+
+        Raises:
+            ValueError: there are more rows than are stored, fewer than ``end``, or a key, shape or dtype differs.
+            RuntimeError: the writer refuses writes. In all cases nothing is written.
+        """
+        with self._lock:
+            self._writer.check_writable()
+            if len(self._transform):
+                transformed = self._transform.inv(data if isinstance(data, Tensor) else data.copy())
+                if transformed is None:
+                    return
+                data = transformed
+            self._rows.write_first(data, end)
+
+    write_all_in_order = write_all
+
+    def update_if_present(
+        self,
+        index: Any,
+        data: Any = None,
+        *,
+        generation: Tensor | None = None,
+        patch: Any = None,
+        version_key: Any = None,
+        version: Any = None,
+        require_newer: bool = False,
+    ) -> ConditionalUpdateResult | None:
+        """Write some keys of drawn rows back, leaving out rows that were overwritten since. No host sync.
+
+        Of a row that the batch has more than once, the last entry wins. Other keys of the rows stay as they are, and so
+        do priorities: update them by ``update_priority``. If a key is written that tells where trajectories end, the
+        sampler indexes all rows anew, which is O(capacity). Values are written as they are: no processing is undone.
+
+        An n-step batch has the index of the rows that were drawn. Its keys under "next" and its rewards are those of
+        other rows too, and can't be written back.
+
+        Args:
+            index: ``info["index"]`` of a sample, in any shape: ``[n]``, ``[K, B]``, ``[..., ndim]`` for storages of
+                several dimensions, or a tuple of one tensor per dimension.
+            data: a TensorDict with the keys to write, nested ones too, an entry for each row of the index. Of a storage
+                of plain tensors: a tensor. It is never changed. ``"index"`` and other info of a sample
+                are not written unless they are stored keys.
+            generation: ``info["index_generation"]``; default: that in ``data``. Samples of prioritized buffers have it,
+                and those of others with ``RoundRobinWriter(track_generations=True)``.
+            patch: TorchRL's name for ``data``, also a dict of tensors by key; the result then says what was written.
+            version_key: a stored key of one number a row. An entry whose version is below that of its row is left out;
+                the version of the others is written. Of a row that the batch has more than once, the entry with the
+                highest version wins, and of these the last.
+            version: the entries' versions: a number for all, or ``[n]``; such as the key holds without rounding.
+            require_newer: leave out entries of the same version as their row, too.
+
+        Returns:
+            With ``patch``, a :class:`ConditionalUpdateResult`; otherwise None.
+
+        Raises:
+            RuntimeError: nothing has been written yet.
+            NotImplementedError: the storage is a :class:`ListStorage`.
+            ValueError: there is no generation, or ``data`` has keys that are not stored, that have no memory of their
+                own (``share_next``, ``prefixes``), or that an n-step batch has from other rows; or another shape or
+                dtype; or a version without its key, or one that its key can't hold, such as 300 in uint8 (a GPU cuts
+                it to the range and counts a fault). Nothing is written.
+            IndexError: an index is out of range (CPU; a GPU skips the row and counts a fault). One of -1 (all
+                coordinates) is that of a row that is gone.
+        """
+        with operation(self._lock):
+            apply, result = self._updates.prepare(
+                index,
+                data,
+                generation=generation,
+                patch=patch,
+                version_key=version_key,
+                version=version,
+                require_newer=require_newer,
+            )
+            apply()
+            return result
+
+    def query(self, predicate: Predicate | None = None, *, trajectory_key: Any = None) -> list[Trajectory]:
+        """The stored trajectories that fulfil a condition, the oldest first; of several environments, one by one.
+
+        Trajectories end where their identifier changes, or else at flags under "next" or at the root, at the newest
+        row, and where a storage with ``ends="flags+continuity"`` finds that rows don't continue. The oldest one may
+        have lost its first steps. Those that lie across the seam of the ring are whole, in the order of time.
+        Transforms are applied to each.
+
+        Args:
+            predicate: a condition made of :data:`traj`, or a function of a :class:`Trajectory`. Default: all of them.
+            trajectory_key: where the identifiers are. Default: ``("collector", "traj_ids")``, ``"traj_ids"`` or
+                ``"episode"``, if one of these is stored.
+
+        Returns:
+            Trajectories: views of the storage where ints and slices give views, and copies otherwise. Synchronises.
+
+        Raises:
+            TypeError: the rows are no TensorDicts, or the predicate compares steps without ``any()`` or ``all()``.
+            KeyError: nothing tells where trajectories end.
+        """
+        with self._lock:
+            in_order, transform = self._writer.in_order, self._transform if len(self._transform) else None
+            return stored_trajectories(self._storage, in_order, transform, predicate, trajectory_key)
+
+    # Questions about the buffer
+
+    @property
+    def write_count(self) -> int:
+        """Number of rows written since the buffer was made, or since :meth:`empty`. No host sync."""
+        self._finish_interrupted()
+        return self._writer.write_count
+
+    def __len__(self) -> int:
+        self._finish_interrupted()
+        return self._sampler.available() if self._sampler.consumes else len(self._storage)
+
+    def stats(self) -> dict[str, Any]:
+        """The state of the buffer in numbers, for a logger. It changes nothing. No host sync.
+
+        Returns:
+            ``"size"``, the rows stored; ``"write_count"``; ``"prefetch_queue_size"``, the batches in preparation;
+            ``"initialized"``, whether the storage is allocated; ``"capacity"``; and ``"utilization"``, the size as a
+            share of the capacity.
+        """
+        with self._lock:
+            size, capacity = len(self), self._storage.max_size
+            return {
+                "size": size,
+                "write_count": self.write_count,
+                "prefetch_queue_size": len(self._prefetcher.queue),
+                "initialized": self._storage.initialized,
+                "capacity": capacity,
+                "utilization": size / capacity,
+            }
+
+    def can_sample(self, batch_size: int | None = None) -> bool:
+        """Whether :meth:`sample` would give a batch now.
+
+        Samplers of slices look for a trajectory that is long enough, which synchronises with a GPU. Others only need
+        the number of rows, and don't.
+
+        Args:
+            batch_size: default: that of the constructor.
+
+        Raises:
+            RuntimeError: no batch size is known, or it is not a multiple of the slices.
+        """
+        n = self._batch_size if batch_size is None else batch_size
+        if n is None:
+            raise RuntimeError("batch_size must be given to can_sample() or to the constructor")
+        with self._lock:
+            return self._sampler.can_sample(self._storage, n)
+
+    # Memory
+
+    def memory(self) -> MemoryReport:
+        """The bytes of each part of the buffer, and where they lie. No host sync."""
+        with self._lock:
+            processing = 0 if self._pipeline is None else self._pipeline.nbytes
+            return moving.report(self._storage, self._sampler, processing)
+
+    def free(self) -> None:
+        """Forget everything, and release the memory of rows and index; the next write allocates anew. Synchronises.
+
+        Raises:
+            NotImplementedError: the rows lie in files; ``empty()`` forgets them.
+            IndexError: a GPU has refused rows out of range before. The memory is released all the same.
+        """
+        with self._lock:
+            self._prefetcher.discard()
+            try:
+                self._storage.free()
+            finally:
+                if not self._storage.initialized:
+                    self._sampler.free()
+
+    def to(self, device: torch.device | str, *, progress: bool | None = None) -> Self:
+        """Move rows, index, counters and random state, while the buffer is in use. Batches go on as if it had not.
+
+        One key after the other (small ones, which share a record, together), in chunks: no more is there twice at a
+        time. Prefetched batches go along. Other threads wait until it is done.
+
+        Args:
+            device: ``"cpu"``, ``"cuda"``, ``"pinned"``, ``"split"`` or a ``torch.device``.
+            progress: whether to show a bar; default: for a GiB and more, on a terminal.
+
+        Returns:
+            The buffer itself. Synchronises.
+
+        Raises:
+            RuntimeError: there is no such device, or no room there: the buffer is then where it was.
+        """
+        ahead = self._prefetcher
+        with self._lock, ahead.quiet():
+            before, batches = ahead.home, ahead.state_dict()
+            try:
+                moving.move(self._storage, self._sampler, device, progress)
+                self._lock.ended()
+            finally:
+                if ahead.home != before:
+                    ahead.replace(ahead.prepared(batches, self._pin_memory))
+        return self
+
+    def synchronize(self) -> None:
+        """Wait until the batches in preparation are finished; the next samples get them. Others need no waiting."""
+        with self._lock, self._prefetcher.quiet():
+            pass
+
+    # State
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that is needed to go on with the same batches. Row tensors are views. Synchronises.
@@ -470,25 +1012,110 @@ class ReplayBuffer(ColumnWrites, Composed, Copyable, Edits, Movable, Overview, Q
         """
         restore.load(self, path, **options)
 
-    dump = dumps = save
-    loads = load
+    # Interrupted operations
 
-    def register_save_hook(self, hook: Callable[..., Any]) -> None:
-        """Have a hook change the rows that :meth:`save` writes: ``hook(rows, path=folder)`` returns others.
+    def _finish_interrupted(self) -> None:
+        """Called before the host's mirror of the counters is read without the lock."""
+        if self._storage.unfinished is not None:
+            self._lock.mend()
 
-        Hooks belong to the storage, and are not part of a checkpoint: register them again before :meth:`load`. See
-        :class:`gpubuf.torchrl.checkpointers.StorageCheckpointerBase`.
+    def _mend(self) -> None:
+        """Finish an interrupted operation. The next one calls this, with the lock held.
+
+        The device's counters say whether the rows of a write have been written. If so, the write is completed;
+        otherwise there was none. Data derived from rows and priorities is computed anew: O(capacity). Synchronises
+        after a write.
         """
-        storage: Any = self._storage
-        storage.register_save_hook(hook)
+        storage, sampler = self._storage, self._sampler
+        left = storage.unfinished
+        if left is None or not storage.initialized:
+            storage.end(None)
+            return
+        storage.redo()
+        if left.empties:
+            storage.empty()
+            sampler.empty()
+            self._writer.empty()
+        elif left.written is None or self._complete_write(left.written) or not self._writer.in_order:
+            if not left.counted:
+                storage.refresh()
+            storage.rebuild()
+            sampler.mend()
+            self._writer.mend()
+        storage.end(None)
 
-    def register_load_hook(self, hook: Callable[..., Any]) -> None:
-        """Have a hook make rows of what :meth:`load` reads: ``hook(data, out=None)`` returns all rows of a storage."""
-        storage: Any = self._storage
-        storage.register_load_hook(hook)
+    def _complete_write(self, written: int) -> bool:
+        """Whether an interrupted write has written rows; the sampler knows of them then."""
+        storage = self._storage
+        storage.refresh()
+        if storage.host is not None:
+            storage.host.settle(storage.written)
+        n = min(storage.written - written, storage.max_size)
+        if n > 0:
+            first = storage.written - n
+            self._tell_sampler((first + torch.arange(n, device=storage.device)) % storage.max_size)
+        return n > 0
+
+    # Copies, which have memory of their own, and forked processes
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy of everything as of one moment. Synchronises."""
+        with self._lock, self._prefetcher.quiet():
+            if self._storage.initialized:
+                # A stream that is seeded only later would not be the same in the copy.
+                self._sampler.random_state(self._storage.device)
+            state = {name: value for name, value in vars(self).items() if name not in _OF_THE_PROCESS}
+            state = {**copy.deepcopy(state), "_prefetch": self._prefetcher.depth}
+        # A process that is being spawned gets bytes: torch would pass it the memory of tensors as open files, and fails
+        # if two tensors share it.
+        return state if get_spawning_popen() is None else {_BYTES: pickle.dumps(state)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if _BYTES in state:
+            state = pickle.loads(state[_BYTES])
+        prefetch = state.pop("_prefetch")
+        vars(self).update(state)
+        self._connect(prefetch)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        other = type(self).__new__(type(self))
+        other.__setstate__(self.__getstate__())
+        return other
+
+    def _begin_anew(self) -> None:
+        """In a forked process, where no other thread is: a new lock, an empty queue, and random streams of its own.
+
+        If a thread of the parent was in the middle of an operation, the next one here finishes it.
+        """
+        lock, storage = self._lock, self._storage
+        if lock.abandon() and storage.initialized:
+            storage.unfinished = storage.unfinished or REPLAY
+        self._prefetcher = Prefetcher(self._prefetcher.depth, lock)
+        self._assemble()
+        for random in (self._sampler._random, None if self._pipeline is None else self._pipeline.random):
+            # A process forked from one that uses CUDA can't use it.
+            if random is not None and not random.state.is_cuda:
+                random.manual_seed(secrets.randbits(63))
 
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}(\n  storage={self._storage!r},\n  sampler={self._sampler!r},\n"
             f"  batch_size={self._batch_size})"
         )
+
+
+def _no_rows(storage: TensorStorage) -> Tensor:
+    """The index of an empty write."""
+    shape = (0,) if storage.ndim == 1 else (0, storage.ndim)
+    return torch.empty(shape, dtype=torch.int64, device=storage.device if storage.initialized else None)
+
+
+_buffers: weakref.WeakSet[ReplayBuffer] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for buffer in list(_buffers):
+        buffer._begin_anew()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -113,12 +113,16 @@ class StreamOrder:
 _compiling = torch.compiler.is_compiling
 
 
-def unless_compiling(lock: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
-    """``with unless_compiling(lock):``, for code that may be compiled: traced code takes no lock.
+#: What compiled code takes in place of a lock.
+NO_LOCK = contextlib.nullcontext()
+
+
+def operation(lock: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
+    """``with operation(lock):`` around an operation of a buffer that may be compiled: traced code takes no lock.
 
     Compiled operations are ordered by the data that they read and write, but not against other threads.
     """
-    return contextlib.nullcontext() if _compiling() else lock
+    return NO_LOCK if _compiling() else lock
 
 
 def _nothing(*exception: object) -> None:
@@ -225,6 +229,12 @@ class BufferLock(Guard):
         # in a loop would keep all others out. So a thread that waits holds a place in this line until it has the lock.
         self._waiting: deque[Guard] = deque()
         self.pending.clear()
+
+    def abandon(self) -> bool:
+        """In a forked process, begin with a lock that nobody has. Returns whether another thread had it."""
+        taken = not self.held and not self._lock.acquire(False)
+        self.renew()
+        return taken
 
     @property
     def in_use(self) -> bool:

@@ -12,11 +12,11 @@ import torch
 from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
 
+from gpubuf.data.arguments import check_batch_size, check_sizes
 from gpubuf.data.batches import attach_info, finished
 from gpubuf.data.buffer import ReplayBuffer
 from gpubuf.data.checkpoints import restore, save
 from gpubuf.data.checkpoints.save import Saved
-from gpubuf.data.components import check_batch_size, check_sizes
 from gpubuf.data.lock import BufferLock, under
 from gpubuf.data.mixed_draws import Mixture, check_shares
 from gpubuf.data.prefetch import Batch
@@ -476,7 +476,7 @@ def update_rows(
                 check_rows(buffers[number : number + 1], torch.where(mine, positions, -1), torch.zeros_like(owner))
             # No row has the generation -1.
             marks = torch.where(mine, generation.reshape(-1).to(mine.device), -1)
-            found = buffer._update(torch.where(mine, positions, 0), data, generation=marks, **what)
+            found = buffer._updates.prepare(torch.where(mine, positions, 0), data, generation=marks, **what)
             # The kernels of a storage with codecs look at the values: these may still refuse.
             prepared.append((not buffer.storage.computed, *found))
         for _, apply, _ in sorted(prepared, key=operator.itemgetter(0)):

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Self
 
 import torch
 
-from gpubuf.data.lock import BufferLock
-from gpubuf.data.prefetch import Prefetcher
-from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.column import Column, new_columns, records
@@ -23,67 +19,6 @@ CHUNK_BYTES = 1 << 28
 
 LARGE_BYTES = 1 << 30
 """From this size on a move shows a progress bar, on a terminal."""
-
-
-class Movable:
-    """Reports, releases and moves the memory of a buffer.
-
-    A mixin of methods that users call on the buffer. The work is done by functions of storage and sampler, below.
-    """
-
-    _storage: TensorStorage
-    _sampler: Sampler
-    _lock: BufferLock
-    _prefetcher: Prefetcher
-    _pin_memory: bool
-    _pipeline: Pipeline | None
-
-    def memory(self) -> MemoryReport:
-        """The bytes of each part of the buffer, and where they lie. No host sync."""
-        with self._lock:
-            return report(self._storage, self._sampler, 0 if self._pipeline is None else self._pipeline.nbytes)
-
-    def free(self) -> None:
-        """Forget everything, and release the memory of rows and index; the next write allocates anew. Synchronises.
-
-        Raises:
-            NotImplementedError: the rows lie in files; ``empty()`` forgets them.
-            IndexError: a GPU has refused rows out of range before. The memory is released all the same.
-        """
-        with self._lock:
-            self._prefetcher.discard()
-            try:
-                self._storage.free()
-            finally:
-                if not self._storage.initialized:
-                    self._sampler.free()
-
-    def to(self, device: torch.device | str, *, progress: bool | None = None) -> Self:
-        """Move rows, index, counters and random state, while the buffer is in use. Batches go on as if it had not.
-
-        One key after the other (small ones, which share a record, together), in chunks: no more is there twice at a
-        time. Prefetched batches go along. Other threads wait until it is done.
-
-        Args:
-            device: ``"cpu"``, ``"cuda"``, ``"pinned"``, ``"split"`` or a ``torch.device``.
-            progress: whether to show a bar; default: for a GiB and more, on a terminal.
-
-        Returns:
-            The buffer itself. Synchronises.
-
-        Raises:
-            RuntimeError: there is no such device, or no room there: the buffer is then where it was.
-        """
-        ahead = self._prefetcher
-        with self._lock, ahead.quiet():
-            before, batches = ahead.home, ahead.state_dict()
-            try:
-                move(self._storage, self._sampler, device, progress)
-                self._lock.ended()
-            finally:
-                if ahead.home != before:
-                    ahead.replace(ahead.prepared(batches, self._pin_memory))
-        return self
 
 
 def move(storage: TensorStorage, sampler: Sampler, requested: torch.device | str, progress: bool | None = None) -> None:

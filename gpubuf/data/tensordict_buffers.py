@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,11 +9,10 @@ import torch
 from tensordict import TensorDict, TensorDictBase, is_tensorclass
 from torch import Tensor
 
+from gpubuf.data.arguments import component
 from gpubuf.data.batches import collapsed
 from gpubuf.data.buffer import ReplayBuffer
-from gpubuf.data.components import component
-from gpubuf.data.lock import unless_compiling
-from gpubuf.data.samplers.base import Sampler
+from gpubuf.data.lock import operation
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.data.samplers.sum_tree import any_of_each
 from gpubuf.data.sequences import by_anchor
@@ -36,8 +34,8 @@ class TensorDictReplayBuffer(ReplayBuffer):
     _samples_have_info = True
 
     def __init__(self, *, priority_key: str | tuple[str, ...] = "td_error", **kwargs: Any) -> None:
-        super().__init__(**kwargs)
         self.priority_key = priority_key
+        super().__init__(**kwargs)
 
     def extend(self, data: Data, *, update_priority: bool | None = None) -> Tensor:
         """Write a batch, with the priorities found under ``priority_key`` if the sampler has any use for them.
@@ -58,7 +56,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         if not isinstance(first, TensorDictBase | list) and not is_tensorclass(first):
             raise TypeError(f"{type(self).__name__} stores TensorDicts, got a {type(first).__name__}")
         wanted = update_priority is not False and self._sampler.has_priorities
-        with unless_compiling(self._lock):
+        with operation(self._lock):
             return self._extend(data, self._given_priority if wanted else None)
 
     def _given_priority(self, data: Any) -> Tensor | None:
@@ -159,32 +157,15 @@ class TensorDictReplayBuffer(ReplayBuffer):
         self.update_tensordict_priority(batch)
 
 
-class Prioritized(ReplayBuffer):
-    """Base of the buffers with priorities."""
-
-    _prioritized_sampler: type[PrioritizedSampler] = PrioritizedSampler
-
-    @property
-    def prioritized_sampler(self) -> Sampler:
-        """The sampler, under TorchRL's name."""
-        return self._sampler
-
-    def _prioritized(
-        self, storage: Any, alpha: float, beta: float, eps: float, reduction: str = "max"
-    ) -> tuple[Callable[[], TensorStorage], Callable[[], PrioritizedSampler]]:
-        # Functions, for a buffer may make its parts at its first use.
-        made = functools.cache(functools.partial(component, storage, Storage, self._new_storage))
-        return made, lambda: self._prioritized_sampler(made().max_size, alpha, beta, eps, reduction=reduction)
-
-
-class PrioritizedReplayBuffer(Prioritized):
+class PrioritizedReplayBuffer(ReplayBuffer):
     """A :class:`ReplayBuffer` with a :class:`PrioritizedSampler`.
 
     Args:
-        alpha, beta, eps, dtype, sampler_device: as for :class:`PrioritizedSampler`.
-        sync: accepted as True; process sharing is out of scope.
+        alpha, beta, eps: as for :class:`PrioritizedSampler`.
         storage, **kwargs: as for :class:`ReplayBuffer`.
     """
+
+    _prioritized_sampler: type[PrioritizedSampler] = PrioritizedSampler
 
     def __init__(
         self,
@@ -192,49 +173,34 @@ class PrioritizedReplayBuffer(Prioritized):
         alpha: float,
         beta: float,
         eps: float = 1e-8,
-        dtype: torch.dtype = torch.float,
         storage: Storage | Callable[[], Storage] | None = None,
-        sampler_device: torch.device | str | None = None,
-        sync: bool = True,
         **kwargs: Any,
     ) -> None:
-        require_sync(sync)
-        storage, sampler = self._prioritized(storage, alpha, beta, eps)
-        super().__init__(storage=storage, sampler=sampler, **kwargs)
+        made: TensorStorage = component(storage, Storage, self._new_storage)
+        sampler = self._prioritized_sampler(made.max_size, alpha, beta, eps)
+        super().__init__(storage=made, sampler=sampler, **kwargs)
 
 
-class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer, Prioritized):
+class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
     """A :class:`TensorDictReplayBuffer` with a :class:`PrioritizedSampler`.
 
     Args:
-        alpha, beta, eps, reduction, sampler_device: as for :class:`PrioritizedSampler`.
-        priority_key: where a batch carries its priorities.
-        sync: accepted as True; process sharing is out of scope.
-        storage, **kwargs: as for :class:`ReplayBuffer`.
+        alpha, beta, eps, reduction: as for :class:`PrioritizedSampler`.
+        storage, **kwargs: as for :class:`TensorDictReplayBuffer`.
     """
+
+    _prioritized_sampler: type[PrioritizedSampler] = PrioritizedSampler
 
     def __init__(
         self,
         *,
         alpha: float,
         beta: float,
-        priority_key: str | tuple[str, ...] = "td_error",
         eps: float = 1e-8,
         storage: Storage | Callable[[], Storage] | None = None,
-        sampler_device: torch.device | str | None = None,
-        sync: bool = True,
         reduction: str = "max",
         **kwargs: Any,
     ) -> None:
-        require_sync(sync)
-        storage, sampler = self._prioritized(storage, alpha, beta, eps, reduction)
-        super().__init__(priority_key=priority_key, storage=storage, sampler=sampler, **kwargs)
-
-
-def require_sync(sync: bool) -> None:
-    """Raise NotImplementedError for TorchRL's ``sync=False``."""
-    if not sync:
-        raise NotImplementedError(
-            "sync=False (writers in other processes) is not supported by gpubuf: leave it out, and send the rows to "
-            "the process that has the buffer"
-        )
+        made: TensorStorage = component(storage, Storage, self._new_storage)
+        sampler = self._prioritized_sampler(made.max_size, alpha, beta, eps, reduction=reduction)
+        super().__init__(storage=made, sampler=sampler, **kwargs)

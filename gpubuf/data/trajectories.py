@@ -10,13 +10,10 @@ import torch
 from tensordict import TensorDictBase, is_tensorclass, lazy_stack
 from torch import Tensor
 
-from gpubuf.data.lock import BufferLock
 from gpubuf.data.storage.layout import as_key, as_written
 from gpubuf.data.storage.recipe import END_NAMES
 from gpubuf.data.storage.schema import NEXT_KEY
 from gpubuf.data.storage.tensor_storage import TensorStorage
-from gpubuf.data.transforms import Compose
-from gpubuf.data.writers import Writer
 
 Keys = frozenset[Any] | None
 
@@ -263,62 +260,45 @@ class Trajectory:
         return f"Trajectory(length={self.length}, keys={sorted(map(str, self.data.keys()))})"
 
 
-class Queries:
-    """Finds trajectories in a buffer. A mixin of a method that users call on the buffer."""
+def stored_trajectories(
+    storage: TensorStorage,
+    in_order: bool,
+    transform: Callable[[Any], Any] | None,
+    predicate: Predicate | None,
+    trajectory_key: Any,
+) -> list[Trajectory]:
+    """The trajectories of a storage; see :meth:`gpubuf.ReplayBuffer.query`.
 
-    _storage: TensorStorage
-    _writer: Writer
-    _transform: Compose
-    _lock: BufferLock
-
-    def query(self, predicate: Predicate | None = None, *, trajectory_key: Any = None) -> list[Trajectory]:
-        """The stored trajectories that fulfil a condition, the oldest first; of several environments, one by one.
-
-        Trajectories end where their identifier changes, or else at flags under "next" or at the root, at the newest
-        row, and where a storage with ``ends="flags+continuity"`` finds that rows don't continue. The oldest one may
-        have lost its first steps. Those that lie across the seam of the ring are whole, in the order of time.
-        Transforms are applied to each.
-
-        Args:
-            predicate: a condition made of :data:`traj`, or a function of a :class:`Trajectory`. Default: all of them.
-            trajectory_key: where the identifiers are. Default: ``("collector", "traj_ids")``, ``"traj_ids"`` or
-                ``"episode"``, if one of these is stored.
-
-        Returns:
-            Trajectories: views of the storage where ints and slices give views, and copies otherwise. Synchronises.
-
-        Raises:
-            TypeError: the rows are no TensorDicts, or the predicate compares steps without ``any()`` or ``all()``.
-            KeyError: nothing tells where trajectories end.
-        """
-        with self._lock:
-            storage = self._storage
-            if not len(storage):
-                return []
-            check(predicate)
-            rows = storage[:]
-            if isinstance(rows, list) and rows and all(isinstance(row, TensorDictBase) for row in rows):
-                rows = lazy_stack(rows)
-            if is_tensorclass(rows):
-                rows = rows.to_tensordict(retain_none=False)
-            if not isinstance(rows, TensorDictBase):
-                raise TypeError(
-                    f"a query needs a tensordict-backed storage, of TensorDicts; this one gives a {type(rows).__name__}"
-                )
-            oldest = 0
-            if len(storage) == storage.max_size and self._writer.in_order:
-                oldest = storage.cursor // storage.shape[1:].numel()
-            found = []
-            broken = None
-            if storage.breaks is not None:
-                broken = storage.breaks.found[: len(storage)].reshape(rows.batch_size[: storage.ndim])
-            for data in pieces(rows, storage.ndim, oldest, trajectory_key, broken):
-                if len(self._transform):
-                    data = self._transform(data)
-                trajectory = Trajectory(data)
-                if predicate is None or predicate(trajectory):
-                    found.append(trajectory)
-            return found
+    Args:
+        storage: holds the rows.
+        in_order: whether they lie in the order in which they were written.
+        transform: applied to each; None: nothing.
+        predicate, trajectory_key: as for the method.
+    """
+    if not len(storage):
+        return []
+    check(predicate)
+    rows = storage[:]
+    if isinstance(rows, list) and rows and all(isinstance(row, TensorDictBase) for row in rows):
+        rows = lazy_stack(rows)
+    if is_tensorclass(rows):
+        rows = rows.to_tensordict(retain_none=False)
+    if not isinstance(rows, TensorDictBase):
+        raise TypeError(
+            f"a query needs a tensordict-backed storage, of TensorDicts; this one gives a {type(rows).__name__}"
+        )
+    oldest = 0
+    if len(storage) == storage.max_size and in_order:
+        oldest = storage.cursor // storage.shape[1:].numel()
+    found = []
+    broken = None
+    if storage.breaks is not None:
+        broken = storage.breaks.found[: len(storage)].reshape(rows.batch_size[: storage.ndim])
+    for data in pieces(rows, storage.ndim, oldest, trajectory_key, broken):
+        trajectory = Trajectory(data if transform is None else transform(data))
+        if predicate is None or predicate(trajectory):
+            found.append(trajectory)
+    return found
 
 
 def check(predicate: Any) -> None:

@@ -11,7 +11,6 @@ import torch
 from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
 
-from gpubuf.data.lock import unless_compiling
 from gpubuf.data.recording import DERIVED
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.sum_tree import vector
@@ -137,77 +136,20 @@ def _comparable(version: Tensor) -> Tensor:
 _OF_THE_DRAW = frozenset({("index",), ("index_generation",), ("priority_weight",), ("relabelled",)})
 
 
-class WriteBack:
-    """Writes keys of drawn rows back. A mixin of methods that users call on the buffer."""
+class Updates:
+    """Writes keys of drawn rows back, with the buffer's lock held.
 
-    _storage: TensorStorage
-    _sampler: Sampler
-    _writer: Writer
-    _recipe: Recipe
-    _lock: Any
+    Args:
+        storage: holds the rows.
+        sampler: is notified of keys that it has derived data from.
+        writer: may refuse writes.
+        recipe: that of the buffer's batches.
+    """
 
-    def update_if_present(
-        self,
-        index: Any,
-        data: Any = None,
-        *,
-        generation: Tensor | None = None,
-        patch: Any = None,
-        version_key: Any = None,
-        version: Any = None,
-        require_newer: bool = False,
-    ) -> ConditionalUpdateResult | None:
-        """Write some keys of drawn rows back, leaving out rows that were overwritten since. No host sync.
+    def __init__(self, storage: TensorStorage, sampler: Sampler, writer: Writer, recipe: Recipe) -> None:
+        self._storage, self._sampler, self._writer, self._recipe = storage, sampler, writer, recipe
 
-        Of a row that the batch has more than once, the last entry wins. Other keys of the rows stay as they are, and so
-        do priorities: update them by ``update_priority``. If a key is written that tells where trajectories end, the
-        sampler indexes all rows anew, which is O(capacity). Values are written as they are: no processing is undone.
-
-        An n-step batch has the index of the rows that were drawn. Its keys under "next" and its rewards are those of
-        other rows too, and can't be written back.
-
-        Args:
-            index: ``info["index"]`` of a sample, in any shape: ``[n]``, ``[K, B]``, ``[..., ndim]`` for storages of
-                several dimensions, or a tuple of one tensor per dimension.
-            data: a TensorDict with the keys to write, nested ones too, an entry for each row of the index. Of a storage
-                of plain tensors: a tensor. It is never changed. ``"index"`` and other info of a sample
-                are not written unless they are stored keys.
-            generation: ``info["index_generation"]``; default: that in ``data``. Samples of prioritized buffers have it,
-                and those of others with ``RoundRobinWriter(track_generations=True)``.
-            patch: TorchRL's name for ``data``, also a dict of tensors by key; the result then says what was written.
-            version_key: a stored key of one number a row. An entry whose version is below that of its row is left out;
-                the version of the others is written. Of a row that the batch has more than once, the entry with the
-                highest version wins, and of these the last.
-            version: the entries' versions: a number for all, or ``[n]``; such as the key holds without rounding.
-            require_newer: leave out entries of the same version as their row, too.
-
-        Returns:
-            With ``patch``, a :class:`ConditionalUpdateResult`; otherwise None.
-
-        Raises:
-            RuntimeError: nothing has been written yet.
-            NotImplementedError: the storage is a :class:`ListStorage`.
-            ValueError: there is no generation, or ``data`` has keys that are not stored, that have no memory of their
-                own (``share_next``, ``prefixes``), or that an n-step batch has from other rows; or another shape or
-                dtype; or a version without its key, or one that its key can't hold, such as 300 in uint8 (a GPU cuts
-                it to the range and counts a fault). Nothing is written.
-            IndexError: an index is out of range (CPU; a GPU skips the row and counts a fault). One of -1 (all
-                coordinates) is that of a row that is gone.
-        """
-        with unless_compiling(self._lock):
-            apply, result = self._update(
-                index,
-                data,
-                generation=generation,
-                patch=patch,
-                version_key=version_key,
-                version=version,
-                require_newer=require_newer,
-            )
-            apply()
-            return result
-
-    def _update(
+    def prepare(
         self,
         index: Any,
         data: Any,
@@ -264,17 +206,6 @@ class WriteBack:
                 )
 
         return apply, result
-
-    def submit_update_if_present(self, **arguments: Any) -> Future[ConditionalUpdateResult | None]:
-        """:meth:`update_if_present`, with a future of its result.
-
-        The update is made before this returns: on a GPU it is launched, and nothing waits for it. Batches that are
-        drawn later see it, and those in preparation do not.
-
-        Args:
-            **arguments: those of :meth:`update_if_present`.
-        """
-        return finished_future(self.update_if_present, **arguments)
 
 
 def finished_future(

@@ -17,17 +17,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gpubuf.data.buffer import ReplayBuffer
+from gpubuf.data import tensordict_buffers as core
+from gpubuf.data.arguments import component
 from gpubuf.data.checkpoints import restore
 from gpubuf.data.checkpoints.files import MANIFEST
 from gpubuf.data.checkpoints.save import Checkpointed
-from gpubuf.data.components import component
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.storage import memmap_files as files
 from gpubuf.data.storage.layout import Data, RowLayout, TreeLayout
 from gpubuf.data.storage.saved_rows import rows_state
 from gpubuf.data.storage.tensor_storage import Storage, TensorStorage
-from gpubuf.data.tensordict_buffers import TensorDictReplayBuffer
+from gpubuf.torchrl.buffers import ReplayBuffer, TensorDictReplayBuffer
 from gpubuf.torchrl.samplers import Priorities, PrioritizedSampler, read_priorities, write_epoch, write_priorities
 from gpubuf.torchrl.storages import LazyTensorStorage
 
@@ -313,7 +313,7 @@ def _write_rows(buffer: ReplayBuffer, folder: Path) -> None:
 
 
 def _stores_index(buffer: ReplayBuffer, layout: RowLayout) -> bool:
-    return isinstance(buffer, TensorDictReplayBuffer) and layout.is_tensordict and layout.position(_INDEX) is None
+    return isinstance(buffer, core.TensorDictReplayBuffer) and layout.is_tensordict and layout.position(_INDEX) is None
 
 
 def _copy(source: Tensor, target: Tensor) -> None:

@@ -10,8 +10,6 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from gpubuf.data.buffer import ReplayBuffer
-from gpubuf.data.components import given_transform, refuse_out_of_scope
 from gpubuf.data.lock import under
 from gpubuf.data.mixed import MixedReplayBuffer, checked_owners, positions_in
 from gpubuf.data.prefetch import Batch
@@ -21,9 +19,9 @@ from gpubuf.data.samplers.sum_tree import rows_at
 from gpubuf.data.storage.layout import Data
 from gpubuf.data.storage.list_storage import ListStorage
 from gpubuf.data.storage.tensor_storage import Storage
-from gpubuf.data.tensordict_buffers import TensorDictReplayBuffer
 from gpubuf.data.trajectories import Predicate, Trajectory
 from gpubuf.data.updates import ConditionalUpdateResult, finished_future
+from gpubuf.torchrl.buffers import ReplayBuffer, TensorDictReplayBuffer, given_transform, refuse_out_of_scope
 
 _SAMPLEABLE = "sampleable"
 
@@ -105,6 +103,7 @@ class ReplayBufferEnsemble(MixedReplayBuffer):
             pin_memory=pin_memory,
             generator=generator,
         )
+        self._buffers: tuple[ReplayBuffer, ...] = tuple(buffers)
 
     def _draw(self, n: int, batches: int | None) -> Batch:
         if self._by_size:

@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from gpubuf.data.components import component
+from gpubuf.data.arguments import component
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.storage.layout import Key, as_key, as_written
 from gpubuf.data.storage.tensor_storage import Storage, TensorStorage
@@ -30,6 +30,7 @@ def from_minari(
     exclude: Sequence[str | tuple[str, ...]] = (),
     download: bool = False,
     progress: bool | None = None,
+    kind: type[TensorDictReplayBuffer] = TensorDictReplayBuffer,
     **kwargs: Any,
 ) -> TensorDictReplayBuffer:
     """A buffer with the transitions of a Minari data set, episode by episode.
@@ -51,6 +52,7 @@ def from_minari(
         exclude: keys to leave out, as in the buffer: ``"observation"`` entries leave ``("next", "observation")`` too.
         download: fetch the data set from Minari's server if it is not there (with an id).
         progress: show a bar (needs ``rich``); default: on a terminal.
+        kind: the class of the buffer.
         **kwargs: further arguments of :class:`TensorDictReplayBuffer`.
 
     Raises:
@@ -64,12 +66,12 @@ def from_minari(
     n_steps, n_episodes = int(dataset.total_steps), int(dataset.total_episodes)
     if n_steps == 0:
         raise ValueError("the data set has no steps")
-    target: TensorStorage = component(storage, TensorStorage, lambda: TensorDictReplayBuffer._default_storage(n_steps))
+    target: TensorStorage = component(storage, TensorStorage, lambda: kind._default_storage(n_steps))
     if target.ndim != 1 or len(target):
         raise ValueError(f"the storage must be empty and of one dimension, it is {target!r}")
     if target.max_size < n_steps:
         raise ValueError(f"the data set has {n_steps} steps, the storage has room for {target.max_size}")
-    buffer = TensorDictReplayBuffer(storage=target, sampler=sampler, **kwargs)
+    buffer = kind(storage=target, sampler=sampler, **kwargs)
     excluded = frozenset(map(as_key, exclude))
     episodes: Iterable[Any] = dataset.iterate_episodes()
     with progress_bar("episodes", n_episodes, progress, columns=ITEMS, install=_EXTRA) as advance:

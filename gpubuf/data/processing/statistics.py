@@ -9,7 +9,7 @@ from typing import Any, Literal, Self, get_args
 import torch
 from torch import Tensor
 
-from gpubuf.data.lock import unless_compiling
+from gpubuf.data.lock import operation
 from gpubuf.data.processing.base import Process, as_keys, check_bounds, require_floating, tensor_at
 from gpubuf.data.storage.layout import Data, Key, Leaf, address, as_key, as_written, batch_shape
 from gpubuf.data.storage.staging import to_device
@@ -209,7 +209,7 @@ class RunningStatistics(Process):
 
     def train(self, mode: bool = True) -> Self:
         """Let the statistics move, or not. In place: a captured graph goes by it. No host sync."""
-        with unless_compiling(self.lock):
+        with operation(self.lock):
             for moments in self._moments.values():
                 moments.activate(mode)
             self.training = mode
@@ -254,7 +254,7 @@ class RunningStatistics(Process):
 
     def _read(self, key: Any, part: Callable[[Moments], Tensor]) -> Tensor:
         own = self._key(key)
-        with unless_compiling(self.lock):
+        with operation(self.lock):
             return part(self._known(own)).view(self._shapes.get(own, (-1,)))
 
     def _key(self, key: Any) -> Key:
@@ -291,7 +291,7 @@ class RunningStatistics(Process):
         else:
             states = self._checked(other)
         self._check_elements(states)
-        with unless_compiling(self.lock):
+        with operation(self.lock):
             for key, state in states.items():
                 own = self._of(key, state.shape[1])
                 own.put(merged(own.state, state.to(own.state.device)))
@@ -310,7 +310,7 @@ class RunningStatistics(Process):
 
         The entries are in the order of :attr:`keys`, and empty before the first write.
         """
-        with unless_compiling(self.lock):
+        with operation(self.lock):
             entries = [self._moments[key].state_dict() if key in self._moments else {} for key in self.keys]
             return {"training": self.training, "moments": {str(number): entry for number, entry in enumerate(entries)}}
 
@@ -322,7 +322,7 @@ class RunningStatistics(Process):
         """
         self.check_state(state)
         found = self._checked(state)
-        with unless_compiling(self.lock):
+        with operation(self.lock):
             for key in self.keys:
                 if key in found:
                     known = self._of(key, found[key].shape[1])
@@ -411,7 +411,7 @@ class Normalize(RunningStatistics):
 
         Frozen statistics stay as they are. Don't give it rows that the buffer learns from as well.
         """
-        with unless_compiling(self.lock):
+        with operation(self.lock):
             self._learn(data, 0)
 
     def __call__(self, data: Data) -> Data:
@@ -435,7 +435,7 @@ class Normalize(RunningStatistics):
         return out
 
     def _normalised(self, numbers: Tensor, key: Key) -> Tensor:
-        with unless_compiling(self.lock):
+        with operation(self.lock):
             moments = self._known(key)
             shape = self._shapes.get(key, (moments.elements,))
             computed = numbers if numbers.dtype is torch.float64 else numbers.float()
@@ -582,7 +582,7 @@ class RewardScale(RunningStatistics):
         """
         ndim = len(data.batch_size)
         self.check_write(data, ndim)
-        with unless_compiling(self.lock):
+        with operation(self.lock):
             self._learn(data, ndim)
 
     def _learn(self, data: Data, ndim: int, stored: Tensor | None = None) -> None:
@@ -605,7 +605,7 @@ class RewardScale(RunningStatistics):
 
     def reset(self) -> None:
         """Begin a new trajectory in every environment. Statistics stay as they are. No host sync."""
-        with unless_compiling(self.lock):
+        with operation(self.lock):
             for returns in self._returns.values():
                 returns.zero_()
 
@@ -613,7 +613,7 @@ class RewardScale(RunningStatistics):
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of statistics and returns."""
-        with unless_compiling(self.lock):
+        with operation(self.lock):
             returns = {str(number): self._returns[key].clone() for number, key in enumerate(self.keys) if self._returns}
             return {**super().state_dict(), "returns": returns}
 
@@ -624,7 +624,7 @@ class RewardScale(RunningStatistics):
             ValueError: it is of another number of keys, or of rows of another size. Nothing changes.
         """
         super().load_state_dict(state)
-        with unless_compiling(self.lock):
+        with operation(self.lock):
             for number, key in enumerate(self.keys):
                 saved, known = state["returns"].get(str(number)), self._returns.get(key)
                 if known is None and saved is not None:

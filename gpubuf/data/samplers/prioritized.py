@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.arguments import check_count
-from gpubuf.data.lock import unless_compiling
+from gpubuf.data.lock import operation
 from gpubuf.data.recording import DERIVED, current, current_recording, refuse_in_capture, traced_property
 from gpubuf.data.samplers.base import Sampler, demand, is_tensor
 from gpubuf.data.samplers.sum_tree import SumTree, check_beta, exponent, refuse_negative, rows_at
@@ -137,7 +137,7 @@ class PrioritizedSampler(Sampler):
             refuse_in_capture(
                 "beta is set to a number, which would stay: set it to a tensor on the device, or between calls"
             )
-        with unless_compiling(self.lock):
+        with operation(self.lock):
             if self._tree is not None:
                 self._tree.set_beta(value)
             self._beta = value
