@@ -42,7 +42,7 @@ class _CollateFn:
         vars(instance)["_collate_fn"] = value
 
 
-class BufferOfTorchRL(Joined):
+class BufferOfTorchRL(Joined, metaclass=_Plain):
     """What TorchRL's collectors, trainers and ensembles ask of a buffer beside what gpubuf's has."""
 
     shared = False
@@ -55,12 +55,12 @@ class BufferOfTorchRL(Joined):
         self._batches._collate_fn = vars(self)["_collate_fn"]  # type: ignore[attr-defined]
 
     @property
-    def _sample_unit(self) -> Any:
-        return self._unit  # type: ignore[attr-defined]
+    def _sample_unit(self: Any) -> Any:
+        return self._unit
 
     @property
-    def _replay_lock(self) -> Any:
-        return self._lock  # type: ignore[attr-defined]
+    def _replay_lock(self: Any) -> Any:
+        return self._lock
 
     _write_lock = _futures_lock = _replay_lock
 
@@ -68,7 +68,7 @@ class BufferOfTorchRL(Joined):
         """Nothing: batches that are prepared ahead hold the rows of the moment at which they were drawn."""
 
 
-class ReplayBuffer(BufferOfTorchRL, data.ReplayBuffer, theirs.ReplayBuffer, metaclass=_Plain):
+class ReplayBuffer(BufferOfTorchRL, data.ReplayBuffer, theirs.ReplayBuffer):
     """:class:`gpubuf.data.ReplayBuffer`, which is also a ``torchrl.data.ReplayBuffer``.
 
     The parts that it makes itself have TorchRL's types too.
@@ -84,9 +84,7 @@ class ReplayBuffer(BufferOfTorchRL, data.ReplayBuffer, theirs.ReplayBuffer, meta
     _consuming_sampler = ConsumingSampler
 
 
-class TensorDictReplayBuffer(
-    ReplayBuffer, data.TensorDictReplayBuffer, theirs.TensorDictReplayBuffer, metaclass=_Plain
-):
+class TensorDictReplayBuffer(ReplayBuffer, data.TensorDictReplayBuffer, theirs.TensorDictReplayBuffer):
     """:class:`gpubuf.data.TensorDictReplayBuffer`, which is also a ``torchrl.data.TensorDictReplayBuffer``.
 
     Args:
@@ -97,9 +95,7 @@ class TensorDictReplayBuffer(
     _default_writer = TensorDictRoundRobinWriter
 
 
-class PrioritizedReplayBuffer(
-    ReplayBuffer, data.PrioritizedReplayBuffer, theirs.PrioritizedReplayBuffer, metaclass=_Plain
-):
+class PrioritizedReplayBuffer(ReplayBuffer, data.PrioritizedReplayBuffer, theirs.PrioritizedReplayBuffer):
     """:class:`gpubuf.data.PrioritizedReplayBuffer`, which is also a ``torchrl.data.PrioritizedReplayBuffer``.
 
     Args:
@@ -114,7 +110,6 @@ class TensorDictPrioritizedReplayBuffer(
     TensorDictReplayBuffer,
     data.TensorDictPrioritizedReplayBuffer,
     theirs.TensorDictPrioritizedReplayBuffer,
-    metaclass=_Plain,
 ):
     """:class:`gpubuf.data.TensorDictPrioritizedReplayBuffer`, which is also TorchRL's class of that name.
 

@@ -65,13 +65,13 @@ class Joined:
 class SavedInFolder(Joined):
     """Parts that TorchRL's buffer saves each in a folder of its own: one file there, of gpubuf's format."""
 
-    def dumps(self, path: Any) -> None:
+    def dumps(self: Any, path: Any) -> None:
         """Write the state into a folder. Synchronises."""
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
-        serialization.save(folder / _FILE, self.state_dict())  # type: ignore[attr-defined]
+        serialization.save(folder / _FILE, self.state_dict())
 
-    def loads(self, path: Any) -> None:
+    def loads(self: Any, path: Any) -> None:
         """Restore what :meth:`dumps` has written.
 
         Raises:
@@ -80,7 +80,7 @@ class SavedInFolder(Joined):
         file = Path(path) / _FILE
         if not file.exists():
             raise FileNotFoundError(f"there is no {file}: read a folder of TorchRL's own with gpubuf.data.load_torchrl")
-        self.load_state_dict(serialization.load(file))  # type: ignore[attr-defined]
+        self.load_state_dict(serialization.load(file))
 
 
 _FILE = "gpubuf.safetensors"
@@ -122,7 +122,7 @@ class StorageOfTorchRL(Joined):
     # Writing
 
     def write_next(
-        self, rows: Data, append: Callable[[Data], Tensor] | None = None, *, in_order: bool = True
+        self: Any, rows: Data, append: Callable[[Data], Tensor] | None = None, *, in_order: bool = True
     ) -> Tensor:
         """Write a batch, and tell the samplers of TorchRL's buffers.
 
@@ -136,21 +136,20 @@ class StorageOfTorchRL(Joined):
 
         Raises as :meth:`TensorStorage.append`.
         """
-        storage: Any = self
         self.bind_samplers()
-        if not storage.initialized and not storage.holds_nothing(rows):
-            layout = layout_of(rows, storage.ndim, storage.ignored_keys)
+        if not self.initialized and not self.holds_nothing(rows):
+            layout = layout_of(rows, self.ndim, self.ignored_keys)
             for sampler in self._samplers():
-                sampler.check_rows(layout, storage.ndim)
-        index: Tensor = storage.append(rows) if append is None else append(rows)
+                sampler.check_rows(layout, self.ndim)
+        index: Tensor = self.append(rows) if append is None else append(rows)
         if index.numel():
-            survivors = index[-storage.max_size :] if in_order else index
+            survivors = index[-self.max_size :] if in_order else index
             for sampler in self._samplers():
                 sampler.on_write(survivors, None)
-            storage.end(None)
+            self.end(None)
         return index
 
-    def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
+    def set(self: Any, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
         """Write rows where a writer of TorchRL's says: at the storage's own cursor, or over rows that are there.
 
         An index on a GPU is read, which synchronises: the writers of this module don't.
@@ -158,45 +157,42 @@ class StorageOfTorchRL(Joined):
         Raises:
             NotImplementedError: rows are to be written somewhere else, or a sampler says where new ones go.
         """
-        storage: Any = self
         if any(sampler.consumes for sampler in self._samplers()):
             raise NotImplementedError(f"a ConsumingSampler says where new rows go: {_OWN_WRITER}")
         if isinstance(cursor, int) or (isinstance(cursor, Tensor) and cursor.ndim == 0):
-            cursor, data = torch.as_tensor(cursor).reshape(1), storage.as_batch(data, 0)
+            cursor, data = torch.as_tensor(cursor).reshape(1), self.as_batch(data, 0)
         elif isinstance(data, list):
-            data = storage.batch_of(data)
+            data = self.batch_of(data)
         if isinstance(cursor, range | slice | list | tuple):
             steps = range(*cursor.indices(self._max_size_along_dim0())) if isinstance(cursor, slice) else cursor
             cursor = torch.as_tensor(list(steps))
         index = cursor.cpu()
         capacity = self._max_size_along_dim0(batched_data=data)
-        first = storage.cursor // (storage.max_size // capacity)
+        first = self.cursor // (self.max_size // capacity)
         if set_cursor and torch.equal(index, (torch.arange(first, first + index.numel())) % capacity):
             self.write_next(data)
-        elif index.numel() and int(index.max()) < storage.steps_stored:
-            envs = math.prod(storage.shape[1:])
+        elif index.numel() and int(index.max()) < self.steps_stored:
+            envs = math.prod(self.shape[1:])
             flat = (index[:, None] * envs + torch.arange(envs)).reshape(-1)
-            if storage.ndim > 1:
-                data = mapped(data, lambda value: value.flatten(0, storage.ndim - 1))
-            storage.write(flat.to(storage.device), data)
+            if self.ndim > 1:
+                data = mapped(data, lambda value: value.flatten(0, self.ndim - 1))
+            self.write(flat.to(self.device), data)
         else:
             raise NotImplementedError(
                 f"gpubuf's storages write at their own cursor, or over rows that are there: {_OWN_WRITER}"
             )
 
-    def _max_size_along_dim0(self, *, single_data: Any = None, batched_data: Any = None) -> int:
-        storage: Any = self
-        if storage.ndim == 1 or storage.initialized:
-            return int(storage.shape[0])
+    def _max_size_along_dim0(self: Any, *, single_data: Any = None, batched_data: Any = None) -> int:
+        if self.ndim == 1 or self.initialized:
+            return int(self.shape[0])
         if batched_data is not None:
-            envs = math.prod(batch_shape(batched_data, storage.ndim)[1:])
+            envs = math.prod(batch_shape(batched_data, self.ndim)[1:])
         else:
-            envs = math.prod(batch_shape(single_data, storage.ndim - 1))
-        return -(-int(storage.max_size) // envs)
+            envs = math.prod(batch_shape(single_data, self.ndim - 1))
+        return -(-int(self.max_size) // envs)
 
-    def _empty(self) -> None:
-        storage: Any = self
-        storage.empty()
+    def _empty(self: Any) -> None:
+        self.empty()
         self._bumps += 1
 
     # Changes, by which TorchRL's samplers know whether what they keep about trajectories still holds
@@ -204,22 +200,19 @@ class StorageOfTorchRL(Joined):
     _bumps = 0
 
     @property
-    def _mutation_revision(self) -> int:
-        storage: Any = self
-        ring = storage._ring
+    def _mutation_revision(self: Any) -> int:
+        ring = self._ring
         changed = 0 if ring is None else ring.updates
-        return int(storage.written + storage.overwrites + changed + self._bumps)
+        return int(self.written + self.overwrites + changed + self._bumps)
 
-    def _bump_mutation_revision(self) -> None:
+    def _bump_mutation_revision(self: Any) -> None:
         """Rows were changed through views of them."""
-        storage: Any = self
         self._bumps += 1
-        storage.rebuild()
+        self.rebuild()
 
     @property
-    def _last_cursor_index(self) -> int | None:
-        storage: Any = self
-        cursor: int | None = storage._last_cursor
+    def _last_cursor_index(self: Any) -> int | None:
+        cursor: int | None = self._last_cursor
         return cursor
 
     # Reading
@@ -231,13 +224,12 @@ class StorageOfTorchRL(Joined):
         return super().get(index)  # type: ignore[misc]
 
     @property
-    def _len_along_dim0(self) -> int:
-        return self.steps_stored  # type: ignore[attr-defined,no-any-return]
+    def _len_along_dim0(self: Any) -> Any:
+        return self.steps_stored
 
-    def _rand_given_ndim(self, batch_size: int) -> Any:
-        storage: Any = self
-        flat = torch.randint(len(storage), (batch_size,), generator=self._rng, device=storage.device)
-        return flat if storage.ndim == 1 else storage.unravel(flat).unbind(-1)
+    def _rand_given_ndim(self: Any, batch_size: int) -> Any:
+        flat = torch.randint(len(self), (batch_size,), generator=self._rng, device=self.device)
+        return flat if self.ndim == 1 else self.unravel(flat).unbind(-1)
 
 
 class TensorStorage(StorageOfTorchRL, data.TensorStorage, theirs.TensorStorage):
@@ -269,21 +261,21 @@ class _Plain(type(theirs.Sampler)):  # type: ignore[misc]
         return type.__call__(cls, *args, **named)
 
 
-class SamplerOfTorchRL(SavedInFolder):
+class SamplerOfTorchRL(SavedInFolder, metaclass=_Plain):
     """What TorchRL's buffers ask of a sampler beside what gpubuf's has."""
 
     #: As many as TorchRL's say: prefetching never ends before ``ran_out``.
     _remaining_batches = int(torch.iinfo(torch.int64).max)
 
     @property
-    def _rng(self) -> torch.Generator | None:
-        return self._generator  # type: ignore[attr-defined,no-any-return]
+    def _rng(self: Any) -> Any:
+        return self._generator
 
     @_rng.setter
-    def _rng(self, generator: torch.Generator | None) -> None:
+    def _rng(self: Any, generator: torch.Generator | None) -> None:
         # TorchRL's buffers set None when they are made, which begins no new stream.
         if generator is not None:
-            self.set_rng(generator)  # type: ignore[attr-defined]
+            self.set_rng(generator)
 
     def bind(self, storage: Storage, *arguments: Any) -> None:
         """Serve ``storage``.
@@ -316,21 +308,19 @@ class SamplerOfTorchRL(SavedInFolder):
         """Priority of the next new row."""
         return getattr(super(), "default_priority", 1.0)
 
-    def _empty(self) -> None:
-        self.empty()  # type: ignore[attr-defined]
+    def _empty(self: Any) -> None:
+        self.empty()
 
 
-class Sampler(SamplerOfTorchRL, data.Sampler, theirs.Sampler, metaclass=_Plain):
+class Sampler(SamplerOfTorchRL, data.Sampler, theirs.Sampler):
     """:class:`gpubuf.data.Sampler`, which is also TorchRL's: the base of samplers of your own."""
 
 
-class RandomSampler(SamplerOfTorchRL, data.RandomSampler, theirs.RandomSampler, metaclass=_Plain):
+class RandomSampler(SamplerOfTorchRL, data.RandomSampler, theirs.RandomSampler):
     """:class:`gpubuf.data.RandomSampler`, which is also TorchRL's."""
 
 
-class SamplerWithoutReplacement(
-    SamplerOfTorchRL, data.SamplerWithoutReplacement, theirs.SamplerWithoutReplacement, metaclass=_Plain
-):
+class SamplerWithoutReplacement(SamplerOfTorchRL, data.SamplerWithoutReplacement, theirs.SamplerWithoutReplacement):
     """:class:`gpubuf.data.SamplerWithoutReplacement`, which is also TorchRL's.
 
     TorchRL's buffers draw nothing ahead from it: only a draw knows whether it has ended the epoch. gpubuf's do.
@@ -339,7 +329,7 @@ class SamplerWithoutReplacement(
     _remaining_batches = 0
 
 
-class ConsumingSampler(SamplerOfTorchRL, data.ConsumingSampler, theirs.ConsumingSampler, metaclass=_Plain):
+class ConsumingSampler(SamplerOfTorchRL, data.ConsumingSampler, theirs.ConsumingSampler):
     """:class:`gpubuf.data.ConsumingSampler`, which is also TorchRL's.
 
     In a buffer of TorchRL's it needs a writer of this module, which asks it where new rows go.
@@ -362,19 +352,19 @@ class ConsumingSampler(SamplerOfTorchRL, data.ConsumingSampler, theirs.Consuming
         return torch.empty(0, dtype=torch.int64)
 
 
-class PrioritizedSampler(SamplerOfTorchRL, data.PrioritizedSampler, theirs.PrioritizedSampler, metaclass=_Plain):
+class PrioritizedSampler(SamplerOfTorchRL, data.PrioritizedSampler, theirs.PrioritizedSampler):
     """:class:`gpubuf.data.PrioritizedSampler`, which is also TorchRL's.
 
     TorchRL's ``TensorDictReplayBuffer`` updates the priorities of no other sampler.
     """
 
 
-class SliceSampler(SamplerOfTorchRL, data.SliceSampler, theirs.SliceSampler, metaclass=_Plain):
+class SliceSampler(SamplerOfTorchRL, data.SliceSampler, theirs.SliceSampler):
     """:class:`gpubuf.data.SliceSampler`, which is also TorchRL's."""
 
 
 class SliceSamplerWithoutReplacement(
-    SamplerOfTorchRL, data.SliceSamplerWithoutReplacement, theirs.SliceSamplerWithoutReplacement, metaclass=_Plain
+    SamplerOfTorchRL, data.SliceSamplerWithoutReplacement, theirs.SliceSamplerWithoutReplacement
 ):
     """:class:`gpubuf.data.SliceSamplerWithoutReplacement`, which is also TorchRL's.
 
@@ -384,9 +374,7 @@ class SliceSamplerWithoutReplacement(
     _remaining_batches = 0
 
 
-class PrioritizedSliceSampler(
-    SamplerOfTorchRL, data.PrioritizedSliceSampler, theirs.PrioritizedSliceSampler, metaclass=_Plain
-):
+class PrioritizedSliceSampler(SamplerOfTorchRL, data.PrioritizedSliceSampler, theirs.PrioritizedSliceSampler):
     """:class:`gpubuf.data.PrioritizedSliceSampler`, which is also TorchRL's."""
 
 
@@ -449,18 +437,18 @@ class WriterOfTorchRL(SavedInFolder):
         sampler = None if buffer is None else vars(buffer).get("_sampler")
         return sampler if isinstance(sampler, OwnSampler) and sampler.consumes else None
 
-    def add(self, data: Any) -> int | Tensor | None:
+    def add(self: Any, data: Any) -> int | Tensor | None:
         """Write one row (of one step of all environments above one dimension).
 
         Returns:
             Its index; None if the row was not kept.
         """
         cursor = int(self._storage.cursor)
-        index = self.extend(self._storage.as_batch(data, 0))
+        index: Tensor = self.extend(self._storage.as_batch(data, 0))
         if int(self._storage.ndim) > 1:
             return index
-        in_turn = self.in_order and self._consuming_sampler() is None  # type: ignore[attr-defined]
-        return cursor if in_turn else self.added(index)  # type: ignore[attr-defined]
+        in_turn = self.in_order and self._consuming_sampler() is None
+        return cursor if in_turn else self.added(index)
 
     def write_at(self, index: Any, data: Any) -> Tensor:
         """Write rows over stored ones, and tell the buffers of TorchRL's that read them."""
@@ -471,13 +459,13 @@ class WriterOfTorchRL(SavedInFolder):
         return written
 
     @property
-    def _write_count(self) -> int:
-        return int(self.write_count)  # type: ignore[attr-defined]
+    def _write_count(self: Any) -> int:
+        return int(self.write_count)
 
-    def _empty(self, empty_write_count: bool = True) -> None:
-        self.check_writable()  # type: ignore[attr-defined]
+    def _empty(self: Any, empty_write_count: bool = True) -> None:
+        self.check_writable()
         self._storage.empty(empty_write_count)
-        self.empty(empty_write_count)  # type: ignore[attr-defined]
+        self.empty(empty_write_count)
 
 
 class RoundRobinWriter(WriterOfTorchRL, data.RoundRobinWriter, theirs.RoundRobinWriter):
