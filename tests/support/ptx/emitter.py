@@ -51,6 +51,14 @@ def dtype_of(kind: str) -> str:
     return "b1" if kind == "pred" else f"{_KINDS[kind[0]]}{int(kind[1:]) // 8}"
 
 
+def _space(instruction: Instruction) -> str:
+    """``"global"`` or ``"shared"``, which Triton 3.9 writes as ``shared::cta``."""
+    space = next((part.partition("::")[0] for part in instruction.parts if part.startswith(("global", "shared"))), None)
+    if space is None:
+        raise NotImplementedError(".".join(instruction.parts))
+    return space
+
+
 def bits_of(register: str) -> str:
     """The unsigned dtype of a register, or bool."""
     found = re.match(r"%([a-z]+)\d+$", register)
@@ -424,20 +432,18 @@ class _Block:
                 raise NotImplementedError(f"parameter {instruction.operands[1]}")
             self._write(targets[0], f"m.parameter({number[1]}, {dtype!r})", dtype)
             return
-        shared = "shared" in instruction.parts
-        call = f"m.load_{'shared' if shared else 'global'}(lanes, {self._address(instruction.operands[1])}, "
+        call = f"m.load_{_space(instruction)}(lanes, {self._address(instruction.operands[1])}, "
         self._assign(targets, f"{call}{self.guard}, {dtype!r}, {len(targets)}, {instruction.place!r})", dtype)
 
     def _st(self, instruction: Instruction) -> None:
-        shared = "shared" in instruction.parts
         size = dtype_of(instruction.type)[1:]
         values = ", ".join(self._value(name, f"u{size}") for name in names(instruction.operands[1]))
         address = self._address(instruction.operands[0])
-        call = f"m.store_{'shared' if shared else 'global'}(lanes, {address}, {self.guard}, {size}, "
+        call = f"m.store_{_space(instruction)}(lanes, {address}, {self.guard}, {size}, "
         self._line(f"{call}[{values}], {instruction.place!r})")
 
     def _atom(self, instruction: Instruction) -> None:
-        if "shared" in instruction.parts:
+        if _space(instruction) == "shared":
             raise NotImplementedError(".".join(instruction.parts))
         operands = instruction.operands if instruction.op == "atom" else ("_", *instruction.operands)
         action = next(part for part in instruction.parts if part in ("add", "min", "max", "exch", "cas", *_LOGIC))
