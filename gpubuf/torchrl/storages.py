@@ -62,40 +62,40 @@ class TensorStorage(core.TensorStorage):
         if not set_cursor or (size == self.max_size and cursor is not Ellipsis):
             self[cursor] = data
             return
-        one = isinstance(cursor, int) or (isinstance(cursor, Tensor) and cursor.ndim == 0)
-        rows = self.as_batch(data, 0) if one else data
-        if isinstance(rows, list):
-            rows = self.batch_of(rows)
-        positions = self._chosen_positions(cursor, rows)
-        beyond = [number for number, position in enumerate(positions) if position >= size]
-        if not beyond:
+        rows = self._given_rows(data, lists.is_int(cursor))
+        n = len(rows) if isinstance(rows, list) else math.prod(batch_shape(rows, 1))
+        positions = self._chosen_positions(cursor, n, bounded=not isinstance(rows, list))
+        # Of duplicates the last one counts.
+        last = {position: number for number, position in enumerate(positions)}
+        new, old = (sorted(position for position in last if (position >= size) is beyond) for beyond in (True, False))
+        if not new:
             self[torch.tensor(positions, dtype=torch.int64)] = rows
             return
         if self.ndim > 1:
             raise NotImplementedError("rows are added to a storage of several dimensions by extend()")
-        # Of duplicates the last one counts.
-        last = {positions[number]: number for number in beyond}
-        if sorted(last) != list(range(size, size + len(last))) or max(last) >= self.max_size:
+        if n != len(positions):
+            raise ValueError(f"{len(positions)} rows are addressed, {n} given")
+        if new != list(range(size, size + len(new))) or new[-1] >= self.max_size:
             raise IndexError(
                 f"{size} of {self.max_size} rows are stored: rows are added at {size}, {size + 1} and so on without a "
-                f"gap, got {sorted(last)[:8]}"
+                f"gap, got {new[:8]}"
             )
-        new = torch.tensor([last[position] for position in sorted(last)], dtype=torch.int64)
-        self.append(mapped(rows, lambda value: value[new.to(value.device or new.device)]))
+        self.append(_picked(rows, [last[position] for position in new]))
         self.end(None)
-        if len(beyond) < len(positions):
-            old = torch.tensor([number for number, position in enumerate(positions) if position < size])
-            index = torch.tensor([position for position in positions if position < size])
-            self[index] = mapped(rows, lambda value: value[old.to(value.device or old.device)])
+        if old:
+            self[torch.tensor(old)] = _picked(rows, [last[position] for position in old])
 
-    def _chosen_positions(self, cursor: Any, rows: Data) -> list[int]:
+    def _given_rows(self, data: Any, one: bool) -> Data:
+        rows = self.as_batch(data, 0) if one else data
+        return self.batch_of(rows) if isinstance(rows, list) else rows
+
+    def _chosen_positions(self, cursor: Any, n: int, *, bounded: bool) -> list[int]:
         size = len(self)
         if cursor is Ellipsis:
             cursor = slice(None)
         if isinstance(cursor, slice):
-            from_zero = cursor.start in (None, 0) and cursor.stop is None
-            reach = max(size, _length(rows)) if from_zero else self.max_size
-            cursor = range(*cursor.indices(reach))
+            as_many = cursor.stop is None and (cursor.start in (None, 0) or not bounded)
+            cursor = range(*cursor.indices(max(size, n) if as_many else self.max_size))
         index = cursor if isinstance(cursor, Tensor) else torch.as_tensor(cursor)
         if index.dtype is torch.bool:
             index = index.nonzero()
@@ -263,8 +263,12 @@ class TensorStorage(core.TensorStorage):
         return one_place and not self.computed and self.host is None and type(layout) is RowLayout
 
 
-def _length(rows: Data) -> int:
-    return math.prod(batch_shape(rows, 1))
+def _picked(rows: Data, numbers: list[int]) -> Data:
+    """Rows of a batch, by their numbers."""
+    if isinstance(rows, list):
+        return [rows[number] for number in numbers]
+    index = torch.tensor(numbers, dtype=torch.int64)
+    return mapped(rows, lambda value: value[index.to(value.device or index.device)])
 
 
 class LazyTensorStorage(TensorStorage, core.LazyTensorStorage):
@@ -296,28 +300,8 @@ class ListStorage(TensorStorage, lists.ListStorage):
 
     supports_conditional_update = False
 
-    def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
-        """Write objects at positions of your choice: over stored ones, or behind the last one without a gap.
-
-        Raises:
-            IndexError: a position is further behind.
-            ValueError: there are more or fewer objects than positions.
-        """
-        if lists.is_int(cursor):
-            cursor, data = [int(cursor)], [data]
-        items = self.as_items(data)
-        if cursor is Ellipsis or isinstance(cursor, slice):
-            reach = max(len(self), len(items))
-            cursor = range(reach) if cursor is Ellipsis else range(*cursor.indices(reach))
-        positions = torch.as_tensor(cursor).reshape(-1).tolist()
-        if len(items) != len(positions):
-            raise ValueError(f"{len(positions)} rows are addressed, {len(items)} objects given")
-        for position, item in zip(positions, items, strict=True):
-            if set_cursor and position == len(self) < self.max_size:
-                self.append([item])
-                self.end(None)
-            else:
-                self[position] = item
+    def _given_rows(self, data: Any, one: bool) -> list[Any]:
+        return [data] if one else self.as_items(data)
 
     @property
     def _storage(self) -> list[Any]:
