@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -23,6 +24,49 @@ _categorical_target = direct(categorical.categorical_target)
 
 TARGETS = {"own": categorical.OWN, "min": categorical.MIN, "mixture": categorical.MIXTURE}
 PRIORITIES = {"divergence": categorical.DIVERGENCE, "value_error": categorical.VALUE_ERROR}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistributionalOptions(SACOptions):
+    """The keyword arguments of :class:`DistributionalSACLoss`.
+
+    Raises:
+        ValueError: an argument is out of range or none of its choices.
+    """
+
+    v_min: float
+    v_max: float
+    num_atoms: int
+    target: str = "min"
+    actor_value: str = "min"
+    target_sigma: float | None = None
+    temperature_from: str = "current"
+    temperature_loss: str = "log_alpha"
+    priority: str = "divergence"
+    reward_scale: float = 1.0
+    cloning_weight: float = 0.0
+    joint_batch: bool | str = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        categorical.check_support(self.v_min, self.v_max)
+        if self.num_atoms < 2:
+            raise ValueError(f"num_atoms must be at least 2, got {self.num_atoms}")
+        if self.target_sigma is not None and (self.target_entropy != "auto" or not 0 < self.target_sigma < math.inf):
+            raise ValueError(
+                "target_sigma must be positive and finite, and goes with target_entropy='auto', got "
+                f"{self.target_sigma} and {self.target_entropy!r}"
+            )
+        if not math.isfinite(self.reward_scale):
+            raise ValueError(f"reward_scale must be finite, got {self.reward_scale}")
+        if not 0 <= self.cloning_weight < math.inf:
+            raise ValueError(f"cloning_weight must be finite and not negative, got {self.cloning_weight}")
+        lookup(TARGETS, self.target, "target")
+        lookup(PRIORITIES, self.priority, "priority")
+        one_of(("mean", "min"), self.actor_value, "actor_value")
+        one_of(("current", "next"), self.temperature_from, "temperature_from")
+        one_of(("log_alpha", "alpha"), self.temperature_loss, "temperature_loss")
+        one_of((False, "critics", "all"), self.joint_batch, "joint_batch")
 
 
 class DistributionalSACLoss(SoftActorCriticLoss):
@@ -118,28 +162,12 @@ class DistributionalSACLoss(SoftActorCriticLoss):
         use_prioritized_weights: str | bool = "auto",
         scalar_output_mode: str | None = None,
     ) -> None:
-        categorical.check_support(v_min, v_max)
-        if num_atoms < 2:
-            raise ValueError(f"num_atoms must be at least 2, got {num_atoms}")
-        if target_sigma is not None and (target_entropy != "auto" or not 0 < target_sigma < math.inf):
-            raise ValueError(
-                "target_sigma must be positive and finite, and goes with target_entropy='auto', got "
-                f"{target_sigma} and {target_entropy!r}"
-            )
-        if not math.isfinite(reward_scale):
-            raise ValueError(f"reward_scale must be finite, got {reward_scale}")
-        if not 0 <= cloning_weight < math.inf:
-            raise ValueError(f"cloning_weight must be finite and not negative, got {cloning_weight}")
-        lookup(TARGETS, target, "target")
-        lookup(PRIORITIES, priority, "priority")
+        options = DistributionalOptions.of(locals())
         self.v_min, self.v_max, self.num_atoms = float(v_min), float(v_max), num_atoms
         self.target, self.priority, self.target_sigma = target, priority, target_sigma
-        self.actor_value = one_of(("mean", "min"), actor_value, "actor_value")
-        self.temperature_from = one_of(("current", "next"), temperature_from, "temperature_from")
-        self.temperature_loss = one_of(("log_alpha", "alpha"), temperature_loss, "temperature_loss")
-        self.joint_batch = one_of((False, "critics", "all"), joint_batch, "joint_batch")
-        self.average_critics, self.cloning_weight = average_critics, cloning_weight
-        super().__init__(actor_network, qvalue_network, SACOptions.of(locals()))
+        self.actor_value, self.temperature_from, self.temperature_loss = actor_value, temperature_from, temperature_loss
+        self.average_critics, self.joint_batch, self.cloning_weight = average_critics, joint_batch, cloning_weight
+        super().__init__(actor_network, qvalue_network, options)
         self.register_buffer("reward_scale", torch.full_like(self.alpha_init, reward_scale))
 
     @classmethod

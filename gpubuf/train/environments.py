@@ -5,9 +5,10 @@ observation of an episode apart from the first observation of the next."""
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ class Steps:
     truncated: Tensor
 
 
-class Environments(Protocol):
+class Environments(abc.ABC):
     """Copies of an environment, stepped together, each reset as soon as its episode ends.
 
     Attributes:
@@ -51,29 +52,27 @@ class Environments(Protocol):
     """
 
     num_envs: int
+    observation_size: int
+    action_size: int
     device: torch.device
+    time_limit: int | None = None
+    capturable = False
+    shown_records = 10
 
-    @property
-    def observation_size(self) -> int: ...
-
-    @property
-    def action_size(self) -> int: ...
-
-    @property
-    def time_limit(self) -> int | None: ...
-
-    @property
-    def capturable(self) -> bool: ...
-
-    @property
-    def shown_records(self) -> int: ...
-
+    @abc.abstractmethod
     def reset(self) -> Tensor:
         """Begin the first episodes again, the same at every call. Returns the observations, `[E, O]` float32."""
 
+    @abc.abstractmethod
     def step(self, action: Tensor) -> Steps:
-        """Act in every environment: `[E, A]` in [-1, 1], on any device; stretched to the bounds of the action space."""
+        """Act in every environment: `[E, A]` in [-1, 1], on any device; stretched to the bounds of the action space.
 
+        Raises:
+            NotFiniteError: an action, an observation or a reward is NaN or infinite, and the environments can tell
+                without waiting for a device.
+        """
+
+    @abc.abstractmethod
     def take_episodes(self, due: bool) -> list[dict[str, Any]]:
         """Records of the metrics on the episodes that have ended since the last call.
 
@@ -81,9 +80,11 @@ class Environments(Protocol):
             due: Whether it is time for records that need a synchronisation with the device.
         """
 
+    @abc.abstractmethod
     def state(self) -> dict[str, Any]:
         """The open episodes, as tensors and plain values."""
 
+    @abc.abstractmethod
     def restore(self, state: dict[str, Any]) -> tuple[Tensor, list[int]]:
         """Bring the environments to where `state` was taken.
 
@@ -92,7 +93,7 @@ class Environments(Protocol):
             episode, because theirs could not be restored.
         """
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (tensors need no closing)
         """Close the environments."""
 
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpubuf.train.config import UsageError
-from gpubuf.train.environments import NotFiniteError, Steps
+from gpubuf.train.environments import Environments, NotFiniteError, Steps
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -154,7 +154,7 @@ class EpisodeRecorder(gym.Wrapper[Any, Any, Any, Any]):
         return np.array_equal(np.asarray(self._observation), state["observation"].numpy(), equal_nan=True)
 
 
-class GymnasiumEnvironments:
+class GymnasiumEnvironments(Environments):
     """``num_envs`` copies of an environment, stepped together, each reset as soon as its episode ends.
 
     Args:
@@ -169,9 +169,6 @@ class GymnasiumEnvironments:
     """
 
     device = torch.device("cpu")
-    time_limit = None
-    capturable = False
-    shown_records = 10
 
     def __init__(
         self, name: str, num_envs: int, seed: int | Sequence[int], make_env: Callable[[str], gym.Env[Any, Any]] = make
@@ -201,7 +198,6 @@ class GymnasiumEnvironments:
         return recorder
 
     def reset(self) -> Tensor:
-        """Begin the first episodes again, the same at every call. Returns the observations, `[E, O]` float32."""
         observation, _ = self._vector.reset(seed=list(self._seeds))
         self._returns[:] = 0
         self._lengths[:] = 0
@@ -211,14 +207,6 @@ class GymnasiumEnvironments:
         return torch.from_numpy(flat)
 
     def step(self, action: Tensor) -> Steps:
-        """Act in every environment. Synchronises with the device that the actions are on.
-
-        Args:
-            action: `[E, A]` float32 in [-1, 1], stretched here to the bounds of the action space.
-
-        Raises:
-            NotFiniteError: an action, an observation or a reward is NaN or infinite.
-        """
         actions = action.cpu().numpy()
         if not np.isfinite(actions).all():
             raise NotFiniteError(f"training diverged: the policy's actions for {self._name} are NaN or infinite")
@@ -268,7 +256,6 @@ class GymnasiumEnvironments:
         return observation.reshape(self.num_envs, -1).astype(np.float32)
 
     def state(self) -> dict[str, Any]:
-        """The open episodes, as tensors and plain values."""
         return {
             "episodes": [recorder.state() for recorder in self._recorders],
             "returns": self._returns.tolist(),
@@ -276,12 +263,7 @@ class GymnasiumEnvironments:
         }
 
     def restore(self, state: dict[str, Any]) -> tuple[Tensor, list[int]]:
-        """Bring the environments to where `state` was taken, by playing the open episodes again.
-
-        Returns:
-            The observations to act on, `[E, O]` float32, and the numbers of the environments that have begun a new
-            episode, because theirs could not be played again.
-        """
+        """Continue from where `state` was taken, by playing the open episodes again."""
         self.reset()
         self._returns[:] = state["returns"]
         self._lengths[:] = state["lengths"]
@@ -298,5 +280,4 @@ class GymnasiumEnvironments:
         return torch.from_numpy(self._flat(np.stack(observations))), lost
 
     def close(self) -> None:
-        """Close the environments."""
         self._vector.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import dataclass
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from gpubuf.terminal import make_progress
 
@@ -33,8 +33,8 @@ class Status:
     actor_loss: float | None
 
 
-class Reporter(Protocol):
-    """Shows a run to its user."""
+class Reporter:
+    """Shows a run to its user; this one shows nothing but messages."""
 
     def start(self, step: int, total: int) -> None:
         """Training begins, at ``step`` of ``total``."""
@@ -44,6 +44,7 @@ class Reporter(Protocol):
 
     def message(self, text: str) -> None:
         """Show another line of text."""
+        print(text, flush=True)
 
     def stop(self) -> None:
         """Training is over, or was interrupted."""
@@ -106,7 +107,7 @@ def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-class PlainReporter:
+class PlainReporter(Reporter):
     """Ten lines per run, or one per minute if that is more, without control sequences: for logs."""
 
     def __init__(self, file: TextIO | None = None) -> None:
@@ -142,27 +143,8 @@ class PlainReporter:
     def message(self, text: str) -> None:
         print(text, file=self._file or sys.stdout, flush=True)
 
-    def stop(self) -> None:
-        pass
 
-
-class QuietReporter:
-    """Nothing but messages."""
-
-    def start(self, step: int, total: int) -> None:
-        pass
-
-    def update(self, status: Status) -> None:
-        pass
-
-    def message(self, text: str) -> None:
-        print(text, flush=True)
-
-    def stop(self) -> None:
-        pass
-
-
-class BarReporter:
+class BarReporter(Reporter):
     """A progress bar, drawn by rich."""
 
     def __init__(self) -> None:
@@ -212,7 +194,7 @@ class BarReporter:
 def choose_reporter(quiet: bool = False) -> Reporter:
     """A bar on a terminal, plain lines elsewhere, or nothing but messages."""
     if quiet:
-        return QuietReporter()
+        return Reporter()
     # rich alone would let FORCE_COLOR put control sequences into a log.
     if sys.stdout.isatty():
         from rich.console import Console

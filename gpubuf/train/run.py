@@ -22,7 +22,7 @@ from gpubuf.serialization import load, replace, save
 from gpubuf.train.algorithms import MODEL_FILE
 from gpubuf.train.config import CONFIG_FILE, TrainConfig, UsageError
 from gpubuf.train.metrics import CURVE_FILE, METRICS_FILE, TIMING_FILE, JsonLines, check_lines, draw_curve, read
-from gpubuf.train.progress import QuietReporter, Reporter
+from gpubuf.train.progress import Reporter
 from gpubuf.train.trainer import Trainer
 
 CHECKPOINT_FILE = "checkpoint.safetensors"
@@ -82,7 +82,7 @@ def train(
     if not overwrite and holds_run(path):
         raise UsageError(f"{path} already holds a run: resume it, overwrite it, or choose another folder")
     with _threads(config, device):
-        run = _Run(config, path, device, reporter or QuietReporter())
+        run = _Run(config, path, device, reporter or Reporter())
         run.begin()
         return run.finish()
 
@@ -118,7 +118,7 @@ def resume(
     except ValueError as error:
         raise UsageError(str(error)) from None
     with _threads(config, device):
-        run = _Run(config, path, device, reporter or QuietReporter())
+        run = _Run(config, path, device, reporter or Reporter())
         run.restore(checkpoint)
         return run.finish()
 

@@ -10,7 +10,7 @@ import abc
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gpubuf.data.samplers.base import RandomState
 from gpubuf.train.config import UsageError
-from gpubuf.train.environments import Steps
+from gpubuf.train.environments import Environments, Steps
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Transition:
     terminated: Tensor
 
 
-class TorchEnvironments(abc.ABC):
+class TorchEnvironments(Environments):
     """``num_envs`` copies of an environment as tensors on a device.
 
     A step is a fixed sequence of operations that change the same tensors in place, and never synchronises: it can be
@@ -49,14 +49,12 @@ class TorchEnvironments(abc.ABC):
         device: Where they live.
     """
 
-    #: Numbers in an observation, an action, and a state.
-    observation_size: ClassVar[int]
-    action_size: ClassVar[int]
-    state_size: ClassVar[int]
+    #: Numbers in a state.
+    state_size: int
     #: Random numbers that the beginning of an episode takes.
-    random_numbers: ClassVar[int]
+    random_numbers: int
     #: Steps after which an episode is truncated.
-    time_limit: ClassVar[int]
+    time_limit: int
 
     capturable = True
     shown_records = 1
@@ -94,7 +92,6 @@ class TorchEnvironments(abc.ABC):
     # Common to all environments
 
     def reset(self) -> Tensor:
-        """Begin the first episodes again, the same at every call. Returns the observations, `[E, O]` float32."""
         self._random.manual_seed(self._seed)
         self._state.copy_(self._fresh())
         for tensor in (self._returns, self._lengths, self._ended):
@@ -174,9 +171,6 @@ class TorchEnvironments(abc.ABC):
             "ended": self._ended,
             "random": self._random.state,
         }
-
-    def close(self) -> None:  # noqa: B027 (no duty of an environment)
-        """There is nothing to close."""
 
 
 class CartPoleSwingUp(TorchEnvironments):
