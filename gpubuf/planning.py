@@ -17,7 +17,7 @@ from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.data.samplers.slices import PrioritizedSliceSampler, SliceSampler, SliceSamplerWithoutReplacement
 from gpubuf.data.samplers.uniform import RandomSampler, SamplerWithoutReplacement
 from gpubuf.data.storage import host_memory
-from gpubuf.data.storage.end_bits import CONTINUITY, FLAGS, EndBits, check_ends, compared_keys
+from gpubuf.data.storage.end_bits import CONTINUITY, FLAGS, bitmap_bytes, check_ends, compared_keys
 from gpubuf.data.storage.host_memory import Free
 from gpubuf.data.storage.layout import Key, Leaf, RowLayout, as_key, batch_shape
 from gpubuf.data.storage.placement import (
@@ -281,7 +281,7 @@ class _Row:
     def index(self, sampler: Sampler, steps: int, envs: int, device_type: str) -> IndexBytes:
         """Bytes of tree and index."""
         shape = (steps,) if envs == 1 else (steps, envs)
-        ends = EndBits.bytes_for(shape, device_type) if self.has_ends else 0
+        ends = bitmap_bytes(shape, device_type) if self.has_ends else 0
         ends += steps * envs if self.has_breaks else 0
         return sampler.index_bytes(shape, device_type) + IndexBytes(index=ends) + self.beside(steps, envs)[1]
 

@@ -298,7 +298,7 @@ class Sampler:
         """Called before the sampler is bound: raise if it can't serve ``storage``."""
 
     def forget_storage(self) -> None:
-        """Called when another storage replaces the one so far: drop all data about its rows."""
+        """Called when another storage replaces the one so far, and by :meth:`free`: release all data about its rows."""
 
     def check_rows(self, layout: RowLayout, ndim: int) -> None:
         """Called before the first rows are written: raise if they lack what the sampler needs."""
@@ -362,7 +362,7 @@ class Sampler:
         return state
 
     def order_of(self, n: int, device: torch.device, shuffle: bool) -> Tensor:
-        """The numbers below ``n``, int64 ``[n]``: in an order from the random stream, or else rising. No host sync."""
+        """``range(n)``, int64 ``[n]``, optionally shuffled by the random stream. No host sync."""
         if not shuffle:
             return torch.arange(n, device=device)
         # Sorting independent uniforms gives every order the same probability, and the same order on every device.
@@ -435,6 +435,7 @@ class Sampler:
     def free(self) -> None:
         """Forget everything about the rows, and release its memory."""
         self.empty()
+        self.forget_storage()
 
     def move(self) -> None:
         """Follow the storage to another device: called after its rows are in their new place. May synchronise."""

@@ -172,7 +172,7 @@ class ConsumingSampler(Sampler):
 
     def empty(self) -> None:
         super().empty()
-        self._drawn, self._draws, self._cursor = None, 0, 0
+        self.forget_storage()
 
     def index_bytes(self, shape: tuple[int, ...], device_type: str) -> IndexBytes:
         return IndexBytes(index=16 * math.prod(shape))

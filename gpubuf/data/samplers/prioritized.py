@@ -336,10 +336,6 @@ class PrioritizedSampler(Sampler):
         if self._tree is not None:
             self._tree.clear(reset=True)
 
-    def free(self) -> None:
-        super().free()
-        self._tree = None
-
     def index_bytes(self, shape: tuple[int, ...], device_type: str) -> IndexBytes:
         tree = SumTree.bytes_for(math.prod(shape), device_type)
         return IndexBytes(tree=tree) + super().index_bytes(shape, device_type)

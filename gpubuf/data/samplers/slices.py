@@ -24,6 +24,7 @@ from gpubuf.data.samplers.trajectory_index import (
     signal_keys,
     stored_signal,
 )
+from gpubuf.data.storage.end_bits import bitmap_bytes
 from gpubuf.data.storage.layout import Key, RowLayout, as_key, as_written
 from gpubuf.data.storage.placement import IndexBytes
 from gpubuf.data.storage.recipe import Recipe
@@ -271,9 +272,6 @@ class SliceSampler(Sampler):
 
     def forget_storage(self) -> None:
         super().forget_storage()
-        self._forget_index()
-
-    def _forget_index(self) -> None:
         self._index, self._flags, self._check_order_at = None, None, 2
 
     @property
@@ -396,14 +394,10 @@ class SliceSampler(Sampler):
         if self._index is not None:
             self._index.clear()
 
-    def free(self) -> None:
-        super().free()
-        self._forget_index()
-
     def index_bytes(self, shape: tuple[int, ...], device_type: str) -> IndexBytes:
         fixed = self.ends if self.ends is not None else self.fixed_trajectories
         signal = 0 if fixed is None else math.prod(shape) * fixed.element_size()
-        index = TrajectoryIndex.bytes_for(shape, device_type)
+        index = bitmap_bytes(shape, device_type)
         return IndexBytes(index=index + signal) + super().index_bytes(shape, device_type)
 
     def memory(self) -> IndexBytes:
@@ -636,10 +630,6 @@ class SliceSamplerWithoutReplacement(SliceSampler):
         super().empty()
         self._ranks = None
 
-    def free(self) -> None:
-        super().free()
-        self._ranks = self._epoch = None
-
     def forget_storage(self) -> None:
         super().forget_storage()
         self._ranks = self._epoch = None
@@ -842,10 +832,6 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         super().empty()
         if self._eligible is not None:
             self._eligible.zero_()
-
-    def free(self) -> None:
-        super().free()
-        self._eligible = None
 
     def index_bytes(self, shape: tuple[int, ...], device_type: str) -> IndexBytes:
         return IndexBytes(index=8 * eligible_words(math.prod(shape))) + super().index_bytes(shape, device_type)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -309,9 +308,6 @@ class SumTree:
     def beta(self) -> Tensor:
         """Exponent of the importance weights: float64, 0-dim, a view."""
         return self.scalars[BETA]
-
-    legal = property(attrgetter("eligible"), doc="Former name of :attr:`eligible`.")
-    hyper = property(attrgetter("scalars"), doc="Former name of :attr:`scalars`.")
 
     @property
     def nbytes(self) -> int:

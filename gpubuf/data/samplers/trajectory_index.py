@@ -335,13 +335,6 @@ class TrajectoryIndex:
         """Bytes of the index."""
         return self.ends.nbytes + self.sums.nbytes
 
-    @staticmethod
-    def bytes_for(shape: tuple[int, ...], device_type: str) -> int:
-        """:attr:`nbytes` of the index of a storage of ``shape`` on the current device of a type, before it exists."""
-        steps, envs = shape[0], math.prod(shape[1:])
-        fan_out = config.index_fan_out(steps, envs, device_type, device_name(device_type))
-        return 8 * (sum(trajectories.bit_levels(steps, envs)) + sum(trajectories.level_sizes(steps, envs, fan_out)))
-
     @property
     def total(self) -> Tensor:
         """Number of eligible trajectories (of eligible starts, ``by_transition``): int64, 0-dim, a view."""

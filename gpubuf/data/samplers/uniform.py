@@ -90,7 +90,7 @@ class SamplerWithoutReplacement(Sampler):
 
     def empty(self) -> None:
         super().empty()
-        self._remaining, self._size = None, 0
+        self.forget_storage()
 
     def index_bytes(self, shape: tuple[int, ...], device_type: str) -> IndexBytes:
         return IndexBytes(index=8 * math.prod(shape))

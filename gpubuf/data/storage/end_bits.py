@@ -1,4 +1,4 @@
-"""The ends of a storage's trajectories: a bit per row for n-step transitions, and what no flag tells."""
+"""Bitmap of trajectory ends, one bit per row, and the ends that no flag tells."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FLAGS, CONTINUITY = "flags", "flags+continuity"
 _compare = without_dispatch(trajectories.compare, given=("index",))
 _publish = without_dispatch(rows.write)
 _update = without_dispatch(trajectories.update)
-# The CPU's form for who has no use for sums: most of the time of an update is theirs.
+# Skips the sums, the bulk of an update.
 _update_ends = lazy("gpubuf.kernels.trajectories._cpu:update_ends")
 _prepared_ends = lazy("gpubuf.kernels.trajectories._cpu:prepared_ends")
 # Every trajectory counts. Nothing is drawn by this rule: the bits alone are read.
@@ -175,6 +175,13 @@ class Breaks:
         self.__init__()  # type: ignore[misc]
 
 
+def bitmap_bytes(shape: Sequence[int], device_type: str) -> int:
+    """Bytes of a bitmap of ends and the sums above it, for a storage of ``shape`` on the current device of a type."""
+    steps, envs = shape[0], math.prod(shape[1:])
+    fan_out = config.index_fan_out(steps, envs, device_type, device_name(device_type))
+    return 8 * (sum(trajectories.bit_levels(steps, envs)) + sum(trajectories.level_sizes(steps, envs, fan_out)))
+
+
 class EndBits:
     """Level 0 and above of the bitmap of :mod:`gpubuf.kernels.trajectories`, kept by a storage with its rows.
 
@@ -212,13 +219,6 @@ class EndBits:
     def depend_on(self, keys: Sequence[int]) -> bool:
         """Whether one of these keys (positions in the layout of rows as they are written) tells the ends."""
         return not set(keys).isdisjoint(self._positions)
-
-    @staticmethod
-    def bytes_for(shape: Sequence[int], device_type: str) -> int:
-        """:attr:`nbytes` for a storage of ``shape`` on the current device of a type."""
-        steps, envs = shape[0], math.prod(shape[1:])
-        fan_out = config.index_fan_out(steps, envs, device_type, device_name(device_type))
-        return 8 * (sum(trajectories.bit_levels(steps, envs)) + sum(trajectories.level_sizes(steps, envs, fan_out)))
 
     @property
     def nbytes(self) -> int:

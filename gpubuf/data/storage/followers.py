@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gpubuf.data.storage import host_memory
-from gpubuf.data.storage.end_bits import Breaks, EndBits, compared_keys
+from gpubuf.data.storage.end_bits import Breaks, EndBits, bitmap_bytes, compared_keys
 from gpubuf.data.storage.placement import IndexBytes, depends_on_room
 from gpubuf.data.storage.recipe import Recipe
 from gpubuf.data.storage.ring import Ring
@@ -114,5 +114,5 @@ class Followed(Storage):
             return IndexBytes()
         index = 0 if self.breaks is None else math.prod(shape)
         if self.end_bits is not None:
-            index += EndBits.bytes_for(shape, "cuda" if host_memory.cuda_present() else "cpu")
+            index += bitmap_bytes(shape, "cuda" if host_memory.cuda_present() else "cpu")
         return IndexBytes(index=index)
