@@ -1,4 +1,4 @@
-"""Every kernel, executed from the PTX that Triton makes for sm_90: see tests/support/ptx and docs/architecture.md.
+"""Every kernel, executed from the PTX that Triton makes for sm_90: see tests/support/ptx and docs/kernels.md.
 
 Each test here runs tests of kernels in a process of their own, which has no interpreter.
 """

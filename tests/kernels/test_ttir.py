@@ -1,4 +1,4 @@
-"""Every kernel, executed from what the compiler makes of it: see tests/support/ttir and docs/architecture.md.
+"""Every kernel, executed from what the compiler makes of it: see tests/support/ttir and docs/kernels.md.
 
 Each test here runs tests of kernels in a process of their own, which has no interpreter.
 """
