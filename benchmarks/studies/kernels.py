@@ -109,7 +109,8 @@ def other_calls() -> Iterator[tuple[str, Callable[[], object]]]:
 
 def resources() -> list[dict[str, Any]]:
     """The most that any specialisation of a kernel takes, by kernel and target. The targets side by side."""
-    from gpubuf.kernels.aot.compiler import TARGETS, all_specs, compile_in_subprocess
+    from gpubuf.kernels.aot.compiler import TARGETS, compile_in_subprocess
+    from gpubuf.kernels.aot.operations import all_specs
 
     specs = all_specs()
     names = [spec.kernel.partition(":")[2] for spec in specs]

@@ -1,8 +1,8 @@
 """Ahead-of-time compilation of every kernel, for targets that this machine does not have.
 
-Each family lists its kernels in ``kernels/aot/specs/<family>.py`` as ``SPECS``, a list of :class:`AotSpec`;
-``tests/kernels/test_aot.py`` compiles them all in subprocesses (a process that runs the interpreter cannot compile) and
-fails on register spills, and fails if a ``*_kernel`` in ``kernels/`` has no spec.
+What is compiled is what launchers launch: :mod:`gpubuf.kernels.aot.operations` runs every operation on tensors without
+memory, and records it. ``tests/kernels/test_aot.py`` compiles all of it in subprocesses (a process that runs the
+interpreter cannot compile) and fails on register spills, and fails if a ``*_kernel`` in ``kernels/`` is never launched.
 
 A kernel is compiled as the JIT specialises it for tensors that torch's allocator gives: pointers, and the sizes that
 may be specialised, are multiples of 16. On a target whose name ends in ``:unaligned`` nothing is known of them: this is
@@ -20,7 +20,6 @@ import importlib
 import io
 import json
 import os
-import pkgutil
 import re
 import subprocess
 import sys
@@ -30,35 +29,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gpubuf.kernels.aot import operations
+from gpubuf.kernels.aot.spec import AotSpec
+
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 UNALIGNED = ":unaligned"
 
 GATES = (*TARGETS, f"sm_90{UNALIGNED}")
 """The targets that the tests compile for. Only one is compiled without alignment too, to save time."""
-
-
-@dataclass(frozen=True)
-class AotSpec:
-    """One specialisation of one kernel.
-
-    Attributes:
-        kernel: ``"module:function"`` of a ``@triton.jit`` function.
-        signature: type of every run-time argument, e.g. ``{"x_ptr": "*fp32", "n": "i32", "srcs": ("*u8", "*u8")}``.
-        constexprs: value of every ``tl.constexpr`` argument.
-        num_warps: as the launcher chooses it for this specialisation.
-        maxnreg: as the launcher gives it, for NVIDIA GPUs.
-    """
-
-    kernel: str
-    signature: dict[str, Any]
-    constexprs: dict[str, Any] = field(default_factory=dict)
-    num_warps: int = 4
-    maxnreg: int | None = None
-
-    def __str__(self) -> str:
-        constants = ", ".join(f"{name}={value}" for name, value in self.constexprs.items())
-        return f"{self.kernel.partition(':')[2]}({constants}) on {self.num_warps} warps"
 
 
 @dataclass(frozen=True)
@@ -93,21 +72,12 @@ class Compiled:
     error: str = ""
 
 
-def all_specs() -> list[AotSpec]:
-    """The specs of every family in ``kernels/aot/specs/``, each once: different launches may share one."""
-    from gpubuf.kernels.aot import specs as families
-
-    modules = [f"{families.__name__}.{found.name}" for found in pkgutil.iter_modules(families.__path__)]
-    specs = [spec for module in sorted(modules) for spec in importlib.import_module(module).SPECS]
-    return list({repr(spec): spec for spec in specs}.values())
-
-
 def compile_in_subprocess(target: str, specs: str = "all") -> list[Compiled]:
     """Compile specs in a process that is free of the interpreter.
 
     Args:
         target: one of :data:`GATES`, or another one by such a name.
-        specs: ``"all"``, or the name of a module that has ``SPECS``.
+        specs: as the option ``--specs``.
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run(
@@ -266,15 +236,24 @@ def report(results: Sequence[Compiled], markdown: bool = False) -> str:
     return "\n".join("  ".join((*map(str.ljust, line, widths), line[-1])) for line in lines)
 
 
+def _named_specs(name: str) -> list[AotSpec]:
+    if name == "all":
+        return operations.all_specs()
+    found: list[AotSpec] = (
+        operations.specs_of(name) if name in operations.FAMILIES else importlib.import_module(name).SPECS
+    )
+    return found
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m gpubuf.kernels.aot", description="compile every kernel, no GPU needed"
     )
     parser.add_argument("targets", nargs="*", default=GATES, help=f"default: {' '.join(GATES)}")
-    parser.add_argument("--specs", default="all", help="a module with SPECS instead of kernels/aot/specs/")
+    parser.add_argument("--specs", default="all", help="one family, such as td, or a module with SPECS; default: all")
     parser.add_argument("--json", action="store_true", help="print the results as one line of JSON")
     parser.add_argument("--markdown", action="store_true", help="print a table for the docs")
     options = parser.parse_args(arguments)
-    specs = all_specs() if options.specs == "all" else importlib.import_module(options.specs).SPECS
+    specs = _named_specs(options.specs)
     results = [result for target in options.targets for result in compile_specs(specs, target)]
     print(json.dumps([asdict(result) for result in results]) if options.json else report(results, options.markdown))

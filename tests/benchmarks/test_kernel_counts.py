@@ -10,7 +10,8 @@ import triton
 
 from benchmarks.measure.results import Run, newest_runs
 from benchmarks.studies import kernels
-from gpubuf.kernels.aot.compiler import Compiled, all_specs
+from gpubuf.kernels.aot.compiler import Compiled
+from gpubuf.kernels.aot.operations import all_specs
 from gpubuf.kernels.config import tree_fan_out
 from gpubuf.kernels.sum_tree import level_sizes
 from tests.support.report_runs import a_run, block, line
@@ -130,7 +131,7 @@ def test_resources_are_the_most_of_any_specialisation(monkeypatch: pytest.Monkey
     def compiled(target: str) -> list[Compiled]:
         return [Compiled(str(spec), target, 10 + i, 4 * i, 100 - i) for i, spec in enumerate(specs)]
 
-    monkeypatch.setattr("gpubuf.kernels.aot.compiler.all_specs", lambda: specs)
+    monkeypatch.setattr("gpubuf.kernels.aot.operations.all_specs", lambda: specs)
     monkeypatch.setattr("gpubuf.kernels.aot.compiler.compile_in_subprocess", compiled)
     found = {each["kernel"]: each for each in kernels.resources()}
     assert list(found) == ["philox_uniform_kernel", "rows_gather_kernel"]

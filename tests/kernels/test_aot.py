@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 import gpubuf.kernels
-from gpubuf.kernels.aot.compiler import GATES, all_specs, compile_in_subprocess
+from gpubuf.kernels.aot.compiler import GATES, compile_in_subprocess
+from gpubuf.kernels.aot.operations import all_specs
 
 triton = pytest.importorskip("triton")
 TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
@@ -88,7 +89,7 @@ def test_every_kernel_compiles(target: str):
 @pytest.mark.slow
 def test_loops_are_reducible_on_another_amd_gpu():
     """Case 49: gfx1100 finds more of them. Only the trajectory index has loops as long as what it has read says."""
-    results = compile_in_subprocess("gfx1100", "gpubuf.kernels.aot.specs.trajectories")
+    results = compile_in_subprocess("gfx1100", "trajectories")
     assert results
     assert not [f"{r.spec}: {r.error}" for r in results if r.error or r.irreducible]
 

@@ -85,9 +85,9 @@ COUNT_FLOAT_SUMS = """
 import importlib, re, sys, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from gpubuf.kernels.aot.specs.sum_tree import SPECS, UPDATE
+from gpubuf.kernels.aot.operations import specs_of
 
-specs = [spec for spec in SPECS if spec.kernel.startswith(UPDATE)]
+specs = [spec for spec in specs_of("sum_tree") if "_triton_update:" in spec.kernel]
 assert len({spec.kernel for spec in specs}) >= 6
 for spec in specs:
     module, _, name = spec.kernel.partition(":")
