@@ -147,7 +147,7 @@ class MixedReplayBuffer:
         return self._transform
 
     def append_transform(self, transform: Callable[[Data], Data]) -> MixedReplayBuffer:
-        """Add a transform of batches behind the others."""
+        """Add a transform of batches after the others."""
         self._transform.append(transform)
         return self
 

@@ -93,7 +93,7 @@ def cut(shares: tuple[float, ...], n: int, stored: tuple[int, ...]) -> Cut:
     ends = list(itertools.accumulate(map(operator.sub, due, whole)))
     if not any(ends):
         return Cut(whole, ())
-    # The last end is a whole number, and so are those of the buffers behind it that have nothing left.
+    # The last end is a whole number, and so are those of the buffers after it that have nothing left.
     last = n - sum(whole)
     return Cut(whole, tuple(last if last - end <= _ROUNDING * n else end for end in ends))
 
@@ -406,7 +406,7 @@ class Mixture:
         whole = found.rounded(self.offsets.on_host()) if found.ends else found.whole
         parts = [(number, unit * count) for number, count in enumerate(whole) if count]
         joint = self._joined(stored) if len(parts) == 2 else None
-        merge = _OneAfterTheOther(0 if batches is None else 1)
+        merge = _Merge(0 if batches is None else 1)
         if joint is None:
             return _Parts(
                 {number: self._buffers[number]._batches.part(count, batches) for number, count in parts}, merge
@@ -433,9 +433,9 @@ class Mixture:
         joint = self._joined(stored)
         if joint is not None:
             chosen = [self._choose(number, n, batches) for number in live]
-            return self._from_both(joint, chosen, _RowByRow(owner, chosen[0]["index"].shape))
+            return self._from_both(joint, chosen, _Merge(0, owner, chosen[0]["index"].shape))
         drawn = {number: self._buffers[number]._batches.part(n, batches) for number in live}
-        return _Parts(drawn, _RowByRow(owner, drawn[live[0]].info["index"].shape))
+        return _Parts(drawn, _Merge(0, owner, drawn[live[0]].info["index"].shape))
 
     # Parts
 
@@ -509,37 +509,29 @@ def _check_exchangeable(sampler: Sampler) -> None:
         )
 
 
-class _OneAfterTheOther:
-    """Parts of a batch as one, along a dimension."""
-
-    def __init__(self, dim: int) -> None:
-        self.dim = dim
-
-    def __call__(self, parts: list[Tensor]) -> Tensor:
-        return torch.cat(parts, self.dim)
-
-
-class _RowByRow:
-    """Of several whole batches one, with row i of batch number ``owner[i]``.
+class _Merge:
+    """Makes one batch of several.
 
     Args:
-        owner: int64, an entry for each row.
-        shape: of the batches; the last dimensions have as many entries as ``owner``.
+        dim: parts of a batch are put one after the other along it.
+        owner: int64, an entry per row: of whole batches row i is that of batch number ``owner[i]``. None: see ``dim``.
+        shape: of such batches; the last dimensions have as many entries as ``owner``.
     """
 
-    def __init__(self, owner: Tensor, shape: torch.Size) -> None:
-        own = shape if shape.numel() == owner.numel() else shape[1:]
-        self._owner = owner.reshape(own).expand(shape)
+    def __init__(self, dim: int = 0, owner: Tensor | None = None, shape: torch.Size | None = None) -> None:
+        self.dim, self.owner = dim, owner
+        if owner is not None and shape is not None:
+            own = shape if shape.numel() == owner.numel() else shape[1:]
+            self.owner = owner.reshape(own).expand(shape)
 
     def __call__(self, parts: list[Tensor]) -> Tensor:
+        if self.owner is None:
+            return torch.cat(parts, self.dim)
         chosen = parts[0]
         for number, part in enumerate(parts[1:], 1):
-            mine = (self._owner == number).view(*self._owner.shape, *[1] * (part.dim() - self._owner.dim()))
+            mine = (self.owner == number).view(*self.owner.shape, *[1] * (part.dim() - self.owner.dim()))
             chosen = torch.where(mine, part, chosen)
         return chosen
-
-
-_Merge = _OneAfterTheOther | _RowByRow
 
 
 class _Parts(NamedTuple):
@@ -563,7 +555,7 @@ def _put_together(parts: list[Data], merge: _Merge) -> Data:
     kinds = [_kinds(part) for part in parts]
     if any(kind != kinds[0] for kind in kinds):
         raise ValueError(f"buffers that are mixed store the same keys; here are {' and '.join(map(str, kinds))}")
-    if isinstance(merge, _OneAfterTheOther):
+    if merge.owner is None:
         return torch.cat(parts, merge.dim)
     return first.apply(lambda *tensors: merge(list(tensors)), *others)
 

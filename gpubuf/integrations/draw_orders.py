@@ -48,7 +48,7 @@ class EachEnvironment(Sampler):
 
 
 class WholeWindows(Sampler):
-    """Rows drawn uniformly among those that have ``n_steps - 1`` steps behind them.
+    """Rows drawn uniformly among those that ``n_steps - 1`` steps follow.
 
     Programs that discount every window by ``gamma ** n_steps`` need it: windows that end at the newest row are
     shorter. Windows that end with a trajectory are drawn, as in FlashSAC's buffer.
@@ -62,7 +62,7 @@ class WholeWindows(Sampler):
         self.n_steps = n_steps
 
     def choose(self, n: int) -> tuple[Tensor, dict[Any, Tensor]]:
-        """Flat positions, int64 ``[n]``. As long as no row has so many steps behind it, the oldest step is drawn."""
+        """Flat positions, int64 ``[n]``. As long as no row is followed by so many steps, the oldest step is drawn."""
         storage = self.storage
         envs = math.prod(storage.shape[1:])
         uniform = self.random_state(storage.device).uniform(n)

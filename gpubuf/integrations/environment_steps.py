@@ -117,6 +117,14 @@ class StepWriter:
         return {column.key: value for column, value in zip(self._columns, values, strict=True)}
 
 
+def rows_at(buffer: ReplayBuffer, positions: Tensor) -> tuple[Any, Tensor]:
+    """Rows at flat positions, int64 ``[n]``, as a draw makes a batch of them, and their generations."""
+    reader = buffer._reader
+    with buffer._lock:
+        tensors, generation = reader.gather(positions.to(buffer.storage.device))
+        return reader.assemble(tensors), generation
+
+
 def _below(part: Any, name: str) -> Any:
     return _entries(part[name])
 

@@ -57,7 +57,7 @@ class SimpleReplayBuffer:
             is stored once more in its place.
 
     Attributes:
-        buffer: the :class:`ReplayBuffer` behind it, for everything that FastTD3's buffer does not have.
+        buffer: the :class:`ReplayBuffer` in it, for everything that FastTD3's buffer does not have.
 
     Raises:
         ValueError: ``n_steps``, ``gamma`` or a size is out of range, or ``autoreset`` is neither.

@@ -58,7 +58,7 @@ class ReplayBuffer:
         next_capacity: with ``optimize_memory``, room for the last states of episodes.
 
     Attributes:
-        buffer: the :class:`gpubuf.ReplayBuffer` behind it; None before the first transition.
+        buffer: the :class:`gpubuf.ReplayBuffer` in it; None before the first transition.
 
     Raises:
         ValueError: ``capacity`` is below 1.
@@ -307,10 +307,7 @@ class ReplayBuffer:
         device: str = "cuda:0",
         state_keys: Sequence[str] | None = None,
         capacity: int | None = None,
-        image_augmentation_function: Callable[[Tensor], Tensor] | None = None,
-        use_drq: bool = True,
-        storage_device: str = "cpu",
-        optimize_memory: bool = False,
+        *others: Any,
         **options: Any,
     ) -> Self:
         """A buffer with the transitions of a ``LeRobotDataset``. Each frame is read once, and none is kept beside.
@@ -319,8 +316,7 @@ class ReplayBuffer:
             lerobot_dataset: the data set. An episode ends where ``"next.done"`` says so, or, without this key, where
                 another one begins. The state after its last frame is in no data set: the last state stands for it.
             capacity: default: the length of the data set.
-            device, state_keys, image_augmentation_function, use_drq, storage_device, optimize_memory: as for the class.
-            **options: its other arguments.
+            device, state_keys, *others, **options: the arguments of the class, but for ``capacity``.
 
         Raises:
             ValueError: ``capacity`` is below the length of the data set, or there are no ``state_keys``.
@@ -328,16 +324,7 @@ class ReplayBuffer:
         n = len(lerobot_dataset)
         if capacity is not None and capacity < n:
             raise ValueError(f"the data set has {n} frames, but the capacity is {capacity}")
-        buffer = cls(
-            n if capacity is None else capacity,
-            device,
-            state_keys,
-            image_augmentation_function,
-            use_drq,
-            storage_device,
-            optimize_memory,
-            **options,
-        )
+        buffer = cls(n if capacity is None else capacity, device, state_keys, *others, **options)
         for transition in transitions_of(lerobot_dataset, state_keys):
             buffer.add(**transition)
         return buffer
@@ -431,7 +418,7 @@ def transitions_of(dataset: Any, state_keys: Sequence[str] | None) -> Iterator[d
         following = dataset[i + 1] if i + 1 < n else None
         goes_on = following is not None and bool(following["episode_index"] == sample["episode_index"])
         done = bool(sample[DONE].item()) if DONE in sample else not goes_on
-        # The state behind the last one is in no data set.
+        # The state after the last one is in no data set.
         coming = following if goes_on and not done else sample
         info = {key.removeprefix(INFO): _one(value) for key, value in sample.items() if key.startswith(INFO)}
         yield {

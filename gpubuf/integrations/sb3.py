@@ -95,8 +95,8 @@ class HerReplayBuffer(DictReplayBuffer, _HerReplay):
     """Stable-Baselines3's ``HerReplayBuffer``: :class:`gpubuf.Hindsight` relabels goals when a batch is drawn.
 
     It differs in this: rows of episodes in progress can be drawn, and their goals come from the steps so far; each row
-    is relabelled with the same probability, in place of a fixed number a batch. Drawing synchronises on a GPU, for the
-    environment computes rewards on the host.
+    is relabelled with the same probability, in place of a fixed number per batch. Drawing synchronises on a GPU, since
+    the environment computes rewards on the host.
 
     Args:
         env: the environments, whose ``compute_reward(achieved_goal, desired_goal, infos)`` gives the rewards of a

@@ -23,7 +23,7 @@ from gpubuf.data.storage.recipe import STEPS_KEY
 from gpubuf.data.storage.schema import Codec
 from gpubuf.data.storage.staged_rows import StagedRows
 from gpubuf.data.storage.tensor_storage import LazyTensorStorage
-from gpubuf.integrations.environment_steps import stored_values
+from gpubuf.integrations.environment_steps import rows_at, stored_values
 from gpubuf.torchrl.samplers import RandomSampler
 
 #: Steps that wait on the host, and the bytes that these may take: one launch then writes all of them.
@@ -122,7 +122,7 @@ class StableBuffer:
         relabel: gives rows of a batch other goals, see :class:`gpubuf.Hindsight`.
 
     Attributes:
-        buffer: the :class:`gpubuf.ReplayBuffer` behind it.
+        buffer: the :class:`gpubuf.ReplayBuffer` in it.
 
     Raises:
         NotImplementedError: rows of a space can't be stored.
@@ -255,7 +255,7 @@ class StableBuffer:
 
         Args:
             obs: observations ``[E, ...]``, or a dict of them.
-            next_obs: the observations behind them, those before the reset where an episode ends.
+            next_obs: the observations after them, those before the reset where an episode ends.
             action: ``[E, ...]``.
             reward: ``[E]``.
             done: bool ``[E]``.
@@ -403,11 +403,8 @@ class StableBuffer:
     def samples_at(self, steps: np.ndarray, environments: np.ndarray, env: Any = None) -> Any:
         """A batch as :meth:`sample` makes it, of given steps and environments: int64 ``[B]`` each."""
         self.flush()
-        reader = self.buffer._reader
         index = torch.from_numpy(np.asarray(steps, np.int64) * self.n_envs + np.asarray(environments, np.int64))
-        with self.buffer._lock:
-            tensors, generation = reader.gather(index.to(self.buffer.storage.device))
-            data = reader.assemble(tensors)
+        data, generation = rows_at(self.buffer, index)
         return self._batch(data, {"index": index, "index_generation": generation}, env)
 
     def _batch(self, data: Any, info: dict[Any, Tensor], env: Any) -> Any:
@@ -524,7 +521,7 @@ class StableBuffer:
 
     @property
     def next_observations(self) -> Any:
-        """The observations behind them."""
+        """The observations after them."""
         return self._observations(_NEXT_OBSERVATION)
 
     @property

@@ -17,7 +17,7 @@ from gpubuf.data.storage.layout import Key
 from gpubuf.data.storage.recipe import STEPS_KEY
 from gpubuf.data.storage.tensor_storage import LazyTensorStorage
 from gpubuf.integrations.draw_orders import WholeWindows
-from gpubuf.integrations.environment_steps import Column, StepWriter
+from gpubuf.integrations.environment_steps import Column, StepWriter, rows_at
 from gpubuf.torchrl.samplers import RandomSampler
 
 OBSERVATION: Key = ("observation",)
@@ -36,7 +36,7 @@ class UniformBuffer:
         obs_storage_dtype: of the observations in storage; None: as in batches.
 
     Attributes:
-        buffer: the :class:`ReplayBuffer` behind it.
+        buffer: the :class:`ReplayBuffer` in it.
     """
 
     #: Whether observations are stored once.
@@ -155,13 +155,9 @@ class UniformBuffer:
         return batch
 
     def _rows(self, index: Any) -> Any:
-        sampler = self.buffer.sampler
-        reader = sampler.reader
-        if reader is None or not len(self.buffer):
+        if not len(self.buffer):
             raise RuntimeError("cannot sample from an empty storage")
-        positions = torch.as_tensor(index, dtype=torch.int64, device=reader.device).reshape(-1).contiguous()
-        with sampler.lock:
-            return reader.assemble(reader.gather(positions)[0])
+        return rows_at(self.buffer, torch.as_tensor(index, dtype=torch.int64).reshape(-1).contiguous())[0]
 
     def get_observations(self) -> Any:
         """The stored observations ``[n, ...]``, in the order of their positions: a copy."""

@@ -29,7 +29,7 @@ _SAMPLEABLE = "sampleable"
 class ReplayBufferEnsemble(MixedReplayBuffer):
     """A :class:`MixedReplayBuffer` with the arguments of TorchRL's class of this name.
 
-    Two things differ. Batches are flat, ``[batch_size]``, the rows of one buffer behind those of another. And ``p`` are
+    Two things differ. Batches are flat, ``[batch_size]``, the rows of one buffer after those of another. And ``p`` are
     the shares of every batch: on average a buffer gives as many rows as TorchRL's draws of whole buffers do. The info
     has ``"buffer_ids"`` as well, which is ``"buffer"``.
 
@@ -39,7 +39,7 @@ class ReplayBufferEnsemble(MixedReplayBuffer):
         p: the share of each buffer; default: equal ones. ``"sampleable"``: in proportion to the rows that it stores.
         sample_from_all: equal shares; excludes ``p``.
         num_buffer_sampled: from how many buffers a batch is drawn: all of them (None, or their number).
-        routing_key: a key of one integer a row: :meth:`extend` and :meth:`add` write it to the buffer of that number.
+        routing_key: a key of one integer per row: :meth:`extend` and :meth:`add` write it to the buffer of that number.
         routing_dim: a dimension of written batches that is as long as there are buffers; excludes ``routing_key``.
         batch_size, transform, collate_fn, pin_memory, generator: as for :class:`MixedReplayBuffer`.
         transform_factory: a function that returns the transform.
@@ -347,7 +347,7 @@ class ReplayBufferEnsemble(MixedReplayBuffer):
         return next(iter(self), None)
 
     def append_transform(self, transform: Callable[[Data], Data], *, invert: bool = False) -> Self:
-        """Add a transform of batches behind the others; ``invert=True`` applies it to routed rows instead."""
+        """Add a transform of batches after the others; ``invert=True`` applies it to routed rows instead."""
         return self.insert_transform(len(self._transform), transform, invert=invert)
 
     def insert_transform(self, index: int, transform: Callable[[Data], Data], *, invert: bool = False) -> Self:

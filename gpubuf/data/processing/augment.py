@@ -90,7 +90,7 @@ class Mirror(Process):
         return DOUBLED if self.mode == "double" else BY_CHANCE
 
     def check(self, leaves: Sequence[Leaf]) -> None:
-        """Raise unless the batch has these keys, as numbers, with as many elements a row."""
+        """Raise unless the batch has these keys, as numbers, with as many elements per row."""
         for leaf, origin in self.served_leaves(leaves):
             require_numbers("Mirror", leaf)
             permutation, _ = self._images[origin.key]

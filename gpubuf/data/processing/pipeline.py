@@ -28,7 +28,7 @@ class Pipeline:
     Attributes:
         steps: these.
         mirror: the mirroring of a batch, see :mod:`gpubuf.kernels.rows`.
-        draws: how many random numbers a row of a batch takes.
+        draws: random numbers per row of a batch.
         random: their stream, once the buffer has rows; None if ``draws`` is 0.
 
     Raises:

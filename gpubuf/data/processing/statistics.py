@@ -463,7 +463,7 @@ ENDS: tuple[Key, ...] = (("next", "done"), ("next", "terminated"), ("next", "tru
 class RewardScale(RunningStatistics):
     """Divides rewards so that returns have a standard deviation of at most 1, and magnitudes of at most ``g_max``.
 
-    G is a running discounted return for each environment: ``G = gamma * G + reward``, and 0 again behind a step that
+    G is a running discounted return for each environment: ``G = gamma * G + reward``, and 0 again after a step that
     ends a trajectory. A reward becomes ``reward / max(sqrt(Var G + eps), max |G| / g_max)``, with the variance (of the
     population) and the largest magnitude over all steps ever written. The mean stays where it is. The stored rows stay
     as they are; a sum of rewards (n-step) is scaled as one.
@@ -518,7 +518,7 @@ class RewardScale(RunningStatistics):
         self._given_ends = None if end_keys is None else as_keys(end_keys)
         self._ends: tuple[Key, ...] = ENDS
         self._envs = self._given_envs = envs
-        #: For each key gamma * G of the newest step of every environment, float64 [envs, elements]; 0 behind an end.
+        #: For each key gamma * G of the newest step of every environment, float64 [envs, elements]; 0 after an end.
         self._returns: dict[Key, Tensor] = {}
 
     def serves(self) -> dict[Key, Key]:
