@@ -59,8 +59,8 @@ class KeyPlan:
         dtype: of its elements, as they are stored.
         shape: of one row.
         row_bytes: bytes of one row; 0 for a key that is the beginning of another, and has no memory of its own, and for
-            a next observation that is read from the row behind.
-        n_bytes: bytes of all rows, or of the next observations that are not in the row behind.
+            a next observation that is read from the next row.
+        n_bytes: bytes of all rows, or of the next observations that are not in the next row.
     """
 
     name: str
@@ -101,7 +101,7 @@ class Plan:
         rows: bytes of all rows.
         counters: bytes of the ring's counters, the kernels' tables and the random state.
         free: what this machine has free, a reserve for others already subtracted.
-        fits: one entry a placement.
+        fits: one entry per placement.
         auto: what ``device="auto"`` would choose here now; None where nothing fits.
         why: the reason for that, or the way out.
         budget: the budget that the capacity was made for, if it was.
@@ -131,7 +131,7 @@ class Plan:
 
     def key_table(self) -> list[tuple[str, str, str, str, str]]:
         """Rows of a table, under a heading: what each key takes."""
-        lines = [("key", "shape", "dtype", "bytes a row", f"{self.capacity:,} rows")]
+        lines = [("key", "shape", "dtype", "bytes per row", f"{self.capacity:,} rows")]
         for key in self.keys:
             shape = "x".join(map(str, key.shape)) or "-"
             dtype = str(key.dtype).removeprefix("torch.")
@@ -196,7 +196,7 @@ def plan(
             plan is for as many transitions as fit, and for no more than one would if it were added.
         envs: environments, for storages with ``ndim=2``.
         dtypes, batch_dtypes, prefixes, share_next, next_capacity, ends: as for :class:`gpubuf.LazyTensorStorage`.
-        n_steps: as for :class:`gpubuf.ReplayBuffer`. More than one take a few bits a row.
+        n_steps: as for :class:`gpubuf.ReplayBuffer`. More than one take a few bits per row.
 
     Returns:
         The plan. Its bytes of tree and index are exact; samplers without replacement of slices take 8 bytes a
@@ -234,7 +234,7 @@ class _Row:
     Attributes:
         leaves: the keys that are written, of the dtypes that are stored.
         widths: bytes of each of them in a row; 0 for those without a column.
-        aside: bytes of each of them in a next observation that is not in the row behind.
+        aside: bytes of each of them in a next observation that is not in the next row.
         counters: bytes of the counters and tables.
         next_capacity: as for :class:`gpubuf.LazyTensorStorage`.
         has_ends: whether the storage keeps the ends of trajectories, for transitions of several steps.
@@ -272,7 +272,7 @@ class _Row:
         return sum(self.widths)
 
     def beside(self, steps: int, envs: int) -> tuple[int, IndexBytes]:
-        """Bytes of next observations that are not in the row behind, and of the links to them."""
+        """Bytes of next observations that are not in the next row, and of the links to them."""
         if not any(self.aside):
             return 0, IndexBytes()
         entries, links = side_bytes(sum(self.aside), steps * envs, envs, self.next_capacity)

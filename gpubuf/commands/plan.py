@@ -87,13 +87,13 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--share-next",
         action="store_true",
-        help="store observations once, and read next ones from the row behind",
+        help="store observations once, and read the next ones from the next row",
     )
     parser.add_argument(
         "--next-capacity",
         type=int,
         metavar="N",
-        help="room for next observations that are not in the row behind (default: an eighth of the rows)",
+        help="room for next observations that are not in the next row (default: an eighth of the rows)",
     )
     parser.add_argument(
         "--ends",

@@ -110,7 +110,7 @@ def add(commands: Any) -> None:
     _setting(learning, "batch_size", "N", "transitions an update draws")
     _setting(learning, "buffer_size", "N", "capacity in transitions (default: --total-steps, at most 1,000,000)")
     _setting(learning, "learning_starts", "N", "transitions collected at random before the first update")
-    _setting(learning, "update_ratio", "X", f"updates a transition{_more_updates()}")
+    _setting(learning, "update_ratio", "X", f"updates per transition{_more_updates()}")
     _setting(learning, "learning_rate", "X", "of Adam or AdamW, for actor, critics and temperature")
     _setting(learning, "policy_every", "N", "updates for each that also trains policy and temperature")
     _setting(learning, "gamma", "X", "discount")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 def hooked(module: nn.Module) -> bool:
     """Whether hooks run when ``module`` itself is called."""
-    # Asked several times a loss: no loop.
+    # Asked several times per loss: no loop.
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )

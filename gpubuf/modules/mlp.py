@@ -92,13 +92,13 @@ class Layers:
     ) -> list[nn.Module]:
         if name is None:
             return [] if activation is None else [_activation(activation)]
-        behind = None if activation is None else functools.partial(_activation, activation)
+        after = None if activation is None else functools.partial(_activation, activation)
         options = self.norm_kwargs
         if name != self.norm:
             shared = {"momentum", "renorm_warmup", "r_max", "d_max"} if name.startswith("batch") else set()
             options = {key: value for key, value in options.items() if key in shared}
         new = {"device": self.device, "dtype": self.dtype, "unit_rows": self.unit_rows}
-        return make_norm(name, self.num_nets, width, behind, **new, **options)
+        return make_norm(name, self.num_nets, width, after, **new, **options)
 
     def _hidden(self, fan_in: int, fan_out: int, norm_first: bool = True) -> list[nn.Module]:
         """A linear layer with norm, dropout and activation."""

@@ -361,7 +361,7 @@ def check_norm(**names: str | None) -> None:
 def make_norm(
     name: str, num_nets: int | None, features: int, activation: Callable[[], nn.Module] | None, **kwargs: Any
 ) -> list[nn.Module]:
-    """A norm and the activation behind it, as one module where that is possible."""
+    """A norm and the activation after it, as one module where that is possible."""
     if activation is not None:
         made = activation()
         fused = {nn.ReLU: "relu", nn.SiLU: "silu"}.get(type(made))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,7 @@ from gpubuf.objectives.networks import (
     distinct,
     ensemble_size,
     leaves,
+    own_parameters,
     paths,
     redraw,
     redrawn_copies,
@@ -130,7 +132,7 @@ def _decided() -> set_interaction_type:
     return set_interaction_type(InteractionType.DETERMINISTIC)
 
 
-class Critics:
+class Critics(abc.ABC):
     """Base class: N action-value networks, ``[*batch, ...] -> [N, *batch, 1]``.
 
     Attributes:
@@ -146,6 +148,8 @@ class Critics:
         self._shared = shared
         self._tensors: list[Tensor] = []
         self._target_tensors: list[Tensor] | None = None
+        self._detached: SwappableCopy
+        self._target: SwappableCopy
 
     def refresh(self, target_params: TensorDictBase | None, owners: Owners) -> None:
         """Look the tensors up again, after they were moved to another device or replaced."""
@@ -167,23 +171,23 @@ class Critics:
         """Draw the parameters anew, in place."""
         redraw(self.network)
 
+    @abc.abstractmethod
     def online(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
         """Values with gradients to parameters and inputs."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def detached(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
         """Values with gradients to the inputs only."""
-        raise NotImplementedError
 
     def detached_first(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
         """:meth:`detached`, for a loss that has gradients to the values of the first network only."""
         return self.detached(inputs, key)
 
+    @abc.abstractmethod
     def target(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
         """Values with the target parameters, or, without target parameters, with the detached ones."""
-        raise NotImplementedError
 
-    def expect_subsets(self, count: int) -> None:
+    def expect_subsets(self, count: int) -> None:  # noqa: B027 (an ensemble need not prepare)
         """Prepare for :meth:`target_subset` of so many networks."""
 
     def target_subset(self, inputs: TensorDictBase, key: NestedKey, subset: Tensor) -> Tensor:
@@ -199,7 +203,19 @@ class Critics:
         There batch norms use the statistics of these batches. In :meth:`detached` they use the running ones, and leave
         them alone: rows of the present alone, with actions of the policy, are another distribution.
         """
-        raise NotImplementedError
+        self._detached.keep_running_statistics()
+        self._target.use_batch_statistics()
+
+    def _running_copy(self) -> SwappableCopy:
+        """A copy whose batch norms take the running statistics, which only the online networks move."""
+        copy = SwappableCopy(self.network, paths(self.params))
+        set_statistics(copy.module, "running")
+        return copy
+
+    def _target_subset(self, subset: Tensor) -> list[Tensor]:
+        """The parameters of the networks at ``subset``, of the targets where there are any."""
+        tensors = constants(self._tensors) if self._target_tensors is None else self._target_tensors
+        return [tensor.index_select(0, subset) for tensor in tensors]
 
     @property
     def vmap_randomness(self) -> str:
@@ -214,15 +230,10 @@ class BatchedCritics(Critics):
     """One natively batched ensemble (see :func:`ensemble_size`), which runs as it is."""
 
     def __init__(self, network: Any, size: int, shared: dict[int, Path]) -> None:
-        own = TensorDict.from_module(network)
-        owners = shared_paths(own, shared)
-        for path in owners:
-            own.set(path, own.get(path).detach())
-        super().__init__(size, network, TensorDictParams(own, no_convert=True), owners)
+        params, owners = own_parameters(network, shared)
+        super().__init__(size, network, params, owners)
         where = paths(self.params)
-        self._detached, self._target = SwappableCopy(network, where), SwappableCopy(network, where)
-        for copy in (self._detached, self._target):
-            set_statistics(copy.module, "running")
+        self._detached, self._target = (self._running_copy() for _ in range(2))
         # Without shared parameters the network itself runs, with its hooks.
         self._own_places = ParameterPlaces(network, where)
         self._online = SwappableCopy(network, where) if owners else None
@@ -265,9 +276,8 @@ class BatchedCritics(Critics):
     def target_subset(self, inputs: TensorDictBase, key: NestedKey, subset: Tensor) -> Tensor:
         if self._subset is None:
             return super().target_subset(inputs, key, subset)
-        tensors = constants(self._tensors) if self._target_tensors is None else self._target_tensors
         self._subset.follow_mode()
-        self._subset.places.fill([tensor.index_select(0, subset) for tensor in tensors])
+        self._subset.places.fill(self._target_subset(subset))
         try:
             return self._run(self._subset.module, inputs, key, len(subset))
         finally:
@@ -284,10 +294,6 @@ class BatchedCritics(Critics):
         detached: Any = self._detached.module
         linear = list(detached.module.layers)[::2]
         return perceptron(entries, [each.weight for each in linear], [each.bias for each in linear], 1)
-
-    def expect_joint_batches(self) -> None:
-        self._detached.keep_running_statistics()
-        self._target.use_batch_statistics()
 
     def _run(self, module: Any, inputs: TensorDictBase, key: NestedKey, size: int | None = None) -> Tensor:
         entries = [entry(inputs, name) for name in self.network.in_keys]
@@ -324,15 +330,9 @@ class StackedCritics(Critics):
         super().__init__(len(members), members[0], stacked_parameters(members, shared), owners)
         self._use_vmap = use_vmap
         where = paths(self.params)
-        self._copy = self._detached_copy = self._target_copy = SwappableCopy(self.network, where)
+        self._copy = self._detached = self._target = SwappableCopy(self.network, where)
         if batch_norms(self.network):
-            # Batch norms take the running statistics, which only the online networks move.
-            self._detached_copy, self._target_copy = (
-                SwappableCopy(self.network, where),
-                SwappableCopy(self.network, where),
-            )
-            for copy in (self._detached_copy, self._target_copy):
-                set_statistics(copy.module, "running")
+            self._detached, self._target = (self._running_copy() for _ in range(2))
         self._stack: LinearStack | None = linear_stack(self.network, where)
 
     def redraw(self) -> None:
@@ -345,22 +345,17 @@ class StackedCritics(Critics):
         return self._run(self._tensors, inputs, key, self._copy)
 
     def detached(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
-        return self._run(constants(self._tensors), inputs, key, self._detached_copy)
+        return self._run(constants(self._tensors), inputs, key, self._detached)
 
     def target(self, inputs: TensorDictBase, key: NestedKey) -> Tensor:
         if self._target_tensors is None:
             return self.detached(inputs, key)
-        return self._run(self._target_tensors, inputs, key, self._target_copy)
+        return self._run(self._target_tensors, inputs, key, self._target)
 
     def target_subset(self, inputs: TensorDictBase, key: NestedKey, subset: Tensor) -> Tensor:
         if batch_norms(self.network):
             return super().target_subset(inputs, key, subset)
-        tensors = constants(self._tensors) if self._target_tensors is None else self._target_tensors
-        return self._run([tensor.index_select(0, subset) for tensor in tensors], inputs, key, self._target_copy)
-
-    def expect_joint_batches(self) -> None:
-        self._detached_copy.keep_running_statistics()
-        self._target_copy.use_batch_statistics()
+        return self._run(self._target_subset(subset), inputs, key, self._target)
 
     def _run(self, tensors: list[Tensor], inputs: TensorDictBase, key: NestedKey, copy: SwappableCopy) -> Tensor:
         if self._stack is not None:

@@ -244,6 +244,15 @@ def shared_paths(params: TensorDictBase, shared: Mapping[int, Path]) -> dict[Pat
     return {path: shared[id(params.get(path))] for path in paths(params) if id(params.get(path)) in shared}
 
 
+def own_parameters(network: nn.Module, shared: Mapping[int, Path]) -> tuple[TensorDictParams, dict[Path, Path]]:
+    """(the parameters of ``network``, the very ones but for those ``shared``; the owners of these, by their paths)."""
+    own = TensorDict.from_module(network)
+    owners = shared_paths(own, shared)
+    for path in owners:
+        own.set(path, own.get(path).detach())
+    return TensorDictParams(own, no_convert=True), owners
+
+
 def shared_tensor(owners: Owners, owner: Path) -> Tensor:
     """The parameter of ``owner``, without gradient."""
     tensor: Tensor = owners[owner[0]].get(owner[1:])
@@ -264,11 +273,8 @@ class SingleNetwork:
     """
 
     def __init__(self, network: Any, shared: Mapping[int, Path], delayed: bool) -> None:
-        own = TensorDict.from_module(network)
-        self._shared = shared_paths(own, shared)
-        for path in self._shared:
-            own.set(path, own.get(path).detach())
-        self.network, self.params = network, TensorDictParams(own, no_convert=True)
+        self.network = network
+        self.params, self._shared = own_parameters(network, shared)
         self._where = where = paths(self.params)
         self._places = ParameterPlaces(network, where)
         self._copy = SwappableCopy(network, where) if self._shared else None

@@ -132,7 +132,7 @@ class TrainConfig:
         learning_rate: Of Adam or AdamW, for actor, critics and temperature.
         gamma: Discount.
         n_steps: Steps of a transition: rewards of so many steps are summed before the critics bootstrap.
-        share_next: Store observations once: the next one of a transition is read from the row behind it.
+        share_next: Store observations once: the next one of a transition is read from the next row.
         tau: Share of the target critics that each update replaces by the online critics; None for algorithms without
             targets.
         hidden: Width of each hidden layer; with flashsac, of each residual block, and all the same.

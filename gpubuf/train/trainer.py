@@ -324,7 +324,7 @@ def _make_normalize(config: TrainConfig, observation_size: int, device: torch.de
 
 
 def _make_buffer(config: TrainConfig, device: torch.device, normalize: Normalize | None) -> TensorDictReplayBuffer:
-    # Where a row is read together with those behind it, environments must not take turns.
+    # Where a row is read together with the next ones, environments must not take turns.
     apart = config.num_envs > 1 and (config.n_steps > 1 or config.share_next)
     storage = LazyTensorStorage(
         config.capacity,

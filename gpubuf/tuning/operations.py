@@ -227,7 +227,7 @@ def _other_values(name: str, value: int, sizes: Sizes, doublings: int) -> list[i
         # The other fields follow from it: see the bases above.
         return []
     if name == "block_envs":
-        # 0 is a launch a stage; nothing lies halfway to it.
+        # 0 is a launch per stage; nothing lies halfway to it.
         envs = min(config.ceil_power(sizes["envs"]), 64)
         return sorted({0, min(envs, 8), envs} - {value})
     powers = range(1, doublings + 1)
