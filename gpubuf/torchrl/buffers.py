@@ -11,9 +11,9 @@ from typing import Any, Self
 
 import torch
 
+from gpubuf.data import minari
 from gpubuf.data import tensordict_buffers as core
 from gpubuf.data.buffer import ReplayBuffer as CoreBuffer
-from gpubuf.data.formats import minari
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.updates import ConditionalUpdateResult, finished_future
 from gpubuf.torchrl.samplers import ConsumingSampler, PrioritizedSampler, RandomSampler

@@ -281,9 +281,9 @@ def save_torchrl(buffer: ReplayBuffer, path: str | os.PathLike[str]) -> None:
 
 def _write_rows(buffer: ReplayBuffer, folder: Path) -> None:
     storage = buffer.storage
-    state = storage.state_dict()
-    if not state["initialized"]:
+    if not storage.initialized:
         raise RuntimeError("the buffer is empty: nothing was ever written to it")
+    storage.refresh()
     layout, shape = storage.written_layout, tuple(storage.shape)
     files.check_names(layout)
     if layout.host or isinstance(layout, TreeLayout):
@@ -295,40 +295,19 @@ def _write_rows(buffer: ReplayBuffer, folder: Path) -> None:
         files.create_file(files.tensor_file(folder / "storage", leaf.key), leaf.dtype, (*shape, *leaf.shape), folder)
         for leaf in layout.leaves
     ]
-    if storage.computed:
-        _decode(storage, targets)
-    else:
-        for source, target in zip(layout.collect(state["rows"], storage.ndim), targets, strict=True):
-            _copy(source, target)
+    step = max(1, _COPY_BYTES // max(1, layout.row_bytes))
+    for start in range(0, len(storage), step):
+        index = torch.arange(start, min(start + step, len(storage)), device=storage.device)
+        for target, rows in zip(targets, storage.as_written(index), strict=True):
+            target.flatten(0, storage.ndim - 1)[start : start + len(rows)].copy_(rows)
     # The rows of TorchRL's TensorDict buffers have an index, without which they could not be added to.
-    extra = (_INDEX,) if _stores_index(buffer, layout) else ()
+    is_indexed = isinstance(buffer, core.TensorDictReplayBuffer) and layout.is_tensordict
+    extra = (_INDEX,) if is_indexed and layout.position(_INDEX) is None else ()
     for key in extra:
         index = files.create_file(files.tensor_file(folder / "storage", key), torch.int64, shape, folder)
         index.copy_(torch.arange(shape[0]).view(-1, *[1] * (len(shape) - 1)))
-    files.write_metadata(folder / "storage", layout, shape, state["size"], extra)
-    steps = state["written"] // math.prod(shape[1:])
+    files.write_metadata(folder / "storage", layout, shape, len(storage), extra)
+    steps = storage.written // math.prod(shape[1:])
     if steps > _MAX_STEPS:
         steps = shape[0] + steps % shape[0]
     files.write_json(folder / "writer" / WRITER_FILE, {"cursor": steps % shape[0], "write_count": steps})
-
-
-def _stores_index(buffer: ReplayBuffer, layout: RowLayout) -> bool:
-    return isinstance(buffer, core.TensorDictReplayBuffer) and layout.is_tensordict and layout.position(_INDEX) is None
-
-
-def _copy(source: Tensor, target: Tensor) -> None:
-    """Copy rows into the first rows of a file, so that no more than a piece of a GPU's tensor is on its way."""
-    n = source.shape[0]
-    step = max(1, _COPY_BYTES * n // max(1, source.nbytes))
-    for start in range(0, n, step):
-        target[start : min(start + step, n)].copy_(source[start : start + step])
-
-
-def _decode(storage: TensorStorage, targets: list[Tensor]) -> None:
-    """Copy rows in the dtypes that were written, piece by piece."""
-    n = len(storage)
-    step = max(1, _COPY_BYTES // max(1, storage.written_layout.row_bytes))
-    for start in range(0, n, step):
-        index = torch.arange(start, min(start + step, n), device=storage.device)
-        for target, rows in zip(targets, storage.as_written(index), strict=True):
-            target.view(-1, *rows.shape[1:])[start : start + step].copy_(rows)

@@ -1,1 +1,0 @@
-"""Buffers from and to the files of other libraries."""
