@@ -21,7 +21,7 @@ from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.placement import readable
 from gpubuf.data.storage.tensor_storage import LazyTensorStorage
 from gpubuf.kernels import _tuned
-from gpubuf.kernels._spaces import SPACES
+from gpubuf.kernels.config import SPACES
 from gpubuf.terminal import aligned
 
 PACKAGES = ("torch", "triton", "tensordict", "numba", "numpy", "safetensors")

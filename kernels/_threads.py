@@ -98,7 +98,7 @@ class _Workers:
     def call(self, kernel: Callable[..., Any], arguments: Sequence[Sequence[Any]]) -> list[Any]:
         if len(arguments) == 1 or self._busy.locked():
             return [kernel(*one) for one in arguments]
-        # Not `acquire`: an interrupt could come behind it, before a `try` that would release the lock. Of two threads
+        # Not `acquire`: an interrupt could come after it, before a `try` that would release the lock. Of two threads
         # that find it free at the same time, one waits.
         with self._busy:
             return self._share(kernel, arguments)
@@ -134,15 +134,15 @@ _workers = _Workers()
 
 
 def call_in_parts(
-    kernel: Callable[..., Any], before: tuple[Any, ...], n: int, behind: tuple[Any, ...], work: int = 1
+    kernel: Callable[..., Any], before: tuple[Any, ...], n: int, after: tuple[Any, ...], work: int = 1
 ) -> Sequence[Any]:
-    """``kernel(*before, first, length, *behind)`` for each part of a batch of ``n`` rows; returns all results.
+    """``kernel(*before, first, length, *after)`` for each part of a batch of ``n`` rows; returns all results.
 
     The caller's thread does the first part, and waits for all. ``work`` as in :func:`parts`.
     """
     if n * work < 2 * ROWS_A_THREAD:
-        return (kernel(*before, 0, n, *behind),)
-    return _workers.call(kernel, [(*before, first, length, *behind) for first, length in parts(n, work)])
+        return (kernel(*before, 0, n, *after),)
+    return _workers.call(kernel, [(*before, first, length, *after) for first, length in parts(n, work)])
 
 
 def _after_fork() -> None:

@@ -2,30 +2,228 @@
 
 The choices are pure functions of their arguments and of the tuned files; no device is probed. The user's folder comes
 first, then the files that ship with gpubuf (see :mod:`gpubuf.kernels._tuned`). A file's point
-counts if its sizes are near enough in log space, and equal where they must be: :mod:`gpubuf.kernels._spaces` says
-which. The nearest one is taken.
+counts if its sizes are near enough in log space, and equal where they must be: :data:`SPACES` says which.
+The nearest one is taken.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from gpubuf.kernels._spaces import (
-    SPACES,
-    BlockConfig,
-    DrawConfig,
-    FanOut,
-    IndexConfig,
-    RowsConfig,
-    SliceConfig,
-    TileConfig,
-    UpdateConfig,
-)
-from gpubuf.kernels._tuned import TunedFile, folders, nearest, read, said, slug
+from gpubuf.kernels._tuned import Space, TunedFile, folders, nearest, read, said, slug
+
+# What can be chosen
+
+
+@dataclass(frozen=True)
+class RowsConfig:
+    """How a copy of rows is cut up.
+
+    Attributes:
+        tile: elements of 1 to 16 bytes that a program copies at a time, and rows of which it writes the index.
+        num_warps: warps of a program.
+    """
+
+    tile: int
+    num_warps: int
+
+
+@dataclass(frozen=True)
+class FanOut:
+    """The shape of a tree.
+
+    Attributes:
+        fan_out: children of a node.
+    """
+
+    fan_out: int
+
+
+@dataclass(frozen=True)
+class UpdateConfig:
+    """How an update or a mark of the sum tree is launched.
+
+    Attributes:
+        single_program: one program runs all stages, in one launch.
+        block_entries: entries of the batch that a program takes at a time.
+        block_nodes: nodes that a program recomputes at a time.
+        num_warps: warps of a program.
+    """
+
+    single_program: bool
+    block_entries: int
+    block_nodes: int
+    num_warps: int
+
+
+@dataclass(frozen=True)
+class DrawConfig:
+    """How a draw from the sum tree is launched.
+
+    Attributes:
+        block_draws: draws of one program.
+        num_warps: warps of a program.
+    """
+
+    block_draws: int
+    num_warps: int
+
+
+@dataclass(frozen=True)
+class IndexConfig:
+    """How an update of the trajectory index is launched.
+
+    Attributes:
+        block_envs: environments of which one program computes all bits and weights; 0: every stage is a launch.
+        block_bytes: bytes of end flags, of eight steps each, that a program computes at a time.
+        block_weights: weights that a program computes at a time.
+        block_nodes: sums that a program recomputes at a time.
+        num_warps: warps of a program.
+    """
+
+    block_envs: int
+    block_bytes: int
+    block_weights: int
+    block_nodes: int
+    num_warps: int
+
+
+@dataclass(frozen=True)
+class SliceConfig:
+    """How slices are launched.
+
+    Attributes:
+        block_slices: slices of one program.
+        block_steps: steps of them that it writes at a time.
+        num_warps: warps of a program.
+    """
+
+    block_slices: int
+    block_steps: int
+    num_warps: int
+
+
+@dataclass(frozen=True)
+class BlockConfig:
+    """How a kernel over a list of elements, or of rows, is launched.
+
+    Attributes:
+        block: elements, or rows, of one program.
+        num_warps: warps of a program.
+    """
+
+    block: int
+    num_warps: int
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """How a kernel over a matrix is launched.
+
+    Attributes:
+        block_rows: rows that a program holds at a time.
+        block_columns: columns of one program.
+        num_warps: warps of a program.
+    """
+
+    block_rows: int
+    block_columns: int
+    num_warps: int
+
+
+# What can be tuned
+
+
+def _rows_refusal(config: RowsConfig) -> str:
+    return "" if config.tile >= 16 else f"a tile has at least 16 elements, not {config.tile}"
+
+
+def _index_refusal(config: IndexConfig) -> str:
+    fits = config.block_envs >= 0 and config.block_envs & (config.block_envs - 1) == 0
+    return "" if fits else f"block_envs must be 0 or a power of two, not {config.block_envs}"
+
+
+def _fan_out_refusal(config: FanOut) -> str:
+    return "" if 2 <= config.fan_out <= 1024 else f"the fan-out must be in 2 .. 1024, not {config.fan_out}"
+
+
+def _index_tile(sizes: Mapping[str, int], config: IndexConfig) -> int:
+    # A thread reads the flags of a byte side by side; of a single step one, but a point for it counts for a few too.
+    return max(8 * config.block_bytes, config.block_weights, config.block_envs, sizes["fan_out"] * config.block_nodes)
+
+
+def _slices_tile(sizes: Mapping[str, int], config: SliceConfig) -> int:
+    return config.block_slices * max(config.block_steps, sizes["fan_out"])
+
+
+def _block_tile(sizes: Mapping[str, int], config: BlockConfig) -> int:
+    return config.block
+
+
+def _rows_tile(name: str) -> Callable[[Mapping[str, int], BlockConfig], int]:
+    """The elements of whole rows, as wide as the size called ``name``, rounded up to a power of two."""
+    return lambda sizes, config: config.block << max(sizes[name] - 1, 0).bit_length()
+
+
+SPACES: dict[str, Space] = {
+    "rows_copy": Space(
+        ("rows",),
+        ("n_bytes",),
+        RowsConfig,
+        tile=lambda sizes, config: config.tile,
+        refusal=_rows_refusal,
+    ),
+    "sum_tree": Space(
+        ("sum_tree",), ("capacity",), FanOut, tile=lambda sizes, config: config.fan_out, refusal=_fan_out_refusal
+    ),
+    "sum_tree_update": Space(
+        ("sum_tree",),
+        ("fan_out", "n"),
+        UpdateConfig,
+        tile=lambda sizes, config: max(config.block_entries, config.block_nodes * sizes["fan_out"]),
+        exact=("fan_out",),
+    ),
+    "sum_tree_draw": Space(
+        ("sum_tree",),
+        ("fan_out", "n"),
+        DrawConfig,
+        tile=lambda sizes, config: config.block_draws * sizes["fan_out"],
+        exact=("fan_out",),
+    ),
+    "trajectories": Space(
+        ("trajectories",), ("words",), FanOut, tile=lambda sizes, config: config.fan_out, refusal=_fan_out_refusal
+    ),
+    "trajectories_update": Space(
+        ("trajectories",),
+        ("fan_out", "n", "envs", "by_id"),
+        IndexConfig,
+        tile=_index_tile,
+        exact=("fan_out", "by_id"),
+        free=("block_envs",),
+        refusal=_index_refusal,
+    ),
+    "trajectories_draw": Space(
+        ("trajectories",), ("fan_out", "n", "slice_len"), SliceConfig, tile=_slices_tile, exact=("fan_out",)
+    ),
+    "tanh_normal_sample": Space(("tanh_normal",), ("n", "width"), BlockConfig, tile=_block_tile),
+    "tanh_normal_backward": Space(("tanh_normal",), ("n",), BlockConfig, tile=_block_tile),
+    "loss_rows": Space(("td", "sac", "discrete_sac"), ("n",), BlockConfig, tile=_block_tile),
+    "atom_rows": Space(("categorical",), ("n", "atoms"), BlockConfig, tile=_rows_tile("atoms")),
+    "norm_rows": Space(("norms",), ("n", "width"), BlockConfig, tile=_rows_tile("width")),
+    "norm_columns": Space(
+        ("norms",),
+        ("n", "width"),
+        TileConfig,
+        tile=lambda sizes, config: config.block_rows * config.block_columns,
+    ),
+}
+"""Every operation that can be tuned, by its name in tuned files."""
 
 CPU_FAN_OUT = 16
 GPU_FAN_OUTS = (16, 32, 64)
@@ -129,10 +327,30 @@ def tuned(operation: str, device_name: str | None, directory: Path | None = None
     return None
 
 
+def _choice(operation: str) -> Callable[[_Choice], _Choice]:
+    """The rule of an operation, asked where neither :func:`using` nor a tuned file has a configuration."""
+
+    def decorate(rule: _Choice) -> _Choice:
+        signature = inspect.signature(rule)
+
+        @functools.wraps(rule)
+        def chosen(*args: Any, **named: Any) -> Any:
+            given = signature.bind(*args, **named)
+            given.apply_defaults()
+            values = given.arguments
+            sizes = {name: int(values[name]) for name in SPACES[operation].sizes}
+            found = tuned(operation, values["device_name"], values["directory"], **sizes)
+            return rule(*args, **named) if found is None else found
+
+        return _remembered(cast(_Choice, chosen))
+
+    return decorate
+
+
 # The choices
 
 
-@_remembered
+@_choice("rows_copy")
 def rows_copy(n_bytes: int, device_name: str | None = None, directory: Path | None = None) -> RowsConfig:
     """Launch configuration of a copy of ``n_bytes`` bytes.
 
@@ -140,9 +358,6 @@ def rows_copy(n_bytes: int, device_name: str | None = None, directory: Path | No
     dependent memory accesses, and small tiles use more multiprocessors. A large one keeps all of them busy, and larger
     tiles spread the instructions that find the key.
     """
-    found: RowsConfig | None = tuned("rows_copy", device_name, directory, n_bytes=n_bytes)
-    if found is not None:
-        return found
     return RowsConfig(256 if n_bytes <= 2**20 else 512 if n_bytes < 2**22 else 1024, 4)
 
 
@@ -185,7 +400,7 @@ def tree_fan_out(
     return _fan_out(capacity, device_type, explicit, tuned("sum_tree", device_name, directory, capacity=capacity))
 
 
-@_remembered
+@_choice("sum_tree_update")
 def tree_update(fan_out: int, n: int, device_name: str | None = None, directory: Path | None = None) -> UpdateConfig:
     """Launch configuration of an update or a mark of ``n`` rows.
 
@@ -193,9 +408,6 @@ def tree_update(fan_out: int, n: int, device_name: str | None = None, directory:
     the schedulers of its multiprocessor busy, and a batch of 256 is one turn on each level; more warps would only
     repeat what is the same for every node. More entries take many small programs.
     """
-    found: UpdateConfig | None = tuned("sum_tree_update", device_name, directory, fan_out=fan_out, n=n)
-    if found is not None:
-        return found
     if n > 1024:
         return UpdateConfig(False, 256, max(1, min(32, 1024 // fan_out)), 4)
     if n <= 64:
@@ -204,16 +416,13 @@ def tree_update(fan_out: int, n: int, device_name: str | None = None, directory:
     return UpdateConfig(True, 256 if n <= 256 else 1024, max(1, min(256, children // fan_out)), 8)
 
 
-@_remembered
+@_choice("sum_tree_draw")
 def tree_draw(fan_out: int, n: int, device_name: str | None = None, directory: Path | None = None) -> DrawConfig:
     """Launch configuration of ``n`` draws.
 
     The rule: many small programs while they fit the processor side by side, then programs of up to 512 children. These
     take 4 warps: with fewer, wide nodes spill registers.
     """
-    found: DrawConfig | None = tuned("sum_tree_draw", device_name, directory, fan_out=fan_out, n=n)
-    if found is not None:
-        return found
     block_draws = max(1, min(4 if n <= 512 else 16, 512 // fan_out))
     return DrawConfig(block_draws=block_draws, num_warps=4 if block_draws * fan_out >= 512 else 1)
 
@@ -255,7 +464,7 @@ def index_span(n: int, by_id: bool) -> int:
     return 1 if n == 1 and not by_id else 8
 
 
-@_remembered
+@_choice("trajectories_update")
 def index_update(
     fan_out: int,
     n: int,
@@ -271,11 +480,6 @@ def index_update(
     enough for memory accesses side by side. A thread has a byte of bits at a time, or a few children; for the few
     words of a small write of few environments, about as many as these need.
     """
-    found: IndexConfig | None = tuned(
-        "trajectories_update", device_name, directory, fan_out=fan_out, n=n, envs=envs, by_id=int(by_id)
-    )
-    if found is not None:
-        return found
     block_envs = min(ceil_power(envs), _floor_power(max(512 // run_words, 1)), 32)
     few = (run_words + 1) * ceil_power(envs) <= (96 if n == 1 else 16)
     if run_words > 512 or block_envs < min(ceil_power(envs), 32):
@@ -285,7 +489,7 @@ def index_update(
     return IndexConfig(block_envs, 32 * num_warps, 32 if few else 32 * num_warps, block_nodes, num_warps)
 
 
-@_remembered
+@_choice("trajectories_draw")
 def index_draw(
     fan_out: int, n: int, slice_len: int, device_name: str | None = None, directory: Path | None = None
 ) -> SliceConfig:
@@ -294,11 +498,6 @@ def index_draw(
     The rule: a slice a program while they all fit the processor side by side, since a warp that draws several takes
     their turns one after the other. Then as :func:`tree_draw`. Up to 64 steps are written at a time.
     """
-    found: SliceConfig | None = tuned(
-        "trajectories_draw", device_name, directory, fan_out=fan_out, n=n, slice_len=slice_len
-    )
-    if found is not None:
-        return found
     block_slices = 1 if n <= 4096 else max(1, min(16, 512 // fan_out))
     return SliceConfig(
         block_slices=block_slices,
@@ -314,42 +513,32 @@ def index_slices(n: int, slice_len: int) -> SliceConfig:
     return SliceConfig(block_slices=min(32, 512 // block_steps), block_steps=block_steps, num_warps=1)
 
 
-@_remembered
+@_choice("tanh_normal_sample")
 def tanh_normal_sample(
     n: int, width: int, device_name: str | None = None, directory: Path | None = None
 ) -> BlockConfig:
     """Launch configuration of ``n`` samples of ``width`` numbers. The rule: no more elements than there are."""
-    found: BlockConfig | None = tuned("tanh_normal_sample", device_name, directory, n=n, width=width)
-    if found is not None:
-        return found
     row = ceil_power(width)
     block = row * min(max(TANH_NORMAL_BLOCK // row, 1), ceil_power(n))
     return BlockConfig(block, min(max(block // 256, 1), 8))
 
 
-@_remembered
+@_choice("tanh_normal_backward")
 def tanh_normal_backward(n: int, device_name: str | None = None, directory: Path | None = None) -> BlockConfig:
     """Launch configuration of the gradients of ``n`` elements."""
-    found: BlockConfig | None = tuned("tanh_normal_backward", device_name, directory, n=n)
-    return BlockConfig(TANH_NORMAL_BLOCK, 4) if found is None else found
+    return BlockConfig(TANH_NORMAL_BLOCK, 4)
 
 
-@_remembered
+@_choice("loss_rows")
 def loss_rows(n: int, device_name: str | None = None, directory: Path | None = None) -> BlockConfig:
     """Launch configuration of a kernel of a loss over ``n`` rows. The rule: one program while it can."""
-    found: BlockConfig | None = tuned("loss_rows", device_name, directory, n=n)
-    if found is not None:
-        return found
     block = min(max(ceil_power(n), 32), LOSS_BLOCK)
     return BlockConfig(block, min(max(block // 64, 1), 16))
 
 
-@_remembered
+@_choice("atom_rows")
 def atom_rows(n: int, atoms: int, device_name: str | None = None, directory: Path | None = None) -> BlockConfig:
     """Launch configuration of ``n`` rows of atoms. The rule: up to 1024 numbers and 32 rows, no more than there are."""
-    found: BlockConfig | None = tuned("atom_rows", device_name, directory, n=n, atoms=atoms)
-    if found is not None:
-        return found
     width = ceil_power(atoms)
     block = max(min(MATRIX_TILE // width, 32, ceil_power(n)), 1)
     return BlockConfig(block, min(max(block * width // 256, 1), 8))
@@ -363,26 +552,20 @@ def moments_tile(n: int, elements: int) -> TileConfig:
     return TileConfig(rows, columns, min(max(rows * columns // 256, 1), 8))
 
 
-@_remembered
+@_choice("norm_rows")
 def norm_rows(n: int, width: int, device_name: str | None = None, directory: Path | None = None) -> BlockConfig:
     """Launch configuration of layer norm or RMS norm of ``n`` rows of a net. The rule: up to 1024 numbers at a time."""
-    found: BlockConfig | None = tuned("norm_rows", device_name, directory, n=n, width=width)
-    if found is not None:
-        return found
     row = ceil_power(width)
     block = min(max(MATRIX_TILE // row, 1), ceil_power(n))
     return BlockConfig(block, min(max(block * row // 256, 1), 8))
 
 
-@_remembered
+@_choice("norm_columns")
 def norm_columns(n: int, width: int, device_name: str | None = None, directory: Path | None = None) -> TileConfig:
     """Launch configuration of batch norm of ``n`` rows of a net.
 
     The rule: columns of a whole line of the cache in float32, and up to 1024 numbers at a time.
     """
-    found: TileConfig | None = tuned("norm_columns", device_name, directory, n=n, width=width)
-    if found is not None:
-        return found
     columns = min(32, ceil_power(width))
     rows = min(MATRIX_TILE // columns, ceil_power(max(n, 1)))
     return TileConfig(rows, columns, min(max(rows * columns // 256, 1), 4))

@@ -13,8 +13,8 @@ import torch
 
 from gpubuf.data.storage.layout import Key
 from gpubuf.kernels import config
-from gpubuf.kernels._spaces import SPACES, FanOut
 from gpubuf.kernels._tuned import invalid
+from gpubuf.kernels.config import SPACES, FanOut
 from gpubuf.kernels.trajectories._launch import run_bounds
 
 #: A key of a row, its dtype, and its shape in one row.

@@ -18,8 +18,8 @@ import torch
 import gpubuf
 from gpubuf import serialization
 from gpubuf.kernels import _tuned, config
-from gpubuf.kernels._spaces import SPACES
 from gpubuf.kernels._tuned import FORMAT, Point, read, slug, stamp
+from gpubuf.kernels.config import SPACES
 from gpubuf.terminal import ITEMS, can_show, progress_bar
 from gpubuf.tuning.operations import Shapes
 from gpubuf.tuning.search import Result

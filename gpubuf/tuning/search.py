@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gpubuf.kernels import config
-from gpubuf.kernels._spaces import SPACES, FanOut
+from gpubuf.kernels.config import SPACES, FanOut
 from gpubuf.tuning.operations import SHARES, Job, candidates, rule
 from gpubuf.tuning.timing import Timer, Timing, UnusableError
 from gpubuf.tuning.workloads import Bench, Workload

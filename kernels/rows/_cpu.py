@@ -136,8 +136,8 @@ def _gather_to(
         return generation
     generation = torch.empty_like(index)
     before = (table.data_ptr(), len(targets), ring.data_ptr(), index.data_ptr())
-    behind = (capacity, targets.buffer_info()[0], generation.data_ptr())
-    for result in call_in_parts(gather_rows, before, n, behind):
+    after = (capacity, targets.buffer_info()[0], generation.data_ptr())
+    for result in call_in_parts(gather_rows, before, n, after):
         if result != DONE:
             raise _out_of_range(index, result, capacity)
     return generation
@@ -173,8 +173,8 @@ def _sample_to(
         _compute(table, ring, rng, index, n, capacity, targets, generation, how)
         return index, generation
     before = (table.data_ptr(), len(targets), ring.data_ptr(), rng.data_ptr())
-    behind = (n, capacity, targets.buffer_info()[0], index.data_ptr(), generation.data_ptr())
-    results = call_in_parts(sample_rows, before, n, behind)
+    after = (n, capacity, targets.buffer_info()[0], index.data_ptr(), generation.data_ptr())
+    results = call_in_parts(sample_rows, before, n, after)
     if EMPTY in results:
         raise RuntimeError("can't sample from an empty storage")
     if len(results) > 1:
@@ -201,12 +201,12 @@ def _compute(
     ends, links, noise, *numbers = how
     shared = (_address(ends), _address(links), _address(noise))
     before = (fields.data_ptr(), len(targets), ring.data_ptr(), *shared, _address(rng), index.data_ptr())
-    behind = (n, capacity, *numbers, targets.buffer_info()[0], generation.data_ptr())
-    results: Sequence[int] = call_in_parts(read_rows, (*_engines, *before), n, behind)
+    after = (n, capacity, *numbers, targets.buffer_info()[0], generation.data_ptr())
+    results: Sequence[int] = call_in_parts(read_rows, (*_engines, *before), n, after)
     while results[0] in (NEEDS_NARROW, NEEDS_WIDE):
         wide = results[0] == NEEDS_WIDE
         _engines[wide] = address_of(compute_wide if wide else compute_narrow)
-        results = call_in_parts(read_rows, (*_engines, *before), n, behind)
+        results = call_in_parts(read_rows, (*_engines, *before), n, after)
     for result in results:
         if result != DONE:
             raise _refused_batch(fields, index if rng is None else None, result, n, capacity)

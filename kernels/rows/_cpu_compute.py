@@ -130,15 +130,15 @@ def _shifted(source, field, size, dy, dx, target):  # type: ignore[no-untyped-de
     """Copy images of elements of ``size`` bytes, each pixel from ``(y + dy, x + dx)``."""
     height, width = field[HEIGHT], field[WIDTH]
     first = min(max(-dx, 0), width)
-    behind = max(min(width - dx, width), first)
+    end = max(min(width - dx, width), first)
     line = width * size
     for y in range(field[ELEMENTS] // width):
         top = y - y % height
         origin = source + (top + min(max(y - top + dy, 0), height - 1)) * line
         for x in range(first):
             copy_row(target + x * size, origin + min(max(x + dx, 0), width - 1) * size, size)
-        copy_row(target + first * size, origin + (first + dx) * size, (behind - first) * size)
-        for x in range(behind, width):
+        copy_row(target + first * size, origin + (first + dx) * size, (end - first) * size)
+        for x in range(end, width):
             copy_row(target + x * size, origin + min(max(x + dx, 0), width - 1) * size, size)
         target += line
 
@@ -151,7 +151,7 @@ def _address(field, row):  # type: ignore[no-untyped-def]
 @jit(forceinline=True)
 def _prefetch(address, row_bytes):  # type: ignore[no-untyped-def]
     """Ask for a row, up to a page of it. To compute takes so many instructions that the processor looks less far ahead
-    than in a copy, and the hardware begins too late with what is behind the first lines."""
+    than in a copy, and the hardware begins too late with what follows the first lines."""
     prefetch_l2(address)
     for i in range(64, min(row_bytes, 4096), 64):
         prefetch_l2(address + i)

@@ -72,7 +72,7 @@ def _half_to_float(builder: Any, half: Any) -> Any:
     """IEEE binary16 to binary32 in integer arithmetic, which runs on every processor.
 
     Exponent and mantissa move to their place in a float32. A product with 2**-112 corrects the exponent, infinity and
-    NaN included; subnormals are what lies above one half after their mantissa was put behind it.
+    NaN included; subnormals are what lies above one half after their mantissa was put after it.
     """
     i32, f32 = _like(half, _I32), _like(half, _F32)
     word = builder.shl(builder.zext(half, i32), _bits(half, 16))
@@ -80,8 +80,8 @@ def _half_to_float(builder: Any, half: Any) -> Any:
     magnitude = builder.add(word, word)
     raised = builder.add(builder.lshr(magnitude, _bits(half, 4)), _bits(half, 0xE0 << 23))
     normal = builder.fmul(builder.bitcast(raised, f32), _number(builder, half, (127 - 112) << 23))
-    behind_half = builder.or_(builder.lshr(magnitude, _bits(half, 17)), _bits(half, 126 << 23))
-    subnormal = builder.fsub(builder.bitcast(behind_half, f32), _number(builder, half, 126 << 23))
+    after_half = builder.or_(builder.lshr(magnitude, _bits(half, 17)), _bits(half, 126 << 23))
+    subnormal = builder.fsub(builder.bitcast(after_half, f32), _number(builder, half, 126 << 23))
     is_subnormal = builder.icmp_unsigned("<", magnitude, _bits(half, 1 << 27))
     chosen = builder.select(is_subnormal, builder.bitcast(subnormal, i32), builder.bitcast(normal, i32))
     return builder.bitcast(builder.or_(sign, chosen), f32)
@@ -377,7 +377,7 @@ def encode(numbers, n, code, address):  # type: ignore[no-untyped-def]
             _write_8(address, i, numbers[i] != 0)
     else:
         least, greatest = _bounds(code)
-        # The greatest one is not a float where it has 31 or 63 bits, the one behind it is.
+        # The greatest one is not a float where it has 31 or 63 bits, the next one is.
         bottom, top = float(least), -float(least) if least < 0 else 256.0
         for i in range(n):
             number = _rounded(numbers[i])

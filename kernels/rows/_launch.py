@@ -140,26 +140,7 @@ def gather(
     if how is not None:
         _compute(table, ring, None, index, arena, generation, n, capacity, how)
         return arena, generation
-    check_row_bytes(arena_bytes, n)
-    tile, num_warps = copy_tile(arena_bytes, table.device)
-    n_keys, row_programs = table.shape[0], cdiv(n, tile)
-    launch(
-        rows_gather_kernel,
-        row_programs + copying_programs(n_keys, n, arena_bytes, tile),
-        table,
-        ring,
-        index,
-        arena,
-        generation,
-        n_keys,
-        n,
-        capacity,
-        row_programs,
-        KEYS=padded_keys(n_keys),
-        TILE=tile,
-        ALIGNMENT=ALIGNMENT,
-        num_warps=num_warps,
-    )
+    _copy(rows_gather_kernel, (table, ring, index, arena, generation), arena_bytes, n, capacity)
     return arena, generation
 
 
@@ -185,18 +166,20 @@ def sample(
     if how is not None:
         _compute(table, ring, rng, index, arena, generation, n, capacity, how)
         return arena, index, generation
+    _copy(rows_sample_kernel, (table, ring, rng, arena, index, generation), arena_bytes, n, capacity)
+    return arena, index, generation
+
+
+def _copy(kernel: Any, tensors: tuple[Tensor, ...], arena_bytes: int, n: int, capacity: int) -> None:
+    """Launch a kernel that copies a batch: all tensors that it takes, the table first."""
+    table = tensors[0]
     check_row_bytes(arena_bytes, n)
     tile, num_warps = copy_tile(arena_bytes, table.device)
     n_keys, row_programs = table.shape[0], cdiv(n, tile)
     launch(
-        rows_sample_kernel,
+        kernel,
         row_programs + copying_programs(n_keys, n, arena_bytes, tile),
-        table,
-        ring,
-        rng,
-        arena,
-        index,
-        generation,
+        *tensors,
         n_keys,
         n,
         capacity,
@@ -206,7 +189,6 @@ def sample(
         ALIGNMENT=ALIGNMENT,
         num_warps=num_warps,
     )
-    return arena, index, generation
 
 
 def _compute(
@@ -282,6 +264,13 @@ class Part(NamedTuple):
         """Programs of a launch that writes ``n`` rows: at least one, for the counters move even without keys."""
         return max(row_programs + copying_programs(len(self.sources), n, self.n_bytes, self.tile), 1)
 
+    def launch(self, kernel: Any, programs: int, *others: Any, **constexprs: Any) -> None:
+        """Launch a kernel that copies or encodes tiles of these keys. ``others`` come after their arguments."""
+        n_keys = len(self.sources)
+        keys = (self.table, self.addresses, self.strides, n_keys)
+        constexprs |= {"KEYS": padded_keys(n_keys), "TILE": self.tile, "ALIGNMENT": ALIGNMENT}
+        launch(kernel, programs, *keys, *others, num_warps=self.num_warps, **constexprs)
+
 
 def parts_of(table: Tensor, sources: Sequence[Tensor], n: int) -> list[Part]:
     """Cut a write of ``n`` rows into launches, at least one."""
@@ -322,30 +311,13 @@ def extend(
     if n == 0:
         check_source_count(sources, n_keys)
         return index
-    parts, skipped = parts_of(table, sources, n), max(n - capacity, 0)
+    parts, skipped, plain = parts_of(table, sources, n), max(n - capacity, 0), table.shape[1] == ENTRY
     for part in parts:
         # The index is written by the first launch. The counters move in the last one.
         row_programs = cdiv(n, part.tile) if part is parts[0] else 0
-        launch(
-            rows_extend_kernel,
-            part.programs(n, row_programs),
-            part.table,
-            part.addresses,
-            part.strides,
-            ring,
-            index,
-            len(part.sources),
-            n,
-            skipped,
-            capacity,
-            n if part is parts[-1] and links is None else 0,
-            row_programs,
-            PLAIN=table.shape[1] == ENTRY,
-            KEYS=padded_keys(len(part.sources)),
-            TILE=part.tile,
-            ALIGNMENT=ALIGNMENT,
-            num_warps=part.num_warps,
-        )
+        advance = n if part is parts[-1] and links is None else 0
+        sizes = (n, skipped, capacity, advance, row_programs)
+        part.launch(rows_extend_kernel, part.programs(n, row_programs), ring, index, *sizes, PLAIN=plain)
     if links is not None and owners is not None:
         _share(parts, ring, links, owners, index, None, n, skipped, capacity, envs)
     return index
@@ -389,29 +361,12 @@ def write(
         check_source_count(sources, n_keys)
         return
     parts = parts_of(table, sources, n)
-    winner = winners(index, capacity, ring, generation)
+    winner, plain = winners(index, capacity, ring, generation), table.shape[1] == ENTRY
     for part in parts:
         # Faults are counted by the first launch alone.
         row_programs = cdiv(n, part.tile) if part is parts[0] else 0
-        launch(
-            rows_write_kernel,
-            part.programs(n, row_programs),
-            part.table,
-            part.addresses,
-            part.strides,
-            ring,
-            index,
-            winner,
-            len(part.sources),
-            n,
-            capacity,
-            row_programs,
-            PLAIN=table.shape[1] == ENTRY,
-            KEYS=padded_keys(len(part.sources)),
-            TILE=part.tile,
-            ALIGNMENT=ALIGNMENT,
-            num_warps=part.num_warps,
-        )
+        sizes = (n, capacity, row_programs)
+        part.launch(rows_write_kernel, part.programs(n, row_programs), ring, index, winner, *sizes, PLAIN=plain)
 
 
 def relink(
@@ -452,7 +407,7 @@ def _share(
     candidates = n if again else n - skipped + envs
     differs = torch.empty(candidates, dtype=torch.int32, device=index.device)
     free = torch.empty_like(differs)
-    given = ring if winner is None else winner
+    given, sizes = ring if winner is None else winner, (n, skipped, capacity, envs)
     for part in parts:
         columns = min(COMPARED_COLUMNS, part.tile)
         launch(
@@ -461,15 +416,12 @@ def _share(
             part.table,
             part.addresses,
             part.strides,
+            len(part.sources),
             ring,
             index,
             given,
             differs,
-            len(part.sources),
-            n,
-            skipped,
-            capacity,
-            envs,
+            *sizes,
             0 if part is parts[0] else 1,
             RELINK=again,
             KEYS=padded_keys(len(part.sources)),
@@ -478,45 +430,10 @@ def _share(
             num_warps=part.num_warps,
         )
     tile, num_warps = assign_tile(sum(part.n_bytes for part in parts), index.device)
-    launch(
-        rows_assign_kernel,
-        1,
-        ring,
-        links,
-        owners,
-        index,
-        given,
-        differs,
-        free,
-        n,
-        skipped,
-        capacity,
-        envs,
-        owners.numel() - 1,
-        RELINK=again,
-        BLOCK=tile,
-        num_warps=num_warps,
-    )
+    tensors = (ring, links, owners, index, given, differs, free)
+    slots = owners.numel() - 1
+    launch(rows_assign_kernel, 1, *tensors, *sizes, slots, RELINK=again, BLOCK=tile, num_warps=num_warps)
     for part in parts:
-        launch(
-            rows_aside_kernel,
-            part.programs(n),
-            part.table,
-            part.addresses,
-            part.strides,
-            ring,
-            links,
-            index,
-            given,
-            len(part.sources),
-            n,
-            skipped,
-            capacity,
-            envs,
-            n if part is parts[-1] else 0,
-            RELINK=again,
-            KEYS=padded_keys(len(part.sources)),
-            TILE=part.tile,
-            ALIGNMENT=ALIGNMENT,
-            num_warps=part.num_warps,
-        )
+        advance = n if part is parts[-1] else 0
+        tensors = (ring, links, index, given)
+        part.launch(rows_aside_kernel, part.programs(n), *tensors, *sizes, advance, RELINK=again)

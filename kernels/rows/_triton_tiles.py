@@ -209,12 +209,9 @@ def count_faults(ring_ptr, fault):
 
 
 @triton.jit
-def advance_ring(ring_ptr, ticket, n, capacity):
+def advance_ring(ring_ptr, ticket, written, size, n, capacity):
     """Count ``n`` rows as written, once per launch, in the program that took the last ticket of the ring."""
     last = is_last(ring_ptr + RING_TICKET, ticket)
     lane = tl.arange(0, 128).to(tl.int64) * 0
-    # Loaded again: the counters of before would occupy registers until here.
-    written = tl.load(ring_ptr + WRITTEN + lane, mask=last, other=0)
-    size = tl.load(ring_ptr + SIZE + lane, mask=last, other=0)
-    tl.store(ring_ptr + WRITTEN + lane, written + n, mask=last)
-    tl.store(ring_ptr + SIZE + lane, tl.minimum(size + n, capacity), mask=last)
+    tl.store(ring_ptr + WRITTEN + lane, lane + (written + n), mask=last)
+    tl.store(ring_ptr + SIZE + lane, lane + tl.minimum(size + n, capacity), mask=last)

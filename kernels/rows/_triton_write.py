@@ -51,6 +51,7 @@ from gpubuf.kernels.rows._triton_tiles import (
     ROW_BYTES,
     ROW_STRIDE,
     SIZE,
+    SPLIT,
     WRITTEN,
     advance_ring,
     copy_elements,
@@ -60,6 +61,7 @@ from gpubuf.kernels.rows._triton_tiles import (
     load_tiles,
     normalise,
     quotient,
+    row_address,
     rows_and_columns,
     select,
     unit_shift,
@@ -104,16 +106,31 @@ def load_write_tiles(
 
 
 @triton.jit
-def load_write_tile(entry_ptr, number, source, source_stride, PLAIN: tl.constexpr, TILE: tl.constexpr):
-    """(whether to copy, shift, words, first row, first word, passes) of a tile of a key.
+def find_write_tile(keys, found, tile, skipped, PLAIN: tl.constexpr, TILE: tl.constexpr, ALIGNMENT: tl.constexpr):
+    """What a tile copies or encodes: ``keys`` are (table_ptr, source_addresses, source_strides), ``found`` the tiles.
 
-    A worse aligned source is copied in narrower elements, in more than one pass.
+    Returns:
+        (entry_ptr, column, address, source_stride): the key, its column as :func:`row_address` takes it, where the
+        source is from row ``skipped`` on, or 0, and the bytes between rows.
+        (as_stored, shift, words, first_row, first_word, passes): whether to copy, and the elements. A worse aligned
+        source is copied in narrower elements, in more than one pass.
     """
+    table_ptr, source_addresses, source_strides = keys
+    tiles, lanes = found
+    key, number, _offset = find_tile(tiles, tiles, lanes, tile, ALIGNMENT)
+    entry_ptr = table_ptr + key * (ENTRY if PLAIN else FIELD)
+    source_stride = decoded(select(key, source_strides))
+    address = decoded(select(key, source_addresses))
+    # An empty source has none of the rows that are skipped.
+    source = tl.where(address != 0, address + skipped * source_stride, 0)
     row_bytes = tl.load(entry_ptr + ROW_BYTES)
+    device_rows = tl.load(entry_ptr + DEVICE_ROWS)
+    host_rows = tl.load(entry_ptr + HOST_ROWS)
+    stride = tl.load(entry_ptr + ROW_STRIDE)
+    column = (device_rows, tl.load(entry_ptr + SPLIT), host_rows, stride)
     if PLAIN:
         as_stored = row_bytes > 0
-        aligned = tl.load(entry_ptr + DEVICE_ROWS) | tl.load(entry_ptr + HOST_ROWS) | tl.load(entry_ptr + ROW_STRIDE)
-        aligned |= row_bytes
+        aligned = device_rows | host_rows | stride | row_bytes
         widest = unit_shift(aligned)
         units = row_bytes >> widest
     else:
@@ -127,7 +144,9 @@ def load_write_tile(entry_ptr, number, source, source_stride, PLAIN: tl.constexp
     narrower = widest - shift
     if not PLAIN:
         narrower = tl.where(as_stored, narrower, 0)
-    return as_stored, shift, (units << narrower).to(tl.int32), row, (unit << narrower).to(tl.int32), 1 << narrower
+    words = (units << narrower).to(tl.int32)
+    elements = (as_stored, shift, words, row, (unit << narrower).to(tl.int32), 1 << narrower)
+    return (entry_ptr, column, source, source_stride), elements
 
 
 @triton.jit
@@ -164,9 +183,9 @@ def rows_extend_kernel(
     table_ptr,  # int64 [n_keys, 5 or 32], see table_entry and Field of gpubuf.kernels.rows
     source_addresses,  # tuple of at least n_keys integers: 2 * address + 3; address 0: no source
     source_strides,  # as many integers: 2 * (bytes from row to row) + 3
+    n_keys,
     ring_ptr,  # int64 [4]: (written, size, ticket, faults); written and size are advanced
     index_ptr,  # int64 [n], output
-    n_keys,
     n,
     skipped,
     capacity,
@@ -190,6 +209,7 @@ def rows_extend_kernel(
     skipped = skipped.to(tl.int64)
     capacity = capacity.to(tl.int64)
     written = tl.load(ring_ptr + WRITTEN)
+    size = tl.load(ring_ptr + SIZE)
     ticket = take_ticket(ring_ptr + RING_TICKET)
     if program < row_programs:
         lane = tl.arange(0, TILE)
@@ -205,28 +225,24 @@ def rows_extend_kernel(
         kept = n - skipped
         start = written + skipped
         cursor = start - quotient(start, capacity) * capacity
-        tiles, lanes = load_write_tiles(table_ptr, n_keys, kept, PLAIN, False, KEYS, TILE)
-        for tile in range(program - row_programs, tl.sum(tiles, 0), tl.num_programs(0) - row_programs):
-            key, number, _ = find_tile(tiles, tiles, lanes, tile, ALIGNMENT)
-            entry_ptr = table_ptr + key * (ENTRY if PLAIN else FIELD)
-            source_stride = decoded(select(key, source_strides))
-            address = decoded(select(key, source_addresses))
-            source = address + skipped * source_stride
-            as_stored, shift, words, first_row, first_word, passes = load_write_tile(
-                entry_ptr, number, source, source_stride, PLAIN, TILE
-            )
+        keys = (table_ptr, source_addresses, source_strides)
+        found = load_write_tiles(table_ptr, n_keys, kept, PLAIN, False, KEYS, TILE)
+        for tile in range(program - row_programs, tl.sum(found[0], 0), tl.num_programs(0) - row_programs):
+            key, elements = find_write_tile(keys, found, tile, skipped, PLAIN, TILE, ALIGNMENT)
+            entry_ptr, (device_rows, split, host_rows, stride), source, source_stride = key
+            as_stored, shift, words, first_row, first_word, passes = elements
             for part in range(0, passes):
                 element = part * TILE + tl.arange(0, TILE)
                 row, column = rows_and_columns(element, first_word, words, passes * TILE)
                 row = first_row + row
                 position = cursor + row
                 position = tl.where(position < capacity, position, position - capacity)
-                chosen = (row < kept) & (address != 0)
+                chosen = (row < kept) & (source != 0)
                 put_elements(
                     entry_ptr,
                     ring_ptr,
                     source + row * source_stride,
-                    column_address(entry_ptr, position),
+                    row_address(position, device_rows, split, host_rows, stride),
                     column,
                     as_stored,
                     shift,
@@ -234,7 +250,7 @@ def rows_extend_kernel(
                     chosen,
                     PLAIN,
                 )
-    advance_ring(ring_ptr, ticket, advance, capacity)
+    advance_ring(ring_ptr, ticket, written, size, advance, capacity)
 
 
 @triton.jit(
@@ -245,10 +261,10 @@ def rows_write_kernel(
     table_ptr,  # int64 [n_keys, 5 or 32], see table_entry and Field of gpubuf.kernels.rows
     source_addresses,  # tuple of at least n_keys integers: 2 * address + 3; address 0: no source
     source_strides,  # as many integers: 2 * (bytes from row to row) + 3
+    n_keys,
     ring_ptr,  # int64 [4]: (written, size, ticket, faults)
     index_ptr,  # int64 [n]
     winner_ptr,  # bool [n]: false where a later entry names the same row
-    n_keys,
     n,
     capacity,
     row_programs,
@@ -269,15 +285,12 @@ def rows_write_kernel(
         _, valid = normalise(tl.load(index_ptr + row, mask=row < n, other=0), capacity)
         count_faults(ring_ptr, (row < n) & ~valid)
     else:
-        tiles, lanes = load_write_tiles(table_ptr, n_keys, n, PLAIN, False, KEYS, TILE)
-        for tile in range(program - row_programs, tl.sum(tiles, 0), tl.num_programs(0) - row_programs):
-            key, number, _ = find_tile(tiles, tiles, lanes, tile, ALIGNMENT)
-            entry_ptr = table_ptr + key * (ENTRY if PLAIN else FIELD)
-            source = decoded(select(key, source_addresses))
-            source_stride = decoded(select(key, source_strides))
-            as_stored, shift, words, first_row, first_word, passes = load_write_tile(
-                entry_ptr, number, source, source_stride, PLAIN, TILE
-            )
+        keys = (table_ptr, source_addresses, source_strides)
+        found = load_write_tiles(table_ptr, n_keys, n, PLAIN, False, KEYS, TILE)
+        for tile in range(program - row_programs, tl.sum(found[0], 0), tl.num_programs(0) - row_programs):
+            key, elements = find_write_tile(keys, found, tile, 0, PLAIN, TILE, ALIGNMENT)
+            entry_ptr, (device_rows, split, host_rows, stride), source, source_stride = key
+            as_stored, shift, words, first_row, first_word, passes = elements
             for part in range(0, passes):
                 element = part * TILE + tl.arange(0, TILE)
                 row, column = rows_and_columns(element, first_word, words, passes * TILE)
@@ -290,7 +303,7 @@ def rows_write_kernel(
                     entry_ptr,
                     ring_ptr,
                     source + row * source_stride,
-                    column_address(entry_ptr, position),
+                    row_address(position, device_rows, split, host_rows, stride),
                     column,
                     as_stored,
                     shift,
@@ -351,11 +364,11 @@ def rows_compare_kernel(
     fields_ptr,  # int64 [n_keys, 32], see gpubuf.kernels.rows.Field
     source_addresses,  # tuple of at least n_keys integers: 2 * address + 3; address 0: no source
     source_strides,  # as many integers: 2 * (bytes from row to row) + 3
+    n_keys,
     ring_ptr,  # int64 [4]: (written, size, ticket, faults), as before the write
     index_ptr,  # int64 [n], RELINK
     winner_ptr,  # bool [n]: false where a later entry names the same row, RELINK
     differs_ptr,  # int32 [candidates], output
-    n_keys,
     n,
     skipped,
     capacity,
@@ -525,11 +538,11 @@ def rows_aside_kernel(
     fields_ptr,  # int64 [n_keys, 32], see gpubuf.kernels.rows.Field
     source_addresses,  # tuple of at least n_keys integers: 2 * address + 3; address 0: no source
     source_strides,  # as many integers: 2 * (bytes from row to row) + 3
+    n_keys,
     ring_ptr,  # int64 [4]: (written, size, ticket, faults), advanced but for RELINK
     links_ptr,  # int32 [capacity]
     index_ptr,  # int64 [n], RELINK
     winner_ptr,  # bool [n]: false where a later entry names the same row, RELINK
-    n_keys,
     n,
     skipped,
     capacity,
@@ -554,20 +567,17 @@ def rows_aside_kernel(
     size = tl.load(ring_ptr + SIZE)
     if not RELINK:
         ticket = take_ticket(ring_ptr + RING_TICKET)
-    tiles, lanes = load_write_tiles(fields_ptr, n_keys, kept, False, True, KEYS, TILE)
+    keys = (fields_ptr, source_addresses, source_strides)
+    found = load_write_tiles(fields_ptr, n_keys, kept, False, True, KEYS, TILE)
     if not RELINK:
         start = written + skipped
         begin = start - quotient(start, capacity) * capacity
         # This step is there as long as the write leaves it, and then nothing was skipped.
         has_before = (size >= envs) & (n < capacity)
-        for tile in range(program, tl.sum(tiles, 0), tl.num_programs(0)):
-            key, number, _offset = find_tile(tiles, tiles, lanes, tile, ALIGNMENT)
-            entry_ptr = fields_ptr + key * FIELD
-            source_stride = decoded(select(key, source_strides))
-            address = decoded(select(key, source_addresses))
-            as_stored, unit, words, first_row, first_word, passes = load_write_tile(
-                entry_ptr, number, address, source_stride, False, TILE
-            )
+        for tile in range(program, tl.sum(found[0], 0), tl.num_programs(0)):
+            key, elements = find_write_tile(keys, found, tile, 0, False, TILE, ALIGNMENT)
+            entry_ptr, _column, _address, _stride = key
+            as_stored, unit, words, first_row, first_word, passes = elements
             shift = tl.where(as_stored, unit, item_shift(tl.load(entry_ptr + STORED)).to(tl.int32))
             for part in range(0, passes):
                 element = part * TILE + tl.arange(0, TILE)
@@ -586,14 +596,10 @@ def rows_aside_kernel(
                 else:
                     store_bits(target, load_bits(waiting, shift, unit, link > 0), shift, unit, link > 0)
         # No barrier: below each lane writes the pending elements that it has just read itself.
-    for tile in range(program, tl.sum(tiles, 0), tl.num_programs(0)):
-        key, number, _offset = find_tile(tiles, tiles, lanes, tile, ALIGNMENT)
-        entry_ptr = fields_ptr + key * FIELD
-        source_stride = decoded(select(key, source_strides))
-        address = decoded(select(key, source_addresses))
-        as_stored, shift, words, first_row, first_word, passes = load_write_tile(
-            entry_ptr, number, address, source_stride, False, TILE
-        )
+    for tile in range(program, tl.sum(found[0], 0), tl.num_programs(0)):
+        key, elements = find_write_tile(keys, found, tile, 0, False, TILE, ALIGNMENT)
+        entry_ptr, _column, address, source_stride = key
+        as_stored, shift, words, first_row, first_word, passes = elements
         for part in range(0, passes):
             element = part * TILE + tl.arange(0, TILE)
             row, column = rows_and_columns(element, first_word, words, passes * TILE)
@@ -629,4 +635,4 @@ def rows_aside_kernel(
                 False,
             )
     if not RELINK:
-        advance_ring(ring_ptr, ticket, advance, capacity)
+        advance_ring(ring_ptr, ticket, written, size, advance, capacity)

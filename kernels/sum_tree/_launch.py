@@ -12,7 +12,7 @@ from torch import Tensor
 from gpubuf.kernels import config
 from gpubuf.kernels._check import check_devices, device_name
 from gpubuf.kernels._launching import all_registers, cdiv, launch
-from gpubuf.kernels._spaces import UpdateConfig
+from gpubuf.kernels.config import UpdateConfig
 from gpubuf.kernels.philox import check_request
 from gpubuf.kernels.sum_tree import _triton_update as kernels
 from gpubuf.kernels.sum_tree._check import (

@@ -14,7 +14,7 @@ from torch import Tensor
 from gpubuf.kernels import config
 from gpubuf.kernels._check import check_devices, device_name
 from gpubuf.kernels._launching import cdiv, launch
-from gpubuf.kernels._spaces import IndexConfig
+from gpubuf.kernels.config import IndexConfig
 from gpubuf.kernels.trajectories import _triton as readers
 from gpubuf.kernels.trajectories import _triton_update as writers
 from gpubuf.kernels.trajectories import bit_levels, eligible_words, level_sizes, new_slices, touched_rows

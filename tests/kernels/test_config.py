@@ -7,7 +7,7 @@ import functools
 import pytest
 
 from gpubuf.kernels import _tuned, config
-from gpubuf.kernels._spaces import BlockConfig, DrawConfig, IndexConfig, RowsConfig, SliceConfig, UpdateConfig
+from gpubuf.kernels.config import BlockConfig, DrawConfig, IndexConfig, RowsConfig, SliceConfig, UpdateConfig
 from tests.support.tuned_files import DEVICE, draw, point, write_file
 
 

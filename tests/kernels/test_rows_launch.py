@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gpubuf.kernels import config, philox, rows
-from gpubuf.kernels._spaces import RowsConfig
+from gpubuf.kernels.config import RowsConfig
 from gpubuf.kernels.rows import _launch
 from gpubuf.kernels.rows._launch import copying_programs, encode_arguments, padded_keys
 from tests.support.fake_cuda import DataDependentOutputException, fake_cuda

@@ -11,7 +11,7 @@ from gpubuf.data.samplers.base import RandomState
 from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.kernels import config, rows, sum_tree
 from gpubuf.kernels._registry import triton_on_cpu
-from gpubuf.kernels._spaces import UpdateConfig
+from gpubuf.kernels.config import UpdateConfig
 from gpubuf.kernels.sum_tree.reference import WeightList
 from tests.support.sum_tree_checks import assert_consistent
 

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from gpubuf.kernels import config, sum_tree
 from gpubuf.kernels._registry import triton_on_cpu
-from gpubuf.kernels._spaces import UpdateConfig
+from gpubuf.kernels.config import UpdateConfig
 
 GEOMETRIES = {
     "one program": UpdateConfig(True, 1024, 256, 16),

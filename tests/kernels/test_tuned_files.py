@@ -9,7 +9,7 @@ import logging
 import pytest
 
 from gpubuf.kernels import _tuned, config
-from gpubuf.kernels._spaces import SPACES, BlockConfig, DrawConfig, RowsConfig
+from gpubuf.kernels.config import SPACES, BlockConfig, DrawConfig, RowsConfig
 from tests.support.tuned_files import DEVICE, FILE, draw, point, write_file
 
 

@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from gpubuf.kernels import _registry, config
-from gpubuf.kernels._spaces import SPACES
+from gpubuf.kernels.config import SPACES
 from gpubuf.tuning._triton import empty_kernel
 from gpubuf.tuning.operations import Job, Shapes, candidates, jobs
 from gpubuf.tuning.timing import launched

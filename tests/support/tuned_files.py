@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gpubuf.kernels import _tuned, config
-from gpubuf.kernels._spaces import SPACES
+from gpubuf.kernels.config import SPACES
 
 DEVICE = "NVIDIA H100 80GB HBM3"
 FILE = "nvidia-h100-80gb-hbm3.json"

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from gpubuf.kernels import config
-from gpubuf.kernels._spaces import DrawConfig
+from gpubuf.kernels.config import DrawConfig
 from gpubuf.tuning.operations import Job, Shapes, jobs
 from gpubuf.tuning.search import Result, tune
 from gpubuf.tuning.timing import Timing, UnusableError

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from gpubuf.kernels import _tuned, config
-from gpubuf.kernels._spaces import SPACES, DrawConfig, FanOut
+from gpubuf.kernels.config import SPACES, DrawConfig, FanOut
 from gpubuf.kernels.trajectories._launch import run_bounds
 from gpubuf.tuning.operations import Shapes, candidates, jobs, rule
 from gpubuf.tuning.report import notes

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from gpubuf.kernels import _tuned, config
-from gpubuf.kernels._spaces import SPACES, BlockConfig, DrawConfig
+from gpubuf.kernels.config import SPACES, BlockConfig, DrawConfig
 from gpubuf.tuning.operations import Job
 from gpubuf.tuning.report import HEADING, caveat, notes, path_for, save, table
 from gpubuf.tuning.search import Result

@@ -10,7 +10,7 @@ import torch
 from gpubuf.cli import main
 from gpubuf.info import info
 from gpubuf.kernels import _tuned, config
-from gpubuf.kernels._spaces import SPACES, RowsConfig
+from gpubuf.kernels.config import SPACES, RowsConfig
 from gpubuf.tuning.timing import launched
 
 pytestmark = [

@@ -15,7 +15,7 @@ import triton
 from gpubuf.cli import main
 from gpubuf.kernels import _tuned, config
 from gpubuf.kernels._registry import triton_on_cpu
-from gpubuf.kernels._spaces import SPACES
+from gpubuf.kernels.config import SPACES
 from gpubuf.tuning import report, timing, workloads
 from gpubuf.tuning.operations import Job, Shapes, jobs, rule
 from gpubuf.tuning.report import table

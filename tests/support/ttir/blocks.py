@@ -14,7 +14,7 @@ stage; small blocks, with two environments a program."""
 def blocks(which: str) -> Iterator[None]:
     """Launch with one of :data:`BLOCKS`."""
     from gpubuf.kernels import config
-    from gpubuf.kernels._spaces import BlockConfig, DrawConfig, IndexConfig, RowsConfig, SliceConfig, UpdateConfig
+    from gpubuf.kernels.config import BlockConfig, DrawConfig, IndexConfig, RowsConfig, SliceConfig, UpdateConfig
     from gpubuf.kernels.sum_tree import _launch as sum_tree_launch
     from gpubuf.kernels.trajectories import _launch
 
