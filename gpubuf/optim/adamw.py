@@ -132,14 +132,6 @@ def _flat(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
     return [tensor for pair in pairs for tensor in pair]
 
 
-@dataclass(frozen=True)
-class UnitRows:
-    """The rows of a weight along ``dim`` have length ``norm`` after each step."""
-
-    dim: int
-    norm: float
-
-
 @dataclass
 class Place:
     """One entry of a bucket.
@@ -148,14 +140,14 @@ class Place:
         param: the parameter, or a tensor that is only the source of a target.
         group: its parameter group; None if it is only a source.
         target: follows it, or None.
-        rows: their length, or None.
+        rows: (the dimension along which a row lies, its length) of a weight whose rows have one, or None.
         moments: first and second moment; None if it is only a source.
     """
 
     param: Tensor
     group: int | None
     target: Tensor | None = None
-    rows: UnitRows | None = None
+    rows: tuple[int, float] | None = None
     moments: tuple[Tensor, Tensor] | None = None
 
 
@@ -195,7 +187,7 @@ class Bucket:
         self.device_index = self.optimised[0].get_device() if self.optimised else -1
         self.dtype = places[0].param.dtype
         entries = [
-            entry(p, place.moments, place.target, place.group or 0, *_unit(place))
+            entry(p, place.moments, place.target, place.group or 0, *(place.rows or (None, 1.0)))
             for p, place in zip(self.params, places, strict=True)
         ]
         self.unit_rows = any(place.rows is not None for place in places)
@@ -235,10 +227,6 @@ class Bucket:
         if chosen is None:
             return self.averages
         return [place.target is not None and (place.group is None or place.group in chosen) for place in self.places]
-
-
-def _unit(place: Place) -> tuple[int | None, float]:
-    return (None, 1.0) if place.rows is None else (place.rows.dim, place.rows.norm)
 
 
 def _as_parameter(grad: Tensor, param: Tensor) -> Tensor:
@@ -687,16 +675,16 @@ def _check_group(group: dict[str, Any]) -> None:
             raise ValueError(f"{name} must be at least {low} and below {high}, got {value}")
 
 
-def _unit_weights(given: nn.Module | Iterable[nn.Module | tuple[Any, ...]]) -> list[tuple[Tensor, UnitRows]]:
+def _unit_weights(given: nn.Module | Iterable[nn.Module | tuple[Any, ...]]) -> list[tuple[Tensor, tuple[int, float]]]:
     """The weights whose rows have a fixed length."""
-    found: list[tuple[Tensor, UnitRows]] = []
+    found: list[tuple[Tensor, tuple[int, float]]] = []
     for item in [given] if isinstance(given, nn.Module) else given:
         if isinstance(item, nn.Module):
             marked = [part for part in item.modules() if getattr(part, "unit_rows", False)]
-            found += [(part.weight, UnitRows(part.in_dim, part.row_norm)) for part in marked]  # type: ignore[arg-type,misc]
+            found += [(part.weight, (part.in_dim, part.row_norm)) for part in marked]  # type: ignore[misc]
         else:
             weight, dim, *norm = item
             if not -weight.ndim <= dim < weight.ndim:
                 raise ValueError(f"a weight of {weight.ndim} dimensions has no dimension {dim}")
-            found.append((weight, UnitRows(dim, norm[0] if norm else 1.0)))
+            found.append((weight, (dim, norm[0] if norm else 1.0)))
     return found
