@@ -229,7 +229,8 @@ def rows_extend_kernel(
         found = load_write_tiles(table_ptr, n_keys, kept, PLAIN, False, KEYS, TILE)
         for tile in range(program - row_programs, tl.sum(found[0], 0), tl.num_programs(0) - row_programs):
             key, elements = find_write_tile(keys, found, tile, skipped, PLAIN, TILE, ALIGNMENT)
-            entry_ptr, (device_rows, split, host_rows, stride), source, source_stride = key
+            entry_ptr, place, source, source_stride = key
+            device_rows, split, host_rows, stride = place
             as_stored, shift, words, first_row, first_word, passes = elements
             for part in range(0, passes):
                 element = part * TILE + tl.arange(0, TILE)
@@ -289,7 +290,8 @@ def rows_write_kernel(
         found = load_write_tiles(table_ptr, n_keys, n, PLAIN, False, KEYS, TILE)
         for tile in range(program - row_programs, tl.sum(found[0], 0), tl.num_programs(0) - row_programs):
             key, elements = find_write_tile(keys, found, tile, 0, PLAIN, TILE, ALIGNMENT)
-            entry_ptr, (device_rows, split, host_rows, stride), source, source_stride = key
+            entry_ptr, place, source, source_stride = key
+            device_rows, split, host_rows, stride = place
             as_stored, shift, words, first_row, first_word, passes = elements
             for part in range(0, passes):
                 element = part * TILE + tl.arange(0, TILE)
