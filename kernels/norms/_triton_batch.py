@@ -18,6 +18,19 @@ def load_columns(pointer, place, inside, REAL: tl.constexpr):
 
 
 @triton.jit
+def part_of(n_rows, width, n_blocks, n_parts, part_rows, BLOCK: tl.constexpr):
+    """(columns, which of them are in a row, number of the part among those of all nets, net, first row, end of rows).
+
+    Of the program, in a grid of (nets * n_parts * n_blocks,).
+    """
+    program = tl.program_id(0)
+    column = (program % n_blocks) * BLOCK + tl.arange(0, BLOCK)
+    place = (program // n_blocks).to(tl.int64)
+    begin = (place % n_parts) * part_rows
+    return column, column < width, place, place // n_parts, begin, tl.minimum(begin + part_rows, n_rows)
+
+
+@triton.jit
 def load_tile(pointer, first, row, last, width, in_row, REAL: tl.constexpr):
     """(rows up to ``last``, 0 elsewhere; which of them these are)."""
     inside = (row < last)[:, None] & in_row[None, :]
@@ -42,13 +55,8 @@ def batch_moments_kernel(
 
     Grid: (nets * n_parts * n_blocks,), n_blocks = cdiv(width, BLOCK), n_parts = cdiv(n_rows, part_rows).
     """
-    program = tl.program_id(0)
-    column = (program % n_blocks) * BLOCK + tl.arange(0, BLOCK)
-    in_row = column < width
-    place = (program // n_blocks).to(tl.int64)  # net * n_parts + part
-    begin = (place % n_parts) * part_rows
-    last = tl.minimum(begin + part_rows, n_rows)
-    first = (place // n_parts) * n_rows * width + column
+    column, in_row, place, net, begin, last = part_of(n_rows, width, n_blocks, n_parts, part_rows, BLOCK)
+    first = net * n_rows * width + column
     row = begin + tl.arange(0, BLOCK_ROWS)
     x, inside = load_tile(x_ptr, first, row, last, width, in_row, REAL)
     total = x
@@ -205,19 +213,13 @@ def batch_norm_activation_backward_kernel(
 
     Grid: (nets * n_parts * n_blocks,), n_blocks = cdiv(width, BLOCK), n_parts = cdiv(n_rows, part_rows).
     """
-    program = tl.program_id(0)
-    column = (program % n_blocks) * BLOCK + tl.arange(0, BLOCK)
-    in_row = column < width
-    place = (program // n_blocks).to(tl.int64)  # net * n_parts + part
-    net = place // n_parts
+    column, in_row, place, net, begin, last = part_of(n_rows, width, n_blocks, n_parts, part_rows, BLOCK)
     vector = net * width + column
     mean = load_columns(mean_ptr, vector, in_row, REAL)
     rstd = 1 / tl.sqrt(load_columns(var_ptr, vector, in_row, REAL) + EPS)
     weight = load_columns(weight_ptr, vector, in_row, REAL)
     bias = load_columns(bias_ptr, vector, in_row, REAL)
     first = net * n_rows * width + column
-    begin = (place % n_parts) * part_rows
-    last = tl.minimum(begin + part_rows, n_rows)
     row = begin + tl.arange(0, BLOCK_ROWS)
     by_weight = tl.zeros([BLOCK_ROWS, BLOCK], REAL)
     by_bias = tl.zeros([BLOCK_ROWS, BLOCK], REAL)
@@ -269,18 +271,13 @@ def apply_batch_norm_gradients_kernel(
 
     Grid: (nets * n_parts * n_blocks,), n_blocks = cdiv(width, BLOCK), n_parts = cdiv(n_rows, part_rows).
     """
-    program = tl.program_id(0)
-    column = (program % n_blocks) * BLOCK + tl.arange(0, BLOCK)
-    in_row = column < width
-    place = (program // n_blocks).to(tl.int64)  # net * n_parts + part
-    net = place // n_parts
+    column, in_row, _, net, begin, last = part_of(n_rows, width, n_blocks, n_parts, part_rows, BLOCK)
     each = tl.arange(0, BLOCK_PARTS)
     sums = (each < n_parts)[:, None] & in_row[None, :]
     offset = (net * n_parts + each)[:, None] * width + column[None, :]
     sum_weight = tl.sum(tl.load(by_weight_ptr + offset, mask=sums, other=0), 0)
     sum_bias = tl.sum(tl.load(by_bias_ptr + offset, mask=sums, other=0), 0)
     vector = net * width + column
-    begin = (place % n_parts) * part_rows
     tl.store(grad_weight_ptr + vector, sum_weight, mask=in_row & (begin == 0))
     tl.store(grad_bias_ptr + vector, sum_bias, mask=in_row & (begin == 0))
     mean = load_columns(mean_ptr, vector, in_row, REAL)
@@ -288,7 +285,7 @@ def apply_batch_norm_gradients_kernel(
     weight = load_columns(weight_ptr, vector, in_row, REAL)
     bias = load_columns(bias_ptr, vector, in_row, REAL)
     store_gradient(
-        grad_ptr, x_ptr, grad_x_ptr, net * n_rows * width + column, begin, tl.minimum(begin + part_rows, n_rows),
+        grad_ptr, x_ptr, grad_x_ptr, net * n_rows * width + column, begin, last,
         width, in_row, mean, rstd, weight, bias, sum_bias / n_rows, sum_weight / n_rows,
         REAL, ACTIVATION, BLOCK_ROWS,
     )  # fmt: skip

@@ -6,8 +6,8 @@ key = the 64-bit seed (low word, high word), counter = (low and high word of off
 uniform takes the first two output words ``(hi, lo)`` as ``((hi << 32 | lo) >> 11) * 2**-53``, a float64
 in [0, 1) with all its 53 bits random. A call of ``n`` variates moves the offset by ``n``.
 
-The ticket is scratch of the GPU kernels: the last program to finish advances the offset (see
-``advance_when_last`` in ``_triton.py``). It is zero between calls.
+The ticket is scratch of the GPU kernels: the program that takes the last one advances the
+offset (``take_ticket`` and ``advance_state`` in ``_triton.py``). It is zero between calls.
 
 Reference: Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011.
 """

@@ -61,19 +61,6 @@ def advance_state(rng_ptr, ticket, offset):
     tl.store(rng_ptr + OFFSET + lane, lane + offset, mask=last)
 
 
-@triton.jit
-def advance_when_last(rng_ptr, n):
-    """Move the random offset by ``n``, once per launch, in the program that gets here last.
-
-    Every program of a one-dimensional grid calls this once, after it has read the offset for the last time, and as
-    early as it can: the ticket waits for what the program has stored before.
-
-    rng_ptr: int64 [3] = (seed, offset, ticket); the ticket is zero again afterwards.
-    """
-    offset = tl.load(rng_ptr + OFFSET)
-    advance_state(rng_ptr, take_ticket(rng_ptr + TICKET), offset + n)
-
-
 @triton.jit(do_not_specialize=["n"])
 def philox_uniform_kernel(
     rng_ptr,  # int64 [3]: (seed, offset, ticket), advanced
