@@ -118,7 +118,7 @@ class World:
             yield "end bits", storage.end_bits.words.clone()
         yield "random", sampler.random_state(self.device).state.clone()
         if isinstance(sampler, PrioritizedSampler):
-            for name in ("leaves", "nodes", "hyper"):
+            for name in ("leaves", "nodes", "scalars"):
                 yield name, getattr(sampler.tree, name).clone()
             if sampler.tree.eligible is not None:
                 yield "eligible", sampler.tree.eligible.clone()
