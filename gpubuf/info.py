@@ -19,7 +19,7 @@ from tensordict import TensorDict
 import gpubuf
 from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.placement import readable
-from gpubuf.data.storage.tensor_storage import LazyTensorStorage
+from gpubuf.data.storage.storage import LazyTensorStorage
 from gpubuf.kernels import _tuned
 from gpubuf.kernels.config import SPACES
 from gpubuf.terminal import aligned

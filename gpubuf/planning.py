@@ -30,9 +30,9 @@ from gpubuf.data.storage.placement import (
     readable,
 )
 from gpubuf.data.storage.placement import parse_bytes as parse_bytes
-from gpubuf.data.storage.recipe import Recipe
+from gpubuf.data.storage.plan import Recipe
 from gpubuf.data.storage.schema import Codec, Options, sources
-from gpubuf.data.storage.sharing import entries_of, side_bytes, with_shared
+from gpubuf.data.storage.share_next import entries_of, side_bytes
 from gpubuf.data.writers import DERIVED_KEYS
 from gpubuf.kernels.rows import ENTRY, FIELD
 from gpubuf.terminal import aligned
@@ -213,7 +213,7 @@ def plan(
         check_count(capacity, "capacity")
     check_ends(ends)
     leaves = _leaves(spec)
-    options = with_shared(leaves, Options.of(dtypes, batch_dtypes, prefixes), share_next)
+    options = Options.of(dtypes, batch_dtypes, prefixes, share_next, next_capacity)
     row = _Row.of(leaves, options, next_capacity, Recipe.of(n_steps).n_steps > 1, ends == CONTINUITY)
     chosen = _sampler(sampler)
     free = host_memory.free()

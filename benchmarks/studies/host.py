@@ -95,7 +95,7 @@ def sac_calls() -> dict[str, Call]:
 
 def parts(buffer: Any) -> dict[str, Call]:
     """Parts of a uniform sample that are timed on their own; their names begin with a dot."""
-    from gpubuf.data.storage import tensor_storage
+    from gpubuf.data.storage import plan
     from gpubuf.kernels.rows import _launch
 
     storage, rng = buffer.storage, buffer.sampler.random_state("cpu").state
@@ -116,7 +116,7 @@ def parts(buffer: Any) -> dict[str, Call]:
         torch.empty_like(index)
 
     return {
-        ".operation": lambda: tensor_storage._sample(*arguments),
+        ".operation": lambda: plan._sample(*arguments),
         ".launcher": lambda: _launch.sample(*arguments),
         ".allocation": allocate,
         ".views": lambda: layout.cut(arena, BATCH),

@@ -12,7 +12,7 @@ from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.data.samplers.trajectory_index import Trajectories, TrajectoryIndex
 from gpubuf.data.sequences import SampleUnit, Sequence, Transition
 from gpubuf.data.storage.schema import Codec
-from gpubuf.data.storage.tensor_storage import Storage
+from gpubuf.data.storage.storage import Storage
 from gpubuf.data.trajectories import Trajectory, TrajectoryPredicate, filter_trajectories, iter_trajectories, traj
 from gpubuf.data.transforms import Compose, MultiStepTransform
 from gpubuf.data.updates import ConditionalUpdateResult

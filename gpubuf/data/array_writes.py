@@ -18,7 +18,7 @@ from gpubuf.data.samplers.trajectory_index import RowOrder
 from gpubuf.data.storage.layout import Key, Leaf, as_key, as_written
 from gpubuf.data.storage.schema import as_numbers, stored_as
 from gpubuf.data.storage.staged_rows import PLACED_BYTES, Columns, PlacedRows, StagedRows
-from gpubuf.data.storage.tensor_storage import TensorStorage
+from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.data.transforms import Compose
 from gpubuf.data.writers import RoundRobinWriter, Writer
 from gpubuf.kernels._registry import eager, past_dispatcher
@@ -73,7 +73,7 @@ class ArrayWrites:
     def write(self, columns: Columns | StagedRows, one_step: bool) -> bool:
         """Write rows, in eager mode. False: they take the general way, as :meth:`as_batch`, and nothing has changed."""
         storage, plan = self._storage, self._plan
-        if plan is None or storage._form is not plan.form or storage.table is not plan.table:
+        if plan is None or storage._schema is not plan.form or storage.table is not plan.table:
             plan = self._plan = self._new_plan() if storage.initialized else None
         if plan is None or not plan.direct or len(self._transform) or current.recording is not None:
             return False
@@ -172,7 +172,7 @@ class _Plan:
 
     def __init__(self, storage: TensorStorage, sampler: Sampler, *, direct: bool) -> None:
         self.direct = direct
-        self.form, self.table = storage.form, storage.table
+        self.form, self.table = storage.schema, storage.table
         self.tells = type(sampler).on_write is not Sampler.on_write
         self._storage = storage
         self._layout = storage.written_layout

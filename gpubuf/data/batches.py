@@ -22,7 +22,7 @@ from gpubuf.data.sequences import SampleUnit
 from gpubuf.data.storage.indexing import expanded
 from gpubuf.data.storage.layout import Data
 from gpubuf.data.storage.reader import Reader
-from gpubuf.data.storage.tensor_storage import TensorStorage
+from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.data.transforms import Compose
 from gpubuf.data.writers import Writer
 from gpubuf.kernels.rows import DOUBLED

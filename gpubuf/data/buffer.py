@@ -47,10 +47,10 @@ from gpubuf.data.storage.layout import (
 )
 from gpubuf.data.storage.list_storage import ListStorage
 from gpubuf.data.storage.placement import MemoryReport
+from gpubuf.data.storage.plan import Recipe
 from gpubuf.data.storage.reader import Reader
-from gpubuf.data.storage.recipe import Recipe
 from gpubuf.data.storage.staged_rows import Columns, StagedRows
-from gpubuf.data.storage.tensor_storage import LazyTensorStorage, Storage, TensorStorage
+from gpubuf.data.storage.storage import LazyTensorStorage, Storage, TensorStorage
 from gpubuf.data.trajectories import Predicate, Trajectory, stored_trajectories
 from gpubuf.data.transforms import Compose, without_multi_steps
 from gpubuf.data.updates import ConditionalUpdateResult, Updates

@@ -13,9 +13,9 @@ from gpubuf.data.processing.base import Process
 from gpubuf.data.recording import current_recording
 from gpubuf.data.samplers.base import Drawn, RandomState
 from gpubuf.data.storage.layout import Data, Key, Leaf, RowLayout, as_key, as_written
-from gpubuf.data.storage.recipe import Recipe
-from gpubuf.data.storage.schema import NEXT_KEY, Form
-from gpubuf.data.storage.tensor_storage import TensorStorage
+from gpubuf.data.storage.plan import Recipe
+from gpubuf.data.storage.schema import NEXT_KEY, Schema
+from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.kernels import trajectories
 from gpubuf.kernels._registry import without_dispatch
 
@@ -90,23 +90,23 @@ class Hindsight:
 
     # What it needs
 
-    def check_rows(self, form: Form) -> None:
-        """Raise if rows of ``form`` can't be relabelled.
+    def check_rows(self, schema: Schema) -> None:
+        """Raise if rows of ``schema`` can't be relabelled.
 
         Raises:
             KeyError: a key is not stored.
             ValueError: goals and what is achieved differ in shape or dtype.
         """
-        goals = self._goals(form.batch)
-        achieved = self._leaf(form.batch, self.achieved_key)
-        self._leaf(form.batch, self.reward_key)
+        goals = self._goals(schema.batch)
+        achieved = self._leaf(schema.batch, self.achieved_key)
+        self._leaf(schema.batch, self.reward_key)
         for leaf in goals:
             if (leaf.shape, leaf.dtype) != (achieved.shape, achieved.dtype):
                 raise ValueError(
                     f"{achieved.name} becomes the goal {leaf.name}, but is {achieved.dtype} of shape {achieved.shape}, "
                     f"and the goal {leaf.dtype} of shape {leaf.shape}"
                 )
-        self.recipe.ends(form)
+        self.recipe.ends(schema)
 
     def check_recipe(self, recipe: Recipe, processing: Iterable[Process]) -> None:
         """Raise if batches made by ``recipe``, with this processing, can't be relabelled.

@@ -14,7 +14,7 @@ from typing import Any, Protocol, Self, TypeVar
 import torch
 
 from gpubuf.data.recording import current, outside_captures, used
-from gpubuf.data.storage.tensor_storage import TensorStorage
+from gpubuf.data.storage.storage import TensorStorage
 
 _T = TypeVar("_T")
 

@@ -21,9 +21,9 @@ from gpubuf.data.samplers.base import Sampler, demand, is_tensor
 from gpubuf.data.samplers.slices import SliceSampler
 from gpubuf.data.storage.layout import Data, as_key, as_written, batch_shape, layout_of
 from gpubuf.data.storage.list_storage import UNLIMITED, ListStorage
-from gpubuf.data.storage.recipe import Recipe
+from gpubuf.data.storage.plan import Recipe
 from gpubuf.data.storage.ring import Ring
-from gpubuf.data.storage.tensor_storage import Storage
+from gpubuf.data.storage.storage import Storage
 from gpubuf.data.writers import DERIVED_KEYS, Writer
 
 NEVER = 2**62
@@ -353,7 +353,7 @@ class TensorDictMaxValueWriter(Writer):
                 f"{storage.ndim} dimensions: it ranks rows. For trajectories as rows use data of shape [n, T]"
             )
         super().register_storage(storage)
-        if self._storage._share_next:
+        if self._storage.options.share_next:
             raise ValueError("TensorDictMaxValueWriter has no row behind another: it can't be used with share_next")
         self._storage.ignored_keys = DERIVED_KEYS
         self._ranks = None
@@ -398,7 +398,7 @@ class TensorDictMaxValueWriter(Writer):
         if storage.host is not None:
             raise ValueError("TensorDictMaxValueWriter keeps rows of tensors: leave out what is none")
         sources = storage.written_layout.collect(data, 1)
-        prefixes = dict(storage.form.prefixes)
+        prefixes = dict(storage.schema.prefixes)
         keys = [key for key in range(len(sources)) if key not in prefixes]
         index = self._admit(ranks)
         self._write(index, keys, [sources[key] for key in keys])

@@ -14,7 +14,7 @@ from torch import Tensor
 from gpubuf.data.arguments import component
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.storage.layout import Key, as_key, as_written
-from gpubuf.data.storage.tensor_storage import Storage, TensorStorage
+from gpubuf.data.storage.storage import Storage, TensorStorage
 from gpubuf.data.tensordict_buffers import TensorDictReplayBuffer
 from gpubuf.terminal import ITEMS, progress_bar
 

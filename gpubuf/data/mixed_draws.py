@@ -20,9 +20,9 @@ from gpubuf.data.samplers.base import RandomState, Sampler, demand, is_tensor
 from gpubuf.data.samplers.slices import SliceSampler, SliceSamplerWithoutReplacement
 from gpubuf.data.samplers.uniform import RandomSampler, SamplerWithoutReplacement
 from gpubuf.data.storage.layout import Data
-from gpubuf.data.storage.tensor_storage import TensorStorage
+from gpubuf.data.storage.plan import RowPlan
+from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.kernels import philox, rows
-from gpubuf.kernels._registry import lazy, past_dispatcher, without_dispatch
 from gpubuf.kernels.rows import SIZE
 
 # Of float64, per row of a batch.
@@ -192,10 +192,6 @@ class Offsets:
         demand(usable, "the random state of the shares is not int64 [3] for the host and for the device")
 
 
-_gather = without_dispatch(rows.gather, trusted=True)
-_gather_into = lazy("gpubuf.kernels.rows._cpu:gather_into")
-
-
 class JointRows:
     """The rows of two storages: position p of the first, and ``first.max_size + p`` for position p of the second.
 
@@ -206,6 +202,7 @@ class JointRows:
     def __init__(self, first: TensorStorage, second: TensorStorage) -> None:
         self.first, self.second = first, second
         self.table: Tensor | None = None
+        self._plan = RowPlan()
         self._made_of: tuple[Any, ...] = ()
 
     def usable(self) -> bool:
@@ -222,11 +219,10 @@ class JointRows:
             else:
                 refuse_in_capture("the first draw from two buffers finds their rows: sample once before")
                 table = torch.tensor(entries, dtype=torch.int64).reshape(-1, rows.ENTRY)
-                if self.table is not None and self.table.shape == table.shape:
-                    # In place: a captured graph reads the addresses from here.
-                    self.table.copy_(table, non_blocking=True)
-                else:
-                    self.table = table.to(self.first.device, non_blocking=True)
+                first, capacity = self.first, self.first.max_size + self.second.max_size
+                table = table.to(first.device, non_blocking=True)
+                self._plan.set(first.layout, table, first.counters, capacity)
+                self.table = self._plan.table
             self._made_of = now
         recording = current_recording()
         if self.table is not None and recording is not None:
@@ -272,15 +268,7 @@ class JointRows:
         Args:
             index: int64 ``[n]``, contiguous, positions in both. A GPU counts those out of range as the first's faults.
         """
-        table, layout, n = self.table, self.first.layout, index.numel()
-        assert table is not None
-        capacity = self.first.max_size + self.second.max_size
-        if past_dispatcher(table):
-            tensors = layout.allocate(n)
-            _gather_into(table, self.first.ring, index, capacity, tensors)
-            return tensors
-        arena, _ = _gather(table, self.first.ring, index, capacity, layout.arena(n).n_bytes)
-        return layout.cut(arena, n)
+        return self._plan.gather(index)[0]
 
 
 def generations(storage: TensorStorage, positions: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.column import Column, new_columns, records
 from gpubuf.data.storage.placement import AUTO, DISK, SPLIT, IndexBytes, MemoryReport, Placement, place, readable
-from gpubuf.data.storage.sharing import Sharing
-from gpubuf.data.storage.tensor_storage import TensorStorage
+from gpubuf.data.storage.share_next import Sharing
+from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.terminal import BINARY_BYTES, Advance, progress_bar, show_nothing
 
 CHUNK_BYTES = 1 << 28

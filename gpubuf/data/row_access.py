@@ -15,7 +15,7 @@ from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.storage.indexing import as_positions, plain_index
 from gpubuf.data.storage.layout import Data, Key, Leaf, as_key, as_written, batch_shape, mapped
 from gpubuf.data.storage.schema import as_numbers, stored_as
-from gpubuf.data.storage.tensor_storage import TensorStorage
+from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.data.updates import stored_keys, update_keys
 
 _T = TypeVar("_T")

@@ -14,9 +14,9 @@ from gpubuf.data.samplers.base import Drawn, Rows, Sampler
 from gpubuf.data.samplers.slices import SliceSampler
 from gpubuf.data.storage.indexing import as_positions
 from gpubuf.data.storage.layout import as_key
-from gpubuf.data.storage.recipe import Recipe
-from gpubuf.data.storage.schema import Form
-from gpubuf.data.storage.tensor_storage import TensorStorage
+from gpubuf.data.storage.plan import Recipe
+from gpubuf.data.storage.schema import Schema
+from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.kernels import trajectories
 from gpubuf.kernels._registry import without_dispatch
 from gpubuf.kernels.rows import OFF, SIZE, WRITTEN
@@ -133,14 +133,14 @@ class Sequence(SampleUnit):
         """Whether windows stop where trajectories end."""
         return self.episode_boundary != "include_reset" and self.done_key is not None
 
-    def check_rows(self, form: Form) -> None:
-        """Raise if rows of ``form`` don't tell where trajectories end.
+    def check_rows(self, schema: Schema) -> None:
+        """Raise if rows of ``schema`` don't tell where trajectories end.
 
         Raises:
             KeyError: the flag is not stored.
         """
         if self.needs_ends:
-            self.recipe.ends(form)
+            self.recipe.ends(schema)
 
     def follow(self) -> None:
         """The storage was allocated, moved or freed: nothing is kept of it here."""

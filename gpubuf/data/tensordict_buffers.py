@@ -18,7 +18,7 @@ from gpubuf.data.samplers.sum_tree import any_of_each
 from gpubuf.data.sequences import by_anchor
 from gpubuf.data.storage.indexing import as_positions
 from gpubuf.data.storage.layout import Data, priority_mask_key
-from gpubuf.data.storage.tensor_storage import Storage, TensorStorage
+from gpubuf.data.storage.storage import Storage, TensorStorage
 from gpubuf.data.writers import TensorDictRoundRobinWriter
 
 

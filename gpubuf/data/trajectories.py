@@ -11,9 +11,8 @@ from tensordict import TensorDictBase, is_tensorclass, lazy_stack
 from torch import Tensor
 
 from gpubuf.data.storage.layout import as_key, as_written
-from gpubuf.data.storage.recipe import END_NAMES
-from gpubuf.data.storage.schema import NEXT_KEY
-from gpubuf.data.storage.tensor_storage import TensorStorage
+from gpubuf.data.storage.schema import END_NAMES, NEXT_KEY
+from gpubuf.data.storage.storage import TensorStorage
 
 Keys = frozenset[Any] | None
 

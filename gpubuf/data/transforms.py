@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from gpubuf.data.arguments import describe_type
 from gpubuf.data.recording import refuse_in_capture
 from gpubuf.data.storage.layout import Data, Key, as_key
-from gpubuf.data.storage.recipe import END_NAMES, REWARD_KEYS, STEPS_KEY, Recipe
-from gpubuf.data.storage.schema import NEXT_KEY
+from gpubuf.data.storage.plan import REWARD_KEYS, STEPS_KEY, Recipe
+from gpubuf.data.storage.schema import END_NAMES, NEXT_KEY
 
 
 class _Step(nn.Module):

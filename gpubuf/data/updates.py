@@ -17,9 +17,9 @@ from gpubuf.data.samplers.sum_tree import vector
 from gpubuf.data.storage.indexing import as_positions
 from gpubuf.data.storage.layout import Data, Key, as_key, as_written
 from gpubuf.data.storage.list_storage import ListStorage
-from gpubuf.data.storage.recipe import Recipe
-from gpubuf.data.storage.schema import NEXT_KEY, Form, as_numbers, stored_as
-from gpubuf.data.storage.tensor_storage import TensorStorage
+from gpubuf.data.storage.plan import Recipe
+from gpubuf.data.storage.schema import NEXT_KEY, Schema, as_numbers, stored_as
+from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.data.writers import Writer
 
 
@@ -185,7 +185,7 @@ class Updates:
                 raise ValueError(f"version_key {as_written(key)!r} may not appear in patch: version is written")
             incoming = found[key] = versions(storage, key, version, n, positions)
         keys, sources = stored_keys(storage, found, n)
-        _check_of_drawn_row(storage.form, self._recipe, keys)
+        _check_of_drawn_row(storage.schema, self._recipe, keys)
         generation = vector(generation, torch.int64, positions)
         if patch is not None or incoming is not None:
             if generation.numel() != n:
@@ -234,7 +234,7 @@ def update_keys(
         storage, positions, keys, sources, generation: as for :meth:`TensorStorage.update`.
         sampler: that of the buffer.
     """
-    columns = [storage.form.columns[key] for key in keys]
+    columns = [storage.schema.columns[key] for key in keys]
     before = storage.begin(DERIVED) if sampler.depends_on(columns) else None
     storage.update(positions, keys, sources, generation)
     if sampler.depends_on(columns):
@@ -270,7 +270,7 @@ def stored_keys(storage: TensorStorage, found: dict[Key, Tensor], n: int) -> tup
     Raises:
         ValueError: a key is not stored, has another shape or dtype, is a prefix of another, or is shared with "next".
     """
-    layout, prefixes = storage.written_layout, dict(storage.form.prefixes)
+    layout, prefixes = storage.written_layout, dict(storage.schema.prefixes)
     keys: list[int] = []
     sources: list[Tensor] = []
     for key, tensor in found.items():
@@ -284,8 +284,8 @@ def stored_keys(storage: TensorStorage, found: dict[Key, Tensor], n: int) -> tup
         if position in prefixes:
             whole = layout.leaves[prefixes[position]]
             raise ValueError(f"key {leaf.name} is stored as the first elements of {whole.name}: write that one")
-        check_unshared(storage.form, position)
-        if storage.sharing is not None and storage.form.columns[position] in storage.sharing.leaves:
+        check_unshared(storage.schema, position)
+        if storage.sharing is not None and storage.schema.columns[position] in storage.sharing.leaves:
             raise ValueError(
                 f"key {leaf.name} is stored once with the next observations (share_next): write whole rows, buffer[i] ="
             )
@@ -300,7 +300,7 @@ def stored_keys(storage: TensorStorage, found: dict[Key, Tensor], n: int) -> tup
     return keys, sources
 
 
-def _check_of_drawn_row(form: Form, recipe: Recipe, keys: Sequence[int]) -> None:
+def _check_of_drawn_row(schema: Schema, recipe: Recipe, keys: Sequence[int]) -> None:
     """Raise for keys that n-step batches have from other rows than the drawn one.
 
     Raises:
@@ -308,9 +308,9 @@ def _check_of_drawn_row(form: Form, recipe: Recipe, keys: Sequence[int]) -> None
     """
     if recipe.n_steps == 1:
         return
-    rewards = recipe.rewards(form)
+    rewards = recipe.rewards(schema)
     for key in keys:
-        leaf = form.written.leaves[key]
+        leaf = schema.written.leaves[key]
         if leaf.key[0] == NEXT_KEY or key in rewards:
             raise ValueError(
                 f"key {leaf.name} of an n-step batch is that of a later row than its index, or a sum: with "
@@ -318,17 +318,17 @@ def _check_of_drawn_row(form: Form, recipe: Recipe, keys: Sequence[int]) -> None
             )
 
 
-def check_unshared(form: Form, position: int) -> None:
+def check_unshared(schema: Schema, position: int) -> None:
     """Raise for a key that shares its memory with the next observation of another row.
 
     Raises:
         ValueError: so it does.
     """
-    if form.sources is None:
+    if schema.sources is None:
         return
-    owner = form.sources[position].owner
-    if any(source.follows and source.owner == owner for source in form.sources):
+    owner = schema.sources[position].owner
+    if any(source.follows and source.owner == owner for source in schema.sources):
         raise ValueError(
-            f"key {form.written.leaves[position].name} is stored once for two rows (share_next): write whole rows, by "
-            "buffer[index] = ..."
+            f"key {schema.written.leaves[position].name} is stored once for two rows (share_next): write whole rows, "
+            "by buffer[index] = ..."
         )

@@ -19,8 +19,8 @@ from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.storage import memmap_files as files
 from gpubuf.data.storage.indexing import as_positions
 from gpubuf.data.storage.layout import Data
-from gpubuf.data.storage.recipe import Recipe
-from gpubuf.data.storage.tensor_storage import Storage, TensorStorage
+from gpubuf.data.storage.plan import Recipe
+from gpubuf.data.storage.storage import Storage, TensorStorage
 
 #: Root keys that a TensorDict writer derives at sampling time instead of storing them.
 DERIVED_KEYS = frozenset({"index", "index_generation"})

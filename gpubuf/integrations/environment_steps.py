@@ -137,7 +137,7 @@ def _entries(data: Any) -> Any:
 def stored_values(buffer: ReplayBuffer, key: Key, index: Tensor | None = None) -> Tensor:
     """A copy of one key of rows ``[n, ...]``, as in batches: of those at the flat positions ``index``, or of all."""
     storage = buffer.storage
-    number = storage.form.batch.position(key)
+    number = storage.schema.batch.position(key)
     assert number is not None
     with buffer._lock:
         return storage.gather_key(number, torch.arange(len(buffer), device=storage.device) if index is None else index)

@@ -19,10 +19,10 @@ from gpubuf.data.hindsight import Hindsight
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.storage.end_bits import CONTINUITY
 from gpubuf.data.storage.layout import Key
-from gpubuf.data.storage.recipe import STEPS_KEY
+from gpubuf.data.storage.plan import STEPS_KEY
 from gpubuf.data.storage.schema import Codec
 from gpubuf.data.storage.staged_rows import StagedRows
-from gpubuf.data.storage.tensor_storage import LazyTensorStorage
+from gpubuf.data.storage.storage import LazyTensorStorage
 from gpubuf.integrations.environment_steps import rows_at, stored_values
 from gpubuf.torchrl.samplers import RandomSampler
 

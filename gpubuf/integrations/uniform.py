@@ -14,8 +14,8 @@ from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.storage.end_bits import CONTINUITY
 from gpubuf.data.storage.end_bits import FLAGS as FLAGS_ALONE
 from gpubuf.data.storage.layout import Key
-from gpubuf.data.storage.recipe import STEPS_KEY
-from gpubuf.data.storage.tensor_storage import LazyTensorStorage
+from gpubuf.data.storage.plan import STEPS_KEY
+from gpubuf.data.storage.storage import LazyTensorStorage
 from gpubuf.integrations.draw_orders import WholeWindows
 from gpubuf.integrations.environment_steps import Column, StepWriter, rows_at
 from gpubuf.torchrl.samplers import RandomSampler

@@ -25,8 +25,7 @@ from gpubuf.data.checkpoints.save import Checkpointed
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.storage import memmap_files as files
 from gpubuf.data.storage.layout import Data, RowLayout, TreeLayout
-from gpubuf.data.storage.saved_rows import rows_state
-from gpubuf.data.storage.tensor_storage import Storage, TensorStorage
+from gpubuf.data.storage.storage import Storage, TensorStorage, rows_state
 from gpubuf.torchrl.buffers import ReplayBuffer, TensorDictReplayBuffer
 from gpubuf.torchrl.samplers import Priorities, PrioritizedSampler, read_priorities, write_epoch, write_priorities
 from gpubuf.torchrl.storages import LazyTensorStorage
@@ -143,7 +142,7 @@ def _take(buffer: Checkpointed, found: Dump, batch_size: int | None) -> None:
             raise ValueError(f"the dump's rows have shape {found.shape}, the storage's {tuple(storage.shape)}")
     else:
         layout = RowLayout(found.data, storage.ndim, storage.ignored_keys)
-        restore.expect_rows(buffer, storage.form_like(layout), found.shape, "dump")
+        restore.expect_rows(buffer, storage.schema_like(layout), found.shape, "dump")
     buffer._prefetcher.discard()
     with restore.together() as whole:
         replacement = whole.stack.enter_context(restore.Replacement(buffer, whole))

@@ -18,7 +18,7 @@ from gpubuf.data.samplers.slices import SliceSampler
 from gpubuf.data.samplers.sum_tree import rows_at
 from gpubuf.data.storage.layout import Data
 from gpubuf.data.storage.list_storage import ListStorage
-from gpubuf.data.storage.tensor_storage import Storage
+from gpubuf.data.storage.storage import Storage
 from gpubuf.data.trajectories import Predicate, Trajectory
 from gpubuf.data.updates import ConditionalUpdateResult, finished_future
 from gpubuf.torchrl.buffers import ReplayBuffer, TensorDictReplayBuffer, given_transform, refuse_out_of_scope

@@ -27,7 +27,7 @@ from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.data.samplers.trajectory_index import TrajectoryIndex
 from gpubuf.data.storage import memmap_files as files
 from gpubuf.data.storage.indexing import as_positions
-from gpubuf.data.storage.tensor_storage import Storage, TensorStorage
+from gpubuf.data.storage.storage import Storage, TensorStorage
 from gpubuf.kernels import sum_tree
 
 _FILE = "sampler_metadata.json"

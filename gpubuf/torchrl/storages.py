@@ -15,11 +15,11 @@ from gpubuf.data.recording import Unfinished
 from gpubuf.data.storage import list_storage as lists
 from gpubuf.data.storage import memmap
 from gpubuf.data.storage import memmap_files as files
-from gpubuf.data.storage import tensor_storage as core
+from gpubuf.data.storage import storage as core
 from gpubuf.data.storage.indexing import unravel
 from gpubuf.data.storage.layout import Data, RowLayout, batch_shape, mapped
-from gpubuf.data.storage.row_memory import NOT_INITIALIZED
-from gpubuf.data.storage.saved_rows import rows_state
+from gpubuf.data.storage.plan import NOT_INITIALIZED
+from gpubuf.data.storage.storage import rows_state
 from gpubuf.torchrl.checkpointers import CheckpointedRows, Hook, TensorStorageCheckpointer, checked_checkpointer
 
 _OWN_FILE = "gpubuf.safetensors"

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gpubuf.data.samplers.base import RandomState
 from gpubuf.data.samplers.sum_tree import SumTree
-from gpubuf.data.storage.tensor_storage import TensorStorage
+from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.kernels import categorical, config, norms, rows, sac, tanh_normal, td, trajectories
 from gpubuf.tuning.operations import Job, Shapes, steps_of
 

@@ -118,11 +118,11 @@ def test_moving_while_in_use(monkeypatch, kind, ndim):
         assert same(stays.sample(), batch)
 
     go_on(40)
-    tables = moves._reader._fields, moves.storage.end_bits._signals, moves.storage.end_bits.words
+    tables = moves._reader.table, moves.storage.end_bits._signals, moves.storage.end_bits.words
     for place in ("pinned", "cpu"):
         moves.to(place)
         go_on(30)
-    now = moves._reader._fields, moves.storage.end_bits._signals, moves.storage.end_bits.words
+    now = moves._reader.table, moves.storage.end_bits._signals, moves.storage.end_bits.words
     assert all(a is b for a, b in zip(tables, now, strict=True))
     monkeypatch.setattr(placement, "named", lambda requested: torch.device(requested))
     moves.to("cpu:0")

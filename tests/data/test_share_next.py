@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from gpubuf import LazyMemmapStorage, LazyTensorStorage
-from gpubuf.data.storage.sharing import entries_of
+from gpubuf.data.storage.share_next import entries_of
 from gpubuf.kernels._registry import triton_on_cpu
 from tests.support.shared_rows import WIDTH, Ring, Stream, check, shared
 

@@ -206,10 +206,10 @@ def test_batches_go_on_while_rows_move(monkeypatch, kind):
     for start, n in ((0, 40), (40, 30)):
         for each in (stays, moves):
             write(each, n, start)
-        table = moves.storage._fields
+        table = moves.storage.plans.batch.table
         for place in ("pinned", "cpu", "pinned"):
             moves.to(place)
-            assert moves.storage._fields is table
+            assert moves.storage.plans.batch.table is table
             assert alike(stays, moves)
             assert same(stays[:], moves[:])
         assert sum(machine.pinned.values()) == moves.storage.nbytes

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpubuf.data.storage import host_memory, staging, tensor_storage
+from gpubuf.data.storage import host_memory, plan, staging
 
 GPU = torch.device("cuda", 0)
 
@@ -26,7 +26,7 @@ class LateGpu:
         self.queue: list[Callable[[], object]] = []
         self.pinned: set[int] = set()
         self.waits = 0
-        extend, to, empty = tensor_storage._extend, Tensor.to, torch.empty
+        extend, to, empty = plan._extend, Tensor.to, torch.empty
 
         def copy(source: Tensor, device: Any, *args: Any, non_blocking: bool = False, **kwargs: Any) -> Tensor:
             if device != GPU:
@@ -49,7 +49,7 @@ class LateGpu:
 
         monkeypatch.setattr(Tensor, "to", copy)
         monkeypatch.setattr(Tensor, "is_pinned", lambda t: t.untyped_storage().data_ptr() in self.pinned)
-        monkeypatch.setattr(tensor_storage, "_extend", launched)
+        monkeypatch.setattr(plan, "_extend", launched)
         monkeypatch.setattr(host_memory, "staging", staged)
         monkeypatch.setattr(host_memory, "cuda_present", lambda: True)
         monkeypatch.setattr(staging, "capturing", lambda: False)

@@ -26,7 +26,7 @@ from tensordict import TensorDict
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpubuf import LazyMemmapStorage, SliceSampler, TensorDictReplayBuffer
-from gpubuf.data.storage import memmap_files, staged_rows, tensor_storage
+from gpubuf.data.storage import memmap_files, plan
 from gpubuf.kernels.rows import ENTRY, ROW_BYTES, ROW_STRIDE, SIZE, WRITTEN
 
 EPISODE = 10
@@ -274,8 +274,8 @@ def slow_kernels(step: Steps) -> None:
             assert table.shape[1] == ENTRY
             return write_at_cursor(table, list(self.described[::3]), ring, n, capacity)
 
-    tensor_storage._extend, tensor_storage._write, tensor_storage._update = slow_extend, slow_write, slow_write
-    staged_rows._prepared = SlowExtend
+    plan._extend, plan._write, plan._update = slow_extend, slow_write, slow_write
+    plan._prepared = SlowExtend
     step.around(memmap_files, "_keep")
     for name in ("void", "settle"):
         step.around(memmap_files.Journal, name)

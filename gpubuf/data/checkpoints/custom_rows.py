@@ -17,8 +17,7 @@ from typing import Any
 
 from gpubuf.data.checkpoints.files import Manifest, RowFiles, need
 from gpubuf.data.storage.layout import batch_shape
-from gpubuf.data.storage.saved_rows import rows_state
-from gpubuf.data.storage.tensor_storage import TensorStorage
+from gpubuf.data.storage.storage import TensorStorage, rows_state
 
 #: Where the state says it.
 KEY = "_rows_apart"

@@ -29,8 +29,8 @@ from gpubuf import serialization
 from gpubuf.data.lock import Guard
 from gpubuf.data.prefetch import copied
 from gpubuf.data.storage.layout import Data, Key, Pieces, RowLayout
-from gpubuf.data.storage.linking import Repeated
-from gpubuf.data.storage.tensor_storage import TensorStorage
+from gpubuf.data.storage.share_next import Repeated
+from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.terminal import Advance
 
 MANIFEST = "manifest.json"

@@ -35,10 +35,9 @@ from gpubuf.data.prefetch import copied, tensors_of
 from gpubuf.data.samplers.base import is_count
 from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.layout import Data, Pieces, RowLayout
-from gpubuf.data.storage.linking import Repeated, SharedState
-from gpubuf.data.storage.row_memory import Storage
-from gpubuf.data.storage.schema import NEXT_KEY, Form
-from gpubuf.data.storage.tensor_storage import TensorStorage
+from gpubuf.data.storage.schema import NEXT_KEY, Schema
+from gpubuf.data.storage.share_next import Repeated, SharedState
+from gpubuf.data.storage.storage import Storage, TensorStorage
 from gpubuf.kernels.rows import LOST
 from gpubuf.terminal import BYTES, progress_bar
 
@@ -190,12 +189,12 @@ def _checked_rows(buffer: Checkpointed, state: dict[str, Any]) -> dict[str, Any]
     if rows["initialized"]:
         rows["rows"] = Pieces.of(rows["rows"], storage.ndim)
         if not storage.initialized:
-            expect_rows(buffer, storage.form_for(rows), tuple(rows["shape"]), "state")
+            expect_rows(buffer, storage.schema_for(rows), tuple(rows["shape"]), "state")
         storage.check_state(rows)
     return rows
 
 
-def expect_rows(buffer: Checkpointed, form: Form, shape: tuple[int, ...], of: str) -> None:
+def expect_rows(buffer: Checkpointed, schema: Schema, shape: tuple[int, ...], of: str) -> None:
     """Let a buffer without rows expect some of this form, those of a storage of ``shape``.
 
     Raises:
@@ -203,8 +202,8 @@ def expect_rows(buffer: Checkpointed, form: Form, shape: tuple[int, ...], of: st
     """
     storage, sampler = buffer._storage, buffer._sampler
     try:
-        sampler.check_rows(form.written, storage.ndim)
-        storage.check_rows(form)
+        sampler.check_rows(schema.written, storage.ndim)
+        storage.check_rows(schema)
     except (LookupError, RuntimeError, TypeError) as error:
         raise ValueError(f"the buffer can't serve the rows of the {of}: {error}") from error
     storage.beside = sampler.index_beside(storage.requested_device, storage.full_shape(shape))

@@ -30,7 +30,7 @@ from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.storage.column import Column
 from gpubuf.data.storage.layout import Key, Node
-from gpubuf.data.storage.tensor_storage import TensorStorage
+from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.data.transforms import Compose
 from gpubuf.data.writers import Writer
 from gpubuf.terminal import BYTES, Advance, progress_bar

@@ -18,9 +18,9 @@ from gpubuf.data.recording import current, refuse_in_capture
 from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.layout import Data, RowLayout
 from gpubuf.data.storage.placement import IndexBytes, depends_on_room
+from gpubuf.data.storage.plan import Recipe
 from gpubuf.data.storage.reader import Reader
-from gpubuf.data.storage.recipe import Recipe
-from gpubuf.data.storage.tensor_storage import Storage, TensorStorage
+from gpubuf.data.storage.storage import Storage, TensorStorage
 from gpubuf.kernels import philox
 from gpubuf.kernels._registry import without_dispatch
 

@@ -15,7 +15,7 @@ from gpubuf.data.storage.indexing import as_positions
 from gpubuf.data.storage.layout import Data, RowLayout, batch_shape
 from gpubuf.data.storage.list_storage import ListStorage
 from gpubuf.data.storage.placement import IndexBytes
-from gpubuf.data.storage.tensor_storage import Storage, TensorStorage
+from gpubuf.data.storage.storage import Storage, TensorStorage
 
 
 class ConsumingSampler(Sampler):

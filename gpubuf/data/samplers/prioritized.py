@@ -16,7 +16,7 @@ from gpubuf.data.samplers.base import Sampler, demand, is_tensor
 from gpubuf.data.samplers.sum_tree import SumTree, check_beta, exponent, refuse_negative, rows_at
 from gpubuf.data.storage.indexing import as_positions
 from gpubuf.data.storage.placement import IndexBytes
-from gpubuf.data.storage.tensor_storage import Storage, TensorStorage
+from gpubuf.data.storage.storage import Storage, TensorStorage
 from gpubuf.kernels.sum_tree import ALPHA, EPS, REFUSED
 
 _compiling = torch.compiler.is_compiling

@@ -27,9 +27,9 @@ from gpubuf.data.samplers.trajectory_index import (
 from gpubuf.data.storage.end_bits import bitmap_bytes
 from gpubuf.data.storage.layout import Key, RowLayout, as_key, as_written
 from gpubuf.data.storage.placement import IndexBytes
-from gpubuf.data.storage.recipe import Recipe
+from gpubuf.data.storage.plan import Recipe
 from gpubuf.data.storage.schema import check_tells_ends
-from gpubuf.data.storage.tensor_storage import Storage, TensorStorage
+from gpubuf.data.storage.storage import Storage, TensorStorage
 from gpubuf.kernels.rows import OFF
 from gpubuf.kernels.trajectories import Rule, eligible_words
 
@@ -311,7 +311,7 @@ class SliceSampler(Sampler):
                 warnings.simplefilter("ignore")
                 positions, by_id = signal_keys(layout, ndim, self._end_keys, self._traj_key)
             if self._storage is not None and self._storage.computed:
-                form = self._storage.form_like(layout)
+                form = self._storage.schema_like(layout)
                 check_tells_ends(form, [form.columns[position] for position in positions], by_id)
 
     @property

@@ -13,7 +13,7 @@ from gpubuf.data.recording import current_recording
 from gpubuf.data.samplers.base import RandomState
 from gpubuf.data.storage.indexing import as_positions, check_dense
 from gpubuf.data.storage.placement import device_name
-from gpubuf.data.storage.tensor_storage import TensorStorage
+from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.kernels import config, rows, sum_tree
 from gpubuf.kernels._check import demand_int64
 from gpubuf.kernels._registry import is_lazy, without_dispatch

@@ -17,9 +17,9 @@ from gpubuf.data.recording import DERIVED, current_recording
 from gpubuf.data.samplers.base import RandomState
 from gpubuf.data.storage.layout import Key, RowLayout, address, as_key, inside
 from gpubuf.data.storage.placement import device_name
-from gpubuf.data.storage.recipe import END_NAMES, Recipe
-from gpubuf.data.storage.schema import NEXT_KEY, check_tells_ends
-from gpubuf.data.storage.tensor_storage import TensorStorage
+from gpubuf.data.storage.plan import Recipe
+from gpubuf.data.storage.schema import END_NAMES, NEXT_KEY, check_tells_ends
+from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.kernels import config, trajectories
 from gpubuf.kernels._registry import without_dispatch
 from gpubuf.kernels.rows import table_entry
@@ -118,7 +118,7 @@ def stored_signal(storage: TensorStorage, end_keys: Sequence[Any] | None = None,
         ValueError: they are stored in a way that does not tell.
     """
     positions, by_id = signal_keys(storage.layout, storage.ndim, end_keys, traj_key)
-    check_tells_ends(storage.form, positions, by_id)
+    check_tells_ends(storage.schema, positions, by_id)
     assumed = end_keys is None and traj_key is None and not by_id
     return Signal(_addresses(storage, positions), by_id, assumed, positions=positions)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from gpubuf.data.recording import refuse_in_capture
 from gpubuf.data.samplers.base import UNBOUND, Drawn, Sampler, demand, is_count, positions_below
 from gpubuf.data.storage.placement import IndexBytes
-from gpubuf.data.storage.tensor_storage import TensorStorage
+from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.kernels.rows import SIZE
 
 

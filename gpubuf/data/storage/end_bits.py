@@ -9,12 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.data.storage.fields import NextObservations
 from gpubuf.data.storage.layout import Leaf, address, as_written
 from gpubuf.data.storage.placement import device_name
-from gpubuf.data.storage.recipe import Recipe
-from gpubuf.data.storage.schema import NEXT_KEY, Form, Source
-from gpubuf.data.storage.sharing import continued_keys
+from gpubuf.data.storage.plan import Recipe
+from gpubuf.data.storage.schema import NEXT_KEY, Schema, Source, continued_keys
 from gpubuf.kernels import config, rows, trajectories
 from gpubuf.kernels._registry import lazy, past_dispatcher, without_dispatch
 from gpubuf.kernels.rows import ENTRY, SIZE, table_entry
@@ -103,24 +101,23 @@ class Breaks:
         """Bytes that are taken."""
         return 0 if self.rows is None else self.rows.nbytes
 
-    def allocate(self, form: Form, shape: Sequence[int], table: Tensor, sharing: NextObservations | None) -> None:
+    def allocate(self, schema: Schema, shape: Sequence[int], table: Tensor, links: Tensor | None) -> None:
         """Begin anew for a storage of ``shape``, on the device of its ``table`` of addresses.
 
         Raises:
             ValueError: as :func:`compared_keys`.
         """
         # An observation stored once has one column for both: its links tell where the next row does not continue it.
-        keys = compared_keys(form.written.leaves, form.sources)
-        found = [(form.columns[coming], form.columns[root]) for coming, root in keys]
+        keys = compared_keys(schema.written.leaves, schema.sources)
+        found = [(schema.columns[coming], schema.columns[root]) for coming, root in keys]
         self.columns = frozenset(column for pair in found for column in pair)
-        self.positions = frozenset(i for i, column in enumerate(form.columns) if column in self.columns)
+        self.positions = frozenset(i for i, column in enumerate(schema.columns) if column in self.columns)
         self._places = [column for pair in found if pair[0] != pair[1] for column in pair]
         self._steps, self._envs = shape[0], math.prod(shape[1:])
         self.rows = self._pairs = None
         if self._places:
             self.rows = torch.zeros(self._steps * self._envs, dtype=torch.uint8, device=table.device)
             self._pairs = torch.stack([table[place] for place in self._places])
-        links = None if sharing is None else sharing.links
         self._flags = [flags for flags in (self.rows, links) if flags is not None]
         self.entries = self._addresses().to(table.device, non_blocking=True)
 
@@ -225,11 +222,11 @@ class EndBits:
         """Bytes that are taken."""
         return 0 if self.words is None or self._sums is None else self.words.nbytes + self._sums.nbytes
 
-    def allocate(self, form: Form, shape: Sequence[int], table: Tensor) -> None:
+    def allocate(self, schema: Schema, shape: Sequence[int], table: Tensor) -> None:
         """Begin anew for a storage of ``shape`` without any rows, on the device of its ``table`` of addresses."""
         device = table.device
-        self._positions, self._by_id = self._recipe.ends(form)
-        self._columns = tuple(form.columns[position] for position in self._positions)
+        self._positions, self._by_id = self._recipe.ends(schema)
+        self._columns = tuple(schema.columns[position] for position in self._positions)
         self._steps, self._envs = shape[0], math.prod(shape[1:])
         self._fan_out = config.index_fan_out(self._steps, self._envs, device.type, device_name(device))
         words, self._sums = trajectories.new_index(self._steps, self._envs, self._fan_out, device)

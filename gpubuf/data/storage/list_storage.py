@@ -12,7 +12,7 @@ from torch import Tensor
 from gpubuf.data.storage.host_rows import HostRows
 from gpubuf.data.storage.layout import Data, RowLayout, is_container, is_data, mapped, stacked
 from gpubuf.data.storage.placement import Placement
-from gpubuf.data.storage.tensor_storage import TensorStorage
+from gpubuf.data.storage.storage import TensorStorage
 
 UNLIMITED = 1 << 40
 """The capacity of a storage without one: more objects than any list can hold."""
@@ -79,7 +79,7 @@ class ListStorage(TensorStorage):
         self.object_device = None if device is None else torch.device(device)
         layout = RowLayout(TensorDict({}, [0]), 1)
         layout.host = {_OBJECTS: ()}
-        self._adopt(self.form_like(layout), [], (self.max_size,), Placement("cpu", torch.device("cpu")))
+        self._adopt(self.schema_like(layout), [], (self.max_size,), Placement("cpu", torch.device("cpu")))
         self.host = Objects(self.max_size)
 
     @property

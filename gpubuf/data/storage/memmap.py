@@ -23,8 +23,8 @@ from gpubuf.data.storage.layout import Data, RowLayout, batch_shape, saved_tree,
 from gpubuf.data.storage.memmap_files import COUNTERS_FILE, GPUBUF_FILE, Journal
 from gpubuf.data.storage.placement import Placement
 from gpubuf.data.storage.ring import Ring
-from gpubuf.data.storage.schema import Form
-from gpubuf.data.storage.tensor_storage import LazyTensorStorage
+from gpubuf.data.storage.schema import Schema
+from gpubuf.data.storage.storage import LazyTensorStorage
 from gpubuf.kernels import rows
 from gpubuf.kernels._registry import in_memory
 
@@ -155,17 +155,17 @@ class LazyMemmapStorage(LazyTensorStorage):
             raise ValueError(f"{folder / COUNTERS_FILE} is damaged: {size} rows of {written} written, room for {shape}")
         self._mapped_counters, self._journal = counters, journal
         columns = list(map(Column, tensors))
-        self._adopt(self.form_like(layout), columns, shape, Placement("cpu", torch.device("cpu")))
+        self._adopt(self.schema_like(layout), columns, shape, Placement("cpu", torch.device("cpu")))
         self.counters.set(written, size)
         self.rebuild()
 
-    def _establish(self, form: Form, shape: tuple[int, ...], data_device: torch.device) -> None:
-        if form.written.host:
+    def _establish(self, schema: Schema, shape: tuple[int, ...], data_device: torch.device) -> None:
+        if schema.written.host:
             raise NotImplementedError(
-                f"{list(form.written.host)} are not tensors, and files hold tensors only: use a LazyTensorStorage"
+                f"{list(schema.written.host)} are not tensors, and files hold tensors only: use a LazyTensorStorage"
             )
-        self._tree = saved_tree(form.written)
-        super()._establish(form, shape, data_device)
+        self._tree = saved_tree(schema.written)
+        super()._establish(schema, shape, data_device)
 
     def _allocate(self, layout: RowLayout, shape: tuple[int, ...], placement: Placement) -> list[Column]:
         files.check_names(layout)
@@ -224,8 +224,8 @@ class LazyMemmapStorage(LazyTensorStorage):
         created.append(path)
         return tensor
 
-    def _adopt(self, form: Form, columns: list[Column], shape: tuple[int, ...], placement: Placement) -> None:
-        super()._adopt(form, columns, shape, placement)
+    def _adopt(self, schema: Schema, columns: list[Column], shape: tuple[int, ...], placement: Placement) -> None:
+        super()._adopt(schema, columns, shape, placement)
         self._remove_with_self()
 
     def _remove_with_self(self) -> None:

@@ -6,6 +6,7 @@ and which dtype it has in batches.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpubuf.data.arguments import check_count
 from gpubuf.data.recording import capturing, current_recording
 from gpubuf.data.storage.layout import Key, Leaf, RowLayout, as_key, as_written
 from gpubuf.kernels.rows import DTYPES, FAULTS
@@ -145,6 +147,10 @@ def _integers(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 NEXT_KEY = "next"
+END_NAMES = ("done", "terminated", "truncated")
+
+#: Keys that ``share_next=True`` leaves out: flags and rewards belong to steps, not states.
+OF_A_STEP = frozenset({*END_NAMES, "reward"})
 
 
 @dataclass(frozen=True)
@@ -155,13 +161,16 @@ class Options:
         dtypes: how keys are stored.
         batch_dtypes: of keys in batches; of others it is the dtype that was written.
         prefixes: keys that are the first elements of other ones, and have no memory of their own.
-        shared: root keys of which the ones under "next" have no memory of their own.
+        share_next: whether keys under "next" share the memory of those at the root: True for :func:`continued_keys`, or
+            the keys at the root.
+        next_capacity: room for next observations that are not those of the next row; None: the default.
     """
 
     dtypes: Mapping[Key, Codec] = field(default_factory=dict)
     batch_dtypes: Mapping[Key, torch.dtype] = field(default_factory=dict)
     prefixes: Mapping[Key, Key] = field(default_factory=dict)
-    shared: frozenset[Key] = frozenset()
+    share_next: bool | tuple[Key, ...] = False
+    next_capacity: int | None = None
 
     @classmethod
     def of(
@@ -169,13 +178,22 @@ class Options:
         dtypes: Mapping[Any, torch.dtype | Codec] | None = None,
         batch_dtypes: Mapping[Any, torch.dtype] | None = None,
         prefixes: Mapping[Any, Any] | None = None,
+        share_next: bool | Sequence[Any] = False,
+        next_capacity: int | None = None,
     ) -> Options:
         """The options as users give them.
 
         Raises:
-            TypeError: a dtype is none.
+            TypeError: a dtype is none, or ``share_next`` is one key.
             ValueError: a dtype can't be converted, or options contradict each other.
         """
+        if isinstance(share_next, str):
+            raise TypeError(f"share_next is True or a list of keys, got {share_next!r}")
+        if next_capacity is not None:
+            if not share_next:
+                raise ValueError("next_capacity is for storages with share_next")
+            check_count(next_capacity, "next_capacity")
+        shared = share_next if isinstance(share_next, bool) else tuple(map(as_key, share_next))
         codecs = {
             as_key(key): given if isinstance(given, Codec) else Codec(given) for key, given in (dtypes or {}).items()
         }
@@ -189,15 +207,16 @@ class Options:
                 )
             if whole in begins:
                 raise ValueError(f"{as_written(whole)!r} can't be a prefix itself: {as_written(key)!r} is one of it")
-        return cls(codecs, {as_key(key): dtype for key, dtype in (batch_dtypes or {}).items()}, begins)
+        drawn = {as_key(key): dtype for key, dtype in (batch_dtypes or {}).items()}
+        return cls(codecs, drawn, begins, shared, next_capacity)
 
     def __bool__(self) -> bool:
-        return bool(self.dtypes or self.batch_dtypes or self.prefixes or self.shared)
+        return bool(self.dtypes or self.batch_dtypes or self.prefixes or self.share_next)
 
     @property
     def keys(self) -> set[Key]:
         """All keys that are named."""
-        return {*self.dtypes, *self.batch_dtypes, *self.prefixes, *self.prefixes.values(), *self.shared}
+        return {*self.dtypes, *self.batch_dtypes, *self.prefixes, *self.prefixes.values()}
 
 
 def _given(options: Mapping[Key, Any], key: Key) -> Any:
@@ -239,19 +258,75 @@ def sources(leaves: Sequence[Leaf], options: Options) -> list[Source]:
             f"an option of the storage names {as_written(key)!r}, the batch has {[as_written(k) for k in positions]}"
         )
     found = [_own_column(position, leaf, options) for position, leaf in enumerate(leaves)]
+    wholes = [_whole(leaf.key, positions, options) for leaf in leaves]
+    # A prefix has no memory that could be shared.
+    shared = shared_keys(
+        [leaf for leaf, whole in zip(leaves, wholes, strict=True) if whole is None], options.share_next
+    )
     for position, leaf in enumerate(leaves):
-        if leaf.key[:1] == (NEXT_KEY,) and leaf.key[1:] in options.shared:
+        if leaf.key[:1] == (NEXT_KEY,) and leaf.key[1:] in shared:
             root = positions[leaf.key[1:]]
             _check_shared(leaf, leaves[root], found[position], found[root])
             found[position] = replace(found[position], owner=root, follows=True)
-    for position, leaf in enumerate(leaves):
-        whole = _whole(leaf.key, positions, options)
+    for position, (leaf, whole) in enumerate(zip(leaves, wholes, strict=True)):
         if whole is not None:
             _check_prefix(leaf, leaves[whole])
             found[position] = replace(found[whole], batch=found[position].batch, whole=whole)
     for leaf, source in zip(leaves, found, strict=True):
         _check_conversion(leaf, source)
     return found
+
+
+def continued_keys(leaves: Sequence[Leaf]) -> tuple[Key, ...]:
+    """The keys at the root that are under ``"next"`` too, with the same shape and dtype, but for :data:`OF_A_STEP`."""
+    by_key = {leaf.key: leaf for leaf in leaves}
+    return tuple(
+        leaf.key
+        for leaf in leaves
+        if leaf.key[-1] not in OF_A_STEP
+        and (other := by_key.get((NEXT_KEY, *leaf.key))) is not None
+        and (other.dtype, other.shape) == (leaf.dtype, leaf.shape)
+    )
+
+
+def shared_keys(leaves: Sequence[Leaf], share_next: bool | Sequence[Key]) -> tuple[Key, ...]:
+    """The keys whose next values are not stored: those at the root.
+
+    Args:
+        leaves: the keys that have columns.
+        share_next: True for :func:`continued_keys`, or a list of keys at the root.
+
+    Raises:
+        ValueError: a key of the list is missing at the root or under ``"next"``, or differs there; or no key is found.
+    """
+    if not share_next:
+        return ()
+    by_key = {leaf.key: leaf for leaf in leaves}
+    if share_next is not True:
+        return tuple(dict.fromkeys(_shared_key(by_key, key) for key in share_next))
+    found = continued_keys(leaves)
+    if not found:
+        raise ValueError(
+            "share_next=True finds no key to share: it takes those at the root and under 'next', of one shape and "
+            f"dtype, but for flags and rewards; there are {[as_written(key) for key in by_key]}. Name others in a "
+            "list, or leave share_next out"
+        )
+    return found
+
+
+def _shared_key(leaves: dict[Key, Leaf], key: Key) -> Key:
+    own, coming = leaves.get(key), leaves.get((NEXT_KEY, *key))
+    if own is None or coming is None:
+        missing = as_written(key if own is None else (NEXT_KEY, *key))
+        raise ValueError(f"share_next names {as_written(key)!r}, but {missing!r} is not stored")
+    if (own.dtype, own.shape) != (coming.dtype, coming.shape):
+        raise ValueError(
+            f"share_next names {as_written(key)!r}, which has rows of shape {own.shape} and {own.dtype}, and of shape "
+            f"{coming.shape} and {coming.dtype} under 'next': only equal ones can share a column"
+        )
+    if own.row_bytes == 0:
+        raise ValueError(f"share_next names {as_written(key)!r}, whose rows have no bytes")
+    return key
 
 
 def _own_column(position: int, leaf: Leaf, options: Options) -> Source:
@@ -304,8 +379,8 @@ def _check_conversion(leaf: Leaf, source: Source) -> None:
 
 
 @dataclass(frozen=True)
-class Form:
-    """The layouts of a storage. Without options they are one.
+class Schema:
+    """The layouts of a storage's rows as written, stored and drawn. Without options they are one.
 
     Attributes:
         written: of a batch that is written.
@@ -322,8 +397,8 @@ class Form:
     columns: tuple[int, ...]
 
     @classmethod
-    def of(cls, written: RowLayout, options: Options) -> Form:
-        """The form of rows like those of ``written``.
+    def of(cls, written: RowLayout, options: Options) -> Schema:
+        """The schema of rows like those of ``written``.
 
         Raises:
             ValueError: as :func:`sources`.
@@ -342,26 +417,32 @@ class Form:
             tuple(columns[source.owner] for source in found),
         )
 
-    @property
+    @functools.cached_property
+    def shared(self) -> dict[int, Leaf]:
+        """The columns that hold next observations too, by their positions, as they are stored."""
+        found = {column for column, source in zip(self.columns, self.sources or (), strict=False) if source.follows}
+        return {number: self.stored.leaves[number] for number in sorted(found)}
+
+    @functools.cached_property
     def prefixes(self) -> list[tuple[int, int]]:
         """Leaves that are the first elements of others, and these, by their positions."""
         return [] if self.sources is None else [(i, s.whole) for i, s in enumerate(self.sources) if s.whole is not None]
 
 
-def check_tells_ends(form: Form, columns: Sequence[int], by_id: bool) -> None:
+def check_tells_ends(schema: Schema, columns: Sequence[int], by_id: bool) -> None:
     """Check that the bytes of some columns tell where trajectories end, as what was written does.
 
     Args:
-        form: of a storage.
-        columns: their positions among the leaves of ``form.stored``.
+        schema: of a storage.
+        columns: their positions among the leaves of ``schema.stored``.
         by_id: they hold identifiers, instead of flags.
 
     Raises:
         ValueError: a codec moves zero, or identifiers lose their differences.
     """
-    if form.sources is None:
+    if schema.sources is None:
         return
-    for leaf, source, column in zip(form.written.leaves, form.sources, form.columns, strict=True):
+    for leaf, source, column in zip(schema.written.leaves, schema.sources, schema.columns, strict=True):
         if column not in columns:
             continue
         exact = source.stored is leaf.dtype or not (by_id and source.stored.is_floating_point)
@@ -372,27 +453,27 @@ def check_tells_ends(form: Form, columns: Sequence[int], by_id: bool) -> None:
             )
 
 
-def keys_told(form: Form) -> list[str]:
+def keys_told(schema: Schema) -> list[str]:
     """Each key for people: its shape and dtype, and how it is stored if that differs."""
-    leaves, found = form.written.leaves, list[str]()
+    leaves, found = schema.written.leaves, list[str]()
     for position, leaf in enumerate(leaves):
         text = f"{leaf.name}: {list(leaf.shape)} {leaf.dtype}"
-        source = None if form.sources is None else form.sources[position]
+        source = None if schema.sources is None else schema.sources[position]
         if source is not None and source.owner != position:
             text += f" in {leaves[source.owner].name}"
         elif source is not None and source.stored is not leaf.dtype:
             text += f" as {source.stored}"
         found.append(text)
-    found += [f"{as_written(key)!r}: on the host" for key in form.written.host]
+    found += [f"{as_written(key)!r}: on the host" for key in schema.written.host]
     return found
 
 
-# The form in a state
+# The schema in a state
 
 
-def described(form: Form) -> list[dict[str, Any]]:
-    """What is written and how it is stored, as plain values: an entry for each leaf of ``form.written``."""
-    leaves, found = form.written.leaves, form.sources or sources(form.written.leaves, Options())
+def described(schema: Schema) -> list[dict[str, Any]]:
+    """What is written and how it is stored, as plain values: an entry for each leaf of ``schema.written``."""
+    leaves, found = schema.written.leaves, schema.sources or sources(schema.written.leaves, Options())
     return [
         {
             "key": list(leaf.key),
@@ -443,18 +524,18 @@ def _in_order(keys: Sequence[Key]) -> bool:
     return True
 
 
-def check_same(form: Form, saved: Any) -> None:
+def check_same(schema: Schema, saved: Any) -> None:
     """Check that rows are stored in the same way.
 
     Args:
-        form: of a storage.
+        schema: of a storage.
         saved: :func:`described`, of another.
 
     Raises:
         ValueError: they are not; the text names the first key that differs, and both ways.
     """
     written_leaves(saved)
-    own, other = ({tuple(entry["key"]): entry for entry in entries} for entries in (described(form), saved))
+    own, other = ({tuple(entry["key"]): entry for entry in entries} for entries in (described(schema), saved))
     for key in [*own, *(key for key in other if key not in own)]:
         if own.get(key) != other.get(key):
             raise ValueError(

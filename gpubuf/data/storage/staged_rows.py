@@ -14,8 +14,7 @@ from torch import Tensor
 from gpubuf.data.recording import capturing
 from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.layout import RowLayout, as_written
-from gpubuf.data.storage.tensor_storage import TensorStorage
-from gpubuf.kernels._registry import lazy
+from gpubuf.data.storage.storage import TensorStorage
 
 #: An array a key, by key (``"reward"``, ``("next", "reward")``) or in the order of the storage's keys.
 Columns = Mapping[Any, Any] | Sequence[Any]
@@ -29,7 +28,6 @@ READ_IN_PLACE = 1 << 12
 PLACED_BYTES = 1 << 20
 """As :data:`STAGED_BYTES`, where such columns are read in place."""
 
-_prepared = lazy("gpubuf.kernels.rows._cpu:PreparedExtend")
 _array = np.ndarray
 # The address of an array, in a tenth of the time of `array.ctypes.data`.
 _first_byte: Callable[[Any], Any] = ctypes.c_char.from_buffer
@@ -38,17 +36,10 @@ _address_of = ctypes.addressof
 
 def _launch_on_cpu(storage: TensorStorage, sources: list[Tensor], n: int, keeps_index: bool) -> Any:
     """A launch that writes ``n`` rows of ``sources``, on the CPU; None where the storage has another way."""
-    table, ring = storage.table, storage.ring
-    if not table.is_cpu:
-        return None
-    if not storage.computed:
-        return _prepared(table, sources, ring, n, storage.max_size, keeps_index)
     # Prefixes are compared when they are written.
-    if storage.form.prefixes:
+    if storage.schema.prefixes:
         return None
-    envs = math.prod(storage.shape[1:])
-    links = storage._links
-    return _prepared(storage._written_fields, sources, ring, n, storage.max_size, keeps_index, envs, *links)
+    return storage.plans.written.prepared_extend(sources, n, keeps_index)
 
 
 class PlacedRows:
@@ -146,7 +137,7 @@ class StagedRows:
     def of(storage: TensorStorage, lead: tuple[int, ...], *, keeps_index: bool) -> StagedRows | None:
         """For columns with these batch dimensions; None if they are too large, or NumPy lacks a dtype."""
         n = math.prod(lead)
-        most = PLACED_BYTES if storage.table.is_cpu and not storage.form.prefixes else STAGED_BYTES
+        most = PLACED_BYTES if storage.table.is_cpu and not storage.schema.prefixes else STAGED_BYTES
         if n == 0 or n * storage.written_layout.row_bytes > most:
             return None
         try:

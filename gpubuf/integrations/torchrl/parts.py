@@ -15,8 +15,8 @@ from torchrl.data import replay_buffers as theirs
 from gpubuf import data, serialization
 from gpubuf.data.samplers.base import Sampler as OwnSampler
 from gpubuf.data.storage.layout import Data, batch_shape, layout_of, mapped
-from gpubuf.data.storage.tensor_storage import Storage
-from gpubuf.data.storage.tensor_storage import TensorStorage as OwnStorage
+from gpubuf.data.storage.storage import Storage
+from gpubuf.data.storage.storage import TensorStorage as OwnStorage
 
 
 class MissingInGpubufError(NotImplementedError, AttributeError):

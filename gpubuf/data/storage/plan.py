@@ -1,0 +1,484 @@
+"""Plans: how rows go between the columns of a storage and batches, in one launch per operation.
+
+This is the only module that calls the kernels of :mod:`gpubuf.kernels.rows` for a storage.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from gpubuf.data.storage.column import Column
+from gpubuf.data.storage.layout import Key, Leaf, RowLayout, as_key, as_written, rows_in
+from gpubuf.data.storage.ring import Ring
+from gpubuf.data.storage.schema import END_NAMES, NEXT_KEY, Schema, check_tells_ends
+from gpubuf.kernels import rows
+from gpubuf.kernels._registry import in_memory, lazy, past_dispatcher, without_dispatch
+from gpubuf.kernels.rows import (
+    DRAWN,
+    DTYPES,
+    FIELD,
+    MAX_STEPS,
+    NEXT,
+    Field,
+    Reading,
+    arena_offsets,
+    dtype_code,
+)
+
+NOT_INITIALIZED = "the storage is not initialized: write a batch first"
+
+_extend = without_dispatch(rows.extend, trusted=True, given=("sources",))
+_gather = without_dispatch(rows.gather, trusted=True, given=("index",))
+_sample = without_dispatch(rows.sample, trusted=True)
+_write = without_dispatch(rows.write, given=("sources", "index"))
+_update = without_dispatch(rows.write, given=("sources", "index", "generation"))
+_relink = without_dispatch(rows.relink, given=("sources", "index"))
+# CPU variants that write into tensors of the caller.
+_gather_into = lazy("gpubuf.kernels.rows._cpu:gather_into")
+_sample_into = lazy("gpubuf.kernels.rows._cpu:sample_into")
+_prepared = lazy("gpubuf.kernels.rows._cpu:PreparedExtend")
+
+
+class RowPlan:
+    """Writes and reads rows by a table of addresses. Empty until :meth:`set`.
+
+    Rows are copied as they are stored, or computed on the way: other dtypes, codecs, observations that are stored once,
+    transitions of several steps, processing.
+
+    Attributes:
+        table: int64, an entry for each key: ``[K, 5]`` of columns that are copied, or ``[F, FIELD]`` of fields; see
+            :mod:`gpubuf.kernels.rows`. None: nothing is allocated. Captured graphs read it: as long as it stays on one
+            device, it changes in place.
+    """
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Without addresses."""
+        return type(self), ()
+
+    def forget(self) -> None:
+        """The rows are gone."""
+        self._layout: RowLayout | None = None
+        self.table: Tensor | None = None
+        # A Ring, as soon as there is a table.
+        self._ring: Any = None
+        self._capacity = 0
+        self._links: tuple[Any, ...] = ()
+        self._reading: tuple[Any, ...] = ()
+        # How often a drawn row comes in the batch.
+        self._copies = 1
+
+    def set(
+        self,
+        layout: RowLayout,
+        table: Tensor,
+        ring: Ring,
+        capacity: int,
+        links: tuple[Any, ...] = (),
+        reading: Reading | None = None,
+    ) -> None:
+        """Read and write rows where they are now.
+
+        Args:
+            layout: the keys of a row.
+            table: see above, on the device that does the work.
+            ring: counts the rows.
+            capacity: number of rows that the table describes.
+            links: rows per step, links and owners of next observations that are stored once; empty: none are.
+            reading: what fields need besides; None: rows are copied.
+        """
+        self._layout, self._ring, self._capacity, self._links = layout, ring, capacity, links
+        self._reading = () if reading is None else tuple(reading)
+        self._copies = 1 if reading is None else reading.rows(1)
+        # Last: with it the plan is ready. An interrupt may come at any call.
+        if self.table is not None and (self.table.device, self.table.shape) == (table.device, table.shape):
+            self.table.copy_(table)
+        else:
+            self.table = table
+
+    def _ready(self) -> Tensor:
+        """The table of a plan that has none yet."""
+        raise RuntimeError(NOT_INITIALIZED)
+
+    @property
+    def layout(self) -> RowLayout:
+        """The keys, shapes and dtypes of a row.
+
+        Raises:
+            RuntimeError: nothing has been written yet.
+        """
+        if self._layout is None:
+            raise RuntimeError(NOT_INITIALIZED)
+        return self._layout
+
+    # Reading
+
+    def gather(self, index: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Copies of rows, and their write generations. One launch, no host sync.
+
+        Args:
+            index: int64 ``[n]`` flat positions on the device of the table, contiguous.
+
+        Returns:
+            One tensor ``[n, ...]`` for each key of ``layout``, and the generations, int64 ``[n]``; ``[2 * n]`` each if
+            batches are doubled.
+        """
+        table, n = self.table, index.numel() * self._copies
+        if table is None:
+            table = self._ready()
+        layout, ring = self.layout, self._ring.counters
+        if past_dispatcher(table):
+            tensors = layout.allocate(n)
+            return tensors, _gather_into(table, ring, in_memory(index), self._capacity, tensors, *self._reading)
+        n_bytes = layout.arena(n).n_bytes
+        arena, generation = _gather(table, ring, index, self._capacity, n_bytes, *self._reading)
+        return layout.cut(arena, n), generation
+
+    def gather_key(self, key: int, index: Tensor) -> Tensor:
+        """Copies of one key of rows, ``[n, ...]``; ``key`` is its position in ``layout``. One launch, no host sync."""
+        leaf, n = self.layout.leaves[key], index.numel()
+        table, ring = self._ready() if self.table is None else self.table, self._ring.counters
+        table = table[key : key + 1]
+        if past_dispatcher(table):
+            found = torch.empty((n, *leaf.shape), dtype=leaf.dtype)
+            _gather_into(table, ring, in_memory(index), self._capacity, [found], *self._reading)
+            return found
+        n_bytes = arena_offsets([leaf.row_bytes], n)[1]
+        return rows_in(_gather(table, ring, index, self._capacity, n_bytes, *self._reading)[0], leaf, n)
+
+    def sample_uniform(self, rng: Tensor, n: int) -> tuple[list[Tensor], Tensor, Tensor]:
+        """``n`` rows drawn uniformly with replacement. One launch, no host sync.
+
+        Args:
+            rng: random state as in :mod:`gpubuf.kernels.philox`, on the device of the table.
+            n: number of rows.
+
+        Returns:
+            One tensor ``[n, ...]`` for each key, and of the drawn rows the flat positions and the write generations,
+            int64 ``[n]`` each; ``[2 * n]`` if batches are doubled.
+        """
+        table, rows_out = self.table, n * self._copies
+        if table is None:
+            table = self._ready()
+        layout, ring = self.layout, self._ring.counters
+        if past_dispatcher(table):
+            tensors = layout.allocate(rows_out)
+            return tensors, *_sample_into(table, ring, rng, n, self._capacity, tensors, *self._reading)
+        n_bytes = layout.arena(rows_out).n_bytes
+        arena, index, generation = _sample(table, ring, rng, n, self._capacity, n_bytes, *self._reading)
+        return layout.cut(arena, rows_out), index, generation
+
+    # Writing: sources are tensors ``[n, ...]`` for each key of the layout, on the device of the table
+
+    def extend(self, sources: list[Tensor], n: int) -> Tensor:
+        """Write ``n`` rows at the cursor. Returns their flat positions, int64 ``[n]``. No host sync.
+
+        Raises:
+            ValueError: a number does not fit its dtype; not on a GPU.
+            NoRoomError: there is no room for next observations; not on a GPU.
+        """
+        try:
+            index: Tensor = _extend(self.table, sources, self._ring.counters, n, self._capacity, *self._links)
+        except ValueError as error:
+            raise self._by_name(error) from None
+        return index
+
+    def prepared_extend(self, sources: list[Tensor], n: int, keeps_index: bool) -> Any:
+        """A launch that writes ``n`` rows of ``sources`` each time, on the CPU; None elsewhere."""
+        table = self.table
+        if table is None or not table.is_cpu:
+            return None
+        return _prepared(table, sources, self._ring.counters, n, self._capacity, keeps_index, *self._links)
+
+    def write(self, sources: list[Tensor], index: Tensor) -> None:
+        """Overwrite the rows at ``index``, int64 ``[n]``; of duplicates the last one wins. No host sync.
+
+        Raises:
+            IndexError: an index is out of range; not on a GPU.
+            ValueError: as :meth:`extend`.
+        """
+        try:
+            _write(self.table, sources, self._ring.counters, index, self._capacity)
+        except ValueError as error:
+            raise self._by_name(error) from None
+
+    def update(self, sources: list[Tensor], keys: Sequence[int], index: Tensor, generation: Tensor) -> None:
+        """Overwrite single keys of those rows at ``index`` that have ``generation`` still. No host sync.
+
+        Args:
+            sources: for each of ``keys`` only.
+            keys: positions in the layout.
+            index, generation: int64 ``[n]``.
+
+        Raises:
+            IndexError, ValueError: as :meth:`write`.
+        """
+        assert self.table is not None
+        # Read when the operation runs: a captured graph finds the rows where they are by then.
+        table = torch.stack([self.table[key] for key in keys])
+        try:
+            _update(table, sources, self._ring.counters, index, self._capacity, generation)
+        except ValueError as error:
+            raise self._by_name(error, keys) from None
+
+    def relink(self, sources: list[Tensor], index: Tensor) -> None:
+        """Keep next observations of the rows at ``index`` where they differ from the observations of the next rows.
+
+        Raises:
+            NoRoomError: as :meth:`extend`.
+        """
+        _relink(self.table, sources, self._ring.counters, index, self._capacity, *self._links)
+
+    def _by_name(self, error: ValueError, keys: Sequence[int] | None = None) -> ValueError:
+        """An error of the kernels, which know fields by their numbers."""
+        leaves = self.layout.leaves
+        chosen = leaves if keys is None else [leaves[key] for key in keys]
+        return ValueError(re.sub(r"^field (\d+)", lambda found: f"key {chosen[int(found[1])].name}", str(error)))
+
+
+def fields_of(
+    schema: Schema,
+    columns: Sequence[Column],
+    rows_per_step: int,
+    batch: RowLayout,
+    aside: Mapping[int, tuple[int, int, int]],
+) -> list[Field]:
+    """A field for each leaf of a batch, with the addresses of now.
+
+    Args:
+        schema: of the storage.
+        columns: of the storage, in the order of ``schema.stored.leaves``.
+        rows_per_step: number of environments.
+        batch: the layout of the batch: that of ``schema.batch``, or of ``schema.written``.
+        aside: for each column that next observations share: the addresses of entries and of pending rows, and the bytes
+            from row to row.
+    """
+    found = []
+    for position, (leaf, written, number) in enumerate(
+        zip(batch.leaves, schema.written.leaves, schema.columns, strict=True)
+    ):
+        source = None if schema.sources is None else schema.sources[position]
+        stored = schema.stored.leaves[number]
+        device_rows, _, split, host_rows, row_stride = columns[number].entry(stored.row_bytes, rows_per_step)
+        follows = source is not None and source.follows
+        # A codec lies between floating-point numbers and what is stored: integers are taken as they are.
+        codec = source if leaf.dtype.is_floating_point else None
+        entries, pending, side_stride = aside.get(number, (0, 0, 0)) if follows else (0, 0, 0)
+        found.append(
+            Field(
+                device_rows=device_rows,
+                # Of a prefix these are the first bytes of a row.
+                row_bytes=leaf.n_elements * stored.dtype.itemsize,
+                split=split,
+                host_rows=host_rows,
+                row_stride=row_stride,
+                row=NEXT if follows else DRAWN,
+                stored=dtype_code(stored.dtype),
+                written=dtype_code(written.dtype),
+                batch=dtype_code(leaf.dtype),
+                elements=leaf.n_elements,
+                scale=1.0 if codec is None else codec.scale,
+                offset=0.0 if codec is None else codec.offset,
+                entries=entries,
+                pending=pending,
+                side_stride=side_stride,
+                writes=0 if source is not None and source.whole is not None else 1,
+            )
+        )
+    return found
+
+
+def field_table(fields: Sequence[Field], device: torch.device) -> Tensor:
+    """The kernels' table of fields, int64 ``[F, FIELD]`` on ``device``."""
+    table = torch.tensor([field.encoded() for field in fields], dtype=torch.int64).reshape(-1, FIELD)
+    # Not waited for: CUDA has read memory that is not pinned when the call returns.
+    return table.to(device, non_blocking=True)
+
+
+# What a buffer asks for beside single rows
+
+REWARD_KEYS: tuple[Key, ...] = (("next", "reward"),)
+STEPS_KEY: Key = ("steps_to_next_obs",)
+
+
+class Processing(Protocol):
+    """What happens to the keys of a batch: see :class:`gpubuf.data.processing.pipeline.Pipeline`."""
+
+    mirror: int
+
+    @property
+    def draws(self) -> int:
+        """Uniforms of a row of the batch."""
+
+    @property
+    def noise(self) -> Tensor | None:
+        """The random state of the processing."""
+
+    def check(self, leaves: Sequence[Leaf]) -> None:
+        """Raise unless batches of these leaves can be processed."""
+
+    def bind(self, leaves: Sequence[Leaf], envs: int, device: torch.device) -> None:
+        """Have all state on ``device``."""
+
+    def options(self, key: Key) -> dict[str, Any]:
+        """Attributes of the field of a key, until the next :meth:`bind`."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the batches of a buffer are made of stored rows. It is no property of the rows: it may change at any time.
+
+    Attributes:
+        n_steps: steps of a transition in a batch, at most. Fewer are taken where a trajectory ends before, and where
+            the newest row is reached.
+        gamma: discount of the rewards of one transition.
+        reward_keys: keys that are summed. None: :data:`REWARD_KEYS`.
+        end_keys: flags that end a trajectory, any of which suffices. None: those of ``"done"``, ``"terminated"`` and
+            ``"truncated"`` that are stored under ``"next"``, or else at the root.
+        traj_key: identifiers of trajectories, which tell the ends instead of flags.
+        processing: what happens to the keys of a batch; None: nothing.
+    """
+
+    n_steps: int = 1
+    gamma: float = 0.99
+    reward_keys: tuple[Key, ...] | None = None
+    end_keys: tuple[Key, ...] | None = None
+    traj_key: Key | None = None
+    processing: Processing | None = None
+
+    @classmethod
+    def of(
+        cls,
+        n_steps: int = 1,
+        gamma: float = 0.99,
+        reward_keys: Sequence[Any] | None = None,
+        end_keys: Sequence[Any] | None = None,
+        traj_key: Any = None,
+        processing: Processing | None = None,
+    ) -> Self:
+        """The recipe of arguments as users give them.
+
+        Raises:
+            TypeError: ``n_steps`` is no whole number, or keys are given as one string.
+            ValueError: ``n_steps`` is not in 1 .. 64, ``gamma`` not in [0, 1], or a list of keys is empty.
+        """
+        if isinstance(n_steps, bool) or not isinstance(n_steps, int):
+            raise TypeError(f"n_steps must be a whole number, got {n_steps!r}")
+        if not 1 <= n_steps <= MAX_STEPS:
+            raise ValueError(f"n_steps must be in 1 .. {MAX_STEPS}, got {n_steps}")
+        gamma = float(gamma)
+        if not (math.isfinite(gamma) and 0 <= gamma <= 1):
+            raise ValueError(f"gamma must be in [0, 1], got {gamma}")
+        if end_keys is not None and traj_key is not None:
+            raise ValueError("end_keys and traj_key exclude each other")
+        keys = _keys("reward_keys", reward_keys), _keys("end_keys", end_keys)
+        return cls(n_steps, gamma, *keys, None if traj_key is None else as_key(traj_key), processing)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a batch is a copy of rows, so that storages are read as they are."""
+        return self.n_steps == 1 and self.processing is None
+
+    def check_rows(self, schema: Schema) -> None:
+        """Raise if rows of ``schema`` lack what this needs.
+
+        Raises:
+            KeyError: a key is not stored.
+            ValueError: the rows are batches themselves, or n-step transitions already; or a reward is no float.
+        """
+        if self.processing is not None:
+            self.processing.check(schema.batch.leaves)
+        if self.n_steps == 1:
+            return
+        layout = schema.written
+        if layout.nested_batch:
+            raise ValueError(
+                f"n_steps={self.n_steps} needs the steps of each environment in order, but the rows have batch "
+                f"dimensions of their own, {list(layout.nested_batch)}: give the storage so many more by ndim"
+            )
+        if layout.position(STEPS_KEY) is not None:
+            raise ValueError(
+                f"n_steps={self.n_steps} makes the key {STEPS_KEY[0]!r}, which the rows have already: they were made "
+                "n-step transitions before they were written"
+            )
+        for position in self.rewards(schema):
+            leaf = schema.batch.leaves[position]
+            if not leaf.dtype.is_floating_point or leaf.dtype not in DTYPES:
+                raise ValueError(
+                    f"n_steps={self.n_steps} sums the reward {leaf.name} with discounts, but it is {leaf.dtype}: write "
+                    "floating-point numbers of 16, 32 or 64 bits, or give the storage batch_dtypes"
+                )
+        self.ends(schema)
+
+    def rewards(self, schema: Schema) -> frozenset[int]:
+        """The keys that are summed: their positions in batches of ``schema``.
+
+        Raises:
+            KeyError: one is not stored.
+        """
+        if self.n_steps == 1:
+            return frozenset()
+        keys = REWARD_KEYS if self.reward_keys is None else self.reward_keys
+        return frozenset(_position(schema.written, key, f"n_steps={self.n_steps} sums the reward") for key in keys)
+
+    def ends(self, schema: Schema) -> tuple[tuple[int, ...], bool]:
+        """Which keys tell the ends of trajectories: their positions in ``schema``, and whether they are identifiers.
+
+        Raises:
+            KeyError: a key is not stored, or none of the default ones is.
+            ValueError: a key has no memory of its own, or is stored in a way that does not tell.
+        """
+        keys = self.end_keys or (None if self.traj_key is None else (self.traj_key,)) or self._default_ends(schema)
+        positions = tuple(_position(schema.written, key, "the ends of trajectories are told by") for key in keys)
+        for key, position in zip(keys, positions, strict=True):
+            if schema.sources is not None and schema.sources[position].follows:
+                raise ValueError(
+                    f"{as_written(key)!r} tells the ends of trajectories, and is stored once with its key at the root: "
+                    "give share_next a list without it"
+                )
+        by_id = self.traj_key is not None
+        check_tells_ends(schema, [schema.columns[position] for position in positions], by_id)
+        return positions, by_id
+
+    def _default_ends(self, schema: Schema) -> list[Key]:
+        below: list[Key] = [(NEXT_KEY, name) for name in END_NAMES]
+        at_root: list[Key] = [(name,) for name in END_NAMES]
+        for choice in (below, at_root):
+            found = [key for key in choice if schema.written.position(key) is not None]
+            if found:
+                return found
+        raise KeyError(
+            f"n_steps={self.n_steps} needs the ends of trajectories, and none of {below} is stored: give end_keys; "
+            f"{_stored(schema.written)}"
+        )
+
+
+def _position(layout: RowLayout, key: Key, what: str) -> int:
+    position = layout.position(key)
+    if position is None:
+        raise KeyError(f"{what} {as_written(key)!r}, which is not stored; {_stored(layout)}")
+    return position
+
+
+def _stored(layout: RowLayout) -> str:
+    """The keys that there are, for the message of an error."""
+    return f"the keys are {[as_written(leaf.key) for leaf in layout.leaves]}"
+
+
+def _keys(name: str, keys: Sequence[Any] | None) -> tuple[Key, ...] | None:
+    if keys is None:
+        return None
+    if isinstance(keys, str):
+        raise TypeError(f"{name} is a list of keys, got the string {keys!r}")
+    if not keys:
+        raise ValueError(f"{name} is empty")
+    return tuple(as_key(key) for key in keys)

@@ -1,0 +1,544 @@
+"""Observations stored once: keys that share a column with their next ones, the memory beside it, and their states.
+
+A key that is at the root and under "next" has one column, that of the root: the next observation of a row is the
+observation of the next row. :class:`Sharing` keeps the exceptions. States of storages that share other keys, or none,
+are translated from shared rows to full ones, and back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from gpubuf.data.arguments import check_count
+from gpubuf.data.recording import capturing
+from gpubuf.data.storage.column import Column
+from gpubuf.data.storage.layout import Data, Key, Leaf, Pieces, RowLayout, address, as_written
+from gpubuf.data.storage.placement import Placement, allocate
+from gpubuf.data.storage.plan import RowPlan, field_table
+from gpubuf.data.storage.ring import Ring
+from gpubuf.data.storage.schema import NEXT_KEY, Options, Schema, described
+from gpubuf.kernels import rows
+from gpubuf.kernels._registry import past_dispatcher
+from gpubuf.kernels.rows import IN_SUCCESSOR, LOST, SIZE, WRITTEN, Field, NoRoomError, Reading, dtype_code
+
+_compiling = torch.compiler.is_compiling
+
+#: One entry for so many rows, and no fewer than :data:`LEAST`, if ``next_capacity`` is not given.
+SHARE, LEAST = 8, 256
+
+CHUNK_BYTES = 1 << 26
+"""Bytes of next observations that are linked at a time."""
+
+
+def entries_of(capacity: int, envs: int, next_capacity: int | None) -> int:
+    """How many next observations there is room for aside. A pure function.
+
+    Args:
+        capacity: rows.
+        envs: environments: each has a trajectory in progress.
+        next_capacity: as asked for; None for an eighth of the rows, at least 256 and one an environment.
+
+    Returns:
+        The number, at most ``capacity``: no row has two.
+
+    Raises:
+        ValueError: ``next_capacity`` is below 1.
+    """
+    if next_capacity is None:
+        next_capacity = max(-(-capacity // SHARE), LEAST, envs)
+    check_count(next_capacity, "next_capacity")
+    return min(next_capacity, capacity)
+
+
+def side_bytes(row_bytes: int, capacity: int, envs: int, next_capacity: int | None) -> tuple[int, int]:
+    """Bytes beside the rows: of next observations, and of the links to them.
+
+    Args:
+        row_bytes: of one row of all shared keys, as they are stored.
+        capacity, envs, next_capacity: as for :func:`entries_of`.
+    """
+    slots = entries_of(capacity, envs, next_capacity)
+    return (slots + envs) * row_bytes, 4 * capacity + 8 * (slots + 1)
+
+
+class Sharing:
+    """Observations stored once: the next observation of a row is the observation of the next row, but for exceptions.
+
+    These, and the newest ones of each environment, lie beside the rows. :mod:`gpubuf.kernels.rows` says which
+    rows are exceptions.
+
+    Args:
+        schema: of the storage; :attr:`Schema.shared` are the columns.
+        slots: number of entries.
+        shape: of the storage.
+        placement: of the storage. Entries are with the rows, on the GPU for ``"split"``; links are always on the device
+            that does the work.
+        ring: the counters of the storage.
+
+    Attributes:
+        leaves: the columns that are shared, by their positions, as they are stored.
+        slots: as given.
+        links, owners: see :mod:`gpubuf.kernels.rows`.
+        sides: for each of ``leaves`` its entries, and after them what is pending: ``[slots + envs, ...]``.
+        raw: reads and links next observations as they are stored.
+        plan: writes rows; set by the storage.
+    """
+
+    def __init__(self, schema: Schema, slots: int, shape: tuple[int, ...], placement: Placement, ring: Ring) -> None:
+        self.leaves, self.slots, self._ring = schema.shared, slots, ring
+        self._ndim, self._capacity, self._envs = len(shape), math.prod(shape), math.prod(shape[1:])
+        self._layout = schema.stored.with_leaves(list(self.leaves.values()))
+        self.links, self.owners = rows.new_links(self._capacity, slots, placement.device)
+        self.sides = [self.new_side(leaf, placement) for leaf in self.leaves.values()]
+        self.raw, self.plan = RowPlan(), RowPlan()
+        #: Makes a change again that was interrupted.
+        self._again: Callable[[], Any] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_again": None}
+
+    def new_side(self, leaf: Leaf, placement: Placement) -> Tensor:
+        """Uninitialised memory for the entries and the pending rows of one column."""
+        return allocate((self.slots + self._envs, *leaf.shape), leaf.dtype, placement)
+
+    @property
+    def keys(self) -> tuple[Key, ...]:
+        """The shared keys, at the root."""
+        return tuple(leaf.key for leaf in self.leaves.values())
+
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of all entries and of what is pending."""
+        return sum(side.nbytes for side in self.sides)
+
+    @property
+    def link_bytes(self) -> int:
+        """Bytes of links and owners."""
+        return self.links.nbytes + self.owners.nbytes
+
+    @property
+    def used(self) -> int:
+        """The number of entries that are taken: of stored rows whose next observation lies aside. Synchronises."""
+        first = self._ring.counters[WRITTEN] - self._ring.counters[SIZE]
+        owners = self.owners[:-1]
+        return int(((owners >= first) & (owners >= 0)).sum())
+
+    # Memory
+
+    @property
+    def of_plans(self) -> tuple[int, Tensor, Tensor]:
+        """What a :class:`RowPlan` writes by: rows per step, links and owners."""
+        return self._envs, self.links, self.owners
+
+    @property
+    def aside(self) -> dict[int, tuple[int, int, int]]:
+        """For each shared column the addresses of entries and of pending rows, and the bytes from row to row."""
+        found = {}
+        for side, (number, leaf) in zip(self.sides, self.leaves.items(), strict=True):
+            first = address(side)
+            found[number] = first, first + self.slots * leaf.row_bytes if first else 0, leaf.row_bytes
+        return found
+
+    def locate(self, columns: Sequence[Column], device: torch.device) -> None:
+        """Bring the links to the device that does the work, and read and write the memory of now."""
+        if self.links.device != device:
+            self.links, self.owners = self.links.to(device), self.owners.to(device)
+        fields, aside = [], self.aside
+        for number, leaf in self.leaves.items():
+            code, place = dtype_code(leaf.dtype), columns[number].entry(leaf.row_bytes, self._envs)
+            entries, pending, stride = aside[number]
+            device_rows, row_bytes, split, host_rows, stride_of_rows = place
+            kind = rows.NEXT, code, code, code, leaf.n_elements
+            field = Field(device_rows, row_bytes, split, host_rows, stride_of_rows, *kind)
+            fields.append(replace(field, entries=entries, pending=pending, side_stride=stride))
+        reading = Reading(links=self.links, envs=self._envs)
+        table = field_table(fields, device)
+        self.raw.set(self._layout, table, self._ring, self._capacity, self.of_plans, reading)
+
+    def renew(self, placement: Placement) -> None:
+        """Copy the next observations into memory of a placement."""
+        for number, leaf in enumerate(self.leaves.values()):
+            side = self.new_side(leaf, placement)
+            self.sides[number] = side.copy_(self.sides[number])
+
+    # Writing
+
+    def extend(self, sources: list[Tensor], n: int) -> Tensor:
+        """Write ``n`` rows at the cursor. See :meth:`RowPlan.extend`."""
+        if past_dispatcher(self.links):
+            # One call of machine code: it is done or not done.
+            try:
+                return self.plan.extend(sources, n)
+            except NoRoomError as error:
+                raise self._advised(error) from None
+        if _compiling() or capturing():
+            return self.plan.extend(sources, n)
+        # Several launches, of which the last one moves the counters. All may be made twice.
+        self._again = functools.partial(self._extend_unless_done, self._ring.written, sources, n)
+        try:
+            index = self.plan.extend(sources, n)
+        except Exception:
+            self._again = None
+            raise
+        self._again = None
+        return index
+
+    def _extend_unless_done(self, written: int, sources: list[Tensor], n: int) -> None:
+        if int(self._ring.counters[WRITTEN]) == written:
+            self.plan.extend(sources, n)
+
+    def write(self, stored: RowPlan, sources: list[Tensor], index: Tensor) -> None:
+        """Overwrite rows, and leave those before them as they were.
+
+        Args:
+            stored: of rows as they are stored.
+            sources, index: as for :meth:`RowPlan.write`.
+
+        Raises:
+            NoRoomError: there is no room aside; nothing has changed then. Not on a GPU.
+        """
+        # The observations that are overwritten were also the next ones of the rows before.
+        before = self._before(index)
+        change = functools.partial(self._change, stored, sources, index, before, self.raw.gather(before)[0])
+        if _compiling():
+            change(None)
+            return
+        # A write can be refused on the CPU alone.
+        kept = stored.gather(index)[0] if past_dispatcher(self.links) else None
+        self._again = functools.partial(change, kept)
+        try:
+            self._again()
+        except NoRoomError as error:
+            self._again = None
+            raise self._advised(error) from None
+        except Exception:
+            self._again = None
+            raise
+        self._again = None
+
+    def _change(
+        self,
+        stored: RowPlan,
+        sources: list[Tensor],
+        index: Tensor,
+        before: Tensor,
+        coming: list[Tensor],
+        kept: list[Tensor] | None,
+    ) -> None:
+        """Overwrite rows, and give those before them their next observations back.
+
+        Raises:
+            NoRoomError: there is no room aside. With ``kept``, what was stored, the rows are what they were.
+        """
+        try:
+            self.plan.write(sources, index)
+            self.raw.relink(coming, before)
+            self.plan.relink(sources, index)
+        except NoRoomError:
+            if kept is not None:
+                stored.write(kept, index)
+                # They are continued again: entries that were taken for them come free.
+                self.raw.relink(coming, before)
+            raise
+
+    def redo(self) -> None:
+        """Make a change again that was interrupted. One that there was no room for is undone."""
+        if self._again is not None:
+            with contextlib.suppress(NoRoomError):
+                self._again()
+            self._again = None
+
+    def _before(self, index: Tensor) -> Tensor:
+        """The rows before those of ``index`` whose next observations are the observations of these.
+
+        For each of ``index`` one: in place of others the first of them stands, or the first of ``index``.
+        """
+        before = torch.remainder(index - self._envs, self._capacity)
+        leads_on = (before < self._ring.counters[SIZE]) & (self.links[before] == IN_SUCCESSOR)
+        first = leads_on.to(torch.uint8).argmax(0, keepdim=True)
+        other = torch.where(leads_on[first], before[first], index[first])
+        return torch.where(leads_on, before, other)
+
+    def _advised(self, refused: NoRoomError) -> NoRoomError:
+        """The error of a write that there is no room for, with what to do about it."""
+        return NoRoomError(
+            f"{refused}. Ways out: more room, next_capacity={self.slots} at present; share_next=False, if most rows "
+            "are not continued by the row behind; or, if several environments write to the storage in turn, ndim=2"
+        )
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the state of a storage that shares says about it: views, not copies. Synchronises."""
+        used = min(int(self.owners[-1]), self.slots)
+        entries = tuple(side[:used] for side in self.sides)
+        pending = tuple(side[self.slots :] for side in self.sides)
+        return SharedState(self.keys, self.slots, self.links, self.owners, entries, pending).state_dict()
+
+    def restore(self, saved: SharedState) -> None:
+        """Copy what another one of the same size has."""
+        self.links.copy_(saved.links)
+        self.owners.copy_(saved.owners)
+        for side, first, last in zip(self.sides, saved.entries, saved.pending, strict=True):
+            side[: len(first)] = first
+            side[self.slots :] = last
+
+    def link(self, state: dict[str, Any]) -> None:
+        """Give all rows the next observations that the full rows of a state have, the oldest ones first."""
+        self.links.zero_()
+        self.owners[:-1] = -1
+        self.owners[-1] = 0
+        span = Span.of(state)
+        oldest = (state["written"] // span.envs) % span.steps if state["size"] == state["max_size"] else 0
+        # Rows of another capacity lie from position 0 on, the oldest first.
+        turn = 0 if self._capacity == state["max_size"] else oldest
+        row_bytes = sum(leaf.row_bytes for leaf in self.leaves.values())
+        chunk = max(1, CHUNK_BYTES // (row_bytes * span.envs))
+        parts = Pieces.of(state["rows"], self._ndim).parts
+        for low, high in ((oldest, span.steps), (0, oldest)):
+            for start, part in parts:
+                first, last = max(start, low), min(start + part.shape[0], high)
+                for at in range(first, last, chunk):
+                    until = min(at + chunk, last)
+                    self._link_steps(part[at - start : until - start], (at - turn) % span.steps)
+
+    def _link_steps(self, part: Data, step: int) -> None:
+        n, device = part.shape[0] * self._envs, self.links.device
+        sources = [value_of(part, (NEXT_KEY, *key)) for key in self.keys]
+        local = [t.reshape(n, *t.shape[self._ndim :]).to(device).contiguous() for t in sources]
+        index = (step * self._envs + torch.arange(n, device=device)) % self._capacity
+        try:
+            self.raw.relink(local, index)
+        except NoRoomError as error:
+            raise self._advised(error) from None
+
+    def __repr__(self) -> str:
+        return f"Sharing({', '.join(str(as_written(key)) for key in self.keys)}, room for {self.slots} aside)"
+
+
+class Repeated:
+    """An iterable that begins anew each time, from a function that returns an iterator."""
+
+    def __init__(self, begin: Callable[[], Iterator[tuple[int, Data]]]) -> None:
+        self._begin = begin
+
+    def __iter__(self) -> Iterator[tuple[int, Data]]:
+        return self._begin()
+
+
+class SharedState(NamedTuple):
+    """What a state says about observations stored once.
+
+    Attributes:
+        keys: the shared keys, at the root.
+        slots: number of entries.
+        links, owners: as in :mod:`gpubuf.kernels.rows`.
+        entries: of each key, ``[used, ...]``: those that were ever taken.
+        pending: of each key, ``[envs, ...]``.
+    """
+
+    keys: tuple[Key, ...]
+    slots: int
+    links: Tensor
+    owners: Tensor
+    entries: tuple[Tensor, ...]
+    pending: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, state: dict[str, Any]) -> SharedState | None:
+        """That of a storage's state; None if its rows are full."""
+        raw = state.get("sharing")
+        if raw is None:
+            return None
+        keys = tuple(tuple(key) for key in raw["keys"])
+        entries, pending = ([raw[name][str(i)] for i in range(len(keys))] for name in ("entries", "pending"))
+        return cls(keys, raw["slots"], raw["links"], raw["owners"], tuple(entries), tuple(pending))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inverse of :meth:`of`."""
+        numbered = ({str(i): tensor for i, tensor in enumerate(tensors)} for tensors in (self.entries, self.pending))
+        entries, pending = numbered
+        return {
+            "keys": [list(key) for key in self.keys],
+            "slots": self.slots,
+            "links": self.links,
+            "owners": self.owners,
+            "entries": entries,
+            "pending": pending,
+        }
+
+
+class Span(NamedTuple):
+    """The steps of a ring that pieces of rows are from.
+
+    Attributes:
+        envs: rows a step.
+        steps: of the ring.
+        newest: the newest step; -1 if nothing is stored.
+    """
+
+    envs: int
+    steps: int
+    newest: int
+
+    @classmethod
+    def of(cls, state: dict[str, Any]) -> Span:
+        """That of a storage's state."""
+        steps, *rest = state["shape"]
+        envs = math.prod(rest)
+        return cls(envs, steps, (state["written"] // envs - 1) % steps if state["size"] else -1)
+
+
+# From shared rows to full ones
+
+
+def full_state(state: dict[str, Any], ndim: int) -> dict[str, Any]:
+    """A state whose rows have all their next observations; the same one if they have.
+
+    Raises:
+        ValueError: while the rows are read: a next observation is lost.
+    """
+    shared = SharedState.of(state)
+    if shared is None:
+        return state
+    pieces, span = Pieces.of(state["rows"], ndim), Span.of(state)
+
+    def each() -> Iterator[tuple[int, Data]]:
+        for start, part, following in with_successors(pieces.parts, shared.keys):
+            yield start, _completed(part, next_of(start, following, shared, span), shared.keys)
+
+    none = [value_of(pieces.example, key)[:0] for key in shared.keys]
+    rows = Pieces(_completed(pieces.example[:0], none, shared.keys), Repeated(each))
+    full = {name: value for name, value in state.items() if name != "sharing"} | {"rows": rows}
+    return {**full, "form": [_with_own_column(entry) for entry in state["form"]]}
+
+
+def _with_own_column(entry: dict[str, Any]) -> dict[str, Any]:
+    """The description of a key, if no column were shared."""
+    return {**entry, "column": [NEXT_KEY, *entry["column"]], "follows": False} if entry["follows"] else entry
+
+
+def value_of(data: Data, key: Key) -> Tensor:
+    """The tensor of a key of a batch."""
+    found: Tensor = data.get(key)
+    return found
+
+
+def with_successors(parts: Iterable[tuple[int, Data]], keys: Sequence[Key]) -> Iterator[tuple[int, Data, list[Tensor]]]:
+    """Every piece, and for each key its values one step later, ``[steps of the piece, ...]``: of the last step of all
+    the first one follows.
+    """
+    held: tuple[int, Data] | None = None
+    first: list[Tensor] = []
+    for start, part in parts:
+        now = [value_of(part, key)[:1] for key in keys]
+        if held is None:
+            first = now
+        else:
+            yield *held, _one_later(held[1], keys, now)
+        held = start, part
+    if held is not None:
+        yield *held, _one_later(held[1], keys, first)
+
+
+def _one_later(part: Data, keys: Sequence[Key], following: list[Tensor]) -> list[Tensor]:
+    return [
+        torch.cat([(own := value_of(part, key))[1:], last.to(own.device)])
+        for key, last in zip(keys, following, strict=True)
+    ]
+
+
+def next_of(start: int, following: list[Tensor], shared: SharedState, span: Span) -> list[Tensor]:
+    """The next observations of a piece, from those of the rows behind.
+
+    Raises:
+        ValueError: some are lost.
+    """
+    steps = following[0].shape[0]
+    links = shared.links[start * span.envs : (start + steps) * span.envs]
+    found = list[Tensor]()
+    newest = span.newest - start
+    inside = 0 <= newest < steps
+    if inside:
+        links = links.clone()
+        links[newest * span.envs : (newest + 1) * span.envs] = 0
+    if bool((links == LOST).any()):
+        raise ValueError("some next observations are lost: there was no room for them aside (next_capacity)")
+    aside = (links > 0).nonzero().squeeze(-1)
+    entry = links[aside].long() - 1
+    for coming, entries, pending in zip(following, shared.entries, shared.pending, strict=True):
+        rest = coming.shape[len(coming.shape) - (pending.ndim - 1) :]
+        if inside:
+            coming[newest].view(-1, *rest).copy_(pending)
+        coming.view(-1, *rest)[aside.to(coming.device)] = entries[entry.to(entries.device)].to(coming.device)
+        found.append(coming)
+    return found
+
+
+def _completed(part: Data, values: list[Tensor], keys: Sequence[Key]) -> Data:
+    full = part.copy()
+    coming = full.get(NEXT_KEY, None)
+    if coming is not None:
+        full.set(NEXT_KEY, coming.copy())
+    for key, value in zip(keys, values, strict=True):
+        full.set((NEXT_KEY, *key), value)
+    return full
+
+
+# From full rows to shared ones
+
+
+def shared_state(state: dict[str, Any], keys: Sequence[Key], ndim: int, ignored: frozenset[str]) -> dict[str, Any]:
+    """A state of full rows without the next observations of ``keys``; ``ignored`` root keys are not stored."""
+    pieces = Pieces.of(state["rows"], ndim)
+
+    def each() -> Iterator[tuple[int, Data]]:
+        for start, part in pieces.parts:
+            yield start, _without(part, keys)
+
+    saved = state.get("form") or described(Schema.of(RowLayout(pieces.example, ndim, ignored), Options()))
+    shared = {(NEXT_KEY, *key) for key in keys}
+    form = [
+        {**entry, "column": entry["column"][1:], "follows": True} if tuple(entry["column"]) in shared else entry
+        for entry in saved
+    ]
+    return {**state, "rows": Pieces(_without(pieces.example, keys), Repeated(each)), "form": form}
+
+
+def _without(part: Data, keys: Sequence[Key]) -> Data:
+    if isinstance(part, Tensor):
+        return part
+    full = part if isinstance(part, TensorDict) else part.to_tensordict()
+    return full.exclude(*((NEXT_KEY, *key) for key in keys))
+
+
+def not_continued(pieces: Pieces, keys: Sequence[Key], span: Span) -> int:
+    """How many full rows have next observations that are not those of the row behind, told apart by bytes.
+
+    The newest step is left out: its next observations are pending.
+    """
+    count = 0
+    for start, part, following in with_successors(pieces.parts, keys):
+        differ = torch.zeros(following[0].shape[0] * span.envs, dtype=torch.bool)
+        for key, later in zip(keys, following, strict=True):
+            coming = value_of(part, (NEXT_KEY, *key))
+            differ |= (as_bytes(coming, len(differ)) != as_bytes(later, len(differ))).any(1).cpu()
+        newest = span.newest - start
+        if newest >= 0:
+            differ[newest * span.envs : (newest + 1) * span.envs] = False
+        count += int(differ.sum())
+    return count
+
+
+def as_bytes(tensor: Tensor, n: int) -> Tensor:
+    """A tensor as uint8 ``[n, bytes]``."""
+    return tensor.reshape(n, -1).contiguous().view(torch.uint8)

@@ -1,0 +1,1358 @@
+"""Storages: the rows, and the counters of the ring that they form.
+
+All rows of a storage are one flat ring of ``max_size`` positions, whatever its dimensions: with ``ndim=2`` a
+storage of shape ``[T, E]`` holds row ``t * E + e`` at ``[t, e]``. The counters are a device tensor that the kernels
+advance; the host keeps a mirror, so that ``len()`` costs nothing and never synchronises.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakSet
+
+import torch
+from tensordict import TensorDictBase, is_tensorclass
+from torch import Tensor
+
+from gpubuf.data.arguments import check_count, warn_of_no_effect
+from gpubuf.data.recording import DERIVED, Unfinished
+from gpubuf.data.storage import host_memory
+from gpubuf.data.storage.column import (
+    Column,
+    address_table,
+    by_key,
+    columns_of,
+    new_columns,
+    owned_column,
+    record_of,
+    records,
+)
+from gpubuf.data.storage.end_bits import CONTINUITY, FLAGS, Breaks, EndBits, bitmap_bytes, check_ends, compared_keys
+from gpubuf.data.storage.host_rows import HostRows, saved_host
+from gpubuf.data.storage.indexing import contained, expanded, index_shape, plain_index, stored_positions, unravel
+from gpubuf.data.storage.layout import (
+    Data,
+    Key,
+    Pieces,
+    RowLayout,
+    TreeLayout,
+    batch_shape,
+    device_of,
+    first_of,
+    layout_of,
+    mapped,
+    saved_tree,
+    stacked,
+    with_tree,
+)
+from gpubuf.data.storage.placement import (
+    AUTO,
+    PINNED,
+    SPLIT,
+    IndexBytes,
+    Placement,
+    depends_on_room,
+    place,
+    readable,
+    working_device,
+)
+from gpubuf.data.storage.plan import NOT_INITIALIZED, Recipe, RowPlan, field_table, fields_of
+from gpubuf.data.storage.ring import Ring
+from gpubuf.data.storage.schema import (
+    NEXT_KEY,
+    Codec,
+    Options,
+    Schema,
+    check_same,
+    described,
+    host_can_read,
+    keys_told,
+    written_leaves,
+)
+from gpubuf.data.storage.share_next import (
+    SharedState,
+    Sharing,
+    Span,
+    entries_of,
+    full_state,
+    not_continued,
+    shared_state,
+    side_bytes,
+    value_of,
+)
+from gpubuf.data.storage.staging import to_device
+from gpubuf.kernels.rows import Field, NoRoomError, Reading
+
+_compiling = torch.compiler.is_compiling
+
+#: Rows are stored as they are written.
+PLAIN = Options()
+
+
+class Storage:
+    """Base class of storages (the type that buffers accept)."""
+
+    max_size: int
+    ndim: int = 1
+
+
+class Follower(Protocol):
+    """Reads a storage by address: see :class:`gpubuf.data.storage.reader.Reader`."""
+
+    recipe: Recipe
+
+    @property
+    def needs_ends(self) -> bool:
+        """Whether it has to know where trajectories end."""
+
+    def check_rows(self, schema: Schema) -> None:
+        """Raise if rows of ``schema`` lack what it needs."""
+
+    def follow(self) -> None:
+        """The storage was allocated, moved or freed."""
+
+
+class CustomRows(Protocol):
+    """Saves and reads the rows of one storage in a form of its own, in place of a checkpoint's."""
+
+    @property
+    def name(self) -> str:
+        """What a checkpoint says about who has saved its rows."""
+
+    def save(self, folder: Path) -> None:
+        """Write the rows into a folder that does not exist yet. Synchronises."""
+
+    def load(self, folder: Path, shape: tuple[int, ...] | None = None) -> tuple[Data, int]:
+        """All rows of the storage that was saved, also those never written, and the number of those that were.
+
+        ``shape`` is that of the storage; None: unknown.
+        """
+
+
+def rows_state(rows: Data, ndim: int, size: int, written: int | None = None) -> dict[str, Any]:
+    """The state of a storage of ``ndim`` dimensions that consists of ``rows``, ``size`` of which were written.
+
+    ``written`` is the number of rows ever written; None: ``size``.
+    """
+    shape = tuple(batch_shape(rows, ndim))
+    return {
+        "initialized": True,
+        "max_size": math.prod(shape),
+        "shape": list(shape),
+        "written": size if written is None else written,
+        "size": size,
+        "rows": rows[: size // max(math.prod(shape[1:]), 1)],
+    }
+
+
+class Plans(NamedTuple):
+    """How a storage writes and reads its rows; the same plan three times where these don't differ.
+
+    Attributes:
+        stored: of rows as they are stored.
+        written: of rows as they are written.
+        batch: of rows as batches have them.
+    """
+
+    stored: RowPlan
+    written: RowPlan
+    batch: RowPlan
+
+
+class TensorStorage(Storage):
+    """Rows in one contiguous tensor per key.
+
+    Args:
+        storage: a TensorDict, tensorclass or tensor of shape ``[max_size, ...]`` whose tensors become the storage
+            (contiguous ones are used as they are, not copied). The storage is full from the start.
+        max_size: checked against ``storage`` when given.
+        device: ``"cpu"``, ``"cuda"``, a ``torch.device``, ``"pinned"`` for rows in pinned host memory that the GPU
+            reads, or ``"auto"`` for the data's own device: it has been allocated already.
+        ndim: number of leading dimensions of ``storage`` that index rows.
+        ends: see :class:`LazyTensorStorage`.
+        compilable: accepted for compatibility; every operation can be compiled.
+
+    Attributes:
+        options: how keys are stored and given out.
+        host: what is kept for each row on the host: data that are not tensors. None: nothing.
+        sharing: the next observations that are stored once; None: all have memory of their own.
+        breaks: where rows are not continued by the next ones, with ``ends="flags+continuity"``.
+        end_bits: where trajectories end, if a buffer needs that.
+        table: the addresses of :attr:`columns`, int64 ``[K, 5]``; see :mod:`gpubuf.kernels.rows`.
+
+    Raises:
+        ValueError: ``max_size`` contradicts ``storage``, or there is no ``storage``.
+        RuntimeError: there is no such device.
+    """
+
+    #: Makes a batch of what a draw or an index gives, where the buffer has no ``collate_fn``; None: it is one.
+    default_collate: Callable[[Any], Any] | None = None
+    #: Saves and reads the rows in a form of their own; None: checkpoints hold them as they are stored.
+    custom_rows: CustomRows | None = None
+
+    def __init__(
+        self,
+        storage: Data,
+        max_size: int | None = None,
+        *,
+        device: torch.device | str = "cpu",
+        ndim: int = 1,
+        ends: str = FLAGS,
+        compilable: bool = False,
+    ) -> None:
+        if storage is None:
+            raise ValueError("Expected storage to be non-null: LazyTensorStorage(max_size) begins without rows")
+        shape = batch_shape(storage, ndim)
+        if max_size is not None and max_size != math.prod(shape):
+            raise ValueError(
+                f"The max-size and the storage shape mismatch: max_size is {max_size}, the storage has "
+                f"{math.prod(shape)} rows (shape {shape})"
+            )
+        self._configure(math.prod(shape), device, ndim, ends)
+        layout = layout_of(storage, ndim)
+        requested = device_of(storage) if device == AUTO else device
+        placement = place(requested, self.max_size * layout.row_bytes, IndexBytes(), shape, device_of(storage))
+        columns = [owned_column(t.detach(), placement) for t in layout.collect(storage, ndim)]
+        self._adopt(self.schema_like(layout), columns, shape, placement)
+        self.counters.set(self.max_size, self.max_size)
+        if self.host is not None:
+            self.host.announce(storage, shape, 0)
+            self.host.settle(self.max_size)
+        self.rebuild()
+
+    def _configure(
+        self,
+        max_size: int,
+        device: torch.device | str,
+        ndim: int,
+        ends: str = FLAGS,
+        options: Options = PLAIN,
+    ) -> None:
+        if isinstance(max_size, bool) or max_size < 1 or max_size % 1:
+            raise ValueError(f"a storage needs room for a whole number of rows, one or more, got max_size={max_size}")
+        check_count(ndim, "ndim")
+        check_ends(ends)
+        self.max_size = int(max_size)
+        self.requested_size = self.max_size  # before rounding up to whole steps
+        self.ndim = ndim
+        self.requested_device = device
+        self.options = options
+        self._layout: RowLayout | None = None
+        self._schema: Schema | None = None
+        self._columns: list[Column] = []
+        self._ring: Ring | None = None
+        self._placement: Placement | None = None
+        self._plans: Plans | None = None
+        # These stay the same, so that captured graphs find their tables.
+        self._own_plans = Plans(RowPlan(), RowPlan(), RowPlan())
+        self.host: HostRows | None = None
+        self.sharing: Sharing | None = None
+        self.breaks = Breaks() if ends == CONTINUITY else None
+        self.end_bits: EndBits | None = None
+        # Weak, because they refer to the storage.
+        self._followers = WeakSet[Follower]()
+        self._laps = 0  # how often the ring went round before the memory was last released
+        #: What the sampler is going to take beside the rows. The buffer sets it before the first write, where the
+        #: placement depends on what fits.
+        self.beside = IndexBytes()
+        #: Root keys that are derived and therefore not stored; set by writers that own them.
+        self.ignored_keys: frozenset[str] = frozenset()
+        #: How many times :meth:`write` overwrote rows in place, or :meth:`free` gave them up, so that a checkpoint
+        #: knows whether rows have changed.
+        self.overwrites = 0
+        #: What an operation is about to change; still there after it if that was interrupted, and mended then by the
+        #: next one.
+        self.unfinished: Unfinished | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but addresses. A record goes as a whole: pickle would write its memory once for each of its keys."""
+        return {**vars(self), "table": None, "_plans": None, "_followers": None, "_columns": self._by_record()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._followers = WeakSet()
+        if self._layout is None or self._placement is None:
+            return
+        leaves = self._layout.leaves
+        self._columns = by_key(
+            (record, columns_of(column, [leaves[key] for key in record]) if len(record) > 1 else [column])
+            for record, column in state["_columns"]
+        )
+        # Copies of pinned and of mapped memory are neither.
+        if self._placement.rows_on_host or not self.relocatable:
+            copies, self._columns = self._columns, self._allocate(self._layout, tuple(self._shape), self._placement)
+            for column, copied in zip(self._columns, copies, strict=True):
+                for start, part in copied.pieces():
+                    column.write(start, part)
+            if self.sharing is not None:
+                self.sharing.renew(self._placement)
+        self._make_plans(self._addresses(self._layout, self._device), self.counters)
+        self._readdress(self.table)
+
+    # Properties
+
+    @property
+    def initialized(self) -> bool:
+        """Whether the tensors have been allocated."""
+        return self._layout is not None
+
+    @property
+    def schema(self) -> Schema:
+        """The layouts of what is written, stored and drawn.
+
+        Raises:
+            RuntimeError: nothing has been written yet.
+        """
+        if self._schema is None:
+            raise RuntimeError(NOT_INITIALIZED)
+        return self._schema
+
+    @property
+    def layout(self) -> RowLayout:
+        """The keys, shapes and dtypes of a row as it is stored: those of :attr:`columns` and of the table.
+
+        Raises as :attr:`schema`.
+        """
+        if self._layout is None:
+            raise RuntimeError(NOT_INITIALIZED)
+        return self._layout
+
+    @property
+    def written_layout(self) -> RowLayout:
+        """The keys, shapes and dtypes of a row that is written. Raises as :attr:`schema`."""
+        if self._schema is None:
+            raise RuntimeError(NOT_INITIALIZED)
+        return self._schema.written
+
+    @property
+    def batch_layout(self) -> RowLayout:
+        """The keys, shapes and dtypes of a row of a batch. Raises as :attr:`schema`."""
+        if self._schema is None:
+            raise RuntimeError(NOT_INITIALIZED)
+        return self._schema.batch
+
+    @property
+    def plans(self) -> Plans:
+        """How rows are written and read. Raises as :attr:`schema`."""
+        if self._plans is None:
+            raise RuntimeError(NOT_INITIALIZED)
+        return self._plans
+
+    @property
+    def computed(self) -> bool:
+        """Whether rows are computed while they are written and read: see :class:`~.plan.RowPlan`."""
+        return bool(self.options)
+
+    @property
+    def converts(self) -> bool:
+        """Whether keys are stored in another form than they are written in."""
+        return bool(self.options.dtypes or self.options.batch_dtypes or self.options.prefixes)
+
+    @property
+    def fields(self) -> list[Field]:
+        """How batches are computed: a field for each leaf of :attr:`batch_layout`, with the addresses of now.
+
+        Raises as :attr:`schema`.
+        """
+        return self._fields_of(self.batch_layout)
+
+    @property
+    def device(self) -> torch.device:
+        """The device that does the work and holds counters and index, and on which batches come out.
+
+        Raises:
+            RuntimeError: it is ``"auto"``, and nothing has been written yet.
+        """
+        if self._layout is not None:
+            return self._device
+        if self.requested_device == AUTO:
+            raise RuntimeError("device='auto' is decided by the first write")
+        return working_device(self.requested_device)
+
+    @property
+    def rows_device(self) -> torch.device:
+        """The device of the rows, with ``"split"`` of the first ones: the CPU for ``"pinned"``, else :attr:`device`.
+
+        Raises as :attr:`device`.
+        """
+        return self.device if self._placement is None else self._placement.rows_device
+
+    @property
+    def placement(self) -> Placement | None:
+        """The place of the storage, and the reason; None before the first write."""
+        return self._placement
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the full storage, ``[max_size]`` or ``[T, E]``."""
+        return self._shape if self._layout is not None else torch.Size((self.max_size,))
+
+    @property
+    def counters(self) -> Ring:
+        """The ring's counters.
+
+        Raises:
+            RuntimeError: nothing has been written yet.
+        """
+        if self._ring is None:
+            raise RuntimeError(NOT_INITIALIZED)
+        return self._ring
+
+    @property
+    def ring(self) -> Tensor:
+        """The ring's counters on the device, int64 ``[4]``; see :mod:`gpubuf.kernels.rows`."""
+        return self.counters.counters
+
+    @property
+    def cursor(self) -> int:
+        """Position that the next row goes to."""
+        return 0 if self._ring is None else self._ring.cursor
+
+    @property
+    def written(self) -> int:
+        """Number of rows ever written; :meth:`empty` moves it on to a multiple of ``max_size``."""
+        return 0 if self._ring is None else self._ring.written
+
+    @property
+    def rows_written(self) -> int:
+        """Number of rows written, as users count them: from 0 again after ``empty()``."""
+        return 0 if self._ring is None else self._ring.written - self._ring.skipped
+
+    def __len__(self) -> int:
+        return 0 if self._ring is None else self._ring.size
+
+    def generations(self, index: Tensor) -> Tensor:
+        """The write generations of rows: see :meth:`Ring.generations`. Raises RuntimeError before the first write."""
+        return self.counters.generations(index)
+
+    @property
+    def steps_stored(self) -> int:
+        """The number of steps stored: the length of the first dimension."""
+        return len(self) // math.prod(self.shape[1:])
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the kernels' tables.
+
+        Raises:
+            RuntimeError: nothing has been written yet.
+        """
+        tables = [plan.table for plan in self.plans] + ([] if self.sharing is None else [self.sharing.raw.table])
+        return sum({id(table): table.nbytes for table in tables if table is not None}.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of row memory, with next observations that lie aside."""
+        beside = 0 if self.sharing is None else self.sharing.entry_bytes
+        return sum(column.nbytes for column in self._columns) + beside
+
+    @property
+    def columns(self) -> list[Column]:
+        """The rows: ``[*shape, ...]`` for each of ``layout.leaves``. Those beyond ``len()`` are uninitialised."""
+        return self._columns
+
+    @property
+    def row_tensors(self) -> list[Tensor]:
+        """The tensors that the rows are in: one a key, or two where rows are in two places."""
+        return [part for column in self._columns for part in column.parts]
+
+    @property
+    def relocatable(self) -> bool:
+        """Whether the rows can be moved and their memory released; False if a subclass has its own."""
+        return type(self)._allocate is TensorStorage._allocate
+
+    # Memory
+
+    def initialize(self, data: Data) -> None:
+        """Allocate for rows like those of ``data`` (a batch of ``ndim`` dimensions). Writes nothing."""
+        full = self.full_shape(batch_shape(data, self.ndim))
+        self._establish(self.schema_like(layout_of(data, self.ndim, self.ignored_keys)), full, device_of(data))
+
+    def schema_like(self, layout: RowLayout) -> Schema:
+        """The schema of rows that are written like those of ``layout``."""
+        return Schema.of(layout, self.options)
+
+    def check_rows(self, schema: Schema) -> None:
+        """Raise if rows of ``schema`` lack what a follower needs, or can't be compared.
+
+        Raises:
+            KeyError, ValueError: they do.
+        """
+        if self.breaks is not None:
+            compared_keys(schema.written.leaves, schema.sources)
+        for follower in self._followers:
+            follower.check_rows(schema)
+
+    def full_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of a storage whose first batch has ``shape``: whole steps of all environments.
+
+        Raises:
+            ValueError: the batch has no environments.
+        """
+        per_step = math.prod(shape[1:])
+        if per_step == 0:
+            raise ValueError(f"can't derive the storage's shape from a batch of shape {shape}")
+        return (-(-self.max_size // per_step), *shape[1:])
+
+    def _establish(self, schema: Schema, shape: tuple[int, ...], data_device: torch.device) -> None:
+        """Allocate for rows of a schema."""
+        self.check_rows(schema)
+        self._placement = placement = self._place(data_device, schema, shape)
+        try:
+            columns = self._allocate(schema.stored, shape, placement)
+        except BaseException:
+            self._placement = None
+            raise
+        self._adopt(schema, columns, shape, placement)
+
+    def _place(self, data_device: torch.device, schema: Schema, shape: tuple[int, ...]) -> Placement:
+        """The placement of rows of ``shape``, whose first batch is on ``data_device``."""
+        n, aside, links = math.prod(shape), 0, 0
+        if schema.shared:
+            row_bytes = sum(leaf.row_bytes for leaf in schema.shared.values())
+            aside, links = side_bytes(row_bytes, n, math.prod(shape[1:]), self.options.next_capacity)
+        beside = self.beside + self.derived_bytes(self.requested_device, shape) + IndexBytes(index=links)
+        return place(self.requested_device, n * schema.stored.row_bytes, beside, shape, data_device, aside=aside)
+
+    def derived_bytes(self, requested: torch.device | str, shape: tuple[int, ...]) -> IndexBytes:
+        """Bytes that a storage of ``shape`` keeps beside its rows; zero for placements that ignore free memory."""
+        if not depends_on_room(requested):
+            return IndexBytes()
+        index = 0 if self.breaks is None else math.prod(shape)
+        if self.end_bits is not None:
+            index += bitmap_bytes(shape, "cuda" if host_memory.cuda_present() else "cpu")
+        if self.sharing is not None:
+            index += self.sharing.link_bytes
+        return IndexBytes(index=index)
+
+    def _allocate(self, layout: RowLayout, shape: tuple[int, ...], placement: Placement) -> list[Column]:
+        """Uninitialised row memory for each key. Storages elsewhere override it."""
+        leaves = layout.leaves
+        return by_key(
+            (record, new_columns([leaves[key] for key in record], shape, placement)) for record in records(leaves)
+        )
+
+    def _adopt(self, schema: Schema, columns: list[Column], shape: tuple[int, ...], placement: Placement) -> None:
+        self._columns, self._placement, self._device = columns, placement, placement.device
+        self._shape = torch.Size(shape)
+        self.max_size = math.prod(shape)
+        ring = self._new_ring(placement.device)
+        if self._laps:
+            ring.set(self._laps * self.max_size, 0)
+            ring.skipped = ring.written
+        self._schema = schema
+        if schema.shared:
+            slots = entries_of(self.max_size, self._envs, self.options.next_capacity)
+            self.sharing = Sharing(schema, slots, shape, placement, ring)
+        self._make_plans(self._addresses(schema.stored, placement.device), ring)
+        if schema.written.host:
+            self.host = HostRows(schema.written.host, self.max_size)
+        self._allocate_ends()
+        # In one step: from here on the storage is initialised.
+        self._ring, self._layout = ring, schema.stored
+        self._tell_followers()
+
+    def _new_ring(self, device: torch.device) -> Ring:
+        return Ring(self.max_size, device)
+
+    def _addresses(self, layout: RowLayout, device: torch.device) -> Tensor:
+        return address_table(self._columns, [leaf.row_bytes for leaf in layout.leaves], self._envs, device)
+
+    @property
+    def _envs(self) -> int:
+        return math.prod(self._shape[1:])
+
+    def _fields_of(self, batch: RowLayout) -> list[Field]:
+        aside = {} if self.sharing is None else self.sharing.aside
+        return fields_of(self.schema, self._columns, self._envs, batch, aside)
+
+    def _make_plans(self, table: Tensor, ring: Ring) -> None:
+        """Write and read rows where they are now, by a ``table`` of addresses. Tables stay where they are."""
+        schema, sharing, capacity = self.schema, self.sharing, self.max_size
+        stored, written, batch = self._own_plans
+        stored.set(schema.stored, table, ring, capacity)
+        assert stored.table is not None
+        self.table = stored.table
+        if not self.options:
+            self._plans = Plans(stored, stored, stored)
+            return
+        if sharing is not None:
+            sharing.locate(self._columns, table.device)
+        links = () if sharing is None else sharing.of_plans
+        reading = Reading(links=None if sharing is None else sharing.links, envs=self._envs)
+        fields = field_table(self._fields_of(schema.batch), table.device)
+        batch.set(schema.batch, fields, ring, capacity, links, reading)
+        if schema.batch.leaves == schema.written.leaves:
+            written = batch
+        else:
+            fields = field_table(self._fields_of(schema.written), table.device)
+            written.set(schema.written, fields, ring, capacity, links, reading)
+        if sharing is not None:
+            sharing.plan = written
+        self._plans = Plans(stored, written, batch)
+
+    def _by_record(self) -> list[tuple[tuple[int, ...], Column]]:
+        """The columns, those of a record as one: the keys of each, and its memory."""
+        if self._layout is None:
+            return []
+        leaves, found = self._layout.leaves, list[tuple[tuple[int, ...], Column]]()
+        for record in records(leaves):
+            columns = [self._columns[key] for key in record]
+            whole = record_of(columns, [leaves[key] for key in record], len(self._shape)) if len(record) > 1 else None
+            found += [((key,), self._columns[key]) for key in record] if whole is None else [(record, whole)]
+        return found
+
+    def relocated(self, placement: Placement) -> None:
+        """Adopt ``placement`` after copies there have replaced all of :attr:`columns`."""
+        table = self._addresses(self.layout, placement.device)
+        if placement.device == self._device:
+            self._make_plans(table, self.counters)
+            self._readdress(table)
+        else:
+            self._device = placement.device
+            self.counters.to(placement.device)
+            self._make_plans(table, self.counters)
+            # The shape of the index depends on the device.
+            self._allocate_ends()
+            self.rebuild()
+        self._placement = placement
+        self._tell_followers()
+
+    def empty(self, recount: bool = False) -> None:
+        """Forget every row, in O(1); memory stays allocated. No host sync. ``recount``: as for :meth:`Ring.empty`."""
+        if self._ring is not None:
+            self._ring.empty(recount)
+        if self.host is not None:
+            self.host.forget()
+        if self.end_bits is not None:
+            self.end_bits.clear()
+
+    def free(self) -> None:
+        """Forget every row, and release all memory; the next write allocates anew. Synchronises.
+
+        Priorities that return for rows of before are recognised as late, as they are after :meth:`empty`.
+        """
+        if not self.relocatable:
+            raise NotImplementedError(f"a {type(self).__name__} keeps its rows: empty() forgets them")
+        if self._layout is None:
+            return
+        try:
+            self.refresh()
+        finally:
+            rewritten = self.counters.rewritten
+            self._laps = -(-self.written // self.max_size) + (0 if rewritten is None else int(rewritten.max()))
+            self._layout, self._columns, self._ring, self._placement, self.host = None, [], None, None, None
+            self._schema = self._plans = self.sharing = None
+            for plan in self._own_plans:
+                plan.forget()
+            self.max_size = self.requested_size
+            self.overwrites += 1
+            del self.table
+            if self.breaks is not None:
+                self.breaks.free()
+            if self.end_bits is not None:
+                self.end_bits.free()
+            self._tell_followers()
+
+    def refresh(self) -> None:
+        """Bring ``len()`` up to date after the replay of a captured graph. Synchronises. See :meth:`Ring.refresh`."""
+        if self._ring is not None:
+            self._ring.refresh()
+
+    # Operations that may be interrupted
+
+    def begin(self, what: Unfinished) -> Unfinished | None:
+        """Mark what is about to change. Pass the result to :meth:`end`."""
+        before = self.unfinished
+        # Compiled code runs its operations as a whole.
+        if before is None and not _compiling():
+            self.unfinished = what
+        return before
+
+    def end(self, before: Unfinished | None) -> None:
+        """Take the mark of :meth:`begin` away: everything is done."""
+        if not _compiling():
+            self.unfinished = before
+
+    def redo(self) -> None:
+        """Make a change again that was interrupted. One that there was no room for is undone."""
+        if self.sharing is not None:
+            self.sharing.redo()
+
+    # Followers, and where trajectories end
+
+    def followed_by(self, follower: Follower) -> None:
+        """Tell ``follower``, for as long as it exists, whenever the rows have got other addresses.
+
+        Raises:
+            ValueError: another one knows the ends of trajectories by other keys.
+            KeyError: the rows lack what it needs.
+        """
+        if self._schema is not None:
+            follower.check_rows(self._schema)
+        if follower.needs_ends:
+            self._keep_ends(follower.recipe)
+        self._followers.add(follower)
+        follower.follow()
+
+    def _tell_followers(self) -> None:
+        for follower in self._followers:
+            follower.follow()
+
+    def _keep_ends(self, recipe: Recipe) -> None:
+        if self.end_bits is not None and self.end_bits.serves(recipe):
+            return
+        if any(other.needs_ends for other in self._followers):
+            raise ValueError("another buffer with the same storage tells the ends of trajectories by other keys")
+        bits = EndBits(recipe, self.breaks)
+        if self._schema is not None and self._ring is not None:
+            bits.allocate(self._schema, self._shape, self.table)
+            bits.rebuild(self._ring.counters)
+        self.end_bits = bits
+
+    def _allocate_ends(self) -> None:
+        if self.breaks is not None:
+            links = None if self.sharing is None else self.sharing.links
+            self.breaks.allocate(self.schema, self._shape, self.table, links)
+        if self.end_bits is not None:
+            self.end_bits.allocate(self.schema, self._shape, self.table)
+
+    def _readdress(self, table: Tensor) -> None:
+        """Read the ends of trajectories where they are now."""
+        if self.breaks is not None:
+            self.breaks.readdress(table)
+        if self.end_bits is not None:
+            self.end_bits.readdress(table)
+
+    def rebuild(self) -> None:
+        """Rows were changed in place: compute anew what is known about them. O(capacity). No host sync."""
+        if self._ring is None:
+            return
+        if self.breaks is not None:
+            self.breaks.rebuild(self._ring.counters)
+        if self.end_bits is not None:
+            self.end_bits.rebuild(self._ring.counters)
+
+    def _tell_ends_anew(self, index: Tensor) -> None:
+        """Rows were changed in place, in keys that tell where trajectories end."""
+        if self.breaks is not None:
+            self.breaks.rewrite(self.ring, index)
+        if self.end_bits is not None:
+            self.end_bits.rebuild(self.ring)
+
+    # Writing
+
+    def as_batch(self, row: Data, dim: int) -> Data:
+        """One row as a batch; ``dim`` is the dimension of its steps.
+
+        Raises:
+            TypeError: it is a list.
+        """
+        if isinstance(row, list):
+            raise TypeError("a list means several rows, for extend(): a row of several parts is a tuple or a dict")
+        return mapped(row, lambda value: value.unsqueeze(dim))
+
+    def batch_of(self, rows: list[Data]) -> Data:
+        """A list of rows as a batch.
+
+        Raises:
+            RuntimeError: they have different shapes.
+            ValueError: they have different structures.
+        """
+        try:
+            return stacked(rows)
+        except RuntimeError as error:
+            raise RuntimeError(f"Stacking the elements of the list resulted in an error: {error}") from None
+
+    def append(self, data: Data) -> Tensor:
+        """Write a batch at the cursor, over the oldest rows. Returns the flat positions of the new rows.
+
+        Args:
+            data: a batch of shape ``[n]`` (or ``[T, E]`` for ``ndim=2``). One without rows changes nothing, nor does a
+                first one without keys. It is never changed. Its tensors on the host
+                may be changed as soon as this returns, whether they are pinned or not.
+
+        Returns:
+            int64 ``[n]`` (``[T * E]``) on the storage's device. Of more rows than ``max_size`` the newest stay: the
+            others have the positions of those that took their places.
+
+        Raises:
+            ValueError: a key, shape or dtype differs from the storage's; nothing is written.
+
+        No host sync, but for large batches in pinned memory; see :func:`gpubuf.data.storage.staging.to_device`.
+        """
+        shape = batch_shape(data, self.ndim)
+        n = math.prod(shape)
+        if n == 0 or (self._layout is None and self.holds_nothing(data)):
+            device = self._device if self.initialized else None
+            return torch.empty(0, dtype=torch.int64, device=device)
+        if self._layout is None:
+            self.initialize(data)
+        sources = self.written_layout.collect(data, self.ndim)
+        if self.ndim > 1 and shape[1:] != self._shape[1:]:
+            raise ValueError(f"the storage's shape is {self._shape}, the batch's {shape}: all but the first must agree")
+        if self.schema.prefixes:
+            sources = self._without_prefixes(sources, self.ndim)
+        local, host = self._local(sources, self.ndim), self.host
+        if host is None:
+            return self._append(local, n)
+        host.announce(data, shape, self.written)
+        index = self._append(local, n)
+        host.settle(self.written)
+        return index
+
+    def append_columns(self, sources: list[Tensor], n: int) -> Tensor:
+        """:meth:`append` of ``n >= 1`` rows, ``[n, ...]`` for each of ``written_layout.leaves``: nothing is checked."""
+        if self.schema.prefixes:
+            sources = self._without_prefixes(sources, 1)
+        return self._append(to_device(sources, self._device), n)
+
+    def append_prepared(self, launch: Callable[[], Tensor | None], n: int) -> Tensor | None:
+        """:meth:`append` of ``n`` rows by a prepared launch, in eager mode on the CPU; None: it has refused them."""
+        ring = self.counters
+        self.unfinished = Unfinished(ring.written)
+        index = launch()
+        if index is None:
+            return None
+        ring.note(n)
+        if self.breaks is not None:
+            self.breaks.write(ring.counters, n // self._envs, index)
+        if self.end_bits is not None:
+            self.end_bits.write_again(ring.counters, n)
+        return index
+
+    def _append(self, local: list[Tensor], n: int) -> Tensor:
+        if not _compiling():
+            # Until the buffer has told its sampler, too.
+            self.unfinished = Unfinished(self.written)
+        sharing = self.sharing
+        index = self.plans.written.extend(local, n) if sharing is None else sharing.extend(local, n)
+        self.counters.count(n)
+        if self.breaks is not None:
+            self.breaks.write(self.ring, n // self._envs, index)
+        if self.end_bits is not None:
+            self.end_bits.write(self.ring, n)
+        return index
+
+    def holds_nothing(self, data: Data) -> bool:
+        """Whether ``data`` has no rows or no keys. As a first batch it does not tell the layout of a row."""
+        empty = math.prod(batch_shape(data, self.ndim)) == 0
+        return empty or not layout_of(data, self.ndim, self.ignored_keys).leaves
+
+    def write(self, index: Tensor, data: Data) -> None:
+        """Overwrite rows in place. Neither the cursor nor any row's write generation moves.
+
+        Args:
+            index: int64 ``[n]`` flat positions on the storage's device; of duplicates the last one wins.
+            data: ``[n]`` rows, or one row without a batch dimension for all of them.
+
+        Raises:
+            ValueError: a key, shape or dtype differs from the storage's.
+            IndexError: an index is out of range (on CPU; a GPU skips the row and counts a fault).
+        """
+        layout = self.written_layout
+        if self._is_one_row(data):
+            n = index.numel()
+            data = mapped(data, lambda row: row.expand(n, *row.shape))
+        if batch_shape(data, 1) != (index.numel(),):
+            raise ValueError(f"{index.numel()} rows are addressed, the batch has shape {batch_shape(data, 1)}")
+        sources = layout.collect(data, 1)
+        if self.schema.prefixes:
+            sources = self._without_prefixes(sources, 1)
+        rows_on_host = None if self.host is None else self.host.rows_of(data, 1)
+        self.overwrites += 1
+        sharing, local, plans = self.sharing, self._local(sources, 1), self.plans
+        derived = self.breaks is not None or self.end_bits is not None or sharing is not None
+        before = self.begin(DERIVED) if derived else None
+        if sharing is None:
+            plans.written.write(local, index)
+        else:
+            try:
+                sharing.write(plans.stored, local, index)
+            except NoRoomError:
+                # Nothing has changed.
+                self.end(before)
+                raise
+        if rows_on_host is not None and self.host is not None:
+            self.host.put(index.tolist(), rows_on_host)
+        if derived:
+            self._tell_ends_anew(index)
+            self.end(before)
+
+    def _is_one_row(self, data: Data) -> bool:
+        """Whether a batch to be written is one row, without a batch dimension."""
+        layout = self.written_layout
+        if isinstance(data, TensorDictBase) or is_tensorclass(data):
+            return len(data.batch_size) == len(layout.nested_batch)
+        if isinstance(data, Tensor):
+            return isinstance(layout.root, int) and data.ndim == len(layout.leaves[layout.root].shape)
+        return isinstance(layout, TreeLayout) and layout.is_one_row(data)
+
+    def update(self, index: Tensor, keys: Sequence[int], sources: list[Tensor], generation: Tensor) -> None:
+        """Overwrite single keys of rows in place, of those that were not overwritten since they were drawn.
+
+        Args:
+            index: int64 ``[n]`` flat positions on the storage's device; of duplicates the last one wins.
+            keys: their positions in ``written_layout.leaves``.
+            sources: ``[n, ...]`` for each of the keys.
+            generation: int64 ``[n]``, those that the rows had when they were drawn. No host sync.
+
+        Raises:
+            IndexError: as :meth:`write`.
+        """
+        self.counters.count_update()
+        ends = self.end_bits is not None and self.end_bits.depend_on(keys)
+        ends |= self.breaks is not None and not self.breaks.positions.isdisjoint(keys)
+        before = self.begin(DERIVED) if ends else None
+        self.plans.written.update(self._local(sources, 1), keys, index, generation)
+        if ends:
+            self._tell_ends_anew(index)
+            self.end(before)
+
+    def _local(self, sources: list[Tensor], ndim: int) -> list[Tensor]:
+        """The sources on the storage's device, with the batch dimensions flattened."""
+        local = to_device(sources, self._device)
+        # The empty source of a key without a column of its own has one dimension.
+        return local if ndim == 1 else [t.flatten(0, ndim - 1) if t.ndim >= ndim else t for t in local]
+
+    def _without_prefixes(self, given: list[Tensor], batch_dims: int) -> list[Tensor]:
+        """What is written, in the order of ``written_layout``: prefixes are checked, and left out.
+
+        Raises:
+            ValueError: a prefix holds something else than the key that it is one of. Asked only where both are on the
+                CPU, in code that is neither captured nor compiled.
+        """
+        out = list(given)
+        for position, whole in self.schema.prefixes:
+            self._check_prefix(position, whole, given[position], given[whole], batch_dims)
+            out[position] = given[position].new_empty(0)
+        return out
+
+    def _check_prefix(self, position: int, whole: int, part: Tensor, other: Tensor, batch_dims: int) -> None:
+        if not (host_can_read(part) and host_can_read(other)):
+            return
+        leaves = self.written_layout.leaves
+        beginning = other.narrow(batch_dims, 0, leaves[position].shape[0])
+        if not torch.equal(_bits(part), _bits(beginning)):
+            raise ValueError(
+                f"{leaves[position].name} is stored as the first elements of {leaves[whole].name}, but the batch has "
+                "others there: nothing is written"
+            )
+
+    # Reading
+
+    @property
+    def gives_views(self) -> bool:
+        """Whether ints and slices give views of the rows."""
+        on_host = self._placement is not None and self._placement.rows_on_host
+        return not (on_host or self.computed or self.host is not None)
+
+    def contains(self, index: int | Tensor) -> bool | Tensor:
+        """Whether a row is stored at ``index``; of a tensor, for each. See :func:`~.indexing.contained`."""
+        return contained(index, self.shape, len(self))
+
+    def gather(self, index: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Copies of rows, and their write generations. One launch, no host sync.
+
+        Args:
+            index: int64 ``[n]`` flat positions on the storage's device, contiguous.
+
+        Returns:
+            One tensor ``[n, ...]`` per key (see :meth:`assemble`), and the generations, int64 ``[n]``.
+        """
+        return self.plans.batch.gather(index)
+
+    def gather_key(self, key: int, index: Tensor) -> Tensor:
+        """Copies of one key of rows, ``[n, ...]`` as in batches. One launch, no host sync.
+
+        Args:
+            key: its position in ``batch_layout.leaves``.
+            index: int64 ``[n]`` flat positions on the storage's device, contiguous.
+        """
+        return self.plans.batch.gather_key(key, index)
+
+    def sample_uniform(self, rng: Tensor, n: int) -> tuple[list[Tensor], Tensor, Tensor]:
+        """``n`` rows drawn uniformly with replacement. One launch, no host sync.
+
+        Args:
+            rng: random state as in :mod:`gpubuf.kernels.philox`, on the storage's device.
+            n: number of rows.
+
+        Returns:
+            One tensor ``[n, ...]`` per key, the flat positions and the write generations, int64 ``[n]`` each.
+        """
+        return self.plans.batch.sample_uniform(rng, n)
+
+    def assemble(
+        self, tensors: list[Tensor], extra: dict[Any, Tensor] | None = None, batch_size: tuple[int, ...] | None = None
+    ) -> Data:
+        """A batch like those that were written, from the result of :meth:`gather`, with ``extra`` entries.
+
+        ``batch_size`` is the shape of the batch dimensions of ``tensors``; None: the length of the first dimension.
+        """
+        if batch_size is None:
+            batch_size = (tensors[0].shape[0] if tensors else 0,)
+        return self.batch_layout.assemble(tensors, batch_size, self._device, extra)
+
+    def get(self, index: Any) -> Data:
+        """Rows by index, as ``storage[index]``: an int, a slice, a sequence, a tensor, or a tuple of tensors.
+
+        Ints and slices give views of the storage, as they do on tensors; all else gives copies. Where rows are in
+        pinned host memory there are only copies, on the GPU, for that orders them with what was launched before. Of a
+        storage with ``dtypes``, ``batch_dtypes`` or ``prefixes`` there are only copies too, in the dtypes that were
+        written. TensorDicts of a storage that a TensorDict writer writes to carry ``"index"``, as samples do.
+
+        Raises:
+            IndexError: an index is beyond the rows written.
+        """
+        data = self._rows(index)
+        # TorchRL's writers of TensorDicts store it; here it is known when rows are read.
+        if "index" not in self.ignored_keys or not isinstance(data, TensorDictBase):
+            return data
+        coordinates = self.coordinates(index)
+        return data.set("index", expanded(coordinates, coordinates.dim() - (self.ndim > 1), data.batch_size))
+
+    def _rows(self, index: Any) -> Data:
+        layout, index = self.written_layout, plain_index(index)
+        if isinstance(index, (int, slice)) and self.gives_views:
+            tensors = [column.whole[: self.steps_stored][index] for column in self._columns]
+            steps = () if isinstance(index, int) else (len(range(self.steps_stored)[index]),)
+            return layout.assemble(tensors, (*steps, *self._shape[1:]), self._device)
+        flat, batch = self.located(index)
+        tensors = self.as_written(flat)
+        if len(batch) != 1:
+            tensors = [t.view((*batch, *t.shape[1:])) for t in tensors]
+        extra = None if self.host is None else self.host.entries(flat, batch)
+        return layout.assemble(tensors, batch, self._device, extra)
+
+    def as_written(self, index: Tensor) -> list[Tensor]:
+        """Copies of rows, in the dtypes that were written: one tensor ``[n, ...]`` for each of ``written_layout``.
+
+        Args:
+            index: as for :meth:`gather`.
+        """
+        return self.plans.written.gather(index)[0]
+
+    def _positions(self, index: Any) -> Tensor:
+        return stored_positions(index, self._shape, len(self), self._device)
+
+    def located(self, index: Any) -> tuple[Tensor, tuple[int, ...]]:
+        """The flat positions of ``storage[index]``, int64 ``[n]``, and the batch shape of that data."""
+        index = plain_index(index)
+        if not isinstance(index, (int, slice)):
+            flat = self._positions(index)
+            return flat, index_shape(index, self.ndim, flat.numel())
+        chosen = torch.arange(self.steps_stored, device=self._device)[index]
+        per_step = torch.arange(self._envs, device=self._device)
+        flat = (chosen.reshape(-1, 1) * per_step.numel() + per_step).reshape(-1)
+        return flat, (*chosen.shape, *self._shape[1:])
+
+    def coordinates(self, index: Any) -> Tensor:
+        """The positions of ``storage[index]``: int64 of that data's batch shape (``[..., ndim]`` if above 1)."""
+        flat, batch = self.located(index)
+        return self.unravel(flat).reshape((*batch, self.ndim) if self.ndim > 1 else batch)
+
+    def unravel(self, flat: Tensor) -> Tensor:
+        """``[n]`` flat positions as ``[n, ndim]`` coordinates; ``[n]`` itself for ``ndim=1``."""
+        return flat if self.ndim == 1 else unravel(flat, self._shape)
+
+    def __getitem__(self, index: Any) -> Data:
+        return self.get(index)
+
+    def __setitem__(self, index: Any, data: Data) -> None:
+        if self._layout is None:
+            raise RuntimeError(NOT_INITIALIZED)
+        index = plain_index(index)
+        flat = self._positions(index)
+        shape = (1,) if isinstance(index, (int, slice)) else index_shape(index, self.ndim, flat.numel())
+        if len(shape) > 1 and getattr(first_of(data), "shape", ())[: len(shape)] == shape:
+            data = mapped(data, lambda value: value.reshape(flat.numel(), *value.shape[len(shape) :]))
+        self.write(flat, data)
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Rows (views, not copies), counters and shape. Synchronises with the device, and refreshes ``len()``.
+
+        The rows of a storage in two places are a list of two batches, which follow each other. They are as they are
+        stored: with options ``"form"`` says what was written. Rows that share their observations lack the next ones
+        that are stored once: ``"sharing"`` has those that are not in the next row, and says which these are.
+        """
+        if self._layout is None:
+            return {"initialized": False, "max_size": self.max_size}
+        self.refresh()
+        parts = [self._filled_part(part) for part in range(len(self._columns[0].parts) if self._columns else 1)]
+        state = {
+            "initialized": True,
+            "max_size": self.max_size,
+            "shape": list(self._shape),
+            "written": self.written,
+            "skipped": self.written - self.rows_written,
+            "size": len(self),
+            "rewritten": self.counters.rewritten,
+            "rows": parts[0] if len(parts) == 1 else parts,
+        }
+        state |= saved_tree(self.written_layout)
+        if self.host is not None:
+            state["host"] = self.host.state(len(self))
+        if self.computed:
+            state["form"] = described(self.schema)
+        if self.sharing is not None:
+            state["sharing"] = self.sharing.state_dict()
+        return state
+
+    def _filled_part(self, part: int) -> Data:
+        """The rows stored in one of the places that the storage is in: views."""
+        tensors = [column.parts[part] for column in self._columns]
+        before = sum(len(other) for other in self._columns[0].parts[:part]) if self._columns else 0
+        filled = max(self.steps_stored - before, 0)
+        if tensors:
+            filled = min(filled, len(tensors[0]))
+        device = self.rows_device if part == 0 else torch.device("cpu")
+        return self.layout.assemble([t[:filled] for t in tensors], (filled, *self._shape[1:]), device)
+
+    def load_state_dict(self, state: dict[str, Any]) -> Tensor | None:
+        """Restore :meth:`state_dict`, copying into this storage's own memory.
+
+        A storage of the same capacity continues exactly. One with more room takes the rows oldest first. Rows of
+        storages that share other keys, or none, or have room for more or fewer next observations, are taken too.
+        ``state["rows"]`` may be one batch, batches that follow each other, or :class:`Pieces`.
+
+        Returns:
+            None, or, where the capacity differs, int64 ``[size]`` on the CPU: the old position of every row, in
+            the order in which they now lie from position 0. Samplers put their state in the same order.
+
+        Raises:
+            ValueError: the rows have other keys, shapes or dtypes than this storage's, or are stored in another way,
+                or don't fit, or there is no room for so many next observations that are not in the next row.
+        """
+        if not state["initialized"]:
+            self.empty()
+            return None
+        self.check_state(state)
+        order = self._load_rows(self._translated(state))
+        if self.sharing is not None:
+            saved = SharedState.of(state)
+            if saved is not None and self._continues(state):
+                self.sharing.restore(saved)
+            else:
+                self.sharing.link(full_state(state, self.ndim))
+        self.rebuild()
+        return order
+
+    def _load_rows(self, state: dict[str, Any]) -> Tensor | None:
+        pieces = Pieces.of(state["rows"], self.ndim)
+        data, size, old_max = pieces.example, state["size"], state["max_size"]
+        shape = tuple(state["shape"])
+        fresh = self._layout is None
+        schema = self._schema_of(data, state)
+        schema.stored.collect(data, self.ndim)
+        own = self._shape[1:] if not fresh else shape[1:]
+        if own != shape[1:]:
+            raise ValueError(f"the checkpoint's rows have shape {shape}, the storage's {self._shape}")
+        per_step = math.prod(shape[1:])
+        room = -(-self.max_size // per_step) * per_step
+        if size > room:
+            raise ValueError(f"the checkpoint holds {size} rows, the storage has room for {room}")
+        if fresh:
+            self._establish(schema, self.full_shape(shape), device_of(data))
+        order, first = None, 0
+        if self.max_size == old_max:
+            self.counters.set(state["written"], size)
+            # Older checkpoints have none.
+            self.counters.skipped = state.get("skipped", 0)
+            rewritten = state.get("rewritten")
+            self.counters.rewritten = None if rewritten is None else rewritten.to(self._device, copy=True)
+        else:
+            first = state["written"] % old_max if size == old_max else 0
+            order = (torch.arange(size) + first) % old_max
+            self.counters.set(size, size)
+        if self._placement is not None and self._placement.rows_on_host:
+            # The host is about to write where the GPU may still be reading.
+            host_memory.synchronize(self._device)
+        if self.host is not None:
+            self.host.load(state["host"], order)
+        for start, part in pieces.parts:
+            # The oldest step comes to lie first: all others turn with it.
+            at = (start - first // per_step) % (old_max // per_step)
+            for column, source in zip(self._columns, schema.stored.collect(part, self.ndim), strict=True):
+                before_seam = min(source.shape[0], old_max // per_step - at)
+                column.write(at, source[:before_seam])
+                column.write(0, source[before_seam:])
+        return order
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Check that there is room for the next observations of a state that are not in the next row.
+
+        Raises:
+            ValueError: there is none, or a key is missing.
+        """
+        if not self.options.share_next or self._continues(state):
+            return
+        full, keys = full_state(state, self.ndim), self._keys_for(state)
+        pieces = Pieces.of(full["rows"], self.ndim)
+        for key in keys:
+            if value_of(pieces.example, key) is None or value_of(pieces.example, (NEXT_KEY, *key)) is None:
+                raise ValueError(f"the rows of the state don't have {key!r} both at the root and under 'next'")
+        count, room = not_continued(pieces, keys, Span.of(full)), self._slots_for(state)
+        if count > room:
+            raise ValueError(
+                f"{count} of the {state['size']} rows of the state need a next observation of their own; next_capacity "
+                f"is {room}: raise it"
+            )
+
+    def schema_for(self, state: dict[str, Any]) -> Schema:
+        """The schema of the rows of a state: that of this storage.
+
+        Args:
+            state: what says in ``"form"`` what was written, if that is not what is stored, in ``"tree"`` in which
+                containers, and in ``"host"`` what is not in tensors. A storage that has rows keeps its own containers.
+
+        Raises:
+            ValueError: this storage has, or would have, another one.
+        """
+        state = self._translated(state)
+        return self._schema_of(Pieces.of(state["rows"], self.ndim).example, state)
+
+    def _schema_of(self, data: Data, state: dict[str, Any]) -> Schema:
+        saved, host, schema = state.get("form"), saved_host(state), self._schema
+        if schema is not None and schema.written.host != host:
+            own = list(schema.written.host)
+            raise ValueError(f"the state has the keys {list(host)} that are not tensors, the storage has {own}")
+        if schema is not None and not self.computed and saved is None:
+            return schema
+        stored = RowLayout(data, self.ndim, self.ignored_keys)
+        if schema is None:
+            written = stored if saved is None else stored.with_leaves(written_leaves(saved))
+            written.host = host
+            schema = self.schema_like(with_tree(written, state.get("tree")))
+        if self.computed or saved is not None:
+            check_same(schema, described(Schema.of(stored, Options())) if saved is None else saved)
+        return schema
+
+    def _translated(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A state with the rows as this storage stores them."""
+        if self._continues(state):
+            return state
+        full = full_state(state, self.ndim)
+        if not self.options.share_next:
+            return full
+        return shared_state(full, self._keys_for(state), self.ndim, self.ignored_keys)
+
+    def _continues(self, state: dict[str, Any]) -> bool:
+        """Whether links and entries of a state can be taken over as they are."""
+        shared = SharedState.of(state)
+        if shared is None or not self.options.share_next or self._keys_for(state) != shared.keys:
+            return False
+        return (self._shape_for(state), self._slots_for(state)) == (tuple(state["shape"]), shared.slots)
+
+    def _shape_for(self, state: dict[str, Any]) -> tuple[int, ...]:
+        return tuple(self._shape) if self.initialized else self.full_shape(tuple(state["shape"]))
+
+    def _slots_for(self, state: dict[str, Any]) -> int:
+        shape = self._shape_for(state)
+        return entries_of(math.prod(shape), math.prod(shape[1:]), self.options.next_capacity)
+
+    def _keys_for(self, state: dict[str, Any]) -> tuple[Key, ...]:
+        """The keys that this storage shares, or would share if it took the rows of a state."""
+        if self.sharing is not None:
+            return self.sharing.keys
+        state = full_state(state, self.ndim)
+        layout = RowLayout(Pieces.of(state["rows"], self.ndim).example, self.ndim, self.ignored_keys)
+        written = layout.with_leaves(written_leaves(state["form"])) if "form" in state else layout
+        return tuple(leaf.key for leaf in self.schema_like(written).shared.values())
+
+    def __repr__(self) -> str:
+        device: Any = self.requested_device
+        keys = "not initialized"
+        if self._layout is not None:
+            device = {PINNED: f"{self._device}, rows pinned", SPLIT: f"{self._device}, rows split"}.get(
+                self._placement.kind if self._placement else "", self._device
+            )
+            keys = f"{readable(self.nbytes)}, {{{', '.join(keys_told(self.schema))}}}"
+        return f"{type(self).__name__}({len(self)}/{self.max_size} rows, device={device}, {keys})"
+
+
+class LazyTensorStorage(TensorStorage):
+    """A :class:`TensorStorage` that allocates at the first write, from the keys, shapes and dtypes found there.
+
+    Rows are TensorDicts, tensorclasses, tensors, or dicts, tuples, lists and named tuples of them, nested: batches have
+    the structure of the first write. Text and other data that are not tensors may lie beside the tensors of a
+    TensorDict. A list on the host keeps them, so that a draw on a GPU waits for its index.
+
+    Args:
+        max_size: capacity in transitions. With ``ndim > 1`` it is rounded up to whole steps of all environments.
+        device: ``"cpu"``, ``"cuda"`` or a ``torch.device``; ``"pinned"`` for rows in pinned host memory that the GPU
+            gathers from, with counters, tree and index on the GPU; ``"split"`` for as many rows as there is room for on
+            the GPU and the others in pinned host memory (``"split:20GiB"``, ``"split:30%"`` for so many); ``"auto"``
+            for the first of ``"cuda"``, ``"pinned"`` and ``"split"`` that has room for rows and index, and ``"cpu"`` on
+            a machine without CUDA. What it chose, and why, is in :attr:`placement`, and is logged
+            (``logging.getLogger("gpubuf")``, level INFO, or WARNING where rows are on the host).
+        ndim: number of batch dimensions: 1, or 2 for time-first ``[T, E]`` storage.
+        dtypes: how keys are stored, by key: a dtype, or a :class:`Codec`. Numbers are converted as ``to()`` of tensors
+            does; integers out of range raise ValueError at the write (on a GPU they are cut, and count as faults).
+        batch_dtypes: dtypes that keys have in batches, by key; of others it is the dtype that is written.
+            ``storage[i]`` always has that one.
+        prefixes: keys that hold the first elements of others, such as ``{"observation": "critic_observation"}``. They
+            take no memory. The write compares them where both are on the CPU. On a GPU, and in captured or compiled
+            code, nothing is compared, and the longer key counts.
+        share_next: store observations once: the next observation of a row is that of the next row, unless the two
+            differ. True for every key that is both at the root and under "next", with one shape and dtype, but for
+            flags and rewards; or a list of such keys. Any rows may be written, and come back exactly.
+        next_capacity: how many next observations there is room for that are not those of the next row: the last ones
+            of trajectories. Default: an eighth of the rows, at least 256 and one an environment, never more than rows.
+            A write that would need more raises RuntimeError on the CPU, and nothing is written; on a GPU such rows
+            count as faults, which the next call that synchronises raises. ``storage.sharing.used`` says how many are.
+        ends: what ends a trajectory for n-step transitions, slices, sequences, hindsight and queries. ``"flags"``: what
+            samplers and buffers read, flags or identifiers. ``"flags+continuity"``: also a row whose next observation
+            is not, byte for byte as stored, the observation of the row after it in its environment; of all keys that
+            ``share_next=True`` takes. Such a row is the last one of its trajectory, and is not terminated: nothing
+            stored changes. Every write compares its rows, without a host sync; see docs/slices.md for what that takes.
+        compilable: accepted for compatibility; every operation can be compiled.
+        consolidated, shared_init: accepted for compatibility, with one warning: the rows of each key are one piece of
+            memory anyway, and a storage belongs to one process.
+        cleanup_memmap: accepted for compatibility.
+
+    Keys are given as you write them elsewhere, nested ones as tuples. A root key also means the same key under "next",
+    unless that is given itself. With any of these options indexing gives copies.
+
+    Raises:
+        ValueError: ``max_size`` or ``ndim`` below 1; a dtype can't be converted; ``ends`` is neither; at the first
+            write: an option names a key that the batch doesn't have, or ``"flags+continuity"`` finds nothing to
+            compare, or next observations that are stored otherwise than observations.
+        RuntimeError: at the first write: there is no such device, or ``"auto"`` finds room nowhere
+            (:class:`gpubuf.data.storage.placement.NothingFitsError`).
+    """
+
+    def __init__(
+        self,
+        max_size: int,
+        *,
+        device: torch.device | str = "cpu",
+        ndim: int = 1,
+        dtypes: Mapping[Any, torch.dtype | Codec] | None = None,
+        batch_dtypes: Mapping[Any, torch.dtype] | None = None,
+        prefixes: Mapping[Any, Any] | None = None,
+        share_next: bool | Sequence[Any] = False,
+        next_capacity: int | None = None,
+        ends: str = FLAGS,
+        compilable: bool = False,
+        consolidated: bool = False,
+        shared_init: bool = False,
+        cleanup_memmap: bool = True,
+    ) -> None:
+        warn_of_no_effect(consolidated=consolidated, shared_init=shared_init)
+        options = Options.of(dtypes, batch_dtypes, prefixes, share_next, next_capacity)
+        self._configure(max_size, device, ndim, ends, options)
+
+
+#: Integers of the size of an element, by which bits are compared.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits(values: Tensor) -> Tensor:
+    """Values as integers: NaN differs from itself."""
+    return values.resolve_conj().resolve_neg().view(_BITS.get(values.itemsize, values.dtype))
