@@ -211,17 +211,20 @@ def rows_compute_kernel(
         rng_offset = tl.load(rng_ptr + OFFSET)
         ticket = take_ticket(rng_ptr + TICKET)
     memory = (ends_ptr, links_ptr, noise_ptr, index_ptr, rng_ptr)
-    has = (HAS_ENDS, HAS_LINKS, HAS_NOISE, SAMPLE)
     before = (noise_offset, rng_offset, size)
     batch = (n, rows, mirror, draws)
     window = (newest_step(written, steps, envs), steps, envs, n_steps.to(tl.int64))
     if program < row_programs:
         row = program * TILE + tl.arange(0, TILE)
-        position, valid = load_positions(memory, before, batch, row, steps * envs, has)
+        # A name for these would make numbers of them.
+        position, valid = load_positions(
+            memory, before, batch, row, steps * envs, (HAS_ENDS, HAS_LINKS, HAS_NOISE, SAMPLE)
+        )
         if SAMPLE:
             tl.store(index_ptr + row, position, mask=row < rows)
         if HAS_LINKS:
-            valid = load_places(memory, position, valid, STEPS, window, has) >= 0
+            places = load_places(memory, position, valid, STEPS, window, (HAS_ENDS, HAS_LINKS, HAS_NOISE, SAMPLE))
+            valid = places >= 0
         generation = generation_of(position, valid, written, steps * envs)
         tl.store(generation_ptr + row, generation, mask=row < rows)
         count_faults(ring_ptr, (row < n) & ~valid)
@@ -237,7 +240,7 @@ def rows_compute_kernel(
             program - row_programs,
             tl.num_programs(0) - row_programs,
             n_keys,
-            has,
+            (HAS_ENDS, HAS_LINKS, HAS_NOISE, SAMPLE),
             KEYS,
             TILE,
             ALIGNMENT,

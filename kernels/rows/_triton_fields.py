@@ -13,7 +13,7 @@ Arguments that kernels and helpers share:
 
 * ``fields_ptr``: int64 [n_keys, 32], see :class:`gpubuf.kernels.rows.Field`; ``entry_ptr``: one of them;
 * ``memory``: (ends_ptr, links_ptr, noise_ptr, index_ptr, rng_ptr), see :class:`gpubuf.kernels.rows.Reading`; ``has``
-  says which there are, constexpr: (HAS_ENDS, HAS_LINKS, HAS_NOISE, SAMPLE);
+  says which there are, constexpr: (HAS_ENDS, HAS_LINKS, HAS_NOISE, SAMPLE). A name would make a number of each;
 * ``before``: (noise_offset, rng_offset, size), the counters before the call;
 * ``batch``: (n, rows, mirror, draws), of which ``rows`` is n, or 2 n if ``mirror`` is ``DOUBLED``;
 * ``window``: (newest, steps, envs, n_steps): the newest step, and the ring, ``capacity = steps * envs``.
@@ -405,9 +405,8 @@ def load_positions(memory, before, batch, row, capacity, has):
     _ends_ptr, _links_ptr, _noise_ptr, index_ptr, rng_ptr = memory
     _noise_offset, rng_offset, size = before
     n, rows, _mirror, _draws = batch
-    _ends, _links, _noise, samples = has
     drawn = tl.where(row < n, row, row - n)
-    if samples:
+    if has[3]:
         # The seed is loaded here: hoisted out of a loop, its round keys would occupy twenty registers.
         position = draw_position(tl.load(rng_ptr + SEED), rng_offset + drawn, size)
         valid = position >= 0
@@ -443,22 +442,21 @@ def load_places(memory, position, valid, kind, window, has):
     """
     ends_ptr, links_ptr, _noise_ptr, _index_ptr, _rng_ptr = memory
     newest, steps, envs, n_steps = window
-    has_ends, has_links, _noise, _samples = has
     place = tl.where(valid, position, -1)
     # A row whose next observation is lost is not read at all.
     follows = kind != DRAWN
-    if has_links:
+    if has[1]:
         follows = kind >= DRAWN
     if follows:
         step, env = divided(tl.where(valid, position, 0), envs, steps * envs)
         until = newest - step
         length = tl.minimum(tl.where(until < 0, until + steps, until) + 1, n_steps)
-        if has_ends:
+        if has[0]:
             length = tl.minimum(length, first_end(ends_ptr, step, env, valid, steps, envs, n_steps) + 1)
         last = forward(step, length - 1, steps)
         row = last * envs + env
         following = tl.where(last == newest, steps * envs + env, forward(last, 1, steps) * envs + env)
-        if has_links:
+        if has[1]:
             link = tl.load(links_ptr + row, mask=valid & (last != newest), other=0).to(tl.int64)
             following = tl.where(link > 0, steps * envs + envs + link - 1, following)
             valid = valid & (link >= 0)
@@ -476,14 +474,13 @@ def load_twists(memory, before, batch, row, pad, pair, has):
     _ends_ptr, _links_ptr, noise_ptr, _index_ptr, _rng_ptr = memory
     noise_offset, _rng_offset, _size = before
     n, _rows, mirror, draws = batch
-    _ends, _links, has_noise, _samples = has
     mirrored = (mirror == DOUBLED) & (row >= n)
-    if has_noise:
+    if has[2]:
         counter = noise_offset + row * draws
         if mirror == BY_CHANCE:
             mirrored = philox_uniform_f64(tl.load(noise_ptr + SEED), counter) < 0.5
     twist = mirrored.to(tl.int32)
-    if has_noise and pad > 0:
+    if has[2] and pad > 0:
         counter += 1 + 2 * pair
         span = (2 * pad + 1).to(tl.float64)
         seed = tl.load(noise_ptr + SEED)
