@@ -435,5 +435,4 @@ def _share(
     launch(rows_assign_kernel, 1, *tensors, *sizes, slots, RELINK=again, BLOCK=tile, num_warps=num_warps)
     for part in parts:
         advance = n if part is parts[-1] else 0
-        tensors = (ring, links, index, given)
-        part.launch(rows_aside_kernel, part.programs(n), *tensors, *sizes, advance, RELINK=again)
+        part.launch(rows_aside_kernel, part.programs(n), ring, links, index, given, *sizes, advance, RELINK=again)
