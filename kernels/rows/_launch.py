@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gpubuf.kernels._check import check_devices, device_name
-from gpubuf.kernels._launching import cdiv, encode_arguments, launch
+from gpubuf.kernels._launching import all_registers, cdiv, encode_arguments, launch
 from gpubuf.kernels.config import ceil_power, rows_copy
 from gpubuf.kernels.philox import check_state
 from gpubuf.kernels.rows import ALIGNMENT, ENTRY, WRITTEN, Reading, float_bits
@@ -428,6 +428,7 @@ def _share(
             BLOCK_ROWS=part.tile // columns,
             BLOCK_COLUMNS=columns,
             num_warps=part.num_warps,
+            maxnreg=all_registers(part.num_warps),
         )
     tile, num_warps = assign_tile(sum(part.n_bytes for part in parts), index.device)
     tensors = (ring, links, owners, index, given, differs, free)
@@ -435,4 +436,15 @@ def _share(
     launch(rows_assign_kernel, 1, *tensors, *sizes, slots, RELINK=again, BLOCK=tile, num_warps=num_warps)
     for part in parts:
         advance = n if part is parts[-1] else 0
-        part.launch(rows_aside_kernel, part.programs(n), ring, links, index, given, *sizes, advance, RELINK=again)
+        part.launch(
+            rows_aside_kernel,
+            part.programs(n),
+            ring,
+            links,
+            index,
+            given,
+            *sizes,
+            advance,
+            RELINK=again,
+            maxnreg=all_registers(part.num_warps),
+        )

@@ -107,6 +107,7 @@ def _refresh(
                 SHIFT=shift,
                 BLOCK_NODES=top_block(fan_out),
                 num_warps=TOP_WARPS,
+                maxnreg=all_registers(TOP_WARPS),
             )
             return
         launch(

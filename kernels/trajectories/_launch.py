@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gpubuf.kernels import config
 from gpubuf.kernels._check import check_devices, device_name
-from gpubuf.kernels._launching import cdiv, launch
+from gpubuf.kernels._launching import all_registers, cdiv, launch
 from gpubuf.kernels.config import IndexConfig
 from gpubuf.kernels.trajectories import _triton as readers
 from gpubuf.kernels.trajectories import _triton_update as writers
@@ -399,6 +399,7 @@ def bounds(ends: Tensor, ring: Tensor, row: Tensor, steps: int, envs: int) -> Te
             envs,
             len(bit_levels(steps, envs)),
             BLOCK_ROWS=BLOCK_ROWS,
+            maxnreg=all_registers(4),
         )
     return out
 

@@ -33,15 +33,15 @@ AREAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("tests/kernels/test_sum_tree*.py", "tests/data/test_sum_tree*.py", "tests/data/test_prioritized*.py"),
     ),
     "ring": (
-        ("gpubuf/data/storage/ring.py", "gpubuf/data/storage/storage.py", "gpubuf/data/storage/storage.py"),
+        ("gpubuf/data/storage/ring.py", "gpubuf/data/storage/storage.py", "gpubuf/data/storage/indexing.py"),
         ("tests/data/test_storage*.py", "tests/data/test_ring*.py", "tests/data/test_indexing*.py"),
     ),
     "n-step": (
-        ("kernels/rows/_cpu*.py", "gpubuf/data/storage/plan.py"),
-        ("tests/kernels/test_transitions*.py", "tests/data/test_n_step*.py"),
+        ("kernels/rows/_cpu*.py", "gpubuf/data/storage/plan.py", "gpubuf/data/storage/reader.py"),
+        ("tests/kernels/test_rows*.py", "tests/kernels/test_transitions*.py", "tests/data/test_n_step*.py"),
     ),
     "share_next": (
-        ("gpubuf/data/storage/share_next.py", "gpubuf/data/storage/shar*.py", "gpubuf/data/storage/share_next.py"),
+        ("gpubuf/data/storage/share_next.py",),
         ("tests/data/test_share*.py",),
     ),
     "slices": (
