@@ -248,9 +248,12 @@ def test_fault(found, name):
 
 
 def test_an_integer_that_is_one_in_a_tuple(found, monkeypatch):
-    """The address of an empty tensor is 0, which ``2 * address + 1`` makes a constant of."""
+    """The address of an empty tensor is 0, which ``2 * address + 1`` makes a constant of.
+
+    Where the kernel gives the tuple a name, Triton compiles it all the same: then the launch reads where nothing is.
+    """
     encode = rows_launch.encode_arguments
     monkeypatch.setattr(rows_launch, "encode_arguments", lambda values: tuple(v - 2 for v in encode(values)))
-    with pytest.raises(CompilationError):
+    with pytest.raises((CompilationError, MemoryFaultError)):
         rows_written()
-    assert found() == {"compile"}
+    assert found() in ({"compile"}, {"out-of-bounds"})
