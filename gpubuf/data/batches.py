@@ -139,9 +139,7 @@ class Batches:
         check_batch_size(batch_size)
         if own is not None and own != batch_size and not self._warned:
             self._warned = True
-            warnings.warn(
-                f"sample() got batch_size={batch_size}, the constructor {own}; the first is used", stacklevel=4
-            )
+            warnings.warn(f"sample(batch_size={batch_size}) overrides the constructor's {own}", stacklevel=4)
         return batch_size
 
     def _draw(self, n: int, include_info: bool, batches: int | None, *, whole: bool = True) -> Batch:

@@ -312,10 +312,7 @@ def _check_of_drawn_row(schema: Schema, recipe: Recipe, keys: Sequence[int]) -> 
     for key in keys:
         leaf = schema.written.leaves[key]
         if leaf.key[0] == NEXT_KEY or key in rewards:
-            raise ValueError(
-                f"key {leaf.name} of an n-step batch is that of a later row than its index, or a sum: with "
-                f"n_steps={recipe.n_steps} it can't be written back"
-            )
+            raise ValueError(f"{leaf.name} is aggregated over n_steps={recipe.n_steps} and cannot be written back")
 
 
 def check_unshared(schema: Schema, position: int) -> None:

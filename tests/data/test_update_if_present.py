@@ -235,7 +235,7 @@ def test_n_step_batches():
     buffer.extend(data)
     batch = buffer.sample(6)
     for key in (("next", "reward"), ("next", "observation"), ("next", "done")):
-        with pytest.raises(ValueError, match="can't be written back"):
+        with pytest.raises(ValueError, match="cannot be written back"):
             buffer.update_if_present(batch["index"], batch.select(key, "index_generation"))
     back = batch.select("action", "index_generation")
     back["action"] += 1000

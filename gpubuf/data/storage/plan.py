@@ -441,10 +441,7 @@ class Recipe:
         positions = tuple(_position(schema.written, key, "the ends of trajectories are told by") for key in keys)
         for key, position in zip(keys, positions, strict=True):
             if schema.sources is not None and schema.sources[position].follows:
-                raise ValueError(
-                    f"{as_written(key)!r} tells the ends of trajectories, and is stored once with its key at the root: "
-                    "give share_next a list without it"
-                )
+                raise ValueError(f"{as_written(key)!r} marks trajectory ends; exclude it from the keys of share_next")
         by_id = self.traj_key is not None
         check_tells_ends(schema, [schema.columns[position] for position in positions], by_id)
         return positions, by_id

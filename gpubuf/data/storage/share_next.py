@@ -272,7 +272,7 @@ class Sharing:
         """The error of a write that there is no room for, with what to do about it."""
         return NoRoomError(
             f"{refused}. Ways out: more room, next_capacity={self.slots} at present; share_next=False, if most rows "
-            "are not continued by the row behind; or, if several environments write to the storage in turn, ndim=2"
+            "are not continued by the next row; or, if several environments write to the storage in turn, ndim=2"
         )
 
     # State
@@ -522,7 +522,7 @@ def _without(part: Data, keys: Sequence[Key]) -> Data:
 
 
 def not_continued(pieces: Pieces, keys: Sequence[Key], span: Span) -> int:
-    """How many full rows have next observations that are not those of the row behind, told apart by bytes.
+    """How many full rows have next observations that are not those of the next row, told apart by bytes.
 
     The newest step is left out: its next observations are pending.
     """
