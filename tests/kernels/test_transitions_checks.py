@@ -180,7 +180,7 @@ def test_fakes_have_the_shapes_of_results():
             assert (arena.shape, arena.dtype, generation.shape) == ((640,), torch.uint8, (n,))
             drawn = rows.sample(store.fields, store.ring, philox.new_state(1, "cpu"), 3, 12, 640, *reading)
             assert [t.shape for t in drawn] == [(640,), (n,), (n,)]
-        index = rows.extend(store.fields, [], store.ring, None, None, 4, 12, 2)
+        index = rows.extend(store.fields, [], store.ring, 4, 12, 2)
         assert index.shape == (4,)
 
 
