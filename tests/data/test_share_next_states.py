@@ -129,7 +129,9 @@ def test_rows_that_don_t_fit_change_nothing(way, tmp_path):
     """Case 40: what has no room is refused before anything changes."""
     plain = used(31, share_next=False, next_capacity=None)[0]
     target, ring, _ = used(4, next_capacity=3)
-    with pytest.raises(ValueError, match=r"\d+ of the 24 rows .*need a next observation of their own; next_capacity is 3"):
+    with pytest.raises(
+        ValueError, match=r"\d+ of the 24 rows .*need a next observation of their own; next_capacity is 3"
+    ):
         moved(plain, target, way, tmp_path)
     check(target, ring)
 
