@@ -370,7 +370,7 @@ def test_no_file_outside_of_the_folder_is_named(name, tmp_path):
     content = json.loads(target.good[files.MANIFEST])["content"]
     content["state"]["name"] = name
     reseal(target.folder, content)
-    with pytest.raises(ValueError, match="is not a name in a checkpoint"):
+    with pytest.raises(ValueError, match="is not the name of a file in a checkpoint"):
         target.buffer.load(target.folder)
 
 

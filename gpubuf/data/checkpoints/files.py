@@ -294,6 +294,12 @@ def _checksum(content: Any) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode())
 
 
+@functools.cache
+def _types_of(kind: type) -> dict[str, Any]:
+    """The types of a dataclass's fields. Kept, since they come from evaluating our annotations."""
+    return get_type_hints(kind)
+
+
 def _built(kind: Any, raw: Any) -> Any:
     """What JSON holds, as a dataclass of this module, or what a field of one is annotated with.
 
@@ -301,7 +307,7 @@ def _built(kind: Any, raw: Any) -> Any:
         DamagedError: it is none; or KeyError or TypeError.
     """
     if is_dataclass(kind):
-        found: Any = kind(**{name: _built(field, raw[name]) for name, field in get_type_hints(kind).items()})  # type: ignore[operator]
+        found: Any = kind(**{name: _built(field, raw[name]) for name, field in _types_of(kind).items()})  # type: ignore[operator]
         found.verify()
         return found
     of = get_args(kind)
