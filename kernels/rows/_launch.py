@@ -269,7 +269,8 @@ class Part(NamedTuple):
         n_keys = len(self.sources)
         keys = (self.table, self.addresses, self.strides, n_keys)
         constexprs |= {"KEYS": padded_keys(n_keys), "TILE": self.tile, "ALIGNMENT": ALIGNMENT}
-        launch(kernel, programs, *keys, *others, num_warps=self.num_warps, **constexprs)
+        registers = all_registers(self.num_warps)
+        launch(kernel, programs, *keys, *others, num_warps=self.num_warps, maxnreg=registers, **constexprs)
 
 
 def parts_of(table: Tensor, sources: Sequence[Tensor], n: int) -> list[Part]:
@@ -436,15 +437,4 @@ def _share(
     launch(rows_assign_kernel, 1, *tensors, *sizes, slots, RELINK=again, BLOCK=tile, num_warps=num_warps)
     for part in parts:
         advance = n if part is parts[-1] else 0
-        part.launch(
-            rows_aside_kernel,
-            part.programs(n),
-            ring,
-            links,
-            index,
-            given,
-            *sizes,
-            advance,
-            RELINK=again,
-            maxnreg=all_registers(part.num_warps),
-        )
+        part.launch(rows_aside_kernel, part.programs(n), ring, links, index, given, *sizes, advance, RELINK=again)
