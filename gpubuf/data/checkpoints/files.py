@@ -307,7 +307,7 @@ def _built(kind: Any, raw: Any) -> Any:
         DamagedError: it is none; or KeyError or TypeError.
     """
     if is_dataclass(kind):
-        found: Any = kind(**{name: _built(field, raw[name]) for name, field in _types_of(kind).items()})  # type: ignore[operator]
+        found: Any = kind(**{name: _built(field, raw[name]) for name, field in _types_of(kind).items()})  # type: ignore[arg-type, operator]
         found.verify()
         return found
     of = get_args(kind)
