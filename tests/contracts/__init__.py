@@ -1,0 +1,1 @@
+"""What every kernel, loss, sampler and buffer must do: configurations, models and properties that tests run."""

@@ -1,0 +1,388 @@
+"""What every buffer must do, whatever it is made of: ways to make one, and a plain Python model of its rows.
+
+``tests/data/test_buffer_contract.py`` checks the properties. To check another way to make a buffer, add it to
+:data:`CONTRACTS`.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from gpubuf.data import (
+    Clip,
+    Hindsight,
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ListStorage,
+    PrioritizedSampler,
+    PrioritizedSliceSampler,
+    RandomSampler,
+    ReplayBuffer,
+    RoundRobinWriter,
+    SamplerWithoutReplacement,
+    SliceSampler,
+    TensorDictReplayBuffer,
+    TensorDictRoundRobinWriter,
+)
+from tests.support.transition_list import Transition, TransitionList, as_batch
+
+STEPS, BATCH, GAMMA, SLICE = 12, 8, 0.9, 2
+
+SAMPLERS: dict[str, Callable[[int], Any]] = {
+    "uniform": lambda capacity: RandomSampler(),
+    "without replacement": lambda capacity: SamplerWithoutReplacement(),
+    "prioritized": lambda capacity: PrioritizedSampler(capacity, 0.7, 0.5),
+    "stratified": lambda capacity: PrioritizedSampler(capacity, 0.7, 0.5, stratified=True),
+    "slices": lambda capacity: SliceSampler(slice_len=SLICE),
+    "prioritized slices": lambda capacity: PrioritizedSliceSampler(capacity, 0.7, 0.5, slice_len=SLICE),
+}
+#: Numbers of the model survive in these.
+NARROW = {"critic": torch.bfloat16, "observation": torch.bfloat16, ("next", "done"): torch.uint8, "number": torch.int16}
+
+
+def achieved_reward(achieved: Tensor, goal: Tensor, batch: Any) -> Tensor:
+    """For hindsight."""
+    return -(achieved - goal).abs().sum(-1, keepdim=True)
+
+
+@dataclass(frozen=True)
+class BufferContract:
+    """A way to make a buffer of :data:`STEPS` steps.
+
+    Attributes:
+        storage: ``"tensor"``, ``"memmap"`` or ``"list"``.
+        envs: environments of a storage of two dimensions; 0: one dimension.
+        sampler: a name in :data:`SAMPLERS`.
+        rows: what is written: a ``"tensordict"``, or a ``"dict"`` or ``"tuple"`` of tensors.
+        n_steps: steps of a transition.
+        share_next: observations are stored once.
+        narrow: keys are stored in other dtypes.
+        prefixes: observations are the first elements of another key.
+        continuity: trajectories also end where observations don't go on.
+        generations: the writer counts how often a row was written.
+        relabel, process, transform, collate, prefetch: as the buffer's arguments.
+    """
+
+    storage: str = "tensor"
+    envs: int = 0
+    sampler: str = "uniform"
+    rows: str = "tensordict"
+    n_steps: int = 1
+    share_next: bool = False
+    narrow: bool = False
+    prefixes: bool = False
+    continuity: bool = False
+    generations: bool = False
+    relabel: bool = False
+    process: bool = False
+    transform: bool = False
+    collate: bool = False
+    prefetch: int = 0
+
+    def __str__(self) -> str:
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        told = [
+            name if value is True else f"{name} {value}"
+            for name, value in own.items()
+            if value != type(self).__dataclass_fields__[name].default
+        ]
+        return ", ".join(told) or "plain"
+
+    @property
+    def capacity(self) -> int:
+        return STEPS * max(self.envs, 1)
+
+    @property
+    def slices(self) -> bool:
+        return "slices" in self.sampler
+
+    @property
+    def prioritized(self) -> bool:
+        return self.sampler in ("prioritized", "stratified", "prioritized slices")
+
+    @property
+    def on_device(self) -> bool:
+        """Whether nothing of it is on the host, so that it can be captured."""
+        return self.storage == "tensor" and not self.prefetch
+
+    def storage_of(self, device: str) -> Any:
+        if self.storage == "list":
+            return ListStorage(self.capacity)
+        options: dict[str, Any] = {"device": device} if self.storage == "tensor" else {}
+        if self.share_next:
+            options |= {"share_next": True, "next_capacity": self.capacity}
+        if self.narrow:
+            # A prefix is stored as the key that it begins.
+            dtypes = {key: dtype for key, dtype in NARROW.items() if key != "observation" or not self.prefixes}
+            options |= {"dtypes": dtypes, "batch_dtypes": {"critic": torch.float64}}
+        if self.prefixes:
+            options["prefixes"] = {"observation": "critic"}
+        if self.continuity:
+            options["ends"] = "flags+continuity"
+        kind = {"tensor": LazyTensorStorage, "memmap": LazyMemmapStorage}[self.storage]
+        return kind(self.capacity, ndim=2 if self.envs else 1, **options)
+
+    def new(self, *, seed: int = 3, device: str = "cpu") -> ReplayBuffer:
+        """An empty buffer."""
+        plain = self.rows != "tensordict"
+        kind = ReplayBuffer if plain else TensorDictReplayBuffer
+        writer = RoundRobinWriter if plain else TensorDictRoundRobinWriter
+        return kind(
+            storage=self.storage_of(device),
+            sampler=SAMPLERS[self.sampler](self.capacity),
+            writer=writer(track_generations=self.generations),
+            batch_size=BATCH,
+            dim_extend=0 if self.envs else None,
+            n_steps=self.n_steps,
+            gamma=GAMMA,
+            process=[Clip(("next", "reward"), -0.5, 1.5)] if self.process else (),
+            relabel=Hindsight(achieved_reward, goal_key="goal", achieved_key=("next", "observation"))
+            if self.relabel
+            else None,
+            transform=marked if self.transform else None,
+            collate_fn=collated if self.collate else None,
+            prefetch=self.prefetch or None,
+            generator=torch.Generator().manual_seed(seed),
+        )
+
+    def filled(self, steps: int = STEPS + 5, *, seed: int = 0) -> tuple[ReplayBuffer, Model]:
+        """A buffer that has gone round, and its model."""
+        buffer, model = self.new(), Model(self, seed)
+        buffer.extend(model.write(steps))
+        return buffer, model
+
+    def written(self, batch: TensorDict) -> Any:
+        """Rows of the model as the buffer takes them."""
+        if self.prefixes or self.narrow:
+            batch = batch.set("critic", wide(batch["observation"]))
+            batch["next", "critic"] = wide(batch["next", "observation"])
+        if self.relabel:
+            batch["goal"] = batch["observation"] + 9
+        if self.rows == "dict":
+            return batch.to_dict()
+        if self.rows == "tuple":
+            return tuple(batch[key] for key in sorted(batch.keys(True, True), key=str))
+        return batch
+
+    def read(self, data: Any) -> TensorDict:
+        """Rows of the buffer as the model has them."""
+        if self.rows == "dict":
+            data = TensorDict(data, data["number"].shape[:-1])
+        if self.rows == "tuple":
+            keys = sorted(as_batch([], (0,)).keys(True, True), key=str)
+            data = TensorDict(dict(zip(keys, data, strict=True)), data[0].shape[:-1])
+        return data
+
+
+def wide(observation: Tensor) -> Tensor:
+    """Observations with more elements behind theirs."""
+    return torch.cat([observation, observation[..., :2] + 0.5], -1)
+
+
+def marked(data: Any) -> Any:
+    """A transform."""
+    return data.set("twice", data["number"] * 2)
+
+
+def collated(data: Any) -> Any:
+    """A collate function."""
+    return data.set("thrice", data["number"] * 3)
+
+
+class Model(TransitionList):
+    """All rows that were ever written, in plain lists: see :class:`TransitionList`.
+
+    Args:
+        contract: of the buffer that the rows are written to.
+        seed: of all choices.
+    """
+
+    def __init__(self, contract: BufferContract, seed: int = 0) -> None:
+        super().__init__(STEPS, max(contract.envs, 1))
+        self.contract, self.random, self.count = contract, random.Random(seed), 0
+
+    @property
+    def written_rows(self) -> int:
+        """Rows since the beginning, or since they were emptied."""
+        return (self.written - self.first) * self.envs
+
+    def new_row(self, before: Transition | None) -> Transition:
+        """A row that goes on from the one before more often than not."""
+        self.count += 1
+        goes_on = before is not None and not before.ends and self.random.random() < 0.8
+        observation = before.next_observation if before is not None and goes_on else self.random.randrange(4)
+        end = self.random.choice(["", "", "", "terminated", "truncated"])
+        reward = self.random.choice([-1.0, 0.5, 2.0])
+        coming = self.random.randrange(4)
+        return Transition(observation, self.count, reward, coming, end == "terminated", end == "truncated")
+
+    def write(self, steps: int) -> Any:
+        """The next steps of all environments, as the buffer takes them."""
+        rows = []
+        for _ in range(steps):
+            for of_env in self.of_env:
+                rows.append(self.new_row(of_env[-1] if len(of_env) > self.oldest else None))
+                of_env.append(rows[-1])
+        return self.contract.written(as_batch(rows, (steps, self.envs) if self.contract.envs else (steps,)))
+
+    def overwrite(self, positions: list[int]) -> Any:
+        """Other rows at these positions, as the buffer takes them."""
+        rows = [self.new_row(None) for _ in positions]
+        for position, row in zip(positions, rows, strict=True):
+            self.put(position, row)
+        return self.contract.written(as_batch(rows, (len(rows),)))
+
+    def renumber(self, position: int) -> int:
+        """Give the row at a position another number, which it returns."""
+        self.count += 1
+        self.put(position, replace(self.at(position), number=self.count))
+        return self.count
+
+    def index(self, positions: list[int]) -> Any:
+        """Positions as the buffer takes them."""
+        flat = torch.tensor(positions)
+        return (flat // self.envs, flat % self.envs) if self.contract.envs else flat
+
+    def positions(self, index: Tensor) -> list[int]:
+        """An index of the buffer as positions."""
+        flat = index[..., 0] * self.envs + index[..., 1] if self.contract.envs else index
+        return flat.reshape(-1).tolist()
+
+    def generation(self, position: int) -> int:
+        """How many times a position was written."""
+        return self.place(position)[0] // self.steps + 1
+
+    def chosen(self, n: int) -> list[int]:
+        """Some of the stored positions."""
+        stored = self.stored
+        return self.random.sample(stored, min(n, len(stored)))
+
+    # What is due
+
+    def check_rows(self, buffer: ReplayBuffer) -> None:
+        """Every row that is stored comes back as it was written, by index and by slice."""
+        stored = self.stored
+        assert len(buffer) == len(stored)
+        if not stored:
+            return
+        due = self.contract.written(as_batch([self.at(position) for position in stored], (len(stored),)))
+        check_same(self.contract.read(buffer[self.index(stored)]), self.contract.read(due))
+        if self.contract.storage != "list":
+            check_same(self.contract.read(buffer[:]).reshape(-1), self.contract.read(due))
+
+    def check_batch(self, buffer: ReplayBuffer, data: Any, info: dict[Any, Any]) -> None:
+        """A batch holds the transitions that begin at the rows of its index."""
+        contract, found = self.contract, self.contract.read(data).reshape(-1)
+        positions = self.positions(info["index"])
+        assert len(found) == len(positions) > 0
+        rows, counts = zip(*(self.transition(position) for position in positions), strict=True)
+        due = contract.read(contract.written(as_batch(list(rows), (len(rows),))))
+        if contract.process:
+            due["next", "reward"] = due["next", "reward"].clamp(-0.5, 1.5)
+        if contract.transform:
+            marked(due)
+        if contract.collate:
+            collated(due)
+        if contract.n_steps > 1:
+            assert found["steps_to_next_obs"].tolist() == [[count] for count in counts]
+        if contract.narrow:
+            due["critic"], due["next", "critic"] = due["critic"].double(), due["next", "critic"].double()
+        if contract.relabel:
+            new = info["relabelled"].reshape(-1)
+            assert torch.equal(found["goal"][~new], due["goal"][~new])
+            fresh = achieved_reward(found["next", "observation"], found["goal"], None)
+            due["next", "reward"] = torch.where(new[:, None], fresh, due["next", "reward"])
+            due["goal"] = found["goal"]
+        if contract.slices:
+            # The last step of a slice is marked as truncated.
+            for flag in ("truncated", "done"):
+                assert (found["next", flag] >= due["next", flag]).all()
+                due["next", flag] = found["next", flag]
+        check_same(found, due)
+        if "index_generation" in info:
+            generations = info["index_generation"].reshape(-1).tolist()
+            assert generations == [self.generation(position) for position in positions]
+
+    def transition(self, position: int) -> tuple[Transition, int]:
+        """The transition that begins with a row, and its number of steps."""
+        step, env = self.place(position)
+        n = self.contract.n_steps
+        if self.contract.continuity:
+            # A row whose observation does not go on ends its trajectory, and its flags say nothing of it.
+            rows = self.of_env[env]
+            for i in range(step, min(step + n, self.written) - 1):
+                if not rows[i].ends and rows[i].next_observation != rows[i + 1].observation:
+                    n = i - step + 1
+                    break
+        return self.n_step(position, n, GAMMA)
+
+
+def check_same(found: TensorDict, due: TensorDict) -> None:
+    """Whether a batch has what is due; it may have more: its index, weights, steps."""
+    for key in due.keys(True, True):
+        assert found[key].dtype is due[key].dtype, key
+        torch.testing.assert_close(
+            found[key], due[key], rtol=1e-6, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}"
+        )
+
+
+# Ways to copy a buffer
+
+
+def by_state(contract: BufferContract, buffer: ReplayBuffer) -> ReplayBuffer:
+    other = contract.new(seed=9)
+    other.load_state_dict(buffer.state_dict())
+    return other
+
+
+def by_files(contract: BufferContract, buffer: ReplayBuffer) -> ReplayBuffer:
+    other = contract.new(seed=9)
+    with tempfile.TemporaryDirectory() as folder:
+        buffer.save(Path(folder) / "saved")
+        other.load(Path(folder) / "saved")
+    return other
+
+
+# The ways to make a buffer: every pair of options that go together is in one of them.
+
+_C = BufferContract
+CONTRACTS = [
+    _C(),
+    _C(envs=3, sampler="prioritized", n_steps=3, generations=True),
+    _C(share_next=True, narrow=True, sampler="slices", transform=True),
+    _C(share_next=True, n_steps=3, sampler="prioritized", prefixes=True, collate=True),
+    _C(share_next=True, envs=2, n_steps=2, continuity=True, process=True, narrow=True),
+    _C(prefixes=True, narrow=True, envs=2, sampler="prioritized slices", process=True),
+    _C(continuity=True, sampler="stratified", relabel=True, generations=True, prefixes=True),
+    _C(relabel=True, envs=2, share_next=True, sampler="without replacement", transform=True),
+    _C(relabel=True, narrow=True, sampler="prioritized", prefetch=2),
+    _C(continuity=True, envs=2, sampler="slices", collate=True),
+    _C(n_steps=4, narrow=True, sampler="without replacement", transform=True, prefixes=True),
+    _C(rows="dict", envs=2, sampler="prioritized", n_steps=2, process=True, share_next=True),
+    _C(rows="dict", narrow=True, sampler="without replacement", prefetch=2),
+    _C(rows="tuple", sampler="stratified", generations=True),
+    _C(rows="tuple", envs=2),
+    _C(storage="memmap", n_steps=3, sampler="prioritized", transform=True),
+    _C(storage="memmap", envs=2, sampler="slices", prefetch=1, generations=True),
+    _C(storage="memmap", envs=2, continuity=True, collate=True, process=True, n_steps=2),
+    _C(storage="list", sampler="prioritized", transform=True),
+    _C(storage="list", sampler="without replacement", prefetch=2),
+]
+
+
+def contracts(
+    suits: Callable[[BufferContract], bool] = lambda contract: True, *, quick: int | None = None
+) -> list[Any]:
+    """The contracts that suit a property, for ``pytest.mark.parametrize``. All but ``quick`` of them are slow tests."""
+    found = [contract for contract in CONTRACTS if suits(contract)]
+    return found[:quick] + [pytest.param(contract, marks=pytest.mark.slow) for contract in found[len(found[:quick]) :]]
