@@ -20,7 +20,6 @@ from gpubuf.data import (
     TensorDictReplayBuffer,
     TensorStorage,
 )
-from tests.support.fake_cuda import fake_cuda, no_blocking_copies
 from tests.support.torchrl_buffers import edits
 from tests.support.torchrl_buffers.edits import rows
 
@@ -109,20 +108,6 @@ def test_stored_forms(backend):
     assert plain.read_all_in_order().tolist() == [7.0, 8.0, 2.0, 3.0]
 
 
-def test_before_the_first_write():
-    buffer = ReplayBuffer(storage=LazyTensorStorage(4))
-    with pytest.raises(RuntimeError, match="write a batch first"):
-        buffer.set_("a", 1)
-    assert buffer.stats() == {
-        "size": 0,
-        "write_count": 0,
-        "prefetch_queue_size": 0,
-        "initialized": False,
-        "capacity": 4,
-        "utilization": 0.0,
-    }
-
-
 def test_inverse_transforms_apply_to_write_all():
     class Scale:
         def __call__(self, data: Any) -> Any:
@@ -180,24 +165,6 @@ def test_an_immutable_buffer_refuses_every_write():
     assert (buffer[:].select(*whole.keys()) == whole).all()
     buffer.update_priority(batch["index"], 3.0)
     assert len(buffer.sample()) == 3
-
-
-def test_no_host_sync():
-    with fake_cuda():
-        sampler = SliceSampler(slice_len=3, end_key=("next", "done"))
-        buffer = ReplayBuffer(storage=LazyTensorStorage(100, device="cuda"), sampler=sampler)
-        whole = rows(40).apply(lambda tensor: torch.empty_like(tensor, device="cuda"))
-        buffer.extend(whole)
-        index = torch.arange(3, device="cuda")
-        value = torch.zeros(3, 1, device="cuda", dtype=torch.bool)
-        with no_blocking_copies():
-            buffer.set_("a", whole["a"])
-            buffer.set_at_(("next", "done"), value, index)
-            buffer.update_(whole)
-            buffer.write_all(whole)
-            buffer.empty(empty_write_count=False)
-            assert buffer.stats()["write_count"] == 40
-            assert not buffer.can_sample(3)
 
 
 @pytest.mark.parametrize("ndim", [1, 2])

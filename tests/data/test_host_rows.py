@@ -15,10 +15,7 @@ from gpubuf.data import (
     LazyTensorStorage,
     Mirror,
     MixedReplayBuffer,
-    PrioritizedSampler,
     ReplayBuffer,
-    SamplerWithoutReplacement,
-    SliceSampler,
     TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
     TensorStorage,
@@ -193,24 +190,6 @@ def test_a_state_with_other_keys_is_refused(tmp_path: Path):
     unsaved.extend(TensorDict({"a": torch.zeros(1), "value": NonTensorData(object(), batch_size=[1])}, [1]))
     with pytest.raises(TypeError, match="host"):
         unsaved.dumps(tmp_path / "objects")
-
-
-def test_samplers_and_prefetch():
-    for sampler in (SamplerWithoutReplacement(), PrioritizedSampler(10, 1.0, 1.0)):
-        buffer = filled(sampler=sampler, prefetch=2)
-        for _ in range(4):
-            batch = buffer.sample()
-            assert numbers(batch) == batch["index"].tolist()
-    buffer.update_priority(range(6), torch.tensor([0, 0, 1.0, 0, 0, 0]))
-    for _ in range(3):
-        batch = buffer.sample()
-    assert numbers(batch) == [2] * 4
-    slices = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(12), sampler=SliceSampler(slice_len=3, traj_key="episode"), batch_size=6
-    )
-    slices.extend(rows(12).set("episode", torch.arange(12) // 4))
-    found = numbers(slices.sample())
-    assert [found[i + 1] - found[i] for i in (0, 1, 3, 4)] == [1] * 4
 
 
 def test_tensors_beside_text_are_changed_in_place():

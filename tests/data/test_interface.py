@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 
 import pytest
 import torch
-from torch import nn
 
 from gpubuf.data import (
     LazyTensorStorage,
@@ -86,42 +84,6 @@ def test_what_is_out_of_scope_says_so():
             ReplayBuffer(**{argument: 1})
 
 
-def test_transforms():
-    buffer = buffer_of(8, transform=lambda td: td.set("twice", td["observation"] * 2))
-    buffer.append_transform(nn.Identity()).append_transform(lambda td: td.select("twice"))
-    buffer.insert_transform(0, lambda td: td.set("observation", td["observation"] + 1))
-    buffer.extend(transitions(8))
-    batch = buffer.sample(5)
-    assert set(batch.keys()) == {"twice", "index"}
-    assert torch.equal(batch["twice"][:, 0], (batch["index"] + 1) * 2.0)
-    assert set(buffer[torch.tensor([1])].keys()) == {"twice"}
-    inverted = buffer_of(8).append_transform(lambda td: td.select("observation"), invert=True)
-    inverted.extend(transitions(3))
-    assert set(inverted[:].keys()) == {"observation", "index"}
-
-
-def test_collate_fn():
-    buffer = ReplayBuffer(storage=LazyTensorStorage(4), collate_fn=lambda td: td["observation"], batch_size=3)
-    buffer.extend(transitions(4))
-    assert buffer.sample().shape == (3, 3)
-
-
-def test_indexing():
-    buffer = buffer_of(10)
-    buffer.extend(transitions(6))
-    assert buffer[2]["next", "step"] == 2
-    assert buffer[-1]["next", "step"] == 5
-    assert buffer[1:4]["next", "step"].tolist() == [1, 2, 3]
-    assert buffer[[0, -2]]["next", "step"].tolist() == [0, 4]
-    assert buffer[torch.arange(6) % 2 == 0]["next", "step"].tolist() == [0, 2, 4]
-    assert buffer[range(0, 6, 3)]["next", "step"].tolist() == [0, 3]
-    for beyond in (6, -7, [6], torch.tensor([-7])):
-        with pytest.raises(IndexError):
-            buffer[beyond]
-    with pytest.raises(TypeError, match="integers"):
-        buffer[torch.tensor([0.5])]
-
-
 def test_a_full_storage_can_be_given():
     data = transitions(5)
     buffer = TensorDictReplayBuffer(storage=TensorStorage(data))
@@ -149,30 +111,6 @@ def test_an_index_in_the_data_is_not_stored():
     assert len(buffer) == 7
     assert "index" not in {leaf.name for leaf in buffer.storage.layout.leaves}
     assert buffer.storage[:]["index"].tolist() == list(range(7))
-
-
-def test_writer_and_sampler_in_two_threads():
-    buffer = buffer_of(64, batch_size=16)
-    buffer.extend(transitions(64))
-    failures = []
-
-    def write():
-        for i in range(200):
-            buffer.extend(transitions(5, 64 + 5 * i))
-
-    def read():
-        for _ in range(200):
-            batch = buffer.sample()
-            if not torch.equal(batch["observation"][:, 0].long(), batch["next", "step"]):
-                failures.append(batch)
-
-    threads = [threading.Thread(target=f) for f in (write, read)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
-    assert buffer.write_count == 64 + 1000
 
 
 def test_repr_is_readable():

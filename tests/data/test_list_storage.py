@@ -15,12 +15,9 @@ from gpubuf.data import (
     LazyTensorStorage,
     ListStorage,
     PrioritizedSampler,
-    RandomSampler,
     ReplayBuffer,
-    SamplerWithoutReplacement,
     SliceSampler,
     TensorDictMaxValueWriter,
-    TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
 
@@ -155,25 +152,6 @@ def test_tensordicts():
     ragged.extend([TensorDict({"a": torch.zeros(n)}) for n in (1, 2)])
     assert isinstance(ragged.sample(), list | TensorDict)
     assert isinstance(ragged[:], list)
-
-
-def test_samplers():
-    epoch = filled(6, sampler=SamplerWithoutReplacement())
-    assert sorted(epoch.sample() + epoch.sample()) == [f"object {i}" for i in range(6)]
-    best = filled(sampler=PrioritizedSampler(6, 1.0, 1.0))
-    best.update_priority(range(4), torch.tensor([0, 0, 1.0, 0]))
-    data, info = best.sample(return_info=True)
-    assert data == ["object 2"] * 3
-    assert info["priority_weight"].shape == (3,)
-    best.add("new")
-    assert set(best.sample() + best.sample() + best.sample()) <= {"object 2", "new"}
-    weighted = TensorDictPrioritizedReplayBuffer(alpha=1.0, beta=1.0, storage=ListStorage(4), batch_size=3)
-    weighted.extend(TensorDict({"a": torch.arange(4)}, [4]))
-    batch = weighted.sample()
-    batch["td_error"] = torch.ones(3)
-    weighted.update_tensordict_priority(batch)
-    ahead = filled(prefetch=2, sampler=RandomSampler())
-    assert all(set(ahead.sample()) <= set(ahead[:]) for _ in range(4))
 
 
 def test_states_and_checkpoints(tmp_path: Path):

@@ -31,7 +31,6 @@ from gpubuf.data import (
 )
 from gpubuf.data import max_value as ranks_module
 from gpubuf.data.max_value import DeviceRanks, HeapRanks, RankState, RankTree, comparable
-from tests.support.fake_cuda import fake_cuda, no_blocking_copies
 from tests.support.torchrl_buffers import max_value as recorded
 
 CPU = torch.device("cpu")
@@ -374,26 +373,3 @@ def test_what_needs_rows_in_order_is_refused():
         buffer.extend(rows([5]).exclude("number"))
     assert buffer[:]["rank"].tolist() == [1, 2]
     assert buffer.extend(rows([3])).tolist() == [2]
-
-
-def test_no_host_sync():
-    with fake_cuda():
-        writer = TensorDictMaxValueWriter(rank_key="rank")
-        storage = LazyTensorStorage(100, device="cuda")
-        sampler = PrioritizedSampler(100, 0.6, 0.4)
-        buffer = TensorDictReplayBuffer(storage=storage, writer=writer, sampler=sampler)
-
-        def batch(n: int) -> TensorDict:
-            return TensorDict({"rank": torch.empty(n, 1, device="cuda"), "a": torch.empty(n, 3, device="cuda")}, [n])
-
-        buffer.extend(batch(10))
-        with no_blocking_copies():
-            for n in (1, 60, 300):
-                index: Tensor = buffer.extend(batch(n))
-                assert (index.shape, index.device.type) == ((n,), "cuda")
-            drawn = buffer.sample(16)
-            drawn["td_error"] = torch.empty(16, device="cuda")
-            buffer.update_tensordict_priority(drawn)
-            buffer.update_if_present(drawn["index"], drawn.select("a"), generation=drawn["index_generation"])
-            assert len(buffer) == 100
-            assert buffer.add(batch(1)[0]).shape == (1,)

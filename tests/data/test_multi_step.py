@@ -12,14 +12,12 @@ import torch
 from tensordict import TensorDict
 
 from gpubuf import (
-    CaptureError,
     LazyTensorStorage,
     MultiStepTransform,
     ReplayBuffer,
     SamplerWithoutReplacement,
     TensorDictReplayBuffer,
 )
-from gpubuf.data.recording import Recording, recorded
 from gpubuf.data.storage.reader import Reader
 from tests.support.n_step_model import Model, agents_rows, new
 
@@ -206,33 +204,9 @@ def test_states_of_something_else(state):
     assert transform._waiting.batch_size == (2,)
 
 
-def test_it_is_not_for_captured_steps():
-    transform = MultiStepTransform(2, 0.9, write_time=True)
-    with recorded(Recording()), pytest.raises(CaptureError, match="n_steps= does not"):
-        transform.inv(agents_rows(4))
-
-
 def test_keys_that_are_missing():
     with pytest.raises(KeyError, match="give done_key"):
         MultiStepTransform(2, 0.9, write_time=True).inv(agents_rows(4).exclude(("next", "done")))
-
-
-def test_integers_as_flags():
-    rows = agents_rows(4)
-    rows["next", "done"] = torch.tensor([[0], [256], [0], [0]])
-    out = MultiStepTransform(3, 1.0, write_time=True).inv(rows)
-    assert out["steps_to_next_obs"].flatten().tolist() == [2, 1]
-
-
-def test_a_batch_of_info_stays_beside():
-    """Root keys are those of the first step."""
-    rows = agents_rows(5).set("action", torch.arange(5.0))
-    buffer = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(9), transform=MultiStepTransform(2, 1.0, write_time=True), batch_size=4
-    )
-    buffer.extend(TensorDict(dict(rows.items()), [5]))
-    assert buffer[:]["action"].tolist() == [0, 1, 2, 3]
-    assert buffer[:]["next", "observation"].flatten().tolist() == [2, 3, 4, 5]
 
 
 def test_against_torchrl():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 from tensordict import TensorDict
@@ -11,44 +9,12 @@ from tensordict import TensorDict
 from gpubuf import LazyTensorStorage, PrioritizedSampler, RandomSampler, TensorDictReplayBuffer
 from gpubuf.data import moving
 from gpubuf.data.storage import placement
-from gpubuf.kernels._registry import triton_on_cpu
 from tests.support.counted_launches import counted_launches
-from tests.support.fake_cuda import fake_cuda, no_blocking_copies
-from tests.support.interrupted_buffers import CAPACITY, check, check_goes_on, steps, written
-from tests.support.interrupts import interrupted
 from tests.support.n_step_model import SAMPLERS, Model, new
 from tests.support.placements import GIB, Machine
 from tests.support.transitions import same
 
 # Launches and synchronisation
-
-
-@pytest.mark.parametrize("envs", [None, 4])
-@pytest.mark.parametrize("kind", SAMPLERS)
-def test_no_host_sync(kind, envs):
-    """Writes, samples, K batches and what follows from them, on fake CUDA tensors, where a sync raises."""
-    with fake_cuda(), no_blocking_copies():
-        buffer = TensorDictReplayBuffer(
-            storage=LazyTensorStorage(1000, device="cuda", ndim=1 if envs is None else 2),
-            sampler=SAMPLERS[kind](1000),
-            batch_size=64,
-            n_steps=3,
-        )
-        for n in (20, 2000):
-            flags = torch.empty(n, 1, dtype=torch.bool, device="cuda")
-            row = torch.empty(n, 17, device="cuda")
-            following = {"observation": row, "reward": row[:, :1], "done": flags, "truncated": flags}
-            data = TensorDict({"observation": row, "next": TensorDict(following, [n])}, [n])
-            buffer.extend(data if envs is None else data.view(envs, n // envs))
-            batch = buffer.sample()
-            assert batch["steps_to_next_obs"].device.type == "cuda"
-            assert batch["steps_to_next_obs"].shape == (min(n, 64) if "without" in kind else 64, 1)
-            assert buffer.sample(batches=3)["next", "observation"].shape == (3, 64, 17)
-        if "without" not in kind:
-            buffer.mark_update(batch["index"])
-        buffer.empty()
-        buffer.extend(data if envs is None else data.view(envs, n // envs))
-        assert buffer.memory().index > 0
 
 
 @pytest.mark.parametrize(("kind", "launches"), [("uniform", 1), ("prioritized", 2)])
@@ -70,8 +36,7 @@ def test_launches_of_a_sample(interpreter, kind, launches):
 # Places
 
 
-@pytest.mark.parametrize("ndim", [1, 2])
-@pytest.mark.parametrize("kind", SAMPLERS)
+@pytest.mark.parametrize(("kind", "ndim"), [("uniform", 1), ("prioritized", 2)])
 def test_batches_of_rows_in_two_places(monkeypatch, kind, ndim):
     """Windows and flags reach over the border between GPU and host."""
     Machine(device=GIB).install(monkeypatch, work_on_cpu=True)
@@ -99,8 +64,7 @@ def test_batches_of_rows_in_two_places(monkeypatch, kind, ndim):
     assert [buffer.storage.placement.kind for buffer in buffers] == ["cpu", "pinned", "split"]
 
 
-@pytest.mark.parametrize("ndim", [1, 2])
-@pytest.mark.parametrize("kind", SAMPLERS)
+@pytest.mark.parametrize(("kind", "ndim"), [("uniform", 1), ("prioritized", 2)])
 def test_moving_while_in_use(monkeypatch, kind, ndim):
     """To pinned memory and back, where captured graphs read the same tables, and to another device."""
     Machine().install(monkeypatch, work_on_cpu=True)
@@ -148,30 +112,6 @@ def test_automatic_placement_counts_the_bits(monkeypatch):
 # Checkpoints
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS)
-def test_a_buffer_goes_on_where_it_was(tmp_path, sampler):
-    """From a folder, into a new buffer and into one that is in use; the same next batches."""
-    first, model = new(30, sampler=sampler, n_steps=3, gamma=0.9), Model(30)
-    first.extend(model.write(50))
-    first.sample()
-    first.save(tmp_path / "c")
-    other = new(30, sampler=sampler, n_steps=3, gamma=0.9, generator=None)
-    used = new(30, sampler=sampler, n_steps=3, gamma=0.9, generator=None)
-    used.extend(Model(30, seed=5, ends=0.5).write(40))
-    used.sample()
-    rows = model.write(7)
-    for buffer in (other, used):
-        buffer.load(tmp_path / "c")
-    for step in range(3):
-        due = first.sample()
-        model.check(due, 3, 0.9) if step else None
-        for buffer in (other, used):
-            assert same(buffer.sample(), due)
-        if step == 0:
-            for buffer in (first, other, used):
-                buffer.extend(rows)
-
-
 def test_steps_are_no_property_of_the_rows(tmp_path):
     """A checkpoint may be loaded with other steps, discount and capacity, or without."""
     first, model = new(30, n_steps=3, gamma=0.9), Model(30)
@@ -208,97 +148,4 @@ def test_rows_of_a_checkpoint_that_can_not_be_summed(tmp_path):
 # Batches prepared ahead
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS)
-def test_batches_that_are_prepared_ahead(sampler):
-    ahead, plain = (new(30, sampler=sampler, n_steps=3, gamma=0.9, prefetch=depth) for depth in (2, None))
-    model = Model(30)
-    rows = [model.write(n) for n in (20, 1, 30, 5)]
-    for data in rows:
-        queued = len(ahead._prefetcher)
-        for buffer in (ahead, plain):
-            buffer.extend(data)
-        for _ in range(queued):
-            # Asked for before this write: they are of the rows of then.
-            ahead.sample()
-        del queued
-        break
-    assert same(ahead.sample(), plain.sample())
-    older = [plain.sample() for _ in range(2)]
-    for buffer in (ahead, plain):
-        buffer.extend(rows[1])
-    assert all(same(ahead.sample(), batch) for batch in older)
-
-
 # Interrupts
-
-
-def interruptible(n: int, sampler: str = "uniform") -> TensorDictReplayBuffer:
-    torch.manual_seed(0)
-    buffer = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(CAPACITY),
-        sampler=SAMPLERS[sampler](CAPACITY),
-        batch_size=8,
-        n_steps=3,
-        reward_keys=["td_error"],
-    )
-    if n:
-        buffer.extend(steps(0, n))
-        buffer.sample()
-    return buffer
-
-
-def check_bits(buffer: TensorDictReplayBuffer) -> None:
-    """The bits of stored rows are their flags."""
-    len(buffer)
-    storage = buffer.storage
-    if not storage.initialized:
-        return
-    words = storage.end_bits.words
-    flags = (words[0] >> torch.arange(CAPACITY)) & 1
-    n = len(buffer)
-    with buffer._lock:
-        assert torch.equal(flags[:n].bool(), storage[:]["next", "done"].flatten())
-
-
-@pytest.mark.parametrize("sampler", ["uniform", "prioritized"])
-@pytest.mark.parametrize("name", ["extend", "first write", "empty", "sample", "write in place", "load"])
-def test_an_operation_that_is_interrupted_anywhere(sampler, name):
-    """Case 54: rows and the bits of their ends agree afterwards."""
-    state = interruptible(20, sampler).state_dict()
-    operations = {
-        "extend": lambda buffer: buffer.extend(steps(45, 11), update_priority=False),
-        "first write": lambda buffer: buffer.extend(steps(0, 11), update_priority=False),
-        "empty": lambda buffer: buffer.empty(),
-        "sample": lambda buffer: buffer.sample(batches=2),
-        "write in place": lambda buffer: buffer.__setitem__(torch.arange(5, 8), steps(5, 3)),
-        "load": lambda buffer: buffer.load_state_dict(state),
-    }
-    # Compiled by then.
-    operations[name](interruptible(0 if name == "first write" else 45, sampler))
-    place, outcomes = 0, set()
-    while interrupted(
-        functools.partial(operations[name], buffer := interruptible(0 if name == "first write" else 45, sampler)), place
-    ):
-        outcomes.add(written(buffer))
-        check(buffer)
-        check_bits(buffer)
-        check_goes_on(buffer)
-        check_bits(buffer)
-        place += 13 if name == "load" else 7
-    assert place > 10
-    if name == "extend":
-        assert outcomes == {45, 56}
-
-
-def test_the_interpreter_and_the_cpu_agree():
-    """The same bits, whichever backend has made them."""
-    model = Model(30, 2)
-    rows = [model.write(n) for n in (20, 25)]
-    found = []
-    for enabled in (False, True):
-        with triton_on_cpu(enabled):
-            buffer = new(30, 2, n_steps=4)
-            for data in rows:
-                buffer.extend(data)
-            found.append(buffer.sample())
-    assert same(*found)

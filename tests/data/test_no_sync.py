@@ -17,8 +17,6 @@ from gpubuf.data import (
     LazyTensorStorage,
     PrioritizedSampler,
     PrioritizedSliceSampler,
-    RandomSampler,
-    SamplerWithoutReplacement,
     SliceSampler,
     SliceSamplerWithoutReplacement,
     TensorDictReplayBuffer,
@@ -70,40 +68,6 @@ def test_the_method_detects_a_copy_that_is_waited_for(no_copies, non_blocking):
         y.copy_(x, non_blocking=non_blocking)
 
 
-@pytest.mark.parametrize("sampler", ["uniform", "without replacement", "prioritized", "maximum within buffer"])
-def test_write_sample_update(sampler, no_copies):
-    """CASES 28: indices are drawn where the storage is (skrl and ManiSkill draw them on the CPU)."""
-    samplers = {
-        "uniform": RandomSampler,
-        "without replacement": SamplerWithoutReplacement,
-        "prioritized": lambda: PrioritizedSampler(1000, alpha=0.6, beta=0.4),
-        "maximum within buffer": lambda: PrioritizedSampler(1000, 0.6, 0.4, max_priority_within_buffer=True),
-    }
-    buffer = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(1000, device="cuda"), sampler=samplers[sampler](), batch_size=64
-    )
-    for n in (1, 256, 2000):
-        index = buffer.extend(batch(n))
-        assert index.device.type == "cuda"
-        sample = buffer.sample()
-        assert all(value.device.type == "cuda" for value in sample.values(True, True))
-        assert sample["observation"].shape[1:] == (17,)
-    buffer.add(batch(1)[0])
-    buffer[:]
-    if sampler in ("prioritized", "maximum within buffer"):
-        sample["td_error"] = torch.empty(64, 1, device="cuda")
-        buffer.update_tensordict_priority(sample)
-        buffer.update_priority(sample["index"], sample["td_error"])
-        buffer.update_priority(sample["index"], 2.0)
-        buffer.mark_update(sample["index"])
-        buffer.sampler.beta = torch.empty((), device="cuda")
-        buffer.sampler.beta = 0.5
-        assert buffer.sampler.default_priority.device.type == "cuda"
-    buffer.empty()
-    buffer.extend(batch(3))
-    assert len(buffer) == 3
-
-
 SLICES = {
     "uniform": lambda: SliceSampler(slice_len=4),
     "by transition": lambda: SliceSampler(num_slices=16, weighting="transition", init_key=None),
@@ -114,8 +78,7 @@ SLICES = {
 }
 
 
-@pytest.mark.parametrize("envs", [1, 10])
-@pytest.mark.parametrize("kind", SLICES)
+@pytest.mark.parametrize(("kind", "envs"), [*((kind, 10) for kind in SLICES), ("prioritized", 1)])
 def test_slices(kind, envs, no_copies):
     """The index is kept up to date, and slices are drawn, without the host."""
     buffer = TensorDictReplayBuffer(

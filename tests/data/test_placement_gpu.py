@@ -76,8 +76,7 @@ def test_pinned_rows_beside_rows_on_the_gpu(kind):
     assert (report.placement, report.rows) == ("pinned", 1000 * 50)
 
 
-@pytest.mark.parametrize("share", ["1%", "30%", "99%"])
-@pytest.mark.parametrize("kind", SAMPLERS)
+@pytest.mark.parametrize(("kind", "share"), [("uniform", "1%"), *((kind, "30%") for kind in SAMPLERS)])
 def test_rows_in_both_memories_beside_rows_on_the_gpu(kind, share):
     """Issue 4, split mode: one buffer, the same batches, without a sync."""
     on_gpu, split = twin(kind, "cuda"), twin(kind, f"split:{share}")
@@ -111,24 +110,6 @@ def test_moves(kind):
         assert moves.storage.placement.kind == place.partition(":")[0]
         assert moves.storage.device.type == ("cpu" if place == "cpu" else "cuda")
         assert alike(stays, moves)
-
-
-def test_a_captured_graph_follows_the_rows():
-    buffer = twin("uniform", "cuda")
-    buffer.extend(transitions(1000))
-    storage, rng = buffer.storage, buffer.sampler.random_state("cuda").state
-    storage.sample_uniform(rng, 64)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        tensors, index, _ = storage.sample_uniform(rng, 64)
-    for place in ("pinned", "cuda"):
-        buffer.to(place)
-        storage.write(torch.arange(1000, device="cuda"), transitions(1000, 10_000))
-        graph.replay()
-        torch.cuda.synchronize()
-        found = storage.assemble(tensors)
-        assert torch.equal(found["next", "step"], index + 10_000)
 
 
 def test_pinned_memory_is_returned():

@@ -14,10 +14,7 @@ from tensordict import TensorDict
 from gpubuf.data import (
     LazyMemmapStorage,
     LazyTensorStorage,
-    PrioritizedReplayBuffer,
     ReplayBuffer,
-    SamplerWithoutReplacement,
-    SliceSampler,
     TensorDictReplayBuffer,
     TensorStorage,
 )
@@ -86,24 +83,6 @@ def test_the_structure_comes_back():
     assert buffer.storage.get(0)[7].shape == ()
 
 
-def test_rows_are_added_and_overwritten():
-    buffer = filled()
-    assert buffer.add(row(6)) == 6
-    buffer[2] = row(20)
-    buffer[[0, 1]] = batch(2, 30)
-    buffer[3:5] = row(9)
-    assert numbers(buffer[:]) == [30, 31, 20, 9, 9, 5, 6]
-    assert buffer.extend([row(7), row(8)]).tolist() == [7, 8]
-    assert numbers(buffer[-2:]) == [7, 8]
-    # More rows than the capacity: the newest stay.
-    buffer.extend(batch(23, 100))
-    assert sorted(numbers(buffer[:])) == list(range(113, 123))
-    buffer.empty()
-    assert len(buffer) == 0
-    buffer.extend(batch(3))
-    assert numbers(buffer[:]) == [0, 1, 2]
-
-
 @pytest.mark.parametrize("root", ["tuple", "named tuple"])
 def test_other_roots(root: str):
     def make(n: int, first: int = 0) -> Any:
@@ -117,14 +96,6 @@ def test_other_roots(root: str):
     assert type(got) is type(make(1))
     assert torch.equal(got[0].float(), got[1])
     assert buffer[:][0].tolist() == [0, 1, 2, 3, 4]
-
-
-def test_a_dict_of_another_order_is_the_same():
-    buffer = ReplayBuffer(storage=LazyTensorStorage(5))
-    buffer.extend({"a": torch.zeros(2), "b": torch.ones(2)})
-    buffer.extend({"b": torch.ones(2), "a": torch.zeros(2)})
-    assert buffer[:]["a"].tolist() == [0, 0, 0, 0]
-    assert list(buffer[:]) == ["a", "b"]
 
 
 def test_what_does_not_fit_is_refused_and_nothing_written():
@@ -177,61 +148,6 @@ def test_states_and_checkpoints(tmp_path: Path):
     assert numbers(same.sample(4)) == numbers(buffer.sample(4))
     twin = copy.deepcopy(buffer)
     assert numbers(twin.sample(4)) == numbers(buffer.sample(4))
-
-
-def test_prefetch_and_its_state(tmp_path: Path):
-    buffer = filled(prefetch=2)
-    assert set(numbers(buffer.sample())) <= set(range(6))
-    buffer.dumps(tmp_path / "first")
-    other = filled(prefetch=2)
-    other.loads(tmp_path / "first")
-    for _ in range(4):
-        assert numbers(other.sample()) == numbers(buffer.sample())
-
-
-def test_priorities_and_epochs():
-    buffer = PrioritizedReplayBuffer(alpha=1.0, beta=1.0, storage=LazyTensorStorage(10), batch_size=4)
-    buffer.extend(batch(6))
-    buffer.update_priority(torch.arange(6), torch.tensor([0, 0, 0, 1.0, 0, 0]))
-    data, info = buffer.sample(return_info=True)
-    assert numbers(data) == [3, 3, 3, 3]
-    assert "priority_weight" in info
-    epoch = filled(sampler=SamplerWithoutReplacement())
-    assert sorted(numbers(epoch.sample()) + numbers(epoch.sample())) == list(range(6))
-
-
-def test_slices_and_n_steps_find_their_keys():
-    n = 12
-    done = torch.arange(n) % 6 == 5
-    data = {
-        "observation": torch.arange(n).float(),
-        "next": {"observation": torch.arange(1, n + 1).float(), "reward": torch.ones(n, 1), "done": done.view(n, 1)},
-    }
-    slices = ReplayBuffer(
-        storage=LazyTensorStorage(n), sampler=SliceSampler(slice_len=3, end_key=("next", "done")), batch_size=6
-    )
-    slices.extend(data)
-    got = slices.sample()["observation"].view(2, 3)
-    assert torch.equal(got - got[:, :1], torch.arange(3.0).expand(2, 3))
-    steps = ReplayBuffer(storage=LazyTensorStorage(n), n_steps=3, gamma=0.5, batch_size=32)
-    steps.extend(data)
-    got = steps.sample()
-    assert type(got) is dict
-    assert type(got["next"]) is dict
-    assert torch.equal(got["next"]["observation"] - got["observation"], got["steps_to_next_obs"][:, 0].float())
-    assert set(got["next"]["reward"].view(-1).tolist()) <= {1.0, 1.5, 1.75}
-
-
-def test_two_dimensions():
-    number = torch.arange(12).view(4, 3)
-    buffer = ReplayBuffer(storage=LazyTensorStorage(24, ndim=2), batch_size=8, dim_extend=0)
-    buffer.extend({"a": number, "b": (number.float(),)})
-    got, info = buffer.sample(return_info=True)
-    assert torch.equal(got["a"].float(), got["b"][0])
-    assert torch.equal(got["a"], info["index"][:, 0] * 3 + info["index"][:, 1])
-    assert buffer[:]["a"].tolist() == number.tolist()
-    buffer.add({"a": number[0], "b": (number[0].float(),)})
-    assert buffer[4]["b"][0].tolist() == [0, 1, 2]
 
 
 def test_transforms_see_the_structure():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import io
 import pickle
 
 import pytest
@@ -79,26 +77,6 @@ def test_packed_rows_load_into_others_and_back(tmp_path, way, to_packed):
         source.save(tmp_path / "saved")
         target.load(tmp_path / "saved")
     assert same(target[:], source[:])
-
-
-def test_rows_can_be_saved_by_torch():
-    each = buffer()
-    each.extend(transitions(50))
-    file = io.BytesIO()
-    torch.save(each[:], file)
-    file.seek(0)
-    assert same(torch.load(file, weights_only=False), each[:])
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
-def test_copies_keep_their_rows_to_themselves(copied):
-    each = buffer()
-    each.extend(transitions(50))
-    other = copied(each)
-    assert same(other[:], each[:])
-    other.extend(transitions(10, 100))
-    assert same(other[10:20], transitions(10, 100))
-    assert same(each[:10], transitions(10, 40))
 
 
 @pytest.mark.parametrize("given", [False, True])

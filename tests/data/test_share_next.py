@@ -14,23 +14,13 @@ from gpubuf.kernels._registry import triton_on_cpu
 from tests.support.shared_rows import WIDTH, Ring, Stream, check, shared
 
 
-def test_an_observation_has_one_column():
-    buffer = shared(10)
-    buffer.extend(Stream().steps(4))
-    keys = {leaf.key for leaf in buffer.storage.layout.leaves}
-    assert ("observation",) in keys
-    assert ("next", "observation") not in keys
-    assert buffer.storage.sharing.keys == (("observation",),)
-
-
-@pytest.mark.parametrize("envs", [None, 1, 3])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("seed", "envs"), [(0, None), (3, 3), (5, None)])
 def test_rows_are_what_was_written(seed, envs):
     """Case 39: random writes, breaks, wraps, in-place writes, and an empty buffer in between."""
     use_at_random(random.Random(seed), envs, seed, [0, 20, 100], turns=25)
 
 
-@pytest.mark.parametrize(("seed", "envs"), [(1, None), (2, 3), (4, 1)])
+@pytest.mark.parametrize(("seed", "envs"), [(1, None), (2, 3)])
 def test_rows_are_what_was_written_on_a_gpu(seed, envs):
     """Case 39: the same in the kernels of the GPU."""
     with triton_on_cpu():
@@ -109,20 +99,6 @@ def test_entries_come_free_with_their_rows():
     check(buffer, ring)
 
 
-def test_rows_that_are_written_in_place_again_and_again_take_no_more_room():
-    capacity = 12
-    buffer, ring, stream = shared(capacity, next_capacity=capacity), Ring(capacity), Stream(breaks=50)
-    rows = stream.steps(17)
-    buffer.extend(rows)
-    ring.extend(rows)
-    for i in range(60):
-        index = [i * 5 % capacity, i * 7 % capacity]
-        rows = stream.rows_at(2)
-        buffer[torch.tensor(index)] = rows
-        ring.write(index, rows)
-        check(buffer, ring)
-
-
 def test_a_write_in_place_without_room_is_refused():
     """Case 40: the rows are what they were."""
     capacity = 12
@@ -171,16 +147,6 @@ def test_keys_that_are_found():
     assert set(named.sharing.keys) == {("done",), ("large",)}
     for one in (storage, named):
         assert set(one[:].keys(True, True)) == set(data.keys(True, True))
-
-
-def test_nested_keys():
-    nested = {"agents": TensorDict({"observation": torch.rand(6, 2, 5)}, [6, 2])}
-    following = {"agents": TensorDict({"observation": torch.rand(6, 2, 5)}, [6, 2])}
-    data = TensorDict({**nested, "next": TensorDict(following, [6])}, [6])
-    storage = LazyTensorStorage(8, share_next=True)
-    storage.append(data)
-    assert storage.sharing.keys == (("agents", "observation"),)
-    assert torch.equal(storage[:]["next", "agents", "observation"], data["next", "agents", "observation"])
 
 
 def test_wrong_keys():

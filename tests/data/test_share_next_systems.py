@@ -43,38 +43,6 @@ def twins(sampler: str = "uniform", **arguments) -> list[TensorDictReplayBuffer]
     return found
 
 
-def alike(buffers: list[TensorDictReplayBuffer], draws: int = 4) -> bool:
-    return all(same_bytes(*(buffer.sample() for buffer in buffers)) for _ in range(draws))
-
-
-@pytest.mark.parametrize("sampler", SAMPLERS)
-@pytest.mark.parametrize("prefetch", [None, 2])
-def test_the_same_batches(sampler, prefetch):
-    stream, buffers = Stream(4), twins(sampler, prefetch=prefetch)
-    for n in (30, 7, 19):
-        rows = stream.steps(n)
-        for buffer in buffers:
-            buffer.extend(rows)
-        assert alike(buffers)
-
-
-@pytest.mark.parametrize("n_steps", [2, 3, 8])
-@pytest.mark.parametrize("sampler", ["uniform", "prioritized"])
-def test_the_same_n_step_batches(sampler, n_steps, tmp_path):
-    """Cases 36 and 39: the next observation of the last row of a window, pending or aside or in the row behind."""
-    stream, buffers = Stream(4), twins(sampler, n_steps=n_steps, gamma=0.9)
-    for n in (30, 7, 19, 40):
-        rows = stream.steps(n)
-        for buffer in buffers:
-            buffer.extend(rows)
-        assert alike(buffers)
-    # The states of both go into the other kind of storage.
-    for buffer, other in zip(buffers, reversed(twins(sampler, n_steps=n_steps, gamma=0.9)), strict=True):
-        buffer.save(tmp_path / str(n_steps), incremental=False)
-        other.load(tmp_path / str(n_steps))
-        assert alike([buffer, other])
-
-
 def test_environments_that_take_turns_are_noticed():
     """Whole rows are read, although next observations are stored nowhere."""
     envs, steps = 3, 12

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from tensordict import TensorDict
 
 import gpubuf
-from gpubuf.data import Codec, LazyTensorStorage, PrioritizedSampler, SliceSampler, TensorDictReplayBuffer
+from gpubuf.data import Codec, LazyTensorStorage, TensorDictReplayBuffer
 from tests.support.transitions import same
 
 PREFIXES = {"observation": "critic_observation"}
@@ -41,30 +39,6 @@ def buffer(ndim: int = 1, sampler=None, **options) -> TensorDictReplayBuffer:
         batch_size=8,
         generator=torch.Generator().manual_seed(3),
     )
-
-
-@pytest.mark.parametrize("ndim", [1, 2])
-@pytest.mark.parametrize("dtypes", [None, {"critic_observation": torch.float16}])
-def test_batches_are_those_of_a_plain_storage(backend, ndim, dtypes):
-    plain, short = buffer(ndim), buffer(ndim, prefixes=PREFIXES, dtypes=dtypes)
-    for start, n in ((0, 20), (20, 12), (32, 30)):
-        for each in (plain, short):
-            each.extend(rows(n, start) if ndim == 1 else rows(n, start).view(2, n // 2))
-        assert same(plain[:], short[:])
-        one, other = plain.sample(), short.sample()
-        assert same(one, other)
-        assert all(value.is_contiguous() for value in other.values(True, True))
-    assert same(plain[1], short[1])
-    assert same(plain[torch.tensor([1, 1, 5])], short[torch.tensor([1, 1, 5])])
-
-
-@pytest.mark.parametrize("sampler", [lambda: PrioritizedSampler(40, 0.6, 0.4), lambda: SliceSampler(slice_len=4)])
-def test_other_samplers(sampler):
-    plain, short = buffer(sampler=sampler()), buffer(sampler=sampler(), prefixes=PREFIXES)
-    for each in (plain, short):
-        each.extend(rows(50))
-    for _ in range(3):
-        assert same(plain.sample(), short.sample())
 
 
 def test_bytes():
@@ -120,14 +94,6 @@ def test_bits_are_compared():
         data[key][1, 2] = value
     with pytest.raises(ValueError, match="first elements"):
         made.extend(data)
-
-
-def test_rows_are_overwritten_in_place(backend):
-    plain, short = buffer(), buffer(prefixes=PREFIXES)
-    for each in (plain, short):
-        each.extend(rows(10))
-        each.storage[torch.tensor([2, 7, 2])] = rows(3, 50)
-    assert same(plain[:], short[:])
 
 
 def test_a_prefix_is_not_written_back_on_its_own():
@@ -195,20 +161,3 @@ def test_without_the_other_under_next():
 def test_prefixes_that_cannot_be(options, message):
     with pytest.raises(ValueError, match=message):
         LazyTensorStorage(5, **options).append(rows(3))
-
-
-def test_copies_and_states():
-    source = buffer(prefixes=PREFIXES)
-    source.extend(rows(50))
-    twin = copy.deepcopy(source)
-    assert same(source[:], twin[:])
-    for fresh in (True, False):
-        target = buffer(prefixes=PREFIXES)
-        if not fresh:
-            target.extend(rows(3, 100))
-        target.load_state_dict(source.state_dict())
-        assert same(source[:], target[:])
-        assert same(source.sample(), target.sample())
-        source.load_state_dict(target.state_dict())
-    with pytest.raises(ValueError, match=r"'observation' is float32 of shape \[3\], stored as float32 in"):
-        buffer().load_state_dict(source.state_dict())

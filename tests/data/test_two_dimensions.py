@@ -106,11 +106,3 @@ def test_rows_that_are_not_tensordicts(backend):
     tree = ReplayBuffer(storage=LazyTensorStorage(8, ndim=2))
     tree.extend({"x": torch.arange(6.0).view(2, 3)})
     assert tree[:]["x"].shape == tree["x"].shape == (2, 3)
-
-
-def test_inverse_transforms_apply_to_rows_that_are_set(backend):
-    buffer = ReplayBuffer(storage=LazyTensorStorage(4))
-    buffer.append_transform(lambda data: data.set("a", data["a"] * 2), invert=True)
-    buffer.extend(TensorDict({"a": torch.arange(4)}, [4]))
-    buffer[1:3] = TensorDict({"a": torch.tensor([10, 20])}, [2])
-    assert buffer["a"].tolist() == [0, 20, 40, 6]
