@@ -30,7 +30,7 @@ export PIP_BUILD_CONSTRAINT := $(PIP_CONSTRAINT)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test compat newest bench gpu sanitize report docs dist clean
+.PHONY: help train test compat newest torchrl bench gpu sanitize report docs dist clean
 
 help:
 	@echo "make train   train SAC on Pendulum-v1; options: ARGS='--env NAME --prioritized --seed 1 ...'"
@@ -38,6 +38,7 @@ help:
 	@echo "             with SLOW=nightly every test"
 	@echo "make compat  the tests on the oldest torch and triton supported (downloads gigabytes); ARGS and SLOW as above"
 	@echo "make newest  the same on the newest ones, those that pip installs today"
+	@echo "make torchrl run programs on TorchRL's buffers and on gpubuf's, and compare what they give"
 	@echo "make bench   all benchmarks beside TorchRL, cpprb, flashbax and Stable-Baselines3, each in its environment;"
 	@echo "             writes benchmarks/results/<device>-<date>.json and curves/, or into OUT=folder"
 	@echo "make gpu STAGE=1|2|3  tests and benchmarks on an NVIDIA GPU, each stage within nine minutes; OUT=folder"
@@ -63,6 +64,9 @@ compat: $(COMPAT)/.test
 
 newest: $(NEWEST)/.test
 	$(NEWEST)/bin/python -m pytest $(SELECTED)
+
+torchrl: $(PEERS)/torchrl/.ready
+	$(PEERS)/torchrl/bin/python -m pytest -n 0 tests/contracts/test_torchrl.py $(ARGS)
 
 bench: $(VENV)/.test $(READY)
 	$(VENV)/bin/python -m benchmarks.run --huge --curves $(INTO) $(ARGS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -21,13 +20,8 @@ from gpubuf.data import (
     TensorDictReplayBuffer,
     TensorStorage,
 )
-from tests.support.torchrl_buffers import hooks
 from tests.support.torchrl_buffers.hooks import Doubled, Halved, Remembered, filled, rows
 from tests.support.transitions import same, transitions
-
-
-def test_all_is_as_with_torchrl(backend):
-    assert json.loads(json.dumps(hooks.story(gpubuf_data))) == json.loads(hooks.FILE.read_text())
 
 
 def test_a_save_with_hooks_restores_everything(tmp_path, backend):

@@ -1,20 +1,13 @@
-"""Writes hooks.json: what TorchRL's save and load hooks, and checkpointers, are called with, and what becomes of rows.
-
-Run it where TorchRL 0.14.1 is installed, from the root of the repository:
-``python -m tests.support.torchrl_buffers.hooks``. The tests run :func:`story` on gpubuf's buffers.
-"""
+"""What save and load hooks, and checkpointers, are called with, and what becomes of rows."""
 
 from __future__ import annotations
 
-import json
 import tempfile
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorDict
-
-FILE = Path(__file__).with_suffix(".json")
 
 
 def rows(n: int, start: int = 0) -> TensorDict:
@@ -118,9 +111,3 @@ def story(data: Any) -> dict[str, Any]:
     except RuntimeError:
         told["never written"] = "RuntimeError"
     return told
-
-
-if __name__ == "__main__":
-    import torchrl.data
-
-    FILE.write_text(json.dumps(story(torchrl.data), indent=1) + "\n")
