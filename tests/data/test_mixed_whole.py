@@ -21,7 +21,7 @@ from gpubuf.data import (
     TensorDictRoundRobinWriter,
 )
 from gpubuf.data.checkpoints import files
-from tests.support.checkpoint_crashes import PowerCutError, steps_of_a_save
+from tests.contracts.checkpoints import cut_short
 from tests.support.mixed_setup import part
 from tests.support.transitions import same, transitions
 
@@ -197,31 +197,25 @@ def test_cut_short_before_every_step(tmp_path: Path, monkeypatch):
     """Case 60: the old checkpoint of both is there, or the new one of both; and the next save works."""
     mixed = mix()
     mixed.save(tmp_path)
-    n, fail_at, outcomes = None, 0, []
-    while n is None or fail_at < n:
+    outcomes, fails = [], True
+    while fails:
         before = [buffer.write_count for buffer in mixed.buffers]
         for number in range(2):
-            mixed.extend(transitions(3, 1000 + fail_at), buffer=number)
+            mixed.extend(transitions(3, 1000 + len(outcomes)), buffer=number)
         after = [buffer.write_count for buffer in mixed.buffers]
         with monkeypatch.context() as patched:
-            calls = steps_of_a_save(patched, fail_at)
-            try:
-                mixed.save(tmp_path)
-            except PowerCutError:
-                other = mix(0)
-                other.load(tmp_path)
-                found = [buffer.write_count for buffer in other.buffers]
-                assert found in (before, after)
-                outcomes.append(found == after)
-                for number in range(2):
-                    single = part(0, 0, kind="uniform" if number else "prioritized", transform=Count())
-                    single.load(tmp_path / f"buffer_{number}")
-                    assert single.write_count in (before[number], after[number])
-            else:
-                n = calls[0]
+            fails = cut_short(patched, len(outcomes), lambda: mixed.save(tmp_path))
+        other = mix(0)
+        other.load(tmp_path)
+        found = [buffer.write_count for buffer in other.buffers]
+        assert found in (before, after)
+        outcomes.append(found == after)
+        for number in range(2):
+            single = part(0, 0, kind="uniform" if number else "prioritized", transform=Count())
+            single.load(tmp_path / f"buffer_{number}")
+            assert single.write_count in (before[number], after[number])
         mixed.save(tmp_path)
-        fail_at += 1
-    assert len(outcomes) == n > 12
+    assert len(outcomes) > 12
     assert outcomes == sorted(outcomes)
     assert set(outcomes) == {False, True}
     own = files.read_mix(tmp_path)

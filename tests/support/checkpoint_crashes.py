@@ -1,4 +1,4 @@
-"""Cut saves short, and look at what they leave behind. Run by tests/data/test_checkpoints_crash.py.
+"""Kill saves, and look at what they leave behind. Run by tests/data/test_checkpoints.py.
 
 ``python -m tests.support.checkpoint_crashes FOLDER KILLS SEED`` kills processes that save in a loop. Every process is a
 fork of this one, which spares it the seconds of the imports. It goes on from the checkpoint that the killed one before
@@ -13,15 +13,12 @@ import random
 import select
 import signal
 import sys
-import threading
 import time
 from pathlib import Path
-from typing import Any
 
-import pytest
 import torch
 
-from gpubuf import LazyTensorStorage, PrioritizedSampler, TensorDictReplayBuffer, serialization
+from gpubuf import LazyTensorStorage, PrioritizedSampler, TensorDictReplayBuffer
 from gpubuf.data.checkpoints.files import MANIFEST, read_manifest
 from tests.support.transitions import transitions
 
@@ -93,34 +90,6 @@ def verify(folder: str, reported: int) -> int:
         assert torch.equal(buffer.storage[position][key], due[key]), key
     assert torch.equal(buffer.sampler._tree.leaves[position], priority(numbers))
     return written
-
-
-class PowerCutError(BaseException):
-    """Not an Exception: nothing may handle it."""
-
-
-def steps_of_a_save(monkeypatch: pytest.MonkeyPatch, fail_at: int | None) -> list[int]:
-    """Count the calls that change the disk, and fail before one of them."""
-    calls, lock = [0], threading.Lock()
-
-    def counted(module: Any, name: str) -> None:
-        original = getattr(module, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with lock:
-                if calls[0] == fail_at:
-                    raise PowerCutError
-                calls[0] += 1
-            return original(*args, **kwargs)
-
-        monkeypatch.setattr(module, name, call)
-
-    counted(os, "replace")
-    counted(os, "fsync")
-    counted(serialization, "write")
-    counted(serialization, "sync_folder")
-    counted(Path, "unlink")
-    return calls
 
 
 def main(folder: str, kills: int, seed: int) -> None:

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
 from gpubuf import (
     LazyTensorStorage,
     PrioritizedSampler,
-    PrioritizedSliceSampler,
     RandomSampler,
     ReplayBuffer,
-    SamplerWithoutReplacement,
-    SliceSampler,
-    SliceSamplerWithoutReplacement,
     TensorDictReplayBuffer,
-    serialization,
 )
 from tests.support.transitions import transitions
 
@@ -25,11 +21,7 @@ CAPACITY = 60
 
 SAMPLERS: dict[str, Callable[[], object]] = {
     "random": RandomSampler,
-    "without replacement": SamplerWithoutReplacement,
     "prioritized": lambda: PrioritizedSampler(CAPACITY, 0.7, 0.5),
-    "slices": lambda: SliceSampler(slice_len=3),
-    "slices without replacement": lambda: SliceSamplerWithoutReplacement(slice_len=3),
-    "prioritized slices": lambda: PrioritizedSliceSampler(CAPACITY, 0.7, 0.5, slice_len=3),
 }
 
 
@@ -54,10 +46,8 @@ def numbers(buffer: ReplayBuffer) -> list[int]:
     return buffer[:]["next", "step"].tolist()
 
 
-def contents(buffer: TensorDictReplayBuffer) -> list[bytes]:
-    """Everything in a buffer that a load can change."""
-    state = buffer.state_dict()
-    out = [t.contiguous().view(torch.uint8).numpy().tobytes() for t in buffer.storage.row_tensors]
-    out.append(bytes(buffer.storage.ring.tolist().__repr__(), "utf8"))
-    del state["_storage"]["rows"]
-    return [*out, b"".join(bytes(piece) for piece in serialization.contents(state))]
+def restored(folder: Path, sampler: str = "prioritized") -> TensorDictReplayBuffer:
+    """A new buffer with what is in a folder."""
+    buffer = new(sampler)
+    buffer.load(folder)
+    return buffer
