@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sysconfig
 from types import SimpleNamespace
@@ -209,71 +208,10 @@ class TestTunedFiles:
         assert self.states() == ["no: it is not named after its device"]
 
 
-class FakeGraph:
-    """Records additions to a tensor; a real capture does not run what it captures."""
-
-    def __init__(self):
-        self.added = 0.0
-
-    def replay(self):
-        FakeGraph.counter.add_(self.added)
-
-    @staticmethod
-    @contextlib.contextmanager
-    def capture(graph):
-        before = FakeGraph.counter.clone()
-        yield
-        graph.added = (FakeGraph.counter - before).item()
-        FakeGraph.counter.copy_(before)
-
-    counter = torch.zeros(1)
-
-
-class TestChecks:
-    """What is tried on a GPU, with the CPU in its place."""
-
-    @pytest.fixture
-    def graph(self, monkeypatch):
-        zeros, stream = torch.zeros, SimpleNamespace(wait_stream=lambda other: None)
-
-        def counter(*shape, device):
-            FakeGraph.counter = zeros(*shape)
-            return FakeGraph.counter
-
-        monkeypatch.setattr(torch, "zeros", counter)
-        for name, fake in {
-            "Stream": lambda: stream,
-            "current_stream": lambda: stream,
-            "stream": lambda stream: contextlib.nullcontext(),
-            "CUDAGraph": FakeGraph,
-            "graph": FakeGraph.capture,
-        }.items():
-            monkeypatch.setattr(torch.cuda, name, fake)
-
-    def test_a_graph_that_works(self, graph):
-        module._try_graph("cpu")
-        assert FakeGraph.counter == 3
-
-    def test_a_graph_that_does_nothing(self, graph, monkeypatch):
-        monkeypatch.setattr(FakeGraph, "replay", lambda self: None)
-        with pytest.raises(RuntimeError, match="and made 1"):
-            module._try_graph("cpu")
-
-    @pytest.fixture
-    def storage(self, monkeypatch):
-        """Pinned storage is on the CPU."""
-        real = module.LazyTensorStorage
-        monkeypatch.setattr(module, "LazyTensorStorage", lambda size, device: real(size))
-        return real
-
-    def test_a_gather_that_works(self, storage):
-        module._try_pinned_gather()
-
-    def test_a_gather_of_other_rows(self, storage, monkeypatch):
-        gather = storage.gather
-        monkeypatch.setattr(storage, "gather", lambda self, index: gather(self, index.flip(0)))
-        with pytest.raises(RuntimeError, match=r"rows \[5, 63, 0, 5\] were gathered as \[5, 0, 63, 5\]"):
-            module._try_pinned_gather()
+@pytest.mark.gpu
+@pytest.mark.skipif(NO_GPU, reason="needs a CUDA device")
+def test_what_is_tried_on_a_gpu_works():
+    assert [(check.works, check.why) for check in info().checks] == [(True, "")] * 2
 
 
 def test_what_is_not_installed_is_said(monkeypatch):

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from tensordict import TensorDict
 
-from gpubuf import data as gpubuf_data
 from gpubuf.data import LazyTensorStorage, ListStorage, ReplayBuffer, RoundRobinWriter, TensorDictReplayBuffer
 from tests.support.fake_cuda import fake_cuda, no_blocking_copies
-from tests.support.torchrl_buffers import conditional
 from tests.support.torchrl_buffers.conditional import rows
-
-
-def test_all_is_as_with_torchrl(backend):
-    assert json.loads(json.dumps(conditional.story(gpubuf_data))) == json.loads(conditional.FILE.read_text())
 
 
 def filled(n: int = 8) -> TensorDictReplayBuffer:

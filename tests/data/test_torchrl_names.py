@@ -148,18 +148,6 @@ def test_a_shared_buffer_is_refused_with_what_to_do():
 # Rows at positions of one's own
 
 
-def test_set_before_the_first_write():
-    for cursor in (range(4), slice(0, 4), slice(None), ..., [0, 1, 2, 3], torch.arange(4)):
-        storage = LazyTensorStorage(10)
-        storage.set(cursor, rows(0, 4))
-        assert len(storage) == 4
-        assert storage[:]["a"].tolist() == [0, 1, 2, 3]
-    storage = LazyTensorStorage(10)
-    storage.set(0, rows(0, 1)[0])
-    storage.set(torch.tensor(1), rows(1, 1)[0])
-    assert storage[...]["a"].tolist() == [0, 1]
-
-
 def test_set_adds_behind_the_rows_and_overwrites_them():
     buffer = ReplayBuffer(storage=LazyTensorStorage(6), batch_size=3)
     buffer.extend(rows(0, 2))
@@ -228,7 +216,7 @@ def test_what_programs_read():
 DUMPS = Path(__file__).parents[1] / "support" / "torchrl_files" / "torchrl"
 
 
-@pytest.mark.parametrize("name", ["wrapped", "full", "partial", "prioritized"])
+@pytest.mark.parametrize("name", ["wrapped", "partial", "prioritized"])
 @pytest.mark.parametrize("capacity", [None, 30])
 def test_loads_takes_a_dump_of_torchrl(name: str, capacity: int | None):
     expected = load_torchrl(DUMPS / name)

@@ -21,7 +21,6 @@ from gpubuf.data import (
     TensorDictReplayBuffer,
     TensorStorage,
 )
-from tests.support.fake_cuda import fake_cuda, no_blocking_copies
 from tests.support.graph_recorder import RecordedCuda
 from tests.support.placements import Machine
 from tests.support.transitions import same, transitions
@@ -54,31 +53,6 @@ def written_back(batch: TensorDict, number: int) -> TensorDict:
         },
         batch.shape,
     )
-
-
-@pytest.mark.parametrize("ndim", [1, 2])
-def test_rows_of_an_older_generation_are_left_alone(backend, ndim):
-    """CASES 46: a ring that wraps between draw and write-back, duplicates, batches of [n] and of [K, B]."""
-    buffer = buffer_of(ndim)
-    write(buffer, 8, 0)
-    for turn in range(12):
-        batch = buffer.sample(6)
-        if turn % 3 == 1:
-            batch = batch.view(2, 3)
-        write(buffer, 2 * (turn % 4), 10 * turn)
-        expected, back = buffer.storage[:].clone().flatten(), written_back(batch, 100 * turn)
-        steps = buffer.storage.shape[1:].numel()
-        index = batch["index"].reshape(6, -1)
-        for entry, place in enumerate(index.tolist()):
-            position = place[0] if ndim == 1 else place[0] * steps + place[1]
-            generation = len(range(position, buffer.write_count, CAPACITY))
-            if int(batch["index_generation"].flatten()[entry]) == generation:
-                expected["observation"][position] = back["observation"].view(6, 3)[entry]
-                expected["next", "reward"][position] = back["next", "reward"].view(6, 1)[entry]
-        kept = back.clone()
-        buffer.update_if_present(batch["index"], back)
-        assert same(kept, back)
-        assert same(buffer.storage[:].flatten(), expected)
 
 
 def test_a_row_drawn_twice_and_overwritten_between(backend):
@@ -146,15 +120,6 @@ def test_trajectories_follow_their_flags():
     assert buffer.sampler.trajectories().length.tolist() == [1, 8, 1]
     buffer.update_if_present(torch.tensor([0]), back[:1], generation=generation[:1])
     assert buffer.sampler.trajectories().length.tolist() == [9, 1]
-
-
-def test_priorities_stay():
-    buffer = buffer_of()
-    write(buffer, 8, 0)
-    batch = buffer.sample(4)
-    leaves = buffer.sampler.tree.leaves.clone()
-    buffer.update_if_present(batch["index"], written_back(batch, 1000))
-    assert torch.equal(buffer.sampler.tree.leaves, leaves)
 
 
 @pytest.mark.parametrize(
@@ -244,16 +209,6 @@ def test_n_step_batches():
     assert torch.equal(buffer[:]["action"][:, 0] >= 1000, drawn)
 
 
-def test_no_rows():
-    buffer = buffer_of()
-    write(buffer, 8, 0)
-    before = buffer[:]
-    batch = buffer.sample(4)
-    buffer.update_if_present(batch["index"][:0], written_back(batch[:0], 0))
-    buffer.update_if_present(batch["index"], batch.select("index_generation"))
-    assert same(buffer[:], before)
-
-
 def test_captured_steps_write_back(monkeypatch, tmp_path):
     """Every replay writes back, skips what it has overwritten itself, and counts as a change for checkpoints."""
     machine = RecordedCuda().install(monkeypatch)
@@ -304,21 +259,3 @@ def test_compiled():
         results.append((buffer[:], buffer.storage.counters.updates))
     assert same(results[0][0], results[1][0])
     assert results[0][1] == results[1][1] == 6
-
-
-@pytest.mark.parametrize("sampler", ["prioritized", "slices"])
-def test_no_sync(sampler):
-    with fake_cuda(), no_blocking_copies():
-        made = PrioritizedSampler(CAPACITY, 0.6, 0.4) if sampler == "prioritized" else SliceSampler(slice_len=2)
-        buffer = buffer_of(device="cuda", sampler=made, writer=RoundRobinWriter(track_generations=True))
-        data = TensorDict(
-            {
-                "observation": torch.zeros(8, 3, device="cuda"),
-                "next": {"done": torch.zeros(8, 1, dtype=torch.bool, device="cuda")},
-            },
-            [8],
-        )
-        buffer.extend(data)
-        batch, info = buffer.sample(4, return_info=True)
-        back = batch.select("observation", ("next", "done"))
-        buffer.update_if_present(info["index"], back, generation=info["index_generation"])

@@ -171,7 +171,7 @@ def noticed(fault: Fault, copy: Path, seconds: float) -> bool | None:
         "-p",
         "no:cacheprovider",
         "-m",
-        "not slow",
+        "not slow and not nightly",
         *tests,
     ]
     file.write_bytes(whole[: fault.start] + fault.after.encode() + whole[fault.end :])
