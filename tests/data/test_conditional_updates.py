@@ -8,7 +8,11 @@ from tensordict import TensorDict
 
 from gpubuf.data import LazyTensorStorage, ListStorage, ReplayBuffer, RoundRobinWriter, TensorDictReplayBuffer
 from tests.support.fake_cuda import fake_cuda, no_blocking_copies
-from tests.support.torchrl_buffers.conditional import rows
+
+
+def rows(n: int) -> TensorDict:
+    """``n`` rows with values and versions."""
+    return TensorDict({"value": torch.zeros(n), "deep": {"v": torch.arange(n) % 4}}, [n])
 
 
 def filled(n: int = 8) -> TensorDictReplayBuffer:
