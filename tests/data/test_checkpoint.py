@@ -32,8 +32,9 @@ def assert_same(actual, expected):
         assert actual == expected
 
 
-def example():
-    return {
+BASE = torch.arange(10)
+STATES = {
+    "plain values": {
         "storage": {"next": {"reward": torch.randn(5, 1)}, "index": torch.arange(5)},
         "step": 2**70,
         "beta": 0.1 + 0.2,
@@ -43,13 +44,30 @@ def example():
         "flag": True,
         "betas": (0.9, (0.999, [])),
         "empty": {},
-    }
+    },
+    "keys that are no names": {
+        "state": {0: {"step": torch.tensor(3.0)}, 1: {}},
+        "$tensor": "x",
+        "$tuple": [1],
+        "mixed": {None: 1, 1.5: 2},
+    },
+    "paths that read alike": {
+        "a.b": torch.tensor(1),
+        "a": {"b": torch.tensor(2)},
+        "#crc32": torch.tensor(3),
+        "": torch.tensor(4),
+    },
+    "tensors that share memory": {"whole": BASE, "part": BASE[2:5], "again": BASE},
+}
 
 
-def test_plain_values_and_tensors_return_with_their_types(tmp_path):
-    state = example()
-    save(tmp_path / "state", state)
-    assert_same(load(tmp_path / "state"), state)
+@pytest.mark.parametrize("what", STATES)
+@pytest.mark.parametrize("chunk", [16, 1 << 22])
+def test_what_is_saved_returns_with_its_types(tmp_path, what, chunk, monkeypatch):
+    """Also where a tensor is written in several pieces."""
+    monkeypatch.setattr(serialization, "_CHUNK_BYTES", chunk)
+    save(tmp_path / "state", STATES[what])
+    assert_same(load(tmp_path / "state"), STATES[what])
 
 
 def raw(tensor):
@@ -83,30 +101,6 @@ def test_tensordicts_return_as_tensordicts(tmp_path):
     assert loaded["none"].batch_size == (3,)
 
 
-def test_keys_that_are_no_names(tmp_path):
-    state = {
-        "state": {0: {"step": torch.tensor(3.0)}, 1: {}},
-        "$tensor": "x",
-        "$tuple": [1],
-        "mixed": {None: 1, 1.5: 2},
-    }
-    save(tmp_path / "state", state)
-    assert_same(load(tmp_path / "state"), state)
-
-
-def test_paths_that_read_alike_stay_apart(tmp_path):
-    state = {"a.b": torch.tensor(1), "a": {"b": torch.tensor(2)}, "#crc32": torch.tensor(3), "": torch.tensor(4)}
-    save(tmp_path / "state", state)
-    assert_same(load(tmp_path / "state"), state)
-
-
-def test_tensors_that_share_memory_are_each_saved(tmp_path):
-    base = torch.arange(10)
-    state = {"whole": base, "part": base[2:5], "again": base}
-    save(tmp_path / "state", state)
-    assert_same(load(tmp_path / "state"), state)
-
-
 def test_a_parameter_is_saved_as_its_values(tmp_path):
     save(tmp_path / "state", {"weight": torch.nn.Parameter(torch.ones(2))})
     assert_same(load(tmp_path / "state"), {"weight": torch.ones(2)})
@@ -118,21 +112,10 @@ def test_it_is_a_safetensors_file_with_dotted_names(tmp_path):
         assert set(file.keys()) == {"optimizer.state.0.0", "#crc32"}
 
 
-def test_pieces_larger_than_a_chunk(tmp_path, monkeypatch):
-    monkeypatch.setattr(serialization, "_CHUNK_BYTES", 16)
-    state = {"a": torch.arange(100), "b": torch.arange(7, dtype=torch.uint8)}
-    save(tmp_path / "state", state)
-    assert_same(load(tmp_path / "state"), state)
-
-
-def test_writing_to_a_loaded_tensor_leaves_the_file_alone(tmp_path):
-    save(tmp_path / "state", {"a": torch.zeros(3)})
-    load(tmp_path / "state")["a"].fill_(1)
-    assert torch.equal(load(tmp_path / "state")["a"], torch.zeros(3))
-
-
 def test_a_loaded_tensor_outlives_the_replacement_of_its_file(tmp_path):
+    """And the file is left alone by those who write to the tensor."""
     save(tmp_path / "state", {"a": torch.full((1000,), 7.0)})
+    load(tmp_path / "state")["a"].fill_(1)
     loaded = load(tmp_path / "state")
     save(tmp_path / "state", {"a": torch.zeros(1)})
     assert torch.equal(loaded["a"], torch.full((1000,), 7.0))
@@ -189,6 +172,8 @@ def test_every_flipped_bit_is_noticed(tmp_path):
 
 
 def test_foreign_files_are_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no checkpoint at"):
+        load(Path(tmp_path / "nowhere"))
     save_file({"a": torch.zeros(2)}, tmp_path / "plain", metadata={"format": "pt"})
     with pytest.raises(ValueError, match="not a gpubuf checkpoint"):
         load(tmp_path / "plain")
@@ -222,8 +207,3 @@ def test_a_tree_that_makes_no_sense_is_refused(tmp_path, monkeypatch, tree):
 def _dumps_tree_as(tree):
     original = serialization.json.dumps
     return lambda value, **options: tree if "__metadata__" not in value else original(value, **options)
-
-
-def test_a_missing_file_is_said_to_be_missing(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no checkpoint at"):
-        load(Path(tmp_path / "nowhere"))

@@ -73,7 +73,8 @@ def test_changed_meaning(contract: BufferContract, n: int, tmp_path: Path):
     """Fields that no save has written, with all checksums right: refused, or loaded as a whole."""
     target, chance, n_refused = Target(tmp_path / "c", contract), random.Random(2), 0
     content = target.manifest["content"]
-    names = [content["state"]["name"], *(file["name"] for file in content["rows"]["files"][:1])]
+    parts = [content["rows"], *content["tensors"]]
+    names = [content["state"]["name"], *(file["name"] for part in parts for file in part["files"][:1])]
     fields = [(None, place) for place in range(len(places(content)))]
     for name in names:
         fields += [(name, place) for place in range(len(places(serialization.load(target.folder / name))))]

@@ -339,12 +339,13 @@ def test_changes_that_the_buffer_does_not_make(tmp_path):
     assert other[:]["action"].tolist() == [[0.0]] * 10
 
 
-def test_large_tensors_beside_the_rows_lie_in_files_of_their_own(tmp_path):
+@pytest.mark.parametrize(("file_bytes", "n_files"), [(64, 4), (240, 1)])
+def test_large_tensors_beside_the_rows_lie_in_files_of_their_own(file_bytes, n_files, tmp_path):
     buffer = used()
-    buffer.save(tmp_path, file_bytes=64)
-    assert len(list(tmp_path.glob("tensor-*"))) == 4
+    buffer.save(tmp_path, file_bytes=file_bytes)
+    assert len(list(tmp_path.glob("tensor-*"))) == n_files
     buffer.update_priority(torch.tensor([2]), 7.0)
-    buffer.save(tmp_path, file_bytes=64)
+    buffer.save(tmp_path, file_bytes=file_bytes)
     other = restored(tmp_path)
     assert torch.equal(other.sampler.tree.leaves, buffer.sampler.tree.leaves)
     assert same(buffer.sample(30), other.sample(30))
