@@ -24,7 +24,7 @@ from tests.support.torchrl_buffers.hooks import Doubled, Halved, Remembered, fil
 from tests.support.transitions import same, transitions
 
 
-def test_a_save_with_hooks_restores_everything(tmp_path, backend):
+def test_a_save_with_hooks_restores_everything(tmp_path):
     def made(seed):
         sampler = PrioritizedSampler(6, alpha=1.0, beta=1.0)
         buffer = TensorDictReplayBuffer(
@@ -48,7 +48,7 @@ def test_a_save_with_hooks_restores_everything(tmp_path, backend):
         other.extend(rows(2, 20))
 
 
-def test_a_smaller_dump_goes_into_a_larger_storage(tmp_path, backend):
+def test_a_smaller_dump_goes_into_a_larger_storage(tmp_path):
     buffer = filled(gpubuf_data, 8)
     buffer.register_save_hook(Doubled([]))
     buffer.save(tmp_path)
@@ -121,7 +121,7 @@ STORAGES = {
 
 @pytest.mark.parametrize("kind", STORAGES)
 @pytest.mark.parametrize("n", [4, 12])
-def test_a_storage_alone(tmp_path, kind, n, backend):
+def test_a_storage_alone(tmp_path, kind, n):
     first, other = (ReplayBuffer(storage=STORAGES[kind](), batch_size=4) for _ in range(2))
     for start in range(0, n, 4):
         data = transitions(4, start)
@@ -183,7 +183,7 @@ def test_a_damaged_dump_is_refused(tmp_path):
     assert isinstance(storage[:], TensorDict)
 
 
-def test_flat_storages(backend):
+def test_flat_storages():
     buffer = ReplayBuffer(storage=LazyTensorStorage(8, ndim=2))
     buffer.extend(transitions(6).view(2, 3))
     flat = buffer.storage.flatten()

@@ -21,7 +21,7 @@ from gpubuf.data import (
 from tests.support.torchrl_buffers.edits import rows
 
 
-def test_a_buffer_serves_in_its_process(backend):
+def test_a_buffer_serves_in_its_process():
     buffer = ReplayBuffer(storage=LazyTensorStorage(8), batch_size=4, prefetch=2)
     buffer.extend(rows(8))
     buffer.sample()
@@ -40,7 +40,7 @@ def test_a_buffer_serves_in_its_process(backend):
     assert prioritized.prioritized_sampler is prioritized.sampler
 
 
-def test_a_new_storage_has_its_collate_fn(backend):
+def test_a_new_storage_has_its_collate_fn():
     buffer = ReplayBuffer(storage=LazyTensorStorage(8), collate_fn=lambda batch: batch["a"], batch_size=3)
     buffer.extend(rows(4))
     assert isinstance(buffer.sample(), torch.Tensor)
@@ -68,7 +68,7 @@ def test_a_writer_adds_a_row(backend):
 
 
 @pytest.mark.parametrize("n", [2, 5, 8])
-def test_storage_and_writer_are_saved_one_by_one(tmp_path, n, backend):
+def test_storage_and_writer_are_saved_one_by_one(tmp_path, n):
     first, other = (ReplayBuffer(storage=LazyTensorStorage(5)) for _ in range(2))
     for i in range(n):
         first.extend(rows(1, i))
