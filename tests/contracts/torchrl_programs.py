@@ -25,6 +25,7 @@ from tensordict import NonTensorStack, TensorDict, TensorDictBase, is_non_tensor
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from tests.support.torchrl_buffers import consuming, max_value, queries, sequences, two_dimensions
 from tests.support.torchrl_buffers import hooks as checkpointers
 from tests.support.torchrl_samples.plain_trees import replace_trees
 
@@ -476,9 +477,20 @@ def ensembles(lib: Any) -> Any:
 # States, folders and hooks
 
 
-@program()
-def hooks(lib: Any) -> Any:
-    return sorted(checkpointers.story(lib).items())
+#: Longer programs, of which other tests keep a record too.
+STORIES: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "hooks": checkpointers.story,
+    "consuming": consuming.story,
+    "max_value": max_value.story,
+    "queries": queries.story,
+    "sequences": functools.partial(sequences.story, every=1),
+    "two_dimensions": functools.partial(two_dimensions.story, every=1),
+}
+
+
+@program(*STORIES)
+def long(lib: Any, name: str) -> Any:
+    return [list(told) for told in STORIES[name](lib).items()]
 
 
 @program(
@@ -756,7 +768,7 @@ KEPT = [
     "conditional_update 10",
     "transforms",
     "refused",
-    "hooks",
+    "long hooks",
     "rows_that_are_set",
     "priorities TensorDictReplayBuffer 1",
     "largest_priority True",
