@@ -1,7 +1,6 @@
 """FastTD3's and holosoma's rings: ours gives the rows of holosoma's, and the n-step return where that does not."""
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -131,18 +130,13 @@ def test_the_newest_steps_are_drawn_before_the_ring_is_full():
 
 
 def test_a_batch_has_as_many_rows_of_each_environment():
-    """The first rows are those of the first environment. Steps are uniform."""
+    """The first rows are those of the first environment."""
     batch = filled(13, 1).sample(2000)
     environment = (batch["observations"][:, 0] / 100).floor().reshape(ENVS, 2000)
     assert torch.equal(environment, torch.arange(float(ENVS)).unsqueeze(1).expand(-1, 2000))
-    counts = torch.bincount(batch["observations"][:, 0].remainder(100).long(), minlength=13)[5:].double()
-    expected = ENVS * 2000 / STEPS
-    chi_square = float(((counts - expected) ** 2 / expected).sum())
-    assert chi_square < 30, "the steps of a full ring are not drawn alike"
 
 
-@pytest.mark.parametrize("share_next", [False, True])
-@pytest.mark.parametrize("n_steps", [1, 3])
+@pytest.mark.parametrize(("n_steps", "share_next"), [(1, False), (3, True)])
 def test_playground_mode_keeps_the_observation_in_that_of_the_critic(n_steps, share_next):
     """The batches are those of a ring that has both, in less memory."""
     rings = [
@@ -196,32 +190,10 @@ def test_flags_and_numbers_of_other_dtypes_are_converted():
     assert torch.equal(batch["observations"], step["observations"])
 
 
-@pytest.mark.parametrize(
-    ("key", "shape"),
-    [("observations", (ENVS, OBS + 1)), ("actions", (ENVS,)), ("rewards", (ENVS, 1)), ("dones", (ENVS, 1))],
-)
-@pytest.mark.parametrize("first", [True, False])
-def test_another_shape_is_refused(first, key, shape):
-    ring = holosoma.SimpleReplayBuffer(ENVS, STEPS, OBS, ACT, CRITIC)
-    if not first:
-        ring.extend(step_of(0))
-    step = step_of(1)
-    where = step if key in ("observations", "actions") else step["next"]
-    where[key] = torch.zeros(shape)
-    with pytest.raises(ValueError, match=key):
-        ring.extend(step)
-    assert ring.ptr == int(not first)
-
-
 def test_a_missing_key_is_refused():
     ring = holosoma.SimpleReplayBuffer(ENVS, STEPS, OBS, ACT, CRITIC)
     with pytest.raises(KeyError, match="truncations"):
         ring.extend(step_of(0).exclude(("next", "truncations")))
-
-
-def test_an_empty_ring_is_refused():
-    with pytest.raises(RuntimeError, match="empty"):
-        holosoma.SimpleReplayBuffer(ENVS, STEPS, OBS, ACT, CRITIC).sample(2)
 
 
 def test_shared_observations_take_half_the_memory():
@@ -231,27 +203,3 @@ def test_shared_observations_take_half_the_memory():
     width = 4 * (OBS + CRITIC)
     assert both == rows * (2 * width + 4 * ACT + 4 + 2)
     assert once == both - rows * width + 2 * ENVS * width
-
-
-def test_state_goes_on_with_the_same_batches():
-    ring = filled(13, 3)
-    ring.sample(2)
-    other = holosoma.SimpleReplayBuffer(ENVS, STEPS, OBS, ACT, CRITIC, n_steps=3, gamma=GAMMA)
-    other.load_state_dict(ring.state_dict())
-    for _ in range(3):
-        ours, theirs = ring.sample(4), other.sample(4)
-        assert all(torch.equal(ours[key], theirs[key]) for key in ours.keys(True, True))
-        step = step_of(ring.ptr)
-        ring.extend(step)
-        other.extend(step)
-    assert ring.ptr == other.ptr == 16
-
-
-def test_the_caller_owns_a_batch():
-    ring = filled(8, 1)
-    before = ring.buffer.storage[:].clone()
-    batch = ring.sample(4)
-    for key in batch.keys(True, True):
-        batch[key].zero_()
-    assert (ring.buffer.storage[:] == before).all()
-    assert math.isclose(ring.gamma, GAMMA)

@@ -52,45 +52,6 @@ def test_windows_that_end_at_the_newest_row_are_left_out():
     assert ages(filled(KINDS[0], 3, 13)) == {2, 3, 4, 5, 6, 7}
 
 
-def test_with_discounts_every_row_is_drawn():
-    """Case 38."""
-    assert ages(filled(KINDS[0], 3, 13, discounts=True)) == set(range(8))
-
-
-def test_the_discount_is_that_of_the_window():
-    """Case 37: a truncation makes a window shorter, as the newest row does."""
-    buffer = filled(KINDS[0], 3, 13, discounts=True)
-    everywhere = torch.cat([torch.arange(ENVS) + (step % STEPS) * ENVS for step in range(5, 13)])
-    batch = buffer.sample(everywhere)
-    for row, (step, env) in enumerate((step, env) for step in range(5, 13) for env in range(ENVS)):
-        taken, reward = 0, 0.0
-        for taken in range(1, 4):
-            last = step_of(step + taken - 1)
-            reward += GAMMA ** (taken - 1) * float(last["reward"][env])
-            if last["terminated"][env] or last["truncated"][env] or step + taken == 13:
-                break
-        assert batch["discount"][row] == GAMMA**taken
-        assert batch["reward"][row] == reward
-    single = filled(KINDS[0], 1, 5, discounts=True).sample()
-    assert torch.equal(single["discount"], torch.full((4,), GAMMA))
-
-
-def test_a_checkpoint_keeps_the_newest_steps(tmp_path):
-    """FlashSAC's loses what waits in its queue."""
-    buffer = filled(KINDS[1], 3, 6)
-    buffer.sample()
-    path = tmp_path / "there" / "buffer.pt"
-    buffer.save(path)
-    other = made(KINDS[1], 3)
-    other.load(path)
-    for step in range(6, 9):
-        buffer.add(step_of(step))
-        other.add(step_of(step))
-    ours, theirs = (each.sample(slots(9, 3)) for each in (buffer, other))
-    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
-    assert torch.equal(buffer.sample()["action"], other.sample()["action"])
-
-
 def test_a_file_of_flashsac_is_refused(tmp_path):
     torch.save({"num_in_buffer": 3}, tmp_path / "buffer.pt")
     with pytest.raises(ValueError, match="n_step steps"):
@@ -129,16 +90,6 @@ def test_tensors_and_other_dtypes_are_taken():
     other.add(step | {"truncated": step["truncated"].bool(), "info": "left alone"})
     ours, theirs = buffer.sample([0, 1, 2]), other.sample([0, 1, 2])
     assert all(torch.equal(ours[key], theirs[key]) and ours[key].dtype == theirs[key].dtype for key in ours)
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_another_shape_is_refused(first):
-    buffer = made(KINDS[1], 3)
-    if not first:
-        buffer.add(step_of(0))
-    with pytest.raises(ValueError, match="observation"):
-        buffer.add(step_of(1) | {"observation": step_of(1)["action"]})
-    assert len(buffer) == (0 if first else ENVS)
 
 
 def test_other_numbers_of_environments():

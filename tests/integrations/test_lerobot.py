@@ -14,7 +14,7 @@ import torch
 from gpubuf import Codec, SliceSampler
 from gpubuf.integrations.lerobot import ReplayBuffer
 from tests.support import lerobot_buffer
-from tests.support.lerobot_buffer.transitions import ADDED, CAPACITY, Frames, ended, frames, plain, state, transition
+from tests.support.lerobot_buffer.transitions import ADDED, CAPACITY, Frames, ended, frames, plain, transition
 
 RECORDED: dict[str, Any] = json.loads((Path(lerobot_buffer.__path__[0]) / "record.json").read_text())
 
@@ -105,13 +105,6 @@ def test_images_are_shifted_by_up_to_four_pixels():
         drawn += [tuple(shifted[each.numpy().tobytes()] for each in pair) for pair in pairs]
     assert {own for own, _ in drawn} == {coming for _, coming in drawn} == {(y, x) for y in range(9) for x in range(9)}
     assert any(own != coming for own, coming in drawn)
-
-
-def test_without_drq_images_stay():
-    batch = filled(4).sample(4)
-    assert all(
-        bool((image % 16 == state(0)["observation.image"]).all()) for image in batch["state"]["observation.image"]
-    )
 
 
 def test_images_of_one_byte_a_pixel():
@@ -232,12 +225,8 @@ def test_iterators_draw_without_end(async_prefetch):
         assert len(next(iterator)["reward"]) == 3
         buffer.add(**transition(number))
     iterator.close()  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("async_prefetch", [True, False])
-def test_an_iterator_needs_a_queue(async_prefetch):
     with pytest.raises(ValueError, match="queue_size"):
-        next(filled(4).get_iterator(3, async_prefetch, queue_size=0))
+        next(buffer.get_iterator(3, async_prefetch, queue_size=0))
 
 
 def test_an_error_of_the_thread_reaches_the_caller():

@@ -6,15 +6,14 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode
 
-from gpubuf.integrations import cleanrl, sb3
+from gpubuf.integrations import sb3
 from gpubuf.integrations.stable_buffers import WAITING_STEPS
+from tests.contracts.adapters import ENVS, MODES, Seen, program
 from tests.support import sb3_buffers
 from tests.support.sb3_buffers.cases import (
     ACTIONS,
@@ -81,37 +80,6 @@ def test_batches_are_those_of_stable_baselines(case, written, once):
         assert_equal(recorded[field], value)
 
 
-@pytest.mark.parametrize("case", CASES, ids=[case[0] for case in CASES])
-def test_drawn_batches_hold_rows(case):
-    """A drawn batch is made of the rows that are there, with their shapes and dtypes."""
-    buffer = filled(case, 31)
-    env = Normalizer() if case[-1] else None
-    steps, envs = np.divmod(np.arange(STEPS * buffer.n_envs), buffer.n_envs)
-    rows, batch = buffer.samples_at(steps, envs, env), buffer.sample(500, env)
-
-    def lines(samples: Any) -> np.ndarray:
-        parts = []
-        for value in samples:
-            found = value.values() if isinstance(value, dict) else [value]
-            parts += [part.reshape(len(part), -1).double() for part in found if part is not None]
-        return torch.cat(parts, 1).numpy()
-
-    found = {line.tobytes() for line in lines(batch)}
-    assert found == {line.tobytes() for line in lines(rows)}
-    assert batch.dones.shape == batch.rewards.shape == (500, 1)
-    assert batch.actions.shape == (500, buffer.action_dim)
-
-
-def test_draws_are_uniform_over_steps_and_environments():
-    buffer = filled(CASES[0], 31)
-    torch.manual_seed(0)
-    codes = buffer.samples_at(*np.divmod(np.arange(36), 3)).observations[:, 0] * 1000
-    drawn = buffer.sample(36 * 400)
-    counts = torch.tensor([(drawn.observations[:, 0] * 1000 == code).sum() for code in codes.unique()])
-    expected = torch.tensor([(codes == code).sum() for code in codes.unique()]) * 400
-    assert ((counts - expected).square() / expected).sum() < 80
-
-
 @pytest.mark.skipif(sb3._theirs is None, reason="needs stable_baselines3, which is in an environment of its own")
 def test_subclasses_of_stable_baselines():
     assert issubclass(sb3.ReplayBuffer, sb3._theirs.ReplayBuffer)
@@ -160,21 +128,6 @@ def test_steps_wait_and_are_written_once(monkeypatch):
     assert buffer.pos == 4
 
 
-def test_large_steps_are_written_at_once():
-    """Their arrays are read where they are, in the dtype of the space, and are the caller's again."""
-    space = spaces.Box(0, 255, (4, 100, 100), np.uint8)
-    buffer = sb3.ReplayBuffer(6, space, ACTIONS["discrete"], "cpu", n_envs=2)
-    for step in range(4):
-        obs = np.full((2, 4, 100, 100), step, np.uint8)
-        buffer.add(obs, obs.astype(np.int64) + 1, np.array([1, 2]), np.zeros(2), np.zeros(2, bool), [{}, {}])
-        obs[:] = 99
-    assert (len(buffer.buffer), buffer.pos, buffer.full) == (6, 1, True)
-    batch = buffer.samples_at(np.arange(3), np.array([0, 1, 0]))
-    assert batch.observations[:, 0, 0, 0].tolist() == [3, 1, 2]
-    assert batch.next_observations[:, 3, 99, 99].tolist() == [4, 2, 3]
-    assert batch.next_observations.dtype is torch.uint8
-
-
 @pytest.mark.parametrize("once", [False, True], ids=["plain", "observations once"])
 def test_large_steps_of_every_kind_of_array(once):
     """Arrays that can't be read where they are, and rows that are elsewhere than before."""
@@ -216,24 +169,6 @@ def test_a_refused_step_is_told_at_each_write():
             buffer.sample(2)
 
 
-@pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda buffer: pickle.loads(pickle.dumps(buffer))], ids=["deepcopy", "pickle"]
-)
-def test_copies_go_on(copied):
-    case = CASES[6]
-    buffer = filled(case, 20)
-    other = copied(buffer)
-    for step in list(stream("box", "box", 3, 31))[20:]:
-        buffer.add(*step)
-        other.add(*step)
-    np.random.seed(0)
-    ours = buffer._get_samples(np.arange(STEPS))
-    np.random.seed(0)
-    theirs = other._get_samples(np.arange(STEPS))
-    for one, two in zip(ours, theirs, strict=True):
-        assert torch.equal(one, two)
-
-
 @pytest.mark.parametrize("once", [False, True], ids=["plain", "observations once"])
 @pytest.mark.parametrize("timeouts", [True, False])
 @pytest.mark.parametrize("name", ["dones", "timeouts"])
@@ -267,7 +202,7 @@ def arrays_of(buffer: Any) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("once", [False, True], ids=["plain", "observations once"])
-@pytest.mark.parametrize("written", [0, *WRITTEN])
+@pytest.mark.parametrize("written", [0, 31])
 @pytest.mark.parametrize("case", [CASES[place] for place in (0, 3, 4, 5, 6)], ids=lambda case: case[0])
 def test_arrays_are_those_of_stable_baselines(case, written, once):
     """``observations`` and so on, ``[T, E, ...]``: the dtypes of theirs, zeros where nothing was written."""
@@ -339,128 +274,31 @@ def test_full_and_pos_can_be_set(written, pos, full, once):
         buffer.pos = STEPS
 
 
-class Numbered(gym.Wrapper):
-    """Observations with the number of the environment, its episode, and the step in it."""
-
-    def __init__(self, number: int, limit: int, goals: bool) -> None:
-        super().__init__(gym.make("Pendulum-v1", max_episode_steps=limit))
-        self.at, self.goals = np.array([number, 0, 0], np.float32), goals
-        self.observation_space = spaces.Box(-100, 100, (6,), np.float32)
-        if goals:
-            goal = spaces.Box(-100, 100, (3,), np.float32)
-            self.observation_space = spaces.Dict(
-                {"observation": self.observation_space, "achieved_goal": goal, "desired_goal": goal}
-            )
-
-    def seen(self, observation: np.ndarray) -> Any:
-        own = np.concatenate([self.at, observation])
-        return {"observation": own, "achieved_goal": self.at.copy(), "desired_goal": 0 * self.at} if self.goals else own
-
-    def reset(self, **options: Any) -> tuple[Any, dict[str, Any]]:
-        observation, info = self.env.reset(**options)
-        self.at += [0, 1, -self.at[2]]
-        return self.seen(observation), info
-
-    def step(self, action: Any) -> tuple[Any, ...]:
-        observation, *others = self.env.step(action)
-        self.at[2] += 1
-        return self.seen(observation), *others
-
-
-def chosen_rows(values: Any, which: np.ndarray, others: Any) -> Any:
-    """``values``, with the rows ``which`` of ``others``."""
-    if isinstance(values, dict):
-        return {
-            name: chosen_rows(value, which, [other and other[name] for other in others])
-            for name, value in values.items()
-        }
-    return np.stack([other if chosen else value for value, chosen, other in zip(values, which, others, strict=True)])
-
-
-LOOPS = "next step", "same step", "stable_baselines3", "nothing said"
-
-
-def run(buffer: Any, loop: str, goals: bool, steps: int = 60) -> None:
-    """Steps of two environments with a real time limit, as programs write them: with Gymnasium's vector environments,
-    or with Stable-Baselines3's, which have a dict of infos each, with ``terminal_observation``. ``"nothing said"``: a
-    program that stores terminations alone.
-    """
-    mode = AutoresetMode.NEXT_STEP if loop == "next step" else AutoresetMode.SAME_STEP
-    envs = gym.vector.SyncVectorEnv([lambda e=e: Numbered(e, 5 + 3 * e, goals) for e in range(2)], autoreset_mode=mode)
-    obs, _ = envs.reset(seed=0)
-    for _ in range(steps):
-        action = np.zeros((2, 1), np.float32)
-        following, reward, terminated, truncated, infos = envs.step(action)
-        last = following
-        if "final_obs" in infos:
-            last = chosen_rows(following, truncated, infos["final_obs"])
-        if loop == "nothing said":
-            buffer.add(obs, last, action, reward, terminated, [{}, {}])
-        elif loop == "stable_baselines3":
-            each = [{"TimeLimit.truncated": True, "terminal_observation": 0} if cut else {} for cut in truncated]
-            buffer.add(obs, last, action, reward, terminated | truncated, each)
-        else:
-            buffer.add(obs, last, action, reward, terminated, infos, truncated)
-        obs = following
-
-
-@pytest.mark.parametrize("capacity", [200, 40], ids=["part", "full"])
-@pytest.mark.parametrize("once", [False, True], ids=["plain", "observations once"])
-@pytest.mark.parametrize("loop", LOOPS)
-def test_no_window_leads_over_a_time_limit(loop, once, capacity):
-    """Case 57. No row leads from one episode into the next, none only resets, and nothing has terminated."""
-    space = spaces.Box(-100, 100, (6,), np.float32)
-    buffer = sb3.ReplayBuffer(
-        2 * capacity,
-        space,
-        spaces.Box(-2, 2, (1,), np.float32),
-        "cpu",
-        2,
-        once,
-        n_steps=3,
-        gamma=0.5,
-        next_capacity=2 * capacity if once else None,
+@pytest.mark.parametrize("mode", MODES)
+def test_no_goal_is_of_another_episode(mode):
+    """Case 57. Goals are what the row's own episode achieves, where a time limit ends it."""
+    space = spaces.Dict(
+        dict.fromkeys(["observation", "achieved_goal", "desired_goal"], spaces.Box(-9, 99, (3,), np.float32))
     )
-    run(buffer, loop, False)
-    batch = buffer.samples_at(*np.divmod(np.arange(2 * buffer.size()), 2))
-    own, coming = batch.observations, batch.next_observations
-    taken = coming[:, 2] - own[:, 2]
-    assert torch.equal(own[:, :2], coming[:, :2])
-    torch.testing.assert_close(batch.discounts[:, 0], 0.5**taken)
-    assert batch.dones.sum() == 0
-    # Windows are cut short by ends and by the newest row alone.
-    limit = torch.where(own[:, 0] == 0, 5, 8)
-    newest = torch.arange(len(own)) // 2 == (buffer.pos - 1) % buffer.size()
-    newest |= torch.arange(len(own)) // 2 == (buffer.pos - 2) % buffer.size()
-    assert torch.equal(taken[~newest], (limit - own[:, 2]).clamp(max=3)[~newest])
-    assert {int(steps) for steps in taken} == {1, 2, 3}
-    assert buffer.timeouts.sum() == buffer.dones.sum()
-    assert (buffer.timeouts.sum() == 0) == (loop == "nothing said")
-
-
-@pytest.mark.parametrize("strategy", ["future", "final", "episode"])
-@pytest.mark.parametrize("loop", LOOPS)
-def test_no_goal_is_of_another_episode(loop, strategy):
-    """Case 57. Goals are what the row's own episode achieves."""
-    space = Numbered(0, 5, True).observation_space
     buffer = sb3.HerReplayBuffer(
-        400,
-        space,
-        spaces.Box(-2, 2, (1,), np.float32),
-        Goals(),
-        "cpu",
-        2,
-        n_sampled_goal=3,
-        goal_selection_strategy=strategy,
+        300, space, spaces.Box(-2, 2, (1,), np.float32), Goals(), "cpu", ENVS, n_sampled_goal=3
     )
-    run(buffer, loop, True)
+    seen = Seen(ENVS)
+
+    def placed(observations: np.ndarray) -> dict[str, np.ndarray]:
+        at = np.array([seen.places[row.astype(np.float32).tobytes()] for row in observations], np.float32)
+        return {"observation": at, "achieved_goal": at, "desired_goal": np.full_like(at, -1)}
+
+    for step in program(mode, seen):
+        told = (step[name] for name in ("actions", "rewards", "terminations", "infos", "truncations"))
+        buffer.add(placed(step["obs"]), placed(step["next_obs"]), *told)
     batch = buffer.sample(4000)
     own, goal = batch.observations["observation"], batch.observations["desired_goal"]
-    other = goal[:, 1] > 0
+    other = goal[:, 0] >= 0
     assert 0.7 < other.float().mean() < 0.8
     assert torch.equal(goal[other, :2], own[other, :2])
+    assert (goal[other, 2] > own[other, 2]).all()
     assert torch.equal(own[:, :2], batch.next_observations["observation"][:, :2])
-    assert (strategy == "episode") == bool((goal[other, 2] <= own[other, 2]).any())
 
 
 def test_rows_that_only_reset_are_no_transitions():
@@ -608,19 +446,6 @@ def test_priorities():
     buffer.update_priorities(batch, torch.zeros(8, 1))
     again = buffer.sample(200)
     assert not set(again.indices.tolist()) & set(batch.indices.tolist())
-
-
-def test_cleanrl():
-    """The call of its scripts: positional spaces, infos that are a dict, timeouts handled by the script."""
-    buffer = cleanrl.ReplayBuffer(
-        100, BOX, ACTIONS["box"], torch.device("cpu"), n_envs=2, handle_timeout_termination=False
-    )
-    for obs, following, action, reward, done, _ in stream("box", "box", 2, 10):
-        buffer.add(obs, following, action, reward, done, {"final_info": None})
-    data = buffer.sample(32)
-    assert data.observations.shape == data.next_observations.shape == (32, 2)
-    assert data.rewards.flatten().shape == data.dones.flatten().shape == (32,)
-    assert data.observations.dtype is torch.float32
 
 
 def test_spaces_that_can_not_be_stored():

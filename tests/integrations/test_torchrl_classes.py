@@ -7,7 +7,6 @@ import importlib
 import pickle
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -124,13 +123,6 @@ def test_sample_units():
     assert torch.equal(*buffer.sample()["index"].view(8, 2).unbind(1))
 
 
-def test_a_collate_fn_of_the_users_stays():
-    buffer = buffer_of("ReplayBuffer", collate_fn=lambda rows: rows["observation"])
-    buffer.extend(batch(20))
-    assert buffer.sample().shape == (8, 3)
-    assert buffer._collate_fn({"observation": 1}) == 1
-
-
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda buffer: pickle.loads(pickle.dumps(buffer))], ids=["deep", "pickle"]
 )
@@ -143,13 +135,6 @@ def test_copies(copied: Any):
     other.extend(batch(5))
     assert (len(buffer), len(other), type(other)) == (20, 25, type(buffer))
     assert other.sample().shape == (8,)
-
-
-@pytest.mark.parametrize("name", ["PrioritizedSampler", "SliceSampler", "LazyTensorStorage", "RoundRobinWriter"])
-def test_representations_are_gpubufs(name: str):
-    options = {"PrioritizedSampler": (100, 0.6, 0.4), "LazyTensorStorage": (100,)}
-    made = getattr(JOINED, name)(*options.get(name, ()), **({"slice_len": 4} if name == "SliceSampler" else {}))
-    assert name in repr(made)
 
 
 @pytest.mark.parametrize(
@@ -175,21 +160,6 @@ def test_a_sampler_of_ones_own():
     buffer = JOINED.TensorDictReplayBuffer(sampler=First(), batch_size=4)
     buffer.extend(batch(20))
     assert buffer.sample()["index"].tolist() == [0] * 4
-
-
-def test_small_members_that_torchrls_code_asks_for():
-    buffer = buffer_of("TensorDictReplayBuffer")
-    assert not buffer.can_sample()
-    buffer.extend(batch(4))
-    assert buffer.can_sample()
-    assert buffer.can_sample(8)
-    assert buffer.start() is buffer
-    assert buffer.client() is buffer
-    assert buffer.share(False) is buffer
-    assert (buffer.shared, buffer.is_alive, buffer.service_backend) == (False, True, "direct")
-    buffer.synchronize()
-    buffer.shutdown()
-    assert not buffer.is_alive
 
 
 def test_every_change_of_a_storage_is_noted():
@@ -228,35 +198,6 @@ def test_a_member_that_gpubuf_has_not():
 def test_sharing_between_processes_is_refused():
     with pytest.raises(NotImplementedError, match="belongs to one process: send batches to that process"):
         buffer_of("ReplayBuffer").share()
-
-
-@pytest.mark.parametrize("name", ["PrioritizedReplayBuffer", "TensorDictPrioritizedReplayBuffer"])
-def test_sync_false_is_refused(name: str):
-    with pytest.raises(NotImplementedError, match="sync=False"):
-        buffer_of(name, sync=False)
-
-
-class _Checkpointer:
-    def dumps(self, storage: Any, path: Path) -> None:
-        self.saved = storage._storage.clone()
-
-    def loads(self, storage: Any, path: Path) -> None:
-        storage.load_state_dict({"_storage": self.saved, "_len": len(self.saved)})
-
-
-@pytest.mark.parametrize("own", [False, True], ids=["own", "of the user's"])
-def test_rows_are_saved_by_a_checkpointer(own: bool, tmp_path: Path):
-    """As those of gpubuf's storages."""
-    storages = [JOINED.LazyTensorStorage(10) for _ in range(2)]
-    checkpointer = _Checkpointer() if own else None
-    for storage in storages:
-        storage.checkpointer = checkpointer
-    storages[0].set(torch.arange(10), batch(10))
-    storages[0].dumps(tmp_path)
-    storages[1].loads(tmp_path)
-    assert (storages[1][:] == storages[0][:]).all()
-    with pytest.raises(TypeError, match="a checkpointer has the methods dumps"):
-        storages[0].checkpointer = object()
 
 
 def test_writing_elsewhere_than_at_the_cursor():

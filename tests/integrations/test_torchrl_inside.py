@@ -92,23 +92,6 @@ def test_priorities_reach_the_tree():
     assert isinstance(buffer.sampler, theirs.PrioritizedSampler)
 
 
-def test_new_rows_have_the_priority_of_new_rows():
-    for writer in (True, False):
-        buffer = buffer_of("prioritized", writer)
-        buffer.extend(batch(20))
-        assert buffer.sampler.tree.leaves[:20].tolist() == [1.0] * 20
-        buffer.add(batch(1)[0])
-        assert buffer.sampler.tree.leaves[20] == 1.0
-
-
-def test_a_sampler_that_comes_later():
-    buffer = buffer_of()
-    buffer.extend(batch(20))
-    buffer.set_sampler(JOINED.PrioritizedSampler(100, 0.6, 0.4))
-    buffer.extend(batch(20))
-    assert "priority_weight" in buffer.sample().keys()
-
-
 def test_two_buffers_share_a_storage():
     """A write through one reaches the sampler of the other."""
     storage = JOINED.LazyTensorStorage(100)
@@ -121,43 +104,6 @@ def test_two_buffers_share_a_storage():
     assert other.sample().shape == (8,)
     with pytest.raises(RuntimeError, match="ImmutableDatasetWriter"):
         other.extend(batch(2))
-
-
-def test_rows_written_at_an_index():
-    buffer = buffer_of("prioritized")
-    buffer.extend(batch(20))
-    buffer.update_priority(torch.tensor([3, 4]), torch.tensor([5.0, 5.0]))
-    before = buffer.sampler.tree.leaves[:5].clone()
-    rows = batch(1)
-    buffer.writer.write_at(torch.tensor([3]), rows)
-    assert torch.equal(buffer.storage[3]["observation"], rows["observation"][0])
-    after = buffer.sampler.tree.leaves[:5]
-    assert [float(after[4]), int(buffer.writer.generations_of(3))] == [float(before[4]), 2]
-
-
-def test_generations():
-    buffer = theirs.TensorDictReplayBuffer(
-        storage=JOINED.LazyTensorStorage(10),
-        writer=JOINED.TensorDictRoundRobinWriter(track_generations=True),
-        sampler=JOINED.RandomSampler(),
-        batch_size=8,
-    )
-    index = buffer.extend(batch(10))
-    before = buffer.writer.generations_of(index)
-    buffer.extend(batch(4))
-    assert (buffer.writer.generations_of(index) - before).tolist() == [1] * 4 + [0] * 6
-    drawn = buffer.sample()
-    assert torch.equal(drawn["index_generation"], buffer.writer.generations_of(drawn["index"]))
-
-
-def test_torchrls_samplers_on_gpubufs_storage():
-    for sampler in (theirs.RandomSampler(), theirs.SliceSampler(slice_len=2, end_key=("next", "done"))):
-        for writer in (JOINED.TensorDictRoundRobinWriter(), None):
-            buffer = theirs.TensorDictReplayBuffer(
-                storage=JOINED.LazyTensorStorage(100), sampler=sampler, writer=writer, batch_size=8
-            )
-            buffer.extend(batch(40))
-            assert buffer.sample().shape == (8,)
 
 
 @pytest.mark.parametrize("writer", [True, False], ids=["gpubuf's writer", "TorchRL's writer"])
@@ -183,23 +129,6 @@ def test_torchrls_samplers_find_trajectories_anew_after_a_write(kind: str, write
     assert buffer.storage[:2]["number"].tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_an_epoch(prefetch: int):
-    buffer = buffer_of("without replacement", prefetch=prefetch)
-    buffer.extend(batch(32))
-    for _ in range(3):
-        seen = torch.cat([drawn["index"] for drawn in buffer])
-        assert seen.sort().values.tolist() == list(range(32))
-
-
-def test_empty():
-    buffer = buffer_of("prioritized")
-    buffer.extend(batch(30))
-    buffer.empty()
-    buffer.extend(batch(7))
-    assert (len(buffer), int(buffer.sample()["index"].max()) < 7) == (7, True)
-
-
 def test_states_and_folders(tmp_path: Path):
     buffer = buffer_of("prioritized")
     buffer.extend(batch(20))
@@ -218,21 +147,6 @@ def test_states_and_folders(tmp_path: Path):
         assert other.extend(batch(1)).tolist() == [20]
 
 
-@pytest.mark.parametrize("kind", ["TensorStorageCheckpointer", "FlatStorageCheckpointer", "NestedStorageCheckpointer"])
-def test_rows_are_saved_by_torchrls_checkpointers(kind: str, tmp_path: Path):
-    """Folders that TorchRL's buffer reads, with TorchRL's storage."""
-    buffer = buffer_of(checkpointer=getattr(theirs.checkpointers, kind)())
-    buffer.extend(batch(100))
-    buffer.dumps(tmp_path)
-    other = buffer_of(checkpointer=getattr(theirs.checkpointers, kind)())
-    other.loads(tmp_path)
-    storage = theirs.LazyTensorStorage(100)
-    storage.checkpointer = getattr(theirs.checkpointers, kind)()
-    storage.loads(tmp_path / "storage")
-    for rows in (other.storage[:], storage[:]):
-        torch.testing.assert_close(rows["observation"], buffer.storage[:]["observation"])
-
-
 # gpubuf's buffers where TorchRL's are asked for
 
 
@@ -247,13 +161,6 @@ def test_ensemble():
     drawn, info = ensemble.sample(return_info=True)
     assert drawn.shape == (2, 4)
     assert info["index"]["buffer_ids"].shape[0] == 2
-
-
-def test_ensemble_of_both_libraries():
-    other = theirs.TensorDictReplayBuffer(storage=theirs.LazyTensorStorage(100))
-    other.extend(batch(50))
-    ensemble = theirs.ReplayBufferEnsemble(of_gpubuf(), other, batch_size=8, sample_from_all=True)
-    assert ensemble.sample().shape == (2, 4)
 
 
 def test_ensemble_that_is_written():
