@@ -13,7 +13,6 @@ import torch
 from benchmarks import __main__ as command
 from benchmarks import run
 from benchmarks.workloads.registry import REGISTRY
-from gpubuf import cli
 from tests.support.benchmark_results import a_full_run
 
 
@@ -76,12 +75,6 @@ def test_command_refuses(arguments: list[str], message: str, measured: list[Any]
     assert command.main([*arguments]) == 2
     assert message in capsys.readouterr().err
     assert not measured
-
-
-@pytest.mark.parametrize("arguments", [[], ["--quick", "--out", "x"], ["--help"]])
-def test_the_old_command_names_the_new_one(arguments: list[str], capsys: pytest.CaptureFixture[str]):
-    assert cli.main(["bench", *arguments]) == 2
-    assert "run `python -m benchmarks` in a clone" in capsys.readouterr().err
 
 
 def test_command_without_the_test_tools_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

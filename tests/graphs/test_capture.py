@@ -221,14 +221,6 @@ def first_write() -> Callable[[], object]:
     return lambda: next(buffers).extend(data)
 
 
-def first_draw() -> Callable[[], object]:
-    buffers = [ReplayBuffer(storage=LazyTensorStorage(20), batch_size=2) for _ in range(3)]
-    for buffer in buffers:
-        buffer.extend(transitions(3))
-    unused = iter(buffers)
-    return lambda: next(unused).sample()
-
-
 def first_tree() -> Callable[[], object]:
     buffers = [ReplayBuffer(storage=LazyTensorStorage(20), batch_size=2) for _ in range(3)]
     for buffer in buffers:
@@ -266,7 +258,6 @@ REFUSED = {
     "a beta of the host": (set_on_sampler("beta", 0.5), "set it to a tensor on the device"),
     "alpha": (set_on_sampler("alpha", 0.5), "transforms every priority"),
     "the first write": (first_write, "the first write allocates the storage"),
-    "the first draw": (first_draw, "seeds its random stream"),
     "the first tree": (first_tree, "makes the tree"),
     "item": (on_the_host(lambda x: x[0].item()), "reads a value"),
     "nonzero": (on_the_host(lambda x: x.nonzero()), "size only the GPU knows"),
@@ -308,7 +299,7 @@ def test_a_refused_step_has_done_nothing(machine):
     assert (len(world.buffer), world.buffer.write_count) == (length, written)
 
 
-@pytest.mark.parametrize("name", ["slices", "prioritized slices"])
+@pytest.mark.parametrize("name", ["prioritized slices"])
 def test_a_refused_step_leaves_the_rule_of_slices(name, machine):
     """The index was to be computed for slices of another length, and has not been."""
     drawn = []

@@ -12,10 +12,11 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from gpubuf import HardUpdate, capture
+from gpubuf.data import moving
 from gpubuf.graphs import Captured
 from gpubuf.kernels._registry import triton_on_cpu
 from tests.support.graph_recorder import RecordedCuda, recorded
-from tests.support.graph_worlds import CAPACITY, WORLDS, WRITTEN, World, differences, run
+from tests.support.graph_worlds import CAPACITY, COMPUTED, WORLDS, WRITTEN, World, differences, run
 from tests.support.sac_setup import make_loss
 
 CALLS, WARMUP = 14, 2
@@ -55,17 +56,6 @@ def test_replays_are_steps_through_the_kernels(name, machine):
         due = run(eager, eager.step, WARMUP + 2)
         world = WORLDS[name]("cpu")
         assert not differences(run(world, captured(world, machine), WARMUP + 2), due)
-
-
-@pytest.mark.parametrize("name", WORLDS)
-def test_without_a_gpu_every_call_is_the_step(name):
-    eager = WORLDS[name]("cpu")
-    due = run(eager, eager.step, 6)
-    world = WORLDS[name]("cpu")
-    step = capture(world.step, warmup=1)
-    assert not differences(run(world, step, 6), due)
-    assert not step.captured
-    assert "eagerly on cpu" in repr(step)
 
 
 def host_cursor(world: World) -> Callable[[TensorDict], Tensor]:
@@ -119,18 +109,7 @@ def test_a_shape_that_depends_on_data_goes_wrong():
         recorder.replay()
 
 
-def test_a_recording_runs_nothing():
-    x, noise = torch.zeros(3), torch.get_rng_state()
-    with recorded() as recorder:
-        x.add_(1).mul_(torch.rand(3))
-    assert x.tolist() == [0.0] * 3
-    assert torch.equal(torch.get_rng_state(), noise)
-    recorder.replay()
-    assert (x > 0).all()
-
-
-@pytest.mark.parametrize("before", [0, 1, 2])
-@pytest.mark.parametrize("name", ["prioritized", "slices", "prioritized slices"])
+@pytest.mark.parametrize(("name", "before"), [("prioritized", 1), ("slices", 0), ("prioritized slices", 2)])
 def test_replays_and_other_use_take_turns(name, before, machine):
     """Writes, and draws (of slices of another length, too) between the calls; the first before the capture or after."""
     results = []
@@ -151,32 +130,7 @@ def test_replays_and_other_use_take_turns(name, before, machine):
     assert not differences(results[1], results[0])
 
 
-def test_a_captured_step_may_empty_its_buffer(machine):
-    results = []
-    for graphs in (False, True):
-        world = World("prioritized")
-
-        def step(data: TensorDict, world: World = world) -> Tensor:
-            world.buffer.empty()
-            return world.buffer.extend(data)
-
-        results.append(run_of(captured(world, machine, step) if graphs else step, world))
-    assert not differences(results[1], results[0])
-
-
-def run_of(step: Callable[..., Tensor], world: World) -> list[tuple[Tensor, Tensor, Tensor]]:
-    return [
-        (
-            step(world.data(i)).clone(),
-            torch.tensor((len(world.buffer), world.buffer.write_count)),
-            world.buffer.storage.ring,
-        )
-        for i in range(6)
-    ]
-
-
-@pytest.mark.parametrize("interval", [1, 2, 3, 5])
-@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize(("interval", "steps"), [(1, 1), (3, 1), (5, 2)])
 def test_targets_that_are_copied_at_intervals(interval, steps, machine):
     """The host counts in eager use, the device in a graph; they agree, whichever is used."""
     results = []
@@ -223,6 +177,34 @@ def test_a_replay_is_a_turn_of_its_buffers(machine):
     step._graph.replay = lambda: (owners.append(world.buffer._lock.held), replay())
     step(world.data(0))
     assert owners == [True]
+
+
+def test_without_a_gpu_every_call_is_the_step():
+    eager, world = (World("prioritized") for _ in range(2))
+    step = capture(world.step, warmup=1)
+    assert not differences(run(world, step, 4), run(eager, eager.step, 4))
+    assert not step.captured
+    assert "eagerly on cpu" in repr(step)
+
+
+def test_a_replay_reads_the_rows_where_they_are_by_then(machine):
+    """A move within a device keeps the tables that a graph reads."""
+    world = World("uniform", storage=COMPUTED)
+    storage = world.buffer.storage
+    step = captured(world, machine)
+    for number in range(3):
+        step(world.data(number))
+    target = storage.placement
+    rows = moving._Rows(storage, target)
+    rows._places = [None] * len(rows._places)
+    rows.to(target, lambda n: None)
+    before = [part.data_ptr() for part in storage.row_tensors]
+    storage.relocated(target)
+    machine.memory = storage.row_tensors
+    _, batch = step(world.data(7))
+    assert [part.data_ptr() for part in storage.row_tensors] == before
+    stored = world.buffer[:]["action"]
+    assert all((row == stored).all(1).any() for row in batch["action"])
 
 
 def test_a_compiled_step_can_be_captured(machine, monkeypatch):

@@ -1,4 +1,4 @@
-"""Every adapter keeps the contract of tests/contracts/adapters.py. What one program alone has is in a file of its own."""
+"""Every adapter keeps the contract of tests/contracts/adapters.py. What one program alone has is in its own file."""
 
 from __future__ import annotations
 

@@ -46,14 +46,3 @@ def step(state, action, friction=FRICTION):
     gone = bool(abs(after[0]) > TRACK)
     reward = (1 + math.cos(after[2])) / 2 * math.cos(math.pi * after[0] / (2 * TRACK))
     return after, 0.0 if gone else reward, gone
-
-
-def energy(state):
-    """Kinetic and potential energy, summed over points of the rod."""
-    _, v, angle, w = state
-    total = CART * v**2 / 2
-    for point, weight in zip(_POINTS, _WEIGHTS, strict=True):
-        s, dm = (point + 1) / 2 * LENGTH, weight / 2 * POLE
-        across, up = v + s * w * math.cos(angle), -s * w * math.sin(angle)
-        total += dm * ((across**2 + up**2) / 2 + GRAVITY * s * math.cos(angle))
-    return total

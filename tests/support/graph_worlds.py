@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from gpubuf import (
+    Codec,
     HardUpdate,
     LazyTensorStorage,
     PrioritizedSampler,
@@ -46,6 +47,7 @@ class World:
         device: where everything is.
         learn: how the targets are updated; None: the step only writes, draws, and sets priorities.
         n_steps: steps of a transition.
+        storage: further options of the storage.
     """
 
     sampler: str
@@ -53,12 +55,13 @@ class World:
     device: str = "cpu"
     learn: str | None = None
     n_steps: int = 1
+    storage: Mapping[str, Any] = field(default_factory=dict)
     buffer: TensorDictReplayBuffer = field(init=False)
     loss: SACLoss | None = None
 
     def __post_init__(self) -> None:
         torch.manual_seed(0)
-        storage = LazyTensorStorage(CAPACITY, device=self.device, ndim=1 if self.envs == 1 else 2)
+        storage = LazyTensorStorage(CAPACITY, device=self.device, ndim=1 if self.envs == 1 else 2, **self.storage)
         self.buffer = TensorDictReplayBuffer(
             storage=storage, sampler=SAMPLERS[self.sampler](), batch_size=BATCH, n_steps=self.n_steps
         )
@@ -131,11 +134,18 @@ class World:
                     yield name, tensor.clone()
 
 
+#: Rows whose batches are computed: in fewer bytes than they are written, and drawn in others.
+COMPUTED = {
+    "dtypes": {"observation": torch.bfloat16, "action": Codec(torch.uint8, scale=1 / 100, offset=-1.0)},
+    "batch_dtypes": {"observation": torch.float32},
+}
 #: By name, what to make of a device.
 WORLDS: dict[str, Callable[[str], World]] = {
     **{name: lambda device, name=name: World(name, device=device) for name in SAMPLERS},
     "slices of two environments": lambda device: World("slices", envs=2, device=device),
     "prioritized slices of two environments": lambda device: World("prioritized slices", envs=2, device=device),
+    "rows of fewer bytes": lambda device: World("prioritized", device=device, storage=COMPUTED),
+    "slices of fewer bytes": lambda device: World("slices", envs=2, device=device, storage=COMPUTED),
     "three steps": lambda device: World("uniform", device=device, n_steps=3),
     "three steps of two environments": lambda device: World("prioritized", envs=2, device=device, n_steps=3),
     "soft actor-critic of three steps": lambda device: World("prioritized", device=device, learn="soft", n_steps=3),

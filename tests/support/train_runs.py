@@ -31,5 +31,6 @@ def run(config, iterations=20, machine=None):
         trainer.advance()
         if machine is not None:
             # Rows are written by address, which the recorder can't see.
-            machine.memory = trainer.buffer.storage.row_tensors
+            storage = trainer.buffer.storage
+            machine.memory = [*storage.row_tensors, *(storage.sharing.sides if storage.sharing else ())]
     return trainer, records

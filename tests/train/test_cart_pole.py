@@ -8,7 +8,7 @@ import torch
 
 from gpubuf.train import TrainConfig
 from gpubuf.train.torch_environments import CartPoleSwingUp
-from gpubuf.train.trainer import Trainer, make_environments
+from gpubuf.train.trainer import Trainer
 from tests.support import cart_pole
 
 CPU = torch.device("cpu")
@@ -20,7 +20,7 @@ def actions(n, scale):
 
 
 def test_every_step_is_that_of_the_rod_s_points():
-    """700 steps of five carts, pushed at random: states, rewards, ends, and what is observed of them."""
+    """Every fifth of 700 steps of five carts, pushed at random: states, rewards, ends, what is observed of them."""
     # From one that is not pushed, whose episodes are truncated, to one whose force is clipped.
     scale = np.array([0.0, 0.05, 0.3, 1.0, 2.0])
     envs = CartPoleSwingUp(len(scale), 0, CPU)
@@ -33,19 +33,20 @@ def test_every_step_is_that_of_the_rod_s_points():
     for t in range(700):
         before, action = envs._state.clone(), actions(t, scale)
         assert torch.equal(observation, envs.observe(before))
-        expected = [cart_pole.step(s, a) for s, a in zip(before.numpy(), action[:, 0].numpy(), strict=True)]
-        states, rewards, gone = (np.array(column) for column in zip(*expected, strict=True))
         after = envs.transition(before, action)
         steps = envs.step(action)
-        # float32's rounding of the action enters both, and nothing else is rounded to it.
-        np.testing.assert_allclose(after.state.numpy(), states, rtol=1e-12, atol=1e-12)
-        np.testing.assert_allclose(steps.reward[:, 0].numpy(), rewards, rtol=1e-6, atol=1e-7)
+        states, gone = after.state.numpy(), steps.terminated[:, 0].numpy()
+        if t % 5 == 0 or gone.any():
+            expected = [cart_pole.step(s, a) for s, a in zip(before.numpy(), action[:, 0].numpy(), strict=True)]
+            due, rewards, ends = (np.array(column) for column in zip(*expected, strict=True))
+            np.testing.assert_allclose(states, due, rtol=1e-12, atol=1e-12)
+            np.testing.assert_allclose(steps.reward[:, 0].numpy(), rewards, rtol=1e-6, atol=1e-7)
+            assert gone.tolist() == ends.tolist()
         x, v, angle, w = states.T
         seen = np.stack([x, v, np.cos(angle), np.sin(angle), w], 1)
         np.testing.assert_allclose(steps.next_observation.numpy(), seen, rtol=1e-6, atol=1e-7)
         lengths += 1
         over = gone | (lengths == 500)
-        assert steps.terminated[:, 0].tolist() == gone.tolist()
         assert steps.truncated[:, 0].tolist() == (lengths == 500).tolist()
         assert torch.equal(steps.observation[~over], steps.next_observation[~over])
         terminations, truncations = terminations + int(gone.sum()), truncations + int((lengths == 500).sum())
@@ -56,64 +57,6 @@ def test_every_step_is_that_of_the_rod_s_points():
     assert terminations > 2
     assert truncations > 0
     assert around > 100
-
-
-def test_whole_episodes_are_those_of_the_other_derivation():
-    """Left to themselves for 200 steps: what rounding puts between them stays small."""
-    scale = np.full(4, 0.3)
-    envs = CartPoleSwingUp(4, 1, CPU)
-    envs.reset()
-    states = list(envs._state.numpy().copy())
-    for t in range(200):
-        action = actions(t, scale)
-        states = [cart_pole.step(s, a)[0] for s, a in zip(states, action[:, 0].numpy(), strict=True)]
-        assert not envs.step(action).terminated.any()
-    np.testing.assert_allclose(envs._state.numpy(), states, rtol=0, atol=1e-8)
-
-
-@pytest.mark.parametrize("angle", [0.01, 1.0, 2.5, math.pi])
-@pytest.mark.parametrize("turn", [0.0, 6.0])
-def test_energy_is_kept_without_force_and_friction(monkeypatch, angle, turn):
-    """Through ten seconds, to the error of a method of fourth order; momentum along the track too."""
-    monkeypatch.setattr(CartPoleSwingUp, "_FRICTION", 0.0)
-    envs = CartPoleSwingUp(1, 0, CPU)
-    state = torch.tensor([[0.0, 0.5, angle, turn]], dtype=torch.float64)
-    force = torch.zeros(1, dtype=torch.float64)
-
-    def momentum(state):
-        _, v, angle, w = state
-        return (cart_pole.CART + cart_pole.POLE) * v + cart_pole.POLE * cart_pole.LENGTH / 2 * w * math.cos(angle)
-
-    before = state[0].tolist()
-    energy, pushed = cart_pole.energy(before), momentum(before)
-    for _ in range(500):
-        state = envs._moved(state, force)
-        after = state[0].tolist()
-        assert cart_pole.energy(after) == pytest.approx(energy, abs=3e-3)
-        assert momentum(after) == pytest.approx(pushed, abs=3e-3)
-
-
-def test_what_energy_is_lost_is_the_method_s(monkeypatch):
-    """Half the time step loses less than a tenth of it: fourth order, and none is lost by the equations."""
-    monkeypatch.setattr(CartPoleSwingUp, "_FRICTION", 0.0)
-    lost = []
-    for parts in (1, 2):
-        monkeypatch.setattr(CartPoleSwingUp, "_SECONDS", 0.02 / parts)
-        envs = CartPoleSwingUp(1, 0, CPU)
-        state = torch.tensor([[0.0, 0.5, 0.01, 6.0]], dtype=torch.float64)
-        energy = cart_pole.energy(state[0].tolist())
-        for _ in range(500 * parts):
-            state = envs._moved(state, torch.zeros(1, dtype=torch.float64))
-        lost.append(abs(cart_pole.energy(state[0].tolist()) - energy))
-    assert 0 < lost[1] < lost[0] / 10
-
-
-def test_friction_takes_energy_and_a_push_gives_it():
-    envs = CartPoleSwingUp(1, 0, CPU)
-    for state, action, more in (((0.0, 2.0, 3.0, 0.0), 0.0, False), ((0.0, 2.0, 3.0, 0.0), 1.0, True)):
-        start = torch.tensor([state], dtype=torch.float64)
-        after = envs.transition(start, torch.tensor([[action]])).state[0].tolist()
-        assert (cart_pole.energy(after) > cart_pole.energy(state)) == more
 
 
 def test_rewards_and_ends():
@@ -148,14 +91,6 @@ def test_beginnings_hang():
     envs._lengths.fill_(499)
     assert envs.step(torch.zeros(n, 1)).truncated.all()
     assert not torch.isclose(envs._state, first).all(1).any()
-
-
-def test_shapes():
-    envs = make_environments("torch/CartPoleSwingUp", 3, 0, CPU)
-    assert (envs.num_envs, envs.observation_size, envs.action_size, envs.time_limit) == (3, 5, 1, 500)
-    steps = envs.step(torch.zeros(3, 1))
-    assert {tuple(t.shape) for t in vars(steps).values()} == {(3, 5), (3, 1)}
-    assert steps.reward.dtype == steps.next_observation.dtype == torch.float32
 
 
 def test_terminated_rows_are_stored_as_such():

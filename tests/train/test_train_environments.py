@@ -34,23 +34,6 @@ def test_the_last_observation_of_an_episode_is_not_the_first_of_the_next():
     envs.close()
 
 
-def test_arrays_have_the_documented_shapes_and_types():
-    envs = GymnasiumEnvironments(PREFIX + "Walk-v0", 3, 0)
-    assert envs.reset().shape == (3, 2)
-    steps = envs.step(torch.zeros(3, 1))
-    assert (envs.num_envs, envs.observation_size, envs.action_size) == (3, 2, 1)
-    for array, shape, dtype in [
-        (steps.next_observation, (3, 2), torch.float32),
-        (steps.observation, (3, 2), torch.float32),
-        (steps.reward, (3, 1), torch.float32),
-        (steps.terminated, (3, 1), torch.bool),
-        (steps.truncated, (3, 1), torch.bool),
-    ]:
-        assert array.shape == shape
-        assert array.dtype == dtype
-    envs.close()
-
-
 def test_steps_do_not_change_when_the_environments_go_on():
     envs = GymnasiumEnvironments(PREFIX + "Walk-v0", 2, 0)
     envs.reset()
@@ -180,26 +163,11 @@ def test_unusable_environments_say_why(name, message):
         make(name)
 
 
-def test_a_missing_mujoco_names_the_extra(monkeypatch):
-    def fail(*_, **__):
-        raise ModuleNotFoundError("No module named 'mujoco'")
-
-    monkeypatch.setattr(gymnasium_environments.gym, "make", fail)
-    with pytest.raises(UsageError, match=r'No module named .mujoco.; pip install "gpubuf\[mujoco\]"'):
-        make("HalfCheetah-v5")
-
-
 def test_a_missing_gymnasium_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "gymnasium", None)
     monkeypatch.delitem(sys.modules, "gpubuf.train.gymnasium_environments")
     with pytest.raises(UsageError, match=r'Pendulum-v1 needs .*gymnasium.*; pip install "gpubuf\[train\]"'):
         make_environments("Pendulum-v1", 1, 0, torch.device("cpu"))
-
-
-def test_warnings_carry_no_control_sequences():
-    with pytest.warns(UserWarning, match="latest versioned environment") as caught:
-        make("Pendulum").close()
-    assert all("\x1b" not in str(warning.message) for warning in caught)
 
 
 def test_evaluation_counts_one_episode_of_each_environment_and_repeats():

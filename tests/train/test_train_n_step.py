@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import signal
-
 import pytest
 import torch
 
-from gpubuf.cli import main
-from gpubuf.train import TrainConfig, UsageError, resume, train
+from gpubuf.train import TrainConfig, UsageError, train
 from gpubuf.train.trainer import Trainer
 from tests.support.train_environments import PREFIX
 
@@ -36,9 +32,9 @@ def metrics(folder):
     return (folder / "metrics.jsonl").read_bytes()
 
 
-@pytest.mark.parametrize("share_next", [False, True])
-@pytest.mark.parametrize("envs", [1, 4])
-@pytest.mark.parametrize("prioritized", [False, True])
+@pytest.mark.parametrize(
+    ("envs", "prioritized", "share_next"), [(1, True, False), (1, False, True), (4, False, False), (4, True, True)]
+)
 def test_batches_are_made_of_the_steps_of_one_environment(envs, prioritized, share_next):
     """Several environments don't take turns: each has steps of its own."""
     config = tiny(num_envs=envs, prioritized=prioritized, share_next=share_next, gamma=0.9, total_steps=200)
@@ -64,46 +60,11 @@ def test_batches_are_made_of_the_steps_of_one_environment(envs, prioritized, sha
         assert batch["steps_to_next_obs"][i].tolist() == [last - t + 1]
 
 
-@pytest.mark.parametrize("changes", [{}, {"num_envs": 3, "share_next": True}, {"n_steps": 1, "share_next": True}])
-def test_an_interrupted_run_goes_on_as_if_never_stopped(tmp_path, changes):
-    config = tiny(**changes)
-    whole = train(config, tmp_path / "whole")
-
-    class Interrupting:
-        def start(self, step, total): ...
-        def message(self, text): ...
-        def stop(self): ...
-        def update(self, status):
-            if status.step == 66:
-                signal.raise_signal(signal.SIGINT)
-
-    assert train(config, tmp_path / "parts", reporter=Interrupting()).steps == 66
-    assert resume(tmp_path / "parts").returns == whole.returns
-    assert metrics(tmp_path / "parts") == metrics(tmp_path / "whole")
-
-
 def test_observations_that_are_stored_once_change_no_number(tmp_path):
     """The same metrics, of fewer bytes."""
     for share_next in (False, True):
         train(tiny(num_envs=2, share_next=share_next), tmp_path / str(share_next))
     assert metrics(tmp_path / "False") == metrics(tmp_path / "True")
-
-
-def test_steps_count(tmp_path):
-    for n_steps in (1, 3):
-        train(tiny(n_steps=n_steps), tmp_path / str(n_steps))
-    assert metrics(tmp_path / "1") != metrics(tmp_path / "3")
-
-
-def test_options_of_the_command(tmp_path, capsys):
-    options = ["--total-steps", "60", "--learning-starts", "40", "--hidden", "8", "--eval-episodes", "1"]
-    command = ["train", "--env", WALK, "--n-steps", "5", "--share-next", *options, "--eval-every", "0"]
-    assert main([*command, "--out", str(tmp_path / "run"), "--quiet"]) == 0
-    stored = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert (stored["n_steps"], stored["share_next"]) == (5, True)
-    capsys.readouterr()
-    assert main(["train", "--resume", str(tmp_path / "run"), "--n-steps", "4"]) == 2
-    assert "n_steps is 5 in the run, 4 was asked for" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("n_steps", [0, 65])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from gpubuf.kernels import _tuned, config
@@ -45,20 +43,11 @@ class TestFiles:
         assert [point.sizes["n"] for point in points] == [256, 4096]
         assert all(point.measured for point in points)
 
-    def test_points_for_the_same_sizes_are_replaced(self, tmp_path):
-        save(tmp_path, self.DEVICE, self.results(), {})
-        save(tmp_path, self.DEVICE, self.results(draw_seconds(DrawConfig(2, 1))), {})
-        assert config.tree_draw(32, 256, self.DEVICE, tmp_path) == DrawConfig(2, 1)
-
     @pytest.mark.parametrize("before", ["", '{"format": 0, "device": "Some GPU 80GB", "points": {}}', "[]"])
     def test_a_file_that_can_not_be_used_is_replaced(self, tmp_path, before):
         path_for(tmp_path, self.DEVICE).write_text(before)
         save(tmp_path, self.DEVICE, self.results(), {})
         assert config.tree_draw(32, 256, self.DEVICE, tmp_path) == DrawConfig(8, 1)
-
-    def test_what_was_not_tuned_is_not_written(self, tmp_path):
-        path = save(tmp_path, self.DEVICE, self.results(never), {})
-        assert json.loads(path.read_text())["points"] == {}
 
     def test_caveats(self, tmp_path, monkeypatch):
         own, shipped = tmp_path / "cache" / "gpubuf" / "tuned", tmp_path / "shipped"
@@ -83,20 +72,9 @@ class TestReport:
         assert len(lines) == 5
         assert {len(line) for line in lines} == {len(HEADING)}
 
-    def test_what_is_not_known_is_not_shown(self):
-        def seconds(made):
-            return never(made) if made == DrawConfig(4, 1) else 1.0
-
-        lines = table(tuned([DRAW], FakeTimer(seconds, launches=None)))
-        assert lines[1][4:] == ("", "")
-
     def test_what_was_not_tuned_is_named(self):
         results = tuned([DRAW], FakeTimer(never))
         assert table(results)[1][:3] == ("sum_tree_draw", str(DRAW), "not tuned")
         (note,) = notes(results)
         assert note.startswith("sum_tree_draw (capacity 1,000,000, n 256): block_draws 4, num_warps 1; ")
         assert note.endswith(": does not compile")
-
-    def test_what_there_was_no_time_for(self):
-        (result,) = tuned([BLOCK], FakeTimer(), budget=-1.0)
-        assert notes([result]) == ["loss_rows (n 256): 4 configurations not tried for want of time"]
