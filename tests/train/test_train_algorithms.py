@@ -189,13 +189,12 @@ def test_graphs_do_what_the_trainer_does(algo, changes, monkeypatch):
     assert machine.log.count("replay") == (10 - 3) + 2 * (20 - 3)
 
 
-@pytest.mark.parametrize(("algo", "changes"), CONFIGURATIONS)
-def test_an_iteration_reads_no_value(algo, changes):
+# On a CPU the first rows of windows are read, to see whether they continue: so none with several steps here.
+@pytest.mark.parametrize("algo", ALGORITHMS)
+def test_an_iteration_reads_no_value(algo):
     """Act, step, write, draw, both kinds of updates, priorities: on fake tensors, whose values nobody can read."""
     with FakeTensorMode():
-        trainer = Trainer(
-            tiny(algo, policy_every=2, noise_hold=4, log_every=8 * 15, **changes), CPU, lambda record: None
-        )
+        trainer = Trainer(tiny(algo, policy_every=2, noise_hold=4, log_every=8 * 15), CPU, lambda record: None)
         for _ in range(14):
             trainer.advance()
         assert trainer._updates == 8 * 4
