@@ -18,7 +18,6 @@ from gpubuf.modules import MLP, BatchNorm, EnsembleMLP, GaussianParameters, tanh
 from gpubuf.modules.norms import count_rows
 from gpubuf.objectives import CrossQLoss, DistributionalSACLoss, SACLoss, SoftUpdate, TD3Loss
 from tests.support.distributional_setup import SUPPORT
-from tests.support.fake_cuda import fake_cuda
 from tests.support.graph_recorder import recorded
 from tests.support.sac_setup import (
     ACTION,
@@ -228,13 +227,6 @@ def test_without_norms_it_is_sac_without_targets(backend):
             torch.testing.assert_close(a, b)
 
 
-def test_truncated_rows_bootstrap():
-    """CASES 22: truncated and not terminated: the next value counts."""
-    batch = make_batch(5)
-    batch["next", "terminated"][:], batch["next", "truncated"][:], batch["next", "done"][:] = False, True, True
-    agree(CrossQLoss(make_actor(), ours_batched(1), target_entropy=-2.0), batch)
-
-
 def test_nan_in_terminal_observations():
     """CASES 29: a batch norm would carry it into every row."""
     loss, batch = CrossQLoss(make_actor(), ours_batched(1), skip_done_states=True), make_batch(9)
@@ -280,18 +272,6 @@ def test_traced_as_one_graph(critics):
             truth = run_loss(other, batch, seed)
             for name in ("loss_qvalue", "loss_actor", "loss_alpha"):
                 torch.testing.assert_close(ours[name], truth[name])
-
-
-def test_no_host_sync():
-    with fake_cuda(), torch.device("cuda"), torch.no_grad():
-        real = {"dtype": torch.float64}
-        flag = torch.zeros(6, 1, dtype=torch.bool)
-        following = {"observation": torch.randn(6, OBSERVATION, **real), "reward": torch.randn(6, 1, **real)}
-        following |= {"terminated": flag, "done": flag}
-        own = {"observation": torch.randn(6, OBSERVATION, **real), "action": torch.randn(6, ACTION, **real)}
-        batch = TensorDict({**own, "next": TensorDict(following, [6])}, [6])
-        out = CrossQLoss(make_actor(), ours_batched(1))(batch)
-        assert out["loss_qvalue"].device.type == batch["td_error"].device.type == "cuda"
 
 
 @pytest.mark.parametrize("name", ["plain", "batch norm"])

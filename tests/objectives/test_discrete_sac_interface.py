@@ -8,26 +8,17 @@ import math
 import gymnasium
 import pytest
 import torch
-from tensordict import TensorDict
 from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
-from torch import nn
 
-from gpubuf import capture
 from gpubuf.modules import MLP, EnsembleMLP
-from gpubuf.objectives import DiscreteSACLoss, SoftUpdate
+from gpubuf.objectives import DiscreteSACLoss
 from tests.support.dispatched import Count
-from tests.support.fake_cuda import fake_cuda
-from tests.support.graph_recorder import RecordedCuda
 from tests.support.losses_setup import (
     ACTIONS,
-    DISCRETE_CRITICS,
     F64,
-    assert_agrees,
     discrete_actor,
     discrete_batch,
-    discrete_by_hand,
     make_discrete,
-    separated,
     total,
 )
 from tests.support.sac_setup import CELLS, OBSERVATION, run_loss
@@ -54,10 +45,6 @@ DEFAULTS = {
     "scalar_output_mode": None,
 }
 OUTPUTS = ["loss_actor", "loss_qvalue", "loss_alpha", "alpha", "entropy"]
-
-
-def agree(loss, batch, **kwargs):
-    assert_agrees(loss, run_loss(loss, batch, 0), discrete_by_hand(loss, batch, **kwargs))
 
 
 class OneHot:
@@ -177,77 +164,12 @@ def test_keys_and_keyword_call():
         renamed(batch)
 
 
-def test_no_reduction():
-    with pytest.warns(UserWarning, match="DiscreteSACLoss with reduction='none' leaves alpha and entropy"):
-        assert make_discrete(reduction="none")(discrete_batch(4)).batch_size == (4,)
-    out = make_discrete(reduction="none", scalar_output_mode="non_tensor")(discrete_batch(4))
-    assert out["alpha"] == 1.0
-    assert out["entropy"].shape == ()
-
-
-def test_the_batch_is_left_as_it_was():
-    for skip in (False, True):
-        batch = discrete_batch(4)
-        before = batch.clone()
-        make_discrete(skip_done_states=skip)(batch)
-        added = {"td_error", "td_error_mask"} if skip else {"td_error"}
-        assert set(batch.keys(True, True)) - set(before.keys(True, True)) == added
-        assert (before == batch.exclude(*added)).all()
-        assert not batch["td_error"].requires_grad
-
-
 def test_temperature():
     loss = make_discrete(alpha_init=0.2, min_alpha=0.5)
     torch.testing.assert_close(loss(discrete_batch(3))["alpha"], torch.tensor(0.5, dtype=F64))
     fixed = make_discrete(alpha_init=0.2, fixed_alpha=True)
     assert "log_alpha" in dict(fixed.named_buffers())
     assert not fixed(discrete_batch(3))["loss_alpha"].requires_grad
-
-
-@pytest.mark.parametrize(("critics", "space"), [("ensemble", "one-hot"), ("replicated", "categorical")])
-def test_traced_as_one_graph(critics, space):
-    """torch.compile(fullgraph=True) sees through the whole loss, backward included."""
-    torch._dynamo.reset()
-    loss, batch = separated(make_discrete(critics, action_space=space)), discrete_batch(6, space=space)
-
-    def losses(observation, action, after, reward, terminated):
-        following = {"observation": after, "reward": reward, "terminated": terminated, "done": terminated}
-        data = {"observation": observation, "action": action, "next": TensorDict(following, [6])}
-        return total(loss(TensorDict(data, [6])))
-
-    arguments = [batch["observation"], batch["action"]]
-    arguments += [batch["next", name] for name in ("observation", "reward", "terminated")]
-    value = torch.compile(losses, backend="aot_eager", fullgraph=True)(*arguments)
-    truth = total(discrete_by_hand(loss, batch))
-    torch.testing.assert_close(value, truth)
-    for one, other in zip(*(torch.autograd.grad(v, list(loss.parameters())) for v in (value, truth)), strict=True):
-        torch.testing.assert_close(one, other)
-
-
-@pytest.mark.parametrize("critics", DISCRETE_CRITICS)
-@pytest.mark.parametrize("space", ["one-hot", "categorical"])
-def test_no_host_sync(critics, space, monkeypatch):
-    """Nothing reads a value: construction, forward, backward, target update on fake tensors."""
-    for name in ("kaiming_uniform_", "uniform_"):
-        monkeypatch.setattr(nn.init, name, lambda tensor, *_, **__: tensor)
-    for device in ("cuda", "cpu"):
-        with fake_cuda(), torch.device(device), torch.set_grad_enabled(device == "cpu"):
-            loss = make_discrete(critics, action_space=space, skip_done_states=True, min_alpha=0.1)
-            updater, flag = SoftUpdate(loss, tau=0.01), torch.zeros(6, 1, dtype=torch.bool)
-            following = {"observation": torch.randn(6, OBSERVATION, dtype=F64), "reward": torch.randn(6, 1)}
-            shape = (6, ACTIONS) if space == "one-hot" else (6,)
-            data = {
-                "observation": torch.randn(6, OBSERVATION, dtype=F64),
-                "action": torch.zeros(shape, dtype=torch.long),
-                "priority_weight": torch.rand(6),
-                ("collector", "mask"): torch.ones(6, 1, dtype=torch.bool),
-                "next": TensorDict({**following, "terminated": flag, "done": flag}, [6]),
-            }
-            out = loss(TensorDict(data, [6]))
-            if device == "cpu":
-                total(out).backward()
-            updater.step()
-            assert out["loss_actor"].device.type == device
 
 
 def test_dispatched_operations():
@@ -258,48 +180,3 @@ def test_dispatched_operations():
     with Count() as count:
         total(loss(batch)).backward()
     assert 50 < count.operations < 130
-
-
-def test_functional_call_uses_the_parameters_it_is_given():
-    loss, other, batch = make_discrete(), separated(make_discrete()), discrete_batch(5)
-    given = {name: tensor.detach().clone() for name, tensor in (*other.named_parameters(), *other.named_buffers())}
-    before, expected = run_loss(loss, batch, 0), run_loss(other, batch, 0)
-    out = torch.func.functional_call(loss, given, (batch.clone(),))
-    for name in OUTPUTS:
-        torch.testing.assert_close(out[name], expected[name])
-    torch.testing.assert_close(run_loss(loss, batch, 0), before)
-
-
-def test_what_changes_between_replays_is_seen(monkeypatch):
-    """CASES 33: temperature, target entropy, discount and data are read at each replay of a captured step."""
-    batches = [discrete_batch(6, seed=seed) for seed in range(6)]
-
-    def run(machine):
-        torch.manual_seed(0)
-        loss, memory = make_discrete(), discrete_batch(6)
-        updater = SoftUpdate(loss, tau=0.1)
-        optimizer = torch.optim.Adam(loss.parameters(), lr=1e-2, fused=True, capturable=True)
-
-        def step():
-            optimizer.zero_grad(set_to_none=False)
-            out = loss(memory)
-            total(out).backward()
-            optimizer.step()
-            updater.step()
-            return out["loss_actor"], out["loss_qvalue"], out["loss_alpha"], memory["td_error"]
-
-        once = step if machine is None else capture(step, warmup=2)
-        found = []
-        for number, batch in enumerate(batches):
-            memory.update_(batch)
-            if number == 4:
-                loss.log_alpha = -1.5
-                loss.target_entropy = 0.3
-                loss.value_estimator.gamma.fill_(0.5)
-            found.append([tensor.clone() for tensor in once()])
-        assert machine is None or machine.log.count("replay") == 4
-        return found
-
-    eager = run(None)
-    for one, other in zip(run(RecordedCuda().install(monkeypatch)), eager, strict=True):
-        torch.testing.assert_close(one, other)

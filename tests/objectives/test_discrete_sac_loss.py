@@ -12,7 +12,6 @@ from gpubuf.modules import MLP
 from gpubuf.objectives import SoftUpdate
 from tests.support.losses_setup import (
     ACTIONS,
-    DISCRETE_CRITICS,
     F64,
     assert_agrees,
     discrete_actor,
@@ -30,11 +29,6 @@ OUTPUTS = ["loss_actor", "loss_qvalue", "loss_alpha", "alpha", "entropy"]
 
 def agree(loss, batch, **kwargs):
     assert_agrees(loss, run_loss(loss, batch, 0), discrete_by_hand(loss, batch, **kwargs))
-
-
-@pytest.mark.parametrize("critics", DISCRETE_CRITICS)
-def test_losses_and_gradients(backend, critics):
-    agree(separated(make_discrete(critics)), discrete_batch(7))
 
 
 @pytest.mark.parametrize("loss_function", ["l1", "l2", "huber"])
@@ -61,40 +55,6 @@ def test_action_spaces_agree(backend):
         assert_agrees(indexed, ours, discrete_by_hand(indexed, batch))
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_importance_weights_and_masks(backend, reduction):
-    """NaN and actions that do not exist in masked rows reach nothing."""
-    batch, weight, mask = discrete_batch(11, space="categorical"), torch.rand(11) + 0.1, torch.arange(11) % 3 != 0
-    options = {"scalar_output_mode": "exclude"} if reduction == "none" else {}
-    loss = separated(make_discrete(reduction=reduction, action_space="categorical", **options))
-    given = batch.clone().set("priority_weight", weight).set("shifted_valid", mask.unsqueeze(-1))
-    truth = discrete_by_hand(loss, batch, weight=weight, mask=mask, reduction=reduction)
-    for key in ("observation", ("next", "observation"), ("next", "reward")):
-        given[key][~mask] = NAN
-    given["action"][~mask] = 77
-    ours = run_loss(loss, given, 0)
-    assert ours.pop("td_error").isfinite().all()
-    del truth["td_error"]
-    if reduction == "none":
-        del truth["alpha"], truth["entropy"]
-    assert_agrees(loss, ours, truth)
-
-
-def test_weights_can_be_refused_and_demanded():
-    batch = discrete_batch(6)
-    weighted = batch.clone().set("priority_weight", torch.rand(6))
-    agree(make_discrete(use_prioritized_weights=False), weighted)
-    with pytest.raises(KeyError, match="priority_weight"):
-        make_discrete(use_prioritized_weights=True)(batch)
-
-
-def test_discount_and_steps(backend):
-    batch, steps = discrete_batch(8), torch.randint(1, 6, (8, 1))
-    loss = separated(make_discrete())
-    loss.make_value_estimator(gamma=0.9)
-    agree(loss, batch.clone().set("steps_to_next_obs", steps), gamma=0.9, steps=steps)
-
-
 @pytest.mark.parametrize("lmbda", [0.7, 1.0])
 def test_sequences(lmbda):
     """TD(lambda), and TD(1), on batches [B, T]."""
@@ -102,69 +62,6 @@ def test_sequences(lmbda):
     kind = {"value_type": "TD1"} if lmbda == 1 else {"value_type": "TDLambda", "lmbda": lmbda}
     loss.make_value_estimator(**kind, gamma=0.9)
     agree(loss, batch, gamma=0.9, lmbda=lmbda)
-
-
-@pytest.mark.parametrize("skip", [False, True])
-def test_truncated_rows_bootstrap(backend, skip):
-    """CASES 22: truncated and not terminated: the next value counts. TorchRL with skip_done_states takes 0 for it."""
-    loss, batch = separated(make_discrete(skip_done_states=skip)), discrete_batch(5)
-    batch["next", "terminated"][:] = False
-    batch["next", "truncated"][:] = True
-    batch["next", "done"][:] = True
-    agree(loss, batch)
-    ended = batch.clone()
-    ended["next", "terminated"][:] = True
-    agree(loss, ended)
-    assert not torch.equal(run_loss(loss, batch, 0)["td_error"], run_loss(loss, ended, 0)["td_error"])
-
-
-class Refuses(nn.Module):
-    """Raises on a NaN, as a Cholesky factorisation does."""
-
-    def forward(self, x):
-        if x.isnan().any():
-            raise RuntimeError("NaN reached a network")
-        return x
-
-
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes with NumPy
-@pytest.mark.parametrize("critics", DISCRETE_CRITICS)
-def test_terminal_observations_may_be_nan(backend, critics):
-    """CASES 29 (TorchRL 2590): no network sees them with skip_done_states; without, their value is selected away."""
-    batch = discrete_batch(9)
-    ended = batch["next", "terminated"].squeeze(-1)
-    assert 0 < ended.sum() < 9
-    clean = batch.clone()
-    batch["next", "observation"][ended] = NAN
-    loss, skipping = separated(make_discrete(critics)), make_discrete(critics, skip_done_states=True)
-    skipping.load_state_dict(loss.state_dict())
-    truth = discrete_by_hand(loss, clean)
-    for each in (loss, skipping):
-        torch.testing.assert_close(run_loss(each, batch, 0), truth)
-        assert_agrees(each, run_loss(each, batch, 0), discrete_by_hand(each, clean))
-    actor = discrete_actor(network=nn.Sequential(Refuses(), MLP(OBSERVATION, ACTIONS, dtype=F64)))
-    make_discrete(critics, actor, skip_done_states=True)(batch)
-    with pytest.raises(RuntimeError, match="NaN reached"):
-        make_discrete(critics, actor)(batch)
-
-
-@pytest.mark.parametrize("flags", [(4,), (4, 1), (4, 3), (4, 3, 1), (4, 1, 1)], ids=str)
-@pytest.mark.parametrize("space", ["one-hot", "categorical"])
-def test_agents(flags, space):
-    """CASES 29 (TorchRL 2612): done flags and rewards of fewer and of more dimensions than the loss."""
-    loss, batch = separated(make_discrete(action_space=space, skip_done_states=True)), discrete_batch(4, 3, space=space)
-    ended, reward = torch.tensor([True, False, True, False]), torch.randn(4, dtype=F64)
-    full = batch.clone()
-    full["next", "terminated"].copy_(ended.reshape(4, 1, 1))
-    full["next", "reward"].copy_(reward.reshape(4, 1, 1))
-    given = batch.clone()
-    given.batch_size = [4]
-    given["next"].batch_size = [4]
-    given["next", "observation"][ended] = NAN
-    for name, value in (("terminated", ended), ("done", ended), ("reward", reward)):
-        given["next", name] = value.reshape(4, *[1] * (len(flags) - 1)).expand(flags).clone()
-    assert_agrees(loss, run_loss(loss, given, 0), discrete_by_hand(loss, full))
-    assert run_loss(loss, given, 0)["td_error"].shape == (4, 3)
 
 
 @pytest.mark.parametrize("parameter", ["logits", "probs"])
@@ -229,35 +126,6 @@ def test_critics_run_once_for_both_losses():
 
     expected = torch.autograd.functional.jacobian(objective, batch["observation"].detach())
     torch.testing.assert_close(by_actor, expected)
-
-
-def test_each_loss_reaches_its_own_parameters_only():
-    loss = make_discrete()
-    owners = {"loss_qvalue": "qvalue_network_params", "loss_actor": "actor_network_params", "loss_alpha": "log_alpha"}
-    named, out = dict(loss.named_parameters()), run_loss(loss, discrete_batch(6), 0)
-    for part, owner in owners.items():
-        grads = torch.autograd.grad(out[part], list(named.values()), allow_unused=True)
-        for name, gradient in zip(named, grads, strict=True):
-            assert (gradient is not None) == name.startswith(owner), (part, name)
-
-
-def test_autocast_keeps_losses_in_float32():
-    """bfloat16 networks, float32 sums: the loss is that of the rounded values, not a rounded loss."""
-    loss = separated(make_discrete(target_entropy=0.4)).float()
-    batch = discrete_batch(512).apply(lambda t: t.float() if t.is_floating_point() else t)
-    truth = run_loss(loss, batch, 0)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert loss.actor_network[0].module(batch["observation"]).dtype is torch.bfloat16
-        out = run_loss(loss, batch, 0)
-        logits = loss.actor_network[0].module(batch["observation"]).double()
-        q = loss.qvalue_network.module(batch["observation"]).double()
-    for name in OUTPUTS:
-        assert out[name].dtype is torch.float32
-        torch.testing.assert_close(out[name], truth[name], rtol=0.03, atol=0.03)
-    rows = (logits.softmax(-1) * (logits.log_softmax(-1) - q.amin(0))).sum(-1)
-    torch.testing.assert_close(out["loss_actor"].double(), rows.mean(), rtol=1e-5, atol=1e-6)
-    total(out).backward()
-    assert all(parameter.grad.isfinite().all() for parameter in loss.parameters())
 
 
 def test_learning_on_a_bandit():

@@ -9,13 +9,11 @@ from unittest import mock
 
 import pytest
 import torch
-from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 
 from gpubuf.kernels.td import reference as td
 from gpubuf.modules import EnsembleMLP, make_sac_critic
-from gpubuf.objectives import REDQLoss, SACLoss, SoftUpdate
-from tests.support.fake_cuda import fake_cuda
+from gpubuf.objectives import REDQLoss, SACLoss
 from tests.support.graph_recorder import recorded
 from tests.support.sac_setup import (
     ACTION,
@@ -97,53 +95,6 @@ def agree(loss, batch, subset, order, **kwargs):
         assert gradient.abs().max() > 0, name
 
 
-@pytest.mark.parametrize("critics", CRITICS)
-def test_losses_and_gradients(backend, critics):
-    agree(make_loss(critics), make_batch(7), [3, 1], [3, 1, 0, 4, 2])
-
-
-@pytest.mark.parametrize(("nets", "subset"), [(1, 1), (2, 2), (3, 1), (10, 4)])
-def test_numbers_of_critics(nets, subset):
-    order = list(range(nets))[::-1]
-    agree(make_loss(nets=nets, subset=subset), make_batch(6), order[:subset], order)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_weights_masks_and_reductions(backend, reduction):
-    batch, weight, mask = make_batch(9), torch.rand(9) + 0.1, torch.arange(9) % 3 != 1
-    both = batch.clone().set("priority_weight", weight).set("shifted_valid", mask)
-    options = {"weight": weight, "mask": mask, "reduction": reduction}
-    agree(make_loss(reduction=reduction), both, [0, 2], [0, 2, 1, 3, 4], **options)
-
-
-def test_no_reduction_and_agents():
-    loss = make_loss(reduction="none", scalar_output_mode="exclude")
-    with permutation([0, 1, 2, 3, 4]):
-        ours = run_loss(loss, make_batch(4, 3), 3)
-    truth = formulas(loss, make_batch(4, 3), 3, [0, 1], "none")
-    for name, value in truth.items():
-        assert value.shape == (4, 3)
-        torch.testing.assert_close(ours[name], value)
-
-
-def test_truncated_rows_bootstrap():
-    """CASES 22: truncated and not terminated: the next value counts."""
-    batch = make_batch(5)
-    batch["next", "terminated"][:], batch["next", "truncated"][:], batch["next", "done"][:] = False, True, True
-    agree(make_loss(), batch, [3, 1], [3, 1, 0, 4, 2])
-
-
-def test_nan_in_terminal_observations(backend):
-    """CASES 29: it reaches no loss, no priority and no gradient."""
-    loss, batch = make_loss(skip_done_states=True, target_entropy=-2.0), make_batch(9)
-    ended = batch["next", "terminated"].squeeze(-1)
-    assert ended.any()
-    batch["next", "observation"][ended] = float("nan")
-    out = run_loss(loss, batch, 0)
-    assert all(value.isfinite().all() for value in out.values())
-    assert all(gradient.isfinite().all() for gradient in gradients(loss, total(out)).values())
-
-
 def test_subsets_are_drawn_anew_and_uniformly():
     """Each critic is the smallest of its subset as often as the draw says: every subset of two of four, equally."""
     loss, batch = make_loss(nets=4), make_batch(2)
@@ -194,38 +145,6 @@ def test_each_replay_of_a_graph_draws_another_subset():
         for name in ("loss_qvalue", "loss_actor", "loss_alpha"):
             torch.testing.assert_close(out[name], truth[name].detach())
         assert torch.equal(batch["td_error"], truth["td_error"])
-
-
-def test_traced_as_one_graph():
-    torch._dynamo.reset()
-    loss, batch = make_loss(target_entropy=-2.0), make_batch(6)
-    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for seed in range(2):
-            torch.manual_seed(seed)
-            ours = compiled(batch.clone())
-            truth = run_loss(loss, batch, seed)
-            for name in ("loss_qvalue", "loss_actor", "loss_alpha"):
-                torch.testing.assert_close(ours[name], truth[name])
-
-
-def test_no_host_sync():
-    with fake_cuda(), torch.device("cuda"), torch.no_grad():
-        loss = make_loss(target_entropy=-2.0)
-        batch = make_batch_on("cuda")
-        updater = SoftUpdate(loss, tau=0.01)
-        out = loss(batch)
-        updater.step()
-        assert out["loss_qvalue"].device.type == batch["td_error"].device.type == "cuda"
-
-
-def make_batch_on(device):
-    flag = torch.zeros(6, 1, dtype=torch.bool, device=device)
-    real = {"dtype": torch.float64, "device": device}
-    following = {"observation": torch.randn(6, OBSERVATION, **real), "reward": torch.randn(6, 1, **real)}
-    following |= {"terminated": flag, "done": flag}
-    own = {"observation": torch.randn(6, OBSERVATION, **real), "action": torch.randn(6, ACTION, **real)}
-    return TensorDict({**own, "next": TensorDict(following, [6])}, [6])
 
 
 def test_droq():

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 
 import gymnasium
-import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
-from torch import nn
 
 from gpubuf import capture
 from gpubuf.modules import MLP
 from gpubuf.objectives import SoftUpdate, TD3Loss
 from tests.support.dispatched import Count
-from tests.support.fake_cuda import fake_cuda
 from tests.support.graph_recorder import RecordedCuda
 from tests.support.losses_setup import (
     F64,
@@ -31,7 +26,6 @@ from tests.support.losses_setup import (
 from tests.support.sac_setup import (
     ACTION,
     CELLS,
-    CRITICS,
     OBSERVATION,
     make_batch,
     run_loss,
@@ -185,62 +179,6 @@ def test_the_state_has_bounds_and_no_settings():
     agree(separated(loss), make_batch(5))
 
 
-def test_the_batch_is_left_as_it_was():
-    batch = make_batch(4)
-    before = batch.clone()
-    make_td3()(batch)
-    assert set(batch.keys(True, True)) - set(before.keys(True, True)) == {"td_error"}
-    assert (before == batch.exclude("td_error")).all()
-    assert not batch["td_error"].requires_grad
-
-
-@pytest.mark.parametrize("critics", ["ensemble", "replicated"])
-def test_traced_as_one_graph(critics):
-    """torch.compile(fullgraph=True) sees through the whole loss, backward included."""
-    torch._dynamo.reset()
-    loss, batch = separated(make_td3(CRITICS[critics]()[0], policy_noise=0.0)), make_batch(6)
-
-    def losses(observation, action, after, reward, terminated):
-        following = {"observation": after, "reward": reward, "terminated": terminated, "done": terminated}
-        data = {"observation": observation, "action": action, "next": TensorDict(following, [6])}
-        return total(loss(TensorDict(data, [6])))
-
-    arguments = [batch["observation"], batch["action"]]
-    arguments += [batch["next", name] for name in ("observation", "reward", "terminated")]
-    value = torch.compile(losses, backend="aot_eager", fullgraph=True)(*arguments)
-    truth = total(td3_by_hand(loss, batch, 0))
-    torch.testing.assert_close(value, truth)
-    for one, other in zip(*(torch.autograd.grad(v, list(loss.parameters())) for v in (value, truth)), strict=True):
-        torch.testing.assert_close(one, other)
-
-
-@pytest.mark.parametrize("critics", CRITICS)
-def test_no_host_sync(critics, monkeypatch):
-    """Nothing reads a value: forward, backward, target update on fake tensors. The bounds are checked at the start."""
-    for name in ("kaiming_uniform_", "uniform_"):
-        monkeypatch.setattr(nn.init, name, lambda tensor, *_, **__: tensor)
-    # Bounds on the host are compared on the host.
-    low, high = np.float64(-0.6), np.float64(0.5)
-    for device in ("cuda", "cpu"):
-        with fake_cuda(), torch.device(device), torch.set_grad_enabled(device == "cpu"):
-            networks, further = CRITICS[critics]()
-            loss = make_td3(networks, bounds=(low, high), **further)
-            updater, flag = SoftUpdate(loss, tau=0.01), torch.zeros(6, 1, dtype=torch.bool)
-            following = {"observation": torch.randn(6, OBSERVATION, dtype=F64), "reward": torch.randn(6, 1)}
-            data = {
-                "observation": torch.randn(6, OBSERVATION, dtype=F64),
-                "action": torch.zeros(6, ACTION, dtype=F64),
-                "priority_weight": torch.rand(6),
-                ("collector", "mask"): torch.ones(6, 1, dtype=torch.bool),
-                "next": TensorDict({**following, "terminated": flag, "done": flag}, [6]),
-            }
-            out = loss(TensorDict(data, [6]))
-            if device == "cpu":
-                total(out).backward()
-            updater.step()
-            assert out["loss_actor"].device.type == device
-
-
 def test_dispatched_operations():
     """Forward and backward, with the values that are reported."""
     loss, batch = make_td3(), make_batch(8)
@@ -249,18 +187,6 @@ def test_dispatched_operations():
     with Count() as count:
         total(loss(batch)).backward()
     assert 50 < count.operations < 165
-
-
-def test_functional_call_uses_the_parameters_it_is_given():
-    loss, other, batch = make_td3(), separated(make_td3()), make_batch(5)
-    given = {name: tensor.detach().clone() for name, tensor in (*other.named_parameters(), *other.named_buffers())}
-    before, expected = run_loss(loss, batch, 0), run_loss(other, batch, 0)
-    torch.manual_seed(0)
-    out = torch.func.functional_call(loss, given, (batch.clone(),))
-    for name in OUTPUTS:
-        torch.testing.assert_close(out[name], expected[name])
-    torch.testing.assert_close(run_loss(loss, batch, 0), before)
-    torch.testing.assert_close(run_loss(copy.deepcopy(loss), batch, 0), before)
 
 
 def test_what_changes_between_replays_is_seen(monkeypatch):

@@ -125,6 +125,7 @@ def redq_by_hand(
     reduction: str = "mean",
     weight: Tensor | None = None,
     mask: Tensor | None = None,
+    steps: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """REDQLoss by the formulas, with the noise and the subset that it draws after ``torch.manual_seed(SEED)``."""
     torch.manual_seed(SEED)
@@ -144,7 +145,8 @@ def redq_by_hand(
         n, m = loss.num_qvalue_nets, loss.sub_sample_len
         subset = torch.arange(n) if m == n else torch.randperm(n)[:m]
         rows = (each.reshape(log_prob.shape) for each in (following["reward"], following["terminated"]))
-        y = td.soft_td_target(next_q[subset], log_prob, alpha, *rows, gamma)
+        span = None if steps is None else steps.reshape(log_prob.shape)
+        y = td.soft_td_target(next_q[subset], log_prob, alpha, *rows, gamma, span)
     q = values(loss.qvalue_network_params, batch["observation"], batch["action"])
     errors = td.distance(q, y.expand_as(q), loss.loss_function).mean(0)
     action, log_prob = draw(batch["observation"])
