@@ -1,4 +1,4 @@
-"""What holds for every loss, of every kind of networks: :data:`tests.contracts.losses.CONTRACTS`."""
+"""What holds for every loss, of every kind of networks: :data:`tests.contracts.objectives.CONTRACTS`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gpubuf import capture
 from gpubuf.objectives import CrossQLoss, SoftUpdate
-from tests.contracts.losses import CLASSES, CONTRACTS
+from tests.contracts.objectives import CLASSES, CONTRACTS
 from tests.support.fake_cuda import DataDependentOutputException, fake_cuda
 from tests.support.graph_recorder import RecordedCuda
 from tests.support.loss_matrix import SEED
