@@ -1,0 +1,346 @@
+"""What every operation without state must do, checked on both backends against its definition in float64.
+
+:class:`KernelContract` says what an operation takes, and the checks below run it. An operation is one row of a table:
+see tests/kernels/test_losses.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gpubuf.kernels import _registry, _threads
+from tests.support.fake_cuda import fake_cuda
+from tests.support.precision import assert_no_worse
+
+F32, F64, F16, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
+
+Arguments = dict[str, Any]
+
+ROUNDING = {F64: 4e-15, F32: 2e-6, F16: 1e-3, BF16: 8e-3}
+"""What rounding of the result alone may cost, relative to the largest element."""
+
+
+def numbers(*shape: int, seed: int = 0, size: float = 2.0) -> Tensor:
+    """Normal float64 numbers that float32 has, too."""
+    generator = torch.Generator().manual_seed(1000 * seed + sum(shape) + 7 * len(shape))
+    return (torch.randn(shape, generator=generator) * size).double()
+
+
+def computing(dtype: torch.dtype) -> torch.dtype:
+    return F64 if dtype is F64 else F32
+
+
+def pairwise(axes: Mapping[str, Sequence[Any]]) -> list[Arguments]:
+    """Few combinations of the axes' values, in which every pair of values of two axes occurs."""
+    every = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+    places = {name: {id(value): i for i, value in enumerate(values)} for name, values in axes.items()}
+
+    def pairs(case: Arguments) -> set[tuple[Any, ...]]:
+        return set(itertools.combinations(((name, places[name][id(case[name])]) for name in axes), 2))
+
+    found = [(case, pairs(case)) for case in every]
+    missing = set().union(*(each for _, each in found))
+    chosen = []
+    while missing:
+        case, covered = max(found, key=lambda each: len(each[1] & missing))
+        chosen.append(case)
+        missing -= covered
+    return chosen
+
+
+@dataclass(frozen=True)
+class KernelContract:
+    """An operation and its definition.
+
+    Attributes:
+        operation: what ``define`` returned, with its gradient.
+        make: the arguments of a case, by the names of the schema, with float64 tensors.
+        definition: the same outputs from the same arguments, with gradients by autograd; it may leave out the last.
+        axes: the options of ``make`` and their values, from which cases are combined. A further axis is the dtype.
+        leaves: arguments with gradients.
+        roots: how many outputs, the first ones, are differentiable.
+        wide: float arguments that no case narrows.
+        dtypes: of all other float arguments.
+        rows: by argument, the dimension along which its rows lie, for batches of one dimension; empty: there is no mask.
+        outputs: dtypes of the outputs that are not of the computing dtype: "given" for that of the arguments.
+        coarse: factor of :data:`ROUNDING`.
+        refused: changed arguments of the first case, and what the ValueError says.
+        threads: options of a case so large that threads share it.
+        smooth: options of a small case without kinks, for finite differences; None: there is no gradient.
+        opchecks: which of PyTorch's own checks apply.
+        launches: launches of one call, at most.
+    """
+
+    operation: Any
+    make: Callable[..., Arguments]
+    definition: Callable[..., Any]
+    axes: Mapping[str, Sequence[Any]]
+    leaves: tuple[str, ...] = ()
+    roots: int = 1
+    wide: tuple[str, ...] = ()
+    dtypes: tuple[torch.dtype, ...] = (F32, F64, BF16, F16)
+    rows: Mapping[str, int] = field(default_factory=dict)
+    outputs: Mapping[int, str] = field(default_factory=dict)
+    coarse: float = 1.0
+    refused: Sequence[tuple[Arguments, str]] = ()
+    threads: Arguments | None = None
+    smooth: Arguments | None = None
+    opchecks: tuple[str, ...] = ("test_schema", "test_autograd_registration", "test_faketensor")
+    launches: int = 2
+
+    @functools.cached_property
+    def cases(self) -> list[Arguments]:
+        return pairwise({**self.axes, "dtype": self.dtypes})
+
+    def arguments(self, dtype: torch.dtype = F32, **options: Any) -> Arguments:
+        """Those of a case, in order of the schema."""
+        made = self.make(**options)
+        return {argument.name: self.narrowed(argument.name, made[argument.name], dtype) for argument in self._schema}
+
+    @property
+    def _schema(self) -> Any:
+        return self.operation._schema.arguments
+
+    def narrowed(self, name: str, value: Any, dtype: torch.dtype) -> Any:
+        floating = isinstance(value, Tensor) and value.is_floating_point() and name not in self.wide
+        return value.to(dtype) if floating else value
+
+    def run(self, arguments: Arguments) -> tuple[Any, ...]:
+        return _tuple(self.operation(*arguments.values()))
+
+
+def _tuple(found: Any) -> tuple[Any, ...]:
+    return found if isinstance(found, tuple) else (found,)
+
+
+Found = tuple[list[Tensor], list[Tensor]]
+
+
+def differentiated(
+    contract: KernelContract,
+    arguments: Arguments,
+    function: Callable[..., Any] | None = None,
+    incoming: str = "each",
+) -> Found:
+    """(outputs, gradients by the leaves) under fixed incoming gradients, or under one that is expanded ("one").
+
+    ``function`` takes the arguments by name; None: the operation.
+    """
+    leaves = [name for name in contract.leaves if arguments[name] is not None]
+    own = {name: arguments[name].detach().requires_grad_() for name in leaves}
+    given = {**arguments, **own}
+    outputs = contract.run(given) if function is None else _tuple(function(**given))
+    roots = outputs[: contract.roots]
+    gradients = [
+        torch.ones((), dtype=root.dtype, device=root.device).expand(root.shape)
+        if incoming == "one"
+        else torch.linspace(0.5, 2, root.numel(), device=root.device).reshape(root.shape).to(root.dtype)
+        for root in roots
+    ]
+    grads = torch.autograd.grad(roots, list(own.values()), gradients) if own else ()
+    return [output.detach() for output in outputs], list(grads)
+
+
+def _same(one: Found, other: Found) -> bool:
+    return all(torch.equal(a, b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True))
+
+
+def _checked(contract: KernelContract, check: Callable[[Arguments, Arguments], None]) -> None:
+    """Every case; a failure says in which one it was."""
+    for case in contract.cases:
+        try:
+            check(case, contract.arguments(**case))
+        except BaseException as error:
+            error.add_note(f"in the case {case}")
+            raise
+
+
+def check_values(contract: KernelContract) -> None:
+    """No further from the float64 truth than plain PyTorch in the same dtype, in values and in gradients.
+
+    Where nothing counts, a mean and its gradients are 0 by contract and NaN by the formula.
+    """
+
+    def check(case: Arguments, arguments: Arguments) -> None:
+        given = case["dtype"]
+        ours, grads = differentiated(contract, arguments)
+        truth, plain = (
+            differentiated(
+                contract,
+                {name: contract.narrowed(name, value, dtype) for name, value in arguments.items()},
+                contract.definition,
+            )
+            for dtype in (F64, computing(given))
+        )
+        for i, output in enumerate(ours):
+            assert output.dtype is (given if contract.outputs.get(i) == "given" else computing(given)), f"output {i}"
+        leaves = [arguments[name] for name in contract.leaves if arguments[name] is not None]
+        assert [grad.dtype for grad in grads] == [leaf.dtype for leaf in leaves]
+        for i, (exact, near) in enumerate(zip((*truth[0], *truth[1]), (*plain[0], *plain[1]), strict=True)):
+            got = ours[i] if i < len(truth[0]) else grads[i - len(truth[0])]
+            tolerance = contract.coarse * ROUNDING[got.dtype]
+            assert_no_worse(got, near.nan_to_num(0), exact.nan_to_num(0), tolerance)
+
+    _checked(contract, check)
+
+
+def strided(tensor: Tensor) -> Tensor:
+    """The same numbers in every second place of another tensor."""
+    return tensor.unsqueeze(-1).repeat(*[1] * tensor.ndim, 2)[..., 0]
+
+
+def check_strides(contract: KernelContract) -> None:
+    """Strided arguments and expanded gradients give, run after run, the bits of dense ones: sums have one order."""
+
+    def check(case: Arguments, arguments: Arguments) -> None:
+        moved = {n: strided(a) if isinstance(a, Tensor) and a.ndim else a for n, a in arguments.items()}
+        assert _same(differentiated(contract, arguments, None, "one"), differentiated(contract, moved, None, "one"))
+
+    _checked(contract, check)
+
+
+def check_masks(contract: KernelContract) -> None:
+    """What a masked row holds, NaN too, reaches neither the loss nor a gradient; its own gradients are 0."""
+
+    def check(case: Arguments, arguments: Arguments) -> None:
+        mask = arguments["mask"]
+        if mask is None or mask.ndim != 1:
+            return
+        masked = (~mask).nonzero().squeeze(-1)
+        spoilt = dict(arguments)
+        for name, dim in contract.rows.items():
+            if spoilt[name] is not None:
+                spoilt[name] = spoilt[name].index_fill(dim, masked, float("nan"))
+        (loss, *_), grads = differentiated(contract, arguments)
+        (same, *_), others = differentiated(contract, spoilt)
+        assert torch.equal(loss, same)
+        assert all(map(torch.equal, grads, others))
+        for name, grad in zip(contract.leaves, grads, strict=True):
+            if name in contract.rows:
+                assert not grad.index_select(contract.rows[name], masked).any()
+
+    _checked(contract, check)
+
+
+def check_refused(contract: KernelContract) -> None:
+    """ValueError states what was expected and what came."""
+    plain = contract.arguments(**contract.cases[0])
+    for changes, message in contract.refused:
+        with pytest.raises(ValueError, match=message):
+            contract.run({**plain, **changes})
+
+
+def check_gradients(contract: KernelContract) -> None:
+    """Finite differences in float64."""
+    arguments = contract.arguments(F64, **(contract.smooth or {}))
+    names = [name for name in contract.leaves if arguments[name] is not None]
+
+    def function(*leaves: Tensor) -> tuple[Tensor, ...]:
+        outputs = contract.run({**arguments, **dict(zip(names, leaves, strict=True))})
+        return tuple(output for output in outputs if output.requires_grad)
+
+    assert torch.autograd.gradcheck(function, [arguments[name].requires_grad_() for name in names])
+
+
+def check_registration(contract: KernelContract) -> None:
+    """Schema, fake tensors and autograd registration."""
+    for case in contract.cases[:2]:
+        arguments = contract.arguments(**case)
+        for name in contract.leaves:
+            if arguments[name] is not None:
+                arguments[name].requires_grad_()
+        torch.library.opcheck(contract.operation, tuple(arguments.values()), test_utils=contract.opchecks)
+
+
+def check_threads(contract: KernelContract) -> None:
+    """The bits are those of one thread, and threads did share the work."""
+    arguments = contract.arguments(**(contract.threads or {}))
+    alone = differentiated(contract, arguments)
+    share, shared = _threads._Workers._share, []
+
+    def counted(*args: Any) -> Any:
+        shared.append(len(args[2]))
+        return share(*args)
+
+    for threads in (2, 3):
+        with (
+            mock.patch.object(_threads.torch, "get_num_threads", lambda threads=threads: threads),
+            mock.patch.object(_threads._Workers, "_share", counted),
+        ):
+            found = differentiated(contract, arguments)
+        assert _same(alone, found)
+    assert {2, 3} == set(shared)
+
+
+class Calls(TorchDispatchMode):
+    """Notes the calls of our operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _registry._implementations:
+            self.found.append((func, args))
+        return func(*args, **(kwargs or {}))
+
+
+def _on_fake_gpu(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_on_fake_gpu, value))
+    return torch.empty(value.shape, dtype=value.dtype, device="cuda") if isinstance(value, Tensor) else value
+
+
+_LAUNCHERS = r"gpubuf\.kernels\.\w+\._launch"
+
+
+def check_no_sync(contract: KernelContract) -> None:
+    """Launchers, forward and backward, read nothing on the host, and return what fake tensors promise."""
+    for case in contract.cases:
+        with Calls() as calls:
+            differentiated(contract, contract.arguments(**case))
+        assert calls.found
+        for operation, args in calls.found:
+            module, _, name = _registry._implementations[operation][1].partition(":")
+            launcher, launched = _registry._imported(f"{module}:{name}"), []
+            with contextlib.ExitStack() as stack:
+                for each in [each for name, each in sys.modules.items() if re.fullmatch(_LAUNCHERS, name)]:
+                    noted = mock.patch.object(each, "launch", lambda kernel, *_, **__: launched.append(kernel))
+                    stack.enter_context(noted)
+                stack.enter_context(fake_cuda())
+                given = tuple(map(_on_fake_gpu, args))
+                found, promised = _tuple(launcher(*given)), _tuple(operation(*given))
+            empty = not any(isinstance(a, Tensor) and a.numel() for a in found if a.ndim)
+            assert len(launched) <= contract.launches
+            assert launched or empty or 0 in (a.numel() for a in args if isinstance(a, Tensor)), operation
+            assert [(t.shape, t.dtype) for t in found] == [(t.shape, t.dtype) for t in promised]
+
+
+def check_gpu(contract: KernelContract) -> None:
+    """A GPU agrees with the CPU, and its runs are equal to the bit."""
+
+    def check(case: Arguments, arguments: Arguments) -> None:
+        moved = {n: a.cuda() if isinstance(a, Tensor) else a for n, a in arguments.items()}
+        ours, truth = (differentiated(contract, each) for each in (moved, arguments))
+        tolerance = max(20 * contract.coarse * ROUNDING[case["dtype"]], 1e-5 if case["dtype"] is F32 else 0)
+        for got, true in zip((*ours[0], *ours[1]), (*truth[0], *truth[1]), strict=True):
+            torch.testing.assert_close(
+                got.cpu(), true, rtol=tolerance, atol=tolerance * (1 + float(true.abs().max() if true.numel() else 0))
+            )
+        for _ in range(5):
+            assert _same(ours, differentiated(contract, moved))
+
+    _checked(contract, check)
