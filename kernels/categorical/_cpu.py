@@ -15,11 +15,10 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from gpubuf.kernels._differentiable import computing_dtype, dense
-from gpubuf.kernels._floats import read, write
+from gpubuf.kernels._differentiable import computing_dtype
+from gpubuf.kernels._floats import call_parts, flags, read, write
 from gpubuf.kernels._jit import OPTIONS, jit
 from gpubuf.kernels._pointers import as_u8
-from gpubuf.kernels._threads import call_in_parts
 from gpubuf.kernels.categorical import MIN, MIXTURE, OWN, check_categorical_target, check_logits, check_support
 from gpubuf.kernels.categorical._cpu_atoms import (
     copy,
@@ -32,7 +31,6 @@ from gpubuf.kernels.categorical._cpu_atoms import (
     store_row,
     total_of,
 )
-from gpubuf.kernels.td._cpu_reduce import address
 
 INFINITY = float("inf")
 
@@ -54,7 +52,7 @@ def _target_of(real: Any) -> Any:
     wide = real is np.float64
 
     @jit(
-        "void(int64, int64, int64, int64, int64, int64, int64, int64, float64, float64, int64, int64, int64, int64,"
+        "void(int64, int64, int64, int64, int64, float64, int64, int64, float64, float64, int64, int64, int64, int64,"
         " int64, int64, int64)",
         **OPTIONS,
     )
@@ -64,7 +62,7 @@ def _target_of(real: Any) -> Any:
         alpha,
         reward,
         terminated,
-        gamma,
+        discount,
         steps,
         reward_scale,
         v_min,
@@ -77,7 +75,6 @@ def _target_of(real: Any) -> Any:
         length,
         out_address,
     ):
-        discount = read(gamma, True, 0)
         temperature = read(alpha, wide, 0) if alpha else 0.0
         scale = read(reward_scale, wide, 0) if reward_scale else 1.0
         spacing = (v_max - v_min) / (atoms - 1)
@@ -196,29 +193,9 @@ def categorical_target(
     )
     n, real = reward.numel(), computing_dtype(next_logits)
     mass = torch.empty((nets if target == OWN else 1, *next_logits.shape[1:]), dtype=real)
-    next_logits = dense(next_logits, real)
-    next_log_prob = None if next_log_prob is None else dense(next_log_prob, real)
-    alpha = None if alpha is None else dense(alpha, real)
-    reward, terminated, gamma = dense(reward, real), dense(terminated, torch.bool), dense(gamma, torch.float64)
-    steps = None if steps is None else dense(steps, real)
-    reward_scale = None if reward_scale is None else dense(reward_scale, real)
-    before = (
-        next_logits.data_ptr(),
-        address(next_log_prob),
-        address(alpha),
-        reward.data_ptr(),
-        terminated.data_ptr(),
-        gamma.data_ptr(),
-        address(steps),
-        address(reward_scale),
-        v_min,
-        v_max,
-        target,
-        n,
-        nets,
-        atoms,
-    )
-    call_in_parts(_target[real], before, n, (mass.data_ptr(),), work_of(nets, atoms))
+    rows = (next_logits, next_log_prob, alpha, reward, flags(terminated), gamma.item(), steps, reward_scale)
+    given = (*rows, v_min, v_max, target, n, nets, atoms)
+    call_parts(_target[real], real, given, n, [mass], work_of(nets, atoms))
     return mass
 
 
@@ -228,9 +205,9 @@ def expected_value(logits: Tensor, v_min: float, v_max: float) -> Tensor:
     _, atoms = check_logits(logits, logits.shape[1:-1].numel())
     real = computing_dtype(logits)
     value = torch.empty(logits.shape[:-1], dtype=real)
-    logits, n = dense(logits, real), value.numel()
-    before = (logits.data_ptr(), v_min, v_max, n, atoms)
-    call_in_parts(_expected_value[real], before, n, (value.data_ptr(),), work_of(1, atoms))
+    n = value.numel()
+    given = (logits, v_min, v_max, n, atoms)
+    call_parts(_expected_value[real], real, given, n, [value], work_of(1, atoms))
     return value
 
 
@@ -238,7 +215,6 @@ def expected_value_backward(grad: Tensor, logits: Tensor, value: Tensor, v_min: 
     """See :data:`gpubuf.kernels.categorical.expected_value_backward`."""
     real, n, atoms = computing_dtype(logits), value.numel(), logits.shape[-1]
     by_logits = torch.empty(logits.shape, dtype=real)
-    grad, given, value = dense(grad, real), dense(logits, real), dense(value, real)
-    before = (grad.data_ptr(), given.data_ptr(), value.data_ptr(), v_min, v_max, n, atoms)
-    call_in_parts(_expected_value_backward[real], before, n, (by_logits.data_ptr(),), work_of(1, atoms))
+    given = (grad, logits, value, v_min, v_max, n, atoms)
+    call_parts(_expected_value_backward[real], real, given, n, [by_logits], work_of(1, atoms))
     return by_logits.to(logits.dtype)

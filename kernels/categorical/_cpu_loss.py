@@ -8,10 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpubuf.kernels._differentiable import computing_dtype, dense
-from gpubuf.kernels._floats import read, write
+from gpubuf.kernels._differentiable import computing_dtype
+from gpubuf.kernels._floats import call, call_parts, flags, read, write
 from gpubuf.kernels._jit import OPTIONS, jit
-from gpubuf.kernels._threads import call_in_parts
 from gpubuf.kernels.categorical import DIVERGENCE, check_loss
 from gpubuf.kernels.categorical._cpu import INFINITY, for_each_dtype, work_of
 from gpubuf.kernels.categorical._cpu_atoms import (
@@ -26,7 +25,7 @@ from gpubuf.kernels.categorical._cpu_atoms import (
     total_of,
 )
 from gpubuf.kernels.td import NONE
-from gpubuf.kernels.td._cpu_reduce import address, normaliser, weight_of, weighting
+from gpubuf.kernels.td._cpu_reduce import normaliser, weight_of
 
 
 def _losses_of(real: Any) -> Any:
@@ -149,31 +148,11 @@ def categorical_loss(
     loss = torch.empty(rows if reduction == NONE else (), dtype=real)
     far, norm = torch.empty(rows, dtype=real), torch.empty((), dtype=real)
     losses = torch.empty(n, dtype=torch.float64)
-    logits, target = dense(logits, real), dense(target, real)
-    weight, mask = weighting(weight, mask, real)
-    before = (
-        logits.data_ptr(),
-        target.data_ptr(),
-        (v_max - v_min) / (atoms - 1),
-        priority,
-        average,
-        n,
-        nets,
-        atoms,
-        target.numel() == n * atoms,
-    )
-    call_in_parts(_losses[real], before, n, (losses.data_ptr(), far.data_ptr()), work_of(nets, atoms))
+    numbers = ((v_max - v_min) / (atoms - 1), priority, average, n, nets, atoms, target.numel() == n * atoms)
+    call_parts(_losses[real], real, (logits, target, *numbers), n, [losses, far], work_of(nets, atoms))
     # In one thread, and so in a fixed order.
-    _reduced(
-        losses.data_ptr(),
-        address(weight),
-        address(mask),
-        reduction,
-        n,
-        real is torch.float64,
-        loss.data_ptr(),
-        norm.data_ptr(),
-    )
+    wide = real is torch.float64
+    call(_reduced, real, losses.data_ptr(), weight, flags(mask), reduction, n, wide, loss, norm)
     return loss, far, norm
 
 
@@ -191,21 +170,7 @@ def categorical_loss_backward(
     n, nets, atoms = logits.shape[1:-1].numel(), logits.shape[0], logits.shape[-1]
     real = computing_dtype(logits)
     by_logits = torch.empty(logits.shape, dtype=real)
-    grad, given, target = dense(grad, real), dense(logits, real), dense(target, real)
-    weight, mask = weighting(weight, mask, real)
-    before = (
-        grad.data_ptr(),
-        given.data_ptr(),
-        target.data_ptr(),
-        address(weight),
-        address(mask),
-        norm.data_ptr(),
-        average,
-        reduction,
-        n,
-        nets,
-        atoms,
-        target.numel() == n * atoms,
-    )
-    call_in_parts(_loss_backward[real], before, n, (by_logits.data_ptr(),), work_of(nets, atoms))
+    numbers = (average, reduction, n, nets, atoms, target.numel() == n * atoms)
+    given = (grad, logits, target, weight, flags(mask), norm, *numbers)
+    call_parts(_loss_backward[real], real, given, n, [by_logits], work_of(nets, atoms))
     return by_logits.to(logits.dtype)

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpubuf.kernels._differentiable import computing_dtype, dense
+from gpubuf.kernels._differentiable import computing_dtype
 from gpubuf.kernels._elementary import exp_below_700
-from gpubuf.kernels._floats import load, read, store, write
+from gpubuf.kernels._floats import call, flags, load, read, store, write
 from gpubuf.kernels._jit import OPTIONS, jit
 from gpubuf.kernels.discrete_sac import check_actor, check_values
 from gpubuf.kernels.td import NONE, check_rows
-from gpubuf.kernels.td._cpu_reduce import address, normaliser, smallest_critic, weight_of, weighting
+from gpubuf.kernels.td._cpu_reduce import normaliser, smallest_critic, weight_of
 
 #: Elements of a tile of whole rows, if a row has no more: the buffers stay in the first cache.
 TILE = 512
@@ -159,17 +159,8 @@ def soft_value(next_q: Tensor, logits: Tensor, alpha: Tensor) -> Tensor:
     check_rows(1, alpha=alpha)
     real = computing_dtype(next_q, logits)
     value = torch.empty(logits.shape[:-1], dtype=real)
-    next_q, logits, alpha = dense(next_q, real), dense(logits, real), dense(alpha, real)
-    _soft_value(
-        next_q.data_ptr(),
-        logits.data_ptr(),
-        alpha.data_ptr(),
-        n,
-        next_q.shape[0],
-        logits.shape[-1],
-        real is torch.float64,
-        value.data_ptr(),
-    )
+    wide = real is torch.float64
+    call(_soft_value, real, next_q, logits, alpha, n, next_q.shape[0], logits.shape[-1], wide, value)
     return value
 
 
@@ -181,24 +172,9 @@ def actor_loss(
     real, rows = computing_dtype(q, logits), logits.shape[:-1]
     loss, log_prob = torch.empty(rows if reduction == NONE else (), dtype=real), torch.empty(rows, dtype=real)
     entropy, norm = torch.empty((), dtype=real), torch.empty((), dtype=real)
-    q, logits, alpha = dense(q, real), dense(logits, real), dense(alpha, real)
-    weight, mask = weighting(weight, mask, real)
-    _actor_loss(
-        q.data_ptr(),
-        logits.data_ptr(),
-        alpha.data_ptr(),
-        address(weight),
-        address(mask),
-        reduction,
-        n,
-        q.shape[0],
-        logits.shape[-1],
-        real is torch.float64,
-        loss.data_ptr(),
-        log_prob.data_ptr(),
-        entropy.data_ptr(),
-        norm.data_ptr(),
-    )
+    sizes, wide = (n, q.shape[0], logits.shape[-1]), real is torch.float64
+    given = (q, logits, alpha, weight, flags(mask))
+    call(_actor_loss, real, *given, reduction, *sizes, wide, loss, log_prob, entropy, norm)
     return loss, log_prob, entropy, norm
 
 
@@ -216,22 +192,9 @@ def actor_loss_backward(
     """See :data:`gpubuf.kernels.discrete_sac.actor_loss_backward`."""
     real = computing_dtype(q, logits)
     by_logits, by_q = torch.empty(logits.shape, dtype=real), torch.empty(q.shape if with_q else (0,), dtype=real)
-    grad, critics, given, alpha = dense(grad, real), dense(q, real), dense(logits, real), dense(alpha, real)
-    weight, mask = weighting(weight, mask, real)
-    _actor_loss_backward(
-        grad.data_ptr(),
-        critics.data_ptr(),
-        given.data_ptr(),
-        alpha.data_ptr(),
-        address(weight),
-        address(mask),
-        norm.data_ptr(),
-        reduction,
-        logits.numel() // logits.shape[-1],
-        q.shape[0],
-        logits.shape[-1],
-        real is torch.float64,
-        by_logits.data_ptr(),
-        by_q.data_ptr() if with_q else 0,
-    )
+    actions, wide = logits.shape[-1], real is torch.float64
+    given = (grad, q, logits, alpha, weight, flags(mask), norm)
+    sizes = (logits.numel() // actions, q.shape[0], actions)
+    # What has no elements has the address 0.
+    call(_actor_loss_backward, real, *given, reduction, *sizes, wide, by_logits, by_q)
     return by_logits.to(logits.dtype), by_q.to(q.dtype)

@@ -14,11 +14,11 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from gpubuf.kernels._differentiable import computing_dtype, dense
+from gpubuf.kernels._differentiable import computing_dtype
 from gpubuf.kernels._elementary import exp_of_negative
+from gpubuf.kernels._floats import call, call_parts
 from gpubuf.kernels._jit import OPTIONS, jit
 from gpubuf.kernels._pointers import as_f32, as_f64
-from gpubuf.kernels._threads import call_in_parts
 from gpubuf.kernels.norms import LAYER, RELU, SILU, check_arguments, check_width
 
 #: Lets LLVM add the elements of a row in several lanes. Nothing else: NaN and infinity behave as ever.
@@ -227,23 +227,9 @@ def norm_activation(
     check_width(width)
     real = computing_dtype(x)
     y, statistics = torch.empty(x.shape, dtype=real), torch.empty((2, *x.shape[:-1]), dtype=real)
-    # The copies must outlive the call, hence the names.
-    x_, weight_, bias_ = dense(x, real), dense(weight, real), None if bias is None else dense(bias, real)
-    before = (
-        x_.data_ptr(),
-        weight_.data_ptr(),
-        0 if bias_ is None else bias_.data_ptr(),
-        statistics.data_ptr(),
-        y.data_ptr(),
-        nets,
-        rows,
-        width,
-        eps,
-        norm,
-        activation,
-        real is torch.float64,
-    )
-    call_in_parts(_forward, before, nets * rows, (), _work(width))
+    sizes, wide = (nets, rows, width), real is torch.float64
+    given = (x, weight, bias, statistics, y, *sizes, eps, norm, activation, wide)
+    call_parts(_forward, real, given, nets * rows, [], _work(width))
     return y.to(x.dtype), statistics
 
 
@@ -256,27 +242,10 @@ def norm_activation_backward(
     real = computing_dtype(x)
     by_x = torch.empty(x.shape, dtype=real)
     by_weight, by_bias = torch.empty(weight.shape, dtype=real), torch.empty(weight.shape, dtype=real)
-    grad_, x_, weight_, statistics_ = dense(grad, real), dense(x, real), dense(weight, real), dense(statistics, real)
-    bias_ = None if bias is None else dense(bias, real)
-    blocks = -(-rows // ROWS)
+    blocks, wide = -(-rows // ROWS), real is torch.float64
     partial = torch.empty(2 * nets * blocks * width, dtype=real)
-    before = (
-        grad_.data_ptr(),
-        x_.data_ptr(),
-        weight_.data_ptr(),
-        0 if bias_ is None else bias_.data_ptr(),
-        statistics_.data_ptr(),
-        by_x.data_ptr(),
-        partial.data_ptr(),
-        nets,
-        rows,
-        width,
-        norm,
-        activation,
-        real is torch.float64,
-    )
+    given = (grad, x, weight, bias, statistics, by_x, partial, nets, rows, width, norm, activation, wide)
     # Parts begin at whole blocks: at multiples of 64 rows, if each net had a multiple of ROWS.
-    call_in_parts(_backward, before, nets * blocks * ROWS, (), _work(width))
-    wide = real is torch.float64
-    _finish(partial.data_ptr(), by_weight.data_ptr(), by_bias.data_ptr(), nets, blocks, width, wide)
+    call_parts(_backward, real, given, nets * blocks * ROWS, [], _work(width))
+    call(_finish, real, partial, by_weight, by_bias, nets, blocks, width, wide)
     return by_x.to(x.dtype), by_weight.to(weight.dtype), by_bias.to(weight.dtype)

@@ -12,10 +12,10 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from gpubuf.kernels._differentiable import computing_dtype, dense
+from gpubuf.kernels._differentiable import computing_dtype
+from gpubuf.kernels._floats import call_parts
 from gpubuf.kernels._jit import OPTIONS, jit
 from gpubuf.kernels._pointers import as_f32, as_f64
-from gpubuf.kernels._threads import call_in_parts
 from gpubuf.kernels.norms import RELU, SILU, check_arguments, check_vectors
 from gpubuf.kernels.norms._cpu import ROWS, sigmoid
 
@@ -236,9 +236,8 @@ def batch_moments(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     nets, rows, width = check_arguments(x, weight, None)
     real = computing_dtype(x)
     mean, var = torch.empty(weight.shape, dtype=real), torch.empty(weight.shape, dtype=real)
-    x = dense(x, real)
-    before = (x.data_ptr(), mean.data_ptr(), var.data_ptr(), nets, rows, width, real is torch.float64)
-    call_in_parts(_moments, before, width, (), _work(nets * rows))
+    given = (x, mean, var, nets, rows, width, real is torch.float64)
+    call_parts(_moments, real, given, width, [], _work(nets * rows))
     return mean, var
 
 
@@ -250,12 +249,8 @@ def batch_norm_activation(
     check_vectors(weight, mean=mean, var=var)
     real = computing_dtype(x)
     y = torch.empty(x.shape, dtype=real)
-    # The copies must outlive the call, hence the names.
-    x_, *vectors = (dense(tensor, real) for tensor in (x, weight, bias, mean, var))
-    addresses = [vector.data_ptr() for vector in vectors]
-    wide = real is torch.float64
-    before = (x_.data_ptr(), *addresses, y.data_ptr(), nets, rows, width, eps, activation, wide)
-    call_in_parts(_forward, before, width, (), _work(nets * rows))
+    given = (x, weight, bias, mean, var, y, nets, rows, width, eps, activation, real is torch.float64)
+    call_parts(_forward, real, given, width, [], _work(nets * rows))
     return y.to(x.dtype)
 
 
@@ -276,8 +271,6 @@ def batch_norm_activation_backward(
     real = computing_dtype(x)
     by_x = torch.empty(x.shape, dtype=real)
     by_weight, by_bias = torch.empty(weight.shape, dtype=real), torch.empty(weight.shape, dtype=real)
-    given = [dense(tensor, real) for tensor in (grad, x, weight, bias, mean, var)]
-    addresses = [tensor.data_ptr() for tensor in (*given, by_x, by_weight, by_bias)]
-    before = (*addresses, nets, rows, width, eps, activation, not own, real is torch.float64)
-    call_in_parts(_backward, before, width, (), _work(nets * rows))
+    given = (grad, x, weight, bias, mean, var, by_x, by_weight, by_bias, nets, rows, width, eps, activation, not own)
+    call_parts(_backward, real, (*given, real is torch.float64), width, [], _work(nets * rows))
     return by_x.to(x.dtype), by_weight.to(weight.dtype), by_bias.to(weight.dtype)

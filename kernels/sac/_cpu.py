@@ -10,20 +10,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpubuf.kernels._differentiable import computing_dtype, dense
-from gpubuf.kernels._floats import load, read, store, total_of, write
+from gpubuf.kernels._differentiable import computing_dtype
+from gpubuf.kernels._floats import call, flags, load, read, store, total_of, write
 from gpubuf.kernels._jit import OPTIONS, jit
 from gpubuf.kernels.td import AVERAGE, NONE, SMALLEST, check_critics, check_rows
 from gpubuf.kernels.td._cpu_reduce import (
     TILE,
-    address,
     load_factors,
     load_mean,
     load_smallest,
     load_weights,
     normaliser,
     weight_of,
-    weighting,
 )
 
 
@@ -124,23 +122,9 @@ def actor_loss(
     real = computing_dtype(q)
     loss = torch.empty(log_prob.shape if reduction == NONE else (), dtype=real)
     entropy, norm = torch.empty((), dtype=real), torch.empty((), dtype=real)
-    q, log_prob, alpha = dense(q, real), dense(log_prob, real), dense(alpha, real)
-    weight, mask = weighting(weight, mask, real)
-    _actor_loss(
-        q.data_ptr(),
-        log_prob.data_ptr(),
-        alpha.data_ptr(),
-        address(weight),
-        address(mask),
-        reduction,
-        combine,
-        n,
-        q.shape[0],
-        real is torch.float64,
-        loss.data_ptr(),
-        entropy.data_ptr(),
-        norm.data_ptr(),
-    )
+    wide = real is torch.float64
+    rows = (q, log_prob, alpha, weight, flags(mask))
+    call(_actor_loss, real, *rows, reduction, combine, n, q.shape[0], wide, loss, entropy, norm)
     return loss, entropy, norm
 
 
@@ -158,23 +142,9 @@ def actor_loss_backward(
     """See :data:`gpubuf.kernels.sac.actor_loss_backward`."""
     real = computing_dtype(q)
     by_q, by_log_prob = torch.empty(q.shape, dtype=real), torch.empty(log_prob.shape, dtype=real)
-    grad, critics, alpha = dense(grad, real), dense(q, real), dense(alpha, real)
-    weight, mask = weighting(weight, mask, real)
-    _actor_loss_backward(
-        grad.data_ptr(),
-        critics.data_ptr(),
-        alpha.data_ptr(),
-        address(weight),
-        address(mask),
-        norm.data_ptr(),
-        reduction,
-        combine,
-        log_prob.numel(),
-        q.shape[0],
-        real is torch.float64,
-        by_q.data_ptr(),
-        by_log_prob.data_ptr(),
-    )
+    n, wide = log_prob.numel(), real is torch.float64
+    rows = (grad, q, alpha, weight, flags(mask), norm)
+    call(_actor_loss_backward, real, *rows, reduction, combine, n, q.shape[0], wide, by_q, by_log_prob)
     return by_q.to(q.dtype), by_log_prob.to(log_prob.dtype)
 
 
@@ -193,19 +163,7 @@ def temperature_loss(
     real = computing_dtype(log_prob)
     shape = log_prob.shape if reduction == NONE else torch.Size()
     loss, slope = torch.empty(shape, dtype=real), torch.empty(shape, dtype=real)
-    log_alpha, log_prob = dense(log_alpha, real), dense(log_prob, real)
-    target_entropy = dense(target_entropy, real)
-    weight, mask = weighting(weight, mask, real)
-    _temperature_loss(
-        log_alpha.data_ptr(),
-        log_prob.data_ptr(),
-        target_entropy.data_ptr(),
-        address(weight),
-        address(mask),
-        reduction,
-        n,
-        real is torch.float64,
-        loss.data_ptr(),
-        slope.data_ptr(),
-    )
+    wide = real is torch.float64
+    rows = (log_alpha, log_prob, target_entropy, weight, flags(mask))
+    call(_temperature_loss, real, *rows, reduction, n, wide, loss, slope)
     return loss, slope

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpubuf.kernels._differentiable import computing_dtype, dense
+from gpubuf.kernels._differentiable import computing_dtype
 from gpubuf.kernels._elementary import exp_below_700, is_positive_normal, log1p_of_fraction, log_of_normal
-from gpubuf.kernels._floats import load, read, store, write
+from gpubuf.kernels._floats import call, load, read, store, write
 from gpubuf.kernels._jit import OPTIONS, jit
 from gpubuf.kernels.tanh_normal import HALF_LOG_2_PI, LOG_2, check_arguments
 
@@ -107,10 +107,6 @@ def _sample_backward(  # type: ignore[no-untyped-def]
         store(deviation, by_scale, wide, start, count)
 
 
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
 def sample(
     loc: Tensor,
     scale: Tensor,
@@ -126,25 +122,10 @@ def sample(
     real = computing_dtype(loc, scale)
     action = torch.empty(loc.shape, dtype=real)
     log_prob = torch.empty(loc.shape[: loc.ndim - event_dims], dtype=real)
-    # The copies must outlive the call, hence the names.
-    loc_, scale_, noise_ = dense(loc, real), dense(scale, real), dense(noise, real)
-    low_, high_ = (None if b is None else dense(b, real) for b in (low, high))
-    n = log_prob.numel()
-    _sample(
-        loc_.data_ptr(),
-        scale_.data_ptr(),
-        noise_.data_ptr(),
-        _address(low_),
-        _address(high_),
-        low_value,
-        high_value,
-        n,
-        loc.numel() // n if n else 0,
-        last,
-        real is torch.float64,
-        action.data_ptr(),
-        log_prob.data_ptr(),
-    )
+    n, wide = log_prob.numel(), real is torch.float64
+    given = (loc, scale, noise, low, high)
+    width = loc.numel() // n if n else 0
+    call(_sample, real, *given, low_value, high_value, n, width, last, wide, action, log_prob)
     dtype = torch.promote_types(loc.dtype, scale.dtype)
     return action.to(dtype), log_prob
 
@@ -165,23 +146,8 @@ def sample_backward(
     last = check_arguments(loc, scale, noise, low, high, event_dims)
     real = computing_dtype(loc, scale)
     by_loc, by_scale = torch.empty(loc.shape, dtype=real), torch.empty(loc.shape, dtype=real)
-    loc_, scale_, noise_ = dense(loc, real), dense(scale, real), dense(noise, real)
-    optional = [None if t is None else dense(t, real) for t in (grad_action, grad_log_prob, low, high)]
-    width = loc.shape[loc.ndim - event_dims :].numel()
-    _sample_backward(
-        _address(optional[0]),
-        _address(optional[1]),
-        loc_.data_ptr(),
-        scale_.data_ptr(),
-        noise_.data_ptr(),
-        _address(optional[2]),
-        _address(optional[3]),
-        (high_value - low_value) * 0.5,
-        loc.numel() // width if width else 0,
-        width,
-        last,
-        real is torch.float64,
-        by_loc.data_ptr(),
-        by_scale.data_ptr(),
-    )
+    width, wide = loc.shape[loc.ndim - event_dims :].numel(), real is torch.float64
+    given = (grad_action, grad_log_prob, loc, scale, noise, low, high)
+    n, half = loc.numel() // width if width else 0, (high_value - low_value) * 0.5
+    call(_sample_backward, real, *given, half, n, width, last, wide, by_loc, by_scale)
     return by_loc.to(loc.dtype), by_scale.to(scale.dtype)

@@ -143,7 +143,7 @@ soft_lambda_return = define(
     "soft_lambda_return(Tensor next_q, Tensor? next_log_prob, Tensor? alpha, Tensor reward, Tensor terminated,"
     " Tensor done, Tensor? mask, Tensor gamma, Tensor lmbda, Tensor? steps, int length, int inner, int combine=0)"
     " -> Tensor",
-    cpu="gpubuf.kernels.td._cpu_returns:soft_lambda_return",
+    cpu="gpubuf.kernels.td._cpu:soft_lambda_return",
     cuda="gpubuf.kernels.td._launch:soft_lambda_return",
     fake=_soft_lambda_return_fake,
 )

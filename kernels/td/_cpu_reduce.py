@@ -1,16 +1,13 @@
-"""Helpers of the losses on the CPU: weights, masks, the factor of a reduction, the smallest critic."""
+"""What compiled losses share on the CPU: weights, masks, the factor of a reduction, the smallest critic."""
 
 # Numba needs the real signatures: no `from __future__ import annotations`.
 
-import torch
 from numba import carray
-from torch import Tensor
 
-from gpubuf.kernels._differentiable import dense
 from gpubuf.kernels._floats import load, read
 from gpubuf.kernels._jit import jit
 from gpubuf.kernels._pointers import as_u8
-from gpubuf.kernels.td import AVERAGE, MEAN, NONE
+from gpubuf.kernels.td import MEAN, NONE
 
 #: Rows that the loops work on at a time: the buffers of a tile stay in the first cache.
 TILE = 512
@@ -76,17 +73,6 @@ def smallest_critic(q, wide, n, nets, row):  # type: ignore[no-untyped-def]
 
 
 @jit(forceinline=True)
-def one_critic(q, wide, n, nets, row, combine):  # type: ignore[no-untyped-def]
-    """(the smallest critic or the mean of all of them, the first k that attains the minimum)."""
-    if combine != AVERAGE:
-        return smallest_critic(q, wide, n, nets, row)
-    total = 0.0
-    for net in range(nets):
-        total += read(q, wide, net * n + row)
-    return total / nets, 0
-
-
-@jit(forceinline=True)
 def load_smallest(q, wide, n, nets, first, count, smallest, which, other):  # type: ignore[no-untyped-def]
     """:func:`smallest_critic` of a tile of rows; ``other`` is a buffer. No branches: LLVM vectorises the loops."""
     load(q, wide, first, count, smallest)
@@ -112,13 +98,3 @@ def load_mean(q, wide, n, nets, first, count, mean, other):  # type: ignore[no-u
             mean[j] += other[j]
     for j in range(count):
         mean[j] /= nets
-
-
-def address(tensor: Tensor | None) -> int:
-    """The address of the tensor, 0 if it is absent."""
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-def weighting(weight: Tensor | None, mask: Tensor | None, real: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-    """Both as the kernels read them. The caller keeps them alive while a kernel uses their addresses."""
-    return None if weight is None else dense(weight, real), None if mask is None else dense(mask, torch.bool)

@@ -11,7 +11,7 @@ import functools
 import itertools
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -74,7 +74,7 @@ class KernelContract:
         roots: how many outputs, the first ones, are differentiable.
         wide: float arguments that no case narrows.
         dtypes: of all other float arguments.
-        rows: by argument, the dimension along which its rows lie, for batches of one dimension; empty: there is no mask.
+        rows: by argument, the dimension along which its rows lie in a batch of one; empty: there is no mask.
         outputs: dtypes of the outputs that are not of the computing dtype: "given" for that of the arguments.
         coarse: factor of :data:`ROUNDING`.
         refused: changed arguments of the first case, and what the ValueError says.
@@ -197,6 +197,23 @@ def check_values(contract: KernelContract) -> None:
     _checked(contract, check)
 
 
+def check_mixed(contract: KernelContract) -> None:
+    """The first argument and those with gradients in half precision, all others in float64: computed in float32."""
+    case = contract.cases[0]
+    principal = {*contract.leaves, contract._schema[0].name}
+    arguments = {
+        name: contract.narrowed(name, value, BF16 if name in principal else F64)
+        for name, value in contract.arguments(**{**case, "dtype": F64}).items()
+    }
+    ours = differentiated(contract, arguments)
+    exact = {name: contract.narrowed(name, value, F64) for name, value in arguments.items()}
+    truth = differentiated(contract, exact, contract.definition)
+    for found, true in zip(ours, truth, strict=True):
+        for got, other in zip(found, true, strict=False):
+            tolerance = contract.coarse * max(ROUNDING[got.dtype], ROUNDING[F32])
+            assert_no_worse(got, other, other, tolerance)
+
+
 def strided(tensor: Tensor) -> Tensor:
     """The same numbers in every second place of another tensor."""
     return tensor.unsqueeze(-1).repeat(*[1] * tensor.ndim, 2)[..., 0]
@@ -307,6 +324,17 @@ def _on_fake_gpu(value: Any) -> Any:
 _LAUNCHERS = r"gpubuf\.kernels\.\w+\._launch"
 
 
+@contextlib.contextmanager
+def _launches_noted() -> Iterator[list[Any]]:
+    """The kernels that launchers would launch in this block."""
+    noted: list[Any] = []
+    launchers = [module for name, module in sys.modules.items() if re.fullmatch(_LAUNCHERS, name)]
+    with contextlib.ExitStack() as stack:
+        for module in launchers:
+            stack.enter_context(mock.patch.object(module, "launch", lambda kernel, *_, **__: noted.append(kernel)))
+        yield noted
+
+
 def check_no_sync(contract: KernelContract) -> None:
     """Launchers, forward and backward, read nothing on the host, and return what fake tensors promise."""
     for case in contract.cases:
@@ -314,18 +342,12 @@ def check_no_sync(contract: KernelContract) -> None:
             differentiated(contract, contract.arguments(**case))
         assert calls.found
         for operation, args in calls.found:
-            module, _, name = _registry._implementations[operation][1].partition(":")
-            launcher, launched = _registry._imported(f"{module}:{name}"), []
-            with contextlib.ExitStack() as stack:
-                for each in [each for name, each in sys.modules.items() if re.fullmatch(_LAUNCHERS, name)]:
-                    noted = mock.patch.object(each, "launch", lambda kernel, *_, **__: launched.append(kernel))
-                    stack.enter_context(noted)
-                stack.enter_context(fake_cuda())
+            launcher = _registry._imported(_registry._implementations[operation][1])
+            with _launches_noted() as launched, fake_cuda():
                 given = tuple(map(_on_fake_gpu, args))
                 found, promised = _tuple(launcher(*given)), _tuple(operation(*given))
-            empty = not any(isinstance(a, Tensor) and a.numel() for a in found if a.ndim)
             assert len(launched) <= contract.launches
-            assert launched or empty or 0 in (a.numel() for a in args if isinstance(a, Tensor)), operation
+            assert launched or 0 in (a.numel() for a in args if isinstance(a, Tensor)), operation
             assert [(t.shape, t.dtype) for t in found] == [(t.shape, t.dtype) for t in promised]
 
 

@@ -27,15 +27,17 @@ QUICK = {
         transitions_sharing::test_a_truncated_row_has_its_own_final_observation
         transitions_sharing::TestRelink::test_an_overwritten_row_frees_its_entry
         transitions_convert::test_sources_that_are_not_contiguous
-        categorical_target::TestChoice
-        categorical_loss::TestSelection
-        categorical_loss::TestExpectedValue
+        categorical::TestChoice
+        categorical::TestSelection
+        categorical::TestExpectedValue
+        losses::test_mixed_dtypes[triton-categorical_loss]
+        losses::test_mixed_dtypes[triton-expected_value]
         moments::test_strided_rows
         moments::test_returns_of_other_dtypes_go_on
         norms::test_a_row_of_one_value
-        norms_batch::test_a_column_of_one_value
-        norms_batch::test_moments
-        norms_batch::test_rows_of_several_programs
+        norms::test_a_column_of_one_value
+        norms::test_moments
+        norms::test_rows_of_several_programs
         optim::test_clipped_gradients
     """,
     "stages": """
@@ -44,10 +46,13 @@ QUICK = {
         trajectories::test_draws_in_larger_batches_than_are_searched_together
         trajectories::test_eligible_starts
         trajectories::test_rows_that_are_not_continued
-        sac_operations::TestSelection::test_masked_rows_reach_nothing
-        discrete_sac::test_masked_rows_reach_nothing
-        discrete_sac::test_nan_is_seen
-        lambda_returns::test_without_lambda_it_is_the_target_of_one_step
+        losses_edges::test_which_critic_is_taken
+        losses_edges::test_nan_is_seen
+        losses_edges::test_against_the_forward_view
+        losses::test_mixed_dtypes[triton-td_loss]
+        losses::test_mixed_dtypes[triton-sac_actor_loss]
+        losses::test_mixed_dtypes[triton-temperature_loss]
+        losses::test_mixed_dtypes[triton-discrete_actor_loss]
         tanh_normal::test_one_output_may_go_unused
         tanh_normal::test_odd_and_even
     """,

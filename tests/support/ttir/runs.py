@@ -32,6 +32,7 @@ class Run:
         blocks: sizes of programs that the tests are run with, see :mod:`tests.support.ttir.blocks`.
         quick: one of them, with which every kernel is executed, in several programs where its grid can have them.
         room: the folder of tests/ that has the files.
+        only: an expression that names of tests match.
     """
 
     tests: str
@@ -39,11 +40,13 @@ class Run:
     blocks: Sequence[str] = ("default", "stages")
     quick: str = "default"
     room: str = "kernels"
+    only: str = ""
 
     def arguments(self, blocks: Sequence[str]) -> list[str]:
         left_out = " and ".join(f"not {word}" for word in LEFT_OUT.split())
         files = [f"tests/{self.room}/test_{name}.py" for name in self.tests.split()]
-        return [*files, "-k", left_out, "--ttir-blocks", *blocks]
+        chosen = f"({self.only}) and {left_out}" if self.only else left_out
+        return [*files, "-k", chosen, "--ttir-blocks", *blocks]
 
 
 RUNS = {
@@ -51,11 +54,15 @@ RUNS = {
     "sum_tree": Run("sum_tree sum_tree_draw sum_tree_eligible", ("sum_tree",)),
     "trajectories": Run("trajectories trajectories_launch", ("trajectories",), BLOCKS, "stages"),
     "fields": Run("rows transitions transitions_convert transitions_sharing transitions_checks", ("rows",)),
-    "sac": Run("tanh_normal sac_operations lambda_returns", ("sac", "td", "tanh_normal"), quick="stages"),
-    "categorical": Run("categorical_target categorical_loss", ("categorical",), ("default",)),
-    "discrete_sac": Run("discrete_sac", ("discrete_sac",), quick="stages"),
+    "losses": Run(
+        "losses losses_edges tanh_normal",
+        ("sac", "td", "tanh_normal", "discrete_sac"),
+        quick="stages",
+        only="not categorical and not expected_value and not norm_ and not batch_",
+    ),
+    "categorical": Run("losses categorical", ("categorical",), ("default",), only="categorical or expected_value"),
     "moments": Run("moments", ("moments",), ("default",)),
-    "norms": Run("norms norms_batch", ("norms",), ("default",)),
+    "norms": Run("losses norms", ("norms",), ("default",), only="norm or batch_moments"),
     "optim": Run("optim", ("optim",), ("default",)),
     "buffers": Run("buffers prioritized slices slice_model", room="data"),
 }

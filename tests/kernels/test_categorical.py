@@ -1,78 +1,30 @@
-"""The projected target of categorical critics on both backends: against its formula, and against a loop over atoms."""
+"""Categorical critics on both backends: the projection against a loop over atoms, and the edges of case 43."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from gpubuf.kernels import categorical
+from gpubuf.kernels import categorical, td
 from gpubuf.kernels._registry import triton_on_cpu
-from gpubuf.kernels.categorical import _launch, reference
+from gpubuf.kernels.categorical import reference
 from gpubuf.kernels.categorical._launch import plan_atoms
 from gpubuf.kernels.config import MATRIX_TILE
-from tests.support.categorical_setup import GAMMA, SUPPORT, TARGETS, Rows, projected_atom_by_atom, random, torch_threads
-from tests.support.fake_cuda import fake_cuda
-from tests.support.precision import assert_no_worse
+from tests.support.categorical_setup import GAMMA, SUPPORT, TARGETS, Rows, projected_atom_by_atom, random
 
 # The interpreter computes with NumPy, which warns of what a kernel then leaves out by selection.
 NUMPY_WARNS = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 NAN, INF = float("nan"), float("inf")
-ROUNDING = {torch.float64: 1e-14, torch.float32: 1e-6}
-
-
-def check(rows: Rows, target: str, dtype: torch.dtype = torch.float32) -> None:
-    ours = rows.ours(TARGETS[target], dtype)
-    if dtype in (torch.float16, torch.bfloat16):
-        for name in ("logits", "log_prob", "reward"):
-            setattr(rows, name, getattr(rows, name).to(dtype).double())
-    computing = torch.float64 if dtype is torch.float64 else torch.float32
-    assert ours.dtype is computing
-    assert ours.shape == (rows.nets if target == "own" else 1, *rows.batch, rows.atoms)
-    truth = rows.formula(TARGETS[target])
-    assert_no_worse(ours, rows.formula(TARGETS[target], computing), truth, ROUNDING[computing])
-    assert ((ours.double().sum(-1) - 1).abs() < 1e-6).all()
-    assert (ours >= 0).all()
+PRIORITIES = {"divergence": categorical.DIVERGENCE, "value error": categorical.VALUE_ERROR}
 
 
 class TestAgainstTheFormula:
-    @pytest.mark.parametrize("target", TARGETS)
-    @pytest.mark.parametrize(
-        ("nets", "atoms", "n"), [(1, 2, 5), (2, 51, 6), (2, 101, 4), (5, 51, 3), (10, 2, 4), (3, 129, 2), (2, 7, 0)]
-    )
-    def test_sizes(self, backend, nets, atoms, n, target):
-        check(Rows(nets, atoms, (n,)), target)
-
-    @pytest.mark.parametrize("target", TARGETS)
-    @pytest.mark.parametrize("batch", [(), (4, 1), (2, 3), (2, 3, 1)], ids=str)
-    def test_batch_dimensions(self, backend, batch, target):
-        """No batch dimension at all, agents, and rows that end in a one."""
-        check(Rows(2, 11, batch), target)
-
-    @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
-    def test_dtypes(self, backend, dtype):
-        for target in TARGETS:
-            check(Rows(2, 51, (4,), scaled=False), target, dtype)
-
-    @pytest.mark.parametrize("stepped", [False, True])
-    @pytest.mark.parametrize("entropy", [False, True])
-    def test_absent_arguments(self, backend, entropy, stepped):
-        check(Rows(2, 21, (5,), stepped=stepped, scaled=False, entropy=entropy), "own")
-
     @pytest.mark.parametrize("support", [(0.0, 1.0), (-3.0, 0.0), (-0.1, 0.7), (100.0, 1e4)], ids=str)
     def test_supports(self, backend, support):
-        check(Rows(2, 51, (4,), support=support), "min", torch.float64)
-        check(Rows(2, 51, (4,), support=support), "min")
-
-    def test_strided_arguments(self, backend):
-        """Transposed logits, rows out of a wider tensor, expanded numbers, at odd addresses."""
-        rows = Rows(2, 12, (5,))
-        true = rows.formula(categorical.OWN)
-        rows.logits = rows.logits.permute(2, 1, 0).contiguous().permute(2, 1, 0)
-        rows.reward = torch.stack([rows.reward, rows.reward + 1], -1)[:, 0]
-        rows.log_prob = torch.cat([random(1), rows.log_prob])[1:]
-        assert not rows.logits.is_contiguous()
-        assert not rows.reward.is_contiguous()
-        torch.testing.assert_close(rows.ours(categorical.OWN, torch.float64), true)
+        rows = Rows(2, 51, (4,), support=support)
+        for dtype, tolerance in ((torch.float64, 1e-13), (torch.float32, 1e-5)):
+            ours = rows.ours(categorical.MIN, dtype)
+            torch.testing.assert_close(ours.double(), rows.formula(categorical.MIN), rtol=0, atol=tolerance)
 
     def test_arguments_of_mixed_dtypes(self, backend):
         """Integer rewards and steps, flags as numbers, half-precision logits."""
@@ -252,63 +204,6 @@ def test_mass_sums_to_one(backend, atoms):
         assert (ours >= 0).all()
 
 
-def test_runs_repeat_to_the_bit(backend):
-    rows = Rows(3, 51, (2000,) if backend == "numba" else (3,))
-    for target in TARGETS.values():
-        first = rows.ours(target)
-        assert all(torch.equal(first, rows.ours(target)) for _ in range(3))
-
-
-def test_threads_change_nothing():
-    """The same bits with one thread and with several."""
-    rows = Rows(2, 101, (4000,))
-    for target in TARGETS.values():
-        alone = rows.ours(target)
-        with torch_threads(3):
-            assert torch.equal(rows.ours(target), alone)
-
-
-def test_faulty_arguments(backend):
-    logits, rows, one = torch.zeros(2, 3, 5), torch.zeros(3), torch.ones(())
-
-    def call(logits=logits, log_prob=rows, alpha=one, reward=rows, v_min=-1.0, v_max=1.0, target=categorical.OWN):
-        categorical.categorical_target(logits, log_prob, alpha, reward, rows, one, None, None, v_min, v_max, target)
-
-    call()
-    with pytest.raises(ValueError, match="go together"):
-        call(alpha=None)
-    for wrong in (torch.zeros(5), torch.zeros(2, 4, 5), torch.zeros(2, 3, 1), torch.zeros(0, 3, 5)):
-        with pytest.raises(ValueError, match="logits must be"):
-            call(logits=wrong)
-    with pytest.raises(ValueError, match="one element per row"):
-        call(log_prob=torch.zeros(4))
-    for v_min, v_max in [(1.0, 1.0), (2.0, 1.0), (-INF, 1.0), (0.0, INF), (NAN, 1.0)]:
-        with pytest.raises(ValueError, match="finite v_min < v_max"):
-            call(v_min=v_min, v_max=v_max)
-    with pytest.raises(ValueError, match="OWN, MIN or MIXTURE"):
-        call(target=3)
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_opcheck(target):
-    """The schema is true, and the fake has the shapes and dtypes of the result."""
-    for dtype in (torch.float32, torch.bfloat16):
-        logits, rows = random(2, 4, 7).to(dtype), random(4)
-        arguments = (
-            logits,
-            rows,
-            torch.ones(()),
-            rows,
-            rows > 0,
-            torch.ones(()),
-            None,
-            None,
-            *SUPPORT,
-            TARGETS[target],
-        )
-        torch.library.opcheck(categorical.categorical_target, arguments)
-
-
 def test_plan_covers_every_row():
     for n in (0, 1, 7, 8, 9, 8192):
         for atoms in (2, 51, 101, 256, 5000):
@@ -322,38 +217,6 @@ def test_plan_covers_every_row():
     assert not plan_atoms(9, 101).single
 
 
-@pytest.mark.parametrize("n", [0, 4, 300])
-def test_nothing_synchronises(monkeypatch, n):
-    """One launch, on fake CUDA tensors, of which none can be read on the host."""
-    launched = []
-    monkeypatch.setattr(_launch, "launch", lambda kernel, programs, *args, **options: launched.append(programs))
-    with fake_cuda():
-        logits, rows = torch.empty(2, n, 51, device="cuda"), torch.empty(n, device="cuda")
-        mask, one = torch.empty(n, dtype=torch.bool, device="cuda"), torch.empty((), device="cuda")
-        for target in TARGETS.values():
-            arguments = (logits, rows, one, rows, mask, one, rows, one, *SUPPORT, target)
-            _launch.categorical_target(*arguments)
-            # and the registered operation
-            assert categorical.categorical_target(*arguments).shape[1:] == (n, 51)
-    assert launched == ([2 * n, n, n] if n else [])
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("atoms", [2, 51, 101, 256])
-@pytest.mark.parametrize("n", [1, 256, 8193])
-def test_on_a_gpu(n, atoms):
-    """Against the CPU twin; 20 runs are equal to the bit."""
-    for dtype in (torch.float32, torch.float64, torch.bfloat16):
-        rows = Rows(2, atoms, (n,))
-        for target in TARGETS.values():
-            on_gpu = rows.ours(target, dtype, "cuda")
-            if target != categorical.MIN:  # where two critics are close, rounding chooses
-                torch.testing.assert_close(on_gpu.cpu(), rows.ours(target, dtype), rtol=0, atol=2e-6)
-            assert ((on_gpu.double().sum(-1) - 1).abs() < 1e-6).all()
-            assert all(torch.equal(on_gpu, rows.ours(target, dtype, "cuda")) for _ in range(19))
-
-
 def test_the_interpreter_and_the_twin_agree_on_ties():
     """Equal critics: both take the first, and so the same one's mass."""
     rows = Rows(3, 21, (4,))
@@ -361,3 +224,75 @@ def test_the_interpreter_and_the_twin_agree_on_ties():
     ours = rows.ours(categorical.MIN)
     with triton_on_cpu():
         torch.testing.assert_close(rows.ours(categorical.MIN), ours, rtol=0, atol=1e-6)
+
+
+class TestCase43OfTheLoss:
+    @NUMPY_WARNS
+    def test_infinite_logits(self, backend):
+        """Case 43: an atom whose logit is -inf adds nothing if it has no mass; if it has, the loss is infinite."""
+        target = torch.tensor([[[0.5, 0.5, 0.0], [0.25, 0.25, 0.5]]])
+        logits = torch.tensor([[[0.0, 0.0, -INF], [0.0, 0.0, -INF]]], requires_grad=True)
+        for priority in PRIORITIES.values():
+            loss, far, _ = categorical.categorical_loss(logits, target, None, None, *SUPPORT, priority, False, td.NONE)
+            assert loss[1] == INF
+            torch.testing.assert_close(loss[0].detach(), torch.tensor(2.0).log())
+            assert not far.isnan().any()
+        (by_logits,) = torch.autograd.grad(loss.sum(), logits)
+        torch.testing.assert_close(by_logits, torch.tensor([[[0, 0, 0], [0.25, 0.25, -0.5]]]))
+
+    @NUMPY_WARNS
+    @pytest.mark.parametrize("bad", ["logits", "target"])
+    def test_a_nan_is_seen_in_its_row_only(self, backend, bad):
+        """Case 43: in the loss, the priority and the gradient of that row."""
+        logits, target = random(2, 3, 5).float(), random(2, 3, 5, seed=1).softmax(-1).float()
+        (logits if bad == "logits" else target)[1, 2, 3] = NAN
+        logits.requires_grad_()
+        for priority in PRIORITIES.values():
+            loss, far, _ = categorical.categorical_loss(logits, target, None, None, *SUPPORT, priority, False, td.NONE)
+            assert loss.isnan().tolist() == far.isnan().tolist() == [False, False, True]
+            (by_logits,) = torch.autograd.grad(loss.sum(), logits)
+            assert {tuple(place[:2]) for place in by_logits.isnan().nonzero().tolist()} == {(1, 2)}
+
+
+class TestSelection:
+    def test_priorities_are_neither_weighted_nor_masked(self, backend):
+        logits, target = random(2, 6, 5), random(1, 6, 5, seed=1).softmax(-1)
+        for priority in PRIORITIES.values():
+            (_, one, _), (_, other, _) = (
+                categorical.categorical_loss(logits, target, *w, *SUPPORT, priority, True, td.MEAN)
+                for w in ((None, None), (torch.zeros(6), torch.zeros(6) > 0))
+            )
+            assert torch.equal(one, other)
+
+    def test_a_critic_that_has_learnt_has_no_priority(self, backend):
+        """The divergence from itself is 0, and not below where rounding would make it so."""
+        logits = random(1, 40, 51, size=3)
+        for dtype in (torch.float32, torch.float64):
+            target = logits.softmax(-1).to(dtype)
+            for priority in PRIORITIES.values():
+                _, far, _ = categorical.categorical_loss(
+                    logits.to(dtype), target, None, None, *SUPPORT, priority, False, td.MEAN
+                )
+                assert (far >= 0).all()
+                assert far.max() < 1e-5
+
+
+class TestExpectedValue:
+    @NUMPY_WARNS
+    def test_nan_and_infinite_logits(self, backend):
+        logits = torch.tensor([[[0.0, NAN, 0.0], [0.0, -INF, 0.0], [-INF, -INF, 3.0], [-INF, -INF, -INF]]])
+        value = categorical.expected_value(logits, -1.0, 1.0)[0]
+        assert value.isnan().tolist() == [True, False, False, True]
+        assert value[1:3].tolist() == [0, 1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_offsets_beyond_32_bits_on_a_gpu():
+    """The last row of more than 2^31 logits."""
+    n = 2**31 // 1024 + 3
+    logits = torch.zeros(1, n, 1024, dtype=torch.float16, device="cuda")
+    logits[0, -1, 5] = 60.0
+    value = categorical.expected_value(logits, 0.0, 1023.0)
+    torch.testing.assert_close(value[0, -1].item(), 5.0, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(value[0, 0].item(), 511.5, rtol=1e-4, atol=1e-4)
