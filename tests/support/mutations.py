@@ -50,6 +50,26 @@ AREAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "checkpoints": (("gpubuf/data/checkpoints/*.py",), ("tests/data/test_checkpoint*.py",)),
     "losses": (("gpubuf/objectives/*.py",), ("tests/objectives/test_*.py",)),
+    "kernels of losses": (
+        (
+            "kernels/td/_[cl]*.py",
+            "kernels/*sac/_[cl]*.py",
+            "kernels/categorical/_[cl]*.py",
+            "kernels/tanh_normal/_[cl]*.py",
+            "kernels/norms/_[cl]*.py",
+            "kernels/optim/_[cl]*.py",
+        ),
+        (
+            "tests/kernels/test_losses*.py",
+            "tests/kernels/test_categorical*.py",
+            "tests/kernels/test_tanh_normal.py",
+            "tests/kernels/test_norms*.py",
+            "tests/kernels/test_optim.py",
+            "tests/kernels/test_sac*.py",
+            "tests/kernels/test_discrete*.py",
+            "tests/kernels/test_lambda*.py",
+        ),
+    ),
     "adapters": (("gpubuf/integrations/*.py",), ("tests/integrations/test_*.py",)),
 }
 
