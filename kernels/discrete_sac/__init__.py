@@ -16,6 +16,7 @@ Reference: Christodoulou, "Soft Actor-Critic for Discrete Action Settings", arXi
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import Tensor
@@ -64,16 +65,9 @@ differentiable. Pass the value on to :data:`gpubuf.kernels.td.soft_td_target`, a
 # --- actor objective --------------------------------------------------------------------------------------------------
 
 
-def _actor_loss_fake(
-    q: Tensor, logits: Tensor, alpha: Tensor, weight: Tensor | None, mask: Tensor | None, reduction: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dtype, rows = computing_dtype(q, logits), logits.shape[:-1]
-    return (
-        q.new_empty(rows if reduction == NONE else (), dtype=dtype),
-        q.new_empty(rows, dtype=dtype),
-        q.new_empty((), dtype=dtype),
-        q.new_empty((), dtype=dtype),
-    )
+def _actor_loss_fake(q: Tensor, logits: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    new, rows = functools.partial(q.new_empty, dtype=computing_dtype(q, logits)), logits.shape[:-1]
+    return new(rows if options[-1] == NONE else ()), new(rows), new(()), new(())
 
 
 actor_loss = define(

@@ -7,32 +7,23 @@ Reference: Haarnoja et al., "Soft Actor-Critic Algorithms and Applications", arX
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import Tensor
 
 from gpubuf.kernels._differentiable import computing_dtype, direct, register_autograd
 from gpubuf.kernels._registry import define
-from gpubuf.kernels.td import SMALLEST, loss_shape
+from gpubuf.kernels.td import loss_shape
 
 # --- actor objective --------------------------------------------------------------------------------------------------
 
 
 def _actor_loss_fake(
-    q: Tensor,
-    log_prob: Tensor,
-    alpha: Tensor,
-    weight: Tensor | None,
-    mask: Tensor | None,
-    reduction: int,
-    combine: int = SMALLEST,
+    q: Tensor, log_prob: Tensor, alpha: Tensor, weight: Tensor | None, mask: Tensor | None, reduction: int, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = computing_dtype(q)
-    return (
-        q.new_empty(loss_shape(log_prob, reduction), dtype=dtype),
-        q.new_empty((), dtype=dtype),
-        q.new_empty((), dtype=dtype),
-    )
+    new = functools.partial(q.new_empty, dtype=computing_dtype(q))
+    return new(loss_shape(log_prob, reduction)), new(()), new(())
 
 
 actor_loss = define(
@@ -85,16 +76,9 @@ actor_loss_direct = register_autograd(actor_loss, _actor_loss_setup, _actor_loss
 # --- temperature ------------------------------------------------------------------------------------------------------
 
 
-def _temperature_loss_fake(
-    log_alpha: Tensor,
-    log_prob: Tensor,
-    target_entropy: Tensor,
-    weight: Tensor | None,
-    mask: Tensor | None,
-    reduction: int,
-) -> tuple[Tensor, Tensor]:
-    shape, dtype = loss_shape(log_prob, reduction), computing_dtype(log_prob)
-    return log_prob.new_empty(shape, dtype=dtype), log_prob.new_empty(shape, dtype=dtype)
+def _temperature_loss_fake(log_alpha: Tensor, log_prob: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    new = functools.partial(log_prob.new_empty, loss_shape(log_prob, options[-1]), dtype=computing_dtype(log_prob))
+    return new(), new()
 
 
 temperature_loss = define(

@@ -46,18 +46,9 @@ def check_arguments(
     return last
 
 
-def _sample_fake(
-    loc: Tensor,
-    scale: Tensor,
-    noise: Tensor,
-    low: Tensor | None,
-    high: Tensor | None,
-    low_value: float,
-    high_value: float,
-    event_dims: int,
-) -> tuple[Tensor, Tensor]:
+def _sample_fake(loc: Tensor, scale: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     action = loc.new_empty(loc.shape, dtype=torch.promote_types(loc.dtype, scale.dtype))
-    return action, loc.new_empty(loc.shape[: loc.ndim - event_dims], dtype=computing_dtype(loc, scale))
+    return action, loc.new_empty(loc.shape[: loc.ndim - options[-1]], dtype=computing_dtype(loc, scale))
 
 
 def _sample_backward_fake(loc: Tensor, scale: Tensor, *_: Any) -> tuple[Tensor, Tensor]:

@@ -24,6 +24,7 @@ Function Approximation Error in Actor-Critic Methods", arXiv 1802.09477 (the min
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -86,16 +87,7 @@ def loss_shape(rows: Tensor, reduction: int) -> torch.Size:
 # --- target -----------------------------------------------------------------------------------------------------------
 
 
-def _soft_td_target_fake(
-    next_q: Tensor,
-    next_log_prob: Tensor | None,
-    alpha: Tensor | None,
-    reward: Tensor,
-    terminated: Tensor,
-    gamma: Tensor,
-    steps: Tensor | None,
-    combine: int = SMALLEST,
-) -> Tensor:
+def _target_fake(next_q: Tensor, next_log_prob: Tensor | None, alpha: Tensor | None, reward: Tensor, *_: Any) -> Tensor:
     rows = reward if next_log_prob is None else next_log_prob
     return next_q.new_empty(rows.shape, dtype=computing_dtype(next_q))
 
@@ -105,7 +97,7 @@ soft_td_target = define(
     " Tensor gamma, Tensor? steps, int combine=0) -> Tensor",
     cpu="gpubuf.kernels.td._cpu:soft_td_target",
     cuda="gpubuf.kernels.td._launch:soft_td_target",
-    fake=_soft_td_target_fake,
+    fake=_target_fake,
 )
 """``y = reward + gamma^steps * (min_k next_q[k] - alpha * next_log_prob)``, ``y = reward`` where terminated.
 
@@ -132,20 +124,13 @@ def check_return(
     return (n // length if n else 0), n
 
 
-def _soft_lambda_return_fake(
-    next_q: Tensor, next_log_prob: Tensor | None, alpha: Tensor | None, reward: Tensor, *_: Any
-) -> Tensor:
-    rows = reward if next_log_prob is None else next_log_prob
-    return next_q.new_empty(rows.shape, dtype=computing_dtype(next_q))
-
-
 soft_lambda_return = define(
     "soft_lambda_return(Tensor next_q, Tensor? next_log_prob, Tensor? alpha, Tensor reward, Tensor terminated,"
     " Tensor done, Tensor? mask, Tensor gamma, Tensor lmbda, Tensor? steps, int length, int inner, int combine=0)"
     " -> Tensor",
     cpu="gpubuf.kernels.td._cpu:soft_lambda_return",
     cuda="gpubuf.kernels.td._launch:soft_lambda_return",
-    fake=_soft_lambda_return_fake,
+    fake=_target_fake,
 )
 """The lambda returns G of sequences, by the recursion from their last rows to their first.
 
@@ -168,15 +153,9 @@ Reference: Sutton and Barto, "Reinforcement Learning: An Introduction", 2018, se
 # --- ensemble loss ----------------------------------------------------------------------------------------------------
 
 
-def _td_loss_fake(
-    q: Tensor, target: Tensor, weight: Tensor | None, mask: Tensor | None, loss_function: int, reduction: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = computing_dtype(q)
-    return (
-        q.new_empty(loss_shape(target, reduction), dtype=dtype),
-        q.new_empty(target.shape, dtype=dtype),
-        q.new_empty((), dtype=dtype),
-    )
+def _td_loss_fake(q: Tensor, target: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    new = functools.partial(q.new_empty, dtype=computing_dtype(q))
+    return new(loss_shape(target, options[-1])), new(target.shape), new(())
 
 
 td_loss = define(

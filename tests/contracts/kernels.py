@@ -274,7 +274,7 @@ def check_gradients(contract: KernelContract) -> None:
 
 def check_registration(contract: KernelContract) -> None:
     """Schema, fake tensors and autograd registration."""
-    for case in contract.cases[:2]:
+    for case in contract.cases[:1]:
         arguments = contract.arguments(**case)
         for name in contract.leaves:
             if arguments[name] is not None:
@@ -337,7 +337,8 @@ def _launches_noted() -> Iterator[list[Any]]:
 
 def check_no_sync(contract: KernelContract) -> None:
     """Launchers, forward and backward, read nothing on the host, and return what fake tensors promise."""
-    for case in contract.cases:
+    # Fake tensors take their time: every few cases.
+    for case in contract.cases[:: len(contract.cases) // 6]:
         with Calls() as calls:
             differentiated(contract, contract.arguments(**case))
         assert calls.found
