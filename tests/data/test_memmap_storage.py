@@ -134,13 +134,6 @@ def test_reopens_without_flush(tmp_path: Path):
     assert LazyMemmapStorage(10, scratch_dir=tmp_path / "rows", existsok=True)[7:9]["step"].tolist() == [13, 14]
 
 
-def test_existsok_makes_what_is_not_there(tmp_path: Path):
-    storage = LazyMemmapStorage(10, scratch_dir=tmp_path / "new", existsok=True)
-    assert not storage.initialized
-    ReplayBuffer(storage=storage).extend(transitions(2))
-    assert len(LazyMemmapStorage.open(tmp_path / "new")) == 2
-
-
 def test_nothing_is_copied(tmp_path: Path):
     """Two storages on one folder see each other's rows: both are the file."""
     one = filled(tmp_path / "rows").storage
@@ -148,15 +141,6 @@ def test_nothing_is_copied(tmp_path: Path):
     other[torch.tensor([4])] = transitions(1, 77)
     assert one[4]["step"] == 77
     assert one[4]["next", "a/b c"] == 77
-
-
-def test_exactly_full(tmp_path: Path):
-    """CASES.md 18."""
-    filled(tmp_path / "rows", 10)
-    again = ReplayBuffer(storage=LazyMemmapStorage.open(tmp_path / "rows"))
-    assert (len(again), again.write_count, again.storage.cursor) == (10, 10, 0)
-    assert again.extend(transitions(1, 10)).tolist() == [0]
-    assert again[:]["step"].tolist() == [10, 1, 2, 3, 4, 5, 6, 7, 8, 9]
 
 
 def test_empty_is_remembered(tmp_path: Path):
