@@ -25,6 +25,7 @@ from benchmarks.studies import checkpoints as benchmark
 from gpubuf import (
     LazyMemmapStorage,
     LazyTensorStorage,
+    MixedReplayBuffer,
     PrioritizedSampler,
     ReplayBuffer,
     SliceSampler,
@@ -531,7 +532,7 @@ def test_a_state_and_a_mapped_storage_do_not_follow_links(tmp_path):
 # Saves that others stop, or come between
 
 
-@pytest.mark.parametrize("kills", [20, pytest.param(200, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("kills", [10, pytest.param(200, marks=pytest.mark.nightly)])
 def test_killed_while_saving_in_a_loop(kills, tmp_path):
     """Each time the newest complete checkpoint loads, and nothing that was reported saved is lost."""
     command = [sys.executable, "-m", "tests.support.checkpoint_crashes", str(tmp_path), str(kills), "0"]
@@ -563,6 +564,10 @@ def test_what_is_on_the_disk_before_the_manifest_names_it(tmp_path, monkeypatch)
     used().save(tmp_path, file_bytes=1_500)
     assert set(events[:-4]) == {file.name for file in files.read_manifest(tmp_path).files}
     assert events[-4:] == [tmp_path.name, "manifest.json.tmp", "replace", tmp_path.name]
+    events.clear()
+    MixedReplayBuffer([used("random"), used("random")]).save(tmp_path / "mix")
+    # The manifest of all is the first to be replaced.
+    assert {"buffer_0", "buffer_1", "mix"} <= set(events[: events.index("replace")])
 
 
 def test_a_save_waits_for_another_of_the_same_folder(tmp_path):

@@ -35,7 +35,7 @@ def test_killed_while_writing(kills: int, tmp_path: Path):
     assert int(within[1]) > kills // 6
 
 
-@pytest.mark.parametrize(("which", "n"), [("few", 8), pytest.param("all", 14, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("which", "n"), [("few", 5), pytest.param("all", 14, marks=pytest.mark.slow)])
 def test_stopped_at_every_point_of_every_write(which: str, n: int, tmp_path: Path):
     """A write is there as a whole, or not at all; so is a state that is loaded, but then the old rows may be gone."""
     said = run(str(tmp_path), "stops", which)
