@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import json
 import os
 import platform
 import shutil
@@ -108,7 +109,7 @@ class Info:
 
     def as_json(self) -> dict[str, Any]:
         """All of it as JSON has it: bytes as numbers, paths as text."""
-        found: dict[str, Any] = _plain(dataclasses.asdict(self))
+        found: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self), default=str))
         return found
 
     def tables(self) -> list[list[tuple[str, ...]]]:
@@ -138,14 +139,6 @@ class Info:
 
     def __str__(self) -> str:
         return "\n\n".join(map(aligned, self.tables()))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, Path) else value
 
 
 def info() -> Info:

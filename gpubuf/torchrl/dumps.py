@@ -133,7 +133,8 @@ def load_torchrl(
 def _take(buffer: Checkpointed, found: Dump, batch_size: int | None) -> None:
     """Replace all that a buffer holds, with its lock held."""
     storage, sampler, per_step = buffer._storage, buffer._sampler, math.prod(found.shape[1:])
-    room = -(-storage.max_size // per_step) * per_step
+    # A storage that converts rows is written to, oldest first.
+    room = storage.max_size if storage.converts else -(-storage.max_size // per_step) * per_step
     if found.size > room:
         raise ValueError(f"the dump holds {found.size} rows, the storage has room for {room}")
     if storage.initialized:
@@ -165,8 +166,6 @@ def _take(buffer: Checkpointed, found: Dump, batch_size: int | None) -> None:
 
 def _append(storage: TensorStorage, found: Dump) -> Tensor:
     """Write the rows, oldest first, to a storage that converts them. The old position of each."""
-    if found.size > storage.max_size:
-        raise ValueError(f"the dump holds {found.size} rows, the storage has room for {storage.max_size}")
     capacity, per_step = math.prod(found.shape), math.prod(found.shape[1:])
     first = found.written % capacity if found.size == capacity else 0
     steps, oldest = found.size // per_step, first // per_step

@@ -169,16 +169,12 @@ def _check_settings(buffer: Checkpointed, state: dict[str, Any]) -> None:
         buffer._pipeline.check_state(saved)
 
 
-def check(buffer: Checkpointed, state: dict[str, Any]) -> None:
-    """Raise unless a buffer can take ``state``, as far as that shows before it is tried.
+def check(buffer: Checkpointed, state: dict[str, Any]) -> dict[str, Any]:
+    """The storage's state in ``state``, which a buffer can take, as far as that shows before it is tried.
 
     Raises:
         ValueError: it can't; the buffer is as it was.
     """
-    _checked_rows(buffer, state)
-
-
-def _checked_rows(buffer: Checkpointed, state: dict[str, Any]) -> dict[str, Any]:
     storage, sampler = buffer._storage, buffer._sampler
     kind = state["_sampler"]["type"]
     if kind != type(sampler).__name__:
@@ -416,7 +412,7 @@ def load_state(buffer: Checkpointed, state: dict[str, Any]) -> None:
 def _restore(buffer: Checkpointed, state: dict[str, Any]) -> None:
     storage, sampler, ahead = buffer._storage, buffer._sampler, buffer._prefetcher
     group: Together | None = state.get(TOGETHER)
-    rows, queue = _checked_rows(buffer, state), state.get("_prefetch", [])
+    rows, queue = check(buffer, state), state.get("_prefetch", [])
     with ahead.quiet(), together() if group is None else contextlib.nullcontext(group) as whole:
         replacement = whole.stack.enter_context(Replacement(buffer, whole))
         buffer._transform.load_state_dict(state["_transforms"])
