@@ -174,15 +174,15 @@ def change_tree(tree: Any, place: int, chance: random.Random) -> None:
         container[key] = copy.deepcopy(chance.choice(ODD))
 
 
-def change_meaning(target: Target, file: str | None, place: int, chance: random.Random) -> None:
-    """Change one field of the manifest, or, if ``file`` is one, of that file."""
+def change_meaning(target: Target, file: str | None, change: Callable[[Any], None]) -> None:
+    """Change what the manifest says, or, if ``file`` is one, that file."""
     content = copy.deepcopy(target.manifest["content"])
     if file is None:
-        change_tree(content, place, chance)
+        change(content)
     else:
         (entry,) = [held for held, key in places(content) if key == "name" and held[key] == file]
         state = copy.deepcopy(serialization.load(target.folder / file))
-        change_tree(state, place, chance)
+        change(state)
         # Files are created, never overwritten.
         (target.folder / file).unlink()
         entry["size"], entry["checksum"] = serialization.write(target.folder / file, serialization.contents(state))

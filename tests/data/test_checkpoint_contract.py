@@ -34,6 +34,7 @@ from tests.contracts.checkpoints import (
     break_part,
     change_files,
     change_meaning,
+    change_tree,
     cut_short,
     places,
     state_bytes,
@@ -79,13 +80,13 @@ def test_changed_meaning(contract: BufferContract, n: int, tmp_path: Path):
     for name in names:
         fields += [(name, place) for place in range(len(places(serialization.load(target.folder / name))))]
     for file, place in chance.choices(fields, k=n):
-        change_meaning(target, file, place, chance)
+        change_meaning(target, file, lambda tree, place=place: change_tree(tree, place, chance))
         if refused := bool(target.refused()):
             n_refused += 1
         else:
             target.buffer._batches._batch_size = None
-            # What an epoch says may have become untrue, but no sample may read outside of the rows.
-            with contextlib.suppress(RuntimeError, ValueError, IndexError, KeyError):
+            # What an epoch says may have become untrue, and objects others; but no sample may read outside of the rows.
+            with contextlib.suppress(RuntimeError, ValueError, IndexError, KeyError, AttributeError, TypeError):
                 target.buffer.sample(4)
         target.put_back(loaded=not refused)
     assert 0.2 * n < n_refused < n
@@ -293,6 +294,17 @@ def test_links_versions_and_formats(tmp_path: Path):
         assert text in target.refused()
     (target.folder / files.MANIFEST).write_text("[" * 100_000)
     assert "is damaged" in target.refused()
+
+
+def test_a_tensor_where_a_dtype_is_due(tmp_path: Path):
+    """It was a RuntimeError: such a thing can't be compared."""
+    target = Target(tmp_path / "c", BufferContract(narrow=True))
+
+    def change(state: Any) -> None:
+        state["_storage"]["form"][0]["stored"] = torch.arange(3)
+
+    change_meaning(target, target.manifest["content"]["state"]["name"], change)
+    assert "tensors where it describes the rows" in target.refused()
 
 
 def test_a_batch_size_that_no_buffer_could_have():

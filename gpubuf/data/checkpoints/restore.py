@@ -234,6 +234,7 @@ def _check_storage(storage: TensorStorage, manifest: Manifest, state: dict[str, 
     need(state["initialized"] == (rows is not None), "the checkpoint's state and its rows contradict each other")
     if rows is None:
         return
+    need(not any(True for _ in tensors_of(state.get("form"))), "the checkpoint has tensors where it describes the rows")
     written, size, capacity, shape = state["written"], state["size"], state["max_size"], tuple(state["shape"])
     need(all(is_count(n) for n in (written, size, *shape)), f"the checkpoint's counters are {written!r} and {size!r}")
     need(

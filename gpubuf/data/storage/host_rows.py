@@ -181,7 +181,7 @@ def saved_host(state: Mapping[str, Any]) -> dict[Key, tuple[int, ...]]:
             found[tuple(map(str, entry["key"]))] = tuple(map(int, entry["shape"]))
             if not isinstance(entry["rows"], list) or len(entry["rows"]) != state["size"]:
                 raise ValueError(f"{entry['key']!r} does not have {state['size']} rows")
-    except (KeyError, TypeError, ValueError) as error:
+    except (LookupError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"the state does not hold the data that are not tensors: {error!r}") from None
     return found
 
