@@ -28,16 +28,15 @@ QUICK = {
         transitions_sharing::TestRelink::test_an_overwritten_row_frees_its_entry
         transitions_convert::test_sources_that_are_not_contiguous
         categorical::TestChoice
-        categorical::TestSelection
-        categorical::TestExpectedValue
-        losses::test_mixed_dtypes[triton-categorical_loss]
-        losses::test_mixed_dtypes[triton-expected_value]
+        categorical::TestCase43OfTheLoss
+        losses::test_mixed_dtypes[triton-warps-expected_value]
         moments::test_strided_rows
         moments::test_returns_of_other_dtypes_go_on
         norms::test_a_row_of_one_value
         norms::test_a_column_of_one_value
         norms::test_moments
-        norms::test_rows_of_several_programs
+        losses::test_mixed_dtypes[triton-warps-norm_activation]
+        norms::test_batch_nan
         optim::test_clipped_gradients
     """,
     "stages": """
@@ -49,10 +48,10 @@ QUICK = {
         losses_edges::test_which_critic_is_taken
         losses_edges::test_nan_is_seen
         losses_edges::test_against_the_forward_view
-        losses::test_mixed_dtypes[triton-td_loss]
-        losses::test_mixed_dtypes[triton-sac_actor_loss]
-        losses::test_mixed_dtypes[triton-temperature_loss]
-        losses::test_mixed_dtypes[triton-discrete_actor_loss]
+        losses::test_masked_rows_reach_nothing[triton-stages-warps-td_loss]
+        losses::test_masked_rows_reach_nothing[triton-stages-warps-sac_actor_loss]
+        losses::test_masked_rows_reach_nothing[triton-stages-warps-temperature_loss]
+        losses_edges::test_impossible_actions_take_no_part
         tanh_normal::test_one_output_may_go_unused
         tanh_normal::test_odd_and_even
     """,
