@@ -8,7 +8,6 @@ from gpubuf.kernels.norms import LAYER, NONE, RELU, RMS, SILU
 
 KINDS = {LAYER: "layer", RMS: "rms"}
 ACTIVATIONS = {NONE: "none", RELU: "relu", SILU: "silu"}
-TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-14, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 EPS = 1e-3
 
 
